@@ -1,0 +1,259 @@
+"""Every dataclass a configuration file is read into. Imports no jax.
+
+Defaults are the paper's where the paper gives one (DAPO, https://arxiv.org/abs/2503.14476), each with its
+equation or section. Checks raise `ConfigError` with the arithmetic; nothing here changes a value.
+"""
+
+from dataclasses import dataclass, field
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be run; the message names the key, the value and the remedy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Which decoder, and how it computes."""
+
+    source: str = "preset:tiny"
+    """`preset:NAME` (random weights), `shipped:NAME` (a model that comes with the package), or a folder with
+    config.json, tokenizer.json and model.safetensors."""
+    compute_dtype: str = "float32"
+    """Dtype of activations and matrix products: float32 or bfloat16. Master weights are always float32."""
+    remat: str = "none"
+    """What the backward pass recomputes per layer: none, full, or dots (keeps matrix products)."""
+    logprob_chunk_tokens: int = 1024
+    """Tokens whose logits exist at one time when log-probabilities are computed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where prompts come from."""
+
+    source: str = "arithmetic"
+    """Name of a dataset builder of `dapo_jax.data.builders`; `rows` when rows are passed from Python."""
+    train_split: str = "train"
+    eval_split: str = "test"
+    data_dir: str = "~/.cache/dapo_jax/datasets"
+    """Where prepared datasets are kept."""
+    prompt_template: str = "{prompt}"
+    """Text of the prompt; `{prompt}` stands for the row's question."""
+    shuffle: bool = True
+    """Shuffle each epoch anew by the run's seed."""
+    max_prompt_tokens: int = 2048
+    """A longer prompt is an error: truncating it would ask another question. (Section 4.1)"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    """How responses are sampled for training."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_response_tokens: int = 20480
+    """Hard length limit: expected length plus the soft overlong buffer. (Section 4.1)"""
+    slots: int = 256
+    """Responses decoded side by side."""
+    steps_per_call: int = 16
+    """Decode steps on the device between two looks of the host."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlongConfig:
+    """Soft overlong punishment (Eq. 13) and overlong filtering (Section 3.4)."""
+
+    enabled: bool = True
+    """Add the soft punishment to the rule reward."""
+    buffer_tokens: int = 4096
+    """L_cache: the last stretch before the limit in which the penalty grows."""
+    penalty_factor: float = 1.0
+    filter_truncated: bool = False
+    """Overlong filtering: a truncated response keeps its reward but none of its tokens enters the loss."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardConfig:
+    """How a response becomes a reward."""
+
+    grader: str = "exact"
+    """A name in `dapo_jax.rewards.GRADERS`, `module:function`, or `path/to/file.py:function`."""
+    answer_marker: str = "="
+    """The exact grader takes what follows the last marker as the answer; empty: the whole response."""
+    correct: float = 1.0
+    incorrect: float = -1.0
+    overlong: OverlongConfig = field(default_factory=OverlongConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicSamplingConfig:
+    """Keep sampling until enough groups are neither all right nor all wrong (Eq. 11, Algorithm 1)."""
+
+    enabled: bool = True
+    prompts_per_wave: int = 1536
+    """Prompts drawn in one round; the recipe's generation batch is three times the training batch."""
+    max_waves: int = 10
+    on_shortfall: str = "error"
+    """When `max_waves` gave too few groups: error, or train_fewer."""
+    surplus: str = "discard"
+    """Informative groups beyond those needed: discard (as released), or carry into the next step."""
+    metric: str = "correct"
+    """What the filter looks at: correct (verdicts) or score (graded scores, kept when not all equal)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchConfig:
+    """How many prompts, responses and optimizer updates make one step."""
+
+    prompts_per_step: int = 512
+    group_size: int = 16
+    groups_per_update: int = 32
+    """Groups in one optimizer update: 32 x 16 = 512 responses, 16 updates a step. (Section 4.1)"""
+    rows_per_microbatch: int = 1
+    """Packed rows in one forward and backward pass."""
+    row_tokens: int = 0
+    """Tokens in a packed row; 0: data.max_prompt_tokens + sampling.max_response_tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossConfig:
+    """Knobs of `losses.dapo_loss` and of what surrounds it."""
+
+    clip_ratio_low: float = 0.2
+    """eps_low of Eq. 8."""
+    clip_ratio_high: float = 0.28
+    """eps_high of Eq. 8; equal to `clip_ratio_low` it is the plain PPO clip."""
+    dual_clip: float | None = None
+    """c of the dual clip: for a negative advantage the token loss is at most c |A|. None: off."""
+    aggregation: str = "token_mean"
+    """token_mean, prompt_mean, sequence_mean or token_sum_norm: see `losses.token_weights`."""
+    normalize_std: bool = True
+    """Divide advantages by the group's standard deviation (Eq. 9)."""
+    old_logprobs: str = "trainer"
+    """trainer: recomputed with the weights that sampled; sampler: those recorded while sampling."""
+    importance_cap: float | None = None
+    """Truncated importance weights min(pi_old / pi_sampler, cap) on each token. None: off."""
+    kl_coef: float = 0.0
+    """Weight of the KL to the reference policy; 0 loads and runs no reference policy. (Section 2.3)"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW on float32 master weights (Section 4.1)."""
+
+    learning_rate: float = 1e-6
+    warmup_steps: int = 20
+    """Linear warm-up in rollout steps: step k, from 1, runs at k / warmup_steps of the rate."""
+    beta1: float = 0.9
+    beta2: float = 0.999
+    epsilon: float = 1e-8
+    weight_decay: float = 0.1
+    max_grad_norm: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """Evaluation on held-out prompts."""
+
+    every_steps: int = 10
+    """0: only before the first and after the last step."""
+    prompts: int = 0
+    """How many of the split's prompts, from the first; 0: all."""
+    samples_per_prompt: int = 32
+    temperature: float = 1.0
+    top_p: float = 0.7
+    top_k: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Checkpoints stand at step boundaries."""
+
+    every_steps: int = 10
+    """0: only after the last step."""
+    keep: int = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """What is written beside metrics.jsonl."""
+
+    rollouts_every_steps: int = 10
+    """Write readable rollout samples every so many steps; 0: never."""
+    rollout_groups: int = 4
+    """Groups in one sample."""
+    tensorboard: bool = False
+    wandb: bool = False
+    wandb_project: str = "dapo_jax"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """Sizes of the mesh axes; -1 (on one axis) takes the devices that the others leave."""
+
+    data: int = 1
+    fsdp: int = -1
+    tensor: int = 1
+    context: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Everything that decides a DAPO run."""
+
+    run_dir: str
+    seed: int = 0
+    steps: int = 100
+    compilation_cache: str = "~/.cache/dapo_jax/xla"
+    """Folder of compiled programs that later runs reuse; empty: none."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens in a packed row: `batch.row_tokens`, or the longest rollout there can be."""
+        return self.batch.row_tokens or self.data.max_prompt_tokens + self.sampling.max_response_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftBatchConfig:
+    """Shape of one supervised update."""
+
+    pairs_per_step: int = 256
+    row_tokens: int = 0
+    """Tokens in a packed row; 0: data.max_prompt_tokens + max_response_tokens."""
+    rows_per_microbatch: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftConfig:
+    """A supervised warm start from prompt / response pairs."""
+
+    run_dir: str
+    seed: int = 0
+    steps: int = 100
+    compilation_cache: str = "~/.cache/dapo_jax/xla"
+    max_response_tokens: int = 64
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    batch: SftBatchConfig = field(default_factory=SftBatchConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens in a packed row: `batch.row_tokens`, or the longest pair there can be."""
+        return self.batch.row_tokens or self.data.max_prompt_tokens + self.max_response_tokens
