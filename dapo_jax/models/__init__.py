@@ -1,0 +1,1 @@
+"""The decoder, its presets, and model folders in and out."""

@@ -1,0 +1,78 @@
+"""Attention over whole sequences (training, prefill) and over a cache (decoding).
+
+Scores and the softmax are in float32 whatever the inputs are. `H` query heads share `K` key heads.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+MASKED = -1e30
+"""Score of a position that may not be attended to: finite, so that a row with no live position is not NaN."""
+
+
+def causal_attention(
+    query: Float[Array, "batch seq heads head_dim"],
+    key: Float[Array, "batch seq kv_heads head_dim"],
+    value: Float[Array, "batch seq kv_heads head_dim"],
+    segment_ids: Int[Array, "batch seq"],
+) -> Float[Array, "batch seq heads head_dim"]:
+    """Each token attends to the tokens of its own segment up to itself.
+
+    Tokens of different segments packed into one row never see each other. Padding (segment 0) sees only padding.
+    """
+    seq = query.shape[1]
+    causal = jnp.tril(jnp.ones((seq, seq), bool))
+    same = segment_ids[:, :, None] == segment_ids[:, None, :]
+    mask = (causal[None] & same)[:, None]
+    return jax.nn.dot_product_attention(query, key, value, mask=mask, implementation="xla")
+
+
+def cached_attention(
+    query: Float[Array, "slots heads head_dim"],
+    keys: Float[Array, "slots kv_heads capacity head_dim"],
+    values: Float[Array, "slots kv_heads capacity head_dim"],
+    lengths: Int[Array, " slots"],
+    *,
+    chunk: int = 256,
+) -> Float[Array, "slots heads head_dim"]:
+    """One query per slot attends to the first `lengths` entries of its cache.
+
+    Reads only as many chunks as the longest slot needs. A chunk beyond a slot's length adds exact zeros, so a
+    slot's result does not depend on how long its neighbours are.
+    """
+    slots, heads, head_dim = query.shape
+    kv_heads, capacity = keys.shape[1], keys.shape[2]
+    chunk = min(chunk, capacity)
+    scaled = (query.astype(jnp.float32) * head_dim**-0.5).astype(keys.dtype)
+    grouped = scaled.reshape(slots, kv_heads, heads // kv_heads, head_dim)
+
+    def attend(start: Int[Array, ""], carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        # The last chunk is moved back to end at the capacity; what it then repeats is masked out.
+        begin = jnp.minimum(start, capacity - chunk)
+        top, total, out = carry
+        part_keys = lax.dynamic_slice_in_dim(keys, begin, chunk, axis=2)
+        part_values = lax.dynamic_slice_in_dim(values, begin, chunk, axis=2)
+        scores = jnp.einsum("skgd,skcd->skgc", grouped, part_keys, preferred_element_type=jnp.float32)
+        position = begin + jnp.arange(chunk, dtype=jnp.int32)
+        live = (position[None] < lengths[:, None]) & (position >= start)[None]
+        scores = jnp.where(live[:, None, None], scores, MASKED)
+        new_top = jnp.maximum(top, scores.max(-1))
+        weights = jnp.where(live[:, None, None], jnp.exp(scores - new_top[..., None]), 0.0)
+        shrink = jnp.exp(top - new_top)
+        part = jnp.einsum(
+            "skgc,skcd->skgd", weights.astype(values.dtype), part_values, preferred_element_type=jnp.float32
+        )
+        return new_top, total * shrink + weights.sum(-1), out * shrink[..., None] + part
+
+    shape = (slots, kv_heads, heads // kv_heads)
+    carry = (jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros((*shape, head_dim)))
+    if chunk == capacity:
+        _, total, out = attend(jnp.zeros((), jnp.int32), carry)
+    else:
+        chunks = (lengths.max() + chunk - 1) // chunk
+        _, total, out = lax.fori_loop(0, chunks, lambda i, c: attend(i * chunk, c), carry)
+    # A free slot has length 0 and total 0: its output is 0, and nobody reads it.
+    out = out / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]
+    return out.reshape(slots, heads, head_dim).astype(query.dtype)

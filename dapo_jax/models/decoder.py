@@ -1,0 +1,197 @@
+"""One decoder for the Llama 3, Qwen2 and Qwen3 families, which learns and samples.
+
+A `Block` does not know how attention is done: it hands queries, keys and values to the `attend` function it is
+given. Training attends within a row, prefill does the same and keeps the keys and values, decoding attends to a cache.
+So there is one definition of the network, and what samples is what is trained.
+
+Layers are stacked along a leading axis and scanned, so compile time does not grow with depth. Every parameter names
+its logical axes; `parallel.sharding` maps these to mesh axes.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from dapo_jax.models.attention import causal_attention
+from dapo_jax.models.presets import DecoderConfig
+
+Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
+"""(query, key, value) -> (attention output, whatever the caller wants back for this layer)."""
+
+REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
+    "full": None,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+
+
+def rms_norm(x: Float[Array, "... dim"], weight: Float[Array, " dim"], eps: float) -> Float[Array, "... dim"]:
+    """Root-mean-square norm in float32, returned in the dtype of `x`."""
+    wide = x.astype(jnp.float32)
+    scaled = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return (scaled * weight.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
+
+
+def rotary(
+    x: Float[Array, "*tokens heads head_dim"], positions: Int[Array, "*tokens"], theta: float
+) -> Float[Array, "*tokens heads head_dim"]:
+    """Rotary position embedding; dimension i is paired with i + head_dim / 2 (Su et al. 2021, in Llama's layout)."""
+    half = x.shape[-1] // 2
+    frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angles = positions.astype(jnp.float32)[..., None, None] * frequencies.reshape(
+        (1,) * (positions.ndim + 1) + (-1,)
+    )
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def _weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], fan_in: int) -> nnx.Param[Array]:
+    return nnx.Param(jax.random.normal(rngs.params(), shape) * fan_in**-0.5, axes=axes)
+
+
+def _filled(value: float, shape: tuple[int, ...], axes: tuple[str, ...]) -> nnx.Param[Array]:
+    return nnx.Param(jnp.full(shape, value), axes=axes)
+
+
+class Block(nnx.Module):
+    """One layer: attention and a gated MLP, each after a norm and added to the residual stream."""
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
+        embed, hidden, dim = config.embed_dim, config.mlp_dim, config.head_dim
+        heads, kv_heads = config.heads, config.kv_heads
+        self.config = config
+        self.attention_norm = _filled(1.0, (embed,), ("norm",))
+        self.mlp_norm = _filled(1.0, (embed,), ("norm",))
+        self.query = _weight(rngs, (embed, heads, dim), ("embed", "heads", "head_dim"), embed)
+        self.key = _weight(rngs, (embed, kv_heads, dim), ("embed", "kv_heads", "head_dim"), embed)
+        self.value = _weight(rngs, (embed, kv_heads, dim), ("embed", "kv_heads", "head_dim"), embed)
+        # The two matrices that write to the residual stream start smaller the more layers add up there.
+        writers = 2 * config.layers
+        self.output = _weight(
+            rngs, (heads, dim, embed), ("heads", "head_dim", "embed"), heads * dim * writers
+        )
+        self.gate = _weight(rngs, (embed, hidden), ("embed", "mlp"), embed)
+        self.up = _weight(rngs, (embed, hidden), ("embed", "mlp"), embed)
+        self.down = _weight(rngs, (hidden, embed), ("mlp", "embed"), hidden * writers)
+        if config.qkv_bias:
+            self.query_bias = _filled(0.0, (heads, dim), ("heads", "head_dim"))
+            self.key_bias = _filled(0.0, (kv_heads, dim), ("kv_heads", "head_dim"))
+            self.value_bias = _filled(0.0, (kv_heads, dim), ("kv_heads", "head_dim"))
+        if config.qk_norm:
+            self.query_norm = _filled(1.0, (dim,), ("norm",))
+            self.key_norm = _filled(1.0, (dim,), ("norm",))
+
+    def _project(
+        self, x: Float[Array, "*tokens embed"], positions: Int[Array, "*tokens"]
+    ) -> tuple[
+        Float[Array, "*tokens heads dim"], Float[Array, "*tokens kv dim"], Float[Array, "*tokens kv dim"]
+    ]:
+        """Queries, keys and values, positions already turned in."""
+        config = self.config
+        query, key, value = (
+            jnp.einsum("...e,ehd->...hd", x, weight[...].astype(x.dtype))
+            for weight in (self.query, self.key, self.value)
+        )
+        if config.qkv_bias:
+            query, key, value = (
+                part + bias[...].astype(x.dtype).reshape((1,) * (x.ndim - 1) + bias.shape)
+                for part, bias in ((query, self.query_bias), (key, self.key_bias), (value, self.value_bias))
+            )
+        if config.qk_norm:
+            query = rms_norm(query, self.query_norm[...], config.norm_eps)
+            key = rms_norm(key, self.key_norm[...], config.norm_eps)
+        theta = config.rope_theta
+        return rotary(query, positions, theta), rotary(key, positions, theta), value
+
+    def __call__(
+        self, x: Float[Array, "*tokens embed"], positions: Int[Array, "*tokens"], attend: Attend
+    ) -> tuple[Float[Array, "*tokens embed"], Any]:
+        """The layer's output, and what `attend` wants back."""
+        eps = self.config.norm_eps
+        query, key, value = self._project(rms_norm(x, self.attention_norm[...], eps), positions)
+        attended, kept = attend(query, key, value)
+        x = x + jnp.einsum("...hd,hde->...e", attended, self.output[...].astype(x.dtype))
+        y = rms_norm(x, self.mlp_norm[...], eps)
+        gated = jax.nn.silu(y @ self.gate[...].astype(x.dtype)) * (y @ self.up[...].astype(x.dtype))
+        return x + gated @ self.down[...].astype(x.dtype), kept
+
+
+class Decoder(nnx.Module):
+    """Embedding, stacked blocks, final norm, unembedding."""
+
+    def __init__(
+        self, config: DecoderConfig, *, rngs: nnx.Rngs, compute_dtype: str = "float32", remat: str = "none"
+    ) -> None:
+        """Random weights in float32; `remat` is none, full or dots: what the backward pass recomputes per layer."""
+        if remat != "none" and remat not in REMAT_POLICIES:
+            raise ValueError(f"remat={remat!r} must be one of none, {', '.join(REMAT_POLICIES)}")
+        self.config = config
+        self.compute_dtype = compute_dtype
+        self.remat = remat
+        self.embedding = _weight(
+            rngs, (config.vocab_size, config.embed_dim), ("vocab", "embed"), config.embed_dim
+        )
+        self.blocks = nnx.vmap(lambda keys: Block(config, rngs=keys))(rngs.split(config.layers))
+        self.final_norm = _filled(1.0, (config.embed_dim,), ("norm",))
+        if not config.tied_embeddings:
+            self.lm_head = _weight(
+                rngs, (config.vocab_size, config.embed_dim), ("vocab", "embed"), config.embed_dim
+            )
+
+    def embed(self, tokens: Int[Array, "*tokens"]) -> Float[Array, "*tokens embed"]:
+        """Token embeddings in the compute dtype."""
+        return self.embedding[...].astype(self.compute_dtype)[tokens]
+
+    def unembedding(self) -> Float[Array, "vocab embed"]:
+        """The matrix whose products with a hidden state are the logits."""
+        return (self.embedding if self.config.tied_embeddings else self.lm_head)[...]
+
+    def logits(self, hidden: Float[Array, "*tokens embed"]) -> Float[Array, "*tokens vocab"]:
+        """Logits in float32 for hidden states that have passed the final norm."""
+        weight = self.unembedding().astype(hidden.dtype)
+        return jnp.einsum("...e,ve->...v", hidden, weight, preferred_element_type=jnp.float32)
+
+    def normed(self, x: Float[Array, "*tokens embed"]) -> Float[Array, "*tokens embed"]:
+        """The final norm."""
+        return rms_norm(x, self.final_norm[...], self.config.norm_eps)
+
+    def with_keys(
+        self,
+        tokens: Int[Array, "batch seq"],
+        positions: Int[Array, "batch seq"],
+        segment_ids: Int[Array, "batch seq"],
+    ) -> tuple[Float[Array, "batch seq embed"], tuple[Array, Array]]:
+        """Final hidden states, and every layer's keys and values [layers, batch, seq, kv_heads, head_dim]."""
+
+        def attend(query: Array, key: Array, value: Array) -> tuple[Array, tuple[Array, Array]]:
+            return causal_attention(query, key, value, segment_ids), (key, value)
+
+        return self._scan(tokens, positions, attend)
+
+    def __call__(
+        self,
+        tokens: Int[Array, "batch seq"],
+        positions: Int[Array, "batch seq"],
+        segment_ids: Int[Array, "batch seq"],
+    ) -> Float[Array, "batch seq embed"]:
+        """Final hidden states; column t has seen the tokens of its segment up to and including t."""
+
+        def attend(query: Array, key: Array, value: Array) -> tuple[Array, None]:
+            return causal_attention(query, key, value, segment_ids), None
+
+        return self._scan(tokens, positions, attend)[0]
+
+    def _scan(self, tokens: Array, positions: Array, attend: Attend) -> tuple[Array, Any]:
+        graph, weights = nnx.split(self.blocks)
+
+        def layer(x: Array, weights: nnx.State) -> tuple[Array, Any]:
+            return nnx.merge(graph, weights)(x, positions, attend)
+
+        if self.remat != "none":
+            layer = jax.checkpoint(layer, policy=REMAT_POLICIES[self.remat])
+        x, kept = jax.lax.scan(layer, self.embed(tokens), weights)
+        return self.normed(x), kept
