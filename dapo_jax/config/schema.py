@@ -11,6 +11,13 @@ class ConfigError(ValueError):
     """A configuration that cannot be run; the message names the key, the value and the remedy."""
 
 
+def _checked(config: object) -> None:
+    """Refuses what cannot be run as soon as an object is built, from a file or in Python."""
+    from dapo_jax.config.checks import check  # which imports the classes below
+
+    check(config)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Which decoder, and how it computes."""
@@ -18,12 +25,16 @@ class ModelConfig:
     source: str = "preset:tiny"
     """`preset:NAME` (random weights), `shipped:NAME` (a model that comes with the package), or a folder with
     config.json, tokenizer.json and model.safetensors."""
+    tokenizer: str = "byte"
+    """For a preset: `byte`, or `char:ALPHABET` with one token for each character. A model folder brings its own."""
     compute_dtype: str = "float32"
     """Dtype of activations and matrix products: float32 or bfloat16. Master weights are always float32."""
     remat: str = "none"
     """What the backward pass recomputes per layer: none, full, or dots (keeps matrix products)."""
     logprob_chunk_tokens: int = 1024
     """Tokens whose logits exist at one time when log-probabilities are computed."""
+
+    __post_init__ = _checked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +54,8 @@ class DataConfig:
     max_prompt_tokens: int = 2048
     """A longer prompt is an error: truncating it would ask another question. (Section 4.1)"""
 
+    __post_init__ = _checked
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
@@ -58,6 +71,8 @@ class SamplingConfig:
     steps_per_call: int = 16
     """Decode steps on the device between two looks of the host."""
 
+    __post_init__ = _checked
+
 
 @dataclass(frozen=True, kw_only=True)
 class OverlongConfig:
@@ -71,6 +86,8 @@ class OverlongConfig:
     filter_truncated: bool = False
     """Overlong filtering: a truncated response keeps its reward but none of its tokens enters the loss."""
 
+    __post_init__ = _checked
+
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
@@ -83,6 +100,8 @@ class RewardConfig:
     correct: float = 1.0
     incorrect: float = -1.0
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
+
+    __post_init__ = _checked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +119,8 @@ class DynamicSamplingConfig:
     metric: str = "correct"
     """What the filter looks at: correct (verdicts) or score (graded scores, kept when not all equal)."""
 
+    __post_init__ = _checked
+
 
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig:
@@ -113,6 +134,8 @@ class BatchConfig:
     """Packed rows in one forward and backward pass."""
     row_tokens: int = 0
     """Tokens in a packed row; 0: data.max_prompt_tokens + sampling.max_response_tokens."""
+
+    __post_init__ = _checked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +159,8 @@ class LossConfig:
     kl_coef: float = 0.0
     """Weight of the KL to the reference policy; 0 loads and runs no reference policy. (Section 2.3)"""
 
+    __post_init__ = _checked
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
@@ -149,6 +174,8 @@ class OptimizerConfig:
     epsilon: float = 1e-8
     weight_decay: float = 0.1
     max_grad_norm: float = 1.0
+
+    __post_init__ = _checked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,6 +191,8 @@ class EvalConfig:
     top_p: float = 0.7
     top_k: int = 0
 
+    __post_init__ = _checked
+
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
@@ -172,6 +201,8 @@ class CheckpointConfig:
     every_steps: int = 10
     """0: only after the last step."""
     keep: int = 3
+
+    __post_init__ = _checked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,6 +217,8 @@ class LogConfig:
     wandb: bool = False
     wandb_project: str = "dapo_jax"
 
+    __post_init__ = _checked
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
@@ -195,6 +228,8 @@ class ParallelConfig:
     fsdp: int = -1
     tensor: int = 1
     context: int = 1
+
+    __post_init__ = _checked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,6 +254,8 @@ class TrainConfig:
     log: LogConfig = field(default_factory=LogConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
+    __post_init__ = _checked
+
     @property
     def row_tokens(self) -> int:
         """Tokens in a packed row: `batch.row_tokens`, or the longest rollout there can be."""
@@ -233,6 +270,8 @@ class SftBatchConfig:
     row_tokens: int = 0
     """Tokens in a packed row; 0: data.max_prompt_tokens + max_response_tokens."""
     rows_per_microbatch: int = 1
+
+    __post_init__ = _checked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,6 +291,8 @@ class SftConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+
+    __post_init__ = _checked
 
     @property
     def row_tokens(self) -> int:

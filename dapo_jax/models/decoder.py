@@ -120,8 +120,38 @@ class Block(nnx.Module):
         return x + gated @ self.down[...].astype(x.dtype), kept
 
 
+class Ends(nnx.Module):
+    """What lies before and after the blocks: embedding, final norm, unembedding."""
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, compute_dtype: str = "float32") -> None:
+        self.config = config
+        self.compute_dtype = compute_dtype
+        shape, axes = (config.vocab_size, config.embed_dim), ("vocab", "embed")
+        self.embedding = _weight(rngs, shape, axes, config.embed_dim)
+        self.final_norm = _filled(1.0, (config.embed_dim,), ("norm",))
+        if not config.tied_embeddings:
+            self.lm_head = _weight(rngs, shape, axes, config.embed_dim)
+
+    def embed(self, tokens: Int[Array, "*tokens"]) -> Float[Array, "*tokens embed"]:
+        """Token embeddings in the compute dtype."""
+        return self.embedding[...][tokens].astype(self.compute_dtype)
+
+    def unembedding(self) -> Float[Array, "vocab embed"]:
+        """The matrix whose products with a final hidden state are the logits."""
+        return (self.embedding if self.config.tied_embeddings else self.lm_head)[...]
+
+    def normed(self, x: Float[Array, "*tokens embed"]) -> Float[Array, "*tokens embed"]:
+        """The final norm."""
+        return rms_norm(x, self.final_norm[...], self.config.norm_eps)
+
+    def logits(self, hidden: Float[Array, "*tokens embed"]) -> Float[Array, "*tokens vocab"]:
+        """Logits in float32 of hidden states that have passed the final norm."""
+        weight = self.unembedding().astype(hidden.dtype)
+        return jnp.einsum("...e,ve->...v", hidden, weight, preferred_element_type=jnp.float32)
+
+
 class Decoder(nnx.Module):
-    """Embedding, stacked blocks, final norm, unembedding."""
+    """Ends and stacked blocks, over whole rows of tokens: what is trained."""
 
     def __init__(
         self, config: DecoderConfig, *, rngs: nnx.Rngs, compute_dtype: str = "float32", remat: str = "none"
@@ -129,48 +159,9 @@ class Decoder(nnx.Module):
         """Random weights in float32; `remat` is none, full or dots: what the backward pass recomputes per layer."""
         if remat != "none" and remat not in REMAT_POLICIES:
             raise ValueError(f"remat={remat!r} must be one of none, {', '.join(REMAT_POLICIES)}")
-        self.config = config
-        self.compute_dtype = compute_dtype
         self.remat = remat
-        self.embedding = _weight(
-            rngs, (config.vocab_size, config.embed_dim), ("vocab", "embed"), config.embed_dim
-        )
+        self.ends = Ends(config, rngs=rngs, compute_dtype=compute_dtype)
         self.blocks = nnx.vmap(lambda keys: Block(config, rngs=keys))(rngs.split(config.layers))
-        self.final_norm = _filled(1.0, (config.embed_dim,), ("norm",))
-        if not config.tied_embeddings:
-            self.lm_head = _weight(
-                rngs, (config.vocab_size, config.embed_dim), ("vocab", "embed"), config.embed_dim
-            )
-
-    def embed(self, tokens: Int[Array, "*tokens"]) -> Float[Array, "*tokens embed"]:
-        """Token embeddings in the compute dtype."""
-        return self.embedding[...].astype(self.compute_dtype)[tokens]
-
-    def unembedding(self) -> Float[Array, "vocab embed"]:
-        """The matrix whose products with a hidden state are the logits."""
-        return (self.embedding if self.config.tied_embeddings else self.lm_head)[...]
-
-    def logits(self, hidden: Float[Array, "*tokens embed"]) -> Float[Array, "*tokens vocab"]:
-        """Logits in float32 for hidden states that have passed the final norm."""
-        weight = self.unembedding().astype(hidden.dtype)
-        return jnp.einsum("...e,ve->...v", hidden, weight, preferred_element_type=jnp.float32)
-
-    def normed(self, x: Float[Array, "*tokens embed"]) -> Float[Array, "*tokens embed"]:
-        """The final norm."""
-        return rms_norm(x, self.final_norm[...], self.config.norm_eps)
-
-    def with_keys(
-        self,
-        tokens: Int[Array, "batch seq"],
-        positions: Int[Array, "batch seq"],
-        segment_ids: Int[Array, "batch seq"],
-    ) -> tuple[Float[Array, "batch seq embed"], tuple[Array, Array]]:
-        """Final hidden states, and every layer's keys and values [layers, batch, seq, kv_heads, head_dim]."""
-
-        def attend(query: Array, key: Array, value: Array) -> tuple[Array, tuple[Array, Array]]:
-            return causal_attention(query, key, value, segment_ids), (key, value)
-
-        return self._scan(tokens, positions, attend)
 
     def __call__(
         self,
@@ -179,19 +170,14 @@ class Decoder(nnx.Module):
         segment_ids: Int[Array, "batch seq"],
     ) -> Float[Array, "batch seq embed"]:
         """Final hidden states; column t has seen the tokens of its segment up to and including t."""
+        graph, weights = nnx.split(self.blocks)
 
         def attend(query: Array, key: Array, value: Array) -> tuple[Array, None]:
             return causal_attention(query, key, value, segment_ids), None
 
-        return self._scan(tokens, positions, attend)[0]
-
-    def _scan(self, tokens: Array, positions: Array, attend: Attend) -> tuple[Array, Any]:
-        graph, weights = nnx.split(self.blocks)
-
-        def layer(x: Array, weights: nnx.State) -> tuple[Array, Any]:
+        def layer(x: Array, weights: nnx.State) -> tuple[Array, None]:
             return nnx.merge(graph, weights)(x, positions, attend)
 
         if self.remat != "none":
             layer = jax.checkpoint(layer, policy=REMAT_POLICIES[self.remat])
-        x, kept = jax.lax.scan(layer, self.embed(tokens), weights)
-        return self.normed(x), kept
+        return self.ends.normed(jax.lax.scan(layer, self.ends.embed(tokens), weights)[0])

@@ -1,0 +1,45 @@
+"""Configurations: the dataclasses, reading them from YAML, and the rules they obey. Imports no jax."""
+
+from dapo_jax.config.loading import changed_keys, load_config, to_yaml
+from dapo_jax.config.schema import (
+    BatchConfig,
+    CheckpointConfig,
+    ConfigError,
+    DataConfig,
+    DynamicSamplingConfig,
+    EvalConfig,
+    LogConfig,
+    LossConfig,
+    ModelConfig,
+    OptimizerConfig,
+    OverlongConfig,
+    ParallelConfig,
+    RewardConfig,
+    SamplingConfig,
+    SftBatchConfig,
+    SftConfig,
+    TrainConfig,
+)
+
+__all__ = [
+    "BatchConfig",
+    "CheckpointConfig",
+    "ConfigError",
+    "DataConfig",
+    "DynamicSamplingConfig",
+    "EvalConfig",
+    "LogConfig",
+    "LossConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "OverlongConfig",
+    "ParallelConfig",
+    "RewardConfig",
+    "SamplingConfig",
+    "SftBatchConfig",
+    "SftConfig",
+    "TrainConfig",
+    "changed_keys",
+    "load_config",
+    "to_yaml",
+]

@@ -1,0 +1,220 @@
+"""Every rule a configuration must obey. A check names the key, the value and the remedy, and changes nothing.
+
+They run whenever a configuration object is built, from a file or in Python: one that exists can be run.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from functools import cache
+from typing import Any, get_type_hints
+
+from dapo_jax.config import schema
+from dapo_jax.config.values import check_value, refuse
+
+SECTIONS: dict[type, str] = {
+    schema.TrainConfig: "",
+    schema.SftConfig: "",
+    schema.ModelConfig: "model",
+    schema.DataConfig: "data",
+    schema.SamplingConfig: "sampling",
+    schema.RewardConfig: "reward",
+    schema.OverlongConfig: "reward.overlong",
+    schema.DynamicSamplingConfig: "dynamic_sampling",
+    schema.BatchConfig: "batch",
+    schema.SftBatchConfig: "batch",
+    schema.LossConfig: "loss",
+    schema.OptimizerConfig: "optimizer",
+    schema.EvalConfig: "eval",
+    schema.CheckpointConfig: "checkpoint",
+    schema.LogConfig: "log",
+    schema.ParallelConfig: "parallel",
+}
+
+
+@cache
+def field_types(section: type) -> dict[str, Any]:
+    """Name and annotation of each field of a configuration class."""
+    hints = get_type_hints(section)
+    return {field.name: hints[field.name] for field in dataclasses.fields(section)}
+
+
+def check(config: Any) -> None:
+    """Checks one section, or a whole configuration whose sections were checked when they were built.
+
+    Raises:
+        ConfigError: a value is of the wrong type, out of its range, or contradicts another.
+    """
+    section = next(cls for cls in type(config).__mro__ if cls in SECTIONS)
+    for name, expected in field_types(section).items():
+        key = f"{SECTIONS[section]}.{name}".lstrip(".")
+        value = getattr(config, name)
+        if not dataclasses.is_dataclass(expected):
+            check_value(key, value, expected)
+        elif not isinstance(value, expected):
+            refuse(key, value, f"a {expected.__name__}", f"write {name}={expected.__name__}(...)")
+    _TOGETHER.get(section, lambda _: None)(config)
+
+
+def _check_data(data: schema.DataConfig) -> None:
+    if "{prompt}" not in data.prompt_template:
+        refuse(
+            "data.prompt_template",
+            data.prompt_template,
+            "{prompt} in it",
+            "put {prompt} where the question goes: without it every prompt would be the same text",
+        )
+
+
+def _check_overlong(overlong: schema.OverlongConfig) -> None:
+    if overlong.enabled and overlong.buffer_tokens < 1:
+        remedy = "make it larger, or set reward.overlong.enabled=false"
+        refuse(
+            "reward.overlong.buffer_tokens",
+            overlong.buffer_tokens,
+            "1 or more for the soft punishment",
+            remedy,
+        )
+
+
+def _check_reward(reward: schema.RewardConfig) -> None:
+    if reward.correct <= reward.incorrect:
+        needs = f"more than reward.incorrect = {reward.incorrect}"
+        refuse(
+            "reward.correct",
+            reward.correct,
+            needs,
+            "raise it: a right answer must be worth more than a wrong one",
+        )
+
+
+def _check_dynamic_sampling(dynamic: schema.DynamicSamplingConfig) -> None:
+    for name in ("prompts_per_wave", "max_waves"):
+        if dynamic.enabled and getattr(dynamic, name) < 1:
+            remedy = "raise it, or set dynamic_sampling.enabled=false"
+            refuse(
+                f"dynamic_sampling.{name}", getattr(dynamic, name), "1 or more for dynamic sampling", remedy
+            )
+
+
+def _check_batch(batch: schema.BatchConfig) -> None:
+    step, update = batch.prompts_per_step, batch.groups_per_update
+    updates, rest = divmod(step, update)
+    if rest:
+        multiples = " or ".join(str(k * update) for k in (updates, updates + 1) if k)
+        refuse(
+            "batch.prompts_per_step",
+            step,
+            f"a multiple of batch.groups_per_update = {update}",
+            f"{step} = {updates} x {update} + {rest}: use {multiples}, or a batch.groups_per_update that divides {step}",
+        )
+
+
+def _check_loss(loss: schema.LossConfig) -> None:
+    low, high = loss.clip_ratio_low, loss.clip_ratio_high
+    if high < low:
+        needs = f"at least loss.clip_ratio_low = {low}"
+        refuse("loss.clip_ratio_high", high, needs, f"{high} < {low}: raise it, or lower loss.clip_ratio_low")
+    if loss.importance_cap is not None and loss.old_logprobs == "sampler":
+        refuse(
+            "loss.importance_cap",
+            loss.importance_cap,
+            "null with loss.old_logprobs = 'sampler'",
+            "it caps pi_old / pi_sampler, which is 1 everywhere when pi_old is the sampler's: "
+            "set loss.old_logprobs=trainer or loss.importance_cap=null",
+        )
+
+
+def _check_parallel(parallel: schema.ParallelConfig) -> None:
+    rest = [
+        f"parallel.{name}" for name in field_types(schema.ParallelConfig) if getattr(parallel, name) == -1
+    ]
+    if len(rest) > 1:
+        refuse(
+            rest[1],
+            -1,
+            f"a size, as {rest[0]} is -1 too",
+            "only one axis can take the devices that the others leave",
+        )
+
+
+def check_train(config: schema.TrainConfig) -> None:
+    """Checks what sections of a training configuration say about each other."""
+    _check_training_policy(config.sampling)
+    batch, waves = config.batch, config.dynamic_sampling
+    if waves.enabled:
+        most = waves.prompts_per_wave * waves.max_waves
+        if most < batch.prompts_per_step:
+            refuse(
+                "dynamic_sampling.max_waves",
+                waves.max_waves,
+                f"waves enough for batch.prompts_per_step = {batch.prompts_per_step} groups",
+                f"{waves.max_waves} x {waves.prompts_per_wave} = {most} < {batch.prompts_per_step}: raise max_waves to "
+                f"{-(-batch.prompts_per_step // waves.prompts_per_wave)} or more, or dynamic_sampling.prompts_per_wave",
+            )
+        if batch.group_size < 2:
+            refuse(
+                "batch.group_size",
+                batch.group_size,
+                "2 or more with dynamic sampling",
+                "a group of one is never mixed and all would be dropped: raise it, or set dynamic_sampling.enabled=false",
+            )
+    overlong, limit = config.reward.overlong, config.sampling.max_response_tokens
+    if overlong.enabled and overlong.buffer_tokens > limit:
+        refuse(
+            "reward.overlong.buffer_tokens",
+            overlong.buffer_tokens,
+            f"at most sampling.max_response_tokens = {limit}",
+            f"{overlong.buffer_tokens} > {limit}: the paper's is a fifth of the limit, here {max(1, limit // 5)}; "
+            "or set reward.overlong.enabled=false",
+        )
+    _check_row(batch.row_tokens, config.data.max_prompt_tokens, limit, "sampling.max_response_tokens")
+
+
+def check_sft(config: schema.SftConfig) -> None:
+    """Checks what sections of a supervised configuration say about each other."""
+    _check_row(
+        config.batch.row_tokens,
+        config.data.max_prompt_tokens,
+        config.max_response_tokens,
+        "max_response_tokens",
+    )
+
+
+def _check_training_policy(sampling: schema.SamplingConfig) -> None:
+    """Refuses to train on samples from another distribution than the one whose ratio is taken."""
+    why = (
+        "the ratio is taken to the full tempered distribution, which would no longer be the one sampled from"
+    )
+    if sampling.temperature == 0:
+        remedy = "0 is greedy, all responses of a group would be equal: greedy is for eval.temperature only"
+        refuse("sampling.temperature", sampling.temperature, "more than 0 for training", remedy)
+    if sampling.top_p != 1:
+        refuse("sampling.top_p", sampling.top_p, "1 (off) for training", f"{why}: only eval.top_p may cut")
+    if sampling.top_k > 0:
+        refuse(
+            "sampling.top_k", sampling.top_k, "0 or -1 (off) for training", f"{why}: only eval.top_k may cut"
+        )
+
+
+def _check_row(row: int, prompt: int, response: int, response_key: str) -> None:
+    if 0 < row < prompt + response:
+        refuse(
+            "batch.row_tokens",
+            row,
+            f"0, or at least data.max_prompt_tokens + {response_key}",
+            f"{prompt} + {response} = {prompt + response} > {row}: raise it to {prompt + response}, or lower the two",
+        )
+
+
+_TOGETHER: dict[type, Callable[[Any], None]] = {
+    schema.TrainConfig: check_train,
+    schema.SftConfig: check_sft,
+    schema.DataConfig: _check_data,
+    schema.OverlongConfig: _check_overlong,
+    schema.RewardConfig: _check_reward,
+    schema.DynamicSamplingConfig: _check_dynamic_sampling,
+    schema.BatchConfig: _check_batch,
+    schema.LossConfig: _check_loss,
+    schema.ParallelConfig: _check_parallel,
+}
+"""What the values of one object say about each other."""

@@ -1,0 +1,276 @@
+"""A YAML file and `key=value` overrides -> a configuration, or one message that says what to change.
+
+OmegaConf reads the YAML and builds the dataclasses. Between the two every key and value is compared with the
+schema here, because OmegaConf alone would take `shuffle=2` for true, "3" for 3 and nan for a number.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import SequenceMatcher
+from os import PathLike
+from pathlib import Path
+from typing import Any, NoReturn, TypeAlias, TypeVar, cast, overload
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from dapo_jax.config.checks import field_types
+from dapo_jax.config.schema import ConfigError, SftConfig, TrainConfig
+from dapo_jax.config.suggestions import alias_of, unknown_key
+from dapo_jax.config.values import check_value, refuse, shown
+
+AnyConfig: TypeAlias = TrainConfig | SftConfig
+_Config = TypeVar("_Config", TrainConfig, SftConfig)
+
+
+@overload
+def load_config(path: str | PathLike[str], overrides: Sequence[str] = ()) -> TrainConfig: ...
+
+
+@overload
+def load_config(
+    path: str | PathLike[str], overrides: Sequence[str] = (), *, schema: type[_Config]
+) -> _Config: ...
+
+
+def load_config(
+    path: str | PathLike[str], overrides: Sequence[str] = (), *, schema: type[AnyConfig] = TrainConfig
+) -> AnyConfig:
+    """Reads a YAML file, applies `section.key=value` overrides in order (the last one wins), checks everything.
+
+    An override's value is read as YAML, except that for a text key it is taken as it stands, so
+    `data.prompt_template=Q: {prompt}` needs no quotes beyond the shell's.
+
+    Args:
+        path: the YAML file.
+        overrides: `key=value` each, as on the command line.
+        schema: `TrainConfig` or `SftConfig`.
+
+    Raises:
+        ConfigError: the file or an override cannot be read, names no key of the schema, or gives a value that
+            cannot be run. The message names the file or the override, the key, the value and the remedy.
+    """
+    if isinstance(overrides, str):
+        raise ConfigError(f"overrides: found the text {overrides!r}, needs a list; write [{overrides!r}]")
+    path = Path(path).expanduser()
+    kinds = leaf_types(schema)
+    try:
+        values = _flatten(_read(path), schema, kinds)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    for override in overrides:
+        try:
+            key, value = _parse_override(override, kinds)
+        except ConfigError as error:
+            raise ConfigError(f"override {override!r}: {error}") from None
+        values[key] = value
+    try:
+        return _build(schema, values)
+    except ConfigError as error:
+        raise ConfigError(f"{_origin(path, overrides, str(error))}: {error}") from None
+
+
+def to_yaml(config: AnyConfig) -> str:
+    """The whole configuration as YAML, every default written out; `load_config` reads it back equal."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def changed_keys(a: AnyConfig, b: AnyConfig) -> dict[str, tuple[Any, Any]]:
+    """The dotted keys in which two configurations differ, each with the value in `a` and the value in `b`.
+
+    >>> changed_keys(TrainConfig(run_dir="x", seed=1), TrainConfig(run_dir="x", seed=2))
+    {'seed': (1, 2)}
+    """
+    if type(a) is not type(b):
+        raise ValueError(
+            f"cannot compare a {type(a).__name__} with a {type(b).__name__}; pass two of one class"
+        )
+    before, after = _leaves(a), _leaves(b)
+    return {key: (before[key], after[key]) for key in before if before[key] != after[key]}
+
+
+def leaf_types(schema: type, prefix: str = "") -> dict[str, Any]:
+    """Every dotted key of a configuration class that holds a value, with its annotation."""
+    leaves = {}
+    for name, kind in field_types(schema).items():
+        key = prefix + name
+        leaves |= leaf_types(kind, f"{key}.") if dataclasses.is_dataclass(kind) else {key: kind}
+    return leaves
+
+
+def _leaves(config: AnyConfig) -> dict[str, Any]:
+    """Every dotted key of a configuration, with its value."""
+    leaves = {}
+    for key in leaf_types(type(config)):
+        value: Any = config
+        for name in key.split("."):
+            value = getattr(value, name)
+        leaves[key] = value
+    return leaves
+
+
+def _read(path: Path) -> dict[Any, Any]:
+    """The file's mapping, with interpolations left as text."""
+    if not path.is_file():
+        raise ConfigError(_missing_file(path))
+    try:
+        content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    except yaml.MarkedYAMLError as error:
+        raise ConfigError(_yaml_problem(error)) from None
+    except OmegaConfBaseException as error:
+        raise ConfigError(_omegaconf_problem(error)) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"found bytes that are not UTF-8 at {error.start}; save it as UTF-8 text") from None
+    except (OSError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"cannot be read as `key: value` lines ({reason}); write YAML") from None
+    if not content:
+        raise ConfigError("the file holds no keys; it needs at least `run_dir: some/folder`")
+    if not isinstance(content, dict):
+        raise ConfigError(f"found a list of {len(content)}, needs `key: value` lines; remove the dashes")
+    return content
+
+
+def _missing_file(path: Path) -> str:
+    folder, what = (path, "is a folder, needs a file") if path.is_dir() else (path.parent, "no such file")
+    if not folder.is_dir():
+        return f"no such file, and no folder {folder}; check the path (from {Path.cwd()})"
+    near = _nearest_file(folder, path.stem)
+    return f"{what}; " + (f"did you mean {near}?" if near else f"there are no YAML files in {folder}")
+
+
+def _nearest_file(folder: Path, stem: str) -> Path | None:
+    """The YAML file of a folder with the name most like `stem`."""
+    there = sorted(each for each in folder.iterdir() if each.suffix in (".yaml", ".yml"))
+    return max(there, key=lambda each: SequenceMatcher(None, stem, each.stem).ratio(), default=None)
+
+
+def _yaml_problem(error: yaml.MarkedYAMLError) -> str:
+    mark = error.problem_mark or error.context_mark
+    line = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+    duplicate = re.fullmatch(r"found duplicate key (.*)", error.problem or "")
+    if duplicate:
+        return f"{line}the key {duplicate[1]!r} stands twice in one section; keep one of the two"
+    return f"{line}not YAML: {error.problem or error.context}; check quotes, brackets, tabs and indentation there"
+
+
+def _omegaconf_problem(error: OmegaConfBaseException) -> str:
+    """Values that OmegaConf cannot hold: a broken interpolation, a key that is no text, a YAML tag."""
+    reason = str(error).splitlines()[0]
+    where = f"{error.full_key}: " if error.full_key else ""
+    if "${" in reason:
+        return f"{where}found an interpolation ({reason}); interpolations are not resolved: write the value"
+    return f"{where}found what no key can hold ({reason}); write a plain value"
+
+
+def _flatten(
+    section: Mapping[Any, Any], schema: type, kinds: Mapping[str, Any], prefix: str = ""
+) -> dict[str, Any]:
+    """Dotted key -> value of a nested mapping, each compared with the schema."""
+    values: dict[str, Any] = {}
+    for name, value in section.items():
+        key = f"{prefix}{name}"
+        kind = field_types(schema).get(name) if isinstance(name, str) else None
+        if kind is None:
+            _refuse_unknown(key, value, kinds)
+        elif not dataclasses.is_dataclass(kind):
+            check_value(key, value, kind)
+            values[key] = value
+        elif isinstance(value, dict):
+            values |= _flatten(value, cast(type, kind), kinds, f"{key}.")
+        else:
+            keys = ", ".join(f"`{name}`" for name in field_types(cast(type, kind)))
+            refuse(
+                key, value, f"a section with some of {keys}", "indent its keys under it, or remove the line"
+            )
+    return values
+
+
+def _refuse_unknown(key: str, value: object, kinds: Mapping[str, Any]) -> NoReturn:
+    """Raises for a key that the schema does not have; in an unknown section, for a key that we know under
+    another name, or else its first."""
+    if key in kinds or _is_section(key, kinds):
+        nested = ": ".join(key.split("."))
+        raise ConfigError(f"{key}: dotted keys are for overrides; in a file write it nested, {nested}: ...")
+    inside = dict(_walk(key, value))
+    key = next((each for each in inside if alias_of(each, kinds)), next(iter(inside)))
+    value = inside[key]
+    parent = key.rpartition(".")[0]
+    if parent in kinds:
+        raise ConfigError(
+            f"unknown key {key} = {shown(value)}: {parent} holds a value, not a section; set {parent}"
+        )
+    raise ConfigError(f"unknown key {key} = {shown(value)}: {unknown_key(key, kinds)}")
+
+
+def _walk(key: str, value: object) -> Iterator[tuple[str, object]]:
+    """The dotted keys inside a value that the schema does not know, or the key itself."""
+    if not isinstance(value, dict) or not value:
+        yield key, value
+        return
+    for name, inner in value.items():
+        yield from _walk(f"{key}.{name}", inner)
+
+
+def _is_section(key: str, kinds: Mapping[str, Any]) -> bool:
+    return any(each.startswith(f"{key}.") for each in kinds)
+
+
+def _parse_override(override: str, kinds: Mapping[str, Any]) -> tuple[str, Any]:
+    """`key=value` -> the dotted key and the value, checked."""
+    key, equals, text = override.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError("needs the form key=value, without spaces around =, as in batch.group_size=16")
+    if key != key.strip().lstrip("-+~"):
+        raise ConfigError(f"write {key.strip().lstrip('-+~')}={text}, with nothing around the key")
+    if _is_section(key, kinds):
+        keys = ", ".join(each for each in kinds if each.startswith(f"{key}."))
+        raise ConfigError(
+            f"{key} = {text} would replace a whole section; override one key at a time, of {keys}"
+        )
+    if key not in kinds:
+        _refuse_unknown(key, text, kinds)
+    value = text if kinds[key] is str and not _is_yaml_text(text) else _parse_value(text)
+    check_value(key, value, kinds[key])
+    return key, value
+
+
+def _is_yaml_text(text: str) -> bool:
+    """True for a null and for quoted text; any other value of a text key is taken literally."""
+    return text in ("null", "~") or (len(text) > 1 and text[0] == text[-1] and text[0] in "'\"")
+
+
+def _parse_value(text: str) -> Any:
+    try:
+        parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
+        return cast(dict[str, Any], parsed)["value"]
+    except yaml.MarkedYAMLError as error:
+        raise ConfigError(f"the value is not YAML: {error.problem}; put it in quotes") from None
+    except OmegaConfBaseException as error:
+        raise ConfigError(_omegaconf_problem(error)) from None
+
+
+def _build(schema: type[AnyConfig], values: Mapping[str, Any]) -> AnyConfig:
+    """Fills the schema with checked values; the dataclasses check themselves against each other."""
+    for field in dataclasses.fields(schema):
+        no_default = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        if no_default and field.name not in values:
+            remedy = f"add `{field.name}: some/folder` to the file or {field.name}=some/folder to the command"
+            raise ConfigError(f"{field.name}: missing, needs a value; {remedy}")
+    nested: dict[str, Any] = {}
+    for key, value in values.items():
+        *sections, name = key.split(".")
+        node = nested
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[name] = value
+    return cast(AnyConfig, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), nested)))
+
+
+def _origin(path: Path, overrides: Sequence[str], message: str) -> str:
+    """The file, and the overrides whose keys the message is about."""
+    keys = set(re.findall(r"[a-z_0-9]+(?:\.[a-z_0-9]+)*", message))
+    about = [override for override in overrides if override.partition("=")[0] in keys]
+    return f"{path} with override {' '.join(map(repr, about))}" if about else str(path)

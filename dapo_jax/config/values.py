@@ -1,0 +1,165 @@
+"""What one value may be: its type, its range, its choices. Nothing here looks at a second key."""
+
+import math
+from collections.abc import Callable
+from types import NoneType
+from typing import Any, NamedTuple, NoReturn, get_args
+
+from dapo_jax.config.schema import ConfigError
+from dapo_jax.config.suggestions import nearest_word
+
+
+class Range(NamedTuple):
+    """Numbers that a key may hold."""
+
+    needs: str
+    holds: Callable[[float], bool]
+
+
+_SIZE = Range("1 or more", lambda v: v >= 1)
+_NOT_NEGATIVE = Range("0 or more", lambda v: v >= 0)
+_POSITIVE = Range("more than 0", lambda v: v > 0)
+_BETA = Range("0 or more and less than 1", lambda v: 0 <= v < 1)
+_TOP_P = Range("more than 0 and at most 1 (1: off)", lambda v: 0 < v <= 1)
+_TOP_K = Range("1 or more, or 0 or -1 (both: off)", lambda v: v >= -1)
+_AXIS = Range("1 or more devices, or -1 for those that the other axes leave", lambda v: v >= 1 or v == -1)
+
+RANGES: dict[str, Range] = {
+    "seed": Range("0 or more and less than 2**32 = 4294967296", lambda v: 0 <= v < 2**32),
+    "steps": Range("0 or more (0: evaluate only)", lambda v: v >= 0),
+    "max_response_tokens": _SIZE,
+    "model.logprob_chunk_tokens": _SIZE,
+    "data.max_prompt_tokens": _SIZE,
+    "sampling.temperature": _NOT_NEGATIVE,
+    "sampling.top_p": _TOP_P,
+    "sampling.top_k": _TOP_K,
+    "sampling.max_response_tokens": _SIZE,
+    "sampling.slots": _SIZE,
+    "sampling.steps_per_call": _SIZE,
+    "reward.overlong.buffer_tokens": _NOT_NEGATIVE,
+    "reward.overlong.penalty_factor": _NOT_NEGATIVE,
+    "dynamic_sampling.prompts_per_wave": _NOT_NEGATIVE,
+    "dynamic_sampling.max_waves": _NOT_NEGATIVE,
+    "batch.prompts_per_step": _SIZE,
+    "batch.group_size": _SIZE,
+    "batch.groups_per_update": _SIZE,
+    "batch.pairs_per_step": _SIZE,
+    "batch.rows_per_microbatch": _SIZE,
+    "batch.row_tokens": Range("1 or more, or 0 for the longest prompt and response", lambda v: v >= 0),
+    "loss.clip_ratio_low": Range("more than 0 and less than 1", lambda v: 0 < v < 1),
+    "loss.clip_ratio_high": _POSITIVE,
+    "loss.dual_clip": Range("more than 1, or null (off)", lambda v: v > 1),
+    "loss.importance_cap": Range("1 or more, or null (off)", lambda v: v >= 1),
+    "loss.kl_coef": _NOT_NEGATIVE,
+    "optimizer.learning_rate": _POSITIVE,
+    "optimizer.warmup_steps": _NOT_NEGATIVE,
+    "optimizer.beta1": _BETA,
+    "optimizer.beta2": _BETA,
+    "optimizer.epsilon": _POSITIVE,
+    "optimizer.weight_decay": _NOT_NEGATIVE,
+    "optimizer.max_grad_norm": _POSITIVE,
+    "eval.every_steps": _NOT_NEGATIVE,
+    "eval.prompts": Range("1 or more, or 0 for the whole split", lambda v: v >= 0),
+    "eval.samples_per_prompt": _SIZE,
+    "eval.temperature": Range("0 (greedy) or more", lambda v: v >= 0),
+    "eval.top_p": _TOP_P,
+    "eval.top_k": _TOP_K,
+    "checkpoint.every_steps": _NOT_NEGATIVE,
+    "checkpoint.keep": _SIZE,
+    "log.rollouts_every_steps": _NOT_NEGATIVE,
+    "log.rollout_groups": _SIZE,
+    "parallel.data": _AXIS,
+    "parallel.fsdp": _AXIS,
+    "parallel.tensor": _AXIS,
+    "parallel.context": _AXIS,
+}
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "model.compute_dtype": ("float32", "bfloat16"),
+    "model.remat": ("none", "full", "dots"),
+    "dynamic_sampling.on_shortfall": ("error", "train_fewer"),
+    "dynamic_sampling.surplus": ("discard", "carry"),
+    "dynamic_sampling.metric": ("correct", "score"),
+    "loss.aggregation": ("token_mean", "prompt_mean", "sequence_mean", "token_sum_norm"),
+    "loss.old_logprobs": ("trainer", "sampler"),
+}
+
+NOT_EMPTY = ("run_dir", "model.source", "data.source", "data.train_split", "data.eval_split", "reward.grader")
+
+
+def refuse(key: str, value: object, needs: str, remedy: str) -> NoReturn:
+    """Raises the one message that all configuration errors share."""
+    raise ConfigError(f"{key}: found {shown(value)}, needs {needs}; {remedy}")
+
+
+def shown(value: object) -> str:
+    """A value as a message shows it, shortened to 80 characters."""
+    text = {True: "true", False: "false", None: "null"}.get(value) if isinstance(value, bool | None) else None
+    text = repr(value) if text is None else text
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def check_value(key: str, value: object, expected: Any) -> None:
+    """Checks the type of one value, then its range or its choices."""
+    _check_type(key, value, expected)
+    if key in RANGES and isinstance(value, int | float) and not RANGES[key].holds(value):
+        refuse(key, value, RANGES[key].needs, "change it, or leave the key out to keep its default")
+    if key in CHOICES and value not in CHOICES[key]:
+        near = nearest_word(str(value), CHOICES[key])
+        remedy = f"did you mean {near}?" if near else "write one of them"
+        refuse(key, value, " or ".join(CHOICES[key]), remedy)
+    if key in NOT_EMPTY and not str(value).strip():
+        refuse(key, value, "a name", "write one")
+
+
+def _check_type(key: str, value: object, expected: Any) -> None:
+    """Accepts exactly the annotated type, and an integer for a float: nothing is converted silently."""
+    optional = NoneType in get_args(expected)
+    kind = next(arg for arg in get_args(expected) or (expected,) if arg is not NoneType)
+    needs = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[kind]
+    needs += " or null" if optional else ""
+    if value is None:
+        if not optional:
+            refuse(key, value, needs, "leave the key out to keep its default")
+    elif isinstance(value, str) and ("${" in value or value == "???"):
+        refuse(
+            key,
+            value,
+            f"{needs}, written out",
+            "interpolations and placeholders are not resolved: write the value",
+        )
+    elif isinstance(value, dict | list | tuple):
+        noun = "section" if isinstance(value, dict) else "list"
+        refuse(key, value, needs, f"{key} is one value, not a {noun}: write the value itself")
+    elif kind is str and not isinstance(value, str):
+        refuse(
+            key, value, needs, f"quote it: '{shown(value)}' (unquoted yes, no, on and off are true and false)"
+        )
+    elif kind is bool and not isinstance(value, bool):
+        refuse(
+            key, value, needs, "write true or false, unquoted (1, 0 and other numbers are not taken for them)"
+        )
+    elif kind in (int, float) and not _is_number(value, kind):
+        refuse(key, value, needs, _number_remedy(value, kind))
+    elif isinstance(value, float) and not math.isfinite(value):
+        refuse(key, value, f"a finite number{' or null' if optional else ''}", "write a number such as 1e-6")
+
+
+def _is_number(value: object, kind: type) -> bool:
+    """True for an integer, and for a float where one is asked for; a bool is no number."""
+    return not isinstance(value, bool) and isinstance(value, int | kind)
+
+
+def _number_remedy(value: object, kind: type) -> str:
+    """What to write instead of something that is no number of this kind."""
+    if isinstance(value, float) and math.isfinite(value):
+        near = dict.fromkeys(f"{bound}" for bound in (math.floor(value), math.ceil(value)))
+        return f"write {' or '.join(near)}"
+    if not isinstance(value, str):
+        return "write a number: true and false are not taken for 1 and 0"
+    if value.lower() in ("none", "off", "false", ""):
+        return "to switch off a key that allows it, write null"
+    try:
+        return f"remove the quotes: {value}" if math.isfinite(kind(value)) else "write a finite number"
+    except ValueError:
+        return "write a number, unquoted"

@@ -1,0 +1,187 @@
+"""Generated arithmetic: all sums of two two-digit numbers, with demonstrations to warm a model up on.
+
+A prompt is `47+85`. A response ends in `=132`, and a grader takes what follows the last `=`. Written out, the
+working goes units first and carries the way one does on paper:
+
+    47+85:7+5=12,1+4+8=13=132
+          units  carry+tens  answer: the tens' sum, then the last digit of the units' sum
+
+The units' sum always has two digits (`3+4=07`), so its first is the carry that opens the next step. Every
+character is then copied from a known place or is a one-digit sum, which a very small model can learn. A
+response cut off inside the working never shows the right answer by accident: the text after its last `=` is
+at most 19, a sum of two two-digit numbers at least 20.
+
+Everything drawn is a pure function of (SPLIT_SEED, pair of operands): change a constant and a new dataset is
+prepared beside the old one.
+"""
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow_datasets as tfds
+
+ALPHABET = "0123456789+=:,?"
+"""Every character of prompts and responses."""
+OPERANDS = range(10, 100)
+SPLIT_SEED = 0
+TRAIN_PAIRS = 7100
+"""Of 90 x 90 = 8100 ordered pairs; the other 1000 are the test split."""
+STYLE_WEIGHTS = {"direct": 0.3, "working": 0.5, "rechecked": 0.2}
+"""Share of each style: only the answer, the working before it, or the working several times over."""
+RECHECK_AGAIN = 0.5
+"""Chance of one more recheck after each: the number of rechecks is geometric, a long tail of lengths."""
+MAX_RECHECKS = 4
+DEMONSTRATIONS = {"train": 4, "test": 1}
+"""Demonstrations of each pair, by split."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demonstration:
+    """One way to answer a prompt."""
+
+    style: str
+    rechecks: int
+    """How often the working is repeated; 0 unless the style is `rechecked`."""
+    response: str
+
+
+def prompt_text(left: int, right: int) -> str:
+    """The question, `47+85`."""
+    return f"{left}+{right}"
+
+
+def working_text(left: int, right: int) -> str:
+    """The two steps of a sum on paper, units first.
+
+    >>> working_text(47, 85), working_text(13, 24)
+    ('7+5=12,1+4+8=13', '3+4=07,0+1+2=3')
+    """
+    (left_tens, left_units), (right_tens, right_units) = divmod(left, 10), divmod(right, 10)
+    units = left_units + right_units
+    carry = units // 10
+    return f"{left_units}+{right_units}={units:02d},{carry}+{left_tens}+{right_tens}={carry + left_tens + right_tens}"
+
+
+def response_text(left: int, right: int, style: str, rechecks: int = 0) -> str:
+    """A response to `left+right` that ends in the right answer.
+
+    >>> response_text(47, 85, "direct")
+    '=132'
+    >>> response_text(47, 85, "working")
+    ':7+5=12,1+4+8=13=132'
+    >>> response_text(47, 85, "rechecked", 1)
+    ':7+5=12,1+4+8=13?7+5=12,1+4+8=13=132'
+
+    Raises:
+        ValueError: an operand that has not two digits, an unknown style, or rechecks that do not fit the style.
+    """
+    if left not in OPERANDS or right not in OPERANDS:
+        raise ValueError(f"operands must be in 10..99; got {left} and {right}")
+    if style not in ("direct", "working", "rechecked"):
+        raise ValueError(f"style must be direct, working or rechecked; got {style!r}")
+    if (rechecks > 0) != (style == "rechecked"):
+        raise ValueError(f"only the style 'rechecked' has rechecks, at least 1; got {rechecks} for {style!r}")
+    answer = f"={left + right}"
+    if style == "direct":
+        return answer
+    return ":" + "?".join([working_text(left, right)] * (1 + rechecks)) + answer
+
+
+def draw_style(seed: int, pair: int, draw: int = 0) -> tuple[str, int]:
+    """The style and rechecks of demonstration number `draw` of a pair, `pair` being `pair_number(left, right)`."""
+    place = _uniform("style", seed, pair, draw) * sum(STYLE_WEIGHTS.values())
+    edges = itertools.accumulate(STYLE_WEIGHTS.values())
+    # Rounding may leave `place` on the last edge: the last style with a weight takes it.
+    named = [name for name, weight in STYLE_WEIGHTS.items() if weight > 0]
+    style = next((name for name, edge in zip(STYLE_WEIGHTS, edges, strict=True) if place < edge), named[-1])
+    if style != "rechecked":
+        return style, 0
+    luck = _uniform("rechecks", seed, pair, draw)
+    return style, 1 + sum(luck < RECHECK_AGAIN**count for count in range(1, MAX_RECHECKS))
+
+
+def demonstrations(left: int, right: int, *, count: int, seed: int = SPLIT_SEED) -> list[Demonstration]:
+    """The first `count` demonstrations of a pair: more of them only lengthen the list."""
+    drawn = [draw_style(seed, pair_number(left, right), draw) for draw in range(count)]
+    return [
+        Demonstration(style=style, rechecks=rechecks, response=response_text(left, right, style, rechecks))
+        for style, rechecks in drawn
+    ]
+
+
+def pair_number(left: int, right: int) -> int:
+    """The pair's place among all ordered pairs, 0 to 8099."""
+    return (left - OPERANDS.start) * len(OPERANDS) + right - OPERANDS.start
+
+
+def split_pairs(seed: int = SPLIT_SEED) -> dict[str, list[tuple[int, int]]]:
+    """All ordered pairs of operands, shuffled by `seed` and cut into `train` and `test`."""
+    pairs = list(itertools.product(OPERANDS, OPERANDS))
+    # Ordering by a hash shuffles the same way under every version of every library.
+    pairs.sort(key=lambda pair: _uniform("split", seed, pair_number(*pair)))
+    return {"train": pairs[:TRAIN_PAIRS], "test": pairs[TRAIN_PAIRS:]}
+
+
+def _uniform(*place: str | int) -> float:
+    """A number in [0, 1) that depends on `place` alone."""
+    digest = hashlib.blake2b(repr(place).encode(), digest_size=8).digest()
+    return (int.from_bytes(digest, "big") >> 11) / 2**53
+
+
+def _fingerprint() -> str:
+    """Changes with every constant above and with the response formats, so that stale files are never read."""
+    formats = [
+        response_text(47, 85, style, rechecks) for style, rechecks in (("working", 0), ("rechecked", 2))
+    ]
+    drawn = [SPLIT_SEED, TRAIN_PAIRS, STYLE_WEIGHTS, RECHECK_AGAIN, MAX_RECHECKS, DEMONSTRATIONS, formats]
+    return hashlib.blake2b(json.dumps(drawn).encode(), digest_size=4).hexdigest()
+
+
+class Builder(tfds.core.GeneratorBasedBuilder):
+    """TFDS builder of the sums, in the order of `split_pairs`."""
+
+    name = "arithmetic"
+    VERSION = tfds.core.Version("1.0.0")
+    BUILDER_CONFIGS = [tfds.core.BuilderConfig(name=f"mix_{_fingerprint()}")]  # noqa: RUF012
+
+    def _info(self) -> tfds.core.DatasetInfo:
+        text = tfds.features.Text()
+        return tfds.core.DatasetInfo(
+            builder=self,
+            description="Sums of two two-digit numbers with demonstrations in several styles.",
+            features=tfds.features.FeaturesDict(
+                {
+                    "prompt": text,
+                    "answer": text,
+                    "response": text,  # the first of `responses`
+                    "style": text,  # the style of `response`
+                    "responses": tfds.features.Sequence(text),
+                }
+            ),
+            disable_shuffling=True,  # the pairs are shuffled already; row i stays pair i
+        )
+
+    def _split_generators(self, dl_manager: Any) -> dict[str, Iterator[tuple[int, dict[str, Any]]]]:
+        return {split: _examples(pairs, DEMONSTRATIONS[split]) for split, pairs in split_pairs().items()}
+
+    def _generate_examples(self) -> None:
+        raise NotImplementedError("the splits are generated by _split_generators")
+
+
+def _examples(pairs: list[tuple[int, int]], count: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    for index, (left, right) in enumerate(pairs):
+        shown = demonstrations(left, right, count=count)
+        yield (
+            index,
+            {
+                "prompt": prompt_text(left, right),
+                "answer": str(left + right),
+                "response": shown[0].response,
+                "style": shown[0].style,
+                "responses": [demonstration.response for demonstration in shown],
+            },
+        )

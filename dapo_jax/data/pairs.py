@@ -1,0 +1,77 @@
+"""Supervised pairs for a warm start: a prompt, and one of its row's demonstrations ended by the end token."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int32
+
+from dapo_jax.data.prompts import PromptSource, encode_in_row
+from dapo_jax.data.tokenizers import Tokenizer
+
+
+class PairSource:
+    """Random access to an endless sequence of pairs: `source[i]` for any i >= 0.
+
+    Rows come in the order of `PromptSource` with the same seed. A row's demonstrations are its `responses`, or
+    its single `response`; which one place i shows depends on (seed, i) alone.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        tokenizer: Tokenizer,
+        *,
+        seed: int,
+        max_prompt_tokens: int,
+        max_response_tokens: int,
+        prompt_template: str = "{prompt}",
+        shuffle: bool = True,
+    ) -> None:
+        """As `PromptSource`; `max_response_tokens` counts the end token.
+
+        Raises:
+            ValueError: there are no rows, the seed is negative, or the template has no `{prompt}`.
+        """
+        self._prompts = PromptSource(
+            rows,
+            tokenizer,
+            seed=seed,
+            max_prompt_tokens=max_prompt_tokens,
+            prompt_template=prompt_template,
+            shuffle=shuffle,
+        )
+        self._tokenizer = tokenizer
+        self._seed = seed
+        self._max_response_tokens = max_response_tokens
+
+    def __getitem__(self, i: int) -> tuple[Int32[np.ndarray, " prompt"], Int32[np.ndarray, " response"]]:
+        """The tokens of pair `i`: the prompt's, and the response's with the end token.
+
+        Raises:
+            IndexError: `i` is negative.
+            ValueError: the row has no demonstration, or a text that is too long or cannot be tokenized.
+        """
+        prompt = self._prompts[i]
+        index = self._prompts.row_index(i)
+        choices = _demonstrations(prompt.row, index)
+        text = choices[int(np.random.default_rng([self._seed, i]).integers(len(choices)))]
+        response = np.append(
+            encode_in_row(text, self._tokenizer, index=index), np.int32(self._tokenizer.eos_id)
+        )
+        if len(response) > self._max_response_tokens:
+            raise ValueError(
+                f"row {index}: the response has {len(response) - 1} + 1 end token = {len(response)} tokens, "
+                f"over max_response_tokens={self._max_response_tokens}; raise it or drop the row"
+            )
+        return prompt.tokens, response
+
+
+def _demonstrations(row: Mapping[str, Any], index: int) -> Sequence[str]:
+    choices = row["responses"] if "responses" in row else [row["response"]] if "response" in row else []
+    if isinstance(choices, str) or not choices or not all(isinstance(choice, str) for choice in choices):
+        raise ValueError(
+            f"row {index} needs a demonstration: 'responses', a list of strings, or 'response', a string; "
+            f"its fields are {sorted(map(str, row))}"
+        )
+    return choices

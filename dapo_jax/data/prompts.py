@@ -1,0 +1,207 @@
+"""Rows become prompts, in an order that any host can compute for any place in the run.
+
+A prompt's `ordinal` is its place in the run's sequence of prompts. `PromptSource` is a pure function of
+(rows, seed, ordinal), so the whole state of the data pipeline is one integer: the ordinal of the next prompt.
+A checkpoint stores that integer; hosts that share the work take ordinals h, h + H, h + 2H, ...
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int32
+
+from dapo_jax.data.tokenizers import Tokenizer
+from dapo_jax.rollouts import Prompt
+
+
+class PromptSource:
+    """Random access to an endless sequence of prompts: `source[ordinal]` for any ordinal >= 0."""
+
+    def __init__(
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        tokenizer: Tokenizer,
+        *,
+        seed: int,
+        max_prompt_tokens: int,
+        prompt_template: str = "{prompt}",
+        shuffle: bool = True,
+    ) -> None:
+        """Builds the order of the rows; no row is read yet.
+
+        Args:
+            rows: mappings with a `prompt` and an `answer`, from `load_rows` or `checked_rows`.
+            tokenizer: turns the prompt's text into tokens.
+            seed: decides the order of every epoch.
+            max_prompt_tokens: longest prompt that is accepted.
+            prompt_template: the prompt's text; every `{prompt}` in it stands for the row's question.
+            shuffle: visit the rows in a new order each epoch; False: in their own order.
+
+        Raises:
+            ValueError: there are no rows, the seed is negative, or the template has no `{prompt}`.
+        """
+        from dapo_jax.data.order import row_order  # Grain takes more than a second to import
+
+        _check_template(prompt_template)
+        self._rows = rows
+        self._order = row_order(len(rows), seed=seed, shuffle=shuffle)
+        self._tokenizer = tokenizer
+        self._prompt_template = prompt_template
+        self._max_prompt_tokens = max_prompt_tokens
+
+    @property
+    def rows_per_epoch(self) -> int:
+        """Number of rows: ordinal o is in epoch o // rows_per_epoch."""
+        return len(self._rows)
+
+    def row_index(self, ordinal: int) -> int:
+        """Which row is asked at `ordinal`.
+
+        Raises:
+            IndexError: the ordinal is negative.
+        """
+        if ordinal < 0:
+            raise IndexError(f"ordinals count from 0; got {ordinal}")
+        return int(self._order[ordinal])
+
+    def __getitem__(self, ordinal: int) -> Prompt:
+        """The prompt at `ordinal`.
+
+        Raises:
+            IndexError: the ordinal is negative.
+            ValueError: the row's prompt is longer than `max_prompt_tokens` or cannot be tokenized.
+        """
+        index = self.row_index(ordinal)
+        return make_prompt(
+            self._rows[index],
+            self._tokenizer,
+            index=index,
+            ordinal=ordinal,
+            prompt_template=self._prompt_template,
+            max_prompt_tokens=self._max_prompt_tokens,
+        )
+
+
+def held_out(
+    rows: Sequence[Mapping[str, Any]],
+    tokenizer: Tokenizer,
+    *,
+    max_prompt_tokens: int,
+    prompt_template: str = "{prompt}",
+    limit: int = 0,
+) -> list[Prompt]:
+    """The first `limit` rows (0: all) as prompts in their own order, with ordinals 0, 1, ...
+
+    Raises:
+        ValueError: fewer than `limit` rows, or a prompt that is too long.
+    """
+    _check_template(prompt_template)
+    if not 0 <= limit <= len(rows):
+        raise ValueError(f"asked for {limit} held-out prompts of {len(rows)} rows; give 0 for all of them")
+    return [
+        make_prompt(
+            rows[index],
+            tokenizer,
+            index=index,
+            ordinal=index,
+            prompt_template=prompt_template,
+            max_prompt_tokens=max_prompt_tokens,
+        )
+        for index in range(limit or len(rows))
+    ]
+
+
+def make_prompt(
+    row: Mapping[str, Any],
+    tokenizer: Tokenizer,
+    *,
+    index: int,
+    ordinal: int,
+    prompt_template: str,
+    max_prompt_tokens: int,
+) -> Prompt:
+    """The prompt of one row; `index`, the row's place among the rows, is only named in errors.
+
+    Raises:
+        ValueError: the prompt is longer than `max_prompt_tokens`, empty, or cannot be tokenized.
+    """
+    # A plain replacement: str.format would trip over the braces that questions about sets or code hold.
+    text = prompt_template.replace("{prompt}", row["prompt"])
+    tokens = encode_in_row(text, tokenizer, index=index)
+    if not 0 < len(tokens) <= max_prompt_tokens:
+        raise ValueError(
+            f"row {index}: the prompt has {len(tokens)} tokens, not 1 to data.max_prompt_tokens={max_prompt_tokens}; "
+            f"raise data.max_prompt_tokens or drop the row. It begins {text[:60]!r}"
+        )
+    return Prompt(ordinal=ordinal, tokens=tokens, text=text, answer=row["answer"], row=row)
+
+
+def encode_in_row(text: str, tokenizer: Tokenizer, *, index: int) -> Int32[np.ndarray, " tokens"]:
+    """The tokens of `text`; an error of the tokenizer names the row."""
+    try:
+        return tokenizer.encode(text)
+    except ValueError as error:
+        raise ValueError(f"row {index}: {error}") from error
+
+
+def load_rows(source_name: str, split: str, data_dir: str | os.PathLike[str]) -> Sequence[Mapping[str, Any]]:
+    """The rows of a dataset builder's split, text as `str`, read from disk on access.
+
+    The dataset is prepared under `data_dir` at first use and found there afterwards.
+
+    Args:
+        source_name: a module of `dapo_jax.data.builders`.
+        split: a split such as `train`, or a part of one: `train[:100]`.
+        data_dir: folder of prepared datasets; `~` is expanded.
+
+    Raises:
+        ValueError: no builder or no split of that name.
+        RuntimeError: the dataset cannot be written to `data_dir`.
+    """
+    from dapo_jax.data.builders import read_split  # loads TensorFlow Datasets
+
+    return read_split(source_name, split, data_dir)
+
+
+def checked_rows(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Rows given from Python, each with a `prompt` and an `answer`; other fields are kept as they are.
+
+    An integer answer is turned into its decimal text.
+
+    Raises:
+        ValueError: no rows, or a field that is missing, empty or of another type; names the row and the field.
+    """
+    if not rows:
+        raise ValueError('no rows were given; each is a mapping such as {"prompt": "1+1", "answer": "2"}')
+    return [
+        {**row, "prompt": _text_field(row, index, "prompt"), "answer": _text_field(row, index, "answer")}
+        for index, row in enumerate(rows)
+    ]
+
+
+def _text_field(row: Mapping[str, Any], index: int, name: str) -> str:
+    if not isinstance(row, Mapping):
+        raise ValueError(
+            f"row {index} is a {type(row).__name__}; a row is a mapping with 'prompt' and 'answer'"
+        )
+    if name not in row:
+        raise ValueError(f"row {index} has no field {name!r}; its fields are {sorted(map(str, row))}")
+    value = row[name]
+    # bool is an int to Python, but True is no answer that anybody meant to write as "True".
+    if name == "answer" and isinstance(value, int | np.integer) and not isinstance(value, bool):
+        return str(int(value))
+    if not isinstance(value, str):
+        allowed = "a string" if name == "prompt" else "a string or an integer"
+        raise ValueError(f"row {index}: {name!r} must be {allowed}; got {value!r} ({type(value).__name__})")
+    if not value.strip():
+        raise ValueError(f"row {index}: {name!r} is empty; drop the row or fill the field")
+    return value
+
+
+def _check_template(prompt_template: str) -> None:
+    if "{prompt}" not in prompt_template:
+        raise ValueError(
+            f"data.prompt_template={prompt_template!r} has no '{{prompt}}': every prompt would be the same text"
+        )

@@ -1,0 +1,179 @@
+"""Text to token ids and back. Ids 0 and 1 are the padding and the end token in every tokenizer here.
+
+`encode` adds no special token and `decode` shows none: who wants an end token appends `eos_id`.
+"""
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Int, Int32
+
+PAD_ID = 0
+EOS_ID = 1
+_SPECIALS = 2
+"""Ordinary tokens start after the padding and the end token."""
+
+_FILE_NAME = "tokenizer.json"
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """What the library needs of a tokenizer."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids, special ones included: every id is in [0, vocab_size)."""
+        ...
+
+    @property
+    def pad_id(self) -> int:
+        """Fills unused places; never part of a text."""
+        ...
+
+    @property
+    def eos_id(self) -> int:
+        """Ends a response."""
+        ...
+
+    def encode(self, text: str) -> Int32[np.ndarray, " tokens"]:
+        """The ids of `text`, without special tokens."""
+        ...
+
+    def decode(self, ids: Int[np.ndarray, " tokens"]) -> str:
+        """The text of `ids`, special tokens left out."""
+        ...
+
+
+@dataclass(frozen=True)
+class ByteTokenizer:
+    """One token per UTF-8 byte: 2 special ids and 256 bytes, any text, no training.
+
+    >>> ByteTokenizer().encode("A=").tolist()
+    [67, 63]
+    """
+
+    pad_id: int = field(default=PAD_ID, init=False)
+    eos_id: int = field(default=EOS_ID, init=False)
+    vocab_size: int = field(default=_SPECIALS + 256, init=False)
+
+    def encode(self, text: str) -> Int32[np.ndarray, " tokens"]:
+        """The bytes of `text`, shifted past the special ids."""
+        return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int32) + np.int32(_SPECIALS)
+
+    def decode(self, ids: Int[np.ndarray, " tokens"]) -> str:
+        """The text of `ids`; bytes that are no valid UTF-8 become U+FFFD, since a model may sample any bytes.
+
+        Raises:
+            ValueError: an id outside the vocabulary.
+        """
+        return bytes(_ordinary(ids, self.vocab_size)).decode("utf-8", errors="replace")
+
+
+@dataclass(frozen=True)
+class CharTokenizer:
+    """One token per character of a fixed alphabet, in the alphabet's order after the special ids.
+
+    >>> CharTokenizer("0123456789+=").encode("1+2").tolist()
+    [3, 12, 4]
+
+    Raises:
+        ValueError: the alphabet is empty or repeats a character.
+    """
+
+    alphabet: str
+    pad_id: int = field(default=PAD_ID, init=False)
+    eos_id: int = field(default=EOS_ID, init=False)
+
+    def __post_init__(self) -> None:
+        repeated = sorted({char for char in self.alphabet if self.alphabet.count(char) > 1})
+        if repeated:
+            raise ValueError(
+                f"alphabet {self.alphabet!r} repeats {repeated}: two ids would mean one character"
+            )
+        if not self.alphabet:
+            raise ValueError(
+                "the alphabet is empty; give every character that prompts and responses may hold"
+            )
+
+    @property
+    def vocab_size(self) -> int:
+        """The alphabet's characters and the 2 special ids."""
+        return _SPECIALS + len(self.alphabet)
+
+    def encode(self, text: str) -> Int32[np.ndarray, " tokens"]:
+        """The ids of the characters of `text`.
+
+        Raises:
+            ValueError: a character that is not in the alphabet.
+        """
+        places = [self.alphabet.find(char) for char in text]
+        if -1 in places:
+            position = places.index(-1)
+            raise ValueError(
+                f"character {text[position]!r} at position {position} of {text!r} is not in the tokenizer's "
+                f"alphabet {self.alphabet!r}; remove it, or use a tokenizer whose alphabet has it"
+            )
+        return np.array(places, dtype=np.int32) + np.int32(_SPECIALS)
+
+    def decode(self, ids: Int[np.ndarray, " tokens"]) -> str:
+        """The text of `ids`.
+
+        Raises:
+            ValueError: an id outside the vocabulary.
+        """
+        return "".join(self.alphabet[place] for place in _ordinary(ids, self.vocab_size))
+
+
+def save_tokenizer(tokenizer: ByteTokenizer | CharTokenizer, folder: str | os.PathLike[str]) -> None:
+    """Writes `tokenizer.json` into `folder`, which is created if need be."""
+    if isinstance(tokenizer, CharTokenizer):
+        content = {"type": "dapo_jax.char", "alphabet": tokenizer.alphabet}
+    else:
+        content = {"type": "dapo_jax.byte"}
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    text = json.dumps(content, ensure_ascii=False, indent=2) + "\n"
+    (Path(folder) / _FILE_NAME).write_text(text, encoding="utf-8")
+
+
+def load_tokenizer(folder: str | os.PathLike[str]) -> ByteTokenizer | CharTokenizer:
+    """Reads the tokenizer that `save_tokenizer` wrote into `folder`.
+
+    Raises:
+        ValueError: there is no tokenizer.json, it is not JSON, or of a type that is not known.
+    """
+    path = Path(folder) / _FILE_NAME
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(
+            f"cannot read a tokenizer from {path}: {error.strerror}; a model folder needs this file"
+        ) from error
+    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
+        raise ValueError(f"{path} is not a JSON file: {error}") from error
+    kind = content.get("type") if isinstance(content, dict) else None
+    if kind == "dapo_jax.byte":
+        return ByteTokenizer()
+    if kind != "dapo_jax.char":
+        raise ValueError(
+            f"{path} has the tokenizer type {kind!r}; known are 'dapo_jax.byte' and 'dapo_jax.char'"
+        )
+    alphabet = content.get("alphabet")
+    if not isinstance(alphabet, str):
+        raise ValueError(f"{path}: 'alphabet' must be a string; got {alphabet!r}")
+    return CharTokenizer(alphabet)
+
+
+def _ordinary(ids: Int[np.ndarray, " tokens"], vocab_size: int) -> Iterable[int]:
+    """The ids that are not special, counted from 0."""
+    outside = ids[(ids < 0) | (ids >= vocab_size)]
+    if outside.size:
+        raise ValueError(
+            f"token {int(outside[0])} is outside the tokenizer's vocabulary of {vocab_size}; "
+            "the model's vocab_size must be the tokenizer's"
+        )
+    return (ids[ids >= _SPECIALS] - _SPECIALS).tolist()

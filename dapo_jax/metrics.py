@@ -1,0 +1,106 @@
+"""Metrics that stay correct when they are added across microbatches, updates and devices.
+
+A metric is a small pair of arrays that lives on the device; only `to_scalars` brings numbers to the
+host. Names are `where/what`, with the unit at the end (`_s`, `_tokens`, `_frac`).
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# The fields are scalar arrays, but JAX also rebuilds a registered dataclass around shapes, shardings and
+# batches of scalars (`eval_shape`, `tree.map`, `vmap`), so an annotation of shape () would be wrong.
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Mean:
+    """A mean kept as (total, count), so that adding two of them is exact.
+
+    A mean of means is wrong as soon as two microbatches hold different numbers of tokens. Both parts
+    add up under `+` and under `lax.psum`; they are divided once, on the host.
+
+    >>> halves = Mean(jnp.array(3.0), jnp.array(1.0)) + Mean(jnp.array(1.0), jnp.array(3.0))
+    >>> to_scalars({"policy/ratio": halves})  # (3 + 1) / (1 + 3), not (3 / 1 + 1 / 3) / 2
+    {'policy/ratio': 1.0}
+    """
+
+    total: Any
+    count: Any
+
+    def __add__(self, other: "Mean") -> "Mean":
+        return Mean(self.total + other.total, self.count + other.count)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Max:
+    """A maximum; -inf where nothing was looked at. `+` takes the larger, and across devices `lax.pmax` does."""
+
+    value: Any
+
+    def __add__(self, other: "Max") -> "Max":
+        return Max(jnp.maximum(self.value, other.value))
+
+
+Metric = Mean | Max
+
+
+def add_metrics(a: Mapping[str, Metric], b: Mapping[str, Metric]) -> dict[str, Metric]:
+    """Adds two metric dicts on the device.
+
+    Raises:
+        ValueError: the keys differ, or a name is a mean in one and a maximum in the other.
+    """
+    if a.keys() != b.keys():
+        raise ValueError(f"metrics differ in keys: {sorted(a.keys() ^ b.keys())} are in only one of the two")
+    return {name: _add(name, a[name], b[name]) for name in a}
+
+
+def _add(name: str, a: Metric, b: Metric) -> Metric:
+    if isinstance(a, Mean) and isinstance(b, Mean):
+        return a + b
+    if isinstance(a, Max) and isinstance(b, Max):
+        return a + b
+    raise ValueError(f"metric {name!r} is a {type(a).__name__} in one dict and a {type(b).__name__} in the other")
+
+
+def to_scalars(metrics: Mapping[str, Metric] | Sequence[Mapping[str, Metric]]) -> dict[str, float]:
+    """Copies one metric dict, or a list of them to be added, to the host in one transfer.
+
+    The adding is done in float64: float32 token counts are inexact beyond 2^24 = 16.7 million, which a
+    few updates reach.
+
+    Returns:
+        One float per name: total / count of a `Mean`, the value of a `Max`; `nan` where nothing was counted.
+
+    Raises:
+        ValueError: the dicts differ in keys, or a name is a mean in one and a maximum in another.
+    """
+    records = [metrics] if isinstance(metrics, Mapping) else list(metrics)
+    if not records:
+        return {}
+    on_host = [_in_float64(record) for record in jax.device_get(records)]
+    return {name: _scalar(metric) for name, metric in functools.reduce(_add_on_host, on_host).items()}
+
+
+def _in_float64(record: Mapping[str, Metric]) -> dict[str, Metric]:
+    """The same metrics as float64 numpy numbers, on which `+` is float64 too."""
+    return {name: jax.tree.map(np.float64, metric) for name, metric in record.items()}
+
+
+def _add_on_host(a: Mapping[str, Metric], b: Mapping[str, Metric]) -> dict[str, Metric]:
+    if a.keys() != b.keys():
+        raise ValueError(f"metrics differ in keys: {sorted(a.keys() ^ b.keys())} are not in every dict")
+    return {name: _add(name, a[name], b[name]) for name in a}
+
+
+def _scalar(metric: Metric) -> float:
+    if isinstance(metric, Mean):
+        return float(metric.total / metric.count) if metric.count else float("nan")
+    return float(metric.value) if metric.value != -np.inf else float("nan")

@@ -1,0 +1,1 @@
+"""The mesh, where arrays lie on it, and how weights get from the trainer to the sampler."""

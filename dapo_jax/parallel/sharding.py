@@ -1,0 +1,59 @@
+"""Which logical axis of an array lies on which mesh axis: one table, one function for parameters and optimizer."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
+
+from dapo_jax.parallel.mesh import BATCH_AXES
+
+TRAINER_RULES: Mapping[str, str | None] = {
+    "vocab": "tensor",
+    "embed": "fsdp",
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "mlp": "tensor",
+    "head_dim": None,
+    "norm": None,
+}
+"""Logical axis -> mesh axis, for master weights and optimizer moments."""
+
+SAMPLER_RULES: Mapping[str, str | None] = {**TRAINER_RULES, "embed": None}
+"""The same for the sampler's copy: whole along `embed`, so that a decode step gathers no weights."""
+
+
+def shardings(tree: PyTree, mesh: Mesh, rules: Mapping[str, str | None] = TRAINER_RULES) -> PyTree:
+    """A `NamedSharding` for every leaf of `tree`, from the logical axes its `nnx.Variable` carries.
+
+    Leading dimensions beyond the named axes (stacked layers) are not sharded; a leaf without axes is replicated.
+
+    Raises:
+        ValueError: a dimension is not divisible by its mesh axis.
+    """
+
+    def place(path: tuple[Any, ...], leaf: Any) -> Any:
+        axes = leaf.get_metadata().get("axes", ()) if isinstance(leaf, nnx.Variable) else ()
+        spec = [None] * (leaf.ndim - len(axes)) + [rules[axis] for axis in axes]
+        for size, axis in zip(leaf.shape, spec, strict=True):
+            if axis is not None and size % mesh.shape[axis]:
+                raise ValueError(
+                    f"parameter {jax.tree_util.keystr(path)} of shape {leaf.shape} has a dimension of {size}, which "
+                    f"parallel.{axis}={mesh.shape[axis]} does not divide; choose a size of parallel.{axis} that does"
+                )
+        sharding = NamedSharding(mesh, PartitionSpec(*spec))
+        return leaf.replace(sharding) if isinstance(leaf, nnx.Variable) else sharding
+
+    return jax.tree_util.tree_map_with_path(place, tree, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """The same value on every device."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def by_row(mesh: Mesh) -> NamedSharding:
+    """The first dimension (rows of a batch, slots of a sampler) spread over the batch axes."""
+    return NamedSharding(mesh, PartitionSpec(BATCH_AXES))

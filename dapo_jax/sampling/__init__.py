@@ -1,0 +1,1 @@
+"""The engine (prefill, insert, generate), how a token is drawn, and the continuous-batching sampler."""

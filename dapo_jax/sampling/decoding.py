@@ -1,0 +1,97 @@
+"""How a token is drawn from logits: temperature, top-k, top-p, one key for each token.
+
+The key of a token is folded from (the run's key, the prompt's ordinal, the response index, the position in the response),
+so the same response comes out whatever slot it sits in and whoever its neighbours are.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Key, PRNGKeyArray
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Decoding:
+    """Temperature and truncation of the distribution. Values are traced: changing them compiles nothing,
+    but for `truncated`, which says whether top-k and top-p are computed at all."""
+
+    temperature: Float[Array, ""] | Any
+    top_p: Float[Array, ""] | Any
+    top_k: Int[Array, ""] | Any
+    truncated: bool = field(metadata={"static": True})
+
+
+def decoding(*, temperature: float = 1.0, top_p: float | None = 1.0, top_k: int | None = 0) -> Decoding:
+    """Temperature 0 is greedy. Disabled top-p (None, 1) and top-k (None, 0, -1) keep the whole distribution.
+
+    Raises:
+        ValueError: a negative temperature, top-p outside (0, 1], top-k below -1.
+    """
+    top_p, top_k = (
+        1.0 if top_p is None else top_p,
+        0 if top_k is None else top_k,
+    )
+    if temperature < 0.0:
+        raise ValueError(f"temperature={temperature} must be at least 0 (0 is greedy)")
+    if not 0.0 < top_p <= 1.0:
+        raise ValueError(f"top_p={top_p} must be in (0, 1]; 1 disables it")
+    if top_k < -1:
+        raise ValueError(f"top_k={top_k} must be at least 1, or 0 or -1 to disable it")
+    return Decoding(
+        jnp.float32(temperature),
+        jnp.float32(top_p),
+        jnp.int32(max(top_k, 0)),
+        truncated=top_p < 1.0 or top_k > 0,
+    )
+
+
+def response_keys(
+    key: PRNGKeyArray, ordinals: Int[Array, " responses"], indices: Int[Array, " responses"]
+) -> Key[Array, " responses"]:
+    """One key per response, folded from the prompt's ordinal and the response's index in its group."""
+    return jax.vmap(lambda ordinal, index: jax.random.fold_in(jax.random.fold_in(key, ordinal), index))(
+        ordinals, indices
+    )
+
+
+def truncate(
+    logits: Float[Array, "slots vocab"], top_p: Float[Array, ""], top_k: Int[Array, ""]
+) -> Float[Array, "slots vocab"]:
+    """Sets the logits outside top-k and outside the nucleus to -inf; the likeliest token always stays.
+
+    Top-k acts first, top-p on what top-k left, renormalised. The nucleus is the smallest set of likeliest tokens
+    whose probability reaches `top_p` (Holtzman et al. 2020). Ties are broken by token id.
+    """
+    vocab = logits.shape[-1]
+    order = jnp.argsort(-logits, axis=-1, stable=True)
+    ranked = jnp.take_along_axis(logits, order, axis=-1)
+    kept = (jnp.arange(vocab, dtype=jnp.int32) < jnp.where(top_k > 0, top_k, vocab))[None]
+    probabilities = jax.nn.softmax(jnp.where(kept, ranked, -jnp.inf), axis=-1)
+    before = jnp.cumsum(probabilities, axis=-1) - probabilities
+    kept = kept & (before < top_p)
+    ranks = jnp.argsort(order, axis=-1)
+    return jnp.where(jnp.take_along_axis(kept, ranks, axis=-1), logits, -jnp.inf)
+
+
+def draw(
+    logits: Float[Array, "slots vocab"],
+    keys: Key[Array, " slots"],
+    positions: Int[Array, " slots"],
+    how: Decoding,
+) -> tuple[Int[Array, " slots"], Float[Array, " slots"]]:
+    """One token per slot, and its log-probability under the whole tempered distribution, in nats.
+
+    `keys` are the responses' keys; `positions` count the response's tokens from 0. The log-probability is that
+    of the tempered softmax before top-k and top-p; when greedy, of the untempered one.
+    """
+    greedy = how.temperature == 0.0
+    tempered = logits / jnp.where(greedy, jnp.float32(1.0), how.temperature)
+    candidates = truncate(tempered, how.top_p, how.top_k) if how.truncated else tempered
+    folded = jax.vmap(jax.random.fold_in)(keys, positions)
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:]))(folded)
+    tokens = jnp.where(greedy, jnp.argmax(logits, axis=-1), jnp.argmax(candidates + noise, axis=-1))
+    chosen = jnp.take_along_axis(tempered, tokens[:, None], axis=-1)[:, 0]
+    return tokens.astype(jnp.int32), chosen - jax.nn.logsumexp(tempered, axis=-1)

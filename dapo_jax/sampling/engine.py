@@ -1,0 +1,290 @@
+"""A decoder with slots, in the verbs of JetStream's engine: prefill, insert, generate.
+
+State is passed in and handed back; weights are an argument of every call, so swapping them compiles nothing. The order
+is sample-then-forward: a slot keeps the logits of its next token, so one prefill serves all responses to a prompt and
+each draws its own first token.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray, PyTree
+
+from dapo_jax.models.attention import causal_attention
+from dapo_jax.models.decoder import Block, Ends
+from dapo_jax.models.presets import DecoderConfig
+from dapo_jax.parallel.mesh import BATCH_AXES
+from dapo_jax.parallel.weights import SamplerWeights
+from dapo_jax.sampling import cache as kv
+from dapo_jax.sampling.decoding import Decoding, draw, response_keys
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Prefix:
+    """Prefilled prompts: never donated, so one row can be inserted into many slots."""
+
+    layers: tuple[kv.LayerCache, ...] | Any
+    """Keys and values [prompts, kv_heads, padded, head_dim] of each layer."""
+    logits: Float[Array, "prompts vocab"] | Any
+    """Logits of the first response token."""
+    lengths: Int[Array, " prompts"] | Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class DecodeState:
+    """Everything the slots hold; donated by `insert` and `generate`."""
+
+    layers: tuple[kv.LayerCache, ...] | Any
+    logits: Float[Array, "slots vocab"] | Any
+    """Logits of each slot's next token."""
+    lengths: Int[Array, " slots"] | Any
+    """Tokens in the cache: the prompt's and the response's."""
+    generated: Int[Array, " slots"] | Any
+    limits: Int[Array, " slots"] | Any
+    """Response tokens at which the slot stops."""
+    live: Bool[Array, " slots"] | Any
+    keys: Key[Array, " slots"] | Any
+    """The key of each slot's response."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class ResultTokens:
+    """What one `generate` produced; the valid tokens of a slot come first in its row."""
+
+    tokens: Int[Array, "slots steps"] | Any
+    logprobs: Float[Array, "slots steps"] | Any
+    valid: Bool[Array, "slots steps"] | Any
+    live: Bool[Array, " slots"] | Any
+    """True where the slot goes on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Insertion:
+    """Which prefilled row goes into which slot, for which response. Host arrays of one length."""
+
+    slots: Int[np.ndarray, " responses"] | Any
+    rows: Int[np.ndarray, " responses"] | Any
+    ordinals: Int[np.ndarray, " responses"] | Any
+    indices: Int[np.ndarray, " responses"] | Any
+    limits: Int[np.ndarray, " responses"] | Any
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """What the sampler needs of a decoder. `dapo_jax.testing` has one without a model."""
+
+    slots: int
+    capacity: int
+    """Tokens that fit in a slot, prompt and response together."""
+    eos_id: int
+
+    def init_decode_state(self) -> PyTree:
+        """A state in which every slot is free."""
+        ...
+
+    def prefill(
+        self,
+        params: PyTree,
+        padded_tokens: Int[np.ndarray, "prompts padded"],
+        true_lengths: Int[np.ndarray, " prompts"],
+    ) -> PyTree:
+        """Reads prompts."""
+        ...
+
+    def insert(self, prefix: PyTree, state: PyTree, insertion: Insertion, key: PRNGKeyArray) -> PyTree:
+        """Puts prefilled prompts into slots, dropping whatever was there."""
+        ...
+
+    def generate(
+        self, params: PyTree, state: PyTree, how: Decoding, min_live: int
+    ) -> tuple[PyTree, ResultTokens]:
+        """Decodes until `steps_per_call` tokens are drawn or fewer than `min_live` slots are live."""
+        ...
+
+
+class DecoderEngine:
+    """The engine over `dapo_jax.models.decoder`, on one mesh."""
+
+    def __init__(
+        self, config: DecoderConfig, *, slots: int, capacity: int, steps_per_call: int, eos_id: int, mesh: Mesh,
+        compute_dtype: str = "float32",
+    ) -> None:  # fmt: skip
+        spread = int(np.prod([mesh.shape[axis] for axis in BATCH_AXES]))
+        if slots % spread:
+            raise ValueError(
+                f"sampling.slots={slots} must be a multiple of parallel.data x parallel.fsdp = {spread}, "
+                f"over which the slots are spread; {slots // spread * spread + spread} is"
+            )
+        if capacity > config.max_positions:
+            raise ValueError(
+                f"prompt and response need {capacity} positions, the model has {config.max_positions}; "
+                "lower data.max_prompt_tokens or sampling.max_response_tokens"
+            )
+        self.slots, self.capacity, self.eos_id = slots, capacity, eos_id
+        self._config, self._steps, self._dtype = config, steps_per_call, compute_dtype
+        self._block, _ = nnx.split(nnx.eval_shape(lambda: Block(config, rngs=nnx.Rngs(0))))
+        self._ends, _ = nnx.split(
+            nnx.eval_shape(lambda: Ends(config, rngs=nnx.Rngs(0), compute_dtype=compute_dtype))
+        )
+        rows, whole = NamedSharding(mesh, PartitionSpec(BATCH_AXES)), NamedSharding(mesh, PartitionSpec())
+        slot_cache = NamedSharding(mesh, PartitionSpec(BATCH_AXES, "tensor"))
+        prompt_cache = NamedSharding(mesh, PartitionSpec(None, "tensor"))
+        # Pinned: a state that came back with another layout would compile `insert` and `generate` a second time.
+        shapes = jax.eval_shape(self._init_program)
+        state = jax.tree.map(lambda leaf: slot_cache if leaf.ndim == 4 else rows, shapes)
+        self._init = jax.jit(self._init_program, out_shardings=state)
+        self._prefill = jax.jit(self._prefill_program, out_shardings=(prompt_cache, whole))
+        self._insert = jax.jit(self._insert_program, donate_argnums=1, out_shardings=state)
+        self._generate = jax.jit(self._generate_program, donate_argnums=1, out_shardings=(state, whole))
+
+    def init_decode_state(self) -> DecodeState:
+        """A state in which every slot is free."""
+        return self._init()
+
+    def prefill(
+        self,
+        params: SamplerWeights,
+        padded_tokens: Int[np.ndarray, "prompts padded"],
+        true_lengths: Int[np.ndarray, " prompts"],
+    ) -> Prefix:
+        """Reads prompts, padded on the right; compiles once per padded shape."""
+        layers, logits = self._prefill(params, padded_tokens, true_lengths)
+        return Prefix(layers=layers, logits=logits, lengths=jnp.asarray(true_lengths))
+
+    def insert(
+        self, prefix: Prefix, state: DecodeState, insertion: Insertion, key: PRNGKeyArray
+    ) -> DecodeState:
+        """Puts prefilled prompts into slots; one program for any number of responses up to `slots`."""
+
+        def pad(values: np.ndarray) -> np.ndarray:
+            return np.pad(values.astype(np.int32), (0, self.slots - len(values)))
+
+        arrays = (insertion.slots, insertion.rows, insertion.ordinals, insertion.indices, insertion.limits)
+        return self._insert(prefix, state, tuple(map(pad, arrays)), np.int32(len(insertion.slots)), key)
+
+    def generate(
+        self, params: SamplerWeights, state: DecodeState, how: Decoding, min_live: int = 1
+    ) -> tuple[DecodeState, ResultTokens]:
+        """Decodes up to `steps_per_call` tokens per live slot; returns early when fewer than `min_live` slots live."""
+        return self._generate(params, state, how, np.int32(min_live))
+
+    # The programs. Pure functions of their arguments; the wrappers above only convert.
+
+    def _init_program(self) -> DecodeState:
+        config, slots = self._config, self.slots
+        shape = (slots, config.kv_heads, self.capacity, config.head_dim)
+        zeros = jnp.zeros(slots, jnp.int32)
+        return DecodeState(
+            layers=tuple(kv.empty(*shape, self._dtype) for _ in range(config.layers)),
+            logits=jnp.zeros((slots, config.vocab_size), jnp.float32),
+            lengths=zeros, generated=zeros, limits=zeros, live=jnp.zeros(slots, bool),
+            keys=jax.random.split(jax.random.key(0), slots),
+        )  # fmt: skip
+
+    def _prefill_program(
+        self, params: SamplerWeights, tokens: Array, lengths: Array
+    ) -> tuple[tuple[kv.LayerCache, ...], Array]:
+        ends = nnx.merge(self._ends, params["ends"])
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
+        real = (positions < lengths[:, None]).astype(jnp.int32)
+
+        def attend(query: Array, key: Array, value: Array) -> tuple[Array, kv.LayerCache]:
+            kept = kv.LayerCache(key.swapaxes(1, 2), value.swapaxes(1, 2))
+            return causal_attention(query, key, value, real), kept
+
+        x, layers = ends.embed(tokens), []
+        for weights in params["layers"]:
+            x, kept = nnx.merge(self._block, weights)(x, positions, attend)
+            layers.append(kept)
+        last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
+        return tuple(layers), ends.logits(ends.normed(last))
+
+    def _insert_program(
+        self, prefix: Prefix, state: DecodeState, arrays: tuple[Array, ...], count: Array, key: PRNGKeyArray
+    ) -> DecodeState:
+        slots, rows, ordinals, indices, limits = arrays
+
+        def one(i: Array, layers: tuple[kv.LayerCache, ...]) -> tuple[kv.LayerCache, ...]:
+            pairs = zip(layers, prefix.layers, strict=True)
+            return tuple(kv.fill(cache, prompts, slots[i], rows[i]) for cache, prompts in pairs)
+
+        # Looped slice updates in place: a scatter of whole prompts is several times slower on CPU.
+        layers = lax.fori_loop(0, count, one, state.layers)
+        # Entries beyond `count` go to an index outside the state, where "drop" drops them.
+        at = jnp.where(jnp.arange(self.slots, dtype=jnp.int32) < count, slots, self.slots)
+
+        def put(old: Array, new: Array) -> Array:
+            return old.at[at].set(new, mode="drop")
+
+        return DecodeState(
+            layers=layers,
+            logits=put(state.logits, prefix.logits[rows]),
+            lengths=put(state.lengths, prefix.lengths[rows]),
+            generated=put(state.generated, jnp.zeros_like(slots)),
+            limits=put(state.limits, limits),
+            live=put(state.live, jnp.ones_like(slots, bool)),
+            keys=put(state.keys, response_keys(key, ordinals, indices)),
+        )
+
+    def _generate_program(
+        self, params: SamplerWeights, state: DecodeState, how: Decoding, min_live: Array
+    ) -> tuple[DecodeState, ResultTokens]:
+        shape = (self.slots, self._steps)
+        blank = (jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32), jnp.zeros(shape, bool))
+
+        def going(carry: tuple[Array, DecodeState, tuple[Array, ...]]) -> Array:
+            step, state, _ = carry
+            live = state.live.sum(dtype=jnp.int32)
+            return (step < self._steps) & (live > 0) & ((step == 0) | (live >= min_live))
+
+        def advance(
+            carry: tuple[Array, DecodeState, tuple[Array, ...]],
+        ) -> tuple[Array, DecodeState, tuple[Array, ...]]:
+            step, state, (all_tokens, all_logprobs, valid) = carry
+            tokens, logprobs = draw(state.logits, state.keys, state.generated, how)
+
+            def write(buffer: Array, column: Array) -> Array:
+                return lax.dynamic_update_slice_in_dim(buffer, column[:, None], step, axis=1)
+
+            written = (write(all_tokens, tokens), write(all_logprobs, logprobs), write(valid, state.live))
+            return step + 1, self._forward(params, state, tokens), written
+
+        start = (jnp.zeros((), jnp.int32), state, blank)
+        _, state, (tokens, logprobs, valid) = lax.while_loop(going, advance, start)
+        return state, ResultTokens(tokens=tokens, logprobs=logprobs, valid=valid, live=state.live)
+
+    def _forward(self, params: SamplerWeights, state: DecodeState, tokens: Array) -> DecodeState:
+        """Appends the drawn tokens of the live slots and computes the logits of their next ones."""
+        ends = nnx.merge(self._ends, params["ends"])
+        live = state.live.astype(jnp.int32)
+        seen = (state.lengths + 1) * live
+        x, layers = ends.embed(tokens), []
+        for weights, layer in zip(params["layers"], state.layers, strict=True):
+
+            def attend(
+                query: Array, key: Array, value: Array, layer: kv.LayerCache = layer
+            ) -> tuple[Array, kv.LayerCache]:
+                grown = kv.append(layer, key, value, state.lengths)
+                return kv.attend(grown, query, seen), grown
+
+            x, grown = nnx.merge(self._block, weights)(x, state.lengths, attend)
+            layers.append(grown)
+        generated = state.generated + live
+        ended = (tokens == self.eos_id) | (generated >= state.limits)
+        return replace(
+            state,
+            layers=tuple(layers),
+            logits=ends.logits(ends.normed(x)),
+            lengths=state.lengths + live,
+            generated=generated,
+            live=state.live & ~ended,
+        )

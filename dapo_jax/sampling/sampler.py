@@ -1,0 +1,162 @@
+"""Continuous batching: the host side of sampling.
+
+Prompts are prefilled in order, each once; their responses wait in line for slots; a slot that ends is refilled at once.
+The host looks at the device every `steps_per_call` tokens, or as soon as enough slots are free to be worth refilling.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import jax
+import numpy as np
+from jaxtyping import PRNGKeyArray, PyTree
+
+from dapo_jax.rollouts import Prompt, Response
+from dapo_jax.sampling.decoding import Decoding
+from dapo_jax.sampling.engine import Engine, Insertion, ResultTokens
+
+Draw = Callable[[int], Sequence[Prompt]]
+"""Asked for up to n prompts, hands over some; an empty answer means none for now, and none at all once nothing is in
+flight."""
+
+
+@dataclass
+class _Request:
+    """One response on its way: waiting for a slot, then growing in it."""
+
+    prompt: Prompt
+    index: int
+    prefix: PyTree
+    row: int
+    tokens: list[np.ndarray] = field(default_factory=list)
+    logprobs: list[np.ndarray] = field(default_factory=list)
+
+
+class Sampler:
+    """Samples groups of responses with an engine."""
+
+    def __init__(self, engine: Engine, *, prefill_prompts: int = 16, refill_frac: float = 0.125) -> None:
+        """`prefill_prompts` are read side by side; slots are refilled once `refill_frac` of them are free."""
+        self._engine = engine
+        self._prefill_prompts = prefill_prompts
+        self._refill = max(1, round(engine.slots * refill_frac))
+
+    def sample(
+        self,
+        params: PyTree,
+        draw: Draw,
+        *,
+        key: PRNGKeyArray,
+        how: Decoding,
+        samples_per_prompt: int,
+        max_response_tokens: int,
+    ) -> Iterator[tuple[Prompt, tuple[Response, ...]]]:
+        """Yields each prompt with its responses, in the order in which groups end.
+
+        What is sampled depends on `params`, `key`, the ordinals and `how` alone, not on slots, order or timing.
+
+        Raises:
+            ValueError: a prompt is empty, or leaves no room for `max_response_tokens` in a slot.
+        """
+        engine = self._engine
+        state = engine.init_decode_state()
+        waiting: deque[_Request] = deque()
+        owners: list[_Request | None] = [None] * engine.slots
+        groups: dict[int, dict[int, Response]] = {}
+        while True:
+            free = [slot for slot, owner in enumerate(owners) if owner is None]
+            while len(waiting) < len(free) and (prompts := draw(self._prefill_prompts)):
+                waiting.extend(self._prefill(params, prompts, samples_per_prompt, max_response_tokens))
+                groups.update({prompt.ordinal: {} for prompt in prompts})
+            state = self._fill(state, free, waiting, owners, key, max_response_tokens)
+            live = sum(owner is not None for owner in owners)
+            if not live:
+                return
+            # With work waiting, come back once enough slots are free; without, run on to the end of the call.
+            min_live = engine.slots - self._refill + 1 if waiting else 1
+            state, result = engine.generate(params, state, how, min_live)
+            for request, response in self._absorb(result, owners):
+                group = groups[request.prompt.ordinal]
+                group[request.index] = response
+                if len(group) == samples_per_prompt:
+                    del groups[request.prompt.ordinal]
+                    yield request.prompt, tuple(group[index] for index in range(samples_per_prompt))
+
+    def _prefill(
+        self, params: PyTree, prompts: Sequence[Prompt], samples: int, max_response_tokens: int
+    ) -> list[_Request]:
+        """Reads prompts in one call and queues their responses."""
+        lengths = [len(prompt.tokens) for prompt in prompts]
+        for prompt, length in zip(prompts, lengths, strict=True):
+            if not 0 < length <= self._engine.capacity - max_response_tokens:
+                raise ValueError(
+                    f"prompt {prompt.ordinal} has {length} tokens; a slot of {self._engine.capacity} tokens has room for 1 to "
+                    f"{self._engine.capacity} - {max_response_tokens} (response) = {self._engine.capacity - max_response_tokens}"
+                )
+        # Padded to a power of two: one program for each, whatever the prompts' lengths.
+        width = min(max(8, 1 << (max(lengths) - 1).bit_length()), self._engine.capacity)
+        padded = np.zeros((self._prefill_prompts, width), np.int32)
+        true_lengths = np.ones(self._prefill_prompts, np.int32)
+        for row, prompt in enumerate(prompts):
+            padded[row, : lengths[row]] = prompt.tokens
+            true_lengths[row] = lengths[row]
+        prefix = self._engine.prefill(params, padded, true_lengths)
+        return [
+            _Request(prompt=prompt, index=index, prefix=prefix, row=row)
+            for row, prompt in enumerate(prompts)
+            for index in range(samples)
+        ]
+
+    def _fill(
+        self,
+        state: PyTree,
+        free: list[int],
+        waiting: deque[_Request],
+        owners: list[_Request | None],
+        key: PRNGKeyArray,
+        limit: int,
+    ) -> PyTree:
+        """Puts waiting responses into free slots, one `insert` for each prefix they come from."""
+        taken = [(slot, waiting.popleft()) for slot in free[: len(waiting)]]
+        while taken:
+            prefix = taken[0][1].prefix
+            batch = [(slot, request) for slot, request in taken if request.prefix is prefix]
+            taken = taken[len(batch) :]
+            insertion = Insertion(
+                slots=np.array([slot for slot, _ in batch], np.int32),
+                rows=np.array([request.row for _, request in batch], np.int32),
+                ordinals=np.array([request.prompt.ordinal for _, request in batch], np.int32),
+                indices=np.array([request.index for _, request in batch], np.int32),
+                limits=np.full(len(batch), limit, np.int32),
+            )
+            state = self._engine.insert(prefix, state, insertion, key)
+            for slot, request in batch:
+                owners[slot] = request
+        return state
+
+    def _absorb(
+        self, result: ResultTokens, owners: list[_Request | None]
+    ) -> Iterator[tuple[_Request, Response]]:
+        """Hands each slot's new tokens to its owner; yields the responses that ended and frees their slots."""
+        tokens, logprobs, valid, live = jax.device_get(
+            (result.tokens, result.logprobs, result.valid, result.live)
+        )
+        counts = valid.sum(axis=1)
+        for slot, request in enumerate(owners):
+            if request is None:
+                continue
+            request.tokens.append(tokens[slot, : counts[slot]])
+            request.logprobs.append(logprobs[slot, : counts[slot]])
+            if not live[slot]:
+                owners[slot] = None
+                whole = np.concatenate(request.tokens)
+                ended = bool(whole[-1] == self._engine.eos_id)
+                yield (
+                    request,
+                    Response(
+                        tokens=whole,
+                        logprobs=np.concatenate(request.logprobs),
+                        finish_reason="stop" if ended else "length",
+                    ),
+                )

@@ -1,0 +1,208 @@
+"""What a person watches while a run goes: a live view in a terminal or notebook, else one short line a step.
+
+step  12/120  acc 0.61  len 18.2  entropy 0.41  4.1k tok/s  1.9 s/step  eta 3m20s
+"""
+
+import importlib.util
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from types import TracebackType
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+ACCURACY = "rollout/accuracy"
+RESPONSE_TOKENS = "rollout/response_tokens"
+ENTROPY = "policy/entropy"
+SAMPLED_PER_S = "speed/sampled_tokens_per_s"
+STEP_S = "time/step_s"
+
+_RECENT_STEPS = 20
+_WIDTH = 78
+
+
+class Progress:
+    """Shows where a run stands. A context manager; calls outside it print plain lines.
+
+    A metric that is absent or nan shows as "-". No signal handler is installed, and leaving by an exception
+    (an interrupt too) puts the terminal back.
+
+    Args:
+        total_steps: the step the run ends at.
+        console: where to; None is standard output.
+        clock: seconds that only go up, for the time left.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        *,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.total_steps = total_steps
+        self._console = console or Console()
+        self._clock = clock
+        self._step = 0
+        self._metrics: dict[str, float | int] = {}
+        self._evaluations: dict[str, str] = {}
+        self._phase: tuple[str, int | None, int | None] = ("starting", None, None)
+        self._phase_start = clock()
+        # When steps ended; evaluations and checkpoints between them count, compilation before the first does not.
+        self._step_ends: deque[float] = deque(maxlen=_RECENT_STEPS + 1)
+        self._live = Live(get_renderable=self._view, console=self._console, refresh_per_second=4)
+
+    def __enter__(self) -> "Progress":
+        if _can_redraw(self._console):
+            self._live.start(refresh=True)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live.is_started:
+            self._live.stop()
+
+    def phase(self, name: str, done: int | None = None, total: int | None = None) -> None:
+        """Says what the run is doing, and how far it is; plain output leaves it out."""
+        if name != self._phase[0]:
+            self._phase_start = self._clock()
+        self._phase = (name, done, total)
+
+    def step(self, step: int, metrics: Mapping[str, float | int]) -> None:
+        """Takes the metrics of a finished step; steps count from 1, so the last one is `total_steps`."""
+        self._step = step
+        self._metrics = dict(metrics)
+        self._step_ends.append(self._clock())
+        if not self._live.is_started:
+            self._print(self.line())
+
+    def evaluation(self, name: str, metrics: Mapping[str, float | int], step: int) -> None:
+        """Takes held-out results: those metrics of `name` that count over k samples, `eval/NAME/avg@8`."""
+        found = {key.removeprefix(f"eval/{name}/"): value for key, value in metrics.items()}
+        counted = {key: value for key, value in found.items() if "@" in key and "/" not in key}
+        # avg@k is the number that papers report: it comes first.
+        ordered = sorted(counted, key=lambda key: (not key.startswith("avg@"), key))
+        self._evaluations[name] = "  ".join(f"{key} {_decimal(counted[key])}" for key in ordered) or "-"
+        self._evaluations[name] += f"  (step {step})"
+        if not self._live.is_started:
+            self._print(f"eval  {name}  {self._evaluations[name]}")
+
+    def message(self, text: str) -> None:
+        """Prints a line that stays, above the live view."""
+        self._print(text)
+
+    def line(self) -> str:
+        """The last step in one short line."""
+        width = len(str(self.total_steps))
+        return "  ".join(
+            [
+                f"step {self._step:>{width}}/{self.total_steps}",
+                f"acc {self._value(ACCURACY)}",
+                f"len {self._value(RESPONSE_TOKENS, 1)}",
+                f"entropy {self._value(ENTROPY)}",
+                f"{_thousands(self._metrics.get(SAMPLED_PER_S))} tok/s",
+                f"{self._value(STEP_S, 1)} s/step",
+                f"eta {self._eta()}",
+            ]
+        )
+
+    def _value(self, name: str, digits: int = 2) -> str:
+        return _decimal(self._metrics.get(name), digits)
+
+    def _eta(self) -> str:
+        if self._step >= self.total_steps:
+            return "0s"
+        if len(self._step_ends) > 1:
+            step_s = (self._step_ends[-1] - self._step_ends[0]) / (len(self._step_ends) - 1)
+        else:
+            step_s = self._metrics.get(STEP_S, math.nan)
+        return format_seconds((self.total_steps - self._step) * step_s)
+
+    def _view(self) -> RenderableType:
+        """What the live view shows now: where the run is, what the last step gave, what evaluation gave."""
+        name, done, total = self._phase
+        bars = Table.grid(padding=(0, 2, 0, 0))
+        bars.add_row(
+            "step",
+            Text(f"{self._step}/{self.total_steps}", style="bold"),
+            ProgressBar(self.total_steps, self._step, width=32),
+            f"eta {self._eta()}",
+        )
+        counted = done is not None and bool(total)
+        bars.add_row(
+            Text(name),
+            f"{done}/{total}" if counted else "" if done is None else str(done),
+            ProgressBar(total, done or 0, width=32) if counted else "",
+            format_seconds(self._clock() - self._phase_start),
+        )
+
+        numbers = Table.grid(padding=(0, 3, 0, 0))
+        cells = {
+            "accuracy": self._value(ACCURACY),
+            "tokens": self._value(RESPONSE_TOKENS, 1),
+            "entropy": self._value(ENTROPY),
+            "sampled tok/s": _thousands(self._metrics.get(SAMPLED_PER_S)),
+            "s/step": self._value(STEP_S, 1),
+        }
+        numbers.add_row(*(Text(title, style="dim") for title in cells))
+        numbers.add_row(*(Text(value, style="bold") for value in cells.values()))
+
+        held_out = [Text(f"{name}  {result}") for name, result in self._evaluations.items()] or [Text("-")]
+        evaluations = Table.grid(padding=(0, 2, 0, 0))
+        for row, result in enumerate(held_out):
+            evaluations.add_row(Text("held out" if row == 0 else "", style="dim"), result)
+        return Panel(
+            Group(bars, "", numbers, "", evaluations), title="dapo_jax", width=_WIDTH, title_align="left"
+        )
+
+    def _print(self, text: str) -> None:
+        # Plain text as it is: brackets are no markup, numbers get no colour, long lines are not broken.
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration in its two largest units.
+
+    >>> [format_seconds(s) for s in (7.4, 200, 3900, 183600)]
+    ['7s', '3m20s', '1h05m', '2d03h']
+    """
+    if not math.isfinite(seconds):
+        return "-"
+    whole = max(round(seconds), 0)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+
+
+def _decimal(value: float | int | None, digits: int = 2) -> str:
+    return f"{value:.{digits}f}" if value is not None and math.isfinite(value) else "-"
+
+
+def _thousands(value: float | int | None) -> str:
+    """Three figures or so: 87, 940, 4.1k, 12k, 1.3M."""
+    if value is None or not math.isfinite(value):
+        return "-"
+    for size, letter in ((1e6, "M"), (1e3, "k")):
+        if value >= 0.9995 * size:
+            scaled = value / size
+            return f"{scaled:.{1 if scaled < 9.95 else 0}f}{letter}"
+    return f"{value:.0f}"
+
+
+def _can_redraw(console: Console) -> bool:
+    if console.is_jupyter:
+        return (
+            importlib.util.find_spec("ipywidgets") is not None
+        )  # rich draws through it, and only warns without
+    return console.is_terminal and not console.is_dumb_terminal

@@ -1,0 +1,163 @@
+"""Rollouts to read: JSON lines for programs, plain text for a person."""
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from dapo_jax.rollouts import Group, Rollout
+
+SCHEMA_VERSION = 1
+"""Version of a line's keys; raised when a reader of the older ones could not use a line."""
+
+
+def write_rollouts(
+    folder: str | PathLike[str],
+    step: int,
+    groups: Sequence[Group],
+    *,
+    advantages: Float[np.ndarray, "..."] | None = None,
+) -> Path:
+    """Writes one line per rollout to FOLDER/step_000010.jsonl, whole or not at all, and returns its path.
+
+    A file of the same step is replaced: a resumed run writes what it wrote before.
+
+    Args:
+        folder: usually RUN_DIR/rollouts; created if needed.
+        step: names the file.
+        groups: in the order they are to be read.
+        advantages: one per rollout in the order of `groups`, flat or as [groups, group size].
+
+    Raises:
+        ValueError: there are not as many advantages as rollouts.
+        OSError: it cannot be written; the message names the file.
+    """
+    count = sum(len(group.rollouts) for group in groups)
+    if advantages is not None and advantages.size != count:
+        raise ValueError(
+            f"{advantages.size} advantages for {count} rollouts in {len(groups)} groups; one per rollout is needed"
+        )
+    values = [None] * count if advantages is None else advantages.reshape(-1).tolist()
+    rows = [
+        _row(step, group, index, rollout) for group in groups for index, rollout in enumerate(group.rollouts)
+    ]
+    text = "".join(
+        json.dumps(row | {"advantage": _rounded(value)}, allow_nan=False, ensure_ascii=False, default=_plain)
+        + "\n"
+        for row, value in zip(rows, values, strict=True)
+    )
+    path = Path(folder) / f"step_{step:06d}.jsonl"
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # A sampled token may decode to half a surrogate pair, which is not UTF-8.
+        temporary.write_bytes(text.encode("utf-8", errors="replace"))
+        os.replace(temporary, path)
+    except OSError as error:
+        raise OSError(error.errno, f"cannot write rollouts ({error.strerror})", str(path)) from error
+    return path
+
+
+def read_rollouts(path: str | PathLike[str]) -> list[dict[str, Any]]:
+    """The lines of a file that `write_rollouts` wrote, in order.
+
+    Raises:
+        ValueError: a line is not a rollout, or is of a newer version; the message names file and line number.
+    """
+    path = Path(path)
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+        if not line:
+            continue
+        try:
+            row = json.loads(line)
+            version = row["schema_version"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}, line {number} is not a rollout ({error!r}): {line[:80]!r}") from error
+        if version > SCHEMA_VERSION:
+            raise ValueError(
+                f"{path}, line {number} has schema_version {version}; this version of dapo_jax reads up to "
+                f"{SCHEMA_VERSION}: upgrade dapo_jax"
+            )
+        rows.append(row)
+    return rows
+
+
+def format_rollouts(groups: Sequence[Group], limit: int) -> str:
+    """Up to `limit` rollouts as text: each group's question and answer, then its responses with their verdicts."""
+    parts: list[str] = []
+    shown = 0
+    for group in groups:
+        if shown >= limit:
+            break
+        correct = sum(rollout.correct for rollout in group.rollouts)
+        parts.append(f"prompt {group.prompt.ordinal}: {correct}/{len(group.rollouts)} correct")
+        parts.append(_indented(group.prompt.text))
+        parts.append(f"  answer: {group.prompt.answer}")
+        for index, rollout in enumerate(group.rollouts[: limit - shown]):
+            parts.append(f"  [{index}] {_summary(rollout)}")
+            parts.append(_indented(rollout.text, "      "))
+            shown += 1
+        parts.append("")
+    if hidden := sum(len(group.rollouts) for group in groups) - shown:
+        parts.append(f"({hidden} more rollouts)")
+    return "\n".join(parts).rstrip("\n") + "\n"
+
+
+def _row(step: int, group: Group, index: int, rollout: Rollout) -> dict[str, Any]:
+    """What is known of one rollout; reading order first, long lists last."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "step": step,
+        "ordinal": group.prompt.ordinal,
+        "index": index,
+        "prompt": group.prompt.text,
+        "answer": group.prompt.answer,
+        "response": rollout.text,
+        "correct": rollout.correct,
+        "extracted": rollout.verdict.extracted,
+        "reason": rollout.verdict.reason,
+        "score": _rounded(rollout.verdict.score),
+        "reward": _rounded(rollout.reward),
+        "overlong_penalty": _rounded(rollout.overlong_penalty),
+        "response_tokens": rollout.response_tokens,
+        "finish_reason": rollout.response.finish_reason,
+        "row": dict(group.prompt.row),
+        "prompt_token_ids": group.prompt.tokens.tolist(),
+        "response_token_ids": rollout.response.tokens.tolist(),
+        "logprobs": [_rounded(value) for value in rollout.response.logprobs.tolist()],
+    }
+
+
+def _rounded(value: float | None) -> float | None:
+    """Six decimals are more than a reader needs; JSON has no nan and no infinity, so those become null."""
+    return round(float(value), 6) if value is not None and math.isfinite(value) else None
+
+
+def _plain(value: Any) -> Any:
+    """A data row may hold numpy values; what JSON cannot say becomes its text."""
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    return value.decode("utf-8", errors="replace") if isinstance(value, bytes) else str(value)
+
+
+def _summary(rollout: Rollout) -> str:
+    verdict = rollout.verdict
+    words = ["correct" if verdict.correct else "wrong", f"reward {rollout.reward:+.2f}"]
+    if rollout.overlong_penalty:
+        words.append(f"overlong penalty {rollout.overlong_penalty:+.2f}")
+    words.append(f"{rollout.response_tokens} tokens{', cut off' if rollout.truncated else ''}")
+    words.append("no answer found" if verdict.extracted is None else f"extracted {verdict.extracted!r}")
+    if verdict.reason:
+        words.append(verdict.reason)
+    return " | ".join(words)
+
+
+def _indented(text: str, by: str = "  ") -> str:
+    return "\n".join(by + line for line in text.split("\n"))

@@ -1,0 +1,56 @@
+"""Metrics to Weights & Biases. The environment variable WANDB_MODE (online, offline, disabled) is respected."""
+
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+
+class WandbTracker:
+    """One Weights & Biases run, new or continued.
+
+    Charts run over a metric `step` rather than over wandb's own counter: that counter refuses to go back, and
+    a resumed run replays the steps after its checkpoint.
+
+    Args:
+        project: name of the project.
+        run_dir: wandb keeps its files in RUN_DIR/wandb; the folder's name becomes the run's name.
+        run_id: the run to continue, from `WandbTracker.run_id` of the run before; None starts a new one.
+        config: the resolved configuration, shown beside the charts.
+
+    Raises:
+        ImportError: wandb is not installed.
+    """
+
+    def __init__(
+        self, project: str, run_dir: str | PathLike[str], run_id: str | None, config: Mapping[str, Any]
+    ) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise ImportError("log.wandb needs the package wandb: pip install 'dapo_jax[wandb]'") from error
+        folder = Path(run_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._run = wandb.init(
+            project=project,
+            dir=str(folder),
+            id=run_id,
+            name=folder.resolve().name,
+            resume=None if run_id is None else "allow",
+            config=dict(config),
+        )
+        self._run.define_metric("step", hidden=True)
+        self._run.define_metric("*", step_metric="step")
+
+    @property
+    def run_id(self) -> str:
+        """What a checkpoint remembers, so that a resumed run goes on in the same charts."""
+        return self._run.id
+
+    def log(self, step: int, metrics: Mapping[str, float | int]) -> None:
+        """Queues one row; wandb sends it in the background."""
+        self._run.log({"step": step, **metrics})
+
+    def close(self) -> None:
+        """Waits until everything queued is written or sent."""
+        self._run.finish()

@@ -1,0 +1,1 @@
+"""Train state, the jitted update, and the loop."""

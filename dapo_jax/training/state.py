@@ -1,0 +1,60 @@
+"""What training carries from update to update, and the optimizer that moves it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+from jaxtyping import PyTree
+
+from dapo_jax.parallel.sharding import shardings
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """Master weights and optimizer moments, both in float32."""
+
+    params: nnx.State | Any
+    opt_state: PyTree
+
+
+def make_optimizer(
+    *,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    epsilon: float = 1e-8,
+    weight_decay: float = 0.1,
+    max_grad_norm: float = 1.0,
+) -> optax.GradientTransformation:
+    """Global-norm clipping, then AdamW at learning rate 1; the update scales by the step's rate.
+
+    Decay is on all matrices and vectors, as torch's AdamW does it.
+    """
+    adamw = optax.adamw(1.0, b1=beta1, b2=beta2, eps=epsilon, weight_decay=weight_decay)
+    return optax.chain(optax.clip_by_global_norm(max_grad_norm), adamw)
+
+
+def warmed_up(learning_rate: float, *, step: int, warmup_steps: int) -> float:
+    """The learning rate of step `step`, counted from 1: linear over `warmup_steps` rollout steps, then constant.
+
+    >>> [warmed_up(1.0, step=step, warmup_steps=4) for step in (1, 2, 4, 9)]
+    [0.25, 0.5, 1.0, 1.0]
+    """
+    return learning_rate * min(1.0, step / warmup_steps) if warmup_steps else learning_rate
+
+
+def state_shardings(params: nnx.State, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+    """Where each array of the train state lies; `params` may be shapes alone."""
+    moments = jax.eval_shape(optimizer.init, params)
+    return TrainState(shardings(params, mesh), shardings(moments, mesh))
+
+
+def init_state(params: nnx.State, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+    """Places `params` on the mesh and makes fresh moments beside them."""
+    placed = state_shardings(params, optimizer, mesh)
+    # A jitted copy: the caller's arrays stay alive when the first update donates the state's.
+    own = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf + 0, tree), out_shardings=placed.params)(params)
+    return TrainState(own, jax.jit(optimizer.init, out_shardings=placed.opt_state)(own))

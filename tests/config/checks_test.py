@@ -1,0 +1,278 @@
+"""Every rule of `dapo_jax.config.checks`, its message, and the values just inside it; from files and from Python."""
+
+import dataclasses
+
+import pytest
+
+from dapo_jax.config import (
+    BatchConfig,
+    ConfigError,
+    DataConfig,
+    DynamicSamplingConfig,
+    EvalConfig,
+    LossConfig,
+    ModelConfig,
+    OptimizerConfig,
+    OverlongConfig,
+    ParallelConfig,
+    RewardConfig,
+    SamplingConfig,
+    SftBatchConfig,
+    SftConfig,
+    TrainConfig,
+    load_config,
+)
+from dapo_jax.config.checks import check
+from dapo_jax.config.loading import leaf_types
+from dapo_jax.config.values import CHOICES, RANGES
+
+
+@pytest.fixture
+def path(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("run_dir: out\n")
+    return file
+
+
+def test_the_defaults_are_the_paper_s_recipe():
+    config = TrainConfig(run_dir="out")
+    # Section 4.1: "prompt batch size of 512 and sample 16 responses for each prompt"; "mini-batch size is 512",
+    # so 512 x 16 / 512 = 16 updates of 512 / 16 = 32 groups.
+    assert (config.batch.prompts_per_step, config.batch.group_size) == (512, 16)
+    assert config.batch.groups_per_update * config.batch.group_size == 512
+    assert config.batch.prompts_per_step // config.batch.groups_per_update == 16
+    # "expected maximum length as 16,384 tokens and allocate additional 4,096 tokens as the soft punish cache":
+    # at most 20,480.
+    assert (config.sampling.max_response_tokens, config.reward.overlong.buffer_tokens) == (20480, 4096)
+    assert config.data.max_prompt_tokens == 2048
+    assert config.row_tokens == 2048 + 20480
+    # Clip-Higher, token-level loss (Eq. 8), no KL (Section 2.3), advantage over the group's std (Eq. 9).
+    assert (config.loss.clip_ratio_low, config.loss.clip_ratio_high) == (0.2, 0.28)
+    assert (config.loss.aggregation, config.loss.kl_coef, config.loss.normalize_std) == (
+        "token_mean",
+        0.0,
+        True,
+    )
+    # AdamW at a constant 1e-6 with a linear warm-up over 20 rollout steps.
+    optimizer = config.optimizer
+    assert (optimizer.learning_rate, optimizer.warmup_steps) == (1e-6, 20)
+    assert (optimizer.beta1, optimizer.beta2, optimizer.weight_decay) == (0.9, 0.999, 0.1)
+    # Rule reward +1 / -1 with soft overlong punishment; dynamic sampling on; training at temperature 1.
+    assert (config.reward.correct, config.reward.incorrect, config.reward.overlong.enabled) == (
+        1.0,
+        -1.0,
+        True,
+    )
+    assert config.dynamic_sampling.enabled
+    assert (config.sampling.temperature, config.sampling.top_p) == (1.0, 1.0)
+    # "repeat the evaluation set for 32 times"; "temperature to 1.0, and topp to 0.7".
+    assert (config.eval.samples_per_prompt, config.eval.temperature, config.eval.top_p) == (32, 1.0, 0.7)
+
+
+# overrides that must be refused | what the message names: key, value, need, remedy
+REFUSED = [
+    # two values that do not fit
+    (
+        "batch.prompts_per_step=100",
+        ["batch.prompts_per_step: found 100", "100 = 3 x 32 + 4", "use 96 or 128"],
+    ),
+    ("batch.prompts_per_step=8", ["= 32", "8 = 0 x 32 + 8", "use 32,", "divides 8"]),
+    (
+        "loss.clip_ratio_high=0.1",
+        ["loss.clip_ratio_high: found 0.1", "0.1 < 0.2", "lower loss.clip_ratio_low"],
+    ),
+    (
+        "loss.old_logprobs=sampler loss.importance_cap=2",
+        ["importance_cap: found 2.0", "pi_old / pi_sampler", "null"],
+    ),
+    ("reward.incorrect=1", ["reward.correct: found 1.0", "reward.incorrect = 1.0", "worth more"]),
+    ("parallel.data=-1", ["parallel.fsdp: found -1", "parallel.data is -1 too", "only one axis"]),
+    ("dynamic_sampling.prompts_per_wave=50", ["max_waves: found 10", "10 x 50 = 500 < 512", "to 11 or more"]),
+    ("dynamic_sampling.prompts_per_wave=0", ["prompts_per_wave: found 0", "dynamic_sampling.enabled=false"]),
+    ("dynamic_sampling.max_waves=0", ["max_waves: found 0", "dynamic_sampling.enabled=false"]),
+    ("batch.group_size=1", ["batch.group_size: found 1", "2 or more", "never mixed"]),
+    (
+        "sampling.max_response_tokens=64",
+        ["buffer_tokens: found 4096", "4096 > 64", "here 12", "enabled=false"],
+    ),
+    (
+        "reward.overlong.buffer_tokens=0",
+        ["buffer_tokens: found 0", "1 or more", "reward.overlong.enabled=false"],
+    ),
+    (
+        "batch.row_tokens=22527",
+        ["row_tokens: found 22527", "2048 + 20480 = 22528 > 22527", "raise it to 22528"],
+    ),
+    # the behaviour policy
+    ("sampling.temperature=0", ["sampling.temperature: found 0.0", "greedy", "eval.temperature"]),
+    ("sampling.top_p=0.7", ["sampling.top_p: found 0.7", "ratio", "eval.top_p"]),
+    ("sampling.top_k=20", ["sampling.top_k: found 20", "0 or -1", "eval.top_k"]),
+    # one of a few words
+    ("loss.aggregation=token-mean", ["loss.aggregation: found 'token-mean'", "did you mean token_mean?"]),
+    (
+        "loss.aggregation=xyz",
+        ["'xyz'", "token_mean or prompt_mean or sequence_mean or token_sum_norm", "write one"],
+    ),
+    ("loss.old_logprobs=trainr", ["loss.old_logprobs: found 'trainr'", "did you mean trainer?"]),
+    ("dynamic_sampling.on_shortfall=train-fewer", ["on_shortfall", "did you mean train_fewer?"]),
+    ("dynamic_sampling.surplus=discrad", ["surplus", "did you mean discard?"]),
+    ("dynamic_sampling.metric=scores", ["metric", "did you mean score?"]),
+    ("model.remat=dot", ["model.remat", "did you mean dots?"]),
+    ("model.compute_dtype=bf16", ["model.compute_dtype: found 'bf16'", "did you mean bfloat16?"]),
+    # text
+    ("data.prompt_template=Solve", ["data.prompt_template: found 'Solve'", "{prompt}", "same text"]),
+    ("data.prompt_template={promt}", ["'{promt}'", "put {prompt} where"]),
+    ("model.source=", ["model.source: found ''", "a name"]),
+    # one number out of its range
+    ("steps=-1", ["steps: found -1", "0: evaluate only"]),
+    ("seed=-1", ["seed: found -1", "0 or more"]),
+    ("seed=4294967296", ["less than 2**32 = 4294967296"]),
+    ("loss.clip_ratio_low=0", ["loss.clip_ratio_low: found 0", "more than 0 and less than 1"]),
+    ("loss.clip_ratio_low=1", ["found 1", "less than 1"]),
+    ("loss.clip_ratio_high=0", ["loss.clip_ratio_high: found 0", "more than 0"]),
+    ("loss.dual_clip=1", ["loss.dual_clip: found 1", "more than 1, or null"]),
+    ("loss.importance_cap=0.5", ["loss.importance_cap: found 0.5", "1 or more, or null"]),
+    ("loss.kl_coef=-0.1", ["loss.kl_coef: found -0.1", "0 or more"]),
+    ("optimizer.learning_rate=0", ["optimizer.learning_rate: found 0", "more than 0"]),
+    ("optimizer.warmup_steps=-1", ["optimizer.warmup_steps", "0 or more"]),
+    ("optimizer.beta1=1", ["optimizer.beta1", "less than 1"]),
+    ("optimizer.beta2=-0.1", ["optimizer.beta2", "0 or more"]),
+    ("optimizer.epsilon=0", ["optimizer.epsilon", "more than 0"]),
+    ("optimizer.weight_decay=-0.1", ["optimizer.weight_decay", "0 or more"]),
+    ("optimizer.max_grad_norm=0", ["optimizer.max_grad_norm", "more than 0"]),
+    ("sampling.temperature=-1", ["sampling.temperature", "0 or more"]),
+    ("sampling.slots=0", ["sampling.slots", "1 or more"]),
+    ("sampling.steps_per_call=0", ["sampling.steps_per_call", "1 or more"]),
+    ("eval.temperature=-0.1", ["eval.temperature", "0 (greedy) or more"]),
+    ("eval.top_p=0", ["eval.top_p", "more than 0 and at most 1"]),
+    ("eval.top_p=1.1", ["eval.top_p", "at most 1"]),
+    ("eval.top_k=-2", ["eval.top_k", "0 or -1"]),
+    ("eval.every_steps=-1", ["eval.every_steps", "0 or more"]),
+    ("log.rollouts_every_steps=-1", ["log.rollouts_every_steps", "0 or more"]),
+    ("checkpoint.every_steps=-1", ["checkpoint.every_steps", "0 or more"]),
+    ("checkpoint.keep=0", ["checkpoint.keep", "1 or more"]),
+    ("batch.rows_per_microbatch=0", ["batch.rows_per_microbatch", "1 or more"]),
+    ("batch.row_tokens=-1", ["batch.row_tokens", "0 for the longest"]),
+    ("parallel.tensor=0", ["parallel.tensor: found 0", "-1 for those that the other axes leave"]),
+    ("parallel.context=-2", ["parallel.context: found -2", "1 or more devices"]),
+]
+
+
+@pytest.mark.parametrize(("overrides", "words"), REFUSED)
+def test_what_cannot_be_run_is_refused_with_the_arithmetic(path, overrides, words):
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides.split(" "))
+    assert [word for word in words if word not in str(caught.value)] == []
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "loss.clip_ratio_high=0.2",
+        "loss.clip_ratio_low=0.999 loss.clip_ratio_high=5",
+        "loss.dual_clip=1.001 loss.importance_cap=1",
+        "loss.old_logprobs=sampler loss.importance_cap=null",
+        "dynamic_sampling.enabled=false batch.group_size=1 dynamic_sampling.surplus=carry",
+        "dynamic_sampling.enabled=false dynamic_sampling.prompts_per_wave=0 dynamic_sampling.max_waves=0",
+        "dynamic_sampling.prompts_per_wave=512 dynamic_sampling.max_waves=1",
+        "batch.group_size=2",
+        "reward.overlong.enabled=false sampling.max_response_tokens=64",
+        "reward.overlong.buffer_tokens=20480",
+        "batch.row_tokens=22528",
+        "steps=0 eval.every_steps=0 checkpoint.every_steps=0 log.rollouts_every_steps=0",
+        "eval.temperature=0 eval.top_p=1 eval.top_k=-1 eval.prompts=5",
+        "sampling.top_k=-1 sampling.temperature=0.6",
+        "parallel.fsdp=4 parallel.tensor=-1",
+        "optimizer.beta1=0 optimizer.weight_decay=0 optimizer.warmup_steps=0",
+        "seed=4294967295",
+        "reward.incorrect=0",
+        "compilation_cache= reward.answer_marker=",
+    ],
+)
+def test_values_just_inside_the_rules_load_unchanged(path, overrides):
+    config = load_config(path, overrides.split(" "))
+    for override in overrides.split(" "):
+        key, _, text = override.partition("=")
+        value = config
+        for name in key.split("."):
+            value = getattr(value, name)
+        assert str(value).lower().removesuffix(".0") in (text, text.replace("null", "none"))
+
+
+@pytest.mark.parametrize(("key", "words"), sorted(CHOICES.items()))
+def test_every_choice_of_a_key_loads(path, key, words):
+    for word in words:
+        load_config(path, [f"{key}={word}"])
+
+
+@pytest.mark.parametrize("schema", [TrainConfig, SftConfig])
+def test_every_number_has_a_range_or_is_known_to_need_none(schema):
+    free = {"reward.correct", "reward.incorrect"}
+    numbers = {key for key, kind in leaf_types(schema).items() if kind in (int, float, float | None)}
+    assert numbers - free <= RANGES.keys()
+
+
+def test_every_range_and_choice_belongs_to_a_key():
+    keys = leaf_types(TrainConfig).keys() | leaf_types(SftConfig).keys()
+    assert RANGES.keys() | CHOICES.keys() <= keys
+
+
+@pytest.mark.parametrize(
+    ("build", "key"),
+    [
+        (lambda: LossConfig(clip_ratio_low=1.5), "loss.clip_ratio_low: found 1.5"),
+        (lambda: LossConfig(kl_coef=float("nan")), "loss.kl_coef: found nan"),
+        (lambda: ModelConfig(remat="some"), "model.remat: found 'some'"),
+        (lambda: DataConfig(prompt_template=""), "data.prompt_template: found ''"),
+        (lambda: DataConfig(prompt_template="${x} {prompt}"), "data.prompt_template: found '${x} {prompt}'"),
+        (lambda: OverlongConfig(buffer_tokens=-1), "reward.overlong.buffer_tokens: found -1"),
+        (lambda: RewardConfig(correct=-1.0), "reward.correct: found -1.0"),
+        (lambda: BatchConfig(group_size=True), "batch.group_size: found true"),
+        (lambda: SftBatchConfig(pairs_per_step=0), "batch.pairs_per_step: found 0"),
+        (lambda: SamplingConfig(slots=0), "sampling.slots: found 0"),
+        (lambda: EvalConfig(top_p=0.0), "eval.top_p: found 0.0"),
+        (lambda: DynamicSamplingConfig(max_waves=0), "dynamic_sampling.max_waves: found 0"),
+        (lambda: ParallelConfig(data=-1), "parallel.fsdp: found -1"),
+        (lambda: TrainConfig(run_dir=""), "run_dir: found ''"),
+        (lambda: TrainConfig(run_dir="a", sampling=SamplingConfig(top_p=0.9)), "sampling.top_p: found 0.9"),
+        (lambda: SftConfig(run_dir="a", batch=SftBatchConfig(row_tokens=2111)), "2048 + 64 = 2112 > 2111"),
+        (lambda: dataclasses.replace(TrainConfig(run_dir="a"), steps=-1), "steps: found -1"),
+    ],
+)
+def test_building_a_section_in_python_is_checked_too(build, key):
+    with pytest.raises(ConfigError) as caught:
+        build()
+    assert key in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "value", "words"),
+    [
+        (
+            RewardConfig(),
+            "overlong",
+            {"enabled": False},
+            "needs a OverlongConfig; write overlong=OverlongConfig(",
+        ),
+        (TrainConfig(run_dir="a"), "loss", BatchConfig(), "loss: found BatchConfig("),
+        (BatchConfig(), "group_size", [16], "batch.group_size: found [16], needs a whole number"),
+        (OptimizerConfig(), "learning_rate", "1e-6", "optimizer.learning_rate: found '1e-6', needs a number"),
+        (DataConfig(), "shuffle", 1, "data.shuffle: found 1, needs true or false"),
+        (ModelConfig(), "source", 7, "model.source: found 7, needs text"),
+    ],
+)
+def test_values_of_the_wrong_type_are_refused_in_python_too(config, name, value, words):
+    # Tests run with annotations enforced, which would stop the constructor first: set the field behind its back.
+    object.__setattr__(config, name, value)
+    with pytest.raises(ConfigError) as caught:
+        check(config)
+    assert words in str(caught.value)
+
+
+def test_a_sampling_section_for_evaluation_may_cut_the_distribution():
+    assert SamplingConfig(temperature=0.0, top_p=0.7, top_k=20).top_k == 20
+
+
+def test_a_supervised_run_needs_no_room_for_the_overlong_buffer():
+    config = SftConfig(run_dir="out", sampling=SamplingConfig(max_response_tokens=64, temperature=0.0))
+    assert config.reward.overlong.buffer_tokens == 4096

@@ -1,0 +1,313 @@
+"""Every way in which a file or an override can be wrong, and what the one message about it says."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from dapo_jax.config import (
+    BatchConfig,
+    ConfigError,
+    DataConfig,
+    LossConfig,
+    OptimizerConfig,
+    SftConfig,
+    TrainConfig,
+    changed_keys,
+    load_config,
+    to_yaml,
+)
+from dapo_jax.config.loading import leaf_types
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("**/*.yaml"))
+KEYS = {schema: sorted(leaf_types(schema)) for schema in (TrainConfig, SftConfig)}
+
+
+def write(folder, text):
+    path = folder / "run.yaml"
+    path.write_text(text)
+    return path
+
+
+def message_of(path, *overrides, schema=TrainConfig):
+    """The error of a load that must fail: exactly one line."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides, schema=schema)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_a_file_with_only_a_run_dir_is_the_recipe(tmp_path):
+    assert load_config(write(tmp_path, "run_dir: out\n")) == TrainConfig(run_dir="out")
+
+
+def test_scientific_notation_is_a_float_and_an_integer_is_one_too(tmp_path):
+    text = "run_dir: out\noptimizer: {learning_rate: 1e-4, epsilon: 1E-8, weight_decay: 0}\n"
+    config = load_config(write(tmp_path, text), ["optimizer.learning_rate=1e-6", "loss.dual_clip=10"])
+    assert config.optimizer == OptimizerConfig(learning_rate=1e-6, epsilon=1e-8, weight_decay=0.0)
+    assert isinstance(config.optimizer.weight_decay, float)
+    assert isinstance(config.loss.dual_clip, float)
+
+
+def test_the_last_override_of_a_key_wins_over_the_file(tmp_path):
+    path = write(tmp_path, "run_dir: out\nsteps: 7\n")
+    assert load_config(path, ["steps=8", "steps=9"]).steps == 9
+
+
+def test_text_overrides_are_taken_as_they_stand(tmp_path):
+    path = write(tmp_path, "run_dir: out\n")
+    config = load_config(
+        path,
+        ["run_dir=2024", "data.prompt_template=Q: {prompt} = ?", "reward.answer_marker=", 'data.source="a"'],
+    )
+    assert config.run_dir == "2024"
+    assert config.data == DataConfig(source="a", prompt_template="Q: {prompt} = ?")
+    assert config.reward.answer_marker == ""
+
+
+def test_null_switches_off_a_key_that_allows_it(tmp_path):
+    path = write(tmp_path, "run_dir: out\nloss: {dual_clip: 10, importance_cap: 2}\n")
+    config = load_config(path, ["loss.dual_clip=null", "loss.importance_cap=~"])
+    assert config.loss == LossConfig(dual_clip=None, importance_cap=None)
+
+
+def test_booleans_are_read_in_yaml_spelling(tmp_path):
+    path = write(tmp_path, "run_dir: out\n")
+    assert load_config(path, ["data.shuffle=false"]).data.shuffle is False
+    assert load_config(path, ["log.wandb=True"]).log.wandb is True
+
+
+def test_the_supervised_schema_reads_its_own_keys(tmp_path):
+    path = write(tmp_path, "run_dir: out\nbatch: {pairs_per_step: 8}\nmax_response_tokens: 9\n")
+    config = load_config(path, schema=SftConfig)
+    assert (config.batch.pairs_per_step, config.max_response_tokens) == (8, 9)
+    assert "batch.pairs_per_step" in message_of(path)
+
+
+# what stands in the file | the override | what the message must name: key, value, remedy
+WRONG = [
+    # unknown keys: misspelt, in the wrong section, dotted in a file
+    ("smapling: {temperature: 1}", None, ["smapling.temperature", "`sampling.temperature`"]),
+    ("temperature: 0.5", None, ["temperature = 0.5", "`sampling.temperature`", "`eval.temperature`"]),
+    ("loss: {group_size: 4}", None, ["loss.group_size = 4", "`batch.group_size`"]),
+    ("qqq: 1", None, ["qqq = 1", "top level has", "sampling"]),
+    ("batch.group_size: 4", None, ["batch.group_size", "nested", "batch: group_size: ..."]),
+    ("4: 4", None, ["unknown key 4", "4"]),
+    ("null: 4", None, ["key", "NoneType"]),
+    ("seed: {a: 1}", None, ["seed", "{'a': 1}", "one value, not a section"]),
+    (None, "seed.a=1", ["seed.a = '1'", "not a section; set seed"]),
+    (None, "batch.group_sise=8", ["override 'batch.group_sise=8'", "= '8'", "`batch.group_size`"]),
+    # what other libraries call it
+    ("num_generations: 8", None, ["num_generations = 8", "TRL", "`batch.group_size`"]),
+    (
+        "actor_rollout_ref: {model: {path: 7}, rollout: {n: 8}}",
+        None,
+        ["actor_rollout_ref.model.path = 7", "`model.source`"],
+    ),
+    ("actor: {x: {}, rollout: {n: 8}}", None, ["actor.rollout.n = 8", "`batch.group_size`"]),
+    ("rollout: {temperature: 1, n: 8}", None, ["rollout.n = 8", "`batch.group_size`"]),
+    ("epsilon: 0.2", None, ["`loss.clip_ratio_low`"]),
+    ("loss: {epsilon_high: 0.3}", None, ["loss.epsilon_high = 0.3", "`loss.clip_ratio_high`"]),
+    ("clip_ratio_c: 10", None, ["`loss.dual_clip`"]),
+    ("beta: 0.1", None, ["`loss.kl_coef`"]),
+    ("optimizer: {beta: 0.9}", None, ["optimizer.beta = 0.9", "`optimizer.beta1`"]),
+    ("kl_loss_coef: 0.1", None, ["`loss.kl_coef`"]),
+    ("max_completion_length: 9", None, ["`sampling.max_response_tokens`"]),
+    ("data: {max_response_length: 9}", None, ["`sampling.max_response_tokens`"]),
+    ("data: {gen_batch_size: 9}", None, ["`dynamic_sampling.prompts_per_wave`"]),
+    ("max_num_gen_batches: 9", None, ["`dynamic_sampling.max_waves`"]),
+    ("ppo_mini_batch_size: 32", None, ["`batch.groups_per_update`", "32 x 16 responses is 512"]),
+    ("data: {train_batch_size: 9}", None, ["`batch.prompts_per_step`"]),
+    ("overlong_buffer: {enable: true, len: 9}", None, ["`reward.overlong.enabled`"]),
+    ("overlong_buffer: {len: 9}", None, ["`reward.overlong.buffer_tokens`"]),
+    (None, "algorithm.filter_groups.enable=true", ["`dynamic_sampling.enabled`"]),
+    ("loss_agg_mode: token-mean", None, ["'token-mean'", "`loss.aggregation`", "token_mean"]),
+    ("mask_truncated_completions: true", None, ["= true", "`reward.overlong.filter_truncated`"]),
+    (None, "lr=1e-6", ["`optimizer.learning_rate`"]),
+    ("max_grad_norm: 1", None, ["`optimizer.max_grad_norm`"]),
+    ("grad_clip: 1", None, ["`optimizer.max_grad_norm`"]),
+    # wrong types
+    ("data: {shuffle: 2}", None, ["data.shuffle", "found 2", "true or false"]),
+    (None, "data.shuffle=1", ["data.shuffle", "found 1", "true or false"]),
+    ("data: {shuffle: 'true'}", None, ["data.shuffle", "'true'", "unquoted"]),
+    ("steps: '3'", None, ["steps", "'3'", "whole number", "remove the quotes: 3"]),
+    ("steps: 3.5", None, ["steps", "3.5", "write 3 or 4"]),
+    (None, "steps=1e3", ["steps", "1000.0", "write 1000"]),
+    ("steps: true", None, ["steps", "found true", "whole number"]),
+    ("optimizer: {learning_rate: true}", None, ["optimizer.learning_rate", "found true", "a number"]),
+    ("optimizer: {learning_rate: '1e-6'}", None, ["optimizer.learning_rate", "remove the quotes: 1e-6"]),
+    (None, "optimizer.learning_rate=fast", ["'fast'", "write a number, unquoted"]),
+    (None, "optimizer.learning_rate=nan", ["optimizer.learning_rate", "nan", "finite"]),
+    ("loss: {kl_coef: .inf}", None, ["loss.kl_coef", "inf", "finite"]),
+    ("loss: {dual_clip: .nan}", None, ["loss.dual_clip", "nan", "finite number or null"]),
+    ("loss: {dual_clip: None}", None, ["loss.dual_clip", "'None'", "write null"]),
+    ("run_dir: 2024", None, ["run_dir", "found 2024", "quote it: '2024'"]),
+    ("model: {remat: off}", None, ["model.remat", "found false", "quote it", "off"]),
+    ("seed: null", None, ["seed", "found null", "leave the key out"]),
+    (None, "seed=", ["seed", "found null", "leave the key out"]),
+    (None, "run_dir=null", ["run_dir", "found null", "leave the key out"]),
+    ("seed: [1, 2]", None, ["seed", "[1, 2]", "not a list"]),
+    ("sampling: 3", None, ["sampling", "found 3", "a section with some of `temperature`", "indent"]),
+    ("sampling:", None, ["sampling", "found null", "a section", "remove the line"]),
+    # what is not resolved
+    ("model: {source: '${oc.env:HOME}'}", None, ["model.source", "${oc.env:HOME}", "write the value"]),
+    ("model: {source: '${oops'}", None, ["model.source", "${oops", "write the value"]),
+    (None, "seed=${steps}", ["seed", "${steps}", "write the value"]),
+    (None, "seed=${oops", ["seed=${oops", "write the value"]),
+    ("model: {source: '???'}", None, ["model.source", "???", "write the value"]),
+    ("sampling: ${eval}", None, ["sampling", "${eval}", "a section"]),
+    # overrides of the wrong form
+    (None, "steps", ["override 'steps'", "key=value"]),
+    (None, "=3", ["override '=3'", "key=value"]),
+    (None, "--steps=3", ["--steps=3", "write steps=3"]),
+    (None, "steps =3", ["write steps=3", "nothing around the key"]),
+    (None, "sampling=greedy", ["sampling = greedy", "whole section", "sampling.temperature"]),
+    (None, "reward.overlong=off", ["reward.overlong = off", "reward.overlong.enabled"]),
+    (None, "steps=[", ["override 'steps=['", "not YAML", "quotes"]),
+]
+
+
+@pytest.mark.parametrize(("text", "override", "words"), WRONG)
+def test_the_message_names_the_place_the_key_the_value_and_the_remedy(tmp_path, text, override, words):
+    keeps_run_dir = text is None or "run_dir" not in text
+    path = write(tmp_path, ("run_dir: out\n" if keeps_run_dir else "") + (text or ""))
+    message = message_of(path, *([override] if override else []))
+    place = f"override {override!r}: " if override else f"{path}: "
+    assert message.startswith(place)
+    assert [word for word in words if word not in message] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("run_dir: out\nseed: 1\nsteps: 2\nseed: 3\n", ["line 4", "'seed'", "keep one"]),
+        ("run_dir: out\nloss:\n  kl_coef: 0\n  kl_coef: 1\n", ["line 4", "'kl_coef'", "keep one"]),
+        ("run_dir: out\nloss: {kl_coef: 1\n", ["line 3", "not YAML", "brackets"]),
+        ("run_dir: out\nloss:\n\tkl_coef: 1\n", ["line 3", "not YAML", "tabs"]),
+        ("run_dir: !!python/object:os.x 1\n", ["line 1", "not YAML", "os.x"]),
+        ("run_dir: !!set {x}\n", ["run_dir", "set", "plain value"]),
+        ("", ["holds no keys", "run_dir: some/folder"]),
+        ("# nothing but a comment\n", ["holds no keys", "run_dir: some/folder"]),
+        ("- run_dir: out\n", ["a list of 1", "remove the dashes"]),
+        ("3\n", ["cannot be read", "int", "write YAML"]),
+        ("seed: 3\n", ["run_dir: missing", "run_dir=some/folder"]),
+        ("run_dir: ' '\n", ["run_dir", "' '", "a name"]),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_named_with_the_line(tmp_path, text, words):
+    path = write(tmp_path, text)
+    message = message_of(path)
+    assert message.startswith(f"{path}: ")
+    assert [word for word in words if word not in message] == []
+
+
+def test_bytes_that_are_not_text_are_refused(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_bytes(b"run_dir: \xff\n")
+    assert "UTF-8" in message_of(path)
+    path.write_bytes(b"run_dir: \x00\n")
+    assert "control characters" in message_of(path)
+
+
+def test_a_missing_file_is_answered_with_the_nearest(tmp_path):
+    (tmp_path / "gsm8k.yaml").touch()
+    (tmp_path / "countdown.yaml").touch()
+    assert f"did you mean {tmp_path / 'gsm8k.yaml'}?" in message_of(tmp_path / "gms8k.yaml")
+    assert f"did you mean {tmp_path / 'countdown.yaml'}?" in message_of(tmp_path / "countdown")
+    assert "is a folder, needs a file" in message_of(tmp_path)
+    assert f"no folder {tmp_path / 'nowhere'}" in message_of(tmp_path / "nowhere" / "a.yaml")
+
+
+def test_a_missing_file_in_an_empty_folder_says_so(tmp_path):
+    assert "no YAML files" in message_of(tmp_path / "a.yaml")
+    (tmp_path / "empty").mkdir()
+    assert "no YAML files" in message_of(tmp_path / "empty")
+
+
+def test_a_contradiction_names_the_override_that_made_it(tmp_path):
+    path = write(tmp_path, "run_dir: out\nbatch: {prompts_per_step: 64}\n")
+    message = message_of(path, "steps=3", "batch.prompts_per_step=100")
+    assert message.startswith(f"{path} with override 'batch.prompts_per_step=100': batch.prompts_per_step")
+    assert "steps=3" not in message
+
+
+def test_overrides_must_be_a_list(tmp_path):
+    with pytest.raises(ConfigError, match=r"needs a list; write \['steps=3'\]"):
+        load_config(write(tmp_path, "run_dir: out\n"), "steps=3")
+
+
+@pytest.mark.parametrize("schema", [TrainConfig, SftConfig])
+def test_the_resolved_yaml_reads_back_equal(tmp_path, schema):
+    config = schema(
+        run_dir="null",
+        seed=3,
+        data=DataConfig(prompt_template="Solve: {prompt}\n\n'yes' \"no\" # \\boxed{}\t$x$ é", source="1e-4"),
+        optimizer=OptimizerConfig(learning_rate=1 / 3, epsilon=1e-17),
+    )
+    again = load_config(write(tmp_path, to_yaml(config)), schema=schema)
+    assert again == config
+    assert sorted(leaf_types(schema)) == sorted(_dotted(yaml.safe_load(to_yaml(config))))
+
+
+def _dotted(tree, prefix=""):
+    for name, value in tree.items():
+        yield from _dotted(value, f"{prefix}{name}.") if isinstance(value, dict) else [f"{prefix}{name}"]
+
+
+def test_changed_keys_are_dotted_and_hold_both_values():
+    a = TrainConfig(run_dir="a", loss=LossConfig(kl_coef=0.1))
+    b = TrainConfig(run_dir="b", batch=BatchConfig(group_size=8))
+    assert changed_keys(a, b) == {
+        "run_dir": ("a", "b"),
+        "loss.kl_coef": (0.1, 0.0),
+        "batch.group_size": (16, 8),
+    }
+    assert changed_keys(a, a) == {}
+    with pytest.raises(ValueError, match="TrainConfig with a SftConfig"):
+        changed_keys(a, SftConfig(run_dir="a"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_shipped_config_loads(path):
+    schema = SftConfig if "sft" in path.stem else TrainConfig
+    config = load_config(path, schema=schema)
+    assert config.run_dir
+
+
+@st.composite
+def misspellings(draw):
+    """A key of a schema with one letter dropped, or two neighbours swapped."""
+    schema = draw(st.sampled_from([TrainConfig, SftConfig]))
+    key = draw(st.sampled_from(KEYS[schema]))
+    at = draw(st.integers(0, len(key) - 2))
+    end = key[at + 2 :]
+    wrong = key[:at] + key[at + 1] + (end if draw(st.booleans()) else key[at] + end)
+    assume(wrong not in KEYS[schema])
+    return schema, key, wrong
+
+
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(misspellings())
+def test_a_misspelt_key_never_loads_and_is_answered_with_the_right_one(tmp_path, misspelling):
+    schema, key, wrong = misspelling
+    message = message_of(write(tmp_path, "run_dir: out\n"), f"{wrong}=1", schema=schema)
+    assert f"`{key}`" in message
+
+
+def test_reading_a_configuration_imports_no_jax_and_no_numpy(tmp_path):
+    path = write(tmp_path, "run_dir: out\n")
+    code = f"import sys, dapo_jax.config as c; c.load_config({str(path)!r}, ['seed=3']); print(*sys.modules)"
+    root = Path(__file__).parents[2]
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
+    heavy = {"jax", "numpy", "flax", "optax", "orbax", "grain"}
+    # `import dapo_jax` itself may bring jax and numpy: only what the package adds to that counts.
+    bare = subprocess.run(
+        [sys.executable, "-c", "import sys, dapo_jax; print(*sys.modules)"],
+        capture_output=True, text=True, check=True, cwd=root,
+    )  # fmt: skip
+    assert not (set(out.stdout.split()) - set(bare.stdout.split())) & heavy

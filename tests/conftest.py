@@ -1,0 +1,29 @@
+"""Strict JAX for every test: a silent dtype promotion or rank broadcast is an error, shapes are checked."""
+
+import os
+
+# Two workers on a small machine: one compute thread each, or JAX's thread pools fight over the cores.
+os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+from jaxtyping import install_import_hook
+
+install_import_hook("dapo_jax", "beartype.beartype")
+
+import jax
+import pytest
+from hypothesis import settings
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_num_cpu_devices", 8)
+
+settings.register_profile("ci", derandomize=True, deadline=None, max_examples=30)
+settings.load_profile("ci")
+
+
+@pytest.fixture
+def x64():
+    """Double precision for the tests that compare with a float64 oracle."""
+    with jax.enable_x64(True):
+        yield
