@@ -6,14 +6,11 @@ ordinal, whatever order they ended in. Taking them as they end would favour shor
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from dapo_jax.rollouts import Group
 
-Metric = Literal["correct", "score"]
 
-
-def is_informative(group: Group, *, metric: Metric = "correct") -> bool:
+def is_informative(group: Group, *, metric: str = "correct") -> bool:
     """True if the group's responses differ: 0 < #correct < G, or for graded scores, not all equal.
 
     Decided on the verdict, not on the reward: the overlong penalty gives an all-correct group unequal rewards, and
@@ -68,17 +65,18 @@ class Collector:
     prompts_per_wave: int
     max_waves: int = 10
     carried: Sequence[Group] = ()
-    metric: Metric = "correct"
+    metric: str = "correct"
     enabled: bool = True
     """False: one wave of `needed` prompts, all of which are trained on."""
     _sampled: list[Group] = field(default_factory=list)
     _pending: list[int] = field(default_factory=list)
     _in_flight: int = 0
-    _kept: int = 0
+    kept: int = 0
+    """Informative groups so far, carried ones included."""
     _waves: int = 0
 
     def __post_init__(self) -> None:
-        self._kept = len(self.carried)
+        self.kept = len(self.carried)
 
     def draw(self, count: int) -> list[int]:
         """Up to `count` ordinals to sample next; none if no further wave is needed as things stand."""
@@ -95,13 +93,13 @@ class Collector:
         """Takes a sampled and graded group."""
         self._sampled.append(group)
         self._in_flight -= 1
-        self._kept += self._keeps(group)
+        self.kept += self._keeps(group)
 
     def finish(
         self,
         *,
-        on_shortfall: Literal["error", "train_fewer"] = "error",
-        surplus: Literal["discard", "carry"] = "discard",
+        on_shortfall: str = "error",
+        surplus: str = "discard",
     ) -> Collected:
         """The first `needed` informative groups by ordinal, and what is left.
 
@@ -128,7 +126,7 @@ class Collector:
 
     def _must_open(self) -> bool:
         allowed = self.max_waves if self.enabled else 1
-        return self._waves < allowed and self._kept + self._in_flight < self.needed
+        return self._waves < allowed and self.kept + self._in_flight < self.needed
 
     def _shortfall(self, found: int) -> str:
         right = sum(group.accuracy == 1.0 for group in self._sampled)

@@ -45,20 +45,24 @@ class Max:
     value: Any
 
     def __add__(self, other: "Max") -> "Max":
-        return Max(jnp.maximum(self.value, other.value))
+        # `jnp.maximum` of two float64 host numbers would round them to float32.
+        maximum = np.maximum if isinstance(self.value, np.floating) else jnp.maximum
+        return Max(maximum(self.value, other.value))
 
 
 Metric = Mean | Max
 
 
 def add_metrics(a: Mapping[str, Metric], b: Mapping[str, Metric]) -> dict[str, Metric]:
-    """Adds two metric dicts on the device.
+    """Adds two metric dicts of the same names; safe under `jit`.
 
     Raises:
         ValueError: the keys differ, or a name is a mean in one and a maximum in the other.
     """
     if a.keys() != b.keys():
-        raise ValueError(f"metrics differ in keys: {sorted(a.keys() ^ b.keys())} are in only one of the two")
+        raise ValueError(
+            f"metrics differ in keys: {sorted(a.keys() ^ b.keys())} are missing from one of the dicts"
+        )
     return {name: _add(name, a[name], b[name]) for name in a}
 
 
@@ -67,7 +71,9 @@ def _add(name: str, a: Metric, b: Metric) -> Metric:
         return a + b
     if isinstance(a, Max) and isinstance(b, Max):
         return a + b
-    raise ValueError(f"metric {name!r} is a {type(a).__name__} in one dict and a {type(b).__name__} in the other")
+    raise ValueError(
+        f"metric {name!r} is a {type(a).__name__} in one dict and a {type(b).__name__} in the other"
+    )
 
 
 def to_scalars(metrics: Mapping[str, Metric] | Sequence[Mapping[str, Metric]]) -> dict[str, float]:
@@ -86,18 +92,12 @@ def to_scalars(metrics: Mapping[str, Metric] | Sequence[Mapping[str, Metric]]) -
     if not records:
         return {}
     on_host = [_in_float64(record) for record in jax.device_get(records)]
-    return {name: _scalar(metric) for name, metric in functools.reduce(_add_on_host, on_host).items()}
+    return {name: _scalar(metric) for name, metric in functools.reduce(add_metrics, on_host).items()}
 
 
 def _in_float64(record: Mapping[str, Metric]) -> dict[str, Metric]:
     """The same metrics as float64 numpy numbers, on which `+` is float64 too."""
     return {name: jax.tree.map(np.float64, metric) for name, metric in record.items()}
-
-
-def _add_on_host(a: Mapping[str, Metric], b: Mapping[str, Metric]) -> dict[str, Metric]:
-    if a.keys() != b.keys():
-        raise ValueError(f"metrics differ in keys: {sorted(a.keys() ^ b.keys())} are not in every dict")
-    return {name: _add(name, a[name], b[name]) for name in a}
 
 
 def _scalar(metric: Metric) -> float:

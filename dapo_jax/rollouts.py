@@ -2,7 +2,7 @@
 
 `Prompt`, `Rollout` and `Group` live on the host and hold numpy and Python values of natural
 length. `Microbatch` is padded to one static shape and is what crosses to the device. Its fields are annotated
-`... | Any` because JAX rebuilds a registered dataclass around shapes and shardings as well as around arrays.
+`... | Any` because on the host they are numpy, and JAX rebuilds a registered dataclass around shapes and shardings too.
 """
 
 from collections.abc import Mapping
@@ -111,19 +111,19 @@ class Microbatch:
     `advantages` and `weights` is about the token *at* `t`; its log-probability comes from the logits at `t - 1`.
     """
 
-    tokens: Int[Array | np.ndarray, "rows seq"] | Any
-    segment_ids: Int[Array | np.ndarray, "rows seq"] | Any
+    tokens: Int[Array, "rows seq"] | Any
+    segment_ids: Int[Array, "rows seq"] | Any
     """1, 2, ... for the rollouts of a row; 0 is padding, which attends to nothing that counts."""
-    positions: Int[Array | np.ndarray, "rows seq"] | Any
+    positions: Int[Array, "rows seq"] | Any
     """Position of each token inside its own rollout, from 0."""
-    mask: Bool[Array | np.ndarray, "rows seq"] | Any
+    mask: Bool[Array, "rows seq"] | Any
     """True on response tokens that enter the loss."""
-    advantages: Float[Array | np.ndarray, "rows seq"] | Any
-    weights: Float[Array | np.ndarray, "rows seq"] | Any
+    advantages: Float[Array, "rows seq"] | Any
+    weights: Float[Array, "rows seq"] | Any
     """Each token's weight in the loss, computed from the whole minibatch: microbatch losses add up to the minibatch's."""
-    sampler_logprobs: Float[Array | np.ndarray, "rows seq"] | Any
+    sampler_logprobs: Float[Array, "rows seq"] | Any
     """Log-probabilities recorded while sampling."""
-    old_logprobs: Float[Array | np.ndarray, "rows seq"] | Any
+    old_logprobs: Float[Array, "rows seq"] | Any
     """Log-probabilities that the importance ratio is taken to; zeros until they are scored."""
-    ref_logprobs: Float[Array | np.ndarray, "rows seq"] | Any
+    ref_logprobs: Float[Array, "rows seq"] | Any
     """Log-probabilities under the reference policy; zeros when there is none."""

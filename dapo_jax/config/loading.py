@@ -120,7 +120,7 @@ def _read(path: Path) -> dict[Any, Any]:
     except yaml.MarkedYAMLError as error:
         raise ConfigError(_yaml_problem(error)) from None
     except OmegaConfBaseException as error:
-        raise ConfigError(_omegaconf_problem(error)) from None
+        raise ConfigError(_omegaconf_problem(error, error.full_key)) from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"found bytes that are not UTF-8 at {error.start}; save it as UTF-8 text") from None
     except (OSError, yaml.YAMLError) as error:
@@ -156,10 +156,10 @@ def _yaml_problem(error: yaml.MarkedYAMLError) -> str:
     return f"{line}not YAML: {error.problem or error.context}; check quotes, brackets, tabs and indentation there"
 
 
-def _omegaconf_problem(error: OmegaConfBaseException) -> str:
+def _omegaconf_problem(error: OmegaConfBaseException, key: str | None) -> str:
     """Values that OmegaConf cannot hold: a broken interpolation, a key that is no text, a YAML tag."""
     reason = str(error).splitlines()[0]
-    where = f"{error.full_key}: " if error.full_key else ""
+    where = f"{key}: " if key else ""
     if "${" in reason:
         return f"{where}found an interpolation ({reason}); interpolations are not resolved: write the value"
     return f"{where}found what no key can hold ({reason}); write a plain value"
@@ -232,7 +232,7 @@ def _parse_override(override: str, kinds: Mapping[str, Any]) -> tuple[str, Any]:
         )
     if key not in kinds:
         _refuse_unknown(key, text, kinds)
-    value = text if kinds[key] is str and not _is_yaml_text(text) else _parse_value(text)
+    value = text if kinds[key] is str and not _is_yaml_text(text) else _parse_value(key, text)
     check_value(key, value, kinds[key])
     return key, value
 
@@ -242,14 +242,16 @@ def _is_yaml_text(text: str) -> bool:
     return text in ("null", "~") or (len(text) > 1 and text[0] == text[-1] and text[0] in "'\"")
 
 
-def _parse_value(text: str) -> Any:
+def _parse_value(key: str, text: str) -> Any:
     try:
         parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
         return cast(dict[str, Any], parsed)["value"]
     except yaml.MarkedYAMLError as error:
-        raise ConfigError(f"the value is not YAML: {error.problem}; put it in quotes") from None
+        raise ConfigError(
+            f"{key}: found {text!r}, which is not YAML: {error.problem}; put it in quotes"
+        ) from None
     except OmegaConfBaseException as error:
-        raise ConfigError(_omegaconf_problem(error)) from None
+        raise ConfigError(_omegaconf_problem(error, key)) from None
 
 
 def _build(schema: type[AnyConfig], values: Mapping[str, Any]) -> AnyConfig:

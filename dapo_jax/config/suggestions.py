@@ -137,9 +137,9 @@ def alias_of(key: str, known: Collection[str]) -> str | None:
     return next((ending for ending in endings if ALIASES.get(ending) in places), None)
 
 
-def nearest_keys(key: str, known: Collection[str], *, count: int = 3) -> list[str]:
+def nearest_keys(key: str, known: Collection[str], *, count: int = 3, least: float = 1.1) -> list[str]:
     """The dotted keys most like `key`, best first; a right last part in the wrong section counts as much
-    as a right section with a misspelt last part.
+    as a right section with a misspelt last part. Likeness goes to 2 (equal); under `least` a key is left out.
 
     >>> nearest_keys("temperature", ["sampling.temperature", "eval.temperature", "seed"])
     ['eval.temperature', 'sampling.temperature']
@@ -152,7 +152,7 @@ def nearest_keys(key: str, known: Collection[str], *, count: int = 3) -> list[st
 
     scores = {candidate: likeness(candidate) for candidate in known}
     best = sorted(scores, key=lambda candidate: (-scores[candidate], candidate))[:count]
-    return [candidate for candidate in best if scores[candidate] >= max(1.1, scores[best[0]] - 0.35)]
+    return [candidate for candidate in best if scores[candidate] >= max(least, scores[best[0]] - 0.35)]
 
 
 def nearest_word(word: str, words: Collection[str]) -> str | None:
@@ -162,14 +162,18 @@ def nearest_word(word: str, words: Collection[str]) -> str | None:
 
 def unknown_key(key: str, known: Collection[str]) -> str:
     """What to say after "unknown key": what another library calls so, the nearest keys, or those there are."""
-    near = [f"`{candidate}`" for candidate in nearest_keys(key, known)]
     alias = alias_of(key, known)
     if alias is not None:
         unit = f" ({UNITS[alias]})" if alias in UNITS else ""
         ours = f"`{alias}` of verl, TRL or open-instruct is `{ALIASES[alias]}` here{unit}"
-        others = [name for name in near if name != f"`{ALIASES[alias]}`"]
-        return f"{ours}; the nearest keys are {' and '.join(others)}" if others else ours
+        others = [near for near in nearest_keys(key, known, least=1.5) if near != ALIASES[alias]]
+        return f"{ours}; or did you mean {_either(others)}?" if others else ours
+    near = nearest_keys(key, known)
     if near:
-        return f"did you mean {' or '.join(near)}?"
+        return f"did you mean {_either(near)}?"
     top = sorted({candidate.split(".", 1)[0] for candidate in known})
     return f"nothing here is called like it; the top level has {', '.join(top)}"
+
+
+def _either(keys: Collection[str]) -> str:
+    return " or ".join(f"`{key}`" for key in keys)

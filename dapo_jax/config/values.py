@@ -120,7 +120,7 @@ def _check_type(key: str, value: object, expected: Any) -> None:
     needs += " or null" if optional else ""
     if value is None:
         if not optional:
-            refuse(key, value, needs, "leave the key out to keep its default")
+            refuse(key, value, needs, "write one, or leave the key out if it has a default")
     elif isinstance(value, str) and ("${" in value or value == "???"):
         refuse(
             key,
@@ -131,10 +131,10 @@ def _check_type(key: str, value: object, expected: Any) -> None:
     elif isinstance(value, dict | list | tuple):
         noun = "section" if isinstance(value, dict) else "list"
         refuse(key, value, needs, f"{key} is one value, not a {noun}: write the value itself")
+    elif kind is str and isinstance(value, bool):
+        refuse(key, value, needs, "unquoted yes, no, on and off are true and false in YAML: quote the word")
     elif kind is str and not isinstance(value, str):
-        refuse(
-            key, value, needs, f"quote it: '{shown(value)}' (unquoted yes, no, on and off are true and false)"
-        )
+        refuse(key, value, needs, f"quote it: '{value}'")
     elif kind is bool and not isinstance(value, bool):
         refuse(
             key, value, needs, "write true or false, unquoted (1, 0 and other numbers are not taken for them)"

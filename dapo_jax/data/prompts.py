@@ -46,7 +46,7 @@ class PromptSource:
 
         _check_template(prompt_template)
         self._rows = rows
-        self._order = row_order(len(rows), seed=seed, shuffle=shuffle)
+        self._row_at = row_order(len(rows), seed=seed, shuffle=shuffle)
         self._tokenizer = tokenizer
         self._prompt_template = prompt_template
         self._max_prompt_tokens = max_prompt_tokens
@@ -64,7 +64,7 @@ class PromptSource:
         """
         if ordinal < 0:
             raise IndexError(f"ordinals count from 0; got {ordinal}")
-        return int(self._order[ordinal])
+        return self._row_at(ordinal)
 
     def __getitem__(self, ordinal: int) -> Prompt:
         """The prompt at `ordinal`.

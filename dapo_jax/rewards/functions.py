@@ -135,7 +135,7 @@ def load_function(spec: str) -> Callable[..., Any]:
         raise ValueError(f"{spec}: {place} has no {name!r}{hint}")
     function = getattr(module, name)
     if not callable(function):
-        raise ValueError(f"{spec}: {name!r} is a {type(function).__name__}, which cannot be called")
+        raise ValueError(f"{spec}: {name!r} is of type {type(function).__name__}, which cannot be called")
     return function
 
 

@@ -61,12 +61,13 @@ def grade_group(
         )
         penalty = 0.0
         if overlong:
-            penalty = overlong_penalty(
+            punishment = overlong_penalty(
                 len(response.tokens),
                 max_response_tokens=max_response_tokens,
                 buffer_tokens=buffer_tokens,
                 penalty_factor=penalty_factor,
             )
+            penalty = float(punishment)
         return Rollout(
             response=response,
             text=text,

@@ -94,7 +94,7 @@ def _parsed(path: Path) -> list[tuple[dict[str, Any], bytes]]:
 
 def _number(value: float | int) -> float | int | None:
     if isinstance(value, int):
-        return int(value)  # also turns True into 1
+        return +value  # turns True into 1
     number = float(value)
     return number if math.isfinite(number) else None
 

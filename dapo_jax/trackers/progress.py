@@ -89,8 +89,9 @@ class Progress:
         counted = {key: value for key, value in found.items() if "@" in key and "/" not in key}
         # avg@k is the number that papers report: it comes first.
         ordered = sorted(counted, key=lambda key: (not key.startswith("avg@"), key))
-        self._evaluations[name] = "  ".join(f"{key} {_decimal(counted[key])}" for key in ordered) or "-"
-        self._evaluations[name] += f"  (step {step})"
+        result = "  ".join(f"{key} {_decimal(counted[key])}" for key in ordered) or "-"
+        # A new dict each time: the drawing thread may be walking through the old one.
+        self._evaluations = self._evaluations | {name: f"{result}  (step {step})"}
         if not self._live.is_started:
             self._print(f"eval  {name}  {self._evaluations[name]}")
 

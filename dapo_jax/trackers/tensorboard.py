@@ -1,37 +1,70 @@
 """Metrics as TensorBoard scalars, through tensorboardX (which needs no TensorFlow)."""
 
+import importlib
+import math
+import os
+import time
 from collections.abc import Mapping
 from os import PathLike
 
 
 class TensorBoardTracker:
-    """Writes event files into a folder.
+    """Writes one event file into a folder; a step is on file when `log` returns.
+
+    Events are written here and now rather than through tensorboardX's `SummaryWriter`: its queue waits for ever
+    once its writing thread has died of a full disk.
 
     Args:
         folder: where TensorBoard is pointed to; created if needed.
-        resume_step: the step of the checkpoint a run goes on from: TensorBoard then drops what an earlier
-            event file says of later steps. None for a new run.
+        resume_step: the step of the checkpoint a run goes on from: TensorBoard then drops what earlier event
+            files say of later steps. None for a new run.
 
     Raises:
         ImportError: tensorboardX is not installed.
+        OSError: the event file cannot be written; the message names the folder.
     """
 
     def __init__(self, folder: str | PathLike[str], resume_step: int | None = None) -> None:
         try:
-            from tensorboardX import SummaryWriter
+            files = importlib.import_module("tensorboardX.event_file_writer")
+            records = importlib.import_module("tensorboardX.record_writer")
+            self._events = importlib.import_module("tensorboardX.proto.event_pb2")
+            self._summaries = importlib.import_module("tensorboardX.proto.summary_pb2")
         except ImportError as error:
             raise ImportError(
                 "log.tensorboard needs the package tensorboardX: pip install 'dapo_jax[tensorboard]'"
             ) from error
-        purge_step = None if resume_step is None else resume_step + 1
-        self._writer = SummaryWriter(logdir=str(folder), purge_step=purge_step)
+        self.folder = str(folder)
+        records.directory_check(self.folder)
+        # The file's name holds whole seconds only: a quick resume must not overwrite the file before it.
+        suffix = f".{os.getpid()}.{time.time_ns()}"
+        self._writer = files.EventsWriter(os.path.join(self.folder, "events"), suffix)
+        self._closed = False
+        if resume_step is not None:
+            start = self._events.SessionLog(status=self._events.SessionLog.START)
+            self._write(self._events.Event(wall_time=time.time(), step=resume_step + 1, session_log=start))
 
     def log(self, step: int, metrics: Mapping[str, float | int]) -> None:
-        """Adds one scalar per metric; nan and infinity are drawn as gaps by TensorBoard."""
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, float(value), global_step=step)
-        self._writer.flush()
+        """Writes one scalar per metric; nan and infinity are left out, which TensorBoard draws as gaps."""
+        values = [
+            self._summaries.Summary.Value(tag=name, simple_value=float(value))
+            for name, value in metrics.items()
+            if math.isfinite(value)
+        ]
+        summary = self._summaries.Summary(value=values)
+        self._write(self._events.Event(wall_time=time.time(), step=step, summary=summary))
 
     def close(self) -> None:
         """Closes the event file."""
-        self._writer.close()
+        if not self._closed:
+            self._closed = True
+            self._writer.close()
+
+    def _write(self, event: object) -> None:
+        try:
+            self._writer.write_event(event)
+            self._writer.flush()
+        except OSError as error:
+            raise OSError(
+                error.errno, f"cannot write TensorBoard events ({error.strerror})", self.folder
+            ) from error

@@ -1,5 +1,6 @@
 """Metrics to Weights & Biases. The environment variable WANDB_MODE (online, offline, disabled) is respected."""
 
+import importlib
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
@@ -26,7 +27,7 @@ class WandbTracker:
         self, project: str, run_dir: str | PathLike[str], run_id: str | None, config: Mapping[str, Any]
     ) -> None:
         try:
-            import wandb
+            wandb = importlib.import_module("wandb")
         except ImportError as error:
             raise ImportError("log.wandb needs the package wandb: pip install 'dapo_jax[wandb]'") from error
         folder = Path(run_dir)
@@ -38,6 +39,7 @@ class WandbTracker:
             name=folder.resolve().name,
             resume=None if run_id is None else "allow",
             config=dict(config),
+            settings=wandb.Settings(console="off"),  # or every redraw of the progress view lands in its log
         )
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")

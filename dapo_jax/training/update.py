@@ -70,7 +70,7 @@ class Updater:
         self._accumulate = jax.jit(
             self._accumulate_program, donate_argnums=1, out_shardings=(placed.params, whole, whole)
         )
-        self._apply = jax.jit(self._apply_program, donate_argnums=(0, 1), out_shardings=(placed, whole))
+        self._apply = jax.jit(self._apply_program, donate_argnums=0, out_shardings=(placed, whole))
 
     def prepare(
         self, state: TrainState, minibatches: Sequence[Sequence[Microbatch]]
@@ -115,7 +115,7 @@ class Updater:
         """
         fresh = np.bool_(first and self._options.old_logprobs == "trainer")
         grads, loss = self._zeros(state.params), jnp.zeros((), jnp.float32)
-        metrics = []
+        metrics: list[dict[str, Metric]] = []
         for microbatch in minibatch:
             grads, part, measured = self._accumulate(state.params, grads, microbatch, fresh)
             loss = loss + part

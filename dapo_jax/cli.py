@@ -1,0 +1,167 @@
+"""The command line: arguments to one function per command.
+
+Exit status: 0 done; 2 for a usage or configuration error, said in one message; 1 otherwise.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from dapo_jax.config import ConfigError, SftConfig, TrainConfig, load_config, to_yaml
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns the exit status."""
+    arguments = _parser().parse_args(argv)
+    # Imported late: `dapo-jax config` and usage errors answer without loading jax.
+    try:
+        return arguments.command(arguments)
+    except ConfigError as error:
+        print(f"dapo-jax {arguments.name}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"dapo-jax {arguments.name}: interrupted", file=sys.stderr)
+        return 1
+    except (RuntimeError, OSError) as error:
+        if not _is_ours(error):
+            raise
+        print(f"dapo-jax {arguments.name}: {error}", file=sys.stderr)
+        return 1
+
+
+def _is_ours(error: Exception) -> bool:
+    """True if the error's own message says all there is: a traceback would only hide it."""
+    from dapo_jax.filtering import ShortfallError
+
+    return isinstance(error, ShortfallError)
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    config = load_config(arguments.config, arguments.overrides)
+    from dapo_jax.run import train
+
+    result = train(config, resume=arguments.resume)
+    scored = [line for line in result.metrics if any(key.startswith("eval/") for key in line)]
+    if scored:
+        name = next(key for key in scored[0] if key.startswith("eval/") and "/avg@" in key)
+        before, after = scored[0], scored[-1]
+        print(
+            f"{name}: {before[name]:.3f} before (step {before['step']}), {after[name]:.3f} after step {after['step']}"
+        )
+    print(f"metrics, rollouts, checkpoints and the trained model are in {result.run_dir}")
+    return 0
+
+
+def _sft(arguments: argparse.Namespace) -> int:
+    config = load_config(arguments.config, arguments.overrides, schema=SftConfig)
+    from dapo_jax.run import sft
+
+    result = sft(config)
+    for name, value in result.metrics.items():
+        if name.startswith("eval/"):
+            print(f"{name}: {value:.3f}")
+    print(f"the model is in {config.run_dir}/model")
+    return 0
+
+
+def _eval(arguments: argparse.Namespace) -> int:
+    from dapo_jax.run import evaluate
+
+    scores = evaluate(
+        arguments.model,
+        data=arguments.data,
+        split=arguments.split,
+        samples_per_prompt=arguments.k,
+        prompts=arguments.prompts,
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        top_k=arguments.top_k,
+        grader=arguments.grader,
+        max_prompt_tokens=arguments.max_prompt_tokens,
+        max_response_tokens=arguments.max_response_tokens,
+        slots=arguments.slots,
+        seed=arguments.seed,
+        keep=arguments.keep,
+    )
+    for name, value in scores.items():
+        print(f"{name}: {value:.4f}")
+    return 0
+
+
+def _sample(arguments: argparse.Namespace) -> int:
+    from dapo_jax.run import sample
+
+    groups = sample(
+        arguments.model,
+        arguments.prompt,
+        samples_per_prompt=arguments.n,
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        top_k=arguments.top_k,
+        max_response_tokens=arguments.max_response_tokens,
+        seed=arguments.seed,
+    )
+    for group in groups:
+        print(group.prompt.text)
+        for rollout in group.rollouts:
+            print(f"    {rollout.text}{' ...' if rollout.truncated else ''}")
+    return 0
+
+
+def _config(arguments: argparse.Namespace) -> int:
+    schema = SftConfig if arguments.sft else TrainConfig
+    print(to_yaml(load_config(arguments.config, arguments.overrides, schema=schema)), end="")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="dapo-jax", description="DAPO reinforcement learning of language models in JAX."
+    )
+    commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
+
+    def command(name: str, function: object, text: str) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=text, description=text)
+        made.set_defaults(command=function)
+        return made
+
+    def configured(made: argparse.ArgumentParser) -> None:
+        made.add_argument("config", help="a YAML file")
+        made.add_argument("overrides", nargs="*", metavar="key=value", help="replaces a key of the file")
+
+    def sampled(made: argparse.ArgumentParser, top_p: float) -> None:
+        made.add_argument("model", help="preset:NAME, shipped:NAME, a model folder, or a run folder")
+        made.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (default 1)")
+        made.add_argument("--top-p", type=float, default=top_p, help=f"1 is off (default {top_p:g})")
+        made.add_argument("--top-k", type=int, default=0, help="0 is off (default)")
+        made.add_argument("--max-response-tokens", type=int, default=64)
+        made.add_argument("--seed", type=int, default=0)
+
+    train = command("train", _train, "Train a policy by DAPO.")
+    configured(train)
+    train.add_argument("--resume", action="store_true", help="go on from the last checkpoint in run_dir")
+    configured(command("sft", _sft, "Warm a model up on prompt / response pairs."))
+    evaluate = command("eval", _eval, "avg@k, pass@k and cons@k on held-out prompts.")
+    sampled(evaluate, top_p=1.0)
+    evaluate.add_argument("--data", default="arithmetic", help="dataset (default arithmetic)")
+    evaluate.add_argument("--split", default="test")
+    evaluate.add_argument("--k", type=int, default=8, help="responses to a prompt (default 8)")
+    evaluate.add_argument("--prompts", type=int, default=0, help="how many prompts; 0 is all (default)")
+    evaluate.add_argument(
+        "--grader", default="exact", help="a grader's name, module:function or file.py:function"
+    )
+    evaluate.add_argument("--max-prompt-tokens", type=int, default=64)
+    evaluate.add_argument("--slots", type=int, default=128)
+    evaluate.add_argument("--keep", metavar="FILE", help="write every rollout to this JSONL file")
+    one = command("sample", _sample, "Sample responses to prompts.")
+    sampled(one, top_p=1.0)
+    one.add_argument("--prompt", action="append", required=True, help="may be given several times")
+    one.add_argument("-n", type=int, default=1, help="responses to each prompt")
+    shown = command("config", _config, "Print a configuration with every default filled in.")
+    configured(shown)
+    shown.add_argument("--sft", action="store_true", help="the file is a warm start's")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,67 @@
+"""Carried groups as plain arrays, for a checkpoint. Prompts are not stored: their ordinals give them back."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from dapo_jax.rollouts import Group, Prompt, Response, Rollout, Verdict
+
+
+def carry_arrays(groups: Sequence[Group]) -> dict[str, np.ndarray]:
+    """Flattens groups; empty for no groups."""
+    if not groups:
+        return {}
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    scores = [rollout.verdict.score for rollout in rollouts]
+    texts = [f"{r.text}\0{r.verdict.reason}\0{r.verdict.extracted or ''}".encode() for r in rollouts]
+    return {
+        "ordinals": np.array([group.prompt.ordinal for group in groups], np.int64),
+        "group_sizes": np.array([len(group.rollouts) for group in groups], np.int64),
+        "lengths": np.array([rollout.response_tokens for rollout in rollouts], np.int64),
+        "tokens": np.concatenate([rollout.response.tokens for rollout in rollouts]),
+        "logprobs": np.concatenate([rollout.response.logprobs for rollout in rollouts]),
+        "truncated": np.array([rollout.truncated for rollout in rollouts]),
+        "correct": np.array([rollout.correct for rollout in rollouts]),
+        "extracted": np.array([rollout.verdict.extracted is not None for rollout in rollouts]),
+        "scored": np.array([score is not None for score in scores]),
+        "scores": np.array([score or 0.0 for score in scores], np.float64),
+        "rewards": np.array([rollout.reward for rollout in rollouts], np.float64),
+        "penalties": np.array([rollout.overlong_penalty for rollout in rollouts], np.float64),
+        "text_lengths": np.array([len(text) for text in texts], np.int64),
+        "texts": np.frombuffer(b"".join(texts), np.uint8),
+    }
+
+
+def carry_groups(arrays: dict[str, np.ndarray], prompt_at: Callable[[int], Prompt]) -> list[Group]:
+    """The groups that `carry_arrays` flattened."""
+    if not arrays:
+        return []
+    ends, text_ends = np.cumsum(arrays["lengths"]), np.cumsum(arrays["text_lengths"])
+
+    def rollout(i: int) -> Rollout:
+        span = slice(int(ends[i] - arrays["lengths"][i]), int(ends[i]))
+        text_span = slice(int(text_ends[i] - arrays["text_lengths"][i]), int(text_ends[i]))
+        # A response's text may hold any character, a zero too: split from the right.
+        text, reason, extracted = arrays["texts"][text_span].tobytes().decode().rsplit("\0", 2)
+        return Rollout(
+            response=Response(
+                tokens=arrays["tokens"][span],
+                logprobs=arrays["logprobs"][span],
+                finish_reason="length" if arrays["truncated"][i] else "stop",
+            ),
+            text=text,
+            verdict=Verdict(
+                correct=bool(arrays["correct"][i]),
+                extracted=extracted if arrays["extracted"][i] else None,
+                reason=reason,
+                score=float(arrays["scores"][i]) if arrays["scored"][i] else None,
+            ),
+            reward=float(arrays["rewards"][i]),
+            overlong_penalty=float(arrays["penalties"][i]),
+        )
+
+    starts = np.cumsum(arrays["group_sizes"]) - arrays["group_sizes"]
+    return [
+        Group(prompt=prompt_at(int(ordinal)), rollouts=tuple(rollout(i) for i in range(start, start + size)))
+        for ordinal, start, size in zip(arrays["ordinals"], starts, arrays["group_sizes"], strict=True)
+    ]

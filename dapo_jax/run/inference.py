@@ -1,0 +1,127 @@
+"""Evaluating and sampling a model or a run, without training: what `dapo-jax eval` and `dapo-jax sample` call."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dapo_jax.config import ConfigError, EvalConfig, ParallelConfig, RewardConfig, SamplingConfig
+from dapo_jax.data.prompts import checked_rows, held_out
+from dapo_jax.evaluation import summarize
+from dapo_jax.rollouts import Group, Verdict
+from dapo_jax.run.policy import find_policy, mesh_of
+from dapo_jax.run.records import use_compilation_cache
+from dapo_jax.run.rollout import Rollouts, eval_prompts, grading
+from dapo_jax.trackers.rollout_log import write_rollouts
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Mesh:
+    parallel: ParallelConfig
+
+
+def evaluate(
+    source: str,
+    *,
+    data: str = "arithmetic",
+    split: str = "test",
+    data_dir: str = "~/.cache/dapo_jax/datasets",
+    prompt_template: str = "{prompt}",
+    max_prompt_tokens: int = 64,
+    max_response_tokens: int = 64,
+    samples_per_prompt: int = 8,
+    prompts: int = 0,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    grader: str = "exact",
+    slots: int = 128,
+    seed: int = 0,
+    keep: str | None = None,
+    compilation_cache: str = "~/.cache/dapo_jax/xla",
+) -> dict[str, float]:
+    """avg@k, pass@k and cons@k of a model or run folder on a dataset's split; `keep` names a JSONL file for the rollouts.
+
+    Raises:
+        ConfigError: no such model, dataset or grader, or a value out of range.
+    """
+    use_compilation_cache(compilation_cache)
+    policy = find_policy(source)
+    config = EvalConfig(
+        prompts=prompts,
+        samples_per_prompt=samples_per_prompt,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+    )
+    found = eval_prompts(
+        config,
+        policy,
+        source=data,
+        split=split,
+        data_dir=data_dir,
+        prompt_template=prompt_template,
+        max_prompt_tokens=max_prompt_tokens,
+    )
+    rollouts = Rollouts(
+        policy,
+        mesh_of(_Mesh(parallel=ParallelConfig())),
+        SamplingConfig(max_response_tokens=max_response_tokens, slots=slots),
+        seed=seed,
+        max_prompt_tokens=max_prompt_tokens,
+        compute_dtype="float32",
+        group_size=samples_per_prompt,
+    )
+    grade = grading(RewardConfig(grader=grader), policy, max_response_tokens=max_response_tokens)
+    groups = rollouts.evaluate(rollouts.transfer(policy.params), found, grade, config)
+    if keep is not None:
+        write_rollouts(Path(keep), 0, groups)
+    return summarize(groups, name=data)
+
+
+def sample(
+    source: str,
+    prompts: Sequence[str],
+    *,
+    samples_per_prompt: int = 1,
+    max_response_tokens: int = 64,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    slots: int = 16,
+    seed: int = 0,
+    compilation_cache: str = "~/.cache/dapo_jax/xla",
+) -> list[Group]:
+    """Responses of a model or run folder to prompts of the caller's; the verdicts say nothing.
+
+    Raises:
+        ConfigError: no such model, an empty prompt, or a text that the model's tokenizer cannot take.
+    """
+    use_compilation_cache(compilation_cache)
+    policy = find_policy(source)
+    try:
+        rows = checked_rows([{"prompt": text, "answer": "-"} for text in prompts])
+        found = held_out(
+            rows, policy.tokenizer, max_prompt_tokens=policy.decoder.max_positions - max_response_tokens
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    rollouts = Rollouts(
+        policy,
+        mesh_of(_Mesh(parallel=ParallelConfig())),
+        SamplingConfig(max_response_tokens=max_response_tokens, slots=slots),
+        seed=seed,
+        max_prompt_tokens=max(len(prompt.tokens) for prompt in found),
+        compute_dtype="float32",
+        group_size=samples_per_prompt,
+    )
+    config = EvalConfig(
+        samples_per_prompt=samples_per_prompt, temperature=temperature, top_p=top_p, top_k=top_k
+    )
+    reward = RewardConfig()
+    grade = grading(
+        RewardConfig(overlong=type(reward.overlong)(enabled=False)),
+        policy,
+        max_response_tokens=max_response_tokens,
+        reward=lambda sample: Verdict(correct=False, reason="not graded"),
+    )
+    return rollouts.evaluate(rollouts.transfer(policy.params), found, grade, config)

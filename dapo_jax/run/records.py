@@ -1,0 +1,80 @@
+"""What a run writes beside its checkpoints: metrics to the trackers, readable rollouts; and the compilation cache."""
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import jax
+
+from dapo_jax.config import TrainConfig, to_yaml
+from dapo_jax.filtering import Collected
+from dapo_jax.trackers import (
+    JsonlTracker,
+    MultiTracker,
+    TensorBoardTracker,
+    Tracker,
+    WandbTracker,
+    read_metrics,
+)
+from dapo_jax.trackers.rollout_log import write_rollouts
+
+
+def use_compilation_cache(folder: str) -> None:
+    """Keeps compiled programs in `folder` for later processes; empty: does nothing."""
+    if not folder:
+        return
+    jax.config.update("jax_compilation_cache_dir", str(Path(folder).expanduser()))
+    # Also what compiles in a moment: a small run has dozens of these.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+class Records:
+    """The trackers and the rollout log of one run; a context manager."""
+
+    def __init__(self, config: TrainConfig, run_dir: Path, *, resume_step: int | None) -> None:
+        """With `resume_step`, lines past it are cut from metrics.jsonl."""
+        self._log, self._run_dir = config.log, run_dir
+        self._path = run_dir / "metrics.jsonl"
+        trackers: list[Tracker] = [JsonlTracker(self._path, resume_step=resume_step)]
+        with ExitStack() as undo:
+            undo.callback(lambda: MultiTracker(trackers).close())
+            if self._log.tensorboard:
+                trackers.append(TensorBoardTracker(run_dir / "tensorboard", resume_step=resume_step))
+            if self._log.wandb:
+                trackers.append(self._wandb(config))
+            undo.pop_all()
+        self._trackers = MultiTracker(trackers)
+
+    def _wandb(self, config: TrainConfig) -> WandbTracker:
+        """The W&B run of this folder: its id is kept there, so a resumed run goes on in it."""
+        kept = self._run_dir / "wandb_run_id"
+        run_id = kept.read_text().strip() if kept.exists() else None
+        tracker = WandbTracker(config.log.wandb_project, self._run_dir, run_id, {"yaml": to_yaml(config)})
+        kept.write_text(tracker.run_id)
+        return tracker
+
+    def step(self, step: int, metrics: Mapping[str, float], collected: Collected | None) -> None:
+        """Writes one step's metrics, and when they are due, readable rollouts."""
+        self._trackers.log(step, metrics)
+        if (
+            collected is not None
+            and self._log.rollouts_every_steps
+            and step % self._log.rollouts_every_steps == 0
+        ):
+            path = self._run_dir / "rollouts" / f"step_{step:06d}.jsonl"
+            write_rollouts(path, step, collected.sampled[: self._log.rollout_groups])
+
+    def read(self) -> list[dict[str, Any]]:
+        """All that metrics.jsonl holds."""
+        return read_metrics(self._path)
+
+    def __enter__(self) -> "Records":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._trackers.close()

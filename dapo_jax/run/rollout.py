@@ -1,0 +1,138 @@
+"""Sampling and grading, built from a configuration: what training, evaluation and `dapo-jax sample` share."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import jax
+from jaxtyping import PRNGKeyArray, PyTree
+
+from dapo_jax.config import ConfigError, EvalConfig, RewardConfig, SamplingConfig
+from dapo_jax.data.prompts import checked_rows, held_out, load_rows
+from dapo_jax.parallel.weights import SamplerWeights, weight_transfer
+from dapo_jax.rewards import grade_function, grade_group
+from dapo_jax.rewards.functions import RewardFunction
+from dapo_jax.rollouts import Group, Prompt, Response
+from dapo_jax.run.policy import Policy
+from dapo_jax.sampling.decoding import Decoding, decoding
+from dapo_jax.sampling.engine import DecoderEngine
+from dapo_jax.sampling.sampler import Sampler
+
+TRAINING, EVALUATION = 0, 1
+"""Key domains: evaluation never draws the numbers that training draws."""
+
+Sampled = Iterator[tuple[Prompt, tuple[Response, ...]]]
+Grade = Callable[[Prompt, Sequence[Response]], Group]
+
+
+class Rollouts:
+    """The sampler with what stays fixed over a run: engine, seed, lengths."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        mesh: jax.sharding.Mesh,
+        sampling: SamplingConfig,
+        *,
+        seed: int,
+        max_prompt_tokens: int,
+        compute_dtype: str,
+        group_size: int,
+    ) -> None:
+        """Raises ConfigError where slots or lengths do not fit the mesh or the model."""
+        self.max_response_tokens = sampling.max_response_tokens
+        self.transfer: Callable[[PyTree], SamplerWeights] = weight_transfer(
+            policy.params, mesh, dtype=compute_dtype
+        )
+        try:
+            engine = DecoderEngine(
+                policy.decoder,
+                slots=sampling.slots,
+                capacity=max_prompt_tokens + sampling.max_response_tokens,
+                steps_per_call=sampling.steps_per_call,
+                eos_id=policy.tokenizer.eos_id,
+                mesh=mesh,
+                compute_dtype=compute_dtype,
+            )
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        # As many prompts at once as fill the slots with their groups.
+        self._sampler = Sampler(engine, prefill_prompts=max(1, sampling.slots // group_size))
+        self._key: PRNGKeyArray = jax.random.key(seed)
+
+    def sample(
+        self,
+        weights: PyTree,
+        draw: Callable[[int], Sequence[Prompt]],
+        *,
+        how: Decoding,
+        samples: int,
+        domain: int,
+    ) -> Sampled:
+        """Prompts with their responses as they end; see `Sampler.sample`."""
+        return self._sampler.sample(
+            weights,
+            draw,
+            key=jax.random.fold_in(self._key, domain),
+            how=how,
+            samples_per_prompt=samples,
+            max_response_tokens=self.max_response_tokens,
+        )
+
+    def evaluate(
+        self, weights: PyTree, prompts: Iterable[Prompt], grade: Grade, config: EvalConfig
+    ) -> list[Group]:
+        """Graded groups of held-out prompts, in the prompts' order."""
+        left = iter(prompts)
+        how = decoding(temperature=config.temperature, top_p=config.top_p, top_k=config.top_k)
+        sampled = self.sample(
+            weights,
+            lambda n: list(islice(left, n)),
+            how=how,
+            samples=config.samples_per_prompt,
+            domain=EVALUATION,
+        )
+        groups = [grade(prompt, responses) for prompt, responses in sampled]
+        return sorted(groups, key=lambda group: group.prompt.ordinal)
+
+
+def grading(
+    config: RewardConfig, policy: Policy, *, max_response_tokens: int, reward: RewardFunction | None = None
+) -> Grade:
+    """The function that grades a prompt's responses; `reward` replaces `reward.grader`."""
+    overlong = config.overlong
+    try:
+        grade = grade_function(reward or config.grader, answer_marker=config.answer_marker)
+    except ValueError as error:
+        raise ConfigError(f"reward.grader: {error}") from error
+    return partial(
+        grade_group,
+        tokenizer=policy.tokenizer,
+        grade=grade,
+        correct=config.correct,
+        incorrect=config.incorrect,
+        overlong=overlong.enabled,
+        max_response_tokens=max_response_tokens,
+        buffer_tokens=overlong.buffer_tokens,
+        penalty_factor=overlong.penalty_factor,
+    )
+
+
+def eval_prompts(
+    config: EvalConfig, policy: Policy, *, source: str, split: str, data_dir: str, prompt_template: str,
+    max_prompt_tokens: int, rows: Sequence[Mapping[str, Any]] | None = None,
+) -> list[Prompt]:  # fmt: skip
+    """The held-out prompts: of `rows`, or of the dataset's split; `config.prompts` limits their number."""
+    try:
+        found = load_rows(source, split, data_dir) if rows is None else checked_rows(rows)
+        limit = min(config.prompts, len(found))
+        return held_out(
+            found,
+            policy.tokenizer,
+            max_prompt_tokens=max_prompt_tokens,
+            prompt_template=prompt_template,
+            limit=limit,
+        )
+    except ValueError as error:
+        raise ConfigError(f"data.source={source!r}, split {split!r}: {error}") from error

@@ -1,0 +1,148 @@
+"""A supervised warm start from a configuration: what `dapo-jax sft` calls."""
+
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dapo_jax.batching import Row, pack, row_weights
+from dapo_jax.config import ConfigError, SftConfig, load_config, to_yaml
+from dapo_jax.data.pairs import PairSource
+from dapo_jax.data.prompts import load_rows
+from dapo_jax.evaluation import summarize
+from dapo_jax.metrics import to_scalars
+from dapo_jax.rollouts import Microbatch
+from dapo_jax.run.policy import Policy, load_policy, mesh_of, optimizer_of
+from dapo_jax.run.records import use_compilation_cache
+from dapo_jax.run.rollout import Rollouts, eval_prompts, grading
+from dapo_jax.trackers import JsonlTracker
+from dapo_jax.trackers.progress import Progress
+from dapo_jax.training.state import init_state, warmed_up
+from dapo_jax.training.supervised import supervised_loss
+from dapo_jax.training.update import UpdateOptions, Updater
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftResult:
+    """What `sft` hands back."""
+
+    policy: Policy
+    metrics: dict[str, float]
+    """Of the last step, the evaluation included."""
+
+
+def sft(config: SftConfig | str | Path, *, progress: Progress | None = None) -> SftResult:
+    """Trains a model on prompt / response pairs and writes it to `run_dir/model`.
+
+    The loss is the token mean of the negative log-likelihood of the responses, end token included.
+
+    Raises:
+        ConfigError: something does not fit; nothing was started.
+    """
+    config = config if isinstance(config, SftConfig) else load_config(Path(config), schema=SftConfig)
+    use_compilation_cache(config.compilation_cache)
+    run_dir = Path(config.run_dir).expanduser()
+    if (run_dir / "config.yaml").exists():
+        raise ConfigError(f"run_dir={config.run_dir} already holds a run; choose another run_dir")
+    policy, mesh, optimizer = (
+        load_policy(config.model, seed=config.seed),
+        mesh_of(config),
+        optimizer_of(config.optimizer),
+    )
+    pairs = _pairs(config, policy)
+    updater = Updater(
+        policy.graph(compute_dtype=config.model.compute_dtype, remat=config.model.remat),
+        policy.params,
+        optimizer,
+        mesh,
+        objective=supervised_loss,
+        options=UpdateOptions(logprob_chunk_tokens=config.model.logprob_chunk_tokens, old_logprobs="sampler"),
+    )
+    state = init_state(policy.params, optimizer, mesh)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "config.yaml").write_text(to_yaml(config))
+    metrics: dict[str, float] = {}
+    with ExitStack() as stack:
+        shown = stack.enter_context(progress or Progress(config.steps))
+        tracker = JsonlTracker(run_dir / "metrics.jsonl")
+        stack.callback(tracker.close)
+        for step in range(1, config.steps + 1):
+            began = time.perf_counter()
+            minibatch = updater.prepare(state, [_minibatch(config, policy, pairs, step)])[0]
+            rate = warmed_up(
+                config.optimizer.learning_rate, step=step, warmup_steps=config.optimizer.warmup_steps
+            )
+            state, parts = updater.update(state, minibatch, learning_rate=rate, first=False)
+            # Metrics of sampling have no meaning here: nothing was sampled.
+            scalars = {key: value for key, value in to_scalars(parts).items() if not key.startswith("sync/")}
+            metrics = {**scalars, "update/learning_rate": rate, "time/step_s": time.perf_counter() - began}
+            shown.step(step, metrics)
+            if step == config.steps or (config.eval.every_steps and step % config.eval.every_steps == 0):
+                scores = _evaluate(config, replace(policy, params=state.params))
+                shown.evaluation(config.data.source, scores, step)
+                metrics |= scores
+            tracker.log(step, metrics)
+    trained = replace(policy, params=state.params)
+    trained.save(run_dir / "model")
+    (run_dir / "model" / "sft.yaml").write_text(to_yaml(config))
+    return SftResult(policy=trained, metrics=metrics)
+
+
+def _pairs(config: SftConfig, policy: Policy) -> PairSource:
+    data = config.data
+    try:
+        return PairSource(
+            load_rows(data.source, data.train_split, data.data_dir),
+            policy.tokenizer,
+            seed=config.seed,
+            max_prompt_tokens=data.max_prompt_tokens,
+            max_response_tokens=config.max_response_tokens,
+            prompt_template=data.prompt_template,
+            shuffle=data.shuffle,
+        )
+    except ValueError as error:
+        raise ConfigError(f"data.source={data.source!r}, split {data.train_split!r}: {error}") from error
+
+
+def _minibatch(config: SftConfig, policy: Policy, pairs: PairSource, step: int) -> list[Microbatch]:
+    """The pairs of step `step`, counted from 1, packed."""
+    size = config.batch.pairs_per_step
+    rows: list[Row] = []
+    for place in range((step - 1) * size, step * size):
+        prompt, response = pairs[place]
+        blank = (0.0 * response).astype("float32")
+        rows.append(Row(prompt_tokens=prompt, response_tokens=response, logprobs=blank))
+    return pack(
+        rows,
+        row_weights(rows),
+        row_tokens=config.row_tokens,
+        rows_per_microbatch=config.batch.rows_per_microbatch,
+        pad_id=policy.tokenizer.pad_id,
+    )
+
+
+def _evaluate(config: SftConfig, policy: Policy) -> dict[str, Any]:
+    """Scores of the held-out prompts, sampled as `config.eval` says."""
+    data = config.data
+    prompts = eval_prompts(
+        config.eval,
+        policy,
+        source=data.source,
+        split=data.eval_split,
+        data_dir=data.data_dir,
+        prompt_template=data.prompt_template,
+        max_prompt_tokens=data.max_prompt_tokens,
+    )
+    rollouts = Rollouts(
+        policy,
+        mesh_of(config),
+        config.sampling,
+        seed=config.seed,
+        max_prompt_tokens=data.max_prompt_tokens,
+        compute_dtype=config.model.compute_dtype,
+        group_size=config.eval.samples_per_prompt,
+    )
+    grade = grading(config.reward, policy, max_response_tokens=config.sampling.max_response_tokens)
+    groups = rollouts.evaluate(rollouts.transfer(policy.params), prompts, grade, config.eval)
+    return summarize(groups, name=data.source)

@@ -1,0 +1,50 @@
+"""What a step logs of its rollouts: everything sampled, and what was trained on, kept apart.
+
+After the filter only mixed groups are left, so metrics of the trained set alone are biased; both are logged.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from dapo_jax.filtering import Collected
+from dapo_jax.rollouts import Group, Rollout
+
+
+def rollout_metrics(collected: Collected) -> dict[str, float]:
+    """Metrics of one step's sampling, from host values in float64.
+
+    Lengths in tokens, end token included. Keys that speak of sampled responses are absent in a step that
+    sampled nothing because carried groups were enough.
+    """
+    sampled = [rollout for group in collected.sampled for rollout in group.rollouts]
+    trained = [rollout for group in collected.groups for rollout in group.rollouts]
+    counts = {
+        "rollout/prompts": len(collected.sampled),
+        "rollout/waves": collected.waves,
+        "rollout/trained_groups": len(collected.groups),
+        "rollout/surplus_groups": collected.surplus,
+        "rollout/carried_groups": len(collected.carry),
+        "rollout/trained_accuracy": float(np.mean([rollout.correct for rollout in trained])),
+        "rollout/trained_response_tokens": float(np.mean([rollout.response_tokens for rollout in trained])),
+    }
+    return {**counts, **(_sampled_metrics(collected.sampled, sampled) if sampled else {})}
+
+
+def _sampled_metrics(groups: Sequence[Group], rollouts: Sequence[Rollout]) -> dict[str, float]:
+    lengths = np.array([rollout.response_tokens for rollout in rollouts])
+    rewards = np.array([rollout.reward for rollout in rollouts])
+    accuracy = np.array([group.accuracy for group in groups])
+    return {
+        "rollout/accuracy": float(np.mean([rollout.correct for rollout in rollouts])),
+        "rollout/all_correct_frac": float(np.mean(accuracy == 1.0)),
+        "rollout/all_wrong_frac": float(np.mean(accuracy == 0.0)),
+        "rollout/mixed_frac": float(np.mean((accuracy > 0.0) & (accuracy < 1.0))),
+        "rollout/response_tokens": float(lengths.mean()),
+        "rollout/response_tokens_max": int(lengths.max()),
+        "rollout/response_tokens_p95": float(np.percentile(lengths, 95)),
+        "rollout/truncated_frac": float(np.mean([rollout.truncated for rollout in rollouts])),
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "reward/overlong_penalty": float(np.mean([rollout.overlong_penalty for rollout in rollouts])),
+    }

@@ -1,0 +1,97 @@
+"""Preparing datasets: at first use, once, by two processes at a time, and without TensorFlow."""
+
+import subprocess
+import sys
+
+import pytest
+
+from dapo_jax.data.builders import arithmetic, builder_names, prepared, read_split
+
+
+def test_arithmetic_is_a_builder():
+    assert "arithmetic" in builder_names()
+
+
+def test_unknown_builder_is_answered_with_the_nearest(tmp_path):
+    with pytest.raises(ValueError, match="named 'aritmetic'; did you mean 'arithmetic'"):
+        read_split("aritmetic", "train", tmp_path)
+
+
+def test_unknown_split_is_answered_with_those_there_are(data_dir):
+    with pytest.raises(ValueError, match=r"no split 'valid'; it has \['test', 'train'\]"):
+        read_split("arithmetic", "valid", data_dir)
+
+
+def test_part_of_a_split_is_that_part(data_dir):
+    whole = read_split("arithmetic", "train", data_dir)
+    part = read_split("arithmetic", "train[10:13]", data_dir)
+    assert list(part) == whole[10:13]
+    assert part[-1] == whole[12]
+
+
+def test_row_beyond_the_split_is_an_index_error(data_dir):
+    rows = read_split("arithmetic", "train[:3]", data_dir)
+    with pytest.raises(IndexError, match="row 3 of a split of 3 rows"):
+        rows[3]
+
+
+def test_prepared_dataset_is_reused(data_dir, monkeypatch):
+    def never(*_):
+        raise AssertionError("generated again")
+
+    monkeypatch.setattr(arithmetic, "split_pairs", never)
+    assert len(read_split("arithmetic", "test", data_dir)) == 1000
+
+
+def test_folder_that_cannot_be_written_is_named_with_the_remedy(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(
+        RuntimeError, match=r"cannot prepare dataset 'arithmetic' under .*file.*set data\.data_dir"
+    ):
+        read_split("arithmetic", "train", tmp_path / "file")
+
+
+def small_splits():
+    return {"train": [(10, 11)], "test": [(12, 13)]}
+
+
+def test_failed_preparation_leaves_no_half_dataset(tmp_path, monkeypatch):
+    def failing():
+        raise RuntimeError("generation failed")
+
+    monkeypatch.setattr(arithmetic, "split_pairs", failing)
+    with pytest.raises(RuntimeError, match="generation failed"):
+        prepared("arithmetic", tmp_path)
+    monkeypatch.setattr(arithmetic, "split_pairs", small_splits)
+    assert len(read_split("arithmetic", "train", tmp_path)) == 1
+
+
+def test_loser_of_a_race_reads_what_the_winner_wrote(tmp_path, monkeypatch):
+    """The other process finishes while this one still generates: this one's rename then fails."""
+
+    def overtaken():
+        monkeypatch.setattr(arithmetic, "split_pairs", small_splits)
+        prepared("arithmetic", tmp_path)
+        return small_splits()
+
+    monkeypatch.setattr(arithmetic, "split_pairs", overtaken)
+    assert [row["prompt"] for row in read_split("arithmetic", "train", tmp_path)] == ["10+11"]
+    assert not list(tmp_path.rglob("*incomplete*"))
+
+
+def test_two_processes_prepare_at_once_without_tensorflow_and_print_nothing(tmp_path):
+    code = (
+        "import sys\n"
+        "from dapo_jax.data import load_rows\n"
+        f"rows = load_rows('arithmetic', 'train', {str(tmp_path)!r})\n"
+        "print(len(rows), rows[0]['prompt'], 'tensorflow' in sys.modules)\n"
+    )
+    start = [sys.executable, "-c", code]
+    both = [
+        subprocess.Popen(start, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)
+    ]
+    results = [(process.communicate(timeout=120), process.returncode) for process in both]
+    left, right = arithmetic.split_pairs()["train"][0]
+    for (out, err), code in results:
+        assert code == 0, err
+        assert out == f"7100 {left}+{right} False\n"

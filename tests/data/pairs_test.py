@@ -1,0 +1,87 @@
+"""Supervised pairs: the end token, the choice among demonstrations, and what is refused."""
+
+import numpy as np
+import pytest
+
+from dapo_jax.data.pairs import PairSource
+from dapo_jax.data.prompts import PromptSource, load_rows
+from dapo_jax.data.tokenizers import ByteTokenizer
+
+TOKENIZER = ByteTokenizer()
+ROWS = [{"prompt": f"{n}", "answer": f"{n}", "responses": [f"{n}{way}" for way in "abcd"]} for n in range(20)]
+
+
+def source(rows=ROWS, **options):
+    return PairSource(
+        rows, TOKENIZER, **({"seed": 0, "max_prompt_tokens": 16, "max_response_tokens": 16} | options)
+    )
+
+
+def text(pair):
+    return tuple(TOKENIZER.decode(tokens) for tokens in pair)
+
+
+def test_response_ends_with_the_end_token_and_the_prompt_does_not():
+    prompt, response = source([{"prompt": "1+1", "answer": "2", "response": "=2"}])[0]
+    np.testing.assert_array_equal(prompt, TOKENIZER.encode("1+1"))
+    np.testing.assert_array_equal(response, [*TOKENIZER.encode("=2"), TOKENIZER.eos_id])
+    assert response.dtype == np.int32
+
+
+def test_pair_depends_on_seed_and_place_alone():
+    forwards = [text(source()[i]) for i in range(60)]
+    fresh = source()
+    assert [text(fresh[i]) for i in reversed(range(60))] == forwards[::-1]
+    assert [text(source(seed=1)[i]) for i in range(60)] != forwards
+
+
+def test_response_is_one_of_the_own_rows_and_epochs_choose_anew():
+    pairs = source()
+    shown = [dict(text(pairs[i]) for i in span) for span in (range(20), range(20, 40))]
+    for epoch in shown:
+        assert len(epoch) == 20
+        assert all(response[:-1] == prompt and response[-1] in "abcd" for prompt, response in epoch.items())
+    assert shown[0] != shown[1]
+
+
+def test_all_demonstrations_are_shown_about_equally_often():
+    """400 draws of 4 ways: 100 each, standard deviation sqrt(400 * 1/4 * 3/4) = 8.7; 5 of them allowed."""
+    pairs = source()
+    ways = [text(pairs[i])[1][-1] for i in range(400)]
+    assert all(abs(ways.count(way) - 100) < 43 for way in "abcd")
+
+
+def test_prompts_come_in_the_order_of_the_prompt_source():
+    prompts = PromptSource(ROWS, TOKENIZER, seed=0, max_prompt_tokens=16)
+    pairs = source()
+    assert [text(pairs[i])[0] for i in range(40)] == [prompts[i].text for i in range(40)]
+
+
+def test_shuffle_off_and_template_are_obeyed():
+    pairs = source(shuffle=False, prompt_template="Q{prompt}")
+    assert [text(pairs[i])[0] for i in range(21)] == [f"Q{n % 20}" for n in range(21)]
+
+
+def test_end_token_counts_towards_the_response_limit():
+    rows = [{"prompt": "1", "answer": "1", "response": "1234"}]
+    assert len(source(rows, max_response_tokens=5)[0][1]) == 5
+    with pytest.raises(
+        ValueError, match=r"row 0: .* 4 \+ 1 end token = 5 tokens, over max_response_tokens=4"
+    ):
+        source(rows, max_response_tokens=4)[0]
+
+
+@pytest.mark.parametrize(
+    "extra", [{}, {"responses": []}, {"responses": "ab"}, {"responses": [1]}, {"response": None}]
+)
+def test_row_without_a_usable_demonstration_is_refused(extra):
+    with pytest.raises(ValueError, match="row 0 needs a demonstration"):
+        source([{"prompt": "1", "answer": "1"} | extra])[0]
+
+
+def test_pairs_are_made_from_the_arithmetic_dataset(data_dir):
+    pairs = source(load_rows("arithmetic", "train", data_dir), max_response_tokens=96)
+    for i in range(50):
+        prompt, response = text(pairs[i])
+        left, right = prompt.split("+")
+        assert response.endswith(f"={int(left) + int(right)}")

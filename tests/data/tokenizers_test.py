@@ -1,0 +1,115 @@
+"""Tokenizers: round trips, what is refused, and the file they are kept in."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dapo_jax.data.tokenizers import ByteTokenizer, CharTokenizer, Tokenizer, load_tokenizer, save_tokenizer
+
+SUMS = CharTokenizer("0123456789+=")
+
+
+@given(st.text())
+def test_bytes_round_trip_any_text(text):
+    tokenizer = ByteTokenizer()
+    ids = tokenizer.encode(text)
+    assert ids.dtype == np.int32
+    assert tokenizer.decode(ids) == text
+
+
+@given(st.text(alphabet=SUMS.alphabet))
+def test_characters_round_trip_text_of_the_alphabet(text):
+    assert SUMS.decode(SUMS.encode(text)) == text
+
+
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), SUMS])
+def test_ordinary_text_never_becomes_a_special_token_and_fits_the_vocabulary(tokenizer):
+    ids = tokenizer.encode("0123456789+=")
+    assert tokenizer.pad_id != tokenizer.eos_id
+    assert not {tokenizer.pad_id, tokenizer.eos_id} & set(ids.tolist())
+    assert ids.max() < tokenizer.vocab_size
+    assert isinstance(tokenizer, Tokenizer)
+
+
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), SUMS])
+def test_decoding_leaves_special_tokens_out(tokenizer):
+    ids = np.concatenate([[tokenizer.pad_id], tokenizer.encode("1+2"), [tokenizer.eos_id, tokenizer.pad_id]])
+    assert tokenizer.decode(ids) == "1+2"
+
+
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), SUMS])
+def test_empty_text_is_no_tokens(tokenizer):
+    ids = tokenizer.encode("")
+    assert ids.shape == (0,)
+    assert ids.dtype == np.int32
+    assert tokenizer.decode(ids) == ""
+
+
+def test_vocabulary_is_the_specials_and_the_rest():
+    assert ByteTokenizer().vocab_size == 2 + 256
+    assert SUMS.vocab_size == 2 + 12
+
+
+def test_bytes_that_are_no_utf8_become_the_replacement_character():
+    """0xC3 opens a two-byte character that "A" (0x41) does not close; ids are bytes + 2."""
+    assert ByteTokenizer().decode(np.array([0xC3 + 2, 0x41 + 2], np.int32)) == "\ufffdA"
+
+
+def test_unknown_character_is_named_with_its_position_and_the_alphabet():
+    with pytest.raises(
+        ValueError, match=r"character 'x' at position 2 of '1\+x' .* alphabet '0123456789\+='"
+    ):
+        SUMS.encode("1+x")
+
+
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), SUMS])
+@pytest.mark.parametrize("bad", [-1, 300])
+def test_id_outside_the_vocabulary_is_refused(tokenizer, bad):
+    with pytest.raises(ValueError, match=f"token {bad} is outside .* vocabulary of {tokenizer.vocab_size}"):
+        tokenizer.decode(np.array([2, bad], np.int32))
+
+
+def test_alphabet_that_repeats_a_character_is_refused():
+    with pytest.raises(ValueError, match=r"repeats \['b'\]"):
+        CharTokenizer("abcb")
+
+
+def test_empty_alphabet_is_refused():
+    with pytest.raises(ValueError, match="empty"):
+        CharTokenizer("")
+
+
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), SUMS, CharTokenizer('é"\\\n中')])
+def test_saved_tokenizer_comes_back_equal(tokenizer, tmp_path):
+    save_tokenizer(tokenizer, tmp_path / "model")
+    assert load_tokenizer(tmp_path / "model") == tokenizer
+
+
+def test_file_says_its_type_in_plain_json(tmp_path):
+    save_tokenizer(SUMS, tmp_path)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    assert content == {"type": "dapo_jax.char", "alphabet": "0123456789+="}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"type": "dapo_jax.word"}', "type 'dapo_jax.word'; known are 'dapo_jax.byte'"),
+        ('{"model": {}}', "type None"),
+        ("[1]", "type None"),
+        ("{", "not a JSON file"),
+        ('{"type": "dapo_jax.char"}', "'alphabet' must be a string; got None"),
+    ],
+)
+def test_file_that_is_no_tokenizer_is_refused(content, message, tmp_path):
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        load_tokenizer(tmp_path)
+
+
+def test_missing_file_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"cannot read a tokenizer from .*tokenizer\.json"):
+        load_tokenizer(tmp_path)

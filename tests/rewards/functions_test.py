@@ -1,0 +1,169 @@
+"""Reward functions: what they get, what they may return, and how they are found."""
+
+import subprocess
+import sys
+import types
+
+import numpy as np
+import pytest
+
+from dapo_jax.rewards import Sample, as_verdict, grade_function, load_function
+from dapo_jax.rollouts import Prompt, Verdict
+
+PROMPT = Prompt(ordinal=7, tokens=np.array([5, 6], np.int32), text="1+1", answer="2", row={"level": 3})
+SAMPLE = Sample(prompt=PROMPT, response="=2", tokens=np.array([4, 5, 1], np.int32), finish_reason="stop")
+
+
+def test_sample_knows_its_answer_and_length():
+    assert SAMPLE.answer == "2"
+    assert SAMPLE.response_tokens == 3
+
+
+@pytest.mark.parametrize("value", [True, False, np.True_, np.False_])
+def test_bool_is_a_plain_verdict(value):
+    assert as_verdict(value, name="f") == Verdict(correct=bool(value))
+
+
+@pytest.mark.parametrize(
+    ("value", "correct"),
+    [
+        (1.0, True),
+        (0.25, True),
+        (0.0, False),
+        (-1.0, False),
+        (2, True),
+        (0, False),
+        (np.float32(0.5), True),
+        (np.int64(-3), False),
+    ],
+)
+def test_number_is_a_score_that_is_correct_above_zero(value, correct):
+    verdict = as_verdict(value, name="f")
+    assert verdict == Verdict(correct=correct, score=float(value))
+    assert type(verdict.score) is float
+
+
+def test_verdict_stays_as_it_is():
+    verdict = Verdict(correct=False, score=0.5, reason="half right")
+    assert as_verdict(verdict, name="f") is verdict
+
+
+@pytest.mark.parametrize(
+    "value", [float("nan"), float("inf"), np.float32("-inf"), Verdict(correct=True, score=float("nan"))]
+)
+def test_score_that_is_not_finite_is_refused_with_the_functions_name(value):
+    with pytest.raises(ValueError, match=r"reward function my\.py:f returned .*(nan|inf)"):
+        as_verdict(value, name="my.py:f")
+
+
+@pytest.mark.parametrize("value", [None, "1.0", [1.0], np.array([1.0, 2.0]), 1j])
+def test_other_types_are_refused_with_the_functions_name(value):
+    with pytest.raises(ValueError, match=r"reward function f returned .* must return a bool"):
+        as_verdict(value, name="f")
+
+
+def test_named_grader_compares_with_the_answer():
+    assert grade_function("exact")(SAMPLE).correct
+    assert not grade_function("exact", answer_marker="#")(SAMPLE).correct
+
+
+def test_function_sees_the_sample_and_its_row():
+    assert grade_function(lambda sample: sample.prompt.row["level"] / 4)(SAMPLE).score == 0.75
+
+
+def test_unknown_grader_is_answered_with_the_nearest():
+    with pytest.raises(ValueError, match="named 'exakt'; did you mean 'exact'"):
+        grade_function("exakt")
+
+
+def test_function_that_raises_names_the_prompt():
+    def broken(sample):
+        return sample.prompt.row["missing"]
+
+    with pytest.raises(
+        RuntimeError, match=r"broken raised KeyError: 'missing'; prompt 7 \('1\+1'\), response '=2'"
+    ):
+        grade_function(broken)(SAMPLE)
+
+
+def test_bad_result_is_a_value_error_when_graded():
+    with pytest.raises(ValueError, match="returned None"):
+        grade_function(lambda sample: None)(SAMPLE)
+
+
+def reward_file(tmp_path, text, name="my_reward.py"):
+    path = tmp_path / name
+    path.write_text(text)
+    return path
+
+
+def test_function_is_loaded_from_a_file(tmp_path):
+    path = reward_file(tmp_path, "def short(sample):\n    return sample.response_tokens < 5\n")
+    assert grade_function(f"{path}:short")(SAMPLE) == Verdict(correct=True)
+
+
+def test_file_may_define_dataclasses(tmp_path):
+    """A dataclass looks its module up in sys.modules while the file runs."""
+    text = "from dataclasses import dataclass\n@dataclass\nclass A:\n    x: 'int' = 1\ndef f(sample):\n    return A().x\n"
+    assert load_function(f"{reward_file(tmp_path, text)}:f")(SAMPLE) == 1
+
+
+def test_files_of_one_name_in_two_folders_stay_apart(tmp_path):
+    functions = []
+    for value in (1, 2):
+        (tmp_path / str(value)).mkdir()
+        path = reward_file(tmp_path / str(value), f"def f(sample):\n    return {value}\n")
+        functions.append(load_function(f"{path}:f"))
+    assert [function(SAMPLE) for function in functions] == [1, 2]
+
+
+def test_function_is_loaded_from_a_module(monkeypatch):
+    module = types.ModuleType("my_rewards")
+    module.always = lambda sample: True
+    monkeypatch.setitem(sys.modules, "my_rewards", module)
+    assert grade_function("my_rewards:always")(SAMPLE).correct
+
+
+@pytest.mark.parametrize("spec", ["reward.py", ":f", "module:"])
+def test_spec_without_module_or_function_is_refused(spec):
+    with pytest.raises(ValueError, match="names no function; write module:function"):
+        load_function(spec)
+
+
+def test_missing_file_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"there is no file .*absent\.py"):
+        load_function(f"{tmp_path}/absent.py:f")
+
+
+def test_missing_module_is_named():
+    with pytest.raises(ValueError, match="cannot import the module 'no_such_module'"):
+        load_function("no_such_module:f")
+
+
+def test_missing_function_is_answered_with_the_nearest(tmp_path):
+    path = reward_file(tmp_path, "def reward(sample):\n    return 1\n")
+    with pytest.raises(ValueError, match="has no 'rewrad'; did you mean 'reward'"):
+        load_function(f"{path}:rewrad")
+
+
+def test_name_that_is_no_function_is_refused(tmp_path):
+    path = reward_file(tmp_path, "reward = 3\n")
+    with pytest.raises(ValueError, match="'reward' is of type int, which cannot be called"):
+        load_function(f"{path}:reward")
+
+
+def test_file_that_fails_to_run_says_why_and_is_forgotten(tmp_path):
+    path = reward_file(tmp_path, "import nowhere_to_be_found\n")
+    before = set(sys.modules)
+    with pytest.raises(
+        ValueError, match="fails to run: ModuleNotFoundError: No module named 'nowhere_to_be_found'"
+    ):
+        load_function(f"{path}:f")
+    assert not {name for name in set(sys.modules) - before if name.startswith("dapo_jax_file")}
+
+
+def test_importing_the_rewards_stays_light():
+    heavy = {"flax", "optax", "orbax", "grain", "tensorflow_datasets", "omegaconf"}
+    code = "import sys, dapo_jax.rewards; print(*{m.split('.')[0] for m in sys.modules})"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert not heavy & set(loaded.split())

@@ -1,0 +1,190 @@
+"""metrics.jsonl stays valid JSON, one line a step, through kills and resumes."""
+
+import json
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dapo_jax.trackers import JsonlTracker, MultiTracker, Tracker, read_metrics
+
+
+def write(path, steps, resume_step=None):
+    tracker = JsonlTracker(path, resume_step)
+    for step in steps:
+        tracker.log(step, {"reward/mean": step / 10})
+    tracker.close()
+
+
+def steps_of(path):
+    return [row["step"] for row in read_metrics(path)]
+
+
+def strict(line):
+    def refuse(name):
+        raise AssertionError(f"{name} is not JSON")
+
+    return json.loads(line, parse_constant=refuse)
+
+
+def test_one_object_a_line_with_the_step_first(tmp_path):
+    path = tmp_path / "run" / "metrics.jsonl"
+    tracker = JsonlTracker(path)
+    assert isinstance(tracker, Tracker)
+    tracker.log(1, {"update/loss": 0.1, "rollout/waves": 2})
+    tracker.log(2, {"update/loss": np.float64(1e-300), "eval/arithmetic/avg@8": 1.0})
+    tracker.close()
+    assert path.read_text() == (
+        '{"step": 1, "update/loss": 0.1, "rollout/waves": 2}\n'
+        '{"step": 2, "update/loss": 1e-300, "eval/arithmetic/avg@8": 1.0}\n'
+    )
+
+
+def test_a_line_is_on_file_before_log_returns(tmp_path):
+    tracker = JsonlTracker(tmp_path / "metrics.jsonl")
+    tracker.log(1, {"a": 1.0})
+    assert steps_of(tmp_path / "metrics.jsonl") == [1]
+    tracker.close()
+
+
+def test_what_is_no_number_becomes_null(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    tracker = JsonlTracker(path)
+    tracker.log(1, {"nan": math.nan, "up": math.inf, "down": -math.inf, "yes": True})
+    tracker.close()
+    assert strict(path.read_text()) == {"step": 1, "nan": None, "up": None, "down": None, "yes": 1}
+    assert read_metrics(path)[0]["nan"] is None
+
+
+@pytest.mark.parametrize(("resume_step", "kept"), [(3, [1, 2, 3]), (2, [1, 2]), (-1, []), (9, [1, 2, 3, 4])])
+def test_resuming_cuts_later_steps(tmp_path, resume_step, kept):
+    path = tmp_path / "metrics.jsonl"
+    write(path, [1, 2, 3, 4])
+    write(path, [], resume_step)
+    assert steps_of(path) == kept
+
+
+def test_a_resumed_file_equals_an_uninterrupted_one(tmp_path):
+    write(tmp_path / "whole.jsonl", range(6))
+    write(tmp_path / "cut.jsonl", range(5))
+    with (tmp_path / "cut.jsonl").open("a") as file:
+        file.write('{"step": 5, "reward/me')
+    write(tmp_path / "cut.jsonl", range(3, 6), resume_step=2)
+    assert (tmp_path / "cut.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cut.jsonl", "whole.jsonl"]
+
+
+def test_a_torn_last_line_is_cut_even_when_no_step_is_too_late(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write(path, [1, 2])
+    with path.open("a") as file:
+        file.write('{"step": 3, "a"')
+    assert steps_of(path) == [1, 2]
+    write(path, [3], resume_step=10)
+    assert [strict(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
+
+
+def test_a_line_that_only_lost_its_line_end_is_kept(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}')
+    write(path, [3], resume_step=2)
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3, "reward/mean": 0.3}\n'
+
+
+def test_cutting_happens_at_once_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    write(path, [1, 2, 3])
+    before = path.read_bytes()
+
+    def killed(source, target):
+        assert Path(source).read_bytes() == before[: before.index(b'{"step": 2')]
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            JsonlTracker(path, 1)
+    assert path.read_bytes() == before
+
+
+def test_resuming_without_a_file_starts_one(tmp_path):
+    write(tmp_path / "metrics.jsonl", [1], resume_step=0)
+    assert steps_of(tmp_path / "metrics.jsonl") == [1]
+
+
+def test_damage_in_the_middle_is_an_error_that_names_the_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": \n{"step": 3}\n')
+    with pytest.raises(ValueError, match=f"{path}, line 2 is damaged"):
+        read_metrics(path)
+    with pytest.raises(ValueError, match="line 2 is damaged"):
+        JsonlTracker(path, 3)
+
+
+def test_an_empty_file_holds_no_metrics(tmp_path):
+    (tmp_path / "metrics.jsonl").touch()
+    assert read_metrics(tmp_path / "metrics.jsonl") == []
+    write(tmp_path / "metrics.jsonl", [1])
+
+
+def test_a_new_run_does_not_append_to_another_runs_metrics(tmp_path):
+    write(tmp_path / "metrics.jsonl", [1])
+    with pytest.raises(FileExistsError, match="resume that run, or choose another run_dir"):
+        JsonlTracker(tmp_path / "metrics.jsonl")
+
+
+@pytest.mark.parametrize("step", [2, 1])
+def test_a_step_is_logged_once(tmp_path, step):
+    write(tmp_path / "metrics.jsonl", [1, 2])
+    tracker = JsonlTracker(tmp_path / "metrics.jsonl", 2)
+    with pytest.raises(ValueError, match=f"already has step 2, got step {step}"):
+        tracker.log(step, {})
+    tracker.close()
+
+
+def test_a_metric_called_step_is_refused(tmp_path):
+    tracker = JsonlTracker(tmp_path / "metrics.jsonl")
+    with pytest.raises(ValueError, match="may not be called"):
+        tracker.log(1, {"step": 2.0})
+    tracker.close()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's always-full device")
+def test_a_full_disk_surfaces_with_the_path():
+    tracker = JsonlTracker("/dev/full")
+    with pytest.raises(OSError, match=r"metrics of step 1 \(No space left on device\): '/dev/full'"):
+        tracker.log(1, {"a": 1.0})
+    tracker.close()  # nothing is left to be written a second time
+
+
+def test_a_folder_that_cannot_be_made_surfaces_with_the_path(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"):
+        JsonlTracker(tmp_path / "file" / "metrics.jsonl")
+
+
+class Recording:
+    """A tracker that remembers, and fails to close when asked to."""
+
+    def __init__(self, events, name, fails=False):
+        self.events, self.name, self.fails = events, name, fails
+
+    def log(self, step, metrics):
+        self.events.append((self.name, step, dict(metrics)))
+
+    def close(self):
+        self.events.append((self.name, "closed"))
+        if self.fails:
+            raise OSError("disk full")
+
+
+def test_several_trackers_get_everything_and_all_are_closed():
+    events = []
+    both = MultiTracker([Recording(events, "a", fails=True), Recording(events, "b")])
+    assert isinstance(both, Tracker)
+    both.log(1, {"x": 2.0})
+    with pytest.raises(OSError, match="disk full"):
+        both.close()
+    assert events == [("a", 1, {"x": 2.0}), ("b", 1, {"x": 2.0}), ("a", "closed"), ("b", "closed")]

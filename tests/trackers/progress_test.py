@@ -1,0 +1,216 @@
+"""The progress view, rendered to text."""
+
+import io
+import math
+import signal
+
+import pytest
+from rich.console import Console
+
+from dapo_jax.trackers.progress import Progress, _thousands
+
+METRICS = {
+    "rollout/accuracy": 0.609,
+    "rollout/response_tokens": 18.16,
+    "policy/entropy": 0.41,
+    "speed/sampled_tokens_per_s": 4130.0,
+    "time/step_s": 1.86,
+}
+
+
+class Clock:
+    """Seconds that pass when told to."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def plain():
+    return Console(file=io.StringIO(), width=40)
+
+
+def terminal():
+    """Takes what is drawn over itself as text, and records what was drawn last."""
+    return Console(
+        file=io.StringIO(), width=100, height=30, force_terminal=True, record=True, _environ={"TERM": "xterm"}
+    )
+
+
+def printed(console):
+    return console.file.getvalue()
+
+
+def drawn(progress):
+    console = Console(file=io.StringIO(), width=100, record=True)
+    console.print(progress._view())
+    return console.export_text()
+
+
+def test_a_step_is_one_short_line_when_no_terminal_listens():
+    clock, console = Clock(), plain()
+    with Progress(120, console=console, clock=clock) as progress:
+        for step in (11, 12):
+            clock.now += 1.85
+            progress.step(step, METRICS)
+    # 108 steps to go at 1.85 s each: 199.8 s.
+    assert printed(console).splitlines()[-1] == (
+        "step  12/120  acc 0.61  len 18.2  entropy 0.41  4.1k tok/s  1.9 s/step  eta 3m20s"
+    )
+
+
+def test_time_left_counts_what_happens_between_steps_but_not_the_first_compilation():
+    clock = Clock()
+    progress = Progress(10, console=plain(), clock=clock)
+    clock.now = 500.0  # compiled
+    progress.step(1, {"time/step_s": 3.0})
+    assert progress.line().endswith("eta 27s")  # 9 x 3 s: nothing better is known yet
+    for step in (2, 3):
+        clock.now += 10.0  # 3 s of step, 7 s of evaluation
+        progress.step(step, {"time/step_s": 3.0})
+    assert progress.line().endswith("eta 1m10s")  # 7 x 10 s
+
+
+def test_time_left_follows_recent_steps():
+    clock = Clock()
+    progress = Progress(100, console=plain(), clock=clock)
+    for step in range(1, 60):
+        clock.now += 100.0 if step < 39 else 1.0
+        progress.step(step, {})
+    assert progress.line().endswith("eta 41s")  # 41 steps at the last 20 steps' 1 s
+
+
+def test_the_last_step_has_no_time_left():
+    progress = Progress(3, console=plain())
+    progress.step(3, METRICS)
+    assert progress.line().endswith("eta 0s")
+
+
+@pytest.mark.parametrize("metrics", [{}, dict.fromkeys(METRICS, math.nan), dict.fromkeys(METRICS, math.inf)])
+def test_a_missing_number_is_a_dash(metrics):
+    console = plain()
+    with Progress(9, console=console) as progress:
+        progress.step(1, metrics)
+    assert printed(console) == "step 1/9  acc -  len -  entropy -  - tok/s  - s/step  eta -\n"
+    assert "nan" not in drawn(progress)
+
+
+def test_evaluation_and_messages_are_lines_of_their_own():
+    console = plain()
+    with Progress(9, console=console) as progress:
+        progress.phase("sampling", 3, 8)
+        progress.evaluation(
+            "arithmetic",
+            {
+                "eval/arithmetic/pass@8": 0.9,
+                "eval/arithmetic/avg@8": 0.721,
+                "eval/arithmetic/response_tokens": 12.0,
+                "eval/other/avg@8": 0.1,
+            },
+            4,
+        )
+        progress.message(
+            "saved [bold]checkpoint[/bold] 4 in a folder whose name is longer than the console is wide"
+        )
+    assert printed(console) == (
+        "eval  arithmetic  avg@8 0.72  pass@8 0.90  (step 4)\n"
+        "saved [bold]checkpoint[/bold] 4 in a folder whose name is longer than the console is wide\n"
+    )
+
+
+def test_the_live_view_shows_where_the_run_is():
+    clock, console = Clock(), terminal()
+    with Progress(120, console=console, clock=clock) as progress:
+        progress.step(11, METRICS)
+        clock.now += 1.85
+        progress.step(12, METRICS)
+        progress.evaluation("arithmetic", {"eval/arithmetic/avg@8": 0.72}, 10)
+        progress.phase("sampling", 384, 512)
+        clock.now += 65.0
+        progress.message("kept above")
+        text = drawn(progress)
+    for words in (
+        "12/120",
+        "eta 3m20s",
+        "sampling",
+        "384/512",
+        "1m05s",
+        "0.61",
+        "18.2",
+        "0.41",
+        "4.1k",
+        "1.9",
+    ):
+        assert words in text
+    assert "arithmetic  avg@8 0.72  (step 10)" in text
+    assert max(map(len, text.splitlines())) <= 80
+    screen = printed(console)
+    assert "kept above" in screen
+    assert "384/512" in screen
+    assert "step  12/120  acc" not in screen, "the live view replaces the plain lines"
+
+
+def test_the_live_view_can_be_drawn_before_anything_is_known():
+    text = drawn(Progress(10, console=terminal()))
+    assert "0/10" in text
+    assert "eta -" in text
+    assert "held out" in text
+
+
+def test_a_phase_may_have_a_count_without_a_total():
+    progress = Progress(10, console=terminal())
+    progress.phase("sampling", 17)
+    assert "17" in drawn(progress)
+    progress.phase("sampling", 0, 0)
+    assert "0" in drawn(progress)
+
+
+def test_leaving_by_an_exception_gives_the_cursor_back_and_no_signal_is_touched():
+    console = terminal()
+    handler = signal.getsignal(signal.SIGINT)
+
+    def interrupted():
+        with Progress(10, console=console):
+            assert signal.getsignal(signal.SIGINT) is handler
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert printed(console).rstrip().endswith("\x1b[?25h")  # show the cursor
+    with Progress(10, console=console):
+        pass  # nothing of the first one is in the way
+
+
+def test_a_dumb_terminal_gets_plain_lines():
+    console = Console(file=io.StringIO(), force_terminal=True, _environ={"TERM": "dumb"})
+    with Progress(9, console=console) as progress:
+        progress.step(1, {})
+    assert printed(console).startswith("step 1/9  acc -")
+
+
+def test_a_notebook_without_widgets_gets_plain_lines(monkeypatch):
+    console = Console(file=io.StringIO(), force_jupyter=True)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    shown = []
+    monkeypatch.setattr(console, "print", lambda text, **_: shown.append(text))
+    with Progress(9, console=console) as progress:
+        progress.step(1, {})
+    assert shown == ["step 1/9  acc -  len -  entropy -  - tok/s  - s/step  eta -"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.4, "0"),
+        (87.2, "87"),
+        (999.4, "999"),
+        (999.6, "1.0k"),
+        (9949, "9.9k"),
+        (9951, "10k"),
+        (1.3e6, "1.3M"),
+    ],
+)
+def test_speeds_are_short(value, text):
+    assert _thousands(value) == text

@@ -1,0 +1,149 @@
+"""Rollouts on file say what was sampled and why it was graded as it was."""
+
+import json
+import math
+import os
+
+import numpy as np
+import pytest
+
+from dapo_jax.rollouts import Group, Prompt, Response, Rollout, Verdict
+from dapo_jax.trackers.rollout_log import format_rollouts, read_rollouts, write_rollouts
+
+
+def rollout(text, *, correct, penalty=0.0, finish_reason="stop", extracted="34", logprobs=(-0.5, -0.1234567)):
+    return Rollout(
+        response=Response(
+            tokens=np.arange(len(logprobs), dtype=np.int32) + 5,
+            logprobs=np.array(logprobs, np.float32),
+            finish_reason=finish_reason,
+        ),
+        text=text,
+        verdict=Verdict(
+            correct=correct, extracted=extracted, reason="equal to the answer" if correct else ""
+        ),
+        reward=(1.0 if correct else -1.0) + penalty,
+        overlong_penalty=penalty,
+    )
+
+
+def group(ordinal=7, row=None):
+    return Group(
+        prompt=Prompt(
+            ordinal=ordinal, tokens=np.array([1, 2], np.int32), text="12+22\n=", answer="34", row=row or {}
+        ),
+        rollouts=(
+            rollout("34", correct=True),
+            rollout("35?", correct=False, penalty=-0.25, finish_reason="length", extracted=None),
+        ),
+    )
+
+
+def test_every_rollout_is_one_line_with_all_that_is_known(tmp_path):
+    path = write_rollouts(tmp_path / "rollouts", 10, [group()], advantages=np.array([[0.75, -0.75]]))
+    assert path == tmp_path / "rollouts" / "step_000010.jsonl"
+    right, wrong = (json.loads(line) for line in path.read_text().splitlines())
+    assert right == {
+        "schema_version": 1,
+        "step": 10,
+        "ordinal": 7,
+        "index": 0,
+        "prompt": "12+22\n=",
+        "answer": "34",
+        "response": "34",
+        "correct": True,
+        "extracted": "34",
+        "reason": "equal to the answer",
+        "score": None,
+        "reward": 1.0,
+        "overlong_penalty": 0.0,
+        "response_tokens": 2,
+        "finish_reason": "stop",
+        "row": {},
+        "prompt_token_ids": [1, 2],
+        "response_token_ids": [5, 6],
+        "logprobs": [-0.5, -0.123457],
+        "advantage": 0.75,
+    }
+    assert (wrong["index"], wrong["correct"], wrong["reward"], wrong["advantage"]) == (1, False, -1.25, -0.75)
+    assert (wrong["extracted"], wrong["finish_reason"], wrong["overlong_penalty"]) == (None, "length", -0.25)
+    assert read_rollouts(path) == [right, wrong]
+
+
+def test_advantages_are_optional_and_must_fit(tmp_path):
+    path = write_rollouts(tmp_path, 1, [group()])
+    assert [row["advantage"] for row in read_rollouts(path)] == [None, None]
+    with pytest.raises(ValueError, match="3 advantages for 4 rollouts in 2 groups"):
+        write_rollouts(tmp_path, 1, [group(), group(8)], advantages=np.zeros(3))
+
+
+def test_whatever_a_row_or_a_response_holds_comes_out_as_valid_lines(tmp_path):
+    row = {
+        "level": np.int64(3),
+        "vector": np.zeros(2),
+        "raw": b"\xff",
+        "where": tmp_path,
+        "nested": {"x": (1, 2)},
+    }
+    odd = "line separator \u2028, lone surrogate \ud800, \u00e9\n\x00"
+    sampled = Group(
+        prompt=group(row=row).prompt, rollouts=(rollout(odd, correct=False, logprobs=(-math.inf, math.nan)),)
+    )
+    (found,) = read_rollouts(write_rollouts(tmp_path, 1, [sampled]))
+    assert found["logprobs"] == [None, None]
+    assert found["response"] == odd.replace("\ud800", "?")
+    assert found["row"] == {
+        "level": 3,
+        "vector": [0.0, 0.0],
+        "raw": "\ufffd",
+        "where": str(tmp_path),
+        "nested": {"x": [1, 2]},
+    }
+
+
+def test_writing_a_step_again_replaces_it_whole(tmp_path, monkeypatch):
+    path = write_rollouts(tmp_path, 1, [group(), group(8)])
+    before = path.read_bytes()
+
+    def full(source, target):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        with pytest.raises(OSError, match=r"cannot write rollouts .*No space left.*step_000001\.jsonl"):
+            write_rollouts(tmp_path, 1, [group()])
+    assert path.read_bytes() == before
+    assert len(read_rollouts(write_rollouts(tmp_path, 1, [group()]))) == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [('{"schema_version": 2}', "has schema_version 2"), ("{}", "is not a rollout"), ("x", "is not")],
+)
+def test_a_line_that_cannot_be_read_is_named(tmp_path, line, message):
+    path = write_rollouts(tmp_path, 1, [group()])
+    path.write_text(path.read_text() + line + "\n")
+    with pytest.raises(ValueError, match=f"step_000001.jsonl, line 3 {message}"):
+        read_rollouts(path)
+
+
+def test_the_text_view_shows_question_answer_and_verdicts():
+    assert format_rollouts([group()], limit=9) == (
+        "prompt 7: 1/2 correct\n"
+        "  12+22\n"
+        "  =\n"
+        "  answer: 34\n"
+        "  [0] correct | reward +1.00 | 2 tokens | extracted '34' | equal to the answer\n"
+        "      34\n"
+        "  [1] wrong | reward -1.25 | overlong penalty -0.25 | 2 tokens, cut off | no answer found\n"
+        "      35?\n"
+    )
+
+
+def test_the_text_view_stops_at_its_limit_and_says_what_is_left():
+    text = format_rollouts([group(7), group(8), group(9)], limit=3)
+    assert text.count("| reward") == 3
+    assert "prompt 8" in text
+    assert "prompt 9" not in text
+    assert text.endswith("(3 more rollouts)\n")
+    assert format_rollouts([], limit=3) == "\n"

@@ -1,0 +1,50 @@
+"""Weights & Biases, offline: nothing leaves the machine."""
+
+import sys
+
+import pytest
+
+from dapo_jax.trackers import Tracker, WandbTracker
+
+
+@pytest.fixture
+def wandb_mode(monkeypatch):
+    """Sets the mode; wandb reads its environment once a process, so it is shut down around each test."""
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    wandb.teardown()
+    yield lambda mode: monkeypatch.setenv("WANDB_MODE", mode)
+    wandb.teardown()
+
+
+def test_a_run_is_continued_under_its_id(tmp_path, wandb_mode):
+    wandb_mode("offline")
+    run_dir = tmp_path / "run"
+    first = WandbTracker("dapo_jax", run_dir, None, {"seed": 0, "batch": {"group_size": 16}})
+    assert isinstance(first, Tracker)
+    for step in (1, 2, 3):
+        first.log(step, {"reward/mean": 0.5, "rollout/waves": 2})
+    first.close()
+    first.close()
+    again = WandbTracker("dapo_jax", run_dir, first.run_id, {"seed": 0})
+    again.log(2, {"reward/mean": 0.25})  # the steps after the checkpoint come a second time
+    again.close()
+    assert again.run_id == first.run_id
+    folders = [path.name for path in (run_dir / "wandb").glob("offline-run-*")]
+    assert folders
+    assert all(first.run_id in name for name in folders)
+
+
+def test_the_mode_of_the_environment_is_respected(tmp_path, wandb_mode):
+    wandb_mode("disabled")
+    tracker = WandbTracker("dapo_jax", tmp_path / "run", None, {})
+    tracker.log(1, {"reward/mean": 0.5})
+    tracker.close()
+    assert not (tmp_path / "run" / "wandb").exists()
+
+
+def test_a_missing_package_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ImportError, match=r"pip install 'dapo_jax\[wandb\]'"):
+        WandbTracker("dapo_jax", tmp_path / "run", None, {})
+    assert not (tmp_path / "run").exists()
