@@ -67,7 +67,7 @@ def kl_and_gradient(logprobs, ref_logprobs, mask, weights, estimator):
     return jax.value_and_grad(penalty)(logprobs)
 
 
-def one_token(log_ratio, advantage, old_logprob=math.log(0.25), **options):
+def one_token(log_ratio, advantage, old_logprob=-1.0, **options):
     """Loss, gradient and metrics of a single token."""
 
     def loss(logprobs):

