@@ -152,7 +152,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     evaluate.add_argument("--max-prompt-tokens", type=int, default=64)
     evaluate.add_argument("--slots", type=int, default=128)
-    evaluate.add_argument("--keep", metavar="FILE", help="write every rollout to this JSONL file")
+    evaluate.add_argument(
+        "--keep", metavar="FOLDER", help="write every rollout to a JSONL file in this folder"
+    )
     one = command("sample", _sample, "Sample responses to prompts.")
     sampled(one, top_p=1.0)
     one.add_argument("--prompt", action="append", required=True, help="may be given several times")

@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import jaxtyping
 import numpy as np
-import oracle
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dapo_jax import dapo_loss, kl_penalty, to_scalars, token_weights
 from dapo_jax.losses import AGGREGATIONS
+from tests import oracle
 
 SHAPE = (8, 6)
 GROUP_IDS = np.array([7, 7, 7, 2, 2, 2, 5, 5])
@@ -111,7 +111,8 @@ def test_each_clip_has_its_own_option():
     [
         (5.0, -2.0, None, 10.0, 10.0),  # r |A| = 5 * 2, uncapped
         (5.0, -2.0, 3.0, 6.0, 0.0),  # c |A| = 3 * 2, and a constant has no gradient
-        (2.5, -2.0, 3.0, 5.0, 5.0),  # under the cap
+        (3.1, -2.0, 3.0, 6.0, 0.0),  # just above the cap
+        (2.5, -2.0, 3.0, 5.0, 5.0),  # under it
         (5.0, 2.0, 3.0, -2.56, 0.0),  # a good token has the ordinary clip: 1.28 * 2
     ],
 )

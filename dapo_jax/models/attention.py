@@ -26,7 +26,9 @@ def causal_attention(
     causal = jnp.tril(jnp.ones((seq, seq), bool))
     same = segment_ids[:, :, None] == segment_ids[:, None, :]
     mask = (causal[None] & same)[:, None]
-    return jax.nn.dot_product_attention(query, key, value, mask=mask, implementation="xla")
+    # It takes the scores of bfloat16 inputs to float32 by a promotion, which strict JAX would refuse.
+    with jax.numpy_dtype_promotion("standard"):
+        return jax.nn.dot_product_attention(query, key, value, mask=mask, implementation="xla")
 
 
 def cached_attention(
@@ -58,6 +60,8 @@ def cached_attention(
         position = begin + jnp.arange(chunk, dtype=jnp.int32)
         live = (position[None] < lengths[:, None]) & (position >= start)[None]
         scores = jnp.where(live[:, None, None], scores, MASKED)
+        # What lies beyond a slot's length may be anything, NaN included, and 0 x NaN is NaN.
+        part_values = jnp.where(live[:, None, :, None], part_values, 0)
         new_top = jnp.maximum(top, scores.max(-1))
         weights = jnp.where(live[:, None, None], jnp.exp(scores - new_top[..., None]), 0.0)
         shrink = jnp.exp(top - new_top)

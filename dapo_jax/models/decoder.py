@@ -174,8 +174,8 @@ class Decoder(nnx.Module):
         batch, seq = tokens.shape
 
         def attend(query: Array, key: Array, value: Array) -> tuple[Array, None]:
-            parts = (part.reshape(batch, seq, *part.shape[1:]) for part in (query, key, value))
-            return causal_attention(*parts, segment_ids).reshape(query.shape), None
+            q, k, v = (part.reshape(batch, seq, *part.shape[1:]) for part in (query, key, value))
+            return causal_attention(q, k, v, segment_ids).reshape(query.shape), None
 
         def layer(x: Array, weights: nnx.State) -> tuple[Array, None]:
             return nnx.merge(graph, weights)(x, positions.reshape(-1), attend)

@@ -106,6 +106,12 @@ def load_model(folder: str | os.PathLike[str]) -> tuple[DecoderConfig, nnx.State
         names = [f"model.layers.{layer}.{_LAYER_TENSORS[name]}" for layer in range(config.layers)]
         found = [_take(tensors, tensor, theirs, path) for tensor in names]
         blocks[name] = np.stack([_to_ours(name, value, like.shape[1:]) for value in found])
+    # Some publishers write a tied matrix twice.
+    again = tensors.pop("lm_head.weight", None) if config.tied_embeddings else None
+    if again is not None and not np.array_equal(again.astype(np.float32), ends["embedding"]):
+        raise ValueError(
+            f"{path}: lm_head.weight is not the embedding, as tie_word_embeddings in config.json has it"
+        )
     if tensors:
         raise ValueError(f"{path} holds {sorted(tensors)[:3]}, which config.json does not call for")
     nnx.replace_by_pure_dict(params, jax.tree.map(jnp.asarray, {"ends": ends, "blocks": blocks}))
@@ -126,11 +132,18 @@ def read_config(folder: str | os.PathLike[str]) -> DecoderConfig:
     kind = described.get("model_type")
     if kind not in ("llama", "qwen2", "qwen3"):
         raise ValueError(f"{path}: model_type {kind!r} is not covered; llama, qwen2 and qwen3 are")
-    if described.get("rope_scaling"):
-        raise ValueError(f"{path}: rope_scaling {described['rope_scaling']} is not covered")
+    # transformers 5 has all that is rotary under one key.
+    rope: dict[str, Any] = described.get("rope_parameters") or described.get("rope_scaling") or {}
+    if rope.get("rope_type", rope.get("type", "default")) != "default":
+        raise ValueError(f"{path}: rope_scaling {rope} is not covered")
+    if "rope_theta" in rope:
+        described["rope_theta"] = rope["rope_theta"]
+    if described.get("head_dim") is None and {"hidden_size", "num_attention_heads"} <= described.keys():
+        described["head_dim"] = described["hidden_size"] // described["num_attention_heads"]
     if missing := [key for key in _FIELDS.values() if key not in described]:
         raise ValueError(f"{path} lacks the key {missing[0]!r}")
     fields = {ours: described[theirs] for ours, theirs in _FIELDS.items()}
+    fields |= {name: float(fields[name]) for name in ("rope_theta", "norm_eps")}
     return DecoderConfig(**fields, qkv_bias=kind == "qwen2", qk_norm=kind == "qwen3")
 
 

@@ -28,7 +28,7 @@ class DecoderConfig:
     """RMS norm of queries and keys per head (Qwen3)."""
 
     def __post_init__(self) -> None:
-        if self.heads % self.kv_heads:
+        if self.kv_heads < 1 or self.heads % self.kv_heads:
             raise ValueError(f"kv_heads={self.kv_heads} must divide heads={self.heads}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even: rotary embedding turns pairs")

@@ -5,6 +5,7 @@ sampler's copy has its layers apart: the stack is cut once per transfer instead 
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from flax import nnx
@@ -28,11 +29,16 @@ def split_layers(params: nnx.State) -> SamplerWeights:
 def weight_transfer(params: nnx.State, mesh: Mesh, *, dtype: str) -> Callable[[nnx.State], SamplerWeights]:
     """The function that makes sampler weights of trainer parameters; `params` may be shapes alone.
 
+    Norm weights stay in float32, in which the trainer applies them too: rounded, they would double the distance
+    between the sampler's log-probabilities and the trainer's.
     One jitted program: calling it again with new parameters compiles nothing.
     """
 
+    def cast(leaf: nnx.Variable[Any]) -> nnx.Variable[Any]:
+        return leaf if leaf.get_metadata()["axes"] == ("norm",) else leaf.replace(leaf[...].astype(dtype))
+
     def transfer(params: nnx.State) -> SamplerWeights:
-        return split_layers(jax.tree.map(lambda leaf: leaf.astype(dtype), params))
+        return split_layers(jax.tree.map(cast, params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)))
 
     placed = shardings(jax.eval_shape(transfer, params), mesh, SAMPLER_RULES)
     return jax.jit(transfer, out_shardings=placed)

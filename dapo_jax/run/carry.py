@@ -1,5 +1,6 @@
 """Carried groups as plain arrays, for a checkpoint. Prompts are not stored: their ordinals give them back."""
 
+import json
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -13,7 +14,7 @@ def carry_arrays(groups: Sequence[Group]) -> dict[str, np.ndarray]:
         return {}
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     scores = [rollout.verdict.score for rollout in rollouts]
-    texts = [f"{r.text}\0{r.verdict.reason}\0{r.verdict.extracted or ''}".encode() for r in rollouts]
+    texts = [json.dumps([r.text, r.verdict.reason, r.verdict.extracted]).encode() for r in rollouts]
     return {
         "ordinals": np.array([group.prompt.ordinal for group in groups], np.int64),
         "group_sizes": np.array([len(group.rollouts) for group in groups], np.int64),
@@ -22,7 +23,6 @@ def carry_arrays(groups: Sequence[Group]) -> dict[str, np.ndarray]:
         "logprobs": np.concatenate([rollout.response.logprobs for rollout in rollouts]),
         "truncated": np.array([rollout.truncated for rollout in rollouts]),
         "correct": np.array([rollout.correct for rollout in rollouts]),
-        "extracted": np.array([rollout.verdict.extracted is not None for rollout in rollouts]),
         "scored": np.array([score is not None for score in scores]),
         "scores": np.array([score or 0.0 for score in scores], np.float64),
         "rewards": np.array([rollout.reward for rollout in rollouts], np.float64),
@@ -41,8 +41,7 @@ def carry_groups(arrays: dict[str, np.ndarray], prompt_at: Callable[[int], Promp
     def rollout(i: int) -> Rollout:
         span = slice(int(ends[i] - arrays["lengths"][i]), int(ends[i]))
         text_span = slice(int(text_ends[i] - arrays["text_lengths"][i]), int(text_ends[i]))
-        # A response's text may hold any character, a zero too: split from the right.
-        text, reason, extracted = arrays["texts"][text_span].tobytes().decode().rsplit("\0", 2)
+        text, reason, extracted = json.loads(arrays["texts"][text_span].tobytes())
         return Rollout(
             response=Response(
                 tokens=arrays["tokens"][span],
@@ -52,7 +51,7 @@ def carry_groups(arrays: dict[str, np.ndarray], prompt_at: Callable[[int], Promp
             text=text,
             verdict=Verdict(
                 correct=bool(arrays["correct"][i]),
-                extracted=extracted if arrays["extracted"][i] else None,
+                extracted=extracted,
                 reason=reason,
                 score=float(arrays["scores"][i]) if arrays["scored"][i] else None,
             ),

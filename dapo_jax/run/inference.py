@@ -1,10 +1,16 @@
 """Evaluating and sampling a model or a run, without training: what `dapo-jax eval` and `dapo-jax sample` call."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from dapo_jax.config import ConfigError, EvalConfig, ParallelConfig, RewardConfig, SamplingConfig
+from dapo_jax.config import (
+    ConfigError,
+    EvalConfig,
+    OverlongConfig,
+    ParallelConfig,
+    RewardConfig,
+    SamplingConfig,
+)
 from dapo_jax.data.prompts import checked_rows, held_out
 from dapo_jax.evaluation import summarize
 from dapo_jax.rollouts import Group, Verdict
@@ -13,10 +19,8 @@ from dapo_jax.run.records import use_compilation_cache
 from dapo_jax.run.rollout import Rollouts, eval_prompts, grading
 from dapo_jax.trackers.rollout_log import write_rollouts
 
-
-@dataclass(frozen=True, kw_only=True)
-class _Mesh:
-    parallel: ParallelConfig
+_NO_SHAPING = OverlongConfig(enabled=False)
+"""Scores count verdicts; how much longer a training response might have been is no matter here."""
 
 
 def evaluate(
@@ -39,7 +43,7 @@ def evaluate(
     keep: str | None = None,
     compilation_cache: str = "~/.cache/dapo_jax/xla",
 ) -> dict[str, float]:
-    """avg@k, pass@k and cons@k of a model or run folder on a dataset's split; `keep` names a JSONL file for the rollouts.
+    """avg@k, pass@k and cons@k of a model or run folder on a dataset's split; `keep` names a folder that the rollouts are written to.
 
     Raises:
         ConfigError: no such model, dataset or grader, or a value out of range.
@@ -64,14 +68,15 @@ def evaluate(
     )
     rollouts = Rollouts(
         policy,
-        mesh_of(_Mesh(parallel=ParallelConfig())),
+        mesh_of(ParallelConfig()),
         SamplingConfig(max_response_tokens=max_response_tokens, slots=slots),
         seed=seed,
         max_prompt_tokens=max_prompt_tokens,
         compute_dtype="float32",
         group_size=samples_per_prompt,
     )
-    grade = grading(RewardConfig(grader=grader), policy, max_response_tokens=max_response_tokens)
+    reward = RewardConfig(grader=grader, overlong=_NO_SHAPING)
+    grade = grading(reward, policy, max_response_tokens=max_response_tokens)
     groups = rollouts.evaluate(rollouts.transfer(policy.params), found, grade, config)
     if keep is not None:
         write_rollouts(Path(keep), 0, groups)
@@ -107,7 +112,7 @@ def sample(
         raise ConfigError(str(error)) from error
     rollouts = Rollouts(
         policy,
-        mesh_of(_Mesh(parallel=ParallelConfig())),
+        mesh_of(ParallelConfig()),
         SamplingConfig(max_response_tokens=max_response_tokens, slots=slots),
         seed=seed,
         max_prompt_tokens=max(len(prompt.tokens) for prompt in found),
@@ -117,9 +122,8 @@ def sample(
     config = EvalConfig(
         samples_per_prompt=samples_per_prompt, temperature=temperature, top_p=top_p, top_k=top_k
     )
-    reward = RewardConfig()
     grade = grading(
-        RewardConfig(overlong=type(reward.overlong)(enabled=False)),
+        RewardConfig(overlong=_NO_SHAPING),
         policy,
         max_response_tokens=max_response_tokens,
         reward=lambda sample: Verdict(correct=False, reason="not graded"),

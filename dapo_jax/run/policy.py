@@ -1,5 +1,6 @@
 """A policy as the commands know it: sizes, weights, tokenizer, found by name."""
 
+import math
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -10,12 +11,12 @@ import optax
 from flax import nnx
 
 from dapo_jax.checkpoints import Checkpointer
-from dapo_jax.config import ConfigError, ModelConfig, OptimizerConfig, load_config
+from dapo_jax.config import ConfigError, ModelConfig, OptimizerConfig, ParallelConfig, load_config
 from dapo_jax.data.tokenizers import ByteTokenizer, CharTokenizer, load_tokenizer, save_tokenizer
 from dapo_jax.models.decoder import Decoder
 from dapo_jax.models.folder import load_model, save_model, shapes_of
 from dapo_jax.models.presets import DecoderConfig, preset
-from dapo_jax.parallel.mesh import make_mesh
+from dapo_jax.parallel.mesh import BATCH_AXES, make_mesh
 from dapo_jax.training.state import TrainState, make_optimizer, state_shardings
 
 
@@ -66,8 +67,13 @@ def find_policy(source: str) -> Policy:
     config = load_config(run / "config.yaml")
     policy = load_policy(config.model, seed=config.seed)
     optimizer = optimizer_of(config.optimizer)
+    # Read onto the devices that are here, not onto the mesh that the run was trained on.
+    target = state_structs(policy, optimizer, mesh_of(ParallelConfig()))
     with Checkpointer(run / "checkpoints") as checkpointer:
-        restored = checkpointer.restore(state_structs(policy, optimizer, mesh_of(config)))
+        try:
+            restored = checkpointer.restore(target)
+        except FileNotFoundError as error:
+            raise ConfigError(f"the run {source} cannot be used yet: {error}") from error
     return replace(policy, params=restored.state.params)
 
 
@@ -82,13 +88,23 @@ def optimizer_of(config: OptimizerConfig) -> optax.GradientTransformation:
     )
 
 
-def mesh_of(config: Any) -> jax.sharding.Mesh:
-    """The device mesh that `config.parallel` describes."""
-    axes = config.parallel
+def mesh_of(axes: ParallelConfig, *, rows_per_microbatch: int | None = None) -> jax.sharding.Mesh:
+    """The device mesh that `axes` describes.
+
+    Raises:
+        ConfigError: the axes do not fit the devices, or the rows of a microbatch do not spread over the mesh.
+    """
     try:
-        return make_mesh(data=axes.data, fsdp=axes.fsdp, tensor=axes.tensor, context=axes.context)
+        mesh = make_mesh(data=axes.data, fsdp=axes.fsdp, tensor=axes.tensor, context=axes.context)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    spread = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+    if rows_per_microbatch is not None and rows_per_microbatch % spread:
+        raise ConfigError(
+            f"batch.rows_per_microbatch={rows_per_microbatch} must be a multiple of parallel.data x parallel.fsdp = "
+            f"{spread}, over which the rows are spread; {rows_per_microbatch // spread * spread + spread} is"
+        )
+    return mesh
 
 
 def state_structs(

@@ -56,7 +56,7 @@ class Records:
         kept.write_text(tracker.run_id)
         return tracker
 
-    def step(self, step: int, metrics: Mapping[str, float], collected: Collected | None) -> None:
+    def step(self, step: int, metrics: Mapping[str, float | int], collected: Collected | None) -> None:
         """Writes one step's metrics, and when they are due, readable rollouts."""
         self._trackers.log(step, metrics)
         if (
@@ -64,8 +64,8 @@ class Records:
             and self._log.rollouts_every_steps
             and step % self._log.rollouts_every_steps == 0
         ):
-            path = self._run_dir / "rollouts" / f"step_{step:06d}.jsonl"
-            write_rollouts(path, step, collected.sampled[: self._log.rollout_groups])
+            folder = self._run_dir / "rollouts"
+            write_rollouts(folder, step, collected.sampled[: self._log.rollout_groups])
 
     def read(self) -> list[dict[str, Any]]:
         """All that metrics.jsonl holds."""

@@ -1,10 +1,13 @@
 """A supervised warm start from a configuration: what `dapo-jax sft` calls."""
 
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+
+import jax
+from jaxtyping import PyTree
 
 from dapo_jax.batching import Row, pack, row_weights
 from dapo_jax.config import ConfigError, SftConfig, load_config, to_yaml
@@ -47,10 +50,11 @@ def sft(config: SftConfig | str | Path, *, progress: Progress | None = None) -> 
         raise ConfigError(f"run_dir={config.run_dir} already holds a run; choose another run_dir")
     policy, mesh, optimizer = (
         load_policy(config.model, seed=config.seed),
-        mesh_of(config),
+        mesh_of(config.parallel, rows_per_microbatch=config.batch.rows_per_microbatch),
         optimizer_of(config.optimizer),
     )
     pairs = _pairs(config, policy)
+    evaluate = _evaluation(config, policy, mesh)
     updater = Updater(
         policy.graph(compute_dtype=config.model.compute_dtype, remat=config.model.remat),
         policy.params,
@@ -79,7 +83,7 @@ def sft(config: SftConfig | str | Path, *, progress: Progress | None = None) -> 
             metrics = {**scalars, "update/learning_rate": rate, "time/step_s": time.perf_counter() - began}
             shown.step(step, metrics)
             if step == config.steps or (config.eval.every_steps and step % config.eval.every_steps == 0):
-                scores = _evaluate(config, replace(policy, params=state.params))
+                scores = evaluate(state.params)
                 shown.evaluation(config.data.source, scores, step)
                 metrics |= scores
             tracker.log(step, metrics)
@@ -122,8 +126,10 @@ def _minibatch(config: SftConfig, policy: Policy, pairs: PairSource, step: int) 
     )
 
 
-def _evaluate(config: SftConfig, policy: Policy) -> dict[str, Any]:
-    """Scores of the held-out prompts, sampled as `config.eval` says."""
+def _evaluation(
+    config: SftConfig, policy: Policy, mesh: jax.sharding.Mesh
+) -> Callable[[PyTree], dict[str, float]]:
+    """The function that scores parameters on the held-out prompts, sampled as `config.eval` says."""
     data = config.data
     prompts = eval_prompts(
         config.eval,
@@ -136,13 +142,19 @@ def _evaluate(config: SftConfig, policy: Policy) -> dict[str, Any]:
     )
     rollouts = Rollouts(
         policy,
-        mesh_of(config),
+        mesh,
         config.sampling,
         seed=config.seed,
         max_prompt_tokens=data.max_prompt_tokens,
         compute_dtype=config.model.compute_dtype,
         group_size=config.eval.samples_per_prompt,
     )
-    grade = grading(config.reward, policy, max_response_tokens=config.sampling.max_response_tokens)
-    groups = rollouts.evaluate(rollouts.transfer(policy.params), prompts, grade, config.eval)
-    return summarize(groups, name=data.source)
+    # Scores count verdicts: the length limit of a later training run is no matter here.
+    reward = replace(config.reward, overlong=replace(config.reward.overlong, enabled=False))
+    grade = grading(reward, policy, max_response_tokens=config.sampling.max_response_tokens)
+
+    def evaluate(params: PyTree) -> dict[str, float]:
+        groups = rollouts.evaluate(rollouts.transfer(params), prompts, grade, config.eval)
+        return summarize(groups, name=data.source)
+
+    return evaluate

@@ -31,7 +31,7 @@ from dapo_jax.training.state import TrainState, init_state, warmed_up
 from dapo_jax.training.update import Objective, UpdateOptions, Updater
 
 Rows = Sequence[Mapping[str, Any]]
-OnStep = Callable[[int, Mapping[str, float]], None]
+OnStep = Callable[[int, Mapping[str, float | int]], None]
 
 FREE_TO_CHANGE = ("run_dir", "steps", "compilation_cache", "eval.", "checkpoint.", "log.")
 """Keys that a resumed run may change: they do not decide what is learnt."""
@@ -80,11 +80,15 @@ def train(
     run_dir = Path(config.run_dir).expanduser()
     check_run_dir(run_dir, config, resume=resume)
     run = Run(config, reward=reward, prompts=prompts, eval_rows=eval_rows, objective=objective)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "config.yaml").write_text(to_yaml(config))
     with ExitStack() as stack:
         shown = stack.enter_context(progress or Progress(config.steps))
         checkpointer = stack.enter_context(Checkpointer(run_dir / "checkpoints", keep=config.checkpoint.keep))
         state, position = run.start(checkpointer, resume=resume)
-        records = stack.enter_context(Records(config, run_dir, resume_step=position.step if resume else None))
+        # Without a checkpoint to go on from, the evaluation before training is repeated too: no line stays.
+        kept = position.step if position.step else -1
+        records = stack.enter_context(Records(config, run_dir, resume_step=kept if resume else None))
 
         def after_step(result: StepResult) -> None:
             step, last = result.position.step, result.position.step == config.steps
@@ -129,7 +133,8 @@ class Run:
     ) -> None:
         self.config, model, data = config, config.model, config.data
         self.policy = load_policy(model, seed=config.seed)
-        self._mesh, self._optimizer = mesh_of(config), optimizer_of(config.optimizer)
+        self._mesh = mesh_of(config.parallel, rows_per_microbatch=config.batch.rows_per_microbatch)
+        self._optimizer = optimizer_of(config.optimizer)
         self._prompts = self._prompt_source(prompts)
         limit = config.sampling.max_response_tokens
         self._grade = grading(config.reward, self.policy, max_response_tokens=limit, reward=reward)
@@ -292,7 +297,7 @@ def save(checkpointer: Checkpointer, state: TrainState, position: Position, conf
 
 
 def check_run_dir(run_dir: Path, config: TrainConfig, *, resume: bool) -> None:
-    """Refuses to write over a run, or to resume one under another configuration; then writes config.yaml.
+    """Refuses to write over a run, or to resume one under another configuration.
 
     Raises:
         ConfigError: `run_dir` holds a run and `resume` is False, or `resume` would change what the run learns.
@@ -311,8 +316,6 @@ def check_run_dir(run_dir: Path, config: TrainConfig, *, resume: bool) -> None:
             raise ConfigError(
                 f"resuming {config.run_dir} under another configuration would change the run: {lines}"
             )
-    run_dir.mkdir(parents=True, exist_ok=True)
-    kept.write_text(to_yaml(config))
 
 
 def _due(step: int, every: int) -> bool:

@@ -34,7 +34,7 @@ def decoding(*, temperature: float = 1.0, top_p: float | None = 1.0, top_k: int 
         1.0 if top_p is None else top_p,
         0 if top_k is None else top_k,
     )
-    if temperature < 0.0:
+    if not temperature >= 0.0:
         raise ValueError(f"temperature={temperature} must be at least 0 (0 is greedy)")
     if not 0.0 < top_p <= 1.0:
         raise ValueError(f"top_p={top_p} must be in (0, 1]; 1 disables it")
@@ -71,7 +71,8 @@ def truncate(
     kept = (jnp.arange(vocab, dtype=jnp.int32) < jnp.where(top_k > 0, top_k, vocab))[None]
     probabilities = jax.nn.softmax(jnp.where(kept, ranked, -jnp.inf), axis=-1)
     before = jnp.cumsum(probabilities, axis=-1) - probabilities
-    kept = kept & (before < top_p)
+    # Disabled means disabled: rounding takes a running sum to 1 before its last tokens.
+    kept = kept & ((before < top_p) | (top_p >= 1.0))
     ranks = jnp.argsort(order, axis=-1)
     return jnp.where(jnp.take_along_axis(kept, ranks, axis=-1), logits, -jnp.inf)
 

@@ -133,6 +133,7 @@ class Sampler:
             state = self._engine.insert(prefix, state, insertion, key)
             for slot, request in batch:
                 owners[slot] = request
+                request.prefix = None  # a prefill is let go once its last response is in a slot
         return state
 
     def _absorb(

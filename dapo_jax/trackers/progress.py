@@ -86,10 +86,10 @@ class Progress:
     def evaluation(self, name: str, metrics: Mapping[str, float | int], step: int) -> None:
         """Takes held-out results: those metrics of `name` that count over k samples, `eval/NAME/avg@8`."""
         found = {key.removeprefix(f"eval/{name}/"): value for key, value in metrics.items()}
-        counted = {key: value for key, value in found.items() if "@" in key and "/" not in key}
+        counted = [key for key in found if "@" in key and "/" not in key and not key.endswith("_stderr")]
         # avg@k is the number that papers report: it comes first.
         ordered = sorted(counted, key=lambda key: (not key.startswith("avg@"), key))
-        result = "  ".join(f"{key} {_decimal(counted[key])}" for key in ordered) or "-"
+        result = "  ".join(_with_error(key, found) for key in ordered) or "-"
         # A new dict each time: the drawing thread may be walking through the old one.
         self._evaluations = self._evaluations | {name: f"{result}  (step {step})"}
         if not self._live.is_started:
@@ -184,6 +184,12 @@ def format_seconds(seconds: float) -> str:
     if whole < 86400:
         return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
     return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+
+
+def _with_error(key: str, found: Mapping[str, float | int]) -> str:
+    """`avg@8 0.72 ± 0.01`, the standard error left out where there is none."""
+    error = found.get(f"{key}_stderr")
+    return f"{key} {_decimal(found[key])}" + (f" ± {_decimal(error)}" if error is not None else "")
 
 
 def _decimal(value: float | int | None, digits: int = 2) -> str:

@@ -58,7 +58,7 @@ class StepResult:
     position: Position
     state: TrainState
     collected: Collected
-    metrics: dict[str, float]
+    metrics: dict[str, float | int]
 
 
 def run_steps(

@@ -11,7 +11,7 @@ from dapo_jax.filtering import Collected
 from dapo_jax.rollouts import Group, Rollout
 
 
-def rollout_metrics(collected: Collected) -> dict[str, float]:
+def rollout_metrics(collected: Collected) -> dict[str, float | int]:
     """Metrics of one step's sampling, from host values in float64.
 
     Lengths in tokens, end token included. Keys that speak of sampled responses are absent in a step that
@@ -31,7 +31,7 @@ def rollout_metrics(collected: Collected) -> dict[str, float]:
     return {**counts, **(_sampled_metrics(collected.sampled, sampled) if sampled else {})}
 
 
-def _sampled_metrics(groups: Sequence[Group], rollouts: Sequence[Rollout]) -> dict[str, float]:
+def _sampled_metrics(groups: Sequence[Group], rollouts: Sequence[Rollout]) -> dict[str, float | int]:
     lengths = np.array([rollout.response_tokens for rollout in rollouts])
     rewards = np.array([rollout.reward for rollout in rollouts])
     accuracy = np.array([group.accuracy for group in groups])

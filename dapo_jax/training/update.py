@@ -107,17 +107,15 @@ class Updater:
             state: parameters and moments.
             minibatch: its microbatches, from `prepare`.
             learning_rate: of this step.
-            first: no update has happened since sampling, so the old policy is the policy itself. Ignored when the old
-                log-probabilities are the sampler's.
+            first: no update has happened since sampling, so the old policy is the policy itself.
 
         Returns:
             The new state (the old one if loss or gradient was not finite), and metric dicts to be added up.
         """
-        fresh = np.bool_(first and self._options.old_logprobs == "trainer")
         grads, loss = self._zeros(state.params), jnp.zeros((), jnp.float32)
         metrics: list[dict[str, Metric]] = []
         for microbatch in minibatch:
-            grads, part, measured = self._accumulate(state.params, grads, microbatch, fresh)
+            grads, part, measured = self._accumulate(state.params, grads, microbatch, np.bool_(first))
             loss = loss + part
             metrics.append(measured)
         state, applied = self._apply(state, grads, loss, np.float32(learning_rate))
@@ -150,27 +148,30 @@ class Updater:
         return self._logprobs(params, microbatch)[0]
 
     def _accumulate_program(
-        self, params: nnx.State, grads: nnx.State, microbatch: Microbatch, fresh: Bool[Array, ""]
+        self, params: nnx.State, grads: nnx.State, microbatch: Microbatch, first: Bool[Array, ""]
     ) -> tuple[nnx.State, Float[Array, ""], dict[str, Metric]]:
-        loss = partial(self._loss, microbatch=microbatch, fresh=fresh)
+        loss = partial(self._loss, microbatch=microbatch, first=first)
         (value, metrics), new = jax.value_and_grad(loss, has_aux=True)(params)
         return jax.tree.map(jnp.add, grads, new), value, metrics
 
     def _loss(
-        self, params: nnx.State, microbatch: Microbatch, fresh: Bool[Array, ""]
+        self, params: nnx.State, microbatch: Microbatch, first: Bool[Array, ""]
     ) -> tuple[Float[Array, ""], dict[str, Metric]]:
         options, mask = self._options, microbatch.mask
         logprobs, entropy = self._logprobs(params, microbatch)
-        old = jnp.where(fresh, lax.stop_gradient(logprobs), microbatch.old_logprobs)
-        mismatch = jnp.where(mask, old - microbatch.sampler_logprobs, 0.0)
+        now, by_trainer = lax.stop_gradient(logprobs), options.old_logprobs == "trainer"
+        old = jnp.where(first, now, microbatch.old_logprobs) if by_trainer else microbatch.old_logprobs
         weights = microbatch.weights
         if options.importance_cap is not None:
-            weights = weights * jnp.minimum(jnp.exp(mismatch), options.importance_cap)
+            gap = jnp.where(mask, old - microbatch.sampler_logprobs, 0.0)
+            weights = weights * jnp.minimum(jnp.exp(gap), options.importance_cap)
+        # Where the sampler's are the old ones, only the first update has the weights that sampled to compare with.
+        compared, trainers = (mask, old) if by_trainer else (mask & first, now)
         loss, metrics = self._objective(logprobs, old, microbatch.advantages, mask, weights=weights)
         metrics = {
             **metrics,
             "policy/entropy": _token_mean(entropy, mask),
-            **_mismatch_metrics(mismatch, mask),
+            **_mismatch_metrics(trainers, microbatch.sampler_logprobs, compared),
         }
         if options.kl_coef:
             penalty, kl_metrics = kl_penalty(
@@ -184,7 +185,8 @@ class Updater:
     ) -> tuple[TrainState, dict[str, Metric]]:
         norm = optax.global_norm(grads)
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
-        changes, opt_state = self._optimizer.update(grads, state.opt_state, state.params)
+        with jax.numpy_dtype_promotion("standard"):  # optax raises a float to an integer count
+            changes, opt_state = self._optimizer.update(grads, state.opt_state, state.params)
         params = jax.tree.map(lambda leaf, change: leaf + learning_rate * change, state.params, changes)
         new = TrainState(params, opt_state)
         # Neither weights nor moments take anything of an update that is not finite.
@@ -201,8 +203,9 @@ def _token_mean(values: Array, mask: Array) -> Mean:
     return Mean(jnp.where(mask, values, 0.0).sum(), mask.sum(dtype=jnp.float32))
 
 
-def _mismatch_metrics(delta: Float[Array, "rows seq"], mask: Bool[Array, "rows seq"]) -> dict[str, Metric]:
-    """How far the sampler's log-probabilities are from the trainer's; `delta` is old minus sampler, 0 off the mask."""
+def _mismatch_metrics(trainer: Array, sampler: Array, mask: Array) -> dict[str, Metric]:
+    """How far the sampler's log-probabilities are from the trainer's, both under the weights that sampled."""
+    delta = jnp.where(mask, trainer - sampler, 0.0)
     return {
         "sync/logprob_diff_mean": _token_mean(jnp.abs(delta), mask),
         "sync/logprob_diff_max": Max(jnp.abs(delta).max()),

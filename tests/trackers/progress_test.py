@@ -106,6 +106,7 @@ def test_evaluation_and_messages_are_lines_of_their_own():
             {
                 "eval/arithmetic/pass@8": 0.9,
                 "eval/arithmetic/avg@8": 0.721,
+                "eval/arithmetic/avg@8_stderr": 0.012,
                 "eval/arithmetic/response_tokens": 12.0,
                 "eval/other/avg@8": 0.1,
             },
@@ -115,7 +116,7 @@ def test_evaluation_and_messages_are_lines_of_their_own():
             "saved [bold]checkpoint[/bold] 4 in a folder whose name is longer than the console is wide"
         )
     assert printed(console) == (
-        "eval  arithmetic  avg@8 0.72  pass@8 0.90  (step 4)\n"
+        "eval  arithmetic  avg@8 0.72 ± 0.01  pass@8 0.90  (step 4)\n"
         "saved [bold]checkpoint[/bold] 4 in a folder whose name is longer than the console is wide\n"
     )
 

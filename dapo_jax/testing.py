@@ -1,0 +1,155 @@
+"""Public test doubles: an engine that follows a script, and a decoder small enough to compile in a second.
+
+For tests of code that samples or learns, here and in projects that use this library.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Int, PRNGKeyArray, PyTree
+
+from dapo_jax.models.decoder import Decoder
+from dapo_jax.models.presets import DecoderConfig
+from dapo_jax.sampling.decoding import Decoding
+from dapo_jax.sampling.engine import Insertion, ResultTokens
+
+Script = Callable[[int, int], Sequence[int]]
+"""(the prompt's ordinal, the response's index in its group) -> the tokens of that response."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptedSlot:
+    """One slot on its way through its script."""
+
+    tokens: tuple[int, ...]
+    """What the script has for it, cut to the limit."""
+    drawn: int = 0
+
+    @property
+    def live(self) -> bool:
+        """True until the script is used up."""
+        return self.drawn < len(self.tokens)
+
+
+FREE = ScriptedSlot(tokens=())
+
+
+class ScriptedEngine:
+    """Implements `sampling.engine.Engine` without a model: `script` says every response.
+
+    A response ends at its first end token or at its limit. A token's log-probability is minus its id, so that a test
+    sees whether the two stay together.
+
+    >>> engine = ScriptedEngine(lambda ordinal, index: [ordinal, index, 1], slots=4, capacity=32)
+    """
+
+    def __init__(
+        self, script: Script, *, slots: int, capacity: int, steps_per_call: int = 4, eos_id: int = 1
+    ) -> None:
+        self.slots, self.capacity, self.eos_id = slots, capacity, eos_id
+        self._script, self._steps = script, steps_per_call
+        self.prefills: list[tuple[np.ndarray, np.ndarray]] = []
+        """(padded tokens, true lengths) of every `prefill`, as they came."""
+        self.inserted: list[tuple[int, int]] = []
+        """(ordinal, index) of every response, in the order in which they got a slot."""
+        self.live_slots: list[int] = []
+        """How many slots were live at each decoding step."""
+
+    @property
+    def occupancy(self) -> float:
+        """The mean share of slots that were live, over all decoding steps so far."""
+        return sum(self.live_slots) / (self.slots * len(self.live_slots))
+
+    def init_decode_state(self) -> tuple[ScriptedSlot, ...]:
+        """A state in which every slot is free."""
+        return (FREE,) * self.slots
+
+    def prefill(
+        self,
+        params: PyTree,
+        padded_tokens: Int[np.ndarray, "prompts padded"],
+        true_lengths: Int[np.ndarray, " prompts"],
+    ) -> Int[np.ndarray, " prompts"]:
+        """Notes the prompts; their lengths are all that `insert` needs."""
+        self.prefills.append((padded_tokens.copy(), true_lengths.copy()))
+        return true_lengths
+
+    def insert(
+        self, prefix: Int[np.ndarray, " prompts"], state: PyTree, insertion: Insertion, key: PRNGKeyArray
+    ) -> tuple[ScriptedSlot, ...]:
+        """Puts responses into slots.
+
+        Raises:
+            ValueError: a response would outgrow its slot, or its script has neither an end token nor enough tokens.
+        """
+        slots = list(state)
+        columns = (insertion.slots, insertion.rows, insertion.ordinals, insertion.indices, insertion.limits)
+        for slot, row, ordinal, index, limit in zip(*(column.tolist() for column in columns), strict=True):
+            if prefix[row] + limit > self.capacity:
+                raise ValueError(
+                    f"a prompt of {prefix[row]} tokens and {limit} of response = {prefix[row] + limit} are over "
+                    f"capacity={self.capacity}"
+                )
+            slots[slot] = ScriptedSlot(tokens=self._response(ordinal, index, limit))
+            self.inserted.append((ordinal, index))
+        return tuple(slots)
+
+    def generate(
+        self, params: PyTree, state: PyTree, how: Decoding, min_live: int = 1
+    ) -> tuple[tuple[ScriptedSlot, ...], ResultTokens]:
+        """Up to `steps_per_call` tokens of every live slot; returns early when fewer than `min_live` slots live."""
+        slots = list(state)
+        tokens = np.zeros((self.slots, self._steps), np.int32)
+        valid = np.zeros((self.slots, self._steps), bool)
+        for step in range(self._steps):
+            live = sum(slot.live for slot in slots)
+            if not live or (step and live < min_live):
+                break
+            self.live_slots.append(live)
+            for at, slot in enumerate(slots):
+                if slot.live:
+                    tokens[at, step], valid[at, step] = slot.tokens[slot.drawn], True
+                    slots[at] = replace(slot, drawn=slot.drawn + 1)
+        going = np.array([slot.live for slot in slots])
+        logprobs = -tokens.astype(np.float32)
+        return tuple(slots), ResultTokens(tokens=tokens, logprobs=logprobs, valid=valid, live=going)
+
+    def _response(self, ordinal: int, index: int, limit: int) -> tuple[int, ...]:
+        tokens = tuple(self._script(ordinal, index))
+        if self.eos_id in tokens:
+            tokens = tokens[: tokens.index(self.eos_id) + 1]
+        elif len(tokens) < limit:
+            raise ValueError(
+                f"the script of response {index} to prompt {ordinal} has {len(tokens)} tokens and no end token "
+                f"{self.eos_id}; it needs one, or as many tokens as the limit of {limit}"
+            )
+        return tokens[:limit]
+
+
+def tiny_decoder_config(**changes: Any) -> DecoderConfig:
+    """Two layers over a vocabulary of 20, Llama-like unless `changes` says otherwise; all sizes divide by 2."""
+    sizes: dict[str, Any] = {
+        "vocab_size": 20, "embed_dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "mlp_dim": 48,
+        "max_positions": 64,
+    }  # fmt: skip
+    return DecoderConfig(**{**sizes, **changes})
+
+
+def tiny_params(config: DecoderConfig, *, seed: int = 0) -> nnx.State:
+    """Random decoder parameters in which nothing is at its start value: norms differ from 1 and biases from 0.
+
+    Made on the host, so nothing is compiled.
+    """
+    rng = np.random.default_rng(seed)
+    params = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))[1]
+
+    def fill(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        start = 1.0 if "norm" in jax.tree_util.keystr(path) else 0.0
+        return jnp.asarray(start + 0.2 * rng.standard_normal(leaf.shape), leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(fill, params)

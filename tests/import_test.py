@@ -1,0 +1,93 @@
+"""`import dapo_jax` is for people who want the loss: it loads jax and numpy, and no framework."""
+
+import importlib.util
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import dapo_jax
+
+ROOT = Path(dapo_jax.__file__).parent.parent
+# etils is not among them: jax loads it itself.
+HEAVY = {
+    *(
+        "flax",
+        "optax",
+        "orbax",
+        "grain",
+        "tensorflow",
+        "tensorflow_datasets",
+        "array_record",
+        "math_verify",
+    ),
+    *(
+        "jetstream",
+        "omegaconf",
+        "rich",
+        "safetensors",
+        "tensorboardX",
+        "tokenizers",
+        "torch",
+        "transformers",
+        "wandb",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def loaded_modules():
+    """What a fresh interpreter holds after `import dapo_jax`."""
+    code = "import sys, dapo_jax; print(*sorted(sys.modules))"
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return set(result.stdout.split())
+
+
+def test_importing_dapo_jax_stays_light(loaded_modules):
+    assert "jax" in loaded_modules
+    heavy = {name for name in loaded_modules if name.split(".")[0] in HEAVY}
+    assert not heavy, f"`import dapo_jax` loaded {sorted(heavy)[:5]}"
+
+
+def test_importing_dapo_jax_loads_no_room_that_trains_or_samples(loaded_modules):
+    rooms = {name.split(".")[1] for name in loaded_modules if name.startswith("dapo_jax.")}
+    assert not rooms & {
+        "run",
+        "cli",
+        "config",
+        "training",
+        "sampling",
+        "models",
+        "parallel",
+        "data",
+        "checkpoints",
+    }
+
+
+def test_every_public_name_is_there():
+    light = set(dapo_jax.__all__) - {"train"}
+    assert all(callable(getattr(dapo_jax, name)) for name in light)
+    assert {"dapo_loss", "token_weights", "kl_penalty", "group_advantages", "overlong_penalty"} <= light
+    assert {"token_logprobs", "chunked_logprobs", "Mean", "Max", "add_metrics", "to_scalars"} <= light
+    assert set(dapo_jax.__all__) <= set(dir(dapo_jax))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("dapo_jax.run") is None, reason="without dapo_jax.run")
+def test_train_is_loaded_when_it_is_first_used():
+    from dapo_jax.run import train
+
+    assert dapo_jax.train is train
+
+
+def test_a_name_that_does_not_exist_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'dapo_jax' has no attribute 'dpo_loss'"):
+        _ = dapo_jax.dpo_loss
+
+
+def test_the_version_is_that_of_the_project_file():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert dapo_jax.__version__ == project["version"]

@@ -1,0 +1,221 @@
+"""`token_logprobs` and `chunked_logprobs` against a float64 oracle, each other, and a limit on memory."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from dapo_jax import chunked_logprobs, token_logprobs
+from tests import oracle
+
+TOKENS, EMBED, VOCAB = 10, 4, 11
+
+
+def random_head(seed, dtype=np.float32, tokens=TOKENS):
+    """Hidden states, unembedding and targets; the first target is the first entry, the last the last."""
+    rng = np.random.default_rng(seed)
+    hidden, unembedding = rng.normal(0, 2, (tokens, EMBED)), rng.normal(0, 2, (VOCAB, EMBED))
+    targets = rng.integers(0, VOCAB, tokens).astype(np.int32)
+    targets[0], targets[-1] = 0, VOCAB - 1
+    return jnp.asarray(hidden, dtype), jnp.asarray(unembedding, dtype), jnp.asarray(targets)
+
+
+@functools.partial(jax.jit, static_argnames="chunk_tokens")
+def chunked(hidden, unembedding, targets, temperature, chunk_tokens):
+    """Log-probabilities, entropies, and the gradients of a sum of log-probabilities with unequal weights."""
+
+    def total(hidden, unembedding):
+        logprobs, entropy = chunked_logprobs(
+            hidden, unembedding, targets, temperature=temperature, chunk_tokens=chunk_tokens
+        )
+        return weighted(logprobs), (logprobs, entropy)
+
+    (_, scores), gradients = jax.value_and_grad(total, argnums=(0, 1), has_aux=True)(hidden, unembedding)
+    return scores, gradients
+
+
+@jax.jit
+def unchunked(hidden, unembedding, targets, temperature):
+    """The same from all logits at once, by plain differentiation."""
+
+    def total(hidden, unembedding):
+        logits = jnp.dot(hidden, unembedding.T, precision=None)
+        return weighted(token_logprobs(logits, targets, temperature=temperature))
+
+    return jax.grad(total, argnums=(0, 1))(hidden, unembedding)
+
+
+def weighted(logprobs):
+    return jnp.sum(logprobs * jnp.linspace(-1.0, 2.0, logprobs.shape[0], dtype=logprobs.dtype))
+
+
+def test_token_logprobs_by_hand():
+    """Logits ln 1, ln 2, ln 5 are probabilities 1/8, 2/8, 5/8."""
+    logits = jnp.log(jnp.array([1.0, 2.0, 5.0]))
+    np.testing.assert_allclose(token_logprobs(logits, jnp.array(2)), np.log(5 / 8), rtol=1e-6)
+
+
+def test_temperature_is_part_of_the_policy():
+    """At temperature 1/2 the probabilities of logits ln 1, ln 2, ln 5 are 1, 4, 25 in 30."""
+    logits = jnp.log(jnp.array([[1.0, 2.0, 5.0], [1.0, 2.0, 5.0]]))
+    logprobs = token_logprobs(logits, jnp.array([1, 2]), temperature=0.5)
+    np.testing.assert_allclose(logprobs, np.log([4 / 30, 25 / 30]), rtol=1e-6)
+
+
+def test_a_token_that_cannot_be_sampled_has_logprob_minus_infinity():
+    logprobs = token_logprobs(jnp.array([[0.0, -jnp.inf], [0.0, -jnp.inf]]), jnp.array([0, 1]))
+    np.testing.assert_array_equal(logprobs, [0.0, -np.inf])
+
+
+def test_token_logprobs_takes_any_leading_axes_and_low_precision():
+    logits = jnp.asarray(np.random.default_rng(0).normal(0, 3, (2, 3, 5, 7)), jnp.bfloat16)
+    targets = jnp.arange(30, dtype=jnp.int32).reshape(2, 3, 5) % 7
+    logprobs = token_logprobs(logits, targets)
+    assert logprobs.dtype == jnp.float32
+    for i, j, k in ((0, 0, 0), (1, 2, 4)):
+        row = np.asarray(logits, np.float64)[i, j, k]
+        expected, _ = oracle.logprob_and_entropy(row, int(targets[i, j, k]), 1.0)
+        np.testing.assert_allclose(logprobs[i, j, k], expected, rtol=1e-6)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    temperature=st.floats(0.25, 4.0),
+    chunk_tokens=st.sampled_from([1, 4, 10, 64]),
+)
+def test_chunked_matches_the_oracle_in_float64(x64, seed, temperature, chunk_tokens):
+    """Ten tokens in chunks of 1, of 4 (three chunks of 4, two rows of padding), of 10 and of more than all."""
+    hidden, unembedding, targets = random_head(seed, np.float64)
+    (logprobs, entropy), gradients = chunked(hidden, unembedding, targets, temperature, chunk_tokens)
+    logits = np.asarray(hidden) @ np.asarray(unembedding).T
+    expected = [oracle.logprob_and_entropy(logits[i], int(targets[i]), temperature) for i in range(TOKENS)]
+    np.testing.assert_allclose(np.stack([logprobs, entropy], axis=1), expected, rtol=1e-9, atol=1e-12)
+    for gradient, plain in zip(gradients, unchunked(hidden, unembedding, targets, temperature), strict=True):
+        np.testing.assert_allclose(gradient, plain, rtol=1e-9, atol=1e-10)
+
+
+def test_the_gradient_is_target_minus_softmax():
+    """In closed form, d logprob / d logits = (onehot - p) / T: independent of both implementations."""
+    hidden, unembedding, targets = random_head(0)
+    _, (d_hidden, d_unembedding) = chunked(hidden, unembedding, targets, 0.7, 4)
+    h, w = np.asarray(hidden, np.float64), np.asarray(unembedding, np.float64)
+    scores = np.exp(h @ w.T / 0.7)
+    d_logits = (np.eye(VOCAB)[np.asarray(targets)] - scores / scores.sum(axis=1, keepdims=True)) / 0.7
+    d_logits *= np.linspace(-1.0, 2.0, TOKENS)[:, None]
+    np.testing.assert_allclose(d_hidden, d_logits @ w, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(d_unembedding, d_logits.T @ h, rtol=1e-4, atol=1e-5)
+
+
+def test_chunks_change_nothing():
+    head = random_head(1)
+    whole = chunked(*head, 1.0, 64)
+    for chunk_tokens in (1, 4):
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5),
+            chunked(*head, 1.0, chunk_tokens),
+            whole,
+        )
+
+
+def test_entropy_is_a_metric_without_gradient():
+    hidden, unembedding, targets = random_head(2)
+    gradient = jax.grad(lambda h: chunked_logprobs(h, unembedding, targets, chunk_tokens=4)[1].sum())(hidden)
+    np.testing.assert_array_equal(gradient, np.zeros_like(gradient))
+
+
+def test_entropy_of_equal_logits_is_the_log_of_the_vocabulary():
+    _, entropy = chunked_logprobs(jnp.zeros((TOKENS, EMBED)), jnp.ones((VOCAB, EMBED)), random_head(0)[2])
+    np.testing.assert_allclose(entropy, np.full(TOKENS, np.log(VOCAB)), rtol=1e-6)
+
+
+def test_bfloat16_hidden_states_give_float32_scores_and_a_float32_gradient_of_the_master_weights():
+    """Each bfloat16 operand is off by up to 2^-9, so a product of norms |h| |w| < 8 * 8 by about 0.25 at worst."""
+    hidden, unembedding, targets = random_head(3)
+    (logprobs, entropy), gradients = chunked(hidden.astype(jnp.bfloat16), unembedding, targets, 1.0, 4)
+    (expected, _), plain = chunked(hidden, unembedding, targets, 1.0, 4)
+    assert logprobs.dtype == entropy.dtype == jnp.float32
+    assert [gradient.dtype for gradient in gradients] == [jnp.bfloat16, jnp.float32]
+    np.testing.assert_allclose(logprobs, expected, atol=0.25)
+    for gradient, exact in zip(gradients, plain, strict=True):
+        error = np.linalg.norm(np.asarray(gradient, np.float64) - np.asarray(exact, np.float64))
+        assert error < 0.05 * np.linalg.norm(np.asarray(exact, np.float64))
+
+
+def test_no_tokens_are_no_trouble():
+    logprobs, entropy = chunked_logprobs(
+        jnp.zeros((0, EMBED)), jnp.ones((VOCAB, EMBED)), jnp.zeros(0, jnp.int32)
+    )
+    assert logprobs.shape == entropy.shape == (0,)
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
+def test_a_temperature_that_is_not_above_zero_is_refused(temperature):
+    hidden, unembedding, targets = random_head(0)
+    with pytest.raises(ValueError, match="temperature must be above 0"):
+        token_logprobs(jnp.zeros((TOKENS, VOCAB)), targets, temperature=temperature)
+    with pytest.raises(ValueError, match="temperature must be above 0"):
+        chunked_logprobs(hidden, unembedding, targets, temperature=temperature)
+
+
+def test_a_chunk_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="chunk_tokens must be 1 or more, got 0"):
+        chunked_logprobs(*random_head(0), chunk_tokens=0)
+
+
+def temporary_bytes(score, tokens, vocab=151_936, embed=8):
+    """Scratch memory of a forward and backward pass at Qwen's vocabulary: compiled, not run."""
+
+    def total(hidden, unembedding, targets):
+        return score(hidden, unembedding, targets).sum()
+
+    shapes = (
+        jax.ShapeDtypeStruct((tokens, embed), jnp.float32),
+        jax.ShapeDtypeStruct((vocab, embed), jnp.float32),
+        jax.ShapeDtypeStruct((tokens,), jnp.int32),
+    )
+    compiled = jax.jit(jax.value_and_grad(total, argnums=(0, 1))).lower(*shapes).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+def test_memory_does_not_grow_with_tokens_times_vocabulary():
+    """1,024 more tokens are 622 MB of float32 logits. The plain form pays for them, the chunked one for none."""
+    more_logits = 1024 * 151_936 * 4
+
+    def plain(hidden, unembedding, targets):
+        return token_logprobs(hidden @ unembedding.T, targets)
+
+    def in_chunks(hidden, unembedding, targets):
+        return chunked_logprobs(hidden, unembedding, targets, chunk_tokens=128)[0]
+
+    assert temporary_bytes(plain, 2048) - temporary_bytes(plain, 1024) > 0.9 * more_logits
+    short, long = temporary_bytes(in_chunks, 1024), temporary_bytes(in_chunks, 2048)
+    assert long - short < 0.001 * more_logits
+    assert long < 4 * 128 * 151_936 * 4  # a few arrays of one chunk's logits, no more
+
+
+def test_sharded_tokens_stay_on_their_devices():
+    """Each of four devices computes a quarter, and no array is gathered: chunks are cut across the shards."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+
+    @functools.partial(jax.value_and_grad, argnums=(0, 1))
+    def score(hidden, unembedding, targets):
+        return chunked_logprobs(hidden, unembedding, targets, chunk_tokens=16)[0].sum()
+
+    def compiled(tokens_spec):
+        of_tokens, replicated = NamedSharding(mesh, tokens_spec), NamedSharding(mesh, PartitionSpec())
+        shapes = (
+            jax.ShapeDtypeStruct((64, EMBED), jnp.float32, sharding=of_tokens),
+            jax.ShapeDtypeStruct((VOCAB, EMBED), jnp.float32, sharding=replicated),
+            jax.ShapeDtypeStruct((64,), jnp.int32, sharding=of_tokens),
+        )
+        return jax.jit(score).lower(*shapes).compile()
+
+    sharded, replicated = compiled(PartitionSpec("data")), compiled(PartitionSpec())
+    assert sharded.cost_analysis()["flops"] < 0.3 * replicated.cost_analysis()["flops"]
+    assert "all-gather" not in sharded.as_text()

@@ -1,0 +1,117 @@
+"""Both attentions against a float64 loop; a slot's cache beyond its length, and its neighbours, never count."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dapo_jax.models.attention import cached_attention, causal_attention
+
+HEADS, KV_HEADS, DIM = 4, 2, 8
+CAPACITY = 13
+
+
+def attend_by_loops(query, keys, values):
+    """One query [dim] over keys and values [n, dim]: softmax(q k / sqrt(dim)) v, number by number."""
+    scores = [sum(float(q) * float(k) for q, k in zip(query, key, strict=True)) for key in keys]
+    weights = [math.exp(score / math.sqrt(len(query))) for score in scores]
+    total = sum(weights)
+    return [sum(w * float(v) for w, v in zip(weights, column, strict=True)) / total for column in values.T]
+
+
+def causal_by_loops(query, key, value, segment_ids):
+    out = np.zeros(query.shape)
+    batch, seq, heads, _ = query.shape
+    shared = heads // key.shape[2]
+    for b, t, h in np.ndindex(batch, seq, heads):
+        seen = [s for s in range(t + 1) if segment_ids[b, s] == segment_ids[b, t]]
+        out[b, t, h] = attend_by_loops(query[b, t, h], key[b, seen, h // shared], value[b, seen, h // shared])
+    return out
+
+
+def random_inputs(seed, batch=2, seq=9):
+    rng = np.random.default_rng(seed)
+    shapes = [(batch, seq, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    return [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+
+
+def random_cache(seed, slots):
+    rng = np.random.default_rng(seed)
+    shapes = [(slots, HEADS, DIM), (slots, KV_HEADS, CAPACITY, DIM), (slots, KV_HEADS, CAPACITY, DIM)]
+    return [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+
+
+@functools.cache
+def jitted(chunk):
+    return jax.jit(functools.partial(cached_attention, chunk=chunk))
+
+
+def test_causal_attention_sees_its_own_segment_up_to_itself():
+    query, key, value = random_inputs(0)
+    segment_ids = np.array([[1, 1, 1, 2, 2, 2, 2, 0, 0], [1, 1, 1, 1, 1, 1, 1, 1, 1]], np.int32)
+    found = causal_attention(*map(jnp.asarray, (query, key, value, segment_ids)))
+    np.testing.assert_allclose(found, causal_by_loops(query, key, value, segment_ids), rtol=1e-5, atol=1e-6)
+
+
+def test_causal_attention_takes_its_softmax_in_float32_whatever_the_inputs():
+    """Inputs with 8 bits of mantissa: the error is that of rounding weights and output, 2^-8 each, not of a sum."""
+    rounded = [jnp.asarray(part, jnp.bfloat16) for part in random_inputs(1, seq=9)]
+    segment_ids = np.ones((2, 9), np.int32)
+    found = causal_attention(*rounded, jnp.asarray(segment_ids))
+    assert found.dtype == jnp.bfloat16
+    exact = causal_by_loops(*(np.asarray(part, np.float64) for part in rounded), segment_ids)
+    np.testing.assert_allclose(np.asarray(found, np.float64), exact, atol=2 * 2**-8 * np.abs(exact).max())
+
+
+@pytest.mark.parametrize("chunk", [256, 13, 4, 5, 1], ids=lambda chunk: f"chunk={chunk}")
+def test_cached_attention_sees_the_first_tokens_of_its_slot(chunk):
+    """13 entries in chunks of 4, 5 and 1: the last chunk is moved back and must count nothing twice."""
+    lengths = np.array([13, 1, 8, 5, 12], np.int32)
+    query, keys, values = random_cache(2, len(lengths))
+    found = jitted(chunk)(query, keys, values, lengths)
+    for slot, head in np.ndindex(len(lengths), HEADS):
+        shared = head // (HEADS // KV_HEADS)
+        seen = slice(0, lengths[slot])
+        exact = attend_by_loops(query[slot, head], keys[slot, shared, seen], values[slot, shared, seen])
+        np.testing.assert_allclose(found[slot, head], exact, rtol=1e-5, atol=1e-6)
+
+
+def test_decoding_a_token_gives_what_the_whole_sequence_gives():
+    query, key, value = random_inputs(3, batch=1, seq=CAPACITY)
+    whole = causal_attention(*map(jnp.asarray, (query, key, value)), jnp.ones((1, CAPACITY), jnp.int32))
+    # Every position as a slot of its own over the same cache.
+    caches = [np.repeat(part.swapaxes(1, 2), CAPACITY, axis=0) for part in (key, value)]
+    step = jitted(4)(query[0], *caches, np.arange(1, CAPACITY + 1, dtype=np.int32))
+    np.testing.assert_allclose(step, whole[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("chunk", [13, 5])
+def test_a_slot_does_not_depend_on_its_neighbours_to_the_last_bit(chunk):
+    query, keys, values = random_cache(4, 3)
+    alone = jitted(chunk)(query, keys, values, np.array([6, 0, 0], np.int32))
+    for neighbours in ((1, 6), (13, 2), (5, 13)):
+        found = jitted(chunk)(query, keys, values, np.array([6, *neighbours], np.int32))
+        np.testing.assert_array_equal(found[0], alone[0])
+
+
+@pytest.mark.parametrize("chunk", [13, 5])
+def test_what_lies_beyond_the_length_never_counts_not_even_nan(chunk):
+    query, keys, values = random_cache(5, 3)
+    lengths = np.array([6, 3, 11], np.int32)
+    clean = jitted(chunk)(query, keys, values, lengths)
+    for slot, length in enumerate(lengths):
+        keys[slot, :, length:], values[slot, :, length:] = np.nan, np.nan
+    np.testing.assert_array_equal(jitted(chunk)(query, keys, values, lengths), clean)
+
+
+@pytest.mark.parametrize("chunk", [13, 5])
+def test_a_free_slot_gives_zero(chunk):
+    query, keys, values = random_cache(6, 3)
+    keys[1], values[1] = np.nan, np.nan
+    for lengths in ([4, 0, 13], [0, 0, 0]):
+        found = np.asarray(jitted(chunk)(query, keys, values, np.array(lengths, np.int32)))
+        np.testing.assert_array_equal(found[1], 0.0)
+        assert np.isfinite(found).all()

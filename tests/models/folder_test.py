@@ -1,0 +1,195 @@
+"""Model folders: written and read bit for bit, named and turned as transformers has it, refused with the file and the key."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from dapo_jax.models.decoder import Decoder
+from dapo_jax.models.folder import load_model, read_config, save_model
+from dapo_jax.testing import tiny_decoder_config, tiny_params
+
+FAMILIES = {
+    "llama": tiny_decoder_config(norm_eps=1e-5, rope_theta=5e5),
+    "qwen2": tiny_decoder_config(qkv_bias=True, tied_embeddings=False),
+    "qwen3": tiny_decoder_config(qk_norm=True, head_dim=16),
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """An untied Qwen2, on disk."""
+    save_model(tmp_path, FAMILIES["qwen2"], tiny_params(FAMILIES["qwen2"]))
+    return tmp_path
+
+
+def edit_config(folder, **changes):
+    described = json.loads((folder / "config.json").read_text()) | changes
+    kept = {key: value for key, value in described.items() if value is not ...}
+    (folder / "config.json").write_text(json.dumps(kept))
+
+
+def edit_tensors(folder, **changes):
+    tensors = load_file(folder / "model.safetensors") | {
+        name.replace("__", "."): value for name, value in changes.items()
+    }
+    save_file(
+        {name: value for name, value in tensors.items() if value is not ...}, folder / "model.safetensors"
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_comes_back_bit_for_bit(family, tmp_path):
+    config, params = FAMILIES[family], tiny_params(FAMILIES[family])
+    save_model(tmp_path / "new" / "folder", config, params)
+    found_config, found = load_model(tmp_path / "new" / "folder")
+    assert found_config == config
+    assert jax.tree.structure(found) == jax.tree.structure(params)
+    jax.tree.map(np.testing.assert_array_equal, found, params)
+    assert json.loads((tmp_path / "new/folder/config.json").read_text())["model_type"] == family
+
+
+@pytest.mark.parametrize(
+    ("family", "extra"),
+    [
+        ("llama", set()),
+        ("qwen2", {f"self_attn.{name}_proj.bias" for name in "qkv"}),
+        ("qwen3", {"self_attn.q_norm.weight", "self_attn.k_norm.weight"}),
+    ],
+)
+def test_tensor_names_are_those_of_transformers(family, extra, tmp_path):
+    save_model(tmp_path, FAMILIES[family], tiny_params(FAMILIES[family]))
+    of_layer = {f"self_attn.{name}_proj.weight" for name in "qkvo"} | extra
+    of_layer |= {f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")}
+    of_layer |= {"input_layernorm.weight", "post_attention_layernorm.weight"}
+    names = {f"model.layers.{layer}.{name}" for layer in range(2) for name in of_layer}
+    names |= {"model.embed_tokens.weight", "model.norm.weight"}
+    names |= set() if FAMILIES[family].tied_embeddings else {"lm_head.weight"}
+    assert set(load_file(tmp_path / "model.safetensors")) == names
+
+
+def test_projections_are_stored_as_outputs_by_inputs(folder):
+    """y = W x with W [out, in], heads side by side: what torch.nn.Linear holds."""
+    tensors = load_file(folder / "model.safetensors")
+    blocks = nnx.to_pure_dict(tiny_params(FAMILIES["qwen2"]))["blocks"]
+    x, mixed, hidden = (
+        np.random.default_rng(0).normal(size=size).astype(np.float32) for size in (32, 32, 48)
+    )
+
+    def y(name, x):
+        weight = tensors[f"model.layers.1.{name}.weight"]
+        return [sum(float(w) * float(v) for w, v in zip(row, x, strict=True)) for row in weight]
+
+    # head h, dimension d of a query comes out of row 8 h + d
+    query = np.einsum("e,ehd->hd", x, np.asarray(blocks["query"][1])).reshape(-1)
+    np.testing.assert_allclose(y("self_attn.q_proj", x), query, rtol=1e-4, atol=1e-5)
+    key = np.einsum("e,ehd->hd", x, np.asarray(blocks["key"][1])).reshape(-1)
+    np.testing.assert_allclose(y("self_attn.k_proj", x), key, rtol=1e-4, atol=1e-5)
+    output = np.einsum("hd,hde->e", mixed.reshape(4, 8), np.asarray(blocks["output"][1]))
+    np.testing.assert_allclose(y("self_attn.o_proj", mixed), output, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        y("mlp.down_proj", hidden), hidden @ np.asarray(blocks["down"][1]), rtol=1e-4, atol=1e-5
+    )
+    bias = tensors["model.layers.1.self_attn.k_proj.bias"]
+    np.testing.assert_array_equal(bias.reshape(2, 8), blocks["key_bias"][1])
+    assert tensors["model.layers.0.self_attn.k_proj.weight"].shape == (16, 32)
+    assert tensors["model.layers.0.mlp.up_proj.weight"].shape == (48, 32)
+    assert tensors["lm_head.weight"].shape == (20, 32)
+
+
+def test_bfloat16_files_are_read_as_float32(folder):
+    """Published weights are bfloat16."""
+    exact = load_file(folder / "model.safetensors")
+    edit_tensors(folder, **{name: value.astype(ml_dtypes.bfloat16) for name, value in exact.items()})
+    _, params = load_model(folder)
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype("float32")}
+    rounded = exact["model.embed_tokens.weight"].astype(ml_dtypes.bfloat16).astype(np.float32)
+    np.testing.assert_array_equal(params["ends"]["embedding"][...], rounded)
+
+
+def test_published_configs_are_understood(folder):
+    """Qwen2.5 and SmolLM2 leave head_dim out, whole numbers have no point, transformers 5 moved rope_theta."""
+    written = read_config(folder)
+    edit_config(
+        folder, head_dim=..., rope_theta=..., rope_parameters={"rope_type": "default", "rope_theta": 10_000}
+    )
+    assert read_config(folder) == written
+    edit_config(folder, rope_theta=10_000, rope_parameters=..., rope_scaling=None)
+    assert read_config(folder) == written
+
+
+def test_a_tied_matrix_may_be_there_twice_but_not_differ(tmp_path):
+    """The published Qwen3-0.6B is tied and has lm_head.weight all the same."""
+    save_model(tmp_path, FAMILIES["llama"], tiny_params(FAMILIES["llama"]))
+    embedding = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
+    edit_tensors(tmp_path, lm_head__weight=embedding)
+    assert "lm_head" not in load_model(tmp_path)[1]["ends"]
+    edit_tensors(tmp_path, lm_head__weight=embedding + 1)
+    with pytest.raises(ValueError, match=r"model\.safetensors: lm_head\.weight is not the embedding"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gemma3"}, r"config\.json: model_type 'gemma3' is not covered; llama, qwen2 and qwen3 are"),
+        ({"model_type": ...}, "model_type None is not covered"),
+        ({"rms_norm_eps": ...}, r"config\.json lacks the key 'rms_norm_eps'"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, r"config\.json: rope_scaling .*yarn.* is not covered"),
+        ({"hidden_size": 40}, r"model\.safetensors: model\.embed_tokens\.weight has shape \(20, 32\), .* \(20, 40\)"),
+        ({"num_hidden_layers": 3}, r"model\.safetensors lacks the tensor 'model\.layers\.2\."),
+        ({"num_hidden_layers": 1}, r"model\.safetensors holds \['model\.layers\.1\..*does not call for"),
+        ({"model_type": "llama"}, r"holds \['model\.layers\.0\.self_attn\.k_proj\.bias'"),
+    ],
+)  # fmt: skip
+def test_a_config_that_does_not_fit_is_refused(folder, changes, message):
+    edit_config(folder, **changes)
+    with pytest.raises(ValueError, match=message):
+        load_model(folder)
+
+
+def test_tensors_that_do_not_fit_are_refused(folder):
+    edit_tensors(folder, model__norm__weight=np.zeros(31, np.float32))
+    with pytest.raises(
+        ValueError, match=r"safetensors: model\.norm\.weight has shape \(31,\).* calls for \(32,\)"
+    ):
+        load_model(folder)
+    edit_tensors(folder, model__norm__weight=...)
+    with pytest.raises(ValueError, match=r"model\.safetensors lacks the tensor 'model\.norm\.weight'"):
+        load_model(folder)
+
+
+def test_missing_and_damaged_files_are_named(folder, tmp_path):
+    with pytest.raises(ValueError, match=r"cannot read a model from .*nowhere/config\.json"):
+        load_model(tmp_path / "nowhere")
+    (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:1000])
+    with pytest.raises(ValueError, match=r"cannot read .*model\.safetensors"):
+        load_model(folder)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"cannot read .*model\.safetensors"):
+        load_model(folder)
+    (folder / "config.json").write_text('{"model_type": ')
+    with pytest.raises(ValueError, match=r"cannot read a model from .*config\.json"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_computes_the_same_logits_from_the_folder(family, tmp_path):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    config, params = FAMILIES[family], tiny_params(FAMILIES[family])
+    save_model(tmp_path, config, params)
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, 12)).astype(np.int32)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    with torch.no_grad():
+        expected = theirs(torch.from_numpy(tokens.astype(np.int64))).logits.numpy()
+    graph, _ = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+    decoder = nnx.merge(graph, params)
+    positions = jnp.broadcast_to(jnp.arange(12, dtype=jnp.int32)[None], (2, 12))
+    logits = decoder.ends.logits(decoder(jnp.asarray(tokens), positions, jnp.ones((2, 12), jnp.int32)))
+    np.testing.assert_allclose(logits, expected, atol=2e-4)

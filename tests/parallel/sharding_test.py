@@ -1,0 +1,94 @@
+"""One table of rules places parameters and moments, and a sharded decoder computes what a whole one does."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from dapo_jax.models.decoder import Decoder
+from dapo_jax.models.folder import shapes_of
+from dapo_jax.parallel.mesh import make_mesh
+from dapo_jax.parallel.sharding import SAMPLER_RULES, by_row, replicated, shardings
+from dapo_jax.testing import tiny_decoder_config, tiny_params
+
+EVERYTHING = tiny_decoder_config(qkv_bias=True, qk_norm=True, tied_embeddings=False)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return make_mesh(data=2, fsdp=2, tensor=2)
+
+
+def specs(tree):
+    return jax.tree.map(lambda sharding: sharding.spec, nnx.to_pure_dict(tree))
+
+
+def test_each_parameter_lies_where_its_logical_axes_say(mesh):
+    placed = specs(shardings(shapes_of(EVERYTHING), mesh))
+    norm, into, out = P(None, None), P(None, "fsdp", "tensor"), P(None, "tensor", "fsdp")
+    heads, bias = P(None, "fsdp", "tensor", None), P(None, "tensor", None)
+    assert placed == {
+        "ends": {"embedding": P("tensor", "fsdp"), "lm_head": P("tensor", "fsdp"), "final_norm": P(None)},
+        "blocks": {
+            "attention_norm": norm, "mlp_norm": norm, "query_norm": norm, "key_norm": norm,
+            "query": heads, "key": heads, "value": heads, "query_bias": bias, "key_bias": bias, "value_bias": bias,
+            "output": P(None, "tensor", None, "fsdp"), "gate": into, "up": into, "down": out,
+        },
+    }  # fmt: skip
+
+
+def test_moments_lie_where_their_parameters_lie(mesh):
+    params = shapes_of(EVERYTHING)
+    moments = jax.eval_shape(optax.adam(1e-3).init, params)[0]
+    placed = shardings(moments, mesh)
+    assert specs(placed.mu) == specs(placed.nu) == specs(shardings(params, mesh))
+    assert placed.count.spec == P()
+
+
+def test_the_sampler_keeps_the_embedding_axis_whole(mesh):
+    placed = specs(shardings(shapes_of(EVERYTHING), mesh, SAMPLER_RULES))
+    assert "fsdp" not in {axis for spec in jax.tree.leaves(placed) for axis in spec}
+    assert placed["blocks"]["query"] == P(None, None, "tensor", None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "axes", "message"),
+    [
+        ({"vocab_size": 19}, {"tensor": 2}, r"embedding.*\(19, 32\) has a dimension of 19, which parallel\.tensor=2"),
+        ({"kv_heads": 2}, {"tensor": 4}, r"'key'.*\(2, 32, 2, 8\) has a dimension of 2, which parallel\.tensor=4"),
+        ({"embed_dim": 36}, {"fsdp": 8}, r"dimension of 36, which parallel\.fsdp=8 .*choose a size of parallel\.fsdp"),
+    ],
+)  # fmt: skip
+def test_a_dimension_that_does_not_divide_is_refused_with_the_arithmetic(changes, axes, message):
+    with pytest.raises(ValueError, match=message):
+        shardings(shapes_of(tiny_decoder_config(**changes)), make_mesh(**{"fsdp": -1, **axes}))
+
+
+def test_rows_are_spread_over_the_batch_axes(mesh):
+    assert by_row(mesh).spec == P(("data", "fsdp"))
+    assert by_row(mesh).shard_shape((8, 12)) == (2, 12)
+    assert replicated(mesh).is_fully_replicated
+
+
+def test_a_sharded_decoder_computes_what_a_whole_one_does(mesh):
+    graph, _ = nnx.split(nnx.eval_shape(lambda: Decoder(EVERYTHING, rngs=nnx.Rngs(0))))
+    params = tiny_params(EVERYTHING)
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 20, (4, 12)).astype(np.int32)
+    positions = np.tile(np.concatenate([np.arange(7), np.arange(5)]).astype(np.int32), (4, 1))
+    batch = (tokens, positions, np.where(np.arange(12) < 7, 1, 2).astype(np.int32)[None].repeat(4, axis=0))
+
+    @jax.jit
+    def logits(params, *batch):
+        decoder = nnx.merge(graph, params)
+        return decoder.ends.logits(decoder(*batch))
+
+    whole = logits(params, *map(jnp.asarray, batch))
+    sharded_params = jax.device_put(params, shardings(params, mesh))
+    assert len(sharded_params["blocks"]["gate"][...].sharding.device_set) == 8
+    sharded = logits(sharded_params, *(jax.device_put(part, by_row(mesh)) for part in batch))
+    assert len(sharded.sharding.device_set) == 8
+    np.testing.assert_allclose(sharded, whole, rtol=1e-5, atol=1e-5)
