@@ -199,7 +199,7 @@ class Run:
 
     def _pipe(self, objective: Objective | None) -> Pipe:
         config, dynamic = self.config, self.config.dynamic_sampling
-        rate = config.optimizer.learning_rate
+        rate, updater = config.optimizer.learning_rate, self._updater(objective)
         return Pipe(
             transfer=self._rollouts.transfer,
             collector=lambda position: Collector(
@@ -216,7 +216,8 @@ class Run:
                 on_shortfall=dynamic.on_shortfall, surplus=dynamic.surplus
             ),
             minibatches=self._minibatches,
-            updater=self._updater(objective),
+            prepare=updater.prepare,
+            update=updater.update,
             learning_rate=lambda step: warmed_up(rate, step=step, warmup_steps=config.optimizer.warmup_steps),
             clock=time.perf_counter,
         )

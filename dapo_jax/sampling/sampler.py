@@ -66,7 +66,8 @@ class Sampler:
         groups: dict[int, dict[int, Response]] = {}
         while True:
             free = [slot for slot, owner in enumerate(owners) if owner is None]
-            while len(waiting) < len(free) and (prompts := draw(self._prefill_prompts)):
+            # One more than can start at once: with nobody in line, `generate` would not come back for a freed slot.
+            while len(waiting) <= len(free) and (prompts := draw(self._prefill_prompts)):
                 waiting.extend(self._prefill(params, prompts, samples_per_prompt, max_response_tokens))
                 groups.update({prompt.ordinal: {} for prompt in prompts})
             state = self._fill(state, free, waiting, owners, key, max_response_tokens)

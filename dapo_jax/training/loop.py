@@ -18,7 +18,6 @@ from dapo_jax.metrics import Metric, to_scalars
 from dapo_jax.rollouts import Group, Microbatch
 from dapo_jax.training.state import TrainState
 from dapo_jax.training.step_metrics import rollout_metrics
-from dapo_jax.training.update import Updater
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +44,10 @@ class Pipe:
     finish: Callable[[Collector], Collected]
     minibatches: Callable[[Sequence[Group], int], list[list[Microbatch]]]
     """(groups, step) -> the microbatches of each update, on the host."""
-    updater: Updater
+    prepare: Callable[[TrainState, list[list[Microbatch]]], list[list[Microbatch]]]
+    """Puts a step's microbatches on the device, with what the update compares with; see `Updater.prepare`."""
+    update: Callable[..., tuple[TrainState, list[dict[str, Metric]]]]
+    """(state, minibatch, learning_rate=, first=) -> the new state and metrics; see `Updater.update`."""
     learning_rate: Callable[[int], float]
     clock: Callable[[], float]
     """Seconds; only for metrics."""
@@ -86,13 +88,12 @@ def run_steps(
         del weights
         collected, sampled = pipe.finish(collector), pipe.clock()
 
-        minibatches = pipe.updater.prepare(state, pipe.minibatches(collected.groups, step))
+        minibatches = pipe.prepare(state, pipe.minibatches(collected.groups, step))
+        rate = pipe.learning_rate(step)
         measured: list[Mapping[str, Metric]] = []
         for index, minibatch in enumerate(minibatches):
             on_phase("update", index, len(minibatches))
-            state, parts = pipe.updater.update(
-                state, minibatch, learning_rate=pipe.learning_rate(step), first=index == 0
-            )
+            state, parts = pipe.update(state, minibatch, learning_rate=rate, first=index == 0)
             measured += parts
         scalars = to_scalars(measured)
 
@@ -101,7 +102,7 @@ def run_steps(
         metrics = {
             **rollout_metrics(collected),
             **scalars,
-            "update/learning_rate": pipe.learning_rate(step),
+            "update/learning_rate": rate,
             **times,
         }
         after_step(StepResult(position=position, state=state, collected=collected, metrics=metrics))

@@ -1,0 +1,90 @@
+"""README.md and the pages of docs/ say what is true: their programs run, their files, functions, tests and commands exist."""
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dapo_jax.cli import main
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+OWN_TEST = ROOT / "docs" / "your_own_training_loop.md"
+"""Run by own_stack_test.py."""
+PAGES = [README, *sorted(set(ROOT.glob("docs/*.md")) - {OWN_TEST})]
+
+
+def program(page):
+    """The page with everything but its python blocks blanked: a traceback's line is the page's line."""
+    lines, inside = [], False
+    for line in page.read_text().splitlines():
+        if line.startswith("```"):
+            inside, line = line == "```python", ""
+        lines.append(line if inside else "")
+    return "\n".join(lines)
+
+
+def table(heading):
+    """The cells of the table below a heading of the README, without its two header rows."""
+    section = README.read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]] for row in rows[2:]]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_programs_of_a_page_run_as_they_stand(page, tmp_path):
+    """In a process of its own, as a reader's would be: without the strictness of the tests, run from the checkout."""
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    script = tmp_path / f"{page.stem}.py"
+    script.write_text(program(page))
+    environment = os.environ | {"HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("page", [README, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_every_file_that_is_named_exists(page):
+    text = page.read_text()
+    folders = r"(?:dapo_jax|configs|constraints|docs|tests|launch|notebooks|benchmarks|\.ci|\.github)"
+    named = re.findall(rf"(?<![\w/.]){folders}/[\w./-]*\w", text)
+    linked = [target for target in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in target]
+    missing = [name for name in {*named, *linked} if not (ROOT / name).exists()]
+    assert named
+    assert not missing, f"{page.name} names {sorted(missing)}, which do not exist"
+
+
+@pytest.mark.parametrize("row", table("Equations"), ids=lambda row: row[0])
+def test_every_equation_has_its_function_and_its_test(row):
+    _, _, function, test = (cell.strip("`") for cell in row)
+    module, _, name = f"dapo_jax.{function}".rpartition(".")
+    assert callable(getattr(importlib.import_module(module), name))
+    file, _, test_name = test.partition("::")
+    assert re.search(rf"^def {re.escape(test_name)}\(", (ROOT / file).read_text(), re.MULTILINE), test
+
+
+def test_the_stages_of_the_pipe_are_those_of_the_loop():
+    """The diagram is the one in the loop's docstring, and the table goes through it in order."""
+    diagram = re.search(r"^ +prompts -> .*(?:\n .*)*", README.read_text(), re.MULTILINE)
+    assert diagram is not None
+    assert diagram[0] in importlib.import_module("dapo_jax.training.loop").__doc__
+    stages = [stage.strip() for stage in diagram[0].splitlines()[0].split("->")]
+    assert [row[0] for row in table("The pipe")] == [*stages, "weights"]
+
+
+def test_the_commands_are_those_of_the_command_line(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    there = re.findall(r"^    ([a-z]+) ", capsys.readouterr().out, re.MULTILINE)
+    assert sorted(row[0].split()[1] for row in table("Commands")) == sorted(there)
+
+
+def test_the_two_commands_stand_as_promised():
+    text = README.read_text()
+    assert "pip install -e . && dapo-jax train configs/quickstart.yaml" in text
+    assert "pip install -e '.[dev]' && pytest" in text

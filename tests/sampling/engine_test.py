@@ -1,0 +1,234 @@
+"""The decoder's engine: what prefill, insert and generate promise, on the smallest decoder that has everything."""
+
+import functools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from dapo_jax.models.decoder import Decoder
+from dapo_jax.models.folder import shapes_of
+from dapo_jax.parallel.mesh import make_mesh
+from dapo_jax.parallel.weights import weight_transfer
+from dapo_jax.sampling.decoding import decoding
+from dapo_jax.sampling.engine import DecoderEngine, Engine, Insertion
+from dapo_jax.testing import tiny_decoder_config, tiny_params
+
+CONFIG = tiny_decoder_config(qkv_bias=True, qk_norm=True, tied_embeddings=False)
+SLOTS, CAPACITY, STEPS, EOS = 4, 24, 8, 1
+GREEDY = decoding(temperature=0.0)
+KEY = jax.random.key(0)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return make_mesh(devices=jax.devices()[:1])
+
+
+@pytest.fixture(scope="module")
+def engine(mesh):
+    return DecoderEngine(CONFIG, slots=SLOTS, capacity=CAPACITY, steps_per_call=STEPS, eos_id=EOS, mesh=mesh)
+
+
+@pytest.fixture(scope="module")
+def transfer(mesh):
+    return weight_transfer(shapes_of(CONFIG), mesh, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def weights(transfer):
+    return transfer(tiny_params(CONFIG))
+
+
+def prompts(*lengths, seed=0, width=8):
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(2, 20, (len(lengths), width)).astype(np.int32)
+    return tokens, np.array(lengths, np.int32)
+
+
+def insertion(slots, rows, *, limits=9, ordinals=0):
+    def column(values):
+        return np.broadcast_to(np.asarray(values, np.int32), len(slots)).copy()
+
+    return Insertion(
+        slots=column(slots), rows=column(rows), ordinals=column(ordinals),
+        indices=np.arange(len(slots), dtype=np.int32), limits=column(limits),
+    )  # fmt: skip
+
+
+@functools.cache
+def trainer(dtype):
+    """(params, tokens) -> logits of whole rows, as the trainer's decoder computes them."""
+    graph, _ = nnx.split(nnx.eval_shape(lambda: Decoder(CONFIG, rngs=nnx.Rngs(0), compute_dtype=dtype)))
+
+    def run(params, tokens):
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
+        decoder = nnx.merge(graph, params)
+        return decoder.ends.logits(decoder(tokens, positions, jnp.ones_like(tokens)))
+
+    return jax.jit(run)
+
+
+def last_logits(tokens, lengths, *, dtype="float32"):
+    """The trainer's logits after the last token of each row; rows are padded to the capacity."""
+    padded = np.pad(tokens, ((0, 0), (0, CAPACITY - tokens.shape[1])))
+    logits = np.asarray(trainer(dtype)(tiny_params(CONFIG), padded))
+    return logits[np.arange(len(tokens)), lengths - 1]
+
+
+def test_it_is_an_engine(engine):
+    assert isinstance(engine, Engine)
+
+
+def test_prefill_gives_the_logits_after_the_prompt_whatever_is_in_the_padding(engine, weights):
+    tokens, lengths = prompts(3, 8, 1, 5)
+    prefix = engine.prefill(weights, tokens, lengths)
+    np.testing.assert_allclose(prefix.logits, last_logits(tokens, lengths), rtol=1e-4, atol=1e-5)
+    other = np.where(np.arange(8) < lengths[:, None], tokens, 0).astype(np.int32)
+    np.testing.assert_array_equal(engine.prefill(weights, other, lengths).logits, prefix.logits)
+
+
+def test_greedy_decoding_takes_what_the_whole_sequence_makes_likeliest(engine, weights):
+    """Each token is the argmax of a forward pass over everything before it: cache, positions and lengths are right."""
+    tokens, lengths = prompts(3, 8, 1, 5)
+    state = engine.insert(
+        engine.prefill(weights, tokens, lengths),
+        engine.init_decode_state(),
+        insertion(range(4), range(4)),
+        KEY,
+    )
+    _, result = engine.generate(weights, state, GREEDY)
+    rows, ends = np.zeros((4, CAPACITY), np.int32), lengths.copy()
+    for row in range(4):
+        drawn = np.asarray(result.tokens)[row, np.asarray(result.valid)[row]]
+        assert len(drawn)
+        rows[row, : lengths[row]] = tokens[row, : lengths[row]]
+        rows[row, lengths[row] : lengths[row] + len(drawn)] = drawn
+        ends[row] += len(drawn)
+    assert (ends - lengths).tolist() == [2, 8, 8, 8]
+    for step in range(STEPS):
+        at = np.minimum(lengths + step, ends - 1)
+        np.testing.assert_array_equal(last_logits(rows, at).argmax(axis=-1), rows[np.arange(4), at])
+
+
+def test_one_prefill_serves_all_responses_and_each_draws_its_own_first_token(engine, weights):
+    prefix = engine.prefill(weights, *prompts(4))
+    states = [
+        engine.insert(prefix, engine.init_decode_state(), insertion(range(4), [0] * 4), KEY) for _ in range(2)
+    ]
+    _, result = engine.generate(weights, states[0], decoding(temperature=2.0))
+    assert len({tuple(row) for row in np.asarray(result.tokens)}) == 4
+    # The prefix is not used up: a second insert of it gives the same.
+    _, again = engine.generate(weights, states[1], decoding(temperature=2.0))
+    np.testing.assert_array_equal(again.tokens, result.tokens)
+
+
+def test_insert_touches_only_the_slots_it_names(engine, weights):
+    before = engine.insert(
+        engine.prefill(weights, *prompts(5, 4, 3, 2)), engine.init_decode_state(), insertion(range(4), range(4)), KEY
+    )  # fmt: skip
+    held = jax.device_get(replace(before, keys=jax.random.key_data(before.keys)))
+    after = engine.insert(
+        engine.prefill(weights, *prompts(6, seed=1)), before, insertion([2], [0], ordinals=9), KEY
+    )
+    found = jax.device_get(replace(after, keys=jax.random.key_data(after.keys)))
+    for old, new in zip(jax.tree.leaves(held), jax.tree.leaves(found), strict=True):
+        np.testing.assert_array_equal(new[[0, 1, 3]], old[[0, 1, 3]])
+    assert found.lengths.tolist() == [5, 4, 6, 2]
+    assert (found.keys[2] != held.keys[2]).any()
+
+
+def test_a_slot_stops_at_its_limit_and_the_call_goes_on_for_the_others(engine, weights):
+    prefix = engine.prefill(weights, *prompts(4))
+    limits = [1, 3, 12, 6]
+    state = engine.insert(
+        prefix, engine.init_decode_state(), insertion(range(4), [0] * 4, limits=limits), KEY
+    )
+    state, result = engine.generate(weights, state, decoding())
+    drawn = [
+        row[mask].tolist() for row, mask in zip(*map(np.asarray, (result.tokens, result.valid)), strict=True)
+    ]
+    for tokens, limit, live in zip(drawn, limits, np.asarray(result.live), strict=True):
+        assert EOS not in tokens[:-1]
+        assert len(tokens) == min(limit, STEPS) or tokens[-1] == EOS
+        assert live == (len(tokens) < limit and tokens[-1] != EOS)
+    assert np.asarray(state.lengths).tolist() == [4 + len(tokens) for tokens in drawn]
+
+
+def test_generate_comes_back_as_soon_as_too_few_slots_live(engine, weights):
+    prefix = engine.prefill(weights, *prompts(4))
+    how = decoding(temperature=0.01)
+
+    def run(min_live):
+        batch = insertion(range(4), [0] * 4, limits=[2, 3, 5, 8], ordinals=[0, 1, 2, 3])
+        state = engine.insert(prefix, engine.init_decode_state(), batch, KEY)
+        return engine.generate(weights, state, how, min_live)
+
+    lengths = sorted(np.asarray(run(1)[1].valid).sum(axis=1).tolist())
+    assert len(set(lengths)) > 1, "the responses should end at different steps"
+    for min_live in (2, 3, 4):
+        # Fewer than m of four live once 5 - m have ended, at the step when the (5 - m)-th shortest does.
+        _, result = run(min_live)
+        assert np.asarray(result.valid).sum(axis=1).max() == lengths[4 - min_live]
+
+
+def test_a_step_is_taken_even_when_fewer_live_than_asked_for(engine, weights):
+    state = engine.insert(
+        engine.prefill(weights, *prompts(4)), engine.init_decode_state(), insertion([3], [0]), KEY
+    )
+    _, result = engine.generate(weights, state, GREEDY, 4)
+    assert np.asarray(result.valid).sum(axis=1).tolist() == [0, 0, 0, 1]
+
+
+def test_without_a_live_slot_nothing_is_drawn(engine, weights):
+    _, result = engine.generate(weights, engine.init_decode_state(), GREEDY)
+    assert not np.asarray(result.valid).any()
+    assert not np.asarray(result.live).any()
+
+
+def test_bfloat16_samples_what_a_bfloat16_trainer_scores(mesh):
+    """Both round activations to 8 bits, at other places: they differ by less than either does from float32."""
+    half = DecoderEngine(
+        CONFIG,
+        slots=SLOTS,
+        capacity=CAPACITY,
+        steps_per_call=2,
+        eos_id=EOS,
+        mesh=mesh,
+        compute_dtype="bfloat16",
+    )
+    weights = weight_transfer(shapes_of(CONFIG), mesh, dtype="bfloat16")(tiny_params(CONFIG))
+    tokens, lengths = prompts(8, 8, 8, 8)
+    prefix = half.prefill(weights, tokens, lengths)
+    trained, exact = (last_logits(tokens, lengths, dtype=dtype) for dtype in ("bfloat16", "float32"))
+    distance = np.abs(np.asarray(prefix.logits) - trained).mean()
+    assert distance < 0.75 * np.abs(trained - exact).mean()
+    assert prefix.layers[0].keys.dtype == jnp.bfloat16
+    state = half.insert(prefix, half.init_decode_state(), insertion(range(4), range(4)), KEY)
+    _, result = half.generate(weights, state, decoding())
+    assert result.logprobs.dtype == jnp.float32
+    assert np.asarray(result.valid).any()
+
+
+def test_slots_must_be_a_multiple_of_the_devices_they_are_spread_over():
+    with pytest.raises(
+        ValueError, match=r"slots=6 must be a multiple of parallel.data x parallel.fsdp = 4, .*; 8 is"
+    ):
+        DecoderEngine(
+            CONFIG,
+            slots=6,
+            capacity=24,
+            steps_per_call=4,
+            eos_id=EOS,
+            mesh=make_mesh(data=2, fsdp=2, tensor=2),
+        )
+
+
+def test_a_capacity_beyond_the_models_positions_is_refused(mesh):
+    with pytest.raises(
+        ValueError, match="prompt and response need 65 positions, the model has 64; lower data"
+    ):
+        DecoderEngine(CONFIG, slots=4, capacity=65, steps_per_call=4, eos_id=EOS, mesh=mesh)

@@ -1,0 +1,228 @@
+"""How the sampler keeps its slots full: driven by an engine without a model, so every response is known."""
+
+import itertools
+import weakref
+
+import jax
+import numpy as np
+import pytest
+
+from dapo_jax.rollouts import Prompt
+from dapo_jax.sampling.decoding import decoding
+from dapo_jax.sampling.sampler import Sampler
+from dapo_jax.testing import ScriptedEngine
+
+EOS, LIMIT = 1, 40
+
+
+def prompt(ordinal, tokens=(2, 3)):
+    return Prompt(ordinal=ordinal, tokens=np.array(tokens, np.int32), text="", answer="")
+
+
+def prompts(count):
+    """Prompts of 2 to 6 tokens, each beginning with its own number."""
+    return [prompt(ordinal, (ordinal + 2,) * (2 + ordinal % 5)) for ordinal in range(count)]
+
+
+def response(ordinal, index, length):
+    """`length` tokens that say whose they are, the end token last."""
+    return [100 * ordinal + index + 2] * (length - 1) + [EOS]
+
+
+def scripted(length_of=lambda ordinal, index: 3 + (7 * ordinal + 5 * index) % 11, *, slots=4, steps=4):
+    return ScriptedEngine(
+        lambda ordinal, index: response(ordinal, index, length_of(ordinal, index)),
+        slots=slots, capacity=6 + LIMIT, steps_per_call=steps, eos_id=EOS,
+    )  # fmt: skip
+
+
+def drawing(items):
+    left = iter(items)
+    return lambda count: list(itertools.islice(left, count))
+
+
+def sample(engine, draw, *, samples=3, limit=LIMIT, **options):
+    return Sampler(engine, **options).sample(
+        {}, draw, key=jax.random.key(0), how=decoding(), samples_per_prompt=samples, max_response_tokens=limit
+    )
+
+
+def test_every_group_comes_back_whole_and_in_response_order():
+    engine = scripted()
+    found = {p.ordinal: got for p, got in sample(engine, drawing(prompts(7)), prefill_prompts=2)}
+    assert found.keys() == set(range(7))
+    for ordinal, responses in found.items():
+        for index, got in enumerate(responses):
+            whole = response(ordinal, index, 3 + (7 * ordinal + 5 * index) % 11)
+            assert got.tokens.tolist() == whole
+            # The scripted log-probability of a token is minus its id.
+            assert got.logprobs.tolist() == [-float(token) for token in whole]
+            assert got.finish_reason == "stop"
+
+
+def test_slots_are_filled_in_prompt_order():
+    engine = scripted()
+    list(sample(engine, drawing(prompts(9)), prefill_prompts=2))
+    assert engine.inserted == [(ordinal, index) for ordinal in range(9) for index in range(3)]
+
+
+def test_a_group_may_be_larger_than_all_slots():
+    engine = scripted(slots=2)
+    ((_, responses),) = sample(engine, drawing(prompts(1)), samples=11)
+    assert [got.tokens[0] for got in responses] == [index + 2 for index in range(11)]
+
+
+def test_each_prompt_is_prefilled_once_padded_to_a_power_of_two():
+    engine = scripted(slots=4)
+    asked = [prompt(0, range(2, 5)), prompt(1, range(2, 11)), prompt(2, [7] * 16), prompt(3, [8] * 17)]
+    list(sample(engine, drawing(asked), samples=6, limit=8, prefill_prompts=1))
+    rows = [tuple(tokens[0, : lengths[0]]) for tokens, lengths in engine.prefills]
+    assert rows == [tuple(p.tokens) for p in asked]
+    assert [tokens.shape for tokens, _ in engine.prefills] == [(1, 8), (1, 16), (1, 16), (1, 32)]
+
+
+def test_a_padded_prompt_never_outgrows_the_slot():
+    """33 tokens would be padded to 64, but a slot has 46."""
+    engine = scripted()
+    ((_, responses),) = sample(engine, drawing([prompt(0, [5] * 33)]), limit=13, prefill_prompts=2)
+    assert len(responses) == 3
+    ((tokens, lengths),) = engine.prefills
+    assert tokens.shape == (2, 46)
+    assert lengths.tolist() == [33, 1]
+
+
+def test_a_long_tail_holds_up_nobody():
+    """Response (0, 0) takes 40 steps, all others 2: six groups end before the first does."""
+    engine = scripted(lambda ordinal, index: 40 if (ordinal, index) == (0, 0) else 2)
+    order = [p.ordinal for p, _ in sample(engine, drawing(prompts(7)), prefill_prompts=1)]
+    assert order == [1, 2, 3, 4, 5, 6, 0]
+
+
+def test_prompts_that_come_later_are_taken_up():
+    """As dynamic sampling draws: nothing more until a group has ended, then another wave."""
+    waves, asked = [prompts(4)[:2], prompts(4)[2:]], []
+    pending = waves.pop(0)
+
+    def draw(count):
+        taken = [pending.pop(0) for _ in range(min(count, len(pending)))]
+        asked.append(len(taken))
+        return taken
+
+    order = []
+    for p, _ in sample(scripted(slots=8), draw):
+        order.append(p.ordinal)
+        if waves and not pending:
+            pending += waves.pop(0)
+    assert sorted(order) == [0, 1, 2, 3]
+    assert 0 in asked[:-1], "it was told `none for now` in between"
+
+
+def test_the_second_wave_starts_while_the_tail_of_the_first_still_runs():
+    engine = scripted(lambda ordinal, index: 40 if ordinal == 0 else 2, slots=8)
+    pending = prompts(2)
+
+    def draw(count):
+        taken, pending[:] = pending[:count], pending[count:]
+        return taken
+
+    for p, _ in sample(engine, draw, samples=2):
+        if p.ordinal == 1:
+            pending += prompts(4)[2:]
+    assert engine.inserted[-1] == (3, 1)
+    assert len(engine.live_slots) == 40, "the second wave cost no step of its own"
+
+
+def test_nothing_to_sample_decodes_nothing():
+    engine = scripted()
+    assert list(sample(engine, drawing([]))) == []
+    assert engine.live_slots == []
+    assert engine.prefills == []
+
+
+def test_prompts_are_asked_for_only_when_slots_are_free_and_few_at_a_time():
+    """6 responses a prompt and 4 slots: a second prompt is read when the line is about to be empty."""
+    engine, counts = scripted(slots=4), []
+    source = drawing(prompts(3))
+
+    def draw(count):
+        counts.append((count, len(engine.inserted)))
+        return source(count)
+
+    list(sample(engine, draw, samples=6, prefill_prompts=1))
+    assert {count for count, _ in counts} == {1}
+    assert counts[0] == (1, 0)
+    # Asked again only when all in line get a slot: with some but not all of the last prompt's six still waiting.
+    assert 4 <= counts[1][1] < 6
+    assert 8 <= counts[2][1] < 12
+
+
+def test_a_response_ends_at_the_limit_or_at_its_end_token():
+    """Limit 5: lengths 3 and 5 end in the end token, 6 and 9 are cut just before it."""
+    engine = scripted(lambda ordinal, index: [3, 5, 6, 9][index])
+    ((_, responses),) = sample(engine, drawing(prompts(1)), samples=4, limit=5)
+    assert [len(got.tokens) for got in responses] == [3, 5, 5, 5]
+    assert [got.finish_reason for got in responses] == ["stop", "stop", "length", "length"]
+    assert [int(got.tokens[-1]) for got in responses] == [EOS, EOS, 4, 5]
+
+
+def long_tailed(ordinal, index):
+    """Lengths from 5 to 40 with a median of 7 and a mean of 11: Pareto's, from a hash of the names."""
+    uniform = ((ordinal * 7919 + index * 104_729 + 13) * 2_654_435_761 % 2**32) / 2**32
+    return int(min(2 + 3 * (1 - uniform) ** -0.9, LIMIT))
+
+
+def occupancy(*, refill_frac=0.125, steps=16, count=64):
+    engine = scripted(long_tailed, slots=16, steps=steps)
+    list(sample(engine, drawing(prompts(count)), samples=8, prefill_prompts=2, refill_frac=refill_frac))
+    # Without the last stretch, when nothing is left to refill with.
+    return float(np.mean(engine.live_slots[:-LIMIT])) / engine.slots
+
+
+def test_long_tailed_lengths_leave_few_slots_idle():
+    """A batch that waits for its longest response would keep 11 / 40 = 28 % busy.
+
+    Slots are refilled when 2 of the 16 are free, so at most one is idle on the way: 15 / 16 = 94 %. The prompts drawn
+    at once fill the slots exactly, which must not leave the line empty.
+    """
+    assert occupancy() > 15 / 16
+    assert occupancy(steps=4) > 15 / 16
+
+
+def test_refilling_late_leaves_slots_idle():
+    """refill_frac 1 comes back only at the end of a call of 16 steps; half of 16 slots idle on the way is common."""
+    assert occupancy(refill_frac=1.0) < 0.75
+
+
+def test_a_prefill_is_let_go_once_its_last_response_has_a_slot():
+    class Prefix(np.ndarray):
+        """An array that can be weakly referenced and counted."""
+
+    held = []
+
+    class Watching(ScriptedEngine):
+        def prefill(self, params, padded_tokens, true_lengths):
+            prefix = super().prefill(params, padded_tokens, true_lengths).view(Prefix)
+            held.append(weakref.ref(prefix))
+            return prefix
+
+        def generate(self, params, state, how, min_live=1):
+            alive.append(sum(reference() is not None for reference in held))
+            return super().generate(params, state, how, min_live)
+
+    alive = []
+    engine = Watching(lambda o, i: response(o, i, 30), slots=4, capacity=46, steps_per_call=4, eos_id=EOS)
+    list(sample(engine, drawing(prompts(4)), samples=2, prefill_prompts=1))
+    assert len(held) == 4
+    assert max(alive) <= 1
+
+
+@pytest.mark.parametrize(
+    ("length", "message"),
+    [
+        (0, r"prompt 5 has 0 tokens; a slot of 46 tokens has room for 1 to 46 - 40 \(response\) = 6"),
+        (7, r"prompt 5 has 7 tokens; a slot of 46 tokens has room for 1 to 46 - 40 \(response\) = 6"),
+    ],
+)
+def test_a_prompt_that_does_not_fit_is_refused_with_the_arithmetic(length, message):
+    with pytest.raises(ValueError, match=message):
+        list(sample(scripted(), drawing([prompt(4), prompt(5, [3] * length)])))

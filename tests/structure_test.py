@@ -1,0 +1,65 @@
+"""What keeps the code readable and its rooms apart."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+SOURCES = sorted((ROOT / "dapo_jax").rglob("*.py"))
+MAX_LINES = 310
+TEXT = {".py", ".md", ".toml", ".yaml", ".yml", ".txt", ".json", ".ipynb", ".sh", ""}
+MACHINE_PATH = re.compile(r"(?<![\w.~>}])/(?:work|root|home|Users|opt|tmp|mnt)/\w")
+
+
+def name_of(path):
+    return str(path.relative_to(ROOT))
+
+
+def text_files():
+    """Every file of ours that a person could read: no caches, no runs, no builds."""
+    folders = ("dapo_jax", "tests", "configs", "docs", "notebooks", "launch", "benchmarks", ".ci", ".github")
+    inside = [path for folder in folders for path in (ROOT / folder).rglob("*")]
+    return [path for path in (*inside, *ROOT.glob("*"), *ROOT.glob("constraints/*")) if is_text(path)]
+
+
+def is_text(path):
+    return path.is_file() and path.suffix in TEXT and "__pycache__" not in path.parts
+
+
+def test_a_file_can_be_read_in_one_sitting():
+    lengths = {name_of(path): len(path.read_text().splitlines()) for path in SOURCES}
+    too_long = {name: lines for name, lines in lengths.items() if lines > MAX_LINES}
+    assert not too_long, f"over {MAX_LINES} lines: {too_long}; split by idea"
+
+
+def test_no_type_error_is_ignored():
+    ignored = re.compile(r"#\s*(?:type|pyrefly|pyright|mypy|ty)\s*:\s*ignore")
+    found = [name_of(path) for path in SOURCES if ignored.search(path.read_text())]
+    assert not found, f"{found} silence the type checker; say the type instead"
+
+
+def test_rooms_import_only_from_the_floors_below():
+    """The contracts of pyproject.toml, by import-linter."""
+    program = Path(sys.executable).with_name("lint-imports")
+    done = subprocess.run([program, "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_room_stands_on_a_floor():
+    """A module that no contract knows could import whatever it likes."""
+    contract = (ROOT / "pyproject.toml").read_text()
+    rooms = {path.relative_to(ROOT / "dapo_jax").parts[0].removesuffix(".py") for path in SOURCES}
+    # __init__ offers the light names; testing holds doubles that may stand in for anything.
+    loose = [room for room in rooms - {"__init__", "testing"} if f"dapo_jax.{room}" not in contract]
+    assert not loose, f"{sorted(loose)} are on no floor of the layers contract in pyproject.toml"
+
+
+def test_no_file_names_a_folder_of_one_machine():
+    found = {
+        f"{name_of(path)}:{number}: {line.strip()[:100]}"
+        for path in text_files()
+        for number, line in enumerate(path.read_text(errors="replace").splitlines(), start=1)
+        if MACHINE_PATH.search(line)
+    }
+    assert not found, "\n".join(sorted(found))

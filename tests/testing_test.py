@@ -1,0 +1,99 @@
+"""The test doubles keep the promises that the real ones make."""
+
+import jax
+import numpy as np
+import pytest
+
+from dapo_jax.sampling.decoding import decoding
+from dapo_jax.sampling.engine import Engine, Insertion
+from dapo_jax.testing import ScriptedEngine, tiny_decoder_config, tiny_params
+
+KEY = jax.random.key(0)
+
+
+def scripted(responses, *, steps=4, slots=3):
+    """Response `index` of any prompt is `responses[index]`."""
+    return ScriptedEngine(
+        lambda _, index: responses[index], slots=slots, capacity=16, steps_per_call=steps, eos_id=1
+    )
+
+
+def started(engine, limits, *, slots=None, length=2):
+    """A state with responses 0, 1, ... in the given slots."""
+    count = len(limits)
+    prefix = engine.prefill({}, np.full((1, 8), 5, np.int32), np.array([length], np.int32))
+    insertion = Insertion(
+        slots=np.array(range(count) if slots is None else slots, np.int32), rows=np.zeros(count, np.int32),
+        ordinals=np.zeros(count, np.int32), indices=np.arange(count, dtype=np.int32),
+        limits=np.array(limits, np.int32),
+    )  # fmt: skip
+    return engine.insert(prefix, engine.init_decode_state(), insertion, KEY)
+
+
+def valid_tokens(result):
+    return [row[mask].tolist() for row, mask in zip(result.tokens, result.valid, strict=True)]
+
+
+def test_the_scripted_engine_is_an_engine():
+    assert isinstance(scripted([[1]]), Engine)
+
+
+def test_slots_follow_their_script_to_the_end_token_or_the_limit():
+    engine = scripted([[7, 8, 1, 9], [5, 6, 7, 8, 9, 9]])
+    state, first = engine.generate({}, started(engine, [10, 5], slots=[2, 0]), decoding())
+    assert valid_tokens(first) == [[5, 6, 7, 8], [], [7, 8, 1]]
+    assert first.live.tolist() == [True, False, False]
+    assert first.logprobs[2].tolist() == [-7.0, -8.0, -1.0, 0.0]
+    state, second = engine.generate({}, state, decoding())
+    assert valid_tokens(second) == [[9], [], []]
+    assert not second.live.any()
+    assert engine.live_slots == [2, 2, 2, 1, 1]
+    assert engine.occupancy == 8 / (3 * 5)
+
+
+def test_generate_returns_early_when_too_few_live_but_always_takes_a_step():
+    engine = scripted([[7, 1], [5] * 9, [6] * 9])
+    state, result = engine.generate({}, started(engine, [9, 9, 9]), decoding(), 3)
+    assert [len(row) for row in valid_tokens(result)] == [2, 2, 2]
+    _, result = engine.generate({}, state, decoding(), 3)
+    assert [len(row) for row in valid_tokens(result)] == [0, 1, 1]
+
+
+def test_states_are_values():
+    engine = scripted([[7, 8, 9, 1]], steps=2)
+    state = started(engine, [9])
+    _, first = engine.generate({}, state, decoding())
+    _, again = engine.generate({}, state, decoding())
+    assert valid_tokens(first) == valid_tokens(again) == [[7, 8], [], []]
+
+
+def test_it_notes_what_was_prefilled_and_inserted():
+    engine = scripted([[1], [1]])
+    started(engine, [3, 3])
+    ((tokens, lengths),) = engine.prefills
+    assert tokens.tolist() == [[5] * 8]
+    assert lengths.tolist() == [2]
+    assert engine.inserted == [(0, 0), (0, 1)]
+
+
+def test_a_script_that_runs_out_is_refused():
+    with pytest.raises(
+        ValueError, match=r"response 0 to prompt 0 has 2 tokens and no end token 1; .* limit of 5"
+    ):
+        started(scripted([[7, 8]]), [5])
+
+
+def test_a_response_that_outgrows_its_slot_is_refused():
+    with pytest.raises(ValueError, match="7 tokens and 10 of response = 17 are over capacity=16"):
+        started(scripted([[1]]), [10], length=7)
+
+
+def test_tiny_parameters_have_nothing_at_its_start_value():
+    config = tiny_decoder_config(qkv_bias=True, qk_norm=True, tied_embeddings=False)
+    for leaf in map(np.asarray, jax.tree.leaves(tiny_params(config))):
+        assert leaf.dtype == np.float32
+        assert 0.1 < leaf.std() < 0.4
+    leaves = zip(*(jax.tree.leaves(tiny_params(config, seed=seed)) for seed in (0, 0, 1)), strict=True)
+    for one, same, other in leaves:
+        np.testing.assert_array_equal(one, same)
+        assert (np.asarray(one) != np.asarray(other)).all()

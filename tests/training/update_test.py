@@ -1,0 +1,396 @@
+"""One optimizer update: the gradient of the whole minibatch, the right old policy, and AdamW as written down."""
+
+import math
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from dapo_jax.batching import Row, pack
+from dapo_jax.losses import dapo_loss
+from dapo_jax.metrics import Mean, to_scalars
+from dapo_jax.models.decoder import Decoder
+from dapo_jax.parallel.mesh import make_mesh
+from dapo_jax.testing import tiny_decoder_config, tiny_params
+from dapo_jax.training.state import TrainState, init_state, make_optimizer, warmed_up
+from dapo_jax.training.update import Updater, UpdateOptions
+
+CONFIG = tiny_decoder_config(layers=1, embed_dim=16, mlp_dim=16, heads=2, kv_heads=2)
+GRAPH = nnx.split(nnx.eval_shape(lambda: Decoder(CONFIG, rngs=nnx.Rngs(0))))[0]
+KEEP_GRADIENT = optax.trace(decay=0.0)
+"""An optimizer whose state is the last gradient: no rounding between it and the test."""
+SEQ = 16
+
+
+def one_device():
+    return make_mesh(devices=jax.devices()[:1])
+
+
+def make_rows(count=8, seed=0):
+    """Responses of 5 to 12 tokens after prompts of 4: no two fit into a line of 16. Old log-probabilities around those
+    of the model, so that some ratios are clipped; one row is out of the loss."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for index in range(count):
+        response = rng.integers(2, CONFIG.vocab_size, rng.integers(5, 13)).astype(np.int32)
+        row = Row(
+            prompt_tokens=rng.integers(2, CONFIG.vocab_size, 4).astype(np.int32),
+            response_tokens=response,
+            logprobs=rng.normal(-3.0, 0.5, len(response)).astype(np.float32),
+            advantage=float(rng.normal()),
+            in_loss=index != 3,
+        )
+        rows.append(row)
+    return rows
+
+
+ROWS = make_rows()
+WEIGHTS = np.random.default_rng(1).uniform(0.01, 0.05, len(ROWS)) * [row.in_loss for row in ROWS]
+
+
+def packed(rows=ROWS, weights=WEIGHTS, *, row_tokens=SEQ, per=8):
+    return pack(rows, weights, row_tokens=row_tokens, rows_per_microbatch=per)
+
+
+def make_updater(mesh=None, *, optimizer=KEEP_GRADIENT, objective=dapo_loss, reference=None, **options):
+    options = UpdateOptions(**{"old_logprobs": "sampler", "logprob_chunk_tokens": 64, **options})
+    return Updater(
+        GRAPH, PARAMS, optimizer, mesh or one_device(), objective=objective, options=options, reference=reference
+    )  # fmt: skip
+
+
+PARAMS = tiny_params(CONFIG)
+
+
+def fresh(optimizer=KEEP_GRADIENT, mesh=None, params=PARAMS):
+    return init_state(params, optimizer, mesh or one_device())
+
+
+def on_host(tree):
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(jax.device_get(tree))]
+
+
+def step(updater, state, microbatches, *, first=False, learning_rate=1.0):
+    [minibatch] = updater.prepare(state, [microbatches])
+    state, metrics = updater.update(state, minibatch, learning_rate=learning_rate, first=first)
+    return state, to_scalars(metrics)
+
+
+def gradient(updater, microbatches, mesh=None, params=PARAMS, **how):
+    state, _ = step(updater, fresh(mesh=mesh, params=params), microbatches, **how)
+    return on_host(state.opt_state)
+
+
+def assert_same_gradient(found, expected, tolerance=1e-6):
+    largest = max(np.abs(leaf).max() for leaf in expected)
+    assert largest > 1e-3
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * largest)
+
+
+def plain_logprobs(params, tokens):
+    """All logits of one response at a time, no packing, no chunks: column t is about the token at t."""
+    decoder = nnx.merge(GRAPH, params)
+    rows, seq = tokens.shape
+    at = jnp.broadcast_to(jnp.arange(seq, dtype=jnp.int32)[None], (rows, seq))
+    hidden = decoder(tokens, at, jnp.ones_like(tokens))
+    logits = jnp.einsum("rse,ve->rsv", hidden, decoder.ends.unembedding())
+    logprobs = jax.nn.log_softmax(logits[:, :-1], axis=-1)
+    chosen = jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1)[..., 0]
+    return jnp.pad(chosen, ((0, 0), (1, 0)))
+
+
+@pytest.fixture(scope="module")
+def sampler_updater():
+    """`old_logprobs: sampler`, so that ratios are far from 1 and some are clipped."""
+    return make_updater()
+
+
+@pytest.fixture(scope="module")
+def trainer_updater():
+    return make_updater(old_logprobs="trainer")
+
+
+@pytest.fixture(scope="module")
+def whole(sampler_updater):
+    """The gradient of the minibatch in one microbatch of unpacked rows."""
+    return gradient(sampler_updater, packed())
+
+
+def test_the_gradient_is_that_of_the_written_out_loss(whole):
+    [m] = packed()
+
+    def loss(params):
+        ratio = jnp.exp(plain_logprobs(params, jnp.asarray(m.tokens)) - m.sampler_logprobs)
+        surrogate = jnp.minimum(ratio * m.advantages, jnp.clip(ratio, 0.8, 1.28) * m.advantages)
+        return -jnp.where(m.mask, m.weights * surrogate, 0.0).sum()
+
+    assert_same_gradient(whole, on_host(jax.jit(jax.grad(loss))(PARAMS)), tolerance=5e-6)
+
+
+@pytest.mark.parametrize(
+    ("row_tokens", "per", "microbatches"),
+    [(SEQ, 4, 2), (SEQ, 1, 8), (48, 4, 1), (48, 1, 3)],
+    ids=["2 microbatches", "8 microbatches", "packed", "packed, 3 microbatches"],
+)
+def test_the_gradient_does_not_depend_on_packing_or_microbatches(
+    sampler_updater, whole, row_tokens, per, microbatches
+):
+    parts = packed(row_tokens=row_tokens, per=per)
+    assert len(parts) == microbatches
+    assert_same_gradient(gradient(sampler_updater, parts), whole)
+
+
+def test_the_gradient_does_not_depend_on_the_mesh(whole):
+    """Eight devices: rows over data 2 x fsdp 2, weights over fsdp 2 and tensor 2."""
+    mesh = make_mesh(data=2, fsdp=2, tensor=2)
+    updater = make_updater(mesh)
+    assert_same_gradient(gradient(updater, packed(), mesh=mesh), whole)
+
+
+def test_the_first_update_has_ratio_one_and_later_ones_the_weights_that_sampled(trainer_updater):
+    """Old log-probabilities are scored once, before the first update, whatever the sampler recorded."""
+    optimizer = optax.sgd(1.0)
+    updater = make_updater(old_logprobs="trainer", optimizer=optimizer)
+    minibatches = [packed(), packed(make_rows(seed=1))]
+    state = fresh(optimizer)
+    prepared = updater.prepare(state, minibatches)
+    scored, [m] = prepared[1][0].old_logprobs, minibatches[1]
+    expected = jax.jit(plain_logprobs)(PARAMS, jnp.asarray(m.tokens))
+    np.testing.assert_allclose(scored[m.mask], expected[m.mask], rtol=1e-5, atol=1e-5)
+
+    state, first = updater.update(state, prepared[0], learning_rate=0.5, first=True)
+    state, second = updater.update(state, prepared[1], learning_rate=0.5, first=False)
+    first, second = to_scalars(first), to_scalars(second)
+    assert first["policy/ratio_max"] == first["policy/ratio"] == 1.0
+    assert first["policy/kl_old_k3"] == first["policy/clip_high_frac"] == first["policy/clip_low_frac"] == 0.0
+    assert abs(second["policy/ratio_max"] - 1.0) > 1e-3
+
+
+def test_a_second_look_with_unchanged_weights_has_the_same_gradient_as_the_first(trainer_updater):
+    """Scored log-probabilities and the stopped gradient of the same forward pass are the same old policy."""
+    state = fresh()
+    _, [second] = trainer_updater.prepare(state, [packed(), packed()])
+    later, _ = trainer_updater.update(state, [second], learning_rate=0.0, first=False)
+    assert_same_gradient(
+        on_host(later.opt_state), gradient(trainer_updater, packed(), first=True), tolerance=1e-5
+    )
+
+
+def test_the_samplers_recorded_logprobs_are_the_old_ones_where_asked_for(sampler_updater):
+    parts = packed()
+    [[prepared]] = sampler_updater.prepare(fresh(), [parts])
+    np.testing.assert_array_equal(prepared.old_logprobs, parts[0].sampler_logprobs)
+    _, scalars = step(sampler_updater, fresh(), parts, first=True)
+    m = parts[0]
+    logprobs = np.asarray(jax.jit(plain_logprobs)(PARAMS, jnp.asarray(m.tokens)))
+    ratio = np.exp(logprobs - m.sampler_logprobs)[m.mask]
+    assert scalars["policy/ratio_max"] == pytest.approx(ratio.max(), rel=1e-4)
+
+
+@pytest.mark.parametrize("which", ["sampler", "trainer"])
+def test_the_sampler_is_compared_with_the_trainer_whichever_is_the_old_policy(
+    which, sampler_updater, trainer_updater
+):
+    """With delta = trainer - sampler of each token: mean |delta|, max |delta|, and k3 = mean(e^delta - 1 - delta)."""
+    [m] = packed()
+    logprobs = np.asarray(jax.jit(plain_logprobs)(PARAMS, jnp.asarray(m.tokens)), np.float64)
+    delta = (logprobs - m.sampler_logprobs)[m.mask]
+    _, scalars = step({"sampler": sampler_updater, "trainer": trainer_updater}[which], fresh(), [m], first=True)
+    assert scalars["sync/logprob_diff_mean"] == pytest.approx(np.abs(delta).mean(), rel=1e-4)
+    assert scalars["sync/logprob_diff_max"] == pytest.approx(np.abs(delta).max(), rel=1e-4)
+    assert scalars["sync/sampler_trainer_kl"] == pytest.approx((np.exp(delta) - 1 - delta).mean(), rel=1e-4)
+
+
+def test_weights_that_have_moved_are_not_compared_with_the_samplers(sampler_updater):
+    """After the first update the policy differs from the one that sampled, which says nothing of the sampler."""
+    _, scalars = step(sampler_updater, fresh(), packed(), first=False)
+    assert math.isnan(scalars["sync/logprob_diff_mean"])
+    assert scalars["sync/logprob_diff_max"] == 0.0
+
+
+def probe(logprobs, old_logprobs, advantages, mask, *, weights):
+    """An objective that hands out what it was given: its loss is linear, its metrics are sums."""
+    loss = -(weights * jnp.where(mask, logprobs, 0.0)).sum() + jnp.where(mask, advantages, 0.0).max()
+    return loss, {"probe/weights": Mean(jnp.where(mask, weights, 0.0).sum(), jnp.ones(()))}
+
+
+@pytest.fixture(scope="module")
+def probe_updater():
+    return make_updater(old_logprobs="trainer", objective=probe, importance_cap=2.0)
+
+
+def test_importance_weights_are_capped(probe_updater):
+    """pi_old / pi_sampler = 0.5 for one response, 3 for another of as many tokens, capped at 2: with weight w a token the
+    weights come to n w (0.5 + 2)."""
+    n, w = 6, 0.125
+    rows = [replace(row, response_tokens=row.response_tokens[:n], logprobs=row.logprobs[:n]) for row in
+            make_rows(2, seed=5)]  # fmt: skip
+    rows = [replace(row, response_tokens=np.arange(2, 2 + n, dtype=np.int32)) for row in rows]
+    state = fresh()
+    _, [scored] = probe_updater.prepare(state, [packed(), packed(rows, np.full(2, w))])
+    old = np.asarray(scored.old_logprobs)
+    rows = [
+        replace(row, logprobs=(old[line, 4 : 4 + n] - np.log(ratio)).astype(np.float32))
+        for line, (row, ratio) in enumerate(zip(rows, (0.5, 3.0), strict=True))
+    ]
+    _, scalars = step(probe_updater, state, packed(rows, np.full(2, w)), first=True)
+    assert scalars["probe/weights"] == pytest.approx(n * w * (0.5 + 2.0), rel=1e-5)
+
+
+@pytest.mark.parametrize(("reference", "kl_coef"), [(None, 0.1), (PARAMS, 0.0)])
+def test_a_reference_policy_is_there_exactly_when_the_kl_asks_for_it(reference, kl_coef):
+    with pytest.raises(ValueError, match="reference policy"):
+        make_updater(reference=reference, kl_coef=kl_coef)
+
+
+def test_without_kl_nothing_is_scored_under_a_reference(sampler_updater):
+    [[prepared]] = sampler_updater.prepare(fresh(), [packed()])
+    assert not np.asarray(prepared.ref_logprobs).any()
+
+
+def test_the_kl_pulls_towards_the_reference_and_rests_there():
+    """k3's slope is 1 - e^(ref - logprob): exactly 0 at the reference, and of the weights' sign beyond it."""
+
+    def nothing(logprobs, old_logprobs, advantages, mask, *, weights):
+        return 0.0 * jnp.where(mask, logprobs, 0.0).sum(), {}
+
+    updater = make_updater(objective=nothing, reference=PARAMS, kl_coef=0.5)
+    at_rest = gradient(updater, packed())
+    assert max(np.abs(leaf).max() for leaf in at_rest) == 0.0
+    elsewhere = jax.tree.map(lambda leaf: leaf * 1.1, PARAMS)
+    state, scalars = step(updater, fresh(params=elsewhere), packed())
+    assert scalars["policy/kl_ref_k3"] > 0
+
+    [m] = packed()
+    reference = jax.jit(plain_logprobs)(PARAMS, jnp.asarray(m.tokens))
+
+    def penalty(params):
+        gap = jnp.where(m.mask, reference - plain_logprobs(params, jnp.asarray(m.tokens)), 0.0)
+        return 0.5 * (m.weights * (jnp.exp(gap) - 1.0 - gap)).sum()
+
+    expected = on_host(jax.jit(jax.grad(penalty))(elsewhere))
+    assert_same_gradient(on_host(state.opt_state), expected, tolerance=1e-4)  # exp(gap) - 1 cancels
+
+
+def adamw():
+    return make_optimizer(max_grad_norm=0.05)
+
+
+@pytest.mark.parametrize("what", ["gradient", "loss"])
+def test_an_update_that_is_not_finite_changes_not_a_bit(what, probe_updater):
+    """A NaN advantage makes the loss and the gradient NaN; an infinite one, in the probe, the loss alone."""
+    optimizer = adamw()
+    objective = dapo_loss if what == "gradient" else probe
+    updater = make_updater(optimizer=optimizer, objective=objective)
+    state, _ = step(updater, fresh(optimizer), packed(), learning_rate=0.1)  # moments that are not zero
+    before = on_host(state)
+    bad = math.nan if what == "gradient" else math.inf
+    rows = [*ROWS[:-1], replace(ROWS[-1], advantage=bad)]
+    state, scalars = step(updater, state, packed(rows), learning_rate=0.1)
+    for a, b in zip(on_host(state), before, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert scalars["update/skipped_frac"] == 1.0
+    assert math.isnan(scalars["update/loss"])  # nothing finite was counted
+    _, scalars = step(updater, state, packed(), learning_rate=0.1)
+    assert scalars["update/skipped_frac"] == 0.0
+
+
+def numpy_adamw(params, gradients, rates, *, clip, beta1=0.9, beta2=0.999, epsilon=1e-8, decay=0.1):
+    """AdamW (Loshchilov and Hutter 2019, decay inside the rate as in torch) after a global-norm clip, in float64."""
+    params = [leaf.astype(np.float64) for leaf in params]
+    first, second = [np.zeros_like(leaf) for leaf in params], [np.zeros_like(leaf) for leaf in params]
+    for t, (grads, rate) in enumerate(zip(gradients, rates, strict=True), start=1):
+        norm = math.sqrt(sum(float((g.astype(np.float64) ** 2).sum()) for g in grads))
+        for i, g in enumerate(grads):
+            g = g.astype(np.float64) * min(1.0, clip / norm)
+            first[i] = beta1 * first[i] + (1 - beta1) * g
+            second[i] = beta2 * second[i] + (1 - beta2) * g * g
+            direction = first[i] / (1 - beta1**t) / (np.sqrt(second[i] / (1 - beta2**t)) + epsilon)
+            params[i] = params[i] - rate * (direction + decay * params[i])
+    return params
+
+
+def test_three_updates_are_adamw_with_decay_and_clipping_as_written_down(sampler_updater):
+    """The gradients are the library's, at the weights of the time; all the rest is numpy. Their norm is about 0.2 here,
+    so a clip at 0.05 acts."""
+    optimizer, rates = adamw(), [0.001, 0.002, 0.003]
+    updater = make_updater(optimizer=optimizer)
+    state, gradients = fresh(optimizer), []
+    for rate in rates:
+        gradients.append(gradient(sampler_updater, packed(), params=state.params))
+        state, scalars = step(updater, state, packed(), learning_rate=rate)
+        norm = math.sqrt(sum(float((g.astype(np.float64) ** 2).sum()) for g in gradients[-1]))
+        assert scalars["update/grad_norm"] == pytest.approx(norm, rel=1e-5)  # logged before clipping
+        assert norm > 0.05
+    expected = numpy_adamw(on_host(PARAMS), gradients, rates, clip=0.05)
+    for found, leaf in zip(on_host(state.params), expected, strict=True):
+        np.testing.assert_allclose(found, leaf, rtol=2e-6, atol=2e-6)
+
+
+def test_a_small_gradient_is_not_clipped_and_a_large_one_is_cut_to_the_norm():
+    """AdamW's own step hides the scale of one gradient, so the clip is seen in the first moment: 0.1 g."""
+    for scale, norm_after in ((0.3, 0.3 * 5), (2.0, 1.0)):
+        optimizer = make_optimizer(max_grad_norm=1.5 if scale < 1 else 1.0)
+        grads = {"a": jnp.array([3.0 * scale]), "b": jnp.array([4.0 * scale])}
+        with jax.numpy_dtype_promotion("standard"):
+            _, state = optimizer.update(grads, optimizer.init(grads), grads)
+        moments = [leaf for leaf in on_host(state) if leaf.dtype == np.float32][:2]
+        assert math.sqrt(sum(float((m**2).sum()) for m in moments)) == pytest.approx(0.1 * norm_after)
+
+
+def test_the_learning_rate_warms_up_over_steps_and_stays():
+    """Step k of the warm-up, from 1, runs at k / warmup_steps."""
+    rates = [warmed_up(2e-6, step=k, warmup_steps=20) for k in (1, 5, 20, 21, 1000)]
+    assert rates == pytest.approx([1e-7, 5e-7, 2e-6, 2e-6, 2e-6])
+    assert warmed_up(2e-6, step=1, warmup_steps=0) == 2e-6
+
+
+def test_the_callers_parameters_survive_the_first_update():
+    """`update` donates its state; the parameters it was made of belong to the caller."""
+    before = on_host(PARAMS)
+    state = init_state(PARAMS, KEEP_GRADIENT, one_device())
+    jax.tree.map(lambda leaf: leaf.delete(), state.params)
+    for a, b in zip(on_host(PARAMS), before, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_the_peak_memory_of_an_update_does_not_grow_with_vocabulary_times_tokens():
+    """From 512 to 2048 tokens at a vocabulary of 151,936: logits alone would add 1536 x 151,936 x 4 bytes = 933 MB.
+    Compiled, not run."""
+    vocab = 151_936
+    config = tiny_decoder_config(
+        vocab_size=vocab, embed_dim=16, layers=1, heads=2, kv_heads=1, head_dim=8, mlp_dim=16, max_positions=4096
+    )  # fmt: skip
+    graph, params = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+    options = UpdateOptions(logprob_chunk_tokens=128)
+    updater = Updater(graph, params, KEEP_GRADIENT, one_device(), options=options)
+
+    def temporary_bytes(rows):
+        row = Row(prompt_tokens=np.ones(8, np.int32), response_tokens=np.ones(8, np.int32),
+                  logprobs=np.zeros(8, np.float32))  # fmt: skip
+        [m] = pack([row], np.ones(1), row_tokens=128, rows_per_microbatch=rows)
+        compiled = updater._accumulate.lower(params, params, m, np.bool_(True)).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    small, large = temporary_bytes(4), temporary_bytes(16)
+    assert small > 128 * vocab * 4  # it does hold one chunk of logits
+    assert large - small < 0.05 * 1536 * vocab * 4
+
+
+def test_microbatch_metrics_are_means_over_all_tokens_not_means_of_means(sampler_updater):
+    """The same minibatch in 1 and in 8 microbatches of 5 to 12 tokens."""
+    _, whole = step(sampler_updater, fresh(), packed())
+    _, parts = step(sampler_updater, fresh(), packed(per=1))
+    assert whole.keys() == parts.keys()
+    for name, value in whole.items():
+        assert parts[name] == pytest.approx(value, rel=1e-5, abs=1e-7, nan_ok=True), name
+
+
+def test_a_train_state_is_rebuilt_around_shapes():
+    shapes = jax.eval_shape(lambda state: state, fresh())
+    assert isinstance(shapes, TrainState)
