@@ -183,7 +183,7 @@ class Updater:
     def _apply_program(
         self, state: TrainState, grads: nnx.State, loss: Float[Array, ""], learning_rate: Float[Array, ""]
     ) -> tuple[TrainState, dict[str, Metric]]:
-        norm = optax.global_norm(grads)
+        norm = jnp.sqrt(sum(jnp.sum(leaf * leaf) for leaf in jax.tree.leaves(grads)))
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
         with jax.numpy_dtype_promotion("standard"):  # optax raises a float to an integer count
             changes, opt_state = self._optimizer.update(grads, state.opt_state, state.params)

@@ -25,7 +25,7 @@ def keys_for(count, seed=0):
     return response_keys(jax.random.key(seed), ordinals, jnp.zeros_like(ordinals))
 
 
-def drawn(how, logits=LOGITS, count=DRAWS, seed=0):
+def drawn(how, logits=LOGITS, count=500, seed=0):
     rows = jnp.broadcast_to(jnp.asarray(logits)[None], (count, len(logits)))
     tokens, logprobs = jitted_draw(rows, keys_for(count, seed), jnp.zeros(count, jnp.int32), how)
     return np.asarray(tokens), np.asarray(logprobs)
@@ -80,7 +80,7 @@ def chi_square(tokens, probabilities):
     ids=str,
 )
 def test_draws_have_the_distribution_asked_for(options):
-    tokens, _ = drawn(decoding(**options))
+    tokens, _ = drawn(decoding(**options), count=DRAWS)
     statistic, critical = chi_square(tokens, expected(LOGITS, **options))
     assert statistic < critical
 
@@ -88,7 +88,7 @@ def test_draws_have_the_distribution_asked_for(options):
 @pytest.mark.parametrize("wrong", [{"temperature": 1.1}, {"temperature": 0.9}, {"top_k": 6}], ids=str)
 def test_the_statistic_notices_a_slightly_wrong_distribution(wrong):
     """Of the plain draw: 10 % of temperature, or the unlikeliest of seven tokens, is far outside."""
-    tokens, _ = drawn(decoding())
+    tokens, _ = drawn(decoding(), count=DRAWS)
     probabilities = expected(LOGITS, **wrong)
     if min(probabilities) == 0.0:
         with pytest.raises(AssertionError, match="outside the support"):
@@ -124,14 +124,14 @@ def test_ties_are_broken_by_token_id(options, support):
 
 @pytest.mark.parametrize("options", [{"temperature": 0.0}, {"top_k": 1}, {"top_p": 1e-6}], ids=str)
 def test_greedy_takes_the_likeliest(options):
-    tokens, logprobs = drawn(decoding(**options), count=500)
+    tokens, logprobs = drawn(decoding(**options))
     assert set(tokens) == {1}
     # Greedy has no temperature: its log-probability is the untempered one, as at temperature 1.
     np.testing.assert_allclose(logprobs, math.log(tempered(LOGITS, 1.0)[1]), rtol=1e-5)
 
 
 def test_greedy_takes_the_first_of_equals():
-    assert set(drawn(decoding(temperature=0.0), np.array([0.0, 2.0, 2.0], np.float32), count=50)[0]) == {1}
+    assert set(drawn(decoding(temperature=0.0), np.array([0.0, 2.0, 2.0], np.float32))[0]) == {1}
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_top_k_alone_drops_no_unlikely_token():
 @pytest.mark.parametrize("options", [{}, {"top_k": 3}, {"top_p": 0.6}, {"top_k": 4, "top_p": 0.9}], ids=str)
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.7])
 def test_the_logprob_is_that_of_the_whole_tempered_distribution(temperature, options):
-    tokens, logprobs = drawn(decoding(temperature=temperature, **options), count=200)
+    tokens, logprobs = drawn(decoding(temperature=temperature, **options))
     probabilities = tempered(LOGITS, temperature)
     np.testing.assert_allclose(logprobs, [math.log(probabilities[token]) for token in tokens], rtol=1e-5)
 

@@ -1,0 +1,164 @@
+"""One micro model and one micro configuration for all runs: they compile once for the session.
+
+The eight virtual CPU devices of the test session are the mesh: weights over fsdp 8, one row and one slot each.
+"""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from dapo_jax.config import (
+    BatchConfig,
+    DataConfig,
+    DynamicSamplingConfig,
+    EvalConfig,
+    LogConfig,
+    ModelConfig,
+    OptimizerConfig,
+    OverlongConfig,
+    RewardConfig,
+    SamplingConfig,
+    TrainConfig,
+)
+from dapo_jax.data.tokenizers import CharTokenizer
+from dapo_jax.run import train
+from dapo_jax.run.policy import Policy
+from dapo_jax.testing import tiny_decoder_config, tiny_params
+from dapo_jax.trackers.progress import Progress
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    """A model folder: one layer, 16 wide, the quickstart's alphabet."""
+    tokenizer = CharTokenizer("0123456789+=:,?")
+    decoder = tiny_decoder_config(
+        vocab_size=tokenizer.vocab_size, embed_dim=16, layers=1, heads=2, kv_heads=1, head_dim=8, mlp_dim=16,
+        max_positions=128,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("model")
+    Policy(decoder=decoder, params=tiny_params(decoder), tokenizer=tokenizer).save(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory):
+    """Folder of compiled programs that all runs of the session share."""
+    return str(tmp_path_factory.mktemp("xla"))
+
+
+@pytest.fixture(scope="session")
+def data_dir(tmp_path_factory):
+    return str(tmp_path_factory.mktemp("datasets"))
+
+
+@pytest.fixture(scope="session")
+def rows():
+    return [{"prompt": f"{a}+{b}", "answer": str(a + b)} for a in range(3) for b in range(3)]
+
+
+@pytest.fixture(scope="session")
+def micro(model, compiled, tmp_path_factory):
+    """Makes configurations of the micro run; `section__key=value` changes one."""
+
+    def make(run_dir=None, **changes):
+        config = TrainConfig(
+            run_dir=str(run_dir or tmp_path_factory.mktemp("runs") / "run"),
+            steps=4,
+            compilation_cache=compiled,
+            model=ModelConfig(source=model),
+            data=DataConfig(max_prompt_tokens=4),
+            sampling=SamplingConfig(slots=8, max_response_tokens=6, steps_per_call=3),
+            reward=RewardConfig(overlong=OverlongConfig(buffer_tokens=2)),
+            dynamic_sampling=DynamicSamplingConfig(prompts_per_wave=3, surplus="carry"),
+            batch=BatchConfig(
+                prompts_per_step=2, group_size=4, groups_per_update=1, row_tokens=12, rows_per_microbatch=8
+            ),
+            # Fast enough for the second update of a step to be clipped.
+            optimizer=OptimizerConfig(learning_rate=0.05, warmup_steps=2),
+            eval=EvalConfig(every_steps=0, prompts=2, samples_per_prompt=4, top_p=1.0),
+            log=LogConfig(rollouts_every_steps=0),
+        )
+        for key, value in changes.items():
+            section, _, name = key.rpartition("__")
+            inner = replace(_section(config, section), **{name: value})
+            config = _with_section(config, section, inner)
+        return config
+
+    return make
+
+
+def _section(config, path):
+    for name in filter(None, path.split("__")):
+        config = getattr(config, name)
+    return config
+
+
+def _with_section(config, path, inner):
+    if not path:
+        return inner
+    outer, _, name = path.rpartition("__")
+    return _with_section(config, outer, replace(_section(config, outer), **{name: inner}))
+
+
+def _even_sum(sample):
+    """Correct if the tokens add up to an even number: about half of what a random model says is."""
+    return int(sample.tokens.sum()) % 2 == 0
+
+
+@pytest.fixture(scope="session")
+def even_sum():
+    return _even_sum
+
+
+@pytest.fixture(scope="session")
+def run_micro(rows, even_sum):
+    """Trains on the rows, silently."""
+
+    def run(config, **how):
+        quiet = Progress(config.steps, console=Console(quiet=True))
+        return train(config, **{"reward": even_sum, "prompts": rows, "progress": quiet, **how})
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def steps_seen():
+    """What `on_step` was called with in the finished run."""
+    return []
+
+
+@pytest.fixture(scope="session")
+def finished(micro, run_micro, rows, steps_seen):
+    """The uninterrupted run: four steps with carried groups, evaluated before and after, a checkpoint at every step."""
+    config = micro(checkpoint__every_steps=1, log__rollouts_every_steps=2, log__rollout_groups=1)
+    return run_micro(config, eval_rows=rows, on_step=lambda step, metrics: steps_seen.append((step, dict(metrics))))
+
+
+def learnt(metrics):
+    """Metrics without the clock's, and with nan comparable."""
+    return [
+        {
+            name: None if isinstance(value, float) and math.isnan(value) else value
+            for name, value in line.items()
+            if not name.startswith(("time/", "speed/"))
+        }
+        for line in metrics
+    ]
+
+
+@pytest.fixture(scope="session")
+def same_run():
+    """Asserts that two results are of the same run: weights bit for bit, and every metric but the clock's."""
+    import jax
+
+    def check(found, expected):
+        for a, b in zip(
+            jax.tree.leaves(found.policy.params), jax.tree.leaves(expected.policy.params), strict=True
+        ):
+            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+        assert learnt(found.metrics) == learnt(expected.metrics)
+
+    return check

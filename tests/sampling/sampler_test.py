@@ -1,0 +1,293 @@
+"""The sampler over a real decoder: its log-probabilities are the trainer's, its responses depend on nothing but their names.
+
+All engines here compute the same decoder, so responses are compared across slots, steps, order, neighbours and devices.
+"""
+
+import functools
+import itertools
+import logging
+import re
+from contextlib import contextmanager
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from dapo_jax.batching import Row, pack
+from dapo_jax.models.decoder import Decoder
+from dapo_jax.models.folder import shapes_of
+from dapo_jax.parallel.mesh import make_mesh
+from dapo_jax.parallel.sharding import shardings
+from dapo_jax.parallel.weights import weight_transfer
+from dapo_jax.rollouts import Prompt
+from dapo_jax.run.rollout import EVALUATION, TRAINING
+from dapo_jax.sampling.decoding import decoding
+from dapo_jax.sampling.engine import DecoderEngine
+from dapo_jax.sampling.sampler import Sampler
+from dapo_jax.testing import tiny_decoder_config, tiny_params
+from dapo_jax.training.state import init_state, make_optimizer
+from dapo_jax.training.update import UpdateOptions, Updater
+
+CONFIG = tiny_decoder_config(qkv_bias=True, qk_norm=True, tied_embeddings=False)
+EOS, MAX_PROMPT, LIMIT, GROUP = 1, 8, 16, 6
+KEY = jax.random.key(7)
+PROGRAMS = ["_generate_program", "_init_program", "_insert_program", "_prefill_program"]
+
+
+@functools.cache
+def one_device():
+    return make_mesh(devices=jax.devices()[:1])
+
+
+@functools.cache
+def engine_of(slots, steps):
+    return DecoderEngine(
+        CONFIG, slots=slots, capacity=MAX_PROMPT + LIMIT, steps_per_call=steps, eos_id=EOS, mesh=one_device()
+    )
+
+
+@functools.cache
+def weights_of(seed=0):
+    return transfer()(tiny_params(CONFIG, seed=seed))
+
+
+@functools.cache
+def transfer():
+    return weight_transfer(shapes_of(CONFIG), one_device(), dtype="float32")
+
+
+def prompts(*ordinals):
+    """The prompt of an ordinal is always the same, 1 to 8 tokens long."""
+    return [
+        Prompt(
+            ordinal=ordinal,
+            tokens=np.random.default_rng(ordinal).integers(2, 20, 1 + ordinal * 3 % MAX_PROMPT).astype(np.int32),
+            text="",
+            answer="",
+        )
+        for ordinal in ordinals
+    ]  # fmt: skip
+
+
+def sample(engine, asked, *, key=KEY, temperature=1.0, samples=GROUP, limit=LIMIT, weights=None, at_once=4):
+    """{ordinal: responses}; `at_once` is how many prompts the source hands over when asked."""
+    left = iter(asked)
+    sampled = Sampler(engine, prefill_prompts=4).sample(
+        weights_of() if weights is None else weights,
+        lambda count: list(itertools.islice(left, min(count, at_once))),
+        key=key,
+        how=decoding(temperature=temperature),
+        samples_per_prompt=samples,
+        max_response_tokens=limit,
+    )
+    return {prompt.ordinal: responses for prompt, responses in sampled}
+
+
+@functools.cache
+def baseline():
+    """Five groups of six through four slots, up to eight tokens a call."""
+    return sample(engine_of(4, 8), prompts(0, 1, 2, 3, 4))
+
+
+def assert_same(found, expected, *, logprob_tolerance=1e-5):
+    assert found.keys() == expected.keys()
+    for ordinal, responses in expected.items():
+        for got, want in zip(found[ordinal], responses, strict=True):
+            np.testing.assert_array_equal(got.tokens, want.tokens)
+            np.testing.assert_allclose(got.logprobs, want.logprobs, rtol=0, atol=logprob_tolerance)
+            assert got.finish_reason == want.finish_reason
+
+
+def all_of(sampled):
+    return [response for responses in sampled.values() for response in responses]
+
+
+@functools.cache
+def trainer_state():
+    return init_state(tiny_params(CONFIG), make_optimizer(), one_device())
+
+
+def trainer_logprobs(rows, temperature):
+    """What the trainer would take its importance ratio to: it scores the second minibatch of a step."""
+    graph, _ = nnx.split(nnx.eval_shape(lambda: Decoder(CONFIG, rngs=nnx.Rngs(0), remat="dots")))
+    options = UpdateOptions(temperature=temperature, logprob_chunk_tokens=100)
+    updater = Updater(graph, shapes_of(CONFIG), make_optimizer(), one_device(), options=options)
+    packed = pack(rows, np.ones(len(rows)), row_tokens=40, rows_per_microbatch=24)
+    prepared = updater.prepare(trainer_state(), [packed, packed])[1]
+    return [
+        (np.asarray(m.old_logprobs), np.asarray(m.sampler_logprobs), np.asarray(m.mask)) for m in prepared
+    ]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_are_those_of_the_trainer_end_token_included(temperature):
+    """Packed into rows with others, padded, in chunks: the same numbers to 2e-5 in float32."""
+    sampled = sample(engine_of(4, 8), prompts(0, 1, 2, 3, 4), temperature=temperature)
+    asked = {prompt.ordinal: prompt.tokens for prompt in prompts(*sampled)}
+    rows = [
+        Row(prompt_tokens=asked[ordinal], response_tokens=response.tokens, logprobs=response.logprobs)
+        for ordinal, responses in sampled.items()
+        for response in responses
+    ]
+    compared = 0
+    for trained, recorded, mask in trainer_logprobs(rows, temperature):
+        np.testing.assert_allclose(recorded[mask], trained[mask], rtol=0, atol=2e-5)
+        compared += mask.sum()
+    assert compared == sum(len(row.response_tokens) for row in rows)
+    assert any(row.response_tokens[-1] == EOS for row in rows)
+
+
+@pytest.mark.parametrize(("slots", "steps"), [(16, 8), (4, 1)])
+def test_slots_and_steps_per_call_change_no_response(slots, steps):
+    assert_same(sample(engine_of(slots, steps), prompts(0, 1, 2, 3, 4)), baseline())
+
+
+def test_the_order_in_which_prompts_arrive_changes_no_response():
+    for order, at_once in ([4, 2, 0, 3, 1], 4), ([3, 4, 1, 2, 0], 1):
+        assert_same(sample(engine_of(4, 8), prompts(*order), at_once=at_once), baseline())
+
+
+def test_a_group_cut_over_two_refills_is_the_group_of_a_single_insert():
+    """Six responses go into 4 slots as 4 and 2, and into 16 slots at once."""
+    assert_same(sample(engine_of(4, 8), prompts(3)), {3: baseline()[3]})
+    assert_same(sample(engine_of(16, 8), prompts(3)), {3: baseline()[3]})
+
+
+def test_a_response_does_not_depend_on_the_group_size():
+    for ordinal, responses in sample(engine_of(4, 8), prompts(0, 1), samples=2).items():
+        assert_same({ordinal: responses}, {ordinal: baseline()[ordinal][:2]})
+
+
+class PoisonedEngine:
+    """Before each insert, everything that free slots hold becomes NaN or nonsense."""
+
+    def __init__(self, engine):
+        self._engine, self.slots, self.capacity, self.eos_id = (
+            engine,
+            engine.slots,
+            engine.capacity,
+            engine.eos_id,
+        )
+        self.init_decode_state, self.prefill, self.generate = (
+            engine.init_decode_state, engine.prefill, engine.generate,
+        )  # fmt: skip
+        self.poisoned = 0
+
+    def insert(self, prefix, state, insertion, key):
+        free = ~np.asarray(state.live)
+        self.poisoned += free.sum()
+
+        def poison(leaf, value):
+            at = free.reshape(-1, *(1,) * (leaf.ndim - 1))
+            return jnp.where(at, jnp.asarray(value, leaf.dtype), leaf)
+
+        state = replace(
+            state,
+            layers=jax.tree.map(lambda leaf: poison(leaf, np.nan), state.layers),
+            logits=poison(state.logits, np.nan),
+            lengths=poison(state.lengths, self.capacity - 1),
+            generated=poison(state.generated, 1000),
+            limits=poison(state.limits, -5),
+        )
+        return self._engine.insert(prefix, state, insertion, key)
+
+
+def test_nothing_of_a_slots_previous_owner_reaches_the_next():
+    """Neither NaN in its cache nor a long response before a short prompt: not a bit of any response changes."""
+    poisoned = PoisonedEngine(engine_of(16, 8))
+    clean = sample(engine_of(16, 8), prompts(0, 1, 2, 3, 4))
+    assert_same(sample(poisoned, prompts(0, 1, 2, 3, 4)), clean, logprob_tolerance=0)
+    assert poisoned.poisoned > 30
+    # Prompt 0 has one token; prompts 2 and 5 have seven and eight, and their responses were there before it.
+    lone = sample(engine_of(4, 8), prompts(0))
+    assert_same({0: sample(engine_of(4, 8), prompts(2, 5, 0))[0]}, lone, logprob_tolerance=0)
+
+
+@contextmanager
+def compiled_programs(caplog):
+    """The names of the engine's programs and of the transfer, as often as XLA compiles them inside the block."""
+    names = []
+    with jax.log_compiles(), caplog.at_level(logging.WARNING):
+        caplog.clear()
+        yield names
+        found = (re.match(r"Compiling jit\((\w+)\)", record.getMessage()) for record in caplog.records)
+        names += [match[1] for match in found if match and match[1].endswith(("_program", "transfer"))]
+
+
+def test_new_weights_and_numbers_compile_nothing(caplog):
+    engine = DecoderEngine(
+        CONFIG, slots=4, capacity=MAX_PROMPT + LIMIT, steps_per_call=8, eos_id=EOS, mesh=one_device()
+    )
+    weights_of(seed=0)
+    with compiled_programs(caplog) as compiled:
+        first = sample(engine, prompts(0, 1, 2))
+    assert sorted(compiled) == PROGRAMS
+    with compiled_programs(caplog) as compiled:
+        second = sample(engine, prompts(0, 1, 2), weights=weights_of(seed=1))
+        sample(engine, prompts(5), samples=1, temperature=0.3)
+        sample(engine, prompts(*range(9)), samples=3, limit=5, weights=weights_of(seed=2), temperature=0.0)
+    assert compiled == []
+    assert any(
+        a.tokens.tolist() != b.tokens.tolist() for a, b in zip(all_of(first), all_of(second), strict=True)
+    )
+
+
+def test_responses_end_in_the_end_token_or_at_the_limit():
+    responses = all_of(baseline())
+    assert {response.finish_reason for response in responses} == {"stop", "length"}
+    for response in responses:
+        assert len(response.logprobs) == len(response.tokens) <= LIMIT
+        assert (response.logprobs < 0).all()
+        assert EOS not in response.tokens[:-1]
+        if response.finish_reason == "stop":
+            assert response.tokens[-1] == EOS
+        else:
+            assert len(response.tokens) == LIMIT
+            assert response.tokens[-1] != EOS
+
+
+def test_the_responses_of_a_group_differ():
+    for responses in baseline().values():
+        assert len({tuple(response.tokens) for response in responses}) == GROUP
+
+
+def test_a_question_asked_again_gets_other_responses():
+    """Epochs repeat questions; the ordinal does not repeat."""
+    (asked,) = prompts(3)
+    again = sample(engine_of(4, 8), [replace(asked, ordinal=103)])[103]
+    assert all(list(a.tokens) != list(b.tokens) for a, b in zip(again, baseline()[3], strict=True))
+
+
+def test_another_seed_or_key_domain_gives_other_responses():
+    """Evaluation must not be asked with the very numbers that training draws."""
+    assert TRAINING != EVALUATION
+    groups = [
+        sample(engine_of(4, 8), prompts(3), key=key)[3]
+        for key in (jax.random.fold_in(KEY, TRAINING), jax.random.fold_in(KEY, EVALUATION), jax.random.key(8))
+    ]
+    assert len({tuple(response.tokens) for group in groups for response in group}) == 3 * GROUP
+
+
+def test_at_temperature_0_all_responses_are_the_same():
+    for responses in sample(engine_of(4, 8), prompts(0, 1), temperature=0.0).values():
+        assert len({tuple(response.tokens) for response in responses}) == 1
+
+
+def test_a_mesh_of_eight_devices_samples_the_same(caplog):
+    """data 2 x fsdp 2 x tensor 2: slots and heads are cut, sums over heads are taken in another order."""
+    mesh = make_mesh(data=2, fsdp=2, tensor=2)
+    engine = DecoderEngine(
+        CONFIG, slots=4, capacity=MAX_PROMPT + LIMIT, steps_per_call=8, eos_id=EOS, mesh=mesh
+    )
+    params = jax.device_put(tiny_params(CONFIG), shardings(shapes_of(CONFIG), mesh))
+    weights = weight_transfer(params, mesh, dtype="float32")(params)
+    with compiled_programs(caplog) as compiled:
+        found = sample(engine, prompts(0, 1, 2, 3, 4), weights=weights)
+    assert_same(found, baseline())
+    # A state that came back with another layout would compile a program a second time.
+    assert sorted(compiled) == PROGRAMS
+    keys = engine.init_decode_state().layers[0].keys
+    assert keys.sharding.shard_shape(keys.shape) == (1, 1, MAX_PROMPT + LIMIT, CONFIG.head_dim)

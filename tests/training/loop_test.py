@@ -1,0 +1,162 @@
+"""The loop with a scripted sampler and a counting update: no model, no files, no config."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from dapo_jax.filtering import Collector, ShortfallError
+from dapo_jax.metrics import Mean
+from dapo_jax.rollouts import Group, Prompt, Response, Rollout, Verdict
+from dapo_jax.training.loop import Pipe, Position, run_steps
+from dapo_jax.training.state import TrainState
+
+
+def make_group(ordinal, verdicts):
+    rollouts = tuple(
+        Rollout(
+            response=Response(
+                tokens=np.full(2 + index, 7, np.int32),
+                logprobs=np.zeros(2 + index, np.float32),
+                finish_reason="stop",
+            ),
+            text="",
+            verdict=Verdict(correct=mark == "x"),
+            reward=1.0 if mark == "x" else -1.0,
+        )
+        for index, mark in enumerate(verdicts)
+    )
+    prompt = Prompt(ordinal=ordinal, tokens=np.array([2], np.int32), text="?", answer="!")
+    return Group(prompt=prompt, rollouts=rollouts)
+
+
+class Script:
+    """A pipe that notes what passes through it. Even ordinals are mixed groups, odd ones all right; `params` counts the
+    updates, and the sampler's weights are `params` times 10."""
+
+    def __init__(self, *, mixed=lambda ordinal: ordinal % 2 == 0, updates_per_step=2):
+        self.seen, self.results, self.phases = [], [], []
+        self._mixed, self._updates = mixed, updates_per_step
+        seconds = itertools.count()
+        self.pipe = Pipe(
+            transfer=lambda params: params * 10,
+            collector=lambda position: Collector(
+                needed=2, cursor=position.cursor, prompts_per_wave=3, max_waves=4, carried=position.carry
+            ),
+            sample=self._sample,
+            finish=lambda collector: collector.finish(surplus="carry"),
+            minibatches=self._minibatches,
+            prepare=self._prepare,
+            update=self._update,
+            learning_rate=lambda step: step / 10,
+            clock=lambda: float(next(seconds)),
+        )
+
+    def run(self, *, steps, position=None, params=0):
+        return run_steps(
+            TrainState(params, None),
+            position or Position(),
+            steps=steps,
+            pipe=self.pipe,
+            after_step=self.results.append,
+            on_phase=lambda name, done, total: self.phases.append((name, done, total)),
+        )
+
+    def _sample(self, weights, draw):
+        while ordinals := draw(8):
+            for ordinal in reversed(ordinals):
+                self.seen.append(("sample", ordinal, weights))
+                yield make_group(ordinal, "x." if self._mixed(ordinal) else "xx")
+
+    def _minibatches(self, groups, step):
+        self.seen.append(("split", tuple(group.prompt.ordinal for group in groups), step))
+        return [[] for _ in range(self._updates)]
+
+    def _prepare(self, state, minibatches):
+        self.seen.append(("prepare", state.params))
+        return minibatches
+
+    def _update(self, state, minibatch, *, learning_rate, first):
+        self.seen.append(("update", state.params, learning_rate, first))
+        metrics = {"update/loss": Mean(np.float32(state.params), np.float32(1.0))}
+        return TrainState(state.params + 1, None), [metrics]
+
+
+def test_one_step_flows_from_prompts_to_metrics():
+    """Of ordinals 0, 1, 2 (ending in reverse) 0 and 2 are mixed; two updates at 1/10 of the rate follow, the first of
+    them with the weights that sampled."""
+    script = Script()
+    state = script.run(steps=1)
+    assert script.seen == [
+        ("sample", 2, 0), ("sample", 1, 0), ("sample", 0, 0), ("split", (0, 2), 1), ("prepare", 0),
+        ("update", 0, 0.1, True), ("update", 1, 0.1, False),
+    ]  # fmt: skip
+    assert state.params == 2
+    [result] = script.results
+    assert result.position == Position(step=1, cursor=3, carry=[])
+    expected = {
+        "rollout/prompts": 3, "rollout/waves": 1, "rollout/trained_groups": 2, "rollout/accuracy": 4 / 6,
+        "rollout/trained_accuracy": 0.5, "rollout/all_correct_frac": 1 / 3, "rollout/mixed_frac": 2 / 3,
+        "update/loss": 0.5,  # the mean of 0 and 1
+        "update/learning_rate": 0.1, "time/sample_s": 1.0, "time/update_s": 1.0, "time/step_s": 2.0,
+        "speed/sampled_tokens_per_s": 15.0,  # three groups of 2 + 3 tokens
+        "speed/trained_tokens_per_s": 10.0,
+    }  # fmt: skip
+    assert {name: result.metrics[name] for name in expected} == pytest.approx(expected)
+
+
+def test_weights_stay_fixed_while_a_step_samples_and_then_move_on():
+    script = Script()
+    script.run(steps=3)
+    weights = [event[2] for event in script.seen if event[0] == "sample"]
+    assert weights == [0] * 3 + [20] * 6 + [40] * 3  # times 10, two updates a step; step 2 needs two waves
+
+
+def test_positions_and_carried_groups_are_handed_from_step_to_step():
+    """Waves 0-2, 3-5, 6-8, 9-11 of which the even are mixed. Step 1 trains 0, 2; step 2 finds only 4 in its first wave and
+    6, 8 in the next: it trains 4, 6 and carries 8; step 3 needs one more: 10 (9 and 11 are flat)."""
+    script = Script()
+    script.run(steps=3)
+    assert [event[1] for event in script.seen if event[0] == "split"] == [(0, 2), (4, 6), (8, 10)]
+    assert [result.position.cursor for result in script.results] == [3, 9, 12]
+    carried = [[group.prompt.ordinal for group in result.position.carry] for result in script.results]
+    assert carried == [[], [8], []]
+
+
+def test_going_on_from_a_position_is_what_an_uninterrupted_run_does():
+    whole, rest = Script(), Script()
+    whole.run(steps=4)
+    middle = whole.results[1]
+    rest.run(steps=4, position=middle.position, params=middle.state.params)
+    assert [r.position for r in rest.results] == [r.position for r in whole.results[2:]]
+    assert rest.seen == whole.seen[whole.seen.index(("split", (4, 6), 2)) + 4 :]
+
+
+def test_a_finished_run_has_nothing_left_to_do():
+    script = Script()
+    assert script.run(steps=3, position=Position(step=3, cursor=9), params=5).params == 5
+    assert script.seen == script.results == []
+
+
+def test_a_shortfall_stops_the_step_before_anything_is_learnt():
+    script = Script(mixed=lambda ordinal: False)
+    with pytest.raises(ShortfallError, match="of 12 groups 12 were all correct"):
+        script.run(steps=1)
+    assert not [event for event in script.seen if event[0] in ("prepare", "update")]
+
+
+def test_a_step_whose_minibatches_are_all_left_out_learns_nothing_and_says_so():
+    """Overlong filtering may leave no token: then there is no update, and no metric of one."""
+    script = Script(updates_per_step=0)
+    assert script.run(steps=1).params == 0
+    metrics = script.results[0].metrics
+    assert "update/loss" not in metrics
+    assert metrics["rollout/trained_groups"] == 2
+
+
+def test_phases_tell_how_far_a_step_is():
+    script = Script()
+    script.run(steps=1)
+    assert script.phases == [
+        ("sample", 0, 2), ("sample", 1, 2), ("sample", 1, 2), ("sample", 2, 2), ("update", 0, 2), ("update", 1, 2)
+    ]  # fmt: skip

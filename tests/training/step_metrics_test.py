@@ -1,0 +1,74 @@
+"""What a step logs of its rollouts, counted by hand."""
+
+import numpy as np
+import pytest
+
+from dapo_jax.filtering import Collected
+from dapo_jax.rollouts import Group, Prompt, Response, Rollout, Verdict
+from dapo_jax.training.step_metrics import rollout_metrics
+
+
+def make_group(*responses):
+    """(verdict, tokens, truncated, reward, penalty) for each rollout."""
+    rollouts = tuple(
+        Rollout(
+            response=Response(
+                tokens=np.zeros(tokens, np.int32),
+                logprobs=np.zeros(tokens, np.float32),
+                finish_reason="length" if truncated else "stop",
+            ),
+            text="",
+            verdict=Verdict(correct=correct),
+            reward=reward,
+            overlong_penalty=penalty,
+        )
+        for correct, tokens, truncated, reward, penalty in responses
+    )
+    prompt = Prompt(ordinal=0, tokens=np.array([2], np.int32), text="?", answer="!")
+    return Group(prompt=prompt, rollouts=rollouts)
+
+
+MIXED = make_group((True, 2, False, 1.0, 0.0), (False, 4, False, -1.0, 0.0))
+RIGHT = make_group((True, 6, False, 0.75, -0.25), (True, 8, False, 1.0, 0.0))
+WRONG = make_group((False, 10, True, -2.0, -1.0), (False, 10, True, -2.0, -1.0))
+CARRIED = make_group((True, 1, False, 1.0, 0.0), (False, 1, False, -1.0, 0.0))
+
+
+def collected(**changes):
+    values = {"groups": [CARRIED, MIXED], "carry": [], "sampled": [MIXED, RIGHT, WRONG], "cursor": 3, "waves": 1,
+              "surplus": 0}  # fmt: skip
+    return Collected(**{**values, **changes})
+
+
+def test_all_that_was_sampled_and_what_was_trained_on_are_counted_apart():
+    """Sampled: lengths 2, 4, 6, 8, 10, 10 (mean 40 / 6; the 95th percentile lies between the two tens), rewards 1, -1,
+    0.75, 1, -2, -2 with mean -2.25 / 6 = -0.375 and mean square (1 + 1 + 0.5625 + 1 + 4 + 4) / 6 = 1.9271."""
+    assert rollout_metrics(collected(surplus=2, carry=[MIXED])) == pytest.approx(
+        {
+            "rollout/prompts": 3,
+            "rollout/waves": 1,
+            "rollout/trained_groups": 2,
+            "rollout/surplus_groups": 2,
+            "rollout/carried_groups": 1,
+            "rollout/trained_accuracy": 0.5,
+            "rollout/trained_response_tokens": (2 + 4 + 1 + 1) / 4,
+            "rollout/accuracy": 0.5,
+            "rollout/all_correct_frac": 1 / 3,
+            "rollout/all_wrong_frac": 1 / 3,
+            "rollout/mixed_frac": 1 / 3,
+            "rollout/response_tokens": 40 / 6,
+            "rollout/response_tokens_max": 10,
+            "rollout/response_tokens_p95": 10.0,
+            "rollout/truncated_frac": 2 / 6,
+            "reward/mean": -0.375,
+            "reward/std": (11.5625 / 6 - 0.375**2) ** 0.5,
+            "reward/overlong_penalty": -2.25 / 6,
+        }
+    )
+
+
+def test_a_step_that_sampled_nothing_says_nothing_of_samples():
+    metrics = rollout_metrics(collected(sampled=[], waves=0))
+    assert "rollout/accuracy" not in metrics
+    assert metrics["rollout/prompts"] == 0
+    assert metrics["rollout/trained_groups"] == 2
