@@ -16,7 +16,9 @@ def make_group(ordinal, verdicts, *, rewards=None, scores=None):
     count = len(verdicts)
     scores = scores or [None] * count
     rewards = rewards or [1.0 if mark == "x" else -1.0 for mark in verdicts]
-    response = Response(tokens=np.array([1], np.int32), logprobs=np.zeros(1, np.float32), finish_reason="stop")
+    response = Response(
+        tokens=np.array([1], np.int32), logprobs=np.zeros(1, np.float32), finish_reason="stop"
+    )
     rollouts = tuple(
         Rollout(response=response, text="", verdict=Verdict(correct=mark == "x", score=score), reward=reward)
         for mark, score, reward in zip(verdicts, scores, rewards, strict=True)

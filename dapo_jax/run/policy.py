@@ -131,12 +131,8 @@ def _fresh(name: str, tokenizer: str, seed: int) -> Policy:
 
 
 def _shipped(name: str) -> Path:
-    folder = Path(str(resources.files("dapo_jax"))) / "assets" / name
-    if not name or not folder.is_dir():
-        there = (
-            sorted(path.name for path in folder.parent.iterdir() if path.is_dir())
-            if folder.parent.is_dir()
-            else []
-        )
+    assets = Path(str(resources.files("dapo_jax"))) / "assets"
+    there = sorted(path.name for path in assets.iterdir() if path.is_dir()) if assets.is_dir() else []
+    if name not in there:
         raise ValueError(f"no model {name!r} is shipped; these are: {', '.join(there)}")
-    return folder
+    return assets / name

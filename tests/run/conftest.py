@@ -134,7 +134,9 @@ def steps_seen():
 def finished(micro, run_micro, rows, steps_seen):
     """The uninterrupted run: four steps with carried groups, evaluated before and after, a checkpoint at every step."""
     config = micro(checkpoint__every_steps=1, log__rollouts_every_steps=2, log__rollout_groups=1)
-    return run_micro(config, eval_rows=rows, on_step=lambda step, metrics: steps_seen.append((step, dict(metrics))))
+    return run_micro(
+        config, eval_rows=rows, on_step=lambda step, metrics: steps_seen.append((step, dict(metrics)))
+    )
 
 
 def learnt(metrics):

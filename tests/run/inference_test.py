@@ -1,13 +1,12 @@
 """Evaluating and sampling without training, and the keys that keep the two apart from it."""
 
-import numpy as np
 import pytest
 
-from dapo_jax.config import ConfigError, EvalConfig, ModelConfig, ParallelConfig, RewardConfig, SamplingConfig
+from dapo_jax.config import ConfigError, ModelConfig, ParallelConfig, SamplingConfig
 from dapo_jax.data.prompts import checked_rows, held_out
 from dapo_jax.run import evaluate, sample
 from dapo_jax.run.policy import load_policy, mesh_of
-from dapo_jax.run.rollout import EVALUATION, TRAINING, Rollouts, grading
+from dapo_jax.run.rollout import EVALUATION, TRAINING, Rollouts
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.trackers.rollout_log import read_rollouts
 
@@ -113,8 +112,3 @@ def test_evaluation_never_draws_the_numbers_that_training_draws(model, rows):
     training, evaluation = drawn(TRAINING), drawn(EVALUATION)
     assert training[0] != evaluation[0]
     assert training[1] != evaluation[1]
-    grade = grading(RewardConfig(), policy, max_response_tokens=6, reward=lambda sample: 0.5)
-    config = EvalConfig(samples_per_prompt=4, top_p=1.0)
-    with pytest.raises(ValueError, match="buffer_tokens"):
-        rollouts.evaluate(weights, prompts, grade, config)  # the recipe's buffer of 4096 tokens in a limit of 6
-    assert not np.array_equal(training, evaluation)

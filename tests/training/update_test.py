@@ -17,7 +17,7 @@ from dapo_jax.models.decoder import Decoder
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 from dapo_jax.training.state import init_state, make_optimizer, warmed_up
-from dapo_jax.training.update import Updater, UpdateOptions
+from dapo_jax.training.update import UpdateOptions, Updater
 
 CONFIG = tiny_decoder_config(layers=1, embed_dim=16, mlp_dim=16, heads=2, kv_heads=2)
 GRAPH = nnx.split(nnx.eval_shape(lambda: Decoder(CONFIG, rngs=nnx.Rngs(0))))[0]
@@ -200,7 +200,9 @@ def test_the_sampler_is_compared_with_the_trainer_whichever_is_the_old_policy(
     [m] = packed()
     logprobs = np.asarray(jax.jit(plain_logprobs)(PARAMS, jnp.asarray(m.tokens)), np.float64)
     delta = (logprobs - m.sampler_logprobs)[m.mask]
-    _, scalars = step({"sampler": sampler_updater, "trainer": trainer_updater}[which], fresh(), [m], first=True)
+    _, scalars = step(
+        {"sampler": sampler_updater, "trainer": trainer_updater}[which], fresh(), [m], first=True
+    )
     assert scalars["sync/logprob_diff_mean"] == pytest.approx(np.abs(delta).mean(), rel=1e-4)
     assert scalars["sync/logprob_diff_max"] == pytest.approx(np.abs(delta).max(), rel=1e-4)
     assert scalars["sync/sampler_trainer_kl"] == pytest.approx((np.exp(delta) - 1 - delta).mean(), rel=1e-4)
