@@ -228,6 +228,7 @@ class ParallelConfig:
     fsdp: int = -1
     tensor: int = 1
     context: int = 1
+    """Kept at 1: no sequence is split over devices yet."""
 
     __post_init__ = _checked
 

@@ -71,7 +71,7 @@ RANGES: dict[str, Range] = {
     "parallel.data": _AXIS,
     "parallel.fsdp": _AXIS,
     "parallel.tensor": _AXIS,
-    "parallel.context": _AXIS,
+    "parallel.context": _SIZE,
 }
 
 CHOICES: dict[str, tuple[str, ...]] = {

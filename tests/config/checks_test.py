@@ -154,7 +154,8 @@ REFUSED = [
     ("batch.rows_per_microbatch=0", ["batch.rows_per_microbatch", "1 or more"]),
     ("batch.row_tokens=-1", ["batch.row_tokens", "0 for the longest"]),
     ("parallel.tensor=0", ["parallel.tensor: found 0", "-1 for those that the other axes leave"]),
-    ("parallel.context=-2", ["parallel.context: found -2", "1 or more devices"]),
+    ("parallel.context=-2", ["parallel.context: found -2", "1 or more"]),
+    ("parallel.context=2", ["parallel.context: found 2", "needs 1", "parallel.fsdp"]),
 ]
 
 

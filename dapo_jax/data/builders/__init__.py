@@ -61,6 +61,7 @@ def _prepare(builder: tfds.core.GeneratorBasedBuilder) -> None:
     other's rename fails because the destination exists: by then the data is there, and it is the same data.
     """
     try:
+        tfds.disable_progress_bar()
         with contextlib.redirect_stdout(sys.stderr):  # TFDS announces itself on stdout
             builder.download_and_prepare()
     except OSError:
