@@ -18,7 +18,7 @@ from dapo_jax.trackers import (
     WandbTracker,
     read_metrics,
 )
-from dapo_jax.trackers.rollout_log import write_rollouts
+from dapo_jax.trackers.rollout_log import format_rollouts, write_rollouts
 
 
 def use_compilation_cache(folder: str) -> None:
@@ -57,7 +57,7 @@ class Records:
         return tracker
 
     def step(self, step: int, metrics: Mapping[str, float | int], collected: Collected | None) -> None:
-        """Writes one step's metrics, and when they are due, readable rollouts."""
+        """Writes one step's metrics, and when they are due, rollouts: JSON lines for programs, text for people."""
         self._trackers.log(step, metrics)
         if (
             collected is not None
@@ -65,7 +65,10 @@ class Records:
             and step % self._log.rollouts_every_steps == 0
         ):
             folder = self._run_dir / "rollouts"
-            write_rollouts(folder, step, collected.sampled[: self._log.rollout_groups])
+            groups = collected.sampled[: self._log.rollout_groups]
+            written = write_rollouts(folder, step, groups)
+            text = format_rollouts(groups, limit=sum(len(group.rollouts) for group in groups))
+            written.with_suffix(".txt").write_text(text, encoding="utf-8")
 
     def read(self) -> list[dict[str, Any]]:
         """All that metrics.jsonl holds."""

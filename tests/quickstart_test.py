@@ -1,0 +1,44 @@
+"""The quickstart as a newcomer runs it: the shipped configurations, by the command, at full size."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dapo_jax.config import load_config
+
+pytestmark = pytest.mark.slow
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+
+
+def run(*arguments):
+    """The command in a process of its own, with all the threads that a user's would have."""
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    command = [sys.executable, "-m", "dapo_jax.cli", *map(str, arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_quickstart_learns_addition_from_under_half_to_nine_tenths(seed, tmp_path):
+    config = CONFIGS / "quickstart.yaml"
+    assert load_config(config).steps <= 300
+    printed = run("train", config, f"seed={seed}", f"run_dir={tmp_path / 'run'}")
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    before, after = lines[0]["eval/arithmetic/avg@8"], lines[-1]["eval/arithmetic/avg@8"]
+    assert before < 0.5
+    assert after >= 0.9
+    assert f"{before:.3f} before" in printed
+    assert f"{after:.3f} after" in printed
+
+
+def test_the_warm_start_makes_a_base_model_that_is_right_a_third_to_half_of_the_time(tmp_path):
+    run("sft", CONFIGS / "quickstart_sft.yaml", f"run_dir={tmp_path / 'run'}")
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert 0.3 <= json.loads(lines[-1])["eval/arithmetic/avg@8"] <= 0.5
+    assert (tmp_path / "run" / "model" / "model.safetensors").stat().st_size < 3_000_000
