@@ -133,8 +133,10 @@ def test_a_token_sees_nothing_of_what_follows():
     params = tiny_params(FAMILIES["llama"])
     tokens, positions, segment_ids = packed([12], [12])
     before, _ = forward("llama")(params, tokens, positions, segment_ids)
-    tokens[:, 8:] = (tokens[:, 8:] + 1) % 20
-    after, _ = forward("llama")(params, tokens, positions, segment_ids)
+    # A copy: JAX may still be reading the array that it was given.
+    changed = tokens.copy()
+    changed[:, 8:] = (tokens[:, 8:] + 1) % 20
+    after, _ = forward("llama")(params, changed, positions, segment_ids)
     np.testing.assert_array_equal(before[:, :8], after[:, :8])
     assert (np.asarray(before[:, 8:]) != np.asarray(after[:, 8:])).any(axis=-1).all()
 
