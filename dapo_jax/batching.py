@@ -106,23 +106,13 @@ def pack(
     Raises:
         ValueError: a rollout is longer than a line. Cutting it would train on a response that was never sampled.
     """
-    lines: list[list[int]] = []
-    room: list[int] = []
-    for index in sorted(range(len(rows)), key=lambda i: -rows[i].tokens):
-        needed = rows[index].tokens
-        if needed > row_tokens:
-            prompt, response = len(rows[index].prompt_tokens), len(rows[index].response_tokens)
+    for index, row in enumerate(rows):
+        if row.tokens > row_tokens:
             raise ValueError(
-                f"rollout {index} has {prompt} prompt + {response} response = {needed} tokens, over "
-                f"batch.row_tokens={row_tokens}; raise batch.row_tokens or lower sampling.max_response_tokens"
+                f"rollout {index} has {len(row.prompt_tokens)} prompt + {len(row.response_tokens)} response = {row.tokens} "
+                f"tokens, over batch.row_tokens={row_tokens}; raise batch.row_tokens or lower sampling.max_response_tokens"
             )
-        place = next((line for line, left in enumerate(room) if left >= needed), None)
-        if place is None:
-            place = len(lines)
-            lines.append([])
-            room.append(row_tokens)
-        lines[place].append(index)
-        room[place] -= needed
+    lines = first_fit([row.tokens for row in rows], row_tokens)
     return [
         _microbatch(
             [
@@ -134,6 +124,21 @@ def pack(
         )
         for start in range(0, len(lines), rows_per_microbatch)
     ]
+
+
+def first_fit(sizes: Sequence[int], room: int) -> list[list[int]]:
+    """The indices of `sizes`, longest first, each in the first line that still has room for it; none is over `room`."""
+    lines: list[list[int]] = []
+    left: list[int] = []
+    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        place = next((line for line, free in enumerate(left) if free >= sizes[index]), None)
+        if place is None:
+            place = len(lines)
+            lines.append([])
+            left.append(room)
+        lines[place].append(index)
+        left[place] -= sizes[index]
+    return lines
 
 
 def _microbatch(

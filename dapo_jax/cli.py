@@ -4,8 +4,13 @@ Exit status: 0 done; 2 for a usage or configuration error, said in one message; 
 """
 
 import argparse
+import json
+import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
+from functools import partial
+from typing import Any
 
 from dapo_jax.config import ConfigError, SftConfig, TrainConfig, load_config, to_yaml
 
@@ -77,6 +82,7 @@ def _eval(arguments: argparse.Namespace) -> int:
         top_p=arguments.top_p,
         top_k=arguments.top_k,
         grader=arguments.grader,
+        **_asked(arguments),
         max_prompt_tokens=arguments.max_prompt_tokens,
         max_response_tokens=arguments.max_response_tokens,
         slots=arguments.slots,
@@ -100,12 +106,50 @@ def _sample(arguments: argparse.Namespace) -> int:
         top_k=arguments.top_k,
         max_response_tokens=arguments.max_response_tokens,
         seed=arguments.seed,
+        **_asked(arguments),
     )
     for group in groups:
         print(group.prompt.text)
         for rollout in group.rollouts:
             print(f"    {rollout.text}{' ...' if rollout.truncated else ''}")
     return 0
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    from dapo_jax.run.convert import convert
+
+    done = convert(arguments.source, arguments.target, dtype=arguments.dtype)
+    print(
+        f"{done.folder}: a {done.family} of {done.parameters:,} parameters, {done.tensor_bytes:,} bytes in {done.dtype}"
+    )
+    print(f"    {', '.join(done.files)}")
+    return 0
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    from dapo_jax.run.serve import ServeOptions, serve
+
+    # A process manager's way of ending a process is the keyboard's.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    told = {field.name: getattr(arguments, field.name) for field in fields(ServeOptions)}
+    serve(arguments.model, ServeOptions(**told), say=partial(print, flush=True))
+    return 0
+
+
+def _asked(arguments: argparse.Namespace) -> dict[str, Any]:
+    """How prompts are put and where responses end: the options that `eval` and `sample` share."""
+    names = ("chat", "system_prompt", "chat_template_kwargs", "stop", "stop_token_ids")
+    return {name: getattr(arguments, name) for name in names}
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        read = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from error
+    if not isinstance(read, dict):
+        raise argparse.ArgumentTypeError(f'{text!r} is no JSON object such as {{"enable_thinking": false}}')
+    return read
 
 
 def _config(arguments: argparse.Namespace) -> int:
@@ -130,12 +174,29 @@ def _parser() -> argparse.ArgumentParser:
         made.add_argument("overrides", nargs="*", metavar="key=value", help="replaces a key of the file")
 
     def sampled(made: argparse.ArgumentParser, top_p: float) -> None:
-        made.add_argument("model", help="preset:NAME, shipped:NAME, a model folder, or a run folder")
+        made.add_argument(
+            "model", help="preset:NAME, shipped:NAME, hf:ORG/NAME, a model folder, or a run folder"
+        )
         made.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (default 1)")
         made.add_argument("--top-p", type=float, default=top_p, help=f"1 is off (default {top_p:g})")
         made.add_argument("--top-k", type=int, default=0, help="0 is off (default)")
         made.add_argument("--max-response-tokens", type=int, default=64)
         made.add_argument("--seed", type=int, default=0)
+        made.add_argument(
+            "--chat", action="store_true", help="ask prompts as a user, through the chat template"
+        )
+        made.add_argument("--system-prompt", default="", metavar="TEXT", help="of every conversation")
+        made.add_argument("--chat-template-kwargs", type=_json_object, default={}, metavar="JSON")
+        made.add_argument(
+            "--stop",
+            action="append",
+            default=[],
+            metavar="TEXT",
+            help="ends a response; may be given several times",
+        )
+        made.add_argument(
+            "--stop-token-ids", type=int, nargs="+", default=[], metavar="ID", help="end a response as well"
+        )
 
     train = command("train", _train, "Train a policy by DAPO.")
     configured(train)
@@ -159,10 +220,50 @@ def _parser() -> argparse.ArgumentParser:
     sampled(one, top_p=1.0)
     one.add_argument("--prompt", action="append", required=True, help="may be given several times")
     one.add_argument("-n", type=int, default=1, help="responses to each prompt")
+    made = command("convert", _convert, "Write a model as a Hugging Face folder, tokenizer and all.")
+    made.add_argument(
+        "source", help="a .gguf file, a model folder, a run folder, preset:NAME or shipped:NAME"
+    )
+    made.add_argument("target", help="a folder that does not exist yet, or is empty")
+    made.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default float32")
+    _add_serve(
+        command("serve", _serve, "Answer requests over gRPC with JetStream (needs the extra jetstream).")
+    )
     shown = command("config", _config, "Print a configuration with every default filled in.")
     configured(shown)
     shown.add_argument("--sft", action="store_true", help="the file is a warm start's")
     return parser
+
+
+def _add_serve(made: argparse.ArgumentParser) -> None:
+    made.add_argument("model", help="preset:NAME, shipped:NAME, a model folder, or a run folder")
+    made.add_argument(
+        "--host", default="127.0.0.1", help="the interface; [::] is every one (default 127.0.0.1)"
+    )
+    made.add_argument("--port", type=int, default=9000, help="0 takes a free one (default 9000)")
+    made.add_argument(
+        "--follow", dest="follow_s", type=float, nargs="?", const=5.0, metavar="SECONDS",
+        help="serve each new checkpoint of the run folder; looks for one every 5 s unless told otherwise",
+    )  # fmt: skip
+    made.add_argument("--slots", type=int, default=16, help="responses decoded side by side (default 16)")
+    made.add_argument(
+        "--max-prompt-tokens", type=int, default=64, help="longer prompts are refused (default 64)"
+    )
+    made.add_argument(
+        "--max-response-tokens", type=int, default=64, help="at most, of a request (default 64)"
+    )
+    made.add_argument("--temperature", type=float, default=0.0, help="of all requests; 0 is greedy (default)")
+    made.add_argument("--top-p", type=float, default=1.0, help="1 is off (default)")
+    made.add_argument("--top-k", type=int, default=0, help="0 is off (default)")
+    made.add_argument("--seed", type=int, default=0)
+    made.add_argument("--chat", action="store_true", help="a request's text is a user's message")
+    made.add_argument("--system-prompt", default="", metavar="TEXT", help="of every conversation")
+    made.add_argument("--chat-template-kwargs", type=_json_object, default={}, metavar="JSON")
+    made.add_argument(
+        "--steps-per-call", type=int, default=4, help="tokens to a streamed message (default 4)"
+    )
+    made.add_argument("--compute-dtype", choices=("float32", "bfloat16"), default="float32")
+    made.add_argument("--compilation-cache", default="~/.cache/dapo_jax/xla", metavar="FOLDER")
 
 
 if __name__ == "__main__":

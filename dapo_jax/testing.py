@@ -49,12 +49,20 @@ class ScriptedEngine:
     """
 
     def __init__(
-        self, script: Script, *, slots: int, capacity: int, steps_per_call: int = 4, eos_id: int = 1
+        self,
+        script: Script,
+        *,
+        slots: int,
+        capacity: int,
+        steps_per_call: int = 4,
+        stop_ids: Sequence[int] = (1,),
     ) -> None:
-        self.slots, self.capacity, self.eos_id = slots, capacity, eos_id
+        self.slots, self.capacity, self.stop_ids = slots, capacity, tuple(stop_ids)
         self._script, self._steps = script, steps_per_call
-        self.prefills: list[tuple[np.ndarray, np.ndarray]] = []
-        """(padded tokens, true lengths) of every `prefill`, as they came."""
+        self.prefills: list[list[np.ndarray]] = []
+        """The prompts of every `prefill`, as they came."""
+        self.released: list[int] = []
+        """Slots that were released, in that order."""
         self.inserted: list[tuple[int, int]] = []
         """(ordinal, index) of every response, in the order in which they got a slot."""
         self.live_slots: list[int] = []
@@ -70,14 +78,11 @@ class ScriptedEngine:
         return (FREE,) * self.slots
 
     def prefill(
-        self,
-        params: PyTree,
-        padded_tokens: Int[np.ndarray, "prompts padded"],
-        true_lengths: Int[np.ndarray, " prompts"],
+        self, params: PyTree, prompts: Sequence[Int[np.ndarray, " _"]]
     ) -> Int[np.ndarray, " prompts"]:
         """Notes the prompts; their lengths are all that `insert` needs."""
-        self.prefills.append((padded_tokens.copy(), true_lengths.copy()))
-        return true_lengths
+        self.prefills.append(list(prompts))
+        return np.array([len(prompt) for prompt in prompts], np.int32)
 
     def insert(
         self, prefix: Int[np.ndarray, " prompts"], state: PyTree, insertion: Insertion, key: PRNGKeyArray
@@ -88,11 +93,17 @@ class ScriptedEngine:
             ValueError: a response would outgrow its slot, or its script has neither an end token nor enough tokens.
         """
         slots = list(state)
-        columns = (insertion.slots, insertion.rows, insertion.ordinals, insertion.indices, insertion.limits)
-        for slot, row, ordinal, index, limit in zip(*(column.tolist() for column in columns), strict=True):
-            if prefix[row] + limit > self.capacity:
+        columns = (
+            insertion.slots,
+            insertion.prompts,
+            insertion.ordinals,
+            insertion.indices,
+            insertion.limits,
+        )
+        for slot, place, ordinal, index, limit in zip(*(column.tolist() for column in columns), strict=True):
+            if prefix[place] + limit > self.capacity:
                 raise ValueError(
-                    f"a prompt of {prefix[row]} tokens and {limit} of response = {prefix[row] + limit} are over "
+                    f"a prompt of {prefix[place]} tokens and {limit} of response = {prefix[place] + limit} are over "
                     f"capacity={self.capacity}"
                 )
             slots[slot] = ScriptedSlot(tokens=self._response(ordinal, index, limit))
@@ -119,14 +130,20 @@ class ScriptedEngine:
         logprobs = -tokens.astype(np.float32)
         return tuple(slots), ResultTokens(tokens=tokens, logprobs=logprobs, valid=valid, live=going)
 
+    def release(self, state: PyTree, slots: Sequence[int]) -> tuple[ScriptedSlot, ...]:
+        """Ends the responses in some slots where they are."""
+        self.released += slots
+        return tuple(FREE if at in slots else slot for at, slot in enumerate(state))
+
     def _response(self, ordinal: int, index: int, limit: int) -> tuple[int, ...]:
         tokens = tuple(self._script(ordinal, index))
-        if self.eos_id in tokens:
-            tokens = tokens[: tokens.index(self.eos_id) + 1]
+        ends = [at for at, token in enumerate(tokens) if token in self.stop_ids]
+        if ends:
+            tokens = tokens[: ends[0] + 1]
         elif len(tokens) < limit:
             raise ValueError(
-                f"the script of response {index} to prompt {ordinal} has {len(tokens)} tokens and no end token "
-                f"{self.eos_id}; it needs one, or as many tokens as the limit of {limit}"
+                f"the script of response {index} to prompt {ordinal} has {len(tokens)} tokens and none of the end tokens "
+                f"{self.stop_ids}; it needs one, or as many tokens as the limit of {limit}"
             )
         return tokens[:limit]
 

@@ -133,6 +133,12 @@ def test_a_missing_file_is_one_message_and_names_the_nearest(capsys):
         (["eval", "shipped:quickstart", "--data", "arithmetik"], "did you mean 'arithmetic'"),
         (["eval", "shipped:quickstart", "--top-p", "1.5"], "top_p"),
         (["sample", "shipped:quickstart", "--prompt", "1+x"], "character 'x'"),
+        (["sample", "shipped:quickstart", "--prompt", "1", "--chat"], "no chat template"),
+        (["sample", "shipped:quickstart", "--prompt", "1", "--system-prompt", "S"], "data.chat=true (--chat)"),
+        (["sample", "shipped:quickstart", "--prompt", "1", "--chat-template-kwargs", '{"a": 1}'], "--chat"),
+        (["sample", "shipped:quickstart", "--prompt", "1", "--stop", ""], "sampling.stop: found ['']"),
+        (["eval", "shipped:quickstart", "--stop-token-ids", "3", "-1"], "sampling.stop_token_ids: found [3, -1]"),
+        (["eval", "shipped:quickstart", "--chat", "--prompts", "2"], "no chat template"),
         (["sft", QUICKSTART], "quickstart.yaml"),
     ],
 )  # fmt: skip
@@ -142,7 +148,16 @@ def test_other_commands_say_their_errors_the_same_way(arguments, message, capsys
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["trian"], ["train"], ["sample", "shipped:quickstart"], ["eval", "x", "--k", "two"]]
+    "arguments",
+    [
+        [],
+        ["trian"],
+        ["train"],
+        ["sample", "shipped:quickstart"],
+        ["eval", "x", "--k", "two"],
+        ["eval", "x", "--chat-template-kwargs", "{"],
+        ["eval", "x", "--chat-template-kwargs", "[1]"],
+    ],
 )
 def test_a_usage_error_is_status_2(arguments, capsys):
     with pytest.raises(SystemExit) as stopped:

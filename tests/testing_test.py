@@ -14,16 +14,16 @@ KEY = jax.random.key(0)
 def scripted(responses, *, steps=4, slots=3):
     """Response `index` of any prompt is `responses[index]`."""
     return ScriptedEngine(
-        lambda _, index: responses[index], slots=slots, capacity=16, steps_per_call=steps, eos_id=1
+        lambda _, index: responses[index], slots=slots, capacity=16, steps_per_call=steps, stop_ids=[1]
     )
 
 
 def started(engine, limits, *, slots=None, length=2):
     """A state with responses 0, 1, ... in the given slots."""
     count = len(limits)
-    prefix = engine.prefill({}, np.full((1, 8), 5, np.int32), np.array([length], np.int32))
+    prefix = engine.prefill({}, [np.full(length, 5, np.int32)])
     insertion = Insertion(
-        slots=np.array(range(count) if slots is None else slots, np.int32), rows=np.zeros(count, np.int32),
+        slots=np.array(range(count) if slots is None else slots, np.int32), prompts=np.zeros(count, np.int32),
         ordinals=np.zeros(count, np.int32), indices=np.arange(count, dtype=np.int32),
         limits=np.array(limits, np.int32),
     )  # fmt: skip
@@ -70,15 +70,23 @@ def test_states_are_values():
 def test_it_notes_what_was_prefilled_and_inserted():
     engine = scripted([[1], [1]])
     started(engine, [3, 3])
-    ((tokens, lengths),) = engine.prefills
-    assert tokens.tolist() == [[5] * 8]
-    assert lengths.tolist() == [2]
+    ((prompt,),) = engine.prefills
+    assert prompt.tolist() == [5, 5]
     assert engine.inserted == [(0, 0), (0, 1)]
+
+
+def test_a_released_slot_is_free():
+    engine = scripted([[7, 8, 9, 1], [5, 6, 1]], steps=2)
+    state = engine.release(started(engine, [9, 9]), [1])
+    state, result = engine.generate({}, state, decoding())
+    assert valid_tokens(result) == [[7, 8], [], []]
+    assert engine.released == [1]
 
 
 def test_a_script_that_runs_out_is_refused():
     with pytest.raises(
-        ValueError, match=r"response 0 to prompt 0 has 2 tokens and no end token 1; .* limit of 5"
+        ValueError,
+        match=r"response 0 to prompt 0 has 2 tokens and none of the end tokens \(1,\); .* limit of 5",
     ):
         started(scripted([[7, 8]]), [5])
 

@@ -16,10 +16,9 @@ from dapo_jax.config.schema import (
     ParallelConfig,
     RewardConfig,
     SamplingConfig,
-    SftBatchConfig,
-    SftConfig,
     TrainConfig,
 )
+from dapo_jax.config.sft_schema import SftBatchConfig, SftConfig
 
 __all__ = [
     "BatchConfig",

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, get_type_hints
 
-from dapo_jax.config import schema
+from dapo_jax.config import schema, sft_schema
 from dapo_jax.config.values import check_value, refuse
 
 SECTIONS: dict[type, str] = {
     schema.TrainConfig: "",
-    schema.SftConfig: "",
+    sft_schema.SftConfig: "",
     schema.ModelConfig: "model",
     schema.DataConfig: "data",
     schema.SamplingConfig: "sampling",
@@ -21,7 +21,7 @@ SECTIONS: dict[type, str] = {
     schema.OverlongConfig: "reward.overlong",
     schema.DynamicSamplingConfig: "dynamic_sampling",
     schema.BatchConfig: "batch",
-    schema.SftBatchConfig: "batch",
+    sft_schema.SftBatchConfig: "batch",
     schema.LossConfig: "loss",
     schema.OptimizerConfig: "optimizer",
     schema.EvalConfig: "eval",
@@ -62,6 +62,39 @@ def _check_data(data: schema.DataConfig) -> None:
             data.prompt_template,
             "{prompt} in it",
             "put {prompt} where the question goes: without it every prompt would be the same text",
+        )
+
+    for name in ("messages", "add_generation_prompt"):
+        if name in data.chat_template_kwargs:
+            key = f"data.chat_template_kwargs.{name}"
+            refuse(
+                key,
+                data.chat_template_kwargs[name],
+                "another name",
+                "this one is set for every prompt: remove it",
+            )
+
+
+def _check_model(model: schema.ModelConfig) -> None:
+    if model.revision and not model.source.startswith("hf:"):
+        refuse(
+            "model.revision",
+            model.revision,
+            "a model.source of the form hf:ORG/NAME",
+            f"{model.source!r} has no revisions: leave the key out",
+        )
+
+
+def _check_sampling(sampling: schema.SamplingConfig) -> None:
+    if "" in sampling.stop:
+        remedy = "an empty string is in every text, so every response would end at once: remove it"
+        refuse("sampling.stop", sampling.stop, "strings with a character or more", remedy)
+    if any(token < 0 for token in sampling.stop_token_ids):
+        refuse(
+            "sampling.stop_token_ids",
+            sampling.stop_token_ids,
+            "ids of 0 or more",
+            "write the tokenizer's ids",
         )
 
 
@@ -177,7 +210,7 @@ def check_train(config: schema.TrainConfig) -> None:
     _check_row(batch.row_tokens, config.data.max_prompt_tokens, limit, "sampling.max_response_tokens")
 
 
-def check_sft(config: schema.SftConfig) -> None:
+def check_sft(config: sft_schema.SftConfig) -> None:
     """Checks what sections of a supervised configuration say about each other."""
     _check_row(
         config.batch.row_tokens,
@@ -215,8 +248,10 @@ def _check_row(row: int, prompt: int, response: int, response_key: str) -> None:
 
 _TOGETHER: dict[type, Callable[[Any], None]] = {
     schema.TrainConfig: check_train,
-    schema.SftConfig: check_sft,
+    sft_schema.SftConfig: check_sft,
+    schema.ModelConfig: _check_model,
     schema.DataConfig: _check_data,
+    schema.SamplingConfig: _check_sampling,
     schema.OverlongConfig: _check_overlong,
     schema.RewardConfig: _check_reward,
     schema.DynamicSamplingConfig: _check_dynamic_sampling,

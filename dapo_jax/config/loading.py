@@ -10,16 +10,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
 from os import PathLike
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias, TypeVar, cast, overload
+from typing import Any, NoReturn, TypeAlias, TypeVar, cast, get_origin, overload
 
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dapo_jax.config.checks import field_types
-from dapo_jax.config.schema import ConfigError, SftConfig, TrainConfig
+from dapo_jax.config.schema import ConfigError, TrainConfig
+from dapo_jax.config.sft_schema import SftConfig
 from dapo_jax.config.suggestions import alias_of, unknown_key
-from dapo_jax.config.values import check_value, refuse, shown
+from dapo_jax.config.values import check_plain, check_value, refuse, shown
 
 AnyConfig: TypeAlias = TrainConfig | SftConfig
 _Config = TypeVar("_Config", TrainConfig, SftConfig)
@@ -41,7 +42,8 @@ def load_config(
     """Reads a YAML file, applies `section.key=value` overrides in order (the last one wins), checks everything.
 
     An override's value is read as YAML, except that for a text key it is taken as it stands, so
-    `data.prompt_template=Q: {prompt}` needs no quotes beyond the shell's.
+    `data.prompt_template=Q: {prompt}` needs no quotes beyond the shell's. Of a key that holds a mapping, one name
+    can be set: `data.chat_template_kwargs.enable_thinking=false`.
 
     Args:
         path: the YAML file.
@@ -65,7 +67,7 @@ def load_config(
             key, value = _parse_override(override, kinds)
         except ConfigError as error:
             raise ConfigError(f"override {override!r}: {error}") from None
-        values[key] = value
+        _set(values, key, value, kinds)
     try:
         return _build(schema, values)
     except ConfigError as error:
@@ -230,11 +232,37 @@ def _parse_override(override: str, kinds: Mapping[str, Any]) -> tuple[str, Any]:
         raise ConfigError(
             f"{key} = {text} would replace a whole section; override one key at a time, of {keys}"
         )
+    if _mapping_key(key, kinds):
+        value = _parse_value(key, text)
+        check_plain(key, value)
+        return key, value
     if key not in kinds:
         _refuse_unknown(key, text, kinds)
     value = text if kinds[key] is str and not _is_yaml_text(text) else _parse_value(key, text)
     check_value(key, value, kinds[key])
     return key, value
+
+
+def _mapping_key(key: str, kinds: Mapping[str, Any]) -> str | None:
+    """The key of the schema that holds a mapping and has `key` inside, if there is one."""
+    return next(
+        (each for each, kind in kinds.items() if get_origin(kind) is dict and key.startswith(f"{each}.")),
+        None,
+    )
+
+
+def _set(values: dict[str, Any], key: str, value: object, kinds: Mapping[str, Any]) -> None:
+    """Sets a key, or one name inside a key that holds a mapping."""
+    mapping = _mapping_key(key, kinds)
+    if mapping is None:
+        values[key] = value
+        return
+    *outer, name = key.removeprefix(f"{mapping}.").split(".")
+    node = values[mapping] = dict(values.get(mapping, {}))
+    for part in outer:
+        node[part] = dict(inner) if isinstance(inner := node.get(part), dict) else {}
+        node = node[part]
+    node[name] = value
 
 
 def _is_yaml_text(text: str) -> bool:

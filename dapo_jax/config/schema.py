@@ -1,17 +1,18 @@
-"""Every dataclass a configuration file is read into. Imports no jax.
+"""The dataclasses that a training configuration is read into; a warm start's are in `sft_schema`. Imports no jax.
 
 Defaults are the paper's where the paper gives one (DAPO, https://arxiv.org/abs/2503.14476), each with its
 equation or section. Checks raise `ConfigError` with the arithmetic; nothing here changes a value.
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 
 class ConfigError(ValueError):
     """A configuration that cannot be run; the message names the key, the value and the remedy."""
 
 
-def _checked(config: object) -> None:
+def checked(config: object) -> None:
     """Refuses what cannot be run as soon as an object is built, from a file or in Python."""
     from dapo_jax.config.checks import check  # which imports the classes below
 
@@ -23,8 +24,12 @@ class ModelConfig:
     """Which decoder, and how it computes."""
 
     source: str = "preset:tiny"
-    """`preset:NAME` (random weights), `shipped:NAME` (a model that comes with the package), or a folder with
-    config.json, tokenizer.json and model.safetensors."""
+    """`preset:NAME` (random weights), `shipped:NAME` (a model that comes with the package), `hf:ORG/NAME` (from the
+    Hugging Face hub), or a folder with config.json, tokenizer.json and model.safetensors."""
+    revision: str = ""
+    """Of a model from the hub: a branch, a tag or a commit; empty: its main branch. A commit keeps a run repeatable."""
+    cache_dir: str = ""
+    """Where models from the hub are kept; empty: where huggingface_hub keeps them (HF_HOME)."""
     tokenizer: str = "byte"
     """For a preset: `byte`, or `char:ALPHABET` with one token for each character. A model folder brings its own."""
     compute_dtype: str = "float32"
@@ -34,7 +39,7 @@ class ModelConfig:
     logprob_chunk_tokens: int = 1024
     """Tokens whose logits exist at one time when log-probabilities are computed."""
 
-    __post_init__ = _checked
+    __post_init__ = checked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,13 +53,19 @@ class DataConfig:
     data_dir: str = "~/.cache/dapo_jax/datasets"
     """Where prepared datasets are kept."""
     prompt_template: str = "{prompt}"
-    """Text of the prompt; `{prompt}` stands for the row's question."""
+    """Text of the prompt; `{prompt}` stands for the row's question. Of messages: text of the last user message."""
+    chat: bool = False
+    """Ask plain questions as a user's message, through the model's chat template. Rows that hold messages do anyway."""
+    system_prompt: str = ""
+    """The system message that messages begin with; empty: none but the row's or the chat template's own."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """What else the chat template reads: {enable_thinking: false} for Qwen3."""
     shuffle: bool = True
     """Shuffle each epoch anew by the run's seed."""
     max_prompt_tokens: int = 2048
-    """A longer prompt is an error: truncating it would ask another question. (Section 4.1)"""
+    """A longer prompt, chat template and all, is an error: truncating it would ask another question. (Section 4.1)"""
 
-    __post_init__ = _checked
+    __post_init__ = checked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +81,13 @@ class SamplingConfig:
     """Responses decoded side by side."""
     steps_per_call: int = 16
     """Decode steps on the device between two looks of the host."""
+    stop: list[str] = field(default_factory=list)
+    """Strings that end a response. It keeps the tokens up to the one that completes a string; graders see the text
+    before it. Evaluation stops there too."""
+    stop_token_ids: list[int] = field(default_factory=list)
+    """Ids that end a response besides the tokenizer's end tokens."""
 
-    __post_init__ = _checked
+    __post_init__ = checked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +102,7 @@ class OverlongConfig:
     filter_truncated: bool = False
     """Overlong filtering: a truncated response keeps its reward but none of its tokens enters the loss."""
 
-    __post_init__ = _checked
+    __post_init__ = checked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +117,7 @@ class RewardConfig:
     incorrect: float = -1.0
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
 
-    __post_init__ = _checked
+    __post_init__ = checked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +135,7 @@ class DynamicSamplingConfig:
     metric: str = "correct"
     """What the filter looks at: correct (verdicts) or score (graded scores, kept when not all equal)."""
 
-    __post_init__ = _checked
+    __post_init__ = checked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +151,7 @@ class BatchConfig:
     row_tokens: int = 0
     """Tokens in a packed row; 0: data.max_prompt_tokens + sampling.max_response_tokens."""
 
-    __post_init__ = _checked
+    __post_init__ = checked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +175,7 @@ class LossConfig:
     kl_coef: float = 0.0
     """Weight of the KL to the reference policy; 0 loads and runs no reference policy. (Section 2.3)"""
 
-    __post_init__ = _checked
+    __post_init__ = checked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +191,7 @@ class OptimizerConfig:
     weight_decay: float = 0.1
     max_grad_norm: float = 1.0
 
-    __post_init__ = _checked
+    __post_init__ = checked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +207,7 @@ class EvalConfig:
     top_p: float = 0.7
     top_k: int = 0
 
-    __post_init__ = _checked
+    __post_init__ = checked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +218,7 @@ class CheckpointConfig:
     """0: only after the last step."""
     keep: int = 3
 
-    __post_init__ = _checked
+    __post_init__ = checked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,7 +233,7 @@ class LogConfig:
     wandb: bool = False
     wandb_project: str = "dapo_jax"
 
-    __post_init__ = _checked
+    __post_init__ = checked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,7 +246,7 @@ class ParallelConfig:
     context: int = 1
     """Kept at 1: no sequence is split over devices yet."""
 
-    __post_init__ = _checked
+    __post_init__ = checked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,47 +271,9 @@ class TrainConfig:
     log: LogConfig = field(default_factory=LogConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
-    __post_init__ = _checked
+    __post_init__ = checked
 
     @property
     def row_tokens(self) -> int:
         """Tokens in a packed row: `batch.row_tokens`, or the longest rollout there can be."""
         return self.batch.row_tokens or self.data.max_prompt_tokens + self.sampling.max_response_tokens
-
-
-@dataclass(frozen=True, kw_only=True)
-class SftBatchConfig:
-    """Shape of one supervised update."""
-
-    pairs_per_step: int = 256
-    row_tokens: int = 0
-    """Tokens in a packed row; 0: data.max_prompt_tokens + max_response_tokens."""
-    rows_per_microbatch: int = 1
-
-    __post_init__ = _checked
-
-
-@dataclass(frozen=True, kw_only=True)
-class SftConfig:
-    """A supervised warm start from prompt / response pairs."""
-
-    run_dir: str
-    seed: int = 0
-    steps: int = 100
-    compilation_cache: str = "~/.cache/dapo_jax/xla"
-    max_response_tokens: int = 64
-    model: ModelConfig = field(default_factory=ModelConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    reward: RewardConfig = field(default_factory=RewardConfig)
-    batch: SftBatchConfig = field(default_factory=SftBatchConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    eval: EvalConfig = field(default_factory=EvalConfig)
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-
-    __post_init__ = _checked
-
-    @property
-    def row_tokens(self) -> int:
-        """Tokens in a packed row: `batch.row_tokens`, or the longest pair there can be."""
-        return self.batch.row_tokens or self.data.max_prompt_tokens + self.max_response_tokens

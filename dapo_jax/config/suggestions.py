@@ -85,6 +85,9 @@ ALIASES = {
     "enable_gradient_checkpointing": "model.remat",
     "train_files": "data.source",
     "dataset_name": "data.source",
+    "apply_chat_template_kwargs": "data.chat_template_kwargs",
+    "model_revision": "model.revision",
+    "stop_strings": "sampling.stop",
     "tensor_model_parallel_size": "parallel.tensor",
     "fsdp_size": "parallel.fsdp",
     "ulysses_sequence_parallel_size": "parallel.context",
@@ -168,7 +171,8 @@ def unknown_key(key: str, known: Collection[str]) -> str:
         ours = f"`{alias}` of verl, TRL or open-instruct is `{ALIASES[alias]}` here{unit}"
         others = [near for near in nearest_keys(key, known, least=1.5) if near != ALIASES[alias]]
         return f"{ours}; or did you mean {_either(others)}?" if others else ours
-    near = nearest_keys(key, known)
+    # Or a name inside a misspelt mapping.
+    near = nearest_keys(key, known) or nearest_keys(key.rpartition(".")[0], known, least=1.5)
     if near:
         return f"did you mean {_either(near)}?"
     top = sorted({candidate.split(".", 1)[0] for candidate in known})

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from types import NoneType
-from typing import Any, NamedTuple, NoReturn, get_args
+from typing import Any, NamedTuple, NoReturn, get_args, get_origin
 
 from dapo_jax.config.schema import ConfigError
 from dapo_jax.config.suggestions import nearest_word
@@ -101,7 +101,12 @@ def shown(value: object) -> str:
 
 def check_value(key: str, value: object, expected: Any) -> None:
     """Checks the type of one value, then its range or its choices."""
-    _check_type(key, value, expected)
+    if get_origin(expected) is list:
+        _check_list(key, value, get_args(expected)[0])
+    elif get_origin(expected) is dict:
+        _check_mapping(key, value)
+    else:
+        _check_type(key, value, expected)
     if key in RANGES and isinstance(value, int | float) and not RANGES[key].holds(value):
         refuse(key, value, RANGES[key].needs, "change it, or leave the key out to keep its default")
     if key in CHOICES and value not in CHOICES[key]:
@@ -143,6 +148,39 @@ def _check_type(key: str, value: object, expected: Any) -> None:
         refuse(key, value, needs, _number_remedy(value, kind))
     elif isinstance(value, float) and not math.isfinite(value):
         refuse(key, value, f"a finite number{' or null' if optional else ''}", "write a number such as 1e-6")
+
+
+def _check_list(key: str, value: object, kind: type) -> None:
+    needs = f"a list of {'text' if kind is str else 'whole numbers'}"
+    if not isinstance(value, list):
+        refuse(
+            key, value, needs, f"put it in brackets: [{value}]" if value is not None else "write [] for none"
+        )
+    for place, item in enumerate(value):
+        _check_type(f"{key}[{place}]", item, kind)
+
+
+def _check_mapping(key: str, value: object) -> None:
+    """What JSON can say, by names that are text."""
+    if not isinstance(value, dict):
+        refuse(key, value, "a mapping", "write `name: value` lines under it, or {} for none")
+    for name, item in value.items():
+        if not isinstance(name, str):
+            refuse(key, name, "names that are text", f"quote it: '{name}'")
+        check_plain(f"{key}.{name}", item)
+
+
+def check_plain(key: str, value: object) -> None:
+    """Checks a value inside a mapping: whatever JSON can say, written out."""
+    if isinstance(value, dict):
+        _check_mapping(key, value)
+    elif isinstance(value, list):
+        for place, item in enumerate(value):
+            check_plain(f"{key}[{place}]", item)
+    elif isinstance(value, bool | int | float | str):
+        _check_type(key, value, type(value))
+    elif value is not None:
+        refuse(key, value, "text, a number, true or false, a list or a mapping", "write one of these")
 
 
 def _is_number(value: object, kind: type) -> bool:

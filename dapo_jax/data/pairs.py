@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32
 
-from dapo_jax.data.prompts import PromptSource, encode_in_row
+from dapo_jax.data.formatting import AS_IT_STANDS, PromptFormat
+from dapo_jax.data.prompts import PromptSource
 from dapo_jax.data.tokenizers import Tokenizer
 
 
@@ -25,20 +26,20 @@ class PairSource:
         seed: int,
         max_prompt_tokens: int,
         max_response_tokens: int,
-        prompt_template: str = "{prompt}",
+        prompt_format: PromptFormat = AS_IT_STANDS,
         shuffle: bool = True,
     ) -> None:
         """As `PromptSource`; `max_response_tokens` counts the end token.
 
         Raises:
-            ValueError: there are no rows, the seed is negative, or the template has no `{prompt}`.
+            ValueError: there are no rows, or the seed is negative.
         """
         self._prompts = PromptSource(
             rows,
             tokenizer,
             seed=seed,
             max_prompt_tokens=max_prompt_tokens,
-            prompt_template=prompt_template,
+            prompt_format=prompt_format,
             shuffle=shuffle,
         )
         self._tokenizer = tokenizer
@@ -56,9 +57,10 @@ class PairSource:
         index = self._prompts.row_index(i)
         choices = _demonstrations(prompt.row, index)
         text = choices[int(np.random.default_rng([self._seed, i]).integers(len(choices)))]
-        response = np.append(
-            encode_in_row(text, self._tokenizer, index=index), np.int32(self._tokenizer.eos_id)
-        )
+        try:
+            response = np.append(self._tokenizer.encode(text), np.int32(self._tokenizer.eos_id))
+        except ValueError as error:
+            raise ValueError(f"row {index}: {error}") from error
         if len(response) > self._max_response_tokens:
             raise ValueError(
                 f"row {index}: the response has {len(response) - 1} + 1 end token = {len(response)} tokens, "

@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int32
 
+from dapo_jax.data.chat import Message
+from dapo_jax.data.formatting import AS_IT_STANDS, PromptFormat, checked_messages
 from dapo_jax.data.tokenizers import Tokenizer
 from dapo_jax.rollouts import Prompt
 
@@ -26,7 +27,7 @@ class PromptSource:
         *,
         seed: int,
         max_prompt_tokens: int,
-        prompt_template: str = "{prompt}",
+        prompt_format: PromptFormat = AS_IT_STANDS,
         shuffle: bool = True,
     ) -> None:
         """Builds the order of the rows; no row is read yet.
@@ -35,20 +36,19 @@ class PromptSource:
             rows: mappings with a `prompt` and an `answer`, from `load_rows` or `checked_rows`.
             tokenizer: turns the prompt's text into tokens.
             seed: decides the order of every epoch.
-            max_prompt_tokens: longest prompt that is accepted.
-            prompt_template: the prompt's text; every `{prompt}` in it stands for the row's question.
+            max_prompt_tokens: longest prompt that is accepted, with all that is put around the question.
+            prompt_format: what is put around a row's question.
             shuffle: visit the rows in a new order each epoch; False: in their own order.
 
         Raises:
-            ValueError: there are no rows, the seed is negative, or the template has no `{prompt}`.
+            ValueError: there are no rows, or the seed is negative.
         """
         from dapo_jax.data.order import row_order  # Grain takes more than a second to import
 
-        _check_template(prompt_template)
         self._rows = rows
         self._row_at = row_order(len(rows), seed=seed, shuffle=shuffle)
         self._tokenizer = tokenizer
-        self._prompt_template = prompt_template
+        self._prompt_format = prompt_format
         self._max_prompt_tokens = max_prompt_tokens
 
     @property
@@ -79,7 +79,7 @@ class PromptSource:
             self._tokenizer,
             index=index,
             ordinal=ordinal,
-            prompt_template=self._prompt_template,
+            prompt_format=self._prompt_format,
             max_prompt_tokens=self._max_prompt_tokens,
         )
 
@@ -89,7 +89,7 @@ def held_out(
     tokenizer: Tokenizer,
     *,
     max_prompt_tokens: int,
-    prompt_template: str = "{prompt}",
+    prompt_format: PromptFormat = AS_IT_STANDS,
     limit: int = 0,
 ) -> list[Prompt]:
     """The first `limit` rows (0: all) as prompts in their own order, with ordinals 0, 1, ...
@@ -97,7 +97,6 @@ def held_out(
     Raises:
         ValueError: fewer than `limit` rows, or a prompt that is too long.
     """
-    _check_template(prompt_template)
     if not 0 <= limit <= len(rows):
         raise ValueError(f"asked for {limit} held-out prompts of {len(rows)} rows; give 0 for all of them")
     return [
@@ -106,7 +105,7 @@ def held_out(
             tokenizer,
             index=index,
             ordinal=index,
-            prompt_template=prompt_template,
+            prompt_format=prompt_format,
             max_prompt_tokens=max_prompt_tokens,
         )
         for index in range(limit or len(rows))
@@ -119,7 +118,7 @@ def make_prompt(
     *,
     index: int,
     ordinal: int,
-    prompt_template: str,
+    prompt_format: PromptFormat,
     max_prompt_tokens: int,
 ) -> Prompt:
     """The prompt of one row; `index`, the row's place among the rows, is only named in errors.
@@ -127,23 +126,16 @@ def make_prompt(
     Raises:
         ValueError: the prompt is longer than `max_prompt_tokens`, empty, or cannot be tokenized.
     """
-    # A plain replacement: str.format would trip over the braces that questions about sets or code hold.
-    text = prompt_template.replace("{prompt}", row["prompt"])
-    tokens = encode_in_row(text, tokenizer, index=index)
+    try:
+        text, tokens = prompt_format.encode(row["prompt"], tokenizer)
+    except ValueError as error:
+        raise ValueError(f"row {index}: {error}") from error
     if not 0 < len(tokens) <= max_prompt_tokens:
         raise ValueError(
             f"row {index}: the prompt has {len(tokens)} tokens, not 1 to data.max_prompt_tokens={max_prompt_tokens}; "
             f"raise data.max_prompt_tokens or drop the row. It begins {text[:60]!r}"
         )
     return Prompt(ordinal=ordinal, tokens=tokens, text=text, answer=row["answer"], row=row)
-
-
-def encode_in_row(text: str, tokenizer: Tokenizer, *, index: int) -> Int32[np.ndarray, " tokens"]:
-    """The tokens of `text`; an error of the tokenizer names the row."""
-    try:
-        return tokenizer.encode(text)
-    except ValueError as error:
-        raise ValueError(f"row {index}: {error}") from error
 
 
 def load_rows(source_name: str, split: str, data_dir: str | os.PathLike[str]) -> Sequence[Mapping[str, Any]]:
@@ -168,7 +160,7 @@ def load_rows(source_name: str, split: str, data_dir: str | os.PathLike[str]) ->
 def checked_rows(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Rows given from Python, each with a `prompt` and an `answer`; other fields are kept as they are.
 
-    An integer answer is turned into its decimal text.
+    A prompt is a string, or a list of messages with a `role` and a `content` each. An integer answer is turned into its decimal text.
 
     Raises:
         ValueError: no rows, or a field that is missing, empty or of another type; names the row and the field.
@@ -176,32 +168,44 @@ def checked_rows(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     if not rows:
         raise ValueError('no rows were given; each is a mapping such as {"prompt": "1+1", "answer": "2"}')
     return [
-        {**row, "prompt": _text_field(row, index, "prompt"), "answer": _text_field(row, index, "answer")}
+        {**row, "prompt": _prompt_field(row, index), "answer": _answer_field(row, index)}
         for index, row in enumerate(rows)
     ]
 
 
-def _text_field(row: Mapping[str, Any], index: int, name: str) -> str:
+def _prompt_field(row: Mapping[str, Any], index: int) -> str | list[Message]:
+    value = _field(row, index, "prompt")
+    if isinstance(value, str):
+        return _not_empty(value, index, "prompt")
+    try:
+        return checked_messages(value)
+    except ValueError as error:
+        raise ValueError(f"row {index}: {error}") from error
+
+
+def _answer_field(row: Mapping[str, Any], index: int) -> str:
+    value = _field(row, index, "answer")
+    # bool is an int to Python, but True is no answer that anybody meant to write as "True".
+    if isinstance(value, int | np.integer) and not isinstance(value, bool):
+        return str(int(value))
+    if not isinstance(value, str):
+        raise ValueError(
+            f"row {index}: 'answer' must be a string or an integer; got {value!r} ({type(value).__name__})"
+        )
+    return _not_empty(value, index, "answer")
+
+
+def _field(row: Mapping[str, Any], index: int, name: str) -> Any:
     if not isinstance(row, Mapping):
         raise ValueError(
             f"row {index} is a {type(row).__name__}; a row is a mapping with 'prompt' and 'answer'"
         )
     if name not in row:
         raise ValueError(f"row {index} has no field {name!r}; its fields are {sorted(map(str, row))}")
-    value = row[name]
-    # bool is an int to Python, but True is no answer that anybody meant to write as "True".
-    if name == "answer" and isinstance(value, int | np.integer) and not isinstance(value, bool):
-        return str(int(value))
-    if not isinstance(value, str):
-        allowed = "a string" if name == "prompt" else "a string or an integer"
-        raise ValueError(f"row {index}: {name!r} must be {allowed}; got {value!r} ({type(value).__name__})")
+    return row[name]
+
+
+def _not_empty(value: str, index: int, name: str) -> str:
     if not value.strip():
         raise ValueError(f"row {index}: {name!r} is empty; drop the row or fill the field")
     return value
-
-
-def _check_template(prompt_template: str) -> None:
-    if "{prompt}" not in prompt_template:
-        raise ValueError(
-            f"data.prompt_template={prompt_template!r} has no '{{prompt}}': every prompt would be the same text"
-        )

@@ -1,6 +1,7 @@
-"""Text to token ids and back. Ids 0 and 1 are the padding and the end token in every tokenizer here.
+"""Text to token ids and back: what the library needs of a tokenizer, the two that need no training, and files.
 
-`encode` adds no special token and `decode` shows none: who wants an end token appends `eos_id`.
+`encode` adds no special token and `decode` shows none: who wants an end token appends `eos_id`. Ids 0 and 1 are the
+padding and the end token of the two tokenizers here; those of real models are in `dapo_jax.data.huggingface`.
 """
 
 import json
@@ -12,6 +13,8 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int, Int32
+
+from dapo_jax.data.chat import ChatTemplate
 
 PAD_ID = 0
 EOS_ID = 1
@@ -37,11 +40,25 @@ class Tokenizer(Protocol):
 
     @property
     def eos_id(self) -> int:
-        """Ends a response."""
+        """Ends a response; what a supervised response is ended with."""
+        ...
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """All ids that end a response when they are sampled, `eos_id` first."""
+        ...
+
+    @property
+    def chat_template(self) -> ChatTemplate | None:
+        """Makes a text of messages; None if the model knows no conversations."""
         ...
 
     def encode(self, text: str) -> Int32[np.ndarray, " tokens"]:
-        """The ids of `text`, without special tokens."""
+        """The ids of `text`; none is added."""
+        ...
+
+    def encode_prompt(self, text: str) -> Int32[np.ndarray, " tokens"]:
+        """The ids of a prompt that is plain text: with the token that begins a text, where the model knows one."""
         ...
 
     def decode(self, ids: Int[np.ndarray, " tokens"]) -> str:
@@ -59,11 +76,17 @@ class ByteTokenizer:
 
     pad_id: int = field(default=PAD_ID, init=False)
     eos_id: int = field(default=EOS_ID, init=False)
+    stop_ids: tuple[int, ...] = field(default=(EOS_ID,), init=False)
+    chat_template: None = field(default=None, init=False)
     vocab_size: int = field(default=_SPECIALS + 256, init=False)
 
     def encode(self, text: str) -> Int32[np.ndarray, " tokens"]:
         """The bytes of `text`, shifted past the special ids."""
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int32) + np.int32(_SPECIALS)
+
+    def encode_prompt(self, text: str) -> Int32[np.ndarray, " tokens"]:
+        """As `encode`: nothing begins a text."""
+        return self.encode(text)
 
     def decode(self, ids: Int[np.ndarray, " tokens"]) -> str:
         """The text of `ids`; bytes that are no valid UTF-8 become U+FFFD, since a model may sample any bytes.
@@ -88,6 +111,8 @@ class CharTokenizer:
     alphabet: str
     pad_id: int = field(default=PAD_ID, init=False)
     eos_id: int = field(default=EOS_ID, init=False)
+    stop_ids: tuple[int, ...] = field(default=(EOS_ID,), init=False)
+    chat_template: None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         repeated = sorted({char for char in self.alphabet if self.alphabet.count(char) > 1})
@@ -120,6 +145,10 @@ class CharTokenizer:
             )
         return np.array(places, dtype=np.int32) + np.int32(_SPECIALS)
 
+    def encode_prompt(self, text: str) -> Int32[np.ndarray, " tokens"]:
+        """As `encode`: nothing begins a text."""
+        return self.encode(text)
+
     def decode(self, ids: Int[np.ndarray, " tokens"]) -> str:
         """The text of `ids`.
 
@@ -129,19 +158,33 @@ class CharTokenizer:
         return "".join(self.alphabet[place] for place in _ordinary(ids, self.vocab_size))
 
 
-def save_tokenizer(tokenizer: ByteTokenizer | CharTokenizer, folder: str | os.PathLike[str]) -> None:
-    """Writes `tokenizer.json` into `folder`, which is created if need be."""
+def save_tokenizer(tokenizer: Tokenizer, folder: str | os.PathLike[str]) -> None:
+    """Writes the tokenizer's files into `folder`, which is created if need be.
+
+    Raises:
+        ValueError: a tokenizer that is neither of this module nor read from a Hugging Face folder.
+    """
+    from dapo_jax.data.huggingface import HuggingFaceTokenizer  # loads the library `tokenizers`
+
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        tokenizer.save(folder)
+        return
     if isinstance(tokenizer, CharTokenizer):
         content = {"type": "dapo_jax.char", "alphabet": tokenizer.alphabet}
-    else:
+    elif isinstance(tokenizer, ByteTokenizer):
         content = {"type": "dapo_jax.byte"}
-    Path(folder).mkdir(parents=True, exist_ok=True)
+    else:
+        raise ValueError(
+            f"a {type(tokenizer).__name__} cannot be written to a model folder; a ByteTokenizer, a CharTokenizer and a "
+            "HuggingFaceTokenizer can"
+        )
     text = json.dumps(content, ensure_ascii=False, indent=2) + "\n"
     (Path(folder) / _FILE_NAME).write_text(text, encoding="utf-8")
 
 
-def load_tokenizer(folder: str | os.PathLike[str]) -> ByteTokenizer | CharTokenizer:
-    """Reads the tokenizer that `save_tokenizer` wrote into `folder`.
+def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
+    """Reads a model folder's tokenizer: one that `save_tokenizer` wrote, or a Hugging Face one.
 
     Raises:
         ValueError: there is no tokenizer.json, it is not JSON, or of a type that is not known.
@@ -151,21 +194,50 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> ByteTokenizer | CharTokeni
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(
-            f"cannot read a tokenizer from {path}: {error.strerror}; a model folder needs this file"
+            f"cannot read a tokenizer from {path}: {error.strerror}; a model folder needs this file{_instead(path.parent)}"
         ) from error
     except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
         raise ValueError(f"{path} is not a JSON file: {error}") from error
+    if isinstance(content, dict) and isinstance(content.get("model"), dict):
+        from dapo_jax.data.huggingface import HuggingFaceTokenizer
+
+        return HuggingFaceTokenizer.load(folder)
     kind = content.get("type") if isinstance(content, dict) else None
     if kind == "dapo_jax.byte":
         return ByteTokenizer()
     if kind != "dapo_jax.char":
         raise ValueError(
-            f"{path} has the tokenizer type {kind!r}; known are 'dapo_jax.byte' and 'dapo_jax.char'"
+            f"{path} has the tokenizer type {kind!r}; known are 'dapo_jax.byte', 'dapo_jax.char', and the files of Hugging "
+            "Face's tokenizers, which have a 'model'"
         )
     alphabet = content.get("alphabet")
     if not isinstance(alphabet, str):
         raise ValueError(f"{path}: 'alphabet' must be a string; got {alphabet!r}")
     return CharTokenizer(alphabet)
+
+
+def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Refuses a tokenizer with more ids than the model has rows. Fewer are usual: models pad their vocabulary.
+
+    Raises:
+        ValueError: `tokenizer.vocab_size` is over `vocab_size`.
+    """
+    if tokenizer.vocab_size > vocab_size:
+        raise ValueError(
+            f"the tokenizer has {tokenizer.vocab_size} ids and the model's vocabulary {vocab_size} rows: ids from "
+            f"{vocab_size} on would have no embedding; take the tokenizer that the model was trained with"
+        )
+
+
+def _instead(folder: Path) -> str:
+    """What to do about a folder that holds a tokenizer in an older form."""
+    older = [name for name in ("tokenizer.model", "spiece.model", "vocab.json") if (folder / name).is_file()]
+    if not older:
+        return ""
+    return (
+        f". It has {older[0]}, which is not read here; transformers makes the file of it: "
+        "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+    )
 
 
 def _ordinary(ids: Int[np.ndarray, " tokens"], vocab_size: int) -> Iterable[int]:

@@ -13,55 +13,57 @@ MASKED = -1e30
 
 
 def causal_attention(
-    query: Float[Array, "batch seq heads head_dim"],
-    key: Float[Array, "batch seq kv_heads head_dim"],
-    value: Float[Array, "batch seq kv_heads head_dim"],
+    query: Float[Array, "heads head_dim tokens"],
+    key: Float[Array, "kv_heads head_dim tokens"],
+    value: Float[Array, "kv_heads head_dim tokens"],
     segment_ids: Int[Array, "batch seq"],
-) -> Float[Array, "batch seq heads head_dim"]:
-    """Each token attends to the tokens of its own segment up to itself.
+) -> Float[Array, "heads head_dim tokens"]:
+    """Each token attends to the tokens of its own segment up to itself; `tokens` are the rows of `segment_ids`, joined.
 
     Tokens of different segments packed into one row never see each other. Padding (segment 0) sees only padding.
     """
-    seq = query.shape[1]
+    batch, seq = segment_ids.shape
     causal = jnp.tril(jnp.ones((seq, seq), bool))
     same = segment_ids[:, :, None] == segment_ids[:, None, :]
     mask = (causal[None] & same)[:, None]
+    q, k, v = (
+        part.reshape(*part.shape[:2], batch, seq).transpose(2, 3, 0, 1) for part in (query, key, value)
+    )
     # It takes the scores of bfloat16 inputs to float32 by a promotion, which strict JAX would refuse.
     with jax.numpy_dtype_promotion("standard"):
-        return jax.nn.dot_product_attention(query, key, value, mask=mask, implementation="xla")
+        out = jax.nn.dot_product_attention(q, k, v, mask=mask, implementation="xla")
+    return out.transpose(2, 3, 0, 1).reshape(query.shape)
 
 
 def cached_attention(
-    query: Float[Array, "slots heads head_dim"],
-    keys: Float[Array, "slots kv_heads capacity head_dim"],
+    query: Float[Array, "heads head_dim slots"],
+    keys: Float[Array, "slots kv_heads head_dim capacity"],
     values: Float[Array, "slots kv_heads capacity head_dim"],
     lengths: Int[Array, " slots"],
     *,
     chunk: int = 256,
-) -> Float[Array, "slots heads head_dim"]:
+) -> Float[Array, "heads head_dim slots"]:
     """One query per slot attends to the first `lengths` entries of its cache.
 
     Reads only as many chunks as the longest slot needs. A chunk beyond a slot's length adds exact zeros, so a
     slot's result does not depend on how long its neighbours are.
     """
-    slots, heads, head_dim = query.shape
-    kv_heads, capacity = keys.shape[1], keys.shape[2]
+    heads, head_dim, slots = query.shape
+    kv_heads, capacity = values.shape[1], values.shape[2]
     chunk = min(chunk, capacity)
     scaled = (query.astype(jnp.float32) * head_dim**-0.5).astype(keys.dtype)
-    grouped = scaled.reshape(slots, kv_heads, heads // kv_heads, head_dim)
+    grouped = scaled.reshape(kv_heads, heads // kv_heads, head_dim, slots).transpose(3, 0, 1, 2)
 
     def attend(start: Int[Array, ""], carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         # The last chunk is moved back to end at the capacity; what it then repeats is masked out.
         begin = jnp.minimum(start, capacity - chunk)
         top, total, out = carry
-        part_keys = lax.dynamic_slice_in_dim(keys, begin, chunk, axis=2)
+        part_keys = lax.dynamic_slice_in_dim(keys, begin, chunk, axis=3)
         part_values = lax.dynamic_slice_in_dim(values, begin, chunk, axis=2)
-        scores = jnp.einsum("skgd,skcd->skgc", grouped, part_keys, preferred_element_type=jnp.float32)
+        scores = jnp.einsum("skgd,skdc->skgc", grouped, part_keys, preferred_element_type=jnp.float32)
         position = begin + jnp.arange(chunk, dtype=jnp.int32)
         live = (position[None] < lengths[:, None]) & (position >= start)[None]
         scores = jnp.where(live[:, None, None], scores, MASKED)
-        # What lies beyond a slot's length may be anything, NaN included, and 0 x NaN is NaN.
-        part_values = jnp.where(live[:, None, :, None], part_values, 0)
         new_top = jnp.maximum(top, scores.max(-1))
         weights = jnp.where(live[:, None, None], jnp.exp(scores - new_top[..., None]), 0.0)
         shrink = jnp.exp(top - new_top)
@@ -79,4 +81,4 @@ def cached_attention(
         _, total, out = lax.fori_loop(0, chunks, lambda i, c: attend(i * chunk, c), carry)
     # A free slot has length 0 and total 0: its output is 0, and nobody reads it.
     out = out / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]
-    return out.reshape(slots, heads, head_dim).astype(query.dtype)
+    return out.transpose(1, 2, 3, 0).reshape(query.shape).astype(query.dtype)

@@ -18,7 +18,7 @@ from dapo_jax.rewards.functions import RewardFunction
 from dapo_jax.rollouts import Group, Microbatch
 from dapo_jax.run.carry import carry_groups
 from dapo_jax.run.policy import load_policy, mesh_of, optimizer_of, state_structs
-from dapo_jax.run.rollout import TRAINING, Rollouts, eval_prompts, grading
+from dapo_jax.run.rollout import TRAINING, Rollouts, eval_prompts, grading, prompt_format
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.training.loop import Pipe, Position
 from dapo_jax.training.state import TrainState, init_state, warmed_up
@@ -40,12 +40,13 @@ class Run:
         objective: Objective | None = None,
     ) -> None:
         self.config, model, data = config, config.model, config.data
-        self.policy = load_policy(model, seed=config.seed)
         self._mesh = mesh_of(config.parallel, rows_per_microbatch=config.batch.rows_per_microbatch)
+        self.policy = load_policy(model, seed=config.seed, mesh=self._mesh)
         self._optimizer = optimizer_of(config.optimizer)
         self._prompts = self._prompt_source(prompts)
         limit = config.sampling.max_response_tokens
-        self._grade = grading(config.reward, self.policy, max_response_tokens=limit, reward=reward)
+        stop = config.sampling.stop
+        self._grade = grading(config.reward, self.policy, max_response_tokens=limit, stop=stop, reward=reward)
         self._rollouts = Rollouts(
             self.policy,
             self._mesh,
@@ -63,7 +64,7 @@ class Run:
                 source=data.source,
                 split=data.eval_split,
                 data_dir=data.data_dir,
-                prompt_template=data.prompt_template,
+                prompt_format=prompt_format(data),
                 max_prompt_tokens=data.max_prompt_tokens,
                 rows=eval_rows,
             )
@@ -99,7 +100,7 @@ class Run:
                 self.policy.tokenizer,
                 seed=self.config.seed,
                 max_prompt_tokens=data.max_prompt_tokens,
-                prompt_template=data.prompt_template,
+                prompt_format=prompt_format(data),
                 shuffle=data.shuffle,
             )
         except ValueError as error:

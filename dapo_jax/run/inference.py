@@ -1,10 +1,12 @@
 """Evaluating and sampling a model or a run, without training: what `dapo-jax eval` and `dapo-jax sample` call."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from dapo_jax.config import (
     ConfigError,
+    DataConfig,
     EvalConfig,
     OverlongConfig,
     ParallelConfig,
@@ -16,7 +18,7 @@ from dapo_jax.evaluation import summarize
 from dapo_jax.rollouts import Group, Verdict
 from dapo_jax.run.policy import find_policy, mesh_of
 from dapo_jax.run.records import use_compilation_cache
-from dapo_jax.run.rollout import Rollouts, eval_prompts, grading
+from dapo_jax.run.rollout import Rollouts, eval_prompts, grading, prompt_format
 from dapo_jax.trackers.rollout_log import write_rollouts
 
 _NO_SHAPING = OverlongConfig(enabled=False)
@@ -30,6 +32,9 @@ def evaluate(
     split: str = "test",
     data_dir: str = "~/.cache/dapo_jax/datasets",
     prompt_template: str = "{prompt}",
+    chat: bool = False,
+    system_prompt: str = "",
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     max_prompt_tokens: int = 64,
     max_response_tokens: int = 64,
     samples_per_prompt: int = 8,
@@ -37,6 +42,8 @@ def evaluate(
     temperature: float = 1.0,
     top_p: float = 1.0,
     top_k: int = 0,
+    stop: Sequence[str] = (),
+    stop_token_ids: Sequence[int] = (),
     grader: str = "exact",
     slots: int = 128,
     seed: int = 0,
@@ -49,7 +56,8 @@ def evaluate(
         ConfigError: no such model, dataset or grader, or a value out of range.
     """
     use_compilation_cache(compilation_cache)
-    policy = find_policy(source)
+    mesh = mesh_of(ParallelConfig())
+    policy = find_policy(source, mesh=mesh)
     config = EvalConfig(
         prompts=prompts,
         samples_per_prompt=samples_per_prompt,
@@ -57,26 +65,40 @@ def evaluate(
         top_p=top_p,
         top_k=top_k,
     )
+    asked = DataConfig(
+        source=data,
+        prompt_template=prompt_template,
+        chat=chat,
+        system_prompt=system_prompt,
+        chat_template_kwargs=dict(chat_template_kwargs or {}),
+        max_prompt_tokens=max_prompt_tokens,
+    )
+    sampling = SamplingConfig(
+        max_response_tokens=max_response_tokens,
+        slots=slots,
+        stop=list(stop),
+        stop_token_ids=list(stop_token_ids),
+    )
     found = eval_prompts(
         config,
         policy,
         source=data,
         split=split,
         data_dir=data_dir,
-        prompt_template=prompt_template,
+        prompt_format=prompt_format(asked),
         max_prompt_tokens=max_prompt_tokens,
     )
     rollouts = Rollouts(
         policy,
-        mesh_of(ParallelConfig()),
-        SamplingConfig(max_response_tokens=max_response_tokens, slots=slots),
+        mesh,
+        sampling,
         seed=seed,
         max_prompt_tokens=max_prompt_tokens,
         compute_dtype="float32",
         group_size=samples_per_prompt,
     )
     reward = RewardConfig(grader=grader, overlong=_NO_SHAPING)
-    grade = grading(reward, policy, max_response_tokens=max_response_tokens)
+    grade = grading(reward, policy, max_response_tokens=max_response_tokens, stop=sampling.stop)
     groups = rollouts.evaluate(rollouts.transfer(policy.params), found, grade, config)
     if keep is not None:
         write_rollouts(Path(keep), 0, groups)
@@ -85,35 +107,54 @@ def evaluate(
 
 def sample(
     source: str,
-    prompts: Sequence[str],
+    prompts: Sequence[str | Sequence[Mapping[str, str]]],
     *,
+    chat: bool = False,
+    system_prompt: str = "",
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     samples_per_prompt: int = 1,
     max_response_tokens: int = 64,
     temperature: float = 1.0,
     top_p: float = 1.0,
     top_k: int = 0,
+    stop: Sequence[str] = (),
+    stop_token_ids: Sequence[int] = (),
     slots: int = 16,
     seed: int = 0,
     compilation_cache: str = "~/.cache/dapo_jax/xla",
 ) -> list[Group]:
-    """Responses of a model or run folder to prompts of the caller's; the verdicts say nothing.
+    """Responses of a model or run folder to prompts of the caller's, each a text or a list of messages; the verdicts say
+    nothing.
 
     Raises:
         ConfigError: no such model, an empty prompt, or a text that the model's tokenizer cannot take.
     """
     use_compilation_cache(compilation_cache)
-    policy = find_policy(source)
+    mesh = mesh_of(ParallelConfig())
+    policy = find_policy(source, mesh=mesh)
+    asked = DataConfig(
+        chat=chat, system_prompt=system_prompt, chat_template_kwargs=dict(chat_template_kwargs or {})
+    )
+    sampling = SamplingConfig(
+        max_response_tokens=max_response_tokens,
+        slots=slots,
+        stop=list(stop),
+        stop_token_ids=list(stop_token_ids),
+    )
     try:
         rows = checked_rows([{"prompt": text, "answer": "-"} for text in prompts])
         found = held_out(
-            rows, policy.tokenizer, max_prompt_tokens=policy.decoder.max_positions - max_response_tokens
+            rows,
+            policy.tokenizer,
+            max_prompt_tokens=policy.decoder.max_positions - max_response_tokens,
+            prompt_format=prompt_format(asked),
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error
     rollouts = Rollouts(
         policy,
-        mesh_of(ParallelConfig()),
-        SamplingConfig(max_response_tokens=max_response_tokens, slots=slots),
+        mesh,
+        sampling,
         seed=seed,
         max_prompt_tokens=max(len(prompt.tokens) for prompt in found),
         compute_dtype="float32",
@@ -126,6 +167,7 @@ def sample(
         RewardConfig(overlong=_NO_SHAPING),
         policy,
         max_response_tokens=max_response_tokens,
+        stop=sampling.stop,
         reward=lambda sample: Verdict(correct=False, reason="not graded"),
     )
     return rollouts.evaluate(rollouts.transfer(policy.params), found, grade, config)

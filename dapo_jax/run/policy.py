@@ -12,11 +12,21 @@ from flax import nnx
 
 from dapo_jax.checkpoints import Checkpointer
 from dapo_jax.config import ConfigError, ModelConfig, OptimizerConfig, ParallelConfig, load_config
-from dapo_jax.data.tokenizers import ByteTokenizer, CharTokenizer, load_tokenizer, save_tokenizer
+from dapo_jax.data.tokenizers import (
+    ByteTokenizer,
+    CharTokenizer,
+    Tokenizer,
+    check_vocabulary,
+    load_tokenizer,
+    save_tokenizer,
+)
 from dapo_jax.models.decoder import Decoder
-from dapo_jax.models.folder import load_model, save_model, shapes_of
+from dapo_jax.models.folder import load_model, read_config, save_model
+from dapo_jax.models.hub import download
 from dapo_jax.models.presets import DecoderConfig, preset
+from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.mesh import BATCH_AXES, make_mesh
+from dapo_jax.parallel.sharding import shardings
 from dapo_jax.training.state import TrainState, make_optimizer, state_shardings
 
 
@@ -26,7 +36,7 @@ class Policy:
 
     decoder: DecoderConfig
     params: nnx.State
-    tokenizer: ByteTokenizer | CharTokenizer
+    tokenizer: Tokenizer
 
     def graph(self, *, compute_dtype: str, remat: str) -> nnx.GraphDef[Any]:
         """The structure that `nnx.merge` makes a module of, together with parameters."""
@@ -36,45 +46,83 @@ class Policy:
 
         return nnx.split(nnx.eval_shape(make))[0]
 
-    def save(self, folder: str | Path) -> None:
-        """Writes a model folder that `load_policy` and transformers read."""
-        save_model(folder, self.decoder, self.params)
+    def save(self, folder: str | Path, *, dtype: str = "float32") -> int:
+        """Writes a model folder that `load_policy` and transformers read; returns the bytes of its tensors."""
+        # First the tokenizer: config.json, which makes the folder a model, is written last of all.
         save_tokenizer(self.tokenizer, folder)
+        ends, pad = self.tokenizer.stop_ids, self.tokenizer.pad_id
+        return save_model(folder, self.decoder, self.params, dtype=dtype, eos_ids=ends, pad_id=pad)
 
 
-def load_policy(model: ModelConfig, *, seed: int = 0) -> Policy:
+def load_policy(model: ModelConfig, *, seed: int = 0, mesh: jax.sharding.Mesh | None = None) -> Policy:
     """Makes or reads the policy that `model.source` names.
+
+    Args:
+        model: the source and, for a preset, the tokenizer.
+        seed: of a preset's random weights.
+        mesh: on which each weight goes at once where training has it; None puts all on the default device.
 
     Raises:
         ConfigError: there is no such preset, shipped model or folder; the message names what there is.
     """
-    kind, _, name = model.source.partition(":")
     try:
-        if kind == "preset":
-            return _fresh(name, model.tokenizer, seed)
-        folder = _shipped(name) if kind == "shipped" else Path(model.source).expanduser()
-        decoder, params = load_model(folder)
-        return Policy(decoder=decoder, params=params, tokenizer=load_tokenizer(folder))
+        decoder, tokenizer, folder = _description(model)
+        if folder is None:
+            params = _random(decoder, seed, mesh)
+        else:
+            where = None if mesh is None else lambda shapes: shardings(shapes, mesh)
+            _, params = load_model(folder, shardings=where)
     except ValueError as error:
         raise ConfigError(f"model.source={model.source!r}: {error}") from error
+    return Policy(decoder=decoder, params=params, tokenizer=tokenizer)
 
 
-def find_policy(source: str) -> Policy:
-    """The policy of a model (as `model.source`) or of a run folder, whose latest checkpoint is taken."""
+def find_policy(source: str, *, mesh: jax.sharding.Mesh | None = None) -> Policy:
+    """The policy of a model (as `model.source`) or of a run folder, whose latest checkpoint is taken.
+
+    Weights go onto `mesh`; with None, a model's onto the default device and a run's spread over all devices.
+    """
     run = Path(source).expanduser()
-    if not (run / "config.yaml").is_file() or not (run / "checkpoints").is_dir():
-        return load_policy(ModelConfig(source=source))
+    if not is_run(run):
+        return load_policy(ModelConfig(source=source), mesh=mesh)
     config = load_config(run / "config.yaml")
-    policy = load_policy(config.model, seed=config.seed)
-    optimizer = optimizer_of(config.optimizer)
-    # Read onto the devices that are here, not onto the mesh that the run was trained on.
-    target = state_structs(policy, optimizer, mesh_of(ParallelConfig()))
+    try:
+        decoder, tokenizer, _ = _description(config.model)
+    except ValueError as error:
+        raise ConfigError(f"model.source={config.model.source!r}: {error}") from error
+    # Shapes alone: the run's own weights are in its checkpoint, which is read onto the devices that are here and not
+    # onto the mesh that it was trained on.
+    policy = Policy(decoder=decoder, params=shapes_of(decoder), tokenizer=tokenizer)
+    mesh = mesh_of(ParallelConfig()) if mesh is None else mesh
+    target = state_structs(policy, optimizer_of(config.optimizer), mesh)
     with Checkpointer(run / "checkpoints") as checkpointer:
         try:
             restored = checkpointer.restore(target)
         except FileNotFoundError as error:
             raise ConfigError(f"the run {source} cannot be used yet: {error}") from error
     return replace(policy, params=restored.state.params)
+
+
+def is_run(folder: Path) -> bool:
+    """True if `folder` is a training run's."""
+    return (folder / "config.yaml").is_file() and (folder / "checkpoints").is_dir()
+
+
+def folder_of(model: ModelConfig) -> Path:
+    """The folder that holds the model.
+
+    Raises:
+        ValueError: no such model is shipped, the hub does not have it or cannot be reached, or the source is a file.
+    """
+    kind, _, name = model.source.partition(":")
+    if kind == "shipped":
+        return _shipped(name)
+    if kind == "hf":
+        return download(name, revision=model.revision or None, cache_dir=model.cache_dir or None)
+    folder = Path(model.source).expanduser()
+    if folder.suffix == ".gguf":
+        raise ValueError("a GGUF file is no model folder; `dapo-jax convert FILE FOLDER` makes one of it")
+    return folder
 
 
 def optimizer_of(config: OptimizerConfig) -> optax.GradientTransformation:
@@ -119,15 +167,25 @@ def state_structs(
     )
 
 
-def _fresh(name: str, tokenizer: str, seed: int) -> Policy:
-    """A preset with random weights, its vocabulary cut to the tokenizer's."""
-    kind, _, alphabet = tokenizer.partition(":")
-    if kind not in ("byte", "char"):
-        raise ValueError(f"model.tokenizer={tokenizer!r} must be byte, or char:ALPHABET")
-    made = CharTokenizer(alphabet) if kind == "char" else ByteTokenizer()
-    decoder = replace(preset(name), vocab_size=made.vocab_size)
-    params = jax.jit(lambda: nnx.state(Decoder(decoder, rngs=nnx.Rngs(seed))))()
-    return Policy(decoder=decoder, params=params, tokenizer=made)
+def _description(model: ModelConfig) -> tuple[DecoderConfig, Tokenizer, Path | None]:
+    """Sizes and tokenizer, and the folder with the weights, which are not read; a preset has none, and its vocabulary is
+    cut to the tokenizer's."""
+    source, _, name = model.source.partition(":")
+    if source == "preset":
+        kind, _, alphabet = model.tokenizer.partition(":")
+        if kind not in ("byte", "char"):
+            raise ValueError(f"model.tokenizer={model.tokenizer!r} must be byte, or char:ALPHABET")
+        made = CharTokenizer(alphabet) if kind == "char" else ByteTokenizer()
+        return replace(preset(name), vocab_size=made.vocab_size), made, None
+    folder = folder_of(model)
+    decoder, tokenizer = read_config(folder), load_tokenizer(folder)
+    check_vocabulary(tokenizer, decoder.vocab_size)
+    return decoder, tokenizer, folder
+
+
+def _random(decoder: DecoderConfig, seed: int, mesh: jax.sharding.Mesh | None) -> nnx.State:
+    where = None if mesh is None else shardings(shapes_of(decoder), mesh)
+    return jax.jit(lambda: nnx.state(Decoder(decoder, rngs=nnx.Rngs(seed))), out_shardings=where)()
 
 
 def _shipped(name: str) -> Path:

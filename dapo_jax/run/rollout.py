@@ -8,8 +8,10 @@ from typing import Any
 import jax
 from jaxtyping import PRNGKeyArray, PyTree
 
-from dapo_jax.config import ConfigError, EvalConfig, RewardConfig, SamplingConfig
+from dapo_jax.config import ConfigError, DataConfig, EvalConfig, RewardConfig, SamplingConfig
+from dapo_jax.data.formatting import AS_IT_STANDS, PromptFormat
 from dapo_jax.data.prompts import checked_rows, held_out, load_rows
+from dapo_jax.data.stopping import StopStrings, stop_ids
 from dapo_jax.parallel.weights import SamplerWeights, weight_transfer
 from dapo_jax.rewards import grade_function, grade_group
 from dapo_jax.rewards.functions import RewardFunction
@@ -51,7 +53,7 @@ class Rollouts:
                 slots=sampling.slots,
                 capacity=max_prompt_tokens + sampling.max_response_tokens,
                 steps_per_call=sampling.steps_per_call,
-                eos_id=policy.tokenizer.eos_id,
+                stop_ids=stop_ids(policy.tokenizer, sampling.stop_token_ids),
                 mesh=mesh,
                 compute_dtype=compute_dtype,
             )
@@ -59,6 +61,7 @@ class Rollouts:
             raise ConfigError(str(error)) from error
         # As many prompts at once as fill the slots with their groups.
         self._sampler = Sampler(engine, prefill_prompts=max(1, sampling.slots // group_size))
+        self._stop = StopStrings(policy.tokenizer, sampling.stop).find if sampling.stop else None
         self._key: PRNGKeyArray = jax.random.key(seed)
 
     def sample(
@@ -78,6 +81,7 @@ class Rollouts:
             how=how,
             samples_per_prompt=samples,
             max_response_tokens=self.max_response_tokens,
+            stop=self._stop,
         )
 
     def evaluate(
@@ -98,9 +102,15 @@ class Rollouts:
 
 
 def grading(
-    config: RewardConfig, policy: Policy, *, max_response_tokens: int, reward: RewardFunction | None = None
+    config: RewardConfig,
+    policy: Policy,
+    *,
+    max_response_tokens: int,
+    stop: Sequence[str] = (),
+    reward: RewardFunction | None = None,
 ) -> Grade:
-    """The function that grades a prompt's responses; `reward` replaces `reward.grader`."""
+    """The function that grades a prompt's responses, by their text before a `stop` string; `reward` replaces
+    `reward.grader`."""
     overlong = config.overlong
     try:
         grade = grade_function(reward or config.grader, answer_marker=config.answer_marker)
@@ -108,7 +118,7 @@ def grading(
         raise ConfigError(f"reward.grader: {error}") from error
     return partial(
         grade_group,
-        tokenizer=policy.tokenizer,
+        tokenizer=StopStrings(policy.tokenizer, stop) if stop else policy.tokenizer,
         grade=grade,
         correct=config.correct,
         incorrect=config.incorrect,
@@ -119,9 +129,19 @@ def grading(
     )
 
 
+def prompt_format(data: DataConfig) -> PromptFormat:
+    """What the configuration puts around a question."""
+    return PromptFormat(
+        template=data.prompt_template,
+        chat=data.chat,
+        system_prompt=data.system_prompt,
+        chat_template_kwargs=data.chat_template_kwargs,
+    )
+
+
 def eval_prompts(
-    config: EvalConfig, policy: Policy, *, source: str, split: str, data_dir: str, prompt_template: str,
-    max_prompt_tokens: int, rows: Sequence[Mapping[str, Any]] | None = None,
+    config: EvalConfig, policy: Policy, *, source: str, split: str, data_dir: str, max_prompt_tokens: int,
+    prompt_format: PromptFormat = AS_IT_STANDS, rows: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[Prompt]:  # fmt: skip
     """The held-out prompts: of `rows`, or of the dataset's split; `config.prompts` limits their number."""
     try:
@@ -131,7 +151,7 @@ def eval_prompts(
             found,
             policy.tokenizer,
             max_prompt_tokens=max_prompt_tokens,
-            prompt_template=prompt_template,
+            prompt_format=prompt_format,
             limit=limit,
         )
     except ValueError as error:

@@ -18,7 +18,7 @@ from dapo_jax.metrics import to_scalars
 from dapo_jax.rollouts import Microbatch
 from dapo_jax.run.policy import Policy, load_policy, mesh_of, optimizer_of
 from dapo_jax.run.records import use_compilation_cache
-from dapo_jax.run.rollout import Rollouts, eval_prompts, grading
+from dapo_jax.run.rollout import Rollouts, eval_prompts, grading, prompt_format
 from dapo_jax.trackers import JsonlTracker
 from dapo_jax.trackers.progress import Progress
 from dapo_jax.training.state import init_state, warmed_up
@@ -48,11 +48,9 @@ def sft(config: SftConfig | str | Path, *, progress: Progress | None = None) -> 
     run_dir = Path(config.run_dir).expanduser()
     if (run_dir / "config.yaml").exists():
         raise ConfigError(f"run_dir={config.run_dir} already holds a run; choose another run_dir")
-    policy, mesh, optimizer = (
-        load_policy(config.model, seed=config.seed),
-        mesh_of(config.parallel, rows_per_microbatch=config.batch.rows_per_microbatch),
-        optimizer_of(config.optimizer),
-    )
+    mesh = mesh_of(config.parallel, rows_per_microbatch=config.batch.rows_per_microbatch)
+    policy = load_policy(config.model, seed=config.seed, mesh=mesh)
+    optimizer = optimizer_of(config.optimizer)
     pairs = _pairs(config, policy)
     evaluate = _evaluation(config, policy, mesh)
     updater = Updater(
@@ -102,7 +100,7 @@ def _pairs(config: SftConfig, policy: Policy) -> PairSource:
             seed=config.seed,
             max_prompt_tokens=data.max_prompt_tokens,
             max_response_tokens=config.max_response_tokens,
-            prompt_template=data.prompt_template,
+            prompt_format=prompt_format(data),
             shuffle=data.shuffle,
         )
     except ValueError as error:
@@ -137,7 +135,7 @@ def _evaluation(
         source=data.source,
         split=data.eval_split,
         data_dir=data.data_dir,
-        prompt_template=data.prompt_template,
+        prompt_format=prompt_format(data),
         max_prompt_tokens=data.max_prompt_tokens,
     )
     rollouts = Rollouts(
@@ -151,7 +149,8 @@ def _evaluation(
     )
     # Scores count verdicts: the length limit of a later training run is no matter here.
     reward = replace(config.reward, overlong=replace(config.reward.overlong, enabled=False))
-    grade = grading(reward, policy, max_response_tokens=config.sampling.max_response_tokens)
+    sampling = config.sampling
+    grade = grading(reward, policy, max_response_tokens=sampling.max_response_tokens, stop=sampling.stop)
 
     def evaluate(params: PyTree) -> dict[str, float]:
         groups = rollouts.evaluate(rollouts.transfer(params), prompts, grade, config.eval)

@@ -5,6 +5,7 @@ is sample-then-forward: a slot keeps the logits of its next token, so one prefil
 each draws its own first token.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -23,17 +24,20 @@ from dapo_jax.parallel.mesh import BATCH_AXES
 from dapo_jax.parallel.weights import SamplerWeights
 from dapo_jax.sampling import cache as kv
 from dapo_jax.sampling.decoding import Decoding, draw, response_keys
+from dapo_jax.sampling.packing import pack_prompts
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Prefix:
-    """Prefilled prompts: never donated, so one row can be inserted into many slots."""
+    """Prefilled prompts: never donated, so one prompt can be inserted into many slots."""
 
     layers: tuple[kv.LayerCache, ...] | Any
-    """Keys and values [prompts, kv_heads, padded, head_dim] of each layer."""
+    """Keys and values of each layer; prompts lie in rows as `PackedPrompts` has them."""
     logits: Float[Array, "prompts vocab"] | Any
     """Logits of the first response token."""
+    rows: Int[Array, " prompts"] | Any
+    starts: Int[Array, " prompts"] | Any
     lengths: Int[Array, " prompts"] | Any
 
 
@@ -69,10 +73,11 @@ class ResultTokens:
 
 @dataclass(frozen=True, kw_only=True)
 class Insertion:
-    """Which prefilled row goes into which slot, for which response. Host arrays of one length."""
+    """Which prefilled prompt goes into which slot, for which response. Host arrays of one length."""
 
     slots: Int[np.ndarray, " responses"] | Any
-    rows: Int[np.ndarray, " responses"] | Any
+    prompts: Int[np.ndarray, " responses"] | Any
+    """Places in the sequence that was given to `prefill`."""
     ordinals: Int[np.ndarray, " responses"] | Any
     indices: Int[np.ndarray, " responses"] | Any
     limits: Int[np.ndarray, " responses"] | Any
@@ -85,18 +90,14 @@ class Engine(Protocol):
     slots: int
     capacity: int
     """Tokens that fit in a slot, prompt and response together."""
-    eos_id: int
+    stop_ids: tuple[int, ...]
+    """Tokens that end a response."""
 
     def init_decode_state(self) -> PyTree:
         """A state in which every slot is free."""
         ...
 
-    def prefill(
-        self,
-        params: PyTree,
-        padded_tokens: Int[np.ndarray, "prompts padded"],
-        true_lengths: Int[np.ndarray, " prompts"],
-    ) -> PyTree:
+    def prefill(self, params: PyTree, prompts: Sequence[Int[np.ndarray, " _"]]) -> PyTree:
         """Reads prompts."""
         ...
 
@@ -110,12 +111,16 @@ class Engine(Protocol):
         """Decodes until `steps_per_call` tokens are drawn or fewer than `min_live` slots are live."""
         ...
 
+    def release(self, state: PyTree, slots: Sequence[int]) -> PyTree:
+        """Ends the responses in some slots where they are."""
+        ...
+
 
 class DecoderEngine:
     """The engine over `dapo_jax.models.decoder`, on one mesh."""
 
     def __init__(
-        self, config: DecoderConfig, *, slots: int, capacity: int, steps_per_call: int, eos_id: int, mesh: Mesh,
+        self, config: DecoderConfig, *, slots: int, capacity: int, steps_per_call: int, stop_ids: Sequence[int], mesh: Mesh,
         compute_dtype: str = "float32",
     ) -> None:  # fmt: skip
         spread = int(np.prod([mesh.shape[axis] for axis in BATCH_AXES]))
@@ -129,7 +134,7 @@ class DecoderEngine:
                 f"prompt and response need {capacity} positions, the model has {config.max_positions}; "
                 "lower data.max_prompt_tokens or sampling.max_response_tokens"
             )
-        self.slots, self.capacity, self.eos_id = slots, capacity, eos_id
+        self.slots, self.capacity, self.stop_ids = slots, capacity, tuple(stop_ids)
         self._config, self._steps, self._dtype = config, steps_per_call, compute_dtype
         self._block, _ = nnx.split(nnx.eval_shape(lambda: Block(config, rngs=nnx.Rngs(0))))
         self._ends, _ = nnx.split(
@@ -137,45 +142,54 @@ class DecoderEngine:
         )
         rows, whole = NamedSharding(mesh, PartitionSpec(BATCH_AXES)), NamedSharding(mesh, PartitionSpec())
         slot_cache = NamedSharding(mesh, PartitionSpec(BATCH_AXES, "tensor"))
-        prompt_cache = NamedSharding(mesh, PartitionSpec(None, "tensor"))
+        row_cache = NamedSharding(mesh, PartitionSpec(None, "tensor"))
         # Pinned: a state that came back with another layout would compile `insert` and `generate` a second time.
         shapes = jax.eval_shape(self._init_program)
         state = jax.tree.map(lambda leaf: slot_cache if leaf.ndim == 4 else rows, shapes)
         self._init = jax.jit(self._init_program, out_shardings=state)
-        self._prefill = jax.jit(self._prefill_program, out_shardings=(prompt_cache, whole))
+        self._prefill = jax.jit(self._prefill_program, out_shardings=(row_cache, whole))
         self._insert = jax.jit(self._insert_program, donate_argnums=1, out_shardings=state)
+        self._release = jax.jit(self._release_program, donate_argnums=0, out_shardings=state)
         self._generate = jax.jit(self._generate_program, donate_argnums=1, out_shardings=(state, whole))
 
     def init_decode_state(self) -> DecodeState:
         """A state in which every slot is free."""
         return self._init()
 
-    def prefill(
-        self,
-        params: SamplerWeights,
-        padded_tokens: Int[np.ndarray, "prompts padded"],
-        true_lengths: Int[np.ndarray, " prompts"],
-    ) -> Prefix:
-        """Reads prompts, padded on the right; compiles once per padded shape."""
-        layers, logits = self._prefill(params, padded_tokens, true_lengths)
-        return Prefix(layers=layers, logits=logits, lengths=jnp.asarray(true_lengths))
+    def prefill(self, params: SamplerWeights, prompts: Sequence[Int[np.ndarray, " _"]]) -> Prefix:
+        """Reads prompts, packed; compiles once per shape that `pack_prompts` gives.
+
+        Raises:
+            ValueError: a prompt is empty or longer than a slot.
+        """
+        packed = pack_prompts(prompts, capacity=self.capacity)
+        ends = packed.rows * packed.tokens.shape[1] + packed.starts + packed.lengths - 1
+        layers, logits = self._prefill(params, packed.tokens, packed.positions, packed.segment_ids, ends)
+        rows, starts, lengths = (jnp.asarray(part) for part in (packed.rows, packed.starts, packed.lengths))
+        return Prefix(layers=layers, logits=logits, rows=rows, starts=starts, lengths=lengths)
 
     def insert(
         self, prefix: Prefix, state: DecodeState, insertion: Insertion, key: PRNGKeyArray
     ) -> DecodeState:
         """Puts prefilled prompts into slots; one program for any number of responses up to `slots`."""
 
-        def pad(values: np.ndarray) -> np.ndarray:
-            return np.pad(values.astype(np.int32), (0, self.slots - len(values)))
+        arrays = (insertion.slots, insertion.prompts, insertion.ordinals, insertion.indices, insertion.limits)
+        return self._insert(
+            prefix, state, tuple(map(self._padded, arrays)), np.int32(len(insertion.slots)), key
+        )
 
-        arrays = (insertion.slots, insertion.rows, insertion.ordinals, insertion.indices, insertion.limits)
-        return self._insert(prefix, state, tuple(map(pad, arrays)), np.int32(len(insertion.slots)), key)
+    def release(self, state: DecodeState, slots: Sequence[int]) -> DecodeState:
+        """Ends the responses in some slots where they are."""
+        return self._release(state, self._padded(np.array(slots, np.int32)), np.int32(len(slots)))
 
     def generate(
         self, params: SamplerWeights, state: DecodeState, how: Decoding, min_live: int = 1
     ) -> tuple[DecodeState, ResultTokens]:
         """Decodes up to `steps_per_call` tokens per live slot; returns early when fewer than `min_live` slots live."""
         return self._generate(params, state, how, np.int32(min_live))
+
+    def _padded(self, values: np.ndarray) -> np.ndarray:
+        return np.pad(values.astype(np.int32), (0, self.slots - len(values)))
 
     # The programs. Pure functions of their arguments; the wrappers above only convert.
 
@@ -191,49 +205,52 @@ class DecoderEngine:
         )  # fmt: skip
 
     def _prefill_program(
-        self, params: SamplerWeights, tokens: Array, lengths: Array
+        self, params: SamplerWeights, tokens: Array, positions: Array, segment_ids: Array, ends: Array
     ) -> tuple[tuple[kv.LayerCache, ...], Array]:
-        ends = nnx.merge(self._ends, params["ends"])
-        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
-        real = (positions < lengths[:, None]).astype(jnp.int32)
+        outer = nnx.merge(self._ends, params["ends"])
 
         def attend(query: Array, key: Array, value: Array) -> tuple[Array, kv.LayerCache]:
-            kept = kv.LayerCache(key.swapaxes(1, 2), value.swapaxes(1, 2))
-            return causal_attention(query, key, value, real), kept
+            return causal_attention(query, key, value, segment_ids), kv.of_rows(key, value, len(tokens))
 
-        x, layers = ends.embed(tokens), []
+        x, layers = outer.embed(tokens.reshape(-1)), []
         for weights in params["layers"]:
-            x, kept = nnx.merge(self._block, weights)(x, positions, attend)
+            x, kept = nnx.merge(self._block, weights)(x, positions.reshape(-1), attend)
             layers.append(kept)
-        last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
-        return tuple(layers), ends.logits(ends.normed(last))
+        return tuple(layers), outer.logits(outer.normed(x[:, ends]))
 
     def _insert_program(
         self, prefix: Prefix, state: DecodeState, arrays: tuple[Array, ...], count: Array, key: PRNGKeyArray
     ) -> DecodeState:
-        slots, rows, ordinals, indices, limits = arrays
+        slots, prompts, ordinals, indices, limits = arrays
+        rows, starts = prefix.rows[prompts], prefix.starts[prompts]
 
         def one(i: Array, layers: tuple[kv.LayerCache, ...]) -> tuple[kv.LayerCache, ...]:
             pairs = zip(layers, prefix.layers, strict=True)
-            return tuple(kv.fill(cache, prompts, slots[i], rows[i]) for cache, prompts in pairs)
+            return tuple(kv.fill(cache, read, slots[i], rows[i], starts[i]) for cache, read in pairs)
 
         # Looped slice updates in place: a scatter of whole prompts is several times slower on CPU.
         layers = lax.fori_loop(0, count, one, state.layers)
-        # Entries beyond `count` go to an index outside the state, where "drop" drops them.
-        at = jnp.where(jnp.arange(self.slots, dtype=jnp.int32) < count, slots, self.slots)
+        at = self._first(slots, count)
 
         def put(old: Array, new: Array) -> Array:
             return old.at[at].set(new, mode="drop")
 
         return DecodeState(
             layers=layers,
-            logits=put(state.logits, prefix.logits[rows]),
-            lengths=put(state.lengths, prefix.lengths[rows]),
+            logits=put(state.logits, prefix.logits[prompts]),
+            lengths=put(state.lengths, prefix.lengths[prompts]),
             generated=put(state.generated, jnp.zeros_like(slots)),
             limits=put(state.limits, limits),
             live=put(state.live, jnp.ones_like(slots, bool)),
             keys=put(state.keys, response_keys(key, ordinals, indices)),
         )
+
+    def _release_program(self, state: DecodeState, slots: Array, count: Array) -> DecodeState:
+        return replace(state, live=state.live.at[self._first(slots, count)].set(False, mode="drop"))
+
+    def _first(self, slots: Array, count: Array) -> Array:
+        """Entries beyond `count` go to an index outside the state, where "drop" drops them."""
+        return jnp.where(jnp.arange(self.slots, dtype=jnp.int32) < count, slots, self.slots)
 
     def _generate_program(
         self, params: SamplerWeights, state: DecodeState, how: Decoding, min_live: Array
@@ -279,12 +296,12 @@ class DecoderEngine:
             x, grown = nnx.merge(self._block, weights)(x, state.lengths, attend)
             layers.append(grown)
         generated = state.generated + live
-        ended = (tokens == self.eos_id) | (generated >= state.limits)
+        stopped = (tokens[:, None] == jnp.asarray(self.stop_ids, jnp.int32)[None]).any(-1)
         return replace(
             state,
             layers=tuple(layers),
             logits=ends.logits(ends.normed(x)),
             lengths=state.lengths + live,
             generated=generated,
-            live=state.live & ~ended,
+            live=state.live & ~stopped & (generated < state.limits),
         )

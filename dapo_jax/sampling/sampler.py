@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import jax
 import numpy as np
-from jaxtyping import PRNGKeyArray, PyTree
+from jaxtyping import Float, Int, PRNGKeyArray, PyTree
 
 from dapo_jax.rollouts import Prompt, Response
 from dapo_jax.sampling.decoding import Decoding
@@ -20,6 +20,9 @@ Draw = Callable[[int], Sequence[Prompt]]
 """Asked for up to n prompts, hands over some; an empty answer means none for now, and none at all once nothing is in
 flight."""
 
+Stop = Callable[[np.ndarray, int], int | None]
+"""(a response's tokens so far, how many of them it has seen before) -> at how many tokens the response ends, or None."""
+
 
 @dataclass
 class _Request:
@@ -28,9 +31,23 @@ class _Request:
     prompt: Prompt
     index: int
     prefix: PyTree
-    row: int
-    tokens: list[np.ndarray] = field(default_factory=list)
-    logprobs: list[np.ndarray] = field(default_factory=list)
+    place: int
+    """Which of the prefix's prompts is its own."""
+    limit: int
+    drawn: int = 0
+    tokens: Int[np.ndarray, " limit"] = field(init=False)
+    logprobs: Float[np.ndarray, " limit"] = field(init=False)
+
+    def start(self) -> None:
+        """Makes room for the response, and lets go of the prefix: it goes when its last response has a slot."""
+        self.prefix = None
+        self.tokens, self.logprobs = np.empty(self.limit, np.int32), np.empty(self.limit, np.float32)
+
+    def append(self, tokens: Int[np.ndarray, " new"], logprobs: Float[np.ndarray, " new"]) -> None:
+        """Takes new tokens."""
+        place = slice(self.drawn, self.drawn + len(tokens))
+        self.tokens[place], self.logprobs[place] = tokens, logprobs
+        self.drawn = place.stop
 
 
 class Sampler:
@@ -51,10 +68,12 @@ class Sampler:
         how: Decoding,
         samples_per_prompt: int,
         max_response_tokens: int,
+        stop: Stop | None = None,
     ) -> Iterator[tuple[Prompt, tuple[Response, ...]]]:
         """Yields each prompt with its responses, in the order in which groups end.
 
-        What is sampled depends on `params`, `key`, the ordinals and `how` alone, not on slots, order or timing.
+        What is sampled depends on `params`, `key`, the ordinals, `how` and `stop` alone, not on slots, order or timing.
+        A response that `stop` ends is cut there, however many tokens the call had drawn beyond.
 
         Raises:
             ValueError: a prompt is empty, or leaves no room for `max_response_tokens` in a slot.
@@ -70,14 +89,17 @@ class Sampler:
             while len(waiting) <= len(free) and (prompts := draw(self._prefill_prompts)):
                 waiting.extend(self._prefill(params, prompts, samples_per_prompt, max_response_tokens))
                 groups.update({prompt.ordinal: {} for prompt in prompts})
-            state = self._fill(state, free, waiting, owners, key, max_response_tokens)
+            state = self._fill(state, free, waiting, owners, key)
             live = sum(owner is not None for owner in owners)
             if not live:
                 return
             # With work waiting, come back once enough slots are free; without, run on to the end of the call.
             min_live = engine.slots - self._refill + 1 if waiting else 1
             state, result = engine.generate(params, state, how, min_live)
-            for request, response in self._absorb(result, owners):
+            ended, overrun = self._absorb(result, owners, stop)
+            if overrun:
+                state = engine.release(state, overrun)
+            for request, response in ended:
                 group = groups[request.prompt.ordinal]
                 group[request.index] = response
                 if len(group) == samples_per_prompt:
@@ -95,17 +117,10 @@ class Sampler:
                     f"prompt {prompt.ordinal} has {length} tokens; a slot of {self._engine.capacity} tokens has room for 1 to "
                     f"{self._engine.capacity} - {max_response_tokens} (response) = {self._engine.capacity - max_response_tokens}"
                 )
-        # Padded to a power of two: one program for each, whatever the prompts' lengths.
-        width = min(max(8, 1 << (max(lengths) - 1).bit_length()), self._engine.capacity)
-        padded = np.zeros((self._prefill_prompts, width), np.int32)
-        true_lengths = np.ones(self._prefill_prompts, np.int32)
-        for row, prompt in enumerate(prompts):
-            padded[row, : lengths[row]] = prompt.tokens
-            true_lengths[row] = lengths[row]
-        prefix = self._engine.prefill(params, padded, true_lengths)
+        prefix = self._engine.prefill(params, [prompt.tokens for prompt in prompts])
         return [
-            _Request(prompt=prompt, index=index, prefix=prefix, row=row)
-            for row, prompt in enumerate(prompts)
+            _Request(prompt=prompt, index=index, prefix=prefix, place=place, limit=max_response_tokens)
+            for place, prompt in enumerate(prompts)
             for index in range(samples)
         ]
 
@@ -116,7 +131,6 @@ class Sampler:
         waiting: deque[_Request],
         owners: list[_Request | None],
         key: PRNGKeyArray,
-        limit: int,
     ) -> PyTree:
         """Puts waiting responses into free slots, one `insert` for each prefix they come from."""
         taken = [(slot, waiting.popleft()) for slot in free[: len(waiting)]]
@@ -126,39 +140,43 @@ class Sampler:
             taken = taken[len(batch) :]
             insertion = Insertion(
                 slots=np.array([slot for slot, _ in batch], np.int32),
-                rows=np.array([request.row for _, request in batch], np.int32),
+                prompts=np.array([request.place for _, request in batch], np.int32),
                 ordinals=np.array([request.prompt.ordinal for _, request in batch], np.int32),
                 indices=np.array([request.index for _, request in batch], np.int32),
-                limits=np.full(len(batch), limit, np.int32),
+                limits=np.array([request.limit for _, request in batch], np.int32),
             )
             state = self._engine.insert(prefix, state, insertion, key)
             for slot, request in batch:
                 owners[slot] = request
-                request.prefix = None  # a prefill is let go once its last response is in a slot
+                request.start()
         return state
 
     def _absorb(
-        self, result: ResultTokens, owners: list[_Request | None]
-    ) -> Iterator[tuple[_Request, Response]]:
-        """Hands each slot's new tokens to its owner; yields the responses that ended and frees their slots."""
+        self, result: ResultTokens, owners: list[_Request | None], stop: Stop | None
+    ) -> tuple[list[tuple[_Request, Response]], list[int]]:
+        """Hands each slot's new tokens to its owner. The responses that ended, their slots freed, and those of the slots
+        that the engine still takes for live."""
         tokens, logprobs, valid, live = jax.device_get(
             (result.tokens, result.logprobs, result.valid, result.live)
         )
-        counts = valid.sum(axis=1)
+        counts, ended, overrun = valid.sum(axis=1), [], []
         for slot, request in enumerate(owners):
             if request is None:
                 continue
-            request.tokens.append(tokens[slot, : counts[slot]])
-            request.logprobs.append(logprobs[slot, : counts[slot]])
-            if not live[slot]:
-                owners[slot] = None
-                whole = np.concatenate(request.tokens)
-                ended = bool(whole[-1] == self._engine.eos_id)
-                yield (
-                    request,
-                    Response(
-                        tokens=whole,
-                        logprobs=np.concatenate(request.logprobs),
-                        finish_reason="stop" if ended else "length",
-                    ),
-                )
+            seen = request.drawn
+            request.append(tokens[slot, : counts[slot]], logprobs[slot, : counts[slot]])
+            cut = stop(request.tokens[: request.drawn], seen) if stop else None
+            if live[slot] and cut is None:
+                continue
+            owners[slot] = None
+            if live[slot]:
+                overrun.append(slot)
+            length = request.drawn if cut is None else cut
+            stopped = cut is not None or int(request.tokens[length - 1]) in self._engine.stop_ids
+            response = Response(
+                tokens=request.tokens[:length].copy(),
+                logprobs=request.logprobs[:length].copy(),
+                finish_reason="stop" if stopped else "length",
+            )
+            ended.append((request, response))
+        return ended, overrun

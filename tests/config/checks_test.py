@@ -123,6 +123,11 @@ REFUSED = [
     ("data.prompt_template=Solve", ["data.prompt_template: found 'Solve'", "{prompt}", "same text"]),
     ("data.prompt_template={promt}", ["'{promt}'", "put {prompt} where"]),
     ("model.source=", ["model.source: found ''", "a name"]),
+    ("model.revision=v1", ["model.revision: found 'v1'", "hf:ORG/NAME", "'preset:tiny' has no revisions"]),
+    ('sampling.stop=["x",""]', ["sampling.stop: found ['x', '']", "end at once"]),
+    ("sampling.stop_token_ids=[0,-1]", ["sampling.stop_token_ids: found [0, -1]", "0 or more"]),
+    ("data.chat_template_kwargs.messages=1", ["chat_template_kwargs.messages: found 1", "remove it"]),
+    ("data.chat_template_kwargs.add_generation_prompt=false", ["add_generation_prompt: found false"]),
     # one number out of its range
     ("steps=-1", ["steps: found -1", "0: evaluate only"]),
     ("seed=-1", ["seed: found -1", "0 or more"]),
@@ -187,6 +192,8 @@ def test_what_cannot_be_run_is_refused_with_the_arithmetic(path, overrides, word
         "optimizer.beta1=0 optimizer.weight_decay=0 optimizer.warmup_steps=0",
         "seed=4294967295",
         "reward.incorrect=0",
+        "model.source=hf:org/name model.revision=v1 model.cache_dir=here",
+        "sampling.stop=['x'] sampling.stop_token_ids=[0]",
         "compilation_cache= reward.answer_marker=",
     ],
 )
@@ -260,6 +267,13 @@ def test_building_a_section_in_python_is_checked_too(build, key):
         (OptimizerConfig(), "learning_rate", "1e-6", "optimizer.learning_rate: found '1e-6', needs a number"),
         (DataConfig(), "shuffle", 1, "data.shuffle: found 1, needs true or false"),
         (ModelConfig(), "source", 7, "model.source: found 7, needs text"),
+        (SamplingConfig(), "stop", ("a",), "sampling.stop: found ('a',), needs a list of text"),
+        (
+            DataConfig(),
+            "chat_template_kwargs",
+            {"a": {1, 2}},
+            "data.chat_template_kwargs.a: found {1, 2}, needs",
+        ),
     ],
 )
 def test_values_of_the_wrong_type_are_refused_in_python_too(config, name, value, words):

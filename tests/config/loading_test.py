@@ -16,6 +16,7 @@ from dapo_jax.config import (
     DataConfig,
     LossConfig,
     OptimizerConfig,
+    SamplingConfig,
     SftConfig,
     TrainConfig,
     changed_keys,
@@ -103,6 +104,22 @@ WRONG = [
     ("seed: {a: 1}", None, ["seed", "{'a': 1}", "one value, not a section"]),
     (None, "seed.a=1", ["seed.a = '1'", "not a section; set seed"]),
     (None, "batch.group_sise=8", ["override 'batch.group_sise=8'", "= '8'", "`batch.group_size`"]),
+    # lists and mappings
+    ("sampling: {stop: END}", None, ["sampling.stop: found 'END'", "a list of text", "[END]"]),
+    ("sampling: {stop: null}", None, ["sampling.stop: found null", "write []"]),
+    ("sampling: {stop: [1]}", None, ["sampling.stop[0]: found 1", "needs text", "'1'"]),
+    ("sampling: {stop: ['${x}']}", None, ["sampling.stop[0]: found '${x}'", "write the value"]),
+    ("sampling: {stop_token_ids: [a]}", None, ["sampling.stop_token_ids[0]: found 'a'", "a whole number"]),
+    (None, "sampling.stop_token_ids=3", ["stop_token_ids: found 3", "whole numbers", "[3]"]),
+    ("data: {chat_template_kwargs: [1]}", None, ["chat_template_kwargs: found [1]", "a mapping"]),
+    ("data: {chat_template_kwargs: {1: 2}}", None, ["chat_template_kwargs: found 1", "quote it: '1'"]),
+    ("data: {chat_template_kwargs: {a: {b: .nan}}}", None, ["chat_template_kwargs.a.b: found nan", "finite"]),
+    (None, "data.chat_template_kwargs.a=${b}", ["chat_template_kwargs.a: found '${b}'", "write the value"]),
+    (
+        None,
+        "data.chat_template_kwarg.a=1",
+        ["data.chat_template_kwarg.a = '1'", "`data.chat_template_kwargs`"],
+    ),
     # what other libraries call it
     ("num_generations: 8", None, ["num_generations = 8", "TRL", "`batch.group_size`"]),
     (
@@ -247,17 +264,63 @@ def test_the_resolved_yaml_reads_back_equal(tmp_path, schema):
     config = schema(
         run_dir="null",
         seed=3,
-        data=DataConfig(prompt_template="Solve: {prompt}\n\n'yes' \"no\" # \\boxed{}\t$x$ é", source="1e-4"),
+        data=DataConfig(
+            prompt_template="Solve: {prompt}\n\n'yes' \"no\" # \\boxed{}\t$x$ é",
+            source="1e-4",
+            chat_template_kwargs={
+                "think": False,
+                "date": "1e-4",
+                "tools": [{"name": "null", "n": None}],
+                "b.c": 1,
+            },
+        ),
+        sampling=SamplingConfig(stop=["\n\n", " # 'no'", "1"], stop_token_ids=[3, 0]),
         optimizer=OptimizerConfig(learning_rate=1 / 3, epsilon=1e-17),
     )
     again = load_config(write(tmp_path, to_yaml(config)), schema=schema)
     assert again == config
-    assert sorted(leaf_types(schema)) == sorted(_dotted(yaml.safe_load(to_yaml(config))))
+    assert sorted(leaf_types(schema)) == sorted(_dotted(yaml.safe_load(to_yaml(config)), leaf_types(schema)))
 
 
-def _dotted(tree, prefix=""):
+def _dotted(tree, leaves, prefix=""):
     for name, value in tree.items():
-        yield from _dotted(value, f"{prefix}{name}.") if isinstance(value, dict) else [f"{prefix}{name}"]
+        key = f"{prefix}{name}"
+        yield from (
+            [key] if key in leaves or not isinstance(value, dict) else _dotted(value, leaves, f"{key}.")
+        )
+
+
+def test_lists_and_mappings_are_read_from_files_and_overrides(tmp_path):
+    path = write(
+        tmp_path, 'run_dir: out\nsampling: {stop: ["Q:"]}\ndata: {chat_template_kwargs: {a: {b: 1, c: 2}}}\n'
+    )
+    config = load_config(path)
+    assert (config.sampling.stop, config.data.chat_template_kwargs) == (["Q:"], {"a": {"b": 1, "c": 2}})
+    config = load_config(path, ['sampling.stop=["\\n", "A: {"]', "sampling.stop_token_ids=[1, 2]"])
+    assert (config.sampling.stop, config.sampling.stop_token_ids) == (["\n", "A: {"], [1, 2])
+    assert load_config(path, ["sampling.stop=[]"]).sampling.stop == []
+    assert load_config(path, ["data.chat_template_kwargs={x: y}"]).data.chat_template_kwargs == {"x": "y"}
+
+
+def test_one_name_inside_a_mapping_is_overridden_and_the_others_stay(tmp_path):
+    path = write(tmp_path, "run_dir: out\ndata: {chat_template_kwargs: {a: {b: 1, c: 2}, d: 3}}\n")
+    overrides = [
+        "enable_thinking=false",
+        "a.b=x: y",
+        "a.b=26 Jul 2024",
+        "d=null",
+        "tools=[{name: f}]",
+        "n.m=1.5",
+    ]
+    config = load_config(path, [f"data.chat_template_kwargs.{override}" for override in overrides])
+    assert config.data.chat_template_kwargs == {
+        "a": {"b": "26 Jul 2024", "c": 2},
+        "d": None,
+        "enable_thinking": False,
+        "tools": [{"name": "f"}],
+        "n": {"m": 1.5},
+    }
+    assert load_config(path).data.chat_template_kwargs == {"a": {"b": 1, "c": 2}, "d": 3}
 
 
 def test_changed_keys_are_dotted_and_hold_both_values():

@@ -6,6 +6,7 @@ import sys
 import numpy as np
 import pytest
 
+from dapo_jax.data.formatting import PromptFormat
 from dapo_jax.data.prompts import PromptSource, checked_rows, held_out, load_rows
 from dapo_jax.data.tokenizers import ByteTokenizer, CharTokenizer
 
@@ -54,13 +55,10 @@ def test_shuffle_off_keeps_the_rows_order():
 
 def test_braces_in_questions_and_templates_survive():
     rows = [{"prompt": "the set {1, 2} and {prompt}", "answer": "2"}]
-    [prompt] = held_out(rows, TOKENIZER, prompt_template="{x} {prompt} {0}", max_prompt_tokens=64)
+    [prompt] = held_out(
+        rows, TOKENIZER, prompt_format=PromptFormat(template="{x} {prompt} {0}"), max_prompt_tokens=64
+    )
     assert prompt.text == "{x} the set {1, 2} and {prompt} {0}"
-
-
-def test_template_without_the_prompt_is_refused():
-    with pytest.raises(ValueError, match=r"prompt_template='Solve: \{question\}' has no '\{prompt\}'"):
-        source(prompt_template="Solve: {question}")
 
 
 def test_prompt_at_the_limit_passes_and_one_over_it_names_row_length_and_remedy():
@@ -73,7 +71,7 @@ def test_prompt_at_the_limit_passes_and_one_over_it_names_row_length_and_remedy(
 
 def test_the_template_counts_towards_the_limit():
     with pytest.raises(ValueError, match="has 8 tokens"):
-        source(prompt_template="Q: {prompt}", max_prompt_tokens=7)[0]
+        source(prompt_format=PromptFormat(template="Q: {prompt}"), max_prompt_tokens=7)[0]
 
 
 def test_character_that_cannot_be_tokenized_names_the_row():
@@ -106,6 +104,29 @@ def test_integer_answers_become_text_and_other_fields_stay():
     assert rows == [{"prompt": "1-2", "answer": "-1", "level": 3}, {"prompt": "2", "answer": "7"}]
 
 
+def test_messages_are_kept_with_all_their_fields():
+    messages = [{"role": "system", "content": ""}, {"role": "user", "content": "1+1", "name": "ada"}]
+    assert checked_rows([{"prompt": messages, "answer": 2}]) == [{"prompt": messages, "answer": "2"}]
+
+
+def test_messages_without_a_chat_template_name_the_row_and_the_remedy():
+    rows = [{"prompt": "1", "answer": "1"}, {"prompt": [{"role": "user", "content": "1+1"}], "answer": "2"}]
+    with pytest.raises(ValueError, match=r"row 1: .* no chat template; use .* data\.chat=false"):
+        held_out(rows, TOKENIZER, max_prompt_tokens=64)
+
+
+def test_the_chat_template_counts_towards_the_limit_and_the_text_is_what_the_model_reads(chat_tokenizer):
+    rows = [{"prompt": [{"role": "user", "content": "1+1"}], "answer": "2"}]
+    [prompt] = held_out(rows, chat_tokenizer, max_prompt_tokens=64)
+    assert prompt.text == "<|im_start|>user\n1+1<|im_end|>\n<|im_start|>assistant\n"
+    assert prompt.row["prompt"] == rows[0]["prompt"]
+    length = len(prompt.tokens)
+    assert len(chat_tokenizer.encode("1+1")) < length == len(chat_tokenizer.encode(prompt.text))
+    held_out(rows, chat_tokenizer, max_prompt_tokens=length)
+    with pytest.raises(ValueError, match=f"row 0: the prompt has {length} tokens"):
+        held_out(rows, chat_tokenizer, max_prompt_tokens=length - 1)
+
+
 def test_rows_are_not_changed_in_place():
     given = [{"prompt": "1", "answer": 1}]
     checked_rows(given)
@@ -117,7 +138,15 @@ def test_rows_are_not_changed_in_place():
     [
         ({"answer": "1"}, r"row 1 has no field 'prompt'; its fields are \['answer'\]"),
         ({"prompt": "1"}, "row 1 has no field 'answer'"),
-        ({"prompt": 1, "answer": "1"}, "row 1: 'prompt' must be a string; got 1"),
+        ({"prompt": 1, "answer": "1"}, "row 1: 'prompt' must be a string or a list of messages .* got 1"),
+        (
+            {"prompt": [], "answer": "1"},
+            r"row 1: 'prompt' must be a string or a list of messages .* got \[\]",
+        ),
+        (
+            {"prompt": [{"role": "user"}], "answer": "1"},
+            "row 1: message 0: 'content' must be a string; got None",
+        ),
         ({"prompt": "1", "answer": 1.0}, "row 1: 'answer' must be a string or an integer; got 1.0"),
         ({"prompt": "1", "answer": True}, "row 1: 'answer' must be .* got True"),
         ({"prompt": "1", "answer": None}, "row 1: 'answer' must be .* got None"),

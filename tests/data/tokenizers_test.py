@@ -7,7 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapo_jax.data.tokenizers import ByteTokenizer, CharTokenizer, Tokenizer, load_tokenizer, save_tokenizer
+from dapo_jax.data.tokenizers import (
+    ByteTokenizer,
+    CharTokenizer,
+    Tokenizer,
+    check_vocabulary,
+    load_tokenizer,
+    save_tokenizer,
+)
 
 SUMS = CharTokenizer("0123456789+=")
 
@@ -98,7 +105,8 @@ def test_file_says_its_type_in_plain_json(tmp_path):
     ("content", "message"),
     [
         ('{"type": "dapo_jax.word"}', "type 'dapo_jax.word'; known are 'dapo_jax.byte'"),
-        ('{"model": {}}', "type None"),
+        ('{"model": {}}', "is no file of the library tokenizers"),
+        ('{"model": 1}', "type None"),
         ("[1]", "type None"),
         ("{", "not a JSON file"),
         ('{"type": "dapo_jax.char"}', "'alphabet' must be a string; got None"),
@@ -107,6 +115,41 @@ def test_file_says_its_type_in_plain_json(tmp_path):
 def test_file_that_is_no_tokenizer_is_refused(content, message, tmp_path):
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(ValueError, match=message):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), SUMS])
+def test_the_end_token_is_the_only_one_that_ends_a_response_and_nothing_begins_a_text(tokenizer):
+    assert tokenizer.stop_ids == (tokenizer.eos_id,)
+    assert tokenizer.chat_template is None
+    np.testing.assert_array_equal(tokenizer.encode_prompt("1+2"), tokenizer.encode("1+2"))
+
+
+def test_a_model_may_have_more_rows_than_the_tokenizer_ids_but_not_fewer():
+    check_vocabulary(SUMS, 14)
+    check_vocabulary(SUMS, 64)
+    with pytest.raises(ValueError, match=r"tokenizer has 14 ids .* 13 rows: ids from 13 on"):
+        check_vocabulary(SUMS, 13)
+
+
+def test_a_tokenizer_of_another_kind_cannot_be_saved(tmp_path):
+    class Own:
+        vocab_size = pad_id = eos_id = 1
+        stop_ids, chat_template = (1,), None
+
+        def encode(self, text): ...
+
+        encode_prompt = decode = encode
+
+    with pytest.raises(ValueError, match="a Own cannot be written"):
+        save_tokenizer(Own(), tmp_path)
+
+
+def test_a_folder_with_a_sentencepiece_file_says_how_to_convert_it(tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes(b"")
+    with pytest.raises(
+        ValueError, match=r"It has tokenizer\.model, which is not read here; .*save_pretrained"
+    ):
         load_tokenizer(tmp_path)
 
 

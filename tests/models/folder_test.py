@@ -3,14 +3,12 @@
 import json
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from dapo_jax.models.decoder import Decoder
 from dapo_jax.models.folder import load_model, read_config, save_model
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 
@@ -86,14 +84,14 @@ def test_projections_are_stored_as_outputs_by_inputs(folder):
         return [sum(float(w) * float(v) for w, v in zip(row, x, strict=True)) for row in weight]
 
     # head h, dimension d of a query comes out of row 8 h + d
-    query = np.einsum("e,ehd->hd", x, np.asarray(blocks["query"][1])).reshape(-1)
+    query = np.einsum("hde,e->hd", np.asarray(blocks["query"][1]), x).reshape(-1)
     np.testing.assert_allclose(y("self_attn.q_proj", x), query, rtol=1e-4, atol=1e-5)
-    key = np.einsum("e,ehd->hd", x, np.asarray(blocks["key"][1])).reshape(-1)
+    key = np.einsum("hde,e->hd", np.asarray(blocks["key"][1]), x).reshape(-1)
     np.testing.assert_allclose(y("self_attn.k_proj", x), key, rtol=1e-4, atol=1e-5)
-    output = np.einsum("hd,hde->e", mixed.reshape(4, 8), np.asarray(blocks["output"][1]))
+    output = np.einsum("ehd,hd->e", np.asarray(blocks["output"][1]), mixed.reshape(4, 8))
     np.testing.assert_allclose(y("self_attn.o_proj", mixed), output, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(
-        y("mlp.down_proj", hidden), hidden @ np.asarray(blocks["down"][1]), rtol=1e-4, atol=1e-5
+        y("mlp.down_proj", hidden), np.asarray(blocks["down"][1]) @ hidden, rtol=1e-4, atol=1e-5
     )
     bias = tensors["model.layers.1.self_attn.k_proj.bias"]
     np.testing.assert_array_equal(bias.reshape(2, 8), blocks["key_bias"][1])
@@ -140,11 +138,10 @@ def test_a_tied_matrix_may_be_there_twice_but_not_differ(tmp_path):
         ({"model_type": "gemma3"}, r"config\.json: model_type 'gemma3' is not covered; llama, qwen2 and qwen3 are"),
         ({"model_type": ...}, "model_type None is not covered"),
         ({"rms_norm_eps": ...}, r"config\.json lacks the key 'rms_norm_eps'"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, r"config\.json: rope_scaling .*yarn.* is not covered"),
         ({"hidden_size": 40}, r"model\.safetensors: model\.embed_tokens\.weight has shape \(20, 32\), .* \(20, 40\)"),
         ({"num_hidden_layers": 3}, r"model\.safetensors lacks the tensor 'model\.layers\.2\."),
         ({"num_hidden_layers": 1}, r"model\.safetensors holds \['model\.layers\.1\..*does not call for"),
-        ({"model_type": "llama"}, r"holds \['model\.layers\.0\.self_attn\.k_proj\.bias'"),
+        ({"model_type": "llama", "architectures": ...}, r"holds \['model\.layers\.0\.self_attn\.k_proj\.bias'"),
     ],
 )  # fmt: skip
 def test_a_config_that_does_not_fit_is_refused(folder, changes, message):
@@ -176,20 +173,3 @@ def test_missing_and_damaged_files_are_named(folder, tmp_path):
     (folder / "config.json").write_text('{"model_type": ')
     with pytest.raises(ValueError, match=r"cannot read a model from .*config\.json"):
         load_model(folder)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_transformers_computes_the_same_logits_from_the_folder(family, tmp_path):
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    config, params = FAMILIES[family], tiny_params(FAMILIES[family])
-    save_model(tmp_path, config, params)
-    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, 12)).astype(np.int32)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    with torch.no_grad():
-        expected = theirs(torch.from_numpy(tokens.astype(np.int64))).logits.numpy()
-    graph, _ = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
-    decoder = nnx.merge(graph, params)
-    positions = jnp.broadcast_to(jnp.arange(12, dtype=jnp.int32)[None], (2, 12))
-    logits = decoder.ends.logits(decoder(jnp.asarray(tokens), positions, jnp.ones((2, 12), jnp.int32)))
-    np.testing.assert_allclose(logits, expected, atol=2e-4)

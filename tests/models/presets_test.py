@@ -11,10 +11,17 @@ from dapo_jax.testing import tiny_decoder_config
     [
         # The tensor sizes of the published model.safetensors, tied matrices counted once.
         ("smollm2-135m", 134_515_008),
+        ("llama-3.2-1b", 1_235_814_400),
+        ("llama-3.1-8b", 8_030_261_248),
         ("qwen2.5-0.5b", 494_032_768),
+        ("qwen2.5-1.5b", 1_543_714_304),
+        ("qwen2.5-3b", 3_085_938_688),
         ("qwen2.5-7b", 7_615_616_512),
         ("qwen2.5-32b", 32_763_876_352),
         ("qwen3-0.6b", 596_049_920),
+        ("qwen3-1.7b", 1_720_574_976),
+        ("qwen3-4b", 4_022_468_096),
+        ("qwen3-8b", 8_190_735_360),
     ],
 )
 def test_a_preset_has_the_published_number_of_parameters(name, parameters):

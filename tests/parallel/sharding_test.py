@@ -28,14 +28,14 @@ def specs(tree):
 
 def test_each_parameter_lies_where_its_logical_axes_say(mesh):
     placed = specs(shardings(shapes_of(EVERYTHING), mesh))
-    norm, into, out = P(None, None), P(None, "fsdp", "tensor"), P(None, "tensor", "fsdp")
-    heads, bias = P(None, "fsdp", "tensor", None), P(None, "tensor", None)
+    norm, into, out = P(None, None), P(None, "tensor", "fsdp"), P(None, "fsdp", "tensor")
+    heads, bias = P(None, "tensor", None, "fsdp"), P(None, "tensor", None)
     assert placed == {
         "ends": {"embedding": P("tensor", "fsdp"), "lm_head": P("tensor", "fsdp"), "final_norm": P(None)},
         "blocks": {
             "attention_norm": norm, "mlp_norm": norm, "query_norm": norm, "key_norm": norm,
             "query": heads, "key": heads, "value": heads, "query_bias": bias, "key_bias": bias, "value_bias": bias,
-            "output": P(None, "tensor", None, "fsdp"), "gate": into, "up": into, "down": out,
+            "output": P(None, "fsdp", "tensor", None), "gate": into, "up": into, "down": out,
         },
     }  # fmt: skip
 
@@ -51,14 +51,14 @@ def test_moments_lie_where_their_parameters_lie(mesh):
 def test_the_sampler_keeps_the_embedding_axis_whole(mesh):
     placed = specs(shardings(shapes_of(EVERYTHING), mesh, SAMPLER_RULES))
     assert "fsdp" not in {axis for spec in jax.tree.leaves(placed) for axis in spec}
-    assert placed["blocks"]["query"] == P(None, None, "tensor", None)
+    assert placed["blocks"]["query"] == P(None, "tensor", None, None)
 
 
 @pytest.mark.parametrize(
     ("changes", "axes", "message"),
     [
         ({"vocab_size": 19}, {"tensor": 2}, r"embedding.*\(19, 32\) has a dimension of 19, which parallel\.tensor=2"),
-        ({"kv_heads": 2}, {"tensor": 4}, r"'key'.*\(2, 32, 2, 8\) has a dimension of 2, which parallel\.tensor=4"),
+        ({"kv_heads": 2}, {"tensor": 4}, r"'key'.*\(2, 2, 8, 32\) has a dimension of 2, which parallel\.tensor=4"),
         ({"embed_dim": 36}, {"fsdp": 8}, r"dimension of 36, which parallel\.fsdp=8 .*choose a size of parallel\.fsdp"),
     ],
 )  # fmt: skip

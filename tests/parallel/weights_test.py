@@ -59,9 +59,9 @@ def test_the_transfer_between_shardings_is_exact(eight_devices):
     weights = weight_transfer(params, eight_devices, dtype="float32")(params)
     assert_exact(weights, tiny_params(CONFIG), jnp.float32)
     gate = weights["layers"][0]["gate"][...]
-    # [embed 32, mlp 48]: the trainer has it cut both ways, the sampler along mlp alone.
-    assert params["blocks"]["gate"][...].sharding.shard_shape((2, 32, 48)) == (2, 16, 24)
-    assert gate.sharding.shard_shape(gate.shape) == (32, 24)
+    # [mlp 48, embed 32]: the trainer has it cut both ways, the sampler along mlp alone.
+    assert params["blocks"]["gate"][...].sharding.shard_shape((2, 48, 32)) == (2, 24, 16)
+    assert gate.sharding.shard_shape(gate.shape) == (24, 32)
 
 
 def test_new_weights_compile_nothing_and_leave_the_old_alive(one_device):

@@ -23,11 +23,13 @@ from dapo_jax.config import (
     SamplingConfig,
     TrainConfig,
 )
+from dapo_jax.data.huggingface import HuggingFaceTokenizer
 from dapo_jax.data.tokenizers import CharTokenizer
 from dapo_jax.run import train
 from dapo_jax.run.policy import Policy
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 from dapo_jax.trackers.progress import Progress
+from tests.data.folders import files_of
 
 
 @pytest.fixture(scope="session")
@@ -39,6 +41,19 @@ def model(tmp_path_factory):
         max_positions=128,
     )  # fmt: skip
     folder = tmp_path_factory.mktemp("model")
+    Policy(decoder=decoder, params=tiny_params(decoder), tokenizer=tokenizer).save(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def chat_model(tmp_path_factory):
+    """A model folder with a Hugging Face tokenizer, whose vocabulary the model pads to 336."""
+    tokenizer = HuggingFaceTokenizer(files_of())
+    assert tokenizer.vocab_size < 336
+    decoder = tiny_decoder_config(
+        vocab_size=336, embed_dim=16, layers=1, heads=2, kv_heads=1, head_dim=8, mlp_dim=16, max_positions=128
+    )
+    folder = tmp_path_factory.mktemp("chat_model")
     Policy(decoder=decoder, params=tiny_params(decoder), tokenizer=tokenizer).save(folder)
     return str(folder)
 

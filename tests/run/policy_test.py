@@ -1,11 +1,19 @@
 """Policies found by name: presets, shipped models, folders, runs."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
 
 from dapo_jax.config import ConfigError, ModelConfig, ParallelConfig, to_yaml
+from dapo_jax.models.tensors import shapes_of
+from dapo_jax.parallel.sharding import shardings
 from dapo_jax.run.policy import find_policy, load_policy, mesh_of
+from tests.models.hub_server import serve_hub
 
 
 def leaves(policy):
@@ -45,6 +53,33 @@ def test_an_unknown_policy_is_a_configuration_error(source, tokenizer, message):
     assert str(error.value).startswith(f"model.source={source!r}: ")
 
 
+@pytest.mark.parametrize("source", ["folder", "preset:tiny"])
+def test_weights_go_onto_the_mesh_where_training_has_them(source, model):
+    """To be trained or sampled on: the values are those that one device would hold."""
+    config = ModelConfig(source=model if source == "folder" else source)
+    mesh = mesh_of(ParallelConfig(fsdp=4, tensor=2 if source == "preset:tiny" else 1, data=-1))
+    policy = load_policy(config, seed=3, mesh=mesh)
+    wanted = shardings(shapes_of(policy.decoder), mesh)
+    for leaf, place in zip(jax.tree.leaves(policy.params), jax.tree.leaves(wanted), strict=True):
+        assert leaf.sharding.is_equivalent_to(place, leaf.ndim)
+    for a, b in zip(leaves(policy), leaves(load_policy(config, seed=3)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_mesh_that_does_not_fit_is_a_configuration_error(model):
+    """One key head cannot be split in two."""
+    mesh = mesh_of(ParallelConfig(tensor=2))
+    with pytest.raises(ConfigError, match=r"which parallel\.tensor=2 does not divide"):
+        load_policy(ModelConfig(source=model), mesh=mesh)
+
+
+def test_of_a_run_only_the_checkpoint_is_read_not_the_model_that_it_began_with(finished, monkeypatch):
+    from dapo_jax.run import policy
+
+    monkeypatch.setattr(policy, "load_model", None)
+    find_policy(str(finished.run_dir))
+
+
 def test_a_run_is_its_latest_checkpoint(finished):
     for a, b in zip(leaves(find_policy(str(finished.run_dir))), leaves(finished.policy), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -63,3 +98,36 @@ def test_the_rows_of_a_microbatch_must_spread_over_the_mesh():
     assert mesh_of(axes, rows_per_microbatch=4).shape["tensor"] == 2
     with pytest.raises(ConfigError, match=r"rows_per_microbatch=6 .* parallel.fsdp = 4, .* 8 is"):
         mesh_of(axes, rows_per_microbatch=6)
+
+
+ASK = """
+import sys
+from dapo_jax.config import ModelConfig
+from dapo_jax.run.policy import load_policy
+policy = load_policy(ModelConfig(source="hf:org/model", revision="main", cache_dir=sys.argv[1]))
+print(policy.decoder.vocab_size, policy.tokenizer.stop_ids)
+try:
+    load_policy(ModelConfig(source="hf:org/other", cache_dir=sys.argv[1]))
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_a_model_is_read_from_the_hub_and_fetched_once(chat_model, tmp_path):
+    """In a process of its own: huggingface_hub reads its environment when it is imported."""
+    pytest.importorskip("huggingface_hub")
+    files = {path.name: path.read_bytes() for path in Path(chat_model).iterdir()}
+    with serve_hub({"org/model": files}) as (address, requests):
+        environment = os.environ | {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path), "no_proxy": "127.0.0.1"}
+        done = subprocess.run(
+            [sys.executable, "-c", ASK, str(tmp_path / "cache")],
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    assert first == "336 (2,)"
+    assert second.startswith("model.source='hf:org/other': the hub has no repository org/other")
+    fetched = [path for method, path in requests if method == "GET" and "/resolve/" in path]
+    assert len(fetched) == len(set(fetched)) == len(files)

@@ -19,6 +19,7 @@ from dapo_jax.config import (
 )
 from dapo_jax.run import sft
 from dapo_jax.run.policy import load_policy
+from dapo_jax.run.sft import _pairs
 from dapo_jax.trackers import read_metrics
 from dapo_jax.trackers.progress import Progress
 
@@ -74,6 +75,24 @@ def test_the_model_is_written_as_a_folder_that_is_read_back(config, warmed):
     assert policy.tokenizer == warmed.policy.tokenizer
     for a, b in zip(jax.tree.leaves(policy.params), jax.tree.leaves(warmed.policy.params), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def test_pairs_are_asked_through_the_chat_template_and_end_the_assistant_s_turn(config, chat_model):
+    data = replace(config.data, chat=True, system_prompt="Add.", max_prompt_tokens=64)
+    policy = load_policy(ModelConfig(source=chat_model))
+    prompt, response = _pairs(replace(config, data=data, batch=SftBatchConfig()), policy)[0]
+    question = policy.tokenizer.decode(prompt).split("user\n")[1].split("\n")[0]
+    text = (
+        f"<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+    )
+    np.testing.assert_array_equal(prompt, policy.tokenizer.encode(text))
+    assert response[-1] == policy.tokenizer.eos_id == policy.tokenizer.encode("<|im_end|>")[0]
+
+
+def test_a_conversation_without_a_chat_template_is_said_before_the_first_step(config, tmp_path):
+    data = replace(config.data, chat=True)
+    with pytest.raises(ConfigError, match="no chat template"):
+        run(replace(config, run_dir=str(tmp_path / "run"), data=data))
 
 
 def test_a_run_is_not_written_over(config, warmed):

@@ -7,7 +7,8 @@ from dapo_jax.sampling import cache as kv
 
 
 def of(values):
-    return kv.LayerCache(jnp.asarray(values), -jnp.asarray(values))
+    """Keys of `values` [slots, heads, capacity, dim], and values of the same number but negative."""
+    return kv.LayerCache(jnp.asarray(values).swapaxes(2, 3), -jnp.asarray(values))
 
 
 def numbered(slots, capacity):
@@ -15,27 +16,49 @@ def numbered(slots, capacity):
     return np.arange(1.0, slots * capacity * 2 + 1, dtype=np.float32).reshape(slots, 1, capacity, 2)
 
 
-def test_fill_copies_one_row_to_the_front_of_one_slot():
-    before, prompts = numbered(3, 5), 100 + numbered(2, 2)
-    after = kv.fill(of(before), of(prompts), jnp.int32(2), jnp.int32(1))
+def assert_holds(cache, expected):
+    np.testing.assert_array_equal(np.asarray(cache.keys).swapaxes(2, 3), expected)
+    np.testing.assert_array_equal(cache.values, -expected)
+
+
+def test_fill_brings_a_prompt_to_the_front_of_a_slot_and_writes_all_of_it():
+    """Row 1 of width 3, from its second token on: the rest of the row follows in a circle, then zeros."""
+    before, rows = numbered(3, 5), 100 + numbered(2, 3)
+    after = kv.fill(of(before), of(rows), jnp.int32(2), jnp.int32(1), jnp.int32(1))
     expected = before.copy()
-    expected[2, :, :2] = prompts[1]
-    np.testing.assert_array_equal(after.keys, expected)
-    np.testing.assert_array_equal(after.values, -expected)
+    expected[2, :, :3], expected[2, :, 3:] = rows[1][:, [1, 2, 0]], 0.0
+    assert_holds(after, expected)
+
+
+def test_nothing_of_a_slots_previous_owner_is_left_not_even_nan():
+    filled = kv.fill(
+        of(np.full((2, 1, 5, 2), np.nan, np.float32)), of(numbered(1, 3)), *(jnp.zeros((3,), jnp.int32))
+    )
+    assert np.isfinite(filled.keys[0]).all()
+    assert np.isfinite(filled.values[0]).all()
+    assert np.isnan(filled.keys[1]).all()
 
 
 def test_append_writes_behind_what_is_there():
-    before, new = numbered(3, 5), np.full((3, 1, 2), 7.0, np.float32)
+    before, new = numbered(3, 5), np.arange(6, dtype=np.float32).reshape(3, 1, 2)
     lengths = np.array([0, 3, 4], np.int32)
-    after = kv.append(of(before), jnp.asarray(new), -jnp.asarray(new), jnp.asarray(lengths))
+    token = jnp.asarray(new.transpose(1, 2, 0))
+    after = kv.append(of(before), token, -token, jnp.asarray(lengths))
     expected = before.copy()
     for slot, length in enumerate(lengths):
-        expected[slot, :, length] = 7.0
-    np.testing.assert_array_equal(after.keys, expected)
-    np.testing.assert_array_equal(after.values, -expected)
+        expected[slot, :, length] = new[slot]
+    assert_holds(after, expected)
+
+
+def test_rows_read_end_to_end_come_apart():
+    """Two rows of three tokens: the fourth token is the first of the second row."""
+    tokens = np.arange(12, dtype=np.float32).reshape(1, 2, 6)
+    cache = kv.of_rows(jnp.asarray(tokens), -jnp.asarray(tokens), 2)
+    np.testing.assert_array_equal(cache.keys[1, :, :, 0], tokens[:, :, 3])
+    np.testing.assert_array_equal(cache.values[1, :, 0], -tokens[:, :, 3])
 
 
 def test_append_keeps_the_dtype_of_the_cache():
     cache = kv.empty(2, 1, 4, 2, "bfloat16")
-    new = jnp.ones((2, 1, 2))
+    new = jnp.ones((1, 2, 2))
     assert kv.append(cache, new, new, jnp.zeros(2, jnp.int32)).keys.dtype == jnp.bfloat16

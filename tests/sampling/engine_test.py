@@ -30,7 +30,9 @@ def mesh():
 
 @pytest.fixture(scope="module")
 def engine(mesh):
-    return DecoderEngine(CONFIG, slots=SLOTS, capacity=CAPACITY, steps_per_call=STEPS, eos_id=EOS, mesh=mesh)
+    return DecoderEngine(
+        CONFIG, slots=SLOTS, capacity=CAPACITY, steps_per_call=STEPS, stop_ids=[EOS], mesh=mesh
+    )
 
 
 @pytest.fixture(scope="module")
@@ -43,18 +45,25 @@ def weights(transfer):
     return transfer(tiny_params(CONFIG))
 
 
-def prompts(*lengths, seed=0, width=8):
+def prompts(*lengths, seed=0):
     rng = np.random.default_rng(seed)
-    tokens = rng.integers(2, 20, (len(lengths), width)).astype(np.int32)
-    return tokens, np.array(lengths, np.int32)
+    return [rng.integers(2, 20, length).astype(np.int32) for length in lengths]
 
 
-def insertion(slots, rows, *, limits=9, ordinals=0):
+def rows_of(sequences):
+    """Rows padded to the capacity, and their lengths."""
+    tokens = np.zeros((len(sequences), CAPACITY), np.int32)
+    for row, sequence in enumerate(sequences):
+        tokens[row, : len(sequence)] = sequence
+    return tokens, np.array([len(sequence) for sequence in sequences])
+
+
+def insertion(slots, places, *, limits=9, ordinals=0):
     def column(values):
         return np.broadcast_to(np.asarray(values, np.int32), len(slots)).copy()
 
     return Insertion(
-        slots=column(slots), rows=column(rows), ordinals=column(ordinals),
+        slots=column(slots), prompts=column(places), ordinals=column(ordinals),
         indices=np.arange(len(slots), dtype=np.int32), limits=column(limits),
     )  # fmt: skip
 
@@ -72,10 +81,10 @@ def trainer(dtype):
     return jax.jit(run)
 
 
-def last_logits(tokens, lengths, *, dtype="float32"):
-    """The trainer's logits after the last token of each row; rows are padded to the capacity."""
-    padded = np.pad(tokens, ((0, 0), (0, CAPACITY - tokens.shape[1])))
-    logits = np.asarray(trainer(dtype)(tiny_params(CONFIG), padded))
+def last_logits(sequences, *, dtype="float32"):
+    """The trainer's logits after the last token of each sequence."""
+    tokens, lengths = rows_of(sequences)
+    logits = np.asarray(trainer(dtype)(tiny_params(CONFIG), tokens))
     return logits[np.arange(len(tokens)), lengths - 1]
 
 
@@ -83,39 +92,41 @@ def test_it_is_an_engine(engine):
     assert isinstance(engine, Engine)
 
 
-def test_prefill_gives_the_logits_after_the_prompt_whatever_is_in_the_padding(engine, weights):
-    tokens, lengths = prompts(3, 8, 1, 5)
-    prefix = engine.prefill(weights, tokens, lengths)
-    np.testing.assert_allclose(prefix.logits, last_logits(tokens, lengths), rtol=1e-4, atol=1e-5)
-    other = np.where(np.arange(8) < lengths[:, None], tokens, 0).astype(np.int32)
-    np.testing.assert_array_equal(engine.prefill(weights, other, lengths).logits, prefix.logits)
+@pytest.mark.parametrize("lengths", [(3, 8, 1, 5), (15, 16, 16, 9), (1,), (9, 2, 2, 3, 1)], ids=str)
+def test_prefill_gives_the_logits_after_each_prompt_however_they_are_packed(engine, weights, lengths):
+    """In rows of 16: 3, 8, 1 and 5 tokens are 8 + 5 + 3 | 1; 15, 16, 16 and 9 a row each; 9, 2, 2, 3 and 1 are
+    9 + 3 + 2 + 2 | 1."""
+    asked = prompts(*lengths)
+    prefix = engine.prefill(weights, asked)
+    np.testing.assert_allclose(prefix.logits[: len(asked)], last_logits(asked), rtol=1e-4, atol=1e-5)
+
+
+def drawn_by(result):
+    """The valid tokens of each slot."""
+    return [row[mask] for row, mask in zip(*map(np.asarray, (result.tokens, result.valid)), strict=True)]
 
 
 def test_greedy_decoding_takes_what_the_whole_sequence_makes_likeliest(engine, weights):
-    """Each token is the argmax of a forward pass over everything before it: cache, positions and lengths are right."""
-    tokens, lengths = prompts(3, 8, 1, 5)
+    """Each token is the argmax of a forward pass over everything before it: cache, positions and lengths are right.
+
+    The prompts share rows, so each slot's cache also holds what followed its prompt there.
+    """
+    asked = prompts(3, 8, 1, 5)
     state = engine.insert(
-        engine.prefill(weights, tokens, lengths),
-        engine.init_decode_state(),
-        insertion(range(4), range(4)),
-        KEY,
+        engine.prefill(weights, asked), engine.init_decode_state(), insertion(range(4), range(4)), KEY
     )
     _, result = engine.generate(weights, state, GREEDY)
-    rows, ends = np.zeros((4, CAPACITY), np.int32), lengths.copy()
-    for row in range(4):
-        drawn = np.asarray(result.tokens)[row, np.asarray(result.valid)[row]]
-        assert len(drawn)
-        rows[row, : lengths[row]] = tokens[row, : lengths[row]]
-        rows[row, lengths[row] : lengths[row] + len(drawn)] = drawn
-        ends[row] += len(drawn)
-    assert (ends - lengths).tolist() == [2, 8, 8, 8]
+    drawn = drawn_by(result)
+    assert sorted(len(tokens) for tokens in drawn)[-3:] == [STEPS] * 3
     for step in range(STEPS):
-        at = np.minimum(lengths + step, ends - 1)
-        np.testing.assert_array_equal(last_logits(rows, at).argmax(axis=-1), rows[np.arange(4), at])
+        going = [row for row in range(4) if len(drawn[row]) > step]
+        before = [np.concatenate([asked[row], drawn[row][:step]]) for row in range(4)]
+        likeliest = last_logits(before).argmax(axis=-1)
+        assert likeliest[going].tolist() == [drawn[row][step] for row in going]
 
 
 def test_one_prefill_serves_all_responses_and_each_draws_its_own_first_token(engine, weights):
-    prefix = engine.prefill(weights, *prompts(4))
+    prefix = engine.prefill(weights, prompts(4))
     states = [
         engine.insert(prefix, engine.init_decode_state(), insertion(range(4), [0] * 4), KEY) for _ in range(2)
     ]
@@ -128,11 +139,11 @@ def test_one_prefill_serves_all_responses_and_each_draws_its_own_first_token(eng
 
 def test_insert_touches_only_the_slots_it_names(engine, weights):
     before = engine.insert(
-        engine.prefill(weights, *prompts(5, 4, 3, 2)), engine.init_decode_state(), insertion(range(4), range(4)), KEY
+        engine.prefill(weights, prompts(5, 4, 3, 2)), engine.init_decode_state(), insertion(range(4), range(4)), KEY
     )  # fmt: skip
     held = jax.device_get(replace(before, keys=jax.random.key_data(before.keys)))
     after = engine.insert(
-        engine.prefill(weights, *prompts(6, seed=1)), before, insertion([2], [0], ordinals=9), KEY
+        engine.prefill(weights, prompts(6, seed=1)), before, insertion([2], [0], ordinals=9), KEY
     )
     found = jax.device_get(replace(after, keys=jax.random.key_data(after.keys)))
     for old, new in zip(jax.tree.leaves(held), jax.tree.leaves(found), strict=True):
@@ -142,15 +153,13 @@ def test_insert_touches_only_the_slots_it_names(engine, weights):
 
 
 def test_a_slot_stops_at_its_limit_and_the_call_goes_on_for_the_others(engine, weights):
-    prefix = engine.prefill(weights, *prompts(4))
+    prefix = engine.prefill(weights, prompts(4))
     limits = [1, 3, 12, 6]
     state = engine.insert(
         prefix, engine.init_decode_state(), insertion(range(4), [0] * 4, limits=limits), KEY
     )
     state, result = engine.generate(weights, state, decoding())
-    drawn = [
-        row[mask].tolist() for row, mask in zip(*map(np.asarray, (result.tokens, result.valid)), strict=True)
-    ]
+    drawn = [tokens.tolist() for tokens in drawn_by(result)]
     for tokens, limit, live in zip(drawn, limits, np.asarray(result.live), strict=True):
         assert EOS not in tokens[:-1]
         assert len(tokens) == min(limit, STEPS) or tokens[-1] == EOS
@@ -159,7 +168,7 @@ def test_a_slot_stops_at_its_limit_and_the_call_goes_on_for_the_others(engine, w
 
 
 def test_generate_comes_back_as_soon_as_too_few_slots_live(engine, weights):
-    prefix = engine.prefill(weights, *prompts(4))
+    prefix = engine.prefill(weights, prompts(4))
     how = decoding(temperature=0.01)
 
     def run(min_live):
@@ -177,7 +186,7 @@ def test_generate_comes_back_as_soon_as_too_few_slots_live(engine, weights):
 
 def test_a_step_is_taken_even_when_fewer_live_than_asked_for(engine, weights):
     state = engine.insert(
-        engine.prefill(weights, *prompts(4)), engine.init_decode_state(), insertion([3], [0]), KEY
+        engine.prefill(weights, prompts(4)), engine.init_decode_state(), insertion([3], [0]), KEY
     )
     _, result = engine.generate(weights, state, GREEDY, 4)
     assert np.asarray(result.valid).sum(axis=1).tolist() == [0, 0, 0, 1]
@@ -189,6 +198,36 @@ def test_without_a_live_slot_nothing_is_drawn(engine, weights):
     assert not np.asarray(result.live).any()
 
 
+def test_a_released_slot_stops_and_the_others_go_on(engine, weights):
+    batch = insertion(range(4), [0] * 4, limits=16, ordinals=[0, 1, 2, 3])
+    state = engine.insert(engine.prefill(weights, prompts(4)), engine.init_decode_state(), batch, KEY)
+    going = set(np.flatnonzero(state.live)) - {1, 3}
+    state = engine.release(state, [3, 1])
+    assert set(np.flatnonzero(state.live)) == going == {0, 2}
+    _, result = engine.generate(weights, state, decoding(temperature=0.01))
+    assert not np.asarray(result.valid)[[1, 3]].any()
+    assert np.asarray(result.valid)[[0, 2]].any(axis=1).all()
+
+
+def test_any_of_several_end_tokens_ends_a_response(mesh, weights):
+    """The same draws three times: with a later token among the end tokens the response ends there."""
+    lengths = []
+    for stop_ids in ([], [EOS], None):
+        ends = [EOS, int(other)] if stop_ids is None else stop_ids
+        engine = DecoderEngine(
+            CONFIG, slots=SLOTS, capacity=CAPACITY, steps_per_call=STEPS, stop_ids=ends, mesh=mesh
+        )
+        state = engine.insert(
+            engine.prefill(weights, prompts(5)), engine.init_decode_state(), insertion([0], [0]), KEY
+        )
+        drawn = drawn_by(engine.generate(weights, state, decoding(temperature=2.0))[1])[0]
+        if not stop_ids:
+            place = next(i for i in range(1, STEPS) if drawn[i] not in drawn[:i])
+            other = drawn[place]
+        lengths.append(len(drawn))
+    assert lengths == [STEPS, STEPS, place + 1]
+
+
 def test_bfloat16_samples_what_a_bfloat16_trainer_scores(mesh):
     """Both round activations to 8 bits, at other places: they differ by less than either does from float32."""
     half = DecoderEngine(
@@ -196,14 +235,14 @@ def test_bfloat16_samples_what_a_bfloat16_trainer_scores(mesh):
         slots=SLOTS,
         capacity=CAPACITY,
         steps_per_call=2,
-        eos_id=EOS,
+        stop_ids=[EOS],
         mesh=mesh,
         compute_dtype="bfloat16",
     )
     weights = weight_transfer(shapes_of(CONFIG), mesh, dtype="bfloat16")(tiny_params(CONFIG))
-    tokens, lengths = prompts(8, 8, 8, 8)
-    prefix = half.prefill(weights, tokens, lengths)
-    trained, exact = (last_logits(tokens, lengths, dtype=dtype) for dtype in ("bfloat16", "float32"))
+    asked = prompts(8, 8, 8, 8)
+    prefix = half.prefill(weights, asked)
+    trained, exact = (last_logits(asked, dtype=dtype) for dtype in ("bfloat16", "float32"))
     distance = np.abs(np.asarray(prefix.logits) - trained).mean()
     assert distance < 0.75 * np.abs(trained - exact).mean()
     assert prefix.layers[0].keys.dtype == jnp.bfloat16
@@ -222,7 +261,7 @@ def test_slots_must_be_a_multiple_of_the_devices_they_are_spread_over():
             slots=6,
             capacity=24,
             steps_per_call=4,
-            eos_id=EOS,
+            stop_ids=[EOS],
             mesh=make_mesh(data=2, fsdp=2, tensor=2),
         )
 
@@ -231,4 +270,4 @@ def test_a_capacity_beyond_the_models_positions_is_refused(mesh):
     with pytest.raises(
         ValueError, match="prompt and response need 65 positions, the model has 64; lower data"
     ):
-        DecoderEngine(CONFIG, slots=4, capacity=65, steps_per_call=4, eos_id=EOS, mesh=mesh)
+        DecoderEngine(CONFIG, slots=4, capacity=65, steps_per_call=4, stop_ids=[EOS], mesh=mesh)

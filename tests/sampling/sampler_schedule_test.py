@@ -32,7 +32,7 @@ def response(ordinal, index, length):
 def scripted(length_of=lambda ordinal, index: 3 + (7 * ordinal + 5 * index) % 11, *, slots=4, steps=4):
     return ScriptedEngine(
         lambda ordinal, index: response(ordinal, index, length_of(ordinal, index)),
-        slots=slots, capacity=6 + LIMIT, steps_per_call=steps, eos_id=EOS,
+        slots=slots, capacity=6 + LIMIT, steps_per_call=steps, stop_ids=[EOS],
     )  # fmt: skip
 
 
@@ -41,10 +41,11 @@ def drawing(items):
     return lambda count: list(itertools.islice(left, count))
 
 
-def sample(engine, draw, *, samples=3, limit=LIMIT, **options):
+def sample(engine, draw, *, samples=3, limit=LIMIT, stop=None, **options):
     return Sampler(engine, **options).sample(
-        {}, draw, key=jax.random.key(0), how=decoding(), samples_per_prompt=samples, max_response_tokens=limit
-    )
+        {}, draw, key=jax.random.key(0), how=decoding(), samples_per_prompt=samples, max_response_tokens=limit,
+        stop=stop,
+    )  # fmt: skip
 
 
 def test_every_group_comes_back_whole_and_in_response_order():
@@ -72,23 +73,31 @@ def test_a_group_may_be_larger_than_all_slots():
     assert [got.tokens[0] for got in responses] == [index + 2 for index in range(11)]
 
 
-def test_each_prompt_is_prefilled_once_padded_to_a_power_of_two():
+def test_each_prompt_is_prefilled_once():
     engine = scripted(slots=4)
     asked = [prompt(0, range(2, 5)), prompt(1, range(2, 11)), prompt(2, [7] * 16), prompt(3, [8] * 17)]
     list(sample(engine, drawing(asked), samples=6, limit=8, prefill_prompts=1))
-    rows = [tuple(tokens[0, : lengths[0]]) for tokens, lengths in engine.prefills]
-    assert rows == [tuple(p.tokens) for p in asked]
-    assert [tokens.shape for tokens, _ in engine.prefills] == [(1, 8), (1, 16), (1, 16), (1, 32)]
+    assert [[tuple(tokens) for tokens in call] for call in engine.prefills] == [
+        [tuple(p.tokens)] for p in asked
+    ]
 
 
-def test_a_padded_prompt_never_outgrows_the_slot():
-    """33 tokens would be padded to 64, but a slot has 46."""
-    engine = scripted()
-    ((_, responses),) = sample(engine, drawing([prompt(0, [5] * 33)]), limit=13, prefill_prompts=2)
-    assert len(responses) == 3
-    ((tokens, lengths),) = engine.prefills
-    assert tokens.shape == (2, 46)
-    assert lengths.tolist() == [33, 1]
+def test_prompts_drawn_together_are_prefilled_together():
+    engine = scripted(slots=12)
+    list(sample(engine, drawing(prompts(5)), prefill_prompts=4))
+    assert [len(call) for call in engine.prefills] == [4, 1]
+
+
+def test_a_response_that_a_stop_function_ends_gives_up_its_slot():
+    """All would run to the limit of 40 tokens; stopped at 6, seen after 8, they take 8 steps a round of four slots."""
+    engine = scripted(lambda ordinal, index: LIMIT + 1)
+    found = list(
+        sample(engine, drawing(prompts(4)), stop=lambda tokens, start: 6 if len(tokens) >= 6 else None)
+    )
+    assert {len(got.tokens) for _, responses in found for got in responses} == {6}
+    assert {got.finish_reason for _, responses in found for got in responses} == {"stop"}
+    assert engine.released == [0, 1, 2, 3] * 3
+    assert len(engine.live_slots) == 3 * 8
 
 
 def test_a_long_tail_holds_up_nobody():
@@ -200,8 +209,8 @@ def test_a_prefill_is_let_go_once_its_last_response_has_a_slot():
     held = []
 
     class Watching(ScriptedEngine):
-        def prefill(self, params, padded_tokens, true_lengths):
-            prefix = super().prefill(params, padded_tokens, true_lengths).view(Prefix)
+        def prefill(self, params, asked):
+            prefix = super().prefill(params, asked).view(Prefix)
             held.append(weakref.ref(prefix))
             return prefix
 
@@ -210,7 +219,7 @@ def test_a_prefill_is_let_go_once_its_last_response_has_a_slot():
             return super().generate(params, state, how, min_live)
 
     alive = []
-    engine = Watching(lambda o, i: response(o, i, 30), slots=4, capacity=46, steps_per_call=4, eos_id=EOS)
+    engine = Watching(lambda o, i: response(o, i, 30), slots=4, capacity=46, steps_per_call=4, stop_ids=[EOS])
     list(sample(engine, drawing(prompts(4)), samples=2, prefill_prompts=1))
     assert len(held) == 4
     assert max(alive) <= 1

@@ -1,0 +1,174 @@
+"""This library: the engine and the sampler for rollouts, `Updater` for updates, both for a whole step."""
+
+import time
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+import dapo_jax
+from benchmarks.workload import Workload, reward_of
+from dapo_jax.batching import pack, row_weights, rows_of
+from dapo_jax.losses import dapo_loss
+from dapo_jax.models.decoder import Decoder
+from dapo_jax.models.folder import load_model
+from dapo_jax.parallel.mesh import make_mesh
+from dapo_jax.parallel.weights import weight_transfer
+from dapo_jax.rollouts import Group, Prompt, Response, Rollout, Verdict
+from dapo_jax.sampling.decoding import decoding
+from dapo_jax.sampling.engine import DecoderEngine
+from dapo_jax.sampling.sampler import Sampler
+from dapo_jax.training.state import init_state, make_optimizer
+from dapo_jax.training.update import UpdateOptions, Updater
+
+NO_TOKEN = -1
+"""An end token that is never drawn: every response runs to its limit."""
+
+
+class System:
+    """One model, loaded once. Options: for_training, rows_per_microbatch, logprob_chunk_tokens, remat, steps_per_call."""
+
+    def __init__(self, workload: Workload) -> None:
+        self.workload, options = workload, workload.options
+        self.version = f"dapo_jax {getattr(dapo_jax, '__version__', 'working tree')}, jax {jax.__version__}"
+        self.config, params = load_model(workload.model)
+        self.mesh = make_mesh()
+        self.transfer = weight_transfer(params, self.mesh, dtype=workload.dtype)
+        if options.get("for_training"):
+            optimizer = make_optimizer()
+            graph = _graph(self.config, workload.dtype, options.get("remat", "none"))
+            chunk = options.get("logprob_chunk_tokens", 1024)
+            self.updater = Updater(
+                graph,
+                params,
+                optimizer,
+                self.mesh,
+                objective=partial(dapo_loss, clip_ratio_low=0.2, clip_ratio_high=0.28),
+                options=UpdateOptions(logprob_chunk_tokens=chunk),
+            )
+            self.state = init_state(params, optimizer, self.mesh)
+            self._first_weight = np.asarray(self._weight())
+        else:
+            self.weights = self.transfer(params)
+        self.sampler = Sampler(self.engine(), prefill_prompts=workload.prompts)
+
+    def engine(self) -> DecoderEngine:
+        """The engine that rollouts use: one slot for every response."""
+        workload = self.workload
+        return DecoderEngine(
+            self.config,
+            slots=workload.sequences,
+            capacity=workload.prompt_tokens + workload.new_tokens,
+            steps_per_call=workload.options.get("steps_per_call", workload.new_tokens),
+            stop_ids=(),
+            mesh=self.mesh,
+            compute_dtype=workload.dtype,
+        )
+
+    def rollout(self, seed: int) -> list[list[int]]:
+        """The responses of one round, at temperature 1, in the prompts' order."""
+        return [
+            response.tokens.tolist() for _, group in self._sample(self.weights, seed) for response in group
+        ]
+
+    def greedy(self) -> list[list[int]]:
+        """The greedy response to each prompt."""
+        groups = self._sample(self.weights, 0, temperature=0.0)
+        return [group[0].tokens.tolist() for _, group in groups]
+
+    def update(self) -> dict[str, float]:
+        """One update over made-up responses."""
+        return self._update(self._made_up_groups())
+
+    def step(self, seed: int) -> dict[str, float]:
+        """Weights to the sampler, rollouts, rewards, one update."""
+        start = time.perf_counter()
+        weights = self.transfer(self.state.params)
+        groups = [_rewarded(prompt, responses) for prompt, responses in self._sample(weights, seed)]
+        del weights
+        sampled = time.perf_counter()
+        parts = self._update(groups)
+        return {**parts, "rollout_s": sampled - start}
+
+    def moved(self) -> float:
+        """Mean change of the first layer's query weight since the start."""
+        return float(np.abs(np.asarray(self._weight()) - self._first_weight).mean())
+
+    def _weight(self) -> jax.Array:
+        return self.state.params["blocks"]["query"][...][0]
+
+    def _sample(
+        self, weights: Any, seed: int, *, temperature: float = 1.0
+    ) -> list[tuple[Prompt, tuple[Response, ...]]]:
+        workload = self.workload
+        waiting = _prompts(workload)
+
+        def draw(count: int) -> list[Prompt]:
+            taken, waiting[:] = waiting[:count], waiting[count:]
+            return taken
+
+        sampled = self.sampler.sample(
+            weights,
+            draw,
+            key=jax.random.key(seed),
+            how=decoding(temperature=temperature),
+            samples_per_prompt=workload.samples,
+            max_response_tokens=workload.new_tokens,
+        )
+        return sorted(sampled, key=lambda pair: pair[0].ordinal)
+
+    def _made_up_groups(self) -> list[Group]:
+        responses = iter(self.workload.responses())
+        silent = np.zeros(self.workload.new_tokens, np.float32)
+        return [
+            _rewarded(
+                prompt,
+                [
+                    Response(
+                        tokens=np.array(next(responses), np.int32), logprobs=silent, finish_reason="length"
+                    )
+                    for _ in range(self.workload.samples)
+                ],
+            )
+            for prompt in _prompts(self.workload)
+        ]
+
+    def _update(self, groups: list[Group]) -> dict[str, float]:
+        start, workload = time.perf_counter(), self.workload
+        rows = rows_of(groups)
+        microbatches = pack(
+            rows,
+            row_weights(rows),
+            row_tokens=workload.prompt_tokens + workload.new_tokens,
+            rows_per_microbatch=workload.options.get("rows_per_microbatch", 16),
+        )
+        [minibatch] = self.updater.prepare(self.state, [microbatches])
+        self.state, _ = self.updater.update(self.state, minibatch, learning_rate=1e-6, first=True)
+        jax.block_until_ready(self.state)
+        return {"update_s": time.perf_counter() - start}
+
+
+def _graph(config: Any, compute_dtype: str, remat: str) -> nnx.GraphDef[Any]:
+    def make() -> Decoder:
+        return Decoder(config, rngs=nnx.Rngs(0), compute_dtype=compute_dtype, remat=remat)
+
+    return nnx.split(nnx.eval_shape(make))[0]
+
+
+def _prompts(workload: Workload) -> list[Prompt]:
+    return [
+        Prompt(ordinal=ordinal, tokens=np.array(ids, np.int32), text="", answer="")
+        for ordinal, ids in enumerate(workload.prompt_ids())
+    ]
+
+
+def _rewarded(prompt: Prompt, responses: Any) -> Group:
+    rollouts = []
+    for response in responses:
+        reward = reward_of(response.tokens.tolist())
+        rollouts.append(
+            Rollout(response=response, text="", verdict=Verdict(correct=reward > 0), reward=reward)
+        )
+    return Group(prompt=prompt, rollouts=tuple(rollouts))

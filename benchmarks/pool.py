@@ -1,0 +1,158 @@
+"""Worker processes, of which one runs at a time: the others are stopped by signal, so no idle thread pool can spin."""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.workload import Workload
+
+ROOT = Path(__file__).parent.parent
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a worker's method returned, and the seconds it took inside the worker."""
+
+    seconds: float
+    result: Any
+
+
+class WorkerError(RuntimeError):
+    """A worker answered with an error, died or ran out of time."""
+
+
+class Worker:
+    """One system in a process of its own, on the first `threads` of this process's CPUs."""
+
+    def __init__(
+        self,
+        module: str,
+        python: str | os.PathLike[str],
+        workload: Workload,
+        *,
+        log: Path,
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        self.module, self.log = module, log
+        cpus = sorted(os.sched_getaffinity(0))[: workload.threads]
+        if len(cpus) < workload.threads:
+            raise ValueError(f"--threads {workload.threads}: this process may use {len(cpus)} CPUs")
+        threads = {name: str(workload.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+        offline = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "JAX_PLATFORMS": "cpu"}
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("w") as errors:
+            self._process = subprocess.Popen(
+                [str(python), "-m", "benchmarks.worker", module, workload.to_json()],
+                cwd=ROOT,
+                env={**os.environ, **threads, **offline, **(environment or {})},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                start_new_session=True,
+                preexec_fn=lambda: os.sched_setaffinity(0, cpus),
+            )
+        self._peak = 0.0
+
+    def ready(self, *, timeout_s: float = 1200.0) -> Answer:
+        """Waits until the system is loaded; the result is its version. The worker is asleep afterwards."""
+        try:
+            return self._answer(timeout_s)
+        finally:
+            self._signal(signal.SIGSTOP)
+
+    def call(self, name: str, *, timeout_s: float = 1800.0, **arguments: Any) -> Answer:
+        """Wakes the worker, has it run a method and puts it to sleep again."""
+        self._signal(signal.SIGCONT)
+        try:
+            assert self._process.stdin is not None
+            self._process.stdin.write(json.dumps({"call": name, "arguments": arguments}) + "\n")
+            self._process.stdin.flush()
+            return self._answer(timeout_s)
+        except BrokenPipeError as error:
+            raise WorkerError(f"{self.module} has ended; see {self.log}") from error
+        finally:
+            self._peak = max(self._peak, self._peak_now())
+            self._signal(signal.SIGSTOP)
+
+    @property
+    def peak_gb(self) -> float:
+        """Peak resident memory in GB of the process and its children, as the kernel counted it (VmHWM)."""
+        self._peak = max(self._peak, self._peak_now())
+        return self._peak
+
+    def cpu_s(self) -> float:
+        """CPU seconds used so far by the process and its living children."""
+        total = 0
+        for pid in self._processes():
+            fields = _stat(pid)
+            total += int(fields[11]) + int(fields[12]) if fields else 0
+        return total / _TICKS
+
+    def close(self) -> None:
+        """Ends the process and its children."""
+        for pid in self._processes():
+            _send(pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _answer(self, timeout_s: float) -> Answer:
+        assert self._process.stdout is not None
+        deadline = time.monotonic() + timeout_s
+        # One line per request, so nothing is left in the buffer between two of them.
+        while not select.select([self._process.stdout], [], [], 1.0)[0]:
+            if time.monotonic() > deadline:
+                raise WorkerError(f"{self.module} gave no answer in {timeout_s:.0f} s; see {self.log}")
+        line = self._process.stdout.readline()
+        if not line:
+            code = self._process.wait()
+            raise WorkerError(f"{self.module} died ({code}; -9 is a kill for memory); see {self.log}")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise WorkerError(f"{self.module}: {answer['error']}; see {self.log}")
+        return Answer(answer["seconds"], answer["result"])
+
+    def _processes(self) -> list[int]:
+        """The living processes of the worker's session."""
+        session, found = self._process.pid, []
+        for entry in os.listdir("/proc"):
+            fields = _stat(int(entry)) if entry.isdigit() else None
+            if fields and int(fields[3]) == session and fields[0] != "Z":
+                found.append(int(entry))
+        return found
+
+    def _signal(self, which: signal.Signals) -> None:
+        for pid in self._processes():
+            _send(pid, which)
+
+    def _peak_now(self) -> float:
+        return sum(_status_kb(pid, "VmHWM") for pid in self._processes()) / 1e6
+
+
+def _send(pid: int, which: signal.Signals) -> None:
+    # It may have ended by itself in between.
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, which)
+
+
+def _stat(pid: int) -> list[str] | None:
+    """The fields of /proc/PID/stat from the state on; None if the process is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
+def _status_kb(pid: int, field: str) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith(f"{field}:")), 0)

@@ -1,0 +1,169 @@
+"""Where the time of one rollout and one update goes: `python -m benchmarks.profiling MODEL`.
+
+JAX's profiler says when each operation of the compiled programs ran; XLA's dump of these programs says which function of
+this library it comes from. Wall time is cut wherever an operation begins or ends: operations that run at the same time
+share it, and time in which none runs is the host's. So the shares add up to 100%. A fused operation counts for the
+function of its last part, and reading weights from memory counts for the product that needs them.
+
+(The file is not called profile.py: Python has a module of that name, which others import.)
+"""
+
+import argparse
+import os
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks import report, systems
+from benchmarks.hlo_sources import Sources
+from benchmarks.trace import Slice, shares
+
+HOST, LOOPS, OTHER = (
+    "host: Python, transfers, waiting",
+    "between operations of a loop",
+    "XLA's own: copies, layouts",
+)
+
+SMALL = 0.005
+"""Parts with a smaller share are printed as one; the file has them all."""
+
+PARTS = {
+    "attention.py": "attention",
+    "cache.py:attend": "attention",
+    "cache.py:append": "cache update",
+    "cache.py:fill": "cache update",
+    "decoding.py": "drawing tokens",
+    "decoder.py:Block._project": "query, key and value products",
+    "decoder.py:Block.__call__": "output product and MLP",
+    "decoder.py:rms_norm": "norms",
+    "decoder.py:rotary": "rotary",
+    "decoder.py:Ends.logits": "unembedding",
+    "decoder.py:Ends.unembedding": "unembedding",
+    "decoder.py:Ends.embed": "embedding",
+    "logprobs.py": "unembedding and log-probabilities",
+    "losses.py": "objective",
+    "decoder.py:Decoder.__call__": "scan over layers, residuals",
+    "update.py:Updater._apply_program": "optimizer",
+}
+"""File, or file and function, of the innermost frame -> what the table calls it. Others appear under their own name."""
+
+
+def main() -> None:
+    """Profiles, prints one table for each, writes the JSON file."""
+    arguments = _arguments()
+    results = {}
+    with tempfile.TemporaryDirectory() as folder:
+        dump = Path(folder) / "hlo"
+        # Read by XLA when the first program is compiled: before jax is imported.
+        os.environ["XLA_FLAGS"] = (
+            f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump} --xla_dump_hlo_as_text"
+        ).strip()
+        from benchmarks.peers.ours import System
+
+        for what in arguments.what:
+            options = {"rows_per_microbatch": arguments.rows_per_microbatch, "remat": arguments.remat}
+            training = {"for_training": True, **options} if what == "update" else {}
+            system = System(systems.workload_of(arguments, dtype=arguments.dtype, options=training))
+            run = system.update if what == "update" else lambda system=system: system.rollout(0)
+            for _ in range(arguments.warmups):
+                run()
+            start = time.perf_counter()
+            run()
+            plain = time.perf_counter() - start
+            results[what] = _profile(run, Path(folder) / what, Sources(dump))
+            results[what]["seconds_without_profiler"] = plain
+            _print(what, results[what])
+            del system
+    options = {name: str(value) for name, value in vars(arguments).items()}
+    report.write(arguments.out / "profile.json", {"options": options, **results})
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, prog="python -m benchmarks.profiling")
+    systems.add_arguments(parser)
+    parser.add_argument("--what", nargs="+", choices=("rollout", "update"), default=["rollout", "update"])
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--rows-per-microbatch", type=int, default=16)
+    parser.add_argument("--remat", default="none", help="none, full or dots")
+    return parser.parse_args()
+
+
+def _profile(run: Callable[[], Any], folder: Path, sources: Sources) -> dict[str, Any]:
+    """Runs once under the profiler; seconds by part, and the operations that take longest."""
+    import jax
+
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    options.host_tracer_level = 2
+    recording = jax.profiler.trace(str(folder), profiler_options=options)
+    with recording, jax.profiler.TraceAnnotation("measured"):
+        run()
+    [path] = folder.rglob("*.xplane.pb")
+    slices, span = _read(jax.profiler.ProfileData.from_file(str(path)))
+    taken = shares(slices, span)
+    parts: dict[str, float] = defaultdict(float)
+    operations: dict[str, float] = defaultdict(float)
+    for (program, operation), seconds in taken.items():
+        if program is None:
+            parts[HOST if operation == "none" else LOOPS] += seconds
+            continue
+        source = sources.of(program, operation)
+        parts[_part(source.function, source.backward)] += seconds
+        operations[f"{operation} ({source.function or 'XLA'}; {program.partition('.')[2]})"] += seconds
+    longest = sorted(operations.items(), key=lambda item: -item[1])[:12]
+    return {"seconds": sum(parts.values()), "parts": dict(parts), "longest": dict(longest)}
+
+
+def _part(function: str | None, backward: bool) -> str:
+    if function is None:
+        return OTHER
+    name = PARTS.get(function) or PARTS.get(function.partition(":")[0]) or function
+    return f"{name}, backward" if backward else name
+
+
+def _read(profile: Any) -> tuple[list[Slice], tuple[float, float]]:
+    """When each operation ran, and when the measured run began and ended, in ns."""
+    slices: list[Slice] = []
+    span = None
+    for plane in profile.planes:
+        for line in plane.lines:
+            for event in line.events:
+                if event.name == "measured":
+                    span = (event.start_ns, event.start_ns + event.duration_ns)
+                stats = dict(event.stats) if event.duration_ns else {}
+                if "hlo_op" not in stats:
+                    continue
+                program = f"module_{int(stats['program_id']):04d}.{stats['hlo_module']}"
+                end = event.start_ns + event.duration_ns
+                slices.append(Slice(event.start_ns, end, program, str(stats["hlo_op"])))
+    if span is None or not slices:
+        raise RuntimeError(
+            f"the profiler recorded {len(slices)} operations and {'no' if span is None else 'the'} measured run; this table "
+            "needs the operations of JAX's CPU runtime"
+        )
+    return slices, span
+
+
+def _print(what: str, result: dict[str, Any]) -> None:
+    total = result["seconds"]
+    ordered = sorted(result["parts"].items(), key=lambda item: -item[1])
+    print(
+        f"\nOne {what}: {total:.2f} s under the profiler, {result['seconds_without_profiler']:.2f} s without\n"
+    )
+    large = [(name, seconds) for name, seconds in ordered if seconds >= SMALL * total]
+    rest = total - sum(seconds for _, seconds in large)
+    large.append((f"{len(ordered) - len(large)} parts under {SMALL:.1%} each", rest))
+    rows = [[name, f"{seconds:.2f}", f"{seconds / total:.1%}"] for name, seconds in large]
+    print(report.table(["part", "seconds", "share"], [*rows, ["sum", f"{total:.2f}", "100.0%"]]))
+    print("\nThe operations that take longest:\n")
+    longest = [
+        [name, f"{seconds:.2f}", f"{seconds / total:.1%}"] for name, seconds in result["longest"].items()
+    ]
+    print(report.table(["operation (function; program)", "seconds", "share"], longest))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""Numbers of interleaved rounds, and how they are printed: medians with their range, ratios round by round."""
+
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def spread(values: Sequence[float], digits: int = 0) -> str:
+    """median (lowest-highest)."""
+    low, middle, high = min(values), statistics.median(values), max(values)
+    return f"{middle:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
+
+
+def ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
+    """Ours over theirs, round by round: what slows the machine for a while slows both."""
+    return [a / b for a, b in zip(ours, theirs, strict=True)]
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown, its columns aligned."""
+    lines = [list(header), *map(list, rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    text = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |"
+        for line in lines
+    ]
+    text.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    return "\n".join(text)
+
+
+def machine() -> dict[str, Any]:
+    """The processor's name, CPUs and memory."""
+    info = Path("/proc/cpuinfo")
+    names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line]
+    return {
+        "processor": names[0] if names else platform.processor(),
+        "cpus": os.cpu_count(),
+        "memory_gb": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9,
+        "load": os.getloadavg()[0],
+    }
+
+
+def write(path: Path, results: dict[str, Any]) -> None:
+    """Writes the results beside the machine and the time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    stamped = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "machine": machine(), **results}
+    path.write_text(json.dumps(stamped, indent=1) + "\n")
+    print(f"\nwritten to {path}")

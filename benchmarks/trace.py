@@ -1,0 +1,56 @@
+"""Dividing wall time among operations that overlap, on several threads and inside each other."""
+
+import heapq
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+CONTAINERS = ("while", "call", "conditional")
+"""Operations that only run others: they count where none of the others runs."""
+
+
+@dataclass(frozen=True)
+class Slice:
+    """One run of one operation, in ns."""
+
+    start: float
+    end: float
+    program: str
+    operation: str
+
+
+def shares(slices: Iterable[Slice], span: tuple[float, float]) -> dict[tuple[str | None, str], float]:
+    """Seconds by (program, operation) within `span`; (None, "loop") and (None, "none") are the rest.
+
+    At each instant the operations that run share the time equally.
+
+    >>> a, b = Slice(0, 2e9, "p", "dot"), Slice(1e9, 3e9, "p", "add")
+    >>> shares([a, b, Slice(0, 4e9, "p", "while.1")], (0, 5e9))
+    {('p', 'dot'): 1.5, ('p', 'add'): 1.5, (None, 'loop'): 1.0, (None, 'none'): 1.0}
+    """
+    begin, finish = span
+    inside = [s for s in slices if s.end > begin and s.start < finish]
+    edges = [(max(s.start, begin), 1, index) for index, s in enumerate(inside)]
+    edges += [(min(s.end, finish), 0, index) for index, s in enumerate(inside)]
+    heapq.heapify(edges)
+    seconds: dict[tuple[str | None, str], float] = defaultdict(float)
+    running: set[int] = set()
+    loops: set[int] = set()
+    now = begin
+
+    def spend(until: float) -> None:
+        part = (until - now) / 1e9
+        if running:
+            for index in running:
+                seconds[inside[index].program, inside[index].operation] += part / len(running)
+        elif part > 0:
+            seconds[None, "loop" if loops else "none"] += part
+
+    while edges:
+        at, opens, index = heapq.heappop(edges)
+        spend(at)
+        now = at
+        kind = loops if inside[index].operation.split(".")[0] in CONTAINERS else running
+        (kind.add if opens else kind.discard)(index)
+    spend(finish)
+    return dict(seconds)

@@ -1,0 +1,52 @@
+"""The dataclasses that the configuration of a supervised warm start is read into. Imports no jax."""
+
+from dataclasses import dataclass, field
+
+from dapo_jax.config.schema import (
+    DataConfig,
+    EvalConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RewardConfig,
+    SamplingConfig,
+    checked,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftBatchConfig:
+    """Shape of one supervised update."""
+
+    pairs_per_step: int = 256
+    row_tokens: int = 0
+    """Tokens in a packed row; 0: data.max_prompt_tokens + max_response_tokens."""
+    rows_per_microbatch: int = 1
+
+    __post_init__ = checked
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftConfig:
+    """A supervised warm start from prompt / response pairs."""
+
+    run_dir: str
+    seed: int = 0
+    steps: int = 100
+    compilation_cache: str = "~/.cache/dapo_jax/xla"
+    max_response_tokens: int = 64
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    batch: SftBatchConfig = field(default_factory=SftBatchConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+
+    __post_init__ = checked
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens in a packed row: `batch.row_tokens`, or the longest pair there can be."""
+        return self.batch.row_tokens or self.data.max_prompt_tokens + self.max_response_tokens

@@ -1,0 +1,121 @@
+"""How a row's question becomes the text and the tokens that the model reads: as it stands, or as a conversation."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int32
+
+from dapo_jax.data.chat import Message
+from dapo_jax.data.tokenizers import Tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptFormat:
+    """What is put around a question.
+
+    Raises:
+        ValueError: the template has no `{prompt}`.
+    """
+
+    template: str = "{prompt}"
+    """Every `{prompt}` in it stands for the question; of a conversation, for what the user said last."""
+    chat: bool = False
+    """Ask a question that is plain text as a user's message; rows that hold messages are conversations anyway."""
+    system_prompt: str = ""
+    """The system message of every conversation; empty: what the row or the chat template itself has."""
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """What else the chat template reads, such as Qwen3's `enable_thinking`."""
+
+    def __post_init__(self) -> None:
+        if "{prompt}" not in self.template:
+            raise ValueError(
+                f"data.prompt_template={self.template!r} has no '{{prompt}}': every prompt would be the same text"
+            )
+
+    def encode(
+        self, prompt: str | Sequence[Message], tokenizer: Tokenizer
+    ) -> tuple[str, Int32[np.ndarray, " prompt"]]:
+        """The text that the model reads, and its tokens.
+
+        Raises:
+            ValueError: messages that are no conversation, a conversation for a tokenizer without a chat template,
+                a system prompt without a conversation, or a text that cannot be tokenized.
+        """
+        if isinstance(prompt, str) and not self.chat:
+            if self.system_prompt or self.chat_template_kwargs:
+                raise ValueError(
+                    "the prompt is plain text, but data.system_prompt or data.chat_template_kwargs is set, which only "
+                    "a conversation has; set data.chat=true (--chat) to ask it as a user's message"
+                )
+            text = self._around(prompt)
+            return text, tokenizer.encode_prompt(text)
+        text = self._conversation(prompt, tokenizer)
+        # The template writes the special tokens itself, the beginning of the text included.
+        return text, tokenizer.encode(text)
+
+    def _around(self, question: str) -> str:
+        # A plain replacement: str.format would trip over the braces that questions about sets or code hold.
+        return self.template.replace("{prompt}", question)
+
+    def _conversation(self, prompt: str | Sequence[Message], tokenizer: Tokenizer) -> str:
+        if tokenizer.chat_template is None:
+            raise ValueError(
+                "the prompt is a conversation, but the tokenizer has no chat template; use an instruction-tuned model, put "
+                "a chat_template.jinja into the model folder, or ask plain text with data.chat=false"
+            )
+        messages = (
+            [{"role": "user", "content": prompt}] if isinstance(prompt, str) else checked_messages(prompt)
+        )
+        last = max(place for place, message in enumerate(messages) if message["role"] == "user")
+        asked = {**messages[last], "content": self._around(messages[last]["content"])}
+        messages = [*messages[:last], asked, *messages[last + 1 :]]
+        if self.system_prompt:
+            if messages[0]["role"] == "system":
+                raise ValueError(
+                    "the row's messages begin with a system message, and data.system_prompt is set too; empty "
+                    "data.system_prompt or take the message out of the row"
+                )
+            messages = [{"role": "system", "content": self.system_prompt}, *messages]
+        return tokenizer.chat_template.render(messages, **self.chat_template_kwargs)
+
+
+AS_IT_STANDS = PromptFormat()
+"""The question is the prompt."""
+
+
+def checked_messages(messages: object) -> list[Message]:
+    """Messages as a list, each with a `role` and a `content` of text; other fields are kept.
+
+    Raises:
+        ValueError: no messages, none of them a user's, a field that is missing or of another type, an empty
+            question, or an assistant's message at the end.
+    """
+    if isinstance(messages, np.ndarray):  # a column of a parquet file
+        messages = messages.tolist()
+    if not isinstance(messages, list | tuple) or not messages:
+        raise ValueError(
+            f"'prompt' must be a string or a list of messages such as "
+            f'[{{"role": "user", "content": "1+1"}}]; got {messages!r} ({type(messages).__name__})'
+        )
+    for place, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise ValueError(
+                f"message {place} is {message!r}; it must be a mapping with 'role' and 'content'"
+            )
+        for name in ("role", "content"):
+            if not isinstance(message.get(name), str):
+                raise ValueError(f"message {place}: {name!r} must be a string; got {message.get(name)!r}")
+    asked = [message["content"] for message in messages if message["role"] == "user"]
+    if not asked:
+        raise ValueError(
+            f"no message is of role 'user'; the roles are {[message['role'] for message in messages]}"
+        )
+    if not asked[-1].strip():
+        raise ValueError("the last user message is empty; drop the row or fill it")
+    if messages[-1]["role"] == "assistant":
+        raise ValueError(
+            "the last message is the assistant's: the response would be a second answer in a row; end with the question"
+        )
+    return list(messages)

@@ -1,0 +1,222 @@
+"""Tokenizers of real models: the files of a Hugging Face folder, run by the library `tokenizers`. No code of the folder runs.
+
+What a folder says twice or in two ways is settled here:
+
+* The end token is tokenizer_config.json's `eos_token`, which is what instruction-tuned models end a turn with; every
+  other end token of generation_config.json and config.json ends a response as well.
+* A prompt of plain text begins with the token that begins a text if tokenizer.json's post-processor puts one there, as
+  Llama 3's does; `add_bos_token` in tokenizer_config.json counts for nothing beside it, as in transformers 5. It is
+  never put there twice.
+* Special tokens that are spelled out in a text are encoded as such: that is how chat templates write them.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+from jaxtyping import Int, Int32
+
+from dapo_jax.data.chat import ChatTemplate
+
+_TOKENIZER, _CONFIG, _GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
+_TEMPLATE, _SPECIAL_TOKENS = "chat_template.jinja", "special_tokens_map.json"
+_FILES = (_TOKENIZER, _CONFIG, _GENERATION, _TEMPLATE, _SPECIAL_TOKENS)
+"""What is written back byte for byte. The model's config.json is read too, but belongs to the weights."""
+
+
+class HuggingFaceTokenizer:
+    """A tokenizer with the end tokens and the chat template of its model folder."""
+
+    def __init__(
+        self, files: Mapping[str, bytes], *, model: Mapping[str, Any] | None = None, place: str = "the folder"
+    ) -> None:
+        """Reads the files' contents.
+
+        Args:
+            files: contents by name: `tokenizer.json` and what there is of `tokenizer_config.json`,
+                `generation_config.json`, `chat_template.jinja` and `special_tokens_map.json`.
+            model: the model's config.json, for end and padding tokens that are named nowhere else.
+            place: where the files are from, for errors.
+
+        Raises:
+            ValueError: a file cannot be read, a special token is not in the vocabulary, or no end token is named.
+        """
+        self.files = {name: files[name] for name in _FILES if name in files}
+        self._place = place
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(self.files[_TOKENIZER].decode("utf-8"))
+        except Exception as error:  # `tokenizers` raises plain Exceptions
+            raise ValueError(
+                f"{place}/{_TOKENIZER} is no file of the library tokenizers {tokenizers.__version__}: {error}"
+            ) from error
+        # Some files were saved with the lengths of a training script.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        config = {**self._json(_SPECIAL_TOKENS), **self._json(_CONFIG)}
+        generation, model = self._json(_GENERATION), model or {}
+        self._special_tokens = {
+            key: text for key, value in config.items() if key.endswith("_token") and (text := _content(value))
+        }
+        self._vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        self._stop_ids = self._end_tokens(generation, model)
+        self._pad_id = self._padding(generation, model)
+        self._beginning = self._text_beginning()
+        self._chat_template = self._template(config.get("chat_template"))
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike[str]) -> "HuggingFaceTokenizer":
+        """Reads a model folder.
+
+        Raises:
+            ValueError: as the constructor, or there is no tokenizer.json.
+        """
+        folder = Path(folder)
+        if not (folder / _TOKENIZER).is_file():
+            raise ValueError(f"there is no {folder / _TOKENIZER}; a tokenizer is read from this file")
+        files = {name: (folder / name).read_bytes() for name in _FILES if (folder / name).is_file()}
+        model = folder / "config.json"
+        read = _object(model.read_bytes(), str(model)) if model.is_file() else {}
+        return cls(files, model=read, place=str(folder))
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Writes the files as they were read. End tokens that only config.json named go into a generation_config.json."""
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        named = {"eos_token_id": list(self.stop_ids), "pad_token_id": self.pad_id}
+        files = {_GENERATION: (json.dumps(named, indent=2) + "\n").encode(), **self.files}
+        for name, content in files.items():
+            (Path(folder) / name).write_bytes(content)
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, HuggingFaceTokenizer)
+            and self.files[_TOKENIZER] == other.files[_TOKENIZER]
+            and (self.stop_ids, self.pad_id) == (other.stop_ids, other.pad_id)
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.files[_TOKENIZER], self.stop_ids, self.pad_id))
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id. Models often have more rows: see `check_vocabulary`."""
+        return self._vocab_size
+
+    @property
+    def pad_id(self) -> int:
+        """The padding token, or the end token where the folder names none."""
+        return self._pad_id
+
+    @property
+    def eos_id(self) -> int:
+        """The end token that supervised responses are ended with."""
+        return self._stop_ids[0]
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Every end token that the folder names, `eos_id` first."""
+        return self._stop_ids
+
+    @property
+    def chat_template(self) -> ChatTemplate | None:
+        """The folder's chat template, of several the one named `default`."""
+        return self._chat_template
+
+    def encode(self, text: str) -> Int32[np.ndarray, " tokens"]:
+        """The ids of `text`; none is added, and special tokens spelled out in it are encoded as such.
+
+        Raises:
+            ValueError: text with half a surrogate pair, which is not Unicode.
+        """
+        text.encode("utf-8")  # which says where the surrogate is
+        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+
+    def encode_prompt(self, text: str) -> Int32[np.ndarray, " tokens"]:
+        """The ids of a prompt that is plain text, behind the token that begins a text if the model knows one."""
+        ids, first = self.encode(text), np.array(self._beginning, dtype=np.int32)
+        return ids if np.array_equal(ids[: len(first)], first) else np.concatenate([first, ids])
+
+    def decode(self, ids: Int[np.ndarray, " tokens"]) -> str:
+        """The text of `ids`: special tokens, and ids with which a model pads its vocabulary, stand for nothing.
+
+        Bytes that are no valid UTF-8 become U+FFFD, and no white space is tidied.
+
+        Raises:
+            ValueError: a negative id.
+        """
+        if (ids < 0).any():
+            raise ValueError(f"token {int(ids[ids < 0][0])} is negative; ids count from 0")
+        return self._tokenizer.decode(ids.tolist(), skip_special_tokens=True)
+
+    def _end_tokens(self, generation: Mapping[str, Any], model: Mapping[str, Any]) -> tuple[int, ...]:
+        own = [self._id_of("eos_token")] if "eos_token" in self._special_tokens else []
+        found = (*own, *_ids(generation, "eos_token_id"), *_ids(model, "eos_token_id"))
+        if not found:
+            raise ValueError(
+                f"{self._place} names no end token, so no response would end; add eos_token to {_CONFIG}, or eos_token_id "
+                f"to {_GENERATION}"
+            )
+        return tuple(dict.fromkeys(found))
+
+    def _padding(self, generation: Mapping[str, Any], model: Mapping[str, Any]) -> int:
+        own = [self._id_of("pad_token")] if "pad_token" in self._special_tokens else []
+        named = (*own, *_ids(generation, "pad_token_id"), *_ids(model, "pad_token_id"))
+        return next((i for i in named if i >= 0), self.eos_id)
+
+    def _text_beginning(self) -> tuple[int, ...]:
+        probe = self._tokenizer.encode("a", add_special_tokens=True)
+        added = probe.special_tokens_mask
+        # What a post-processor puts behind the text would end the prompt; only what stands before it is taken.
+        return tuple(probe.ids[: added.index(0) if 0 in added else 0])
+
+    def _template(self, config: Any) -> ChatTemplate | None:
+        if _TEMPLATE in self.files:
+            return self._named_template(self.files[_TEMPLATE].decode("utf-8"), _TEMPLATE)
+        if isinstance(config, list):
+            named = {each.get("name"): each.get("template") for each in config if isinstance(each, Mapping)}
+            config = named.get("default")
+        return self._named_template(config, f"{_CONFIG}: chat_template") if isinstance(config, str) else None
+
+    def _named_template(self, source: str, name: str) -> ChatTemplate:
+        return ChatTemplate(source, name=f"{self._place}/{name}", special_tokens=self._special_tokens)
+
+    def _id_of(self, name: str) -> int:
+        token = self._special_tokens[name]
+        found = self._tokenizer.token_to_id(token)
+        if found is None:
+            raise ValueError(
+                f"{self._place}/{_CONFIG}: {name} {token!r} is not in the vocabulary of {_TOKENIZER}; the two files must "
+                "be of one tokenizer"
+            )
+        return found
+
+    def _json(self, name: str) -> Mapping[str, Any]:
+        return _object(self.files[name], f"{self._place}/{name}") if name in self.files else {}
+
+
+def _object(content: bytes, name: str) -> Mapping[str, Any]:
+    try:
+        read = json.loads(content)
+    except ValueError as error:
+        raise ValueError(f"{name} is not a JSON file: {error}") from error
+    if not isinstance(read, dict):
+        raise ValueError(f"{name} holds a {type(read).__name__}; it must be an object with named values")
+    return read
+
+
+def _content(value: Any) -> str | None:
+    """A special token's text, which older files wrap into an object."""
+    text = value.get("content") if isinstance(value, Mapping) else value
+    return text if isinstance(text, str) and text else None
+
+
+def _ids(config: Mapping[str, Any], key: str) -> list[int]:
+    """One id, several, or none."""
+    value = config.get(key)
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(each, int) and not isinstance(each, bool) for each in values):
+        raise ValueError(f"{key} must be a number or a list of numbers; got {value!r}")
+    return values

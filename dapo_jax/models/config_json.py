@@ -1,0 +1,227 @@
+"""config.json of the Hugging Face layout and `DecoderConfig`, both ways.
+
+transformers' Llama, Qwen2 and Qwen3 read a closed set of keys. Each of these is either carried over, or refused by
+name when its value asks for something this decoder does not do; what they do not read (names, versions) is skipped.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dapo_jax.models.presets import DecoderConfig
+from dapo_jax.models.rope import RopeScaling
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+
+_FIELDS = {
+    "vocab_size": "vocab_size",
+    "embed_dim": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "mlp_dim": "intermediate_size",
+    "norm_eps": "rms_norm_eps",
+    "max_positions": "max_position_embeddings",
+    "tied_embeddings": "tie_word_embeddings",
+}
+"""Our field -> the key of config.json."""
+
+_COVERED_VALUES: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "use_sliding_window": (False,),
+    "partial_rotary_factor": (1.0,),
+    "rope_interleaved": (False,),
+    "quantization_config": (),
+    "auto_map": (),
+    # Dropout is for training only, and a policy whose log-probabilities are compared over updates has none.
+    "attention_dropout": (0.0,),
+}
+"""Keys that change the network, and the values that leave it as it is here; null always does."""
+
+_SCALING_FIELDS = {
+    "factor": "factor",
+    "original_max_positions": "original_max_position_embeddings",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+    "attention_factor": "attention_factor",
+}
+_SCALING_KINDS: dict[str, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "llama3": ("factor", "original_max_positions", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor", "original_max_positions", "beta_fast", "beta_slow", "attention_factor"),
+}
+"""The fields of `RopeScaling` that count for each kind."""
+
+
+def family_of(config: DecoderConfig) -> str:
+    """The model_type under which others know this decoder.
+
+    Raises:
+        ValueError: none of the families has this combination of switches.
+    """
+    if config.qkv_bias and config.qk_norm:
+        raise ValueError(
+            "no model family has both qkv_bias (Qwen2) and qk_norm (Qwen3); such a decoder has no config.json"
+        )
+    return "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else "llama"
+
+
+def describe(
+    config: DecoderConfig,
+    *,
+    dtype: str = "float32",
+    eos_ids: Sequence[int] = (),
+    bos_id: int | None = None,
+    pad_id: int | None = None,
+) -> dict[str, Any]:
+    """The content of config.json. Rotary settings are there in the notation of transformers 4 and in that of 5."""
+    family = family_of(config)
+    described = {theirs: getattr(config, ours) for ours, theirs in _FIELDS.items()}
+    scaling = None if config.rope_scaling is None else _describe_scaling(config.rope_scaling)
+    return described | {
+        "model_type": family,
+        "architectures": [f"{family.capitalize()}ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "hidden_act": "silu",
+        "torch_dtype": dtype,
+        "dtype": dtype,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": scaling,
+        "rope_parameters": {"rope_theta": config.rope_theta, **(scaling or {"rope_type": "default"})},
+        "eos_token_id": eos_ids[0] if len(eos_ids) == 1 else list(eos_ids) or None,
+        "bos_token_id": bos_id,
+        "pad_token_id": pad_id,
+    }
+
+
+def understand(described: Mapping[str, Any], where: object) -> DecoderConfig:
+    """The decoder that the content of a config.json describes; `where` it came from is for messages.
+
+    Raises:
+        ValueError: a key is missing, or asks for what this decoder does not do.
+    """
+    family = described.get("model_type")
+    if family not in FAMILIES:
+        raise ValueError(f"{where}: model_type {family!r} is not covered; llama, qwen2 and qwen3 are")
+    _refuse_what_is_not_covered(described, family, where)
+    rope = _rope(described, where)
+    described = {**_family_defaults(described, family), **_present(described)}
+    if missing := [key for key in _FIELDS.values() if key not in described]:
+        raise ValueError(f"{where} lacks the key {missing[0]!r}")
+    fields = {ours: described[theirs] for ours, theirs in _FIELDS.items()}
+    for ours, value in fields.items():
+        wanted = {"norm_eps": (int, float), "tied_embeddings": (bool,)}.get(ours, (int,))
+        if not isinstance(value, wanted) or (bool not in wanted and (isinstance(value, bool) or value <= 0)):
+            raise ValueError(f"{where}: {_FIELDS[ours]} is {value!r}; it must be a {_in_words(wanted)}")
+    theta = rope["rope_theta"]
+    fields |= {"norm_eps": float(fields["norm_eps"]), "rope_theta": float(theta)}
+    try:
+        return DecoderConfig(
+            **fields,
+            rope_scaling=_scaling(rope, described["max_position_embeddings"]),
+            qkv_bias=family == "qwen2",
+            qk_norm=family == "qwen3",
+        )
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def _in_words(wanted: tuple[type, ...]) -> str:
+    return "truth value" if bool in wanted else "positive number" if float in wanted else "positive integer"
+
+
+def _present(described: Mapping[str, Any]) -> dict[str, Any]:
+    """null means the same as absent."""
+    return {key: value for key, value in described.items() if value is not None}
+
+
+def _family_defaults(described: Mapping[str, Any], family: str) -> dict[str, Any]:
+    """What transformers takes for keys that older files leave out."""
+    defaults: dict[str, Any] = {"tie_word_embeddings": False}
+    if isinstance(heads := described.get("num_attention_heads"), int) and heads > 0:
+        defaults["num_key_value_heads"] = heads
+        if family == "qwen3":
+            defaults["head_dim"] = 128
+        elif isinstance(width := described.get("hidden_size"), int):
+            defaults["head_dim"] = width // heads
+    return defaults
+
+
+def _refuse_what_is_not_covered(described: Mapping[str, Any], family: str, where: object) -> None:
+    for key, covered in _COVERED_VALUES.items():
+        value = described.get(key)
+        if value is not None and value not in covered:
+            known = f"; {' or '.join(map(repr, covered))} is" if covered else "; the key must be absent"
+            raise ValueError(f"{where}: {key}={value!r} is not covered{known}")
+    if odd := {kind for kind in described.get("layer_types") or () if kind != "full_attention"}:
+        raise ValueError(f"{where}: layer_types has {min(odd)!r}, which is not covered; 'full_attention' is")
+    named = described.get("architectures") or [f"{family.capitalize()}ForCausalLM"]
+    if named != [f"{family.capitalize()}ForCausalLM"]:
+        raise ValueError(
+            f"{where}: architectures {named} is not covered; {family.capitalize()}ForCausalLM is"
+        )
+
+
+def _rope(described: Mapping[str, Any], where: object) -> dict[str, Any]:
+    """All that is said of rotary embedding: under rope_parameters (transformers 5), or rope_theta and rope_scaling."""
+    notations = [described.get(key) for key in ("rope_parameters", "rope_scaling")]
+    told = [_completed(rope, described) for rope in notations if rope] or [_completed({}, described)]
+    if told[0] != told[-1]:
+        raise ValueError(
+            f"{where}: rope_parameters {told[0]} and rope_scaling {told[1]} say different things; remove one of them"
+        )
+    rope = told[0]
+    kind = rope["rope_type"]
+    if kind != "default" and kind not in _SCALING_KINDS:
+        raise ValueError(
+            f"{where}: rope_type {kind!r} is not covered; default, {', '.join(_SCALING_KINDS)} are"
+        )
+    known = {_SCALING_FIELDS[field] for field in _SCALING_KINDS.get(kind, ())}
+    # A file may give the original context though this kind does not use it.
+    known |= {"rope_type", "rope_theta", "original_max_position_embeddings", *_NEUTRAL}
+    for key, value in rope.items():
+        if key not in known or value != _NEUTRAL.get(key, value):
+            raise ValueError(f"{where}: {key}={value!r} of rope_type {kind!r} is not covered")
+    if kind != "default" and "factor" not in rope:
+        raise ValueError(f"{where} lacks the key 'factor' of rope_type {kind!r}")
+    return rope
+
+
+_NEUTRAL = {"partial_rotary_factor": 1.0, "truncate": True}
+"""Rotary settings which change nothing at this value."""
+
+
+def _completed(rope: Mapping[str, Any], described: Mapping[str, Any]) -> dict[str, Any]:
+    """One notation with what stands outside of it, or nowhere."""
+    told = _present(rope)
+    old_name = told.pop("type", "default")
+    elsewhere = _present(described.get("rope_parameters") or {}) | _present(described)
+    kept = {
+        key: elsewhere[key] for key in ("rope_theta", "original_max_position_embeddings") if key in elsewhere
+    }
+    return {"rope_type": old_name, "rope_theta": 10_000.0, **kept, **told}
+
+
+def _scaling(rope: Mapping[str, Any], max_positions: int) -> RopeScaling | None:
+    kind = rope["rope_type"]
+    if kind == "default":
+        return None
+    fields = {
+        ours: rope[_SCALING_FIELDS[ours]] for ours in _SCALING_KINDS[kind] if _SCALING_FIELDS[ours] in rope
+    }
+    if kind != "linear":
+        fields.setdefault("original_max_positions", max_positions)
+    numbers: dict[str, Any] = {name: float(value) for name, value in fields.items()}
+    if "original_max_positions" in numbers:
+        numbers["original_max_positions"] = int(numbers["original_max_positions"])
+    return RopeScaling(kind=kind, **numbers)
+
+
+def _describe_scaling(scaling: RopeScaling) -> dict[str, Any]:
+    fields = {_SCALING_FIELDS[ours]: getattr(scaling, ours) for ours in _SCALING_KINDS[scaling.kind]}
+    return {"rope_type": scaling.kind, **_present(fields)}

@@ -1,0 +1,175 @@
+"""safetensors files, single or in shards with an index: read and written tensor by tensor."""
+
+import json
+import math
+import os
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from dapo_jax.models.tensors import Cut, Shape, Tensor
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_CODES = {name: code for code, name in _STORED.items()}
+
+
+class SafetensorsFolder:
+    """The tensors of a model folder; implements `tensors.TensorFile`."""
+
+    def __init__(self, folder: Path) -> None:
+        """Reads names and shapes, no values.
+
+        Raises:
+            ValueError: a file is missing or damaged, or holds another type than float32, float16 or bfloat16.
+        """
+        single = folder / SINGLE
+        listed = None if single.exists() else _read_index(folder)
+        self._path = single if listed is None else folder / INDEX
+        self._files: dict[str, Path] = {}
+        self._shapes: dict[str, Shape] = {}
+        for path in [single] if listed is None else sorted({folder / file for file in listed.values()}):
+            for name, shape in _header(path).items():
+                self._files[name], self._shapes[name] = path, shape
+        for name, file in (listed or {}).items():
+            if self._files.get(name) != folder / file:
+                raise ValueError(f"{self._path} has the tensor {name!r} in {file}, which does not hold it")
+
+    @property
+    def where(self) -> str:
+        """The file, or the index of several."""
+        return str(self._path)
+
+    @property
+    def shapes(self) -> Mapping[str, Shape]:
+        """The shape of every tensor."""
+        return self._shapes
+
+    def read(self, name: str, cut: Cut) -> np.ndarray:
+        """A part of a tensor in the type that it is stored in."""
+        path = self._files[name]
+        try:
+            # Opened anew for each tensor: what an open file has read stays mapped into memory until it is closed.
+            with safe_open(path, framework="numpy") as file:
+                return file.get_slice(name)[cut]
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"cannot read {name} from {path}: {error}") from error
+
+
+def _read_index(folder: Path) -> dict[str, str]:
+    """Tensor name -> file name."""
+    path = folder / INDEX
+    try:
+        listed = json.loads(path.read_text())["weight_map"]
+    except FileNotFoundError as error:
+        pickled = sorted(file.name for file in folder.glob("*.bin"))
+        hint = f"; {pickled[0]} holds pickled weights, which are not read" if pickled else ""
+        raise ValueError(
+            f"cannot read {folder / SINGLE}: there is no such file, nor {INDEX}{hint}"
+        ) from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"cannot read {path}: {error!r}") from error
+    if not isinstance(listed, dict) or not listed:
+        raise ValueError(f"{path}: weight_map must name a file for each tensor; got {listed!r}")
+    for name, file in listed.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise ValueError(f"{path}: the file of {name!r} must be a name in this folder; got {file!r}")
+        if not (folder / file).is_file():
+            raise ValueError(f"{path} has the tensor {name!r} in {file}, which is not there")
+    return listed
+
+
+def _header(path: Path) -> dict[str, Shape]:
+    shapes: dict[str, Shape] = {}
+    try:
+        with safe_open(path, framework="numpy") as file:
+            for name in file.keys():  # noqa: SIM118 - not a dict
+                part = file.get_slice(name)
+                if part.get_dtype() not in _STORED:
+                    raise ValueError(
+                        f"{path}: {name} is stored as {part.get_dtype()}, which is not covered; {', '.join(_STORED)} are"
+                    )
+                shapes[name] = tuple(part.get_shape())
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"cannot read {path}: {error}") from error
+    return shapes
+
+
+def write_tensors(
+    folder: Path, tensors: Sequence[Tensor], *, dtype: str = "float32", max_shard_bytes: int = 5 * 2**30
+) -> int:
+    """Writes the tensors into one file, or into several and an index if they need more than `max_shard_bytes`.
+
+    One tensor at a time is on the host. A file gets its name when it is complete, and files of an earlier model go
+    first. Returns the bytes of all tensors.
+
+    Raises:
+        ValueError: `dtype` is not float32, float16 or bfloat16.
+    """
+    if dtype not in _CODES:
+        raise ValueError(f"dtype={dtype!r} must be one of {', '.join(_CODES)}")
+    for stale in [*folder.glob("model*.safetensors"), folder / INDEX]:
+        stale.unlink(missing_ok=True)
+    shards = list(_shards(tensors, jnp.dtype(dtype).itemsize, max_shard_bytes))
+    names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    if len(shards) == 1:
+        names = [SINGLE]
+    total = sum(_write_file(folder / name, shard, dtype) for name, shard in zip(names, shards, strict=True))
+    if len(shards) > 1:
+        weight_map = {
+            tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard
+        }
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    return total
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Writes `path` in one piece: it is never there half."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(
+        json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
+    os.replace(partial, path)
+
+
+def _shards(tensors: Sequence[Tensor], itemsize: int, limit: int) -> Iterator[list[Tensor]]:
+    """Fills one shard after another; a tensor above the limit has one of its own."""
+    shard: list[Tensor] = []
+    filled = 0
+    for tensor in tensors:
+        size = math.prod(tensor.shape) * itemsize
+        if shard and filled + size > limit:
+            yield shard
+            shard, filled = [], 0
+        shard.append(tensor)
+        filled += size
+    yield shard
+
+
+def _write_file(path: Path, tensors: Sequence[Tensor], dtype: str) -> int:
+    """One file in the safetensors format: the header's length, the header in JSON, the bytes of all tensors."""
+    kind, offset = jnp.dtype(dtype), 0
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    for tensor in tensors:
+        end = offset + math.prod(tensor.shape) * kind.itemsize
+        header[tensor.name] = {"dtype": _CODES[dtype], "shape": tensor.shape, "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    partial = path.with_name(path.name + ".partial")
+    with open(partial, "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for tensor in tensors:
+            value = np.ascontiguousarray(tensor.fetch().astype(kind, copy=False))
+            if value.shape != tensor.shape:
+                raise ValueError(f"{tensor.name} has shape {value.shape}, announced was {tensor.shape}")
+            file.write(value.reshape(-1).view(np.uint8).data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+    return offset

@@ -1,0 +1,122 @@
+"""Models from one form into another: what `dapo-jax convert` calls."""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from dapo_jax.config import ConfigError, ModelConfig
+from dapo_jax.models.config_json import describe, family_of
+from dapo_jax.models.folder import CONFIG, read_config, read_json, write_model
+from dapo_jax.models.gguf import GgufFile
+from dapo_jax.models.gguf_tokenizer import special_ids, tokenizer_files
+from dapo_jax.models.presets import DecoderConfig
+from dapo_jax.models.safetensors_files import SafetensorsFolder
+from dapo_jax.models.tensors import Tensor, TensorFile, checked, tensor_shapes
+from dapo_jax.run.policy import find_policy, folder_of, is_run
+
+DTYPES = ("float32", "bfloat16")
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Converted:
+    """What `convert` wrote."""
+
+    folder: Path
+    family: str
+    """model_type in config.json."""
+    parameters: int
+    dtype: str
+    tensor_bytes: int
+    files: tuple[str, ...]
+    """Names of all files, sorted."""
+
+
+def convert(source: str, target: str, *, dtype: str = "float32") -> Converted:
+    """Writes the model `source` as a Hugging Face folder with its tokenizer, which transformers and this library read.
+
+    A GGUF file and a folder go through one tensor at a time, however large they are.
+
+    Args:
+        source: a .gguf file, a Hugging Face folder, a run folder (its latest checkpoint), preset:NAME or shipped:NAME.
+        target: a folder that does not exist or is empty.
+        dtype: float32 or bfloat16, of the tensors written.
+
+    Raises:
+        ConfigError: there is no such model, it is damaged or not covered, or `target` holds something.
+    """
+    folder = Path(target).expanduser()
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype={dtype!r} must be one of {', '.join(DTYPES)}")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{target} is there and not empty; choose another target, or remove it")
+    path = Path(source).expanduser()
+    try:
+        if path.suffix == ".gguf":
+            config, written = _from_gguf(path, folder, dtype)
+        elif is_run(path) or source.startswith("preset:"):
+            config, written = _from_policy(source, folder, dtype)
+        else:
+            config, written = _from_folder(folder_of(ModelConfig(source=source)), folder, dtype)
+    except ValueError as error:
+        raise error if isinstance(error, ConfigError) else ConfigError(f"{source}: {error}") from error
+    return Converted(
+        folder=folder,
+        family=family_of(config),
+        parameters=config.parameters,
+        dtype=dtype,
+        tensor_bytes=written,
+        files=tuple(sorted(file.name for file in folder.iterdir())),
+    )
+
+
+def _from_gguf(path: Path, folder: Path, dtype: str) -> tuple[DecoderConfig, int]:
+    file = GgufFile(path)
+    config = file.config()
+    tensors = _tensors(config, file)
+    files = tokenizer_files(file.metadata, path)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (folder / name).write_text(content, encoding="utf-8")
+    ids = special_ids(file.metadata)
+    ends = ids.get("eos", [])
+    described = describe(
+        config,
+        dtype=dtype,
+        eos_ids=ends if isinstance(ends, list) else [ends],
+        bos_id=ids.get("bos"),
+        pad_id=ids.get("pad"),
+    )
+    return config, write_model(folder, described, tensors, dtype=dtype)
+
+
+def _from_folder(source: Path, folder: Path, dtype: str) -> tuple[DecoderConfig, int]:
+    """config.json stays as it is, but for the type of the tensors."""
+    config, tensors = read_config(source), _tensors(read_config(source), SafetensorsFolder(source))
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in _TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+    described = read_json(source / CONFIG) | {"torch_dtype": dtype, "dtype": dtype}
+    return config, write_model(folder, described, tensors, dtype=dtype)
+
+
+def _from_policy(source: str, folder: Path, dtype: str) -> tuple[DecoderConfig, int]:
+    policy = find_policy(source)
+    return policy.decoder, policy.save(folder, dtype=dtype)
+
+
+def _tensors(config: DecoderConfig, file: TensorFile) -> list[Tensor]:
+    """The decoder's tensors, fetched when they are written."""
+    checked(config, file)
+    return [
+        Tensor(
+            name,
+            shape,
+            lambda name=name, shape=shape: file.read(name, tuple(slice(0, size) for size in shape)),
+        )
+        for name, shape in tensor_shapes(config).items()
+    ]

@@ -1,0 +1,63 @@
+"""Prompts of different lengths in a few rows of one width: what prefill reads."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Int
+
+from dapo_jax.batching import first_fit
+
+_NARROWEST = 16
+"""Below this many tokens a narrower row would only be one more program to compile."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedPrompts:
+    """Prompts side by side in padded rows. The width is rounded up to a power of two, the numbers of rows and of prompts to
+    powers of four, so that few programs serve any number of prompts of any lengths."""
+
+    tokens: Int[np.ndarray, "rows width"]
+    positions: Int[np.ndarray, "rows width"]
+    segment_ids: Int[np.ndarray, "rows width"]
+    """1, 2, ... for the prompts of a row; 0 is padding."""
+    rows: Int[np.ndarray, " prompts"]
+    starts: Int[np.ndarray, " prompts"]
+    """Where in its row a prompt begins."""
+    lengths: Int[np.ndarray, " prompts"]
+
+
+def pack_prompts(prompts: Sequence[Int[np.ndarray, " _"]], *, capacity: int) -> PackedPrompts:
+    """Packs prompts of 1 to `capacity` tokens; first fit, longest first.
+
+    Raises:
+        ValueError: a prompt is empty or longer than `capacity`.
+    """
+    sizes = [len(prompt) for prompt in prompts]
+    for index, size in enumerate(sizes):
+        if not 0 < size <= capacity:
+            raise ValueError(f"prompt {index} has {size} tokens; a slot has room for 1 to {capacity}")
+    width = min(max(_NARROWEST, _power(2, max(sizes))), capacity)
+    lines = first_fit(sizes, width)
+    shape, count = (_power(4, len(lines)), width), _power(4, len(sizes))
+    tokens, positions, segment_ids = (np.zeros(shape, np.int32) for _ in range(3))
+    rows, starts, lengths = np.zeros(count, np.int32), np.zeros(count, np.int32), np.ones(count, np.int32)
+    for row, line in enumerate(lines):
+        start = 0
+        for segment, index in enumerate(line, start=1):
+            place = slice(start, start + sizes[index])
+            tokens[row, place], positions[row, place] = prompts[index], np.arange(sizes[index])
+            segment_ids[row, place] = segment
+            rows[index], starts[index], lengths[index] = row, start, sizes[index]
+            start = place.stop
+    return PackedPrompts(
+        tokens=tokens, positions=positions, segment_ids=segment_ids, rows=rows, starts=starts, lengths=lengths
+    )
+
+
+def _power(base: int, number: int) -> int:
+    """The least power of `base` that is not less than `number`."""
+    power = 1
+    while power < number:
+        power *= base
+    return power

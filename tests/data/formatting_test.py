@@ -1,0 +1,124 @@
+"""From a question to what the model reads: templates, conversations, and what contradicts itself."""
+
+import numpy as np
+import pytest
+
+from dapo_jax.data.formatting import AS_IT_STANDS, PromptFormat, checked_messages
+from dapo_jax.data.huggingface import HuggingFaceTokenizer
+from dapo_jax.data.tokenizers import ByteTokenizer
+from tests.data.folders import byte_level_json, files_of, with_beginning
+
+OPENED = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+ASKED = [{"role": "user", "content": "1+1"}]
+TALK = [
+    {"role": "user", "content": "one?"},
+    {"role": "assistant", "content": "1"},
+    {"role": "user", "content": "two?"},
+]
+
+
+def text_of(prompt, tokenizer, **options):
+    return PromptFormat(**options).encode(prompt, tokenizer)[0]
+
+
+def test_by_default_the_question_is_the_prompt():
+    text, tokens = AS_IT_STANDS.encode("1+1", ByteTokenizer())
+    assert text == "1+1"
+    np.testing.assert_array_equal(tokens, ByteTokenizer().encode("1+1"))
+
+
+def test_chat_makes_a_question_a_user_s_message(chat_tokenizer):
+    text, tokens = PromptFormat(chat=True).encode("1+1", chat_tokenizer)
+    assert text == OPENED.format("1+1")
+    np.testing.assert_array_equal(tokens, chat_tokenizer.encode(text))
+    assert text_of("1+1", chat_tokenizer) == "1+1"
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_messages_are_a_conversation_whatever_chat_says(chat, chat_tokenizer):
+    assert text_of(ASKED, chat_tokenizer, chat=chat) == OPENED.format("1+1")
+
+
+def test_the_template_goes_around_the_question_inside_the_message(chat_tokenizer):
+    template = "Q: {prompt}\nA:"
+    assert text_of("1+1", chat_tokenizer, template=template, chat=True) == OPENED.format("Q: 1+1\nA:")
+
+
+def test_the_template_goes_around_what_the_user_said_last(chat_tokenizer):
+    text = text_of(TALK, chat_tokenizer, template="{prompt} Briefly.")
+    assert "user\none?<|im_end|>" in text
+    assert text.endswith(OPENED.format("two? Briefly."))
+
+
+def test_the_system_prompt_opens_every_conversation(chat_tokenizer):
+    opening = "<|im_start|>system\nBe brief.<|im_end|>\n"
+    for prompt in ("1+1", ASKED):
+        text = text_of(prompt, chat_tokenizer, chat=True, system_prompt="Be brief.")
+        assert text == opening + OPENED.format("1+1")
+
+
+def test_keywords_reach_the_chat_template():
+    tokenizer = HuggingFaceTokenizer(files_of(template="{{ messages[0].content }}{{ enable_thinking }}"))
+    assert text_of("1", tokenizer, chat=True, chat_template_kwargs={"enable_thinking": False}) == "1False"
+
+
+def test_a_text_s_beginning_is_put_before_plain_prompts_and_left_to_the_chat_template():
+    """Llama 3: the post-processor adds the token to plain text, and the template writes it by itself."""
+    tokenizer = HuggingFaceTokenizer(
+        files_of(
+            with_beginning(byte_level_json()),
+            template="{{ bos_token }}{{ messages[0].content }}",
+            bos_token="<|begin_of_text|>",
+        )
+    )
+    for chat in (False, True):
+        _, tokens = PromptFormat(chat=chat).encode("1+1", tokenizer)
+        np.testing.assert_array_equal(tokens, [3, *tokenizer.encode("1+1")])
+
+
+def test_a_template_without_the_prompt_is_refused():
+    with pytest.raises(ValueError, match=r"prompt_template='Solve: \{question\}' has no '\{prompt\}'"):
+        PromptFormat(template="Solve: {question}")
+
+
+@pytest.mark.parametrize("options", [{"system_prompt": "S"}, {"chat_template_kwargs": {"a": 1}}])
+def test_what_only_a_conversation_has_is_not_dropped_in_silence(options, chat_tokenizer):
+    with pytest.raises(ValueError, match=r"prompt is plain text, but .* set data\.chat=true"):
+        text_of("1", chat_tokenizer, **options)
+
+
+def test_two_system_messages_are_refused(chat_tokenizer):
+    messages = [{"role": "system", "content": "a"}, *ASKED]
+    with pytest.raises(ValueError, match=r"begin with a system message, and data\.system_prompt is set too"):
+        text_of(messages, chat_tokenizer, system_prompt="b")
+
+
+@pytest.mark.parametrize("prompt", ["1", ASKED])
+def test_a_conversation_needs_a_chat_template(prompt):
+    with pytest.raises(
+        ValueError, match="the tokenizer has no chat template; use an instruction-tuned model"
+    ):
+        text_of(prompt, ByteTokenizer(), chat=True)
+
+
+def test_messages_of_a_parquet_column_are_messages():
+    assert checked_messages(np.array(ASKED, dtype=object)) == ASKED
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        (3, r"must be a string or a list of messages .* got 3 \(int\)"),
+        ([], "must be a string or a list of messages"),
+        (ASKED[0], r"must be a string or a list of messages .* \(dict\)"),
+        (["1+1"], "message 0 is '1\\+1'; it must be a mapping"),
+        ([{"content": "1"}], "message 0: 'role' must be a string; got None"),
+        ([*ASKED, {"role": "user", "content": [{"type": "text"}]}], "message 1: 'content' must be a string"),
+        ([{"role": "system", "content": "1"}], r"no message is of role 'user'; the roles are \['system'\]"),
+        ([{"role": "user", "content": " "}], "the last user message is empty"),
+        ([*ASKED, {"role": "assistant", "content": "2"}], "the last message is the assistant's"),
+    ],
+)
+def test_what_is_no_conversation_is_refused(messages, words):
+    with pytest.raises(ValueError, match=words):
+        checked_messages(messages)

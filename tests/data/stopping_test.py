@@ -1,0 +1,167 @@
+"""Stop strings: found at the token that completes them, however the response comes in, by looking at its end alone."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dapo_jax.data.huggingface import HuggingFaceTokenizer
+from dapo_jax.data.stopping import StopStrings, stop_ids
+from dapo_jax.data.tokenizers import ByteTokenizer, CharTokenizer
+from tests.data.folders import byte_fallback_json, files_of
+
+BYTES = ByteTokenizer()
+MERGED = HuggingFaceTokenizer(files_of())
+SPACED = HuggingFaceTokenizer(files_of(byte_fallback_json(), eos_token="</s>", pad_token=None))
+STRINGS = ["END", " 終わり", "🜂", "\n\n", "e"]
+
+
+def by_definition(tokenizer, strings, ids):
+    """The first n for which the text of the first n tokens holds a string."""
+    holds = (n for n in range(1, len(ids) + 1) if any(s in tokenizer.decode(ids[:n]) for s in strings))
+    return next(holds, None)
+
+
+def in_blocks(stop, ids, sizes):
+    """`find`, called as tokens come in blocks of the sizes given; then all that is left."""
+    start = 0
+    for size in [*sizes, len(ids)]:
+        end = min(start + size, len(ids))
+        if (found := stop.find(ids[:end], start)) is not None:
+            return found
+        start = end
+    return None
+
+
+pieces = st.lists(
+    st.sampled_from([*STRINGS, "E", "N", "D", " ", "終", "わ", "日本", "🜁", "x", "\n"]), max_size=12
+)
+strings_asked = st.lists(st.sampled_from(STRINGS), min_size=1, max_size=3)
+sizes = st.lists(st.integers(0, 5), max_size=20)
+
+
+@pytest.mark.parametrize("tokenizer", [BYTES, MERGED, SPACED])
+@given(pieces=pieces, strings=strings_asked, sizes=sizes)
+def test_a_string_is_found_at_the_token_that_completes_it_however_the_tokens_come(tokenizer, pieces, strings, sizes):  # fmt: skip
+    ids = tokenizer.encode("".join(pieces))
+    expected = by_definition(tokenizer, strings, ids)
+    stop = StopStrings(tokenizer, strings)
+    assert stop.find(ids, 0) == expected
+    assert in_blocks(stop, ids, sizes) == expected
+
+
+@pytest.mark.parametrize("tokenizer", [BYTES, MERGED])
+@given(data=st.data(), strings=strings_asked, sizes=sizes)
+def test_any_ids_a_model_may_sample_are_searched_by_definition(tokenizer, data, strings, sizes):
+    vocabulary = tokenizer.vocab_size - 1 if tokenizer is BYTES else 400  # beyond the 320 of the tokenizer
+    parts = st.one_of(st.lists(st.integers(0, vocabulary)), pieces.map(lambda p: tokenizer.encode("".join(p)).tolist()))  # fmt: skip
+    ids = np.array([token for part in data.draw(st.lists(parts, max_size=4)) for token in part], np.int32)
+    stop = StopStrings(tokenizer, strings)
+    assert in_blocks(stop, ids, sizes) == stop.find(ids, 0) == by_definition(tokenizer, strings, ids)
+
+
+@given(ids=st.lists(st.integers(0, SPACED.vocab_size - 1)), strings=strings_asked, sizes=sizes)
+def test_broken_bytes_of_a_decoder_that_gives_them_up_do_not_make_blocks_matter(ids, strings, sizes):
+    ids = np.array(ids, np.int32)
+    stop = StopStrings(SPACED, strings)
+    assert in_blocks(stop, ids, sizes) == stop.find(ids, 0)
+
+
+def test_a_string_over_several_tokens_and_inside_one():
+    assert len(SPACED.encode("END")) == 2  # ▁EN and D
+    assert StopStrings(SPACED, ["N"]).find(SPACED.encode("END"), 0) == 1
+    assert StopStrings(SPACED, ["ND"]).find(SPACED.encode("END"), 0) == 2
+    assert StopStrings(BYTES, ["END"]).find(BYTES.encode("a END b"), 0) == 5
+
+
+def test_the_earliest_of_several_strings_counts():
+    stop = StopStrings(BYTES, ["later", "soon"])
+    assert stop.find(BYTES.encode("is soon, later"), 0) == 7
+    assert stop.decode(BYTES.encode("is soon, later")) == "is "
+
+
+def test_a_character_of_several_tokens_is_found_at_its_last_one():
+    ids = MERGED.encode("a🜂")
+    assert len(ids) == 5
+    stop = StopStrings(MERGED, ["🜂"])
+    assert stop.find(ids[:4], 0) is None
+    assert stop.find(ids, 4) == 5
+
+
+def test_special_tokens_inside_a_string_do_not_hide_it():
+    """The text that graders see is without them, so it holds the string."""
+    special = MERGED.stop_ids[0]
+    ids = np.array([*MERGED.encode("E"), *[special] * 50, *MERGED.encode("N"), special, *MERGED.encode("D")])
+    stop = StopStrings(MERGED, ["END"])
+    assert stop.find(ids, len(ids) - 1) == len(ids)
+    assert stop.find(ids[:-1], 0) is None
+
+
+def test_the_text_is_cut_before_the_string_and_otherwise_whole():
+    stop = StopStrings(MERGED, ["Question:", "\n\n"])
+    assert stop.decode(MERGED.encode(" 46\n\nQuestion: what")) == " 46"
+    assert stop.decode(MERGED.encode(" 46\n")) == " 46\n"
+    assert StopStrings(MERGED, []).decode(MERGED.encode("END")) == "END"
+
+
+def test_without_strings_nothing_is_found_and_nothing_decoded():
+    assert StopStrings(Counting(BYTES), []).find(BYTES.encode("END"), 0) is None
+
+
+class Counting:
+    """A tokenizer that notes how much was decoded at a time."""
+
+    def __init__(self, inner):
+        self.inner, self.lengths = inner, []
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def decode(self, ids):
+        self.lengths.append(len(ids))
+        return self.inner.decode(ids)
+
+
+@pytest.mark.parametrize("text", ["plain text. ", "日本語"])
+def test_only_the_end_of_a_long_response_is_looked_at(text):
+    """4 bytes of "STOP" + 4 in a window, 4 more for the alignments, and the 16 tokens of a block."""
+    tokenizer = Counting(BYTES)
+    stop = StopStrings(tokenizer, ["STOP"])
+    ids = BYTES.encode(text * 400)
+    for end in range(16, len(ids), 16):
+        assert stop.find(ids[:end], end - 16) is None
+    assert max(tokenizer.lengths) <= 4 + 4 + 4 + 16
+
+
+def test_plain_blocks_are_decoded_once():
+    tokenizer = Counting(BYTES)
+    stop = StopStrings(tokenizer, ["STOP"])
+    ids = BYTES.encode("abc " * 100)
+    stop.find(ids, 0)
+    del tokenizer.lengths[:]
+    for end in range(16, 401, 16):
+        stop.find(ids[:end], end - 16)
+    assert len(tokenizer.lengths) == 400 // 16
+
+
+@pytest.mark.parametrize(("string", "words"), [("", "is empty"), ("a\ufffd", "holds U\\+FFFD")])
+def test_strings_that_no_text_can_be_searched_for_are_refused(string, words):
+    with pytest.raises(ValueError, match=words):
+        StopStrings(BYTES, ["x", string])
+
+
+@pytest.mark.parametrize("start", [-1, 4])
+def test_a_start_outside_the_response_is_refused(start):
+    with pytest.raises(ValueError, match=f"start={start} is not within the response's 3 tokens"):
+        StopStrings(BYTES, ["x"]).find(BYTES.encode("abc"), start)
+
+
+def test_extra_ids_end_a_response_after_the_tokenizer_s_own():
+    assert stop_ids(BYTES, [67, 1, 66]) == (1, 67, 66)
+    assert stop_ids(CharTokenizer("ab"), []) == (1,)
+
+
+@pytest.mark.parametrize("token", [-1, 4])
+def test_an_extra_id_outside_the_vocabulary_is_refused(token):
+    with pytest.raises(ValueError, match=f"stop_token_ids: {token} is not in .* vocabulary of 4 ids, 0 to 3"):
+        stop_ids(CharTokenizer("ab"), [2, token])

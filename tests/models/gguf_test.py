@@ -1,0 +1,180 @@
+"""GGUF files in: weights bit for bit, quantised ones as the `gguf` package has them, metadata into a configuration."""
+
+import jax
+import numpy as np
+import pytest
+
+from dapo_jax.models.gguf import GgufFile
+from dapo_jax.models.rope import RopeScaling, rope_frequencies
+from dapo_jax.models.tensors import place
+from dapo_jax.parallel.mesh import make_mesh
+from dapo_jax.parallel.sharding import shardings
+from dapo_jax.testing import tiny_decoder_config, tiny_params
+
+gguf = pytest.importorskip("gguf")
+
+from tests.models.gguf_files import TOKENS, write_gguf  # noqa: E402 - needs gguf
+
+SIZES = {"vocab_size": len(TOKENS)}
+FAMILIES = {
+    "llama": tiny_decoder_config(**SIZES, norm_eps=1e-5, rope_theta=5e5),
+    "qwen2": tiny_decoder_config(**SIZES, qkv_bias=True, tied_embeddings=False, rope_theta=1e6),
+    "qwen3": tiny_decoder_config(**SIZES, qk_norm=True, head_dim=16),
+}
+LLAMA = FAMILIES["llama"]
+
+
+@pytest.fixture
+def written(tmp_path):
+    """Writes a tiny Llama with changes, and opens it."""
+
+    def write(config=LLAMA, **how):
+        return GgufFile(write_gguf(tmp_path / "model.gguf", config, tiny_params(config), **how))
+
+    return write
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_float32_weights_come_in_bit_for_bit(family, written):
+    """And the configuration with 1e-5 as it was meant, though float32 has 9.99999975e-06."""
+    config = FAMILIES[family]
+    file = written(config)
+    assert file.config() == config
+    jax.tree.map(np.testing.assert_array_equal, place(config, file), tiny_params(config))
+
+
+def test_weights_go_onto_a_mesh_part_by_part(written):
+    mesh = make_mesh(devices=jax.devices()[:4], fsdp=2, tensor=2)
+    params = place(LLAMA, written(), shardings=lambda shapes: shardings(shapes, mesh))
+    jax.tree.map(np.testing.assert_array_equal, params, tiny_params(LLAMA))
+
+
+def test_quantised_weights_are_dequantised(written):
+    """Rows of 32 numbers are one block of each type; Q4_0 has 16 levels of at most max / 8."""
+    types = gguf.GGMLQuantizationType
+    file = written(
+        kinds={"ffn_up.weight": types.Q8_0, "ffn_gate.weight": types.Q4_0, "attn_q.weight": types.F16}
+    )
+    blocks, exact = place(LLAMA, file)["blocks"], tiny_params(LLAMA)["blocks"]
+    for name, kind in (("up", types.Q8_0), ("gate", types.Q4_0)):
+        expected = gguf.dequantize(gguf.quantize(np.asarray(exact[name][...]), kind), kind)
+        np.testing.assert_array_equal(blocks[name][...], expected)
+        worst = np.abs(np.asarray(exact[name][...])).max()
+        assert (
+            0
+            < np.abs(expected - np.asarray(exact[name][...])).max()
+            <= worst / (8 if kind == types.Q4_0 else 127)
+        )
+    np.testing.assert_array_equal(
+        blocks["query"][...], np.asarray(exact["query"][...]).astype(np.float16).astype(np.float32)
+    )
+
+
+def test_metadata_that_is_left_out_has_the_defaults_of_the_format(written):
+    keys = ("attention.head_count_kv", "attention.key_length", "attention.value_length", "rope.freq_base")
+    config = tiny_decoder_config(**SIZES, kv_heads=4, rope_theta=10_000.0)
+    assert written(config, extra={f"llama.{key}": None for key in keys}).config() == config
+
+
+@pytest.mark.parametrize(
+    ("metadata", "scaling"),
+    [
+        ({"type": "none"}, None),
+        ({"type": "linear", "factor": 4.0}, RopeScaling(kind="linear", factor=4.0)),
+        (
+            {"type": "yarn", "factor": 4.0, "original_context_length": 16},
+            RopeScaling(kind="yarn", factor=4.0, original_max_positions=16),
+        ),
+    ],
+)
+def test_rope_scaling_of_the_metadata_is_taken_over(metadata, scaling, written):
+    extra = {f"llama.rope.scaling.{key}": value for key, value in metadata.items()}
+    assert written(extra=extra).config().rope_scaling == scaling
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_llama3_scaling_is_found_in_the_divisors_of_the_frequencies(factor, written):
+    """As llama.cpp's converter writes them: 1 for fast rotations, the factor for slow ones, a blend between."""
+    theta, dim = 5e5, 8
+    frequencies = [theta ** (-2 * i / dim) for i in range(dim // 2)]
+    divisors = []
+    for frequency in frequencies:
+        turns = 8192 * frequency / (2 * np.pi)
+        share = min(max((turns - 1.0) / 3.0, 0.0), 1.0)
+        divisors.append(1.0 / (share + (1.0 - share) / factor))
+    file = written(tensors={"rope_freqs.weight": np.array(divisors, np.float32)})
+    scaling = file.config().rope_scaling
+    assert scaling == RopeScaling(kind="llama3", factor=factor, original_max_positions=8192)
+    np.testing.assert_allclose(
+        rope_frequencies(dim, theta, scaling), np.array(frequencies) / divisors, rtol=1e-6
+    )
+    place(file.config(), file)  # rope_freqs.weight is no tensor of the decoder, and not in the way
+
+
+def test_divisors_that_are_not_llama3s_are_refused(written):
+    file = written(tensors={"rope_freqs.weight": np.array([1.0, 2.0, 3.0, 8.0], np.float32)})
+    with pytest.raises(
+        ValueError, match=r"rope_freqs\.weight are not the divisors of Llama 3's scaling by 8 from 8192"
+    ):
+        file.config()
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"general.architecture": "gemma3"}, "architecture 'gemma3' is not covered; llama, qwen2 and qwen3 are"),
+        ({"llama.expert_count": 8}, r"llama\.expert_count=8 is not covered"),
+        ({"llama.rope.dimension_count": 4}, r"llama\.rope\.dimension_count is 4, but heads are 8 wide"),
+        ({"llama.attention.value_length": 4}, r"llama\.attention\.value_length is 4, but heads are 8 wide"),
+        ({"llama.attention.head_count_kv": [2, 1]}, r"llama\.attention\.head_count_kv is \[2, 1\]; it must be one number"),
+        ({"llama.feed_forward_length": None}, r"llama\.feed_forward_length is None; it must be one number"),
+        ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}, "RoPE scaling 'longrope'"),
+        (
+            {
+                "llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 2.0,
+                "llama.rope.scaling.original_context_length": 16, "llama.rope.scaling.yarn_beta_fast": 8.0,
+            },
+            r"RoPE scaling 'yarn' with \['llama\.rope\.scaling\.yarn_beta_fast'\] is not covered",
+        ),
+    ],
+)  # fmt: skip
+def test_what_this_decoder_does_not_do_is_refused_by_name(extra, message, written, tmp_path, monkeypatch):
+    if "general.architecture" in extra:
+        # The writer puts this one in itself.
+        monkeypatch.setattr(
+            "tests.models.gguf_files.GGUFWriter", lambda path, _: gguf.GGUFWriter(path, "gemma3")
+        )
+        extra = {}
+    with pytest.raises(ValueError, match=message):
+        written(extra=extra).config()
+
+
+def test_tensors_that_are_missing_or_not_called_for_are_named(written):
+    file = written(FAMILIES["qwen2"])
+    with pytest.raises(ValueError, match=r"model\.gguf lacks the tensor 'model\.layers\.2\."):
+        place(tiny_decoder_config(**SIZES, qkv_bias=True, tied_embeddings=False, layers=3), file)
+    with pytest.raises(ValueError, match=r"holds \['blk\.0\.attn_sinks\.weight'\]"):
+        place(LLAMA, written(tensors={"blk.0.attn_sinks.weight": np.ones(4, np.float32)}))
+
+
+@pytest.mark.parametrize("kept", [0, 3, 100, 0.3, 0.9], ids=str)
+def test_a_truncated_file_is_refused_with_its_path(kept, tmp_path):
+    path = write_gguf(tmp_path / "model.gguf", LLAMA, tiny_params(LLAMA))
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * kept) if isinstance(kept, float) else kept])
+    with pytest.raises(ValueError, match=r"cannot read .*model\.gguf: it is no GGUF file, or not all of one"):
+        GgufFile(path)
+
+
+def test_a_file_of_something_else_is_refused(tmp_path):
+    (tmp_path / "model.gguf").write_bytes(b"PK" + bytes(5000))
+    with pytest.raises(ValueError, match=r"cannot read .*model\.gguf"):
+        GgufFile(tmp_path / "model.gguf")
+    with pytest.raises(ValueError, match=r"cannot read .*none\.gguf"):
+        GgufFile(tmp_path / "none.gguf")
+
+
+def test_without_the_package_the_extra_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "gguf", None)
+    with pytest.raises(ValueError, match=r"pip install 'dapo_jax\[gguf\]'"):
+        GgufFile(tmp_path / "model.gguf")

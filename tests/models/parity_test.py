@@ -1,0 +1,208 @@
+"""The decoder against transformers: golden files always, transformers itself where it is installed.
+
+The tolerance is 2e-4 on logits of up to about 25: float32 sums in another order.
+"""
+
+import functools
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file
+
+from dapo_jax.data.tokenizers import CharTokenizer, save_tokenizer
+from dapo_jax.models.decoder import Decoder
+from dapo_jax.models.folder import load_model, save_model
+from dapo_jax.models.rope import RopeScaling
+from dapo_jax.parallel.mesh import make_mesh
+from dapo_jax.run.convert import convert
+from dapo_jax.run.inference import sample
+from dapo_jax.testing import tiny_decoder_config, tiny_params
+
+GOLDEN = sorted(path.parent for path in (Path(__file__).parents[1] / "golden").glob("*/expected.safetensors"))
+TOLERANCE = 2e-4
+ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJ"
+"""46 characters: with the padding and the end token, the golden models' vocabulary of 48."""
+
+SMOLLM2 = os.environ.get("DAPO_JAX_SMOLLM2")
+PROMPTS = (
+    "The capital of France is",
+    "Question: 12 + 7 =",
+    "def fibonacci(n):\n",
+    "Once upon a time, in a village by the sea,",
+)
+
+
+@functools.cache
+def program(config):
+    graph = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))[0]
+
+    @jax.jit
+    def logits(params, tokens):
+        decoder = nnx.merge(graph, params)
+        positions = jnp.arange(tokens.shape[0], dtype=jnp.int32)[None]
+        return decoder.ends.logits(decoder(tokens[None], positions, jnp.ones_like(positions)))[0]
+
+    return logits
+
+
+def logits_of(config, params, tokens):
+    return np.asarray(program(config)(params, jnp.asarray(tokens, jnp.int32)))
+
+
+def greedy_by_sampler(folder, *prompts):
+    """64 greedy tokens to each prompt, through prefill, cache and sampler."""
+    groups = sample(
+        str(folder), prompts, max_response_tokens=64, temperature=0.0, slots=8, compilation_cache=""
+    )
+    return [group.rollouts[0].response.tokens.tolist() for group in groups]
+
+
+@pytest.fixture(params=GOLDEN, ids=lambda path: path.name)
+def golden(request):
+    return request.param, load_file(request.param / "expected.safetensors")
+
+
+def test_there_is_a_golden_model_of_each_family_and_each_scaling():
+    names = {"llama", "llama3_scaling", "llama_linear", "qwen2", "qwen2_yarn", "qwen3"}
+    assert {path.name for path in GOLDEN} == names
+
+
+def test_golden_logits_and_greedy_tokens_are_ours(golden):
+    """Every one of the 64 greedy tokens is the largest logit behind those before it, in one pass over all."""
+    folder, expected = golden
+    config, params = load_model(folder)
+    prompt, response = expected["tokens"], expected["greedy"]
+    found = logits_of(config, params, np.concatenate([prompt, response]))
+    np.testing.assert_allclose(found[: len(prompt)], expected["logits"], rtol=0, atol=TOLERANCE)
+    assert found[len(prompt) - 1 : -1].argmax(-1).tolist() == response.tolist()
+
+
+def test_golden_models_show_it_when_their_scaling_is_left_out(golden):
+    folder, expected = golden
+    config, params = load_model(folder)
+    if config.rope_scaling is None:
+        assert "scaling" not in folder.name
+        return
+    found = logits_of(replace(config, rope_scaling=None), params, expected["tokens"])
+    assert np.abs(found - expected["logits"]).max() > 0.1
+
+
+@pytest.mark.parametrize("name", ["llama3_scaling", "qwen2", "qwen2_yarn", "qwen3"])
+def test_the_sampler_continues_golden_prompts_as_transformers_does(name, tmp_path):
+    (source,) = [path for path in GOLDEN if path.name == name]
+    expected = load_file(source / "expected.safetensors")
+    for file in ("config.json", "model.safetensors"):
+        (tmp_path / file).symlink_to(source / file)
+    save_tokenizer(CharTokenizer(ALPHABET), tmp_path)
+    prompt = "".join(ALPHABET[token - 2] for token in expected["tokens"])
+    assert greedy_by_sampler(tmp_path, prompt) == [expected["greedy"].tolist()]
+
+
+def transformers_and_torch():
+    return pytest.importorskip("transformers"), pytest.importorskip("torch")
+
+
+def their_logits(folder, tokens):
+    transformers, torch = transformers_and_torch()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        return theirs(torch.tensor([list(map(int, tokens))])).logits[0].numpy()
+
+
+LIVE = {
+    "llama": tiny_decoder_config(norm_eps=1e-5, rope_theta=5e5),
+    "llama3": tiny_decoder_config(
+        rope_scaling=RopeScaling(kind="llama3", factor=8.0, original_max_positions=16), tied_embeddings=False
+    ),
+    "linear": tiny_decoder_config(rope_scaling=RopeScaling(kind="linear", factor=3.0)),
+    "yarn": tiny_decoder_config(
+        qkv_bias=True, rope_scaling=RopeScaling(kind="yarn", factor=4.0, original_max_positions=16)
+    ),
+    "yarn, own factor": tiny_decoder_config(
+        rope_theta=100.0,
+        rope_scaling=RopeScaling(
+            kind="yarn",
+            factor=4.0,
+            original_max_positions=16,
+            attention_factor=0.8,
+            beta_fast=3.0,
+            beta_slow=0.5,
+        ),
+    ),
+    "qwen2": tiny_decoder_config(qkv_bias=True, tied_embeddings=False),
+    "qwen3": tiny_decoder_config(qk_norm=True, head_dim=16),
+}
+
+
+@pytest.mark.parametrize("family", LIVE)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_transformers_computes_the_same_logits_from_a_folder_of_ours(family, dtype, tmp_path):
+    """In 20 tokens most rotations of the scaled ones are slowed. From bfloat16 both take the rounded weights."""
+    transformers_and_torch()
+    config = LIVE[family]
+    save_model(
+        tmp_path, config, tiny_params(config), dtype=dtype, eos_ids=(1,), pad_id=0, max_shard_bytes=20_000
+    )
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, 20)
+    found = logits_of(*load_model(tmp_path), tokens)
+    np.testing.assert_allclose(found, their_logits(tmp_path, tokens), rtol=0, atol=TOLERANCE)
+
+
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory):
+    """The real SmolLM2-135M as a folder, converted if DAPO_JAX_SMOLLM2 is a GGUF file."""
+    transformers_and_torch()
+    if not SMOLLM2:
+        pytest.skip("DAPO_JAX_SMOLLM2 names no folder or GGUF file of SmolLM2-135M-Instruct")
+    if Path(SMOLLM2).is_dir():
+        return Path(SMOLLM2)
+    folder = tmp_path_factory.mktemp("smollm2") / "model"
+    convert(SMOLLM2, str(folder))
+    return folder
+
+
+@pytest.mark.slow
+def test_the_real_smollm2_agrees_with_transformers(smollm2, monkeypatch):
+    transformers, torch = transformers_and_torch()
+    # Eight simulated devices would hold eight copies of what the sampler needs whole.
+    one = make_mesh(devices=jax.devices()[:1])
+    monkeypatch.setattr("dapo_jax.run.inference.mesh_of", lambda axes: one)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
+    config, params = load_model(smollm2)
+    continued = []
+    for text in PROMPTS:
+        tokens = tokenizer(text, return_tensors="pt").input_ids
+        with torch.no_grad():
+            expected = theirs(tokens).logits[0].numpy()
+            row = theirs.generate(tokens, max_new_tokens=64, do_sample=False)[0]
+        found = logits_of(config, params, tokens[0].numpy())
+        np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE)
+        continued.append(row[tokens.shape[1] :].tolist())
+    assert greedy_by_sampler(smollm2, *PROMPTS) == continued
+
+
+@pytest.mark.slow
+def test_the_real_smollm2_exported_with_changed_weights_opens_in_transformers(smollm2, tmp_path):
+    transformers, _ = transformers_and_torch()
+    config, params = load_model(smollm2)
+    rng = np.random.default_rng(0)
+    noise = jnp.asarray(rng.normal(size=params["ends"]["final_norm"].shape), jnp.float32)
+    params["ends"]["final_norm"][...] += 0.1 * noise
+    changed = tmp_path / "changed"
+    save_model(changed, config, params, eos_ids=(2,), bos_id=1, pad_id=2)
+    for file in smollm2.glob("*token*.json"):
+        (changed / file.name).write_bytes(file.read_bytes())
+    convert(str(changed), str(tmp_path / "exported"))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")
+    tokens = tokenizer(PROMPTS[0]).input_ids
+    found = logits_of(config, params, tokens)
+    np.testing.assert_allclose(found, their_logits(tmp_path / "exported", tokens), rtol=0, atol=TOLERANCE)
+    original = logits_of(*load_model(smollm2), tokens)
+    assert np.abs(found - original).max() > 0.1

@@ -1,0 +1,192 @@
+"""safetensors files, single and in shards: read back by the library itself, and refused with their path if damaged."""
+
+import json
+import shutil
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from dapo_jax.models.folder import load_model, save_model
+from dapo_jax.models.safetensors_files import INDEX
+from dapo_jax.testing import tiny_decoder_config, tiny_params
+
+CONFIG = tiny_decoder_config(qk_norm=True, tied_embeddings=False)
+SHARD = 16_000
+"""Bytes: the 22,592 parameters need six such files or seven."""
+
+
+def listed(folder):
+    return json.loads((folder / INDEX).read_text())
+
+
+def edit_index(folder, change):
+    content = listed(folder)
+    change(content["weight_map"])
+    (folder / INDEX).write_text(json.dumps(content))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sharded")
+    save_model(folder, CONFIG, tiny_params(CONFIG), max_shard_bytes=SHARD)
+    return folder
+
+
+@pytest.fixture
+def sharded(made, tmp_path):
+    """A copy to be damaged."""
+    return shutil.copytree(made, tmp_path / "sharded")
+
+
+def test_a_model_in_shards_comes_back_bit_for_bit(made):
+    config, params = load_model(made)
+    assert config == CONFIG
+    jax.tree.map(np.testing.assert_array_equal, params, tiny_params(CONFIG))
+
+
+def test_shards_are_filled_up_to_the_limit_and_listed(made, tmp_path):
+    files = sorted(made.glob("*.safetensors"))
+    assert len(files) > 5
+    assert files[0].name == f"model-00001-of-{len(files):05}.safetensors"
+    together = {}
+    for file in files:
+        tensors = load_file(file)
+        assert sum(value.nbytes for value in tensors.values()) <= SHARD
+        assert all(listed(made)["weight_map"][name] == file.name for name in tensors)
+        together |= tensors
+    assert listed(made)["metadata"]["total_size"] == 4 * CONFIG.parameters
+    save_model(tmp_path, CONFIG, tiny_params(CONFIG))
+    single = load_file(tmp_path / "model.safetensors")
+    assert single.keys() == together.keys()
+    assert all(np.array_equal(single[name], together[name]) for name in single)
+    assert not (tmp_path / INDEX).exists()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_rounded_values_come_back_bit_for_bit(dtype, tmp_path):
+    kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    rounded = jax.tree.map(lambda leaf: leaf.astype(kind).astype(np.float32), tiny_params(CONFIG))
+    assert save_model(tmp_path, CONFIG, rounded, dtype=dtype) == 2 * CONFIG.parameters
+    assert {value.dtype for value in load_file(tmp_path / "model.safetensors").values()} == {kind}
+    jax.tree.map(np.testing.assert_array_equal, load_model(tmp_path)[1], rounded)
+
+
+def test_a_model_written_over_another_leaves_nothing_of_it(sharded):
+    save_model(sharded, CONFIG, tiny_params(CONFIG, seed=1))
+    assert {path.name for path in sharded.iterdir()} == {"config.json", "model.safetensors"}
+    jax.tree.map(np.testing.assert_array_equal, load_model(sharded)[1], tiny_params(CONFIG, seed=1))
+    save_model(sharded, CONFIG, tiny_params(CONFIG), max_shard_bytes=SHARD)
+    assert not (sharded / "model.safetensors").exists()
+    jax.tree.map(np.testing.assert_array_equal, load_model(sharded)[1], tiny_params(CONFIG))
+
+
+def test_an_interrupted_export_is_no_model(sharded, monkeypatch):
+    """Over an older model as well, whose config.json would fit what is there of the new one."""
+    from dapo_jax.models import safetensors_files
+
+    write, written = safetensors_files._write_file, []
+
+    def interrupted(*arguments):
+        if len(written) == 2:
+            raise KeyboardInterrupt
+        written.append(write(*arguments))
+        return written[-1]
+
+    monkeypatch.setattr(safetensors_files, "_write_file", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save_model(sharded, CONFIG, tiny_params(CONFIG), max_shard_bytes=SHARD)
+    assert {path.name for path in sharded.iterdir()} == {
+        path.name for path in sharded.glob("model-0000[12]-*")
+    }
+    with pytest.raises(ValueError, match=r"cannot read a model from .*config\.json"):
+        load_model(sharded)
+
+
+def test_a_file_that_is_cut_short_never_has_its_name(tmp_path, monkeypatch):
+    from dapo_jax.models import safetensors_files
+
+    monkeypatch.setattr(safetensors_files.os, "fsync", lambda _: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        save_model(tmp_path, CONFIG, tiny_params(CONFIG))
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors.partial"]
+
+
+def test_an_index_that_names_a_missing_file_is_refused(sharded):
+    (sharded / listed(sharded)["weight_map"]["model.norm.weight"]).unlink()
+    with pytest.raises(ValueError, match=r"index\.json has the tensor '.*' in model-.*, which is not there"):
+        load_model(sharded)
+
+
+def test_an_index_that_names_the_wrong_file_is_refused(sharded):
+    other = listed(sharded)["weight_map"]["model.embed_tokens.weight"]
+
+    def change(weight_map):
+        weight_map["model.layers.1.mlp.up_proj.weight"] = other
+
+    edit_index(sharded, change)
+    with pytest.raises(
+        ValueError, match=r"'model\.layers\.1\.mlp\.up_proj\.weight' in .*, which does not hold it"
+    ):
+        load_model(sharded)
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "/model.safetensors", 3])
+def test_an_index_cannot_point_out_of_its_folder(name, sharded):
+    edit_index(sharded, lambda weight_map: weight_map.update({"model.norm.weight": name}))
+    with pytest.raises(ValueError, match=r"must be a name in this folder"):
+        load_model(sharded)
+
+
+@pytest.mark.parametrize("content", ["{", "{}", "[]", '{"weight_map": {}}', '{"weight_map": 3}'])
+def test_an_index_that_is_none_is_refused_with_its_path(content, sharded):
+    (sharded / INDEX).write_text(content)
+    with pytest.raises(ValueError, match=r"sharded/model\.safetensors\.index\.json"):
+        load_model(sharded)
+
+
+@pytest.mark.parametrize("kept", [0, 5, 300, 0.5, -1], ids=str)
+def test_a_truncated_file_is_refused_with_its_path(kept, sharded):
+    """Without its header, in the header, behind it, in half, and short of one byte."""
+    path = sorted(sharded.glob("*.safetensors"))[1]
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * kept) if isinstance(kept, float) else kept])
+    with pytest.raises(ValueError, match=rf"cannot read .*{path.name}"):
+        load_model(sharded)
+
+
+def test_weights_that_are_quantised_are_refused(tmp_path):
+    save_model(tmp_path, CONFIG, tiny_params(CONFIG))
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(np.int8)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(
+        ValueError, match=r"model\.norm\.weight is stored as I8, which is not covered; F32, F16, BF16 are"
+    ):
+        load_model(tmp_path)
+
+
+def test_a_folder_of_pickled_weights_says_so(tmp_path):
+    save_model(tmp_path, CONFIG, tiny_params(CONFIG))
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin holds pickled weights, which are not read"):
+        load_model(tmp_path)
+
+
+def test_rotary_frequencies_of_old_checkpoints_are_skipped_and_other_tensors_are_not(tmp_path):
+    save_model(tmp_path, CONFIG, tiny_params(CONFIG))
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    jax.tree.map(np.testing.assert_array_equal, load_model(tmp_path)[1], tiny_params(CONFIG))
+    tensors["model.layers.0.self_attn.sinks"] = np.ones(4, np.float32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"holds \['model\.layers\.0\.self_attn\.sinks'\]"):
+        load_model(tmp_path)
+
+
+def test_an_unknown_dtype_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="dtype='int8' must be one of float32, float16, bfloat16"):
+        save_model(tmp_path, CONFIG, tiny_params(CONFIG), dtype="int8")

@@ -1,0 +1,155 @@
+"""Tensors one at a time: placed on their sharding at once, read once, and the host never holds the model twice."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from dapo_jax.models.folder import load_model, save_model
+from dapo_jax.models.safetensors_files import SafetensorsFolder
+from dapo_jax.models.tensors import place, shapes_of, tensor_shapes
+from dapo_jax.parallel.mesh import make_mesh
+from dapo_jax.parallel.sharding import shardings
+from dapo_jax.testing import tiny_decoder_config, tiny_params
+
+CONFIG = tiny_decoder_config(qkv_bias=True, tied_embeddings=False)
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("model")
+    save_model(made, CONFIG, tiny_params(CONFIG))
+    return made
+
+
+class Noting:
+    """A tensor file that notes what is read of it."""
+
+    def __init__(self, file):
+        self._file, self.where, self.shapes = file, file.where, file.shapes
+        self.read_shapes = []
+
+    def read(self, name, cut):
+        found = self._file.read(name, cut)
+        self.read_shapes.append((name, found.shape))
+        return found
+
+
+def on_mesh(**axes):
+    mesh = make_mesh(devices=jax.devices()[:4], **axes)
+    return lambda shapes: shardings(shapes, mesh)
+
+
+@pytest.mark.parametrize("axes", [{"fsdp": 4}, {"fsdp": 2, "tensor": 2}, {"data": 4, "fsdp": 1}], ids=str)
+def test_a_model_is_placed_on_its_sharding_bit_for_bit(folder, axes):
+    where = on_mesh(**axes)
+    _, params = load_model(folder, shardings=where)
+    jax.tree.map(np.testing.assert_array_equal, params, tiny_params(CONFIG))
+    wanted = where(shapes_of(CONFIG))
+    for leaf, there in zip(jax.tree.leaves(params), jax.tree.leaves(wanted), strict=True):
+        assert leaf.sharding.is_equivalent_to(there, leaf.ndim)
+
+
+def test_without_shardings_weights_may_be_moved_to_any_device(folder):
+    """A jitted function over a mesh refuses arrays that are tied to one of its devices."""
+    _, params = load_model(folder)
+    place = shardings(shapes_of(CONFIG), make_mesh(devices=jax.devices()[:4], fsdp=4))
+    moved = jax.jit(lambda tree: tree, out_shardings=place)(params)
+    assert len(moved["ends"]["embedding"].sharding.device_set) == 4
+
+
+@pytest.mark.parametrize(
+    ("axes", "largest"),
+    [
+        # The largest matrix is 48 x 32: in quarters along embed, then in quarters along both; then whole, on 4 devices.
+        ({"fsdp": 4}, 48 * 32 // 4),
+        ({"fsdp": 2, "tensor": 2}, 48 * 32 // 4),
+        ({"data": 4, "fsdp": 1}, 48 * 32),
+    ],
+    ids=str,
+)
+def test_each_part_is_read_once_and_no_part_is_larger_than_a_device_needs(folder, axes, largest):
+    file = Noting(SafetensorsFolder(folder))
+    place(CONFIG, file, shardings=on_mesh(**axes))
+    sizes = [np.prod(shape) for _, shape in file.read_shapes]
+    assert sum(sizes) == sum(np.prod(shape) for shape in tensor_shapes(CONFIG).values()) == CONFIG.parameters
+    matrices = [np.prod(shape) for name, shape in file.read_shapes if "layers" in name]
+    assert max(matrices) == largest
+
+
+def test_a_model_can_be_held_in_bfloat16(folder):
+    _, params = load_model(folder, dtype="bfloat16")
+    for leaf, exact in zip(jax.tree.leaves(params), jax.tree.leaves(tiny_params(CONFIG)), strict=True):
+        assert leaf.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(leaf, exact.astype(jnp.bfloat16))
+
+
+def test_sharded_weights_are_written_whole(folder, tmp_path):
+    _, params = load_model(folder, shardings=on_mesh(fsdp=2, tensor=2))
+    save_model(tmp_path, CONFIG, params)
+    assert (tmp_path / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+
+
+def test_shapes_are_those_of_the_parameters():
+    shapes = tensor_shapes(CONFIG)
+    assert shapes["model.layers.1.self_attn.k_proj.weight"] == (16, 32)
+    assert shapes["lm_head.weight"] == (20, 32)
+    assert isinstance(shapes_of(CONFIG), nnx.State)
+
+
+MEASURED = """
+import json, sys
+from dapo_jax.models.folder import load_model, save_model
+
+def high_water():
+    lines = dict(line.split(":", 1) for line in open("/proc/self/status"))
+    return int(lines["VmHWM"].split()[0]) * 1024
+
+def reset():
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # the mark goes down to what is in use now
+    return high_water()
+
+large, small, out = sys.argv[1:]
+save_model(out, *load_model(small))  # loads the libraries
+before = reset()
+config, params = load_model(large)
+loading = high_water() - before
+before = reset()
+save_model(out, config, params)
+print(json.dumps({"loading": loading, "saving": high_water() - before}))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="measures by /proc of Linux")
+def test_the_host_holds_one_tensor_beside_the_model(folder, tmp_path):
+    """On a CPU the parameters themselves are host memory: 12 layers of 10.5 MB and two ends of 1 MB, 128 MB.
+
+    Beside them lie, of one tensor of at most 2.1 MB at a time: its pages of the file, the copy made of these, the
+    copy turned around, and the device's. Compiling the programs that fill the stacks takes up to 40 MB. A reader that
+    has the file in memory as well would need 128 MB more, and a writer that gathers the model first as much.
+    """
+    config = tiny_decoder_config(
+        vocab_size=512, embed_dim=512, layers=12, heads=8, kv_heads=8, head_dim=64, mlp_dim=1024
+    )
+    save_model(tmp_path / "large", config, jax.tree.map(lambda leaf: jnp.ones(leaf.shape), shapes_of(config)))
+    largest = 4 * 512 * 1024
+    beside = 4 * largest + 40e6
+    arguments = [tmp_path / "large", folder, tmp_path / "out"]
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURED, *map(str, arguments)],
+        # Freed memory goes back at once, so that what is counted is what is held.
+        env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"},
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    grown = json.loads(done.stdout.splitlines()[-1])
+    assert 4 * config.parameters <= grown["loading"] <= 4 * config.parameters + beside
+    assert grown["saving"] <= beside

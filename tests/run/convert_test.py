@@ -1,0 +1,138 @@
+"""`dapo-jax convert`: what goes in comes out bit for bit, with its tokenizer, and nothing is written over."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from dapo_jax.cli import main
+from dapo_jax.config import ConfigError, ModelConfig
+from dapo_jax.data.tokenizers import load_tokenizer
+from dapo_jax.models.folder import load_model, read_config
+from dapo_jax.run.convert import convert
+from dapo_jax.run.inference import sample
+from dapo_jax.run.policy import find_policy, load_policy
+from dapo_jax.testing import tiny_decoder_config, tiny_params
+
+pytest.importorskip("gguf")
+
+from tests.models.gguf_files import TOKENS, write_gguf
+
+CONFIG = tiny_decoder_config(vocab_size=len(TOKENS), layers=1)
+"""A Llama, tied."""
+
+
+def same(found, expected):
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+@pytest.fixture(scope="module")
+def gguf_file(tmp_path_factory):
+    return write_gguf(tmp_path_factory.mktemp("gguf") / "model.gguf", CONFIG, tiny_params(CONFIG))
+
+
+def test_a_gguf_file_becomes_a_folder_that_can_be_sampled(gguf_file, tmp_path):
+    done = convert(str(gguf_file), str(tmp_path / "out"))
+    assert (done.family, done.parameters, done.dtype) == ("llama", CONFIG.parameters, "float32")
+    assert done.tensor_bytes == 4 * CONFIG.parameters
+    assert done.files == (
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"
+    )  # fmt: skip
+    config, params = load_model(done.folder)
+    assert config == CONFIG
+    same(params, tiny_params(CONFIG))
+    tokenizer = load_tokenizer(done.folder)
+    assert (tokenizer.eos_id, tokenizer.pad_id, tokenizer.chat_template is None) == (2, 0, False)
+    described = json.loads((done.folder / "config.json").read_text())
+    assert [described[f"{name}_token_id"] for name in ("bos", "eos", "pad")] == [1, 2, 0]
+    (group,) = sample(str(done.folder), ["the"], max_response_tokens=3, slots=8, compilation_cache="")
+    assert len(group.rollouts) == 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_folder_becomes_a_folder_in_the_type_asked_for(dtype, gguf_file, tmp_path):
+    """What config.json says beyond the decoder stays, and so do all files of the tokenizer."""
+    first = convert(str(gguf_file), str(tmp_path / "first")).folder
+    described = json.loads((first / "config.json").read_text()) | {
+        "_name_or_path": "a/name",
+        "eos_token_id": [2, 0],
+    }
+    (first / "config.json").write_text(json.dumps(described))
+    (first / "chat_template.jinja").write_text("{{ messages }}")
+    done = convert(str(first), str(tmp_path / "second"), dtype=dtype)
+    size = {"float32": 4, "bfloat16": 2}[dtype]
+    assert done.tensor_bytes == size * CONFIG.parameters
+    rounded = jax.tree.map(lambda leaf: leaf.astype(dtype).astype("float32"), tiny_params(CONFIG))
+    same(load_model(done.folder)[1], rounded)
+    again = json.loads((done.folder / "config.json").read_text())
+    assert again == described | {"dtype": dtype, "torch_dtype": dtype}
+    kept = {path.name for path in first.iterdir()} - {"config.json", "model.safetensors"}
+    assert all((done.folder / name).read_bytes() == (first / name).read_bytes() for name in kept)
+
+
+def test_a_run_is_its_latest_checkpoint(finished, tmp_path):
+    done = convert(str(finished.run_dir), str(tmp_path / "out"))
+    same(load_model(done.folder)[1], finished.policy.params)
+    assert load_tokenizer(done.folder) == finished.policy.tokenizer
+    described = json.loads((done.folder / "config.json").read_text())
+    assert (described["eos_token_id"], described["pad_token_id"]) == (1, 0)
+
+
+def test_a_shipped_model_and_a_preset_become_folders(tmp_path):
+    shipped = convert("shipped:quickstart", str(tmp_path / "shipped"))
+    same(load_model(shipped.folder)[1], find_policy("shipped:quickstart").params)
+    made = convert("preset:tiny", str(tmp_path / "preset"))
+    assert read_config(made.folder).vocab_size == load_tokenizer(made.folder).vocab_size
+
+
+def test_nothing_is_written_over(gguf_file, tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match=r"full is there and not empty; choose another target"):
+        convert(str(gguf_file), str(tmp_path / "full"))
+    assert [path.name for path in (tmp_path / "full").iterdir()] == ["notes.txt"]
+    with pytest.raises(ConfigError, match=r"notes\.txt is there and not empty"):
+        convert(str(gguf_file), str(tmp_path / "full" / "notes.txt"))
+    (tmp_path / "empty").mkdir()
+    convert(str(gguf_file), str(tmp_path / "empty"))
+
+
+@pytest.mark.parametrize(
+    ("source", "dtype", "message"),
+    [
+        ("nowhere", "float32", r"nowhere: cannot read a model from nowhere/config\.json"),
+        ("nowhere.gguf", "float32", r"nowhere\.gguf: cannot read nowhere\.gguf"),
+        ("shipped:none", "float32", "no model 'none' is shipped; these are: quickstart"),
+        ("preset:tyni", "float32", "nearest is 'tiny'"),
+        ("shipped:quickstart", "int8", "dtype='int8' must be one of float32, bfloat16"),
+    ],
+)
+def test_a_source_that_is_none_leaves_no_target(source, dtype, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        convert(source, str(tmp_path / "out"), dtype=dtype)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_damaged_source_leaves_no_target(gguf_file, tmp_path):
+    (tmp_path / "half.gguf").write_bytes(gguf_file.read_bytes()[:20_000])
+    with pytest.raises(ConfigError, match=r"half\.gguf: it is no GGUF file, or not all of one"):
+        convert(str(tmp_path / "half.gguf"), str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_gguf_file_cannot_be_trained_directly(gguf_file):
+    with pytest.raises(ConfigError, match="`dapo-jax convert FILE FOLDER` makes one of it"):
+        load_policy(ModelConfig(source=str(gguf_file)))
+
+
+def test_the_command_says_what_it_wrote(gguf_file, tmp_path, capsys):
+    assert main(["convert", str(gguf_file), str(tmp_path / "out"), "--dtype", "bfloat16"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(
+        f"{tmp_path}/out: a llama of {CONFIG.parameters:,} parameters, {2 * CONFIG.parameters:,} bytes in bfloat16"
+    )
+    assert "tokenizer.json" in said
+    assert main(["convert", str(gguf_file), str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err.startswith("dapo-jax convert: ")

@@ -1,0 +1,50 @@
+"""Text put together piece by piece is the text of the whole."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dapo_jax.data.tokenizers import ByteTokenizer, CharTokenizer
+from dapo_jax.serving.text import GrowingText, decoded
+
+
+def grown(tokenizer, pieces):
+    text = GrowingText(tokenizer)
+    return [*(text.add(piece) for piece in pieces), text.rest()]
+
+
+def test_half_a_character_waits_for_the_other_half():
+    """é is two bytes, € three; the end comes in the middle of the second."""
+    ids = ByteTokenizer().encode("aé€").tolist()
+    assert grown(ByteTokenizer(), [[token] for token in ids[:-1]]) == ["a", "", "é", "", "", "\ufffd"]
+    assert grown(ByteTokenizer(), [ids[:2], ids[2:]]) == ["a", "é€", ""]
+
+
+def test_a_token_may_be_decoded_differently_where_a_text_begins():
+    """As with tokenizers that drop the first space of a text."""
+
+    @dataclass(frozen=True)
+    class Spaced(CharTokenizer):
+        def decode(self, ids):
+            return super().decode(ids).removeprefix(" ")
+
+    ids = Spaced("ab ").encode(" a b").tolist()
+    assert grown(Spaced("ab "), [[token] for token in ids]) == ["", "a", " ", "b", ""]
+
+
+@given(data=st.binary(max_size=12), size=st.integers(1, 4))
+def test_pieces_of_any_bytes_add_up_to_the_whole(data, size):
+    ids = [byte + 2 for byte in data]
+    pieces = [ids[start : start + size] for start in range(0, len(ids), size)]
+    assert "".join(grown(ByteTokenizer(), pieces)) == ByteTokenizer().decode(np.array(ids, np.int32))
+
+
+def test_a_piece_without_tokens_has_no_text():
+    assert grown(ByteTokenizer(), [[67], [], [68]]) == ["A", "", "B", ""]
+
+
+def test_ids_that_only_the_model_has_are_left_out():
+    """Models often have a larger vocabulary than their tokenizer."""
+    assert decoded(CharTokenizer("ab"), [2, 99, 3, -1]) == "ab"
