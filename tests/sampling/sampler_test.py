@@ -232,7 +232,14 @@ def test_new_weights_and_numbers_compile_nothing(caplog):
     with compiled_programs(caplog) as compiled:
         second = sample(engine, prompts(0, 1, 2), weights=weights_of(seed=1))
         sample(engine, prompts(5, 6), samples=1, temperature=0.3)
-        sample(engine, prompts(*range(8)), samples=3, limit=5, weights=weights_of(seed=2), temperature=0.0)
+        sample(
+            engine,
+            prompts(0, 1, 2, 3, 8, 9, 10, 11),
+            samples=3,
+            limit=5,
+            weights=weights_of(seed=2),
+            temperature=0.0,
+        )
     assert compiled == []
     assert any(
         a.tokens.tolist() != b.tokens.tolist() for a, b in zip(all_of(first), all_of(second), strict=True)

@@ -193,7 +193,7 @@ def test_weights_of_another_model_are_refused(serving, mesh, weights):
     engine = serving()
     wider = tiny_decoder_config(vocab_size=TOKENIZER.vocab_size, layers=1, mlp_dim=64)
     other = weight_transfer(tiny_params(wider), mesh, dtype="float32")(tiny_params(wider))
-    with pytest.raises(ValueError, match=r"'down'.*float32\[64, 32\].*served one is float32\[48, 32\]"):
+    with pytest.raises(ValueError, match=r"'down'.*float32\[32, 64\].*served one is float32\[32, 48\]"):
         engine.swap(other)
     with pytest.raises(ValueError, match="another structure"):
         engine.swap({"ends": weights[0]["ends"]})

@@ -123,7 +123,7 @@ def ended(servers):
 def policies():
     """Two models of one shape; the greedy answers of the first end in all ways, and hold the padding's id."""
     decoder = tiny_decoder_config(vocab_size=TOKENIZER.vocab_size, layers=1)
-    return [Policy(decoder=decoder, params=tiny_params(decoder, seed=s), tokenizer=TOKENIZER) for s in (9, 3)]
+    return [Policy(decoder=decoder, params=tiny_params(decoder, seed=s), tokenizer=TOKENIZER) for s in (8, 3)]
 
 
 @pytest.fixture(scope="module")
