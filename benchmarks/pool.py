@@ -25,6 +25,15 @@ class Answer:
     result: Any
 
 
+def end_workers_on_sigterm() -> None:
+    """Makes SIGTERM an exception, so that the caller's `finally` ends the workers: sleeping ones cannot notice by themselves."""
+
+    def leave(signum: int, frame: object) -> None:
+        raise SystemExit(128 + signum)
+
+    signal.signal(signal.SIGTERM, leave)
+
+
 class WorkerError(RuntimeError):
     """A worker answered with an error, died or ran out of time."""
 

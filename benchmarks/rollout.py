@@ -9,7 +9,7 @@ import statistics
 from typing import Any
 
 from benchmarks import report, systems
-from benchmarks.pool import Worker, WorkerError
+from benchmarks.pool import Worker, WorkerError, end_workers_on_sigterm
 from benchmarks.workload import Workload
 
 SAMPLERS = ("ours", "tunix", "hf", "vllm")
@@ -18,6 +18,7 @@ SAMPLERS = ("ours", "tunix", "hf", "vllm")
 def main() -> None:
     """Measures, prints the tables, writes the JSON file."""
     arguments = _arguments()
+    end_workers_on_sigterm()
     workload = systems.workload_of(arguments)
     names = [f"{name}:{dtype}" for dtype in arguments.dtypes for name in arguments.systems]
     workers: dict[str, Worker] = {}
@@ -30,13 +31,13 @@ def main() -> None:
             workers[name], known = systems.start(system, workload.with_(dtype=dtype), arguments)
             results[name].update(known)
             for seed in range(arguments.warmups):
-                workers[name].call("rollout", seed=1_000 + seed)
+                results[name]["warm"] = workers[name].call("rollout", seed=1_000 + seed).result
+        _check(names, workload, workers, results)
         measured = []
         for round_ in range(arguments.rounds):
             measured.append(limits.call("measure", dtypes=arguments.dtypes).result)
             for name in names:
                 _round(name, round_, workload, workers, results[name])
-        _check(names, workload, workers, results)
         for name in names:
             results[name]["peak_gb"] = workers[name].peak_gb
     finally:
@@ -72,7 +73,6 @@ def _round(
             f"{workload.sequences} of {workload.new_tokens}"
         )
     result["seconds"].append(answer.seconds)
-    result["last"] = answer.result
     result["distinct"] = len({tuple(tokens) for tokens in answer.result})
     print(f"round {round_}, {name}: {workload.tokens / answer.seconds:.0f} tokens/s", flush=True)
 
@@ -85,7 +85,7 @@ def _check(names: list[str], workload: Workload, workers: dict[str, Worker], res
         found = workers[name].call("greedy").result
         same = [_shared(a, b) for a, b in zip(found, expected, strict=True)]
         results[name]["greedy_equal_tokens"], results[name]["greedy_reference"] = same, reference
-        sampled = results[name].pop("last")
+        sampled = results[name].pop("warm")
         if reference == "hf:float32":
             results[name]["mean_logprob"] = workers[reference].call("score", responses=sampled).result
 

@@ -54,6 +54,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def positive(text: str) -> int:
+    """An integer of at least 1: the first round compiles, so there is no measuring without a warm-up."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    return int(text)
+
+
 def workload_of(arguments: argparse.Namespace, **more: Any) -> Workload:
     """The workload that the command line describes."""
     return Workload(

@@ -8,7 +8,7 @@ import argparse
 from typing import Any
 
 from benchmarks import report, systems
-from benchmarks.pool import Worker, WorkerError
+from benchmarks.pool import Worker, WorkerError, end_workers_on_sigterm
 
 TRAINERS = ("ours", "tunix", "trl")
 
@@ -16,6 +16,7 @@ TRAINERS = ("ours", "tunix", "trl")
 def main() -> None:
     """Measures, prints the table, writes the JSON file."""
     arguments = _arguments()
+    end_workers_on_sigterm()
     rows = arguments.rows_per_microbatch
     options: dict[str, dict[str, Any]] = {
         "ours": {"rows_per_microbatch": rows, "remat": arguments.remat,

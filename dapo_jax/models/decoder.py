@@ -25,7 +25,7 @@ from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.rope import RopeScaling, rope_frequencies
 
 Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
-"""(query, key, value), each [heads, head_dim, *tokens] -> (attention output, whatever the caller wants back for this layer)."""
+"""(query, key, value), each [heads, head_dim, tokens] -> (attention output, whatever the caller wants back for this layer)."""
 
 REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
     "full": None,
@@ -34,33 +34,28 @@ REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
 
 
 def rms_norm(
-    x: Float[Array, "dim *tokens"], weight: Float[Array, " dim"], eps: float
-) -> Float[Array, "dim *tokens"]:
+    x: Float[Array, "dim tokens"], weight: Float[Array, " dim"], eps: float
+) -> Float[Array, "dim tokens"]:
     """Root-mean-square norm over the first axis in float32, returned in the dtype of `x`."""
     wide = x.astype(jnp.float32)
     scaled = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=0, keepdims=True) + eps)
-    return (scaled * _along(weight.astype(jnp.float32), x)).astype(x.dtype)
+    return (scaled * weight.astype(jnp.float32)[:, None]).astype(x.dtype)
 
 
 def rotary(
-    x: Float[Array, "heads head_dim *tokens"],
-    positions: Int[Array, "*tokens"],
+    x: Float[Array, "heads head_dim tokens"],
+    positions: Int[Array, " tokens"],
     theta: float,
     scaling: RopeScaling | None = None,
-) -> Float[Array, "heads head_dim *tokens"]:
+) -> Float[Array, "heads head_dim tokens"]:
     """Rotary position embedding; dimension i is paired with i + head_dim / 2 (Su et al. 2021, in Llama's layout)."""
     frequencies = jnp.asarray(rope_frequencies(x.shape[1], theta, scaling))
-    angles = frequencies.reshape(-1, *[1] * positions.ndim) * positions.astype(jnp.float32)[None]
+    angles = frequencies[:, None] * positions.astype(jnp.float32)[None]
     cos, sin = jnp.cos(angles)[None], jnp.sin(angles)[None]
     if scaling is not None and scaling.amplitude != 1.0:
         cos, sin = cos * scaling.amplitude, sin * scaling.amplitude
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=1).astype(x.dtype)
-
-
-def _along(weight: Float[Array, "*dims"], x: Float[Array, "*dims_and_tokens"]) -> Float[Array, "*ones"]:
-    """`weight` with an axis of 1 for each token axis of `x`."""
-    return weight.reshape(*weight.shape, *[1] * (x.ndim - weight.ndim))
 
 
 def _weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], fan_in: int) -> nnx.Param[Array]:
@@ -100,19 +95,19 @@ class Block(nnx.Module):
             self.key_norm = _filled(1.0, (dim,), ("norm",))
 
     def _project(
-        self, x: Float[Array, "embed *tokens"], positions: Int[Array, "*tokens"]
+        self, x: Float[Array, "embed tokens"], positions: Int[Array, " tokens"]
     ) -> tuple[
-        Float[Array, "heads dim *tokens"], Float[Array, "kv dim *tokens"], Float[Array, "kv dim *tokens"]
+        Float[Array, "heads dim tokens"], Float[Array, "kv dim tokens"], Float[Array, "kv dim tokens"]
     ]:
         """Queries, keys and values, positions already turned in."""
         config = self.config
         query, key, value = (
-            jnp.einsum("hde,e...->hd...", weight[...].astype(x.dtype), x)
+            jnp.einsum("hde,et->hdt", weight[...].astype(x.dtype), x)
             for weight in (self.query, self.key, self.value)
         )
         if config.qkv_bias:
             query, key, value = (
-                part + _along(bias[...].astype(x.dtype), part)
+                part + bias[...].astype(x.dtype)[..., None]
                 for part, bias in ((query, self.query_bias), (key, self.key_bias), (value, self.value_bias))
             )
         if config.qk_norm:
@@ -123,24 +118,24 @@ class Block(nnx.Module):
         return rotary(query, positions, *rope), rotary(key, positions, *rope), value
 
     def __call__(
-        self, x: Float[Array, "embed *tokens"], positions: Int[Array, "*tokens"], attend: Attend
-    ) -> tuple[Float[Array, "embed *tokens"], Any]:
+        self, x: Float[Array, "embed tokens"], positions: Int[Array, " tokens"], attend: Attend
+    ) -> tuple[Float[Array, "embed tokens"], Any]:
         """The layer's output, and what `attend` wants back."""
         eps = self.config.norm_eps
         query, key, value = self._project(rms_norm(x, self.attention_norm[...], eps), positions)
         attended, kept = attend(query, key, value)
         # Heads and their dimensions as one axis: over two, XLA turns the weight around at every call.
         heads = self.output[...].reshape(self.config.embed_dim, -1)
-        x = x + _linear(heads, attended.reshape(-1, *attended.shape[2:]))
+        x = x + _linear(heads, attended.reshape(-1, attended.shape[2]))
         y = rms_norm(x, self.mlp_norm[...], eps)
         gated = jax.nn.silu(_linear(self.gate[...], y)) * _linear(self.up[...], y)
         return x + _linear(self.down[...], gated), kept
 
 
 def _linear(
-    weight: Float[Array, "outputs inputs"], x: Float[Array, "inputs *tokens"]
-) -> Float[Array, "outputs *tokens"]:
-    return jnp.einsum("oi,i...->o...", weight.astype(x.dtype), x)
+    weight: Float[Array, "outputs inputs"], x: Float[Array, "inputs tokens"]
+) -> Float[Array, "outputs tokens"]:
+    return jnp.einsum("oi,it->ot", weight.astype(x.dtype), x)
 
 
 class Ends(nnx.Module):

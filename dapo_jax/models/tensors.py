@@ -5,7 +5,6 @@
 """
 
 import functools
-import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 

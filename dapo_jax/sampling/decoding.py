@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key, PRNGKeyArray
 
-
 _BLOCK = 256
 """Entries of the vocabulary summed at a time when a token is drawn."""
 
@@ -130,8 +129,8 @@ def _blocks(scores: Float[Array, "slots vocab"]) -> Float[Array, "slots blocks b
 
 
 def _pick(
-    rows: Float[Array, "slots count *rest"], index: Int[Array, " slots"]
-) -> Float[Array, "slots *rest"]:
+    rows: Float[Array, " slots count *rest"], index: Int[Array, " slots"]
+) -> Float[Array, " slots *rest"]:
     """The entry `index` of each slot."""
     return jax.vmap(lambda row, at: row[at])(rows, index)
 
