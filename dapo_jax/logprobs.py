@@ -3,8 +3,6 @@
 Both are of the *tempered* policy, softmax(logits / temperature): the one that sampling draws from.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -48,8 +46,8 @@ def chunked_logprobs(
 ) -> tuple[Float[Array, " tokens"], Float[Array, " tokens"]]:
     """Log-probability and entropy per token under softmax(hidden @ unembedding.T / temperature).
 
-    Neither the forward nor the backward pass holds more than `chunk_tokens` rows of logits: the backward pass
-    computes each chunk's again. Matrix products take operands of `hidden`'s dtype and give float32; the
+    Neither the forward nor the backward pass holds more than `chunk_tokens` rows of logits: where there are several
+    chunks, the backward pass computes each one's again. Matrix products take operands of `hidden`'s dtype and give float32; the
     gradient of `unembedding` is summed over chunks in `unembedding`'s own dtype.
 
     A chunk is made of tokens `tokens / chunk_tokens` apart rather than of neighbours, so that tokens sharded
@@ -77,8 +75,6 @@ def chunked_logprobs(
     padding = chunks * rows - tokens
     hidden, unembedding = _vary_with(hidden, unembedding), _vary_with(unembedding, hidden)
 
-    # Without prevent_cse XLA is free to fuse; a scan needs no barrier to keep the recomputation.
-    @functools.partial(jax.checkpoint, prevent_cse=False)
     def score(chunk: tuple[Array, Array]) -> tuple[Array, Array]:
         chunk_hidden, chunk_targets = chunk
         logits = _project(chunk_hidden, unembedding)
@@ -86,6 +82,11 @@ def chunked_logprobs(
         constant = lax.stop_gradient(log_softmax)
         return _pick(log_softmax, chunk_targets), -jnp.sum(jnp.exp(constant) * constant, axis=-1)
 
+    if chunks == 1:
+        # All logits exist at one time as it is: kept for the backward pass, they need not be computed again.
+        return score((hidden, targets))
+    # Without prevent_cse XLA is free to fuse; a scan needs no barrier to keep the recomputation.
+    score = jax.checkpoint(score, prevent_cse=False)
     split_hidden = (
         jnp.pad(hidden, ((0, padding), (0, 0))).reshape(rows, chunks, hidden.shape[1]).swapaxes(0, 1)
     )
