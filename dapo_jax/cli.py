@@ -82,6 +82,9 @@ def _eval(arguments: argparse.Namespace) -> int:
         top_p=arguments.top_p,
         top_k=arguments.top_k,
         grader=arguments.grader,
+        answer_marker=arguments.answer_marker,
+        source_options=arguments.source_options,
+        prompt_template=arguments.prompt_template,
         **_asked(arguments),
         max_prompt_tokens=arguments.max_prompt_tokens,
         max_response_tokens=arguments.max_response_tokens,
@@ -210,6 +213,18 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--prompts", type=int, default=0, help="how many prompts; 0 is all (default)")
     evaluate.add_argument(
         "--grader", default="exact", help="a grader's name, module:function or file.py:function"
+    )
+    evaluate.add_argument(
+        "--answer-marker",
+        default="=",
+        metavar="TEXT",
+        help="what the exact grader's answer follows; '': nothing",
+    )
+    evaluate.add_argument(
+        "--prompt-template", default="{prompt}", metavar="TEXT", help="text around the question {prompt}"
+    )
+    evaluate.add_argument(
+        "--source-options", type=_json_object, default={}, metavar="JSON", help="of --data reasoning_gym:TASK"
     )
     evaluate.add_argument("--max-prompt-tokens", type=int, default=64)
     evaluate.add_argument("--slots", type=int, default=128)

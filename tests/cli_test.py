@@ -139,6 +139,8 @@ def test_a_missing_file_is_one_message_and_names_the_nearest(capsys):
         (["sample", "shipped:quickstart", "--prompt", "1", "--stop", ""], "sampling.stop: found ['']"),
         (["eval", "shipped:quickstart", "--stop-token-ids", "3", "-1"], "sampling.stop_token_ids: found [3, -1]"),
         (["eval", "shipped:quickstart", "--chat", "--prompts", "2"], "no chat template"),
+        (["eval", "shipped:quickstart", "--prompt-template", "Q"], "data.prompt_template: found 'Q'"),
+        (["eval", "shipped:quickstart", "--source-options", '{"a": 1}'], "data.source_options: found {'a': 1}"),
         (["sft", QUICKSTART], "quickstart.yaml"),
     ],
 )  # fmt: skip
@@ -261,6 +263,16 @@ def test_eval_takes_the_checkpoint_of_a_run(trained, capsys, tmp_path):
     assert capsys.readouterr().out == from_run
     kept, again = (read_rollouts(tmp_path / name / "step_000000.jsonl") for name in ("kept", "again"))
     assert kept == again
+
+
+def test_eval_takes_a_template_and_an_answer_marker(trained, capsys, tmp_path):
+    arguments = ["eval", str(trained), "--k", "4", "--prompts", "2", "--slots", "8", "--max-prompt-tokens", "8", *SMALL]  # fmt: skip
+    how = ["--prompt-template", "?{prompt}", "--answer-marker", "", "--keep", str(tmp_path)]
+    assert main([*arguments, *how]) == 0
+    rows = read_rollouts(tmp_path / "step_000000.jsonl")
+    assert all(row["prompt"].startswith("?") for row in rows)
+    # Without a marker the whole response is the answer.
+    assert all(row["extracted"] == (row["response"] or None) for row in rows)
 
 
 def test_sample_prints_each_prompt_with_its_responses(trained, capsys):

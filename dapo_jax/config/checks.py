@@ -64,6 +64,13 @@ def _check_data(data: schema.DataConfig) -> None:
             "put {prompt} where the question goes: without it every prompt would be the same text",
         )
 
+    if data.source_options and not data.source.startswith("reasoning_gym:"):
+        refuse(
+            "data.source_options",
+            data.source_options,
+            "a data.source of the form reasoning_gym:TASK",
+            f"{data.source!r} takes no options: leave the key out",
+        )
     for name in ("messages", "add_generation_prompt"):
         if name in data.chat_template_kwargs:
             key = f"data.chat_template_kwargs.{name}"

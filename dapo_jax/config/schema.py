@@ -47,7 +47,10 @@ class DataConfig:
     """Where prompts come from."""
 
     source: str = "arithmetic"
-    """Name of a dataset builder of `dapo_jax.data.builders`; `rows` when rows are passed from Python."""
+    """Name of a dataset builder of `dapo_jax.data.builders`; `reasoning_gym:TASK` for questions that the package
+    reasoning-gym makes up; `rows` when rows are passed from Python."""
+    source_options: dict[str, Any] = field(default_factory=dict)
+    """Options of a reasoning_gym task: {min_words: 3, max_words: 5} for letter_counting."""
     train_split: str = "train"
     eval_split: str = "test"
     data_dir: str = "~/.cache/dapo_jax/datasets"
@@ -110,7 +113,8 @@ class RewardConfig:
     """How a response becomes a reward."""
 
     grader: str = "exact"
-    """A name in `dapo_jax.rewards.GRADERS`, `module:function`, or `path/to/file.py:function`."""
+    """A name in `dapo_jax.rewards.GRADERS`, `reasoning_gym` (the task's own scorer), `module:function`, or
+    `path/to/file.py:function`."""
     answer_marker: str = "="
     """The exact grader takes what follows the last marker as the answer; empty: the whole response."""
     correct: float = 1.0

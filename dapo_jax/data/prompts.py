@@ -7,12 +7,14 @@ A checkpoint stores that integer; hosts that share the work take ordinals h, h +
 
 import os
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from dapo_jax.data.chat import Message
 from dapo_jax.data.formatting import AS_IT_STANDS, PromptFormat, checked_messages
+from dapo_jax.data.reasoning_gym import PREFIX, reasoning_gym_rows
 from dapo_jax.data.tokenizers import Tokenizer
 from dapo_jax.rollouts import Prompt
 
@@ -138,20 +140,31 @@ def make_prompt(
     return Prompt(ordinal=ordinal, tokens=tokens, text=text, answer=row["answer"], row=row)
 
 
-def load_rows(source_name: str, split: str, data_dir: str | os.PathLike[str]) -> Sequence[Mapping[str, Any]]:
-    """The rows of a dataset builder's split, text as `str`, read from disk on access.
+def load_rows(
+    source_name: str,
+    split: str,
+    data_dir: str | os.PathLike[str],
+    options: Mapping[str, Any] = MappingProxyType({}),
+) -> Sequence[Mapping[str, Any]]:
+    """The rows of a dataset builder's split, text as `str`, read from disk on access; or those of a reasoning-gym task.
 
-    The dataset is prepared under `data_dir` at first use and found there afterwards.
+    A builder's dataset is prepared under `data_dir` at first use and found there afterwards. A task's questions are made
+    up at each use, the same ones from the same options.
 
     Args:
-        source_name: a module of `dapo_jax.data.builders`.
+        source_name: a module of `dapo_jax.data.builders`, or `reasoning_gym:TASK`.
         split: a split such as `train`, or a part of one: `train[:100]`.
         data_dir: folder of prepared datasets; `~` is expanded.
+        options: of a task, see `reasoning_gym_rows`; a builder has none.
 
     Raises:
-        ValueError: no builder or no split of that name.
+        ValueError: no builder, task or split of that name, or options that do not fit.
         RuntimeError: the dataset cannot be written to `data_dir`.
     """
+    if source_name.startswith(PREFIX):
+        return reasoning_gym_rows(source_name.removeprefix(PREFIX), split, options)
+    if options:
+        raise ValueError(f"dataset {source_name!r} takes no options; got {dict(options)}")
     from dapo_jax.data.builders import read_split  # loads TensorFlow Datasets
 
     return read_split(source_name, split, data_dir)

@@ -46,6 +46,9 @@ RewardFunction = Callable[[Sample], Verdict | bool | float]
 GradeFunction = Callable[[Sample], Verdict]
 """What `grade_group` calls."""
 
+_NEEDS_A_ROW = {"reasoning_gym": "dapo_jax.rewards.reasoning_gym:grade"}
+"""Graders by name that need more than the text and the answer; loaded when they are asked for."""
+
 
 def grade_function(spec: str | RewardFunction, *, answer_marker: str = "=") -> GradeFunction:
     """The function that grades: from a name in `GRADERS`, from `module:function`, from a file, or as given.
@@ -61,11 +64,13 @@ def grade_function(spec: str | RewardFunction, *, answer_marker: str = "=") -> G
     """
     if not isinstance(spec, str):
         return _checked(spec, getattr(spec, "__qualname__", repr(spec)))
+    spec = _NEEDS_A_ROW.get(spec, spec)
     if ":" in spec:
         return _checked(load_function(spec), spec)
     if spec not in GRADERS:
-        near = difflib.get_close_matches(spec, GRADERS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {sorted(GRADERS)}"
+        names = [*GRADERS, *_NEEDS_A_ROW]
+        near = difflib.get_close_matches(spec, names, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {sorted(names)}"
         raise ValueError(
             f"no grader is named {spec!r}; {hint} An own one is module:function or path/to/file.py:function"
         )

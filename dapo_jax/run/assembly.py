@@ -64,6 +64,7 @@ class Run:
                 source=data.source,
                 split=data.eval_split,
                 data_dir=data.data_dir,
+                source_options=data.source_options,
                 prompt_format=prompt_format(data),
                 max_prompt_tokens=data.max_prompt_tokens,
                 rows=eval_rows,
@@ -91,7 +92,7 @@ class Run:
         data = self.config.data
         try:
             found = (
-                load_rows(data.source, data.train_split, data.data_dir)
+                load_rows(data.source, data.train_split, data.data_dir, data.source_options)
                 if rows is None
                 else checked_rows(rows)
             )

@@ -31,6 +31,7 @@ def evaluate(
     data: str = "arithmetic",
     split: str = "test",
     data_dir: str = "~/.cache/dapo_jax/datasets",
+    source_options: Mapping[str, Any] | None = None,
     prompt_template: str = "{prompt}",
     chat: bool = False,
     system_prompt: str = "",
@@ -45,6 +46,7 @@ def evaluate(
     stop: Sequence[str] = (),
     stop_token_ids: Sequence[int] = (),
     grader: str = "exact",
+    answer_marker: str = "=",
     slots: int = 128,
     seed: int = 0,
     keep: str | None = None,
@@ -67,6 +69,7 @@ def evaluate(
     )
     asked = DataConfig(
         source=data,
+        source_options=dict(source_options or {}),
         prompt_template=prompt_template,
         chat=chat,
         system_prompt=system_prompt,
@@ -85,6 +88,7 @@ def evaluate(
         source=data,
         split=split,
         data_dir=data_dir,
+        source_options=asked.source_options,
         prompt_format=prompt_format(asked),
         max_prompt_tokens=max_prompt_tokens,
     )
@@ -97,7 +101,7 @@ def evaluate(
         compute_dtype="float32",
         group_size=samples_per_prompt,
     )
-    reward = RewardConfig(grader=grader, overlong=_NO_SHAPING)
+    reward = RewardConfig(grader=grader, answer_marker=answer_marker, overlong=_NO_SHAPING)
     grade = grading(reward, policy, max_response_tokens=max_response_tokens, stop=sampling.stop)
     groups = rollouts.evaluate(rollouts.transfer(policy.params), found, grade, config)
     if keep is not None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -141,11 +142,12 @@ def prompt_format(data: DataConfig) -> PromptFormat:
 
 def eval_prompts(
     config: EvalConfig, policy: Policy, *, source: str, split: str, data_dir: str, max_prompt_tokens: int,
-    prompt_format: PromptFormat = AS_IT_STANDS, rows: Sequence[Mapping[str, Any]] | None = None,
+    source_options: Mapping[str, Any] = MappingProxyType({}), prompt_format: PromptFormat = AS_IT_STANDS,
+    rows: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[Prompt]:  # fmt: skip
     """The held-out prompts: of `rows`, or of the dataset's split; `config.prompts` limits their number."""
     try:
-        found = load_rows(source, split, data_dir) if rows is None else checked_rows(rows)
+        found = load_rows(source, split, data_dir, source_options) if rows is None else checked_rows(rows)
         limit = min(config.prompts, len(found))
         return held_out(
             found,

@@ -95,7 +95,7 @@ def _pairs(config: SftConfig, policy: Policy) -> PairSource:
     data = config.data
     try:
         return PairSource(
-            load_rows(data.source, data.train_split, data.data_dir),
+            load_rows(data.source, data.train_split, data.data_dir, data.source_options),
             policy.tokenizer,
             seed=config.seed,
             max_prompt_tokens=data.max_prompt_tokens,
@@ -135,6 +135,7 @@ def _evaluation(
         source=data.source,
         split=data.eval_split,
         data_dir=data.data_dir,
+        source_options=data.source_options,
         prompt_format=prompt_format(data),
         max_prompt_tokens=data.max_prompt_tokens,
     )

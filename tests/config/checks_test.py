@@ -126,6 +126,10 @@ REFUSED = [
     ("model.revision=v1", ["model.revision: found 'v1'", "hf:ORG/NAME", "'preset:tiny' has no revisions"]),
     ('sampling.stop=["x",""]', ["sampling.stop: found ['x', '']", "end at once"]),
     ("sampling.stop_token_ids=[0,-1]", ["sampling.stop_token_ids: found [0, -1]", "0 or more"]),
+    (
+        "data.source_options.min_words=3",
+        ["data.source_options: found", "reasoning_gym:TASK", "takes no options"],
+    ),
     ("data.chat_template_kwargs.messages=1", ["chat_template_kwargs.messages: found 1", "remove it"]),
     ("data.chat_template_kwargs.add_generation_prompt=false", ["add_generation_prompt: found false"]),
     # one number out of its range

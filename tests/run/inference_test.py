@@ -76,6 +76,23 @@ def test_an_own_grader_is_loaded_from_a_file(model, compiled, data_dir, tmp_path
     assert scores["eval/arithmetic/avg@4"] == 1.0
 
 
+def test_template_and_marker_decide_what_is_asked_and_what_is_read(model, compiled, data_dir, tmp_path):
+    """The tokenizer's alphabet has no space, so the template's text is seen in the kept rollouts."""
+    how = {"prompt_template": "1+1=2,{prompt}", "max_prompt_tokens": 11, "keep": str(tmp_path / "kept")}
+    evaluate_small(model, compiled, data_dir, answer_marker="", **how)
+    rows = read_rollouts(tmp_path / "kept" / "step_000000.jsonl")
+    assert all(row["prompt"].startswith("1+1=2,") for row in rows)
+    # Without a marker the whole response is the answer.
+    assert all(row["extracted"] == (row["response"] or None) for row in rows)
+
+
+def test_options_reach_the_source(model, compiled, data_dir):
+    with pytest.raises(
+        ConfigError, match=r"data\.source_options: found \{'min_words': 3\}, needs a data\.source"
+    ):
+        evaluate_small(model, compiled, data_dir, source_options={"min_words": 3})
+
+
 @pytest.mark.parametrize(
     ("how", "message"),
     [

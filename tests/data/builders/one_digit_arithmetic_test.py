@@ -1,0 +1,39 @@
+"""The one-digit questions: all of them, right, and none on both sides of the split."""
+
+from collections import Counter
+
+from dapo_jax.data import load_rows
+from dapo_jax.data.builders.one_digit_arithmetic import questions, split_questions
+
+
+def test_there_are_100_sums_55_differences_and_100_products():
+    """10 x 10 ordered pairs; of a difference only those with left >= right: 10 + 9 + ... + 1 = 55."""
+    assert Counter(question.operation for question in questions()) == {"+": 100, "-": 55, "*": 100}
+    assert len({question.text for question in questions()}) == 255
+
+
+def test_answers_are_right_and_never_negative():
+    for question in questions():
+        assert question.answer == eval(question.text) >= 0
+
+
+def test_splits_are_disjoint_and_together_all_questions():
+    splits = split_questions()
+    assert {name: len(found) for name, found in splits.items()} == {"train": 155, "test": 100}
+    assert sorted(q.text for found in splits.values() for q in found) == sorted(q.text for q in questions())
+
+
+def test_splits_depend_on_the_seed_alone_and_hold_every_operation():
+    assert split_questions(0) == split_questions(0)
+    assert split_questions(0) != split_questions(1)
+    for found in split_questions().values():
+        # A share of 55/255 differences; a fifth or so of each split, not all of them on one side.
+        assert 0.1 < sum(question.operation == "-" for question in found) / len(found) < 0.35
+
+
+def test_rows_on_disk_are_the_generated_ones_in_order(tmp_path):
+    for split, found in split_questions().items():
+        rows = load_rows("one_digit_arithmetic", split, tmp_path)
+        assert list(rows) == [
+            {"prompt": q.text, "answer": str(q.answer), "operation": q.operation} for q in found
+        ]
