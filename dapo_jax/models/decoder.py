@@ -63,7 +63,8 @@ def _weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], fan_i
 
 
 def _filled(value: float, shape: tuple[int, ...], axes: tuple[str, ...]) -> nnx.Param[Array]:
-    return nnx.Param(jnp.full(shape, value), axes=axes)
+    # With its dtype: weakly typed, every program over the parameters would compile again after the first update.
+    return nnx.Param(jnp.full(shape, value, jnp.float32), axes=axes)
 
 
 class Block(nnx.Module):

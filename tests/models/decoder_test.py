@@ -201,6 +201,13 @@ def test_layers_start_with_different_weights():
     np.testing.assert_allclose(np.std(state["blocks"]["output"][...]), (32 * 2 * 2) ** -0.5, rtol=0.05)
 
 
+def test_no_parameter_is_weakly_typed():
+    """One that is becomes another type with the first update, and all programs compile again."""
+    config = tiny_decoder_config(qkv_bias=True, qk_norm=True)
+    state = jax.eval_shape(lambda: nnx.state(Decoder(config, rngs=nnx.Rngs(0))))
+    assert not [leaf for leaf in jax.tree.leaves(state) if leaf.weak_type]
+
+
 @pytest.mark.parametrize("name", [*PRESETS, "untied", "everything"])
 def test_the_parameter_count_is_the_real_one(name):
     own = {
