@@ -95,7 +95,8 @@ def _from_gguf(path: Path, folder: Path, dtype: str) -> tuple[DecoderConfig, int
 
 def _from_folder(source: Path, folder: Path, dtype: str) -> tuple[DecoderConfig, int]:
     """config.json stays as it is, but for the type of the tensors."""
-    config, tensors = read_config(source), _tensors(read_config(source), SafetensorsFolder(source))
+    config = read_config(source)
+    tensors = _tensors(config, SafetensorsFolder(source))
     folder.mkdir(parents=True, exist_ok=True)
     for name in _TOKENIZER_FILES:
         if (source / name).is_file():

@@ -105,7 +105,8 @@ def serve(source: str, options: ServeOptions, *, say: Callable[[str], None] = pr
     with ExitStack() as ends:
         # Looked up before the weights are read: should one come in between, it is read twice rather than never.
         follower = ends.enter_context(_Follower(checkpoints, say)) if options.follow_s is not None else None
-        policy = find_policy(source)
+        # Spread over all devices from the start: a large model does not fit on the first one.
+        policy = find_policy(source, mesh=mesh_of(ParallelConfig()))
         engine, transfer = serving_engine(policy, options)
         engine.warm_up()
         try:
