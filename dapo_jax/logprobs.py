@@ -9,6 +9,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from dapo_jax.products import product
+
 
 def token_logprobs(
     logits: Float[Array, "*batch vocab"],
@@ -43,12 +45,13 @@ def chunked_logprobs(
     *,
     temperature: float | Float[Array, ""] = 1.0,
     chunk_tokens: int = 1024,
+    compute_dtype: str | None = None,
 ) -> tuple[Float[Array, " tokens"], Float[Array, " tokens"]]:
     """Log-probability and entropy per token under softmax(hidden @ unembedding.T / temperature).
 
     Neither the forward nor the backward pass holds more than `chunk_tokens` rows of logits: where there are several
-    chunks, the backward pass computes each one's again. Matrix products take operands of `hidden`'s dtype and give float32; the
-    gradient of `unembedding` is summed over chunks in `unembedding`'s own dtype.
+    chunks, the backward pass computes each one's again. Products are in the compute dtype and give float32 (see
+    `dapo_jax.products`); the gradient of `unembedding` is summed over chunks in `unembedding`'s own dtype.
 
     A chunk is made of tokens `tokens / chunk_tokens` apart rather than of neighbours, so that tokens sharded
     over devices leave every device its share of each chunk.
@@ -59,6 +62,7 @@ def chunked_logprobs(
         targets: token ids.
         temperature: of the policy; above 0. May be traced.
         chunk_tokens: the most rows of logits at one time.
+        compute_dtype: of the products with `unembedding`; None is the dtype of `hidden`.
 
     Returns:
         Log-probabilities, differentiable, and entropies, a metric without gradient; both in nats, float32 or wider.
@@ -77,7 +81,7 @@ def chunked_logprobs(
 
     def score(chunk: tuple[Array, Array]) -> tuple[Array, Array]:
         chunk_hidden, chunk_targets = chunk
-        logits = _project(chunk_hidden, unembedding)
+        logits = product("ve,te->tv", unembedding, chunk_hidden, compute_dtype or hidden.dtype.name)
         log_softmax = jax.nn.log_softmax(logits / jnp.asarray(temperature, logits.dtype), axis=-1)
         constant = lax.stop_gradient(log_softmax)
         return _pick(log_softmax, chunk_targets), -jnp.sum(jnp.exp(constant) * constant, axis=-1)
@@ -102,30 +106,6 @@ def _pick(scores: Float[Array, "*batch vocab"], targets: Int[Array, "*batch"]) -
     return jnp.sum(scores, axis=-1, where=vocab == targets[..., None])
 
 
-@jax.custom_vjp
-def _project(
-    hidden: Float[Array, "rows embed"], unembedding: Float[Array, "vocab embed"]
-) -> Float[Array, "rows vocab"]:
-    """hidden @ unembedding.T with float32 results. Plain differentiation would multiply the float32 cotangent
-    by low-precision operands, for which accelerators have no fast product, and round each chunk's gradient."""
-    return _matmul(hidden, unembedding.astype(hidden.dtype), contract=(1, 1))
-
-
-def _project_forward(hidden: Array, unembedding: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _project(hidden, unembedding), (hidden, unembedding)
-
-
-def _project_backward(operands: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:
-    hidden, unembedding = operands
-    cotangent = cotangent.astype(hidden.dtype)
-    d_hidden = _matmul(cotangent, unembedding.astype(hidden.dtype), contract=(1, 0))
-    d_unembedding = _matmul(cotangent, hidden, contract=(0, 0))
-    return d_hidden.astype(hidden.dtype), d_unembedding.astype(unembedding.dtype)
-
-
-_project.defvjp(_project_forward, _project_backward)
-
-
 def _vary_with(array: Array, other: Array) -> Array:
     """`array`, marked inside `shard_map` as different on the devices on which `other` differs.
 
@@ -134,17 +114,6 @@ def _vary_with(array: Array, other: Array) -> Array:
     """
     never = jnp.zeros_like(other, shape=(), dtype=bool)
     return jnp.where(never, jnp.zeros((), array.dtype), array)
-
-
-def _matmul(left: Array, right: Array, *, contract: tuple[int, int]) -> Array:
-    """Sums over axis `contract[0]` of `left` and `contract[1]` of `right`, in float32 or wider."""
-    left_axis, right_axis = contract
-    return lax.dot_general(
-        left,
-        right,
-        (((left_axis,), (right_axis,)), ((), ())),
-        preferred_element_type=np.promote_types(left.dtype, jnp.float32),
-    )
 
 
 def _check_temperature(temperature: float | Array) -> None:

@@ -3,10 +3,11 @@
 Scores and the softmax are in float32 whatever the inputs are. `H` query heads share `K` key heads.
 """
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
+
+from dapo_jax.products import product
 
 MASKED = -1e30
 """Score of a position that may not be attended to: finite, so that a row with no live position is not NaN."""
@@ -17,6 +18,8 @@ def causal_attention(
     key: Float[Array, "kv_heads head_dim tokens"],
     value: Float[Array, "kv_heads head_dim tokens"],
     segment_ids: Int[Array, "batch seq"],
+    *,
+    dtype: str = "float32",
 ) -> Float[Array, "heads head_dim tokens"]:
     """Each token attends to the tokens of its own segment up to itself; `tokens` are the rows of `segment_ids`, joined.
 
@@ -25,14 +28,17 @@ def causal_attention(
     batch, seq = segment_ids.shape
     causal = jnp.tril(jnp.ones((seq, seq), bool))
     same = segment_ids[:, :, None] == segment_ids[:, None, :]
-    mask = (causal[None] & same)[:, None]
-    q, k, v = (
-        part.reshape(*part.shape[:2], batch, seq).transpose(2, 3, 0, 1) for part in (query, key, value)
-    )
-    # It takes the scores of bfloat16 inputs to float32 by a promotion, which strict JAX would refuse.
-    with jax.numpy_dtype_promotion("standard"):
-        out = jax.nn.dot_product_attention(q, k, v, mask=mask, implementation="xla")
-    return out.transpose(2, 3, 0, 1).reshape(query.shape)
+    mask = causal[None] & same
+    kv_heads, head_dim = key.shape[:2]
+    k, v = (part.reshape(kv_heads, head_dim, batch, seq) for part in (key, value))
+    grouped = (query * head_dim**-0.5).reshape(kv_heads, -1, head_dim, batch, seq)
+    scores = product("kdbt,kgdbs->bkgst", k, grouped, dtype)
+    scores = jnp.where(mask[:, None, None], scores, MASKED)
+    # As in decoding: not yet divided by their sum when they are rounded.
+    weights = jnp.exp(scores - lax.stop_gradient(scores.max(-1, keepdims=True)))
+    total = weights.sum(-1).transpose(1, 2, 0, 3)[:, :, None]
+    out = product("kdbt,bkgst->kgdbs", v, weights, dtype) / total
+    return out.reshape(query.shape)
 
 
 def cached_attention(
@@ -51,8 +57,10 @@ def cached_attention(
     heads, head_dim, slots = query.shape
     kv_heads, capacity = values.shape[1], values.shape[2]
     chunk = min(chunk, capacity)
-    scaled = (query.astype(jnp.float32) * head_dim**-0.5).astype(keys.dtype)
-    grouped = scaled.reshape(kv_heads, heads // kv_heads, head_dim, slots).transpose(3, 0, 1, 2)
+    dtype = keys.dtype.name
+    grouped = (
+        (query * head_dim**-0.5).reshape(kv_heads, heads // kv_heads, head_dim, slots).transpose(3, 0, 1, 2)
+    )
 
     def attend(start: Int[Array, ""], carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         # The last chunk is moved back to end at the capacity; what it then repeats is masked out.
@@ -60,16 +68,14 @@ def cached_attention(
         top, total, out = carry
         part_keys = lax.dynamic_slice_in_dim(keys, begin, chunk, axis=3)
         part_values = lax.dynamic_slice_in_dim(values, begin, chunk, axis=2)
-        scores = jnp.einsum("skgd,skdc->skgc", grouped, part_keys, preferred_element_type=jnp.float32)
+        scores = product("skdc,skgd->skgc", part_keys, grouped, dtype)
         position = begin + jnp.arange(chunk, dtype=jnp.int32)
         live = (position[None] < lengths[:, None]) & (position >= start)[None]
         scores = jnp.where(live[:, None, None], scores, MASKED)
         new_top = jnp.maximum(top, scores.max(-1))
         weights = jnp.where(live[:, None, None], jnp.exp(scores - new_top[..., None]), 0.0)
         shrink = jnp.exp(top - new_top)
-        part = jnp.einsum(
-            "skgc,skcd->skgd", weights.astype(values.dtype), part_values, preferred_element_type=jnp.float32
-        )
+        part = product("skcd,skgc->skgd", part_values, weights, dtype)
         return new_top, total * shrink + weights.sum(-1), out * shrink[..., None] + part
 
     shape = (slots, kv_heads, heads // kv_heads)

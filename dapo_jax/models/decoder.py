@@ -18,18 +18,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from dapo_jax.models.attention import causal_attention
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.rope import RopeScaling, rope_frequencies
+from dapo_jax.products import product, rounded
 
 Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
 """(query, key, value), each [heads, head_dim, tokens] -> (attention output, whatever the caller wants back for this layer)."""
 
 REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
     "full": None,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "dots": jax.checkpoint_policies.save_only_these_names("projection"),
 }
 
 
@@ -70,10 +72,10 @@ def _filled(value: float, shape: tuple[int, ...], axes: tuple[str, ...]) -> nnx.
 class Block(nnx.Module):
     """One layer: attention and a gated MLP, each after a norm and added to the residual stream."""
 
-    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, compute_dtype: str = "float32") -> None:
         embed, hidden, dim = config.embed_dim, config.mlp_dim, config.head_dim
         heads, kv_heads = config.heads, config.kv_heads
-        self.config = config
+        self.config, self.compute_dtype = config, compute_dtype
         self.attention_norm = _filled(1.0, (embed,), ("norm",))
         self.mlp_norm = _filled(1.0, (embed,), ("norm",))
         self.query = _weight(rngs, (heads, dim, embed), ("heads", "head_dim", "embed"), embed)
@@ -95,7 +97,7 @@ class Block(nnx.Module):
             self.query_norm = _filled(1.0, (dim,), ("norm",))
             self.key_norm = _filled(1.0, (dim,), ("norm",))
 
-    def _project(
+    def _queries_keys_values(
         self, x: Float[Array, "embed tokens"], positions: Int[Array, " tokens"]
     ) -> tuple[
         Float[Array, "heads dim tokens"], Float[Array, "kv dim tokens"], Float[Array, "kv dim tokens"]
@@ -103,12 +105,11 @@ class Block(nnx.Module):
         """Queries, keys and values, positions already turned in."""
         config = self.config
         query, key, value = (
-            jnp.einsum("hde,et->hdt", weight[...].astype(x.dtype), x)
-            for weight in (self.query, self.key, self.value)
+            self._project("hde,et->hdt", weight[...], x) for weight in (self.query, self.key, self.value)
         )
         if config.qkv_bias:
             query, key, value = (
-                part + bias[...].astype(x.dtype)[..., None]
+                part + rounded(bias[...], self.compute_dtype)[..., None]
                 for part, bias in ((query, self.query_bias), (key, self.key_bias), (value, self.value_bias))
             )
         if config.qk_norm:
@@ -123,20 +124,23 @@ class Block(nnx.Module):
     ) -> tuple[Float[Array, "embed tokens"], Any]:
         """The layer's output, and what `attend` wants back."""
         eps = self.config.norm_eps
-        query, key, value = self._project(rms_norm(x, self.attention_norm[...], eps), positions)
+        query, key, value = self._queries_keys_values(rms_norm(x, self.attention_norm[...], eps), positions)
         attended, kept = attend(query, key, value)
         # Heads and their dimensions as one axis: over two, XLA turns the weight around at every call.
         heads = self.output[...].reshape(self.config.embed_dim, -1)
-        x = x + _linear(heads, attended.reshape(-1, attended.shape[2]))
+        x = x + self._linear(heads, attended.reshape(-1, attended.shape[2]))
         y = rms_norm(x, self.mlp_norm[...], eps)
-        gated = jax.nn.silu(_linear(self.gate[...], y)) * _linear(self.up[...], y)
-        return x + _linear(self.down[...], gated), kept
+        gated = jax.nn.silu(self._linear(self.gate[...], y)) * self._linear(self.up[...], y)
+        return x + self._linear(self.down[...], gated), kept
 
+    def _linear(
+        self, weight: Float[Array, "outputs inputs"], x: Float[Array, "inputs tokens"]
+    ) -> Float[Array, "outputs tokens"]:
+        return self._project("oi,it->ot", weight, x)
 
-def _linear(
-    weight: Float[Array, "outputs inputs"], x: Float[Array, "inputs tokens"]
-) -> Float[Array, "outputs tokens"]:
-    return jnp.einsum("oi,it->ot", weight.astype(x.dtype), x)
+    def _project(self, spec: str, weight: Array, x: Array) -> Array:
+        """A product with a weight, under the name by which rematerialisation knows what to keep."""
+        return checkpoint_name(product(spec, weight, x, self.compute_dtype), "projection")
 
 
 class Ends(nnx.Module):
@@ -152,8 +156,8 @@ class Ends(nnx.Module):
             self.lm_head = _weight(rngs, shape, axes, config.embed_dim)
 
     def embed(self, tokens: Int[Array, " tokens"]) -> Float[Array, "embed tokens"]:
-        """Token embeddings in the compute dtype."""
-        return self.embedding[...][tokens].astype(self.compute_dtype).T
+        """Token embeddings."""
+        return rounded(self.embedding[...][tokens], self.compute_dtype).T
 
     def unembedding(self) -> Float[Array, "vocab embed"]:
         """The matrix whose products with a final hidden state are the logits."""
@@ -162,14 +166,14 @@ class Ends(nnx.Module):
     def normed(self, x: Float[Array, "embed tokens"]) -> Float[Array, "tokens embed"]:
         """The final norm; what comes out is turned, a token a row."""
         normed = rms_norm(x, self.final_norm[...], self.config.norm_eps)
-        # Really turned: XLA would read the columns inside the product with the unembedding, slower on CPU and, in
-        # bfloat16, not supported there.
+        # Really turned: XLA would read the columns inside the product with the unembedding, which is slower on CPU.
         return jax.lax.optimization_barrier(normed.T)
 
     def logits(self, hidden: Float[Array, "*tokens embed"]) -> Float[Array, "*tokens vocab"]:
         """Logits in float32 of hidden states that have passed the final norm."""
-        weight = self.unembedding().astype(hidden.dtype)
-        return jnp.einsum("...e,ve->...v", hidden, weight, preferred_element_type=jnp.float32)
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        logits = product("ve,te->tv", self.unembedding(), flat, self.compute_dtype)
+        return logits.reshape(*hidden.shape[:-1], -1)
 
 
 class Decoder(nnx.Module):
@@ -183,7 +187,9 @@ class Decoder(nnx.Module):
             raise ValueError(f"remat={remat!r} must be one of none, {', '.join(REMAT_POLICIES)}")
         self.remat = remat
         self.ends = Ends(config, rngs=rngs, compute_dtype=compute_dtype)
-        self.blocks = nnx.vmap(lambda keys: Block(config, rngs=keys))(rngs.split(config.layers))
+        self.blocks = nnx.vmap(lambda keys: Block(config, rngs=keys, compute_dtype=compute_dtype))(
+            rngs.split(config.layers)
+        )
 
     def __call__(
         self,
@@ -196,7 +202,7 @@ class Decoder(nnx.Module):
         batch, seq = tokens.shape
 
         def attend(query: Array, key: Array, value: Array) -> tuple[Array, None]:
-            return causal_attention(query, key, value, segment_ids), None
+            return causal_attention(query, key, value, segment_ids, dtype=self.ends.compute_dtype), None
 
         def layer(x: Array, weights: nnx.State) -> tuple[Array, None]:
             return nnx.merge(graph, weights)(x, positions.reshape(-1), attend)

@@ -136,7 +136,9 @@ class DecoderEngine:
             )
         self.slots, self.capacity, self.stop_ids = slots, capacity, tuple(stop_ids)
         self._config, self._steps, self._dtype = config, steps_per_call, compute_dtype
-        self._block, _ = nnx.split(nnx.eval_shape(lambda: Block(config, rngs=nnx.Rngs(0))))
+        self._block, _ = nnx.split(
+            nnx.eval_shape(lambda: Block(config, rngs=nnx.Rngs(0), compute_dtype=compute_dtype))
+        )
         self._ends, _ = nnx.split(
             nnx.eval_shape(lambda: Ends(config, rngs=nnx.Rngs(0), compute_dtype=compute_dtype))
         )
@@ -210,7 +212,10 @@ class DecoderEngine:
         outer = nnx.merge(self._ends, params["ends"])
 
         def attend(query: Array, key: Array, value: Array) -> tuple[Array, kv.LayerCache]:
-            return causal_attention(query, key, value, segment_ids), kv.of_rows(key, value, len(tokens))
+            return (
+                causal_attention(query, key, value, segment_ids, dtype=self._dtype),
+                kv.of_rows(key.astype(self._dtype), value.astype(self._dtype), len(tokens)),
+            )
 
         x, layers = outer.embed(tokens.reshape(-1)), []
         for weights in params["layers"]:

@@ -137,6 +137,7 @@ class Updater:
             targets.reshape(-1),
             temperature=self._options.temperature,
             chunk_tokens=min(self._options.logprob_chunk_tokens, rows * seq),
+            compute_dtype=decoder.ends.compute_dtype,
         )
 
         def back(values: Array) -> Array:

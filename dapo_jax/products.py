@@ -1,0 +1,82 @@
+"""Matrix products in a compute dtype, with sums, results and gradients in float32.
+
+What is stored (weights, keys, values) is rounded to the compute dtype wherever it is multiplied, so that all programs agree
+on it. What flows (activations, cotangents) is rounded only where the hardware multiplies in the compute dtype:
+a CPU multiplies bfloat16 by turning it to float32, so there the rounding would save nothing.
+"""
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 3))
+def product(
+    spec: str, stored: Float[Array, "..."], flowing: Float[Array, "..."], dtype: str
+) -> Float[Array, "..."]:
+    """`einsum(spec, stored, flowing)` in `dtype` with a result in float32, or in float64 if `dtype` is.
+
+    Its gradients are products of the same kind, in the dtypes of `stored` and `flowing`. Plain differentiation would
+    multiply the float32 cotangent by low-precision operands, for which accelerators have no fast product, and
+    would round the gradient of float32 weights.
+
+    Args:
+        spec: `stored,flowing->out` without "..."; each index is in two of the three or in all.
+        stored: weights, keys or values: rounded to `dtype`.
+        flowing: activations: rounded to `dtype` where the hardware multiplies in it (not on CPU).
+        dtype: the compute dtype.
+    """
+    return _einsum(spec, rounded(stored, dtype), flowing, dtype)
+
+
+def _product_forward(
+    spec: str, stored: Array, flowing: Array, dtype: str
+) -> tuple[Array, tuple[Array, Array]]:
+    return product(spec, stored, flowing, dtype), (stored, flowing)
+
+
+def _product_backward(
+    spec: str, dtype: str, operands: tuple[Array, Array], cotangent: Array
+) -> tuple[Array, Array]:
+    stored, flowing = operands
+    first, second, out = re.split(",|->", spec)
+    d_stored = _einsum(f"{out},{second}->{first}", cotangent, flowing, dtype)
+    d_flowing = _einsum(f"{first},{out}->{second}", rounded(stored, dtype), cotangent, dtype)
+    return d_stored.astype(stored.dtype), d_flowing.astype(flowing.dtype)
+
+
+product.defvjp(_product_forward, _product_backward)
+
+
+def rounded(x: Float[Array, "*shape"], dtype: str) -> Float[Array, "*shape"]:
+    """`x` rounded to `dtype`, as float32 or wider.
+
+    Unlike a cast there and back, which XLA may drop, this always rounds.
+    """
+    kind, wide = jnp.finfo(dtype), x.astype(_wide(dtype))
+    # What is stored in the dtype is rounded already.
+    loses = x.dtype != np.dtype(dtype) and wide.dtype != np.dtype(dtype)
+    return lax.reduce_precision(wide, kind.nexp, kind.nmant) if loses else wide
+
+
+def _einsum(spec: str, left: Array, right: Array, dtype: str) -> Array:
+    wide = _wide(dtype)
+
+    def narrow(left: Array, right: Array) -> Array:
+        return jnp.einsum(spec, left.astype(dtype), right.astype(dtype), preferred_element_type=wide)
+
+    def in_full(left: Array, right: Array) -> Array:
+        return jnp.einsum(spec, left.astype(wide), right.astype(wide))
+
+    if np.dtype(dtype) == wide:
+        return in_full(left, right)
+    return lax.platform_dependent(left, right, cpu=in_full, default=narrow)
+
+
+def _wide(dtype: str) -> np.dtype:
+    return np.promote_types(dtype, np.float32)
