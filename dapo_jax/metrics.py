@@ -79,8 +79,8 @@ def _add(name: str, a: Metric, b: Metric) -> Metric:
 def to_scalars(metrics: Mapping[str, Metric] | Sequence[Mapping[str, Metric]]) -> dict[str, float]:
     """Copies one metric dict, or a list of them to be added, to the host in one transfer.
 
-    The adding is done in float64: float32 token counts are inexact beyond 2^24 = 16.7 million, which a
-    few updates reach.
+    A metric may hold several values of its kind, one a microbatch; these are added too. The adding is done in
+    float64: float32 token counts are inexact beyond 2^24 = 16.7 million, which a few updates reach.
 
     Returns:
         One float per name: total / count of a `Mean`, the value of a `Max`; `nan` where nothing was counted.
@@ -96,8 +96,13 @@ def to_scalars(metrics: Mapping[str, Metric] | Sequence[Mapping[str, Metric]]) -
 
 
 def _in_float64(record: Mapping[str, Metric]) -> dict[str, Metric]:
-    """The same metrics as float64 numpy numbers, on which `+` is float64 too."""
-    return {name: jax.tree.map(np.float64, metric) for name, metric in record.items()}
+    """The same metrics as float64 numpy numbers, on which `+` is float64 too; several values of one metric are added."""
+
+    def added(metric: Metric) -> Metric:
+        join = np.max if isinstance(metric, Max) else np.sum
+        return jax.tree.map(lambda values: np.float64(join(np.asarray(values, np.float64))), metric)
+
+    return {name: added(metric) for name, metric in record.items()}
 
 
 def _scalar(metric: Metric) -> float:

@@ -5,9 +5,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dapo_jax.batching import Row, pack, put, row_weights, rows_of, split_minibatches
+from dapo_jax.batching import Row, pack, row_weights, rows_of, split_minibatches, stack
 from dapo_jax.rollouts import Group, Prompt, Response, Rollout, Verdict
 
 
@@ -183,10 +182,12 @@ def test_padding_bears_the_pad_id():
     assert microbatch.tokens.tolist() == [[1, 2, 3, 99, 99], [99] * 5]
 
 
-def test_put_spreads_rows_over_the_devices():
-    mesh = Mesh(np.asarray(jax.devices()[:4]), ("data",))
-    [microbatch] = pack([make_row(1, 2)], np.ones(1), row_tokens=8, rows_per_microbatch=4)
-    placed = put(microbatch, NamedSharding(mesh, PartitionSpec("data")))
-    for host, device in zip(jax.tree.leaves(microbatch), jax.tree.leaves(placed), strict=True):
-        assert [shard.data.shape for shard in device.addressable_shards] == [(1, 8)] * 4
-        np.testing.assert_array_equal(host, device)
+def test_stacked_microbatches_are_followed_by_zeros():
+    microbatches = pack([make_row(1, 2)] * 3, np.ones(3), row_tokens=4, rows_per_microbatch=1)
+    stacked = stack(microbatches, room=4)
+    assert stacked.tokens.shape == (4, 1, 4)
+    for name, whole in vars(stacked).items():
+        parts = [getattr(microbatch, name) for microbatch in microbatches]
+        np.testing.assert_array_equal(whole[:3], parts)
+        assert whole.dtype == parts[0].dtype
+        assert not whole[3].any()

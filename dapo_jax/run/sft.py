@@ -71,13 +71,15 @@ def sft(config: SftConfig | str | Path, *, progress: Progress | None = None) -> 
         stack.callback(tracker.close)
         for step in range(1, config.steps + 1):
             began = time.perf_counter()
-            minibatch = updater.prepare(state, [_minibatch(config, policy, pairs, step)])[0]
+            [minibatch] = updater.prepare(state, [_minibatch(config, policy, pairs, step)])
             rate = warmed_up(
                 config.optimizer.learning_rate, step=step, warmup_steps=config.optimizer.warmup_steps
             )
-            state, parts = updater.update(state, minibatch, learning_rate=rate, first=False)
+            state, measured = updater.update(state, minibatch, learning_rate=rate, first=False)
             # Metrics of sampling have no meaning here: nothing was sampled.
-            scalars = {key: value for key, value in to_scalars(parts).items() if not key.startswith("sync/")}
+            scalars = {
+                key: value for key, value in to_scalars(measured).items() if not key.startswith("sync/")
+            }
             metrics = {**scalars, "update/learning_rate": rate, "time/step_s": time.perf_counter() - began}
             shown.step(step, metrics)
             if step == config.steps or (config.eval.every_steps and step % config.eval.every_steps == 0):

@@ -44,10 +44,10 @@ class Pipe:
     finish: Callable[[Collector], Collected]
     minibatches: Callable[[Sequence[Group], int], list[list[Microbatch]]]
     """(groups, step) -> the microbatches of each update, on the host."""
-    prepare: Callable[[TrainState, list[list[Microbatch]]], list[list[Microbatch]]]
+    prepare: Callable[[TrainState, list[list[Microbatch]]], Sequence[Any]]
     """Puts a step's microbatches on the device, with what the update compares with; see `Updater.prepare`."""
-    update: Callable[..., tuple[TrainState, list[dict[str, Metric]]]]
-    """(state, minibatch, learning_rate=, first=) -> the new state and metrics; see `Updater.update`."""
+    update: Callable[..., tuple[TrainState, dict[str, Metric]]]
+    """(state, prepared minibatch, learning_rate=, first=) -> the new state and metrics; see `Updater.update`."""
     learning_rate: Callable[[int], float]
     clock: Callable[[], float]
     """Seconds; only for metrics."""
@@ -93,8 +93,8 @@ def run_steps(
         measured: list[Mapping[str, Metric]] = []
         for index, minibatch in enumerate(minibatches):
             on_phase("update", index, len(minibatches))
-            state, parts = pipe.update(state, minibatch, learning_rate=rate, first=index == 0)
-            measured += parts
+            state, of_update = pipe.update(state, minibatch, learning_rate=rate, first=index == 0)
+            measured.append(of_update)
         scalars = to_scalars(measured)
 
         position = Position(step=step, cursor=collected.cursor, carry=collected.carry)

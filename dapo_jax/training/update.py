@@ -6,7 +6,6 @@ them, as gradient accumulation usually does, would divide the gradient by their 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -15,10 +14,10 @@ import numpy as np
 import optax
 from flax import nnx
 from jax import lax
-from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from dapo_jax.batching import put
+from dapo_jax.batching import stack
 from dapo_jax.logprobs import chunked_logprobs
 from dapo_jax.losses import dapo_loss, kl_penalty
 from dapo_jax.metrics import Max, Mean, Metric
@@ -42,6 +41,27 @@ class UpdateOptions:
     kl_coef: float = 0.0
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Minibatch:
+    """The microbatches of one update on the mesh."""
+
+    microbatches: Microbatch
+    """Stacked: each array is [room, rows, seq]."""
+    count: Int[Array, ""] | Any
+    """How many there are; the rest is room that nothing reads."""
+
+    def at(self, index: Int[Array, ""]) -> Microbatch:
+        """One of them."""
+        return jax.tree.map(
+            lambda leaf: lax.dynamic_index_in_dim(leaf, index, keepdims=False), self.microbatches
+        )
+
+    def having(self, **arrays: Float[Array, "room rows seq"]) -> "Minibatch":
+        """The same with some arrays of its microbatches replaced."""
+        return replace(self, microbatches=replace(self.microbatches, **arrays))
+
+
 class Updater:
     """The jitted programs of an update, bound to a decoder, an optimizer and an objective."""
 
@@ -63,66 +83,50 @@ class Updater:
             raise ValueError(
                 f"kl_coef={self._options.kl_coef} {'needs' if reference is None else 'has no use for'} a reference policy"
             )
-        self._rows = by_row(mesh)
         placed, whole = state_shardings(params, optimizer, mesh), replicated(mesh)
+        self._shardings, self._room = placed.params, 1
+        self._rows = NamedSharding(mesh, PartitionSpec(None, *by_row(mesh).spec))
         self._score = jax.jit(self._score_program, out_shardings=self._rows)
-        self._zeros = jax.jit(lambda tree: jax.tree.map(jnp.zeros_like, tree), out_shardings=placed.params)
-        self._accumulate = jax.jit(
-            self._accumulate_program, donate_argnums=1, out_shardings=(placed.params, whole, whole)
-        )
-        self._apply = jax.jit(self._apply_program, donate_argnums=0, out_shardings=(placed, whole))
+        self._update = jax.jit(self._update_program, donate_argnums=0, out_shardings=(placed, whole))
 
-    def prepare(
-        self, state: TrainState, minibatches: Sequence[Sequence[Microbatch]]
-    ) -> list[list[Microbatch]]:
+    def prepare(self, state: TrainState, minibatches: Sequence[Sequence[Microbatch]]) -> list[Minibatch]:
         """Puts a step's microbatches on the mesh and fills in the log-probabilities that the update compares with.
 
         Called with the weights that sampled, before the first update. `old_logprobs: trainer` recomputes the old
         log-probabilities with the function the update uses; the first minibatch needs none, its old policy is the
         policy itself. The reference policy's are computed only where there is one.
         """
-        placed = [[put(microbatch, self._rows) for microbatch in minibatch] for minibatch in minibatches]
+        # Room only grows, by powers of 2: programs are compiled for it, and steps differ in how many microbatches they have.
+        self._room = max(self._room, *(1 << (len(minibatch) - 1).bit_length() for minibatch in minibatches))
+        placed = [self._put(minibatch) for minibatch in minibatches]
         if self._options.old_logprobs == "sampler":
-            placed = [
-                [replace(m, old_logprobs=m.sampler_logprobs) for m in minibatch] for minibatch in placed
-            ]
+            placed = [m.having(old_logprobs=m.microbatches.sampler_logprobs) for m in placed]
         else:
-            placed[1:] = [
-                [replace(m, old_logprobs=self._score(state.params, m)) for m in minibatch]
-                for minibatch in placed[1:]
-            ]
+            placed[1:] = [m.having(old_logprobs=self._score(state.params, m)) for m in placed[1:]]
         if self._reference is None:
             return placed
-        reference = self._reference
-        return [
-            [replace(m, ref_logprobs=self._score(reference, m)) for m in minibatch] for minibatch in placed
-        ]
+        return [m.having(ref_logprobs=self._score(self._reference, m)) for m in placed]
 
     def update(
-        self, state: TrainState, minibatch: Sequence[Microbatch], *, learning_rate: float, first: bool
-    ) -> tuple[TrainState, list[dict[str, Metric]]]:
+        self, state: TrainState, minibatch: Minibatch, *, learning_rate: float, first: bool
+    ) -> tuple[TrainState, dict[str, Metric]]:
         """One optimizer update over a prepared minibatch; `state` is donated.
 
         Args:
             state: parameters and moments.
-            minibatch: its microbatches, from `prepare`.
+            minibatch: one of what `prepare` gave.
             learning_rate: of this step.
             first: no update has happened since sampling, so the old policy is the policy itself.
 
         Returns:
-            The new state (the old one if loss or gradient was not finite), and metric dicts to be added up.
+            The new state (the old one if loss or gradient was not finite), and metrics for `to_scalars`.
         """
-        grads, loss = self._zeros(state.params), jnp.zeros((), jnp.float32)
-        metrics: list[dict[str, Metric]] = []
-        for microbatch in minibatch:
-            grads, part, measured = self._accumulate(state.params, grads, microbatch, np.bool_(first))
-            loss = loss + part
-            metrics.append(measured)
-        state, applied = self._apply(state, grads, loss, np.float32(learning_rate))
-        # Update metrics have other names than microbatch metrics: merged into the last one of these.
-        metrics[-1] = {**metrics[-1], **applied}
-        metrics[:-1] = [{**measured, **_blank(applied)} for measured in metrics[:-1]]
-        return state, metrics
+        return self._update(state, minibatch, np.float32(learning_rate), np.bool_(first))
+
+    def _put(self, minibatch: Sequence[Microbatch]) -> Minibatch:
+        """The host/device boundary."""
+        stacked = jax.device_put(stack(minibatch, room=self._room), self._rows)
+        return Minibatch(stacked, np.int32(len(minibatch)))
 
     def _logprobs(self, params: nnx.State, microbatch: Microbatch) -> tuple[Array, Array]:
         """Log-probability and entropy [rows, seq] of each token given the ones before it; column 0 is 0."""
@@ -145,15 +149,41 @@ class Updater:
 
         return back(logprobs), back(entropy)
 
-    def _score_program(self, params: nnx.State, microbatch: Microbatch) -> Array:
-        return self._logprobs(params, microbatch)[0]
+    def _score_program(self, params: nnx.State, minibatch: Minibatch) -> Float[Array, "room rows seq"]:
+        def score(i: Array, scores: Array) -> Array:
+            return lax.dynamic_update_index_in_dim(
+                scores, self._logprobs(params, minibatch.at(i))[0], i, axis=0
+            )
 
-    def _accumulate_program(
-        self, params: nnx.State, grads: nnx.State, microbatch: Microbatch, first: Bool[Array, ""]
-    ) -> tuple[nnx.State, Float[Array, ""], dict[str, Metric]]:
-        loss = partial(self._loss, microbatch=microbatch, first=first)
-        (value, metrics), new = jax.value_and_grad(loss, has_aux=True)(params)
-        return jax.tree.map(jnp.add, grads, new), value, metrics
+        blank = jnp.zeros_like(minibatch.microbatches.old_logprobs)
+        return lax.fori_loop(0, minibatch.count, score, blank)
+
+    def _update_program(
+        self, state: TrainState, minibatch: Minibatch, learning_rate: Float[Array, ""], first: Bool[Array, ""]
+    ) -> tuple[TrainState, dict[str, Metric]]:
+        """All microbatches in one program: each one's temporary arrays lie where the last one's did."""
+
+        def loss(params: nnx.State, i: Array) -> tuple[Float[Array, ""], dict[str, Metric]]:
+            return self._loss(params, microbatch=minibatch.at(i), first=first)
+
+        def accumulate(i: Array, sums: tuple[nnx.State, Array, PyTree]) -> tuple[nnx.State, Array, PyTree]:
+            grads, total, metrics = sums
+            (value, measured), new = jax.value_and_grad(loss, has_aux=True)(state.params, i)
+            grads = lax.with_sharding_constraint(jax.tree.map(jnp.add, grads, new), self._shardings)
+            # Kept apart until they are added on the host, in float64: float32 counts are inexact beyond 2^24 tokens.
+            return (
+                grads,
+                total + value,
+                jax.tree.map(lambda all_, one: all_.at[i].set(one), metrics, measured),
+            )
+
+        zeros = lax.with_sharding_constraint(jax.tree.map(jnp.zeros_like, state.params), self._shardings)
+        _, shapes = jax.eval_shape(loss, state.params, minibatch.count)
+        blank = {name: _blank(metric, len(minibatch.microbatches.tokens)) for name, metric in shapes.items()}
+        start = (zeros, jnp.zeros((), jnp.float32), blank)
+        grads, total, metrics = lax.fori_loop(0, minibatch.count, accumulate, start)
+        state, applied = self._apply(state, grads, total, learning_rate)
+        return state, {**metrics, **applied}
 
     def _loss(
         self, params: nnx.State, microbatch: Microbatch, first: Bool[Array, ""]
@@ -181,7 +211,7 @@ class Updater:
             loss, metrics = loss + options.kl_coef * penalty, {**metrics, **kl_metrics}
         return loss, metrics
 
-    def _apply_program(
+    def _apply(
         self, state: TrainState, grads: nnx.State, loss: Float[Array, ""], learning_rate: Float[Array, ""]
     ) -> tuple[TrainState, dict[str, Metric]]:
         norm = jnp.sqrt(sum(jnp.sum(leaf * leaf) for leaf in jax.tree.leaves(grads)))
@@ -214,6 +244,7 @@ def _mismatch_metrics(trainer: Array, sampler: Array, mask: Array) -> dict[str, 
     }
 
 
-def _blank(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-    """Metrics of the same names that add nothing."""
-    return {name: Mean(np.float32(0.0), np.float32(0.0)) for name in metrics}
+def _blank(metric: Metric, count: int) -> Metric:
+    """`count` metrics of the same shape that add nothing."""
+    nothing = -jnp.inf if isinstance(metric, Max) else 0.0
+    return jax.tree.map(lambda leaf: jnp.full((count, *leaf.shape), nothing, leaf.dtype), metric)

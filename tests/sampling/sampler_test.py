@@ -124,9 +124,8 @@ def trainer_logprobs(rows, temperature):
     updater = Updater(graph, shapes_of(CONFIG), make_optimizer(), one_device(), options=options)
     packed = pack(rows, np.ones(len(rows)), row_tokens=40, rows_per_microbatch=24)
     prepared = updater.prepare(trainer_state(), [packed, packed])[1]
-    return [
-        (np.asarray(m.old_logprobs), np.asarray(m.sampler_logprobs), np.asarray(m.mask)) for m in prepared
-    ]
+    m = jax.device_get(prepared.microbatches)
+    return list(zip(m.old_logprobs, m.sampler_logprobs, m.mask, strict=True))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

@@ -79,7 +79,7 @@ class Script:
     def _update(self, state, minibatch, *, learning_rate, first):
         self.seen.append(("update", state.params, learning_rate, first))
         metrics = {"update/loss": Mean(np.float32(state.params), np.float32(1.0))}
-        return TrainState(state.params + 1, None), [metrics]
+        return TrainState(state.params + 1, None), metrics
 
 
 def test_one_step_flows_from_prompts_to_metrics():

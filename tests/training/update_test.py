@@ -10,14 +10,14 @@ import optax
 import pytest
 from flax import nnx
 
-from dapo_jax.batching import Row, pack
+from dapo_jax.batching import Row, pack, stack
 from dapo_jax.losses import dapo_loss
 from dapo_jax.metrics import Mean, to_scalars
 from dapo_jax.models.decoder import Decoder
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 from dapo_jax.training.state import init_state, make_optimizer, warmed_up
-from dapo_jax.training.update import UpdateOptions, Updater
+from dapo_jax.training.update import Minibatch, UpdateOptions, Updater
 
 CONFIG = tiny_decoder_config(layers=1, embed_dim=16, mlp_dim=16, heads=2, kv_heads=2)
 GRAPH = nnx.split(nnx.eval_shape(lambda: Decoder(CONFIG, rngs=nnx.Rngs(0))))[0]
@@ -159,7 +159,7 @@ def test_the_first_update_has_ratio_one_and_later_ones_the_weights_that_sampled(
     minibatches = [packed(), packed(make_rows(seed=1))]
     state = fresh(optimizer)
     prepared = updater.prepare(state, minibatches)
-    scored, [m] = prepared[1][0].old_logprobs, minibatches[1]
+    scored, [m] = prepared[1].microbatches.old_logprobs[0], minibatches[1]
     expected = jax.jit(plain_logprobs)(PARAMS, jnp.asarray(m.tokens))
     np.testing.assert_allclose(scored[m.mask], expected[m.mask], rtol=1e-5, atol=1e-5)
 
@@ -174,8 +174,8 @@ def test_the_first_update_has_ratio_one_and_later_ones_the_weights_that_sampled(
 def test_a_second_look_with_unchanged_weights_has_the_same_gradient_as_the_first(trainer_updater):
     """Scored log-probabilities and the stopped gradient of the same forward pass are the same old policy."""
     state = fresh()
-    _, [second] = trainer_updater.prepare(state, [packed(), packed()])
-    later, _ = trainer_updater.update(state, [second], learning_rate=0.0, first=False)
+    _, second = trainer_updater.prepare(state, [packed(), packed()])
+    later, _ = trainer_updater.update(state, second, learning_rate=0.0, first=False)
     assert_same_gradient(
         on_host(later.opt_state), gradient(trainer_updater, packed(), first=True), tolerance=1e-5
     )
@@ -183,8 +183,8 @@ def test_a_second_look_with_unchanged_weights_has_the_same_gradient_as_the_first
 
 def test_the_samplers_recorded_logprobs_are_the_old_ones_where_asked_for(sampler_updater):
     parts = packed()
-    [[prepared]] = sampler_updater.prepare(fresh(), [parts])
-    np.testing.assert_array_equal(prepared.old_logprobs, parts[0].sampler_logprobs)
+    [prepared] = sampler_updater.prepare(fresh(), [parts])
+    np.testing.assert_array_equal(prepared.microbatches.old_logprobs[0], parts[0].sampler_logprobs)
     _, scalars = step(sampler_updater, fresh(), parts, first=True)
     m = parts[0]
     logprobs = np.asarray(jax.jit(plain_logprobs)(PARAMS, jnp.asarray(m.tokens)))
@@ -233,8 +233,8 @@ def test_importance_weights_are_capped(probe_updater):
     tokens, blank = np.arange(2, 2 + n, dtype=np.int32), np.zeros(n, np.float32)
     rows = [replace(row, response_tokens=tokens, logprobs=blank) for row in ROWS[:2]]
     state = fresh()
-    _, [scored] = probe_updater.prepare(state, [packed(), packed(rows, np.full(2, w))])
-    old = np.asarray(scored.old_logprobs)
+    _, scored = probe_updater.prepare(state, [packed(), packed(rows, np.full(2, w))])
+    old = np.asarray(scored.microbatches.old_logprobs[0])
     rows = [
         replace(row, logprobs=(old[line, 4 : 4 + n] - np.log(ratio)).astype(np.float32))
         for line, (row, ratio) in enumerate(zip(rows, (0.5, 3.0), strict=True))
@@ -250,8 +250,8 @@ def test_a_reference_policy_is_there_exactly_when_the_kl_asks_for_it(reference, 
 
 
 def test_without_kl_nothing_is_scored_under_a_reference(sampler_updater):
-    [[prepared]] = sampler_updater.prepare(fresh(), [packed()])
-    assert not np.asarray(prepared.ref_logprobs).any()
+    [prepared] = sampler_updater.prepare(fresh(), [packed()])
+    assert not np.asarray(prepared.microbatches.ref_logprobs).any()
 
 
 def test_the_kl_pulls_towards_the_reference_and_rests_there():
@@ -370,12 +370,14 @@ def test_the_peak_memory_of_an_update_does_not_grow_with_vocabulary_times_tokens
     graph, params = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
     options = UpdateOptions(logprob_chunk_tokens=128)
     updater = Updater(graph, params, KEEP_GRADIENT, one_device(), options=options)
+    state = jax.eval_shape(lambda params: init_state(params, KEEP_GRADIENT, one_device()), params)
 
     def temporary_bytes(rows):
         row = Row(prompt_tokens=np.ones(8, np.int32), response_tokens=np.ones(8, np.int32),
                   logprobs=np.zeros(8, np.float32))  # fmt: skip
-        [m] = pack([row], np.ones(1), row_tokens=128, rows_per_microbatch=rows)
-        compiled = updater._accumulate.lower(params, params, m, np.bool_(True)).compile()
+        minibatch = stack(pack([row], np.ones(1), row_tokens=128, rows_per_microbatch=rows), room=1)
+        arguments = Minibatch(minibatch, np.int32(1)), np.float32(1e-6), np.bool_(True)
+        compiled = updater._update.lower(state, *arguments).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
     small, large = temporary_bytes(4), temporary_bytes(16)
@@ -390,3 +392,13 @@ def test_microbatch_metrics_are_means_over_all_tokens_not_means_of_means(sampler
     assert whole.keys() == parts.keys()
     for name, value in whole.items():
         assert parts[name] == pytest.approx(value, rel=1e-5, abs=1e-7, nan_ok=True), name
+
+
+def test_steps_of_other_numbers_of_microbatches_compile_nothing_once_there_was_room_for_as_many():
+    """3, 4, 2 and 1 microbatches lie in arrays with room for 4; what is beyond them is not read."""
+    updater = make_updater()
+    whole = gradient(updater, packed(per=2)[:3])
+    for count in (4, 2, 1, 3):
+        found = gradient(updater, packed(per=2)[:count])
+    assert_same_gradient(found, whole)
+    assert updater._update._cache_size() == 1
