@@ -278,17 +278,26 @@ class DecoderEngine:
                 return lax.dynamic_update_slice_in_dim(buffer, column[:, None], step, axis=1)
 
             written = (write(all_tokens, tokens), write(all_logprobs, logprobs), write(valid, state.live))
-            return step + 1, self._forward(params, state, tokens), written
+            return step + 1, self._take(params, state, tokens), written
 
         start = (jnp.zeros((), jnp.int32), state, blank)
         _, state, (tokens, logprobs, valid) = lax.while_loop(going, advance, start)
         return state, ResultTokens(tokens=tokens, logprobs=logprobs, valid=valid, live=state.live)
 
+    def _take(self, params: SamplerWeights, state: DecodeState, tokens: Array) -> DecodeState:
+        """The state after the live slots have taken the drawn tokens: stopped, or with the logits of their next ones."""
+        taken = state.live.astype(jnp.int32)
+        generated = state.generated + taken
+        stopped = (tokens[:, None] == jnp.asarray(self.stop_ids, jnp.int32)[None]).any(-1)
+        live = state.live & ~stopped & (generated < state.limits)
+        # Once the last response has ended, nobody waits for logits.
+        state = lax.cond(live.any(), self._forward, lambda _, state, __: state, params, state, tokens)
+        return replace(state, lengths=state.lengths + taken, generated=generated, live=live)
+
     def _forward(self, params: SamplerWeights, state: DecodeState, tokens: Array) -> DecodeState:
-        """Appends the drawn tokens of the live slots and computes the logits of their next ones."""
+        """The state with the tokens behind what each live slot's cache holds, and the logits that follow."""
         ends = nnx.merge(self._ends, params["ends"])
-        live = state.live.astype(jnp.int32)
-        seen = (state.lengths + 1) * live
+        seen = (state.lengths + 1) * state.live.astype(jnp.int32)
         x, layers = ends.embed(tokens), []
         for weights, layer in zip(params["layers"], state.layers, strict=True):
 
@@ -300,13 +309,4 @@ class DecoderEngine:
 
             x, grown = nnx.merge(self._block, weights)(x, state.lengths, attend)
             layers.append(grown)
-        generated = state.generated + live
-        stopped = (tokens[:, None] == jnp.asarray(self.stop_ids, jnp.int32)[None]).any(-1)
-        return replace(
-            state,
-            layers=tuple(layers),
-            logits=ends.logits(ends.normed(x)),
-            lengths=state.lengths + live,
-            generated=generated,
-            live=state.live & ~stopped & (generated < state.limits),
-        )
+        return replace(state, layers=tuple(layers), logits=ends.logits(ends.normed(x)))
