@@ -60,14 +60,14 @@ def _operations(text: str) -> dict[str, Source]:
 
     @cache
     def ours(frame: str) -> str | None:
-        """The innermost function of this library on a stack."""
+        """The innermost function of this library on a stack that says what a product is for."""
         seen: set[str] = set()
         while frame in frames and frame not in seen:
             seen.add(frame)
             location, parent = frames[frame]
             file, function = locations[location]
             path = Path(names[file][0])
-            if PACKAGE in path.parts:
+            if PACKAGE in path.parts and path.name != "products.py":
                 return f"{path.name}:{_plain(functions[function][0])}"
             frame = parent or ""
         return None

@@ -36,7 +36,8 @@ PARTS = {
     "cache.py:append": "cache update",
     "cache.py:fill": "cache update",
     "decoding.py": "drawing tokens",
-    "decoder.py:Block._project": "query, key and value products",
+    "decoder.py:Block._queries_keys_values": "query, key and value products",
+    "decoder.py:Block._linear": "output product and MLP",
     "decoder.py:Block.__call__": "output product and MLP",
     "decoder.py:rms_norm": "norms",
     "decoder.py:rotary": "rotary",
@@ -46,7 +47,7 @@ PARTS = {
     "logprobs.py": "unembedding and log-probabilities",
     "losses.py": "objective",
     "decoder.py:Decoder.__call__": "scan over layers, residuals",
-    "update.py:Updater._apply_program": "optimizer",
+    "update.py:Updater._apply": "optimizer",
 }
 """File, or file and function, of the innermost frame -> what the table calls it. Others appear under their own name."""
 

@@ -116,6 +116,9 @@ class Engine(Protocol):
         ...
 
 
+_Carry = tuple[Array, DecodeState, tuple[Array, ...]]
+
+
 class DecoderEngine:
     """The engine over `dapo_jax.models.decoder`, on one mesh."""
 
@@ -174,11 +177,9 @@ class DecoderEngine:
         self, prefix: Prefix, state: DecodeState, insertion: Insertion, key: PRNGKeyArray
     ) -> DecodeState:
         """Puts prefilled prompts into slots; one program for any number of responses up to `slots`."""
-
         arrays = (insertion.slots, insertion.prompts, insertion.ordinals, insertion.indices, insertion.limits)
-        return self._insert(
-            prefix, state, tuple(map(self._padded, arrays)), np.int32(len(insertion.slots)), key
-        )
+        count = np.int32(len(insertion.slots))
+        return self._insert(prefix, state, tuple(map(self._padded, arrays)), count, key)
 
     def release(self, state: DecodeState, slots: Sequence[int]) -> DecodeState:
         """Ends the responses in some slots where they are."""
@@ -260,17 +261,14 @@ class DecoderEngine:
     def _generate_program(
         self, params: SamplerWeights, state: DecodeState, how: Decoding, min_live: Array
     ) -> tuple[DecodeState, ResultTokens]:
-        shape = (self.slots, self._steps)
-        blank = (jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32), jnp.zeros(shape, bool))
+        blank = tuple(jnp.zeros((self.slots, self._steps), kind) for kind in (jnp.int32, jnp.float32, bool))
 
-        def going(carry: tuple[Array, DecodeState, tuple[Array, ...]]) -> Array:
+        def going(carry: _Carry) -> Array:
             step, state, _ = carry
             live = state.live.sum(dtype=jnp.int32)
             return (step < self._steps) & (live > 0) & ((step == 0) | (live >= min_live))
 
-        def advance(
-            carry: tuple[Array, DecodeState, tuple[Array, ...]],
-        ) -> tuple[Array, DecodeState, tuple[Array, ...]]:
+        def advance(carry: _Carry) -> _Carry:
             step, state, (all_tokens, all_logprobs, valid) = carry
             tokens, logprobs = draw(state.logits, state.keys, state.generated, how)
 
