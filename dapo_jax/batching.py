@@ -1,4 +1,4 @@
-"""From groups to microbatches: shuffle, split, pack. Host arrays; `put` is where they cross to the device.
+"""From groups to microbatches: shuffle, split, pack. Host arrays.
 
 Every token's weight in the loss is computed here from its whole minibatch, so packing, microbatching and sharding
 change nothing in the gradient.
@@ -101,7 +101,9 @@ def pack(
 ) -> list[Microbatch]:
     """Packs rollouts into lines of `row_tokens` tokens and lines into microbatches of one static shape.
 
-    First fit, longest first. Lines that are left over are padding with no weight.
+    Responses to one prompt that fit in a line together share it: the prompt is computed once, and takes the gradients of all
+    of them. First fit, longest first, of the responses to a prompt and then of what they make up. Lines that are left over
+    are padding with no weight.
 
     Raises:
         ValueError: a rollout is longer than a line. Cutting it would train on a response that was never sampled.
@@ -112,18 +114,34 @@ def pack(
                 f"rollout {index} has {len(row.prompt_tokens)} prompt + {len(row.response_tokens)} response = {row.tokens} "
                 f"tokens, over batch.row_tokens={row_tokens}; raise batch.row_tokens or lower sampling.max_response_tokens"
             )
-    lines = first_fit([row.tokens for row in rows], row_tokens)
+    bundles = _bundles(rows, row_tokens)
+    sizes = [
+        len(rows[bundle[0]].prompt_tokens) + sum(len(rows[i].response_tokens) for i in bundle)
+        for bundle in bundles
+    ]
+    lines = [
+        [[(rows[i], float(weights[i])) for i in bundles[b]] for b in line]
+        for line in first_fit(sizes, row_tokens)
+    ]
     return [
         _microbatch(
-            [
-                [(rows[i], float(weights[i])) for i in line]
-                for line in lines[start : start + rows_per_microbatch]
-            ],
-            shape=(rows_per_microbatch, row_tokens),
-            pad_id=pad_id,
+            lines[start : start + rows_per_microbatch], shape=(rows_per_microbatch, row_tokens), pad_id=pad_id
         )
         for start in range(0, len(lines), rows_per_microbatch)
     ]
+
+
+def _bundles(rows: Sequence[Row], row_tokens: int) -> list[list[int]]:
+    """Indices of rows that share a prompt, as many together as fit in a line."""
+    of_prompt: dict[bytes, list[int]] = {}
+    for index, row in enumerate(rows):
+        of_prompt.setdefault(row.prompt_tokens.tobytes(), []).append(index)
+    bundles = []
+    for same in of_prompt.values():
+        room = row_tokens - len(rows[same[0]].prompt_tokens)
+        parts = first_fit([len(rows[i].response_tokens) for i in same], room)
+        bundles += [[same[i] for i in part] for part in parts]
+    return bundles
 
 
 def first_fit(sizes: Sequence[int], room: int) -> list[list[int]]:
@@ -142,29 +160,37 @@ def first_fit(sizes: Sequence[int], room: int) -> list[list[int]]:
 
 
 def _microbatch(
-    lines: Sequence[Sequence[tuple[Row, float]]], *, shape: tuple[int, int], pad_id: int
+    lines: Sequence[Sequence[Sequence[tuple[Row, float]]]], *, shape: tuple[int, int], pad_id: int
 ) -> Microbatch:
-    """Writes packed lines into fresh arrays."""
+    """Writes packed lines into fresh arrays; a line is a list of bundles, a bundle a list of rows with one prompt."""
     tokens = np.full(shape, pad_id, np.int32)
-    segment_ids, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+    segment_ids, prefix_ids, positions, previous = (np.zeros(shape, np.int32) for _ in range(4))
     mask = np.zeros(shape, bool)
     advantages, weighted, logprobs = (np.zeros(shape, np.float32) for _ in range(3))
-    for line, packed in enumerate(lines):
-        start = 0
-        for segment, (row, weight) in enumerate(packed, start=1):
-            middle, stop = start + len(row.prompt_tokens), start + row.tokens
-            tokens[line, start:middle] = row.prompt_tokens
-            tokens[line, middle:stop] = row.response_tokens
-            segment_ids[line, start:stop] = segment
-            positions[line, start:stop] = np.arange(row.tokens)
-            mask[line, middle:stop] = row.in_loss
-            advantages[line, middle:stop] = row.advantage
-            weighted[line, middle:stop] = weight
-            logprobs[line, middle:stop] = row.logprobs
-            start = stop
+    for line, bundles in enumerate(lines):
+        stop, segment = 0, 0
+        for bundle in bundles:
+            prompt = bundle[0][0].prompt_tokens
+            start, stop, segment = stop, stop + len(prompt), segment + 1
+            head, prefix = stop - 1, segment
+            tokens[line, start:stop], positions[line, start:stop] = prompt, np.arange(len(prompt))
+            segment_ids[line, start:stop] = prefix_ids[line, start:stop] = segment
+            previous[line, start + 1 : stop] = np.arange(start, head)
+            for row, weight in bundle:
+                count = len(row.response_tokens)
+                segment += len(bundle) > 1
+                place, stop = slice(stop, stop + count), stop + count
+                tokens[line, place], logprobs[line, place] = row.response_tokens, row.logprobs
+                positions[line, place] = len(prompt) + np.arange(count)
+                segment_ids[line, place], prefix_ids[line, place] = segment, prefix
+                previous[line, place] = [head, *range(place.start, stop - 1)][:count]
+                mask[line, place] = row.in_loss
+                advantages[line, place], weighted[line, place] = row.advantage, weight
     return Microbatch(
         tokens=tokens,
         segment_ids=segment_ids,
+        prefix_ids=prefix_ids,
+        previous=previous,
         positions=positions,
         mask=mask,
         advantages=advantages,

@@ -107,13 +107,19 @@ class Group:
 class Microbatch:
     """Arrays for one forward and backward pass: rollouts packed into rows of one static length.
 
-    A row may hold several rollouts, told apart by `segment_ids`. Column `t` of `old_logprobs`, `mask`,
-    `advantages` and `weights` is about the token *at* `t`; its log-probability comes from the logits at `t - 1`.
+    A row may hold several rollouts, told apart by `segment_ids`, and several responses may follow one prompt. Column `t` of
+    `old_logprobs`, `mask`, `advantages` and `weights` is about the token *at* `t`; its log-probability comes from
+    the logits at `previous[t]`.
     """
 
     tokens: Int[Array, "rows seq"] | Any
     segment_ids: Int[Array, "rows seq"] | Any
-    """1, 2, ... for the rollouts of a row; 0 is padding, which attends to nothing that counts."""
+    """1, 2, ... for the rollouts of a row; 0 is padding, which attends to nothing that counts. A prompt that several
+    responses follow is a segment of its own."""
+    prefix_ids: Int[Array, "rows seq"] | Any
+    """The segment that a token sees beside its own: that of its prompt. Its own where prompt and response are one."""
+    previous: Int[Array, "rows seq"] | Any
+    """The column whose logits predict the token: the one before it, or the last of its prompt."""
     positions: Int[Array, "rows seq"] | Any
     """Position of each token inside its own rollout, from 0."""
     mask: Bool[Array, "rows seq"] | Any

@@ -1,5 +1,7 @@
 """From groups to microbatches: nothing is lost, nothing is mixed up, and weights are the whole minibatch's."""
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
@@ -165,9 +167,52 @@ def test_packing_loses_and_doubles_nothing(lengths, row_tokens, per):
 
 def test_packing_fills_lines_longest_first():
     """Lengths 2, 3, 6, 5 in lines of 8: 6 + 2 and 5 + 3. First come, first served needs three: 2 + 3, 6, 5."""
-    rows = [make_row(1, 1), make_row(1, 2), make_row(1, 5), make_row(1, 4)]
+    rows = [make_row(1, n, start=start) for n, start in ((1, 1), (2, 11), (5, 21), (4, 31))]
     [microbatch] = pack(rows, np.ones(4), row_tokens=8, rows_per_microbatch=2)
     assert microbatch.segment_ids.tolist() == [[1] * 6 + [2] * 2, [1] * 5 + [2] * 3]
+
+
+def test_responses_to_one_prompt_follow_it_in_one_line():
+    """Prompt [1, 2], responses of 3 and 2 tokens, longest first; then another prompt with its only response."""
+    prompt = np.array([1, 2], np.int32)
+    rows = [replace(make_row(2, n, start=start), prompt_tokens=prompt) for n, start in ((2, 10), (3, 20))]
+    [m] = pack(
+        [*rows, make_row(1, 2, start=31)], np.array([0.5, 2.0, 3.0]), row_tokens=11, rows_per_microbatch=1
+    )
+    assert m.tokens.tolist() == [[1, 2, *rows[1].response_tokens, *rows[0].response_tokens, 31, 32, 33, 0]]
+    assert m.segment_ids.tolist() == [[1, 1, 2, 2, 2, 3, 3, 4, 4, 4, 0]]
+    assert m.prefix_ids.tolist() == [[1, 1, 1, 1, 1, 1, 1, 4, 4, 4, 0]]
+    assert m.positions.tolist() == [[0, 1, 2, 3, 4, 2, 3, 0, 1, 2, 0]]
+    assert m.previous.tolist() == [[0, 0, 1, 2, 3, 1, 5, 0, 7, 8, 0]]
+    assert m.weights.tolist() == [[0, 0, 2, 2, 2, 0.5, 0.5, 0, 3, 3, 0]]
+
+
+@given(groups=st.lists(st.tuples(st.integers(1, 6), st.lists(st.integers(1, 10), min_size=1, max_size=5)), min_size=1, max_size=5),
+       row_tokens=st.integers(16, 60))  # fmt: skip
+def test_what_a_token_sees_is_its_prompt_and_its_response_up_to_it(groups, row_tokens):
+    """Walking back from the last token of each response by `previous`, and by what attention shows it."""
+    rows, start = [], 1
+    for prompt_length, lengths in groups:
+        prompt = np.arange(start, start + prompt_length, dtype=np.int32)
+        for length in lengths:
+            start += 20
+            rows.append(replace(make_row(1, length, start=start), prompt_tokens=prompt))
+        start += 20
+    [m] = pack(rows, np.ones(len(rows)), row_tokens=row_tokens, rows_per_microbatch=30)
+    found = []
+    for line, segment_ids in enumerate(m.segment_ids):
+        scored = m.mask[line]
+        for last in set(np.flatnonzero(scored)) - set(m.previous[line][scored]):
+            walk = [last]
+            while m.positions[line, walk[-1]] > 0:
+                walk.append(m.previous[line, walk[-1]])
+            own, prefix = segment_ids[last], m.prefix_ids[line, last]
+            at = np.arange(row_tokens)
+            seen = (at <= last) & ((segment_ids == own) | (segment_ids == prefix))
+            assert sorted(walk) == np.flatnonzero(seen).tolist()
+            np.testing.assert_array_equal(m.positions[line, walk[::-1]], np.arange(len(walk)))
+            found.append(m.tokens[line, walk[::-1]].tolist())
+    assert sorted(found) == sorted([*row.prompt_tokens, *row.response_tokens] for row in rows)
 
 
 def test_a_response_that_does_not_fit_is_an_error_with_its_arithmetic():

@@ -18,17 +18,21 @@ def causal_attention(
     key: Float[Array, "kv_heads head_dim tokens"],
     value: Float[Array, "kv_heads head_dim tokens"],
     segment_ids: Int[Array, "batch seq"],
+    prefix_ids: Int[Array, "batch seq"] | None = None,
     *,
     dtype: str = "float32",
 ) -> Float[Array, "heads head_dim tokens"]:
     """Each token attends to the tokens of its own segment up to itself; `tokens` are the rows of `segment_ids`, joined.
 
-    Tokens of different segments packed into one row never see each other. Padding (segment 0) sees only padding.
+    It also sees the segment that `prefix_ids` names, if that comes before it: a prompt that several responses follow. Tokens
+    of other segments packed into one row never see each other. Padding (segment 0) sees only padding.
     """
     batch, seq = segment_ids.shape
     causal = jnp.tril(jnp.ones((seq, seq), bool))
-    same = segment_ids[:, :, None] == segment_ids[:, None, :]
-    mask = causal[None] & same
+    seen = segment_ids[:, :, None] == segment_ids[:, None, :]
+    if prefix_ids is not None:
+        seen = seen | (prefix_ids[:, :, None] == segment_ids[:, None, :])
+    mask = causal[None] & seen
     kv_heads, head_dim = key.shape[:2]
     k, v = (part.reshape(kv_heads, head_dim, batch, seq) for part in (key, value))
     grouped = (query * head_dim**-0.5).reshape(kv_heads, -1, head_dim, batch, seq)

@@ -196,13 +196,15 @@ class Decoder(nnx.Module):
         tokens: Int[Array, "batch seq"],
         positions: Int[Array, "batch seq"],
         segment_ids: Int[Array, "batch seq"],
+        prefix_ids: Int[Array, "batch seq"] | None = None,
     ) -> Float[Array, "batch seq embed"]:
-        """Final hidden states; column t has seen the tokens of its segment up to and including t."""
+        """Final hidden states; column t has seen what `causal_attention` shows it: its segment up to and including t."""
         graph, weights = nnx.split(self.blocks)
         batch, seq = tokens.shape
 
         def attend(query: Array, key: Array, value: Array) -> tuple[Array, None]:
-            return causal_attention(query, key, value, segment_ids, dtype=self.ends.compute_dtype), None
+            dtype = self.ends.compute_dtype
+            return causal_attention(query, key, value, segment_ids, prefix_ids, dtype=dtype), None
 
         def layer(x: Array, weights: nnx.State) -> tuple[Array, None]:
             return nnx.merge(graph, weights)(x, positions.reshape(-1), attend)

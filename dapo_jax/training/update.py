@@ -129,25 +129,20 @@ class Updater:
         return Minibatch(stacked, np.int32(len(minibatch)))
 
     def _logprobs(self, params: nnx.State, microbatch: Microbatch) -> tuple[Array, Array]:
-        """Log-probability and entropy [rows, seq] of each token given the ones before it; column 0 is 0."""
+        """Log-probability and entropy [rows, seq] of each token given what it follows; without meaning in the first column."""
         decoder = nnx.merge(self._graph, params)
-        hidden = decoder(microbatch.tokens, microbatch.positions, microbatch.segment_ids)
-        rows, seq = microbatch.tokens.shape
-        # The state at t - 1 predicts the token at t. The last column predicts nothing: it is rolled to the front.
-        targets = jnp.roll(microbatch.tokens, -1, axis=1)
+        m, (rows, seq) = microbatch, microbatch.tokens.shape
+        hidden = decoder(m.tokens, m.positions, m.segment_ids, m.prefix_ids)
+        before = jnp.take_along_axis(hidden, m.previous[..., None], axis=1)
         logprobs, entropy = chunked_logprobs(
-            hidden.reshape(rows * seq, -1),
+            before.reshape(rows * seq, -1),
             decoder.ends.unembedding(),
-            targets.reshape(-1),
+            m.tokens.reshape(-1),
             temperature=self._options.temperature,
             chunk_tokens=min(self._options.logprob_chunk_tokens, rows * seq),
             compute_dtype=decoder.ends.compute_dtype,
         )
-
-        def back(values: Array) -> Array:
-            return jnp.roll(values.reshape(rows, seq), 1, axis=1).at[:, 0].set(0.0)
-
-        return back(logprobs), back(entropy)
+        return logprobs.reshape(rows, seq), entropy.reshape(rows, seq)
 
     def _score_program(self, params: nnx.State, minibatch: Minibatch) -> Float[Array, "room rows seq"]:
         def score(i: Array, scores: Array) -> Array:

@@ -72,6 +72,19 @@ def test_causal_attention_sees_its_own_segment_up_to_itself():
     np.testing.assert_allclose(found, causal_by_loops(query, key, value, segment_ids), rtol=1e-5, atol=1e-6)
 
 
+def test_causal_attention_sees_the_prompt_that_its_segment_follows():
+    """A prompt of 3 tokens, responses of 2 and 4 after it: each row of scores is that of prompt and response alone."""
+    query, key, value = random_inputs(3, batch=1)
+    found = causal(query, key, value, np.array([[1, 1, 1, 2, 2, 3, 3, 3, 3]], np.int32),
+                   prefix_ids=jnp.ones((1, 9), jnp.int32))  # fmt: skip
+    for response in ([3, 4], [5, 6, 7, 8]):
+        at = [0, 1, 2, *response]
+        alone = causal_by_loops(
+            *(part[:, at] for part in (query, key, value)), np.ones((1, len(at)), np.int32)
+        )
+        np.testing.assert_allclose(found[:, at], alone, rtol=1e-5, atol=1e-6)
+
+
 def test_causal_attention_takes_its_softmax_in_float32_whatever_the_inputs():
     """Inputs with 8 bits of mantissa: the error is at most that of rounding the weights, 2^-9, not of a sum."""
     rounded = [jnp.asarray(part, jnp.bfloat16).astype(jnp.float32) for part in random_inputs(1, seq=9)]

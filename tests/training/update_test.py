@@ -145,6 +145,19 @@ def test_the_gradient_does_not_depend_on_packing_or_microbatches(
     assert_same_gradient(gradient(sampler_updater, parts), whole)
 
 
+def test_responses_that_share_their_prompt_have_the_gradient_they_have_apart(sampler_updater):
+    """Lines of 16 tokens hold one response each, one of 128 holds all: the prompt is computed once, not 8 times."""
+    rows = [replace(row, prompt_tokens=ROWS[0].prompt_tokens) for row in ROWS]
+    apart, shared = packed(rows), packed(rows, row_tokens=128, per=1)
+    assert len(shared) == 1
+    assert (shared[0].segment_ids > 0).sum() == (apart[0].segment_ids > 0).sum() - 7 * 4
+    expected = gradient(sampler_updater, apart)
+    assert_same_gradient(gradient(make_updater(), shared), expected)
+    _, ours = step(sampler_updater, fresh(), shared)
+    _, theirs = step(sampler_updater, fresh(), apart)
+    assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-7, nan_ok=True)
+
+
 def test_the_gradient_does_not_depend_on_the_mesh(whole):
     """Eight devices: rows over data 2 x fsdp 2, weights over fsdp 2 and tensor 2."""
     mesh = make_mesh(data=2, fsdp=2, tensor=2)
