@@ -88,7 +88,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--what", nargs="+", choices=("rollout", "update"), default=["rollout", "update"])
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--rows-per-microbatch", type=int, default=16)
-    parser.add_argument("--remat", default="none", help="none, full or dots")
+    parser.add_argument("--remat", default="dots", help="none, full or dots")
     return parser.parse_args()
 
 

@@ -87,9 +87,9 @@ def _arguments() -> argparse.Namespace:
         default=16,
         help="responses in one forward and backward pass; Tunix takes whole groups",
     )
-    parser.add_argument("--remat", default="none", help="ours: none, full or dots")
+    parser.add_argument("--remat", default="dots", help="ours: none, full or dots")
     parser.add_argument(
-        "--logprob-chunk-tokens", type=int, default=1024, help="ours: tokens whose logits are held at once"
+        "--logprob-chunk-tokens", type=int, default=2048, help="ours: tokens whose logits are held at once"
     )
     parser.add_argument("--gradient-checkpointing", action="store_true", help="TRL: less memory, more time")
     return parser.parse_args()

@@ -138,11 +138,13 @@ class System:
     def _update(self, groups: list[Group]) -> dict[str, float]:
         start, workload = time.perf_counter(), self.workload
         rows = rows_of(groups)
+        # Rows in which eight responses share their prompt; as many responses in a microbatch as the others have.
+        together = min(8, workload.samples)
         microbatches = pack(
             rows,
             row_weights(rows),
-            row_tokens=workload.prompt_tokens + workload.new_tokens,
-            rows_per_microbatch=workload.options.get("rows_per_microbatch", 16),
+            row_tokens=workload.prompt_tokens + together * workload.new_tokens,
+            rows_per_microbatch=max(1, workload.options.get("rows_per_microbatch", 16) // together),
         )
         [minibatch] = self.updater.prepare(self.state, [microbatches])
         self.state, _ = self.updater.update(self.state, minibatch, learning_rate=1e-6, first=True)

@@ -153,7 +153,8 @@ class BatchConfig:
     rows_per_microbatch: int = 1
     """Packed rows in one forward and backward pass."""
     row_tokens: int = 0
-    """Tokens in a packed row; 0: data.max_prompt_tokens + sampling.max_response_tokens."""
+    """Tokens in a packed row; 0: data.max_prompt_tokens + sampling.max_response_tokens. In longer rows more responses share
+    their prompt, which is then computed once; attention costs the square of a row."""
 
     __post_init__ = checked
 
