@@ -97,13 +97,14 @@ def draw(
     """
     greedy = how.temperature == 0.0
     temperature = jnp.where(greedy, jnp.float32(1.0), how.temperature)
-    tempered = _blocks(logits / temperature)
+    scaled = logits / temperature
+    tempered = _blocks(scaled)
     peaks = tempered.max(-1)
     top = peaks.max(-1)
     mass = jnp.exp(tempered - top[:, None, None]).sum(-1)
     candidates, masses = tempered, mass
     if how.truncated:
-        candidates = _blocks(truncate(logits / temperature, how.top_p, how.top_k))
+        candidates = _blocks(truncate(scaled, how.top_p, how.top_k))
         masses = jnp.exp(candidates - top[:, None, None]).sum(-1)
     folded = jax.vmap(jax.random.fold_in)(keys, positions)
     uniform = jax.vmap(jax.random.uniform)(folded)
@@ -117,7 +118,7 @@ def draw(
     best = jnp.argmax(peaks, axis=-1)
     likeliest = best * _BLOCK + jnp.argmax(_pick(tempered, best), axis=-1)
     tokens = jnp.where(greedy, likeliest, drawn).astype(jnp.int32)
-    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0] / temperature
+    chosen = jnp.take_along_axis(scaled, tokens[:, None], axis=-1)[:, 0]
     return tokens, chosen - top - jnp.log(mass.sum(-1))
 
 
