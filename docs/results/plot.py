@@ -42,6 +42,7 @@ def main() -> None:
             axis.legend(fontsize=8)
     for axis in axes[1]:
         axis.set_xlabel("step")
+        axis.xaxis.get_major_locator().set_params(integer=True)
     figure.savefig(out, dpi=110)
 
 
