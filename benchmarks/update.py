@@ -20,7 +20,7 @@ def main() -> None:
     rows = arguments.rows_per_microbatch
     options: dict[str, dict[str, Any]] = {
         "ours": {"rows_per_microbatch": rows, "remat": arguments.remat,
-                 "logprob_chunk_tokens": arguments.logprob_chunk_tokens},
+                 "logprob_chunk_vocab": arguments.logprob_chunk_vocab},
         "tunix": {"prompts_per_microbatch": max(1, rows // arguments.samples)},
         "trl": {"rows_per_microbatch": rows, "gradient_checkpointing": arguments.gradient_checkpointing},
     }  # fmt: skip
@@ -89,7 +89,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--remat", default="dots", help="ours: none, full or dots")
     parser.add_argument(
-        "--logprob-chunk-tokens", type=int, default=2048, help="ours: tokens whose logits are held at once"
+        "--logprob-chunk-vocab", type=int, default=2048, help="ours: vocabulary entries at one time"
     )
     parser.add_argument("--gradient-checkpointing", action="store_true", help="TRL: less memory, more time")
     return parser.parse_args()

@@ -3,6 +3,9 @@
 Both are of the *tempered* policy, softmax(logits / temperature): the one that sampling draws from.
 """
 
+from dataclasses import dataclass
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -44,59 +47,152 @@ def chunked_logprobs(
     targets: Int[Array, " tokens"],
     *,
     temperature: float | Float[Array, ""] = 1.0,
-    chunk_tokens: int = 1024,
+    chunk_vocab: int = 2048,
     compute_dtype: str | None = None,
 ) -> tuple[Float[Array, " tokens"], Float[Array, " tokens"]]:
     """Log-probability and entropy per token under softmax(hidden @ unembedding.T / temperature).
 
-    Neither the forward nor the backward pass holds more than `chunk_tokens` rows of logits: where there are several
-    chunks, the backward pass computes each one's again. Products are in the compute dtype and give float32 (see
-    `dapo_jax.products`); the gradient of `unembedding` is summed over chunks in `unembedding`'s own dtype.
+    Neither the forward nor the backward pass holds more than `chunk_vocab` logits of each token: sums over the vocabulary
+    are kept while its chunks pass by, relative to the largest logit so far (Milakov and Gimelshein 2018), and the backward
+    pass computes each chunk's logits again. On CPU a chunk stays in the cache, which is faster than all logits at once, too.
+    Products are in the compute dtype and give float32 (see `dapo_jax.products`).
 
-    A chunk is made of tokens `tokens / chunk_tokens` apart rather than of neighbours, so that tokens sharded
-    over devices leave every device its share of each chunk.
+    A chunk is made of entries that are far apart rather than of neighbours, so that a vocabulary sharded over devices
+    leaves every device its share of each chunk.
 
     Args:
         hidden: final hidden states, the one that predicts `targets[i]` in row i.
         unembedding: the output matrix, one row per vocabulary entry.
         targets: token ids.
-        temperature: of the policy; above 0. May be traced.
-        chunk_tokens: the most rows of logits at one time.
+        temperature: of the policy; above 0. May be traced; has no gradient.
+        chunk_vocab: the most vocabulary entries at one time.
         compute_dtype: of the products with `unembedding`; None is the dtype of `hidden`.
 
     Returns:
         Log-probabilities, differentiable, and entropies, a metric without gradient; both in nats, float32 or wider.
 
     Raises:
-        ValueError: a temperature (as a Python number) that is not above 0, or chunks of less than one token.
+        ValueError: a temperature (as a Python number) that is not above 0, or chunks of less than one entry.
     """
     _check_temperature(temperature)
-    if chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens must be 1 or more, got {chunk_tokens}")
-    tokens = targets.shape[0]
-    chunks = max(-(-tokens // chunk_tokens), 1)
-    rows = -(-tokens // chunks)
-    padding = chunks * rows - tokens
+    if chunk_vocab < 1:
+        raise ValueError(f"chunk_vocab must be 1 or more, got {chunk_vocab}")
     hidden, unembedding = _vary_with(hidden, unembedding), _vary_with(unembedding, hidden)
+    wide = np.promote_types(hidden.dtype, jnp.float32)
+    how = _Chunks(unembedding.shape[0], chunk_vocab, compute_dtype or hidden.dtype.name)
+    return _scores(how, hidden.astype(wide), unembedding, targets, jnp.asarray(temperature, wide))
 
-    def score(chunk: tuple[Array, Array]) -> tuple[Array, Array]:
-        chunk_hidden, chunk_targets = chunk
-        logits = product("ve,te->tv", unembedding, chunk_hidden, compute_dtype or hidden.dtype.name)
-        log_softmax = jax.nn.log_softmax(logits / jnp.asarray(temperature, logits.dtype), axis=-1)
-        constant = lax.stop_gradient(log_softmax)
-        return _pick(log_softmax, chunk_targets), -jnp.sum(jnp.exp(constant) * constant, axis=-1)
 
-    if chunks == 1:
-        # All logits exist at one time as it is: kept for the backward pass, they need not be computed again.
-        return score((hidden, targets))
-    # Without prevent_cse XLA is free to fuse; a scan needs no barrier to keep the recomputation.
-    score = jax.checkpoint(score, prevent_cse=False)
-    split_hidden = (
-        jnp.pad(hidden, ((0, padding), (0, 0))).reshape(rows, chunks, hidden.shape[1]).swapaxes(0, 1)
-    )
-    split_targets = jnp.pad(targets, (0, padding)).reshape(rows, chunks).swapaxes(0, 1)
-    logprobs, entropy = lax.map(score, (split_hidden, split_targets))
-    return logprobs.swapaxes(0, 1).reshape(-1)[:tokens], entropy.swapaxes(0, 1).reshape(-1)[:tokens]
+@dataclass(frozen=True)
+class _Chunks:
+    """How the vocabulary is cut: entry i belongs to chunk i modulo `count`."""
+
+    vocab: int
+    most: int
+    dtype: str
+
+    @property
+    def count(self) -> int:
+        """As few as possible, but a few more if these come out even: then no padded copy is made."""
+        fewest = -(-self.vocab // self.most)
+        return next((n for n in range(fewest, 2 * fewest) if self.vocab % n == 0), fewest)
+
+    def split(self, unembedding: Float[Array, "vocab embed"]) -> Float[Array, "entries chunks embed"]:
+        padding = -self.vocab % self.count
+        return jnp.pad(unembedding, ((0, padding), (0, 0))).reshape(-1, self.count, unembedding.shape[1])
+
+    def entries(self, index: Int[Array, ""], like: Array) -> Int[Array, "tokens entries"]:
+        """The vocabulary entry of each of a chunk's logits."""
+        return lax.broadcasted_iota(jnp.int32, like.shape, 1) * self.count + index
+
+    def logits(
+        self,
+        index: Int[Array, ""],
+        weight: Float[Array, "entries embed"],
+        hidden: Float[Array, "tokens embed"],
+        temperature: Float[Array, ""],
+    ) -> Float[Array, "tokens entries"]:
+        """Tempered logits of one chunk; those of padding have no share in any sum."""
+        logits = product("ve,te->tv", weight, hidden, self.dtype) / temperature
+        if self.vocab % self.count == 0:
+            return logits
+        return jnp.where(self.entries(index, logits) < self.vocab, logits, _NEVER)
+
+
+_NEVER = -1e30
+"""A logit below all others: finite, so that its product with a probability of 0 is 0."""
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _scores(
+    how: _Chunks, hidden: Array, unembedding: Array, targets: Array, temperature: Array
+) -> tuple[Array, Array]:
+    logprobs, entropy, _ = _scan_vocabulary(how, hidden, unembedding, targets, temperature)
+    return logprobs, entropy
+
+
+def _scan_vocabulary(
+    how: _Chunks, hidden: Array, unembedding: Array, targets: Array, temperature: Array
+) -> tuple[Array, Array, Array]:
+    """Log-probabilities, entropies, and the log of the sum of exp(logit), each [tokens]."""
+    chunks = how.split(unembedding)
+
+    def add(index: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+        top, total, moment, chosen = sums
+        logits = how.logits(index, _chunk(chunks, index), hidden, temperature)
+        new_top = jnp.maximum(top, logits.max(-1))
+        below = logits - new_top[:, None]
+        weights, shrink = jnp.exp(below), jnp.exp(top - new_top)
+        moment = shrink * (moment + total * (top - new_top)) + jnp.sum(weights * below, -1)
+        is_target = how.entries(index, logits) == targets[:, None]
+        return (
+            new_top,
+            total * shrink + weights.sum(-1),
+            moment,
+            chosen + jnp.sum(logits, axis=-1, where=is_target),
+        )
+
+    # With its marks inside `shard_map`, which plain zeros would not have.
+    zeros = jnp.full_like(hidden, 0.0, shape=targets.shape)
+    top, total, moment, chosen = lax.fori_loop(0, how.count, add, (zeros + _NEVER, zeros, zeros, zeros))
+    log_total = jnp.log(total)
+    return (chosen - top) - log_total, log_total - moment / total, top + log_total
+
+
+def _scores_forward(
+    how: _Chunks, hidden: Array, unembedding: Array, targets: Array, temperature: Array
+) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
+    logprobs, entropy, log_sum = _scan_vocabulary(how, hidden, unembedding, targets, temperature)
+    return (logprobs, entropy), (hidden, unembedding, targets, temperature, log_sum)
+
+
+def _scores_backward(
+    how: _Chunks, saved: tuple[Array, ...], cotangents: tuple[Array, Array]
+) -> tuple[Array, Array, None, None]:
+    """d logprob / d logits = (one at the target - softmax) / temperature, chunk by chunk; entropy is only a metric."""
+    hidden, unembedding, targets, temperature, log_sum = saved
+    chunks, cotangent = how.split(unembedding), cotangents[0][:, None]
+
+    def add(index: Array, gradients: tuple[Array, Array]) -> tuple[Array, Array]:
+        logits, pull = jax.vjp(
+            lambda w, h: how.logits(index, w, h, temperature), _chunk(chunks, index), hidden
+        )
+        is_target = (how.entries(index, logits) == targets[:, None]).astype(logits.dtype)
+        d_chunk, d_part = pull((is_target - jnp.exp(logits - log_sum[:, None])) * cotangent)
+        d_chunks = lax.dynamic_update_index_in_dim(gradients[1], d_chunk, index, axis=1)
+        return gradients[0] + d_part, d_chunks
+
+    start = jnp.zeros_like(hidden), jnp.zeros_like(chunks)
+    d_hidden, d_chunks = lax.fori_loop(0, how.count, add, start)
+    d_unembedding = d_chunks.reshape(-1, unembedding.shape[1])[: how.vocab]
+    return d_hidden, d_unembedding, None, None
+
+
+_scores.defvjp(_scores_forward, _scores_backward)
+
+
+def _chunk(chunks: Float[Array, "entries chunks embed"], index: Array) -> Float[Array, "entries embed"]:
+    return lax.dynamic_index_in_dim(chunks, index, axis=1, keepdims=False)
 
 
 def _pick(scores: Float[Array, "*batch vocab"], targets: Int[Array, "*batch"]) -> Float[Array, "*batch"]:

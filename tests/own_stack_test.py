@@ -144,7 +144,7 @@ def test_chunked_logprobs_works_inside_shard_map(params, batch, mesh, check_vma)
     def total(params, batch):
         hidden = jnp.take(params["embed"], batch["tokens"][:, :-1], axis=0).reshape(-1, EMBED)
         logprobs, _ = chunked_logprobs(
-            hidden, params["unembed"], batch["tokens"][:, 1:].reshape(-1), chunk_tokens=4
+            hidden, params["unembed"], batch["tokens"][:, 1:].reshape(-1), chunk_vocab=4
         )
         return logprobs.sum()
 

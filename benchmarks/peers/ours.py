@@ -28,7 +28,7 @@ NO_TOKEN = -1
 
 
 class System:
-    """One model, loaded once. Options: for_training, rows_per_microbatch, logprob_chunk_tokens, remat, steps_per_call."""
+    """One model, loaded once. Options: for_training, rows_per_microbatch, logprob_chunk_vocab, remat, steps_per_call."""
 
     def __init__(self, workload: Workload) -> None:
         self.workload, options = workload, workload.options
@@ -39,14 +39,14 @@ class System:
         if options.get("for_training"):
             optimizer = make_optimizer()
             graph = _graph(self.config, workload.dtype, options.get("remat", "none"))
-            chunk = options.get("logprob_chunk_tokens", 1024)
+            chunk = options.get("logprob_chunk_vocab", 2048)
             self.updater = Updater(
                 graph,
                 params,
                 optimizer,
                 self.mesh,
                 objective=partial(dapo_loss, clip_ratio_low=0.2, clip_ratio_high=0.28),
-                options=UpdateOptions(logprob_chunk_tokens=chunk),
+                options=UpdateOptions(logprob_chunk_vocab=chunk),
             )
             self.state = init_state(params, optimizer, self.mesh)
             self._first_weight = np.asarray(self._weight())

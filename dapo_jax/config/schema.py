@@ -36,8 +36,8 @@ class ModelConfig:
     """Dtype of activations and matrix products: float32 or bfloat16. Master weights are always float32."""
     remat: str = "none"
     """What the backward pass recomputes per layer: none, full, or dots (keeps matrix products)."""
-    logprob_chunk_tokens: int = 1024
-    """Tokens whose logits exist at one time when log-probabilities are computed."""
+    logprob_chunk_vocab: int = 2048
+    """Vocabulary entries whose logits exist at one time, for all tokens of a microbatch, when log-probabilities are computed."""
 
     __post_init__ = checked
 

@@ -28,7 +28,7 @@ RANGES: dict[str, Range] = {
     "seed": Range("0 or more and less than 2**32 = 4294967296", lambda v: 0 <= v < 2**32),
     "steps": Range("0 or more (0: evaluate only)", lambda v: v >= 0),
     "max_response_tokens": _SIZE,
-    "model.logprob_chunk_tokens": _SIZE,
+    "model.logprob_chunk_vocab": _SIZE,
     "data.max_prompt_tokens": _SIZE,
     "sampling.temperature": _NOT_NEGATIVE,
     "sampling.top_p": _TOP_P,

@@ -148,7 +148,7 @@ class Run:
             objective=objective or clipped,
             options=UpdateOptions(
                 temperature=self.config.sampling.temperature,
-                logprob_chunk_tokens=model.logprob_chunk_tokens,
+                logprob_chunk_vocab=model.logprob_chunk_vocab,
                 old_logprobs=loss.old_logprobs,
                 importance_cap=loss.importance_cap,
                 kl_coef=loss.kl_coef,

@@ -59,7 +59,7 @@ def sft(config: SftConfig | str | Path, *, progress: Progress | None = None) -> 
         optimizer,
         mesh,
         objective=supervised_loss,
-        options=UpdateOptions(logprob_chunk_tokens=config.model.logprob_chunk_tokens, old_logprobs="sampler"),
+        options=UpdateOptions(logprob_chunk_vocab=config.model.logprob_chunk_vocab, old_logprobs="sampler"),
     )
     state = init_state(policy.params, optimizer, mesh)
     run_dir.mkdir(parents=True, exist_ok=True)

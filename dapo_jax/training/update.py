@@ -34,7 +34,7 @@ class UpdateOptions:
     """What the update needs to know beyond its arrays."""
 
     temperature: float = 1.0
-    logprob_chunk_tokens: int = 1024
+    logprob_chunk_vocab: int = 2048
     old_logprobs: str = "trainer"
     """trainer or sampler: see `Updater.update`."""
     importance_cap: float | None = None
@@ -139,7 +139,7 @@ class Updater:
             decoder.ends.unembedding(),
             m.tokens.reshape(-1),
             temperature=self._options.temperature,
-            chunk_tokens=min(self._options.logprob_chunk_tokens, rows * seq),
+            chunk_vocab=self._options.logprob_chunk_vocab,
             compute_dtype=decoder.ends.compute_dtype,
         )
         return logprobs.reshape(rows, seq), entropy.reshape(rows, seq)

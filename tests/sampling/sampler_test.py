@@ -120,7 +120,7 @@ def trainer_state():
 def trainer_logprobs(rows, temperature):
     """What the trainer would take its importance ratio to: it scores the second minibatch of a step."""
     graph, _ = nnx.split(nnx.eval_shape(lambda: Decoder(CONFIG, rngs=nnx.Rngs(0), remat="dots")))
-    options = UpdateOptions(temperature=temperature, logprob_chunk_tokens=100)
+    options = UpdateOptions(temperature=temperature, logprob_chunk_vocab=100)
     updater = Updater(graph, shapes_of(CONFIG), make_optimizer(), one_device(), options=options)
     packed = pack(rows, np.ones(len(rows)), row_tokens=40, rows_per_microbatch=24)
     prepared = updater.prepare(trainer_state(), [packed, packed])[1]

@@ -57,7 +57,7 @@ def packed(rows=ROWS, weights=WEIGHTS, *, row_tokens=SEQ, per=8):
 
 
 def make_updater(mesh=None, *, optimizer=KEEP_GRADIENT, objective=dapo_loss, reference=None, **options):
-    options = UpdateOptions(**{"old_logprobs": "sampler", "logprob_chunk_tokens": 64, **options})
+    options = UpdateOptions(**{"old_logprobs": "sampler", "logprob_chunk_vocab": 64, **options})
     return Updater(
         GRAPH, PARAMS, optimizer, mesh or one_device(), objective=objective, options=options, reference=reference
     )  # fmt: skip
@@ -381,11 +381,11 @@ def test_the_peak_memory_of_an_update_does_not_grow_with_vocabulary_times_tokens
         vocab_size=vocab, embed_dim=16, layers=1, heads=2, kv_heads=1, head_dim=8, mlp_dim=16, max_positions=4096
     )  # fmt: skip
     graph, params = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
-    options = UpdateOptions(logprob_chunk_tokens=128)
-    updater = Updater(graph, params, KEEP_GRADIENT, one_device(), options=options)
     state = jax.eval_shape(lambda params: init_state(params, KEEP_GRADIENT, one_device()), params)
 
-    def temporary_bytes(rows):
+    def temporary_bytes(rows, chunk_vocab):
+        options = UpdateOptions(logprob_chunk_vocab=chunk_vocab)
+        updater = Updater(graph, params, KEEP_GRADIENT, one_device(), options=options)
         row = Row(prompt_tokens=np.ones(8, np.int32), response_tokens=np.ones(8, np.int32),
                   logprobs=np.zeros(8, np.float32))  # fmt: skip
         minibatch = stack(pack([row], np.ones(1), row_tokens=128, rows_per_microbatch=rows), room=1)
@@ -393,9 +393,9 @@ def test_the_peak_memory_of_an_update_does_not_grow_with_vocabulary_times_tokens
         compiled = updater._update.lower(state, *arguments).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
-    small, large = temporary_bytes(4), temporary_bytes(16)
-    assert small > 128 * vocab * 4  # it does hold one chunk of logits
-    assert large - small < 0.05 * 1536 * vocab * 4
+    more_logits = 1536 * vocab * 4
+    assert temporary_bytes(16, 128) - temporary_bytes(4, 128) < 0.05 * more_logits
+    assert temporary_bytes(16, vocab) - temporary_bytes(4, vocab) > more_logits
 
 
 def test_microbatch_metrics_are_means_over_all_tokens_not_means_of_means(sampler_updater):
