@@ -21,7 +21,8 @@ from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.weights import weight_transfer
 from dapo_jax.rollouts import Prompt
 from dapo_jax.sampling.decoding import decoding
-from dapo_jax.sampling.engine import DecoderEngine, Insertion
+from dapo_jax.sampling.engine import DecoderEngine
+from dapo_jax.sampling.interface import Insertion
 from dapo_jax.sampling.sampler import Sampler
 
 

@@ -16,7 +16,7 @@ from jaxtyping import Int, PRNGKeyArray, PyTree
 from dapo_jax.models.decoder import Decoder
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.sampling.decoding import Decoding
-from dapo_jax.sampling.engine import Insertion, ResultTokens
+from dapo_jax.sampling.interface import Insertion, ResultTokens
 
 Script = Callable[[int, int], Sequence[int]]
 """(the prompt's ordinal, the response's index in its group) -> the tokens of that response."""
@@ -40,7 +40,7 @@ FREE = ScriptedSlot(tokens=())
 
 
 class ScriptedEngine:
-    """Implements `sampling.engine.Engine` without a model: `script` says every response.
+    """Implements `sampling.interface.Engine` without a model: `script` says every response.
 
     A response ends at its first end token or at its limit. A token's log-probability is minus its id, so that a test
     sees whether the two stay together.

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from dapo_jax.sampling.decoding import decoding
-from dapo_jax.sampling.engine import Engine, Insertion
+from dapo_jax.sampling.interface import Engine, Insertion
 from dapo_jax.testing import ScriptedEngine, tiny_decoder_config, tiny_params
 
 KEY = jax.random.key(0)

@@ -23,11 +23,14 @@ from jaxtyping import Array, Float, Int
 
 from dapo_jax.models.attention import causal_attention
 from dapo_jax.models.presets import DecoderConfig
-from dapo_jax.models.rope import RopeScaling, rope_frequencies
+from dapo_jax.models.rope import rope_frequencies
 from dapo_jax.products import product, rounded
 
 Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
 """(query, key, value), each [heads, head_dim, tokens] -> (attention output, whatever the caller wants back for this layer)."""
+
+Rotations = tuple[Array, Array]
+"""Cosine and sine of the angles by which queries and keys are turned, each [head_dim / 2, tokens]."""
 
 REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
     "full": None,
@@ -44,18 +47,20 @@ def rms_norm(
     return (scaled * weight.astype(jnp.float32)[:, None]).astype(x.dtype)
 
 
+def rotations(positions: Int[Array, " tokens"], config: DecoderConfig) -> Rotations:
+    """How far each position is turned: the same in all layers, so made once."""
+    scaling = config.rope_scaling
+    frequencies = jnp.asarray(rope_frequencies(config.head_dim, config.rope_theta, scaling))
+    angles = frequencies[:, None] * positions.astype(jnp.float32)[None]
+    amplitude = 1.0 if scaling is None else scaling.amplitude
+    return jnp.cos(angles) * amplitude, jnp.sin(angles) * amplitude
+
+
 def rotary(
-    x: Float[Array, "heads head_dim tokens"],
-    positions: Int[Array, " tokens"],
-    theta: float,
-    scaling: RopeScaling | None = None,
+    x: Float[Array, "heads head_dim tokens"], turns: Rotations
 ) -> Float[Array, "heads head_dim tokens"]:
     """Rotary position embedding; dimension i is paired with i + head_dim / 2 (Su et al. 2021, in Llama's layout)."""
-    frequencies = jnp.asarray(rope_frequencies(x.shape[1], theta, scaling))
-    angles = frequencies[:, None] * positions.astype(jnp.float32)[None]
-    cos, sin = jnp.cos(angles)[None], jnp.sin(angles)[None]
-    if scaling is not None and scaling.amplitude != 1.0:
-        cos, sin = cos * scaling.amplitude, sin * scaling.amplitude
+    cos, sin = (part[None] for part in turns)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=1).astype(x.dtype)
 
@@ -98,7 +103,7 @@ class Block(nnx.Module):
             self.key_norm = _filled(1.0, (dim,), ("norm",))
 
     def _queries_keys_values(
-        self, x: Float[Array, "embed tokens"], positions: Int[Array, " tokens"]
+        self, x: Float[Array, "embed tokens"], turns: Rotations
     ) -> tuple[
         Float[Array, "heads dim tokens"], Float[Array, "kv dim tokens"], Float[Array, "kv dim tokens"]
     ]:
@@ -116,15 +121,14 @@ class Block(nnx.Module):
             norm = jax.vmap(rms_norm, in_axes=(0, None, None))
             query = norm(query, self.query_norm[...], config.norm_eps)
             key = norm(key, self.key_norm[...], config.norm_eps)
-        rope = config.rope_theta, config.rope_scaling
-        return rotary(query, positions, *rope), rotary(key, positions, *rope), value
+        return rotary(query, turns), rotary(key, turns), value
 
     def __call__(
-        self, x: Float[Array, "embed tokens"], positions: Int[Array, " tokens"], attend: Attend
+        self, x: Float[Array, "embed tokens"], turns: Rotations, attend: Attend
     ) -> tuple[Float[Array, "embed tokens"], Any]:
-        """The layer's output, and what `attend` wants back."""
+        """The layer's output, and what `attend` wants back; `turns` are the positions' `rotations`."""
         eps = self.config.norm_eps
-        query, key, value = self._queries_keys_values(rms_norm(x, self.attention_norm[...], eps), positions)
+        query, key, value = self._queries_keys_values(rms_norm(x, self.attention_norm[...], eps), turns)
         attended, kept = attend(query, key, value)
         # Heads and their dimensions as one axis: over two, XLA turns the weight around at every call.
         heads = self.output[...].reshape(self.config.embed_dim, -1)
@@ -201,13 +205,14 @@ class Decoder(nnx.Module):
         """Final hidden states; column t has seen what `causal_attention` shows it: its segment up to and including t."""
         graph, weights = nnx.split(self.blocks)
         batch, seq = tokens.shape
+        turns = rotations(positions.reshape(-1), self.ends.config)
 
         def attend(query: Array, key: Array, value: Array) -> tuple[Array, None]:
             dtype = self.ends.compute_dtype
             return causal_attention(query, key, value, segment_ids, prefix_ids, dtype=dtype), None
 
         def layer(x: Array, weights: nnx.State) -> tuple[Array, None]:
-            return nnx.merge(graph, weights)(x, positions.reshape(-1), attend)
+            return nnx.merge(graph, weights)(x, turns, attend)
 
         if self.remat != "none":
             layer = jax.checkpoint(layer, policy=REMAT_POLICIES[self.remat])

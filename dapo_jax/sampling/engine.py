@@ -7,7 +7,7 @@ each draws its own first token.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,15 +15,16 @@ import numpy as np
 from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray, PyTree
+from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
 from dapo_jax.models.attention import causal_attention
-from dapo_jax.models.decoder import Block, Ends
+from dapo_jax.models.decoder import Block, Ends, Rotations, rotations
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.parallel.mesh import BATCH_AXES
 from dapo_jax.parallel.weights import SamplerWeights
 from dapo_jax.sampling import cache as kv
 from dapo_jax.sampling.decoding import Decoding, draw, response_keys
+from dapo_jax.sampling.interface import Insertion, ResultTokens
 from dapo_jax.sampling.packing import pack_prompts
 
 
@@ -59,63 +60,6 @@ class DecodeState:
     """The key of each slot's response."""
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True)
-class ResultTokens:
-    """What one `generate` produced; the valid tokens of a slot come first in its row."""
-
-    tokens: Int[Array, "slots steps"] | Any
-    logprobs: Float[Array, "slots steps"] | Any
-    valid: Bool[Array, "slots steps"] | Any
-    live: Bool[Array, " slots"] | Any
-    """True where the slot goes on."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Insertion:
-    """Which prefilled prompt goes into which slot, for which response. Host arrays of one length."""
-
-    slots: Int[np.ndarray, " responses"] | Any
-    prompts: Int[np.ndarray, " responses"] | Any
-    """Places in the sequence that was given to `prefill`."""
-    ordinals: Int[np.ndarray, " responses"] | Any
-    indices: Int[np.ndarray, " responses"] | Any
-    limits: Int[np.ndarray, " responses"] | Any
-
-
-@runtime_checkable
-class Engine(Protocol):
-    """What the sampler needs of a decoder. `dapo_jax.testing` has one without a model."""
-
-    slots: int
-    capacity: int
-    """Tokens that fit in a slot, prompt and response together."""
-    stop_ids: tuple[int, ...]
-    """Tokens that end a response."""
-
-    def init_decode_state(self) -> PyTree:
-        """A state in which every slot is free."""
-        ...
-
-    def prefill(self, params: PyTree, prompts: Sequence[Int[np.ndarray, " _"]]) -> PyTree:
-        """Reads prompts."""
-        ...
-
-    def insert(self, prefix: PyTree, state: PyTree, insertion: Insertion, key: PRNGKeyArray) -> PyTree:
-        """Puts prefilled prompts into slots, dropping whatever was there."""
-        ...
-
-    def generate(
-        self, params: PyTree, state: PyTree, how: Decoding, min_live: int
-    ) -> tuple[PyTree, ResultTokens]:
-        """Decodes until `steps_per_call` tokens are drawn or fewer than `min_live` slots are live."""
-        ...
-
-    def release(self, state: PyTree, slots: Sequence[int]) -> PyTree:
-        """Ends the responses in some slots where they are."""
-        ...
-
-
 _Carry = tuple[Array, DecodeState, tuple[Array, ...]]
 
 
@@ -148,6 +92,9 @@ class DecoderEngine:
         rows, whole = NamedSharding(mesh, PartitionSpec(BATCH_AXES)), NamedSharding(mesh, PartitionSpec())
         slot_cache = NamedSharding(mesh, PartitionSpec(BATCH_AXES, "tensor"))
         row_cache = NamedSharding(mesh, PartitionSpec(None, "tensor"))
+        # An argument of the programs: within them, XLA takes the cosines again in every layer, and there for every head.
+        positions = jnp.arange(capacity, dtype=jnp.int32)
+        self._turns = jax.jit(rotations, static_argnums=1, out_shardings=whole)(positions, config)
         # Pinned: a state that came back with another layout would compile `insert` and `generate` a second time.
         shapes = jax.eval_shape(self._init_program)
         state = jax.tree.map(lambda leaf: slot_cache if leaf.ndim == 4 else rows, shapes)
@@ -169,7 +116,8 @@ class DecoderEngine:
         """
         packed = pack_prompts(prompts, capacity=self.capacity)
         ends = packed.rows * packed.tokens.shape[1] + packed.starts + packed.lengths - 1
-        layers, logits = self._prefill(params, packed.tokens, packed.positions, packed.segment_ids, ends)
+        turns = tuple(part[:, packed.positions.reshape(-1)] for part in self._turns)
+        layers, logits = self._prefill(params, packed.tokens, turns, packed.segment_ids, ends)
         rows, starts, lengths = (jnp.asarray(part) for part in (packed.rows, packed.starts, packed.lengths))
         return Prefix(layers=layers, logits=logits, rows=rows, starts=starts, lengths=lengths)
 
@@ -189,7 +137,7 @@ class DecoderEngine:
         self, params: SamplerWeights, state: DecodeState, how: Decoding, min_live: int = 1
     ) -> tuple[DecodeState, ResultTokens]:
         """Decodes up to `steps_per_call` tokens per live slot; returns early when fewer than `min_live` slots live."""
-        return self._generate(params, state, how, np.int32(min_live))
+        return self._generate(params, state, self._turns, how, np.int32(min_live))
 
     def _padded(self, values: np.ndarray) -> np.ndarray:
         return np.pad(values.astype(np.int32), (0, self.slots - len(values)))
@@ -208,19 +156,19 @@ class DecoderEngine:
         )  # fmt: skip
 
     def _prefill_program(
-        self, params: SamplerWeights, tokens: Array, positions: Array, segment_ids: Array, ends: Array
+        self, params: SamplerWeights, tokens: Array, turns: Rotations, segment_ids: Array, ends: Array
     ) -> tuple[tuple[kv.LayerCache, ...], Array]:
         outer = nnx.merge(self._ends, params["ends"])
 
         def attend(query: Array, key: Array, value: Array) -> tuple[Array, kv.LayerCache]:
             return (
                 causal_attention(query, key, value, segment_ids, dtype=self._dtype),
-                kv.of_rows(key.astype(self._dtype), value.astype(self._dtype), len(tokens)),
+                kv.of_rows(key.astype(self._dtype), value.astype(self._dtype), len(segment_ids)),
             )
 
         x, layers = outer.embed(tokens.reshape(-1)), []
         for weights in params["layers"]:
-            x, kept = nnx.merge(self._block, weights)(x, positions.reshape(-1), attend)
+            x, kept = nnx.merge(self._block, weights)(x, turns, attend)
             layers.append(kept)
         return tuple(layers), outer.logits(outer.normed(x[:, ends]))
 
@@ -259,7 +207,7 @@ class DecoderEngine:
         return jnp.where(jnp.arange(self.slots, dtype=jnp.int32) < count, slots, self.slots)
 
     def _generate_program(
-        self, params: SamplerWeights, state: DecodeState, how: Decoding, min_live: Array
+        self, params: SamplerWeights, state: DecodeState, turns: Rotations, how: Decoding, min_live: Array
     ) -> tuple[DecodeState, ResultTokens]:
         blank = tuple(jnp.zeros((self.slots, self._steps), kind) for kind in (jnp.int32, jnp.float32, bool))
 
@@ -276,26 +224,31 @@ class DecoderEngine:
                 return lax.dynamic_update_slice_in_dim(buffer, column[:, None], step, axis=1)
 
             written = (write(all_tokens, tokens), write(all_logprobs, logprobs), write(valid, state.live))
-            return step + 1, self._take(params, state, tokens), written
+            return step + 1, self._take(params, state, turns, tokens), written
 
         start = (jnp.zeros((), jnp.int32), state, blank)
         _, state, (tokens, logprobs, valid) = lax.while_loop(going, advance, start)
         return state, ResultTokens(tokens=tokens, logprobs=logprobs, valid=valid, live=state.live)
 
-    def _take(self, params: SamplerWeights, state: DecodeState, tokens: Array) -> DecodeState:
+    def _take(
+        self, params: SamplerWeights, state: DecodeState, turns: Rotations, tokens: Array
+    ) -> DecodeState:
         """The state after the live slots have taken the drawn tokens: stopped, or with the logits of their next ones."""
         taken = state.live.astype(jnp.int32)
         generated = state.generated + taken
         stopped = (tokens[:, None] == jnp.asarray(self.stop_ids, jnp.int32)[None]).any(-1)
         live = state.live & ~stopped & (generated < state.limits)
         # Once the last response has ended, nobody waits for logits.
-        state = lax.cond(live.any(), self._forward, lambda _, state, __: state, params, state, tokens)
+        state = lax.cond(live.any(), self._forward, lambda _, state, *__: state, params, state, turns, tokens)
         return replace(state, lengths=state.lengths + taken, generated=generated, live=live)
 
-    def _forward(self, params: SamplerWeights, state: DecodeState, tokens: Array) -> DecodeState:
+    def _forward(
+        self, params: SamplerWeights, state: DecodeState, turns: Rotations, tokens: Array
+    ) -> DecodeState:
         """The state with the tokens behind what each live slot's cache holds, and the logits that follow."""
         ends = nnx.merge(self._ends, params["ends"])
         seen = (state.lengths + 1) * state.live.astype(jnp.int32)
+        cos, sin = (part[:, state.lengths] for part in turns)
         x, layers = ends.embed(tokens), []
         for weights, layer in zip(params["layers"], state.layers, strict=True):
 
@@ -305,6 +258,6 @@ class DecoderEngine:
                 grown = kv.append(layer, key, value, state.lengths)
                 return kv.attend(grown, query, seen), grown
 
-            x, grown = nnx.merge(self._block, weights)(x, state.lengths, attend)
+            x, grown = nnx.merge(self._block, weights)(x, (cos, sin), attend)
             layers.append(grown)
         return replace(state, layers=tuple(layers), logits=ends.logits(ends.normed(x)))

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int, PRNGKeyArray, PyTree
 
 from dapo_jax.rollouts import Prompt, Response
 from dapo_jax.sampling.decoding import Decoding
-from dapo_jax.sampling.engine import Engine, Insertion, ResultTokens
+from dapo_jax.sampling.interface import Engine, Insertion, ResultTokens
 
 Draw = Callable[[int], Sequence[Prompt]]
 """Asked for up to n prompts, hands over some; an empty answer means none for now, and none at all once nothing is in

@@ -14,7 +14,8 @@ from dapo_jax.models.folder import shapes_of
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.weights import weight_transfer
 from dapo_jax.sampling.decoding import decoding
-from dapo_jax.sampling.engine import DecoderEngine, Engine, Insertion
+from dapo_jax.sampling.engine import DecoderEngine
+from dapo_jax.sampling.interface import Engine, Insertion
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 
 CONFIG = tiny_decoder_config(qkv_bias=True, qk_norm=True, tied_embeddings=False)

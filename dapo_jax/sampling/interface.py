@@ -1,0 +1,68 @@
+"""What the sampler and an engine agree on: the verbs, what goes in and what comes out."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
+
+from dapo_jax.sampling.decoding import Decoding
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class ResultTokens:
+    """What one `generate` produced; the valid tokens of a slot come first in its row."""
+
+    tokens: Int[Array, "slots steps"] | Any
+    logprobs: Float[Array, "slots steps"] | Any
+    valid: Bool[Array, "slots steps"] | Any
+    live: Bool[Array, " slots"] | Any
+    """True where the slot goes on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Insertion:
+    """Which prefilled prompt goes into which slot, for which response. Host arrays of one length."""
+
+    slots: Int[np.ndarray, " responses"] | Any
+    prompts: Int[np.ndarray, " responses"] | Any
+    """Places in the sequence that was given to `prefill`."""
+    ordinals: Int[np.ndarray, " responses"] | Any
+    indices: Int[np.ndarray, " responses"] | Any
+    limits: Int[np.ndarray, " responses"] | Any
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """What the sampler needs of a decoder. `dapo_jax.testing` has one without a model."""
+
+    slots: int
+    capacity: int
+    """Tokens that fit in a slot, prompt and response together."""
+    stop_ids: tuple[int, ...]
+    """Tokens that end a response."""
+
+    def init_decode_state(self) -> PyTree:
+        """A state in which every slot is free."""
+        ...
+
+    def prefill(self, params: PyTree, prompts: Sequence[Int[np.ndarray, " _"]]) -> PyTree:
+        """Reads prompts."""
+        ...
+
+    def insert(self, prefix: PyTree, state: PyTree, insertion: Insertion, key: PRNGKeyArray) -> PyTree:
+        """Puts prefilled prompts into slots, dropping whatever was there."""
+        ...
+
+    def generate(
+        self, params: PyTree, state: PyTree, how: Decoding, min_live: int
+    ) -> tuple[PyTree, ResultTokens]:
+        """Decodes until `steps_per_call` tokens are drawn or fewer than `min_live` slots are live."""
+        ...
+
+    def release(self, state: PyTree, slots: Sequence[int]) -> PyTree:
+        """Ends the responses in some slots where they are."""
+        ...
