@@ -5,12 +5,16 @@ Scores and the softmax are in float32 whatever the inputs are. `H` query heads s
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dapo_jax.products import product
 
 MASKED = -1e30
 """Score of a position that may not be attended to: finite, so that a row with no live position is not NaN."""
+
+
+QUERY_BLOCKS, SMALLEST_BLOCK = 4, 64
+"""Into how many parts the queries of a row are cut, and what is not worth cutting."""
 
 
 def causal_attention(
@@ -26,23 +30,40 @@ def causal_attention(
 
     It also sees the segment that `prefix_ids` names, if that comes before it: a prompt that several responses follow. Tokens
     of other segments packed into one row never see each other. Padding (segment 0) sees only padding.
+
+    Queries are taken a block at a time, with the keys up to the block's end: nearly half of all scores are never computed.
     """
     batch, seq = segment_ids.shape
-    causal = jnp.tril(jnp.ones((seq, seq), bool))
-    seen = segment_ids[:, :, None] == segment_ids[:, None, :]
-    if prefix_ids is not None:
-        seen = seen | (prefix_ids[:, :, None] == segment_ids[:, None, :])
-    mask = causal[None] & seen
     kv_heads, head_dim = key.shape[:2]
     k, v = (part.reshape(kv_heads, head_dim, batch, seq) for part in (key, value))
     grouped = (query * head_dim**-0.5).reshape(kv_heads, -1, head_dim, batch, seq)
+    prefix_ids = segment_ids if prefix_ids is None else prefix_ids
+    size = max(-(-seq // QUERY_BLOCKS), SMALLEST_BLOCK)
+    out = []
+    for start in range(0, seq, size):
+        stop = min(start + size, seq)
+        own, prefix, before = segment_ids[:, start:stop], prefix_ids[:, start:stop], segment_ids[:, :stop]
+        seen = (own[:, :, None] == before[:, None]) | (prefix[:, :, None] == before[:, None])
+        causal = jnp.tril(jnp.ones((stop - start, stop), bool), start)
+        out.append(
+            _attend(k[..., :stop], v[..., :stop], grouped[..., start:stop], causal[None] & seen, dtype)
+        )
+    return jnp.concatenate(out, axis=-1).reshape(query.shape)
+
+
+def _attend(
+    k: Float[Array, "kv_heads head_dim batch seq"],
+    v: Float[Array, "kv_heads head_dim batch seq"],
+    grouped: Float[Array, "kv_heads group head_dim batch block"],
+    mask: Bool[Array, "batch block seq"],
+    dtype: str,
+) -> Float[Array, "kv_heads group head_dim batch block"]:
     scores = product("kdbt,kgdbs->bkgst", k, grouped, dtype)
     scores = jnp.where(mask[:, None, None], scores, MASKED)
     # As in decoding: not yet divided by their sum when they are rounded.
     weights = jnp.exp(scores - lax.stop_gradient(scores.max(-1, keepdims=True)))
     total = weights.sum(-1).transpose(1, 2, 0, 3)[:, :, None]
-    out = product("kdbt,bkgst->kgdbs", v, weights, dtype) / total
-    return out.reshape(query.shape)
+    return product("kdbt,bkgst->kgdbs", v, weights, dtype) / total
 
 
 def cached_attention(

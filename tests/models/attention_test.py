@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dapo_jax.models import attention
 from dapo_jax.models.attention import cached_attention, causal_attention
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
@@ -65,7 +66,10 @@ def jitted(chunk):
     return jax.jit(attend)
 
 
-def test_causal_attention_sees_its_own_segment_up_to_itself():
+@pytest.mark.parametrize("block", [64, 3, 4])
+def test_causal_attention_sees_its_own_segment_up_to_itself(block, monkeypatch):
+    """Nine queries in one block, in three of 3, and in blocks of 4, 4 and 1."""
+    monkeypatch.setattr(attention, "SMALLEST_BLOCK", block)
     query, key, value = random_inputs(0)
     segment_ids = np.array([[1, 1, 1, 2, 2, 2, 2, 0, 0], [1, 1, 1, 1, 1, 1, 1, 1, 1]], np.int32)
     found = causal(query, key, value, segment_ids)
@@ -83,6 +87,24 @@ def test_causal_attention_sees_the_prompt_that_its_segment_follows():
             *(part[:, at] for part in (query, key, value)), np.ones((1, len(at)), np.int32)
         )
         np.testing.assert_allclose(found[:, at], alone, rtol=1e-5, atol=1e-6)
+
+
+def test_blocks_of_queries_change_no_gradient(monkeypatch):
+    """26 queries in four blocks of 7 (the last of 5), and in one: three segments, the third behind the first as its prompt."""
+    inputs = random_inputs(4, batch=1, seq=26)
+    segment_ids = np.array([[1] * 5 + [2] * 10 + [3] * 11], np.int32)
+    prefix_ids = jnp.asarray(np.where(segment_ids == 3, 1, segment_ids))
+    weights = jnp.asarray(random_inputs(5, batch=1, seq=26)[0])
+
+    def gradients(block):
+        monkeypatch.setattr(attention, "SMALLEST_BLOCK", block)
+        return jax.grad(
+            lambda *parts: (causal(*parts, segment_ids, prefix_ids=prefix_ids) * weights).sum(),
+            argnums=(0, 1, 2),
+        )(*map(jnp.asarray, inputs))
+
+    for in_blocks, whole in zip(gradients(1), gradients(64), strict=True):
+        np.testing.assert_allclose(in_blocks, whole, atol=1e-5)
 
 
 def test_causal_attention_takes_its_softmax_in_float32_whatever_the_inputs():
