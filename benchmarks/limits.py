@@ -1,7 +1,7 @@
 """What the machine gives: matrix products at the shapes of a decode step, one large product, and copying memory.
 
 Measured like a system, in a worker of its own, once in every round, so that a slow minute of the machine shows in the
-limit too. Each rate is the better of JAX's and numpy's, and the best of several repetitions with operands in the cache:
+limit too. Each rate is the best of JAX's and numpy's, over layouts and several repetitions, with operands in the cache:
 a limit that no decode step can reach, since that must read its weights from memory.
 """
 
@@ -71,24 +71,29 @@ def step_products(sizes: dict[str, Any]) -> list[tuple[str, int, int, int]]:
     ]
 
 
+LAYOUTS = ("ri,io->ro", "ri,oi->ro", "oi,ir->or")
+"""Activations [rows, inner] or turned, with the weight either way round; sums are in float32."""
+
+
 def _gflop_s(rows: int, inner: int, outer: int, dtype: str) -> float:
-    """The better of JAX's rate, for either layout of the weight, and (in float32) numpy's."""
+    """The best of JAX's rates over `LAYOUTS` and (in float32) numpy's."""
     rng = np.random.default_rng(0)
-    left = rng.normal(size=(rows, inner)).astype(np.float32)
-    right = rng.normal(size=(inner, outer)).astype(np.float32)
+    sizes = {"r": rows, "i": inner, "o": outer}
     work = 2e-9 * rows * inner * outer
     # About 0.3 s for each, at 200 GFLOP/s.
     repeats = int(np.clip(60 / work, 3, 300))
-    plain = jax.jit(lambda a, b: jnp.matmul(a, b))
-    transposed = jax.jit(lambda a, b: jnp.einsum("ri,oi->ro", a, b))
-    a, b = jnp.asarray(left, dtype), jnp.asarray(right, dtype)
-    turned = jnp.asarray(right.T.copy(), dtype)
-    times = [
-        _best(lambda: plain(a, b).block_until_ready(), repeats),
-        _best(lambda: transposed(a, turned).block_until_ready(), repeats),
-    ]
+
+    def operand(axes: str) -> np.ndarray:
+        return rng.normal(size=[sizes[axis] for axis in axes]).astype(np.float32)
+
+    def seconds_in_jax(layout: str) -> float:
+        product = jax.jit(lambda a, b: jnp.einsum(layout, a, b, preferred_element_type=jnp.float32))
+        a, b = (jnp.asarray(operand(axes), dtype) for axes in layout.split("->")[0].split(","))
+        return _best(lambda: product(a, b).block_until_ready(), repeats)
+
+    times = [seconds_in_jax(layout) for layout in LAYOUTS]
     if dtype == "float32":
-        out = np.empty((rows, outer), np.float32)
+        left, right, out = operand("ri"), operand("io"), np.empty((rows, outer), np.float32)
         times.append(_best(lambda: np.matmul(left, right, out=out), repeats))
     return work / min(times)
 
