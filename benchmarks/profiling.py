@@ -41,6 +41,7 @@ PARTS = {
     "decoder.py:Block.__call__": "output product and MLP",
     "decoder.py:rms_norm": "norms",
     "decoder.py:rotary": "rotary",
+    "decoder.py:rotations": "rotary",
     "decoder.py:Ends.logits": "unembedding",
     "decoder.py:Ends.unembedding": "unembedding",
     "decoder.py:Ends.embed": "embedding",
