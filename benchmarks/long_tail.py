@@ -78,15 +78,17 @@ def main() -> None:
     results: dict[str, dict[str, Any]] = {way: {"seconds": []} for way in batches}
     for round_ in range(-1, arguments.rounds):
         for way, parts in batches.items():
-            limited = LimitedEngine(engine, lengths)
+            # The round that compiles is the same but short.
+            asked = lengths if round_ >= 0 else np.minimum(lengths, 8)
+            limited = LimitedEngine(engine, asked)
             sampler = Sampler(limited, prefill_prompts=per_batch, refill_frac=arguments.refill_frac)
             start = time.perf_counter()
             sampled = sum(_sampled(sampler, weights, part, arguments, round_) for part in parts)
             seconds = time.perf_counter() - start
-            if sampled != int(lengths.sum()):
-                raise RuntimeError(f"{way} returned {sampled} tokens, the table has {int(lengths.sum())}")
+            if sampled != int(asked.sum()):
+                raise RuntimeError(f"{way} returned {sampled} tokens, the table has {int(asked.sum())}")
             if round_ < 0:
-                continue  # compiles
+                continue
             results[way]["seconds"].append(seconds)
             results[way]["steps"] = limited.steps
             results[way]["live_frac"] = limited.live_slot_steps / (limited.steps * arguments.slots)
