@@ -67,9 +67,8 @@ def _operations(text: str) -> dict[str, Source]:
             location, parent = frames[frame]
             file, function = locations[location]
             path = Path(names[file][0])
-            place = f"{path.name}:{_plain(functions[function][0])}"
-            if PACKAGE in path.parts and path.name != "products.py" and place != "decoder.py:Block._project":
-                return place
+            if PACKAGE in path.parts and path.name != "products.py":
+                return f"{path.name}:{_plain(functions[function][0])}"
             frame = parent or ""
         return None
 
