@@ -3,6 +3,9 @@
 import re
 from collections.abc import Callable
 
+from dapo_jax.rewards.gsm8k import gsm8k_grader
+from dapo_jax.rewards.released import dapo_boxed_grader, dapo_grader
+from dapo_jax.rewards.semantic import math_grader
 from dapo_jax.rollouts import Verdict
 
 Grader = Callable[[str, str], Verdict]
@@ -40,7 +43,13 @@ def exact_grader(marker: str = "=") -> Grader:
     return grade
 
 
-GRADERS: dict[str, Grader] = {"exact": exact_grader("=")}
+GRADERS: dict[str, Grader] = {
+    "exact": exact_grader("="),
+    "dapo": dapo_grader,
+    "dapo_boxed": dapo_boxed_grader,
+    "math": math_grader,
+    "gsm8k": gsm8k_grader,
+}
 """Graders by the name that a configuration gives them."""
 
 

@@ -1,0 +1,72 @@
+"""The grader `math`: equal in meaning, as the package math-verify sees it (https://github.com/huggingface/Math-Verify)."""
+
+import re
+import threading
+from functools import lru_cache
+from typing import Any
+
+from dapo_jax.rewards.released import last_boxed, last_stated, normal_form
+from dapo_jax.rollouts import Verdict
+
+TAIL_CHARACTERS = 2000
+"""Only this much of a response's end is looked at: symbolic parsers are slow, and an answer comes last."""
+TIME_LIMIT_S = 5
+"""For each of the two steps, parsing and comparing."""
+
+_SENTENCE = re.compile(r"(?<!\\)\b[A-Za-z]{2,}\s+[A-Za-z]{2,}")
+
+
+def math_grader(response: str, answer: str) -> Verdict:
+    r"""Takes what the last `Answer:` or else the last `\boxed{}` says, or else the last value of the response, and compares.
+
+    Equal text, brought to the normal form of the grader `dapo`, is correct without further ado. Otherwise both are parsed: 6/8
+    is 3/4, 34% is 34, \frac12 is 0.5. A text that nothing can be parsed from is wrong.
+
+    math-verify limits its own time by signals, which only a main thread receives. Elsewhere it runs without a limit: let a
+    `GradingPool` call it there.
+    """
+    text = response[-TAIL_CHARACTERS:]
+    stated, where = _statement(text)
+    if stated is not None and normal_form(stated) == normal_form(answer):
+        return Verdict(correct=True, extracted=normal_form(stated), reason=f"{where}: equal as text")
+    found = _parsed(text if stated is None else _as_latex(stated))
+    if not found:
+        return Verdict(correct=False, reason=f"{where}: nothing that can be read as mathematics")
+    from math_verify import verify  # loads sympy
+
+    correct = verify(list(_gold(answer)), found, timeout_seconds=_time_limit_s())
+    # The parser returns what it understood and, last, the text that it took.
+    extracted = str(found[-1]) if stated is None else normal_form(stated)
+    reason = f"{where}: equal to {answer!r} in meaning" if correct else f"{where}: expected {answer!r}"
+    return Verdict(correct=correct, extracted=extracted, reason=reason)
+
+
+def _statement(text: str) -> tuple[str | None, str]:
+    """What the response gives as its answer, and where it says so."""
+    if (stated := last_stated(text)) is not None:
+        # Emphasis as in **Answer: 34** is opened before the word and closed behind the value.
+        return stated.strip().strip("*_").strip(), "after the last 'Answer:'"
+    if (boxed := last_boxed(text)) is not None:
+        return boxed, r"in the last \boxed{}"
+    return None, "in the response"
+
+
+def _as_latex(stated: str) -> str:
+    """A formula is read as LaTeX, unless it marks its mathematics itself or is a sentence around it."""
+    marked = any(mark in stated for mark in ("$", r"\(", r"\["))
+    return stated if marked or _SENTENCE.search(stated) else f"${stated}$"
+
+
+@lru_cache(maxsize=4096)
+def _gold(answer: str) -> tuple[Any, ...]:
+    return tuple(_parsed(answer if "$" in answer else f"${answer}$"))
+
+
+def _parsed(text: str) -> list[Any]:
+    from math_verify import parse
+
+    return parse(text, parsing_timeout=_time_limit_s())
+
+
+def _time_limit_s() -> int:
+    return TIME_LIMIT_S if threading.current_thread() is threading.main_thread() else 0

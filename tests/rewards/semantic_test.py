@@ -1,0 +1,73 @@
+r"""The grader `math`: what a statement is, and when two of them mean the same."""
+
+import threading
+
+import pytest
+
+from dapo_jax.rewards import GRADERS
+from dapo_jax.rewards.semantic import TAIL_CHARACTERS
+
+grade = GRADERS["math"]
+
+EQUAL = [
+    ("Answer: 6/8", r"\frac{3}{4}"),
+    ("Answer: 0.75", "3/4"),
+    (r"Answer: $\frac68$", "0.75"),
+    ("Answer: 2^{10}", "1024"),
+    (r"Answer: \sqrt{8}", r"2\sqrt{2}"),
+    ("Answer: 1,234", "1234"),
+    (r"Answer: 80^\circ", "80"),
+    ("Answer: x = 3", "3"),
+    ("Answer: {2, 1}", r"\{1, 2\}"),
+    ("Answer: The answer is 34.", "34"),
+    ("**Answer:** 34", "34"),
+    (r"\boxed{\frac{1}{2}}", "0.5"),
+    ("So in the end there are 34 of them.", "34"),
+    ("Answer: blue", r"\text{blue}"),
+]
+DIFFERENT = [
+    ("Answer: 35", "34"),
+    ("Answer: -34", "34"),
+    ("Answer: 2^{10}", "2"),  # no number is picked out of a formula
+    ("Answer: 2^{10}", "10"),
+    (r"\boxed{\frac{1}{2}}", "2"),
+    ("Answer: 33.999", "34"),
+    ("Answer: 3\nNo: 34", "34"),  # what an Answer: says decides
+    ("Answer: (1, 2)", "(2, 1)"),
+    ("Answer: x + 1", "x - 1"),
+    ("34, 35", "34"),
+    ("no idea", "34"),
+    ("", "34"),
+]
+
+
+@pytest.mark.parametrize(("response", "answer"), EQUAL)
+def test_equal_in_meaning(response, answer):
+    verdict = grade(response, answer)
+    assert verdict.correct, verdict.reason
+    assert verdict.extracted
+
+
+@pytest.mark.parametrize(("response", "answer"), DIFFERENT)
+def test_different(response, answer):
+    assert not grade(response, answer).correct
+
+
+def test_the_reason_tells_text_from_meaning():
+    assert grade("Answer: 34", "34").reason == "after the last 'Answer:': equal as text"
+    assert grade("Answer: 34.0", "34").reason == "after the last 'Answer:': equal to '34' in meaning"
+    assert grade("no idea", "34").reason == "in the response: nothing that can be read as mathematics"
+
+
+def test_only_the_end_of_a_response_is_looked_at():
+    response = "Answer: 34\nor is it 5\n"  # 22 characters; without the A of the first the last value counts
+    assert grade(response + " " * (TAIL_CHARACTERS - 22), "34").correct
+    assert grade(response + " " * (TAIL_CHARACTERS - 21), "5").correct
+
+
+def test_it_works_in_a_thread_where_no_signal_arrives():
+    verdicts = []
+    thread = threading.Thread(target=lambda: verdicts.append(grade("Answer: 17/34", "0.5")))
+    thread.start()
+    thread.join()
+    assert [verdict.correct for verdict in verdicts] == [True]
