@@ -13,7 +13,8 @@ from jaxtyping import Float, Int
 
 from dapo_jax.advantages import group_advantages
 from dapo_jax.losses import token_weights
-from dapo_jax.rollouts import Group, Microbatch
+from dapo_jax.microbatch import Microbatch
+from dapo_jax.rollouts import Group
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,17 +1,15 @@
-"""What flows through the pipe: prompts become groups of rollouts, then microbatches.
+"""What flows through the pipe on the host: prompts become groups of graded rollouts.
 
-`Prompt`, `Rollout` and `Group` live on the host and hold numpy and Python values of natural
-length. `Microbatch` is padded to one static shape and is what crosses to the device. Its fields are annotated
-`... | Any` because on the host they are numpy, and JAX rebuilds a registered dataclass around shapes and shardings too.
+All hold numpy and Python values of natural length, and nothing here loads jax: grading workers import these types too.
+What crosses to the device is a `dapo_jax.microbatch.Microbatch`.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import jax
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Float, Int
 
 FinishReason = Literal["stop", "length"]
 """Why sampling ended: an end token, or the length limit."""
@@ -100,36 +98,3 @@ class Group:
     def accuracy(self) -> float:
         """The fraction of rollouts that are correct."""
         return sum(rollout.correct for rollout in self.rollouts) / len(self.rollouts)
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True)
-class Microbatch:
-    """Arrays for one forward and backward pass: rollouts packed into rows of one static length.
-
-    A row may hold several rollouts, told apart by `segment_ids`, and several responses may follow one prompt. Column `t` of
-    `old_logprobs`, `mask`, `advantages` and `weights` is about the token *at* `t`; its log-probability comes from
-    the logits at `previous[t]`.
-    """
-
-    tokens: Int[Array, "rows seq"] | Any
-    segment_ids: Int[Array, "rows seq"] | Any
-    """1, 2, ... for the rollouts of a row; 0 is padding, which attends to nothing that counts. A prompt that several
-    responses follow is a segment of its own."""
-    prefix_ids: Int[Array, "rows seq"] | Any
-    """The segment that a token sees beside its own: that of its prompt. Its own where prompt and response are one."""
-    previous: Int[Array, "rows seq"] | Any
-    """The column whose logits predict the token: the one before it, or the last of its prompt."""
-    positions: Int[Array, "rows seq"] | Any
-    """Position of each token inside its own rollout, from 0."""
-    mask: Bool[Array, "rows seq"] | Any
-    """True on response tokens that enter the loss."""
-    advantages: Float[Array, "rows seq"] | Any
-    weights: Float[Array, "rows seq"] | Any
-    """Each token's weight in the loss, computed from the whole minibatch: microbatch losses add up to the minibatch's."""
-    sampler_logprobs: Float[Array, "rows seq"] | Any
-    """Log-probabilities recorded while sampling."""
-    old_logprobs: Float[Array, "rows seq"] | Any
-    """Log-probabilities that the importance ratio is taken to; zeros until they are scored."""
-    ref_logprobs: Float[Array, "rows seq"] | Any
-    """Log-probabilities under the reference policy; zeros when there is none."""

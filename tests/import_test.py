@@ -1,4 +1,4 @@
-"""`import dapo_jax` is for people who want the loss: it loads jax and numpy, and no framework."""
+"""`from dapo_jax import dapo_loss` is for people who want the loss: it loads jax and numpy, and no framework."""
 
 import importlib.util
 import subprocess
@@ -39,21 +39,34 @@ HEAVY = {
 
 @pytest.fixture(scope="module")
 def loaded_modules():
-    """What a fresh interpreter holds after `import dapo_jax`."""
-    code = "import sys, dapo_jax; print(*sorted(sys.modules))"
+    """What a fresh interpreter holds once every public name but `train` is loaded."""
+    names = ", ".join(name for name in dapo_jax.__all__ if name != "train")
+    return modules_after(f"from dapo_jax import {names}")
+
+
+def modules_after(code):
+    code = f"import sys; {code}; print(*sorted(sys.modules))"
     result = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
     return set(result.stdout.split())
 
 
-def test_importing_dapo_jax_stays_light(loaded_modules):
+def test_the_package_alone_and_the_rewards_load_no_jax():
+    """A grading worker is started anew whenever one dies."""
+    assert "jax" not in modules_after("import dapo_jax")
+    loaded = modules_after("import dapo_jax.rewards")
+    assert "dapo_jax.rewards.semantic" in loaded
+    assert not {name.split(".")[0] for name in loaded} & {"jax", "sympy", *HEAVY}
+
+
+def test_importing_the_public_names_stays_light(loaded_modules):
     assert "jax" in loaded_modules
     heavy = {name for name in loaded_modules if name.split(".")[0] in HEAVY}
-    assert not heavy, f"`import dapo_jax` loaded {sorted(heavy)[:5]}"
+    assert not heavy, f"they loaded {sorted(heavy)[:5]}"
 
 
-def test_importing_dapo_jax_loads_no_room_that_trains_or_samples(loaded_modules):
+def test_importing_the_public_names_loads_no_room_that_trains_or_samples(loaded_modules):
     rooms = {name.split(".")[1] for name in loaded_modules if name.startswith("dapo_jax.")}
     assert not rooms & {
         "run",

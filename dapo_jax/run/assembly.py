@@ -14,8 +14,9 @@ from dapo_jax.data.prompts import PromptSource, checked_rows, load_rows
 from dapo_jax.evaluation import summarize
 from dapo_jax.filtering import Collector
 from dapo_jax.losses import dapo_loss
+from dapo_jax.microbatch import Microbatch
 from dapo_jax.rewards.functions import RewardFunction
-from dapo_jax.rollouts import Group, Microbatch
+from dapo_jax.rollouts import Group
 from dapo_jax.run.carry import carry_groups
 from dapo_jax.run.policy import load_policy, mesh_of, optimizer_of, state_structs
 from dapo_jax.run.rollout import TRAINING, Rollouts, eval_prompts, grading, prompt_format

@@ -15,7 +15,7 @@ from dapo_jax.data.pairs import PairSource
 from dapo_jax.data.prompts import load_rows
 from dapo_jax.evaluation import summarize
 from dapo_jax.metrics import to_scalars
-from dapo_jax.rollouts import Microbatch
+from dapo_jax.microbatch import Microbatch
 from dapo_jax.run.policy import Policy, load_policy, mesh_of, optimizer_of
 from dapo_jax.run.records import use_compilation_cache
 from dapo_jax.run.rollout import Rollouts, eval_prompts, grading, prompt_format

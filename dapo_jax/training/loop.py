@@ -15,7 +15,8 @@ from jaxtyping import PyTree
 
 from dapo_jax.filtering import Collected, Collector
 from dapo_jax.metrics import Metric, to_scalars
-from dapo_jax.rollouts import Group, Microbatch
+from dapo_jax.microbatch import Microbatch
+from dapo_jax.rollouts import Group
 from dapo_jax.training.state import TrainState
 from dapo_jax.training.step_metrics import rollout_metrics
 

@@ -21,8 +21,8 @@ from dapo_jax.batching import stack
 from dapo_jax.logprobs import chunked_logprobs
 from dapo_jax.losses import dapo_loss, kl_penalty
 from dapo_jax.metrics import Max, Mean, Metric
+from dapo_jax.microbatch import Microbatch
 from dapo_jax.parallel.sharding import by_row, replicated
-from dapo_jax.rollouts import Microbatch
 from dapo_jax.training.state import TrainState, state_shardings
 
 Objective = Callable[..., tuple[Array, Mapping[str, Metric]]]
