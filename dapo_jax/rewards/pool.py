@@ -1,0 +1,192 @@
+"""Grading in worker processes: a time limit for each call, bounded memory, and a dead or hung worker is replaced.
+
+Each worker is a process of its own (`dapo_jax.rewards.worker`) that one thread here talks to. A call that runs out of time or
+memory, or that kills its worker, gets a wrong verdict which says so; the calls behind it go on with a fresh worker.
+"""
+
+import contextlib
+import json
+import os
+import queue
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any, NoReturn
+
+from dapo_jax.rewards.calls import call_of, verdict_of
+from dapo_jax.rewards.functions import Sample
+from dapo_jax.rollouts import Verdict
+
+START_S = 120.0
+"""How long a worker may take to load the grader; importing a symbolic package on a busy machine is slow."""
+
+
+class GradingPool:
+    """Worker processes that grade samples. A context manager: leaving it ends them."""
+
+    def __init__(
+        self, grader: str, *, workers: int, timeout_s: float, memory_mb: int, answer_marker: str = "="
+    ) -> None:
+        """Starts the workers; they load the grader while the caller goes on.
+
+        Args:
+            grader: a name in `GRADERS`, `module:function` or `path/to/file.py:function`.
+            workers: processes.
+            timeout_s: seconds that one call may take.
+            memory_mb: megabytes a worker may take beyond what it has once the grader is loaded.
+            answer_marker: of the grader `exact`.
+
+        Raises:
+            ValueError: no workers, or a limit that is not positive.
+        """
+        if workers < 1 or timeout_s <= 0 or memory_mb < 1:
+            raise ValueError(
+                f"a grading pool needs workers >= 1, timeout_s > 0 and memory_mb >= 1; got {workers=}, {timeout_s=}, "
+                f"{memory_mb=}"
+            )
+        self._setup = json.dumps({"grader": grader, "answer_marker": answer_marker, "memory_mb": memory_mb})
+        self._timeout_s = timeout_s
+        self._calls: queue.SimpleQueue[tuple[Sample, Future[Verdict]] | None] = queue.SimpleQueue()
+        self._lost: Counter[str] = Counter()
+        self._lock = threading.Lock()
+        self._threads = [threading.Thread(target=self._serve, daemon=True) for _ in range(workers)]
+        for thread in self._threads:
+            thread.start()
+
+    def __enter__(self) -> "GradingPool":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def lost(self) -> dict[str, int]:
+        """Calls without a verdict of the grader so far, by kind: `timeout`, `memory`, `died`."""
+        with self._lock:
+            return dict(self._lost)
+
+    def submit(self, sample: Sample) -> Future[Verdict]:
+        """Queues one call.
+
+        The result raises RuntimeError if the grader raised or its answer was no verdict, ValueError if it cannot be loaded.
+        """
+        future: Future[Verdict] = Future()
+        self._calls.put((sample, future))
+        return future
+
+    def grade(self, samples: Sequence[Sample]) -> list[Verdict]:
+        """The verdicts of all samples, in their order."""
+        return [future.result() for future in [self.submit(sample) for sample in samples]]
+
+    def close(self) -> None:
+        """Ends the workers once the queued calls are answered."""
+        for _ in self._threads:
+            self._calls.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _serve(self) -> None:
+        """One worker's thread: takes a call, has it graded, takes the next."""
+        worker: _Worker | None = None
+        while (taken := self._calls.get()) is not None:
+            sample, future = taken
+            try:
+                if worker is None:
+                    worker = _Worker(self._setup)
+                future.set_result(verdict_of(worker.ask(call_of(sample), self._timeout_s)))
+            except _LostError as lost:
+                worker = None
+                with self._lock:
+                    self._lost[lost.kind] += 1
+                future.set_result(Verdict(correct=False, reason=str(lost)))
+            except Exception as error:
+                future.set_exception(error)
+        if worker is not None:
+            worker.end()
+
+
+class _LostError(Exception):
+    """A call whose worker is gone."""
+
+    def __init__(self, kind: str, reason: str) -> None:
+        super().__init__(reason)
+        self.kind = kind
+
+
+class _Worker:
+    """A process and its two pipes; one question at a time."""
+
+    def __init__(self, setup: str) -> None:
+        """Raises ValueError if the grader cannot be loaded there."""
+        command = [sys.executable, "-m", "dapo_jax.rewards.worker", setup]
+        # It finds what this process finds: the package, and the user's modules.
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(place for place in sys.path if place)}
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+        )
+        self._read = b""
+        try:
+            answer = self._line(START_S)
+        except _LostError as lost:
+            raise RuntimeError(f"a grading worker did not start: {lost}") from lost
+        if "failed" in answer:
+            self.end()
+            raise ValueError(answer["failed"])
+
+    def ask(self, call: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        """The worker's answer, which holds a verdict.
+
+        Raises:
+            _LostError: none came; the process has ended.
+            RuntimeError: the grader raised.
+        """
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(call).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            self._lose("died", f"the worker had ended ({self._ending()})")
+        answer = self._line(timeout_s)
+        if "memory" in answer:
+            self._lose("memory", "the grader ran out of memory")
+        if "failed" in answer:
+            raise RuntimeError(answer["failed"])
+        return answer
+
+    def end(self) -> None:
+        """Closes the pipes, which ends the process."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+
+    def _line(self, timeout_s: float) -> dict[str, Any]:
+        pipe = self._process.stdout
+        assert pipe is not None
+        deadline = time.monotonic() + timeout_s
+        while b"\n" not in self._read:
+            ready, _, _ = select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                self._lose("timeout", f"no verdict within {timeout_s:g} s")
+            part = os.read(pipe.fileno(), 1 << 16)
+            if not part:
+                self._lose("died", f"the grader ended its process ({self._ending()})")
+            self._read += part
+        line, _, self._read = self._read.partition(b"\n")
+        return json.loads(line)
+
+    def _ending(self) -> str:
+        code = self._process.wait()
+        return signal.Signals(-code).name if code < 0 else f"exit status {code}"
+
+    def _lose(self, kind: str, reason: str) -> NoReturn:
+        self.end()
+        raise _LostError(kind, reason)

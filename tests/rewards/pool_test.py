@@ -1,0 +1,146 @@
+"""The grading pool: right and in order, whatever single calls do to their workers."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dapo_jax.rewards.calls import answer_of, call_of, sample_of, verdict_of
+from dapo_jax.rewards.functions import Sample
+from dapo_jax.rewards.pool import GradingPool
+from dapo_jax.rollouts import Prompt, Verdict
+
+HERE = Path(__file__)
+TIMEOUT_S = 3.0
+
+
+def sample(response, *, answer="34", row=None, ordinal=7):
+    prompt = Prompt(
+        ordinal=ordinal, tokens=np.array([1, 2], np.int32), text="6*7", answer=answer, row=row or {}
+    )
+    return Sample(
+        prompt=prompt, response=response, tokens=np.array([3, 4, 5], np.int32), finish_reason="stop"
+    )
+
+
+def hostile(sample):
+    """A reward function that does what its response says; run in a worker."""
+    match sample.response:
+        case "hang":
+            while True:
+                time.sleep(1)
+        case "eat":
+            return len(bytearray(1 << 40)) > 0
+        case "eat slowly":
+            kept = []
+            while True:
+                kept.append(bytearray(1 << 24))
+        case "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "exit":
+            os._exit(3)
+        case "raise":
+            raise ZeroDivisionError("by hand")
+        case "print":
+            print("a line on the standard output")
+    return sample.response == sample.answer
+
+
+def pool(grader=f"{HERE}:hostile", *, workers=2, timeout_s=TIMEOUT_S, memory_mb=512):
+    return GradingPool(grader, workers=workers, timeout_s=timeout_s, memory_mb=memory_mb)
+
+
+def test_a_thousand_calls_with_three_hostile_ones_come_back_right_and_in_order():
+    responses = [str(number) for number in range(1000)]
+    responses[100], responses[500], responses[900] = "hang", "eat slowly", "die"
+    with pool() as graders:
+        start = time.monotonic()
+        verdicts = graders.grade([sample(text, answer=str(i)) for i, text in enumerate(responses)])
+        seconds = time.monotonic() - start
+        assert graders.lost == {"timeout": 1, "memory": 1, "died": 1}
+    assert [i for i, verdict in enumerate(verdicts) if not verdict.correct] == [100, 500, 900]
+    assert verdicts[100].reason == "no verdict within 3 s"
+    assert verdicts[500].reason == "the grader ran out of memory"
+    assert verdicts[900].reason == "the grader ended its process (SIGKILL)"
+    assert seconds >= TIMEOUT_S  # the one that hangs is given its time
+
+
+def test_one_worker_goes_on_after_each_kind_of_loss():
+    with pool(workers=1) as graders:
+        told = graders.grade(
+            [sample(text) for text in ("hang", "34", "die", "34", "eat", "34", "exit", "34")]
+        )
+    assert [verdict.correct for verdict in told] == [False, True] * 4
+    assert told[6].reason == "the grader ended its process (exit status 3)"
+
+
+def test_what_a_grader_prints_does_not_disturb_the_answers():
+    with pool(workers=1) as graders:
+        assert [v.correct for v in graders.grade([sample("print"), sample("34")])] == [False, True]
+
+
+def test_an_exception_of_the_grader_is_the_callers_and_the_worker_stays():
+    with pool(workers=1) as graders:
+        failed, fine = graders.submit(sample("raise", ordinal=11)), graders.submit(sample("34"))
+        with pytest.raises(
+            RuntimeError, match=r"hostile raised ZeroDivisionError: by hand; prompt 11 .*'raise'"
+        ):
+            failed.result()
+        assert fine.result().correct
+        assert graders.lost == {}
+
+
+def test_a_grader_that_cannot_be_loaded_is_named():
+    with pool("no_such_module:grade") as graders:
+        with pytest.raises(ValueError, match="cannot import the module 'no_such_module'"):
+            graders.grade([sample("34")])
+        with pytest.raises(ValueError, match="no_such_module"):  # again, and for each call
+            graders.grade([sample("34")])
+
+
+def test_math_verify_keeps_its_own_time_in_a_worker():
+    with pool("math") as graders:
+        verdicts = graders.grade([sample("Answer: 68/2"), sample("Answer: 9^9^9^9^9"), sample("Answer: 34")])
+    assert [verdict.correct for verdict in verdicts] == [True, False, True]
+
+
+def test_a_call_holds_all_that_a_reward_function_may_read():
+    row = {
+        "answer": "34",
+        "level": 3,
+        "tags": ("a", "b"),
+        "matrix": np.eye(2),
+        "n": np.int64(5),
+        "none": None,
+    }
+    there = sample_of(call_of(sample("Äπ\n34", row=row)))
+    assert there.prompt.row == {
+        "answer": "34",
+        "level": 3,
+        "tags": ["a", "b"],
+        "matrix": [[1.0, 0.0], [0.0, 1.0]],
+        "n": 5,
+        "none": None,
+    }
+    assert (there.response, there.answer, there.finish_reason) == ("Äπ\n34", "34", "stop")
+    assert (there.prompt.ordinal, there.prompt.text, there.response_tokens) == (7, "6*7", 3)
+    np.testing.assert_array_equal(there.prompt.tokens, [1, 2])
+
+
+def test_a_verdict_comes_back_as_it_was():
+    verdict = Verdict(correct=True, extracted="34", reason="equal", score=0.5)
+    assert verdict_of(answer_of(verdict)) == verdict
+
+
+def test_a_row_that_json_has_no_name_for_is_refused():
+    with pytest.raises(TypeError, match="the row's field 'thing' holds an object"):
+        call_of(sample("34", row={"thing": object()}))
+
+
+@pytest.mark.parametrize("wrong", [{"workers": 0}, {"timeout_s": 0.0}, {"memory_mb": 0}])
+def test_limits_that_make_no_sense_are_refused(wrong):
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))}=0"):
+        pool(**wrong)
