@@ -51,6 +51,8 @@ class Verdict:
     """Why the verdict is what it is, for a person who reads rollouts."""
     score: float | None = None
     """A graded score that replaces the +1 / -1 of the rule reward; None for a plain verdict."""
+    lost: Literal["", "timeout", "memory", "died"] = ""
+    """Why the grader gave no verdict, so that the response counts as wrong; empty if it gave one."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -113,10 +113,17 @@ class RewardConfig:
     """How a response becomes a reward."""
 
     grader: str = "exact"
-    """A name in `dapo_jax.rewards.GRADERS`, `reasoning_gym` (the task's own scorer), `module:function`, or
-    `path/to/file.py:function`."""
+    """A name in `dapo_jax.rewards.GRADERS` (exact, dapo, dapo_boxed, math, gsm8k), `reasoning_gym` (the task's own scorer),
+    `module:function`, or `path/to/file.py:function`."""
     answer_marker: str = "="
     """The exact grader takes what follows the last marker as the answer; empty: the whole response."""
+    workers: int = 2
+    """Processes that grade while sampling goes on; 0: this process, without a time limit. Graders that only compare text (exact,
+    dapo, dapo_boxed, gsm8k) and functions passed from Python run in this process anyway."""
+    timeout_s: float = 10.0
+    """Seconds for one response; one that takes longer counts as wrong, and its worker is replaced."""
+    worker_memory_mb: int = 2048
+    """What a worker may take beyond what the loaded grader needs; a response that takes more counts as wrong. (Linux)"""
     correct: float = 1.0
     incorrect: float = -1.0
     overlong: OverlongConfig = field(default_factory=OverlongConfig)

@@ -52,6 +52,9 @@ GRADERS: dict[str, Grader] = {
 }
 """Graders by the name that a configuration gives them."""
 
+TEXT_RULES = frozenset(GRADERS) - {"math"}
+"""Those that only compare text: they take microseconds and cannot hang, so they need no worker."""
+
 
 def _integer(text: str) -> str | None:
     """The canonical text of an integer. Text, because `int` refuses the thousands of digits a model may write."""

@@ -14,15 +14,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from dapo_jax.rewards.calls import call_of, verdict_of
 from dapo_jax.rewards.functions import Sample
 from dapo_jax.rollouts import Verdict
 
+Loss = Literal["timeout", "memory", "died"]
 START_S = 120.0
 """How long a worker may take to load the grader; importing a symbolic package on a busy machine is slow."""
 
@@ -53,8 +53,7 @@ class GradingPool:
         self._setup = json.dumps({"grader": grader, "answer_marker": answer_marker, "memory_mb": memory_mb})
         self._timeout_s = timeout_s
         self._calls: queue.SimpleQueue[tuple[Sample, Future[Verdict]] | None] = queue.SimpleQueue()
-        self._lost: Counter[str] = Counter()
-        self._lock = threading.Lock()
+        self._closing = threading.Event()
         self._threads = [threading.Thread(target=self._serve, daemon=True) for _ in range(workers)]
         for thread in self._threads:
             thread.start()
@@ -64,12 +63,6 @@ class GradingPool:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    @property
-    def lost(self) -> dict[str, int]:
-        """Calls without a verdict of the grader so far, by kind: `timeout`, `memory`, `died`."""
-        with self._lock:
-            return dict(self._lost)
 
     def submit(self, sample: Sample) -> Future[Verdict]:
         """Queues one call.
@@ -84,8 +77,14 @@ class GradingPool:
         """The verdicts of all samples, in their order."""
         return [future.result() for future in [self.submit(sample) for sample in samples]]
 
+    @property
+    def waiting(self) -> int:
+        """Calls that no worker has taken yet."""
+        return self._calls.qsize()
+
     def close(self) -> None:
-        """Ends the workers once the queued calls are answered."""
+        """Ends the workers. Calls that wait in the queue are cancelled; those that are being graded are waited for."""
+        self._closing.set()
         for _ in self._threads:
             self._calls.put(None)
         for thread in self._threads:
@@ -96,15 +95,16 @@ class GradingPool:
         worker: _Worker | None = None
         while (taken := self._calls.get()) is not None:
             sample, future = taken
+            if self._closing.is_set():
+                future.cancel()
+                continue
             try:
                 if worker is None:
                     worker = _Worker(self._setup)
                 future.set_result(verdict_of(worker.ask(call_of(sample), self._timeout_s)))
             except _LostError as lost:
                 worker = None
-                with self._lock:
-                    self._lost[lost.kind] += 1
-                future.set_result(Verdict(correct=False, reason=str(lost)))
+                future.set_result(Verdict(correct=False, reason=str(lost), lost=lost.kind))
             except Exception as error:
                 future.set_exception(error)
         if worker is not None:
@@ -114,7 +114,7 @@ class GradingPool:
 class _LostError(Exception):
     """A call whose worker is gone."""
 
-    def __init__(self, kind: str, reason: str) -> None:
+    def __init__(self, kind: Loss, reason: str) -> None:
         super().__init__(reason)
         self.kind = kind
 
@@ -187,6 +187,6 @@ class _Worker:
         code = self._process.wait()
         return signal.Signals(-code).name if code < 0 else f"exit status {code}"
 
-    def _lose(self, kind: str, reason: str) -> NoReturn:
+    def _lose(self, kind: Loss, reason: str) -> NoReturn:
         self.end()
         raise _LostError(kind, reason)

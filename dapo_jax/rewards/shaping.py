@@ -1,6 +1,7 @@
 """From the responses to one prompt to a group with verdicts and shaped rewards."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -20,66 +21,108 @@ class Decoder(Protocol):
         ...
 
 
+def samples_of(prompt: Prompt, responses: Sequence[Response], *, tokenizer: Decoder) -> list[Sample]:
+    """What a grader is handed: the responses as text, special tokens left out."""
+    return [
+        Sample(
+            prompt=prompt,
+            response=tokenizer.decode(response.tokens),
+            tokens=response.tokens,
+            finish_reason=response.finish_reason,
+        )
+        for response in responses
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shaping:
+    """How a verdict becomes a reward."""
+
+    correct: float = 1.0
+    """Reward of a correct verdict without a score."""
+    incorrect: float = -1.0
+    overlong: bool = False
+    """Add the overlong penalty; the other fields are used only then."""
+    max_response_tokens: int = 0
+    """The length, end token included, at which the penalty is whole."""
+    buffer_tokens: int = 0
+    """The stretch before it in which the penalty grows."""
+    penalty_factor: float = 1.0
+    """The whole penalty."""
+
+    def penalty(self, response_tokens: int) -> float:
+        """The overlong penalty (DAPO Eq. 13) of a response, 0 if it is off.
+
+        Raises:
+            ValueError: the lengths do not fit together.
+        """
+        if not self.overlong:
+            return 0.0
+        punishment = overlong_penalty(
+            response_tokens,
+            max_response_tokens=self.max_response_tokens,
+            buffer_tokens=self.buffer_tokens,
+            penalty_factor=self.penalty_factor,
+        )
+        return float(punishment)
+
+    def reward(self, verdict: Verdict) -> float:
+        """The rule reward, or the verdict's score."""
+        if verdict.score is not None:
+            return verdict.score
+        return self.correct if verdict.correct else self.incorrect
+
+
+RULE_REWARD = Shaping()
+"""+1 for a correct response, else -1 (Section 2.4)."""
+
+
+def shaped_group(
+    prompt: Prompt,
+    responses: Sequence[Response],
+    samples: Sequence[Sample],
+    verdicts: Sequence[Verdict],
+    shaping: Shaping,
+) -> Group:
+    """The group of a prompt's graded responses, the overlong penalty added to their rewards.
+
+    The verdict is taken before shaping: an answer stays correct however long it is. With the defaults and `overlong`, a wrong
+    answer at the length cap has the reward -1 - 1 = -2.
+    """
+
+    def rollout(response: Response, sample: Sample, verdict: Verdict) -> Rollout:
+        penalty = shaping.penalty(len(response.tokens))
+        return Rollout(
+            response=response,
+            text=sample.response,
+            verdict=verdict,
+            reward=shaping.reward(verdict) + penalty,
+            overlong_penalty=penalty,
+        )
+
+    graded = zip(responses, samples, verdicts, strict=True)
+    return Group(prompt=prompt, rollouts=tuple(rollout(*parts) for parts in graded))
+
+
 def grade_group(
     prompt: Prompt,
     responses: Sequence[Response],
     *,
     tokenizer: Decoder,
     grade: GradeFunction,
-    correct: float = 1.0,
-    incorrect: float = -1.0,
-    overlong: bool = False,
-    max_response_tokens: int = 0,
-    buffer_tokens: int = 0,
-    penalty_factor: float = 1.0,
+    shaping: Shaping = RULE_REWARD,
 ) -> Group:
-    """Grades every response and adds the overlong penalty (DAPO Eq. 13) to its reward.
-
-    The verdict is taken before shaping: an answer stays correct however long it is. With the defaults and
-    `overlong`, a wrong answer at the length cap has the reward -1 - 1 = -2.
+    """Grades every response to a prompt, one after the other in this process, and shapes the rewards.
 
     Args:
         prompt: what was asked.
         responses: what was sampled, in the order of their response index.
         tokenizer: decodes the sampled tokens, special ones left out.
         grade: from `grade_function`.
-        correct: reward of a correct verdict without a score.
-        incorrect: reward of an incorrect verdict without a score.
-        overlong: add the penalty; `max_response_tokens`, `buffer_tokens` and `penalty_factor` are used only then.
-        max_response_tokens: the length, end token included, at which the penalty is whole.
-        buffer_tokens: the stretch before it in which the penalty grows.
-        penalty_factor: the whole penalty.
+        shaping: how a verdict becomes a reward.
 
     Raises:
         ValueError: the penalty's lengths do not fit together, or the reward function returned no verdict.
     """
-
-    def rollout(response: Response) -> Rollout:
-        text = tokenizer.decode(response.tokens)
-        verdict = grade(
-            Sample(prompt=prompt, response=text, tokens=response.tokens, finish_reason=response.finish_reason)
-        )
-        penalty = 0.0
-        if overlong:
-            punishment = overlong_penalty(
-                len(response.tokens),
-                max_response_tokens=max_response_tokens,
-                buffer_tokens=buffer_tokens,
-                penalty_factor=penalty_factor,
-            )
-            penalty = float(punishment)
-        return Rollout(
-            response=response,
-            text=text,
-            verdict=verdict,
-            reward=_rule_reward(verdict, correct, incorrect) + penalty,
-            overlong_penalty=penalty,
-        )
-
-    return Group(prompt=prompt, rollouts=tuple(rollout(response) for response in responses))
-
-
-def _rule_reward(verdict: Verdict, correct: float, incorrect: float) -> float:
-    if verdict.score is not None:
-        return verdict.score
-    return correct if verdict.correct else incorrect
+    samples = samples_of(prompt, responses, tokenizer=tokenizer)
+    return shaped_group(prompt, responses, samples, [grade(sample) for sample in samples], shaping)

@@ -7,6 +7,7 @@ math-verify keeps its own time by signals. What a grader prints goes to the stan
 import json
 import os
 import resource
+import signal
 import sys
 from pathlib import Path
 from typing import Any, TextIO
@@ -19,6 +20,8 @@ _STATM = Path("/proc/self/statm")
 
 def main() -> None:
     """Answers calls until the standard input ends."""
+    # Ctrl-C reaches every process of a terminal; the one that was started by hand decides what ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     setup = json.loads(sys.argv[1])

@@ -1,7 +1,8 @@
 """The objects of a training run, made from its configuration: the one place where all rooms meet."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from dapo_jax.filtering import Collector
 from dapo_jax.losses import dapo_loss
 from dapo_jax.microbatch import Microbatch
 from dapo_jax.rewards.functions import RewardFunction
-from dapo_jax.rollouts import Group
+from dapo_jax.rollouts import Group, Prompt
 from dapo_jax.run.carry import carry_groups
 from dapo_jax.run.policy import load_policy, mesh_of, optimizer_of, state_structs
 from dapo_jax.run.rollout import TRAINING, Rollouts, eval_prompts, grading, prompt_format
@@ -47,7 +48,9 @@ class Run:
         self._prompts = self._prompt_source(prompts)
         limit = config.sampling.max_response_tokens
         stop = config.sampling.stop
-        self._grade = grading(config.reward, self.policy, max_response_tokens=limit, stop=stop, reward=reward)
+        self._grading = grading(
+            config.reward, self.policy, max_response_tokens=limit, stop=stop, reward=reward
+        )
         self._rollouts = Rollouts(
             self.policy,
             self._mesh,
@@ -86,8 +89,12 @@ class Run:
     def evaluate(self, state: TrainState) -> dict[str, float]:
         """Scores of the held-out prompts."""
         weights = self._rollouts.transfer(state.params)
-        groups = self._rollouts.evaluate(weights, self._eval_prompts, self._grade, self.config.eval)
+        groups = self._rollouts.evaluate(weights, self._eval_prompts, self._grading, self.config.eval)
         return summarize(groups, name=self.config.data.source)
+
+    def close(self) -> None:
+        """Ends the grading workers."""
+        self._grading.close()
 
     def _prompt_source(self, rows: Rows | None) -> PromptSource:
         data = self.config.data
@@ -161,15 +168,25 @@ class Run:
     def _reference(self) -> nnx.State:
         return init_state(self.policy.params, self._optimizer, self._mesh).params
 
-    def _sample(self, weights: Any, draw: Callable[[int], list[int]]) -> Any:
-        sampled = self._rollouts.sample(
-            weights,
-            lambda count: [self._prompts[ordinal] for ordinal in draw(count)],
-            how=decoding(temperature=self.config.sampling.temperature),
-            samples=self.config.batch.group_size,
-            domain=TRAINING,
-        )
-        return (self._grade(prompt, responses) for prompt, responses in sampled)
+    def _sample(self, weights: Any, draw: Callable[[int], list[int]]) -> Iterator[Group]:
+        """Graded groups, until no further ordinals are drawn once the last verdict is in."""
+        ahead: deque[int] = deque()
+
+        def prompts(count: int) -> list[Prompt]:
+            ordinals = [ahead.popleft() for _ in range(min(count, len(ahead)))] or draw(count)
+            return [self._prompts[ordinal] for ordinal in ordinals]
+
+        # The sampler is done when nothing more is drawn. Verdicts that are still on their way may then call for another wave.
+        while ordinals := draw(self._rollouts.prompts_at_once):
+            ahead.extend(ordinals)
+            sampled = self._rollouts.sample(
+                weights,
+                prompts,
+                how=decoding(temperature=self.config.sampling.temperature),
+                samples=self.config.batch.group_size,
+                domain=TRAINING,
+            )
+            yield from self._grading.groups(sampled)
 
     def _minibatches(self, groups: Sequence[Group], step: int) -> list[list[Microbatch]]:
         config = self.config

@@ -14,7 +14,9 @@ def carry_arrays(groups: Sequence[Group]) -> dict[str, np.ndarray]:
         return {}
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     scores = [rollout.verdict.score for rollout in rollouts]
-    texts = [json.dumps([r.text, r.verdict.reason, r.verdict.extracted]).encode() for r in rollouts]
+    texts = [
+        json.dumps([r.text, r.verdict.reason, r.verdict.extracted, r.verdict.lost]).encode() for r in rollouts
+    ]
     return {
         "ordinals": np.array([group.prompt.ordinal for group in groups], np.int64),
         "group_sizes": np.array([len(group.rollouts) for group in groups], np.int64),
@@ -41,7 +43,7 @@ def carry_groups(arrays: dict[str, np.ndarray], prompt_at: Callable[[int], Promp
     def rollout(i: int) -> Rollout:
         span = slice(int(ends[i] - arrays["lengths"][i]), int(ends[i]))
         text_span = slice(int(text_ends[i] - arrays["text_lengths"][i]), int(text_ends[i]))
-        text, reason, extracted = json.loads(arrays["texts"][text_span].tobytes())
+        text, reason, extracted, *lost = json.loads(arrays["texts"][text_span].tobytes())
         return Rollout(
             response=Response(
                 tokens=arrays["tokens"][span],
@@ -54,6 +56,7 @@ def carry_groups(arrays: dict[str, np.ndarray], prompt_at: Callable[[int], Promp
                 extracted=extracted,
                 reason=reason,
                 score=float(arrays["scores"][i]) if arrays["scored"][i] else None,
+                lost=lost[0] if lost else "",  # checkpoints of before do not have it
             ),
             reward=float(arrays["rewards"][i]),
             overlong_penalty=float(arrays["penalties"][i]),

@@ -1,6 +1,7 @@
 """Evaluating and sampling a model or a run, without training: what `dapo-jax eval` and `dapo-jax sample` call."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +103,10 @@ def evaluate(
         group_size=samples_per_prompt,
     )
     reward = RewardConfig(grader=grader, answer_marker=answer_marker, overlong=_NO_SHAPING)
-    grade = grading(reward, policy, max_response_tokens=max_response_tokens, stop=sampling.stop)
-    groups = rollouts.evaluate(rollouts.transfer(policy.params), found, grade, config)
+    with closing(
+        grading(reward, policy, max_response_tokens=max_response_tokens, stop=sampling.stop)
+    ) as graders:
+        groups = rollouts.evaluate(rollouts.transfer(policy.params), found, graders, config)
     if keep is not None:
         write_rollouts(Path(keep), 0, groups)
     return summarize(groups, name=data)
@@ -167,11 +170,11 @@ def sample(
     config = EvalConfig(
         samples_per_prompt=samples_per_prompt, temperature=temperature, top_p=top_p, top_k=top_k
     )
-    grade = grading(
+    ungraded = grading(
         RewardConfig(overlong=_NO_SHAPING),
         policy,
         max_response_tokens=max_response_tokens,
         stop=sampling.stop,
         reward=lambda sample: Verdict(correct=False, reason="not graded"),
     )
-    return rollouts.evaluate(rollouts.transfer(policy.params), found, grade, config)
+    return rollouts.evaluate(rollouts.transfer(policy.params), found, ungraded, config)

@@ -1,7 +1,6 @@
 """Sampling and grading, built from a configuration: what training, evaluation and `dapo-jax sample` share."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import islice
 from types import MappingProxyType
 from typing import Any
@@ -14,8 +13,11 @@ from dapo_jax.data.formatting import AS_IT_STANDS, PromptFormat
 from dapo_jax.data.prompts import checked_rows, held_out, load_rows
 from dapo_jax.data.stopping import StopStrings, stop_ids
 from dapo_jax.parallel.weights import SamplerWeights, weight_transfer
-from dapo_jax.rewards import grade_function, grade_group
+from dapo_jax.rewards import TEXT_RULES, grade_function
 from dapo_jax.rewards.functions import RewardFunction
+from dapo_jax.rewards.grading import Grading, immediately
+from dapo_jax.rewards.pool import GradingPool
+from dapo_jax.rewards.shaping import Shaping
 from dapo_jax.rollouts import Group, Prompt, Response
 from dapo_jax.run.policy import Policy
 from dapo_jax.sampling.decoding import Decoding, decoding
@@ -26,7 +28,6 @@ TRAINING, EVALUATION = 0, 1
 """Key domains: evaluation never draws the numbers that training draws."""
 
 Sampled = Iterator[tuple[Prompt, tuple[Response, ...]]]
-Grade = Callable[[Prompt, Sequence[Response]], Group]
 
 
 class Rollouts:
@@ -61,7 +62,8 @@ class Rollouts:
         except ValueError as error:
             raise ConfigError(str(error)) from error
         # As many prompts at once as fill the slots with their groups.
-        self._sampler = Sampler(engine, prefill_prompts=max(1, sampling.slots // group_size))
+        self.prompts_at_once = max(1, sampling.slots // group_size)
+        self._sampler = Sampler(engine, prefill_prompts=self.prompts_at_once)
         self._stop = StopStrings(policy.tokenizer, sampling.stop).find if sampling.stop else None
         self._key: PRNGKeyArray = jax.random.key(seed)
 
@@ -86,7 +88,7 @@ class Rollouts:
         )
 
     def evaluate(
-        self, weights: PyTree, prompts: Iterable[Prompt], grade: Grade, config: EvalConfig
+        self, weights: PyTree, prompts: Iterable[Prompt], grading: Grading, config: EvalConfig
     ) -> list[Group]:
         """Graded groups of held-out prompts, in the prompts' order."""
         left = iter(prompts)
@@ -98,8 +100,7 @@ class Rollouts:
             samples=config.samples_per_prompt,
             domain=EVALUATION,
         )
-        groups = [grade(prompt, responses) for prompt, responses in sampled]
-        return sorted(groups, key=lambda group: group.prompt.ordinal)
+        return sorted(grading.groups(sampled), key=lambda group: group.prompt.ordinal)
 
 
 def grading(
@@ -109,18 +110,14 @@ def grading(
     max_response_tokens: int,
     stop: Sequence[str] = (),
     reward: RewardFunction | None = None,
-) -> Grade:
-    """The function that grades a prompt's responses, by their text before a `stop` string; `reward` replaces
-    `reward.grader`."""
+) -> Grading:
+    """What grades responses, by their text before a `stop` string; `reward` replaces `reward.grader`. To be closed."""
     overlong = config.overlong
     try:
         grade = grade_function(reward or config.grader, answer_marker=config.answer_marker)
     except ValueError as error:
         raise ConfigError(f"reward.grader: {error}") from error
-    return partial(
-        grade_group,
-        tokenizer=StopStrings(policy.tokenizer, stop) if stop else policy.tokenizer,
-        grade=grade,
+    shaping = Shaping(
         correct=config.correct,
         incorrect=config.incorrect,
         overlong=overlong.enabled,
@@ -128,6 +125,17 @@ def grading(
         buffer_tokens=overlong.buffer_tokens,
         penalty_factor=overlong.penalty_factor,
     )
+    tokenizer = StopStrings(policy.tokenizer, stop) if stop else policy.tokenizer
+    if reward is not None or not config.workers or config.grader in TEXT_RULES:
+        return Grading(submit=immediately(grade), tokenizer=tokenizer, shaping=shaping)
+    pool = GradingPool(
+        config.grader,
+        workers=config.workers,
+        timeout_s=config.timeout_s,
+        memory_mb=config.worker_memory_mb,
+        answer_marker=config.answer_marker,
+    )
+    return Grading(submit=pool.submit, tokenizer=tokenizer, shaping=shaping, on_close=pool.close)
 
 
 def prompt_format(data: DataConfig) -> PromptFormat:

@@ -16,6 +16,7 @@ from dapo_jax.data.prompts import load_rows
 from dapo_jax.evaluation import summarize
 from dapo_jax.metrics import to_scalars
 from dapo_jax.microbatch import Microbatch
+from dapo_jax.rewards.grading import Grading
 from dapo_jax.run.policy import Policy, load_policy, mesh_of, optimizer_of
 from dapo_jax.run.records import use_compilation_cache
 from dapo_jax.run.rollout import Rollouts, eval_prompts, grading, prompt_format
@@ -52,7 +53,11 @@ def sft(config: SftConfig | str | Path, *, progress: Progress | None = None) -> 
     policy = load_policy(config.model, seed=config.seed, mesh=mesh)
     optimizer = optimizer_of(config.optimizer)
     pairs = _pairs(config, policy)
-    evaluate = _evaluation(config, policy, mesh)
+    # Scores count verdicts: the length limit of a later training run is no matter here.
+    reward = replace(config.reward, overlong=replace(config.reward.overlong, enabled=False))
+    limit, stop = config.sampling.max_response_tokens, config.sampling.stop
+    graders = grading(reward, policy, max_response_tokens=limit, stop=stop)
+    evaluate = _evaluation(config, policy, mesh, graders)
     updater = Updater(
         policy.graph(compute_dtype=config.model.compute_dtype, remat=config.model.remat),
         policy.params,
@@ -66,6 +71,7 @@ def sft(config: SftConfig | str | Path, *, progress: Progress | None = None) -> 
     (run_dir / "config.yaml").write_text(to_yaml(config))
     metrics: dict[str, float] = {}
     with ExitStack() as stack:
+        stack.callback(graders.close)
         shown = stack.enter_context(progress or Progress(config.steps))
         tracker = JsonlTracker(run_dir / "metrics.jsonl")
         stack.callback(tracker.close)
@@ -127,7 +133,7 @@ def _minibatch(config: SftConfig, policy: Policy, pairs: PairSource, step: int) 
 
 
 def _evaluation(
-    config: SftConfig, policy: Policy, mesh: jax.sharding.Mesh
+    config: SftConfig, policy: Policy, mesh: jax.sharding.Mesh, graders: Grading
 ) -> Callable[[PyTree], dict[str, float]]:
     """The function that scores parameters on the held-out prompts, sampled as `config.eval` says."""
     data = config.data
@@ -150,13 +156,9 @@ def _evaluation(
         compute_dtype=config.model.compute_dtype,
         group_size=config.eval.samples_per_prompt,
     )
-    # Scores count verdicts: the length limit of a later training run is no matter here.
-    reward = replace(config.reward, overlong=replace(config.reward.overlong, enabled=False))
-    sampling = config.sampling
-    grade = grading(reward, policy, max_response_tokens=sampling.max_response_tokens, stop=sampling.stop)
 
     def evaluate(params: PyTree) -> dict[str, float]:
-        groups = rollouts.evaluate(rollouts.transfer(params), prompts, grade, config.eval)
+        groups = rollouts.evaluate(rollouts.transfer(params), prompts, graders, config.eval)
         return summarize(groups, name=data.source)
 
     return evaluate

@@ -22,7 +22,7 @@ from dapo_jax.training.update import Objective
 
 OnStep = Callable[[int, Mapping[str, float | int]], None]
 
-FREE_TO_CHANGE = ("run_dir", "steps", "compilation_cache", "eval.", "checkpoint.", "log.")
+FREE_TO_CHANGE = ("run_dir", "steps", "compilation_cache", "reward.workers", "eval.", "checkpoint.", "log.")
 """Keys that a resumed run may change: they do not decide what is learnt."""
 
 
@@ -72,6 +72,7 @@ def train(
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "config.yaml").write_text(to_yaml(config))
     with ExitStack() as stack:
+        stack.callback(run.close)
         shown = stack.enter_context(progress or Progress(config.steps))
         checkpointer = stack.enter_context(Checkpointer(run_dir / "checkpoints", keep=config.checkpoint.keep))
         state, position = run.start(checkpointer, resume=resume)

@@ -40,6 +40,8 @@ def hostile(sample):
                 kept.append(bytearray(1 << 24))
         case "die":
             os.kill(os.getpid(), signal.SIGKILL)
+        case "interrupt":
+            os.kill(os.getpid(), signal.SIGINT)
         case "exit":
             os._exit(3)
         case "raise":
@@ -60,8 +62,8 @@ def test_a_thousand_calls_with_three_hostile_ones_come_back_right_and_in_order()
         start = time.monotonic()
         verdicts = graders.grade([sample(text, answer=str(i)) for i, text in enumerate(responses)])
         seconds = time.monotonic() - start
-        assert graders.lost == {"timeout": 1, "memory": 1, "died": 1}
     assert [i for i, verdict in enumerate(verdicts) if not verdict.correct] == [100, 500, 900]
+    assert [verdicts[i].lost for i in (0, 100, 500, 900, 999)] == ["", "timeout", "memory", "died", ""]
     assert verdicts[100].reason == "no verdict within 3 s"
     assert verdicts[500].reason == "the grader ran out of memory"
     assert verdicts[900].reason == "the grader ended its process (SIGKILL)"
@@ -90,7 +92,6 @@ def test_an_exception_of_the_grader_is_the_callers_and_the_worker_stays():
         ):
             failed.result()
         assert fine.result().correct
-        assert graders.lost == {}
 
 
 def test_a_grader_that_cannot_be_loaded_is_named():
@@ -138,6 +139,22 @@ def test_a_verdict_comes_back_as_it_was():
 def test_a_row_that_json_has_no_name_for_is_refused():
     with pytest.raises(TypeError, match="the row's field 'thing' holds an object"):
         call_of(sample("34", row={"thing": object()}))
+
+
+def test_closing_cancels_what_waits_and_finishes_what_is_being_graded():
+    graders = pool(workers=1, timeout_s=1.0)
+    assert graders.grade([sample("34")])[0].correct
+    hanging, waiting = graders.submit(sample("hang")), [graders.submit(sample("34")) for _ in range(50)]
+    while graders.waiting == len(waiting) + 1:
+        time.sleep(0.01)
+    graders.close()
+    assert hanging.result().lost == "timeout"
+    assert all(call.cancelled() for call in waiting)
+
+
+def test_ctrl_c_does_not_reach_a_worker():
+    with pool(workers=1) as graders:
+        assert [v.correct for v in graders.grade([sample("interrupt"), sample("34")])] == [False, True]
 
 
 @pytest.mark.parametrize("wrong", [{"workers": 0}, {"timeout_s": 0.0}, {"memory_mb": 0}])

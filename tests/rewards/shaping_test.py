@@ -5,6 +5,7 @@ import pytest
 
 from dapo_jax.data import ByteTokenizer
 from dapo_jax.rewards import grade_function, grade_group
+from dapo_jax.rewards.shaping import Shaping
 from dapo_jax.rollouts import Prompt, Response, Verdict
 
 TOKENIZER = ByteTokenizer()
@@ -23,7 +24,7 @@ def response(text, *, ended=True):
 
 
 def group(*responses, grade=EXACT, **options):
-    return grade_group(PROMPT, responses, tokenizer=TOKENIZER, grade=grade, **options)
+    return grade_group(PROMPT, responses, tokenizer=TOKENIZER, grade=grade, shaping=Shaping(**options))
 
 
 def test_group_keeps_order_text_and_responses():

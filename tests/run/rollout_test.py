@@ -45,8 +45,9 @@ def graded(policy, text, stop, reward=None):
     response = Response(tokens=tokens, logprobs=np.zeros(len(tokens), np.float32), finish_reason="stop")
     prompt = Prompt(ordinal=0, tokens=tokens[:1], text="1+1", answer="2")
     config = RewardConfig(overlong=OverlongConfig(enabled=False))
-    grade = grading(config, policy, max_response_tokens=64, stop=stop, reward=reward)
-    return grade(prompt, [response]).rollouts[0]
+    graders = grading(config, policy, max_response_tokens=64, stop=stop, reward=reward)
+    [group] = graders.groups([(prompt, (response,))])
+    return group.rollouts[0]
 
 
 def test_graders_see_the_text_before_the_stop_string_and_the_tokens_stay_whole(model):
