@@ -114,7 +114,7 @@ class RewardConfig:
 
     grader: str = "exact"
     """A name in `dapo_jax.rewards.GRADERS` (exact, dapo, dapo_boxed, math, gsm8k), `reasoning_gym` (the task's own scorer),
-    `module:function`, or `path/to/file.py:function`."""
+    `module:function`, or `path/to/file.py:function`; `trl:` or `verl:` before it for a function written for these."""
     answer_marker: str = "="
     """The exact grader takes what follows the last marker as the answer; empty: the whole response."""
     workers: int = 2

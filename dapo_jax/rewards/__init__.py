@@ -1,8 +1,9 @@
 """Rewards: graders, reward functions of one's own, and the shaping that is added to them. Plain Python on the host."""
 
-from dapo_jax.rewards.functions import Sample, as_verdict, grade_function, load_function
+from dapo_jax.rewards.functions import as_verdict, grade_function, load_function
 from dapo_jax.rewards.graders import GRADERS, TEXT_RULES, exact_grader
 from dapo_jax.rewards.overlong import overlong_penalty
+from dapo_jax.rewards.sample import Sample
 from dapo_jax.rewards.shaping import grade_group
 
 __all__ = [

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from dapo_jax.rewards.functions import Sample
+from dapo_jax.rewards.sample import Sample
 from dapo_jax.rollouts import Prompt, Verdict
 
 

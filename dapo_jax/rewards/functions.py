@@ -7,39 +7,16 @@ import importlib.util
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int
 
+from dapo_jax.rewards.adapters import ADAPTERS
 from dapo_jax.rewards.graders import GRADERS, exact_grader
-from dapo_jax.rollouts import FinishReason, Prompt, Verdict
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sample:
-    """What a reward function is handed: one response, its prompt, and the row that the prompt was made from."""
-
-    prompt: Prompt
-    response: str
-    """The response decoded without special tokens."""
-    tokens: Int[np.ndarray, " response"]
-    """The sampled tokens, the end token included when there is one."""
-    finish_reason: FinishReason
-
-    @property
-    def answer(self) -> str:
-        """The reference answer."""
-        return self.prompt.answer
-
-    @property
-    def response_tokens(self) -> int:
-        """Length of the response in tokens, the end token included."""
-        return len(self.tokens)
-
+from dapo_jax.rewards.sample import Sample
+from dapo_jax.rollouts import Verdict
 
 RewardFunction = Callable[[Sample], Verdict | bool | float]
 """What a user writes."""
@@ -53,6 +30,8 @@ _NEEDS_A_ROW = {"reasoning_gym": "dapo_jax.rewards.reasoning_gym:grade"}
 def grade_function(spec: str | RewardFunction, *, answer_marker: str = "=") -> GradeFunction:
     """The function that grades: from a name in `GRADERS`, from `module:function`, from a file, or as given.
 
+    `trl:` or `verl:` before `module:function` or a file says for which trainer it was written, see `rewards.adapters`.
+
     Args:
         spec: the value of `reward.grader`, or a function of a `Sample`.
         answer_marker: for the grader `exact` only, see `exact_grader`.
@@ -65,6 +44,9 @@ def grade_function(spec: str | RewardFunction, *, answer_marker: str = "=") -> G
     if not isinstance(spec, str):
         return _checked(spec, getattr(spec, "__qualname__", repr(spec)))
     spec = _NEEDS_A_ROW.get(spec, spec)
+    kind, _, place = spec.partition(":")
+    if kind in ADAPTERS:
+        return _checked(ADAPTERS[kind](load_function(place)), spec)
     if ":" in spec:
         return _checked(load_function(spec), spec)
     if spec not in GRADERS:

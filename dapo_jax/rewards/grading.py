@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from dapo_jax.rewards.functions import GradeFunction, Sample
+from dapo_jax.rewards.functions import GradeFunction
+from dapo_jax.rewards.sample import Sample
 from dapo_jax.rewards.shaping import Decoder, Shaping, samples_of, shaped_group
 from dapo_jax.rollouts import Group, Prompt, Response, Verdict
 

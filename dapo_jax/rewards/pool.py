@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from typing import Any, Literal, NoReturn
 
 from dapo_jax.rewards.calls import call_of, verdict_of
-from dapo_jax.rewards.functions import Sample
+from dapo_jax.rewards.sample import Sample
 from dapo_jax.rollouts import Verdict
 
 Loss = Literal["timeout", "memory", "died"]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
-from dapo_jax.rewards.functions import Sample
+from dapo_jax.rewards.sample import Sample
 from dapo_jax.rollouts import Verdict
 
 CORRECT_FROM = 0.99

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from dapo_jax.rewards.calls import answer_of, call_of, sample_of, verdict_of
-from dapo_jax.rewards.functions import Sample
 from dapo_jax.rewards.pool import GradingPool
+from dapo_jax.rewards.sample import Sample
 from dapo_jax.rollouts import Prompt, Verdict
 
 HERE = Path(__file__)

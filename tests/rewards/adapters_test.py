@@ -1,0 +1,116 @@
+"""Reward functions of other trainers: called as there, and their results read as there."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dapo_jax.rewards import Sample, grade_function
+from dapo_jax.rollouts import Prompt, Verdict
+
+HERE = Path(__file__)
+
+
+def sample(response, *, row=None, text="6*7"):
+    row = {"prompt": text, "answer": "42", **(row or {})}
+    prompt = Prompt(ordinal=3, tokens=np.array([1], np.int32), text=text, answer="42", row=row)
+    return Sample(prompt=prompt, response=response, tokens=np.array([3, 4], np.int32), finish_reason="stop")
+
+
+def length_reward(completions, **kwargs):
+    """As in TRL's documentation: reads nothing but the completions."""
+    return [float(len(completion)) for completion in completions]
+
+
+def column_reward(prompts, completions, answer, level):
+    return [
+        float(wanted in completion) * depth + len(prompt) / 100
+        for prompt, completion, wanted, depth in zip(prompts, completions, answer, level, strict=True)
+    ]
+
+
+def conversational_reward(prompts, completions, completion_ids, **kwargs):
+    [[message]], [ids] = completions, completion_ids
+    assert prompts[0][-1]["role"] == "user"
+    assert message["role"] == "assistant"
+    return [1.0 if message["content"] == "42" and ids == [3, 4] else -1.0]
+
+
+def scalar(completions, **kwargs):
+    return 1.0
+
+
+def none_for_all(completions, **kwargs):
+    return [None for _ in completions]
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    """As verl's own: a mapping with score, acc and pred."""
+    assert (data_source, extra_info) == ("math_dapo", {"index": 5})
+    right = solution_str == ground_truth
+    return {"score": 1.0 if right else -1.0, "acc": right, "pred": solution_str}
+
+
+def compute_number(data_source, solution_str, ground_truth, extra_info=None):
+    return 0.5 if solution_str == ground_truth else 0
+
+
+def without_score(data_source, solution_str, ground_truth, extra_info=None):
+    return {"reward": 1.0}
+
+
+def graded(kind, name, given):
+    return grade_function(f"{kind}:{HERE}:{name}")(given)
+
+
+def test_a_trl_function_scores():
+    assert graded("trl", "length_reward", sample("four")) == Verdict(correct=True, score=4.0)
+    assert graded("trl", "length_reward", sample("")) == Verdict(correct=False, score=0.0)
+
+
+def test_a_trl_function_gets_the_rows_fields_that_it_names():
+    """1.0 x level 3 + 3 / 100 for the prompt of three characters."""
+    verdict = graded("trl", "column_reward", sample("it is 42", row={"level": 3, "more": "unused"}))
+    assert verdict.score == pytest.approx(3.03)
+
+
+def test_a_conversation_is_answered_by_a_message():
+    row = {"prompt": [{"role": "user", "content": "6*7"}]}
+    assert graded("trl", "conversational_reward", sample("42", row=row)).correct
+    assert not graded("trl", "conversational_reward", sample("41", row=row)).correct
+
+
+@pytest.mark.parametrize(("name", "returned"), [("scalar", "1.0"), ("none_for_all", "[None]")])
+def test_what_is_no_list_of_numbers_is_refused(name, returned):
+    with pytest.raises(
+        RuntimeError, match="one number for each completion; .* returned " + re.escape(returned)
+    ):
+        graded("trl", name, sample("42"))
+
+
+def test_a_verl_function_says_what_is_correct_and_what_it_found():
+    row = {"data_source": "math_dapo", "extra_info": {"index": 5}}
+    assert graded("verl", "compute_score", sample("42", row=row)) == Verdict(
+        correct=True, extracted="42", score=1.0
+    )
+    assert graded("verl", "compute_score", sample("41", row=row)) == Verdict(
+        correct=False, extracted="41", score=-1.0
+    )
+
+
+def test_a_number_above_0_is_correct():
+    assert graded("verl", "compute_number", sample("42")) == Verdict(correct=True, score=0.5)
+    assert graded("verl", "compute_number", sample("41")) == Verdict(correct=False, score=0.0)
+
+
+def test_a_mapping_without_a_score_is_refused():
+    with pytest.raises(RuntimeError, match=r"a mapping with 'score'; got \{'reward': 1\.0\}"):
+        graded("verl", "without_score", sample("42"))
+
+
+def test_a_function_that_is_not_there_is_named():
+    with pytest.raises(ValueError, match="has no 'lenght_reward'; did you mean 'length_reward'"):
+        grade_function(f"trl:{HERE}:lenght_reward")
+    with pytest.raises(ValueError, match="'length_reward' names no function"):
+        grade_function("trl:length_reward")
