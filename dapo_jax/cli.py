@@ -155,6 +155,20 @@ def _json_object(text: str) -> dict[str, Any]:
     return read
 
 
+def _score(arguments: argparse.Namespace) -> int:
+    from dapo_jax.run.score import describe, score
+
+    scores = score(
+        arguments.rollouts,
+        arguments.grader,
+        answer_marker=arguments.answer_marker,
+        workers=arguments.workers,
+        timeout_s=arguments.timeout_s,
+    )
+    print(describe(scores, show=arguments.show), end="")
+    return 0
+
+
 def _config(arguments: argparse.Namespace) -> int:
     schema = SftConfig if arguments.sft else TrainConfig
     print(to_yaml(load_config(arguments.config, arguments.overrides, schema=schema)), end="")
@@ -235,6 +249,7 @@ def _parser() -> argparse.ArgumentParser:
     sampled(one, top_p=1.0)
     one.add_argument("--prompt", action="append", required=True, help="may be given several times")
     one.add_argument("-n", type=int, default=1, help="responses to each prompt")
+    _add_score(command("score", _score, "Grade saved rollouts again, and show where graders disagree."))
     made = command("convert", _convert, "Write a model as a Hugging Face folder, tokenizer and all.")
     made.add_argument(
         "source", help="a .gguf file, a model folder, a run folder, preset:NAME or shipped:NAME"
@@ -248,6 +263,15 @@ def _parser() -> argparse.ArgumentParser:
     configured(shown)
     shown.add_argument("--sft", action="store_true", help="the file is a warm start's")
     return parser
+
+
+def _add_score(made: argparse.ArgumentParser) -> None:
+    made.add_argument("rollouts", help="a JSONL file of rollouts, or a folder of them")
+    made.add_argument("--grader", action="append", required=True, help="may be given several times")
+    made.add_argument("--answer-marker", default="=", metavar="TEXT", help="of the exact grader")
+    made.add_argument("--show", type=int, default=5, help="disagreements shown for each pair (default 5)")
+    made.add_argument("--workers", type=int, default=2, help="grading processes (default 2)")
+    made.add_argument("--timeout-s", type=float, default=10.0, help="for one response (default 10)")
 
 
 def _add_serve(made: argparse.ArgumentParser) -> None:

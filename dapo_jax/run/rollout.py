@@ -15,7 +15,7 @@ from dapo_jax.data.stopping import StopStrings, stop_ids
 from dapo_jax.parallel.weights import SamplerWeights, weight_transfer
 from dapo_jax.rewards import TEXT_RULES, grade_function
 from dapo_jax.rewards.functions import RewardFunction
-from dapo_jax.rewards.grading import Grading, immediately
+from dapo_jax.rewards.grading import Grading, Submit, immediately
 from dapo_jax.rewards.pool import GradingPool
 from dapo_jax.rewards.shaping import Shaping
 from dapo_jax.rollouts import Group, Prompt, Response
@@ -113,10 +113,7 @@ def grading(
 ) -> Grading:
     """What grades responses, by their text before a `stop` string; `reward` replaces `reward.grader`. To be closed."""
     overlong = config.overlong
-    try:
-        grade = grade_function(reward or config.grader, answer_marker=config.answer_marker)
-    except ValueError as error:
-        raise ConfigError(f"reward.grader: {error}") from error
+    submit, close = submit_of(config, reward=reward)
     shaping = Shaping(
         correct=config.correct,
         incorrect=config.incorrect,
@@ -126,8 +123,19 @@ def grading(
         penalty_factor=overlong.penalty_factor,
     )
     tokenizer = StopStrings(policy.tokenizer, stop) if stop else policy.tokenizer
+    return Grading(submit=submit, tokenizer=tokenizer, shaping=shaping, on_close=close)
+
+
+def submit_of(
+    config: RewardConfig, *, reward: RewardFunction | None = None
+) -> tuple[Submit, Callable[[], None] | None]:
+    """What hands a sample to the configured grader, in this process or a worker, and what ends the workers."""
+    try:
+        grade = grade_function(reward or config.grader, answer_marker=config.answer_marker)
+    except ValueError as error:
+        raise ConfigError(f"reward.grader: {error}") from error
     if reward is not None or not config.workers or config.grader in TEXT_RULES:
-        return Grading(submit=immediately(grade), tokenizer=tokenizer, shaping=shaping)
+        return immediately(grade), None
     pool = GradingPool(
         config.grader,
         workers=config.workers,
@@ -135,7 +143,7 @@ def grading(
         memory_mb=config.worker_memory_mb,
         answer_marker=config.answer_marker,
     )
-    return Grading(submit=pool.submit, tokenizer=tokenizer, shaping=shaping, on_close=pool.close)
+    return pool.submit, pool.close
 
 
 def prompt_format(data: DataConfig) -> PromptFormat:

@@ -1,0 +1,137 @@
+"""Saved rollouts graded again, without a model: what `dapo-jax score` calls."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dapo_jax.config import ConfigError, RewardConfig
+from dapo_jax.rewards.sample import Sample
+from dapo_jax.rollouts import Prompt, Verdict
+from dapo_jax.run.rollout import submit_of
+from dapo_jax.trackers.rollout_log import read_rollouts
+
+RECORDED = "recorded"
+"""The name of the verdicts that the rollouts were written with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """The verdicts of several graders on the same responses."""
+
+    rows: Sequence[Mapping[str, Any]]
+    """The rollouts, as `read_rollouts` gives them."""
+    verdicts: Mapping[str, Sequence[Verdict]]
+    """Grader -> one verdict for each row; `recorded` is among them."""
+
+    def accuracy(self, grader: str) -> float:
+        """The share of responses that a grader calls correct."""
+        return float(np.mean([verdict.correct for verdict in self.verdicts[grader]]))
+
+    def agreement(self, one: str, other: str) -> float:
+        """The share of responses of which two graders say the same."""
+        return 1.0 - len(self.disagreements(one, other)) / len(self.rows)
+
+    def disagreements(self, one: str, other: str) -> list[int]:
+        """The places of the responses of which two graders do not say the same."""
+        pairs = zip(self.verdicts[one], self.verdicts[other], strict=True)
+        return [place for place, (a, b) in enumerate(pairs) if a.correct != b.correct]
+
+
+def score(
+    rollouts: str | Path,
+    graders: Sequence[str],
+    *,
+    answer_marker: str = "=",
+    workers: int = 2,
+    timeout_s: float = 10.0,
+) -> Scores:
+    """Grades saved rollouts with each of `graders`.
+
+    Args:
+        rollouts: a JSONL file, or a folder of them: a run's `rollouts/`, or what `dapo-jax eval --keep` wrote.
+        graders: as `reward.grader`.
+        answer_marker: of the grader `exact`.
+        workers: processes for graders that may hang; 0: this one.
+        timeout_s: seconds for one response.
+
+    Raises:
+        ConfigError: there are no rollouts, a line is none, or no grader of that name.
+    """
+    rows = _rows(Path(rollouts).expanduser())
+    samples = [_sample(row) for row in rows]
+    recorded = [
+        Verdict(correct=row["correct"], extracted=row["extracted"], reason=row["reason"]) for row in rows
+    ]
+    verdicts = {RECORDED: recorded}
+    for grader in graders:
+        config = RewardConfig(
+            grader=grader, answer_marker=answer_marker, workers=workers, timeout_s=timeout_s
+        )
+        submit, close = submit_of(config)
+        try:
+            verdicts[grader] = [future.result() for future in [submit(sample) for sample in samples]]
+        finally:
+            if close is not None:
+                close()
+    return Scores(rows=rows, verdicts=verdicts)
+
+
+def describe(scores: Scores, *, show: int = 5) -> str:
+    """Accuracies, agreement of each pair of graders, and up to `show` responses that two of them see differently."""
+    names = list(scores.verdicts)
+    width = max(len(name) for name in names)
+    lines = [f"{len(scores.rows)} responses", ""]
+    lines += [f"{name:{width}}  {scores.accuracy(name):6.1%} correct" for name in names]
+    for place, one in enumerate(names):
+        for other in names[place + 1 :]:
+            differing = scores.disagreements(one, other)
+            lines += ["", f"{one} and {other} agree on {scores.agreement(one, other):.1%}"]
+            for found in differing[:show]:
+                lines += _shown(scores, found, (one, other))
+            if len(differing) > show:
+                lines.append(f"  ({len(differing) - show} more)")
+    return "\n".join(lines) + "\n"
+
+
+def _shown(scores: Scores, place: int, names: Sequence[str]) -> list[str]:
+    row = scores.rows[place]
+    ending = " ".join(row["response"][-120:].split())
+    lines = [
+        f"  step {row['step']}, prompt {row['ordinal']}, response {row['index']}, answer {row['answer']!r}: ...{ending}"
+    ]
+    for name in names:
+        verdict = scores.verdicts[name][place]
+        lines.append(f"    {name}: {'correct' if verdict.correct else 'wrong'}; {verdict.reason}")
+    return lines
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+    try:
+        rows = [row for file in files for row in read_rollouts(file)]
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read rollouts: {error}") from error
+    if not rows:
+        raise ConfigError(
+            f"{path} holds no rollouts; give a run's rollouts/ folder, one of its JSONL files, or what eval --keep wrote"
+        )
+    return rows
+
+
+def _sample(row: Mapping[str, Any]) -> Sample:
+    prompt = Prompt(
+        ordinal=row["ordinal"],
+        tokens=np.array(row["prompt_token_ids"], np.int32),
+        text=row["prompt"],
+        answer=row["answer"],
+        row=row["row"],
+    )
+    return Sample(
+        prompt=prompt,
+        response=row["response"],
+        tokens=np.array(row["response_token_ids"], np.int32),
+        finish_reason=row["finish_reason"],
+    )

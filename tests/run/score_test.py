@@ -1,0 +1,94 @@
+"""Saved rollouts graded again: the shares, and where graders disagree."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dapo_jax.cli import main
+from dapo_jax.config import ConfigError
+from dapo_jax.rollouts import Group, Prompt, Response, Rollout, Verdict
+from dapo_jax.run.score import describe, score
+from dapo_jax.trackers.rollout_log import write_rollouts
+
+HERE = Path(__file__)
+RESPONSES = ["Answer: 34", "Answer: 34.0", "**Answer: 34**", "Answer: 35"]
+
+
+def long_ones(sample):
+    """A reward function that reads what a saved rollout must still have."""
+    assert sample.prompt.row["level"] == 2
+    assert (sample.finish_reason, sample.response_tokens) == ("stop", 3)
+    return len(sample.response) > len("Answer: 34")
+
+
+@pytest.fixture
+def rollouts(tmp_path):
+    """A folder with two steps of one group of four; recorded by the grader `dapo`: right, wrong, wrong, wrong."""
+    prompt = Prompt(ordinal=7, tokens=np.array([1, 2], np.int32), text="17*2", answer="34", row={"level": 2})
+    group = Group(
+        prompt=prompt,
+        rollouts=tuple(
+            Rollout(
+                response=Response(
+                    tokens=np.array([3, 4, 5], np.int32),
+                    logprobs=np.zeros(3, np.float32),
+                    finish_reason="stop",
+                ),
+                text=text,
+                verdict=Verdict(correct=text == "Answer: 34", extracted="34", reason="as recorded"),
+                reward=0.0,
+            )
+            for text in RESPONSES
+        ),
+    )
+    for step in (1, 2):
+        write_rollouts(tmp_path, step, [group])
+    return tmp_path
+
+
+def test_graders_are_compared_with_the_record_and_with_each_other(rollouts):
+    """Of four: dapo says 1 of 4 as recorded, math 3 of 4; they differ on the second and the third."""
+    scores = score(rollouts, ["dapo", "math"])
+    assert [scores.accuracy(name) for name in ("recorded", "dapo", "math")] == [0.25, 0.25, 0.75]
+    assert scores.agreement("recorded", "dapo") == 1.0
+    assert scores.agreement("dapo", "math") == 0.5
+    assert scores.disagreements("dapo", "math") == [1, 2, 5, 6]
+
+
+def test_the_description_shows_the_first_disagreements_with_both_reasons(rollouts):
+    text = describe(score(rollouts, ["dapo", "math"]), show=1)
+    assert "8 responses" in text
+    assert "math       75.0% correct" in text
+    assert "dapo and math agree on 50.0%" in text
+    assert "  step 1, prompt 7, response 1, answer '34': ...Answer: 34.0" in text
+    assert "    dapo: wrong; after the last 'Answer:': expected '34'" in text
+    assert "    math: correct; after the last 'Answer:': equal to '34' in meaning" in text
+    assert text.count("(3 more)") == 2  # recorded and math, dapo and math
+
+
+def test_an_own_function_gets_the_row_and_the_tokens(rollouts):
+    own = f"{HERE}:long_ones"
+    assert score(rollouts, [own]).accuracy(own) == 0.5
+    assert score(rollouts / "step_000001.jsonl", [own], workers=0).accuracy(own) == 0.5
+
+
+def test_the_command_prints_it(rollouts, capsys):
+    assert main(["score", str(rollouts), "--grader", "dapo", "--grader", "dapo_boxed"]) == 0
+    assert "dapo and dapo_boxed agree on 100.0%" in capsys.readouterr().out
+
+
+def test_what_cannot_be_scored_is_named(rollouts, tmp_path, capsys):
+    with pytest.raises(
+        ConfigError, match=r"reward\.grader: no grader is named 'dappo'; did you mean 'dapo'\?"
+    ):
+        score(rollouts, ["dappo"])
+    with pytest.raises(ConfigError, match=r"cannot read rollouts: .*No such file"):
+        score(tmp_path / "none.jsonl", ["dapo"])
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(ConfigError, match="empty holds no rollouts"):
+        score(empty, ["dapo"])
+    (empty / "step_000001.jsonl").write_text("{}\n")
+    assert main(["score", str(empty), "--grader", "dapo"]) == 2
+    assert "step_000001.jsonl, line 1 is not a rollout" in capsys.readouterr().err
