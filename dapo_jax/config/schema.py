@@ -119,7 +119,7 @@ class RewardConfig:
     """The exact grader takes what follows the last marker as the answer; empty: the whole response."""
     workers: int = 2
     """Processes that grade while sampling goes on; 0: this process, without a time limit. Graders that only compare text (exact,
-    dapo, dapo_boxed, gsm8k) and functions passed from Python run in this process anyway."""
+    dapo, dapo_boxed, gsm8k), reasoning_gym and functions passed from Python run in this process anyway."""
     timeout_s: float = 10.0
     """Seconds for one response; one that takes longer counts as wrong, and its worker is replaced."""
     worker_memory_mb: int = 2048

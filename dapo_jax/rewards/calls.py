@@ -11,7 +11,7 @@ from dapo_jax.rollouts import Prompt, Verdict
 
 
 def call_of(sample: Sample) -> dict[str, Any]:
-    """All that a reward function may read, numpy values as Python's.
+    """All that a reward function may read; numpy values become Python's, tuples become lists.
 
     Raises:
         TypeError: the prompt's row holds what JSON has no name for.
@@ -60,13 +60,13 @@ def _plain(value: Any, name: str) -> Any:
     """Numpy values as Python's, at any depth."""
     if isinstance(value, np.ndarray | np.generic):
         return _plain(value.tolist(), name)
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item, name) for key, item in value.items()}
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {key: _plain(item, name) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item, name) for item in value]
     if value is None or isinstance(value, str | int | float | bool):
         return value
     raise TypeError(
-        f"the row's field {name!r} holds an {type(value).__name__}, which cannot be handed to a grading worker; leave it out of "
+        f"the row's field {name!r} holds {value!r:.60} ({type(value).__name__}), which JSON cannot hand to a grading worker; leave it out of "
         "the row, or grade in this process with reward.workers=0"
     )

@@ -27,6 +27,9 @@ from dapo_jax.sampling.sampler import Sampler
 TRAINING, EVALUATION = 0, 1
 """Key domains: evaluation never draws the numbers that training draws."""
 
+IN_THIS_PROCESS = TEXT_RULES | {"reasoning_gym"}
+"""Graders that no worker is needed for, or whose rows would not be the same on the other side of a pipe."""
+
 Sampled = Iterator[tuple[Prompt, tuple[Response, ...]]]
 
 
@@ -134,7 +137,7 @@ def submit_of(
         grade = grade_function(reward or config.grader, answer_marker=config.answer_marker)
     except ValueError as error:
         raise ConfigError(f"reward.grader: {error}") from error
-    if reward is not None or not config.workers or config.grader in TEXT_RULES:
+    if reward is not None or not config.workers or config.grader in IN_THIS_PROCESS:
         return immediately(grade), None
     pool = GradingPool(
         config.grader,

@@ -136,9 +136,10 @@ def test_a_verdict_comes_back_as_it_was():
     assert verdict_of(answer_of(verdict)) == verdict
 
 
-def test_a_row_that_json_has_no_name_for_is_refused():
-    with pytest.raises(TypeError, match="the row's field 'thing' holds an object"):
-        call_of(sample("34", row={"thing": object()}))
+@pytest.mark.parametrize("thing", [{1, 2}, {3: "an integer's name would become a text"}, b"bytes"])
+def test_a_row_that_json_would_change_is_refused(thing):
+    with pytest.raises(TypeError, match=r"the row's field 'thing' holds .* JSON cannot hand"):
+        call_of(sample("34", row={"thing": [thing]}))
 
 
 def test_closing_cancels_what_waits_and_finishes_what_is_being_graded():
