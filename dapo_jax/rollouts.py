@@ -15,6 +15,10 @@ FinishReason = Literal["stop", "length"]
 """Why sampling ended: an end token, or the length limit."""
 
 
+Lost = Literal["timeout", "memory", "died"]
+"""Why a grader gave no verdict: its time, its memory, its process."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
     """One question, ready for the sampler."""
@@ -51,7 +55,7 @@ class Verdict:
     """Why the verdict is what it is, for a person who reads rollouts."""
     score: float | None = None
     """A graded score that replaces the +1 / -1 of the rule reward; None for a plain verdict."""
-    lost: Literal["", "timeout", "memory", "died"] = ""
+    lost: Lost | Literal[""] = ""
     """Why the grader gave no verdict, so that the response counts as wrong; empty if it gave one."""
 
 

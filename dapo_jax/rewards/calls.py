@@ -19,29 +19,29 @@ def call_of(sample: Sample) -> dict[str, Any]:
     prompt = sample.prompt
     return {
         "ordinal": prompt.ordinal,
-        "prompt_tokens": prompt.tokens.tolist(),
-        "text": prompt.text,
+        "prompt_token_ids": prompt.tokens.tolist(),
+        "prompt": prompt.text,
         "answer": prompt.answer,
         "row": {name: _plain(value, name) for name, value in prompt.row.items()},
         "response": sample.response,
-        "tokens": sample.tokens.tolist(),
+        "response_token_ids": sample.tokens.tolist(),
         "finish_reason": sample.finish_reason,
     }
 
 
-def sample_of(call: dict[str, Any]) -> Sample:
-    """The sample that `call_of` turned into JSON."""
+def sample_of(call: Mapping[str, Any]) -> Sample:
+    """The sample that `call_of` turned into JSON, or that a saved rollout was made from: the names are the same."""
     prompt = Prompt(
         ordinal=call["ordinal"],
-        tokens=np.array(call["prompt_tokens"], np.int32),
-        text=call["text"],
+        tokens=np.array(call["prompt_token_ids"], np.int32),
+        text=call["prompt"],
         answer=call["answer"],
         row=call["row"],
     )
     return Sample(
         prompt=prompt,
         response=call["response"],
-        tokens=np.array(call["tokens"], np.int32),
+        tokens=np.array(call["response_token_ids"], np.int32),
         finish_reason=call["finish_reason"],
     )
 

@@ -16,15 +16,17 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 from dapo_jax.rewards.calls import call_of, verdict_of
 from dapo_jax.rewards.sample import Sample
-from dapo_jax.rollouts import Verdict
+from dapo_jax.rollouts import Lost, Verdict
 
-Loss = Literal["timeout", "memory", "died"]
 START_S = 120.0
 """How long a worker may take to load the grader; importing a symbolic package on a busy machine is slow."""
+
+ENDING_S = 1.0
+"""How long a worker that has closed its pipe is given to end by itself, before it is killed."""
 
 
 class GradingPool:
@@ -114,7 +116,7 @@ class GradingPool:
 class _LostError(Exception):
     """A call whose worker is gone."""
 
-    def __init__(self, kind: Loss, reason: str) -> None:
+    def __init__(self, kind: Lost, reason: str) -> None:
         super().__init__(reason)
         self.kind = kind
 
@@ -184,9 +186,12 @@ class _Worker:
         return json.loads(line)
 
     def _ending(self) -> str:
-        code = self._process.wait()
+        try:
+            code = self._process.wait(ENDING_S)
+        except subprocess.TimeoutExpired:
+            return "its pipe closed, the process going on"
         return signal.Signals(-code).name if code < 0 else f"exit status {code}"
 
-    def _lose(self, kind: Loss, reason: str) -> NoReturn:
+    def _lose(self, kind: Lost, reason: str) -> NoReturn:
         self.end()
         raise _LostError(kind, reason)

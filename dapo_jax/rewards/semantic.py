@@ -31,7 +31,10 @@ def math_grader(response: str, answer: str) -> Verdict:
         return Verdict(correct=True, extracted=normal_form(stated), reason=f"{where}: equal as text")
     found = _parsed(text if stated is None else _as_latex(stated))
     if not found:
-        return Verdict(correct=False, reason=f"{where}: nothing that can be read as mathematics")
+        # It has a vote in the consensus all the same, if it states anything.
+        extracted = None if stated is None else normal_form(stated)
+        reason = f"{where}: nothing that can be read as mathematics"
+        return Verdict(correct=False, extracted=extracted, reason=reason)
     from math_verify import verify  # loads sympy
 
     correct = verify(list(_gold(answer)), found, timeout_seconds=_time_limit_s())

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from dapo_jax.config import ConfigError, RewardConfig
-from dapo_jax.rewards.sample import Sample
-from dapo_jax.rollouts import Prompt, Verdict
+from dapo_jax.rewards.calls import sample_of
+from dapo_jax.rollouts import Verdict
 from dapo_jax.run.rollout import submit_of
 from dapo_jax.trackers.rollout_log import read_rollouts
 
@@ -61,7 +61,7 @@ def score(
         ConfigError: there are no rollouts, a line is none, or no grader of that name.
     """
     rows = _rows(Path(rollouts).expanduser())
-    samples = [_sample(row) for row in rows]
+    samples = [sample_of(row) for row in rows]
     recorded = [
         Verdict(correct=row["correct"], extracted=row["extracted"], reason=row["reason"]) for row in rows
     ]
@@ -119,19 +119,3 @@ def _rows(path: Path) -> list[dict[str, Any]]:
             f"{path} holds no rollouts; give a run's rollouts/ folder, one of its JSONL files, or what eval --keep wrote"
         )
     return rows
-
-
-def _sample(row: Mapping[str, Any]) -> Sample:
-    prompt = Prompt(
-        ordinal=row["ordinal"],
-        tokens=np.array(row["prompt_token_ids"], np.int32),
-        text=row["prompt"],
-        answer=row["answer"],
-        row=row["row"],
-    )
-    return Sample(
-        prompt=prompt,
-        response=row["response"],
-        tokens=np.array(row["response_token_ids"], np.int32),
-        finish_reason=row["finish_reason"],
-    )

@@ -42,6 +42,9 @@ def hostile(sample):
             os.kill(os.getpid(), signal.SIGKILL)
         case "interrupt":
             os.kill(os.getpid(), signal.SIGINT)
+        case "close":
+            os.closerange(3, 64)  # the way back is one of them
+            time.sleep(60)
         case "exit":
             os._exit(3)
         case "raise":
@@ -77,6 +80,13 @@ def test_one_worker_goes_on_after_each_kind_of_loss():
         )
     assert [verdict.correct for verdict in told] == [False, True] * 4
     assert told[6].reason == "the grader ended its process (exit status 3)"
+
+
+def test_a_worker_that_closes_its_pipe_and_stays_is_replaced():
+    with pool(workers=1, timeout_s=20.0) as graders:
+        lost, fine = graders.grade([sample("close"), sample("34")])
+    assert (lost.lost, fine.correct) == ("died", True)
+    assert "its pipe closed, the process going on" in lost.reason
 
 
 def test_what_a_grader_prints_does_not_disturb_the_answers():

@@ -59,6 +59,11 @@ def test_the_reason_tells_text_from_meaning():
     assert grade("no idea", "34").reason == "in the response: nothing that can be read as mathematics"
 
 
+def test_what_is_stated_has_a_vote_even_if_it_is_no_mathematics():
+    assert grade("Answer: blue sky", r"\text{red}").extracted == "bluesky"
+    assert grade("no idea", "34").extracted is None
+
+
 def test_only_the_end_of_a_response_is_looked_at():
     response = "Answer: 34\nor is it 5\n"  # 22 characters; without the A of the first the last value counts
     assert grade(response + " " * (TAIL_CHARACTERS - 22), "34").correct
