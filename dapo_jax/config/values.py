@@ -102,21 +102,22 @@ def shown(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def check_value(key: str, value: object, expected: Any) -> None:
-    """Checks the type of one value, then its range or its choices."""
+def check_value(key: str, value: object, expected: Any, *, rules: str = "") -> None:
+    """Checks the type of one value, then its range or its choices; `rules` is what these are listed under if not `key`."""
+    rules = rules or key
     if get_origin(expected) is list:
         _check_list(key, value, get_args(expected)[0])
     elif get_origin(expected) is dict:
         _check_mapping(key, value)
     else:
         _check_type(key, value, expected)
-    if key in RANGES and isinstance(value, int | float) and not RANGES[key].holds(value):
-        refuse(key, value, RANGES[key].needs, "change it, or leave the key out to keep its default")
-    if key in CHOICES and value not in CHOICES[key]:
-        near = nearest_word(str(value), CHOICES[key])
+    if rules in RANGES and isinstance(value, int | float) and not RANGES[rules].holds(value):
+        refuse(key, value, RANGES[rules].needs, "change it, or leave the key out to keep its default")
+    if rules in CHOICES and value not in CHOICES[rules]:
+        near = nearest_word(str(value), CHOICES[rules])
         remedy = f"did you mean {near}?" if near else "write one of them"
-        refuse(key, value, " or ".join(CHOICES[key]), remedy)
-    if key in NOT_EMPTY and not str(value).strip():
+        refuse(key, value, " or ".join(CHOICES[rules]), remedy)
+    if rules in NOT_EMPTY and not str(value).strip():
         refuse(key, value, "a name", "write one")
 
 
@@ -153,14 +154,15 @@ def _check_type(key: str, value: object, expected: Any) -> None:
         refuse(key, value, f"a finite number{' or null' if optional else ''}", "write a number such as 1e-6")
 
 
-def _check_list(key: str, value: object, kind: type) -> None:
-    needs = f"a list of {'text' if kind is str else 'whole numbers'}"
+def _check_list(key: str, value: object, kind: Any) -> None:
+    of = {str: "text", int: "whole numbers"}.get(kind, "mappings")
+    needs = f"a list of {of}"
     if not isinstance(value, list):
         refuse(
             key, value, needs, f"put it in brackets: [{value}]" if value is not None else "write [] for none"
         )
     for place, item in enumerate(value):
-        _check_type(f"{key}[{place}]", item, kind)
+        check_value(f"{key}[{place}]", item, kind)
 
 
 def _check_mapping(key: str, value: object) -> None:
