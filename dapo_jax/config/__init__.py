@@ -1,11 +1,11 @@
 """Configurations: the dataclasses, reading them from YAML, and the rules they obey. Imports no jax."""
 
+from dapo_jax.config.base import ConfigError
+from dapo_jax.config.data_schema import DataConfig, SourceConfig
 from dapo_jax.config.loading import changed_keys, load_config, to_yaml
 from dapo_jax.config.schema import (
     BatchConfig,
     CheckpointConfig,
-    ConfigError,
-    DataConfig,
     DynamicSamplingConfig,
     EvalConfig,
     LogConfig,
@@ -37,6 +37,7 @@ __all__ = [
     "SamplingConfig",
     "SftBatchConfig",
     "SftConfig",
+    "SourceConfig",
     "TrainConfig",
     "changed_keys",
     "load_config",

@@ -8,14 +8,15 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, get_type_hints
 
-from dapo_jax.config import schema, sft_schema
+from dapo_jax.config import data_schema, schema, sft_schema
+from dapo_jax.config.data_checks import check_data, check_eval
 from dapo_jax.config.values import check_value, refuse
 
 SECTIONS: dict[type, str] = {
     schema.TrainConfig: "",
     sft_schema.SftConfig: "",
     schema.ModelConfig: "model",
-    schema.DataConfig: "data",
+    data_schema.DataConfig: "data",
     schema.SamplingConfig: "sampling",
     schema.RewardConfig: "reward",
     schema.OverlongConfig: "reward.overlong",
@@ -53,33 +54,6 @@ def check(config: Any) -> None:
         elif not isinstance(value, expected):
             refuse(key, value, f"a {expected.__name__}", f"write {name}={expected.__name__}(...)")
     _TOGETHER.get(section, lambda _: None)(config)
-
-
-def _check_data(data: schema.DataConfig) -> None:
-    if "{prompt}" not in data.prompt_template:
-        refuse(
-            "data.prompt_template",
-            data.prompt_template,
-            "{prompt} in it",
-            "put {prompt} where the question goes: without it every prompt would be the same text",
-        )
-
-    if data.source_options and not data.source.startswith("reasoning_gym:"):
-        refuse(
-            "data.source_options",
-            data.source_options,
-            "a data.source of the form reasoning_gym:TASK",
-            f"{data.source!r} takes no options: leave the key out",
-        )
-    for name in ("messages", "add_generation_prompt"):
-        if name in data.chat_template_kwargs:
-            key = f"data.chat_template_kwargs.{name}"
-            refuse(
-                key,
-                data.chat_template_kwargs[name],
-                "another name",
-                "this one is set for every prompt: remove it",
-            )
 
 
 def _check_model(model: schema.ModelConfig) -> None:
@@ -257,13 +231,14 @@ _TOGETHER: dict[type, Callable[[Any], None]] = {
     schema.TrainConfig: check_train,
     sft_schema.SftConfig: check_sft,
     schema.ModelConfig: _check_model,
-    schema.DataConfig: _check_data,
+    data_schema.DataConfig: check_data,
     schema.SamplingConfig: _check_sampling,
     schema.OverlongConfig: _check_overlong,
     schema.RewardConfig: _check_reward,
     schema.DynamicSamplingConfig: _check_dynamic_sampling,
     schema.BatchConfig: _check_batch,
     schema.LossConfig: _check_loss,
+    schema.EvalConfig: check_eval,
     schema.ParallelConfig: _check_parallel,
 }
 """What the values of one object say about each other."""

@@ -16,8 +16,9 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from dapo_jax.config.base import ConfigError
 from dapo_jax.config.checks import field_types
-from dapo_jax.config.schema import ConfigError, TrainConfig
+from dapo_jax.config.schema import TrainConfig
 from dapo_jax.config.sft_schema import SftConfig
 from dapo_jax.config.suggestions import alias_of, unknown_key
 from dapo_jax.config.values import check_plain, check_value, refuse, shown

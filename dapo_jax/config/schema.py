@@ -1,4 +1,5 @@
-"""The dataclasses that a training configuration is read into; a warm start's are in `sft_schema`. Imports no jax.
+"""The dataclasses that a training configuration is read into; `data_schema` has those of its data, `sft_schema` those of a warm
+start. Imports no jax.
 
 Defaults are the paper's where the paper gives one (DAPO, https://arxiv.org/abs/2503.14476), each with its
 equation or section. Checks raise `ConfigError` with the arithmetic; nothing here changes a value.
@@ -7,16 +8,8 @@ equation or section. Checks raise `ConfigError` with the arithmetic; nothing her
 from dataclasses import dataclass, field
 from typing import Any
 
-
-class ConfigError(ValueError):
-    """A configuration that cannot be run; the message names the key, the value and the remedy."""
-
-
-def checked(config: object) -> None:
-    """Refuses what cannot be run as soon as an object is built, from a file or in Python."""
-    from dapo_jax.config.checks import check  # which imports the classes below
-
-    check(config)
+from dapo_jax.config.base import checked
+from dapo_jax.config.data_schema import DataConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,35 +31,6 @@ class ModelConfig:
     """What the backward pass recomputes per layer: none, full, or dots (keeps matrix products)."""
     logprob_chunk_vocab: int = 2048
     """Vocabulary entries whose logits exist at one time, for all tokens of a microbatch, when log-probabilities are computed."""
-
-    __post_init__ = checked
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """Where prompts come from."""
-
-    source: str = "arithmetic"
-    """Name of a dataset builder of `dapo_jax.data.builders`; `reasoning_gym:TASK` for questions that the package
-    reasoning-gym makes up; `rows` when rows are passed from Python."""
-    source_options: dict[str, Any] = field(default_factory=dict)
-    """Options of a reasoning_gym task: {min_words: 3, max_words: 5} for letter_counting."""
-    train_split: str = "train"
-    eval_split: str = "test"
-    data_dir: str = "~/.cache/dapo_jax/datasets"
-    """Where prepared datasets are kept."""
-    prompt_template: str = "{prompt}"
-    """Text of the prompt; `{prompt}` stands for the row's question. Of messages: text of the last user message."""
-    chat: bool = False
-    """Ask plain questions as a user's message, through the model's chat template. Rows that hold messages do anyway."""
-    system_prompt: str = ""
-    """The system message that messages begin with; empty: none but the row's or the chat template's own."""
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """What else the chat template reads: {enable_thinking: false} for Qwen3."""
-    shuffle: bool = True
-    """Shuffle each epoch anew by the run's seed."""
-    max_prompt_tokens: int = 2048
-    """A longer prompt, chat template and all, is an error: truncating it would ask another question. (Section 4.1)"""
 
     __post_init__ = checked
 
@@ -212,8 +176,10 @@ class EvalConfig:
 
     every_steps: int = 10
     """0: only before the first and after the last step."""
+    datasets: list[dict[str, Any]] = field(default_factory=list)
+    """{source: aime_2024, path: ...} for each dataset, see `SourceConfig`; empty: `data.eval_split` of `data.source`."""
     prompts: int = 0
-    """How many of the split's prompts, from the first; 0: all."""
+    """How many prompts of each dataset, from the first; 0: all."""
     samples_per_prompt: int = 32
     temperature: float = 1.0
     top_p: float = 0.7

@@ -2,15 +2,15 @@
 
 from dataclasses import dataclass, field
 
+from dapo_jax.config.base import checked
+from dapo_jax.config.data_schema import DataConfig
 from dapo_jax.config.schema import (
-    DataConfig,
     EvalConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
     RewardConfig,
     SamplingConfig,
-    checked,
 )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from types import NoneType
 from typing import Any, NamedTuple, NoReturn, get_args, get_origin
 
-from dapo_jax.config.schema import ConfigError
+from dapo_jax.config.base import ConfigError
 from dapo_jax.config.suggestions import nearest_word
 
 
@@ -30,6 +30,7 @@ RANGES: dict[str, Range] = {
     "max_response_tokens": _SIZE,
     "model.logprob_chunk_vocab": _SIZE,
     "data.max_prompt_tokens": _SIZE,
+    "data.mixture[].weight": _POSITIVE,
     "sampling.temperature": _NOT_NEGATIVE,
     "sampling.top_p": _TOP_P,
     "sampling.top_k": _TOP_K,
@@ -78,6 +79,7 @@ RANGES: dict[str, Range] = {
 }
 
 CHOICES: dict[str, tuple[str, ...]] = {
+    "data.on_bad_row": ("error", "skip"),
     "model.compute_dtype": ("float32", "bfloat16"),
     "model.remat": ("none", "full", "dots"),
     "dynamic_sampling.on_shortfall": ("error", "train_fewer"),
@@ -87,7 +89,10 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "loss.old_logprobs": ("trainer", "sampler"),
 }
 
-NOT_EMPTY = ("run_dir", "model.source", "data.source", "data.train_split", "data.eval_split", "reward.grader")
+NOT_EMPTY = (
+    "run_dir", "model.source", "data.source", "data.train_split", "data.eval_split", "data.mixture[].source",
+    "eval.datasets[].source", "reward.grader",
+)  # fmt: skip
 
 
 def refuse(key: str, value: object, needs: str, remedy: str) -> NoReturn:

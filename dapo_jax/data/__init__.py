@@ -6,7 +6,9 @@ Importing this package is cheap: Grain and TensorFlow Datasets are loaded when r
 from dapo_jax.data.chat import ChatTemplate
 from dapo_jax.data.formatting import PromptFormat
 from dapo_jax.data.pairs import PairSource
-from dapo_jax.data.prompts import PromptSource, checked_rows, held_out, load_rows
+from dapo_jax.data.prompts import PromptSource, held_out
+from dapo_jax.data.rows import checked_rows
+from dapo_jax.data.sources import load_rows
 from dapo_jax.data.stopping import StopStrings, stop_ids
 from dapo_jax.data.tokenizers import (
     ByteTokenizer,

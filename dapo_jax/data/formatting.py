@@ -9,6 +9,15 @@ from jaxtyping import Int32
 
 from dapo_jax.data.chat import Message
 from dapo_jax.data.tokenizers import Tokenizer
+from dapo_jax.templates import TEMPLATES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """A question and its response, shown before the question that is asked."""
+
+    prompt: str
+    response: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,11 +25,16 @@ class PromptFormat:
     """What is put around a question.
 
     Raises:
-        ValueError: the template has no `{prompt}`.
+        ValueError: the template has no `{prompt}` and is no name of `TEMPLATES`.
     """
 
     template: str = "{prompt}"
-    """Every `{prompt}` in it stands for the question; of a conversation, for what the user said last."""
+    """A name in `TEMPLATES`, or a text in which every `{prompt}` stands for the question; of a conversation, for what the
+    user said last."""
+    examples: tuple[Example, ...] = ()
+    """Asked and answered before the question: as text with `separator` between, in a conversation as turns of their own."""
+    separator: str = "\n\n"
+    """Between the examples and the question, where both are plain text."""
     chat: bool = False
     """Ask a question that is plain text as a user's message; rows that hold messages are conversations anyway."""
     system_prompt: str = ""
@@ -29,9 +43,10 @@ class PromptFormat:
     """What else the chat template reads, such as Qwen3's `enable_thinking`."""
 
     def __post_init__(self) -> None:
-        if "{prompt}" not in self.template:
+        if self.template not in TEMPLATES and "{prompt}" not in self.template:
             raise ValueError(
-                f"data.prompt_template={self.template!r} has no '{{prompt}}': every prompt would be the same text"
+                f"data.prompt_template={self.template!r} has no '{{prompt}}': every prompt would be the same text; put "
+                f"{{prompt}} where the question goes, or name one of {sorted(TEMPLATES)}"
             )
 
     def encode(
@@ -49,7 +64,8 @@ class PromptFormat:
                     "the prompt is plain text, but data.system_prompt or data.chat_template_kwargs is set, which only "
                     "a conversation has; set data.chat=true (--chat) to ask it as a user's message"
                 )
-            text = self._around(prompt)
+            shown = [self._around(each.prompt) + each.response for each in self.examples]
+            text = self.separator.join([*shown, self._around(prompt)])
             return text, tokenizer.encode_prompt(text)
         text = self._conversation(prompt, tokenizer)
         # The template writes the special tokens itself, the beginning of the text included.
@@ -57,7 +73,7 @@ class PromptFormat:
 
     def _around(self, question: str) -> str:
         # A plain replacement: str.format would trip over the braces that questions about sets or code hold.
-        return self.template.replace("{prompt}", question)
+        return TEMPLATES.get(self.template, self.template).replace("{prompt}", question)
 
     def _conversation(self, prompt: str | Sequence[Message], tokenizer: Tokenizer) -> str:
         if tokenizer.chat_template is None:
@@ -70,7 +86,8 @@ class PromptFormat:
         )
         last = max(place for place, message in enumerate(messages) if message["role"] == "user")
         asked = {**messages[last], "content": self._around(messages[last]["content"])}
-        messages = [*messages[:last], asked, *messages[last + 1 :]]
+        first = int(messages[0]["role"] == "system")
+        messages = [*messages[:first], *self._turns(), *messages[first:last], asked, *messages[last + 1 :]]
         if self.system_prompt:
             if messages[0]["role"] == "system":
                 raise ValueError(
@@ -80,9 +97,28 @@ class PromptFormat:
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
         return tokenizer.chat_template.render(messages, **self.chat_template_kwargs)
 
+    def _turns(self) -> list[Message]:
+        """The examples as turns of a conversation."""
+        return [
+            message
+            for each in self.examples
+            for message in (
+                {"role": "user", "content": self._around(each.prompt)},
+                {"role": "assistant", "content": each.response},
+            )
+        ]
+
 
 AS_IT_STANDS = PromptFormat()
 """The question is the prompt."""
+
+
+def unwrapped(text: str, template: str = "dapo") -> str:
+    """The question inside a template of `TEMPLATES`, or the text itself if it is not wrapped in it."""
+    before, _, after = TEMPLATES[template].partition("{prompt}")
+    if text.startswith(before) and text.endswith(after):
+        return text[len(before) : len(text) - len(after)]
+    return text
 
 
 def checked_messages(messages: object) -> list[Message]:

@@ -1,32 +1,40 @@
-"""The order in which rows are visited: endless, shuffled anew each epoch, with random access."""
+"""The order in which rows are visited: endless, shuffled anew each epoch, mixed by weight, with random access."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import grain
 
 
-def row_order(count: int, *, seed: int, shuffle: bool) -> Callable[[int], int]:
-    """A function that says which of `count` rows comes at a place of an endless run, for any place >= 0.
+def row_order(
+    parts: Sequence[Sequence[int]], *, weights: Sequence[float] = (), seed: int, shuffle: bool
+) -> "grain.MapDataset[int]":
+    """Which row comes at each place of an endless run: `order[place]` for any place >= 0.
 
-    Place p lies in epoch p // count. An epoch visits each row once; with `shuffle` its order depends on the
-    seed and the epoch, without it is the rows' own order. It is the order in which Grain's own iterator over
-    `MapDataset.source(rows).seed(seed).shuffle().repeat()` goes.
+    One part: place p lies in its epoch p // len(part), and an epoch visits each row once; with `shuffle` its order depends
+    on the seed and the epoch, without it is the part's own. Several parts: each goes through its own epochs, and among any n places
+    a part has its share of the weights, to within one or two. Which part comes when depends on the weights alone.
+
+    Args:
+        parts: the rows of each dataset, as numbers.
+        weights: one for each part; none: all parts weigh the same.
+        seed: decides every epoch of every part.
+        shuffle: a new order each epoch.
 
     Raises:
-        ValueError: there are no rows, or the seed is negative.
+        ValueError: a part without rows, weights that are not positive or not one for each part, or a negative seed.
     """
-    if count < 1:
+    if not parts or not all(len(part) for part in parts):
         raise ValueError("there are no rows to draw from; the split or the list of rows is empty")
     if seed < 0:
         raise ValueError(f"the seed must not be negative; got {seed}")
-    order = grain.MapDataset.range(count)
-    if shuffle:
-        order = order.seed(seed).shuffle()
-    order = order.repeat()
-
-    def row_at(place: int) -> int:
-        index = order[place]
-        assert index is not None  # Grain's None stands for a filtered row, and nothing is filtered here
-        return index
-
-    return row_at
+    if weights and (len(weights) != len(parts) or min(weights) <= 0):
+        raise ValueError(
+            f"a mixture needs one weight above 0 for each of its {len(parts)} datasets; got {list(weights)}"
+        )
+    orders = []
+    for number, part in enumerate(parts):
+        order = grain.MapDataset.source(part)
+        if shuffle:
+            order = order.seed(seed + number).shuffle()
+        orders.append(order.repeat())
+    return orders[0] if len(orders) == 1 else grain.MapDataset.mix(orders, list(weights) or None)

@@ -8,6 +8,7 @@ from jaxtyping import Int32
 
 from dapo_jax.data.formatting import AS_IT_STANDS, PromptFormat
 from dapo_jax.data.prompts import PromptSource
+from dapo_jax.data.rows import place_of
 from dapo_jax.data.tokenizers import Tokenizer
 
 
@@ -28,6 +29,8 @@ class PairSource:
         max_response_tokens: int,
         prompt_format: PromptFormat = AS_IT_STANDS,
         shuffle: bool = True,
+        parts: Sequence[Sequence[int]] = (),
+        weights: Sequence[float] = (),
     ) -> None:
         """As `PromptSource`; `max_response_tokens` counts the end token.
 
@@ -41,6 +44,8 @@ class PairSource:
             max_prompt_tokens=max_prompt_tokens,
             prompt_format=prompt_format,
             shuffle=shuffle,
+            parts=parts,
+            weights=weights,
         )
         self._tokenizer = tokenizer
         self._seed = seed
@@ -55,25 +60,26 @@ class PairSource:
         """
         prompt = self._prompts[i]
         index = self._prompts.row_index(i)
-        choices = _demonstrations(prompt.row, index)
+        place = place_of(prompt.row, index)
+        choices = _demonstrations(prompt.row, place)
         text = choices[int(np.random.default_rng([self._seed, i]).integers(len(choices)))]
         try:
             response = np.append(self._tokenizer.encode(text), np.int32(self._tokenizer.eos_id))
         except ValueError as error:
-            raise ValueError(f"row {index}: {error}") from error
+            raise ValueError(f"{place}: {error}") from error
         if len(response) > self._max_response_tokens:
             raise ValueError(
-                f"row {index}: the response has {len(response) - 1} + 1 end token = {len(response)} tokens, "
+                f"{place}: the response has {len(response) - 1} + 1 end token = {len(response)} tokens, "
                 f"over max_response_tokens={self._max_response_tokens}; raise it or drop the row"
             )
         return prompt.tokens, response
 
 
-def _demonstrations(row: Mapping[str, Any], index: int) -> Sequence[str]:
+def _demonstrations(row: Mapping[str, Any], place: str) -> Sequence[str]:
     choices = row["responses"] if "responses" in row else [row["response"]] if "response" in row else []
     if isinstance(choices, str) or not choices or not all(isinstance(choice, str) for choice in choices):
         raise ValueError(
-            f"row {index} needs a demonstration: 'responses', a list of strings, or 'response', a string; "
+            f"{place} needs a demonstration: 'responses', a list of strings, or 'response', a string; "
             f"its fields are {sorted(map(str, row))}"
         )
     return choices

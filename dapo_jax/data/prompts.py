@@ -5,18 +5,19 @@ A prompt's `ordinal` is its place in the run's sequence of prompts. `PromptSourc
 A checkpoint stores that integer; hosts that share the work take ordinals h, h + H, h + 2H, ...
 """
 
-import os
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from jaxtyping import Int32, Int64
 
-from dapo_jax.data.chat import Message
-from dapo_jax.data.formatting import AS_IT_STANDS, PromptFormat, checked_messages
-from dapo_jax.data.reasoning_gym import PREFIX, reasoning_gym_rows
+from dapo_jax.data.formatting import AS_IT_STANDS, PromptFormat
+from dapo_jax.data.rows import place_of
 from dapo_jax.data.tokenizers import Tokenizer
 from dapo_jax.rollouts import Prompt
+
+if TYPE_CHECKING:
+    import grain
 
 
 class PromptSource:
@@ -31,6 +32,8 @@ class PromptSource:
         max_prompt_tokens: int,
         prompt_format: PromptFormat = AS_IT_STANDS,
         shuffle: bool = True,
+        parts: Sequence[Sequence[int]] = (),
+        weights: Sequence[float] = (),
     ) -> None:
         """Builds the order of the rows; no row is read yet.
 
@@ -41,6 +44,8 @@ class PromptSource:
             max_prompt_tokens: longest prompt that is accepted, with all that is put around the question.
             prompt_format: what is put around a row's question.
             shuffle: visit the rows in a new order each epoch; False: in their own order.
+            parts: the places in `rows` of each dataset of a mixture; none: one dataset, all rows. Rows in no part are never asked.
+            weights: how often each part is drawn from; none: all alike.
 
         Raises:
             ValueError: there are no rows, or the seed is negative.
@@ -48,15 +53,18 @@ class PromptSource:
         from dapo_jax.data.order import row_order  # Grain takes more than a second to import
 
         self._rows = rows
-        self._row_at = row_order(len(rows), seed=seed, shuffle=shuffle)
+        parts = parts or [range(len(rows))]
+        self._order = row_order(parts, weights=weights, seed=seed, shuffle=shuffle)
         self._tokenizer = tokenizer
         self._prompt_format = prompt_format
         self._max_prompt_tokens = max_prompt_tokens
+        self.rows_per_epoch = sum(len(part) for part in parts)
+        """Rows that are asked; of one dataset, ordinal o is in epoch o // rows_per_epoch."""
 
     @property
-    def rows_per_epoch(self) -> int:
-        """Number of rows: ordinal o is in epoch o // rows_per_epoch."""
-        return len(self._rows)
+    def dataset(self) -> "grain.MapDataset[Prompt]":
+        """The same sequence for Grain: shards, threads and iterators are its own."""
+        return self._order.map_with_index(self._prompt)
 
     def row_index(self, ordinal: int) -> int:
         """Which row is asked at `ordinal`.
@@ -66,7 +74,9 @@ class PromptSource:
         """
         if ordinal < 0:
             raise IndexError(f"ordinals count from 0; got {ordinal}")
-        return self._row_at(ordinal)
+        index = self._order[ordinal]
+        assert index is not None  # Grain's None stands for a filtered row, and nothing is filtered here
+        return index
 
     def __getitem__(self, ordinal: int) -> Prompt:
         """The prompt at `ordinal`.
@@ -75,7 +85,9 @@ class PromptSource:
             IndexError: the ordinal is negative.
             ValueError: the row's prompt is longer than `max_prompt_tokens` or cannot be tokenized.
         """
-        index = self.row_index(ordinal)
+        return self._prompt(ordinal, self.row_index(ordinal))
+
+    def _prompt(self, ordinal: int, index: int) -> Prompt:
         return make_prompt(
             self._rows[index],
             self._tokenizer,
@@ -84,6 +96,20 @@ class PromptSource:
             prompt_format=self._prompt_format,
             max_prompt_tokens=self._max_prompt_tokens,
         )
+
+
+def prompt_lengths(
+    rows: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, prompt_format: PromptFormat
+) -> Int64[np.ndarray, " rows"]:
+    """How many tokens each row's prompt has.
+
+    Raises:
+        ValueError: a prompt that cannot be tokenized.
+    """
+    return np.array(
+        [len(_encoded(rows[index], tokenizer, index, prompt_format)[1]) for index in range(len(rows))],
+        np.int64,
+    )
 
 
 def held_out(
@@ -128,97 +154,19 @@ def make_prompt(
     Raises:
         ValueError: the prompt is longer than `max_prompt_tokens`, empty, or cannot be tokenized.
     """
-    try:
-        text, tokens = prompt_format.encode(row["prompt"], tokenizer)
-    except ValueError as error:
-        raise ValueError(f"row {index}: {error}") from error
+    text, tokens = _encoded(row, tokenizer, index, prompt_format)
     if not 0 < len(tokens) <= max_prompt_tokens:
         raise ValueError(
-            f"row {index}: the prompt has {len(tokens)} tokens, not 1 to data.max_prompt_tokens={max_prompt_tokens}; "
+            f"{place_of(row, index)}: the prompt has {len(tokens)} tokens, not 1 to data.max_prompt_tokens={max_prompt_tokens}; "
             f"raise data.max_prompt_tokens or drop the row. It begins {text[:60]!r}"
         )
     return Prompt(ordinal=ordinal, tokens=tokens, text=text, answer=row["answer"], row=row)
 
 
-def load_rows(
-    source_name: str,
-    split: str,
-    data_dir: str | os.PathLike[str],
-    options: Mapping[str, Any] = MappingProxyType({}),
-) -> Sequence[Mapping[str, Any]]:
-    """The rows of a dataset builder's split, text as `str`, read from disk on access; or those of a reasoning-gym task.
-
-    A builder's dataset is prepared under `data_dir` at first use and found there afterwards. A task's questions are made
-    up at each use, the same ones from the same options.
-
-    Args:
-        source_name: a module of `dapo_jax.data.builders`, or `reasoning_gym:TASK`.
-        split: a split such as `train`, or a part of one: `train[:100]`.
-        data_dir: folder of prepared datasets; `~` is expanded.
-        options: of a task, see `reasoning_gym_rows`; a builder has none.
-
-    Raises:
-        ValueError: no builder, task or split of that name, or options that do not fit.
-        RuntimeError: the dataset cannot be written to `data_dir`.
-    """
-    if source_name.startswith(PREFIX):
-        return reasoning_gym_rows(source_name.removeprefix(PREFIX), split, options)
-    if options:
-        raise ValueError(f"dataset {source_name!r} takes no options; got {dict(options)}")
-    from dapo_jax.data.builders import read_split  # loads TensorFlow Datasets
-
-    return read_split(source_name, split, data_dir)
-
-
-def checked_rows(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Rows given from Python, each with a `prompt` and an `answer`; other fields are kept as they are.
-
-    A prompt is a string, or a list of messages with a `role` and a `content` each. An integer answer is turned into its decimal text.
-
-    Raises:
-        ValueError: no rows, or a field that is missing, empty or of another type; names the row and the field.
-    """
-    if not rows:
-        raise ValueError('no rows were given; each is a mapping such as {"prompt": "1+1", "answer": "2"}')
-    return [
-        {**row, "prompt": _prompt_field(row, index), "answer": _answer_field(row, index)}
-        for index, row in enumerate(rows)
-    ]
-
-
-def _prompt_field(row: Mapping[str, Any], index: int) -> str | list[Message]:
-    value = _field(row, index, "prompt")
-    if isinstance(value, str):
-        return _not_empty(value, index, "prompt")
+def _encoded(
+    row: Mapping[str, Any], tokenizer: Tokenizer, index: int, prompt_format: PromptFormat
+) -> tuple[str, Int32[np.ndarray, " prompt"]]:
     try:
-        return checked_messages(value)
+        return prompt_format.encode(row["prompt"], tokenizer)
     except ValueError as error:
-        raise ValueError(f"row {index}: {error}") from error
-
-
-def _answer_field(row: Mapping[str, Any], index: int) -> str:
-    value = _field(row, index, "answer")
-    # bool is an int to Python, but True is no answer that anybody meant to write as "True".
-    if isinstance(value, int | np.integer) and not isinstance(value, bool):
-        return str(int(value))
-    if not isinstance(value, str):
-        raise ValueError(
-            f"row {index}: 'answer' must be a string or an integer; got {value!r} ({type(value).__name__})"
-        )
-    return _not_empty(value, index, "answer")
-
-
-def _field(row: Mapping[str, Any], index: int, name: str) -> Any:
-    if not isinstance(row, Mapping):
-        raise ValueError(
-            f"row {index} is a {type(row).__name__}; a row is a mapping with 'prompt' and 'answer'"
-        )
-    if name not in row:
-        raise ValueError(f"row {index} has no field {name!r}; its fields are {sorted(map(str, row))}")
-    return row[name]
-
-
-def _not_empty(value: str, index: int, name: str) -> str:
-    if not value.strip():
-        raise ValueError(f"row {index}: {name!r} is empty; drop the row or fill the field")
-    return value
+        raise ValueError(f"{place_of(row, index)}: {error}") from error

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,8 +10,8 @@ from flax import nnx
 
 from dapo_jax.batching import pack, row_weights, rows_of, split_minibatches
 from dapo_jax.checkpoints import Checkpointer
-from dapo_jax.config import ConfigError, TrainConfig
-from dapo_jax.data.prompts import PromptSource, checked_rows, load_rows
+from dapo_jax.config import TrainConfig
+from dapo_jax.data.stream import PromptStream
 from dapo_jax.evaluation import summarize
 from dapo_jax.filtering import Collector
 from dapo_jax.losses import dapo_loss
@@ -20,13 +20,12 @@ from dapo_jax.rewards.functions import RewardFunction
 from dapo_jax.rollouts import Group, Prompt
 from dapo_jax.run.carry import carry_groups
 from dapo_jax.run.policy import load_policy, mesh_of, optimizer_of, state_structs
-from dapo_jax.run.rollout import TRAINING, Rollouts, eval_prompts, grading, prompt_format
+from dapo_jax.run.prompts import GivenRows, held_out_prompts, training_prompts
+from dapo_jax.run.rollout import TRAINING, Rollouts, grading
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.training.loop import Pipe, Position
 from dapo_jax.training.state import TrainState, init_state, warmed_up
 from dapo_jax.training.update import Objective, UpdateOptions, Updater
-
-Rows = Sequence[Mapping[str, Any]]
 
 
 class Run:
@@ -37,15 +36,18 @@ class Run:
         config: TrainConfig,
         *,
         reward: RewardFunction | None = None,
-        prompts: Rows | None = None,
-        eval_rows: Rows | None = None,
+        prompts: GivenRows | None = None,
+        eval_rows: GivenRows | None = None,
         objective: Objective | None = None,
     ) -> None:
         self.config, model, data = config, config.model, config.data
         self._mesh = mesh_of(config.parallel, rows_per_microbatch=config.batch.rows_per_microbatch)
         self.policy = load_policy(model, seed=config.seed, mesh=self._mesh)
         self._optimizer = optimizer_of(config.optimizer)
-        self._prompts = self._prompt_source(prompts)
+        self._prompts, self.notes = training_prompts(
+            data, self.policy.tokenizer, seed=config.seed, rows=prompts
+        )
+        self._stream = PromptStream(self._prompts)
         limit = config.sampling.max_response_tokens
         stop = config.sampling.stop
         self._grading = grading(
@@ -61,20 +63,10 @@ class Run:
             group_size=config.batch.group_size,
         )
         self.evaluates = prompts is None or eval_rows is not None
-        self._eval_prompts = (
-            eval_prompts(
-                config.eval,
-                self.policy,
-                source=data.source,
-                split=data.eval_split,
-                data_dir=data.data_dir,
-                source_options=data.source_options,
-                prompt_format=prompt_format(data),
-                max_prompt_tokens=data.max_prompt_tokens,
-                rows=eval_rows,
-            )
+        self.held_out = (
+            held_out_prompts(data, config.eval, self.policy.tokenizer, rows=eval_rows)
             if self.evaluates
-            else []
+            else {}
         )
         self.pipe = self._pipe(objective)
 
@@ -89,31 +81,15 @@ class Run:
     def evaluate(self, state: TrainState) -> dict[str, float]:
         """Scores of the held-out prompts."""
         weights = self._rollouts.transfer(state.params)
-        groups = self._rollouts.evaluate(weights, self._eval_prompts, self._grading, self.config.eval)
-        return summarize(groups, name=self.config.data.source)
+        scores: dict[str, float] = {}
+        for name, prompts in self.held_out.items():
+            groups = self._rollouts.evaluate(weights, prompts, self._grading, self.config.eval)
+            scores |= summarize(groups, name=name)
+        return scores
 
     def close(self) -> None:
         """Ends the grading workers."""
         self._grading.close()
-
-    def _prompt_source(self, rows: Rows | None) -> PromptSource:
-        data = self.config.data
-        try:
-            found = (
-                load_rows(data.source, data.train_split, data.data_dir, data.source_options)
-                if rows is None
-                else checked_rows(rows)
-            )
-            return PromptSource(
-                found,
-                self.policy.tokenizer,
-                seed=self.config.seed,
-                max_prompt_tokens=data.max_prompt_tokens,
-                prompt_format=prompt_format(data),
-                shuffle=data.shuffle,
-            )
-        except ValueError as error:
-            raise ConfigError(f"data.source={data.source!r}, split {data.train_split!r}: {error}") from error
 
     def _pipe(self, objective: Objective | None) -> Pipe:
         config, dynamic = self.config, self.config.dynamic_sampling
@@ -174,7 +150,7 @@ class Run:
 
         def prompts(count: int) -> list[Prompt]:
             ordinals = [ahead.popleft() for _ in range(min(count, len(ahead)))] or draw(count)
-            return [self._prompts[ordinal] for ordinal in ordinals]
+            return [self._stream.at(ordinal) for ordinal in ordinals]
 
         # The sampler is done when nothing more is drawn. Verdicts that are still on their way may then call for another wave.
         while ordinals := draw(self._rollouts.prompts_at_once):

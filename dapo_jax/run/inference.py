@@ -14,12 +14,14 @@ from dapo_jax.config import (
     RewardConfig,
     SamplingConfig,
 )
-from dapo_jax.data.prompts import checked_rows, held_out
+from dapo_jax.data.prompts import held_out
+from dapo_jax.data.rows import checked_rows
 from dapo_jax.evaluation import summarize
 from dapo_jax.rollouts import Group, Verdict
 from dapo_jax.run.policy import find_policy, mesh_of
+from dapo_jax.run.prompts import held_out_prompts, prompt_format
 from dapo_jax.run.records import use_compilation_cache
-from dapo_jax.run.rollout import Rollouts, eval_prompts, grading, prompt_format
+from dapo_jax.run.rollout import Rollouts, grading
 from dapo_jax.trackers.rollout_log import write_rollouts
 
 _NO_SHAPING = OverlongConfig(enabled=False)
@@ -71,6 +73,8 @@ def evaluate(
     asked = DataConfig(
         source=data,
         source_options=dict(source_options or {}),
+        eval_split=split,
+        data_dir=data_dir,
         prompt_template=prompt_template,
         chat=chat,
         system_prompt=system_prompt,
@@ -83,16 +87,7 @@ def evaluate(
         stop=list(stop),
         stop_token_ids=list(stop_token_ids),
     )
-    found = eval_prompts(
-        config,
-        policy,
-        source=data,
-        split=split,
-        data_dir=data_dir,
-        source_options=asked.source_options,
-        prompt_format=prompt_format(asked),
-        max_prompt_tokens=max_prompt_tokens,
-    )
+    [found] = held_out_prompts(asked, config, policy.tokenizer).values()
     rollouts = Rollouts(
         policy,
         mesh,

@@ -1,16 +1,12 @@
 """Sampling and grading, built from a configuration: what training, evaluation and `dapo-jax sample` share."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
-from types import MappingProxyType
-from typing import Any
 
 import jax
 from jaxtyping import PRNGKeyArray, PyTree
 
-from dapo_jax.config import ConfigError, DataConfig, EvalConfig, RewardConfig, SamplingConfig
-from dapo_jax.data.formatting import AS_IT_STANDS, PromptFormat
-from dapo_jax.data.prompts import checked_rows, held_out, load_rows
+from dapo_jax.config import ConfigError, EvalConfig, RewardConfig, SamplingConfig
 from dapo_jax.data.stopping import StopStrings, stop_ids
 from dapo_jax.parallel.weights import SamplerWeights, weight_transfer
 from dapo_jax.rewards import TEXT_RULES, grade_function
@@ -147,33 +143,3 @@ def submit_of(
         answer_marker=config.answer_marker,
     )
     return pool.submit, pool.close
-
-
-def prompt_format(data: DataConfig) -> PromptFormat:
-    """What the configuration puts around a question."""
-    return PromptFormat(
-        template=data.prompt_template,
-        chat=data.chat,
-        system_prompt=data.system_prompt,
-        chat_template_kwargs=data.chat_template_kwargs,
-    )
-
-
-def eval_prompts(
-    config: EvalConfig, policy: Policy, *, source: str, split: str, data_dir: str, max_prompt_tokens: int,
-    source_options: Mapping[str, Any] = MappingProxyType({}), prompt_format: PromptFormat = AS_IT_STANDS,
-    rows: Sequence[Mapping[str, Any]] | None = None,
-) -> list[Prompt]:  # fmt: skip
-    """The held-out prompts: of `rows`, or of the dataset's split; `config.prompts` limits their number."""
-    try:
-        found = load_rows(source, split, data_dir, source_options) if rows is None else checked_rows(rows)
-        limit = min(config.prompts, len(found))
-        return held_out(
-            found,
-            policy.tokenizer,
-            max_prompt_tokens=max_prompt_tokens,
-            prompt_format=prompt_format,
-            limit=limit,
-        )
-    except ValueError as error:
-        raise ConfigError(f"data.source={source!r}, split {split!r}: {error}") from error

@@ -1,7 +1,7 @@
 """A supervised warm start from a configuration: what `dapo-jax sft` calls."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,14 +12,15 @@ from jaxtyping import PyTree
 from dapo_jax.batching import Row, pack, row_weights
 from dapo_jax.config import ConfigError, SftConfig, load_config, to_yaml
 from dapo_jax.data.pairs import PairSource
-from dapo_jax.data.prompts import load_rows
 from dapo_jax.evaluation import summarize
 from dapo_jax.metrics import to_scalars
 from dapo_jax.microbatch import Microbatch
 from dapo_jax.rewards.grading import Grading
+from dapo_jax.rollouts import Prompt
 from dapo_jax.run.policy import Policy, load_policy, mesh_of, optimizer_of
+from dapo_jax.run.prompts import held_out_prompts, prompt_format, training_rows
 from dapo_jax.run.records import use_compilation_cache
-from dapo_jax.run.rollout import Rollouts, eval_prompts, grading, prompt_format
+from dapo_jax.run.rollout import Rollouts, grading
 from dapo_jax.trackers import JsonlTracker
 from dapo_jax.trackers.progress import Progress
 from dapo_jax.training.state import init_state, warmed_up
@@ -57,7 +58,8 @@ def sft(config: SftConfig | str | Path, *, progress: Progress | None = None) -> 
     reward = replace(config.reward, overlong=replace(config.reward.overlong, enabled=False))
     limit, stop = config.sampling.max_response_tokens, config.sampling.stop
     graders = grading(reward, policy, max_response_tokens=limit, stop=stop)
-    evaluate = _evaluation(config, policy, mesh, graders)
+    held_out = held_out_prompts(config.data, config.eval, policy.tokenizer)
+    evaluate = _evaluation(config, policy, mesh, graders, held_out)
     updater = Updater(
         policy.graph(compute_dtype=config.model.compute_dtype, remat=config.model.remat),
         policy.params,
@@ -90,7 +92,8 @@ def sft(config: SftConfig | str | Path, *, progress: Progress | None = None) -> 
             shown.step(step, metrics)
             if step == config.steps or (config.eval.every_steps and step % config.eval.every_steps == 0):
                 scores = evaluate(state.params)
-                shown.evaluation(config.data.source, scores, step)
+                for name in held_out:
+                    shown.evaluation(name, scores, step)
                 metrics |= scores
             tracker.log(step, metrics)
     trained = replace(policy, params=state.params)
@@ -101,18 +104,18 @@ def sft(config: SftConfig | str | Path, *, progress: Progress | None = None) -> 
 
 def _pairs(config: SftConfig, policy: Policy) -> PairSource:
     data = config.data
-    try:
-        return PairSource(
-            load_rows(data.source, data.train_split, data.data_dir, data.source_options),
-            policy.tokenizer,
-            seed=config.seed,
-            max_prompt_tokens=data.max_prompt_tokens,
-            max_response_tokens=config.max_response_tokens,
-            prompt_format=prompt_format(data),
-            shuffle=data.shuffle,
-        )
-    except ValueError as error:
-        raise ConfigError(f"data.source={data.source!r}, split {data.train_split!r}: {error}") from error
+    asked = training_rows(data, policy.tokenizer)
+    return PairSource(
+        asked.rows,
+        policy.tokenizer,
+        seed=config.seed,
+        max_prompt_tokens=data.max_prompt_tokens,
+        max_response_tokens=config.max_response_tokens,
+        prompt_format=prompt_format(data),
+        shuffle=data.shuffle,
+        parts=asked.parts,
+        weights=asked.weights,
+    )
 
 
 def _minibatch(config: SftConfig, policy: Policy, pairs: PairSource, step: int) -> list[Microbatch]:
@@ -133,32 +136,27 @@ def _minibatch(config: SftConfig, policy: Policy, pairs: PairSource, step: int) 
 
 
 def _evaluation(
-    config: SftConfig, policy: Policy, mesh: jax.sharding.Mesh, graders: Grading
+    config: SftConfig,
+    policy: Policy,
+    mesh: jax.sharding.Mesh,
+    graders: Grading,
+    held_out: Mapping[str, Sequence[Prompt]],
 ) -> Callable[[PyTree], dict[str, float]]:
-    """The function that scores parameters on the held-out prompts, sampled as `config.eval` says."""
-    data = config.data
-    prompts = eval_prompts(
-        config.eval,
-        policy,
-        source=data.source,
-        split=data.eval_split,
-        data_dir=data.data_dir,
-        source_options=data.source_options,
-        prompt_format=prompt_format(data),
-        max_prompt_tokens=data.max_prompt_tokens,
-    )
+    """The function that scores parameters on the held-out prompts of each dataset, sampled as `config.eval` says."""
     rollouts = Rollouts(
         policy,
         mesh,
         config.sampling,
         seed=config.seed,
-        max_prompt_tokens=data.max_prompt_tokens,
+        max_prompt_tokens=config.data.max_prompt_tokens,
         compute_dtype=config.model.compute_dtype,
         group_size=config.eval.samples_per_prompt,
     )
 
     def evaluate(params: PyTree) -> dict[str, float]:
-        groups = rollouts.evaluate(rollouts.transfer(params), prompts, graders, config.eval)
-        return summarize(groups, name=data.source)
+        weights, scores = rollouts.transfer(params), {}
+        for name, prompts in held_out.items():
+            scores |= summarize(rollouts.evaluate(weights, prompts, graders, config.eval), name=name)
+        return scores
 
     return evaluate

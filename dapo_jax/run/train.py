@@ -11,9 +11,10 @@ from dapo_jax.checkpoints import Checkpointer
 from dapo_jax.config import ConfigError, TrainConfig, load_config, to_yaml
 from dapo_jax.config.loading import changed_keys
 from dapo_jax.rewards.functions import RewardFunction
-from dapo_jax.run.assembly import Rows, Run
+from dapo_jax.run.assembly import Run
 from dapo_jax.run.carry import carry_arrays
 from dapo_jax.run.policy import Policy
+from dapo_jax.run.prompts import GivenRows
 from dapo_jax.run.records import Records, use_compilation_cache
 from dapo_jax.trackers.progress import Progress
 from dapo_jax.training.loop import Position, StepResult, run_steps
@@ -41,8 +42,8 @@ def train(
     config: TrainConfig | str | Path,
     *,
     reward: RewardFunction | None = None,
-    prompts: Rows | None = None,
-    eval_rows: Rows | None = None,
+    prompts: GivenRows | None = None,
+    eval_rows: GivenRows | None = None,
     on_step: OnStep | None = None,
     objective: Objective | None = None,
     resume: bool = False,
@@ -74,6 +75,8 @@ def train(
     with ExitStack() as stack:
         stack.callback(run.close)
         shown = stack.enter_context(progress or Progress(config.steps))
+        for note in run.notes:
+            shown.message(note)
         checkpointer = stack.enter_context(Checkpointer(run_dir / "checkpoints", keep=config.checkpoint.keep))
         state, position = run.start(checkpointer, resume=resume)
         # Without a checkpoint to go on from, the evaluation before training is repeated too: no line stays.
@@ -97,7 +100,8 @@ def train(
             shown.phase("evaluate")
             began = time.perf_counter()
             scores = run.evaluate(state)
-            shown.evaluation(config.data.source, scores, step)
+            for name in run.held_out:
+                shown.evaluation(name, scores, step)
             return {**scores, "time/eval_s": time.perf_counter() - began}
 
         if position.step == 0 and run.evaluates:

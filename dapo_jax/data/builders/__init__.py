@@ -7,13 +7,31 @@ Its rows have at least the text fields `prompt` and `answer`.
 import contextlib
 import difflib
 import importlib
+import json
 import os
 import pkgutil
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import tensorflow_datasets as tfds
+
+from dapo_jax.data.file_builder import FileBuilder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Files:
+    """What a builder that reads files is told."""
+
+    path: str = ""
+    """A parquet or JSON-lines file, or a folder of them."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    on_bad_row: str = "error"
+    """`error`, or `skip`: leave bad rows out and count them."""
+    deduplicate: bool = True
+    """Keep the first of the rows of a split that ask the same."""
 
 
 def builder_names() -> list[str]:
@@ -21,37 +39,85 @@ def builder_names() -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules(__path__))
 
 
-def read_split(name: str, split: str, data_dir: str | os.PathLike[str]) -> Sequence[Mapping[str, Any]]:
-    """The rows of a split of builder `name`: see `dapo_jax.data.prompts.load_rows`."""
-    builder = prepared(name, data_dir)
-    try:
-        return DecodedRows(builder.as_data_source(split=split))
-    except ValueError as error:
-        raise ValueError(
-            f"dataset {name!r} has no split {split!r}; it has {sorted(builder.info.splits)}, "
-            "of which parts are written as train[:100]"
-        ) from error
-
-
-def prepared(name: str, data_dir: str | os.PathLike[str]) -> tfds.core.GeneratorBasedBuilder:
-    """A builder whose dataset lies under `data_dir`, generated there if it was not.
+def needs_files(name: str) -> bool:
+    """True for a builder that reads files of the user's, False for one that makes its rows up.
 
     Raises:
         ValueError: no builder of that name.
+    """
+    return issubclass(_builder_class(name), FileBuilder)
+
+
+def read_split(
+    name: str, split: str, data_dir: str | os.PathLike[str], files: Files | None = None
+) -> "PreparedRows":
+    """The rows of a split of builder `name`: see `dapo_jax.data.sources.load_rows`.
+
+    Raises:
+        ValueError: no such builder or split, files for a builder that reads none, or files that cannot be used.
         RuntimeError: the dataset cannot be written.
     """
-    builder_class = _builder_class(name)
+    builder = prepared(name, data_dir, files)
+    there = sorted(builder.info.splits)
+    try:
+        source = builder.as_data_source(split=split)
+    except ValueError as error:
+        raise ValueError(
+            f"dataset {name!r} has no split {split!r}; it has {there}, of which parts are written as {there[0]}[:100]"
+        ) from error
+    counts = (builder.info.metadata or {}).get(split.partition("[")[0], {})
+    return PreparedRows(source, counts)
+
+
+def split_names(name: str, data_dir: str | os.PathLike[str], files: Files | None = None) -> list[str]:
+    """The splits of a prepared dataset."""
+    return sorted(prepared(name, data_dir, files).info.splits)
+
+
+def prepared(
+    name: str, data_dir: str | os.PathLike[str], files: Files | None = None
+) -> tfds.core.GeneratorBasedBuilder:
+    """A builder whose dataset lies under `data_dir`, generated there if it was not.
+
+    Raises:
+        ValueError: no builder of that name, or files that cannot be used.
+        RuntimeError: the dataset cannot be written.
+    """
     root = os.path.expanduser(data_dir)
     try:
-        builder = builder_class(data_dir=root, file_format="array_record")
+        builder = _builder(name, root, files)
         if not builder.data_path.exists():
+            if isinstance(builder, FileBuilder):
+                builder.examples()  # what is wrong with the files is said before anything is written
             _prepare(builder)
     except OSError as error:
         raise RuntimeError(
             f"cannot prepare dataset {name!r} under {root}: {error}; set data.data_dir to a folder that can be written"
         ) from error
     # A fresh one reads the description from disk, whoever wrote it.
-    return builder_class(data_dir=root, file_format="array_record")
+    return _builder(name, root, files)
+
+
+def _builder(name: str, root: str, files: Files | None) -> tfds.core.GeneratorBasedBuilder:
+    cls = _builder_class(name)
+    if not issubclass(cls, FileBuilder):
+        if files is not None and (files.path or files.options):
+            raise ValueError(f"dataset {name!r} reads no files and takes no options; leave them out")
+        return cls(data_dir=root, file_format="array_record")
+    if files is None or not files.path:
+        raise ValueError(f"dataset {name!r} is read from a file or folder of yours: name it in data.path")
+    for option in files.options:
+        if option not in cls.OPTIONS:
+            known = f"there are {', '.join(cls.OPTIONS)}" if cls.OPTIONS else "it has none"
+            raise ValueError(f"dataset {name!r} has no option {option!r}; {known}")
+    return cls(
+        path=Path(files.path).expanduser(),
+        options=files.options,
+        on_bad_row=files.on_bad_row,
+        deduplicate=files.deduplicate,
+        data_dir=root,
+        file_format="array_record",
+    )
 
 
 def _prepare(builder: tfds.core.GeneratorBasedBuilder) -> None:
@@ -78,11 +144,13 @@ def _builder_class(name: str) -> type[tfds.core.GeneratorBasedBuilder]:
     return importlib.import_module(f"{__name__}.{name}").Builder
 
 
-class DecodedRows(Sequence[Mapping[str, Any]]):
-    """A TFDS data source whose text fields come back as `str`; rows are read on access."""
+class PreparedRows(Sequence[Mapping[str, Any]]):
+    """A TFDS data source with text as `str`, and with the counts of its preparation; rows are read on access."""
 
-    def __init__(self, source: Any) -> None:
+    def __init__(self, source: Any, counts: Mapping[str, Any]) -> None:
         self._source = source
+        self.counts = dict(counts)
+        """Of a split read from files, see `SplitExamples.counts`; else empty."""
 
     def __len__(self) -> int:
         return len(self._source)
@@ -92,7 +160,8 @@ class DecodedRows(Sequence[Mapping[str, Any]]):
             return [self[i] for i in range(*index.indices(len(self)))]
         if not -len(self) <= index < len(self):
             raise IndexError(f"row {index} of a split of {len(self)} rows")
-        return _decoded(self._source[index % len(self)])
+        row = _decoded(self._source[index % len(self)])
+        return json.loads(row["row"]) if row.keys() == {"row"} else row
 
 
 def _decoded(value: Any) -> Any:

@@ -1,0 +1,81 @@
+"""The dataclasses that say where prompts come from and what is put around them. Imports no jax."""
+
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import Any
+
+from dapo_jax.config.base import checked
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceConfig:
+    """One dataset of several: an entry of `data.mixture` or `eval.datasets`."""
+
+    source: str
+    """As `data.source`."""
+    path: str = ""
+    source_options: dict[str, Any] = field(default_factory=dict)
+    split: str = ""
+    """Empty: `train` in a mixture, `test` for evaluation, or the only split there is."""
+    weight: float = 1.0
+    """How often it is drawn from, in a mixture, beside the other weights."""
+    name: str = ""
+    """Names its metrics; empty: the source, and for `jsonl` the file."""
+
+    @property
+    def title(self) -> str:
+        """What its metrics are called by."""
+        return self.name or (PurePath(self.path).stem if self.source == "jsonl" else self.source)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExampleConfig:
+    """An entry of `data.few_shot`."""
+
+    prompt: str
+    response: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where prompts come from."""
+
+    source: str = "arithmetic"
+    """A dataset builder of `dapo_jax.data.builders`: arithmetic and one_digit_arithmetic make their rows up; dapo_math_17k,
+    aime_2024, gsm8k, math_500 and jsonl (any file) read them from `path`. `reasoning_gym:TASK` for questions that the package
+    reasoning-gym makes up; `mixture`; `rows` when rows are passed from Python."""
+    path: str = ""
+    """The parquet or JSON-lines file that the source is read from, or a folder of them. Prepared at first use, then cached."""
+    source_options: dict[str, Any] = field(default_factory=dict)
+    """Of jsonl: the fields {prompt: question, answer: solution}. Of a reasoning_gym task: {min_words: 3, max_words: 5}."""
+    mixture: list[dict[str, Any]] = field(default_factory=list)
+    """With source mixture: {source: ..., path: ..., weight: 1} for each dataset; see `SourceConfig`."""
+    on_bad_row: str = "error"
+    """A row of a file without what it needs: error, or skip (left out, counted, said)."""
+    deduplicate: bool = True
+    """Keep the first of a file's rows that ask the same; how many were dropped is said."""
+    train_split: str = "train"
+    eval_split: str = "test"
+    """Evaluated on unless `eval.datasets` names others."""
+    data_dir: str = "~/.cache/dapo_jax/datasets"
+    """Where prepared datasets are kept."""
+    prompt_template: str = "{prompt}"
+    """Text of the prompt; `{prompt}` stands for the row's question. Of messages: text of the last user message. `dapo`: the
+    instructions of the DAPO recipe."""
+    few_shot: list[dict[str, str]] = field(default_factory=list)
+    """Examples shown before the question, {prompt: ..., response: ...} each: as text, or in a conversation as its first turns."""
+    few_shot_separator: str = "\n\n"
+    """Between examples and question where they are text."""
+    chat: bool = False
+    """Ask plain questions as a user's message, through the model's chat template. Rows that hold messages do anyway."""
+    system_prompt: str = ""
+    """The system message that messages begin with; empty: none but the row's or the chat template's own."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """What else the chat template reads: {enable_thinking: false} for Qwen3."""
+    shuffle: bool = True
+    """Shuffle each epoch anew by the run's seed."""
+    max_prompt_tokens: int = 2048
+    """A longer prompt, chat template and all, is left out of training and counted, for truncating it would ask another
+    question; in evaluation it is an error. (Section 4.1)"""
+
+    __post_init__ = checked

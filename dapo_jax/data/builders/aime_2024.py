@@ -1,0 +1,25 @@
+"""AIME 2024 as published with DAPO (https://huggingface.co/datasets/BytedTsinghua-SIA/AIME-2024): 30 problems, each 32 times.
+
+Here each problem comes once; `eval.samples_per_prompt: 32` samples it 32 times. The question is bare: `data.prompt_template: dapo`
+puts the recipe's instructions around it.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from dapo_jax.data.builders.dapo_math_17k import question_of
+from dapo_jax.data.file_builder import FileBuilder, field_of, text_of
+
+
+class Builder(FileBuilder):
+    """The question is `extra_info.raw_problem`, or else the last user message; the answer `reward_model.ground_truth`."""
+
+    name = "aime_2024"
+    SPLIT = "test"
+
+    def example(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """See `FileBuilder.example`."""
+        extra = fields.get("extra_info")
+        bare = isinstance(extra, Mapping) and "raw_problem" in extra
+        asked = text_of(fields, "extra_info.raw_problem") if bare else question_of(field_of(fields, "prompt"))
+        return {"prompt": asked, "answer": text_of(fields, "reward_model.ground_truth")}

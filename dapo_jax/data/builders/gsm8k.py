@@ -1,0 +1,25 @@
+"""GSM8K (https://github.com/openai/grade-school-math, MIT): word problems of primary school, with worked answers.
+
+What follows `####` is the answer; the worked answer is kept as `response`, so that a warm start can be trained on it.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from dapo_jax.data.file_builder import FileBuilder, text_of
+
+MARK = "####"
+
+
+class Builder(FileBuilder):
+    """`question`, and the `answer` behind its mark."""
+
+    name = "gsm8k"
+
+    def example(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """See `FileBuilder.example`."""
+        worked = text_of(fields, "answer")
+        _, found, answer = worked.rpartition(MARK)
+        if not found or not answer.strip():
+            raise ValueError(f"'answer' has nothing behind {MARK!r}; it ends {worked[-40:]!r}")
+        return {"prompt": text_of(fields, "question"), "answer": answer.strip(), "response": worked}

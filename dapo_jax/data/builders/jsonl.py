@@ -1,0 +1,17 @@
+"""Any parquet or JSON-lines file with a question and an answer in each row; `data.source_options` names their fields."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from dapo_jax.data.file_builder import FileBuilder, field_of
+
+
+class Builder(FileBuilder):
+    """`source_options: {prompt: question, answer: reward_model.ground_truth}`; without it `prompt` and `answer`."""
+
+    name = "jsonl"
+    OPTIONS = ("prompt", "answer")
+
+    def example(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """See `FileBuilder.example`."""
+        return {name: field_of(fields, self._options.get(name, name)) for name in self.OPTIONS}

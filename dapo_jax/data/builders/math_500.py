@@ -1,0 +1,20 @@
+"""MATH-500 (https://huggingface.co/datasets/HuggingFaceH4/MATH-500, MIT): 500 problems of MATH, with LaTeX answers.
+
+The grader `math` is the one for it: the same answer is written in many ways.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from dapo_jax.data.file_builder import FileBuilder, text_of
+
+
+class Builder(FileBuilder):
+    """`problem` and `answer`; the worked `solution` is kept."""
+
+    name = "math_500"
+    SPLIT = "test"
+
+    def example(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """See `FileBuilder.example`."""
+        return {"prompt": text_of(fields, "problem"), "answer": text_of(fields, "answer")}

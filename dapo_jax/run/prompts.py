@@ -1,0 +1,198 @@
+"""What is asked, built from a configuration: the prompts of training, of evaluation, of a warm start."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int64
+
+from dapo_jax.config import ConfigError, DataConfig, EvalConfig
+from dapo_jax.config.data_schema import SourceConfig
+from dapo_jax.config.entries import entries
+from dapo_jax.data.formatting import Example, PromptFormat
+from dapo_jax.data.prompts import PromptSource, held_out, prompt_lengths
+from dapo_jax.data.rows import checked_rows
+from dapo_jax.data.sources import LoadedRows, load_rows
+from dapo_jax.data.tokenizers import Tokenizer
+from dapo_jax.rollouts import Prompt
+
+GivenRows = Sequence[Mapping[str, Any]]
+"""Rows passed from Python instead of a dataset."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """The rows to train on, as `PromptSource` and `PairSource` take them."""
+
+    rows: GivenRows
+    parts: Sequence[Sequence[int]]
+    """The places in `rows` of each dataset's rows, over-long prompts left out."""
+    weights: Sequence[float]
+    notes: Sequence[str]
+    """What was left out, for people."""
+
+
+def prompt_format(data: DataConfig) -> PromptFormat:
+    """What the configuration puts around a question."""
+    return PromptFormat(
+        template=data.prompt_template,
+        examples=tuple(Example(prompt=each["prompt"], response=each["response"]) for each in data.few_shot),
+        separator=data.few_shot_separator,
+        chat=data.chat,
+        system_prompt=data.system_prompt,
+        chat_template_kwargs=data.chat_template_kwargs,
+    )
+
+
+def training_rows(data: DataConfig, tokenizer: Tokenizer, *, rows: GivenRows | None = None) -> Asked:
+    """The rows of the configured dataset or mixture, or those given, without the over-long ones.
+
+    Raises:
+        ConfigError: a dataset cannot be had, or none of its prompts is short enough.
+    """
+    sources = _training_sources(data)
+    given: list[GivenRows] = []
+    parts: list[Sequence[int]] = []
+    notes: list[str] = []
+    for source in sources:
+        with _named(source):
+            loaded = _load(data, source, role="train") if rows is None else LoadedRows(checked_rows(rows))
+            kept = _short_enough(data, tokenizer, loaded)
+        if loaded.note:
+            notes.append(loaded.note)
+        if dropped := len(loaded) - len(kept):
+            notes.append(
+                f"{source.title}: {dropped:,} of {len(loaded):,} prompts are longer than data.max_prompt_tokens="
+                f"{data.max_prompt_tokens} and left out"
+            )
+        parts.append((kept + sum(map(len, given))).tolist())
+        given.append(loaded)
+    return Asked(
+        rows=given[0] if len(given) == 1 else Joined(given),
+        parts=parts,
+        weights=[source.weight for source in sources],
+        notes=notes,
+    )
+
+
+def training_prompts(
+    data: DataConfig, tokenizer: Tokenizer, *, seed: int, rows: GivenRows | None = None
+) -> tuple[PromptSource, Sequence[str]]:
+    """The prompts to train on, and what is to be said of them.
+
+    Raises:
+        ConfigError: as `training_rows`.
+    """
+    asked = training_rows(data, tokenizer, rows=rows)
+    source = PromptSource(
+        asked.rows,
+        tokenizer,
+        seed=seed,
+        max_prompt_tokens=data.max_prompt_tokens,
+        prompt_format=prompt_format(data),
+        shuffle=data.shuffle,
+        parts=asked.parts,
+        weights=asked.weights,
+    )
+    return source, asked.notes
+
+
+def held_out_prompts(
+    data: DataConfig, config: EvalConfig, tokenizer: Tokenizer, *, rows: GivenRows | None = None
+) -> dict[str, list[Prompt]]:
+    """Name -> prompts of each dataset to evaluate on: `eval.datasets`, or the eval split of `data.source`, or the rows given.
+
+    Raises:
+        ConfigError: a dataset cannot be had, or a prompt is too long: a score of fewer questions would be another score.
+    """
+    found: dict[str, list[Prompt]] = {}
+    for source in _evaluation_sources(data, config):
+        with _named(source):
+            asked = _load(data, source, role="test") if rows is None else checked_rows(rows)
+            found[source.title] = held_out(
+                asked,
+                tokenizer,
+                max_prompt_tokens=data.max_prompt_tokens,
+                prompt_format=prompt_format(data),
+                limit=min(config.prompts, len(asked)),
+            )
+    return found
+
+
+class Joined(Sequence[Mapping[str, Any]]):
+    """Several lists of rows as one, without copying them."""
+
+    def __init__(self, lists: Sequence[GivenRows]) -> None:
+        self._lists = lists
+        self._ends = np.cumsum([len(rows) for rows in lists])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        which = int(np.searchsorted(self._ends, index, side="right"))
+        rows = self._lists[which]
+        return rows[index - int(self._ends[which]) + len(rows)]
+
+    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+        return chain(*self._lists)
+
+
+def _training_sources(data: DataConfig) -> list[SourceConfig]:
+    if data.mixture:
+        return entries("data.mixture", data.mixture, SourceConfig)
+    return [_own_source(data, data.train_split)]
+
+
+def _evaluation_sources(data: DataConfig, config: EvalConfig) -> list[SourceConfig]:
+    if config.datasets:
+        return entries("eval.datasets", config.datasets, SourceConfig)
+    if data.mixture:
+        raise ConfigError(
+            "eval.datasets: found [], needs the datasets to evaluate on, as data.source is a mixture; write "
+            "{source: ..., path: ...} for each, or train without evaluation from Python"
+        )
+    return [_own_source(data, data.eval_split)]
+
+
+def _own_source(data: DataConfig, split: str) -> SourceConfig:
+    return SourceConfig(source=data.source, path=data.path, source_options=data.source_options, split=split)
+
+
+def _load(data: DataConfig, source: SourceConfig, *, role: str) -> LoadedRows:
+    return load_rows(
+        source.source,
+        source.split or role,
+        data.data_dir,
+        source.source_options,
+        path=source.path,
+        on_bad_row=data.on_bad_row,
+        deduplicate=data.deduplicate,
+        or_only=not source.split,
+    )
+
+
+def _short_enough(data: DataConfig, tokenizer: Tokenizer, rows: GivenRows) -> Int64[np.ndarray, " kept"]:
+    lengths = prompt_lengths(rows, tokenizer, prompt_format(data))
+    kept = np.flatnonzero(lengths <= data.max_prompt_tokens)
+    if len(rows) and not len(kept):
+        raise ValueError(
+            f"all of its {len(rows):,} prompts are longer than data.max_prompt_tokens={data.max_prompt_tokens}, the shortest "
+            f"has {lengths.min()} tokens; raise data.max_prompt_tokens"
+        )
+    return kept
+
+
+@contextmanager
+def _named(source: SourceConfig) -> Iterator[None]:
+    """Errors name the dataset that they are about."""
+    try:
+        yield
+    except ValueError as error:
+        split = f", split {source.split!r}" if source.split else ""
+        raise ConfigError(f"data.source={source.source!r}{split}: {error}") from error
