@@ -86,11 +86,11 @@ class Run:
         carry = carry_groups(found.carry, lambda ordinal: self._prompts[ordinal])
         return found.state, Position(step=found.step, cursor=found.progress["cursor"], carry=carry)
 
-    def evaluate(self, state: TrainState) -> dict[str, float]:
-        """Scores of the held-out prompts."""
+    def evaluate(self, state: TrainState) -> tuple[dict[str, float], list[Group]]:
+        """Scores of the held-out prompts, and the groups that they summarize."""
         weights = self._rollouts.transfer(state.params)
         groups = self._rollouts.evaluate(weights, self._eval_prompts, self._grading, self.config.eval)
-        return summarize(groups, name=self.config.data.source)
+        return summarize(groups, name=self.config.data.source), groups
 
     def close(self) -> None:
         """Ends the grading workers."""

@@ -8,6 +8,7 @@ from dapo_jax.run import evaluate, sample
 from dapo_jax.run.policy import load_policy, mesh_of
 from dapo_jax.run.rollout import EVALUATION, TRAINING, Rollouts
 from dapo_jax.sampling.decoding import decoding
+from dapo_jax.trackers.evaluation_log import read_problems
 from dapo_jax.trackers.rollout_log import read_rollouts
 
 SMALL = {"max_response_tokens": 6, "slots": 8}
@@ -67,6 +68,9 @@ def test_a_run_is_evaluated_on_the_held_out_prompts_and_its_rollouts_kept(
     assert scores["eval/arithmetic/avg@4"] == sum(row["correct"] for row in rows) / 12
     assert {"eval/arithmetic/pass@4", "eval/arithmetic/cons@4"} <= scores.keys()
     assert {row["reward"] for row in rows} <= {1.0, -1.0}  # no length shaping
+    problems = read_problems(tmp_path / "kept" / "problems" / "arithmetic.jsonl")
+    assert [problem["ordinal"] for problem in problems] == [0, 1, 2]
+    assert sum(problem["correct"] for problem in problems) == sum(row["correct"] for row in rows)
 
 
 def test_an_own_grader_is_loaded_from_a_file(model, compiled, data_dir, tmp_path):
