@@ -1,12 +1,21 @@
-"""What is said of a policy on held-out prompts: avg@k, pass@k, cons@k, each a mean over prompts with its standard error."""
+"""What is said of a policy on held-out prompts: avg@k, pass@j and cons@k, each a mean over problems with its standard error.
+
+A problem is one held-out prompt with all its graded responses. `problem_scores` is where the estimators are applied;
+`summarize` averages it, `problem_record` writes it beside what the numbers came from, `table` shows averages to a person.
+"""
 
 import math
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from dapo_jax.rollouts import Group
+
+_KEY = re.compile(r"eval/(.+)/([^/]+)")
+_COUNTED = re.compile(r"(avg|pass|cons)@(\d+)")
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
@@ -24,22 +33,49 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
+def consensus_answers(group: Group) -> list[str]:
+    """The most frequent extracted answers: one, or those that are equally frequent, in the order they first appear.
+
+    Responses without an answer do not vote; with no answer at all the list is empty. A vote is for a text: answers that
+    were extracted as different texts, such as 1/2 and 0.5, are different votes even where the grader takes both.
+    """
+    votes = Counter(r.verdict.extracted for r in group.rollouts if r.verdict.extracted is not None)
+    top = max(votes.values(), default=0)
+    return [answer for answer, count in votes.items() if count == top]
+
+
 def consensus(group: Group) -> float:
     """1 if the most frequent extracted answer is correct, else 0; equally frequent ones share.
 
-    Responses without an answer do not vote; with no answer at all the consensus is wrong.
+    It is the chance that a vote is won by a correct answer when ties are broken by chance, each leader as likely as the
+    others. With no answer at all the consensus is wrong. What counts as the same answer: see `consensus_answers`.
     """
-    votes = Counter(r.verdict.extracted for r in group.rollouts if r.verdict.extracted is not None)
-    if not votes:
-        return 0.0
-    top = max(votes.values())
-    leaders = [answer for answer, count in votes.items() if count == top]
+    leaders = consensus_answers(group)
     right = {rollout.verdict.extracted for rollout in group.rollouts if rollout.correct}
-    return sum(answer in right for answer in leaders) / len(leaders)
+    return sum(answer in right for answer in leaders) / len(leaders) if leaders else 0.0
+
+
+def problem_scores(group: Group) -> dict[str, float]:
+    """`avg@k`, `pass@j` and `cons@k` of one problem of k responses.
+
+    j is every power of two below k, and k itself: 2, 4 and 8 for k = 8. pass@1 equals avg@k, so only k = 1 has it.
+    """
+    k = len(group.rollouts)
+    correct = sum(rollout.correct for rollout in group.rollouts)
+    draws = [*(2**power for power in range(1, (k - 1).bit_length())), k]
+    return {
+        f"avg@{k}": group.accuracy,
+        **{f"pass@{j}": pass_at_k(k, correct, j) for j in draws},
+        f"cons@{k}": consensus(group),
+    }
 
 
 def summarize(groups: Sequence[Group], *, name: str) -> dict[str, float]:
-    """`eval/<name>/avg@k`, `pass@k`, `cons@k` and their standard errors over prompts; lengths in tokens.
+    """The metrics of one evaluation, all called `eval/NAME/...`.
+
+    `avg@k`, `pass@j` and `cons@k` are means of `problem_scores`; with `_stderr`, the standard error of that mean over
+    problems (nan for a single one). `response_tokens` and `truncated_frac` are means over responses, `problems` is how
+    many problems there were.
 
     Raises:
         ValueError: there are no groups, or they differ in size.
@@ -47,23 +83,108 @@ def summarize(groups: Sequence[Group], *, name: str) -> dict[str, float]:
     sizes = {len(group.rollouts) for group in groups}
     if len(sizes) != 1:
         raise ValueError(f"evaluation needs groups of one size, got sizes {sorted(sizes)}")
-    k = sizes.pop()
-    per_prompt = {
-        f"avg@{k}": [group.accuracy for group in groups],
-        f"pass@{k}": [pass_at_k(k, sum(r.correct for r in group.rollouts), k) for group in groups],
-        f"cons@{k}": [consensus(group) for group in groups],
-    }
-    scores = {f"eval/{name}/{key}": float(np.mean(values)) for key, values in per_prompt.items()}
-    errors = {
-        f"eval/{name}/{key}_stderr": float(np.std(values, ddof=1) / math.sqrt(len(values)))
-        if len(values) > 1
-        else math.nan
-        for key, values in per_prompt.items()
-    }
+    each = [problem_scores(group) for group in groups]
+    per_problem = {key: [scores[key] for scores in each] for key in each[0]}
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    return {
-        **scores,
-        **errors,
-        f"eval/{name}/response_tokens": float(np.mean([rollout.response_tokens for rollout in rollouts])),
-        f"eval/{name}/truncated_frac": float(np.mean([rollout.truncated for rollout in rollouts])),
+    found = {
+        **{key: float(np.mean(values)) for key, values in per_problem.items()},
+        **{f"{key}_stderr": _standard_error(values) for key, values in per_problem.items()},
+        "response_tokens": float(np.mean([rollout.response_tokens for rollout in rollouts])),
+        "truncated_frac": float(np.mean([rollout.truncated for rollout in rollouts])),
+        "problems": float(len(groups)),
     }
+    return {f"eval/{name}/{key}": value for key, value in found.items()}
+
+
+def problem_record(group: Group) -> dict[str, Any]:
+    """All that an evaluation says of one problem, as plain values for a log: its scores and what they were computed from.
+
+    `place` is what the data row calls so, else None. `extracted` holds every extracted answer, the most frequent first,
+    with how many responses gave it and how many of those are correct; None is no answer.
+    """
+    rollouts = group.rollouts
+    given = Counter(rollout.verdict.extracted for rollout in rollouts)
+    right = Counter(rollout.verdict.extracted for rollout in rollouts if rollout.correct)
+    return {
+        "ordinal": group.prompt.ordinal,
+        "place": group.prompt.row.get("place"),
+        "prompt": group.prompt.text,
+        "answer": group.prompt.answer,
+        "samples": len(rollouts),
+        "correct": sum(rollout.correct for rollout in rollouts),
+        **problem_scores(group),
+        "consensus_answers": consensus_answers(group),
+        "extracted": [
+            {"answer": answer, "count": count, "correct": right[answer]}
+            for answer, count in given.most_common()
+        ],
+        "response_tokens": float(np.mean([rollout.response_tokens for rollout in rollouts])),
+        "truncated": sum(rollout.truncated for rollout in rollouts),
+        "lost": sum(bool(rollout.verdict.lost) for rollout in rollouts),
+    }
+
+
+def table(scores: Mapping[str, float | int | None]) -> str:
+    """The metrics of one or several evaluations as aligned text: one row per dataset, scores as `0.434 ± 0.071`.
+
+    A score's standard error is left out where there is none. What a dataset lacks (datasets may differ in k) is a dash.
+
+    Args:
+        scores: what `summarize` returns, of several datasets merged into one, or a line of metrics.jsonl; other metrics in
+            it are passed over.
+
+    Raises:
+        ValueError: there is no evaluation among the metrics.
+    """
+    datasets: dict[str, dict[str, float | int | None]] = {}
+    for key, value in scores.items():
+        if match := _KEY.fullmatch(key):
+            datasets.setdefault(match[1], {})[match[2]] = value
+    counted = {key for metrics in datasets.values() for key in metrics if _COUNTED.fullmatch(key)}
+    if not counted:
+        raise ValueError(
+            f"none of the {len(scores)} metrics is a score such as eval/NAME/avg@8; pass what `summarize` returned"
+        )
+    columns = sorted(counted, key=_column)
+    rows = [["dataset", *columns, "tokens", "truncated", "problems"]]
+    for name, metrics in datasets.items():
+        rows.append(
+            [
+                name,
+                *(_score(metrics.get(key), metrics.get(f"{key}_stderr")) for key in columns),
+                _decimal(metrics.get("response_tokens"), 1),
+                _decimal(metrics.get("truncated_frac"), 3),
+                _decimal(metrics.get("problems"), 0),
+            ]
+        )
+    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
+    return "".join(_line(row, widths) for row in rows)
+
+
+def _standard_error(values: Sequence[float]) -> float:
+    """Of the mean of independent values: their standard deviation (n - 1 below) over sqrt(n)."""
+    return float(np.std(values, ddof=1) / math.sqrt(len(values))) if len(values) > 1 else math.nan
+
+
+def _column(key: str) -> tuple[int, int]:
+    kind, number = key.split("@")
+    return ("avg", "pass", "cons").index(kind), int(number)
+
+
+def _score(value: float | int | None, error: float | int | None) -> str:
+    shown = _decimal(error, 3)
+    return _decimal(value, 3) + (f" ± {shown}" if shown != "-" else "")
+
+
+def _decimal(value: float | int | None, digits: int) -> str:
+    return f"{value:.{digits}f}" if value is not None and math.isfinite(value) else "-"
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    """Names and scores stand on the left of their columns, the three plain numbers at the end on the right."""
+    last = len(cells) - 3
+    padded = [
+        cell.ljust(width) if place < last else cell.rjust(width)
+        for place, (cell, width) in enumerate(zip(cells, widths, strict=True))
+    ]
+    return "  ".join(padded) + "\n"

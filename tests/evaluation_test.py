@@ -1,4 +1,4 @@
-"""avg@k, pass@k and cons@k against hand-counted numbers."""
+"""avg@k, pass@j and cons@k against hand-counted numbers and against everything that could have been drawn."""
 
 import itertools
 import math
@@ -6,12 +6,20 @@ import math
 import numpy as np
 import pytest
 
-from dapo_jax.evaluation import consensus, pass_at_k, summarize
+from dapo_jax.evaluation import (
+    consensus,
+    consensus_answers,
+    pass_at_k,
+    problem_record,
+    problem_scores,
+    summarize,
+    table,
+)
 from dapo_jax.rollouts import Group, Prompt, Response, Rollout, Verdict
 
 
-def make_group(answers, *, right="7", lengths=None, truncated=()):
-    """One rollout per extracted answer (None: none was found); it is correct if it is `right`."""
+def make_group(answers, *, right=("7",), lengths=None, truncated=(), lost=(), row=None):
+    """One rollout per extracted answer (None: none was found); it is correct if it is among `right`."""
     lengths = lengths or [1] * len(answers)
     rollouts = tuple(
         Rollout(
@@ -21,21 +29,35 @@ def make_group(answers, *, right="7", lengths=None, truncated=()):
                 finish_reason="length" if index in truncated else "stop",
             ),
             text="",
-            verdict=Verdict(correct=answer == right, extracted=answer),
+            verdict=Verdict(
+                correct=answer in right, extracted=answer, lost="timeout" if index in lost else ""
+            ),
             reward=0.0,
         )
         for index, (answer, length) in enumerate(zip(answers, lengths, strict=True))
     )
-    prompt = Prompt(ordinal=0, tokens=np.array([2], np.int32), text="?", answer=right)
+    prompt = Prompt(ordinal=5, tokens=np.array([2], np.int32), text="?", answer=right[0], row=row or {})
     return Group(prompt=prompt, rollouts=rollouts)
 
 
-@pytest.mark.parametrize(("samples", "correct"), [(5, 0), (5, 1), (5, 3), (5, 5)])
-@pytest.mark.parametrize("k", [1, 2, 5])
-def test_pass_at_k_is_the_share_of_all_draws_that_hold_a_correct_one(samples, correct, k):
-    draws = list(itertools.combinations(range(samples), k))
-    share = sum(any(index < correct for index in draw) for draw in draws) / len(draws)
-    assert pass_at_k(samples, correct, k) == pytest.approx(share)
+@pytest.mark.parametrize("samples", range(1, 9))
+def test_pass_at_k_is_the_share_of_all_draws_that_hold_a_correct_one(samples):
+    """Every number of correct ones, every k, every way to draw k of the samples."""
+    for correct, k in itertools.product(range(samples + 1), range(1, samples + 1)):
+        draws = list(itertools.combinations(range(samples), k))
+        share = sum(any(index < correct for index in draw) for draw in draws) / len(draws)
+        assert pass_at_k(samples, correct, k) == pytest.approx(share, abs=1e-12)
+
+
+@pytest.mark.parametrize("samples", range(1, 9))
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.9, 1.0])
+def test_pass_at_k_is_right_on_average(samples, p):
+    """Its expectation over how many of the samples are correct, C ~ Binomial(n, p), is the chance 1 - (1 - p)^k that k
+    fresh ones hold a correct one."""
+    chances = [math.comb(samples, c) * p**c * (1 - p) ** (samples - c) for c in range(samples + 1)]
+    for k in range(1, samples + 1):
+        expected = sum(chance * pass_at_k(samples, c, k) for c, chance in enumerate(chances))
+        assert expected == pytest.approx(1 - (1 - p) ** k, abs=1e-12)
 
 
 @pytest.mark.parametrize(("samples", "correct", "k"), [(4, 5, 1), (4, -1, 1), (4, 1, 5), (4, 1, 0)])
@@ -59,6 +81,55 @@ def test_the_consensus_is_the_most_frequent_answer(answers, expected):
     assert consensus(make_group(answers)) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("samples", range(1, 7))
+def test_the_consensus_is_the_chance_that_a_correct_answer_wins_when_ties_are_broken_by_order(samples):
+    """All multisets of so many of three answers and silence, each in all orders; a tie goes to the answer seen first."""
+    for answers in itertools.combinations_with_replacement(("7", "3", "1", None), samples):
+        orders = list(itertools.permutations(answers))
+        wins = sum(first_most_frequent(order) == "7" for order in orders)
+        assert consensus(make_group(answers)) == pytest.approx(wins / len(orders), abs=1e-12)
+
+
+def first_most_frequent(order):
+    votes = [answer for answer in order if answer is not None]
+    return max(votes, key=votes.count, default=None)  # the first of several maxima
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        (["3", "7", "7"], ["7"]),
+        (["3", "7", "1", "7", "3"], ["3", "7"]),
+        ([None, "7", None], ["7"]),
+        ([None], []),
+    ],
+)
+def test_the_leaders_of_a_vote_can_be_read(answers, expected):
+    assert consensus_answers(make_group(answers)) == expected
+
+
+def test_answers_that_only_mean_the_same_are_different_votes():
+    """Three of five responses are right, but as texts 3 has two votes, 1/2 two and 0.5 one."""
+    group = make_group(["3", "1/2", "0.5", "1/2", "3"], right=("0.5", "1/2"))
+    assert consensus_answers(group) == ["3", "1/2"]
+    assert consensus(group) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("k", "draws"), [(1, [1]), (2, [2]), (3, [2, 3]), (4, [2, 4]), (6, [2, 4, 6]), (8, [2, 4, 8]), (9, [2, 4, 8, 9])]
+)  # fmt: skip
+def test_pass_is_given_for_the_powers_of_two_and_for_all_samples(k, draws):
+    names = list(problem_scores(make_group(["7"] * k)))
+    assert names == [f"avg@{k}", *(f"pass@{j}" for j in draws), f"cons@{k}"]
+
+
+def test_scores_of_one_problem():
+    """One of four is right. pass@2: 1 - C(3, 2) / C(4, 2) = 1 - 3 / 6. The vote goes to 3."""
+    assert problem_scores(make_group(["3", "7", "3", None])) == pytest.approx(
+        {"avg@4": 0.25, "pass@2": 0.5, "pass@4": 1.0, "cons@4": 0.0}
+    )
+
+
 def test_summary_of_three_prompts():
     """Accuracies 1, 1/2, 0. avg: 1/2, its error std([1, .5, 0], ddof=1) / sqrt(3) = 0.5 / sqrt(3) = 0.2887. pass@2: 1, 1,
     0, mean 2/3, error sqrt(1/3) / sqrt(3) = 1/3. cons: 1, 1/2, 0. Tokens (1+2+3+4+5+6) / 6 = 3.5, one of six truncated."""
@@ -77,8 +148,29 @@ def test_summary_of_three_prompts():
             "eval/toy/cons@2_stderr": 0.5 / math.sqrt(3),
             "eval/toy/response_tokens": 3.5,
             "eval/toy/truncated_frac": 1 / 6,
+            "eval/toy/problems": 3.0,
         }
     )
+
+
+def test_standard_errors_of_two_problems():
+    """One and three of four right. avg 1/4, 3/4; pass@2 1/2, 1; pass@4 1, 1; cons 0, 1. Of two values a and b the standard
+    deviation is |a - b| / sqrt(2), so the error of their mean is |a - b| / 2."""
+    found = summarize([make_group(["7", "3", "3", "1"]), make_group(["7", "7", "3", "7"])], name="org/set")
+    means = {"avg@4": 0.5, "pass@2": 0.75, "pass@4": 1.0, "cons@4": 0.5}
+    errors = {"avg@4": 0.25, "pass@2": 0.25, "pass@4": 0.0, "cons@4": 0.5}
+    for key in means:
+        assert found[f"eval/org/set/{key}"] == pytest.approx(means[key])
+        assert found[f"eval/org/set/{key}_stderr"] == pytest.approx(errors[key])
+
+
+def test_every_mean_is_that_of_the_problem_records():
+    groups = [make_group(answers) for answers in itertools.product(("7", "3", None), repeat=3)]
+    found, records = summarize(groups, name="toy"), [problem_record(group) for group in groups]
+    for key in ("avg@3", "pass@2", "pass@3", "cons@3", "response_tokens"):
+        assert found[f"eval/toy/{key}"] == pytest.approx(
+            sum(record[key] for record in records) / len(records)
+        )
 
 
 def test_one_prompt_has_no_standard_error():
@@ -89,3 +181,63 @@ def test_one_prompt_has_no_standard_error():
 def test_groups_of_different_sizes_have_no_common_k(groups):
     with pytest.raises(ValueError, match="groups of one size"):
         summarize(groups, name="toy")
+
+
+def test_a_problem_record_holds_scores_and_what_they_came_from():
+    """Two of four right: pass@2 is 1 - C(2, 2) / C(4, 2) = 5 / 6. A correct response may lack an extracted answer."""
+    group = make_group(
+        ["3", "7", None, "3"], right=("7", None), lengths=[1, 2, 3, 4], truncated={3}, lost={0, 3}, row={"place": 12}
+    )  # fmt: skip
+    assert problem_record(group) == {
+        "ordinal": 5,
+        "place": 12,
+        "prompt": "?",
+        "answer": "7",
+        "samples": 4,
+        "correct": 2,
+        "avg@4": 0.5,
+        "pass@2": pytest.approx(5 / 6),
+        "pass@4": 1.0,
+        "cons@4": 0.0,
+        "consensus_answers": ["3"],
+        "extracted": [
+            {"answer": "3", "count": 2, "correct": 0},
+            {"answer": "7", "count": 1, "correct": 1},
+            {"answer": None, "count": 1, "correct": 1},
+        ],
+        "response_tokens": 2.5,
+        "truncated": 1,
+        "lost": 2,
+    }
+    assert problem_record(make_group(["7"]))["place"] is None
+
+
+def test_the_table_has_a_row_for_each_dataset_and_a_dash_where_it_has_no_such_score():
+    """Accuracies 1/4 and 3/4 at k = 4 as above; one problem of k = 2, half right, has no standard error."""
+    scores = {
+        **summarize([make_group(["7", "3", "3", "1"]), make_group(["7", "7", "3", "7"])], name="a"),
+        **summarize([make_group(["7", "3"], lengths=[10, 11], truncated={1})], name="hf:org/set"),
+    }
+    assert table(scores) == (
+        "dataset     avg@2  avg@4          pass@2         pass@4         cons@2  cons@4         tokens  truncated  problems\n"
+        "a           -      0.500 ± 0.250  0.750 ± 0.250  1.000 ± 0.000  -       0.500 ± 0.500     1.0      0.000         2\n"
+        "hf:org/set  0.500  -              1.000          -              0.500   -                10.5      0.500         1\n"
+    )
+
+
+def test_the_table_orders_its_columns_by_number_and_takes_a_line_of_metrics():
+    """metrics.jsonl says None where there is no number, and holds other metrics."""
+    line = {"step": 3, "rollout/waves": 2, "time/eval_s": 0.5, "eval/a/pass@16": 1, "eval/a/pass@2": 0.5,
+            "eval/a/avg@16": 0.25, "eval/a/avg@16_stderr": None, "eval/a/cons@16": None}  # fmt: skip
+    assert table(line) == (
+        "dataset  avg@16  pass@2  pass@16  cons@16  tokens  truncated  problems\n"
+        "a        0.250   0.500   1.000    -             -          -         -\n"
+    )
+
+
+@pytest.mark.parametrize("scores", [{}, {"rollout/accuracy": 0.5, "eval/a/response_tokens": 3.0}])
+def test_metrics_without_an_evaluation_make_no_table(scores):
+    with pytest.raises(
+        ValueError, match=f"none of the {len(scores)} metrics is a score such as eval/NAME/avg@8"
+    ):
+        table(scores)

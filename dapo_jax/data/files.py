@@ -65,13 +65,15 @@ def _line_rows(path: Path) -> Iterator[FileRow]:
 
 def _line_row(place: str, line: bytes) -> FileRow:
     try:
-        value = json.loads(line.decode("utf-8"))
+        value = json.loads(line.rstrip(b"\r\n").decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         return FileRow(
             place=place, problem=f"byte {error.start + 1} of the line is not UTF-8: {error.reason}"
         )
     except json.JSONDecodeError as error:
         return FileRow(place=place, problem=f"not JSON: {error.msg} at column {error.colno}")
+    except (ValueError, RecursionError) as error:  # an integer of thousands of digits, brackets without end
+        return FileRow(place=place, problem=f"cannot be read: {error}")
     if not isinstance(value, dict):
         return FileRow(place=place, problem=f"needs a JSON object; this is a {type(value).__name__}")
     return FileRow(place=place, fields=value)

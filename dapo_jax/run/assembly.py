@@ -12,7 +12,6 @@ from dapo_jax.batching import pack, row_weights, rows_of, split_minibatches
 from dapo_jax.checkpoints import Checkpointer
 from dapo_jax.config import TrainConfig
 from dapo_jax.data.stream import PromptStream
-from dapo_jax.evaluation import summarize
 from dapo_jax.filtering import Collector
 from dapo_jax.losses import dapo_loss
 from dapo_jax.microbatch import Microbatch
@@ -78,14 +77,13 @@ class Run:
         carry = carry_groups(found.carry, lambda ordinal: self._prompts[ordinal])
         return found.state, Position(step=found.step, cursor=found.progress["cursor"], carry=carry)
 
-    def evaluate(self, state: TrainState) -> dict[str, float]:
-        """Scores of the held-out prompts."""
+    def evaluate(self, state: TrainState) -> dict[str, list[Group]]:
+        """Name of each dataset to evaluate on -> the graded groups of its prompts."""
         weights = self._rollouts.transfer(state.params)
-        scores: dict[str, float] = {}
-        for name, prompts in self.held_out.items():
-            groups = self._rollouts.evaluate(weights, prompts, self._grading, self.config.eval)
-            scores |= summarize(groups, name=name)
-        return scores
+        return {
+            name: self._rollouts.evaluate(weights, prompts, self._grading, self.config.eval)
+            for name, prompts in self.held_out.items()
+        }
 
     def close(self) -> None:
         """Ends the grading workers."""

@@ -16,12 +16,13 @@ from dapo_jax.config import (
 )
 from dapo_jax.data.prompts import held_out
 from dapo_jax.data.rows import checked_rows
-from dapo_jax.evaluation import summarize
+from dapo_jax.evaluation import problem_record, summarize
 from dapo_jax.rollouts import Group, Verdict
 from dapo_jax.run.policy import find_policy, mesh_of
 from dapo_jax.run.prompts import held_out_prompts, prompt_format
 from dapo_jax.run.records import use_compilation_cache
 from dapo_jax.run.rollout import Rollouts, grading
+from dapo_jax.trackers.evaluation_log import write_problems
 from dapo_jax.trackers.rollout_log import write_rollouts
 
 _NO_SHAPING = OverlongConfig(enabled=False)
@@ -55,7 +56,9 @@ def evaluate(
     keep: str | None = None,
     compilation_cache: str = "~/.cache/dapo_jax/xla",
 ) -> dict[str, float]:
-    """avg@k, pass@k and cons@k of a model or run folder on a dataset's split; `keep` names a folder that the rollouts are written to.
+    """avg@k, pass@j and cons@k of a model or run folder on a dataset's split.
+
+    `keep` names a folder for the rollouts, and in its folder problems/ for what each problem scored.
 
     Raises:
         ConfigError: no such model, dataset or grader, or a value out of range.
@@ -104,6 +107,8 @@ def evaluate(
         groups = rollouts.evaluate(rollouts.transfer(policy.params), found, graders, config)
     if keep is not None:
         write_rollouts(Path(keep), 0, groups)
+        # A folder below: `dapo-jax score` takes every JSONL file beside the rollouts for rollouts.
+        write_problems(Path(keep) / "problems", map(problem_record, groups), name=data, step=0)
     return summarize(groups, name=data)
 
 

@@ -10,12 +10,14 @@ from typing import Any
 from dapo_jax.checkpoints import Checkpointer
 from dapo_jax.config import ConfigError, TrainConfig, load_config, to_yaml
 from dapo_jax.config.loading import changed_keys
+from dapo_jax.evaluation import problem_record, summarize
 from dapo_jax.rewards.functions import RewardFunction
 from dapo_jax.run.assembly import Run
 from dapo_jax.run.carry import carry_arrays
 from dapo_jax.run.policy import Policy
 from dapo_jax.run.prompts import GivenRows
 from dapo_jax.run.records import Records, use_compilation_cache
+from dapo_jax.trackers.evaluation_log import write_problems
 from dapo_jax.trackers.progress import Progress
 from dapo_jax.training.loop import Position, StepResult, run_steps
 from dapo_jax.training.state import TrainState
@@ -99,8 +101,11 @@ def train(
         def evaluated(step: int, state: TrainState) -> dict[str, float]:
             shown.phase("evaluate")
             began = time.perf_counter()
-            scores = run.evaluate(state)
-            for name in run.held_out:
+            scores: dict[str, float] = {}
+            for name, groups in run.evaluate(state).items():
+                folder = run_dir / "evaluations" / f"step_{step:06d}"
+                write_problems(folder, map(problem_record, groups), name=name, step=step)
+                scores |= summarize(groups, name=name)
                 shown.evaluation(name, scores, step)
             return {**scores, "time/eval_s": time.perf_counter() - began}
 

@@ -5,6 +5,7 @@ step  12/120  acc 0.61  len 18.2  entropy 0.41  4.1k tok/s  1.9 s/step  eta 3m20
 
 import importlib.util
 import math
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -22,6 +23,9 @@ RESPONSE_TOKENS = "rollout/response_tokens"
 ENTROPY = "policy/entropy"
 SAMPLED_PER_S = "speed/sampled_tokens_per_s"
 STEP_S = "time/step_s"
+
+_COUNTED = re.compile(r"[^/]+@(\d+)")
+"""Metrics that count over so many samples; their standard errors do not match."""
 
 _RECENT_STEPS = 20
 _WIDTH = 78
@@ -84,11 +88,18 @@ class Progress:
             self._print(self.line())
 
     def evaluation(self, name: str, metrics: Mapping[str, float | int], step: int) -> None:
-        """Takes held-out results: those metrics of `name` that count over k samples, `eval/NAME/avg@8`."""
+        """Takes held-out results: those metrics of `name` that count over all k samples, `eval/NAME/avg@8`.
+
+        pass@j for fewer than k is left to the files: the line is to stay short.
+        """
         found = {key.removeprefix(f"eval/{name}/"): value for key, value in metrics.items()}
-        counted = [key for key in found if "@" in key and "/" not in key and not key.endswith("_stderr")]
+        counted = [key for key in found if _COUNTED.fullmatch(key)]
+        most = max((_samples(key) for key in counted), default=0)
         # avg@k is the number that papers report: it comes first.
-        ordered = sorted(counted, key=lambda key: (not key.startswith("avg@"), key))
+        ordered = sorted(
+            (key for key in counted if _samples(key) == most),
+            key=lambda key: (not key.startswith("avg@"), key),
+        )
         result = "  ".join(_with_error(key, found) for key in ordered) or "-"
         # A new dict each time: the drawing thread may be walking through the old one.
         self._evaluations = self._evaluations | {name: f"{result}  (step {step})"}
@@ -184,6 +195,10 @@ def format_seconds(seconds: float) -> str:
     if whole < 86400:
         return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
     return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+
+
+def _samples(key: str) -> int:
+    return int(key.rpartition("@")[2])
 
 
 def _with_error(key: str, found: Mapping[str, float | int]) -> str:

@@ -1,8 +1,6 @@
 """Rollouts to read: JSON lines for programs, plain text for a person."""
 
-import json
 import math
-import os
 from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
@@ -12,6 +10,7 @@ import numpy as np
 from jaxtyping import Float
 
 from dapo_jax.rollouts import Group, Rollout
+from dapo_jax.trackers.lines import read_lines, write_lines
 
 SCHEMA_VERSION = 1
 """Version of a line's keys; raised when a reader of the older ones could not use a line."""
@@ -47,20 +46,12 @@ def write_rollouts(
     rows = [
         _row(step, group, index, rollout) for group in groups for index, rollout in enumerate(group.rollouts)
     ]
-    text = "".join(
-        json.dumps(row | {"advantage": _rounded(value)}, allow_nan=False, ensure_ascii=False, default=_plain)
-        + "\n"
-        for row, value in zip(rows, values, strict=True)
-    )
     path = Path(folder) / f"step_{step:06d}.jsonl"
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # A sampled token may decode to half a surrogate pair, which is not UTF-8.
-        temporary.write_bytes(text.encode("utf-8", errors="replace"))
-        os.replace(temporary, path)
-    except OSError as error:
-        raise OSError(error.errno, f"cannot write rollouts ({error.strerror})", str(path)) from error
+    write_lines(
+        path,
+        [row | {"advantage": _rounded(value)} for row, value in zip(rows, values, strict=True)],
+        what="rollouts",
+    )
     return path
 
 
@@ -70,23 +61,7 @@ def read_rollouts(path: str | PathLike[str]) -> list[dict[str, Any]]:
     Raises:
         ValueError: a line is not a rollout, or is of a newer version; the message names file and line number.
     """
-    path = Path(path)
-    rows: list[dict[str, Any]] = []
-    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
-        if not line:
-            continue
-        try:
-            row = json.loads(line)
-            version = row["schema_version"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}, line {number} is not a rollout ({error!r}): {line[:80]!r}") from error
-        if version > SCHEMA_VERSION:
-            raise ValueError(
-                f"{path}, line {number} has schema_version {version}; this version of dapo_jax reads up to "
-                f"{SCHEMA_VERSION}: upgrade dapo_jax"
-            )
-        rows.append(row)
-    return rows
+    return read_lines(Path(path), what="a rollout", version=SCHEMA_VERSION, needs="response")
 
 
 def format_rollouts(groups: Sequence[Group], limit: int) -> str:
@@ -138,13 +113,6 @@ def _row(step: int, group: Group, index: int, rollout: Rollout) -> dict[str, Any
 def _rounded(value: float | None) -> float | None:
     """Six decimals are more than a reader needs; JSON has no nan and no infinity, so those become null."""
     return round(float(value), 6) if value is not None and math.isfinite(value) else None
-
-
-def _plain(value: Any) -> Any:
-    """A data row may hold numpy values; what JSON cannot say becomes its text."""
-    if isinstance(value, np.generic | np.ndarray):
-        return value.tolist()
-    return value.decode("utf-8", errors="replace") if isinstance(value, bytes) else str(value)
 
 
 def _summary(rollout: Rollout) -> str:

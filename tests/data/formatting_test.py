@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from dapo_jax.data.formatting import AS_IT_STANDS, PromptFormat, checked_messages
+from dapo_jax.data.formatting import AS_IT_STANDS, Example, PromptFormat, checked_messages, unwrapped
 from dapo_jax.data.huggingface import HuggingFaceTokenizer
 from dapo_jax.data.tokenizers import ByteTokenizer
 from tests.data.folders import byte_level_json, files_of, with_beginning
@@ -122,3 +122,55 @@ def test_messages_of_a_parquet_column_are_messages():
 def test_what_is_no_conversation_is_refused(messages, words):
     with pytest.raises(ValueError, match=words):
         checked_messages(messages)
+
+
+def test_the_dapo_template_is_the_recipes_text_word_by_word():
+    text, _ = PromptFormat(template="dapo").encode("What is 1+1?", ByteTokenizer())
+    assert text == (
+        "Solve the following math problem step by step. The last line of your response should be of the form Answer: $Answer "
+        "(without quotes) where $Answer is the answer to the problem.\n\nWhat is 1+1?\n\nRemember to put your answer on its "
+        'own line after "Answer:".'
+    )
+
+
+def test_what_is_wrapped_is_unwrapped_and_what_is_not_stays():
+    wrapped, _ = PromptFormat(template="dapo").encode("What is 1+1?", ByteTokenizer())
+    assert unwrapped(wrapped) == "What is 1+1?"
+    assert unwrapped("What is 1+1?") == "What is 1+1?"
+    assert unwrapped(wrapped[:-1]) == wrapped[:-1]
+
+
+EXAMPLES = (Example(prompt="1+1", response="2"), Example(prompt="1+2", response="3"))
+
+
+def test_examples_of_plain_text_stand_before_the_question():
+    shown = PromptFormat(template="Q: {prompt}\nA: ", examples=EXAMPLES, separator="\n---\n")
+    text, _ = shown.encode("2+2", ByteTokenizer())
+    assert text == "Q: 1+1\nA: 2\n---\nQ: 1+2\nA: 3\n---\nQ: 2+2\nA: "
+
+
+def turns(*said):
+    """Messages as the template of `chat_tokenizer` writes them, before the response."""
+    written = "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in said)
+    return written + "<|im_start|>assistant\n"
+
+
+def test_examples_of_a_conversation_are_turns_behind_the_system_message(chat_tokenizer):
+    asked = {"template": "Q: {prompt}", "examples": EXAMPLES[:1], "chat": True, "system_prompt": "Be brief."}
+    assert text_of("2+2", chat_tokenizer, **asked) == turns(
+        ("system", "Be brief."), ("user", "Q: 1+1"), ("assistant", "2"), ("user", "Q: 2+2")
+    )
+
+
+def test_examples_stand_before_an_earlier_conversation(chat_tokenizer):
+    said = [("system", "S"), ("user", "one?"), ("assistant", "1"), ("user", "two?")]
+    history = [{"role": role, "content": text} for role, text in said]
+    shown = [said[0], ("user", "1+1"), ("assistant", "2"), *said[1:]]
+    assert text_of(history, chat_tokenizer, examples=EXAMPLES[:1]) == turns(*shown)
+
+
+def test_a_template_without_a_place_for_the_question_is_answered_with_the_names_there_are():
+    with pytest.raises(
+        ValueError, match=r"put \{prompt\} where the question goes, or name one of \['dapo'\]"
+    ):
+        PromptFormat(template="dap")

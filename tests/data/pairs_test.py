@@ -5,7 +5,8 @@ import pytest
 
 from dapo_jax.data.formatting import PromptFormat
 from dapo_jax.data.pairs import PairSource
-from dapo_jax.data.prompts import PromptSource, load_rows
+from dapo_jax.data.prompts import PromptSource
+from dapo_jax.data.sources import load_rows
 from dapo_jax.data.tokenizers import ByteTokenizer, CharTokenizer
 
 TOKENIZER = ByteTokenizer()

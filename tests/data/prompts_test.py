@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from dapo_jax.data.formatting import PromptFormat
-from dapo_jax.data.prompts import PromptSource, checked_rows, held_out, load_rows
+from dapo_jax.data.prompts import PromptSource, held_out
+from dapo_jax.data.rows import checked_rows
+from dapo_jax.data.sources import load_rows
 from dapo_jax.data.tokenizers import ByteTokenizer, CharTokenizer
 
 ROWS = [{"prompt": f"{n}+{n}", "answer": str(2 * n), "topic": "sums"} for n in range(10, 40)]
@@ -136,8 +138,8 @@ def test_rows_are_not_changed_in_place():
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"answer": "1"}, r"row 1 has no field 'prompt'; its fields are \['answer'\]"),
-        ({"prompt": "1"}, "row 1 has no field 'answer'"),
+        ({"answer": "1"}, r"row 1: no field 'prompt'; its fields are \['answer'\]"),
+        ({"prompt": "1"}, "row 1: no field 'answer'"),
         ({"prompt": 1, "answer": "1"}, "row 1: 'prompt' must be a string or a list of messages .* got 1"),
         (
             {"prompt": [], "answer": "1"},

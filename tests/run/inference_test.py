@@ -3,11 +3,13 @@
 import pytest
 
 from dapo_jax.config import ConfigError, ModelConfig, ParallelConfig, SamplingConfig
-from dapo_jax.data.prompts import checked_rows, held_out
+from dapo_jax.data.prompts import held_out
+from dapo_jax.data.rows import checked_rows
 from dapo_jax.run import evaluate, sample
 from dapo_jax.run.policy import load_policy, mesh_of
 from dapo_jax.run.rollout import EVALUATION, TRAINING, Rollouts
 from dapo_jax.sampling.decoding import decoding
+from dapo_jax.trackers.evaluation_log import read_problems
 from dapo_jax.trackers.rollout_log import read_rollouts
 
 SMALL = {"max_response_tokens": 6, "slots": 8}
@@ -67,6 +69,9 @@ def test_a_run_is_evaluated_on_the_held_out_prompts_and_its_rollouts_kept(
     assert scores["eval/arithmetic/avg@4"] == sum(row["correct"] for row in rows) / 12
     assert {"eval/arithmetic/pass@4", "eval/arithmetic/cons@4"} <= scores.keys()
     assert {row["reward"] for row in rows} <= {1.0, -1.0}  # no length shaping
+    problems = read_problems(tmp_path / "kept" / "problems" / "arithmetic.jsonl")
+    assert [problem["ordinal"] for problem in problems] == [0, 1, 2]
+    assert sum(problem["correct"] for problem in problems) == sum(row["correct"] for row in rows)
 
 
 def test_an_own_grader_is_loaded_from_a_file(model, compiled, data_dir, tmp_path):
@@ -88,7 +93,7 @@ def test_template_and_marker_decide_what_is_asked_and_what_is_read(model, compil
 
 def test_options_reach_the_source(model, compiled, data_dir):
     with pytest.raises(
-        ConfigError, match=r"data\.source_options: found \{'min_words': 3\}, needs a data\.source"
+        ConfigError, match=r"data\.source_options: found \{'min_words': 3\}, needs data\.source"
     ):
         evaluate_small(model, compiled, data_dir, source_options={"min_words": 3})
 

@@ -9,6 +9,7 @@ from dapo_jax.cli import main
 from dapo_jax.config import ConfigError
 from dapo_jax.rollouts import Group, Prompt, Response, Rollout, Verdict
 from dapo_jax.run.score import describe, score
+from dapo_jax.trackers.evaluation_log import write_problems
 from dapo_jax.trackers.rollout_log import write_rollouts
 
 HERE = Path(__file__)
@@ -92,3 +93,11 @@ def test_what_cannot_be_scored_is_named(rollouts, tmp_path, capsys):
     (empty / "step_000001.jsonl").write_text("{}\n")
     assert main(["score", str(empty), "--grader", "dapo"]) == 2
     assert "step_000001.jsonl, line 1 is not a rollout" in capsys.readouterr().err
+
+
+def test_the_problems_beside_kept_rollouts_are_no_rollouts(rollouts):
+    """`eval --keep` writes them to a folder below; who names that folder is told what is in it."""
+    write_problems(rollouts / "problems", [{"samples": 4}], name="arithmetic", step=0)
+    assert len(score(rollouts, ["dapo"]).rows) == 8
+    with pytest.raises(ConfigError, match=r"arithmetic\.jsonl, line 1 is not a rollout"):
+        score(rollouts / "problems", ["dapo"])

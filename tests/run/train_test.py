@@ -7,6 +7,7 @@ import pytest
 from dapo_jax.config import ConfigError
 from dapo_jax.models.folder import load_model
 from dapo_jax.trackers import read_metrics
+from dapo_jax.trackers.evaluation_log import read_problems
 from dapo_jax.trackers.rollout_log import read_rollouts
 
 STEP_METRICS = {
@@ -47,6 +48,20 @@ def test_evaluation_stands_before_the_first_and_after_the_last_step(finished):
     evaluated = [line["step"] for line in finished.metrics if "eval/arithmetic/avg@4" in line]
     assert evaluated == [0, 4]
     assert {"eval/arithmetic/pass@4", "eval/arithmetic/cons@4"} <= finished.metrics[0].keys()
+
+
+def test_what_each_problem_scored_is_written_at_every_evaluation(finished):
+    """Two prompts; the mean over the file's problems is the metric of that step."""
+    files = sorted(path for path in (finished.run_dir / "evaluations").rglob("*") if path.is_file())
+    names = [str(path.relative_to(finished.run_dir)) for path in files]
+    assert names == [f"evaluations/step_00000{step}/arithmetic.jsonl" for step in (0, 4)]
+    for path, line in zip(files, (finished.metrics[0], finished.metrics[-1]), strict=True):
+        problems = read_problems(path)
+        assert [problem["ordinal"] for problem in problems] == [0, 1]
+        assert {problem["step"] for problem in problems} == {line["step"]}
+        for key in ("avg@4", "pass@2", "cons@4"):
+            mean = sum(problem[key] for problem in problems) / 2
+            assert line[f"eval/arithmetic/{key}"] == pytest.approx(mean)
 
 
 def test_the_first_step_starts_from_the_shipped_weights_and_warms_up(finished):

@@ -121,6 +121,20 @@ def test_evaluation_and_messages_are_lines_of_their_own():
     )
 
 
+def test_an_evaluation_shows_what_counts_over_all_samples():
+    """Of pass@2, pass@4 and pass@16 the last: as numbers, not as texts, 16 is the most."""
+    console = plain()
+    scores = {
+        f"eval/a/{key}": 0.5 for key in ("avg@16", "pass@2", "pass@4", "pass@16", "cons@16", "problems")
+    }
+    with Progress(9, console=console) as progress:
+        progress.evaluation("a", scores, 4)
+        progress.evaluation("b", scores, 4)
+    assert printed(console) == (
+        "eval  a  avg@16 0.50  cons@16 0.50  pass@16 0.50  (step 4)\neval  b  -  (step 4)\n"
+    )
+
+
 def test_the_live_view_shows_where_the_run_is():
     clock, console = Clock(), terminal()
     with Progress(120, console=console, clock=clock) as progress:

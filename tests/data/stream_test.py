@@ -1,0 +1,116 @@
+"""Interrupting the prompts anywhere and going on, with as many hosts or others, changes nothing."""
+
+import itertools
+import random
+import threading
+import time
+
+import pytest
+
+from dapo_jax.data.prompts import PromptSource
+from dapo_jax.data.stream import PromptStream
+from dapo_jax.data.tokenizers import CharTokenizer
+
+ROWS, EPOCHS = 29, 3  # 29 is a multiple of no number of hosts here
+TOTAL = ROWS * EPOCHS
+POINTS = sorted(random.Random(0).sample(range(1, TOTAL), 50))
+TOKENIZER = CharTokenizer("0123456789+")
+
+
+def source(**told):
+    rows = [{"prompt": f"{number}+{number}", "answer": str(2 * number)} for number in range(ROWS)]
+    return PromptSource(rows, TOKENIZER, seed=3, max_prompt_tokens=8, **told)
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """The sequence of prompts without an interruption."""
+    one = source()
+    return [(ordinal, one[ordinal].text) for ordinal in range(TOTAL)]
+
+
+def take(cursor, hosts, count):
+    """What `hosts` hosts take together from `cursor` on, `count` in all, and where the run then stands."""
+    streams = [
+        PromptStream(source(), cursor=cursor, host=host, hosts=hosts, ahead=5) for host in range(hosts)
+    ]
+    taken = [next(streams[ordinal % hosts]) for ordinal in range(cursor, cursor + count)]
+    assert all(prompt.ordinal % hosts == place % hosts for place, prompt in enumerate(taken, start=cursor))
+    return [(prompt.ordinal, prompt.text) for prompt in taken], min(
+        stream.state["next_ordinal"] for stream in streams
+    )
+
+
+@pytest.mark.parametrize(("before", "after"), list(itertools.product((1, 4), repeat=2)))
+def test_any_of_50_interruptions_leaves_the_sequence_of_three_epochs_as_it_is(whole, before, after):
+    for point in POINTS:
+        first, cursor = take(0, before, point)
+        second, end = take(cursor, after, TOTAL - point)
+        assert cursor == point
+        assert end == TOTAL
+        assert first + second == whole
+
+
+def test_each_epoch_asks_every_row_once(whole):
+    epochs = [sorted(text for _, text in whole[start : start + ROWS]) for start in range(0, TOTAL, ROWS)]
+    assert all(epoch == sorted(f"{number}+{number}" for number in range(ROWS)) for epoch in epochs)
+
+
+def test_four_hosts_take_the_ordinals_by_their_remainder():
+    streams = [PromptStream(source(), host=host, hosts=4) for host in range(4)]
+    taken = {host: [next(stream).ordinal for _ in range(5)] for host, stream in enumerate(streams)}
+    assert taken == {host: [host, host + 4, host + 8, host + 12, host + 16] for host in range(4)}
+
+
+def test_a_prompt_out_of_turn_is_found_and_the_stream_goes_on_behind_it():
+    stream = PromptStream(source(), cursor=40)
+    assert [stream.at(ordinal).ordinal for ordinal in (40, 41, 7, 8, 60)] == [40, 41, 7, 8, 60]
+    assert next(stream).ordinal == 61
+
+
+def test_prompts_are_made_ahead_by_other_threads():
+    """The consumer takes one prompt; soon the next ones are there, made elsewhere."""
+    makers = {}
+
+    class Watched(CharTokenizer):
+        def encode_prompt(self, text):
+            makers[text] = threading.get_ident()
+            return super().encode_prompt(text)
+
+    rows = [{"prompt": str(number), "answer": "1"} for number in range(ROWS)]
+    watched = PromptSource(rows, Watched("0123456789"), seed=0, max_prompt_tokens=4, shuffle=False)
+    stream = PromptStream(watched, ahead=8)
+    next(stream)
+    deadline = time.monotonic() + 30
+    while len(makers) < 9 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert 9 <= len(makers) < ROWS
+    assert threading.get_ident() not in makers.values()
+
+
+def test_a_bad_row_is_named_when_it_is_reached_and_not_before():
+    rows = [{"prompt": "1", "answer": "1"}, {"prompt": "x", "answer": "1", "source_row": "own.jsonl, line 2"}]
+    stream = PromptStream(PromptSource(rows, TOKENIZER, seed=0, max_prompt_tokens=4, shuffle=False))
+    assert next(stream).text == "1"
+    with pytest.raises(ValueError, match=r"own\.jsonl, line 2: character 'x'"):
+        next(stream)
+
+
+@pytest.mark.parametrize("told", [{"cursor": -1}, {"host": 4, "hosts": 4}, {"host": -1}, {"hosts": 0}])
+def test_a_share_that_cannot_be_is_refused(told):
+    with pytest.raises(ValueError, match="need cursor >= 0 and 0 <= host < hosts"):
+        PromptStream(source(), **told)
+
+
+def test_another_hosts_prompt_is_refused():
+    with pytest.raises(ValueError, match="ordinal 6 is not for host 1 of 4"):
+        PromptStream(source(), host=1, hosts=4).at(6)
+
+
+def test_a_mixture_is_interrupted_as_well():
+    parts = {"parts": [range(9), range(9, ROWS)], "weights": [1.0, 2.0]}
+    unbroken = [source(**parts)[ordinal].text for ordinal in range(50)]
+    stream = PromptStream(source(**parts), ahead=3)
+    first = [next(stream).text for _ in range(17)]
+    resumed = PromptStream(source(**parts), cursor=stream.state["next_ordinal"])
+    assert first + [next(resumed).text for _ in range(33)] == unbroken

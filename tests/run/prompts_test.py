@@ -1,0 +1,110 @@
+"""From the data section of a configuration to prompts: mixtures, over-long prompts, datasets to evaluate on."""
+
+import json
+from collections import Counter
+
+import pytest
+
+from dapo_jax.config import ConfigError, DataConfig, EvalConfig
+from dapo_jax.data.tokenizers import ByteTokenizer
+from dapo_jax.run.prompts import Joined, held_out_prompts, training_prompts
+
+TOKENIZER = ByteTokenizer()
+
+
+@pytest.fixture
+def sums(tmp_path):
+    """Two files: 20 sums, and 10 with one that is long."""
+    files = {"sums": [f"{a}+1" for a in range(20)], "more": [f"{a}+2" for a in range(9)] + ["9" * 50]}
+    for name, texts in files.items():
+        rows = [json.dumps({"prompt": text, "answer": "1"}) for text in texts]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+    return tmp_path
+
+
+def data(folder, **told):
+    return DataConfig(data_dir=str(folder / "prepared"), max_prompt_tokens=16, **told)
+
+
+def one(folder, name, **told):
+    return data(folder, source="jsonl", path=str(folder / f"{name}.jsonl"), **told)
+
+
+def test_a_dataset_is_asked_whole_each_epoch(sums):
+    source, notes = training_prompts(one(sums, "sums"), TOKENIZER, seed=0)
+    asked = [source[ordinal].text for ordinal in range(20)]
+    assert sorted(asked) == sorted(f"{a}+1" for a in range(20))
+    assert list(notes) == ["jsonl: 20 prompts of 20 rows"]
+
+
+def test_over_long_prompts_are_left_out_and_counted(sums):
+    source, notes = training_prompts(one(sums, "more"), TOKENIZER, seed=0)
+    assert source.rows_per_epoch == 9
+    assert sorted(source[ordinal].text for ordinal in range(9)) == [f"{a}+2" for a in range(9)]
+    assert notes[1] == "more: 1 of 10 prompts are longer than data.max_prompt_tokens=16 and left out"
+
+
+def test_what_is_put_around_the_question_counts(sums):
+    with pytest.raises(
+        ConfigError, match=r"all of its 20 prompts are longer .*=16, the shortest has 23 tokens"
+    ):
+        training_prompts(one(sums, "sums", prompt_template="x" * 20 + "{prompt}"), TOKENIZER, seed=0)
+
+
+def test_rows_from_python_are_measured_too():
+    rows = [{"prompt": "1", "answer": 1}, {"prompt": "1" * 99, "answer": 1}]
+    source, notes = training_prompts(DataConfig(max_prompt_tokens=16), TOKENIZER, seed=0, rows=rows)
+    assert [source[ordinal].text for ordinal in range(3)] == ["1"] * 3
+    assert len(notes) == 1
+
+
+def test_a_mixture_asks_by_weight(sums):
+    """Weights 1 and 3: of 400 prompts 100 and 300, to within two; the long prompt of the second file is never asked."""
+    parts = [
+        {"source": "jsonl", "path": str(sums / "sums.jsonl")},
+        {"source": "jsonl", "path": str(sums / "more.jsonl"), "weight": 3.0},
+    ]
+    source, notes = training_prompts(data(sums, source="mixture", mixture=parts), TOKENIZER, seed=1)
+    asked = [source[ordinal] for ordinal in range(400)]
+    count = Counter(prompt.row["source_row"].partition(",")[0] for prompt in asked)
+    assert abs(count["sums.jsonl"] - 100) <= 2
+    assert abs(count["more.jsonl"] - 300) <= 2
+    assert max(len(prompt.tokens) for prompt in asked) <= 16
+    assert len(notes) == 3
+
+
+def test_evaluation_has_datasets_of_its_own(sums):
+    datasets = [
+        {"source": "jsonl", "path": str(sums / "sums.jsonl"), "split": "train[:3]"},
+        {"source": "jsonl", "path": str(sums / "sums.jsonl"), "name": "again"},
+    ]
+    found = held_out_prompts(one(sums, "more"), EvalConfig(datasets=datasets, prompts=5), TOKENIZER)
+    assert {name: [prompt.text for prompt in prompts] for name, prompts in found.items()} == {
+        "sums": ["0+1", "1+1", "2+1"],
+        "again": ["0+1", "1+1", "2+1", "3+1", "4+1"],
+    }
+
+
+def test_an_over_long_prompt_is_an_error_in_evaluation(sums):
+    datasets = [{"source": "jsonl", "path": str(sums / "more.jsonl")}]
+    with pytest.raises(ConfigError, match=r"'jsonl': more\.jsonl, line 10: the prompt has 50 tokens"):
+        held_out_prompts(one(sums, "sums"), EvalConfig(datasets=datasets), TOKENIZER)
+
+
+def test_a_mixture_needs_datasets_to_evaluate_on(sums):
+    mixed = data(sums, source="mixture", mixture=[{"source": "jsonl", "path": str(sums / "sums.jsonl")}])
+    with pytest.raises(ConfigError, match=r"eval\.datasets: found \[\]"):
+        held_out_prompts(mixed, EvalConfig(), TOKENIZER)
+
+
+def test_a_split_that_is_not_there_is_answered_with_those_that_are(sums):
+    with pytest.raises(ConfigError, match=r"data\.source='jsonl', split 'test': .* it has \['train'\]"):
+        held_out_prompts(one(sums, "sums"), EvalConfig(), TOKENIZER)
+
+
+def test_joined_lists_are_one_list():
+    joined = Joined([[{"n": 0}, {"n": 1}], [{"n": 2}], [{"n": 3}, {"n": 4}]])
+    assert [row["n"] for row in joined] == [joined[i]["n"] for i in range(len(joined))] == [0, 1, 2, 3, 4]
+    assert [row["n"] for row in joined[1:4]] == [1, 2, 3]
+    with pytest.raises(IndexError):
+        joined[5]
