@@ -131,16 +131,22 @@ def test_a_missing_file_is_one_message_and_names_the_nearest(capsys):
         (["eval", "shipped:quikstart"], "these are: quickstart"),
         (["eval", "no/such/folder"], "cannot read a model from"),
         (["eval", "shipped:quickstart", "--data", "arithmetik"], "did you mean 'arithmetic'"),
-        (["eval", "shipped:quickstart", "--top-p", "1.5"], "top_p"),
+        (["eval", "shipped:quickstart", "--top-p", "1.5"], "eval.top_p: found 1.5"),
+        (["eval", "shipped:quickstart", "eval.top_q=1"], "or `eval.top_p`"),
+        (["eval", "shipped:quickstart", "--data", "gsm8k"], "name it in data.path"),
+        (["eval", "shipped:quickstart", "--path", "nowhere.jsonl"], "there is no file or folder nowhere.jsonl"),
+        (["data", "prepare", "gsm8k"], "name it in data.path"),
+        (["data", "show", "gsn8k"], "did you mean 'gsm8k'?"),
+        (["data", "show", "arithmetic", "--model", "no/such/folder"], "cannot read a tokenizer from"),
         (["sample", "shipped:quickstart", "--prompt", "1+x"], "character 'x'"),
         (["sample", "shipped:quickstart", "--prompt", "1", "--chat"], "no chat template"),
         (["sample", "shipped:quickstart", "--prompt", "1", "--system-prompt", "S"], "data.chat=true (--chat)"),
         (["sample", "shipped:quickstart", "--prompt", "1", "--chat-template-kwargs", '{"a": 1}'], "--chat"),
         (["sample", "shipped:quickstart", "--prompt", "1", "--stop", ""], "sampling.stop: found ['']"),
-        (["eval", "shipped:quickstart", "--stop-token-ids", "3", "-1"], "sampling.stop_token_ids: found [3, -1]"),
+        (["eval", "shipped:quickstart", "sampling.stop_token_ids=[3, -1]"], "sampling.stop_token_ids: found [3, -1]"),
         (["eval", "shipped:quickstart", "--chat", "--prompts", "2"], "no chat template"),
         (["eval", "shipped:quickstart", "--prompt-template", "Q"], "data.prompt_template: found 'Q'"),
-        (["eval", "shipped:quickstart", "--source-options", '{"a": 1}'], "data.source_options: found {'a': 1}"),
+        (["eval", "shipped:quickstart", "data.source_options={a: 1}"], "data.source_options: found {'a': 1}"),
         (["sft", QUICKSTART], "quickstart.yaml"),
     ],
 )  # fmt: skip
@@ -156,9 +162,15 @@ def test_other_commands_say_their_errors_the_same_way(arguments, message, capsys
         ["trian"],
         ["train"],
         ["sample", "shipped:quickstart"],
-        ["eval", "x", "--k", "two"],
-        ["eval", "x", "--chat-template-kwargs", "{"],
-        ["eval", "x", "--chat-template-kwargs", "[1]"],
+        ["eval"],
+        ["data"],
+        ["data", "prepare"],
+        ["eval", "x", "--kk", "2"],
+        ["eval", "x", "--k", "2", "word"],
+        ["sample", "x", "--prompt", "1", "seed=1"],
+        ["data", "show", "gsm8k", "--on-bad-row", "ignore"],
+        ["sample", "x", "--prompt", "1", "--chat-template-kwargs", "{"],
+        ["sample", "x", "--prompt", "1", "--chat-template-kwargs", "[1]"],
     ],
 )
 def test_a_usage_error_is_status_2(arguments, capsys):
@@ -241,39 +253,66 @@ def test_an_interrupted_run_is_resumed_from_the_command_line(trained, cut, grade
 SMALL = ["--max-response-tokens", "6"]
 
 
-def test_eval_takes_the_checkpoint_of_a_run(trained, capsys, tmp_path):
-    arguments = [
-        "eval",
-        str(trained),
-        "--k",
-        "4",
-        "--prompts",
-        "2",
-        "--slots",
-        "8",
-        "--max-prompt-tokens",
-        "8",
-        *SMALL,
-    ]
-    assert main([*arguments, "--keep", str(tmp_path / "kept")]) == 0
+def test_eval_takes_a_run_with_its_own_configuration_or_its_model_with_a_file(trained, capsys, tmp_path):
+    assert main(["eval", str(trained), "--keep", str(tmp_path / "kept")]) == 0
     from_run = capsys.readouterr().out
-    assert re.search(r"^eval/arithmetic/avg@4: [01]\.\d{4}$", from_run, re.MULTILINE)
-    assert len(read_rollouts(tmp_path / "kept" / "step_000000.jsonl")) == 8
-    arguments[1] = str(trained / "model")
+    assert re.search(r"^arithmetic +[01]\.\d{3} ± 0\.\d{3} ", from_run, re.MULTILINE), from_run
+    arguments = ["eval", str(trained / "model"), "--config", str(trained / "config.yaml")]
     assert main([*arguments, "--keep", str(tmp_path / "again")]) == 0
     assert capsys.readouterr().out == from_run
-    kept, again = (read_rollouts(tmp_path / name / "step_000000.jsonl") for name in ("kept", "again"))
+    kept, again = (
+        read_rollouts(tmp_path / name / "arithmetic" / "step_000000.jsonl") for name in ("kept", "again")
+    )
+    assert len(kept) == 8
     assert kept == again
 
 
-def test_eval_takes_a_template_and_an_answer_marker(trained, capsys, tmp_path):
-    arguments = ["eval", str(trained), "--k", "4", "--prompts", "2", "--slots", "8", "--max-prompt-tokens", "8", *SMALL]  # fmt: skip
-    how = ["--prompt-template", "?{prompt}", "--answer-marker", "", "--keep", str(tmp_path)]
-    assert main([*arguments, *how]) == 0
-    rows = read_rollouts(tmp_path / "step_000000.jsonl")
-    assert all(row["prompt"].startswith("?") for row in rows)
+def test_evals_options_are_keys_and_its_dataset_may_be_a_file(trained, capsys, tmp_path):
+    (tmp_path / "own.jsonl").write_text('{"prompt": "3+3", "answer": "6"}\n')
+    how = [
+        "--k",
+        "2",
+        "--grader",
+        "exact",
+        "--prompt-template",
+        "?{prompt}",
+        "reward.answer_marker=",
+        "--keep",
+        str(tmp_path),
+    ]
+    assert main(["eval", str(trained), "--path", str(tmp_path / "own.jsonl"), *how]) == 0
+    assert "avg@2" in capsys.readouterr().out
+    rows = read_rollouts(tmp_path / "own" / "step_000000.jsonl")
+    assert [row["prompt"] for row in rows] == ["?3+3"] * 2
     # Without a marker the whole response is the answer.
     assert all(row["extracted"] == (row["response"] or None) for row in rows)
+
+
+def test_data_is_prepared_and_shown(trained, capsys, tmp_path):
+    lines = ['{"q": "3+3", "a": "6"}', '{"q": "3+3", "a": "6"}', '{"q": "10+1", "a": "11"}', "{"]
+    (tmp_path / "own.jsonl").write_text("\n".join(lines))
+    told = ["jsonl", "--from", str(tmp_path / "own.jsonl"), "--options", '{"prompt": "q", "answer": "a"}']
+    assert main(["data", "prepare", *told]) == 2
+    assert "own.jsonl, line 4: not JSON" in one_message(capsys, "data")
+    assert main(["data", "prepare", *told, "--on-bad-row", "skip"]) == 0
+    said = "jsonl: 2 prompts of 4 rows (1 repeated; 1 bad: own.jsonl, line 4: not JSON"
+    assert capsys.readouterr().out.startswith(f"train: {said}")
+    how = [
+        "--on-bad-row",
+        "skip",
+        "--model",
+        str(trained / "model"),
+        "--prompt-template",
+        "?{prompt}",
+        "-n",
+        "1",
+    ]
+    assert main(["data", "show", *told, *how]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(said)
+    assert "min 4 median 4 p95 4 p99 4 max 5" in shown
+    assert "--- own.jsonl, line 1, 4 tokens, answer '6'\n?3+3\n" in shown
+    assert "10+1" not in shown
 
 
 def test_sample_prints_each_prompt_with_its_responses(trained, capsys):
@@ -292,5 +331,5 @@ def test_the_shipped_model_is_sampled_and_evaluated(capsys):
     assert re.search(r"=\d+$", capsys.readouterr().out.strip())
     arguments = ["eval", "shipped:quickstart", "--k", "2", "--prompts", "16", "--slots", "16", *limit]
     assert main([*arguments, "--max-prompt-tokens", "8"]) == 0
-    accuracy = float(re.search(r"avg@2: ([\d.]+)", capsys.readouterr().out)[1])
+    accuracy = float(re.search(r"^arithmetic +([\d.]+)", capsys.readouterr().out, re.MULTILINE)[1])
     assert accuracy > 0.1

@@ -2,7 +2,8 @@
 
 from dapo_jax.config.base import ConfigError
 from dapo_jax.config.data_schema import DataConfig, SourceConfig
-from dapo_jax.config.loading import changed_keys, load_config, to_yaml
+from dapo_jax.config.evaluate_schema import EvaluateConfig, evaluation_of
+from dapo_jax.config.loading import changed_keys, load_config, load_evaluation, to_yaml
 from dapo_jax.config.schema import (
     BatchConfig,
     CheckpointConfig,
@@ -27,6 +28,7 @@ __all__ = [
     "DataConfig",
     "DynamicSamplingConfig",
     "EvalConfig",
+    "EvaluateConfig",
     "LogConfig",
     "LossConfig",
     "ModelConfig",
@@ -40,6 +42,8 @@ __all__ = [
     "SourceConfig",
     "TrainConfig",
     "changed_keys",
+    "evaluation_of",
     "load_config",
+    "load_evaluation",
     "to_yaml",
 ]

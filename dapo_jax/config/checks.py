@@ -8,13 +8,14 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, get_type_hints
 
-from dapo_jax.config import data_schema, schema, sft_schema
+from dapo_jax.config import data_schema, evaluate_schema, schema, sft_schema
 from dapo_jax.config.data_checks import check_data, check_eval
 from dapo_jax.config.values import check_value, refuse
 
 SECTIONS: dict[type, str] = {
     schema.TrainConfig: "",
     sft_schema.SftConfig: "",
+    evaluate_schema.EvaluateConfig: "",
     schema.ModelConfig: "model",
     data_schema.DataConfig: "data",
     schema.SamplingConfig: "sampling",

@@ -68,13 +68,9 @@ def check_eval(config: EvalConfig) -> None:
             refuse(f"{key}.source", part.source, "one dataset", "write an entry for each dataset")
         if part.weight != 1:
             refuse(f"{key}.weight", part.weight, "nothing", "every prompt is evaluated: leave it out")
-        if "/" in part.title:
-            refuse(
-                f"{key}.name",
-                part.title,
-                "a name without '/'",
-                "its metrics are eval/NAME/...: leave the slash out",
-            )
+        if "/" in part.title or part.title.startswith("."):
+            needs = "a name without '/' that does not begin with '.'"
+            refuse(f"{key}.name", part.title, needs, "files are named by it, and metrics eval/NAME/...")
         if part.title in titles[:place]:
             refuse(
                 f"{key}.name",

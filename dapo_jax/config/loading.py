@@ -6,8 +6,7 @@ schema here, because OmegaConf alone would take `shuffle=2` for true, "3" for 3 
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from difflib import SequenceMatcher
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias, TypeVar, cast, get_origin, overload
@@ -18,13 +17,16 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dapo_jax.config.base import ConfigError
 from dapo_jax.config.checks import field_types
+from dapo_jax.config.evaluate_schema import EvaluateConfig, evaluation_of
+from dapo_jax.config.reading import omegaconf_problem, read_file
 from dapo_jax.config.schema import TrainConfig
 from dapo_jax.config.sft_schema import SftConfig
 from dapo_jax.config.suggestions import alias_of, unknown_key
 from dapo_jax.config.values import check_plain, check_value, refuse, shown
 
-AnyConfig: TypeAlias = TrainConfig | SftConfig
-_Config = TypeVar("_Config", TrainConfig, SftConfig)
+AnyConfig: TypeAlias = TrainConfig | SftConfig | EvaluateConfig
+_Config = TypeVar("_Config", TrainConfig, SftConfig, EvaluateConfig)
+_Read = TypeVar("_Read")
 
 
 @overload
@@ -49,7 +51,7 @@ def load_config(
     Args:
         path: the YAML file.
         overrides: `key=value` each, as on the command line.
-        schema: `TrainConfig` or `SftConfig`.
+        schema: `TrainConfig`, `SftConfig` or `EvaluateConfig`.
 
     Raises:
         ConfigError: the file or an override cannot be read, names no key of the schema, or gives a value that
@@ -58,11 +60,35 @@ def load_config(
     if isinstance(overrides, str):
         raise ConfigError(f"overrides: found the text {overrides!r}, needs a list; write [{overrides!r}]")
     path = Path(path).expanduser()
+    return _load(_named(path, lambda: read_file(path)), path, overrides, schema)
+
+
+def load_evaluation(path: str | PathLike[str] | None = None, overrides: Sequence[str] = ()) -> EvaluateConfig:
+    """An evaluation from its own file, or from that of a training run or warm start, whose other keys are left aside.
+
+    Raises:
+        ConfigError: as `load_config`.
+    """
+    if path is None:
+        return evaluation_of(_load({}, None, overrides, EvaluateConfig))
+    path = Path(path).expanduser()
+    keys = _named(path, lambda: read_file(path)).keys()
+    schemas = (EvaluateConfig, TrainConfig, SftConfig)
+    schema = next((each for each in schemas if keys <= field_types(each).keys()), EvaluateConfig)
+    return evaluation_of(load_config(path, overrides, schema=schema))
+
+
+def to_yaml(config: AnyConfig) -> str:
+    """The whole configuration as YAML, every default written out; `load_config` reads it back equal."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def _load(
+    content: Mapping[Any, Any], path: Path | None, overrides: Sequence[str], schema: type[AnyConfig]
+) -> AnyConfig:
+    """A configuration of a file's values and the overrides; without a file there are only these."""
     kinds = leaf_types(schema)
-    try:
-        values = _flatten(_read(path), schema, kinds)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
+    values = _named(path, lambda: _flatten(content, schema, kinds))
     for override in overrides:
         try:
             key, value = _parse_override(override, kinds)
@@ -72,12 +98,15 @@ def load_config(
     try:
         return _build(schema, values)
     except ConfigError as error:
-        raise ConfigError(f"{_origin(path, overrides, str(error))}: {error}") from None
+        raise ConfigError(f"{_origin(path, overrides, str(error))}{error}") from None
 
 
-def to_yaml(config: AnyConfig) -> str:
-    """The whole configuration as YAML, every default written out; `load_config` reads it back equal."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
+def _named(path: Path | None, read: Callable[[], _Read]) -> _Read:
+    """What `read` gives; its errors begin with the file."""
+    try:
+        return read()
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def changed_keys(a: AnyConfig, b: AnyConfig) -> dict[str, tuple[Any, Any]]:
@@ -112,60 +141,6 @@ def _leaves(config: AnyConfig) -> dict[str, Any]:
             value = getattr(value, name)
         leaves[key] = value
     return leaves
-
-
-def _read(path: Path) -> dict[Any, Any]:
-    """The file's mapping, with interpolations left as text."""
-    if not path.is_file():
-        raise ConfigError(_missing_file(path))
-    try:
-        content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    except yaml.MarkedYAMLError as error:
-        raise ConfigError(_yaml_problem(error)) from None
-    except OmegaConfBaseException as error:
-        raise ConfigError(_omegaconf_problem(error, error.full_key)) from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"found bytes that are not UTF-8 at {error.start}; save it as UTF-8 text") from None
-    except (OSError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"cannot be read as `key: value` lines ({reason}); write YAML") from None
-    if not content:
-        raise ConfigError("the file holds no keys; it needs at least `run_dir: some/folder`")
-    if not isinstance(content, dict):
-        raise ConfigError(f"found a list of {len(content)}, needs `key: value` lines; remove the dashes")
-    return content
-
-
-def _missing_file(path: Path) -> str:
-    folder, what = (path, "is a folder, needs a file") if path.is_dir() else (path.parent, "no such file")
-    if not folder.is_dir():
-        return f"no such file, and no folder {folder}; check the path (from {Path.cwd()})"
-    near = _nearest_file(folder, path.stem)
-    return f"{what}; " + (f"did you mean {near}?" if near else f"there are no YAML files in {folder}")
-
-
-def _nearest_file(folder: Path, stem: str) -> Path | None:
-    """The YAML file of a folder with the name most like `stem`."""
-    there = sorted(each for each in folder.iterdir() if each.suffix in (".yaml", ".yml"))
-    return max(there, key=lambda each: SequenceMatcher(None, stem, each.stem).ratio(), default=None)
-
-
-def _yaml_problem(error: yaml.MarkedYAMLError) -> str:
-    mark = error.problem_mark or error.context_mark
-    line = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-    duplicate = re.fullmatch(r"found duplicate key (.*)", error.problem or "")
-    if duplicate:
-        return f"{line}the key {duplicate[1]!r} stands twice in one section; keep one of the two"
-    return f"{line}not YAML: {error.problem or error.context}; check quotes, brackets, tabs and indentation there"
-
-
-def _omegaconf_problem(error: OmegaConfBaseException, key: str | None) -> str:
-    """Values that OmegaConf cannot hold: a broken interpolation, a key that is no text, a YAML tag."""
-    reason = str(error).splitlines()[0]
-    where = f"{key}: " if key else ""
-    if "${" in reason:
-        return f"{where}found an interpolation ({reason}); interpolations are not resolved: write the value"
-    return f"{where}found what no key can hold ({reason}); write a plain value"
 
 
 def _flatten(
@@ -280,7 +255,7 @@ def _parse_value(key: str, text: str) -> Any:
             f"{key}: found {text!r}, which is not YAML: {error.problem}; put it in quotes"
         ) from None
     except OmegaConfBaseException as error:
-        raise ConfigError(_omegaconf_problem(error, key)) from None
+        raise ConfigError(omegaconf_problem(error, key)) from None
 
 
 def _build(schema: type[AnyConfig], values: Mapping[str, Any]) -> AnyConfig:
@@ -300,8 +275,10 @@ def _build(schema: type[AnyConfig], values: Mapping[str, Any]) -> AnyConfig:
     return cast(AnyConfig, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), nested)))
 
 
-def _origin(path: Path, overrides: Sequence[str], message: str) -> str:
+def _origin(path: Path | None, overrides: Sequence[str], message: str) -> str:
     """The file, and the overrides whose keys the message is about."""
     keys = set(re.findall(r"[a-z_0-9]+(?:\.[a-z_0-9]+)*", message))
     about = [override for override in overrides if override.partition("=")[0] in keys]
-    return f"{path} with override {' '.join(map(repr, about))}" if about else str(path)
+    named = f"override {' '.join(map(repr, about))}" if about else ""
+    origin = " with ".join([str(path)] * (path is not None) + [named] * bool(named))
+    return f"{origin}: " if origin else ""

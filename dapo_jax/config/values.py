@@ -81,6 +81,7 @@ RANGES: dict[str, Range] = {
 CHOICES: dict[str, tuple[str, ...]] = {
     "data.on_bad_row": ("error", "skip"),
     "model.compute_dtype": ("float32", "bfloat16"),
+    "compute_dtype": ("float32", "bfloat16"),
     "model.remat": ("none", "full", "dots"),
     "dynamic_sampling.on_shortfall": ("error", "train_fewer"),
     "dynamic_sampling.surplus": ("discard", "carry"),

@@ -58,13 +58,29 @@ def load_rows(
         if path:
             raise ValueError(f"dataset {source_name!r} reads no file; leave data.path={path!r} out")
         return LoadedRows(reasoning_gym_rows(source_name.removeprefix(PREFIX), split, options))
-    from dapo_jax.data.builders import Files, read_split, split_names  # loads TensorFlow Datasets
+    from dapo_jax.data.builders import Files, read_split  # loads TensorFlow Datasets
 
     files = Files(path=path, options=options, on_bad_row=on_bad_row, deduplicate=deduplicate)
-    if or_only and len(there := split_names(source_name, data_dir, files)) == 1:
-        [split] = there
-    found = read_split(source_name, split, data_dir, files)
+    found = read_split(source_name, split, data_dir, files, or_only=or_only)
     return LoadedRows(found, _note(source_name, found.counts))
+
+
+def dataset_splits(
+    source_name: str,
+    data_dir: str | os.PathLike[str],
+    options: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    path: str = "",
+    on_bad_row: str = "error",
+    deduplicate: bool = True,
+) -> list[str]:
+    """The splits of a dataset, which is prepared if it was not; arguments and errors as `load_rows`."""
+    if source_name.startswith(PREFIX):
+        return ["test", "train"]
+    from dapo_jax.data.builders import Files, prepared
+
+    files = Files(path=path, options=options, on_bad_row=on_bad_row, deduplicate=deduplicate)
+    return sorted(prepared(source_name, data_dir, files).info.splits)
 
 
 def _note(name: str, counts: Mapping[str, Any]) -> str:

@@ -2,114 +2,121 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from dapo_jax.config import (
     ConfigError,
     DataConfig,
     EvalConfig,
+    EvaluateConfig,
     OverlongConfig,
     ParallelConfig,
     RewardConfig,
     SamplingConfig,
+    load_evaluation,
 )
 from dapo_jax.data.prompts import held_out
 from dapo_jax.data.rows import checked_rows
 from dapo_jax.evaluation import problem_record, summarize
+from dapo_jax.rewards.functions import RewardFunction
 from dapo_jax.rollouts import Group, Verdict
-from dapo_jax.run.policy import find_policy, mesh_of
-from dapo_jax.run.prompts import held_out_prompts, prompt_format
+from dapo_jax.run.policy import find_policy, is_run, mesh_of
+from dapo_jax.run.prompts import GivenRows, held_out_prompts, prompt_format
 from dapo_jax.run.records import use_compilation_cache
 from dapo_jax.run.rollout import Rollouts, grading
 from dapo_jax.trackers.evaluation_log import write_problems
 from dapo_jax.trackers.rollout_log import write_rollouts
 
 _NO_SHAPING = OverlongConfig(enabled=False)
-"""Scores count verdicts; how much longer a training response might have been is no matter here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What `evaluate` hands back."""
+
+    scores: dict[str, float]
+    """`eval/NAME/avg@32` and the like, see `evaluation.summarize`."""
+    groups: dict[str, list[Group]]
+    """Name of each dataset -> its graded prompts."""
 
 
 def evaluate(
-    source: str,
+    model: str,
+    config: EvaluateConfig | str | Path | None = None,
     *,
-    data: str = "arithmetic",
-    split: str = "test",
-    data_dir: str = "~/.cache/dapo_jax/datasets",
-    source_options: Mapping[str, Any] | None = None,
-    prompt_template: str = "{prompt}",
-    chat: bool = False,
-    system_prompt: str = "",
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-    max_prompt_tokens: int = 64,
-    max_response_tokens: int = 64,
-    samples_per_prompt: int = 8,
-    prompts: int = 0,
-    temperature: float = 1.0,
-    top_p: float = 1.0,
-    top_k: int = 0,
-    stop: Sequence[str] = (),
-    stop_token_ids: Sequence[int] = (),
-    grader: str = "exact",
-    answer_marker: str = "=",
-    slots: int = 128,
-    seed: int = 0,
-    keep: str | None = None,
-    compilation_cache: str = "~/.cache/dapo_jax/xla",
-) -> dict[str, float]:
-    """avg@k, pass@j and cons@k of a model or run folder on a dataset's split.
+    overrides: Sequence[str] = (),
+    rows: GivenRows | None = None,
+    reward: RewardFunction | None = None,
+    keep: str | Path | None = None,
+) -> Evaluation:
+    """avg@k, pass@k and cons@k of a model or a run on held-out prompts, as they are measured during training.
 
-    `keep` names a folder for the rollouts, and in its folder problems/ for what each problem scored.
+    Args:
+        model: `preset:NAME`, `shipped:NAME`, `hf:ORG/NAME`, a model folder, or a run folder, whose last checkpoint is taken.
+        config: an `EvaluateConfig`, or the file of one, of a training run or of a warm start. None: the run's own, or the defaults.
+        overrides: `key=value` each.
+        rows: rows with `prompt` and `answer` to evaluate on, instead of a dataset.
+        reward: grades one `rewards.Sample`. None: `config.reward.grader`.
+        keep: a folder, made if needed, for every rollout (FOLDER/NAME/step_000000.jsonl) and every problem
+            (FOLDER/problems/NAME.jsonl).
 
     Raises:
-        ConfigError: no such model, dataset or grader, or a value out of range.
+        ConfigError: no such model, dataset or grader, or a value that cannot be used.
     """
-    use_compilation_cache(compilation_cache)
-    mesh = mesh_of(ParallelConfig())
-    policy = find_policy(source, mesh=mesh)
-    config = EvalConfig(
-        prompts=prompts,
-        samples_per_prompt=samples_per_prompt,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-    )
-    asked = DataConfig(
-        source=data,
-        source_options=dict(source_options or {}),
-        eval_split=split,
-        data_dir=data_dir,
-        prompt_template=prompt_template,
-        chat=chat,
-        system_prompt=system_prompt,
-        chat_template_kwargs=dict(chat_template_kwargs or {}),
-        max_prompt_tokens=max_prompt_tokens,
-    )
-    sampling = SamplingConfig(
-        max_response_tokens=max_response_tokens,
-        slots=slots,
-        stop=list(stop),
-        stop_token_ids=list(stop_token_ids),
-    )
-    [found] = held_out_prompts(asked, config, policy.tokenizer).values()
+    config = evaluation_config(model, config, overrides)
+    use_compilation_cache(config.compilation_cache)
+    mesh = mesh_of(config.parallel)
+    policy = find_policy(model, mesh=mesh)
+    held_out = held_out_prompts(config.data, config.eval, policy.tokenizer, rows=rows)
     rollouts = Rollouts(
         policy,
         mesh,
-        sampling,
-        seed=seed,
-        max_prompt_tokens=max_prompt_tokens,
-        compute_dtype="float32",
-        group_size=samples_per_prompt,
+        config.sampling,
+        seed=config.seed,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        compute_dtype=config.compute_dtype,
+        group_size=config.eval.samples_per_prompt,
     )
-    reward = RewardConfig(grader=grader, answer_marker=answer_marker, overlong=_NO_SHAPING)
-    with closing(
-        grading(reward, policy, max_response_tokens=max_response_tokens, stop=sampling.stop)
-    ) as graders:
-        groups = rollouts.evaluate(rollouts.transfer(policy.params), found, graders, config)
-    if keep is not None:
-        write_rollouts(Path(keep), 0, groups)
-        # A folder below: `dapo-jax score` takes every JSONL file beside the rollouts for rollouts.
-        write_problems(Path(keep) / "problems", map(problem_record, groups), name=data, step=0)
-    return summarize(groups, name=data)
+    # Scores count verdicts; how much longer a training response might have been is no matter here.
+    ungraded = replace(config.reward, overlong=_NO_SHAPING)
+    limit, stop = config.sampling.max_response_tokens, config.sampling.stop
+    found: dict[str, list[Group]] = {}
+    with closing(grading(ungraded, policy, max_response_tokens=limit, stop=stop, reward=reward)) as graders:
+        weights = rollouts.transfer(policy.params)
+        for name, prompts in held_out.items():
+            found[name] = rollouts.evaluate(weights, prompts, graders, config.eval)
+            if keep is not None:
+                _keep(Path(keep), name, found[name])
+    scores = {
+        key: value for name, groups in found.items() for key, value in summarize(groups, name=name).items()
+    }
+    return Evaluation(scores=scores, groups=found)
+
+
+def evaluation_config(
+    model: str, config: EvaluateConfig | str | Path | None = None, overrides: Sequence[str] = ()
+) -> EvaluateConfig:
+    """The evaluation's configuration: as given, or else that of the run which the model is of.
+
+    Raises:
+        ConfigError: as `load_evaluation`; or overrides beside a configuration that is no file.
+    """
+    if isinstance(config, EvaluateConfig):
+        if overrides:
+            raise ConfigError(
+                f"overrides: found {list(overrides)}, which only a file takes; change the EvaluateConfig"
+            )
+        return config
+    run = Path(model).expanduser()
+    return load_evaluation(run / "config.yaml" if config is None and is_run(run) else config, overrides)
+
+
+def _keep(folder: Path, name: str, groups: Sequence[Group]) -> None:
+    write_rollouts(folder / quote(name, safe=""), 0, groups)
+    write_problems(folder / "problems", map(problem_record, groups), name=name, step=0)
 
 
 def sample(

@@ -193,6 +193,6 @@ def _named(source: SourceConfig) -> Iterator[None]:
     """Errors name the dataset that they are about."""
     try:
         yield
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:  # a RuntimeError: the folder of prepared datasets
         split = f", split {source.split!r}" if source.split else ""
         raise ConfigError(f"data.source={source.source!r}{split}: {error}") from error

@@ -109,7 +109,7 @@ def _shown(scores: Scores, place: int, names: Sequence[str]) -> list[str]:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+    files = sorted(path.rglob("step_*.jsonl")) if path.is_dir() else [path]
     try:
         rows = [row for file in files for row in read_rollouts(file)]
     except (OSError, ValueError) as error:

@@ -10,6 +10,7 @@ from dapo_jax.config import (
     DataConfig,
     DynamicSamplingConfig,
     EvalConfig,
+    EvaluateConfig,
     LossConfig,
     ModelConfig,
     OptimizerConfig,
@@ -21,6 +22,7 @@ from dapo_jax.config import (
     SftConfig,
     TrainConfig,
     load_config,
+    load_evaluation,
 )
 from dapo_jax.config.checks import check
 from dapo_jax.config.loading import leaf_types
@@ -214,7 +216,10 @@ def test_values_just_inside_the_rules_load_unchanged(path, overrides):
 @pytest.mark.parametrize(("key", "words"), sorted(CHOICES.items()))
 def test_every_choice_of_a_key_loads(path, key, words):
     for word in words:
-        load_config(path, [f"{key}={word}"])
+        if key in leaf_types(TrainConfig):
+            load_config(path, [f"{key}={word}"])
+        else:
+            load_evaluation(None, [f"{key}={word}"])
 
 
 @pytest.mark.parametrize("schema", [TrainConfig, SftConfig])
@@ -225,7 +230,7 @@ def test_every_number_has_a_range_or_is_known_to_need_none(schema):
 
 
 def test_every_range_and_choice_belongs_to_a_key():
-    keys = leaf_types(TrainConfig).keys() | leaf_types(SftConfig).keys()
+    keys = {key for schema in (TrainConfig, SftConfig, EvaluateConfig) for key in leaf_types(schema)}
     lists = {key.partition("[]")[0] for key in RANGES.keys() | CHOICES.keys() if "[]" in key}
     assert {key for key in RANGES.keys() | CHOICES.keys() if "[]" not in key} | lists <= keys
 

@@ -14,6 +14,7 @@ from dapo_jax.config import (
     BatchConfig,
     ConfigError,
     DataConfig,
+    EvalConfig,
     LossConfig,
     OptimizerConfig,
     SamplingConfig,
@@ -21,6 +22,7 @@ from dapo_jax.config import (
     TrainConfig,
     changed_keys,
     load_config,
+    load_evaluation,
     to_yaml,
 )
 from dapo_jax.config.loading import leaf_types
@@ -338,9 +340,26 @@ def test_changed_keys_are_dotted_and_hold_both_values():
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_shipped_config_loads(path):
-    schema = SftConfig if "sft" in path.stem else TrainConfig
-    config = load_config(path, schema=schema)
-    assert config.run_dir
+    if path.stem.startswith("aime"):
+        assert load_evaluation(path).eval.samples_per_prompt == 32
+    else:
+        assert load_config(path, schema=SftConfig if "sft" in path.stem else TrainConfig).run_dir
+
+
+def test_an_evaluation_is_read_from_a_runs_file_or_a_warm_starts_or_its_own(tmp_path):
+    run = "run_dir: out\nseed: 3\nmodel: {compute_dtype: bfloat16}\neval: {samples_per_prompt: 5}\nsteps: 7\n"
+    found = load_evaluation(write(tmp_path, run), ["eval.top_p=0.5"])
+    assert (found.seed, found.compute_dtype, found.eval) == (
+        3,
+        "bfloat16",
+        EvalConfig(samples_per_prompt=5, top_p=0.5),
+    )
+    warm = load_evaluation(write(tmp_path, "run_dir: out\nmax_response_tokens: 9\nsampling: {slots: 8}\n"))
+    assert warm.sampling.slots == 8
+    own = load_evaluation(write(tmp_path, "data: {source: gsm8k, path: x}\n"))
+    assert own == load_evaluation(None, ["data.source=gsm8k", "data.path=x"])
+    with pytest.raises(ConfigError, match=r"run\.yaml: unknown key datta"):
+        load_evaluation(write(tmp_path, "datta: {source: gsm8k}\n"))
 
 
 @st.composite

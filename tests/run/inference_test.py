@@ -1,8 +1,18 @@
 """Evaluating and sampling without training, and the keys that keep the two apart from it."""
 
+from dataclasses import replace
+
 import pytest
 
-from dapo_jax.config import ConfigError, ModelConfig, ParallelConfig, SamplingConfig
+from dapo_jax.config import (
+    ConfigError,
+    DataConfig,
+    EvalConfig,
+    EvaluateConfig,
+    ModelConfig,
+    ParallelConfig,
+    SamplingConfig,
+)
 from dapo_jax.data.prompts import held_out
 from dapo_jax.data.rows import checked_rows
 from dapo_jax.run import evaluate, sample
@@ -54,63 +64,101 @@ def test_what_cannot_be_sampled_is_a_configuration_error(prompts, how, message, 
         sample_small(model, compiled, prompts=prompts, **how)
 
 
-def evaluate_small(source, compiled, data_dir, **how):
-    defaults = {"compilation_cache": compiled, "data_dir": data_dir, "samples_per_prompt": 4, "prompts": 3,
-                "max_prompt_tokens": 5}  # fmt: skip
-    return evaluate(source, **{**defaults, **SMALL, **how})
+@pytest.fixture
+def small(compiled, data_dir):
+    """Makes evaluations of the micro model; `section__key=value` changes one key."""
+
+    def make(**changes):
+        config = EvaluateConfig(
+            compilation_cache=compiled,
+            data=DataConfig(data_dir=data_dir, max_prompt_tokens=5),
+            sampling=SamplingConfig(max_response_tokens=6, slots=8),
+            eval=EvalConfig(prompts=3, samples_per_prompt=4, top_p=1.0),
+        )
+        for key, value in changes.items():
+            section, _, name = key.partition("__")
+            config = replace(config, **{section: replace(getattr(config, section), **{name: value})})
+        return config
+
+    return make
 
 
-def test_a_run_is_evaluated_on_the_held_out_prompts_and_its_rollouts_kept(
-    finished, compiled, data_dir, tmp_path
-):
-    scores = evaluate_small(str(finished.run_dir), compiled, data_dir, keep=str(tmp_path / "kept"))
-    rows = read_rollouts(tmp_path / "kept" / "step_000000.jsonl")
+def test_a_run_is_evaluated_on_the_held_out_prompts_and_what_it_said_is_kept(finished, small, tmp_path):
+    found = evaluate(str(finished.run_dir), small(), keep=tmp_path / "kept")
+    rows = read_rollouts(tmp_path / "kept" / "arithmetic" / "step_000000.jsonl")
     assert [row["ordinal"] for row in rows] == [0] * 4 + [1] * 4 + [2] * 4
-    assert scores["eval/arithmetic/avg@4"] == sum(row["correct"] for row in rows) / 12
-    assert {"eval/arithmetic/pass@4", "eval/arithmetic/cons@4"} <= scores.keys()
+    assert found.scores["eval/arithmetic/avg@4"] == sum(row["correct"] for row in rows) / 12
+    assert {"eval/arithmetic/pass@4", "eval/arithmetic/cons@4"} <= found.scores.keys()
     assert {row["reward"] for row in rows} <= {1.0, -1.0}  # no length shaping
     problems = read_problems(tmp_path / "kept" / "problems" / "arithmetic.jsonl")
     assert [problem["ordinal"] for problem in problems] == [0, 1, 2]
     assert sum(problem["correct"] for problem in problems) == sum(row["correct"] for row in rows)
+    assert [group.prompt.ordinal for group in found.groups["arithmetic"]] == [0, 1, 2]
 
 
-def test_an_own_grader_is_loaded_from_a_file(model, compiled, data_dir, tmp_path):
+def test_a_run_is_evaluated_as_it_was_while_it_trained(finished, rows, even_sum):
+    """Its own configuration, seed and last checkpoint: the scores of the last line of its metrics."""
+    found = evaluate(str(finished.run_dir), rows=rows, reward=even_sum)
+    last = finished.metrics[-1]
+    assert found.scores == {key: last[key] for key in found.scores}
+
+
+def test_rows_and_a_reward_may_come_from_python(model, small):
+    rows = [{"prompt": "1+1", "answer": 2}, {"prompt": "2+2", "answer": 4}]
+    found = evaluate(model, small(), rows=rows, reward=lambda sample: sample.prompt.text == "1+1")
+    assert [group.accuracy for group in found.groups["arithmetic"]] == [1.0, 0.0]
+
+
+def test_several_datasets_are_evaluated_one_after_the_other(model, small, tmp_path):
+    (tmp_path / "own.jsonl").write_text('{"q": "3+3", "a": "6"}\n')
+    own = {
+        "source": "jsonl",
+        "path": str(tmp_path / "own.jsonl"),
+        "source_options": {"prompt": "q", "answer": "a"},
+    }
+    found = evaluate(model, small(eval__datasets=[{"source": "arithmetic"}, own]))
+    assert [group.prompt.text for group in found.groups["own"]] == ["3+3"]
+    assert len(found.groups["arithmetic"]) == 3
+    alone = evaluate(model, small(eval__datasets=[own]))
+    assert alone.scores["eval/own/response_tokens"] == found.scores["eval/own/response_tokens"]
+
+
+def test_an_own_grader_is_loaded_from_a_file(model, small, tmp_path):
     (tmp_path / "mine.py").write_text("def right(sample):\n    return True\n")
-    grader = f"{tmp_path / 'mine.py'}:right"
-    scores = evaluate_small(model, compiled, data_dir, grader=grader)
-    assert scores["eval/arithmetic/avg@4"] == 1.0
+    found = evaluate(model, small(reward__grader=f"{tmp_path / 'mine.py'}:right"))
+    assert found.scores["eval/arithmetic/avg@4"] == 1.0
 
 
-def test_template_and_marker_decide_what_is_asked_and_what_is_read(model, compiled, data_dir, tmp_path):
-    """The tokenizer's alphabet has no space, so the template's text is seen in the kept rollouts."""
-    how = {"prompt_template": "1+1=2,{prompt}", "max_prompt_tokens": 11, "keep": str(tmp_path / "kept")}
-    evaluate_small(model, compiled, data_dir, answer_marker="", **how)
-    rows = read_rollouts(tmp_path / "kept" / "step_000000.jsonl")
-    assert all(row["prompt"].startswith("1+1=2,") for row in rows)
+def test_template_and_marker_decide_what_is_asked_and_what_is_read(model, small):
+    """The tokenizer's alphabet has no space."""
+    config = small(
+        data__prompt_template="1+1=2,{prompt}", data__max_prompt_tokens=11, reward__answer_marker=""
+    )
+    [groups] = evaluate(model, config).groups.values()
+    assert all(group.prompt.text.startswith("1+1=2,") for group in groups)
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
     # Without a marker the whole response is the answer.
-    assert all(row["extracted"] == (row["response"] or None) for row in rows)
-
-
-def test_options_reach_the_source(model, compiled, data_dir):
-    with pytest.raises(
-        ConfigError, match=r"data\.source_options: found \{'min_words': 3\}, needs data\.source"
-    ):
-        evaluate_small(model, compiled, data_dir, source_options={"min_words": 3})
+    assert all(rollout.verdict.extracted == (rollout.text or None) for rollout in rollouts)
 
 
 @pytest.mark.parametrize(
-    ("how", "message"),
+    ("change", "message"),
     [
-        ({"data": "arithmetik"}, "did you mean 'arithmetic'"),
-        ({"split": "dev"}, "has no split 'dev'"),
-        ({"grader": "exact_match"}, "did you mean 'exact'"),
-        ({"max_prompt_tokens": 2}, "5 tokens, not 1 to data.max_prompt_tokens=2"),
-        ({"slots": 12}, "slots=12"),
+        ({"data__source": "arithmetik"}, "did you mean 'arithmetic'"),
+        ({"data__eval_split": "dev"}, "has no split 'dev'"),
+        ({"reward__grader": "exact_match"}, "did you mean 'exact'"),
+        ({"data__max_prompt_tokens": 2}, "5 tokens, not 1 to data.max_prompt_tokens=2"),
+        ({"sampling__slots": 12}, "slots=12"),
     ],
 )
-def test_what_cannot_be_evaluated_is_a_configuration_error(how, message, model, compiled, data_dir):
+def test_what_cannot_be_evaluated_is_a_configuration_error(change, message, model, small):
     with pytest.raises(ConfigError, match=message):
-        evaluate_small(model, compiled, data_dir, **how)
+        evaluate(model, small(**change))
+
+
+def test_overrides_need_a_file(model, small):
+    with pytest.raises(ConfigError, match="which only a file takes"):
+        evaluate(model, small(), overrides=["seed=1"])
 
 
 def test_evaluation_never_draws_the_numbers_that_training_draws(model, rows):

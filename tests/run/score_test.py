@@ -96,8 +96,10 @@ def test_what_cannot_be_scored_is_named(rollouts, tmp_path, capsys):
 
 
 def test_the_problems_beside_kept_rollouts_are_no_rollouts(rollouts):
-    """`eval --keep` writes them to a folder below; who names that folder is told what is in it."""
-    write_problems(rollouts / "problems", [{"samples": 4}], name="arithmetic", step=0)
+    """`eval --keep` writes them to a folder below; who names that file is told what is in it."""
+    problems = write_problems(rollouts / "problems", [{"samples": 4}], name="arithmetic", step=0)
     assert len(score(rollouts, ["dapo"]).rows) == 8
     with pytest.raises(ConfigError, match=r"arithmetic\.jsonl, line 1 is not a rollout"):
-        score(rollouts / "problems", ["dapo"])
+        score(problems, ["dapo"])
+    with pytest.raises(ConfigError, match=r"problems holds no rollouts"):
+        score(problems.parent, ["dapo"])

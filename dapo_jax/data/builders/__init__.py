@@ -39,17 +39,13 @@ def builder_names() -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules(__path__))
 
 
-def needs_files(name: str) -> bool:
-    """True for a builder that reads files of the user's, False for one that makes its rows up.
-
-    Raises:
-        ValueError: no builder of that name.
-    """
-    return issubclass(_builder_class(name), FileBuilder)
-
-
 def read_split(
-    name: str, split: str, data_dir: str | os.PathLike[str], files: Files | None = None
+    name: str,
+    split: str,
+    data_dir: str | os.PathLike[str],
+    files: Files | None = None,
+    *,
+    or_only: bool = False,
 ) -> "PreparedRows":
     """The rows of a split of builder `name`: see `dapo_jax.data.sources.load_rows`.
 
@@ -59,6 +55,8 @@ def read_split(
     """
     builder = prepared(name, data_dir, files)
     there = sorted(builder.info.splits)
+    if or_only and len(there) == 1:
+        [split] = there
     try:
         source = builder.as_data_source(split=split)
     except ValueError as error:
@@ -67,11 +65,6 @@ def read_split(
         ) from error
     counts = (builder.info.metadata or {}).get(split.partition("[")[0], {})
     return PreparedRows(source, counts)
-
-
-def split_names(name: str, data_dir: str | os.PathLike[str], files: Files | None = None) -> list[str]:
-    """The splits of a prepared dataset."""
-    return sorted(prepared(name, data_dir, files).info.splits)
 
 
 def prepared(

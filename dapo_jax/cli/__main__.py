@@ -1,0 +1,7 @@
+"""`python -m dapo_jax.cli`."""
+
+import sys
+
+from dapo_jax.cli import main
+
+sys.exit(main())

@@ -1,0 +1,47 @@
+"""The dataclass that an evaluation without training is read into, and how one follows from a run's own configuration.
+
+Imports no jax.
+"""
+
+from dataclasses import dataclass, field
+
+from dapo_jax.config.base import checked
+from dapo_jax.config.data_schema import DataConfig
+from dapo_jax.config.schema import EvalConfig, ParallelConfig, RewardConfig, SamplingConfig, TrainConfig
+from dapo_jax.config.sft_schema import SftConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateConfig:
+    """Everything that decides an evaluation but the model."""
+
+    seed: int = 0
+    compilation_cache: str = "~/.cache/dapo_jax/xla"
+    """Folder of compiled programs that later runs reuse; empty: none."""
+    compute_dtype: str = "float32"
+    """Dtype of activations and matrix products: float32 or bfloat16."""
+    data: DataConfig = field(default_factory=DataConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    """Slots, limits and stops; temperature, top-p and top-k are those of `eval`."""
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    """The grader; the overlong penalty changes no score."""
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+
+    __post_init__ = checked
+
+
+def evaluation_of(config: TrainConfig | SftConfig | EvaluateConfig) -> EvaluateConfig:
+    """The evaluation that a run does while it trains."""
+    if isinstance(config, EvaluateConfig):
+        return config
+    return EvaluateConfig(
+        seed=config.seed,
+        compilation_cache=config.compilation_cache,
+        compute_dtype=config.model.compute_dtype,
+        data=config.data,
+        sampling=config.sampling,
+        reward=config.reward,
+        eval=config.eval,
+        parallel=config.parallel,
+    )

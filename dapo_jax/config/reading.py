@@ -1,0 +1,70 @@
+"""A configuration's YAML file as plain values, or one message that says what is wrong with it."""
+
+import re
+from difflib import SequenceMatcher
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from dapo_jax.config.base import ConfigError
+
+
+def read_file(path: Path) -> dict[Any, Any]:
+    """The file's mapping, with interpolations left as text.
+
+    Raises:
+        ConfigError: there is no such file, or it is no YAML mapping.
+    """
+    if not path.is_file():
+        raise ConfigError(_missing_file(path))
+    try:
+        content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    except yaml.MarkedYAMLError as error:
+        raise ConfigError(_yaml_problem(error)) from None
+    except OmegaConfBaseException as error:
+        raise ConfigError(omegaconf_problem(error, error.full_key)) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"found bytes that are not UTF-8 at {error.start}; save it as UTF-8 text") from None
+    except (OSError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"cannot be read as `key: value` lines ({reason}); write YAML") from None
+    if not content:
+        raise ConfigError("the file holds no keys; it needs at least `run_dir: some/folder`")
+    if not isinstance(content, dict):
+        raise ConfigError(f"found a list of {len(content)}, needs `key: value` lines; remove the dashes")
+    return content
+
+
+def _missing_file(path: Path) -> str:
+    folder, what = (path, "is a folder, needs a file") if path.is_dir() else (path.parent, "no such file")
+    if not folder.is_dir():
+        return f"no such file, and no folder {folder}; check the path (from {Path.cwd()})"
+    near = _nearest_file(folder, path.stem)
+    return f"{what}; " + (f"did you mean {near}?" if near else f"there are no YAML files in {folder}")
+
+
+def _nearest_file(folder: Path, stem: str) -> Path | None:
+    """The YAML file of a folder with the name most like `stem`."""
+    there = sorted(each for each in folder.iterdir() if each.suffix in (".yaml", ".yml"))
+    return max(there, key=lambda each: SequenceMatcher(None, stem, each.stem).ratio(), default=None)
+
+
+def _yaml_problem(error: yaml.MarkedYAMLError) -> str:
+    mark = error.problem_mark or error.context_mark
+    line = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+    duplicate = re.fullmatch(r"found duplicate key (.*)", error.problem or "")
+    if duplicate:
+        return f"{line}the key {duplicate[1]!r} stands twice in one section; keep one of the two"
+    return f"{line}not YAML: {error.problem or error.context}; check quotes, brackets, tabs and indentation there"
+
+
+def omegaconf_problem(error: OmegaConfBaseException, key: str | None) -> str:
+    """What to say of values that OmegaConf cannot hold: a broken interpolation, a key that is no text, a YAML tag."""
+    reason = str(error).splitlines()[0]
+    where = f"{key}: " if key else ""
+    if "${" in reason:
+        return f"{where}found an interpolation ({reason}); interpolations are not resolved: write the value"
+    return f"{where}found what no key can hold ({reason}); write a plain value"

@@ -1,0 +1,103 @@
+"""Datasets prepared and looked at, without a model: what `dapo-jax data` calls."""
+
+import numpy as np
+
+from dapo_jax.config import ConfigError, DataConfig, ModelConfig
+from dapo_jax.data.prompts import prompt_lengths
+from dapo_jax.data.sources import LoadedRows, dataset_splits, load_rows
+from dapo_jax.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
+from dapo_jax.run.policy import folder_of
+from dapo_jax.run.prompts import prompt_format
+
+
+def prepare(data: DataConfig) -> str:
+    """Prepares the dataset if it is not, and says what each of its splits has and what was left out.
+
+    Raises:
+        ConfigError: the dataset cannot be had; a bad row is named with its file and line.
+    """
+    lines = []
+    for split in _splits(data):
+        rows = _load(data, split)
+        lines.append(f"{split}: {rows.note or f'{data.source}: {len(rows):,} prompts'}")
+    return "\n".join([*lines, f"kept in {data.data_dir}"]) + "\n"
+
+
+def show(data: DataConfig, *, split: str = "", model: str = "", count: int = 3) -> str:
+    """Counts, lengths in tokens, and the first `count` prompts of a split as a model reads them.
+
+    Args:
+        data: the dataset, and what is put around its questions.
+        split: empty: train, or the only one.
+        model: whose tokenizer and chat template are used, as `model.source`; empty: bytes.
+        count: prompts to show.
+
+    Raises:
+        ConfigError: no such dataset, split or model, or a prompt that cannot be tokenized.
+    """
+    splits = _splits(data)
+    split = split or ("train" if "train" in splits else splits[0])
+    rows, tokenizer = _load(data, split), _tokenizer(model)
+    try:
+        shown = [
+            (row, *prompt_format(data).encode(row["prompt"], tokenizer)) for row in rows[: max(0, count)]
+        ]
+        lengths = prompt_lengths(rows, tokenizer, prompt_format(data))
+    except ValueError as error:
+        raise ConfigError(f"data.source={data.source!r}, split {split!r}: {error}") from error
+    unit = f"tokens of {model}" if model else "bytes"
+    marks = " ".join(f"{name} {int(np.quantile(lengths, at))}" for name, at in _QUANTILES.items())
+    lines = [
+        rows.note or f"{data.source}: {len(rows):,} prompts",
+        f"split {split} (of {', '.join(splits)}): {len(rows):,} prompts",
+        f"prompt length in {unit}: {marks}",
+    ]
+    for row, text, tokens in shown:
+        where = f"{row['source_row']}, " if "source_row" in row else ""
+        lines += [
+            "",
+            f"--- {where}{len(tokens)} {'tokens' if model else 'bytes'}, answer {row['answer']!r}",
+            text,
+        ]
+    return "\n".join(lines) + "\n"
+
+
+_QUANTILES = {"min": 0.0, "median": 0.5, "p95": 0.95, "p99": 0.99, "max": 1.0}
+
+
+def _splits(data: DataConfig) -> list[str]:
+    try:
+        return dataset_splits(
+            data.source,
+            data.data_dir,
+            data.source_options,
+            path=data.path,
+            on_bad_row=data.on_bad_row,
+            deduplicate=data.deduplicate,
+        )
+    except (ValueError, RuntimeError) as error:  # a RuntimeError: the folder cannot be written
+        raise ConfigError(f"data.source={data.source!r}: {error}") from error
+
+
+def _load(data: DataConfig, split: str) -> LoadedRows:
+    try:
+        return load_rows(
+            data.source,
+            split,
+            data.data_dir,
+            data.source_options,
+            path=data.path,
+            on_bad_row=data.on_bad_row,
+            deduplicate=data.deduplicate,
+        )
+    except (ValueError, RuntimeError) as error:  # a RuntimeError: the folder cannot be written
+        raise ConfigError(f"data.source={data.source!r}: {error}") from error
+
+
+def _tokenizer(model: str) -> Tokenizer:
+    if not model:
+        return ByteTokenizer()
+    try:
+        return load_tokenizer(folder_of(ModelConfig(source=model)))
+    except ValueError as error:
+        raise ConfigError(f"--model {model!r}: {error}") from error
