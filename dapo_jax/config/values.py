@@ -37,6 +37,8 @@ RANGES: dict[str, Range] = {
     "sampling.slots": _SIZE,
     "sampling.steps_per_call": _SIZE,
     "reward.workers": _NOT_NEGATIVE,
+    "reward.async_calls": _SIZE,
+    "reward.graders[].weight": Range("a number that is not 0", lambda v: v != 0),
     "reward.timeout_s": _POSITIVE,
     "reward.worker_memory_mb": _SIZE,
     "reward.overlong.buffer_tokens": _NOT_NEGATIVE,
@@ -87,7 +89,15 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "loss.old_logprobs": ("trainer", "sampler"),
 }
 
-NOT_EMPTY = ("run_dir", "model.source", "data.source", "data.train_split", "data.eval_split", "reward.grader")
+NOT_EMPTY = (
+    "run_dir",
+    "model.source",
+    "data.source",
+    "data.train_split",
+    "data.eval_split",
+    "reward.grader",
+    "reward.graders[].grader",
+)
 
 
 def refuse(key: str, value: object, needs: str, remedy: str) -> NoReturn:

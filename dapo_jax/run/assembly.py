@@ -16,7 +16,7 @@ from dapo_jax.evaluation import summarize
 from dapo_jax.filtering import Collector
 from dapo_jax.losses import dapo_loss
 from dapo_jax.microbatch import Microbatch
-from dapo_jax.rewards.functions import RewardFunction
+from dapo_jax.rewards.functions import Rewards
 from dapo_jax.rollouts import Group, Prompt
 from dapo_jax.run.carry import carry_groups
 from dapo_jax.run.policy import load_policy, mesh_of, optimizer_of, state_structs
@@ -36,7 +36,7 @@ class Run:
         self,
         config: TrainConfig,
         *,
-        reward: RewardFunction | None = None,
+        reward: Rewards | None = None,
         prompts: Rows | None = None,
         eval_rows: Rows | None = None,
         objective: Objective | None = None,
@@ -93,7 +93,7 @@ class Run:
         return summarize(groups, name=self.config.data.source)
 
     def close(self) -> None:
-        """Ends the grading workers."""
+        """Ends the grading workers and their event loop."""
         self._grading.close()
 
     def _prompt_source(self, rows: Rows | None) -> PromptSource:

@@ -10,6 +10,7 @@ from dapo_jax.config import (
     DataConfig,
     DynamicSamplingConfig,
     EvalConfig,
+    GraderConfig,
     LossConfig,
     ModelConfig,
     OptimizerConfig,
@@ -226,6 +227,7 @@ def test_every_number_has_a_range_or_is_known_to_need_none(schema):
 
 def test_every_range_and_choice_belongs_to_a_key():
     keys = leaf_types(TrainConfig).keys() | leaf_types(SftConfig).keys()
+    keys |= {f"reward.graders[].{field.name}" for field in dataclasses.fields(GraderConfig)}
     assert RANGES.keys() | CHOICES.keys() <= keys
 
 

@@ -61,7 +61,8 @@ def without_score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 def graded(kind, name, given):
-    return grade_function(f"{kind}:{HERE}:{name}")(given)
+    [verdict] = grade_function(f"{kind}:{HERE}:{name}")([given])
+    return verdict
 
 
 def test_a_trl_function_scores():

@@ -1,5 +1,6 @@
 """The grading pool: right and in order, whatever single calls do to their workers."""
 
+import json
 import os
 import signal
 import time
@@ -8,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dapo_jax.rewards.calls import answer_of, call_of, sample_of, verdict_of
+from dapo_jax.rewards.calls import answer_of, call_of, samples_of, verdicts_of
 from dapo_jax.rewards.pool import GradingPool
 from dapo_jax.rewards.sample import Sample
 from dapo_jax.rollouts import Prompt, Verdict
@@ -96,7 +97,7 @@ def test_what_a_grader_prints_does_not_disturb_the_answers():
 
 def test_an_exception_of_the_grader_is_the_callers_and_the_worker_stays():
     with pool(workers=1) as graders:
-        failed, fine = graders.submit(sample("raise", ordinal=11)), graders.submit(sample("34"))
+        failed, fine = graders.submit([sample("raise", ordinal=11), sample("34")])
         with pytest.raises(
             RuntimeError, match=r"hostile raised ZeroDivisionError: by hand; prompt 11 .*'raise'"
         ):
@@ -127,7 +128,7 @@ def test_a_call_holds_all_that_a_reward_function_may_read():
         "n": np.int64(5),
         "none": None,
     }
-    there = sample_of(call_of(sample("Äπ\n34", row=row)))
+    [there] = samples_of(json.loads(json.dumps(call_of([sample("Äπ\n34", row=row)]))))
     assert there.prompt.row == {
         "answer": "34",
         "level": 3,
@@ -142,20 +143,21 @@ def test_a_call_holds_all_that_a_reward_function_may_read():
 
 
 def test_a_verdict_comes_back_as_it_was():
-    verdict = Verdict(correct=True, extracted="34", reason="equal", score=0.5)
-    assert verdict_of(answer_of(verdict)) == verdict
+    verdict = Verdict(correct=True, extracted="34", reason="equal", score=0.5, parts={"exact": 1.0})
+    plain = Verdict(correct=False)
+    assert verdicts_of(json.loads(json.dumps(answer_of([verdict, plain])))) == [verdict, plain]
 
 
 @pytest.mark.parametrize("thing", [{1, 2}, {3: "an integer's name would become a text"}, b"bytes"])
 def test_a_row_that_json_would_change_is_refused(thing):
     with pytest.raises(TypeError, match=r"the row's field 'thing' holds .* JSON cannot hand"):
-        call_of(sample("34", row={"thing": [thing]}))
+        call_of([sample("34", row={"thing": [thing]})])
 
 
 def test_closing_cancels_what_waits_and_finishes_what_is_being_graded():
     graders = pool(workers=1, timeout_s=1.0)
     assert graders.grade([sample("34")])[0].correct
-    hanging, waiting = graders.submit(sample("hang")), [graders.submit(sample("34")) for _ in range(50)]
+    [hanging, *waiting] = graders.submit([sample("hang"), *(sample("34") for _ in range(50))])
     while graders.waiting == len(waiting) + 1:
         time.sleep(0.01)
     graders.close()
