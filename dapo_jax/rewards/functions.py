@@ -17,7 +17,7 @@ import numpy as np
 
 from dapo_jax.rewards.adapters import ADAPTERS
 from dapo_jax.rewards.graders import GRADERS, exact_grader
-from dapo_jax.rewards.kinds import is_async, is_whole_group
+from dapo_jax.rewards.kinds import is_async, is_whole_group, name_of
 from dapo_jax.rewards.sample import Sample
 from dapo_jax.rollouts import Verdict
 
@@ -28,7 +28,7 @@ RewardFunction = (
     | Callable[[Sequence[Sample]], Sequence[Judged] | Awaitable[Sequence[Judged]]]
 )
 """What a user writes: of one sample or, marked by `whole_group`, of all of a group; with `def` or with `async def`."""
-Rewards = RewardFunction | Sequence[tuple[str | RewardFunction, float]]
+Rewards = RewardFunction | Sequence[tuple[str | RewardFunction, int | float]]
 """What `train` takes: a function, or pairs of a function or a grader's name and its weight, which are summed."""
 GradeFunction = Callable[[Sequence[Sample]], list[Verdict]]
 """What `grade_group` calls: all responses to one prompt in, a verdict for each out."""
@@ -140,7 +140,7 @@ def load_reward(spec: str | RewardFunction, *, answer_marker: str = "=") -> Load
         ValueError: the name is unknown or the function cannot be loaded.
     """
     if not isinstance(spec, str):
-        return LoadedReward(function=spec, name=getattr(spec, "__qualname__", repr(spec)))
+        return LoadedReward(function=spec, name=name_of(spec))
     place = _NEEDS_A_ROW.get(spec, spec)
     kind, _, rest = place.partition(":")
     if kind in ADAPTERS:

@@ -30,6 +30,12 @@ def is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(called) or inspect.iscoroutinefunction(type(called).__call__)
 
 
+def name_of(function: Callable[..., Any]) -> str:
+    """The function's name, a partial's that of what it calls, an object's that of its class."""
+    called = _called(function)
+    return getattr(called, "__qualname__", type(called).__qualname__)
+
+
 def _called(function: Callable[..., Any]) -> Callable[..., Any]:
     while isinstance(function, partial):
         function = function.func

@@ -65,12 +65,12 @@ def summed(parts: Sequence[Part], verdicts: Sequence[Verdict], reward: Callable[
 def part_names(names: Sequence[str]) -> list[str]:
     """Short names, each once: the function's for one in a module or file; a second of one name gets a number.
 
-    >>> part_names(["math", "rewards.py:brief", "trl:other.py:brief"])
-    ['math', 'brief', 'brief_2']
+    >>> part_names(["math", "rewards.py:brief", "trl:other.py:brief", "main.<locals>.judge"])
+    ['math', 'brief', 'brief_2', 'judge']
     """
     short: list[str] = []
     for name in names:
-        wanted = base = name.rpartition(":")[2]
+        wanted = base = name.rpartition(":")[2].rpartition("<locals>.")[2]
         number = 2
         while wanted in short:
             wanted, number = f"{base}_{number}", number + 1

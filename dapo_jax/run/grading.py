@@ -67,39 +67,40 @@ def _graders(config: RewardConfig, reward: Rewards | None) -> list[_Grader]:
     if callable(reward):
         return [_loaded("reward", reward, None, marker)]
     return [
-        _loaded(f"reward[{place}]", *_pair(place, pair), marker) for place, pair in enumerate(_pairs(reward))
+        _loaded(f"reward[{place}]", spec, weight, marker)
+        for place, (spec, weight) in enumerate(weighted(reward))
     ]
 
 
-def _pairs(reward: object) -> Sequence[object]:
+def weighted(reward: object) -> list[tuple[str | RewardFunction, float]]:
+    """What was passed from Python as several rewards, checked: a list of (function or grader's name, weight) pairs.
+
+    Raises:
+        ConfigError: it is none; the message names the place in the list.
+    """
     if not isinstance(reward, list | tuple) or not reward:
         raise ConfigError(
             f"reward: found {reward!r:.80}, needs a function or a list of (function, weight) pairs; pass one of these, or "
             "None for the configured grader"
         )
-    return reward
+    return [_pair(f"reward[{place}]", pair) for place, pair in enumerate(reward)]
 
 
-def _pair(place: int, pair: object) -> tuple[str | RewardFunction, float]:
+def _pair(key: str, pair: object) -> tuple[str | RewardFunction, float]:
     if (
         not isinstance(pair, list | tuple)
         or len(pair) != 2
         or not (isinstance(pair[0], str) or callable(pair[0]))
     ):
         raise ConfigError(
-            f"reward[{place}]: found {pair!r:.80}, needs a pair of a function (or a grader's name) and its weight; write "
+            f"{key}: found {pair!r:.80}, needs a pair of a function (or a grader's name) and its weight; write "
             "(function, 1.0)"
         )
     function, weight = pair
-    if (
-        isinstance(weight, bool)
-        or not isinstance(weight, int | float)
-        or not math.isfinite(weight)
-        or not weight
-    ):
+    number = isinstance(weight, int | float) and not isinstance(weight, bool)
+    if not number or not math.isfinite(weight) or weight == 0:
         raise ConfigError(
-            f"reward[{place}]: found the weight {weight!r}, needs a finite number that is not 0; change it, or leave the "
-            "pair out"
+            f"{key}: found the weight {weight!r}, needs a finite number that is not 0; change it, or leave the pair out"
         )
     return function, float(weight)
 

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 
 from dapo_jax.rewards import whole_group
-from dapo_jax.rewards.kinds import is_async, is_whole_group
+from dapo_jax.rewards.kinds import is_async, is_whole_group, name_of
 
 
 async def judge(sample, *, strictness=1):
@@ -59,3 +59,9 @@ def test_a_whole_group_function_is_known_by_its_mark_also_inside_a_partial():
     assert is_whole_group(whole_group(partial(plain)))
     assert not is_whole_group(plain)
     assert not is_whole_group(partial(plain))
+
+
+def test_a_name_holds_no_address_so_that_it_is_the_same_in_every_run():
+    assert name_of(partial(partial(plain), strictness=2)) == "plain"
+    assert name_of(PlainJudge()) == "PlainJudge"
+    assert name_of(AsyncJudge().ask) == "AsyncJudge.ask"
