@@ -50,6 +50,12 @@ def shortest(group):
     return [len(sample.response) == least for sample in group]
 
 
+def longer_than_the_mean(prompts, completions, **kwargs):
+    """As TRL calls it: all completions to one prompt at once."""
+    mean = sum(len(completion) for completion in completions) / len(completions)
+    return [len(completion) - mean for completion in completions]
+
+
 async def judge(sample):
     await asyncio.sleep(0.01)
     return 10.0 * len(sample.response)
@@ -103,6 +109,13 @@ def test_graders_of_every_kind_are_summed_by_weight():
     assert (right.correct, wrong.correct) == (True, False)
     assert right.parts == {"exact": 1.0, "brevity": 0.5, "shortest": 1.0, "judge": 20.0}
     assert [v.score for v in graded(replace(config, workers=0), "=2", "=003")] == [right.score, wrong.score]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_function_for_trl_compares_the_responses_of_a_group(workers):
+    """Lengths 2, 4 and 3: the mean is 3."""
+    config = RewardConfig(grader=f"trl:{HERE}:longer_than_the_mean", workers=workers)
+    assert [verdict.score for verdict in graded(config, "=2", "=002", "=02")] == [-1.0, 1.0, 0.0]
 
 
 def test_one_listed_grader_is_a_sum_of_one_and_the_grader_alone_is_a_plain_verdict():
