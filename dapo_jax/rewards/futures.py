@@ -10,7 +10,10 @@ _Whole = TypeVar("_Whole")
 
 
 def each(whole: Future[list[_Part]], count: int) -> list[Future[_Part]]:
-    """A future for each of the `count` elements that `whole` will hold; what it raises, each of them raises."""
+    """A future for each of the `count` elements that `whole` will hold; what it raises, each of them raises.
+
+    They raise RuntimeError if it holds another number of elements.
+    """
     parts: list[Future[_Part]] = [Future() for _ in range(count)]
 
     def spread(done: Future[list[_Part]]) -> None:
@@ -20,6 +23,9 @@ def each(whole: Future[list[_Part]], count: int) -> list[Future[_Part]]:
         elif (error := done.exception()) is not None:
             for part in parts:
                 part.set_exception(error)
+        elif len(done.result()) != count:  # raised here, it would be logged and each part waited for in vain
+            for part in parts:
+                part.set_exception(RuntimeError(f"{len(done.result())} results for {count} parts"))
         else:
             for part, result in zip(parts, done.result(), strict=True):
                 part.set_result(result)

@@ -197,6 +197,14 @@ def test_the_callers_own_event_loop_is_left_alone():
 
     verdict, running = asyncio.run(caller())
     assert (verdict.score, running) == (1.0, True)
+    own = asyncio.new_event_loop()
+    asyncio.set_event_loop(own)
+    try:
+        with AsyncCalls(at_once=2, timeout_s=20.0):
+            assert asyncio.get_event_loop() is own
+    finally:
+        asyncio.set_event_loop(None)
+        own.close()
 
 
 @pytest.mark.parametrize("wrong", [{"at_once": 0}, {"timeout_s": 0.0}])

@@ -28,6 +28,15 @@ def test_an_error_or_a_cancellation_of_the_answer_is_each_elements():
     assert all(part.cancelled() for part in of_cancelled)
 
 
+def test_an_answer_of_another_length_is_an_error_and_nobody_waits_for_ever():
+    whole = Future()
+    parts = each(whole, 2)
+    whole.set_result("abc")
+    for part in parts:
+        with pytest.raises(RuntimeError, match="3 results for 2"):
+            part.result(timeout=5)
+
+
 def test_joined_waits_for_all_and_keeps_their_order():
     parts = [Future(), Future(), Future()]
     whole = joined(parts, tuple)
