@@ -57,6 +57,8 @@ class Verdict:
     """A graded score that replaces the +1 / -1 of the rule reward; None for a plain verdict."""
     lost: Lost | Literal[""] = ""
     """Why the grader gave no verdict, so that the response counts as wrong; empty if it gave one."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Of a sum of several graders: each one's reward before its weight. `correct` is then the first one's, `score` the sum."""
 
 
 @dataclass(frozen=True, kw_only=True)

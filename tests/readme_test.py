@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from dapo_jax.cli import main
+from dapo_jax.config import load_config
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -46,6 +47,15 @@ def test_the_programs_of_a_page_run_as_they_stand(page, tmp_path):
         [sys.executable, script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_the_yaml_of_the_readme_is_a_configuration(tmp_path):
+    found = re.findall(r"```yaml\n(.*?)```", README.read_text(), re.DOTALL)
+    assert found
+    for number, text in enumerate(found):
+        path = tmp_path / f"{number}.yaml"
+        path.write_text(f"run_dir: out\n{text}")
+        load_config(path)
 
 
 @pytest.mark.parametrize("page", [README, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)

@@ -10,6 +10,7 @@ from typing import Any, get_type_hints
 
 from dapo_jax.config import data_schema, evaluate_schema, schema, sft_schema
 from dapo_jax.config.data_checks import check_data, check_eval
+from dapo_jax.config.entries import entries
 from dapo_jax.config.values import check_value, refuse
 
 SECTIONS: dict[type, str] = {
@@ -100,6 +101,10 @@ def _check_reward(reward: schema.RewardConfig) -> None:
             needs,
             "raise it: a right answer must be worth more than a wrong one",
         )
+    entries("reward.graders", reward.graders, schema.GraderConfig)
+    if reward.graders and reward.grader != schema.RewardConfig.grader:
+        remedy = "reward.graders replaces it: put it into the list, or leave it out"
+        refuse("reward.grader", reward.grader, "no value beside reward.graders", remedy)
 
 
 def _check_dynamic_sampling(dynamic: schema.DynamicSamplingConfig) -> None:

@@ -34,5 +34,5 @@ def _entry(key: str, value: Mapping[str, Any], schema: type[_Entry], rules: str)
         needed = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if needed and name not in value:
             refuse(key, dict(value), f"a {name}", f"write {name}: ... in it")
-    # An integer where a number is asked for is that number.
+    # An integer stands for a number, as everywhere in a configuration.
     return schema(**{name: float(item) if hints[name] is float else item for name, item in value.items()})

@@ -73,19 +73,34 @@ class OverlongConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GraderConfig:
+    """One of `reward.graders`."""
+
+    grader: str
+    """As `reward.grader`."""
+    weight: float = 1.0
+    """What its reward is multiplied by in the sum; below 0 for what is to be avoided."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RewardConfig:
     """How a response becomes a reward."""
 
     grader: str = "exact"
     """A name in `dapo_jax.rewards.GRADERS` (exact, dapo, dapo_boxed, math, gsm8k), `reasoning_gym` (the task's own scorer),
     `module:function`, or `path/to/file.py:function`; `trl:` or `verl:` before it for a function written for these."""
+    graders: list[dict[str, Any]] = field(default_factory=list)
+    """Several instead of `grader`: [{grader: math}, {grader: "my.py:brief", weight: 0.5}]. The reward is the sum of weight x reward;
+    the first alone says whether a response is correct, the others shape."""
     answer_marker: str = "="
     """The exact grader takes what follows the last marker as the answer; empty: the whole response."""
     workers: int = 2
-    """Processes that grade while sampling goes on; 0: this process, without a time limit. Graders that only compare text (exact,
-    dapo, dapo_boxed, gsm8k), reasoning_gym and functions passed from Python run in this process anyway."""
+    """Processes for each grader while sampling goes on; 0: this process, without a time limit. Graders that only compare text (exact,
+    dapo, dapo_boxed, gsm8k), reasoning_gym, async functions and those passed from Python run in this process anyway."""
+    async_calls: int = 64
+    """Calls of async functions that are under way at one time."""
     timeout_s: float = 10.0
-    """Seconds for one response; one that takes longer counts as wrong, and its worker is replaced."""
+    """Seconds for one call: a response, or a group if the function takes one whole. What takes longer counts as wrong."""
     worker_memory_mb: int = 2048
     """What a worker may take beyond what the loaded grader needs; a response that takes more counts as wrong. (Linux)"""
     correct: float = 1.0
@@ -108,7 +123,8 @@ class DynamicSamplingConfig:
     surplus: str = "discard"
     """Informative groups beyond those needed: discard (as released), or carry into the next step."""
     metric: str = "correct"
-    """What the filter looks at: correct (verdicts) or score (graded scores, kept when not all equal)."""
+    """What the filter looks at: correct (verdicts; of several graders the first's) or score (graded scores or the sum of several
+    graders, kept when not all equal)."""
 
     __post_init__ = checked
 

@@ -38,6 +38,8 @@ RANGES: dict[str, Range] = {
     "sampling.slots": _SIZE,
     "sampling.steps_per_call": _SIZE,
     "reward.workers": _NOT_NEGATIVE,
+    "reward.async_calls": _SIZE,
+    "reward.graders[].weight": Range("a number that is not 0", lambda v: v != 0),
     "reward.timeout_s": _POSITIVE,
     "reward.worker_memory_mb": _SIZE,
     "reward.overlong.buffer_tokens": _NOT_NEGATIVE,
@@ -92,7 +94,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 NOT_EMPTY = (
     "run_dir", "model.source", "data.source", "data.train_split", "data.eval_split", "data.mixture[].source",
-    "eval.datasets[].source", "reward.grader",
+    "eval.datasets[].source", "reward.grader", "reward.graders[].grader",
 )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from dapo_jax.rewards.functions import as_verdict, grade_function, load_function
 from dapo_jax.rewards.graders import GRADERS, TEXT_RULES, exact_grader
+from dapo_jax.rewards.kinds import whole_group
 from dapo_jax.rewards.overlong import overlong_penalty
 from dapo_jax.rewards.sample import Sample
 from dapo_jax.rewards.shaping import grade_group
@@ -16,4 +17,5 @@ __all__ = [
     "grade_group",
     "load_function",
     "overlong_penalty",
+    "whole_group",
 ]

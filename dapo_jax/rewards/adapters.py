@@ -1,55 +1,67 @@
 """Reward functions written for other trainers, unchanged: `trl:PLACE:function` and `verl:PLACE:function`."""
 
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
+from dapo_jax.rewards.kinds import is_async, whole_group
 from dapo_jax.rewards.sample import Sample
 from dapo_jax.rollouts import Verdict
 
+_Given = TypeVar("_Given")
 
-def trl_reward(function: Callable[..., Any]) -> Callable[[Sample], float]:
-    """A TRL reward function, `(prompts, completions, **columns) -> list of numbers`, as one of a `Sample`.
 
-    It is called with lists of one element. `columns` are the fields of the row but its prompt, and `completion_ids`, the
-    response's tokens; as in TRL, what the function does not name is left out unless it takes `**kwargs`. Where the row's
-    prompt is a conversation, the response is one too: `[{"role": "assistant", "content": ...}]`.
+def trl_reward(function: Callable[..., Any]) -> Callable[[Sequence[Sample]], Any]:
+    """A TRL reward function, `(prompts, completions, **columns) -> list of numbers`, as one of a whole group.
 
-    A function that compares the responses of a group with each other needs them all at once and is not for this.
+    It is called with all responses to one prompt at once, in lists of one length, so a function may compare them. `columns` are
+    the fields of the row but its prompt, and `completion_ids`, the responses' tokens; as in TRL, what the function does not name
+    is left out unless it takes `**kwargs`. Where the row's prompt is a conversation, each response is one too:
+    `[{"role": "assistant", "content": ...}]`.
     """
 
-    def reward(sample: Sample) -> float:
-        prompt = sample.prompt
+    def arguments(samples: Sequence[Sample]) -> dict[str, Any]:
+        prompt = samples[0].prompt
         asked = prompt.row.get("prompt", prompt.text)
-        conversation = not isinstance(asked, str)
-        response = [{"role": "assistant", "content": sample.response}] if conversation else sample.response
-        columns = {name: [value] for name, value in prompt.row.items() if name != "prompt"}
-        columns = {"answer": [prompt.answer], **columns, "completion_ids": [sample.tokens.tolist()]}
-        given = function(prompts=[asked], completions=[response], **_named(function, columns))
-        if not isinstance(given, list | tuple) or len(given) != 1 or given[0] is None:
+        texts = [sample.response for sample in samples]
+        responses = texts if isinstance(asked, str) else [_message(text) for text in texts]
+        row = {name: value for name, value in prompt.row.items() if name != "prompt"}
+        columns = {name: [value] * len(samples) for name, value in {"answer": prompt.answer, **row}.items()}
+        columns["completion_ids"] = [sample.tokens.tolist() for sample in samples]
+        return {
+            "prompts": [asked] * len(samples),
+            "completions": responses,
+            **_named(function, columns),
+        }
+
+    def scores(given: Any, samples: Sequence[Sample]) -> list[float]:
+        fits = isinstance(given, list | tuple) and len(given) == len(samples)
+        if not fits or any(score is None for score in given):
             raise ValueError(
-                f"a TRL reward function returns one number for each completion; for one completion it returned {given!r}"
+                f"a TRL reward function returns one number for each completion; for {len(samples)} it returned {given!r}"
             )
-        return given[0]
+        return list(given)
 
-    return reward
+    return whole_group(_adapted(function, arguments, scores))
 
 
-def verl_reward(function: Callable[..., Any]) -> Callable[[Sample], Verdict]:
+def verl_reward(function: Callable[..., Any]) -> Callable[[Sample], Any]:
     """A verl reward function, `compute_score(data_source, solution_str, ground_truth, extra_info)`, as one of a `Sample`.
 
     It returns a number, or a mapping with `score` and perhaps `acc`, which says whether the answer is correct; without it
     a score above 0 is correct. `data_source` and `extra_info` are the row's fields of these names, if it has them.
     """
 
-    def reward(sample: Sample) -> Verdict:
+    def arguments(sample: Sample) -> dict[str, Any]:
         row = sample.prompt.row
-        given = function(
-            data_source=row.get("data_source", ""),
-            solution_str=sample.response,
-            ground_truth=sample.answer,
-            extra_info=row.get("extra_info"),
-        )
+        return {
+            "data_source": row.get("data_source", ""),
+            "solution_str": sample.response,
+            "ground_truth": sample.answer,
+            "extra_info": row.get("extra_info"),
+        }
+
+    def verdict(given: Any, _: Sample) -> Verdict:
         fields = given if isinstance(given, Mapping) else {"score": given}
         if "score" not in fields:
             raise ValueError(
@@ -63,14 +75,33 @@ def verl_reward(function: Callable[..., Any]) -> Callable[[Sample], Verdict]:
             score=score,
         )
 
-    return reward
+    return _adapted(function, arguments, verdict)
 
 
-ADAPTERS: dict[str, Callable[[Callable[..., Any]], Callable[[Sample], Any]]] = {
+ADAPTERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "trl": trl_reward,
     "verl": verl_reward,
 }
 """What stands before the first colon of a function's name -> how it is called."""
+
+
+def _adapted(
+    function: Callable[..., Any],
+    arguments: Callable[[_Given], Mapping[str, Any]],
+    read: Callable[[Any, _Given], Any],
+) -> Callable[[_Given], Any]:
+    """`function` called with the arguments made from what is given, and its result read; awaited if it is async."""
+    if is_async(function):
+
+        async def awaited(given: _Given) -> Any:
+            return read(await function(**arguments(given)), given)
+
+        return awaited
+    return lambda given: read(function(**arguments(given)), given)
+
+
+def _message(text: str) -> list[dict[str, str]]:
+    return [{"role": "assistant", "content": text}]
 
 
 def _named(function: Callable[..., Any], columns: Mapping[str, Any]) -> dict[str, Any]:

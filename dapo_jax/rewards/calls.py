@@ -1,6 +1,6 @@
-"""What goes to a grading worker and comes back, as JSON: a call is a sample, an answer is a verdict."""
+"""What goes to a grading worker and comes back, as JSON: a call is a list of samples, an answer a list of verdicts."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -10,12 +10,48 @@ from dapo_jax.rewards.sample import Sample
 from dapo_jax.rollouts import Prompt, Verdict
 
 
-def call_of(sample: Sample) -> dict[str, Any]:
+def call_of(samples: Sequence[Sample]) -> list[dict[str, Any]]:
     """All that a reward function may read; numpy values become Python's, tuples become lists.
 
     Raises:
-        TypeError: the prompt's row holds what JSON has no name for.
+        TypeError: a prompt's row holds what JSON has no name for.
     """
+    return [_plain_sample(sample) for sample in samples]
+
+
+def samples_of(call: Sequence[Mapping[str, Any]]) -> list[Sample]:
+    """The samples that `call_of` turned into JSON."""
+    return [sample_of(part) for part in call]
+
+
+def sample_of(part: Mapping[str, Any]) -> Sample:
+    """One sample of a call, or the one that a saved rollout was made from: the names are the same."""
+    prompt = Prompt(
+        ordinal=part["ordinal"],
+        tokens=np.array(part["prompt_token_ids"], np.int32),
+        text=part["prompt"],
+        answer=part["answer"],
+        row=part["row"],
+    )
+    return Sample(
+        prompt=prompt,
+        response=part["response"],
+        tokens=np.array(part["response_token_ids"], np.int32),
+        finish_reason=part["finish_reason"],
+    )
+
+
+def answer_of(verdicts: Sequence[Verdict]) -> dict[str, Any]:
+    """Verdicts for the way back."""
+    return {"verdicts": [asdict(verdict) for verdict in verdicts]}
+
+
+def verdicts_of(answer: Mapping[str, Any]) -> list[Verdict]:
+    """The verdicts that `answer_of` turned into JSON."""
+    return [Verdict(**verdict) for verdict in answer["verdicts"]]
+
+
+def _plain_sample(sample: Sample) -> dict[str, Any]:
     prompt = sample.prompt
     return {
         "ordinal": prompt.ordinal,
@@ -27,33 +63,6 @@ def call_of(sample: Sample) -> dict[str, Any]:
         "response_token_ids": sample.tokens.tolist(),
         "finish_reason": sample.finish_reason,
     }
-
-
-def sample_of(call: Mapping[str, Any]) -> Sample:
-    """The sample that `call_of` turned into JSON, or that a saved rollout was made from: the names are the same."""
-    prompt = Prompt(
-        ordinal=call["ordinal"],
-        tokens=np.array(call["prompt_token_ids"], np.int32),
-        text=call["prompt"],
-        answer=call["answer"],
-        row=call["row"],
-    )
-    return Sample(
-        prompt=prompt,
-        response=call["response"],
-        tokens=np.array(call["response_token_ids"], np.int32),
-        finish_reason=call["finish_reason"],
-    )
-
-
-def answer_of(verdict: Verdict) -> dict[str, Any]:
-    """A verdict for the way back."""
-    return {"verdict": asdict(verdict)}
-
-
-def verdict_of(answer: dict[str, Any]) -> Verdict:
-    """The verdict that `answer_of` turned into JSON."""
-    return Verdict(**answer["verdict"])
 
 
 def _plain(value: Any, name: str) -> Any:

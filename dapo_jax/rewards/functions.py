@@ -4,9 +4,11 @@ import difflib
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,40 +17,136 @@ import numpy as np
 
 from dapo_jax.rewards.adapters import ADAPTERS
 from dapo_jax.rewards.graders import GRADERS, exact_grader
+from dapo_jax.rewards.kinds import is_async, is_whole_group, name_of
 from dapo_jax.rewards.sample import Sample
 from dapo_jax.rollouts import Verdict
 
-RewardFunction = Callable[[Sample], Verdict | bool | float]
-"""What a user writes."""
-GradeFunction = Callable[[Sample], Verdict]
-"""What `grade_group` calls."""
+Judged = Verdict | bool | float
+"""What a reward function says of one response."""
+RewardFunction = (
+    Callable[[Sample], Judged | Awaitable[Judged]]
+    | Callable[[Sequence[Sample]], Sequence[Judged] | Awaitable[Sequence[Judged]]]
+)
+"""What a user writes: of one sample or, marked by `whole_group`, of all of a group; with `def` or with `async def`."""
+Rewards = RewardFunction | Sequence[tuple[str | RewardFunction, int | float]]
+"""What `train` takes: a function, or pairs of a function or a grader's name and its weight, which are summed."""
+GradeFunction = Callable[[Sequence[Sample]], list[Verdict]]
+"""What `grade_group` calls: all responses to one prompt in, a verdict for each out."""
 
 _NEEDS_A_ROW = {"reasoning_gym": "dapo_jax.rewards.reasoning_gym:grade"}
 """Graders by name that need more than the text and the answer; loaded when they are asked for."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class LoadedReward:
+    """A reward function that was found, and how it is called."""
+
+    function: Callable[..., Any]
+    name: str
+    """What messages call it."""
+
+    @property
+    def is_async(self) -> bool:
+        """True if it is to be awaited: then `graded` grades, else `grade`."""
+        return is_async(self.function)
+
+    @property
+    def is_whole_group(self) -> bool:
+        """True if one call takes all responses to a prompt, else one."""
+        return is_whole_group(self.function)
+
+    def calls(self, samples: Sequence[Sample]) -> list[Sequence[Sample]]:
+        """The samples of a group, parted as the function takes them."""
+        return calls_of(samples, whole_group=self.is_whole_group)
+
+    def grade(self, samples: Sequence[Sample]) -> list[Verdict]:
+        """The verdicts on the samples of a group, in their order; see `grade_function` for what is raised."""
+        return [verdict for call in self.calls(samples) for verdict in self._graded(call)]
+
+    async def graded(self, call: Sequence[Sample]) -> list[Verdict]:
+        """The verdicts on the samples of one call of an async function."""
+        try:
+            result = await self.function(self._argument(call))
+        except Exception as error:
+            raise self._failure(error, call) from error
+        return self._verdicts(result, call)
+
+    def _graded(self, call: Sequence[Sample]) -> list[Verdict]:
+        try:
+            result = self.function(self._argument(call))
+        except Exception as error:
+            raise self._failure(error, call) from error
+        return self._verdicts(result, call)
+
+    def _argument(self, call: Sequence[Sample]) -> Sample | list[Sample]:
+        return list(call) if self.is_whole_group else call[0]
+
+    def _failure(self, error: Exception, call: Sequence[Sample]) -> RuntimeError:
+        prompt = call[0].prompt
+        what = f"{len(call)} responses" if self.is_whole_group else f"response {call[0].response[:60]!r}"
+        return RuntimeError(
+            f"reward function {self.name} raised {type(error).__name__}: {error}; prompt {prompt.ordinal} "
+            f"({prompt.text[:60]!r}), {what}"
+        )
+
+    def _verdicts(self, result: Any, call: Sequence[Sample]) -> list[Verdict]:
+        if not self.is_whole_group:
+            return [as_verdict(result, name=self.name)]
+        found = result.tolist() if isinstance(result, np.ndarray) else result
+        if not isinstance(found, list | tuple):
+            raise ValueError(
+                f"reward function {self.name} returned {result!r} ({type(result).__name__}) for {len(call)} responses; one "
+                "that takes a whole group must return a list, with a bool, a finite number or a Verdict for each"
+            )
+        if len(found) != len(call):
+            raise ValueError(
+                f"reward function {self.name} returned {len(found)} verdicts for {len(call)} responses; it must return one "
+                "for each, in their order"
+            )
+        return [as_verdict(one, name=self.name) for one in found]
+
+
+def calls_of(samples: Sequence[Sample], *, whole_group: bool) -> list[Sequence[Sample]]:
+    """The samples of a group as calls: all of them in one, or each in its own."""
+    return [samples] if whole_group else [[sample] for sample in samples]
+
+
 def grade_function(spec: str | RewardFunction, *, answer_marker: str = "=") -> GradeFunction:
-    """The function that grades: from a name in `GRADERS`, from `module:function`, from a file, or as given.
+    """The function that grades the responses to one prompt in this process; `load_reward` says what it is made from.
+
+    Raises:
+        ValueError: the name is unknown, or the function cannot be loaded or is async. When grading: the function returned
+            something that is no verdict, or not one for each response.
+        RuntimeError: when grading: the function raised; the message names the prompt.
+    """
+    loaded = load_reward(spec, answer_marker=answer_marker)
+    if loaded.is_async:
+        raise ValueError(
+            f"reward function {loaded.name} is async and needs an event loop: submit to rewards.async_calls.AsyncCalls"
+        )
+    return loaded.grade
+
+
+def load_reward(spec: str | RewardFunction, *, answer_marker: str = "=") -> LoadedReward:
+    """A reward function: from a name in `GRADERS`, from `module:function`, from a file, or as given.
 
     `trl:` or `verl:` before `module:function` or a file says for which trainer it was written, see `rewards.adapters`.
 
     Args:
-        spec: the value of `reward.grader`, or a function of a `Sample`.
+        spec: the value of `reward.grader`, or a function.
         answer_marker: for the grader `exact` only, see `exact_grader`.
 
     Raises:
-        ValueError: the name is unknown or the function cannot be loaded. When grading: the function returned
-            something that is no verdict.
-        RuntimeError: when grading: the function raised; the message names the prompt.
+        ValueError: the name is unknown or the function cannot be loaded.
     """
     if not isinstance(spec, str):
-        return _checked(spec, getattr(spec, "__qualname__", repr(spec)))
-    spec = _NEEDS_A_ROW.get(spec, spec)
-    kind, _, place = spec.partition(":")
+        return LoadedReward(function=spec, name=name_of(spec))
+    place = _NEEDS_A_ROW.get(spec, spec)
+    kind, _, rest = place.partition(":")
     if kind in ADAPTERS:
-        return _checked(ADAPTERS[kind](load_function(place)), spec)
-    if ":" in spec:
-        return _checked(load_function(spec), spec)
+        return LoadedReward(function=ADAPTERS[kind](load_function(rest)), name=spec)
+    if ":" in place:
+        return LoadedReward(function=load_function(place), name=spec)
     if spec not in GRADERS:
         names = [*GRADERS, *_NEEDS_A_ROW]
         near = difflib.get_close_matches(spec, names, n=1)
@@ -57,21 +155,7 @@ def grade_function(spec: str | RewardFunction, *, answer_marker: str = "=") -> G
             f"no grader is named {spec!r}; {hint} An own one is module:function or path/to/file.py:function"
         )
     grader = exact_grader(answer_marker) if spec == "exact" else GRADERS[spec]
-    return lambda sample: grader(sample.response, sample.answer)
-
-
-def _checked(function: RewardFunction, name: str) -> GradeFunction:
-    def grade(sample: Sample) -> Verdict:
-        try:
-            result = function(sample)
-        except Exception as error:
-            raise RuntimeError(
-                f"reward function {name} raised {type(error).__name__}: {error}; prompt {sample.prompt.ordinal} "
-                f"({sample.prompt.text[:60]!r}), response {sample.response[:60]!r}"
-            ) from error
-        return as_verdict(result, name=name)
-
-    return grade
+    return LoadedReward(function=lambda sample: grader(sample.response, sample.answer), name=spec)
 
 
 def as_verdict(result: Any, *, name: str) -> Verdict:
@@ -97,6 +181,11 @@ def as_verdict(result: Any, *, name: str) -> Verdict:
         if not math.isfinite(score):
             raise ValueError(f"reward function {name} returned {score}; a score must be a finite number")
         return Verdict(correct=score > 0, score=score)
+    if inspect.iscoroutine(result):
+        result.close()
+        raise ValueError(
+            f"reward function {name} returned a coroutine; it is awaited only if `async def` defines it"
+        )
     raise ValueError(
         f"reward function {name} returned {result!r} ({type(result).__name__}); it must return a bool, a finite "
         "number or a Verdict"

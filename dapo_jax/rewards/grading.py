@@ -1,4 +1,4 @@
-"""Groups graded while sampling goes on: in this process, or by the workers of a pool."""
+"""Groups graded while sampling goes on: in this process, by the workers of a pool, or on an event loop."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -6,21 +6,22 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from dapo_jax.rewards.functions import GradeFunction
+from dapo_jax.rewards.futures import each
 from dapo_jax.rewards.sample import Sample
 from dapo_jax.rewards.shaping import Decoder, Shaping, samples_of, shaped_group
 from dapo_jax.rollouts import Group, Prompt, Response, Verdict
 
-Submit = Callable[[Sample], Future[Verdict]]
-"""Hands over a sample; `GradingPool.submit`, or `immediately(grade)`."""
+Submit = Callable[[Sequence[Sample]], list[Future[Verdict]]]
+"""Hands over the responses to one prompt; the verdicts are in their order. `GradingPool.submit`, or `immediately(grade)`."""
 
 
 def immediately(grade: GradeFunction) -> Submit:
-    """Grading in this process: the verdict is there when the call returns, and the grader's exception is the caller's."""
+    """Grading in this process: the verdicts are there when the call returns, and the grader's exception is the caller's."""
 
-    def submit(sample: Sample) -> Future[Verdict]:
-        future: Future[Verdict] = Future()
-        future.set_result(grade(sample))
-        return future
+    def submit(samples: Sequence[Sample]) -> list[Future[Verdict]]:
+        whole: Future[list[Verdict]] = Future()
+        whole.set_result(grade(samples))
+        return each(whole, len(samples))
 
     return submit
 
@@ -35,7 +36,7 @@ class Grading:
     on_close: Callable[[], None] | None = None
 
     def close(self) -> None:
-        """Ends the workers, if there are any."""
+        """Ends the workers and the event loop, if there are any."""
         if self.on_close is not None:
             self.on_close()
 
@@ -50,8 +51,7 @@ class Grading:
         pending: deque[_Pending] = deque()
         for prompt, responses in sampled:
             samples = samples_of(prompt, responses, tokenizer=self.tokenizer)
-            verdicts = [self.submit(sample) for sample in samples]
-            pending.append(_Pending(prompt, responses, samples, verdicts))
+            pending.append(_Pending(prompt, responses, samples, self.submit(samples)))
             while pending and pending[0].done():
                 yield pending.popleft().graded(self.shaping)
         while pending:

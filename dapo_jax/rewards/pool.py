@@ -1,7 +1,8 @@
 """Grading in worker processes: a time limit for each call, bounded memory, and a dead or hung worker is replaced.
 
-Each worker is a process of its own (`dapo_jax.rewards.worker`) that one thread here talks to. A call that runs out of time or
-memory, or that kills its worker, gets a wrong verdict which says so; the calls behind it go on with a fresh worker.
+Each worker is a process of its own (`dapo_jax.rewards.worker`) that one thread here talks to. A call is
+one response, or all responses to a prompt for a grader that takes a whole group. One that runs out of time or memory, or that
+kills its worker, gets wrong verdicts which say so; the calls behind it go on with a fresh worker.
 """
 
 import contextlib
@@ -14,11 +15,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
-from dapo_jax.rewards.calls import call_of, verdict_of
+from dapo_jax.rewards.calls import call_of, verdicts_of
+from dapo_jax.rewards.functions import calls_of
+from dapo_jax.rewards.futures import each
 from dapo_jax.rewards.sample import Sample
 from dapo_jax.rollouts import Lost, Verdict
 
@@ -33,7 +36,14 @@ class GradingPool:
     """Worker processes that grade samples. A context manager: leaving it ends them."""
 
     def __init__(
-        self, grader: str, *, workers: int, timeout_s: float, memory_mb: int, answer_marker: str = "="
+        self,
+        grader: str,
+        *,
+        workers: int,
+        timeout_s: float,
+        memory_mb: int,
+        answer_marker: str = "=",
+        whole_group: bool = False,
     ) -> None:
         """Starts the workers; they load the grader while the caller goes on.
 
@@ -43,6 +53,7 @@ class GradingPool:
             timeout_s: seconds that one call may take.
             memory_mb: megabytes a worker may take beyond what it has once the grader is loaded.
             answer_marker: of the grader `exact`.
+            whole_group: one call takes all responses to a prompt, else one.
 
         Raises:
             ValueError: no workers, or a limit that is not positive.
@@ -54,7 +65,8 @@ class GradingPool:
             )
         self._setup = json.dumps({"grader": grader, "answer_marker": answer_marker, "memory_mb": memory_mb})
         self._timeout_s = timeout_s
-        self._calls: queue.SimpleQueue[tuple[Sample, Future[Verdict]] | None] = queue.SimpleQueue()
+        self._whole_group = whole_group
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._threads = [threading.Thread(target=self._serve, daemon=True) for _ in range(workers)]
         for thread in self._threads:
@@ -66,18 +78,21 @@ class GradingPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def submit(self, sample: Sample) -> Future[Verdict]:
-        """Queues one call.
+    def submit(self, samples: Sequence[Sample]) -> list[Future[Verdict]]:
+        """Queues the calls for the responses to one prompt; the verdicts are in their order.
 
-        The result raises RuntimeError if the grader raised or its answer was no verdict, ValueError if it cannot be loaded.
+        A result raises RuntimeError if the grader raised or its answer was no verdict, ValueError if it cannot be loaded.
         """
-        future: Future[Verdict] = Future()
-        self._calls.put((sample, future))
-        return future
+        futures = []
+        for samples_of_call in calls_of(samples, whole_group=self._whole_group):
+            call = _Call(samples_of_call, Future())
+            self._calls.put(call)
+            futures += each(call.answer, len(call.samples))
+        return futures
 
     def grade(self, samples: Sequence[Sample]) -> list[Verdict]:
-        """The verdicts of all samples, in their order."""
-        return [future.result() for future in [self.submit(sample) for sample in samples]]
+        """The verdicts on the responses to one prompt, in their order."""
+        return [future.result() for future in self.submit(samples)]
 
     @property
     def waiting(self) -> int:
@@ -95,22 +110,30 @@ class GradingPool:
     def _serve(self) -> None:
         """One worker's thread: takes a call, has it graded, takes the next."""
         worker: _Worker | None = None
-        while (taken := self._calls.get()) is not None:
-            sample, future = taken
+        while (call := self._calls.get()) is not None:
             if self._closing.is_set():
-                future.cancel()
+                call.answer.cancel()
                 continue
             try:
                 if worker is None:
                     worker = _Worker(self._setup)
-                future.set_result(verdict_of(worker.ask(call_of(sample), self._timeout_s)))
+                answer = worker.ask(call_of(call.samples), self._timeout_s)
+                call.answer.set_result(verdicts_of(answer))
             except _LostError as lost:
                 worker = None
-                future.set_result(Verdict(correct=False, reason=str(lost), lost=lost.kind))
+                verdict = Verdict(correct=False, reason=str(lost), lost=lost.kind)
+                call.answer.set_result([verdict] * len(call.samples))
             except Exception as error:
-                future.set_exception(error)
+                call.answer.set_exception(error)
         if worker is not None:
             worker.end()
+
+
+class _Call(NamedTuple):
+    """What a worker is asked at once, and where its answer goes."""
+
+    samples: Sequence[Sample]
+    answer: Future[list[Verdict]]
 
 
 class _LostError(Exception):
@@ -141,8 +164,8 @@ class _Worker:
             self.end()
             raise ValueError(answer["failed"])
 
-    def ask(self, call: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """The worker's answer, which holds a verdict.
+    def ask(self, call: Sequence[Mapping[str, Any]], timeout_s: float) -> dict[str, Any]:
+        """The worker's answer, which holds the verdicts.
 
         Raises:
             _LostError: none came; the process has ended.

@@ -113,7 +113,7 @@ def grade_group(
     grade: GradeFunction,
     shaping: Shaping = RULE_REWARD,
 ) -> Group:
-    """Grades every response to a prompt, one after the other in this process, and shapes the rewards.
+    """Grades the responses to a prompt in this process and shapes the rewards.
 
     Args:
         prompt: what was asked.
@@ -124,6 +124,7 @@ def grade_group(
 
     Raises:
         ValueError: the penalty's lengths do not fit together, or the reward function returned no verdict.
+        RuntimeError: the reward function raised.
     """
     samples = samples_of(prompt, responses, tokenizer=tokenizer)
-    return shaped_group(prompt, responses, samples, [grade(sample) for sample in samples], shaping)
+    return shaped_group(prompt, responses, samples, grade(samples), shaping)

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any, TextIO
 
-from dapo_jax.rewards.calls import answer_of, sample_of
+from dapo_jax.rewards.calls import answer_of, samples_of
 from dapo_jax.rewards.functions import GradeFunction, grade_function
 
 _STATM = Path("/proc/self/statm")
@@ -38,7 +38,7 @@ def main() -> None:
 
 def _answer(grade: GradeFunction, line: str) -> dict[str, Any]:
     try:
-        return answer_of(grade(sample_of(json.loads(line))))
+        return answer_of(grade(samples_of(json.loads(line))))
     except MemoryError:
         return {"memory": True}
     except Exception as error:

@@ -15,7 +15,7 @@ from dapo_jax.data.stream import PromptStream
 from dapo_jax.filtering import Collector
 from dapo_jax.losses import dapo_loss
 from dapo_jax.microbatch import Microbatch
-from dapo_jax.rewards.functions import RewardFunction
+from dapo_jax.rewards.functions import Rewards
 from dapo_jax.rollouts import Group, Prompt
 from dapo_jax.run.carry import carry_groups
 from dapo_jax.run.policy import load_policy, mesh_of, optimizer_of, state_structs
@@ -34,7 +34,7 @@ class Run:
         self,
         config: TrainConfig,
         *,
-        reward: RewardFunction | None = None,
+        reward: Rewards | None = None,
         prompts: GivenRows | None = None,
         eval_rows: GivenRows | None = None,
         objective: Objective | None = None,
@@ -86,7 +86,7 @@ class Run:
         }
 
     def close(self) -> None:
-        """Ends the grading workers."""
+        """Ends the grading workers and their event loop."""
         self._grading.close()
 
     def _pipe(self, objective: Objective | None) -> Pipe:

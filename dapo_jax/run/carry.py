@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -14,9 +15,7 @@ def carry_arrays(groups: Sequence[Group]) -> dict[str, np.ndarray]:
         return {}
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     scores = [rollout.verdict.score for rollout in rollouts]
-    texts = [
-        json.dumps([r.text, r.verdict.reason, r.verdict.extracted, r.verdict.lost]).encode() for r in rollouts
-    ]
+    texts = [json.dumps(_words(rollout.text, rollout.verdict)).encode() for rollout in rollouts]
     return {
         "ordinals": np.array([group.prompt.ordinal for group in groups], np.int64),
         "group_sizes": np.array([len(group.rollouts) for group in groups], np.int64),
@@ -34,6 +33,10 @@ def carry_arrays(groups: Sequence[Group]) -> dict[str, np.ndarray]:
     }
 
 
+def _words(text: str, verdict: Verdict) -> list[Any]:
+    return [text, verdict.reason, verdict.extracted, verdict.lost, dict(verdict.parts)]
+
+
 def carry_groups(arrays: dict[str, np.ndarray], prompt_at: Callable[[int], Prompt]) -> list[Group]:
     """The groups that `carry_arrays` flattened."""
     if not arrays:
@@ -43,7 +46,7 @@ def carry_groups(arrays: dict[str, np.ndarray], prompt_at: Callable[[int], Promp
     def rollout(i: int) -> Rollout:
         span = slice(int(ends[i] - arrays["lengths"][i]), int(ends[i]))
         text_span = slice(int(text_ends[i] - arrays["text_lengths"][i]), int(text_ends[i]))
-        text, reason, extracted, *lost = json.loads(arrays["texts"][text_span].tobytes())
+        text, reason, extracted, *later = json.loads(arrays["texts"][text_span].tobytes())
         return Rollout(
             response=Response(
                 tokens=arrays["tokens"][span],
@@ -56,7 +59,8 @@ def carry_groups(arrays: dict[str, np.ndarray], prompt_at: Callable[[int], Promp
                 extracted=extracted,
                 reason=reason,
                 score=float(arrays["scores"][i]) if arrays["scored"][i] else None,
-                lost=lost[0] if lost else "",  # checkpoints of before do not have it
+                lost=later[0] if later else "",  # older checkpoints have neither
+                parts=later[1] if len(later) > 1 else {},
             ),
             reward=float(arrays["rewards"][i]),
             overlong_penalty=float(arrays["penalties"][i]),

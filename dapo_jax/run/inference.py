@@ -21,7 +21,7 @@ from dapo_jax.config import (
 from dapo_jax.data.prompts import held_out
 from dapo_jax.data.rows import checked_rows
 from dapo_jax.evaluation import problem_record, summarize
-from dapo_jax.rewards.functions import RewardFunction
+from dapo_jax.rewards.functions import Rewards
 from dapo_jax.rollouts import Group, Verdict
 from dapo_jax.run.policy import find_policy, is_run, mesh_of
 from dapo_jax.run.prompts import GivenRows, held_out_prompts, prompt_format
@@ -49,7 +49,7 @@ def evaluate(
     *,
     overrides: Sequence[str] = (),
     rows: GivenRows | None = None,
-    reward: RewardFunction | None = None,
+    reward: Rewards | None = None,
     keep: str | Path | None = None,
 ) -> Evaluation:
     """avg@k, pass@k and cons@k of a model or a run on held-out prompts, as they are measured during training.

@@ -9,12 +9,11 @@ from jaxtyping import PRNGKeyArray, PyTree
 from dapo_jax.config import ConfigError, EvalConfig, RewardConfig, SamplingConfig
 from dapo_jax.data.stopping import StopStrings, stop_ids
 from dapo_jax.parallel.weights import SamplerWeights, weight_transfer
-from dapo_jax.rewards import TEXT_RULES, grade_function
-from dapo_jax.rewards.functions import RewardFunction
-from dapo_jax.rewards.grading import Grading, Submit, immediately
-from dapo_jax.rewards.pool import GradingPool
+from dapo_jax.rewards.functions import Rewards
+from dapo_jax.rewards.grading import Grading
 from dapo_jax.rewards.shaping import Shaping
 from dapo_jax.rollouts import Group, Prompt, Response
+from dapo_jax.run.grading import submit_of
 from dapo_jax.run.policy import Policy
 from dapo_jax.sampling.decoding import Decoding, decoding
 from dapo_jax.sampling.engine import DecoderEngine
@@ -22,9 +21,6 @@ from dapo_jax.sampling.sampler import Sampler
 
 TRAINING, EVALUATION = 0, 1
 """Key domains: evaluation never draws the numbers that training draws."""
-
-IN_THIS_PROCESS = TEXT_RULES | {"reasoning_gym"}
-"""Graders that no worker is needed for, or whose rows would not be the same on the other side of a pipe."""
 
 Sampled = Iterator[tuple[Prompt, tuple[Response, ...]]]
 
@@ -108,9 +104,9 @@ def grading(
     *,
     max_response_tokens: int,
     stop: Sequence[str] = (),
-    reward: RewardFunction | None = None,
+    reward: Rewards | None = None,
 ) -> Grading:
-    """What grades responses, by their text before a `stop` string; `reward` replaces `reward.grader`. To be closed."""
+    """What grades responses, by their text before a `stop` string; `reward` replaces the configured graders. To be closed."""
     overlong = config.overlong
     submit, close = submit_of(config, reward=reward)
     shaping = Shaping(
@@ -123,23 +119,3 @@ def grading(
     )
     tokenizer = StopStrings(policy.tokenizer, stop) if stop else policy.tokenizer
     return Grading(submit=submit, tokenizer=tokenizer, shaping=shaping, on_close=close)
-
-
-def submit_of(
-    config: RewardConfig, *, reward: RewardFunction | None = None
-) -> tuple[Submit, Callable[[], None] | None]:
-    """What hands a sample to the configured grader, in this process or a worker, and what ends the workers."""
-    try:
-        grade = grade_function(reward or config.grader, answer_marker=config.answer_marker)
-    except ValueError as error:
-        raise ConfigError(f"reward.grader: {error}") from error
-    if reward is not None or not config.workers or config.grader in IN_THIS_PROCESS:
-        return immediately(grade), None
-    pool = GradingPool(
-        config.grader,
-        workers=config.workers,
-        timeout_s=config.timeout_s,
-        memory_mb=config.worker_memory_mb,
-        answer_marker=config.answer_marker,
-    )
-    return pool.submit, pool.close

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 from dapo_jax.config import ConfigError, RewardConfig
 from dapo_jax.rewards.calls import sample_of
 from dapo_jax.rollouts import Verdict
-from dapo_jax.run.rollout import submit_of
+from dapo_jax.run.grading import submit_of
 from dapo_jax.trackers.rollout_log import read_rollouts
 
 RECORDED = "recorded"
@@ -61,7 +62,7 @@ def score(
         ConfigError: there are no rollouts, a line is none, or no grader of that name.
     """
     rows = _rows(Path(rollouts).expanduser())
-    samples = [sample_of(row) for row in rows]
+    groups = [[sample_of(row) for row in group] for _, group in groupby(rows, key=_group)]
     recorded = [
         Verdict(correct=row["correct"], extracted=row["extracted"], reason=row["reason"]) for row in rows
     ]
@@ -72,7 +73,8 @@ def score(
         )
         submit, close = submit_of(config)
         try:
-            verdicts[grader] = [future.result() for future in [submit(sample) for sample in samples]]
+            futures = [future for group in groups for future in submit(group)]
+            verdicts[grader] = [future.result() for future in futures]
         finally:
             if close is not None:
                 close()
@@ -106,6 +108,11 @@ def _shown(scores: Scores, place: int, names: Sequence[str]) -> list[str]:
         verdict = scores.verdicts[name][place]
         lines.append(f"    {name}: {'correct' if verdict.correct else 'wrong'}; {verdict.reason}")
     return lines
+
+
+def _group(row: Mapping[str, Any]) -> tuple[int, int]:
+    """What the responses of one group share; they stand one behind the other."""
+    return row["step"], row["ordinal"]
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from dapo_jax.checkpoints import Checkpointer
 from dapo_jax.config import ConfigError, TrainConfig, load_config, to_yaml
 from dapo_jax.config.loading import changed_keys
 from dapo_jax.evaluation import problem_record, summarize
-from dapo_jax.rewards.functions import RewardFunction
+from dapo_jax.rewards.functions import Rewards
 from dapo_jax.run.assembly import Run
 from dapo_jax.run.carry import carry_arrays
 from dapo_jax.run.policy import Policy
@@ -25,7 +25,16 @@ from dapo_jax.training.update import Objective
 
 OnStep = Callable[[int, Mapping[str, float | int]], None]
 
-FREE_TO_CHANGE = ("run_dir", "steps", "compilation_cache", "reward.workers", "eval.", "checkpoint.", "log.")
+FREE_TO_CHANGE = (
+    "run_dir",
+    "steps",
+    "compilation_cache",
+    "reward.workers",
+    "reward.async_calls",
+    "eval.",
+    "checkpoint.",
+    "log.",
+)
 """Keys that a resumed run may change: they do not decide what is learnt."""
 
 
@@ -43,7 +52,7 @@ class TrainResult:
 def train(
     config: TrainConfig | str | Path,
     *,
-    reward: RewardFunction | None = None,
+    reward: Rewards | None = None,
     prompts: GivenRows | None = None,
     eval_rows: GivenRows | None = None,
     on_step: OnStep | None = None,
@@ -55,7 +64,9 @@ def train(
 
     Args:
         config: a configuration, or the path of one.
-        reward: grades one `rewards.Sample`: returns a bool, a number or a `Verdict`. None: `config.reward.grader`.
+        reward: grades one `rewards.Sample`, or a list of them if `rewards.whole_group` marks it: a bool, a number or a `Verdict`
+            for each; `async def` is fine. Or a list of (function or grader's name, weight) pairs, whose first says what is
+            correct. None: `config.reward`.
         prompts: rows with `prompt` and `answer` to train on. None: the dataset `config.data.source`.
         eval_rows: the same for evaluation. None: the dataset's held-out split, or no evaluation if `prompts` are given.
         on_step: called with (step, metrics) at the end of each step.

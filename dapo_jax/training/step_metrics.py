@@ -35,6 +35,7 @@ def _sampled_metrics(groups: Sequence[Group], rollouts: Sequence[Rollout]) -> di
     lengths = np.array([rollout.response_tokens for rollout in rollouts])
     rewards = np.array([rollout.reward for rollout in rollouts])
     accuracy = np.array([group.accuracy for group in groups])
+    parts = {name for rollout in rollouts for name in rollout.verdict.parts}
     return {
         "rollout/accuracy": float(np.mean([rollout.correct for rollout in rollouts])),
         "rollout/all_correct_frac": float(np.mean(accuracy == 1.0)),
@@ -48,4 +49,9 @@ def _sampled_metrics(groups: Sequence[Group], rollouts: Sequence[Rollout]) -> di
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
         "reward/overlong_penalty": float(np.mean([rollout.overlong_penalty for rollout in rollouts])),
+        **{f"reward/parts/{name}": _mean_of_part(name, rollouts) for name in sorted(parts)},
     }
+
+
+def _mean_of_part(name: str, rollouts: Sequence[Rollout]) -> float:
+    return float(np.mean([rollout.verdict.parts[name] for rollout in rollouts]))

@@ -23,6 +23,7 @@ from dapo_jax.config import (
     TrainConfig,
     load_config,
     load_evaluation,
+    to_yaml,
 )
 from dapo_jax.config.checks import check
 from dapo_jax.config.loading import leaf_types
@@ -88,6 +89,7 @@ REFUSED = [
         ["importance_cap: found 2.0", "pi_old / pi_sampler", "null"],
     ),
     ("reward.incorrect=1", ["reward.correct: found 1.0", "reward.incorrect = 1.0", "worth more"]),
+    ("reward.async_calls=0", ["reward.async_calls: found 0", "1 or more"]),
     ("parallel.data=-1", ["parallel.fsdp: found -1", "parallel.data is -1 too", "only one axis"]),
     ("dynamic_sampling.prompts_per_wave=50", ["max_waves: found 10", "10 x 50 = 500 < 512", "to 11 or more"]),
     ("dynamic_sampling.prompts_per_wave=0", ["prompts_per_wave: found 0", "dynamic_sampling.enabled=false"]),
@@ -211,6 +213,40 @@ def test_values_just_inside_the_rules_load_unchanged(path, overrides):
         for name in key.split("."):
             value = getattr(value, name)
         assert str(value).lower().removesuffix(".0") in (text, text.replace("null", "none"))
+
+
+@pytest.mark.parametrize(
+    ("graders", "words"),
+    [
+        ([{"grader": "exact", "weight": 0}], ["reward.graders[0].weight: found 0", "not 0"]),
+        ([{"grader": "exact", "weight": float("inf")}], ["reward.graders[0].weight: found inf", "finite"]),
+        ([{"grader": "exact"}, {"grader": " "}], ["reward.graders[1].grader: found ' '", "a name"]),
+        ([{"grader": "exact", "wieght": 2}], ["reward.graders[0].wieght", "did you mean weight?"]),
+        ([{"weight": 2}], ["reward.graders[0]: found", "needs a grader"]),
+    ],
+)
+def test_a_list_of_graders_that_cannot_be_summed_is_refused(graders, words):
+    with pytest.raises(ConfigError) as caught:
+        RewardConfig(graders=graders)
+    assert [word for word in words if word not in str(caught.value)] == []
+
+
+def test_a_grader_beside_a_list_of_graders_is_refused_since_it_would_not_be_asked(path):
+    words = r"reward\.grader: found 'math', needs no value beside reward\.graders; .* put it into the list"
+    with pytest.raises(ConfigError, match=words):
+        load_config(path, ["reward.grader=math", "reward.graders=[{grader: exact}]"])
+    with pytest.raises(ConfigError, match=r"reward\.graders\[0\]: found 'exact', needs a mapping"):
+        load_config(path, ["reward.graders=[exact]"])
+
+
+def test_several_graders_are_read_from_a_file_and_written_back(path):
+    path.write_text(
+        "run_dir: out\nreward:\n  graders:\n  - grader: math\n  - {grader: 'my.py:brief', weight: -0.5}\n"
+    )
+    config = load_config(path)
+    assert config.reward.graders == [{"grader": "math"}, {"grader": "my.py:brief", "weight": -0.5}]
+    path.write_text(to_yaml(config))
+    assert load_config(path) == config
 
 
 @pytest.mark.parametrize(("key", "words"), sorted(CHOICES.items()))

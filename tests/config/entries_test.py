@@ -17,7 +17,8 @@ class Part:
 
 def test_each_mapping_becomes_an_object_with_the_defaults_filled_in():
     made = entries("data.mixture", [{"source": "a"}, {"source": "b", "weight": 2}], Part)
-    assert made == [Part(source="a"), Part(source="b", weight=2)]
+    assert made == [Part(source="a"), Part(source="b", weight=2.0)]
+    assert isinstance(made[1].weight, float)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Reward functions of other trainers: called as there, and their results read as there."""
 
+import asyncio
 import re
 from pathlib import Path
 
@@ -7,6 +8,8 @@ import numpy as np
 import pytest
 
 from dapo_jax.rewards import Sample, grade_function
+from dapo_jax.rewards.async_calls import AsyncCalls
+from dapo_jax.rewards.functions import load_reward
 from dapo_jax.rollouts import Prompt, Verdict
 
 HERE = Path(__file__)
@@ -37,6 +40,24 @@ def conversational_reward(prompts, completions, completion_ids, **kwargs):
     return [1.0 if message["content"] == "42" and ids == [3, 4] else -1.0]
 
 
+def against_the_group(prompts, completions, answer, completion_ids, level, **kwargs):
+    """Compares the responses with each other, which lists of one would not allow."""
+    assert prompts == ["6*7"] * 3
+    assert (answer, level) == (["42"] * 3, [5] * 3)
+    assert completion_ids == [[3, 4]] * 3
+    mean = sum(len(completion) for completion in completions) / len(completions)
+    return [mean - len(completion) for completion in completions]
+
+
+async def awaited_lengths(completions, **kwargs):
+    await asyncio.sleep(0)
+    return [float(len(completion)) for completion in completions]
+
+
+def one_too_few(completions, **kwargs):
+    return [1.0] * (len(completions) - 1)
+
+
 def scalar(completions, **kwargs):
     return 1.0
 
@@ -52,6 +73,11 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return {"score": 1.0 if right else -1.0, "acc": right, "pred": solution_str}
 
 
+async def compute_awaited(data_source, solution_str, ground_truth, extra_info=None):
+    await asyncio.sleep(0)
+    return {"score": 0.5, "acc": solution_str == ground_truth}
+
+
 def compute_number(data_source, solution_str, ground_truth, extra_info=None):
     return 0.5 if solution_str == ground_truth else 0
 
@@ -61,7 +87,8 @@ def without_score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 def graded(kind, name, given):
-    return grade_function(f"{kind}:{HERE}:{name}")(given)
+    [verdict] = grade_function(f"{kind}:{HERE}:{name}")([given])
+    return verdict
 
 
 def test_a_trl_function_scores():
@@ -73,6 +100,29 @@ def test_a_trl_function_gets_the_rows_fields_that_it_names():
     """1.0 x level 3 + 3 / 100 for the prompt of three characters."""
     verdict = graded("trl", "column_reward", sample("it is 42", row={"level": 3, "more": "unused"}))
     assert verdict.score == pytest.approx(3.03)
+
+
+def test_a_trl_function_is_called_once_with_the_whole_group():
+    """Lengths 2, 4 and 6: the mean is 4."""
+    group = [sample(text, row={"level": 5}) for text in ("42", "4242", "424242")]
+    verdicts = grade_function(f"trl:{HERE}:against_the_group")(group)
+    assert [verdict.score for verdict in verdicts] == [2.0, 0.0, -2.0]
+
+
+def test_a_trl_function_returns_as_many_numbers_as_there_are_completions():
+    with pytest.raises(RuntimeError, match=r"one number for each completion; for 2 it returned \[1\.0\]"):
+        grade_function(f"trl:{HERE}:one_too_few")([sample("42"), sample("41")])
+
+
+def test_async_functions_of_other_trainers_are_awaited():
+    with AsyncCalls(at_once=2, timeout_s=20.0) as loop:
+
+        def graded_there(spec):
+            futures = loop.submit(load_reward(spec), [sample("42"), sample("four")])
+            return [(future.result().correct, future.result().score) for future in futures]
+
+        assert graded_there(f"trl:{HERE}:awaited_lengths") == [(True, 2.0), (True, 4.0)]
+        assert graded_there(f"verl:{HERE}:compute_awaited") == [(True, 0.5), (False, 0.5)]
 
 
 def test_a_conversation_is_answered_by_a_message():

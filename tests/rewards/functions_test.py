@@ -1,5 +1,6 @@
 """Reward functions: what they get, what they may return, and how they are found."""
 
+import dataclasses
 import subprocess
 import sys
 import types
@@ -7,11 +8,16 @@ import types
 import numpy as np
 import pytest
 
-from dapo_jax.rewards import Sample, as_verdict, grade_function, load_function
+from dapo_jax.rewards import Sample, as_verdict, grade_function, load_function, whole_group
 from dapo_jax.rollouts import Prompt, Verdict
 
 PROMPT = Prompt(ordinal=7, tokens=np.array([5, 6], np.int32), text="1+1", answer="2", row={"level": 3})
 SAMPLE = Sample(prompt=PROMPT, response="=2", tokens=np.array([4, 5, 1], np.int32), finish_reason="stop")
+
+
+def graded(spec, **options):
+    [verdict] = grade_function(spec, **options)([SAMPLE])
+    return verdict
 
 
 def test_sample_knows_its_answer_and_length():
@@ -63,12 +69,12 @@ def test_other_types_are_refused_with_the_functions_name(value):
 
 
 def test_named_grader_compares_with_the_answer():
-    assert grade_function("exact")(SAMPLE).correct
-    assert not grade_function("exact", answer_marker="#")(SAMPLE).correct
+    assert graded("exact").correct
+    assert not graded("exact", answer_marker="#").correct
 
 
 def test_function_sees_the_sample_and_its_row():
-    assert grade_function(lambda sample: sample.prompt.row["level"] / 4)(SAMPLE).score == 0.75
+    assert graded(lambda sample: sample.prompt.row["level"] / 4).score == 0.75
 
 
 def test_unknown_grader_is_answered_with_the_nearest():
@@ -83,12 +89,85 @@ def test_function_that_raises_names_the_prompt():
     with pytest.raises(
         RuntimeError, match=r"broken raised KeyError: 'missing'; prompt 7 \('1\+1'\), response '=2'"
     ):
-        grade_function(broken)(SAMPLE)
+        graded(broken)
 
 
 def test_bad_result_is_a_value_error_when_graded():
     with pytest.raises(ValueError, match="returned None"):
-        grade_function(lambda sample: None)(SAMPLE)
+        graded(lambda sample: None)
+
+
+def samples(*responses):
+    return [dataclasses.replace(SAMPLE, response=response) for response in responses]
+
+
+@pytest.mark.parametrize("kind", [list, tuple, np.array])
+def test_a_whole_group_function_sees_all_responses_and_answers_for_each(kind):
+    seen = []
+
+    @whole_group
+    def reward(group):
+        seen.append([sample.response for sample in group])
+        return kind([1.0, 0.0, -2.0])
+
+    verdicts = grade_function(reward)(samples("a", "b", "c"))
+    assert seen == [["a", "b", "c"]]
+    assert [(verdict.correct, verdict.score) for verdict in verdicts] == [
+        (True, 1.0),
+        (False, 0.0),
+        (False, -2.0),
+    ]
+
+
+def test_a_function_of_one_response_is_called_once_for_each():
+    verdicts = grade_function(lambda sample: sample.response == "=2")(samples("=3", "=2", "=2"))
+    assert [verdict.correct for verdict in verdicts] == [False, True, True]
+
+
+def test_a_whole_group_function_is_found_in_a_file(tmp_path):
+    text = "from dapo_jax.rewards import whole_group\n@whole_group\ndef f(group):\n    return [len(group)] * len(group)\n"
+    verdicts = grade_function(f"{reward_file(tmp_path, text)}:f")(samples("a", "b"))
+    assert [verdict.score for verdict in verdicts] == [2.0, 2.0]
+
+
+@pytest.mark.parametrize(("count", "found"), [(3, 2), (2, 3), (2, 0)])
+def test_a_wrong_number_of_verdicts_names_both_numbers(count, found):
+    reward = whole_group(lambda group: [True] * found)
+    with pytest.raises(ValueError, match=f"returned {found} verdicts for {count} responses"):
+        grade_function(reward)(samples(*"abc"[:count]))
+
+
+@pytest.mark.parametrize("value", [1.0, True, None, "ab", Verdict(correct=True)])
+def test_one_verdict_for_a_whole_group_is_refused(value):
+    with pytest.raises(ValueError, match=r"for 2 responses; one that takes a whole group must return a list"):
+        grade_function(whole_group(lambda group: value))(samples("a", "b"))
+
+
+def test_a_whole_group_function_that_raises_names_the_prompt_and_how_many_responses():
+    @whole_group
+    def broken(group):
+        raise KeyError("missing")
+
+    with pytest.raises(RuntimeError, match=r"broken raised KeyError: 'missing'; prompt 7 .*, 3 responses$"):
+        grade_function(broken)(samples("a", "b", "c"))
+
+
+def test_an_async_function_is_not_graded_without_an_event_loop():
+    async def judge(sample):
+        return True
+
+    with pytest.raises(ValueError, match=r"judge is async and needs an event loop"):
+        grade_function(judge)
+
+
+def test_a_coroutine_of_a_plain_function_is_refused_with_the_remedy():
+    async def judge(sample):
+        return True
+
+    with pytest.raises(
+        ValueError, match="returned a coroutine; it is awaited only if `async def` defines it"
+    ):
+        grade_function(lambda sample: judge(sample))([SAMPLE])
 
 
 def reward_file(tmp_path, text, name="my_reward.py"):
@@ -99,7 +178,7 @@ def reward_file(tmp_path, text, name="my_reward.py"):
 
 def test_function_is_loaded_from_a_file(tmp_path):
     path = reward_file(tmp_path, "def short(sample):\n    return sample.response_tokens < 5\n")
-    assert grade_function(f"{path}:short")(SAMPLE) == Verdict(correct=True)
+    assert graded(f"{path}:short") == Verdict(correct=True)
 
 
 def test_file_may_define_dataclasses(tmp_path):
@@ -121,7 +200,7 @@ def test_function_is_loaded_from_a_module(monkeypatch):
     module = types.ModuleType("my_rewards")
     module.always = lambda sample: True
     monkeypatch.setitem(sys.modules, "my_rewards", module)
-    assert grade_function("my_rewards:always")(SAMPLE).correct
+    assert graded("my_rewards:always").correct
 
 
 @pytest.mark.parametrize("spec", ["reward.py", ":f", "module:"])

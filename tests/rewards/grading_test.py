@@ -24,8 +24,8 @@ def sampled(ordinal, *texts):
     return prompt, responses
 
 
-def is_yes(sample):
-    return Verdict(correct=sample.response == sample.answer)
+def is_yes(samples):
+    return [Verdict(correct=sample.response == sample.answer) for sample in samples]
 
 
 def test_in_this_process_each_group_is_graded_before_the_next_is_sampled():
@@ -46,9 +46,10 @@ def test_in_this_process_each_group_is_graded_before_the_next_is_sampled():
 def test_sampling_does_not_wait_for_a_verdict_and_groups_keep_the_order_of_sampling():
     waiting, events = {}, []
 
-    def submit(sample):
+    def submit(samples):
+        [sample] = samples
         waiting[sample.prompt.ordinal] = Future()
-        return waiting[sample.prompt.ordinal]
+        return [waiting[sample.prompt.ordinal]]
 
     def sampler():
         for ordinal in range(3):
@@ -69,10 +70,10 @@ def test_sampling_does_not_wait_for_a_verdict_and_groups_keep_the_order_of_sampl
 
 
 def test_an_exception_of_the_grader_ends_the_groups():
-    def submit(sample):
+    def submit(samples):
         future = Future()
         future.set_exception(RuntimeError("reward function f raised"))
-        return future
+        return [future]
 
     grading = Grading(submit=submit, tokenizer=TOKENIZER, shaping=Shaping())
     with pytest.raises(RuntimeError, match="reward function f raised"):

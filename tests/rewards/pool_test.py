@@ -1,5 +1,6 @@
 """The grading pool: right and in order, whatever single calls do to their workers."""
 
+import json
 import os
 import signal
 import time
@@ -8,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dapo_jax.rewards.calls import answer_of, call_of, sample_of, verdict_of
+from dapo_jax.rewards import whole_group
+from dapo_jax.rewards.calls import answer_of, call_of, samples_of, verdicts_of
 from dapo_jax.rewards.pool import GradingPool
 from dapo_jax.rewards.sample import Sample
 from dapo_jax.rollouts import Prompt, Verdict
@@ -54,8 +56,22 @@ def hostile(sample):
     return sample.response == sample.answer
 
 
-def pool(grader=f"{HERE}:hostile", *, workers=2, timeout_s=TIMEOUT_S, memory_mb=512):
-    return GradingPool(grader, workers=workers, timeout_s=timeout_s, memory_mb=memory_mb)
+@whole_group
+def hostile_in_company(group):
+    """Does what one of the responses says; otherwise each is right if it is the longest."""
+    for one in group:
+        hostile(one)
+    most = max(len(one.response) for one in group)
+    return [len(one.response) == most for one in group]
+
+
+@whole_group
+def one_too_few(group):
+    return [True] * (len(group) - 1)
+
+
+def pool(grader=f"{HERE}:hostile", *, workers=2, timeout_s=TIMEOUT_S, memory_mb=512, **how):
+    return GradingPool(grader, workers=workers, timeout_s=timeout_s, memory_mb=memory_mb, **how)
 
 
 def test_a_thousand_calls_with_three_hostile_ones_come_back_right_and_in_order():
@@ -96,7 +112,7 @@ def test_what_a_grader_prints_does_not_disturb_the_answers():
 
 def test_an_exception_of_the_grader_is_the_callers_and_the_worker_stays():
     with pool(workers=1) as graders:
-        failed, fine = graders.submit(sample("raise", ordinal=11)), graders.submit(sample("34"))
+        failed, fine = graders.submit([sample("raise", ordinal=11), sample("34")])
         with pytest.raises(
             RuntimeError, match=r"hostile raised ZeroDivisionError: by hand; prompt 11 .*'raise'"
         ):
@@ -110,6 +126,38 @@ def test_a_grader_that_cannot_be_loaded_is_named():
             graders.grade([sample("34")])
         with pytest.raises(ValueError, match="no_such_module"):  # again, and for each call
             graders.grade([sample("34")])
+
+
+def test_a_whole_group_is_one_call_and_lost_as_one():
+    with pool(f"{HERE}:hostile_in_company", whole_group=True, timeout_s=1.0) as graders:
+        groups = [["1", "22", "333"], ["1", "hang", "2"], ["die", "1"], ["4444", "1"]]
+        futures = [graders.submit([sample(text) for text in group]) for group in groups]
+        verdicts = [[future.result() for future in group] for group in futures]
+    assert [[v.correct for v in group] for group in verdicts] == [
+        [False, False, True],
+        [False] * 3,
+        [False] * 2,
+        [True, False],
+    ]
+    assert [[v.lost for v in group] for group in verdicts] == [
+        [""] * 3,
+        ["timeout"] * 3,
+        ["died"] * 2,
+        [""] * 2,
+    ]
+
+
+def test_the_time_limit_of_a_plain_grader_is_each_responses_own():
+    with pool(timeout_s=1.0) as graders:
+        lost = [verdict.lost for verdict in graders.grade([sample(text) for text in ("34", "hang", "35")])]
+    assert lost == ["", "timeout", ""]
+
+
+def test_a_wrong_number_of_verdicts_from_a_worker_names_both_numbers():
+    group = [sample("a"), sample("b"), sample("c")]
+    wrong = pytest.raises(RuntimeError, match="returned 2 verdicts for 3 responses")
+    with pool(f"{HERE}:one_too_few", workers=1, whole_group=True) as graders, wrong:
+        graders.grade(group)
 
 
 def test_math_verify_keeps_its_own_time_in_a_worker():
@@ -127,7 +175,7 @@ def test_a_call_holds_all_that_a_reward_function_may_read():
         "n": np.int64(5),
         "none": None,
     }
-    there = sample_of(call_of(sample("Äπ\n34", row=row)))
+    [there] = samples_of(json.loads(json.dumps(call_of([sample("Äπ\n34", row=row)]))))
     assert there.prompt.row == {
         "answer": "34",
         "level": 3,
@@ -142,20 +190,21 @@ def test_a_call_holds_all_that_a_reward_function_may_read():
 
 
 def test_a_verdict_comes_back_as_it_was():
-    verdict = Verdict(correct=True, extracted="34", reason="equal", score=0.5)
-    assert verdict_of(answer_of(verdict)) == verdict
+    verdict = Verdict(correct=True, extracted="34", reason="equal", score=0.5, parts={"exact": 1.0})
+    plain = Verdict(correct=False)
+    assert verdicts_of(json.loads(json.dumps(answer_of([verdict, plain])))) == [verdict, plain]
 
 
 @pytest.mark.parametrize("thing", [{1, 2}, {3: "an integer's name would become a text"}, b"bytes"])
 def test_a_row_that_json_would_change_is_refused(thing):
     with pytest.raises(TypeError, match=r"the row's field 'thing' holds .* JSON cannot hand"):
-        call_of(sample("34", row={"thing": [thing]}))
+        call_of([sample("34", row={"thing": [thing]})])
 
 
 def test_closing_cancels_what_waits_and_finishes_what_is_being_graded():
     graders = pool(workers=1, timeout_s=1.0)
     assert graders.grade([sample("34")])[0].correct
-    hanging, waiting = graders.submit(sample("hang")), [graders.submit(sample("34")) for _ in range(50)]
+    [hanging, *waiting] = graders.submit([sample("hang"), *(sample("34") for _ in range(50))])
     while graders.waiting == len(waiting) + 1:
         time.sleep(0.01)
     graders.close()

@@ -13,9 +13,9 @@ ROW = {"task": "letter_counting", "options": {"min_words": 3}, "entry": ENTRY}
 
 def graded(response, row=ROW):
     prompt = Prompt(ordinal=7, tokens=np.array([5], np.int32), text="How many?", answer="2", row=row)
-    return GRADE(
-        Sample(prompt=prompt, response=response, tokens=np.array([4], np.int32), finish_reason="stop")
-    )
+    tokens = np.array([4], np.int32)
+    [verdict] = GRADE([Sample(prompt=prompt, response=response, tokens=tokens, finish_reason="stop")])
+    return verdict
 
 
 @pytest.fixture

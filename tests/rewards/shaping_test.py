@@ -48,7 +48,10 @@ def test_configured_rewards_replace_plus_and_minus_one():
 
 def test_score_replaces_the_rule_reward():
     graded = group(
-        response("=2"), grade=lambda sample: Verdict(correct=False, score=0.75), correct=9.0, incorrect=-9.0
+        response("=2"),
+        grade=lambda samples: [Verdict(correct=False, score=0.75)],
+        correct=9.0,
+        incorrect=-9.0,
     )
     np.testing.assert_array_equal(graded.rewards, [0.75])
     assert not graded.rollouts[0].correct
@@ -59,9 +62,9 @@ def test_grader_sees_text_tokens_and_finish_reason():
 
     def grade(sample):
         seen.append((sample.prompt, sample.response, len(sample.tokens), sample.finish_reason))
-        return Verdict(correct=True)
+        return True
 
-    group(response("=2"), response("=22", ended=False), grade=grade)
+    group(response("=2"), response("=22", ended=False), grade=grade_function(grade))
     assert seen == [(PROMPT, "=2", 3, "stop"), (PROMPT, "=22", 3, "length")]
 
 

@@ -1,5 +1,8 @@
 """Carried groups come back from a checkpoint as they went in."""
 
+import json
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,6 +30,8 @@ rollouts = st.fixed_dictionaries(
                 "extracted": st.none() | texts,
                 "reason": texts,
                 "score": st.none() | st.floats(-2, 2),
+                "lost": st.sampled_from(["", "timeout"]),
+                "parts": st.dictionaries(texts, st.floats(-2, 2), max_size=2),
             }
         ),
         "text": texts,
@@ -69,6 +74,18 @@ def test_groups_survive_as_arrays(drawn):
             assert x.response.finish_reason == y.response.finish_reason
             assert (x.text, x.verdict) == (y.text, y.verdict)
             assert (x.reward, x.overlong_penalty) == (y.reward, y.overlong_penalty)
+
+
+def test_groups_of_an_older_checkpoint_have_no_parts():
+    response = Response(tokens=np.ones(1, np.int32), logprobs=np.ones(1, np.float32), finish_reason="stop")
+    verdict = Verdict(correct=True, reason="equal", extracted="2", lost="memory")
+    rollout = Rollout(response=response, text="x", verdict=verdict, reward=1.0)
+    arrays = carry_arrays([Group(prompt=prompt_at(1), rollouts=(rollout,))])
+    for words, lost in ((["x", "equal", "2"], ""), (["x", "equal", "2", "memory"], "memory")):
+        text = json.dumps(words).encode()
+        older = {"texts": np.frombuffer(text, np.uint8), "text_lengths": np.array([len(text)])}
+        [group] = carry_groups({**arrays, **older}, prompt_at)
+        assert group.rollouts[0].verdict == replace(verdict, lost=lost)
 
 
 def test_the_arrays_hold_no_python_objects():

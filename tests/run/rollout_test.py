@@ -11,7 +11,7 @@ from dapo_jax.data.huggingface import HuggingFaceTokenizer
 from dapo_jax.rollouts import Prompt, Response
 from dapo_jax.run import sample
 from dapo_jax.run.policy import load_policy
-from dapo_jax.run.rollout import eval_prompts, grading, prompt_format, submit_of
+from dapo_jax.run.rollout import eval_prompts, grading, prompt_format
 from tests.data.folders import files_of
 
 OPENED = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
@@ -99,15 +99,3 @@ def test_a_conversation_is_trained_on_with_its_template_and_logged_readably(
     assert {row["prompt"] for row in logged} <= {system + OPENED.format(f"{n}+1") for n in range(3)}
     assert all(row["row"]["prompt"][0]["role"] == "user" for row in logged)
     assert (result.run_dir / "model" / "chat_template.jinja").is_file()
-
-
-def test_workers_grade_where_they_are_needed_only():
-    own = RewardConfig(grader=f"{__file__}:graded")
-    for here in (RewardConfig(), RewardConfig(grader="reasoning_gym"), replace(own, workers=0)):
-        assert submit_of(here)[1] is None
-    for there in (own, RewardConfig(grader="math")):
-        _, close = submit_of(there)
-        assert close is not None
-        close()
-    _, close = submit_of(own, reward=lambda sample: True)  # a function of this process
-    assert close is None

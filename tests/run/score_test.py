@@ -7,6 +7,7 @@ import pytest
 
 from dapo_jax.cli import main
 from dapo_jax.config import ConfigError
+from dapo_jax.rewards import whole_group
 from dapo_jax.rollouts import Group, Prompt, Response, Rollout, Verdict
 from dapo_jax.run.score import describe, score
 from dapo_jax.trackers.evaluation_log import write_problems
@@ -21,6 +22,14 @@ def long_ones(sample):
     assert sample.prompt.row["level"] == 2
     assert (sample.finish_reason, sample.response_tokens) == ("stop", 3)
     return len(sample.response) > len("Answer: 34")
+
+
+@whole_group
+def longest(group):
+    """Right is the longest of its own group of four, of which each step has one."""
+    assert len(group) == 4
+    most = max(len(sample.response) for sample in group)
+    return [len(sample.response) == most for sample in group]
 
 
 @pytest.fixture
@@ -72,6 +81,13 @@ def test_an_own_function_gets_the_row_and_the_tokens(rollouts):
     own = f"{HERE}:long_ones"
     assert score(rollouts, [own]).accuracy(own) == 0.5
     assert score(rollouts / "step_000001.jsonl", [own], workers=0).accuracy(own) == 0.5
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_whole_group_function_gets_the_responses_of_one_step_and_prompt(rollouts, workers):
+    own = f"{HERE}:longest"
+    verdicts = score(rollouts, [own], workers=workers).verdicts[own]
+    assert [verdict.correct for verdict in verdicts] == [False, False, True, False] * 2
 
 
 def test_the_command_prints_it(rollouts, capsys):

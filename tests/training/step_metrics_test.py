@@ -1,5 +1,7 @@
 """What a step logs of its rollouts, counted by hand."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -66,6 +68,22 @@ def test_all_that_was_sampled_and_what_was_trained_on_are_counted_apart():
             "reward/overlong_penalty": -2.25 / 6,
         }
     )
+
+
+def test_the_parts_of_a_sum_are_logged_each_as_its_mean_over_what_was_sampled():
+    def with_parts(group, *parts):
+        rollouts = [
+            replace(rollout, verdict=Verdict(correct=True, parts={"exact": exact, "brief": brief}))
+            for rollout, (exact, brief) in zip(group.rollouts, parts, strict=True)
+        ]
+        return replace(group, rollouts=tuple(rollouts))
+
+    sampled = [with_parts(MIXED, (1.0, 0.5), (-1.0, 0.25)), with_parts(RIGHT, (1.0, 0.0), (1.0, 0.25))]
+    metrics = rollout_metrics(collected(sampled=sampled))
+    assert {name: value for name, value in metrics.items() if "parts" in name} == {
+        "reward/parts/brief": 0.25,
+        "reward/parts/exact": 0.5,
+    }
 
 
 def test_a_step_that_sampled_nothing_says_nothing_of_samples():

@@ -1,0 +1,42 @@
+"""What a reward function asks for: one response or a whole group at a time, and whether it is awaited."""
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+_MARK = "whole_group"
+
+
+def whole_group(function: _Function) -> _Function:
+    """Marks a reward function that takes all responses to one prompt at once.
+
+    It is called with a list of `Sample` and returns one bool, number or `Verdict` for each, in their order.
+    """
+    setattr(function, _MARK, True)
+    return function
+
+
+def is_whole_group(function: Callable[..., Any]) -> bool:
+    """True if `whole_group` marks the function, or what a partial calls."""
+    return getattr(function, _MARK, False) is True or getattr(_called(function), _MARK, False) is True
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """True for a coroutine function, an object whose `__call__` is one, and a partial of either."""
+    called = _called(function)
+    return inspect.iscoroutinefunction(called) or inspect.iscoroutinefunction(type(called).__call__)
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """The function's name, a partial's that of what it calls, an object's that of its class."""
+    called = _called(function)
+    return getattr(called, "__qualname__", type(called).__qualname__)
+
+
+def _called(function: Callable[..., Any]) -> Callable[..., Any]:
+    while isinstance(function, partial):
+        function = function.func
+    return function

@@ -1,0 +1,78 @@
+"""Several reward functions for one response, summed by weight."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from dapo_jax.rewards.futures import joined
+from dapo_jax.rewards.grading import Submit
+from dapo_jax.rewards.sample import Sample
+from dapo_jax.rollouts import Verdict
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One of the reward functions whose sum is the reward."""
+
+    name: str
+    """Of this part alone: what metrics and reasons call it."""
+    weight: float
+    submit: Submit
+
+
+def weighted_sum(parts: Sequence[Part], reward: Callable[[Verdict], float]) -> Submit:
+    """Hands a group to all parts; the verdict is that of the first with the sum of weight x reward as its score.
+
+    The first says whether the answer is correct; the others shape the reward. See `summed`.
+
+    Args:
+        parts: one or more, of different names.
+        reward: what a part's verdict is worth, `Shaping.reward`.
+    """
+
+    def submit(samples: Sequence[Sample]) -> list[Future[Verdict]]:
+        asked = [part.submit(samples) for part in parts]
+        return [
+            joined(of_one, lambda verdicts: summed(parts, verdicts, reward))
+            for of_one in zip(*asked, strict=True)
+        ]
+
+    return submit
+
+
+def summed(parts: Sequence[Part], verdicts: Sequence[Verdict], reward: Callable[[Verdict], float]) -> Verdict:
+    """The verdicts of the parts on one response as one.
+
+    `correct` and `extracted` are the first's; `score` is the sum of weight x reward; `reason` is the first's with the terms of
+    the sum; `lost` is the first that is not empty; `parts` holds each part's reward before its weight.
+    """
+    rewards = [reward(verdict) for verdict in verdicts]
+    terms = [
+        f"{part.name} {part.weight:g} x {value:g}{f' ({verdict.lost})' if verdict.lost else ''}"
+        for part, value, verdict in zip(parts, rewards, verdicts, strict=True)
+    ]
+    first = verdicts[0]
+    return Verdict(
+        correct=first.correct,
+        extracted=first.extracted,
+        reason="; ".join(filter(None, [first.reason, f"sum of {', '.join(terms)}"])),
+        score=sum(part.weight * value for part, value in zip(parts, rewards, strict=True)),
+        lost=next((verdict.lost for verdict in verdicts if verdict.lost), ""),
+        parts={part.name: value for part, value in zip(parts, rewards, strict=True)},
+    )
+
+
+def part_names(names: Sequence[str]) -> list[str]:
+    """Short names, each once: the function's for one in a module or file; a second of one name gets a number.
+
+    >>> part_names(["math", "rewards.py:brief", "trl:other.py:brief", "main.<locals>.judge"])
+    ['math', 'brief', 'brief_2', 'judge']
+    """
+    short: list[str] = []
+    for name in names:
+        wanted = base = name.rpartition(":")[2].rpartition("<locals>.")[2]
+        number = 2
+        while wanted in short:
+            wanted, number = f"{base}_{number}", number + 1
+        short.append(wanted)
+    return short

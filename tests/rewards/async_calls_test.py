@@ -1,0 +1,213 @@
+"""Async reward functions: many at a time, each with its time, in order, and none left behind."""
+
+import asyncio
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from dapo_jax.rewards import Sample, whole_group
+from dapo_jax.rewards.async_calls import AsyncCalls
+from dapo_jax.rewards.functions import load_reward
+from dapo_jax.rollouts import Prompt, Verdict
+
+
+def samples(*responses, ordinal=7):
+    prompt = Prompt(ordinal=ordinal, tokens=np.array([1], np.int32), text="6*7", answer="42")
+    return [
+        Sample(prompt=prompt, response=response, tokens=np.array([3], np.int32), finish_reason="stop")
+        for response in responses
+    ]
+
+
+def submitted(loop, function, *responses):
+    return loop.submit(load_reward(function), samples(*responses))
+
+
+def graded(function, *responses, at_once=8, timeout_s=20.0):
+    with AsyncCalls(at_once=at_once, timeout_s=timeout_s) as loop:
+        return [future.result() for future in submitted(loop, function, *responses)]
+
+
+async def judge(sample):
+    """Longer responses answer sooner; a number is the score."""
+    await asyncio.sleep(0.05 / (1 + len(sample.response)))
+    return float(sample.response)
+
+
+def test_verdicts_are_in_the_order_of_the_responses_whichever_comes_first():
+    assert [verdict.score for verdict in graded(judge, "1", "2222", "-3")] == [1.0, 2222.0, -3.0]
+
+
+def test_bools_and_verdicts_are_read_as_those_of_plain_functions():
+    async def right(sample):
+        return sample.response == sample.answer
+
+    async def reasoned(sample):
+        return Verdict(correct=True, reason="the judge says so")
+
+    assert graded(right, "42", "41") == [Verdict(correct=True), Verdict(correct=False)]
+    assert graded(reasoned, "42") == [Verdict(correct=True, reason="the judge says so")]
+
+
+def test_calls_overlap_up_to_the_limit_and_all_run_in_one_other_thread():
+    under_way, most, threads = 0, 0, set()
+
+    async def counted(sample):
+        nonlocal under_way, most
+        threads.add(threading.get_ident())
+        under_way += 1
+        most = max(most, under_way)
+        await asyncio.sleep(0.02)
+        under_way -= 1
+        return True
+
+    assert all(verdict.correct for verdict in graded(counted, *"abcdefghij", at_once=3))
+    assert most == 3
+    assert len(threads) == 1
+    assert threading.get_ident() not in threads
+
+
+def test_a_call_that_takes_too_long_is_lost_and_the_others_are_not():
+    async def slow_for_b(sample):
+        await asyncio.sleep(60 if sample.response == "b" else 0)
+        return True
+
+    a, b, c = graded(slow_for_b, "a", "b", "c", timeout_s=0.2)
+    assert a == c == Verdict(correct=True)
+    assert b == Verdict(correct=False, reason="no verdict within 0.2 s", lost="timeout")
+
+
+def test_time_spent_waiting_for_a_free_place_is_not_the_calls():
+    async def takes_its_time(sample):
+        await asyncio.sleep(0.15)
+        return True
+
+    verdicts = graded(takes_its_time, *"abcdef", at_once=1, timeout_s=0.6)  # the last begins after 0.75 s
+    assert [verdict.lost for verdict in verdicts] == [""] * 6
+
+
+def test_a_function_that_turns_its_cancellation_into_an_error_is_out_of_time_all_the_same():
+    async def translated(sample):
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            raise ConnectionError("the request was closed") from None
+
+    [verdict] = graded(translated, "a", timeout_s=0.1)
+    assert verdict.lost == "timeout"
+
+
+def test_a_timeout_of_the_functions_own_is_its_error_and_not_a_lost_verdict():
+    async def impatient(sample):
+        async with asyncio.timeout(0.01):
+            await asyncio.sleep(60)
+
+    with pytest.raises(RuntimeError, match=r"impatient raised TimeoutError: .*; prompt 7 \('6\*7'\)"):
+        graded(impatient, "a")
+
+
+def test_an_exception_names_the_prompt_and_other_calls_go_on():
+    async def broken_for_a(sample):
+        if sample.response == "a":
+            raise ZeroDivisionError("by hand")
+        return True
+
+    with AsyncCalls(at_once=4, timeout_s=20.0) as loop:
+        failed, fine = submitted(loop, broken_for_a, "a", "b")
+        with pytest.raises(
+            RuntimeError, match=r"broken_for_a raised ZeroDivisionError: by hand; prompt 7 .*response 'a'"
+        ):
+            failed.result()
+        assert fine.result().correct
+
+
+def test_what_is_no_verdict_is_refused_with_the_functions_name():
+    async def nothing(sample):
+        return None
+
+    with pytest.raises(ValueError, match=r"reward function .*nothing returned None"):
+        graded(nothing, "a")
+
+
+def test_a_whole_group_is_judged_in_one_call_which_is_lost_as_one():
+    calls = []
+
+    @whole_group
+    async def ranked(group):
+        calls.append(len(group))
+        await asyncio.sleep(60 if group[0].response == "hang" else 0)
+        order = sorted(sample.response for sample in group)
+        return [float(order.index(sample.response)) for sample in group]
+
+    with AsyncCalls(at_once=4, timeout_s=0.3) as loop:
+        reward = load_reward(ranked)
+        first, second = loop.submit(reward, samples("b", "a", "c")), loop.submit(reward, samples("hang", "a"))
+        assert [future.result().score for future in first] == [1.0, 0.0, 2.0]
+        assert [future.result().lost for future in second] == ["timeout", "timeout"]
+    assert calls == [3, 2]
+
+
+def test_one_event_loop_serves_all_calls_of_a_run():
+    """Clients keep their connections on the loop that they were first used on."""
+    loops = set()
+
+    async def remembered(sample):
+        loops.add(id(asyncio.get_running_loop()))
+        return True
+
+    with AsyncCalls(at_once=2, timeout_s=20.0) as loop:
+        for _ in range(3):
+            [future] = submitted(loop, remembered, "a")
+            assert future.result().correct
+    assert len(loops) == 1
+
+
+def test_closing_cancels_what_waits_and_what_is_under_way_and_ends_the_thread():
+    begun, ended = threading.Event(), []
+
+    async def endless(sample):
+        begun.set()
+        try:
+            await asyncio.sleep(600)
+        finally:
+            ended.append(sample.response)
+
+    before = threading.active_count()
+    loop = AsyncCalls(at_once=1, timeout_s=600.0)
+    futures = submitted(loop, endless, "a", "b", "c")
+    assert begun.wait(20)
+    assert threading.active_count() == before + 1
+    start = time.monotonic()
+    loop.close()
+    loop.close()  # a second time changes nothing
+    assert all(future.cancelled() for future in futures)
+    assert ended == ["a"]
+    assert threading.active_count() == before
+    assert time.monotonic() - start < 20
+
+
+def test_the_callers_own_event_loop_is_left_alone():
+    async def caller():
+        with AsyncCalls(at_once=2, timeout_s=20.0) as loop:
+            [future] = submitted(loop, judge, "1")
+            verdict = await asyncio.wrap_future(future)
+        return verdict, asyncio.get_running_loop().is_running()
+
+    verdict, running = asyncio.run(caller())
+    assert (verdict.score, running) == (1.0, True)
+    own = asyncio.new_event_loop()
+    asyncio.set_event_loop(own)
+    try:
+        with AsyncCalls(at_once=2, timeout_s=20.0):
+            assert asyncio.get_event_loop() is own
+    finally:
+        asyncio.set_event_loop(None)
+        own.close()
+
+
+@pytest.mark.parametrize("wrong", [{"at_once": 0}, {"timeout_s": 0.0}])
+def test_limits_that_make_no_sense_are_refused(wrong):
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))}=0"):
+        AsyncCalls(**{"at_once": 1, "timeout_s": 1.0, **wrong})
