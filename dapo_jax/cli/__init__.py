@@ -33,8 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _is_ours(error: Exception) -> bool:
     """True if the error's own message says all there is: a traceback would only hide it."""
     from dapo_jax.filtering import ShortfallError
+    from dapo_jax.rewards.functions import RewardError
 
-    return isinstance(error, ShortfallError)
+    return isinstance(error, ShortfallError | RewardError)
 
 
 def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:

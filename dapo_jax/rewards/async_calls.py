@@ -51,7 +51,7 @@ class AsyncCalls:
     def submit(self, reward: LoadedReward, samples: Sequence[Sample]) -> list[Future[Verdict]]:
         """Queues the calls for the responses to one prompt; the verdicts are in their order.
 
-        A result raises RuntimeError if the function raised, ValueError if it returned no verdict.
+        A result raises RewardError if the function raised or returned no verdict.
         """
         futures = []
         for call in reward.calls(samples):

@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import math
 import sys
+import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,10 @@ GradeFunction = Callable[[Sequence[Sample]], list[Verdict]]
 
 _NEEDS_A_ROW = {"reasoning_gym": "dapo_jax.rewards.reasoning_gym:grade"}
 """Graders by name that need more than the text and the answer; loaded when they are asked for."""
+
+
+class RewardError(RuntimeError):
+    """A reward function raised, or returned what is no verdict; the message names the function and the place."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +79,8 @@ class LoadedReward:
     def _graded(self, call: Sequence[Sample]) -> list[Verdict]:
         try:
             result = self.function(self._argument(call))
+        except MemoryError:
+            raise  # there is none left to say more
         except Exception as error:
             raise self._failure(error, call) from error
         return self._verdicts(result, call)
@@ -81,15 +88,21 @@ class LoadedReward:
     def _argument(self, call: Sequence[Sample]) -> Sample | list[Sample]:
         return list(call) if self.is_whole_group else call[0]
 
-    def _failure(self, error: Exception, call: Sequence[Sample]) -> RuntimeError:
+    def _failure(self, error: Exception, call: Sequence[Sample]) -> RewardError:
         prompt = call[0].prompt
         what = f"{len(call)} responses" if self.is_whole_group else f"response {call[0].response[:60]!r}"
-        return RuntimeError(
-            f"reward function {self.name} raised {type(error).__name__}: {error}; prompt {prompt.ordinal} "
+        return RewardError(
+            f"reward function {self.name} raised {type(error).__name__}: {error}{_where(error)}; prompt {prompt.ordinal} "
             f"({prompt.text[:60]!r}), {what}"
         )
 
     def _verdicts(self, result: Any, call: Sequence[Sample]) -> list[Verdict]:
+        try:
+            return self._checked(result, call)
+        except ValueError as error:
+            raise RewardError(str(error)) from error
+
+    def _checked(self, result: Any, call: Sequence[Sample]) -> list[Verdict]:
         if not self.is_whole_group:
             return [as_verdict(result, name=self.name)]
         found = result.tolist() if isinstance(result, np.ndarray) else result
@@ -106,6 +119,15 @@ class LoadedReward:
         return [as_verdict(one, name=self.name) for one in found]
 
 
+def _where(error: Exception) -> str:
+    """The last line of the user's that the exception went through."""
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    if len(frames) < 2:  # this module's alone
+        return ""
+    file, line = frames[-1]
+    return f" ({Path(file).name}, line {line})"
+
+
 def calls_of(samples: Sequence[Sample], *, whole_group: bool) -> list[Sequence[Sample]]:
     """The samples of a group as calls: all of them in one, or each in its own."""
     return [samples] if whole_group else [[sample] for sample in samples]
@@ -115,9 +137,8 @@ def grade_function(spec: str | RewardFunction, *, answer_marker: str = "=") -> G
     """The function that grades the responses to one prompt in this process; `load_reward` says what it is made from.
 
     Raises:
-        ValueError: the name is unknown, or the function cannot be loaded or is async. When grading: the function returned
-            something that is no verdict, or not one for each response.
-        RuntimeError: when grading: the function raised; the message names the prompt.
+        ValueError: the name is unknown, or the function cannot be loaded or is async.
+        RewardError: when grading: the function raised, or returned what is no verdict, or not one for each response.
     """
     loaded = load_reward(spec, answer_marker=answer_marker)
     if loaded.is_async:

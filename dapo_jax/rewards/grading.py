@@ -46,7 +46,7 @@ class Grading:
         Takes the next responses from `sampled` without waiting for verdicts that are still on their way.
 
         Raises:
-            RuntimeError, ValueError: the grader raised, or returned no verdict.
+            RewardError: the grader raised, or returned no verdict.
         """
         pending: deque[_Pending] = deque()
         for prompt, responses in sampled:

@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple, NoReturn
 
 from dapo_jax.rewards.calls import call_of, verdicts_of
-from dapo_jax.rewards.functions import calls_of
+from dapo_jax.rewards.functions import RewardError, calls_of
 from dapo_jax.rewards.futures import each
 from dapo_jax.rewards.sample import Sample
 from dapo_jax.rollouts import Lost, Verdict
@@ -81,7 +81,7 @@ class GradingPool:
     def submit(self, samples: Sequence[Sample]) -> list[Future[Verdict]]:
         """Queues the calls for the responses to one prompt; the verdicts are in their order.
 
-        A result raises RuntimeError if the grader raised or its answer was no verdict, ValueError if it cannot be loaded.
+        A result raises RewardError if the grader raised or its answer was no verdict, ValueError if it cannot be loaded.
         """
         futures = []
         for samples_of_call in calls_of(samples, whole_group=self._whole_group):
@@ -169,7 +169,7 @@ class _Worker:
 
         Raises:
             _LostError: none came; the process has ended.
-            RuntimeError: the grader raised.
+            RewardError: the grader raised.
         """
         assert self._process.stdin is not None
         try:
@@ -181,7 +181,7 @@ class _Worker:
         if "memory" in answer:
             self._lose("memory", "the grader ran out of memory")
         if "failed" in answer:
-            raise RuntimeError(answer["failed"])
+            raise RewardError(answer["failed"])
         return answer
 
     def end(self) -> None:

@@ -123,8 +123,8 @@ def grade_group(
         shaping: how a verdict becomes a reward.
 
     Raises:
-        ValueError: the penalty's lengths do not fit together, or the reward function returned no verdict.
-        RuntimeError: the reward function raised.
+        ValueError: the penalty's lengths do not fit together.
+        RewardError: the reward function raised, or returned no verdict.
     """
     samples = samples_of(prompt, responses, tokenizer=tokenizer)
     return shaped_group(prompt, responses, samples, grade(samples), shaping)

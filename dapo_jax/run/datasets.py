@@ -39,10 +39,10 @@ def show(data: DataConfig, *, split: str = "", model: str = "", count: int = 3) 
     split = split or ("train" if "train" in splits else splits[0])
     rows, tokenizer = _load(data, split), _tokenizer(model)
     try:
+        lengths = prompt_lengths(rows, tokenizer, prompt_format(data))
         shown = [
             (row, *prompt_format(data).encode(row["prompt"], tokenizer)) for row in rows[: max(0, count)]
         ]
-        lengths = prompt_lengths(rows, tokenizer, prompt_format(data))
     except ValueError as error:
         raise ConfigError(f"data.source={data.source!r}, split {split!r}: {error}") from error
     unit = f"tokens of {model}" if model else "bytes"

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from dapo_jax.rewards import Sample, as_verdict, grade_function, load_function, whole_group
+from dapo_jax.rewards.functions import RewardError
 from dapo_jax.rollouts import Prompt, Verdict
 
 PROMPT = Prompt(ordinal=7, tokens=np.array([5, 6], np.int32), text="1+1", answer="2", row={"level": 3})
@@ -87,13 +88,14 @@ def test_function_that_raises_names_the_prompt():
         return sample.prompt.row["missing"]
 
     with pytest.raises(
-        RuntimeError, match=r"broken raised KeyError: 'missing'; prompt 7 \('1\+1'\), response '=2'"
+        RuntimeError,
+        match=r"broken raised KeyError: 'missing' \(functions_test\.py, line \d+\); prompt 7 \('1\+1'\), response '=2'",
     ):
         graded(broken)
 
 
-def test_bad_result_is_a_value_error_when_graded():
-    with pytest.raises(ValueError, match="returned None"):
+def test_bad_result_is_an_error_when_graded():
+    with pytest.raises(RewardError, match="returned None"):
         graded(lambda sample: None)
 
 
@@ -133,13 +135,15 @@ def test_a_whole_group_function_is_found_in_a_file(tmp_path):
 @pytest.mark.parametrize(("count", "found"), [(3, 2), (2, 3), (2, 0)])
 def test_a_wrong_number_of_verdicts_names_both_numbers(count, found):
     reward = whole_group(lambda group: [True] * found)
-    with pytest.raises(ValueError, match=f"returned {found} verdicts for {count} responses"):
+    with pytest.raises(RewardError, match=f"returned {found} verdicts for {count} responses"):
         grade_function(reward)(samples(*"abc"[:count]))
 
 
 @pytest.mark.parametrize("value", [1.0, True, None, "ab", Verdict(correct=True)])
 def test_one_verdict_for_a_whole_group_is_refused(value):
-    with pytest.raises(ValueError, match=r"for 2 responses; one that takes a whole group must return a list"):
+    with pytest.raises(
+        RewardError, match=r"for 2 responses; one that takes a whole group must return a list"
+    ):
         grade_function(whole_group(lambda group: value))(samples("a", "b"))
 
 
@@ -148,7 +152,10 @@ def test_a_whole_group_function_that_raises_names_the_prompt_and_how_many_respon
     def broken(group):
         raise KeyError("missing")
 
-    with pytest.raises(RuntimeError, match=r"broken raised KeyError: 'missing'; prompt 7 .*, 3 responses$"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"broken raised KeyError: 'missing' \(functions_test\.py, line \d+\); prompt 7 .*, 3 responses$",
+    ):
         grade_function(broken)(samples("a", "b", "c"))
 
 
@@ -165,7 +172,7 @@ def test_a_coroutine_of_a_plain_function_is_refused_with_the_remedy():
         return True
 
     with pytest.raises(
-        ValueError, match="returned a coroutine; it is awaited only if `async def` defines it"
+        RewardError, match="returned a coroutine; it is awaited only if `async def` defines it"
     ):
         grade_function(lambda sample: judge(sample))([SAMPLE])
 

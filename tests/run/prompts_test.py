@@ -6,8 +6,9 @@ from collections import Counter
 import pytest
 
 from dapo_jax.config import ConfigError, DataConfig, EvalConfig
+from dapo_jax.data.formatting import Example, PromptFormat
 from dapo_jax.data.tokenizers import ByteTokenizer
-from dapo_jax.run.prompts import Joined, held_out_prompts, training_prompts
+from dapo_jax.run.prompts import Joined, held_out_prompts, prompt_format, training_prompts
 
 TOKENIZER = ByteTokenizer()
 
@@ -108,3 +109,23 @@ def test_joined_lists_are_one_list():
     assert [row["n"] for row in joined[1:4]] == [1, 2, 3]
     with pytest.raises(IndexError):
         joined[5]
+
+
+def test_every_prompt_option_reaches_the_format():
+    told = {"chat": True, "system_prompt": "S", "chat_template_kwargs": {"enable_thinking": False}}
+    shown = DataConfig(
+        prompt_template="Q{prompt}",
+        few_shot=[{"prompt": "1+1", "response": "2"}],
+        few_shot_separator="; ",
+        **told,
+    )
+    examples = (Example(prompt="1+1", response="2"),)
+    expected = PromptFormat(template="Q{prompt}", examples=examples, separator="; ", **told)
+    assert prompt_format(shown) == expected
+    assert prompt_format(DataConfig()) == PromptFormat()
+
+
+def test_a_conversation_without_a_chat_template_is_a_configuration_error():
+    rows = [{"prompt": "1", "answer": "1"}, {"prompt": [{"role": "user", "content": "1"}], "answer": "1"}]
+    with pytest.raises(ConfigError, match=r"data\.source='rows', split 'test': row 1: .* no chat template"):
+        held_out_prompts(DataConfig(source="rows"), EvalConfig(), TOKENIZER, rows=rows)

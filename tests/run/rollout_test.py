@@ -3,41 +3,16 @@
 from dataclasses import replace
 
 import numpy as np
-import pytest
 
-from dapo_jax.config import ConfigError, DataConfig, EvalConfig, ModelConfig, OverlongConfig, RewardConfig
-from dapo_jax.data.formatting import PromptFormat
+from dapo_jax.config import ModelConfig, OverlongConfig, RewardConfig
 from dapo_jax.data.huggingface import HuggingFaceTokenizer
 from dapo_jax.rollouts import Prompt, Response
 from dapo_jax.run import sample
 from dapo_jax.run.policy import load_policy
-from dapo_jax.run.rollout import eval_prompts, grading, prompt_format
+from dapo_jax.run.rollout import grading
 from tests.data.folders import files_of
 
 OPENED = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
-
-
-def test_every_prompt_option_reaches_the_format():
-    data = DataConfig(
-        prompt_template="Q{prompt}",
-        chat=True,
-        system_prompt="S",
-        chat_template_kwargs={"enable_thinking": False},
-    )
-    expected = PromptFormat(
-        template="Q{prompt}", chat=True, system_prompt="S", chat_template_kwargs={"enable_thinking": False}
-    )
-    assert prompt_format(data) == expected
-    assert prompt_format(DataConfig()) == PromptFormat()
-
-
-def test_a_conversation_without_a_chat_template_is_a_configuration_error(model):
-    rows = [{"prompt": "1", "answer": "1"}, {"prompt": [{"role": "user", "content": "1"}], "answer": "1"}]
-    with pytest.raises(ConfigError, match=r"data\.source='rows', split 'test': row 1: .* no chat template"):
-        eval_prompts(
-            EvalConfig(), load_policy(ModelConfig(source=model)), source="rows", split="test", data_dir="",
-            max_prompt_tokens=64, rows=rows,
-        )  # fmt: skip
 
 
 def graded(policy, text, stop, reward=None):

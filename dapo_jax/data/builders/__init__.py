@@ -7,10 +7,10 @@ Its rows have at least the text fields `prompt` and `answer`.
 import contextlib
 import difflib
 import importlib
+import io
 import json
 import os
 import pkgutil
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -121,7 +121,7 @@ def _prepare(builder: tfds.core.GeneratorBasedBuilder) -> None:
     """
     try:
         tfds.disable_progress_bar()
-        with contextlib.redirect_stdout(sys.stderr):  # TFDS announces itself on stdout
+        with contextlib.redirect_stdout(io.StringIO()):  # TFDS speaks of a download, and there is none
             builder.download_and_prepare()
     except OSError:
         if not (builder.data_path / "dataset_info.json").exists():
