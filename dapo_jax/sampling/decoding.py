@@ -4,15 +4,19 @@ The key of a token is folded from (the run's key, the prompt's ordinal, the resp
 so the same response comes out whatever slot it sits in and whoever its neighbours are.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray, UInt32
 
 _BLOCK = 256
 """Entries of the vocabulary summed at a time when a token is drawn."""
+
+_SHORTLIST = 512
+"""Likeliest tokens among which the end of a nucleus is looked for before it is among all."""
 
 
 @jax.tree_util.register_dataclass
@@ -68,16 +72,81 @@ def truncate(
     Top-k acts first, top-p on what top-k left, renormalised. The nucleus is the smallest set of likeliest tokens
     whose probability reaches `top_p` (Holtzman et al. 2020). Ties are broken by token id.
     """
-    vocab = logits.shape[-1]
-    order = jnp.argsort(-logits, axis=-1, stable=True)
-    ranked = jnp.take_along_axis(logits, order, axis=-1)
-    kept = (jnp.arange(vocab, dtype=jnp.int32) < jnp.where(top_k > 0, top_k, vocab))[None]
-    probabilities = jax.nn.softmax(jnp.where(kept, ranked, -jnp.inf), axis=-1)
-    before = jnp.cumsum(probabilities, axis=-1) - probabilities
-    # Disabled means disabled: rounding takes a running sum to 1 before its last tokens.
-    kept = kept & ((before < top_p) | (top_p >= 1.0))
-    ranks = jnp.argsort(order, axis=-1)
-    return jnp.where(jnp.take_along_axis(kept, ranks, axis=-1), logits, -jnp.inf)
+    # Sorting 49,152 entries takes longer than a model of 135M parameters; a threshold is enough.
+    logits = jax.lax.cond(top_k > 0, lambda: _likeliest(logits, top_k), lambda: logits)
+    return jax.lax.cond(top_p < 1.0, lambda: _nucleus(logits, top_p), lambda: logits)
+
+
+def _likeliest(logits: Float[Array, "slots vocab"], top_k: Int[Array, ""]) -> Float[Array, "slots vocab"]:
+    keys = _ordered(logits)
+    threshold = _threshold(keys, lambda keys: keys.sum(-1, dtype=jnp.int32) >= top_k)
+    above, equal = keys > threshold[:, None], keys == threshold[:, None]
+    return _kept(logits, above, equal, top_k - above.sum(-1, dtype=jnp.int32))
+
+
+def _nucleus(logits: Float[Array, "slots vocab"], top_p: Float[Array, ""]) -> Float[Array, "slots vocab"]:
+    probabilities = jax.nn.softmax(logits, axis=-1)
+    crossing = _crossing(probabilities, top_p)
+    above, equal = probabilities > crossing[:, None], probabilities == crossing[:, None]
+    # The token that crosses top-p is in: of equals as many as are needed to reach it.
+    missing = top_p - jnp.where(above, probabilities, 0.0).sum(-1)
+    wanted = jnp.ceil(missing / jnp.maximum(crossing, jnp.finfo(jnp.float32).tiny))
+    return _kept(logits, above, equal, jnp.minimum(wanted, logits.shape[-1]).astype(jnp.int32))
+
+
+def _crossing(probabilities: Float[Array, "slots vocab"], top_p: Float[Array, ""]) -> Float[Array, " slots"]:
+    """The probability of the token with which the likeliest reach `top_p`: most often it is among the first few hundred."""
+    listed, _ = jax.lax.top_k(probabilities, min(_SHORTLIST, probabilities.shape[-1]))
+    mass = jnp.cumsum(listed, axis=-1)
+
+    def among_them() -> Float[Array, " slots"]:
+        return jnp.take_along_axis(listed, jnp.argmax(mass >= top_p, axis=-1)[:, None], axis=-1)[:, 0]
+
+    def among_all() -> Float[Array, " slots"]:
+        def enough(taken: Bool[Array, "slots vocab"]) -> Bool[Array, " slots"]:
+            return jnp.where(taken, probabilities, 0.0).sum(-1) >= top_p
+
+        found = _threshold(_ordered(probabilities), enough)
+        return jax.lax.bitcast_convert_type(found & jnp.uint32(2**31 - 1), jnp.float32)
+
+    return jax.lax.cond((mass[:, -1] >= top_p).all(), among_them, among_all)
+
+
+def _ordered(values: Float[Array, "slots vocab"]) -> UInt32[Array, "slots vocab"]:
+    """Whole numbers in the order of the values: the bits of a float, but for the sign, order it."""
+    bits = jax.lax.bitcast_convert_type(values + 0.0, jnp.uint32)  # -0 is 0
+    sign = jnp.uint32(1 << 31)
+    return jnp.where(bits >= sign, ~bits, bits | sign)
+
+
+def _threshold(
+    keys: UInt32[Array, "slots vocab"],
+    enough: Callable[[Bool[Array, "slots vocab"]], Bool[Array, " slots"]],
+) -> UInt32[Array, " slots"]:
+    """The highest key such that it and all above it are `enough`, bit by bit from the highest; 0 if all are not."""
+
+    def next_bit(place: Array, found: UInt32[Array, " slots"]) -> UInt32[Array, " slots"]:
+        trial = found | jnp.uint32(1 << 31) >> place.astype(jnp.uint32)
+        return jnp.where(enough(keys >= trial[:, None]), trial, found)
+
+    return jax.lax.fori_loop(0, 32, next_bit, jnp.zeros(keys.shape[0], jnp.uint32))
+
+
+def _kept(
+    logits: Float[Array, "slots vocab"],
+    above: Bool[Array, "slots vocab"],
+    equal: Bool[Array, "slots vocab"],
+    wanted: Int[Array, " slots"],
+) -> Float[Array, "slots vocab"]:
+    """The logits above the threshold, and of those equal to it the first `wanted`, one or more; the others -inf."""
+    wanted = jnp.maximum(wanted, 1)
+
+    def first() -> Bool[Array, "slots vocab"]:
+        return equal & (jnp.cumsum(equal, axis=-1, dtype=jnp.int32) <= wanted[:, None])
+
+    # Nearly always one entry alone is equal to it.
+    tied = (equal.sum(-1, dtype=jnp.int32) > wanted).any()
+    return jnp.where(above | jax.lax.cond(tied, first, lambda: equal), logits, -jnp.inf)
 
 
 def draw(

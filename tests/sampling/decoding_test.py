@@ -223,3 +223,35 @@ def test_other_values_compile_nothing():
 def test_values_without_a_meaning_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         decoding(**options)
+
+
+def kept_by_sorting(logits, top_p, top_k):
+    """Truncation as it is defined, in float64: the k likeliest, of these the likeliest until they reach top-p; ties by id."""
+    order = np.argsort(-logits, kind="stable")[: top_k or None]
+    probabilities = np.exp(logits[order] - logits.max())
+    before = np.cumsum(probabilities / probabilities.sum()) - probabilities / probabilities.sum()
+    return set(order[before < top_p] if top_p < 1 else order)
+
+
+@pytest.mark.parametrize("spread", [0.1, 1.0, 5.0], ids=["flat", "usual", "peaked"])
+@pytest.mark.parametrize(
+    ("top_p", "top_k"), [(0.7, 0), (0.999, 0), (1.0, 50), (0.7, 50), (0.95, 3000), (1e-6, 0)]
+)
+def test_truncation_keeps_what_sorting_keeps_in_a_large_vocabulary(spread, top_p, top_k):
+    """Flat, the nucleus of 0.7 has thousands of tokens; peaked, a handful. Rounding may move its end by one token."""
+    logits = np.random.default_rng(0).normal(size=(8, 5000)) * spread
+    logits = np.round(logits.astype(np.float32), 2).astype(np.float32)  # with many ties
+    found = np.asarray(truncate(jnp.asarray(logits), jnp.float32(top_p), jnp.int32(top_k)))
+    for row, kept in zip(logits.astype(np.float64), found, strict=True):
+        mine = set(np.flatnonzero(np.isfinite(kept)))
+        expected = kept_by_sorting(row, top_p, top_k)
+        assert len(mine ^ expected) <= (1 if top_p < 1 else 0)
+        np.testing.assert_array_equal(kept[list(mine)], row[list(mine)].astype(np.float32))
+
+
+def test_ties_beyond_the_shortlist_are_broken_by_token_id():
+    """2000 equal tokens: 0.7 of them are 1400, whichever way the end is found."""
+    found = np.asarray(truncate(jnp.zeros((1, 2000)), jnp.float32(0.7), jnp.int32(0)))[0]
+    kept = np.flatnonzero(np.isfinite(found))
+    assert abs(len(kept) - 1400) <= 1
+    np.testing.assert_array_equal(kept, np.arange(len(kept)))
