@@ -152,8 +152,9 @@ class _Worker:
         command = [sys.executable, "-m", "dapo_jax.rewards.worker", setup]
         # It finds what this process finds: the package, and the user's modules.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(place for place in sys.path if place)}
+        # A session of its own: what a grader started goes with it.
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
         )
         self._read = b""
         try:
@@ -185,8 +186,9 @@ class _Worker:
         return answer
 
     def end(self) -> None:
-        """Closes the pipes, which ends the process."""
-        self._process.kill()
+        """Ends the process and all that it started, and closes the pipes."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None

@@ -60,9 +60,23 @@ def _as_latex(stated: str) -> str:
     return stated if marked or _SENTENCE.search(stated) else f"${stated}$"
 
 
-@lru_cache(maxsize=4096)
+class _UnreadableError(ValueError):
+    """Nothing was read, perhaps for want of time: an exception is not kept in the cache."""
+
+
 def _gold(answer: str) -> tuple[Any, ...]:
-    return tuple(_parsed(answer if "$" in answer else f"${answer}$"))
+    try:
+        return _read_gold(answer)
+    except _UnreadableError:
+        return ()
+
+
+@lru_cache(maxsize=4096)
+def _read_gold(answer: str) -> tuple[Any, ...]:
+    found = tuple(_parsed(answer if "$" in answer else f"${answer}$"))
+    if not found:
+        raise _UnreadableError(answer)
+    return found
 
 
 def _parsed(text: str) -> list[Any]:

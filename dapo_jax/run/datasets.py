@@ -4,10 +4,9 @@ import numpy as np
 
 from dapo_jax.config import ConfigError, DataConfig, ModelConfig
 from dapo_jax.data.prompts import prompt_lengths
-from dapo_jax.data.sources import LoadedRows, dataset_splits, load_rows
 from dapo_jax.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
 from dapo_jax.run.policy import folder_of
-from dapo_jax.run.prompts import prompt_format
+from dapo_jax.run.prompts import every_split, prompt_format
 
 
 def prepare(data: DataConfig) -> str:
@@ -16,10 +15,10 @@ def prepare(data: DataConfig) -> str:
     Raises:
         ConfigError: the dataset cannot be had; a bad row is named with its file and line.
     """
-    lines = []
-    for split in _splits(data):
-        rows = _load(data, split)
-        lines.append(f"{split}: {rows.note or f'{data.source}: {len(rows):,} prompts'}")
+    splits = every_split(data)
+    lines = [
+        f"{split}: {rows.note or f'{data.source}: {len(rows):,} prompts'}" for split, rows in splits.items()
+    ]
     return "\n".join([*lines, f"kept in {data.data_dir}"]) + "\n"
 
 
@@ -35,9 +34,13 @@ def show(data: DataConfig, *, split: str = "", model: str = "", count: int = 3) 
     Raises:
         ConfigError: no such dataset, split or model, or a prompt that cannot be tokenized.
     """
-    splits = _splits(data)
-    split = split or ("train" if "train" in splits else splits[0])
-    rows, tokenizer = _load(data, split), _tokenizer(model)
+    splits = every_split(data)
+    split = split or ("train" if "train" in splits else next(iter(splits)))
+    if split not in splits:
+        raise ConfigError(
+            f"--split: found {split!r}, needs one of {', '.join(splits)}, which {data.source} has"
+        )
+    rows, tokenizer = splits[split], _tokenizer(model)
     try:
         lengths = prompt_lengths(rows, tokenizer, prompt_format(data))
         shown = [
@@ -63,35 +66,6 @@ def show(data: DataConfig, *, split: str = "", model: str = "", count: int = 3) 
 
 
 _QUANTILES = {"min": 0.0, "median": 0.5, "p95": 0.95, "p99": 0.99, "max": 1.0}
-
-
-def _splits(data: DataConfig) -> list[str]:
-    try:
-        return dataset_splits(
-            data.source,
-            data.data_dir,
-            data.source_options,
-            path=data.path,
-            on_bad_row=data.on_bad_row,
-            deduplicate=data.deduplicate,
-        )
-    except (ValueError, RuntimeError) as error:  # a RuntimeError: the folder cannot be written
-        raise ConfigError(f"data.source={data.source!r}: {error}") from error
-
-
-def _load(data: DataConfig, split: str) -> LoadedRows:
-    try:
-        return load_rows(
-            data.source,
-            split,
-            data.data_dir,
-            data.source_options,
-            path=data.path,
-            on_bad_row=data.on_bad_row,
-            deduplicate=data.deduplicate,
-        )
-    except (ValueError, RuntimeError) as error:  # a RuntimeError: the folder cannot be written
-        raise ConfigError(f"data.source={data.source!r}: {error}") from error
 
 
 def _tokenizer(model: str) -> Tokenizer:

@@ -15,7 +15,7 @@ from dapo_jax.config.entries import entries
 from dapo_jax.data.formatting import Example, PromptFormat
 from dapo_jax.data.prompts import PromptSource, held_out, prompt_lengths
 from dapo_jax.data.rows import checked_rows
-from dapo_jax.data.sources import LoadedRows, load_rows
+from dapo_jax.data.sources import LoadedRows, dataset_splits, load_rows
 from dapo_jax.data.tokenizers import Tokenizer
 from dapo_jax.rollouts import Prompt
 
@@ -53,7 +53,7 @@ def training_rows(data: DataConfig, tokenizer: Tokenizer, *, rows: GivenRows | N
     Raises:
         ConfigError: a dataset cannot be had, or none of its prompts is short enough.
     """
-    sources = _training_sources(data)
+    sources = _training_sources(data) if rows is None else [_own_source(data, data.train_split)]
     given: list[GivenRows] = []
     parts: list[Sequence[int]] = []
     notes: list[str] = []
@@ -109,7 +109,8 @@ def held_out_prompts(
         ConfigError: a dataset cannot be had, or a prompt is too long: a score of fewer questions would be another score.
     """
     found: dict[str, list[Prompt]] = {}
-    for source in _evaluation_sources(data, config):
+    own = [_own_source(data, data.eval_split)]
+    for source in _evaluation_sources(data, config) if rows is None else own:
         with _named(source):
             asked = _load(data, source, role="test") if rows is None else checked_rows(rows)
             found[source.title] = held_out(
@@ -120,6 +121,18 @@ def held_out_prompts(
                 limit=min(config.prompts, len(asked)),
             )
     return found
+
+
+def every_split(data: DataConfig) -> dict[str, LoadedRows]:
+    """All splits of the configured dataset by name, which is prepared if it was not.
+
+    Raises:
+        ConfigError: it cannot be had; a bad row is named with its file and line.
+    """
+    whole = _own_source(data, "")
+    with _named(whole):
+        splits = dataset_splits(data.source, data.data_dir, **_reading(data, whole))
+        return {split: _load(data, _own_source(data, split), role=split) for split in splits}
 
 
 class Joined(Sequence[Mapping[str, Any]]):
@@ -165,16 +178,18 @@ def _own_source(data: DataConfig, split: str) -> SourceConfig:
 
 
 def _load(data: DataConfig, source: SourceConfig, *, role: str) -> LoadedRows:
-    return load_rows(
-        source.source,
-        source.split or role,
-        data.data_dir,
-        source.source_options,
-        path=source.path,
-        on_bad_row=data.on_bad_row,
-        deduplicate=data.deduplicate,
-        or_only=not source.split,
-    )
+    split, or_only = source.split or role, not source.split
+    return load_rows(source.source, split, data.data_dir, or_only=or_only, **_reading(data, source))
+
+
+def _reading(data: DataConfig, source: SourceConfig) -> dict[str, Any]:
+    """How a dataset is read, for `load_rows` and `dataset_splits`."""
+    return {
+        "options": source.source_options,
+        "path": source.path,
+        "on_bad_row": data.on_bad_row,
+        "deduplicate": data.deduplicate,
+    }
 
 
 def _short_enough(data: DataConfig, tokenizer: Tokenizer, rows: GivenRows) -> Int64[np.ndarray, " kept"]:

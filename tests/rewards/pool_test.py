@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -49,6 +50,10 @@ def hostile(sample):
             time.sleep(60)
         case "exit":
             os._exit(3)
+        case "start":
+            started = subprocess.Popen(["sleep", "600"])
+            Path(sample.answer).write_text(str(started.pid))
+            time.sleep(600)
         case "raise":
             raise ZeroDivisionError("by hand")
         case "print":
@@ -103,6 +108,25 @@ def test_a_worker_that_closes_its_pipe_and_stays_is_replaced():
         lost, fine = graders.grade([sample("close"), sample("34")])
     assert (lost.lost, fine.correct) == ("died", True)
     assert "its pipe closed, the process going on" in lost.reason
+
+
+def test_what_a_hung_grader_started_ends_with_it(tmp_path):
+    with pool(workers=1) as graders:
+        [lost] = graders.grade([sample("start", answer=str(tmp_path / "pid"))])
+    assert lost.lost == "timeout"
+    pid = int((tmp_path / "pid").read_text())
+    deadline = time.monotonic() + 30
+    while _runs(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _runs(pid)
+
+
+def _runs(pid):
+    """True if the process is there and is not only waiting to be collected."""
+    try:
+        return "(sleep) Z" not in Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
 
 
 def test_what_a_grader_prints_does_not_disturb_the_answers():
