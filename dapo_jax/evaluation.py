@@ -99,7 +99,7 @@ def summarize(groups: Sequence[Group], *, name: str) -> dict[str, float]:
 def problem_record(group: Group) -> dict[str, Any]:
     """All that an evaluation says of one problem, as plain values for a log: its scores and what they were computed from.
 
-    `place` is what the data row calls so, else None. `extracted` holds every extracted answer, the most frequent first,
+    `place` is where the row stands in its file, else None. `extracted` holds every extracted answer, the most frequent first,
     with how many responses gave it and how many of those are correct; None is no answer.
     """
     rollouts = group.rollouts
@@ -107,7 +107,7 @@ def problem_record(group: Group) -> dict[str, Any]:
     right = Counter(rollout.verdict.extracted for rollout in rollouts if rollout.correct)
     return {
         "ordinal": group.prompt.ordinal,
-        "place": group.prompt.row.get("place"),
+        "place": group.prompt.row.get("source_row"),
         "prompt": group.prompt.text,
         "answer": group.prompt.answer,
         "samples": len(rollouts),

@@ -186,11 +186,11 @@ def test_groups_of_different_sizes_have_no_common_k(groups):
 def test_a_problem_record_holds_scores_and_what_they_came_from():
     """Two of four right: pass@2 is 1 - C(2, 2) / C(4, 2) = 5 / 6. A correct response may lack an extracted answer."""
     group = make_group(
-        ["3", "7", None, "3"], right=("7", None), lengths=[1, 2, 3, 4], truncated={3}, lost={0, 3}, row={"place": 12}
+        ["3", "7", None, "3"], right=("7", None), lengths=[1, 2, 3, 4], truncated={3}, lost={0, 3}, row={"source_row": "own.jsonl, line 12"}
     )  # fmt: skip
     assert problem_record(group) == {
         "ordinal": 5,
-        "place": 12,
+        "place": "own.jsonl, line 12",
         "prompt": "?",
         "answer": "7",
         "samples": 4,

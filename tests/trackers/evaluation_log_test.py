@@ -35,7 +35,7 @@ def group(ordinal=7, row=None):
 
 def test_every_problem_is_one_line_with_all_that_is_known(tmp_path):
     """One of two right: avg 1/2, pass@2 1; the only vote is right."""
-    problems = [problem_record(group(row={"place": np.int64(3)})), problem_record(group(8))]
+    problems = [problem_record(group(row={"source_row": "own.jsonl, line 3"})), problem_record(group(8))]
     path = write_problems(tmp_path / "step_000010", problems, name="arithmetic", step=10)
     assert path == tmp_path / "step_000010" / "arithmetic.jsonl"
     first, second = (json.loads(line) for line in path.read_text().splitlines())
@@ -44,7 +44,7 @@ def test_every_problem_is_one_line_with_all_that_is_known(tmp_path):
         "step": 10,
         "dataset": "arithmetic",
         "ordinal": 7,
-        "place": 3,
+        "place": "own.jsonl, line 3",
         "prompt": "12+22\n=",
         "answer": "34",
         "samples": 2,
