@@ -46,15 +46,19 @@ class SplitExamples:
     answers: dict[str, str] = field(default_factory=dict)
     """Prompt -> answer of the rows so far."""
 
-    def add(self, row: dict[str, str], *, deduplicate: bool) -> None:
-        """Takes a row, unless it asks what another one asked before."""
-        asked, answer = row.pop("asked"), row.pop("answer")
+    def add(self, row: Mapping[str, Any], *, deduplicate: bool) -> None:
+        """Takes a row, unless it asks what another one asked before.
+
+        Raises:
+            ValueError: it holds a text that is not UTF-8.
+        """
+        asked = row["prompt"] if isinstance(row["prompt"], str) else json.dumps(row["prompt"])
         if deduplicate and asked in self.answers:
             self.repeated += 1
-            self.conflicting += self.answers[asked] != answer
+            self.conflicting += self.answers[asked] != row["answer"]
         else:
-            self.answers[asked] = answer
-            self.rows.append(row)
+            self.rows.append({"row": _json(row)})
+            self.answers[asked] = row["answer"]
 
     @property
     def counts(self) -> dict[str, Any]:
@@ -135,19 +139,15 @@ class FileBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
             try:
                 if row.problem:
                     raise ValueError(row.problem)
-                into.add(self._prepared(row.place, row.fields), deduplicate=self._deduplicate)
+                made = checked_row({**row.fields, **self.example(row.fields)})
+                whole = {**made, "source_name": self.name, "source_row": row.place}
+                into.add(whole, deduplicate=self._deduplicate)
             except ValueError as error:
                 if self._on_bad_row == "error":
                     raise ValueError(
                         f"{row.place}: {error} (data.on_bad_row=skip leaves such rows out and counts them)"
                     ) from error
                 into.skipped.append(f"{row.place}: {error}")
-
-    def _prepared(self, place: str, fields: Mapping[str, Any]) -> dict[str, str]:
-        row = checked_row({**fields, **self.example(fields)})
-        asked = row["prompt"] if isinstance(row["prompt"], str) else json.dumps(row["prompt"])
-        whole = {**row, "source_name": self.name, "source_row": place}
-        return {"asked": asked, "answer": row["answer"], "row": _json(whole)}
 
     def _info(self) -> tfds.core.DatasetInfo:
         return tfds.core.DatasetInfo(
