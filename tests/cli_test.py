@@ -10,9 +10,9 @@ import pytest
 
 from dapo_jax.cli import main
 from dapo_jax.config import load_config
-from dapo_jax.data.tokenizers import CharTokenizer
 from dapo_jax.run.policy import Policy
 from dapo_jax.testing import tiny_decoder_config, tiny_params
+from dapo_jax.text.tokenizers import CharTokenizer
 from dapo_jax.trackers import read_metrics
 from dapo_jax.trackers.rollout_log import read_rollouts
 

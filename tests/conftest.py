@@ -27,3 +27,12 @@ def x64():
     """Double precision for the tests that compare with a float64 oracle."""
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture(scope="session")
+def chat_tokenizer():
+    """Byte-level, as Qwen's: ends with <|im_end|>, pads with <|endoftext|>."""
+    from dapo_jax.text.huggingface import HuggingFaceTokenizer
+    from tests.text import folders
+
+    return HuggingFaceTokenizer(folders.files_of())

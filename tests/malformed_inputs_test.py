@@ -12,7 +12,7 @@ from pyarrow import parquet
 from dapo_jax.cli import main
 from dapo_jax.rollouts import Group, Prompt, Response, Rollout, Verdict
 from dapo_jax.trackers.rollout_log import write_rollouts
-from tests.data.folders import CHATML, files_of, write
+from tests.text.folders import CHATML, files_of, write
 
 GOOD = {"prompt": "1+1", "answer": "2"}
 DAPO = {"prompt": [{"role": "user", "content": "1+1"}], "reward_model": {"ground_truth": "2"}}

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32
 
-from dapo_jax.data.formatting import AS_IT_STANDS, PromptFormat
 from dapo_jax.data.prompts import PromptSource
 from dapo_jax.data.rows import place_of
-from dapo_jax.data.tokenizers import Tokenizer
+from dapo_jax.text.formatting import AS_IT_STANDS, PromptFormat
+from dapo_jax.text.tokenizers import Tokenizer
 
 
 class PairSource:

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from dapo_jax.data.chat import Message
-from dapo_jax.data.formatting import checked_messages
+from dapo_jax.text.chat import Message
+from dapo_jax.text.formatting import checked_messages
 
 
 def checked_rows(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -4,9 +4,9 @@ import numpy as np
 
 from dapo_jax.config import ConfigError, DataConfig, ModelConfig
 from dapo_jax.data.prompts import prompt_lengths
-from dapo_jax.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
 from dapo_jax.run.policy import folder_of
 from dapo_jax.run.prompts import every_split, prompt_format
+from dapo_jax.text.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
 
 
 def prepare(data: DataConfig) -> str:

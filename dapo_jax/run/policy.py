@@ -12,14 +12,6 @@ from flax import nnx
 
 from dapo_jax.checkpoints import Checkpointer
 from dapo_jax.config import ConfigError, ModelConfig, OptimizerConfig, ParallelConfig, load_config
-from dapo_jax.data.tokenizers import (
-    ByteTokenizer,
-    CharTokenizer,
-    Tokenizer,
-    check_vocabulary,
-    load_tokenizer,
-    save_tokenizer,
-)
 from dapo_jax.models.decoder import Decoder
 from dapo_jax.models.folder import load_model, read_config, save_model
 from dapo_jax.models.hub import download
@@ -27,6 +19,14 @@ from dapo_jax.models.presets import DecoderConfig, preset
 from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.mesh import BATCH_AXES, make_mesh
 from dapo_jax.parallel.sharding import shardings
+from dapo_jax.text.tokenizers import (
+    ByteTokenizer,
+    CharTokenizer,
+    Tokenizer,
+    check_vocabulary,
+    load_tokenizer,
+    save_tokenizer,
+)
 from dapo_jax.training.state import TrainState, make_optimizer, state_shardings
 
 

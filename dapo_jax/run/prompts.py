@@ -12,12 +12,12 @@ from jaxtyping import Int64
 from dapo_jax.config import ConfigError, DataConfig, EvalConfig
 from dapo_jax.config.data_schema import SourceConfig
 from dapo_jax.config.entries import entries
-from dapo_jax.data.formatting import Example, PromptFormat
 from dapo_jax.data.prompts import PromptSource, held_out, prompt_lengths
 from dapo_jax.data.rows import checked_rows
 from dapo_jax.data.sources import LoadedRows, dataset_splits, load_rows
-from dapo_jax.data.tokenizers import Tokenizer
 from dapo_jax.rollouts import Prompt
+from dapo_jax.text.formatting import Example, PromptFormat
+from dapo_jax.text.tokenizers import Tokenizer
 
 GivenRows = Sequence[Mapping[str, Any]]
 """Rows passed from Python instead of a dataset."""

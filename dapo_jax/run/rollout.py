@@ -7,7 +7,6 @@ import jax
 from jaxtyping import PRNGKeyArray, PyTree
 
 from dapo_jax.config import ConfigError, EvalConfig, RewardConfig, SamplingConfig
-from dapo_jax.data.stopping import StopStrings, stop_ids
 from dapo_jax.parallel.weights import SamplerWeights, weight_transfer
 from dapo_jax.rewards.functions import Rewards
 from dapo_jax.rewards.grading import Grading
@@ -18,6 +17,7 @@ from dapo_jax.run.policy import Policy
 from dapo_jax.sampling.decoding import Decoding, decoding
 from dapo_jax.sampling.engine import DecoderEngine
 from dapo_jax.sampling.sampler import Sampler
+from dapo_jax.text.stopping import StopStrings, stop_ids
 
 TRAINING, EVALUATION = 0, 1
 """Key domains: evaluation never draws the numbers that training draws."""

@@ -13,12 +13,12 @@ from flax import nnx
 
 from dapo_jax.checkpoints import Checkpointer
 from dapo_jax.config import ConfigError, ParallelConfig, load_config
-from dapo_jax.data.formatting import PromptFormat
 from dapo_jax.parallel.weights import SamplerWeights, weight_transfer
 from dapo_jax.run.policy import Policy, find_policy, mesh_of, optimizer_of, state_structs
 from dapo_jax.run.records import use_compilation_cache
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
+from dapo_jax.text.formatting import PromptFormat
 from dapo_jax.training.state import TrainState
 
 if TYPE_CHECKING:

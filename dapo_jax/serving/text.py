@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from dapo_jax.data.tokenizers import Tokenizer
+from dapo_jax.text.tokenizers import Tokenizer
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 """What bytes decode to that are no whole character, or not yet."""

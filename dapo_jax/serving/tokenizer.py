@@ -5,16 +5,16 @@ from typing import Any
 import numpy as np
 from jetstream.engine import tokenizer_api
 
-from dapo_jax.data.formatting import AS_IT_STANDS, PromptFormat
-from dapo_jax.data.tokenizers import Tokenizer
 from dapo_jax.serving.text import decoded
+from dapo_jax.text.formatting import AS_IT_STANDS, PromptFormat
+from dapo_jax.text.tokenizers import Tokenizer
 
 PREFILL_LENGTHS = tuple(1 << power for power in range(4, 16))
 """Lengths that JetStream pads prompts to; an engine's `max_prefill_length` must be one of them."""
 
 
 class JetStreamTokenizer(tokenizer_api.Tokenizer):
-    """One of `dapo_jax.data.tokenizers` as JetStream asks for it."""
+    """One of `dapo_jax.text.tokenizers` as JetStream asks for it."""
 
     def __init__(
         self, tokenizer: Tokenizer, max_prefill_length: int, prompt_format: PromptFormat = AS_IT_STANDS

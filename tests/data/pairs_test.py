@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from dapo_jax.data.formatting import PromptFormat
 from dapo_jax.data.pairs import PairSource
 from dapo_jax.data.prompts import PromptSource
 from dapo_jax.data.sources import load_rows
-from dapo_jax.data.tokenizers import ByteTokenizer, CharTokenizer
+from dapo_jax.text.formatting import PromptFormat
+from dapo_jax.text.tokenizers import ByteTokenizer, CharTokenizer
 
 TOKENIZER = ByteTokenizer()
 ROWS = [{"prompt": f"{n}", "answer": f"{n}", "responses": [f"{n}{way}" for way in "abcd"]} for n in range(20)]

@@ -6,11 +6,11 @@ import sys
 import numpy as np
 import pytest
 
-from dapo_jax.data.formatting import PromptFormat
 from dapo_jax.data.prompts import PromptSource, held_out
 from dapo_jax.data.rows import checked_rows
 from dapo_jax.data.sources import load_rows
-from dapo_jax.data.tokenizers import ByteTokenizer, CharTokenizer
+from dapo_jax.text.formatting import PromptFormat
+from dapo_jax.text.tokenizers import ByteTokenizer, CharTokenizer
 
 ROWS = [{"prompt": f"{n}+{n}", "answer": str(2 * n), "topic": "sums"} for n in range(10, 40)]
 TOKENIZER = ByteTokenizer()

@@ -9,7 +9,7 @@ import pytest
 
 from dapo_jax.data.prompts import PromptSource
 from dapo_jax.data.stream import PromptStream
-from dapo_jax.data.tokenizers import CharTokenizer
+from dapo_jax.text.tokenizers import CharTokenizer
 
 ROWS, EPOCHS = 29, 3  # 29 is a multiple of no number of hosts here
 TOTAL = ROWS * EPOCHS

@@ -15,7 +15,6 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file
 
-from dapo_jax.data.tokenizers import CharTokenizer, save_tokenizer
 from dapo_jax.models.decoder import Decoder
 from dapo_jax.models.folder import load_model, save_model
 from dapo_jax.models.rope import RopeScaling
@@ -23,6 +22,7 @@ from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.run.convert import convert
 from dapo_jax.run.inference import sample
 from dapo_jax.testing import tiny_decoder_config, tiny_params
+from dapo_jax.text.tokenizers import CharTokenizer, save_tokenizer
 
 GOLDEN = sorted(path.parent for path in (Path(__file__).parents[1] / "golden").glob("*/expected.safetensors"))
 TOLERANCE = 2e-4

@@ -5,10 +5,10 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 
-from dapo_jax.data.tokenizers import ByteTokenizer
 from dapo_jax.rewards.grading import Grading, immediately
 from dapo_jax.rewards.shaping import Shaping
 from dapo_jax.rollouts import Prompt, Response, Verdict
+from dapo_jax.text.tokenizers import ByteTokenizer
 
 TOKENIZER = ByteTokenizer()
 

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from dapo_jax.data import ByteTokenizer
 from dapo_jax.rewards import grade_function, grade_group
 from dapo_jax.rewards.shaping import Shaping
 from dapo_jax.rollouts import Prompt, Response, Verdict
+from dapo_jax.text import ByteTokenizer
 
 TOKENIZER = ByteTokenizer()
 PROMPT = Prompt(ordinal=3, tokens=TOKENIZER.encode("1+1"), text="1+1", answer="2")

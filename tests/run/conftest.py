@@ -23,13 +23,13 @@ from dapo_jax.config import (
     SamplingConfig,
     TrainConfig,
 )
-from dapo_jax.data.huggingface import HuggingFaceTokenizer
-from dapo_jax.data.tokenizers import CharTokenizer
 from dapo_jax.run import train
 from dapo_jax.run.policy import Policy
 from dapo_jax.testing import tiny_decoder_config, tiny_params
+from dapo_jax.text.huggingface import HuggingFaceTokenizer
+from dapo_jax.text.tokenizers import CharTokenizer
 from dapo_jax.trackers.progress import Progress
-from tests.data.folders import files_of
+from tests.text.folders import files_of
 
 
 @pytest.fixture(scope="session")

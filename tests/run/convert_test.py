@@ -8,12 +8,12 @@ import pytest
 
 from dapo_jax.cli import main
 from dapo_jax.config import ConfigError, ModelConfig
-from dapo_jax.data.tokenizers import load_tokenizer
 from dapo_jax.models.folder import load_model, read_config
 from dapo_jax.run.convert import convert
 from dapo_jax.run.inference import sample
 from dapo_jax.run.policy import find_policy, load_policy
 from dapo_jax.testing import tiny_decoder_config, tiny_params
+from dapo_jax.text.tokenizers import load_tokenizer
 
 pytest.importorskip("gguf")
 

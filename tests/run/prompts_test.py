@@ -6,9 +6,9 @@ from collections import Counter
 import pytest
 
 from dapo_jax.config import ConfigError, DataConfig, EvalConfig
-from dapo_jax.data.formatting import Example, PromptFormat
-from dapo_jax.data.tokenizers import ByteTokenizer
 from dapo_jax.run.prompts import Joined, held_out_prompts, prompt_format, training_prompts
+from dapo_jax.text.formatting import Example, PromptFormat
+from dapo_jax.text.tokenizers import ByteTokenizer
 
 TOKENIZER = ByteTokenizer()
 

@@ -5,12 +5,12 @@ from dataclasses import replace
 import numpy as np
 
 from dapo_jax.config import ModelConfig, OverlongConfig, RewardConfig
-from dapo_jax.data.huggingface import HuggingFaceTokenizer
 from dapo_jax.rollouts import Prompt, Response
 from dapo_jax.run import sample
 from dapo_jax.run.policy import load_policy
 from dapo_jax.run.rollout import grading
-from tests.data.folders import files_of
+from dapo_jax.text.huggingface import HuggingFaceTokenizer
+from tests.text.folders import files_of
 
 OPENED = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 

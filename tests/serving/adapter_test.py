@@ -13,8 +13,6 @@ pytest.importorskip("jetstream", reason="needs the extra jetstream")
 from jetstream.engine import engine_api
 
 from dapo_jax.config import ConfigError
-from dapo_jax.data.formatting import PromptFormat
-from dapo_jax.data.tokenizers import CharTokenizer
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.weights import weight_transfer
 from dapo_jax.rollouts import Prompt
@@ -29,6 +27,8 @@ from dapo_jax.serving.passed import BoundedPrompt
 from dapo_jax.serving.server import Server
 from dapo_jax.serving.tokenizer import JetStreamTokenizer
 from dapo_jax.testing import tiny_decoder_config, tiny_params
+from dapo_jax.text.formatting import PromptFormat
+from dapo_jax.text.tokenizers import CharTokenizer
 
 TOKENIZER = CharTokenizer("abcdefghijklmnopqr")
 CONFIG = tiny_decoder_config(vocab_size=TOKENIZER.vocab_size, layers=1)

@@ -28,7 +28,6 @@ from jetstream.core.proto import jetstream_pb2_grpc
 
 from dapo_jax.checkpoints import Checkpointer
 from dapo_jax.config import ModelConfig, TrainConfig, to_yaml
-from dapo_jax.data.tokenizers import CharTokenizer
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.weights import weight_transfer
 from dapo_jax.rollouts import Prompt
@@ -37,6 +36,7 @@ from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
 from dapo_jax.sampling.sampler import Sampler
 from dapo_jax.testing import tiny_decoder_config, tiny_params
+from dapo_jax.text.tokenizers import CharTokenizer
 from dapo_jax.training.state import init_state
 
 ROOT = Path(__file__).absolute().parents[2]

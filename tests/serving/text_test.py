@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapo_jax.data.tokenizers import ByteTokenizer, CharTokenizer
 from dapo_jax.serving.text import GrowingText, decoded
+from dapo_jax.text.tokenizers import ByteTokenizer, CharTokenizer
 
 
 def grown(tokenizer, pieces):

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dapo_jax.data.file_builder import FileBuilder, field_of, text_of
-from dapo_jax.data.formatting import unwrapped
+from dapo_jax.text.formatting import unwrapped
 
 
 class Builder(FileBuilder):

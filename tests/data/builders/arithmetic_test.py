@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from dapo_jax.data import CharTokenizer, load_rows
+from dapo_jax.data import load_rows
 from dapo_jax.data.builders import arithmetic
 from dapo_jax.data.builders.arithmetic import (
     demonstrations,
@@ -14,6 +14,7 @@ from dapo_jax.data.builders.arithmetic import (
     split_pairs,
     working_text,
 )
+from dapo_jax.text import CharTokenizer
 
 PAIRS = list(itertools.product(range(10, 100), repeat=2))
 

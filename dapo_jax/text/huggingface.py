@@ -20,7 +20,7 @@ import numpy as np
 import tokenizers
 from jaxtyping import Int, Int32
 
-from dapo_jax.data.chat import ChatTemplate
+from dapo_jax.text.chat import ChatTemplate
 
 _TOKENIZER, _CONFIG, _GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
 _TEMPLATE, _SPECIAL_TOKENS = "chat_template.jinja", "special_tokens_map.json"

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
 
-from dapo_jax.data.huggingface import HuggingFaceTokenizer
-from dapo_jax.data.tokenizers import Tokenizer, load_tokenizer, save_tokenizer
-from tests.data import folders
-from tests.data.folders import byte_fallback_json, byte_level_json, files_of, with_beginning, write
+from dapo_jax.text.huggingface import HuggingFaceTokenizer
+from dapo_jax.text.tokenizers import Tokenizer, load_tokenizer, save_tokenizer
+from tests.text import folders
+from tests.text.folders import byte_fallback_json, byte_level_json, files_of, with_beginning, write
 
 END_OF_TEXT, IM_START, IM_END, BEGIN = range(4)
 PLAIN = HuggingFaceTokenizer(files_of())

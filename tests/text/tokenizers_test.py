@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapo_jax.data.tokenizers import (
+from dapo_jax.text.tokenizers import (
     ByteTokenizer,
     CharTokenizer,
     Tokenizer,

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from dapo_jax.data.formatting import AS_IT_STANDS, Example, PromptFormat, checked_messages, unwrapped
-from dapo_jax.data.huggingface import HuggingFaceTokenizer
-from dapo_jax.data.tokenizers import ByteTokenizer
-from tests.data.folders import byte_level_json, files_of, with_beginning
+from dapo_jax.text.formatting import AS_IT_STANDS, Example, PromptFormat, checked_messages, unwrapped
+from dapo_jax.text.huggingface import HuggingFaceTokenizer
+from dapo_jax.text.tokenizers import ByteTokenizer
+from tests.text.folders import byte_level_json, files_of, with_beginning
 
 OPENED = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 ASKED = [{"role": "user", "content": "1+1"}]

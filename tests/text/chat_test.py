@@ -4,7 +4,7 @@ from datetime import datetime
 
 import pytest
 
-from dapo_jax.data.chat import ChatTemplate
+from dapo_jax.text.chat import ChatTemplate
 
 SMOLLM2 = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"

@@ -1,7 +1,7 @@
 """Text to token ids and back: what the library needs of a tokenizer, the two that need no training, and files.
 
 `encode` adds no special token and `decode` shows none: who wants an end token appends `eos_id`. Ids 0 and 1 are the
-padding and the end token of the two tokenizers here; those of real models are in `dapo_jax.data.huggingface`.
+padding and the end token of the two tokenizers here; those of real models are in `dapo_jax.text.huggingface`.
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int, Int32
 
-from dapo_jax.data.chat import ChatTemplate
+from dapo_jax.text.chat import ChatTemplate
 
 PAD_ID = 0
 EOS_ID = 1
@@ -164,7 +164,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: str | os.PathLike[str]) -> None
     Raises:
         ValueError: a tokenizer that is neither of this module nor read from a Hugging Face folder.
     """
-    from dapo_jax.data.huggingface import HuggingFaceTokenizer  # loads the library `tokenizers`
+    from dapo_jax.text.huggingface import HuggingFaceTokenizer  # loads the library `tokenizers`
 
     Path(folder).mkdir(parents=True, exist_ok=True)
     if isinstance(tokenizer, HuggingFaceTokenizer):
@@ -199,7 +199,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
     except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
         raise ValueError(f"{path} is not a JSON file: {error}") from error
     if isinstance(content, dict) and isinstance(content.get("model"), dict):
-        from dapo_jax.data.huggingface import HuggingFaceTokenizer
+        from dapo_jax.text.huggingface import HuggingFaceTokenizer
 
         return HuggingFaceTokenizer.load(folder)
     kind = content.get("type") if isinstance(content, dict) else None

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapo_jax.data.huggingface import HuggingFaceTokenizer
-from dapo_jax.data.stopping import StopStrings, stop_ids
-from dapo_jax.data.tokenizers import ByteTokenizer, CharTokenizer
-from tests.data.folders import byte_fallback_json, files_of
+from dapo_jax.text.huggingface import HuggingFaceTokenizer
+from dapo_jax.text.stopping import StopStrings, stop_ids
+from dapo_jax.text.tokenizers import ByteTokenizer, CharTokenizer
+from tests.text.folders import byte_fallback_json, files_of
 
 BYTES = ByteTokenizer()
 MERGED = HuggingFaceTokenizer(files_of())

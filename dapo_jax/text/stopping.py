@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Int
 
-from dapo_jax.data.tokenizers import Tokenizer
+from dapo_jax.text.tokenizers import Tokenizer
 
 _ALIGNMENTS = 4
 """A UTF-8 character has at most this many bytes, so one of as many neighbouring bytes begins a character."""
@@ -23,7 +23,7 @@ class StopStrings:
     for instance, are passed over. What is found at token n thus depends on the tokens before it alone, and not on
     how many of them came in one call.
 
-    >>> from dapo_jax.data.tokenizers import ByteTokenizer
+    >>> from dapo_jax.text.tokenizers import ByteTokenizer
     >>> stop = StopStrings(ByteTokenizer(), ["END"])
     >>> tokens = ByteTokenizer().encode("7 END.")
     >>> stop.find(tokens, 0), stop.find(tokens[:4], 0), stop.decode(tokens)

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32
 
-from dapo_jax.data.chat import Message
-from dapo_jax.data.tokenizers import Tokenizer
 from dapo_jax.templates import TEMPLATES
+from dapo_jax.text.chat import Message
+from dapo_jax.text.tokenizers import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,26 @@
+"""How text becomes tokens and back: tokenizers, chat templates, what is put around a question, where a response ends."""
+
+from dapo_jax.text.chat import ChatTemplate
+from dapo_jax.text.formatting import PromptFormat
+from dapo_jax.text.stopping import StopStrings, stop_ids
+from dapo_jax.text.tokenizers import (
+    ByteTokenizer,
+    CharTokenizer,
+    Tokenizer,
+    check_vocabulary,
+    load_tokenizer,
+    save_tokenizer,
+)
+
+__all__ = [
+    "ByteTokenizer",
+    "CharTokenizer",
+    "ChatTemplate",
+    "PromptFormat",
+    "StopStrings",
+    "Tokenizer",
+    "check_vocabulary",
+    "load_tokenizer",
+    "save_tokenizer",
+    "stop_ids",
+]
