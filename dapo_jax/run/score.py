@@ -85,25 +85,40 @@ def describe(scores: Scores, *, show: int = 5) -> str:
     """Accuracies, agreement of each pair of graders, and up to `show` responses that two of them see differently."""
     names = list(scores.verdicts)
     width = max(len(name) for name in names)
-    lines = [f"{len(scores.rows)} responses", ""]
-    lines += [f"{name:{width}}  {scores.accuracy(name):6.1%} correct" for name in names]
+    head = "  ".join(["", "correct", *(f"{name:>7}" for name in names)])
+    lines = [
+        f"{len(scores.rows)} responses; the share that a grader calls correct, and of which two say the same",
+        "",
+    ]
+    lines.append(" " * width + head)
+    for one in names:
+        shares = [scores.accuracy(one), *(scores.agreement(one, other) for other in names)]
+        columns = zip(["correct", *names], shares, strict=True)
+        cells = [f"{share:.1%}".rjust(max(7, len(name))) for name, share in columns]
+        lines.append("  ".join([f"{one:{width}}", *cells]))
     for place, one in enumerate(names):
         for other in names[place + 1 :]:
-            differing = scores.disagreements(one, other)
-            lines += ["", f"{one} and {other} agree on {scores.agreement(one, other):.1%}"]
-            for found in differing[:show]:
-                lines += _shown(scores, found, (one, other))
-            if len(differing) > show:
-                lines.append(f"  ({len(differing) - show} more)")
+            lines += _differences(scores, one, other, show)
     return "\n".join(lines) + "\n"
+
+
+def _differences(scores: Scores, one: str, other: str, show: int) -> list[str]:
+    differing = scores.disagreements(one, other)
+    if not differing:
+        return []
+    first_right = sum(scores.verdicts[one][place].correct for place in differing)
+    counts = f"{len(differing)} of {len(scores.rows)}; only {one} says correct: {first_right}"
+    lines = ["", f"{one} and {other} differ on {counts}, only {other}: {len(differing) - first_right}"]
+    for found in differing[:show]:
+        lines += _shown(scores, found, (one, other))
+    return lines
 
 
 def _shown(scores: Scores, place: int, names: Sequence[str]) -> list[str]:
     row = scores.rows[place]
     ending = " ".join(row["response"][-120:].split())
-    lines = [
-        f"  step {row['step']}, prompt {row['ordinal']}, response {row['index']}, answer {row['answer']!r}: ...{ending}"
-    ]
+    asked = row["row"].get("source_row", f"prompt {row['ordinal']}")
+    lines = [f"  step {row['step']}, {asked}, response {row['index']}, answer {row['answer']!r}: ...{ending}"]
     for name in names:
         verdict = scores.verdicts[name][place]
         lines.append(f"    {name}: {'correct' if verdict.correct else 'wrong'}; {verdict.reason}")

@@ -69,12 +69,18 @@ def test_graders_are_compared_with_the_record_and_with_each_other(rollouts):
 def test_the_description_shows_the_first_disagreements_with_both_reasons(rollouts):
     text = describe(score(rollouts, ["dapo", "math"]), show=1)
     assert "8 responses" in text
-    assert "math       75.0% correct" in text
-    assert "dapo and math agree on 50.0%" in text
+    # Of the eight, `dapo` takes 1 + 1 and `math` 3 + 3, all of dapo's among them.
+    assert text.splitlines()[2:6] == [
+        "          correct  recorded     dapo     math",
+        "recorded    25.0%    100.0%   100.0%    50.0%",
+        "dapo        25.0%    100.0%   100.0%    50.0%",
+        "math        75.0%     50.0%    50.0%   100.0%",
+    ]
+    assert "dapo and math differ on 4 of 8; only dapo says correct: 0, only math: 4" in text
     assert "  step 1, prompt 7, response 1, answer '34': ...Answer: 34.0" in text
     assert "    dapo: wrong; after the last 'Answer:': expected '34'" in text
     assert "    math: correct; after the last 'Answer:': equal to '34' in meaning" in text
-    assert text.count("(3 more)") == 2  # recorded and math, dapo and math
+    assert text.count("  step 1, ") == text.count("  step ") == 2  # recorded and math, dapo and math
 
 
 def test_an_own_function_gets_the_row_and_the_tokens(rollouts):
@@ -92,7 +98,7 @@ def test_a_whole_group_function_gets_the_responses_of_one_step_and_prompt(rollou
 
 def test_the_command_prints_it(rollouts, capsys):
     assert main(["score", str(rollouts), "--grader", "dapo", "--grader", "dapo_boxed"]) == 0
-    assert "dapo and dapo_boxed agree on 100.0%" in capsys.readouterr().out
+    assert "dapo_boxed    25.0%    100.0%   100.0%      100.0%" in capsys.readouterr().out
 
 
 def test_what_cannot_be_scored_is_named(rollouts, tmp_path, capsys):
