@@ -148,6 +148,7 @@ class Joined(Sequence[Mapping[str, Any]]):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
+        index = index + len(self) if index < 0 else index
         which = int(np.searchsorted(self._ends, index, side="right"))
         rows = self._lists[which]
         return rows[index - int(self._ends[which]) + len(rows)]

@@ -107,6 +107,7 @@ def test_joined_lists_are_one_list():
     joined = Joined([[{"n": 0}, {"n": 1}], [{"n": 2}], [{"n": 3}, {"n": 4}]])
     assert [row["n"] for row in joined] == [joined[i]["n"] for i in range(len(joined))] == [0, 1, 2, 3, 4]
     assert [row["n"] for row in joined[1:4]] == [1, 2, 3]
+    assert (joined[-1]["n"], joined[-5]["n"]) == (4, 0)
     with pytest.raises(IndexError):
         joined[5]
 
