@@ -58,7 +58,7 @@ def _add_eval(made: argparse.ArgumentParser) -> None:
     made.add_argument(
         "--config",
         metavar="FILE",
-        help="of an evaluation or a run; a run folder brings its own (default: the paper's)",
+        help="of an evaluation or a run; a run folder brings its own",
     )
     made.add_argument("--data", metavar="NAME", help="evaluate on this dataset")
     made.add_argument(

@@ -21,8 +21,11 @@ class EvaluateConfig:
     compute_dtype: str = "float32"
     """Dtype of activations and matrix products: float32 or bfloat16."""
     data: DataConfig = field(default_factory=DataConfig)
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    """Slots, limits and stops; temperature, top-p and top-k are those of `eval`."""
+    sampling: SamplingConfig = field(
+        default_factory=lambda: SamplingConfig(slots=32, max_response_tokens=1024)
+    )
+    """Slots, limits and stops; temperature, top-p and top-k are those of `eval`. 32 slots of 1024 tokens unless told otherwise:
+    the paper's 20,480 fill any small machine."""
     reward: RewardConfig = field(default_factory=RewardConfig)
     """The grader; the overlong penalty changes no score."""
     eval: EvalConfig = field(default_factory=EvalConfig)

@@ -14,13 +14,21 @@ TIME_LIMIT_S = 5
 """For each of the two steps, parsing and comparing."""
 
 _SENTENCE = re.compile(r"(?<!\\)\b[A-Za-z]{2,}\s+[A-Za-z]{2,}")
+_NUMBER = r"[-+]?\s*\(?\s*[-+]?\d[\d,]*(?:\.\d+)?\s*\)?"
+_LEFT_TO_DO = re.compile(rf"{_NUMBER}(?:\s*(?:[-+*×·]|\\times|\\cdot)\s*{_NUMBER})+")  # noqa: RUF001
+_WRAPPING = re.compile(r"\$|\\[()\[\]]|\*\*|\\left|\\right|\\boxed|[{}]|\.$")
 
 
 def math_grader(response: str, answer: str) -> Verdict:
-    r"""Takes what the last `Answer:` or else the last `\boxed{}` says, or else the last value of the response, and compares.
+    r"""Takes what the response states, and compares it in meaning with the reference.
+
+    Stated is what the last `Answer:` says, or else the last `\boxed{}`, or else the response if it is one line of mathematics and nothing
+    else, or else what follows words such as "the answer is". A number that just happens to stand in the text is no
+    answer: of responses that state nothing, some would be right by accident.
 
     Equal text, brought to the normal form of the grader `dapo`, is correct without further ado. Otherwise both are parsed: 6/8
-    is 3/4, 34% is 34, \frac12 is 0.5. A text that nothing can be parsed from is wrong.
+    is 3/4, 34% is 34, \frac12 is 0.5. A text that nothing can be parsed from is wrong, and so is a sum or product of numbers that is
+    left to be worked out: 8 + 2 is the question again, and not 10.
 
     math-verify limits its own time by signals, which only a main thread receives. Elsewhere it runs without a limit: let a
     `GradingPool` call it there.
@@ -29,7 +37,9 @@ def math_grader(response: str, answer: str) -> Verdict:
     stated, where = _statement(text)
     if stated is not None and normal_form(stated) == normal_form(answer):
         return Verdict(correct=True, extracted=normal_form(stated), reason=f"{where}: equal as text")
-    found = _parsed(text if stated is None else _as_latex(stated))
+    if stated is not None and _LEFT_TO_DO.fullmatch(_WRAPPING.sub("", stated).strip().strip("()")):
+        return Verdict(correct=False, extracted=normal_form(stated), reason=f"{where}: left to be worked out")
+    found = _parsed(text, anchored=True) if stated is None else _parsed(_as_latex(stated))
     if not found:
         # It has a vote in the consensus all the same, if it states anything.
         extracted = None if stated is None else normal_form(stated)
@@ -51,7 +61,10 @@ def _statement(text: str) -> tuple[str | None, str]:
         return stated.strip().strip("*_").strip(), "after the last 'Answer:'"
     if (boxed := last_boxed(text)) is not None:
         return boxed, r"in the last \boxed{}"
-    return None, "in the response"
+    whole = text.strip()
+    if whole and "\n" not in whole and not _SENTENCE.search(whole):
+        return whole, "the whole response"
+    return None, "behind words such as 'the answer is'"
 
 
 def _as_latex(stated: str) -> str:
@@ -79,10 +92,15 @@ def _read_gold(answer: str) -> tuple[Any, ...]:
     return found
 
 
-def _parsed(text: str) -> list[Any]:
-    from math_verify import parse
+def _parsed(text: str, *, anchored: bool = False) -> list[Any]:
+    """What math-verify reads; `anchored`: only behind words that announce an answer."""
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
-    return parse(text, parsing_timeout=_time_limit_s())
+    kinds = [
+        kind(try_extract_without_anchor=not anchored)
+        for kind in (LatexExtractionConfig, ExprExtractionConfig)
+    ]
+    return parse(text, extraction_config=kinds, parsing_timeout=_time_limit_s())
 
 
 def _time_limit_s() -> int:

@@ -22,7 +22,13 @@ EQUAL = [
     ("Answer: The answer is 34.", "34"),
     ("**Answer:** 34", "34"),
     (r"\boxed{\frac{1}{2}}", "0.5"),
-    ("So in the end there are 34 of them.", "34"),
+    ("So the answer is 34.", "34"),
+    ("The final answer is $\\frac{6}{8}$.", "3/4"),
+    ("34%", "34"),
+    ("7 + 1 = 8", "8"),
+    (r"Answer: \(0 + 4 = 4\)", "4"),
+    ("Answer: 2 + 3i", "3i + 2"),
+    (r"Answer: 2\sqrt{3} + 1", r"1 + \sqrt{12}"),
     ("Answer: blue", r"\text{blue}"),
 ]
 DIFFERENT = [
@@ -36,6 +42,14 @@ DIFFERENT = [
     ("Answer: (1, 2)", "(2, 1)"),
     ("Answer: x + 1", "x - 1"),
     ("34, 35", "34"),
+    ("Answer: $8 + 2$", "10"),  # the question again
+    ("8 + 2", "10"),
+    ("Answer: (9*6)", "54"),
+    (r"\boxed{3+0}", "3"),
+    (r"Answer: \(7 \times 2\)", "14"),
+    ("So in the end there are 34 of them.", "34"),  # a number that stands in the text
+    ("The hens are meal staples for 20 chickens. The chickens have regular deliveries.", "20"),
+    ("brothers decide on another brother saying 80 more,\nwhich is an excess", "80"),
     ("no idea", "34"),
     ("", "34"),
 ]
@@ -56,7 +70,9 @@ def test_different(response, answer):
 def test_the_reason_tells_text_from_meaning():
     assert grade("Answer: 34", "34").reason == "after the last 'Answer:': equal as text"
     assert grade("Answer: 34.0", "34").reason == "after the last 'Answer:': equal to '34' in meaning"
-    assert grade("no idea", "34").reason == "in the response: nothing that can be read as mathematics"
+    assert grade("Answer: 8 + 2", "10").reason == "after the last 'Answer:': left to be worked out"
+    nothing = "behind words such as 'the answer is': nothing that can be read as mathematics"
+    assert grade("no idea", "34").reason == nothing
 
 
 def test_what_is_stated_has_a_vote_even_if_it_is_no_mathematics():
@@ -65,9 +81,9 @@ def test_what_is_stated_has_a_vote_even_if_it_is_no_mathematics():
 
 
 def test_only_the_end_of_a_response_is_looked_at():
-    response = "Answer: 34\nor is it 5\n"  # 22 characters; without the A of the first the last value counts
-    assert grade(response + " " * (TAIL_CHARACTERS - 22), "34").correct
-    assert grade(response + " " * (TAIL_CHARACTERS - 21), "5").correct
+    response = "Answer: 34\n"  # 11 characters; without the A of the first nothing is stated
+    assert grade(response + " " * (TAIL_CHARACTERS - 11), "34").correct
+    assert not grade(response + "and so on " * 200, "34").correct
 
 
 def test_it_works_in_a_thread_where_no_signal_arrives():
