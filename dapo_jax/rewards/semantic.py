@@ -5,7 +5,7 @@ import threading
 from functools import lru_cache
 from typing import Any
 
-from dapo_jax.rewards.released import last_boxed, last_stated, normal_form
+from dapo_jax.rewards.released import behind_stated, last_boxed, last_stated, normal_form
 from dapo_jax.rollouts import Verdict
 
 TAIL_CHARACTERS = 2000
@@ -56,11 +56,14 @@ def math_grader(response: str, answer: str) -> Verdict:
 
 def _statement(text: str) -> tuple[str | None, str]:
     """What the response gives as its answer, and where it says so."""
-    if (stated := last_stated(text)) is not None:
+    stated = last_stated(text)
+    # What comes last counts: a box behind the line of the last `Answer:`, or else that line.
+    boxed = last_boxed(behind_stated(text))
+    if boxed is not None:
+        return boxed, r"in the last \boxed{}"
+    if stated is not None:
         # Emphasis as in **Answer: 34** is opened before the word and closed behind the value.
         return stated.strip().strip("*_").strip(), "after the last 'Answer:'"
-    if (boxed := last_boxed(text)) is not None:
-        return boxed, r"in the last \boxed{}"
     whole = text.strip()
     if whole and "\n" not in whole and not _SENTENCE.search(whole):
         return whole, "the whole response"
