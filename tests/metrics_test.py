@@ -1,6 +1,5 @@
 """`Mean` and `Max`: adding them is exact, on the device and on the host."""
 
-import doctest
 import math
 
 import jax
@@ -9,7 +8,6 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from dapo_jax import metrics as metrics_module
 from dapo_jax.metrics import Max, Mean, add_metrics, to_scalars
 
 
@@ -89,7 +87,3 @@ def test_dicts_of_other_names_are_not_added():
 def test_a_mean_is_not_added_to_a_maximum():
     with pytest.raises(ValueError, match="'a' is a Mean in one dict and a Max in the other"):
         add_metrics({"a": mean(1, 1)}, {"a": Max(jnp.float32(1))})
-
-
-def test_the_docstring_example_runs():
-    assert doctest.testmod(metrics_module).failed == 0

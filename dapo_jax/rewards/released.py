@@ -105,9 +105,11 @@ def dapo_boxed_grader(response: str, answer: str) -> Verdict:
 
 
 def last_stated(text: str) -> str | None:
-    """What stands behind the last `Answer:` up to the end of its line, in any case; None if there is none.
+    r"""What stands behind the last `Answer:` up to the end of its line, in any case; None if there is none.
 
-    >>> last_stated("Answer: 3. No. answer : 4 or so\\nBye"), last_stated("It is 4")
+    Two on one line are one statement, as in the released code.
+
+    >>> last_stated("Answer: 3. No.\nanswer : 4 or so\nBye"), last_stated("It is 4")
     ('4 or so', None)
     """
     found = _ANSWER.findall(text)
@@ -115,9 +117,9 @@ def last_stated(text: str) -> str | None:
 
 
 def behind_stated(text: str) -> str:
-    """What follows the line of the last `Answer:`; the whole text if there is none.
+    r"""What follows the line of the last `Answer:`; the whole text if there is none.
 
-    >>> behind_stated("Answer: 3. No. answer : 4 or so\nBye"), behind_stated("It is 4")
+    >>> behind_stated("Answer: 3. No.\nanswer : 4 or so\nBye"), behind_stated("It is 4")
     ('\nBye', 'It is 4')
     """
     found = list(_ANSWER.finditer(text))

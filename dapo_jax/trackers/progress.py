@@ -182,7 +182,7 @@ class Progress:
 def format_seconds(seconds: float) -> str:
     """A duration in its two largest units.
 
-    >>> [format_seconds(s) for s in (7.4, 200, 3900, 183600)]
+    >>> [format_seconds(s) for s in (7.4, 200.0, 3900.0, 183600.0)]
     ['7s', '3m20s', '1h05m', '2d03h']
     """
     if not math.isfinite(seconds):
