@@ -37,19 +37,19 @@ def math_grader(response: str, answer: str) -> Verdict:
     stated, where = _statement(text)
     if stated is not None and normal_form(stated) == normal_form(answer):
         return Verdict(correct=True, extracted=normal_form(stated), reason=f"{where}: equal as text")
-    if stated is not None and _LEFT_TO_DO.fullmatch(_WRAPPING.sub("", stated).strip().strip("()")):
-        return Verdict(correct=False, extracted=normal_form(stated), reason=f"{where}: left to be worked out")
     found = _parsed(text, anchored=True) if stated is None else _parsed(_as_latex(stated))
+    # The parser returns what it understood and, last, the text that it took. What is stated has a vote in the consensus
+    # even if nothing is understood.
+    said = stated if stated is not None else str(found[-1]) if found else None
+    extracted = None if said is None else normal_form(said)
+    if said is not None and _LEFT_TO_DO.fullmatch(_WRAPPING.sub("", said).strip().strip("()")):
+        return Verdict(correct=False, extracted=extracted, reason=f"{where}: left to be worked out")
     if not found:
-        # It has a vote in the consensus all the same, if it states anything.
-        extracted = None if stated is None else normal_form(stated)
         reason = f"{where}: nothing that can be read as mathematics"
         return Verdict(correct=False, extracted=extracted, reason=reason)
     from math_verify import verify  # loads sympy
 
     correct = verify(list(_gold(answer)), found, timeout_seconds=_time_limit_s())
-    # The parser returns what it understood and, last, the text that it took.
-    extracted = str(found[-1]) if stated is None else normal_form(stated)
     reason = f"{where}: equal to {answer!r} in meaning" if correct else f"{where}: expected {answer!r}"
     return Verdict(correct=correct, extracted=extracted, reason=reason)
 

@@ -47,6 +47,7 @@ DIFFERENT = [
     ("34, 35", "34"),
     ("Answer: $8 + 2$", "10"),  # the question again
     ("8 + 2", "10"),
+    ("Here is the answer to the math problem: 8 + 2", "10"),
     ("Answer: (9*6)", "54"),
     (r"\boxed{3+0}", "3"),
     (r"Answer: \(7 \times 2\)", "14"),
