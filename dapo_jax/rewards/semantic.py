@@ -14,9 +14,10 @@ TIME_LIMIT_S = 5
 """For each of the two steps, parsing and comparing."""
 
 _SENTENCE = re.compile(r"(?<!\\)\b[A-Za-z]{2,}\s+[A-Za-z]{2,}")
-_NUMBER = r"[-+]?\s*\(?\s*[-+]?\d[\d,]*(?:\.\d+)?\s*\)?"
-_LEFT_TO_DO = re.compile(rf"{_NUMBER}(?:\s*(?:[-+*×·]|\\times|\\cdot)\s*{_NUMBER})+")  # noqa: RUF001
-_WRAPPING = re.compile(r"\$|\\[()\[\]]|\*\*|\\left|\\right|\\boxed|[{}]|\.$")
+_NUMBER = r"[-+]?\(?[-+]?\d[\d,]*(?:\.\d+)?\)?"
+_LEFT_TO_DO = re.compile(rf"{_NUMBER}(?:(?:[-+*×·]|\\times|\\cdot){_NUMBER})+")  # noqa: RUF001
+# White space goes too: optional spaces side by side in the pattern would take cubic time on a long run of them.
+_WRAPPING = re.compile(r"\s|\$|\\[()\[\]]|\*\*|\\left|\\right|\\boxed|[{}]|\.$")
 
 
 def math_grader(response: str, answer: str) -> Verdict:
@@ -42,7 +43,7 @@ def math_grader(response: str, answer: str) -> Verdict:
     # even if nothing is understood.
     said = stated if stated is not None else str(found[-1]) if found else None
     extracted = None if said is None else normal_form(said)
-    if said is not None and _LEFT_TO_DO.fullmatch(_WRAPPING.sub("", said).strip().strip("()")):
+    if said is not None and _LEFT_TO_DO.fullmatch(_WRAPPING.sub("", said).strip("()")):
         return Verdict(correct=False, extracted=extracted, reason=f"{where}: left to be worked out")
     if not found:
         reason = f"{where}: nothing that can be read as mathematics"

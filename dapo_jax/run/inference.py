@@ -81,10 +81,10 @@ def evaluate(
         group_size=config.eval.samples_per_prompt,
     )
     # Scores count verdicts; how much longer a training response might have been is no matter here.
-    ungraded = replace(config.reward, overlong=_NO_SHAPING)
+    unshaped = replace(config.reward, overlong=_NO_SHAPING)
     limit, stop = config.sampling.max_response_tokens, config.sampling.stop
     found: dict[str, list[Group]] = {}
-    with closing(grading(ungraded, policy, max_response_tokens=limit, stop=stop, reward=reward)) as graders:
+    with closing(grading(unshaped, policy, max_response_tokens=limit, stop=stop, reward=reward)) as graders:
         weights = rollouts.transfer(policy.params)
         for name, prompts in held_out.items():
             found[name] = rollouts.evaluate(weights, prompts, graders, config.eval)

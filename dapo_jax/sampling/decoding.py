@@ -114,7 +114,7 @@ def _crossing(probabilities: Float[Array, "slots vocab"], top_p: Float[Array, ""
 
 def _ordered(values: Float[Array, "slots vocab"]) -> UInt32[Array, "slots vocab"]:
     """Whole numbers in the order of the values: the bits of a float, but for the sign, order it."""
-    bits = jax.lax.bitcast_convert_type(values + 0.0, jnp.uint32)  # -0 is 0
+    bits = jax.lax.bitcast_convert_type(jnp.where(values == 0.0, 0.0, values), jnp.uint32)  # -0 is 0
     sign = jnp.uint32(1 << 31)
     return jnp.where(bits >= sign, ~bits, bits | sign)
 

@@ -47,6 +47,10 @@ DIFFERENT = [
     ("34, 35", "34"),
     ("Answer: $8 + 2$", "10"),  # the question again
     ("8 + 2", "10"),
+    (
+        "Answer: 1 +" + " " * 1900 + "x",
+        "2",
+    ),  # minutes, if the pattern tried every way to share out the spaces
     ("Here is the answer to the math problem: 8 + 2", "10"),
     ("Answer: (9*6)", "54"),
     (r"\boxed{3+0}", "3"),

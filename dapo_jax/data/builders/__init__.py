@@ -79,10 +79,11 @@ def prepared(
     root = os.path.expanduser(data_dir)
     try:
         builder = _builder(name, root, files)
-        if not builder.data_path.exists():
-            if isinstance(builder, FileBuilder):
-                builder.examples()  # what is wrong with the files is said before anything is written
-            _prepare(builder)
+        if builder.data_path.exists():
+            return builder
+        if isinstance(builder, FileBuilder):
+            builder.examples()  # what is wrong with the files is said before anything is written
+        _prepare(builder)
     except OSError as error:
         raise RuntimeError(
             f"cannot prepare dataset {name!r} under {root}: {error}; set data.data_dir to a folder that can be written"
