@@ -148,13 +148,6 @@ def _check_parallel(parallel: schema.ParallelConfig) -> None:
     rest = [
         f"parallel.{name}" for name in field_types(schema.ParallelConfig) if getattr(parallel, name) == -1
     ]
-    if parallel.context > 1:
-        refuse(
-            "parallel.context",
-            parallel.context,
-            "1",
-            "sequences are not split over devices yet: use parallel.fsdp or parallel.tensor",
-        )
     if len(rest) > 1:
         refuse(
             rest[1],

@@ -238,7 +238,11 @@ class ParallelConfig:
     fsdp: int = -1
     tensor: int = 1
     context: int = 1
-    """Kept at 1: no sequence is split over devices yet."""
+    """Devices over which a row of tokens is split, for long responses."""
+    sampler_tensor: int = 0
+    """Devices over which a sampler's weights are split; its slots are spread over its other devices. 0: as `tensor`."""
+    sampler_hosts: int = 1
+    """Processes that share a sampler; more than 1 only for weights that do not fit the devices of one."""
 
     __post_init__ = checked
 

@@ -78,6 +78,8 @@ RANGES: dict[str, Range] = {
     "parallel.fsdp": _AXIS,
     "parallel.tensor": _AXIS,
     "parallel.context": _SIZE,
+    "parallel.sampler_tensor": Range("1 or more, or 0 for the size of parallel.tensor", lambda v: v >= 0),
+    "parallel.sampler_hosts": _SIZE,
 }
 
 CHOICES: dict[str, tuple[str, ...]] = {

@@ -1,7 +1,12 @@
-"""The device mesh: four named axes, each of which may be of size 1."""
+"""The device meshes: one with four named axes that trains, and one for each sampler.
+
+All are over one flat order of the devices, the devices of a process side by side: a jitted function can move arrays between
+meshes only if they have the same devices in the same order.
+"""
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import jax
 import numpy as np
@@ -25,7 +30,7 @@ def make_mesh(
     Raises:
         ValueError: the sizes do not multiply to the number of devices.
     """
-    devices = jax.devices() if devices is None else devices
+    devices = ordered(jax.devices() if devices is None else devices)
     sizes = dict(zip(AXES, (data, fsdp, tensor, context), strict=True))
     known = math.prod(size for size in sizes.values() if size != -1)
     wild = [name for name, size in sizes.items() if size == -1]
@@ -39,3 +44,72 @@ def make_mesh(
         )
     shape = [len(devices) // known if size == -1 else size for size in sizes.values()]
     return Mesh(np.asarray(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meshes:
+    """Where a run trains and where it samples."""
+
+    train: Mesh
+    """All devices of all processes."""
+    publish: Mesh
+    """The same devices with an axis `sampler` in front of the others: a row is the devices of one sampler."""
+    sampler: Mesh
+    """The row of `publish` that has this process's devices, with the axes `AXES`. No other sampler takes part in its programs."""
+    index: int
+    """Which row that is: the sampler takes the ordinals that are `index` modulo `count`."""
+
+    @property
+    def count(self) -> int:
+        """How many samplers there are."""
+        return self.publish.shape["sampler"]
+
+
+def make_meshes(train: Mesh, *, sampler_tensor: int = 0, sampler_hosts: int = 1) -> Meshes:
+    """A sampler for every `sampler_hosts` processes: its weights split over `sampler_tensor` devices, its slots over the rest.
+
+    Args:
+        train: from `make_mesh`.
+        sampler_tensor: 0 is the trainer's tensor axis, as far as the sampler's devices go.
+        sampler_hosts: 1 unless the weights do not fit the devices of one process.
+
+    Raises:
+        ValueError: the processes do not make up samplers, or the devices of a sampler are no multiple of `sampler_tensor`.
+    """
+    flat = train.devices.reshape(-1)
+    hosts = len({device.process_index for device in flat})
+    if hosts % sampler_hosts:
+        raise ValueError(
+            f"parallel.sampler_hosts={sampler_hosts} must divide the {hosts} processes of the run: each sampler has as many"
+        )
+    rows = flat.reshape(hosts // sampler_hosts, -1)
+    for row in rows:
+        found = len({device.process_index for device in row})
+        if found != sampler_hosts:
+            raise ValueError(
+                f"the devices of {found} processes are in one sampler, of {sampler_hosts} were needed: {row}"
+            )
+    each = rows.shape[1]
+    tensor = sampler_tensor or math.gcd(train.shape["tensor"], each)
+    if each % tensor:
+        raise ValueError(f"parallel.sampler_tensor={tensor} must divide the {each} devices of a sampler")
+    shape, automatic = (len(rows), each // tensor, 1, tensor, 1), (AxisType.Auto,) * (len(AXES) + 1)
+    grid = rows.reshape(shape)
+    index = _row_of_this_process(rows)
+    return Meshes(
+        train=train,
+        publish=Mesh(grid, ("sampler", *AXES), axis_types=automatic),
+        sampler=Mesh(grid[index], AXES, axis_types=automatic[1:]),
+        index=index,
+    )
+
+
+def ordered(devices: Sequence[jax.Device]) -> list[jax.Device]:
+    """The devices process by process."""
+    return sorted(devices, key=lambda device: (device.process_index, device.id))
+
+
+def _row_of_this_process(rows: np.ndarray) -> int:
+    """0 for devices that are only described (a topology to compile for)."""
+    here = jax.process_index() if rows[0, 0] in jax.devices() else rows[0, 0].process_index
+    return next(i for i, row in enumerate(rows) if any(device.process_index == here for device in row))

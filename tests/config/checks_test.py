@@ -168,7 +168,11 @@ REFUSED = [
     ("batch.row_tokens=-1", ["batch.row_tokens", "0 for the longest"]),
     ("parallel.tensor=0", ["parallel.tensor: found 0", "-1 for those that the other axes leave"]),
     ("parallel.context=-2", ["parallel.context: found -2", "1 or more"]),
-    ("parallel.context=2", ["parallel.context: found 2", "needs 1", "parallel.fsdp"]),
+    ("parallel.sampler_hosts=0", ["parallel.sampler_hosts: found 0", "1 or more"]),
+    (
+        "parallel.sampler_tensor=-1",
+        ["parallel.sampler_tensor: found -1", "or 0 for the size of parallel.tensor"],
+    ),
 ]
 
 

@@ -4,7 +4,7 @@ import jax
 import pytest
 from jax.sharding import AxisType
 
-from dapo_jax.parallel.mesh import make_mesh
+from dapo_jax.parallel.mesh import make_mesh, make_meshes
 
 
 @pytest.mark.parametrize(
@@ -44,3 +44,20 @@ def test_a_mesh_may_be_of_some_of_the_devices():
 def test_sizes_that_do_not_fit_are_refused_with_the_product(sizes, message):
     with pytest.raises(ValueError, match=message):
         make_mesh(**sizes)
+
+
+def test_one_process_has_one_sampler_over_all_its_devices():
+    meshes = make_meshes(make_mesh(data=2, fsdp=2, tensor=2))
+    assert (meshes.count, meshes.index) == (1, 0)
+    assert dict(meshes.sampler.shape) == {"data": 4, "fsdp": 1, "tensor": 2, "context": 1}
+    assert meshes.publish.axis_names == ("sampler", "data", "fsdp", "tensor", "context")
+    flat = [list(mesh.devices.flat) for mesh in (meshes.train, meshes.publish, meshes.sampler)]
+    assert flat[0] == flat[1] == flat[2]
+
+
+def test_the_weights_of_a_sampler_may_be_split_otherwise_than_the_trainers():
+    assert make_meshes(make_mesh(fsdp=8), sampler_tensor=4).sampler.shape["tensor"] == 4
+    with pytest.raises(ValueError, match=r"sampler_tensor=3 must divide the 8 devices of a sampler"):
+        make_meshes(make_mesh(fsdp=8), sampler_tensor=3)
+    with pytest.raises(ValueError, match=r"sampler_hosts=2 must divide the 1 processes"):
+        make_meshes(make_mesh(fsdp=8), sampler_hosts=2)
