@@ -12,9 +12,10 @@ from flax import nnx
 
 from dapo_jax.checkpoints import Checkpointer
 from dapo_jax.config import ConfigError, ModelConfig, OptimizerConfig, ParallelConfig, load_config
-from dapo_jax.models.decoder import Decoder
+from dapo_jax.models.decoder import WHOLE, Decoder, graph_of
 from dapo_jax.models.folder import load_model, read_config, save_model
 from dapo_jax.models.hub import download
+from dapo_jax.models.layout import Layout
 from dapo_jax.models.presets import DecoderConfig, preset
 from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.mesh import BATCH_AXES, make_mesh
@@ -38,13 +39,9 @@ class Policy:
     params: nnx.State
     tokenizer: Tokenizer
 
-    def graph(self, *, compute_dtype: str, remat: str) -> nnx.GraphDef[Any]:
+    def graph(self, *, compute_dtype: str, remat: str, layout: Layout = WHOLE) -> nnx.GraphDef[Any]:
         """The structure that `nnx.merge` makes a module of, together with parameters."""
-
-        def make() -> Decoder:
-            return Decoder(self.decoder, rngs=nnx.Rngs(0), compute_dtype=compute_dtype, remat=remat)
-
-        return nnx.split(nnx.eval_shape(make))[0]
+        return graph_of(self.decoder, compute_dtype=compute_dtype, remat=remat, layout=layout)
 
     def save(self, folder: str | Path, *, dtype: str = "float32") -> int:
         """Writes a model folder that `load_policy` and transformers read; returns the bytes of its tensors."""
@@ -54,13 +51,16 @@ class Policy:
         return save_model(folder, self.decoder, self.params, dtype=dtype, eos_ids=ends, pad_id=pad)
 
 
-def load_policy(model: ModelConfig, *, seed: int = 0, mesh: jax.sharding.Mesh | None = None) -> Policy:
+def load_policy(
+    model: ModelConfig, *, seed: int = 0, mesh: jax.sharding.Mesh | None = None, vocab_multiple: int = 1
+) -> Policy:
     """Makes or reads the policy that `model.source` names.
 
     Args:
         model: the source and, for a preset, the tokenizer.
         seed: of a preset's random weights.
         mesh: on which each weight goes at once where training has it; None puts all on the default device.
+        vocab_multiple: to which the vocabulary is filled up besides what the mesh needs.
 
     Raises:
         ConfigError: there is no such preset, shipped model or folder; the message names what there is.

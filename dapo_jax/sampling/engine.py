@@ -150,7 +150,7 @@ class DecoderEngine:
         zeros = jnp.zeros(slots, jnp.int32)
         return DecodeState(
             layers=tuple(kv.empty(*shape, self._dtype) for _ in range(config.layers)),
-            logits=jnp.zeros((slots, config.vocab_size), jnp.float32),
+            logits=jnp.zeros((slots, config.vocab_rows), jnp.float32),
             lengths=zeros, generated=zeros, limits=zeros, live=jnp.zeros(slots, bool),
             keys=jax.random.split(jax.random.key(0), slots),
         )  # fmt: skip

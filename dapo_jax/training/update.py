@@ -18,7 +18,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from dapo_jax.batching import stack
-from dapo_jax.logprobs import chunked_logprobs
 from dapo_jax.losses import dapo_loss, kl_penalty
 from dapo_jax.metrics import Max, Mean, Metric
 from dapo_jax.microbatch import Microbatch
@@ -85,7 +84,7 @@ class Updater:
             )
         placed, whole = state_shardings(params, optimizer, mesh), replicated(mesh)
         self._shardings, self._room = placed.params, 1
-        self._rows = NamedSharding(mesh, PartitionSpec(None, *by_row(mesh).spec))
+        self._rows = NamedSharding(mesh, PartitionSpec(None, *by_row(mesh).spec, "context"))
         self._score = jax.jit(self._score_program, out_shardings=self._rows)
         self._update = jax.jit(self._update_program, donate_argnums=0, out_shardings=(placed, whole))
 
@@ -130,19 +129,23 @@ class Updater:
 
     def _logprobs(self, params: nnx.State, microbatch: Microbatch) -> tuple[Array, Array]:
         """Log-probability and entropy [rows, seq] of each token given what it follows; without meaning in the first column."""
-        decoder = nnx.merge(self._graph, params)
-        m, (rows, seq) = microbatch, microbatch.tokens.shape
-        hidden = decoder(m.tokens, m.positions, m.segment_ids, m.prefix_ids)
-        before = jnp.take_along_axis(hidden, m.previous[..., None], axis=1)
-        logprobs, entropy = chunked_logprobs(
-            before.reshape(rows * seq, -1),
-            decoder.ends.unembedding(),
-            m.tokens.reshape(-1),
-            temperature=self._options.temperature,
-            chunk_vocab=self._options.logprob_chunk_vocab,
-            compute_dtype=decoder.ends.compute_dtype,
-        )
-        return logprobs.reshape(rows, seq), entropy.reshape(rows, seq)
+
+        def program(params: nnx.State, m: Microbatch) -> tuple[Array, Array]:
+            decoder = nnx.merge(self._graph, params)
+            hidden = decoder(m.tokens, m.positions, m.segment_ids, m.prefix_ids)
+            before = jnp.take_along_axis(hidden, m.previous[..., None], axis=1)
+            logprobs, entropy = decoder.ends.layout.logprobs(
+                before.reshape(-1, hidden.shape[-1]),
+                decoder.ends.unembedding(),
+                m.tokens.reshape(-1),
+                vocab_size=decoder.ends.config.vocab_size,
+                temperature=self._options.temperature,
+                chunk_vocab=self._options.logprob_chunk_vocab,
+                dtype=decoder.ends.compute_dtype,
+            )
+            return logprobs.reshape(m.tokens.shape), entropy.reshape(m.tokens.shape)
+
+        return nnx.merge(self._graph, params).ends.layout.spread(program)(params, microbatch)
 
     def _score_program(self, params: nnx.State, minibatch: Minibatch) -> Float[Array, "room rows seq"]:
         def score(i: Array, scores: Array) -> Array:
