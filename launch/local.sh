@@ -52,7 +52,10 @@ fi
 one() { # runs process $1 and prints its lines, also the last ones when it is ended
   trap : TERM
   env "${settings[@]}" "JAX_PROCESS_ID=$1" "${command[@]}" 2>&1 |
-    (trap '' TERM; exec awk -v from="[$1] " '{ print from $0; fflush() }')
+    (
+      trap '' TERM
+      while IFS= read -r line || [ -n "$line" ]; do printf '%s\n' "[$1] $line"; done
+    )
   return "${PIPESTATUS[0]}"
 }
 

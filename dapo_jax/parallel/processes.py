@@ -23,11 +23,12 @@ from dapo_jax.config import ConfigError
 HEARTBEAT_S = 20
 """A process that is silent for so long is taken for dead, and the others are ended."""
 
-GRACE_S = 5.0
+GRACE_S = 3.0
 """How long a process may take to leave by itself: after another has failed, and from its own error to its end."""
 
 _POLL_S = 0.5
 _FAILED = "dapo_jax/failed/"
+_LEFT = "dapo_jax/left/"
 
 
 def wanted(environment: Mapping[str, str] = os.environ) -> bool:
@@ -130,6 +131,7 @@ class _Member:
         self._client: Any = distributed.global_state.client
         self._index, self._count = int(self._state.process_id), int(self._state.num_processes or 1)
         self._leaving, self._told = threading.Event(), threading.Event()
+        self._limit: threading.Timer | None = None
         self._signals, awake = socket.socketpair()
         awake.setblocking(False)
         self._awake = awake  # kept open
@@ -148,15 +150,17 @@ class _Member:
         if not self._told.is_set():
             self._told.set()
             self._client.key_value_set(f"{_FAILED}{self._index}", json.dumps([status, message]))
-            timer = threading.Timer(2 * GRACE_S, self._exit, (status, message))
-            timer.daemon = True
-            timer.start()
+            self._limit = threading.Timer(2 * GRACE_S, self._exit, (status, message))
+            self._limit.daemon = True
+            self._limit.start()
         return status, message
 
     def fail(self, status: int, message: str, *, shown: str, by_all: bool) -> NoReturn:
         self._leaving.set()
         before = self._failures()
         self.tell(status, message)
+        if self._limit is not None:
+            self._limit.cancel()
         if by_all and self._index and self._others_say(message):
             shown = ""
         elif before and message not in [told for _, told in before.values()]:
@@ -182,12 +186,16 @@ class _Member:
 
     def _failures(self) -> dict[int, tuple[int, str]]:
         """Process -> (exit status, message) of each other one that has failed."""
+        records = {index: json.loads(value) for index, value in self._found(_FAILED).items()}
+        return {index: (record[0], record[1]) for index, record in records.items() if index != self._index}
+
+    def _found(self, folder: str) -> dict[int, str]:
+        """Process -> what it has said there."""
         try:
-            found = self._client.key_value_dir_get(_FAILED)
+            found = self._client.key_value_dir_get(folder)
         except Exception:  # the service is gone, of which JAX makes an abort
             return {}
-        records = {int(key.rpartition("/")[2]): tuple(json.loads(value)) for key, value in found}
-        return {index: record for index, record in records.items() if index != self._index}
+        return {int(key.rpartition("/")[2]): value for key, value in found}
 
     def _others_say(self, message: str) -> bool:
         """True if the first process says the same within the time of grace."""
@@ -208,9 +216,19 @@ class _Member:
             print(shown, file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
-        if self._index == 0:
-            time.sleep(3 * _POLL_S)  # the others hear of it from a service that ends with this process
-        os._exit(status)
+        try:
+            if self._index == 0:
+                self._outlive()
+            else:
+                self._client.key_value_set(f"{_LEFT}{self._index}", "")
+        finally:
+            os._exit(status)
+
+    def _outlive(self) -> None:
+        """The others hear of it from a service that ends with the first process, so that one is the last to go."""
+        end = time.monotonic() + 4 * GRACE_S
+        while len(self._found(_LEFT)) < self._count - 1 and time.monotonic() < end:
+            time.sleep(_POLL_S / 5)
 
 
 _member: _Member | None = None

@@ -198,7 +198,7 @@ class Run:
         collected = collector.finish(on_shortfall=dynamic.on_shortfall, surplus=dynamic.surplus)
         if self._samplers.alone:
             return collected
-        return self._samplers.whole(collected, self._prompts.__getitem__, logged=logged)
+        return self._samplers.whole(collected, logged=logged)
 
     def _minibatches(self, groups: Sequence[Group], step: int) -> list[list[Microbatch]]:
         config = self.config

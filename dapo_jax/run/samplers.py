@@ -47,10 +47,12 @@ class Samplers:
     def gathered(self, groups: Sequence[Group], prompt_at: PromptAt) -> list[Group]:
         """The groups of all samplers by ordinal: this process's as they are, those of others in brief."""
         own = {group.prompt.ordinal: group for group in groups}
-        received = _travelled(groups, prompt_at, brief=True)
+        received = _travelled(
+            groups, lambda ordinal: own[ordinal].prompt if ordinal in own else prompt_at(ordinal), brief=True
+        )
         return [own.get(group.prompt.ordinal, group) for group in received]
 
-    def whole(self, collected: Collected, prompt_at: PromptAt, *, logged: int) -> Collected:
+    def whole(self, collected: Collected, *, logged: int) -> Collected:
         """The same with what is trained on, carried, or among the `logged` first sampled groups whole in every process."""
         used = {group.prompt.ordinal for group in (*collected.groups, *collected.carry)}
         used |= {group.prompt.ordinal for group in collected.sampled[:logged]}
@@ -60,7 +62,8 @@ class Samplers:
             for group in collected.sampled
             if self.grades and self.takes(group.prompt.ordinal) and group.prompt.ordinal in used
         ]
-        there = {group.prompt.ordinal: group for group in _travelled(sent, prompt_at, brief=False)}
+        prompts = {group.prompt.ordinal: group.prompt for group in collected.sampled}
+        there = {group.prompt.ordinal: group for group in _travelled(sent, prompts.__getitem__, brief=False)}
 
         def whole(groups: Iterable[Group]) -> list[Group]:
             return [there.get(group.prompt.ordinal, group) for group in groups]
