@@ -107,6 +107,6 @@ while [ ${#left[@]} -gt 0 ] && [ "$status" = 0 ]; do
   left=(${still[@]+"${still[@]}"})
 done
 if [ "$status" != 0 ]; then
-  settle 15 || end_all # they hear of it from each other, and say so
+  settle 10 || end_all # they hear of it from each other, and say so
 fi
 exit "$status"

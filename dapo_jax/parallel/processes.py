@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -216,13 +217,12 @@ class _Member:
             print(shown, file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
-        try:
+        with suppress(Exception):  # the service is gone
             if self._index == 0:
                 self._outlive()
             else:
                 self._client.key_value_set(f"{_LEFT}{self._index}", "")
-        finally:
-            os._exit(status)
+        os._exit(status)
 
     def _outlive(self) -> None:
         """The others hear of it from a service that ends with the first process, so that one is the last to go."""

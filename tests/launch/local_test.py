@@ -69,11 +69,12 @@ def test_lines_bear_their_process_and_success_is_all_of_theirs(python):
     assert sorted(done.stdout.splitlines()) == sorted(expected)
 
 
+@pytest.mark.slow  # waits for the others
 def test_one_that_fails_gives_the_status_and_the_others_are_ended(python):
     began = time.monotonic()
     done = local("3", "1", "fail", env=python)
     assert done.returncode == 7
-    assert 14 < time.monotonic() - began < 40  # they had the time to end by themselves
+    assert 9 < time.monotonic() - began < 40  # they had the time to end by themselves
     assert sorted(line for line in done.stdout.splitlines() if "told" in line) == [
         "[0] told to end",
         "[2] told to end",

@@ -69,7 +69,7 @@ def ended(how, failing, *, processes=2, kill=None, within_s=60):
     return done, time.monotonic() - began
 
 
-@pytest.mark.parametrize("failing", [0, 2])
+@pytest.mark.parametrize("failing", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_an_exception_in_one_process_ends_the_others_who_say_whose_it_was(failing):
     done, _ = ended("raise", failing, processes=3, within_s=40)
     assert [status for status, _ in done] == [1, 1, 1]
@@ -78,19 +78,21 @@ def test_an_exception_in_one_process_ends_the_others_who_say_whose_it_was(failin
         assert (f"process {index} of 3 ends because process {failing} failed" in output) == (index != failing)
 
 
+@pytest.mark.slow
 def test_what_is_unwound_does_not_wait_for_those_who_wait_for_it():
     done, _ = ended("unwind", 1, within_s=45)
     assert [status for status, _ in done] == [1, 1]
     assert all("seven is no prompt" in output for _, output in done)
 
 
+@pytest.mark.slow
 def test_a_configuration_error_of_one_process_is_said_by_it_and_ends_all_with_status_2():
     done, _ = ended("config", 1, within_s=45)
     assert [status for status, _ in done] == [2, 2]
     assert all("model.layers: found 0" in output for _, output in done)
 
 
-@pytest.mark.parametrize("kill", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("kill", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_process_that_is_told_to_end_while_it_waits_ends_all(kill):
     done, took = ended("wait", 1, kill=kill, within_s=45)
     assert [status for status, _ in done] == [1, 1]
