@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from flax import nnx
 
@@ -17,8 +18,9 @@ from dapo_jax.models.folder import load_model, read_config, save_model
 from dapo_jax.models.hub import download
 from dapo_jax.models.layout import Layout
 from dapo_jax.models.presets import DecoderConfig, preset
-from dapo_jax.models.tensors import shapes_of
-from dapo_jax.parallel.mesh import BATCH_AXES, make_mesh
+from dapo_jax.models.tensors import exported, shapes_of
+from dapo_jax.parallel.mesh import BATCH_AXES, Meshes, make_mesh, make_meshes
+from dapo_jax.parallel.processes import is_first
 from dapo_jax.parallel.sharding import shardings
 from dapo_jax.text.tokenizers import (
     ByteTokenizer,
@@ -44,7 +46,16 @@ class Policy:
         return graph_of(self.decoder, compute_dtype=compute_dtype, remat=remat, layout=layout)
 
     def save(self, folder: str | Path, *, dtype: str = "float32") -> int:
-        """Writes a model folder that `load_policy` and transformers read; returns the bytes of its tensors."""
+        """Writes a model folder that `load_policy` and transformers read; returns the bytes of its tensors.
+
+        Of several processes all call it, and the first one writes.
+        """
+        if not is_first():
+            # Each takes part in gathering a tensor.
+            return (
+                sum(tensor.fetch().size for tensor in exported(self.decoder, self.params))
+                * jnp.dtype(dtype).itemsize
+            )
         # First the tokenizer: config.json, which makes the folder a model, is written last of all.
         save_tokenizer(self.tokenizer, folder)
         ends, pad = self.tokenizer.stop_ids, self.tokenizer.pad_id
@@ -153,6 +164,18 @@ def mesh_of(axes: ParallelConfig, *, rows_per_microbatch: int | None = None) -> 
             f"{spread}, over which the rows are spread; {rows_per_microbatch // spread * spread + spread} is"
         )
     return mesh
+
+
+def meshes_of(axes: ParallelConfig, mesh: jax.sharding.Mesh) -> Meshes:
+    """The meshes of training and of the samplers that `axes` describes, over the devices of `mesh`.
+
+    Raises:
+        ConfigError: the samplers do not fit the processes, or their devices.
+    """
+    try:
+        return make_meshes(mesh, sampler_tensor=axes.sampler_tensor, sampler_hosts=axes.sampler_hosts)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def state_structs(

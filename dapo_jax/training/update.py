@@ -124,7 +124,12 @@ class Updater:
 
     def _put(self, minibatch: Sequence[Microbatch]) -> Minibatch:
         """The host/device boundary."""
-        stacked = jax.device_put(stack(minibatch, room=self._room), self._rows)
+
+        def place(whole: np.ndarray) -> Array:
+            # Of several processes each has the whole array, and puts what is its devices' there.
+            return jax.make_array_from_callback(whole.shape, self._rows, lambda index: whole[index])
+
+        stacked = jax.tree.map(place, stack(minibatch, room=self._room))
         return Minibatch(stacked, np.int32(len(minibatch)))
 
     def _logprobs(self, params: nnx.State, microbatch: Microbatch) -> tuple[Array, Array]:
