@@ -98,7 +98,7 @@ class DecoderEngine:
         # Pinned: a state that came back with another layout would compile `insert` and `generate` a second time.
         shapes = jax.eval_shape(self._init_program)
         state = jax.tree.map(lambda leaf: slot_cache if leaf.ndim == 4 else rows, shapes)
-        self._state = jax.tree.map(
+        self.state_structs = jax.tree.map(
             lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), shapes, state
         )
         self._init = jax.jit(self._init_program, out_shardings=state)
@@ -152,7 +152,7 @@ class DecoderEngine:
     def lower_generate(self, params: SamplerWeights, how: Decoding) -> Lowered:
         """The program of `generate`; `params` and `how` may be shapes."""
         turns, min_live = self._turns_structs(self.capacity), self._struct((), jnp.int32)
-        return self._generate.lower(params, self._state, turns, how, min_live)
+        return self._generate.lower(params, self.state_structs, turns, how, min_live)
 
     def _struct(self, shape: tuple[int, ...], kind: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, kind, sharding=self._whole)
