@@ -36,6 +36,10 @@ def add_to(commands: Commands) -> None:
         "--sweep", action="store_true", help="try every mesh of fsdp x tensor, and rank those that fit"
     )
     made.add_argument(
+        "--only", metavar="PROGRAM", action="append", choices=("generate", "prefill", "transfer", "update", "score"),
+        help="compile this program alone (may be given several times; default all)",
+    )  # fmt: skip
+    made.add_argument(
         "--suggest-s", metavar="SECONDS", type=float, default=600.0,
         help="for trying what would fit if it does not (default 600; 0: not at all)",
     )  # fmt: skip
@@ -70,11 +74,11 @@ def plan(arguments: argparse.Namespace) -> int:
     if arguments.sweep:
         if made is None:
             raise topologies.ConfigError("--sweep compares meshes of a slice: name it with --topology")
-        found = sweep(config, made, assumed=assumed, say=say)
+        found = sweep(config, made, assumed=assumed, only=arguments.only, say=say)
         table.show_sweep(found, console)
         _write(arguments.json, [{"mesh": name, **_swept(report, one)} for name, one in found])
         return 0 if any(not isinstance(one, str) for _, one in found) else 1
-    result = planning.plan(config, slice=made, assumed=assumed, say=say)
+    result = planning.plan(config, slice=made, assumed=assumed, only=arguments.only, say=say)
     tried = []
     if made is not None and not result.fits:
         devices = topologies.devices_of(made)

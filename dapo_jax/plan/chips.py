@@ -55,19 +55,19 @@ CHIPS: dict[str, Chip] = {
     for chip in (
         # 275 TFLOP/s, 32 GB, 1228 GB/s; 6 links of 50 GB/s each way. libtpu describes its two cores as devices of their own;
         # a v4 host joins them to one device of twice the memory.
-        Chip(name="v4", aliases=("v4",), counts_cores=True, devices=2, hbm_gib=15.25, tflops=275, hbm_gb_s=1228,
-             ici_gb_s=300, axes=3),
+        Chip(name="v4", aliases=("v4",), counts_cores=True, devices=2, hbm_gib=15.25, tflops=275.0, hbm_gb_s=1228.0,
+             ici_gb_s=300.0, axes=3),
         # 197 TFLOP/s, 16 GB, 819 GB/s (800 GiB/s on some pages), 400 GB/s both ways.
-        Chip(name="v5e", aliases=("v5litepod", "v5e"), counts_cores=False, devices=1, hbm_gib=15.75, tflops=197,
-             hbm_gb_s=819, ici_gb_s=200, axes=2),
+        Chip(name="v5e", aliases=("v5litepod", "v5e"), counts_cores=False, devices=1, hbm_gib=15.75, tflops=197.0,
+             hbm_gb_s=819.0, ici_gb_s=200.0, axes=2),
         # 459 TFLOP/s, 95 GiB, 2765 GB/s, 1200 GB/s both ways.
-        Chip(name="v5p", aliases=("v5p",), counts_cores=True, devices=1, hbm_gib=95.74, tflops=459, hbm_gb_s=2765,
-             ici_gb_s=600, axes=3),
+        Chip(name="v5p", aliases=("v5p",), counts_cores=True, devices=1, hbm_gib=95.74, tflops=459.0, hbm_gb_s=2765.0,
+             ici_gb_s=600.0, axes=3),
         # 918 TFLOP/s, 32 GB, 1638 GB/s, 800 GB/s both ways.
-        Chip(name="v6e", aliases=("v6e",), counts_cores=False, devices=1, hbm_gib=31.25, tflops=918, hbm_gb_s=1638,
-             ici_gb_s=400, axes=2),
+        Chip(name="v6e", aliases=("v6e",), counts_cores=False, devices=1, hbm_gib=31.25, tflops=918.0, hbm_gb_s=1638.0,
+             ici_gb_s=400.0, axes=2),
         # 2307 TFLOP/s, 192 GiB, 7380 GB/s, 1200 GB/s both ways; two devices on each chip.
-        Chip(name="tpu7x", aliases=(), counts_cores=True, devices=2, hbm_gib=94.75, tflops=2307, hbm_gb_s=7380,
-             ici_gb_s=600, axes=3),
+        Chip(name="tpu7x", aliases=(), counts_cores=True, devices=2, hbm_gib=94.75, tflops=2307.0, hbm_gb_s=7380.0,
+             ici_gb_s=600.0, axes=3),
     )
 }  # fmt: skip

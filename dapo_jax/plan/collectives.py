@@ -71,7 +71,7 @@ def array_bytes(text: str) -> int:
     return math.ceil(sum(_width(kind) * math.prod(map(int, filter(None, sizes.split(",")))) for kind, sizes in _ARRAY.findall(text)))  # fmt: skip
 
 
-def _width(kind: str) -> float:
+def _width(kind: str) -> int | float:
     if kind == "pred":
         return 1
     bits = re.match(r"[a-z]+(\d+)", kind)

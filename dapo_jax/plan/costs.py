@@ -14,7 +14,9 @@ def unembedding_parameters(decoder: DecoderConfig) -> int:
     return decoder.vocab_size * decoder.embed_dim
 
 
-def forward_flops(decoder: DecoderConfig, *, tokens: float, pairs: float, logits: float) -> float:
+def forward_flops(
+    decoder: DecoderConfig, *, tokens: int | float, pairs: int | float, logits: int | float
+) -> int | float:
     """Operations of a forward pass.
 
     Args:

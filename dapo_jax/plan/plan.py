@@ -78,7 +78,7 @@ class Plan:
     @property
     def step_s(self) -> float:
         """The roofline of a step, phase after phase."""
-        return sum(bound.seconds for bound in self.bounds)
+        return sum((bound.seconds for bound in self.bounds), 0.0)
 
     @property
     def mfu_bound(self) -> float:
@@ -92,6 +92,7 @@ def plan(
     *,
     slice: Slice | None = None,
     assumed: Assumptions | None = None,
+    only: Sequence[str] | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Plan:
     """What `config` needs: on a slice with its programs compiled, else by shapes on the devices at hand.
@@ -100,7 +101,7 @@ def plan(
         ConfigError: the configuration cannot run there, whatever the memory.
     """
     devices = _at_hand(config) if slice is None else devices_of(slice)
-    return plan_for(config, devices, slice=slice, assumed=assumed, say=say)
+    return plan_for(config, devices, slice=slice, assumed=assumed, only=only, say=say)
 
 
 def plan_for(

@@ -26,15 +26,15 @@ class Work:
     """What one phase does in a step, on each device."""
 
     phase: str
-    runs: float
+    runs: int | float
     """How often its program runs in a step."""
-    flops: float
+    flops: int | float
     """Of all runs, with what is computed twice and with padding."""
-    useful_flops: float
+    useful_flops: int | float
     """Of the model's own products over the tokens that count, computed once: what model FLOPs utilisation is taken from."""
-    hbm_bytes: float
+    hbm_bytes: int | float
     """The least that its products read and write."""
-    ici_bytes: float
+    ici_bytes: int | float
     """Received in its collectives; 0 if the program was not compiled."""
 
 
@@ -121,7 +121,7 @@ def _prefill(
     )
 
 
-def decode_steps(config: TrainConfig, work: Workload, samplers: int) -> float:
+def decode_steps(config: TrainConfig, work: Workload, samplers: int) -> int | float:
     """Tokens that a sampler decodes one after another: its share of all over its slots, and no less than the longest response."""
     tokens = work.responses * work.response_mean / samplers
     return max(tokens / config.sampling.slots, work.longest)

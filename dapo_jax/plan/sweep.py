@@ -1,7 +1,7 @@
 """Mesh shapes tried one after another, best first by the roofline of a step."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from dapo_jax.config import ConfigError, ParallelConfig, TrainConfig
@@ -15,6 +15,7 @@ def sweep(
     slice: Slice,
     *,
     assumed: Assumptions,
+    only: Sequence[str] | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> list[tuple[str, Plan | str]]:
     """Every division of the slice into fsdp and tensor: those that fit by their roofline, then the others with the reason.
@@ -26,7 +27,7 @@ def sweep(
     for name, tried in _meshes(config, len(devices)):
         say(f"mesh {name}")
         try:
-            made = plan_for(tried, devices, slice=slice, assumed=assumed, say=say)
+            made = plan_for(tried, devices, slice=slice, assumed=assumed, only=only, say=say)
         except ConfigError as error:
             found.append((name, str(error)))
             continue

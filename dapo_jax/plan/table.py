@@ -83,7 +83,7 @@ def show_sweep(plans: Sequence[tuple[str, Plan | str]], console: Console) -> Non
     _rows(console, "Meshes, best first", ("mesh", "roofline s a step", "memory at most", ""), rows)
 
 
-def size(count: float) -> str:
+def size(count: int | float) -> str:
     """Bytes in a unit in which they are at least 1.
 
     >>> size(3 * 2**29), size(2048), size(7)

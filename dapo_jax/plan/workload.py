@@ -10,12 +10,12 @@ from dapo_jax.config import ConfigError, TrainConfig
 class Assumptions:
     """What a configuration does not say. Each has a default that is said in the report."""
 
-    response_tokens: float | None = None
+    response_tokens: int | float | None = None
     """The mean; None: every response is as long as it may be."""
-    response_tokens_std: float = 0.0
-    prompt_tokens: float | None = None
+    response_tokens_std: int | float = 0.0
+    prompt_tokens: int | float | None = None
     """The mean; None: every prompt is as long as it may be."""
-    informative: float = 0.5
+    informative: int | float = 0.5
     """The share of groups that are neither all correct nor all wrong."""
 
 
@@ -87,7 +87,7 @@ def workload_of(config: TrainConfig, assumed: Assumptions) -> Workload:
         waves=waves,
         responses=prompts * batch.group_size,
         response_mean=mean,
-        response_std=assumed.response_tokens_std,
+        response_std=float(assumed.response_tokens_std),
         longest=min(float(limit), mean + 2 * assumed.response_tokens_std),
         prompt_mean=prompt,
         trained=batch.prompts_per_step * batch.group_size,
@@ -99,17 +99,17 @@ def workload_of(config: TrainConfig, assumed: Assumptions) -> Workload:
     )
 
 
-def _length(option: str, given: float | None, key: str, limit: int, notes: list[str]) -> float:
+def _length(option: str, given: int | float | None, key: str, limit: int, notes: list[str]) -> float:
     if given is None:
         notes.append(f"{option} was not given: all are as long as {key} = {limit} allows, which is the most")
         return float(limit)
     if not 0 < given <= limit:
         raise ConfigError(f"{option}={given} must be above 0 and at most {key} = {limit}")
     notes.append(f"{option} {given:g}")
-    return given
+    return float(given)
 
 
-def _sampled(config: TrainConfig, informative: float, notes: list[str]) -> tuple[int, int]:
+def _sampled(config: TrainConfig, informative: int | float, notes: list[str]) -> tuple[int, int]:
     dynamic, needed = config.dynamic_sampling, config.batch.prompts_per_step
     if not dynamic.enabled:
         notes.append("no dynamic sampling: one wave, all groups are trained on")
