@@ -8,7 +8,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from dapo_jax.cli import data, inference, models, training
+from dapo_jax.cli import data, inference, models, planning, training
 from dapo_jax.config import ConfigError
 from dapo_jax.parallel import processes
 
@@ -87,6 +87,6 @@ def _parser() -> argparse.ArgumentParser:
         prog="dapo-jax", description="DAPO reinforcement learning of language models in JAX."
     )
     commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
-    for kind in (training, inference, data, models):
+    for kind in (training, planning, inference, data, models):
         kind.add_to(commands)
     return parser

@@ -79,9 +79,9 @@ def _filled(value: float, shape: tuple[int, ...], axes: tuple[str, ...]) -> nnx.
 
 def _table(rngs: nnx.Rngs, config: DecoderConfig) -> nnx.Param[Array]:
     """A row for each entry of the vocabulary, the same whatever it is filled up to."""
-    drawn = _weight(rngs, (config.vocab_size, config.embed_dim), ("vocab", "embed"), config.embed_dim)
+    drawn = jax.random.normal(rngs.params(), (config.vocab_size, config.embed_dim)) * config.embed_dim**-0.5
     rows = ((0, config.vocab_rows - config.vocab_size), (0, 0))
-    return drawn.replace(jnp.pad(drawn[...], rows))
+    return nnx.Param(jnp.pad(drawn, rows), axes=("vocab", "embed"))
 
 
 class Block(nnx.Module):

@@ -8,6 +8,8 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
+import jax
+import optax
 from flax import nnx
 from jaxtyping import PyTree
 
@@ -22,7 +24,11 @@ from dapo_jax.parallel.exchange import agreed
 from dapo_jax.rewards.functions import Rewards
 from dapo_jax.rollouts import Group, Prompt
 from dapo_jax.run.carry import carry_groups
+<<<<<<< HEAD
 from dapo_jax.run.policy import load_policy, mesh_of, meshes_of, optimizer_of, state_structs
+=======
+from dapo_jax.run.policy import Policy, load_policy, mesh_of, optimizer_of, state_structs
+>>>>>>> 41ab2528ab4daca55ade2159ce7f5319dcfe8911
 from dapo_jax.run.prompts import GivenRows, held_out_prompts, training_prompts
 from dapo_jax.run.rollout import TRAINING, Rollouts, Sampled, grading
 from dapo_jax.run.samplers import Samplers
@@ -107,7 +113,16 @@ class Run:
 
     def _pipe(self, objective: Objective | None) -> Pipe:
         config, dynamic = self.config, self.config.dynamic_sampling
-        rate, updater = config.optimizer.learning_rate, self._updater(objective)
+        rate = config.optimizer.learning_rate
+        # The reference is the policy that training starts from; with kl_coef 0 there is none at all.
+        updater = updater_of(
+            config,
+            self.policy,
+            self._optimizer,
+            self._mesh,
+            objective=objective,
+            reference=self._reference() if config.loss.kl_coef else None,
+        )
         return Pipe(
             transfer=self._rollouts.transfer,
             collector=lambda position: Collector(
@@ -126,31 +141,6 @@ class Run:
             update=updater.update,
             learning_rate=lambda step: warmed_up(rate, step=step, warmup_steps=config.optimizer.warmup_steps),
             clock=time.perf_counter,
-        )
-
-    def _updater(self, objective: Objective | None) -> Updater:
-        loss, model = self.config.loss, self.config.model
-        clipped = partial(
-            dapo_loss,
-            clip_ratio_low=loss.clip_ratio_low,
-            clip_ratio_high=loss.clip_ratio_high,
-            dual_clip=loss.dual_clip,
-        )
-        return Updater(
-            self.policy.graph(compute_dtype=model.compute_dtype, remat=model.remat),
-            self.policy.params,
-            self._optimizer,
-            self._mesh,
-            objective=objective or clipped,
-            options=UpdateOptions(
-                temperature=self.config.sampling.temperature,
-                logprob_chunk_vocab=model.logprob_chunk_vocab,
-                old_logprobs=loss.old_logprobs,
-                importance_cap=loss.importance_cap,
-                kl_coef=loss.kl_coef,
-            ),
-            # The policy that training starts from; with kl_coef 0 there is no reference at all.
-            reference=self._reference() if loss.kl_coef else None,
         )
 
     def _reference(self) -> nnx.State:
@@ -229,3 +219,37 @@ class Run:
                 )
             )
         return packed
+
+
+def updater_of(
+    config: TrainConfig,
+    policy: Policy,
+    optimizer: optax.GradientTransformation,
+    mesh: jax.sharding.Mesh,
+    *,
+    objective: Objective | None = None,
+    reference: nnx.State | None = None,
+) -> Updater:
+    """The programs of the update that `config` describes; of `policy` and `reference`, the parameters may be shapes alone."""
+    loss, model = config.loss, config.model
+    clipped = partial(
+        dapo_loss,
+        clip_ratio_low=loss.clip_ratio_low,
+        clip_ratio_high=loss.clip_ratio_high,
+        dual_clip=loss.dual_clip,
+    )
+    return Updater(
+        policy.graph(compute_dtype=model.compute_dtype, remat=model.remat),
+        policy.params,
+        optimizer,
+        mesh,
+        objective=objective or clipped,
+        options=UpdateOptions(
+            temperature=config.sampling.temperature,
+            logprob_chunk_vocab=model.logprob_chunk_vocab,
+            old_logprobs=loss.old_logprobs,
+            importance_cap=loss.importance_cap,
+            kl_coef=loss.kl_coef,
+        ),
+        reference=reference,
+    )

@@ -1,6 +1,7 @@
 """A policy as the commands know it: sizes, weights, tokenizer, found by name."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -30,7 +31,8 @@ from dapo_jax.text.tokenizers import (
     load_tokenizer,
     save_tokenizer,
 )
-from dapo_jax.training.state import TrainState, make_optimizer, state_shardings
+from dapo_jax.training.state import TrainState, make_optimizer
+from dapo_jax.training.state import state_structs as structs_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,14 +149,21 @@ def optimizer_of(config: OptimizerConfig) -> optax.GradientTransformation:
     )
 
 
-def mesh_of(axes: ParallelConfig, *, rows_per_microbatch: int | None = None) -> jax.sharding.Mesh:
-    """The device mesh that `axes` describes.
+def mesh_of(
+    axes: ParallelConfig,
+    *,
+    rows_per_microbatch: int | None = None,
+    devices: Sequence[jax.Device] | None = None,
+) -> jax.sharding.Mesh:
+    """The mesh that `axes` describes, of `devices`; None: all there are.
 
     Raises:
         ConfigError: the axes do not fit the devices, or the rows of a microbatch do not spread over the mesh.
     """
     try:
-        mesh = make_mesh(data=axes.data, fsdp=axes.fsdp, tensor=axes.tensor, context=axes.context)
+        mesh = make_mesh(
+            data=axes.data, fsdp=axes.fsdp, tensor=axes.tensor, context=axes.context, devices=devices
+        )
     except ValueError as error:
         raise ConfigError(str(error)) from error
     spread = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
@@ -182,12 +191,7 @@ def state_structs(
     policy: Policy, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh
 ) -> TrainState:
     """The shape, dtype and place of every array of the train state: what a checkpoint is restored into."""
-    params = shapes_of(policy.decoder)
-    shapes = TrainState(params, jax.eval_shape(optimizer.init, params))
-    placed = state_shardings(params, optimizer, mesh)
-    return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes, placed
-    )
+    return structs_of(shapes_of(policy.decoder), optimizer, mesh)
 
 
 def _description(model: ModelConfig) -> tuple[DecoderConfig, Tokenizer, Path | None]:

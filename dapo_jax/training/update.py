@@ -15,12 +15,13 @@ import optax
 from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.stages import Lowered
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from dapo_jax.batching import stack
 from dapo_jax.losses import dapo_loss, kl_penalty
 from dapo_jax.metrics import Max, Mean, Metric
-from dapo_jax.microbatch import Microbatch
+from dapo_jax.microbatch import Microbatch, microbatch_structs
 from dapo_jax.parallel.sharding import by_row, replicated
 from dapo_jax.training.state import TrainState, state_shardings
 
@@ -83,7 +84,7 @@ class Updater:
                 f"kl_coef={self._options.kl_coef} {'needs' if reference is None else 'has no use for'} a reference policy"
             )
         placed, whole = state_shardings(params, optimizer, mesh), replicated(mesh)
-        self._shardings, self._room = placed.params, 1
+        self._shardings, self._whole, self._room = placed.params, whole, 1
         self._rows = NamedSharding(mesh, PartitionSpec(None, *by_row(mesh).spec, "context"))
         self._score = jax.jit(self._score_program, out_shardings=self._rows)
         self._update = jax.jit(self._update_program, donate_argnums=0, out_shardings=(placed, whole))
@@ -121,6 +122,19 @@ class Updater:
             The new state (the old one if loss or gradient was not finite), and metrics for `to_scalars`.
         """
         return self._update(state, minibatch, np.float32(learning_rate), np.bool_(first))
+
+    def lower_update(self, state: TrainState, *, room: int, rows: int, row_tokens: int) -> Lowered:
+        """The program of `update` for `room` microbatches; `state` may be shapes with their places."""
+        scalars = (jax.ShapeDtypeStruct((), kind, sharding=self._whole) for kind in (jnp.float32, jnp.bool_))
+        return self._update.lower(state, self._structs(room, rows, row_tokens), *scalars)
+
+    def lower_score(self, params: nnx.State, *, room: int, rows: int, row_tokens: int) -> Lowered:
+        """The program with which `prepare` computes log-probabilities; `params` may be shapes with their places."""
+        return self._score.lower(params, self._structs(room, rows, row_tokens))
+
+    def _structs(self, room: int, rows: int, row_tokens: int) -> Minibatch:
+        count = jax.ShapeDtypeStruct((), jnp.int32, sharding=self._whole)
+        return Minibatch(microbatch_structs((room, rows, row_tokens), self._rows), count)
 
     def _put(self, minibatch: Sequence[Microbatch]) -> Minibatch:
         """The host/device boundary."""
