@@ -22,6 +22,14 @@ settings.register_profile("ci", derandomize=True, deadline=None, max_examples=30
 settings.load_profile("ci")
 
 
+def pytest_runtest_setup(item):
+    """Tests marked `tpu` or `gpu` are for whoever has one."""
+    for kind in ("tpu", "gpu"):
+        if item.get_closest_marker(kind) is not None and jax.default_backend() != kind:
+            command = next(line for line in item.config.getini("markers") if line.startswith(kind))
+            pytest.skip(f"{command}; found {jax.default_backend()}")
+
+
 @pytest.fixture
 def x64():
     """Double precision for the tests that compare with a float64 oracle."""

@@ -24,11 +24,7 @@ from dapo_jax.parallel.exchange import agreed
 from dapo_jax.rewards.functions import Rewards
 from dapo_jax.rollouts import Group, Prompt
 from dapo_jax.run.carry import carry_groups
-<<<<<<< HEAD
-from dapo_jax.run.policy import load_policy, mesh_of, meshes_of, optimizer_of, state_structs
-=======
-from dapo_jax.run.policy import Policy, load_policy, mesh_of, optimizer_of, state_structs
->>>>>>> 41ab2528ab4daca55ade2159ce7f5319dcfe8911
+from dapo_jax.run.policy import Policy, load_policy, mesh_of, meshes_of, optimizer_of, state_structs
 from dapo_jax.run.prompts import GivenRows, held_out_prompts, training_prompts
 from dapo_jax.run.rollout import TRAINING, Rollouts, Sampled, grading
 from dapo_jax.run.samplers import Samplers

@@ -1,18 +1,29 @@
-"""The key/value cache of the decoding slots, opaque behind `empty`, `fill`, `append` and `attend`.
+"""The key/value cache of the decoding slots, opaque behind `empty`, `of_rows`, `fill` and `extend`.
 
-Dense for now. The axes are in the order in which both products of attention read them row by row: over
+This is the cache for every platform but TPU (`paired_cache`). The axes are in the order in which both products of attention read them row by row: over
 [slots, capacity, kv_heads, head_dim] attention was 12 times slower on CPU, and scores over keys with head_dim last 2 times.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dapo_jax.models.attention import cached_attention
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cache:
+    """A way to keep keys and values: functions over whatever it takes one layer's to be, as documented in this file."""
+
+    empty: Callable[..., Any]
+    of_rows: Callable[..., Any]
+    fill: Callable[..., Any]
+    extend: Callable[..., tuple[Array, Any]]
 
 
 @jax.tree_util.register_dataclass
@@ -52,16 +63,27 @@ def fill(
     slot's length no weight, but 0 x NaN is NaN.
     """
 
-    def copy(into: Array, source: Array, axis: int) -> Array:
-        width = source.shape[axis]
-        taken = lax.dynamic_index_in_dim(source, row, keepdims=True)
-        # Twice in a row, so that a slice of the full width can begin anywhere.
-        taken = lax.dynamic_slice_in_dim(jnp.concatenate([taken, taken], axis), start, width, axis)
-        padding = [(0, 0)] * taken.ndim
-        padding[axis] = (0, into.shape[axis] - width)
-        return lax.dynamic_update_slice_in_dim(into, jnp.pad(taken, padding), slot, axis=0)
+    keys = front_of_slot(cache.keys, read.keys, slot, row, start, axis=3)
+    return LayerCache(keys, front_of_slot(cache.values, read.values, slot, row, start, axis=2))
 
-    return LayerCache(copy(cache.keys, read.keys, 3), copy(cache.values, read.values, 2))
+
+def front_of_slot(
+    into: Float[Array, "slots kv_heads _ _"],
+    source: Float[Array, "rows kv_heads _ _"],
+    slot: Int[Array, ""],
+    row: Int[Array, ""],
+    start: Int[Array, ""],
+    *,
+    axis: int,
+) -> Float[Array, "slots kv_heads _ _"]:
+    """`into` with a row of `source`, from `start` on and then around, at the front of a slot; `axis` is that of the tokens."""
+    width = source.shape[axis]
+    taken = lax.dynamic_index_in_dim(source, row, keepdims=True)
+    # Twice in a row, so that a slice of the full width can begin anywhere.
+    taken = lax.dynamic_slice_in_dim(jnp.concatenate([taken, taken], axis), start, width, axis)
+    padding = [(0, 0)] * taken.ndim
+    padding[axis] = (0, into.shape[axis] - width)
+    return lax.dynamic_update_slice_in_dim(into, jnp.pad(taken, padding), slot, axis=0)
 
 
 def append(
@@ -86,3 +108,19 @@ def attend(
 ) -> Float[Array, "heads head_dim slots"]:
     """Attention of one query per slot over the first `lengths` tokens of the slot."""
     return cached_attention(query, cache.keys, cache.values, lengths)
+
+
+def extend(
+    cache: LayerCache,
+    query: Float[Array, "heads head_dim slots"],
+    key: Float[Array, "kv_heads head_dim slots"],
+    value: Float[Array, "kv_heads head_dim slots"],
+    lengths: Int[Array, " slots"],
+    live: Bool[Array, " slots"],
+) -> tuple[Float[Array, "heads head_dim slots"], LayerCache]:
+    """Appends a token to each slot's `lengths`; its query attends to them and to itself, or to nothing where the slot is not live."""
+    grown = append(cache, key, value, lengths)
+    return attend(grown, query, (lengths + 1) * live.astype(jnp.int32)), grown
+
+
+DENSE = Cache(empty=empty, of_rows=of_rows, fill=fill, extend=extend)

@@ -24,10 +24,10 @@ from dapo_jax.models.decoder import Block, Ends, Rotations, rotations
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.parallel.mesh import BATCH_AXES
 from dapo_jax.parallel.weights import SamplerWeights
-from dapo_jax.sampling import cache as kv
 from dapo_jax.sampling.decoding import Decoding, draw, response_keys
 from dapo_jax.sampling.interface import Insertion, ResultTokens
 from dapo_jax.sampling.packing import pack_prompts
+from dapo_jax.sampling.paired_cache import cache_for
 
 
 @jax.tree_util.register_dataclass
@@ -35,7 +35,7 @@ from dapo_jax.sampling.packing import pack_prompts
 class Prefix:
     """Prefilled prompts: never donated, so one prompt can be inserted into many slots."""
 
-    layers: tuple[kv.LayerCache, ...] | Any
+    layers: tuple[Any, ...]
     """Keys and values of each layer; prompts lie in rows as `PackedPrompts` has them."""
     logits: Float[Array, "prompts vocab"] | Any
     """Logits of the first response token."""
@@ -49,7 +49,7 @@ class Prefix:
 class DecodeState:
     """Everything the slots hold; donated by `insert` and `generate`."""
 
-    layers: tuple[kv.LayerCache, ...] | Any
+    layers: tuple[Any, ...]
     logits: Float[Array, "slots vocab"] | Any
     """Logits of each slot's next token."""
     lengths: Int[Array, " slots"] | Any
@@ -70,8 +70,9 @@ class DecoderEngine:
 
     def __init__(
         self, config: DecoderConfig, *, slots: int, capacity: int, steps_per_call: int, stop_ids: Sequence[int], mesh: Mesh,
-        compute_dtype: str = "float32",
+        compute_dtype: str = "float32", paired: bool | None = None,
     ) -> None:  # fmt: skip
+        """Programs for one mesh; `paired` is `cache_for`'s: by default the cache is the one for the mesh's platform."""
         spread = int(np.prod([mesh.shape[axis] for axis in BATCH_AXES]))
         if slots % spread:
             raise ValueError(
@@ -91,13 +92,21 @@ class DecoderEngine:
         self._ends, _ = nnx.split(
             nnx.eval_shape(lambda: Ends(config, rngs=nnx.Rngs(0), compute_dtype=compute_dtype))
         )
+        self._cache = cache_for(mesh, paired=paired)
         rows, whole = NamedSharding(mesh, PartitionSpec(BATCH_AXES)), NamedSharding(mesh, PartitionSpec())
+        # Each device draws for a share of the slots, from whole rows of logits: all that goes between the devices is the logits, once.
+        share = (*BATCH_AXES, "tensor") if slots % (spread * mesh.shape["tensor"]) == 0 else BATCH_AXES
+        self._rows, self._shares = rows, NamedSharding(mesh, PartitionSpec(share))
+        self._columns = NamedSharding(mesh, PartitionSpec(None, BATCH_AXES))
+        self._halves = NamedSharding(mesh, PartitionSpec(BATCH_AXES, "tensor"))
         slot_cache = NamedSharding(mesh, PartitionSpec(BATCH_AXES, "tensor"))
         row_cache = NamedSharding(mesh, PartitionSpec(None, "tensor"))
         self._whole = whole
         # Pinned: a state that came back with another layout would compile `insert` and `generate` a second time.
         shapes = jax.eval_shape(self._init_program)
-        state = jax.tree.map(lambda leaf: slot_cache if leaf.ndim == 4 else rows, shapes)
+        state = replace(
+            jax.tree.map(lambda leaf: slot_cache if leaf.ndim == 4 else rows, shapes), logits=self._shares
+        )
         self.state_structs = jax.tree.map(
             lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), shapes, state
         )
@@ -179,7 +188,7 @@ class DecoderEngine:
         shape = (slots, config.kv_heads, self.capacity, config.head_dim)
         zeros = jnp.zeros(slots, jnp.int32)
         return DecodeState(
-            layers=tuple(kv.empty(*shape, self._dtype) for _ in range(config.layers)),
+            layers=tuple(self._cache.empty(*shape, self._dtype) for _ in range(config.layers)),
             logits=jnp.zeros((slots, config.vocab_rows), jnp.float32),
             lengths=zeros, generated=zeros, limits=zeros, live=jnp.zeros(slots, bool),
             keys=jax.random.split(jax.random.key(0), slots),
@@ -187,13 +196,13 @@ class DecoderEngine:
 
     def _prefill_program(
         self, params: SamplerWeights, tokens: Array, turns: Rotations, segment_ids: Array, ends: Array
-    ) -> tuple[tuple[kv.LayerCache, ...], Array]:
+    ) -> tuple[tuple[Any, ...], Array]:
         outer = nnx.merge(self._ends, params["ends"])
 
-        def attend(query: Array, key: Array, value: Array) -> tuple[Array, kv.LayerCache]:
+        def attend(query: Array, key: Array, value: Array) -> tuple[Array, Any]:
             return (
                 causal_attention(query, key, value, segment_ids, dtype=self._dtype),
-                kv.of_rows(key.astype(self._dtype), value.astype(self._dtype), len(segment_ids)),
+                self._cache.of_rows(key.astype(self._dtype), value.astype(self._dtype), len(segment_ids)),
             )
 
         x, layers = outer.embed(tokens.reshape(-1)), []
@@ -208,9 +217,9 @@ class DecoderEngine:
         slots, prompts, ordinals, indices, limits = arrays
         rows, starts = prefix.rows[prompts], prefix.starts[prompts]
 
-        def one(i: Array, layers: tuple[kv.LayerCache, ...]) -> tuple[kv.LayerCache, ...]:
+        def one(i: Array, layers: tuple[Any, ...]) -> tuple[Any, ...]:
             pairs = zip(layers, prefix.layers, strict=True)
-            return tuple(kv.fill(cache, read, slots[i], rows[i], starts[i]) for cache, read in pairs)
+            return tuple(self._cache.fill(cache, read, slots[i], rows[i], starts[i]) for cache, read in pairs)
 
         # Looped slice updates in place: a scatter of whole prompts is several times slower on CPU.
         layers = lax.fori_loop(0, count, one, state.layers)
@@ -248,7 +257,8 @@ class DecoderEngine:
 
         def advance(carry: _Carry) -> _Carry:
             step, state, (all_tokens, all_logprobs, valid) = carry
-            tokens, logprobs = draw(state.logits, state.keys, state.generated, how)
+            drawn = draw(state.logits, state.keys, state.generated, how)
+            tokens, logprobs = lax.with_sharding_constraint(drawn, self._rows)
 
             def write(buffer: Array, column: Array) -> Array:
                 return lax.dynamic_update_slice_in_dim(buffer, column[:, None], step, axis=1)
@@ -270,24 +280,25 @@ class DecoderEngine:
         live = state.live & ~stopped & (generated < state.limits)
         # Once the last response has ended, nobody waits for logits.
         state = lax.cond(live.any(), self._forward, lambda _, state, *__: state, params, state, turns, tokens)
-        return replace(state, lengths=state.lengths + taken, generated=generated, live=live)
+        counts = {"lengths": state.lengths + taken, "generated": generated, "live": live}
+        return replace(state, **lax.with_sharding_constraint(counts, self._rows))
 
     def _forward(
         self, params: SamplerWeights, state: DecodeState, turns: Rotations, tokens: Array
     ) -> DecodeState:
         """The state with the tokens behind what each live slot's cache holds, and the logits that follow."""
         ends = nnx.merge(self._ends, params["ends"])
-        seen = (state.lengths + 1) * state.live.astype(jnp.int32)
         cos, sin = (part[:, state.lengths] for part in turns)
         x, layers = ends.embed(tokens), []
         for weights, layer in zip(params["layers"], state.layers, strict=True):
 
-            def attend(
-                query: Array, key: Array, value: Array, layer: kv.LayerCache = layer
-            ) -> tuple[Array, kv.LayerCache]:
-                grown = kv.append(layer, key, value, state.lengths)
-                return kv.attend(grown, query, seen), grown
+            def attend(query: Array, key: Array, value: Array, layer: Any = layer) -> tuple[Array, Any]:
+                return self._cache.extend(layer, query, key, value, state.lengths, state.live)
 
             x, grown = nnx.merge(self._block, weights)(x, (cos, sin), attend)
+            x = lax.with_sharding_constraint(x, self._columns)
             layers.append(grown)
-        return replace(state, layers=tuple(layers), logits=ends.logits(ends.normed(x)))
+        # In two moves, or XLA would bring the weights to the slots.
+        logits = lax.with_sharding_constraint(ends.logits(ends.normed(x)), self._halves)
+        logits = lax.with_sharding_constraint(logits, self._shares)
+        return replace(state, layers=tuple(layers), logits=logits)
