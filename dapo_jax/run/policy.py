@@ -19,6 +19,8 @@ from dapo_jax.models.presets import DecoderConfig, preset
 from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.mesh import BATCH_AXES, make_mesh
 from dapo_jax.parallel.sharding import shardings
+from dapo_jax.run.places import place_of
+from dapo_jax.storage import AnyPath, in_bucket
 from dapo_jax.text.tokenizers import (
     ByteTokenizer,
     CharTokenizer,
@@ -46,7 +48,7 @@ class Policy:
 
         return nnx.split(nnx.eval_shape(make))[0]
 
-    def save(self, folder: str | Path, *, dtype: str = "float32") -> int:
+    def save(self, folder: str | AnyPath, *, dtype: str = "float32") -> int:
         """Writes a model folder that `load_policy` and transformers read; returns the bytes of its tensors."""
         # First the tokenizer: config.json, which makes the folder a model, is written last of all.
         save_tokenizer(self.tokenizer, folder)
@@ -82,8 +84,7 @@ def find_policy(source: str, *, mesh: jax.sharding.Mesh | None = None) -> Policy
 
     Weights go onto `mesh`; with None, a model's onto the default device and a run's spread over all devices.
     """
-    run = Path(source).expanduser()
-    if not is_run(run):
+    if (run := run_at(source)) is None:
         return load_policy(ModelConfig(source=source), mesh=mesh)
     config = load_config(run / "config.yaml")
     try:
@@ -103,9 +104,20 @@ def find_policy(source: str, *, mesh: jax.sharding.Mesh | None = None) -> Policy
     return replace(policy, params=restored.state.params)
 
 
-def is_run(folder: Path) -> bool:
-    """True if `folder` is a training run's."""
-    return (folder / "config.yaml").is_file() and (folder / "checkpoints").is_dir()
+def run_at(source: str) -> AnyPath | None:
+    """The training run's folder that `source` names, if it names one.
+
+    Raises:
+        ConfigError: it lies in a bucket and cannot be read, or is none.
+    """
+    folder = place_of(source, key="model", write=False)
+    if (folder / "config.yaml").is_file() and (folder / "checkpoints").is_dir():
+        return folder
+    if in_bucket(folder):
+        raise ConfigError(
+            f"{source} is no run: it has no config.yaml or no checkpoints; models are read from local folders"
+        )
+    return None
 
 
 def folder_of(model: ModelConfig) -> Path:
