@@ -5,7 +5,8 @@ A checkpoint stands at a step boundary and holds three things: `state` (a pytree
 dict of path -> array, so what is on disk depends neither on flax's nor on optax's container classes.
 
 Layout: FOLDER/STEP/{state,carry,meta,sha256.json}. A step is written beside its final name and renamed when it
-is complete, its sha256 manifest included: a folder that bears a step's number is a whole checkpoint.
+is complete, its sha256 manifest included: a folder that bears a step's number is a whole checkpoint. In a bucket nothing
+can be renamed: there it is whole once it holds commit_success.txt.
 """
 
 import json
@@ -22,13 +23,11 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jaxtyping import PyTree
 
-from dapo_jax.checkpoint_files import check_manifest, pack_arrays, unpack_arrays, write_manifest
+from dapo_jax.checkpoint_files import check_manifest, pack_arrays, remove_unfinished, seal, unpack_arrays
+from dapo_jax.storage import in_bucket, path_of
 
 SCHEMA_VERSION = 1
 """Version of the layout above and of the `meta` item; raised when an older reader could not read it."""
-
-_UNFINISHED = ".orbax-checkpoint-tmp"
-"""What orbax appends to the name of a step that is being written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +48,7 @@ class Checkpointer:
     be opened to restore from it. Use it as a context manager: leaving waits for the save in progress.
 
     Args:
-        folder: where the steps lie; local or `gs://`.
+        folder: where the steps lie; local or in a bucket (`dapo_jax.storage`).
         keep: how many of the last checkpoints stay. At least 1.
     """
 
@@ -228,16 +227,12 @@ class Checkpointer:
     def _make_folder(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         if not self._cleaned and jax.process_index() == 0:
-            for path in self.folder.iterdir():
-                if _UNFINISHED in path.name:  # what a killed run was writing: never whole, never read
-                    path.rmtree()
+            remove_unfinished(self.folder)
         self._cleaned = True
 
     def _seal(self) -> None:
         """Adds the sha256 manifest to the step that is about to take its final name."""
-        # On gs:// there is no rename: the step already has its name, and a marker file completes it.
-        unfinished = self.folder / f"{self._saving}{_UNFINISHED}"
-        write_manifest(unfinished if unfinished.exists() else self.folder / str(self._saving))
+        seal(self.folder, self._saving)
 
     def _failure(self, step: int | None, error: Exception) -> RuntimeError:
         if self.folder.exists():
@@ -246,8 +241,8 @@ class Checkpointer:
 
 
 def _absolute(folder: str | PathLike[str]) -> epath.Path:
-    path = epath.Path(folder).expanduser()
-    return path if "://" in str(path) else path.resolve()  # resolve takes gs:// for a relative name
+    path = epath.Path(path_of(folder))
+    return path if in_bucket(path) else path.resolve()  # resolve takes gs:// for a relative name
 
 
 def _flatten(tree: PyTree) -> dict[str, jax.Array | jax.ShapeDtypeStruct]:

@@ -16,6 +16,7 @@ from dapo_jax.models.config_json import describe, understand
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.safetensors_files import SafetensorsFolder, write_json, write_tensors
 from dapo_jax.models.tensors import Tensor, exported, place, shapes_of
+from dapo_jax.storage import path_of
 
 __all__ = ["load_model", "read_config", "read_json", "save_model", "shapes_of", "write_model"]
 
@@ -81,7 +82,7 @@ def save_model(
     """Writes a model folder that `load_model` and transformers read; returns the bytes of its tensors.
 
     Args:
-        folder: created if need be; a model in it is replaced.
+        folder: created if need be; a model in it is replaced. It may lie in a bucket (`dapo_jax.storage`).
         config: sizes and switches.
         params: the decoder's parameters, on any devices; one tensor at a time is gathered on the host.
         dtype: to store, float32, float16 or bfloat16.
@@ -108,7 +109,7 @@ def write_model(
 
     A folder without config.json is no model, so one whose export was interrupted is never taken for a whole one.
     """
-    path = Path(folder)
+    path = path_of(folder)
     path.mkdir(parents=True, exist_ok=True)
     (path / CONFIG).unlink(missing_ok=True)
     written = write_tensors(path, tensors, dtype=dtype, max_shard_bytes=max_shard_bytes)

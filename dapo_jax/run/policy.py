@@ -23,6 +23,8 @@ from dapo_jax.models.tensors import exported, shapes_of
 from dapo_jax.parallel.mesh import BATCH_AXES, Meshes, make_mesh, make_meshes
 from dapo_jax.parallel.processes import is_first
 from dapo_jax.parallel.sharding import shardings
+from dapo_jax.run.places import place_of
+from dapo_jax.storage import AnyPath, in_bucket
 from dapo_jax.text.tokenizers import (
     ByteTokenizer,
     CharTokenizer,
@@ -47,7 +49,7 @@ class Policy:
         """The structure that `nnx.merge` makes a module of, together with parameters."""
         return graph_of(self.decoder, compute_dtype=compute_dtype, remat=remat, layout=layout)
 
-    def save(self, folder: str | Path, *, dtype: str = "float32") -> int:
+    def save(self, folder: str | AnyPath, *, dtype: str = "float32") -> int:
         """Writes a model folder that `load_policy` and transformers read; returns the bytes of its tensors.
 
         Of several processes all call it, and the first one writes.
@@ -95,8 +97,7 @@ def find_policy(source: str, *, mesh: jax.sharding.Mesh | None = None) -> Policy
 
     Weights go onto `mesh`; with None, a model's onto the default device and a run's spread over all devices.
     """
-    run = Path(source).expanduser()
-    if not is_run(run):
+    if (run := run_at(source)) is None:
         return load_policy(ModelConfig(source=source), mesh=mesh)
     config = load_config(run / "config.yaml")
     try:
@@ -116,9 +117,20 @@ def find_policy(source: str, *, mesh: jax.sharding.Mesh | None = None) -> Policy
     return replace(policy, params=restored.state.params)
 
 
-def is_run(folder: Path) -> bool:
-    """True if `folder` is a training run's."""
-    return (folder / "config.yaml").is_file() and (folder / "checkpoints").is_dir()
+def run_at(source: str) -> AnyPath | None:
+    """The training run's folder that `source` names, if it names one.
+
+    Raises:
+        ConfigError: it lies in a bucket and cannot be read, or is none.
+    """
+    folder = place_of(source, key="model", write=False)
+    if (folder / "config.yaml").is_file() and (folder / "checkpoints").is_dir():
+        return folder
+    if in_bucket(folder):
+        raise ConfigError(
+            f"{source} is no run: it has no config.yaml or no checkpoints; models are read from local folders"
+        )
+    return None
 
 
 def folder_of(model: ModelConfig) -> Path:

@@ -17,6 +17,7 @@ from dapo_jax.metrics import to_scalars
 from dapo_jax.microbatch import Microbatch
 from dapo_jax.rewards.grading import Grading
 from dapo_jax.rollouts import Prompt
+from dapo_jax.run.places import place_of
 from dapo_jax.run.policy import Policy, load_policy, mesh_of, meshes_of, optimizer_of
 from dapo_jax.run.prompts import held_out_prompts, prompt_format, training_rows
 from dapo_jax.run.records import use_compilation_cache
@@ -45,9 +46,9 @@ def sft(config: SftConfig | str | Path, *, progress: Progress | None = None) -> 
     Raises:
         ConfigError: something does not fit; nothing was started.
     """
-    config = config if isinstance(config, SftConfig) else load_config(Path(config), schema=SftConfig)
+    config = config if isinstance(config, SftConfig) else load_config(config, schema=SftConfig)
     use_compilation_cache(config.compilation_cache)
-    run_dir = Path(config.run_dir).expanduser()
+    run_dir = place_of(config.run_dir, key="run_dir", write=True)
     if (run_dir / "config.yaml").exists():
         raise ConfigError(f"run_dir={config.run_dir} already holds a run; choose another run_dir")
     mesh = mesh_of(config.parallel, rows_per_microbatch=config.batch.rows_per_microbatch)

@@ -20,9 +20,11 @@ from dapo_jax.parallel.processes import is_first, tell_others
 from dapo_jax.rewards.functions import Rewards
 from dapo_jax.run.assembly import Run
 from dapo_jax.run.carry import carry_arrays
+from dapo_jax.run.places import place_of
 from dapo_jax.run.policy import Policy
 from dapo_jax.run.prompts import GivenRows
 from dapo_jax.run.records import Records, use_compilation_cache
+from dapo_jax.storage import AnyPath, in_bucket
 from dapo_jax.trackers.evaluation_log import write_problems
 from dapo_jax.trackers.progress import Progress
 from dapo_jax.training.loop import Position, StepResult, run_steps
@@ -48,7 +50,7 @@ FREE_TO_CHANGE = (
 class TrainResult:
     """What `train` hands back."""
 
-    run_dir: Path
+    run_dir: AnyPath
     policy: Policy
     """The trained policy, also written to `run_dir/model`."""
     metrics: list[dict[str, Any]]
@@ -84,11 +86,10 @@ def train(
         ConfigError: something does not fit; nothing was started.
         ShortfallError: dynamic sampling found too few informative groups.
     """
-    config = config if isinstance(config, TrainConfig) else load_config(Path(config))
+    config = config if isinstance(config, TrainConfig) else load_config(config)
     use_compilation_cache(config.compilation_cache)
-    run_dir = Path(config.run_dir).expanduser()
-    _check_together(run_dir, config, resume=resume)
     first = is_first()
+    run_dir = _checked_place(config, resume=resume)
     run = Run(config, reward=reward, prompts=prompts, eval_rows=eval_rows, objective=objective)
     if first:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -154,8 +155,9 @@ def save(checkpointer: Checkpointer, state: TrainState, position: Position, conf
     checkpointer.save(position.step, state, progress, carry_arrays(position.carry))
 
 
-def _check_together(run_dir: Path, config: TrainConfig, *, resume: bool) -> None:
-    """`check_run_dir` in the first process, which is also the one that writes there, and that all have its configuration.
+def _checked_place(config: TrainConfig, *, resume: bool) -> AnyPath:
+    """The run's folder, checked in the first process, which is also the one that writes there, and that all processes have its
+    configuration.
 
     Raises:
         ConfigError: in every process.
@@ -163,7 +165,7 @@ def _check_together(run_dir: Path, config: TrainConfig, *, resume: bool) -> None
     refusal = ""
     if is_first():
         try:
-            check_run_dir(run_dir, config, resume=resume)
+            check_run_dir(place_of(config.run_dir, key="run_dir", write=True), config, resume=resume)
         except ConfigError as error:
             refusal = str(error)
     said = json.loads(agreed(json.dumps([refusal, to_yaml(config)]).encode()))
@@ -175,14 +177,21 @@ def _check_together(run_dir: Path, config: TrainConfig, *, resume: bool) -> None
         raise ConfigError(
             f"all processes need one configuration; the first has {differing[0]!r} where this one has {differing[1]!r}"
         )
+    return place_of(config.run_dir, key="run_dir", write=False)
 
 
-def check_run_dir(run_dir: Path, config: TrainConfig, *, resume: bool) -> None:
+def check_run_dir(run_dir: AnyPath, config: TrainConfig, *, resume: bool) -> None:
     """Refuses to write over a run, or to resume one under another configuration.
 
     Raises:
-        ConfigError: `run_dir` holds a run and `resume` is False, or `resume` would change what the run learns.
+        ConfigError: `run_dir` holds a run and `resume` is False, or `resume` would change what the run learns; or
+            TensorBoard's events would have to be appended to in a bucket.
     """
+    if config.log.tensorboard and in_bucket(run_dir):
+        raise ConfigError(
+            f"log.tensorboard=true with run_dir={config.run_dir}: TensorBoard's events are appended to a file, and objects "
+            "in a bucket cannot be; set log.tensorboard=false (metrics are kept all the same) or log.wandb=true"
+        )
     kept = run_dir / "config.yaml"
     if kept.exists() and not resume:
         raise ConfigError(

@@ -86,7 +86,9 @@ def make_laptop(folder: Path, answers: Path) -> Laptop:
     _program(folder / "far" / "curl", "curl")
     for name in ("uv", "python", "dapo-jax"):
         _program(folder / "parts" / name, name)
-    (folder / "work" / "configs" / "quickstart.yaml").write_text((ROOT / "configs" / "quickstart.yaml").read_text())
+    (folder / "work" / "configs" / "quickstart.yaml").write_text(
+        (ROOT / "configs" / "quickstart.yaml").read_text()
+    )
     (folder / "work" / "rewards.py").write_text("def brief(sample):\n    return True\n")
     environment = {
         "PATH": f"{folder / 'near'}:/usr/bin:/bin",
@@ -103,5 +105,7 @@ def make_laptop(folder: Path, answers: Path) -> Laptop:
 
 
 def _program(path: Path, name: str) -> None:
-    path.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -S -E {shlex.quote(str(STUB))} {name} "$@"\n')
+    path.write_text(
+        f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -S -E {shlex.quote(str(STUB))} {name} "$@"\n'
+    )
     path.chmod(path.stat().st_mode | stat.S_IXUSR)

@@ -23,7 +23,16 @@ FORMS = {
     ("gcloud", "compute", "tpus", "queued-resources", "create"): Form(
         values=TPU_WIDE
         | {"runtime-version", "accelerator-type", "topology", "type", "node-id", "node-count", "node-prefix"}
-        | {"data-disk", "description", "labels", "metadata", "metadata-from-file", "network", "range", "scopes"}
+        | {
+            "data-disk",
+            "description",
+            "labels",
+            "metadata",
+            "metadata-from-file",
+            "network",
+            "range",
+            "scopes",
+        }
         | {"service-account", "subnetwork", "tags", "valid-after-duration", "valid-after-time"}
         | {"valid-until-duration", "valid-until-time", "reservation-host-folder"}
         | {"reservation-host-organization", "reservation-host-project"},
@@ -86,14 +95,30 @@ FORMS = {
         values={"python", "constraint", "reinstall-package"}, bare={"quiet"}, words=(1, 1)
     ),
 }
-SRUN = {"nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "gpus-per-node", "cpu-bind", "kill-on-bad-exit"} | {
+SRUN = {
+    "nodes",
+    "ntasks",
+    "ntasks-per-node",
+    "cpus-per-task",
+    "gpus-per-node",
+    "cpu-bind",
+    "kill-on-bad-exit",
+} | {
     "wait",
     "export",
     "label",
 }
-SBATCH = {"nodes", "gpus-per-node", "time", "partition", "account", "job-name", "output", "open-mode", "signal"} | {
-    "ntasks-per-node"
-}
+SBATCH = {
+    "nodes",
+    "gpus-per-node",
+    "time",
+    "partition",
+    "account",
+    "job-name",
+    "output",
+    "open-mode",
+    "signal",
+} | {"ntasks-per-node"}
 SBATCH_BARE = {"exclusive", "requeue"}
 
 
@@ -122,7 +147,9 @@ def read(words: list[str]) -> tuple[tuple[str, ...], dict[str, list[str]], list[
     return command, flags, rest
 
 
-def split(words: list[str], values: set[str], bare: frozenset[str] | set[str]) -> tuple[dict[str, list[str]], list[str]]:
+def split(
+    words: list[str], values: set[str], bare: frozenset[str] | set[str]
+) -> tuple[dict[str, list[str]], list[str]]:
     """Flags with their values, and the other words."""
     flags: dict[str, list[str]] = {}
     rest = []

@@ -63,7 +63,9 @@ def readers_checkout(laptop):
 def test_the_section_of_the_readme_works_word_by_word(laptop):
     """Its blocks, as they stand: the first to the end of a run; then again, with the second and third typed beside it."""
     readers_checkout(laptop)
-    first, *beside, others = [f"set -euo pipefail\n{text}" for text in re.findall(r"```sh\n(.*?)```", section(), re.DOTALL)]
+    first, *beside, others = [
+        f"set -euo pipefail\n{text}" for text in re.findall(r"```sh\n(.*?)```", section(), re.DOTALL)
+    ]
     assert len(beside) == 2
     done = laptop.run("bash", "-c", first)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -72,7 +74,9 @@ def test_the_section_of_the_readme_works_word_by_word(laptop):
     laptop.scenario(sleep=30)
     (laptop.folder / "far" / "tail").symlink_to("/bin/true")  # or `logs` would follow for ever
     before = len(laptop.calls("dapo-jax"))
-    run = subprocess.Popen(["bash", "-c", first], cwd=laptop.work, env=laptop.environment, stderr=subprocess.PIPE, text=True)
+    run = subprocess.Popen(
+        ["bash", "-c", first], cwd=laptop.work, env=laptop.environment, stderr=subprocess.PIPE, text=True
+    )
     until = time.monotonic() + 60
     while len(laptop.calls("dapo-jax")) < before + 2 and time.monotonic() < until:  # plan, train
         time.sleep(0.05)

@@ -27,7 +27,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 import flags as clients
 
 FOLDER = Path(os.environ["STUB_FOLDER"])
-SCENARIO = {"states": [["ACTIVE"]], "refused": 0, "runs": [0], "drops": 0, "workers": 1, "job": "RUNNING", "sleep": 0}
+SCENARIO = {
+    "states": [["ACTIVE"]],
+    "refused": 0,
+    "runs": [0],
+    "drops": 0,
+    "workers": 1,
+    "job": "RUNNING",
+    "sleep": 0,
+}
 SCENARIO |= json.loads((FOLDER / "scenario.json").read_text())
 
 
@@ -93,7 +101,9 @@ def gcloud_compute_tpus_queued_resources_describe(found, rest):
     if not (FOLDER / "preempted").exists():
         counted(f"described-{counted('created', add=0) - 1}")
     if now == "ERROR":
-        return fail("(gcloud.compute.tpus.queued-resources.describe) There was a problem refreshing your tokens")
+        return fail(
+            "(gcloud.compute.tpus.queued-resources.describe) There was a problem refreshing your tokens"
+        )
     assert found["format"] == ["value(state.state)"]
     print(now)
     return 0
@@ -115,7 +125,9 @@ def gcloud_compute_tpus_queued_resources_delete(found, rest):
     if state() == "NONE":
         return fail("(gcloud.compute.tpus.queued-resources.delete) NOT_FOUND: Resource was not found")
     if "force" not in found:
-        return fail("(gcloud.compute.tpus.queued-resources.delete) the queued resource has nodes; use --force")
+        return fail(
+            "(gcloud.compute.tpus.queued-resources.delete) the queued resource has nodes; use --force"
+        )
     gone()
     (FOLDER / "created").unlink()
     (FOLDER / "preempted").unlink(missing_ok=True)
@@ -278,7 +290,11 @@ def parted(words, values, bare=()):
 def srun(words):
     record("srun", words)
     _, program = parted(words, clients.SRUN)
-    common = {"SLURM_NTASKS": str(SCENARIO["workers"]), "SLURM_STEP_NODELIST": "node[1-2]", "SLURM_LOCALID": "0"}
+    common = {
+        "SLURM_NTASKS": str(SCENARIO["workers"]),
+        "SLURM_STEP_NODELIST": "node[1-2]",
+        "SLURM_LOCALID": "0",
+    }
     tasks = [
         subprocess.Popen(program, env=os.environ | common | {"SLURM_PROCID": str(number)})
         for number in range(SCENARIO["workers"])
