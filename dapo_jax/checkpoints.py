@@ -126,7 +126,7 @@ class Checkpointer:
         self.wait()
         return max(self._steps(), default=None)
 
-    def restore(self, target_state: PyTree, step: int | None = None) -> Restored:
+    def restore(self, target_state: PyTree, step: int | None = None, *, rows: int | None = None) -> Restored:
         """Reads a checkpoint; the state takes the target's structure, shardings and dtypes.
 
         Args:
@@ -134,6 +134,8 @@ class Checkpointer:
                 device). It is only looked at; a tree of structs costs no memory. A leaf of another dtype than
                 the saved one is cast.
             step: which; None is the latest.
+            rows: of embedding and unembedding that are entries of the vocabulary. What fills them up so that a mesh can split
+                them may differ between what was saved and the target. None: it may not.
 
         Raises:
             FileNotFoundError: there is no such checkpoint.
@@ -150,9 +152,10 @@ class Checkpointer:
                 f"dapo_jax reads up to {SCHEMA_VERSION}: upgrade dapo_jax"
             )
         target = {path: _struct(leaf) for path, leaf in _flatten(target_state).items()}
-        self._check_target(step, meta["state"], target)
+        self._check_target(step, meta["state"], target, rows)
 
-        items = {"state": ocp.args.StandardRestore(target)}
+        # Not strict: filled up with zeros or cut; `_check_target` saw that nothing else is.
+        items = {"state": ocp.args.StandardRestore(target, strict=False)}
         size = sum(entry["bytes"] for entry in meta["carry"].values())
         if size:
             items["carry"] = ocp.args.StandardRestore({"bytes": np.empty(size, np.uint8)})
@@ -209,7 +212,11 @@ class Checkpointer:
             )
 
     def _check_target(
-        self, step: int, saved: Mapping[str, Sequence[Any]], target: Mapping[str, jax.ShapeDtypeStruct]
+        self,
+        step: int,
+        saved: Mapping[str, Sequence[Any]],
+        target: Mapping[str, jax.ShapeDtypeStruct],
+        rows: int | None,
     ) -> None:
         where = f"checkpoint {self.folder / str(step)}"
         if missing := sorted(target.keys() - saved.keys()):
@@ -218,7 +225,7 @@ class Checkpointer:
             raise ValueError(f"{where} holds {_some(surplus)}, which the target does not have")
         for path, struct in target.items():
             shape = tuple(saved[path][0])
-            if shape != struct.shape:
+            if shape != struct.shape and not _filled_up(path, shape, struct.shape, rows):
                 raise ValueError(
                     f"{where} holds {path} of shape {shape}; the target's has shape {struct.shape}: "
                     "was it saved with another model configuration?"
@@ -238,6 +245,11 @@ class Checkpointer:
         if self.folder.exists():
             self._manager.reload()  # orbax has already struck the oldest step off its list; it is still on disk
         return RuntimeError(f"saving checkpoint step {step} in {self.folder} failed: {error}")
+
+
+def _filled_up(path: str, saved: tuple[int, ...], wanted: tuple[int, ...], rows: int | None) -> bool:
+    table = path.endswith((".embedding", ".lm_head")) and saved[1:] == wanted[1:]
+    return rows is not None and table and min(saved[0], wanted[0]) >= rows
 
 
 def _absolute(folder: str | PathLike[str]) -> epath.Path:

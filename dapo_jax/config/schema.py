@@ -27,6 +27,9 @@ class ModelConfig:
     """For a preset: `byte`, or `char:ALPHABET` with one token for each character. A model folder brings its own."""
     compute_dtype: str = "float32"
     """Dtype of activations and matrix products: float32 or bfloat16. Master weights are always float32."""
+    attention: str = "auto"
+    """In training. xla runs everywhere; splash is a TPU kernel, cudnn one for NVIDIA GPUs, which needs batch.packing=false and
+    bfloat16; neither of the two lets responses share their prompt. auto: splash on a TPU, cudnn on a GPU where it can, else xla."""
     remat: str = "none"
     """What the backward pass recomputes per layer: none, full, or dots (keeps matrix products)."""
     logprob_chunk_vocab: int = 2048
@@ -142,6 +145,8 @@ class BatchConfig:
     row_tokens: int = 0
     """Tokens in a packed row; 0: data.max_prompt_tokens + sampling.max_response_tokens. In longer rows more responses share
     their prompt, which is then computed once; attention costs the square of a row."""
+    packing: bool = True
+    """Several rollouts in a row; false: one."""
 
     __post_init__ = checked
 
@@ -182,6 +187,9 @@ class OptimizerConfig:
     epsilon: float = 1e-8
     weight_decay: float = 0.1
     max_grad_norm: float = 1.0
+    offload: bool = False
+    """Keep the moments in the host's memory between updates: 8 bytes a parameter less on the devices, which they cross twice an
+    update."""
 
     __post_init__ = checked
 

@@ -25,6 +25,7 @@ CONFIG = "config.json"
 
 def load_model(
     folder: str | os.PathLike[str],
+    config: DecoderConfig | None = None,
     *,
     shardings: Callable[[nnx.State], PyTree] | None = None,
     dtype: str = "float32",
@@ -33,6 +34,7 @@ def load_model(
 
     Args:
         folder: holds config.json and model.safetensors, or several files and model.safetensors.index.json.
+        config: what `read_config` gave, perhaps with a larger `vocab_multiple`; None: reads it.
         shardings: makes of the parameters' shapes where each of them goes; None is the default device.
         dtype: of the parameters in memory.
 
@@ -40,7 +42,7 @@ def load_model(
         ValueError: a file is missing or damaged, or the model is of a kind this decoder does not cover; the message names
             the file and the key or tensor.
     """
-    config = read_config(folder)
+    config = config or read_config(folder)
     return config, place(config, SafetensorsFolder(Path(folder)), shardings=shardings, dtype=dtype)
 
 

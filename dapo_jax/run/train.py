@@ -37,13 +37,23 @@ FREE_TO_CHANGE = (
     "run_dir",
     "steps",
     "compilation_cache",
+    "parallel.",
+    "batch.rows_per_microbatch",
+    "batch.row_tokens",
+    "batch.packing",
+    "optimizer.offload",
+    "model.attention",
+    "model.remat",
+    "model.logprob_chunk_vocab",
+    "sampling.slots",
+    "sampling.steps_per_call",
     "reward.workers",
     "reward.async_calls",
     "eval.",
     "checkpoint.",
     "log.",
 )
-"""Keys that a resumed run may change: they do not decide what is learnt."""
+"""Keys that a resumed run may change: they do not decide what is learnt, but for the order in which sums are rounded."""
 
 
 @dataclass(frozen=True, kw_only=True)
