@@ -231,6 +231,8 @@ class LogConfig:
     """Write readable rollout samples every so many steps; 0: never."""
     rollout_groups: int = 4
     """Groups in one sample."""
+    profile_steps: list[int] = field(default_factory=list)
+    """Steps of which a trace for xprof is written to `run_dir/profile`; the first ones are mostly compilation."""
     tensorboard: bool = False
     wandb: bool = False
     wandb_project: str = "dapo_jax"

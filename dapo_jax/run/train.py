@@ -26,6 +26,7 @@ from dapo_jax.run.prompts import GivenRows
 from dapo_jax.run.records import Records, use_compilation_cache
 from dapo_jax.storage import AnyPath, in_bucket
 from dapo_jax.trackers.evaluation_log import write_problems
+from dapo_jax.trackers.profile import Profile
 from dapo_jax.trackers.progress import Progress
 from dapo_jax.training.loop import Position, StepResult, run_steps
 from dapo_jax.training.state import TrainState
@@ -118,10 +119,12 @@ def train(
             if first
             else None
         )
+        profile = stack.enter_context(Profile(config.log.profile_steps, run_dir / "profile"))
         stack.push(tell_others)
 
         def after_step(result: StepResult) -> None:
             step, last = result.position.step, result.position.step == config.steps
+            profile.end(step)
             metrics = {**result.metrics}
             shown.step(step, metrics)
             if run.evaluates and (last or _due(step, config.eval.every_steps)):
@@ -133,6 +136,8 @@ def train(
                 save(checkpointer, result.state, result.position, config)
             if on_step is not None:
                 on_step(step, metrics)
+            if not last:
+                profile.begin(step + 1)
 
         def evaluated(step: int, state: TrainState) -> dict[str, float]:
             shown.phase("evaluate")
@@ -150,6 +155,7 @@ def train(
             scores = evaluated(0, state)
             if records is not None:
                 records.step(0, scores, None)
+        profile.begin(position.step + 1)
         state = run_steps(
             state, position, steps=config.steps, pipe=run.pipe, after_step=after_step, on_phase=shown.phase
         )

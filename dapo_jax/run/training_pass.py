@@ -23,16 +23,22 @@ class TrainingPass:
 
 
 def training_pass(
-    model: ModelConfig, batch: BatchConfig | SftBatchConfig, mesh: Mesh, *, row_tokens: int
+    model: ModelConfig,
+    batch: BatchConfig | SftBatchConfig,
+    mesh: Mesh,
+    *,
+    row_tokens: int,
+    platform: str | None = None,
 ) -> TrainingPass:
-    """The pass that `model` and `batch` ask for; `row_tokens` is what a row needs at least.
+    """The pass that `model` and `batch` ask for; `row_tokens` is what a row needs at least, `platform` that of the mesh's devices.
 
     Where `batch.row_tokens` leaves it open, rows are filled up to what the mesh and the attention can cut.
 
     Raises:
         ConfigError: rows, mesh and attention do not go together.
     """
-    attention = _attention(model, batch, mesh)
+    platform = platform or mesh.devices.flat[0].platform
+    attention = _attention(model, batch, platform, whole_rows=mesh.shape["context"] == 1)
     context, tensor = mesh.shape["context"], mesh.shape["tensor"]
     if attention == "cudnn" and context > 1:
         raise ConfigError(
@@ -62,11 +68,12 @@ def for_mesh(decoder: DecoderConfig, *meshes: Mesh) -> DecoderConfig:
     return decoder
 
 
-def _attention(model: ModelConfig, batch: BatchConfig | SftBatchConfig, mesh: Mesh) -> str:
+def _attention(
+    model: ModelConfig, batch: BatchConfig | SftBatchConfig, platform: str, *, whole_rows: bool
+) -> str:
     if model.attention != "auto":
         return model.attention
-    platform = mesh.devices.flat[0].platform
     if platform == "tpu":
         return "splash"
-    able = platform == "gpu" and not batch.packing and model.compute_dtype == "bfloat16"
-    return "cudnn" if able and mesh.shape["context"] == 1 else "xla"
+    able = not batch.packing and model.compute_dtype == "bfloat16" and whole_rows
+    return "cudnn" if platform == "gpu" and able else "xla"
