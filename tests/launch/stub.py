@@ -7,10 +7,11 @@ Records every call in FOLDER/calls.jsonl, refuses words that the client would re
     drops     how many `follow` lose their connection; gcloud then runs the command again, as the real one does
     workers   of the slice, or tasks of the step
     job       what squeue says of the job
-    sleep     how long the program takes, in seconds
+    held      the program goes on until there is FOLDER/released
 A worker is a folder that is its HOME; commands over ssh run in it.
 """
 
+import contextlib
 import fcntl
 import json
 import os
@@ -27,7 +28,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 import flags as clients
 
 FOLDER = Path(os.environ["STUB_FOLDER"])
-SCENARIO = {"states": [["ACTIVE"]], "refused": 0, "runs": [0], "drops": 0, "workers": 1, "job": "RUNNING", "sleep": 0}
+SCENARIO = {
+    "states": [["ACTIVE"]],
+    "refused": 0,
+    "runs": [0],
+    "drops": 0,
+    "workers": 1,
+    "job": "RUNNING",
+    "held": False,
+}
 SCENARIO |= json.loads((FOLDER / "scenario.json").read_text())
 
 
@@ -93,7 +102,9 @@ def gcloud_compute_tpus_queued_resources_describe(found, rest):
     if not (FOLDER / "preempted").exists():
         counted(f"described-{counted('created', add=0) - 1}")
     if now == "ERROR":
-        return fail("(gcloud.compute.tpus.queued-resources.describe) There was a problem refreshing your tokens")
+        return fail(
+            "(gcloud.compute.tpus.queued-resources.describe) There was a problem refreshing your tokens"
+        )
     assert found["format"] == ["value(state.state)"]
     print(now)
     return 0
@@ -115,7 +126,9 @@ def gcloud_compute_tpus_queued_resources_delete(found, rest):
     if state() == "NONE":
         return fail("(gcloud.compute.tpus.queued-resources.delete) NOT_FOUND: Resource was not found")
     if "force" not in found:
-        return fail("(gcloud.compute.tpus.queued-resources.delete) the queued resource has nodes; use --force")
+        return fail(
+            "(gcloud.compute.tpus.queued-resources.delete) the queued resource has nodes; use --force"
+        )
     gone()
     (FOLDER / "created").unlink()
     (FOLDER / "preempted").unlink(missing_ok=True)
@@ -127,10 +140,8 @@ def gone():
     for home in homes():
         pid = home / "dapo_jax_run" / "pid"
         if pid.exists():
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(int(pid.read_text()), signal.SIGKILL)
-            except ProcessLookupError:
-                pass
     shutil.rmtree(FOLDER / "workers", ignore_errors=True)
 
 
@@ -162,6 +173,7 @@ def gcloud_compute_tpus_tpu_vm_ssh(found, rest):
         time.sleep(0.3)
         for process in running:
             os.killpg(process.pid, signal.SIGKILL)
+        (FOLDER / "released").touch()
         running = [started(home, line) for home in chosen(found)]
     statuses = [process.wait() for process in running]
     if (FOLDER / "preempted").exists():
@@ -225,7 +237,10 @@ def dapo_jax(words):
     record("dapo-jax", words, environment=seen, files=here, where=where)
     outcome = at(SCENARIO["runs"], number)
     print(f"step 1 of start {number}", flush=True)
-    time.sleep(SCENARIO["sleep"] or 0.8 * bool(SCENARIO["drops"]))
+    until = time.monotonic() + 100
+    while (SCENARIO["held"] or SCENARIO["drops"]) and not (FOLDER / "released").exists():
+        assert time.monotonic() < until
+        time.sleep(0.05)
     if outcome == "preempted":
         (FOLDER / "preempted").touch()
         return 137
@@ -278,7 +293,11 @@ def parted(words, values, bare=()):
 def srun(words):
     record("srun", words)
     _, program = parted(words, clients.SRUN)
-    common = {"SLURM_NTASKS": str(SCENARIO["workers"]), "SLURM_STEP_NODELIST": "node[1-2]", "SLURM_LOCALID": "0"}
+    common = {
+        "SLURM_NTASKS": str(SCENARIO["workers"]),
+        "SLURM_STEP_NODELIST": "node[1-2]",
+        "SLURM_LOCALID": "0",
+    }
     tasks = [
         subprocess.Popen(program, env=os.environ | common | {"SLURM_PROCID": str(number)})
         for number in range(SCENARIO["workers"])
