@@ -155,6 +155,7 @@ def gcloud_compute_tpus_tpu_vm_scp(found, rest):
         return fail("(gcloud.compute.tpus.tpu-vm.scp) This TPU cannot be currently connected to.")
     *sources, target = rest
     assert target.endswith(":")
+    record("copied", [], modes={Path(source).name: Path(source).stat().st_mode & 0o777 for source in sources})
     for home in chosen(found):
         for source in map(Path, sources):
             shutil.copyfile(source, home / source.name)

@@ -146,6 +146,7 @@ def test_tokens_reach_the_workers_and_nothing_else(laptop):
     assert "HF_TOKEN WANDB_API_KEY" in dry.stdout
     for call in laptop.calls("dapo-jax"):
         assert {name: call["environment"][name] for name in TOKENS} == TOKENS
+    assert [call["modes"]["dapo_jax_tokens"] for call in laptop.calls("copied")] == [0o600]
     told = done.stdout + done.stderr + dry.stdout + dry.stderr + str(laptop.commands())
     assert "SECRET" not in told
     having = [path for path in laptop.folder.rglob("*") if path.is_file() and b"SECRET" in path.read_bytes()]
