@@ -12,6 +12,10 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 STUB = Path(__file__).with_name("stub.py")
 CLIENTS = ("gcloud", "xpk", "kubectl", "srun", "sbatch", "scontrol", "squeue", "tar", "dapo-jax")
+TAIL = """#!/bin/sh
+# What would follow for ever shows what there is.
+case "$*" in *--pid=*) exec /usr/bin/tail "$@" ;; *-F*) exec cat "$HOME/dapo_jax_run/log" ;; *) exec /usr/bin/tail "$@" ;; esac
+"""
 TOKENS = {"HF_TOKEN": "hf_SECRET it's $HOME", "WANDB_API_KEY": "wandb_SECRET"}
 
 
@@ -40,7 +44,7 @@ class Laptop:
             capture_output=True,
             text=True,
             stdin=subprocess.DEVNULL,
-            timeout=60,
+            timeout=300,
             check=False,
         )
 
@@ -86,6 +90,11 @@ def make_laptop(folder: Path, answers: Path) -> Laptop:
     _program(folder / "far" / "curl", "curl")
     for name in ("uv", "python", "dapo-jax"):
         _program(folder / "parts" / name, name)
+<<<<<<< HEAD
+=======
+    (folder / "far" / "tail").write_text(TAIL)
+    (folder / "far" / "tail").chmod(0o755)
+>>>>>>> 4cce35c89f2d4a94fdba5fec04e5ac20c3767c99
     (folder / "work" / "configs" / "quickstart.yaml").write_text(
         (ROOT / "configs" / "quickstart.yaml").read_text()
     )

@@ -1,7 +1,7 @@
 """Which words the real clients take: what the stubs refuse, the clients would.
 
-gcloud's are from the help of Google Cloud SDK 528, XPK's from that of 1.16.0, kubectl's from 1.32, Slurm's from the manual pages
-of 24.05. Only the commands that the launch scripts and the README use are here.
+gcloud's are from the help of Google Cloud SDK 528, XPK's from that of 1.16.0, kubectl's from 1.32; Slurm's are
+those that its manual pages document. Only the commands and, for Slurm, the flags that the launch scripts and the README use are here.
 """
 
 TPU_WIDE = {"project", "zone", "format"}
@@ -44,18 +44,18 @@ FORMS = {
         values=TPU_WIDE, bare={"quiet"}, required={"zone"}, words=(1, 1)
     ),
     ("gcloud", "compute", "tpus", "queued-resources", "delete"): Form(
-        values=TPU_WIDE, bare={"async", "force", "quiet"}, required={"zone", "quiet"}, words=(1, 1)
+        values=TPU_WIDE, bare={"async", "force", "quiet"}, required={"zone"}, words=(1, 1)
     ),
     ("gcloud", "compute", "tpus", "tpu-vm", "ssh"): Form(
         values=TPU_WIDE | SSH | {"ssh-flag", "command", "output-directory"},
         bare=SSH_BARE,
-        required={"zone", "command", "quiet"},
+        required={"zone", "command"},
         words=(1, 1),
     ),
     ("gcloud", "compute", "tpus", "tpu-vm", "scp"): Form(
         values=TPU_WIDE | SSH | {"scp-flag"},
         bare=SSH_BARE | {"compress", "recurse"},
-        required={"zone", "quiet"},
+        required={"zone"},
         words=(2, 99),
     ),
     ("gcloud", "storage", "buckets", "create"): Form(

@@ -97,7 +97,7 @@ def test_a_cancelled_job_does_not_come_back(laptop):
 
 @pytest.mark.parametrize("told", [signal.SIGUSR1, signal.SIGTERM])
 def test_a_job_that_is_told_to_stop_is_requeued_while_its_step_runs(laptop, told):
-    laptop.scenario(sleep=20)
+    laptop.scenario(held=True)
     job = subprocess.Popen(
         ["bash", str(ROOT / "launch" / "slurm.sbatch"), *RUN],
         cwd=laptop.work,

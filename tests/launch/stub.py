@@ -1,17 +1,10 @@
 """Stands in for the cloud's clients and for what a worker of a slice runs: `python -S stub.py CLIENT WORDS`.
 
-Records every call in FOLDER/calls.jsonl, refuses words that the client would refuse, and answers by FOLDER/scenario.json:
-    states    for each time the TPU is created, what `describe` says, one after another; the last stays
-    refused   how many `create` are refused
-    runs      for each start of the program on a worker, its exit status; or "preempted"; the last stays
-    drops     how many `follow` lose their connection; gcloud then runs the command again, as the real one does
-    workers   of the slice, or tasks of the step
-    job       what squeue says of the job
-    sleep     how long the program takes, in seconds
+Records every call in FOLDER/calls.jsonl, refuses words that the client would refuse, and answers by the scenario (scenario.py).
 A worker is a folder that is its HOME; commands over ssh run in it.
 """
 
-import fcntl
+import contextlib
 import json
 import os
 import re
@@ -25,6 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 import flags as clients
+<<<<<<< HEAD
 
 FOLDER = Path(os.environ["STUB_FOLDER"])
 SCENARIO = {
@@ -63,6 +57,9 @@ def at(answers, number):
 def fail(message, status=1):
     print(f"ERROR: {message}", file=sys.stderr)
     return status
+=======
+from scenario import FOLDER, SCENARIO, at, counted, fail, record
+>>>>>>> 4cce35c89f2d4a94fdba5fec04e5ac20c3767c99
 
 
 def homes():
@@ -139,10 +136,8 @@ def gone():
     for home in homes():
         pid = home / "dapo_jax_run" / "pid"
         if pid.exists():
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(int(pid.read_text()), signal.SIGKILL)
-            except ProcessLookupError:
-                pass
     shutil.rmtree(FOLDER / "workers", ignore_errors=True)
 
 
@@ -156,6 +151,7 @@ def gcloud_compute_tpus_tpu_vm_scp(found, rest):
         return fail("(gcloud.compute.tpus.tpu-vm.scp) This TPU cannot be currently connected to.")
     *sources, target = rest
     assert target.endswith(":")
+    record("copied", [], modes={Path(source).name: Path(source).stat().st_mode & 0o777 for source in sources})
     for home in chosen(found):
         for source in map(Path, sources):
             shutil.copyfile(source, home / source.name)
@@ -174,6 +170,7 @@ def gcloud_compute_tpus_tpu_vm_ssh(found, rest):
         time.sleep(0.3)
         for process in running:
             os.killpg(process.pid, signal.SIGKILL)
+        (FOLDER / "released").touch()
         running = [started(home, line) for home in chosen(found)]
     statuses = [process.wait() for process in running]
     if (FOLDER / "preempted").exists():
@@ -237,7 +234,10 @@ def dapo_jax(words):
     record("dapo-jax", words, environment=seen, files=here, where=where)
     outcome = at(SCENARIO["runs"], number)
     print(f"step 1 of start {number}", flush=True)
-    time.sleep(SCENARIO["sleep"] or 0.8 * bool(SCENARIO["drops"]))
+    until = time.monotonic() + 100
+    while (SCENARIO["held"] or SCENARIO["drops"]) and not (FOLDER / "released").exists():
+        assert time.monotonic() < until
+        time.sleep(0.05)
     if outcome == "preempted":
         (FOLDER / "preempted").touch()
         return 137
