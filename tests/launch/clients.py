@@ -90,11 +90,8 @@ def make_laptop(folder: Path, answers: Path) -> Laptop:
     _program(folder / "far" / "curl", "curl")
     for name in ("uv", "python", "dapo-jax"):
         _program(folder / "parts" / name, name)
-<<<<<<< HEAD
-=======
     (folder / "far" / "tail").write_text(TAIL)
     (folder / "far" / "tail").chmod(0o755)
->>>>>>> 4cce35c89f2d4a94fdba5fec04e5ac20c3767c99
     (folder / "work" / "configs" / "quickstart.yaml").write_text(
         (ROOT / "configs" / "quickstart.yaml").read_text()
     )

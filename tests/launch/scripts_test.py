@@ -71,13 +71,7 @@ def test_the_section_of_the_readme_works_word_by_word(laptop):
     assert done.returncode == 0, done.stdout + done.stderr
     assert laptop.verbs()[-2:] == ["follow", "delete"]
 
-<<<<<<< HEAD
-    laptop.scenario(sleep=30)
-    (laptop.folder / "far" / "tail").symlink_to("/bin/true")  # or `logs` would follow for ever
-    before = len(laptop.calls("dapo-jax"))
-=======
     laptop.scenario(held=True)
->>>>>>> 4cce35c89f2d4a94fdba5fec04e5ac20c3767c99
     run = subprocess.Popen(
         ["bash", "-c", first], cwd=laptop.work, env=laptop.environment, stderr=subprocess.PIPE, text=True
     )

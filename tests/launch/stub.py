@@ -18,48 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 import flags as clients
-<<<<<<< HEAD
-
-FOLDER = Path(os.environ["STUB_FOLDER"])
-SCENARIO = {
-    "states": [["ACTIVE"]],
-    "refused": 0,
-    "runs": [0],
-    "drops": 0,
-    "workers": 1,
-    "job": "RUNNING",
-    "sleep": 0,
-}
-SCENARIO |= json.loads((FOLDER / "scenario.json").read_text())
-
-
-def record(client, words, **more):
-    with (FOLDER / "calls.jsonl").open("a") as log:
-        fcntl.flock(log, fcntl.LOCK_EX)
-        log.write(json.dumps({"client": client, "words": words, **more}) + "\n")
-
-
-def counted(name, add=1):
-    """How often this was asked before."""
-    with (FOLDER / f"count-{name}").open("a+") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        file.seek(0)
-        before = int(file.read() or 0)
-        file.truncate(0)
-        file.write(str(before + add))
-    return before
-
-
-def at(answers, number):
-    return answers[min(number, len(answers) - 1)]
-
-
-def fail(message, status=1):
-    print(f"ERROR: {message}", file=sys.stderr)
-    return status
-=======
 from scenario import FOLDER, SCENARIO, at, counted, fail, record
->>>>>>> 4cce35c89f2d4a94fdba5fec04e5ac20c3767c99
 
 
 def homes():
