@@ -33,6 +33,8 @@ class Storage:
     buckets: dict = field(default_factory=dict)
     """Bucket -> name -> (bytes, generation)."""
     granted: set = field(default_factory=lambda: {f"storage.{name}" for name in PERMISSIONS})
+    busy: int = 0
+    """How many of the next requests are answered 503, try again."""
     requests: list = field(default_factory=list)
     """(method, path, query) of each, in order."""
     uploads: dict = field(default_factory=dict)
@@ -107,6 +109,9 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             with self.storage.lock:
                 self.storage.requests.append((self.command, unquote(parts.path), self.query))
+                if self.storage.busy:
+                    self.storage.busy -= 1
+                    raise RefusedError(503, "try again")
                 self._route(parts.path)
         except RefusedError as refusal:
             code, reason = refusal.args

@@ -252,10 +252,11 @@ class TrainConfig:
     """Everything that decides a DAPO run."""
 
     run_dir: str
+    """Where the run writes: a local folder, or `gs://BUCKET/FOLDER` (extra `gcs`)."""
     seed: int = 0
     steps: int = 100
     compilation_cache: str = "~/.cache/dapo_jax/xla"
-    """Folder of compiled programs that later runs reuse; empty: none."""
+    """Folder, local or `gs://...`, of compiled programs that later runs reuse; empty: none."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)

@@ -31,6 +31,7 @@ class SftConfig:
     """A supervised warm start from prompt / response pairs."""
 
     run_dir: str
+    """Where the run writes: a local folder, or `gs://BUCKET/FOLDER` (extra `gcs`)."""
     seed: int = 0
     steps: int = 100
     compilation_cache: str = "~/.cache/dapo_jax/xla"
