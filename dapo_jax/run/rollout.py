@@ -8,14 +8,13 @@ from jaxtyping import PRNGKeyArray, PyTree
 
 from dapo_jax.config import ConfigError, EvalConfig, RewardConfig, SamplingConfig
 from dapo_jax.parallel.mesh import Meshes
-from dapo_jax.parallel.weights import SamplerWeights
+from dapo_jax.parallel.weights import SamplerWeights, weight_transfer
 from dapo_jax.rewards.functions import Rewards
 from dapo_jax.rewards.grading import Grading
 from dapo_jax.rewards.shaping import Shaping
 from dapo_jax.rollouts import Group, Prompt, Response
 from dapo_jax.run.grading import submit_of
 from dapo_jax.run.policy import Policy
-from dapo_jax.run.publish import weight_transfer
 from dapo_jax.sampling.decoding import Decoding, decoding
 from dapo_jax.sampling.engine import DecoderEngine
 from dapo_jax.sampling.sampler import Sampler
