@@ -21,6 +21,7 @@ from dapo_jax.plan.refusals import Allocation
 from dapo_jax.plan.workload import Workload
 from dapo_jax.run.assembly import updater_of
 from dapo_jax.run.policy import Policy, mesh_of, optimizer_of
+from dapo_jax.run.training_pass import TrainingPass, training_pass
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
 from dapo_jax.text.tokenizers import ByteTokenizer
@@ -92,7 +93,7 @@ class Programs:
         shape = {
             "room": self.work.room,
             "rows": batch.rows_per_microbatch,
-            "row_tokens": self.config.row_tokens,
+            "row_tokens": self._pass.row_tokens,
         }
         made: dict[str, Callable[[], Lowered]] = {
             "generate": lambda: self._engine.lower_generate(self.weights, _how(self.config)),
@@ -162,7 +163,7 @@ class Programs:
     def _minibatch_bytes(self) -> int:
         rows = self.config.batch.rows_per_microbatch // spread(self.layout.train)
         # Ten arrays of 4 bytes an entry and a mask of 1.
-        return self.work.room * rows * self.config.row_tokens * 41
+        return self.work.room * rows * self._pass.row_tokens * 41
 
     @cached_property
     def _policy(self) -> Policy:
@@ -174,8 +175,19 @@ class Programs:
         reference = self._policy.params if self.config.loss.kl_coef else None
         optimizer = optimizer_of(self.config.optimizer)
         return _configured(
-            updater_of, self.config, self._policy, optimizer, self.meshes.train, reference=reference
+            updater_of,
+            self.config,
+            self._policy,
+            optimizer,
+            self.meshes.train,
+            layout=self._pass.layout,
+            reference=reference,
         )
+
+    @cached_property
+    def _pass(self) -> TrainingPass:
+        config = self.config
+        return training_pass(config.model, config.batch, self.meshes.train, row_tokens=config.row_tokens)
 
     @cached_property
     def _engine(self) -> DecoderEngine:

@@ -1,5 +1,6 @@
 """How a training pass runs on a mesh: which attention, rows of how many tokens, and what may be packed into one."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,6 +11,7 @@ from dapo_jax.models.kernels import SPLASH_TOKENS
 from dapo_jax.models.layout import Layout
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.parallel.layout import layout_of
+from dapo_jax.parallel.mesh import BATCH_AXES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +21,7 @@ class TrainingPass:
     layout: Layout
     row_tokens: int
     packing: dict[str, Any]
-    """For `batching.pack`: what the attention can tell apart."""
+    """For `batching.pack`: over how many devices rows are spread, and what the attention can tell apart."""
 
 
 def training_pass(
@@ -55,7 +57,11 @@ def training_pass(
     return TrainingPass(
         layout=layout_of(mesh, attention=attention),
         row_tokens=filled,
-        packing={"share_prompts": attention == "xla", "alone": not batch.packing},
+        packing={
+            "spread": math.prod(mesh.shape[axis] for axis in BATCH_AXES),
+            "share_prompts": attention == "xla",
+            "alone": not batch.packing,
+        },
     )
 
 

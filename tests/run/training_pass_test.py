@@ -26,7 +26,7 @@ def passed(mesh, model=BF16, *, row_tokens=1000, platform="cpu", **batch):
 def test_one_device_has_the_plain_layout_and_packs_everything():
     found = passed(make_mesh(devices=jax.devices()[:1]))
     assert type(found.layout) is Layout
-    assert (found.row_tokens, found.packing) == (1000, {"share_prompts": True, "alone": False})
+    assert (found.row_tokens, found.packing) == (1000, {"spread": 1, "share_prompts": True, "alone": False})
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_attention_is_the_platforms_kernel_where_it_can_do_the_work(
 ):
     found = passed(chips(context=context), platform=platform, **batch)
     assert isinstance(found.layout, MeshLayout)
-    assert (found.layout.attention, found.packing) == (attention, packing)
+    assert (found.layout.attention, found.packing) == (attention, {"spread": 8 // context, **packing})
 
 
 def test_in_float32_a_gpu_has_no_kernel():
