@@ -6,10 +6,11 @@ written with each step and compared before anything is restored.
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import jax
 import numpy as np
 from etils import epath
 from jaxtyping import UInt8
@@ -82,6 +83,42 @@ def check_manifest(folder: epath.Path, *, share: tuple[int, int] = (0, 1)) -> No
                 f"checkpoint {folder} is damaged: {name} has sha256 {digest[:12]}..., written with "
                 f"{expected[name][:12]}...; restore another step"
             )
+
+
+def check_shapes(
+    where: str,
+    saved: Mapping[str, Sequence[Any]],
+    target: Mapping[str, jax.ShapeDtypeStruct],
+    rows: int | None,
+) -> None:
+    """Compares what a checkpoint holds (path -> shape, dtype) with what is to be restored.
+
+    Args:
+        where: the checkpoint, for messages.
+        saved: from its metadata.
+        target: by the same paths.
+        rows: of embedding and unembedding that must agree; those beyond may be missing on either side. None: all.
+
+    Raises:
+        ValueError: they are not of one model.
+    """
+    if missing := sorted(target.keys() - saved.keys()):
+        raise ValueError(f"{where} does not hold {_some(missing)}, which the target has")
+    if surplus := sorted(saved.keys() - target.keys()):
+        raise ValueError(f"{where} holds {_some(surplus)}, which the target does not have")
+    for path, struct in target.items():
+        shape = tuple(saved[path][0])
+        table = path.endswith((".embedding", ".lm_head")) and shape[1:] == struct.shape[1:]
+        filled_up = rows is not None and table and min(shape[0], struct.shape[0]) >= rows
+        if shape != struct.shape and not filled_up:
+            raise ValueError(
+                f"{where} holds {path} of shape {shape}; the target's has shape {struct.shape}: "
+                "was it saved with another model configuration?"
+            )
+
+
+def _some(paths: Sequence[str]) -> str:
+    return ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
 
 
 def pack_arrays(

@@ -11,7 +11,7 @@ can be renamed: there it is whole once it holds commit_success.txt.
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
 from types import TracebackType
@@ -23,7 +23,14 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jaxtyping import PyTree
 
-from dapo_jax.checkpoint_files import check_manifest, pack_arrays, remove_unfinished, seal, unpack_arrays
+from dapo_jax.checkpoint_files import (
+    check_manifest,
+    check_shapes,
+    pack_arrays,
+    remove_unfinished,
+    seal,
+    unpack_arrays,
+)
 from dapo_jax.storage import in_bucket, path_of
 
 SCHEMA_VERSION = 1
@@ -152,9 +159,9 @@ class Checkpointer:
                 f"dapo_jax reads up to {SCHEMA_VERSION}: upgrade dapo_jax"
             )
         target = {path: _struct(leaf) for path, leaf in _flatten(target_state).items()}
-        self._check_target(step, meta["state"], target, rows)
+        check_shapes(f"checkpoint {self.folder / str(step)}", meta["state"], target, rows)
 
-        # Not strict: filled up with zeros or cut; `_check_target` saw that nothing else is.
+        # Not strict: filled up with zeros or cut; `check_shapes` saw to it that nothing else is.
         items = {"state": ocp.args.StandardRestore(target, strict=False)}
         size = sum(entry["bytes"] for entry in meta["carry"].values())
         if size:
@@ -211,26 +218,6 @@ class Checkpointer:
                 "or move the later checkpoints away"
             )
 
-    def _check_target(
-        self,
-        step: int,
-        saved: Mapping[str, Sequence[Any]],
-        target: Mapping[str, jax.ShapeDtypeStruct],
-        rows: int | None,
-    ) -> None:
-        where = f"checkpoint {self.folder / str(step)}"
-        if missing := sorted(target.keys() - saved.keys()):
-            raise ValueError(f"{where} does not hold {_some(missing)}, which the target has")
-        if surplus := sorted(saved.keys() - target.keys()):
-            raise ValueError(f"{where} holds {_some(surplus)}, which the target does not have")
-        for path, struct in target.items():
-            shape = tuple(saved[path][0])
-            if shape != struct.shape and not _filled_up(path, shape, struct.shape, rows):
-                raise ValueError(
-                    f"{where} holds {path} of shape {shape}; the target's has shape {struct.shape}: "
-                    "was it saved with another model configuration?"
-                )
-
     def _make_folder(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         if not self._cleaned and jax.process_index() == 0:
@@ -245,11 +232,6 @@ class Checkpointer:
         if self.folder.exists():
             self._manager.reload()  # orbax has already struck the oldest step off its list; it is still on disk
         return RuntimeError(f"saving checkpoint step {step} in {self.folder} failed: {error}")
-
-
-def _filled_up(path: str, saved: tuple[int, ...], wanted: tuple[int, ...], rows: int | None) -> bool:
-    table = path.endswith((".embedding", ".lm_head")) and saved[1:] == wanted[1:]
-    return rows is not None and table and min(saved[0], wanted[0]) >= rows
 
 
 def _absolute(folder: str | PathLike[str]) -> epath.Path:
@@ -300,10 +282,6 @@ def _checked_json(progress: Mapping[str, Any]) -> dict[str, Any]:
                 "bool, None, lists and dicts"
             )
     return dict(progress)
-
-
-def _some(paths: Sequence[str]) -> str:
-    return ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
 
 
 def _quiet_orbax() -> None:
