@@ -30,6 +30,15 @@ def pytest_runtest_setup(item):
             pytest.skip(f"{command}; found {jax.default_backend()}")
 
 
+@pytest.fixture(
+    params=["cpu", pytest.param("tpu", marks=pytest.mark.tpu), pytest.param("gpu", marks=pytest.mark.gpu)]
+)
+def platform(request):
+    """A test that asks for it also runs on a TPU with `-m tpu` and on a GPU with `-m gpu`, there with exact float32 products."""
+    with jax.default_matmul_precision(None if request.param == "cpu" else "highest"):
+        yield request.param
+
+
 @pytest.fixture
 def x64():
     """Double precision for the tests that compare with a float64 oracle."""
