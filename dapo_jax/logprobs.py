@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dapo_jax.products import product
 
@@ -49,6 +49,8 @@ def chunked_logprobs(
     temperature: float | Float[Array, ""] = 1.0,
     chunk_vocab: int = 2048,
     compute_dtype: str | None = None,
+    vocab_size: int | None = None,
+    vocab_axis: str | None = None,
 ) -> tuple[Float[Array, " tokens"], Float[Array, " tokens"]]:
     """Log-probability and entropy per token under softmax(hidden @ unembedding.T / temperature).
 
@@ -67,6 +69,9 @@ def chunked_logprobs(
         temperature: of the policy; above 0. May be traced; has no gradient.
         chunk_vocab: the most vocabulary entries at one time.
         compute_dtype: of the products with `unembedding`; None is the dtype of `hidden`.
+        vocab_size: rows of `unembedding` that are entries, if it is padded; None: all.
+        vocab_axis: inside `shard_map`, the mesh axis over which the rows of `unembedding` are split. Every device along it
+            is given the same `hidden` and returns the same values; gradients of `hidden` are each device's part of a sum.
 
     Returns:
         Log-probabilities, differentiable, and entropies, a metric without gradient; both in nats, float32 or wider.
@@ -79,31 +84,45 @@ def chunked_logprobs(
         raise ValueError(f"chunk_vocab must be 1 or more, got {chunk_vocab}")
     hidden, unembedding = _vary_with(hidden, unembedding), _vary_with(unembedding, hidden)
     wide = np.promote_types(hidden.dtype, jnp.float32)
-    how = _Chunks(unembedding.shape[0], chunk_vocab, compute_dtype or hidden.dtype.name)
+    how = _Chunks(
+        unembedding.shape[0], chunk_vocab, compute_dtype or hidden.dtype.name, vocab_size, vocab_axis
+    )
     return _scores(how, hidden.astype(wide), unembedding, targets, jnp.asarray(temperature, wide))
 
 
 @dataclass(frozen=True)
 class _Chunks:
-    """How the vocabulary is cut: entry i belongs to chunk i modulo `count`."""
+    """How the vocabulary is cut: row i of the part that is here belongs to chunk i modulo `count`."""
 
-    vocab: int
+    rows: int
+    """Of the unembedding on this device."""
     most: int
     dtype: str
+    vocab_size: int | None
+    axis: str | None
 
     @property
     def count(self) -> int:
         """As few as possible, but a few more if these come out even: then no padded copy is made."""
-        fewest = -(-self.vocab // self.most)
-        return next((n for n in range(fewest, 2 * fewest) if self.vocab % n == 0), fewest)
+        fewest = -(-self.rows // self.most)
+        return next((n for n in range(fewest, 2 * fewest) if self.rows % n == 0), fewest)
 
-    def split(self, unembedding: Float[Array, "vocab embed"]) -> Float[Array, "entries chunks embed"]:
-        padding = -self.vocab % self.count
+    def split(self, unembedding: Float[Array, "rows embed"]) -> Float[Array, "entries chunks embed"]:
+        padding = -self.rows % self.count
         return jnp.pad(unembedding, ((0, padding), (0, 0))).reshape(-1, self.count, unembedding.shape[1])
 
-    def entries(self, index: Int[Array, ""], like: Array) -> Int[Array, "tokens entries"]:
-        """The vocabulary entry of each of a chunk's logits."""
+    def first(self) -> Int[Array, ""]:
+        """The vocabulary entry of the first row that is here."""
+        return jnp.int32(0) if self.axis is None else lax.axis_index(self.axis) * self.rows
+
+    def row(self, index: Int[Array, ""], like: Array) -> Int[Array, "tokens entries"]:
+        """The row of each of a chunk's logits."""
         return lax.broadcasted_iota(jnp.int32, like.shape, 1) * self.count + index
+
+    def is_target(
+        self, index: Int[Array, ""], logits: Array, targets: Array
+    ) -> Bool[Array, "tokens entries"]:
+        return self.row(index, logits) == (targets - self.first())[:, None]
 
     def logits(
         self,
@@ -114,9 +133,23 @@ class _Chunks:
     ) -> Float[Array, "tokens entries"]:
         """Tempered logits of one chunk; those of padding have no share in any sum."""
         logits = product("ve,te->tv", weight, hidden, self.dtype) / temperature
-        if self.vocab % self.count == 0:
-            return logits
-        return jnp.where(self.entries(index, logits) < self.vocab, logits, _NEVER)
+        row = self.row(index, logits)
+        if self.rows % self.count:
+            logits = jnp.where(row < self.rows, logits, _NEVER)
+        if self.vocab_size is not None:
+            logits = jnp.where(row + self.first() < self.vocab_size, logits, _NEVER)
+        return logits
+
+    def together(
+        self, top: Array, total: Array, moment: Array, chosen: Array
+    ) -> tuple[Array, Array, Array, Array]:
+        """The sums over the whole vocabulary of the sums over each device's part."""
+        if self.axis is None:
+            return top, total, moment, chosen
+        highest = lax.pmax(top, self.axis)
+        shrink = jnp.exp(top - highest)
+        moment = shrink * (moment + total * (top - highest))
+        return highest, *lax.psum((shrink * total, moment, chosen), self.axis)
 
 
 _NEVER = -1e30
@@ -144,7 +177,7 @@ def _scan_vocabulary(
         below = logits - new_top[:, None]
         weights, shrink = jnp.exp(below), jnp.exp(top - new_top)
         moment = shrink * (moment + total * (top - new_top)) + jnp.sum(weights * below, -1)
-        is_target = how.entries(index, logits) == targets[:, None]
+        is_target = how.is_target(index, logits, targets)
         return (
             new_top,
             total * shrink + weights.sum(-1),
@@ -154,7 +187,8 @@ def _scan_vocabulary(
 
     # With its marks inside `shard_map`, which plain zeros would not have.
     zeros = jnp.full_like(hidden, 0.0, shape=targets.shape)
-    top, total, moment, chosen = lax.fori_loop(0, how.count, add, (zeros + _NEVER, zeros, zeros, zeros))
+    sums = lax.fori_loop(0, how.count, add, (zeros + _NEVER, zeros, zeros, zeros))
+    top, total, moment, chosen = how.together(*sums)
     log_total = jnp.log(total)
     return (chosen - top) - log_total, log_total - moment / total, top + log_total
 
@@ -172,19 +206,21 @@ def _scores_backward(
     """d logprob / d logits = (one at the target - softmax) / temperature, chunk by chunk; entropy is only a metric."""
     hidden, unembedding, targets, temperature, log_sum = saved
     chunks, cotangent = how.split(unembedding), cotangents[0][:, None]
+    if how.axis is not None:
+        cotangent = lax.psum(cotangent, how.axis)  # whichever devices' results were used
 
     def add(index: Array, gradients: tuple[Array, Array]) -> tuple[Array, Array]:
         logits, pull = jax.vjp(
             lambda w, h: how.logits(index, w, h, temperature), _chunk(chunks, index), hidden
         )
-        is_target = (how.entries(index, logits) == targets[:, None]).astype(logits.dtype)
+        is_target = how.is_target(index, logits, targets).astype(logits.dtype)
         d_chunk, d_part = pull((is_target - jnp.exp(logits - log_sum[:, None])) * cotangent)
         d_chunks = lax.dynamic_update_index_in_dim(gradients[1], d_chunk, index, axis=1)
         return gradients[0] + d_part, d_chunks
 
     start = jnp.zeros_like(hidden), jnp.zeros_like(chunks)
     d_hidden, d_chunks = lax.fori_loop(0, how.count, add, start)
-    d_unembedding = d_chunks.reshape(-1, unembedding.shape[1])[: how.vocab]
+    d_unembedding = d_chunks.reshape(-1, unembedding.shape[1])[: how.rows]
     return d_hidden, d_unembedding, None, None
 
 

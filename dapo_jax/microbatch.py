@@ -4,10 +4,11 @@ The fields are annotated `... | Any` because on the host they are numpy, and JAX
 and shardings too.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 
@@ -42,3 +43,15 @@ class Microbatch:
     """Log-probabilities that the importance ratio is taken to; zeros until they are scored."""
     ref_logprobs: Float[Array, "rows seq"] | Any
     """Log-probabilities under the reference policy; zeros when there is none."""
+
+
+def microbatch_structs(shape: tuple[int, ...], sharding: jax.sharding.Sharding) -> Microbatch:
+    """Microbatches of `shape` ([rows, seq], or stacked) as shapes alone: what a program is compiled for."""
+    whole = ("tokens", "segment_ids", "prefix_ids", "previous", "positions")
+    kinds = {"mask": jnp.bool_, **dict.fromkeys(whole, jnp.int32)}
+    return Microbatch(
+        **{
+            field.name: jax.ShapeDtypeStruct(shape, kinds.get(field.name, jnp.float32), sharding=sharding)
+            for field in fields(Microbatch)
+        }
+    )

@@ -7,6 +7,7 @@ is for trying things out, products are in float32: sampler and trainer then agre
 
 import re
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +16,30 @@ from jax import lax
 from jaxtyping import Array, Float
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 3))
+class Held(NamedTuple):
+    """How a weight is split, inside `shard_map`."""
+
+    axis: str
+    """The mesh axis over which it is split between its uses."""
+    dim: int
+    """Which of its dimensions."""
+
+    def gathered(self, part: Array) -> Array:
+        """The whole of it."""
+        return lax.all_gather(part, self.axis, axis=self.dim, tiled=True)
+
+    def summed(self, whole: Array) -> Array:
+        """Its part of the sum over all devices along the axis."""
+        return lax.psum_scatter(whole, self.axis, scatter_dimension=self.dim, tiled=True)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4))
 def product(
-    spec: str, stored: Float[Array, "..."], flowing: Float[Array, "..."], dtype: str
+    spec: str,
+    stored: Float[Array, "..."],
+    flowing: Float[Array, "..."],
+    dtype: str,
+    held: Held | None = None,
 ) -> Float[Array, "..."]:
     """`einsum(spec, stored, flowing)` in `dtype` with a result in float32, or in float64 if `dtype` is.
 
@@ -30,27 +52,37 @@ def product(
         stored: weights, keys or values: rounded to `dtype`.
         flowing: activations: rounded to `dtype`, but not on CPU.
         dtype: the compute dtype.
+        held: how `stored` is split; it is put together for this product, and again for its gradient, and thrown away.
+            None: it is whole, or the compiler takes care of it.
     """
-    return _einsum(spec, rounded(stored, dtype), flowing, dtype)
+    return _einsum(spec, gathered(stored, dtype, held), flowing, dtype)
 
 
 def _product_forward(
-    spec: str, stored: Array, flowing: Array, dtype: str
+    spec: str, stored: Array, flowing: Array, dtype: str, held: Held | None
 ) -> tuple[Array, tuple[Array, Array]]:
-    return product(spec, stored, flowing, dtype), (stored, flowing)
+    return product(spec, stored, flowing, dtype, held), (stored, flowing)
 
 
 def _product_backward(
-    spec: str, dtype: str, operands: tuple[Array, Array], cotangent: Array
+    spec: str, dtype: str, held: Held | None, operands: tuple[Array, Array], cotangent: Array
 ) -> tuple[Array, Array]:
     stored, flowing = operands
     first, second, out = re.split(",|->", spec)
     d_stored = _einsum(f"{out},{second}->{first}", cotangent, flowing, dtype)
-    d_flowing = _einsum(f"{first},{out}->{second}", rounded(stored, dtype), cotangent, dtype)
+    if held is not None:
+        d_stored = held.summed(d_stored)
+    d_flowing = _einsum(f"{first},{out}->{second}", gathered(stored, dtype, held), cotangent, dtype)
     return d_stored.astype(stored.dtype), d_flowing.astype(flowing.dtype)
 
 
 product.defvjp(_product_forward, _product_backward)
+
+
+def gathered(stored: Float[Array, "..."], dtype: str, held: Held | None) -> Float[Array, "..."]:
+    """A weight rounded to `dtype` and put together; what moves between devices has that dtype."""
+    weight = rounded(stored, dtype)
+    return weight if held is None else held.gathered(weight.astype(dtype))
 
 
 def rounded(x: Float[Array, "*shape"], dtype: str) -> Float[Array, "*shape"]:

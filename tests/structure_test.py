@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "dapo_jax").rglob("*.py"))
 MAX_LINES = 310
-TEXT = {".py", ".md", ".toml", ".yaml", ".yml", ".txt", ".json", ".ipynb", ".sh", ""}
+TEXT = {".py", ".md", ".toml", ".yaml", ".yml", ".txt", ".json", ".ipynb", ".sh", ".sbatch", ""}
 MACHINE_PATH = re.compile(r"(?<![\w.~>}])/(?:work|root|home|Users|opt|tmp|mnt)/\w")
 
 

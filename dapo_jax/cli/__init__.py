@@ -5,33 +5,65 @@ Exit status: 0 done; 2 for a usage or configuration error, said in one message; 
 
 import argparse
 import sys
+import traceback
 from collections.abc import Sequence
 
-from dapo_jax.cli import data, inference, models, training
+from dapo_jax.cli import data, inference, models, planning, training
 from dapo_jax.config import ConfigError
+from dapo_jax.parallel import processes
+
+TOGETHER = ("train",)
+"""Commands that several processes run together."""
+
+ALONE = ("sft", "eval", "sample", "serve", "convert")
+"""Commands with a model that one process runs; the others need no devices and do not ask."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns the exit status."""
+    """Runs one command and returns the exit status. One of several processes that fails ends there and then."""
     arguments = _parsed(argv)
+    joined = False
     # Imported late: `dapo-jax config` and usage errors answer without loading jax.
     try:
-        return arguments.command(arguments)
-    except ConfigError as error:
-        print(f"dapo-jax {arguments.name}: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(f"dapo-jax {arguments.name}: interrupted", file=sys.stderr)
-        return 1
-    except (RuntimeError, OSError) as error:
-        if not _is_ours(error):
+        if arguments.name in TOGETHER + ALONE and processes.wanted():
+            _check_together(arguments.name)
+            processes.start()
+            joined = True
+        status = arguments.command(arguments)
+        processes.leave()
+        return status
+    except (Exception, KeyboardInterrupt) as error:
+        found = _outcome(error, arguments.name)
+        if joined:
+            status, shown = found or (1, traceback.format_exc())
+            processes.fail(status, processes.described(error), shown=shown, by_all=found is not None)
+        if found is None:
             raise
-        print(f"dapo-jax {arguments.name}: {error}", file=sys.stderr)
-        return 1
+        print(found[1], file=sys.stderr)
+        return found[0]
+
+
+def _check_together(name: str) -> None:
+    if name in ALONE:
+        raise ConfigError(
+            "the environment says that this is one of several processes, and it needs to be the only one: only "
+            f"{', '.join(TOGETHER)} runs as several; start one, with DAPO_JAX_DISTRIBUTED=0"
+        )
+
+
+def _outcome(error: BaseException, name: str) -> tuple[int, str] | None:
+    """Exit status and message of an error whose own message says all there is: a traceback would only hide it."""
+    if isinstance(error, ConfigError):
+        return 2, f"dapo-jax {name}: {error}"
+    if isinstance(error, KeyboardInterrupt):
+        return 1, f"dapo-jax {name}: interrupted"
+    if isinstance(error, RuntimeError | OSError) and _is_ours(error):
+        return 1, f"dapo-jax {name}: {error}"
+    return None
 
 
 def _is_ours(error: Exception) -> bool:
-    """True if the error's own message says all there is: a traceback would only hide it."""
+    """True for what a step of the pipe says of data and graders."""
     from dapo_jax.filtering import ShortfallError
     from dapo_jax.rewards.functions import RewardError
 
@@ -55,6 +87,6 @@ def _parser() -> argparse.ArgumentParser:
         prog="dapo-jax", description="DAPO reinforcement learning of language models in JAX."
     )
     commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
-    for kind in (training, inference, data, models):
+    for kind in (training, planning, inference, data, models):
         kind.add_to(commands)
     return parser

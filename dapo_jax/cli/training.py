@@ -27,6 +27,7 @@ def _configured(made: argparse.ArgumentParser) -> None:
 def train(arguments: argparse.Namespace) -> int:
     """Trains, and says how evaluation changed."""
     config = load_config(arguments.config, arguments.overrides)
+    from dapo_jax.parallel.processes import is_first
     from dapo_jax.run import train
 
     result = train(config, resume=arguments.resume)
@@ -38,7 +39,8 @@ def train(arguments: argparse.Namespace) -> int:
         print(
             f"{name}: {before[name]:.3f} before (step {before['step']}), {after[name]:.3f} after step {after['step']}"
         )
-    print(f"metrics, rollouts, evaluations, checkpoints and the trained model are in {result.run_dir}")
+    if is_first():
+        print(f"metrics, rollouts, evaluations, checkpoints and the trained model are in {result.run_dir}")
     return 0
 
 

@@ -45,7 +45,7 @@ class SamplingConfig:
     max_response_tokens: int = 20480
     """Hard length limit: expected length plus the soft overlong buffer. (Section 4.1)"""
     slots: int = 256
-    """Responses decoded side by side."""
+    """Responses decoded side by side, by each sampler: there is one for every `parallel.sampler_hosts` processes."""
     steps_per_call: int = 16
     """Decode steps on the device between two looks of the host."""
     stop: list[str] = field(default_factory=list)

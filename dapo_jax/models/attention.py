@@ -3,6 +3,7 @@
 Scores and the softmax are in float32 whatever the inputs are. `H` query heads share `K` key heads.
 """
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
@@ -15,6 +16,9 @@ MASKED = -1e30
 
 QUERY_BLOCKS, SMALLEST_BLOCK = 4, 64
 """Into how many parts the queries of a row are cut, and what is not worth cutting."""
+
+LONG_ROW, LONG_ROW_BLOCK = 4096, 1024
+"""Rows of more tokens are cut into blocks of so many queries, whose scores the backward pass computes again."""
 
 
 def causal_attention(
@@ -30,24 +34,42 @@ def causal_attention(
 
     It also sees the segment that `prefix_ids` names, if that comes before it: a prompt that several responses follow. Tokens
     of other segments packed into one row never see each other. Padding (segment 0) sees only padding.
-
-    Queries are taken a block at a time, with the keys up to the block's end: nearly half of all scores are never computed.
     """
-    batch, seq = segment_ids.shape
-    kv_heads, head_dim = key.shape[:2]
-    k, v = (part.reshape(kv_heads, head_dim, batch, seq) for part in (key, value))
-    grouped = (query * head_dim**-0.5).reshape(kv_heads, -1, head_dim, batch, seq)
+    q, k, v = (part.reshape(*part.shape[:2], *segment_ids.shape) for part in (query, key, value))
     prefix_ids = segment_ids if prefix_ids is None else prefix_ids
-    size = max(-(-seq // QUERY_BLOCKS), SMALLEST_BLOCK)
+    return row_attention(q, k, v, segment_ids, prefix_ids, segment_ids, dtype=dtype).reshape(query.shape)
+
+
+def row_attention(
+    query: Float[Array, "heads head_dim batch part"],
+    key: Float[Array, "kv_heads head_dim batch seq"],
+    value: Float[Array, "kv_heads head_dim batch seq"],
+    own_ids: Int[Array, "batch part"],
+    prefix_ids: Int[Array, "batch part"],
+    segment_ids: Int[Array, "batch seq"],
+    *,
+    first: Int[Array, ""] | None = None,
+    dtype: str = "float32",
+) -> Float[Array, "heads head_dim batch part"]:
+    """`causal_attention` of a part of each row's queries, those from column `first` on; None: of all of them.
+
+    Queries are taken a block at a time; of whole rows with the keys up to the block's end, so that nearly half of all scores
+    are never computed.
+    """
+    (kv_heads, head_dim, _, seq), part = key.shape, query.shape[-1]
+    grouped = (query * head_dim**-0.5).reshape(kv_heads, -1, *query.shape[1:])
+    size = LONG_ROW_BLOCK if seq > LONG_ROW else max(-(-part // QUERY_BLOCKS), SMALLEST_BLOCK)
+    attend = jax.checkpoint(_attend, static_argnums=4) if seq > LONG_ROW else _attend
     out = []
-    for start in range(0, seq, size):
-        stop = min(start + size, seq)
-        own, prefix, before = segment_ids[:, start:stop], prefix_ids[:, start:stop], segment_ids[:, :stop]
+    for start in range(0, part, size):
+        stop = min(start + size, part)
+        end = stop if first is None else seq
+        own, prefix, before = own_ids[:, start:stop], prefix_ids[:, start:stop], segment_ids[:, :end]
         seen = (own[:, :, None] == before[:, None]) | (prefix[:, :, None] == before[:, None])
-        causal = jnp.tril(jnp.ones((stop - start, stop), bool), start)
-        out.append(
-            _attend(k[..., :stop], v[..., :stop], grouped[..., start:stop], causal[None] & seen, dtype)
-        )
+        column = jnp.arange(start, stop, dtype=jnp.int32) + (0 if first is None else first)
+        causal = column[:, None] >= jnp.arange(end, dtype=jnp.int32)[None]
+        block = grouped[..., start:stop]
+        out.append(attend(key[..., :end], value[..., :end], block, causal[None] & seen, dtype))
     return jnp.concatenate(out, axis=-1).reshape(query.shape)
 
 

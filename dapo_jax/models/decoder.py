@@ -13,6 +13,7 @@ its logical axes; `parallel.sharding` maps these to mesh axes.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from dapo_jax.models.attention import causal_attention
+from dapo_jax.models.layout import Layout
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.rope import rope_frequencies
 from dapo_jax.products import product, rounded
@@ -31,6 +32,8 @@ Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
 
 Rotations = tuple[Array, Array]
 """Cosine and sine of the angles by which queries and keys are turned, each [head_dim / 2, tokens]."""
+
+WHOLE = Layout()
 
 REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
     "full": None,
@@ -74,13 +77,27 @@ def _filled(value: float, shape: tuple[int, ...], axes: tuple[str, ...]) -> nnx.
     return nnx.Param(jnp.full(shape, value, jnp.float32), axes=axes)
 
 
+def _table(rngs: nnx.Rngs, config: DecoderConfig) -> nnx.Param[Array]:
+    """A row for each entry of the vocabulary, the same whatever it is filled up to."""
+    drawn = jax.random.normal(rngs.params(), (config.vocab_size, config.embed_dim)) * config.embed_dim**-0.5
+    rows = ((0, config.vocab_rows - config.vocab_size), (0, 0))
+    return nnx.Param(jnp.pad(drawn, rows), axes=("vocab", "embed"))
+
+
 class Block(nnx.Module):
     """One layer: attention and a gated MLP, each after a norm and added to the residual stream."""
 
-    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, compute_dtype: str = "float32") -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        rngs: nnx.Rngs,
+        compute_dtype: str = "float32",
+        layout: Layout = WHOLE,
+    ) -> None:
         embed, hidden, dim = config.embed_dim, config.mlp_dim, config.head_dim
         heads, kv_heads = config.heads, config.kv_heads
-        self.config, self.compute_dtype = config, compute_dtype
+        self.config, self.compute_dtype, self.layout = config, compute_dtype, layout
         self.attention_norm = _filled(1.0, (embed,), ("norm",))
         self.mlp_norm = _filled(1.0, (embed,), ("norm",))
         self.query = _weight(rngs, (heads, dim, embed), ("heads", "head_dim", "embed"), embed)
@@ -110,7 +127,8 @@ class Block(nnx.Module):
         """Queries, keys and values, positions already turned in."""
         config = self.config
         query, key, value = (
-            self._project("hde,et->hdt", weight[...], x) for weight in (self.query, self.key, self.value)
+            self._project("hde,et->hdt", weight[...], x, ("heads", "head_dim", "embed"))
+            for weight in (self.query, self.key, self.value)
         )
         if config.qkv_bias:
             query, key, value = (
@@ -124,44 +142,52 @@ class Block(nnx.Module):
         return rotary(query, turns), rotary(key, turns), value
 
     def __call__(
-        self, x: Float[Array, "embed tokens"], turns: Rotations, attend: Attend
-    ) -> tuple[Float[Array, "embed tokens"], Any]:
+        self, x: Float[Array, "embed part"], turns: Rotations, attend: Attend
+    ) -> tuple[Float[Array, "embed part"], Any]:
         """The layer's output, and what `attend` wants back; `turns` are the positions' `rotations`."""
-        eps = self.config.norm_eps
-        query, key, value = self._queries_keys_values(rms_norm(x, self.attention_norm[...], eps), turns)
-        attended, kept = attend(query, key, value)
+        eps, dtype = self.config.norm_eps, self.compute_dtype
+        inner, outer = partial(self.layout.inner, dtype=dtype), partial(self.layout.outer, dtype=dtype)
+        normed = inner(rms_norm(x, self.attention_norm[...], eps))
+        attended, kept = attend(*self._queries_keys_values(normed, turns))
         # Heads and their dimensions as one axis: over two, XLA turns the weight around at every call.
-        heads = self.output[...].reshape(self.config.embed_dim, -1)
-        x = x + self._linear(heads, attended.reshape(-1, attended.shape[2]))
-        y = rms_norm(x, self.mlp_norm[...], eps)
-        gated = jax.nn.silu(self._linear(self.gate[...], y)) * self._linear(self.up[...], y)
-        return x + self._linear(self.down[...], gated), kept
+        heads = self.output[...].reshape(len(self.output[...]), -1)
+        x = x + outer(self._linear(heads, attended.reshape(-1, attended.shape[2]), ("embed", "heads")))
+        y = inner(rms_norm(x, self.mlp_norm[...], eps))
+        into = ("mlp", "embed")
+        gated = jax.nn.silu(self._linear(self.gate[...], y, into)) * self._linear(self.up[...], y, into)
+        return x + outer(self._linear(self.down[...], gated, ("embed", "mlp"))), kept
 
     def _linear(
-        self, weight: Float[Array, "outputs inputs"], x: Float[Array, "inputs tokens"]
+        self, weight: Float[Array, "_ _"], x: Float[Array, "inputs tokens"], axes: tuple[str, str]
     ) -> Float[Array, "outputs tokens"]:
-        return self._project("oi,it->ot", weight, x)
+        return self._project("oi,it->ot", weight, x, axes)
 
-    def _project(self, spec: str, weight: Array, x: Array) -> Array:
+    def _project(self, spec: str, weight: Array, x: Array, axes: tuple[str, ...]) -> Array:
         """A product with a weight, under the name by which rematerialisation knows what to keep."""
-        return checkpoint_name(product(spec, weight, x, self.compute_dtype), "projection")
+        held = self.layout.held(axes)
+        return checkpoint_name(product(spec, weight, x, self.compute_dtype, held), "projection")
 
 
 class Ends(nnx.Module):
     """What lies before and after the blocks: embedding, final norm, unembedding."""
 
-    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, compute_dtype: str = "float32") -> None:
-        self.config = config
-        self.compute_dtype = compute_dtype
-        shape, axes = (config.vocab_size, config.embed_dim), ("vocab", "embed")
-        self.embedding = _weight(rngs, shape, axes, config.embed_dim)
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        rngs: nnx.Rngs,
+        compute_dtype: str = "float32",
+        layout: Layout = WHOLE,
+    ) -> None:
+        self.config, self.compute_dtype, self.layout = config, compute_dtype, layout
+        self.embedding = _table(rngs, config)
         self.final_norm = _filled(1.0, (config.embed_dim,), ("norm",))
         if not config.tied_embeddings:
-            self.lm_head = _weight(rngs, shape, axes, config.embed_dim)
+            self.lm_head = _table(rngs, config)
 
-    def embed(self, tokens: Int[Array, " tokens"]) -> Float[Array, "embed tokens"]:
+    def embed(self, tokens: Int[Array, " tokens"]) -> Float[Array, "embed part"]:
         """Token embeddings."""
-        return rounded(self.embedding[...][tokens], self.compute_dtype).T
+        return self.layout.lookup(self.embedding[...], tokens, self.compute_dtype)
 
     def unembedding(self) -> Float[Array, "vocab embed"]:
         """The matrix whose products with a final hidden state are the logits."""
@@ -174,9 +200,12 @@ class Ends(nnx.Module):
         return jax.lax.optimization_barrier(normed.T)
 
     def logits(self, hidden: Float[Array, "*tokens embed"]) -> Float[Array, "*tokens vocab"]:
-        """Logits in float32 of hidden states that have passed the final norm."""
+        """Logits in float32 of hidden states that have passed the final norm; of what fills up the vocabulary, -inf."""
         flat = hidden.reshape(-1, hidden.shape[-1])
         logits = product("ve,te->tv", self.unembedding(), flat, self.compute_dtype)
+        if logits.shape[1] != self.config.vocab_size:
+            entry = jnp.arange(logits.shape[1], dtype=jnp.int32)
+            logits = jnp.where(entry[None] < self.config.vocab_size, logits, -jnp.inf)
         return logits.reshape(*hidden.shape[:-1], -1)
 
 
@@ -184,16 +213,24 @@ class Decoder(nnx.Module):
     """Ends and stacked blocks, over whole rows of tokens: what is trained."""
 
     def __init__(
-        self, config: DecoderConfig, *, rngs: nnx.Rngs, compute_dtype: str = "float32", remat: str = "none"
+        self,
+        config: DecoderConfig,
+        *,
+        rngs: nnx.Rngs,
+        compute_dtype: str = "float32",
+        remat: str = "none",
+        layout: Layout = WHOLE,
     ) -> None:
-        """Random weights in float32; `remat` is none, full or dots: what the backward pass recomputes per layer."""
+        """Random weights in float32.
+
+        `remat` is none, full or dots: what the backward pass recomputes per layer. `layout` says how arrays are spread.
+        """
         if remat != "none" and remat not in REMAT_POLICIES:
             raise ValueError(f"remat={remat!r} must be one of none, {', '.join(REMAT_POLICIES)}")
         self.remat = remat
-        self.ends = Ends(config, rngs=rngs, compute_dtype=compute_dtype)
-        self.blocks = nnx.vmap(lambda keys: Block(config, rngs=keys, compute_dtype=compute_dtype))(
-            rngs.split(config.layers)
-        )
+        how: dict[str, Any] = {"compute_dtype": compute_dtype, "layout": layout}
+        self.ends = Ends(config, rngs=rngs, **how)
+        self.blocks = nnx.vmap(lambda keys: Block(config, rngs=keys, **how))(rngs.split(config.layers))
 
     def __call__(
         self,
@@ -201,15 +238,14 @@ class Decoder(nnx.Module):
         positions: Int[Array, "batch seq"],
         segment_ids: Int[Array, "batch seq"],
         prefix_ids: Int[Array, "batch seq"] | None = None,
-    ) -> Float[Array, "batch seq embed"]:
-        """Final hidden states; column t has seen what `causal_attention` shows it: its segment up to and including t."""
+    ) -> Float[Array, "batch row embed"]:
+        """Final hidden states of whole rows; column t has seen what `causal_attention` shows it: its segment up to and including t."""
         graph, weights = nnx.split(self.blocks)
-        batch, seq = tokens.shape
         turns = rotations(positions.reshape(-1), self.ends.config)
 
         def attend(query: Array, key: Array, value: Array) -> tuple[Array, None]:
-            dtype = self.ends.compute_dtype
-            return causal_attention(query, key, value, segment_ids, prefix_ids, dtype=dtype), None
+            dtype, layout = self.ends.compute_dtype, self.ends.layout
+            return layout.attend(query, key, value, segment_ids, prefix_ids, dtype), None
 
         def layer(x: Array, weights: nnx.State) -> tuple[Array, None]:
             return nnx.merge(graph, weights)(x, turns, attend)
@@ -218,4 +254,15 @@ class Decoder(nnx.Module):
             layer = jax.checkpoint(layer, policy=REMAT_POLICIES[self.remat])
         # One axis of tokens: the backward pass is 1.6 times faster so on CPU than with two.
         x, _ = jax.lax.scan(layer, self.ends.embed(tokens.reshape(-1)), weights)
-        return self.ends.normed(x).reshape(batch, seq, -1)
+        return self.ends.layout.rows(self.ends.normed(x), tokens.shape, self.ends.compute_dtype)
+
+
+def graph_of(
+    config: DecoderConfig, *, compute_dtype: str = "float32", remat: str = "none", layout: Layout = WHOLE
+) -> nnx.GraphDef[Any]:
+    """The structure that `nnx.merge` makes a `Decoder` of, together with parameters."""
+
+    def make() -> Decoder:
+        return Decoder(config, rngs=nnx.Rngs(0), compute_dtype=compute_dtype, remat=remat, layout=layout)
+
+    return nnx.split(nnx.eval_shape(make))[0]

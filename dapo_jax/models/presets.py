@@ -30,6 +30,8 @@ class DecoderConfig:
     """Biases on the query, key and value projections (Qwen2)."""
     qk_norm: bool = False
     """RMS norm of queries and keys per head (Qwen3)."""
+    vocab_multiple: int = 1
+    """The rows of embedding and unembedding are filled up to a multiple of this, so that they can be split over devices."""
 
     def __post_init__(self) -> None:
         if self.kv_heads < 1 or self.heads % self.kv_heads:
@@ -38,8 +40,13 @@ class DecoderConfig:
             raise ValueError(f"head_dim={self.head_dim} must be even: rotary embedding turns pairs")
 
     @property
+    def vocab_rows(self) -> int:
+        """Rows of embedding and unembedding; those beyond `vocab_size` are zeros that no token reaches."""
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+    @property
     def parameters(self) -> int:
-        """Number of parameters."""
+        """Number of parameters, without what fills up the vocabulary."""
         heads = self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         bias = self.head_dim * (self.heads + 2 * self.kv_heads) if self.qkv_bias else 0
         norms = 2 * self.embed_dim + (2 * self.head_dim if self.qk_norm else 0)

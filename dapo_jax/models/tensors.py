@@ -6,6 +6,7 @@
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -42,6 +43,8 @@ _END_TENSORS = {
     "final_norm": "model.norm.weight",
     "lm_head": "lm_head.weight",
 }
+_TABLES = ("embedding", "lm_head")
+"""Have a row for each entry of the vocabulary, and perhaps more."""
 
 
 @runtime_checkable
@@ -82,7 +85,7 @@ def shapes_of(config: DecoderConfig) -> nnx.State:
 
 def tensor_shapes(config: DecoderConfig) -> dict[str, Shape]:
     """Name and shape of every tensor of the decoder, in the order in which they are written."""
-    pure = nnx.to_pure_dict(shapes_of(config))
+    pure = nnx.to_pure_dict(shapes_of(replace(config, vocab_multiple=1)))
     found = {_END_TENSORS[name]: _theirs_shape(name, like.shape) for name, like in pure["ends"].items()}
     for layer in range(config.layers):
         for name, like in pure["blocks"].items():
@@ -168,8 +171,9 @@ def exported(config: DecoderConfig, params: nnx.State) -> Iterator[Tensor]:
     """The tensors of decoder parameters; fetching one gathers that one on the host, whatever its sharding."""
     pure = nnx.to_pure_dict(params)
     for name, value in pure["ends"].items():
-        shape = _theirs_shape(name, value.shape)
-        yield Tensor(_END_TENSORS[name], shape, lambda name=name, value=value: _gathered(value))
+        rows = config.vocab_size if name in _TABLES else len(value)
+        shape = (rows, *value.shape[1:])
+        yield Tensor(_END_TENSORS[name], shape, lambda rows=rows, value=value: _gathered(value)[:rows])
     for layer in range(config.layers):
         for name, stack in pure["blocks"].items():
 
@@ -220,8 +224,13 @@ def _put(
         ranges = tuple(axis.indices(size)[:2] for axis, size in zip(index, shape, strict=True))
         if ranges not in parts:
             cut = _theirs_cut(name, shape, tuple(slice(*ends) for ends in ranges))
+            wanted = [stop - start for start, stop in ranges]
+            if name in _TABLES:
+                there = file.shapes[theirs][0]
+                cut = (slice(min(cut[0].start, there), min(cut[0].stop, there)), *cut[1:])
             stored = file.read(theirs, cut).astype(jnp.dtype(dtype), copy=False)
-            parts[ranges] = stored.reshape([stop - start for start, stop in ranges])
+            missing = wanted[0] - len(stored) if name in _TABLES else 0
+            parts[ranges] = np.pad(stored, ((0, missing), (0, 0))) if missing else stored.reshape(wanted)
         return parts[ranges]
 
     if sharding is None:

@@ -1,26 +1,33 @@
 """The objects of a training run, made from its configuration: the one place where all rooms meet."""
 
+import json
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
+import jax
+import optax
 from flax import nnx
+from jaxtyping import PyTree
 
 from dapo_jax.batching import pack, row_weights, rows_of, split_minibatches
 from dapo_jax.checkpoints import Checkpointer
 from dapo_jax.config import TrainConfig
 from dapo_jax.data.stream import PromptStream
-from dapo_jax.filtering import Collector
+from dapo_jax.filtering import Collected, Collector
 from dapo_jax.losses import dapo_loss
 from dapo_jax.microbatch import Microbatch
+from dapo_jax.parallel.exchange import agreed
 from dapo_jax.rewards.functions import Rewards
 from dapo_jax.rollouts import Group, Prompt
 from dapo_jax.run.carry import carry_groups
-from dapo_jax.run.policy import load_policy, mesh_of, optimizer_of, state_structs
+from dapo_jax.run.policy import Policy, load_policy, mesh_of, meshes_of, optimizer_of, state_structs
 from dapo_jax.run.prompts import GivenRows, held_out_prompts, training_prompts
-from dapo_jax.run.rollout import TRAINING, Rollouts, grading
+from dapo_jax.run.rollout import TRAINING, Rollouts, Sampled, grading
+from dapo_jax.run.samplers import Samplers
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.training.loop import Pipe, Position
 from dapo_jax.training.state import TrainState, init_state, warmed_up
@@ -41,12 +48,14 @@ class Run:
     ) -> None:
         self.config, model, data = config, config.model, config.data
         self._mesh = mesh_of(config.parallel, rows_per_microbatch=config.batch.rows_per_microbatch)
+        meshes = meshes_of(config.parallel, self._mesh)
+        self._samplers = Samplers(meshes)
         self.policy = load_policy(model, seed=config.seed, mesh=self._mesh)
         self._optimizer = optimizer_of(config.optimizer)
         self._prompts, self.notes = training_prompts(
             data, self.policy.tokenizer, seed=config.seed, rows=prompts
         )
-        self._stream = PromptStream(self._prompts)
+        self._stream = PromptStream(self._prompts, host=meshes.index, hosts=meshes.count)
         limit = config.sampling.max_response_tokens
         stop = config.sampling.stop
         self._grading = grading(
@@ -54,7 +63,7 @@ class Run:
         )
         self._rollouts = Rollouts(
             self.policy,
-            self._mesh,
+            meshes,
             config.sampling,
             seed=config.seed,
             max_prompt_tokens=data.max_prompt_tokens,
@@ -71,19 +80,28 @@ class Run:
 
     def start(self, checkpointer: Checkpointer, *, resume: bool) -> tuple[TrainState, Position]:
         """The state and position to go on from: the last checkpoint's if there is one to resume, else the first."""
-        if not resume or checkpointer.latest_step() is None:
+        latest = checkpointer.latest_step() if resume else None
+        # The first process says which: where another does not see that checkpoint, it says so.
+        latest = json.loads(agreed(json.dumps(latest).encode()))
+        if latest is None:
             return init_state(self.policy.params, self._optimizer, self._mesh), Position()
-        found = checkpointer.restore(state_structs(self.policy, self._optimizer, self._mesh))
+        found = checkpointer.restore(state_structs(self.policy, self._optimizer, self._mesh), latest)
         carry = carry_groups(found.carry, lambda ordinal: self._prompts[ordinal])
         return found.state, Position(step=found.step, cursor=found.progress["cursor"], carry=carry)
 
     def evaluate(self, state: TrainState) -> dict[str, list[Group]]:
         """Name of each dataset to evaluate on -> the graded groups of its prompts."""
         weights = self._rollouts.transfer(state.params)
-        return {
-            name: self._rollouts.evaluate(weights, prompts, self._grading, self.config.eval)
-            for name, prompts in self.held_out.items()
-        }
+        return {name: self._evaluated(weights, prompts) for name, prompts in self.held_out.items()}
+
+    def _evaluated(self, weights: PyTree, prompts: Sequence[Prompt]) -> list[Group]:
+        samplers, grade = self._samplers, self._grading.groups
+        mine = [prompt for prompt in prompts if samplers.takes(prompt.ordinal)]
+        groups = self._rollouts.evaluate(
+            weights, mine, lambda sampled: samplers.graded(sampled, grade), self.config.eval
+        )
+        by_ordinal = {prompt.ordinal: prompt for prompt in prompts}
+        return groups if samplers.alone else samplers.gathered(groups, by_ordinal.__getitem__)
 
     def close(self) -> None:
         """Ends the grading workers and their event loop."""
@@ -91,7 +109,16 @@ class Run:
 
     def _pipe(self, objective: Objective | None) -> Pipe:
         config, dynamic = self.config, self.config.dynamic_sampling
-        rate, updater = config.optimizer.learning_rate, self._updater(objective)
+        rate = config.optimizer.learning_rate
+        # The reference is the policy that training starts from; with kl_coef 0 there is none at all.
+        updater = updater_of(
+            config,
+            self.policy,
+            self._optimizer,
+            self._mesh,
+            objective=objective,
+            reference=self._reference() if config.loss.kl_coef else None,
+        )
         return Pipe(
             transfer=self._rollouts.transfer,
             collector=lambda position: Collector(
@@ -103,40 +130,13 @@ class Run:
                 metric=dynamic.metric,
                 enabled=dynamic.enabled,
             ),
-            sample=self._sample,
-            finish=lambda collector: collector.finish(
-                on_shortfall=dynamic.on_shortfall, surplus=dynamic.surplus
-            ),
+            sample=self._sample if self._samplers.alone else self._sample_together,
+            finish=self._finish,
             minibatches=self._minibatches,
             prepare=updater.prepare,
             update=updater.update,
             learning_rate=lambda step: warmed_up(rate, step=step, warmup_steps=config.optimizer.warmup_steps),
             clock=time.perf_counter,
-        )
-
-    def _updater(self, objective: Objective | None) -> Updater:
-        loss, model = self.config.loss, self.config.model
-        clipped = partial(
-            dapo_loss,
-            clip_ratio_low=loss.clip_ratio_low,
-            clip_ratio_high=loss.clip_ratio_high,
-            dual_clip=loss.dual_clip,
-        )
-        return Updater(
-            self.policy.graph(compute_dtype=model.compute_dtype, remat=model.remat),
-            self.policy.params,
-            self._optimizer,
-            self._mesh,
-            objective=objective or clipped,
-            options=UpdateOptions(
-                temperature=self.config.sampling.temperature,
-                logprob_chunk_vocab=model.logprob_chunk_vocab,
-                old_logprobs=loss.old_logprobs,
-                importance_cap=loss.importance_cap,
-                kl_coef=loss.kl_coef,
-            ),
-            # The policy that training starts from; with kl_coef 0 there is no reference at all.
-            reference=self._reference() if loss.kl_coef else None,
         )
 
     def _reference(self) -> nnx.State:
@@ -153,14 +153,38 @@ class Run:
         # The sampler is done when nothing more is drawn. Verdicts that are still on their way may then call for another wave.
         while ordinals := draw(self._rollouts.prompts_at_once):
             ahead.extend(ordinals)
-            sampled = self._rollouts.sample(
-                weights,
-                prompts,
-                how=decoding(temperature=self.config.sampling.temperature),
-                samples=self.config.batch.group_size,
-                domain=TRAINING,
-            )
-            yield from self._grading.groups(sampled)
+            yield from self._grading.groups(self._sampled(weights, prompts))
+
+    def _sample_together(self, weights: Any, draw: Callable[[int], list[int]]) -> Iterator[Group]:
+        """The graded groups of all samplers, a wave at a time: what one found, the others know at its end.
+
+        Waves that are certain to be needed are sampled as one, and a further one is opened by what they gave: as many as when
+        it is opened while groups are still on their way, which happens only once it is certain.
+        """
+        while ordinals := list(chain.from_iterable(iter(lambda: draw(1024), []))):
+            mine = deque(filter(self._samplers.takes, ordinals))
+
+            def prompts(count: int, mine: deque[int] = mine) -> list[Prompt]:
+                return [self._stream.at(mine.popleft()) for _ in range(min(count, len(mine)))]
+
+            groups = self._samplers.graded(self._sampled(weights, prompts), self._grading.groups)
+            yield from self._samplers.gathered(groups, self._prompts.__getitem__)
+
+    def _sampled(self, weights: Any, prompts: Callable[[int], list[Prompt]]) -> Sampled:
+        return self._rollouts.sample(
+            weights,
+            prompts,
+            how=decoding(temperature=self.config.sampling.temperature),
+            samples=self.config.batch.group_size,
+            domain=TRAINING,
+        )
+
+    def _finish(self, collector: Collector) -> Collected:
+        dynamic, logged = self.config.dynamic_sampling, self.config.log.rollout_groups
+        collected = collector.finish(on_shortfall=dynamic.on_shortfall, surplus=dynamic.surplus)
+        if self._samplers.alone:
+            return collected
+        return self._samplers.whole(collected, logged=logged)
 
     def _minibatches(self, groups: Sequence[Group], step: int) -> list[list[Microbatch]]:
         config = self.config
@@ -191,3 +215,37 @@ class Run:
                 )
             )
         return packed
+
+
+def updater_of(
+    config: TrainConfig,
+    policy: Policy,
+    optimizer: optax.GradientTransformation,
+    mesh: jax.sharding.Mesh,
+    *,
+    objective: Objective | None = None,
+    reference: nnx.State | None = None,
+) -> Updater:
+    """The programs of the update that `config` describes; of `policy` and `reference`, the parameters may be shapes alone."""
+    loss, model = config.loss, config.model
+    clipped = partial(
+        dapo_loss,
+        clip_ratio_low=loss.clip_ratio_low,
+        clip_ratio_high=loss.clip_ratio_high,
+        dual_clip=loss.dual_clip,
+    )
+    return Updater(
+        policy.graph(compute_dtype=model.compute_dtype, remat=model.remat),
+        policy.params,
+        optimizer,
+        mesh,
+        objective=objective or clipped,
+        options=UpdateOptions(
+            temperature=config.sampling.temperature,
+            logprob_chunk_vocab=model.logprob_chunk_vocab,
+            old_logprobs=loss.old_logprobs,
+            importance_cap=loss.importance_cap,
+            kl_coef=loss.kl_coef,
+        ),
+        reference=reference,
+    )

@@ -1,4 +1,8 @@
-"""Carried groups as plain arrays, for a checkpoint. Prompts are not stored: their ordinals give them back."""
+"""Groups as plain arrays: carried ones for a checkpoint, sampled ones for other processes. Prompts are not stored: their
+ordinals give them back.
+
+A group in brief has all that metrics and scores are made of, but neither tokens nor text: about 100 bytes a response.
+"""
 
 import json
 from collections.abc import Callable, Sequence
@@ -9,19 +13,22 @@ import numpy as np
 from dapo_jax.rollouts import Group, Prompt, Response, Rollout, Verdict
 
 
-def carry_arrays(groups: Sequence[Group]) -> dict[str, np.ndarray]:
-    """Flattens groups; empty for no groups."""
+def carry_arrays(groups: Sequence[Group], *, brief: bool = False) -> dict[str, np.ndarray]:
+    """Flattens groups, with `brief` without tokens, log-probabilities, texts and reasons; empty for no groups."""
     if not groups:
         return {}
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     scores = [rollout.verdict.score for rollout in rollouts]
-    texts = [json.dumps(_words(rollout.text, rollout.verdict)).encode() for rollout in rollouts]
+    texts = [json.dumps(_words(rollout, brief)).encode() for rollout in rollouts]
+    drawn = {}
+    if not brief:
+        drawn["tokens"] = np.concatenate([rollout.response.tokens for rollout in rollouts])
+        drawn["logprobs"] = np.concatenate([rollout.response.logprobs for rollout in rollouts])
     return {
         "ordinals": np.array([group.prompt.ordinal for group in groups], np.int64),
         "group_sizes": np.array([len(group.rollouts) for group in groups], np.int64),
         "lengths": np.array([rollout.response_tokens for rollout in rollouts], np.int64),
-        "tokens": np.concatenate([rollout.response.tokens for rollout in rollouts]),
-        "logprobs": np.concatenate([rollout.response.logprobs for rollout in rollouts]),
+        **drawn,
         "truncated": np.array([rollout.truncated for rollout in rollouts]),
         "correct": np.array([rollout.correct for rollout in rollouts]),
         "scored": np.array([score is not None for score in scores]),
@@ -33,14 +40,19 @@ def carry_arrays(groups: Sequence[Group]) -> dict[str, np.ndarray]:
     }
 
 
-def _words(text: str, verdict: Verdict) -> list[Any]:
-    return [text, verdict.reason, verdict.extracted, verdict.lost, dict(verdict.parts)]
+def _words(rollout: Rollout, brief: bool) -> list[Any]:
+    verdict = rollout.verdict
+    text, reason = ("", "") if brief else (rollout.text, verdict.reason)
+    return [text, reason, verdict.extracted, verdict.lost, dict(verdict.parts)]
 
 
 def carry_groups(arrays: dict[str, np.ndarray], prompt_at: Callable[[int], Prompt]) -> list[Group]:
-    """The groups that `carry_arrays` flattened."""
+    """The groups that `carry_arrays` flattened. In brief ones, tokens are as many zeros, which take no memory."""
     if not arrays:
         return []
+    total = int(arrays["lengths"].sum())
+    tokens = arrays.get("tokens", np.broadcast_to(np.int32(0), total))
+    logprobs = arrays.get("logprobs", np.broadcast_to(np.float32(0), total))
     ends, text_ends = np.cumsum(arrays["lengths"]), np.cumsum(arrays["text_lengths"])
 
     def rollout(i: int) -> Rollout:
@@ -49,8 +61,8 @@ def carry_groups(arrays: dict[str, np.ndarray], prompt_at: Callable[[int], Promp
         text, reason, extracted, *later = json.loads(arrays["texts"][text_span].tobytes())
         return Rollout(
             response=Response(
-                tokens=arrays["tokens"][span],
-                logprobs=arrays["logprobs"][span],
+                tokens=tokens[span],
+                logprobs=logprobs[span],
                 finish_reason="length" if arrays["truncated"][i] else "stop",
             ),
             text=text,

@@ -23,7 +23,7 @@ from dapo_jax.data.rows import checked_rows
 from dapo_jax.evaluation import problem_record, summarize
 from dapo_jax.rewards.functions import Rewards
 from dapo_jax.rollouts import Group, Verdict
-from dapo_jax.run.policy import find_policy, is_run, mesh_of
+from dapo_jax.run.policy import find_policy, is_run, mesh_of, meshes_of
 from dapo_jax.run.prompts import GivenRows, held_out_prompts, prompt_format
 from dapo_jax.run.records import use_compilation_cache
 from dapo_jax.run.rollout import Rollouts, grading
@@ -73,7 +73,7 @@ def evaluate(
     held_out = held_out_prompts(config.data, config.eval, policy.tokenizer, rows=rows)
     rollouts = Rollouts(
         policy,
-        mesh,
+        meshes_of(config.parallel, mesh),
         config.sampling,
         seed=config.seed,
         max_prompt_tokens=config.data.max_prompt_tokens,
@@ -87,7 +87,7 @@ def evaluate(
     with closing(grading(unshaped, policy, max_response_tokens=limit, stop=stop, reward=reward)) as graders:
         weights = rollouts.transfer(policy.params)
         for name, prompts in held_out.items():
-            found[name] = rollouts.evaluate(weights, prompts, graders, config.eval)
+            found[name] = rollouts.evaluate(weights, prompts, graders.groups, config.eval)
             if keep is not None:
                 _keep(Path(keep), name, found[name])
     scores = {
@@ -167,7 +167,7 @@ def sample(
         raise ConfigError(str(error)) from error
     rollouts = Rollouts(
         policy,
-        mesh,
+        meshes_of(ParallelConfig(), mesh),
         sampling,
         seed=seed,
         max_prompt_tokens=max(len(prompt.tokens) for prompt in found),
@@ -184,4 +184,4 @@ def sample(
         stop=sampling.stop,
         reward=lambda sample: Verdict(correct=False, reason="not graded"),
     )
-    return rollouts.evaluate(rollouts.transfer(policy.params), found, ungraded, config)
+    return rollouts.evaluate(rollouts.transfer(policy.params), found, ungraded.groups, config)

@@ -1,23 +1,27 @@
 """A policy as the commands know it: sizes, weights, tokenizer, found by name."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from flax import nnx
 
 from dapo_jax.checkpoints import Checkpointer
 from dapo_jax.config import ConfigError, ModelConfig, OptimizerConfig, ParallelConfig, load_config
-from dapo_jax.models.decoder import Decoder
+from dapo_jax.models.decoder import WHOLE, Decoder, graph_of
 from dapo_jax.models.folder import load_model, read_config, save_model
 from dapo_jax.models.hub import download
+from dapo_jax.models.layout import Layout
 from dapo_jax.models.presets import DecoderConfig, preset
-from dapo_jax.models.tensors import shapes_of
-from dapo_jax.parallel.mesh import BATCH_AXES, make_mesh
+from dapo_jax.models.tensors import exported, shapes_of
+from dapo_jax.parallel.mesh import BATCH_AXES, Meshes, make_mesh, make_meshes
+from dapo_jax.parallel.processes import is_first
 from dapo_jax.parallel.sharding import shardings
 from dapo_jax.text.tokenizers import (
     ByteTokenizer,
@@ -27,7 +31,8 @@ from dapo_jax.text.tokenizers import (
     load_tokenizer,
     save_tokenizer,
 )
-from dapo_jax.training.state import TrainState, make_optimizer, state_shardings
+from dapo_jax.training.state import TrainState, make_optimizer
+from dapo_jax.training.state import state_structs as structs_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,29 +43,37 @@ class Policy:
     params: nnx.State
     tokenizer: Tokenizer
 
-    def graph(self, *, compute_dtype: str, remat: str) -> nnx.GraphDef[Any]:
+    def graph(self, *, compute_dtype: str, remat: str, layout: Layout = WHOLE) -> nnx.GraphDef[Any]:
         """The structure that `nnx.merge` makes a module of, together with parameters."""
-
-        def make() -> Decoder:
-            return Decoder(self.decoder, rngs=nnx.Rngs(0), compute_dtype=compute_dtype, remat=remat)
-
-        return nnx.split(nnx.eval_shape(make))[0]
+        return graph_of(self.decoder, compute_dtype=compute_dtype, remat=remat, layout=layout)
 
     def save(self, folder: str | Path, *, dtype: str = "float32") -> int:
-        """Writes a model folder that `load_policy` and transformers read; returns the bytes of its tensors."""
+        """Writes a model folder that `load_policy` and transformers read; returns the bytes of its tensors.
+
+        Of several processes all call it, and the first one writes.
+        """
+        if not is_first():
+            # Each takes part in gathering a tensor.
+            return (
+                sum(tensor.fetch().size for tensor in exported(self.decoder, self.params))
+                * jnp.dtype(dtype).itemsize
+            )
         # First the tokenizer: config.json, which makes the folder a model, is written last of all.
         save_tokenizer(self.tokenizer, folder)
         ends, pad = self.tokenizer.stop_ids, self.tokenizer.pad_id
         return save_model(folder, self.decoder, self.params, dtype=dtype, eos_ids=ends, pad_id=pad)
 
 
-def load_policy(model: ModelConfig, *, seed: int = 0, mesh: jax.sharding.Mesh | None = None) -> Policy:
+def load_policy(
+    model: ModelConfig, *, seed: int = 0, mesh: jax.sharding.Mesh | None = None, vocab_multiple: int = 1
+) -> Policy:
     """Makes or reads the policy that `model.source` names.
 
     Args:
         model: the source and, for a preset, the tokenizer.
         seed: of a preset's random weights.
         mesh: on which each weight goes at once where training has it; None puts all on the default device.
+        vocab_multiple: to which the vocabulary is filled up besides what the mesh needs.
 
     Raises:
         ConfigError: there is no such preset, shipped model or folder; the message names what there is.
@@ -136,14 +149,21 @@ def optimizer_of(config: OptimizerConfig) -> optax.GradientTransformation:
     )
 
 
-def mesh_of(axes: ParallelConfig, *, rows_per_microbatch: int | None = None) -> jax.sharding.Mesh:
-    """The device mesh that `axes` describes.
+def mesh_of(
+    axes: ParallelConfig,
+    *,
+    rows_per_microbatch: int | None = None,
+    devices: Sequence[jax.Device] | None = None,
+) -> jax.sharding.Mesh:
+    """The mesh that `axes` describes, of `devices`; None: all there are.
 
     Raises:
         ConfigError: the axes do not fit the devices, or the rows of a microbatch do not spread over the mesh.
     """
     try:
-        mesh = make_mesh(data=axes.data, fsdp=axes.fsdp, tensor=axes.tensor, context=axes.context)
+        mesh = make_mesh(
+            data=axes.data, fsdp=axes.fsdp, tensor=axes.tensor, context=axes.context, devices=devices
+        )
     except ValueError as error:
         raise ConfigError(str(error)) from error
     spread = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
@@ -155,16 +175,23 @@ def mesh_of(axes: ParallelConfig, *, rows_per_microbatch: int | None = None) -> 
     return mesh
 
 
+def meshes_of(axes: ParallelConfig, mesh: jax.sharding.Mesh) -> Meshes:
+    """The meshes of training and of the samplers that `axes` describes, over the devices of `mesh`.
+
+    Raises:
+        ConfigError: the samplers do not fit the processes, or their devices.
+    """
+    try:
+        return make_meshes(mesh, sampler_tensor=axes.sampler_tensor, sampler_hosts=axes.sampler_hosts)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
 def state_structs(
     policy: Policy, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh
 ) -> TrainState:
     """The shape, dtype and place of every array of the train state: what a checkpoint is restored into."""
-    params = shapes_of(policy.decoder)
-    shapes = TrainState(params, jax.eval_shape(optimizer.init, params))
-    placed = state_shardings(params, optimizer, mesh)
-    return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes, placed
-    )
+    return structs_of(shapes_of(policy.decoder), optimizer, mesh)
 
 
 def _description(model: ModelConfig) -> tuple[DecoderConfig, Tokenizer, Path | None]:

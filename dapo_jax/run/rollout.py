@@ -7,13 +7,15 @@ import jax
 from jaxtyping import PRNGKeyArray, PyTree
 
 from dapo_jax.config import ConfigError, EvalConfig, RewardConfig, SamplingConfig
-from dapo_jax.parallel.weights import SamplerWeights, weight_transfer
+from dapo_jax.parallel.mesh import Meshes
+from dapo_jax.parallel.weights import SamplerWeights
 from dapo_jax.rewards.functions import Rewards
 from dapo_jax.rewards.grading import Grading
 from dapo_jax.rewards.shaping import Shaping
 from dapo_jax.rollouts import Group, Prompt, Response
 from dapo_jax.run.grading import submit_of
 from dapo_jax.run.policy import Policy
+from dapo_jax.run.publish import weight_transfer
 from dapo_jax.sampling.decoding import Decoding, decoding
 from dapo_jax.sampling.engine import DecoderEngine
 from dapo_jax.sampling.sampler import Sampler
@@ -23,6 +25,8 @@ TRAINING, EVALUATION = 0, 1
 """Key domains: evaluation never draws the numbers that training draws."""
 
 Sampled = Iterator[tuple[Prompt, tuple[Response, ...]]]
+Grade = Callable[[Sampled], Iterable[Group]]
+"""Makes graded groups of what is sampled: `Grading.groups`."""
 
 
 class Rollouts:
@@ -31,7 +35,7 @@ class Rollouts:
     def __init__(
         self,
         policy: Policy,
-        mesh: jax.sharding.Mesh,
+        meshes: Meshes,
         sampling: SamplingConfig,
         *,
         seed: int,
@@ -42,7 +46,7 @@ class Rollouts:
         """Raises ConfigError where slots or lengths do not fit the mesh or the model."""
         self.max_response_tokens = sampling.max_response_tokens
         self.transfer: Callable[[PyTree], SamplerWeights] = weight_transfer(
-            policy.params, mesh, dtype=compute_dtype
+            policy.params, meshes, dtype=compute_dtype
         )
         try:
             engine = DecoderEngine(
@@ -51,7 +55,7 @@ class Rollouts:
                 capacity=max_prompt_tokens + sampling.max_response_tokens,
                 steps_per_call=sampling.steps_per_call,
                 stop_ids=stop_ids(policy.tokenizer, sampling.stop_token_ids),
-                mesh=mesh,
+                mesh=meshes.sampler,
                 compute_dtype=compute_dtype,
             )
         except ValueError as error:
@@ -83,7 +87,7 @@ class Rollouts:
         )
 
     def evaluate(
-        self, weights: PyTree, prompts: Iterable[Prompt], grading: Grading, config: EvalConfig
+        self, weights: PyTree, prompts: Iterable[Prompt], grade: Grade, config: EvalConfig
     ) -> list[Group]:
         """Graded groups of held-out prompts, in the prompts' order."""
         left = iter(prompts)
@@ -95,7 +99,7 @@ class Rollouts:
             samples=config.samples_per_prompt,
             domain=EVALUATION,
         )
-        return sorted(grading.groups(sampled), key=lambda group: group.prompt.ordinal)
+        return sorted(grade(sampled), key=lambda group: group.prompt.ordinal)
 
 
 def grading(

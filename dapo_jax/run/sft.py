@@ -17,7 +17,7 @@ from dapo_jax.metrics import to_scalars
 from dapo_jax.microbatch import Microbatch
 from dapo_jax.rewards.grading import Grading
 from dapo_jax.rollouts import Prompt
-from dapo_jax.run.policy import Policy, load_policy, mesh_of, optimizer_of
+from dapo_jax.run.policy import Policy, load_policy, mesh_of, meshes_of, optimizer_of
 from dapo_jax.run.prompts import held_out_prompts, prompt_format, training_rows
 from dapo_jax.run.records import use_compilation_cache
 from dapo_jax.run.rollout import Rollouts, grading
@@ -145,7 +145,7 @@ def _evaluation(
     """The function that scores parameters on the held-out prompts of each dataset, sampled as `config.eval` says."""
     rollouts = Rollouts(
         policy,
-        mesh,
+        meshes_of(config.parallel, mesh),
         config.sampling,
         seed=config.seed,
         max_prompt_tokens=config.data.max_prompt_tokens,
@@ -156,7 +156,7 @@ def _evaluation(
     def evaluate(params: PyTree) -> dict[str, float]:
         weights, scores = rollouts.transfer(params), {}
         for name, prompts in held_out.items():
-            scores |= summarize(rollouts.evaluate(weights, prompts, graders, config.eval), name=name)
+            scores |= summarize(rollouts.evaluate(weights, prompts, graders.groups, config.eval), name=name)
         return scores
 
     return evaluate

@@ -1,16 +1,22 @@
 """DAPO training from a configuration: what `dapo-jax train` calls, and notebooks too."""
 
+import json
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console
 
 from dapo_jax.checkpoints import Checkpointer
 from dapo_jax.config import ConfigError, TrainConfig, load_config, to_yaml
 from dapo_jax.config.loading import changed_keys
 from dapo_jax.evaluation import problem_record, summarize
+from dapo_jax.parallel.exchange import agreed
+from dapo_jax.parallel.processes import is_first, tell_others
 from dapo_jax.rewards.functions import Rewards
 from dapo_jax.run.assembly import Run
 from dapo_jax.run.carry import carry_arrays
@@ -46,7 +52,7 @@ class TrainResult:
     policy: Policy
     """The trained policy, also written to `run_dir/model`."""
     metrics: list[dict[str, Any]]
-    """What metrics.jsonl holds, one dict a step; step 0 is the evaluation before training."""
+    """What metrics.jsonl holds, one dict a step; step 0 is the evaluation before training. Of several processes, the first has them."""
 
 
 def train(
@@ -81,20 +87,27 @@ def train(
     config = config if isinstance(config, TrainConfig) else load_config(Path(config))
     use_compilation_cache(config.compilation_cache)
     run_dir = Path(config.run_dir).expanduser()
-    check_run_dir(run_dir, config, resume=resume)
+    _check_together(run_dir, config, resume=resume)
+    first = is_first()
     run = Run(config, reward=reward, prompts=prompts, eval_rows=eval_rows, objective=objective)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "config.yaml").write_text(to_yaml(config))
+    if first:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / "config.yaml").write_text(to_yaml(config))
     with ExitStack() as stack:
         stack.callback(run.close)
-        shown = stack.enter_context(progress or Progress(config.steps))
+        shown = stack.enter_context(progress or Progress(config.steps, console=Console(quiet=not first)))
         for note in run.notes:
             shown.message(note)
         checkpointer = stack.enter_context(Checkpointer(run_dir / "checkpoints", keep=config.checkpoint.keep))
         state, position = run.start(checkpointer, resume=resume)
         # Without a checkpoint to go on from, the evaluation before training is repeated too: no line stays.
         kept = position.step if position.step else -1
-        records = stack.enter_context(Records(config, run_dir, resume_step=kept if resume else None))
+        records = (
+            stack.enter_context(Records(config, run_dir, resume_step=kept if resume else None))
+            if first
+            else None
+        )
+        stack.push(tell_others)
 
         def after_step(result: StepResult) -> None:
             step, last = result.position.step, result.position.step == config.steps
@@ -102,7 +115,8 @@ def train(
             shown.step(step, metrics)
             if run.evaluates and (last or _due(step, config.eval.every_steps)):
                 metrics |= evaluated(step, result.state)
-            records.step(step, metrics, result.collected)
+            if records is not None:
+                records.step(step, metrics, result.collected)
             if last or _due(step, config.checkpoint.every_steps):
                 shown.phase("checkpoint")
                 save(checkpointer, result.state, result.position, config)
@@ -115,26 +129,52 @@ def train(
             scores: dict[str, float] = {}
             for name, groups in run.evaluate(state).items():
                 folder = run_dir / "evaluations" / f"step_{step:06d}"
-                write_problems(folder, map(problem_record, groups), name=name, step=step)
+                if first:
+                    write_problems(folder, map(problem_record, groups), name=name, step=step)
                 scores |= summarize(groups, name=name)
                 shown.evaluation(name, scores, step)
             return {**scores, "time/eval_s": time.perf_counter() - began}
 
         if position.step == 0 and run.evaluates:
-            records.step(0, evaluated(0, state), None)
+            scores = evaluated(0, state)
+            if records is not None:
+                records.step(0, scores, None)
         state = run_steps(
             state, position, steps=config.steps, pipe=run.pipe, after_step=after_step, on_phase=shown.phase
         )
         checkpointer.wait()
     policy = replace(run.policy, params=state.params)
     policy.save(run_dir / "model")
-    return TrainResult(run_dir=run_dir, policy=policy, metrics=records.read())
+    return TrainResult(run_dir=run_dir, policy=policy, metrics=records.read() if records else [])
 
 
 def save(checkpointer: Checkpointer, state: TrainState, position: Position, config: TrainConfig) -> None:
     """Starts saving a step boundary."""
     progress = {"cursor": position.cursor, "seed": config.seed}
     checkpointer.save(position.step, state, progress, carry_arrays(position.carry))
+
+
+def _check_together(run_dir: Path, config: TrainConfig, *, resume: bool) -> None:
+    """`check_run_dir` in the first process, which is also the one that writes there, and that all have its configuration.
+
+    Raises:
+        ConfigError: in every process.
+    """
+    refusal = ""
+    if is_first():
+        try:
+            check_run_dir(run_dir, config, resume=resume)
+        except ConfigError as error:
+            refusal = str(error)
+    said = json.loads(agreed(json.dumps([refusal, to_yaml(config)]).encode()))
+    if said[0]:
+        raise ConfigError(said[0])
+    if said[1] != to_yaml(config):
+        theirs, ours = said[1].splitlines(), to_yaml(config).splitlines()
+        differing = next(pair for pair in zip_longest(theirs, ours) if pair[0] != pair[1])
+        raise ConfigError(
+            f"all processes need one configuration; the first has {differing[0]!r} where this one has {differing[1]!r}"
+        )
 
 
 def check_run_dir(run_dir: Path, config: TrainConfig, *, resume: bool) -> None:

@@ -7,6 +7,7 @@ each draws its own first token.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ import numpy as np
 from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.stages import Lowered
 from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
 from dapo_jax.models.attention import causal_attention
@@ -99,13 +101,14 @@ class DecoderEngine:
         self._halves = NamedSharding(mesh, PartitionSpec(BATCH_AXES, "tensor"))
         slot_cache = NamedSharding(mesh, PartitionSpec(BATCH_AXES, "tensor"))
         row_cache = NamedSharding(mesh, PartitionSpec(None, "tensor"))
-        # An argument of the programs: within them, XLA takes the cosines again in every layer, and there for every head.
-        positions = jnp.arange(capacity, dtype=jnp.int32)
-        self._turns = jax.jit(rotations, static_argnums=1, out_shardings=whole)(positions, config)
+        self._whole = whole
         # Pinned: a state that came back with another layout would compile `insert` and `generate` a second time.
         shapes = jax.eval_shape(self._init_program)
         state = replace(
             jax.tree.map(lambda leaf: slot_cache if leaf.ndim == 4 else rows, shapes), logits=self._shares
+        )
+        self.state_structs = jax.tree.map(
+            lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), shapes, state
         )
         self._init = jax.jit(self._init_program, out_shardings=state)
         self._prefill = jax.jit(self._prefill_program, out_shardings=(row_cache, whole))
@@ -148,6 +151,33 @@ class DecoderEngine:
         """Decodes up to `steps_per_call` tokens per live slot; returns early when fewer than `min_live` slots live."""
         return self._generate(params, state, self._turns, how, np.int32(min_live))
 
+    def lower_prefill(self, params: SamplerWeights, *, rows: int, width: int, prompts: int) -> Lowered:
+        """The program of `prefill` at a shape that `pack_prompts` gives; `params` may be shapes with their places."""
+        tokens = self._struct((rows, width), jnp.int32)
+        return self._prefill.lower(
+            params, tokens, self._turns_structs(rows * width), tokens, self._struct((prompts,), jnp.int32)
+        )
+
+    def lower_generate(self, params: SamplerWeights, how: Decoding) -> Lowered:
+        """The program of `generate`; `params` and `how` may be shapes."""
+        turns, min_live = self._turns_structs(self.capacity), self._struct((), jnp.int32)
+        return self._generate.lower(params, self.state_structs, turns, how, min_live)
+
+    def _struct(self, shape: tuple[int, ...], kind: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, kind, sharding=self._whole)
+
+    def _turns_structs(self, tokens: int) -> Any:
+        return (self._struct((self._config.head_dim // 2, tokens), jnp.float32),) * 2
+
+    @cached_property
+    def _turns(self) -> Rotations:
+        """An argument of the programs: within them, XLA takes the cosines again in every layer, and there for every head.
+
+        Made when first used: an engine that is only compiled for its mesh holds no array.
+        """
+        positions = jnp.arange(self.capacity, dtype=jnp.int32)
+        return jax.jit(rotations, static_argnums=1, out_shardings=self._whole)(positions, self._config)
+
     def _padded(self, values: np.ndarray) -> np.ndarray:
         return np.pad(values.astype(np.int32), (0, self.slots - len(values)))
 
@@ -159,7 +189,7 @@ class DecoderEngine:
         zeros = jnp.zeros(slots, jnp.int32)
         return DecodeState(
             layers=tuple(self._cache.empty(*shape, self._dtype) for _ in range(config.layers)),
-            logits=jnp.zeros((slots, config.vocab_size), jnp.float32),
+            logits=jnp.zeros((slots, config.vocab_rows), jnp.float32),
             lengths=zeros, generated=zeros, limits=zeros, live=jnp.zeros(slots, bool),
             keys=jax.random.split(jax.random.key(0), slots),
         )  # fmt: skip

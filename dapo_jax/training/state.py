@@ -52,6 +52,16 @@ def state_shardings(params: nnx.State, optimizer: optax.GradientTransformation, 
     return TrainState(shardings(params, mesh), shardings(moments, mesh))
 
 
+def state_structs(params: nnx.State, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+    """The shape, dtype and place of every array of the train state; `params` may be shapes alone."""
+    shapes = TrainState(params, jax.eval_shape(optimizer.init, params))
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        shapes,
+        state_shardings(params, optimizer, mesh),
+    )
+
+
 def init_state(params: nnx.State, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
     """Places `params` on the mesh and makes fresh moments beside them."""
     placed = state_shardings(params, optimizer, mesh)

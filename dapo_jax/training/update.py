@@ -15,13 +15,13 @@ import optax
 from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.stages import Lowered
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from dapo_jax.batching import stack
-from dapo_jax.logprobs import chunked_logprobs
 from dapo_jax.losses import dapo_loss, kl_penalty
 from dapo_jax.metrics import Max, Mean, Metric
-from dapo_jax.microbatch import Microbatch
+from dapo_jax.microbatch import Microbatch, microbatch_structs
 from dapo_jax.parallel.sharding import by_row, replicated
 from dapo_jax.training.state import TrainState, state_shardings
 
@@ -84,8 +84,8 @@ class Updater:
                 f"kl_coef={self._options.kl_coef} {'needs' if reference is None else 'has no use for'} a reference policy"
             )
         placed, whole = state_shardings(params, optimizer, mesh), replicated(mesh)
-        self._shardings, self._room = placed.params, 1
-        self._rows = NamedSharding(mesh, PartitionSpec(None, *by_row(mesh).spec))
+        self._shardings, self._whole, self._room = placed.params, whole, 1
+        self._rows = NamedSharding(mesh, PartitionSpec(None, *by_row(mesh).spec, "context"))
         self._score = jax.jit(self._score_program, out_shardings=self._rows)
         self._update = jax.jit(self._update_program, donate_argnums=0, out_shardings=(placed, whole))
 
@@ -123,26 +123,48 @@ class Updater:
         """
         return self._update(state, minibatch, np.float32(learning_rate), np.bool_(first))
 
+    def lower_update(self, state: TrainState, *, room: int, rows: int, row_tokens: int) -> Lowered:
+        """The program of `update` for `room` microbatches; `state` may be shapes with their places."""
+        scalars = (jax.ShapeDtypeStruct((), kind, sharding=self._whole) for kind in (jnp.float32, jnp.bool_))
+        return self._update.lower(state, self._structs(room, rows, row_tokens), *scalars)
+
+    def lower_score(self, params: nnx.State, *, room: int, rows: int, row_tokens: int) -> Lowered:
+        """The program with which `prepare` computes log-probabilities; `params` may be shapes with their places."""
+        return self._score.lower(params, self._structs(room, rows, row_tokens))
+
+    def _structs(self, room: int, rows: int, row_tokens: int) -> Minibatch:
+        count = jax.ShapeDtypeStruct((), jnp.int32, sharding=self._whole)
+        return Minibatch(microbatch_structs((room, rows, row_tokens), self._rows), count)
+
     def _put(self, minibatch: Sequence[Microbatch]) -> Minibatch:
         """The host/device boundary."""
-        stacked = jax.device_put(stack(minibatch, room=self._room), self._rows)
+
+        def place(whole: np.ndarray) -> Array:
+            # Of several processes each has the whole array, and puts what is its devices' there.
+            return jax.make_array_from_callback(whole.shape, self._rows, lambda index: whole[index])
+
+        stacked = jax.tree.map(place, stack(minibatch, room=self._room))
         return Minibatch(stacked, np.int32(len(minibatch)))
 
     def _logprobs(self, params: nnx.State, microbatch: Microbatch) -> tuple[Array, Array]:
         """Log-probability and entropy [rows, seq] of each token given what it follows; without meaning in the first column."""
-        decoder = nnx.merge(self._graph, params)
-        m, (rows, seq) = microbatch, microbatch.tokens.shape
-        hidden = decoder(m.tokens, m.positions, m.segment_ids, m.prefix_ids)
-        before = jnp.take_along_axis(hidden, m.previous[..., None], axis=1)
-        logprobs, entropy = chunked_logprobs(
-            before.reshape(rows * seq, -1),
-            decoder.ends.unembedding(),
-            m.tokens.reshape(-1),
-            temperature=self._options.temperature,
-            chunk_vocab=self._options.logprob_chunk_vocab,
-            compute_dtype=decoder.ends.compute_dtype,
-        )
-        return logprobs.reshape(rows, seq), entropy.reshape(rows, seq)
+
+        def program(params: nnx.State, m: Microbatch) -> tuple[Array, Array]:
+            decoder = nnx.merge(self._graph, params)
+            hidden = decoder(m.tokens, m.positions, m.segment_ids, m.prefix_ids)
+            before = jnp.take_along_axis(hidden, m.previous[..., None], axis=1)
+            logprobs, entropy = decoder.ends.layout.logprobs(
+                before.reshape(-1, hidden.shape[-1]),
+                decoder.ends.unembedding(),
+                m.tokens.reshape(-1),
+                vocab_size=decoder.ends.config.vocab_size,
+                temperature=self._options.temperature,
+                chunk_vocab=self._options.logprob_chunk_vocab,
+                dtype=decoder.ends.compute_dtype,
+            )
+            return logprobs.reshape(m.tokens.shape), entropy.reshape(m.tokens.shape)
+
+        return nnx.merge(self._graph, params).ends.layout.spread(program)(params, microbatch)
 
     def _score_program(self, params: nnx.State, minibatch: Minibatch) -> Float[Array, "room rows seq"]:
         def score(i: Array, scores: Array) -> Array:

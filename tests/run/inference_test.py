@@ -16,7 +16,7 @@ from dapo_jax.config import (
 from dapo_jax.data.prompts import held_out
 from dapo_jax.data.rows import checked_rows
 from dapo_jax.run import evaluate, sample
-from dapo_jax.run.policy import load_policy, mesh_of
+from dapo_jax.run.policy import load_policy, mesh_of, meshes_of
 from dapo_jax.run.rollout import EVALUATION, TRAINING, Rollouts
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.trackers.evaluation_log import read_problems
@@ -167,7 +167,13 @@ def test_evaluation_never_draws_the_numbers_that_training_draws(model, rows):
     sampling = SamplingConfig(max_response_tokens=6, slots=8, steps_per_call=3)
     mesh = mesh_of(ParallelConfig())
     rollouts = Rollouts(
-        policy, mesh, sampling, seed=0, max_prompt_tokens=4, compute_dtype="float32", group_size=4
+        policy,
+        meshes_of(ParallelConfig(), mesh),
+        sampling,
+        seed=0,
+        max_prompt_tokens=4,
+        compute_dtype="float32",
+        group_size=4,
     )
     prompts = held_out(checked_rows(rows), policy.tokenizer, max_prompt_tokens=4, limit=2)
     weights = rollouts.transfer(policy.params)

@@ -1,0 +1,120 @@
+"""`plan`: what a run would need, before there is a machine to run it on."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from dapo_jax.cli.arguments import Commands, add_overrides, command
+from dapo_jax.config import load_config
+
+
+def add_to(commands: Commands) -> None:
+    """Adds the command."""
+    made = command(
+        commands, "plan", plan, "Memory, traffic and least time of a run, compiled for a TPU slice."
+    )
+    made.add_argument("config", help="a YAML file")
+    add_overrides(made)
+    made.add_argument(
+        "--topology",
+        metavar="T",
+        help="a TPU slice: v5p:4x4x8, v5p-256, v5litepod-64, v6e-8, ... (extra tpu)",
+    )
+    made.add_argument(
+        "--response-tokens", metavar="MEAN[,STD]", type=_lengths, help="of responses (default: their limit)"
+    )
+    made.add_argument("--prompt-tokens", metavar="MEAN", type=float, help="of prompts (default: their limit)")
+    made.add_argument(
+        "--informative",
+        metavar="SHARE",
+        type=float,
+        default=0.5,
+        help="of groups that are mixed (default 0.5)",
+    )
+    made.add_argument(
+        "--sweep", action="store_true", help="try every mesh of fsdp x tensor, and rank those that fit"
+    )
+    made.add_argument(
+        "--only", metavar="PROGRAM", action="append", choices=("generate", "prefill", "transfer", "update", "score"),
+        help="compile this program alone (may be given several times; default all)",
+    )  # fmt: skip
+    made.add_argument(
+        "--suggest-s", metavar="SECONDS", type=float, default=600.0,
+        help="for trying what would fit if it does not (default 600; 0: not at all)",
+    )  # fmt: skip
+    made.add_argument(
+        "--json", metavar="FILE", help="write it as JSON too; -: to standard output, and no tables"
+    )
+
+
+def plan(arguments: argparse.Namespace) -> int:
+    """Plans; 1 if something does not fit."""
+    config = load_config(arguments.config, arguments.overrides)
+    from rich.console import Console
+
+    from dapo_jax.plan import plan as planning
+    from dapo_jax.plan import report, suggest, table, topologies
+    from dapo_jax.plan.sweep import sweep
+    from dapo_jax.plan.workload import Assumptions
+
+    mean, std = arguments.response_tokens or (None, 0.0)
+    assumed = Assumptions(
+        response_tokens=mean,
+        response_tokens_std=std,
+        prompt_tokens=arguments.prompt_tokens,
+        informative=arguments.informative,
+    )
+    console = Console(stderr=arguments.json == "-", width=None if sys.stdout.isatty() else 160)
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    made = topologies.parse(arguments.topology) if arguments.topology else None
+    if arguments.sweep:
+        if made is None:
+            raise topologies.ConfigError("--sweep compares meshes of a slice: name it with --topology")
+        found = sweep(config, made, assumed=assumed, only=arguments.only, say=say)
+        table.show_sweep(found, console)
+        _write(arguments.json, [{"mesh": name, **_swept(report, one)} for name, one in found])
+        return 0 if any(not isinstance(one, str) for _, one in found) else 1
+    result = planning.plan(config, slice=made, assumed=assumed, only=arguments.only, say=say)
+    tried = []
+    if made is not None and not result.fits:
+        devices = topologies.devices_of(made)
+        tried = suggest.suggestions(
+            result, devices, assumed=assumed, seconds=arguments.suggest_s, say=say
+        ) if arguments.suggest_s else []  # fmt: skip
+    table.show(result, console)
+    table.show_failures(result, tried, console)
+    _write(
+        arguments.json,
+        {
+            **report.as_data(result),
+            "tried": [{"overrides": list(one.overrides), "fits": one.fits} for one in tried],
+        },
+    )
+    return 0 if result.fits else 1
+
+
+def _swept(report, one):
+    return {"reason": one} if isinstance(one, str) else report.as_data(one)
+
+
+def _write(where: str | None, content: object) -> None:
+    if where is None:
+        return
+    text = json.dumps(content, indent=1) + "\n"
+    if where == "-":
+        sys.stdout.write(text)
+    else:
+        Path(where).write_text(text)
+
+
+def _lengths(text: str) -> tuple[float, float]:
+    """MEAN or MEAN,STD."""
+    try:
+        mean, _, std = text.partition(",")
+        return float(mean), float(std or 0)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} must be MEAN or MEAN,STD in tokens") from error

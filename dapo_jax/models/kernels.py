@@ -1,0 +1,67 @@
+"""Attention by kernels that come with jax: splash attention for TPU, cuDNN's for NVIDIA GPUs.
+
+Neither holds scores in memory, and neither knows a prompt that several responses share: splash attention tells segments apart,
+cuDNN's takes one rollout a row.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.experimental.pallas.ops.tpu import splash_attention as splash
+from jaxtyping import Array, Float, Int
+
+_BLOCKS = (1024, 512, 256, 128)
+"""Tokens that splash attention takes at a time: as many as fit its memory on a TPU core, in what divides the row."""
+
+
+def splash_kernel(heads: int, seq: int, *, parts: int = 1, interpret: bool = False) -> Any:
+    """The kernel for causal attention of `heads` heads over rows of `seq` tokens, whose queries are cut into `parts`.
+
+    Raises:
+        ValueError: the rows cannot be cut into blocks.
+    """
+    block = next((size for size in _BLOCKS if seq % (parts * size) == 0), None)
+    if block is None:
+        step = parts * _BLOCKS[-1]
+        raise ValueError(
+            f"batch.row_tokens: found {seq}, splash attention needs a multiple of parallel.context x 128 = {step}; "
+            f"{-(-seq // step) * step} is, or set model.attention=xla"
+        )
+    mask = splash.MultiHeadMask([splash.CausalMask((seq, seq)) for _ in range(heads)])
+    sizes = splash.BlockSizes(
+        block_q=block, block_kv=block, block_q_dkv=block, block_kv_dkv=block, block_q_dq=block, block_kv_dq=block
+    )  # fmt: skip
+    return splash.make_splash_mha(
+        mask, block_sizes=sizes, head_shards=1, q_seq_shards=parts, interpret=interpret
+    )
+
+
+def splash_attention(
+    kernel: Callable[..., Array],
+    query: Float[Array, "heads head_dim batch part"],
+    key: Float[Array, "kv_heads head_dim batch seq"],
+    value: Float[Array, "kv_heads head_dim batch seq"],
+    own_ids: Int[Array, "batch part"],
+    segment_ids: Int[Array, "batch seq"],
+    *,
+    dtype: str,
+) -> Float[Array, "heads head_dim batch part"]:
+    """Each token attends to its own segment up to itself. `kernel` is that of these queries."""
+    scaled = query * query.shape[1] ** -0.5
+    q, k, v = (part.astype(dtype).transpose(2, 0, 3, 1) for part in (scaled, key, value))
+    out = jax.vmap(kernel)(q, k, v, splash.SegmentIds(own_ids, segment_ids))
+    return out.transpose(1, 3, 0, 2).astype(query.dtype)
+
+
+def cudnn_attention(
+    query: Float[Array, "heads head_dim batch seq"],
+    key: Float[Array, "kv_heads head_dim batch seq"],
+    value: Float[Array, "kv_heads head_dim batch seq"],
+    *,
+    dtype: str,
+) -> Float[Array, "heads head_dim batch seq"]:
+    """Each token attends to all before it in its row and to itself; what follows a rollout is padding, which it does not see."""
+    q, k, v = (part.astype(dtype).transpose(2, 3, 0, 1) for part in (query, key, value))
+    out = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+    return out.transpose(2, 3, 0, 1).astype(query.dtype)

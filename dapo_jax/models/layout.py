@@ -1,0 +1,77 @@
+"""How a decoder's arrays are spread over devices: what the decoder asks for, and the answer where nothing is spread."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from jaxtyping import Array, Float, Int
+
+from dapo_jax.logprobs import chunked_logprobs
+from dapo_jax.models.attention import causal_attention
+from dapo_jax.products import Held, rounded
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One device, or arrays that the compiler places as it sees fit; `parallel.layout.MeshLayout` says where all of them lie."""
+
+    def spread(self, program: Callable[..., tuple[Array, Array]]) -> Callable[..., tuple[Array, Array]]:
+        """A function of (parameters, arrays of [rows, seq]) that returns two arrays of [rows, seq], made to run on all devices."""
+        return program
+
+    def held(self, axes: tuple[str, ...]) -> Held | None:
+        """How a weight with these logical axes is split between its uses; None: it is not."""
+        return None
+
+    def inner(self, x: Float[Array, "features part"], dtype: str) -> Float[Array, "features tokens"]:
+        """What is to be multiplied by weights in `dtype`."""
+        return x
+
+    def outer(self, x: Float[Array, "features tokens"], dtype: str) -> Float[Array, "features part"]:
+        """The residual stream, and what is added to it: products in `dtype`."""
+        return x
+
+    def rows(
+        self, x: Float[Array, "part embed"], shape: tuple[int, ...], dtype: str
+    ) -> Float[Array, "rows seq embed"]:
+        """Final hidden states of whole rows, to be multiplied by weights in `dtype`. `shape` is that of the tokens that are here."""
+        return x.reshape(*shape, -1)
+
+    def lookup(
+        self, table: Float[Array, "entries shard"], tokens: Int[Array, " tokens"], dtype: str
+    ) -> Float[Array, "embed part"]:
+        """The rows of `table` at `tokens`, rounded to `dtype`, and turned: the residual stream's beginning."""
+        return rounded(table[tokens], dtype).T
+
+    def attend(
+        self,
+        query: Float[Array, "heads head_dim tokens"],
+        key: Float[Array, "kv_heads head_dim tokens"],
+        value: Float[Array, "kv_heads head_dim tokens"],
+        segment_ids: Int[Array, "batch seq"],
+        prefix_ids: Int[Array, "batch seq"] | None,
+        dtype: str,
+    ) -> Float[Array, "heads head_dim tokens"]:
+        """What `causal_attention` computes."""
+        return causal_attention(query, key, value, segment_ids, prefix_ids, dtype=dtype)
+
+    def logprobs(
+        self,
+        before: Float[Array, "tokens embed"],
+        unembedding: Float[Array, "entries shard"],
+        targets: Int[Array, " tokens"],
+        *,
+        vocab_size: int,
+        temperature: float,
+        chunk_vocab: int,
+        dtype: str,
+    ) -> tuple[Float[Array, " tokens"], Float[Array, " tokens"]]:
+        """`chunked_logprobs`; `vocab_size` rows of the unembedding are entries, what follows them is padding."""
+        return chunked_logprobs(
+            before,
+            unembedding,
+            targets,
+            temperature=temperature,
+            chunk_vocab=chunk_vocab,
+            compute_dtype=dtype,
+            vocab_size=None if len(unembedding) == vocab_size else vocab_size,
+        )

@@ -1,0 +1,234 @@
+"""Several processes that are one run: how they start, and how one that fails ends the others.
+
+Each runs the same command (multi-controller JAX). What one of them raises is told to the others through JAX's coordination
+service, and a thread in each of them listens: a process that waits in a collective for one that is gone would wait forever.
+One that dies without a word (SIGKILL, a stopped machine) is found by its missing heartbeat; JAX then aborts the others.
+"""
+
+import _thread
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, NoReturn
+
+from dapo_jax.config import ConfigError
+
+HEARTBEAT_S = 20
+"""A process that is silent for so long is taken for dead, and the others are ended."""
+
+GRACE_S = 3.0
+"""How long a process may take to leave by itself: after another has failed, and from its own error to its end."""
+
+_POLL_S = 0.5
+_FAILED = "dapo_jax/failed/"
+_LEFT = "dapo_jax/left/"
+
+
+def wanted(environment: Mapping[str, str] = os.environ) -> bool:
+    """True if the environment says that this process is one of several.
+
+    `JAX_COORDINATOR_ADDRESS` (with `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`) says so, or `DAPO_JAX_DISTRIBUTED=1`, with
+    which JAX asks Cloud TPU, Slurm, GKE or MPI for the others; `DAPO_JAX_DISTRIBUTED=0` says that it is alone.
+
+    Raises:
+        ConfigError: `DAPO_JAX_DISTRIBUTED` is something else.
+    """
+    said = environment.get("DAPO_JAX_DISTRIBUTED", "")
+    if said not in ("", "0", "1"):
+        raise ConfigError(f"DAPO_JAX_DISTRIBUTED={said!r} must be 1 (one of several processes), 0 or not set")
+    return said == "1" or (said == "" and bool(environment.get("JAX_COORDINATOR_ADDRESS")))
+
+
+def is_first() -> bool:
+    """True in the process that writes and prints for all."""
+    import jax
+
+    return jax.process_index() == 0
+
+
+def start(environment: Mapping[str, str] = os.environ) -> None:
+    """Joins the run's other processes; to be called before anything else of JAX, and answered by `fail` or `leave`.
+
+    Raises:
+        ConfigError: the environment does not say which of how many processes this is, or they do not meet.
+    """
+    global _member
+    import jax
+
+    # JAX would take SIGTERM as news of a preemption, and the process would go on.
+    jax.config.update("jax_enable_preemption_service", False)
+    address, count, index = (
+        environment.get("JAX_COORDINATOR_ADDRESS"),
+        _number(environment, "JAX_NUM_PROCESSES"),
+        _number(environment, "JAX_PROCESS_ID"),
+    )
+    try:
+        jax.distributed.initialize(address, count, index, heartbeat_timeout_seconds=HEARTBEAT_S)
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"the processes of the run do not meet: {error} Found JAX_COORDINATOR_ADDRESS={address}, "
+            f"JAX_NUM_PROCESSES={count}, JAX_PROCESS_ID={index}; set all three, or start by Slurm, GKE or Cloud TPU, "
+            "which JAX asks"
+        ) from error
+    _member = _Member()
+
+
+def leave() -> None:
+    """Waits for the others to be done too, and takes leave of them."""
+    if _member is not None:
+        _member.leave()
+
+
+def fail(status: int, message: str, *, shown: str | None = None, by_all: bool = False) -> NoReturn:
+    """Says why this process ends, tells the others, and exits with `status` at once.
+
+    Neither JAX's exit handlers nor threads are waited for: they would wait for the other processes.
+
+    Args:
+        status: the exit status, which the others take too.
+        message: what the others are told.
+        shown: what a person reads here, such as a traceback; None is the message.
+        by_all: every process is likely to find the same; then only the first shows it.
+    """
+    assert _member is not None
+    _member.fail(status, message, shown=shown or message, by_all=by_all)
+
+
+def tell_others(
+    kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+) -> None:
+    """The last thing to be pushed on an `ExitStack`: what is unwound may have to wait for the others, who wait for this one."""
+    if _member is not None and error is not None:
+        _member.tell(2 if isinstance(error, ConfigError) else 1, described(error))
+
+
+def described(error: BaseException) -> str:
+    """The error in one line or a few, as a traceback ends."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _number(environment: Mapping[str, str], name: str) -> int | None:
+    text = environment.get(name, "")
+    if text and not text.isdecimal():
+        raise ConfigError(f"{name}={text!r} must be a number from 0 on")
+    return int(text) if text else None
+
+
+class _Member:
+    """This process as one of several, and the thread that listens to the others and to signals."""
+
+    def __init__(self) -> None:
+        from jax._src import distributed  # JAX has no public name for its coordination service
+
+        self._state = distributed.global_state
+        self._client: Any = distributed.global_state.client
+        self._index, self._count = int(self._state.process_id), int(self._state.num_processes or 1)
+        self._leaving, self._told = threading.Event(), threading.Event()
+        self._limit: threading.Timer | None = None
+        self._signals, awake = socket.socketpair()
+        awake.setblocking(False)
+        self._awake = awake  # kept open
+        signal.set_wakeup_fd(awake.fileno())
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        threading.Thread(target=self._listen, name="other processes", daemon=True).start()
+
+    def leave(self) -> None:
+        import jax
+
+        jax.distributed.shutdown()  # a barrier, in which an error of another process is still heard of
+        self._leaving.set()
+
+    def tell(self, status: int, message: str) -> tuple[int, str]:
+        """Only the first call counts. What is unwound from here on has a limited time."""
+        if not self._told.is_set():
+            self._told.set()
+            self._client.key_value_set(f"{_FAILED}{self._index}", json.dumps([status, message]))
+            self._limit = threading.Timer(2 * GRACE_S, self._exit, (status, message))
+            self._limit.daemon = True
+            self._limit.start()
+        return status, message
+
+    def fail(self, status: int, message: str, *, shown: str, by_all: bool) -> NoReturn:
+        self._leaving.set()
+        before = self._failures()
+        self.tell(status, message)
+        if self._limit is not None:
+            self._limit.cancel()
+        if by_all and self._index and self._others_say(message):
+            shown = ""
+        elif before and message not in [told for _, told in before.values()]:
+            # Its end is what this process fell over: a closed connection, an interrupt from the listener.
+            status, shown = self._because(before)
+        self._exit(status, shown)
+
+    def _listen(self) -> None:
+        while not self._leaving.is_set():
+            if select.select([self._signals], [], [], _POLL_S)[0]:
+                number = self._signals.recv(1)[0]
+                # The main thread may be in a collective, where no handler runs.
+                if not self._leaving.wait(GRACE_S):
+                    self._exit(*self.tell(1, f"interrupted by {signal.Signals(number).name}"))
+            failures = self._failures()
+            if not failures or self._told.is_set():
+                continue
+            if self._leaving.wait(GRACE_S):
+                return  # this process found the same, or fell over the other's end
+            _thread.interrupt_main()  # so that what was opened is closed, if the main thread still gets to it
+            if not self._leaving.wait(GRACE_S):
+                self._exit(*self._because(failures))
+
+    def _failures(self) -> dict[int, tuple[int, str]]:
+        """Process -> (exit status, message) of each other one that has failed."""
+        records = {index: json.loads(value) for index, value in self._found(_FAILED).items()}
+        return {index: (record[0], record[1]) for index, record in records.items() if index != self._index}
+
+    def _found(self, folder: str) -> dict[int, str]:
+        """Process -> what it has said there."""
+        try:
+            found = self._client.key_value_dir_get(folder)
+        except Exception:  # the service is gone, of which JAX makes an abort
+            return {}
+        return {int(key.rpartition("/")[2]): value for key, value in found}
+
+    def _others_say(self, message: str) -> bool:
+        """True if the first process says the same within the time of grace."""
+        end = time.monotonic() + GRACE_S
+        while 0 not in self._failures() and time.monotonic() < end:
+            time.sleep(_POLL_S)
+        return self._failures().get(0, (0, ""))[1] == message
+
+    def _because(self, failures: Mapping[int, tuple[int, str]]) -> tuple[int, str]:
+        index = min(failures)
+        status, message = failures[index]
+        return status, (
+            f"process {self._index} of {self._count} ends because process {index} failed, whose output says more: {message}"
+        )
+
+    def _exit(self, status: int, shown: str) -> NoReturn:
+        if shown:
+            print(shown, file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        with suppress(Exception):  # the service is gone
+            if self._index == 0:
+                self._outlive()
+            else:
+                self._client.key_value_set(f"{_LEFT}{self._index}", "")
+        os._exit(status)
+
+    def _outlive(self) -> None:
+        """The others hear of it from a service that ends with the first process, so that one is the last to go."""
+        end = time.monotonic() + 4 * GRACE_S
+        while len(self._found(_LEFT)) < self._count - 1 and time.monotonic() < end:
+            time.sleep(_POLL_S / 5)
+
+
+_member: _Member | None = None

@@ -1,0 +1,73 @@
+"""What one device of each TPU generation has: the peaks that a roofline is drawn from, and what a program may hold.
+
+Peaks are those of Google's pages, per chip (https://cloud.google.com/tpu/docs/v4, .../v5e, .../v5p, .../v6e, .../tpu7x); the
+interconnect's are there for both directions together, and here for one: what a chip can receive. `hbm_gib` is what libtpu 0.0.42
+allows a program, by its own refusals ("exceeds available HBM (15.75G)") of an array that no device could hold.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chip:
+    """One generation; the numbers are those of a chip but for `hbm_gib`, which is a device's."""
+
+    name: str
+    """As libtpu's topologies call it."""
+    aliases: tuple[str, ...]
+    """What stands before the number in a slice's name, such as v5litepod-16."""
+    counts_cores: bool
+    """That number counts cores, of which a chip has 2."""
+    devices: int
+    """JAX devices on a chip, as libtpu describes it."""
+    hbm_gib: float
+    tflops: float
+    """bfloat16 products."""
+    hbm_gb_s: float
+    ici_gb_s: float
+    """Interconnect, all links, one direction."""
+    axes: int
+    """Dimensions of the interconnect's grid."""
+
+    @property
+    def device_flops(self) -> float:
+        """Floating-point operations a second of one device."""
+        return self.tflops * 1e12 / self.devices
+
+    @property
+    def device_hbm_bytes_s(self) -> float:
+        """Bytes a second between one device and its memory."""
+        return self.hbm_gb_s * 1e9 / self.devices
+
+    @property
+    def device_ici_bytes_s(self) -> float:
+        """Bytes a second that one device receives from others."""
+        return self.ici_gb_s * 1e9 / self.devices
+
+    @property
+    def device_hbm_bytes(self) -> int:
+        """Bytes that the programs and arrays of one device may take."""
+        return int(self.hbm_gib * 2**30)
+
+
+CHIPS: dict[str, Chip] = {
+    chip.name: chip
+    for chip in (
+        # 275 TFLOP/s, 32 GB, 1228 GB/s; 6 links of 50 GB/s each way. libtpu describes its two cores as devices of their own;
+        # a v4 host joins them to one device of twice the memory.
+        Chip(name="v4", aliases=("v4",), counts_cores=True, devices=2, hbm_gib=15.25, tflops=275.0, hbm_gb_s=1228.0,
+             ici_gb_s=300.0, axes=3),
+        # 197 TFLOP/s, 16 GB, 819 GB/s (800 GiB/s on some pages), 400 GB/s both ways.
+        Chip(name="v5e", aliases=("v5litepod", "v5e"), counts_cores=False, devices=1, hbm_gib=15.75, tflops=197.0,
+             hbm_gb_s=819.0, ici_gb_s=200.0, axes=2),
+        # 459 TFLOP/s, 95 GiB, 2765 GB/s, 1200 GB/s both ways.
+        Chip(name="v5p", aliases=("v5p",), counts_cores=True, devices=1, hbm_gib=95.74, tflops=459.0, hbm_gb_s=2765.0,
+             ici_gb_s=600.0, axes=3),
+        # 918 TFLOP/s, 32 GB, 1638 GB/s, 800 GB/s both ways.
+        Chip(name="v6e", aliases=("v6e",), counts_cores=False, devices=1, hbm_gib=31.25, tflops=918.0, hbm_gb_s=1638.0,
+             ici_gb_s=400.0, axes=2),
+        # 2307 TFLOP/s, 192 GiB, 7380 GB/s, 1200 GB/s both ways; two devices on each chip.
+        Chip(name="tpu7x", aliases=(), counts_cores=True, devices=2, hbm_gib=94.75, tflops=2307.0, hbm_gb_s=7380.0,
+             ici_gb_s=600.0, axes=3),
+    )
+}  # fmt: skip

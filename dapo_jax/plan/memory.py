@@ -1,0 +1,139 @@
+"""Bytes on one device: of arrays by their places, of compiled programs, and of all that is there at the same time."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any
+
+import jax
+from jaxtyping import PyTree
+
+from dapo_jax.config import ConfigError
+
+MARGIN = 0.05
+"""Part of a device's memory that a plan leaves free: for fragments, and for what is on the device beside the programs' arrays."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramMemory:
+    """One compiled program, as the compiler assigned its buffers."""
+
+    arguments: int
+    outputs: int
+    aliased: int
+    """Outputs that lie where donated arguments lay."""
+    temporaries: int
+    code: int
+
+    @property
+    def needed(self) -> int:
+        """All of it."""
+        return self.arguments + self.outputs - self.aliased + self.temporaries + self.code
+
+    @property
+    def beside_arguments(self) -> int:
+        """What it adds to what is there already."""
+        return self.needed - self.arguments
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """A time at which certain things are on a device together."""
+
+    name: str
+    program: str
+    parts: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def total(self) -> int:
+        """Bytes."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resident:
+    """Bytes of what outlives a program; of one device."""
+
+    state: int
+    """Parameters and moments."""
+    reference: int
+    """The reference policy's parameters, with `loss.kl_coef`."""
+    weights: int
+    """The sampler's."""
+    minibatch: int
+    """The arrays of one update."""
+    prefix: int
+    """Prefilled prompts whose responses wait for slots."""
+    decode_state: int
+    """The cache, and the logits of every slot."""
+
+
+def memory_of(compiled: jax.stages.Compiled) -> ProgramMemory:
+    """What the compiler says."""
+    told: Any = compiled.memory_analysis()
+    return ProgramMemory(
+        arguments=told.argument_size_in_bytes,
+        outputs=told.output_size_in_bytes,
+        aliased=told.alias_size_in_bytes,
+        temporaries=told.temp_size_in_bytes,
+        code=told.generated_code_size_in_bytes,
+    )
+
+
+def bytes_on_device(structs: PyTree, sizes: Mapping[str, int]) -> int:
+    """Bytes of arrays on each of their devices: their shapes say over which mesh axes they are cut, `sizes` into how many parts.
+
+    Raises:
+        ConfigError: an axis does not divide a dimension.
+    """
+    return sum(math.prod(_cut(leaf, sizes)) * _itemsize(leaf) for leaf in jax.tree.leaves(structs))
+
+
+def _cut(leaf: Any, sizes: Mapping[str, int]) -> list[int]:
+    cut = []
+    for size, entry in zip_longest(leaf.shape, leaf.sharding.spec):
+        axes = (entry,) if isinstance(entry, str) else entry or ()
+        parts = math.prod(sizes[axis] for axis in axes)
+        if size % parts:
+            raise ConfigError(
+                f"an array of shape {leaf.shape} has a dimension of {size}, which the mesh axes {' x '.join(axes)} = {parts} "
+                f"do not divide; choose other sizes of parallel.{', parallel.'.join(axes)}, or of what is spread over them"
+            )
+        cut.append(size // parts)
+    return cut
+
+
+def _itemsize(leaf: Any) -> int:
+    # A random key is 2 numbers of 32 bits.
+    return 8 if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf.dtype.itemsize
+
+
+def phases(programs: dict[str, ProgramMemory], there: Resident, *, updates: int) -> list[Phase]:
+    """What is resident together, for each program that was compiled.
+
+    Between steps the sampler's weights are gone; while it samples, the weights, the cache and up to two batches of prefilled
+    prompts lie beside the train state. The minibatches of all updates are put on the device before the first.
+    """
+    always = {"train state": there.state, "reference policy": there.reference}
+    minibatches = {"minibatches": updates * there.minibatch}
+    sampling = {**always, "sampler weights": there.weights, "decode state": there.decode_state}
+    resident: dict[str, tuple[str, dict[str, int]]] = {
+        "transfer": ("transfer of weights", always),
+        "prefill": ("sampling: prefill", {**sampling, "prefilled prompts": there.prefix}),
+        "generate": ("sampling: decode", {**sampling, "prefilled prompts": 2 * there.prefix}),
+        "score": ("log-probabilities", {**always, **minibatches}),
+        "update": ("update", {**always, **minibatches}),
+    }
+    return [
+        Phase(
+            name=name,
+            program=program,
+            parts={
+                **{part: size for part, size in parts.items() if size},
+                f"added by {program}": programs[program].beside_arguments,
+            },
+        )
+        for program, (name, parts) in resident.items()
+        if program in programs
+    ]

@@ -1,0 +1,176 @@
+"""A plan: programs compiled for a slice, or shapes alone, and what follows from them."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from dapo_jax.config import TrainConfig
+from dapo_jax.models.presets import DecoderConfig
+from dapo_jax.plan.collectives import Traffic, collectives
+from dapo_jax.plan.layout import Layout, described
+from dapo_jax.plan.memory import MARGIN, Phase, ProgramMemory, Resident, memory_of, phases
+from dapo_jax.plan.programs import Programs
+from dapo_jax.plan.refusals import Allocation, largest_arrays, refused
+from dapo_jax.plan.roofline import Bound, Work, bound, work_of
+from dapo_jax.plan.sizes import decoder_of
+from dapo_jax.plan.topologies import Slice, devices_of
+from dapo_jax.plan.workload import Assumptions, Workload, workload_of
+
+SCHEMA_VERSION = 1
+"""Of the JSON; a field that changes its meaning or goes away makes it one more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """One program, compiled for a slice."""
+
+    name: str
+    compile_s: float
+    memory: ProgramMemory | None
+    """None: the compiler refused it, because it does not fit a device even alone."""
+    traffic: list[Traffic] = field(default_factory=list)
+    refusal: str = ""
+    largest: list[Allocation] = field(default_factory=list)
+    """The largest arrays: of a refused program as the compiler lists them, else of its instructions."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a configuration needs."""
+
+    config: TrainConfig
+    decoder: DecoderConfig
+    work: Workload
+    resident: Resident
+    layout: Layout
+    works: list[Work]
+    """The phases of a step."""
+    slice: Slice | None = None
+    programs: list[Program] = field(default_factory=list)
+    phases: list[Phase] = field(default_factory=list)
+
+    @property
+    def bounds(self) -> list[Bound]:
+        """The least time of each phase; none without a slice."""
+        return [] if self.slice is None else [bound(work, self.slice.chip) for work in self.works]
+
+    @property
+    def limit(self) -> int | None:
+        """Bytes that a phase may take on one device; None without a slice."""
+        return None if self.slice is None else int(self.slice.chip.device_hbm_bytes * (1 - MARGIN))
+
+    @property
+    def failures(self) -> list[str]:
+        """The programs that do not fit, alone or with what lies beside them."""
+        limit = self.limit
+        alone = [program.name for program in self.programs if program.memory is None]
+        together = [phase.program for phase in self.phases if limit is not None and phase.total > limit]
+        return [*alone, *together]
+
+    @property
+    def fits(self) -> bool:
+        """Whether all phases that were compiled do."""
+        return not self.failures
+
+    @property
+    def step_s(self) -> float:
+        """The roofline of a step, phase after phase."""
+        return sum((bound.seconds for bound in self.bounds), 0.0)
+
+    @property
+    def mfu_bound(self) -> float:
+        """Useful operations of a step over what the peak could do in its roofline's time."""
+        useful = sum(bound.work.useful_flops for bound in self.bounds)
+        return useful / (self.step_s * self.slice.chip.device_flops) if self.slice and self.step_s else 0.0
+
+
+def plan(
+    config: TrainConfig,
+    *,
+    slice: Slice | None = None,
+    assumed: Assumptions | None = None,
+    only: Sequence[str] | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> Plan:
+    """What `config` needs: on a slice with its programs compiled, else by shapes on the devices at hand.
+
+    Raises:
+        ConfigError: the configuration cannot run there, whatever the memory.
+    """
+    devices = _at_hand(config) if slice is None else devices_of(slice)
+    return plan_for(config, devices, slice=slice, assumed=assumed, only=only, say=say)
+
+
+def plan_for(
+    config: TrainConfig,
+    devices: Sequence[Any] | None,
+    *,
+    slice: Slice | None = None,
+    assumed: Assumptions | None = None,
+    only: Sequence[str] | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> Plan:
+    """The same on devices that are at hand or described; None: those that the configuration's mesh would need. `only` names the programs to compile; None is all, if there is a slice."""
+    decoder, work = decoder_of(config.model), workload_of(config, assumed or Assumptions())
+    programs = Programs(config, decoder, work, None if devices is None else list(devices))
+    lowered = programs.lowered() if slice is not None else {}
+    compiled = [
+        _compiled(name, lower, unknown_trips=_trips(name, config, work), say=say)
+        for name, lower in lowered.items()
+        if only is None or name in only
+    ]
+    memories = {program.name: program.memory for program in compiled if program.memory is not None}
+    traffic = {program.name: program.traffic for program in compiled}
+    return Plan(
+        config=config,
+        decoder=decoder,
+        work=work,
+        resident=programs.resident,
+        layout=programs.layout,
+        works=work_of(config, decoder, work, programs.layout, traffic),
+        slice=slice,
+        programs=compiled,
+        phases=phases(memories, programs.resident, updates=work.updates),
+    )
+
+
+def _at_hand(config: TrainConfig) -> list[jax.Device] | None:
+    """The devices that are here, if the mesh fits them or depends on how many there are; else None."""
+    layout = described(config.parallel)
+    return None if layout is not None and layout.devices != jax.device_count() else jax.devices()
+
+
+def _trips(name: str, config: TrainConfig, work: Workload) -> tuple[int, ...]:
+    """How often the loops run whose ends depend on the data: over microbatches, over the tokens of one call."""
+    return {
+        "update": (work.microbatches,),
+        "score": (work.microbatches,),
+        "generate": (config.sampling.steps_per_call,),
+    }.get(name, ())
+
+
+def _compiled(
+    name: str, lower: Callable[[], Any], *, unknown_trips: tuple[int, ...], say: Callable[[str], None]
+) -> Program:
+    began = time.monotonic()
+    say(f"compiling {name}")
+    try:
+        compiled = lower().compile()
+    except jax.errors.JaxRuntimeError as error:
+        refusal = refused(error)
+        if refusal is None:
+            raise
+        message, largest = refusal
+        seconds = time.monotonic() - began
+        return Program(name=name, compile_s=seconds, memory=None, refusal=message, largest=largest)
+    text = compiled.as_text()
+    return Program(
+        name=name,
+        compile_s=time.monotonic() - began,
+        memory=memory_of(compiled),
+        traffic=collectives(text, unknown_trips=unknown_trips),
+        largest=largest_arrays(text),
+    )

@@ -1,0 +1,203 @@
+"""The programs of a run, lowered from shapes on a mesh: the very ones that training, scoring, transfer and sampling call."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+from jax.stages import Lowered
+
+from dapo_jax.config import ConfigError, TrainConfig
+from dapo_jax.models.presets import DecoderConfig
+from dapo_jax.models.tensors import shapes_of
+from dapo_jax.parallel.mesh import Meshes, make_meshes
+from dapo_jax.parallel.sharding import SAMPLER_RULES, shardings
+from dapo_jax.parallel.weights import weight_transfer
+from dapo_jax.plan.costs import cache_bytes_per_token
+from dapo_jax.plan.layout import Layout, described, layout_of, one_device, spread
+from dapo_jax.plan.memory import Resident, bytes_on_device
+from dapo_jax.plan.workload import Workload
+from dapo_jax.run.assembly import updater_of
+from dapo_jax.run.policy import Policy, mesh_of, optimizer_of
+from dapo_jax.sampling.decoding import decoding
+from dapo_jax.sampling.engine import DecoderEngine
+from dapo_jax.text.tokenizers import ByteTokenizer
+from dapo_jax.training.state import TrainState, state_structs
+
+TRAINING = ("update", "score")
+SAMPLING = ("generate", "prefill")
+
+
+@dataclass(frozen=True)
+class Programs:
+    """What a configuration compiles, for devices which may be described ones."""
+
+    config: TrainConfig
+    decoder: DecoderConfig
+    work: Workload
+    devices: list[jax.Device] | None
+    """None: those of the configuration, which are not there; then nothing can be lowered."""
+
+    @cached_property
+    def meshes(self) -> Meshes:
+        """Where the run trains and where it samples.
+
+        Raises:
+            ConfigError: the mesh axes do not fit the devices, or the rows of a microbatch not the mesh.
+        """
+        parallel, rows = self.config.parallel, self.config.batch.rows_per_microbatch
+        if self.devices is None:
+            parallel, devices = one_device(parallel), jax.devices()[:1]
+        else:
+            devices = self.devices
+        train = mesh_of(parallel, rows_per_microbatch=rows, devices=devices)
+        return _configured(
+            make_meshes,
+            train,
+            sampler_tensor=parallel.sampler_tensor,
+            sampler_hosts=parallel.sampler_hosts,
+        )
+
+    @cached_property
+    def layout(self) -> Layout:
+        """The sizes of the meshes."""
+        layout = layout_of(self.meshes) if self.devices is not None else described(self.config.parallel)
+        assert layout is not None, "without devices, the configuration names all sizes"
+        rows, over = self.config.batch.rows_per_microbatch, spread(layout.train)
+        if rows % over:
+            raise ConfigError(
+                f"batch.rows_per_microbatch={rows} must be a multiple of parallel.data x parallel.fsdp = {over}; "
+                f"{rows // over * over + over} is"
+            )
+        return layout
+
+    @cached_property
+    def state(self) -> TrainState:
+        """The train state as shapes with their places."""
+        optimizer = optimizer_of(self.config.optimizer)
+        return _configured(state_structs, self._policy.params, optimizer, self.meshes.train)
+
+    @cached_property
+    def weights(self) -> Any:
+        """The sampler's weights, the same way."""
+        shapes = jax.eval_shape(self._transfer, self._policy.params)
+        placed = _configured(shardings, shapes, self.meshes.sampler, SAMPLER_RULES)
+        return _structs(shapes, placed)
+
+    def lowered(self) -> dict[str, Callable[[], Lowered]]:
+        """Each program's name and what lowers it; of those that the configuration runs."""
+        batch = self.config.batch
+        shape = {
+            "room": self.work.room,
+            "rows": batch.rows_per_microbatch,
+            "row_tokens": self.config.row_tokens,
+        }
+        made: dict[str, Callable[[], Lowered]] = {
+            "generate": lambda: self._engine.lower_generate(self.weights, _how(self.config)),
+            "prefill": lambda: self._engine.lower_prefill(self.weights, **self._prefilled),
+            "transfer": lambda: self._transfer.lower(self.state.params),
+            "update": lambda: self._updater.lower_update(self.state, **shape),
+        }
+        if (self.config.loss.old_logprobs == "trainer" and self.work.updates > 1) or self.config.loss.kl_coef:
+            made["score"] = lambda: self._updater.lower_score(self.state.params, **shape)
+        return made
+
+    @cached_property
+    def resident(self) -> Resident:
+        """What is on each device between programs."""
+        prompts, decoder = self._prefilled, self.decoder
+        layout, item = self.layout, 2 if self._dtype == "bfloat16" else 4
+        cached = cache_bytes_per_token(decoder, item) // layout.sampler["tensor"]
+        params = bytes_on_device(self.state.params, layout.train)
+        return Resident(
+            state=bytes_on_device(self.state, layout.train),
+            reference=params if self.config.loss.kl_coef else 0,
+            weights=bytes_on_device(self.weights, layout.sampler),
+            minibatch=self._minibatch_bytes,
+            prefix=prompts["rows"] * prompts["width"] * cached + prompts["prompts"] * decoder.vocab_size * 4,
+            decode_state=bytes_on_device(self._engine.state_structs, layout.sampler),
+        )
+
+    @property
+    def prompts_at_once(self) -> int:
+        """Prompts read in one prefill."""
+        return max(1, self.config.sampling.slots // self.config.batch.group_size)
+
+    @property
+    def _prefilled(self) -> dict[str, int]:
+        """The largest shape of a prefill: every prompt as long as it may be, so each has a row."""
+        width = min(_power(2, self.config.data.max_prompt_tokens), self._capacity)
+        rows = _power(4, self.prompts_at_once)
+        return {"rows": rows, "width": width, "prompts": rows}
+
+    @property
+    def _capacity(self) -> int:
+        return self.config.data.max_prompt_tokens + self.config.sampling.max_response_tokens
+
+    @property
+    def _dtype(self) -> str:
+        return self.config.model.compute_dtype
+
+    @property
+    def _minibatch_bytes(self) -> int:
+        rows = self.config.batch.rows_per_microbatch // spread(self.layout.train)
+        # Ten arrays of 4 bytes an entry and a mask of 1.
+        return self.work.room * rows * self.config.row_tokens * 41
+
+    @cached_property
+    def _policy(self) -> Policy:
+        # Its tokenizer is never asked.
+        return Policy(decoder=self.decoder, params=shapes_of(self.decoder), tokenizer=ByteTokenizer())
+
+    @cached_property
+    def _updater(self) -> Any:
+        reference = self._policy.params if self.config.loss.kl_coef else None
+        optimizer = optimizer_of(self.config.optimizer)
+        return _configured(
+            updater_of, self.config, self._policy, optimizer, self.meshes.train, reference=reference
+        )
+
+    @cached_property
+    def _engine(self) -> DecoderEngine:
+        return _configured(
+            DecoderEngine,
+            self.decoder,
+            slots=self.config.sampling.slots,
+            capacity=self._capacity,
+            steps_per_call=self.config.sampling.steps_per_call,
+            stop_ids=(self.decoder.vocab_size - 1,),
+            mesh=self.meshes.sampler,
+            compute_dtype=self._dtype,
+        )
+
+    @cached_property
+    def _transfer(self) -> Any:
+        return _configured(weight_transfer, self._policy.params, self.meshes.publish, dtype=self._dtype)
+
+
+def _configured(make: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """What `make` makes; a size that does not fit is the configuration's."""
+    try:
+        return make(*arguments, **options)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _how(config: TrainConfig) -> Any:
+    return jax.eval_shape(partial(decoding, temperature=config.sampling.temperature))
+
+
+def _structs(shapes: Any, placed: Any) -> Any:
+    return jax.tree.map(
+        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), shapes, placed
+    )
+
+
+def _power(base: int, number: int) -> int:
+    power = 1
+    while power < number:
+        power *= base
+    return power

@@ -1,0 +1,75 @@
+"""A plan as data for programs."""
+
+from dataclasses import asdict
+from typing import Any
+
+from dapo_jax.plan.costs import cache_bytes_per_token
+from dapo_jax.plan.memory import MARGIN
+from dapo_jax.plan.plan import SCHEMA_VERSION, Plan
+
+
+def as_data(plan: Plan) -> dict[str, Any]:
+    """The content of `--json`: numbers in bytes, seconds, operations; all memory and work is of one device."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "model": {"source": plan.config.model.source, "parameters": plan.decoder.parameters},
+        "layout": asdict(plan.layout),
+        "topology": _topology(plan),
+        "workload": {**asdict(plan.work), "context": plan.work.context},
+        "cache": cache_of(plan),
+        "resident_bytes": asdict(plan.resident),
+        "work": [asdict(work) for work in plan.works],
+        "programs": [
+            {
+                **asdict(program),
+                "memory": None
+                if program.memory is None
+                else {**asdict(program.memory), "needed": program.memory.needed},
+            }
+            for program in plan.programs
+        ],
+        "phases": [{**asdict(phase), "total": phase.total} for phase in plan.phases],
+        "limit_bytes": plan.limit,
+        "failures": plan.failures,
+        "fits": plan.fits if plan.programs else None,
+        "roofline": None if plan.slice is None else _roofline(plan),
+    }
+
+
+def cache_of(plan: Plan) -> dict[str, int]:
+    """Bytes of keys and values, over all devices of a sampler: of a token, of a slot."""
+    token = cache_bytes_per_token(plan.decoder, 2 if plan.config.model.compute_dtype == "bfloat16" else 4)
+    capacity = plan.config.data.max_prompt_tokens + plan.config.sampling.max_response_tokens
+    return {"bytes_per_token": token, "bytes_per_slot": token * capacity, "slot_tokens": capacity}
+
+
+def _topology(plan: Plan) -> dict[str, Any] | None:
+    if plan.slice is None:
+        return None
+    made = plan.slice
+    return {
+        "name": made.name,
+        "chips": made.chips,
+        "hosts": made.hosts,
+        "devices": made.chips * made.chip.devices,
+        "hbm_bytes": made.chip.device_hbm_bytes,
+        "margin": MARGIN,
+    }
+
+
+def _roofline(plan: Plan) -> dict[str, Any]:
+    return {
+        "step_s": plan.step_s,
+        "mfu_bound": plan.mfu_bound,
+        "phases": [
+            {
+                "phase": bound.work.phase,
+                "compute_s": bound.compute_s,
+                "hbm_s": bound.hbm_s,
+                "ici_s": bound.ici_s,
+                "seconds": bound.seconds,
+                "limit": bound.limit,
+            }
+            for bound in plan.bounds
+        ],
+    }

@@ -1,0 +1,210 @@
+"""The least time that a step's phases can take: work over the chip's peaks, whichever of compute, memory and interconnect is longest.
+
+A roofline, not a measurement: it knows no latency, no dependence of one product on the last, no host. What it gives is a bound, and
+how phases compare.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from dapo_jax.config import TrainConfig
+from dapo_jax.models.presets import DecoderConfig
+from dapo_jax.plan.chips import Chip
+from dapo_jax.plan.collectives import Traffic
+from dapo_jax.plan.costs import (
+    cache_bytes_per_token,
+    decode_weight_parameters,
+    forward_flops,
+    unembedding_parameters,
+)
+from dapo_jax.plan.layout import Layout, spread
+from dapo_jax.plan.workload import Workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What one phase does in a step, on each device."""
+
+    phase: str
+    runs: int | float
+    """How often its program runs in a step."""
+    flops: int | float
+    """Of all runs, with what is computed twice and with padding."""
+    useful_flops: int | float
+    """Of the model's own products over the tokens that count, computed once: what model FLOPs utilisation is taken from."""
+    hbm_bytes: int | float
+    """The least that its products read and write."""
+    ici_bytes: int | float
+    """Received in its collectives; 0 if the program was not compiled."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bound:
+    """The least time of one phase in a step."""
+
+    work: Work
+    compute_s: float
+    hbm_s: float
+    ici_s: float
+
+    @property
+    def seconds(self) -> float:
+        """The longest of the three: as if they overlapped entirely."""
+        return max(self.compute_s, self.hbm_s, self.ici_s)
+
+    @property
+    def limit(self) -> str:
+        """Which of the three it is."""
+        return max(("compute", "hbm", "ici"), key=lambda name: getattr(self, f"{name}_s"))
+
+
+def bound(work: Work, chip: Chip) -> Bound:
+    """`work` over the peaks of `chip`."""
+    return Bound(
+        work=work,
+        compute_s=work.flops / chip.device_flops,
+        hbm_s=work.hbm_bytes / chip.device_hbm_bytes_s,
+        ici_s=work.ici_bytes / chip.device_ici_bytes_s,
+    )
+
+
+def work_of(
+    config: TrainConfig,
+    decoder: DecoderConfig,
+    work: Workload,
+    layout: Layout,
+    traffic: Mapping[str, Sequence[Traffic]],
+) -> list[Work]:
+    """The phases of a step in their order; `traffic` is what one run of each compiled program receives."""
+    received = {name: float(sum(kind.received_bytes for kind in kinds)) for name, kinds in traffic.items()}
+    return [
+        _transfer(config, decoder, layout, received.get("transfer", 0.0)),
+        _prefill(config, decoder, work, layout, received.get("prefill", 0.0)),
+        _decode(config, decoder, work, layout, received.get("generate", 0.0)),
+        *_trained(config, decoder, work, layout, received),
+    ]
+
+
+def _item(config: TrainConfig) -> int:
+    return 2 if config.model.compute_dtype == "bfloat16" else 4
+
+
+def _transfer(config: TrainConfig, decoder: DecoderConfig, layout: Layout, received: float) -> Work:
+    """Reads the float32 parameters where they lie, writes the sampler's share of them."""
+    train, tensor = layout.train, layout.sampler["tensor"]
+    reads = 4 * decoder.parameters / (train["fsdp"] * train["tensor"])
+    writes = _item(config) * decoder.parameters / tensor
+    return Work(
+        phase="transfer", runs=1, flops=0, useful_flops=0, hbm_bytes=reads + writes, ici_bytes=received
+    )
+
+
+def _prefill(
+    config: TrainConfig, decoder: DecoderConfig, work: Workload, layout: Layout, received: float
+) -> Work:
+    """Each prompt once; the devices of a sampler share its prompts."""
+    at_once = max(1, config.sampling.slots // config.batch.group_size)
+    prompts = work.prompts / layout.samplers
+    runs, devices = prompts / at_once, layout.sampler_devices
+    length = work.prompt_mean
+    flops = forward_flops(
+        decoder, tokens=prompts * length, pairs=prompts * length * (length + 1) / 2, logits=prompts
+    )
+    weights = _item(config) * decode_weight_parameters(decoder) / layout.sampler["tensor"]
+    return Work(
+        phase="prefill",
+        runs=runs,
+        flops=flops / devices,
+        useful_flops=flops / devices,
+        hbm_bytes=runs * weights,
+        ici_bytes=runs * received,
+    )
+
+
+def decode_steps(config: TrainConfig, work: Workload, samplers: int) -> int | float:
+    """Tokens that a sampler decodes one after another: its share of all over its slots, and no less than the longest response."""
+    tokens = work.responses * work.response_mean / samplers
+    return max(tokens / config.sampling.slots, work.longest)
+
+
+def _decode(
+    config: TrainConfig, decoder: DecoderConfig, work: Workload, layout: Layout, received: float
+) -> Work:
+    """Weights are read once a step for all slots of a device, the cache of every slot as far as the longest one's."""
+    sampler, item, slots = layout.sampler, _item(config), config.sampling.slots
+    steps = decode_steps(config, work, layout.samplers)
+    tokens = work.responses * work.response_mean / layout.samplers
+    flops = forward_flops(decoder, tokens=tokens, pairs=tokens * work.context, logits=tokens)
+    flops /= layout.sampler_devices
+    # The heads are split over `tensor`, the slots over the other axes.
+    cache = slots / spread(sampler) * cache_bytes_per_token(decoder, item) / sampler["tensor"]
+    reach = work.prompt_mean + work.longest
+    weights = item * decode_weight_parameters(decoder) / sampler["tensor"]
+    return Work(
+        phase="decode",
+        runs=steps / config.sampling.steps_per_call,
+        flops=flops,
+        useful_flops=flops,
+        hbm_bytes=steps * (weights + cache * _mean_reach(work, reach)),
+        ici_bytes=steps / config.sampling.steps_per_call * received,
+    )
+
+
+def _mean_reach(work: Workload, reach: float) -> float:
+    """Cache entries that a step reads in each slot: with responses of one length slots grow together and a step reads what is
+    there; with lengths that differ, some slot is always near the longest."""
+    return work.context if work.response_std == 0 else reach
+
+
+def _trained(
+    config: TrainConfig,
+    decoder: DecoderConfig,
+    work: Workload,
+    layout: Layout,
+    received: Mapping[str, float],
+) -> list[Work]:
+    """Log-probabilities of all updates but the first (and of all under a reference policy), then the updates."""
+    trainer, devices = config.loss.old_logprobs == "trainer", layout.devices
+    scored = (work.updates - 1 if trainer else 0) + (work.updates if config.loss.kl_coef else 0)
+    own = forward_flops(
+        decoder,
+        tokens=work.trained * work.sequence,
+        pairs=work.trained * work.attended,
+        logits=work.trained * work.sequence,
+    )
+    # With its padding; a row's attention is causal over the whole row.
+    row, tokens = config.row_tokens, float(work.microbatches * work.microbatch_tokens)
+    one = forward_flops(decoder, tokens=tokens, pairs=tokens * (row + 1) / 2, logits=tokens)
+    # The gradient is two products for each of the forward pass; rematerialising all computes the forward pass again.
+    passes = 4 if config.model.remat == "full" else 3
+    weights = _microbatch_weight_bytes(config, decoder, layout)
+    held = decoder.parameters / (layout.train["fsdp"] * layout.train["tensor"])
+    # Gradients are read, added to and written in float32 for each microbatch; AdamW reads 4 arrays and writes 3.
+    optimizer = work.microbatches * 3 * 4 * held + 7 * 4 * held
+    made = [
+        Work(
+            phase="update",
+            runs=work.updates,
+            flops=work.updates * passes * one / devices,
+            useful_flops=3 * own / devices,
+            hbm_bytes=work.updates * (work.microbatches * passes * weights + optimizer),
+            ici_bytes=work.updates * received.get("update", 0.0),
+        )
+    ]
+    if not scored:
+        return made
+    score = Work(
+        phase="score",
+        runs=scored,
+        flops=scored * one / devices,
+        useful_flops=scored / work.updates * own / devices,
+        hbm_bytes=scored * work.microbatches * weights,
+        ici_bytes=scored * received.get("score", 0.0),
+    )
+    return [score, *made]
+
+
+def _microbatch_weight_bytes(config: TrainConfig, decoder: DecoderConfig, layout: Layout) -> float:
+    """What one pass over a microbatch reads: the weights, whole but for the tensor axis, in the compute dtype."""
+    used = decoder.parameters - (0 if decoder.tied_embeddings else unembedding_parameters(decoder))
+    return _item(config) * used / layout.train["tensor"]

@@ -1,0 +1,173 @@
+"""A plan as tables for people."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from dapo_jax.plan.memory import MARGIN
+from dapo_jax.plan.plan import Plan
+from dapo_jax.plan.refusals import needed_bytes
+from dapo_jax.plan.report import cache_of
+from dapo_jax.plan.suggest import Tried
+
+
+def show(plan: Plan, console: Console) -> None:
+    """Prints a plan."""
+    console.print(_heading(plan), highlight=False)
+    _rows(console, "Sizes", ("what", "of one device"), _sizes(plan))
+    if plan.slice is None:
+        console.print("Without --topology: shapes alone. With one, the programs are compiled for it.")
+        return
+    memory = [
+        (p.name, *(_memory(p.memory, name) for name in _COLUMNS), f"{p.compile_s:.0f} s")
+        for p in plan.programs
+    ]
+    _rows(console, "Programs, on each device", ("program", *_COLUMNS, "compiled in"), memory)
+    _rows(
+        console,
+        f"Resident together, on each device; limit {size(plan.limit or 0)} = {size(plan.slice.chip.device_hbm_bytes)} "
+        f"less {MARGIN:.0%}",
+        ("phase", "parts", "total", "fits"),
+        [
+            (phase.name, " + ".join(f"{name} {size(count)}" for name, count in phase.parts.items()), size(phase.total),
+             "yes" if phase.total <= (plan.limit or 0) else "NO")
+            for phase in plan.phases
+        ],
+    )  # fmt: skip
+    traffic = [
+        (p.name, kind.kind, f"{kind.count:,}", f"{kind.received_bytes / 1e9:,.3f}")
+        for p in plan.programs
+        for kind in p.traffic
+    ]
+    _rows(console, "Collectives of one run", ("program", "kind", "count", "GB received by a device"), traffic)
+    _show_roofline(plan, console)
+
+
+def show_failures(plan: Plan, tried: Sequence[Tried], console: Console) -> None:
+    """Says what does not fit, what takes the memory, and what was found to fit."""
+    for program in plan.programs:
+        if program.name not in plan.failures:
+            continue
+        if program.memory is None:
+            needs = needed_bytes(program.refusal)
+            told = (
+                f"{program.name} alone needs {size(needs)}" if needs else f"{program.name}: {program.refusal}"
+            )
+            console.print(f"DOES NOT FIT: {told}", style="bold", highlight=False)
+        else:
+            phase = next(phase for phase in plan.phases if phase.program == program.name)
+            console.print(
+                f"DOES NOT FIT: {phase.name} needs {size(phase.total)}, {size(phase.total - (plan.limit or 0))} over "
+                f"the limit of {size(plan.limit or 0)}",
+                style="bold",
+                highlight=False,
+            )
+        for array in program.largest:
+            console.print(f"    {size(array.bytes)} {array.shape} {array.operation}", highlight=False)
+    for one in tried:
+        verdict = "fits" if one.fits else "does not fit"
+        console.print(f"compiled: {' '.join(one.overrides)}: {verdict}", highlight=False)
+    if tried and not any(one.fits for one in tried):
+        console.print("None of these fits; a larger slice, or shorter responses, would.")
+
+
+def show_sweep(plans: Sequence[tuple[str, Plan | str]], console: Console) -> None:
+    """Prints the meshes that were tried, best first."""
+    rows = [
+        (name, "-", "-", found) if isinstance(found, str)
+        else (name, f"{found.step_s:,.0f}", size(max(phase.total for phase in found.phases)), "fits")
+        for name, found in plans
+    ]  # fmt: skip
+    _rows(console, "Meshes, best first", ("mesh", "roofline s a step", "memory at most", ""), rows)
+
+
+def size(count: int | float) -> str:
+    """Bytes in a unit in which they are at least 1.
+
+    >>> size(3 * 2**29), size(2048), size(7)
+    ('1.50 GiB', '2.0 KiB', '7 B')
+    """
+    for unit, power, digits in (("GiB", 30, 2), ("MiB", 20, 1), ("KiB", 10, 1)):
+        if count >= 2**power:
+            return f"{count / 2**power:,.{digits}f} {unit}"
+    return f"{count:,.0f} B"
+
+
+_COLUMNS = ("arguments", "outputs", "aliased", "temporaries", "code", "needed")
+
+
+def _memory(memory: Any, name: str) -> str:
+    return "refused" if memory is None else size(getattr(memory, name))
+
+
+def _heading(plan: Plan) -> str:
+    mesh = " x ".join(f"{axis} {size}" for axis, size in plan.layout.train.items())
+    sampler = (
+        " x ".join(f"{axis} {size}" for axis, size in plan.layout.sampler.items() if size > 1) or "1 device"
+    )
+    where = "the devices of the configuration or at hand" if plan.slice is None else (
+        f"{plan.slice.name}: {plan.slice.chips} chips on {plan.slice.hosts} hosts"
+    )  # fmt: skip
+    lines = [
+        f"{plan.config.model.source}: {plan.decoder.parameters:,} parameters",
+        f"{where}; mesh {mesh}; {plan.layout.samplers} samplers, each {sampler}",
+        *(f"assumed: {note}" for note in plan.work.notes),
+    ]
+    if plan.slice is not None and plan.slice.chip.name == "v4":
+        lines.append(
+            "libtpu describes the two cores of a v4 chip as two devices; a v4 host joins them to one"
+        )
+    return "\n".join(lines)
+
+
+def _sizes(plan: Plan) -> list[tuple[str, str]]:
+    there, work, cache = plan.resident, plan.work, cache_of(plan)
+    return [
+        ("train state (parameters and moments)", size(there.state)),
+        *([("reference policy", size(there.reference))] if there.reference else []),
+        ("sampler's weights", size(there.weights)),
+        (f"decode state of {plan.config.sampling.slots} slots a sampler", size(there.decode_state)),
+        ("cache of a token, over a sampler's devices", size(cache["bytes_per_token"])),
+        (f"cache of a slot of {cache['slot_tokens']:,} tokens, over a sampler's devices", size(cache["bytes_per_slot"])),
+        ("prefilled prompts", size(there.prefix)),
+        ("arrays of one update", size(there.minibatch)),
+        ("tokens sampled a step", f"{work.responses * work.response_mean:,.0f}"),
+        ("tokens trained on a step, prompts included", f"{work.trained * work.sequence:,.0f}"),
+        ("updates a step x microbatches", f"{work.updates} x {work.microbatches}"),
+        *_flops(plan),
+    ]  # fmt: skip
+
+
+def _flops(plan: Plan) -> list[tuple[str, str]]:
+    return [
+        (f"operations a step, {work.phase}, TFLOP", f"{work.flops / 1e12:,.3f}")
+        for work in plan.works
+        if work.flops
+    ]
+
+
+def _show_roofline(plan: Plan, console: Console) -> None:
+    rows = [
+        (bound.work.phase, f"{bound.work.runs:,.0f}", f"{bound.compute_s:,.2f}", f"{bound.hbm_s:,.2f}", f"{bound.ici_s:,.2f}",
+         f"{bound.seconds:,.2f}", bound.limit)
+        for bound in plan.bounds
+    ]  # fmt: skip
+    title = "Roofline, seconds of a step (a bound by the chip's peaks, not a measurement)"
+    _rows(console, title, ("phase", "runs", "compute", "memory", "interconnect", "longest", "which"), rows)
+    console.print(
+        f"a step takes {plan.step_s:,.1f} s or more; model FLOPs utilisation is {plan.mfu_bound:.1%} or less",
+        highlight=False,
+    )
+
+
+def _rows(console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    if not rows:
+        return
+    made = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
+    for index, column in enumerate(columns):
+        made.add_column(column, justify="left" if index == 0 or column in ("parts", "kind") else "right")
+    for row in rows:
+        made.add_row(*row)
+    console.print(made)

@@ -1,0 +1,127 @@
+"""What a step of a configuration has to do: how many prompts, responses, tokens and microbatches, under stated assumptions."""
+
+import math
+from dataclasses import dataclass
+
+from dapo_jax.config import ConfigError, TrainConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assumptions:
+    """What a configuration does not say. Each has a default that is said in the report."""
+
+    response_tokens: int | float | None = None
+    """The mean; None: every response is as long as it may be."""
+    response_tokens_std: int | float = 0.0
+    prompt_tokens: int | float | None = None
+    """The mean; None: every prompt is as long as it may be."""
+    informative: int | float = 0.5
+    """The share of groups that are neither all correct nor all wrong."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """One step."""
+
+    prompts: int
+    """Sampled, over all waves."""
+    waves: int
+    responses: int
+    """Sampled."""
+    response_mean: float
+    response_std: float
+    longest: float
+    """The longest response: two standard deviations above the mean, at most the limit."""
+    prompt_mean: float
+    trained: int
+    """Responses that are trained on."""
+    updates: int
+    microbatches: int
+    """Of one update, if lines are packed without a gap."""
+    room: int
+    """Microbatches that an update's program has room for when all responses are as long as they may be."""
+    microbatch_tokens: int
+    """Tokens of one microbatch with its padding."""
+    notes: tuple[str, ...]
+    """The assumptions, in words."""
+
+    @property
+    def sequence(self) -> float:
+        """Mean tokens of a prompt and its response."""
+        return self.prompt_mean + self.response_mean
+
+    @property
+    def context(self) -> float:
+        """Mean entries of the cache that a decoded token attends to.
+
+        A response of L tokens attends to prompt + 0, 1, ... L - 1: over all tokens prompt + E[L(L-1)/2] / E[L].
+        """
+        mean, square = self.response_mean, self.response_mean**2 + self.response_std**2
+        return self.prompt_mean + (square - mean) / (2 * mean)
+
+    @property
+    def attended(self) -> float:
+        """Mean query-key pairs of a causal sequence of prompt and response: E[n(n+1)/2]."""
+        return (self.sequence**2 + self.response_std**2 + self.sequence) / 2
+
+
+def workload_of(config: TrainConfig, assumed: Assumptions) -> Workload:
+    """The step that `config` describes.
+
+    Raises:
+        ConfigError: assumed lengths are beyond the configuration's, or so few groups would be informative that dynamic sampling
+            runs out of waves.
+    """
+    limit, notes = config.sampling.max_response_tokens, []
+    mean = _length("--response-tokens", assumed.response_tokens, "sampling.max_response_tokens", limit, notes)
+    prompt = _length("--prompt-tokens", assumed.prompt_tokens, "data.max_prompt_tokens", config.data.max_prompt_tokens, notes)  # fmt: skip
+    prompts, waves = _sampled(config, assumed.informative, notes)
+    batch = config.batch
+    each, rows = batch.groups_per_update * batch.group_size, batch.rows_per_microbatch
+    lines = math.ceil(each * (prompt + mean) / config.row_tokens)
+    # At the limit a line holds so many rollouts.
+    fits = max(1, config.row_tokens // (config.data.max_prompt_tokens + limit))
+    most = math.ceil(math.ceil(each / fits) / rows)
+    return Workload(
+        prompts=prompts,
+        waves=waves,
+        responses=prompts * batch.group_size,
+        response_mean=mean,
+        response_std=float(assumed.response_tokens_std),
+        longest=min(float(limit), mean + 2 * assumed.response_tokens_std),
+        prompt_mean=prompt,
+        trained=batch.prompts_per_step * batch.group_size,
+        updates=batch.prompts_per_step // batch.groups_per_update,
+        microbatches=math.ceil(lines / rows),
+        room=1 << (most - 1).bit_length(),
+        microbatch_tokens=rows * config.row_tokens,
+        notes=tuple(notes),
+    )
+
+
+def _length(option: str, given: int | float | None, key: str, limit: int, notes: list[str]) -> float:
+    if given is None:
+        notes.append(f"{option} was not given: all are as long as {key} = {limit} allows, which is the most")
+        return float(limit)
+    if not 0 < given <= limit:
+        raise ConfigError(f"{option}={given} must be above 0 and at most {key} = {limit}")
+    notes.append(f"{option} {given:g}")
+    return float(given)
+
+
+def _sampled(config: TrainConfig, informative: int | float, notes: list[str]) -> tuple[int, int]:
+    dynamic, needed = config.dynamic_sampling, config.batch.prompts_per_step
+    if not dynamic.enabled:
+        notes.append("no dynamic sampling: one wave, all groups are trained on")
+        return needed, 1
+    if not 0 < informative <= 1:
+        raise ConfigError(f"--informative={informative} must be above 0 and at most 1")
+    waves = math.ceil(needed / (informative * dynamic.prompts_per_wave))
+    if waves > dynamic.max_waves:
+        raise ConfigError(
+            f"with --informative {informative:g} a wave of {dynamic.prompts_per_wave} prompts gives "
+            f"{informative * dynamic.prompts_per_wave:g} groups; {needed} need {waves} waves, over "
+            f"dynamic_sampling.max_waves={dynamic.max_waves}: raise it or dynamic_sampling.prompts_per_wave"
+        )
+    notes.append(f"--informative {informative:g}: {waves} waves of {dynamic.prompts_per_wave} prompts a step")
+    return waves * dynamic.prompts_per_wave, waves

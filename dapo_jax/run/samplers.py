@@ -1,0 +1,89 @@
+"""The samplers of a run: which of them samples what, and what they tell each other at the end of a wave.
+
+While it samples none waits for another. At the end of a wave every process gets every group, those of the others in brief; so
+each decides alike whether there is a further wave and what is trained on. What is trained on then travels whole.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+import jax
+import numpy as np
+
+from dapo_jax.checkpoint_files import pack_arrays, unpack_arrays
+from dapo_jax.filtering import Collected
+from dapo_jax.parallel.exchange import exchange
+from dapo_jax.parallel.mesh import Meshes
+from dapo_jax.rollouts import Group, Prompt
+from dapo_jax.run.carry import carry_arrays, carry_groups
+from dapo_jax.run.rollout import Grade, Sampled
+
+PromptAt = Callable[[int], Prompt]
+
+
+class Samplers:
+    """This process's place among them."""
+
+    def __init__(self, meshes: Meshes) -> None:
+        self.index, self.count = meshes.index, meshes.count
+        first = min(device.process_index for device in meshes.sampler.devices.flat)
+        self.alone = jax.process_count() == 1
+        self.grades = jax.process_index() == first
+        """Of the processes that share a sampler, all have its responses, and one grades them."""
+
+    def takes(self, ordinal: int) -> bool:
+        """True if the prompt is this sampler's."""
+        return ordinal % self.count == self.index
+
+    def graded(self, sampled: Sampled, grade: Grade) -> list[Group]:
+        """This process's groups; none where another one of its sampler grades."""
+        if self.grades:
+            return list(grade(sampled))
+        for _ in sampled:
+            pass  # takes its part in the programs
+        return []
+
+    def gathered(self, groups: Sequence[Group], prompt_at: PromptAt) -> list[Group]:
+        """The groups of all samplers by ordinal: this process's as they are, those of others in brief."""
+        own = {group.prompt.ordinal: group for group in groups}
+        received = _travelled(
+            groups, lambda ordinal: own[ordinal].prompt if ordinal in own else prompt_at(ordinal), brief=True
+        )
+        return [own.get(group.prompt.ordinal, group) for group in received]
+
+    def whole(self, collected: Collected, *, logged: int) -> Collected:
+        """The same with what is trained on, carried, or among the `logged` first sampled groups whole in every process."""
+        used = {group.prompt.ordinal for group in (*collected.groups, *collected.carry)}
+        used |= {group.prompt.ordinal for group in collected.sampled[:logged]}
+        # Carried ones of an earlier step are not among the sampled: they are whole everywhere.
+        sent = [
+            group
+            for group in collected.sampled
+            if self.grades and self.takes(group.prompt.ordinal) and group.prompt.ordinal in used
+        ]
+        prompts = {group.prompt.ordinal: group.prompt for group in collected.sampled}
+        there = {group.prompt.ordinal: group for group in _travelled(sent, prompts.__getitem__, brief=False)}
+
+        def whole(groups: Iterable[Group]) -> list[Group]:
+            return [there.get(group.prompt.ordinal, group) for group in groups]
+
+        return replace(
+            collected,
+            groups=whole(collected.groups),
+            carry=whole(collected.carry),
+            sampled=whole(collected.sampled),
+        )
+
+
+def _travelled(groups: Sequence[Group], prompt_at: PromptAt, *, brief: bool) -> list[Group]:
+    """The groups that all processes sent, by ordinal."""
+    packed, layout = pack_arrays(carry_arrays(groups, brief=brief))
+    head = json.dumps(layout).encode()
+    message = len(head).to_bytes(8, "little") + head + packed.tobytes()
+    found: list[Group] = []
+    for received in exchange(message):
+        end = 8 + int.from_bytes(received[:8], "little")
+        arrays = unpack_arrays(np.frombuffer(received[end:], np.uint8), json.loads(received[8:end]))
+        found += carry_groups(arrays, prompt_at)
+    return sorted(found, key=lambda group: group.prompt.ordinal)

@@ -1,0 +1,100 @@
+# shellcheck shell=bash disable=SC2034
+# What tpu_vm.sh and gke_xpk.sh have in common; sourced, not run: they use what is set here. Plain enough for the bash 3.2
+# of macOS.
+
+readonly TOKENS=(HF_TOKEN WANDB_API_KEY)
+readonly EXTRAS="gcs,hub,tpu,wandb"
+dry_run=""
+shared=()   # what the workers need besides the library: paths inside the current folder
+
+say() { echo "$(basename "$0"): $*" >&2; }
+
+die() { # a usage error: nothing was started
+  say "$*"
+  exit 2
+}
+
+# The words as one line that a shell reads back as the same words.
+quoted() {
+  local word line=""
+  for word; do
+    if [[ ! $word =~ ^[A-Za-z0-9_@%+=:,./-]+$ ]]; then
+      word="'$(printf %s "$word" | sed "s/'/'\\\\''/g")'"
+    fi
+    line="$line${line:+ }$word"
+  done
+  printf '%s\n' "$line"
+}
+
+# Runs a command, or with --dry-run prints it.
+run() {
+  if [[ -n $dry_run ]]; then
+    quoted "$@"
+  else
+    "$@"
+  fi
+}
+
+# The value of an option, given as `--name value` or `--name=value`; sets `value` and `taken`, the words it took.
+value_of() {
+  if [[ $1 == --*=* ]]; then
+    value=${1#*=} taken=1
+  else
+    [[ $# -ge 2 ]] || die "$1 needs a value"
+    value=$2 taken=2
+  fi
+  [[ -n $value ]] || die "${1%%=*} needs a value"
+}
+
+# Refuses `--name=value` for an option that takes none.
+flag() {
+  [[ $1 != *=* ]] || die "${1%%=*} takes no value"
+}
+
+# Adds a path to what the workers get, under the same name relative to where the run starts.
+share() {
+  case $1 in
+    /* | "~"* | .. | ../* | */.. | */../*)
+      die "$1 is not inside the current folder, whose paths are the workers' paths; copy it here, or put it into the bucket" ;;
+  esac
+  [[ -e $1 ]] || die "$1 does not exist in $PWD"
+  shared+=("$1")
+}
+
+# Refuses what would fail on the workers: reads the configuration as they will, and finds the files it names.
+check_training() { # CONFIG [key=value ...] [--resume]
+  [[ $# -gt 0 && $1 != -* && $1 != *=* ]] || die "CONFIG is missing: a YAML file, then key=value ..., then --resume"
+  local word resolved run_dir path overrides=()
+  for word in "${@:2}"; do
+    [[ $word == --resume ]] || overrides+=("$word")
+  done
+  share "$1"
+  command -v dapo-jax >/dev/null || die "dapo-jax is not on PATH; it reads CONFIG before anything is paid for: pip install -e ."
+  resolved=$(dapo-jax config "$1" ${overrides[@]+"${overrides[@]}"}) || exit
+  run_dir=$(sed -n "s/^run_dir: //p" <<<"$resolved" | tr -d "'\"")
+  [[ $run_dir == gs://?* ]] ||
+    die "run_dir=$run_dir would be on the workers' disks, which go when a worker is preempted; set run_dir=gs://BUCKET/FOLDER"
+  while IFS= read -r path; do
+    share "$path"
+  done < <(sed -nE "s/^ *(- )?grader: ['\"]?((trl|verl):)?(.*\.py):[A-Za-z_][A-Za-z0-9_]*['\"]?$/\4/p" <<<"$resolved" | sort -u)
+  while IFS= read -r path; do
+    is_shared "$path" || die "the workers do not have $path, which CONFIG names; add --file $path, or put it into the bucket"
+  done < <(sed -nE -e "s/^ *(- )?path: ['\"]?([^'\":]+)['\"]?$/\2/p" \
+    -e "s/^ *(- )?source: ['\"]?([^'\":]*\/[^'\":]*)['\"]?$/\2/p" <<<"$resolved" | grep -v '^[/~]')
+}
+
+is_shared() {
+  local path
+  for path in "${shared[@]}"; do
+    [[ ($path == . && -e $1) || $1 == "$path" || $1 == "${path%/}"/* || ${1%/} == "${path%/}" ]] && return
+  done
+  return 1
+}
+
+# Names of the tokens that are set here. Their values never stand in an argument or a message.
+tokens_set() {
+  local token
+  for token in "${TOKENS[@]}"; do
+    if [[ -n ${!token:-} ]]; then echo "$token"; fi
+  done
+}

@@ -1,0 +1,96 @@
+#!/usr/bin/env bash
+# Trains on TPU slices of a GKE cluster, through XPK (pip install xpk), as a JobSet that restarts itself.
+# Tested with stubbed clients; not yet run against the real service.
+#
+# XPK has no place for a Kubernetes secret: the tokens go from this environment into the workload's manifest, which all who
+# may read JobSets in the cluster's namespace can read. They stand in no command and in no file here.
+set -euo pipefail
+# shellcheck source-path=SCRIPTDIR source=common.sh
+. "$(dirname "$0")/common.sh"
+
+usage() {
+  cat <<'END'
+usage: launch/gke_xpk.sh COMMAND --name NAME --cluster CLUSTER [options] [CONFIG [key=value ...]]
+
+  train    submit `dapo-jax train CONFIG key=value ... --resume` as a workload
+  logs     follow the log of worker 0 (kubectl, with the cluster's credentials)
+  down     delete the workload
+
+  --name NAME         of the workload
+  --cluster CLUSTER   made by `xpk cluster create`, or prepared for it
+  --type TYPE         v4-N, v5p-N, tpu7x-N (N TensorCores, two a chip), v5litepod-N, v6e-N (N chips)
+  --slices N          of that type (default 1)
+  --zone ZONE, --project PROJECT    (default: gcloud's)
+  --image IMAGE       has the library and the files of the run. Default: python:3.12 and the current folder, which must
+                      be the library's checkout; docker builds and pushes that, the pods install it when they start
+  --extras LIST       of the library, if there is no --image (default gcs,hub,tpu,wandb)
+  --restarts N        how often the JobSet may restart, preemptions included (default 100)
+  --dry-run           print the commands and run none
+
+run_dir must be on gs://. HF_TOKEN and WANDB_API_KEY are handed on if they are set. Every start resumes from the last
+checkpoint in run_dir, if there is one; a status of 2 (a usage or configuration error) ends the workload.
+END
+}
+
+name="" cluster="" type="" slices=1 zone="" project="" image="" extras=$EXTRAS restarts=100
+training=()
+case ${1-} in
+  train | logs | down) command=$1 && shift ;;
+  -h | --help) usage && exit ;;
+  *) die "COMMAND=${1-} is none of train, logs, down; see --help" ;;
+esac
+while [[ $# -gt 0 ]]; do
+  taken=1 option=${1%%=*}
+  case $option in
+    --name | --cluster | --type | --slices | --zone | --project | --image | --extras | --restarts)
+      value_of "$@" && printf -v "${option#--}" %s "$value" ;;
+    --dry-run) flag "$1" && dry_run=1 ;;
+    -h | --help) usage && exit ;;
+    --resume) ;; # always
+    [!-]*) training+=("$1") ;;
+    *) die "$1 is no option of it; see --help" ;;
+  esac
+  shift "$taken"
+done
+
+[[ $name =~ ^[a-z]([-a-z0-9]*[a-z0-9])?$ && ${#name} -le 40 ]] ||
+  die "--name=$name must be at most 40 lower-case letters, digits and hyphens, a letter first"
+[[ -n $cluster ]] || die "--cluster is needed"
+for option in slices restarts; do
+  [[ ${!option} =~ ^[0-9]+$ ]] || die "--$option=${!option} must be a whole number"
+done
+where=(--cluster="$cluster" ${zone:+--zone="$zone"} ${project:+--project="$project"})
+
+
+submit() {
+  local program source=(--base-docker-image=python:3.12 --script-dir=.) environment=$HOME/.cache/dapo_jax/launch/$name.env
+  [[ $type =~ ^(v4|v5p|tpu7x|v5litepod|v6e)-[1-9][0-9]*$ ]] ||
+    die "--type=$type is none of v4-N, v5p-N, tpu7x-N, v5litepod-N, v6e-N"
+  share . # all of it goes into the image
+  check_training ${training[@]+"${training[@]}"}
+  program="dapo-jax train $(quoted "${training[@]}" --resume)"
+  if [[ -n $image ]]; then
+    source=(--docker-image="$image")
+  else
+    grep -qs '^name = "dapo_jax"' pyproject.toml || die "$PWD is not the library's checkout; go there, or give --image"
+    program="pip install --quiet --constraint constraints/py312.txt $(quoted ".[$extras]") || exit 1; $program" # pip too has a status 2
+  fi
+  # A name without a value: XPK takes it from this environment.
+  if [[ -n $dry_run ]]; then
+    echo "# $environment has DAPO_JAX_DISTRIBUTED=1 $(tokens_set | tr '\n' ' ')"
+  else
+    mkdir -p "${environment%/*}"
+    { echo DAPO_JAX_DISTRIBUTED=1 && tokens_set; } >"$environment"
+  fi
+  # Restarts on every status but 0 and 2; XPK's own list has 42 and 127 to 255.
+  run xpk workload create --workload="$name" "${where[@]}" --tpu-type="$type" --num-slices="$slices" "${source[@]}" \
+    --env-file="$environment" --max-restarts="$restarts" --restart-on-exit-codes=1,3-126 --command="$program"
+}
+
+case $command in
+  train) submit ;;
+  logs)
+    run kubectl logs --follow --tail=1000 --container=jax-tpu \
+      --selector="xpk.google.com/workload=$name,batch.kubernetes.io/job-completion-index=0" ;;
+  down) run xpk workload delete --workload="$name" "${where[@]}" --force ;;
+esac

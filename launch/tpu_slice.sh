@@ -1,0 +1,112 @@
+# shellcheck shell=bash disable=SC2154
+# A slice of TPU VMs behind a queued resource, as functions of tpu_vm.sh's options; sourced by it, not run.
+
+ROOT=$(cd "$(dirname "$0")/.." && pwd)
+queued=(gcloud compute tpus queued-resources)
+# A connection whose VM is gone is noticed within two minutes.
+ssh_flags=(--ssh-flag=-oServerAliveInterval=30 --ssh-flag=-oServerAliveCountMax=4 --ssh-flag=-oConnectTimeout=20)
+state=NONE
+patient="" # once a run has started, gcloud may be out of reach for a while
+export COPYFILE_DISABLE=1 # or macOS's tar adds files of its own
+
+# Sets `type` to the name gcloud knows, and `image`.
+check_type() {
+  local shape=${type#*:} generation=${type%%[-:]*} cores=1
+  case $generation in
+    v4) image=tpu-ubuntu2204-base cores=2 ;;
+    v5p) image=v2-alpha-tpuv5 cores=2 ;;
+    v5litepod | v5e) image=v2-alpha-tpuv5-lite generation=v5litepod ;;
+    v6e) image=v2-alpha-tpuv6e ;;
+    tpu7x) die "--type=$type: TPU7x comes with GKE only; use launch/gke_xpk.sh" ;;
+    *) die "--type=$type is none of v4-N, v5p-N, v5litepod-N, v6e-N" ;;
+  esac
+  if [[ $type =~ ^[a-z0-9]+:[0-9]+(x[0-9]+)+$ ]]; then
+    die "--type=$type is a topology; ${shape//x/ x } chips x $cores cores are --type=$generation-$((${shape//x/*} * cores))"
+  fi
+  [[ $type =~ ^[a-z0-9]+-[1-9][0-9]*$ ]] || die "--type=$type has no size, such as $generation-8"
+  type=$generation-${type##*-} image=${runtime:-$image}
+}
+
+# Sets `state`: the queued resource's; NONE if there is none; UNKNOWN if gcloud could not say.
+look() {
+  local asked=("${queued[@]}" describe "$name" "${where[@]}" --format="value(state.state)")
+  if [[ -n $dry_run ]]; then
+    quoted "${asked[@]}"
+    return
+  fi
+  (umask 077 && mkdir -p "$stage")
+  if ! state=$("${asked[@]}" 2>"$stage/error"); then
+    if grep -q NOT_FOUND "$stage/error"; then
+      state=NONE
+    else
+      state=UNKNOWN
+      cat "$stage/error" >&2
+    fi
+  fi
+}
+
+wait_while() { # STATES
+  local last=""
+  while look && [[ $state =~ ^($1)$ ]]; do
+    [[ $state == "$last" ]] || say "$name is $state"
+    last=$state
+    sleep "$poll"
+  done
+}
+
+create() {
+  run "${queued[@]}" create "$name" --node-id="$name" --accelerator-type="$type" --runtime-version="$image" \
+    "${where[@]}" ${capacity[@]+"${capacity[@]}"} ${create_flags[@]+"${create_flags[@]}"} --quiet || return
+  state=ACTIVE # for --dry-run; else it is asked next
+}
+
+down() {
+  run "${queued[@]}" delete "$name" "${where[@]}" --force --quiet
+}
+
+# Waits until the slice is there; requests it if it is not, and again if it was preempted. Fails if that is refused.
+up() {
+  wait_while "SUSPENDING|DELETING${patient:+|UNKNOWN}"
+  if [[ $state == FAILED || $state == SUSPENDED ]]; then
+    down || return
+    state=NONE
+  fi
+  if [[ $state == NONE ]]; then create || return; fi
+  wait_while "CREATING|ACCEPTED|PROVISIONING|WAITING_FOR_RESOURCES${patient:+|UNKNOWN}"
+  [[ -n $dry_run ]] || say "$name is $state"
+  [[ $state == ACTIVE ]]
+}
+
+on_workers() { # WORKER COMMAND
+  run gcloud compute tpus tpu-vm ssh "$name" "${where[@]}" --worker="$1" --quiet "${ssh_flags[@]}" --command="$2" </dev/null
+}
+
+# Copies this checkout, the run's files and the tokens to all workers, and installs.
+copy() {
+  local token
+  if [[ -z $dry_run ]]; then
+    trap 'rm -f "$stage/dapo_jax_tokens"' EXIT
+    rm -f "$stage/dapo_jax_tokens"
+    (umask 077 && mkdir -p "$stage" && for token in $(tokens_set); do
+      printf '%s=%q\n' "$token" "${!token}"
+    done >"$stage/dapo_jax_tokens") || return
+  else
+    echo "# $stage/dapo_jax_tokens, mode 600, has $(tokens_set | tr '\n' ' ')"
+  fi
+  run tar -czf "$stage/dapo_jax_code.tar.gz" --exclude=__pycache__ -C "$ROOT" \
+    pyproject.toml README.md LICENSE constraints dapo_jax || return
+  run tar -czf "$stage/dapo_jax_files.tar.gz" --exclude=__pycache__ "${shared[@]}" || return
+  # ssh to several workers shares one standard input, so the tokens go as a file; scp keeps its mode.
+  run gcloud compute tpus tpu-vm scp "$ROOT/launch/tpu_worker.sh" "$stage/dapo_jax_code.tar.gz" "$stage/dapo_jax_files.tar.gz" \
+    "$stage/dapo_jax_tokens" "$name:" "${where[@]}" --worker=all --quiet || return
+  [[ -n $dry_run ]] || rm -f "$stage/dapo_jax_tokens"
+  on_workers all "bash tpu_worker.sh setup $(quoted "$extras")"
+}
+
+start() { # CONFIG [key=value ...] [--resume]
+  on_workers all "bash tpu_worker.sh start $(quoted "$@")"
+}
+
+follow() {
+  on_workers all "bash tpu_worker.sh follow"
+}

@@ -1,0 +1,107 @@
+"""A laptop whose cloud clients are stubs."""
+
+import json
+import shlex
+import stat
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+STUB = Path(__file__).with_name("stub.py")
+CLIENTS = ("gcloud", "xpk", "kubectl", "srun", "sbatch", "scontrol", "squeue", "tar", "dapo-jax")
+TOKENS = {"HF_TOKEN": "hf_SECRET it's $HOME", "WANDB_API_KEY": "wandb_SECRET"}
+
+
+@dataclass(frozen=True)
+class Laptop:
+    """A folder with a home, a working folder, and the clients' stubs first in PATH."""
+
+    folder: Path
+    environment: dict[str, str]
+
+    @property
+    def work(self) -> Path:
+        """Where the user types."""
+        return self.folder / "work"
+
+    def scenario(self, **answers: Any) -> None:
+        """What the stubs answer; see stub.py."""
+        (self.folder / "scenario.json").write_text(json.dumps(answers))
+
+    def run(self, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
+        """A command typed in the working folder."""
+        return subprocess.run(
+            words,
+            cwd=self.work,
+            env=self.environment | more,
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            timeout=60,
+            check=False,
+        )
+
+    def launch(self, script: str, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
+        """A launch script."""
+        return self.run("bash", str(ROOT / "launch" / script), *words, **more)
+
+    def calls(self, *names: str) -> list[dict[str, Any]]:
+        """What was run, in order: all, or of these clients."""
+        path = self.folder / "calls.jsonl"
+        lines = map(json.loads, path.read_text().splitlines()) if path.exists() else []
+        return [line for line in lines if not names or line["client"] in names]
+
+    def commands(self) -> list[list[str]]:
+        """The commands that the script itself ran."""
+        there = ("gcloud", "xpk", "kubectl", "tar", "srun", "scontrol")
+        return [[line["client"], *line["words"]] for line in self.calls(*there)]
+
+    def verbs(self) -> list[str]:
+        """The same, each in one word: what gcloud was asked, or what a worker was."""
+        return [verb(words) for words in self.commands()]
+
+
+def verb(words: list[str]) -> str:
+    """The word that tells a command from the others."""
+    if words[:3] == ["gcloud", "compute", "tpus"]:
+        far = [word.removeprefix("--command=").split() for word in words if word.startswith("--command=")]
+        return far[0][2] if far and far[0][:2] == ["bash", "tpu_worker.sh"] else words[4]
+    return words[0] if words[0] == "tar" else words[1]
+
+
+def printed(text: str) -> list[list[str]]:
+    """The commands of a dry run, as a shell would read them."""
+    return [shlex.split(line) for line in text.splitlines() if not line.startswith("#")]
+
+
+def make_laptop(folder: Path, answers: Path) -> Laptop:
+    """With a configuration, a reward, and nothing in the cloud. `answers` keeps what `dapo-jax config` said."""
+    for name in ("work/configs", "home", "near", "far", "parts"):
+        (folder / name).mkdir(parents=True)
+    for name in CLIENTS:
+        _program(folder / "near" / name, name)
+    _program(folder / "far" / "curl", "curl")
+    for name in ("uv", "python", "dapo-jax"):
+        _program(folder / "parts" / name, name)
+    (folder / "work" / "configs" / "quickstart.yaml").write_text((ROOT / "configs" / "quickstart.yaml").read_text())
+    (folder / "work" / "rewards.py").write_text("def brief(sample):\n    return True\n")
+    environment = {
+        "PATH": f"{folder / 'near'}:/usr/bin:/bin",
+        "HOME": str(folder / "home"),
+        "PYTHONPATH": str(ROOT),
+        "STUB_FOLDER": str(folder),
+        "STUB_PYTHON": sys.executable,
+        "STUB_ANSWERS": str(answers),
+        "LC_ALL": "C.UTF-8",
+    }
+    laptop = Laptop(folder, environment)
+    laptop.scenario()
+    return laptop
+
+
+def _program(path: Path, name: str) -> None:
+    path.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -S -E {shlex.quote(str(STUB))} {name} "$@"\n')
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)

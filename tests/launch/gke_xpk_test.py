@@ -1,0 +1,103 @@
+"""launch/gke_xpk.sh with XPK and kubectl stubbed."""
+
+import shutil
+
+import pytest
+
+from tests.launch.clients import ROOT, TOKENS, printed
+
+JOB = ("--name=pod", "--cluster=big", "--zone=us-east5-a", "--project=mine")
+RUN = ("configs/quickstart.yaml", "run_dir=gs://bucket/pod")
+
+
+def train(laptop, *more, **environment):
+    shutil.copy(ROOT / "pyproject.toml", laptop.work)
+    return laptop.launch("gke_xpk.sh", "train", *JOB, "--type=v5p-256", *RUN, *more, **environment)
+
+
+def words_of(laptop, client="xpk"):
+    (call,) = laptop.calls(client)
+    return call["words"]
+
+
+def test_train_submits_one_workload_that_installs_and_resumes(laptop):
+    done = train(laptop, "--slices=2", "--restarts=7", 'sampling.stop=["a b"]')
+    assert done.returncode == 0, done.stderr
+    words = words_of(laptop)
+    assert {"--workload=pod", "--cluster=big", "--tpu-type=v5p-256", "--num-slices=2", "--max-restarts=7"} <= set(words)
+    assert {"--base-docker-image=python:3.12", "--script-dir=."} <= set(words)
+    assert words[-1] == (
+        "--command=pip install --quiet --constraint constraints/py312.txt '.[gcs,hub,tpu,wandb]' || exit 1; "
+        "dapo-jax train configs/quickstart.yaml run_dir=gs://bucket/pod 'sampling.stop=[\"a b\"]' --resume"
+    )
+    assert "\n" not in words[-1]  # XPK puts it into one line of YAML
+    assert words_of(laptop, "env-file") == ["DAPO_JAX_DISTRIBUTED=1"]
+
+
+def test_a_configuration_error_does_not_restart_the_workload(laptop):
+    """XPK restarts on 42, on 127 to 255, and on what is listed: everything but 0 and 2."""
+    assert train(laptop).returncode == 0
+    assert "--restart-on-exit-codes=1,3-126" in words_of(laptop)
+
+
+def test_an_image_is_taken_as_it_is(laptop):
+    assert train(laptop, "--image=gcr.io/mine/dapo:1").returncode == 0
+    words = words_of(laptop)
+    assert "--docker-image=gcr.io/mine/dapo:1" in words
+    assert not [word for word in words if "script-dir" in word or "base-docker" in word]
+    assert words[-1] == f"--command=dapo-jax train {' '.join(RUN)} --resume"
+
+
+def test_tokens_are_named_and_not_shown(laptop):
+    """The stub of XPK fails if a name without a value is not in its environment."""
+    done = train(laptop, **TOKENS)
+    assert done.returncode == 0, done.stderr
+    assert words_of(laptop, "env-file") == ["DAPO_JAX_DISTRIBUTED=1", "HF_TOKEN", "WANDB_API_KEY"]
+    dry = train(laptop, "--dry-run", **TOKENS)
+    assert "SECRET" not in done.stdout + done.stderr + dry.stdout + dry.stderr + str(laptop.calls())
+    kept = [path for path in laptop.folder.rglob("*") if path.is_file() and b"SECRET" in path.read_bytes()]
+    assert kept == []
+
+
+@pytest.mark.parametrize("command", ["train", "logs", "down"])
+def test_a_dry_run_prints_what_a_run_executes_and_executes_nothing(laptop, command):
+    shutil.copy(ROOT / "pyproject.toml", laptop.work)
+    more = ("--type=v6e-64", *RUN) if command == "train" else ()
+    dry = laptop.launch("gke_xpk.sh", command, *JOB, *more, "--dry-run")
+    assert dry.returncode == 0, dry.stderr
+    assert laptop.commands() == []
+    assert laptop.launch("gke_xpk.sh", command, *JOB, *more).returncode == 0
+    assert printed(dry.stdout) == laptop.commands()
+    assert len(laptop.commands()) == 1
+
+
+@pytest.mark.parametrize("typed", ["v4-64", "v5litepod-64", "v6e-64", "tpu7x-64"])
+def test_every_generation_is_taken(laptop, typed):
+    assert train(laptop, f"--type={typed}").returncode == 0
+    assert f"--tpu-type={typed}" in words_of(laptop)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--type=h100-8"], "--type=h100-8 is none of"),
+        (["--slices=two"], "--slices=two must be a whole number"),
+        (["--name=Pod"], "--name=Pod must be"),
+        (["--cluster", ""], "--cluster needs a value"),
+        (["run_dir=runs/pod"], "run_dir=runs/pod would be on the workers' disks"),
+        (["reward.grader=gone.py:f"], "gone.py does not exist"),
+        (["--dry-run=1"], "--dry-run takes no value"),
+        (["--spot"], "--spot is no option"),
+    ],
+)
+def test_what_cannot_work_is_not_submitted(laptop, words, message):
+    done = train(laptop, *words)
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr
+    assert laptop.commands() == []
+
+
+def test_without_an_image_the_current_folder_must_be_the_checkout(laptop):
+    done = laptop.launch("gke_xpk.sh", "train", *JOB, "--type=v5p-8", *RUN)
+    assert done.returncode == 2
+    assert "is not the library's checkout" in done.stderr

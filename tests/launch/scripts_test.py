@@ -1,0 +1,98 @@
+"""The launch scripts as text: shellcheck passes, they say what they were tested with; the README's section works as it stands."""
+
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.launch.clients import ROOT
+
+SCRIPTS = sorted([*ROOT.glob("launch/*.sh"), *ROOT.glob("launch/*.sbatch"), ROOT / ".ci" / "run"])
+STARTED = ("tpu_vm.sh", "tpu_worker.sh", "gke_xpk.sh", "slurm.sbatch")
+HONEST = "not yet run against the real service"
+SECTION = "On a Cloud TPU pod, GKE, Slurm"
+
+
+def section():
+    return (ROOT / "README.md").read_text().split(f"\n## {SECTION}\n")[1].split("\n## ")[0]
+
+
+def shellcheck():
+    beside = Path(sys.executable).with_name("shellcheck")
+    return str(beside) if beside.exists() else shutil.which("shellcheck")
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+@pytest.mark.skipif(shellcheck() is None, reason="shellcheck is not installed; it comes with the extra `dev`")
+def test_shellcheck_finds_nothing(laptop, script):
+    done = laptop.run(shellcheck(), "--external-sources", str(script))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", STARTED)
+def test_a_script_says_that_it_has_not_met_the_real_service(name):
+    assert HONEST in "".join((ROOT / "launch" / name).read_text().splitlines()[:10])
+
+
+@pytest.mark.parametrize("name", ["tpu_vm.sh", "gke_xpk.sh", "slurm.sbatch"])
+def test_help_needs_nothing(laptop, name):
+    done = laptop.launch(name, "--help", PATH="/usr/bin:/bin")
+    assert done.returncode == 0
+    assert "CONFIG [key=value ...]" in done.stdout
+
+
+def test_the_scripts_stay_thin():
+    lengths = {path.name: len(path.read_text().splitlines()) for path in SCRIPTS}
+    assert {name: lines for name, lines in lengths.items() if lines > 150} == {}
+
+
+def readers_checkout(laptop):
+    """The working folder as a checkout, with every configuration that the section names."""
+    for name in ("launch", "constraints", "dapo_jax"):
+        shutil.copytree(ROOT / name, laptop.work / name)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, laptop.work)
+    for name in re.findall(r"configs/([\w.]+\.yaml)", section()):
+        shutil.copy(ROOT / "configs" / "quickstart.yaml", laptop.work / "configs" / name)
+
+
+def test_the_section_of_the_readme_works_word_by_word(laptop):
+    """Its blocks, as they stand: the first to the end of a run; then again, with the second and third typed beside it."""
+    readers_checkout(laptop)
+    first, *beside, others = [f"set -euo pipefail\n{text}" for text in re.findall(r"```sh\n(.*?)```", section(), re.DOTALL)]
+    assert len(beside) == 2
+    done = laptop.run("bash", "-c", first)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert laptop.verbs()[-2:] == ["follow", "delete"]
+
+    laptop.scenario(sleep=30)
+    (laptop.folder / "far" / "tail").symlink_to("/bin/true")  # or `logs` would follow for ever
+    before = len(laptop.calls("dapo-jax"))
+    run = subprocess.Popen(["bash", "-c", first], cwd=laptop.work, env=laptop.environment, stderr=subprocess.PIPE, text=True)
+    until = time.monotonic() + 60
+    while len(laptop.calls("dapo-jax")) < before + 2 and time.monotonic() < until:  # plan, train
+        time.sleep(0.05)
+    for block in beside:
+        done = laptop.run("bash", "-c", block)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert "was deleted, so the run is over; it can be resumed" in run.communicate(timeout=60)[1]
+
+    laptop.scenario()
+    done = laptop.run("bash", "-c", others)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not any(call.get("refused") for call in laptop.calls())
+    told = [" ".join([call["client"], *call["words"][:2]]) for call in laptop.calls()]
+    for part in ("dapo-jax plan", "gcloud storage", "xpk workload", "kubectl logs", "sbatch", "srun"):
+        assert any(line.startswith(part) for line in told), part
+
+
+def test_the_options_that_the_section_names_exist(laptop):
+    text = section()
+    helped = "".join(laptop.launch(name, "--help").stdout for name in ("tpu_vm.sh", "gke_xpk.sh"))
+    options = set(re.findall(r"`(--[a-z-]+)", text)) - {"--topology"}
+    assert options
+    assert {option for option in options if option not in helped} == set()

@@ -1,0 +1,136 @@
+"""launch/slurm.sbatch with Slurm's commands stubbed; the step's tasks run."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.launch.clients import ROOT, printed
+
+RUN = ("configs/quickstart.yaml", "run_dir=runs/shared")
+JOB = {"SLURM_JOB_ID": "71", "SLURM_GPUS_ON_NODE": "4"}
+
+
+def submit(laptop, *more, **environment):
+    script = str(ROOT / "launch" / "slurm.sbatch")
+    return laptop.run("sbatch", "--nodes=2", "--gpus-per-node=4", script, *RUN, *more, **environment)
+
+
+def tasks(laptop):
+    return laptop.calls("dapo-jax")
+
+
+def requeued(laptop):
+    return [call["words"] for call in laptop.calls("scontrol")]
+
+
+def test_one_task_a_node_drives_all_its_gpus(laptop):
+    laptop.scenario(workers=2)
+    done = submit(laptop)
+    assert done.returncode == 0, done.stderr
+    assert sorted(call["environment"]["SLURM_PROCID"] for call in tasks(laptop)) == ["0", "1"]
+    for call in tasks(laptop):
+        assert call["words"] == ["train", *RUN]
+        assert call["environment"]["DAPO_JAX_DISTRIBUTED"] == "1"
+        assert call["environment"]["JAX_LOCAL_DEVICE_IDS"] == "0,1,2,3"
+    assert requeued(laptop) == []
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_jax_takes_the_devices_it_is_told_and_without_that_only_one(told):
+    """What JAX_LOCAL_DEVICE_IDS is for: JAX's own reading of a task's environment."""
+    program = (
+        "import json, jax; from jax._src.xla_bridge import CUDA_VISIBLE_DEVICES; jax.distributed.initialize();"
+        "print(json.dumps([jax.process_count(), CUDA_VISIBLE_DEVICES.value]))"
+    )
+    step = {"SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+    more = {"JAX_LOCAL_DEVICE_IDS": "0,1,2,3"} if told else {}
+    environment = {"PATH": "/usr/bin:/bin", "JAX_PLATFORMS": "cpu", **JOB, **step, **more}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [1, "0,1,2,3" if told else "0"]
+
+
+def test_a_job_that_was_requeued_resumes(laptop):
+    assert submit(laptop, SLURM_RESTART_COUNT="1").returncode == 0
+    assert tasks(laptop)[0]["words"] == ["train", *RUN, "--resume"]
+
+
+def test_a_failure_requeues_the_job(laptop):
+    laptop.scenario(runs=[134])
+    assert submit(laptop).returncode == 134
+    assert requeued(laptop) == [["requeue", "71"]]
+
+
+def test_a_status_of_2_does_not(laptop):
+    laptop.scenario(runs=[2])
+    assert submit(laptop).returncode == 2
+    assert requeued(laptop) == []
+
+
+def test_restarts_are_used_up(laptop):
+    laptop.scenario(runs=[1])
+    assert submit(laptop, SLURM_RESTART_COUNT="3", RESTARTS="3").returncode == 1
+    assert requeued(laptop) == []
+
+
+def test_a_cancelled_job_does_not_come_back(laptop):
+    laptop.scenario(runs=[143], job="COMPLETING")
+    assert submit(laptop).returncode == 143
+    assert requeued(laptop) == []
+
+
+@pytest.mark.parametrize("told", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_job_that_is_told_to_stop_is_requeued_while_its_step_runs(laptop, told):
+    laptop.scenario(sleep=20)
+    job = subprocess.Popen(
+        ["bash", str(ROOT / "launch" / "slurm.sbatch"), *RUN],
+        cwd=laptop.work,
+        env=laptop.environment | JOB,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        until = time.monotonic() + 30
+        while not tasks(laptop) and time.monotonic() < until:
+            time.sleep(0.05)
+        job.send_signal(told)
+        assert job.wait(timeout=15) == 0
+        assert requeued(laptop) == [["requeue", "71"]]
+    finally:
+        subprocess.run(["kill", "--", f"-{job.pid}"], check=False)
+        assert "told to stop; requeued" in job.communicate()[1]
+
+
+def test_a_dry_run_prints_the_step(laptop):
+    dry = laptop.launch("slurm.sbatch", "--dry-run", *RUN, SLURM_GPUS_ON_NODE="4")
+    assert dry.returncode == 0, dry.stderr
+    assert laptop.calls() == []
+    assert submit(laptop).returncode == 0
+    (call,) = laptop.calls("srun")
+    settings = ["DAPO_JAX_DISTRIBUTED=1", "JAX_LOCAL_DEVICE_IDS=0,1,2,3"]
+    assert printed(dry.stdout) == [[*settings, "srun", *call["words"]]]
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "message"),
+    [
+        (RUN, {}, "not in a job; submit it"),
+        ((), JOB, "CONFIG is missing"),
+        (("run_dir=runs/x",), JOB, "CONFIG is missing"),
+        (("gone.yaml",), JOB, "gone.yaml does not exist"),
+        ((*RUN, "--nodes=2"), JOB, "--nodes=2 is no option of it"),
+        (RUN, {"SLURM_JOB_ID": "71"}, "ask for GPUs"),
+        (RUN, JOB | {"PATH": "/usr/bin:/bin"}, "dapo-jax is not on PATH"),
+    ],
+)
+def test_a_misused_script_is_told_what_is_wrong(laptop, words, environment, message):
+    done = laptop.launch("slurm.sbatch", *words, **environment)
+    assert done.returncode == 2
+    assert message in done.stderr

@@ -1,0 +1,132 @@
+"""An update computes the same on every mesh. Eight virtual CPU devices.
+
+Sums over devices are taken in another order than on one device, so results differ by float32 rounding: by 1e-5 of the norm of
+each array.
+"""
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from dapo_jax.batching import Row, pack
+from dapo_jax.losses import dapo_loss
+from dapo_jax.metrics import to_scalars
+from dapo_jax.models.decoder import graph_of
+from dapo_jax.parallel.layout import layout_of
+from dapo_jax.parallel.mesh import make_mesh
+from dapo_jax.testing import tiny_decoder_config, tiny_params
+from dapo_jax.training.state import init_state, make_optimizer
+from dapo_jax.training.update import UpdateOptions, Updater
+
+CONFIG = tiny_decoder_config(heads=4, kv_heads=2, qkv_bias=True, qk_norm=True, tied_embeddings=False)
+MESHES = {
+    "fsdp 8": {"fsdp": 8},
+    "fsdp 4 x tensor 2": {"fsdp": 4, "tensor": 2},
+    "data 2 x fsdp 2 x tensor 2": {"data": 2, "fsdp": 2, "tensor": 2},
+    "fsdp 2 x tensor 2 x context 2": {"fsdp": 2, "tensor": 2, "context": 2},
+    "data 2 x context 4": {"data": 2, "context": 4, "fsdp": 1},
+}
+ROW_TOKENS, ROWS = 32, 8
+RATE = 1e-4
+"""As in the quickstart. AdamW divides by the gradient's size: where that is nothing but rounding, a parameter moves by up to
+the rate in either direction, and three such steps must stay below 1e-5 of the largest parameter, which is over 1."""
+CLIPPED = 0.01
+"""The gradient's norm is several times that, so that clipping is at work."""
+KEEP_GRADIENT = optax.chain(optax.clip_by_global_norm(CLIPPED), optax.trace(decay=0.0), optax.scale(-100.0))
+"""SGD; its state is the last gradient, clipped."""
+ADAMW = make_optimizer(max_grad_norm=CLIPPED)
+
+
+def rollouts(seed=0):
+    """24 responses of 4 to 20 tokens to 6 prompts of 5: groups of 4."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for group in range(6):
+        prompt = rng.integers(2, CONFIG.vocab_size, 5).astype(np.int32)
+        for _ in range(4):
+            response = rng.integers(2, CONFIG.vocab_size, rng.integers(4, 21)).astype(np.int32)
+            logprobs = rng.normal(-3.0, 0.3, len(response)).astype(np.float32)
+            rows.append(Row(prompt_tokens=prompt, response_tokens=response, logprobs=logprobs,
+                            advantage=float(rng.normal()), group=group))  # fmt: skip
+    return rows
+
+
+def minibatch(*, apart, seed=0):
+    """Packed, prompts shared; or one rollout to a row."""
+    rows = rollouts(seed)
+    weights = np.full(len(rows), 1.0 / sum(len(row.response_tokens) for row in rows))
+    if not apart:
+        return pack(rows, weights, row_tokens=ROW_TOKENS, rows_per_microbatch=ROWS)
+    parts = [pack([row], weights[:1], row_tokens=ROW_TOKENS, rows_per_microbatch=1)[0] for row in rows]
+    return [
+        jax.tree.map(lambda *rows: np.concatenate(rows), *parts[i : i + ROWS]) for i in range(0, 24, ROWS)
+    ]
+
+
+BATCHES = [minibatch(apart=False), minibatch(apart=True, seed=1), minibatch(apart=False, seed=2)]
+
+
+def trained(mesh, optimizer, batches=BATCHES, *, rate, old_logprobs="trainer", attention="xla"):
+    """The state after each update, an update a batch, and the metrics; all but the first have ratios other than 1."""
+    graph = graph_of(CONFIG, layout=layout_of(mesh, attention=attention))
+    options = UpdateOptions(old_logprobs=old_logprobs, logprob_chunk_vocab=4)
+    params = jax.eval_shape(lambda: tiny_params(CONFIG))
+    updater = Updater(graph, params, optimizer, mesh, objective=dapo_loss, options=options)
+    state, states, metrics = init_state(tiny_params(CONFIG), optimizer, mesh), [], []
+    for index, prepared in enumerate(updater.prepare(state, batches)):
+        state, measured = updater.update(state, prepared, learning_rate=rate, first=index == 0)
+        metrics.append(to_scalars(measured))
+        states.append(jax.tree.map(np.asarray, state))
+    return states, metrics
+
+
+def one_device():
+    return make_mesh(devices=jax.devices()[:1])
+
+
+def assert_same(found, expected, scale=1e-5):
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(expected), strict=True
+    ):
+        assert np.linalg.norm(a - b) <= scale * np.linalg.norm(b), jax.tree_util.keystr(path)
+
+
+@pytest.fixture(scope="module")
+def expected_of_sgd():
+    return trained(one_device(), KEEP_GRADIENT, rate=1.0)
+
+
+@pytest.fixture(scope="module")
+def expected_of_adamw():
+    return trained(one_device(), ADAMW, rate=RATE, old_logprobs="sampler")
+
+
+def test_clipping_is_at_work(expected_of_sgd, expected_of_adamw):
+    for _, metrics in (expected_of_sgd, expected_of_adamw):
+        assert all(of_update["update/grad_norm"] > 2 * CLIPPED for of_update in metrics)
+
+
+@pytest.mark.parametrize("axes", MESHES.values(), ids=MESHES)
+def test_losses_gradients_and_sgd_are_those_of_one_device(axes, expected_of_sgd):
+    """Packed with shared prompts, and unpacked."""
+    states, metrics = trained(make_mesh(**axes), KEEP_GRADIENT, rate=1.0)
+    for found, expected in zip(states, expected_of_sgd[0], strict=True):
+        assert_same(found.opt_state, expected.opt_state)
+        assert_same(found.params, expected.params)
+    for found, expected in zip(metrics, expected_of_sgd[1], strict=True):
+        assert found == pytest.approx(expected, rel=1e-5, abs=1e-6, nan_ok=True)
+
+
+@pytest.mark.parametrize("axes", MESHES.values(), ids=MESHES)
+def test_adamw_moves_parameters_as_on_one_device(axes, expected_of_adamw):
+    states, _ = trained(make_mesh(**axes), ADAMW, rate=RATE, old_logprobs="sampler")
+    for found, expected in zip(states, expected_of_adamw[0], strict=True):
+        assert_same(found.params, expected.params)
+
+
+def test_packing_changes_no_gradient():
+    packed, apart = (minibatch(apart=apart) for apart in (False, True))
+    assert len(packed) < len(apart)
+    first, second = (trained(one_device(), KEEP_GRADIENT, [parts], rate=0.0)[0] for parts in (packed, apart))
+    assert_same(first[0].opt_state, second[0].opt_state)

@@ -1,0 +1,156 @@
+"""Processes that are one run: none is left waiting for one that is gone, and each says why it ended."""
+
+import signal
+import time
+
+import pytest
+
+from dapo_jax.cli import main
+from dapo_jax.config import ConfigError
+from dapo_jax.parallel.processes import wanted
+from tests import several
+
+WAITING = (
+    several.PREAMBLE
+    + """
+import os, signal, time
+from contextlib import ExitStack
+from dapo_jax.config import ConfigError
+from dapo_jax.parallel import processes
+from dapo_jax.parallel.exchange import exchange
+
+def work(index, how):
+    exchange(b"all are here")
+    print("ready", flush=True)
+    if index != int(sys.argv[2]):
+        exchange(b"never answered")
+    elif how == "raise":
+        raise ValueError("seven is no prompt")
+    elif how == "config":
+        raise ConfigError("model.layers: found 0")
+    elif how == "unwind":
+        with ExitStack() as stack:
+            stack.callback(lambda: exchange(b"for which the others have no answer"))
+            stack.push(processes.tell_others)
+            raise ValueError("seven is no prompt")
+    time.sleep(600)
+
+processes.start()
+import jax
+try:
+    work(jax.process_index(), sys.argv[1])
+except (Exception, KeyboardInterrupt) as error:
+    configured = isinstance(error, ConfigError)
+    processes.fail(2 if configured else 1, processes.described(error), by_all=configured)
+"""
+)
+
+
+def ended(how, failing, *, processes=2, kill=None, within_s=60):
+    """Outputs and statuses once one process has failed, and the seconds that it took from then."""
+    started = several.start(WAITING, how, failing, processes=processes, devices=1)
+    began = time.monotonic()
+    if kill is not None:
+        while "ready" not in started[failing].stdout.readline():
+            pass
+        time.sleep(1)
+        began = time.monotonic()
+        started[failing].send_signal(kill)
+    if kill == signal.SIGSTOP:
+        survivors = [each for index, each in enumerate(started) if index != failing]
+        try:
+            done = several.finish(survivors, within_s=within_s)
+        finally:
+            started[failing].kill()
+            started[failing].communicate()
+        done.insert(failing, (None, ""))
+    else:
+        done = several.finish(started, within_s=within_s)
+    return done, time.monotonic() - began
+
+
+@pytest.mark.parametrize("failing", [pytest.param(0, marks=pytest.mark.slow), 2])
+def test_an_exception_in_one_process_ends_the_others_who_say_whose_it_was(failing):
+    done, _ = ended("raise", failing, processes=3, within_s=40)
+    assert [status for status, _ in done] == [1, 1, 1]
+    for index, (_, output) in enumerate(done):
+        assert "ValueError: seven is no prompt" in output
+        assert (f"process {index} of 3 ends because process {failing} failed" in output) == (index != failing)
+
+
+@pytest.mark.slow
+def test_what_is_unwound_does_not_wait_for_those_who_wait_for_it():
+    done, _ = ended("unwind", 1, within_s=45)
+    assert [status for status, _ in done] == [1, 1]
+    assert all("seven is no prompt" in output for _, output in done)
+
+
+@pytest.mark.slow
+def test_a_configuration_error_of_one_process_is_said_by_it_and_ends_all_with_status_2():
+    done, _ = ended("config", 1, within_s=45)
+    assert [status for status, _ in done] == [2, 2]
+    assert all("model.layers: found 0" in output for _, output in done)
+
+
+@pytest.mark.parametrize("kill", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+def test_a_process_that_is_told_to_end_while_it_waits_ends_all(kill):
+    done, took = ended("wait", 1, kill=kill, within_s=45)
+    assert [status for status, _ in done] == [1, 1]
+    assert took < 45
+    assert "process 0 of 2 ends because process 1 failed" in done[0][1]
+
+
+@pytest.mark.slow  # a heartbeat has to be missed
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_process_that_dies_or_stops_without_a_word_ends_the_others_within_a_minute(kill, failing):
+    done, took = ended("wait", failing, processes=3, kill=kill, within_s=60)
+    survivors = [result for index, result in enumerate(done) if index != failing]
+    assert all(status not in (0, None) for status, _ in survivors)
+    assert took < 60
+
+
+def test_the_environment_says_whether_there_are_several():
+    assert not wanted({})
+    assert wanted({"JAX_COORDINATOR_ADDRESS": "localhost:1"})
+    assert wanted({"DAPO_JAX_DISTRIBUTED": "1"})
+    assert not wanted({"DAPO_JAX_DISTRIBUTED": "0", "JAX_COORDINATOR_ADDRESS": "localhost:1"})
+    with pytest.raises(ConfigError, match=r"DAPO_JAX_DISTRIBUTED='yes' must be 1 .*, 0 or not set"):
+        wanted({"DAPO_JAX_DISTRIBUTED": "yes"})
+
+
+def test_a_configuration_error_that_all_see_is_printed_once():
+    done = several.finish(
+        several.start(several.COMMAND, "train", "configs/nope.yaml", processes=3, devices=1), within_s=60
+    )
+    assert [status for status, _ in done] == [2, 2, 2]
+    assert [output.count("configs/nope.yaml: no such file") for _, output in done] == [1, 0, 0]
+
+
+@pytest.mark.parametrize("name", ["sft", "eval", "sample", "serve", "convert"])
+def test_commands_for_one_process_say_so_to_several(name, monkeypatch, capsys):
+    monkeypatch.setenv("DAPO_JAX_DISTRIBUTED", "1")
+    others = {"sample": ["--prompt", "1+1"], "convert": ["folder"]}.get(name, [])
+    assert main([name, "shipped:quickstart", *others]) == 2
+    assert "needs to be the only one" in capsys.readouterr().err
+
+
+def test_a_place_among_the_processes_that_is_not_said_is_asked_for():
+    [(status, output)] = several.finish(
+        several.start(
+            several.COMMAND, "train", "configs/quickstart.yaml", processes=1, devices=1, JAX_NUM_PROCESSES=""
+        ),
+        within_s=60,
+    )
+    assert status == 2
+    assert "JAX_NUM_PROCESSES=None" in output
+    assert "set all three" in output
+
+
+def test_a_place_that_is_no_number_is_refused():
+    [(status, output)] = several.finish(
+        several.start(several.COMMAND, "train", "x.yaml", processes=1, devices=1, JAX_NUM_PROCESSES="two"),
+        within_s=60,
+    )
+    assert status == 2
+    assert "JAX_NUM_PROCESSES='two' must be a number" in output

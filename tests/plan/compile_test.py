@@ -1,0 +1,132 @@
+"""Programs really compiled for TPU slices, which needs libtpu (extra tpu) and no TPU."""
+
+import json
+
+import pytest
+
+pytest.importorskip("libtpu", reason="the extra tpu")
+
+from dapo_jax.cli import main
+from dapo_jax.config import load_config
+from dapo_jax.plan.memory import bytes_on_device
+from dapo_jax.plan.plan import plan, plan_for
+from dapo_jax.plan.programs import Programs
+from dapo_jax.plan.suggest import suggestions
+from dapo_jax.plan.topologies import devices_of, parse
+from dapo_jax.plan.workload import Assumptions
+
+DESCRIBED = {
+    "model_type": "qwen3", "vocab_size": 512, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 256, "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 128, "tie_word_embeddings": True,
+}  # fmt: skip
+CONFIG = """
+run_dir: out
+model: {{source: {folder}, compute_dtype: bfloat16, remat: full}}
+data: {{max_prompt_tokens: 32}}
+sampling: {{max_response_tokens: 96, slots: 8}}
+reward: {{overlong: {{buffer_tokens: 32}}}}
+batch: {{prompts_per_step: 16, group_size: 4, groups_per_update: 8, rows_per_microbatch: 4}}
+dynamic_sampling: {{prompts_per_wave: 32}}
+parallel: {{tensor: 2, fsdp: 2}}
+"""
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    """A configuration with a model of two layers."""
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps(DESCRIBED))
+    path = folder / "run.yaml"
+    path.write_text(CONFIG.format(folder=folder))
+    return path
+
+
+@pytest.fixture(scope="module")
+def compiled(file):
+    return plan(load_config(file), slice=parse("v5e:2x2"))
+
+
+def test_every_program_of_a_step_compiles_and_fits(compiled):
+    assert [program.name for program in compiled.programs] == [
+        "generate", "prefill", "transfer", "update", "score",
+    ]  # fmt: skip
+    assert compiled.fits
+    assert all(phase.total > 0 for phase in compiled.phases)
+
+
+def test_the_arguments_are_what_the_shapes_say(compiled):
+    """The compiler pads arrays to its tiles, here at most to a quarter more."""
+    needed = {program.name: program.memory for program in compiled.programs}
+    there = compiled.resident
+    pairs = [
+        (needed["update"].arguments, there.state + there.minibatch),
+        (needed["update"].aliased, there.state),
+        (needed["transfer"].outputs, there.weights),
+        (needed["generate"].arguments, there.weights + there.decode_state),
+        (needed["generate"].aliased, there.decode_state),
+        (needed["prefill"].outputs, there.prefix),
+    ]
+    for compiled_bytes, shapes in pairs:
+        assert shapes * 0.99 < compiled_bytes < shapes * 1.25 + 2**16
+
+
+def test_weights_cut_over_two_devices_are_summed_in_every_layer_of_a_decode_step(compiled):
+    """Attention's and the MLP's outputs are sums over the tensor axis: 2 all-reduces in each of 2 layers, 16 tokens a call."""
+    counts = {kind.kind: kind.count for p in compiled.programs if p.name == "generate" for kind in p.traffic}
+    assert counts["all-reduce"] >= 2 * 2 * 16
+
+
+def test_the_programs_have_a_roofline(compiled):
+    assert compiled.step_s == sum(bound.seconds for bound in compiled.bounds) > 0
+    assert 0 < compiled.mfu_bound < 1
+    assert all(bound.work.ici_bytes > 0 for bound in compiled.bounds)
+
+
+def test_what_does_not_fit_is_named_and_what_would_is_compiled(file, capsys):
+    """A slot's cache on its 2 devices has 128 tokens x 512 bytes / 2, its logits 2 KiB on one: 34 KiB. Two million slots over 2
+    places are 34 GiB of the 15.75; a quarter of them is 8.5 GiB."""
+    config = load_config(file, [f"sampling.slots={2**21}", f"batch.group_size={2**19}"])
+    devices, slice_ = devices_of(parse("v5e:2x2")), parse("v5e:2x2")
+    assumed = Assumptions()
+    found = plan_for(config, devices, slice=slice_, assumed=assumed, only=("generate",))
+    assert found.failures == ["generate"]
+    assert "15.75G" in found.programs[0].refusal
+    tried = suggestions(found, devices, assumed=assumed, seconds=300.0)
+    assert tried[-1].fits
+    assert not any(one.fits for one in tried[:-1])
+    changed = load_config(file, [f"batch.group_size={2**19}", *tried[-1].overrides])
+    assert plan_for(changed, devices, slice=slice_, assumed=assumed, only=("generate",)).fits
+
+
+@pytest.mark.slow
+def test_each_host_of_a_slice_has_a_sampler_of_its_own(file):
+    """v5p:2x2x2 is two hosts of 4 chips; the trainer's mesh is over all 8, the sampler's over one host's."""
+    config = load_config(file, ["parallel.fsdp=4"])
+    found = plan(config, slice=parse("v5p:2x2x2"))
+    assert found.layout.samplers == 2
+    assert found.layout.sampler_devices == 4
+    assert found.fits
+
+
+@pytest.mark.slow
+def test_the_command_compiles_and_sweeps(file, capsys):
+    assert main(["plan", str(file), "--topology", "v5e:2x2", "--sweep", "--json", "-"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert {one["mesh"] for one in told} == {"fsdp 4 x tensor 1", "fsdp 2 x tensor 2", "fsdp 1 x tensor 4"}
+    assert told[0]["roofline"]["step_s"] <= told[1]["roofline"]["step_s"]
+
+
+def test_nothing_of_size_is_allocated(file):
+    """A model of 32B parameters on described devices: shapes and places only."""
+    config = load_config(
+        file,
+        ["model.source=preset:qwen2.5-32b", "parallel.fsdp=32", "parallel.tensor=4", "batch.rows_per_microbatch=32"],
+    )  # fmt: skip
+    from dapo_jax.plan.sizes import decoder_of
+    from dapo_jax.plan.workload import workload_of
+
+    work = workload_of(config, Assumptions())
+    made = Programs(config, decoder_of(config.model), work, devices_of(parse("v5p-256")))
+    assert made.resident.weights > 15 * 2**30
+    assert bytes_on_device(made.state, made.layout.train) == made.resident.state

@@ -1,0 +1,97 @@
+"""`dapo-jax plan` from shapes: the published configurations, and what the command says."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from dapo_jax.cli import main
+from dapo_jax.config import ConfigError, load_config
+from dapo_jax.plan.plan import plan
+from dapo_jax.plan.report import as_data
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+LARGE = ["dapo_qwen2.5_32b", "dapo_qwen2.5_32b_early", "dapo_qwen2.5_7b", "gsm8k_qwen3_0.6b"]
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_every_configuration_of_a_large_run_is_planned_from_shapes(name):
+    made = plan(load_config(CONFIGS / f"{name}.yaml"))
+    json.dumps(as_data(made))
+    # What all devices hold together is 12 bytes a parameter, and more only for what is not cut.
+    assert made.resident.state * made.layout.devices >= 12 * made.decoder.parameters
+    assert made.resident.state * made.layout.devices < 12.5 * made.decoder.parameters
+    assert made.fits
+
+
+def test_the_32b_run_by_hand():
+    """Weights in bfloat16 over 4 chips: 32,763,876,352 x 2 / 4 bytes, and norms in float32. A token's cache: 2 x 64 layers x 8 x 128
+    x 2 bytes; a sampler on each of 32 hosts."""
+    made = plan(load_config(CONFIGS / "dapo_qwen2.5_32b.yaml"))
+    norms = (64 * 2 + 1) * 5120
+    biases = 64 * 128 * (40 + 8 + 8)
+    assert made.resident.weights == (made.decoder.parameters - norms) // 2 + 4 * norms
+    assert biases < norms * 4
+    assert as_data(made)["cache"]["bytes_per_token"] == 262_144
+    assert made.layout.samplers == 32
+    assert made.layout.devices == 128
+
+
+def test_the_early_run_differs_in_dynamic_sampling_alone():
+    whole, early = (load_config(CONFIGS / f"{name}.yaml") for name in LARGE[:2])
+    sections = [name for name in vars(whole) if getattr(whole, name) != getattr(early, name)]
+    assert sections == ["run_dir", "dynamic_sampling"]
+    assert not early.dynamic_sampling.enabled
+
+
+def test_the_paper_is_what_the_32b_configuration_says():
+    """Section 4.1 of https://arxiv.org/abs/2503.14476."""
+    config = load_config(CONFIGS / "dapo_qwen2.5_32b.yaml")
+    assert (config.batch.prompts_per_step, config.batch.group_size) == (512, 16)
+    assert config.batch.prompts_per_step // config.batch.groups_per_update == 16
+    assert (config.sampling.max_response_tokens, config.reward.overlong.buffer_tokens) == (16384 + 4096, 4096)
+    assert (config.loss.clip_ratio_low, config.loss.clip_ratio_high, config.loss.kl_coef) == (0.2, 0.28, 0.0)
+    assert (config.optimizer.learning_rate, config.optimizer.warmup_steps) == (1e-6, 20)
+    assert (config.eval.samples_per_prompt, config.eval.temperature, config.eval.top_p) == (32, 1.0, 0.7)
+
+
+def test_axes_that_do_not_divide_are_named():
+    config = load_config(
+        CONFIGS / "dapo_qwen2.5_32b.yaml", ["parallel.fsdp=24", "batch.rows_per_microbatch=24"]
+    )
+    with pytest.raises(ConfigError, match=r"fsdp = 24 do not divide"):
+        plan(config)
+    config = load_config(CONFIGS / "dapo_qwen2.5_32b.yaml", ["batch.rows_per_microbatch=1"])
+    with pytest.raises(
+        ConfigError, match=r"rows_per_microbatch=1 must be a multiple of parallel.data x parallel.fsdp = 32"
+    ):
+        plan(config)
+
+
+def test_the_command_writes_tables_or_json(capsys):
+    name = str(CONFIGS / "dapo_qwen2.5_32b.yaml")
+    assert main(["plan", name, "--response-tokens", "5000,4000", "--informative", "0.25"]) == 0
+    printed = capsys.readouterr().out
+    assert "train state (parameters and moments)" in printed
+    assert "2 waves of 1536 prompts" in printed
+    assert main(["plan", name, "--json", "-"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["schema_version"] == 1
+    assert told["fits"] is None
+    assert told["workload"]["response_mean"] == 20480
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--topology", "v5p-257"], "the nearest in size"),
+        (["--topology", "v5e:2x2"], r"pip install 'dapo_jax[tpu]'"),
+        (["--sweep"], "name it with --topology"),
+        (["--informative", "0"], "above 0 and at most 1"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_message(options, message, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "libtpu", None)
+    assert main(["plan", str(CONFIGS / "dapo_qwen2.5_32b.yaml"), *options]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,112 @@
+"""The least time of a step's phases, each number derived by hand."""
+
+import pytest
+
+from dapo_jax.config import (
+    BatchConfig,
+    DataConfig,
+    LossConfig,
+    ModelConfig,
+    OverlongConfig,
+    RewardConfig,
+    SamplingConfig,
+    TrainConfig,
+)
+from dapo_jax.models.presets import DecoderConfig
+from dapo_jax.plan.chips import CHIPS
+from dapo_jax.plan.collectives import Traffic
+from dapo_jax.plan.layout import Layout
+from dapo_jax.plan.roofline import Work, bound, decode_steps, work_of
+from dapo_jax.plan.workload import Assumptions, workload_of
+
+# A layer has 8 x (6 x 12 + 48) = 960 weights, 3 layers 2880, the unembedding 256; a pair costs 288; a token's cache in bfloat16
+# has 144 bytes. All parameters: 3 x (960 + 16 of norms) + 256 + 8 = 3192.
+SMALL = DecoderConfig(vocab_size=32, embed_dim=8, layers=3, heads=4, kv_heads=2, head_dim=6, mlp_dim=16)
+LAYOUT = Layout(
+    train={"data": 1, "fsdp": 4, "tensor": 2, "context": 1},
+    sampler={"data": 2, "fsdp": 1, "tensor": 2, "context": 1},
+    samplers=2,
+)
+CONFIG = TrainConfig(
+    run_dir="out",
+    model=ModelConfig(compute_dtype="bfloat16", remat="full"),
+    data=DataConfig(max_prompt_tokens=6),
+    sampling=SamplingConfig(max_response_tokens=10, slots=8, steps_per_call=5),
+    reward=RewardConfig(overlong=OverlongConfig(buffer_tokens=2)),
+    batch=BatchConfig(prompts_per_step=8, group_size=4, groups_per_update=4, rows_per_microbatch=4),
+)
+
+
+def works(config=CONFIG, traffic=None):
+    work = workload_of(config, Assumptions(informative=1.0))
+    return work, {one.phase: one for one in work_of(config, SMALL, work, LAYOUT, traffic or {})}
+
+
+def test_the_longest_of_three_times_bounds_a_phase():
+    """v5e: 197e12 operations, 819e9 and 200e9 bytes a second."""
+    work = Work(phase="x", runs=1, flops=394e12, useful_flops=0, hbm_bytes=819e9, ici_bytes=600e9)
+    found = bound(work, CHIPS["v5e"])
+    assert (found.compute_s, found.hbm_s, found.ici_s) == (2, 1, 3)
+    assert (found.seconds, found.limit) == (3, "ici")
+
+
+def test_decoding_by_hand():
+    """1536 prompts x 4 responses of 10 tokens are 61,440 tokens, half on each sampler: 30,720 over 8 slots are 3840 steps. A step
+    reads 2 x 3136 / 2 bytes of weights and 4 slots x 144 / 2 bytes x a mean context of 6 + 4.5."""
+    work, phases = works()
+    decode = phases["decode"]
+    assert decode_steps(CONFIG, work, 2) == 3840
+    assert decode.hbm_bytes == 3840 * (3136 + 288 * 10.5)
+    # 2 x 3136 + 288 x 10.5 operations a token, over 4 devices.
+    assert decode.flops == 30_720 * (6272 + 3024) / 4
+    assert decode.runs == 768
+
+
+def test_a_sampler_decodes_at_least_as_long_as_its_longest_response():
+    config = TrainConfig(**{**vars(CONFIG), "sampling": SamplingConfig(max_response_tokens=10, slots=10**6)})
+    assert decode_steps(config, works(config)[0], 2) == 10
+
+
+def test_prefill_and_transfer_by_hand():
+    """768 prompts of 6 tokens to each sampler, 2 at once: 21 pairs and one row of logits each. The transfer reads 3192 x 4 / 8
+    bytes and writes 3192 x 2 / 2."""
+    _, phases = works()
+    assert phases["prefill"].flops == 768 * (2 * 2880 * 6 + 288 * 21 + 512) / 4
+    assert (phases["prefill"].runs, phases["prefill"].hbm_bytes) == (384, 384 * 3136)
+    assert phases["transfer"].hbm_bytes == 1596 + 3192
+
+
+def test_training_by_hand():
+    """An update has 16 rows of 16 tokens, 4 microbatches of 64: 256 tokens, each with 8.5 pairs and its logits: 256 x (5760 + 288 x
+    8.5 + 512) operations forward, 4 times that with the forward pass computed again; 2 updates, 8 devices. The first update's
+    old log-probabilities are its own, so one forward pass is scored."""
+    _, phases = works()
+    forward = 256 * (5760 + 2448 + 512)
+    assert phases["update"].flops == 2 * 4 * forward / 8
+    assert phases["update"].useful_flops == 2 * 3 * forward / 8
+    assert (phases["score"].flops, phases["score"].runs) == (forward / 8, 1)
+    # Each of 4 passes over a microbatch reads 3192 x 2 / 2 bytes. A device holds 3192 / 8 = 399 parameters: their gradients pass 3
+    # times for each microbatch, and parameters, gradients and moments 7 times at the end.
+    assert phases["update"].hbm_bytes == 2 * (4 * 4 * 3192 + 4 * 12 * 399 + 28 * 399)
+
+
+def test_options_change_what_is_computed():
+    def without(**sections):
+        return works(TrainConfig(**{**vars(CONFIG), **sections}))[1]
+
+    _, phases = works()
+    plain = without(model=ModelConfig(compute_dtype="bfloat16", remat="none"))
+    assert plain["update"].flops == 3 / 4 * phases["update"].flops
+    assert "score" not in without(loss=LossConfig(old_logprobs="sampler"))
+    assert without(loss=LossConfig(kl_coef=0.1))["score"].runs == 3
+    float32 = without(model=ModelConfig(compute_dtype="float32", remat="full"))
+    assert float32["decode"].hbm_bytes == 2 * phases["decode"].hbm_bytes
+
+
+def test_traffic_is_taken_as_often_as_a_program_runs():
+    """A call decodes 5 tokens, so 3840 steps are 768 calls; an update's is received twice."""
+    one = [Traffic(kind="all-gather", count=1, received_bytes=100)]
+    _, phases = works(traffic={"generate": one, "update": one * 2})
+    assert phases["decode"].ici_bytes == pytest.approx(76_800)
+    assert phases["update"].ici_bytes == 400
+    assert phases["score"].ici_bytes == 0

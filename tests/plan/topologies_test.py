@@ -1,0 +1,59 @@
+"""Names of TPU slices."""
+
+import sys
+
+import pytest
+
+from dapo_jax.config import ConfigError
+from dapo_jax.plan.chips import CHIPS
+from dapo_jax.plan.topologies import devices_of, parse
+
+
+@pytest.mark.parametrize(
+    ("name", "full", "chips", "hosts"),
+    [
+        # v4 and v5p count cores, two to a chip; 4 chips to a host.
+        ("v5p-256", "v5p:4x4x8", 128, 32),
+        ("v4-8", "v4:2x2x1", 4, 1),
+        ("v5p:4x4x8", "v5p:4x4x8", 128, 32),
+        # The flat ones count chips; up to 8 of them are on one host.
+        ("v5litepod-64", "v5e:8x8", 64, 16),
+        ("v5e-64", "v5e:8x8", 64, 16),
+        ("v6e-8", "v6e:2x4", 8, 1),
+        ("v6e-1", "v6e:1x1", 1, 1),
+        ("v5e:2x2", "v5e:2x2", 4, 1),
+        ("tpu7x:2x2x1", "tpu7x:2x2x1", 4, 1),
+    ],
+)
+def test_the_names_people_type(name, full, chips, hosts):
+    made = parse(name)
+    assert (made.name, made.chips, made.hosts) == (full, chips, hosts)
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("v5p-200", "v5p-128 = v5p:4x4x4 or v5p-256 = v5p:4x4x8"),
+        ("v6e-7", "v6e-4 = v6e:2x2 or v6e-8 = v6e:2x4"),
+        ("v5e:3x3", "v5litepod-8 = v5e:2x4"),
+        ("v5p:4x4", "v5p-32 = v5p:2x2x4"),
+        ("v5pod-8", "v5litepod-8"),
+        ("h100-8", "v4-8"),
+    ],
+)
+def test_an_unknown_name_is_answered_with_the_nearest(name, nearest):
+    with pytest.raises(ConfigError, match="no such slice") as error:
+        parse(name)
+    assert nearest in str(error.value)
+
+
+def test_peaks_of_a_device_are_those_of_its_share_of_the_chip():
+    assert CHIPS["v5e"].device_flops == 197e12
+    assert CHIPS["tpu7x"].device_flops == 2307e12 / 2
+    assert CHIPS["tpu7x"].device_hbm_bytes == int(94.75 * 2**30)
+
+
+def test_without_libtpu_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "libtpu", None)
+    with pytest.raises(ConfigError, match=r"pip install 'dapo_jax\[tpu\]'"):
+        devices_of(parse("v5e:2x2"))

@@ -1,0 +1,63 @@
+"""What a step has to do, under assumptions."""
+
+import pytest
+
+from dapo_jax.config import (
+    BatchConfig,
+    ConfigError,
+    DataConfig,
+    DynamicSamplingConfig,
+    OverlongConfig,
+    RewardConfig,
+    SamplingConfig,
+    TrainConfig,
+)
+from dapo_jax.plan.workload import Assumptions, workload_of
+
+CONFIG = TrainConfig(
+    run_dir="out",
+    data=DataConfig(max_prompt_tokens=16),
+    sampling=SamplingConfig(max_response_tokens=48, slots=8),
+    reward=RewardConfig(overlong=OverlongConfig(buffer_tokens=8)),
+    batch=BatchConfig(prompts_per_step=8, group_size=4, groups_per_update=4, rows_per_microbatch=2),
+    dynamic_sampling=DynamicSamplingConfig(prompts_per_wave=16, max_waves=3),
+)
+
+
+def test_a_step_at_the_limit_by_hand():
+    """Half of 16 groups are mixed: one wave. An update has 16 responses of 16 + 48 = 64 tokens, a row each, 2 rows to a
+    microbatch: 8 of them, and room for as many."""
+    work = workload_of(CONFIG, Assumptions(informative=0.5))
+    assert (work.prompts, work.waves, work.responses, work.trained, work.updates) == (16, 1, 64, 32, 2)
+    assert (work.microbatches, work.room, work.microbatch_tokens) == (8, 8, 128)
+    assert len([note for note in work.notes if "not given" in note]) == 2
+
+
+def test_shorter_responses_pack_but_room_stays_for_the_longest():
+    """16 x (6 + 10) = 256 tokens are 4 rows of 64, 2 microbatches."""
+    work = workload_of(CONFIG, Assumptions(response_tokens=10, prompt_tokens=6))
+    assert (work.microbatches, work.room) == (2, 8)
+
+
+def test_waves_follow_from_the_share_of_mixed_groups():
+    """A quarter of 16 is 4 of the 8 that are needed."""
+    assert workload_of(CONFIG, Assumptions(informative=0.25)).waves == 2
+    with pytest.raises(ConfigError, match=r"need 4 waves, over dynamic_sampling.max_waves=3"):
+        workload_of(CONFIG, Assumptions(informative=0.125))
+
+
+def test_the_mean_context_is_taken_over_tokens():
+    """Responses of 3 tokens behind 2 of a prompt attend to 2, 3, 4: mean 3. Of lengths 1 and 5 (mean 3, deviation 2) the six
+    tokens attend to 2; 2, 3, 4, 5, 6: mean 22 / 6."""
+    one = workload_of(CONFIG, Assumptions(response_tokens=3, prompt_tokens=2))
+    assert one.context == 3
+    assert one.attended == 15  # 1 + 2 + 3 + 4 + 5
+    two = workload_of(CONFIG, Assumptions(response_tokens=3, response_tokens_std=2, prompt_tokens=2))
+    assert two.context == pytest.approx(22 / 6)
+    assert two.attended == (6 + 28) / 2  # 1 + 2 + 3, and 1 + ... + 7
+
+
+@pytest.mark.parametrize("tokens", [0.0, 49.0])
+def test_lengths_beyond_the_configuration_are_refused(tokens):
+    with pytest.raises(ConfigError, match=r"at most sampling.max_response_tokens = 48"):
+        workload_of(CONFIG, Assumptions(response_tokens=tokens))
