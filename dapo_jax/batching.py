@@ -4,7 +4,7 @@ Every token's weight in the loss is computed here from its whole minibatch, so p
 change nothing in the gradient.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 from dapo_jax.advantages import group_advantages
 from dapo_jax.losses import token_weights
 from dapo_jax.microbatch import Microbatch
+from dapo_jax.packing import Line, Piece, even_lines, side_by_side
 from dapo_jax.rollouts import Group
 
 
@@ -98,66 +99,75 @@ def pack(
     *,
     row_tokens: int,
     rows_per_microbatch: int,
+    spread: int = 1,
+    share_prompts: bool = True,
+    alone: bool = False,
     pad_id: int = 0,
 ) -> list[Microbatch]:
     """Packs rollouts into lines of `row_tokens` tokens and lines into microbatches of one static shape.
 
-    Responses to one prompt that fit in a line together share it: the prompt is computed once, and takes the gradients of all
-    of them. First fit, longest first, of the responses to a prompt and then of what they make up. Lines that are left over
-    are padding with no weight.
+    Responses to one prompt that come into one line share it: the prompt is computed once, and takes the gradients of all of
+    them. There are as few microbatches as are found; rollouts spread over all their lines, and lines with about as much to
+    attend to come into one microbatch (`dapo_jax.packing`). The rest is padding with no weight.
+
+    Args:
+        rows: the rollouts of a minibatch.
+        weights: of each rollout's tokens, from `row_weights`.
+        row_tokens: the length of a line.
+        rows_per_microbatch: lines in a microbatch.
+        spread: over how many groups of devices these lie, the first `rows_per_microbatch / spread` on the first; each gets as
+            much to attend to.
+        share_prompts: False where attention cannot show a response another segment: every rollout has its own prompt.
+        alone: one rollout a line, where attention cannot tell segments apart.
+        pad_id: the token of padding.
 
     Raises:
-        ValueError: a rollout is longer than a line. Cutting it would train on a response that was never sampled.
+        ValueError: a rollout is longer than a line, for cutting it would train on a response that was never sampled; or
+            `spread` does not divide `rows_per_microbatch`.
     """
+    if rows_per_microbatch % spread:
+        raise ValueError(
+            f"rows_per_microbatch={rows_per_microbatch} must be a multiple of the {spread} groups of devices it is spread "
+            f"over; {-(-rows_per_microbatch // spread) * spread} is"
+        )
     for index, row in enumerate(rows):
         if row.tokens > row_tokens:
             raise ValueError(
                 f"rollout {index} has {len(row.prompt_tokens)} prompt + {len(row.response_tokens)} response = {row.tokens} "
                 f"tokens, over batch.row_tokens={row_tokens}; raise batch.row_tokens or lower sampling.max_response_tokens"
             )
-    bundles = _bundles(rows, row_tokens)
-    sizes = [
-        len(rows[bundle[0]].prompt_tokens) + sum(len(rows[i].response_tokens) for i in bundle)
-        for bundle in bundles
+    shared = share_prompts and not alone
+    pieces = [
+        Piece(
+            rollouts=(index,),
+            responses=(len(row.response_tokens),),
+            prompt=row.prompt_tokens.tobytes() if shared else index,
+            prompt_tokens=len(row.prompt_tokens),
+        )
+        for index, row in enumerate(rows)
     ]
-    lines = [
-        [[(rows[i], float(weights[i])) for i in bundles[b]] for b in line]
-        for line in first_fit(sizes, row_tokens)
+    # With no room to share, each has a line of its own.
+    lines = even_lines(pieces, room=0 if alone else row_tokens, multiple=rows_per_microbatch)
+    written = [
+        [[(rows[i], float(weights[i])) for i in bundle] for bundle in _bundles(line)]
+        for line in side_by_side(lines, rows=rows_per_microbatch, spread=spread)
     ]
     return [
         _microbatch(
-            lines[start : start + rows_per_microbatch], shape=(rows_per_microbatch, row_tokens), pad_id=pad_id
+            written[start : start + rows_per_microbatch],
+            shape=(rows_per_microbatch, row_tokens),
+            pad_id=pad_id,
         )
-        for start in range(0, len(lines), rows_per_microbatch)
+        for start in range(0, len(written), rows_per_microbatch)
     ]
 
 
-def _bundles(rows: Sequence[Row], row_tokens: int) -> list[list[int]]:
-    """Indices of rows that share a prompt, as many together as fit in a line."""
-    of_prompt: dict[bytes, list[int]] = {}
-    for index, row in enumerate(rows):
-        of_prompt.setdefault(row.prompt_tokens.tobytes(), []).append(index)
-    bundles = []
-    for same in of_prompt.values():
-        room = row_tokens - len(rows[same[0]].prompt_tokens)
-        parts = first_fit([len(rows[i].response_tokens) for i in same], room)
-        bundles += [[same[i] for i in part] for part in parts]
-    return bundles
-
-
-def first_fit(sizes: Sequence[int], room: int) -> list[list[int]]:
-    """The indices of `sizes`, longest first, each in the first line that still has room for it; none is over `room`."""
-    lines: list[list[int]] = []
-    left: list[int] = []
-    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        place = next((line for line, free in enumerate(left) if free >= sizes[index]), None)
-        if place is None:
-            place = len(lines)
-            lines.append([])
-            left.append(room)
-        lines[place].append(index)
-        left[place] -= sizes[index]
-    return lines
+def _bundles(line: Line) -> list[list[int]]:
+    """Indices of the rollouts of a line, those that share a prompt together."""
+    of_prompt: dict[Hashable, list[int]] = {}
+    for piece in line:
+        of_prompt.setdefault(piece.prompt, []).extend(piece.rollouts)
+    return list(of_prompt.values())
 
 
 def _microbatch(

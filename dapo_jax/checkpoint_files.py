@@ -14,12 +14,34 @@ import numpy as np
 from etils import epath
 from jaxtyping import UInt8
 
+from dapo_jax.storage import entries, files_below, in_bucket
+
 MANIFEST = "sha256.json"
 
-_UNSEALED = {MANIFEST, "_CHECKPOINT_METADATA", "commit_success.txt"}
+_UNFINISHED = ".orbax-checkpoint-tmp"
+"""What orbax appends to the name of a step that is being written."""
+
+_COMMITTED = "commit_success.txt"
+"""What orbax writes last into a step in a bucket, where nothing can be renamed."""
+
+_UNSEALED = {MANIFEST, "_CHECKPOINT_METADATA", _COMMITTED}
 """Written or changed by orbax after the manifest; none of them holds a value that is restored."""
 
 _READ_BYTES = 1 << 24
+
+
+def remove_unfinished(folder: epath.Path) -> None:
+    """Removes the steps in `folder` that a killed run was writing: they are never whole, and never read."""
+    for path in map(epath.Path, entries(folder)):
+        named = in_bucket(path) and path.name.isdigit()
+        if _UNFINISHED in path.name or (named and not (path / _COMMITTED).exists()):
+            path.rmtree()
+
+
+def seal(folder: epath.Path, step: int | None) -> None:
+    """Writes the manifest of the step in `folder` that is complete but for its final name, or its marker file."""
+    unfinished = folder / f"{step}{_UNFINISHED}"
+    write_manifest(unfinished if unfinished.exists() else folder / str(step))
 
 
 def write_manifest(folder: epath.Path) -> None:
@@ -103,15 +125,8 @@ def unpack_arrays(
 
 def _files(folder: epath.Path) -> list[str]:
     """Every sealed file's path below `folder`, sorted."""
-    names: list[str] = []
-    pending = [folder]
-    while pending:
-        for path in pending.pop().iterdir():
-            if path.is_dir():
-                pending.append(path)
-            elif path.name not in _UNSEALED:
-                names.append(path.relative_to(folder).as_posix())
-    return sorted(names)
+    sealed = [path for path in files_below(folder) if path.name not in _UNSEALED]
+    return sorted(path.relative_to(folder).as_posix() for path in sealed)
 
 
 def _digests(folder: epath.Path, names: list[str]) -> dict[str, str]:

@@ -5,7 +5,8 @@ A checkpoint stands at a step boundary and holds three things: `state` (a pytree
 dict of path -> array, so what is on disk depends neither on flax's nor on optax's container classes.
 
 Layout: FOLDER/STEP/{state,carry,meta,sha256.json}. A step is written beside its final name and renamed when it
-is complete, its sha256 manifest included: a folder that bears a step's number is a whole checkpoint.
+is complete, its sha256 manifest included: a folder that bears a step's number is a whole checkpoint. In a bucket nothing
+can be renamed: there it is whole once it holds commit_success.txt.
 """
 
 import json
@@ -22,13 +23,11 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jaxtyping import PyTree
 
-from dapo_jax.checkpoint_files import check_manifest, pack_arrays, unpack_arrays, write_manifest
+from dapo_jax.checkpoint_files import check_manifest, pack_arrays, remove_unfinished, seal, unpack_arrays
+from dapo_jax.storage import in_bucket, path_of
 
 SCHEMA_VERSION = 1
 """Version of the layout above and of the `meta` item; raised when an older reader could not read it."""
-
-_UNFINISHED = ".orbax-checkpoint-tmp"
-"""What orbax appends to the name of a step that is being written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +48,7 @@ class Checkpointer:
     be opened to restore from it. Use it as a context manager: leaving waits for the save in progress.
 
     Args:
-        folder: where the steps lie; local or `gs://`.
+        folder: where the steps lie; local or in a bucket (`dapo_jax.storage`).
         keep: how many of the last checkpoints stay. At least 1.
     """
 
@@ -127,7 +126,7 @@ class Checkpointer:
         self.wait()
         return max(self._steps(), default=None)
 
-    def restore(self, target_state: PyTree, step: int | None = None) -> Restored:
+    def restore(self, target_state: PyTree, step: int | None = None, *, rows: int | None = None) -> Restored:
         """Reads a checkpoint; the state takes the target's structure, shardings and dtypes.
 
         Args:
@@ -135,6 +134,8 @@ class Checkpointer:
                 device). It is only looked at; a tree of structs costs no memory. A leaf of another dtype than
                 the saved one is cast.
             step: which; None is the latest.
+            rows: of embedding and unembedding that are entries of the vocabulary. What fills them up so that a mesh can split
+                them may differ between what was saved and the target. None: it may not.
 
         Raises:
             FileNotFoundError: there is no such checkpoint.
@@ -151,9 +152,10 @@ class Checkpointer:
                 f"dapo_jax reads up to {SCHEMA_VERSION}: upgrade dapo_jax"
             )
         target = {path: _struct(leaf) for path, leaf in _flatten(target_state).items()}
-        self._check_target(step, meta["state"], target)
+        self._check_target(step, meta["state"], target, rows)
 
-        items = {"state": ocp.args.StandardRestore(target)}
+        # Not strict: filled up with zeros or cut; `_check_target` saw that nothing else is.
+        items = {"state": ocp.args.StandardRestore(target, strict=False)}
         size = sum(entry["bytes"] for entry in meta["carry"].values())
         if size:
             items["carry"] = ocp.args.StandardRestore({"bytes": np.empty(size, np.uint8)})
@@ -210,7 +212,11 @@ class Checkpointer:
             )
 
     def _check_target(
-        self, step: int, saved: Mapping[str, Sequence[Any]], target: Mapping[str, jax.ShapeDtypeStruct]
+        self,
+        step: int,
+        saved: Mapping[str, Sequence[Any]],
+        target: Mapping[str, jax.ShapeDtypeStruct],
+        rows: int | None,
     ) -> None:
         where = f"checkpoint {self.folder / str(step)}"
         if missing := sorted(target.keys() - saved.keys()):
@@ -219,7 +225,7 @@ class Checkpointer:
             raise ValueError(f"{where} holds {_some(surplus)}, which the target does not have")
         for path, struct in target.items():
             shape = tuple(saved[path][0])
-            if shape != struct.shape:
+            if shape != struct.shape and not _filled_up(path, shape, struct.shape, rows):
                 raise ValueError(
                     f"{where} holds {path} of shape {shape}; the target's has shape {struct.shape}: "
                     "was it saved with another model configuration?"
@@ -228,16 +234,12 @@ class Checkpointer:
     def _make_folder(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         if not self._cleaned and jax.process_index() == 0:
-            for path in self.folder.iterdir():
-                if _UNFINISHED in path.name:  # what a killed run was writing: never whole, never read
-                    path.rmtree()
+            remove_unfinished(self.folder)
         self._cleaned = True
 
     def _seal(self) -> None:
         """Adds the sha256 manifest to the step that is about to take its final name."""
-        # On gs:// there is no rename: the step already has its name, and a marker file completes it.
-        unfinished = self.folder / f"{self._saving}{_UNFINISHED}"
-        write_manifest(unfinished if unfinished.exists() else self.folder / str(self._saving))
+        seal(self.folder, self._saving)
 
     def _failure(self, step: int | None, error: Exception) -> RuntimeError:
         if self.folder.exists():
@@ -245,9 +247,14 @@ class Checkpointer:
         return RuntimeError(f"saving checkpoint step {step} in {self.folder} failed: {error}")
 
 
+def _filled_up(path: str, saved: tuple[int, ...], wanted: tuple[int, ...], rows: int | None) -> bool:
+    table = path.endswith((".embedding", ".lm_head")) and saved[1:] == wanted[1:]
+    return rows is not None and table and min(saved[0], wanted[0]) >= rows
+
+
 def _absolute(folder: str | PathLike[str]) -> epath.Path:
-    path = epath.Path(folder).expanduser()
-    return path if "://" in str(path) else path.resolve()  # resolve takes gs:// for a relative name
+    path = epath.Path(path_of(folder))
+    return path if in_bucket(path) else path.resolve()  # resolve takes gs:// for a relative name
 
 
 def _flatten(tree: PyTree) -> dict[str, jax.Array | jax.ShapeDtypeStruct]:

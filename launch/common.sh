@@ -1,6 +1,6 @@
 # shellcheck shell=bash disable=SC2034
-# What tpu_vm.sh and gke_xpk.sh have in common; sourced, not run: they use what is set here. Plain enough for the bash 3.2
-# of macOS.
+# What tpu_vm.sh and gke_xpk.sh have in common; sourced, not run: they use what is set here. Nothing that came
+# with bash 4: macOS has 3.2.
 
 readonly TOKENS=(HF_TOKEN WANDB_API_KEY)
 readonly EXTRAS="gcs,hub,tpu,wandb"

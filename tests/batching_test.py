@@ -198,7 +198,8 @@ def test_what_a_token_sees_is_its_prompt_and_its_response_up_to_it(groups, row_t
             start += 20
             rows.append(replace(make_row(1, length, start=start), prompt_tokens=prompt))
         start += 20
-    [m] = pack(rows, np.ones(len(rows)), row_tokens=row_tokens, rows_per_microbatch=30)
+    microbatches = pack(rows, np.ones(len(rows)), row_tokens=row_tokens, rows_per_microbatch=1)
+    m = jax.tree.map(lambda *parts: np.concatenate(parts), *microbatches)
     found = []
     for line, segment_ids in enumerate(m.segment_ids):
         scored = m.mask[line]
@@ -213,6 +214,74 @@ def test_what_a_token_sees_is_its_prompt_and_its_response_up_to_it(groups, row_t
             np.testing.assert_array_equal(m.positions[line, walk[::-1]], np.arange(len(walk)))
             found.append(m.tokens[line, walk[::-1]].tolist())
     assert sorted(found) == sorted([*row.prompt_tokens, *row.response_tokens] for row in rows)
+
+
+def one_prompt(*responses):
+    """Responses of these lengths to the prompt [1, 2]; their tokens are 10, 20, ... and up."""
+    prompt = np.array([1, 2], np.int32)
+    return [
+        replace(make_row(2, n, start=10 * k - 2), prompt_tokens=prompt) for k, n in enumerate(responses, 1)
+    ]
+
+
+def test_prompts_that_are_not_shared_are_repeated():
+    """Each response after its own prompt, one segment, for attention that shows a token nothing else."""
+    rows = one_prompt(2, 3)
+    [shared] = pack(rows, np.ones(2), row_tokens=9, rows_per_microbatch=1)
+    [m] = pack(rows, np.ones(2), row_tokens=9, rows_per_microbatch=1, share_prompts=False)
+    assert shared.tokens.tolist() == [[1, 2, 20, 21, 22, 10, 11, 0, 0]]
+    assert m.tokens.tolist() == [[1, 2, 20, 21, 22, 1, 2, 10, 11]]
+    assert m.segment_ids.tolist() == m.prefix_ids.tolist() == [[1] * 5 + [2] * 4]
+    assert m.positions.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 3]]
+    assert m.previous.tolist() == [[0, 0, 1, 2, 3, 0, 5, 6, 7]]
+
+
+def test_alone_each_rollout_has_a_row():
+    microbatches = pack(one_prompt(2, 3, 1), np.ones(3), row_tokens=20, rows_per_microbatch=2, alone=True)
+    assert [m.tokens[:, :6].tolist() for m in microbatches] == [
+        [[1, 2, 20, 21, 22, 0], [1, 2, 10, 11, 0, 0]], [[1, 2, 30, 0, 0, 0], [0] * 6]
+    ]  # fmt: skip
+    for m in microbatches:
+        assert m.segment_ids.max() == 1
+        np.testing.assert_array_equal(m.segment_ids, m.prefix_ids)
+
+
+@given(lengths=lengths, share=st.booleans(), spread=st.sampled_from([1, 2, 4]))
+def test_what_attention_sees_is_what_packing_counts(lengths, share, spread):
+    """Pairs counted one by one in the arrays; and rows are dealt by them: in order within a part, as much for each."""
+    prompts = [np.arange(100 * prompt, 100 * prompt + prompt, dtype=np.int32) for prompt in range(7)]
+    rows = [replace(make_row(1, response, start=9), prompt_tokens=prompts[p]) for p, response in lengths]
+    options = {"row_tokens": 20, "rows_per_microbatch": 4, "spread": spread, "share_prompts": share}
+    at = np.arange(20)
+    for m in pack(rows, np.ones(len(rows)), **options):
+        own, prefix = m.segment_ids[:, :, None], m.prefix_ids[:, :, None]
+        visible = (at <= at[:, None]) & ((own == m.segment_ids[:, None]) | (prefix == m.segment_ids[:, None]))
+        pairs = (visible & (own > 0)).sum((1, 2)).reshape(spread, -1)
+        assert (np.diff(pairs, axis=1) <= 0).all()
+        # The last dealing can put the sums no further apart than its rows are; all others together no more than the first did.
+        assert np.ptp(pairs.sum(1)) <= pairs.max()
+
+
+def test_thirteen_groups_on_eight_devices_end_in_an_update_of_one_group_that_uses_all_of_them():
+    """Thirteen groups, four at a time: 4, 4, 4 and 1. Its 16 responses of 2 tokens would fit in two rows of 20; there are eight."""
+    groups = [make_group(ordinal, [1.0, -1.0] * 8) for ordinal in range(13)]
+    split = split_minibatches(groups, groups_per_update=4, seed=(0,))
+    assert [len(part) for part in split] == [4, 4, 4, 1]
+    for part in split:
+        rows = rows_of(part)
+        packed = pack(rows, row_weights(rows), row_tokens=20, rows_per_microbatch=8, spread=8)
+        weights = np.concatenate([m.weights for m in packed])
+        assert weights.sum() == pytest.approx(
+            1
+        )  # token_mean: each of the minibatch's tokens weighs 1 / their number
+        assert sum(m.mask.sum() for m in packed) == 2 * len(rows)
+    assert packed[0].mask.sum(axis=1).tolist() == [4] * 8
+
+
+def test_rows_that_cannot_be_spread_evenly_are_refused():
+    message = r"rows_per_microbatch=12 must be a multiple of the 8 groups of devices .*; 16 is"
+    with pytest.raises(ValueError, match=message):
+        pack([make_row(1, 1)], np.ones(1), row_tokens=4, rows_per_microbatch=12, spread=8)
 
 
 def test_a_response_that_does_not_fit_is_an_error_with_its_arithmetic():

@@ -54,6 +54,28 @@ def x64():
 
 
 @pytest.fixture(scope="session")
+def storage_server():
+    """Google Cloud Storage's stand-in, to which all clients of this process and of those it starts are sent."""
+    from tests.storage_server import serve_storage
+
+    pytest.importorskip("gcsfs")
+    with serve_storage("bucket", "runs") as storage, pytest.MonkeyPatch.context() as patch:
+        for name, value in storage.environment.items():
+            patch.setenv(name, value)
+        yield storage
+
+
+@pytest.fixture
+def bucket(storage_server):
+    """The stand-in with nothing in `gs://bucket`, and everything permitted."""
+    storage_server.buckets["bucket"].clear()
+    granted = set(storage_server.granted)
+    yield storage_server
+    storage_server.granted = granted
+    storage_server.busy = 0
+
+
+@pytest.fixture(scope="session")
 def chat_tokenizer():
     """Byte-level, as Qwen's: ends with <|im_end|>, pads with <|endoftext|>."""
     from dapo_jax.text.huggingface import HuggingFaceTokenizer

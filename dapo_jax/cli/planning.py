@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from dapo_jax.cli.arguments import Commands, add_overrides, command
-from dapo_jax.config import load_config
+from dapo_jax.config import ConfigError, load_config
 
 
 def add_to(commands: Commands) -> None:
@@ -44,7 +44,9 @@ def add_to(commands: Commands) -> None:
         help="for trying what would fit if it does not (default 600; 0: not at all)",
     )  # fmt: skip
     made.add_argument(
-        "--json", metavar="FILE", help="write it as JSON too; -: to standard output, and no tables"
+        "--json",
+        metavar="FILE",
+        help="write it as JSON too; -: to standard output, and the tables to standard error",
     )
 
 
@@ -73,10 +75,10 @@ def plan(arguments: argparse.Namespace) -> int:
     made = topologies.parse(arguments.topology) if arguments.topology else None
     if arguments.sweep:
         if made is None:
-            raise topologies.ConfigError("--sweep compares meshes of a slice: name it with --topology")
+            raise ConfigError("--sweep compares meshes of a slice: name it with --topology")
         found = sweep(config, made, assumed=assumed, only=arguments.only, say=say)
         table.show_sweep(found, console)
-        _write(arguments.json, [{"mesh": name, **_swept(report, one)} for name, one in found])
+        _write(arguments.json, report.swept_as_data(found))
         return 0 if any(not isinstance(one, str) for _, one in found) else 1
     result = planning.plan(config, slice=made, assumed=assumed, only=arguments.only, say=say)
     tried = []
@@ -95,10 +97,6 @@ def plan(arguments: argparse.Namespace) -> int:
         },
     )
     return 0 if result.fits else 1
-
-
-def _swept(report, one):
-    return {"reason": one} if isinstance(one, str) else report.as_data(one)
 
 
 def _write(where: str | None, content: object) -> None:

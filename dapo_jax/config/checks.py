@@ -157,8 +157,20 @@ def _check_parallel(parallel: schema.ParallelConfig) -> None:
         )
 
 
+def _check_attention(model: schema.ModelConfig, *, packing: bool) -> None:
+    if model.attention != "cudnn":
+        return
+    if packing:
+        remedy = "set batch.packing=false (a rollout a row), or model.attention=xla"
+        refuse("model.attention", "cudnn", "rows that hold one rollout", remedy)
+    if model.compute_dtype != "bfloat16":
+        remedy = "set it to bfloat16, or model.attention=xla"
+        refuse("model.compute_dtype", model.compute_dtype, "bfloat16 for model.attention = 'cudnn'", remedy)
+
+
 def check_train(config: schema.TrainConfig) -> None:
     """Checks what sections of a training configuration say about each other."""
+    _check_attention(config.model, packing=config.batch.packing)
     _check_training_policy(config.sampling)
     batch, waves = config.batch, config.dynamic_sampling
     if waves.enabled:
@@ -192,6 +204,7 @@ def check_train(config: schema.TrainConfig) -> None:
 
 def check_sft(config: sft_schema.SftConfig) -> None:
     """Checks what sections of a supervised configuration say about each other."""
+    _check_attention(config.model, packing=config.batch.packing)
     _check_row(
         config.batch.row_tokens,
         config.data.max_prompt_tokens,

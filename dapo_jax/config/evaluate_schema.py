@@ -17,7 +17,7 @@ class EvaluateConfig:
 
     seed: int = 0
     compilation_cache: str = "~/.cache/dapo_jax/xla"
-    """Folder of compiled programs that later runs reuse; empty: none."""
+    """Folder, local or `gs://...`, of compiled programs that later runs reuse; empty: none."""
     compute_dtype: str = "float32"
     """Dtype of activations and matrix products: float32 or bfloat16."""
     data: DataConfig = field(default_factory=DataConfig)

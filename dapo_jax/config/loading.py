@@ -8,7 +8,6 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
-from pathlib import Path
 from typing import Any, NoReturn, TypeAlias, TypeVar, cast, get_origin, overload
 
 import yaml
@@ -23,6 +22,7 @@ from dapo_jax.config.schema import TrainConfig
 from dapo_jax.config.sft_schema import SftConfig
 from dapo_jax.config.suggestions import alias_of, unknown_key
 from dapo_jax.config.values import check_plain, check_value, refuse, shown
+from dapo_jax.storage import AnyPath, path_of
 
 AnyConfig: TypeAlias = TrainConfig | SftConfig | EvaluateConfig
 _Config = TypeVar("_Config", TrainConfig, SftConfig, EvaluateConfig)
@@ -59,7 +59,7 @@ def load_config(
     """
     if isinstance(overrides, str):
         raise ConfigError(f"overrides: found the text {overrides!r}, needs a list; write [{overrides!r}]")
-    path = Path(path).expanduser()
+    path = _path(path)
     return _load(_named(path, lambda: read_file(path)), path, overrides, schema)
 
 
@@ -71,7 +71,7 @@ def load_evaluation(path: str | PathLike[str] | None = None, overrides: Sequence
     """
     if path is None:
         return evaluation_of(_load({}, None, overrides, EvaluateConfig))
-    path = Path(path).expanduser()
+    path = _path(path)
     keys = _named(path, lambda: read_file(path)).keys()
     schemas = (EvaluateConfig, TrainConfig, SftConfig)
     schema = next((each for each in schemas if keys <= field_types(each).keys()), EvaluateConfig)
@@ -84,7 +84,7 @@ def to_yaml(config: AnyConfig) -> str:
 
 
 def _load(
-    content: Mapping[Any, Any], path: Path | None, overrides: Sequence[str], schema: type[AnyConfig]
+    content: Mapping[Any, Any], path: AnyPath | None, overrides: Sequence[str], schema: type[AnyConfig]
 ) -> AnyConfig:
     """A configuration of a file's values and the overrides; without a file there are only these."""
     kinds = leaf_types(schema)
@@ -101,7 +101,14 @@ def _load(
         raise ConfigError(f"{_origin(path, overrides, str(error))}{error}") from None
 
 
-def _named(path: Path | None, read: Callable[[], _Read]) -> _Read:
+def _path(path: str | PathLike[str]) -> AnyPath:
+    try:
+        return path_of(path)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _named(path: AnyPath | None, read: Callable[[], _Read]) -> _Read:
     """What `read` gives; its errors begin with the file."""
     try:
         return read()
@@ -275,7 +282,7 @@ def _build(schema: type[AnyConfig], values: Mapping[str, Any]) -> AnyConfig:
     return cast(AnyConfig, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), nested)))
 
 
-def _origin(path: Path | None, overrides: Sequence[str], message: str) -> str:
+def _origin(path: AnyPath | None, overrides: Sequence[str], message: str) -> str:
     """The file, and the overrides whose keys the message is about."""
     keys = set(re.findall(r"[a-z_0-9]+(?:\.[a-z_0-9]+)*", message))
     about = [override for override in overrides if override.partition("=")[0] in keys]

@@ -10,9 +10,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dapo_jax.config.base import ConfigError
+from dapo_jax.storage import AnyPath, entries
 
 
-def read_file(path: Path) -> dict[Any, Any]:
+def read_file(path: AnyPath) -> dict[Any, Any]:
     """The file's mapping, with interpolations left as text.
 
     Raises:
@@ -21,7 +22,8 @@ def read_file(path: Path) -> dict[Any, Any]:
     if not path.is_file():
         raise ConfigError(_missing_file(path))
     try:
-        content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        with path.open(encoding="utf-8") as file:
+            content = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
     except yaml.MarkedYAMLError as error:
         raise ConfigError(_yaml_problem(error)) from None
     except OmegaConfBaseException as error:
@@ -38,7 +40,7 @@ def read_file(path: Path) -> dict[Any, Any]:
     return content
 
 
-def _missing_file(path: Path) -> str:
+def _missing_file(path: AnyPath) -> str:
     folder, what = (path, "is a folder, needs a file") if path.is_dir() else (path.parent, "no such file")
     if not folder.is_dir():
         return f"no such file, and no folder {folder}; check the path (from {Path.cwd()})"
@@ -46,9 +48,9 @@ def _missing_file(path: Path) -> str:
     return f"{what}; " + (f"did you mean {near}?" if near else f"there are no YAML files in {folder}")
 
 
-def _nearest_file(folder: Path, stem: str) -> Path | None:
+def _nearest_file(folder: AnyPath, stem: str) -> AnyPath | None:
     """The YAML file of a folder with the name most like `stem`."""
-    there = sorted(each for each in folder.iterdir() if each.suffix in (".yaml", ".yml"))
+    there = [each for each in entries(folder) if each.suffix in (".yaml", ".yml")]
     return max(there, key=lambda each: SequenceMatcher(None, stem, each.stem).ratio(), default=None)
 
 

@@ -27,6 +27,9 @@ class ModelConfig:
     """For a preset: `byte`, or `char:ALPHABET` with one token for each character. A model folder brings its own."""
     compute_dtype: str = "float32"
     """Dtype of activations and matrix products: float32 or bfloat16. Master weights are always float32."""
+    attention: str = "auto"
+    """In training. xla runs everywhere; splash is a TPU kernel, cudnn one for NVIDIA GPUs, which needs batch.packing=false and
+    bfloat16; neither of the two lets responses share their prompt. auto: splash on a TPU, cudnn on a GPU where it can, else xla."""
     remat: str = "none"
     """What the backward pass recomputes per layer: none, full, or dots (keeps matrix products)."""
     logprob_chunk_vocab: int = 2048
@@ -142,6 +145,8 @@ class BatchConfig:
     row_tokens: int = 0
     """Tokens in a packed row; 0: data.max_prompt_tokens + sampling.max_response_tokens. In longer rows more responses share
     their prompt, which is then computed once; attention costs the square of a row."""
+    packing: bool = True
+    """Several rollouts in a row; false: one."""
 
     __post_init__ = checked
 
@@ -182,6 +187,9 @@ class OptimizerConfig:
     epsilon: float = 1e-8
     weight_decay: float = 0.1
     max_grad_norm: float = 1.0
+    offload: bool = False
+    """Keep the moments in the host's memory between updates: 8 bytes a parameter less on the devices, which they cross twice an
+    update."""
 
     __post_init__ = checked
 
@@ -223,6 +231,8 @@ class LogConfig:
     """Write readable rollout samples every so many steps; 0: never."""
     rollout_groups: int = 4
     """Groups in one sample."""
+    profile_steps: list[int] = field(default_factory=list)
+    """Steps of which a trace for xprof is written to `run_dir/profile`; the first ones are mostly compilation."""
     tensorboard: bool = False
     wandb: bool = False
     wandb_project: str = "dapo_jax"
@@ -252,10 +262,11 @@ class TrainConfig:
     """Everything that decides a DAPO run."""
 
     run_dir: str
+    """Where the run writes: a local folder, or `gs://BUCKET/FOLDER` (extra `gcs`)."""
     seed: int = 0
     steps: int = 100
     compilation_cache: str = "~/.cache/dapo_jax/xla"
-    """Folder of compiled programs that later runs reuse; empty: none."""
+    """Folder, local or `gs://...`, of compiled programs that later runs reuse; empty: none."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)

@@ -22,6 +22,8 @@ class SftBatchConfig:
     row_tokens: int = 0
     """Tokens in a packed row; 0: data.max_prompt_tokens + max_response_tokens."""
     rows_per_microbatch: int = 1
+    packing: bool = True
+    """Several pairs in a row; false: one."""
 
     __post_init__ = checked
 
@@ -31,6 +33,7 @@ class SftConfig:
     """A supervised warm start from prompt / response pairs."""
 
     run_dir: str
+    """Where the run writes: a local folder, or `gs://BUCKET/FOLDER` (extra `gcs`)."""
     seed: int = 0
     steps: int = 100
     compilation_cache: str = "~/.cache/dapo_jax/xla"

@@ -86,6 +86,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "data.on_bad_row": ("error", "skip"),
     "model.compute_dtype": ("float32", "bfloat16"),
     "compute_dtype": ("float32", "bfloat16"),
+    "model.attention": ("auto", "xla", "splash", "cudnn"),
     "model.remat": ("none", "full", "dots"),
     "dynamic_sampling.on_shortfall": ("error", "train_fewer"),
     "dynamic_sampling.surplus": ("discard", "carry"),

@@ -16,6 +16,7 @@ from dapo_jax.models.config_json import describe, understand
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.safetensors_files import SafetensorsFolder, write_json, write_tensors
 from dapo_jax.models.tensors import Tensor, exported, place, shapes_of
+from dapo_jax.storage import path_of
 
 __all__ = ["load_model", "read_config", "read_json", "save_model", "shapes_of", "write_model"]
 
@@ -24,6 +25,7 @@ CONFIG = "config.json"
 
 def load_model(
     folder: str | os.PathLike[str],
+    config: DecoderConfig | None = None,
     *,
     shardings: Callable[[nnx.State], PyTree] | None = None,
     dtype: str = "float32",
@@ -32,6 +34,7 @@ def load_model(
 
     Args:
         folder: holds config.json and model.safetensors, or several files and model.safetensors.index.json.
+        config: what `read_config` gave, perhaps with a larger `vocab_multiple`; None: reads it.
         shardings: makes of the parameters' shapes where each of them goes; None is the default device.
         dtype: of the parameters in memory.
 
@@ -39,7 +42,7 @@ def load_model(
         ValueError: a file is missing or damaged, or the model is of a kind this decoder does not cover; the message names
             the file and the key or tensor.
     """
-    config = read_config(folder)
+    config = config or read_config(folder)
     return config, place(config, SafetensorsFolder(Path(folder)), shardings=shardings, dtype=dtype)
 
 
@@ -81,7 +84,7 @@ def save_model(
     """Writes a model folder that `load_model` and transformers read; returns the bytes of its tensors.
 
     Args:
-        folder: created if need be; a model in it is replaced.
+        folder: created if need be; a model in it is replaced. It may lie in a bucket (`dapo_jax.storage`).
         config: sizes and switches.
         params: the decoder's parameters, on any devices; one tensor at a time is gathered on the host.
         dtype: to store, float32, float16 or bfloat16.
@@ -108,7 +111,7 @@ def write_model(
 
     A folder without config.json is no model, so one whose export was interrupted is never taken for a whole one.
     """
-    path = Path(folder)
+    path = path_of(folder)
     path.mkdir(parents=True, exist_ok=True)
     (path / CONFIG).unlink(missing_ok=True)
     written = write_tensors(path, tensors, dtype=dtype, max_shard_bytes=max_shard_bytes)

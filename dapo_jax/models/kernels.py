@@ -14,6 +14,9 @@ from jaxtyping import Array, Float, Int
 _BLOCKS = (1024, 512, 256, 128)
 """Tokens that splash attention takes at a time: as many as fit its memory on a TPU core, in what divides the row."""
 
+SPLASH_TOKENS = _BLOCKS[-1]
+"""Of which rows of splash attention are multiples."""
+
 
 def splash_kernel(heads: int, seq: int, *, parts: int = 1, interpret: bool = False) -> Any:
     """The kernel for causal attention of `heads` heads over rows of `seq` tokens, whose queries are cut into `parts`.

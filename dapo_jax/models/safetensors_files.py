@@ -2,9 +2,9 @@
 
 import json
 import math
-import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from dapo_jax.models.tensors import Cut, Shape, Tensor
+from dapo_jax.storage import AnyPath, entries, new_file, write_whole
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -101,7 +102,7 @@ def _header(path: Path) -> dict[str, Shape]:
 
 
 def write_tensors(
-    folder: Path, tensors: Sequence[Tensor], *, dtype: str = "float32", max_shard_bytes: int = 5 * 2**30
+    folder: AnyPath, tensors: Sequence[Tensor], *, dtype: str = "float32", max_shard_bytes: int = 5 * 2**30
 ) -> int:
     """Writes the tensors into one file, or into several and an index if they need more than `max_shard_bytes`.
 
@@ -113,8 +114,9 @@ def write_tensors(
     """
     if dtype not in _CODES:
         raise ValueError(f"dtype={dtype!r} must be one of {', '.join(_CODES)}")
-    for stale in [*folder.glob("model*.safetensors"), folder / INDEX]:
-        stale.unlink(missing_ok=True)
+    for path in entries(folder):
+        if fnmatch(path.name, "model*.safetensors") or path.name == INDEX:
+            path.unlink()
     shards = list(_shards(tensors, jnp.dtype(dtype).itemsize, max_shard_bytes))
     names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
     if len(shards) == 1:
@@ -128,13 +130,10 @@ def write_tensors(
     return total
 
 
-def write_json(path: Path, content: Any) -> None:
+def write_json(path: AnyPath, content: Any) -> None:
     """Writes `path` in one piece: it is never there half."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(
-        json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8"
-    )
-    os.replace(partial, path)
+    text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+    write_whole(path, text.encode())
 
 
 def _shards(tensors: Sequence[Tensor], itemsize: int, limit: int) -> Iterator[list[Tensor]]:
@@ -151,7 +150,7 @@ def _shards(tensors: Sequence[Tensor], itemsize: int, limit: int) -> Iterator[li
     yield shard
 
 
-def _write_file(path: Path, tensors: Sequence[Tensor], dtype: str) -> int:
+def _write_file(path: AnyPath, tensors: Sequence[Tensor], dtype: str) -> int:
     """One file in the safetensors format: the header's length, the header in JSON, the bytes of all tensors."""
     kind, offset = jnp.dtype(dtype), 0
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -161,15 +160,11 @@ def _write_file(path: Path, tensors: Sequence[Tensor], dtype: str) -> int:
         offset = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    partial = path.with_name(path.name + ".partial")
-    with open(partial, "wb") as file:
+    with new_file(path) as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for tensor in tensors:
             value = np.ascontiguousarray(tensor.fetch().astype(kind, copy=False))
             if value.shape != tensor.shape:
                 raise ValueError(f"{tensor.name} has shape {value.shape}, announced was {tensor.shape}")
             file.write(value.reshape(-1).view(np.uint8).data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
     return offset

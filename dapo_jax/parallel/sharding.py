@@ -39,9 +39,10 @@ def shardings(tree: PyTree, mesh: Mesh, rules: Mapping[str, str | None] = TRAINE
         spec = [None] * (leaf.ndim - len(axes)) + [rules[axis] for axis in axes]
         for size, axis in zip(leaf.shape, spec, strict=True):
             if axis is not None and size % mesh.shape[axis]:
+                fits = [str(n) for n in range(1, min(size, mesh.size) + 1) if size % n == 0]
                 raise ValueError(
                     f"parameter {jax.tree_util.keystr(path)} of shape {leaf.shape} has a dimension of {size}, which "
-                    f"parallel.{axis}={mesh.shape[axis]} does not divide; choose a size of parallel.{axis} that does"
+                    f"parallel.{axis}={mesh.shape[axis]} does not divide; of up to {mesh.size} devices {', '.join(fits)} do"
                 )
         sharding = NamedSharding(mesh, PartitionSpec(*spec))
         return leaf.replace(sharding) if isinstance(leaf, nnx.Variable) else sharding

@@ -113,9 +113,11 @@ def phases(programs: dict[str, ProgramMemory], there: Resident, *, updates: int)
     """What is resident together, for each program that was compiled.
 
     Between steps the sampler's weights are gone; while it samples, the weights, the cache and up to two batches of prefilled
-    prompts lie beside the train state. The minibatches of all updates are put on the device before the first.
+    prompts lie beside the train state. The minibatches of all updates are put on the device before the first. A program's code
+    stays on the device once it has run.
     """
     always = {"train state": there.state, "reference policy": there.reference}
+    code = sum(memory.code for memory in programs.values())
     minibatches = {"minibatches": updates * there.minibatch}
     sampling = {**always, "sampler weights": there.weights, "decode state": there.decode_state}
     resident: dict[str, tuple[str, dict[str, int]]] = {
@@ -131,7 +133,8 @@ def phases(programs: dict[str, ProgramMemory], there: Resident, *, updates: int)
             program=program,
             parts={
                 **{part: size for part, size in parts.items() if size},
-                f"added by {program}": programs[program].beside_arguments,
+                "programs": code,
+                f"added by {program}": programs[program].beside_arguments - programs[program].code,
             },
         )
         for program, (name, parts) in resident.items()

@@ -34,7 +34,7 @@ class Program:
     traffic: list[Traffic] = field(default_factory=list)
     refusal: str = ""
     largest: list[Allocation] = field(default_factory=list)
-    """The largest arrays: of a refused program as the compiler lists them, else of its instructions."""
+    """The largest arrays: of a refused program as the compiler lists them, or its arguments; else of its instructions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +118,7 @@ def plan_for(
     programs = Programs(config, decoder, work, None if devices is None else list(devices))
     lowered = programs.lowered() if slice is not None else {}
     compiled = [
-        _compiled(name, lower, unknown_trips=_trips(name, config, work), say=say)
+        _compiled(programs, name, lower, unknown_trips=_trips(name, config, work), say=say)
         for name, lower in lowered.items()
         if only is None or name in only
     ]
@@ -153,7 +153,12 @@ def _trips(name: str, config: TrainConfig, work: Workload) -> tuple[int, ...]:
 
 
 def _compiled(
-    name: str, lower: Callable[[], Any], *, unknown_trips: tuple[int, ...], say: Callable[[str], None]
+    programs: Programs,
+    name: str,
+    lower: Callable[[], Any],
+    *,
+    unknown_trips: tuple[int, ...],
+    say: Callable[[str], None],
 ) -> Program:
     began = time.monotonic()
     say(f"compiling {name}")
@@ -165,6 +170,7 @@ def _compiled(
             raise
         message, largest = refusal
         seconds = time.monotonic() - began
+        largest = largest or programs.largest_inputs(name)
         return Program(name=name, compile_s=seconds, memory=None, refusal=message, largest=largest)
     text = compiled.as_text()
     return Program(

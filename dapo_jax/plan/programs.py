@@ -17,6 +17,7 @@ from dapo_jax.parallel.weights import weight_transfer
 from dapo_jax.plan.costs import cache_bytes_per_token
 from dapo_jax.plan.layout import Layout, described, layout_of, one_device, spread
 from dapo_jax.plan.memory import Resident, bytes_on_device
+from dapo_jax.plan.refusals import Allocation
 from dapo_jax.plan.workload import Workload
 from dapo_jax.run.assembly import updater_of
 from dapo_jax.run.policy import Policy, mesh_of, optimizer_of
@@ -102,6 +103,24 @@ class Programs:
         if (self.config.loss.old_logprobs == "trainer" and self.work.updates > 1) or self.config.loss.kl_coef:
             made["score"] = lambda: self._updater.lower_score(self.state.params, **shape)
         return made
+
+    def largest_inputs(self, name: str) -> list[Allocation]:
+        """What takes most of a program's arguments: arrays of one kind and shape together."""
+        if name in SAMPLING:
+            kinds = {"sampler weights": self.weights, "decode state": self._engine.state_structs}
+            sizes = self.layout.sampler
+        else:
+            kinds, sizes = {"train state": self.state}, self.layout.train
+        found: dict[tuple[str, str], list[int]] = {}
+        for kind, tree in kinds.items():
+            for leaf in jax.tree.leaves(tree):
+                text = f"{leaf.dtype.name}{list(leaf.shape)}"
+                found.setdefault((kind, text), []).append(bytes_on_device(leaf, sizes))
+        ranked = sorted(found.items(), key=lambda item: -sum(item[1]))[:5]
+        return [
+            Allocation(bytes=sum(sizes), shape=f"{len(sizes)} x {shape} over the mesh", operation=kind)
+            for (kind, shape), sizes in ranked
+        ]
 
     @cached_property
     def resident(self) -> Resident:

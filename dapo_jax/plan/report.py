@@ -1,5 +1,6 @@
 """A plan as data for programs."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -34,6 +35,13 @@ def as_data(plan: Plan) -> dict[str, Any]:
         "fits": plan.fits if plan.programs else None,
         "roofline": None if plan.slice is None else _roofline(plan),
     }
+
+
+def swept_as_data(found: Sequence[tuple[str, Plan | str]]) -> list[dict[str, Any]]:
+    """The content of `--json` for a sweep: each mesh's plan, or the reason why there is none; best first."""
+    return [
+        {"mesh": name, **({"reason": one} if isinstance(one, str) else as_data(one))} for name, one in found
+    ]
 
 
 def cache_of(plan: Plan) -> dict[str, int]:

@@ -20,6 +20,7 @@ from dapo_jax.data.stream import PromptStream
 from dapo_jax.filtering import Collected, Collector
 from dapo_jax.losses import dapo_loss
 from dapo_jax.microbatch import Microbatch
+from dapo_jax.models.layout import Layout
 from dapo_jax.parallel.exchange import agreed
 from dapo_jax.rewards.functions import Rewards
 from dapo_jax.rollouts import Group, Prompt
@@ -28,6 +29,7 @@ from dapo_jax.run.policy import Policy, load_policy, mesh_of, meshes_of, optimiz
 from dapo_jax.run.prompts import GivenRows, held_out_prompts, training_prompts
 from dapo_jax.run.rollout import TRAINING, Rollouts, Sampled, grading
 from dapo_jax.run.samplers import Samplers
+from dapo_jax.run.training_pass import training_pass
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.training.loop import Pipe, Position
 from dapo_jax.training.state import TrainState, init_state, warmed_up
@@ -50,7 +52,8 @@ class Run:
         self._mesh = mesh_of(config.parallel, rows_per_microbatch=config.batch.rows_per_microbatch)
         meshes = meshes_of(config.parallel, self._mesh)
         self._samplers = Samplers(meshes)
-        self.policy = load_policy(model, seed=config.seed, mesh=self._mesh)
+        self.policy = load_policy(model, seed=config.seed, mesh=self._mesh, sampler=meshes.sampler)
+        self._pass = training_pass(model, config.batch, self._mesh, row_tokens=config.row_tokens)
         self._optimizer = optimizer_of(config.optimizer)
         self._prompts, self.notes = training_prompts(
             data, self.policy.tokenizer, seed=config.seed, rows=prompts
@@ -80,12 +83,13 @@ class Run:
 
     def start(self, checkpointer: Checkpointer, *, resume: bool) -> tuple[TrainState, Position]:
         """The state and position to go on from: the last checkpoint's if there is one to resume, else the first."""
-        latest = checkpointer.latest_step() if resume else None
+        latest, offload = checkpointer.latest_step() if resume else None, self.config.optimizer.offload
         # The first process says which: where another does not see that checkpoint, it says so.
         latest = json.loads(agreed(json.dumps(latest).encode()))
         if latest is None:
-            return init_state(self.policy.params, self._optimizer, self._mesh), Position()
-        found = checkpointer.restore(state_structs(self.policy, self._optimizer, self._mesh), latest)
+            return init_state(self.policy.params, self._optimizer, self._mesh, offload=offload), Position()
+        target = state_structs(self.policy, self._optimizer, self._mesh, offload=offload)
+        found = checkpointer.restore(target, latest, rows=self.policy.decoder.vocab_size)
         carry = carry_groups(found.carry, lambda ordinal: self._prompts[ordinal])
         return found.state, Position(step=found.step, cursor=found.progress["cursor"], carry=carry)
 
@@ -116,6 +120,7 @@ class Run:
             self.policy,
             self._optimizer,
             self._mesh,
+            layout=self._pass.layout,
             objective=objective,
             reference=self._reference() if config.loss.kl_coef else None,
         )
@@ -209,9 +214,10 @@ class Run:
                 pack(
                     rows,
                     weights,
-                    row_tokens=config.row_tokens,
+                    row_tokens=self._pass.row_tokens,
                     rows_per_microbatch=config.batch.rows_per_microbatch,
                     pad_id=self.policy.tokenizer.pad_id,
+                    **self._pass.packing,
                 )
             )
         return packed
@@ -223,6 +229,7 @@ def updater_of(
     optimizer: optax.GradientTransformation,
     mesh: jax.sharding.Mesh,
     *,
+    layout: Layout,
     objective: Objective | None = None,
     reference: nnx.State | None = None,
 ) -> Updater:
@@ -235,7 +242,7 @@ def updater_of(
         dual_clip=loss.dual_clip,
     )
     return Updater(
-        policy.graph(compute_dtype=model.compute_dtype, remat=model.remat),
+        policy.graph(compute_dtype=model.compute_dtype, remat=model.remat, layout=layout),
         policy.params,
         optimizer,
         mesh,
@@ -246,6 +253,7 @@ def updater_of(
             old_logprobs=loss.old_logprobs,
             importance_cap=loss.importance_cap,
             kl_coef=loss.kl_coef,
+            offload=config.optimizer.offload,
         ),
         reference=reference,
     )

@@ -1,6 +1,5 @@
 """Models from one form into another: what `dapo-jax convert` calls."""
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +11,9 @@ from dapo_jax.models.gguf_tokenizer import special_ids, tokenizer_files
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.safetensors_files import SafetensorsFolder
 from dapo_jax.models.tensors import Tensor, TensorFile, checked, tensor_shapes
-from dapo_jax.run.policy import find_policy, folder_of, is_run
+from dapo_jax.run.places import place_of
+from dapo_jax.run.policy import find_policy, folder_of, run_at
+from dapo_jax.storage import AnyPath, entries, write_whole
 
 DTYPES = ("float32", "bfloat16")
 _TOKENIZER_FILES = (
@@ -25,7 +26,7 @@ _TOKENIZER_FILES = (
 class Converted:
     """What `convert` wrote."""
 
-    folder: Path
+    folder: AnyPath
     family: str
     """model_type in config.json."""
     parameters: int
@@ -48,16 +49,16 @@ def convert(source: str, target: str, *, dtype: str = "float32") -> Converted:
     Raises:
         ConfigError: there is no such model, it is damaged or not covered, or `target` holds something.
     """
-    folder = Path(target).expanduser()
     if dtype not in DTYPES:
         raise ConfigError(f"dtype={dtype!r} must be one of {', '.join(DTYPES)}")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    folder = place_of(target, key="target", write=True)
+    if folder.exists() and (not folder.is_dir() or entries(folder)):
         raise ConfigError(f"{target} is there and not empty; choose another target, or remove it")
     path = Path(source).expanduser()
     try:
         if path.suffix == ".gguf":
             config, written = _from_gguf(path, folder, dtype)
-        elif is_run(path) or source.startswith("preset:"):
+        elif source.startswith("preset:") or run_at(source) is not None:
             config, written = _from_policy(source, folder, dtype)
         else:
             config, written = _from_folder(folder_of(ModelConfig(source=source)), folder, dtype)
@@ -69,11 +70,11 @@ def convert(source: str, target: str, *, dtype: str = "float32") -> Converted:
         parameters=config.parameters,
         dtype=dtype,
         tensor_bytes=written,
-        files=tuple(sorted(file.name for file in folder.iterdir())),
+        files=tuple(sorted(file.name for file in entries(folder))),
     )
 
 
-def _from_gguf(path: Path, folder: Path, dtype: str) -> tuple[DecoderConfig, int]:
+def _from_gguf(path: Path, folder: AnyPath, dtype: str) -> tuple[DecoderConfig, int]:
     file = GgufFile(path)
     config = file.config()
     tensors = _tensors(config, file)
@@ -93,19 +94,19 @@ def _from_gguf(path: Path, folder: Path, dtype: str) -> tuple[DecoderConfig, int
     return config, write_model(folder, described, tensors, dtype=dtype)
 
 
-def _from_folder(source: Path, folder: Path, dtype: str) -> tuple[DecoderConfig, int]:
+def _from_folder(source: Path, folder: AnyPath, dtype: str) -> tuple[DecoderConfig, int]:
     """config.json stays as it is, but for the type of the tensors."""
     config = read_config(source)
     tensors = _tensors(config, SafetensorsFolder(source))
     folder.mkdir(parents=True, exist_ok=True)
     for name in _TOKENIZER_FILES:
         if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
+            write_whole(folder / name, (source / name).read_bytes())
     described = read_json(source / CONFIG) | {"torch_dtype": dtype, "dtype": dtype}
     return config, write_model(folder, described, tensors, dtype=dtype)
 
 
-def _from_policy(source: str, folder: Path, dtype: str) -> tuple[DecoderConfig, int]:
+def _from_policy(source: str, folder: AnyPath, dtype: str) -> tuple[DecoderConfig, int]:
     policy = find_policy(source)
     return policy.decoder, policy.save(folder, dtype=dtype)
 

@@ -23,10 +23,12 @@ from dapo_jax.data.rows import checked_rows
 from dapo_jax.evaluation import problem_record, summarize
 from dapo_jax.rewards.functions import Rewards
 from dapo_jax.rollouts import Group, Verdict
-from dapo_jax.run.policy import find_policy, is_run, mesh_of, meshes_of
+from dapo_jax.run.places import place_of
+from dapo_jax.run.policy import find_policy, mesh_of, meshes_of, run_at
 from dapo_jax.run.prompts import GivenRows, held_out_prompts, prompt_format
 from dapo_jax.run.records import use_compilation_cache
 from dapo_jax.run.rollout import Rollouts, grading
+from dapo_jax.storage import AnyPath
 from dapo_jax.trackers.evaluation_log import write_problems
 from dapo_jax.trackers.rollout_log import write_rollouts
 
@@ -50,7 +52,7 @@ def evaluate(
     overrides: Sequence[str] = (),
     rows: GivenRows | None = None,
     reward: Rewards | None = None,
-    keep: str | Path | None = None,
+    keep: str | AnyPath | None = None,
 ) -> Evaluation:
     """avg@k, pass@k and cons@k of a model or a run on held-out prompts, as they are measured during training.
 
@@ -67,6 +69,7 @@ def evaluate(
         ConfigError: no such model, dataset or grader, or a value that cannot be used.
     """
     config = evaluation_config(model, config, overrides)
+    kept = None if keep is None else place_of(keep, key="keep", write=True)
     use_compilation_cache(config.compilation_cache)
     mesh = mesh_of(config.parallel)
     policy = find_policy(model, mesh=mesh)
@@ -88,8 +91,8 @@ def evaluate(
         weights = rollouts.transfer(policy.params)
         for name, prompts in held_out.items():
             found[name] = rollouts.evaluate(weights, prompts, graders.groups, config.eval)
-            if keep is not None:
-                _keep(Path(keep), name, found[name])
+            if kept is not None:
+                _keep(kept, name, found[name])
     scores = {
         key: value for name, groups in found.items() for key, value in summarize(groups, name=name).items()
     }
@@ -110,11 +113,11 @@ def evaluation_config(
                 f"overrides: found {list(overrides)}, which only a file takes; change the EvaluateConfig"
             )
         return config
-    run = Path(model).expanduser()
-    return load_evaluation(run / "config.yaml" if config is None and is_run(run) else config, overrides)
+    run = run_at(model) if config is None else None
+    return load_evaluation(config if run is None else run / "config.yaml", overrides)
 
 
-def _keep(folder: Path, name: str, groups: Sequence[Group]) -> None:
+def _keep(folder: AnyPath, name: str, groups: Sequence[Group]) -> None:
     write_rollouts(folder / quote(name, safe=""), 0, groups)
     write_problems(folder / "problems", map(problem_record, groups), name=name, step=0)
 

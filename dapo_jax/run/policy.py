@@ -23,6 +23,9 @@ from dapo_jax.models.tensors import exported, shapes_of
 from dapo_jax.parallel.mesh import BATCH_AXES, Meshes, make_mesh, make_meshes
 from dapo_jax.parallel.processes import is_first
 from dapo_jax.parallel.sharding import shardings
+from dapo_jax.run.places import place_of
+from dapo_jax.run.training_pass import for_mesh
+from dapo_jax.storage import AnyPath, in_bucket
 from dapo_jax.text.tokenizers import (
     ByteTokenizer,
     CharTokenizer,
@@ -47,7 +50,7 @@ class Policy:
         """The structure that `nnx.merge` makes a module of, together with parameters."""
         return graph_of(self.decoder, compute_dtype=compute_dtype, remat=remat, layout=layout)
 
-    def save(self, folder: str | Path, *, dtype: str = "float32") -> int:
+    def save(self, folder: str | AnyPath, *, dtype: str = "float32") -> int:
         """Writes a model folder that `load_policy` and transformers read; returns the bytes of its tensors.
 
         Of several processes all call it, and the first one writes.
@@ -65,7 +68,11 @@ class Policy:
 
 
 def load_policy(
-    model: ModelConfig, *, seed: int = 0, mesh: jax.sharding.Mesh | None = None, vocab_multiple: int = 1
+    model: ModelConfig,
+    *,
+    seed: int = 0,
+    mesh: jax.sharding.Mesh | None = None,
+    sampler: jax.sharding.Mesh | None = None,
 ) -> Policy:
     """Makes or reads the policy that `model.source` names.
 
@@ -73,18 +80,19 @@ def load_policy(
         model: the source and, for a preset, the tokenizer.
         seed: of a preset's random weights.
         mesh: on which each weight goes at once where training has it; None puts all on the default device.
-        vocab_multiple: to which the vocabulary is filled up besides what the mesh needs.
+        sampler: the mesh that samples; the vocabulary is filled up so that both can split it.
 
     Raises:
         ConfigError: there is no such preset, shipped model or folder; the message names what there is.
     """
     try:
         decoder, tokenizer, folder = _description(model)
+        decoder = for_mesh(decoder, *(each for each in (mesh, sampler) if each is not None))
         if folder is None:
             params = _random(decoder, seed, mesh)
         else:
             where = None if mesh is None else lambda shapes: shardings(shapes, mesh)
-            _, params = load_model(folder, shardings=where)
+            _, params = load_model(folder, decoder, shardings=where)
     except ValueError as error:
         raise ConfigError(f"model.source={model.source!r}: {error}") from error
     return Policy(decoder=decoder, params=params, tokenizer=tokenizer)
@@ -95,8 +103,7 @@ def find_policy(source: str, *, mesh: jax.sharding.Mesh | None = None) -> Policy
 
     Weights go onto `mesh`; with None, a model's onto the default device and a run's spread over all devices.
     """
-    run = Path(source).expanduser()
-    if not is_run(run):
+    if (run := run_at(source)) is None:
         return load_policy(ModelConfig(source=source), mesh=mesh)
     config = load_config(run / "config.yaml")
     try:
@@ -105,20 +112,32 @@ def find_policy(source: str, *, mesh: jax.sharding.Mesh | None = None) -> Policy
         raise ConfigError(f"model.source={config.model.source!r}: {error}") from error
     # Shapes alone: the run's own weights are in its checkpoint, which is read onto the devices that are here and not
     # onto the mesh that it was trained on.
-    policy = Policy(decoder=decoder, params=shapes_of(decoder), tokenizer=tokenizer)
     mesh = mesh_of(ParallelConfig()) if mesh is None else mesh
+    decoder = for_mesh(decoder, mesh)
+    policy = Policy(decoder=decoder, params=shapes_of(decoder), tokenizer=tokenizer)
     target = state_structs(policy, optimizer_of(config.optimizer), mesh)
     with Checkpointer(run / "checkpoints") as checkpointer:
         try:
-            restored = checkpointer.restore(target)
+            restored = checkpointer.restore(target, rows=decoder.vocab_size)
         except FileNotFoundError as error:
             raise ConfigError(f"the run {source} cannot be used yet: {error}") from error
     return replace(policy, params=restored.state.params)
 
 
-def is_run(folder: Path) -> bool:
-    """True if `folder` is a training run's."""
-    return (folder / "config.yaml").is_file() and (folder / "checkpoints").is_dir()
+def run_at(source: str) -> AnyPath | None:
+    """The training run's folder that `source` names, if it names one.
+
+    Raises:
+        ConfigError: it lies in a bucket and cannot be read, or is none.
+    """
+    folder = place_of(source, key="model", write=False)
+    if (folder / "config.yaml").is_file() and (folder / "checkpoints").is_dir():
+        return folder
+    if in_bucket(folder):
+        raise ConfigError(
+            f"{source} is no run: it has no config.yaml or no checkpoints; models are read from local folders"
+        )
+    return None
 
 
 def folder_of(model: ModelConfig) -> Path:
@@ -188,10 +207,14 @@ def meshes_of(axes: ParallelConfig, mesh: jax.sharding.Mesh) -> Meshes:
 
 
 def state_structs(
-    policy: Policy, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh
+    policy: Policy,
+    optimizer: optax.GradientTransformation,
+    mesh: jax.sharding.Mesh,
+    *,
+    offload: bool = False,
 ) -> TrainState:
     """The shape, dtype and place of every array of the train state: what a checkpoint is restored into."""
-    return structs_of(shapes_of(policy.decoder), optimizer, mesh)
+    return structs_of(shapes_of(policy.decoder), optimizer, mesh, offload=offload)
 
 
 def _description(model: ModelConfig) -> tuple[DecoderConfig, Tokenizer, Path | None]:

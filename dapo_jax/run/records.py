@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -10,6 +9,8 @@ import jax
 
 from dapo_jax.config import TrainConfig, to_yaml
 from dapo_jax.filtering import Collected
+from dapo_jax.run.places import place_of
+from dapo_jax.storage import AnyPath, in_bucket
 from dapo_jax.trackers import (
     JsonlTracker,
     MultiTracker,
@@ -22,10 +23,18 @@ from dapo_jax.trackers.rollout_log import format_rollouts, write_rollouts
 
 
 def use_compilation_cache(folder: str) -> None:
-    """Keeps compiled programs in `folder` for later processes; empty: does nothing."""
+    """Keeps compiled programs in `folder`, which may lie in a bucket, for later processes; empty: does nothing.
+
+    Raises:
+        ConfigError: the folder lies in a bucket and cannot be written to.
+    """
     if not folder:
         return
-    jax.config.update("jax_compilation_cache_dir", str(Path(folder).expanduser()))
+    place = place_of(folder, key="compilation_cache", write=True)
+    jax.config.update("jax_compilation_cache_dir", str(place))
+    if in_bucket(place):
+        # XLA keeps a cache of its own beside jax's, on GPUs, and knows local files only.
+        jax.config.update("jax_persistent_cache_enable_xla_caches", None)
     # Also what compiles in a moment: a small run has dozens of these.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
@@ -34,7 +43,7 @@ def use_compilation_cache(folder: str) -> None:
 class Records:
     """The trackers and the rollout log of one run; a context manager."""
 
-    def __init__(self, config: TrainConfig, run_dir: Path, *, resume_step: int | None) -> None:
+    def __init__(self, config: TrainConfig, run_dir: AnyPath, *, resume_step: int | None) -> None:
         """With `resume_step`, lines past it are cut from metrics.jsonl."""
         self._log, self._run_dir = config.log, run_dir
         self._path = run_dir / "metrics.jsonl"

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,8 @@ from dapo_jax.config import ConfigError, RewardConfig
 from dapo_jax.rewards.calls import sample_of
 from dapo_jax.rollouts import Verdict
 from dapo_jax.run.grading import submit_of
+from dapo_jax.run.places import place_of
+from dapo_jax.storage import AnyPath, files_below
 from dapo_jax.trackers.rollout_log import read_rollouts
 
 RECORDED = "recorded"
@@ -42,7 +44,7 @@ class Scores:
 
 
 def score(
-    rollouts: str | Path,
+    rollouts: str | AnyPath,
     graders: Sequence[str],
     *,
     answer_marker: str = "=",
@@ -61,7 +63,7 @@ def score(
     Raises:
         ConfigError: there are no rollouts, a line is none, or no grader of that name.
     """
-    rows = _rows(Path(rollouts).expanduser())
+    rows = _rows(place_of(rollouts, key="rollouts", write=False))
     groups = [[sample_of(row) for row in group] for _, group in groupby(rows, key=_group)]
     recorded = [
         Verdict(correct=row["correct"], extracted=row["extracted"], reason=row["reason"]) for row in rows
@@ -130,9 +132,10 @@ def _group(row: Mapping[str, Any]) -> tuple[int, int]:
     return row["step"], row["ordinal"]
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
-    files = sorted(path.rglob("step_*.jsonl")) if path.is_dir() else [path]
+def _rows(path: AnyPath) -> list[dict[str, Any]]:
     try:
+        files = files_below(path) if path.is_dir() else [path]
+        files = [file for file in files if file == path or fnmatch(file.name, "step_*.jsonl")]
         rows = [row for file in files for row in read_rollouts(file)]
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read rollouts: {error}") from error

@@ -4,7 +4,6 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +13,12 @@ from flax import nnx
 from dapo_jax.checkpoints import Checkpointer
 from dapo_jax.config import ConfigError, ParallelConfig, load_config
 from dapo_jax.parallel.weights import SamplerWeights, weight_transfer
+from dapo_jax.run.places import place_of
 from dapo_jax.run.policy import Policy, find_policy, mesh_of, optimizer_of, state_structs
 from dapo_jax.run.records import use_compilation_cache
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
+from dapo_jax.storage import AnyPath
 from dapo_jax.text.formatting import PromptFormat
 from dapo_jax.training.state import TrainState
 
@@ -97,7 +98,7 @@ def serve(source: str, options: ServeOptions, *, say: Callable[[str], None] = pr
             "google-jetstream==0.2.2 (not the package jetstream)"
         ) from error
     use_compilation_cache(options.compilation_cache)
-    checkpoints = Path(source).expanduser() / "checkpoints"
+    checkpoints = place_of(source, key="model", write=False) / "checkpoints"
     if options.follow_s is not None and not checkpoints.is_dir():
         raise ConfigError(
             f"--follow looks for new checkpoints of a run; {source} has no folder `checkpoints`"
@@ -183,7 +184,7 @@ def serving_engine(policy: Policy, options: ServeOptions) -> tuple["JetStreamEng
 class _Follower:
     """Serves each new checkpoint of a run as it is completed, in a thread; a context manager, whose end stops it."""
 
-    def __init__(self, checkpoints: Path, say: Callable[[str], None]) -> None:
+    def __init__(self, checkpoints: AnyPath, say: Callable[[str], None]) -> None:
         self._run, self._say = checkpoints.parent, say
         self._checkpointer = Checkpointer(checkpoints)
         self._served = self._checkpointer.latest_step()

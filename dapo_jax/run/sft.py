@@ -17,10 +17,12 @@ from dapo_jax.metrics import to_scalars
 from dapo_jax.microbatch import Microbatch
 from dapo_jax.rewards.grading import Grading
 from dapo_jax.rollouts import Prompt
+from dapo_jax.run.places import place_of
 from dapo_jax.run.policy import Policy, load_policy, mesh_of, meshes_of, optimizer_of
 from dapo_jax.run.prompts import held_out_prompts, prompt_format, training_rows
 from dapo_jax.run.records import use_compilation_cache
 from dapo_jax.run.rollout import Rollouts, grading
+from dapo_jax.run.training_pass import TrainingPass, training_pass
 from dapo_jax.trackers import JsonlTracker
 from dapo_jax.trackers.progress import Progress
 from dapo_jax.training.state import init_state, warmed_up
@@ -45,13 +47,14 @@ def sft(config: SftConfig | str | Path, *, progress: Progress | None = None) -> 
     Raises:
         ConfigError: something does not fit; nothing was started.
     """
-    config = config if isinstance(config, SftConfig) else load_config(Path(config), schema=SftConfig)
+    config = config if isinstance(config, SftConfig) else load_config(config, schema=SftConfig)
     use_compilation_cache(config.compilation_cache)
-    run_dir = Path(config.run_dir).expanduser()
+    run_dir = place_of(config.run_dir, key="run_dir", write=True)
     if (run_dir / "config.yaml").exists():
         raise ConfigError(f"run_dir={config.run_dir} already holds a run; choose another run_dir")
     mesh = mesh_of(config.parallel, rows_per_microbatch=config.batch.rows_per_microbatch)
     policy = load_policy(config.model, seed=config.seed, mesh=mesh)
+    how = training_pass(config.model, config.batch, mesh, row_tokens=config.row_tokens)
     optimizer = optimizer_of(config.optimizer)
     pairs = _pairs(config, policy)
     # Scores count verdicts: the length limit of a later training run is no matter here.
@@ -61,14 +64,18 @@ def sft(config: SftConfig | str | Path, *, progress: Progress | None = None) -> 
     held_out = held_out_prompts(config.data, config.eval, policy.tokenizer)
     evaluate = _evaluation(config, policy, mesh, graders, held_out)
     updater = Updater(
-        policy.graph(compute_dtype=config.model.compute_dtype, remat=config.model.remat),
+        policy.graph(compute_dtype=config.model.compute_dtype, remat=config.model.remat, layout=how.layout),
         policy.params,
         optimizer,
         mesh,
         objective=supervised_loss,
-        options=UpdateOptions(logprob_chunk_vocab=config.model.logprob_chunk_vocab, old_logprobs="sampler"),
+        options=UpdateOptions(
+            logprob_chunk_vocab=config.model.logprob_chunk_vocab,
+            old_logprobs="sampler",
+            offload=config.optimizer.offload,
+        ),
     )
-    state = init_state(policy.params, optimizer, mesh)
+    state = init_state(policy.params, optimizer, mesh, offload=config.optimizer.offload)
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "config.yaml").write_text(to_yaml(config))
     metrics: dict[str, float] = {}
@@ -79,7 +86,7 @@ def sft(config: SftConfig | str | Path, *, progress: Progress | None = None) -> 
         stack.callback(tracker.close)
         for step in range(1, config.steps + 1):
             began = time.perf_counter()
-            [minibatch] = updater.prepare(state, [_minibatch(config, policy, pairs, step)])
+            [minibatch] = updater.prepare(state, [_minibatch(config, policy, how, pairs, step)])
             rate = warmed_up(
                 config.optimizer.learning_rate, step=step, warmup_steps=config.optimizer.warmup_steps
             )
@@ -118,7 +125,9 @@ def _pairs(config: SftConfig, policy: Policy) -> PairSource:
     )
 
 
-def _minibatch(config: SftConfig, policy: Policy, pairs: PairSource, step: int) -> list[Microbatch]:
+def _minibatch(
+    config: SftConfig, policy: Policy, how: TrainingPass, pairs: PairSource, step: int
+) -> list[Microbatch]:
     """The pairs of step `step`, counted from 1, packed."""
     size = config.batch.pairs_per_step
     rows: list[Row] = []
@@ -129,7 +138,8 @@ def _minibatch(config: SftConfig, policy: Policy, pairs: PairSource, step: int) 
     return pack(
         rows,
         row_weights(rows),
-        row_tokens=config.row_tokens,
+        row_tokens=how.row_tokens,
+        **how.packing,
         rows_per_microbatch=config.batch.rows_per_microbatch,
         pad_id=policy.tokenizer.pad_id,
     )

@@ -20,10 +20,13 @@ from dapo_jax.parallel.processes import is_first, tell_others
 from dapo_jax.rewards.functions import Rewards
 from dapo_jax.run.assembly import Run
 from dapo_jax.run.carry import carry_arrays
+from dapo_jax.run.places import place_of
 from dapo_jax.run.policy import Policy
 from dapo_jax.run.prompts import GivenRows
 from dapo_jax.run.records import Records, use_compilation_cache
+from dapo_jax.storage import AnyPath, in_bucket
 from dapo_jax.trackers.evaluation_log import write_problems
+from dapo_jax.trackers.profile import Profile
 from dapo_jax.trackers.progress import Progress
 from dapo_jax.training.loop import Position, StepResult, run_steps
 from dapo_jax.training.state import TrainState
@@ -35,20 +38,30 @@ FREE_TO_CHANGE = (
     "run_dir",
     "steps",
     "compilation_cache",
+    "parallel.",
+    "batch.rows_per_microbatch",
+    "batch.row_tokens",
+    "batch.packing",
+    "optimizer.offload",
+    "model.attention",
+    "model.remat",
+    "model.logprob_chunk_vocab",
+    "sampling.slots",
+    "sampling.steps_per_call",
     "reward.workers",
     "reward.async_calls",
     "eval.",
     "checkpoint.",
     "log.",
 )
-"""Keys that a resumed run may change: they do not decide what is learnt."""
+"""Keys that a resumed run may change: they do not decide what is learnt, but for the order in which sums are rounded."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResult:
     """What `train` hands back."""
 
-    run_dir: Path
+    run_dir: AnyPath
     policy: Policy
     """The trained policy, also written to `run_dir/model`."""
     metrics: list[dict[str, Any]]
@@ -84,11 +97,10 @@ def train(
         ConfigError: something does not fit; nothing was started.
         ShortfallError: dynamic sampling found too few informative groups.
     """
-    config = config if isinstance(config, TrainConfig) else load_config(Path(config))
+    config = config if isinstance(config, TrainConfig) else load_config(config)
     use_compilation_cache(config.compilation_cache)
-    run_dir = Path(config.run_dir).expanduser()
-    _check_together(run_dir, config, resume=resume)
     first = is_first()
+    run_dir = _checked_place(config, resume=resume)
     run = Run(config, reward=reward, prompts=prompts, eval_rows=eval_rows, objective=objective)
     if first:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -107,10 +119,12 @@ def train(
             if first
             else None
         )
+        profile = stack.enter_context(Profile(config.log.profile_steps, run_dir / "profile"))
         stack.push(tell_others)
 
         def after_step(result: StepResult) -> None:
             step, last = result.position.step, result.position.step == config.steps
+            profile.end(step)
             metrics = {**result.metrics}
             shown.step(step, metrics)
             if run.evaluates and (last or _due(step, config.eval.every_steps)):
@@ -122,6 +136,8 @@ def train(
                 save(checkpointer, result.state, result.position, config)
             if on_step is not None:
                 on_step(step, metrics)
+            if not last:
+                profile.begin(step + 1)
 
         def evaluated(step: int, state: TrainState) -> dict[str, float]:
             shown.phase("evaluate")
@@ -139,6 +155,7 @@ def train(
             scores = evaluated(0, state)
             if records is not None:
                 records.step(0, scores, None)
+        profile.begin(position.step + 1)
         state = run_steps(
             state, position, steps=config.steps, pipe=run.pipe, after_step=after_step, on_phase=shown.phase
         )
@@ -154,8 +171,9 @@ def save(checkpointer: Checkpointer, state: TrainState, position: Position, conf
     checkpointer.save(position.step, state, progress, carry_arrays(position.carry))
 
 
-def _check_together(run_dir: Path, config: TrainConfig, *, resume: bool) -> None:
-    """`check_run_dir` in the first process, which is also the one that writes there, and that all have its configuration.
+def _checked_place(config: TrainConfig, *, resume: bool) -> AnyPath:
+    """The run's folder, checked in the first process, which is also the one that writes there, and that all processes have its
+    configuration.
 
     Raises:
         ConfigError: in every process.
@@ -163,7 +181,7 @@ def _check_together(run_dir: Path, config: TrainConfig, *, resume: bool) -> None
     refusal = ""
     if is_first():
         try:
-            check_run_dir(run_dir, config, resume=resume)
+            check_run_dir(place_of(config.run_dir, key="run_dir", write=True), config, resume=resume)
         except ConfigError as error:
             refusal = str(error)
     said = json.loads(agreed(json.dumps([refusal, to_yaml(config)]).encode()))
@@ -175,14 +193,21 @@ def _check_together(run_dir: Path, config: TrainConfig, *, resume: bool) -> None
         raise ConfigError(
             f"all processes need one configuration; the first has {differing[0]!r} where this one has {differing[1]!r}"
         )
+    return place_of(config.run_dir, key="run_dir", write=False)
 
 
-def check_run_dir(run_dir: Path, config: TrainConfig, *, resume: bool) -> None:
+def check_run_dir(run_dir: AnyPath, config: TrainConfig, *, resume: bool) -> None:
     """Refuses to write over a run, or to resume one under another configuration.
 
     Raises:
-        ConfigError: `run_dir` holds a run and `resume` is False, or `resume` would change what the run learns.
+        ConfigError: `run_dir` holds a run and `resume` is False, or `resume` would change what the run learns; or
+            TensorBoard's events would have to be appended to in a bucket.
     """
+    if config.log.tensorboard and in_bucket(run_dir):
+        raise ConfigError(
+            f"log.tensorboard=true with run_dir={config.run_dir}: TensorBoard's events are appended to a file, and objects "
+            "in a bucket cannot be; set log.tensorboard=false (metrics are kept all the same) or log.wandb=true"
+        )
     kept = run_dir / "config.yaml"
     if kept.exists() and not resume:
         raise ConfigError(

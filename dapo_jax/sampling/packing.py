@@ -6,8 +6,6 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Int
 
-from dapo_jax.batching import first_fit
-
 _NARROWEST = 16
 """Below this many tokens a narrower row would only be one more program to compile."""
 
@@ -38,7 +36,7 @@ def pack_prompts(prompts: Sequence[Int[np.ndarray, " _"]], *, capacity: int) -> 
         if not 0 < size <= capacity:
             raise ValueError(f"prompt {index} has {size} tokens; a slot has room for 1 to {capacity}")
     width = min(max(_NARROWEST, _power(2, max(sizes))), capacity)
-    lines = first_fit(sizes, width)
+    lines = _first_fit(sizes, width)
     shape, count = (_power(4, len(lines)), width), _power(4, len(sizes))
     tokens, positions, segment_ids = (np.zeros(shape, np.int32) for _ in range(3))
     rows, starts, lengths = np.zeros(count, np.int32), np.zeros(count, np.int32), np.ones(count, np.int32)
@@ -53,6 +51,21 @@ def pack_prompts(prompts: Sequence[Int[np.ndarray, " _"]], *, capacity: int) -> 
     return PackedPrompts(
         tokens=tokens, positions=positions, segment_ids=segment_ids, rows=rows, starts=starts, lengths=lengths
     )
+
+
+def _first_fit(sizes: Sequence[int], room: int) -> list[list[int]]:
+    """The indices of `sizes`, longest first, each in the first line that still has room for it; none is over `room`."""
+    lines: list[list[int]] = []
+    left: list[int] = []
+    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        place = next((line for line, free in enumerate(left) if free >= sizes[index]), None)
+        if place is None:
+            place = len(lines)
+            lines.append([])
+            left.append(room)
+        lines[place].append(index)
+        left[place] -= sizes[index]
+    return lines
 
 
 def _power(base: int, number: int) -> int:

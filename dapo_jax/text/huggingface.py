@@ -20,6 +20,7 @@ import numpy as np
 import tokenizers
 from jaxtyping import Int, Int32
 
+from dapo_jax.storage import path_of, write_whole
 from dapo_jax.text.chat import ChatTemplate
 
 _TOKENIZER, _CONFIG, _GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
@@ -84,11 +85,12 @@ class HuggingFaceTokenizer:
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Writes the files as they were read. End tokens that only config.json named go into a generation_config.json."""
-        Path(folder).mkdir(parents=True, exist_ok=True)
+        place = path_of(folder)
+        place.mkdir(parents=True, exist_ok=True)
         named = {"eos_token_id": list(self.stop_ids), "pad_token_id": self.pad_id}
         files = {_GENERATION: (json.dumps(named, indent=2) + "\n").encode(), **self.files}
         for name, content in files.items():
-            (Path(folder) / name).write_bytes(content)
+            write_whole(place / name, content)
 
     def __eq__(self, other: object) -> bool:
         return (

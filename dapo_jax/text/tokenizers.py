@@ -14,6 +14,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int, Int32
 
+from dapo_jax.storage import path_of
 from dapo_jax.text.chat import ChatTemplate
 
 PAD_ID = 0
@@ -166,7 +167,8 @@ def save_tokenizer(tokenizer: Tokenizer, folder: str | os.PathLike[str]) -> None
     """
     from dapo_jax.text.huggingface import HuggingFaceTokenizer  # loads the library `tokenizers`
 
-    Path(folder).mkdir(parents=True, exist_ok=True)
+    place = path_of(folder)
+    place.mkdir(parents=True, exist_ok=True)
     if isinstance(tokenizer, HuggingFaceTokenizer):
         tokenizer.save(folder)
         return
@@ -180,7 +182,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: str | os.PathLike[str]) -> None
             "HuggingFaceTokenizer can"
         )
     text = json.dumps(content, ensure_ascii=False, indent=2) + "\n"
-    (Path(folder) / _FILE_NAME).write_text(text, encoding="utf-8")
+    (place / _FILE_NAME).write_text(text, encoding="utf-8")
 
 
 def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:

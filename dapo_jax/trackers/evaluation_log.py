@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable, Mapping
 from os import PathLike
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from dapo_jax.storage import AnyPath, path_of
 from dapo_jax.trackers.lines import read_lines, write_lines
 
 SCHEMA_VERSION = 1
@@ -14,7 +14,7 @@ SCHEMA_VERSION = 1
 
 def write_problems(
     folder: str | PathLike[str], problems: Iterable[Mapping[str, Any]], *, name: str, step: int
-) -> Path:
+) -> AnyPath:
     """Writes one line per problem to FOLDER/NAME.jsonl, whole or not at all, and returns its path.
 
     In the file's name all but letters, digits and `_.-~` of the dataset's are percent-encoded: `hf:ORG/NAME` becomes
@@ -29,7 +29,7 @@ def write_problems(
     Raises:
         OSError: it cannot be written; the message names the file.
     """
-    path = Path(folder) / f"{quote(name, safe='')}.jsonl"
+    path = path_of(folder) / f"{quote(name, safe='')}.jsonl"
     head = {"schema_version": SCHEMA_VERSION, "step": step, "dataset": name}
     write_lines(path, [{**head, **problem} for problem in problems], what="the problems of an evaluation")
     return path
@@ -41,4 +41,4 @@ def read_problems(path: str | PathLike[str]) -> list[dict[str, Any]]:
     Raises:
         ValueError: a line is not a problem, or is of a newer version; the message names file and line number.
     """
-    return read_lines(Path(path), what="a problem", version=SCHEMA_VERSION, needs="samples")
+    return read_lines(path_of(path), what="a problem", version=SCHEMA_VERSION, needs="samples")

@@ -1,15 +1,15 @@
 """Files of JSON lines that are written whole: what the logs of rollouts and of problems share."""
 
 import json
-import os
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from dapo_jax.storage import AnyPath, write_whole
 
-def write_lines(path: Path, rows: Iterable[Mapping[str, Any]], *, what: str) -> None:
+
+def write_lines(path: AnyPath, rows: Iterable[Mapping[str, Any]], *, what: str) -> None:
     """Writes one row a line, all of them or none; a file of that name is replaced, its folder created if needed.
 
     Args:
@@ -24,17 +24,15 @@ def write_lines(path: Path, rows: Iterable[Mapping[str, Any]], *, what: str) -> 
     text = "".join(
         json.dumps(row, allow_nan=False, ensure_ascii=False, default=_plain) + "\n" for row in rows
     )
-    temporary = path.with_name(path.name + ".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # A sampled token may decode to half a surrogate pair, which is not UTF-8.
-        temporary.write_bytes(text.encode("utf-8", errors="replace"))
-        os.replace(temporary, path)
+        write_whole(path, text.encode("utf-8", errors="replace"))
     except OSError as error:
-        raise OSError(error.errno, f"cannot write {what} ({error.strerror})", str(path)) from error
+        raise OSError(error.errno, f"cannot write {what} ({error.strerror or error})", str(path)) from error
 
 
-def read_lines(path: Path, *, what: str, version: int, needs: str) -> list[dict[str, Any]]:
+def read_lines(path: AnyPath, *, what: str, version: int, needs: str) -> list[dict[str, Any]]:
     """The rows that `write_lines` wrote, in order.
 
     Args:

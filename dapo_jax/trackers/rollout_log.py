@@ -3,13 +3,13 @@
 import math
 from collections.abc import Sequence
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 
 from dapo_jax.rollouts import Group, Rollout
+from dapo_jax.storage import AnyPath, path_of
 from dapo_jax.trackers.lines import read_lines, write_lines
 
 SCHEMA_VERSION = 1
@@ -22,7 +22,7 @@ def write_rollouts(
     groups: Sequence[Group],
     *,
     advantages: Float[np.ndarray, "..."] | None = None,
-) -> Path:
+) -> AnyPath:
     """Writes one line per rollout to FOLDER/step_000010.jsonl, whole or not at all, and returns its path.
 
     A file of the same step is replaced: a resumed run writes what it wrote before.
@@ -46,7 +46,7 @@ def write_rollouts(
     rows = [
         _row(step, group, index, rollout) for group in groups for index, rollout in enumerate(group.rollouts)
     ]
-    path = Path(folder) / f"step_{step:06d}.jsonl"
+    path = path_of(folder) / f"step_{step:06d}.jsonl"
     write_lines(
         path,
         [row | {"advantage": _rounded(value)} for row, value in zip(rows, values, strict=True)],
@@ -61,7 +61,7 @@ def read_rollouts(path: str | PathLike[str]) -> list[dict[str, Any]]:
     Raises:
         ValueError: a line is not a rollout, or is of a newer version; the message names file and line number.
     """
-    return read_lines(Path(path), what="a rollout", version=SCHEMA_VERSION, needs="response")
+    return read_lines(path_of(path), what="a rollout", version=SCHEMA_VERSION, needs="response")
 
 
 def format_rollouts(groups: Sequence[Group], limit: int) -> str:

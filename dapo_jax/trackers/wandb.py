@@ -3,8 +3,9 @@
 import importlib
 from collections.abc import Mapping
 from os import PathLike
-from pathlib import Path
 from typing import Any
+
+from dapo_jax.storage import in_bucket, path_of
 
 
 class WandbTracker:
@@ -15,7 +16,8 @@ class WandbTracker:
 
     Args:
         project: name of the project.
-        run_dir: wandb keeps its files in RUN_DIR/wandb; the folder's name becomes the run's name.
+        run_dir: wandb keeps its files in RUN_DIR/wandb; the folder's name becomes the run's name. Of a run in a bucket
+            they are local all the same: in WANDB_DIR, or else in ./wandb.
         run_id: the run to continue, from `WandbTracker.run_id` of the run before; None starts a new one.
         config: the resolved configuration, shown beside the charts.
 
@@ -30,13 +32,13 @@ class WandbTracker:
             wandb = importlib.import_module("wandb")
         except ImportError as error:
             raise ImportError("log.wandb needs the package wandb: pip install 'dapo_jax[wandb]'") from error
-        folder = Path(run_dir)
+        folder = path_of(run_dir)
         folder.mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(
             project=project,
-            dir=str(folder),
+            dir=None if in_bucket(folder) else str(folder),
             id=run_id,
-            name=folder.resolve().name,
+            name=folder.name if in_bucket(folder) else folder.resolve().name,
             resume=None if run_id is None else "allow",
             config=dict(config),
             settings=wandb.Settings(console="off"),  # or every redraw of the progress view lands in its log

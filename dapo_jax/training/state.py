@@ -46,25 +46,33 @@ def warmed_up(learning_rate: float, *, step: int, warmup_steps: int) -> float:
     return learning_rate * min(1.0, step / warmup_steps) if warmup_steps else learning_rate
 
 
-def state_shardings(params: nnx.State, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
-    """Where each array of the train state lies; `params` may be shapes alone."""
-    moments = jax.eval_shape(optimizer.init, params)
-    return TrainState(shardings(params, mesh), shardings(moments, mesh))
+def state_shardings(
+    params: nnx.State, optimizer: optax.GradientTransformation, mesh: Mesh, *, offload: bool = False
+) -> TrainState:
+    """Where each array of the train state lies; `params` may be shapes alone. With `offload`, the moments lie in the host's memory."""
+    moments = shardings(jax.eval_shape(optimizer.init, params), mesh)
+    if offload:
+        moments = jax.tree.map(lambda place: place.with_memory_kind("pinned_host"), moments)
+    return TrainState(shardings(params, mesh), moments)
 
 
-def state_structs(params: nnx.State, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+def state_structs(
+    params: nnx.State, optimizer: optax.GradientTransformation, mesh: Mesh, *, offload: bool = False
+) -> TrainState:
     """The shape, dtype and place of every array of the train state; `params` may be shapes alone."""
     shapes = TrainState(params, jax.eval_shape(optimizer.init, params))
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         shapes,
-        state_shardings(params, optimizer, mesh),
+        state_shardings(params, optimizer, mesh, offload=offload),
     )
 
 
-def init_state(params: nnx.State, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+def init_state(
+    params: nnx.State, optimizer: optax.GradientTransformation, mesh: Mesh, *, offload: bool = False
+) -> TrainState:
     """Places `params` on the mesh and makes fresh moments beside them."""
-    placed = state_shardings(params, optimizer, mesh)
+    placed = state_shardings(params, optimizer, mesh, offload=offload)
     # A jitted copy: the caller's arrays stay alive when the first update donates the state's.
     own = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf + 0, tree), out_shardings=placed.params)(params)
     return TrainState(own, jax.jit(optimizer.init, out_shardings=placed.opt_state)(own))

@@ -39,6 +39,8 @@ class UpdateOptions:
     """trainer or sampler: see `Updater.update`."""
     importance_cap: float | None = None
     kl_coef: float = 0.0
+    offload: bool = False
+    """The optimizer's moments lie in the host's memory and come to the device only to be applied."""
 
 
 @jax.tree_util.register_dataclass
@@ -83,11 +85,12 @@ class Updater:
             raise ValueError(
                 f"kl_coef={self._options.kl_coef} {'needs' if reference is None else 'has no use for'} a reference policy"
             )
-        placed, whole = state_shardings(params, optimizer, mesh), replicated(mesh)
-        self._shardings, self._whole, self._room = placed.params, whole, 1
+        placed = state_shardings(params, optimizer, mesh, offload=self._options.offload)
+        self._shardings, self._whole, self._room = placed.params, replicated(mesh), 1
+        self._moments = state_shardings(params, optimizer, mesh).opt_state
         self._rows = NamedSharding(mesh, PartitionSpec(None, *by_row(mesh).spec, "context"))
         self._score = jax.jit(self._score_program, out_shardings=self._rows)
-        self._update = jax.jit(self._update_program, donate_argnums=0, out_shardings=(placed, whole))
+        self._update = jax.jit(self._update_program, donate_argnums=0, out_shardings=(placed, self._whole))
 
     def prepare(self, state: TrainState, minibatches: Sequence[Sequence[Microbatch]]) -> list[Minibatch]:
         """Puts a step's microbatches on the mesh and fills in the log-probabilities that the update compares with.
@@ -231,6 +234,8 @@ class Updater:
     def _apply(
         self, state: TrainState, grads: nnx.State, loss: Float[Array, ""], learning_rate: Float[Array, ""]
     ) -> tuple[TrainState, dict[str, Metric]]:
+        if self._options.offload:
+            state = replace(state, opt_state=jax.device_put(state.opt_state, self._moments))
         norm = jnp.sqrt(sum(jnp.sum(leaf * leaf) for leaf in jax.tree.leaves(grads)))
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
         with jax.numpy_dtype_promotion("standard"):  # optax raises a float to an integer count

@@ -12,6 +12,10 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 STUB = Path(__file__).with_name("stub.py")
 CLIENTS = ("gcloud", "xpk", "kubectl", "srun", "sbatch", "scontrol", "squeue", "tar", "dapo-jax")
+TAIL = """#!/bin/sh
+# What would follow for ever shows what there is.
+case "$*" in *--pid=*) exec /usr/bin/tail "$@" ;; *-F*) exec cat "$HOME/dapo_jax_run/log" ;; *) exec /usr/bin/tail "$@" ;; esac
+"""
 TOKENS = {"HF_TOKEN": "hf_SECRET it's $HOME", "WANDB_API_KEY": "wandb_SECRET"}
 
 
@@ -40,7 +44,7 @@ class Laptop:
             capture_output=True,
             text=True,
             stdin=subprocess.DEVNULL,
-            timeout=60,
+            timeout=300,
             check=False,
         )
 
@@ -86,7 +90,11 @@ def make_laptop(folder: Path, answers: Path) -> Laptop:
     _program(folder / "far" / "curl", "curl")
     for name in ("uv", "python", "dapo-jax"):
         _program(folder / "parts" / name, name)
-    (folder / "work" / "configs" / "quickstart.yaml").write_text((ROOT / "configs" / "quickstart.yaml").read_text())
+    (folder / "far" / "tail").write_text(TAIL)
+    (folder / "far" / "tail").chmod(0o755)
+    (folder / "work" / "configs" / "quickstart.yaml").write_text(
+        (ROOT / "configs" / "quickstart.yaml").read_text()
+    )
     (folder / "work" / "rewards.py").write_text("def brief(sample):\n    return True\n")
     environment = {
         "PATH": f"{folder / 'near'}:/usr/bin:/bin",
@@ -103,5 +111,7 @@ def make_laptop(folder: Path, answers: Path) -> Laptop:
 
 
 def _program(path: Path, name: str) -> None:
-    path.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -S -E {shlex.quote(str(STUB))} {name} "$@"\n')
+    path.write_text(
+        f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -S -E {shlex.quote(str(STUB))} {name} "$@"\n'
+    )
     path.chmod(path.stat().st_mode | stat.S_IXUSR)

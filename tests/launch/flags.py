@@ -1,7 +1,7 @@
 """Which words the real clients take: what the stubs refuse, the clients would.
 
-gcloud's are from the help of Google Cloud SDK 528, XPK's from that of 1.16.0, kubectl's from 1.32, Slurm's from the manual pages
-of 24.05. Only the commands that the launch scripts and the README use are here.
+gcloud's are from the help of Google Cloud SDK 528, XPK's from that of 1.16.0, kubectl's from 1.32; Slurm's are
+those that its manual pages document. Only the commands and, for Slurm, the flags that the launch scripts and the README use are here.
 """
 
 TPU_WIDE = {"project", "zone", "format"}
@@ -23,7 +23,16 @@ FORMS = {
     ("gcloud", "compute", "tpus", "queued-resources", "create"): Form(
         values=TPU_WIDE
         | {"runtime-version", "accelerator-type", "topology", "type", "node-id", "node-count", "node-prefix"}
-        | {"data-disk", "description", "labels", "metadata", "metadata-from-file", "network", "range", "scopes"}
+        | {
+            "data-disk",
+            "description",
+            "labels",
+            "metadata",
+            "metadata-from-file",
+            "network",
+            "range",
+            "scopes",
+        }
         | {"service-account", "subnetwork", "tags", "valid-after-duration", "valid-after-time"}
         | {"valid-until-duration", "valid-until-time", "reservation-host-folder"}
         | {"reservation-host-organization", "reservation-host-project"},
@@ -35,18 +44,18 @@ FORMS = {
         values=TPU_WIDE, bare={"quiet"}, required={"zone"}, words=(1, 1)
     ),
     ("gcloud", "compute", "tpus", "queued-resources", "delete"): Form(
-        values=TPU_WIDE, bare={"async", "force", "quiet"}, required={"zone", "quiet"}, words=(1, 1)
+        values=TPU_WIDE, bare={"async", "force", "quiet"}, required={"zone"}, words=(1, 1)
     ),
     ("gcloud", "compute", "tpus", "tpu-vm", "ssh"): Form(
         values=TPU_WIDE | SSH | {"ssh-flag", "command", "output-directory"},
         bare=SSH_BARE,
-        required={"zone", "command", "quiet"},
+        required={"zone", "command"},
         words=(1, 1),
     ),
     ("gcloud", "compute", "tpus", "tpu-vm", "scp"): Form(
         values=TPU_WIDE | SSH | {"scp-flag"},
         bare=SSH_BARE | {"compress", "recurse"},
-        required={"zone", "quiet"},
+        required={"zone"},
         words=(2, 99),
     ),
     ("gcloud", "storage", "buckets", "create"): Form(
@@ -86,14 +95,30 @@ FORMS = {
         values={"python", "constraint", "reinstall-package"}, bare={"quiet"}, words=(1, 1)
     ),
 }
-SRUN = {"nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "gpus-per-node", "cpu-bind", "kill-on-bad-exit"} | {
+SRUN = {
+    "nodes",
+    "ntasks",
+    "ntasks-per-node",
+    "cpus-per-task",
+    "gpus-per-node",
+    "cpu-bind",
+    "kill-on-bad-exit",
+} | {
     "wait",
     "export",
     "label",
 }
-SBATCH = {"nodes", "gpus-per-node", "time", "partition", "account", "job-name", "output", "open-mode", "signal"} | {
-    "ntasks-per-node"
-}
+SBATCH = {
+    "nodes",
+    "gpus-per-node",
+    "time",
+    "partition",
+    "account",
+    "job-name",
+    "output",
+    "open-mode",
+    "signal",
+} | {"ntasks-per-node"}
 SBATCH_BARE = {"exclusive", "requeue"}
 
 
@@ -122,7 +147,9 @@ def read(words: list[str]) -> tuple[tuple[str, ...], dict[str, list[str]], list[
     return command, flags, rest
 
 
-def split(words: list[str], values: set[str], bare: frozenset[str] | set[str]) -> tuple[dict[str, list[str]], list[str]]:
+def split(
+    words: list[str], values: set[str], bare: frozenset[str] | set[str]
+) -> tuple[dict[str, list[str]], list[str]]:
     """Flags with their values, and the other words."""
     flags: dict[str, list[str]] = {}
     rest = []

@@ -24,7 +24,13 @@ def test_train_submits_one_workload_that_installs_and_resumes(laptop):
     done = train(laptop, "--slices=2", "--restarts=7", 'sampling.stop=["a b"]')
     assert done.returncode == 0, done.stderr
     words = words_of(laptop)
-    assert {"--workload=pod", "--cluster=big", "--tpu-type=v5p-256", "--num-slices=2", "--max-restarts=7"} <= set(words)
+    assert {
+        "--workload=pod",
+        "--cluster=big",
+        "--tpu-type=v5p-256",
+        "--num-slices=2",
+        "--max-restarts=7",
+    } <= set(words)
     assert {"--base-docker-image=python:3.12", "--script-dir=."} <= set(words)
     assert words[-1] == (
         "--command=pip install --quiet --constraint constraints/py312.txt '.[gcs,hub,tpu,wandb]' || exit 1; "

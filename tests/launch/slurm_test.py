@@ -46,11 +46,21 @@ def test_jax_takes_the_devices_it_is_told_and_without_that_only_one(told):
         "import json, jax; from jax._src.xla_bridge import CUDA_VISIBLE_DEVICES; jax.distributed.initialize();"
         "print(json.dumps([jax.process_count(), CUDA_VISIBLE_DEVICES.value]))"
     )
-    step = {"SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+    step = {
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_NTASKS": "1",
+        "SLURM_PROCID": "0",
+        "SLURM_LOCALID": "0",
+    }
     more = {"JAX_LOCAL_DEVICE_IDS": "0,1,2,3"} if told else {}
     environment = {"PATH": "/usr/bin:/bin", "JAX_PLATFORMS": "cpu", **JOB, **step, **more}
     done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [1, "0,1,2,3" if told else "0"]
@@ -87,7 +97,7 @@ def test_a_cancelled_job_does_not_come_back(laptop):
 
 @pytest.mark.parametrize("told", [signal.SIGUSR1, signal.SIGTERM])
 def test_a_job_that_is_told_to_stop_is_requeued_while_its_step_runs(laptop, told):
-    laptop.scenario(sleep=20)
+    laptop.scenario(held=True)
     job = subprocess.Popen(
         ["bash", str(ROOT / "launch" / "slurm.sbatch"), *RUN],
         cwd=laptop.work,

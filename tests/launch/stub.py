@@ -1,17 +1,10 @@
 """Stands in for the cloud's clients and for what a worker of a slice runs: `python -S stub.py CLIENT WORDS`.
 
-Records every call in FOLDER/calls.jsonl, refuses words that the client would refuse, and answers by FOLDER/scenario.json:
-    states    for each time the TPU is created, what `describe` says, one after another; the last stays
-    refused   how many `create` are refused
-    runs      for each start of the program on a worker, its exit status; or "preempted"; the last stays
-    drops     how many `follow` lose their connection; gcloud then runs the command again, as the real one does
-    workers   of the slice, or tasks of the step
-    job       what squeue says of the job
-    sleep     how long the program takes, in seconds
+Records every call in FOLDER/calls.jsonl, refuses words that the client would refuse, and answers by the scenario (scenario.py).
 A worker is a folder that is its HOME; commands over ssh run in it.
 """
 
-import fcntl
+import contextlib
 import json
 import os
 import re
@@ -25,36 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 import flags as clients
-
-FOLDER = Path(os.environ["STUB_FOLDER"])
-SCENARIO = {"states": [["ACTIVE"]], "refused": 0, "runs": [0], "drops": 0, "workers": 1, "job": "RUNNING", "sleep": 0}
-SCENARIO |= json.loads((FOLDER / "scenario.json").read_text())
-
-
-def record(client, words, **more):
-    with (FOLDER / "calls.jsonl").open("a") as log:
-        fcntl.flock(log, fcntl.LOCK_EX)
-        log.write(json.dumps({"client": client, "words": words, **more}) + "\n")
-
-
-def counted(name, add=1):
-    """How often this was asked before."""
-    with (FOLDER / f"count-{name}").open("a+") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        file.seek(0)
-        before = int(file.read() or 0)
-        file.truncate(0)
-        file.write(str(before + add))
-    return before
-
-
-def at(answers, number):
-    return answers[min(number, len(answers) - 1)]
-
-
-def fail(message, status=1):
-    print(f"ERROR: {message}", file=sys.stderr)
-    return status
+from scenario import FOLDER, SCENARIO, at, counted, fail, record
 
 
 def homes():
@@ -93,7 +57,9 @@ def gcloud_compute_tpus_queued_resources_describe(found, rest):
     if not (FOLDER / "preempted").exists():
         counted(f"described-{counted('created', add=0) - 1}")
     if now == "ERROR":
-        return fail("(gcloud.compute.tpus.queued-resources.describe) There was a problem refreshing your tokens")
+        return fail(
+            "(gcloud.compute.tpus.queued-resources.describe) There was a problem refreshing your tokens"
+        )
     assert found["format"] == ["value(state.state)"]
     print(now)
     return 0
@@ -115,7 +81,9 @@ def gcloud_compute_tpus_queued_resources_delete(found, rest):
     if state() == "NONE":
         return fail("(gcloud.compute.tpus.queued-resources.delete) NOT_FOUND: Resource was not found")
     if "force" not in found:
-        return fail("(gcloud.compute.tpus.queued-resources.delete) the queued resource has nodes; use --force")
+        return fail(
+            "(gcloud.compute.tpus.queued-resources.delete) the queued resource has nodes; use --force"
+        )
     gone()
     (FOLDER / "created").unlink()
     (FOLDER / "preempted").unlink(missing_ok=True)
@@ -127,10 +95,8 @@ def gone():
     for home in homes():
         pid = home / "dapo_jax_run" / "pid"
         if pid.exists():
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(int(pid.read_text()), signal.SIGKILL)
-            except ProcessLookupError:
-                pass
     shutil.rmtree(FOLDER / "workers", ignore_errors=True)
 
 
@@ -144,6 +110,7 @@ def gcloud_compute_tpus_tpu_vm_scp(found, rest):
         return fail("(gcloud.compute.tpus.tpu-vm.scp) This TPU cannot be currently connected to.")
     *sources, target = rest
     assert target.endswith(":")
+    record("copied", [], modes={Path(source).name: Path(source).stat().st_mode & 0o777 for source in sources})
     for home in chosen(found):
         for source in map(Path, sources):
             shutil.copyfile(source, home / source.name)
@@ -162,6 +129,7 @@ def gcloud_compute_tpus_tpu_vm_ssh(found, rest):
         time.sleep(0.3)
         for process in running:
             os.killpg(process.pid, signal.SIGKILL)
+        (FOLDER / "released").touch()
         running = [started(home, line) for home in chosen(found)]
     statuses = [process.wait() for process in running]
     if (FOLDER / "preempted").exists():
@@ -225,7 +193,10 @@ def dapo_jax(words):
     record("dapo-jax", words, environment=seen, files=here, where=where)
     outcome = at(SCENARIO["runs"], number)
     print(f"step 1 of start {number}", flush=True)
-    time.sleep(SCENARIO["sleep"] or 0.8 * bool(SCENARIO["drops"]))
+    until = time.monotonic() + 100
+    while (SCENARIO["held"] or SCENARIO["drops"]) and not (FOLDER / "released").exists():
+        assert time.monotonic() < until
+        time.sleep(0.05)
     if outcome == "preempted":
         (FOLDER / "preempted").touch()
         return 137
@@ -278,7 +249,11 @@ def parted(words, values, bare=()):
 def srun(words):
     record("srun", words)
     _, program = parted(words, clients.SRUN)
-    common = {"SLURM_NTASKS": str(SCENARIO["workers"]), "SLURM_STEP_NODELIST": "node[1-2]", "SLURM_LOCALID": "0"}
+    common = {
+        "SLURM_NTASKS": str(SCENARIO["workers"]),
+        "SLURM_STEP_NODELIST": "node[1-2]",
+        "SLURM_LOCALID": "0",
+    }
     tasks = [
         subprocess.Popen(program, env=os.environ | common | {"SLURM_PROCID": str(number)})
         for number in range(SCENARIO["workers"])

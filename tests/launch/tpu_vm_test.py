@@ -1,11 +1,8 @@
 """launch/tpu_vm.sh with gcloud stubbed; what it starts on the workers runs, in folders that stand for their homes."""
 
-import re
 import stat
 
-import pytest
-
-from tests.launch.clients import TOKENS, printed
+from tests.launch.clients import TOKENS, printed, verb
 
 POD = ("--name=pod", "--type=v5p-256", "--zone=us-east5-a", "--poll=0")
 RUN = ("configs/quickstart.yaml", "run_dir=gs://bucket/pod")
@@ -33,6 +30,8 @@ def test_train_requests_copies_starts_follows_and_deletes(laptop):
     assert "step 1 of start 0" in done.stdout
     assert "pod is WAITING_FOR_RESOURCES" in done.stderr
     assert not (laptop.folder / "created").exists()
+    for words in laptop.commands():
+        assert verb(words) in ("tar", "describe") or "--quiet" in words  # nobody is there to answer a prompt
 
 
 def test_a_preempted_run_is_recreated_and_resumed(laptop):
@@ -40,7 +39,17 @@ def test_a_preempted_run_is_recreated_and_resumed(laptop):
     done = train(laptop, "--spot", "--restarts=0")
     assert done.returncode == 0, done.stderr
     again = ["describe", "describe", "delete", "create", "describe", "describe"]
-    assert laptop.verbs() == [*CREATED, *COPIED, "start", "follow", *again, *COPIED, "start", "follow", "delete"]
+    assert laptop.verbs() == [
+        *CREATED,
+        *COPIED,
+        "start",
+        "follow",
+        *again,
+        *COPIED,
+        "start",
+        "follow",
+        "delete",
+    ]
     assert programs(laptop) == [["train", *RUN], ["train", *RUN, "--resume"]]
     creates = [words for words in laptop.commands() if "create" in words]
     assert creates[0] == creates[1]
@@ -134,6 +143,7 @@ def test_tokens_reach_the_workers_and_nothing_else(laptop):
     assert "HF_TOKEN WANDB_API_KEY" in dry.stdout
     for call in laptop.calls("dapo-jax"):
         assert {name: call["environment"][name] for name in TOKENS} == TOKENS
+    assert [call["modes"]["dapo_jax_tokens"] for call in laptop.calls("copied")] == [0o600]
     told = done.stdout + done.stderr + dry.stdout + dry.stderr + str(laptop.commands())
     assert "SECRET" not in told
     having = [path for path in laptop.folder.rglob("*") if path.is_file() and b"SECRET" in path.read_bytes()]
@@ -149,8 +159,14 @@ def test_the_configuration_its_rewards_and_named_files_are_on_every_worker(lapto
     (laptop.work / "data" / "math" / "train.jsonl").touch()
     (laptop.work / "unasked.txt").touch()
     laptop.scenario(workers=2)
-    graders = 'reward.graders=[{grader: "trl:my rewards/style.py:f"}, {grader: "rewards.py:brief", weight: 0.5}]'
-    data = ("data.source=jsonl", "data.path=data/math/train.jsonl", "data.source_options={prompt: a, answer: b}")
+    graders = (
+        'reward.graders=[{grader: "trl:my rewards/style.py:f"}, {grader: "rewards.py:brief", weight: 0.5}]'
+    )
+    data = (
+        "data.source=jsonl",
+        "data.path=data/math/train.jsonl",
+        "data.source_options={prompt: a, answer: b}",
+    )
     done = train(laptop, graders, *data, "--file", "data/math")
     assert done.returncode == 0, done.stderr
     files = ["configs/quickstart.yaml", "data/math/train.jsonl", "my rewards/style.py", "rewards.py"]
@@ -158,94 +174,13 @@ def test_the_configuration_its_rewards_and_named_files_are_on_every_worker(lapto
     assert programs(laptop) == [["train", *RUN, graders, *data]] * 2
 
 
-@pytest.mark.parametrize(
-    ("typed", "named", "image"),
-    [
-        ("v4-64", "v4-64", "tpu-ubuntu2204-base"),
-        ("v5litepod-64", "v5litepod-64", "v2-alpha-tpuv5-lite"),
-        ("v5e-8", "v5litepod-8", "v2-alpha-tpuv5-lite"),
-        ("v5p-256", "v5p-256", "v2-alpha-tpuv5"),
-        ("v6e-64", "v6e-64", "v2-alpha-tpuv6e"),
-    ],
-)
-def test_each_generation_has_its_image(laptop, typed, named, image):
-    done = laptop.launch("tpu_vm.sh", "up", "--name", "pod", "--type", typed, "--zone", "z", "--reserved")
-    assert done.returncode == 0, done.stderr
-    (words,) = [words for words in laptop.commands() if "create" in words]
-    assert f"--accelerator-type={named}" in words
-    assert f"--runtime-version={image}" in words
-    assert "--reserved" in words
-
-
-def test_the_image_and_further_flags_of_the_request_can_be_given(laptop):
-    more = ("--runtime=next", "--create-flag=--network=mine", "--create-flag", "--internal-ips", "--project=p")
-    done = laptop.launch("tpu_vm.sh", "up", *POD, *more)
-    assert done.returncode == 0, done.stderr
-    (words,) = [words for words in laptop.commands() if "create" in words]
-    assert {"--runtime-version=next", "--network=mine", "--internal-ips", "--project=p"} <= set(words)
-    assert laptop.launch("tpu_vm.sh", "down", *POD).returncode == 0
-    assert laptop.launch("tpu_vm.sh", "up", *POD, "--create-flag=--netwrok=mine").returncode != 0
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--type=v5p:4x4x8"], "--type=v5p:4x4x8 is a topology; 4 x 4 x 8 chips x 2 cores are --type=v5p-256"),
-        (["--type=v6e:8x8"], "8 x 8 chips x 1 cores are --type=v6e-64"),
-        (["--type=tpu7x-64"], "--type=tpu7x-64: TPU7x comes with GKE only"),
-        (["--type=h100-8"], "--type=h100-8 is none of v4-N"),
-        (["--type=v5p"], "--type=v5p has no size, such as v5p-8"),
-        (["--name=Pod_1"], "--name=Pod_1 must be"),
-        (["--zone="], "--zone needs a value"),
-        (["--poll", "soon"], "--poll=soon must be a whole number"),
-        (["--spot", "--reserved"], "--spot --reserved: choose one"),
-        (["--spot=yes"], "--spot takes no value"),
-        (["--sopt"], "--sopt is no option"),
-        (["run_dir=runs/pod"], "run_dir=runs/pod would be on the workers' disks"),
-        (["reward.grader=gone.py:f"], "gone.py does not exist"),
-        (["reward.grader=../mine.py:f"], "../mine.py is not inside the current folder"),
-        (["data.source=gsm8k", "data.path=data/gsm8k"], "do not have data/gsm8k, which CONFIG names; add --file"),
-        (["model.source=models/qwen"], "do not have models/qwen, which CONFIG names; add --file"),
-        (["sampling.slotz=3"], "sampling.slotz"),
-        (["--file=no.txt"], "no.txt does not exist"),
-    ],
-)
-def test_what_cannot_work_ends_before_anything_is_paid_for(laptop, words, message):
-    done = train(laptop, *words)
-    assert done.returncode == 2, done.stderr
-    assert message in done.stderr
-    assert laptop.calls("gcloud") == []
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "COMMAND= is none of train"),
-        (["trian"], "COMMAND=trian is none of"),
-        (["train", *POD], "CONFIG is missing"),
-        (["train", *POD, "run_dir=gs://b/x"], "CONFIG is missing"),
-        (["down", *POD, "configs/quickstart.yaml"], "down takes no configs/quickstart.yaml"),
-        (["status", "--name=pod"], "--zone is needed"),
-        (["status", "--name"], "--name needs a value"),
-    ],
-)
-def test_a_misused_command_line_is_told_what_is_wrong(laptop, words, message):
-    done = laptop.launch("tpu_vm.sh", *words)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert laptop.calls("gcloud") == []
-
-
 def test_a_dry_run_prints_what_a_run_executes_and_executes_nothing(laptop):
     """Of every command, in an order in which each finds what it needs."""
-    tail = laptop.folder / "far" / "tail"
     for command in ("up", "status", "train", "logs", "watch", "down"):
         training = (*RUN, "reward.grader=rewards.py:brief") if command in ("train", "watch") else ()
         if command == "train":
             assert laptop.launch("tpu_vm.sh", "down", *POD).returncode == 0
             training = (*training, "--keep")
-        if command == "logs":
-            tail.symlink_to("/bin/true")  # or it would follow for ever
         if command == "down":
             assert laptop.launch("tpu_vm.sh", "up", *POD).returncode == 0
         before = len(laptop.commands())
@@ -256,12 +191,11 @@ def test_a_dry_run_prints_what_a_run_executes_and_executes_nothing(laptop):
         assert done.returncode == 0, done.stderr
         assert printed(dry.stdout) == laptop.commands()[before:], command
         assert len(laptop.commands()) > before
-        tail.unlink(missing_ok=True)
 
 
 def test_a_second_run_is_not_started_over_one_that_is_under_way(laptop):
     assert train(laptop, "--keep").returncode == 0
-    laptop.scenario(drops=1)  # the program takes a while
+    laptop.scenario(held=True)
     home = laptop.folder / "workers" / "0"
     clean = {"HOME": str(home), "PATH": f"{laptop.folder / 'far'}:/usr/bin:/bin"}
 
@@ -274,13 +208,6 @@ def test_a_second_run_is_not_started_over_one_that_is_under_way(laptop):
     other = worker("start", "other.yaml")
     assert other.returncode == 2
     assert "another run is under way on this TPU: configs/quickstart.yaml" in other.stderr
+    (laptop.folder / "released").touch()
     assert worker("follow").returncode == 0
     assert programs(laptop) == [["train", *RUN]] * 2
-
-
-def test_every_option_of_the_help_exists(laptop):
-    text = laptop.launch("tpu_vm.sh", "--help").stdout
-    options = set(re.findall(r"^  (--[a-z-]+) [A-Z]", text, re.MULTILINE))
-    assert len(options) == 11
-    for option in options:
-        assert f"{option} needs a value" in laptop.launch("tpu_vm.sh", "up", option).stderr

@@ -106,9 +106,9 @@ def test_an_interrupted_export_is_no_model(sharded, monkeypatch):
 
 
 def test_a_file_that_is_cut_short_never_has_its_name(tmp_path, monkeypatch):
-    from dapo_jax.models import safetensors_files
+    from dapo_jax import storage
 
-    monkeypatch.setattr(safetensors_files.os, "fsync", lambda _: (_ for _ in ()).throw(OSError("disk full")))
+    monkeypatch.setattr(storage.os, "fsync", lambda _: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         save_model(tmp_path, CONFIG, tiny_params(CONFIG))
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors.partial"]

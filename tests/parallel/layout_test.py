@@ -16,7 +16,7 @@ from dapo_jax.models.decoder import graph_of
 from dapo_jax.parallel.layout import layout_of
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.testing import tiny_decoder_config, tiny_params
-from dapo_jax.training.state import init_state, make_optimizer
+from dapo_jax.training.state import init_state, make_optimizer, state_shardings
 from dapo_jax.training.update import UpdateOptions, Updater
 
 CONFIG = tiny_decoder_config(heads=4, kv_heads=2, qkv_bias=True, qk_norm=True, tied_embeddings=False)
@@ -67,13 +67,15 @@ def minibatch(*, apart, seed=0):
 BATCHES = [minibatch(apart=False), minibatch(apart=True, seed=1), minibatch(apart=False, seed=2)]
 
 
-def trained(mesh, optimizer, batches=BATCHES, *, rate, old_logprobs="trainer", attention="xla"):
+def trained(
+    mesh, optimizer, batches=BATCHES, *, rate, old_logprobs="trainer", attention="xla", offload=False
+):
     """The state after each update, an update a batch, and the metrics; all but the first have ratios other than 1."""
     graph = graph_of(CONFIG, layout=layout_of(mesh, attention=attention))
-    options = UpdateOptions(old_logprobs=old_logprobs, logprob_chunk_vocab=4)
+    options = UpdateOptions(old_logprobs=old_logprobs, logprob_chunk_vocab=4, offload=offload)
     params = jax.eval_shape(lambda: tiny_params(CONFIG))
     updater = Updater(graph, params, optimizer, mesh, objective=dapo_loss, options=options)
-    state, states, metrics = init_state(tiny_params(CONFIG), optimizer, mesh), [], []
+    state, states, metrics = init_state(tiny_params(CONFIG), optimizer, mesh, offload=offload), [], []
     for index, prepared in enumerate(updater.prepare(state, batches)):
         state, measured = updater.update(state, prepared, learning_rate=rate, first=index == 0)
         metrics.append(to_scalars(measured))
@@ -130,3 +132,13 @@ def test_packing_changes_no_gradient():
     assert len(packed) < len(apart)
     first, second = (trained(one_device(), KEEP_GRADIENT, [parts], rate=0.0)[0] for parts in (packed, apart))
     assert_same(first[0].opt_state, second[0].opt_state)
+
+
+def test_moments_may_lie_in_the_hosts_memory(expected_of_adamw):
+    """Between updates they are there, and parameters are bit for bit what they are without."""
+    mesh = one_device()
+    states, _ = trained(mesh, ADAMW, rate=RATE, old_logprobs="sampler", offload=True)
+    jax.tree.map(np.testing.assert_array_equal, states, expected_of_adamw[0])
+    placed = state_shardings(tiny_params(CONFIG), ADAMW, mesh, offload=True)
+    assert {place.memory_kind for place in jax.tree.leaves(placed.opt_state)} == {"pinned_host"}
+    assert {place.memory_kind for place in jax.tree.leaves(placed.params)} == {"device"}

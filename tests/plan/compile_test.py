@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from rich.console import Console
 
 pytest.importorskip("libtpu", reason="the extra tpu")
 
@@ -12,6 +13,7 @@ from dapo_jax.plan.memory import bytes_on_device
 from dapo_jax.plan.plan import plan, plan_for
 from dapo_jax.plan.programs import Programs
 from dapo_jax.plan.suggest import suggestions
+from dapo_jax.plan.table import show_failures
 from dapo_jax.plan.topologies import devices_of, parse
 from dapo_jax.plan.workload import Assumptions
 
@@ -92,6 +94,9 @@ def test_what_does_not_fit_is_named_and_what_would_is_compiled(file, capsys):
     found = plan_for(config, devices, slice=slice_, assumed=assumed, only=("generate",))
     assert found.failures == ["generate"]
     assert "15.75G" in found.programs[0].refusal
+    assert "decode state" in {array.operation for array in found.programs[0].largest}
+    show_failures(found, [], Console(width=160))
+    assert "DOES NOT FIT: generate alone needs" in capsys.readouterr().out
     tried = suggestions(found, devices, assumed=assumed, seconds=300.0)
     assert tried[-1].fits
     assert not any(one.fits for one in tried[:-1])

@@ -36,15 +36,16 @@ def test_an_axis_that_does_not_divide_is_named():
 
 def test_phases_add_up_what_is_there_at_the_same_time():
     """While sampling: state 100, weights 10, cache 40, two batches of prompts 2 x 5, and what decoding adds: 7 of outputs and
-    temporaries beyond its arguments. In training: state, minibatches of 3 updates of 2, and what it adds, 30."""
+    temporaries beyond its arguments. In training: state, minibatches of 3 updates of 2, and 29 of temporaries. The update's code, 1,
+    is there all the time."""
     there = Resident(state=100, reference=0, weights=10, minibatch=2, prefix=5, decode_state=40)
     decode = ProgramMemory(arguments=50, outputs=41, aliased=40, temporaries=6, code=0)
     update = ProgramMemory(arguments=102, outputs=100, aliased=100, temporaries=29, code=1)
     found = {
         phase.program: phase for phase in phases({"generate": decode, "update": update}, there, updates=3)
     }
-    assert found["generate"].total == 100 + 10 + 40 + 10 + 7
-    assert found["update"].total == 100 + 6 + 30
+    assert found["generate"].total == 100 + 10 + 40 + 10 + 7 + 1
+    assert found["update"].total == 100 + 6 + 29 + 1
     assert list(found) == ["generate", "update"]
 
 

@@ -69,9 +69,12 @@ def data_dir(tmp_path_factory):
     return str(tmp_path_factory.mktemp("datasets"))
 
 
+ROWS = [{"prompt": f"{a}+{b}", "answer": str(a + b)} for a in range(3) for b in range(3)]
+
+
 @pytest.fixture(scope="session")
 def rows():
-    return [{"prompt": f"{a}+{b}", "answer": str(a + b)} for a in range(3) for b in range(3)]
+    return ROWS
 
 
 @pytest.fixture(scope="session")
@@ -118,14 +121,14 @@ def _with_section(config, path, inner):
     return _with_section(config, outer, replace(_section(config, outer), **{name: inner}))
 
 
-def _even_sum(sample):
+def correct_by_even_sum(sample):
     """Correct if the tokens add up to an even number: about half of what a random model says is."""
     return int(sample.tokens.sum()) % 2 == 0
 
 
 @pytest.fixture(scope="session")
 def even_sum():
-    return _even_sum
+    return correct_by_even_sum
 
 
 @pytest.fixture(scope="session")

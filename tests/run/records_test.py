@@ -1,6 +1,10 @@
 """What a run writes beside its checkpoints."""
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -23,6 +27,33 @@ def test_a_new_run_does_not_append_to_another_runs_metrics(micro, tmp_path):
         records.step(0, {"reward/mean": 0.5}, None)
     with pytest.raises(FileExistsError, match="already holds"):
         Records(micro(), tmp_path, resume_step=None)
+
+
+def test_programs_compiled_by_one_process_are_read_from_a_bucket_by_the_next(bucket):
+    """Two processes that have nothing but the bucket in common, and one program between them."""
+    code = """if True:
+        import jax
+        from dapo_jax.run.records import use_compilation_cache
+        use_compilation_cache("gs://bucket/xla")
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        found = []
+        jax.monitoring.register_event_listener(lambda event, **_: found.append(event))
+        jax.jit(lambda x: x * 2 + 1)(jax.numpy.float32(3)).block_until_ready()
+        print(found.count("/jax/compilation_cache/cache_hits"), found.count("/jax/compilation_cache/cache_misses"))
+    """
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent.parent)}
+    counts, stored = [], []
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+        )
+        counts.append([int(word) for word in done.stdout.split()])
+        stored.append(bucket.files("gs://bucket/xla"))
+    (hits, misses), (hits_again, misses_again) = counts
+    assert any("jit__lambda" in name for name in stored[0])
+    assert (hits, misses_again) == (0, 0)
+    assert misses == hits_again > 0
+    assert stored[0] == stored[1]
 
 
 def test_tensorboard_takes_the_same_numbers(micro, tmp_path):

@@ -35,6 +35,16 @@ def test_a_run_is_continued_under_its_id(tmp_path, wandb_mode):
     assert all(first.run_id in name for name in folders)
 
 
+def test_files_of_a_run_in_a_bucket_are_local(tmp_path, wandb_mode, monkeypatch, bucket):
+    """wandb writes them by the operating system, for which gs://bucket would be a folder called `gs:`."""
+    wandb_mode("offline")
+    monkeypatch.chdir(tmp_path)
+    tracker = WandbTracker("dapo_jax", "gs://bucket/some/run", None, {})
+    tracker.log(1, {"reward/mean": 0.5})
+    tracker.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["wandb"]
+
+
 def test_the_mode_of_the_environment_is_respected(tmp_path, wandb_mode):
     wandb_mode("disabled")
     tracker = WandbTracker("dapo_jax", tmp_path / "run", None, {})

@@ -1,0 +1,175 @@
+"""Which rollouts share a row, and which rows stand side by side: lengths in, indices out.
+
+Through the weights every row costs the same, for its padding is computed too. What differs is attention: the pairs of a token
+and a token it sees. A microbatch takes as long as its slowest row, so there are first as few rows as possible, then rows of
+much the same length, and then rows with about as many pairs in one microbatch.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Responses to one prompt that are put into a row together."""
+
+    rollouts: tuple[int, ...]
+    """Their indices."""
+    responses: tuple[int, ...]
+    """Their lengths in tokens."""
+    prompt: Hashable
+    """Pieces with the same one share it if they come into one row."""
+    prompt_tokens: int
+
+    @property
+    def response_tokens(self) -> int:
+        """Length of the responses together."""
+        return sum(self.responses)
+
+    @property
+    def tokens(self) -> int:
+        """Length with the prompt."""
+        return self.prompt_tokens + self.response_tokens
+
+
+Line = list[Piece]
+
+
+def even_lines(pieces: Sequence[Piece], *, room: int, multiple: int) -> list[Line]:
+    """Lines of at most `room` tokens or one piece, their number a multiple of `multiple`: as few as are found, then as even.
+
+    Where lines are left over, responses spread into them instead of leaving them empty: the limit is lowered as far as the number
+    of lines allows.
+    """
+    lines = _fewest(pieces, room)
+    count = -(-len(lines) // multiple) * multiple
+    too_low, limit = sum(map(line_tokens, lines)) // count, room
+    while limit - too_low > 1 + room // 64:
+        lower = (too_low + limit) // 2
+        tried = _fewest(pieces, lower)
+        if len(tried) <= count:
+            lines, limit = tried, lower
+        else:
+            too_low = lower
+    return lines + [[] for _ in range(count - len(lines))]
+
+
+def side_by_side(lines: Sequence[Line], *, rows: int, spread: int) -> list[Line]:
+    """The lines in an order in which every `rows` of them are alike, and the `spread` equal parts of these too.
+
+    Sorted by the pairs that attention has to see, cut into microbatches, and in each dealt out: the next `spread` lines to
+    the parts, the greatest to the part that has least.
+    """
+    ordered = sorted(lines, key=seen_pairs, reverse=True)
+    out: list[Line] = []
+    for start in range(0, len(ordered), rows):
+        parts: list[list[Line]] = [[] for _ in range(spread)]
+        pairs = [0] * spread
+        for first in range(start, start + rows, spread):
+            least_first = sorted(range(spread), key=pairs.__getitem__)
+            for part, line in zip(least_first, ordered[first : first + spread], strict=True):
+                parts[part].append(line)
+                pairs[part] += seen_pairs(line)
+        out += [line for part in parts for line in part]
+    return out
+
+
+def line_tokens(line: Line) -> int:
+    """Length of a line; pieces with the same prompt share it."""
+    prompts = {piece.prompt: piece.prompt_tokens for piece in line}
+    return sum(prompts.values()) + sum(piece.response_tokens for piece in line)
+
+
+def seen_pairs(line: Line) -> int:
+    """How many pairs there are of a token and one that it sees, itself among them.
+
+    >>> seen_pairs([Piece(rollouts=(0, 1), responses=(2, 1), prompt="p", prompt_tokens=3)])  # 1+2+3, then 4+5, then 4
+    19
+    """
+    prompts = {piece.prompt: piece.prompt_tokens for piece in line}
+    of_prompts = sum(tokens * (tokens + 1) // 2 for tokens in prompts.values())
+    return of_prompts + sum(
+        tokens * piece.prompt_tokens + tokens * (tokens + 1) // 2
+        for piece in line
+        for tokens in piece.responses
+    )
+
+
+def _fewest(pieces: Sequence[Piece], room: int) -> list[Line]:
+    """The better of two ways: responses to a prompt stay together, or only those that about fill a line by themselves."""
+    ways = (_best_fit(_bundled(pieces, room, least=least), room) for least in (0, room - room // 32))
+    return min(ways, key=lambda lines: (len(lines), sum(map(line_tokens, lines))))
+
+
+def _bundled(pieces: Sequence[Piece], room: int, *, least: int) -> list[Piece]:
+    """Pieces with the same prompt made one, as full a line as can be at a time, where that comes to `least` tokens."""
+    of_prompt: dict[Hashable, list[Piece]] = {}
+    for piece in pieces:
+        of_prompt.setdefault(piece.prompt, []).append(piece)
+    bundles = []
+    for same in of_prompt.values():
+        rest = same
+        while rest:
+            sizes = [piece.response_tokens for piece in rest]
+            chosen = _fullest(sizes, room - rest[0].prompt_tokens) or [0]
+            parts = [rest[i] for i in chosen]
+            rest = [piece for i, piece in enumerate(rest) if i not in chosen]
+            bundle = Piece(
+                rollouts=tuple(index for part in parts for index in part.rollouts),
+                responses=tuple(tokens for part in parts for tokens in part.responses),
+                prompt=parts[0].prompt,
+                prompt_tokens=parts[0].prompt_tokens,
+            )
+            bundles += [bundle] if bundle.tokens >= least else parts
+    return bundles
+
+
+def _fullest(sizes: Sequence[int], room: int) -> list[int]:
+    """The indices of those `sizes` whose sum comes closest to `room` from below, largest first.
+
+    >>> _fullest([5, 4, 3], 7)
+    [1, 2]
+    """
+    order = sorted(range(len(sizes)), key=lambda i: sizes[i])
+    within = (1 << max(room + 1, 1)) - 1
+    sums = [1]  # bit n of the k-th: some of the first k sizes come to n
+    for index in order:
+        sums.append((sums[-1] | sums[-1] << sizes[index]) & within)
+    total, chosen = sums[-1].bit_length() - 1, []
+    for place in reversed(range(len(order))):
+        if not sums[place] >> total & 1:
+            chosen.append(order[place])
+            total -= sizes[order[place]]
+    return chosen
+
+
+def _best_fit(pieces: Sequence[Piece], room: int) -> list[Line]:
+    """Longest first, each into the line that it leaves least room in: one that has its prompt, or else any other."""
+    lines: list[Line] = []
+    free: list[tuple[int, int]] = []
+    """(tokens left, line), least first."""
+    left: list[int] = []
+    having: dict[Hashable, list[int]] = {}
+    for piece in sorted(pieces, key=lambda piece: -piece.tokens):
+        need = piece.response_tokens
+        homes = [(left[line], line) for line in having.get(piece.prompt, ()) if left[line] >= need]
+        if homes:
+            place = min(homes)
+        else:
+            need = piece.tokens
+            at = bisect_left(free, (need, -1))
+            if at < len(free):
+                place = free[at]
+            else:
+                place = (max(room, need), len(lines))
+                lines.append([])
+                left.append(place[0])
+                insort(free, place)
+            having.setdefault(piece.prompt, []).append(place[1])
+        free.pop(bisect_left(free, place))
+        tokens, line = place
+        left[line] = tokens - need
+        insort(free, (left[line], line))
+        lines[line].append(piece)
+    return lines

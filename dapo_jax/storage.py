@@ -1,0 +1,160 @@
+"""Where files lie: in a local folder, or in a bucket of Google Cloud Storage (`gs://bucket/folder`).
+
+Only this module knows how the two differ. A local path is a `pathlib.Path`. A path in a bucket is an `epath.Path`, with the
+same methods, and is reached through gcsfs; orbax's arrays go through tensorstore. What is different in a bucket:
+
+* a file is an object. It is there whole or not at all, it is replaced but never appended to or renamed;
+* a folder is what names begin with: one without objects is not there, and none has to be made.
+
+The variables that the clients know point all of them elsewhere: STORAGE_EMULATOR_HOST (gcsfs and google-cloud-storage),
+TENSORSTORE_GCS_HTTP_URL (tensorstore), and FSSPEC_GCS_TOKEN=anon for gcsfs without credentials.
+"""
+
+import functools
+import importlib
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from os import PathLike
+from pathlib import Path
+from typing import IO, Any, TypeAlias
+
+from etils import epath
+
+AnyPath: TypeAlias = Path | epath.Path
+"""A local path, or one in a bucket."""
+
+SCHEME = "gs://"
+
+# epath would go through TensorFlow wherever that is installed, which takes seconds to load and has errors of its own.
+os.environ.setdefault("EPATH_USE_TF", "false")
+# gcsfs would ask another service, one without an emulator, of which kind each bucket is.
+os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+
+
+def path_of(text: str | PathLike[str]) -> AnyPath:
+    """The path that `text` names; `~` is the home folder.
+
+    Raises:
+        ValueError: it lies in a bucket and gcsfs is not installed, or it is of another kind of storage.
+    """
+    name = os.fspath(text)
+    if "://" not in name:
+        return Path(name).expanduser()
+    if not name.startswith(SCHEME):
+        raise ValueError(f"{name} is neither a local path nor in a bucket; a bucket's begins with {SCHEME}")
+    if not name.removeprefix(SCHEME).split("/")[0]:
+        raise ValueError(f"{name} names no bucket; write {SCHEME}BUCKET/FOLDER")
+    _objects()
+    return epath.Path(name)
+
+
+def in_bucket(path: str | PathLike[str]) -> bool:
+    """True if `path` lies in a bucket."""
+    return os.fspath(path).startswith(SCHEME)
+
+
+def check_access(folder: AnyPath, *, write: bool) -> None:
+    """Tries what a run will do: ask about the bucket, list `folder`, and with `write` write an object there and delete it.
+
+    Nothing is tried of a local folder.
+
+    Raises:
+        ValueError: one of these was refused; says which, and why.
+    """
+    if not in_bucket(folder):
+        return
+    bucket = str(folder).removeprefix(SCHEME).split("/")[0]
+    deed = f"asking about the bucket {bucket!r}"
+    try:
+        # As orbax does before it lists or removes checkpoints, with the same client.
+        client = importlib.import_module("google.cloud.storage").Client()
+        patience = importlib.import_module("google.cloud.storage.retry").DEFAULT_RETRY.with_timeout(20.0)
+        client.get_bucket(bucket, retry=patience)
+        deed = f"listing {folder}"
+        with suppress(FileNotFoundError):
+            _objects().ls(str(folder))
+        if write:
+            deed = f"writing to {folder}"
+            probe = str(folder / f"access-{secrets.token_hex(4)}")
+            _objects().pipe_file(probe, b"")
+            deed = f"deleting from {folder}"
+            _objects().rm_file(probe)
+    except Exception as error:  # each of the clients has its own kinds
+        raise ValueError(
+            f"{deed} failed: {_said(error)}; the bucket must exist, and whoever runs this needs "
+            f"{'roles/storage.objectUser' if write else 'roles/storage.objectViewer'} and storage.buckets.get "
+            "(roles/storage.legacyBucketReader) on it"
+        ) from error
+
+
+def entries(folder: AnyPath) -> list[AnyPath]:
+    """What lies in `folder`, sorted; nothing if it is not there."""
+    try:
+        return sorted(folder.iterdir())
+    except FileNotFoundError:
+        return []
+
+
+def size_of(path: AnyPath) -> int:
+    """Bytes of a file."""
+    return path.stat().st_size if isinstance(path, Path) else path.stat().length
+
+
+def files_below(folder: AnyPath) -> list[AnyPath]:
+    """Every file in `folder` and in the folders within, sorted."""
+    if in_bucket(folder):
+        return [epath.Path(SCHEME + name) for name in _objects().find(str(folder))]
+    return sorted(path for path in Path(folder).rglob("*") if path.is_file())
+
+
+def write_whole(path: AnyPath, data: bytes) -> None:
+    """Writes a file that is there whole or not at all; one of that name is replaced.
+
+    Raises:
+        OSError: it cannot be written; the message names the file.
+    """
+    if not in_bucket(path):
+        with new_file(path) as file:
+            file.write(data)
+        return
+    try:
+        _objects().pipe_file(str(path), data)
+    except Exception as error:
+        raise OSError(f"cannot write {path}: {_said(error)}") from error
+
+
+@contextmanager
+def new_file(path: AnyPath) -> Iterator[IO[bytes]]:
+    """A file to write, larger than memory if need be. It gets its name when the block ends; after an error there is none."""
+    if in_bucket(path):
+        # One client for this module alone: a transaction is of all that a client writes while it lasts.
+        with _objects().transaction, _objects().open(str(path), "wb") as file:
+            yield file
+        return
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
+@functools.cache
+def _objects() -> Any:
+    """This module's client of the storage; and epath's is told to hold no listings, in which tensorstore's objects lack."""
+    try:
+        importlib.import_module("gcsfs")
+        fsspec = importlib.import_module("fsspec")
+    except ImportError as error:
+        raise ValueError(
+            f"files in a bucket need the package gcsfs ({error}): pip install 'dapo_jax[gcs]'"
+        ) from error
+    fsspec.config.conf.setdefault("gcs", {}).setdefault("use_listings_cache", False)
+    return fsspec.filesystem("gcs", skip_instance_cache=True)
+
+
+def _said(error: Exception) -> str:
+    """The words of a client's error in one line."""
+    return " ".join(str(error).split()) or type(error).__name__

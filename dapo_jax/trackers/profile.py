@@ -1,0 +1,50 @@
+"""Traces of chosen steps, to be opened with xprof or TensorBoard's profile page: what every device did, and when."""
+
+import shutil
+from collections.abc import Collection
+from contextlib import AbstractContextManager
+from pathlib import Path
+from tempfile import mkdtemp
+from types import TracebackType
+
+import jax
+
+from dapo_jax.storage import AnyPath, files_below, path_of, write_whole
+
+
+class Profile(AbstractContextManager["Profile"]):
+    """Traces each of `steps` into a folder of its own, `FOLDER/step_000010`; every process writes its own files there."""
+
+    def __init__(self, steps: Collection[int], folder: AnyPath) -> None:
+        self._steps, self._folder = frozenset(steps), folder
+        self._local: Path | None = None
+
+    def begin(self, step: int) -> None:
+        """Called before `step`; does nothing if that is not to be traced."""
+        if step in self._steps:
+            # The profiler writes to local files only, and the folder may lie in a bucket.
+            self._local = Path(mkdtemp(prefix="dapo_jax_profile_"))
+            jax.profiler.start_trace(str(self._local))
+
+    def end(self, step: int) -> None:
+        """Called after `step`, when its last program has ended."""
+        if self._local is None:
+            return
+        local, self._local = self._local, None
+        try:
+            jax.profiler.stop_trace()
+            for file in files_below(path_of(local)):
+                there = self._folder / f"step_{step:06d}" / Path(str(file)).relative_to(local).as_posix()
+                there.parent.mkdir(parents=True, exist_ok=True)
+                write_whole(there, file.read_bytes())
+        finally:
+            shutil.rmtree(local, ignore_errors=True)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """A step that failed leaves no trace."""
+        if self._local is not None:
+            local, self._local = self._local, None
+            jax.profiler.stop_trace()
+            shutil.rmtree(local, ignore_errors=True)

@@ -1,0 +1,105 @@
+"""The command line of launch/tpu_vm.sh: names of slices, and what is refused before anything is paid for."""
+
+import re
+
+import pytest
+
+from tests.launch.tpu_vm_test import POD, train
+
+
+@pytest.mark.parametrize(
+    ("typed", "named", "image"),
+    [
+        ("v4-64", "v4-64", "tpu-ubuntu2204-base"),
+        ("v5litepod-64", "v5litepod-64", "v2-alpha-tpuv5-lite"),
+        ("v5e-8", "v5litepod-8", "v2-alpha-tpuv5-lite"),
+        ("v5p-256", "v5p-256", "v2-alpha-tpuv5"),
+        ("v6e-64", "v6e-64", "v2-alpha-tpuv6e"),
+    ],
+)
+def test_each_generation_has_its_image(laptop, typed, named, image):
+    done = laptop.launch("tpu_vm.sh", "up", "--name", "pod", "--type", typed, "--zone", "z", "--reserved")
+    assert done.returncode == 0, done.stderr
+    (words,) = [words for words in laptop.commands() if "create" in words]
+    assert f"--accelerator-type={named}" in words
+    assert f"--runtime-version={image}" in words
+    assert "--reserved" in words
+
+
+def test_the_image_and_further_flags_of_the_request_can_be_given(laptop):
+    more = (
+        "--runtime=next",
+        "--create-flag=--network=mine",
+        "--create-flag",
+        "--internal-ips",
+        "--project=p",
+    )
+    done = laptop.launch("tpu_vm.sh", "up", *POD, *more)
+    assert done.returncode == 0, done.stderr
+    (words,) = [words for words in laptop.commands() if "create" in words]
+    assert {"--runtime-version=next", "--network=mine", "--internal-ips", "--project=p"} <= set(words)
+    assert laptop.launch("tpu_vm.sh", "down", *POD).returncode == 0
+    assert laptop.launch("tpu_vm.sh", "up", *POD, "--create-flag=--netwrok=mine").returncode != 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["--type=v5p:4x4x8"],
+            "--type=v5p:4x4x8 is a topology; 4 x 4 x 8 chips x 2 cores are --type=v5p-256",
+        ),
+        (["--type=v6e:8x8"], "8 x 8 chips x 1 cores are --type=v6e-64"),
+        (["--type=tpu7x-64"], "--type=tpu7x-64: TPU7x comes with GKE only"),
+        (["--type=h100-8"], "--type=h100-8 is none of v4-N"),
+        (["--type=v5p"], "--type=v5p has no size, such as v5p-8"),
+        (["--name=Pod_1"], "--name=Pod_1 must be"),
+        (["--zone="], "--zone needs a value"),
+        (["--poll", "soon"], "--poll=soon must be a whole number"),
+        (["--spot", "--reserved"], "--spot --reserved: choose one"),
+        (["--spot=yes"], "--spot takes no value"),
+        (["--sopt"], "--sopt is no option"),
+        (["run_dir=runs/pod"], "run_dir=runs/pod would be on the workers' disks"),
+        (["reward.grader=gone.py:f"], "gone.py does not exist"),
+        (["reward.grader=../mine.py:f"], "../mine.py is not inside the current folder"),
+        (
+            ["data.source=gsm8k", "data.path=data/gsm8k"],
+            "do not have data/gsm8k, which CONFIG names; add --file",
+        ),
+        (["model.source=models/qwen"], "do not have models/qwen, which CONFIG names; add --file"),
+        (["sampling.slotz=3"], "sampling.slotz"),
+        (["--file=no.txt"], "no.txt does not exist"),
+    ],
+)
+def test_what_cannot_work_ends_before_anything_is_paid_for(laptop, words, message):
+    done = train(laptop, *words)
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr
+    assert laptop.calls("gcloud") == []
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "COMMAND= is none of train"),
+        (["trian"], "COMMAND=trian is none of"),
+        (["train", *POD], "CONFIG is missing"),
+        (["train", *POD, "run_dir=gs://b/x"], "CONFIG is missing"),
+        (["down", *POD, "configs/quickstart.yaml"], "down takes no configs/quickstart.yaml"),
+        (["status", "--name=pod"], "--zone is needed"),
+        (["status", "--name"], "--name needs a value"),
+    ],
+)
+def test_a_misused_command_line_is_told_what_is_wrong(laptop, words, message):
+    done = laptop.launch("tpu_vm.sh", *words)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert laptop.calls("gcloud") == []
+
+
+def test_every_option_of_the_help_exists(laptop):
+    text = laptop.launch("tpu_vm.sh", "--help").stdout
+    options = set(re.findall(r"^  (--[a-z-]+) [A-Z]", text, re.MULTILINE))
+    assert len(options) == 11
+    for option in options:
+        assert f"{option} needs a value" in laptop.launch("tpu_vm.sh", "up", option).stderr

@@ -1,0 +1,81 @@
+"""Attention, rows and packing go together, or are refused with the arithmetic. Eight virtual CPU devices."""
+
+from dataclasses import replace
+
+import jax
+import pytest
+
+from dapo_jax.config import BatchConfig, ConfigError, ModelConfig
+from dapo_jax.models.layout import Layout
+from dapo_jax.parallel.layout import MeshLayout
+from dapo_jax.parallel.mesh import make_mesh
+from dapo_jax.run.training_pass import for_mesh, training_pass
+from dapo_jax.testing import tiny_decoder_config
+
+BF16 = ModelConfig(compute_dtype="bfloat16")
+
+
+def chips(**axes):
+    return make_mesh(fsdp=-1, **axes)
+
+
+def passed(mesh, model=BF16, *, row_tokens=1000, platform="cpu", **batch):
+    return training_pass(model, BatchConfig(**batch), mesh, row_tokens=row_tokens, platform=platform)
+
+
+def test_one_device_has_the_plain_layout_and_packs_everything():
+    found = passed(make_mesh(devices=jax.devices()[:1]))
+    assert type(found.layout) is Layout
+    assert (found.row_tokens, found.packing) == (1000, {"share_prompts": True, "alone": False})
+
+
+@pytest.mark.parametrize(
+    ("platform", "context", "batch", "attention", "packing"),
+    [
+        ("tpu", 1, {}, "splash", {"share_prompts": False, "alone": False}),
+        ("gpu", 1, {}, "xla", {"share_prompts": True, "alone": False}),
+        ("gpu", 1, {"packing": False}, "cudnn", {"share_prompts": False, "alone": True}),
+        ("gpu", 2, {"packing": False}, "xla", {"share_prompts": True, "alone": True}),
+        ("cpu", 1, {}, "xla", {"share_prompts": True, "alone": False}),
+    ],
+)
+def test_attention_is_the_platforms_kernel_where_it_can_do_the_work(
+    platform, context, batch, attention, packing
+):
+    found = passed(chips(context=context), platform=platform, **batch)
+    assert isinstance(found.layout, MeshLayout)
+    assert (found.layout.attention, found.packing) == (attention, packing)
+
+
+def test_in_float32_a_gpu_has_no_kernel():
+    assert passed(chips(), ModelConfig(), platform="gpu", packing=False).layout.attention == "xla"
+
+
+def test_rows_left_open_are_filled_up_to_what_can_be_split():
+    """splash: context 2 x 128 x tensor 4 = 1024; xla: context 2 x tensor 4 = 8."""
+    assert passed(chips(context=2, tensor=4), platform="tpu", row_tokens=1030).row_tokens == 2048
+    assert passed(chips(context=2, tensor=4), row_tokens=1030).row_tokens == 1032
+    assert passed(chips(tensor=4), platform="tpu", row_tokens=22528).row_tokens == 22528
+
+
+def test_rows_that_were_asked_for_are_refused_with_the_next_that_fit():
+    asked = BatchConfig(row_tokens=1030)
+    with pytest.raises(ConfigError, match=r"row_tokens=1030 must be a multiple of .* = 8, .*; 1032 is"):
+        training_pass(BF16, asked, chips(context=2, tensor=4), row_tokens=1030)
+    with pytest.raises(ConfigError, match=r"x 128 \(model.attention=splash\) = 512, .*; 1536 is"):
+        training_pass(BF16, asked, chips(tensor=4), row_tokens=1030, platform="tpu")
+
+
+def test_cudnn_takes_no_split_rows():
+    model = replace(BF16, attention="cudnn")
+    with pytest.raises(ConfigError, match=r"found parallel.context=2: set it to 1, or model.attention=xla"):
+        training_pass(model, BatchConfig(packing=False), chips(context=2), row_tokens=64)
+
+
+def test_a_vocabulary_is_filled_up_for_both_meshes_and_only_if_it_must():
+    odd = tiny_decoder_config(vocab_size=21)
+    two, four = make_mesh(fsdp=4, tensor=2), make_mesh(fsdp=2, tensor=4)
+    assert for_mesh(odd, make_mesh()).vocab_rows == 21
+    assert for_mesh(odd, two).vocab_rows == 22
+    assert for_mesh(odd, two, four).vocab_rows % 4 == 0
+    assert for_mesh(tiny_decoder_config(vocab_size=20), two, four).vocab_rows == 20

@@ -1,0 +1,189 @@
+"""A folder and a bucket are written and read alike, and what a bucket refuses is said."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import tensorstore
+
+from dapo_jax import storage
+from dapo_jax.storage import check_access, entries, files_below, in_bucket, new_file, path_of, write_whole
+
+PIECE = 2**18
+"""Bytes of which all pieces of an upload but the last are multiples."""
+
+
+@pytest.fixture(params=["local", "bucket"])
+def folder(request, tmp_path):
+    """An empty folder of each kind."""
+    if request.param == "local":
+        return path_of(str(tmp_path))
+    request.getfixturevalue("bucket")
+    return path_of("gs://bucket/some/folder")
+
+
+def names(folder):
+    return [path.name for path in entries(folder)]
+
+
+def test_a_local_path_is_pathlibs_and_a_buckets_keeps_its_name(bucket):
+    assert path_of("~/run") == Path.home() / "run"
+    assert isinstance(path_of("run"), Path)
+    place = path_of("gs://bucket/run/")
+    assert str(place / "a.txt") == "gs://bucket/run/a.txt"
+    assert (in_bucket(place), in_bucket(Path("gs"))) == (True, False)
+    assert path_of(place) == place
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("s3://bucket/run", "neither a local path nor in a bucket; a bucket's begins with gs://"),
+        ("gs://", "names no bucket"),
+        ("gs:///run", "names no bucket"),
+    ],
+)
+def test_other_addresses_are_no_local_folders(name, message):
+    with pytest.raises(ValueError, match=message):
+        path_of(name)
+
+
+def test_a_missing_package_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    storage._objects.cache_clear()
+    with pytest.raises(ValueError, match=r"need the package gcsfs .* pip install 'dapo_jax\[gcs\]'"):
+        path_of("gs://bucket/run")
+    storage._objects.cache_clear()
+
+
+def test_a_file_is_written_and_replaced_whole(folder):
+    folder.mkdir(parents=True, exist_ok=True)
+    for data in (b"first, the longer one", b"second", b""):
+        write_whole(folder / "a", data)
+        assert (folder / "a").read_bytes() == data
+        assert storage.size_of(folder / "a") == len(data)
+    assert names(folder) == ["a"]  # nothing temporary stays
+
+
+# What a client sends at once (5 MiB) and whole pieces of it are where a last piece may go missing, or be empty.
+@pytest.mark.parametrize("size", [0, 1, PIECE, 20 * PIECE, 40 * PIECE, 40 * PIECE + 1])
+def test_a_large_file_comes_back_as_it_was_written(folder, size):
+    folder.mkdir(parents=True, exist_ok=True)
+    data = os.urandom(size)
+    with new_file(folder / "large") as file:
+        for start in range(0, size, 300_000):
+            file.write(data[start : start + 300_000])
+        assert "large" not in names(folder)
+    assert (folder / "large").read_bytes() == data
+    assert names(folder) == ["large"]
+
+
+def test_a_large_file_goes_into_a_bucket_in_pieces(bucket):
+    """12,000,001 bytes are 45 whole pieces of 262,144 and 203,521 bytes: more than one request can be the last."""
+    with new_file(path_of("gs://bucket/large")) as file:
+        file.write(bytes(6_000_000))
+        file.write(bytes(6_000_001))
+    pieces = [
+        query for _, path, query in bucket.requests if path.startswith("/upload") and "upload_id" in query
+    ]
+    assert len(pieces) >= 2
+    assert len(bucket.files()["gs://bucket/large"]) == 12_000_001
+
+
+@pytest.mark.parametrize("size", [3, 12_000_000])
+def test_an_error_while_a_file_is_written_leaves_the_one_before(folder, size, bucket):
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / "a", b"before")
+    with pytest.raises(KeyboardInterrupt), new_file(folder / "a") as file:  # noqa: PT012 - the error is in the block
+        file.write(bytes(size))
+        raise KeyboardInterrupt
+    assert (folder / "a").read_bytes() == b"before"
+    assert not bucket.uploads  # nothing is kept waiting for its end
+
+
+def test_folders_are_listed_and_an_absent_one_is_empty(folder):
+    assert (entries(folder), files_below(folder)) == ([], [])
+    for name in ("b/two", "b/c/three", "a"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / name, b"x")
+    assert names(folder) == ["a", "b"]
+    assert [path.relative_to(folder).as_posix() for path in files_below(folder)] == [
+        "a",
+        "b/c/three",
+        "b/two",
+    ]
+
+
+def test_what_another_client_writes_is_seen_at_once(bucket):
+    """tensorstore writes a checkpoint's arrays; a listing that was kept from before would not have them."""
+    folder = path_of("gs://bucket/run")
+    write_whole(folder / "a", b"x")
+    assert (names(folder), [path.name for path in folder.iterdir()]) == (["a"], ["a"])
+    kvstore("run/").write("b", b"y").result()
+    assert (names(folder), [path.name for path in folder.iterdir()]) == (["a", "b"], ["a", "b"])
+    assert (folder / "b").read_bytes() == b"y"
+
+
+def kvstore(path):
+    return tensorstore.KvStore.open({"driver": "gcs", "bucket": "bucket", "path": path}).result()
+
+
+def test_the_stand_in_holds_to_preconditions(bucket):
+    """tensorstore's writers take turns by them: one that read an older generation must not win."""
+    arrays = kvstore("")
+    first = arrays.write("x", b"1").result()
+    second = arrays.write("x", b"2", if_equal=first.generation).result()
+    late = arrays.write("x", b"3", if_equal=first.generation).result()
+    assert late.generation != second.generation
+    assert arrays.read("x").result().value == b"2"
+    assert bucket.files("gs://bucket") == {"gs://bucket/x": b"2"}
+
+
+def test_a_busy_service_is_asked_again(bucket):
+    bucket.busy = 1
+    write_whole(path_of("gs://bucket/a"), b"x")
+    assert bucket.files("gs://bucket") == {"gs://bucket/a": b"x"}
+    assert bucket.busy == 0
+
+
+def test_access_is_tried_and_leaves_nothing(bucket):
+    check_access(path_of("gs://bucket/run"), write=True)
+    assert bucket.files("gs://bucket") == {}
+    check_access(Path("/nowhere"), write=True)  # a local folder is made by whoever writes there
+
+
+@pytest.mark.parametrize(
+    ("permission", "deed"),
+    [
+        ("buckets.get", "asking about the bucket 'bucket'"),
+        ("objects.list", "listing gs://bucket/run"),
+        ("objects.create", "writing to gs://bucket/run"),
+        ("objects.delete", "deleting from gs://bucket/run"),
+    ],
+)
+def test_a_permission_that_lacks_is_named_with_the_role_that_has_it(bucket, permission, deed):
+    bucket.granted = bucket.granted - {f"storage.{permission}"}
+    with pytest.raises(
+        ValueError, match=rf"^{deed} failed: .*storage\.{permission} .*roles/storage\.objectUser"
+    ):
+        check_access(path_of("gs://bucket/run"), write=True)
+
+
+def test_reading_asks_for_less(bucket):
+    bucket.granted = {"storage.buckets.get", "storage.objects.list", "storage.objects.get"}
+    check_access(path_of("gs://bucket/run"), write=False)
+    bucket.granted = {"storage.buckets.get"}
+    with pytest.raises(ValueError, match=r"listing .*roles/storage\.objectViewer"):
+        check_access(path_of("gs://bucket/run"), write=False)
+
+
+def test_a_bucket_that_is_not_there_is_said(bucket):
+    with pytest.raises(ValueError, match="asking about the bucket 'no-such-bucket' failed: 404"):
+        check_access(path_of("gs://no-such-bucket/run"), write=True)
+
+
+def test_what_cannot_be_written_names_the_object(bucket):
+    bucket.granted = bucket.granted - {"storage.objects.create"}
+    with pytest.raises(OSError, match=r"cannot write gs://bucket/a: .*storage\.objects\.create"):
+        write_whole(path_of("gs://bucket/a"), b"x")
