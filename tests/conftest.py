@@ -25,9 +25,25 @@ settings.load_profile("ci")
 def pytest_runtest_setup(item):
     """Tests marked `tpu` or `gpu` are for whoever has one."""
     for kind in ("tpu", "gpu"):
-        if item.get_closest_marker(kind) is not None and jax.default_backend() != kind:
+        if item.get_closest_marker(kind) is not None and (found := _backend()) != kind:
             command = next(line for line in item.config.getini("markers") if line.startswith(kind))
-            pytest.skip(f"{command}; found {jax.default_backend()}")
+            pytest.skip(f"{command}; found {found}")
+
+
+def _backend():
+    try:
+        return jax.default_backend()
+    except RuntimeError as error:  # asked for by JAX_PLATFORMS, and not there
+        return str(error)
+
+
+@pytest.fixture(
+    params=["cpu", pytest.param("tpu", marks=pytest.mark.tpu), pytest.param("gpu", marks=pytest.mark.gpu)]
+)
+def platform(request):
+    """A test that asks for it also runs on a TPU with `-m tpu` and on a GPU with `-m gpu`, there with exact float32 products."""
+    with jax.default_matmul_precision(None if request.param == "cpu" else "highest"):
+        yield request.param
 
 
 @pytest.fixture

@@ -1,0 +1,85 @@
+"""Attention by kernels against attention in float64. Splash attention is interpreted here; with `-m tpu` and `-m gpu` the chip runs them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dapo_jax.models.attention import causal_attention
+from dapo_jax.models.kernels import cudnn_attention, splash_attention, splash_kernel
+
+HEADS, KV_HEADS, DIM, ROWS, SEQ = 4, 2, 128, 2, 256
+INTERPRETED = pytest.param(True, id="interpreted")
+ON_TPU = pytest.param(False, marks=pytest.mark.tpu, id="tpu")
+
+
+def inputs(dtype, seed=0):
+    """Query, key and value, [heads, dim, rows, seq], such that the scaled query and the others are representable in the dtype."""
+    rng = np.random.default_rng(seed)
+    shapes = [(heads, DIM, ROWS, SEQ) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    query, key, value = (
+        jnp.asarray(rng.normal(size=shape), jnp.float32).astype(dtype).astype(jnp.float32) for shape in shapes
+    )
+    return (query * DIM**-0.5).astype(dtype).astype(jnp.float32) * DIM**0.5, key, value
+
+
+def packed():
+    """One row of three rollouts and padding, one of a single rollout."""
+    three = np.repeat([1, 2, 3, 0], [100, 60, 70, 26])
+    return np.stack([three, np.ones(SEQ, int)]).astype(np.int32)
+
+
+def exactly(query, key, value, segment_ids):
+    """Attention in float64, [heads, dim, rows, seq], and the same of the absolute values: how much is summed."""
+    q, k, v = (np.asarray(part, np.float64) for part in (query, key, value))
+    seen = np.tril(np.ones((SEQ, SEQ), bool)) & (segment_ids[:, :, None] == segment_ids[:, None])
+    shared = np.arange(HEADS) // (HEADS // KV_HEADS)
+    scores = np.einsum("hdbs,hdbt->bhst", q, k[shared]) * DIM**-0.5
+    weights = np.where(seen[:, None], np.exp(scores - scores.max(-1, keepdims=True)), 0.0)
+    weights /= weights.sum(-1, keepdims=True)
+    return [np.einsum("bhst,hdbt->hdbs", weights, part[shared]) for part in (v, np.abs(v))]
+
+
+def assert_attends(found, parts, segment_ids, dtype, where=slice(None)):
+    """In bfloat16 a weight is rounded by at most 2^-8 of it, and so is what comes out; in float32 sums differ by their order."""
+    exact, summed = (part[..., where] for part in exactly(*parts, segment_ids))
+    slack = (2**-8 if dtype == "bfloat16" else 0) * (summed + np.abs(exact)) + 1e-5
+    assert (np.abs(np.asarray(found)[..., where] - exact) <= slack).all()
+
+
+@pytest.mark.parametrize("interpret", [INTERPRETED, ON_TPU])
+def test_splash_attention_sees_its_own_segment_up_to_itself(interpret):
+    parts, ids = inputs("bfloat16"), jnp.asarray(packed())
+    kernel = splash_kernel(HEADS, SEQ, interpret=interpret)
+    found = jax.jit(lambda *parts: splash_attention(kernel, *parts, ids, ids, dtype="bfloat16"))(*parts)
+    assert_attends(found, parts, packed(), "bfloat16")
+
+
+@pytest.mark.parametrize("interpret", [INTERPRETED, ON_TPU])
+def test_gradients_through_splash_attention_are_those_of_plain_attention(interpret):
+    """Weights, their cotangents, what comes out and its cotangent are rounded, by 2^-8 each: 2^-6 of a gradient's norm."""
+    parts, segment_ids = inputs("bfloat16"), jnp.asarray(packed())
+    kernel = splash_kernel(HEADS, SEQ, interpret=interpret)
+    along = inputs("bfloat16", seed=1)[0]
+
+    def by_splash(*parts):
+        return (splash_attention(kernel, *parts, segment_ids, segment_ids, dtype="bfloat16") * along).sum()
+
+    def plainly(*parts):
+        joined = (part.reshape(*part.shape[:2], -1) for part in parts)
+        return (causal_attention(*joined, segment_ids).reshape(along.shape) * along).sum()
+
+    found = jax.jit(jax.grad(by_splash, (0, 1, 2)))(*parts)
+    with jax.default_matmul_precision("highest"):
+        expected = jax.jit(jax.grad(plainly, (0, 1, 2)))(*parts)
+    for one, other in zip(found, expected, strict=True):
+        assert np.linalg.norm(np.asarray(one - other)) < 2**-6 * np.linalg.norm(np.asarray(other))
+
+
+@pytest.mark.gpu
+def test_cudnn_attention_sees_all_before_it():
+    """Rows of one rollout with padding behind it: what the padding sees is nobody's business."""
+    parts = inputs("bfloat16")
+    segment_ids = np.broadcast_to(np.where(np.arange(SEQ) < 200, 1, 0), (ROWS, SEQ)).astype(np.int32)
+    found = jax.jit(lambda *parts: cudnn_attention(*parts, dtype="bfloat16"))(*parts)
+    assert_attends(found, parts, segment_ids, "bfloat16", where=slice(0, 200))

@@ -1,0 +1,82 @@
+"""What the TPU compiler makes of decoding, ahead of time, for a slice that is not there: what moves, what is copied, what is padded."""
+
+import math
+import os
+import re
+from collections import Counter
+
+import pytest
+from jax.experimental import topologies
+
+from dapo_jax.models.folder import shapes_of
+from dapo_jax.parallel.mesh import make_mesh
+from dapo_jax.parallel.weights import weight_transfer
+from dapo_jax.sampling.decoding import decoding
+from dapo_jax.sampling.engine import DecoderEngine
+from dapo_jax.testing import tiny_decoder_config
+from tests.parallel.weights_tpu_test import NO_TPU
+
+pytest.importorskip("libtpu", reason="the extra tpu")
+
+SLOTS, CAPACITY, STEPS, EMBED, VOCAB, LAYERS = 64, 4096, 16, 1024, 8192, 2
+MIB = 2**20
+
+
+def compiled(head_dim=128, **sizes):
+    """`generate` in bfloat16 for one host of four chips, and the bytes of a layer's cache on each."""
+    os.environ.update(NO_TPU)
+    devices = topologies.get_topology_desc(topology_name="v5e:2x2", platform="tpu").devices
+    mesh = make_mesh(**{"fsdp": 1, **sizes}, devices=devices)
+    config = tiny_decoder_config(
+        vocab_size=VOCAB, embed_dim=EMBED, layers=LAYERS, heads=8, kv_heads=4, head_dim=head_dim, mlp_dim=4096,
+        qkv_bias=True, tied_embeddings=False, max_positions=CAPACITY,
+    )  # fmt: skip
+    engine = DecoderEngine(
+        config, slots=SLOTS, capacity=CAPACITY, steps_per_call=STEPS, stop_ids=[1], mesh=mesh, compute_dtype="bfloat16"
+    )  # fmt: skip
+    weights = weight_transfer(shapes_of(config), mesh, dtype="bfloat16").shapes
+    return engine.lower_generate(weights, decoding()).compile(), SLOTS * 4 * CAPACITY * 2 * head_dim * 2 // 4
+
+
+def moved(program):
+    """How often what is received: (kind, dtype, elements) -> times; what has at most as many as drawn in a call left out."""
+    found = Counter()
+    kinds = "all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute"
+    for results, kind in re.findall(rf"= (\(?[^=]*?\)?) ({kinds})(?:-done)?\(", program.as_text()):
+        for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", results):
+            elements = math.prod(int(size) for size in shape.split(",") if size)
+            if elements > SLOTS * STEPS:
+                found[kind, dtype, elements] += 1
+    return found
+
+
+def assert_in_place(program, layer):
+    """The state comes back where it was, and beside it is less than one layer's cache: there is no copy of it."""
+    memory = program.memory_analysis()
+    assert memory.alias_size_in_bytes > LAYERS * layer
+    assert memory.temp_size_in_bytes < layer // 4
+
+
+def test_heads_over_the_chips_take_two_sums_a_layer_and_the_logits_go_once():
+    program, layer = compiled(tensor=4)
+    embedded = SLOTS * EMBED
+    assert moved(program) == {
+        ("all-reduce", "bf16", embedded): 1,
+        ("all-reduce", "f32", embedded): 2 * LAYERS,
+        ("all-to-all", "f32", SLOTS * VOCAB // 4): 1,
+    }
+    assert_in_place(program, layer)
+
+
+def test_slots_over_the_chips_move_nothing_but_what_is_drawn():
+    program, layer = compiled(data=4)
+    assert not moved(program)
+    assert_in_place(program, layer)
+
+
+def test_heads_of_64_are_not_padded_to_a_register():
+    """A key and its value are 128 numbers together. Beside the caches lie matrices, logits, and 2 x 32 x 4096 angles."""
+    program, layer = compiled(tensor=4, head_dim=64)
+    matrices = LAYERS * EMBED * (3 * 4096 + 64 * (2 * 8 + 2 * 4)) + 2 * VOCAB * EMBED
+    expected = LAYERS * layer + matrices * 2 // 4 + SLOTS * VOCAB * 4 // 4 + 2 * 32 * CAPACITY * 4
+    assert program.memory_analysis().argument_size_in_bytes == pytest.approx(expected, abs=MIB)
