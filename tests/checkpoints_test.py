@@ -296,7 +296,7 @@ def test_a_failed_write_surfaces_with_the_folder_and_leaves_the_last_checkpoint(
         checkpointer.save(1, {"w": jnp.ones(2)}, {}, {})
         checkpointer.wait()
         with monkeypatch.context() as patch:
-            patch.setattr(checkpoints, "write_manifest", full)
+            patch.setattr(checkpoint_files, "write_manifest", full)
             checkpointer.save(2, {"w": jnp.zeros(2)}, {}, {})
             with pytest.raises(RuntimeError, match=f"step 2 in {tmp_path} failed: .*No space left"):
                 checkpointer.wait()
