@@ -1,44 +1,179 @@
-"""Weights from the trainer to the sampler: cast, unstacked, resharded, in one jitted function.
+"""Weights from the trainer to the samplers: cast, unstacked, resharded, by one jitted program that is called for each layer.
 
 A scan over stacked layers copies each layer's weights on every decode step (measured 1.5 times slower on CPU), so the
-sampler's copy has its layers apart: the stack is cut once per transfer instead of once per token.
+sampler's copy has its layers apart. The program takes the whole stack and the number of a layer: what one layer needs on its
+way is all that lies in memory beside the trainer's arrays and the sampler's.
 """
 
-from collections.abc import Callable
-from typing import Any
+import math
 
 import jax
+import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
-from jaxtyping import PyTree
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Int, PyTree
 
+from dapo_jax.parallel.mesh import AXES, Meshes
 from dapo_jax.parallel.sharding import SAMPLER_RULES, shardings
 
 SamplerWeights = dict[str, PyTree]
 """`layers`: a tuple with one block's state each; `ends`: embedding, final norm, unembedding."""
 
 
-def split_layers(params: nnx.State) -> SamplerWeights:
-    """Cuts the stacked blocks of decoder parameters into a tuple of single layers."""
-    stacked = params["blocks"]
-    count = jax.tree.leaves(stacked)[0].shape[0]
-    layers = tuple(jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in range(count))
-    return {"layers": layers, "ends": params["ends"]}
+def weight_transfer(params: nnx.State, where: Mesh | Meshes, *, dtype: str) -> "WeightTransfer":
+    """What makes sampler weights of trainer parameters; `params` may be shapes alone.
+
+    Args:
+        params: of the decoder, blocks stacked.
+        where: all meshes of the run, or the one mesh on which a single process trains and samples.
+        dtype: of the sampler's weights, but for those of norms: they stay in float32, in which the trainer applies them too.
+            Rounded, they would double the distance between the sampler's log-probabilities and the trainer's.
+
+    Raises:
+        ValueError: a dimension is not divisible by its mesh axis.
+    """
+    if isinstance(where, Mesh):
+        publish = Mesh(
+            where.devices[None], ("sampler", *AXES), axis_types=(where.axis_types[0], *where.axis_types)
+        )
+        where = Meshes(train=where, publish=publish, sampler=where, index=0)
+    return WeightTransfer(params, where, dtype=dtype)
 
 
-def weight_transfer(params: nnx.State, mesh: Mesh, *, dtype: str) -> Callable[[nnx.State], SamplerWeights]:
-    """The function that makes sampler weights of trainer parameters; `params` may be shapes alone.
+class WeightTransfer:
+    """Trainer parameters -> this process's sampler weights. Every process makes the call, each with the same parameters."""
 
-    Norm weights stay in float32, in which the trainer applies them too: rounded, they would double the distance
-    between the sampler's log-probabilities and the trainer's.
-    One jitted program: calling it again with new parameters compiles nothing.
+    def __init__(self, params: nnx.State, meshes: Meshes, *, dtype: str) -> None:
+        """See `weight_transfer`."""
+        self._dtype = dtype
+        self._count = jax.tree.leaves(params["blocks"])[0].shape[0]
+        shapes = {
+            "layer": jax.eval_shape(lambda blocks: self._cast(_layer(blocks, 0)), params["blocks"]),
+            "ends": jax.eval_shape(self._cast, params["ends"]),
+        }
+        self._placed = shardings(params, meshes.train)
+        self._source = shardings(shapes, meshes.train)
+        self._target = shardings(shapes, meshes.publish, SAMPLER_RULES)
+        self._sampler = shardings(shapes, meshes.sampler, SAMPLER_RULES)
+        out = jax.tree.map(_shaped, shapes, self._sampler)
+        self.shapes: SamplerWeights = {"layers": (out["layer"],) * self._count, "ends": out["ends"]}
+        """What a call returns, as shapes with shardings."""
+        self._layer = jax.jit(self._layer_program, out_shardings=self._target["layer"])
+        self._ends = jax.jit(self._ends_program, out_shardings=self._target["ends"])
+
+    def __call__(self, params: nnx.State) -> SamplerWeights:
+        """A collective call: cast and reshard on all devices, then give the local shards the sampler's mesh, without a copy.
+
+        Compiles nothing the second time. What it returns outlives `params`, which an update may donate.
+        """
+        layers = []
+        for index in range(self._count):
+            layer = local(self._layer(params["blocks"], np.int32(index)), self._sampler["layer"])
+            # The CPU's runtime may hang with many collective programs in its queue.
+            layers.append(jax.block_until_ready(layer))
+        ends = local(self._ends(params["ends"]), self._sampler["ends"])
+        return {"layers": tuple(layers), "ends": ends}
+
+    def lower(self, params: nnx.State) -> dict[str, jax.stages.Lowered]:
+        """The two programs of a call, `layer` (run for every layer) and `ends`, for parameters of the shapes of `params`."""
+        placed = jax.tree.map(_shaped, params, self._placed)
+        return {
+            "layer": self._layer.lower(placed["blocks"], np.int32(0)),
+            "ends": self._ends.lower(placed["ends"]),
+        }
+
+    def _layer_program(self, blocks: nnx.State, index: Int[Array, ""]) -> nnx.State:
+        return self._move("layer", _layer(blocks, index))
+
+    def _ends_program(self, ends: nnx.State) -> nnx.State:
+        return self._move("ends", ends)
+
+    def _move(self, part: str, tree: nnx.State) -> nnx.State:
+        return jax.tree.map(_carry, self._cast(tree), self._source[part], self._target[part])
+
+    def _cast(self, tree: nnx.State) -> nnx.State:
+        def cast(leaf: nnx.Variable) -> nnx.Variable:
+            norm = leaf.get_metadata()["axes"] == ("norm",)
+            return leaf if norm else leaf.replace(leaf[...].astype(self._dtype))
+
+        return jax.tree.map(cast, tree, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+
+
+def local(tree: PyTree, placed: PyTree) -> PyTree:
+    """The same buffers under other shardings, of a mesh that has this process's devices: no jitted program can go there.
+
+    The caller forgets `tree`: to delete or donate one of the two is to delete the other.
     """
 
-    def cast(leaf: nnx.Variable[Any]) -> nnx.Variable[Any]:
-        return leaf if leaf.get_metadata()["axes"] == ("norm",) else leaf.replace(leaf[...].astype(dtype))
+    def wrap(whole: Array, sharding: NamedSharding) -> Array:
+        shards = [shard.data for shard in whole.addressable_shards]
+        return jax.make_array_from_single_device_arrays(whole.shape, sharding, shards)
 
-    def transfer(params: nnx.State) -> SamplerWeights:
-        return split_layers(jax.tree.map(cast, params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)))
+    return jax.tree.map(wrap, tree, placed)
 
-    placed = shardings(jax.eval_shape(transfer, params), mesh, SAMPLER_RULES)
-    return jax.jit(transfer, out_shardings=placed)
+
+def _layer(blocks: nnx.State, index: int | Int[Array, ""]) -> nnx.State:
+    return jax.tree.map(lambda leaf: leaf[index], blocks)
+
+
+def _shaped(leaf: Array | jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _carry(array: Array, source: NamedSharding, target: NamedSharding) -> Array:
+    for stage in stages(array.shape, source, target):
+        array = lax.with_sharding_constraint(array, stage)
+    return array
+
+
+def stages(shape: tuple[int, ...], source: NamedSharding, target: NamedSharding) -> list[NamedSharding]:
+    """The shardings that an array takes from `source` to `target`, two meshes over the same devices in the same order.
+
+    Left to itself the compiler gathers whole arrays, or adds them up with zeros elsewhere, where the meshes do not match. So the
+    dimension that the target wants whole is first cut into as many pieces as there are devices, while the other dimension takes
+    the target's axis: pieces change places, none is doubled. Then the pieces are gathered, inside a sampler and between samplers.
+    """
+    have, want = _cut(source, len(shape)), _cut(target, len(shape))
+    gathered = [d for d in range(len(shape)) if _busy(source, have[d : d + 1]) - set(want[d])]
+    if not gathered:
+        return [source, target]
+    dimension = gathered[0]
+
+    def finer(sharding: NamedSharding, cut: list[tuple[str, ...]], axes: tuple[str, ...]) -> NamedSharding:
+        entries = [entry + axes if d == dimension else entry for d, entry in enumerate(cut)]
+        return NamedSharding(sharding.mesh, PartitionSpec(*(entry or None for entry in entries)))
+
+    free = _free(target, want)
+    all_of_them = [
+        source,
+        finer(source, have, _free(source, have)),
+        finer(target, want, free),
+        finer(target, want, free[:1]),
+        target,
+    ]
+    return [stage for stage in all_of_them if _divides(shape, stage)]
+
+
+def _cut(sharding: NamedSharding, dimensions: int) -> list[tuple[str, ...]]:
+    """The mesh axes over which each dimension is cut."""
+    entries = (*sharding.spec, *[None] * (dimensions - len(sharding.spec)))
+    return [
+        () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in entries
+    ]
+
+
+def _busy(sharding: NamedSharding, cut: list[tuple[str, ...]]) -> set[str]:
+    """The axes of more than one device among those of `cut`."""
+    return {axis for axes in cut for axis in axes if sharding.mesh.shape[axis] > 1}
+
+
+def _free(sharding: NamedSharding, cut: list[tuple[str, ...]]) -> tuple[str, ...]:
+    """The axes of more than one device over which an array so cut is replicated."""
+    used = _busy(sharding, cut)
+    return tuple(axis for axis, size in sharding.mesh.shape.items() if size > 1 and axis not in used)
+
+
+def _divides(shape: tuple[int, ...], sharding: NamedSharding) -> bool:
+    cuts = [math.prod(sharding.mesh.shape[axis] for axis in axes) for axes in _cut(sharding, len(shape))]
+    return all(size % cut == 0 for size, cut in zip(shape, cuts, strict=True))

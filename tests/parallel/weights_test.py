@@ -1,15 +1,23 @@
 """Weights reach the sampler exact, unstacked and where they belong, by one program."""
 
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from dapo_jax.models.folder import shapes_of
-from dapo_jax.parallel.mesh import make_mesh
+from dapo_jax.parallel.mesh import make_mesh, make_meshes
 from dapo_jax.parallel.sharding import shardings
-from dapo_jax.parallel.weights import split_layers, weight_transfer
+from dapo_jax.parallel.weights import stages, weight_transfer
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 
 CONFIG = tiny_decoder_config(qkv_bias=True, qk_norm=True, tied_embeddings=False)
@@ -42,11 +50,6 @@ def assert_exact(weights, params, dtype):
             np.testing.assert_array_equal(found[name], value.astype(kept), err_msg=name)
 
 
-def test_layers_are_cut_from_the_stack():
-    params = tiny_params(CONFIG)
-    assert_exact(split_layers(params), params, jnp.float32)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_transfer_is_exact_and_keeps_norms_in_float32(dtype, one_device):
     params = tiny_params(CONFIG)
@@ -64,11 +67,26 @@ def test_the_transfer_between_shardings_is_exact(eight_devices):
     assert gate.sharding.shard_shape(gate.shape) == (24, 32)
 
 
-def test_new_weights_compile_nothing_and_leave_the_old_alive(one_device):
+def compiled(caplog):
+    """The programs of a transfer that were compiled since the log was cleared."""
+    messages = [record.getMessage() for record in caplog.records]
+    return {
+        name
+        for name in ("_layer_program", "_ends_program")
+        for m in messages
+        if f"Compiling jit({name})" in m
+    }
+
+
+def test_new_weights_compile_nothing_and_leave_the_old_alive(one_device, caplog):
     transfer = weight_transfer(shapes_of(CONFIG), one_device, dtype="float32")
     first, second = tiny_params(CONFIG, seed=1), tiny_params(CONFIG, seed=2)
-    held, _ = transfer(first), transfer(second)
-    assert transfer._cache_size() == 1
+    with jax.log_compiles():
+        held, first_time = transfer(first), compiled(caplog)
+        caplog.clear()
+        transfer(second)
+    assert len(first_time) == 2  # one program for every layer, one for the ends
+    assert not compiled(caplog)
     # An update donates the trainer's arrays; the sampler's are its own, float32 or not.
     jax.tree.map(lambda leaf: leaf.delete(), first)
     assert_exact(held, tiny_params(CONFIG, seed=1), jnp.float32)
@@ -78,3 +96,63 @@ def test_a_head_count_that_does_not_divide_is_refused():
     mesh = make_mesh(fsdp=2, tensor=4)
     with pytest.raises(ValueError, match=r"has a dimension of 2, which parallel\.tensor=4 does not divide"):
         weight_transfer(shapes_of(CONFIG), mesh, dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "sampler_tensor"),
+    [({"data": 2, "fsdp": 4}, 2), ({"fsdp": 2, "tensor": 2, "context": 2}, 1)],
+)
+def test_the_trainers_mesh_may_be_another_than_the_samplers(sizes, sampler_tensor):
+    meshes = make_meshes(make_mesh(**sizes), sampler_tensor=sampler_tensor)
+    transfer = weight_transfer(shapes_of(CONFIG), meshes, dtype="bfloat16")
+    weights = transfer(jax.device_put(tiny_params(CONFIG), shardings(shapes_of(CONFIG), meshes.train)))
+    assert_exact(weights, tiny_params(CONFIG), jnp.bfloat16)
+    assert weights["layers"][1]["down"][...].sharding == NamedSharding(meshes.sampler, P(None, "tensor"))
+
+    def described(leaf):
+        return leaf.shape, leaf.dtype, leaf.sharding
+
+    assert jax.tree.map(described, weights) == jax.tree.map(described, transfer.shapes)
+
+
+def test_pieces_change_places_before_they_are_gathered():
+    """[mlp 48, embed 32] cut along embed by 4, copied twice; wanted cut along mlp by 2, copied four times.
+
+    All eight devices first take a piece of their own, as the trainer has it and then as the sampler does; of embed 36 there are
+    no eight equal pieces, so the copies stay.
+    """
+    meshes = make_meshes(make_mesh(data=2, fsdp=4), sampler_tensor=2)
+    source = NamedSharding(meshes.train, P("tensor", "fsdp"))
+    target = NamedSharding(meshes.publish, P("tensor", None))
+    found = [stage.shard_shape((48, 32)) for stage in stages((48, 32), source, target)]
+    assert found == [(48, 8), (48, 4), (24, 8), (24, 8), (24, 32)]
+    assert [stage.shard_shape((48, 36)) for stage in stages((48, 36), source, target)][1] == (24, 9)
+
+
+def test_what_the_sampler_does_not_want_whole_goes_there_at_once():
+    meshes = make_meshes(make_mesh(fsdp=4, tensor=2))
+    source, target = (NamedSharding(mesh, P("tensor", None)) for mesh in (meshes.train, meshes.publish))
+    assert stages((48, 32), source, target) == [source, target]
+
+
+def test_two_processes_have_a_copy_each_without_copying():
+    """What is compared in each process is in `publishing.py`."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    program = Path(__file__).with_name("publishing.py")
+    running = [
+        subprocess.Popen(
+            [sys.executable, str(program), str(port), str(index)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True, env={**os.environ, "PYTHONPATH": str(program.parents[2])},
+        )
+        for index in range(2)
+    ]  # fmt: skip
+    try:
+        for index, process in enumerate(running):
+            said, _ = process.communicate(timeout=120)
+            assert process.returncode == 0, said
+            assert said.rstrip().endswith(f"process {index} has its weights"), said
+    finally:
+        for process in running:
+            process.kill()

@@ -1,0 +1,105 @@
+"""What the TPU compiler makes of the transfer: memory and collectives, ahead of time, for slices that are not there."""
+
+import math
+import os
+import re
+
+import pytest
+from jax.experimental import topologies
+
+from dapo_jax.models.folder import shapes_of
+from dapo_jax.models.presets import preset
+from dapo_jax.parallel.mesh import make_mesh, make_meshes
+from dapo_jax.parallel.weights import weight_transfer
+from dapo_jax.testing import tiny_decoder_config
+
+pytest.importorskip("libtpu")
+
+# libtpu asks its surroundings what machine this is; these say it, so that it need not look.
+NO_TPU = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+MIB = 2**20
+WIDTH = {"bf16": 2, "f32": 4}
+
+
+@pytest.fixture(scope="module")
+def devices_of():
+    """The devices of a slice by its name, as in `v5p:4x4x8`."""
+    os.environ.update(NO_TPU)
+    return lambda name: topologies.get_topology_desc(topology_name=name, platform="tpu").devices
+
+
+def collectives(compiled):
+    """Kind of collective -> bytes that come out of it on each device; of an asynchronous one, out of its end."""
+    found = {}
+    kinds = "all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute"
+    for results, kind in re.findall(rf"= (\(?[^=]*?\)?) ({kinds})(?:-done)?\(", compiled.as_text()):
+        for dtype, shape in re.findall(r"(bf16|f32)\[([\d,]*)\]", results):
+            size = WIDTH[dtype] * math.prod(int(size) for size in shape.split(",") if size)
+            found[kind] = found.get(kind, 0) + size
+    return found
+
+
+def compiled_for(config, devices, sizes, sampler_tensor):
+    meshes = make_meshes(make_mesh(**sizes, devices=devices), sampler_tensor=sampler_tensor)
+    transfer = weight_transfer(shapes_of(config), meshes, dtype="bfloat16")
+    lowered = transfer.lower(shapes_of(config))
+    return {part: lowered[part].compile() for part in ("layer", "ends")}
+
+
+def bytes_per_device(config, tensor):
+    """What a device keeps in bfloat16 of one layer and of the ends, norms (whole, float32) and biases aside."""
+    layer = config.embed_dim * (2 * config.head_dim * (config.heads + config.kv_heads) + 3 * config.mlp_dim)
+    return {"layer": 2 * layer / tensor, "ends": 2 * 2 * config.vocab_size * config.embed_dim / tensor}
+
+
+def assert_frugal(compiled, config, *, devices, tensor, temporary):
+    """Nothing is added up; a device gathers no more than it keeps, and before that its own piece changes place twice at most."""
+    for part, kept in bytes_per_device(config, tensor).items():
+        memory, moved = compiled[part].memory_analysis(), collectives(compiled[part])
+        assert memory.output_size_in_bytes == pytest.approx(kept, rel=0.01)
+        assert memory.temp_size_in_bytes < temporary
+        assert moved.keys() <= {"all-gather", "all-to-all", "collective-permute"}
+        gathered, piece = moved.pop("all-gather"), kept * tensor / devices
+        assert gathered == pytest.approx(kept, rel=0.01)
+        assert sum(moved.values()) <= 2.02 * piece
+
+
+@pytest.mark.parametrize(
+    ("sizes", "sampler_tensor"),
+    [({"fsdp": 4, "tensor": 4}, 0), ({"fsdp": 16}, 4), ({"fsdp": 2, "tensor": 4, "context": 2}, 0)],
+)
+def test_nothing_is_added_up_and_nothing_gathered_that_is_not_kept(sizes, sampler_tensor, devices_of):
+    """Weights of a layer 30 MiB, of the ends 32 MiB, in bfloat16: a quarter of these on each device, and at most twice that meanwhile."""
+    config = tiny_decoder_config(
+        vocab_size=8192, embed_dim=1024, heads=8, kv_heads=4, head_dim=128, mlp_dim=4096, qkv_bias=True, tied_embeddings=False,
+    )  # fmt: skip
+    compiled = compiled_for(config, devices_of("v5p:2x2x4"), sizes, sampler_tensor)
+    assert_frugal(compiled, config, devices=16, tensor=4, temporary=16 * MIB)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sizes", "sampler_tensor"),
+    [
+        ({"fsdp": 32, "tensor": 4}, 0),
+        ({"fsdp": 128}, 4),
+        ({"fsdp": 64, "tensor": 2}, 4),
+        ({"fsdp": 16, "tensor": 8}, 0),
+        ({"fsdp": 16, "tensor": 4, "context": 2}, 0),
+        ({"fsdp": 8, "tensor": 8, "context": 2}, 0),
+        ({"data": 2, "fsdp": 16, "tensor": 4}, 0),
+    ],
+)
+def test_32b_on_128_chips_needs_less_than_half_a_gib_beside_its_result(sizes, sampler_tensor, devices_of):
+    """64 layers and two ends of 15.26 GiB on each chip, by programs that need less than 512 MiB of their own."""
+    config = preset("qwen2.5-32b")
+    compiled = compiled_for(config, devices_of("v5p:4x4x8"), sizes, sampler_tensor)
+    assert_frugal(compiled, config, devices=128, tensor=4, temporary=512 * MIB)
+    layer, ends = (compiled[part].memory_analysis().output_size_in_bytes for part in ("layer", "ends"))
+    assert (config.layers * layer + ends) / 2**30 == pytest.approx(15.26, abs=0.01)
