@@ -90,8 +90,8 @@ def test_the_programs_have_a_roofline(compiled):
 
 def test_what_does_not_fit_is_named_and_what_would_is_compiled(file, capsys):
     """A slot's cache on one of its 2 devices has 256 tokens x 2 layers x 1 head x 128 x 2 x 2 bytes, its logits 2 KiB: 258 KiB. Of
-    2^18 slots, 2^17 are on each of 2 places: 32 GiB of the 15.75; a quarter of them is 8 GiB."""
-    config = load_config(file, [f"sampling.slots={2**18}", f"batch.group_size={2**16}"])
+    2^17 slots, 2^16 are on each of 2 places: 16.1 GiB of the 15.75; half of them is 8.1 GiB."""
+    config = load_config(file, [f"sampling.slots={2**17}", f"batch.group_size={2**15}"])
     devices, slice_ = devices_of(parse("v5e:2x2")), parse("v5e:2x2")
     assumed = Assumptions()
     found = plan_for(config, devices, slice=slice_, assumed=assumed, only=("generate",))
@@ -101,10 +101,7 @@ def test_what_does_not_fit_is_named_and_what_would_is_compiled(file, capsys):
     show_failures(found, [], Console(width=160))
     assert "DOES NOT FIT: generate alone needs" in capsys.readouterr().out
     tried = suggestions(found, devices, assumed=assumed, seconds=300.0)
-    assert tried[-1].fits
-    assert not any(one.fits for one in tried[:-1])
-    changed = load_config(file, [f"batch.group_size={2**16}", *tried[-1].overrides])
-    assert plan_for(changed, devices, slice=slice_, assumed=assumed, only=("generate",)).fits
+    assert [(one.overrides, one.fits) for one in tried] == [((f"sampling.slots={2**16}",), True)]
 
 
 @pytest.mark.slow
