@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
@@ -109,6 +109,20 @@ def _itemsize(leaf: Any) -> int:
     return 8 if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf.dtype.itemsize
 
 
+def as_compiled(there: Resident, programs: dict[str, ProgramMemory]) -> Resident:
+    """The same with what the compiled programs say of their arguments: on a TPU arrays are padded to tiles of 8 x 128, which can
+    double a cache whose heads have 64 dimensions."""
+    generate, update, prefill = (programs.get(name) for name in ("generate", "update", "prefill"))
+    if (
+        generate is not None
+    ):  # what it is given back is the decode state, the rest of its arguments the weights
+        weights = generate.arguments - generate.aliased
+        there = replace(there, decode_state=generate.aliased, weights=weights)
+    if update is not None:
+        there = replace(there, state=update.aliased, minibatch=update.arguments - update.aliased)
+    return there if prefill is None else replace(there, prefix=prefill.outputs)
+
+
 def phases(programs: dict[str, ProgramMemory], there: Resident, *, updates: int) -> list[Phase]:
     """What is resident together, for each program that was compiled.
 
@@ -121,7 +135,8 @@ def phases(programs: dict[str, ProgramMemory], there: Resident, *, updates: int)
     minibatches = {"minibatches": updates * there.minibatch}
     sampling = {**always, "sampler weights": there.weights, "decode state": there.decode_state}
     resident: dict[str, tuple[str, dict[str, int]]] = {
-        "transfer": ("transfer of weights", always),
+        "transfer": ("transfer: its last layer", {**always, "sampler weights": there.weights}),
+        "transfer_ends": ("transfer: embeddings", {**always, "sampler weights": there.weights}),
         "prefill": ("sampling: prefill", {**sampling, "prefilled prompts": there.prefix}),
         "generate": ("sampling: decode", {**sampling, "prefilled prompts": 2 * there.prefix}),
         "score": ("log-probabilities", {**always, **minibatches}),

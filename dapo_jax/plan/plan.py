@@ -11,7 +11,7 @@ from dapo_jax.config import TrainConfig
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.plan.collectives import Traffic, collectives
 from dapo_jax.plan.layout import Layout, described
-from dapo_jax.plan.memory import MARGIN, Phase, ProgramMemory, Resident, memory_of, phases
+from dapo_jax.plan.memory import MARGIN, Phase, ProgramMemory, Resident, as_compiled, memory_of, phases
 from dapo_jax.plan.programs import Programs
 from dapo_jax.plan.refusals import Allocation, largest_arrays, refused
 from dapo_jax.plan.roofline import Bound, Work, bound, work_of
@@ -124,16 +124,17 @@ def plan_for(
     ]
     memories = {program.name: program.memory for program in compiled if program.memory is not None}
     traffic = {program.name: program.traffic for program in compiled}
+    resident = as_compiled(programs.resident, memories)
     return Plan(
         config=config,
         decoder=decoder,
         work=work,
-        resident=programs.resident,
+        resident=resident,
         layout=programs.layout,
         works=work_of(config, decoder, work, programs.layout, traffic),
         slice=slice,
         programs=compiled,
-        phases=phases(memories, programs.resident, updates=work.updates),
+        phases=phases(memories, resident, updates=work.updates),
     )
 
 

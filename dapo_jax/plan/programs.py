@@ -12,7 +12,6 @@ from dapo_jax.config import ConfigError, TrainConfig
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.mesh import Meshes, make_meshes
-from dapo_jax.parallel.sharding import SAMPLER_RULES, shardings
 from dapo_jax.parallel.weights import weight_transfer
 from dapo_jax.plan.costs import cache_bytes_per_token
 from dapo_jax.plan.layout import Layout, described, layout_of, one_device, spread
@@ -83,9 +82,7 @@ class Programs:
     @cached_property
     def weights(self) -> Any:
         """The sampler's weights, the same way."""
-        shapes = jax.eval_shape(self._transfer, self._policy.params)
-        placed = _configured(shardings, shapes, self.meshes.sampler, SAMPLER_RULES)
-        return _structs(shapes, placed)
+        return self._transfer.shapes
 
     def lowered(self) -> dict[str, Callable[[], Lowered]]:
         """Each program's name and what lowers it; of those that the configuration runs."""
@@ -98,7 +95,8 @@ class Programs:
         made: dict[str, Callable[[], Lowered]] = {
             "generate": lambda: self._engine.lower_generate(self.weights, _how(self.config)),
             "prefill": lambda: self._engine.lower_prefill(self.weights, **self._prefilled),
-            "transfer": lambda: self._transfer.lower(self.state.params),
+            "transfer": lambda: self._transfer.lower(self.state.params)["layer"],
+            "transfer_ends": lambda: self._transfer.lower(self.state.params)["ends"],
             "update": lambda: self._updater.lower_update(self.state, **shape),
         }
         if (self.config.loss.old_logprobs == "trainer" and self.work.updates > 1) or self.config.loss.kl_coef:
@@ -204,7 +202,7 @@ class Programs:
 
     @cached_property
     def _transfer(self) -> Any:
-        return _configured(weight_transfer, self._policy.params, self.meshes.publish, dtype=self._dtype)
+        return _configured(weight_transfer, self._policy.params, self.meshes, dtype=self._dtype)
 
 
 def _configured(make: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
@@ -219,12 +217,6 @@ def _configured(make: Callable[..., Any], *arguments: Any, **options: Any) -> An
 
 def _how(config: TrainConfig) -> Any:
     return jax.eval_shape(partial(decoding, temperature=config.sampling.temperature))
-
-
-def _structs(shapes: Any, placed: Any) -> Any:
-    return jax.tree.map(
-        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), shapes, placed
-    )
 
 
 def _power(base: int, number: int) -> int:

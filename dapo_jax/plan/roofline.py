@@ -77,8 +77,10 @@ def work_of(
 ) -> list[Work]:
     """The phases of a step in their order; `traffic` is what one run of each compiled program receives."""
     received = {name: float(sum(kind.received_bytes for kind in kinds)) for name, kinds in traffic.items()}
+    # A program for each layer, and one for embeddings and final norm.
+    moved = decoder.layers * received.get("transfer", 0.0) + received.get("transfer_ends", 0.0)
     return [
-        _transfer(config, decoder, layout, received.get("transfer", 0.0)),
+        _transfer(config, decoder, layout, moved),
         _prefill(config, decoder, work, layout, received.get("prefill", 0.0)),
         _decode(config, decoder, work, layout, received.get("generate", 0.0)),
         *_trained(config, decoder, work, layout, received),

@@ -49,7 +49,7 @@ def suggestions(
 def _candidates(plan: Plan) -> Iterator[tuple[tuple[str, ...], TrainConfig]]:
     """Changes from the cheapest on; what samples and what trains are changed apart, then together."""
     config, failed = plan.config, plan.failures
-    trains, samples = set(failed) & {*TRAINING, "transfer"}, set(failed) & set(SAMPLING)
+    trains, samples = set(failed) & {*TRAINING, "transfer", "transfer_ends"}, set(failed) & set(SAMPLING)
     training = list(_training(config, plan)) if trains else [((), config)]
     sampling = list(_sampling(config, plan)) if samples else [((), config)]
     for index in range(max(len(training), len(sampling))):

@@ -18,15 +18,15 @@ from dapo_jax.plan.topologies import devices_of, parse
 from dapo_jax.plan.workload import Assumptions
 
 DESCRIBED = {
-    "model_type": "qwen3", "vocab_size": 512, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 256, "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 128, "tie_word_embeddings": True,
+    "model_type": "qwen3", "vocab_size": 512, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "head_dim": 128, "intermediate_size": 256, "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 256, "tie_word_embeddings": True,
 }  # fmt: skip
 CONFIG = """
 run_dir: out
 model: {{source: {folder}, compute_dtype: bfloat16, remat: full}}
-data: {{max_prompt_tokens: 32}}
-sampling: {{max_response_tokens: 96, slots: 8}}
+data: {{max_prompt_tokens: 128}}
+sampling: {{max_response_tokens: 128, slots: 8}}
 reward: {{overlong: {{buffer_tokens: 32}}}}
 batch: {{prompts_per_step: 16, group_size: 4, groups_per_update: 8, rows_per_microbatch: 4}}
 dynamic_sampling: {{prompts_per_wave: 32}}
@@ -51,26 +51,29 @@ def compiled(file):
 
 def test_every_program_of_a_step_compiles_and_fits(compiled):
     assert [program.name for program in compiled.programs] == [
-        "generate", "prefill", "transfer", "update", "score",
+        "generate", "prefill", "transfer", "transfer_ends", "update", "score",
     ]  # fmt: skip
     assert compiled.fits
     assert all(phase.total > 0 for phase in compiled.phases)
 
 
-def test_the_arguments_are_what_the_shapes_say(compiled):
-    """The compiler pads arrays to its tiles, here at most to a quarter more."""
+def test_the_arguments_are_what_the_shapes_say(file, compiled):
+    """But for rotations, scalars, and padding to tiles of 8 x 128, which these shapes nearly are multiples of."""
+    config = load_config(file)
+    work = compiled.work
+    programs = Programs(config, compiled.decoder, work, devices_of(parse("v5e:2x2")))
     needed = {program.name: program.memory for program in compiled.programs}
-    there = compiled.resident
+    there = programs.resident
     pairs = [
         (needed["update"].arguments, there.state + there.minibatch),
         (needed["update"].aliased, there.state),
-        (needed["transfer"].outputs, there.weights),
+        (2 * needed["transfer"].outputs + needed["transfer_ends"].outputs, there.weights),
         (needed["generate"].arguments, there.weights + there.decode_state),
         (needed["generate"].aliased, there.decode_state),
         (needed["prefill"].outputs, there.prefix),
     ]
     for compiled_bytes, shapes in pairs:
-        assert shapes * 0.99 < compiled_bytes < shapes * 1.25 + 2**16
+        assert shapes * 0.99 < compiled_bytes < shapes * 1.1 + 2**19
 
 
 def test_weights_cut_over_two_devices_are_summed_in_every_layer_of_a_decode_step(compiled):
@@ -86,9 +89,9 @@ def test_the_programs_have_a_roofline(compiled):
 
 
 def test_what_does_not_fit_is_named_and_what_would_is_compiled(file, capsys):
-    """A slot's cache on its 2 devices has 128 tokens x 512 bytes / 2, its logits 2 KiB on one: 34 KiB. Two million slots over 2
-    places are 34 GiB of the 15.75; a quarter of them is 8.5 GiB."""
-    config = load_config(file, [f"sampling.slots={2**21}", f"batch.group_size={2**19}"])
+    """A slot's cache on one of its 2 devices has 256 tokens x 2 layers x 1 head x 128 x 2 x 2 bytes, its logits 2 KiB: 258 KiB. Of
+    2^17 slots, 2^16 are on each of 2 places: 16.1 GiB of the 15.75; half of them is 8.1 GiB."""
+    config = load_config(file, [f"sampling.slots={2**17}", f"batch.group_size={2**15}"])
     devices, slice_ = devices_of(parse("v5e:2x2")), parse("v5e:2x2")
     assumed = Assumptions()
     found = plan_for(config, devices, slice=slice_, assumed=assumed, only=("generate",))
@@ -98,10 +101,7 @@ def test_what_does_not_fit_is_named_and_what_would_is_compiled(file, capsys):
     show_failures(found, [], Console(width=160))
     assert "DOES NOT FIT: generate alone needs" in capsys.readouterr().out
     tried = suggestions(found, devices, assumed=assumed, seconds=300.0)
-    assert tried[-1].fits
-    assert not any(one.fits for one in tried[:-1])
-    changed = load_config(file, [f"batch.group_size={2**19}", *tried[-1].overrides])
-    assert plan_for(changed, devices, slice=slice_, assumed=assumed, only=("generate",)).fits
+    assert [(one.overrides, one.fits) for one in tried] == [((f"sampling.slots={2**16}",), True)]
 
 
 @pytest.mark.slow

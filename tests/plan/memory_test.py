@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dapo_jax.config import ConfigError
-from dapo_jax.plan.memory import ProgramMemory, Resident, bytes_on_device, phases
+from dapo_jax.plan.memory import ProgramMemory, Resident, as_compiled, bytes_on_device, phases
 from dapo_jax.plan.refusals import largest_arrays, needed_bytes, refused
 
 SIZES = {"data": 1, "fsdp": 4, "tensor": 2, "context": 1}
@@ -49,11 +49,21 @@ def test_phases_add_up_what_is_there_at_the_same_time():
     assert list(found) == ["generate", "update"]
 
 
+def test_padding_is_counted_once_programs_are_compiled():
+    """The compiler's decode state is twice as large as its shapes; what is not compiled stays as it was."""
+    there = Resident(state=100, reference=0, weights=10, minibatch=2, prefix=5, decode_state=40)
+    decode = ProgramMemory(arguments=92, outputs=81, aliased=80, temporaries=0, code=0)
+    prefill = ProgramMemory(arguments=12, outputs=6, aliased=0, temporaries=0, code=0)
+    assert as_compiled(there, {"generate": decode, "prefill": prefill}) == Resident(
+        state=100, reference=0, weights=12, minibatch=2, prefix=6, decode_state=80
+    )
+
+
 def test_a_reference_policy_is_always_there():
     there = Resident(state=100, reference=30, weights=10, minibatch=0, prefix=0, decode_state=0)
     nothing = ProgramMemory(arguments=0, outputs=0, aliased=0, temporaries=0, code=0)
     found = phases({"transfer": nothing, "generate": nothing, "update": nothing}, there, updates=1)
-    assert [phase.total for phase in found] == [130, 140, 130]
+    assert [phase.total for phase in found] == [140, 140, 130]
 
 
 SUM = "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (32.12G) exceeds available HBM (15.75G)."

@@ -106,7 +106,9 @@ def test_options_change_what_is_computed():
 def test_traffic_is_taken_as_often_as_a_program_runs():
     """A call decodes 5 tokens, so 3840 steps are 768 calls; an update's is received twice."""
     one = [Traffic(kind="all-gather", count=1, received_bytes=100)]
-    _, phases = works(traffic={"generate": one, "update": one * 2})
+    _, phases = works(traffic={"generate": one, "update": one * 2, "transfer": one, "transfer_ends": one})
     assert phases["decode"].ici_bytes == pytest.approx(76_800)
     assert phases["update"].ici_bytes == 400
     assert phases["score"].ici_bytes == 0
+    # The transfer has a program for each of 3 layers, and one for the ends.
+    assert phases["transfer"].ici_bytes == 400
