@@ -20,7 +20,7 @@ from dapo_jax.plan.refusals import Allocation
 from dapo_jax.plan.workload import Workload
 from dapo_jax.run.assembly import updater_of
 from dapo_jax.run.policy import Policy, mesh_of, optimizer_of
-from dapo_jax.run.training_pass import TrainingPass, training_pass
+from dapo_jax.run.training_pass import TrainingPass, for_mesh, training_pass
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
 from dapo_jax.text.tokenizers import ByteTokenizer
@@ -165,8 +165,9 @@ class Programs:
 
     @cached_property
     def _policy(self) -> Policy:
+        decoder = for_mesh(self.decoder, self.meshes.train, self.meshes.sampler)
         # Its tokenizer is never asked.
-        return Policy(decoder=self.decoder, params=shapes_of(self.decoder), tokenizer=ByteTokenizer())
+        return Policy(decoder=decoder, params=shapes_of(decoder), tokenizer=ByteTokenizer())
 
     @cached_property
     def _updater(self) -> Any:
@@ -191,7 +192,7 @@ class Programs:
     def _engine(self) -> DecoderEngine:
         return _configured(
             DecoderEngine,
-            self.decoder,
+            self._policy.decoder,
             slots=self.config.sampling.slots,
             capacity=self._capacity,
             steps_per_call=self.config.sampling.steps_per_call,

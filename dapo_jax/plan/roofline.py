@@ -132,7 +132,7 @@ def decode_steps(config: TrainConfig, work: Workload, samplers: int) -> int | fl
 def _decode(
     config: TrainConfig, decoder: DecoderConfig, work: Workload, layout: Layout, received: float
 ) -> Work:
-    """Weights are read once a step for all slots of a device, the cache of every slot as far as the longest one's."""
+    """Weights are read once a step for all slots of a device, and of each slot what it holds, as the kernel for TPU does."""
     sampler, item, slots = layout.sampler, _item(config), config.sampling.slots
     steps = decode_steps(config, work, layout.samplers)
     tokens = work.responses * work.response_mean / layout.samplers
@@ -140,22 +140,15 @@ def _decode(
     flops /= layout.sampler_devices
     # The heads are split over `tensor`, the slots over the other axes.
     cache = slots / spread(sampler) * cache_bytes_per_token(decoder, item) / sampler["tensor"]
-    reach = work.prompt_mean + work.longest
     weights = item * decode_weight_parameters(decoder) / sampler["tensor"]
     return Work(
         phase="decode",
         runs=steps / config.sampling.steps_per_call,
         flops=flops,
         useful_flops=flops,
-        hbm_bytes=steps * (weights + cache * _mean_reach(work, reach)),
+        hbm_bytes=steps * (weights + cache * work.context),
         ici_bytes=steps / config.sampling.steps_per_call * received,
     )
-
-
-def _mean_reach(work: Workload, reach: float) -> float:
-    """Cache entries that a step reads in each slot: with responses of one length slots grow together and a step reads what is
-    there; with lengths that differ, some slot is always near the longest."""
-    return work.context if work.response_std == 0 else reach
 
 
 def _trained(

@@ -19,7 +19,7 @@ from flax import nnx
 from dapo_jax.batching import Row, pack
 from dapo_jax.models.decoder import Decoder
 from dapo_jax.models.folder import shapes_of
-from dapo_jax.parallel.mesh import make_mesh
+from dapo_jax.parallel.mesh import make_mesh, make_meshes
 from dapo_jax.parallel.sharding import shardings
 from dapo_jax.parallel.weights import weight_transfer
 from dapo_jax.rollouts import Prompt
@@ -317,18 +317,34 @@ def test_at_temperature_0_all_responses_are_the_same():
         assert len({tuple(response.tokens) for response in responses}) == 1
 
 
-def test_a_mesh_of_eight_devices_samples_the_same(caplog):
-    """data 2 x fsdp 2 x tensor 2: slots and heads are cut, sums over heads are taken in another order."""
-    mesh = make_mesh(data=2, fsdp=2, tensor=2)
+@pytest.mark.parametrize(
+    ("axes", "sampler_tensor", "slots"),
+    [
+        ({"data": 2, "fsdp": 2, "tensor": 2}, 0, 4),
+        ({"fsdp": 8}, 0, 8),
+        ({"fsdp": 4, "tensor": 2}, 1, 8),
+        ({"fsdp": 2, "tensor": 2, "context": 2}, 0, 4),
+    ],
+)
+def test_a_mesh_of_eight_devices_samples_the_same(axes, sampler_tensor, slots, caplog):
+    """Wherever the trainer has the weights: slots and heads are cut, sums over heads are taken in another order."""
+    meshes = make_meshes(make_mesh(**axes), sampler_tensor=sampler_tensor)
     engine = DecoderEngine(
-        CONFIG, slots=4, capacity=MAX_PROMPT + LIMIT, steps_per_call=8, stop_ids=[EOS], mesh=mesh
+        CONFIG,
+        slots=slots,
+        capacity=MAX_PROMPT + LIMIT,
+        steps_per_call=8,
+        stop_ids=[EOS],
+        mesh=meshes.sampler,
     )
-    params = jax.device_put(tiny_params(CONFIG), shardings(shapes_of(CONFIG), mesh))
-    weights = weight_transfer(params, mesh, dtype="float32")(params)
+    params = jax.device_put(tiny_params(CONFIG), shardings(shapes_of(CONFIG), meshes.train))
+    weights = weight_transfer(params, meshes, dtype="float32")(params)
     with compiled_programs(caplog) as compiled:
         found = sample(engine, prompts(0, 1, 2, 3, 4), weights=weights)
     assert_same(found, baseline())
     # Four prompts are read, then one. A state that came back with another layout would compile the others twice, too.
     assert sorted(compiled) == sorted([*PROGRAMS, "_prefill_program", "_insert_program"])
     keys = engine.init_decode_state().layers[0].keys
-    assert keys.sharding.shard_shape(keys.shape) == (1, 1, CONFIG.head_dim, MAX_PROMPT + LIMIT)
+    tensor = meshes.sampler.shape["tensor"]
+    shard = (slots * tensor // 8, CONFIG.kv_heads // tensor, CONFIG.head_dim, MAX_PROMPT + LIMIT)
+    assert keys.sharding.shard_shape(keys.shape) == shard
