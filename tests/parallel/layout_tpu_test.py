@@ -1,0 +1,90 @@
+"""What the TPU compiler makes of a training pass: kernels that compile, and the collectives that the layout writes out, no others."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+pytest.importorskip("libtpu", reason="the extra tpu")
+
+from dapo_jax.models.decoder import graph_of
+from dapo_jax.models.tensors import shapes_of
+from dapo_jax.parallel.layout import layout_of
+from dapo_jax.parallel.mesh import make_mesh
+from dapo_jax.plan.collectives import collectives
+from dapo_jax.plan.topologies import devices_of, parse
+from dapo_jax.testing import tiny_decoder_config
+from dapo_jax.training.state import make_optimizer, state_structs
+from dapo_jax.training.update import Updater
+
+CONFIG = tiny_decoder_config(
+    vocab_size=2048, embed_dim=512, layers=3, heads=4, kv_heads=2, head_dim=128, mlp_dim=1024,
+    tied_embeddings=False, qkv_bias=True, max_positions=1024,
+)  # fmt: skip
+ROWS, TOKENS, MIB = 4, 1024, 2**20
+
+
+def mesh_of(topology, **axes):
+    return make_mesh(**{"fsdp": 1, **axes}, devices=devices_of(parse(topology)))
+
+
+def test_weights_are_gathered_and_gradients_reduce_scattered():
+    """fsdp 2 x tensor 2. What one device receives, over axes of two devices half of what comes out of a gather:
+
+    * bfloat16 weights of a layer for the forward pass, for rematerialisation and for the gradient of what flows; embedding
+      and unembedding once, the unembedding's gradient pass gathers nothing;
+    * gradients of all weights in float32, reduce-scattered once.
+    """
+    mesh = mesh_of("v5p:2x2x1", fsdp=2, tensor=2)
+    graph = graph_of(
+        CONFIG, compute_dtype="bfloat16", remat="full", layout=layout_of(mesh, attention="splash")
+    )
+    params, optimizer = shapes_of(CONFIG), make_optimizer()
+    state = state_structs(params, optimizer, mesh)
+    lowered = Updater(graph, params, optimizer, mesh).lower_update(
+        state, room=1, rows=ROWS, row_tokens=TOKENS
+    )
+    found = {kind.kind: kind.received_bytes for kind in collectives(lowered.compile().as_text())}
+    assert found.keys() <= {"all-gather", "reduce-scatter", "all-reduce"}
+    layers = (
+        CONFIG.layers * CONFIG.embed_dim * (2 * 128 * (CONFIG.heads + CONFIG.kv_heads) + 3 * CONFIG.mlp_dim)
+    )
+    tables = 2 * CONFIG.vocab_size * CONFIG.embed_dim
+    weights_of_a_device = (3 * 2 * layers + 2 * tables) / 2 / 2
+    gradients_of_a_device = 4 * (layers + tables) / 2 / 2
+    # Activations: [512, 2 rows x 1024] in float32 or bfloat16, half of it at a time.
+    activation = CONFIG.embed_dim * ROWS / 2 * TOKENS / 2
+    gathers, scatters = 6 * CONFIG.layers + 2, 5 * CONFIG.layers + 2
+    assert found["all-gather"] == pytest.approx(weights_of_a_device + 2 * gathers * activation, rel=0.15)
+    assert found["reduce-scatter"] == pytest.approx(
+        gradients_of_a_device + 4 * scatters * activation, rel=0.15
+    )
+    assert found["all-reduce"] < 0.02 * found["reduce-scatter"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [{"tensor": 4}, {"context": 4}, {"tensor": 2, "context": 2}])
+def test_splash_attention_compiles_at_the_longest_rows_of_the_paper(axes):
+    """22,528 tokens of Qwen2.5-32B's heads, forward and backward: no scores in memory, and only keys and values travel."""
+    mesh, heads, kv_heads, tokens = mesh_of("v5p:2x2x1", **axes), 40, 8, 22_528
+    layout = layout_of(mesh, attention="splash")
+    split = PartitionSpec("tensor", None, "context")
+
+    def struct(shape, dtype, spec):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+    def loss(query, key, value, segments):
+        body = lambda q, k, v, s: layout.attend(q, k, v, s, None, "bfloat16")  # noqa: E731
+        specs = (split, split, split, PartitionSpec(None, "context"))
+        mapped = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=split, check_vma=False)
+        return mapped(query, key, value, segments).sum()
+
+    query = struct((heads, 128, tokens), jnp.float32, split)
+    key = struct((kv_heads, 128, tokens), jnp.float32, split)
+    segments = struct((1, tokens), jnp.int32, PartitionSpec(None, "context"))
+    compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(query, key, key, segments).compile()
+    # Scores of one head alone would be 22,528^2 x 2 bytes = 968 MiB.
+    assert compiled.memory_analysis().temp_size_in_bytes < 968 * MIB
+    if axes.get("context", 1) > 1:
+        kinds = {kind.kind for kind in collectives(compiled.as_text())}
+        assert kinds <= {"all-gather", "reduce-scatter", "all-reduce"}
