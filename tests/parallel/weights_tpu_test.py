@@ -1,37 +1,21 @@
 """What the TPU compiler makes of the transfer: memory and collectives, ahead of time, for slices that are not there."""
 
 import math
-import os
 import re
 
 import pytest
-from jax.experimental import topologies
 
 from dapo_jax.models.folder import shapes_of
 from dapo_jax.models.presets import preset
 from dapo_jax.parallel.mesh import make_mesh, make_meshes
 from dapo_jax.parallel.weights import weight_transfer
+from dapo_jax.plan.topologies import devices_of, parse
 from dapo_jax.testing import tiny_decoder_config
 
-pytest.importorskip("libtpu")
+pytest.importorskip("libtpu", reason="the extra tpu")
 
-# libtpu asks its surroundings what machine this is; these say it, so that it need not look.
-NO_TPU = {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_WORKER_ID": "0",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-}
 MIB = 2**20
 WIDTH = {"bf16": 2, "f32": 4}
-
-
-@pytest.fixture(scope="module")
-def devices_of():
-    """The devices of a slice by its name, as in `v5p:4x4x8`."""
-    os.environ.update(NO_TPU)
-    return lambda name: topologies.get_topology_desc(topology_name=name, platform="tpu").devices
 
 
 def collectives(compiled):
@@ -74,12 +58,12 @@ def assert_frugal(compiled, config, *, devices, tensor, temporary):
     ("sizes", "sampler_tensor"),
     [({"fsdp": 4, "tensor": 4}, 0), ({"fsdp": 16}, 4), ({"fsdp": 2, "tensor": 4, "context": 2}, 0)],
 )
-def test_nothing_is_added_up_and_nothing_gathered_that_is_not_kept(sizes, sampler_tensor, devices_of):
+def test_nothing_is_added_up_and_nothing_gathered_that_is_not_kept(sizes, sampler_tensor):
     """Weights of a layer 30 MiB, of the ends 32 MiB, in bfloat16: a quarter of these on each device, and at most twice that meanwhile."""
     config = tiny_decoder_config(
         vocab_size=8192, embed_dim=1024, heads=8, kv_heads=4, head_dim=128, mlp_dim=4096, qkv_bias=True, tied_embeddings=False,
     )  # fmt: skip
-    compiled = compiled_for(config, devices_of("v5p:2x2x4"), sizes, sampler_tensor)
+    compiled = compiled_for(config, devices_of(parse("v5p:2x2x4")), sizes, sampler_tensor)
     assert_frugal(compiled, config, devices=16, tensor=4, temporary=16 * MIB)
 
 
@@ -96,10 +80,10 @@ def test_nothing_is_added_up_and_nothing_gathered_that_is_not_kept(sizes, sample
         ({"data": 2, "fsdp": 16, "tensor": 4}, 0),
     ],
 )
-def test_32b_on_128_chips_needs_less_than_half_a_gib_beside_its_result(sizes, sampler_tensor, devices_of):
+def test_32b_on_128_chips_needs_less_than_half_a_gib_beside_its_result(sizes, sampler_tensor):
     """64 layers and two ends of 15.26 GiB on each chip, by programs that need less than 512 MiB of their own."""
     config = preset("qwen2.5-32b")
-    compiled = compiled_for(config, devices_of("v5p:4x4x8"), sizes, sampler_tensor)
+    compiled = compiled_for(config, devices_of(parse("v5p:4x4x8")), sizes, sampler_tensor)
     assert_frugal(compiled, config, devices=128, tensor=4, temporary=512 * MIB)
     layer, ends = (compiled[part].memory_analysis().output_size_in_bytes for part in ("layer", "ends"))
     assert (config.layers * layer + ends) / 2**30 == pytest.approx(15.26, abs=0.01)

@@ -1,20 +1,18 @@
 """What the TPU compiler makes of decoding, ahead of time, for a slice that is not there: what moves, what is copied, what is padded."""
 
 import math
-import os
 import re
 from collections import Counter
 
 import pytest
-from jax.experimental import topologies
 
 from dapo_jax.models.folder import shapes_of
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.weights import weight_transfer
+from dapo_jax.plan.topologies import devices_of, parse
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
 from dapo_jax.testing import tiny_decoder_config
-from tests.parallel.weights_tpu_test import NO_TPU
 
 pytest.importorskip("libtpu", reason="the extra tpu")
 
@@ -24,9 +22,7 @@ MIB = 2**20
 
 def compiled(head_dim=128, **sizes):
     """`generate` in bfloat16 for one host of four chips, and the bytes of a layer's cache on each."""
-    os.environ.update(NO_TPU)
-    devices = topologies.get_topology_desc(topology_name="v5e:2x2", platform="tpu").devices
-    mesh = make_mesh(**{"fsdp": 1, **sizes}, devices=devices)
+    mesh = make_mesh(**{"fsdp": 1, **sizes}, devices=devices_of(parse("v5e:2x2")))
     config = tiny_decoder_config(
         vocab_size=VOCAB, embed_dim=EMBED, layers=LAYERS, heads=8, kv_heads=4, head_dim=head_dim, mlp_dim=4096,
         qkv_bias=True, tied_embeddings=False, max_positions=CAPACITY,
