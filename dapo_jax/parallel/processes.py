@@ -138,13 +138,16 @@ class _Member:
         self._awake = awake  # kept open
         signal.set_wakeup_fd(awake.fileno())
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-        threading.Thread(target=self._listen, name="other processes", daemon=True).start()
+        self._listener = threading.Thread(target=self._listen, name="other processes", daemon=True)
+        self._listener.start()
 
     def leave(self) -> None:
         import jax
 
         jax.distributed.shutdown()  # a barrier, in which an error of another process is still heard of
         self._leaving.set()
+        # A thread that is in C++ when the interpreter goes away aborts the process.
+        self._listener.join()
 
     def tell(self, status: int, message: str) -> tuple[int, str]:
         """Only the first call counts. What is unwound from here on has a limited time."""

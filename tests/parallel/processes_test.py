@@ -46,6 +46,23 @@ except (Exception, KeyboardInterrupt) as error:
 )
 
 
+LEAVING = (
+    several.PREAMBLE
+    + """
+from dapo_jax.parallel import processes
+processes.start()
+processes._member._client = type("Slow", (), {"key_value_dir_get": lambda self, folder: __import__("time").sleep(1) or []})()
+processes.leave()
+assert not processes._member._listener.is_alive()
+"""
+)
+
+
+def test_who_has_taken_leave_no_longer_listens():
+    """A thread that is in a call of the coordination service at the interpreter's end aborts the process."""
+    several.run(LEAVING, processes=2, devices=1)
+
+
 def ended(how, failing, *, processes=2, kill=None, within_s=60):
     """Outputs and statuses once one process has failed, and the seconds that it took from then."""
     started = several.start(WAITING, how, failing, processes=processes, devices=1)

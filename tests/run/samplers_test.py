@@ -123,7 +123,7 @@ def one(setting):
     return result.run_dir
 
 
-def trained(path, processes, *options, within_s=300):
+def trained(path, processes, *options, within_s=900):
     return several.run(
         several.COMMAND,
         "train",
