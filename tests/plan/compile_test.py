@@ -122,6 +122,37 @@ def test_the_command_compiles_and_sweeps(file, capsys):
     assert told[0]["roofline"]["step_s"] <= told[1]["roofline"]["step_s"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "slice", "responses"),
+    [
+        ("gsm8k_qwen3_0.6b", "v5litepod-8", (300, 200)),
+        ("dapo_qwen2.5_7b", "v6e-64", (2000, 1500)),
+        ("dapo_qwen2.5_32b", "v5p-256", (5000, 4000)),
+        ("dapo_qwen2.5_32b_early", "v5p-256", (5000, 4000)),
+    ],
+)
+def test_the_recipes_fit_their_slices(name, slice, responses):
+    """Up to 20 minutes each on two cores. The commands of docs/results/plans."""
+    mean, std = responses
+    assumed = Assumptions(response_tokens=mean, response_tokens_std=std)
+    found = plan(load_config(f"configs/{name}.yaml"), slice=parse(slice), assumed=assumed)
+    assert found.fits
+    trained = {
+        kind.kind: kind for program in found.programs if program.name == "update" for kind in program.traffic
+    }
+    assert trained.keys() <= {"all-gather", "reduce-scatter", "all-reduce"}
+    assert trained["all-reduce"].received_bytes < 0.01 * trained["reduce-scatter"].received_bytes
+
+
+@pytest.mark.slow
+def test_32b_on_a_slice_with_too_little_memory_is_refused_with_the_numbers():
+    """fsdp 32 x tensor 8 on 256 chips of 16 GB."""
+    config = load_config("configs/dapo_qwen2.5_32b.yaml", ["parallel.fsdp=32", "parallel.tensor=8"])
+    found = plan(config, slice=parse("v5e:16x16"))
+    assert not found.fits
+
+
 def test_nothing_of_size_is_allocated(file):
     """A model of 32B parameters on described devices: shapes and places only."""
     config = load_config(
