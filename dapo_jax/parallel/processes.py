@@ -150,10 +150,15 @@ class _Member:
         self._listener.join()
 
     def tell(self, status: int, message: str) -> tuple[int, str]:
-        """Only the first call counts. What is unwound from here on has a limited time."""
+        """Only the first call counts. What is unwound from here on has a limited time.
+
+        Nothing is said once another has failed of something else: this end may be a consequence of that, and a third would take
+        it for the cause.
+        """
         if not self._told.is_set():
             self._told.set()
-            self._client.key_value_set(f"{_FAILED}{self._index}", json.dumps([status, message]))
+            if all(told == message for _, told in self._failures().values()):
+                self._client.key_value_set(f"{_FAILED}{self._index}", json.dumps([status, message]))
             self._limit = threading.Timer(2 * GRACE_S, self._exit, (status, message))
             self._limit.daemon = True
             self._limit.start()

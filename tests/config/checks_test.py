@@ -168,6 +168,8 @@ REFUSED = [
     ("batch.row_tokens=-1", ["batch.row_tokens", "0 for the longest"]),
     ("parallel.tensor=0", ["parallel.tensor: found 0", "-1 for those that the other axes leave"]),
     ("parallel.context=-2", ["parallel.context: found -2", "1 or more"]),
+    ("model.attention=cudnn", ["model.attention: found 'cudnn'", "one rollout", "batch.packing=false"]),
+    ("model.attention=cudnn batch.packing=false", ["model.compute_dtype: found 'float32'", "bfloat16"]),
     ("parallel.sampler_hosts=0", ["parallel.sampler_hosts: found 0", "1 or more"]),
     (
         "parallel.sampler_tensor=-1",
@@ -255,9 +257,10 @@ def test_several_graders_are_read_from_a_file_and_written_back(path):
 
 @pytest.mark.parametrize(("key", "words"), sorted(CHOICES.items()))
 def test_every_choice_of_a_key_loads(path, key, words):
+    needs = {"cudnn": ["batch.packing=false", "model.compute_dtype=bfloat16"]}
     for word in words:
         if key in leaf_types(TrainConfig):
-            load_config(path, [f"{key}={word}"])
+            load_config(path, [f"{key}={word}", *needs.get(word, [])])
         else:
             load_evaluation(None, [f"{key}={word}"])
 
