@@ -115,7 +115,8 @@ def plan_for(
 ) -> Plan:
     """The same on devices that are at hand or described; None: those that the configuration's mesh would need. `only` names the programs to compile; None is all, if there is a slice."""
     decoder, work = decoder_of(config.model), workload_of(config, assumed or Assumptions())
-    programs = Programs(config, decoder, work, None if devices is None else list(devices))
+    host = devices_of(slice.one_host) if slice is not None and slice.hosts > 1 else None
+    programs = Programs(config, decoder, work, None if devices is None else list(devices), host)
     lowered = programs.lowered() if slice is not None else {}
     compiled = [
         _compiled(programs, name, lower, unknown_trips=_trips(name, config, work), say=say)

@@ -1,11 +1,13 @@
 """The programs of a run, lowered from shapes on a mesh: the very ones that training, scoring, transfer and sampling call."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
 import jax
+import numpy as np
+from jax.sharding import Mesh
 from jax.stages import Lowered
 
 from dapo_jax.config import ConfigError, TrainConfig
@@ -39,6 +41,8 @@ class Programs:
     work: Workload
     devices: list[jax.Device] | None
     """None: those of the configuration, which are not there; then nothing can be lowered."""
+    host: list[jax.Device] | None = None
+    """A host's devices, as a slice of their own: the compiler does not take some hosts out of every slice. None: they are `devices`'."""
 
     @cached_property
     def meshes(self) -> Meshes:
@@ -53,12 +57,17 @@ class Programs:
         else:
             devices = self.devices
         train = mesh_of(parallel, rows_per_microbatch=rows, devices=devices)
-        return _configured(
+        made = _configured(
             make_meshes,
             train,
             sampler_tensor=parallel.sampler_tensor,
             sampler_hosts=parallel.sampler_hosts,
         )
+        own = made.sampler
+        if self.host is None or len(self.host) != own.size:
+            return made
+        grid = np.asarray(self.host).reshape(own.devices.shape)
+        return replace(made, sampler=Mesh(grid, own.axis_names, axis_types=own.axis_types))
 
     @cached_property
     def layout(self) -> Layout:

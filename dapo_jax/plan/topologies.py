@@ -54,6 +54,11 @@ class Slice:
         return (self.shape[0], self.shape[1], 1) if small else (2, 2, 1)
 
     @property
+    def one_host(self) -> "Slice":
+        """A slice of one of its machines."""
+        return Slice(chip=self.chip, shape=self.host[: self.chip.axes])
+
+    @property
     def hosts(self) -> int:
         """How many machines, each with a process of the run."""
         return self.chips // math.prod(self.host)

@@ -57,3 +57,17 @@ def test_without_libtpu_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "libtpu", None)
     with pytest.raises(ConfigError, match=r"pip install 'dapo_jax\[tpu\]'"):
         devices_of(parse("v5e:2x2"))
+
+
+@pytest.mark.parametrize(
+    ("name", "host"),
+    [
+        ("v6e-64", "v6e:2x2"),
+        ("v5litepod-64", "v5e:2x2"),
+        ("v5litepod-8", "v5e:2x4"),
+        ("v5p-256", "v5p:2x2x1"),
+    ],
+)
+def test_a_host_is_a_slice_of_its_own(name, host):
+    assert parse(name).one_host.name == host
+    assert parse(name).one_host.hosts == 1
