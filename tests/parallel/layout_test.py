@@ -28,6 +28,16 @@ MESHES = {
     "data 2 x context 4": {"data": 2, "context": 4, "fsdp": 1},
 }
 ROW_TOKENS, ROWS = 32, 8
+
+
+def all_but_slow(*quick):
+    """Every mesh; those that are not `quick` are slow: compiling for eight devices takes long."""
+    return [
+        pytest.param(axes, id=name, marks=[] if name in quick else pytest.mark.slow)
+        for name, axes in MESHES.items()
+    ]
+
+
 RATE = 1e-4
 """As in the quickstart. AdamW divides by the gradient's size: where that is nothing but rounding, a parameter moves by up to
 the rate in either direction, and three such steps must stay below 1e-5 of the largest parameter, which is over 1."""
@@ -109,7 +119,9 @@ def test_clipping_is_at_work(expected_of_sgd, expected_of_adamw):
         assert all(of_update["update/grad_norm"] > 2 * CLIPPED for of_update in metrics)
 
 
-@pytest.mark.parametrize("axes", MESHES.values(), ids=MESHES)
+@pytest.mark.parametrize(
+    "axes", all_but_slow("fsdp 8", "data 2 x fsdp 2 x tensor 2", "fsdp 2 x tensor 2 x context 2")
+)
 def test_losses_gradients_and_sgd_are_those_of_one_device(axes, expected_of_sgd):
     """Packed with shared prompts, and unpacked."""
     states, metrics = trained(make_mesh(**axes), KEEP_GRADIENT, rate=1.0)
@@ -120,7 +132,7 @@ def test_losses_gradients_and_sgd_are_those_of_one_device(axes, expected_of_sgd)
         assert found == pytest.approx(expected, rel=1e-5, abs=1e-6, nan_ok=True)
 
 
-@pytest.mark.parametrize("axes", MESHES.values(), ids=MESHES)
+@pytest.mark.parametrize("axes", all_but_slow("fsdp 2 x tensor 2 x context 2"))
 def test_adamw_moves_parameters_as_on_one_device(axes, expected_of_adamw):
     states, _ = trained(make_mesh(**axes), ADAMW, rate=RATE, old_logprobs="sampler")
     for found, expected in zip(states, expected_of_adamw[0], strict=True):

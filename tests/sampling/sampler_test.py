@@ -321,9 +321,9 @@ def test_at_temperature_0_all_responses_are_the_same():
     ("axes", "sampler_tensor", "slots"),
     [
         ({"data": 2, "fsdp": 2, "tensor": 2}, 0, 4),
-        ({"fsdp": 8}, 0, 8),
-        ({"fsdp": 4, "tensor": 2}, 1, 8),
-        ({"fsdp": 2, "tensor": 2, "context": 2}, 0, 4),
+        pytest.param({"fsdp": 8}, 0, 8, marks=pytest.mark.slow),
+        pytest.param({"fsdp": 4, "tensor": 2}, 1, 8, marks=pytest.mark.slow),
+        pytest.param({"fsdp": 2, "tensor": 2, "context": 2}, 0, 4, marks=pytest.mark.slow),
     ],
 )
 def test_a_mesh_of_eight_devices_samples_the_same(axes, sampler_tensor, slots, caplog):
