@@ -47,6 +47,8 @@ class WeightTransfer:
     def __init__(self, params: nnx.State, meshes: Meshes, *, dtype: str) -> None:
         """See `weight_transfer`."""
         self._dtype = dtype
+        # The CPU's runtime may hang with many collective programs in its queue.
+        self._waits = meshes.train.devices.flat[0].platform == "cpu"
         self._count = jax.tree.leaves(params["blocks"])[0].shape[0]
         shapes = {
             "layer": jax.eval_shape(lambda blocks: self._cast(_layer(blocks, 0)), params["blocks"]),
@@ -70,8 +72,7 @@ class WeightTransfer:
         layers = []
         for index in range(self._count):
             layer = local(self._layer(params["blocks"], np.int32(index)), self._sampler["layer"])
-            # The CPU's runtime may hang with many collective programs in its queue.
-            layers.append(jax.block_until_ready(layer))
+            layers.append(jax.block_until_ready(layer) if self._waits else layer)
         ends = local(self._ends(params["ends"]), self._sampler["ends"])
         return {"layers": tuple(layers), "ends": ends}
 
