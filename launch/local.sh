@@ -25,10 +25,9 @@ python=${PYTHON:-python}
 # The cores are shared by the processes: with JAX's default each would start a thread for every core.
 cores=$(getconf _NPROCESSORS_ONLN)
 threads=$((cores / processes > 1 ? cores / processes : 1))
-flags="intra_op_parallelism_threads=$threads"
-if [ "$threads" = 1 ]; then
-  flags="--xla_cpu_multi_thread_eigen=false $flags"
-fi
+several=$([ "$threads" = 1 ] && echo false || echo true)
+# A value that does not begin with -- would be taken for the name of a file.
+flags="--xla_cpu_multi_thread_eigen=$several intra_op_parallelism_threads=$threads"
 port=$("$python" -c 'import socket; s = socket.socket(); s.bind(("localhost", 0)); print(s.getsockname()[1])')
 settings=(
   JAX_PLATFORMS=cpu

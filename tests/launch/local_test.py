@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -49,6 +50,20 @@ def test_a_dry_run_prints_a_command_for_each_process():
         assert "JAX_NUM_PROCESSES=2" in line
         assert "JAX_NUM_CPU_DEVICES=4" in line
     assert len({re.search(r"JAX_COORDINATOR_ADDRESS=localhost:(\d+)", line)[1] for line in lines}) == 1
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (8, 4)])
+def test_xla_takes_the_flags_however_many_cores_there_are(cores, threads, tmp_path):
+    (tmp_path / "getconf").write_text(f"#!/bin/sh\necho {cores}\n")
+    (tmp_path / "getconf").chmod(0o755)
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    environment["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
+    done = local("--dry-run", "2", "3", "train", "a.yaml", env=environment)
+    flags = next(word for word in shlex.split(done.stdout.splitlines()[0]) if word.startswith("XLA_FLAGS="))
+    assert flags.endswith(f" intra_op_parallelism_threads={threads}")
+    environment |= {"XLA_FLAGS": flags.removeprefix("XLA_FLAGS="), "JAX_PLATFORMS": "cpu"}
+    asked = "import jax; assert jax.device_count() == 1"
+    subprocess.run([sys.executable, "-c", asked], env=environment, timeout=60, check=True)
 
 
 @pytest.mark.parametrize("arguments", [[], ["2", "4"], ["0", "4", "train"], ["2", "four", "train"]])

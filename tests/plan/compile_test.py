@@ -138,19 +138,15 @@ def test_the_recipes_fit_their_slices(name, slice, responses):
     assumed = Assumptions(response_tokens=mean, response_tokens_std=std)
     found = plan(load_config(f"configs/{name}.yaml"), slice=parse(slice), assumed=assumed)
     assert found.fits
-    trained = {
-        kind.kind: kind for program in found.programs if program.name == "update" for kind in program.traffic
-    }
-    assert trained.keys() <= {"all-gather", "reduce-scatter", "all-reduce"}
-    assert trained["all-reduce"].received_bytes < 0.01 * trained["reduce-scatter"].received_bytes
 
 
 @pytest.mark.slow
 def test_32b_on_a_slice_with_too_little_memory_is_refused_with_the_numbers():
     """fsdp 32 x tensor 8 on 256 chips of 16 GB."""
     config = load_config("configs/dapo_qwen2.5_32b.yaml", ["parallel.fsdp=32", "parallel.tensor=8"])
-    found = plan(config, slice=parse("v5e:16x16"))
+    found = plan(config, slice=parse("v5e:16x16"), only=["generate"])
     assert not found.fits
+    assert list(found.failures) == ["generate"]
 
 
 def test_nothing_of_size_is_allocated(file):
