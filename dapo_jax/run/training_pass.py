@@ -78,6 +78,12 @@ def _attention(
     model: ModelConfig, batch: BatchConfig | SftBatchConfig, platform: str, *, whole_rows: bool
 ) -> str:
     if model.attention != "auto":
+        needed = {"splash": "tpu", "cudnn": "gpu"}.get(model.attention, platform)
+        if platform != needed:
+            raise ConfigError(
+                f"model.attention={model.attention} is a kernel for a {needed}; the devices are of kind {platform}: set "
+                "model.attention=auto, or xla"
+            )
         return model.attention
     if platform == "tpu":
         return "splash"

@@ -69,7 +69,19 @@ def test_rows_that_were_asked_for_are_refused_with_the_next_that_fit():
 def test_cudnn_takes_no_split_rows():
     model = replace(BF16, attention="cudnn")
     with pytest.raises(ConfigError, match=r"found parallel.context=2: set it to 1, or model.attention=xla"):
-        training_pass(model, BatchConfig(packing=False), chips(context=2), row_tokens=64)
+        passed(chips(context=2), model, platform="gpu", packing=False)
+
+
+@pytest.mark.parametrize(("attention", "needed"), [("splash", "tpu"), ("cudnn", "gpu")])
+def test_a_kernel_is_refused_where_its_chip_is_not(attention, needed):
+    model = replace(BF16, attention=attention)
+    with pytest.raises(
+        ConfigError, match=f"attention={attention} is a kernel for a {needed}; .* of kind cpu"
+    ):
+        passed(chips(), model, packing=False)
+    assert (
+        passed(chips(), model, platform=needed, packing=False, row_tokens=1024).layout.attention == attention
+    )
 
 
 def test_a_vocabulary_is_filled_up_for_both_meshes_and_only_if_it_must():
