@@ -7,14 +7,13 @@ change nothing in the gradient.
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-import jax
 import numpy as np
 from jaxtyping import Float, Int
 
 from dapo_jax.advantages import group_advantages
 from dapo_jax.losses import token_weights
 from dapo_jax.microbatch import Microbatch
-from dapo_jax.packing import Line, Piece, even_lines, side_by_side
+from dapo_jax.packing import Line, Piece, share_out
 from dapo_jax.rollouts import Group
 
 
@@ -99,22 +98,25 @@ def pack(
     *,
     row_tokens: int,
     rows_per_microbatch: int,
+    shorter_rows: Sequence[int] = (),
     spread: int = 1,
     share_prompts: bool = True,
     alone: bool = False,
     pad_id: int = 0,
 ) -> list[Microbatch]:
-    """Packs rollouts into lines of `row_tokens` tokens and lines into microbatches of one static shape.
+    """Packs rollouts into lines of `row_tokens` tokens and lines into microbatches of a few static shapes.
 
     Responses to one prompt that come into one line share it: the prompt is computed once, and takes the gradients of all of
-    them. There are as few microbatches as are found; rollouts spread over all their lines, and lines with about as much to
-    attend to come into one microbatch (`dapo_jax.packing`). The rest is padding with no weight.
+    them. There is as little padding as is found; lines with about as much to attend to come into one microbatch
+    (`dapo_jax.packing`). The rest is padding with no weight. Microbatches with the longest rows come first.
 
     Args:
         rows: the rollouts of a minibatch.
         weights: of each rollout's tokens, from `row_weights`.
         row_tokens: the length of a line.
         rows_per_microbatch: lines in a microbatch.
+        shorter_rows: other lengths that all rows of a microbatch may have instead, so that what does not fill one of
+            `row_tokens` is not mostly padding. For each a program is compiled.
         spread: over how many groups of devices these lie, the first `rows_per_microbatch / spread` on the first; each gets as
             much to attend to.
         share_prompts: False where attention cannot show a response another segment: every rollout has its own prompt.
@@ -146,19 +148,16 @@ def pack(
         )
         for index, row in enumerate(rows)
     ]
-    # With no room to share, each has a line of its own.
-    lines = even_lines(pieces, room=0 if alone else row_tokens, multiple=rows_per_microbatch)
-    written = [
-        [[(rows[i], float(weights[i])) for i in bundle] for bundle in _bundles(line)]
-        for line in side_by_side(lines, rows=rows_per_microbatch, spread=spread)
-    ]
+    lengths = sorted({row_tokens, *shorter_rows}, reverse=True)
     return [
         _microbatch(
-            written[start : start + rows_per_microbatch],
-            shape=(rows_per_microbatch, row_tokens),
+            [[[(rows[i], float(weights[i])) for i in bundle] for bundle in _bundles(line)] for line in lines],
+            shape=(rows_per_microbatch, length),
             pad_id=pad_id,
         )
-        for start in range(0, len(written), rows_per_microbatch)
+        for length, lines in share_out(
+            pieces, lengths=lengths, rows=rows_per_microbatch, spread=spread, alone=alone
+        )
     ]
 
 
@@ -210,14 +209,3 @@ def _microbatch(
         old_logprobs=np.zeros(shape, np.float32),
         ref_logprobs=np.zeros(shape, np.float32),
     )
-
-
-def stack(microbatches: Sequence[Microbatch], *, room: int) -> Microbatch:
-    """Host microbatches of one shape in arrays of [room, rows, seq]; what is beyond their number is zeros."""
-
-    def together(*parts: np.ndarray) -> np.ndarray:
-        out = np.zeros((room, *parts[0].shape), parts[0].dtype)
-        out[: len(parts)] = parts
-        return out
-
-    return jax.tree.map(together, *microbatches)

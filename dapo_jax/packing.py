@@ -1,13 +1,14 @@
 """Which rollouts share a row, and which rows stand side by side: lengths in, indices out.
 
-Through the weights every row costs the same, for its padding is computed too. What differs is attention: the pairs of a token
-and a token it sees. A microbatch takes as long as its slowest row, so there are first as few rows as possible, then rows of
-much the same length, and then rows with about as many pairs in one microbatch.
+Through the weights every row of one length costs the same, for its padding is computed too. What differs is attention: the
+pairs of a token and a token it sees. A microbatch takes as long as its slowest row, so there are first as few tokens of rows as
+possible, then rows of much the same length, and then rows with about as many pairs in one microbatch.
 """
 
 from bisect import bisect_left, insort
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import chain, combinations, pairwise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,30 @@ class Piece:
 
 
 Line = list[Piece]
+
+
+def share_out(
+    pieces: Sequence[Piece], *, lengths: Sequence[int], rows: int, spread: int, alone: bool = False
+) -> list[tuple[int, list[Line]]]:
+    """Microbatches of `rows` lines, each with the length of its rows: one of `lengths`, which are given longest first.
+
+    With one length, what is left over after the full microbatches fills one of its own, mostly with padding. With shorter ones
+    too, some rollouts come into microbatches of shorter rows, as far as that leaves less to compute.
+
+    Args:
+        pieces: of the rollouts.
+        lengths: of rows; the first holds the longest piece.
+        rows: in a microbatch.
+        spread: over how many groups of devices these lie.
+        alone: each piece has a line of its own.
+    """
+    # With no room to share, each has a line of its own.
+    parts = [even_lines(pieces, room=0, multiple=rows)] if alone else _least_padding(pieces, lengths, rows)
+    made = []
+    for lines in parts:
+        ordered = side_by_side(lines, rows=rows, spread=spread)
+        made += [ordered[start : start + rows] for start in range(0, len(ordered), rows)]
+    return sorted(((_length(lines, lengths), lines) for lines in made), key=lambda one: -one[0])
 
 
 def even_lines(pieces: Sequence[Piece], *, room: int, multiple: int) -> list[Line]:
@@ -96,6 +121,39 @@ def seen_pairs(line: Line) -> int:
     )
 
 
+def _length(lines: Sequence[Line], lengths: Sequence[int]) -> int:
+    """The shortest of `lengths` that holds each of the lines."""
+    return min(length for length in lengths if length >= max(map(line_tokens, lines)))
+
+
+def _least_padding(pieces: Sequence[Piece], lengths: Sequence[int], rows: int) -> list[list[Line]]:
+    """Lines of the longest length, then those of each shorter microbatch; every list has a multiple of `rows` lines."""
+    room = lengths[0]
+    even = even_lines(pieces, room=room, multiple=rows)
+    if len(lengths) == 1:
+        return [even]
+    # Every microbatch gathers the weights once more; 1/64 of a full one is about what a short one has to save to be worth it.
+    fee = room // 64
+    ordered = sorted(even, key=line_tokens, reverse=True)
+    most = sum(_length(ordered[start : start + rows], lengths) for start in range(0, len(even), rows))
+    least = line_tokens(list(pieces)) / rows  # if every prompt stood only once, and without a gap
+    ways = (pieces, _bundled(pieces, room, least=room - room // 32))
+    mixes = []
+    for short in chain.from_iterable(combinations(lengths[1:], count) for count in range(1, len(lengths))):
+        fewest = max(0, -int((sum(short) - least) // room))
+        mixes += [(full * room + sum(short) + fee * len(short), full, short) for full in (fewest, fewest + 1)]
+    for cost, full, short in sorted(mixes):
+        if cost >= most:
+            break
+        opened = [room] * full * rows + [length for length in short for _ in range(rows)]
+        for way in ways:
+            lines = _best_fit(way, room, opened)
+            if len(lines) == len(opened):
+                cuts = [0, *range(full * rows, len(lines) + 1, rows)]
+                return [lines[a:b] for a, b in pairwise(cuts) if b > a]
+    return [even]
+
+
 def _fewest(pieces: Sequence[Piece], room: int) -> list[Line]:
     """The better of two ways: responses to a prompt stay together, or only those that about fill a line by themselves."""
     ways = (_best_fit(_bundled(pieces, room, least=least), room) for least in (0, room - room // 32))
@@ -144,12 +202,15 @@ def _fullest(sizes: Sequence[int], room: int) -> list[int]:
     return chosen
 
 
-def _best_fit(pieces: Sequence[Piece], room: int) -> list[Line]:
-    """Longest first, each into the line that it leaves least room in: one that has its prompt, or else any other."""
-    lines: list[Line] = []
-    free: list[tuple[int, int]] = []
+def _best_fit(pieces: Sequence[Piece], room: int, opened: Sequence[int] = ()) -> list[Line]:
+    """Longest first, each into the line that it leaves least room in: one that has its prompt, or else any other.
+
+    There are lines of `opened` tokens, and as many of `room` as are needed beside them.
+    """
+    lines: list[Line] = [[] for _ in opened]
+    left = list(opened)
+    free = sorted((tokens, line) for line, tokens in enumerate(opened))
     """(tokens left, line), least first."""
-    left: list[int] = []
     having: dict[Hashable, list[int]] = {}
     for piece in sorted(pieces, key=lambda piece: -piece.tokens):
         need = piece.response_tokens

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapo_jax.batching import Row, pack, row_weights, rows_of, split_minibatches, stack
+from dapo_jax.batching import Row, pack, row_weights, rows_of, split_minibatches
 from dapo_jax.rollouts import Group, Prompt, Response, Rollout, Verdict
 
 
@@ -296,12 +296,17 @@ def test_padding_bears_the_pad_id():
     assert microbatch.tokens.tolist() == [[1, 2, 3, 99, 99], [99] * 5]
 
 
-def test_stacked_microbatches_are_followed_by_zeros():
-    microbatches = pack([make_row(1, 2)] * 3, np.ones(3), row_tokens=4, rows_per_microbatch=1)
-    stacked = stack(microbatches, room=4)
-    assert stacked.tokens.shape == (4, 1, 4)
-    for name, whole in vars(stacked).items():
-        parts = [getattr(microbatch, name) for microbatch in microbatches]
-        np.testing.assert_array_equal(whole[:3], parts)
-        assert whole.dtype == parts[0].dtype
-        assert not whole[3].any()
+def test_what_is_left_over_is_packed_into_a_microbatch_of_shorter_rows():
+    """Prompts of 1, responses of 7, 7, 3 and 2: two rows of 8 are full, and 4 + 3 tokens lie in two rows of 4 and not of 8."""
+    rows = [make_row(1, count) for count in (7, 3, 7, 2)]
+    packed = pack(
+        rows, np.ones(4), row_tokens=8, rows_per_microbatch=2, shorter_rows=(2, 4), share_prompts=False
+    )
+    assert [m.tokens.shape for m in packed] == [(2, 8), (2, 4)]
+    assert [m.mask.sum(axis=1).tolist() for m in packed] == [[7, 7], [3, 2]]
+
+
+def test_rollouts_alone_in_their_rows_have_the_shortest_rows_that_hold_them():
+    rows = [make_row(1, count) for count in (2, 7, 3, 7, 1)]
+    packed = pack(rows, np.ones(5), row_tokens=8, rows_per_microbatch=2, shorter_rows=(4, 2), alone=True)
+    assert [m.tokens.shape for m in packed] == [(2, 8), (2, 4), (2, 2)]

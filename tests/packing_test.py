@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapo_jax.packing import Piece, even_lines, line_tokens, seen_pairs, side_by_side
+from dapo_jax.packing import Piece, even_lines, line_tokens, seen_pairs, share_out, side_by_side
 
 ROW = 2048 + 20_480
 PAIRS = 2 * 487_587_840 / (4 * 40 * 128)
@@ -118,6 +118,45 @@ def test_an_update_of_512_rollouts_has_the_fewest_microbatches_and_even_rows(mea
     slower = cost.sum(2).max(1) / cost.sum(2).mean(1) - 1
     assert slower.mean() < 0.03
     assert slower.max() < 0.08
+
+
+LENGTHS = (ROW, ROW // 2, ROW // 4, 3072, 1536)
+"""As `training_pass` halves a row of 22,528 that splash attention cuts over 4 devices, into multiples of 512."""
+
+
+@pytest.mark.parametrize(
+    ("mean", "sigma"), [(1500, 0.6), (3000, 0.6), (5000, 0.7), (8000, 0.7), (8000, 1.0), (10_000, 0.6)]
+)
+def test_less_than_a_twentieth_of_a_step_is_padding_and_the_devices_have_as_much(mean, sigma):
+    """16 updates of 32 groups on 32 places; without shorter rows up to 47% of an update was padding.
+
+    Programs compute padding too, and so the same on every device. Of tokens that are none, the device that has most has less
+    than 5% above the mean of all. (Where most responses reach their limit no packing helps: 20,480 and a prompt of 250 are 92% of
+    a row; with a mean of 12,000 and a deviation of 0.5, 5.1% of a step is padding.)
+    """
+    rows, computed, used, most = 32, 0, 0, 0.0
+    for seed in range(16):
+        pieces = as_in_the_paper(seed, groups=32, mean=mean, sigma=sigma)
+        for length, lines in share_out(pieces, lengths=LENGTHS, rows=rows, spread=rows):
+            tokens = list(map(line_tokens, lines))
+            computed, used, most = computed + rows * length, used + sum(tokens), most + max(tokens)
+    assert used > 0.95 * computed
+    assert most * rows < 1.05 * used
+
+
+@given(
+    drawn=st.lists(st.tuples(st.integers(0, 4), st.integers(1, 30)), min_size=1, max_size=40),
+    rows=st.integers(1, 6),
+    alone=st.booleans(),
+)
+def test_rows_of_several_lengths_lose_nothing_and_overflow_nowhere(drawn, rows, alone):
+    pieces = [piece(i, tokens, prompt=p, prompt_tokens=p + 1) for i, (p, tokens) in enumerate(drawn)]
+    made = share_out(pieces, lengths=(64, 40, 16, 8), rows=rows, spread=1, alone=alone)
+    assert all(len(lines) == rows for _, lines in made)
+    assert all(line_tokens(line) <= length for length, lines in made for line in lines)
+    found = [i for _, lines in made for line in lines for p in line for i in p.rollouts]
+    assert sorted(found) == list(range(len(drawn)))
+    assert [length for length, _ in made] == sorted((length for length, _ in made), reverse=True)
 
 
 @pytest.mark.parametrize("seed", range(3))

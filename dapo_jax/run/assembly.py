@@ -32,7 +32,7 @@ from dapo_jax.run.samplers import Samplers
 from dapo_jax.run.training_pass import training_pass
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.training.loop import Pipe, Position
-from dapo_jax.training.state import TrainState, init_state, warmed_up
+from dapo_jax.training.state import TrainState, init_state, own_copy, warmed_up
 from dapo_jax.training.update import Objective, UpdateOptions, Updater
 
 
@@ -122,7 +122,7 @@ class Run:
             self._mesh,
             layout=self._pass.layout,
             objective=objective,
-            reference=self._reference() if config.loss.kl_coef else None,
+            reference=own_copy(self.policy.params, self._mesh) if config.loss.kl_coef else None,
         )
         return Pipe(
             transfer=self._rollouts.transfer,
@@ -143,9 +143,6 @@ class Run:
             learning_rate=lambda step: warmed_up(rate, step=step, warmup_steps=config.optimizer.warmup_steps),
             clock=time.perf_counter,
         )
-
-    def _reference(self) -> nnx.State:
-        return init_state(self.policy.params, self._optimizer, self._mesh).params
 
     def _sample(self, weights: Any, draw: Callable[[int], list[int]]) -> Iterator[Group]:
         """Graded groups, until no further ordinals are drawn once the last verdict is in."""

@@ -38,6 +38,7 @@ FREE_TO_CHANGE = (
     "run_dir",
     "steps",
     "compilation_cache",
+    "data.data_dir",
     "parallel.",
     "batch.rows_per_microbatch",
     "batch.row_tokens",

@@ -13,6 +13,9 @@ from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.parallel.layout import layout_of
 from dapo_jax.parallel.mesh import BATCH_AXES
 
+SHORTEST_ROW = 1024
+"""Rows are halved down to this many tokens, four times at most: a program each, which pays off where rows are long."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingPass:
@@ -21,7 +24,7 @@ class TrainingPass:
     layout: Layout
     row_tokens: int
     packing: dict[str, Any]
-    """For `batching.pack`: over how many devices rows are spread, and what the attention can tell apart."""
+    """For `batching.pack`: over how many devices rows are spread, what the attention can tell apart, and how short rows may be."""
 
 
 def training_pass(
@@ -54,6 +57,7 @@ def training_pass(
             f"batch.row_tokens={row_tokens} must be a multiple of parallel.context x parallel.tensor{kernel} = {multiple}, "
             f"over which a row's tokens are split; {filled} is"
         )
+    halves = (-(-filled // (parts * multiple)) * multiple for parts in (2, 4, 8, 16))
     return TrainingPass(
         layout=layout_of(mesh, attention=attention),
         row_tokens=filled,
@@ -61,6 +65,7 @@ def training_pass(
             "spread": math.prod(mesh.shape[axis] for axis in BATCH_AXES),
             "share_prompts": attention == "xla",
             "alone": not batch.packing,
+            "shorter_rows": tuple(tokens for tokens in halves if SHORTEST_ROW <= tokens < filled),
         },
     )
 

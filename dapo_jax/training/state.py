@@ -68,11 +68,18 @@ def state_structs(
     )
 
 
+def own_copy(params: nnx.State, mesh: Mesh) -> nnx.State:
+    """A copy on the mesh, which stays alive when what it was made of is donated, and the other way round."""
+    copy = jax.jit(
+        lambda tree: jax.tree.map(lambda leaf: leaf + 0, tree), out_shardings=shardings(params, mesh)
+    )
+    return copy(params)
+
+
 def init_state(
     params: nnx.State, optimizer: optax.GradientTransformation, mesh: Mesh, *, offload: bool = False
 ) -> TrainState:
-    """Places `params` on the mesh and makes fresh moments beside them."""
+    """Places a copy of `params` on the mesh and makes fresh moments beside them."""
     placed = state_shardings(params, optimizer, mesh, offload=offload)
-    # A jitted copy: the caller's arrays stay alive when the first update donates the state's.
-    own = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf + 0, tree), out_shardings=placed.params)(params)
+    own = own_copy(params, mesh)
     return TrainState(own, jax.jit(optimizer.init, out_shardings=placed.opt_state)(own))

@@ -6,6 +6,7 @@ them, as gradient accumulation usually does, would divide the gradient by their 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,13 +17,13 @@ from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Lowered
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, PyTree
 
-from dapo_jax.batching import stack
 from dapo_jax.losses import dapo_loss, kl_penalty
 from dapo_jax.metrics import Max, Mean, Metric
 from dapo_jax.microbatch import Microbatch, microbatch_structs
 from dapo_jax.parallel.sharding import by_row, replicated
+from dapo_jax.training.minibatch import Minibatch, Placing, Stack, having
 from dapo_jax.training.state import TrainState, state_shardings
 
 Objective = Callable[..., tuple[Array, Mapping[str, Metric]]]
@@ -43,25 +44,8 @@ class UpdateOptions:
     """The optimizer's moments lie in the host's memory and come to the device only to be applied."""
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Minibatch:
-    """The microbatches of one update on the mesh."""
-
-    microbatches: Microbatch
-    """Stacked: each array is [room, rows, seq]."""
-    count: Int[Array, ""] | Any
-    """How many there are; the rest is room that nothing reads."""
-
-    def at(self, index: Int[Array, ""]) -> Microbatch:
-        """One of them."""
-        return jax.tree.map(
-            lambda leaf: lax.dynamic_index_in_dim(leaf, index, keepdims=False), self.microbatches
-        )
-
-    def having(self, **arrays: Float[Array, "room rows seq"]) -> "Minibatch":
-        """The same with some arrays of its microbatches replaced."""
-        return replace(self, microbatches=replace(self.microbatches, **arrays))
+Sums = tuple[nnx.State, Float[Array, ""]]
+"""Gradient and loss of the microbatches so far."""
 
 
 class Updater:
@@ -86,11 +70,17 @@ class Updater:
                 f"kl_coef={self._options.kl_coef} {'needs' if reference is None else 'has no use for'} a reference policy"
             )
         placed = state_shardings(params, optimizer, mesh, offload=self._options.offload)
-        self._shardings, self._whole, self._room = placed.params, replicated(mesh), 1
+        self._shardings, self._whole = placed.params, replicated(mesh)
         self._moments = state_shardings(params, optimizer, mesh).opt_state
         self._rows = NamedSharding(mesh, PartitionSpec(None, *by_row(mesh).spec, "context"))
+        self._placing = Placing(self._rows)
         self._score = jax.jit(self._score_program, out_shardings=self._rows)
-        self._update = jax.jit(self._update_program, donate_argnums=0, out_shardings=(placed, self._whole))
+        changed, sums = (placed, self._whole), (placed.params, self._whole)
+        self._update = jax.jit(self._update_program, donate_argnums=0, out_shardings=changed)
+        self._nothing = jax.jit(self._no_sums, out_shardings=sums)
+        self._add = jax.jit(self._summed, donate_argnums=1, out_shardings=(sums, self._whole))
+        self._apply = jax.jit(self._applied, donate_argnums=0, out_shardings=changed)
+        self._join = jax.jit(_joined, out_shardings=self._whole)
 
     def prepare(self, state: TrainState, minibatches: Sequence[Sequence[Microbatch]]) -> list[Minibatch]:
         """Puts a step's microbatches on the mesh and fills in the log-probabilities that the update compares with.
@@ -99,16 +89,16 @@ class Updater:
         log-probabilities with the function the update uses; the first minibatch needs none, its old policy is the
         policy itself. The reference policy's are computed only where there is one.
         """
-        # Room only grows, by powers of 2: programs are compiled for it, and steps differ in how many microbatches they have.
-        self._room = max(self._room, *(1 << (len(minibatch) - 1).bit_length() for minibatch in minibatches))
-        placed = [self._put(minibatch) for minibatch in minibatches]
+        placed = self._placing.put(minibatches)
         if self._options.old_logprobs == "sampler":
-            placed = [m.having(old_logprobs=m.microbatches.sampler_logprobs) for m in placed]
+            placed = [having(m, "old_logprobs", _recorded) for m in placed]
         else:
-            placed[1:] = [m.having(old_logprobs=self._score(state.params, m)) for m in placed[1:]]
+            score = partial(self._score, state.params)
+            placed[1:] = [having(m, "old_logprobs", score) for m in placed[1:]]
         if self._reference is None:
             return placed
-        return [m.having(ref_logprobs=self._score(self._reference, m)) for m in placed]
+        score = partial(self._score, self._reference)
+        return [having(m, "ref_logprobs", score) for m in placed]
 
     def update(
         self, state: TrainState, minibatch: Minibatch, *, learning_rate: float, first: bool
@@ -124,10 +114,19 @@ class Updater:
         Returns:
             The new state (the old one if loss or gradient was not finite), and metrics for `to_scalars`.
         """
-        return self._update(state, minibatch, np.float32(learning_rate), np.bool_(first))
+        rate, now = np.float32(learning_rate), np.bool_(first)
+        if len(minibatch) == 1:
+            return self._update(state, *minibatch, rate, now)
+        # A program for each shape, and what one of them needs is gone before the next.
+        sums, measured = self._nothing(state.params), []
+        for same_length in minibatch:
+            sums, metrics = self._add(state.params, sums, same_length, now)
+            measured.append(metrics)
+        state, applied = self._apply(state, sums, rate)
+        return state, {**self._join(*measured), **applied}
 
     def lower_update(self, state: TrainState, *, room: int, rows: int, row_tokens: int) -> Lowered:
-        """The program of `update` for `room` microbatches; `state` may be shapes with their places."""
+        """The program of `update` for `room` microbatches of one shape; `state` may be shapes with their places."""
         scalars = (jax.ShapeDtypeStruct((), kind, sharding=self._whole) for kind in (jnp.float32, jnp.bool_))
         return self._update.lower(state, self._structs(room, rows, row_tokens), *scalars)
 
@@ -135,19 +134,9 @@ class Updater:
         """The program with which `prepare` computes log-probabilities; `params` may be shapes with their places."""
         return self._score.lower(params, self._structs(room, rows, row_tokens))
 
-    def _structs(self, room: int, rows: int, row_tokens: int) -> Minibatch:
+    def _structs(self, room: int, rows: int, row_tokens: int) -> Stack:
         count = jax.ShapeDtypeStruct((), jnp.int32, sharding=self._whole)
-        return Minibatch(microbatch_structs((room, rows, row_tokens), self._rows), count)
-
-    def _put(self, minibatch: Sequence[Microbatch]) -> Minibatch:
-        """The host/device boundary."""
-
-        def place(whole: np.ndarray) -> Array:
-            # Of several processes each has the whole array, and puts what is its devices' there.
-            return jax.make_array_from_callback(whole.shape, self._rows, lambda index: whole[index])
-
-        stacked = jax.tree.map(place, stack(minibatch, room=self._room))
-        return Minibatch(stacked, np.int32(len(minibatch)))
+        return Stack(microbatch_structs((room, rows, row_tokens), self._rows), count)
 
     def _logprobs(self, params: nnx.State, microbatch: Microbatch) -> tuple[Array, Array]:
         """Log-probability and entropy [rows, seq] of each token given what it follows; without meaning in the first column."""
@@ -169,40 +158,44 @@ class Updater:
 
         return nnx.merge(self._graph, params).ends.layout.spread(program)(params, microbatch)
 
-    def _score_program(self, params: nnx.State, minibatch: Minibatch) -> Float[Array, "room rows seq"]:
+    def _score_program(self, params: nnx.State, stack: Stack) -> Float[Array, "room rows seq"]:
         def score(i: Array, scores: Array) -> Array:
-            return lax.dynamic_update_index_in_dim(
-                scores, self._logprobs(params, minibatch.at(i))[0], i, axis=0
-            )
+            return lax.dynamic_update_index_in_dim(scores, self._logprobs(params, stack.at(i))[0], i, axis=0)
 
-        blank = jnp.zeros_like(minibatch.microbatches.old_logprobs)
-        return lax.fori_loop(0, minibatch.count, score, blank)
+        blank = jnp.zeros_like(stack.microbatches.old_logprobs)
+        return lax.fori_loop(0, stack.count, score, blank)
 
-    def _update_program(
-        self, state: TrainState, minibatch: Minibatch, learning_rate: Float[Array, ""], first: Bool[Array, ""]
-    ) -> tuple[TrainState, dict[str, Metric]]:
-        """All microbatches in one program: each one's temporary arrays lie where the last one's did."""
+    def _no_sums(self, params: nnx.State) -> Sums:
+        return jax.tree.map(jnp.zeros_like, params), jnp.zeros((), jnp.float32)
+
+    def _summed(
+        self, params: nnx.State, sums: Sums, stack: Stack, first: Bool[Array, ""]
+    ) -> tuple[Sums, dict[str, Metric]]:
+        """All microbatches of a shape in one program: each one's temporary arrays lie where the last one's did."""
 
         def loss(params: nnx.State, i: Array) -> tuple[Float[Array, ""], dict[str, Metric]]:
-            return self._loss(params, microbatch=minibatch.at(i), first=first)
+            return self._loss(params, microbatch=stack.at(i), first=first)
 
-        def accumulate(i: Array, sums: tuple[nnx.State, Array, PyTree]) -> tuple[nnx.State, Array, PyTree]:
-            grads, total, metrics = sums
-            (value, measured), new = jax.value_and_grad(loss, has_aux=True)(state.params, i)
+        def accumulate(i: Array, so_far: tuple[Sums, PyTree]) -> tuple[Sums, PyTree]:
+            (grads, total), metrics = so_far
+            (value, measured), new = jax.value_and_grad(loss, has_aux=True)(params, i)
             grads = lax.with_sharding_constraint(jax.tree.map(jnp.add, grads, new), self._shardings)
             # Kept apart until they are added on the host, in float64: float32 counts are inexact beyond 2^24 tokens.
-            return (
-                grads,
-                total + value,
-                jax.tree.map(lambda all_, one: all_.at[i].set(one), metrics, measured),
-            )
+            kept = jax.tree.map(lambda all_, one: all_.at[i].set(one), metrics, measured)
+            return (grads, total + value), kept
 
-        zeros = lax.with_sharding_constraint(jax.tree.map(jnp.zeros_like, state.params), self._shardings)
-        _, shapes = jax.eval_shape(loss, state.params, minibatch.count)
-        blank = {name: _blank(metric, len(minibatch.microbatches.tokens)) for name, metric in shapes.items()}
-        start = (zeros, jnp.zeros((), jnp.float32), blank)
-        grads, total, metrics = lax.fori_loop(0, minibatch.count, accumulate, start)
-        state, applied = self._apply(state, grads, total, learning_rate)
+        _, shapes = jax.eval_shape(loss, params, stack.count)
+        blank = {name: _blank(metric, len(stack.microbatches.tokens)) for name, metric in shapes.items()}
+        return lax.fori_loop(0, stack.count, accumulate, (sums, blank))
+
+    def _update_program(
+        self, state: TrainState, stack: Stack, learning_rate: Float[Array, ""], first: Bool[Array, ""]
+    ) -> tuple[TrainState, dict[str, Metric]]:
+        """Gradient and change in one."""
+        nothing, total = self._no_sums(state.params)
+        start = (lax.with_sharding_constraint(nothing, self._shardings), total)
+        sums, metrics = self._summed(state.params, start, stack, first)
+        state, applied = self._applied(state, sums, learning_rate)
         return state, {**metrics, **applied}
 
     def _loss(
@@ -231,9 +224,10 @@ class Updater:
             loss, metrics = loss + options.kl_coef * penalty, {**metrics, **kl_metrics}
         return loss, metrics
 
-    def _apply(
-        self, state: TrainState, grads: nnx.State, loss: Float[Array, ""], learning_rate: Float[Array, ""]
+    def _applied(
+        self, state: TrainState, sums: Sums, learning_rate: Float[Array, ""]
     ) -> tuple[TrainState, dict[str, Metric]]:
+        grads, loss = sums
         if self._options.offload:
             state = replace(state, opt_state=jax.device_put(state.opt_state, self._moments))
         norm = jnp.sqrt(sum(jnp.sum(leaf * leaf) for leaf in jax.tree.leaves(grads)))
@@ -250,6 +244,15 @@ class Updater:
             "update/grad_norm": Mean(jnp.where(finite, norm, 0.0), finite.astype(jnp.float32)),
             "update/skipped_frac": Mean(1.0 - finite.astype(jnp.float32), one),
         }
+
+
+def _recorded(stack: Stack) -> Array:
+    return stack.microbatches.sampler_logprobs
+
+
+def _joined(*measured: dict[str, Metric]) -> dict[str, Metric]:
+    """The values of every stack in one array for each metric."""
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *measured)
 
 
 def _token_mean(values: Array, mask: Array) -> Mean:

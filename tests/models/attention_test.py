@@ -98,10 +98,11 @@ def test_blocks_of_queries_change_no_gradient(monkeypatch):
 
     def gradients(block):
         monkeypatch.setattr(attention, "SMALLEST_BLOCK", block)
-        return jax.grad(
-            lambda *parts: (causal(*parts, segment_ids, prefix_ids=prefix_ids) * weights).sum(),
-            argnums=(0, 1, 2),
-        )(*map(jnp.asarray, inputs))
+
+        def loss(*parts):
+            return (causal(*parts, segment_ids, prefix_ids=prefix_ids) * weights).sum()
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*map(jnp.asarray, inputs))
 
     for in_blocks, whole in zip(gradients(1), gradients(64), strict=True):
         np.testing.assert_allclose(in_blocks, whole, atol=1e-5)

@@ -1,5 +1,7 @@
 """Messages of any lengths reach every process whole, and nothing is compiled for a length."""
 
+import pytest
+
 from dapo_jax.parallel.exchange import agreed, exchange
 from tests import several
 
@@ -26,6 +28,7 @@ processes.leave()
 )
 
 
+@pytest.mark.slow
 def test_messages_of_uneven_lengths_arrive_whole():
     several.run(UNEVEN, processes=3, devices=2)
 

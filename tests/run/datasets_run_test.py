@@ -72,6 +72,7 @@ def test_a_mixture_is_trained_on_and_each_dataset_judged_apart(config, even_sum)
     assert "eval  nines" in said
 
 
+@pytest.mark.slow
 def test_an_interrupted_mixture_goes_on_as_if_it_had_not_been(config, even_sum, same_run, files):
     whole = train(config(files / "whole"), reward=even_sum, progress=shown()[0])
 

@@ -181,6 +181,7 @@ def test_a_listed_grader_that_cannot_be_loaded_is_named_and_nothing_was_started(
     assert threading.active_count() == before
 
 
+@pytest.mark.slow
 def test_a_run_graded_by_workers_is_the_run_graded_in_this_process(micro, run_micro, same_run):
     # Two prompts a wave for two groups a step: a second wave is opened only by a verdict.
     waves = {"dynamic_sampling__prompts_per_wave": 2}
@@ -210,6 +211,7 @@ def test_a_run_with_several_graders_logs_the_parts_and_filters_by_the_first(micr
         assert 0 < line["rollout/trained_accuracy"] < 1
 
 
+@pytest.mark.slow
 def test_the_filter_may_look_at_the_sum(micro, run_micro):
     """The first grader calls everything correct: by verdict no group is informative, by the sum those are whose sums differ."""
     from dapo_jax.filtering import ShortfallError

@@ -29,6 +29,7 @@ def test_a_new_run_does_not_append_to_another_runs_metrics(micro, tmp_path):
         Records(micro(), tmp_path, resume_step=None)
 
 
+@pytest.mark.slow
 def test_programs_compiled_by_one_process_are_read_from_a_bucket_by_the_next(bucket):
     """Two processes that have nothing but the bucket in common, and one program between them."""
     code = """if True:

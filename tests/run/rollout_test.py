@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from dapo_jax.config import ModelConfig, OverlongConfig, RewardConfig
 from dapo_jax.rollouts import Prompt, Response
@@ -41,6 +42,7 @@ def test_an_own_reward_function_sees_the_same(model):
     assert seen == [("1=2", 5)]
 
 
+@pytest.mark.slow
 def test_conversations_are_sampled_through_the_chat_template(chat_model, compiled):
     how = {"compilation_cache": compiled, "max_response_tokens": 6, "slots": 8, "samples_per_prompt": 4}
     groups = sample(chat_model, ["1+1", [{"role": "user", "content": "2+2"}]], chat=True, **how)

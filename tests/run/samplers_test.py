@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import signal
 import time
 
@@ -38,6 +39,22 @@ def eleventh(sample):
         raise RuntimeError("no verdict today")
     return int(sample.tokens.sum()) % 11 == 0
 '''
+
+COUNTING = f"""{several.PREAMBLE}
+from dapo_jax.cli import main
+from dapo_jax.sampling.engine import DecoderEngine
+begin, decode, calls = DecoderEngine.init_decode_state, DecoderEngine.generate, []
+DecoderEngine.init_decode_state = lambda engine: (calls.append(0), begin(engine))[1]
+
+def counted(*arguments):
+    calls[-1] += 1
+    return decode(*arguments)
+
+DecoderEngine.generate = counted
+status = main(sys.argv[1:])
+print("decode calls:", calls)
+sys.exit(status)
+"""
 
 TOLERANCE = 2e-6
 """Of trained parameters. Devices in one process and in several add up a gradient in another order: 8 addends in float32, clipped
@@ -123,9 +140,9 @@ def one(setting):
     return result.run_dir
 
 
-def trained(path, processes, *options, within_s=900):
+def trained(path, processes, *options, code=several.COMMAND, within_s=900):
     return several.run(
-        several.COMMAND,
+        code,
         "train",
         path,
         *options,
@@ -138,7 +155,7 @@ def trained(path, processes, *options, within_s=900):
 def assert_the_same(found, expected):
     """Two run folders: host numbers exactly, what the devices added up within its rounding."""
     lines, wanted = read_metrics(found / "metrics.jsonl"), read_metrics(expected / "metrics.jsonl")
-    assert [line["step"] for line in lines] == [line["step"] for line in wanted]
+    assert [line["step"] for line in lines] == [line["step"] for line in wanted], lines
     for line, like in zip(lines, wanted, strict=True):
         assert like.keys() <= line.keys()  # one that was to end at step 2 was evaluated there too
         for key in {key for key in like if not key.startswith(("time/", "speed/"))}:
@@ -162,10 +179,14 @@ def weights_of(run):
 
 
 def test_two_processes_train_what_one_trains(setting, one):
-    _, path = setting("two")
-    first, second = trained(path, 2)
+    """With four slots each: of three prompts in a wave, each with four responses, one process has one and the other two."""
+    _, path = setting("two", sampling__slots=4)
+    first, second = trained(path, 2, code=COUNTING)
     assert "step 4/4" in first
     assert "step" not in second  # the first one speaks for all
+    calls = [json.loads(re.search(r"decode calls: (.*)", output)[1]) for output in (first, second)]
+    assert len(calls[0]) == len(calls[1])  # waves, and evaluations
+    assert calls[0] != calls[1]  # in one each samples its own prompts until it has done, in no lockstep
     assert_the_same(one.with_name("two"), one)
 
 
@@ -215,3 +236,42 @@ def test_a_process_that_fails_while_it_samples_ends_the_run_which_can_be_resumed
         assert "process 0 of 2 ends because process 1 failed" in done[0][1]
     trained(path, 2, "--resume")
     assert_the_same(one.with_name(name), one)
+
+
+@pytest.mark.slow
+def test_machines_that_are_gone_are_followed_by_others_with_empty_disks(
+    setting, one, storage_server, tmp_path
+):
+    """Two processes killed with the first checkpoint stored; four on another mesh go on from the bucket, and know nothing else."""
+    run, name = "gs://runs/several", "preempted"
+    _, path = setting(name)
+    storage_server.buckets["runs"].clear()
+
+    def process(count, *options):
+        disk = tmp_path / f"disk_{count}"
+        disk.mkdir()
+        told = [
+            f"run_dir={run}",
+            "compilation_cache=gs://runs/compiled",
+            f"data.data_dir={disk}/data",
+            *options,
+        ]
+        return several.start(
+            several.COMMAND, "train", path, *told, processes=count, devices=8 // count, HOME=str(disk)
+        )
+
+    started = process(2)
+    while f"{run}/checkpoints/1/commit_success.txt" not in storage_server.files(run):
+        assert started[1].poll() is None, started[1].communicate()
+        time.sleep(0.1)
+    for each in started:
+        each.kill()
+    several.finish(started, within_s=60)
+
+    done = several.finish(process(4, "parallel.data=2", "--resume"), within_s=900)
+    assert [status for status, _ in done] == [0] * 4, done
+    for file, data in storage_server.files(run).items():
+        kept = path.with_name(name) / file.removeprefix(f"{run}/")
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_bytes(data)
+    assert_the_same(path.with_name(name), one)

@@ -101,7 +101,7 @@ def test_groups_are_carried_from_step_to_step(finished):
     assert sum(line["rollout/carried_groups"] > 0 for line in finished.metrics[1:-1]) >= 2
 
 
-@pytest.mark.parametrize("every_steps", [1, 2])
+@pytest.mark.parametrize("every_steps", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_run_interrupted_after_every_step_in_turn_is_the_uninterrupted_run(
     every_steps, finished, micro, run_micro, rows, same_run
 ):

@@ -26,7 +26,10 @@ def passed(mesh, model=BF16, *, row_tokens=1000, platform="cpu", **batch):
 def test_one_device_has_the_plain_layout_and_packs_everything():
     found = passed(make_mesh(devices=jax.devices()[:1]))
     assert type(found.layout) is Layout
-    assert (found.row_tokens, found.packing) == (1000, {"spread": 1, "share_prompts": True, "alone": False})
+    assert (found.row_tokens, found.packing) == (
+        1000,
+        {"spread": 1, "share_prompts": True, "alone": False, "shorter_rows": ()},
+    )
 
 
 @pytest.mark.parametrize(
@@ -44,7 +47,18 @@ def test_attention_is_the_platforms_kernel_where_it_can_do_the_work(
 ):
     found = passed(chips(context=context), platform=platform, **batch)
     assert isinstance(found.layout, MeshLayout)
-    assert (found.layout.attention, found.packing) == (attention, {"spread": 8 // context, **packing})
+    assert (found.layout.attention, found.packing) == (
+        attention,
+        {"spread": 8 // context, "shorter_rows": (), **packing},
+    )
+
+
+def test_long_rows_may_be_halved_four_times_as_they_can_be_split_and_down_to_1024():
+    """splash over context 2 x tensor 2: multiples of 512, so 22,528 / 8 = 2816 becomes 3072 and 1408 becomes 1536."""
+    halves = passed(chips(context=2, tensor=2), platform="tpu", row_tokens=22_528).packing["shorter_rows"]
+    assert halves == (11_264, 5632, 3072, 1536)
+    assert passed(chips(), row_tokens=4096).packing["shorter_rows"] == (2048, 1024)
+    assert passed(chips(), row_tokens=2000).packing["shorter_rows"] == ()
 
 
 def test_in_float32_a_gpu_has_no_kernel():

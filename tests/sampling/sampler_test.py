@@ -123,7 +123,7 @@ def trainer_logprobs(rows, temperature):
     options = UpdateOptions(temperature=temperature, logprob_chunk_vocab=100)
     updater = Updater(graph, shapes_of(CONFIG), make_optimizer(), one_device(), options=options)
     packed = pack(rows, np.ones(len(rows)), row_tokens=40, rows_per_microbatch=24)
-    prepared = updater.prepare(trainer_state(), [packed, packed])[1]
+    [prepared] = updater.prepare(trainer_state(), [packed, packed])[1]
     m = jax.device_get(prepared.microbatches)
     return list(zip(m.old_logprobs, m.sampler_logprobs, m.mask, strict=True))
 

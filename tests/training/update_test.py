@@ -10,14 +10,14 @@ import optax
 import pytest
 from flax import nnx
 
-from dapo_jax.batching import Row, pack, stack
+from dapo_jax.batching import Row, pack
 from dapo_jax.losses import dapo_loss
 from dapo_jax.metrics import Mean, to_scalars
 from dapo_jax.models.decoder import Decoder
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 from dapo_jax.training.state import init_state, make_optimizer, warmed_up
-from dapo_jax.training.update import Minibatch, UpdateOptions, Updater
+from dapo_jax.training.update import UpdateOptions, Updater
 
 CONFIG = tiny_decoder_config(layers=1, embed_dim=16, mlp_dim=16, heads=2, kv_heads=2)
 GRAPH = nnx.split(nnx.eval_shape(lambda: Decoder(CONFIG, rngs=nnx.Rngs(0))))[0]
@@ -52,8 +52,8 @@ ROWS = make_rows()
 WEIGHTS = np.random.default_rng(1).uniform(0.01, 0.05, len(ROWS)) * [row.in_loss for row in ROWS]
 
 
-def packed(rows=ROWS, weights=WEIGHTS, *, row_tokens=SEQ, per=8):
-    return pack(rows, weights, row_tokens=row_tokens, rows_per_microbatch=per)
+def packed(rows=ROWS, weights=WEIGHTS, *, row_tokens=SEQ, per=8, shorter=()):
+    return pack(rows, weights, row_tokens=row_tokens, rows_per_microbatch=per, shorter_rows=shorter)
 
 
 def make_updater(mesh=None, *, optimizer=KEEP_GRADIENT, objective=dapo_loss, reference=None, **options):
@@ -172,7 +172,7 @@ def test_the_first_update_has_ratio_one_and_later_ones_the_weights_that_sampled(
     minibatches = [packed(), packed(make_rows(seed=1))]
     state = fresh(optimizer)
     prepared = updater.prepare(state, minibatches)
-    scored, [m] = prepared[1].microbatches.old_logprobs[0], minibatches[1]
+    scored, [m] = prepared[1][0].microbatches.old_logprobs[0], minibatches[1]
     expected = jax.jit(plain_logprobs)(PARAMS, jnp.asarray(m.tokens))
     np.testing.assert_allclose(scored[m.mask], expected[m.mask], rtol=1e-5, atol=1e-5)
 
@@ -197,7 +197,7 @@ def test_a_second_look_with_unchanged_weights_has_the_same_gradient_as_the_first
 def test_the_samplers_recorded_logprobs_are_the_old_ones_where_asked_for(sampler_updater):
     parts = packed()
     [prepared] = sampler_updater.prepare(fresh(), [parts])
-    np.testing.assert_array_equal(prepared.microbatches.old_logprobs[0], parts[0].sampler_logprobs)
+    np.testing.assert_array_equal(prepared[0].microbatches.old_logprobs[0], parts[0].sampler_logprobs)
     _, scalars = step(sampler_updater, fresh(), parts, first=True)
     m = parts[0]
     logprobs = np.asarray(jax.jit(plain_logprobs)(PARAMS, jnp.asarray(m.tokens)))
@@ -247,7 +247,7 @@ def test_importance_weights_are_capped(probe_updater):
     rows = [replace(row, response_tokens=tokens, logprobs=blank) for row in ROWS[:2]]
     state = fresh()
     _, scored = probe_updater.prepare(state, [packed(), packed(rows, np.full(2, w))])
-    old = np.asarray(scored.microbatches.old_logprobs[0])
+    old = np.asarray(scored[0].microbatches.old_logprobs[0])
     rows = [
         replace(row, logprobs=(old[line, 4 : 4 + n] - np.log(ratio)).astype(np.float32))
         for line, (row, ratio) in enumerate(zip(rows, (0.5, 3.0), strict=True))
@@ -264,7 +264,7 @@ def test_a_reference_policy_is_there_exactly_when_the_kl_asks_for_it(reference, 
 
 def test_without_kl_nothing_is_scored_under_a_reference(sampler_updater):
     [prepared] = sampler_updater.prepare(fresh(), [packed()])
-    assert not np.asarray(prepared.microbatches.ref_logprobs).any()
+    assert not np.asarray(prepared[0].microbatches.ref_logprobs).any()
 
 
 def test_the_kl_pulls_towards_the_reference_and_rests_there():
@@ -373,6 +373,7 @@ def test_the_callers_parameters_survive_the_first_update():
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_the_peak_memory_of_an_update_does_not_grow_with_vocabulary_times_tokens():
     """From 512 to 2048 tokens at a vocabulary of 151,936: logits alone would add 1536 x 151,936 x 4 bytes = 933 MB.
     Compiled, not run."""
@@ -386,11 +387,7 @@ def test_the_peak_memory_of_an_update_does_not_grow_with_vocabulary_times_tokens
     def temporary_bytes(rows, chunk_vocab):
         options = UpdateOptions(logprob_chunk_vocab=chunk_vocab)
         updater = Updater(graph, params, KEEP_GRADIENT, one_device(), options=options)
-        row = Row(prompt_tokens=np.ones(8, np.int32), response_tokens=np.ones(8, np.int32),
-                  logprobs=np.zeros(8, np.float32))  # fmt: skip
-        minibatch = stack(pack([row], np.ones(1), row_tokens=128, rows_per_microbatch=rows), room=1)
-        arguments = Minibatch(minibatch, np.int32(1)), np.float32(1e-6), np.bool_(True)
-        compiled = updater._update.lower(state, *arguments).compile()
+        compiled = updater.lower_update(state, room=1, rows=rows, row_tokens=128).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
     more_logits = 1536 * vocab * 4
@@ -415,3 +412,36 @@ def test_steps_of_other_numbers_of_microbatches_compile_nothing_once_there_was_r
         found = gradient(updater, packed(per=2)[:count])
     assert_same_gradient(found, whole)
     assert updater._update._cache_size() == 1
+
+
+MIXED = {"row_tokens": 48, "per": 2, "shorter": (24, 16, 12)}
+
+
+def test_microbatches_with_rows_of_several_lengths_give_the_same_gradient_and_metrics(sampler_updater, whole):
+    parts = packed(**MIXED)
+    assert len({part.tokens.shape for part in parts}) > 1
+    assert_same_gradient(gradient(sampler_updater, parts), whole)
+    _, expected = step(sampler_updater, fresh(), packed())
+    _, found = step(sampler_updater, fresh(), parts)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(value, rel=1e-5, abs=1e-7, nan_ok=True), name
+
+
+def test_the_old_log_probabilities_of_rows_of_several_lengths_are_scored_too(trainer_updater):
+    state = fresh()
+    _, second = trainer_updater.prepare(state, [packed(), packed(**MIXED)])
+    later, _ = trainer_updater.update(state, second, learning_rate=0.0, first=False)
+    assert_same_gradient(
+        on_host(later.opt_state), gradient(trainer_updater, packed(), first=True), tolerance=1e-5
+    )
+
+
+def test_an_update_that_is_not_finite_in_a_shorter_row_changes_nothing(sampler_updater):
+    parts = packed(**MIXED)
+    last = parts[-1]
+    parts[-1] = replace(last, advantages=np.where(last.mask, np.nan, 0.0).astype(np.float32))
+    state, scalars = step(sampler_updater, fresh(), parts)
+    assert scalars["update/skipped_frac"] == 1.0
+    for found, kept in zip(on_host(state.params), on_host(PARAMS), strict=True):
+        np.testing.assert_array_equal(found, kept)

@@ -1,0 +1,46 @@
+"""Host microbatches become one array for each row length."""
+
+import jax
+import numpy as np
+
+from dapo_jax.batching import Row, pack
+from dapo_jax.training.minibatch import Placing
+
+
+def microbatches(count, row_tokens):
+    row = Row(
+        prompt_tokens=np.array([5], np.int32),
+        response_tokens=np.array([6, 7], np.int32),
+        logprobs=np.array([-1.0, -2.0], np.float32),
+    )
+    return pack(
+        [row] * count, np.ones(count), row_tokens=row_tokens, rows_per_microbatch=1, share_prompts=False
+    )
+
+
+def placing():
+    return Placing(jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+
+
+def test_stacked_microbatches_are_followed_by_zeros():
+    parts = microbatches(3, row_tokens=4)
+    [[stack]] = placing().put([parts])
+    assert stack.count == 3
+    assert stack.microbatches.tokens.shape == (4, 1, 4)
+    for name, whole in vars(stack.microbatches).items():
+        each = [getattr(part, name) for part in parts]
+        np.testing.assert_array_equal(whole[:3], each)
+        assert whole.dtype == each[0].dtype
+        assert not np.asarray(whole[3]).any()
+
+
+def test_there_is_a_stack_for_each_row_length_the_longest_first_and_its_room_only_grows():
+    first = placing()
+    minibatch = [*microbatches(1, row_tokens=4), *microbatches(3, row_tokens=5)]
+    assert [s.microbatches.tokens.shape for [*stacks] in first.put([minibatch]) for s in stacks] == [
+        (4, 1, 5),
+        (1, 1, 4),
+    ]
+    [[again]] = first.put([microbatches(1, row_tokens=5)])
+    assert again.microbatches.tokens.shape == (4, 1, 5)
+    assert again.count == 1
