@@ -19,6 +19,7 @@ def add_to(commands: Commands) -> None:
     made.add_argument(
         "--full", action="store_true", help="make the tiny step with the run's own model, however large"
     )
+    made.add_argument("--quick", action="store_true", help="leave the tiny step out")
     made.add_argument(
         "--right",
         metavar="TEXT",
@@ -53,6 +54,7 @@ def doctor(arguments: argparse.Namespace) -> int:
         findings = examination(
             config,
             full=arguments.full,
+            quick=arguments.quick,
             right=arguments.right,
             before=lambda check: status.update(f"{check.name} ..."),
         )

@@ -36,8 +36,10 @@ def limits_of(compute_dtype: str, platform: str) -> Limits:
 def agreement(*, kl: float, largest: float, compute_dtype: str, platform: str) -> Found:
     """Whether two sets of log-probabilities of the same tokens are of one policy."""
     limits = limits_of(compute_dtype, platform)
+    # The estimate is a difference of float32 numbers about 1.
+    shown = "under 6e-08" if abs(kl) < 6e-8 else f"{kl:.1e}"
     said = (
-        f"KL {kl:.1e}, largest difference of log-probabilities {largest:.1e} nats; {limits.why} explain up to {limits.kl:g} and "
+        f"KL {shown}, largest difference of log-probabilities {largest:.1e} nats; {limits.why} explain up to {limits.kl:g} and "
         f"{limits.largest:g}"
     )
     if kl <= limits.kl and largest <= limits.largest:  # NaN is neither

@@ -74,14 +74,26 @@ class Asked:
         submit, close = submit_of(self.config.reward)
         try:
             began = time.monotonic()
-            # The first call has a worker load the grader, which is not the grader's time.
             asked = [self._samples(prompt) for prompt in prompts]
-            verdicts = [[future.result() for future in submit(samples)] for samples in asked]
+            verdicts: list[list[Verdict]] = []
+            for samples in asked:
+                verdicts.append([future.result() for future in submit(samples)])
+                if lost := next((verdict for verdict in verdicts[-1] if verdict.lost), None):
+                    return self._lost(lost)  # the others would take their time too
             seconds = time.monotonic() - began
         finally:
             if close is not None:
                 close()
         return _judged(asked, verdicts, seconds=seconds, limit=limit, own_form=bool(self.form))
+
+    def _lost(self, verdict: Verdict) -> Found:
+        reward = self.config.reward
+        return Found(
+            said=f"a response got no verdict: {verdict.reason}",
+            state="failed",
+            remedy=f"mend the grader, or raise reward.timeout_s (now {reward.timeout_s:g}) or reward.worker_memory_mb (now "
+            f"{reward.worker_memory_mb})",
+        )
 
     def _samples(self, prompt: Prompt) -> list[Sample]:
         """Responses to a prompt: the right answer in all ways in which the model can write it, and last an empty one."""
@@ -131,13 +143,6 @@ def _judged(
     limit: float,
     own_form: bool,
 ) -> Found:
-    lost = [verdict for each in verdicts for verdict in each if verdict.lost]
-    if lost:
-        return Found(
-            said=f"{len(lost)} of {sum(map(len, verdicts))} responses got no verdict: {lost[0].reason}",
-            state="failed",
-            remedy=f"raise reward.timeout_s (now {limit:g}) or reward.worker_memory_mb, or mend the grader",
-        )
     empty = [samples[-1] for samples, each in zip(asked, verdicts, strict=True) if each[-1].correct]
     if empty:
         return Found(
@@ -154,7 +159,7 @@ def _judged(
         form = next(sample.response for sample, one in zip(asked[0], verdicts[0], strict=True) if one.correct)
         return Found(
             said=f"{len(asked)} of {len(asked)} reference answers are right when written like {form!r}, and an empty response is wrong; "
-            f"{seconds:.1f} s for {sum(map(len, asked))} calls, each of which may take {limit:g} s"
+            f"{sum(map(len, asked))} responses in {seconds:.1f} s, where one call may take {limit:g} s"
         )
     samples, each = wrong[0]
     reason = f" ({each[0].reason})" if each[0].reason else ""

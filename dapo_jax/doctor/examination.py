@@ -22,13 +22,14 @@ OWN_MODEL_ELSEWHERE = 10**10
 SUMS = [{"prompt": f"{a}+{b}", "answer": str(a + b)} for a in range(5) for b in range(5)]
 _ALPHABET = "0123456789+="
 
-STAND_IN = "the tiny step was not of its own model"
+FIRST_PHASE = "weights"
 
 
 def examination(
     config: TrainConfig | None = None,
     *,
     full: bool = False,
+    quick: bool = False,
     right: str = "",
     before: Callable[[Check], object] = lambda check: None,
 ) -> list[Finding]:
@@ -37,14 +38,14 @@ def examination(
     Args:
         config: of a run; None looks at the machine alone, with a tiny model.
         full: make the tiny step with the run's own model, however large.
+        quick: leave the tiny step out.
         right: how a response that is right is written, with `{answer}` in it; empty tries several ways.
         before: called with each check that is about to be made.
     """
     with ExitStack() as stack:
         subject = _Subject(config, full, right, stack)
-        return examine(
-            [*subject.of_machine(), *subject.of_configuration(), *subject.of_step()], before=before
-        )
+        step = [] if quick else subject.of_step()
+        return examine([*subject.of_machine(), *subject.of_configuration(), *step], before=before)
 
 
 def verdict(findings: Sequence[Finding], *, configured: bool) -> tuple[bool, str]:
@@ -55,6 +56,11 @@ def verdict(findings: Sequence[Finding], *, configured: bool) -> tuple[bool, str
         return False, f"{what} cannot train here: see {_listed(failed)}."
     unsure = [finding.name for finding in findings if finding.state != "ok"]
     but = f", but see {_listed(unsure)}" if unsure else ""
+    if FIRST_PHASE not in [finding.name for finding in findings]:
+        return (
+            True,
+            f"Nothing was found that keeps {what.lower()} from training here{but}; no step was tried.",
+        )
     return True, f"{what} can train here{but}."
 
 
@@ -149,7 +155,7 @@ class _Subject:
         before = ("mesh", "model", "memory", "training data") if own else ("devices",)
         graded = ("sample", "grader") if own else ("sample",)
         phases: list[tuple[str, Callable[[TinyStep], Found], tuple[str, ...]]] = [
-            ("transfer", TinyStep.transfer, ("weights",)),
+            ("transfer", TinyStep.transfer, (FIRST_PHASE,)),
             ("sample", TinyStep.sample, ("transfer",)),
             ("grade", TinyStep.grade, graded),
             ("update", TinyStep.update, ("sample",)),
@@ -158,7 +164,7 @@ class _Subject:
             ("checkpoint", TinyStep.checkpoint, ("update",)),
         ]
         return [
-            Check(name="weights", look=self._weights, needs=before, remedy=_PHASE),
+            Check(name=FIRST_PHASE, look=self._weights, needs=before, remedy=_PHASE),
             *(
                 Check(name=name, look=lambda look=look: look(self.step), needs=needs, remedy=_PHASE)
                 for name, look, needs in phases

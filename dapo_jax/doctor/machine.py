@@ -179,12 +179,12 @@ def not_writable(folder: AnyPath) -> str:
 
 
 def nearest(folder: AnyPath) -> Path:
-    """The folder, or the nearest above it that is there."""
+    """The folder, or the nearest above it that is there; a file if one is in its way."""
     path = Path(folder).absolute()
-    return next(each for each in (path, *path.parents) if each.is_dir())
+    return next(each for each in (path, *path.parents) if each.exists())
 
 
-def gib(size: float) -> str:
+def gib(size: int) -> str:
     """Bytes in a unit that suits them.
 
     >>> gib(3 * 2**29), gib(5 * 2**20)

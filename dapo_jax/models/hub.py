@@ -55,7 +55,7 @@ def look_up(
     hub = _client()
     try:
         with _explained(name, revision, cache_dir):
-            listed = list(hub.HfApi().list_repo_tree(name, revision=revision))
+            listed = hub.HfApi().model_info(name, revision=revision, files_metadata=True).siblings or []
     except ValueError:
         raise
     except (
@@ -63,11 +63,13 @@ def look_up(
     ):  # no connection, or one that is not to be made: each client of the hub's has its own kinds
         folder = download(name, revision=revision, cache_dir=cache_dir)
         return folder, sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    sizes = [file.size for file in listed if file.path.endswith(".safetensors")]
-    if not sizes:
+    weights = [
+        file for file in listed if file.rfilename.endswith(".safetensors") and "/" not in file.rfilename
+    ]
+    if not weights:
         raise ValueError(_without_weights(name, revision))
     with _explained(name, revision, cache_dir):
-        return _snapshot(hub, name, revision, cache_dir, _SMALL), sum(sizes)
+        return _snapshot(hub, name, revision, cache_dir, _SMALL), sum(file.size or 0 for file in weights)
 
 
 def _client() -> Any:
