@@ -39,8 +39,8 @@ from dapo_jax.rollouts import Group, Prompt
 from dapo_jax.run.assembly import Run
 from dapo_jax.run.policy import mesh_of, meshes_of
 from dapo_jax.run.rollout import grading
-from dapo_jax.run.train import save
 from dapo_jax.training.loop import Position
+from dapo_jax.training.state import TrainState
 
 PROMPTS, GROUP, RESPONSE_TOKENS, SLOTS = 2, 4, 16, 8
 """What a step is reduced to, as far as the mesh allows."""
@@ -81,7 +81,7 @@ class TinyStep:
                 state="failed",
                 remedy="the model's files are damaged: get them anew, or choose another model.source",
             )
-        self._state, _ = self._run.start(self._checkpointer, resume=False)
+        self._state = self._started(resume=False)
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(self._run.policy.params))
         return Found(said=f"{gib(size)} loaded, all of them finite numbers")
 
@@ -181,10 +181,10 @@ class TinyStep:
                 remedy="set TMPDIR to a folder on a larger disk",
             )
         before, began = _digests(self._state), time.monotonic()
-        save(self._checkpointer, self._state, Position(step=1), self.config)
+        self._checkpointer.save(1, self._state, {"cursor": 0, "seed": self.config.seed}, {})
         self._checkpointer.wait()
         del self._state  # one at a time is in memory
-        self._state, _ = self._run.start(self._checkpointer, resume=True)
+        self._state = self._started(resume=True)
         seconds = time.monotonic() - began
         changed = [name for name, digest in _digests(self._state).items() if digest != before[name]]
         if changed:
@@ -194,6 +194,10 @@ class TinyStep:
                 remedy="the disk below the temporary folder, or the memory, cannot be trusted",
             )
         return Found(said=f"{gib(size)} saved, restored and equal bit for bit, {seconds:.1f} s")
+
+    def _started(self, *, resume: bool) -> TrainState:
+        # There is one checkpoint at most: if it is damaged there is nothing to pass over to, which raises.
+        return self._run.start(self._checkpointer, resume=resume, say=lambda _: None).state
 
 
 @whole_group
