@@ -100,9 +100,9 @@ class Watch:
             self._thread.join()
 
     def _watch(self) -> None:
-        reported = False
+        reported, poll = False, min(_POLL_S, self._timeout_s / 4)
         try:
-            while not self._left.wait(min(_POLL_S, self._timeout_s / 4)):
+            while not self._left.wait(poll):
                 self._back_up()
                 now = self._now
                 stalled = now.idle_s > self._timeout_s and not (now.for_others and self._others_get_on())
@@ -110,6 +110,8 @@ class Watch:
                 self._hear()
                 if stalled:
                     _write(self._report(now))
+                    if self._others:
+                        time.sleep(3 * poll)  # they report too, before this one's end is theirs
                     self._end(1, self._message(now))
                 elif not reported and any(other.stalled for other in self._others.values()):
                     reported = True
