@@ -10,7 +10,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from dapo_jax.cli import data, inference, models, planning, training
+from dapo_jax.cli import data, doctor, inference, models, planning, training
 from dapo_jax.config import ConfigError
 from dapo_jax.parallel import processes
 from dapo_jax.stopping import STOPPED, StoppedError, stopped_by_signals
@@ -18,7 +18,7 @@ from dapo_jax.stopping import STOPPED, StoppedError, stopped_by_signals
 TOGETHER = ("train",)
 """Commands that several processes run together."""
 
-ALONE = ("sft", "eval", "sample", "serve", "convert")
+ALONE = ("doctor", "sft", "eval", "sample", "serve", "convert")
 """Commands with a model that one process runs; the others need no devices and do not ask."""
 
 
@@ -104,6 +104,6 @@ def _parser() -> argparse.ArgumentParser:
         prog="dapo-jax", description="DAPO reinforcement learning of language models in JAX."
     )
     commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
-    for kind in (training, planning, inference, data, models):
+    for kind in (training, planning, doctor, inference, data, models):
         kind.add_to(commands)
     return parser

@@ -270,6 +270,9 @@ class TrainConfig:
     """Where the run writes: a local folder, or `gs://BUCKET/FOLDER` (extra `gcs`)."""
     seed: int = 0
     steps: int = 100
+    stall_timeout_s: float = 1800.0
+    """Seconds without progress (of data, sampling, graders, updates, files, other processes) after which the run ends with a report of
+    what every thread and process is doing; longer than anything takes to compile. 0: no limit."""
     compilation_cache: str = "~/.cache/dapo_jax/xla"
     """Folder, local or `gs://...`, of compiled programs that later runs reuse; empty: none."""
     model: ModelConfig = field(default_factory=ModelConfig)

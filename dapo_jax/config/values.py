@@ -27,6 +27,7 @@ _AXIS = Range("1 or more devices, or -1 for those that the other axes leave", la
 RANGES: dict[str, Range] = {
     "seed": Range("0 or more and less than 2**32 = 4294967296", lambda v: 0 <= v < 2**32),
     "steps": Range("0 or more (0: evaluate only)", lambda v: v >= 0),
+    "stall_timeout_s": _NOT_NEGATIVE,
     "max_response_tokens": _SIZE,
     "model.logprob_chunk_vocab": _SIZE,
     "data.max_prompt_tokens": _SIZE,
