@@ -115,7 +115,7 @@ class Watch:
                         time.sleep(3 * poll)  # they report too, before this one's end is theirs
                     self._end(1, self._message(now))
                     return
-                elif not reported and any(other.stalled for other in self._others.values()):
+                if not reported and any(other.stalled for other in self._others.values()):
                     reported = True
                     _write(self._report(now))
         finally:
