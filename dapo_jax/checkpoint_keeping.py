@@ -2,12 +2,9 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
-from orbax.checkpoint.checkpoint_managers import (
-    PolicyCheckpointInfo,
-    PreservationContext,
-    PreservationPolicy,
-)
+from orbax.checkpoint.checkpoint_managers import PreservationPolicy
 
 
 class Keeping(PreservationPolicy):
@@ -16,9 +13,8 @@ class Keeping(PreservationPolicy):
     def __init__(self, count: int, best: Callable[[], int | None]) -> None:
         self._count, self._best = count, best
 
-    def should_preserve(
-        self, checkpoints: Sequence[PolicyCheckpointInfo], *, context: PreservationContext
-    ) -> Sequence[bool]:
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        """One flag a checkpoint; each has a `step` (orbax's protocols cannot be checked at run time)."""
         steps = [checkpoint.step for checkpoint in checkpoints]
         kept = {*sorted(steps)[-self._count :], self._best()}
         return [step in kept for step in steps]
