@@ -13,9 +13,12 @@ from dapo_jax.parallel.sharding import replicated
 
 
 def leaf_names(tree: PyTree) -> list[str]:
-    """The dotted path of each leaf, in the order of `jax.tree.leaves`."""
-    paths = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return [jax.tree_util.keystr(keys, simple=True, separator=".") for keys, _ in paths]
+    """The dotted path of each leaf, in the order of `jax.tree.leaves`, as in a checkpoint: without the box flax puts around it."""
+    names = [
+        jax.tree_util.keystr(keys, simple=True, separator=".")
+        for keys, _ in jax.tree_util.tree_flatten_with_path(tree)[0]
+    ]
+    return [name.removesuffix(".value") for name in names]
 
 
 def nonfinite_leaves(tree: PyTree) -> list[str]:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dapo_jax.cli import _outcome
-from dapo_jax.config import load_config
+from dapo_jax.config import GuardConfig, load_config
 from dapo_jax.losses import dapo_loss
 from dapo_jax.models.folder import load_model
 from dapo_jax.rewards.functions import RewardError
@@ -149,9 +149,10 @@ def test_a_loss_that_is_never_finite_stops_the_run_which_goes_on_from_the_last_g
     named = json.loads(
         Path(config.run_dir, "post_mortem", "step_000001_update_1", "report.json").read_text()
     )["nonfinite"]
-    assert "embedding" in " ".join(named["gradient"]["parameters"])
+    assert {"blocks.down", "blocks.up"} < set(named["gradient"]["parameters"])
 
-    result = run_micro(config, resume=True)
+    # How long a run bears it may be changed.
+    result = run_micro(replace(config, guard=GuardConfig(max_skipped_updates=5)), resume=True)
     assert [line["update/skipped_in_a_row"] for line in steps_of(config)] == [2, 0, 0, 0]
     assert finite(result.policy.params)
 
@@ -232,7 +233,7 @@ def test_a_reward_that_is_not_finite_ends_the_run_with_its_name_and_prompt(micro
         run_micro(micro(steps=1), reward=nan_for_one_prompt)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_one_grader_of_several_may_lose_verdicts_and_the_run_goes_on(
     workers, micro, run_micro, even_sum, shown
 ):
