@@ -150,6 +150,7 @@ def _listen(stop: Stop, seen: socket.socket, end: Callable[[int, str], None]) ->
         if number not in (*SIGNALS, _TOLD):
             continue
         name = stop.reason if number == _TOLD else signal.Signals(number).name
+        stop.ask(name)  # the main thread may not come to it
         signals += number in SIGNALS
         if signals > 1:
             end(128 + number, f"a second signal ({name}): ended at once")
