@@ -85,7 +85,7 @@ def check_manifest(folder: epath.Path, *, share: tuple[int, int] = (0, 1)) -> No
         )
     try:
         expected: dict[str, str] = json.loads(manifest.read_text())["files"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise DamagedError(f"{manifest} cannot be read ({error}): the checkpoint is damaged") from error
     names = _files(folder)
     if difference := sorted(set(names) ^ expected.keys()):

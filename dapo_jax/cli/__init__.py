@@ -5,6 +5,7 @@ Exit status: 0 done; 2 for a usage or configuration error, said in one message; 
 """
 
 import argparse
+import errno
 import sys
 import traceback
 from collections.abc import Sequence
@@ -70,6 +71,8 @@ def _outcome(error: BaseException, name: str) -> tuple[int, str] | None:
         return 2, f"dapo-jax {name}: {error}"
     if isinstance(error, KeyboardInterrupt):
         return 1, f"dapo-jax {name}: interrupted"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return 1, f"dapo-jax {name}: {error}: make room; what was written before is whole"
     if isinstance(error, RuntimeError | OSError) and _is_ours(error):
         return 1, f"dapo-jax {name}: {error}"
     return None
