@@ -83,8 +83,9 @@ def _is_ours(error: Exception) -> bool:
     from dapo_jax.checkpoint_files import CheckpointError
     from dapo_jax.filtering import ShortfallError
     from dapo_jax.rewards.functions import RewardError
+    from dapo_jax.run.guard import GuardError
 
-    return isinstance(error, ShortfallError | RewardError | CheckpointError)
+    return isinstance(error, ShortfallError | RewardError | CheckpointError | GuardError)
 
 
 def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -222,20 +222,28 @@ class Run:
             return collected
         return self._gathered_whole(collected, logged=logged)
 
-    def _minibatches(self, groups: Sequence[Group], step: int) -> list[list[Microbatch]]:
-        config = self.config
+    def split(self, groups: Sequence[Group], step: int) -> list[list[Group]]:
+        """The groups of each update of a step."""
+        config, filtered = self.config, self.config.reward.overlong.filter_truncated
         split = split_minibatches(
             groups, groups_per_update=config.batch.groups_per_update, seed=(config.seed, step)
         )
+        # Where overlong filtering left nothing, an update would only decay the weights.
+        return [
+            minibatch
+            for minibatch in split
+            if any(not (filtered and rollout.truncated) for group in minibatch for rollout in group.rollouts)
+        ]
+
+    def _minibatches(self, groups: Sequence[Group], step: int) -> list[list[Microbatch]]:
+        config = self.config
         packed = []
-        for minibatch in split:
+        for minibatch in self.split(groups, step):
             rows = rows_of(
                 minibatch,
                 normalize_std=config.loss.normalize_std,
                 filter_truncated=config.reward.overlong.filter_truncated,
             )
-            if not any(row.in_loss for row in rows):
-                continue  # overlong filtering left nothing: an update would only decay the weights
             weights = row_weights(
                 rows,
                 aggregation=config.loss.aggregation,
@@ -284,6 +292,7 @@ def updater_of(
             old_logprobs=loss.old_logprobs,
             importance_cap=loss.importance_cap,
             kl_coef=loss.kl_coef,
+            score_first=config.guard.on_mismatch == "correct",
             offload=config.optimizer.offload,
         ),
         reference=reference,

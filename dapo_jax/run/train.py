@@ -18,6 +18,7 @@ from dapo_jax.parallel.processes import is_first, tell_others
 from dapo_jax.rewards.functions import Rewards
 from dapo_jax.run.assembly import Run
 from dapo_jax.run.boundaries import Boundaries, Boundary, OnStep
+from dapo_jax.run.guard import Guard
 from dapo_jax.run.places import place_of
 from dapo_jax.run.policy import Policy
 from dapo_jax.run.prompts import GivenRows
@@ -47,12 +48,16 @@ FREE_TO_CHANGE = (
     "sampling.steps_per_call",
     "reward.workers",
     "reward.async_calls",
+    "reward.on_nonfinite",
     "eval.",
     "checkpoint.",
     "log.",
     "stall_timeout_s",
+    "guard.",
+    "watchdogs.",
 )
-"""Keys that a resumed run may change: they do not decide what is learnt, but for the order in which sums are rounded."""
+"""Keys that a resumed run may change: they do not decide what is learnt, but for the order in which sums are rounded, and for
+what a run does when something goes wrong."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +102,7 @@ def train(
     Raises:
         ConfigError: something does not fit; nothing was started.
         ShortfallError: dynamic sampling found too few informative groups.
+        GuardError: too much was not finite, or `config.guard` stops a run whose sampler drifts.
         CheckpointError: a checkpoint cannot be written, or none of those to resume from can be read.
         StoppedError: it was told to stop; what it had learnt is in a checkpoint.
     """
@@ -145,6 +151,15 @@ def train(
         stack.enter_context(watch)
         stack.push(tell_others)
 
+        guard = Guard(
+            config,
+            run_dir,
+            start=start,
+            split=run.split,
+            checkpointer=checkpointer,
+            records=records,
+            shown=shown,
+        )
         boundaries = Boundaries(
             config,
             run_dir,
@@ -159,7 +174,7 @@ def train(
         def after_step(result: StepResult) -> None:
             step = result.position.step
             profile.end(step)
-            boundaries.after_step(result)
+            boundaries.after_step(guard.checked(result))
             if step < config.steps:
                 profile.begin(step + 1)
 
@@ -171,7 +186,7 @@ def train(
                 start.state,
                 start.position,
                 steps=config.steps,
-                pipe=run.pipe,
+                pipe=guard.watching(run.pipe),
                 after_step=after_step,
                 on_phase=shown.phase,
             )
