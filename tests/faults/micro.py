@@ -92,15 +92,16 @@ class Run:
             time.sleep(0.002)
 
 
-def started(*arguments, program=("-m", "dapo_jax.cli")):
-    """`dapo-jax`, or another program of Python, as a process with one device."""
+def started(*arguments, program=("-m", "dapo_jax.cli"), alone=False):
+    """`dapo-jax`, or another program of Python, as a process with one device; `alone`: in a session of its own, its output dropped."""
     environment = {"JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     return subprocess.Popen(
         [sys.executable, *program, *map(str, arguments)],
         cwd=ROOT,
         env=os.environ | environment,
-        stdout=subprocess.PIPE,
+        stdout=subprocess.DEVNULL if alone else subprocess.PIPE,
         stderr=subprocess.STDOUT,
+        start_new_session=alone,
         text=True,
     )
 

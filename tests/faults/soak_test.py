@@ -1,0 +1,78 @@
+"""Long runs hold their memory, and leave no process behind."""
+
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.faults.micro import make_run, started
+from tests.several import ROOT
+
+GROWTH = 0.02
+"""Of what it holds at half time, a run may have gained so much at the end."""
+
+
+def members(session):
+    """Process ids of a session."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+        except (OSError, ValueError):
+            continue
+        if entry.name.isdigit() and int(fields[3]) == session and fields[0] != "Z":
+            found.append(int(entry.name))
+    return found
+
+
+def held(session):
+    """Bytes of memory of its own that a session holds."""
+    total = 0
+    for pid in members(session):
+        try:
+            total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        except OSError:
+            continue
+    return total
+
+
+def soak(process, metrics, every_s):
+    """[(steps done, bytes held)] until the process has ended."""
+    seen = []
+    while process.poll() is None:
+        lines = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+        seen.append((lines, held(process.pid)))
+        time.sleep(every_s)
+    return np.array(seen)
+
+
+def assert_flat(seen, steps):
+    """The median of what was held in the last twentieth of the steps, against that around half of them."""
+    done, memory = seen[:, 0], seen[:, 1]
+    half = np.median(memory[(done >= 0.50 * steps) & (done < 0.55 * steps)])
+    last = np.median(memory[(done >= 0.95 * steps) & (done <= steps)])
+    growth = last / half - 1
+    print(f"{half / 2**20:.1f} MiB at half, {last / 2**20:.1f} MiB at the end: {growth:+.2%}")
+    assert growth < GROWTH
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "steps", "every_s"),
+    [("micro", 2000, 0.2), ("quickstart", 200, 2.0)],
+)
+def test_memory_is_flat_and_no_process_is_left(name, steps, every_s, tmp_path):
+    if name == "micro":
+        run = make_run(tmp_path, steps=steps, eval_every=50)
+        process, folder = run.start(alone=True), run.run_dir
+    else:
+        folder = tmp_path / "run"
+        config = ROOT / "configs" / "quickstart.yaml"
+        process = started("train", config, f"run_dir={folder}", f"steps={steps}", alone=True)
+    session = process.pid
+    seen = soak(process, folder / "metrics.jsonl", every_s)
+    assert process.returncode == 0
+    assert members(session) == []
+    assert_flat(seen, steps)
