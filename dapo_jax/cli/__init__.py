@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Sequence
 
 from dapo_jax.cli import data, inference, models, planning, training
+from dapo_jax.cli.arguments import printable
 from dapo_jax.config import ConfigError
 from dapo_jax.parallel import processes
 
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             processes.fail(status, processes.described(error), shown=shown, by_all=found is not None)
         if found is None:
             raise
-        print(found[1], file=sys.stderr)
+        print(printable(found[1]), file=sys.stderr)
         return found[0]
 
 

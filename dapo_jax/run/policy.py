@@ -19,6 +19,7 @@ from dapo_jax.models.folder import load_model, read_config, save_model
 from dapo_jax.models.hub import download
 from dapo_jax.models.layout import Layout
 from dapo_jax.models.presets import DecoderConfig, preset
+from dapo_jax.models.safetensors_files import A_PICKLE, PICKLED
 from dapo_jax.models.tensors import exported, shapes_of
 from dapo_jax.parallel.mesh import BATCH_AXES, Meshes, make_mesh, make_meshes
 from dapo_jax.parallel.processes import is_first
@@ -121,6 +122,8 @@ def find_policy(source: str, *, mesh: jax.sharding.Mesh | None = None) -> Policy
             restored = checkpointer.restore(target, rows=decoder.vocab_size)
         except FileNotFoundError as error:
             raise ConfigError(f"the run {source} cannot be used yet: {error}") from error
+        except (RuntimeError, ValueError) as error:
+            raise ConfigError(f"the run {source} cannot be used: {error}") from error
     return replace(policy, params=restored.state.params)
 
 
@@ -154,6 +157,8 @@ def folder_of(model: ModelConfig) -> Path:
     folder = Path(model.source).expanduser()
     if folder.suffix == ".gguf":
         raise ValueError("a GGUF file is no model folder; `dapo-jax convert FILE FOLDER` makes one of it")
+    if folder.suffix in PICKLED and not folder.is_dir():
+        raise ValueError(f"a file of this kind is {A_PICKLE}")
     return folder
 
 
