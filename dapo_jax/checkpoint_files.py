@@ -13,9 +13,9 @@ from typing import Any
 import jax
 import numpy as np
 from etils import epath
-from jaxtyping import UInt8
+from jaxtyping import PyTree, UInt8
 
-from dapo_jax.storage import entries, files_below, in_bucket
+from dapo_jax.storage import entries, files_below, in_bucket, move_folder
 
 MANIFEST = "sha256.json"
 
@@ -29,6 +29,23 @@ _UNSEALED = {MANIFEST, "_CHECKPOINT_METADATA", _COMMITTED}
 """Written or changed by orbax after the manifest; none of them holds a value that is restored."""
 
 _READ_BYTES = 1 << 24
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written or read."""
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint is not as it was written."""
+
+
+def set_aside(folder: epath.Path) -> str:
+    """Gives a damaged checkpoint a name by which it is none, and returns where it is now."""
+    others = {path.name for path in entries(folder.parent)}
+    names = (f"{folder.name}.damaged{number}" for number in ("", *range(2, len(others) + 3)))
+    place = folder.with_name(next(name for name in names if name not in others))
+    move_folder(folder, place)
+    return str(place)
 
 
 def remove_unfinished(folder: epath.Path) -> None:
@@ -59,29 +76,27 @@ def check_manifest(folder: epath.Path, *, share: tuple[int, int] = (0, 1)) -> No
         share: (index, count): read only every count-th file, so that processes divide the work.
 
     Raises:
-        RuntimeError: a file is changed, missing or surplus, or there is no manifest.
+        DamagedError: a file is changed, missing or surplus, or there is no manifest.
     """
     manifest = folder / MANIFEST
     if not manifest.exists():
-        raise RuntimeError(
+        raise DamagedError(
             f"checkpoint {folder} has no {MANIFEST}: it is damaged, or dapo_jax did not write it"
         )
     try:
         expected: dict[str, str] = json.loads(manifest.read_text())["files"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise RuntimeError(f"{manifest} cannot be read ({error}): the checkpoint is damaged") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DamagedError(f"{manifest} cannot be read ({error}): the checkpoint is damaged") from error
     names = _files(folder)
     if difference := sorted(set(names) ^ expected.keys()):
         state = "missing" if difference[0] in expected else "not of this checkpoint"
-        raise RuntimeError(
-            f"checkpoint {folder} is damaged: {difference[0]} is {state}; restore another step"
-        )
+        raise DamagedError(f"checkpoint {folder} is damaged: {difference[0]} is {state}")
     index, count = share
     for name, digest in _digests(folder, names[index::count]).items():
         if digest != expected[name]:
-            raise RuntimeError(
+            raise DamagedError(
                 f"checkpoint {folder} is damaged: {name} has sha256 {digest[:12]}..., written with "
-                f"{expected[name][:12]}...; restore another step"
+                f"{expected[name][:12]}..."
             )
 
 
@@ -158,6 +173,51 @@ def unpack_arrays(
         arrays[name] = flat.reshape(entry["shape"]).copy()
         start = stop
     return arrays
+
+
+def flattened(tree: PyTree) -> dict[str, jax.Array | jax.ShapeDtypeStruct]:
+    """Leaves by readable path, in the tree's order: `params.layers.q_proj`."""
+    flat: dict[str, jax.Array | jax.ShapeDtypeStruct] = {}
+    for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        if keys and keys[-1] == jax.tree_util.GetAttrKey("value"):
+            keys = keys[:-1]  # the box flax puts around an array
+        path = jax.tree_util.keystr(keys, simple=True, separator=".")
+        if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+            raise ValueError(
+                f"state leaf {path} is a {type(leaf).__name__}; only jax arrays are saved and restored"
+            )
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
+            raise ValueError(f"state leaf {path} is of dtype {leaf.dtype}; save jax.random.key_data of a key")
+        if 0 in leaf.shape:
+            raise ValueError(
+                f"state leaf {path} has shape {leaf.shape}: arrays without elements cannot be stored"
+            )
+        if path in flat:
+            raise ValueError(f"two leaves of the state have the path {path}; rename one of their containers")
+        flat[path] = leaf
+    return flat
+
+
+def struct_of(leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    sharding = leaf.sharding
+    if sharding is None:
+        sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def checked_json(progress: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy that reads back equal, or an error that names the entry."""
+    for key, value in progress.items():
+        try:
+            same = json.loads(json.dumps(value, allow_nan=False)) == value
+        except (TypeError, ValueError):
+            same = False
+        if not (isinstance(key, str) and same):
+            raise ValueError(
+                f"progress[{key!r}] = {value!r} does not survive JSON: use str keys, finite Python numbers, str, "
+                "bool, None, lists and dicts"
+            )
+    return dict(progress)
 
 
 def _files(folder: epath.Path) -> list[str]:

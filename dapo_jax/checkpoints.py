@@ -9,9 +9,8 @@ is complete, its sha256 manifest included: a folder that bears a step's number i
 can be renamed: there it is whole once it holds commit_success.txt.
 """
 
-import json
-import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from os import PathLike
 from types import TracebackType
@@ -24,13 +23,21 @@ from etils import epath
 from jaxtyping import PyTree
 
 from dapo_jax.checkpoint_files import (
+    CheckpointError,
+    DamagedError,
     check_manifest,
     check_shapes,
+    checked_json,
+    flattened,
     pack_arrays,
     remove_unfinished,
     seal,
+    set_aside,
+    struct_of,
     unpack_arrays,
 )
+from dapo_jax.checkpoint_keeping import Keeping, quiet_orbax
+from dapo_jax.parallel.exchange import agreed, exchange
 from dapo_jax.storage import in_bucket, path_of
 
 SCHEMA_VERSION = 1
@@ -57,21 +64,23 @@ class Checkpointer:
     Args:
         folder: where the steps lie; local or in a bucket (`dapo_jax.storage`).
         keep: how many of the last checkpoints stay. At least 1.
+        keep_best: that with the highest score stays too, of equal ones the last.
     """
 
-    def __init__(self, folder: str | PathLike[str], *, keep: int = 3) -> None:
+    def __init__(self, folder: str | PathLike[str], *, keep: int = 3, keep_best: bool = False) -> None:
         if keep < 1:
             raise ValueError(
                 f"keep must be at least 1, got {keep}: without a checkpoint no run can be resumed"
             )
-        _quiet_orbax()
+        quiet_orbax()
         self.folder = _absolute(folder)
         self._saving: int | None = None
         self._cleaned = False
+        self._scores: dict[int, float] | None = None
         self._manager = ocp.CheckpointManager(
             self.folder,
             options=ocp.CheckpointManagerOptions(
-                max_to_keep=keep,
+                preservation_policy=Keeping(keep, self._best_step if keep_best else lambda: None),
                 create=False,
                 # Runs on the primary process, after the last byte of the step and before it takes its final name.
                 async_options=ocp.AsyncOptions(post_finalization_callback=self._seal),
@@ -79,7 +88,13 @@ class Checkpointer:
         )
 
     def save(
-        self, step: int, state: PyTree, progress: Mapping[str, Any], carry: Mapping[str, np.ndarray]
+        self,
+        step: int,
+        state: PyTree,
+        progress: Mapping[str, Any],
+        carry: Mapping[str, np.ndarray],
+        *,
+        score: float | None = None,
     ) -> None:
         """Starts saving `step`; the files are written in the background.
 
@@ -91,26 +106,30 @@ class Checkpointer:
             state: a pytree of jax arrays, none of size 0.
             progress: what JSON can hold, with finite numbers only.
             carry: host arrays of any shape and any dtype but object; may be empty.
+            score: how good the state is, if that was measured; a finite number.
 
         Raises:
             ValueError: the step exists, a later one does, or something cannot be stored.
-            RuntimeError: writing failed, now or in the save before this one.
+            CheckpointError: writing failed, now or in the save before this one.
         """
         self.wait()
         self._check_new(step)
-        arrays = _flatten(state)
+        arrays = flattened(state)
         packed, layout = pack_arrays(carry)
         meta = {
             "schema_version": SCHEMA_VERSION,
-            "progress": _checked_json(progress),
+            "progress": checked_json(progress),
             "state": {path: [list(leaf.shape), str(leaf.dtype)] for path, leaf in arrays.items()},
             "carry": layout,
+            **checked_json({} if score is None else {"score": score}),
         }
         items = {"state": ocp.args.StandardSave(arrays), "meta": ocp.args.JsonSave(meta)}
         if packed.size:
             items["carry"] = ocp.args.StandardSave({"bytes": packed})
         try:
             self._make_folder()
+            if score is not None:
+                self._known_scores()[step] = score
             self._saving = step
             # force: orbax would otherwise skip a step without a word when it thinks it need not be saved.
             self._manager.save(step, args=ocp.args.Composite(**items), force=True)
@@ -121,17 +140,21 @@ class Checkpointer:
         """Returns when the save in progress is complete on disk.
 
         Raises:
-            RuntimeError: it failed; the message names the step and the folder. Earlier checkpoints are intact.
+            CheckpointError: it failed; the message names the step and the folder. Earlier checkpoints are intact.
         """
         try:
             self._manager.wait_until_finished()
         except Exception as error:
             raise self._failure(self._saving, error) from error
 
+    def steps(self) -> list[int]:
+        """Those that are complete, whole or damaged, in order; waits for nothing."""
+        return sorted(self._manager.all_steps(read=True)) if self.folder.exists() else []
+
     def latest_step(self) -> int | None:
         """The last complete checkpoint's step, or None; waits for the save in progress."""
         self.wait()
-        return max(self._steps(), default=None)
+        return max(self.steps(), default=None)
 
     def restore(self, target_state: PyTree, step: int | None = None, *, rows: int | None = None) -> Restored:
         """Reads a checkpoint; the state takes the target's structure, shardings and dtypes.
@@ -147,18 +170,19 @@ class Checkpointer:
         Raises:
             FileNotFoundError: there is no such checkpoint.
             ValueError: the target has other parameters or shapes than were saved; nothing was read yet.
-            RuntimeError: a file differs from what was written, or the checkpoint is of a newer version.
+            DamagedError: a file differs from what was written; in every process, whichever has found it.
+            CheckpointError: the checkpoint is of a newer version.
         """
         self.wait()
         step = self._existing(step)
-        check_manifest(self.folder / str(step), share=(jax.process_index(), jax.process_count()))
-        meta = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
+        self._check_files(step)
+        meta = self._meta(step)
         if meta["schema_version"] > SCHEMA_VERSION:
-            raise RuntimeError(
+            raise CheckpointError(
                 f"checkpoint {self.folder / str(step)} has schema_version {meta['schema_version']}; this version of "
                 f"dapo_jax reads up to {SCHEMA_VERSION}: upgrade dapo_jax"
             )
-        target = {path: _struct(leaf) for path, leaf in _flatten(target_state).items()}
+        target = {path: struct_of(leaf) for path, leaf in flattened(target_state).items()}
         check_shapes(f"checkpoint {self.folder / str(step)}", meta["state"], target, rows)
 
         # Not strict: filled up with zeros or cut; `check_shapes` saw to it that nothing else is.
@@ -166,7 +190,10 @@ class Checkpointer:
         size = sum(entry["bytes"] for entry in meta["carry"].values())
         if size:
             items["carry"] = ocp.args.StandardRestore({"bytes": np.empty(size, np.uint8)})
-        found = self._manager.restore(step, args=ocp.args.Composite(**items))
+        try:
+            found = self._manager.restore(step, args=ocp.args.Composite(**items))
+        except Exception as error:
+            raise DamagedError(f"checkpoint {self.folder / str(step)} cannot be read: {error}") from error
         packed = np.asarray(found["carry"]["bytes"]) if size else np.empty(0, np.uint8)
         return Restored(
             step=step,
@@ -177,6 +204,19 @@ class Checkpointer:
             progress=meta["progress"],
             carry=unpack_arrays(packed, meta["carry"]),
         )
+
+    def set_aside(self, step: int) -> str:
+        """Renames a damaged checkpoint so that its step can be saved again, and returns where it is now."""
+        place = set_aside(self.folder / str(step)) if jax.process_index() == 0 else ""
+        place = agreed(place.encode()).decode()
+        self._manager.reload()
+        return place
+
+    def best(self) -> tuple[int, float] | None:
+        """(step, score) of the best checkpoint that is there, the last of equal ones; None if none has a score."""
+        steps = self.steps()
+        scored = [(score, step) for step, score in self._known_scores().items() if step in steps]
+        return max(scored)[::-1] if scored else None
 
     def close(self) -> None:
         """Waits for the save in progress and lets go of orbax's threads."""
@@ -193,11 +233,8 @@ class Checkpointer:
     ) -> None:
         self.close()
 
-    def _steps(self) -> list[int]:
-        return sorted(self._manager.all_steps(read=True)) if self.folder.exists() else []
-
     def _existing(self, step: int | None) -> int:
-        steps = self._steps()
+        steps = self.steps()
         if not steps:
             raise FileNotFoundError(f"there is no checkpoint in {self.folder}")
         if step is not None and step not in steps:
@@ -207,7 +244,7 @@ class Checkpointer:
         return steps[-1] if step is None else step
 
     def _check_new(self, step: int) -> None:
-        latest = max(self._steps(), default=-1)
+        latest = max(self.steps(), default=-1)
         if step < 0:
             raise ValueError(f"step must not be negative, got {step}")
         if step == latest:
@@ -217,6 +254,36 @@ class Checkpointer:
                 f"step {step} comes before step {latest}, already saved in {self.folder}: resume from step {latest}, "
                 "or move the later checkpoints away"
             )
+
+    def _check_files(self, step: int) -> None:
+        """Raises the first process's DamagedError that has one, in all of them: each reads its share."""
+        problem = ""
+        try:
+            check_manifest(self.folder / str(step), share=(jax.process_index(), jax.process_count()))
+        except DamagedError as error:
+            problem = str(error)
+        for found in exchange(problem.encode()):
+            if found:
+                raise DamagedError(found.decode())
+
+    def _meta(self, step: int) -> dict[str, Any]:
+        try:
+            return self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
+        except Exception as error:
+            raise DamagedError(f"checkpoint {self.folder / str(step)} cannot be read: {error}") from error
+
+    def _known_scores(self) -> dict[int, float]:
+        """Score of each step that has one, those of earlier runs of the program included."""
+        if self._scores is None:
+            self._scores = {}
+            for step in self.steps():
+                with suppress(DamagedError, KeyError):
+                    self._scores[step] = self._meta(step)["score"]
+        return self._scores
+
+    def _best_step(self) -> int | None:
+        best = self.best()
+        return best and best[0]
 
     def _make_folder(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -228,68 +295,12 @@ class Checkpointer:
         """Adds the sha256 manifest to the step that is about to take its final name."""
         seal(self.folder, self._saving)
 
-    def _failure(self, step: int | None, error: Exception) -> RuntimeError:
+    def _failure(self, step: int | None, error: Exception) -> CheckpointError:
         if self.folder.exists():
             self._manager.reload()  # orbax has already struck the oldest step off its list; it is still on disk
-        return RuntimeError(f"saving checkpoint step {step} in {self.folder} failed: {error}")
+        return CheckpointError(f"saving checkpoint step {step} in {self.folder} failed: {error}")
 
 
 def _absolute(folder: str | PathLike[str]) -> epath.Path:
     path = epath.Path(path_of(folder))
     return path if in_bucket(path) else path.resolve()  # resolve takes gs:// for a relative name
-
-
-def _flatten(tree: PyTree) -> dict[str, jax.Array | jax.ShapeDtypeStruct]:
-    """Leaves by readable path, in the tree's order: `params.layers.q_proj`."""
-    flat: dict[str, jax.Array | jax.ShapeDtypeStruct] = {}
-    for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        if keys and keys[-1] == jax.tree_util.GetAttrKey("value"):
-            keys = keys[:-1]  # the box flax puts around an array
-        path = jax.tree_util.keystr(keys, simple=True, separator=".")
-        if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
-            raise ValueError(
-                f"state leaf {path} is a {type(leaf).__name__}; only jax arrays are saved and restored"
-            )
-        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
-            raise ValueError(f"state leaf {path} is of dtype {leaf.dtype}; save jax.random.key_data of a key")
-        if 0 in leaf.shape:
-            raise ValueError(
-                f"state leaf {path} has shape {leaf.shape}: arrays without elements cannot be stored"
-            )
-        if path in flat:
-            raise ValueError(f"two leaves of the state have the path {path}; rename one of their containers")
-        flat[path] = leaf
-    return flat
-
-
-def _struct(leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    sharding = leaf.sharding
-    if sharding is None:
-        sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-
-def _checked_json(progress: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy that reads back equal, or an error that names the entry."""
-    for key, value in progress.items():
-        try:
-            same = json.loads(json.dumps(value, allow_nan=False)) == value
-        except (TypeError, ValueError):
-            same = False
-        if not (isinstance(key, str) and same):
-            raise ValueError(
-                f"progress[{key!r}] = {value!r} does not survive JSON: use str keys, finite Python numbers, str, "
-                "bool, None, lists and dicts"
-            )
-    return dict(progress)
-
-
-def _quiet_orbax() -> None:
-    """Keeps orbax's remarks about its own defaults out of the terminal; its errors still show."""
-    logger = logging.getLogger("absl")
-    if _from_orbax not in logger.filters:
-        logger.addFilter(_from_orbax)
-
-
-def _from_orbax(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.ERROR or "/orbax/" not in record.pathname.replace("\\", "/")

@@ -131,6 +131,15 @@ def file_bytes(path: Path) -> bytes:
     return path.read_bytes()
 
 
+def move_folder(folder: AnyPath, place: AnyPath) -> None:
+    """Renames a folder; in a bucket, where names are all there is, object by object."""
+    if in_bucket(folder):
+        for file in files_below(folder):
+            _objects().mv_file(str(file), str(place / file.relative_to(folder).as_posix()))
+    else:
+        os.replace(folder, place)
+
+
 def write_whole(path: AnyPath, data: bytes) -> None:
     """Writes a file that is there whole or not at all; one of that name is replaced.
 

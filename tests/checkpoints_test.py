@@ -269,7 +269,7 @@ def test_a_flipped_bit_is_noticed_in_every_sealed_file(tmp_path):
             with pytest.raises(RuntimeError, match=r"is damaged: .* has sha256"):
                 checkpointer.restore({"w": jnp.zeros(64)})
             path.unlink()
-            with pytest.raises(RuntimeError, match="is missing; restore another step"):
+            with pytest.raises(RuntimeError, match="is missing"):
                 checkpointer.restore({"w": jnp.zeros(64)})
             path.write_bytes(whole)
         assert checkpointer.restore({"w": jnp.zeros(64)}).state["w"][63] == 63.0

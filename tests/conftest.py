@@ -1,10 +1,15 @@
 """Strict JAX for every test: a silent dtype promotion or rank broadcast is an error, shapes are checked."""
 
 import os
+import signal
 
 # Two workers on a small machine: one compute thread each, or JAX's thread pools fight over the cores.
 os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+# What a shell starts in the background ignores SIGINT, and so would every process that a test starts and interrupts.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from jaxtyping import install_import_hook
 

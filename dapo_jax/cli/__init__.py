@@ -1,6 +1,7 @@
 """The command line: arguments to one function per command. A module here holds the commands of one kind.
 
-Exit status: 0 done; 2 for a usage or configuration error, said in one message; 1 otherwise.
+Exit status: 0 done; 2 for a usage or configuration error, said in one message; 75 for a training run that was told to stop
+(SIGTERM, SIGINT) and can be resumed; 1 otherwise.
 """
 
 import argparse
@@ -12,6 +13,7 @@ from dapo_jax.cli import data, inference, models, planning, training
 from dapo_jax.cli.arguments import printable
 from dapo_jax.config import ConfigError
 from dapo_jax.parallel import processes
+from dapo_jax.stopping import STOPPED, StoppedError, stopped_by_signals
 
 TOGETHER = ("train",)
 """Commands that several processes run together."""
@@ -23,16 +25,27 @@ ALONE = ("sft", "eval", "sample", "serve", "convert")
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit status. One of several processes that fails ends there and then."""
     arguments = _parsed(argv)
+    if arguments.name not in TOGETHER:
+        return _run(arguments)
+    with stopped_by_signals(processes.end) as arguments.stop:
+        return _run(arguments)
+
+
+def _run(arguments: argparse.Namespace) -> int:
     joined = False
     # Imported late: `dapo-jax config` and usage errors answer without loading jax.
     try:
         if arguments.name in TOGETHER + ALONE and processes.wanted():
             _check_together(arguments.name)
-            processes.start()
+            processes.start(stop=arguments.stop)
             joined = True
         status = arguments.command(arguments)
         processes.leave()
         return status
+    except StoppedError as error:
+        print(f"dapo-jax {arguments.name}: stopped by {error}; --resume goes on from there", file=sys.stderr)
+        processes.leave()
+        return STOPPED
     except (Exception, KeyboardInterrupt) as error:
         found = _outcome(error, arguments.name)
         if joined:
@@ -64,11 +77,12 @@ def _outcome(error: BaseException, name: str) -> tuple[int, str] | None:
 
 
 def _is_ours(error: Exception) -> bool:
-    """True for what a step of the pipe says of data and graders."""
+    """True for what the pipe says of data and graders, and what is said of checkpoints."""
+    from dapo_jax.checkpoint_files import CheckpointError
     from dapo_jax.filtering import ShortfallError
     from dapo_jax.rewards.functions import RewardError
 
-    return isinstance(error, ShortfallError | RewardError)
+    return isinstance(error, ShortfallError | RewardError | CheckpointError)
 
 
 def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:

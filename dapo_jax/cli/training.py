@@ -30,7 +30,7 @@ def train(arguments: argparse.Namespace) -> int:
     from dapo_jax.parallel.processes import is_first
     from dapo_jax.run import train
 
-    result = train(config, resume=arguments.resume)
+    result = train(config, resume=arguments.resume, stop=arguments.stop)
     scored = [line for line in result.metrics if any(key.startswith("eval/") for key in line)]
     for name in (
         (key for key in scored[0] if "/avg@" in key and not key.endswith("_stderr")) if scored else ()

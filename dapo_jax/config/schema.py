@@ -219,6 +219,11 @@ class CheckpointConfig:
     every_steps: int = 10
     """0: only after the last step."""
     keep: int = 3
+    """How many of the last ones stay."""
+    keep_best: bool = True
+    """One is also saved, and stays, when avg@k on the first evaluation dataset is better than ever."""
+    grace_s: float = 25.0
+    """How long a run that is told to stop (SIGTERM, SIGINT) may take to save; then it ends without."""
 
     __post_init__ = checked
 

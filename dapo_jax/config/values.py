@@ -73,6 +73,7 @@ RANGES: dict[str, Range] = {
     "eval.top_k": _TOP_K,
     "checkpoint.every_steps": _NOT_NEGATIVE,
     "checkpoint.keep": _SIZE,
+    "checkpoint.grace_s": _POSITIVE,
     "log.rollouts_every_steps": _NOT_NEGATIVE,
     "log.rollout_groups": _SIZE,
     "parallel.data": _AXIS,

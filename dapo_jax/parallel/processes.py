@@ -8,9 +8,6 @@ One that dies without a word (SIGKILL, a stopped machine) is found by its missin
 import _thread
 import json
 import os
-import select
-import signal
-import socket
 import sys
 import threading
 import time
@@ -20,6 +17,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from dapo_jax.config import ConfigError
+from dapo_jax.stopping import Stop, StoppedError
 
 HEARTBEAT_S = 20
 """A process that is silent for so long is taken for dead, and the others are ended."""
@@ -30,6 +28,7 @@ GRACE_S = 3.0
 _POLL_S = 0.5
 _FAILED = "dapo_jax/failed/"
 _LEFT = "dapo_jax/left/"
+_STOP = "dapo_jax/stop/"
 
 
 def wanted(environment: Mapping[str, str] = os.environ) -> bool:
@@ -54,8 +53,10 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
-def start(environment: Mapping[str, str] = os.environ) -> None:
+def start(environment: Mapping[str, str] = os.environ, *, stop: Stop | None = None) -> None:
     """Joins the run's other processes; to be called before anything else of JAX, and answered by `fail` or `leave`.
+
+    Once one of them is told to stop, so are the others, through their `stop`.
 
     Raises:
         ConfigError: the environment does not say which of how many processes this is, or they do not meet.
@@ -78,13 +79,21 @@ def start(environment: Mapping[str, str] = os.environ) -> None:
             f"JAX_NUM_PROCESSES={count}, JAX_PROCESS_ID={index}; set all three, or start by Slurm, GKE or Cloud TPU, "
             "which JAX asks"
         ) from error
-    _member = _Member()
+    _member = _Member(stop or Stop())
 
 
 def leave() -> None:
     """Waits for the others to be done too, and takes leave of them."""
     if _member is not None:
         _member.leave()
+
+
+def end(status: int, message: str) -> NoReturn:
+    """Ends this process at once, whatever it does, one of several or not; the others hear of it."""
+    if _member is None:
+        print(message, file=sys.stderr, flush=True)
+        os._exit(status)
+    _member.end(status, message)
 
 
 def fail(status: int, message: str, *, shown: str | None = None, by_all: bool = False) -> NoReturn:
@@ -105,8 +114,11 @@ def fail(status: int, message: str, *, shown: str | None = None, by_all: bool = 
 def tell_others(
     kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
 ) -> None:
-    """The last thing to be pushed on an `ExitStack`: what is unwound may have to wait for the others, who wait for this one."""
-    if _member is not None and error is not None:
+    """The last thing to be pushed on an `ExitStack`: what is unwound may have to wait for the others, who wait for this one.
+
+    Nothing is said of a stop: all of them stop together.
+    """
+    if _member is not None and error is not None and not isinstance(error, StoppedError):
         _member.tell(2 if isinstance(error, ConfigError) else 1, described(error))
 
 
@@ -123,9 +135,9 @@ def _number(environment: Mapping[str, str], name: str) -> int | None:
 
 
 class _Member:
-    """This process as one of several, and the thread that listens to the others and to signals."""
+    """This process as one of several, and the thread that listens to the others."""
 
-    def __init__(self) -> None:
+    def __init__(self, stop: Stop) -> None:
         from jax._src import distributed  # JAX has no public name for its coordination service
 
         self._state = distributed.global_state
@@ -133,11 +145,7 @@ class _Member:
         self._index, self._count = int(self._state.process_id), int(self._state.num_processes or 1)
         self._leaving, self._told = threading.Event(), threading.Event()
         self._limit: threading.Timer | None = None
-        self._signals, awake = socket.socketpair()
-        awake.setblocking(False)
-        self._awake = awake  # kept open
-        signal.set_wakeup_fd(awake.fileno())
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        self._stop, self._stop_said = stop, False
         self._listener = threading.Thread(target=self._listen, name="other processes", daemon=True)
         self._listener.start()
 
@@ -178,12 +186,8 @@ class _Member:
         self._exit(status, shown)
 
     def _listen(self) -> None:
-        while not self._leaving.is_set():
-            if select.select([self._signals], [], [], _POLL_S)[0]:
-                number = self._signals.recv(1)[0]
-                # The main thread may be in a collective, where no handler runs.
-                if not self._leaving.wait(GRACE_S):
-                    self._exit(*self.tell(1, f"interrupted by {signal.Signals(number).name}"))
+        while not self._leaving.wait(_POLL_S):
+            self._pass_on_stop()
             failures = self._failures()
             if not failures or self._told.is_set():
                 continue
@@ -192,6 +196,21 @@ class _Member:
             _thread.interrupt_main()  # so that what was opened is closed, if the main thread still gets to it
             if not self._leaving.wait(GRACE_S):
                 self._exit(*self._because(failures))
+
+    def _pass_on_stop(self) -> None:
+        """From this process to the others, or the other way round."""
+        if self._stop_said:
+            return
+        if self._stop.reason:
+            self._client.key_value_set(f"{_STOP}{self._index}", self._stop.reason)
+        elif told := self._found(_STOP):
+            index = min(told)
+            self._stop.tell(f"{told[index]} (process {index})")
+        self._stop_said = bool(self._stop.reason)
+
+    def end(self, status: int, message: str) -> NoReturn:
+        self._leaving.set()
+        self._exit(*self.tell(status, message))
 
     def _failures(self) -> dict[int, tuple[int, str]]:
         """Process -> (exit status, message) of each other one that has failed."""

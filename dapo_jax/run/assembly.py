@@ -14,23 +14,25 @@ from flax import nnx
 from jaxtyping import PyTree
 
 from dapo_jax.batching import pack, row_weights, rows_of, split_minibatches
-from dapo_jax.checkpoints import Checkpointer
+from dapo_jax.checkpoints import Checkpointer, Restored
 from dapo_jax.config import TrainConfig
 from dapo_jax.data.stream import PromptStream
 from dapo_jax.filtering import Collected, Collector
 from dapo_jax.losses import dapo_loss
 from dapo_jax.microbatch import Microbatch
 from dapo_jax.models.layout import Layout
-from dapo_jax.parallel.exchange import agreed
 from dapo_jax.rewards.functions import Rewards
 from dapo_jax.rollouts import Group, Prompt
+from dapo_jax.run.boundaries import UNFINISHED, Boundary
 from dapo_jax.run.carry import carry_groups
+from dapo_jax.run.last_checkpoint import restore_last
 from dapo_jax.run.policy import Policy, load_policy, mesh_of, meshes_of, optimizer_of, state_structs
 from dapo_jax.run.prompts import GivenRows, held_out_prompts, training_prompts
 from dapo_jax.run.rollout import TRAINING, Rollouts, Sampled, grading
 from dapo_jax.run.samplers import Samplers
 from dapo_jax.run.training_pass import training_pass
 from dapo_jax.sampling.decoding import decoding
+from dapo_jax.stopping import Stop
 from dapo_jax.training.loop import Pipe, Position
 from dapo_jax.training.state import TrainState, init_state, own_copy, warmed_up
 from dapo_jax.training.update import Objective, UpdateOptions, Updater
@@ -47,11 +49,13 @@ class Run:
         prompts: GivenRows | None = None,
         eval_rows: GivenRows | None = None,
         objective: Objective | None = None,
+        stop: Stop | None = None,
     ) -> None:
         self.config, model, data = config, config.model, config.data
         self._mesh = mesh_of(config.parallel, rows_per_microbatch=config.batch.rows_per_microbatch)
         meshes = meshes_of(config.parallel, self._mesh)
-        self._samplers = Samplers(meshes)
+        self._stop = stop or Stop()
+        self._samplers = Samplers(meshes, self._stop)
         self.policy = load_policy(model, seed=config.seed, mesh=self._mesh, sampler=meshes.sampler)
         self._pass = training_pass(model, config.batch, self._mesh, row_tokens=config.row_tokens)
         self._optimizer = optimizer_of(config.optimizer)
@@ -60,9 +64,8 @@ class Run:
         )
         self._stream = PromptStream(self._prompts, host=meshes.index, hosts=meshes.count)
         limit = config.sampling.max_response_tokens
-        stop = config.sampling.stop
         self._grading = grading(
-            config.reward, self.policy, max_response_tokens=limit, stop=stop, reward=reward
+            config.reward, self.policy, max_response_tokens=limit, stop=config.sampling.stop, reward=reward
         )
         self._rollouts = Rollouts(
             self.policy,
@@ -81,20 +84,36 @@ class Run:
         )
         self.pipe = self._pipe(objective)
 
-    def start(self, checkpointer: Checkpointer, *, resume: bool) -> tuple[TrainState, Position]:
-        """The state and position to go on from: the last checkpoint's if there is one to resume, else the first."""
-        latest, offload = checkpointer.latest_step() if resume else None, self.config.optimizer.offload
-        # The first process says which: where another does not see that checkpoint, it says so.
-        latest = json.loads(agreed(json.dumps(latest).encode()))
-        if latest is None:
-            return init_state(self.policy.params, self._optimizer, self._mesh, offload=offload), Position()
-        target = state_structs(self.policy, self._optimizer, self._mesh, offload=offload)
-        found = checkpointer.restore(target, latest, rows=self.policy.decoder.vocab_size)
+    def start(self, checkpointer: Checkpointer, *, resume: bool, say: Callable[[str], None]) -> Boundary:
+        """What to go on from: the last intact checkpoint if there is one to resume, else the beginning.
+
+        `say` is told of damaged checkpoints, which are set aside.
+        """
+        offload = self.config.optimizer.offload
+        if resume:
+            target = state_structs(self.policy, self._optimizer, self._mesh, offload=offload)
+            rows = self.policy.decoder.vocab_size
+            found = restore_last(checkpointer, target, rows=rows, say=say, aside=True)
+            if found is not None:
+                return self._boundary(found)
+        state = init_state(self.policy.params, self._optimizer, self._mesh, offload=offload)
+        return Boundary(state=state, position=Position())
+
+    def _boundary(self, found: Restored) -> Boundary:
         carry = carry_groups(found.carry, lambda ordinal: self._prompts[ordinal])
-        return found.state, Position(step=found.step, cursor=found.progress["cursor"], carry=carry)
+        unfinished = found.progress.get(UNFINISHED)
+        return Boundary(
+            state=found.state,
+            position=Position(step=found.step, cursor=found.progress["cursor"], carry=carry),
+            unfinished=None if unfinished is None else json.loads(unfinished),
+        )
 
     def evaluate(self, state: TrainState) -> dict[str, list[Group]]:
-        """Name of each dataset to evaluate on -> the graded groups of its prompts."""
+        """Name of each dataset to evaluate on -> the graded groups of its prompts.
+
+        Raises:
+            StoppedError: the run was told to stop; in every process.
+        """
         weights = self._rollouts.transfer(state.params)
         return {name: self._evaluated(weights, prompts) for name, prompts in self.held_out.items()}
 
@@ -104,8 +123,11 @@ class Run:
         groups = self._rollouts.evaluate(
             weights, mine, lambda sampled: samplers.graded(sampled, grade), self.config.eval
         )
+        if samplers.alone:
+            self._stop.check()
+            return groups
         by_ordinal = {prompt.ordinal: prompt for prompt in prompts}
-        return groups if samplers.alone else samplers.gathered(groups, by_ordinal.__getitem__)
+        return samplers.gathered(groups, by_ordinal.__getitem__)
 
     def close(self) -> None:
         """Ends the grading workers and their event loop."""
@@ -155,7 +177,7 @@ class Run:
         # The sampler is done when nothing more is drawn. Verdicts that are still on their way may then call for another wave.
         while ordinals := draw(self._rollouts.prompts_at_once):
             ahead.extend(ordinals)
-            yield from self._grading.groups(self._sampled(weights, prompts))
+            yield from self._stop.watched(self._grading.groups(self._sampled(weights, prompts)))
 
     def _sample_together(self, weights: Any, draw: Callable[[int], list[int]]) -> Iterator[Group]:
         """The graded groups of all samplers, a wave at a time: what one found, the others know at its end.

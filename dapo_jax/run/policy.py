@@ -1,6 +1,7 @@
 """A policy as the commands know it: sizes, weights, tokenizer, found by name."""
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from dapo_jax.checkpoint_files import DamagedError
 from dapo_jax.checkpoints import Checkpointer
 from dapo_jax.config import ConfigError, ModelConfig, OptimizerConfig, ParallelConfig, load_config
 from dapo_jax.models.decoder import WHOLE, Decoder, graph_of
@@ -24,6 +26,7 @@ from dapo_jax.models.tensors import exported, shapes_of
 from dapo_jax.parallel.mesh import BATCH_AXES, Meshes, make_mesh, make_meshes
 from dapo_jax.parallel.processes import is_first
 from dapo_jax.parallel.sharding import shardings
+from dapo_jax.run.last_checkpoint import restore_last
 from dapo_jax.run.places import place_of
 from dapo_jax.run.training_pass import for_mesh
 from dapo_jax.storage import AnyPath, in_bucket
@@ -119,11 +122,13 @@ def find_policy(source: str, *, mesh: jax.sharding.Mesh | None = None) -> Policy
     target = state_structs(policy, optimizer_of(config.optimizer), mesh)
     with Checkpointer(run / "checkpoints") as checkpointer:
         try:
-            restored = checkpointer.restore(target, rows=decoder.vocab_size)
-        except FileNotFoundError as error:
-            raise ConfigError(f"the run {source} cannot be used yet: {error}") from error
-        except (RuntimeError, ValueError) as error:
+            restored = restore_last(checkpointer, target, rows=decoder.vocab_size, say=warnings.warn)
+        except (DamagedError, ValueError) as error:
             raise ConfigError(f"the run {source} cannot be used: {error}") from error
+        if restored is None:
+            raise ConfigError(
+                f"the run {source} cannot be used yet: there is no checkpoint in {checkpointer.folder}"
+            )
     return replace(policy, params=restored.state.params)
 
 

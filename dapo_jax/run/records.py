@@ -82,19 +82,18 @@ class Records:
         kept.write_text(tracker.run_id)
         return tracker
 
-    def step(self, step: int, metrics: Mapping[str, float | int], collected: Collected | None) -> None:
-        """Writes one step's metrics, and when they are due, rollouts: JSON lines for programs, text for people."""
+    def step(self, step: int, metrics: Mapping[str, float | int]) -> None:
+        """Writes one step's metrics."""
         self._trackers.log(step, metrics)
-        if (
-            collected is not None
-            and self._log.rollouts_every_steps
-            and step % self._log.rollouts_every_steps == 0
-        ):
-            folder = self._run_dir / "rollouts"
-            groups = collected.sampled[: self._log.rollout_groups]
-            written = write_rollouts(folder, step, groups)
-            text = format_rollouts(groups, limit=sum(len(group.rollouts) for group in groups))
-            written.with_suffix(".txt").write_text(text, encoding="utf-8")
+
+    def rollouts(self, step: int, collected: Collected) -> None:
+        """Writes a step's rollouts when they are due: JSON lines for programs, text for people."""
+        if not self._log.rollouts_every_steps or step % self._log.rollouts_every_steps:
+            return
+        groups = collected.sampled[: self._log.rollout_groups]
+        written = write_rollouts(self._run_dir / "rollouts", step, groups)
+        text = format_rollouts(groups, limit=sum(len(group.rollouts) for group in groups))
+        written.with_suffix(".txt").write_text(text, encoding="utf-8")
 
     def read(self) -> list[dict[str, Any]]:
         """All that metrics.jsonl holds."""

@@ -6,6 +6,7 @@ each decides alike whether there is a further wave and what is trained on. What 
 
 import json
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import jax
@@ -18,6 +19,7 @@ from dapo_jax.parallel.mesh import Meshes
 from dapo_jax.rollouts import Group, Prompt
 from dapo_jax.run.carry import carry_arrays, carry_groups
 from dapo_jax.run.rollout import Grade, Sampled
+from dapo_jax.stopping import Stop, StoppedError
 
 PromptAt = Callable[[int], Prompt]
 
@@ -25,9 +27,11 @@ PromptAt = Callable[[int], Prompt]
 class Samplers:
     """This process's place among them."""
 
-    def __init__(self, meshes: Meshes) -> None:
-        self.index, self.count = meshes.index, meshes.count
-        first = min(device.process_index for device in meshes.sampler.devices.flat)
+    def __init__(self, meshes: Meshes, stop: Stop) -> None:
+        self.index, self.count, self._stop = meshes.index, meshes.count, stop
+        members = {device.process_index for device in meshes.sampler.devices.flat}
+        first = min(members)
+        self._shared = len(members) > 1
         self.alone = jax.process_count() == 1
         self.grades = jax.process_index() == first
         """Of the processes that share a sampler, all have its responses, and one grades them."""
@@ -37,18 +41,28 @@ class Samplers:
         return ordinal % self.count == self.index
 
     def graded(self, sampled: Sampled, grade: Grade) -> list[Group]:
-        """This process's groups; none where another one of its sampler grades."""
-        if self.grades:
-            return list(grade(sampled))
-        for _ in sampled:
-            pass  # takes its part in the programs
+        """This process's groups; none where another one of its sampler grades, or where it was told to stop."""
+        # Those who share a sampler run its programs together: one that left would leave the others waiting.
+        cut = self._stop.held() if self._shared else self._stop.abandonable()
+        with suppress(StoppedError), cut:
+            if self.grades:
+                return list(grade(sampled))
+            for _ in sampled:
+                pass  # takes its part in the programs
         return []
 
     def gathered(self, groups: Sequence[Group], prompt_at: PromptAt) -> list[Group]:
-        """The groups of all samplers by ordinal: this process's as they are, those of others in brief."""
+        """The groups of all samplers by ordinal: this process's as they are, those of others in brief.
+
+        Raises:
+            StoppedError: one of the processes was told to stop; in all of them.
+        """
         own = {group.prompt.ordinal: group for group in groups}
         received = _travelled(
-            groups, lambda ordinal: own[ordinal].prompt if ordinal in own else prompt_at(ordinal), brief=True
+            groups,
+            lambda ordinal: own[ordinal].prompt if ordinal in own else prompt_at(ordinal),
+            brief=True,
+            stop=self._stop,
         )
         return [own.get(group.prompt.ordinal, group) for group in received]
 
@@ -63,7 +77,8 @@ class Samplers:
             if self.grades and self.takes(group.prompt.ordinal) and group.prompt.ordinal in used
         ]
         prompts = {group.prompt.ordinal: group.prompt for group in collected.sampled}
-        there = {group.prompt.ordinal: group for group in _travelled(sent, prompts.__getitem__, brief=False)}
+        received = _travelled(sent, prompts.__getitem__, brief=False, stop=self._stop)
+        there = {group.prompt.ordinal: group for group in received}
 
         def whole(groups: Iterable[Group]) -> list[Group]:
             return [there.get(group.prompt.ordinal, group) for group in groups]
@@ -76,14 +91,17 @@ class Samplers:
         )
 
 
-def _travelled(groups: Sequence[Group], prompt_at: PromptAt, *, brief: bool) -> list[Group]:
-    """The groups that all processes sent, by ordinal."""
+def _travelled(groups: Sequence[Group], prompt_at: PromptAt, *, brief: bool, stop: Stop) -> list[Group]:
+    """The groups that all processes sent, by ordinal, unless one of them sent that it stops."""
     packed, layout = pack_arrays(carry_arrays(groups, brief=brief))
-    head = json.dumps(layout).encode()
+    head = json.dumps({"layout": layout, "stop": stop.reason}).encode()
     message = len(head).to_bytes(8, "little") + head + packed.tobytes()
     found: list[Group] = []
     for received in exchange(message):
         end = 8 + int.from_bytes(received[:8], "little")
-        arrays = unpack_arrays(np.frombuffer(received[end:], np.uint8), json.loads(received[8:end]))
+        said = json.loads(received[8:end])
+        if said["stop"]:
+            raise StoppedError(said["stop"])
+        arrays = unpack_arrays(np.frombuffer(received[end:], np.uint8), said["layout"])
         found += carry_groups(arrays, prompt_at)
     return sorted(found, key=lambda group: group.prompt.ordinal)

@@ -1,8 +1,6 @@
 """DAPO training from a configuration: what `dapo-jax train` calls, and notebooks too."""
 
 import json
-import time
-from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -14,25 +12,21 @@ from rich.console import Console
 from dapo_jax.checkpoints import Checkpointer
 from dapo_jax.config import ConfigError, TrainConfig, load_config, to_yaml
 from dapo_jax.config.loading import changed_keys
-from dapo_jax.evaluation import problem_record, summarize
 from dapo_jax.parallel.exchange import agreed
 from dapo_jax.parallel.processes import is_first, tell_others
 from dapo_jax.rewards.functions import Rewards
 from dapo_jax.run.assembly import Run
-from dapo_jax.run.carry import carry_arrays
+from dapo_jax.run.boundaries import Boundaries, Boundary, OnStep
 from dapo_jax.run.places import place_of
 from dapo_jax.run.policy import Policy
 from dapo_jax.run.prompts import GivenRows
 from dapo_jax.run.records import Records, use_compilation_cache
+from dapo_jax.stopping import Stop, StoppedError
 from dapo_jax.storage import AnyPath, in_bucket
-from dapo_jax.trackers.evaluation_log import write_problems
 from dapo_jax.trackers.profile import Profile
 from dapo_jax.trackers.progress import Progress
-from dapo_jax.training.loop import Position, StepResult, run_steps
-from dapo_jax.training.state import TrainState
+from dapo_jax.training.loop import StepResult, run_steps
 from dapo_jax.training.update import Objective
-
-OnStep = Callable[[int, Mapping[str, float | int]], None]
 
 FREE_TO_CHANGE = (
     "run_dir",
@@ -79,6 +73,7 @@ def train(
     objective: Objective | None = None,
     resume: bool = False,
     progress: Progress | None = None,
+    stop: Stop | None = None,
 ) -> TrainResult:
     """Trains a policy by DAPO.
 
@@ -93,16 +88,21 @@ def train(
         objective: a function with the signature of `dapo_loss` that replaces it; the clip ratios are its own affair.
         resume: go on from the last checkpoint in `config.run_dir`.
         progress: where progress is shown; None shows it on standard output.
+        stop: by which it can be told to stop; `stopping.stopped_by_signals` has one for signals.
 
     Raises:
         ConfigError: something does not fit; nothing was started.
         ShortfallError: dynamic sampling found too few informative groups.
+        CheckpointError: a checkpoint cannot be written, or none of those to resume from can be read.
+        StoppedError: it was told to stop; what it had learnt is in a checkpoint.
     """
     config = config if isinstance(config, TrainConfig) else load_config(config)
+    stop = stop or Stop()
+    stop.grace_s = config.checkpoint.grace_s
     use_compilation_cache(config.compilation_cache)
     first = is_first()
     run_dir = _checked_place(config, resume=resume)
-    run = Run(config, reward=reward, prompts=prompts, eval_rows=eval_rows, objective=objective)
+    run = Run(config, reward=reward, prompts=prompts, eval_rows=eval_rows, objective=objective, stop=stop)
     if first:
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / "config.yaml").write_text(to_yaml(config))
@@ -111,65 +111,65 @@ def train(
         shown = stack.enter_context(progress or Progress(config.steps, console=Console(quiet=not first)))
         for note in run.notes:
             shown.message(note)
-        checkpointer = stack.enter_context(Checkpointer(run_dir / "checkpoints", keep=config.checkpoint.keep))
-        state, position = run.start(checkpointer, resume=resume)
-        # Without a checkpoint to go on from, the evaluation before training is repeated too: no line stays.
-        kept = position.step if position.step else -1
+        checkpointer = stack.enter_context(
+            Checkpointer(
+                run_dir / "checkpoints", keep=config.checkpoint.keep, keep_best=config.checkpoint.keep_best
+            )
+        )
+        start = run.start(checkpointer, resume=resume, say=shown.message)
         records = (
-            stack.enter_context(Records(config, run_dir, resume_step=kept if resume else None))
+            stack.enter_context(Records(config, run_dir, resume_step=_written(start) if resume else None))
             if first
             else None
         )
         profile = stack.enter_context(Profile(config.log.profile_steps, run_dir / "profile"))
         stack.push(tell_others)
 
+        boundaries = Boundaries(
+            config,
+            run_dir,
+            evaluate=run.evaluate if run.evaluates else None,
+            checkpointer=checkpointer,
+            records=records,
+            shown=shown,
+            stop=stop,
+            on_step=on_step,
+        )
+
         def after_step(result: StepResult) -> None:
-            step, last = result.position.step, result.position.step == config.steps
+            step = result.position.step
             profile.end(step)
-            metrics = {**result.metrics}
-            shown.step(step, metrics)
-            if run.evaluates and (last or _due(step, config.eval.every_steps)):
-                metrics |= evaluated(step, result.state)
-            if records is not None:
-                records.step(step, metrics, result.collected)
-            if last or _due(step, config.checkpoint.every_steps):
-                shown.phase("checkpoint")
-                save(checkpointer, result.state, result.position, config)
-            if on_step is not None:
-                on_step(step, metrics)
-            if not last:
+            boundaries.after_step(result)
+            if step < config.steps:
                 profile.begin(step + 1)
 
-        def evaluated(step: int, state: TrainState) -> dict[str, float]:
-            shown.phase("evaluate")
-            began = time.perf_counter()
-            scores: dict[str, float] = {}
-            for name, groups in run.evaluate(state).items():
-                folder = run_dir / "evaluations" / f"step_{step:06d}"
-                if first:
-                    write_problems(folder, map(problem_record, groups), name=name, step=step)
-                scores |= summarize(groups, name=name)
-                shown.evaluation(name, scores, step)
-            return {**scores, "time/eval_s": time.perf_counter() - began}
-
-        if position.step == 0 and run.evaluates:
-            scores = evaluated(0, state)
-            if records is not None:
-                records.step(0, scores, None)
-        profile.begin(position.step + 1)
-        state = run_steps(
-            state, position, steps=config.steps, pipe=run.pipe, after_step=after_step, on_phase=shown.phase
-        )
+        stack.enter_context(stop.held())
+        try:
+            boundaries.start(start)
+            profile.begin(start.position.step + 1)
+            state = run_steps(
+                start.state,
+                start.position,
+                steps=config.steps,
+                pipe=run.pipe,
+                after_step=after_step,
+                on_phase=shown.phase,
+            )
+        except StoppedError:
+            boundaries.leave()
+            raise
         checkpointer.wait()
     policy = replace(run.policy, params=state.params)
     policy.save(run_dir / "model")
     return TrainResult(run_dir=run_dir, policy=policy, metrics=records.read() if records else [])
 
 
-def save(checkpointer: Checkpointer, state: TrainState, position: Position, config: TrainConfig) -> None:
-    """Starts saving a step boundary."""
-    progress = {"cursor": position.cursor, "seed": config.seed}
-    checkpointer.save(position.step, state, progress, carry_arrays(position.carry))
+def _written(start: Boundary) -> int:
+    """The last step whose metrics are final where a run goes on from `start`; -1 if none are.
+
+    Without a checkpoint to go on from, the evaluation before training is repeated too.
+    """
+    return start.position.step - (start.unfinished is not None) if start.position.step else -1
 
 
 def _checked_place(config: TrainConfig, *, resume: bool) -> AnyPath:
@@ -223,7 +223,3 @@ def check_run_dir(run_dir: AnyPath, config: TrainConfig, *, resume: bool) -> Non
             raise ConfigError(
                 f"resuming {config.run_dir} under another configuration would change the run: {lines}"
             )
-
-
-def _due(step: int, every: int) -> bool:
-    return bool(every) and step % every == 0

@@ -20,7 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import pass_context
 from jinja2.visitor import NodeTransformer
 
-WORK = 400_000
+WORK = 200_000
 """What one rendering may spend: a turn of a loop, a call, or 256 characters cost 1. Conversations of a million characters take less."""
 LARGEST = 4 << 20
 """Characters of a text; an entry of a list or a mapping counts as 8 and what is in it."""

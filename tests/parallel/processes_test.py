@@ -8,6 +8,7 @@ import pytest
 from dapo_jax.cli import main
 from dapo_jax.config import ConfigError
 from dapo_jax.parallel.processes import wanted
+from dapo_jax.stopping import STOPPED
 from tests import several
 
 WAITING = (
@@ -18,6 +19,7 @@ from contextlib import ExitStack
 from dapo_jax.config import ConfigError
 from dapo_jax.parallel import processes
 from dapo_jax.parallel.exchange import exchange
+from dapo_jax.stopping import STOPPED, StoppedError, stopped_by_signals
 
 def work(index, how):
     exchange(b"all are here")
@@ -35,14 +37,19 @@ def work(index, how):
             raise ValueError("seven is no prompt")
     time.sleep(600)
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # where the tests run as a shell's background job, it is ignored
-processes.start()
-import jax
-try:
-    work(jax.process_index(), sys.argv[1])
-except (Exception, KeyboardInterrupt) as error:
-    configured = isinstance(error, ConfigError)
-    processes.fail(2 if configured else 1, processes.described(error), by_all=configured)
+with stopped_by_signals(processes.end) as stop:
+    stop.grace_s = 6.0
+    processes.start(stop=stop)
+    import jax
+    try:
+        work(jax.process_index(), sys.argv[1])
+    except StoppedError:
+        print("stopped", flush=True)
+        processes.leave()
+        sys.exit(STOPPED)
+    except Exception as error:
+        configured = isinstance(error, ConfigError)
+        processes.fail(2 if configured else 1, processes.described(error), by_all=configured)
 """
 )
 
@@ -111,11 +118,13 @@ def test_a_configuration_error_of_one_process_is_said_by_it_and_ends_all_with_st
 
 
 @pytest.mark.parametrize("kill", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-def test_a_process_that_is_told_to_end_while_it_waits_ends_all(kill):
+def test_a_process_that_is_told_to_stop_tells_the_others_and_none_waits_beyond_its_grace(kill):
+    """The other one is in a collective, where it cannot hear: the end of its time of grace is its own."""
     done, took = ended("wait", 1, kill=kill, within_s=45)
-    assert [status for status, _ in done] == [1, 1]
-    assert took < 45
-    assert "process 0 of 2 ends because process 1 failed" in done[0][1]
+    assert [status for status, _ in done] == [STOPPED, STOPPED]
+    assert took < 30
+    assert "stopped\n" in done[1][1]
+    assert f"told to stop by {kill.name} (process 1)" in done[0][1]
 
 
 @pytest.mark.slow  # a heartbeat has to be missed

@@ -20,6 +20,7 @@ from dapo_jax.models.folder import load_model
 from dapo_jax.rollouts import Group
 from dapo_jax.run import train
 from dapo_jax.run.carry import carry_arrays, carry_groups
+from dapo_jax.stopping import STOPPED
 from dapo_jax.trackers import read_metrics
 from dapo_jax.trackers.evaluation_log import read_problems
 from dapo_jax.trackers.progress import Progress
@@ -236,6 +237,27 @@ def test_a_process_that_fails_while_it_samples_ends_the_run_which_can_be_resumed
         assert "process 0 of 2 ends because process 1 failed" in done[0][1]
     trained(path, 2, "--resume")
     assert_the_same(one.with_name(name), one)
+
+
+@pytest.mark.slow
+def test_if_one_process_is_told_to_stop_all_save_and_the_run_can_be_resumed(setting, one):
+    """The one that is told need not be the one that writes."""
+    name = "stopped"
+    _, path = setting(name, checkpoint__keep_best=False)
+    metrics, run = path.with_name(name) / "metrics.jsonl", path.with_name(name)
+    never_due = "checkpoint.every_steps=0"
+    started = several.start(several.COMMAND, "train", path, never_due, processes=2, devices=4)
+    while not (metrics.exists() and '"step": 1,' in metrics.read_text()):
+        assert started[0].poll() is None, started[0].communicate()
+        time.sleep(0.1)
+    started[1].send_signal(signal.SIGTERM)
+    done = several.finish(started, within_s=30)
+    assert [status for status, _ in done] == [STOPPED, STOPPED], done
+    assert "told to stop by SIGTERM (process 1)" in done[0][1]
+    [step] = (int(kept.name) for kept in (run / "checkpoints").iterdir())
+    assert step == read_metrics(metrics)[-1]["step"]
+    trained(path, 2, "--resume")
+    assert_the_same(run, one)
 
 
 @pytest.mark.slow

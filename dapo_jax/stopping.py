@@ -1,0 +1,164 @@
+"""A run that is told to stop: what may be abandoned is, what must be whole is finished, and a checkpoint is left.
+
+A signal raises `StoppedError` in the main thread at once, wherever a run may be cut short: while it starts, samples, grades and
+evaluates. Within `Stop.held`, while weights change and files are written, it waits. The library installs no handler by itself
+(a notebook has its own); the command does, by `stopped_by_signals`.
+"""
+
+import contextlib
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
+from typing import TypeVar
+
+STOPPED = 75
+"""Exit status of a run that was stopped and can be resumed (EX_TEMPFAIL of sysexits.h: try again); launch scripts do."""
+
+GRACE_S = 25.0
+"""How long a run may take to stop. Kubernetes and Cloud TPU kill 30 s after they have told."""
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+_TOLD = signal.SIGUSR1
+"""With which a thread that has heard of a stop elsewhere wakes the main thread."""
+
+
+_Item = TypeVar("_Item")
+
+
+class StoppedError(BaseException):
+    """The run was told to stop. As KeyboardInterrupt it is no Exception: what catches those must not catch it."""
+
+
+class Stop:
+    """Whether a run has been told to stop, and whether it may be cut short where it is."""
+
+    def __init__(self) -> None:
+        self.reason = ""
+        """Who told it, such as SIGTERM; empty as long as nobody has."""
+        self.grace_s = GRACE_S
+        self._held = False
+        self._wake: Callable[[], None] = lambda: None
+
+    def ask(self, reason: str) -> None:
+        """Tells the run to stop; only the first reason counts. Does not interrupt."""
+        self.reason = self.reason or reason
+
+    def tell(self, reason: str) -> None:
+        """Tells the run to stop, from another thread: what a signal does, but that a later signal is not the second."""
+        if not self.reason:
+            self.ask(reason)
+            self._wake()
+
+    def woken_by(self, wake: Callable[[], None]) -> None:
+        """`wake` has the main thread call `note`."""
+        self._wake = wake
+
+    def check(self) -> None:
+        """Raises StoppedError if the run has been told to stop."""
+        if self.reason:
+            raise StoppedError(self.reason)
+
+    def note(self, reason: str) -> None:
+        """`ask`, and `check` unless it is held: what a signal handler in the main thread does."""
+        self.ask(reason)
+        if not self._held:
+            self.check()
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Within, a signal is only noted."""
+        before, self._held = self._held, True
+        try:
+            yield
+        finally:
+            self._held = before
+
+    @contextlib.contextmanager
+    def abandonable(self) -> Iterator[None]:
+        """Within, a signal raises StoppedError; so does one that was noted before."""
+        before, self._held = self._held, False
+        try:
+            self.check()
+            yield
+        finally:
+            self._held = before
+
+    def watched(self, items: Iterable[_Item]) -> Iterator[_Item]:
+        """The items; where one is waited for is abandonable, where it is used is not."""
+        iterator = iter(items)
+        while True:
+            with self.abandonable():
+                try:
+                    item = next(iterator)
+                except StopIteration:
+                    return
+            yield item
+
+
+@contextlib.contextmanager
+def stopped_by_signals(end: Callable[[int, str], None]) -> Iterator[Stop]:
+    """SIGTERM and SIGINT stop the run within this block; the second one, or the end of the time of grace, ends the process.
+
+    A thread sees to the latter two, since no handler runs while the main thread is in compiled code.
+
+    Args:
+        end: called with an exit status and why; must not return.
+    """
+    stop = Stop()
+    main = threading.get_ident()
+    stop.woken_by(lambda: signal.pthread_kill(main, _TOLD))
+
+    def handle(number: int, _: FrameType | None) -> None:
+        stop.note(signal.Signals(number).name)
+
+    seen, awake = socket.socketpair()
+    awake.setblocking(False)
+    former = signal.set_wakeup_fd(awake.fileno(), warn_on_full_buffer=False)
+    before = {number: signal.signal(number, handle) for number in (*SIGNALS, _TOLD)}
+    listener = threading.Thread(target=_listen, args=(stop, seen, end), name="signals", daemon=True)
+    listener.start()
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(former)
+        awake.close()  # which ends the listener
+        listener.join()
+        seen.close()
+
+
+def _listen(stop: Stop, seen: socket.socket, end: Callable[[int, str], None]) -> None:
+    """Reads the numbers of signals as they come, until the other end is closed."""
+    limit: float | None = None
+    signals = 0
+    while True:
+        left = None if limit is None else max(0.0, limit - time.monotonic())
+        if not select.select([seen], [], [], left)[0]:
+            end(STOPPED, f"did not stop within {stop.grace_s:g} s of {stop.reason}; it can be resumed")
+            return
+        received = seen.recv(1)
+        if not received:
+            return
+        number = received[0]
+        if number not in (*SIGNALS, _TOLD):
+            continue
+        name = stop.reason if number == _TOLD else signal.Signals(number).name
+        stop.ask(name)  # the main thread may not come to it
+        signals += number in SIGNALS
+        if signals > 1:
+            end(128 + number, f"a second signal ({name}): ended at once")
+            return
+        if limit is None:
+            limit = time.monotonic() + stop.grace_s
+            print(
+                f"told to stop by {name}: ends within {stop.grace_s:g} s with a checkpoint; a second signal ends it at once",
+                file=sys.stderr,
+                flush=True,
+            )

@@ -1,0 +1,55 @@
+"""A run that is killed (-9) at random moments, and resumed each time, is the run that was not."""
+
+import numpy as np
+import pytest
+
+from tests.faults.micro import assert_the_same_run, kill_often, make_run, started
+from tests.several import ROOT
+
+
+@pytest.mark.parametrize(
+    ("kills", "steps"),
+    [(2, 60), pytest.param(200, 6000, marks=pytest.mark.slow)],
+)
+def test_a_killed_run_is_the_uninterrupted_one(kills, steps, tmp_path):
+    """So many steps that none is finished before its last kill: a life is short of 30 steps."""
+    whole = make_run(tmp_path / "whole", steps=steps, eval_every=7)
+    killed = make_run(tmp_path / "killed", steps=steps, eval_every=7, like=whole)
+    kill_often(
+        lambda: killed.start("--resume"),
+        killed.run_dir,
+        kills=kills,
+        rng=np.random.default_rng(0),
+        longest_s=0.5,
+    )
+    reached = max(killed.steps()) + 3
+    killed.finish("--resume", f"steps={reached}", within_s=900)
+    whole.finish(f"steps={reached}", within_s=3600)
+    assert_the_same_run(killed.run_dir, whole.run_dir)
+
+
+@pytest.mark.slow
+def test_the_quickstart_killed_ten_times_is_the_uninterrupted_one(tmp_path):
+    settings = ["checkpoint.every_steps=3", "steps=60"]
+
+    def command(folder, *options):
+        return started(
+            "train",
+            ROOT / "configs" / "quickstart.yaml",
+            f"run_dir={tmp_path}/{folder}/run",
+            *settings,
+            *options,
+        )
+
+    kill_often(
+        lambda: command("killed", "--resume"),
+        tmp_path / "killed" / "run",
+        kills=10,
+        rng=np.random.default_rng(1),
+        longest_s=8.0,
+    )
+    for folder, *options in (("killed", "--resume"), ("whole",)):
+        process = command(folder, *options)
+        output, _ = process.communicate(timeout=1800)
+        assert process.returncode == 0, output
+    assert_the_same_run(tmp_path / "killed" / "run", tmp_path / "whole" / "run")

@@ -1,0 +1,166 @@
+"""A run so small that it can be killed hundreds of times: what it needs in a folder, and its command as a process of its own."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from etils import epath
+
+from dapo_jax.checkpoint_files import check_manifest
+from dapo_jax.models.folder import load_model
+from dapo_jax.run.policy import Policy
+from dapo_jax.testing import tiny_decoder_config, tiny_params
+from dapo_jax.text.tokenizers import CharTokenizer
+from dapo_jax.trackers import read_metrics
+from tests.several import ROOT
+
+GRADER = '''
+import time
+from pathlib import Path
+
+def seventh(sample):
+    """Right for about a third; waits where a file beside this one says so."""
+    waiting = Path(__file__).with_name("grader_waits")
+    if waiting.exists():
+        waiting.with_name("grader_waits_now").touch()
+        time.sleep(600)
+    return int(sample.tokens.sum()) % 3 == 0
+'''
+
+CONFIG = """
+run_dir: {folder}/run
+compilation_cache: {folder}/compiled
+steps: {steps}
+model: {{source: {folder}/model}}
+data: {{source: jsonl, path: {folder}/rows.jsonl, data_dir: {folder}/data, max_prompt_tokens: 4, eval_split: train}}
+sampling: {{slots: 8, max_response_tokens: 6, steps_per_call: 3}}
+reward: {{grader: "{folder}/grader.py:seventh", workers: 0, timeout_s: 600, overlong: {{buffer_tokens: 2}}}}
+dynamic_sampling: {{prompts_per_wave: 3, surplus: carry}}
+batch: {{prompts_per_step: 2, group_size: 4, groups_per_update: 1, row_tokens: 12, rows_per_microbatch: 8}}
+optimizer: {{learning_rate: 1.0e-4, warmup_steps: 2}}
+eval: {{every_steps: {eval_every}, prompts: 2, samples_per_prompt: 4}}
+checkpoint: {{every_steps: 1, keep: 3}}
+log: {{rollouts_every_steps: 5}}
+"""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run's folder: its configuration, and what it leaves in `run`."""
+
+    folder: Path
+
+    @property
+    def run_dir(self):
+        return self.folder / "run"
+
+    @property
+    def config(self):
+        return self.folder / "micro.yaml"
+
+    def steps(self):
+        """Of the complete checkpoints."""
+        folder = self.run_dir / "checkpoints"
+        return (
+            sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
+            if folder.exists()
+            else []
+        )
+
+    def start(self, *options, **how):
+        """The command as a process."""
+        return started("train", self.config, *options, **how)
+
+    def finish(self, *options, within_s=600):
+        """Runs to the end; a failure if it does not end well."""
+        process = self.start(*options)
+        output, _ = process.communicate(timeout=within_s)
+        assert process.returncode == 0, output
+        return output
+
+    def wait_for(self, process, happened, within_s=120):
+        """Until that is true, while the process lives."""
+        end = time.monotonic() + within_s
+        while not happened():
+            assert process.poll() is None, process.communicate()[0]
+            assert time.monotonic() < end, "it did not happen in time"
+            time.sleep(0.002)
+
+
+def started(*arguments, program=("-m", "dapo_jax.cli")):
+    """`dapo-jax`, or another program of Python, as a process with one device."""
+    environment = {"JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    return subprocess.Popen(
+        [sys.executable, *program, *map(str, arguments)],
+        cwd=ROOT,
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def make_run(folder, *, steps, eval_every=0, like=None):
+    """A run that has not begun; with `like`, that run's folder is used for what is compiled."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = CharTokenizer("0123456789+=:,?")
+    decoder = tiny_decoder_config(
+        vocab_size=tokenizer.vocab_size, embed_dim=16, layers=1, heads=2, kv_heads=1, head_dim=8, mlp_dim=16,
+        max_positions=128,
+    )  # fmt: skip
+    Policy(decoder=decoder, params=tiny_params(decoder, seed=5), tokenizer=tokenizer).save(folder / "model")
+    rows = [{"prompt": f"{a}+{b}", "answer": str(a + b)} for a in range(3) for b in range(3)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "grader.py").write_text(GRADER)
+    text = CONFIG.format(folder=folder, steps=steps, eval_every=eval_every)
+    if like is not None:
+        text = text.replace(f"{folder}/compiled", f"{like.folder}/compiled")
+    (folder / "micro.yaml").write_text(text)
+    return Run(folder)
+
+
+def kill_often(start, run_dir, *, kills, rng, longest_s):
+    """Starts a run and kills it (-9), `kills` times: each time at a random moment after it has saved a further step.
+
+    Returns how many steps were saved when it was killed last.
+    """
+    run = Run(run_dir.parent)
+    for _ in range(kills):
+        before, process = max(run.steps(), default=0), start()
+        try:
+            run.wait_for(process, lambda before=before: max(run.steps(), default=0) > before, within_s=900)
+            time.sleep(rng.uniform(0.0, longest_s))
+            assert process.poll() is None, "it has finished: too few steps for so many kills"
+        finally:
+            process.kill()
+            process.communicate()
+    return max(run.steps())
+
+
+def assert_the_same_run(found, expected):
+    """Bit for bit: every metric but the clock's, the weights; and all checkpoints that are left can be read."""
+    assert learnt(found) == learnt(expected)
+    for one, other in zip(weights_of(found), weights_of(expected), strict=True):
+        np.testing.assert_array_equal(one, other)
+    for step in (found / "checkpoints").iterdir():
+        assert step.name.isdigit(), f"left behind: {step}"
+        check_manifest(epath.Path(step))
+
+
+def learnt(run_dir):
+    """The lines of metrics.jsonl without the clock's."""
+    return [
+        {key: value for key, value in line.items() if not key.startswith(("time/", "speed/"))}
+        for line in read_metrics(run_dir / "metrics.jsonl")
+    ]
+
+
+def weights_of(run_dir):
+    import jax
+
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(load_model(run_dir / "model")[1])]

@@ -1,0 +1,109 @@
+"""SIGTERM in each phase of a step: the process ends within 30 s with status 75, and what it leaves can be resumed."""
+
+import signal
+import time
+
+import numpy as np
+import pytest
+
+from dapo_jax.stopping import STOPPED
+from tests.faults.micro import assert_the_same_run, make_run
+
+SLOW = """
+import sys, time
+from pathlib import Path
+from importlib import import_module
+from dapo_jax.cli import main
+
+module, owner, method, call, marker, *arguments = sys.argv[1:]
+owner, calls = getattr(import_module(module), owner), []
+whole = getattr(owner, method)
+
+def slow(*arguments, **options):
+    calls.append(0)
+    if len(calls) == int(call):
+        Path(marker).touch()
+        time.sleep(3)
+    return whole(*arguments, **options)
+
+setattr(owner, method, slow)
+sys.exit(main(arguments))
+"""
+
+PHASES = {
+    "sampling": ("dapo_jax.sampling.engine", "DecoderEngine", "generate", 14),
+    "grading": ("dapo_jax.rewards.grading", "Grading", "groups", 4),
+    "updating": ("dapo_jax.training.update", "Updater", "update", 4),
+    "saving": ("dapo_jax.checkpoints", "Checkpointer", "save", 2),
+    "evaluating": ("dapo_jax.run.assembly", "Run", "evaluate", 2),
+}
+"""What takes 3 s in its so many-th call, when the signal comes."""
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    run = make_run(tmp_path_factory.mktemp("whole"), steps=5, eval_every=2)
+    run.finish()
+    return run
+
+
+@pytest.mark.parametrize(
+    "phase", [pytest.param(phase, marks=[pytest.mark.slow] * (phase != "updating")) for phase in PHASES]
+)
+def test_it_ends_within_30_s_and_can_be_resumed(phase, whole, tmp_path):
+    run, marker = make_run(tmp_path, steps=5, eval_every=2, like=whole), tmp_path / "now"
+    told = [*PHASES[phase], marker]
+    program = ("-c", SLOW, *map(str, told))
+    process = run.start(
+        "checkpoint.every_steps=0", "checkpoint.keep_best=" + str(phase == "saving"), program=program
+    )
+    run.wait_for(process, marker.exists)
+    assert ended_by(process, signal.SIGTERM) < 30
+    assert process.returncode == STOPPED
+    assert max(run.steps()) in (1, 2, 3)
+    run.finish("--resume")
+    assert_the_same_run(run.run_dir, whole.run_dir)
+
+
+@pytest.mark.slow
+def test_a_grader_that_hangs_is_left_behind(whole, tmp_path):
+    """It would have another ten minutes."""
+    run = make_run(tmp_path, steps=5, eval_every=2, like=whole)
+    process = run.start()
+    run.wait_for(process, lambda: run.steps())
+    (tmp_path / "grader_waits").touch()
+    run.wait_for(process, (tmp_path / "grader_waits_now").exists)
+    assert ended_by(process, signal.SIGTERM) < 30
+    (tmp_path / "grader_waits").unlink()
+    run.finish("--resume")
+    assert_the_same_run(run.run_dir, whole.run_dir)
+
+
+@pytest.mark.slow
+def test_stopped_at_twenty_random_moments_it_is_the_uninterrupted_run(tmp_path):
+    """From the first import on; whoever is stopped before it has begun has nothing to save."""
+    whole = make_run(tmp_path / "whole", steps=100, eval_every=3)
+    run = make_run(tmp_path / "stopped", steps=100, eval_every=3, like=whole)
+    whole.finish()
+    rng, statuses = np.random.default_rng(0), []
+    for _ in range(20):
+        process = run.start("--resume")
+        time.sleep(rng.uniform(0.0, 12.0))
+        assert ended_by(process, rng.choice([signal.SIGTERM, signal.SIGINT])) < 30
+        statuses.append(process.returncode)
+    # Before the command has installed its handlers a signal ends it as Python does.
+    assert set(statuses) <= {STOPPED, 0, -signal.SIGTERM, -signal.SIGINT, 1, 130}
+    assert statuses.count(STOPPED) >= 5
+    run.finish("--resume")
+    assert_the_same_run(run.run_dir, whole.run_dir)
+
+
+def ended_by(process, number):
+    """Seconds until the process has ended."""
+    began = time.monotonic()
+    process.send_signal(int(number))
+    try:
+        process.communicate(timeout=40)
+    finally:
+        process.kill()
+    return time.monotonic() - began
