@@ -154,7 +154,7 @@ LATE = [
 def fuzzed(rng):
     """Damages a file of a run, and the command for it."""
     if rng.integers(2):
-        command = (SAMPLE, EVAL, CONVERT, RESUME)[rng.integers(4)]
+        command = (SAMPLE, EVAL, CONVERT)[rng.integers(3)]
         return damage("config.yaml", lambda old: damaged(old, rng)), command
 
     def change(old):
