@@ -21,11 +21,11 @@ class Keeping(PreservationPolicy):
 
 
 def quiet_orbax() -> None:
-    """Keeps orbax's remarks about its own defaults out of the terminal; its errors still show."""
+    """Keeps orbax's log out of the terminal: remarks about its own defaults, and tracebacks of errors that it raises too."""
     logger = logging.getLogger("absl")
     if _from_orbax not in logger.filters:
         logger.addFilter(_from_orbax)
 
 
 def _from_orbax(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.ERROR or "/orbax/" not in record.pathname.replace("\\", "/")
+    return "/orbax/" not in record.pathname.replace("\\", "/")

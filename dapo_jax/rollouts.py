@@ -15,8 +15,8 @@ FinishReason = Literal["stop", "length"]
 """Why sampling ended: an end token, or the length limit."""
 
 
-Lost = Literal["timeout", "memory", "died"]
-"""Why a grader gave no verdict: its time, its memory, its process."""
+Lost = Literal["timeout", "memory", "died", "nonfinite"]
+"""Why a grader gave no verdict: its time, its memory, its process, or a score that is NaN or infinite."""
 
 
 @dataclass(frozen=True, kw_only=True)

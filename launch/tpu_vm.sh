@@ -89,7 +89,7 @@ watch_over() { # CODE: how it has gone so far
     case $state in
       SUSPENDED | SUSPENDING) ;; # preempted
       NONE | DELETING) say "$name was deleted, so the run is over; it can be resumed" && exit "$code" ;;
-      *) failures=$((failures + 1)) ;;
+      *) [[ $code -eq 75 ]] || failures=$((failures + 1)) ;; # 75: it was told to stop, and has saved
     esac
     [[ $failures -le $restarts ]] || { say "$failures failures, over --restarts=$restarts; $name is still up" && exit "$code"; }
     say "status $code, $name is $state: resuming from the last checkpoint (failure $failures of $restarts)"

@@ -5,11 +5,12 @@ Exit status: 0 done; 2 for a usage or configuration error, said in one message; 
 """
 
 import argparse
+import errno
 import sys
 import traceback
 from collections.abc import Sequence
 
-from dapo_jax.cli import data, inference, models, planning, training
+from dapo_jax.cli import data, doctor, inference, models, planning, training
 from dapo_jax.cli.arguments import printable
 from dapo_jax.config import ConfigError
 from dapo_jax.parallel import processes
@@ -18,7 +19,7 @@ from dapo_jax.stopping import STOPPED, StoppedError, stopped_by_signals
 TOGETHER = ("train",)
 """Commands that several processes run together."""
 
-ALONE = ("sft", "eval", "sample", "serve", "convert")
+ALONE = ("doctor", "sft", "eval", "sample", "serve", "convert")
 """Commands with a model that one process runs; the others need no devices and do not ask."""
 
 
@@ -71,6 +72,8 @@ def _outcome(error: BaseException, name: str) -> tuple[int, str] | None:
         return 2, f"dapo-jax {name}: {error}"
     if isinstance(error, KeyboardInterrupt):
         return 1, f"dapo-jax {name}: interrupted"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return 1, f"dapo-jax {name}: {error}: make room; what was written before is whole"
     if isinstance(error, RuntimeError | OSError) and _is_ours(error):
         return 1, f"dapo-jax {name}: {error}"
     return None
@@ -81,8 +84,9 @@ def _is_ours(error: Exception) -> bool:
     from dapo_jax.checkpoint_files import CheckpointError
     from dapo_jax.filtering import ShortfallError
     from dapo_jax.rewards.functions import RewardError
+    from dapo_jax.run.guard import GuardError
 
-    return isinstance(error, ShortfallError | RewardError | CheckpointError)
+    return isinstance(error, ShortfallError | RewardError | CheckpointError | GuardError)
 
 
 def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -102,6 +106,6 @@ def _parser() -> argparse.ArgumentParser:
         prog="dapo-jax", description="DAPO reinforcement learning of language models in JAX."
     )
     commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
-    for kind in (training, planning, inference, data, models):
+    for kind in (training, planning, doctor, inference, data, models):
         kind.add_to(commands)
     return parser

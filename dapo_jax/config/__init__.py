@@ -3,6 +3,7 @@
 from dapo_jax.config.base import ConfigError
 from dapo_jax.config.data_schema import DataConfig, SourceConfig
 from dapo_jax.config.evaluate_schema import EvaluateConfig, evaluation_of
+from dapo_jax.config.guard_schema import GuardConfig, WatchdogsConfig
 from dapo_jax.config.loading import changed_keys, load_config, load_evaluation, to_yaml
 from dapo_jax.config.schema import (
     BatchConfig,
@@ -31,6 +32,7 @@ __all__ = [
     "EvalConfig",
     "EvaluateConfig",
     "GraderConfig",
+    "GuardConfig",
     "LogConfig",
     "LossConfig",
     "ModelConfig",
@@ -43,6 +45,7 @@ __all__ = [
     "SftConfig",
     "SourceConfig",
     "TrainConfig",
+    "WatchdogsConfig",
     "changed_keys",
     "evaluation_of",
     "load_config",

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, get_type_hints
 
-from dapo_jax.config import data_schema, evaluate_schema, schema, sft_schema
+from dapo_jax.config import data_schema, evaluate_schema, guard_schema, schema, sft_schema
 from dapo_jax.config.data_checks import check_data, check_eval
 from dapo_jax.config.entries import entries
 from dapo_jax.config.values import check_value, refuse
@@ -30,6 +30,8 @@ SECTIONS: dict[type, str] = {
     schema.EvalConfig: "eval",
     schema.CheckpointConfig: "checkpoint",
     schema.LogConfig: "log",
+    guard_schema.GuardConfig: "guard",
+    guard_schema.WatchdogsConfig: "watchdogs",
     schema.ParallelConfig: "parallel",
 }
 
@@ -168,8 +170,25 @@ def _check_attention(model: schema.ModelConfig, *, packing: bool) -> None:
         refuse("model.compute_dtype", model.compute_dtype, "bfloat16 for model.attention = 'cudnn'", remedy)
 
 
+def _check_guard(guard: guard_schema.GuardConfig, loss: schema.LossConfig) -> None:
+    if guard.on_mismatch != "warn" and guard.max_mismatch_kl is None:
+        remedy = "write the limit, such as 0.01"
+        refuse(
+            "guard.max_mismatch_kl", None, f"a number for guard.on_mismatch = {guard.on_mismatch!r}", remedy
+        )
+    if guard.on_mismatch != "correct":
+        return
+    if loss.old_logprobs == "sampler":
+        remedy = "the ratio to the sampler's log-probabilities corrects already: set guard.on_mismatch=warn"
+        refuse("guard.on_mismatch", "correct", "loss.old_logprobs = 'trainer'", remedy)
+    if loss.importance_cap is not None:
+        needs = f"loss.importance_cap = null, found {loss.importance_cap}"
+        refuse("guard.on_mismatch", "correct", needs, "that corrects every step already: set one of the two")
+
+
 def check_train(config: schema.TrainConfig) -> None:
     """Checks what sections of a training configuration say about each other."""
+    _check_guard(config.guard, config.loss)
     _check_attention(config.model, packing=config.batch.packing)
     _check_training_policy(config.sampling)
     batch, waves = config.batch, config.dynamic_sampling

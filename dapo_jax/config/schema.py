@@ -1,5 +1,5 @@
-"""The dataclasses that a training configuration is read into; `data_schema` has those of its data, `sft_schema` those of a warm
-start. Imports no jax.
+"""The dataclasses that a training configuration is read into; `data_schema` has those of its data, `guard_schema` those of its
+guards, `sft_schema` those of a warm start. Imports no jax.
 
 Defaults are the paper's where the paper gives one (DAPO, https://arxiv.org/abs/2503.14476), each with its
 equation or section. Checks raise `ConfigError` with the arithmetic; nothing here changes a value.
@@ -10,6 +10,7 @@ from typing import Any
 
 from dapo_jax.config.base import checked
 from dapo_jax.config.data_schema import DataConfig
+from dapo_jax.config.guard_schema import GuardConfig, WatchdogsConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +107,8 @@ class RewardConfig:
     """Seconds for one call: a response, or a group if the function takes one whole. What takes longer counts as wrong."""
     worker_memory_mb: int = 2048
     """What a worker may take beyond what the loaded grader needs; a response that takes more counts as wrong. (Linux)"""
+    on_nonfinite: str = "error"
+    """A score that is NaN or infinite: error, or lost (that response has no verdict and counts as wrong)."""
     correct: float = 1.0
     incorrect: float = -1.0
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
@@ -270,6 +273,9 @@ class TrainConfig:
     """Where the run writes: a local folder, or `gs://BUCKET/FOLDER` (extra `gcs`)."""
     seed: int = 0
     steps: int = 100
+    stall_timeout_s: float = 1800.0
+    """Seconds without progress (of data, sampling, graders, updates, files, other processes) after which the run ends with a report of
+    what every thread and process is doing; longer than anything takes to compile. 0: no limit."""
     compilation_cache: str = "~/.cache/dapo_jax/xla"
     """Folder, local or `gs://...`, of compiled programs that later runs reuse; empty: none."""
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -283,6 +289,8 @@ class TrainConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
+    watchdogs: WatchdogsConfig = field(default_factory=WatchdogsConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     __post_init__ = checked

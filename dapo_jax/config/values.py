@@ -23,11 +23,13 @@ _POSITIVE = Range("more than 0", lambda v: v > 0)
 _BETA = Range("0 or more and less than 1", lambda v: 0 <= v < 1)
 _TOP_P = Range("more than 0 and at most 1 (1: off)", lambda v: 0 < v <= 1)
 _TOP_K = Range("1 or more, or 0 or -1 (both: off)", lambda v: v >= -1)
+_FRAC = Range("from 0 to 1", lambda v: 0 <= v <= 1)
 _AXIS = Range("1 or more devices, or -1 for those that the other axes leave", lambda v: v >= 1 or v == -1)
 
 RANGES: dict[str, Range] = {
     "seed": Range("0 or more and less than 2**32 = 4294967296", lambda v: 0 <= v < 2**32),
     "steps": Range("0 or more (0: evaluate only)", lambda v: v >= 0),
+    "stall_timeout_s": _NOT_NEGATIVE,
     "max_response_tokens": _SIZE,
     "model.logprob_chunk_vocab": _SIZE,
     "data.max_prompt_tokens": _SIZE,
@@ -76,6 +78,15 @@ RANGES: dict[str, Range] = {
     "checkpoint.grace_s": _POSITIVE,
     "log.rollouts_every_steps": _NOT_NEGATIVE,
     "log.rollout_groups": _SIZE,
+    "guard.max_skipped_updates": _NOT_NEGATIVE,
+    "guard.post_mortems": _NOT_NEGATIVE,
+    "guard.max_mismatch_kl": Range("0 or more, or null (no limit)", lambda v: v >= 0),
+    "guard.mismatch_cap": _SIZE,
+    "watchdogs.window": Range("4 or more", lambda v: v >= 4),
+    "watchdogs.min_entropy": _NOT_NEGATIVE,
+    "watchdogs.min_length_frac": _FRAC,
+    "watchdogs.max_truncated_frac": _FRAC,
+    "watchdogs.min_mixed_frac": _FRAC,
     "parallel.data": _AXIS,
     "parallel.fsdp": _AXIS,
     "parallel.tensor": _AXIS,
@@ -95,6 +106,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "dynamic_sampling.metric": ("correct", "score"),
     "loss.aggregation": ("token_mean", "prompt_mean", "sequence_mean", "token_sum_norm"),
     "loss.old_logprobs": ("trainer", "sampler"),
+    "reward.on_nonfinite": ("error", "lost"),
+    "guard.on_mismatch": ("warn", "stop", "correct"),
 }
 
 NOT_EMPTY = (

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import tensorflow_datasets as tfds
 
 from dapo_jax.data.files import data_files, file_rows
+from dapo_jax.data.own_info import OwnInfo
 from dapo_jax.data.rows import checked_row
 
 ON_BAD_ROW = ("error", "skip")
@@ -150,7 +151,7 @@ class FileBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
                 into.skipped.append(f"{row.place}: {error}")
 
     def _info(self) -> tfds.core.DatasetInfo:
-        return tfds.core.DatasetInfo(
+        return OwnInfo(
             builder=self,
             description="Questions and answers of files, one JSON object a row.",
             features=tfds.features.FeaturesDict({"row": tfds.features.Text()}),

@@ -2,10 +2,15 @@
 
 import importlib
 import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 PATTERNS = ("*.safetensors", "*.json", "*.jinja")
 """What is fetched: never code, never pickled weights."""
+
+_SMALL = ("*.json", "*.jinja")
 
 _NOT_OURS = ("*/*",)
 """Repositories keep exports and checkpoints of training in subfolders."""
@@ -29,25 +34,77 @@ def download(
         ValueError: huggingface_hub is missing, there is no such repository, revision or permission, the hub cannot
             be reached and the model is not in the cache, or the repository has no safetensors.
     """
+    hub = _client()
+    with _explained(name, revision, cache_dir):
+        folder = _snapshot(hub, name, revision, cache_dir, PATTERNS)
+    if not any(folder.glob("*.safetensors")):
+        raise ValueError(_without_weights(name, revision))
+    return folder
+
+
+def look_up(
+    name: str, *, revision: str | None = None, cache_dir: str | os.PathLike[str] | None = None
+) -> tuple[Path, int]:
+    """A folder with a repository's configuration and tokenizer, and the bytes of its weights, which are not fetched.
+
+    Where the hub is not asked or cannot be reached, both are of the model in the cache; else as `download`.
+
+    Raises:
+        ValueError: as `download`.
+    """
+    hub = _client()
     try:
-        hub, errors = (
-            importlib.import_module(module) for module in ("huggingface_hub", "huggingface_hub.errors")
-        )
+        with _explained(name, revision, cache_dir):
+            listed = hub.HfApi().model_info(name, revision=revision, files_metadata=True).siblings or []
+    except ValueError:
+        raise
+    except (
+        Exception
+    ):  # no connection, or one that is not to be made: each client of the hub's has its own kinds
+        folder = download(name, revision=revision, cache_dir=cache_dir)
+        return folder, sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    weights = [
+        file for file in listed if file.rfilename.endswith(".safetensors") and "/" not in file.rfilename
+    ]
+    if not weights:
+        raise ValueError(_without_weights(name, revision))
+    with _explained(name, revision, cache_dir):
+        return _snapshot(hub, name, revision, cache_dir, _SMALL), sum(file.size or 0 for file in weights)
+
+
+def _client() -> Any:
+    try:
+        return importlib.import_module("huggingface_hub")
     except ImportError as error:
         raise ValueError(
             "models from the hub need huggingface_hub, which is not installed: pip install 'dapo_jax[hub]'"
         ) from error
-    at = f" at revision {revision!r}" if revision else ""
-    try:
-        folder = Path(
-            hub.snapshot_download(
-                name,
-                revision=revision,
-                cache_dir=Path(cache_dir).expanduser() if cache_dir else None,
-                allow_patterns=list(PATTERNS),
-                ignore_patterns=list(_NOT_OURS),
-            )
+
+
+def _snapshot(
+    hub: Any,
+    name: str,
+    revision: str | None,
+    cache_dir: str | os.PathLike[str] | None,
+    patterns: Sequence[str],
+) -> Path:
+    return Path(
+        hub.snapshot_download(
+            name,
+            revision=revision,
+            cache_dir=Path(cache_dir).expanduser() if cache_dir else None,
+            allow_patterns=list(patterns),
+            ignore_patterns=list(_NOT_OURS),
         )
+    )
+
+
+@contextmanager
+def _explained(name: str, revision: str | None, cache_dir: str | os.PathLike[str] | None) -> Iterator[None]:
+    """The hub's errors as ValueErrors that say what to do."""
+    errors = importlib.import_module("huggingface_hub.errors")
+    try:
+        yield
     except errors.HFValidationError as error:
         raise ValueError(f"{name!r} is no name of a repository ({error}); write hf:ORG/NAME") from error
     # A gated repository counts as one that was not found, so it comes first.
@@ -62,15 +119,22 @@ def download(
     except errors.RevisionNotFoundError as error:
         raise ValueError(f"{name} has no revision {revision!r}; name a branch, a tag or a commit") from error
     except errors.LocalEntryNotFoundError as error:
-        raise ValueError(_unreachable(name, at, cache_dir)) from error
+        raise ValueError(_unreachable(name, _at(revision), cache_dir)) from error
     except errors.HfHubHTTPError as error:
-        raise ValueError(f"the hub does not hand out {name}{at}: {str(error).splitlines()[0]}") from error
-    if not any(folder.glob("*.safetensors")):
         raise ValueError(
-            f"{name}{at} has no safetensors files, and no others are read: weights as .bin or .pt are pickles, which "
-            "run code when they are opened; take a repository or a revision with safetensors"
-        )
-    return folder
+            f"the hub does not hand out {name}{_at(revision)}: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def _at(revision: str | None) -> str:
+    return f" at revision {revision!r}" if revision else ""
+
+
+def _without_weights(name: str, revision: str | None) -> str:
+    return (
+        f"{name}{_at(revision)} has no safetensors files, and no others are read: weights as .bin or .pt are pickles, which "
+        "run code when they are opened; take a repository or a revision with safetensors"
+    )
 
 
 def _unreachable(name: str, at: str, cache_dir: str | os.PathLike[str] | None) -> str:

@@ -29,6 +29,7 @@ _POLL_S = 0.5
 _FAILED = "dapo_jax/failed/"
 _LEFT = "dapo_jax/left/"
 _STOP = "dapo_jax/stop/"
+_DOING = "dapo_jax/doing/"
 
 
 def wanted(environment: Mapping[str, str] = os.environ) -> bool:
@@ -94,6 +95,17 @@ def end(status: int, message: str) -> NoReturn:
         print(message, file=sys.stderr, flush=True)
         os._exit(status)
     _member.end(status, message)
+
+
+def post(text: str) -> None:
+    """Says to the other processes what this one does; what it said before is forgotten."""
+    if _member is not None:
+        _member.post(text)
+
+
+def posted() -> dict[int, str]:
+    """Process -> what it posted last, of each other one."""
+    return {} if _member is None else _member.posted()
 
 
 def fail(status: int, message: str, *, shown: str | None = None, by_all: bool = False) -> NoReturn:
@@ -207,6 +219,13 @@ class _Member:
             index = min(told)
             self._stop.tell(f"{told[index]} (process {index})")
         self._stop_said = bool(self._stop.reason)
+
+    def post(self, text: str) -> None:
+        with suppress(Exception):  # the service is gone
+            self._client.key_value_set(f"{_DOING}{self._index}", text, allow_overwrite=True)
+
+    def posted(self) -> dict[int, str]:
+        return {index: text for index, text in self._found(_DOING).items() if index != self._index}
 
     def end(self, status: int, message: str) -> NoReturn:
         self._leaving.set()

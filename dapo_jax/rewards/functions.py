@@ -42,6 +42,10 @@ class RewardError(RuntimeError):
     """A reward function raised, or returned what is no verdict; the message names the function and the place."""
 
 
+class NonFiniteScoreError(ValueError):
+    """A reward function returned NaN or an infinity."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoadedReward:
     """A reward function that was found, and how it is called."""
@@ -49,6 +53,8 @@ class LoadedReward:
     function: Callable[..., Any]
     name: str
     """What messages call it."""
+    on_nonfinite: str = "error"
+    """What a score that is NaN or infinite comes to: error, or lost, which loses that response's verdict alone."""
 
     @property
     def is_async(self) -> bool:
@@ -89,22 +95,19 @@ class LoadedReward:
         return list(call) if self.is_whole_group else call[0]
 
     def _failure(self, error: Exception, call: Sequence[Sample]) -> RewardError:
-        prompt = call[0].prompt
-        what = f"{len(call)} responses" if self.is_whole_group else f"response {call[0].response[:60]!r}"
         return RewardError(
-            f"reward function {self.name} raised {type(error).__name__}: {error}{_where(error)}; prompt {prompt.ordinal} "
-            f"({prompt.text[:60]!r}), {what}"
+            f"reward function {self.name} raised {type(error).__name__}: {error}{_where(error)}; {_named(call)}"
         )
 
     def _verdicts(self, result: Any, call: Sequence[Sample]) -> list[Verdict]:
         try:
             return self._checked(result, call)
         except ValueError as error:
-            raise RewardError(str(error)) from error
+            raise RewardError(f"{error}; {_named(call)}") from error
 
     def _checked(self, result: Any, call: Sequence[Sample]) -> list[Verdict]:
         if not self.is_whole_group:
-            return [as_verdict(result, name=self.name)]
+            return [self._judged(result, call[0])]
         found = result.tolist() if isinstance(result, np.ndarray) else result
         if not isinstance(found, list | tuple):
             raise ValueError(
@@ -116,7 +119,24 @@ class LoadedReward:
                 f"reward function {self.name} returned {len(found)} verdicts for {len(call)} responses; it must return one "
                 "for each, in their order"
             )
-        return [as_verdict(one, name=self.name) for one in found]
+        return [self._judged(*pair) for pair in zip(found, call, strict=True)]
+
+    def _judged(self, result: Any, sample: Sample) -> Verdict:
+        try:
+            return as_verdict(result, name=self.name)
+        except NonFiniteScoreError as error:
+            if self.on_nonfinite == "lost":
+                return Verdict(correct=False, reason=str(error), lost="nonfinite")
+            raise RewardError(
+                f"{error}; {_named([sample])}; mend it, or let such responses count as wrong: reward.on_nonfinite=lost"
+            ) from error
+
+
+def _named(call: Sequence[Sample]) -> str:
+    """Prompt and response, or the number of responses, that a call was about."""
+    prompt = call[0].prompt
+    what = f"{len(call)} responses" if len(call) > 1 else f"response {call[0].response[:60]!r}"
+    return f"prompt {prompt.ordinal} ({prompt.text[:60]!r}), {what}"
 
 
 def _where(error: Exception) -> str:
@@ -133,14 +153,16 @@ def calls_of(samples: Sequence[Sample], *, whole_group: bool) -> list[Sequence[S
     return [samples] if whole_group else [[sample] for sample in samples]
 
 
-def grade_function(spec: str | RewardFunction, *, answer_marker: str = "=") -> GradeFunction:
+def grade_function(
+    spec: str | RewardFunction, *, answer_marker: str = "=", on_nonfinite: str = "error"
+) -> GradeFunction:
     """The function that grades the responses to one prompt in this process; `load_reward` says what it is made from.
 
     Raises:
         ValueError: the name is unknown, or the function cannot be loaded or is async.
         RewardError: when grading: the function raised, or returned what is no verdict, or not one for each response.
     """
-    loaded = load_reward(spec, answer_marker=answer_marker)
+    loaded = load_reward(spec, answer_marker=answer_marker, on_nonfinite=on_nonfinite)
     if loaded.is_async:
         raise ValueError(
             f"reward function {loaded.name} is async and needs an event loop: submit to rewards.async_calls.AsyncCalls"
@@ -148,7 +170,9 @@ def grade_function(spec: str | RewardFunction, *, answer_marker: str = "=") -> G
     return loaded.grade
 
 
-def load_reward(spec: str | RewardFunction, *, answer_marker: str = "=") -> LoadedReward:
+def load_reward(
+    spec: str | RewardFunction, *, answer_marker: str = "=", on_nonfinite: str = "error"
+) -> LoadedReward:
     """A reward function: from a name in `GRADERS`, from `module:function`, from a file, or as given.
 
     `trl:` or `verl:` before `module:function` or a file says for which trainer it was written, see `rewards.adapters`.
@@ -156,18 +180,22 @@ def load_reward(spec: str | RewardFunction, *, answer_marker: str = "=") -> Load
     Args:
         spec: the value of `reward.grader`, or a function.
         answer_marker: for the grader `exact` only, see `exact_grader`.
+        on_nonfinite: what a score that is NaN or infinite comes to: `error`, which names it, or `lost`: the response has
+            no verdict and counts as wrong, the others of its group keep theirs.
 
     Raises:
         ValueError: the name is unknown or the function cannot be loaded.
     """
     if not isinstance(spec, str):
-        return LoadedReward(function=spec, name=name_of(spec))
+        return LoadedReward(function=spec, name=name_of(spec), on_nonfinite=on_nonfinite)
     place = _NEEDS_A_ROW.get(spec, spec)
     kind, _, rest = place.partition(":")
     if kind in ADAPTERS:
-        return LoadedReward(function=ADAPTERS[kind](load_function(rest)), name=spec)
+        return LoadedReward(
+            function=ADAPTERS[kind](load_function(rest)), name=spec, on_nonfinite=on_nonfinite
+        )
     if ":" in place:
-        return LoadedReward(function=load_function(place), name=spec)
+        return LoadedReward(function=load_function(place), name=spec, on_nonfinite=on_nonfinite)
     if spec not in GRADERS:
         names = [*GRADERS, *_NEEDS_A_ROW]
         near = difflib.get_close_matches(spec, names, n=1)
@@ -186,11 +214,12 @@ def as_verdict(result: Any, *, name: str) -> Verdict:
     score that becomes the reward as it is; it counts as correct if it is above 0.
 
     Raises:
-        ValueError: NaN, an infinity, or anything else; `name` is the function that returned it.
+        NonFiniteScoreError: a ValueError: NaN or an infinity; `name` is the function that returned it.
+        ValueError: anything else.
     """
     if isinstance(result, Verdict):
         if result.score is not None and not math.isfinite(result.score):
-            raise ValueError(
+            raise NonFiniteScoreError(
                 f"reward function {name} returned a verdict with score {result.score}; scores are finite"
             )
         return result
@@ -200,7 +229,9 @@ def as_verdict(result: Any, *, name: str) -> Verdict:
     if isinstance(value, int | float):
         score = float(value)
         if not math.isfinite(score):
-            raise ValueError(f"reward function {name} returned {score}; a score must be a finite number")
+            raise NonFiniteScoreError(
+                f"reward function {name} returned {score}; a score must be a finite number"
+            )
         return Verdict(correct=score > 0, score=score)
     if inspect.iscoroutine(result):
         result.close()

@@ -44,6 +44,7 @@ class GradingPool:
         memory_mb: int,
         answer_marker: str = "=",
         whole_group: bool = False,
+        on_nonfinite: str = "error",
     ) -> None:
         """Starts the workers; they load the grader while the caller goes on.
 
@@ -54,6 +55,7 @@ class GradingPool:
             memory_mb: megabytes a worker may take beyond what it has once the grader is loaded.
             answer_marker: of the grader `exact`.
             whole_group: one call takes all responses to a prompt, else one.
+            on_nonfinite: as of `load_reward`.
 
         Raises:
             ValueError: no workers, or a limit that is not positive.
@@ -63,7 +65,8 @@ class GradingPool:
                 f"a grading pool needs workers >= 1, timeout_s > 0 and memory_mb >= 1; got {workers=}, {timeout_s=}, "
                 f"{memory_mb=}"
             )
-        self._setup = json.dumps({"grader": grader, "answer_marker": answer_marker, "memory_mb": memory_mb})
+        setup = {"grader": grader, "answer_marker": answer_marker, "memory_mb": memory_mb}
+        self._setup = json.dumps({**setup, "on_nonfinite": on_nonfinite})
         self._timeout_s = timeout_s
         self._whole_group = whole_group
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()

@@ -26,7 +26,9 @@ def main() -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     setup = json.loads(sys.argv[1])
     try:
-        grade = grade_function(setup["grader"], answer_marker=setup["answer_marker"])
+        grade = grade_function(
+            setup["grader"], answer_marker=setup["answer_marker"], on_nonfinite=setup["on_nonfinite"]
+        )
     except ValueError as error:
         _say(answers, {"failed": str(error)})
         return

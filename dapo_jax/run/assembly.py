@@ -4,6 +4,7 @@ import json
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -32,6 +33,7 @@ from dapo_jax.run.rollout import TRAINING, Rollouts, Sampled, grading
 from dapo_jax.run.samplers import Samplers
 from dapo_jax.run.training_pass import training_pass
 from dapo_jax.sampling.decoding import decoding
+from dapo_jax.stalls import Watch
 from dapo_jax.stopping import Stop
 from dapo_jax.training.loop import Pipe, Position
 from dapo_jax.training.state import TrainState, init_state, own_copy, warmed_up
@@ -50,11 +52,13 @@ class Run:
         eval_rows: GivenRows | None = None,
         objective: Objective | None = None,
         stop: Stop | None = None,
+        watch: Watch | None = None,
     ) -> None:
         self.config, model, data = config, config.model, config.data
         self._mesh = mesh_of(config.parallel, rows_per_microbatch=config.batch.rows_per_microbatch)
         meshes = meshes_of(config.parallel, self._mesh)
         self._stop = stop or Stop()
+        watch = watch or Watch(0.0, end=lambda status, why: None)
         self._samplers = Samplers(meshes, self._stop)
         self.policy = load_policy(model, seed=config.seed, mesh=self._mesh, sampler=meshes.sampler)
         self._pass = training_pass(model, config.batch, self._mesh, row_tokens=config.row_tokens)
@@ -75,7 +79,15 @@ class Run:
             max_prompt_tokens=data.max_prompt_tokens,
             compute_dtype=model.compute_dtype,
             group_size=config.batch.group_size,
+            on_look=lambda: watch.note("sampling: drawing tokens"),
         )
+        self._grading = replace(
+            self._grading, submit=watch.before("grading the responses to a prompt", self._grading.submit)
+        )
+        self._prompt_at = watch.before("reading prompts", self._stream.at)
+        for_others = "waiting for the groups of the other processes"
+        self._gathered = watch.before(for_others, self._samplers.gathered, for_others=True)
+        self._gathered_whole = watch.before(for_others, self._samplers.whole, for_others=True)
         self.evaluates = prompts is None or eval_rows is not None
         self.held_out = (
             held_out_prompts(data, config.eval, self.policy.tokenizer, rows=eval_rows)
@@ -127,7 +139,7 @@ class Run:
             self._stop.check()
             return groups
         by_ordinal = {prompt.ordinal: prompt for prompt in prompts}
-        return samplers.gathered(groups, by_ordinal.__getitem__)
+        return self._gathered(groups, by_ordinal.__getitem__)
 
     def close(self) -> None:
         """Ends the grading workers and their event loop."""
@@ -172,7 +184,7 @@ class Run:
 
         def prompts(count: int) -> list[Prompt]:
             ordinals = [ahead.popleft() for _ in range(min(count, len(ahead)))] or draw(count)
-            return [self._stream.at(ordinal) for ordinal in ordinals]
+            return [self._prompt_at(ordinal) for ordinal in ordinals]
 
         # The sampler is done when nothing more is drawn. Verdicts that are still on their way may then call for another wave.
         while ordinals := draw(self._rollouts.prompts_at_once):
@@ -189,10 +201,10 @@ class Run:
             mine = deque(filter(self._samplers.takes, ordinals))
 
             def prompts(count: int, mine: deque[int] = mine) -> list[Prompt]:
-                return [self._stream.at(mine.popleft()) for _ in range(min(count, len(mine)))]
+                return [self._prompt_at(mine.popleft()) for _ in range(min(count, len(mine)))]
 
             groups = self._samplers.graded(self._sampled(weights, prompts), self._grading.groups)
-            yield from self._samplers.gathered(groups, self._prompts.__getitem__)
+            yield from self._gathered(groups, self._prompts.__getitem__)
 
     def _sampled(self, weights: Any, prompts: Callable[[int], list[Prompt]]) -> Sampled:
         return self._rollouts.sample(
@@ -208,22 +220,30 @@ class Run:
         collected = collector.finish(on_shortfall=dynamic.on_shortfall, surplus=dynamic.surplus)
         if self._samplers.alone:
             return collected
-        return self._samplers.whole(collected, logged=logged)
+        return self._gathered_whole(collected, logged=logged)
 
-    def _minibatches(self, groups: Sequence[Group], step: int) -> list[list[Microbatch]]:
-        config = self.config
+    def split(self, groups: Sequence[Group], step: int) -> list[list[Group]]:
+        """The groups of each update of a step."""
+        config, filtered = self.config, self.config.reward.overlong.filter_truncated
         split = split_minibatches(
             groups, groups_per_update=config.batch.groups_per_update, seed=(config.seed, step)
         )
+        # Where overlong filtering left nothing, an update would only decay the weights.
+        return [
+            minibatch
+            for minibatch in split
+            if any(not (filtered and rollout.truncated) for group in minibatch for rollout in group.rollouts)
+        ]
+
+    def _minibatches(self, groups: Sequence[Group], step: int) -> list[list[Microbatch]]:
+        config = self.config
         packed = []
-        for minibatch in split:
+        for minibatch in self.split(groups, step):
             rows = rows_of(
                 minibatch,
                 normalize_std=config.loss.normalize_std,
                 filter_truncated=config.reward.overlong.filter_truncated,
             )
-            if not any(row.in_loss for row in rows):
-                continue  # overlong filtering left nothing: an update would only decay the weights
             weights = row_weights(
                 rows,
                 aggregation=config.loss.aggregation,
@@ -272,6 +292,7 @@ def updater_of(
             old_logprobs=loss.old_logprobs,
             importance_cap=loss.importance_cap,
             kl_coef=loss.kl_coef,
+            score_first=config.guard.on_mismatch == "correct",
             offload=config.optimizer.offload,
         ),
         reference=reference,

@@ -55,19 +55,18 @@ class _Grader:
 
 
 def _graders(config: RewardConfig, reward: Rewards | None) -> list[_Grader]:
-    marker = config.answer_marker
     if reward is None and not config.graders:
-        return [_loaded("reward.grader", config.grader, None, marker)]
+        return [_loaded("reward.grader", config.grader, None, config)]
     if reward is None:
         listed = entries("reward.graders", config.graders, GraderConfig)
         return [
-            _loaded(f"reward.graders[{place}].grader", entry.grader, entry.weight, marker)
+            _loaded(f"reward.graders[{place}].grader", entry.grader, entry.weight, config)
             for place, entry in enumerate(listed)
         ]
     if callable(reward):
-        return [_loaded("reward", reward, None, marker)]
+        return [_loaded("reward", reward, None, config)]
     return [
-        _loaded(f"reward[{place}]", spec, weight, marker)
+        _loaded(f"reward[{place}]", spec, weight, config)
         for place, (spec, weight) in enumerate(weighted(reward))
     ]
 
@@ -105,9 +104,9 @@ def _pair(key: str, pair: object) -> tuple[str | RewardFunction, float]:
     return function, float(weight)
 
 
-def _loaded(key: str, spec: str | RewardFunction, weight: float | None, answer_marker: str) -> _Grader:
+def _loaded(key: str, spec: str | RewardFunction, weight: float | None, config: RewardConfig) -> _Grader:
     try:
-        loaded = load_reward(spec, answer_marker=answer_marker)
+        loaded = load_reward(spec, answer_marker=config.answer_marker, on_nonfinite=config.on_nonfinite)
     except ValueError as error:
         raise ConfigError(f"{key}: {error}") from error
     return _Grader(loaded=loaded, spec=spec if isinstance(spec, str) else None, weight=weight)
@@ -126,6 +125,7 @@ def _started(grader: _Grader, config: RewardConfig, loop: AsyncCalls | None) -> 
         memory_mb=config.worker_memory_mb,
         answer_marker=config.answer_marker,
         whole_group=grader.loaded.is_whole_group,
+        on_nonfinite=config.on_nonfinite,
     )
     return pool.submit, pool.close
 

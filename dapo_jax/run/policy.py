@@ -90,7 +90,7 @@ def load_policy(
         ConfigError: there is no such preset, shipped model or folder; the message names what there is.
     """
     try:
-        decoder, tokenizer, folder = _description(model)
+        decoder, tokenizer, folder = description_of(model)
         decoder = for_mesh(decoder, *(each for each in (mesh, sampler) if each is not None))
         if folder is None:
             params = _random(decoder, seed, mesh)
@@ -111,7 +111,7 @@ def find_policy(source: str, *, mesh: jax.sharding.Mesh | None = None) -> Policy
         return load_policy(ModelConfig(source=source), mesh=mesh)
     config = load_config(run / "config.yaml")
     try:
-        decoder, tokenizer, _ = _description(config.model)
+        decoder, tokenizer, _ = description_of(config.model)
     except ValueError as error:
         raise ConfigError(f"model.source={config.model.source!r}: {error}") from error
     # Shapes alone: the run's own weights are in its checkpoint, which is read onto the devices that are here and not
@@ -227,9 +227,13 @@ def state_structs(
     return structs_of(shapes_of(policy.decoder), optimizer, mesh, offload=offload)
 
 
-def _description(model: ModelConfig) -> tuple[DecoderConfig, Tokenizer, Path | None]:
+def description_of(model: ModelConfig) -> tuple[DecoderConfig, Tokenizer, Path | None]:
     """Sizes and tokenizer, and the folder with the weights, which are not read; a preset has none, and its vocabulary is
-    cut to the tokenizer's."""
+    cut to the tokenizer's.
+
+    Raises:
+        ValueError: there is no such model, or its configuration or tokenizer cannot be read.
+    """
     source, _, name = model.source.partition(":")
     if source == "preset":
         kind, _, alphabet = model.tokenizer.partition(":")

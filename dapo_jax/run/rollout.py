@@ -41,6 +41,7 @@ class Rollouts:
         max_prompt_tokens: int,
         compute_dtype: str,
         group_size: int,
+        on_look: Callable[[], None] = lambda: None,
     ) -> None:
         """Raises ConfigError where slots or lengths do not fit the mesh or the model."""
         self.max_response_tokens = sampling.max_response_tokens
@@ -61,7 +62,7 @@ class Rollouts:
             raise ConfigError(str(error)) from error
         # As many prompts at once as fill the slots with their groups.
         self.prompts_at_once = max(1, sampling.slots // group_size)
-        self._sampler = Sampler(engine, prefill_prompts=self.prompts_at_once)
+        self._sampler = Sampler(engine, prefill_prompts=self.prompts_at_once, on_look=on_look)
         self._stop = StopStrings(policy.tokenizer, sampling.stop).find if sampling.stop else None
         self._key: PRNGKeyArray = jax.random.key(seed)
 

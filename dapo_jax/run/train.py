@@ -12,15 +12,18 @@ from rich.console import Console
 from dapo_jax.checkpoints import Checkpointer
 from dapo_jax.config import ConfigError, TrainConfig, load_config, to_yaml
 from dapo_jax.config.loading import changed_keys
+from dapo_jax.parallel import processes
 from dapo_jax.parallel.exchange import agreed
 from dapo_jax.parallel.processes import is_first, tell_others
 from dapo_jax.rewards.functions import Rewards
 from dapo_jax.run.assembly import Run
 from dapo_jax.run.boundaries import Boundaries, Boundary, OnStep
+from dapo_jax.run.guard import Guard
 from dapo_jax.run.places import place_of
 from dapo_jax.run.policy import Policy
 from dapo_jax.run.prompts import GivenRows
 from dapo_jax.run.records import Records, use_compilation_cache
+from dapo_jax.stalls import Watch, interrupt
 from dapo_jax.stopping import Stop, StoppedError
 from dapo_jax.storage import AnyPath, in_bucket
 from dapo_jax.trackers.profile import Profile
@@ -45,11 +48,16 @@ FREE_TO_CHANGE = (
     "sampling.steps_per_call",
     "reward.workers",
     "reward.async_calls",
+    "reward.on_nonfinite",
     "eval.",
     "checkpoint.",
     "log.",
+    "stall_timeout_s",
+    "guard.",
+    "watchdogs.",
 )
-"""Keys that a resumed run may change: they do not decide what is learnt, but for the order in which sums are rounded."""
+"""Keys that a resumed run may change: they do not decide what is learnt, but for the order in which sums are rounded, and for
+what a run does when something goes wrong."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,27 +96,44 @@ def train(
         objective: a function with the signature of `dapo_loss` that replaces it; the clip ratios are its own affair.
         resume: go on from the last checkpoint in `config.run_dir`.
         progress: where progress is shown; None shows it on standard output.
-        stop: by which it can be told to stop; `stopping.stopped_by_signals` has one for signals.
+        stop: by which it can be told to stop; `stopping.stopped_by_signals` has one for signals. With one, a run that stalls for
+            `config.stall_timeout_s` ends the process; without, it raises KeyboardInterrupt.
 
     Raises:
         ConfigError: something does not fit; nothing was started.
         ShortfallError: dynamic sampling found too few informative groups.
+        GuardError: too much was not finite, or `config.guard` stops a run whose sampler drifts.
         CheckpointError: a checkpoint cannot be written, or none of those to resume from can be read.
         StoppedError: it was told to stop; what it had learnt is in a checkpoint.
     """
     config = config if isinstance(config, TrainConfig) else load_config(config)
+    watch = Watch(
+        config.stall_timeout_s,
+        end=interrupt if stop is None else processes.end,
+        post=processes.post,
+        posted=processes.posted,
+    )
     stop = stop or Stop()
     stop.grace_s = config.checkpoint.grace_s
     use_compilation_cache(config.compilation_cache)
     first = is_first()
     run_dir = _checked_place(config, resume=resume)
-    run = Run(config, reward=reward, prompts=prompts, eval_rows=eval_rows, objective=objective, stop=stop)
+    run = Run(
+        config,
+        reward=reward,
+        prompts=prompts,
+        eval_rows=eval_rows,
+        objective=objective,
+        stop=stop,
+        watch=watch,
+    )
     if first:
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / "config.yaml").write_text(to_yaml(config))
     with ExitStack() as stack:
         stack.callback(run.close)
         shown = stack.enter_context(progress or Progress(config.steps, console=Console(quiet=not first)))
+        shown.listen(watch.phase)
         for note in run.notes:
             shown.message(note)
         checkpointer = stack.enter_context(
@@ -123,8 +148,18 @@ def train(
             else None
         )
         profile = stack.enter_context(Profile(config.log.profile_steps, run_dir / "profile"))
+        stack.enter_context(watch)
         stack.push(tell_others)
 
+        guard = Guard(
+            config,
+            run_dir,
+            start=start,
+            split=run.split,
+            checkpointer=checkpointer,
+            records=records,
+            shown=shown,
+        )
         boundaries = Boundaries(
             config,
             run_dir,
@@ -139,7 +174,7 @@ def train(
         def after_step(result: StepResult) -> None:
             step = result.position.step
             profile.end(step)
-            boundaries.after_step(result)
+            boundaries.after_step(guard.checked(result))
             if step < config.steps:
                 profile.begin(step + 1)
 
@@ -151,7 +186,7 @@ def train(
                 start.state,
                 start.position,
                 steps=config.steps,
-                pipe=run.pipe,
+                pipe=guard.watching(run.pipe),
                 after_step=after_step,
                 on_phase=shown.phase,
             )

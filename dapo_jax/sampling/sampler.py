@@ -53,8 +53,17 @@ class _Request:
 class Sampler:
     """Samples groups of responses with an engine."""
 
-    def __init__(self, engine: Engine, *, prefill_prompts: int = 16, refill_frac: float = 0.125) -> None:
-        """`prefill_prompts` are read side by side; slots are refilled once `refill_frac` of them are free."""
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        prefill_prompts: int = 16,
+        refill_frac: float = 0.125,
+        on_look: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`prefill_prompts` are read side by side; slots are refilled once `refill_frac` of them are free; `on_look` is called before
+        each call of the engine that draws tokens."""
+        self._on_look = on_look
         self._engine = engine
         self._prefill_prompts = prefill_prompts
         self._refill = max(1, round(engine.slots * refill_frac))
@@ -95,6 +104,7 @@ class Sampler:
                 return
             # With work waiting, come back once enough slots are free; without, run on to the end of the call.
             min_live = engine.slots - self._refill + 1 if waiting else 1
+            self._on_look()
             state, result = engine.generate(params, state, how, min_live)
             ended, overrun = self._absorb(result, owners, stop)
             if overrun:

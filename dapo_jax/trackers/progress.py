@@ -60,6 +60,7 @@ class Progress:
         self._phase_start = clock()
         # When steps ended; evaluations and checkpoints between them count, compilation before the first does not.
         self._step_ends: deque[float] = deque(maxlen=_RECENT_STEPS + 1)
+        self._listener: Callable[[str, int | None, int | None], None] = lambda name, done, total: None
         self._live = Live(get_renderable=self._view, console=self._console, refresh_per_second=4)
 
     def __enter__(self) -> "Progress":
@@ -73,8 +74,13 @@ class Progress:
         if self._live.is_started:
             self._live.stop()
 
+    def listen(self, listener: Callable[[str, int | None, int | None], None]) -> None:
+        """`listener` hears of every phase."""
+        self._listener = listener
+
     def phase(self, name: str, done: int | None = None, total: int | None = None) -> None:
         """Says what the run is doing, and how far it is; plain output leaves it out."""
+        self._listener(name, done, total)
         if name != self._phase[0]:
             self._phase_start = self._clock()
         self._phase = (name, done, total)

@@ -46,6 +46,7 @@ def _sampled_metrics(groups: Sequence[Group], rollouts: Sequence[Rollout]) -> di
         "rollout/response_tokens_p95": float(np.percentile(lengths, 95)),
         "rollout/truncated_frac": float(np.mean([rollout.truncated for rollout in rollouts])),
         "reward/lost": sum(rollout.verdict.lost != "" for rollout in rollouts),
+        "reward/nonfinite": sum(rollout.verdict.lost == "nonfinite" for rollout in rollouts),
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
         "reward/overlong_penalty": float(np.mean([rollout.overlong_penalty for rollout in rollouts])),

@@ -40,6 +40,8 @@ class UpdateOptions:
     """trainer or sampler: see `Updater.update`."""
     importance_cap: float | None = None
     kl_coef: float = 0.0
+    score_first: bool = False
+    """Score the first minibatch's old log-probabilities too. Its update does not need them; who compares before it does."""
     offload: bool = False
     """The optimizer's moments lie in the host's memory and come to the device only to be applied."""
 
@@ -93,8 +95,8 @@ class Updater:
         if self._options.old_logprobs == "sampler":
             placed = [having(m, "old_logprobs", _recorded) for m in placed]
         else:
-            score = partial(self._score, state.params)
-            placed[1:] = [having(m, "old_logprobs", score) for m in placed[1:]]
+            score, known = partial(self._score, state.params), 0 if self._options.score_first else 1
+            placed[known:] = [having(m, "old_logprobs", score) for m in placed[known:]]
         if self._reference is None:
             return placed
         score = partial(self._score, self._reference)
@@ -112,7 +114,9 @@ class Updater:
             first: no update has happened since sampling, so the old policy is the policy itself.
 
         Returns:
-            The new state (the old one if loss or gradient was not finite), and metrics for `to_scalars`.
+            The new state (the old one if anything was not finite), and metrics for `to_scalars`. Those of `nonfinite/` are 1
+            where something was not: for log-probabilities, advantages and loss a value for each microbatch, for the gradient
+            one for each parameter in the order of `state.params`.
         """
         rate, now = np.float32(learning_rate), np.bool_(first)
         if len(minibatch) == 1:
@@ -222,7 +226,17 @@ class Updater:
                 logprobs, microbatch.ref_logprobs, mask, weights=microbatch.weights
             )
             loss, metrics = loss + options.kl_coef * penalty, {**metrics, **kl_metrics}
-        return loss, metrics
+        scored = (now, old) if by_trainer else (now,)
+        found = {
+            "nonfinite/sampler_logprobs": _not_finite(mask, microbatch.sampler_logprobs),
+            "nonfinite/advantages": _not_finite(mask, microbatch.advantages),
+            "nonfinite/trainer_logprobs": _not_finite(mask, *scored),
+            "nonfinite/loss": ~jnp.isfinite(loss),
+        }
+        # Clipping can hide what is not finite from the loss, and with old log-probabilities of the trainer's it never sees the
+        # sampler's: made NaN, the loss says so to what applies the gradient.
+        loss = jnp.where(jnp.stack(list(found.values())).any(), jnp.nan, loss)
+        return loss, metrics | {name: Max(bad.astype(jnp.float32)) for name, bad in found.items()}
 
     def _applied(
         self, state: TrainState, sums: Sums, learning_rate: Float[Array, ""]
@@ -230,7 +244,8 @@ class Updater:
         grads, loss = sums
         if self._options.offload:
             state = replace(state, opt_state=jax.device_put(state.opt_state, self._moments))
-        norm = jnp.sqrt(sum(jnp.sum(leaf * leaf) for leaf in jax.tree.leaves(grads)))
+        squares = [jnp.sum(leaf * leaf) for leaf in jax.tree.leaves(grads)]
+        norm = jnp.sqrt(sum(squares))
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
         with jax.numpy_dtype_promotion("standard"):  # optax raises a float to an integer count
             changes, opt_state = self._optimizer.update(grads, state.opt_state, state.params)
@@ -243,6 +258,7 @@ class Updater:
             "update/loss": Mean(jnp.where(finite, loss, 0.0), finite.astype(jnp.float32)),
             "update/grad_norm": Mean(jnp.where(finite, norm, 0.0), finite.astype(jnp.float32)),
             "update/skipped_frac": Mean(1.0 - finite.astype(jnp.float32), one),
+            "nonfinite/gradient": Max((~jnp.isfinite(jnp.stack(squares))).astype(jnp.float32)),
         }
 
 
@@ -253,6 +269,11 @@ def _recorded(stack: Stack) -> Array:
 def _joined(*measured: dict[str, Metric]) -> dict[str, Metric]:
     """The values of every stack in one array for each metric."""
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), *measured)
+
+
+def _not_finite(mask: Array, *values: Array) -> Bool[Array, ""]:
+    """True if one of the values is not finite where the mask is True."""
+    return (mask & ~jnp.stack([jnp.isfinite(array) for array in values]).all(axis=0)).any()
 
 
 def _token_mean(values: Array, mask: Array) -> Mean:

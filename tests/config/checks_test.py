@@ -170,6 +170,21 @@ REFUSED = [
     ("parallel.context=-2", ["parallel.context: found -2", "1 or more"]),
     ("model.attention=cudnn", ["model.attention: found 'cudnn'", "one rollout", "batch.packing=false"]),
     ("model.attention=cudnn batch.packing=false", ["model.compute_dtype: found 'float32'", "bfloat16"]),
+    # guards
+    ("guard.max_skipped_updates=-1", ["guard.max_skipped_updates: found -1", "0 or more"]),
+    ("guard.on_mismatch=stop", ["guard.max_mismatch_kl: found null", "guard.on_mismatch = 'stop'", "0.01"]),
+    (
+        "guard.on_mismatch=correct guard.max_mismatch_kl=0.01 loss.old_logprobs=sampler",
+        ["guard.on_mismatch: found 'correct'", "loss.old_logprobs = 'trainer'", "corrects already"],
+    ),
+    (
+        "guard.on_mismatch=correct guard.max_mismatch_kl=0.01 loss.importance_cap=3",
+        ["guard.on_mismatch: found 'correct'", "loss.importance_cap = null, found 3", "one of the two"],
+    ),
+    ("guard.mismatch_cap=0.5", ["guard.mismatch_cap: found 0.5", "1 or more"]),
+    ("watchdogs.window=3", ["watchdogs.window: found 3", "4 or more"]),
+    ("watchdogs.min_mixed_frac=2", ["watchdogs.min_mixed_frac: found 2", "from 0 to 1"]),
+    ("reward.on_nonfinite=loose", ["reward.on_nonfinite: found 'loose'", "did you mean lost?"]),
     ("parallel.sampler_hosts=0", ["parallel.sampler_hosts: found 0", "1 or more"]),
     (
         "parallel.sampler_tensor=-1",
@@ -257,7 +272,12 @@ def test_several_graders_are_read_from_a_file_and_written_back(path):
 
 @pytest.mark.parametrize(("key", "words"), sorted(CHOICES.items()))
 def test_every_choice_of_a_key_loads(path, key, words):
-    needs = {"cudnn": ["batch.packing=false", "model.compute_dtype=bfloat16"]}
+    limit = ["guard.max_mismatch_kl=0.01"]
+    needs = {
+        "cudnn": ["batch.packing=false", "model.compute_dtype=bfloat16"],
+        "stop": limit,
+        "correct": limit if key == "guard.on_mismatch" else [],
+    }
     for word in words:
         if key in leaf_types(TrainConfig):
             load_config(path, [f"{key}={word}", *needs.get(word, [])])

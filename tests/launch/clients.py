@@ -11,7 +11,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 STUB = Path(__file__).with_name("stub.py")
-CLIENTS = ("gcloud", "xpk", "kubectl", "srun", "sbatch", "scontrol", "squeue", "tar", "dapo-jax")
+CLIENTS = ("gcloud", "xpk", "kubectl", "srun", "sbatch", "scontrol", "scancel", "squeue", "tar", "dapo-jax")
 TAIL = """#!/bin/sh
 # What would follow for ever shows what there is.
 case "$*" in *--pid=*) exec /usr/bin/tail "$@" ;; *-F*) exec cat "$HOME/dapo_jax_run/log" ;; *) exec /usr/bin/tail "$@" ;; esac
@@ -60,7 +60,7 @@ class Laptop:
 
     def commands(self) -> list[list[str]]:
         """The commands that the script itself ran."""
-        there = ("gcloud", "xpk", "kubectl", "tar", "srun", "scontrol")
+        there = ("gcloud", "xpk", "kubectl", "tar", "srun", "scontrol", "scancel")
         return [[line["client"], *line["words"]] for line in self.calls(*there)]
 
     def verbs(self) -> list[str]:

@@ -87,6 +87,7 @@ FORMS = {
         words=(0, 1),
     ),
     ("scontrol", "requeue"): Form(values=set(), words=(1, 1)),
+    ("scancel",): Form(values={"signal"}, words=(1, 1)),
     ("squeue",): Form(values={"jobs", "format", "user", "states"}, bare={"noheader"}),
     # What a worker of a slice runs.
     ("curl",): Form(values=set(), bare={"LsSf"}, words=(1, 1)),

@@ -96,8 +96,8 @@ def test_a_cancelled_job_does_not_come_back(laptop):
 
 
 @pytest.mark.parametrize("told", [signal.SIGUSR1, signal.SIGTERM])
-def test_a_job_that_is_told_to_stop_is_requeued_while_its_step_runs(laptop, told):
-    laptop.scenario(held=True)
+def test_a_job_that_is_told_to_stop_tells_its_step_waits_for_it_and_is_requeued(laptop, told):
+    laptop.scenario(held=True, runs=[75])
     job = subprocess.Popen(
         ["bash", str(ROOT / "launch" / "slurm.sbatch"), *RUN],
         cwd=laptop.work,
@@ -112,7 +112,8 @@ def test_a_job_that_is_told_to_stop_is_requeued_while_its_step_runs(laptop, told
             time.sleep(0.05)
         job.send_signal(told)
         assert job.wait(timeout=15) == 0
-        assert requeued(laptop) == [["requeue", "71"]]
+        order = [call["words"] for call in laptop.calls("scancel", "scontrol")]
+        assert order == [["--signal=TERM", "71"], ["requeue", "71"]]
     finally:
         subprocess.run(["kill", "--", f"-{job.pid}"], check=False)
         assert "told to stop; requeued" in job.communicate()[1]

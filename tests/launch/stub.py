@@ -240,6 +240,13 @@ def scontrol_requeue(found, rest):
     return 0
 
 
+def scancel(found, rest):
+    """The steps end when they are told to."""
+    assert found["signal"] == ["TERM"]
+    (FOLDER / "released").touch()
+    return 0
+
+
 def parted(words, values, bare=()):
     """Flags of the client, and the program with its own words."""
     end = next(number for number, word in enumerate(words) if not word.startswith("-"))

@@ -81,6 +81,13 @@ def test_a_failure_is_resumed_on_the_same_tpu_until_restarts_are_used_up(laptop)
     assert "2 failures, over --restarts=1" in done.stderr
 
 
+def test_a_run_that_was_told_to_stop_has_not_failed(laptop):
+    laptop.scenario(runs=[75, 75, 0])
+    done = train(laptop, "--restarts=0")
+    assert done.returncode == 0, done.stderr
+    assert [words[-1] for words in programs(laptop)] == [RUN[-1], "--resume", "--resume"]
+
+
 def test_a_broken_connection_does_not_touch_the_run(laptop):
     laptop.scenario(drops=1)
     done = train(laptop)

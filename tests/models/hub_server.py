@@ -60,7 +60,8 @@ def serve_hub(repositories, *, token=None, delay_s=0.0):
                     for file, content in files.items()
                 ]
             else:
-                body = {"id": name, "sha": COMMIT, "siblings": [{"rfilename": file} for file in files]}
+                siblings = [{"rfilename": file, "size": len(content)} for file, content in files.items()]
+                body = {"id": name, "sha": COMMIT, "siblings": siblings}
             return self.answer(200, json.dumps(body).encode(), Content_Type="application/json")
 
         def answer_file(self, files, file):

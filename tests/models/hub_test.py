@@ -139,3 +139,54 @@ def test_a_missing_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ValueError, match=r"pip install 'dapo_jax\[hub\]'"):
         download("org/model")
+
+
+LOOK = ASK.replace("import download", "import look_up as download")
+
+
+@pytest.fixture
+def looking(monkeypatch):
+    monkeypatch.setattr(f"{__name__}.ASK", LOOK)
+
+
+@pytest.mark.usefixtures("looking")
+def test_a_look_fetches_configuration_and_tokenizer_and_knows_the_size_of_the_weights(tmp_path):
+    """Two files of 3,000 bytes; the weights in a subfolder are not the model's."""
+    with serve_hub(REPOSITORIES) as (address, requests):
+        found = ask(address, tmp_path)
+    assert found.endswith(", 6000)")
+    assert fetched(requests) == [name for name in WANTED if not name.endswith(".safetensors")]
+
+
+@pytest.mark.usefixtures("looking")
+def test_a_look_says_what_a_download_would_say(tmp_path):
+    with serve_hub(REPOSITORIES, token="hf_right") as (address, _):
+        for name, words in (
+            ("org/nothing", "the hub has no repository"),
+            ("gated/model", "accept its terms"),
+            ("org/pickled", "has no safetensors"),
+        ):
+            assert words in ask(address, tmp_path, name=name)
+        assert "has no revision 'v9'" in ask(address, tmp_path, revision="v9")
+    assert "the hub cannot be reached" in ask("http://127.0.0.1:9", tmp_path)
+
+
+@pytest.mark.usefixtures("looking")
+def test_offline_a_look_finds_what_is_in_the_cache(tmp_path):
+    with serve_hub(REPOSITORIES) as (address, _):
+        command = [
+            sys.executable,
+            "-c",
+            LOOK.replace("look_up as download", "download"),
+            "org/model",
+            "",
+            str(tmp_path),
+        ]
+        assert ask(address, tmp_path, HF_HUB_OFFLINE="1").startswith("refused: HF_HUB_OFFLINE is set")
+        environment = os.environ | {
+            "HF_ENDPOINT": address,
+            "HF_HOME": str(tmp_path / "home"),
+            "no_proxy": "127.0.0.1",
+        }
+        subprocess.run(command, env=environment, check=True, capture_output=True)
+        assert ask(address, tmp_path, HF_HUB_OFFLINE="1").endswith(", 6000)")

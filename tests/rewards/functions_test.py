@@ -63,6 +63,21 @@ def test_score_that_is_not_finite_is_refused_with_the_functions_name(value):
         as_verdict(value, name="my.py:f")
 
 
+def test_of_a_group_only_the_response_with_a_score_that_is_not_finite_is_lost():
+    @whole_group
+    def scores(samples):
+        return [1.0, float("inf"), False]
+
+    verdicts = grade_function(scores, on_nonfinite="lost")([SAMPLE] * 3)
+    assert [(verdict.correct, verdict.lost) for verdict in verdicts] == [
+        (True, ""), (False, "nonfinite"), (False, ""),
+    ]  # fmt: skip
+    assert "scores returned inf" in verdicts[1].reason
+    words = r"scores returned inf; .*; prompt 7 \('1\+1'\), response '=2'; .*reward\.on_nonfinite=lost"
+    with pytest.raises(RewardError, match=words):
+        grade_function(scores)([SAMPLE] * 3)
+
+
 @pytest.mark.parametrize("value", [None, "1.0", [1.0], np.array([1.0, 2.0]), 1j])
 def test_other_types_are_refused_with_the_functions_name(value):
     with pytest.raises(ValueError, match=r"reward function f returned .* must return a bool"):

@@ -235,3 +235,14 @@ def test_a_prefill_is_let_go_once_its_last_response_has_a_slot():
 def test_a_prompt_that_does_not_fit_is_refused_with_the_arithmetic(length, message):
     with pytest.raises(ValueError, match=message):
         list(sample(scripted(), drawing([prompt(4), prompt(5, [3] * length)])))
+
+
+def test_each_call_that_draws_tokens_is_announced():
+    """One response of 9 tokens, 4 a call, is three calls."""
+    looks = []
+    list(
+        sample(
+            scripted(lambda *_: 9), drawing([prompt(0)]), samples=1, on_look=lambda: looks.append(len(looks))
+        )
+    )
+    assert looks == [0, 1, 2]

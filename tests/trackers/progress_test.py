@@ -229,3 +229,12 @@ def test_a_notebook_without_widgets_gets_plain_lines(monkeypatch):
 )
 def test_speeds_are_short(value, text):
     assert _thousands(value) == text
+
+
+def test_who_listens_hears_of_every_phase():
+    heard = []
+    progress = Progress(10, console=terminal())
+    progress.listen(lambda *said: heard.append(said))
+    progress.phase("update", 1, 16)
+    progress.phase("checkpoint")
+    assert heard == [("update", 1, 16), ("checkpoint", None, None)]

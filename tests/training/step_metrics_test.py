@@ -63,6 +63,7 @@ def test_all_that_was_sampled_and_what_was_trained_on_are_counted_apart():
             "rollout/response_tokens_p95": 10.0,
             "rollout/truncated_frac": 2 / 6,
             "reward/lost": 0,
+            "reward/nonfinite": 0,
             "reward/mean": -0.375,
             "reward/std": (11.5625 / 6 - 0.375**2) ** 0.5,
             "reward/overlong_penalty": -2.25 / 6,

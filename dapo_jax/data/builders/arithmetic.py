@@ -24,6 +24,8 @@ from typing import Any, ClassVar
 
 import tensorflow_datasets as tfds
 
+from dapo_jax.data.own_info import OwnInfo
+
 ALPHABET = "0123456789+=:,?"
 """Every character of prompts and responses."""
 OPERANDS = range(10, 100)
@@ -150,7 +152,7 @@ class Builder(tfds.core.GeneratorBasedBuilder):
 
     def _info(self) -> tfds.core.DatasetInfo:
         text = tfds.features.Text()
-        return tfds.core.DatasetInfo(
+        return OwnInfo(
             builder=self,
             description="Sums of two two-digit numbers with demonstrations in several styles.",
             features=tfds.features.FeaturesDict(

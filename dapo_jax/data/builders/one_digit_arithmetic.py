@@ -15,6 +15,8 @@ from typing import Any, ClassVar
 
 import tensorflow_datasets as tfds
 
+from dapo_jax.data.own_info import OwnInfo
+
 OPERATIONS: dict[str, Callable[[int, int], int]] = {
     "+": operator.add,
     "-": operator.sub,
@@ -81,7 +83,7 @@ class Builder(tfds.core.GeneratorBasedBuilder):
 
     def _info(self) -> tfds.core.DatasetInfo:
         text = tfds.features.Text()
-        return tfds.core.DatasetInfo(
+        return OwnInfo(
             builder=self,
             description="One-digit sums, differences and products.",
             features=tfds.features.FeaturesDict({"prompt": text, "answer": text, "operation": text}),

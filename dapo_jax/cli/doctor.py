@@ -1,0 +1,66 @@
+"""`doctor`: whether this machine, with this configuration, can train."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from dapo_jax.cli.arguments import Commands, add_overrides, command
+from dapo_jax.config import ConfigError, load_config
+
+
+def add_to(commands: Commands) -> None:
+    """Adds the command."""
+    made = command(
+        commands, "doctor", doctor, "Find out whether this machine, with this configuration, can train."
+    )
+    made.add_argument("config", nargs="?", help="a YAML file; without one the machine alone is examined")
+    add_overrides(made)
+    made.add_argument(
+        "--full", action="store_true", help="make the tiny step with the run's own model, however large"
+    )
+    made.add_argument("--quick", action="store_true", help="leave the tiny step out")
+    made.add_argument(
+        "--right",
+        metavar="TEXT",
+        default="",
+        help="how a right response is written, for an own grader: '<result>{answer}</result>' (default: several ways are tried)",
+    )
+    made.add_argument(
+        "--json",
+        metavar="FILE",
+        help="write it as JSON too; -: to standard output, and the table to standard error",
+    )
+
+
+def doctor(arguments: argparse.Namespace) -> int:
+    """Examines; 1 if training cannot start."""
+    if arguments.right and "{answer}" not in arguments.right:
+        raise ConfigError(
+            f"--right: found {arguments.right!r}, needs {{answer}} in it, which stands for the reference answer"
+        )
+    if arguments.config and "=" in arguments.config and not Path(arguments.config).exists():
+        raise ConfigError(
+            f"{arguments.config!r} changes a configuration: name its file first, doctor CONFIG {arguments.config}"
+        )
+    config = load_config(arguments.config, arguments.overrides) if arguments.config else None
+    from rich.console import Console
+
+    from dapo_jax.doctor import report
+    from dapo_jax.doctor.examination import examination
+
+    console = Console(stderr=arguments.json == "-")
+    with console.status("starting") as status:
+        findings = examination(
+            config,
+            full=arguments.full,
+            quick=arguments.quick,
+            right=arguments.right,
+            before=lambda check: status.update(f"{check.name} ..."),
+        )
+    report.show(findings, console, configured=config is not None)
+    found = report.as_data(findings, configured=config is not None)
+    if arguments.json:
+        text = json.dumps(found, indent=1) + "\n"
+        sys.stdout.write(text) if arguments.json == "-" else Path(arguments.json).write_text(text)
+    return 0 if found["can_train"] else 1

@@ -1,0 +1,273 @@
+"""Every phase of a training step once, small: transfer, sample, grade, update, save and restore, evaluate.
+
+The objects are those of a run (`dapo_jax.run.assembly.Run`), made from its configuration with everything that takes time reduced.
+Half of the responses count as right, whatever they say, so that there is something to learn from; the configured grader grades
+them too, in a phase of its own.
+"""
+
+import hashlib
+import math
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from dapo_jax.checkpoints import Checkpointer
+from dapo_jax.config import (
+    BatchConfig,
+    DynamicSamplingConfig,
+    EvalConfig,
+    OverlongConfig,
+    TrainConfig,
+)
+from dapo_jax.doctor.agreement import agreement
+from dapo_jax.doctor.checks import Found
+from dapo_jax.doctor.machine import SPARE, gib
+from dapo_jax.metrics import to_scalars
+from dapo_jax.parallel.mesh import BATCH_AXES
+from dapo_jax.rewards import whole_group
+from dapo_jax.rewards.sample import Sample
+from dapo_jax.rollouts import Group, Prompt
+from dapo_jax.run.assembly import Run
+from dapo_jax.run.policy import mesh_of, meshes_of
+from dapo_jax.run.rollout import grading
+from dapo_jax.training.loop import Position
+from dapo_jax.training.state import TrainState
+
+PROMPTS, GROUP, RESPONSE_TOKENS, SLOTS = 2, 4, 16, 8
+"""What a step is reduced to, as far as the mesh allows."""
+
+_NUMBERS = (
+    "with model.compute_dtype=float32 and model.attention=xla, see whether the weights or a kernel are the cause; weights that were "
+    "made in float32 may overflow elsewhere"
+)
+
+
+class TinyStep:
+    """One step, phase by phase: each needs those before it. To be closed."""
+
+    def __init__(self, config: TrainConfig, prompts: Callable[[int], Sequence[Prompt]]) -> None:
+        """Nothing is made yet; `prompts(n)` gives the first n that a run would ask."""
+        self._whole, self._prompts = config, prompts
+        self._stack = ExitStack()
+        self._metrics: Mapping[str, float] = {}
+
+    def close(self) -> None:
+        """Ends what was started and removes what was written."""
+        self._stack.close()
+
+    def weights(self) -> Found:
+        """Loads the model as the run does, onto its mesh, and looks at every number."""
+        prompts = self._prompts(PROMPTS)
+        rows = [dict(prompt.row) for prompt in prompts]
+        self.config = reduced(self._whole, prompts)
+        self._run = Run(self.config, reward=half_are_right, prompts=rows, eval_rows=rows)
+        self._stack.callback(self._run.close)
+        folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="dapo_jax_doctor_"))
+        self._checkpointer = self._stack.enter_context(Checkpointer(folder, keep=1))
+        if bad := _not_finite(self._run.policy.params):
+            (name, count), more = next(iter(bad.items())), len(bad) - 1
+            return Found(
+                said=f"{count:,} values of {name} are NaN or infinite"
+                + (f", and {more} more arrays have such" if more else ""),
+                state="failed",
+                remedy="the model's files are damaged: get them anew, or choose another model.source",
+            )
+        self._state = self._started(resume=False)
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves(self._run.policy.params))
+        return Found(said=f"{gib(size)} loaded, all of them finite numbers")
+
+    def transfer(self) -> Found:
+        """The sampler's copy of the weights."""
+        self._weights, seconds = _timed(lambda: self._run.pipe.transfer(self._state.params))
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves(self._weights))
+        return Found(said=f"{gib(size)} in {self.config.model.compute_dtype} to the sampler, {seconds:.1f} s")
+
+    def sample(self) -> Found:
+        """Some short responses."""
+        began = time.monotonic()
+        collector = self._run.pipe.collector(Position())
+        for group in self._run.pipe.sample(self._weights, collector.draw):
+            collector.add(group)
+        self._collected = self._run.pipe.finish(collector)
+        del self._weights  # as in a run, where the update has their memory
+        rollouts = _rollouts(self._collected.groups)
+        if not all(np.isfinite(rollout.response.logprobs).all() for rollout in rollouts):
+            return Found(
+                said="log-probabilities of sampled tokens are NaN or infinite",
+                state="failed",
+                remedy=_NUMBERS,
+            )
+        tokens = sum(rollout.response_tokens for rollout in rollouts)
+        return Found(
+            said=f"{len(rollouts)} responses of at most {self.config.sampling.max_response_tokens} tokens, {tokens} in all, "
+            f"{time.monotonic() - began:.1f} s with compiling"
+        )
+
+    def grade(self) -> Found:
+        """The configured grader on what was sampled."""
+        grader = grading(
+            self.config.reward,
+            self._run.policy,
+            max_response_tokens=self.config.sampling.max_response_tokens,
+            stop=self.config.sampling.stop,
+        )
+        try:
+            sampled = [
+                (group.prompt, tuple(r.response for r in group.rollouts)) for group in self._collected.groups
+            ]
+            rollouts, seconds = _timed(lambda: _rollouts(list(grader.groups(sampled))))
+        finally:
+            grader.close()
+        lost = sum(rollout.verdict.lost != "" for rollout in rollouts)
+        said = f"{sum(r.correct for r in rollouts)} of {len(rollouts)} are right, {lost} got no verdict, {seconds:.1f} s"
+        if lost:
+            return Found(
+                said=said, state="warning", remedy="raise reward.timeout_s or reward.worker_memory_mb"
+            )
+        return Found(said=said)
+
+    def update(self) -> Found:
+        """Two updates: the second is to a policy that is no longer the one that sampled."""
+        pipe, began, measured = self._run.pipe, time.monotonic(), []
+        rate = pipe.learning_rate(1)
+        minibatches = pipe.prepare(self._state, pipe.minibatches(self._collected.groups, 1))
+        for index, minibatch in enumerate(minibatches):
+            self._state, metrics = pipe.update(self._state, minibatch, learning_rate=rate, first=index == 0)
+            measured.append(metrics)
+        self._metrics, every = to_scalars(measured[0]), to_scalars(measured)
+        if every["update/skipped_frac"] or not math.isfinite(every["update/loss"]):
+            return Found(said="loss or gradient is NaN or infinite", state="failed", remedy=_NUMBERS)
+        norm = every["update/grad_norm"]
+        if not norm:
+            return Found(said="the gradient is zero", state="failed", remedy=_NUMBERS)
+        return Found(
+            said=f"{len(measured)} updates, loss {every['update/loss']:.3g}, gradient norm {norm:.3g}, "
+            f"{time.monotonic() - began:.1f} s with compiling"
+        )
+
+    def agree(self) -> Found:
+        """What sampled and what trains, on the same tokens with the same weights."""
+        return agreement(
+            kl=self._metrics["sync/sampler_trainer_kl"],
+            largest=self._metrics["sync/logprob_diff_max"],
+            compute_dtype=self.config.model.compute_dtype,
+            platform=jax.default_backend(),
+        )
+
+    def evaluate(self) -> Found:
+        """An evaluation on the prompts of the step."""
+        found, seconds = _timed(lambda: self._run.evaluate(self._state))
+        groups = [group for each in found.values() for group in each]
+        # Of made-up verdicts a score would say nothing.
+        return Found(said=f"{len(groups)} prompts, {len(_rollouts(groups))} responses, {seconds:.1f} s")
+
+    def checkpoint(self) -> Found:
+        """The train state saved in a temporary folder, restored, and compared bit for bit."""
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves(self._state))
+        free = shutil.disk_usage(tempfile.gettempdir()).free
+        if free < size + SPARE:
+            return Found(
+                said=f"because the temporary folder has {gib(free)} free and the checkpoint takes {gib(size)}",
+                state="skipped",
+                remedy="set TMPDIR to a folder on a larger disk",
+            )
+        before, began = _digests(self._state), time.monotonic()
+        self._checkpointer.save(1, self._state, {"cursor": 0, "seed": self.config.seed}, {})
+        self._checkpointer.wait()
+        del self._state  # one at a time is in memory
+        self._state = self._started(resume=True)
+        seconds = time.monotonic() - began
+        changed = [name for name, digest in _digests(self._state).items() if digest != before[name]]
+        if changed:
+            return Found(
+                said=f"{len(changed)} arrays are not what was saved, such as {changed[0]}",
+                state="failed",
+                remedy="the disk below the temporary folder, or the memory, cannot be trusted",
+            )
+        return Found(said=f"{gib(size)} saved, restored and equal bit for bit, {seconds:.1f} s")
+
+    def _started(self, *, resume: bool) -> TrainState:
+        # There is one checkpoint at most: if it is damaged there is nothing to pass over to, which raises.
+        return self._run.start(self._checkpointer, resume=resume, say=lambda _: None).state
+
+
+@whole_group
+def half_are_right(samples: Sequence[Sample]) -> list[bool]:
+    """Every other response is right: a group of which training learns."""
+    return [place % 2 == 0 for place in range(len(samples))]
+
+
+def reduced(config: TrainConfig, prompts: Sequence[Prompt]) -> TrainConfig:
+    """The configuration with a step of `prompts`, of short responses, few slots and small rows; all else as it is."""
+    mesh = mesh_of(config.parallel)
+    rows, slots = _spread(mesh), _spread(meshes_of(config.parallel, mesh).sampler)
+    limit = min(config.sampling.max_response_tokens, RESPONSE_TOKENS)
+    return replace(
+        config,
+        data=replace(config.data, max_prompt_tokens=max(len(prompt.tokens) for prompt in prompts)),
+        sampling=replace(
+            config.sampling,
+            max_response_tokens=limit,
+            slots=-(-SLOTS // slots) * slots,
+            steps_per_call=min(config.sampling.steps_per_call, limit),
+        ),
+        reward=replace(config.reward, overlong=OverlongConfig(enabled=False)),
+        dynamic_sampling=DynamicSamplingConfig(enabled=False),
+        batch=BatchConfig(
+            prompts_per_step=len(prompts),
+            group_size=GROUP,
+            groups_per_update=1,
+            rows_per_microbatch=rows,
+            packing=config.batch.packing,
+        ),
+        eval=EvalConfig(
+            samples_per_prompt=2,
+            temperature=config.eval.temperature,
+            top_p=config.eval.top_p,
+            top_k=config.eval.top_k,
+        ),
+    )
+
+
+def _spread(mesh: jax.sharding.Mesh) -> int:
+    return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+
+
+def _rollouts(groups: Sequence[Group]) -> list[Any]:
+    return [rollout for group in groups for rollout in group.rollouts]
+
+
+def _timed(make: Callable[[], Any]) -> tuple[Any, float]:
+    """What `make` gives once the device is done with it, and the seconds."""
+    began = time.monotonic()
+    made = jax.block_until_ready(make())
+    return made, time.monotonic() - began
+
+
+def _not_finite(params: PyTree) -> dict[str, int]:
+    """Name of each array -> how many of its values are NaN or infinite, where there are such."""
+    count = jax.jit(lambda array: jnp.sum(~jnp.isfinite(array), dtype=jnp.int32))
+    counts = {name: int(count(leaf)) for name, leaf in _named(params)}
+    return {name: found for name, found in counts.items() if found}
+
+
+def _digests(state: PyTree) -> dict[str, str]:
+    """Of each array's bytes, on the host."""
+    return {name: hashlib.blake2b(np.asarray(leaf).tobytes()).hexdigest() for name, leaf in _named(state)}
+
+
+def _named(tree: PyTree) -> list[tuple[str, jax.Array]]:
+    found = jax.tree_util.tree_leaves_with_path(tree)
+    return [
+        (jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value"), leaf)
+        for path, leaf in found
+    ]

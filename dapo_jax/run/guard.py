@@ -1,0 +1,261 @@
+"""What watches over a run: updates that were skipped, weights that are not finite, a sampler that drifts away, watchdogs.
+
+Everything is decided at the end of a step, from numbers that are the same in every process; so all of them stop, or none does.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from dapo_jax.checkpoints import Checkpointer
+from dapo_jax.config import TrainConfig, WatchdogsConfig, to_yaml
+from dapo_jax.filtering import Collected, Collector, ShortfallError
+from dapo_jax.metrics import Metric, to_scalars
+from dapo_jax.microbatch import Microbatch
+from dapo_jax.parallel.exchange import agreed
+from dapo_jax.parallel.processes import is_first
+from dapo_jax.rollouts import Group
+from dapo_jax.run.boundaries import Boundary
+from dapo_jax.run.nonfinite import Update, in_words, some, strange_responses
+from dapo_jax.run.records import Records
+from dapo_jax.storage import AnyPath, entries
+from dapo_jax.trackers.post_mortem import write_post_mortem
+from dapo_jax.trackers.progress import Progress
+from dapo_jax.training.finite import leaf_names, nonfinite_leaves
+from dapo_jax.training.loop import Pipe, StepResult
+from dapo_jax.training.minibatch import Minibatch
+from dapo_jax.training.mismatch import importance_weighted, mismatch_kl
+from dapo_jax.training.state import TrainState
+from dapo_jax.watchdogs import Watchdogs
+
+IN_A_ROW = "update/skipped_in_a_row"
+KL = "sync/sampler_trainer_kl"
+
+Split = Callable[[Sequence[Group], int], list[list[Group]]]
+"""(groups, step) -> the groups of each of its updates."""
+
+
+class GuardError(RuntimeError):
+    """The run was stopped: going on would have been lost work. Says what was found, and what to go on from."""
+
+
+def _watchdogs(config: WatchdogsConfig, history: Sequence[Mapping[str, Any]]) -> Watchdogs | None:
+    if not config.enabled:
+        return None
+    return Watchdogs(
+        window=config.window,
+        min_entropy=config.min_entropy,
+        min_length_frac=config.min_length_frac,
+        max_truncated_frac=config.max_truncated_frac,
+        min_mixed_frac=config.min_mixed_frac,
+        history=history,
+    )
+
+
+class Guard:
+    """Of one run. All processes make the same calls."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        run_dir: AnyPath,
+        *,
+        start: Boundary,
+        split: Split,
+        checkpointer: Checkpointer,
+        records: Records | None,
+        shown: Progress,
+    ) -> None:
+        """Raises GuardError if the weights to start from are not finite."""
+        self._config, self._run_dir, self._split = config, run_dir, split
+        self._checkpointer, self._records, self._shown = checkpointer, records, shown
+        self._updates: list[Update] = []
+        self._corrected = self._over = False
+        self._strange: list[Group] = []
+        written = records.read() if records is not None else []
+        history = [*written, start.unfinished] if start.unfinished is not None else written
+        dumped = len(entries(run_dir / "post_mortem")) if is_first() else 0
+        before = history[-1].get(IN_A_ROW, 0) if history else 0
+        self._dumped, self._in_a_row = json.loads(agreed(json.dumps([dumped, before]).encode()))
+        self._watchdogs = _watchdogs(config.watchdogs, history)
+        if bad := nonfinite_leaves(start.state.params):
+            step = start.position.step
+            whose = f"of the checkpoint of step {step}" if step else f"of model.source={config.model.source}"
+            raise GuardError(f"the weights {whose} are not finite: {some(bad)}; start from others")
+
+    def watching(self, pipe: Pipe) -> Pipe:
+        """The same pipe, seen through."""
+        return replace(
+            pipe,
+            sample=partial(self._sample, pipe.sample),
+            finish=partial(self._finish, pipe.finish),
+            prepare=partial(self._prepare, pipe.prepare),
+            update=partial(self._update, pipe.update),
+        )
+
+    def checked(self, result: StepResult) -> StepResult:
+        """The finished step with the metrics of what was found.
+
+        Raises:
+            GuardError: its state is not to be gone on from, or `config.guard` stops here. The step's metrics are written.
+        """
+        metrics = {**result.metrics}
+        problems = [self._skipped(result), self._drifted(result.position.step, metrics)]
+        if bad := nonfinite_leaves(result.state.params):
+            problems.insert(0, f"the weights are not finite after step {result.position.step}: {some(bad)}")
+        metrics[IN_A_ROW] = self._in_a_row
+        self._say_lost(result.collected)
+        if self._watchdogs is not None:
+            raised, warnings = self._watchdogs.step(metrics)
+            metrics |= raised
+            for warning in warnings:
+                self._say(result.position.step, warning)
+        if found := "; ".join(filter(None, problems)):
+            self._shown.step(result.position.step, metrics)
+            if self._records is not None:
+                self._records.step(result.position.step, metrics)
+            raise GuardError(f"{found}; {self._way_on()}")
+        return replace(result, metrics=metrics)
+
+    def _sample(self, sample: Callable[..., Any], *of: Any) -> Iterator[Group]:
+        self._strange = []
+        for group in sample(*of):
+            if strange_responses([group]):
+                self._strange.append(group)
+            yield group
+
+    def _finish(self, finish: Callable[[Collector], Collected], collector: Collector) -> Collected:
+        try:
+            return finish(collector)
+        except ShortfallError as error:
+            if not self._strange:
+                raise
+            prompts = [group.prompt.ordinal for group in self._strange]
+            raise GuardError(
+                f"the sampler's log-probabilities are not finite (prompt {some(prompts)}), so what it sampled means nothing; "
+                f"{error}; {self._way_on()}"
+            ) from error
+
+    def _prepare(
+        self,
+        prepare: Callable[..., Sequence[Minibatch]],
+        state: TrainState,
+        minibatches: list[list[Microbatch]],
+    ) -> Sequence[Minibatch]:
+        self._updates, self._corrected, guard = [], False, self._config.guard
+        prepared = prepare(state, minibatches)
+        if guard.on_mismatch == "correct" and guard.max_mismatch_kl is not None and prepared:
+            # Before anything is learnt, so that all updates of the step are corrected or none.
+            self._corrected = to_scalars(mismatch_kl(prepared))["kl"] > guard.max_mismatch_kl
+            if self._corrected:
+                return importance_weighted(prepared, cap=guard.mismatch_cap)
+        return prepared
+
+    def _update(
+        self, update: Callable[..., Any], state: TrainState, minibatch: Minibatch, **how: Any
+    ) -> tuple[TrainState, dict[str, Metric]]:
+        state, metrics = update(state, minibatch, **how)
+        self._updates.append(Update(minibatch, how["learning_rate"], metrics))
+        return state, metrics
+
+    def _skipped(self, result: StepResult) -> str:
+        """Counts, names and keeps the updates that were skipped; why the run stops, if it does."""
+        updates, self._updates = self._updates, []
+        most, longest, last = self._config.guard.max_skipped_updates, 0, ""
+        for index, update in enumerate(updates):
+            if not (flags := update.flags()):
+                self._in_a_row = 0
+                continue
+            self._in_a_row += 1
+            groups = self._split(result.collected.groups, result.position.step)[index]
+            named = update.named(flags, groups, leaf_names(result.state.params))
+            last = f"update {index + 1} of {len(updates)} was skipped: not finite: {in_words(named)}"
+            if kept := self._post_mortem(result, index, update, named, groups):
+                last += f"; {kept} has the batch"
+            self._say(result.position.step, last)
+            longest = max(longest, self._in_a_row)
+        if longest <= most:
+            return ""
+        return (
+            f"{longest} updates in a row were skipped up to step {result.position.step}, guard.max_skipped_updates={most}; the last "
+            f"one: {last}"
+        )
+
+    def _post_mortem(
+        self,
+        result: StepResult,
+        index: int,
+        update: Update,
+        named: Mapping[str, Mapping[str, Any]],
+        groups: Sequence[Group],
+    ) -> str:
+        """Writes the update down unless enough are; where."""
+        if self._dumped >= self._config.guard.post_mortems:
+            return ""
+        self._dumped += 1
+        step = result.position.step
+        folder = self._run_dir / "post_mortem" / f"step_{step:06d}_update_{index + 1}"
+        stacks = update.stacks()
+        if is_first():
+            report = {
+                "step": step,
+                "update": index + 1,
+                "skipped_in_a_row": self._in_a_row,
+                "learning_rate": update.learning_rate,
+                "nonfinite": named,
+            }
+            write_post_mortem(
+                folder, report=report, stacks=stacks, groups=groups, config=to_yaml(self._config)
+            )
+        return str(folder)
+
+    def _drifted(self, step: int, metrics: dict[str, float | int]) -> str:
+        """Compares the step's mismatch with the limit; why the run stops, if it does."""
+        guard, kl = self._config.guard, metrics.get(KL)
+        if guard.max_mismatch_kl is None:
+            return ""
+        before, self._over = self._over, kl is not None and kl > guard.max_mismatch_kl
+        if guard.on_mismatch == "correct":
+            metrics["sync/corrected"] = int(self._corrected)
+            self._over = self._corrected
+        if not self._over:
+            return ""
+        found = (
+            f"KL(sampler || trainer) is {kl:.3g} nats a token, over guard.max_mismatch_kl={guard.max_mismatch_kl:g}. Usual causes: "
+            "groups carried from earlier steps (dynamic_sampling.surplus=carry); rounding to bfloat16; kernels that differ"
+        )
+        if guard.on_mismatch == "stop":
+            return f"step {step}: {found}. Set dynamic_sampling.surplus=discard, raise the limit, or set guard.on_mismatch=correct"
+        if not before:
+            corrected = guard.on_mismatch == "correct"
+            remedy = (
+                f"corrected by weights of at most {guard.mismatch_cap:g}" if corrected else "not corrected"
+            )
+            self._say(step, f"{found}. It is {remedy}")
+        return ""
+
+    def _say_lost(self, collected: Collected) -> None:
+        """Names what graders gave that is no number, which here counts as wrong (reward.on_nonfinite=lost)."""
+        lost = {
+            group.prompt.ordinal: rollout.verdict.reason
+            for group in collected.sampled
+            for rollout in group.rollouts
+            if rollout.verdict.lost == "nonfinite"
+        }
+        if lost:
+            reason = next(filter(None, lost.values()), "")
+            self._shown.message(
+                f"rewards that are not finite count as wrong: prompt {some(list(lost))}: {reason}"
+            )
+
+    def _say(self, step: int, text: str) -> None:
+        self._shown.message(f"step {step}: {text}")
+
+    def _way_on(self) -> str:
+        """Which checkpoint is good; weights that are not finite are never saved."""
+        latest = json.loads(agreed(json.dumps(self._checkpointer.latest_step()).encode()))
+        if latest is None:
+            return "there is no checkpoint yet"
+        return f"the last good checkpoint is that of step {latest} in {self._run_dir}/checkpoints: --resume goes on from it"

@@ -1,0 +1,115 @@
+"""What was not finite in a skipped update, found from what its program flagged and from what is on the host."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from dapo_jax.metrics import Max, Metric
+from dapo_jax.rollouts import Group
+from dapo_jax.training.minibatch import Minibatch
+
+WORDS = {
+    "weights": "weights",
+    "sampler_logprobs": "the sampler's log-probabilities",
+    "advantages": "advantages",
+    "trainer_logprobs": "the trainer's log-probabilities",
+    "loss": "loss",
+    "gradient": "gradient",
+}
+"""In the order in which a step makes them: what comes first is usually what made the rest."""
+
+_FLAG = "nonfinite/"
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Update:
+    """One update of a step, as it was made."""
+
+    minibatch: Minibatch
+    learning_rate: float
+    metrics: Mapping[str, Metric]
+
+    def flags(self) -> dict[str, list[int]]:
+        """Places of what was not finite, by name: microbatches, or parameters of the gradient. Empty if the update was applied."""
+        found = jax.device_get(
+            {name: metric for name, metric in self.metrics.items() if name.startswith(_FLAG)}
+        )
+        places = {
+            name.removeprefix(_FLAG): np.flatnonzero(np.asarray(metric.value) > 0).tolist()
+            for name, metric in found.items()
+            if isinstance(metric, Max)
+        }
+        return {name: places[name] for name in WORDS if places.get(name)}
+
+    def stacks(self) -> list[dict[str, np.ndarray]]:
+        """Its microbatches on the host. Of several processes all must ask."""
+        return [
+            {
+                name: np.asarray(multihost_utils.process_allgather(array, tiled=True))[: int(stack.count)]
+                for name, array in vars(stack.microbatches).items()
+            }
+            for stack in self.minibatch
+        ]
+
+    def named(
+        self, flags: Mapping[str, Sequence[int]], groups: Sequence[Group], parameters: Sequence[str]
+    ) -> dict[str, dict[str, Any]]:
+        """What `flags` says with names: prompts, responses and tokens, (stack, microbatch), parameters."""
+        found: dict[str, dict[str, Any]] = {}
+        for name, places in flags.items():
+            if name == "gradient":
+                found[name] = {"parameters": [parameters[place] for place in places]}
+                continue
+            found[name] = {"microbatches": [self._stack_and_place(place) for place in places]}
+            if name == "sampler_logprobs":
+                found[name]["responses"] = strange_responses(groups)
+            if name == "advantages":
+                found[name]["prompts"] = [
+                    g.prompt.ordinal for g in groups if not np.isfinite(g.rewards).all()
+                ]
+        return found
+
+    def _stack_and_place(self, place: int) -> list[int]:
+        for index, stack in enumerate(self.minibatch):
+            room = len(stack.microbatches.tokens)
+            if place < room:
+                return [index, place]
+            place -= room
+        raise AssertionError("a flag for each microbatch that there is room for")
+
+
+def strange_responses(groups: Sequence[Group]) -> list[dict[str, Any]]:
+    """The responses that the sampler gave a log-probability that is not finite: prompt, index in the group, tokens."""
+    return [
+        {"ordinal": group.prompt.ordinal, "index": index, "tokens": tokens.tolist()}
+        for group in groups
+        for index, rollout in enumerate(group.rollouts)
+        if len(tokens := np.flatnonzero(~np.isfinite(rollout.response.logprobs)))
+    ]
+
+
+def in_words(named: Mapping[str, Mapping[str, Any]]) -> str:
+    """One line: the quantities, with the first few prompts or parameters of each."""
+    return ", ".join(WORDS[name] + _where(places) for name, places in named.items()) or "nothing flagged"
+
+
+def _where(places: Mapping[str, Any]) -> str:
+    if "parameters" in places:
+        return f" ({some(places['parameters'])})"
+    prompts = places.get("prompts") or sorted({one["ordinal"] for one in places.get("responses", ())})
+    return f" (prompt {some(prompts)})" if prompts else ""
+
+
+def some(names: Sequence[object]) -> str:
+    """The first few, and how many more.
+
+    >>> some([4, 8, 15, 16, 23])
+    '4, 8, 15 and 2 more'
+    """
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(map(str, names[:_SHOWN])) + more

@@ -1,0 +1,79 @@
+"""`dapo-jax doctor`: the table, the verdict, and the exit status."""
+
+import json
+
+import pytest
+
+from dapo_jax.cli import main
+from dapo_jax.run.policy import Policy
+from dapo_jax.testing import tiny_decoder_config, tiny_params
+from dapo_jax.text.tokenizers import CharTokenizer
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "400")
+
+
+@pytest.fixture
+def file(tmp_path):
+    tokenizer = CharTokenizer("0123456789+=")
+    decoder = tiny_decoder_config(vocab_size=tokenizer.vocab_size)
+    Policy(decoder=decoder, params=tiny_params(decoder), tokenizer=tokenizer).save(tmp_path / "model")
+    (tmp_path / "sums.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n')
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        f"{{run_dir: {tmp_path}/run, model: {{source: {tmp_path}/model}}, batch: {{rows_per_microbatch: 8}}, "
+        f"sampling: {{slots: 8, max_response_tokens: 8}}, reward: {{overlong: {{enabled: false}}}}, "
+        f"data: {{source: jsonl, path: {tmp_path}/sums.jsonl, max_prompt_tokens: 8, data_dir: {tmp_path}/data}}, "
+        f"eval: {{datasets: [{{source: jsonl, path: {tmp_path}/sums.jsonl}}]}}}}"
+    )
+    return str(config)
+
+
+def test_what_is_fine_ends_with_0_and_a_sentence(file, capsys):
+    assert main(["doctor", file, "--quick"]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[0].split() == ["check", "┃", "state", "┃", "what", "was", "found"]
+    assert "prompt 0, 3 tokens, answer '2':" in out
+    assert "Nothing was found that keeps this configuration from training here" in out.splitlines()[-1]
+
+
+def test_what_fails_ends_with_1_and_its_name(file, capsys):
+    assert main(["doctor", file, "model.source=preset:tinny", "--quick"]) == 1
+    out = capsys.readouterr().out
+    assert "the nearest is 'tiny'" in " ".join(out.split())
+    assert out.splitlines()[-1] == "This configuration cannot train here: see model."
+
+
+def test_without_a_configuration_the_machine_alone_is_examined(capsys):
+    assert main(["doctor", "--quick"]) == 0
+    out = capsys.readouterr().out
+    assert "host memory" in out
+    assert "model" not in out
+    assert "keeps this machine from training here" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["none.yaml"], "none.yaml"),
+        (["steps=2"], "name its file first"),
+        (["FILE", "stepz=2"], "did you mean"),
+        (["FILE", "--right", "<b>"], "needs {answer} in it"),
+    ],
+)
+def test_a_configuration_error_is_one_message_and_status_2(arguments, message, file, capsys):
+    assert main(["doctor", *(file if text == "FILE" else text for text in arguments)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_programs_read_it_as_json(file, capsys):
+    assert main(["doctor", file, "model.source=preset:tinny", "--quick", "--json", "-"]) == 1
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert found["can_train"] is False
+    assert found["verdict"] in err
+    states = {check["name"]: check["state"] for check in found["checks"]}
+    assert (states["model"], states["memory"], states["run_dir"]) == ("failed", "skipped", "ok")

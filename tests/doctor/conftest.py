@@ -1,0 +1,88 @@
+"""A micro model, a file of sums, and a configuration of both: what the examinations of these tests are of."""
+
+import json
+import tempfile
+
+import pytest
+
+from dapo_jax.config import load_config
+from dapo_jax.doctor.examination import examination
+from dapo_jax.run.policy import Policy
+from dapo_jax.testing import tiny_decoder_config, tiny_params
+from dapo_jax.text.tokenizers import CharTokenizer
+
+SUMS = [{"prompt": f"{a}+{b}", "answer": str(a + b)} for a in range(3) for b in range(3)]
+
+
+def write_model(folder, *, spoil=lambda params: params):
+    tokenizer = CharTokenizer("0123456789+=:,?")
+    decoder = tiny_decoder_config(
+        vocab_size=tokenizer.vocab_size, embed_dim=16, layers=1, heads=2, kv_heads=1, head_dim=8, mlp_dim=16,
+        max_positions=128,
+    )  # fmt: skip
+    Policy(decoder=decoder, params=spoil(tiny_params(decoder, seed=5)), tokenizer=tokenizer).save(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def settings(tmp_path_factory):
+    """`key=value` of a configuration that is healthy."""
+    folder = tmp_path_factory.mktemp("healthy")
+    write_model(folder / "model")
+    data = folder / "sums.jsonl"
+    data.write_text("".join(f"{json.dumps(row)}\n" for row in SUMS))
+    return {
+        "run_dir": folder / "runs" / "one",
+        "compilation_cache": folder / "xla",
+        "model.source": folder / "model",
+        "data.source": "jsonl",
+        "data.path": data,
+        "data.data_dir": folder / "datasets",
+        "data.max_prompt_tokens": 8,
+        "eval.datasets": f"[{{source: jsonl, path: {data}}}]",
+        "sampling.slots": 8,
+        "sampling.max_response_tokens": 6,
+        "reward.overlong.buffer_tokens": 2,
+        "batch.rows_per_microbatch": 8,
+        "batch.prompts_per_step": 2,
+        "batch.groups_per_update": 1,
+    }
+
+
+@pytest.fixture(scope="session")
+def configure(settings):
+    """Makes the configuration, some of it changed."""
+
+    file = settings["run_dir"].parent.with_name("config.yaml")
+    file.write_text("seed: 0\n")
+
+    def make(**changes):
+        told = settings | {key.replace("__", "."): value for key, value in changes.items()}
+        return load_config(file, [f"{key}={value}" for key, value in told.items()])
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def examined(configure):
+    """Examines the configuration, some of it changed: check -> what was found."""
+
+    def examine(*, right="", full=False, quick=False, **changes):
+        findings = examination(configure(**changes), full=full, quick=quick, right=right)
+        return {finding.name: finding.found for finding in findings}
+
+    return examine
+
+
+@pytest.fixture(scope="session")
+def healthy(examined, temporary):
+    """Of the configuration as it is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(temporary))
+        return examined()
+
+
+@pytest.fixture(scope="session")
+def temporary(tmp_path_factory):
+    """The folder of temporary files while the healthy configuration is examined."""
+    return tmp_path_factory.mktemp("temporary")

@@ -1,0 +1,76 @@
+"""A disk that is full while a run saves, and while it writes metrics or rollouts: it ends, says why, and nothing earlier is damaged.
+
+Each part lies on a file system of its own that has too little room: a tmpfs in a mount namespace.
+"""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests.faults.micro import assert_the_same_run, make_run
+from tests.several import ROOT
+
+ALONE = ["unshare", "--map-root-user", "--mount"]
+"""Root's rights in a namespace of mounts, which ends with the process."""
+
+SCRIPT = """
+set -e
+run=$1 room=$2 part=$3 out=$4; shift 4
+mkdir -p "$run/$part"
+mount -t tmpfs -o "size=$room" none "$run/$part"
+if [ "$part" = lines ]; then ln -s lines/metrics.jsonl "$run/metrics.jsonl"; fi
+status=0
+"$@" || status=$?
+cp -aL "$run" "$out"
+exit $status
+"""
+
+PARTS = {
+    # A checkpoint of this run takes some 100 kB: the first two or three have room, and four are to be kept.
+    "checkpoints": ("360k", "saving checkpoint step"),
+    "rollouts": ("4k", "rollouts"),
+    # A line is 2 kB.
+    "lines": ("8k", "cannot write the metrics of step"),
+}
+
+
+def can_mount():
+    if shutil.which(ALONE[0]) is None:
+        return False
+    return (
+        subprocess.run([*ALONE, "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True).returncode == 0
+    )
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    run = make_run(tmp_path_factory.mktemp("whole"), steps=12)
+    run.finish()
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not can_mount(), reason="needs unshare and user namespaces, for a file system without room"
+)
+@pytest.mark.parametrize("part", PARTS)
+def test_a_run_without_room_ends_and_goes_on_where_there_is_room(part, whole, tmp_path):
+    room, said = PARTS[part]
+    run, out = make_run(tmp_path / "full", steps=12, like=whole), tmp_path / "out"
+    command = [sys.executable, "-m", "dapo_jax.cli", "train", str(run.config)]
+    done = subprocess.run(
+        [*ALONE, "bash", "-c", SCRIPT, "bash", run.run_dir, room, part, out, *command],
+        cwd=ROOT, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    assert said in done.stderr
+    assert "No space left on device" in done.stderr or "is full" in done.stderr
+    shutil.rmtree(run.run_dir)
+    shutil.rmtree(out / "lines", ignore_errors=True)
+    shutil.copytree(out, run.run_dir)
+    assert run.steps(), "a checkpoint was there before"
+    run.finish("--resume")
+    assert_the_same_run(run.run_dir, whole.run_dir)

@@ -1,0 +1,268 @@
+"""NaN put into weights, rewards, log-probabilities, advantages and the loss: found in the same step, named, the run as configured."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dapo_jax.cli import _outcome
+from dapo_jax.config import GuardConfig, load_config
+from dapo_jax.losses import dapo_loss
+from dapo_jax.models.folder import load_model
+from dapo_jax.rewards.functions import RewardError
+from dapo_jax.run.guard import GuardError
+from dapo_jax.run.policy import Policy
+from dapo_jax.run.rollout import Rollouts
+from dapo_jax.text.tokenizers import load_tokenizer
+from dapo_jax.trackers import read_metrics
+from dapo_jax.trackers.post_mortem import read_post_mortem
+from dapo_jax.training.update import Updater
+
+HERE = Path(__file__)
+
+
+def nan_for_one_prompt(sample):
+    """Of the first prompt, a response in two or so."""
+    odd = int(sample.tokens.sum()) % 2
+    return float("nan") if sample.prompt.ordinal == 0 and odd else 0.25
+
+
+def nan_loss(logprobs, old_logprobs, advantages, mask, *, weights):
+    loss, metrics = dapo_loss(logprobs, old_logprobs, advantages, mask, weights=weights)
+    return loss * jnp.nan, metrics
+
+
+@pytest.fixture
+def poison(monkeypatch):
+    """Makes the given array of a prepared microbatch NaN at its last token in the loss: {step: (update, name)}, both from 1."""
+
+    def put(where):
+        honest, steps = Updater.prepare, iter(range(1, 100))
+
+        def prepare(self, state, minibatches):
+            prepared, step = honest(self, state, minibatches), next(steps)
+            if step in where:
+                update, name = where[step]
+                [stack] = prepared[update - 1]
+                array = np.array(getattr(stack.microbatches, name))
+                array[tuple(np.argwhere(np.asarray(stack.microbatches.mask))[-1])] = np.nan
+                placed = jax.device_put(array, getattr(stack.microbatches, name).sharding)
+                prepared[update - 1] = (stack.having(**{name: placed}),)
+            return prepared
+
+        monkeypatch.setattr(Updater, "prepare", prepare)
+
+    return put
+
+
+@pytest.fixture
+def sampler_says(monkeypatch):
+    """Changes the log-probabilities that training's responses come with."""
+
+    def put(change):
+        honest = Rollouts.sample
+
+        def sample(self, *of, **how):
+            for prompt, responses in honest(self, *of, **how):
+                yield prompt, tuple(replace(r, logprobs=change(prompt, r.logprobs)) for r in responses)
+
+        monkeypatch.setattr(Rollouts, "sample", sample)
+
+    return put
+
+
+def steps_of(config):
+    return [line for line in read_metrics(f"{config.run_dir}/metrics.jsonl") if line["step"]]
+
+
+def finite(params):
+    return all(np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves(params))
+
+
+def test_what_is_not_finite_in_an_update_is_named_and_the_run_goes_on(micro, run_micro, poison, shown):
+    """Two updates a step; in the second of the first three steps something else is NaN each time. Only two post-mortems are kept."""
+    config = micro(guard__post_mortems=2)
+    poison({1: (2, "advantages"), 2: (2, "sampler_logprobs"), 3: (2, "old_logprobs")})
+    result = run_micro(config, progress=shown.progress(config))
+    lines = steps_of(config)
+    assert [line["update/skipped_frac"] for line in lines] == [0.5, 0.5, 0.5, 0.0]
+    assert [line["update/skipped_in_a_row"] for line in lines] == [1, 1, 1, 0]
+    flags = ("advantages", "sampler_logprobs", "trainer_logprobs")
+    found = [[line[f"nonfinite/{name}"] for name in flags] for line in lines]
+    assert found == [[1, 0, 0], [0, 1, 0], [0, 0, 1], [0, 0, 0]]
+    assert finite(result.policy.params)
+    skipped = [text for text in shown.text().splitlines() if "was skipped" in text]
+    assert [text.partition(": not")[0] for text in skipped] == [
+        f"step {step}: update 2 of 2 was skipped" for step in (1, 2, 3)
+    ]
+    assert "not finite: advantages, " in skipped[0]
+    assert "not finite: the sampler's log-probabilities; " in skipped[1]  # nothing else was
+    assert "not finite: the trainer's log-probabilities, " in skipped[2]
+    kept = sorted(path.name for path in Path(config.run_dir, "post_mortem").iterdir())
+    assert kept == ["step_000001_update_2", "step_000002_update_2"]
+
+
+def test_a_post_mortem_holds_the_batch_what_was_wrong_and_where(micro, run_micro, poison):
+    config = micro(steps=1)
+    poison({1: (2, "sampler_logprobs")})
+    run_micro(config)
+    folder = Path(config.run_dir, "post_mortem", "step_000001_update_2")
+    assert {path.name for path in folder.iterdir()} == {
+        "report.json", "arrays.safetensors", "step_000001.jsonl", "config.yaml",
+    }  # fmt: skip
+    found = read_post_mortem(folder)
+    assert (found.report["step"], found.report["update"], found.report["learning_rate"]) == (1, 2, 0.025)
+    [stack] = found.stacks
+    [(microbatch, row, token)] = np.argwhere(~np.isfinite(stack["sampler_logprobs"]))
+    assert stack["mask"][microbatch, row, token]
+    assert found.report["nonfinite"] == {
+        "sampler_logprobs": {"microbatches": [[0, int(microbatch)]], "responses": []}
+    }
+    # As they were on the device: scored, with the four responses whose text is beside them.
+    assert stack["old_logprobs"][stack["mask"]].all()
+    assert len(found.rollouts) == config.batch.group_size
+    assert stack["mask"].sum() == sum(row["response_tokens"] for row in found.rollouts)
+    assert load_config(folder / "config.yaml") == config
+
+
+def test_a_loss_that_is_never_finite_stops_the_run_which_goes_on_from_the_last_good_checkpoint(
+    micro, run_micro, shown
+):
+    """Two updates a step and at most three in a row: after the second step they are four. A checkpoint at every step."""
+    config = micro(checkpoint__every_steps=1)
+    with pytest.raises(GuardError) as caught:
+        run_micro(config, objective=nan_loss, progress=shown.progress(config))
+    message = str(caught.value)
+    for words in (
+        "4 updates in a row were skipped up to step 2, guard.max_skipped_updates=3",
+        "update 2 of 2 was skipped: not finite: loss, gradient (",
+        "post_mortem/step_000002_update_2 has the batch",
+        f"the last good checkpoint is that of step 1 in {config.run_dir}/checkpoints: --resume goes on from it",
+    ):
+        assert words in message
+    assert [line["update/skipped_frac"] for line in steps_of(config)] == [1.0, 1.0]
+    assert _outcome(caught.value, "train") == (1, f"dapo-jax train: {message}")
+    named = json.loads(
+        Path(config.run_dir, "post_mortem", "step_000001_update_1", "report.json").read_text()
+    )["nonfinite"]
+    assert {"blocks.down", "blocks.up"} < set(named["gradient"]["parameters"])
+
+    # How long a run bears it may be changed.
+    result = run_micro(replace(config, guard=GuardConfig(max_skipped_updates=5)), resume=True)
+    assert [line["update/skipped_in_a_row"] for line in steps_of(config)] == [2, 0, 0, 0]
+    assert finite(result.policy.params)
+
+
+def test_no_skipped_update_may_be_asked_for(micro, run_micro):
+    config = micro(guard__max_skipped_updates=0, guard__post_mortems=0)
+    with pytest.raises(
+        GuardError, match=r"2 updates in a row .* up to step 1, .*; there is no checkpoint yet"
+    ):
+        run_micro(config, objective=nan_loss)
+    assert not Path(config.run_dir, "post_mortem").exists()
+
+
+def test_weights_that_are_not_finite_are_named_before_anything_is_sampled(model, micro, run_micro, tmp_path):
+    decoder, params = load_model(model)
+    leaves, tree = jax.tree.flatten(params)
+    names = [
+        jax.tree_util.keystr(path, simple=True, separator=".")
+        for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]
+    ]
+    bad = next(index for index, name in enumerate(names) if "embedding" in name)
+    leaves[bad] = leaves[bad].at[0, 0].set(jnp.nan)
+    Policy(
+        decoder=decoder, params=jax.tree.unflatten(tree, leaves), tokenizer=load_tokenizer(model)
+    ).save(tmp_path / "bad")  # fmt: skip
+    config = micro(model__source=str(tmp_path / "bad"))
+
+    def never(sample):
+        raise AssertionError("a response was sampled")
+
+    with pytest.raises(GuardError, match=r"the weights of model\.source=.*bad are not finite: \S*embedding"):
+        run_micro(config, reward=never)
+
+
+def test_weights_that_an_update_ruins_are_named_in_the_same_step_and_never_saved(micro, run_micro):
+    """The rate overflows float32, so the first update makes weights of infinity, and the second finds nothing finite."""
+    config = micro(optimizer__learning_rate=1e39, checkpoint__every_steps=1)
+    with (
+        np.errstate(over="ignore"),
+        pytest.raises(
+            GuardError, match=r"the weights are not finite after step 1: .* there is no checkpoint yet"
+        ),
+    ):
+        run_micro(config)
+    assert len(steps_of(config)) == 1
+    assert not Path(config.run_dir, "checkpoints").exists()
+
+
+def test_a_sampler_without_log_probabilities_is_named_although_its_groups_are_flat(
+    micro, run_micro, sampler_says
+):
+    """Otherwise the run would end with the advice to change the data."""
+    sampler_says(lambda prompt, logprobs: np.full_like(logprobs, np.nan))
+    with pytest.raises(GuardError, match=r"sampler's log-probabilities are not finite \(prompt 0, 1, 2 and "):
+        run_micro(micro(), reward=lambda sample: False)
+
+
+def test_the_prompt_is_named_whose_response_has_a_log_probability_that_is_not_finite(
+    micro, run_micro, sampler_says, shown
+):
+    """Of every prompt's responses: then the trained ones too, and with a limit of 0 the first step ends the run."""
+
+    def change(prompt, logprobs):
+        return np.where(np.arange(len(logprobs)) == 0, -np.inf, logprobs).astype(np.float32)
+
+    sampler_says(change)
+    config = micro(guard__max_skipped_updates=0)
+    with pytest.raises(GuardError, match=r"not finite: the sampler's log-probabilities \(prompt \d\)"):
+        run_micro(config)
+    folder = Path(config.run_dir, "post_mortem", "step_000001_update_1")
+    responses = read_post_mortem(folder).report["nonfinite"]["sampler_logprobs"]["responses"]
+    assert [(one["index"], one["tokens"]) for one in responses] == [(index, [0]) for index in range(4)]
+
+
+def test_a_reward_that_is_not_finite_ends_the_run_with_its_name_and_prompt(micro, run_micro):
+    words = r"reward function nan_for_one_prompt returned nan; .*; prompt 0 \('.*'\), response '.*reward\.on_nonfinite=lost"
+    with pytest.raises(RewardError, match=words):
+        run_micro(micro(steps=1), reward=nan_for_one_prompt)
+
+
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_one_grader_of_several_may_lose_verdicts_and_the_run_goes_on(
+    workers, micro, run_micro, even_sum, shown
+):
+    """Where the second grader gives NaN, its part counts as wrong: -1, and the first keeps its verdict."""
+    config = micro(
+        steps=1,
+        reward__on_nonfinite="lost",
+        reward__overlong__enabled=False,
+        reward__graders=[
+            {"grader": f"{HERE.parents[1] / 'run' / 'conftest.py'}:correct_by_even_sum"},
+            {"grader": f"{HERE}:nan_for_one_prompt", "weight": 0.5},
+        ],
+        reward__workers=workers,
+        log__rollouts_every_steps=1,
+        dynamic_sampling__surplus="discard",
+    )
+    result = run_micro(config, reward=None, progress=shown.progress(config))
+    [line] = result.metrics
+    assert line["reward/nonfinite"] == line["reward/lost"] > 0
+    assert line["update/skipped_frac"] == 0.0
+    parts = [
+        (row["ordinal"], sum(row["response_token_ids"]) % 2, row["score"])
+        for row in map(
+            json.loads, Path(config.run_dir, "rollouts", "step_000001.jsonl").read_text().splitlines()
+        )
+    ]
+    for ordinal, odd, score in parts:
+        second = -1.0 if ordinal == 0 and odd else 0.25
+        assert score == (-1.0 if odd else 1.0) + 0.5 * second
+    assert any(ordinal == 0 and odd for ordinal, odd, _ in parts)
+    assert "rewards that are not finite count as wrong: prompt 0: " in shown.text()
+    assert "nan_for_one_prompt 0.5 x -1 (nonfinite)" in shown.text()

@@ -1,0 +1,83 @@
+"""Runs into which the cause of one warning is put: within 20 steps it is raised, and no other; a run that learns raises none."""
+
+import jax.numpy as jnp
+import pytest
+
+from dapo_jax.metrics import Mean
+from dapo_jax.watchdogs import NAMES
+
+pytestmark = pytest.mark.slow
+
+
+def sure_of_itself(logprobs, old_logprobs, advantages, mask, *, weights):
+    """What is likely becomes likelier, whatever its reward."""
+    probability = jnp.exp(jnp.where(mask, logprobs, 0.0))
+    return -(weights * probability).sum(), {"policy/sure": Mean(probability.sum(), weights.sum())}
+
+
+def brief(sample):
+    return len(sample.tokens) <= 3
+
+
+def long(sample):
+    return len(sample.tokens) >= 20
+
+
+def begins_even(sample):
+    return int(sample.tokens[0]) % 2 == 0
+
+
+def asked_for(sample):
+    """Even or odd, by the prompt: who always says the same is right half of the time."""
+    return (int(sample.tokens[0]) + sample.prompt.ordinal) % 2 == 0
+
+
+CAUSES = {
+    "length_collapse": {"reward": brief},
+    # At so few tokens most responses are cut off from the beginning.
+    "entropy_collapse": {
+        "objective": sure_of_itself,
+        "reward": asked_for,
+        "optimizer__learning_rate": 0.1,
+        "sampling__max_response_tokens": 4,
+    },
+    "truncation": {"reward": long},
+    "flat_groups": {"reward": lambda sample: False},
+    "reward_stuck": {"optimizer__learning_rate": 1e-9},
+}
+
+
+@pytest.fixture
+def run(micro, run_micro, shown):
+    """Twenty steps of 8 prompts x 8 responses of up to 30 tokens; returns the metrics and what was printed."""
+
+    def go(**how):
+        changes = {name: how.pop(name) for name in list(how) if "__" in name}
+        config = micro(**{
+            "steps": 20, "dynamic_sampling__enabled": False, "batch__prompts_per_step": 8, "batch__group_size": 8,
+            "batch__groups_per_update": 4, "batch__row_tokens": 34, "sampling__max_response_tokens": 30,
+            "sampling__slots": 64, "reward__overlong__enabled": False, "optimizer__learning_rate": 0.01,
+            "checkpoint__every_steps": 0, **changes,
+        })  # fmt: skip
+        result = run_micro(config, **{"reward": begins_even, "progress": shown.progress(config), **how})
+        return result.metrics, shown.text()
+
+    return go
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_cause_raises_its_own_warning_and_no_other(name, run):
+    metrics, printed = run(**CAUSES[name])
+    raised = {other: sum(line[f"watchdog/{other}"] for line in metrics) for other in NAMES}
+    assert raised.pop(name) > 0
+    assert not any(raised.values())
+    said = [line for line in printed.splitlines() if "Usual causes" in line]
+    assert len(said) == 1
+    assert f": {name.replace('_', ' ')}" in said[0]
+
+
+def test_a_run_that_learns_raises_none(run):
+    metrics, printed = run()
+    assert metrics[-1]["rollout/accuracy"] > metrics[0]["rollout/accuracy"]
+    assert not any(line[f"watchdog/{name}"] for line in metrics for name in NAMES)
+    assert "Usual causes" not in printed

@@ -1,0 +1,41 @@
+"""From flags to names."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from dapo_jax.metrics import Max, Mean
+from dapo_jax.microbatch import Microbatch
+from dapo_jax.run.nonfinite import Update, in_words
+from dapo_jax.training.minibatch import Stack
+from tests.training.mismatch_test import stack
+
+
+def room_for(count, tokens):
+    """A stack with room for so many microbatches of a row of so many tokens."""
+    one = stack([0.0] * tokens, [0.0] * tokens, [True] * tokens, [0.0] * tokens).microbatches
+    arrays = {name: jnp.repeat(array[:1], count, axis=0) for name, array in vars(one).items()}
+    return Stack(Microbatch(**arrays), np.int32(count - 1))
+
+
+def update(**flags):
+    metrics = {f"nonfinite/{name}": Max(jnp.array(values)) for name, values in flags.items()}
+    return Update((room_for(2, 4), room_for(4, 2)), 1e-4, {**metrics, "update/loss": Mean(0.0, 0.0)})
+
+
+def test_an_update_that_was_applied_has_no_flags():
+    assert update(loss=[0.0, -np.inf, 0.0, 0.0, 0.0, -np.inf], gradient=[0.0, 0.0]).flags() == {}
+
+
+def test_flags_name_microbatches_of_each_stack_and_parameters():
+    """Room for two microbatches in the first stack: the fifth flag is of the third one in the second stack."""
+    found = update(gradient=[1.0, 0.0, 1.0], loss=[0.0, 1.0, 0.0, 0.0, 1.0, -np.inf], advantages=[0.0] * 6)
+    named = found.named(found.flags(), [], ["embedding", "norm", "up"])
+    assert named == {
+        "loss": {"microbatches": [[0, 1], [1, 2]]},
+        "gradient": {"parameters": ["embedding", "up"]},
+    }
+    assert in_words(named) == "loss, gradient (embedding, up)"
+
+
+def test_room_beyond_the_microbatches_is_not_kept():
+    assert [len(arrays["tokens"]) for arrays in update().stacks()] == [1, 3]

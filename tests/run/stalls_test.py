@@ -1,0 +1,94 @@
+"""Runs that wait for ever, on the command line: each ends with status 1 and names its wait."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import several
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 30
+"""Longer than the micro model's programs take to compile on a busy machine."""
+
+HANGS = """
+import threading
+
+def grader(sample):
+    threading.Event().wait()
+"""
+
+READER = """
+import os, threading
+from dapo_jax.data.prompts import PromptSource
+
+plain = PromptSource.__getitem__, PromptSource._prompt
+
+def hangs(self, ordinal, index):
+    if ordinal >= {after} and os.environ.get("JAX_PROCESS_ID", "1") == "1":
+        threading.Event().wait()
+    return plain[1](self, ordinal, index)
+
+PromptSource._prompt = hangs
+"""
+
+
+@pytest.fixture
+def arguments(model, tmp_path):
+    """A small run on the micro model, in seconds but for what it compiles."""
+    data = tmp_path / "sums.jsonl"
+    data.write_text(
+        "".join(f'{{"prompt": "{a}+{b}", "answer": "{a + b}"}}\n' for a in range(9) for b in range(9))
+    )
+    config = tmp_path / "config.yaml"
+    config.write_text("steps: 500\n")
+    return [
+        "train", config, f"run_dir={tmp_path}/run", f"model.source={model}", "data.source=jsonl", f"data.path={data}",
+        f"data.data_dir={tmp_path}/data", "data.max_prompt_tokens=4", f"eval.datasets=[{{source: jsonl, path: {data}}}]",
+        "eval.prompts=1", "eval.samples_per_prompt=1", "eval.every_steps=0", f"compilation_cache={tmp_path}/xla",
+        "sampling.slots=8", "sampling.max_response_tokens=6", "reward.overlong.enabled=false", "dynamic_sampling.enabled=false",
+        "batch.prompts_per_step=2", "batch.groups_per_update=2", "batch.group_size=2", "batch.rows_per_microbatch=2",
+        f"stall_timeout_s={LIMIT_S}",
+    ]  # fmt: skip
+
+
+def run(code, arguments):
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+
+
+def test_a_grader_in_this_process_that_hangs(arguments, tmp_path):
+    """No time limit of its own reaches it."""
+    grader = tmp_path / "hanging.py"
+    grader.write_text(HANGS)
+    done = run(several.COMMAND, [*arguments, f"reward.grader={grader}:grader", "reward.workers=0"])
+    assert done.returncode == 1, done.stderr
+    assert "while grading the responses to a prompt" in done.stderr.splitlines()[-1]
+    assert "hanging.py:5 grader" in done.stderr
+
+
+def test_a_data_source_that_hangs(arguments):
+    done = run(READER.format(after=8) + several.COMMAND, arguments)
+    assert done.returncode == 1, done.stderr
+    assert "while reading prompts" in done.stderr.splitlines()[-1]
+    assert " hangs: " in done.stderr  # a thread of the reader's, not the main one
+
+
+def test_of_two_processes_one_that_sleeps_ends_both_and_each_says_where_both_were(arguments):
+    code = READER.format(after=8) + several.COMMAND
+    done = several.finish(
+        several.start(code, *arguments, "parallel.fsdp=2", processes=2, devices=1), within_s=400
+    )
+    assert [status for status, _ in done] == [1, 1], done
+    first, second = (output for _, output in done)
+    assert "process 1: reading prompts" in first
+    assert "process 0: waiting for the groups of the other processes" in second
+    assert " hangs: " in second
+    assert all("thread MainThread:" in output for output in (first, second))
+    assert "while reading prompts" in second

@@ -1,0 +1,53 @@
+"""The mismatch of sampler and trainer, and the weights that correct it, against their closed forms."""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dapo_jax.metrics import to_scalars
+from dapo_jax.microbatch import Microbatch
+from dapo_jax.training.minibatch import Stack
+from dapo_jax.training.mismatch import importance_weighted, mismatch_kl
+
+
+def stack(sampler, old, mask, weights):
+    """One microbatch of one row, in room for two; what is not in the mask is NaN."""
+
+    def whole(values):
+        values = np.where(mask, np.array(values, np.float32), np.float32("nan"))
+        return jnp.asarray(np.stack([values[None], np.zeros_like(values)[None]]))
+
+    ids = jnp.zeros((2, 1, len(mask)), jnp.int32)
+    room = jnp.asarray(np.stack([np.array(mask)[None], np.zeros((1, len(mask)), bool)]))
+    blank = jnp.zeros((2, 1, len(mask)), jnp.float32)
+    microbatches = Microbatch(
+        tokens=ids, segment_ids=ids, prefix_ids=ids, previous=ids, positions=ids, mask=room, advantages=blank,
+        weights=jnp.asarray(np.stack([np.array(weights, np.float32)[None], np.zeros((1, len(mask)), np.float32)])),
+        sampler_logprobs=whole(sampler), old_logprobs=whole(old), ref_logprobs=blank,
+    )  # fmt: skip
+    return Stack(microbatches, np.int32(1))
+
+
+MASK = [False, True, True, True]
+# pi_trainer / pi_sampler of 1/2, 1 and 4
+SAMPLER, OLD = [0.0, -1.0, -1.0, -3.0], [0.0, -1.0 - math.log(2), -1.0, -3.0 + math.log(4)]
+
+
+def test_the_mismatch_is_k3_over_the_tokens_in_the_loss():
+    """r - 1 - log r of the ratios 1/2, 1, 4: (-1/2 + log 2) + 0 + (3 - log 4); a second stack adds a token of 0."""
+    one, other = (
+        stack(SAMPLER, OLD, MASK, [0.0] * 4),
+        stack([0.0, -1.0], [0.0, -1.0], [False, True], [0.0] * 2),
+    )
+    kl = to_scalars(mismatch_kl([(one,), (other,)]))["kl"]
+    assert kl == pytest.approx((2.5 - math.log(2)) / 4, rel=1e-6)
+
+
+def test_tokens_are_weighted_by_the_ratio_up_to_the_cap():
+    """Ratios 1/2, 1 and 4, cap 2, on weights 0.1, 0.2 and 0.3; what is not in the loss keeps its weight of 0."""
+    [(corrected,)] = importance_weighted([(stack(SAMPLER, OLD, MASK, [0.0, 0.1, 0.2, 0.3]),)], cap=2.0)
+    found = np.asarray(corrected.microbatches.weights)
+    np.testing.assert_allclose(found[0, 0], [0.0, 0.1 * 0.5, 0.2, 0.3 * 2.0], rtol=1e-6)
+    assert not found[1].any()
