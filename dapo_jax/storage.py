@@ -10,10 +10,12 @@ The variables that the clients know point all of them elsewhere: STORAGE_EMULATO
 TENSORSTORE_GCS_HTTP_URL (tensorstore), and FSSPEC_GCS_TOKEN=anon for gcsfs without credentials.
 """
 
+import errno
 import functools
 import importlib
 import os
 import secrets
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from os import PathLike
@@ -107,6 +109,26 @@ def files_below(folder: AnyPath) -> list[AnyPath]:
     if in_bucket(folder):
         return [epath.Path(SCHEME + name) for name in _objects().find(str(folder))]
     return sorted(path for path in Path(folder).rglob("*") if path.is_file())
+
+
+def check_file(path: Path) -> None:
+    """Refuses what is no file: reading a pipe or a device may have no end.
+
+    Raises:
+        OSError: it is not there, or none.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "it is no file", str(path))
+
+
+def file_bytes(path: Path) -> bytes:
+    """The content of a local file.
+
+    Raises:
+        OSError: it is not there, no file, or cannot be read.
+    """
+    check_file(path)
+    return path.read_bytes()
 
 
 def move_folder(folder: AnyPath, place: AnyPath) -> None:

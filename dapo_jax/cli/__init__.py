@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Sequence
 
 from dapo_jax.cli import data, doctor, inference, models, planning, training
+from dapo_jax.cli.arguments import printable
 from dapo_jax.config import ConfigError
 from dapo_jax.parallel import processes
 from dapo_jax.stopping import STOPPED, StoppedError, stopped_by_signals
@@ -53,7 +54,7 @@ def _run(arguments: argparse.Namespace) -> int:
             processes.fail(status, processes.described(error), shown=shown, by_all=found is not None)
         if found is None:
             raise
-        print(found[1], file=sys.stderr)
+        print(printable(found[1]), file=sys.stderr)
         return found[0]
 
 

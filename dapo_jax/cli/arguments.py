@@ -2,8 +2,19 @@
 
 import argparse
 import json
+import os
 from collections.abc import Callable
 from typing import Any, TypeAlias
+
+from dapo_jax.config.values import without_password
+
+LONGEST_MESSAGE = 1800
+"""Characters: a message quotes what was found, and a file may hold anything."""
+
+SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY")
+"""Variables of the environment whose values are never printed, whoever put them into a message."""
+SHORTEST_SECRET = 8
+"""Characters; a shorter value would be found in ordinary words."""
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -37,8 +48,23 @@ def json_object(text: str) -> dict[str, Any]:
     """A JSON object as an argument's value."""
     try:
         read = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"{printable(repr(text))} is not JSON: {error}") from error
     if not isinstance(read, dict):
         raise argparse.ArgumentTypeError(f'{text!r} is no JSON object such as {{"enable_thinking": false}}')
     return read
+
+
+def printable(message: str) -> str:
+    """A message without tokens and passwords, and without its middle if it is very long.
+
+    The place stands at a message's beginning, the remedy at its end.
+    """
+    for name in SECRETS:
+        if len(value := os.environ.get(name, "")) >= SHORTEST_SECRET:
+            message = message.replace(value, f"${name}")
+    message = without_password(message)
+    if len(message) <= LONGEST_MESSAGE:
+        return message
+    half = LONGEST_MESSAGE // 2
+    return f"{message[:half]} [{len(message) - 2 * half} characters left out] {message[-half:]}"

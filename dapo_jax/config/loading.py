@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from dapo_jax.config.base import ConfigError
 from dapo_jax.config.checks import field_types
 from dapo_jax.config.evaluate_schema import EvaluateConfig, evaluation_of
-from dapo_jax.config.reading import omegaconf_problem, read_file
+from dapo_jax.config.reading import check_bounds, omegaconf_problem, read_file
 from dapo_jax.config.schema import TrainConfig
 from dapo_jax.config.sft_schema import SftConfig
 from dapo_jax.config.suggestions import alias_of, unknown_key
@@ -25,6 +25,9 @@ from dapo_jax.config.values import check_plain, check_value, refuse, shown
 from dapo_jax.storage import AnyPath, path_of
 
 AnyConfig: TypeAlias = TrainConfig | SftConfig | EvaluateConfig
+MAX_KEY = 200
+"""Characters of an override's key."""
+
 _Config = TypeVar("_Config", TrainConfig, SftConfig, EvaluateConfig)
 _Read = TypeVar("_Read")
 
@@ -93,7 +96,7 @@ def _load(
         try:
             key, value = _parse_override(override, kinds)
         except ConfigError as error:
-            raise ConfigError(f"override {override!r}: {error}") from None
+            raise ConfigError(f"override {shown(override)}: {error}") from None
         _set(values, key, value, kinds)
     try:
         return _build(schema, values)
@@ -208,6 +211,8 @@ def _parse_override(override: str, kinds: Mapping[str, Any]) -> tuple[str, Any]:
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
         raise ConfigError("needs the form key=value, without spaces around =, as in batch.group_size=16")
+    if len(key) > MAX_KEY:
+        raise ConfigError(f"the key before = has {len(key)} characters, needs at most {MAX_KEY}; shorten it")
     if key != key.strip().lstrip("-+~"):
         raise ConfigError(f"write {key.strip().lstrip('-+~')}={text}, with nothing around the key")
     if _is_section(key, kinds):
@@ -255,12 +260,16 @@ def _is_yaml_text(text: str) -> bool:
 
 def _parse_value(key: str, text: str) -> Any:
     try:
+        check_bounds(text)
         parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
         return cast(dict[str, Any], parsed)["value"]
     except yaml.MarkedYAMLError as error:
         raise ConfigError(
-            f"{key}: found {text!r}, which is not YAML: {error.problem}; put it in quotes"
+            f"{key}: found {shown(text)}, which is not YAML: {error.problem}; put it in quotes"
         ) from None
+    except (yaml.YAMLError, UnicodeError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{key}: found {shown(text)}, which is not YAML: {reason}; write text") from None
     except OmegaConfBaseException as error:
         raise ConfigError(omegaconf_problem(error, key)) from None
 

@@ -1,5 +1,6 @@
 """A configuration's YAML file as plain values, or one message that says what is wrong with it."""
 
+import io
 import re
 from difflib import SequenceMatcher
 from pathlib import Path
@@ -12,6 +13,12 @@ from omegaconf.errors import OmegaConfBaseException
 from dapo_jax.config.base import ConfigError
 from dapo_jax.storage import AnyPath, entries
 
+MAX_DEPTH = 32
+"""Sections and lists inside one another. Parsers call themselves once a level, and one in C overruns its stack."""
+MAX_DIGITS = 100
+_LONG_NUMBER = re.compile(r"[-+]?[0-9][0-9a-fA-FxXob_:]*")
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
 
 def read_file(path: AnyPath) -> dict[Any, Any]:
     """The file's mapping, with interpolations left as text.
@@ -22,8 +29,9 @@ def read_file(path: AnyPath) -> dict[Any, Any]:
     if not path.is_file():
         raise ConfigError(_missing_file(path))
     try:
-        with path.open(encoding="utf-8") as file:
-            content = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+        text = path.read_text(encoding="utf-8")
+        check_bounds(text)
+        content = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
     except yaml.MarkedYAMLError as error:
         raise ConfigError(_yaml_problem(error)) from None
     except OmegaConfBaseException as error:
@@ -38,6 +46,36 @@ def read_file(path: AnyPath) -> dict[Any, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"found a list of {len(content)}, needs `key: value` lines; remove the dashes")
     return content
+
+
+def check_bounds(text: str) -> None:
+    """Refuses YAML that would overrun a parser: the events of a text are told one by one, whatever is inside what.
+
+    Aliases are bounded by OmegaConf, which expands them to 10,000 values at most.
+
+    Raises:
+        ConfigError: more than `MAX_DEPTH` sections and lists inside one another, or a number of over `MAX_DIGITS` digits.
+        yaml.YAMLError: it is no YAML.
+    """
+    depth = 0
+    for event in yaml.parse(text, Loader=_LOADER):
+        line = f"line {event.start_mark.line + 1}: " if event.start_mark else ""
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+            if depth > MAX_DEPTH:
+                raise ConfigError(
+                    f"{line}more than {MAX_DEPTH} lists and sections stand inside one another; no key needs that"
+                )
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+        elif isinstance(event, yaml.ScalarEvent) and event.implicit[0] and _is_too_long(event.value):
+            raise ConfigError(
+                f"{line}found a number of {len(event.value)} digits, needs at most {MAX_DIGITS}; quote it if it is a text"
+            )
+
+
+def _is_too_long(number: str) -> bool:
+    return len(number) > MAX_DIGITS and _LONG_NUMBER.fullmatch(number) is not None
 
 
 def _missing_file(path: AnyPath) -> str:

@@ -1,6 +1,7 @@
 """What one value may be: its type, its range, its choices. Nothing here looks at a second key."""
 
 import math
+import re
 from collections.abc import Callable
 from types import NoneType
 from typing import Any, NamedTuple, NoReturn, get_args, get_origin
@@ -115,6 +116,16 @@ NOT_EMPTY = (
 )  # fmt: skip
 
 
+_PLACES = ("run_dir", "compilation_cache", "source", "path", "cache_dir", "data_dir")
+"""Last names of the keys that hold a folder, a file or a model's name."""
+_PASSWORD = re.compile(r"(://[^/\s:@]*:)[^/\s@]+@")
+
+
+def without_password(text: str) -> str:
+    """`text` with `...` for the password of every `scheme://user:password@host` in it."""
+    return _PASSWORD.sub(r"\1...@", text)
+
+
 def refuse(key: str, value: object, needs: str, remedy: str) -> NoReturn:
     """Raises the one message that all configuration errors share."""
     raise ConfigError(f"{key}: found {shown(value)}, needs {needs}; {remedy}")
@@ -169,12 +180,20 @@ def _check_type(key: str, value: object, expected: Any) -> None:
         refuse(key, value, needs, "unquoted yes, no, on and off are true and false in YAML: quote the word")
     elif kind is str and not isinstance(value, str):
         refuse(key, value, needs, f"quote it: '{value}'")
+    elif kind is str and key.rpartition(".")[2] in _PLACES and _PASSWORD.search(str(value)):
+        needs, remedy = (
+            "a place without a password",
+            "it would be written into config.yaml and to trackers: leave it out",
+        )
+        refuse(key, without_password(str(value)), needs, remedy)
     elif kind is bool and not isinstance(value, bool):
         refuse(
             key, value, needs, "write true or false, unquoted (1, 0 and other numbers are not taken for them)"
         )
     elif kind in (int, float) and not _is_number(value, kind):
         refuse(key, value, needs, _number_remedy(value, kind))
+    elif isinstance(value, int) and abs(value) >= 1 << 63:
+        refuse(key, value, f"{needs} of at most 63 bits", f"write one up to {(1 << 63) - 1}")
     elif isinstance(value, float) and not math.isfinite(value):
         refuse(key, value, f"a finite number{' or null' if optional else ''}", "write a number such as 1e-6")
 

@@ -8,10 +8,14 @@ import json
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from io import BufferedIOBase
 from pathlib import Path
 from typing import Any
 
 KINDS = (".parquet", ".jsonl", ".ndjson", ".jsonl.gz")
+
+MAX_LINE_BYTES = 64 << 20
+"""Of one row. A small .gz file may hold a line that fills any memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,11 +60,21 @@ def _line_rows(path: Path) -> Iterator[FileRow]:
     number = 0
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
+            for number, line in enumerate(_lines(lines), start=1):
                 if line.strip():
                     yield _line_row(f"{path.name}, line {number}", line)
     except (EOFError, OSError, zlib.error) as error:
         raise ValueError(f"{path} cannot be read behind line {number}: {error}") from error
+
+
+def _lines(file: BufferedIOBase) -> Iterator[bytes]:
+    """The lines of a file, none of which is read further than `MAX_LINE_BYTES`."""
+    while line := file.readline(MAX_LINE_BYTES + 1):
+        if len(line) > MAX_LINE_BYTES:
+            raise OSError(
+                f"the next line is longer than {MAX_LINE_BYTES:,} bytes; put each row on its own line"
+            )
+        yield line
 
 
 def _line_row(place: str, line: bytes) -> FileRow:
@@ -91,21 +105,23 @@ def _parquet_rows(path: Path) -> Iterator[FileRow]:
                 place = f"{path.name}, row {number}"
                 if isinstance(fields, UnicodeDecodeError):
                     yield FileRow(place=place, problem=f"a text is not UTF-8: {fields.reason}")
+                elif isinstance(fields, Exception):
+                    yield FileRow(place=place, problem=f"a value that Python cannot hold: {fields}")
                 else:
                     yield FileRow(place=place, fields=fields)
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{path} cannot be read as parquet behind row {number}: {error}") from error
 
 
-def _batch_rows(batch: Any) -> Iterator[Mapping[str, Any] | UnicodeDecodeError]:
-    """The rows of a record batch; one that is no text in its own place."""
+def _batch_rows(batch: Any) -> Iterator[Mapping[str, Any] | Exception]:
+    """The rows of a record batch; one that is no text, or a date beyond all calendars, in its own place."""
     try:
         yield from batch.to_pylist()  # all at once is much faster
         return
-    except UnicodeDecodeError:
+    except (ValueError, OverflowError):
         pass
     for place in range(batch.num_rows):
         try:
             yield batch.slice(place, 1).to_pylist()[0]
-        except UnicodeDecodeError as error:
+        except (ValueError, OverflowError) as error:
             yield error

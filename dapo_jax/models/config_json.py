@@ -4,6 +4,7 @@ transformers' Llama, Qwen2 and Qwen3 read a closed set of keys. Each of these is
 name when its value asks for something this decoder does not do; what they do not read (names, versions) is skipped.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -57,6 +58,18 @@ _SCALING_KINDS: dict[str, tuple[str, ...]] = {
 """The fields of `RopeScaling` that count for each kind."""
 
 
+_CONTAINERS: dict[str, type] = {
+    "rope_parameters": dict,
+    "rope_scaling": dict,
+    "layer_types": list,
+    "architectures": list,
+}
+"""Keys that hold more than one value."""
+
+_LARGEST = (1 << 31) - 1
+"""Of a size: what indices on devices count to."""
+
+
 def family_of(config: DecoderConfig) -> str:
     """The model_type under which others know this decoder.
 
@@ -108,6 +121,7 @@ def understand(described: Mapping[str, Any], where: object) -> DecoderConfig:
     family = described.get("model_type")
     if family not in FAMILIES:
         raise ValueError(f"{where}: model_type {family!r} is not covered; llama, qwen2 and qwen3 are")
+    _check_containers(described, where)
     _refuse_what_is_not_covered(described, family, where)
     rope = _rope(described, where)
     described = {**_family_defaults(described, family), **_present(described)}
@@ -115,9 +129,8 @@ def understand(described: Mapping[str, Any], where: object) -> DecoderConfig:
         raise ValueError(f"{where} lacks the key {missing[0]!r}")
     fields = {ours: described[theirs] for ours, theirs in _FIELDS.items()}
     for ours, value in fields.items():
-        wanted = {"norm_eps": (int, float), "tied_embeddings": (bool,)}.get(ours, (int,))
-        if not isinstance(value, wanted) or (bool not in wanted and (isinstance(value, bool) or value <= 0)):
-            raise ValueError(f"{where}: {_FIELDS[ours]} is {value!r}; it must be a {_in_words(wanted)}")
+        if not _fits(ours, value):
+            raise ValueError(f"{where}: {_FIELDS[ours]} is {value!r}; it must be {_needed(ours)}")
     theta = rope["rope_theta"]
     fields |= {"norm_eps": float(fields["norm_eps"]), "rope_theta": float(theta)}
     try:
@@ -131,8 +144,30 @@ def understand(described: Mapping[str, Any], where: object) -> DecoderConfig:
         raise ValueError(f"{where}: {error}") from error
 
 
-def _in_words(wanted: tuple[type, ...]) -> str:
-    return "truth value" if bool in wanted else "positive number" if float in wanted else "positive integer"
+def _fits(field: str, value: Any) -> bool:
+    if field == "tied_embeddings":
+        return isinstance(value, bool)
+    return _positive(value) and (field == "norm_eps" or (isinstance(value, int) and value <= _LARGEST))
+
+
+def _needed(field: str) -> str:
+    return {"tied_embeddings": "a truth value", "norm_eps": "a positive number"}.get(
+        field, f"a positive integer of at most {_LARGEST}"
+    )
+
+
+def _positive(value: Any) -> bool:
+    """True for a finite number above 0, and one that a float can hold."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and 0 < value <= float(1 << 127) and math.isfinite(value)
+
+
+def _check_containers(described: Mapping[str, Any], where: object) -> None:
+    for key, kind in _CONTAINERS.items():
+        value = described.get(key)
+        if value is not None and not isinstance(value, kind):
+            noun = "an object with named values" if kind is dict else "a list"
+            raise ValueError(f"{where}: {key} is {value!r}; it must be {noun}")
 
 
 def _present(described: Mapping[str, Any]) -> dict[str, Any]:
@@ -158,12 +193,12 @@ def _refuse_what_is_not_covered(described: Mapping[str, Any], family: str, where
         if value is not None and value not in covered:
             known = f"; {' or '.join(map(repr, covered))} is" if covered else "; the key must be absent"
             raise ValueError(f"{where}: {key}={value!r} is not covered{known}")
-    if odd := {kind for kind in described.get("layer_types") or () if kind != "full_attention"}:
-        raise ValueError(f"{where}: layer_types has {min(odd)!r}, which is not covered; 'full_attention' is")
+    if odd := [kind for kind in described.get("layer_types") or () if kind != "full_attention"]:
+        raise ValueError(f"{where}: layer_types has {odd[0]!r}, which is not covered; 'full_attention' is")
     named = described.get("architectures") or [f"{family.capitalize()}ForCausalLM"]
     if named != [f"{family.capitalize()}ForCausalLM"]:
         raise ValueError(
-            f"{where}: architectures {named} is not covered; {family.capitalize()}ForCausalLM is"
+            f"{where}: architectures {named!r} is not covered; {family.capitalize()}ForCausalLM is"
         )
 
 
@@ -177,7 +212,7 @@ def _rope(described: Mapping[str, Any], where: object) -> dict[str, Any]:
         )
     rope = told[0]
     kind = rope["rope_type"]
-    if kind != "default" and kind not in _SCALING_KINDS:
+    if not isinstance(kind, str) or (kind != "default" and kind not in _SCALING_KINDS):
         raise ValueError(
             f"{where}: rope_type {kind!r} is not covered; default, {', '.join(_SCALING_KINDS)} are"
         )
@@ -187,6 +222,10 @@ def _rope(described: Mapping[str, Any], where: object) -> dict[str, Any]:
     for key, value in rope.items():
         if key not in known or value != _NEUTRAL.get(key, value):
             raise ValueError(f"{where}: {key}={value!r} of rope_type {kind!r} is not covered")
+        if key not in ("rope_type", *_NEUTRAL) and not _positive(value):
+            raise ValueError(
+                f"{where}: {key} of rope_type {kind!r} is {value!r}; it must be a positive number"
+            )
     if kind != "default" and "factor" not in rope:
         raise ValueError(f"{where} lacks the key 'factor' of rope_type {kind!r}")
     return rope

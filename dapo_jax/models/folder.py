@@ -3,7 +3,6 @@
 Tensor names and orientations are those of transformers' Llama, Qwen2 and Qwen3, so a folder written here opens there.
 """
 
-import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +15,8 @@ from dapo_jax.models.config_json import describe, understand
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.safetensors_files import SafetensorsFolder, write_json, write_tensors
 from dapo_jax.models.tensors import Tensor, exported, place, shapes_of
-from dapo_jax.storage import path_of
+from dapo_jax.plain_json import read_object
+from dapo_jax.storage import file_bytes, path_of
 
 __all__ = ["load_model", "read_config", "read_json", "save_model", "shapes_of", "write_model"]
 
@@ -62,12 +62,10 @@ def read_json(path: Path) -> dict[str, Any]:
         ValueError: there is no such file, or it holds something else.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"cannot read a model from {path}: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"cannot read a model from {path}: it holds no JSON object")
-    return content
+        content = file_bytes(path)
+    except OSError as error:
+        raise ValueError(f"cannot read a model from {path}: {error.strerror or error}") from error
+    return read_object(content, path)
 
 
 def save_model(

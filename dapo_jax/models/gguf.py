@@ -3,6 +3,7 @@
 Needs the package `gguf` (the extra of that name), which knows the format and its quantisations.
 """
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from dapo_jax.models.config_json import FAMILIES
+from dapo_jax.models.gguf_header import check_header
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.rope import RopeScaling, rope_frequencies
 from dapo_jax.models.tensors import Cut, Shape
@@ -55,6 +57,7 @@ class GgufFile:
             ) from error
         self._path = path
         try:
+            check_header(path)
             reader = GGUFReader(path)
             self.metadata: Mapping[str, Any] = {
                 name: field.contents() for name, field in reader.fields.items()
@@ -70,9 +73,9 @@ class GgufFile:
             if name != _ROPE_FACTORS
         }
         self._heads = {
-            "self_attn.q_proj.weight": self.number("attention.head_count"),
-            "self_attn.k_proj.weight": self.number(
-                "attention.head_count_kv", self.number("attention.head_count")
+            "self_attn.q_proj.weight": self.size("attention.head_count"),
+            "self_attn.k_proj.weight": self.size(
+                "attention.head_count_kv", self.size("attention.head_count")
             ),
         }
 
@@ -128,6 +131,27 @@ class GgufFile:
             raise ValueError(f"{self._path}: the metadata {name} is {value!r}; it must be one number")
         return value
 
+    def size(self, key: str, default: int | None = None) -> int:
+        """As `number`, a whole one of 1 to 2**31 - 1.
+
+        Raises:
+            ValueError: it is none.
+        """
+        value = self.number(key, default)
+        if not isinstance(value, int) or not 0 < value < 1 << 31:
+            raise ValueError(
+                f"{self._path}: the metadata {self.architecture}.{key} is {value}; it must be a positive integer below 2**31"
+            )
+        return value
+
+    def _positive(self, key: str, default: float | None = None) -> float:
+        value = self.number(key, default)
+        if not (math.isfinite(value) and value > 0):
+            raise ValueError(
+                f"{self._path}: the metadata {self.architecture}.{key} is {value}; it must be a positive number"
+            )
+        return _shortest(value)
+
     def config(self) -> DecoderConfig:
         """The decoder that the metadata describes.
 
@@ -136,10 +160,10 @@ class GgufFile:
         """
         family, heads, width = (
             self.architecture,
-            self.number("attention.head_count"),
-            self.number("embedding_length"),
+            self.size("attention.head_count"),
+            self.size("embedding_length"),
         )
-        head_dim = int(self.number("attention.key_length", width // heads))
+        head_dim = self.size("attention.key_length", width // heads)
         for key in ("attention.value_length", "rope.dimension_count"):
             if self.number(key, head_dim) != head_dim:
                 raise ValueError(
@@ -150,19 +174,19 @@ class GgufFile:
                 raise ValueError(f"{self._path}: {family}.{key}={self.number(key)} is not covered")
         if "model.embed_tokens.weight" not in self._shapes:
             raise ValueError(f"{self._path} lacks the tensor 'token_embd.weight'")
-        theta = _shortest(self.number("rope.freq_base", 10_000.0))
+        theta = self._positive("rope.freq_base", 10_000.0)
         return DecoderConfig(
             vocab_size=self._shapes["model.embed_tokens.weight"][0],
-            embed_dim=int(width),
-            layers=int(self.number("block_count")),
-            heads=int(heads),
-            kv_heads=int(self._heads["self_attn.k_proj.weight"]),
+            embed_dim=width,
+            layers=self.size("block_count"),
+            heads=heads,
+            kv_heads=self._heads["self_attn.k_proj.weight"],
             head_dim=head_dim,
-            mlp_dim=int(self.number("feed_forward_length")),
+            mlp_dim=self.size("feed_forward_length"),
             rope_theta=theta,
             rope_scaling=self._rope_scaling(head_dim, theta),
-            norm_eps=_shortest(self.number("attention.layer_norm_rms_epsilon")),
-            max_positions=int(self.number("context_length")),
+            norm_eps=self._positive("attention.layer_norm_rms_epsilon"),
+            max_positions=self.size("context_length"),
             tied_embeddings="lm_head.weight" not in self._shapes,
             qkv_bias=family == "qwen2",
             qk_norm=family == "qwen3",
@@ -174,7 +198,7 @@ class GgufFile:
         kind = self.metadata.get(f"{self.architecture}.rope.scaling.type", "none")
         if kind == "none":
             return None
-        factor = _shortest(self.number("rope.scaling.factor"))
+        factor = self._positive("rope.scaling.factor")
         if kind == "linear":
             return RopeScaling(kind=kind, factor=factor)
         known = {"type", "factor", "original_context_length", "finetuned"}
@@ -182,7 +206,7 @@ class GgufFile:
         extra = {name for name in self.metadata if name.startswith(prefix)} - {prefix + key for key in known}
         if kind != "yarn" or extra:
             raise ValueError(f"{self._path}: RoPE scaling {kind!r} with {sorted(extra)} is not covered")
-        original = int(self.number("rope.scaling.original_context_length"))
+        original = self.size("rope.scaling.original_context_length")
         return RopeScaling(kind="yarn", factor=factor, original_max_positions=original)
 
     def _llama3(self, head_dim: int, theta: float) -> RopeScaling:

@@ -20,14 +20,21 @@ def tokenizer_files(metadata: Mapping[str, Any], where: object) -> dict[str, str
     Raises:
         ValueError: there is no tokenizer, or it is of a kind that is not covered; the message names it.
     """
+    tokens = _listed(metadata, "tokens", str, where)
+    names = (("bos", "bos"), ("eos", "eos"), ("turn", "eot"), ("pad", "padding"), ("unk", "unknown"))
     special = {
         name: metadata[f"tokenizer.ggml.{key}_token_id"]
-        for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown"))
+        for name, key in names
         if f"tokenizer.ggml.{key}_token_id" in metadata
     }
-    tokens = metadata.get("tokenizer.ggml.tokens") or []
-    if outside := {name: number for name, number in special.items() if not 0 <= number < len(tokens)}:
+    outside = {
+        name: number
+        for name, number in special.items()
+        if not isinstance(number, int) or not 0 <= number < len(tokens)
+    }
+    if outside:
         raise ValueError(f"{where}: special tokens {outside} are outside the vocabulary of {len(tokens)}")
+    special.pop("turn", None)
     config = {f"{name}_token": tokens[number] for name, number in special.items()} | {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "add_bos_token": bool(metadata.get("tokenizer.ggml.add_bos_token", False)),
@@ -35,6 +42,8 @@ def tokenizer_files(metadata: Mapping[str, Any], where: object) -> dict[str, str
         "model_max_length": metadata.get(f"{metadata.get('general.architecture')}.context_length"),
     }
     if "tokenizer.chat_template" in metadata:
+        if not isinstance(metadata["tokenizer.chat_template"], str):
+            raise ValueError(f"{where}: tokenizer.chat_template is no text")
         config["chat_template"] = metadata["tokenizer.chat_template"]
     begins = tokens[special["bos"]] if config["add_bos_token"] and "bos" in special else None
     return {
@@ -73,19 +82,26 @@ def _tokenizer(metadata: Mapping[str, Any], where: object, begins: str | None) -
     kind, cut_by = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
     if kind != "gpt2":
         raise ValueError(f"{where}: tokenizer.ggml.model {kind!r} is not covered; 'gpt2' (byte-level BPE) is")
-    if cut_by not in _CUT_BY:
+    if not isinstance(cut_by, str) or cut_by not in _CUT_BY:
         raise ValueError(
             f"{where}: tokenizer.ggml.pre {cut_by!r} is not covered; {', '.join(map(repr, _CUT_BY))} are"
         )
-    tokens = metadata["tokenizer.ggml.tokens"]
-    kinds = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    tokens = _listed(metadata, "tokens", str, where)
+    kinds = _listed(metadata, "token_type", int, where) or [1] * len(tokens)
+    if len(kinds) != len(tokens):
+        raise ValueError(
+            f"{where}: tokenizer.ggml.token_type has {len(kinds)} entries for the {len(tokens)} tokens"
+        )
     # Unused ids are there to make the embedding's size a round number.
     vocabulary = {
         token: i for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind != _UNUSED
     }
-    merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
-    # Llama 3 takes a word that is a token as it is, without looking for merges that lead to it.
-    made = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=cut_by == "llama-bpe"))
+    merges = [tuple(merge.split(" ", 1)) for merge in _listed(metadata, "merges", str, where)]
+    try:
+        # Llama 3 takes a word that is a token as it is, without looking for merges that lead to it.
+        made = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=cut_by == "llama-bpe"))
+    except Exception as error:  # `tokenizers` raises plain Exceptions
+        raise ValueError(f"{where}: tokens and merges are of no tokenizer: {error}") from error
     expression = _CUT_BY[cut_by]
     if expression is None:
         steps = [
@@ -112,6 +128,14 @@ def _tokenizer(metadata: Mapping[str, Any], where: object, begins: str | None) -
         if kind in (_CONTROL, _USER_DEFINED):
             made.add_tokens([AddedToken(token, normalized=False, special=kind == _CONTROL)])
     return made.to_str(pretty=True)
+
+
+def _listed(metadata: Mapping[str, Any], key: str, kind: type, where: object) -> list[Any]:
+    """A list in the metadata; empty if there is none."""
+    value = metadata.get(f"tokenizer.ggml.{key}") or []
+    if not isinstance(value, list) or not all(isinstance(each, kind) for each in value):
+        raise ValueError(f"{where}: tokenizer.ggml.{key} must be a list of {kind.__name__}")
+    return value
 
 
 def _json(content: Mapping[str, Any]) -> str:

@@ -13,9 +13,16 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from dapo_jax.models.tensors import Cut, Shape, Tensor
-from dapo_jax.storage import AnyPath, entries, new_file, write_whole
+from dapo_jax.plain_json import read_object
+from dapo_jax.storage import AnyPath, check_file, entries, file_bytes, new_file, write_whole
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+"""Weights as torch saves them."""
+A_PICKLE = (
+    "a pickle, which runs code when it is opened, and is not read; have the model as safetensors, which transformers "
+    "writes: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(FOLDER, safe_serialization=True)"
+)
 _STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _CODES = {name: code for code, name in _STORED.items()}
 
@@ -66,21 +73,23 @@ def _read_index(folder: Path) -> dict[str, str]:
     """Tensor name -> file name."""
     path = folder / INDEX
     try:
-        listed = json.loads(path.read_text())["weight_map"]
+        content = file_bytes(path)
     except FileNotFoundError as error:
-        pickled = sorted(file.name for file in folder.glob("*.bin"))
-        hint = f"; {pickled[0]} holds pickled weights, which are not read" if pickled else ""
+        pickled = sorted(file.name for file in folder.glob("*") if file.suffix in PICKLED)
+        hint = f"; {pickled[0]} is {A_PICKLE}" if pickled else ""
         raise ValueError(
             f"cannot read {folder / SINGLE}: there is no such file, nor {INDEX}{hint}"
         ) from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"cannot read {path}: {error!r}") from error
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror or error}") from error
+    listed = read_object(content, path).get("weight_map")
     if not isinstance(listed, dict) or not listed:
         raise ValueError(f"{path}: weight_map must name a file for each tensor; got {listed!r}")
+    there = {entry.name for entry in folder.iterdir() if entry.is_file()}
     for name, file in listed.items():
         if not isinstance(file, str) or Path(file).name != file:
             raise ValueError(f"{path}: the file of {name!r} must be a name in this folder; got {file!r}")
-        if not (folder / file).is_file():
+        if file not in there:
             raise ValueError(f"{path} has the tensor {name!r} in {file}, which is not there")
     return listed
 
@@ -88,6 +97,7 @@ def _read_index(folder: Path) -> dict[str, str]:
 def _header(path: Path) -> dict[str, Shape]:
     shapes: dict[str, Shape] = {}
     try:
+        check_file(path)
         with safe_open(path, framework="numpy") as file:
             for name in file.keys():  # noqa: SIM118 - not a dict
                 part = file.get_slice(name)

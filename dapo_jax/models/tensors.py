@@ -99,7 +99,12 @@ def checked(config: DecoderConfig, file: TensorFile) -> None:
     Raises:
         ValueError: a tensor is missing, misshapen, or not called for; the message names it.
     """
-    wanted, there = tensor_shapes(config), dict(file.shapes)
+    there = dict(file.shapes)
+    if config.layers > len(there):  # before as many names are made
+        raise ValueError(
+            f"{file.where} holds {len(there)} tensors, the configuration calls for {config.layers} layers"
+        )
+    wanted = tensor_shapes(config)
     for name, shape in wanted.items():
         if name not in there:
             raise ValueError(f"{file.where} lacks the tensor {name!r}")

@@ -21,6 +21,7 @@ from dapo_jax.models.folder import load_model, read_config, save_model
 from dapo_jax.models.hub import download
 from dapo_jax.models.layout import Layout
 from dapo_jax.models.presets import DecoderConfig, preset
+from dapo_jax.models.safetensors_files import A_PICKLE, PICKLED
 from dapo_jax.models.tensors import exported, shapes_of
 from dapo_jax.parallel.mesh import BATCH_AXES, Meshes, make_mesh, make_meshes
 from dapo_jax.parallel.processes import is_first
@@ -122,7 +123,7 @@ def find_policy(source: str, *, mesh: jax.sharding.Mesh | None = None) -> Policy
     with Checkpointer(run / "checkpoints") as checkpointer:
         try:
             restored = restore_last(checkpointer, target, rows=decoder.vocab_size, say=warnings.warn)
-        except DamagedError as error:
+        except (DamagedError, ValueError) as error:
             raise ConfigError(f"the run {source} cannot be used: {error}") from error
         if restored is None:
             raise ConfigError(
@@ -161,6 +162,8 @@ def folder_of(model: ModelConfig) -> Path:
     folder = Path(model.source).expanduser()
     if folder.suffix == ".gguf":
         raise ValueError("a GGUF file is no model folder; `dapo-jax convert FILE FOLDER` makes one of it")
+    if folder.suffix in PICKLED and not folder.is_dir():
+        raise ValueError(f"a file of this kind is {A_PICKLE}")
     return folder
 
 

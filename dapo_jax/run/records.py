@@ -1,5 +1,6 @@
 """What a run writes beside its checkpoints: metrics to the trackers, readable rollouts; and the compilation cache."""
 
+import re
 from collections.abc import Mapping
 from contextlib import ExitStack
 from types import TracebackType
@@ -7,7 +8,7 @@ from typing import Any
 
 import jax
 
-from dapo_jax.config import TrainConfig, to_yaml
+from dapo_jax.config import ConfigError, TrainConfig, to_yaml
 from dapo_jax.filtering import Collected
 from dapo_jax.run.places import place_of
 from dapo_jax.storage import AnyPath, in_bucket
@@ -20,6 +21,9 @@ from dapo_jax.trackers import (
     read_metrics,
 )
 from dapo_jax.trackers.rollout_log import format_rollouts, write_rollouts
+
+_RUN_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+"""W&B names folders by it."""
 
 
 def use_compilation_cache(folder: str) -> None:
@@ -44,10 +48,19 @@ class Records:
     """The trackers and the rollout log of one run; a context manager."""
 
     def __init__(self, config: TrainConfig, run_dir: AnyPath, *, resume_step: int | None) -> None:
-        """With `resume_step`, lines past it are cut from metrics.jsonl."""
+        """With `resume_step`, lines past it are cut from metrics.jsonl.
+
+        Raises:
+            ConfigError: what is there of metrics.jsonl is damaged, or of another run.
+        """
         self._log, self._run_dir = config.log, run_dir
         self._path = run_dir / "metrics.jsonl"
-        trackers: list[Tracker] = [JsonlTracker(self._path, resume_step=resume_step)]
+        try:
+            trackers: list[Tracker] = [JsonlTracker(self._path, resume_step=resume_step)]
+        except (ValueError, IsADirectoryError) as error:
+            raise ConfigError(
+                f"run_dir={config.run_dir}: {error}; mend the file, or move it away and resume without its lines"
+            ) from error
         with ExitStack() as undo:
             undo.callback(lambda: MultiTracker(trackers).close())
             if self._log.tensorboard:
@@ -61,6 +74,10 @@ class Records:
         """The W&B run of this folder: its id is kept there, so a resumed run goes on in it."""
         kept = self._run_dir / "wandb_run_id"
         run_id = kept.read_text().strip() if kept.exists() else None
+        if run_id is not None and not _RUN_ID.fullmatch(run_id):
+            raise ConfigError(
+                f"{kept} holds {run_id!r:.80}, which is no id of a W&B run; remove the file, and a new run is started there"
+            )
         tracker = WandbTracker(config.log.wandb_project, self._run_dir, run_id, {"yaml": to_yaml(config)})
         kept.write_text(tracker.run_id)
         return tracker

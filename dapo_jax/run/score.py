@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from itertools import groupby
+from types import UnionType
 from typing import Any
 
 import numpy as np
@@ -132,11 +133,51 @@ def _group(row: Mapping[str, Any]) -> tuple[int, int]:
     return row["step"], row["ordinal"]
 
 
+_FIELDS: dict[str, type | UnionType] = {
+    "step": int,
+    "ordinal": int,
+    "index": int,
+    "prompt": str,
+    "answer": str,
+    "response": str,
+    "correct": bool,
+    "extracted": str | None,
+    "reason": str,
+    "finish_reason": str,
+    "row": dict,
+    "prompt_token_ids": list,
+    "response_token_ids": list,
+}
+"""What is read of a rollout."""
+
+
+def checked_rollout(row: Mapping[str, Any], file: AnyPath, number: int) -> dict[str, Any]:
+    """A rollout as it was read, if it has what grading needs.
+
+    Raises:
+        ValueError: a field is missing or of another type; names the file and the rollout.
+    """
+    for name, kind in _FIELDS.items():
+        if name not in row or not isinstance(row[name], kind):
+            found = f"{row[name]!r:.60}" if name in row else "nothing"
+            raise ValueError(
+                f"{file}, rollout {number}: {name!r} is {found}; it must be {getattr(kind, '__name__', kind)}"
+            )
+    for name in ("prompt_token_ids", "response_token_ids"):
+        if not all(isinstance(token, int) and 0 <= token < 1 << 31 for token in row[name]):
+            raise ValueError(f"{file}, rollout {number}: {name!r} must hold token ids; got {row[name]!r:.60}")
+    return dict(row)
+
+
 def _rows(path: AnyPath) -> list[dict[str, Any]]:
     try:
         files = files_below(path) if path.is_dir() else [path]
         files = [file for file in files if file == path or fnmatch(file.name, "step_*.jsonl")]
-        rows = [row for file in files for row in read_rollouts(file)]
+        rows = [
+            checked_rollout(row, file, number)
+            for file in files
+            for number, row in enumerate(read_rollouts(file), 1)
+        ]
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read rollouts: {error}") from error
     if not rows:

@@ -1,6 +1,6 @@
 """Chat templates: the Jinja text that comes with a model turns messages into the one string it was trained on.
 
-A template is somebody else's program. It runs in Jinja's sandbox, sees plain data only, and whatever it raises comes
+A template is somebody else's program. It runs in a sandbox (`dapo_jax.text.sandbox`), sees plain data only, and whatever it raises comes
 back as a ValueError that names the template.
 """
 
@@ -15,8 +15,9 @@ from jinja2 import nodes
 from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
+
+from dapo_jax.text.sandbox import Sandbox, TooMuchError
 
 Message = Mapping[str, Any]
 """One turn: `role` and `content`, and whatever else the template knows, such as `name`."""
@@ -59,15 +60,16 @@ class ChatTemplate:
             variables: what else the template reads, such as Qwen3's `enable_thinking`.
 
         Raises:
-            ValueError: the template is no Jinja, refuses these messages, fails, or tries to leave the sandbox.
+            ValueError: the template is no Jinja, refuses these messages, fails, tries to leave the sandbox, or does not come to
+                an end within it.
         """
         known = {"tools": None, "documents": None, **self._special_tokens, **variables}
         try:
-            return self._compiled.render(
-                messages=[_plain(message) for message in messages],
-                add_generation_prompt=True,
-                **{key: _plain(value) for key, value in known.items()},
-            )
+            told = {key: _plain(value) for key, value in known.items()}
+            told |= {"messages": [_plain(message) for message in messages], "add_generation_prompt": True}
+            return self._sandbox.rendered(self._compiled, told)
+        except TooMuchError as error:
+            raise ValueError(f"chat template {self.name} asks for too much: {error}") from error
         except SecurityError as error:
             raise ValueError(f"chat template {self.name} tries to leave its sandbox: {error}") from error
         except _RefusedError as error:
@@ -80,28 +82,24 @@ class ChatTemplate:
 
     @cached_property
     def _compiled(self) -> jinja2.Template:
-        environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation])
-        environment.filters["tojson"] = _to_json
+        return self._sandbox.compiled(self.source)
+
+    @cached_property
+    def _sandbox(self) -> Sandbox:
+        sandbox = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation])
+        sandbox.filters["tojson"] = sandbox.counted("tojson", _to_json)
         known: dict[str, Any] = {
             "raise_exception": _refuse,
             "strftime_now": lambda pattern: self._now.strftime(pattern),
             "dict": lambda *pairs, **named: dict(*pairs, **named),  # the class itself has more to reach for
             "namespace": _namespace,
         }
-        environment.globals.update(known)
-        return environment.from_string(self.source)
+        sandbox.globals.update(known)
+        return sandbox
 
 
 class _RefusedError(TemplateError):
     """A template's own `raise_exception`."""
-
-
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, but a forbidden attribute ends the rendering where Jinja would print nothing for it."""
-
-    def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
-        """Called for every access that the sandbox forbids."""
-        raise SecurityError(f"attribute {attribute!r} of a {type(obj).__name__} is not for templates")
 
 
 class _Generation(Extension):

@@ -133,20 +133,20 @@ def checked_messages(messages: object) -> list[Message]:
     if not isinstance(messages, list | tuple) or not messages:
         raise ValueError(
             f"'prompt' must be a string or a list of messages such as "
-            f'[{{"role": "user", "content": "1+1"}}]; got {messages!r} ({type(messages).__name__})'
+            f'[{{"role": "user", "content": "1+1"}}]; got {messages!r:.80} ({type(messages).__name__})'
         )
     for place, message in enumerate(messages):
         if not isinstance(message, Mapping):
             raise ValueError(
-                f"message {place} is {message!r}; it must be a mapping with 'role' and 'content'"
+                f"message {place} is {message!r:.80}; it must be a mapping with 'role' and 'content'"
             )
         for name in ("role", "content"):
             if not isinstance(message.get(name), str):
-                raise ValueError(f"message {place}: {name!r} must be a string; got {message.get(name)!r}")
+                raise ValueError(f"message {place}: {name!r} must be a string; got {message.get(name)!r:.80}")
     asked = [message["content"] for message in messages if message["role"] == "user"]
     if not asked:
         raise ValueError(
-            f"no message is of role 'user'; the roles are {[message['role'] for message in messages]}"
+            f"no message is of role 'user'; the roles are {[message['role'] for message in messages]!r:.200}"
         )
     if not asked[-1].strip():
         raise ValueError("the last user message is empty; drop the row or fill it")

@@ -10,9 +10,11 @@ What a folder says twice or in two ways is settled here:
 * Special tokens that are spelled out in a text are encoded as such: that is how chat templates write them.
 """
 
+import base64
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ import numpy as np
 import tokenizers
 from jaxtyping import Int, Int32
 
+from dapo_jax.plain_json import read_object
 from dapo_jax.storage import path_of, write_whole
 from dapo_jax.text.chat import ChatTemplate
 
@@ -27,6 +30,8 @@ _TOKENIZER, _CONFIG, _GENERATION = "tokenizer.json", "tokenizer_config.json", "g
 _TEMPLATE, _SPECIAL_TOKENS = "chat_template.jinja", "special_tokens_map.json"
 _FILES = (_TOKENIZER, _CONFIG, _GENERATION, _TEMPLATE, _SPECIAL_TOKENS)
 """What is written back byte for byte. The model's config.json is read too, but belongs to the weights."""
+_LARGEST_ID = 2**31 - 1
+"""Ids are 32-bit integers with a sign."""
 
 
 class HuggingFaceTokenizer:
@@ -48,12 +53,9 @@ class HuggingFaceTokenizer:
         """
         self.files = {name: files[name] for name in _FILES if name in files}
         self._place = place
-        try:
+        _check_normalizer(self._json(_TOKENIZER).get("normalizer"), f"{place}/{_TOKENIZER}")
+        with self._library("is no file of"):
             self._tokenizer = tokenizers.Tokenizer.from_str(self.files[_TOKENIZER].decode("utf-8"))
-        except Exception as error:  # `tokenizers` raises plain Exceptions
-            raise ValueError(
-                f"{place}/{_TOKENIZER} is no file of the library tokenizers {tokenizers.__version__}: {error}"
-            ) from error
         # Some files were saved with the lengths of a training script.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -63,6 +65,10 @@ class HuggingFaceTokenizer:
             key: text for key, value in config.items() if key.endswith("_token") and (text := _content(value))
         }
         self._vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        if self._vocab_size > _LARGEST_ID:
+            raise ValueError(
+                f"{place}/{_TOKENIZER} has the id {self._vocab_size - 1}; ids are at most {_LARGEST_ID}"
+            )
         self._stop_ids = self._end_tokens(generation, model)
         self._pad_id = self._padding(generation, model)
         self._beginning = self._text_beginning()
@@ -80,7 +86,7 @@ class HuggingFaceTokenizer:
             raise ValueError(f"there is no {folder / _TOKENIZER}; a tokenizer is read from this file")
         files = {name: (folder / name).read_bytes() for name in _FILES if (folder / name).is_file()}
         model = folder / "config.json"
-        read = _object(model.read_bytes(), str(model)) if model.is_file() else {}
+        read = read_object(model.read_bytes(), model) if model.is_file() else {}
         return cls(files, model=read, place=str(folder))
 
     def save(self, folder: str | os.PathLike[str]) -> None:
@@ -134,7 +140,9 @@ class HuggingFaceTokenizer:
             ValueError: text with half a surrogate pair, which is not Unicode.
         """
         text.encode("utf-8")  # which says where the surrogate is
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+        with self._library("cannot encode this text with"):
+            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return np.array(ids, dtype=np.int32)
 
     def encode_prompt(self, text: str) -> Int32[np.ndarray, " tokens"]:
         """The ids of a prompt that is plain text, behind the token that begins a text if the model knows one."""
@@ -151,11 +159,29 @@ class HuggingFaceTokenizer:
         """
         if (ids < 0).any():
             raise ValueError(f"token {int(ids[ids < 0][0])} is negative; ids count from 0")
-        return self._tokenizer.decode(ids.tolist(), skip_special_tokens=True)
+        with self._library("cannot decode these ids with"):
+            return self._tokenizer.decode(ids.tolist(), skip_special_tokens=True)
+
+    @contextmanager
+    def _library(self, deed: str) -> Iterator[None]:
+        """What the library raises, as a ValueError that names the file.
+
+        It raises plain Exceptions; where its Rust panics it is a PanicException, which is none of them.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            raise ValueError(
+                f"{self._place}/{_TOKENIZER} {deed} the library tokenizers {tokenizers.__version__}: {error}"
+            ) from error
 
     def _end_tokens(self, generation: Mapping[str, Any], model: Mapping[str, Any]) -> tuple[int, ...]:
         own = [self._id_of("eos_token")] if "eos_token" in self._special_tokens else []
         found = (*own, *_ids(generation, "eos_token_id"), *_ids(model, "eos_token_id"))
+        if wrong := [number for number in found if not 0 <= number <= _LARGEST_ID]:
+            raise ValueError(f"{self._place} names the end token {wrong[0]}; ids are from 0 to {_LARGEST_ID}")
         if not found:
             raise ValueError(
                 f"{self._place} names no end token, so no response would end; add eos_token to {_CONFIG}, or eos_token_id "
@@ -166,17 +192,27 @@ class HuggingFaceTokenizer:
     def _padding(self, generation: Mapping[str, Any], model: Mapping[str, Any]) -> int:
         own = [self._id_of("pad_token")] if "pad_token" in self._special_tokens else []
         named = (*own, *_ids(generation, "pad_token_id"), *_ids(model, "pad_token_id"))
-        return next((i for i in named if i >= 0), self.eos_id)
+        return next((i for i in named if 0 <= i <= _LARGEST_ID), self.eos_id)
 
     def _text_beginning(self) -> tuple[int, ...]:
-        probe = self._tokenizer.encode("a", add_special_tokens=True)
+        with self._library("cannot encode this text with"):
+            probe = self._tokenizer.encode("a", add_special_tokens=True)
         added = probe.special_tokens_mask
         # What a post-processor puts behind the text would end the prompt; only what stands before it is taken.
-        return tuple(probe.ids[: added.index(0) if 0 in added else 0])
+        found = tuple(probe.ids[: added.index(0) if 0 in added else 0])
+        if any(number >= self._vocab_size for number in found):
+            raise ValueError(
+                f"{self._place}/{_TOKENIZER} begins a text with the ids {found}, not all of which are in its vocabulary of "
+                f"{self._vocab_size}"
+            )
+        return found
 
     def _template(self, config: Any) -> ChatTemplate | None:
         if _TEMPLATE in self.files:
-            return self._named_template(self.files[_TEMPLATE].decode("utf-8"), _TEMPLATE)
+            try:
+                return self._named_template(self.files[_TEMPLATE].decode("utf-8"), _TEMPLATE)
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{self._place}/{_TEMPLATE} is not UTF-8: {error}") from error
         if isinstance(config, list):
             named = {each.get("name"): each.get("template") for each in config if isinstance(each, Mapping)}
             config = named.get("default")
@@ -196,17 +232,37 @@ class HuggingFaceTokenizer:
         return found
 
     def _json(self, name: str) -> Mapping[str, Any]:
-        return _object(self.files[name], f"{self._place}/{name}") if name in self.files else {}
+        return read_object(self.files[name], f"{self._place}/{name}") if name in self.files else {}
 
 
-def _object(content: bytes, name: str) -> Mapping[str, Any]:
+def _check_normalizer(normalizer: Any, where: str) -> None:
+    """Refuses SentencePiece's precompiled tables that are not as long as they say: the library would end the process.
+
+    Raises:
+        ValueError: there is one.
+    """
+    left = [normalizer]
+    while left:
+        one = left.pop()
+        if isinstance(one, list):
+            left += one
+        elif isinstance(one, Mapping):
+            left += [value for value in one.values() if isinstance(value, list | Mapping)]
+            if one.get("type") == "Precompiled":
+                _check_table(one.get("precompiled_charsmap"), where)
+
+
+def _check_table(encoded: Any, where: str) -> None:
+    """A table is the length of its first part in 4 bytes, that part in units of 4 bytes, and a text."""
     try:
-        read = json.loads(content)
-    except ValueError as error:
-        raise ValueError(f"{name} is not a JSON file: {error}") from error
-    if not isinstance(read, dict):
-        raise ValueError(f"{name} holds a {type(read).__name__}; it must be an object with named values")
-    return read
+        table = base64.b64decode(encoded or "", validate=True)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where}: precompiled_charsmap is not base64: {error}") from error
+    said = int.from_bytes(table[:4], "little")
+    if table and (said % 4 or said > len(table) - 4):
+        raise ValueError(
+            f"{where}: precompiled_charsmap says that its first part has {said} bytes; there are {max(len(table) - 4, 0)}"
+        )
 
 
 def _content(value: Any) -> str | None:

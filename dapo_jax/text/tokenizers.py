@@ -14,7 +14,8 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int, Int32
 
-from dapo_jax.storage import path_of
+from dapo_jax.plain_json import read_object
+from dapo_jax.storage import file_bytes, path_of
 from dapo_jax.text.chat import ChatTemplate
 
 PAD_ID = 0
@@ -193,18 +194,17 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
     """
     path = Path(folder) / _FILE_NAME
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = file_bytes(path)
     except OSError as error:
         raise ValueError(
-            f"cannot read a tokenizer from {path}: {error.strerror}; a model folder needs this file{_instead(path.parent)}"
+            f"cannot read a tokenizer from {path}: {error.strerror or error}; a model folder needs this file{_instead(path.parent)}"
         ) from error
-    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
-        raise ValueError(f"{path} is not a JSON file: {error}") from error
-    if isinstance(content, dict) and isinstance(content.get("model"), dict):
+    described = read_object(content, path)
+    if isinstance(described.get("model"), dict):
         from dapo_jax.text.huggingface import HuggingFaceTokenizer
 
         return HuggingFaceTokenizer.load(folder)
-    kind = content.get("type") if isinstance(content, dict) else None
+    kind = described.get("type")
     if kind == "dapo_jax.byte":
         return ByteTokenizer()
     if kind != "dapo_jax.char":
@@ -212,7 +212,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
             f"{path} has the tokenizer type {kind!r}; known are 'dapo_jax.byte', 'dapo_jax.char', and the files of Hugging "
             "Face's tokenizers, which have a 'model'"
         )
-    alphabet = content.get("alphabet")
+    alphabet = described.get("alphabet")
     if not isinstance(alphabet, str):
         raise ValueError(f"{path}: 'alphabet' must be a string; got {alphabet!r}")
     return CharTokenizer(alphabet)

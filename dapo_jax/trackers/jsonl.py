@@ -148,7 +148,7 @@ def _parsed(path: AnyPath) -> list[tuple[dict[str, Any], bytes]]:
             row = json.loads(line)
             if not (isinstance(row, dict) and isinstance(row.get("step"), int)):
                 raise ValueError('not an object with an integer "step"')
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             if number == len(lines):
                 break
             raise ValueError(f"{path}, line {number} is damaged ({error}): {line[:80]!r}") from error

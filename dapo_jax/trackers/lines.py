@@ -53,7 +53,7 @@ def read_lines(path: AnyPath, *, what: str, version: int, needs: str) -> list[di
             newer = row["schema_version"] > version
             if not newer and needs not in row:
                 raise KeyError(needs)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"{path}, line {number} is not {what} ({error!r}): {line[:80]!r}") from error
         if newer:
             raise ValueError(

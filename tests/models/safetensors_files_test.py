@@ -171,7 +171,9 @@ def test_weights_that_are_quantised_are_refused(tmp_path):
 def test_a_folder_of_pickled_weights_says_so(tmp_path):
     save_model(tmp_path, CONFIG, tiny_params(CONFIG))
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"pytorch_model\.bin holds pickled weights, which are not read"):
+    with pytest.raises(
+        ValueError, match=r"pytorch_model\.bin is a pickle, .* is not read; have the model as safetensors"
+    ):
         load_model(tmp_path)
 
 

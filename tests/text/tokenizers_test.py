@@ -107,7 +107,7 @@ def test_file_says_its_type_in_plain_json(tmp_path):
         ('{"type": "dapo_jax.word"}', "type 'dapo_jax.word'; known are 'dapo_jax.byte'"),
         ('{"model": {}}', "is no file of the library tokenizers"),
         ('{"model": 1}', "type None"),
-        ("[1]", "type None"),
+        ("[1]", "holds a list; it must be an object with named values"),
         ("{", "not a JSON file"),
         ('{"type": "dapo_jax.char"}', "'alphabet' must be a string; got None"),
     ],

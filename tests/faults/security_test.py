@@ -1,0 +1,228 @@
+"""What SECURITY.md promises, sentence by sentence; malformed files of every kind are in `tests/malformed`."""
+
+import ast
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from dapo_jax.cli import _parser, main
+from dapo_jax.config import ConfigError, TrainConfig, load_config, to_yaml
+from dapo_jax.run.records import Records
+from dapo_jax.run.serve import ServeOptions
+from dapo_jax.text.chat import ChatTemplate
+from tests.malformed.models import model_files
+
+ROOT = Path(__file__).parents[2]
+SOURCES = sorted((ROOT / "dapo_jax").rglob("*.py"))
+TREES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in SOURCES}
+RUN_CODE = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "torch", "tarfile", "zipfile", "pty", "code"}  # fmt: skip
+"""Modules that run what a file says, or that unpack paths."""
+CALLS = {
+    "eval", "exec", "compile", "__import__", "os.system", "os.popen", "os.execv", "yaml.load", "yaml.load_all", "yaml.unsafe_load",
+    "yaml.full_load", "pandas.read_pickle", "np.load", "numpy.load", "np.fromregex", "jax.numpy.load", "jnp.load", "shutil.unpack_archive",
+}  # fmt: skip
+BY_NAME = {
+    "dapo_jax/rewards/functions.py",  # what the configuration names
+    "dapo_jax/data/builders/__init__.py",  # one of the package's own builders
+    "dapo_jax/models/hub.py",  # one of two names in the same line
+    "dapo_jax/data/reasoning_gym.py",  # likewise
+    "dapo_jax/__init__.py",  # one of the package's own
+}
+"""Files that import a module whose name is no constant."""
+SECRET = "hf_ThisIsNotToBeSeen0123456789"
+
+
+def name_of(node):
+    return (
+        f"{name_of(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+    )
+
+
+def calls():
+    return [
+        (file, node, name_of(node.func))
+        for file, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+    ]
+
+
+def test_nothing_in_the_package_runs_what_a_file_says():
+    """Of `yaml`, the safe loaders; numpy's own files are not read at all."""
+    found = [f"{file}:{node.lineno} {name}" for file, node, name in calls() if name in CALLS]
+    for file, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            else:
+                continue
+            found += [f"{file}:{node.lineno} {name}" for name in names if name.split(".")[0] in RUN_CODE]
+    assert not found, found
+
+
+def test_no_shell_is_started():
+    assert not [
+        file
+        for file, node, _ in calls()
+        for keyword in node.keywords
+        if keyword.arg == "shell"
+        and not (isinstance(keyword.value, ast.Constant) and keyword.value.value is False)
+    ]
+
+
+def test_modules_are_imported_by_a_constant_name_but_where_it_is_said_why():
+    named = {
+        file
+        for file, node, name in calls()
+        if name.endswith("import_module") and not isinstance(node.args[0], ast.Constant)
+    }
+    assert named == BY_NAME
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".pt", ".pth", ".ckpt", ".pkl"])
+@pytest.mark.parametrize("inside", [False, True])
+def test_pickled_weights_are_refused_and_safetensors_named(suffix, inside, tmp_path, capsys, monkeypatch):
+    """The pickle would make a file if anything opened it."""
+    monkeypatch.chdir(tmp_path)
+    pickled = b"cposix\nsystem\n(S'touch opened'\ntR."
+    if inside:
+        Path("model").mkdir()
+        for name, content in model_files().items():
+            if not name.endswith(".safetensors"):
+                Path("model", name).write_bytes(content)
+        Path("model", f"pytorch_model{suffix}").write_bytes(pickled)
+    else:
+        Path(f"model{suffix}").write_bytes(pickled)
+    assert main(["convert", "model" if inside else f"model{suffix}", "out"]) == 2
+    said = capsys.readouterr().err
+    assert "is a pickle, which runs code when it is opened" in said
+    assert "safetensors" in said
+    assert not Path("opened").exists()
+
+
+def test_a_model_folder_s_own_code_is_never_looked_at(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    files = model_files()
+    files["modeling.py"] = files["tokenizer.py"] = b"open('opened', 'w')"
+    files["tokenizer_config.json"] = json.dumps(
+        json.loads(files["tokenizer_config.json"]) | {"auto_map": {"AutoTokenizer": ["tokenizer.Evil", None]}}
+    ).encode()
+    Path("model").mkdir()
+    for name, content in files.items():
+        Path("model", name).write_bytes(content)
+    assert main(["convert", "model", "out"]) == 0
+    described = json.loads(files["config.json"]) | {"auto_map": {"AutoModelForCausalLM": "modeling.Evil"}}
+    Path("model", "config.json").write_text(json.dumps(described))
+    assert main(["convert", "model", "again"]) == 2
+    assert "auto_map=" in capsys.readouterr().err
+    assert not Path("opened").exists()
+
+
+def test_a_row_cannot_name_a_reward(tmp_path, monkeypatch):
+    """Whatever a dataset says of graders, the configuration's is the one."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    Path("evil.py").write_text("open('opened', 'w')\n")
+    names = ("grader", "reward", "reward_fn", "reward.grader", "data_source", "reward_function", "style")
+    row = {"prompt": "1+1", "answer": "2"} | dict.fromkeys(names, "evil.py:f")
+    row["reward_model"] = {"ground_truth": "2", "style": "evil:f"}
+    Path("data.jsonl").write_text(json.dumps(row) + "\n")
+    assert main(["data", "show", "jsonl", "--from", "data.jsonl", "--data-dir", "kept"]) == 0
+    assert not Path("opened").exists()
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{{ ''.__class__ }}", "tries to leave its sandbox"),
+        ("{% for i in range(10**12) %}{% endfor %}", "Range too big"),
+        ("{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}", "does not come to an end"),
+        ("{% for i in range(9999) %}{{ 'x' * 9999 }}{% endfor %}", "prints more than 4,194,304 characters"),
+        ("{{ 'x' * 10**9 }}", "to more than 4,194,304 characters"),
+        ("{% set n = namespace(x=[0]) %}{% for i in range(99) %}{% set n.x = [n.x, n.x] %}{% endfor %}", "asks for too much"),
+        ("{{ 9 ** 99999 }}", "a power is a number of more than 4096 bits"),
+    ],
+)  # fmt: skip
+def test_a_template_neither_leaves_its_sandbox_nor_runs_on(source, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ChatTemplate(source, name="t").render([{"role": "user", "content": "1+1"}])
+
+
+def test_a_conversation_of_a_million_characters_is_rendered():
+    """The limits are far from what models are asked: 1,000 turns of 1,000 characters."""
+    turns = [{"role": ("user", "assistant")[i % 2], "content": "x" * 1000} for i in range(1000)]
+    source = "{% for m in messages %}{{ m.role ~ ': ' ~ (m.content | trim) ~ '\n' }}{% endfor %}"
+    assert len(ChatTemplate(source, name="t").render(turns)) > 1_000_000
+
+
+def test_the_server_listens_at_this_machine_alone_unless_told():
+    assert ServeOptions().host == _parser().parse_args(["serve", "model"]).host == "127.0.0.1"
+
+
+@pytest.mark.parametrize("run_id", ["../../x", "a/b", "", "x" * 99, "a b", "a\nb"])
+def test_the_id_of_a_tracker_s_run_is_no_path(run_id, tmp_path, monkeypatch):
+    config = TrainConfig(run_dir=str(tmp_path))
+    (tmp_path / "wandb_run_id").write_text(run_id)
+    records = object.__new__(Records)
+    records._run_dir = tmp_path
+    with pytest.raises(ConfigError, match="no id of a W&B run"):
+        records._wandb(config)
+
+
+def test_a_dataset_is_kept_below_data_dir_whatever_its_file_is_called(tmp_path, monkeypatch):
+    """The file's name is part of the folder's: only letters, digits, - and _ of it."""
+    monkeypatch.chdir(tmp_path)
+    evil = "..%2f..\\..&$(touch x) é"
+    Path(f"{evil}.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
+    before = {path for path in tmp_path.rglob("*") if "kept" not in path.parts}
+    assert main(["data", "prepare", "jsonl", "--from", f"{evil}.jsonl", "--data-dir", "kept"]) == 0
+    assert {path for path in tmp_path.rglob("*") if "kept" not in path.parts} == before
+    for path in (tmp_path / "kept").rglob("*"):
+        assert re.fullmatch(r"[\w.=-]+", path.name), path
+
+
+@pytest.mark.parametrize("name", ["HF_TOKEN", "WANDB_API_KEY"])
+def test_tokens_are_neither_printed_nor_kept(name, tmp_path, monkeypatch, capsys):
+    """Also where a user, or a library's error, has put one into a message."""
+    monkeypatch.setenv(name, SECRET)
+    monkeypatch.chdir(tmp_path)
+    config = load_config(ROOT / "configs" / "quickstart.yaml")
+    assert SECRET not in to_yaml(config)
+    assert main(["convert", f"hf:{SECRET}/../x", "out"]) == 2
+    said = capsys.readouterr().err
+    assert SECRET not in said
+    assert f"${name}" in said
+    assert not [
+        path for path in tmp_path.rglob("*") if path.is_file() and SECRET in path.read_text(errors="replace")
+    ]
+
+
+@pytest.mark.parametrize(
+    "key", ["run_dir", "compilation_cache", "model.source", "data.path", "data.data_dir"]
+)
+def test_a_password_in_a_place_is_refused_and_not_repeated(key, capsys):
+    """It would stand in config.yaml and in what trackers are sent."""
+    override = f"{key}=https://me:{SECRET}@host/x"
+    assert main(["config", str(ROOT / "configs" / "quickstart.yaml"), override]) == 2
+    said = capsys.readouterr().err
+    assert SECRET not in said
+    assert f"{key}: found 'https://me:...@host/x', needs a place without a password" in said
+
+
+def test_the_readme_leads_here_and_every_promise_is_written():
+    text = (ROOT / "SECURITY.md").read_text()
+    assert "(SECURITY.md)" in (ROOT / "README.md").read_text()
+    for word in (
+        "safetensors",
+        "pickle",
+        "sandbox",
+        "127.0.0.1",
+        "HF_TOKEN",
+        "module:function",
+        "symbolic links",
+    ):
+        assert word in text, word
