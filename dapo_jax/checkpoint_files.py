@@ -84,8 +84,8 @@ def check_manifest(folder: epath.Path, *, share: tuple[int, int] = (0, 1)) -> No
             f"checkpoint {folder} has no {MANIFEST}: it is damaged, or dapo_jax did not write it"
         )
     try:
-        expected: dict[str, str] = json.loads(manifest.read_text())["files"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        expected = dict[str, str](json.loads(manifest.read_text())["files"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DamagedError(f"{manifest} cannot be read ({error}): the checkpoint is damaged") from error
     names = _files(folder)
     if difference := sorted(set(names) ^ expected.keys()):

@@ -244,6 +244,11 @@ def check_run_dir(run_dir: AnyPath, config: TrainConfig, *, resume: bool) -> Non
             f"log.tensorboard=true with run_dir={config.run_dir}: TensorBoard's events are appended to a file, and objects "
             "in a bucket cannot be; set log.tensorboard=false (metrics are kept all the same) or log.wandb=true"
         )
+    for folder in ("checkpoints", "evaluations", "model", "rollouts"):
+        if (run_dir / folder).is_file():
+            raise ConfigError(
+                f"run_dir={config.run_dir}: {folder} is a file, and the run needs a folder there: move it away"
+            )
     kept = run_dir / "config.yaml"
     if kept.exists() and not resume:
         raise ConfigError(

@@ -132,6 +132,8 @@ def halves():
         "with a manifest of numbers",
         lambda step: (step / "sha256.json").write_text('{"files": {"meta/metadata": 1}}'),
     )
+    yield "with a manifest of a list", lambda step: (step / "sha256.json").write_text('{"files": [1, 2]}')
+    yield "with a manifest without end", lambda step: (step / "sha256.json").write_text("[" * 200_000)
     yield "with a manifest that is no JSON", lambda step: (step / "sha256.json").write_bytes(b"\xff\x00{")
     yield (
         "with the manifest of another",
@@ -146,7 +148,7 @@ def exchange_states(step):
 
 
 @pytest.mark.parametrize(
-    ("name", "deed"), halves(), ids=lambda value: value if isinstance(value, str) else ""
+    ("name", "deed"), list(halves()), ids=lambda value: value if isinstance(value, str) else ""
 )
 def test_a_checkpoint_of_which_a_part_is_missing_or_strange(name, deed, folder):
     deed(folder / str(LAST))
@@ -160,6 +162,13 @@ def test_a_file_that_bears_a_steps_number_is_no_checkpoint(folder):
     (folder / "9").write_text("not a folder")
     found, _ = restored(folder)
     assert_is(found, LAST)
+
+
+def test_a_number_of_thirty_digits_is_a_damaged_step(folder):
+    (folder / ("9" * 30)).mkdir()
+    found, said = restored(folder)
+    assert_is(found, LAST)
+    assert "99999 has no sha256.json" in said[0]
 
 
 def test_what_is_set_aside_keeps_its_content_and_its_step_can_be_saved_again(folder):

@@ -60,7 +60,7 @@ def test_it_ends_within_30_s_and_can_be_resumed(phase, whole, tmp_path):
     run.wait_for(process, marker.exists)
     assert ended_by(process, signal.SIGTERM) < 30
     assert process.returncode == STOPPED
-    assert max(run.steps()) in (1, 2, 3)
+    assert 0 < max(run.steps()) < 5
     run.finish("--resume")
     assert_the_same_run(run.run_dir, whole.run_dir)
 
