@@ -96,8 +96,11 @@ class Records:
         written.with_suffix(".txt").write_text(text, encoding="utf-8")
 
     def read(self) -> list[dict[str, Any]]:
-        """All that metrics.jsonl holds."""
-        return read_metrics(self._path)
+        """All that metrics.jsonl holds; in a bucket there is none before the first line."""
+        try:
+            return read_metrics(self._path)
+        except FileNotFoundError:
+            return []
 
     def __enter__(self) -> "Records":
         return self
