@@ -213,7 +213,14 @@ class Checkpointer:
         return place
 
     def best(self) -> tuple[int, float] | None:
-        """(step, score) of the best checkpoint that is there, the last of equal ones; None if none has a score."""
+        """(step, score) of the best checkpoint that is there, the last of equal ones; None if none has a score.
+
+        Waits for the save in progress, which one process might see and another not yet.
+        """
+        self.wait()
+        return self._best()
+
+    def _best(self) -> tuple[int, float] | None:
         steps = self.steps()
         scored = [(score, step) for step, score in self._known_scores().items() if step in steps]
         return max(scored)[::-1] if scored else None
@@ -282,7 +289,7 @@ class Checkpointer:
         return self._scores
 
     def _best_step(self) -> int | None:
-        best = self.best()
+        best = self._best()
         return best and best[0]
 
     def _make_folder(self) -> None:
