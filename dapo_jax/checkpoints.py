@@ -213,11 +213,8 @@ class Checkpointer:
         return place
 
     def best(self) -> tuple[int, float] | None:
-        """(step, score) of the best checkpoint that is there, the last of equal ones; None if none has a score.
-
-        Waits for the save in progress, which one process might see and another not yet.
-        """
-        self.wait()
+        """(step, score) of the best checkpoint, the last of equal ones; None if none has a score."""
+        self.wait()  # for what one process might see already, and another not yet
         return self._best()
 
     def _best(self) -> tuple[int, float] | None:
