@@ -1,0 +1,77 @@
+"""Docstrings are Markdown with Google's headings; autodoc reads reStructuredText. This turns the first into the second."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+_CODE = re.compile(r"(?<![`:\w])`([^`]+)`(?!`)")
+_FORMULA = re.compile(r"(?<![\\$\w`])\$([^$`]+)\$(?![\w$])")
+_LINK = re.compile(r"\[([^\]]+)\]\((https?://[^)]+)\)")
+
+
+def restructured(lines: list[str]) -> list[str]:
+    """The docstring with its formulas, tables and code in the words of reStructuredText; examples stay as they are."""
+    return list(_blocks(lines))
+
+
+def _blocks(lines: list[str]) -> Iterator[str]:
+    at = 0
+    while at < len(lines):
+        line = lines[at]
+        indent = " " * (len(line) - len(line.lstrip()))
+        if line.lstrip().startswith(">>>"):
+            end = _end(lines, at, lambda text: bool(text.strip()))
+            yield from lines[at:end]
+        elif line.lstrip().startswith("$$"):
+            end = at + 1 if line.strip().endswith("$$") and len(line.strip()) > 2 else _closing(lines, at)
+            yield from _formula(" ".join(part.strip() for part in lines[at:end]), indent)
+        elif line.lstrip().startswith("|"):
+            end = _end(lines, at, lambda text: text.lstrip().startswith("|"))
+            yield from _table([_cells(row) for row in lines[at:end]], indent)
+        else:
+            end = at + 1
+            yield _inline(line)
+        at = end
+
+
+def _end(lines: list[str], at: int, goes_on: Any) -> int:
+    while at < len(lines) and goes_on(lines[at]):
+        at += 1
+    return at
+
+
+def _closing(lines: list[str], at: int) -> int:
+    return next(end for end in range(at + 1, len(lines)) if lines[end].rstrip().endswith("$$")) + 1
+
+
+def _formula(text: str, indent: str) -> list[str]:
+    return ["", f"{indent}.. math:: {text.strip().strip('$').strip()}", ""]
+
+
+def _table(rows: list[list[str]], indent: str) -> Iterator[str]:
+    head, body = rows[0], [row for row in rows[1:] if not set("".join(row)) <= set("-: ")]
+    yield from ("", f"{indent}.. list-table::", f"{indent}   :header-rows: 1", "")
+    for row in (head, *body):
+        for place, cell in enumerate(row):
+            yield f"{indent}   {'* -' if place == 0 else '  -'} {_inline(cell)}".rstrip()
+    yield ""
+
+
+def _cells(row: str) -> list[str]:
+    return [cell.strip() for cell in row.strip().strip("|").split("|")]
+
+
+def _inline(text: str) -> str:
+    text = _CODE.sub(r"``\1``", text)
+    text = _FORMULA.sub(lambda found: f":math:`{found[1]}`", text)
+    return _LINK.sub(r"`\1 <\2>`__", text)
+
+
+def _process(app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
+    lines[:] = restructured(lines)
+
+
+def setup(app: Any) -> dict[str, bool]:
+    """Called by Sphinx."""
+    app.connect("autodoc-process-docstring", _process, priority=100)  # before napoleon, which is at 500
+    return {"parallel_read_safe": True}
