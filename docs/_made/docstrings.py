@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-_CODE = re.compile(r"(?<![`:\w])`([^`]+)`(?!`)")
+_CODE = re.compile(r"(?<![`:\w])`([^`]+)`(?!`)(?=(\w?))")
 _FORMULA = re.compile(r"(?<![\\$\w`])\$([^$`]+)\$(?![\w$])")
 _LINK = re.compile(r"\[([^\]]+)\]\((https?://[^)]+)\)")
 
@@ -62,7 +62,7 @@ def _cells(row: str) -> list[str]:
 
 
 def _inline(text: str) -> str:
-    text = _CODE.sub(r"``\1``", text)
+    text = _CODE.sub(lambda found: f"``{found[1]}``" + ("\\ " if found[2] else ""), text)
     text = _FORMULA.sub(lambda found: f":math:`{found[1]}`", text)
     return _LINK.sub(r"`\1 <\2>`__", text)
 

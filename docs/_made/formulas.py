@@ -1,5 +1,6 @@
 """Formulas as MathML, which browsers draw themselves: no script, nothing fetched when a page is read."""
 
+import re
 from typing import Any
 
 from docutils import nodes
@@ -7,7 +8,9 @@ from docutils.utils.math import latex2mathml
 
 
 def _mathml(node: Any, *, block: bool) -> str:
-    text = node.astext().strip()
+    # Browsers fit brackets to what is in them; sizes by hand are TeX's.
+    text = re.sub(r"\\[bB]igg?[lr]?(?![a-z])", "", node.astext().strip())
+    text = re.sub(r"\\texttt\{([^}]*)\}", lambda found: f"\\text{{{found[1]}}}".replace("\\_", "_"), text)
     if block and "\\\\" in text:
         text = f"\\begin{{aligned}}{text}\\end{{aligned}}"
     return latex2mathml.tex2mathml(text, as_block=block)
