@@ -76,4 +76,4 @@ def _option(action: argparse.Action) -> str:
         said = f"{said} (default {default})".strip()
     if action.required and action.option_strings:
         said = f"{said}; it must be given".removeprefix("; ")
-    return f"````{{option}} {names}{value}\n{said}\n````\n"
+    return f"````{{option}} {names}{value}\n:no-contents-entry:\n\n{said}\n````\n"

@@ -71,7 +71,19 @@ def _process(app: Any, what: str, name: str, thing: Any, options: Any, lines: li
     lines[:] = restructured(lines)
 
 
+def _legible(
+    app: Any, what: str, name: str, thing: Any, options: Any, given: str | None, returned: str | None
+) -> Any:
+    """Signatures as they stand in the source: `Array`, wherever JAX keeps its class."""
+
+    def short(text: str | None) -> str | None:
+        return text and text.replace("jaxlib._jax.Array", "Array").replace("[ndarray", "[np.ndarray")
+
+    return short(given), short(returned)
+
+
 def setup(app: Any) -> dict[str, bool]:
     """Called by Sphinx."""
     app.connect("autodoc-process-docstring", _process, priority=100)  # before napoleon, which is at 500
+    app.connect("autodoc-process-signature", _legible)
     return {"parallel_read_safe": True}

@@ -1,19 +1,28 @@
 """Formulas as MathML, which browsers draw themselves: no script, nothing fetched when a page is read."""
 
 import re
+import unicodedata
 from typing import Any
 
 from docutils import nodes
 from docutils.utils.math import latex2mathml
 
 
-def _mathml(node: Any, *, block: bool) -> str:
-    # Browsers fit brackets to what is in them; sizes by hand are TeX's.
-    text = re.sub(r"\\[bB]igg?[lr]?(?![a-z])", "", node.astext().strip())
+def plain(text: str, *, block: bool) -> str:
+    """A formula in the words that docutils translates."""
+    text = re.sub(r"\\[bB]igg?[lr]?(?![a-z])", "", text.strip())  # browsers fit brackets to what is in them
+    # A letter with its hat is one letter, or its index would stand below both.
+    text = re.sub(
+        r"\\hat\s*\{?(\w)\}?", lambda found: unicodedata.normalize("NFC", f"{found[1]}\u0302"), text
+    )
     text = re.sub(r"\\texttt\{([^}]*)\}", lambda found: f"\\text{{{found[1]}}}".replace("\\_", "_"), text)
-    if block and "\\\\" in text:
-        text = f"\\begin{{aligned}}{text}\\end{{aligned}}"
-    return latex2mathml.tex2mathml(text, as_block=block)
+    if block:
+        text = text.replace("\\qquad", "\\\\")  # side by side they are wider than a page
+    return f"\\begin{{aligned}}{text}\\end{{aligned}}" if block and "\\\\" in text else text
+
+
+def _mathml(node: Any, *, block: bool) -> str:
+    return latex2mathml.tex2mathml(plain(node.astext(), block=block), as_block=block)
 
 
 def inline(writer: Any, node: nodes.math) -> None:

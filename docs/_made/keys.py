@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import inspect
+import itertools
 import json
 import re
 import sys
@@ -26,7 +27,14 @@ ENTRIES: dict[str, type] = {
 """Keys that hold a list of mappings -> what each mapping may have."""
 
 PAPER = re.compile(r"Eq\. \d+|Section \d(?:\.\d)?|Algorithm \d")
-WORDS = {str: "text", int: "integer", float: "number", bool: "true or false", type(None): "null", Any: "anything"}
+WORDS = {
+    str: "text",
+    int: "integer",
+    float: "number",
+    bool: "true or false",
+    type(None): "null",
+    Any: "anything",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +77,9 @@ def sections(schema: type, name: str = "") -> Iterator[Section]:
             yield from sections(hints[field.name], inner)
         elif inner in ENTRIES:
             assert default[field.name] == [], f"{inner} is described as a list"
-            yield Section(name=f"{inner}[]", schema=ENTRIES[inner], keys=tuple(_keys(ENTRIES[inner], f"{inner}[]")))
+            yield Section(
+                name=f"{inner}[]", schema=ENTRIES[inner], keys=tuple(_keys(ENTRIES[inner], f"{inner}[]"))
+            )
 
 
 def all_keys(schema: type) -> dict[str, Key]:
@@ -87,14 +97,17 @@ def markdown_beside(schema: str) -> str:
     known = all_keys(config.TrainConfig)
     lines = []
     for section in sections(getattr(config, schema)):
-        own = [key for key in section.keys if known.get(key.name, key).text != key.text or key.name not in known]
+        own = [
+            key for key in section.keys if known.get(key.name, key).text != key.text or key.name not in known
+        ]
         shared = [key for key in section.keys if key not in own]
         if own:
             lines.append(_section(dataclasses.replace(section, keys=tuple(own)), index=False))
-        elif section.name:
-            lines.append(f"### `{section.name}`\n")
         if shared:
-            lines.append("As in training: " + ", ".join(_beside(key, known[key.name]) for key in shared) + ".\n")
+            head = f"**`{section.name}`**, as" if section.name and not own else "As"
+            lines.append(
+                f"{head} in training: {', '.join(_beside(key, known[key.name]) for key in shared)}.\n"
+            )
     return "\n".join(lines)
 
 
@@ -116,6 +129,7 @@ def _confval(key: Key, *, index: bool) -> str:
         f"````{{confval}} {key.name}",
         f":type: {key.kind}",
         f":default: {default}",
+        ":no-contents-entry:",
         *([] if index else [":no-index:"]),
         "",
         key.text,
@@ -158,7 +172,7 @@ def texts(schema: type) -> dict[str, str]:
     [body] = [node.body for node in tree.body if isinstance(node, ast.ClassDef)]
     return {
         field.target.id: inspect.cleandoc(below.value.value)
-        for field, below in zip(body, body[1:], strict=False)
+        for field, below in itertools.pairwise(body)
         if isinstance(field, ast.AnnAssign)
         and isinstance(field.target, ast.Name)
         and isinstance(below, ast.Expr)
@@ -184,4 +198,4 @@ def kind_of(hint: Any) -> str:
 
 def written(value: Any) -> str:
     """A default as it is written in YAML."""
-    return json.dumps(value) if not isinstance(value, str) else value or '""'
+    return value if isinstance(value, str) and value.isprintable() and value else json.dumps(value)
