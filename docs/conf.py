@@ -16,7 +16,6 @@ extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
-    "sphinx.ext.viewcode",
     "_made.pages",
     "_made.docstrings",
     "_made.formulas",
@@ -36,7 +35,6 @@ autodoc_preserve_defaults = True
 python_maximum_signature_line_length = 88
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
-add_module_names = False
 toc_object_entries_show_parents = "hide"
 
 # Furo: nothing but text, light and dark, readable on a phone; it brings no framework and loads nothing from elsewhere.

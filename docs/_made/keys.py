@@ -9,7 +9,7 @@ import re
 import sys
 import textwrap
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, get_args, get_origin, get_type_hints
@@ -67,18 +67,19 @@ class Section:
     keys: tuple[Key, ...]
 
 
-def sections(schema: type, name: str = "") -> Iterator[Section]:
+def sections(schema: type, name: str = "", default: Mapping[str, Any] | None = None) -> Iterator[Section]:
     """The keys of a configuration class, its own first, then those of each section in it."""
-    hints, default = get_type_hints(schema), _defaults(schema)
-    yield Section(name=name, schema=schema, keys=tuple(_keys(schema, name)))
+    hints, default = get_type_hints(schema), default or _defaults(schema)
+    yield Section(name=name, schema=schema, keys=tuple(_keys(schema, name, default)))
     for field in dataclasses.fields(schema):
         inner = f"{name}.{field.name}".lstrip(".")
         if dataclasses.is_dataclass(hints[field.name]):
-            yield from sections(hints[field.name], inner)
+            yield from sections(hints[field.name], inner, vars(default[field.name]))
         elif inner in ENTRIES:
             assert default[field.name] == [], f"{inner} is described as a list"
+            entry = ENTRIES[inner]
             yield Section(
-                name=f"{inner}[]", schema=ENTRIES[inner], keys=tuple(_keys(ENTRIES[inner], f"{inner}[]"))
+                name=f"{inner}[]", schema=entry, keys=tuple(_keys(entry, f"{inner}[]", _defaults(entry)))
             )
 
 
@@ -141,8 +142,8 @@ def _confval(key: Key, *, index: bool) -> str:
     return "\n".join(lines)
 
 
-def _keys(schema: type, section: str) -> Iterator[Key]:
-    hints, default, said = get_type_hints(schema), _defaults(schema), texts(schema)
+def _keys(schema: type, section: str, default: Mapping[str, Any]) -> Iterator[Key]:
+    hints, said = get_type_hints(schema), texts(schema)
     for field in dataclasses.fields(schema):
         if dataclasses.is_dataclass(hints[field.name]):
             continue
