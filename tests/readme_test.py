@@ -11,12 +11,21 @@ import pytest
 
 from dapo_jax.cli import main
 from dapo_jax.config import load_config
+from tests.docs.blocks import PAGES as ALL_PAGES
+from tests.docs.blocks import blocks
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 OWN_TEST = ROOT / "docs" / "your_own_training_loop.md"
 """Run by own_stack_test.py."""
-PAGES = [README, *sorted(set(ROOT.glob("docs/*.md")) - {OWN_TEST})]
+PAGES = [README, *sorted(page for page in set(ROOT.glob("docs/**/*.md")) - {OWN_TEST} if "```python" in page.read_text())]
+TRAINS = ("bring_your_data.md", "bring_your_model.md", "write_a_reward.md", "write_an_objective.md")
+"""Pages whose programs train a model: minutes together."""
+RUN_ELSEWHERE = {
+    ("README.md", "import grpc"): "tests/serving/serve_test.py::test_the_client_that_it_prints_works",
+    ("guards.md", "import numpy as np"): "tests/faults/nan_test.py::test_the_page_opens_a_post_mortem",
+}
+"""Programs that stand indented, not in a fence, since they need a server or a failed run: page and first line -> what runs them."""
 
 
 def program(page):
@@ -36,7 +45,11 @@ def table(heading):
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]] for row in rows[2:]]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=pytest.mark.slow) if page.name in TRAINS else page for page in PAGES],
+    ids=lambda page: page.name,
+)
 def test_the_programs_of_a_page_run_as_they_stand(page, tmp_path):
     """In a process of its own, as a reader's would be: without the strictness of the tests, run from the checkout."""
     (tmp_path / "configs").symlink_to(ROOT / "configs")
@@ -98,3 +111,11 @@ def test_the_two_commands_stand_as_promised():
     text = README.read_text()
     assert "pip install -e . && dapo-jax train configs/quickstart.yaml" in text
     assert "pip install -e '.[dev]' && pytest" in text
+
+
+def test_programs_outside_of_fences_are_run_elsewhere():
+    found = [(page.name, block.text.splitlines()[0]) for page in ALL_PAGES for block in blocks(page) if block.language == "python" and not block.fenced]
+    assert sorted(found) == sorted(RUN_ELSEWHERE)
+    for test in RUN_ELSEWHERE.values():
+        file, _, name = test.partition("::")
+        assert re.search(rf"^def {name}\(", (ROOT / file).read_text(), re.MULTILINE), test

@@ -32,6 +32,7 @@ class Block:
     language: str
     """Of a fence; of an indented block what it looks like: python, sh, or text."""
     text: str
+    fenced: bool = True
 
     @property
     def name(self) -> str:
@@ -47,7 +48,7 @@ def blocks(page: Path) -> list[Block]:
     for match in _INDENTED.finditer(plain):
         inside = "\n".join(line[4:] for line in match[1].splitlines())
         if not _in_a_list(plain, match.start()):
-            found.append(Block(page, _looks_like(inside), inside))
+            found.append(Block(page, _looks_like(inside), inside, fenced=False))
     return found
 
 
