@@ -18,7 +18,10 @@ ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 OWN_TEST = ROOT / "docs" / "your_own_training_loop.md"
 """Run by own_stack_test.py."""
-PAGES = [README, *sorted(page for page in set(ROOT.glob("docs/**/*.md")) - {OWN_TEST} if "```python" in page.read_text())]
+PAGES = [
+    README,
+    *sorted(page for page in set(ROOT.glob("docs/**/*.md")) - {OWN_TEST} if "```python" in page.read_text()),
+]
 TRAINS = ("bring_your_data.md", "bring_your_model.md", "write_a_reward.md", "write_an_objective.md")
 """Pages whose programs train a model: minutes together."""
 RUN_ELSEWHERE = {
@@ -62,23 +65,24 @@ def test_the_programs_of_a_page_run_as_they_stand(page, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_the_yaml_of_the_readme_is_a_configuration(tmp_path):
-    found = re.findall(r"```yaml\n(.*?)```", README.read_text(), re.DOTALL)
-    assert found
-    for number, text in enumerate(found):
+@pytest.mark.parametrize(
+    "page", [page for page in ALL_PAGES if "```yaml" in page.read_text()], ids=lambda page: page.name
+)
+def test_the_yaml_of_a_page_is_a_configuration(page, tmp_path):
+    for number, block in enumerate(block for block in blocks(page) if block.language == "yaml"):
         path = tmp_path / f"{number}.yaml"
-        path.write_text(f"run_dir: out\n{text}")
+        path.write_text(block.text if "run_dir:" in block.text else f"run_dir: out\n{block.text}")
         load_config(path)
 
 
-@pytest.mark.parametrize("page", [README, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_file_that_is_named_exists(page):
     text = page.read_text()
     folders = r"(?:dapo_jax|configs|constraints|docs|tests|launch|notebooks|benchmarks|\.ci|\.github)"
     named = re.findall(rf"(?<![\w/.]){folders}/[\w./-]*\w", text)
     linked = [target for target in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in target]
-    missing = [name for name in {*named, *linked} if not (ROOT / name).exists()]
-    assert named
+    missing = [name for name in set(named) if not (ROOT / name).exists()]
+    missing += [name for name in set(linked) if not (page.parent / name).exists()]
     assert not missing, f"{page.name} names {sorted(missing)}, which do not exist"
 
 
@@ -114,7 +118,12 @@ def test_the_two_commands_stand_as_promised():
 
 
 def test_programs_outside_of_fences_are_run_elsewhere():
-    found = [(page.name, block.text.splitlines()[0]) for page in ALL_PAGES for block in blocks(page) if block.language == "python" and not block.fenced]
+    found = [
+        (page.name, block.text.splitlines()[0])
+        for page in ALL_PAGES
+        for block in blocks(page)
+        if block.language == "python" and not block.fenced
+    ]
     assert sorted(found) == sorted(RUN_ELSEWHERE)
     for test in RUN_ELSEWHERE.values():
         file, _, name = test.partition("::")
