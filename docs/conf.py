@@ -28,6 +28,7 @@ myst_heading_anchors = 3
 myst_links_external_new_tab = False
 
 # The API: signatures as they stand in the source, one parameter a line where they are long.
+autodoc_default_options = {"members": True, "undoc-members": True}
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"

@@ -1,5 +1,6 @@
 """Docstrings are Markdown with Google's headings; autodoc reads reStructuredText. This turns the first into the second."""
 
+import dataclasses
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -7,6 +8,10 @@ from typing import Any
 _CODE = re.compile(r"(?<![`:\w])`([^`]+)`(?!`)(?=(\w?))")
 _FORMULA = re.compile(r"(?<![\\$\w`])\$([^$`]+)\$(?![\w$])")
 _LINK = re.compile(r"\[([^\]]+)\]\((https?://[^)]+)\)")
+
+ATTRIBUTES = ("attribute", "data", "property")
+COLON = "\N{MODIFIER LETTER COLON}"
+"""Stands for a colon in an attribute's text while napoleon looks at it, which takes what is before one for a type."""
 
 
 def restructured(lines: list[str]) -> list[str]:
@@ -69,21 +74,31 @@ def _inline(text: str) -> str:
 
 def _process(app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
     lines[:] = restructured(lines)
+    if what in ATTRIBUTES:
+        lines[:] = [line.replace(":", COLON) for line in lines]
+
+
+def _finish(app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
+    lines[:] = [line.replace(COLON, ":") for line in lines]
 
 
 def _legible(
     app: Any, what: str, name: str, thing: Any, options: Any, given: str | None, returned: str | None
 ) -> Any:
-    """Signatures as they stand in the source: `Array`, wherever JAX keeps its class."""
+    """Signatures as they stand in the source: `Array`, wherever JAX keeps its class. What a dataclass
+    or a protocol has is listed below it."""
 
     def short(text: str | None) -> str | None:
         return text and text.replace("jaxlib._jax.Array", "Array").replace("[ndarray", "[np.ndarray")
 
+    if what == "class" and (dataclasses.is_dataclass(thing) or getattr(thing, "_is_protocol", False)):
+        return "", None
     return short(given), short(returned)
 
 
 def setup(app: Any) -> dict[str, bool]:
     """Called by Sphinx."""
     app.connect("autodoc-process-docstring", _process, priority=100)  # before napoleon, which is at 500
+    app.connect("autodoc-process-docstring", _finish, priority=900)
     app.connect("autodoc-process-signature", _legible)
     return {"parallel_read_safe": True}
