@@ -1,6 +1,7 @@
 """The commands in README and the pages: each is run, or read by what would run it, or named here with the reason why not."""
 
 import importlib.util
+import json
 import os
 import re
 import shlex
@@ -93,6 +94,46 @@ def test_a_command_is_understood_by_what_would_run_it(page, line):
 def test_what_is_not_run_is_on_a_page():
     programs = {without_environment(shlex.split(line))[0] for _, line in LINES}
     assert programs >= NOT_HERE.keys()
+
+
+SMALL = [
+    "steps=2",
+    "sampling.slots=16",
+    "dynamic_sampling.prompts_per_wave=4",
+    "dynamic_sampling.on_shortfall=train_fewer",
+    "batch.prompts_per_step=4",
+    "batch.group_size=4",
+    "batch.groups_per_update=2",
+    "batch.rows_per_microbatch=8",
+    "eval.prompts=4",
+    "eval.samples_per_prompt=2",
+    "log.rollouts_every_steps=1",
+]
+AT_A_SMALLER_SIZE = {"train": SMALL, "eval": ["eval.prompts=4", "eval.samples_per_prompt=2"]}
+READERS_FILES = ("gguf", "aime_2024.yaml")
+OF_THEIR_OWN = {"doctor": "tests/cli/doctor_test.py", "serve": "tests/serving/serve_test.py"}
+
+
+@pytest.mark.slow
+def test_the_commands_for_a_first_day_run_one_after_the_other(tmp_path, capsys):
+    """Those of two pages, in their order, at smaller sizes: what one leaves the next one takes."""
+    question = {"prompt": "1+2", "answer": "3", "question": "1+2", "solution": "3"}
+    (tmp_path / "problems.jsonl").write_text(json.dumps(question) + "\n")
+    (tmp_path / "kept").symlink_to(tmp_path / "runs" / "quickstart" / "rollouts")
+    ran = []
+    for page in ("start", "use_a_model"):
+        for line in shell_lines(ROOT / "docs" / f"{page}.md"):
+            program, *words = (STANDS_FOR.get(word, word) for word in shlex.split(line))
+            if (
+                program != "dapo-jax"
+                or words[0] in OF_THEIR_OWN
+                or any(name in line for name in READERS_FILES)
+            ):
+                continue
+            status = cli.main([*words, *AT_A_SMALLER_SIZE.get(words[0], [])])
+            assert status == 0, f"{line}: {capsys.readouterr().err}"
+            ran.append(words[0])
+    assert {"train", "sample", "eval", "convert", "score"} == set(ran)
 
 
 def is_a_command(program, words):
