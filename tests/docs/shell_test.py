@@ -109,7 +109,8 @@ SMALL = [
     "eval.samples_per_prompt=2",
     "log.rollouts_every_steps=1",
 ]
-AT_A_SMALLER_SIZE = {"train": SMALL, "eval": ["eval.prompts=4", "eval.samples_per_prompt=2"]}
+FEW = "eval.prompts=4 eval.samples_per_prompt=2 data.max_prompt_tokens=8 sampling.max_response_tokens=48"
+AT_A_SMALLER_SIZE = {"train": SMALL, "eval": FEW.split()}
 READERS_FILES = ("gguf", "aime_2024.yaml")
 OF_THEIR_OWN = {"doctor": "tests/cli/doctor_test.py", "serve": "tests/serving/serve_test.py"}
 

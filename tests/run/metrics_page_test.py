@@ -33,7 +33,7 @@ def general(name):
 def logged(micro, run_micro, rows, even_sum):
     """Everything that only some configurations log, in one run."""
     config = micro(
-        steps=2,
+        steps=1,
         loss__kl_coef=0.1,
         guard__max_mismatch_kl=1.0,
         guard__on_mismatch="correct",
