@@ -3,14 +3,18 @@
 import importlib
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dapo_jax.cli import main
 from dapo_jax.config import load_config
+from dapo_jax.rollouts import Group, Prompt, Response, Rollout, Verdict
+from dapo_jax.trackers.rollout_log import write_rollouts
 from tests.docs.blocks import PAGES as ALL_PAGES
 from tests.docs.blocks import blocks
 
@@ -48,6 +52,18 @@ def table(heading):
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]] for row in rows[2:]]
 
 
+def leave_a_run(folder):
+    """The files of a finished quickstart that pages read: the metrics of a run of ours, one rollout."""
+    folder.mkdir(parents=True)
+    shutil.copy(ROOT / "docs" / "results" / "smollm2_135m_arithmetic" / "metrics.jsonl", folder)
+    prompt = Prompt(ordinal=0, tokens=np.array([1], np.int32), text="1+2", answer="3")
+    response = Response(
+        tokens=np.array([2], np.int32), logprobs=np.zeros(1, np.float32), finish_reason="stop"
+    )
+    rollout = Rollout(response=response, text="=3", verdict=Verdict(correct=True), reward=1.0)
+    write_rollouts(folder / "rollouts", 10, [Group(prompt=prompt, rollouts=(rollout,))])
+
+
 @pytest.mark.parametrize(
     "page",
     [pytest.param(page, marks=pytest.mark.slow) if page.name in TRAINS else page for page in PAGES],
@@ -56,6 +72,7 @@ def table(heading):
 def test_the_programs_of_a_page_run_as_they_stand(page, tmp_path):
     """In a process of its own, as a reader's would be: without the strictness of the tests, run from the checkout."""
     (tmp_path / "configs").symlink_to(ROOT / "configs")
+    leave_a_run(tmp_path / "runs" / "quickstart")
     script = tmp_path / f"{page.stem}.py"
     script.write_text(program(page))
     environment = os.environ | {"HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
