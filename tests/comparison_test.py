@@ -23,7 +23,10 @@ def tables():
         if "dapo_jax" in header:
             libraries = header[header.index("dapo_jax") :]
             found.append(
-                {row[-len(libraries) - 1]: dict(zip(libraries, row[-len(libraries) :])) for row in rows}
+                {
+                    row[-len(libraries) - 1]: dict(zip(libraries, row[-len(libraries) :], strict=True))
+                    for row in rows
+                }
             )
     return found
 
@@ -32,7 +35,9 @@ def evidence():
     """For each row its entries: library, its words, the text behind them."""
     sections = re.split(r"^### Row (\d+)\n", TEXT, flags=re.MULTILINE)[1:]
     entry = re.compile(r"^\* ([^:]+): ([a-z; ]+)\. (.+(?:\n  .+)*)", re.MULTILINE)
-    return {int(number): entry.findall(body) for number, body in zip(sections[::2], sections[1::2])}
+    return {
+        int(number): entry.findall(body) for number, body in zip(sections[::2], sections[1::2], strict=True)
+    }
 
 
 SHORT, LONG = tables()
