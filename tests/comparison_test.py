@@ -60,7 +60,7 @@ def test_the_short_table_is_a_part_of_the_long_one():
 @pytest.mark.parametrize("number", [*EVIDENCE])
 def test_what_is_cited_of_this_library_exists(number):
     ours = next(text for library, _, text in EVIDENCE[number] if library == "dapo_jax")
-    cited = [*re.findall(r"`([\w.]+/[\w./:]+)`", ours), *re.findall(r"\]\((.+?)\)", ours)]
+    cited = [*re.findall(r"`([\w.]+(?:/[\w./:]+|\.md))`", ours), *re.findall(r"\]\((.+?)\)", ours)]
     assert cited
     for reference in cited:
         path, _, test = reference.partition("::")
