@@ -1,0 +1,326 @@
+"""A run's rollouts as a browser opens them: an index of numbers that is read at once, and compressed chunks of text.
+
+The index is one little-endian array a column, one after the other, compressed together. A chunk holds the groups of whole
+steps as JSON, compressed. What is in both is said in `Index` and `_group`.
+"""
+
+import gzip
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby, takewhile
+from typing import Any, ClassVar
+
+import numpy as np
+
+from dapo_jax.config import ConfigError, LossConfig
+from dapo_jax.report.runs import RunFiles
+from dapo_jax.report.tokens import Pieces, tokenizer_of
+from dapo_jax.trackers.rollout_log import read_rollouts
+
+CHUNK_BYTES = 512 * 1024
+"""Of JSON, about, before it is compressed: a browser opens it in some milliseconds."""
+
+CORRECT, TRUNCATED, FLIPPED, TRAINED, LEFT_OUT = 1, 2, 4, 8, 16
+"""Bits of `Index.flags`: flipped is a correct response to a question that was asked at an earlier logged step and then had fewer
+than half of its responses right; left out is one that overlong filtering kept from the loss."""
+
+_HEAD = 96
+"""Characters of a prompt that a list shows."""
+_FRAME = 16
+"""Characters that all prompts begin or end with are left out of a list where they are at least so many."""
+
+
+@dataclass
+class Index:
+    """Numbers of every rollout and of every group, in the order of steps."""
+
+    flags: list[int] = field(default_factory=list)
+    reward: list[float] = field(default_factory=list)
+    advantage: list[float] = field(default_factory=list)
+    """NaN where it was not recorded, as all floats."""
+    penalty: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    """Length of a response."""
+    clipped: list[int] = field(default_factory=list)
+    """How many of its tokens were clipped."""
+    group_step: list[int] = field(default_factory=list)
+    group_ordinal: list[int] = field(default_factory=list)
+    group_first: list[int] = field(default_factory=list)
+    """The place of a group's first rollout."""
+    group_question: list[int] = field(default_factory=list)
+    """Its place among `heads`; the same prompt and answer have the same."""
+    group_before: list[int] = field(default_factory=list)
+    """The last group of an earlier logged step with the same question; -1: none."""
+    group_chunk: list[int] = field(default_factory=list)
+    group_place: list[int] = field(default_factory=list)
+    """Of a group in its chunk."""
+
+    TYPES: ClassVar = {
+        "flags": "u1", "clipped": "u4", "reward": "f4", "advantage": "f4", "penalty": "f4", "tokens": "u4",
+        "group_step": "u4", "group_ordinal": "u4", "group_first": "u4", "group_question": "u4",
+        "group_before": "i4", "group_chunk": "u4", "group_place": "u4",
+    }  # fmt: skip
+
+    def packed(self) -> tuple[bytes, list[tuple[str, str, int]]]:
+        """The columns, compressed, and (name, type, values) of each. Those of four bytes come first: they stay aligned."""
+        order = sorted(self.TYPES, key=lambda name: -int(self.TYPES[name][1]))
+        columns = [(name, self.TYPES[name], getattr(self, name)) for name in order]
+        content = b"".join(np.array(values, dtype=f"<{kind}").tobytes() for _, kind, values in columns)
+        return _compressed(content), [(name, kind, len(values)) for name, kind, values in columns]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Laid:
+    """The rollouts of one run."""
+
+    about: Mapping[str, Any]
+    """What the page says of them, as JSON can."""
+    index: bytes
+    chunks: Sequence[bytes]
+
+
+def lay_out(run: RunFiles, *, steps: int | None = None) -> Laid:
+    """Reads a run's rollouts.
+
+    Args:
+        run: whose.
+        steps: how many logged steps at most, evenly spaced, the first and the last among them; None: all.
+
+    Raises:
+        ConfigError: a file of rollouts is damaged; names it and the line.
+    """
+    files = _spaced(run.logged, steps)
+    laying = _Laying(run)
+    for file in files:
+        laying.step(_rows(file))
+    return laying.done(logged=len(run.logged))
+
+
+class _Laying:
+    """Rollouts of one step after the other, on their way into index and chunks."""
+
+    def __init__(self, run: RunFiles) -> None:
+        self._loss = None if run.config is None else run.config.loss
+        tokenizer = tokenizer_of(run) if run.logged else None
+        self._pieces = None if tokenizer is None else Pieces(tokenizer)
+        self._index, self._questions = Index(), dict[tuple[str, str], int]()
+        self._latest: dict[int, tuple[int, float]] = {}
+        """Question -> its last group of the steps so far, and that one's accuracy."""
+        self._open: list[str] = []
+        self._chunks: list[bytes] = []
+        self._steps: list[int] = []
+        self._seen = dict.fromkeys(("advantage", "ratios", "in_loss", "pieces"), False)
+
+    def step(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Adds the groups of one step."""
+        latest: dict[int, tuple[int, float]] = {}
+        for _, of_group in groupby(rows, key=lambda row: row["ordinal"]):
+            group = list(of_group)
+            question = self._question(group[0])
+            before, was = self._latest.get(question, (-1, 1.0))
+            self._numbers(group, question, before, flipped=was < 0.5)
+            accuracy = sum(bool(row["correct"]) for row in group) / len(group)
+            latest[question] = len(self._index.group_step) - 1, accuracy
+            self._open.append(json.dumps(self._group(group), ensure_ascii=False, separators=(",", ":")))
+        self._latest |= latest
+        if rows:
+            self._steps.append(rows[0]["step"])
+        if sum(map(len, self._open)) >= CHUNK_BYTES:
+            self._close()
+
+    def done(self, *, logged: int) -> Laid:
+        """All that was laid out; `logged` is how many steps the run has on file."""
+        self._close()
+        index, columns = self._index.packed()
+        loss = self._loss
+        about = {
+            "columns": columns,
+            "heads": heads([prompt for prompt, _ in self._questions]),
+            "steps": self._steps,
+            "logged": logged,
+            "chunks": len(self._chunks),
+            "recorded": self._seen,
+            "clip": loss
+            and {"low": loss.clip_ratio_low, "high": loss.clip_ratio_high, "dual": loss.dual_clip},
+        }
+        return Laid(about=about, index=index, chunks=self._chunks)
+
+    def _close(self) -> None:
+        if self._open:
+            text = "[" + ",".join(self._open) + "]"
+            self._chunks.append(_compressed(text.encode("utf-8", errors="replace")))
+            self._open = []
+
+    def _question(self, row: Mapping[str, Any]) -> int:
+        return self._questions.setdefault((row["prompt"], row["answer"]), len(self._questions))
+
+    def _numbers(
+        self, group: Sequence[Mapping[str, Any]], question: int, before: int, *, flipped: bool
+    ) -> None:
+        index = self._index
+        index.group_step.append(group[0]["step"])
+        index.group_ordinal.append(group[0]["ordinal"])
+        index.group_first.append(len(index.flags))
+        index.group_question.append(question)
+        index.group_before.append(before)
+        index.group_chunk.append(len(self._chunks))
+        index.group_place.append(len(self._open))
+        for row in group:
+            correct, in_loss = bool(row["correct"]), row.get("in_loss")
+            index.flags.append(
+                CORRECT * correct
+                | TRUNCATED * (row.get("finish_reason") == "length")
+                | FLIPPED * (correct and flipped)
+                | TRAINED * (in_loss is not None or row.get("ratios") is not None)
+                | LEFT_OUT * (in_loss is False)
+            )
+            index.reward.append(_float(row.get("reward")))
+            index.advantage.append(_float(row.get("advantage")))
+            index.penalty.append(_float(row.get("overlong_penalty")))
+            index.tokens.append(len(row["response_token_ids"]))
+            states = self._states(row)
+            index.clipped.append(0 if states is None else sum(map(states.count, "^vd")))
+            for key in ("advantage", "ratios", "in_loss"):
+                self._seen[key] = self._seen[key] or row.get(key) is not None
+
+    def _group(self, group: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """What a chunk holds of a group; a response's `lengths` are its tokens', in UTF-16 units."""
+        return {
+            "prompt": group[0]["prompt"],
+            "answer": group[0]["answer"],
+            "responses": [self._response(row) for row in group],
+        }
+
+    def _response(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        text, said = row["response"], {}
+        if self._pieces is not None and (cut := self._pieces.of(row["response_token_ids"], text)):
+            whole, parts = cut
+            said["lengths"] = [_units(part) for part in parts]
+            self._seen["pieces"] = True
+            if whole != text:  # what a stop string took from it
+                said["graded"], text = _units(text), whole
+        if _fits(row, "logprobs"):
+            said["nats"] = [None if value is None else round(-1000 * value) for value in row["logprobs"]]
+        states = self._states(row)
+        if states is not None:
+            said["clips"] = states
+        if _fits(row, "ratios"):
+            said["ratios"] = [None if value is None else round(10_000 * value) for value in row["ratios"]]
+        return {
+            "text": text,
+            "extracted": row.get("extracted"),
+            "reason": row.get("reason") or "",
+            "index": row.get("index"),
+            "finish": row.get("finish_reason"),
+            **said,
+        }
+
+    def _states(self, row: Mapping[str, Any]) -> str | None:
+        if self._loss is None or not _fits(row, "ratios") or row.get("advantage") is None:
+            return None
+        return clip_states(row["ratios"], row["advantage"], self._loss)
+
+
+def clip_states(ratios: Iterable[float | None], advantage: float, loss: LossConfig) -> str:
+    """What the clip did to each token (Eq. 8 and 10): a character for each.
+
+    `^` the ratio is over 1 + clip_ratio_high and the advantage positive; `v` it is under 1 - clip_ratio_low and the advantage
+    negative: such a token has no gradient. `d` the advantage is negative and the ratio over the dual clip. `.` none of
+    these, `-` no ratio is known.
+
+    >>> clip_states([1.3, 1.2, None], 1.0, LossConfig()), clip_states([1.3, 0.7], -1.0, LossConfig())
+    ('^.-', '.v')
+    """
+    high, low = 1.0 + loss.clip_ratio_high, 1.0 - loss.clip_ratio_low
+    dual = math.inf if loss.dual_clip is None else loss.dual_clip
+
+    def state(ratio: float | None) -> str:
+        if ratio is None:
+            return "-"
+        if advantage > 0:
+            return "^" if ratio > high else "."
+        if advantage < 0:
+            return "v" if ratio < low else "d" if ratio > dual else "."
+        return "."
+
+    return "".join(map(state, ratios))
+
+
+def _rows(file: Any) -> list[dict[str, Any]]:
+    try:
+        rows = read_rollouts(file)
+        for number, row in enumerate(rows, 1):
+            _check(row, f"{file}, rollout {number}")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{error}; mend that file, or move it away") from error
+    return rows
+
+
+def _check(row: Mapping[str, Any], where: str) -> None:
+    """What the layout leans on; the rest may be missing, as it is in files of older versions."""
+    kinds = {
+        "step": int,
+        "ordinal": int,
+        "prompt": str,
+        "answer": str,
+        "response": str,
+        "response_token_ids": list,
+    }
+    for name, kind in kinds.items():
+        if not isinstance(row.get(name), kind):
+            raise ValueError(f"{where}: {name!r} is {row.get(name)!r:.60}; it must be {kind.__name__}")
+    if not isinstance(row.get("correct"), bool):
+        raise ValueError(f"{where}: 'correct' is {row.get('correct')!r:.60}; it must be true or false")
+
+
+def _fits(row: Mapping[str, Any], key: str) -> bool:
+    """True if there is a number, or null, for every token."""
+    values = row.get(key)
+    if not isinstance(values, list) or len(values) != len(row["response_token_ids"]):
+        return False
+    return all(value is None or (isinstance(value, int | float) and math.isfinite(value)) for value in values)
+
+
+def _spaced(files: Sequence[Any], count: int | None) -> Iterator[Any]:
+    if count is None or count >= len(files):
+        return iter(files)
+    places = np.linspace(0, len(files) - 1, count).round().astype(int) if count > 1 else [len(files) - 1]
+    return (files[place] for place in places)
+
+
+def heads(prompts: Sequence[str]) -> list[str]:
+    """What tells prompts apart, in one line each: without what is put around every question.
+
+    >>> heads(["Solve this task, please: 1+1", "Solve this task, please: 2+3"])
+    ['1+1', '2+3']
+    """
+    several = len(set(prompts)) > 1
+    before = _common(prompts) if several else ""
+    before = before[: before.rfind(" ") + 1] if len(before) >= _FRAME else ""
+    rest = [prompt[len(before) :] for prompt in prompts]
+    after = _common([text[::-1] for text in rest]) if several else ""
+    after = after[: after.rfind(" ") + 1] if len(after) >= _FRAME else ""
+    lines = [" ".join(text[: len(text) - len(after)][: 4 * _HEAD].split()) for text in rest]
+    return [line if len(line) <= _HEAD else line[: _HEAD - 1] + "…" for line in lines]
+
+
+def _common(texts: Sequence[str]) -> str:
+    """What all texts begin with."""
+    low, high = min(texts), max(texts)  # whatever these two share, all that lie between them share
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(low, high, strict=False))
+    return low[: sum(1 for _ in same)]
+
+
+def _units(text: str) -> int:
+    """Length as JavaScript counts it."""
+    return len(text) if text.isascii() else len(text.encode("utf-16-le", errors="replace")) // 2
+
+
+def _float(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
+def _compressed(content: bytes) -> bytes:
+    return gzip.compress(content, compresslevel=6, mtime=0)
