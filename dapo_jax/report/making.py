@@ -86,7 +86,7 @@ def report(*runs: str | PathLike[str], rollout_steps: int | None = None) -> Repo
         )
     found = read_runs(runs)
     tables = [table_of(run) for run in found]
-    panels = panels_of(tables)
+    panels, zero = panels_of(tables)
     laid = [lay_out(run, steps=rollout_steps) for run in found]
     names = [run.name for run in found]
     data = {
@@ -94,6 +94,7 @@ def report(*runs: str | PathLike[str], rollout_steps: int | None = None) -> Repo
         "version": dapo_jax.__version__,
         "axes": AXES,
         "panels": [asdict(panel) for panel in panels],
+        "zero": zero,
         "runs": [_described(*each) for each in zip(found, tables, laid, strict=True)],
         "configuration": configurations(found),
     }

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 from dapo_jax.report.tables import REST, Table
 
@@ -33,8 +33,10 @@ class Panel:
     """A logarithmic axis."""
     note: str = ""
     """What one must know to read it."""
-    hidden: tuple[str, ...] = field(default=())
+    hidden: tuple[str, ...] = ()
     """Keys that are drawn only when asked for."""
+    quiet: bool = False
+    """Left out where all its values are 0."""
 
 
 def _series(**labels: str) -> tuple[Series, ...]:
@@ -52,7 +54,7 @@ PANELS = (
         title="Held-out accuracy",
         unit="share",
         series=_HELD_OUT,
-        note="avg@k, pass@k and cons@k with one standard error over problems",
+        note="shaded: one standard error over problems",
     ),
     Panel(
         section="Learning",
@@ -102,7 +104,36 @@ PANELS = (
         section="Responses",
         title="Responses without a verdict",
         unit="responses",
+        quiet=True,
         series=_series(reward__lost="no verdict", reward__nonfinite="score not finite"),
+    ),
+    Panel(
+        section="Dynamic sampling",
+        title="Groups sampled",
+        unit="share",
+        stacked=True,
+        series=_series(
+            rollout__mixed_frac="mixed, can be learnt from",
+            rollout__all_correct_frac="all correct",
+            rollout__all_wrong_frac="all wrong",
+        ),
+    ),
+    Panel(
+        section="Dynamic sampling",
+        title="Prompts drawn and groups kept",
+        unit="groups",
+        series=_series(
+            rollout__prompts="drawn",
+            rollout__trained_groups="kept and trained on",
+            rollout__surplus_groups="mixed, beyond those needed",
+            rollout__carried_groups="carried to the next step",
+        ),
+    ),
+    Panel(
+        section="Dynamic sampling",
+        title="Waves",
+        unit="rounds of drawing",
+        series=_series(rollout__waves="waves"),
     ),
     Panel(section="Policy", title="Entropy", unit="nats a token", series=_series(policy__entropy="policy")),
     Panel(
@@ -159,6 +190,7 @@ PANELS = (
         section="Updates",
         title="Skipped updates",
         unit="share",
+        quiet=True,
         series=_series(update__skipped_frac="not finite, so skipped"),
     ),
     Panel(
@@ -172,34 +204,6 @@ PANELS = (
             sync__logprob_diff_max="largest difference",
         ),
         note="groups carried over were sampled with older weights and count here",
-    ),
-    Panel(
-        section="Dynamic sampling",
-        title="Groups sampled",
-        unit="share",
-        stacked=True,
-        series=_series(
-            rollout__mixed_frac="mixed, can be learnt from",
-            rollout__all_correct_frac="all correct",
-            rollout__all_wrong_frac="all wrong",
-        ),
-    ),
-    Panel(
-        section="Dynamic sampling",
-        title="Prompts drawn and groups kept",
-        unit="groups",
-        series=_series(
-            rollout__prompts="drawn",
-            rollout__trained_groups="kept and trained on",
-            rollout__surplus_groups="mixed, beyond those needed",
-            rollout__carried_groups="carried to the next step",
-        ),
-    ),
-    Panel(
-        section="Dynamic sampling",
-        title="Waves",
-        unit="rounds of drawing",
-        series=_series(rollout__waves="waves"),
     ),
     Panel(
         section="Time",
@@ -230,20 +234,28 @@ _PARTS = re.compile(r"eval/.+_stderr|time/(?:step|eval)_s")
 """What is drawn as a part of something else."""
 
 
-def panels_of(tables: Sequence[Table]) -> list[Panel]:
-    """The panels that these runs fill, with the names of their metrics in place of patterns."""
+def panels_of(tables: Sequence[Table]) -> tuple[list[Panel], list[str]]:
+    """The panels that these runs fill, with the names of their metrics in place of patterns; and the titles of quiet ones."""
     names = list(dict.fromkeys(name for table in tables for name in table.columns))
-    found, used = [], set[str]()
+    found, zero, used = [], [], set[str]()
     for panel in PANELS:
         series = tuple(_matching(panel.series, names))
-        if series:
+        used |= {each.key for each in series}
+        if panel.quiet and series and not any(_any(table, each.key) for table in tables for each in series):
+            zero.append(panel.title)
+        elif series:
             found.append(_with(panel, series))
-            used |= {each.key for each in series}
     left = [name for name in names if name not in used and not _PARTS.fullmatch(name)]
-    return found + [
+    others = [
         Panel(section=OTHER, title=name, unit="", series=(Series(key=name, label=name),))
         for name in sorted(left)
     ]
+    return found + others, zero
+
+
+def _any(table: Table, key: str) -> bool:
+    """True if a metric is ever not 0."""
+    return any(table.columns.get(key, ()))
 
 
 def _matching(patterns: Sequence[Series], names: Sequence[str]) -> Iterator[Series]:
@@ -257,7 +269,7 @@ def _matching(patterns: Sequence[Series], names: Sequence[str]) -> Iterator[Seri
 def _with(panel: Panel, series: tuple[Series, ...]) -> Panel:
     """Of one dataset alone the name says nothing; of pass@2, pass@4, ... only the last is drawn at first."""
     if panel.series is not _HELD_OUT:
-        return Panel(**{**vars(panel), "series": series})
+        return replace(panel, series=series)
     datasets = {each.key.split("/", 1)[1].rpartition("/")[0] for each in series}
     if len(datasets) == 1:
         only = f" {datasets.pop()}"
@@ -271,7 +283,7 @@ def _with(panel: Panel, series: tuple[Series, ...]) -> Panel:
             most[kind] = each
     shown = {each.key for kind, each in most.items() if "cons" not in kind.rpartition("/")[2]}
     hidden = tuple(each.key for each in series if each.key not in shown)
-    return Panel(**{**vars(panel), "series": series, "hidden": hidden})
+    return replace(panel, series=series, hidden=hidden)
 
 
 def _count(series: Series) -> int:

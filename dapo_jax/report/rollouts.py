@@ -1,20 +1,19 @@
 """A run's rollouts as a browser opens them: an index of numbers that is read at once, and compressed chunks of text.
 
-The index is one little-endian array a column, one after the other, compressed together. A chunk holds the groups of whole
-steps as JSON, compressed. What is in both is said in `Index` and `_group`.
+A chunk holds the groups of whole steps as JSON, compressed; `_group` says what is in it, and `Index` what the index has.
 """
 
-import gzip
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby, takewhile
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
 from dapo_jax.config import ConfigError, LossConfig
+from dapo_jax.report.index import CORRECT, FLIPPED, LEFT_OUT, TRAINED, TRUNCATED, Index, compressed
 from dapo_jax.report.runs import RunFiles
 from dapo_jax.report.tokens import Pieces, tokenizer_of
 from dapo_jax.trackers.rollout_log import read_rollouts
@@ -22,53 +21,10 @@ from dapo_jax.trackers.rollout_log import read_rollouts
 CHUNK_BYTES = 512 * 1024
 """Of JSON, about, before it is compressed: a browser opens it in some milliseconds."""
 
-CORRECT, TRUNCATED, FLIPPED, TRAINED, LEFT_OUT = 1, 2, 4, 8, 16
-"""Bits of `Index.flags`: flipped is a correct response to a question that was asked at an earlier logged step and then had fewer
-than half of its responses right; left out is one that overlong filtering kept from the loss."""
-
 _HEAD = 96
 """Characters of a prompt that a list shows."""
 _FRAME = 16
 """Characters that all prompts begin or end with are left out of a list where they are at least so many."""
-
-
-@dataclass
-class Index:
-    """Numbers of every rollout and of every group, in the order of steps."""
-
-    flags: list[int] = field(default_factory=list)
-    reward: list[float] = field(default_factory=list)
-    advantage: list[float] = field(default_factory=list)
-    """NaN where it was not recorded, as all floats."""
-    penalty: list[float] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    """Length of a response."""
-    clipped: list[int] = field(default_factory=list)
-    """How many of its tokens were clipped."""
-    group_step: list[int] = field(default_factory=list)
-    group_ordinal: list[int] = field(default_factory=list)
-    group_first: list[int] = field(default_factory=list)
-    """The place of a group's first rollout."""
-    group_question: list[int] = field(default_factory=list)
-    """Its place among `heads`; the same prompt and answer have the same."""
-    group_before: list[int] = field(default_factory=list)
-    """The last group of an earlier logged step with the same question; -1: none."""
-    group_chunk: list[int] = field(default_factory=list)
-    group_place: list[int] = field(default_factory=list)
-    """Of a group in its chunk."""
-
-    TYPES: ClassVar = {
-        "flags": "u1", "clipped": "u4", "reward": "f4", "advantage": "f4", "penalty": "f4", "tokens": "u4",
-        "group_step": "u4", "group_ordinal": "u4", "group_first": "u4", "group_question": "u4",
-        "group_before": "i4", "group_chunk": "u4", "group_place": "u4",
-    }  # fmt: skip
-
-    def packed(self) -> tuple[bytes, list[tuple[str, str, int]]]:
-        """The columns, compressed, and (name, type, values) of each. Those of four bytes come first: they stay aligned."""
-        order = sorted(self.TYPES, key=lambda name: -int(self.TYPES[name][1]))
-        columns = [(name, self.TYPES[name], getattr(self, name)) for name in order]
-        content = b"".join(np.array(values, dtype=f"<{kind}").tobytes() for _, kind, values in columns)
-        return _compressed(content), [(name, kind, len(values)) for name, kind, values in columns]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +106,7 @@ class _Laying:
     def _close(self) -> None:
         if self._open:
             text = "[" + ",".join(self._open) + "]"
-            self._chunks.append(_compressed(text.encode("utf-8", errors="replace")))
+            self._chunks.append(compressed(text.encode("utf-8", errors="replace")))
             self._open = []
 
     def _question(self, row: Mapping[str, Any]) -> int:
@@ -320,7 +276,3 @@ def _units(text: str) -> int:
 
 def _float(value: Any) -> float:
     return float(value) if isinstance(value, int | float) else math.nan
-
-
-def _compressed(content: bytes) -> bytes:
-    return gzip.compress(content, compresslevel=6, mtime=0)

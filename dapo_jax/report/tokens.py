@@ -25,12 +25,13 @@ def tokenizer_of(run: RunFiles) -> Tokenizer | None:
 
     Nothing is fetched: of a model from the hub the cache is looked into.
     """
-    if run.config is not None and run.config.model.source.startswith("preset:"):
-        return named_tokenizer(run.config.model.tokenizer)
     found = _read(run.place / "model")
-    if found is None and run.config is not None and (folder := _folder(run.config.model)) is not None:
-        found = _read(folder)
-    return found
+    if found is not None or run.config is None:
+        return found
+    if run.config.model.source.startswith("preset:"):
+        return named_tokenizer(run.config.model.tokenizer)
+    folder = _folder(run.config.model)
+    return None if folder is None else _read(folder)
 
 
 def _read(folder: AnyPath) -> Tokenizer | None:

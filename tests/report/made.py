@@ -42,7 +42,9 @@ def metrics_line(step, rng, *, group_size=4, groups=4, **changes):
 
 def rollout_line(step, ordinal, index, *, rng, prompt=None, response=None, correct=None, **changes):
     """One rollout, as rollout_log writes them, with ratios."""
-    text = response if response is not None else f"{ordinal}+{index}={'a long way to go ' * rng.randrange(1, 5)}"
+    text = (
+        response if response is not None else f"{ordinal}+{index}={'a long way to go ' * rng.randrange(1, 5)}"
+    )
     correct = rng.random() < 0.5 if correct is None else correct
     ids = [*TOKENIZER.encode(text).tolist(), TOKENIZER.eos_id]
     return {
@@ -57,7 +59,9 @@ def rollout_line(step, ordinal, index, *, rng, prompt=None, response=None, corre
     } | changes  # fmt: skip
 
 
-def write_run(folder, *, steps=10, every=1, groups=2, group_size=4, seed=0, line=rollout_line, tokenizer=True, **config):
+def write_run(
+    folder, *, steps=10, every=1, groups=2, group_size=4, seed=0, line=rollout_line, tokenizer=True, **config
+):
     """A run folder: configuration, metrics of `steps` steps, rollouts of each `every`th, and the tokenizer."""
     rng = random.Random(seed)
     (folder / "rollouts").mkdir(parents=True)

@@ -145,7 +145,7 @@ class Chart {
   axes(low, high, range) {
     const [left, right, bottom, top] = this.size;
     const nodes = [];
-    const label = this.panel.unit === "share" ? (value) => `${figure(Number((100 * value).toPrecision(4)))}%` : figure;
+    const label = this.panel.unit === "share" ? (value) => `${mark(Number((100 * value).toPrecision(4)))}%` : mark;
     for (const value of this.panel.log ? logTicks(...range) : ticks(...range, 4)) {
       const y = Math.round(this.y(value)) + 0.5;
       nodes.push(svg("line", { class: "grid", x1: left, x2: right, y1: y, y2: y }));
@@ -153,9 +153,9 @@ class Chart {
     }
     const [divisor, unit] = this.view.axis === "clock_s" ? timeUnit(high) : [1, ""];
     const marks = ticks(low / divisor, high / divisor, Math.max(2, (right - left) / 80));
-    for (const mark of marks) {
-      const x = this.x(mark * divisor);
-      const text = figure(Number(mark.toPrecision(10))) + (mark === marks.at(-1) && unit ? ` ${unit}` : "");
+    for (const at of marks) {
+      const x = this.x(at * divisor);
+      const text = mark(Number(at.toPrecision(10))) + (at === marks.at(-1) && unit ? ` ${unit}` : "");
       nodes.push(svg("line", { class: "tick", x1: x, x2: x, y1: bottom, y2: bottom + 3 }));
       nodes.push(svg("text", { x, y: bottom + 15, "text-anchor": x > right - 14 ? "end" : "middle" }, text));
     }
@@ -187,8 +187,12 @@ class Chart {
       });
       return [series, place, values];
     });
-    this.legend.replaceChildren(...rows.filter(([, , values]) => values.length).map(([series, place, values]) =>
-      el("div", { class: "entry" }, this.toggle(series, place, several), ...values)));
+    const there = rows.filter(([, , values]) => values.length);
+    const isOff = ([series]) => this.hidden.has(series.key);
+    this.legend.replaceChildren(
+      ...there.filter((row) => !isOff(row)).map(([series, place, values]) => el("div", { class: "entry" }, this.toggle(series, place, several), ...values)),
+      el("div", { class: "off" }, ...there.filter(isOff).map(([series, place]) => this.toggle(series, place, several))),
+    );
   }
 
   toggle(series, place, several) {

@@ -82,27 +82,30 @@ function startCurves(root, data) {
       }),
       el("label", { class: "field" }, el("span", {}, "Smoothing"), slider, amount),
       reset,
-      el("span", { class: "hint" }, "Drag across a panel to zoom, double-click to leave. Names switch lines on and off; figures are those at the cursor, or the last."),
+      el("span", { class: "hint" }, "Drag over a panel to zoom. Names switch lines on and off; figures are those at the cursor, or the last."),
     ),
   );
+  const grid = el("div", { class: "panels" });
+  root.append(grid);
   for (const [section, panels] of sections(data.panels)) {
-    const grid = el("div", { class: "panels" });
     const made = panels.map((panel) => new Chart(panel, view));
-    grid.append(...made.map((chart) => chart.node));
-    const other = section === "Other metrics";
-    const title = other ? `${section} (${panels.length})` : section;
-    const box = other
-      ? el("details", { class: "section" }, el("summary", {}, title), grid)
-      : el("section", { class: "section" }, el("h2", {}, title), grid);
-    root.append(box);
     charts.push(...made);
     const draw = () => made.forEach((chart) => {
       chart.drawn = true;
       chart.draw();
     });
-    if (other) box.addEventListener("toggle", () => box.open && draw());
-    else draw();
+    if (section === "Other metrics") {
+      const inside = el("div", { class: "panels" }, ...made.map((chart) => el("div", { class: "cell" }, chart.node)));
+      const box = el("details", { class: "section" }, el("summary", {}, `${section} (${panels.length})`), inside);
+      box.addEventListener("toggle", () => box.open && draw());
+      root.append(box);
+    } else {
+      // The name of a section stands over its first panel, so that rows stay full.
+      grid.append(...made.map((chart, i) => el("div", { class: "cell" }, el("h2", {}, i ? "" : section), chart.node)));
+      draw();
+    }
   }
+  if (data.zero.length) grid.after(el("p", { class: "hint zero" }, `Zero throughout, so not drawn: ${data.zero.join(", ").toLowerCase()}.`));
   // Widths change with the window, and are known only while the view is shown.
   let width = root.clientWidth;
   new ResizeObserver(() => {
@@ -131,7 +134,7 @@ function summary(runs, view, drawAll) {
     ["Run", (run) => runName(run, runs, view, drawAll)],
     ["Step", (run) => progress(run)],
     heldOut && [`Held-out ${heldOut.split("/").at(-1)}`, (run) => firstAndLast(run, heldOut)],
-    heldOut && ["best", (run) => best(run, heldOut)],
+    heldOut && ["Best", (run) => best(run, heldOut)],
     ["Train accuracy", (run) => percent(last(run, "rollout/accuracy"))],
     ["Length", (run) => `${figure(last(run, "rollout/response_tokens"))} tokens`],
     ["Entropy", (run) => figure(last(run, "policy/entropy"))],

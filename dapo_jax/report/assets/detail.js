@@ -89,6 +89,7 @@ class GroupView {
       if (clip.dual !== null) parts.push(sample("dual", `A < 0, ratio > ${clip.dual}`));
       parts.push(sample("free", "not clipped"), sample("unknown", "not recorded"));
     }
+    if (!recorded.advantage) parts.push(" Advantages were not recorded in this run.");
     if (!recorded.pieces && shading !== "none") parts.push(" The run's tokenizer was not found: texts are divided evenly among their tokens.");
     return el("p", { class: "key" }, ...parts);
   }
@@ -104,11 +105,11 @@ class GroupView {
     const fact = (name, value, kind = "") => el("span", { class: `fact ${kind}` }, `${name} `, el("b", {}, value));
     const facts = [
       el("span", { class: `verdict ${correct ? "good" : "bad"}` }, correct ? "✓ correct" : "✗ wrong"),
-      fact("reward", signed(columns.reward[i])),
-      fact("advantage", Number.isNaN(columns.advantage[i]) ? "not recorded" : signed(columns.advantage[i])),
-      columns.penalty[i] ? fact("overlong penalty", signed(columns.penalty[i])) : null,
-      fact("tokens", columns.tokens[i].toLocaleString("en-US")),
+      fact("reward", signed(columns.reward[i]), "wide"),
+      fact("advantage", signed(columns.advantage[i]), "wide"),
+      fact("tokens", columns.tokens[i].toLocaleString("en-US"), "wide"),
       fact("ended by", response.finish === "length" ? "the length limit" : response.finish === "stop" ? "itself" : "not recorded", response.finish === "length" ? "warn" : ""),
+      columns.penalty[i] ? fact("overlong penalty", signed(columns.penalty[i])) : null,
       columns.clipped[i] ? fact("clipped", String(columns.clipped[i])) : null,
       flags & FLAG.flipped ? el("span", { class: "badge" }, "flipped to right") : null,
       flags & FLAG.leftOut ? el("span", { class: "badge warn" }, "left out of the loss") : null,

@@ -94,6 +94,13 @@ function areaOf(upper, lower, x, y) {
   return `${pathOf(upper, x, y)}${back.join("")}Z`;
 }
 
+/** A round value beside an axis, without digits that say nothing. */
+function mark(value) {
+  const size = Math.abs(value);
+  if (size >= 1e5 || (size > 0 && size < 1e-3)) return figure(value).replace(/\.0+(?=[kMGe])/, "");
+  return (value < 0 ? MINUS : "") + size.toLocaleString("en-US", { maximumFractionDigits: 6 });
+}
+
 /** The place of the value nearest to `wanted` in ascending `xs`, where `there(place)` holds. */
 function nearest(xs, wanted, there = () => true) {
   let best = -1;

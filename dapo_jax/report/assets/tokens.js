@@ -15,7 +15,8 @@ function piecesOf(response, count) {
   const { text } = response;
   if (!response.lengths) {
     const border = (i) => Math.round((i * text.length) / Math.max(1, count));
-    return Array.from({ length: count }, (_, i) => ({ text: text.slice(border(i), border(i + 1)), from: i, to: i + 1, start: border(i) }));
+    const even = Array.from({ length: count }, (_, i) => ({ text: text.slice(border(i), border(i + 1)), from: i, to: i + 1, start: border(i) }));
+    return even.filter((piece) => piece.text);
   }
   const pieces = [];
   let [start, from] = [0, 0];
