@@ -200,10 +200,10 @@ PANELS = (
         log=True,
         series=_series(
             sync__sampler_trainer_kl="KL(sampler || trainer)",
-            sync__logprob_diff_mean="mean difference of log-probabilities",
-            sync__logprob_diff_max="largest difference",
+            sync__logprob_diff_mean="mean |difference|",
+            sync__logprob_diff_max="largest |difference|",
         ),
-        note="groups carried over were sampled with older weights and count here",
+        note="differences of log-probabilities; groups carried over were sampled with older weights",
     ),
     Panel(
         section="Time",
@@ -220,8 +220,8 @@ PANELS = (
         title="Throughput",
         unit="tokens/s",
         series=_series(
-            speed__sampled_tokens_per_s="sampled, of the time in sampling",
-            speed__trained_tokens_per_s="trained on, of the time in updates",
+            speed__sampled_tokens_per_s="sampled, while sampling",
+            speed__trained_tokens_per_s="trained on, while updating",
         ),
     ),
 )

@@ -9,10 +9,9 @@ from typing import Any
 
 from dapo_jax.config import TrainConfig
 from dapo_jax.config.loading import leaf_types
-from dapo_jax.config.values import without_password
 from dapo_jax.report.runs import RunFiles
 
-Column = list[float | None]
+Column = list[float | int | None]
 
 AXES = {
     "step": "step",
@@ -81,8 +80,7 @@ def _leaves(config: TrainConfig) -> dict[str, Any]:
 
 def _shown(value: Any) -> str:
     """A value as a configuration file would have it, in one line."""
-    text = value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False, default=str)
-    return without_password(text)
+    return value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _axes(rows: Sequence[Mapping[str, Any]], config: TrainConfig | None) -> dict[str, Column]:
@@ -101,7 +99,7 @@ def _updates(row: Mapping[str, Any], groups_per_update: int) -> int:
     return math.ceil((row.get("rollout/trained_groups") or 0) / groups_per_update)
 
 
-def _sampled_tokens(row: Mapping[str, Any], group_size: int) -> float:
+def _sampled_tokens(row: Mapping[str, Any], group_size: int) -> int:
     return round((row.get("rollout/prompts") or 0) * group_size * (row.get("rollout/response_tokens") or 0))
 
 
@@ -112,7 +110,7 @@ def _rest(row: Mapping[str, Any]) -> dict[str, float]:
     return {REST: max(row["time/step_s"] - inside, 0.0) + (row.get("time/eval_s") or 0.0)}
 
 
-def _sums(values: Sequence[float]) -> Column:
+def _sums(values: Sequence[float | int]) -> Column:
     total, sums = 0.0, []
     for value in values:
         total += value
@@ -120,7 +118,7 @@ def _sums(values: Sequence[float]) -> Column:
     return sums
 
 
-def _number(value: Any) -> float | None:
+def _number(value: Any) -> float | int | None:
     """Six digits are more than a curve shows."""
     if not isinstance(value, int | float) or not math.isfinite(value):
         return None
