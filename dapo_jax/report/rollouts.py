@@ -242,7 +242,8 @@ def _fits(row: Mapping[str, Any], key: str) -> bool:
 def _spaced(files: Sequence[Any], count: int | None) -> Iterator[Any]:
     if count is None or count >= len(files):
         return iter(files)
-    places = np.linspace(0, len(files) - 1, count).round().astype(int) if count > 1 else [len(files) - 1]
+    # From the end, so that one alone is the last.
+    places = np.linspace(len(files) - 1, 0, count).round().astype(int)[::-1]
     return (files[place] for place in places)
 
 

@@ -4,6 +4,7 @@ import gzip
 import json
 import random
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -177,7 +178,7 @@ def test_clip_states_are_those_that_the_loss_counts(advantage, dual):
     loss = LossConfig(dual_clip=dual)
     states = clip_states(ratios.tolist(), advantage, loss)
     _, metrics = dapo_loss(
-        np.log(ratios)[None], np.zeros((1, 8), np.float32), np.array([advantage], np.float32), np.ones((1, 8), bool),
+        jnp.log(ratios)[None], jnp.zeros((1, 8)), jnp.array([advantage], jnp.float32), jnp.ones((1, 8), bool),
         clip_ratio_low=loss.clip_ratio_low, clip_ratio_high=loss.clip_ratio_high, dual_clip=dual,
     )  # fmt: skip
     for state, name in (("^", "clip_high_frac"), ("v", "clip_low_frac"), ("d", "dual_clip_frac")):
