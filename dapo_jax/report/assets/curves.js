@@ -54,6 +54,10 @@ function startCurves(root, data) {
       for (const chart of charts) if (chart.drawn) chart.tell();
     });
   };
+  const draw = (some) => some.forEach((chart) => {
+    chart.drawn = true;
+    chart.draw();
+  });
   const drawAll = () => {
     for (const chart of charts) if (chart.drawn) chart.draw();
   };
@@ -90,21 +94,18 @@ function startCurves(root, data) {
   for (const [section, panels] of sections(data.panels)) {
     const made = panels.map((panel) => new Chart(panel, view));
     charts.push(...made);
-    const draw = () => made.forEach((chart) => {
-      chart.drawn = true;
-      chart.draw();
-    });
     if (section === "Other metrics") {
       const inside = el("div", { class: "panels" }, ...made.map((chart) => el("div", { class: "cell" }, chart.node)));
       const box = el("details", { class: "section" }, el("summary", {}, `${section} (${panels.length})`), inside);
-      box.addEventListener("toggle", () => box.open && draw());
+      box.addEventListener("toggle", () => box.open && draw(made));
       root.append(box);
     } else {
       // The name of a section stands over its first panel, so that rows stay full.
       grid.append(...made.map((chart, i) => el("div", { class: "cell" }, el("h2", {}, i ? "" : section), chart.node)));
-      draw();
     }
   }
+  // When all are there, so that the width is the one that a scroll bar leaves.
+  draw(charts.filter((chart) => !chart.node.closest("details")));
   if (data.zero.length) grid.after(el("p", { class: "hint zero" }, `Zero throughout, so not drawn: ${data.zero.join(", ").toLowerCase()}.`));
   // Widths change with the window, and are known only while the view is shown.
   let width = root.clientWidth;
