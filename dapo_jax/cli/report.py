@@ -1,6 +1,7 @@
 """`report`: a page to look into runs with."""
 
 import argparse
+import errno
 
 from dapo_jax.cli.arguments import Commands, command
 from dapo_jax.config import ConfigError
@@ -47,8 +48,12 @@ def report(arguments: argparse.Namespace) -> int:
         if arguments.png:
             written = made.save_figures(arguments.png)
             print(f"{arguments.png}: {len(written)} PNGs")
-    except ValueError as error:
-        if isinstance(error, ConfigError):
+    except ConfigError:
+        raise
+    except ValueError as error:  # a path that is neither local nor in a bucket
+        raise ConfigError(str(error)) from error
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise
-        raise ConfigError(str(error)) from error  # a path that is neither local nor in a bucket
+        raise ConfigError(f"cannot write the report: {error}") from error
     return 0

@@ -107,7 +107,7 @@ class Shown:
         tokens = self.all(".response:first-of-type .tokens .token")
         return [each.get_attribute("class").split()[1] for each in tokens]
 
-    def keys(self):
+    def settings(self):
         """Those of the configurations that are shown."""
         return [text.replace("\n", "") for text in self.texts(".keys tbody th")]
 
@@ -158,7 +158,7 @@ def test_the_cursor_shows_values_and_is_moved_by_keys(shown, page):
     from selenium.webdriver.common.keys import Keys
 
     metrics = [
-        json.loads(text) for text in (page.parent / "first" / "metrics.jsonl").read_text().splitshown.lines()
+        json.loads(text) for text in (page.parent / "first" / "metrics.jsonl").read_text().splitlines()
     ]
     shown.driver.execute_script("arguments[0].focus()", shown.one(f"{PANEL} svg[role=img]"))
     shown.press(*[Keys.ARROW_RIGHT] * 4)
@@ -261,7 +261,7 @@ def test_words_are_found_and_nothing_that_a_model_said_is_markup(shown):
 def test_tokens_are_shaded_by_probability_and_by_what_the_clip_did(shown, page):
     rows = [
         json.loads(text)
-        for text in (page.parent / "first" / "rollouts" / "step_000001.jsonl").read_text().splitshown.lines()
+        for text in (page.parent / "first" / "rollouts" / "step_000001.jsonl").read_text().splitlines()
     ]
     shown.click("#tab-rollouts")
     low = [bin for bin, value in zip(shown.kinds(), rows[0]["logprobs"], strict=True) if value < -4.7]
@@ -290,14 +290,14 @@ def test_the_other_run_is_chosen_and_what_it_did_not_record_is_said(shown):
 
 def test_configurations_differ_from_each_other_and_from_the_defaults(shown):
     shown.click("#tab-configuration")
-    assert {"run_dir", "seed", "steps", "loss.clip_ratio_high"} == set(shown.keys())
+    assert {"run_dir", "seed", "steps", "loss.clip_ratio_high"} == set(shown.settings())
     shown.click('[data-value="departs"]')
-    assert "run_dir" not in shown.keys()
+    assert "run_dir" not in shown.settings()
     [row] = [each for each in shown.all(".keys tbody tr") if "clip_ratio_high" in each.text]
     assert row.text.split()[-3:] == ["0.28", "0.2", "0.28"]
     shown.click('[data-value="all"]')
     shown.one("#configuration input").send_keys("learning_rate")
-    assert shown.keys() == ["optimizer.learning_rate"]
+    assert shown.settings() == ["optimizer.learning_rate"]
 
 
 @pytest.mark.parametrize("width", [800, 1366])
