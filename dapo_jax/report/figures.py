@@ -76,7 +76,7 @@ def _draw(axis: Any, panel: Panel, names: Sequence[str], tables: Sequence[Table]
         axis.set_yscale("log")
     if panel.unit == "share":
         axis.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g}%")
-    if axis.get_legend_handles_labels()[1]:
+    if len(axis.get_legend_handles_labels()[1]) > 1:
         axis.legend(fontsize=6.5, framealpha=0.7)
 
 
@@ -115,7 +115,7 @@ def _stack(axis: Any, table: Table, layers: Sequence[tuple[str, str]]) -> None:
     )
 
 
-def _points(steps: Column, values: Column) -> list[tuple[float, float]]:
+def _points(steps: Column, values: Column) -> list[tuple[float | int, float | int]]:
     pairs = zip(steps, values, strict=False)
     return [(step, value) for step, value in pairs if step is not None and value is not None]
 

@@ -3,7 +3,7 @@
 import pytest
 
 from dapo_jax.cli import main
-from tests.report.made import write_run
+from tests.report.made import write_metrics, write_run
 
 
 @pytest.fixture
@@ -19,14 +19,15 @@ def test_the_page_goes_into_the_first_runs_folder(run, tmp_path, capsys):
     assert "run, other · dapo_jax report" in page.read_text()
 
 
-def test_page_and_figures_go_where_they_are_told_to(run, tmp_path, capsys):
+def test_page_and_figures_go_where_they_are_told_to(tmp_path, capsys):
     pytest.importorskip("matplotlib")
+    run = write_metrics(tmp_path / "few", {"step": 1, "update/loss": 0.5})
     out, folder = tmp_path / "page.html", tmp_path / "figures"
     assert main(["report", str(run), "--out", str(out), "--png", str(folder)]) == 0
     assert out.is_file()
     assert not (run / "report.html").exists()
-    written = list(folder.iterdir())
-    assert f"{folder}: {len(written)} PNGs" in capsys.readouterr().out
+    assert sorted(path.name for path in folder.iterdir()) == ["loss.png", "overview.png"]
+    assert f"{folder}: 2 PNGs" in capsys.readouterr().out
 
 
 def test_fewer_steps_rollouts_make_a_smaller_page(run, tmp_path):

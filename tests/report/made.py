@@ -82,6 +82,13 @@ def write_run(
     return folder
 
 
+def write_metrics(folder, *lines):
+    """A run of which the metrics alone were copied."""
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
 def write_rollouts(folder, step, rows):
     """The rollouts of one step, one line each."""
     text = "".join(json.dumps(row) + "\n" for row in rows)
