@@ -61,8 +61,8 @@ PANELS = (
         title="Training accuracy",
         unit="share",
         series=_series(
-            rollout__accuracy="all sampled, before the filter",
-            rollout__trained_accuracy="trained on, after it",
+            rollout__accuracy="sampled, before the filter",
+            rollout__trained_accuracy="trained on, after the filter",
         ),
     ),
     Panel(
@@ -89,7 +89,7 @@ PANELS = (
         unit="tokens",
         series=_series(
             rollout__response_tokens="mean",
-            rollout__trained_response_tokens="mean of those trained on",
+            rollout__trained_response_tokens="mean, trained on",
             rollout__response_tokens_p95="95th percentile",
             rollout__response_tokens_max="longest",
         ),
@@ -113,7 +113,7 @@ PANELS = (
         unit="share",
         stacked=True,
         series=_series(
-            rollout__mixed_frac="mixed, can be learnt from",
+            rollout__mixed_frac="mixed",
             rollout__all_correct_frac="all correct",
             rollout__all_wrong_frac="all wrong",
         ),
@@ -123,10 +123,10 @@ PANELS = (
         title="Prompts drawn and groups kept",
         unit="groups",
         series=_series(
-            rollout__prompts="drawn",
-            rollout__trained_groups="kept and trained on",
-            rollout__surplus_groups="mixed, beyond those needed",
-            rollout__carried_groups="carried to the next step",
+            rollout__prompts="prompts drawn",
+            rollout__trained_groups="kept, trained on",
+            rollout__surplus_groups="mixed beyond need",
+            rollout__carried_groups="carried over",
         ),
     ),
     Panel(

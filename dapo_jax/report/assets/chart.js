@@ -188,6 +188,7 @@ class Chart {
       return [series, place, values];
     });
     const there = rows.filter(([, , values]) => values.length);
+    this.legend.classList.toggle("many", this.runs().length > 2);
     const isOff = ([series]) => this.hidden.has(series.key);
     this.legend.replaceChildren(
       ...there.filter((row) => !isOff(row)).map(([series, place, values]) => el("div", { class: "entry" }, this.toggle(series, place, several), ...values)),
@@ -199,7 +200,7 @@ class Chart {
     const sample = svg("svg", { class: "sample", viewBox: "0 0 18 8", "aria-hidden": "true" }, svg("line", { x1: 0, x2: 18, y1: 4, y2: 4, "stroke-dasharray": several ? DASHES[place % DASHES.length] : "" }));
     sample.style.setProperty("--c", several ? "var(--muted)" : colour(this.panel.stacked ? STACK_COLOURS[place % 4] : place));
     const attributes = { type: "button", "data-series": series.key, "aria-pressed": String(!this.hidden.has(series.key)) };
-    const button = el("button", attributes, sample, el("span", {}, series.label));
+    const button = el("button", { ...attributes, title: series.label }, sample, el("span", {}, series.label));
     button.addEventListener("click", () => {
       if (!this.hidden.delete(series.key)) this.hidden.add(series.key);
       this.draw();
