@@ -76,10 +76,13 @@ class _Laying:
             group = list(of_group)
             question = self._question(group[0])
             before, was = self._latest.get(question, (-1, 1.0))
-            self._numbers(group, question, before, flipped=was < 0.5)
+            states = [self._states(row) for row in group]
+            self._numbers(group, states, question, before, flipped=was < 0.5)
             accuracy = sum(bool(row["correct"]) for row in group) / len(group)
             latest[question] = len(self._index.group_step) - 1, accuracy
-            self._open.append(json.dumps(self._group(group), ensure_ascii=False, separators=(",", ":")))
+            self._open.append(
+                json.dumps(self._group(group, states), ensure_ascii=False, separators=(",", ":"))
+            )
         self._latest |= latest
         if rows:
             self._steps.append(rows[0]["step"])
@@ -113,7 +116,13 @@ class _Laying:
         return self._questions.setdefault((row["prompt"], row["answer"]), len(self._questions))
 
     def _numbers(
-        self, group: Sequence[Mapping[str, Any]], question: int, before: int, *, flipped: bool
+        self,
+        group: Sequence[Mapping[str, Any]],
+        states: Sequence[str | None],
+        question: int,
+        before: int,
+        *,
+        flipped: bool,
     ) -> None:
         index = self._index
         index.group_step.append(group[0]["step"])
@@ -123,7 +132,7 @@ class _Laying:
         index.group_before.append(before)
         index.group_chunk.append(len(self._chunks))
         index.group_place.append(len(self._open))
-        for row in group:
+        for row, state in zip(group, states, strict=True):
             correct, in_loss = bool(row["correct"]), row.get("in_loss")
             index.flags.append(
                 CORRECT * correct
@@ -136,20 +145,19 @@ class _Laying:
             index.advantage.append(_float(row.get("advantage")))
             index.penalty.append(_float(row.get("overlong_penalty")))
             index.tokens.append(len(row["response_token_ids"]))
-            states = self._states(row)
-            index.clipped.append(0 if states is None else sum(map(states.count, "^vd")))
+            index.clipped.append(0 if state is None else sum(map(state.count, "^vd")))
             for key in ("advantage", "ratios", "in_loss"):
                 self._seen[key] = self._seen[key] or row.get(key) is not None
 
-    def _group(self, group: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def _group(self, group: Sequence[Mapping[str, Any]], states: Sequence[str | None]) -> dict[str, Any]:
         """What a chunk holds of a group; a response's `lengths` are its tokens', in UTF-16 units."""
         return {
             "prompt": group[0]["prompt"],
             "answer": group[0]["answer"],
-            "responses": [self._response(row) for row in group],
+            "responses": [self._response(row, state) for row, state in zip(group, states, strict=True)],
         }
 
-    def _response(self, row: Mapping[str, Any]) -> dict[str, Any]:
+    def _response(self, row: Mapping[str, Any], states: str | None) -> dict[str, Any]:
         text, said = row["response"], {}
         if self._pieces is not None and (cut := self._pieces.of(row["response_token_ids"], text)):
             whole, parts = cut
@@ -159,10 +167,9 @@ class _Laying:
                 said["graded"], text = _units(text), whole
         if _fits(row, "logprobs"):
             said["nats"] = [None if value is None else round(-1000 * value) for value in row["logprobs"]]
-        states = self._states(row)
         if states is not None:
             said["clips"] = states
-        if _fits(row, "ratios"):
+        if states is not None or _fits(row, "ratios"):
             said["ratios"] = [None if value is None else round(10_000 * value) for value in row["ratios"]]
         return {
             "text": text,
@@ -174,9 +181,10 @@ class _Laying:
         }
 
     def _states(self, row: Mapping[str, Any]) -> str | None:
-        if self._loss is None or not _fits(row, "ratios") or row.get("advantage") is None:
+        advantage = _float(row.get("advantage"))
+        if self._loss is None or math.isnan(advantage) or not _fits(row, "ratios"):
             return None
-        return clip_states(row["ratios"], row["advantage"], self._loss)
+        return clip_states(row["ratios"], advantage, self._loss)
 
 
 def clip_states(ratios: Iterable[float | None], advantage: float, loss: LossConfig) -> str:
@@ -236,7 +244,7 @@ def _fits(row: Mapping[str, Any], key: str) -> bool:
     values = row.get(key)
     if not isinstance(values, list) or len(values) != len(row["response_token_ids"]):
         return False
-    return all(value is None or (isinstance(value, int | float) and math.isfinite(value)) for value in values)
+    return set(map(type, values)) <= {int, float, type(None)} and math.isfinite(sum(filter(None, values)))
 
 
 def _spaced(files: Sequence[Any], count: int | None) -> Iterator[Any]:

@@ -53,7 +53,7 @@ function figure(value) {
 function percent(value) {
   if (value === null || value === undefined) return "–";
   const size = Math.abs(100 * value);
-  return `${size > 0 && size < 1 ? figure(Number((100 * value).toPrecision(2))) : (100 * value).toFixed(1)}%`;
+  return `${size > 0 && size < 1 ? Number((100 * value).toPrecision(2)) : (100 * value).toFixed(1)}%`;
 }
 
 function signed(value, digits = 2) {
