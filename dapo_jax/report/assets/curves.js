@@ -101,7 +101,7 @@ function startCurves(root, data) {
       root.append(box);
     } else {
       // The name of a section stands over its first panel, so that rows stay full.
-      grid.append(...made.map((chart, i) => el("div", { class: "cell" }, el("h2", {}, i ? "" : section), chart.node)));
+      grid.append(...made.map((chart, i) => el("div", { class: "cell" }, i ? el("div", { class: "above" }) : el("h2", { class: "above" }, section), chart.node)));
     }
   }
   // When all are there, so that the width is the one that a scroll bar leaves.
