@@ -325,6 +325,30 @@ def test_in_a_notebooks_frame_it_works_without_a_memory(driver, page, tmp_path):
     assert complaints(driver) == []
 
 
+@pytest.mark.parametrize(
+    ("every", "how", "said"),
+    [(9, {}, "No rollouts were logged yet"), (1, {"rollout_steps": 0}, "made without the rollouts")],
+)
+def test_a_page_without_rollouts_says_why(every, how, said, shown, tmp_path):
+    opened(
+        shown.driver,
+        report(write_run(tmp_path / "run", steps=2, every=every), **how).save(tmp_path / "page.html"),
+    )
+    shown.click("#tab-rollouts")
+    assert said in shown.one("#rollouts .empty").text
+
+
+def test_a_browser_that_cannot_read_base64_itself_is_helped(driver, page):
+    code = {"source": "delete Uint8Array.fromBase64"}
+    added = driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", code)
+    try:
+        opened(driver, page)
+        assert driver.execute_script("return Uint8Array.fromBase64") is None
+        assert complaints(driver) == []
+    finally:
+        driver.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", added)
+
+
 @pytest.mark.slow
 def test_a_thousand_steps_of_64_rollouts_open_in_less_than_3_seconds(tmp_path):
     """`python -m benchmarks.report_page` measures it five times."""

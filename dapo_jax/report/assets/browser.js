@@ -12,7 +12,9 @@ const PAUSE_MS = 180;
 async function startRollouts(root, data) {
   const runs = data.runs.filter((run) => run.rollouts.steps.length);
   if (!runs.length) {
-    root.append(el("p", { class: "empty" }, "No rollouts were logged yet: log.rollouts_every_steps says at which steps they are."));
+    const logged = data.runs.some((run) => run.rollouts.logged);
+    const words = logged ? "This page was made without the rollouts." : "No rollouts were logged yet: log.rollouts_every_steps says at which steps they are.";
+    root.append(el("p", { class: "empty" }, words));
     return;
   }
   const stores = new Map(runs.map((run) => [run, new Store(run)]));

@@ -71,10 +71,12 @@ function responsesOf(store, group, texts, wanted, order, words) {
 
 const has = (text, words) => text.toLowerCase().includes(words);
 
+const TELL_MS = 250;
+
 /** Looks for `words` (in lower case) in the prompts and responses of `found`, chunk by chunk.
  *
- * `tell(entries, done, total)` is called with what has been found, in the order of `found`, after each chunk; `stopped()`
- * ends the search. Between two chunks the page answers to its user.
+ * `tell(entries, done, total)` is called with what has been found, in the order of `found`, now and then and at the end;
+ * `stopped()` ends the search. Between two chunks the page answers to its user.
  */
 async function search(store, found, wanted, words, tell, stopped) {
   const chunks = new Map();
@@ -84,7 +86,7 @@ async function search(store, found, wanted, words, tell, stopped) {
     chunks.get(chunk).push(entry);
   }
   const hits = new Map();
-  let done = 0;
+  let [done, told] = [0, 0];
   for (const [chunk, entries] of chunks) {
     const groups = await store.chunk(chunk);
     if (stopped()) return;
@@ -94,8 +96,11 @@ async function search(store, found, wanted, words, tell, stopped) {
       if (count) hits.set(entry.group, count);
     }
     done += 1;
-    const ordered = found.filter((entry) => hits.has(entry.group)).map((entry) => ({ ...entry, count: hits.get(entry.group) }));
-    tell(ordered, done, chunks.size);
+    if (done === chunks.size || performance.now() - told >= TELL_MS) {
+      told = performance.now();
+      const there = found.filter((entry) => hits.has(entry.group));
+      tell(there.map((entry) => ({ ...entry, count: hits.get(entry.group) })), done, chunks.size);
+    }
     await breathe();
     if (stopped()) return;
   }
