@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from dapo_jax.config import ConfigError
-from dapo_jax.report.panels import OTHER, Panel
+from dapo_jax.report.filling import OTHER
+from dapo_jax.report.panels import Panel
 from dapo_jax.report.tables import Column, Table
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#aa4499", "#b58900", "#56b4e9", "#882255", "#555555")

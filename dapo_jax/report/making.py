@@ -10,8 +10,9 @@ from typing import Any
 import dapo_jax
 from dapo_jax.config import ConfigError
 from dapo_jax.report.figures import figures
+from dapo_jax.report.filling import panels_of
 from dapo_jax.report.page import page_of
-from dapo_jax.report.panels import Panel, panels_of
+from dapo_jax.report.panels import Panel
 from dapo_jax.report.rollouts import Laid, lay_out
 from dapo_jax.report.runs import RunFiles, read_runs
 from dapo_jax.report.tables import AXES, Table, configurations, table_of

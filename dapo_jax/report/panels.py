@@ -1,10 +1,8 @@
-"""Which curves are drawn together, in the page and in PNGs alike. A panel of which no run has a metric is not there."""
+"""Which curves are drawn together, in the page and in PNGs alike."""
 
-import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from dapo_jax.report.tables import REST, Table
+from dapo_jax.report.tables import REST
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,14 +34,16 @@ class Panel:
     hidden: tuple[str, ...] = ()
     """Keys that are drawn only when asked for."""
     quiet: bool = False
-    """Left out where all its values are 0."""
+    """Left out where all its values are 0, and so is each of its series."""
+    exact: bool = False
+    """Drawn as measured, never smoothed: steps would become slopes."""
 
 
 def _series(**labels: str) -> tuple[Series, ...]:
     return tuple(Series(key=name.replace("__", "/"), label=label) for name, label in labels.items())
 
 
-_HELD_OUT = tuple(
+HELD_OUT = tuple(
     Series(key=rf"eval/(.+)/({kind}@\d+)", label=r"\2 \1", band=r"eval/\1/\2_stderr")
     for kind in ("avg", "pass", "cons")
 )
@@ -53,7 +53,7 @@ PANELS = (
         section="Learning",
         title="Held-out accuracy",
         unit="share",
-        series=_HELD_OUT,
+        series=HELD_OUT,
         note="shaded: one standard error over problems",
     ),
     Panel(
@@ -132,6 +132,7 @@ PANELS = (
     Panel(
         section="Dynamic sampling",
         title="Waves",
+        exact=True,
         unit="rounds of drawing",
         series=_series(rollout__waves="waves"),
     ),
@@ -184,6 +185,7 @@ PANELS = (
         section="Updates",
         title="Learning rate",
         unit="",
+        exact=True,
         series=_series(update__learning_rate="learning rate"),
     ),
     Panel(
@@ -191,7 +193,24 @@ PANELS = (
         title="Skipped updates",
         unit="share",
         quiet=True,
+        exact=True,
         series=_series(update__skipped_frac="not finite, so skipped"),
+    ),
+    Panel(
+        section="Updates",
+        title="Not finite",
+        unit="updates",
+        quiet=True,
+        exact=True,
+        series=(Series(key=r"nonfinite/(.+)", label=r"\1"),),
+    ),
+    Panel(
+        section="Updates",
+        title="Watchdogs",
+        unit="1: raised",
+        quiet=True,
+        exact=True,
+        series=(Series(key=r"watchdog/(.+)", label=r"\1"),),
     ),
     Panel(
         section="Updates",
@@ -226,65 +245,3 @@ PANELS = (
     ),
 )
 """In the order of the page. Keys are patterns that match a whole name."""
-
-OTHER = "Other metrics"
-"""The section of what `PANELS` do not name."""
-
-_PARTS = re.compile(r"eval/.+_stderr|time/(?:step|eval)_s")
-"""What is drawn as a part of something else."""
-
-
-def panels_of(tables: Sequence[Table]) -> tuple[list[Panel], list[str]]:
-    """The panels that these runs fill, with the names of their metrics in place of patterns; and the titles of quiet ones."""
-    names = list(dict.fromkeys(name for table in tables for name in table.columns))
-    found, zero, used = [], [], set[str]()
-    for panel in PANELS:
-        series = tuple(_matching(panel.series, names))
-        used |= {each.key for each in series}
-        if panel.quiet and series and not any(_any(table, each.key) for table in tables for each in series):
-            zero.append(panel.title)
-        elif series:
-            found.append(_with(panel, series))
-    left = [name for name in names if name not in used and not _PARTS.fullmatch(name)]
-    others = [
-        Panel(section=OTHER, title=name, unit="", series=(Series(key=name, label=name),))
-        for name in sorted(left)
-    ]
-    return found + others, zero
-
-
-def _any(table: Table, key: str) -> bool:
-    """True if a metric is ever not 0."""
-    return any(table.columns.get(key, ()))
-
-
-def _matching(patterns: Sequence[Series], names: Sequence[str]) -> Iterator[Series]:
-    for pattern in patterns:
-        for name in names:
-            if match := re.fullmatch(pattern.key, name):
-                band = match.expand(pattern.band)
-                yield Series(key=name, label=match.expand(pattern.label), band=band if band in names else "")
-
-
-def _with(panel: Panel, series: tuple[Series, ...]) -> Panel:
-    """Of one dataset alone the name says nothing; of pass@2, pass@4, ... only the last is drawn at first."""
-    if panel.series is not _HELD_OUT:
-        return replace(panel, series=series)
-    datasets = {each.key.split("/", 1)[1].rpartition("/")[0] for each in series}
-    if len(datasets) == 1:
-        only = f" {datasets.pop()}"
-        series = tuple(
-            Series(key=each.key, label=each.label.removesuffix(only), band=each.band) for each in series
-        )
-    most: dict[str, Series] = {}
-    for each in series:
-        kind = each.key.rpartition("@")[0]
-        if kind not in most or _count(each) > _count(most[kind]):
-            most[kind] = each
-    shown = {each.key for kind, each in most.items() if "cons" not in kind.rpartition("/")[2]}
-    hidden = tuple(each.key for each in series if each.key not in shown)
-    return replace(panel, series=series, hidden=hidden)
-
-
-def _count(series: Series) -> int:
-    return int(series.key.rpartition("@")[2])

@@ -142,6 +142,12 @@ def test_curves_of_both_runs_are_drawn_and_switched(shown):
     assert shown.lines() != before
 
 
+def test_a_line_for_each_run_says_where_it_is(shown):
+    first, second = (row.text.replace("\n", " ") for row in shown.all(".summary tbody tr"))
+    assert first.startswith("first 12 of 12 40.0% → ")
+    assert second.startswith("second 8 of 8 40.0% → ")
+
+
 def test_raw_values_are_behind_smoothed_ones_and_alone_without_smoothing(shown, tmp_path):
     long = report(write_run(tmp_path / "long", steps=60, every=60)).save(tmp_path / "long.html")
     opened(shown.driver, long)

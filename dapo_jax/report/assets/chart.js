@@ -5,13 +5,14 @@
 const PLOT = { height: 172, left: 46, right: 10, top: 8, bottom: 22 };
 const DASHES = ["", "6 3", "1.5 2.5", "8 3 2 3", "3 3", "10 3"];
 const STACK_COLOURS = [2, 5, 1, 3];
-const FEW_POINTS = 40;
+const [FEW_POINTS, DOTTED_POINTS] = [24, 12];
 
 class Chart {
   constructor(panel, view) {
     this.panel = panel;
     this.view = view;
     this.hidden = new Set(panel.hidden);
+    this.smoothing = () => (panel.exact ? 0 : view.smoothing);
     if (this.hidden.size === panel.series.length) this.hidden.clear();
     this.plot = svg("svg", { role: "img", tabindex: "0", "aria-label": this.description() });
     this.where = el("span", { class: "where" });
@@ -96,7 +97,7 @@ class Chart {
     const width = this.size[1] - this.size[0];
     const points = pointsOf(xs, values);
     const few = points.length <= FEW_POINTS;
-    const smooth = this.view.smoothing > 0 && !few;
+    const smooth = this.smoothing() > 0 && !few;
     const style = (node) => {
       node.style.setProperty("--c", colour(number));
       return node;
@@ -110,18 +111,18 @@ class Chart {
     }
     if (smooth) {
       nodes.push(path(points, "raw"));
-      nodes.push(path(pointsOf(xs, smoothed(values, this.view.smoothing)), "line"));
+      nodes.push(path(pointsOf(xs, smoothed(values, this.smoothing())), "line"));
     } else {
       nodes.push(path(points, "line"));
     }
-    if (few) nodes.push(...points.map(([x, y]) => style(svg("circle", { class: "dot", cx: this.x(x).toFixed(1), cy: this.y(y).toFixed(1), r: 2 }))));
+    if (points.length <= DOTTED_POINTS) nodes.push(...points.map(([x, y]) => style(svg("circle", { class: "dot", cx: this.x(x).toFixed(1), cy: this.y(y).toFixed(1), r: 2 }))));
     return nodes;
   }
 
   /** Layers on one another; a step where all are missing is left out. */
   stacked(lines) {
     const xs = lines[0]?.xs ?? [];
-    const smooth = lines.map(({ values }) => (this.view.smoothing > 0 ? smoothed(values, this.view.smoothing) : values));
+    const smooth = lines.map(({ values }) => (this.smoothing() > 0 ? smoothed(values, this.smoothing()) : values));
     const there = xs.map((x, i) => x !== null && smooth.some((values) => values[i] !== null));
     let below = xs.map(() => 0);
     const layers = lines.map((line, number) => {
@@ -165,7 +166,7 @@ class Chart {
 
   /** The legend, with the values at the cursor, or the last ones. */
   tell() {
-    const { cursor, axis, smoothing } = this.view;
+    const { cursor, axis } = this.view;
     const several = this.view.runs.length > 1;
     if (cursor === null) this.cursor.setAttribute("visibility", "hidden");
     else {
@@ -181,7 +182,7 @@ class Chart {
         const column = run.columns[series.key];
         const at = nearest(run.axes[axis] ?? [], cursor ?? Infinity, (i) => column[i] !== null);
         const text = at < 0 ? "–" : this.panel.unit === "share" ? percent(column[at]) : figure(column[at]);
-        const cell = el("span", { class: "value", title: smoothing ? "as measured, not smoothed" : null }, text);
+        const cell = el("span", { class: "value", title: this.smoothing() ? "as measured, not smoothed" : null }, text);
         if (several) cell.prepend(swatch(run.number));
         return cell;
       });

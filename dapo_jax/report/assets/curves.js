@@ -130,12 +130,13 @@ function sections(panels) {
 
 /** A table with a line for each run; its name switches it on and off. */
 function summary(runs, view, drawAll) {
-  const heldOut = [...new Set(runs.flatMap((run) => Object.keys(run.columns)))].find((key) => /^eval\/.+\/avg@\d+$/.test(key));
+  const heldOut = (run) => Object.keys(run.columns).find((key) => /^eval\/.+\/avg@\d+$/.test(key));
+  const kinds = new Set(runs.map((run) => heldOut(run)?.split("/").at(-1)).filter(Boolean));
   const columns = [
     ["Run", (run) => runName(run, runs, view, drawAll)],
     ["Step", (run) => progress(run)],
-    heldOut && [`Held-out ${heldOut.split("/").at(-1)}`, (run) => firstAndLast(run, heldOut)],
-    heldOut && ["Best", (run) => best(run, heldOut)],
+    kinds.size && [`Held-out ${kinds.size === 1 ? [...kinds][0] : "avg@k"}`, (run) => firstAndLast(run, heldOut(run))],
+    kinds.size && ["Best", (run) => best(run, heldOut(run))],
     ["Train accuracy", (run) => percent(last(run, "rollout/accuracy"))],
     ["Length", (run) => `${figure(last(run, "rollout/response_tokens"))} tokens`],
     ["Entropy", (run) => figure(last(run, "policy/entropy"))],

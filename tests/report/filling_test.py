@@ -3,7 +3,8 @@
 import random
 import re
 
-from dapo_jax.report.panels import OTHER, PANELS, panels_of
+from dapo_jax.report.filling import OTHER, panels_of
+from dapo_jax.report.panels import PANELS
 from dapo_jax.report.tables import Table
 from dapo_jax.trackers import read_metrics
 from tests.report.made import metrics_line
@@ -44,7 +45,7 @@ def test_patterns_name_metrics_that_runs_write():
     """A metric that was renamed would silently lose its panel."""
     written = set(metrics_line(5, random.Random(0))) | {
         "reward/parts/math", "reward/lost", "reward/nonfinite", "policy/kl_ref_k1", "policy/kl_ref_k3", "time/rest_s",
-        "eval/aime_2024/cons@8",
+        "eval/aime_2024/cons@8", "watchdog/truncation", "nonfinite/loss",
     }  # fmt: skip
     for panel in PANELS:
         for series in panel.series:
@@ -73,6 +74,13 @@ def test_what_is_zero_throughout_is_named_and_not_drawn():
     assert panels_of([table(*lines)]) == ([], ["Skipped updates"])
     panels, zero = panels_of([table(*lines), table({"step": 1, "update/skipped_frac": 0.25})])
     assert (titles(panels), zero) == (["Skipped updates"], [])
+
+
+def test_of_watchdogs_those_that_were_raised_are_drawn():
+    lines = [{"step": step, "watchdog/truncation": step > 1, "watchdog/flat_groups": 0} for step in (1, 2)]
+    [panel], zero = panels_of([table(*lines)])
+    assert [series.label for series in panel.series] == ["truncation"]
+    assert zero == []
 
 
 def test_metrics_that_are_not_known_are_drawn_all_the_same():
