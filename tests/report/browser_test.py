@@ -233,6 +233,7 @@ def test_filters_leave_the_responses_that_meet_them(shown):
     shown.click(".link")  # asked before at step 13: 0 of 4 correct
     shown.until(lambda: shown.one(".heading h2").text == "Step 13")
     shown.choose("Order", "advantage")
+    assert shown.one('.row[aria-selected="true"]').get_attribute("id") == "group-0"
     shown.until(
         lambda: (
             [re.search(r"advantage (\S+)", text)[1] for text in shown.texts(".response header")]

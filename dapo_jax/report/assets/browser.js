@@ -26,8 +26,9 @@ async function startRollouts(root, data) {
   const list = new GroupList((entry) => view.show(store, entry.group));
   const bar = el("div", { class: "toolbar filters" });
 
-  /** Lists what the filters leave; with words to look for, as they are found. */
-  async function relist() {
+  /** Lists what the filters leave, from the `top` or where the chosen group is; with words to look for, as they are found. */
+  async function relist(top = false) {
+    if (top) list.at = -1;
     const mine = (asked += 1);
     base = listed(store, state.wanted, state.order);
     const of = isOpen(state.wanted) && state.wanted.step === null ? "" : ` of ${counted(store.rollouts, "response")}`;
@@ -102,7 +103,7 @@ async function startRollouts(root, data) {
     const change = (key, read = (value) => value) => (value) => {
       if (key === "order") state.order = value;
       else state.wanted[key] = read(value);
-      relist();
+      relist(key === "order");
     };
     const ofRun = runs.length > 1
       ? select("Run", runs.map((run) => [String(run.number), run.name]), String(store.run.number), (value) => choose(data.runs[Number(value)]))

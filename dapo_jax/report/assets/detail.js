@@ -112,6 +112,7 @@ class GroupView {
       columns.penalty[i] ? fact("overlong penalty", signed(columns.penalty[i])) : null,
       columns.clipped[i] ? fact("clipped", String(columns.clipped[i])) : null,
       flags & FLAG.flipped ? el("span", { class: "badge" }, "flipped to right") : null,
+      store.about.recorded.in_loss && !(flags & FLAG.trained) ? fact("not trained on", "") : null,
       flags & FLAG.leftOut ? el("span", { class: "badge warn" }, "left out of the loss") : null,
     ];
     const why = [response.extracted === null || response.extracted === undefined ? "no answer found" : `answer read: ${response.extracted}`, response.reason].filter(Boolean).join(" · ");

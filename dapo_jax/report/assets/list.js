@@ -25,7 +25,16 @@ class GroupList {
     this.rows = new Map();
     this.space.replaceChildren();
     if (this.at < 0) this.box.scrollTop = 0;
+    else this.reveal();
     this.draw();
+  }
+
+  /** Scrolls to the chosen row. */
+  reveal() {
+    const top = this.at * ROW_HEIGHT;
+    const { scrollTop, clientHeight } = this.box;
+    if (top < scrollTop) this.box.scrollTop = top;
+    else if (top + ROW_HEIGHT > scrollTop + clientHeight) this.box.scrollTop = top + ROW_HEIGHT - clientHeight;
   }
 
   draw() {
@@ -75,10 +84,7 @@ class GroupList {
   choose(place) {
     if (!this.entries.length) return;
     this.at = Math.min(this.entries.length - 1, Math.max(0, place));
-    const top = this.at * ROW_HEIGHT;
-    const { scrollTop, clientHeight } = this.box;
-    if (top < scrollTop) this.box.scrollTop = top;
-    else if (top + ROW_HEIGHT > scrollTop + clientHeight) this.box.scrollTop = top + ROW_HEIGHT - clientHeight;
+    this.reveal();
     this.draw();
     this.chosen(this.entries[this.at]);
   }
