@@ -9,7 +9,7 @@ import pytest
 from dapo_jax.config import LossConfig
 from dapo_jax.report import report
 from tests.report.chromium import chromium, complaints, missing, opened
-from tests.report.made import rollout_line, write_rollouts, write_run
+from tests.report.made import rollout_line, write_metrics, write_rollouts, write_run
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "there is a browser")
 
@@ -343,6 +343,34 @@ def test_a_page_without_rollouts_says_why(every, how, said, shown, tmp_path):
     )
     shown.click("#tab-rollouts")
     assert said in shown.one("#rollouts .empty").text
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [{"step": 0, "eval/x/avg@8": 0.5, "time/eval_s": 3.0}],
+        [{"step": 5, "policy/entropy": None, "update/loss": -2.0}, {"step": 6, "policy/entropy": 0.0}],
+        [
+            {
+                "step": 1,
+                "sync/sampler_trainer_kl": 0.0,
+                "rollout/mixed_frac": 1.0,
+                "rollout/all_wrong_frac": None,
+            }
+        ],
+        [{"step": 1, "mine/own": 1e300, "mine/other": -1e-300}],
+    ],
+    ids=["an evaluation", "what is missing", "zero on a logarithmic axis", "extremes"],
+)
+def test_metrics_that_hardly_make_a_curve_are_drawn_all_the_same(lines, shown, tmp_path):
+    opened(shown.driver, report(write_metrics(tmp_path / "run", *lines)).save(tmp_path / "page.html"))
+    for box in shown.all("details"):
+        box.click()
+    paths = [each.get_attribute("d") for each in shown.all(".panel path")]
+    assert shown.all(".panel")
+    assert not [path for path in paths if "NaN" in path or "Infinity" in path]
+    texts = shown.texts(".panel text") + shown.texts(".panel .value")
+    assert not [text for text in texts if "NaN" in text or "Infinity" in text]
 
 
 def test_a_browser_that_cannot_read_base64_itself_is_helped(driver, page):
