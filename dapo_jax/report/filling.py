@@ -10,8 +10,8 @@ from dapo_jax.report.tables import Table
 OTHER = "Other metrics"
 """The section of what `PANELS` do not name."""
 
-_PARTS = re.compile(r"eval/.+_stderr|time/(?:step|eval)_s")
-"""What is drawn as a part of something else."""
+_PARTS = re.compile(r"eval/.+_stderr|eval/.+/problems|time/(?:step|eval)_s")
+"""What is drawn as a part of something else, or never changes."""
 
 
 def panels_of(tables: Sequence[Table]) -> tuple[list[Panel], list[str]]:
@@ -29,11 +29,12 @@ def panels_of(tables: Sequence[Table]) -> tuple[list[Panel], list[str]]:
         elif series:
             zero.append(panel.title)
     left = [name for name in names if name not in used and not _PARTS.fullmatch(name)]
-    others = [
-        Panel(section=OTHER, title=name, unit="", series=(Series(key=name, label=name),))
-        for name in sorted(left)
-    ]
-    return found + others, zero
+    for name in sorted(left):
+        if any(_any(table, name) for table in tables):
+            found.append(Panel(section=OTHER, title=name, unit="", series=(Series(key=name, label="value"),)))
+        else:
+            zero.append(name)
+    return found, zero
 
 
 def _any(table: Table, key: str) -> bool:

@@ -120,8 +120,8 @@ PANELS = (
     ),
     Panel(
         section="Dynamic sampling",
-        title="Prompts drawn and groups kept",
-        unit="groups",
+        title="Prompts and groups",
+        unit="a step",
         series=_series(
             rollout__prompts="prompts drawn",
             rollout__trained_groups="kept, trained on",
@@ -140,10 +140,10 @@ PANELS = (
     Panel(
         section="Policy",
         title="Probability of sampled tokens",
-        unit="probability",
+        unit="",
         series=_series(
             policy__sampled_prob="all tokens",
-            policy__clipped_high_prob="tokens clipped from above",
+            policy__clipped_high_prob="clipped from above",
         ),
     ),
     Panel(
@@ -151,8 +151,8 @@ PANELS = (
         title="Clipped tokens",
         unit="share",
         series=_series(
-            policy__clip_high_frac="from above (A > 0)",
-            policy__clip_low_frac="from below (A < 0)",
+            policy__clip_high_frac="from above, A > 0",
+            policy__clip_low_frac="from below, A < 0",
             policy__dual_clip_frac="by the dual clip",
         ),
     ),
@@ -231,7 +231,7 @@ PANELS = (
         stacked=True,
         series=(
             *_series(time__sample_s="sample", time__update_s="update"),
-            Series(key=REST, label="rest, with evaluation"),
+            Series(key=REST, label="rest, evaluation"),
         ),
     ),
     Panel(
