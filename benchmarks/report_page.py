@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from dapo_jax.report import report
-from tests.report.chromium import chromium, missing, opened
+from tests.report.chromium import chromium, complaints, missing, opened
 from tests.report.made import write_run
 
 
@@ -39,7 +39,8 @@ def main() -> int:
         for number in range(arguments.repeat):
             with tempfile.TemporaryDirectory() as profile, chromium(profile) as driver:
                 opening.append(opened(driver, Path(page)))
-            print(f"opening {number + 1}: {opening[-1]:.0f} ms")
+                complained = complaints(driver)
+            print(f"opening {number + 1}: {opening[-1]:.0f} ms", *complained, sep="\n    ")
         print(f"median: {statistics.median(opening):.0f} ms")
     return 0
 

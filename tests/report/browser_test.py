@@ -3,6 +3,8 @@
 import json
 import random
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -10,6 +12,7 @@ from dapo_jax.config import LossConfig
 from dapo_jax.report import report
 from tests.report.chromium import chromium, complaints, missing, opened
 from tests.report.made import rollout_line, write_metrics, write_rollouts, write_run
+from tests.structure_test import ROOT
 
 Keys = pytest.importorskip("selenium.webdriver.common.keys", reason=missing() or None).Keys
 
@@ -380,11 +383,12 @@ def test_a_browser_that_cannot_read_base64_itself_is_helped(driver, page):
 
 
 @pytest.mark.slow
-def test_a_thousand_steps_of_64_rollouts_open_in_less_than_3_seconds(tmp_path):
-    """`python -m benchmarks.report_page` measures it five times."""
-    page = report(write_run(tmp_path / "run", steps=1000, groups=4, group_size=16)).save(
-        tmp_path / "page.html"
-    )
-    with chromium(tmp_path / "profile") as driver:
-        assert opened(driver, page) < 3000
-        assert complaints(driver) == []
+def test_a_thousand_steps_of_64_rollouts_open_in_less_than_3_seconds():
+    """As the benchmark measures it, in a process of its own: without the checks of types that tests switch on."""
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.report_page", "--repeat", "1"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    *_, opening, median = done.stdout.splitlines()
+    assert re.fullmatch(r"opening 1: \d+ ms", opening), f"the console complained: {done.stdout}"
+    assert int(re.fullmatch(r"median: (\d+) ms", median)[1]) < 3000

@@ -14,7 +14,10 @@ TOKENIZER = CharTokenizer(ALPHABET)
 def metrics_line(step, rng, *, group_size=4, groups=4, **changes):
     """One step of training; every 5th has an evaluation."""
     share = 1 - math.exp(-step / 30)
-    noise = lambda size: rng.gauss(0, size)  # noqa: E731
+
+    def noise(size):
+        return rng.gauss(0, size)
+
     mixed = max(0.05, 0.9 - 0.6 * share)
     line = {
         "step": step,
