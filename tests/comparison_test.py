@@ -72,3 +72,9 @@ def test_what_is_cited_of_this_library_exists(number):
 def test_links_lead_somewhere():
     for target in re.findall(r"\]\(([^)#]+)", TEXT):
         assert (PAGE.parent / target).exists(), target
+
+
+def test_the_readme_has_the_short_table():
+    short = re.search(r"from here -->\n\n(.*?)\n\n", TEXT, re.DOTALL)
+    assert short is not None
+    assert short[1] in (ROOT / "README.md").read_text()
