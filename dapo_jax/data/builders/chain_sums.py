@@ -31,12 +31,12 @@ ALPHABET = f"0123456789{LABELS}+>=:,?"
 """Every character of prompts and responses."""
 DIGITS = range(1, 10)
 TERMS = range(2, 13)
-"""How many terms a sum may have. There are as many questions of each number, but for sums of two, of which there are only 81."""
+"""How many terms a sum may have. There are as many rows of each number; of two terms there are only 81 sums, which come again."""
 SHOWN_TERMS = range(2, 9)
 SPLIT_SEED = 0
 QUESTIONS = {"train": 400, "test": 24}
-"""Of each number of terms."""
-STYLE_WEIGHTS = {"direct": 0.80, "brief": 0.05, "careful": 0.10, "rambling": 0.05}
+"""Rows of each number of terms."""
+STYLE_WEIGHTS = {"direct": 0.75, "brief": 0.10, "careful": 0.10, "rambling": 0.05}
 MAX_REPEATS = 2
 DEMONSTRATIONS = {"train": 8, "test": 1}
 """Demonstrations of each question, by split."""
@@ -103,9 +103,10 @@ def split_questions() -> dict[str, list[Question]]:
     """The questions of each split, shuffled; no question is in both."""
     found: dict[str, list[Question]] = {split: [] for split in QUESTIONS}
     for count in TERMS:
-        drawn = iter(_questions_of(count))
-        for split in ("test", "train"):
-            found[split] += itertools.islice(drawn, QUESTIONS[split])
+        drawn = _questions_of(count)
+        found["test"] += itertools.islice(drawn, QUESTIONS["test"])
+        others = list(itertools.islice(drawn, QUESTIONS["train"]))
+        found["train"] += itertools.islice(itertools.cycle(others), QUESTIONS["train"])
     return {split: sorted(questions, key=_place) for split, questions in found.items()}
 
 
