@@ -94,7 +94,17 @@ class Run:
             if self.evaluates
             else {}
         )
-        self.pipe = self._pipe(objective)
+        # The reference is the policy that training starts from; with kl_coef 0 there is none at all.
+        self.updater = updater_of(
+            config,
+            self.policy,
+            self._optimizer,
+            self._mesh,
+            layout=self._pass.layout,
+            objective=objective,
+            reference=own_copy(self.policy.params, self._mesh) if config.loss.kl_coef else None,
+        )
+        self.pipe = self._pipe()
 
     def start(self, checkpointer: Checkpointer, *, resume: bool, say: Callable[[str], None]) -> Boundary:
         """What to go on from: the last intact checkpoint if there is one to resume, else the beginning.
@@ -145,19 +155,9 @@ class Run:
         """Ends the grading workers and their event loop."""
         self._grading.close()
 
-    def _pipe(self, objective: Objective | None) -> Pipe:
-        config, dynamic = self.config, self.config.dynamic_sampling
+    def _pipe(self) -> Pipe:
+        config, dynamic, updater = self.config, self.config.dynamic_sampling, self.updater
         rate = config.optimizer.learning_rate
-        # The reference is the policy that training starts from; with kl_coef 0 there is none at all.
-        updater = updater_of(
-            config,
-            self.policy,
-            self._optimizer,
-            self._mesh,
-            layout=self._pass.layout,
-            objective=objective,
-            reference=own_copy(self.policy.params, self._mesh) if config.loss.kl_coef else None,
-        )
         return Pipe(
             transfer=self._rollouts.transfer,
             collector=lambda position: Collector(

@@ -13,6 +13,7 @@ from dapo_jax.parallel.exchange import exchange
 from dapo_jax.parallel.processes import is_first
 from dapo_jax.rollouts import Group
 from dapo_jax.run.carry import carry_arrays
+from dapo_jax.run.ratios import TokenRatios
 from dapo_jax.run.records import Records
 from dapo_jax.stopping import Stop, StoppedError
 from dapo_jax.storage import AnyPath
@@ -46,6 +47,7 @@ class Boundaries:
         config: TrainConfig,
         run_dir: AnyPath,
         *,
+        ratios: Callable[[], TokenRatios],
         evaluate: Evaluate | None,
         checkpointer: Checkpointer,
         records: Records | None,
@@ -53,8 +55,10 @@ class Boundaries:
         stop: Stop,
         on_step: OnStep | None,
     ) -> None:
-        """`evaluate` gives the graded groups of each held-out dataset; `records` are those of the process that writes."""
+        """`evaluate` gives the graded groups of each held-out dataset, `ratios` those of the last step; `records` are those of
+        the process that writes."""
         self._config, self._run_dir, self._evaluate = config, run_dir, evaluate
+        self._ratios = ratios
         self._checkpointer, self._records, self._shown = checkpointer, records, shown
         self._stop, self._on_step = stop, on_step
         self._now: Boundary | None = None
@@ -83,7 +87,7 @@ class Boundaries:
         step, metrics = result.position.step, {**result.metrics}
         self._shown.step(step, metrics)
         if self._records is not None:
-            self._records.rollouts(step, result.collected)
+            self._records.rollouts(step, result.collected, self._ratios())
         self._now = Boundary(state=result.state, position=result.position, unfinished=metrics)
         self._finish(metrics)
         if step < self._config.steps:

@@ -19,6 +19,7 @@ from dapo_jax.parallel.processes import is_first
 from dapo_jax.rollouts import Group
 from dapo_jax.run.boundaries import Boundary
 from dapo_jax.run.nonfinite import Update, in_words, some, strange_responses
+from dapo_jax.run.ratios import Split
 from dapo_jax.run.records import Records
 from dapo_jax.storage import AnyPath, entries
 from dapo_jax.trackers.post_mortem import write_post_mortem
@@ -32,9 +33,6 @@ from dapo_jax.watchdogs import Watchdogs
 
 IN_A_ROW = "update/skipped_in_a_row"
 KL = "sync/sampler_trainer_kl"
-
-Split = Callable[[Sequence[Group], int], list[list[Group]]]
-"""(groups, step) -> the groups of each of its updates."""
 
 
 class GuardError(RuntimeError):

@@ -6,11 +6,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from dapo_jax.metrics import Max, Metric
 from dapo_jax.rollouts import Group
-from dapo_jax.training.minibatch import Minibatch
+from dapo_jax.training.minibatch import Minibatch, on_host
 
 WORDS = {
     "weights": "weights",
@@ -49,10 +48,7 @@ class Update:
     def stacks(self) -> list[dict[str, np.ndarray]]:
         """Its microbatches on the host. Of several processes all must ask."""
         return [
-            {
-                name: np.asarray(multihost_utils.process_allgather(array, tiled=True))[: int(stack.count)]
-                for name, array in vars(stack.microbatches).items()
-            }
+            {name: array[: int(stack.count)] for name, array in vars(on_host(stack.microbatches)).items()}
             for stack in self.minibatch
         ]
 

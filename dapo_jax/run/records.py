@@ -7,10 +7,13 @@ from types import TracebackType
 from typing import Any
 
 import jax
+import numpy as np
 
+from dapo_jax.advantages import group_advantages
 from dapo_jax.config import ConfigError, TrainConfig, to_yaml
 from dapo_jax.filtering import Collected
 from dapo_jax.run.places import place_of
+from dapo_jax.run.ratios import TokenRatios
 from dapo_jax.storage import AnyPath, in_bucket
 from dapo_jax.trackers import (
     JsonlTracker,
@@ -53,7 +56,7 @@ class Records:
         Raises:
             ConfigError: what is there of metrics.jsonl is damaged, or of another run.
         """
-        self._log, self._run_dir = config.log, run_dir
+        self._log, self._run_dir, self._normalize_std = config.log, run_dir, config.loss.normalize_std
         self._path = run_dir / "metrics.jsonl"
         try:
             trackers: list[Tracker] = [JsonlTracker(self._path, resume_step=resume_step)]
@@ -86,12 +89,21 @@ class Records:
         """Writes one step's metrics."""
         self._trackers.log(step, metrics)
 
-    def rollouts(self, step: int, collected: Collected) -> None:
+    def rollouts(self, step: int, collected: Collected, ratios: TokenRatios) -> None:
         """Writes a step's rollouts when they are due: JSON lines for programs, text for people."""
         if not self._log.rollouts_every_steps or step % self._log.rollouts_every_steps:
             return
         groups = collected.sampled[: self._log.rollout_groups]
-        written = write_rollouts(self._run_dir / "rollouts", step, groups)
+        advantages = [
+            group_advantages(group.rewards[None], normalize_std=self._normalize_std)[0] for group in groups
+        ]
+        written = write_rollouts(
+            self._run_dir / "rollouts",
+            step,
+            groups,
+            advantages=np.concatenate(advantages) if advantages else None,
+            ratios=ratios,
+        )
         text = format_rollouts(groups, limit=sum(len(group.rollouts) for group in groups))
         written.with_suffix(".txt").write_text(text, encoding="utf-8")
 

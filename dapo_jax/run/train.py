@@ -22,6 +22,7 @@ from dapo_jax.run.guard import Guard
 from dapo_jax.run.places import place_of
 from dapo_jax.run.policy import Policy
 from dapo_jax.run.prompts import GivenRows
+from dapo_jax.run.ratios import Ratios
 from dapo_jax.run.records import Records, use_compilation_cache
 from dapo_jax.stalls import Watch, interrupt
 from dapo_jax.stopping import Stop, StoppedError
@@ -160,9 +161,11 @@ def train(
             records=records,
             shown=shown,
         )
+        ratios = Ratios(config.log, split=run.split, ratios=run.updater.ratios)
         boundaries = Boundaries(
             config,
             run_dir,
+            ratios=ratios.of_step,
             evaluate=run.evaluate if run.evaluates else None,
             checkpointer=checkpointer,
             records=records,
@@ -186,7 +189,7 @@ def train(
                 start.state,
                 start.position,
                 steps=config.steps,
-                pipe=guard.watching(run.pipe),
+                pipe=guard.watching(ratios.watching(run.pipe)),
                 after_step=after_step,
                 on_phase=shown.phase,
             )

@@ -1,8 +1,9 @@
 """Rollouts to read: JSON lines for programs, plain text for a person."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from os import PathLike
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ def write_rollouts(
     groups: Sequence[Group],
     *,
     advantages: Float[np.ndarray, "..."] | None = None,
+    ratios: Mapping[tuple[int, int], Float[np.ndarray, " response"] | None] = MappingProxyType({}),
 ) -> AnyPath:
     """Writes one line per rollout to FOLDER/step_000010.jsonl, whole or not at all, and returns its path.
 
@@ -32,6 +34,8 @@ def write_rollouts(
         step: names the file.
         groups: in the order they are to be read.
         advantages: one per rollout in the order of `groups`, flat or as [groups, group size].
+        ratios: (ordinal, response index) -> pi / pi_old of each token in the update that trained on the rollout, None if its loss
+            left it out; no entry for rollouts that were not trained on.
 
     Raises:
         ValueError: there are not as many advantages as rollouts.
@@ -44,7 +48,9 @@ def write_rollouts(
         )
     values = [None] * count if advantages is None else advantages.reshape(-1).tolist()
     rows = [
-        _row(step, group, index, rollout) for group in groups for index, rollout in enumerate(group.rollouts)
+        _row(step, group, index, rollout) | _in_update(ratios, (group.prompt.ordinal, index))
+        for group in groups
+        for index, rollout in enumerate(group.rollouts)
     ]
     path = path_of(folder) / f"step_{step:06d}.jsonl"
     write_lines(
@@ -107,6 +113,17 @@ def _row(step: int, group: Group, index: int, rollout: Rollout) -> dict[str, Any
         "prompt_token_ids": group.prompt.tokens.tolist(),
         "response_token_ids": rollout.response.tokens.tolist(),
         "logprobs": [_rounded(value) for value in rollout.response.logprobs.tolist()],
+    }
+
+
+def _in_update(
+    ratios: Mapping[tuple[int, int], Float[np.ndarray, " response"] | None], rollout: tuple[int, int]
+) -> dict[str, Any]:
+    """What became of a rollout in training: `in_loss` is null if it was not trained on."""
+    found = ratios.get(rollout)
+    return {
+        "in_loss": found is not None if rollout in ratios else None,
+        "ratios": None if found is None else [_rounded(value) for value in found.tolist()],
     }
 
 

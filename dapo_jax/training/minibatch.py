@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
+from jax.experimental import multihost_utils
 from jaxtyping import Array, Float, Int
 
 from dapo_jax.microbatch import Microbatch
@@ -41,6 +42,13 @@ Minibatch = tuple[Stack, ...]
 def having(minibatch: Minibatch, name: str, made: Callable[[Stack], Array]) -> Minibatch:
     """The minibatch with the array `name` made of each stack."""
     return tuple(stack.having(**{name: made(stack)}) for stack in minibatch)
+
+
+def on_host(arrays: Any) -> Any:
+    """A minibatch, or any other tree of arrays on the mesh, as numpy arrays. Of several processes all must ask."""
+    return jax.tree.map(
+        lambda array: np.asarray(multihost_utils.process_allgather(array, tiled=True)), arrays
+    )
 
 
 class Placing:

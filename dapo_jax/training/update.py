@@ -77,6 +77,7 @@ class Updater:
         self._rows = NamedSharding(mesh, PartitionSpec(None, *by_row(mesh).spec, "context"))
         self._placing = Placing(self._rows)
         self._score = jax.jit(self._score_program, out_shardings=self._rows)
+        self._ratio = jax.jit(_ratio, out_shardings=self._rows)
         changed, sums = (placed, self._whole), (placed.params, self._whole)
         self._update = jax.jit(self._update_program, donate_argnums=0, out_shardings=changed)
         self._nothing = jax.jit(self._no_sums, out_shardings=sums)
@@ -128,6 +129,15 @@ class Updater:
             measured.append(metrics)
         state, applied = self._apply(state, sums, rate)
         return state, {**self._join(*measured), **applied}
+
+    def ratios(self, state: TrainState, minibatch: Minibatch, *, first: bool) -> list[Array]:
+        """pi / pi_old of each token as `update` would take it now: for each stack [room, rows, seq]; 1 if `first`."""
+        if first and self._options.old_logprobs == "trainer":
+            return [jnp.ones_like(stack.microbatches.old_logprobs) for stack in minibatch]
+        return [
+            self._ratio(self._score(state.params, stack), stack.microbatches.old_logprobs)
+            for stack in minibatch
+        ]
 
     def lower_update(self, state: TrainState, *, room: int, rows: int, row_tokens: int) -> Lowered:
         """The program of `update` for `room` microbatches of one shape; `state` may be shapes with their places."""
@@ -264,6 +274,10 @@ class Updater:
 
 def _recorded(stack: Stack) -> Array:
     return stack.microbatches.sampler_logprobs
+
+
+def _ratio(logprobs: Array, old_logprobs: Array) -> Array:
+    return jnp.exp(logprobs - old_logprobs)
 
 
 def _joined(*measured: dict[str, Metric]) -> dict[str, Metric]:

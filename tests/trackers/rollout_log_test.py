@@ -63,11 +63,24 @@ def test_every_rollout_is_one_line_with_all_that_is_known(tmp_path):
         "prompt_token_ids": [1, 2],
         "response_token_ids": [5, 6],
         "logprobs": [-0.5, -0.123457],
+        "in_loss": None,
+        "ratios": None,
         "advantage": 0.75,
     }
     assert (wrong["index"], wrong["correct"], wrong["reward"], wrong["advantage"]) == (1, False, -1.25, -0.75)
     assert (wrong["extracted"], wrong["finish_reason"], wrong["overlong_penalty"]) == (None, "length", -0.25)
     assert read_rollouts(path) == [right, wrong]
+
+
+def test_ratios_tell_what_was_trained_on_from_what_the_loss_left_out(tmp_path):
+    ratios = {(7, 0): np.array([1.0, 1.2345678]), (7, 1): None}
+    rows = read_rollouts(write_rollouts(tmp_path, 1, [group(), group(8)], ratios=ratios))
+    assert [(row["in_loss"], row["ratios"]) for row in rows] == [
+        (True, [1.0, 1.234568]),
+        (False, None),
+        (None, None),
+        (None, None),
+    ]
 
 
 def test_advantages_are_optional_and_must_fit(tmp_path):

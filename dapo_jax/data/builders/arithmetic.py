@@ -25,6 +25,7 @@ from typing import Any, ClassVar
 import tensorflow_datasets as tfds
 
 from dapo_jax.data.own_info import OwnInfo
+from dapo_jax.data.uniform import uniform
 
 ALPHABET = "0123456789+=:,?"
 """Every character of prompts and responses."""
@@ -95,14 +96,14 @@ def response_text(left: int, right: int, style: str, rechecks: int = 0) -> str:
 
 def draw_style(seed: int, pair: int, draw: int = 0) -> tuple[str, int]:
     """The style and rechecks of demonstration number `draw` of a pair, `pair` being `pair_number(left, right)`."""
-    place = _uniform("style", seed, pair, draw) * sum(STYLE_WEIGHTS.values())
+    place = uniform("style", seed, pair, draw) * sum(STYLE_WEIGHTS.values())
     edges = itertools.accumulate(STYLE_WEIGHTS.values())
     # Rounding may leave `place` on the last edge: the last style with a weight takes it.
     named = [name for name, weight in STYLE_WEIGHTS.items() if weight > 0]
     style = next((name for name, edge in zip(STYLE_WEIGHTS, edges, strict=True) if place < edge), named[-1])
     if style != "rechecked":
         return style, 0
-    luck = _uniform("rechecks", seed, pair, draw)
+    luck = uniform("rechecks", seed, pair, draw)
     return style, 1 + sum(luck < RECHECK_AGAIN**count for count in range(1, MAX_RECHECKS))
 
 
@@ -124,14 +125,8 @@ def split_pairs(seed: int = SPLIT_SEED) -> dict[str, list[tuple[int, int]]]:
     """All ordered pairs of operands, shuffled by `seed` and cut into `train` and `test`."""
     pairs = list(itertools.product(OPERANDS, OPERANDS))
     # Ordering by a hash shuffles the same way under every version of every library.
-    pairs.sort(key=lambda pair: _uniform("split", seed, pair_number(*pair)))
+    pairs.sort(key=lambda pair: uniform("split", seed, pair_number(*pair)))
     return {"train": pairs[:TRAIN_PAIRS], "test": pairs[TRAIN_PAIRS:]}
-
-
-def _uniform(*place: str | int) -> float:
-    """A number in [0, 1) that depends on `place` alone."""
-    digest = hashlib.blake2b(repr(place).encode(), digest_size=8).digest()
-    return (int.from_bytes(digest, "big") >> 11) / 2**53
 
 
 def _fingerprint() -> str:

@@ -1,0 +1,102 @@
+"""The study of DAPO's techniques on a small scale: `python -m benchmarks.study runs`, then `... results`; README.md has the design."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.report import machine, table
+from benchmarks.study.claims import Verdict, judge
+from benchmarks.study.curves import Run, accuracy_at_tokens, collect, final_accuracy, late, load
+from benchmarks.study.figures import draw_all
+from benchmarks.study.ladder import ROWS
+from benchmarks.study.runs import make_runs
+
+NAMES = [row.name for row in ROWS]
+SEEDS = range(8)
+RESULTS = Path("docs/results/study")
+
+
+def main() -> None:
+    """Makes the runs, or table and figures from what they left."""
+    parser = argparse.ArgumentParser(description=__doc__, prog="python -m benchmarks.study")
+    commands = parser.add_subparsers(dest="command", required=True)
+    runs = commands.add_parser("runs", help="make the runs that are missing, and keep their metrics")
+    runs.add_argument("--runs", type=Path, default=Path("runs/study"), help="where run folders are")
+    runs.add_argument("--rows", nargs="+", choices=NAMES, default=NAMES)
+    runs.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
+    runs.add_argument("--cores", nargs="+", type=int, default=[0, 1], help="one run at a time on each")
+    results = commands.add_parser("results", help="table, tests and figures from the metrics kept")
+    for command in (runs, results):
+        command.add_argument("--results", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    if arguments.command == "results":
+        return show(arguments.results)
+    make_runs(arguments.runs, arguments.rows, arguments.seeds, cores=arguments.cores)
+    arguments.results.mkdir(parents=True, exist_ok=True)
+    collect(arguments.runs, arguments.rows, arguments.seeds, arguments.results / "metrics.csv")
+    took = [
+        json.loads((arguments.runs / f"{row}_{seed}" / "took.json").read_text())["wall_s"]
+        for row in arguments.rows
+        for seed in arguments.seeds
+    ]
+    about = {"runs": len(took), "run_hours": round(sum(took) / 3600, 2), "machine": machine()}
+    (arguments.results / "made.json").write_text(json.dumps(about, indent=1) + "\n")
+    return None
+
+
+def show(folder: Path) -> None:
+    """Prints the tables, writes them to `folder`/tables.md and the figures beside them."""
+    runs = load(folder / "metrics.csv")
+    seeds = sorted({seed for _, seed in runs})
+    text = f"{_ladder(runs, seeds)}\n\n{_claims(judge(runs, seeds))}\n"
+    (folder / "tables.md").write_text(text)
+    print(text)
+    for path in draw_all(runs, seeds, folder):
+        print(path)
+
+
+def _ladder(runs: dict[tuple[str, int], Run], seeds: Sequence[int]) -> str:
+    measures = (
+        ("equal updates", final_accuracy, "{:.3f}"),
+        ("equal tokens", accuracy_at_tokens, "{:.3f}"),
+        ("million tokens", lambda run: run.tokens[-1] / 1e6, "{:.2f}"),
+        ("late length", late("rollout/response_tokens"), "{:.1f}"),
+        ("late entropy", late("policy/entropy"), "{:.3f}"),
+        ("late truncated", late("rollout/truncated_frac"), "{:.3f}"),
+        ("late all correct", late("rollout/all_correct_frac"), "{:.3f}"),
+        ("minutes", lambda run: run.seconds[-1] / 60, "{:.1f}"),
+    )
+    rows = []
+    for row in ROWS:
+        cells = []
+        for _, measure, form in measures:
+            values = [measure(runs[row.name, seed]) for seed in seeds]
+            mean = sum(values) / len(values)
+            spread = (sum((value - mean) ** 2 for value in values) / (len(values) - 1)) ** 0.5
+            cells.append(f"{form.format(mean)} ± {form.format(spread)}")
+        rows.append([row.title, *cells])
+    return table(["row", *(name for name, _, _ in measures)], rows)
+
+
+def _claims(verdicts: Sequence[Verdict]) -> str:
+    rows = [
+        [
+            verdict.claim.technique,
+            f"{verdict.claim.measure} {'up' if verdict.claim.up else 'down'}",
+            verdict.claim.source,
+            f"{verdict.before:.3f} -> {verdict.after:.3f}",
+            f"{verdict.difference:+.3f} [{verdict.low:+.3f}, {verdict.high:+.3f}]",
+            f"{verdict.effect:+.2f}",
+            f"{verdict.p:.4f}",
+            f"{verdict.corrected_p:.4f}" if verdict.claim.primary else "",
+            verdict.words,
+        ]
+        for verdict in verdicts
+    ]
+    header = ["technique", "claim", "paper", "means", "difference [95%]", "d", "p", "Holm", "here"]
+    return table(header, rows)
+
+
+if __name__ == "__main__":
+    main()

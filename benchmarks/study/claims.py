@@ -1,0 +1,166 @@
+"""What the paper says of each technique, fixed before the runs were made, and the paired tests that judge it."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+
+from benchmarks.study.curves import Run, accuracy_at_tokens, final_accuracy, late
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """`row` against `before`, the row above it, in one measure."""
+
+    technique: str
+    row: str
+    before: str
+    measure: str
+    of: Callable[[Run], float]
+    up: bool
+    """The paper says that the technique raises the measure; False: that it lowers it."""
+    primary: bool = False
+    """Held-out accuracy after equal updates: one for each technique, corrected for their number by Holm's method."""
+    source: str
+    """Where the paper says so."""
+
+
+def _of_technique(
+    technique: str,
+    row: str,
+    before: str,
+    source: str,
+    *more: tuple[str, Callable[[Run], float], bool, str],
+) -> list[Claim]:
+    accuracy = (
+        ("accuracy, equal updates", final_accuracy, True, source),
+        ("accuracy, equal tokens", accuracy_at_tokens, True, source),
+    )
+    return [
+        Claim(
+            technique=technique,
+            row=row,
+            before=before,
+            measure=measure,
+            of=of,
+            up=up,
+            primary=of is final_accuracy,
+            source=place,
+        )
+        for measure, of, up, place in (*accuracy, *more)
+    ]
+
+
+CLAIMS = (
+    *_of_technique("overlong filtering", "overlong_filtering", "grpo", "Fig. 5, Table 1"),
+    *_of_technique(
+        "clip-higher",
+        "clip_higher",
+        "overlong_filtering",
+        "Fig. 2a, Table 1",
+        ("late entropy", late("policy/entropy"), True, "Fig. 2b"),
+    ),
+    *_of_technique(
+        "soft overlong punishment",
+        "soft_punishment",
+        "clip_higher",
+        "Table 1",
+        ("late truncated share", late("rollout/truncated_frac"), False, "Section 3.4"),
+    ),
+    *_of_technique(
+        "token-level loss",
+        "token_level",
+        "soft_punishment",
+        "Table 1",
+        ("late entropy", late("policy/entropy"), False, "Fig. 4a"),
+        ("late response tokens", late("rollout/response_tokens"), False, "Fig. 4b"),
+    ),
+    *_of_technique("dynamic sampling", "dynamic_sampling", "token_level", "Fig. 6, Table 1"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """A paired comparison over seeds."""
+
+    claim: Claim
+    before: float
+    after: float
+    difference: float
+    """Mean over seeds of (row - row before), with the 95% interval of Student's t."""
+    low: float
+    high: float
+    effect: float
+    """The mean difference over the differences' standard deviation (Cohen's d for pairs)."""
+    p: float
+    """Two-sided, exact: the share of all ways to flip the differences' signs that give a mean at least as far from 0."""
+    corrected_p: float
+    """Of a primary claim: by Holm's method. Else `p`."""
+
+    @property
+    def words(self) -> str:
+        """Whether the claim holds here, at 5%."""
+        if self.corrected_p >= 0.05:
+            return "undecided"
+        return "holds" if (self.difference > 0) == self.claim.up else "the opposite"
+
+
+def judge(runs: dict[tuple[str, int], Run], seeds: Sequence[int]) -> list[Verdict]:
+    """Every claim's comparison, over the same seeds in both rows."""
+    pairs = [
+        (
+            np.array([claim.of(runs[claim.before, seed]) for seed in seeds]),
+            np.array([claim.of(runs[claim.row, seed]) for seed in seeds]),
+        )
+        for claim in CLAIMS
+    ]
+    p = [sign_flip_p(after - before) for before, after in pairs]
+    primary = [index for index, claim in enumerate(CLAIMS) if claim.primary]
+    corrected = dict(zip(primary, holm([p[index] for index in primary]), strict=True))
+    return [
+        _verdict(claim, before, after, p[index], corrected.get(index, p[index]))
+        for index, (claim, (before, after)) in enumerate(zip(CLAIMS, pairs, strict=True))
+    ]
+
+
+def _verdict(claim: Claim, before: np.ndarray, after: np.ndarray, p: float, corrected: float) -> Verdict:
+    differences = after - before
+    mean, deviation, count = differences.mean(), differences.std(ddof=1), len(differences)
+    reach = stats.t.ppf(0.975, count - 1) * deviation / np.sqrt(count)
+    return Verdict(
+        claim=claim,
+        before=float(before.mean()),
+        after=float(after.mean()),
+        difference=float(mean),
+        low=float(mean - reach),
+        high=float(mean + reach),
+        effect=float(mean / deviation) if deviation > 0 else float("nan"),
+        p=p,
+        corrected_p=corrected,
+    )
+
+
+def sign_flip_p(differences: np.ndarray) -> float:
+    """The two-sided sign-flip test of a mean of 0, over all 2^n ways; the least it can give is 2 / 2^n.
+
+    >>> sign_flip_p(np.array([1.0, 2.0, 3.0]))  # 2 of 8
+    0.25
+    """
+    flips = np.array(list(itertools.product((1.0, -1.0), repeat=len(differences))))
+    means = np.abs(flips @ differences)
+    return float(np.mean(means >= means[0] - 1e-12))
+
+
+def holm(p: Sequence[float]) -> list[float]:
+    """Holm's correction of several p: the least times their number, the next times one less, never below one before.
+
+    >>> holm([0.04, 0.01])
+    [0.04, 0.02]
+    """
+    order = np.argsort(p)
+    raised = np.maximum.accumulate([p[index] * (len(p) - place) for place, index in enumerate(order)])
+    found = np.empty(len(p))
+    found[order] = np.minimum(raised, 1.0)
+    return found.tolist()

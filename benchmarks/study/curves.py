@@ -1,0 +1,136 @@
+"""The runs as arrays: read from run folders, kept in one CSV file, and the measures that are taken of a run."""
+
+import csv
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from dapo_jax.trackers import read_metrics
+
+GROUP_SIZE, GROUPS_PER_UPDATE = 16, 4
+"""Of configs/study/dapo.yaml; a test compares."""
+ACCURACY = "eval/chain_sums/avg@4"
+METRICS = (
+    ACCURACY,
+    "rollout/prompts",
+    "rollout/trained_groups",
+    "rollout/accuracy",
+    "rollout/response_tokens",
+    "rollout/truncated_frac",
+    "rollout/all_correct_frac",
+    "rollout/all_wrong_frac",
+    "reward/mean",
+    "policy/entropy",
+    "policy/sampled_prob",
+    "policy/clip_high_frac",
+    "policy/clip_low_frac",
+    "policy/clipped_high_prob",
+    "update/grad_norm",
+    "time/step_s",
+)
+"""What is kept of every step."""
+SMOOTHED = 3
+"""Evaluations in a mean: one alone is of 264 x 4 responses, with a standard error of about 0.01."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run, a value for each step; step 0 is the evaluation before training."""
+
+    values: dict[str, np.ndarray]
+    token_budget: float = np.inf
+    """Sampled tokens that every run of the study reaches."""
+
+    def __getitem__(self, metric: str) -> np.ndarray:
+        return self.values[metric]
+
+    @property
+    def updates(self) -> np.ndarray:
+        """Optimizer updates until the end of each step."""
+        return np.cumsum(np.ceil(np.nan_to_num(self["rollout/trained_groups"]) / GROUPS_PER_UPDATE))
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """Response tokens sampled for training until the end of each step."""
+        return np.cumsum(
+            np.nan_to_num(self["rollout/prompts"] * GROUP_SIZE * self["rollout/response_tokens"])
+        )
+
+    @property
+    def seconds(self) -> np.ndarray:
+        """Wall clock of the steps so far, without evaluation."""
+        return np.cumsum(np.nan_to_num(self["time/step_s"]))
+
+    @property
+    def evaluated(self) -> np.ndarray:
+        """The places of steps with an evaluation."""
+        return np.flatnonzero(~np.isnan(self[ACCURACY]))
+
+    @property
+    def accuracy(self) -> np.ndarray:
+        """Held-out avg@4 at `evaluated`, each the mean of itself and up to two evaluations before it."""
+        raw = self[ACCURACY][self.evaluated]
+        return np.array([raw[max(0, i - SMOOTHED + 1) : i + 1].mean() for i in range(len(raw))])
+
+
+def final_accuracy(run: Run) -> float:
+    """Held-out avg@4 over the last three evaluations."""
+    return float(run.accuracy[-1])
+
+
+def accuracy_at_tokens(run: Run) -> float:
+    """Held-out avg@4 where the run had sampled as many tokens as the shortest run of the study in all."""
+    return float(np.interp(run.token_budget, run.tokens[run.evaluated], run.accuracy))
+
+
+def late(metric: str) -> Callable[[Run], float]:
+    """The mean of a metric over the last third of the steps."""
+
+    def measure(run: Run) -> float:
+        values = run[metric][1:]
+        return float(np.nanmean(values[-(len(values) // 3) :]))
+
+    return measure
+
+
+def collect(folder: Path, rows: Iterable[str], seeds: Iterable[int], target: Path) -> None:
+    """Writes the metrics of all runs under `folder` into one CSV file, a line a step."""
+    with target.open("w", newline="") as file:
+        written = csv.writer(file, lineterminator="\n")
+        written.writerow(["row", "seed", "step", *METRICS])
+        for row in rows:
+            for seed in seeds:
+                for line in read_metrics(folder / f"{row}_{seed}" / "metrics.jsonl"):
+                    values = [line.get(metric) for metric in METRICS]
+                    written.writerow([row, seed, line["step"], *map(_short, values)])
+
+
+def load(path: Path) -> dict[tuple[str, int], Run]:
+    """The runs that `collect` wrote, by row and seed.
+
+    Raises:
+        ValueError: a run has not the steps of the others.
+    """
+    lines: dict[tuple[str, int], list[dict[str, str]]] = {}
+    with path.open(newline="") as file:
+        for line in csv.DictReader(file):
+            lines.setdefault((line["row"], int(line["seed"])), []).append(line)
+    steps = {len(found) for found in lines.values()}
+    if len(steps) != 1:
+        raise ValueError(f"{path}: runs of {sorted(steps)} lines; all must have as many")
+    runs = {
+        key: Run({metric: np.array([_number(line[metric]) for line in found]) for metric in METRICS})
+        for key, found in lines.items()
+    }
+    budget = min(run.tokens[-1] for run in runs.values())
+    return {key: Run(run.values, budget) for key, run in runs.items()}
+
+
+def _short(value: float | int | None) -> str:
+    return "" if value is None else f"{value:.5g}"
+
+
+def _number(text: str) -> float:
+    return float(text) if text else np.nan

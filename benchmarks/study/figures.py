@@ -1,0 +1,154 @@
+"""The paper's figures from the study's runs: mean over seeds, with the band of one standard deviation."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import matplotlib as mpl
+import numpy as np
+
+mpl.use("Agg")
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+
+from benchmarks.study.curves import Run
+from benchmarks.study.ladder import ROWS
+
+Runs = dict[tuple[str, int], Run]
+COLOURS = dict(
+    zip(
+        [row.name for row in ROWS],
+        ["#7f7f7f", "#cc79a7", "#0072b2", "#e69f00", "#009e73", "#d55e00"],
+        strict=True,
+    )
+)
+"""Okabe and Ito's, which colour-blind people can tell apart."""
+TITLES = {row.name: row.title for row in ROWS}
+
+Curve = Callable[[Run], tuple[np.ndarray, np.ndarray]]
+"""Of a run: places on the x axis, and values."""
+
+
+def against_updates(metric: str) -> Curve:
+    """A metric of training against optimizer updates."""
+    return lambda run: (run.updates[1:], run[metric][1:])
+
+
+def accuracy(axis: str) -> Curve:
+    """Smoothed held-out accuracy against `updates`, `tokens` or `seconds`."""
+    return lambda run: (getattr(run, axis)[run.evaluated], run.accuracy)
+
+
+def draw_all(runs: Runs, seeds: Sequence[int], folder: Path) -> list[Path]:
+    """Every figure as a PNG in `folder`; returns their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    before, after = "overlong_filtering", "clip_higher"
+    level, dynamic = "token_level", "dynamic_sampling"
+    held_out = "held-out accuracy (avg@4)"
+    figures = {
+        "ladder": [
+            ([row.name for row in ROWS], accuracy("updates"), held_out, "optimizer updates"),
+            ([row.name for row in ROWS], accuracy("tokens"), held_out, "sampled tokens"),
+        ],
+        "fig2_clip_higher": [
+            ([before, after], accuracy("updates"), held_out, "optimizer updates"),
+            (
+                [before, after],
+                against_updates("policy/entropy"),
+                "entropy (nats a token)",
+                "optimizer updates",
+            ),
+        ],
+        "fig3_clipped_and_all_correct": [
+            (
+                [before],
+                against_updates("policy/clipped_high_prob"),
+                "probability of up-clipped tokens",
+                "optimizer updates",
+            ),
+            (
+                [level],
+                against_updates("rollout/all_correct_frac"),
+                "share of prompts all correct",
+                "optimizer updates",
+            ),
+        ],
+        "fig4_token_level": [
+            (
+                ["soft_punishment", level],
+                against_updates("policy/entropy"),
+                "entropy (nats a token)",
+                "optimizer updates",
+            ),
+            (
+                ["soft_punishment", level],
+                against_updates("rollout/response_tokens"),
+                "response length (tokens)",
+                "optimizer updates",
+            ),
+        ],
+        "fig5_overlong_filtering": [
+            (["grpo", before], accuracy("updates"), held_out, "optimizer updates"),
+            (
+                ["grpo", before],
+                against_updates("policy/entropy"),
+                "entropy (nats a token)",
+                "optimizer updates",
+            ),
+        ],
+        "fig6_dynamic_sampling": [
+            ([level, dynamic], accuracy("updates"), held_out, "optimizer updates"),
+            ([level, dynamic], accuracy("seconds"), held_out, "seconds of training"),
+        ],
+        "fig7_one_run": [
+            ([dynamic], against_updates(metric), label, "optimizer updates")
+            for metric, label in (
+                ("rollout/response_tokens", "response length (tokens)"),
+                ("reward/mean", "reward"),
+                ("policy/entropy", "entropy (nats a token)"),
+                ("policy/sampled_prob", "mean probability of sampled tokens"),
+            )
+        ],
+    }
+    return [_draw(runs, seeds, panels, folder / f"{name}.png") for name, panels in figures.items()]
+
+
+def _draw(
+    runs: Runs, seeds: Sequence[int], panels: Sequence[tuple[list[str], Curve, str, str]], path: Path
+) -> Path:
+    columns = 2
+    figure, grid = plt.subplots(
+        len(panels) // columns,
+        columns,
+        figsize=(10, 3.6 * (len(panels) // columns)),
+        layout="constrained",
+        squeeze=False,
+    )
+    for axis, (names, curve, label, below) in zip(grid.flat, panels, strict=True):
+        for name in names:
+            _band(axis, [curve(runs[name, seed]) for seed in seeds], name)
+        axis.set(ylabel=label, xlabel=below)
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+    grid.flat[0].legend(fontsize=8, frameon=False)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return path
+
+
+def _band(axis: Axes, curves: Sequence[tuple[np.ndarray, np.ndarray]], name: str) -> None:
+    """Mean and standard deviation over seeds, at places that all seeds have reached."""
+    end = min(places[-1] for places, _ in curves)
+    start = max(places[0] for places, _ in curves)
+    shared = np.linspace(start, end, 200)
+    values = np.array([_interpolated(shared, *curve) for curve in curves])
+    mean, deviation = np.nanmean(values, axis=0), np.nanstd(values, axis=0)
+    axis.plot(shared, mean, color=COLOURS[name], label=TITLES[name], linewidth=1.8)
+    axis.fill_between(
+        shared, mean - deviation, mean + deviation, color=COLOURS[name], alpha=0.15, linewidth=0
+    )
+
+
+def _interpolated(shared: np.ndarray, places: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Values at `shared` places; a step without the metric (nothing was clipped in it) is passed over."""
+    known = ~np.isnan(values)
+    return np.interp(shared, places[known], values[known])

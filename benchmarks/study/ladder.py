@@ -1,0 +1,63 @@
+"""The rows of the study: the paper's ladder (Table 1), one technique more in each, as changes of configs/study/dapo.yaml."""
+
+from dataclasses import dataclass
+
+CONFIG = "configs/study/dapo.yaml"
+BASE_MODEL_CONFIG = "configs/study/base_model.yaml"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One row: the changes that it makes to the row before."""
+
+    name: str
+    title: str
+    changes: tuple[str, ...]
+
+
+ROWS = (
+    Row(
+        name="grpo",
+        title="naive GRPO",
+        changes=(
+            "reward.overlong.enabled=false",
+            "reward.overlong.filter_truncated=false",
+            "loss.clip_ratio_high=0.2",
+            "loss.aggregation=sequence_mean",
+            "dynamic_sampling.enabled=false",
+        ),
+    ),
+    Row(
+        name="overlong_filtering",
+        title="+ overlong filtering",
+        changes=("reward.overlong.filter_truncated=true",),
+    ),
+    Row(name="clip_higher", title="+ clip-higher", changes=("loss.clip_ratio_high=0.28",)),
+    # As in the released run scripts, the punishment takes the filter's place.
+    Row(
+        name="soft_punishment",
+        title="+ soft overlong punishment",
+        changes=("reward.overlong.enabled=true", "reward.overlong.filter_truncated=false"),
+    ),
+    Row(name="token_level", title="+ token-level loss", changes=("loss.aggregation=token_mean",)),
+    Row(
+        name="dynamic_sampling",
+        title="+ dynamic sampling (DAPO)",
+        changes=("dynamic_sampling.enabled=true",),
+    ),
+)
+
+
+def overrides(name: str) -> list[str]:
+    """All that row `name` sets, its own and what the rows before it set, one value for each key.
+
+    Raises:
+        ValueError: there is no such row.
+    """
+    names = [row.name for row in ROWS]
+    if name not in names:
+        raise ValueError(f"no row {name!r}; there are {', '.join(names)}")
+    values: dict[str, str] = {}
+    for row in ROWS[: names.index(name) + 1]:
+        values |= dict(change.split("=", 1) for change in row.changes)
+    return [f"{key}={value}" for key, value in values.items()]

@@ -1,0 +1,97 @@
+"""The chains of sums: right, none on both sides of the split, and never right by accident when cut off."""
+
+from collections import Counter
+
+import pytest
+
+from dapo_jax.data import load_rows
+from dapo_jax.data.builders.chain_sums import (
+    ALPHABET,
+    LABELS,
+    SHOWN_TERMS,
+    STYLE_WEIGHTS,
+    TERMS,
+    answer_text,
+    draw_style,
+    prompt_text,
+    response_text,
+    split_questions,
+)
+from dapo_jax.rewards import GRADERS
+
+
+@pytest.fixture(scope="module")
+def splits():
+    return split_questions()
+
+
+def test_every_number_of_terms_has_its_share_of_both_splits(splits):
+    """Of two terms there are 9 x 9 = 81: 24 held out, 57 to train on."""
+    counts = {split: Counter(map(len, questions)) for split, questions in splits.items()}
+    assert counts["test"] == dict.fromkeys(TERMS, 24)
+    assert counts["train"] == {2: 57} | dict.fromkeys(range(3, 13), 400)
+    assert not set(splits["train"]) & set(splits["test"])
+    assert all(len(set(questions)) == len(questions) for questions in splits.values())
+
+
+def test_splits_are_shuffled(splits):
+    for questions in splits.values():
+        assert {len(terms) > 7 for terms in questions[:20]} == {False, True}
+
+
+@pytest.mark.parametrize("style", STYLE_WEIGHTS)
+def test_every_style_ends_in_the_right_answer(splits, style):
+    for terms in splits["test"]:
+        response = response_text(terms, style, repeats=2 * (style == "rambling"))
+        assert set(response) | set(prompt_text(terms)) <= set(ALPHABET)
+        assert response.endswith("=" + str(eval("+".join(map(str, terms))) % 10))
+        assert response.count("=") == 1
+
+
+def test_the_working_is_a_chain_of_true_additions(splits):
+    for terms in splits["test"]:
+        steps = response_text(terms, "careful")[1:].split("=")[0].split(",")
+        total = terms[0]
+        for step, label, term in zip(steps, LABELS[1:], terms[1:], strict=False):
+            assert step == f"{label}{total % 10}+{term}>{(total + term) % 10}"
+            total += term
+
+
+def test_a_response_that_is_cut_off_is_wrong(splits):
+    grade = GRADERS["exact"]
+    for terms in splits["test"][:40]:
+        whole = response_text(terms, "rambling", 1)
+        for end in range(len(whole) - 1):
+            assert not grade(whole[:end], answer_text(terms)).correct
+
+
+def test_under_48_tokens_careful_working_ends_at_7_terms_and_brief_working_always_fits():
+    """Careful: 1 + 7 (n - 1) - 1 characters, `=d` and the end token: 45 for 7 terms, 52 for 8."""
+
+    def tokens(count, style):
+        return len(response_text((9,) * count, style)) + 1
+
+    assert (tokens(7, "careful"), tokens(8, "careful")) == (45, 52)
+    assert max(tokens(count, "brief") for count in TERMS) == 26
+
+
+def test_working_is_rare_and_shown_for_few_terms_only(splits):
+    drawn = Counter(
+        (len(terms) in SHOWN_TERMS, draw_style(terms, draw)[0])
+        for terms in splits["train"]
+        for draw in range(8)
+    )
+    shown = sum(count for (in_shown, _), count in drawn.items() if in_shown)
+    assert {style for in_shown, style in drawn if not in_shown} == {"direct"}
+    for style, weight in STYLE_WEIGHTS.items():
+        # 8 x 2457 draws: a standard error of at most 0.003.
+        assert drawn[True, style] / shown == pytest.approx(weight, abs=0.012)
+
+
+def test_rows_on_disk_are_the_generated_ones_in_order(tmp_path, splits):
+    for split, count in (("train", 8), ("test", 1)):
+        rows = load_rows("chain_sums", split, tmp_path)
+        assert [row["prompt"] for row in rows] == [prompt_text(terms) for terms in splits[split]]
+        first, terms = rows[0], splits[split][0]
+        assert first["answer"] == answer_text(terms)
+        assert list(first["responses"]) == [response_text(terms, *draw_style(terms, i)) for i in range(count)]
