@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 CONFIG = "configs/study/dapo.yaml"
-BASE_MODEL_CONFIG = "configs/study/base_model.yaml"
+BASE_MODEL_CONFIG = "configs/study/base_model_sft.yaml"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,157 @@
+"""The study's rows are the paper's ladder, its measures and tests are right, and its files are read as they were written."""
+
+import itertools
+import json
+import math
+
+import numpy as np
+import pytest
+
+from benchmarks.study.claims import CLAIMS, holm, judge, sign_flip_p
+from benchmarks.study.curves import (
+    ACCURACY,
+    GROUP_SIZE,
+    GROUPS_PER_UPDATE,
+    METRICS,
+    Run,
+    accuracy_at_tokens,
+    collect,
+    final_accuracy,
+    late,
+    load,
+)
+from benchmarks.study.ladder import CONFIG, ROWS, overrides
+from dapo_jax.config import load_config
+
+NAMES = [row.name for row in ROWS]
+
+
+def config_of(name):
+    return load_config(CONFIG, overrides(name))
+
+
+def test_the_first_row_has_none_of_the_techniques_and_the_last_is_the_configuration_itself():
+    first = config_of("grpo")
+    assert not first.reward.overlong.enabled
+    assert not first.reward.overlong.filter_truncated
+    assert first.loss.clip_ratio_low == first.loss.clip_ratio_high == 0.2
+    assert first.loss.aggregation == "sequence_mean"
+    assert not first.dynamic_sampling.enabled
+    assert config_of(NAMES[-1]) == load_config(CONFIG)
+
+
+def test_each_row_changes_the_row_before_in_its_own_technique_alone():
+    changed = []
+    for before, after in itertools.pairwise(NAMES):
+        old, new = (dict(item.split("=") for item in overrides(name)) for name in (before, after))
+        changed.append({key: value for key, value in new.items() if old.get(key) != value})
+    assert changed == [
+        {"reward.overlong.filter_truncated": "true"},
+        {"loss.clip_ratio_high": "0.28"},
+        {"reward.overlong.enabled": "true", "reward.overlong.filter_truncated": "false"},
+        {"loss.aggregation": "token_mean"},
+        {"dynamic_sampling.enabled": "true"},
+    ]
+
+
+def test_an_unknown_row_is_refused_by_name():
+    with pytest.raises(ValueError, match="no row 'ppo'; there are grpo, overlong_filtering"):
+        overrides("ppo")
+
+
+def test_the_constants_of_the_curves_are_those_of_the_configuration():
+    config = load_config(CONFIG)
+    assert (config.batch.group_size, config.batch.groups_per_update) == (GROUP_SIZE, GROUPS_PER_UPDATE)
+    assert f"eval/{config.data.source}/avg@{config.eval.samples_per_prompt}" == ACCURACY
+
+
+def test_every_claim_compares_a_row_with_the_one_above_it_and_each_technique_has_one_primary():
+    for claim in CLAIMS:
+        assert NAMES.index(claim.row) == NAMES.index(claim.before) + 1
+    assert [claim.row for claim in CLAIMS if claim.primary] == NAMES[1:]
+
+
+def made_run(accuracies, *, prompts=2.0, tokens=10.0, budget=math.inf):
+    """Evaluated at every step; 8 trained groups are 2 updates of 4."""
+    steps = len(accuracies)
+    values = {metric: np.full(steps, 1.0) for metric in METRICS}
+    values |= {
+        ACCURACY: np.array(accuracies),
+        "rollout/prompts": np.array([np.nan] + [prompts] * (steps - 1)),
+        "rollout/trained_groups": np.array([np.nan] + [8.0] * (steps - 1)),
+        "rollout/response_tokens": np.array([np.nan] + [tokens] * (steps - 1)),
+        "policy/entropy": np.arange(steps, dtype=float),
+    }
+    return Run(values, budget)
+
+
+def test_measures_by_hand():
+    run = made_run([0.0, 0.3, 0.6, 0.9], budget=480.0)
+    assert run.updates.tolist() == [0, 2, 4, 6]
+    assert run.tokens.tolist() == [0, 320, 640, 960]  # 2 prompts x 16 responses x 10 tokens a step
+    # Means of up to three: 0, (0 + 0.3) / 2, (0 + 0.3 + 0.6) / 3, (0.3 + 0.6 + 0.9) / 3.
+    assert run.accuracy == pytest.approx([0.0, 0.15, 0.3, 0.6])
+    assert final_accuracy(run) == pytest.approx(0.6)
+    assert accuracy_at_tokens(run) == pytest.approx(
+        0.225
+    )  # half way from 320 to 640 tokens: (0.15 + 0.3) / 2
+    assert late("policy/entropy")(run) == 3.0  # the last of three steps
+
+
+def test_the_sign_flip_test_counts_signs():
+    assert sign_flip_p(np.ones(8)) == 2 / 256
+    assert sign_flip_p(np.array([1.0, -1.0])) == 1.0
+    # |sum| of (1, 2, -4): 1, of eight sums 7, 1, 3, 5 and their negatives all are at least 1.
+    assert sign_flip_p(np.array([1.0, 2.0, -4.0])) == 1.0
+
+
+def test_holm_multiplies_the_least_most_and_never_goes_down():
+    assert holm([0.01, 0.02, 0.03]) == pytest.approx([0.03, 0.04, 0.04])
+    assert holm([0.5, 0.9]) == pytest.approx([1.0, 1.0])
+
+
+def test_a_row_that_is_always_better_is_told_from_one_that_is_not():
+    seeds = range(8)
+    level = {name: 0.1 * place for place, name in enumerate(NAMES)} | {
+        "clip_higher": 0.1,
+        "overlong_filtering": 0.1,
+    }
+    runs = {
+        (name, seed): made_run([level[name] + 0.001 * (seed % 2)] * 4, budget=960.0)
+        for name in NAMES
+        for seed in seeds
+    }
+    words = {verdict.claim.row: verdict.words for verdict in judge(runs, seeds) if verdict.claim.primary}
+    assert words == {
+        "overlong_filtering": "holds",
+        "clip_higher": "undecided",
+        "soft_punishment": "holds",
+        "token_level": "holds",
+        "dynamic_sampling": "holds",
+    }
+
+
+def test_metrics_of_run_folders_come_back_from_the_file(tmp_path):
+    for seed in (0, 1):
+        folder = tmp_path / f"grpo_{seed}"
+        folder.mkdir()
+        lines = [
+            {"step": 0, ACCURACY: 0.123456},
+            {"step": 1, "rollout/prompts": 32, "update/grad_norm": None},
+        ]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    collect(tmp_path, ["grpo"], [0, 1], tmp_path / "metrics.csv")
+    runs = load(tmp_path / "metrics.csv")
+    assert set(runs) == {("grpo", 0), ("grpo", 1)}
+    assert runs["grpo", 1][ACCURACY][0] == 0.12346
+    assert math.isnan(runs["grpo", 1][ACCURACY][1])
+    assert runs["grpo", 1]["rollout/prompts"][1] == 32
+
+
+def test_runs_of_different_lengths_are_refused(tmp_path):
+    head = ",".join(["row", "seed", "step", *METRICS])
+    empty = "," * (len(METRICS) - 1)
+    path = tmp_path / "metrics.csv"
+    path.write_text(f"{head}\ngrpo,0,0,{empty}\ngrpo,1,0,{empty}\ngrpo,1,1,{empty}\n")
+    with pytest.raises(ValueError, match=r"runs of \[1, 2\] lines"):
+        load(path)
