@@ -18,8 +18,8 @@ from notebooks.strip import stripped
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "notebooks"
 NOTEBOOKS = [pytest.param(path, id=path.stem) for path in sorted(FOLDER.glob("*.ipynb"))]
-RUN_IN_S = 300
-"""For one cell; the longest takes half a minute on two cores."""
+RUN_IN_S = 600
+"""For one cell. On two idle cores the longest takes about half a minute; this one may share them."""
 
 
 def read(path):
