@@ -3,20 +3,36 @@
 import importlib
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dapo_jax.cli import main
 from dapo_jax.config import load_config
+from dapo_jax.rollouts import Group, Prompt, Response, Rollout, Verdict
+from dapo_jax.trackers.rollout_log import write_rollouts
+from tests.docs.blocks import PAGES as ALL_PAGES
+from tests.docs.blocks import blocks
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 OWN_TEST = ROOT / "docs" / "your_own_training_loop.md"
 """Run by own_stack_test.py."""
-PAGES = [README, *sorted(set(ROOT.glob("docs/*.md")) - {OWN_TEST})]
+PAGES = [
+    README,
+    *sorted(page for page in set(ROOT.glob("docs/**/*.md")) - {OWN_TEST} if "```python" in page.read_text()),
+]
+TRAINS = ("bring_your_data.md", "bring_your_model.md", "write_a_reward.md", "write_an_objective.md")
+"""Pages whose programs train a model: minutes together."""
+RUN_ELSEWHERE = {
+    ("README.md", "import grpc"): "tests/serving/serve_test.py::test_the_client_that_it_prints_works",
+    ("guards.md", "import numpy as np"): "tests/faults/nan_test.py::test_the_page_opens_a_post_mortem",
+}
+"""Programs that stand indented, not in a fence, since they need a server or a failed run: page and first line -> what runs them."""
 
 
 def program(page):
@@ -36,10 +52,27 @@ def table(heading):
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]] for row in rows[2:]]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def leave_a_run(folder):
+    """The files of a finished quickstart that pages read: the metrics of a run of ours, one rollout."""
+    folder.mkdir(parents=True)
+    shutil.copy(ROOT / "docs" / "results" / "smollm2_135m_arithmetic" / "metrics.jsonl", folder)
+    prompt = Prompt(ordinal=0, tokens=np.array([1], np.int32), text="1+2", answer="3")
+    response = Response(
+        tokens=np.array([2], np.int32), logprobs=np.zeros(1, np.float32), finish_reason="stop"
+    )
+    rollout = Rollout(response=response, text="=3", verdict=Verdict(correct=True), reward=1.0)
+    write_rollouts(folder / "rollouts", 10, [Group(prompt=prompt, rollouts=(rollout,))])
+
+
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=pytest.mark.slow) if page.name in TRAINS else page for page in PAGES],
+    ids=lambda page: page.name,
+)
 def test_the_programs_of_a_page_run_as_they_stand(page, tmp_path):
     """In a process of its own, as a reader's would be: without the strictness of the tests, run from the checkout."""
     (tmp_path / "configs").symlink_to(ROOT / "configs")
+    leave_a_run(tmp_path / "runs" / "quickstart")
     script = tmp_path / f"{page.stem}.py"
     script.write_text(program(page))
     environment = os.environ | {"HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
@@ -49,23 +82,24 @@ def test_the_programs_of_a_page_run_as_they_stand(page, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_the_yaml_of_the_readme_is_a_configuration(tmp_path):
-    found = re.findall(r"```yaml\n(.*?)```", README.read_text(), re.DOTALL)
-    assert found
-    for number, text in enumerate(found):
+@pytest.mark.parametrize(
+    "page", [page for page in ALL_PAGES if "```yaml" in page.read_text()], ids=lambda page: page.name
+)
+def test_the_yaml_of_a_page_is_a_configuration(page, tmp_path):
+    for number, block in enumerate(block for block in blocks(page) if block.language == "yaml"):
         path = tmp_path / f"{number}.yaml"
-        path.write_text(f"run_dir: out\n{text}")
+        path.write_text(block.text if "run_dir:" in block.text else f"run_dir: out\n{block.text}")
         load_config(path)
 
 
-@pytest.mark.parametrize("page", [README, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_file_that_is_named_exists(page):
     text = page.read_text()
     folders = r"(?:dapo_jax|configs|constraints|docs|tests|launch|notebooks|benchmarks|\.ci|\.github)"
     named = re.findall(rf"(?<![\w/.]){folders}/[\w./-]*\w", text)
     linked = [target for target in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in target]
-    missing = [name for name in {*named, *linked} if not (ROOT / name).exists()]
-    assert named
+    missing = [name for name in set(named) if not (ROOT / name).exists()]
+    missing += [name for name in set(linked) if not (page.parent / name).exists()]
     assert not missing, f"{page.name} names {sorted(missing)}, which do not exist"
 
 
@@ -98,3 +132,16 @@ def test_the_two_commands_stand_as_promised():
     text = README.read_text()
     assert "pip install -e . && dapo-jax train configs/quickstart.yaml" in text
     assert "pip install -e '.[dev]' && pytest" in text
+
+
+def test_programs_outside_of_fences_are_run_elsewhere():
+    found = [
+        (page.name, block.text.splitlines()[0])
+        for page in ALL_PAGES
+        for block in blocks(page)
+        if block.language == "python" and not block.fenced
+    ]
+    assert sorted(found) == sorted(RUN_ELSEWHERE)
+    for test in RUN_ELSEWHERE.values():
+        file, _, name = test.partition("::")
+        assert re.search(rf"^def {name}\(", (ROOT / file).read_text(), re.MULTILINE), test

@@ -10,7 +10,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from dapo_jax.cli import data, doctor, inference, models, planning, training
+from dapo_jax.cli import data, doctor, inference, models, planning, report, training
 from dapo_jax.cli.arguments import printable
 from dapo_jax.config import ConfigError
 from dapo_jax.parallel import processes
@@ -106,6 +106,6 @@ def _parser() -> argparse.ArgumentParser:
         prog="dapo-jax", description="DAPO reinforcement learning of language models in JAX."
     )
     commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
-    for kind in (training, planning, doctor, inference, data, models):
+    for kind in (training, planning, doctor, report, inference, data, models):
         kind.add_to(commands)
     return parser

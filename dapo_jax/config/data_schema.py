@@ -14,7 +14,9 @@ class SourceConfig:
     source: str
     """As `data.source`."""
     path: str = ""
+    """As `data.path`."""
     source_options: dict[str, Any] = field(default_factory=dict)
+    """As `data.source_options`."""
     split: str = ""
     """Empty: `train` in a mixture, `test` for evaluation, or the only split there is."""
     weight: float = 1.0
@@ -33,7 +35,9 @@ class ExampleConfig:
     """An entry of `data.few_shot`."""
 
     prompt: str
+    """The question, as a row would have it."""
     response: str
+    """The answer that is shown to it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +59,7 @@ class DataConfig:
     deduplicate: bool = True
     """Keep the first of a file's rows that ask the same; how many were dropped is said."""
     train_split: str = "train"
+    """Trained on; a part of it is written `train[:100]`."""
     eval_split: str = "test"
     """Evaluated on unless `eval.datasets` names others."""
     data_dir: str = "~/.cache/dapo_jax/datasets"

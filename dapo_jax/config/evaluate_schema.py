@@ -16,6 +16,7 @@ class EvaluateConfig:
     """Everything that decides an evaluation but the model."""
 
     seed: int = 0
+    """Of what is sampled."""
     compilation_cache: str = "~/.cache/dapo_jax/xla"
     """Folder, local or `gs://...`, of compiled programs that later runs reuse; empty: none."""
     compute_dtype: str = "float32"

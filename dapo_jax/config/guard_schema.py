@@ -35,6 +35,7 @@ class WatchdogsConfig:
     """Warnings about runs that go on and learn nothing. See `dapo_jax.watchdogs` for what each looks at."""
 
     enabled: bool = True
+    """False: no warnings, and no `watchdog/` metrics."""
     window: int = 10
     """Steps at the full learning rate before the reward is called stuck; half of them for flat groups."""
     min_entropy: float = 0.05

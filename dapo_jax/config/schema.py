@@ -1,5 +1,5 @@
 """The dataclasses that a training configuration is read into; `data_schema` has those of its data, `guard_schema` those of its
-guards, `sft_schema` those of a warm start. Imports no jax.
+guards, `run_schema` what a run keeps and which devices it uses, `sft_schema` those of a warm start. Imports no jax.
 
 Defaults are the paper's where the paper gives one (DAPO, https://arxiv.org/abs/2503.14476), each with its
 equation or section. Checks raise `ConfigError` with the arithmetic; nothing here changes a value.
@@ -11,6 +11,7 @@ from typing import Any
 from dapo_jax.config.base import checked
 from dapo_jax.config.data_schema import DataConfig
 from dapo_jax.config.guard_schema import GuardConfig, WatchdogsConfig
+from dapo_jax.config.run_schema import CheckpointConfig, LogConfig, ParallelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +45,11 @@ class SamplingConfig:
     """How responses are sampled for training."""
 
     temperature: float = 1.0
+    """Of the policy that samples and of the one that is trained alike. (Section 4.1)"""
     top_p: float = 1.0
+    """Off: a cut distribution is not the one whose ratio is taken."""
     top_k: int = 0
+    """Off, for the same reason."""
     max_response_tokens: int = 20480
     """Hard length limit: expected length plus the soft overlong buffer. (Section 4.1)"""
     slots: int = 256
@@ -70,6 +74,7 @@ class OverlongConfig:
     buffer_tokens: int = 4096
     """L_cache: the last stretch before the limit in which the penalty grows."""
     penalty_factor: float = 1.0
+    """The whole penalty, reached at the limit. (Eq. 13)"""
     filter_truncated: bool = False
     """Overlong filtering: a truncated response keeps its reward but none of its tokens enters the loss."""
 
@@ -110,7 +115,9 @@ class RewardConfig:
     on_nonfinite: str = "error"
     """A score that is NaN or infinite: error, or lost (that response has no verdict and counts as wrong)."""
     correct: float = 1.0
+    """Reward of a correct verdict that has no score. (Section 2.4)"""
     incorrect: float = -1.0
+    """Reward of a wrong one. (Section 2.4)"""
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
 
     __post_init__ = checked
@@ -121,9 +128,11 @@ class DynamicSamplingConfig:
     """Keep sampling until enough groups are neither all right nor all wrong (Eq. 11, Algorithm 1)."""
 
     enabled: bool = True
+    """False: one wave of as many prompts as are trained on, flat groups among them."""
     prompts_per_wave: int = 1536
     """Prompts drawn in one round; the recipe's generation batch is three times the training batch."""
     max_waves: int = 10
+    """Waves of one step; the recipe's limit."""
     on_shortfall: str = "error"
     """When `max_waves` gave too few groups: error, or train_fewer."""
     surplus: str = "discard"
@@ -140,7 +149,9 @@ class BatchConfig:
     """How many prompts, responses and optimizer updates make one step."""
 
     prompts_per_step: int = 512
+    """Groups that a step trains on. (Section 4.1)"""
     group_size: int = 16
+    """Responses to each prompt, G. (Section 4.1)"""
     groups_per_update: int = 32
     """Groups in one optimizer update: 32 x 16 = 512 responses, 16 updates a step. (Section 4.1)"""
     rows_per_microbatch: int = 1
@@ -183,13 +194,19 @@ class OptimizerConfig:
     """AdamW on float32 master weights (Section 4.1)."""
 
     learning_rate: float = 1e-6
+    """After the warm-up; constant. (Section 4.1)"""
     warmup_steps: int = 20
     """Linear warm-up in rollout steps: step k, from 1, runs at k / warmup_steps of the rate."""
     beta1: float = 0.9
+    """Decay of the first moment; PyTorch's default."""
     beta2: float = 0.999
+    """Decay of the second moment; PyTorch's default."""
     epsilon: float = 1e-8
+    """Added to the root of the second moment."""
     weight_decay: float = 0.1
+    """Of all parameters, times the learning rate; the released recipe's."""
     max_grad_norm: float = 1.0
+    """A gradient with a larger norm is scaled down to it; the released recipe's."""
     offload: bool = False
     """Keep the moments in the host's memory between updates: 8 bytes a parameter less on the devices, which they cross twice an
     update."""
@@ -208,59 +225,13 @@ class EvalConfig:
     prompts: int = 0
     """How many prompts of each dataset, from the first; 0: all."""
     samples_per_prompt: int = 32
+    """k of avg@k. (Section 4.1)"""
     temperature: float = 1.0
+    """0: greedy. (Section 4.1)"""
     top_p: float = 0.7
+    """The smallest set of tokens with this share of the probability; 1: off. (Section 4.1)"""
     top_k: int = 0
-
-    __post_init__ = checked
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
-    """Checkpoints stand at step boundaries."""
-
-    every_steps: int = 10
-    """0: only after the last step."""
-    keep: int = 3
-    """How many of the last ones stay."""
-    keep_best: bool = True
-    """One is also saved, and stays, when avg@k on the first evaluation dataset is better than ever."""
-    grace_s: float = 25.0
-    """How long a run that is told to stop (SIGTERM, SIGINT) may take to save; then it ends without."""
-
-    __post_init__ = checked
-
-
-@dataclass(frozen=True, kw_only=True)
-class LogConfig:
-    """What is written beside metrics.jsonl."""
-
-    rollouts_every_steps: int = 10
-    """Write readable rollout samples every so many steps; 0: never."""
-    rollout_groups: int = 4
-    """Groups in one sample."""
-    profile_steps: list[int] = field(default_factory=list)
-    """Steps of which a trace for xprof is written to `run_dir/profile`; the first ones are mostly compilation."""
-    tensorboard: bool = False
-    wandb: bool = False
-    wandb_project: str = "dapo_jax"
-
-    __post_init__ = checked
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParallelConfig:
-    """Sizes of the mesh axes; -1 (on one axis) takes the devices that the others leave."""
-
-    data: int = 1
-    fsdp: int = -1
-    tensor: int = 1
-    context: int = 1
-    """Devices over which a row of tokens is split, for long responses."""
-    sampler_tensor: int = 0
-    """Devices over which a sampler's weights are split; its slots are spread over its other devices. 0: as `tensor`."""
-    sampler_hosts: int = 1
-    """Processes that share a sampler; more than 1 only for weights that do not fit the devices of one."""
+    """The most likely tokens, so many; 0: off."""
 
     __post_init__ = checked
 
@@ -272,7 +243,9 @@ class TrainConfig:
     run_dir: str
     """Where the run writes: a local folder, or `gs://BUCKET/FOLDER` (extra `gcs`)."""
     seed: int = 0
+    """Of the order of prompts, of what is sampled, of shuffling, and of random weights."""
     steps: int = 100
+    """Passes of the pipe: sample, grade, choose, learn."""
     stall_timeout_s: float = 1800.0
     """Seconds without progress (of data, sampling, graders, updates, files, other processes) after which the run ends with a report of
     what every thread and process is doing; longer than anything takes to compile. 0: no limit."""

@@ -19,9 +19,11 @@ class SftBatchConfig:
     """Shape of one supervised update."""
 
     pairs_per_step: int = 256
+    """Demonstrations in one update, which is a step."""
     row_tokens: int = 0
     """Tokens in a packed row; 0: data.max_prompt_tokens + max_response_tokens."""
     rows_per_microbatch: int = 1
+    """Packed rows in one forward and backward pass."""
     packing: bool = True
     """Several pairs in a row; false: one."""
 
@@ -35,9 +37,13 @@ class SftConfig:
     run_dir: str
     """Where the run writes: a local folder, or `gs://BUCKET/FOLDER` (extra `gcs`)."""
     seed: int = 0
+    """Of the order of pairs, and of random weights."""
     steps: int = 100
+    """Updates."""
     compilation_cache: str = "~/.cache/dapo_jax/xla"
+    """Folder, local or `gs://...`, of compiled programs that later runs reuse; empty: none."""
     max_response_tokens: int = 64
+    """A longer demonstration, its end token counted, is an error."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)

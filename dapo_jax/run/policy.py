@@ -31,11 +31,10 @@ from dapo_jax.run.places import place_of
 from dapo_jax.run.training_pass import for_mesh
 from dapo_jax.storage import AnyPath, in_bucket
 from dapo_jax.text.tokenizers import (
-    ByteTokenizer,
-    CharTokenizer,
     Tokenizer,
     check_vocabulary,
     load_tokenizer,
+    named_tokenizer,
     save_tokenizer,
 )
 from dapo_jax.training.state import TrainState, make_optimizer
@@ -236,10 +235,7 @@ def description_of(model: ModelConfig) -> tuple[DecoderConfig, Tokenizer, Path |
     """
     source, _, name = model.source.partition(":")
     if source == "preset":
-        kind, _, alphabet = model.tokenizer.partition(":")
-        if kind not in ("byte", "char"):
-            raise ValueError(f"model.tokenizer={model.tokenizer!r} must be byte, or char:ALPHABET")
-        made = CharTokenizer(alphabet) if kind == "char" else ByteTokenizer()
+        made = named_tokenizer(model.tokenizer)
         return replace(preset(name), vocab_size=made.vocab_size), made, None
     folder = folder_of(model)
     decoder, tokenizer = read_config(folder), load_tokenizer(folder)

@@ -160,6 +160,21 @@ class CharTokenizer:
         return "".join(self.alphabet[place] for place in _ordinary(ids, self.vocab_size))
 
 
+def named_tokenizer(name: str) -> ByteTokenizer | CharTokenizer:
+    """The tokenizer of a preset.
+
+    Args:
+        name: `byte`, or `char:ALPHABET`.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    kind, _, alphabet = name.partition(":")
+    if kind not in ("byte", "char"):
+        raise ValueError(f"model.tokenizer={name!r} must be byte, or char:ALPHABET")
+    return CharTokenizer(alphabet) if kind == "char" else ByteTokenizer()
+
+
 def save_tokenizer(tokenizer: Tokenizer, folder: str | os.PathLike[str]) -> None:
     """Writes the tokenizer's files into `folder`, which is created if need be.
 

@@ -1,6 +1,7 @@
 """NaN put into weights, rewards, log-probabilities, advantages and the loss: found in the same step, named, the run as configured."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from dapo_jax.text.tokenizers import load_tokenizer
 from dapo_jax.trackers import read_metrics
 from dapo_jax.trackers.post_mortem import read_post_mortem
 from dapo_jax.training.update import Updater
+from tests.docs.blocks import ROOT, blocks
 
 HERE = Path(__file__)
 
@@ -127,6 +129,20 @@ def test_a_post_mortem_holds_the_batch_what_was_wrong_and_where(micro, run_micro
     assert len(found.rollouts) == config.batch.group_size
     assert stack["mask"].sum() == sum(row["response_tokens"] for row in found.rollouts)
     assert load_config(folder / "config.yaml") == config
+
+
+def test_the_page_opens_a_post_mortem(micro, run_micro, poison, tmp_path, monkeypatch, capsys):
+    """The program of docs/guards.md as it stands, on a run that left one."""
+    config = micro(steps=1)
+    poison({1: (2, "sampler_logprobs")})
+    run_micro(config)
+    [program] = [block.text for block in blocks(ROOT / "docs" / "guards.md") if block.language == "python"]
+    place = tmp_path / re.search(r'"(runs/[^"]+)"', program)[1]
+    place.parent.mkdir(parents=True)
+    place.symlink_to(Path(config.run_dir, "post_mortem", "step_000001_update_2"))
+    monkeypatch.chdir(tmp_path)
+    exec(compile(program, "docs/guards.md", "exec"), {})
+    assert "sampler_logprobs" in capsys.readouterr().out
 
 
 def test_a_loss_that_is_never_finite_stops_the_run_which_goes_on_from_the_last_good_checkpoint(

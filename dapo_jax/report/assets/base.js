@@ -1,0 +1,159 @@
+// What every other file uses: elements, numbers as text, the theme, and data out of inert script elements.
+
+const RUN_COLOURS = 8;
+
+/** An element with attributes and children. Text children become text nodes: nothing here reads markup. */
+function el(name, attributes = {}, ...children) {
+  const node = document.createElement(name);
+  for (const [key, value] of Object.entries(attributes)) {
+    if (key.startsWith("on")) node.addEventListener(key.slice(2), value);
+    else if (value === true) node.setAttribute(key, "");
+    else if (value !== false && value !== null && value !== undefined) node.setAttribute(key, value);
+  }
+  node.append(...children.filter((child) => child !== null && child !== undefined));
+  return node;
+}
+
+function svg(name, attributes = {}, ...children) {
+  const node = document.createElementNS("http://www.w3.org/2000/svg", name);
+  for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
+  node.append(...children);
+  return node;
+}
+
+/** The colour of run or series `number`, as a custom property that the theme knows. */
+function colour(number) {
+  return `var(--run-${number % RUN_COLOURS})`;
+}
+
+function swatch(number) {
+  const node = el("span", { class: "swatch", "aria-hidden": "true" });
+  node.style.setProperty("--c", colour(number));
+  return node;
+}
+
+const MINUS = "\u2212";
+
+/** A number in as few characters as tell it: three or four digits. */
+function figure(value) {
+  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  const size = Math.abs(value);
+  let text;
+  if (size === 0) text = "0";
+  else if (size >= 1e9) text = `${(size / 1e9).toPrecision(3)}G`;
+  else if (size >= 1e6) text = `${(size / 1e6).toPrecision(3)}M`;
+  else if (size >= 1e5) text = `${(size / 1e3).toFixed(0)}k`;
+  else if (Number.isInteger(size)) text = size.toLocaleString("en-US");
+  else if (size >= 1000) text = Math.round(size).toLocaleString("en-US");
+  else if (size >= 1e-3) text = size.toPrecision(3);
+  else text = size.toExponential(1).replace("e-", `e${MINUS}`);
+  return value < 0 ? MINUS + text : text;
+}
+
+function percent(value) {
+  if (value === null || value === undefined) return "–";
+  const size = Math.abs(100 * value);
+  return `${size > 0 && size < 1 ? Number((100 * value).toPrecision(2)) : (100 * value).toFixed(1)}%`;
+}
+
+function signed(value, digits = 2) {
+  if (Number.isNaN(value)) return "–";
+  return (value < 0 ? MINUS : "+") + Math.abs(value).toFixed(digits);
+}
+
+/** Seconds as a person says them. */
+function duration(seconds) {
+  if (seconds === null || seconds === undefined) return "–";
+  if (seconds < 120) return `${figure(Math.round(seconds * 10) / 10)} s`;
+  if (seconds < 7200) return `${Math.floor(seconds / 60)} min ${Math.round(seconds % 60)} s`;
+  return `${Math.floor(seconds / 3600)} h ${Math.round((seconds % 3600) / 60)} min`;
+}
+
+function counted(count, word, plural = `${word}s`) {
+  return `${count.toLocaleString("en-US")} ${count === 1 ? word : plural}`;
+}
+
+const readJson = (id) => JSON.parse(document.getElementById(id).textContent);
+
+function bytesOf(text) {
+  if (Uint8Array.fromBase64) return Uint8Array.fromBase64(text);
+  const raw = atob(text);
+  const bytes = new Uint8Array(raw.length);
+  for (let i = 0; i < raw.length; i += 1) bytes[i] = raw.charCodeAt(i);
+  return bytes;
+}
+
+/** What a compressed script element holds. */
+function unpack(id) {
+  const bytes = bytesOf(document.getElementById(id).textContent);
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  return new Response(stream);
+}
+
+/** Lets the browser draw and answer between two pieces of work. */
+const breathe = () => new Promise((resolve) => setTimeout(resolve));
+
+/** What was chosen last time; a page in a sandboxed frame has no such memory. */
+const memory = {
+  get(key) {
+    try {
+      return localStorage.getItem(`dapo_jax.report.${key}`);
+    } catch {
+      return null;
+    }
+  },
+  set(key, value) {
+    try {
+      localStorage.setItem(`dapo_jax.report.${key}`, value);
+    } catch {
+      // Then it is chosen again.
+    }
+  },
+};
+
+/** The theme: the system's until the button was pressed. */
+function startTheme(button) {
+  const system = matchMedia("(prefers-color-scheme: dark)");
+  let chosen = memory.get("theme");
+  const show = () => {
+    const dark = chosen === null ? system.matches : chosen === "dark";
+    document.documentElement.dataset.theme = dark ? "dark" : "light";
+    button.textContent = dark ? "Light" : "Dark";
+    button.setAttribute("aria-label", `Switch to the ${dark ? "light" : "dark"} theme`);
+  };
+  system.addEventListener("change", show);
+  button.addEventListener("click", () => {
+    chosen = document.documentElement.dataset.theme === "dark" ? "light" : "dark";
+    memory.set("theme", chosen);
+    show();
+  });
+  show();
+}
+
+/** A row of buttons of which one is pressed. `options` are [value, label, hint?]. */
+function segmented(label, options, value, chosen) {
+  const buttons = options.map(([option, text, hint]) =>
+    el(
+      "button",
+      {
+        type: "button",
+        "aria-pressed": String(option === value),
+        "data-value": option,
+        title: hint,
+        onclick: () => {
+          for (const each of buttons) each.setAttribute("aria-pressed", String(each.dataset.value === option));
+          chosen(option);
+        },
+      },
+      text,
+    ),
+  );
+  return el("div", { class: "segmented", role: "group", "aria-label": label }, ...buttons);
+}
+
+/** A labelled select. `options` are [value, label]. */
+function select(label, options, value, chosen) {
+  const box = el("select", { onchange: () => chosen(box.value) });
+  box.append(...options.map(([option, text]) => el("option", { value: option, selected: option === value }, text)));
+  return el("label", { class: "field" }, el("span", {}, label), box);
+}

@@ -1,0 +1,140 @@
+// One group: its prompt and answer, and its responses.
+
+const RESPONSES_AT_FIRST = 16;
+
+class GroupView {
+  constructor(state, goTo) {
+    this.state = state;
+    this.goTo = goTo;
+    this.hint = new Hint();
+    this.node = el("div", { class: "group", tabindex: "-1", "aria-live": "off" });
+  }
+
+  nothing(words) {
+    this.asked = null;
+    this.node.replaceChildren(el("p", { class: "empty" }, words));
+  }
+
+  /** Shows a group; the last one that was asked for wins. */
+  show(store, group) {
+    this.pending = this.open(store, group);
+    return this.pending;
+  }
+
+  async open(store, group) {
+    const asked = (this.asked = { store, group });
+    const texts = await store.texts(group);
+    if (this.asked !== asked) return;
+    this.shown = { store, group, texts };
+    this.limit = RESPONSES_AT_FIRST;
+    this.everything = false;
+    this.draw();
+    this.node.scrollTop = 0;
+  }
+
+  draw() {
+    if (!this.shown) return;
+    const { store, group, texts } = this.shown;
+    const { wanted, order, words } = this.state;
+    this.hint.show(null);
+    const matching = responsesOf(store, group, texts, wanted, order, words);
+    const all = texts.responses.map((_, k) => k);
+    const places = this.everything ? [...matching, ...all.filter((k) => !matching.includes(k))] : matching;
+    const others = all.length - places.length;
+    const cards = places.slice(0, this.limit).map((k) => this.card(k, !matching.includes(k)));
+    const later = places.length - cards.length;
+    const parts = [
+      this.heading(),
+      el("div", { class: "question" }, el("h3", {}, "Prompt"), marked("pre", texts.prompt, words), el("h3", {}, "Answer"), el("pre", { class: "answer" }, texts.answer)),
+      this.legend(),
+      ...cards,
+      later > 0 ? this.button(`Show ${counted(later, "more response")}`, () => { this.limit = Infinity; }) : null,
+      others > 0 ? this.button(`Show ${counted(others, "response")} of this group that the filters leave out`, () => { this.everything = true; }) : null,
+    ];
+    this.node.replaceChildren(...parts.filter(Boolean));
+  }
+
+  button(text, change) {
+    return el("button", { type: "button", class: "more", onclick: () => { change(); this.draw(); } }, text);
+  }
+
+  heading() {
+    const { store, group } = this.shown;
+    const { columns } = store;
+    const size = store.end(group) - store.first(group);
+    const words = [
+      el("h2", {}, `Step ${columns.group_step[group]}`),
+      el("span", {}, `prompt ${columns.group_ordinal[group].toLocaleString("en-US")}`),
+      el("span", {}, `${store.correct(group)} of ${size} correct`),
+    ];
+    const before = columns.group_before[group];
+    if (before >= 0) {
+      const was = `${store.correct(before)} of ${store.end(before) - store.first(before)}`;
+      words.push(el("button", { type: "button", class: "link", onclick: () => this.goTo(before) }, `asked before at step ${columns.group_step[before]}: ${was} correct`));
+    }
+    return el("div", { class: "heading" }, ...words);
+  }
+
+  legend() {
+    const { shading } = this.state;
+    const { recorded, clip } = this.shown.store.about;
+    const sample = (kind, text) => el("span", { class: `token ${kind}` }, text);
+    const parts = [];
+    if (shading === "probability") {
+      parts.push("Probability when sampled: ", sample("p0", "<1%"), sample("p1", "<10%"), sample("p2", "<30%"), sample("p3", "<50%"), sample("p4", "<70%"), sample("p5", "<90%"), sample("p6", "<99%"), sample("p7", "more"));
+    } else if (shading === "clip" && !recorded.ratios) {
+      parts.push("Ratios were not recorded in this run, so clip states are not known.");
+    } else if (shading === "clip" && clip) {
+      parts.push(sample("up", `A > 0, ratio > ${(1 + clip.high).toFixed(2)}`), sample("down", `A < 0, ratio < ${(1 - clip.low).toFixed(2)}`));
+      if (clip.dual !== null) parts.push(sample("dual", `A < 0, ratio > ${clip.dual}`));
+      parts.push(sample("free", "not clipped"), sample("unknown", "not recorded"));
+    }
+    if (!recorded.advantage) parts.push(" Advantages were not recorded in this run.");
+    if (!recorded.pieces && shading !== "none") parts.push(" The run's tokenizer was not found: texts are divided evenly among their tokens.");
+    return el("p", { class: "key" }, ...parts);
+  }
+
+  card(k, beside) {
+    const { store, group, texts } = this.shown;
+    const { shading, words } = this.state;
+    const response = texts.responses[k];
+    const { columns } = store;
+    const i = store.first(group) + k;
+    const flags = columns.flags[i];
+    const correct = Boolean(flags & FLAG.correct);
+    const fact = (name, value, kind = "") => el("span", { class: `fact ${kind}` }, `${name} `, el("b", {}, value));
+    const facts = [
+      el("span", { class: `verdict ${correct ? "good" : "bad"}` }, correct ? "✓ correct" : "✗ wrong"),
+      fact("reward", signed(columns.reward[i]), "wide"),
+      fact("advantage", signed(columns.advantage[i]), "wide"),
+      fact("tokens", columns.tokens[i].toLocaleString("en-US"), "wide"),
+      fact("ended by", response.finish === "length" ? "the length limit" : response.finish === "stop" ? "itself" : "not recorded", response.finish === "length" ? "warn" : ""),
+      columns.penalty[i] ? fact("overlong penalty", signed(columns.penalty[i])) : null,
+      columns.clipped[i] ? fact("clipped", String(columns.clipped[i])) : null,
+      flags & FLAG.flipped ? el("span", { class: "badge" }, "flipped to right") : null,
+      store.about.recorded.in_loss && !(flags & FLAG.trained) ? fact("not trained on", "") : null,
+      flags & FLAG.leftOut ? el("span", { class: "badge warn" }, "left out of the loss") : null,
+    ];
+    const why = [response.extracted === null || response.extracted === undefined ? "no answer found" : `answer read: ${response.extracted}`, response.reason].filter(Boolean).join(" · ");
+    return el(
+      "article",
+      { class: beside ? "response beside" : "response", "aria-label": `Response ${k}` },
+      el("header", {}, el("span", { class: "index" }, `#${response.index ?? k}`), ...facts),
+      ...showTokens(response, columns.tokens[i], { shading, words, hint: this.hint }),
+      el("p", { class: "why" }, why),
+    );
+  }
+}
+
+/** Text in which `words` (lower case) are marked. */
+function marked(name, text, words) {
+  const node = el(name, {});
+  const lower = text.toLowerCase();
+  let from = 0;
+  for (let at = words ? lower.indexOf(words) : -1; at >= 0; at = lower.indexOf(words, from)) {
+    node.append(text.slice(from, at), el("mark", {}, text.slice(at, at + words.length)));
+    from = at + words.length;
+  }
+  node.append(text.slice(from));
+  return node;
+}

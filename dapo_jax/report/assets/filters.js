@@ -1,0 +1,108 @@
+// Which groups are listed, in which order, and which of their responses meet the filters.
+
+const ORDERS = [
+  ["step", "First step first"],
+  ["latest", "Last step first"],
+  ["advantage", "Highest advantage first"],
+  ["negative", "Lowest advantage first"],
+  ["longest", "Longest response first"],
+  ["clipped", "Most clipped tokens first"],
+];
+
+/** True for each response that meets the filters. `wanted` is {verdict, truncated, flipped, clipped, trained, leftOut, step}. */
+function meets(store, wanted, i) {
+  const flags = store.columns.flags[i];
+  if (wanted.verdict === "correct" && !(flags & FLAG.correct)) return false;
+  if (wanted.verdict === "wrong" && flags & FLAG.correct) return false;
+  if (wanted.clipped && !store.columns.clipped[i]) return false;
+  return ["truncated", "flipped", "trained", "leftOut"].every((name) => !wanted[name] || flags & FLAG[name]);
+}
+
+function isOpen(wanted) {
+  return wanted.verdict === "any" && !["truncated", "flipped", "clipped", "trained", "leftOut"].some((name) => wanted[name]);
+}
+
+/** What a response is ordered by; higher comes first. */
+function weightOf(store, order) {
+  const { advantage, reward, tokens, clipped } = store.columns;
+  const known = store.about.recorded.advantage ? advantage : reward;
+  return {
+    advantage: (i) => known[i],
+    negative: (i) => -known[i],
+    longest: (i) => tokens[i],
+    clipped: (i) => clipped[i],
+  }[order];
+}
+
+/** Groups with a response that meets the filters: {groups, counts, responses}, in order. */
+function listed(store, wanted, order) {
+  const weight = weightOf(store, order);
+  const found = [];
+  let responses = 0;
+  for (let group = 0; group < store.groups; group += 1) {
+    if (wanted.step !== null && store.columns.group_step[group] !== wanted.step) continue;
+    let [count, best] = [0, -Infinity];
+    for (let i = store.first(group); i < store.end(group); i += 1) {
+      if (!meets(store, wanted, i)) continue;
+      count += 1;
+      if (weight && weight(i) > best) best = weight(i);
+    }
+    if (count) found.push({ group, count, best });
+    responses += count;
+  }
+  if (order === "latest") {
+    const step = store.columns.group_step;
+    found.sort((a, b) => step[b.group] - step[a.group] || a.group - b.group);
+  } else if (weight) {
+    found.sort((a, b) => b.best - a.best || a.group - b.group);
+  }
+  return { found, responses };
+}
+
+/** Those of a group's responses that meet the filters, and whose text or prompt has `words`, in order. */
+function responsesOf(store, group, texts, wanted, order, words) {
+  const first = store.first(group);
+  const places = texts.responses.map((_, k) => k).filter((k) => meets(store, wanted, first + k));
+  const weight = weightOf(store, order);
+  if (weight) places.sort((a, b) => weight(first + b) - weight(first + a) || a - b);
+  if (!words || has(texts.prompt, words)) return places;
+  return places.filter((k) => has(texts.responses[k].text, words));
+}
+
+const has = (text, words) => text.toLowerCase().includes(words);
+
+const TELL_MS = 250;
+
+/** Looks for `words` (in lower case) in the prompts and responses of `found`, chunk by chunk.
+ *
+ * `tell(entries, done, total)` is called with what has been found, in the order of `found`, now and then and at the end;
+ * `stopped()` ends the search. Between two chunks the page answers to its user.
+ */
+async function search(store, found, wanted, words, tell, stopped) {
+  const chunks = new Map();
+  for (const entry of found) {
+    const chunk = store.columns.group_chunk[entry.group];
+    if (!chunks.has(chunk)) chunks.set(chunk, []);
+    chunks.get(chunk).push(entry);
+  }
+  const hits = new Map();
+  let [done, told] = [0, 0];
+  for (const [chunk, entries] of chunks) {
+    const groups = await store.chunk(chunk);
+    if (stopped()) return;
+    for (const entry of entries) {
+      const texts = groups[store.columns.group_place[entry.group]];
+      const count = responsesOf(store, entry.group, texts, wanted, "step", words).length;
+      if (count) hits.set(entry.group, count);
+    }
+    done += 1;
+    if (done === chunks.size || performance.now() - told >= TELL_MS) {
+      told = performance.now();
+      const there = found.filter((entry) => hits.has(entry.group));
+      tell(there.map((entry) => ({ ...entry, count: hits.get(entry.group) })), done, chunks.size);
+    }
+    await breathe();
+    if (stopped()) return;
+  }
+  if (!chunks.size) tell([], 0, 0);
+}

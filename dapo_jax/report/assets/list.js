@@ -1,0 +1,102 @@
+// The list of groups: as many rows as fit, whatever their number, and the keys of a list box.
+
+const ROW_HEIGHT = 46;
+const MAX_TICKS = 32;
+
+class GroupList {
+  constructor(chosen) {
+    this.chosen = chosen;
+    this.entries = [];
+    this.at = -1;
+    this.space = el("div", { class: "space" });
+    this.box = el("div", { class: "groups", role: "listbox", tabindex: "0", "aria-label": "Groups" }, this.space);
+    this.box.addEventListener("scroll", () => this.draw());
+    this.box.addEventListener("keydown", (event) => this.key(event));
+    new ResizeObserver(() => this.draw()).observe(this.box);
+  }
+
+  /** Shows other entries; the group that was chosen stays so where it is among them. */
+  show(store, entries) {
+    const group = this.store === store ? this.entries[this.at]?.group : undefined;
+    this.store = store;
+    this.entries = entries;
+    this.at = entries.findIndex((entry) => entry.group === group);
+    this.space.style.height = `${entries.length * ROW_HEIGHT}px`;
+    this.rows = new Map();
+    this.space.replaceChildren();
+    if (this.at < 0) this.box.scrollTop = 0;
+    else this.reveal();
+    this.draw();
+  }
+
+  /** Scrolls to the chosen row. */
+  reveal() {
+    const top = this.at * ROW_HEIGHT;
+    const { scrollTop, clientHeight } = this.box;
+    if (top < scrollTop) this.box.scrollTop = top;
+    else if (top + ROW_HEIGHT > scrollTop + clientHeight) this.box.scrollTop = top + ROW_HEIGHT - clientHeight;
+  }
+
+  draw() {
+    if (!this.store) return;
+    const first = Math.max(0, Math.floor(this.box.scrollTop / ROW_HEIGHT) - 4);
+    const height = this.box.clientHeight || 600;
+    const end = Math.min(this.entries.length, first + Math.ceil(height / ROW_HEIGHT) + 8);
+    for (const [place, row] of this.rows) {
+      if (place < first || place >= end) {
+        row.remove();
+        this.rows.delete(place);
+      }
+    }
+    for (let place = first; place < end; place += 1) {
+      if (!this.rows.has(place)) this.rows.set(place, this.row(place));
+    }
+    for (const [place, row] of this.rows) row.setAttribute("aria-selected", String(place === this.at));
+    if (this.rows.has(this.at)) this.box.setAttribute("aria-activedescendant", `group-${this.at}`);
+    else this.box.removeAttribute("aria-activedescendant");
+  }
+
+  row(place) {
+    const { store } = this;
+    const { group, count } = this.entries[place];
+    const { columns } = store;
+    const [first, end] = [store.first(group), store.end(group)];
+    const marks = el("span", { class: "marks", "aria-hidden": "true" });
+    for (let i = first; i < Math.min(end, first + MAX_TICKS); i += 1) {
+      marks.append(el("i", { class: columns.flags[i] & FLAG.correct ? "good" : "bad" }));
+    }
+    const size = end - first;
+    const right = store.correct(group);
+    const part = count < size ? `, ${count} shown` : "";
+    const row = el(
+      "div",
+      { class: "row", role: "option", id: `group-${place}`, "aria-setsize": this.entries.length, "aria-posinset": place + 1, onclick: () => this.choose(place) },
+      el("span", { class: "step" }, `step ${columns.group_step[group]}`),
+      marks,
+      el("span", { class: "score" }, `${right}/${size}${part}`),
+      el("span", { class: "head" }, store.head(group) || "(empty prompt)"),
+    );
+    row.style.top = `${place * ROW_HEIGHT}px`;
+    this.space.append(row);
+    return row;
+  }
+
+  choose(place) {
+    if (!this.entries.length) return;
+    this.at = Math.min(this.entries.length - 1, Math.max(0, place));
+    this.reveal();
+    this.draw();
+    this.chosen(this.entries[this.at]);
+  }
+
+  key(event) {
+    const page = Math.max(1, Math.floor(this.box.clientHeight / ROW_HEIGHT) - 1);
+    const to = {
+      ArrowDown: this.at + 1, ArrowUp: this.at - 1, PageDown: this.at + page, PageUp: this.at - page,
+      Home: 0, End: this.entries.length - 1,
+    }[event.key];
+    if (to === undefined) return;
+    event.preventDefault();
+    this.choose(to);
+  }
+}

@@ -1,0 +1,90 @@
+"""Joins the data and the files of `assets` to one HTML page.
+
+Prompts and responses are what a model and a dataset say, so nothing of them is ever markup: they travel as JSON or as
+base64 in script elements that no browser runs, and the page's own script puts them into text nodes. The policy in the page's
+head allows that one script and that one style, by their hashes, and no connection to anywhere.
+"""
+
+import base64
+import hashlib
+import html
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import resources
+from typing import Any
+
+from dapo_jax.report.rollouts import Laid
+
+STYLES = ("style.css", "charts.css", "rollouts.css")
+SCRIPTS = (
+    "base.js",
+    "scales.js",
+    "chart.js",
+    "curves.js",
+    "store.js",
+    "filters.js",
+    "list.js",
+    "tokens.js",
+    "detail.js",
+    "browser.js",
+    "configuration.js",
+    "main.js",
+)
+"""In the order in which they are joined; together they are one function."""
+
+
+def page_of(title: str, data: Mapping[str, Any], laid: Sequence[Laid]) -> str:
+    """The page as text.
+
+    Args:
+        title: of the browser's window.
+        data: what the scripts read at once; numbers must be finite.
+        laid: the rollouts of each run.
+    """
+    style = "\n".join(_asset(name) for name in STYLES)
+    script = "(() => {\n'use strict';\n" + "\n".join(_asset(name) for name in SCRIPTS) + "\n})();"
+    body = _asset("page.html")
+    parts = {
+        "policy": f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'; form-action 'none'",
+        "title": html.escape(title),
+        "style": style,
+        "script": script,
+        "data": "".join(_data(data, laid)),
+    }
+    pieces = []
+    for piece in body.split("{{"):
+        name, closed, rest = piece.partition("}}")
+        pieces += [parts[name], rest] if closed else [piece]
+    return "".join(pieces)
+
+
+def inert(value: Any) -> str:
+    """JSON that can stand in a script element: nothing in it ends the element or begins a comment.
+
+    >>> inert("</script><!-- & \\u2028")
+    '"\\\\u003c/script\\\\u003e\\\\u003c!-- \\\\u0026 \\\\u2028"'
+    """
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"))  # all that is not ASCII is escaped
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _data(data: Mapping[str, Any], laid: Sequence[Laid]) -> Iterable[str]:
+    yield f'<script type="application/json" id="data">{inert(data)}</script>\n'
+    for number, run in enumerate(laid):
+        yield _packed(f"index-{number}", run.index)
+        for place, chunk in enumerate(run.chunks):
+            yield _packed(f"chunk-{number}-{place}", chunk)
+
+
+def _packed(name: str, content: bytes) -> str:
+    text = base64.b64encode(content).decode("ascii")
+    return f'<script type="application/gzip" id="{name}">{text}</script>\n'
+
+
+def _hash(text: str) -> str:
+    digest = hashlib.sha256(text.encode("utf-8")).digest()
+    return f"'sha256-{base64.b64encode(digest).decode('ascii')}'"
+
+
+def _asset(name: str) -> str:
+    return (resources.files("dapo_jax.report") / "assets" / name).read_text(encoding="utf-8")

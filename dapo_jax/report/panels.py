@@ -1,0 +1,247 @@
+"""Which curves are drawn together, in the page and in PNGs alike."""
+
+from dataclasses import dataclass
+
+from dapo_jax.report.tables import REST
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """One line, or one layer of a stack."""
+
+    key: str
+    """The metric's name, in `PANELS` a pattern of it."""
+    label: str
+    """What it is called; in `PANELS` it may have groups of the pattern, as `\\1`."""
+    band: str = ""
+    """The metric with its standard error, drawn as a band; in `PANELS` as `label`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Panel:
+    """Curves that share their axes."""
+
+    section: str
+    title: str
+    unit: str
+    """Of the vertical axis; `share` is drawn in percent."""
+    series: tuple[Series, ...]
+    stacked: bool = False
+    log: bool = False
+    """A logarithmic axis."""
+    note: str = ""
+    """What one must know to read it."""
+    hidden: tuple[str, ...] = ()
+    """Keys that are drawn only when asked for."""
+    quiet: bool = False
+    """Left out where all its values are 0, and so is each of its series."""
+    exact: bool = False
+    """Drawn as measured, never smoothed: steps would become slopes."""
+
+
+def _series(**labels: str) -> tuple[Series, ...]:
+    return tuple(Series(key=name.replace("__", "/"), label=label) for name, label in labels.items())
+
+
+HELD_OUT = tuple(
+    Series(key=rf"eval/(.+)/({kind}@\d+)", label=r"\2 \1", band=r"eval/\1/\2_stderr")
+    for kind in ("avg", "pass", "cons")
+)
+
+PANELS = (
+    Panel(
+        section="Learning",
+        title="Held-out accuracy",
+        unit="share",
+        series=HELD_OUT,
+        note="shaded: one standard error over problems",
+    ),
+    Panel(
+        section="Learning",
+        title="Training accuracy",
+        unit="share",
+        series=_series(
+            rollout__accuracy="sampled, before the filter",
+            rollout__trained_accuracy="trained on, after the filter",
+        ),
+    ),
+    Panel(
+        section="Learning",
+        title="Reward",
+        unit="",
+        series=_series(reward__mean="mean", reward__std="standard deviation"),
+    ),
+    Panel(
+        section="Learning",
+        title="Overlong penalty",
+        unit="",
+        series=_series(reward__overlong_penalty="mean"),
+    ),
+    Panel(
+        section="Learning",
+        title="Reward parts",
+        unit="",
+        series=(Series(key=r"reward/parts/(.+)", label=r"\1"),),
+    ),
+    Panel(
+        section="Responses",
+        title="Response length",
+        unit="tokens",
+        series=_series(
+            rollout__response_tokens="mean",
+            rollout__trained_response_tokens="mean, trained on",
+            rollout__response_tokens_p95="95th percentile",
+            rollout__response_tokens_max="longest",
+        ),
+    ),
+    Panel(
+        section="Responses",
+        title="Truncated responses",
+        unit="share",
+        series=_series(rollout__truncated_frac="cut off at the limit"),
+    ),
+    Panel(
+        section="Responses",
+        title="Responses without a verdict",
+        unit="responses",
+        quiet=True,
+        series=_series(reward__lost="no verdict", reward__nonfinite="score not finite"),
+    ),
+    Panel(
+        section="Dynamic sampling",
+        title="Groups sampled",
+        unit="share",
+        stacked=True,
+        series=_series(
+            rollout__mixed_frac="mixed",
+            rollout__all_correct_frac="all correct",
+            rollout__all_wrong_frac="all wrong",
+        ),
+    ),
+    Panel(
+        section="Dynamic sampling",
+        title="Prompts and groups",
+        unit="a step",
+        series=_series(
+            rollout__prompts="prompts drawn",
+            rollout__trained_groups="kept, trained on",
+            rollout__surplus_groups="mixed beyond need",
+            rollout__carried_groups="carried over",
+        ),
+    ),
+    Panel(
+        section="Dynamic sampling",
+        title="Waves",
+        exact=True,
+        unit="rounds of drawing",
+        series=_series(rollout__waves="waves"),
+    ),
+    Panel(section="Policy", title="Entropy", unit="nats a token", series=_series(policy__entropy="policy")),
+    Panel(
+        section="Policy",
+        title="Probability of sampled tokens",
+        unit="",
+        series=_series(
+            policy__sampled_prob="all tokens",
+            policy__clipped_high_prob="clipped from above",
+        ),
+    ),
+    Panel(
+        section="Policy",
+        title="Clipped tokens",
+        unit="share",
+        series=_series(
+            policy__clip_high_frac="from above, A > 0",
+            policy__clip_low_frac="from below, A < 0",
+            policy__dual_clip_frac="by the dual clip",
+        ),
+    ),
+    Panel(
+        section="Policy",
+        title="Change within a step",
+        unit="nats",
+        series=_series(policy__kl_old_k3="KL(old || new), k3", policy__kl_old_k1="KL(old || new), k1"),
+    ),
+    Panel(
+        section="Policy",
+        title="Distance from the reference",
+        unit="nats",
+        series=_series(policy__kl_ref_k3="KL, k3", policy__kl_ref_k1="KL, k1"),
+    ),
+    Panel(
+        section="Policy",
+        title="Ratio new / old",
+        unit="",
+        series=_series(policy__ratio_max="largest", policy__ratio="mean"),
+    ),
+    Panel(section="Updates", title="Loss", unit="", series=_series(update__loss="loss")),
+    Panel(
+        section="Updates",
+        title="Gradient norm",
+        unit="before clipping",
+        series=_series(update__grad_norm="gradient norm"),
+    ),
+    Panel(
+        section="Updates",
+        title="Learning rate",
+        unit="",
+        exact=True,
+        series=_series(update__learning_rate="learning rate"),
+    ),
+    Panel(
+        section="Updates",
+        title="Skipped updates",
+        unit="share",
+        quiet=True,
+        exact=True,
+        series=_series(update__skipped_frac="not finite, so skipped"),
+    ),
+    Panel(
+        section="Updates",
+        title="Not finite",
+        unit="updates",
+        quiet=True,
+        exact=True,
+        series=(Series(key=r"nonfinite/(.+)", label=r"\1"),),
+    ),
+    Panel(
+        section="Updates",
+        title="Watchdogs",
+        unit="1: raised",
+        quiet=True,
+        exact=True,
+        series=(Series(key=r"watchdog/(.+)", label=r"\1"),),
+    ),
+    Panel(
+        section="Updates",
+        title="Sampler against trainer",
+        unit="nats",
+        log=True,
+        series=_series(
+            sync__sampler_trainer_kl="KL(sampler || trainer)",
+            sync__logprob_diff_mean="mean |difference|",
+            sync__logprob_diff_max="largest |difference|",
+        ),
+        note="differences of log-probabilities; groups carried over were sampled with older weights",
+    ),
+    Panel(
+        section="Time",
+        title="Time of a step",
+        unit="s",
+        stacked=True,
+        series=(
+            *_series(time__sample_s="sample", time__update_s="update"),
+            Series(key=REST, label="rest, evaluation"),
+        ),
+    ),
+    Panel(
+        section="Time",
+        title="Throughput",
+        unit="tokens/s",
+        series=_series(
+            speed__sampled_tokens_per_s="sampled, while sampling",
+            speed__trained_tokens_per_s="trained on, while updating",
+        ),
+    ),
+)
+"""In the order of the page. Keys are patterns that match a whole name."""

@@ -1,0 +1,287 @@
+"""A run's rollouts as a browser opens them: an index of numbers that is read at once, and compressed chunks of text.
+
+A chunk holds the groups of whole steps as JSON, compressed; `_group` says what is in it, and `Index` what the index has.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby, takewhile
+from typing import Any
+
+import numpy as np
+
+from dapo_jax.config import ConfigError, LossConfig
+from dapo_jax.report.index import CORRECT, FLIPPED, LEFT_OUT, TRAINED, TRUNCATED, Index, compressed
+from dapo_jax.report.runs import RunFiles
+from dapo_jax.report.tokens import Pieces, tokenizer_of
+from dapo_jax.trackers.rollout_log import read_rollouts
+
+CHUNK_BYTES = 512 * 1024
+"""Of JSON, about, before it is compressed: a browser opens it in some milliseconds."""
+
+_HEAD = 96
+"""Characters of a prompt that a list shows."""
+_FRAME = 16
+"""Characters that all prompts begin or end with are left out of a list where they are at least so many."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Laid:
+    """The rollouts of one run."""
+
+    about: Mapping[str, Any]
+    """What the page says of them, as JSON can."""
+    index: bytes
+    chunks: Sequence[bytes]
+
+
+def lay_out(run: RunFiles, *, steps: int | None = None) -> Laid:
+    """Reads a run's rollouts.
+
+    Args:
+        run: whose.
+        steps: how many logged steps at most, evenly spaced, the first and the last among them; None: all.
+
+    Raises:
+        ConfigError: a file of rollouts is damaged; names it and the line.
+    """
+    files = _spaced(run.logged, steps)
+    laying = _Laying(run)
+    for file in files:
+        laying.step(_rows(file))
+    return laying.done(logged=len(run.logged))
+
+
+class _Laying:
+    """Rollouts of one step after the other, on their way into index and chunks."""
+
+    def __init__(self, run: RunFiles) -> None:
+        self._loss = None if run.config is None else run.config.loss
+        tokenizer = tokenizer_of(run) if run.logged else None
+        self._pieces = None if tokenizer is None else Pieces(tokenizer)
+        self._index, self._questions = Index(), dict[tuple[str, str], int]()
+        self._latest: dict[int, tuple[int, float]] = {}
+        """Question -> its last group of the steps so far, and that one's accuracy."""
+        self._open: list[str] = []
+        self._chunks: list[bytes] = []
+        self._steps: list[int] = []
+        self._seen = dict.fromkeys(("advantage", "ratios", "in_loss", "pieces"), False)
+
+    def step(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Adds the groups of one step."""
+        latest: dict[int, tuple[int, float]] = {}
+        for _, of_group in groupby(rows, key=lambda row: row["ordinal"]):
+            group = list(of_group)
+            question = self._question(group[0])
+            before, was = self._latest.get(question, (-1, 1.0))
+            states = [self._states(row) for row in group]
+            self._numbers(group, states, question, before, flipped=was < 0.5)
+            accuracy = sum(bool(row["correct"]) for row in group) / len(group)
+            latest[question] = len(self._index.group_step) - 1, accuracy
+            self._open.append(
+                json.dumps(self._group(group, states), ensure_ascii=False, separators=(",", ":"))
+            )
+        self._latest |= latest
+        if rows:
+            self._steps.append(rows[0]["step"])
+        if sum(map(len, self._open)) >= CHUNK_BYTES:
+            self._close()
+
+    def done(self, *, logged: int) -> Laid:
+        """All that was laid out; `logged` is how many steps the run has on file."""
+        self._close()
+        index, columns = self._index.packed()
+        loss = self._loss
+        about = {
+            "columns": columns,
+            "heads": heads([prompt for prompt, _ in self._questions]),
+            "steps": self._steps,
+            "logged": logged,
+            "chunks": len(self._chunks),
+            "recorded": self._seen,
+            "clip": loss
+            and {"low": loss.clip_ratio_low, "high": loss.clip_ratio_high, "dual": loss.dual_clip},
+        }
+        return Laid(about=about, index=index, chunks=self._chunks)
+
+    def _close(self) -> None:
+        if self._open:
+            text = "[" + ",".join(self._open) + "]"
+            self._chunks.append(compressed(text.encode("utf-8", errors="replace")))
+            self._open = []
+
+    def _question(self, row: Mapping[str, Any]) -> int:
+        return self._questions.setdefault((row["prompt"], row["answer"]), len(self._questions))
+
+    def _numbers(
+        self,
+        group: Sequence[Mapping[str, Any]],
+        states: Sequence[str | None],
+        question: int,
+        before: int,
+        *,
+        flipped: bool,
+    ) -> None:
+        index = self._index
+        index.group_step.append(group[0]["step"])
+        index.group_ordinal.append(group[0]["ordinal"])
+        index.group_first.append(len(index.flags))
+        index.group_question.append(question)
+        index.group_before.append(before)
+        index.group_chunk.append(len(self._chunks))
+        index.group_place.append(len(self._open))
+        for row, state in zip(group, states, strict=True):
+            correct, in_loss = bool(row["correct"]), row.get("in_loss")
+            index.flags.append(
+                CORRECT * correct
+                | TRUNCATED * (row.get("finish_reason") == "length")
+                | FLIPPED * (correct and flipped)
+                | TRAINED * (in_loss is not None or row.get("ratios") is not None)
+                | LEFT_OUT * (in_loss is False)
+            )
+            index.reward.append(_float(row.get("reward")))
+            index.advantage.append(_float(row.get("advantage")))
+            index.penalty.append(_float(row.get("overlong_penalty")))
+            index.tokens.append(len(row["response_token_ids"]))
+            index.clipped.append(0 if state is None else sum(map(state.count, "^vd")))
+            for key in ("advantage", "ratios", "in_loss"):
+                self._seen[key] = self._seen[key] or row.get(key) is not None
+
+    def _group(self, group: Sequence[Mapping[str, Any]], states: Sequence[str | None]) -> dict[str, Any]:
+        """What a chunk holds of a group; a response's `lengths` are its tokens', in UTF-16 units."""
+        return {
+            "prompt": group[0]["prompt"],
+            "answer": group[0]["answer"],
+            "responses": [self._response(row, state) for row, state in zip(group, states, strict=True)],
+        }
+
+    def _response(self, row: Mapping[str, Any], states: str | None) -> dict[str, Any]:
+        text, said = row["response"], {}
+        if self._pieces is not None and (cut := self._pieces.of(row["response_token_ids"], text)):
+            whole, parts = cut
+            said["lengths"] = [_units(part) for part in parts]
+            self._seen["pieces"] = True
+            if whole != text:  # what a stop string took from it
+                said["graded"], text = _units(text), whole
+        if _fits(row, "logprobs"):
+            said["nats"] = [None if value is None else round(-1000 * value) for value in row["logprobs"]]
+        if states is not None:
+            said["clips"] = states
+        if states is not None or _fits(row, "ratios"):
+            said["ratios"] = [None if value is None else round(10_000 * value) for value in row["ratios"]]
+        return {
+            "text": text,
+            "extracted": row.get("extracted"),
+            "reason": row.get("reason") or "",
+            "index": row.get("index"),
+            "finish": row.get("finish_reason"),
+            **said,
+        }
+
+    def _states(self, row: Mapping[str, Any]) -> str | None:
+        advantage = _float(row.get("advantage"))
+        if self._loss is None or math.isnan(advantage) or not _fits(row, "ratios"):
+            return None
+        return clip_states(row["ratios"], advantage, self._loss)
+
+
+def clip_states(ratios: Iterable[float | None], advantage: float, loss: LossConfig) -> str:
+    """What the clip did to each token (Eq. 8 and 10): a character for each.
+
+    `^` the ratio is over 1 + clip_ratio_high and the advantage positive; `v` it is under 1 - clip_ratio_low and the advantage
+    negative: such a token has no gradient. `d` the advantage is negative and the ratio over the dual clip. `.` none of
+    these, `-` no ratio is known.
+
+    >>> clip_states([1.3, 1.2, None], 1.0, LossConfig()), clip_states([1.3, 0.7], -1.0, LossConfig())
+    ('^.-', '.v')
+    """
+    high, low = 1.0 + loss.clip_ratio_high, 1.0 - loss.clip_ratio_low
+    dual = math.inf if loss.dual_clip is None else loss.dual_clip
+
+    def state(ratio: float | None) -> str:
+        if ratio is None:
+            return "-"
+        if advantage > 0:
+            return "^" if ratio > high else "."
+        if advantage < 0:
+            return "v" if ratio < low else "d" if ratio > dual else "."
+        return "."
+
+    return "".join(map(state, ratios))
+
+
+def _rows(file: Any) -> list[dict[str, Any]]:
+    try:
+        rows = read_rollouts(file)
+        for number, row in enumerate(rows, 1):
+            _check(row, f"{file}, rollout {number}")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{error}; mend that file, or move it away") from error
+    return rows
+
+
+def _check(row: Mapping[str, Any], where: str) -> None:
+    """What the layout leans on; the rest may be missing, as it is in files of older versions."""
+    kinds = {
+        "step": int,
+        "ordinal": int,
+        "prompt": str,
+        "answer": str,
+        "response": str,
+        "response_token_ids": list,
+    }
+    for name, kind in kinds.items():
+        if not isinstance(row.get(name), kind):
+            raise ValueError(f"{where}: {name!r} is {row.get(name)!r:.60}; it must be {kind.__name__}")
+    if not isinstance(row.get("correct"), bool):
+        raise ValueError(f"{where}: 'correct' is {row.get('correct')!r:.60}; it must be true or false")
+
+
+def _fits(row: Mapping[str, Any], key: str) -> bool:
+    """True if there is a number, or null, for every token."""
+    values = row.get(key)
+    if not isinstance(values, list) or len(values) != len(row["response_token_ids"]):
+        return False
+    return set(map(type, values)) <= {int, float, type(None)} and math.isfinite(sum(filter(None, values)))
+
+
+def _spaced(files: Sequence[Any], count: int | None) -> Iterator[Any]:
+    if count is None or count >= len(files):
+        return iter(files)
+    # From the end, so that one alone is the last.
+    places = np.linspace(len(files) - 1, 0, count).round().astype(int)[::-1]
+    return (files[place] for place in places)
+
+
+def heads(prompts: Sequence[str]) -> list[str]:
+    """What tells prompts apart, in one line each: without what is put around every question.
+
+    >>> heads(["Solve this task, please: 1+1", "Solve this task, please: 2+3"])
+    ['1+1', '2+3']
+    """
+    several = len(set(prompts)) > 1
+    before = _common(prompts) if several else ""
+    before = before[: before.rfind(" ") + 1] if len(before) >= _FRAME else ""
+    rest = [prompt[len(before) :] for prompt in prompts]
+    after = _common([text[::-1] for text in rest]) if several else ""
+    after = after[: after.rfind(" ") + 1] if len(after) >= _FRAME else ""
+    lines = [" ".join(text[: len(text) - len(after)][: 4 * _HEAD].split()) for text in rest]
+    return [line if len(line) <= _HEAD else line[: _HEAD - 1] + "…" for line in lines]
+
+
+def _common(texts: Sequence[str]) -> str:
+    """What all texts begin with."""
+    low, high = min(texts), max(texts)  # whatever these two share, all that lie between them share
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(low, high, strict=False))
+    return low[: sum(1 for _ in same)]
+
+
+def _units(text: str) -> int:
+    """Length as JavaScript counts it."""
+    return len(text) if text.isascii() else len(text.encode("utf-16-le", errors="replace")) // 2
+
+
+def _float(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else math.nan

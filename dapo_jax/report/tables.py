@@ -1,0 +1,126 @@
+"""A run's metrics as columns, the axes they can be drawn against, and configurations side by side."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+from dapo_jax.config import TrainConfig
+from dapo_jax.config.loading import leaf_types
+from dapo_jax.report.runs import RunFiles
+
+Column = list[float | int | None]
+
+AXES = {
+    "step": "step",
+    "updates": "optimizer updates",
+    "sampled_tokens": "sampled tokens",
+    "clock_s": "time in steps and evaluations",
+}
+"""Name of an axis -> what it counts, from the beginning of the run to the end of a step."""
+
+REST = "time/rest_s"
+"""What a step took beside sampling and updating: mostly the evaluation after it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """The metrics of a run, one value a line of metrics.jsonl, None where a line has none."""
+
+    axes: Mapping[str, Column]
+    """Some of `AXES`; `step` is always there."""
+    columns: Mapping[str, Column]
+    """Name of a metric -> its values. A metric without any number is left out."""
+
+
+def table_of(run: RunFiles) -> Table:
+    """The columns of a run, `REST` among them."""
+    rows = [{**row, **_rest(row)} for row in run.rows]
+    names = dict.fromkeys(name for row in rows for name in row if name != "step")
+    columns = {name: [_number(row.get(name)) for row in rows] for name in names}
+    return Table(
+        axes=_axes(rows, run.config),
+        columns={name: values for name, values in columns.items() if any(v is not None for v in values)},
+    )
+
+
+def configurations(runs: Sequence[RunFiles]) -> list[dict[str, Any]]:
+    """Every key of the configuration with its default and each run's value, as text.
+
+    Returns:
+        {key, default, values, departs, differs} for each key in the order of the schema: `values` has None for a run
+        without config.yaml, `departs` says that some run's is not the default, `differs` that runs do not agree.
+    """
+    default = _leaves(TrainConfig(run_dir="RUN"))
+    leaves = [None if run.config is None else _leaves(run.config) for run in runs]
+    rows = []
+    for key in default:
+        values = [None if each is None else each[key] for each in leaves]
+        known = [value for value, each in zip(values, leaves, strict=True) if each is not None]
+        rows.append(
+            {
+                "key": key,
+                "default": "" if key == "run_dir" else _shown(default[key]),
+                "values": [
+                    None if each is None else _shown(value)
+                    for value, each in zip(values, leaves, strict=True)
+                ],
+                "departs": key != "run_dir" and any(value != default[key] for value in known),
+                "differs": any(value != known[0] for value in known),
+            }
+        )
+    return rows
+
+
+def _leaves(config: TrainConfig) -> dict[str, Any]:
+    return {key: reduce(getattr, key.split("."), config) for key in leaf_types(TrainConfig)}
+
+
+def _shown(value: Any) -> str:
+    """A value as a configuration file would have it, in one line."""
+    return value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _axes(rows: Sequence[Mapping[str, Any]], config: TrainConfig | None) -> dict[str, Column]:
+    axes: dict[str, Column] = {"step": [row["step"] for row in rows]}
+    if config is not None:
+        axes["updates"] = _sums([_updates(row, config.batch.groups_per_update) for row in rows])
+        axes["sampled_tokens"] = _sums([_sampled_tokens(row, config.batch.group_size) for row in rows])
+    if any("time/step_s" in row for row in rows):
+        clock = [(row.get("time/step_s") or 0.0) + (row.get("time/eval_s") or 0.0) for row in rows]
+        axes["clock_s"] = _sums(clock)
+    return axes
+
+
+def _updates(row: Mapping[str, Any], groups_per_update: int) -> int:
+    """The last minibatch of a step may be smaller, where dynamic sampling fell short."""
+    return math.ceil((row.get("rollout/trained_groups") or 0) / groups_per_update)
+
+
+def _sampled_tokens(row: Mapping[str, Any], group_size: int) -> int:
+    return round((row.get("rollout/prompts") or 0) * group_size * (row.get("rollout/response_tokens") or 0))
+
+
+def _rest(row: Mapping[str, Any]) -> dict[str, float]:
+    if row.get("time/step_s") is None:
+        return {}
+    inside = sum(row.get(name) or 0.0 for name in ("time/sample_s", "time/update_s"))
+    return {REST: max(row["time/step_s"] - inside, 0.0) + (row.get("time/eval_s") or 0.0)}
+
+
+def _sums(values: Sequence[float | int]) -> Column:
+    total, sums = 0.0, []
+    for value in values:
+        total += value
+        sums.append(_number(total))
+    return sums
+
+
+def _number(value: Any) -> float | int | None:
+    """Six digits are more than a curve shows."""
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    short = float(f"{value:.6g}")
+    return int(short) if short.is_integer() and abs(short) < 2**53 else short

@@ -1,0 +1,123 @@
+"""Where one token of a response ends and the next begins, in its text."""
+
+import importlib
+import os
+import tempfile
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+
+import numpy as np
+
+from dapo_jax.config import ModelConfig
+from dapo_jax.report.runs import RunFiles
+from dapo_jax.storage import AnyPath, entries
+from dapo_jax.text.tokenizers import Tokenizer, load_tokenizer, named_tokenizer
+
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+"""What the first bytes of a character decode to."""
+_LONGEST = 4
+"""Bytes of a character, so as many tokens can lie in one."""
+
+
+def tokenizer_of(run: RunFiles) -> Tokenizer | None:
+    """The run's tokenizer: of RUN/model, which a finished run has, or of the model it started from; None if it is not here.
+
+    Nothing is fetched: of a model from the hub the cache is looked into.
+    """
+    found = _read(run.place / "model")
+    if found is not None or run.config is None:
+        return found
+    if run.config.model.source.startswith("preset:"):
+        return named_tokenizer(run.config.model.tokenizer)
+    folder = _folder(run.config.model)
+    return None if folder is None else _read(folder)
+
+
+def _read(folder: AnyPath) -> Tokenizer | None:
+    if not (folder / "tokenizer.json").is_file():
+        return None
+    try:
+        if isinstance(folder, Path):
+            return load_tokenizer(folder)
+        with tempfile.TemporaryDirectory() as here:
+            for file in entries(folder):
+                if file.suffix in (".json", ".jinja"):
+                    (Path(here) / file.name).write_bytes(file.read_bytes())
+            return load_tokenizer(here)
+    except ValueError:  # a run that trained has read it; a damaged copy costs the borders of tokens alone
+        return None
+
+
+def _folder(model: ModelConfig) -> Path | None:
+    kind, _, name = model.source.partition(":")
+    if kind == "shipped":
+        return Path(str(resources.files("dapo_jax"))) / "assets" / name
+    if kind != "hf":
+        return Path(os.path.expanduser(model.source))
+    try:
+        hub = importlib.import_module("huggingface_hub")
+        where = {"revision": model.revision or None, "cache_dir": model.cache_dir or None}
+        return Path(hub.snapshot_download(name, local_files_only=True, **where))
+    except Exception:  # not installed, or not in the cache: each has its own kinds
+        return None
+
+
+class Pieces:
+    """Cuts texts into the parts that single tokens stand for."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._first: dict[int, str] = {}
+        self._later: dict[int, str] = {}
+        self._before: tuple[int, str] | None = None
+
+    def of(self, ids: Sequence[int], text: str) -> tuple[str, list[str]] | None:
+        """All that the ids say, and the part of each; None if that does not begin with `text`, or cannot be cut.
+
+        A token that ends a response stands for nothing. Where several tokens make one character, the last of them has it
+        and the others nothing.
+
+        >>> from dapo_jax.text.tokenizers import ByteTokenizer
+        >>> Pieces(ByteTokenizer()).of([67, 197, 171, 1], "Aé")
+        ('Aé', ['A', '', 'é', ''])
+        """
+        try:
+            whole = self._decoded(ids)
+            if not whole.startswith(text):
+                return None
+            parts = [self._part(number, first=place == 0) for place, number in enumerate(ids)]
+            if "".join(parts) != whole:
+                parts = self._one_by_one(ids)
+        except ValueError:
+            return None
+        return (whole, parts) if "".join(parts) == whole else None
+
+    def _part(self, number: int, *, first: bool) -> str:
+        """A token alone; or behind another one, since some tokenizers drop a space that begins a text."""
+        known = self._first if first else self._later
+        if number not in known:
+            alone = self._decoded([number])
+            if self._before is None and alone and _UNFINISHED not in alone:
+                self._before = number, alone
+            if first or self._before is None:
+                known[number] = alone
+            else:
+                anchor, said = self._before
+                known[number] = self._decoded([anchor, number])[len(said) :]
+        return known[number]
+
+    def _one_by_one(self, ids: Sequence[int]) -> list[str]:
+        """Each token behind those before it, as long as a character is unfinished."""
+        parts, start, given = [], 0, 0
+        for end in range(1, len(ids) + 1):
+            now, before = self._decoded(ids[start:end]), self._decoded(ids[start:given])
+            if now.endswith(_UNFINISHED) and end < len(ids) and end - given < _LONGEST:
+                parts.append("")
+            else:
+                parts.append(now[len(before) :])
+                start, given = given, end
+        return parts
+
+    def _decoded(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(np.array(ids, dtype=np.int64))

@@ -1,0 +1,202 @@
+"""The keys of a configuration as Markdown, from the dataclasses and the text below each of their fields."""
+
+import ast
+import dataclasses
+import inspect
+import itertools
+import json
+import re
+import sys
+import textwrap
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, get_args, get_origin, get_type_hints
+
+from dapo_jax import config
+from dapo_jax.config.data_schema import ExampleConfig
+from dapo_jax.config.values import CHOICES, RANGES
+
+ENTRIES: dict[str, type] = {
+    "data.few_shot": ExampleConfig,
+    "data.mixture": config.SourceConfig,
+    "eval.datasets": config.SourceConfig,
+    "reward.graders": config.GraderConfig,
+}
+"""Keys that hold a list of mappings -> what each mapping may have."""
+
+PAPER = re.compile(r"Eq\. \d+|Section \d(?:\.\d)?|Algorithm \d")
+WORDS = {
+    str: "text",
+    int: "integer",
+    float: "number",
+    bool: "true or false",
+    type(None): "null",
+    Any: "anything",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Key:
+    """One key of a configuration."""
+
+    name: str
+    """Dotted; `data.mixture[].weight` is one of the entries of a list."""
+    kind: str
+    default: str
+    """As it is written in YAML; empty: it must be given."""
+    text: str
+    paper: tuple[str, ...]
+    """Equations and sections of the paper."""
+
+    @property
+    def needs(self) -> str:
+        """What the value must be, beyond its type."""
+        if self.name in CHOICES:
+            return "One of " + ", ".join(f"`{choice}`" for choice in CHOICES[self.name]) + "."
+        return f"Needs: {RANGES[self.name].needs}." if self.name in RANGES else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """The keys of one dataclass at one place of a configuration."""
+
+    name: str
+    schema: type
+    keys: tuple[Key, ...]
+
+
+def sections(schema: type, name: str = "", default: Mapping[str, Any] | None = None) -> Iterator[Section]:
+    """The keys of a configuration class, its own first, then those of each section in it."""
+    hints, default = get_type_hints(schema), default or _defaults(schema)
+    yield Section(name=name, schema=schema, keys=tuple(_keys(schema, name, default)))
+    for field in dataclasses.fields(schema):
+        inner = f"{name}.{field.name}".lstrip(".")
+        if dataclasses.is_dataclass(hints[field.name]):
+            yield from sections(hints[field.name], inner, vars(default[field.name]))
+        elif inner in ENTRIES:
+            assert default[field.name] == [], f"{inner} is described as a list"
+            entry = ENTRIES[inner]
+            yield Section(
+                name=f"{inner}[]", schema=entry, keys=tuple(_keys(entry, f"{inner}[]", _defaults(entry)))
+            )
+
+
+def all_keys(schema: type) -> dict[str, Key]:
+    """Every key of a configuration class by its dotted name."""
+    return {key.name: key for section in sections(schema) for key in section.keys}
+
+
+def markdown(schema: str) -> str:
+    """All keys of a configuration class, each with its default, its type and what is said below its field."""
+    return "\n".join(_section(section, index=True) for section in sections(getattr(config, schema)))
+
+
+def markdown_beside(schema: str) -> str:
+    """The keys of another configuration class than `TrainConfig`: those that are its own at length, the others by their name."""
+    known = all_keys(config.TrainConfig)
+    lines = []
+    for section in sections(getattr(config, schema)):
+        own = [
+            key for key in section.keys if known.get(key.name, key).text != key.text or key.name not in known
+        ]
+        shared = [key for key in section.keys if key not in own]
+        if own:
+            lines.append(_section(dataclasses.replace(section, keys=tuple(own)), index=False))
+        if shared:
+            head = f"**`{section.name}`**, as" if section.name and not own else "As"
+            lines.append(
+                f"{head} in training: {', '.join(_beside(key, known[key.name]) for key in shared)}.\n"
+            )
+    return "\n".join(lines)
+
+
+def _beside(key: Key, known: Key) -> str:
+    shown = f"{{confval}}`{key.name}`"
+    return shown if key.default == known.default else f"{shown} (here `{key.default}`)"
+
+
+def _section(section: Section, *, index: bool) -> str:
+    said = inspect.getdoc(section.schema) or ""
+    title = f"### `{section.name}`\n" if section.name else ""
+    each = f"Each entry of `{section.name[:-2]}`: " if section.name.endswith("[]") else ""
+    return "\n".join([title, f"{each}{said}\n", *(_confval(key, index=index) for key in section.keys)])
+
+
+def _confval(key: Key, *, index: bool) -> str:
+    default = f"`{key.default}`" if key.default else "none: it must be given"
+    lines = [
+        f"````{{confval}} {key.name}",
+        f":type: {key.kind}",
+        f":default: {default}",
+        ":no-contents-entry:",
+        *([] if index else [":no-index:"]),
+        "",
+        key.text,
+        "",
+        key.needs,
+        *([f"\nPaper: {', '.join(key.paper)}."] if key.paper else []),
+        "````\n",
+    ]
+    return "\n".join(lines)
+
+
+def _keys(schema: type, section: str, default: Mapping[str, Any]) -> Iterator[Key]:
+    hints, said = get_type_hints(schema), texts(schema)
+    for field in dataclasses.fields(schema):
+        if dataclasses.is_dataclass(hints[field.name]):
+            continue
+        text = said.get(field.name, "")
+        missing = default[field.name] is dataclasses.MISSING
+        yield Key(
+            name=f"{section}.{field.name}".lstrip("."),
+            kind=kind_of(hints[field.name]),
+            default="" if missing else written(default[field.name]),
+            text=text,
+            paper=tuple(dict.fromkeys(PAPER.findall(text))),
+        )
+
+
+def _defaults(schema: type) -> dict[str, Any]:
+    found = {}
+    for field in dataclasses.fields(schema):
+        made = field.default_factory
+        found[field.name] = field.default if made is dataclasses.MISSING else made()
+    return found
+
+
+@cache
+def texts(schema: type) -> dict[str, str]:
+    """Field -> the text that stands below it in the source."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(schema)))
+    [body] = [node.body for node in tree.body if isinstance(node, ast.ClassDef)]
+    return {
+        field.target.id: inspect.cleandoc(below.value.value)
+        for field, below in itertools.pairwise(body)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(field.target, ast.Name)
+        and isinstance(below, ast.Expr)
+        and isinstance(below.value, ast.Constant)
+        and isinstance(below.value.value, str)
+    }
+
+
+def kind_of(hint: Any) -> str:
+    """A type in words."""
+    if hint in WORDS:
+        return WORDS[hint]
+    origin, inside = get_origin(hint), get_args(hint)
+    if origin is types.UnionType:
+        return " or ".join(kind_of(one) for one in inside)
+    if origin is list:
+        plural = {"text": "texts", "mapping": "mappings", "integer": "integers"}
+        return f"list of {plural[kind_of(inside[0])]}"
+    if origin is dict:
+        return "mapping"
+    raise TypeError(f"{hint} has no words in {sys.modules[__name__].__file__}")
+
+
+def written(value: Any) -> str:
+    """A default as it is written in YAML."""
+    return value if isinstance(value, str) and value.isprintable() and value else json.dumps(value)

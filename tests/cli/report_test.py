@@ -1,0 +1,72 @@
+"""`dapo-jax report`: what it writes and prints, and its errors."""
+
+import pytest
+
+from dapo_jax.cli import main
+from tests.report.made import write_metrics, write_run
+
+
+@pytest.fixture
+def run(tmp_path):
+    return write_run(tmp_path / "run", steps=3)
+
+
+def test_the_page_goes_into_the_first_runs_folder(run, tmp_path, capsys):
+    other = write_run(tmp_path / "other", steps=2)
+    assert main(["report", str(run), str(other)]) == 0
+    page = run / "report.html"
+    assert capsys.readouterr().out == f"{page}: {page.stat().st_size / 1e6:.1f} MB\n"
+    assert "run, other · dapo_jax report" in page.read_text()
+
+
+def test_page_and_figures_go_where_they_are_told_to(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    run = write_metrics(tmp_path / "few", {"step": 1, "update/loss": 0.5})
+    out, folder = tmp_path / "page.html", tmp_path / "figures"
+    assert main(["report", str(run), "--out", str(out), "--png", str(folder)]) == 0
+    assert out.is_file()
+    assert not (run / "report.html").exists()
+    assert sorted(path.name for path in folder.iterdir()) == ["loss.png", "overview.png"]
+    assert f"{folder}: 2 PNGs" in capsys.readouterr().out
+
+
+def test_fewer_steps_rollouts_make_a_smaller_page(run, tmp_path):
+    sizes = []
+    for name, more in (("all", []), ("one", ["--rollout-steps", "1"])):
+        assert main(["report", str(run), "--out", str(tmp_path / name), *more]) == 0
+        sizes.append((tmp_path / name).stat().st_size)
+    assert sizes[1] < sizes[0]
+
+
+def test_a_run_in_a_bucket_has_its_page_there(run, bucket):
+    for file in run.rglob("*"):
+        if file.is_file():
+            name = f"here/{file.relative_to(run)}".replace("metrics.jsonl", "metrics/000000.jsonl")
+            bucket.buckets["bucket"][name] = (file.read_bytes(), 1)
+    assert main(["report", "gs://bucket/here"]) == 0
+    page = bucket.files("gs://bucket/here/report.html")["gs://bucket/here/report.html"]
+    assert page.startswith(b"<!doctype html>")
+    # The tokenizer is there too: borders of tokens are known.
+    assert b'"pieces":true' in page
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "nowhere is no run: there is no such folder"),
+        (["RUN", "RUN"], "is named twice"),
+        (["RUN", "--rollout-steps", "-2"], "rollout_steps: found -2"),
+        (["RUN", "--out", "s3://x/y"], "s3://x/y is neither a local path nor in a bucket"),
+    ],
+)
+def test_what_is_wrong_is_one_message_and_status_2(arguments, message, run, capsys):
+    assert main(["report", *(text.replace("RUN", str(run)) for text in arguments)]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("dapo-jax report: ")
+    assert message in line
+
+
+def test_a_page_that_cannot_be_written_is_said(run, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert main(["report", str(run), "--out", str(tmp_path / "file" / "page.html")]) == 2
+    assert "cannot write" in capsys.readouterr().err

@@ -1,0 +1,64 @@
+"""Every public name has its place in the API pages."""
+
+import importlib
+import inspect
+import re
+
+import pytest
+
+from tests.docs.blocks import ROOT
+
+LISTED = {
+    name
+    for page in (ROOT / "docs" / "api").glob("*.md")
+    for name in re.findall(r"^\.\. auto\w+:: ([\w.]+)$", page.read_text(), re.MULTILINE)
+}
+
+
+def found(name):
+    module, _, last = name.rpartition(".")
+    return getattr(importlib.import_module(module), last)
+
+
+@pytest.mark.parametrize(
+    "module", ["dapo_jax", "dapo_jax.rewards", "dapo_jax.run", "dapo_jax.trackers", "dapo_jax.config"]
+)
+def test_every_name_that_a_package_offers_is_listed(module):
+    """Dataclasses of a configuration are on the page of keys."""
+    there = {id(found(name)) for name in LISTED}
+    package = importlib.import_module(module)
+    offered = {name for name in package.__all__ if not name.endswith("Config")}
+    missing = {name for name in offered if id(getattr(package, name)) not in there}
+    assert not missing
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "losses",
+        "advantages",
+        "logprobs",
+        "metrics",
+        "filtering",
+        "evaluation",
+        "rollouts",
+        "sampling.interface",
+    ],
+)
+def test_every_function_and_class_of_a_module_is_listed(module):
+    there = {id(found(name)) for name in LISTED}
+    imported = importlib.import_module(f"dapo_jax.{module}")
+    public = {
+        name: thing
+        for name, thing in vars(imported).items()
+        if not name.startswith("_")
+        and (inspect.isclass(thing) or inspect.isfunction(thing))
+        and thing.__module__ == imported.__name__
+    }
+    assert public
+    assert not {name for name, thing in public.items() if id(thing) not in there}
+
+
+def test_none_is_listed_twice():
+    names = [id(found(name)) for name in LISTED]
+    assert len(names) == len(set(names))

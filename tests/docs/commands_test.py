@@ -1,0 +1,34 @@
+"""The page of commands has what the parsers take."""
+
+import argparse
+
+from _made import commands
+
+from dapo_jax import cli
+
+
+def test_every_command_and_every_option_is_on_the_page():
+    page = commands.markdown()
+    for parser in commands.parsers():
+        section = page.split(f"## `{parser.prog}`\n")[1].split("\n## ")[0]
+        assert parser.description in section
+        for action in parser._actions:
+            if not isinstance(action, argparse._HelpAction):
+                assert all(
+                    f"{option}" in section for option in action.option_strings or [commands._value(action)]
+                )
+                assert (action.help or "") in section
+
+
+def test_the_commands_are_those_that_are_called():
+    [kinds] = [action for action in cli._parser()._actions if isinstance(action, argparse._SubParsersAction)]
+    found = {parser.prog.split()[1] for parser in commands.parsers()}
+    assert found == set(kinds.choices)
+    assert "dapo-jax data show" in {parser.prog for parser in commands.parsers()}
+
+
+def test_usage_defaults_and_what_must_be_given_are_said():
+    page = commands.markdown()
+    assert "dapo-jax train CONFIG [key=value ...] [--resume]" in page
+    assert "--max-response-tokens MAX_RESPONSE_TOKENS\n:no-contents-entry:\n\n(default 64)" in page
+    assert "may be given several times; it must be given" in page  # sample --prompt

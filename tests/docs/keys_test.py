@@ -1,0 +1,89 @@
+"""The page of keys has every key, and says what the dataclasses say."""
+
+import dataclasses
+import typing
+
+import pytest
+from _made import keys
+
+from dapo_jax import config
+from dapo_jax.config.checks import SECTIONS
+from dapo_jax.config.values import CHOICES, RANGES
+
+SCHEMAS = ("TrainConfig", "SftConfig", "EvaluateConfig")
+
+
+def names_below(value, name=""):
+    """Dotted names of an object's fields, by walking over the object rather than over its class."""
+    found = []
+    for field in dataclasses.fields(value):
+        inner, of = f"{name}.{field.name}".lstrip("."), getattr(value, field.name)
+        found += names_below(of, inner) if dataclasses.is_dataclass(of) else [inner]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("schema", "whole"),
+    [
+        ("TrainConfig", config.TrainConfig(run_dir="out")),
+        ("SftConfig", config.SftConfig(run_dir="out")),
+        ("EvaluateConfig", config.EvaluateConfig()),
+    ],
+)
+def test_every_key_of_an_object_is_on_the_page_with_its_default(schema, whole):
+    found = keys.all_keys(getattr(config, schema))
+    page = keys.markdown(schema) if schema == "TrainConfig" else keys.markdown_beside(schema)
+    for name in names_below(whole):
+        assert f"{{confval}} {name}\n" in page or f"{{confval}}`{name}`" in page, name
+        value = whole
+        for part in name.split("."):
+            value = getattr(value, part)
+        assert found[name].default == ("" if name == "run_dir" else keys.written(value))
+
+
+@pytest.mark.parametrize(
+    "schema", sorted(SECTIONS, key=lambda cls: cls.__name__), ids=lambda cls: cls.__name__
+)
+def test_the_entries_of_every_list_of_mappings_are_described(schema):
+    hints = typing.get_type_hints(schema)
+    for field in dataclasses.fields(schema):
+        if (
+            typing.get_origin(hints[field.name]) is list
+            and typing.get_origin(typing.get_args(hints[field.name])[0]) is dict
+        ):
+            assert f"{SECTIONS[schema]}.{field.name}" in keys.ENTRIES
+
+
+def test_every_range_and_choice_is_said_at_its_key():
+    described = {
+        name: key for schema in SCHEMAS for name, key in keys.all_keys(getattr(config, schema)).items()
+    }
+    assert RANGES.keys() | CHOICES.keys() <= described.keys()
+    assert "`token_sum_norm`" in described["loss.aggregation"].needs
+    assert "more than 0 and less than 1" in described["loss.clip_ratio_low"].needs
+
+
+def test_a_key_carries_what_stands_below_its_field_and_where_it_is_in_the_paper():
+    key = keys.all_keys(config.TrainConfig)["loss.clip_ratio_low"]
+    assert (key.kind, key.default, key.text, key.paper) == ("number", "0.2", "eps_low of Eq. 8.", ("Eq. 8",))
+
+
+def test_every_key_is_described():
+    bare = [
+        name
+        for schema in SCHEMAS
+        for name, key in keys.all_keys(getattr(config, schema)).items()
+        if not key.text
+    ]
+    assert bare == []
+
+
+def test_defaults_that_are_not_printable_are_quoted():
+    assert keys.written("\n\n") == '"\\n\\n"'
+    assert [keys.written(value) for value in ("", None, True, 1e-6, [])] == [
+        '""',
+        "null",
+        "true",
+        "1e-06",
+        "[]",
+    ]

@@ -1,0 +1,73 @@
+"""What the table from paper to code names exists, with the defaults it says."""
+
+import importlib
+import re
+
+import pytest
+from _made import keys
+
+from dapo_jax import config
+from tests.docs.blocks import ROOT
+
+PAGE = (ROOT / "docs" / "paper.md").read_text()
+KEYS = keys.all_keys(config.TrainConfig)
+
+
+def table(heading):
+    rows = [
+        line
+        for line in PAGE.split(f"\n## {heading}\n")[1].split("\n## ")[0].splitlines()
+        if line.startswith("|")
+    ]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows[2:]]
+
+
+def code(text):
+    return re.findall(r"`([^`]+)`", text)
+
+
+@pytest.mark.parametrize("row", table("The table"), ids=lambda row: f"{row[0]} {row[1][:20]}")
+def test_every_function_of_the_table_exists(row):
+    [function] = code(row[2])
+    module, _, name = f"dapo_jax.{function}".rpartition(".")
+    assert callable(getattr(importlib.import_module(module), name))
+
+
+@pytest.mark.parametrize(
+    "row", [*table("The table"), *table("Hyperparameters")], ids=lambda row: f"{row[0]} {row[1][:20]}"
+)
+def test_every_key_has_the_default_that_the_table_says(row):
+    named = code(row[-1])
+    assert named
+    for text in named:
+        name, _, default = text.partition("=")
+        assert KEYS[name].default == default, name
+
+
+def test_every_key_in_the_text_exists():
+    sections = {name.partition(".")[0] for name in KEYS if "." in name}
+    named = [text.partition("=")[0] for text in code(PAGE)]
+    keys_named = {
+        name
+        for name in named
+        if name.partition(".")[0] in sections and re.fullmatch(r"[a-z_]+(\.[a-z_0-9]+)+", name)
+    }
+    assert len(keys_named) > 20
+    assert not keys_named - KEYS.keys()
+
+
+def test_every_test_that_is_named_exists():
+    named = re.findall(r"(tests/[\w/]+\.py)::(\w+)", PAGE)
+    assert len(named) > 20
+    missing = [
+        f"{file}::{name}"
+        for file, name in named
+        if not re.search(rf"^def {name}\(", (ROOT / file).read_text(), re.MULTILINE)
+    ]
+    assert not missing
+
+
+def test_every_equation_of_the_method_is_in_the_table():
+    said = " ".join(row[0] for row in table("The table"))
+    assert set(re.findall(r"Eq\. \d+", said)) == {f"Eq. {number}" for number in range(7, 14)}
+    assert "Algorithm 1" in said

@@ -1,0 +1,106 @@
+"""The site is made without a warning and without the network, and every link in it leads somewhere."""
+
+import html
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+from tests.docs.blocks import ROOT
+
+pytest.importorskip("sphinx", reason="the site needs the extra `docs`")
+
+
+BUILD = """
+import socket, sys
+
+def refuse(*told, **more):
+    raise OSError(f"the site asked the network: {told}")
+
+socket.socket.connect = socket.getaddrinfo = refuse
+from sphinx.cmd.build import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """Made as `sphinx-build -W docs SITE` makes it, with every way out of the machine closed."""
+    folder = tmp_path_factory.mktemp("site")
+    words = ["-W", "--keep-going", "-q", "-d", folder / "doctrees", ROOT / "docs", folder / "html"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", BUILD, *map(str, words)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return folder / "html"
+
+
+class Page(HTMLParser):
+    """The places of a page that a link may lead to, and its links."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.places, self.links, self.fetched = set(), [], []
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag, attributes):
+        told = dict(attributes)
+        self.places |= {told[name] for name in ("id", "name") if told.get(name)}
+        if tag == "a" and "href" in told:
+            self.links.append(told["href"])
+        if tag in ("script", "link", "img") and (told.get("src") or told.get("href")):
+            self.fetched.append(told.get("src") or told["href"])
+
+
+@pytest.fixture(scope="module")
+def pages(site):
+    return {path: Page(path) for path in sorted(site.rglob("*.html"))}
+
+
+def test_every_page_is_there(site):
+    assert {path.with_suffix(".html").relative_to(ROOT / "docs") for path in ROOT.glob("docs/**/*.md")} <= {
+        path.relative_to(site) for path in site.rglob("*.html")
+    }
+
+
+def test_every_link_inside_the_site_leads_to_a_place_that_exists(site, pages):
+    broken = []
+    for path, page in pages.items():
+        for link in page.links:
+            parts = urlsplit(link)
+            if parts.scheme or parts.netloc:
+                continue
+            target = path if not parts.path else Path(path.parent, unquote(parts.path)).resolve()
+            known = pages[target].places if target in pages else set()
+            if not target.exists() or (
+                parts.fragment and target in pages and unquote(parts.fragment) not in known
+            ):
+                broken.append(f"{path.relative_to(site)}: {link}")
+    assert not broken, "\n".join(broken)
+
+
+def test_a_page_fetches_nothing_from_elsewhere(pages):
+    outside = {link for page in pages.values() for link in page.fetched if urlsplit(link).netloc}
+    assert not outside
+
+
+def test_formulas_are_in_the_page_itself(pages):
+    shown = {path.name for path, page in pages.items() if "<math" in path.read_text(encoding="utf-8")}
+    assert {"paper.html", "math.html"} <= shown
+
+
+def test_signatures_are_those_of_the_source(site):
+    text = (site / "api" / "math.html").read_text(encoding="utf-8")
+    shown = html.unescape(re.sub(r"<[^>]+>", "", text))
+    assert "logprobs: Float[Array, 'batch seq']" in shown
+    assert "jaxlib" not in shown

@@ -1,0 +1,29 @@
+"""The messages that the page of troubleshooting begins with are those of the library."""
+
+import re
+
+import pytest
+
+from tests.docs.blocks import ROOT
+
+PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
+MESSAGES = [
+    code for line in PAGE.splitlines() if line.startswith("### ") for code in re.findall(r"`([^`]+)`", line)
+]
+
+
+@pytest.fixture(scope="module")
+def source():
+    """All of the library, with texts that go on in the next line put together."""
+    text = "\n".join(path.read_text() for path in (ROOT / "dapo_jax").rglob("*.py"))
+    return re.sub(r'"\s*\n\s*f?"', "", text)
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_a_message_on_the_page_is_one_that_is_said(message, source):
+    parts = [part.strip() for part in message.split("...")]
+    assert all(part in source for part in parts), [part for part in parts if part not in source]
+
+
+def test_there_are_enough():
+    assert len(MESSAGES) > 10

@@ -1,0 +1,98 @@
+"""Runs as `dapo-jax train` would leave them, written in a moment."""
+
+import json
+import math
+import random
+
+from dapo_jax.config import TrainConfig, to_yaml
+from dapo_jax.text.tokenizers import CharTokenizer, save_tokenizer
+
+ALPHABET = "0123456789+=:,? abcdefghijklmnopqrstuvwxyz<>/\"'&!-()\n"
+TOKENIZER = CharTokenizer(ALPHABET)
+
+
+def metrics_line(step, rng, *, group_size=4, groups=4, **changes):
+    """One step of training; every 5th has an evaluation."""
+    share = 1 - math.exp(-step / 30)
+
+    def noise(size):
+        return rng.gauss(0, size)
+
+    mixed = max(0.05, 0.9 - 0.6 * share)
+    line = {
+        "step": step,
+        "rollout/prompts": groups + 2, "rollout/waves": 1 + (step % 3 == 0), "rollout/trained_groups": groups,
+        "rollout/surplus_groups": 1, "rollout/carried_groups": 0, "rollout/trained_accuracy": 0.5 + noise(0.03),
+        "rollout/accuracy": 0.3 + 0.6 * share + noise(0.03), "rollout/all_correct_frac": 0.8 * (1 - mixed),
+        "rollout/all_wrong_frac": 0.2 * (1 - mixed), "rollout/mixed_frac": mixed,
+        "rollout/response_tokens": 20 + 20 * share + noise(1), "rollout/response_tokens_max": 64,
+        "rollout/response_tokens_p95": 44 + 10 * share, "rollout/trained_response_tokens": 22 + 20 * share,
+        "rollout/truncated_frac": 0.02 + 0.1 * (1 - share), "reward/mean": -0.4 + 1.2 * share + noise(0.05),
+        "reward/std": 0.9, "reward/overlong_penalty": -0.05 * (1 - share), "policy/clip_high_frac": 0.004,
+        "policy/clip_low_frac": 0.01, "policy/clipped_high_prob": 0.2, "policy/dual_clip_frac": 0.0,
+        "policy/entropy": 1.0 - 0.6 * share + noise(0.02), "policy/kl_old_k1": 0.001, "policy/kl_old_k3": 0.002,
+        "policy/ratio": 1.0, "policy/ratio_max": 2.0 + abs(noise(0.5)), "policy/sampled_prob": 0.6 + 0.2 * share,
+        "sync/logprob_diff_max": 1e-3, "sync/logprob_diff_mean": 1e-5, "sync/sampler_trainer_kl": 1e-8,
+        "update/grad_norm": 1.0 + abs(noise(0.5)), "update/loss": noise(0.2), "update/skipped_frac": 0.0,
+        "update/learning_rate": 1e-6 * min(1.0, step / 20), "time/sample_s": 8.0, "time/update_s": 12.0, "time/step_s": 20.5,
+        "speed/sampled_tokens_per_s": 900.0, "speed/trained_tokens_per_s": 500.0,
+    }  # fmt: skip
+    if step % 5 == 0:
+        line |= {"eval/aime_2024/avg@8": 0.4 + 0.5 * share, "eval/aime_2024/avg@8_stderr": 0.02,
+                 "eval/aime_2024/pass@8": 0.7 + 0.2 * share, "time/eval_s": 30.0}  # fmt: skip
+    return line | changes
+
+
+def rollout_line(step, ordinal, index, *, rng, prompt=None, response=None, correct=None, **changes):
+    """One rollout, as rollout_log writes them, with ratios."""
+    text = (
+        response if response is not None else f"{ordinal}+{index}={'a long way to go ' * rng.randrange(1, 5)}"
+    )
+    correct = rng.random() < 0.5 if correct is None else correct
+    ids = [*TOKENIZER.encode(text).tolist(), TOKENIZER.eos_id]
+    return {
+        "schema_version": 1, "step": step, "ordinal": ordinal, "index": index,
+        "prompt": prompt if prompt is not None else f"what is {ordinal}+{ordinal}?", "answer": "2",
+        "response": text, "correct": correct, "extracted": "2" if correct else None, "reason": "",
+        "score": 1.0 if correct else -1.0, "reward": 1.0 if correct else -1.0, "overlong_penalty": 0.0,
+        "response_tokens": len(ids), "finish_reason": "stop" if correct else "length", "row": {},
+        "prompt_token_ids": [2, 3], "response_token_ids": ids,
+        "logprobs": [round(-rng.expovariate(2.0), 6) for _ in ids], "advantage": 1.5 if correct else -0.5,
+        "in_loss": True, "ratios": [round(math.exp(rng.gauss(0, 0.15)), 6) for _ in ids],
+    } | changes  # fmt: skip
+
+
+def write_run(
+    folder, *, steps=10, every=1, groups=2, group_size=4, seed=0, line=rollout_line, tokenizer=True, **config
+):
+    """A run folder: configuration, metrics of `steps` steps, rollouts of each `every`th, and the tokenizer."""
+    rng = random.Random(seed)
+    (folder / "rollouts").mkdir(parents=True)
+    made = TrainConfig(run_dir=str(folder), seed=seed, steps=steps, **config)
+    (folder / "config.yaml").write_text(to_yaml(made))
+    lines = [{"step": 0, "eval/aime_2024/avg@8": 0.4, "eval/aime_2024/pass@8": 0.7, "time/eval_s": 30.0}]
+    lines += [metrics_line(step, rng) for step in range(1, steps + 1)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    for step in range(every, steps + 1, every):
+        rows = [
+            line(step, step * groups + group, index, rng=rng)
+            for group in range(groups)
+            for index in range(group_size)
+        ]
+        write_rollouts(folder, step, rows)
+    if tokenizer:
+        save_tokenizer(TOKENIZER, folder / "model")
+    return folder
+
+
+def write_metrics(folder, *lines):
+    """A run of which the metrics alone were copied."""
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def write_rollouts(folder, step, rows):
+    """The rollouts of one step, one line each."""
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "rollouts" / f"step_{step:06d}.jsonl").write_text(text)

@@ -1,0 +1,151 @@
+"""The page as a file: nothing in it comes from elsewhere, and nothing that a model wrote is markup."""
+
+import base64
+import hashlib
+import html
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from dapo_jax import report as room
+from dapo_jax.config import ConfigError
+from dapo_jax.report import report
+from dapo_jax.report.page import SCRIPTS, STYLES, inert
+from tests.report.made import rollout_line, write_run
+from tests.structure_test import MAX_LINES, ROOT
+
+HOSTILE = "</script><script>alert(1)</script><!--<script> \u2028 <img src=x onerror=alert(2)> & ]]> \0 \ud83d"
+
+
+class Elements(HTMLParser):
+    """Every element that a browser would see, with its attributes, and the content of scripts and styles."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.found, self.contents, self.inside = [], [], False
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append((tag, dict(attrs)))
+        self.contents.append("")
+        self.inside = True
+
+    def handle_endtag(self, tag):
+        self.inside = False
+
+    def handle_data(self, data):
+        if self.inside:
+            self.contents[-1] += data
+
+    def of(self, tag):
+        pairs = zip(self.found, self.contents, strict=True)
+        return [(attributes, content) for (name, attributes), content in pairs if name == tag]
+
+
+@pytest.fixture
+def hostile(tmp_path):
+    """A run in which whatever a model or a dataset may say, and its name, would break out of the page if it could."""
+
+    def line(step, ordinal, index, *, rng):
+        return rollout_line(
+            step, ordinal, index, rng=rng, prompt=HOSTILE, response=f"</script>{index}", extracted=HOSTILE, reason=HOSTILE
+        )  # fmt: skip
+
+    return write_run(tmp_path / "<b>run<!--", steps=2, line=line)
+
+
+def test_text_of_models_is_never_markup(hostile, tmp_path):
+    plain = Elements(report(write_run(tmp_path / "plain", steps=2)).html)
+    found = Elements(report(hostile).html)
+    assert [tag for tag, _ in found.found] == [tag for tag, _ in plain.found]
+    assert "<script>alert" not in report(hostile).html
+    assert "<img" not in report(hostile).html
+    assert found.of("title")[0][1].startswith("<b>run<!-- ")
+
+
+def test_the_page_asks_for_nothing_and_may_ask_for_nothing(hostile):
+    text = report(hostile).html
+    found = Elements(text)
+    for tag, attributes in found.found:
+        assert not {"src", "data", "action", "srcset", "ping"} & attributes.keys(), tag
+        assert attributes.get("href", "#").startswith("#")
+    assert not re.search(
+        r"url\((?!#)|@import|https?://(?!www\.w3\.org/2000/svg)", "".join(c for _, c in found.of("style"))
+    )
+    [policy] = [
+        each["content"] for each, _ in found.of("meta") if each.get("http-equiv") == "Content-Security-Policy"
+    ]
+    assert policy.startswith("default-src 'none'; ")
+    assert "unsafe" not in policy
+    assert "http" not in policy
+
+
+def test_the_policy_allows_the_pages_own_script_and_style_alone(hostile):
+    found = Elements(report(hostile).html)
+    [policy] = [each["content"] for each, _ in found.of("meta") if "Security" in each.get("http-equiv", "")]
+    allowed = re.findall(r"'sha256-([^']+)'", policy)
+    running = [content for attributes, content in found.of("script") if "type" not in attributes]
+    styles = [content for _, content in found.of("style")]
+    assert [
+        base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in running + styles
+    ] == allowed
+
+
+def test_json_in_a_script_element_is_the_same_json():
+    value = {"text": HOSTILE, "others": ["\u2029", "é🙂", 1.5, None]}
+    text = inert(value)
+    assert json.loads(text) == value
+    assert not re.search(r"[<>&\u2028\u2029]", text)
+    with pytest.raises(ValueError, match="JSON"):
+        inert(float("nan"))
+
+
+def test_scripts_never_read_markup():
+    """Data goes into text nodes and attributes; these are the ways around that."""
+    folder = ROOT / "dapo_jax" / "report" / "assets"
+    for name in SCRIPTS:
+        found = re.search(
+            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|DOMParser|fetch\(|XMLHttp|import\(",
+            (folder / name).read_text(),
+        )
+        assert not found, f"{name}: {found}"
+
+
+def test_every_asset_is_used_and_can_be_read_in_one_sitting():
+    folder = ROOT / "dapo_jax" / "report" / "assets"
+    assert {path.name for path in folder.iterdir()} == {*SCRIPTS, *STYLES, "page.html"}
+    lengths = {path.name: len(path.read_text().splitlines()) for path in folder.iterdir()}
+    assert not {name: lines for name, lines in lengths.items() if lines > MAX_LINES}
+
+
+def test_in_a_notebook_the_page_is_in_a_frame_that_may_run_scripts_and_nothing_else(tmp_path):
+    made = report(write_run(tmp_path / "run", steps=1))
+    [(attributes, _)] = Elements(made._repr_html_()).of("iframe")
+    assert attributes["sandbox"] == "allow-scripts"
+    assert attributes["srcdoc"] == made.html
+    assert html.unescape(attributes["title"]) == "run · dapo_jax report"
+
+
+def test_a_report_is_saved_whole(tmp_path):
+    made = report(write_run(tmp_path / "run", steps=1))
+    path = made.save(tmp_path / "deep" / "page.html")
+    assert path.read_text(encoding="utf-8") == made.html
+    assert [each.name for each in path.parent.iterdir()] == ["page.html"]
+
+
+def test_the_same_runs_give_the_same_page_but_for_its_time(tmp_path):
+    run = write_run(tmp_path / "run", steps=2)
+    one, other = (re.sub(r'"made":"[^"]*"', "", report(run).html) for _ in range(2))
+    assert one == other
+
+
+def test_too_many_runs_are_said(tmp_path):
+    runs = [write_run(tmp_path / str(number), steps=1) for number in range(9)]
+    with pytest.raises(ConfigError, match="found 9 runs, needs at most 8"):
+        report(*runs)
+    with pytest.raises(ConfigError, match="rollout_steps: found -1"):
+        report(runs[0], rollout_steps=-1)
+    assert room.report is report

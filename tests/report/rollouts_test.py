@@ -1,0 +1,201 @@
+"""The index and the chunks of a run's rollouts, read back as the page reads them."""
+
+import gzip
+import json
+import random
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dapo_jax.config import ConfigError, LossConfig
+from dapo_jax.losses import dapo_loss
+from dapo_jax.report import rollouts
+from dapo_jax.report.index import CORRECT, FLIPPED, LEFT_OUT, TRAINED, TRUNCATED
+from dapo_jax.report.rollouts import clip_states, heads, lay_out
+from dapo_jax.report.runs import read_runs
+from tests.report.made import TOKENIZER, rollout_line, write_rollouts, write_run
+
+
+def laid_out(folder, **how):
+    return lay_out(read_runs([folder])[0], **how)
+
+
+def columns_of(laid):
+    content, columns, place = gzip.decompress(laid.index), {}, 0
+    for name, kind, length in laid.about["columns"]:
+        assert place % int(kind[1]) == 0, f"{name} is not aligned"
+        columns[name] = np.frombuffer(content, f"<{kind}", length, place)
+        place += length * int(kind[1])
+    assert place == len(content)
+    return columns
+
+
+def chunks_of(laid):
+    return [json.loads(gzip.decompress(chunk)) for chunk in laid.chunks]
+
+
+def line(step, ordinal, index, **changes):
+    return rollout_line(
+        step, ordinal, index, rng=random.Random(step * 1000 + ordinal * 10 + index), **changes
+    )
+
+
+@pytest.fixture
+def run(tmp_path):
+    return write_run(tmp_path / "run", steps=4, groups=3, group_size=2)
+
+
+def test_numbers_and_texts_come_back(run):
+    rows = [
+        json.loads(text)
+        for file in sorted(run.glob("rollouts/*.jsonl"))
+        for text in file.read_text().splitlines()
+    ]
+    laid = laid_out(run)
+    columns, chunks = columns_of(laid), chunks_of(laid)
+    assert columns["group_step"].tolist() == [step for step in (1, 2, 3, 4) for _ in range(3)]
+    assert columns["group_first"].tolist() == list(range(0, 24, 2))
+    np.testing.assert_allclose(columns["reward"], [row["reward"] for row in rows])
+    np.testing.assert_allclose(columns["advantage"], [row["advantage"] for row in rows])
+    assert columns["tokens"].tolist() == [row["response_tokens"] for row in rows]
+    for group, (chunk, place) in enumerate(zip(columns["group_chunk"], columns["group_place"], strict=True)):
+        texts = chunks[chunk][place]
+        assert texts["prompt"] == rows[2 * group]["prompt"]
+        for response, row in zip(texts["responses"], rows[2 * group : 2 * group + 2], strict=True):
+            assert response["text"] == row["response"]
+            assert response["lengths"] == [1] * len(row["response"]) + [0]
+            np.testing.assert_allclose(response["nats"], -1000 * np.array(row["logprobs"]), atol=0.5)
+            np.testing.assert_allclose(response["ratios"], 10_000 * np.array(row["ratios"]), atol=0.5)
+
+
+def test_chunks_hold_whole_steps(run, monkeypatch):
+    monkeypatch.setattr(rollouts, "CHUNK_BYTES", 1)
+    laid = laid_out(run)
+    assert columns_of(laid)["group_chunk"].tolist() == [chunk for chunk in range(4) for _ in range(3)]
+    assert [len(chunk) for chunk in chunks_of(laid)] == [3] * 4
+
+
+def test_flags_say_what_happened_to_a_response(run):
+    rows = [
+        line(5, 0, 0, correct=True),
+        line(5, 0, 1, correct=False, in_loss=False),
+        line(5, 0, 2, correct=True, in_loss=None, ratios=None),
+    ]
+    write_rollouts(run, 5, rows)
+    flags = columns_of(laid_out(run))["flags"][-3:].tolist()
+    assert flags == [CORRECT | TRAINED, TRUNCATED | TRAINED | LEFT_OUT, CORRECT]
+
+
+@pytest.mark.parametrize(
+    ("before", "flipped"), [([False, False, True], True), ([False, True], False), ([True, True], False)]
+)
+def test_a_correct_response_is_flipped_if_fewer_than_half_were_right_when_last_asked(
+    before, flipped, tmp_path
+):
+    run = write_run(tmp_path / "run", steps=1, groups=1)
+    ask = {"prompt": "why?"}
+    write_rollouts(run, 5, [line(5, 9, i, correct=False, **ask) for i in range(3)])
+    write_rollouts(run, 7, [line(7, 10, i, correct=right, **ask) for i, right in enumerate(before)])
+    # Twice in one step: the other group is no earlier one.
+    write_rollouts(run, 9, [line(9, n, i, correct=i == 0, **ask) for n in (11, 12) for i in range(2)])
+    columns = columns_of(laid_out(run))
+    assert columns["group_before"].tolist() == [-1, -1, 1, 2, 2]
+    found = [bool(flags & FLIPPED) for flags in columns["flags"][-4:]]
+    assert found == [flipped, False] * 2
+
+
+def test_another_answer_is_another_question(tmp_path):
+    run = write_run(tmp_path / "run", steps=1, groups=1)
+    for step, answer in ((5, "2"), (6, "3")):
+        write_rollouts(run, step, [line(step, step, 0, prompt="why?", answer=answer)])
+    assert columns_of(laid_out(run))["group_before"].tolist() == [-1, -1, -1]
+
+
+def test_lines_of_older_versions_have_nothing_where_nothing_was_recorded(tmp_path):
+    run = write_run(tmp_path / "run", steps=1, groups=1)
+    rows = [line(1, 0, i) for i in range(2)]
+    for row in rows:
+        for key in ("advantage", "ratios", "in_loss"):
+            del row[key]
+    write_rollouts(run, 1, rows)
+    laid = laid_out(run)
+    assert laid.about["recorded"] == {"advantage": False, "ratios": False, "in_loss": False, "pieces": True}
+    assert np.isnan(columns_of(laid)["advantage"]).all()
+    assert not {"ratios", "clips"} & set(chunks_of(laid)[0][0]["responses"][0])
+
+
+def test_what_follows_a_stop_string_is_kept_apart(tmp_path):
+    run = write_run(tmp_path / "run", steps=1, groups=1)
+    row = line(1, 0, 0, response="one\ntwo")
+    write_rollouts(run, 1, [row | {"response": "one"}])
+    [response] = chunks_of(laid_out(run))[0][0]["responses"]
+    assert (response["text"], response["graded"]) == ("one\ntwo", 3)
+
+
+@pytest.mark.parametrize(
+    ("steps", "kept"), [(None, [1, 2, 3, 4]), (9, [1, 2, 3, 4]), (2, [1, 4]), (1, [4]), (0, [])]
+)
+def test_fewer_steps_are_spread_over_the_run(steps, kept, run):
+    laid = laid_out(run, steps=steps)
+    assert laid.about["steps"] == kept
+    assert laid.about["logged"] == 4
+
+
+def test_numbers_that_are_none_and_lists_that_do_not_fit_are_left_out(tmp_path):
+    run = write_run(tmp_path / "run", steps=1, groups=1)
+    row = line(1, 0, 0, response="ab")
+    row |= {"logprobs": [None, -0.5, float("nan")], "ratios": [1.0], "advantage": None, "reward": None}
+    write_rollouts(run, 1, [row])
+    laid = laid_out(run)
+    [response] = chunks_of(laid)[0][0]["responses"]
+    assert not {"nats", "ratios", "clips"} & set(response)
+    assert np.isnan(columns_of(laid)["reward"]).all()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"schema_version": 1, "resp', r"step_000002.jsonl, line 1 is not a rollout"),
+        ('{"schema_version": 99, "response": ""}', r"schema_version 99; .* upgrade dapo_jax"),
+        (
+            '{"schema_version": 1, "response": "a", "step": 2}',
+            r"rollout 1: 'ordinal' is None; it must be int",
+        ),
+    ],
+)
+def test_a_damaged_file_is_named(content, message, run):
+    (run / "rollouts" / "step_000002.jsonl").write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        laid_out(run)
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
+@pytest.mark.parametrize("dual", [None, 3.0])
+def test_clip_states_are_those_that_the_loss_counts(advantage, dual):
+    """The shares that dapo_loss reports for the same ratios."""
+    ratios = np.array([0.5, 0.79, 0.81, 1.0, 1.27, 1.29, 2.9, 3.1], np.float32)
+    loss = LossConfig(dual_clip=dual)
+    states = clip_states(ratios.tolist(), advantage, loss)
+    _, metrics = dapo_loss(
+        jnp.log(ratios)[None], jnp.zeros((1, 8)), jnp.array([advantage], jnp.float32), jnp.ones((1, 8), bool),
+        clip_ratio_low=loss.clip_ratio_low, clip_ratio_high=loss.clip_ratio_high, dual_clip=dual,
+    )  # fmt: skip
+    for state, name in (("^", "clip_high_frac"), ("v", "clip_low_frac"), ("d", "dual_clip_frac")):
+        metric = metrics[f"policy/{name}"]
+        assert states.count(state) == round(float(metric.total)), name
+
+
+def test_heads_leave_out_what_is_around_every_question():
+    around = "Solve this, step by step: {} Put the answer in a box, please."
+    assert heads([around.format(text) for text in ("1+1?", "12+2?")]) == ["1+1?", "12+2?"]
+    assert heads(["the same prompt " * 2]) == ["the same prompt the same prompt"]
+    assert heads(["4", "41"]) == ["4", "41"]
+    assert heads([]) == []
+    assert len(heads(["x" * 500])[0]) == 96
+
+
+def test_a_run_without_rollouts_has_none(tmp_path):
+    run = write_run(tmp_path / "run", steps=1, every=2)
+    assert laid_out(run).about["steps"] == []
+    assert TOKENIZER.vocab_size > 2

@@ -1,0 +1,75 @@
+"""Columns, axes and configurations of a report, by hand."""
+
+from pathlib import Path
+
+import pytest
+
+from dapo_jax.config import BatchConfig, LossConfig, TrainConfig
+from dapo_jax.report.runs import RunFiles
+from dapo_jax.report.tables import REST, configurations, table_of
+
+
+def run(rows, config=None, name="run"):
+    return RunFiles(name=name, place=Path(name), config=config, rows=rows, logged=[])
+
+
+SMALL = TrainConfig(run_dir="small", batch=BatchConfig(prompts_per_step=4, group_size=8, groups_per_update=2))
+
+
+def test_axes_count_what_was_done_up_to_the_end_of_a_step():
+    """Step 1: 6 prompts x 8 responses of 10 tokens, 4 groups in updates of 2. Step 2 sampled nothing and trained on 3 groups."""
+    rows = [
+        {"step": 0, "time/eval_s": 5.0},
+        {
+            "step": 1, "rollout/prompts": 6, "rollout/response_tokens": 10.0, "rollout/trained_groups": 4, "time/step_s": 20.0,
+        },
+        {"step": 2, "rollout/prompts": 0, "rollout/trained_groups": 3, "time/step_s": 10.0, "time/eval_s": 2.5},
+    ]  # fmt: skip
+    table = table_of(run(rows, SMALL))
+    assert table.axes == {
+        "step": [0, 1, 2],
+        "updates": [0, 2, 4],
+        "sampled_tokens": [0, 480, 480],
+        "clock_s": [5, 25, 37.5],
+    }
+
+
+def test_axes_that_need_the_configuration_are_left_out_without_it():
+    assert list(table_of(run([{"step": 1, "loss": 1.0}])).axes) == ["step"]
+
+
+def test_what_was_not_measured_is_none_and_a_metric_without_a_number_is_left_out():
+    rows = [{"step": 1, "a": None, "b": None}, {"step": 2, "a": 0.123456789}, {"step": 3, "a": float("inf")}]
+    assert table_of(run(rows)).columns == {"a": [None, 0.123457, None]}
+
+
+def test_the_rest_of_a_step_is_what_neither_sampling_nor_updates_took_and_the_evaluation():
+    line = {"step": 1, "time/sample_s": 3.0, "time/update_s": 4.0, "time/step_s": 8.0, "time/eval_s": 10.0}
+    assert table_of(run([line])).columns[REST] == [11]
+
+
+def test_configurations_say_what_departs_and_what_differs():
+    other = TrainConfig(run_dir="other", loss=LossConfig(clip_ratio_high=0.2))
+    rows = {row["key"]: row for row in configurations([run([], SMALL), run([], other), run([], None)])}
+    assert rows["loss.clip_ratio_high"] == {
+        "key": "loss.clip_ratio_high",
+        "default": "0.28",
+        "values": ["0.28", "0.2", None],
+        "departs": True,
+        "differs": True,
+    }
+    assert rows["batch.group_size"]["values"] == ["8", "16", None]
+    assert not rows["seed"]["departs"]
+    assert not rows["seed"]["differs"]
+    # Every run has another, so it says nothing about the recipe.
+    assert not rows["run_dir"]["departs"]
+    assert rows["run_dir"]["default"] == ""
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(True, "true"), (None, "null"), ([5], "[5]"), ("", '""'), (1e-6, "1e-06")]
+)
+def test_values_are_written_as_in_a_file(value, text):
+    from dapo_jax.report.tables import _shown
+
+    assert _shown(value) == text

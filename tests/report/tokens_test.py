@@ -1,0 +1,91 @@
+"""Where tokens end in a text, with tokenizers that make it hard."""
+
+import numpy as np
+import pytest
+
+from dapo_jax.report.runs import read_runs
+from dapo_jax.report.tokens import Pieces, tokenizer_of
+from dapo_jax.text.huggingface import HuggingFaceTokenizer
+from dapo_jax.text.tokenizers import ByteTokenizer, CharTokenizer
+from tests.report.made import TOKENIZER, write_run
+from tests.text.folders import byte_fallback_json, files_of
+
+BYTE_LEVEL = HuggingFaceTokenizer(files_of())
+SPACED = HuggingFaceTokenizer(files_of(byte_fallback_json(), eos_token="</s>", pad_token=None))
+
+
+@pytest.mark.parametrize(
+    "tokenizer", [BYTE_LEVEL, SPACED, ByteTokenizer()], ids=["byte_level", "spaced", "bytes"]
+)
+@pytest.mark.parametrize("text", ["an END of  it", "héllo 日本語 🙂🙂", "\n\n", " two", "a\u0301"])
+def test_pieces_are_the_text(tokenizer, text):
+    """Whatever the decoder does to single tokens, also to the space that begins a text and to bytes of a character."""
+    ids = [*tokenizer.encode(text).tolist(), tokenizer.eos_id]
+    whole, parts = Pieces(tokenizer).of(ids, tokenizer.decode(np.array(ids)))
+    assert "".join(parts) == whole
+    assert len(parts) == len(ids)
+    assert parts[-1] == ""
+    assert max(len(part.encode()) for part in parts) < 12
+
+
+def test_a_character_of_several_tokens_is_at_the_last_of_them():
+    tokenizer = ByteTokenizer()
+    ids = tokenizer.encode("a🙂é!").tolist()
+    assert Pieces(tokenizer).of(ids, "a🙂é!") == ("a🙂é!", ["a", "", "", "", "🙂", "", "é", "!"])
+
+
+def test_end_tokens_stand_for_nothing():
+    tokenizer = CharTokenizer("ab")
+    assert Pieces(tokenizer).of([2, 3, tokenizer.eos_id], "ab") == ("ab", ["a", "b", ""])
+
+
+def test_a_space_that_begins_a_word_stays_with_it():
+    """This decoder drops the space of a token that stands alone."""
+    ids = SPACED.encode("END END").tolist()
+    assert Pieces(SPACED).of(ids, "END END") == ("END END", ["EN", "D", " EN", "D"])
+
+
+def test_what_a_stop_string_took_from_the_text_is_cut_too():
+    assert Pieces(CharTokenizer("ab\n")).of([2, 3, 4], "ab") == ("ab\n", ["a", "b", "\n"])
+
+
+@pytest.mark.parametrize(("ids", "text"), [([2, 3], "ba"), ([2, 99], "ab"), ([2], "ab")])
+def test_a_text_that_is_not_of_these_tokens_is_not_cut(ids, text):
+    """99 is outside the vocabulary: the tokenizer of another run."""
+    assert Pieces(CharTokenizer("ab")).of(ids, text) is None
+
+
+def test_bytes_that_are_no_character_do_not_stop_it():
+    tokenizer = ByteTokenizer()
+    ids = [2 + byte for byte in b"a\xff\xfeb"]
+    whole, parts = Pieces(tokenizer).of(ids, tokenizer.decode(np.array(ids)))
+    assert "".join(parts) == whole == "a\ufffd\ufffdb"
+
+
+def test_no_tokens_are_no_pieces():
+    assert Pieces(ByteTokenizer()).of([], "") == ("", [])
+
+
+def test_the_tokenizer_is_the_runs_or_its_models(tmp_path):
+    finished = write_run(tmp_path / "finished", steps=1)
+    going_on = write_run(tmp_path / "going_on", steps=1, tokenizer=False)
+    found = [tokenizer_of(run) for run in read_runs([finished, going_on])]
+    assert found == [TOKENIZER, ByteTokenizer()]
+
+
+@pytest.mark.parametrize("source", ["shipped:quickstart", "FOLDER", "nowhere", "hf:nobody/nothing"])
+def test_the_model_a_run_started_from_may_be_gone(source, tmp_path, monkeypatch):
+    from dapo_jax.config import ModelConfig
+
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    folder = write_run(tmp_path / "other", steps=1) / "model"
+    source = source.replace("FOLDER", str(folder))
+    run = write_run(tmp_path / "run", steps=1, tokenizer=False, model=ModelConfig(source=source))
+    found = tokenizer_of(read_runs([run])[0])
+    assert (found is None) == source.endswith(("nowhere", "nothing"))
+
+
+def test_a_damaged_tokenizer_costs_borders_and_nothing_else(tmp_path):
+    run = write_run(tmp_path / "run", steps=1)
+    (run / "model" / "tokenizer.json").write_text("{")
+    assert tokenizer_of(read_runs([run])[0]) == ByteTokenizer()  # the configuration's

@@ -1,0 +1,68 @@
+"""docs/metrics.md explains every metric that a run logs, and none that no run logs."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from dapo_jax.watchdogs import NAMES, SEEN
+
+PAGE = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+NAME = re.compile(r"`((?:rollout|reward|policy|update|nonfinite|sync|watchdog|time|speed|eval)/[^`]+)`")
+
+
+def explained():
+    """Names in the first column of the tables of `All of them`."""
+    section = PAGE.split("\n## All of them\n")[1].split("\n## ")[0]
+    return [
+        name
+        for row in section.splitlines()
+        if row.startswith("| `")
+        for name in NAME.findall(row.split(" | ")[0])
+    ]
+
+
+def general(name):
+    """A metric as the page writes it: NAME, K and J for what a configuration says."""
+    name = re.sub(r"^reward/parts/.*", "reward/parts/NAME", name)
+    name = re.sub(r"^eval/[^/]+/", "eval/NAME/", name)
+    return re.sub(r"(avg|cons)@\d+", r"\1@K", re.sub(r"pass@\d+", "pass@J", name))
+
+
+@pytest.fixture(scope="module")
+def logged(micro, run_micro, rows, even_sum):
+    """Everything that only some configurations log, in one run."""
+    config = micro(
+        steps=1,
+        loss__kl_coef=0.1,
+        guard__max_mismatch_kl=1.0,
+        guard__on_mismatch="correct",
+        eval__every_steps=1,
+    )
+    graders = [(even_sum, 1.0), ("exact", 0.5)]
+    found = run_micro(config, reward=graders, eval_rows=rows)
+    return {general(name) for line in found.metrics for name in line} - {"step"}
+
+
+def test_every_metric_that_is_logged_is_explained(logged):
+    assert not logged - set(explained())
+
+
+def test_every_metric_that_is_explained_is_logged(logged):
+    assert not set(explained()) - logged
+
+
+def test_none_is_explained_twice():
+    assert len(explained()) == len(set(explained()))
+
+
+def test_every_watchdog_has_its_row_and_the_metrics_it_looks_at():
+    section = PAGE.split("\n## Every watchdog\n")[1].split("\n## ")[0]
+    rows = [row.split(" | ") for row in section.splitlines() if row.startswith("| `")]
+    assert [row[0].strip("| `") for row in rows] == list(NAMES)
+    assert {name for row in rows for name in NAME.findall(row[1])} == set(SEEN)
+
+
+def test_every_metric_in_the_text_is_one_of_the_table():
+    named = {general(name) for name in NAME.findall(PAGE) if not name.endswith("/")}
+    assert named <= set(explained())
