@@ -1,0 +1,125 @@
+"""The notebooks are stripped, begin alike, and run from top to bottom in a kernel.
+
+In a real kernel, and not as the code of their cells: a reader's run has an event loop around it, gets its interrupt as a
+signal that the kernel handles too, and draws on displays.
+"""
+
+import os
+from pathlib import Path
+
+import nbformat
+import numpy as np
+import pytest
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+
+from notebooks.strip import stripped
+
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / "notebooks"
+NOTEBOOKS = [pytest.param(path, id=path.stem) for path in sorted(FOLDER.glob("*.ipynb"))]
+RUN_IN_S = 600
+"""For one cell. On two idle cores the longest takes about half a minute; this one may share them."""
+
+
+def read(path):
+    return nbformat.read(path, as_version=4)
+
+
+def printed(notebook):
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    return "".join(output.text for output in outputs if output.get("name") == "stdout")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """One for all: runs of the same programs find them compiled."""
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture
+def run(home, tmp_path, monkeypatch):
+    """Runs a notebook in a kernel of this Python, in a folder, and returns it with its outputs."""
+    monkeypatch.setenv("JUPYTER_PREFER_ENV_PATH", "1")
+    environment = {**os.environ, "HOME": str(home), "TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+
+    def run(notebook, folder):
+        client = NotebookClient(
+            notebook,
+            timeout=RUN_IN_S,
+            kernel_name="python3",
+            resources={"metadata": {"path": str(folder)}},
+        )
+        return client.execute(env=environment)
+
+    return run
+
+
+def test_the_readme_of_the_notebooks_names_them_all():
+    text = (FOLDER / "README.md").read_text()
+    assert [path.name for path in FOLDER.glob("*.ipynb") if f"({path.name})" not in text] == []
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS)
+def test_it_is_valid_and_stripped(path):
+    text = path.read_text()
+    assert stripped(text) == text, (
+        f"run `python notebooks/strip.py`: {path.name} has outputs, counts or metadata"
+    )
+    notebook = read(path)
+    nbformat.validate(notebook)
+    ids = [cell.id for cell in notebook.cells]
+    assert len(set(ids)) == len(ids)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS)
+def test_it_begins_with_a_title_what_one_learns_and_the_install_cell(path):
+    first, install = read(path).cells[:2]
+    assert first.source.startswith("# ")
+    assert "You will see" in first.source
+    assert install.source == read(FOLDER / "loss.ipynb").cells[1].source
+    assert "%pip install" in install.source
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS)
+def test_it_runs_from_top_to_bottom(path, run):
+    before = sorted(FOLDER.iterdir())
+    notebook = run(read(path), FOLDER)
+    figures = [
+        output
+        for cell in notebook.cells
+        for output in cell.get("outputs", [])
+        if "image/png" in output.get("data", {})
+    ]
+    assert figures
+    assert sorted(FOLDER.iterdir()) == before, "a run must not leave files beside the notebooks"
+
+
+HIDDEN = """
+import importlib.util
+
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name: None if name == "dapo_jax" else found(name)
+get_ipython().register_magic_function(lambda line: print("pip", line), magic_name="pip")
+"""
+"""An environment without the library, in which pip only says what it was asked for."""
+
+
+def without_the_library():
+    cells = [nbformat.v4.new_code_cell(HIDDEN), read(FOLDER / "loss.ipynb").cells[1]]
+    return nbformat.v4.new_notebook(cells=cells)
+
+
+@pytest.mark.parametrize("place", [".", "notebooks", "beside"])
+def test_the_install_cell_installs_from_the_checkout_and_leaves_numpy_as_it_is(place, run, tmp_path):
+    checkout = tmp_path / "dapo_jax"
+    (checkout / "dapo_jax").mkdir(parents=True)
+    (checkout / "dapo_jax" / "losses.py").touch()
+    (checkout / "notebooks").mkdir()
+    notebook = run(without_the_library(), tmp_path if place == "beside" else checkout / place)
+    assert printed(notebook) == f'pip install -q "{checkout}[report]" numpy=={np.__version__}\n'
+
+
+def test_the_install_cell_says_what_to_bring_where_there_is_no_checkout(run, tmp_path):
+    with pytest.raises(CellExecutionError, match="git archive --format=zip --prefix=dapo_jax/"):
+        run(without_the_library(), tmp_path)
