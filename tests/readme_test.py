@@ -29,7 +29,7 @@ PAGES = [
 TRAINS = ("bring_your_data.md", "bring_your_model.md", "write_a_reward.md", "write_an_objective.md")
 """Pages whose programs train a model: minutes together."""
 RUN_ELSEWHERE = {
-    ("README.md", "import grpc"): "tests/serving/serve_test.py::test_the_client_that_it_prints_works",
+    ("use_a_model.md", "import grpc"): "tests/serving/serve_test.py::test_the_client_that_it_prints_works",
     ("guards.md", "import numpy as np"): "tests/faults/nan_test.py::test_the_page_opens_a_post_mortem",
 }
 """Programs that stand indented, not in a fence, since they need a server or a failed run: page and first line -> what runs them."""
