@@ -103,6 +103,20 @@ def test_every_file_that_is_named_exists(page):
     assert not missing, f"{page.name} names {sorted(missing)}, which do not exist"
 
 
+@pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_section_that_a_link_leads_to_exists(page):
+    """As code hosts and the site name them: words in lower case, joined by hyphens."""
+    linked = re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text())
+    missing = [f"{target}#{name}" for target, name in linked if name not in sections(page, target)]
+    assert not missing, f"{page.name} leads to {missing}, which do not exist"
+
+
+def sections(page, target):
+    text = (page.parent / target if target else page).read_text()
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("row", table("Equations"), ids=lambda row: row[0])
 def test_every_equation_has_its_function_and_its_test(row):
     _, _, function, test = (cell.strip("`") for cell in row)
