@@ -29,7 +29,7 @@ PAGES = [
 TRAINS = ("bring_your_data.md", "bring_your_model.md", "write_a_reward.md", "write_an_objective.md")
 """Pages whose programs train a model: minutes together."""
 RUN_ELSEWHERE = {
-    ("README.md", "import grpc"): "tests/serving/serve_test.py::test_the_client_that_it_prints_works",
+    ("use_a_model.md", "import grpc"): "tests/serving/serve_test.py::test_the_client_that_it_prints_works",
     ("guards.md", "import numpy as np"): "tests/faults/nan_test.py::test_the_page_opens_a_post_mortem",
 }
 """Programs that stand indented, not in a fence, since they need a server or a failed run: page and first line -> what runs them."""
@@ -101,6 +101,20 @@ def test_every_file_that_is_named_exists(page):
     missing = [name for name in set(named) if not (ROOT / name).exists()]
     missing += [name for name in set(linked) if not (page.parent / name).exists()]
     assert not missing, f"{page.name} names {sorted(missing)}, which do not exist"
+
+
+@pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_section_that_a_link_leads_to_exists(page):
+    """As code hosts and the site name them: words in lower case, joined by hyphens."""
+    linked = re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text())
+    missing = [f"{target}#{name}" for target, name in linked if name not in sections(page, target)]
+    assert not missing, f"{page.name} leads to {missing}, which do not exist"
+
+
+def sections(page, target):
+    text = (page.parent / target if target else page).read_text()
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("row", table("Equations"), ids=lambda row: row[0])

@@ -21,7 +21,7 @@ def limits_of(compute_dtype: str, platform: str) -> Limits:
 
     Both programs do the same sums in another order. In float32 a rounding is 6e-8 of a logit of about 20; over some dozen layers that
     makes 1e-5 nats, and a KL, half the mean square, below the 6e-8 to which it can be computed. In bfloat16 a rounding is 4e-3: with
-    SmolLM2-135M a mean of 0.011 nats and a KL of 1.7e-4 were seen where activations are rounded too (README). Accelerators round the
+    SmolLM2-135M a mean of 0.011 nats and a KL of 1.7e-4 were seen where activations are rounded too (docs/metrics.md). Accelerators round the
     operands of float32 products as well, to bfloat16 or TF32, unless they are told otherwise. The limits are a good deal beyond what
     was seen; other weights, another position or another temperature are far beyond them.
     """

@@ -13,7 +13,7 @@ from dapo_jax.doctor.agreement import agreement
         (2e-9, 2e-6, "float32", "cpu", "ok"),  # the quickstart, as seen
         (1e-5, 1e-4, "float32", "cpu", "failed"),
         (1e-9, 2e-3, "float32", "cpu", "failed"),  # one token of many
-        (1.7e-4, 0.1, "bfloat16", "tpu", "ok"),  # SmolLM2-135M with activations rounded, see README
+        (1.7e-4, 0.1, "bfloat16", "tpu", "ok"),  # SmolLM2-135M with activations rounded, see docs/metrics.md
         (1e-5, 1e-2, "float32", "gpu", "ok"),  # its float32 products round their operands
         (5e-3, 0.1, "bfloat16", "tpu", "failed"),
         (math.nan, 0.0, "bfloat16", "cpu", "failed"),

@@ -1,7 +1,7 @@
 """Which words the real clients take: what the stubs refuse, the clients would.
 
 gcloud's are from the help of Google Cloud SDK 528, XPK's from that of 1.16.0, kubectl's from 1.32; Slurm's are
-those that its manual pages document. Only the commands and, for Slurm, the flags that the launch scripts and the README use are here.
+those that its manual pages document. Only the commands and, for Slurm, the flags that the launch scripts and the pages use are here.
 """
 
 TPU_WIDE = {"project", "zone", "format"}

@@ -1,4 +1,4 @@
-"""The launch scripts as text: shellcheck passes, they say what they were tested with; the README's section works as it stands."""
+"""The launch scripts as text: shellcheck passes, they say what they were tested with; the page of pods works as it stands."""
 
 import re
 import shutil
@@ -14,11 +14,10 @@ from tests.launch.clients import ROOT
 SCRIPTS = sorted([*ROOT.glob("launch/*.sh"), *ROOT.glob("launch/*.sbatch"), ROOT / ".ci" / "run"])
 STARTED = ("tpu_vm.sh", "tpu_worker.sh", "gke_xpk.sh", "slurm.sbatch")
 HONEST = "not yet run against the real service"
-SECTION = "On a Cloud TPU pod, GKE, Slurm"
-
-
-def section():
-    return (ROOT / "README.md").read_text().split(f"\n## {SECTION}\n")[1].split("\n## ")[0]
+HEAD, *SECTIONS = (ROOT / "docs" / "pod.md").read_text().split("\n## ")
+PAGE = {text.partition("\n")[0]: text for text in SECTIONS}
+STARTS = [PAGE["Cloud TPU VMs"], PAGE["GKE"], PAGE["Slurm"]]
+"""The sections that start runs with the scripts."""
 
 
 def shellcheck():
@@ -51,12 +50,12 @@ def test_the_scripts_stay_thin():
 
 
 def readers_checkout(laptop):
-    """The working folder as a checkout, with every configuration that the section names."""
+    """The working folder as a checkout, with every configuration that the sections name."""
     for name in ("launch", "constraints", "dapo_jax"):
         shutil.copytree(ROOT / name, laptop.work / name)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, laptop.work)
-    for name in re.findall(r"configs/([\w.]+\.yaml)", section()):
+    for name in re.findall(r"configs/([\w.]+\.yaml)", "".join(STARTS)):
         shutil.copy(ROOT / "configs" / name, laptop.work / "configs" / name)
     for name in (
         "dapo-math-17k.parquet",
@@ -65,42 +64,52 @@ def readers_checkout(laptop):
         (laptop.work / name).touch()
 
 
-def test_the_section_of_the_readme_works_word_by_word(laptop):
-    """Its blocks, as they stand: the first to the end of a run; then again, with the second and third typed beside it."""
+def commands(section):
+    return [f"set -euo pipefail\n{text}" for text in re.findall(r"```sh\n(.*?)```", section, re.DOTALL)]
+
+
+def started(laptop, block):
+    """The block as a process of its own, once it is the one that follows the run."""
+    before = laptop.verbs().count("follow")
+    run = subprocess.Popen(
+        ["bash", "-c", block], cwd=laptop.work, env=laptop.environment, stderr=subprocess.PIPE, text=True
+    )
+    until = time.monotonic() + 60
+    while laptop.verbs().count("follow") == before and time.monotonic() < until:
+        time.sleep(0.05)
+    return run
+
+
+def test_the_page_of_pods_works_word_by_word(laptop):
+    """Its blocks, as they stand: the first to the end of a run; then again, with those behind it typed beside it."""
     readers_checkout(laptop)
-    first, *beside, others = [
-        f"set -euo pipefail\n{text}" for text in re.findall(r"```sh\n(.*?)```", section(), re.DOTALL)
-    ]
-    assert len(beside) == 2
+    first, watch, look, end = commands(STARTS[0])
     done = laptop.run("bash", "-c", first)
     assert done.returncode == 0, done.stdout + done.stderr
     assert laptop.verbs()[-2:] == ["follow", "delete"]
 
     laptop.scenario(held=True)
-    run = subprocess.Popen(
-        ["bash", "-c", first], cwd=laptop.work, env=laptop.environment, stderr=subprocess.PIPE, text=True
-    )
-    until = time.monotonic() + 60
-    while laptop.verbs()[-1] != "follow" and time.monotonic() < until:
-        time.sleep(0.05)
-    for block in beside:
+    runs = [started(laptop, block) for block in (first, watch)]
+    for block in (look, end):
         done = laptop.run("bash", "-c", block)
         assert done.returncode == 0, done.stdout + done.stderr
-        if block is beside[0]:
+        if block is look:
             assert "step 1 of start 1" in done.stdout
-    assert "was deleted, so the run is over; it can be resumed" in run.communicate(timeout=60)[1]
+    for run in runs:
+        assert "was deleted, so the run is over; it can be resumed" in run.communicate(timeout=60)[1]
 
     laptop.scenario()
-    done = laptop.run("bash", "-c", others)
-    assert done.returncode == 0, done.stdout + done.stderr
+    for block in (*commands(STARTS[1]), *commands(STARTS[2])):
+        done = laptop.run("bash", "-c", block)
+        assert done.returncode == 0, done.stdout + done.stderr
     assert not any(call.get("refused") for call in laptop.calls())
     told = [" ".join([call["client"], *call["words"][:2]]) for call in laptop.calls()]
     for part in ("dapo-jax plan", "gcloud storage", "xpk workload", "kubectl logs", "sbatch", "srun"):
         assert any(line.startswith(part) for line in told), part
 
 
-def test_the_options_that_the_section_names_exist(laptop):
-    text = section()
+def test_the_options_that_the_page_names_exist(laptop):
+    text = "".join([HEAD, *STARTS])
     helped = "".join(laptop.launch(name, "--help").stdout for name in ("tpu_vm.sh", "gke_xpk.sh"))
     options = set(re.findall(r"`(--[a-z-]+)", text)) - {"--help"}
     assert options
