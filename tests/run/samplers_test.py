@@ -168,6 +168,10 @@ def assert_the_same(found, expected):
         read, like = (read_rollouts(run / "rollouts" / f"step_{step:06d}.jsonl") for run in (found, expected))
         for a, b in zip(read, like, strict=True):
             np.testing.assert_allclose(a.pop("logprobs"), b.pop("logprobs"), atol=1e-5)
+            ratios, expected_ratios = a.pop("ratios"), b.pop("ratios")
+            assert (ratios is None) == (expected_ratios is None)
+            if ratios is not None:  # of two log-probabilities that are each as close
+                np.testing.assert_allclose(ratios, expected_ratios, rtol=2e-5)
             assert a == b
     [scored] = (expected / "evaluations" / "step_000004").iterdir()
     assert read_problems(found / "evaluations" / "step_000004" / scored.name) == read_problems(scored)
