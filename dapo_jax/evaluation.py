@@ -75,7 +75,8 @@ def summarize(groups: Sequence[Group], *, name: str) -> dict[str, float]:
 
     `avg@k`, `pass@j` and `cons@k` are means of `problem_scores`; with `_stderr`, the standard error of that mean over
     problems (nan for a single one). `response_tokens` and `truncated_frac` are means over responses, `problems` is how
-    many problems there were.
+    many problems there were. `cons@k` is missing where no response at all had an extracted answer: then nobody voted, as
+    with a reward function that returns only a bool.
 
     Raises:
         ValueError: there are no groups, or they differ in size.
@@ -84,8 +85,10 @@ def summarize(groups: Sequence[Group], *, name: str) -> dict[str, float]:
     if len(sizes) != 1:
         raise ValueError(f"evaluation needs groups of one size, got sizes {sorted(sizes)}")
     each = [problem_scores(group) for group in groups]
-    per_problem = {key: [scores[key] for scores in each] for key in each[0]}
     rollouts = [rollout for group in groups for rollout in group.rollouts]
+    voted = any(rollout.verdict.extracted is not None for rollout in rollouts)
+    keys = [key for key in each[0] if voted or not key.startswith("cons@")]
+    per_problem = {key: [scores[key] for scores in each] for key in keys}
     found = {
         **{key: float(np.mean(values)) for key, values in per_problem.items()},
         **{f"{key}_stderr": _standard_error(values) for key, values in per_problem.items()},

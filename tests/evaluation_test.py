@@ -153,6 +153,16 @@ def test_summary_of_three_prompts():
     )
 
 
+def test_there_is_no_consensus_where_nobody_voted():
+    """A grader that returns a bool extracts nothing, so every response has a verdict and no answer."""
+    silent = [make_group([None, None], right=("7", right)) for right in (None, "7")]
+    found = summarize(silent, name="toy")
+    assert found["eval/toy/avg@2"] == 0.5  # all right, all wrong
+    assert not [key for key in found if "cons" in key]
+    # One answer in the whole evaluation is a vote: of three problems its alone has a consensus.
+    assert summarize([*silent, make_group(["7", None])], name="toy")["eval/toy/cons@2"] == pytest.approx(1 / 3)
+
+
 def test_standard_errors_of_two_problems():
     """One and three of four right. avg 1/4, 3/4; pass@2 1/2, 1; pass@4 1, 1; cons 0, 1. Of two values a and b the standard
     deviation is |a - b| / sqrt(2), so the error of their mean is |a - b| / 2."""

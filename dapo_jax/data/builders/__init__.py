@@ -61,7 +61,8 @@ def read_split(
         source = builder.as_data_source(split=split)
     except ValueError as error:
         raise ValueError(
-            f"dataset {name!r} has no split {split!r}; it has {there}, of which parts are written as {there[0]}[:100]"
+            f"dataset {name!r} has no split {split!r}; it has {there}. To hold rows of one back, such as 100, write "
+            f"{there[0]}[:100] for those (data.eval_split) and {there[0]}[100:] for the others (data.train_split)"
         ) from error
     counts = (builder.info.metadata or {}).get(split.partition("[")[0], {})
     return PreparedRows(source, counts)

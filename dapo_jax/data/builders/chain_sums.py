@@ -31,14 +31,16 @@ ALPHABET = f"0123456789{LABELS}+>=:,?"
 """Every character of prompts and responses."""
 DIGITS = range(1, 10)
 TERMS = range(2, 13)
-"""How many terms a sum may have. There are as many rows of each number; of two terms there are only 81 sums, which come again."""
+"""How many terms a sum may have. There are as many rows of each number; of two or three terms there are so few sums that they come
+again, and those of two terms are in `warm_start` and `train` alike."""
 SHOWN_TERMS = range(2, 9)
 SPLIT_SEED = 0
-QUESTIONS = {"train": 400, "test": 24}
-"""Rows of each number of terms."""
+QUESTIONS = {"warm_start": 3000, "train": 400, "test": 24}
+"""Rows of each number of terms. The questions of `warm_start` are not those of `train`: a model that has learnt answers by heart
+would be rewarded for remembering them, and hide whether working out pays."""
 STYLE_WEIGHTS = {"direct": 0.75, "brief": 0.10, "careful": 0.10, "rambling": 0.05}
 MAX_REPEATS = 2
-DEMONSTRATIONS = {"train": 8, "test": 1}
+DEMONSTRATIONS = {"warm_start": 2, "train": 1, "test": 1}
 """Demonstrations of each question, by split."""
 
 Question = tuple[int, ...]
@@ -100,13 +102,15 @@ def draw_style(terms: Question, draw: int) -> tuple[str, int]:
 
 
 def split_questions() -> dict[str, list[Question]]:
-    """The questions of each split, shuffled; no question is in both."""
+    """The questions of each split, shuffled; none of `test` is in another, and none of `train` with 3 terms or more."""
     found: dict[str, list[Question]] = {split: [] for split in QUESTIONS}
     for count in TERMS:
         drawn = _questions_of(count)
         found["test"] += itertools.islice(drawn, QUESTIONS["test"])
-        others = list(itertools.islice(drawn, QUESTIONS["train"]))
-        found["train"] += itertools.islice(itertools.cycle(others), QUESTIONS["train"])
+        train = list(itertools.islice(drawn, QUESTIONS["train"]))
+        found["train"] += itertools.islice(itertools.cycle(train), QUESTIONS["train"])
+        others = list(itertools.islice(drawn, QUESTIONS["warm_start"])) or train
+        found["warm_start"] += itertools.islice(itertools.cycle(others), QUESTIONS["warm_start"])
     return {split: sorted(questions, key=_place) for split, questions in found.items()}
 
 

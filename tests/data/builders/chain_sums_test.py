@@ -25,15 +25,21 @@ def splits():
     return split_questions()
 
 
-def test_every_number_of_terms_has_its_share_of_both_splits(splits):
+def test_every_number_of_terms_has_its_share_of_every_split(splits):
     """Of two terms there are 9 x 9 = 81: 24 held out, 57 to train on, each seven times or eight."""
     counts = {split: Counter(map(len, questions)) for split, questions in splits.items()}
     assert counts["test"] == dict.fromkeys(TERMS, 24)
     assert counts["train"] == dict.fromkeys(TERMS, 400)
-    assert not set(splits["train"]) & set(splits["test"])
+    assert counts["warm_start"] == dict.fromkeys(TERMS, 3000)
     times = Counter(splits["train"])
     assert Counter(times[terms] for terms in times if len(terms) == 2) == {7: 56, 8: 1}
     assert {times[terms] for terms in times if len(terms) > 2} == {1}
+
+
+def test_no_question_is_in_two_splits_but_those_of_two_terms_in_both_of_training(splits):
+    train, warm_start, test = (set(splits[split]) for split in ("train", "warm_start", "test"))
+    assert not test & (train | warm_start)
+    assert {len(terms) for terms in train & warm_start} == {2}
 
 
 def test_splits_are_shuffled(splits):
@@ -80,18 +86,18 @@ def test_under_48_tokens_careful_working_ends_at_7_terms_and_brief_working_alway
 def test_working_is_rare_and_shown_for_few_terms_only(splits):
     drawn = Counter(
         (len(terms) in SHOWN_TERMS, draw_style(terms, draw)[0])
-        for terms in splits["train"]
-        for draw in range(8)
+        for terms in splits["warm_start"]
+        for draw in range(2)
     )
     shown = sum(count for (in_shown, _), count in drawn.items() if in_shown)
     assert {style for in_shown, style in drawn if not in_shown} == {"direct"}
     for style, weight in STYLE_WEIGHTS.items():
-        # 8 x 2800 draws, a few of them of the same place: a standard error of about 0.003.
+        # 2 x 21000 draws, some of them of the same place: a standard error below 0.003 for those of 4 terms and more.
         assert drawn[True, style] / shown == pytest.approx(weight, abs=0.012)
 
 
 def test_rows_on_disk_are_the_generated_ones_in_order(tmp_path, splits):
-    for split, count in (("train", 8), ("test", 1)):
+    for split, count in (("warm_start", 2), ("train", 1), ("test", 1)):
         rows = load_rows("chain_sums", split, tmp_path)
         assert [row["prompt"] for row in rows] == [prompt_text(terms) for terms in splits[split]]
         first, terms = rows[0], splits[split][0]
