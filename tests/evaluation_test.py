@@ -160,7 +160,9 @@ def test_there_is_no_consensus_where_nobody_voted():
     assert found["eval/toy/avg@2"] == 0.5  # all right, all wrong
     assert not [key for key in found if "cons" in key]
     # One answer in the whole evaluation is a vote: of three problems its alone has a consensus.
-    assert summarize([*silent, make_group(["7", None])], name="toy")["eval/toy/cons@2"] == pytest.approx(1 / 3)
+    assert summarize([*silent, make_group(["7", None])], name="toy")["eval/toy/cons@2"] == pytest.approx(
+        1 / 3
+    )
 
 
 def test_standard_errors_of_two_problems():

@@ -7,7 +7,15 @@ from pathlib import Path
 
 from benchmarks.report import machine, table
 from benchmarks.study.claims import Verdict, judge
-from benchmarks.study.curves import Run, accuracy_at_tokens, collect, final_accuracy, late, load
+from benchmarks.study.curves import (
+    Run,
+    accuracy_at_tokens,
+    collect,
+    final_accuracy,
+    late,
+    load,
+    mean_accuracy,
+)
 from benchmarks.study.figures import draw_all
 from benchmarks.study.ladder import ROWS
 from benchmarks.study.runs import make_runs
@@ -46,20 +54,37 @@ def main() -> None:
 
 
 def show(folder: Path) -> None:
-    """Prints the tables, writes them to `folder`/tables.md and the figures beside them."""
+    """Prints the tables, puts them in their places in `folder`/README.md and the figures beside it."""
     runs = load(folder / "metrics.csv")
     seeds = sorted({seed for _, seed in runs})
-    text = f"{_ladder(runs, seeds)}\n\n{_claims(judge(runs, seeds))}\n"
-    (folder / "tables.md").write_text(text)
-    print(text)
+    page = folder / "README.md"
+    text = page.read_text() if page.exists() else ""
+    for name, made in (("ladder", _ladder(runs, seeds)), ("claims", _claims(judge(runs, seeds)))):
+        print(f"{made}\n")
+        text = with_table(text, name, made)
+    page.write_text(text)
     for path in draw_all(runs, seeds, folder):
         print(path)
+
+
+def with_table(text: str, name: str, made: str) -> str:
+    """A page with a table in the place that comments mark, or at its end.
+
+    >>> with_table("Rows:\\n<!-- ladder -->\\nold\\n<!-- end -->\\n", "ladder", "new")
+    'Rows:\\n<!-- ladder -->\\nnew\\n<!-- end -->\\n'
+    """
+    begin, end = f"<!-- {name} -->\n", "\n<!-- end -->\n"
+    if begin not in text:
+        return f"{text}{begin}{made}{end}"
+    before, _, rest = text.partition(begin)
+    return f"{before}{begin}{made}{end}{rest.partition(end)[2]}"
 
 
 def _ladder(runs: dict[tuple[str, int], Run], seeds: Sequence[int]) -> str:
     measures = (
         ("equal updates", final_accuracy, "{:.3f}"),
         ("equal tokens", accuracy_at_tokens, "{:.3f}"),
+        ("mean of run", mean_accuracy, "{:.3f}"),
         ("million tokens", lambda run: run.tokens[-1] / 1e6, "{:.2f}"),
         ("late length", late("rollout/response_tokens"), "{:.1f}"),
         ("late entropy", late("policy/entropy"), "{:.3f}"),

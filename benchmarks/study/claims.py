@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 
-from benchmarks.study.curves import Run, accuracy_at_tokens, final_accuracy, late
+from benchmarks.study.curves import Run, accuracy_at_tokens, final_accuracy, late, mean_accuracy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +37,7 @@ def _of_technique(
     accuracy = (
         ("accuracy, equal updates", final_accuracy, True, source),
         ("accuracy, equal tokens", accuracy_at_tokens, True, source),
+        ("accuracy, mean of the run", mean_accuracy, True, source),
     )
     return [
         Claim(

@@ -3,10 +3,12 @@
 import itertools
 import json
 import math
+import shutil
 
 import numpy as np
 import pytest
 
+from benchmarks.study.__main__ import RESULTS, show, with_table
 from benchmarks.study.claims import CLAIMS, holm, judge, sign_flip_p
 from benchmarks.study.curves import (
     ACCURACY,
@@ -19,6 +21,7 @@ from benchmarks.study.curves import (
     final_accuracy,
     late,
     load,
+    mean_accuracy,
 )
 from benchmarks.study.ladder import CONFIG, ROWS, overrides
 from dapo_jax.config import load_config
@@ -72,7 +75,7 @@ def test_every_claim_compares_a_row_with_the_one_above_it_and_each_technique_has
 
 
 def made_run(accuracies, *, prompts=2.0, tokens=10.0, budget=math.inf):
-    """Evaluated at every step; 8 trained groups are 2 updates of 4."""
+    """Evaluated at every step; 8 trained groups are 4 updates of 2."""
     steps = len(accuracies)
     values = {metric: np.full(steps, 1.0) for metric in METRICS}
     values |= {
@@ -87,11 +90,12 @@ def made_run(accuracies, *, prompts=2.0, tokens=10.0, budget=math.inf):
 
 def test_measures_by_hand():
     run = made_run([0.0, 0.3, 0.6, 0.9], budget=480.0)
-    assert run.updates.tolist() == [0, 2, 4, 6]
+    assert run.updates.tolist() == [0, 4, 8, 12]
     assert run.tokens.tolist() == [0, 320, 640, 960]  # 2 prompts x 16 responses x 10 tokens a step
     # Means of up to three: 0, (0 + 0.3) / 2, (0 + 0.3 + 0.6) / 3, (0.3 + 0.6 + 0.9) / 3.
     assert run.accuracy == pytest.approx([0.0, 0.15, 0.3, 0.6])
     assert final_accuracy(run) == pytest.approx(0.6)
+    assert mean_accuracy(run) == pytest.approx(0.6)  # (0.3 + 0.6 + 0.9) / 3
     assert accuracy_at_tokens(run) == pytest.approx(
         0.225
     )  # half way from 320 to 640 tokens: (0.15 + 0.3) / 2
@@ -146,6 +150,22 @@ def test_metrics_of_run_folders_come_back_from_the_file(tmp_path):
     assert runs["grpo", 1][ACCURACY][0] == 0.12346
     assert math.isnan(runs["grpo", 1][ACCURACY][1])
     assert runs["grpo", 1]["rollout/prompts"][1] == 32
+
+
+def test_tables_go_to_their_places_and_nothing_else_moves():
+    page = "# A\n<!-- one -->\nold\n<!-- end -->\nB\n<!-- two -->\nold\n<!-- end -->\nC\n"
+    for _ in range(2):  # the second time there is nothing left to change
+        page = with_table(with_table(page, "one", "1"), "two", "2\n2")
+    assert page == "# A\n<!-- one -->\n1\n<!-- end -->\nB\n<!-- two -->\n2\n2\n<!-- end -->\nC\n"
+    assert with_table("# A\n", "one", "1") == "# A\n<!-- one -->\n1\n<!-- end -->\n"
+
+
+def test_the_page_has_the_tables_and_figures_that_its_metrics_make(tmp_path):
+    for name in ("README.md", "metrics.csv"):
+        shutil.copy(RESULTS / name, tmp_path)
+    show(tmp_path)
+    assert (tmp_path / "README.md").read_text() == (RESULTS / "README.md").read_text()
+    assert {path.name for path in tmp_path.glob("*.png")} == {path.name for path in RESULTS.glob("*.png")}
 
 
 def test_runs_of_different_lengths_are_refused(tmp_path):

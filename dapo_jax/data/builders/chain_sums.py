@@ -8,9 +8,9 @@ A prompt is `a7b5c8`, and the answer the last digit of 7 + 5 + 8. A response end
     careful     :b7+5>2,c2+8>0=0       each addition written out, 7 characters a term
     rambling    the careful working, several times over, with `?` in between
 
-Working out pays, and is rare in the demonstrations. Under a limit of 48 tokens the careful working of 8 terms and more is cut
-off, and the brief one always fits. A response that is cut off has no `=`, so it is never right by accident. `SHOWN_TERMS` bounds
-the sums whose working is demonstrated; longer ones are answered directly.
+Working out pays, and is rare in the demonstrations: most of all for long sums, which nearly always are answered at once. Under a limit
+of 48 tokens the careful working of 8 terms and more is cut off, and the brief one always fits. A response that is cut off has no `=`, so
+it is never right by accident.
 
 Everything drawn is a pure function of (SPLIT_SEED, place): change a constant and a new dataset is prepared beside the old one.
 """
@@ -33,12 +33,14 @@ DIGITS = range(1, 10)
 TERMS = range(2, 13)
 """How many terms a sum may have. There are as many rows of each number; of two or three terms there are so few sums that they come
 again, and those of two terms are in `warm_start` and `train` alike."""
-SHOWN_TERMS = range(2, 9)
+LONG = 9
+"""A sum of so many terms is long."""
 SPLIT_SEED = 0
 QUESTIONS = {"warm_start": 3000, "train": 400, "test": 24}
 """Rows of each number of terms. The questions of `warm_start` are not those of `train`: a model that has learnt answers by heart
 would be rewarded for remembering them, and hide whether working out pays."""
 STYLE_WEIGHTS = {"direct": 0.75, "brief": 0.10, "careful": 0.10, "rambling": 0.05}
+LONG_STYLE_WEIGHTS = {"direct": 0.94, "brief": 0.04, "careful": 0.02}
 MAX_REPEATS = 2
 DEMONSTRATIONS = {"warm_start": 2, "train": 1, "test": 1}
 """Demonstrations of each question, by split."""
@@ -89,13 +91,10 @@ def response_text(terms: Question, style: str, repeats: int = 0) -> str:
 
 def draw_style(terms: Question, draw: int) -> tuple[str, int]:
     """Style and repeats of demonstration number `draw` of a question."""
-    if len(terms) not in SHOWN_TERMS:
-        return "direct", 0
-    place = uniform("style", SPLIT_SEED, prompt_text(terms), draw) * sum(STYLE_WEIGHTS.values())
-    edges = itertools.accumulate(STYLE_WEIGHTS.values())
-    style = next(
-        (name for name, edge in zip(STYLE_WEIGHTS, edges, strict=True) if place < edge), [*STYLE_WEIGHTS][-1]
-    )
+    weights = LONG_STYLE_WEIGHTS if len(terms) >= LONG else STYLE_WEIGHTS
+    place = uniform("style", SPLIT_SEED, prompt_text(terms), draw) * sum(weights.values())
+    edges = itertools.accumulate(weights.values())
+    style = next((name for name, edge in zip(weights, edges, strict=True) if place < edge), [*weights][-1])
     if style != "rambling":
         return style, 0
     return style, 1 + int(uniform("repeats", SPLIT_SEED, prompt_text(terms), draw) * MAX_REPEATS)
@@ -137,8 +136,9 @@ def _place(terms: Question) -> float:
 def _fingerprint() -> str:
     """Changes with every constant above and with the response formats, so that stale files are never read."""
     formats = [response_text((7, 5, 8), style) for style in ("direct", "brief", "careful")]
-    sizes = [[*DIGITS], [*TERMS], [*SHOWN_TERMS], SPLIT_SEED, QUESTIONS, MAX_REPEATS, DEMONSTRATIONS]
-    return hashlib.blake2b(json.dumps([sizes, STYLE_WEIGHTS, formats]).encode(), digest_size=4).hexdigest()
+    sizes = [[*DIGITS], [*TERMS], LONG, SPLIT_SEED, QUESTIONS, MAX_REPEATS, DEMONSTRATIONS]
+    weights = [STYLE_WEIGHTS, LONG_STYLE_WEIGHTS]
+    return hashlib.blake2b(json.dumps([sizes, weights, formats]).encode(), digest_size=4).hexdigest()
 
 
 class Builder(tfds.core.GeneratorBasedBuilder):

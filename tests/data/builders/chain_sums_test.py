@@ -8,7 +8,8 @@ from dapo_jax.data import load_rows
 from dapo_jax.data.builders.chain_sums import (
     ALPHABET,
     LABELS,
-    SHOWN_TERMS,
+    LONG,
+    LONG_STYLE_WEIGHTS,
     STYLE_WEIGHTS,
     TERMS,
     answer_text,
@@ -83,17 +84,21 @@ def test_under_48_tokens_careful_working_ends_at_7_terms_and_brief_working_alway
     assert max(tokens(count, "brief") for count in TERMS) == 26
 
 
-def test_working_is_rare_and_shown_for_few_terms_only(splits):
+@pytest.mark.parametrize(
+    ("long", "weights", "tolerance"), [(False, STYLE_WEIGHTS, 0.012), (True, LONG_STYLE_WEIGHTS, 0.005)]
+)
+def test_working_is_rare_and_rarer_for_long_sums(splits, long, weights, tolerance):
+    """Standard errors of a share, long: sqrt(0.94 x 0.06 / 24000) = 0.0015. Short: the 57 sums of two terms come again with the
+    same draws, so a seventh of all is made of 114 draws: sqrt(0.75 x 0.25 / 114) / 7 = 0.006."""
     drawn = Counter(
-        (len(terms) in SHOWN_TERMS, draw_style(terms, draw)[0])
+        draw_style(terms, draw)[0]
         for terms in splits["warm_start"]
         for draw in range(2)
+        if (len(terms) >= LONG) == long
     )
-    shown = sum(count for (in_shown, _), count in drawn.items() if in_shown)
-    assert {style for in_shown, style in drawn if not in_shown} == {"direct"}
-    for style, weight in STYLE_WEIGHTS.items():
-        # 2 x 21000 draws, some of them of the same place: a standard error below 0.003 for those of 4 terms and more.
-        assert drawn[True, style] / shown == pytest.approx(weight, abs=0.012)
+    assert set(drawn) == set(weights)
+    for style, weight in weights.items():
+        assert drawn[style] / drawn.total() == pytest.approx(weight, abs=tolerance)
 
 
 def test_rows_on_disk_are_the_generated_ones_in_order(tmp_path, splits):
