@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from benchmarks.study.curves import (
     late,
     load,
     mean_accuracy,
+    whole,
 )
 from benchmarks.study.figures import draw_all
 from benchmarks.study.ladder import ROWS
@@ -50,6 +52,8 @@ def main() -> None:
     ]
     about = {"runs": len(took), "run_hours": round(sum(took) / 3600, 2), "machine": machine()}
     (arguments.results / "made.json").write_text(json.dumps(about, indent=1) + "\n")
+    last = arguments.runs / f"{arguments.rows[-1]}_{arguments.seeds[0]}"
+    shutil.copy(last / "config.yaml", arguments.results)
     return None
 
 
@@ -90,6 +94,7 @@ def _ladder(runs: dict[tuple[str, int], Run], seeds: Sequence[int]) -> str:
         ("late entropy", late("policy/entropy"), "{:.3f}"),
         ("late truncated", late("rollout/truncated_frac"), "{:.3f}"),
         ("late all correct", late("rollout/all_correct_frac"), "{:.3f}"),
+        ("clipped from above", whole("policy/clip_high_frac"), "{:.4f}"),
         ("minutes", lambda run: run.seconds[-1] / 60, "{:.1f}"),
     )
     rows = []

@@ -90,6 +90,11 @@ def accuracy_at_tokens(run: Run) -> float:
     return float(np.interp(run.token_budget, run.tokens[run.evaluated], run.accuracy))
 
 
+def whole(metric: str) -> Callable[[Run], float]:
+    """The mean of a metric over all steps that have it."""
+    return lambda run: float(np.nanmean(run[metric][1:]))
+
+
 def late(metric: str) -> Callable[[Run], float]:
     """The mean of a metric over the last third of the steps."""
 

@@ -9,6 +9,7 @@ import numpy as np
 mpl.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
 from benchmarks.study.curves import Run
 from benchmarks.study.ladder import ROWS
@@ -51,11 +52,13 @@ def draw_all(runs: Runs, seeds: Sequence[int], folder: Path) -> list[Path]:
         ],
         "fig2_clip_higher": [
             ([before, after], accuracy("updates"), held_out, "optimizer updates"),
-            (
-                [before, after],
-                against_updates("policy/entropy"),
-                "entropy (nats a token)",
-                "optimizer updates",
+            *(
+                ([before, after], against_updates(metric), label, "optimizer updates")
+                for metric, label in (
+                    ("policy/entropy", "entropy (nats a token)"),
+                    ("policy/clip_high_frac", "share of tokens clipped from above"),
+                    ("policy/clipped_high_prob", "probability of up-clipped tokens"),
+                )
             ),
         ],
         "fig3_clipped_and_all_correct": [
@@ -123,13 +126,18 @@ def _draw(
         layout="constrained",
         squeeze=False,
     )
+    shown: list[str] = []
     for axis, (names, curve, label, below) in zip(grid.flat, panels, strict=True):
         for name in names:
             _band(axis, [curve(runs[name, seed]) for seed in seeds], name)
         axis.set(ylabel=label, xlabel=below)
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
-    grid.flat[0].legend(fontsize=8, frameon=False)
+        axis.xaxis.set_major_formatter("{x:,.0f}")
+        axis.xaxis.set_major_locator(MaxNLocator(6))
+        if names != shown:
+            axis.legend(fontsize=8, frameon=False)
+            shown = names
     figure.savefig(path, dpi=110)
     plt.close(figure)
     return path

@@ -22,6 +22,7 @@ from benchmarks.study.curves import (
     late,
     load,
     mean_accuracy,
+    whole,
 )
 from benchmarks.study.ladder import CONFIG, ROWS, overrides
 from dapo_jax.config import load_config
@@ -100,6 +101,7 @@ def test_measures_by_hand():
         0.225
     )  # half way from 320 to 640 tokens: (0.15 + 0.3) / 2
     assert late("policy/entropy")(run) == 3.0  # the last of three steps
+    assert whole("policy/entropy")(run) == 2.0  # (1 + 2 + 3) / 3
 
 
 def test_the_sign_flip_test_counts_signs():

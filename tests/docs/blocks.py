@@ -11,6 +11,7 @@ PAGES = [
     ROOT / "CONTRIBUTING.md",
     ROOT / "SECURITY.md",
     ROOT / "benchmarks" / "README.md",
+    ROOT / "benchmarks" / "study" / "README.md",
     *sorted(ROOT.glob("docs/**/*.md")),
 ]
 NO_CODE = ("text", "mermaid")
