@@ -3,7 +3,7 @@
 import argparse
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.report import machine, table
@@ -63,7 +63,12 @@ def show(folder: Path) -> None:
     seeds = sorted({seed for _, seed in runs})
     page = folder / "README.md"
     text = page.read_text() if page.exists() else ""
-    for name, made in (("ladder", _ladder(runs, seeds)), ("claims", _claims(judge(runs, seeds)))):
+    tables = {
+        "ladder": _ladder(runs, seeds, ACCURACY_AND_COST),
+        "behaviour": _ladder(runs, seeds, BEHAVIOUR),
+        "claims": _claims(judge(runs, seeds)),
+    }
+    for name, made in tables.items():
         print(f"{made}\n")
         text = with_table(text, name, made)
     page.write_text(text)
@@ -84,19 +89,25 @@ def with_table(text: str, name: str, made: str) -> str:
     return f"{before}{begin}{made}{end}{rest.partition(end)[2]}"
 
 
-def _ladder(runs: dict[tuple[str, int], Run], seeds: Sequence[int]) -> str:
-    measures = (
-        ("equal updates", final_accuracy, "{:.3f}"),
-        ("equal tokens", accuracy_at_tokens, "{:.3f}"),
-        ("mean of run", mean_accuracy, "{:.3f}"),
-        ("million tokens", lambda run: run.tokens[-1] / 1e6, "{:.2f}"),
-        ("late length", late("rollout/response_tokens"), "{:.1f}"),
-        ("late entropy", late("policy/entropy"), "{:.3f}"),
-        ("late truncated", late("rollout/truncated_frac"), "{:.3f}"),
-        ("late all correct", late("rollout/all_correct_frac"), "{:.3f}"),
-        ("clipped from above", whole("policy/clip_high_frac"), "{:.4f}"),
-        ("minutes", lambda run: run.seconds[-1] / 60, "{:.1f}"),
-    )
+Measures = Sequence[tuple[str, Callable[[Run], float], str]]
+"""Names, what is measured, how it is written."""
+ACCURACY_AND_COST: Measures = (
+    ("equal updates", final_accuracy, "{:.3f}"),
+    ("equal tokens", accuracy_at_tokens, "{:.3f}"),
+    ("mean of run", mean_accuracy, "{:.3f}"),
+    ("million tokens", lambda run: run.tokens[-1] / 1e6, "{:.2f}"),
+    ("minutes", lambda run: run.seconds[-1] / 60, "{:.1f}"),
+)
+BEHAVIOUR: Measures = (
+    ("late length", late("rollout/response_tokens"), "{:.1f}"),
+    ("late entropy", late("policy/entropy"), "{:.3f}"),
+    ("late truncated", late("rollout/truncated_frac"), "{:.3f}"),
+    ("late all correct", late("rollout/all_correct_frac"), "{:.3f}"),
+    ("clipped from above", whole("policy/clip_high_frac"), "{:.4f}"),
+)
+
+
+def _ladder(runs: dict[tuple[str, int], Run], seeds: Sequence[int], measures: Measures) -> str:
     rows = []
     for row in ROWS:
         cells = []
@@ -104,7 +115,7 @@ def _ladder(runs: dict[tuple[str, int], Run], seeds: Sequence[int]) -> str:
             values = [measure(runs[row.name, seed]) for seed in seeds]
             mean = sum(values) / len(values)
             spread = (sum((value - mean) ** 2 for value in values) / (len(values) - 1)) ** 0.5
-            cells.append(f"{form.format(mean)} ± {form.format(spread)}")
+            cells.append(f"{form.format(mean)}\u00a0±\u00a0{form.format(spread)}")
         rows.append([row.title, *cells])
     return table(["row", *(name for name, _, _ in measures)], rows)
 
@@ -115,7 +126,8 @@ def _claims(verdicts: Sequence[Verdict]) -> str:
             verdict.claim.technique,
             f"{verdict.claim.measure} {'up' if verdict.claim.up else 'down'}",
             verdict.claim.source,
-            f"{verdict.before:.3f} -> {verdict.after:.3f}",
+            f"{verdict.before:.3f}",
+            f"{verdict.after:.3f}",
             f"{verdict.difference:+.3f} [{verdict.low:+.3f}, {verdict.high:+.3f}]",
             f"{verdict.effect:+.2f}",
             f"{verdict.p:.4f}",
@@ -124,7 +136,7 @@ def _claims(verdicts: Sequence[Verdict]) -> str:
         ]
         for verdict in verdicts
     ]
-    header = ["technique", "claim", "paper", "means", "difference [95%]", "d", "p", "Holm", "here"]
+    header = ["technique", "claim", "paper", "before", "after", "difference [95%]", "d", "p", "Holm", "here"]
     return table(header, rows)
 
 
