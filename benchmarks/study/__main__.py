@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.report import machine, table
-from benchmarks.study.claims import Verdict, judge
+from benchmarks.study.claims import QUESTIONS, Verdict, judge
 from benchmarks.study.curves import (
     Run,
     accuracy_at_tokens,
@@ -19,10 +19,10 @@ from benchmarks.study.curves import (
     whole,
 )
 from benchmarks.study.figures import draw_all
-from benchmarks.study.ladder import ROWS
+from benchmarks.study.ladder import PROBES, ROWS
 from benchmarks.study.runs import make_runs
 
-NAMES = [row.name for row in ROWS]
+NAMES = [row.name for row in (*ROWS, *PROBES)]
 SEEDS = range(8)
 RESULTS = Path("docs/results/study")
 
@@ -52,7 +52,7 @@ def main() -> None:
     ]
     about = {"runs": len(took), "run_hours": round(sum(took) / 3600, 2), "machine": machine()}
     (arguments.results / "made.json").write_text(json.dumps(about, indent=1) + "\n")
-    last = arguments.runs / f"{arguments.rows[-1]}_{arguments.seeds[0]}"
+    last = arguments.runs / f"{ROWS[-1].name}_{arguments.seeds[0]}"
     shutil.copy(last / "config.yaml", arguments.results)
     return None
 
@@ -67,6 +67,7 @@ def show(folder: Path) -> None:
         "ladder": _ladder(runs, seeds, ACCURACY_AND_COST),
         "behaviour": _ladder(runs, seeds, BEHAVIOUR),
         "claims": _claims(judge(runs, seeds)),
+        "probes": _claims(judge(runs, seeds, QUESTIONS)),
     }
     for name, made in tables.items():
         print(f"{made}\n")

@@ -82,6 +82,25 @@ CLAIMS = (
 )
 
 
+QUESTIONS = tuple(
+    Claim(
+        technique="no upper clip",
+        row="no_upper_clip",
+        before="overlong_filtering",
+        measure=measure,
+        of=of,
+        up=True,
+        source="Section 3.1",
+    )
+    for measure, of in (
+        ("accuracy, equal updates", final_accuracy),
+        ("accuracy, mean of the run", mean_accuracy),
+        ("late entropy", late("policy/entropy")),
+    )
+)
+"""What the probes are asked."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
     """A paired comparison over seeds."""
@@ -108,21 +127,23 @@ class Verdict:
         return "holds" if (self.difference > 0) == self.claim.up else "the opposite"
 
 
-def judge(runs: dict[tuple[str, int], Run], seeds: Sequence[int]) -> list[Verdict]:
+def judge(
+    runs: dict[tuple[str, int], Run], seeds: Sequence[int], claims: Sequence[Claim] = CLAIMS
+) -> list[Verdict]:
     """Every claim's comparison, over the same seeds in both rows."""
     pairs = [
         (
             np.array([claim.of(runs[claim.before, seed]) for seed in seeds]),
             np.array([claim.of(runs[claim.row, seed]) for seed in seeds]),
         )
-        for claim in CLAIMS
+        for claim in claims
     ]
     p = [sign_flip_p(after - before) for before, after in pairs]
-    primary = [index for index, claim in enumerate(CLAIMS) if claim.primary]
+    primary = [index for index, claim in enumerate(claims) if claim.primary]
     corrected = dict(zip(primary, holm([p[index] for index in primary]), strict=True))
     return [
         _verdict(claim, before, after, p[index], corrected.get(index, p[index]))
-        for index, (claim, (before, after)) in enumerate(zip(CLAIMS, pairs, strict=True))
+        for index, (claim, (before, after)) in enumerate(zip(claims, pairs, strict=True))
     ]
 
 

@@ -47,17 +47,28 @@ ROWS = (
     ),
 )
 
+PROBES = (
+    # Asked for once the results were there: could any upper clip matter on this task?
+    Row(
+        name="no_upper_clip",
+        title="no upper clip",
+        changes=(*ROWS[1].changes, "loss.clip_ratio_high=1000"),
+    ),
+)
+"""Changes of the first row, to look into what the ladder left open."""
+
 
 def overrides(name: str) -> list[str]:
-    """All that row `name` sets, its own and what the rows before it set, one value for each key.
+    """All that row or probe `name` sets, its own and what the rows before it set, one value for each key.
 
     Raises:
         ValueError: there is no such row.
     """
-    names = [row.name for row in ROWS]
-    if name not in names:
-        raise ValueError(f"no row {name!r}; there are {', '.join(names)}")
+    paths = {row.name: ROWS[: place + 1] for place, row in enumerate(ROWS)}
+    paths |= {probe.name: (ROWS[0], probe) for probe in PROBES}
+    if name not in paths:
+        raise ValueError(f"no row {name!r}; there are {', '.join(paths)}")
     values: dict[str, str] = {}
-    for row in ROWS[: names.index(name) + 1]:
+    for row in paths[name]:
         values |= dict(change.split("=", 1) for change in row.changes)
     return [f"{key}={value}" for key, value in values.items()]

@@ -58,6 +58,13 @@ def test_each_row_changes_the_row_before_in_its_own_technique_alone():
     ]
 
 
+def test_the_probe_without_an_upper_clip_is_the_row_of_the_lower_upper_clip_but_for_it():
+    probe, row = (
+        dict(item.split("=") for item in overrides(name)) for name in ("no_upper_clip", "overlong_filtering")
+    )
+    assert probe == row | {"loss.clip_ratio_high": "1000"}
+
+
 def test_an_unknown_row_is_refused_by_name():
     with pytest.raises(ValueError, match="no row 'ppo'; there are grpo, overlong_filtering"):
         overrides("ppo")
