@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from dapo_jax.rollouts import Verdict
 from dapo_jax.watchdogs import NAMES, SEEN
 
 PAGE = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
@@ -39,7 +40,12 @@ def logged(micro, run_micro, rows, even_sum):
         guard__on_mismatch="correct",
         eval__every_steps=1,
     )
-    graders = [(even_sum, 1.0), ("exact", 0.5)]
+
+    def said(sample):
+        """With the answer that cons@K counts."""
+        return Verdict(correct=even_sum(sample), extracted=sample.response)
+
+    graders = [(said, 1.0), ("exact", 0.5)]
     found = run_micro(config, reward=graders, eval_rows=rows)
     return {general(name) for line in found.metrics for name in line} - {"step"}
 

@@ -49,7 +49,7 @@ def test_every_metric_that_is_promised_is_in_every_step(finished):
 def test_evaluation_stands_before_the_first_and_after_the_last_step(finished):
     evaluated = [line["step"] for line in finished.metrics if "eval/arithmetic/avg@4" in line]
     assert evaluated == [0, 4]
-    assert {"eval/arithmetic/pass@4", "eval/arithmetic/cons@4"} <= finished.metrics[0].keys()
+    assert {"eval/arithmetic/pass@2", "eval/arithmetic/pass@4"} <= finished.metrics[0].keys()
 
 
 def test_what_each_problem_scored_is_written_at_every_evaluation(finished):
@@ -61,7 +61,7 @@ def test_what_each_problem_scored_is_written_at_every_evaluation(finished):
         problems = read_problems(path)
         assert [problem["ordinal"] for problem in problems] == [0, 1]
         assert {problem["step"] for problem in problems} == {line["step"]}
-        for key in ("avg@4", "pass@2", "cons@4"):
+        for key in ("avg@4", "pass@2", "pass@4"):
             mean = sum(problem[key] for problem in problems) / 2
             assert line[f"eval/arithmetic/{key}"] == pytest.approx(mean)
 
