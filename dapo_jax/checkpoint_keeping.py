@@ -2,9 +2,8 @@
 
 import logging
 import sys
-import threading
+import traceback
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any
 
 from orbax.checkpoint.checkpoint_managers import PreservationPolicy
@@ -24,26 +23,38 @@ class Keeping(PreservationPolicy):
 
 
 def quiet_orbax() -> None:
-    """Keeps orbax's log out of the terminal: remarks about its own defaults, and tracebacks of errors that it raises too."""
-    logger = logging.getLogger("absl")
-    if _from_orbax not in logger.filters:
-        logger.addFilter(_from_orbax)
-        sys.excepthook = _but_for_closed_loops(sys.excepthook)
+    """Keeps orbax's log out of the terminal: remarks about its own defaults, and tracebacks of errors that it raises too.
 
-
-def _from_orbax(record: logging.LogRecord) -> bool:
-    return "/orbax/" not in record.pathname.replace("\\", "/")
-
-
-def _but_for_closed_loops(shown: Callable[..., Any]) -> Callable[..., Any]:
-    """`shown` for all but what the writes that outlive a failed save say: orbax has closed the loop they report to.
-
-    Only C code calls `sys.excepthook` outside the main thread; for threads of Python's own there is another hook.
+    Of a save that fails, other writes go on and fail too. What they say is left out as well: asyncio logs errors that
+    nobody waits for any more, and tensorstore cannot report to an event loop that is closed.
     """
+    absl = logging.getLogger("absl")
+    if _not_from_orbax not in absl.filters:
+        absl.addFilter(_not_from_orbax)
+        logging.getLogger("asyncio").addFilter(_not_raised_in_orbax)
+        sys.unraisablehook = _but_for_closed_loops(sys.unraisablehook)
 
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+
+def _not_from_orbax(record: logging.LogRecord) -> bool:
+    return not _is_orbax(record.pathname)
+
+
+def _not_raised_in_orbax(record: logging.LogRecord) -> bool:
+    trace = record.exc_info[2] if record.exc_info else None
+    return not any(_is_orbax(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(trace))
+
+
+def _is_orbax(path: str) -> bool:
+    return "/orbax/" in path.replace("\\", "/")
+
+
+def _but_for_closed_loops(shown: Callable[[Any], Any]) -> Callable[[Any], None]:
+    """`shown` for all errors nobody can catch but those of C code, which bear no object, about a closed loop."""
+
+    def hook(unraisable: Any) -> None:
+        error = unraisable.exc_value
         closed = isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
-        if not closed or threading.current_thread() is threading.main_thread():
-            shown(kind, error, trace)
+        if not closed or unraisable.object is not None:
+            shown(unraisable)
 
     return hook
