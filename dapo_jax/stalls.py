@@ -4,10 +4,10 @@ Whatever makes progress says so (`Watch.note`): a prompt read, a look at the sam
 thread compares the time since with the limit. One process that waits for the others is no stall as long as one of these gets on.
 """
 
-import _thread
 import faulthandler
 import functools
 import json
+import signal
 import sys
 import threading
 import time
@@ -161,7 +161,10 @@ class Watch:
 def interrupt(_: int, why: str) -> None:
     """Ends a run in a process that is not its own, such as a notebook's: says why, and raises KeyboardInterrupt in its main thread."""
     _write(f"{why}\n")
-    _thread.interrupt_main()
+    # A signal of the system's: of `_thread.interrupt_main` a thread that sleeps or waits would only learn afterwards.
+    main = threading.main_thread().ident
+    assert main is not None, "it has been started"
+    signal.pthread_kill(main, signal.SIGINT)
 
 
 def _threads() -> list[str]:
