@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType
 from typing import TypeVar
 
@@ -33,6 +33,18 @@ _Item = TypeVar("_Item")
 
 class StoppedError(BaseException):
     """The run was told to stop. As KeyboardInterrupt it is no Exception: what catches those must not catch it."""
+
+
+def first_told(reasons: Mapping[int, str], process: int) -> str:
+    """Who told a run of several processes to stop, as `process` says it; empty if nobody did.
+
+    Args:
+        reasons: process -> `Stop.reason` there, which names another process already if it was heard of from that one.
+    """
+    for index, reason in sorted(reasons.items()):
+        if reason:
+            return reason if index == process or "(process " in reason else f"{reason} (process {index})"
+    return ""
 
 
 class Stop:

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from dapo_jax.stopping import STOPPED, Stop, StoppedError, stopped_by_signals
+from dapo_jax.stopping import STOPPED, Stop, StoppedError, first_told, stopped_by_signals
 from tests.several import ROOT
 
 
@@ -111,3 +111,19 @@ def test_a_process_that_cannot_stop_is_ended(grace_s, again, status, said):
         started.kill()
     assert started.returncode == status
     assert said in shown
+
+
+@pytest.mark.parametrize(
+    ("reasons", "process", "said"),
+    [
+        (["", ""], 0, ""),
+        (["", "SIGTERM", ""], 1, "SIGTERM"),
+        (["", "SIGTERM", ""], 0, "SIGTERM (process 1)"),
+        (["", "SIGTERM", ""], 2, "SIGTERM (process 1)"),
+        (["SIGTERM", "SIGINT"], 1, "SIGTERM (process 0)"),
+        # Process 0 has heard of it from process 1, and process 2 of nothing yet.
+        (["SIGTERM (process 1)", "SIGTERM", ""], 2, "SIGTERM (process 1)"),
+    ],
+)
+def test_every_process_says_which_one_was_told(reasons, process, said):
+    assert first_told(dict(enumerate(reasons)), process) == said

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from dapo_jax.config import ConfigError
-from dapo_jax.stopping import Stop, StoppedError
+from dapo_jax.stopping import Stop, StoppedError, first_told
 
 HEARTBEAT_S = 20
 """A process that is silent for so long is taken for dead, and the others are ended."""
@@ -215,9 +215,8 @@ class _Member:
             return
         if self._stop.reason:
             self._client.key_value_set(f"{_STOP}{self._index}", self._stop.reason)
-        elif told := self._found(_STOP):
-            index = min(told)
-            self._stop.tell(f"{told[index]} (process {index})")
+        elif told := first_told(self._found(_STOP), self._index):
+            self._stop.tell(told)
         self._stop_said = bool(self._stop.reason)
 
     def post(self, text: str) -> None:

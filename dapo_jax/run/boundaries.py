@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
+
 from dapo_jax.checkpoints import Checkpointer
 from dapo_jax.config import TrainConfig
 from dapo_jax.evaluation import problem_record, summarize
@@ -15,7 +17,7 @@ from dapo_jax.rollouts import Group
 from dapo_jax.run.carry import carry_arrays
 from dapo_jax.run.ratios import TokenRatios
 from dapo_jax.run.records import Records
-from dapo_jax.stopping import Stop, StoppedError
+from dapo_jax.stopping import Stop, StoppedError, first_told
 from dapo_jax.storage import AnyPath
 from dapo_jax.trackers.evaluation_log import write_problems
 from dapo_jax.trackers.progress import Progress
@@ -154,9 +156,10 @@ class Boundaries:
 
     def _stop_if_told(self) -> None:
         """Raises StoppedError in every process if one of them was told."""
-        for reason in exchange(self._stop.reason.encode(), buffer_bytes=1024):
-            if reason:
-                raise StoppedError(reason.decode())
+        reasons = exchange(self._stop.reason.encode(), buffer_bytes=1024)
+        told = {process: reason.decode() for process, reason in enumerate(reasons)}
+        if reason := first_told(told, jax.process_index()):
+            raise StoppedError(reason)
 
 
 def _due(step: int, every: int) -> bool:
