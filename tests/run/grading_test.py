@@ -102,9 +102,9 @@ def test_graders_of_every_kind_are_summed_by_weight():
         ],
         workers=1,
     )
-    before = threading.active_count()
+    before = set(threading.enumerate())
     right, wrong = graded(config, "=2", "=003")
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before  # an earlier test's may end meanwhile
     assert (right.score, wrong.score) == (pytest.approx(1.25), pytest.approx(-6.875))
     assert (right.correct, wrong.correct) == (True, False)
     assert right.parts == {"exact": 1.0, "brevity": 0.5, "shortest": 1.0, "judge": 20.0}
