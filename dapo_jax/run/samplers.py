@@ -19,7 +19,7 @@ from dapo_jax.parallel.mesh import Meshes
 from dapo_jax.rollouts import Group, Prompt
 from dapo_jax.run.carry import carry_arrays, carry_groups
 from dapo_jax.run.rollout import Grade, Sampled
-from dapo_jax.stopping import Stop, StoppedError
+from dapo_jax.stopping import Stop, StoppedError, first_told
 
 PromptAt = Callable[[int], Prompt]
 
@@ -96,12 +96,15 @@ def _travelled(groups: Sequence[Group], prompt_at: PromptAt, *, brief: bool, sto
     packed, layout = pack_arrays(carry_arrays(groups, brief=brief))
     head = json.dumps({"layout": layout, "stop": stop.reason}).encode()
     message = len(head).to_bytes(8, "little") + head + packed.tobytes()
-    found: list[Group] = []
+    heads, bodies = [], []
     for received in exchange(message):
         end = 8 + int.from_bytes(received[:8], "little")
-        said = json.loads(received[8:end])
-        if said["stop"]:
-            raise StoppedError(said["stop"])
-        arrays = unpack_arrays(np.frombuffer(received[end:], np.uint8), said["layout"])
+        heads.append(json.loads(received[8:end]))
+        bodies.append(received[end:])
+    if reason := first_told(dict(enumerate(said["stop"] for said in heads)), jax.process_index()):
+        raise StoppedError(reason)
+    found: list[Group] = []
+    for said, body in zip(heads, bodies, strict=True):
+        arrays = unpack_arrays(np.frombuffer(body, np.uint8), said["layout"])
         found += carry_groups(arrays, prompt_at)
     return sorted(found, key=lambda group: group.prompt.ordinal)

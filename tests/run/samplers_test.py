@@ -257,7 +257,7 @@ def test_if_one_process_is_told_to_stop_all_save_and_the_run_can_be_resumed(sett
     started[1].send_signal(signal.SIGTERM)
     done = several.finish(started, within_s=30)
     assert [status for status, _ in done] == [STOPPED, STOPPED], done
-    # Heard of while the step was made, or at its end.
+    # Heard of from the listener, with a wave's groups, or at the step's end.
     assert "stopped by SIGTERM (process 1); --resume" in done[0][1]
     [step] = (int(kept.name) for kept in (run / "checkpoints").iterdir())
     assert step == read_metrics(metrics)[-1]["step"]
