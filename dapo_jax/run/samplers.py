@@ -96,15 +96,14 @@ def _travelled(groups: Sequence[Group], prompt_at: PromptAt, *, brief: bool, sto
     packed, layout = pack_arrays(carry_arrays(groups, brief=brief))
     head = json.dumps({"layout": layout, "stop": stop.reason}).encode()
     message = len(head).to_bytes(8, "little") + head + packed.tobytes()
-    heads, bodies = [], []
-    for received in exchange(message):
-        end = 8 + int.from_bytes(received[:8], "little")
-        heads.append(json.loads(received[8:end]))
-        bodies.append(received[end:])
-    if reason := first_told(dict(enumerate(said["stop"] for said in heads)), jax.process_index()):
-        raise StoppedError(reason)
+    told: dict[int, str] = {}
     found: list[Group] = []
-    for said, body in zip(heads, bodies, strict=True):
-        arrays = unpack_arrays(np.frombuffer(body, np.uint8), said["layout"])
+    for process, received in enumerate(exchange(message)):
+        end = 8 + int.from_bytes(received[:8], "little")
+        said = json.loads(received[8:end])
+        told[process] = said["stop"]
+        arrays = unpack_arrays(np.frombuffer(received[end:], np.uint8), said["layout"])
         found += carry_groups(arrays, prompt_at)
+    if reason := first_told(told, jax.process_index()):
+        raise StoppedError(reason)
     return sorted(found, key=lambda group: group.prompt.ordinal)
