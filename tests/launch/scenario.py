@@ -3,7 +3,7 @@
 FOLDER/scenario.json may hold:
     states    for each time the TPU is created, what `describe` says, one after another; the last stays
     refused   how many `create` are refused
-    runs      for each start of the program on a worker, its exit status; or "preempted"; the last stays
+    runs      for each start of the program on a worker, its exit status; or "preempted", once it is followed; the last stays
     drops     how many `follow` lose their connection; gcloud then runs the command again, as the real one does
     workers   of the slice, or tasks of the step
     job       what squeue says of the job

@@ -91,7 +91,8 @@ def gcloud_compute_tpus_queued_resources_delete(found, rest):
 
 
 def gone():
-    """The VMs and their disks."""
+    """The VMs and their disks, and whoever follows what runs there."""
+    (FOLDER / "followed").unlink(missing_ok=True)
     for home in homes():
         pid = home / "dapo_jax_run" / "pid"
         if pid.exists():
@@ -124,6 +125,8 @@ def gcloud_compute_tpus_tpu_vm_ssh(found, rest):
     assert sys.stdin.read() == ""  # several ssh would share it
     # As gcloud and ssh do: split at spaces, joined by the far shell.
     line = " ".join(found["command"][0].split(" "))
+    if line.endswith(" follow"):
+        (FOLDER / "followed").touch()
     running = [started(home, line) for home in chosen(found)]
     if line.endswith(" follow") and counted("dropped") < SCENARIO["drops"]:
         time.sleep(0.3)
@@ -193,14 +196,20 @@ def dapo_jax(words):
     record("dapo-jax", words, environment=seen, files=here, where=where)
     outcome = at(SCENARIO["runs"], number)
     print(f"step 1 of start {number}", flush=True)
-    until = time.monotonic() + 100
-    while (SCENARIO["held"] or SCENARIO["drops"]) and not (FOLDER / "released").exists():
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    if SCENARIO["held"] or SCENARIO["drops"]:
+        wait_for("released")
     if outcome == "preempted":
+        wait_for("followed")  # or a slow `start` would hear of it first
         (FOLDER / "preempted").touch()
         return 137
     return outcome
+
+
+def wait_for(name):
+    until = time.monotonic() + 100
+    while not (FOLDER / name).exists():
+        assert time.monotonic() < until
+        time.sleep(0.05)
 
 
 def config(words):
