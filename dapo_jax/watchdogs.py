@@ -34,6 +34,9 @@ SEEN = (
 Step = Mapping[str, Any]
 """Metrics of a step; what was not measured is absent, None or NaN."""
 
+Seen = Mapping[str, Sequence[float]]
+"""The values of each metric of `SEEN` that were measured, step by step."""
+
 
 class Watchdogs:
     """Takes the steps of a run one by one. What it says depends on their metrics alone, so a resumed run that is given the lines of
@@ -57,7 +60,11 @@ class Watchdogs:
             "max_truncated_frac": max_truncated_frac,
             "min_mixed_frac": min_mixed_frac,
         }
-        self._steps = [_seen(step) for step in history if "update/learning_rate" in step]
+        self._reach = max(window, START, RECENT)
+        self._seen: dict[str, list[float]] = {name: [] for name in SEEN}
+        for step in history:
+            if "update/learning_rate" in step:
+                self._see(step)
         self._raised = next(iter(self._holds()), "")
 
     def step(self, metrics: Step) -> tuple[dict[str, int], list[str]]:
@@ -66,18 +73,27 @@ class Watchdogs:
         Returns:
             `watchdog/NAME` for each, 1 while it is raised; and the warning, if it was not raised at the step before.
         """
-        self._steps.append(_seen(metrics))
+        self._see(metrics)
         holds = self._holds()
         before, self._raised = self._raised, next(iter(holds), "")
         said = [holds[self._raised]] if self._raised not in ("", before) else []
         return {f"watchdog/{name}": int(name == self._raised) for name in NAMES}, said
 
+    def _see(self, step: Step) -> None:
+        """Of a long run only what is looked at is kept: the first values of each metric and the last."""
+        for name, values in self._seen.items():
+            value = step.get(name)
+            if value is not None and math.isfinite(value):
+                values.append(float(value))
+            if len(values) > 2 * self._reach:
+                del values[self._reach]
+
     def _holds(self) -> dict[str, str]:
-        return warnings(self._steps, **self._limits)
+        return warnings(self._seen, **self._limits)
 
 
 def warnings(
-    steps: Sequence[Step],
+    seen: Seen,
     *,
     window: int,
     min_entropy: float,
@@ -85,7 +101,7 @@ def warnings(
     max_truncated_frac: float,
     min_mixed_frac: float,
 ) -> dict[str, str]:
-    """Name and text of each warning that holds after the last of `steps`, in the order of `NAMES`.
+    """Name and text of each warning that holds after the last of what was `seen`, in the order of `NAMES`.
 
     * `length_collapse`: responses are shorter than `min_length_frac` of what they were.
     * `entropy_collapse`: the entropy is below `min_entropy` and below a tenth of what it was, and not nearly all is right.
@@ -97,17 +113,17 @@ def warnings(
     What something was is its mean over the first three steps, what it is its mean over the last three.
     """
     found = {
-        "length_collapse": _length_collapse(steps, min_length_frac),
-        "entropy_collapse": _entropy_collapse(steps, min_entropy),
-        "truncation": _truncation(steps, max_truncated_frac),
-        "flat_groups": _flat_groups(steps, window // 2, min_mixed_frac),
-        "reward_stuck": _reward_stuck(steps, window),
+        "length_collapse": _length_collapse(seen, min_length_frac),
+        "entropy_collapse": _entropy_collapse(seen, min_entropy),
+        "truncation": _truncation(seen, max_truncated_frac),
+        "flat_groups": _flat_groups(seen, window // 2, min_mixed_frac),
+        "reward_stuck": _reward_stuck(seen, window),
     }
     return {name: found[name] for name in NAMES if found[name]}
 
 
-def _length_collapse(steps: Sequence[Step], least: float) -> str:
-    pair = _then_and_now(steps, "rollout/response_tokens")
+def _length_collapse(seen: Seen, least: float) -> str:
+    pair = _then_and_now(seen, "rollout/response_tokens")
     if pair is None or pair[1] >= least * pair[0]:
         return ""
     return (
@@ -118,9 +134,9 @@ def _length_collapse(steps: Sequence[Step], least: float) -> str:
     )
 
 
-def _entropy_collapse(steps: Sequence[Step], least: float) -> str:
-    pair = _then_and_now(steps, "policy/entropy")
-    if pair is None or _nearly_all_right(steps) or pair[1] >= min(least, 0.1 * pair[0]):
+def _entropy_collapse(seen: Seen, least: float) -> str:
+    pair = _then_and_now(seen, "policy/entropy")
+    if pair is None or _nearly_all_right(seen) or pair[1] >= min(least, 0.1 * pair[0]):
         return ""
     return (
         f"entropy collapse: {pair[1]:.2g} nats a token, at first {pair[0]:.2g}: the policy hardly tries anything new. Usual causes: "
@@ -129,8 +145,8 @@ def _entropy_collapse(steps: Sequence[Step], least: float) -> str:
     )
 
 
-def _truncation(steps: Sequence[Step], most: float) -> str:
-    pair = _then_and_now(steps, "rollout/truncated_frac")
+def _truncation(seen: Seen, most: float) -> str:
+    pair = _then_and_now(seen, "rollout/truncated_frac")
     if pair is None or pair[1] <= max(most, pair[0] + 0.25):
         return ""
     return (
@@ -140,11 +156,11 @@ def _truncation(steps: Sequence[Step], most: float) -> str:
     )
 
 
-def _flat_groups(steps: Sequence[Step], span: int, least: float) -> str:
-    mixed = _values(steps, "rollout/mixed_frac")[-span:]
+def _flat_groups(seen: Seen, span: int, least: float) -> str:
+    mixed = seen["rollout/mixed_frac"][-span:]
     if len(mixed) < span or _mean(mixed) >= least:
         return ""
-    right = _mean(_values(steps, "rollout/all_correct_frac")[-span:])
+    right = _mean(seen["rollout/all_correct_frac"][-span:])
     return (
         f"flat groups: in the last {span} steps {_mean(mixed):.1%} of the groups had both right and wrong responses; {right:.0%} were "
         "all right, the rest all wrong, and these teach nothing. Usual causes: all right: the prompts are too easy; all wrong: too "
@@ -153,14 +169,15 @@ def _flat_groups(steps: Sequence[Step], span: int, least: float) -> str:
     )
 
 
-def _reward_stuck(steps: Sequence[Step], window: int) -> str:
-    rates = _values(steps, "update/learning_rate")[-window:]
-    rewards, half = _values(steps, "reward/mean"), window // 2
+def _reward_stuck(seen: Seen, window: int) -> str:
+    rates = seen["update/learning_rate"][-window:]
+    rewards, half = seen["reward/mean"], window // 2
     still_warming_up = len(rates) < window or max(rates) != min(rates)
-    if still_warming_up or len(rewards) < 2 * half or _nearly_all_right(steps):
+    if still_warming_up or len(rewards) < 2 * half or _nearly_all_right(seen):
         return ""
     then, now = _mean(rewards[:half]), _mean(rewards[-half:])
-    noise = math.hypot(_error(steps[:half]), _error(steps[-half:]))
+    spread, prompts = seen["reward/std"], seen["rollout/prompts"]
+    noise = math.hypot(_error(spread[:half], prompts[:half]), _error(spread[-half:], prompts[-half:]))
     if now > then + 2 * noise:
         return ""
     return (
@@ -171,32 +188,21 @@ def _reward_stuck(steps: Sequence[Step], window: int) -> str:
     )
 
 
-def _error(steps: Sequence[Step]) -> float:
+def _error(spread: Sequence[float], prompts: Sequence[float]) -> float:
     """Standard error of the mean reward, as if all responses to a prompt had the same: then it is not less than this."""
-    spread, prompts = _values(steps, "reward/std"), _values(steps, "rollout/prompts")
     return math.sqrt(_mean([one * one for one in spread]) / max(sum(prompts), 1.0))
 
 
-def _nearly_all_right(steps: Sequence[Step]) -> bool:
-    accuracy = _values(steps, "rollout/accuracy")[-RECENT:]
+def _nearly_all_right(seen: Seen) -> bool:
+    accuracy = seen["rollout/accuracy"][-RECENT:]
     return bool(accuracy) and _mean(accuracy) >= NEARLY_ALL_RIGHT
 
 
-def _then_and_now(steps: Sequence[Step], name: str) -> tuple[float, float] | None:
+def _then_and_now(seen: Seen, name: str) -> tuple[float, float] | None:
     """The means over the first and the last steps, once these are not the same ones."""
-    values = _values(steps, name)
+    values = seen[name]
     return (_mean(values[:START]), _mean(values[-RECENT:])) if len(values) >= START + RECENT else None
-
-
-def _values(steps: Sequence[Step], name: str) -> list[float]:
-    """Those that were measured."""
-    found = (step.get(name) for step in steps)
-    return [float(value) for value in found if value is not None and math.isfinite(value)]
 
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else math.nan
-
-
-def _seen(step: Step) -> dict[str, Any]:
-    return {name: step[name] for name in SEEN if name in step}

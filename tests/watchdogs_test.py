@@ -1,12 +1,14 @@
 """Each warning on sequences of metrics: what raises it, what does not, and which one of several."""
 
 import json
+import tracemalloc
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dapo_jax.trackers import read_metrics
-from dapo_jax.watchdogs import NAMES, Watchdogs
+from dapo_jax.watchdogs import NAMES, SEEN, Watchdogs, warnings
 
 ROOT = Path(__file__).parent.parent
 RECORDED = {
@@ -142,3 +144,36 @@ def test_a_resumed_run_says_what_the_uninterrupted_one_says():
             for text in again.step(step)[1]
         ]
         assert [number for number, _ in said] == ([8] if cut < 8 else [])
+
+
+def test_a_long_run_is_judged_by_all_its_steps():
+    """What is kept of 400 steps that go up and down, some values absent, raises what the whole of them would."""
+    rng, dogs, whole, names = np.random.default_rng(3), Watchdogs(), {name: [] for name in SEEN}, []
+    limits = {
+        "window": 10, "min_entropy": 0.05, "min_length_frac": 0.333, "max_truncated_frac": 0.5, "min_mixed_frac": 0.02,
+    }  # fmt: skip
+    for index in range(400):
+        [step] = healthy(1, reward__mean=0.3, rollout__response_tokens=30 * abs(np.sin(index / 40) + 0.5))
+        step |= {
+            "policy/entropy": 0.4 * np.cos(index / 70) ** 4,
+            "rollout/mixed_frac": float(index % 90 < 80),
+        }
+        step = {name: value for name, value in step.items() if rng.random() < 0.9}
+        for name, value in step.items():
+            whole[name].append(float(value))
+        expected = next(iter(warnings(whole, **limits)), "")
+        assert dogs.step(step)[0] == {f"watchdog/{name}": int(name == expected) for name in NAMES}
+        names.append(expected)
+    assert set(names) == {"", "length_collapse", "entropy_collapse", "flat_groups", "reward_stuck"}
+
+
+def test_a_long_run_takes_no_more_memory():
+    """A thousand steps of ten values would be 240 kB."""
+    dogs, steps = Watchdogs(), healthy(100)
+    for step in steps:
+        dogs.step(step)
+    tracemalloc.start()
+    for number in range(1000):
+        dogs.step({name: value + number for name, value in steps[-1].items()})
+    assert tracemalloc.get_traced_memory()[0] < 20_000
+    tracemalloc.stop()
