@@ -18,7 +18,7 @@ from dapo_jax.run.policy import Policy
 from dapo_jax.sampling.decoding import Decoding, decoding
 from dapo_jax.sampling.engine import DecoderEngine
 from dapo_jax.sampling.sampler import Sampler
-from dapo_jax.text.stopping import StopStrings, stop_ids
+from dapo_jax.text.stop_strings import StopStrings, stop_ids
 
 TRAINING, EVALUATION = 0, 1
 """Key domains: evaluation never draws the numbers that training draws."""

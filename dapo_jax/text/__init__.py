@@ -2,7 +2,7 @@
 
 from dapo_jax.text.chat import ChatTemplate
 from dapo_jax.text.formatting import PromptFormat
-from dapo_jax.text.stopping import StopStrings, stop_ids
+from dapo_jax.text.stop_strings import StopStrings, stop_ids
 from dapo_jax.text.tokenizers import (
     ByteTokenizer,
     CharTokenizer,

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dapo_jax.text.huggingface import HuggingFaceTokenizer
-from dapo_jax.text.stopping import StopStrings, stop_ids
+from dapo_jax.text.stop_strings import StopStrings, stop_ids
 from dapo_jax.text.tokenizers import ByteTokenizer, CharTokenizer
 from tests.text.folders import byte_fallback_json, files_of
 
