@@ -77,21 +77,29 @@ def assert_flat(seen, steps):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "steps", "every_s"),
-    [("micro", 2000, 0.2), ("quickstart", 200, 2.0)],
-)
-def test_memory_is_flat_and_no_process_is_left(name, steps, every_s, tmp_path):
+    ("name", "steps", "saves_every", "every_s"),
+    [
+        ("micro", 2000, 20, 0.2),
+        # 900 saves are 27 MB, some 8% of what this run holds. It fails where that is mended: then the case above can go.
+        pytest.param(
+            "micro", 2000, 1, 0.2,
+            marks=pytest.mark.xfail(strict=True, reason="tensorstore 0.1.86 loses 30 kB of Python objects in each save"),
+        ),
+        ("quickstart", 200, 20, 2.0),
+    ],
+)  # fmt: skip
+def test_memory_is_flat_and_no_process_is_left(name, steps, saves_every, every_s, tmp_path):
     how = {"alone": True, "program": ("-c", GIVES_BACK)}
+    saves = f"checkpoint.every_steps={saves_every}"
     if name == "micro":
         run = make_run(tmp_path, steps=steps, eval_every=50)
-        # As often as the quickstart: in each save of this run, tensorstore 0.1.86 loses 30 kB of Python objects.
-        process, folder = run.start("checkpoint.every_steps=20", **how), run.run_dir
+        process, folder = run.start(saves, **how), run.run_dir
     else:
         folder = tmp_path / "run"
         config = ROOT / "configs" / "quickstart.yaml"
         # The task is learnt by step 120 or so: too few groups are informative then for what a step wants.
         solved = ["dynamic_sampling.max_waves=3", "dynamic_sampling.on_shortfall=train_fewer"]
-        process = started("train", config, f"run_dir={folder}", f"steps={steps}", *solved, **how)
+        process = started("train", config, f"run_dir={folder}", f"steps={steps}", saves, *solved, **how)
     session = process.pid
     seen = soak(process, folder / "metrics.jsonl", every_s)
     assert process.returncode == 0
