@@ -17,12 +17,12 @@ def is_informative(group: Group, *, metric: str = "correct") -> bool:
     training on it would teach length and nothing else.
 
     Raises:
-        ValueError: `metric` is score and a verdict has none.
+        ValueError: `metric` is score and a verdict that was not lost has none.
     """
     if metric == "correct":
         return len({rollout.correct for rollout in group.rollouts}) == 2
     scores = [rollout.verdict.score for rollout in group.rollouts]
-    if None in scores:
+    if any(rollout.verdict.score is None and not rollout.verdict.lost for rollout in group.rollouts):
         raise ValueError(
             "dynamic_sampling.metric=score needs a reward function that returns scores; this one returned a plain "
             "verdict: return a number, or set dynamic_sampling.metric=correct"

@@ -4,9 +4,12 @@ All hold numpy and Python values of natural length, and nothing here loads jax: 
 What crosses to the device is a `dapo_jax.microbatch.Microbatch`.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from decimal import Decimal
+from numbers import Real
+from typing import Any, Literal, get_args
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -44,9 +47,16 @@ class Response:
     finish_reason: FinishReason
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False)
 class Verdict:
-    """What a grader says of one response, before any shaping."""
+    """A grader's answer on one response, before any shaping.
+
+    Scalars of numpy, arrays without dimensions of any library, fractions and decimals are taken as Python's bool, number
+    or text; `correct` may be 0 or 1.
+
+    Raises:
+        ValueError: a field holds something else, such as the text "no" in `correct`; it names field and value.
+    """
 
     correct: bool
     extracted: str | None = None
@@ -59,6 +69,91 @@ class Verdict:
     """Why the grader gave no verdict, so that the response counts as wrong; empty if it gave one."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """Of a sum of several graders: each one's reward before its weight. `correct` is then the first one's, `score` the sum."""
+
+    def __init__(
+        self,
+        *,
+        correct: object,
+        extracted: object = None,
+        reason: object = "",
+        score: object = None,
+        lost: object = "",
+        parts: object = (),
+    ) -> None:
+        given = locals()
+        for name, (take, need) in _VERDICT_FIELDS.items():
+            found = given[name]
+            try:
+                object.__setattr__(self, name, take(found))
+            except (TypeError, ValueError):
+                raise ValueError(
+                    f"Verdict: {name}={found!r:.200} ({type(found).__name__}), needs {need}; convert it before it is returned"
+                ) from None
+
+
+def plain_scalar(value: Any) -> Any:
+    """Python's own value of a numpy scalar, or of an array without dimensions of any library; all else as it is."""
+    if getattr(value, "ndim", None) == 0 and callable(getattr(value, "item", None)):
+        return value.item()
+    return value
+
+
+def as_float(value: Any) -> float:
+    """The float of a real number, a decimal or an array without dimensions: an infinity for one beyond all floats.
+
+    Raises:
+        ValueError: it is no number.
+    """
+    number = plain_scalar(value)
+    if not isinstance(number, Real | Decimal):
+        raise ValueError(f"{value!r:.200} is no number")
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf if abs(number) == number else -math.inf
+    except ValueError:  # a signalling NaN of `decimal`
+        return math.nan
+
+
+def _as_bool(value: Any) -> bool:
+    value = plain_scalar(value)
+    if isinstance(value, bool):
+        return value
+    if as_float(value) not in (0.0, 1.0):
+        raise ValueError
+    return bool(value)
+
+
+def _as_text(value: Any) -> str:
+    value = plain_scalar(value)
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, Real | Decimal):
+        return str(value)
+    raise ValueError
+
+
+def _as_lost(value: Any) -> str:
+    if not isinstance(value, str) or value not in ("", *get_args(Lost)):
+        raise ValueError
+    return value
+
+
+def _as_parts(value: Any) -> dict[str, float]:
+    if not all(isinstance(name, str) for name in value):
+        raise ValueError
+    return {name: as_float(part) for name, part in value.items()}
+
+
+_VERDICT_FIELDS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "correct": (_as_bool, "a bool"),
+    "extracted": (lambda value: None if value is None else _as_text(value), "text, a number or None"),
+    "reason": (lambda value: "" if value is None else _as_text(value), "text"),
+    "score": (lambda value: None if value is None else as_float(value), "a number or None"),
+    "lost": (_as_lost, f"one of {get_args(Lost)} or an empty text"),
+    "parts": (lambda value: _as_parts(dict(value)), "a mapping of names to numbers"),
+}
+"""How each field of a verdict is taken, and what it needs."""
 
 
 @dataclass(frozen=True, kw_only=True)

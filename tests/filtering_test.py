@@ -1,5 +1,7 @@
 """Dynamic sampling: which groups carry a signal, and what a step trains on whatever order they end in."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -48,6 +50,32 @@ def ordinals(groups):
 )
 def test_a_group_is_informative_if_some_but_not_all_are_correct(verdicts, informative):
     assert is_informative(make_group(0, verdicts)) is informative
+
+
+def make_lost(group, index):
+    """The group, with the verdict of one rollout lost."""
+    rollouts = list(group.rollouts)
+    rollouts[index] = replace(rollouts[index], verdict=Verdict(correct=False, lost="died"))
+    return replace(group, rollouts=tuple(rollouts))
+
+
+@pytest.mark.parametrize(
+    ("scores", "informative"),
+    [([0.5, 0.5, 0.5], True), ([0.5, 0.25, 0.5], True)],
+)
+def test_by_score_a_lost_verdict_counts_as_a_worse_one(scores, informative):
+    group = make_lost(make_group(0, "xxx", scores=scores), 2)
+    assert is_informative(group, metric="score") is informative
+
+
+def test_by_score_a_group_with_no_verdict_at_all_is_not_informative():
+    group = make_lost(make_lost(make_group(0, "xx", scores=[1.0, 2.0]), 0), 1)
+    assert not is_informative(group, metric="score")
+
+
+def test_by_score_a_plain_verdict_beside_a_lost_one_is_still_refused():
+    with pytest.raises(ValueError, match="needs a reward function that returns scores"):
+        is_informative(make_lost(make_group(0, "xx"), 0), metric="score")
 
 
 def test_the_overlong_penalty_does_not_make_a_group_informative():

@@ -118,6 +118,10 @@ class RewardConfig:
     """Reward of a correct verdict that has no score. (Section 2.4)"""
     incorrect: float = -1.0
     """Reward of a wrong one. (Section 2.4)"""
+    lost: float | None = None
+    """Reward, before its weight, where a grader that returns scores gave none (time, memory, a dead worker); never better than the worst
+    that this grader paid for the prompt's other responses. None: `incorrect` (of a
+    grader of negative weight `correct`), with the same bound."""
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
 
     __post_init__ = checked

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from dapo_jax.rewards.kinds import is_async, whole_group
 from dapo_jax.rewards.sample import Sample
-from dapo_jax.rollouts import Verdict
+from dapo_jax.rollouts import Verdict, as_float
 
 _Given = TypeVar("_Given")
 
@@ -35,12 +35,13 @@ def trl_reward(function: Callable[..., Any]) -> Callable[[Sequence[Sample]], Any
         }
 
     def scores(given: Any, samples: Sequence[Sample]) -> list[float]:
-        fits = isinstance(given, list | tuple) and len(given) == len(samples)
-        if not fits or any(score is None for score in given):
+        found = given.tolist() if getattr(given, "ndim", None) == 1 else given  # an array of any library
+        fits = isinstance(found, list | tuple) and len(found) == len(samples)
+        if not fits or any(score is None for score in found):
             raise ValueError(
-                f"a TRL reward function returns one number for each completion; for {len(samples)} it returned {given!r}"
+                f"a TRL reward function returns one number for each completion; for {len(samples)} it returned {given!r:.200}"
             )
-        return list(given)
+        return list(found)
 
     return whole_group(_adapted(function, arguments, scores))
 
@@ -48,8 +49,8 @@ def trl_reward(function: Callable[..., Any]) -> Callable[[Sequence[Sample]], Any
 def verl_reward(function: Callable[..., Any]) -> Callable[[Sample], Any]:
     """A verl reward function, `compute_score(data_source, solution_str, ground_truth, extra_info)`, as one of a `Sample`.
 
-    It returns a number, or a mapping with `score` and perhaps `acc`, which says whether the answer is correct; without it
-    a score above 0 is correct. `data_source` and `extra_info` are the row's fields of these names, if it has them.
+    It returns a number, or a mapping with `score` and perhaps `acc`, 0 or 1, which says whether the answer is correct; without
+    it a score above 0 is correct. `data_source` and `extra_info` are the row's fields of these names, if it has them.
     """
 
     def arguments(sample: Sample) -> dict[str, Any]:
@@ -65,12 +66,12 @@ def verl_reward(function: Callable[..., Any]) -> Callable[[Sample], Any]:
         fields = given if isinstance(given, Mapping) else {"score": given}
         if "score" not in fields:
             raise ValueError(
-                f"a verl reward function returns a number, or a mapping with 'score'; got {given!r}"
+                f"a verl reward function returns a number, or a mapping with 'score'; got {given!r:.200}"
             )
-        score = float(fields["score"])
+        score = as_float(fields["score"])
         extracted = fields.get("pred")
         return Verdict(
-            correct=bool(fields.get("acc", score > 0)),
+            correct=fields.get("acc", score > 0),
             extracted=None if extracted is None else str(extracted),
             score=score,
         )

@@ -1,4 +1,7 @@
-"""What goes to a grading worker and comes back, as JSON: a call is a list of samples, an answer a list of verdicts."""
+"""Messages between a grading pool and its workers, as JSON: a call is a list of samples, an answer a list of verdicts.
+
+Each message is a line with the number of the call it belongs to, so that an answer is never taken for that to another call.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -8,6 +11,9 @@ import numpy as np
 
 from dapo_jax.rewards.sample import Sample
 from dapo_jax.rollouts import Prompt, Verdict
+
+MAX_ANSWER_BYTES = 1 << 24
+"""The most that a worker may answer one call with: verdicts on a group are some kilobytes."""
 
 
 def call_of(samples: Sequence[Sample]) -> list[dict[str, Any]]:

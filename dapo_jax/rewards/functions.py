@@ -14,13 +14,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
-
 from dapo_jax.rewards.adapters import ADAPTERS
 from dapo_jax.rewards.graders import GRADERS, exact_grader
 from dapo_jax.rewards.kinds import is_async, is_whole_group, name_of
 from dapo_jax.rewards.sample import Sample
-from dapo_jax.rollouts import Verdict
+from dapo_jax.rollouts import Verdict, as_float, plain_scalar
 
 Judged = Verdict | bool | float
 """What a reward function says of one response."""
@@ -78,7 +76,7 @@ class LoadedReward:
         """The verdicts on the samples of one call of an async function."""
         try:
             result = await self.function(self._argument(call))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise self._failure(error, call) from error
         return self._verdicts(result, call)
 
@@ -87,16 +85,16 @@ class LoadedReward:
             result = self.function(self._argument(call))
         except MemoryError:
             raise  # there is none left to say more
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise self._failure(error, call) from error
         return self._verdicts(result, call)
 
     def _argument(self, call: Sequence[Sample]) -> Sample | list[Sample]:
         return list(call) if self.is_whole_group else call[0]
 
-    def _failure(self, error: Exception, call: Sequence[Sample]) -> RewardError:
+    def _failure(self, error: BaseException, call: Sequence[Sample]) -> RewardError:
         return RewardError(
-            f"reward function {self.name} raised {type(error).__name__}: {error}{_where(error)}; {_named(call)}"
+            f"reward function {self.name} raised {type(error).__name__}: {error!s:.2000}{_where(error)}; {_named(call)}"
         )
 
     def _verdicts(self, result: Any, call: Sequence[Sample]) -> list[Verdict]:
@@ -108,10 +106,10 @@ class LoadedReward:
     def _checked(self, result: Any, call: Sequence[Sample]) -> list[Verdict]:
         if not self.is_whole_group:
             return [self._judged(result, call[0])]
-        found = result.tolist() if isinstance(result, np.ndarray) else result
+        found = result.tolist() if getattr(result, "ndim", None) == 1 else result  # an array of any library
         if not isinstance(found, list | tuple):
             raise ValueError(
-                f"reward function {self.name} returned {result!r} ({type(result).__name__}) for {len(call)} responses; one "
+                f"reward function {self.name} returned {result!r:.200} ({type(result).__name__}) for {len(call)} responses; one "
                 "that takes a whole group must return a list, with a bool, a finite number or a Verdict for each"
             )
         if len(found) != len(call):
@@ -139,7 +137,7 @@ def _named(call: Sequence[Sample]) -> str:
     return f"prompt {prompt.ordinal} ({prompt.text[:60]!r}), {what}"
 
 
-def _where(error: Exception) -> str:
+def _where(error: BaseException) -> str:
     """The last line of the user's that the exception went through."""
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     if len(frames) < 2:  # this module's alone
@@ -208,38 +206,41 @@ def load_reward(
 
 
 def as_verdict(result: Any, *, name: str) -> Verdict:
-    """What a reward function returned, as a verdict; numpy scalars count as Python's.
+    """The verdict that a reward function's result means; numpy scalars and arrays without dimensions count as Python's.
 
-    A `Verdict` stays as it is. A bool says correct or not, and the configured rewards apply. A number is a
-    score that becomes the reward as it is; it counts as correct if it is above 0.
+    A `Verdict` stays as it is. A bool says correct or not, and the configured rewards apply. A number, fractions and decimals
+    among them, is a score that becomes the reward as it is; it counts as correct if it is above 0.
 
     Raises:
         NonFiniteScoreError: a ValueError: NaN or an infinity; `name` is the function that returned it.
         ValueError: anything else.
     """
     if isinstance(result, Verdict):
-        if result.score is not None and not math.isfinite(result.score):
-            raise NonFiniteScoreError(
-                f"reward function {name} returned a verdict with score {result.score}; scores are finite"
-            )
+        scores = {"score": result.score or 0.0, **result.parts}
+        for field, score in scores.items():
+            if not math.isfinite(score):
+                raise NonFiniteScoreError(
+                    f"reward function {name} returned a verdict with {field} {score}; scores are finite"
+                )
         return result
-    value = result.item() if isinstance(result, np.generic) else result
+    value = plain_scalar(result)
     if isinstance(value, bool):
         return Verdict(correct=value)
-    if isinstance(value, int | float):
-        score = float(value)
-        if not math.isfinite(score):
-            raise NonFiniteScoreError(
-                f"reward function {name} returned {score}; a score must be a finite number"
-            )
-        return Verdict(correct=score > 0, score=score)
+    try:
+        score = as_float(value)
+    except ValueError:
+        raise ValueError(_no_verdict(result, name)) from None
+    if not math.isfinite(score):
+        raise NonFiniteScoreError(f"reward function {name} returned {score}; a score must be a finite number")
+    return Verdict(correct=score > 0, score=score)
+
+
+def _no_verdict(result: Any, name: str) -> str:
     if inspect.iscoroutine(result):
         result.close()
-        raise ValueError(
-            f"reward function {name} returned a coroutine; it is awaited only if `async def` defines it"
-        )
-    raise ValueError(
-        f"reward function {name} returned {result!r} ({type(result).__name__}); it must return a bool, a finite "
+        return f"reward function {name} returned a coroutine; it is awaited only if `async def` defines it"
+    return (
+        f"reward function {name} returned {result!r:.200} ({type(result).__name__}); it must return a bool, a finite "
         "number or a Verdict"
     )
 

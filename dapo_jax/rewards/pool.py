@@ -2,7 +2,8 @@
 
 Each worker is a process of its own (`dapo_jax.rewards.worker`) that one thread here talks to. A call is
 one response, or all responses to a prompt for a grader that takes a whole group. One that runs out of time or memory, or that
-kills its worker, gets wrong verdicts which say so; the calls behind it go on with a fresh worker.
+kills its worker, gets wrong verdicts which say so; the calls behind it go on with a fresh worker. Where workers go on dying, it is the
+grader that is wrong, and not a response: then a call raises.
 """
 
 import contextlib
@@ -19,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple, NoReturn
 
-from dapo_jax.rewards.calls import call_of, verdicts_of
+from dapo_jax.rewards.calls import MAX_ANSWER_BYTES, call_of, verdicts_of
 from dapo_jax.rewards.functions import RewardError, calls_of
 from dapo_jax.rewards.futures import each
 from dapo_jax.rewards.sample import Sample
@@ -30,6 +31,12 @@ START_S = 120.0
 
 ENDING_S = 1.0
 """How long a worker that has closed its pipe is given to end by itself, before it is killed."""
+
+DEATHS_BORNE = 2
+"""Workers may die this often, and for one in `CALLS_A_DEATH` calls beyond that, before it is called an error."""
+
+CALLS_A_DEATH = 100
+"""A grader that ends its process on one response in a hundred or more is broken; on fewer, those responses may be at fault."""
 
 
 class GradingPool:
@@ -66,7 +73,10 @@ class GradingPool:
                 f"{memory_mb=}"
             )
         setup = {"grader": grader, "answer_marker": answer_marker, "memory_mb": memory_mb}
-        self._setup = json.dumps({**setup, "on_nonfinite": on_nonfinite})
+        self._setup = json.dumps({**setup, "on_nonfinite": on_nonfinite, "parent": os.getpid()})
+        self._grader = grader
+        self._lock = threading.Lock()
+        self._asked = self._deaths = 0
         self._timeout_s = timeout_s
         self._whole_group = whole_group
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
@@ -84,7 +94,8 @@ class GradingPool:
     def submit(self, samples: Sequence[Sample]) -> list[Future[Verdict]]:
         """Queues the calls for the responses to one prompt; the verdicts are in their order.
 
-        A result raises RewardError if the grader raised or its answer was no verdict, ValueError if it cannot be loaded.
+        A result raises RewardError if the grader raised, its answer was no verdict or it ends its workers again and again, ValueError
+        if it cannot be loaded.
         """
         futures = []
         for samples_of_call in calls_of(samples, whole_group=self._whole_group):
@@ -122,18 +133,46 @@ class GradingPool:
                     worker = _Worker(self._setup)
                 answer = worker.ask(call_of(call.samples), self._timeout_s)
                 call.answer.set_result(verdicts_of(answer))
+                self._count(None, call)
             except _LostError as lost:
                 worker = None
+                if (error := self._count(lost, call)) is not None:
+                    call.answer.set_exception(error)
+                    continue
                 verdict = Verdict(correct=False, reason=str(lost), lost=lost.kind)
                 call.answer.set_result([verdict] * len(call.samples))
+            except _ProtocolError as error:
+                worker = None
+                call.answer.set_exception(RewardError(f"reward function {self._grader}: {error}"))
             except Exception as error:
                 call.answer.set_exception(error)
         if worker is not None:
             worker.end()
 
+    def _count(self, lost: "_LostError | None", call: "_Call") -> RewardError | None:
+        """Counts a call; the error if it is one death of a worker too many."""
+        died = lost is not None and lost.kind == "died"
+        with self._lock:
+            self._asked += 1
+            self._deaths += died
+            asked, deaths = self._asked, self._deaths
+        if not died:
+            return None
+        response = call.samples[0].response
+        where = f"prompt {call.samples[0].prompt.ordinal}, response {response[:60]!r}"
+        if deaths > DEATHS_BORNE and deaths * CALLS_A_DEATH >= asked:
+            return RewardError(
+                f"reward function {self._grader}: its worker died in {deaths} of {asked} calls, the last one on {where}: {lost}; a "
+                "function must return, or raise, and not end its process: call it on that response by itself"
+            )
+        if deaths <= DEATHS_BORNE:
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # no standard error to say it on
+                print(f"reward function {self._grader}, {where}: {lost}; it counts as wrong", file=sys.stderr)
+        return None
+
 
 class _Call(NamedTuple):
-    """What a worker is asked at once, and where its answer goes."""
+    """The responses that a worker is asked about at once, and where its answer goes."""
 
     samples: Sequence[Sample]
     answer: Future[list[Verdict]]
@@ -147,6 +186,10 @@ class _LostError(Exception):
         self.kind = kind
 
 
+class _ProtocolError(Exception):
+    """A worker's pipe held something else than the answer to the call; the worker is gone."""
+
+
 class _Worker:
     """A process and its two pipes; one question at a time."""
 
@@ -157,12 +200,22 @@ class _Worker:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(place for place in sys.path if place)}
         # A session of its own: what a grader started goes with it.
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
+            command,
+            bufsize=0,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            start_new_session=True,
         )
-        self._read = b""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._calls, self._answers = self._process.stdin.fileno(), self._process.stdout.fileno()
+        os.set_blocking(self._calls, False)
+        self._read = bytearray()
+        self._number = 0
         try:
-            answer = self._line(START_S)
-        except _LostError as lost:
+            answer = self._answer(time.monotonic() + START_S, START_S)
+        except (_LostError, _ProtocolError) as lost:
             raise RuntimeError(f"a grading worker did not start: {lost}") from lost
         if "failed" in answer:
             self.end()
@@ -173,15 +226,13 @@ class _Worker:
 
         Raises:
             _LostError: none came; the process has ended.
+            _ProtocolError: what came is no answer to this call; the process has ended.
             RewardError: the grader raised.
         """
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps(call).encode() + b"\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            self._lose("died", f"the worker had ended ({self._ending()})")
-        answer = self._line(timeout_s)
+        deadline = time.monotonic() + timeout_s
+        self._number += 1
+        self._send(json.dumps({"id": self._number, "samples": call}).encode() + b"\n", deadline, timeout_s)
+        answer = self._answer(deadline, timeout_s)
         if "memory" in answer:
             self._lose("memory", "the grader ran out of memory")
         if "failed" in answer:
@@ -198,20 +249,47 @@ class _Worker:
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()
 
-    def _line(self, timeout_s: float) -> dict[str, Any]:
-        pipe = self._process.stdout
-        assert pipe is not None
-        deadline = time.monotonic() + timeout_s
-        while b"\n" not in self._read:
-            ready, _, _ = select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))
-            if not ready:
+    def _send(self, message: bytes, deadline: float, timeout_s: float) -> None:
+        left = memoryview(message)
+        while left:
+            if not _ready(self._calls, select.POLLOUT, deadline):
+                self._lose("timeout", f"the worker did not take the call within {timeout_s:g} s")
+            try:
+                left = left[os.write(self._calls, left) :]
+            except BlockingIOError:
+                continue
+            except BrokenPipeError:
+                self._lose("died", f"the worker had ended ({self._ending()})")
+
+    def _answer(self, deadline: float, timeout_s: float) -> dict[str, Any]:
+        """The answer to the last call; the time holds while data arrive, too."""
+        searched = 0
+        while (end := self._read.find(b"\n", searched)) < 0:
+            searched = len(self._read)
+            if searched > 2 * MAX_ANSWER_BYTES:
+                self._break(f"its worker sent more than {MAX_ANSWER_BYTES:,} bytes without an end")
+            if not _ready(self._answers, select.POLLIN, deadline):
                 self._lose("timeout", f"no verdict within {timeout_s:g} s")
-            part = os.read(pipe.fileno(), 1 << 16)
+            part = os.read(self._answers, 1 << 16)
             if not part:
                 self._lose("died", f"the grader ended its process ({self._ending()})")
             self._read += part
-        line, _, self._read = self._read.partition(b"\n")
-        return json.loads(line)
+        line = bytes(self._read[:end])
+        del self._read[: end + 1]
+        try:
+            answer = json.loads(line)
+            number = answer["id"]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            self._break(
+                f"its worker sent {line[:200]!r}, which is no answer; something else writes to its pipe"
+            )
+        if "forked" in answer:
+            self._break(answer["forked"])
+        if number != self._number:
+            self._break(
+                f"its worker sent a surplus answer, to call {number} when it was asked call {self._number}: {line[:200]!r}"
+            )
+        return answer
 
     def _ending(self) -> str:
         try:
@@ -223,3 +301,15 @@ class _Worker:
     def _lose(self, kind: Lost, reason: str) -> NoReturn:
         self.end()
         raise _LostError(kind, reason)
+
+    def _break(self, reason: str) -> NoReturn:
+        self.end()
+        raise _ProtocolError(reason)
+
+
+def _ready(descriptor: int, event: int, deadline: float) -> bool:
+    """True once the descriptor can be read or written, or has ended; False if the deadline passes first."""
+    poll = select.poll()  # select.select takes no descriptor above 1,023
+    poll.register(descriptor, event)
+    left = deadline - time.monotonic()
+    return left > 0 and bool(poll.poll(1000 * left))

@@ -1,7 +1,9 @@
 """The grader `math`: equal in meaning, as the package math-verify sees it (https://github.com/huggingface/Math-Verify)."""
 
+import logging
 import re
-import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -10,11 +12,10 @@ from dapo_jax.rollouts import Verdict
 
 TAIL_CHARACTERS = 2000
 """Only this much of a response's end is looked at: symbolic parsers are slow, and an answer comes last."""
-TIME_LIMIT_S = 5
-"""For each of the two steps, parsing and comparing."""
 
 _SENTENCE = re.compile(r"(?<!\\)\b[A-Za-z]{2,}\s+[A-Za-z]{2,}")
-_NUMBER = r"[-+]?\(?[-+]?\d[\d,]*(?:\.\d+)?\)?"
+# A thousands separator is followed by three digits; another comma parts the entries of a list.
+_NUMBER = r"[-+]?\(?[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?\)?"
 _LEFT_TO_DO = re.compile(rf"{_NUMBER}(?:(?:[-+*×·]|\\times|\\cdot){_NUMBER})+")  # noqa: RUF001
 # White space goes too: optional spaces side by side in the pattern would take cubic time on a long run of them.
 _WRAPPING = re.compile(r"\s|\$|\\[()\[\]]|\*\*|\\left|\\right|\\boxed|[{}]|\.$")
@@ -31,8 +32,8 @@ def math_grader(response: str, answer: str) -> Verdict:
     is 3/4, 34% is 34, \frac12 is 0.5. A text that nothing can be parsed from is wrong, and so is a sum or product of numbers that is
     left to be worked out: 8 + 2 is the question again, and not 10.
 
-    math-verify limits its own time by signals, which only a main thread receives. Elsewhere it runs without a limit: let a
-    `GradingPool` call it there.
+    It has no limit of time of its own, so that a comparison that was given up is never taken for a wrong answer: let a `GradingPool`
+    call it, whose limit makes such a response a lost one.
     """
     text = response[-TAIL_CHARACTERS:]
     stated, where = _statement(text)
@@ -48,9 +49,7 @@ def math_grader(response: str, answer: str) -> Verdict:
     if not found:
         reason = f"{where}: nothing that can be read as mathematics"
         return Verdict(correct=False, extracted=extracted, reason=reason)
-    from math_verify import verify  # loads sympy
-
-    correct = verify(list(_gold(answer)), found, timeout_seconds=_time_limit_s())
+    correct = any(_are_equal(gold, one) for gold in _gold(answer) for one in found)
     reason = f"{where}: equal to {answer!r} in meaning" if correct else f"{where}: expected {answer!r}"
     return Verdict(correct=correct, extracted=extracted, reason=reason)
 
@@ -97,15 +96,43 @@ def _read_gold(answer: str) -> tuple[Any, ...]:
 
 
 def _parsed(text: str, *, anchored: bool = False) -> list[Any]:
-    """What math-verify reads; `anchored`: only behind words that announce an answer."""
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
+    """The expressions that math-verify reads; `anchored`: only behind words that announce an answer."""
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse  # loads sympy
 
     kinds = [
         kind(try_extract_without_anchor=not anchored)
         for kind in (LatexExtractionConfig, ExprExtractionConfig)
     ]
-    return parse(text, extraction_config=kinds, parsing_timeout=_time_limit_s())
+    with _unlimited():
+        try:
+            return parse(text, extraction_config=kinds, parsing_timeout=0, raise_on_error=True)
+        except MemoryError:
+            raise
+        except Exception:
+            return []
 
 
-def _time_limit_s() -> int:
-    return TIME_LIMIT_S if threading.current_thread() is threading.main_thread() else 0
+def _are_equal(gold: Any, found: Any) -> bool:
+    from math_verify import verify
+
+    with _unlimited():
+        try:
+            return verify(gold, found, timeout_seconds=None, raise_on_error=True)
+        except MemoryError:
+            raise
+        except Exception:
+            return False
+
+
+@contextmanager
+def _unlimited() -> Iterator[None]:
+    """math-verify warns where it is to keep no time; a pool keeps it."""
+    loggers = [logging.getLogger(f"math_verify.{name}") for name in ("parser", "grader")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -1,7 +1,7 @@
 """From the responses to one prompt to a group with verdicts and shaped rewards."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -42,6 +42,8 @@ class Shaping:
     correct: float = 1.0
     """Reward of a correct verdict without a score."""
     incorrect: float = -1.0
+    lost: float | None = None
+    """The most that a lost verdict of a grader with scores is worth; None: the worse of `correct` and `incorrect`."""
     overlong: bool = False
     """Add the overlong penalty; the other fields are used only then."""
     max_response_tokens: int = 0
@@ -67,11 +69,37 @@ class Shaping:
         )
         return float(punishment)
 
-    def reward(self, verdict: Verdict) -> float:
-        """The rule reward, or the verdict's score."""
-        if verdict.score is not None:
-            return verdict.score
+    def rewards(self, verdicts: Sequence[Verdict], *, weight: float = 1.0) -> list[float]:
+        """One grader's rewards of the responses to a prompt: the verdict's score, or else the rule reward.
+
+        A lost verdict is worth the worst that this grader paid in the group, or `lost`, or without it the rule reward, whichever
+        is worst: a response gains nothing by hanging its grader. Where the grader gives no scores, the rule reward is always one of
+        these. Only the group is looked at, so the reward does not depend on what was graded before.
+
+        Args:
+            verdicts: of one grader, on all responses to a prompt.
+            weight: what these rewards will be multiplied by; below 0 the highest is the worst. They are returned before it.
+        """
+        known = [
+            self._rule(verdict) if verdict.score is None else verdict.score
+            for verdict in verdicts
+            if not _is_unknown(verdict)
+        ]
+        scored = any(verdict.score is not None for verdict in verdicts)
+        bounds = [] if self.lost is None else [self.lost]
+        if self.lost is None or not scored:
+            bounds += [self.correct, self.incorrect]
+        worst = (min if weight > 0 else max)([*known, *bounds])
+        paid = iter(known)
+        return [worst if _is_unknown(verdict) else next(paid) for verdict in verdicts]
+
+    def _rule(self, verdict: Verdict) -> float:
         return self.correct if verdict.correct else self.incorrect
+
+
+def _is_unknown(verdict: Verdict) -> bool:
+    """True if the grader gave neither verdict nor score; a sum of several has a score even if one of its parts was lost."""
+    return bool(verdict.lost) and verdict.score is None
 
 
 RULE_REWARD = Shaping()
@@ -88,20 +116,21 @@ def shaped_group(
     """The group of a prompt's graded responses, the overlong penalty added to their rewards.
 
     The verdict is taken before shaping: an answer stays correct however long it is. With the defaults and `overlong`, a wrong
-    answer at the length cap has the reward -1 - 1 = -2.
+    answer at the length cap has the reward -1 - 1 = -2. Where the others have scores, a lost verdict gets its worth as one.
     """
+    scored = any(verdict.score is not None for verdict in verdicts)
 
-    def rollout(response: Response, sample: Sample, verdict: Verdict) -> Rollout:
+    def rollout(response: Response, sample: Sample, verdict: Verdict, reward: float) -> Rollout:
         penalty = shaping.penalty(len(response.tokens))
         return Rollout(
             response=response,
             text=sample.response,
-            verdict=verdict,
-            reward=shaping.reward(verdict) + penalty,
+            verdict=replace(verdict, score=reward) if scored and _is_unknown(verdict) else verdict,
+            reward=reward + penalty,
             overlong_penalty=penalty,
         )
 
-    graded = zip(responses, samples, verdicts, strict=True)
+    graded = zip(responses, samples, verdicts, shaping.rewards(verdicts), strict=True)
     return Group(prompt=prompt, rollouts=tuple(rollout(*parts) for parts in graded))
 
 

@@ -1,12 +1,13 @@
 """Several reward functions for one response, summed by weight."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from dapo_jax.rewards.futures import joined
+from dapo_jax.rewards.futures import each, joined
 from dapo_jax.rewards.grading import Submit
 from dapo_jax.rewards.sample import Sample
+from dapo_jax.rewards.shaping import Shaping
 from dapo_jax.rollouts import Verdict
 
 
@@ -20,33 +21,48 @@ class Part:
     submit: Submit
 
 
-def weighted_sum(parts: Sequence[Part], reward: Callable[[Verdict], float]) -> Submit:
+def weighted_sum(parts: Sequence[Part], shaping: Shaping) -> Submit:
     """Hands a group to all parts; the verdict is that of the first with the sum of weight x reward as its score.
 
     The first says whether the answer is correct; the others shape the reward. See `summed`.
 
     Args:
         parts: one or more, of different names.
-        reward: what a part's verdict is worth, `Shaping.reward`.
+        shaping: says what a part's verdicts are worth.
     """
 
     def submit(samples: Sequence[Sample]) -> list[Future[Verdict]]:
-        asked = [part.submit(samples) for part in parts]
-        return [
-            joined(of_one, lambda verdicts: summed(parts, verdicts, reward))
-            for of_one in zip(*asked, strict=True)
-        ]
+        asked = [future for part in parts for future in part.submit(samples)]
+        count = len(samples)
+
+        def join(verdicts: list[Verdict]) -> list[Verdict]:
+            return summed(parts, [verdicts[i : i + count] for i in range(0, len(verdicts), count)], shaping)
+
+        return each(joined(asked, join), count)
 
     return submit
 
 
-def summed(parts: Sequence[Part], verdicts: Sequence[Verdict], reward: Callable[[Verdict], float]) -> Verdict:
-    """The verdicts of the parts on one response as one.
+def summed(parts: Sequence[Part], verdicts: Sequence[Sequence[Verdict]], shaping: Shaping) -> list[Verdict]:
+    """The sums of the parts' verdicts on the responses to one prompt.
 
-    `correct` and `extracted` are the first's; `score` is the sum of weight x reward; `reason` is the first's with the terms of
-    the sum; `lost` is the first that is not empty; `parts` holds each part's reward before its weight.
+    `correct` and `extracted` are the first part's; `score` is the sum of weight x reward; `reason` is the first's with the terms
+    of the sum; `lost` is the first that is not empty; `parts` holds each part's reward before its weight. A lost verdict is worth
+    what `Shaping.rewards` says for the part's weight.
+
+    Args:
+        parts: one or more.
+        verdicts: each part's, on all responses.
+        shaping: says what verdicts are worth.
     """
-    rewards = [reward(verdict) for verdict in verdicts]
+    rewards = [
+        shaping.rewards(of_part, weight=part.weight) for part, of_part in zip(parts, verdicts, strict=True)
+    ]
+    responses = zip(zip(*verdicts, strict=True), zip(*rewards, strict=True), strict=True)
+    return [_sum(parts, *of_response) for of_response in responses]
+
+
+def _sum(parts: Sequence[Part], verdicts: Sequence[Verdict], rewards: Sequence[float]) -> Verdict:
     terms = [
         f"{part.name} {part.weight:g} x {value:g}{f' ({verdict.lost})' if verdict.lost else ''}"
         for part, value, verdict in zip(parts, rewards, verdicts, strict=True)

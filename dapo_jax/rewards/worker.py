@@ -1,51 +1,112 @@
 """One worker of the grading pool: `python -m dapo_jax.rewards.worker SETUP`, a process of its own with a bound on its memory.
 
-It reads one call a line from its standard input and answers each with one line, both JSON. It grades in its main thread, since
-math-verify keeps its own time by signals. What a grader prints goes to the standard error.
+It reads one call a line and answers each with one line, both JSON with the call's number, over pipes that no reward function and
+nothing it starts gets hold of by accident: standard input is empty, and what a grader prints goes to the standard error. It grades in
+its main thread, where functions may use signals. It ends with the process that started it, whatever it is doing then.
 """
 
+import ctypes
 import json
 import os
 import resource
 import signal
 import sys
+import threading
+import time
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NoReturn
 
-from dapo_jax.rewards.calls import answer_of, samples_of
+from dapo_jax.rewards.calls import MAX_ANSWER_BYTES, answer_of, samples_of
 from dapo_jax.rewards.functions import GradeFunction, grade_function
 
 _STATM = Path("/proc/self/statm")
+_PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Answers calls until the standard input ends."""
+    """Answers calls until the pipe they come from ends."""
     # Ctrl-C reaches every process of a terminal; the one that was started by hand decides what ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    calls, answers = _private_pipes()
     setup = json.loads(sys.argv[1])
+    _end_with(setup["parent"])
     try:
         grade = grade_function(
             setup["grader"], answer_marker=setup["answer_marker"], on_nonfinite=setup["on_nonfinite"]
         )
     except ValueError as error:
-        _say(answers, {"failed": str(error)})
+        _say(answers, 0, {"failed": str(error)})
         return
     _bound_memory(setup["memory_mb"])
-    _say(answers, {"ready": True})
-    for line in sys.stdin:
-        _say(answers, _answer(grade, line))
+    _say(answers, 0, {"ready": True})
+    worker = os.getpid()
+    with os.fdopen(calls, "rb") as lines:
+        for line in lines:
+            call = json.loads(line)
+            answer = _answer(grade, call["samples"])
+            if os.getpid() != worker:
+                _end_fork(answers, call["id"], answer)
+            _say(answers, call["id"], answer)
 
 
-def _answer(grade: GradeFunction, line: str) -> dict[str, Any]:
+def _private_pipes() -> tuple[int, int]:
+    """Descriptors of calls and answers that are passed on to no program; the standard streams no longer lead to them."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
     try:
-        return answer_of(grade(samples_of(json.loads(line))))
+        os.fstat(2)
+    except OSError:  # the trainer was started without a standard error
+        os.dup2(nowhere, 2)
+    calls, answers = os.dup(0), os.dup(1)
+    os.dup2(nowhere, 0)
+    os.dup2(2, 1)
+    os.close(nowhere)
+    return calls, answers
+
+
+def _end_with(parent: int) -> None:
+    """Has this process end when `parent`, which started it, is gone: a busy grader would otherwise go on for ever."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    else:
+        threading.Thread(target=_end_when_gone, args=(parent,), daemon=True).start()
+    if os.getppid() != parent:  # it went before the line above
+        os._exit(1)
+
+
+def _end_when_gone(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
+
+
+def _answer(grade: GradeFunction, call: list[Any]) -> dict[str, Any]:
+    try:
+        answer = answer_of(grade(samples_of(call)))
+        size = len(json.dumps(answer))
     except MemoryError:
         return {"memory": True}
-    except Exception as error:
+    except BaseException as error:
         # A reward function's own exception comes wrapped, with the prompt's name.
-        return {"memory": True} if isinstance(error.__cause__, MemoryError) else {"failed": str(error)}
+        if isinstance(error.__cause__, MemoryError):
+            return {"memory": True}
+        return {"failed": f"{error}"[:10_000], "left": isinstance(error.__cause__, SystemExit)}
+    if size > MAX_ANSWER_BYTES:
+        return {
+            "failed": f"a reward function returned verdicts of {size:,} bytes, at most {MAX_ANSWER_BYTES:,} can be kept; shorten "
+            "`reason` and `extracted`"
+        }
+    return answer
+
+
+def _end_fork(answers: int, call: int, answer: dict[str, Any]) -> NoReturn:
+    """Ends a child that a reward function forked and that came back from it; one that only left by sys.exit does so in silence."""
+    if not answer.get("left"):
+        reason = (
+            f"it forked, and the child (process {os.getpid()}) returned from it as well: that would be a second verdict on one "
+            "response; end the child inside the function, with os._exit"
+        )
+        _say(answers, call, {"forked": reason})
+    os._exit(0)
 
 
 def _bound_memory(memory_mb: int) -> None:
@@ -57,9 +118,10 @@ def _bound_memory(memory_mb: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def _say(answers: TextIO, message: dict[str, Any]) -> None:
-    answers.write(json.dumps(message) + "\n")
-    answers.flush()
+def _say(answers: int, call: int, message: dict[str, Any]) -> None:
+    left = memoryview(json.dumps({"id": call, **message}).encode() + b"\n")
+    while left:
+        left = left[os.write(answers, left) :]
 
 
 if __name__ == "__main__":

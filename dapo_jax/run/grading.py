@@ -137,8 +137,8 @@ def _together(graders: Sequence[_Grader], submits: Sequence[Submit], config: Rew
         for name, grader, submit in zip(names, graders, submits, strict=True)
         if grader.weight is not None
     ]
-    rule = Shaping(correct=config.correct, incorrect=config.incorrect)
-    return weighted_sum(parts, rule.reward) if parts else submits[0]
+    rule = Shaping(correct=config.correct, incorrect=config.incorrect, lost=config.lost)
+    return weighted_sum(parts, rule) if parts else submits[0]
 
 
 def _close_all(closing: Sequence[Close]) -> None:

@@ -116,6 +116,7 @@ def grading(
     shaping = Shaping(
         correct=config.correct,
         incorrect=config.incorrect,
+        lost=config.lost,
         overlong=overlong.enabled,
         max_response_tokens=max_response_tokens,
         buffer_tokens=overlong.buffer_tokens,

@@ -287,7 +287,7 @@ def test_every_choice_of_a_key_loads(path, key, words):
 
 @pytest.mark.parametrize("schema", [TrainConfig, SftConfig])
 def test_every_number_has_a_range_or_is_known_to_need_none(schema):
-    free = {"reward.correct", "reward.incorrect"}
+    free = {"reward.correct", "reward.incorrect", "reward.lost"}
     numbers = {key for key, kind in leaf_types(schema).items() if kind in (int, float, float | None)}
     assert numbers - free <= RANGES.keys()
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from dapo_jax.rewards import Sample, grade_function
+from dapo_jax.rewards.adapters import trl_reward, verl_reward
 from dapo_jax.rewards.async_calls import AsyncCalls
 from dapo_jax.rewards.functions import load_reward
 from dapo_jax.rollouts import Prompt, Verdict
@@ -164,3 +165,17 @@ def test_a_function_that_is_not_there_is_named():
         grade_function(f"trl:{HERE}:lenght_reward")
     with pytest.raises(ValueError, match="'length_reward' names no function"):
         grade_function("trl:length_reward")
+
+
+@pytest.mark.parametrize("given", [{"score": 1.0, "acc": "no"}, {"score": "1.0"}, {"score": 1.0, "acc": 0.5}])
+def test_a_verl_result_that_means_nothing_is_refused_and_not_guessed_at(given):
+    """The text "no" was right, as every text is."""
+    with pytest.raises(RuntimeError, match=r"'no'|'1.0'|0\.5"):
+        grade_function(verl_reward(lambda **_: given))([sample("42")])
+
+
+def test_trl_scores_may_be_an_array():
+    verdicts = grade_function(trl_reward(lambda **_: np.array([0.5, -1.0], np.float32)))(
+        [sample("42"), sample("41")]
+    )
+    assert [verdict.score for verdict in verdicts] == [0.5, -1.0]

@@ -1,10 +1,15 @@
 """The grading pool: right and in order, whatever single calls do to their workers."""
 
+import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
+import sys
+import textwrap
 import time
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +17,14 @@ import pytest
 
 from dapo_jax.rewards import whole_group
 from dapo_jax.rewards.calls import answer_of, call_of, samples_of, verdicts_of
+from dapo_jax.rewards.functions import RewardError
 from dapo_jax.rewards.pool import GradingPool
 from dapo_jax.rewards.sample import Sample
 from dapo_jax.rollouts import Prompt, Verdict
 
 HERE = Path(__file__)
 TIMEOUT_S = 3.0
+SLOW = r"Answer: \sum_{k=1}^{100000} \sin(k^2)"
 
 
 def sample(response, *, answer="34", row=None, ordinal=7):
@@ -58,7 +65,56 @@ def hostile(sample):
             raise ZeroDivisionError("by hand")
         case "print":
             print("a line on the standard output")
+        case "fork":
+            os.fork()  # the child comes back from here as well
+        case "fork and leave":
+            if not os.fork():
+                sys.exit(0)
+        case "leave":
+            sys.exit(5)
+        case "close its input":
+            sys.stdin.close()
+        case "read its input":
+            return subprocess.run(["cat"], capture_output=True, check=True, timeout=5).stdout == b""
+        case "say too much":
+            return Verdict(correct=True, reason="x" * 100_000_000)
+        case "return too much":
+            return "x" * 100_000_000
+        case "raise too much":
+            raise ValueError("x" * 100_000_000)
+        case "flood":
+            flood()
+        case "spin":
+            Path(sample.answer).write_text(str(os.getpid()))
+            while True:
+                pass
     return sample.response == sample.answer
+
+
+def flood():
+    """Writes to whatever pipe of the worker takes it, for ever; 4 kB a millisecond stay below what is too much to be an answer."""
+    while True:
+        time.sleep(0.001)
+        for descriptor in range(3, 16):
+            with contextlib.suppress(OSError):
+                os.write(descriptor, b"x" * 4096)
+
+
+def close_to(sample):
+    """Numpy's bool in a field, for half of the responses."""
+    if sample.response == "34":
+        return Verdict(correct=np.isclose(34.0, 34.0), score=np.float32(0.5), extracted=np.int64(34))
+    return Verdict(correct=Fraction(0), score=Fraction(1, 4), parts={"a": np.float64(1.5)})
+
+
+def matched(sample):
+    return Verdict(correct=re.match("3", sample.response))
+
+
+def half_die(sample):
+    if int(sample.response) % 2:
+        os._exit(7)
+    return True
 
 
 @whole_group
@@ -94,6 +150,123 @@ def test_a_thousand_calls_with_three_hostile_ones_come_back_right_and_in_order()
     assert seconds >= TIMEOUT_S  # the one that hangs is given its time
 
 
+def test_numpy_and_fractions_in_a_verdict_are_taken():
+    with pool(f"{HERE}:close_to", workers=1) as graders:
+        verdicts = graders.grade([sample("34"), sample("35")])
+    assert verdicts == [
+        Verdict(correct=True, score=0.5, extracted="34"),
+        Verdict(correct=False, score=0.25, parts={"a": 1.5}),
+    ]
+
+
+def test_a_field_that_is_none_names_function_field_and_value():
+    wrong = r"matched raised ValueError: Verdict: correct=<re.Match object.* \(Match\), needs a bool"
+    with pool(f"{HERE}:matched", workers=1) as graders, pytest.raises(RewardError, match=wrong):
+        graders.grade([sample("34")])
+
+
+def test_a_grader_that_ends_its_process_again_and_again_is_an_error(capfd):
+    """The first two deaths are said, the third is an error: 3 of at most 6 calls is more than 1 in 100."""
+    with pool(f"{HERE}:half_die", workers=1) as graders:
+        futures = graders.submit([sample(str(number)) for number in range(1, 8)])
+        assert [future.result().lost for future in futures[:4]] == ["died", "", "died", ""]
+        with pytest.raises(RewardError, match=r"half_die: its worker died in 3 of 5 calls.*exit status 7"):
+            futures[4].result()
+    said = capfd.readouterr().err
+    assert said.count("counts as wrong") == 2
+    assert "half_die, prompt 7, response '1': the grader ended its process (exit status 7)" in said
+
+
+def test_a_grader_that_forks_and_comes_back_twice_shifts_no_verdict():
+    """Twenty calls, right where the response is the answer; the child's answer is an error, and never another call's verdict."""
+    with pool(workers=1) as graders:
+        futures = graders.submit([sample("fork"), *(sample(text) for text in ["34", "35"] * 10)])
+        found = []
+        for future in futures:
+            try:
+                found.append(future.result().correct)
+            except RewardError as error:
+                found.append(str(error))
+    errors = [one for one in found if isinstance(one, str)]
+    assert len(errors) == 1
+    assert "hostile" in errors[0]
+    assert "forked, and the child (process" in errors[0]
+    expected = [False, *[True, False] * 10]
+    assert all(one == right for one, right in zip(found, expected, strict=True) if one not in errors)
+
+
+def test_a_child_that_leaves_by_itself_disturbs_nothing():
+    with pool(workers=1) as graders:
+        verdicts = graders.grade([sample("fork and leave"), sample("34"), sample("35")])
+    assert [(verdict.correct, verdict.lost) for verdict in verdicts] == [(False, ""), (True, ""), (False, "")]
+
+
+def test_a_grader_that_calls_sys_exit_has_raised():
+    with pool(workers=1) as graders, pytest.raises(RewardError, match="hostile raised SystemExit: 5"):
+        graders.grade([sample("leave")])
+
+
+@pytest.mark.parametrize("what", ["close its input", "read its input"])
+def test_what_a_grader_does_to_its_standard_input_costs_no_other_response(what):
+    with pool(workers=1) as graders:
+        verdicts = graders.grade([sample(what), sample("34"), sample("34")])
+    assert [verdict.lost for verdict in verdicts] == [""] * 3
+    assert [verdict.correct for verdict in verdicts[1:]] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("say too much", r"verdicts of 100,000,\d\d\d bytes, at most 16,777,216"),
+        ("return too much", r"returned 'xxx[x]+ \(str\)"),
+        ("raise too much", r"raised ValueError: xxx"),
+    ],
+)
+def test_an_answer_beyond_all_bounds_is_an_error_of_bounded_length(what, message):
+    graders = pool(workers=1, timeout_s=20.0, memory_mb=1024)
+    with graders, pytest.raises(RewardError, match=message) as raised:
+        graders.grade([sample(what)])
+    assert len(str(raised.value)) < 3000
+
+
+def test_the_time_limit_holds_while_data_arrive():
+    """A grader that writes to its worker's pipe without end: no line ends, and the limit is 3 s."""
+    start = time.monotonic()
+    with pool(workers=1) as graders:
+        [verdict] = graders.grade([sample("flood")])
+    assert verdict.lost == "timeout"
+    assert time.monotonic() - start < 10 * TIMEOUT_S
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_busy_worker_ends_with_a_trainer_that_is_killed(tmp_path):
+    """The trainer is killed while its worker spins; nobody is left to end the worker."""
+    program = textwrap.dedent(f"""
+        from tests.rewards.pool_test import pool, sample
+        graders = pool(workers=1, timeout_s=600.0)
+        graders.grade([sample("spin", answer={str(tmp_path / "pid")!r})])
+    """)
+    trainer = subprocess.Popen([sys.executable, "-c", program], cwd=HERE.parents[2])
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "pid").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.1)
+    pid = int((tmp_path / "pid").read_text())
+    trainer.kill()
+    trainer.wait()
+    while _lives(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _lives(pid)
+
+
+def _lives(pid):
+    """True if the process is there and is not only waiting to be collected."""
+    try:
+        return ") Z" not in Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+
+
 def test_one_worker_goes_on_after_each_kind_of_loss():
     with pool(workers=1) as graders:
         told = graders.grade(
@@ -116,17 +289,9 @@ def test_what_a_hung_grader_started_ends_with_it(tmp_path):
     assert lost.lost == "timeout"
     pid = int((tmp_path / "pid").read_text())
     deadline = time.monotonic() + 30
-    while _runs(pid) and time.monotonic() < deadline:
+    while _lives(pid) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not _runs(pid)
-
-
-def _runs(pid):
-    """True if the process is there and is not only waiting to be collected."""
-    try:
-        return "(sleep) Z" not in Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
-        return False
+    assert not _lives(pid)
 
 
 def test_what_a_grader_prints_does_not_disturb_the_answers():
@@ -184,10 +349,18 @@ def test_a_wrong_number_of_verdicts_from_a_worker_names_both_numbers():
         graders.grade(group)
 
 
-def test_math_verify_keeps_its_own_time_in_a_worker():
-    with pool("math") as graders:
-        verdicts = graders.grade([sample("Answer: 68/2"), sample("Answer: 9^9^9^9^9"), sample("Answer: 34")])
-    assert [verdict.correct for verdict in verdicts] == [True, False, True]
+def test_a_comparison_that_math_verify_cannot_end_is_lost_at_the_configured_limit():
+    """A hundred thousand sines, added exactly: that is no wrong answer, and the limit is the pool's, not math-verify's 5 s."""
+    with pool("math", workers=1) as graders:
+        start = time.monotonic()
+        verdicts = graders.grade([sample("Answer: 68/2"), sample(SLOW), sample("Answer: 34")])
+    assert [(verdict.correct, verdict.lost) for verdict in verdicts] == [
+        (True, ""),
+        (False, "timeout"),
+        (True, ""),
+    ]
+    assert verdicts[1].reason == "no verdict within 3 s"
+    assert time.monotonic() - start >= TIMEOUT_S
 
 
 def test_a_call_holds_all_that_a_reward_function_may_read():

@@ -63,6 +63,30 @@ DIFFERENT = [
 ]
 
 
+LISTS = [  # a comma between coordinates is no thousands separator, whatever sign follows it
+    (r"\boxed{\left(15,-29\right)}", "(15,-29)"),
+    (r"\boxed{(15,-29)}", r"\left(15,-29\right)"),
+    (r"Answer: (3,-1)", r"\left( 3, -1 \right)"),
+    (r"\boxed{\left(3, -1\right)}", "(3,-1)"),
+    (r"\boxed{1,-2}", "1, -2"),
+    (r"\boxed{-2,1}", "1,-2"),
+    (r"\boxed{\left(0,-2,100\right)}", "(0,-2,100)"),
+]
+
+
+@pytest.mark.parametrize(("response", "answer"), LISTS)
+def test_a_list_with_a_negative_integer_is_no_sum(response, answer):
+    verdict = grade(response, answer)
+    assert verdict.correct, verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"), [("Answer: 12,345-5", "12340"), ("Answer: 1,234,567 + 1", "1234568")]
+)
+def test_a_sum_with_a_thousands_separator_is_still_to_be_worked_out(response, answer):
+    assert grade(response, answer).reason.endswith("left to be worked out")
+
+
 @pytest.mark.parametrize(("response", "answer"), EQUAL)
 def test_equal_in_meaning(response, answer):
     verdict = grade(response, answer)

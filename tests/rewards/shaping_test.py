@@ -57,6 +57,42 @@ def test_score_replaces_the_rule_reward():
     assert not graded.rollouts[0].correct
 
 
+def verdicts_of(*scores):
+    """A score is one; None is a verdict that was lost."""
+    return lambda samples: [
+        Verdict(correct=False, lost="timeout") if score is None else Verdict(correct=score > 0, score=score)
+        for score in scores
+    ]
+
+
+@pytest.mark.parametrize(
+    ("lost", "scores", "paid"),
+    [
+        (None, (-5.0, 3.0, None), -5.0),  # the worst of the group, and not -1
+        (None, (2.0, 3.0, None), -1.0),  # `incorrect` is worse than the worst of the group
+        (0.0, (0.25, 0.5, None), 0.0),  # as told: scores of 0 to 1
+        (0.0, (-5.0, 0.5, None), -5.0),  # as told, but for the bound
+        (-9.0, (-5.0, 0.5, None), -9.0),
+        (4.0, (None, None, None), -1.0),  # nothing shows that the grader gives scores
+    ],
+)
+def test_a_lost_verdict_is_worth_no_more_than_the_worst_of_its_group(lost, scores, paid):
+    graded = group(response("=2"), response("=3"), response("=4"), grade=verdicts_of(*scores), lost=lost)
+    assert graded.rewards[2] == paid
+    assert [score for score in scores if score is not None] == [
+        reward for reward, score in zip(graded.rewards, scores, strict=True) if score is not None
+    ]
+    assert not graded.rollouts[2].correct
+    assert graded.rollouts[2].verdict.lost == "timeout"
+
+
+def test_a_lost_verdict_among_bools_is_a_wrong_one_whatever_lost_says():
+    verdicts = [Verdict(correct=True), Verdict(correct=False, lost="memory")]
+    graded = group(response("=2"), response("=3"), grade=lambda samples: verdicts, lost=0.5)
+    np.testing.assert_array_equal(graded.rewards, [1.0, -1.0])
+    assert graded.rollouts[1].verdict.score is None
+
+
 def test_grader_sees_text_tokens_and_finish_reason():
     seen = []
 
