@@ -82,7 +82,7 @@ class TinyStep:
                 remedy="the model's files are damaged: get them anew, or choose another model.source",
             )
         self._state = self._started(resume=False)
-        size = sum(leaf.nbytes for leaf in jax.tree.leaves(self._run.policy.params))
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves(self._state.params))
         return Found(said=f"{gib(size)} loaded, all of them finite numbers")
 
     def transfer(self) -> Found:
@@ -165,7 +165,7 @@ class TinyStep:
 
     def evaluate(self) -> Found:
         """An evaluation on the prompts of the step."""
-        found, seconds = _timed(lambda: self._run.evaluate(self._state))
+        found, seconds = _timed(lambda: self._run.evaluate(self._state, 0))
         groups = [group for each in found.values() for group in each]
         # Of made-up verdicts a score would say nothing.
         return Found(said=f"{len(groups)} prompts, {len(_rollouts(groups))} responses, {seconds:.1f} s")

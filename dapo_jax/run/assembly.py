@@ -22,6 +22,8 @@ from dapo_jax.filtering import Collected, Collector
 from dapo_jax.losses import dapo_loss
 from dapo_jax.microbatch import Microbatch
 from dapo_jax.models.layout import Layout
+from dapo_jax.models.tensors import shapes_of
+from dapo_jax.parallel.exchange import agreed
 from dapo_jax.rewards.functions import Rewards
 from dapo_jax.rollouts import Group, Prompt
 from dapo_jax.run.boundaries import UNFINISHED, Boundary
@@ -36,7 +38,7 @@ from dapo_jax.sampling.decoding import decoding
 from dapo_jax.stalls import Watch
 from dapo_jax.stopping import Stop
 from dapo_jax.training.loop import Pipe, Position
-from dapo_jax.training.state import TrainState, init_state, own_copy, warmed_up
+from dapo_jax.training.state import TrainState, init_state, warmed_up
 from dapo_jax.training.update import Objective, UpdateOptions, Updater
 
 
@@ -102,23 +104,30 @@ class Run:
             self._mesh,
             layout=self._pass.layout,
             objective=objective,
-            reference=own_copy(self.policy.params, self._mesh) if config.loss.kl_coef else None,
+            reference=self.policy.params if config.loss.kl_coef else None,
         )
         self.pipe = self._pipe()
 
     def start(self, checkpointer: Checkpointer, *, resume: bool, say: Callable[[str], None]) -> Boundary:
-        """What to go on from: the last intact checkpoint if there is one to resume, else the beginning.
+        """The last intact checkpoint if there is one to resume, else the beginning. Called once.
+
+        The initial weights become the state, or make room for that of a checkpoint: from here on `policy` has their shapes alone. With a
+        KL penalty they stay as the reference.
 
         `say` is told of damaged checkpoints, which are set aside.
         """
         offload = self.config.optimizer.offload
-        if resume:
+        initial, decoder = self.policy.params, self.policy.decoder
+        self.policy = replace(self.policy, params=shapes_of(decoder))
+        # As the first process sees it, or one might make room for a checkpoint that another does not find.
+        if resume and agreed(b"checkpoints" if checkpointer.steps() else b""):
+            del initial
             target = state_structs(self.policy, self._optimizer, self._mesh, offload=offload)
-            rows = self.policy.decoder.vocab_size
-            found = restore_last(checkpointer, target, rows=rows, say=say, aside=True)
-            if found is not None:
-                return self._boundary(found)
-        state = init_state(self.policy.params, self._optimizer, self._mesh, offload=offload)
+            found = restore_last(checkpointer, target, rows=decoder.vocab_size, say=say, aside=True)
+            assert found is not None
+            return self._boundary(found)
+        copy = bool(self.config.loss.kl_coef)
+        state = init_state(initial, self._optimizer, self._mesh, offload=offload, copy=copy)
         return Boundary(state=state, position=Position())
 
     def _boundary(self, found: Restored) -> Boundary:
@@ -130,20 +139,28 @@ class Run:
             unfinished=None if unfinished is None else json.loads(unfinished),
         )
 
-    def evaluate(self, state: TrainState) -> dict[str, list[Group]]:
-        """Name of each dataset to evaluate on -> the graded groups of its prompts.
+    def evaluate(self, state: TrainState, step: int) -> dict[str, list[Group]]:
+        """Name of each dataset to evaluate on -> the graded groups of its prompts, after step `step`.
 
         Raises:
             StoppedError: the run was told to stop; in every process.
         """
         weights = self._rollouts.transfer(state.params)
-        return {name: self._evaluated(weights, prompts) for name, prompts in self.held_out.items()}
+        return {
+            name: self._evaluated(weights, prompts, name=name, step=step)
+            for name, prompts in self.held_out.items()
+        }
 
-    def _evaluated(self, weights: PyTree, prompts: Sequence[Prompt]) -> list[Group]:
+    def _evaluated(self, weights: PyTree, prompts: Sequence[Prompt], *, name: str, step: int) -> list[Group]:
         samplers, grade = self._samplers, self._grading.groups
         mine = [prompt for prompt in prompts if samplers.takes(prompt.ordinal)]
         groups = self._rollouts.evaluate(
-            weights, mine, lambda sampled: samplers.graded(sampled, grade), self.config.eval
+            weights,
+            mine,
+            lambda sampled: samplers.graded(sampled, grade),
+            self.config.eval,
+            name=name,
+            step=step,
         )
         if samplers.alone:
             self._stop.check()

@@ -24,7 +24,7 @@ from dapo_jax.trackers.progress import Progress
 from dapo_jax.training.loop import Position, StepResult
 from dapo_jax.training.state import TrainState
 
-Evaluate = Callable[[TrainState], Mapping[str, Sequence[Group]]]
+Evaluate = Callable[[TrainState, int], Mapping[str, Sequence[Group]]]
 OnStep = Callable[[int, Mapping[str, float | int]], None]
 
 UNFINISHED = "unfinished_metrics"
@@ -128,7 +128,7 @@ class Boundaries:
         began, step = time.perf_counter(), now.position.step
         scores: dict[str, float] = {}
         score = None
-        for name, groups in evaluate(now.state).items():
+        for name, groups in evaluate(now.state, step).items():
             if is_first():
                 folder = self._run_dir / "evaluations" / f"step_{step:06d}"
                 write_problems(folder, map(problem_record, groups), name=name, step=step)

@@ -90,7 +90,9 @@ def evaluate(
     with closing(grading(unshaped, policy, max_response_tokens=limit, stop=stop, reward=reward)) as graders:
         weights = rollouts.transfer(policy.params)
         for name, prompts in held_out.items():
-            found[name] = rollouts.evaluate(weights, prompts, graders.groups, config.eval)
+            found[name] = rollouts.evaluate(
+                weights, prompts, graders.groups, config.eval, name=name, step=policy.step
+            )
             if kept is not None:
                 _keep(kept, name, found[name])
     scores = {
@@ -187,4 +189,5 @@ def sample(
         stop=sampling.stop,
         reward=lambda sample: Verdict(correct=False, reason="not graded"),
     )
-    return rollouts.evaluate(rollouts.transfer(policy.params), found, ungraded.groups, config)
+    weights = rollouts.transfer(policy.params)
+    return rollouts.evaluate(weights, found, ungraded.groups, config, name="", step=0)

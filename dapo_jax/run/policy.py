@@ -48,6 +48,8 @@ class Policy:
     decoder: DecoderConfig
     params: nnx.State
     tokenizer: Tokenizer
+    step: int = 0
+    """Of a run's checkpoint, the steps that its weights were trained for."""
 
     def graph(self, *, compute_dtype: str, remat: str, layout: Layout = WHOLE) -> nnx.GraphDef[Any]:
         """The structure that `nnx.merge` makes a module of, together with parameters."""
@@ -128,7 +130,7 @@ def find_policy(source: str, *, mesh: jax.sharding.Mesh | None = None) -> Policy
             raise ConfigError(
                 f"the run {source} cannot be used yet: there is no checkpoint in {checkpointer.folder}"
             )
-    return replace(policy, params=restored.state.params)
+    return replace(policy, params=restored.state.params, step=restored.step)
 
 
 def run_at(source: str) -> AnyPath | None:

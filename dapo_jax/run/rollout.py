@@ -1,7 +1,9 @@
 """Sampling and grading, built from a configuration: what training, evaluation and `dapo-jax sample` share."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import reduce
 from itertools import islice
+from zlib import crc32
 
 import jax
 from jaxtyping import PRNGKeyArray, PyTree
@@ -74,12 +76,14 @@ class Rollouts:
         how: Decoding,
         samples: int,
         domain: int,
+        within: Sequence[int] = (),
     ) -> Sampled:
-        """Prompts with their responses as they end; see `Sampler.sample`."""
+        """Prompts with their responses as they end; see `Sampler.sample`. Keys are those of `domain`, and `within` it of further numbers."""
+        key = reduce(jax.random.fold_in, (domain, *within), self._key)
         return self._sampler.sample(
             weights,
             draw,
-            key=jax.random.fold_in(self._key, domain),
+            key=key,
             how=how,
             samples_per_prompt=samples,
             max_response_tokens=self.max_response_tokens,
@@ -87,9 +91,20 @@ class Rollouts:
         )
 
     def evaluate(
-        self, weights: PyTree, prompts: Iterable[Prompt], grade: Grade, config: EvalConfig
+        self,
+        weights: PyTree,
+        prompts: Iterable[Prompt],
+        grade: Grade,
+        config: EvalConfig,
+        *,
+        name: str,
+        step: int,
     ) -> list[Group]:
-        """Graded groups of held-out prompts, in the prompts' order."""
+        """Graded groups of held-out prompts, in the prompts' order.
+
+        Each dataset, by its `name`, and each `step` draws numbers of its own, so that the luck of one evaluation is not that of the
+        next; the same evaluation made again draws the same.
+        """
         left = iter(prompts)
         how = decoding(temperature=config.temperature, top_p=config.top_p, top_k=config.top_k)
         sampled = self.sample(
@@ -98,6 +113,7 @@ class Rollouts:
             how=how,
             samples=config.samples_per_prompt,
             domain=EVALUATION,
+            within=(step, crc32(name.encode())),
         )
         return sorted(grade(sampled), key=lambda group: group.prompt.ordinal)
 

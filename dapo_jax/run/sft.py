@@ -75,7 +75,7 @@ def sft(config: SftConfig | str | Path, *, progress: Progress | None = None) -> 
             offload=config.optimizer.offload,
         ),
     )
-    state = init_state(policy.params, optimizer, mesh, offload=config.optimizer.offload)
+    state = init_state(policy.params, optimizer, mesh, offload=config.optimizer.offload, copy=False)
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "config.yaml").write_text(to_yaml(config))
     metrics: dict[str, float] = {}
@@ -98,7 +98,7 @@ def sft(config: SftConfig | str | Path, *, progress: Progress | None = None) -> 
             metrics = {**scalars, "update/learning_rate": rate, "time/step_s": time.perf_counter() - began}
             shown.step(step, metrics)
             if step == config.steps or (config.eval.every_steps and step % config.eval.every_steps == 0):
-                scores = evaluate(state.params)
+                scores = evaluate(state.params, step)
                 for name in held_out:
                     shown.evaluation(name, scores, step)
                 metrics |= scores
@@ -151,7 +151,7 @@ def _evaluation(
     mesh: jax.sharding.Mesh,
     graders: Grading,
     held_out: Mapping[str, Sequence[Prompt]],
-) -> Callable[[PyTree], dict[str, float]]:
+) -> Callable[[PyTree, int], dict[str, float]]:
     """The function that scores parameters on the held-out prompts of each dataset, sampled as `config.eval` says."""
     rollouts = Rollouts(
         policy,
@@ -163,10 +163,11 @@ def _evaluation(
         group_size=config.eval.samples_per_prompt,
     )
 
-    def evaluate(params: PyTree) -> dict[str, float]:
+    def evaluate(params: PyTree, step: int) -> dict[str, float]:
         weights, scores = rollouts.transfer(params), {}
         for name, prompts in held_out.items():
-            scores |= summarize(rollouts.evaluate(weights, prompts, graders.groups, config.eval), name=name)
+            groups = rollouts.evaluate(weights, prompts, graders.groups, config.eval, name=name, step=step)
+            scores |= summarize(groups, name=name)
         return scores
 
     return evaluate

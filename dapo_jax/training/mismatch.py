@@ -30,20 +30,21 @@ def mismatch_kl(minibatches: Sequence[Minibatch]) -> list[dict[str, Mean]]:
 
 
 def importance_weighted(minibatches: Sequence[Minibatch], *, cap: float) -> list[Minibatch]:
-    r"""The minibatches with each token's weight in the loss times $\min(\pi_\text{trainer} / \pi_\text{sampler}, \text{cap})$.
+    r"""The minibatches with each token's advantage times $\min(\pi_\text{trainer} / \pi_\text{sampler}, \text{cap})$.
 
-    A KL to a reference policy takes the same weights: it too is a mean over what was sampled.
+    In the clipped objective that weighs a token, since the factor is positive; its weight, which a KL to a reference policy is
+    averaged with too, stays as it is.
 
     References:
         Ionides, "Truncated Importance Sampling", 2008. Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL
         Training", 2025, https://fengyao.notion.site/off-policy-rl
     """
 
-    def weights(stack: Stack) -> Array:
+    def advantages(stack: Stack) -> Array:
         # Where the update's programs have them.
-        return jax.device_put(_weighted(stack, cap), stack.microbatches.weights.sharding)
+        return jax.device_put(_weighted(stack, cap), stack.microbatches.advantages.sharding)
 
-    return [having(minibatch, "weights", weights) for minibatch in minibatches]
+    return [having(minibatch, "advantages", advantages) for minibatch in minibatches]
 
 
 @jax.jit
@@ -55,7 +56,7 @@ def _kl(stack: Stack) -> Mean:
 
 @jax.jit
 def _weighted(stack: Stack, cap: Any) -> Float[Array, "room rows seq"]:
-    return stack.microbatches.weights * jnp.minimum(jnp.exp(_delta(stack)), cap)
+    return stack.microbatches.advantages * jnp.minimum(jnp.exp(_delta(stack)), cap)
 
 
 def _delta(stack: Stack) -> Float[Array, "room rows seq"]:

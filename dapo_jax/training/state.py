@@ -77,9 +77,23 @@ def own_copy(params: nnx.State, mesh: Mesh) -> nnx.State:
 
 
 def init_state(
-    params: nnx.State, optimizer: optax.GradientTransformation, mesh: Mesh, *, offload: bool = False
+    params: nnx.State,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    *,
+    offload: bool = False,
+    copy: bool = True,
 ) -> TrainState:
-    """Places a copy of `params` on the mesh and makes fresh moments beside them."""
+    """Places `params` on the mesh and makes fresh moments beside them.
+
+    Args:
+        params: the weights that training starts from.
+        optimizer: makes the moments.
+        mesh: where the state lies.
+        offload: the moments lie in the host's memory.
+        copy: False: `params` are taken over and gone with the first update, which is handed the state to keep; that saves
+            4 bytes a parameter.
+    """
     placed = state_shardings(params, optimizer, mesh, offload=offload)
-    own = own_copy(params, mesh)
+    own = own_copy(params, mesh) if copy else jax.device_put(params, placed.params)
     return TrainState(own, jax.jit(optimizer.init, out_shardings=placed.opt_state)(own))

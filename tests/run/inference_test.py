@@ -88,7 +88,10 @@ def test_a_run_is_evaluated_on_the_held_out_prompts_and_what_it_said_is_kept(fin
     rows = read_rollouts(tmp_path / "kept" / "arithmetic" / "step_000000.jsonl")
     assert [row["ordinal"] for row in rows] == [0] * 4 + [1] * 4 + [2] * 4
     assert found.scores["eval/arithmetic/avg@4"] == sum(row["correct"] for row in rows) / 12
-    assert {"eval/arithmetic/pass@4", "eval/arithmetic/cons@4"} <= found.scores.keys()
+    assert "eval/arithmetic/pass@4" in found.scores
+    # A consensus there is if a response gave an answer to vote for.
+    voted = any(row["extracted"] is not None for row in rows)
+    assert ("eval/arithmetic/cons@4" in found.scores) is voted
     assert {row["reward"] for row in rows} <= {1.0, -1.0}  # no length shaping
     problems = read_problems(tmp_path / "kept" / "problems" / "arithmetic.jsonl")
     assert [problem["ordinal"] for problem in problems] == [0, 1, 2]

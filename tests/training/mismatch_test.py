@@ -12,7 +12,7 @@ from dapo_jax.training.minibatch import Stack
 from dapo_jax.training.mismatch import importance_weighted, mismatch_kl
 
 
-def stack(sampler, old, mask, weights):
+def stack(sampler, old, mask, weights, advantages=None):
     """One microbatch of one row, in room for two; what is not in the mask is NaN."""
 
     def whole(values):
@@ -22,8 +22,10 @@ def stack(sampler, old, mask, weights):
     ids = jnp.zeros((2, 1, len(mask)), jnp.int32)
     room = jnp.asarray(np.stack([np.array(mask)[None], np.zeros((1, len(mask)), bool)]))
     blank = jnp.zeros((2, 1, len(mask)), jnp.float32)
+    given = [0.0] * len(mask) if advantages is None else advantages
     microbatches = Microbatch(
-        tokens=ids, segment_ids=ids, prefix_ids=ids, previous=ids, positions=ids, mask=room, advantages=blank,
+        tokens=ids, segment_ids=ids, prefix_ids=ids, previous=ids, positions=ids, mask=room,
+        advantages=jnp.asarray(np.stack([np.array(given, np.float32)[None], np.zeros((1, len(mask)), np.float32)])),
         weights=jnp.asarray(np.stack([np.array(weights, np.float32)[None], np.zeros((1, len(mask)), np.float32)])),
         sampler_logprobs=whole(sampler), old_logprobs=whole(old), ref_logprobs=blank,
     )  # fmt: skip
@@ -45,9 +47,12 @@ def test_the_mismatch_is_k3_over_the_tokens_in_the_loss():
     assert kl == pytest.approx((2.5 - math.log(2)) / 4, rel=1e-6)
 
 
-def test_tokens_are_weighted_by_the_ratio_up_to_the_cap():
-    """Ratios 1/2, 1 and 4, cap 2, on weights 0.1, 0.2 and 0.3; what is not in the loss keeps its weight of 0."""
-    [(corrected,)] = importance_weighted([(stack(SAMPLER, OLD, MASK, [0.0, 0.1, 0.2, 0.3]),)], cap=2.0)
-    found = np.asarray(corrected.microbatches.weights)
-    np.testing.assert_allclose(found[0, 0], [0.0, 0.1 * 0.5, 0.2, 0.3 * 2.0], rtol=1e-6)
+def test_advantages_are_weighted_by_the_ratio_up_to_the_cap_and_the_weights_of_tokens_are_not():
+    """Ratios 1/2, 1 and 4, cap 2, on advantages -1, 2 and 3. A KL penalty is averaged with the tokens' weights, which stay."""
+    weights = [0.0, 0.1, 0.2, 0.3]
+    given = stack(SAMPLER, OLD, MASK, weights, advantages=[0.0, -1.0, 2.0, 3.0])
+    [(corrected,)] = importance_weighted([(given,)], cap=2.0)
+    found = np.asarray(corrected.microbatches.advantages)
+    np.testing.assert_allclose(found[0, 0], [0.0, -0.5, 2.0, 6.0], rtol=1e-6)
     assert not found[1].any()
+    np.testing.assert_array_equal(corrected.microbatches.weights, given.microbatches.weights)
