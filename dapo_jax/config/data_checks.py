@@ -1,5 +1,6 @@
 """The rules of `data` and of the datasets in `eval`; see `checks`."""
 
+from datetime import date
 from typing import Any
 
 from dapo_jax.config.data_schema import DataConfig, ExampleConfig, SourceConfig
@@ -36,7 +37,20 @@ def check_data(data: DataConfig) -> None:
             "nothing beside data.mixture",
             "write the path into the entry of the dataset",
         )
-    for name in ("messages", "add_generation_prompt"):
+    try:
+        proper = (
+            not data.template_date or date.fromisoformat(data.template_date).isoformat() == data.template_date
+        )
+    except ValueError:
+        proper = False
+    if not proper:
+        refuse(
+            "data.template_date",
+            data.template_date,
+            "a day as YEAR-MONTH-DAY, or nothing",
+            "write one such as 2024-07-26",
+        )
+    for name in ("messages", "add_generation_prompt", "today", "strftime_now"):
         if name in data.chat_template_kwargs:
             key = f"data.chat_template_kwargs.{name}"
             refuse(

@@ -77,6 +77,9 @@ class DataConfig:
     """The system message that messages begin with; empty: none but the row's or the chat template's own."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """What else the chat template reads: {enable_thinking: false} for Qwen3."""
+    template_date: str = ""
+    """The day that a chat template prints which asks for today's date, such as 2024-07-26 (the time is midnight). Empty: the day on
+    which a run begins; its config.yaml keeps it, for `--resume` and for what evaluates, samples or serves the run later."""
     shuffle: bool = True
     """Shuffle each epoch anew by the run's seed."""
     max_prompt_tokens: int = 2048

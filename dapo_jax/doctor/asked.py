@@ -14,7 +14,7 @@ from dapo_jax.doctor.checks import Found, shortened
 from dapo_jax.rewards.sample import Sample
 from dapo_jax.rollouts import Prompt, Verdict
 from dapo_jax.run.grading import submit_of
-from dapo_jax.run.prompts import GivenRows, held_out_prompts, training_prompts
+from dapo_jax.run.prompts import GivenRows, dated, held_out_prompts, training_prompts
 from dapo_jax.text.tokenizers import Tokenizer
 
 FORMS = (
@@ -48,7 +48,9 @@ class Asked:
     @cached_property
     def source(self) -> tuple[PromptSource, Sequence[str]]:
         """The prompts to train on, and what is to be said of them."""
-        return training_prompts(self.config.data, self.tokenizer, seed=self.config.seed, rows=self.rows)
+        return training_prompts(
+            dated(self.config.data), self.tokenizer, seed=self.config.seed, rows=self.rows
+        )
 
     def prompts(self, count: int) -> list[Prompt]:
         """The first that a run would ask."""
@@ -65,7 +67,7 @@ class Asked:
     def held_out(self) -> Found:
         """Whether the prompts to evaluate on can be had."""
         rows = self.rows
-        found = held_out_prompts(self.config.data, self.config.eval, self.tokenizer, rows=rows)
+        found = held_out_prompts(dated(self.config.data), self.config.eval, self.tokenizer, rows=rows)
         return Found(said=", ".join(f"{name}: {len(prompts):,} prompts" for name, prompts in found.items()))
 
     def grader(self) -> Found:

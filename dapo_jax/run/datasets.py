@@ -5,7 +5,7 @@ import numpy as np
 from dapo_jax.config import ConfigError, DataConfig, ModelConfig
 from dapo_jax.data.prompts import prompt_lengths
 from dapo_jax.run.policy import folder_of
-from dapo_jax.run.prompts import every_split, prompt_format
+from dapo_jax.run.prompts import dated, every_split, prompt_format
 from dapo_jax.text.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
 
 
@@ -34,6 +34,7 @@ def show(data: DataConfig, *, split: str = "", model: str = "", count: int = 3) 
     Raises:
         ConfigError: no such dataset, split or model, or a prompt that cannot be tokenized.
     """
+    data = dated(data)
     splits = every_split(data)
     split = split or ("train" if "train" in splits else next(iter(splits)))
     if split not in splits:

@@ -24,8 +24,8 @@ from dapo_jax.evaluation import problem_record, summarize
 from dapo_jax.rewards.functions import Rewards
 from dapo_jax.rollouts import Group, Verdict
 from dapo_jax.run.places import place_of
-from dapo_jax.run.policy import find_policy, mesh_of, meshes_of, run_at
-from dapo_jax.run.prompts import GivenRows, held_out_prompts, prompt_format
+from dapo_jax.run.policy import data_of_run, find_policy, mesh_of, meshes_of, run_at
+from dapo_jax.run.prompts import GivenRows, dated, held_out_prompts, prompt_format
 from dapo_jax.run.records import use_compilation_cache
 from dapo_jax.run.rollout import Rollouts, grading
 from dapo_jax.storage import AnyPath
@@ -73,6 +73,7 @@ def evaluate(
     use_compilation_cache(config.compilation_cache)
     mesh = mesh_of(config.parallel)
     policy = find_policy(model, mesh=mesh)
+    config = replace(config, data=dated(config.data, like=data_of_run(model)))
     held_out = held_out_prompts(config.data, config.eval, policy.tokenizer, rows=rows)
     rollouts = Rollouts(
         policy,
@@ -151,8 +152,11 @@ def sample(
     use_compilation_cache(compilation_cache)
     mesh = mesh_of(ParallelConfig())
     policy = find_policy(source, mesh=mesh)
-    asked = DataConfig(
-        chat=chat, system_prompt=system_prompt, chat_template_kwargs=dict(chat_template_kwargs or {})
+    asked = dated(
+        DataConfig(
+            chat=chat, system_prompt=system_prompt, chat_template_kwargs=dict(chat_template_kwargs or {})
+        ),
+        like=data_of_run(source),
     )
     sampling = SamplingConfig(
         max_response_tokens=max_response_tokens,

@@ -15,7 +15,7 @@ from flax import nnx
 
 from dapo_jax.checkpoint_files import DamagedError
 from dapo_jax.checkpoints import Checkpointer
-from dapo_jax.config import ConfigError, ModelConfig, OptimizerConfig, ParallelConfig, load_config
+from dapo_jax.config import ConfigError, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, load_config
 from dapo_jax.models.decoder import WHOLE, Decoder, graph_of
 from dapo_jax.models.folder import load_model, read_config, save_model
 from dapo_jax.models.hub import download
@@ -147,6 +147,12 @@ def run_at(source: str) -> AnyPath | None:
             f"{source} is no run: it has no config.yaml or no checkpoints; models are read from local folders"
         )
     return None
+
+
+def data_of_run(source: str) -> DataConfig | None:
+    """The data section of the training run that `source` names, if it names one."""
+    run = run_at(source)
+    return None if run is None else load_config(run / "config.yaml").data
 
 
 def folder_of(model: ModelConfig) -> Path:

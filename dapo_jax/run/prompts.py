@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import date
 from itertools import chain
 from typing import Any
 
@@ -44,7 +45,14 @@ def prompt_format(data: DataConfig) -> PromptFormat:
         chat=data.chat,
         system_prompt=data.system_prompt,
         chat_template_kwargs=data.chat_template_kwargs,
+        today=date.fromisoformat(data.template_date) if data.template_date else None,
     )
+
+
+def dated(data: DataConfig, *, like: DataConfig | None = None) -> DataConfig:
+    """The same with a day for chat templates that print one: its own, else that of `like`, else today."""
+    day = data.template_date or (like.template_date if like else "") or date.today().isoformat()
+    return replace(data, template_date=day)
 
 
 def training_rows(data: DataConfig, tokenizer: Tokenizer, *, rows: GivenRows | None = None) -> Asked:

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from datetime import date
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +12,11 @@ import jax
 from flax import nnx
 
 from dapo_jax.checkpoints import Checkpointer
-from dapo_jax.config import ConfigError, ParallelConfig, load_config
+from dapo_jax.config import ConfigError, DataConfig, ParallelConfig, load_config
 from dapo_jax.parallel.weights import SamplerWeights, weight_transfer
 from dapo_jax.run.places import place_of
-from dapo_jax.run.policy import Policy, find_policy, mesh_of, optimizer_of, state_structs
+from dapo_jax.run.policy import Policy, data_of_run, find_policy, mesh_of, optimizer_of, state_structs
+from dapo_jax.run.prompts import dated, prompt_format
 from dapo_jax.run.records import use_compilation_cache
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
@@ -108,7 +110,9 @@ def serve(source: str, options: ServeOptions, *, say: Callable[[str], None] = pr
         follower = ends.enter_context(_Follower(checkpoints, say)) if options.follow_s is not None else None
         # Spread over all devices from the start: a large model does not fit on the first one.
         policy = find_policy(source, mesh=mesh_of(ParallelConfig()))
-        engine, transfer = serving_engine(policy, options)
+        engine, transfer = serving_engine(
+            policy, options, today=prompt_format(dated(DataConfig(), like=data_of_run(source))).today
+        )
         engine.warm_up()
         try:
             server = Server(
@@ -130,7 +134,9 @@ def serve(source: str, options: ServeOptions, *, say: Callable[[str], None] = pr
             say("stopping; requests in flight have 10 s to finish")
 
 
-def serving_engine(policy: Policy, options: ServeOptions) -> tuple["JetStreamEngine", Transfer]:
+def serving_engine(
+    policy: Policy, options: ServeOptions, *, today: date | None = None
+) -> tuple["JetStreamEngine", Transfer]:
     """The engine that JetStream is given, and what makes weights for it of the policy's parameters.
 
     Raises:
@@ -176,6 +182,7 @@ def serving_engine(policy: Policy, options: ServeOptions) -> tuple["JetStreamEng
             chat=options.chat,
             system_prompt=options.system_prompt,
             chat_template_kwargs=options.chat_template_kwargs,
+            today=today,
         ),
     )
     return engine, transfer

@@ -19,7 +19,7 @@ from dapo_jax.rewards.grading import Grading
 from dapo_jax.rollouts import Prompt
 from dapo_jax.run.places import place_of
 from dapo_jax.run.policy import Policy, load_policy, mesh_of, meshes_of, optimizer_of
-from dapo_jax.run.prompts import held_out_prompts, prompt_format, training_rows
+from dapo_jax.run.prompts import dated, held_out_prompts, prompt_format, training_rows
 from dapo_jax.run.records import use_compilation_cache
 from dapo_jax.run.rollout import Rollouts, grading
 from dapo_jax.run.training_pass import TrainingPass, training_pass
@@ -49,6 +49,7 @@ def sft(config: SftConfig | str | Path, *, progress: Progress | None = None) -> 
     """
     config = config if isinstance(config, SftConfig) else load_config(config, schema=SftConfig)
     use_compilation_cache(config.compilation_cache)
+    config = replace(config, data=dated(config.data))
     run_dir = place_of(config.run_dir, key="run_dir", write=True)
     if (run_dir / "config.yaml").exists():
         raise ConfigError(f"run_dir={config.run_dir} already holds a run; choose another run_dir")

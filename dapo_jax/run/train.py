@@ -21,7 +21,7 @@ from dapo_jax.run.boundaries import Boundaries, Boundary, OnStep
 from dapo_jax.run.guard import Guard
 from dapo_jax.run.places import place_of
 from dapo_jax.run.policy import Policy
-from dapo_jax.run.prompts import GivenRows
+from dapo_jax.run.prompts import GivenRows, dated
 from dapo_jax.run.ratios import Ratios
 from dapo_jax.run.records import Records, use_compilation_cache
 from dapo_jax.stalls import Watch, interrupt
@@ -118,7 +118,7 @@ def train(
     stop.grace_s = config.checkpoint.grace_s
     use_compilation_cache(config.compilation_cache)
     first = is_first()
-    run_dir = _checked_place(config, resume=resume)
+    run_dir, config = _checked_place(config, resume=resume)
     run = Run(
         config,
         reward=reward,
@@ -210,20 +210,25 @@ def _written(start: Boundary) -> int:
     return start.position.step - (start.unfinished is not None) if start.position.step else -1
 
 
-def _checked_place(config: TrainConfig, *, resume: bool) -> AnyPath:
+def _checked_place(config: TrainConfig, *, resume: bool) -> tuple[AnyPath, TrainConfig]:
     """The run's folder, checked in the first process, which is also the one that writes there, and that all processes have its
-    configuration.
+    configuration; and that with the day on which the run began.
 
     Raises:
         ConfigError: in every process.
     """
-    refusal = ""
+    refusal, day = "", ""
     if is_first():
         try:
-            check_run_dir(place_of(config.run_dir, key="run_dir", write=True), config, resume=resume)
+            place = place_of(config.run_dir, key="run_dir", write=True)
+            begun = resume and (place / "config.yaml").exists()
+            day = dated(
+                config.data, like=load_config(place / "config.yaml").data if begun else None
+            ).template_date
+            check_run_dir(place, _on(config, day), resume=resume)
         except ConfigError as error:
             refusal = str(error)
-    said = json.loads(agreed(json.dumps([refusal, to_yaml(config)]).encode()))
+    said = json.loads(agreed(json.dumps([refusal, to_yaml(config), day]).encode()))
     if said[0]:
         raise ConfigError(said[0])
     if said[1] != to_yaml(config):
@@ -232,7 +237,11 @@ def _checked_place(config: TrainConfig, *, resume: bool) -> AnyPath:
         raise ConfigError(
             f"all processes need one configuration; the first has {differing[0]!r} where this one has {differing[1]!r}"
         )
-    return place_of(config.run_dir, key="run_dir", write=False)
+    return place_of(config.run_dir, key="run_dir", write=False), _on(config, said[2])
+
+
+def _on(config: TrainConfig, day: str) -> TrainConfig:
+    return replace(config, data=replace(config.data, template_date=day))
 
 
 def check_run_dir(run_dir: AnyPath, config: TrainConfig, *, resume: bool) -> None:
@@ -261,6 +270,8 @@ def check_run_dir(run_dir: AnyPath, config: TrainConfig, *, resume: bool) -> Non
     if kept.exists():
         changed = changed_keys(load_config(kept), config)
         bad = {key: pair for key, pair in changed.items() if not key.startswith(FREE_TO_CHANGE)}
+        if bad.get("data.template_date", ("", ""))[0] == "":
+            bad.pop("data.template_date", None)  # a run from before days were kept has none
         if bad:
             lines = "; ".join(f"{key} was {old!r}, is {new!r}" for key, (old, new) in bad.items())
             raise ConfigError(

@@ -5,8 +5,9 @@ back as a ValueError that names the template.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
-from datetime import datetime
+from datetime import date, datetime, time
 from functools import cached_property
 from typing import Any, NoReturn
 
@@ -37,7 +38,6 @@ class ChatTemplate:
         *,
         name: str,
         special_tokens: Mapping[str, str] | None = None,
-        now: datetime | None = None,
     ) -> None:
         """Keeps the text; it is compiled when it is first rendered, so a model whose template is broken still loads.
 
@@ -45,18 +45,17 @@ class ChatTemplate:
             source: the template.
             name: what errors call it, such as the file it was read from.
             special_tokens: `bos_token`, `eos_token` and so on, as the template may name them.
-            now: the date a template prints that asks for one. Default: the moment of this call, so that one run
-                sees one date; many templates let a keyword argument such as `date_string` pin it across runs.
         """
         self.source, self.name = source, name
         self._special_tokens = dict(special_tokens or {})
-        self._now = now or datetime.now()
 
-    def render(self, messages: Sequence[Message], **variables: Any) -> str:
+    def render(self, messages: Sequence[Message], *, today: date | None = None, **variables: Any) -> str:
         """The text of a conversation, up to and including the opening of the answer that is to be sampled.
 
         Args:
             messages: the turns, oldest first.
+            today: the day that a template prints which asks for one, at midnight. The clock is never asked: one conversation
+                has one text.
             variables: what else the template reads, such as Qwen3's `enable_thinking`.
 
         Raises:
@@ -64,10 +63,11 @@ class ChatTemplate:
                 an end within it.
         """
         known = {"tools": None, "documents": None, **self._special_tokens, **variables}
+        dated = {"strftime_now": lambda pattern: _printed(pattern, today)}
         try:
             told = {key: _plain(value) for key, value in known.items()}
             told |= {"messages": [_plain(message) for message in messages], "add_generation_prompt": True}
-            return self._sandbox.rendered(self._compiled, told)
+            return self._sandbox.rendered(self._compiled, {**dated, **told})
         except TooMuchError as error:
             raise ValueError(f"chat template {self.name} asks for too much: {error}") from error
         except SecurityError as error:
@@ -90,7 +90,6 @@ class ChatTemplate:
         sandbox.filters["tojson"] = sandbox.counted("tojson", _to_json)
         known: dict[str, Any] = {
             "raise_exception": _refuse,
-            "strftime_now": lambda pattern: self._now.strftime(pattern),
             "dict": lambda *pairs, **named: dict(*pairs, **named),  # the class itself has more to reach for
             "namespace": _namespace,
         }
@@ -132,6 +131,18 @@ def _namespace(*pairs: Any, **named: Any) -> Namespace:
 def _check_name(name: object) -> None:
     if not isinstance(name, str) or name.startswith("_"):
         raise SecurityError(f"a namespace cannot hold {name!r}")
+
+
+def _printed(pattern: str, today: date | None) -> str:
+    if today is None:
+        raise _RefusedError(
+            "it prints today's date, and none was given: set data.template_date to a day such as 2024-07-26 (from Python: today=)"
+        )
+    if "s" in re.findall(r"%[-_0^#]*[0-9]*[EO]?(.)", pattern):
+        raise _RefusedError(
+            f"strftime_now({pattern!r}) depends on the time zone of the machine: %s cannot be used"
+        )
+    return datetime.combine(today, time()).strftime(pattern)
 
 
 def _refuse(message: str) -> NoReturn:

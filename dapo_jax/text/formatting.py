@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,9 @@ class PromptFormat:
     """The system message of every conversation; empty: what the row or the chat template itself has."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """What else the chat template reads, such as Qwen3's `enable_thinking`."""
+
+    today: date | None = None
+    """What a chat template prints that asks for the date; None: such a template is refused."""
 
     def __post_init__(self) -> None:
         if self.template not in TEMPLATES and "{prompt}" not in self.template:
@@ -95,7 +99,7 @@ class PromptFormat:
                     "data.system_prompt or take the message out of the row"
                 )
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
-        return tokenizer.chat_template.render(messages, **self.chat_template_kwargs)
+        return tokenizer.chat_template.render(messages, today=self.today, **self.chat_template_kwargs)
 
     def _turns(self) -> list[Message]:
         """The examples as turns of a conversation."""

@@ -56,6 +56,10 @@ class HuggingFaceTokenizer:
         _check_normalizer(self._json(_TOKENIZER).get("normalizer"), f"{place}/{_TOKENIZER}")
         with self._library("is no file of"):
             self._tokenizer = tokenizers.Tokenizer.from_str(self.files[_TOKENIZER].decode("utf-8"))
+        if dropout := getattr(self._tokenizer.model, "dropout", None):
+            raise ValueError(
+                f"{place}/{_TOKENIZER}: its dropout is {dropout}, so one text has other tokens each time; set it to null there"
+            )
         # Some files were saved with the lengths of a training script.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()

@@ -39,6 +39,8 @@ class TooMuchError(SecurityError):
 class Sandbox(ImmutableSandboxedEnvironment):
     """Jinja's sandbox with a budget, in which a forbidden attribute ends the rendering where Jinja would print nothing for it."""
 
+    _ADDRESS = re.compile(r" at 0x[0-9a-f]+>", re.IGNORECASE)
+    """How Python writes an object that has no text of its own."""
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def __init__(self, **options: Any) -> None:
@@ -66,7 +68,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
             if length > LARGEST:
                 raise TooMuchError(f"it prints more than {LARGEST:,} characters")
             pieces.append(piece)
-        return "".join(pieces)
+        text = "".join(pieces)
+        told = str([value for value in variables.values() if not callable(value)])
+        # A question may speak of an address; one that the template itself prints differs from process to process.
+        if own := set(self._ADDRESS.findall(text)) - set(self._ADDRESS.findall(told)):
+            raise SecurityError(f"it prints an object{min(own)}, whose address is another in each process")
+        return text
 
     def compiled(self, source: str) -> Template:
         """The template with all that is counted put in.
@@ -270,5 +277,9 @@ def _check_filter(name: str, value: Any, others: Any, named: Mapping[str, Any]) 
         start := named.get("start", others[1] if len(others) > 1 else 0), int | float
     ):
         raise TooMuchError(f"it adds up what begins with a {type(start).__name__}")
+    elif name == "random":
+        raise SecurityError(
+            "the filter random draws anew each time, and a prompt must stay the same: choose an entry by its place"
+        )
     elif name in ("urlize", "pprint", "xmlattr"):
         raise SecurityError(f"the filter {name} is not for templates")

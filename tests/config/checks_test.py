@@ -119,6 +119,7 @@ REFUSED = [
     ),
     ("loss.old_logprobs=trainr", ["loss.old_logprobs: found 'trainr'", "did you mean trainer?"]),
     ("dynamic_sampling.on_shortfall=train-fewer", ["on_shortfall", "did you mean train_fewer?"]),
+    ("data.template_date=26.7.2024", ["data.template_date", "26.7.2024", "YEAR-MONTH-DAY"]),
     ("dynamic_sampling.surplus=discrad", ["surplus", "did you mean discard?"]),
     ("dynamic_sampling.metric=scores", ["metric", "did you mean score?"]),
     ("model.remat=dot", ["model.remat", "did you mean dots?"]),

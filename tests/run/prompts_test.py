@@ -2,11 +2,12 @@
 
 import json
 from collections import Counter
+from datetime import date
 
 import pytest
 
 from dapo_jax.config import ConfigError, DataConfig, EvalConfig
-from dapo_jax.run.prompts import Joined, held_out_prompts, prompt_format, training_prompts
+from dapo_jax.run.prompts import Joined, dated, held_out_prompts, prompt_format, training_prompts
 from dapo_jax.text.formatting import Example, PromptFormat
 from dapo_jax.text.tokenizers import ByteTokenizer
 
@@ -130,3 +131,13 @@ def test_a_conversation_without_a_chat_template_is_a_configuration_error():
     rows = [{"prompt": "1", "answer": "1"}, {"prompt": [{"role": "user", "content": "1"}], "answer": "1"}]
     with pytest.raises(ConfigError, match=r"data\.source='rows', split 'test': row 1: .* no chat template"):
         held_out_prompts(DataConfig(source="rows"), EvalConfig(), TOKENIZER, rows=rows)
+
+
+def test_the_day_is_the_configured_one_or_that_of_the_run_or_today():
+    """Each goes before the next; `prompt_format` gives it to chat templates."""
+    run, own = DataConfig(template_date="2024-07-26"), DataConfig(template_date="2023-01-02")
+    assert dated(own, like=run) == own
+    assert dated(DataConfig(), like=run) == run
+    assert dated(DataConfig(), like=DataConfig()).template_date == dated(DataConfig()).template_date != ""
+    assert prompt_format(run).today == date(2024, 7, 26)
+    assert prompt_format(DataConfig()).today is None

@@ -1,10 +1,13 @@
 """Training runs: what they write, and that an interrupted one goes on as if nothing had been."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
 
-from dapo_jax.config import ConfigError
+from dapo_jax.config import ConfigError, load_config
 from dapo_jax.models.folder import load_model
 from dapo_jax.trackers import read_metrics
 from dapo_jax.trackers.evaluation_log import read_problems
@@ -190,3 +193,18 @@ def test_what_does_not_fit_is_said_before_anything_is_written(
     with pytest.raises(ConfigError, match=message):
         run_micro(config, reward=None, prompts=None if "data__source" in changes else rows)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_keeps_the_day_on_which_it_began(micro, run_micro):
+    """The file is set back to another day: that of a run that is resumed later."""
+    config = micro(steps=0)
+    run_micro(config)
+    kept = Path(config.run_dir) / "config.yaml"
+    today = load_config(kept).data.template_date
+    assert today
+    kept.write_text(kept.read_text().replace(today, "2024-07-26"))
+    run_micro(config, resume=True)
+    assert load_config(kept).data.template_date == "2024-07-26"
+    other = replace(config, data=replace(config.data, template_date="2024-07-27"))
+    with pytest.raises(ConfigError, match=r"data\.template_date was '2024-07-26', is '2024-07-27'"):
+        run_micro(other, resume=True)

@@ -1,6 +1,6 @@
 """Chat templates: what they print, what they may ask for, and that they cannot leave the sandbox."""
 
-from datetime import datetime
+from datetime import date
 
 import pytest
 
@@ -116,11 +116,34 @@ def test_marks_for_training_masks_are_passed_over():
     )
 
 
-def test_a_run_sees_one_date():
-    template = ChatTemplate("{{ strftime_now('%d %b %Y') }}", name="t", now=datetime(2024, 7, 26, 23, 59))
-    assert template.render(ASKED) == "26 Jul 2024"
-    fresh = ChatTemplate("{{ strftime_now('%Y %f') }}", name="t")
-    assert fresh.render(ASKED) == fresh.render(ASKED)
+def test_the_date_is_the_one_given_at_midnight_and_never_the_clock_s():
+    template = ChatTemplate("{{ strftime_now('%d %b %Y %H:%M') }}", name="t")
+    assert template.render(ASKED, today=date(2024, 7, 26)) == "26 Jul 2024 00:00"
+    with pytest.raises(ValueError, match=r"none was given: set data\.template_date"):
+        template.render(ASKED)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{{ [1, 2, 3] | random }}", "the filter random draws anew each time"),
+        ("{{ [[1, 2]] | map('random') | list }}", "the filter random draws anew each time"),
+        ("{{ strftime_now('%s') }}", "depends on the time zone"),
+        ("{{ cycler('a') }}", "whose address is another in each process"),
+        ("{{ strftime_now }}", "whose address is another in each process"),
+        ("{{ messages[0].content }}{{ cycler('a') }}", "whose address is another in each process"),
+        ("{{ raise_exception | string }}", "whose address is another in each process"),
+        ("{{ messages | map('upper') }}", "whose address is another in each process"),
+    ],
+)
+def test_what_would_print_another_text_next_time_is_refused(source, message):
+    with pytest.raises(ValueError, match=message):
+        ChatTemplate(source, name="t").render(ASKED, today=date(2024, 7, 26))
+
+
+def test_a_question_may_speak_of_an_address():
+    asked = [{"role": "user", "content": "what is <function f at 0x7f00>?"}]
+    assert render("{{ messages[0].content }}", asked) == "what is <function f at 0x7f00>?"
 
 
 def test_the_template_s_own_refusal_names_the_template_and_its_words():

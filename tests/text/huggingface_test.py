@@ -68,6 +68,15 @@ def test_a_negative_id_is_refused():
         PLAIN.decode(np.array([5, -1], np.int32))
 
 
+def test_a_tokenizer_that_drops_merges_at_random_is_refused():
+    """BPE dropout: the library applies it wherever it encodes."""
+    content = json.loads(byte_level_json())
+    content["model"]["dropout"] = 0.5
+    files = {**files_of(), "tokenizer.json": json.dumps(content).encode()}
+    with pytest.raises(ValueError, match=r"its dropout is 0\.5, so one text has other tokens each time"):
+        HuggingFaceTokenizer(files)
+
+
 def test_half_a_surrogate_pair_is_refused():
     with pytest.raises(ValueError, match="surrogates not allowed"):
         PLAIN.encode("a\ud800")
