@@ -1,5 +1,6 @@
 """What a configuration makes of the pipe: each technique, switched, changes what it should and only that."""
 
+import gc
 import itertools
 import json
 
@@ -7,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from dapo_jax.checkpoints import Checkpointer
 from dapo_jax.filtering import ShortfallError
 from dapo_jax.models.folder import load_model
 from dapo_jax.rollouts import Group, Prompt, Response, Rollout, Verdict
@@ -200,3 +202,29 @@ def test_an_own_objective_replaces_the_loss(micro, run_micro):
     _, start = load_model(config.model.source)
     for a, b in zip(params_of(result), jax.tree.leaves(start), strict=True):
         np.testing.assert_allclose(a, np.asarray(b) * (1 - 0.025 * 0.1) ** 2, rtol=1e-5)
+
+
+def held_bytes():
+    gc.collect()
+    return sum(array.nbytes for array in jax.live_arrays())
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
+def test_the_weights_that_training_starts_from_are_not_kept_beside_the_state(
+    kl_coef, resume, micro, rows, tmp_path
+):
+    """Once a run has started there is its state, with a KL penalty one reference of 4 bytes a parameter, and little else."""
+    config = micro(loss__kl_coef=kl_coef)
+    with Checkpointer(tmp_path) as checkpointer:
+        if resume:
+            begun = Run(config, prompts=rows, reward=bool).start(checkpointer, resume=False, say=print)
+            checkpointer.save(1, begun.state, {"cursor": 0, "seed": 0}, {})
+            checkpointer.wait()
+            del begun
+        before = held_bytes()
+        run = Run(config, prompts=rows, reward=bool)
+        state = run.start(checkpointer, resume=resume, say=print).state
+        weights = sum(leaf.nbytes for leaf in jax.tree.leaves(state.params))
+        own = sum(leaf.nbytes for leaf in jax.tree.leaves(state)) + (weights if kl_coef else 0)
+        assert own <= held_bytes() - before < own + weights / 4

@@ -1,5 +1,6 @@
 """Evaluating and sampling without training, and the keys that keep the two apart from it."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -10,14 +11,16 @@ from dapo_jax.config import (
     EvalConfig,
     EvaluateConfig,
     ModelConfig,
+    OverlongConfig,
     ParallelConfig,
+    RewardConfig,
     SamplingConfig,
 )
 from dapo_jax.data.prompts import held_out
 from dapo_jax.data.rows import checked_rows
 from dapo_jax.run import evaluate, sample
 from dapo_jax.run.policy import load_policy, mesh_of, meshes_of
-from dapo_jax.run.rollout import EVALUATION, TRAINING, Rollouts
+from dapo_jax.run.rollout import EVALUATION, TRAINING, Rollouts, grading
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.trackers.evaluation_log import read_problems
 from dapo_jax.trackers.rollout_log import read_rollouts
@@ -191,3 +194,18 @@ def test_evaluation_never_draws_the_numbers_that_training_draws(model, rows):
     training, evaluation = drawn(TRAINING), drawn(EVALUATION)
     assert training[0] != evaluation[0]
     assert training[1] != evaluation[1]
+
+    graders = grading(
+        RewardConfig(overlong=OverlongConfig(enabled=False)), policy, max_response_tokens=6, reward=bool
+    )
+
+    def evaluated(name, step):
+        config = EvalConfig(samples_per_prompt=4, top_p=1.0)
+        groups = rollouts.evaluate(weights, prompts, graders.groups, config, name=name, step=step)
+        return [rollout.response.tokens.tolist() for group in groups for rollout in group.rollouts]
+
+    first = evaluated("arithmetic", 3)
+    assert evaluated("arithmetic", 3) == first
+    others = [evaluated("arithmetic", 4), evaluated("algebra", 3), list(itertools.chain(*training.values()))]
+    assert first not in others
+    assert others[0] != others[1]

@@ -69,7 +69,7 @@ def test_a_negative_id_is_refused():
 
 
 def test_a_tokenizer_that_drops_merges_at_random_is_refused():
-    """BPE dropout: the library applies it wherever it encodes."""
+    """BPE dropout is for training a tokenizer: encoding with it may give one text other tokens each time."""
     content = json.loads(byte_level_json())
     content["model"]["dropout"] = 0.5
     files = {**files_of(), "tokenizer.json": json.dumps(content).encode()}
