@@ -351,7 +351,7 @@ def test_a_wrong_number_of_verdicts_from_a_worker_names_both_numbers():
 
 def test_a_comparison_that_math_verify_cannot_end_is_lost_at_the_configured_limit():
     """A hundred thousand sines, added exactly: that is no wrong answer, and the limit is the pool's, not math-verify's 5 s."""
-    with pool("math", workers=1) as graders:
+    with pool("math", workers=1, timeout_s=7.0) as graders:
         start = time.monotonic()
         verdicts = graders.grade([sample("Answer: 68/2"), sample(SLOW), sample("Answer: 34")])
     assert [(verdict.correct, verdict.lost) for verdict in verdicts] == [
@@ -359,8 +359,8 @@ def test_a_comparison_that_math_verify_cannot_end_is_lost_at_the_configured_limi
         (False, "timeout"),
         (True, ""),
     ]
-    assert verdicts[1].reason == "no verdict within 3 s"
-    assert time.monotonic() - start >= TIMEOUT_S
+    assert verdicts[1].reason == "no verdict within 7 s"
+    assert time.monotonic() - start >= 7.0
 
 
 def test_a_call_holds_all_that_a_reward_function_may_read():

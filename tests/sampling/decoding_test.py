@@ -192,6 +192,15 @@ def test_unlikely_tokens_have_their_mass_and_no_more():
     assert found == pytest.approx(exact[chosen][unlikely[chosen]].sum(), rel=0.01)
 
 
+def test_block_and_entry_are_drawn_by_two_numbers_of_one_key():
+    """512 equally likely tokens in two blocks of 256: u takes block floor(2 u), v its entry floor(256 v)."""
+    keys, positions = keys_for(200), jnp.arange(200, dtype=jnp.int32)
+    tokens, _ = jitted_draw(jnp.zeros((200, 512)), keys, positions, decoding())
+    folded = jax.vmap(jax.random.fold_in)(keys, positions)
+    pairs = np.asarray(jax.vmap(lambda key: jax.random.uniform(key, (2,)))(folded)) + 2.0**-24
+    np.testing.assert_array_equal(tokens, np.floor(2 * pairs[:, 0]) * 256 + np.floor(256 * pairs[:, 1]))
+
+
 def falling(masses, shares):
     """The part of `shares`, ascending, that falls on each entry of each row, by the rule of `_reached` taken the other way round."""
     running = np.asarray(jax.jit(lambda mass: jnp.cumsum(mass, axis=-1))(masses))
