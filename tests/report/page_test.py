@@ -12,9 +12,9 @@ import pytest
 from dapo_jax import report as room
 from dapo_jax.config import ConfigError
 from dapo_jax.report import report
-from dapo_jax.report.page import SCRIPTS, STYLES, inert
+from dapo_jax.report.page import SCRIPTS, inert
 from tests.report.made import rollout_line, write_run
-from tests.structure_test import MAX_LINES, ROOT
+from tests.structure_test import ROOT
 
 HOSTILE = "</script><script>alert(1)</script><!--<script> \u2028 <img src=x onerror=alert(2)> & ]]> \0 \ud83d"
 
@@ -112,13 +112,6 @@ def test_scripts_never_read_markup():
             (folder / name).read_text(),
         )
         assert not found, f"{name}: {found}"
-
-
-def test_every_asset_is_used_and_can_be_read_in_one_sitting():
-    folder = ROOT / "dapo_jax" / "report" / "assets"
-    assert {path.name for path in folder.iterdir()} == {*SCRIPTS, *STYLES, "page.html"}
-    lengths = {path.name: len(path.read_text().splitlines()) for path in folder.iterdir()}
-    assert not {name: lines for name, lines in lengths.items() if lines > MAX_LINES}
 
 
 def test_in_a_notebook_the_page_is_in_a_frame_that_may_run_scripts_and_nothing_else(tmp_path):

@@ -90,8 +90,7 @@ def micro(model, compiled, tmp_path_factory):
             data=DataConfig(max_prompt_tokens=4),
             sampling=SamplingConfig(slots=8, max_response_tokens=6, steps_per_call=3),
             reward=RewardConfig(overlong=OverlongConfig(buffer_tokens=2)),
-            # A wave of as many groups as are needed leaves at most one over, so every step samples.
-            dynamic_sampling=DynamicSamplingConfig(prompts_per_wave=2, surplus="carry"),
+            dynamic_sampling=DynamicSamplingConfig(prompts_per_wave=3, surplus="carry"),
             batch=BatchConfig(
                 prompts_per_step=2, group_size=4, groups_per_update=1, row_tokens=12, rows_per_microbatch=8
             ),

@@ -131,7 +131,7 @@ def test_a_run_interrupted_while_it_samples_replays_the_step(
     def interrupt(sample):
         nonlocal graded
         graded += 1
-        if graded == 30:  # 8 of the first evaluation, then 8 in each wave
+        if graded == 60:  # 8 of the first evaluation, then at least 12 a step
             raise KeyboardInterrupt
         return even_sum(sample)
 
