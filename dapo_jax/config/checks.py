@@ -110,12 +110,9 @@ def _check_reward(reward: schema.RewardConfig) -> None:
 
 
 def _check_dynamic_sampling(dynamic: schema.DynamicSamplingConfig) -> None:
-    for name in ("prompts_per_wave", "max_waves"):
-        if dynamic.enabled and getattr(dynamic, name) < 1:
-            remedy = "raise it, or set dynamic_sampling.enabled=false"
-            refuse(
-                f"dynamic_sampling.{name}", getattr(dynamic, name), "1 or more for dynamic sampling", remedy
-            )
+    if dynamic.enabled and dynamic.max_waves < 1:
+        remedy = "raise it, or set dynamic_sampling.enabled=false"
+        refuse("dynamic_sampling.max_waves", dynamic.max_waves, "1 or more for dynamic sampling", remedy)
 
 
 def _check_batch(batch: schema.BatchConfig) -> None:
@@ -193,14 +190,15 @@ def check_train(config: schema.TrainConfig) -> None:
     _check_training_policy(config.sampling)
     batch, waves = config.batch, config.dynamic_sampling
     if waves.enabled:
-        most = waves.prompts_per_wave * waves.max_waves
+        wave = config.prompts_per_wave
+        most = wave * waves.max_waves
         if most < batch.prompts_per_step:
             refuse(
                 "dynamic_sampling.max_waves",
                 waves.max_waves,
                 f"waves enough for batch.prompts_per_step = {batch.prompts_per_step} groups",
-                f"{waves.max_waves} x {waves.prompts_per_wave} = {most} < {batch.prompts_per_step}: raise max_waves to "
-                f"{-(-batch.prompts_per_step // waves.prompts_per_wave)} or more, or dynamic_sampling.prompts_per_wave",
+                f"{waves.max_waves} x {wave} = {most} < {batch.prompts_per_step}: raise max_waves to "
+                f"{-(-batch.prompts_per_step // wave)} or more, or dynamic_sampling.prompts_per_wave",
             )
         if batch.group_size < 2:
             refuse(

@@ -45,6 +45,7 @@ class WatchdogsConfig:
     max_truncated_frac: float = 0.5
     """Above it, and above what it was at first by 0.25, too many responses are cut off."""
     min_mixed_frac: float = 0.02
-    """Share of groups with both right and wrong responses; below it, all are flat."""
+    """Share of groups with both right and wrong responses, or with dynamic_sampling.metric=score of groups whose scores differ; below
+    it, all are flat."""
 
     __post_init__ = checked

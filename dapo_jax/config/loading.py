@@ -20,6 +20,7 @@ from dapo_jax.config.evaluate_schema import EvaluateConfig, evaluation_of
 from dapo_jax.config.reading import check_bounds, omegaconf_problem, read_file
 from dapo_jax.config.schema import TrainConfig
 from dapo_jax.config.sft_schema import SftConfig
+from dapo_jax.config.shipped import shipped_configs
 from dapo_jax.config.suggestions import alias_of, unknown_key
 from dapo_jax.config.values import check_plain, check_value, refuse, shown
 from dapo_jax.storage import AnyPath, path_of
@@ -52,7 +53,7 @@ def load_config(
     can be set: `data.chat_template_kwargs.enable_thinking=false`.
 
     Args:
-        path: the YAML file.
+        path: the YAML file, or the name of a configuration that comes with the package, such as `quickstart`. A file wins.
         overrides: `key=value` each, as on the command line.
         schema: `TrainConfig`, `SftConfig` or `EvaluateConfig`.
 
@@ -86,6 +87,22 @@ def to_yaml(config: AnyConfig) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
+def changed_yaml(config: AnyConfig) -> str:
+    """Of `to_yaml` only what is not the default, and what has none; `load_config` reads it back equal.
+
+    >>> print(changed_yaml(TrainConfig(run_dir="x", seed=1)), end="")
+    run_dir: x
+    seed: 1
+    """
+    needed = {
+        field.name: getattr(config, field.name) for field in dataclasses.fields(config) if _needed(field)
+    }
+    changed = needed | {
+        key: value for key, (_, value) in changed_keys(type(config)(**needed), config).items()
+    }
+    return OmegaConf.to_yaml(OmegaConf.create(_nested(changed)))
+
+
 def _load(
     content: Mapping[Any, Any], path: AnyPath | None, overrides: Sequence[str], schema: type[AnyConfig]
 ) -> AnyConfig:
@@ -105,10 +122,13 @@ def _load(
 
 
 def _path(path: str | PathLike[str]) -> AnyPath:
+    """The file that is meant: one that is there, or else the configuration of that name that comes with the package."""
     try:
-        return path_of(path)
+        file = path_of(path)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    shipped = shipped_configs().get(str(path))
+    return file if shipped is None or file.is_file() else shipped
 
 
 def _named(path: AnyPath | None, read: Callable[[], _Read]) -> _Read:
@@ -129,7 +149,7 @@ def changed_keys(a: AnyConfig, b: AnyConfig) -> dict[str, tuple[Any, Any]]:
         raise ValueError(
             f"cannot compare a {type(a).__name__} with a {type(b).__name__}; pass two of one class"
         )
-    before, after = _leaves(a), _leaves(b)
+    before, after = leaf_values(a), leaf_values(b)
     return {key: (before[key], after[key]) for key in before if before[key] != after[key]}
 
 
@@ -142,7 +162,7 @@ def leaf_types(schema: type, prefix: str = "") -> dict[str, Any]:
     return leaves
 
 
-def _leaves(config: AnyConfig) -> dict[str, Any]:
+def leaf_values(config: AnyConfig) -> dict[str, Any]:
     """Every dotted key of a configuration, with its value."""
     leaves = {}
     for key in leaf_types(type(config)):
@@ -277,10 +297,19 @@ def _parse_value(key: str, text: str) -> Any:
 def _build(schema: type[AnyConfig], values: Mapping[str, Any]) -> AnyConfig:
     """Fills the schema with checked values; the dataclasses check themselves against each other."""
     for field in dataclasses.fields(schema):
-        no_default = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        if no_default and field.name not in values:
+        if _needed(field) and field.name not in values:
             remedy = f"add `{field.name}: some/folder` to the file or {field.name}=some/folder to the command"
             raise ConfigError(f"{field.name}: missing, needs a value; {remedy}")
+    merged = OmegaConf.merge(OmegaConf.structured(schema), _nested(values))
+    return cast(AnyConfig, OmegaConf.to_object(merged))
+
+
+def _needed(field: "dataclasses.Field[Any]") -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by dotted key as sections in sections."""
     nested: dict[str, Any] = {}
     for key, value in values.items():
         *sections, name = key.split(".")
@@ -288,7 +317,7 @@ def _build(schema: type[AnyConfig], values: Mapping[str, Any]) -> AnyConfig:
         for section in sections:
             node = node.setdefault(section, {})
         node[name] = value
-    return cast(AnyConfig, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), nested)))
+    return nested
 
 
 def _origin(path: AnyPath | None, overrides: Sequence[str], message: str) -> str:

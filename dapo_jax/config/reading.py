@@ -2,7 +2,7 @@
 
 import io
 import re
-from difflib import SequenceMatcher
+from difflib import SequenceMatcher, get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dapo_jax.config.base import ConfigError
+from dapo_jax.config.shipped import shipped_configs
 from dapo_jax.storage import AnyPath, entries
 
 MAX_DEPTH = 32
@@ -79,6 +80,17 @@ def _is_too_long(number: str) -> bool:
 
 
 def _missing_file(path: AnyPath) -> str:
+    shipped = shipped_configs()
+    name = path.with_suffix("").as_posix().removeprefix("configs/")
+    if name in shipped:
+        return (
+            f"no such file; the configuration of this name comes with the package, so give its name: {name}"
+        )
+    if not (path.suffix or path.is_absolute() or path.exists()):
+        beside = path.with_suffix(".yaml")
+        near = [beside] if beside.is_file() else get_close_matches(name, shipped, n=1)
+        remedy = f"did you mean {near[0]}?" if near else f"give a YAML file, or one of {', '.join(shipped)}"
+        return f"no such file, and no configuration of this name comes with the package; {remedy}"
     folder, what = (path, "is a folder, needs a file") if path.is_dir() else (path.parent, "no such file")
     if not folder.is_dir():
         return f"no such file, and no folder {folder}; check the path (from {Path.cwd()})"

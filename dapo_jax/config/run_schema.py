@@ -14,9 +14,10 @@ class CheckpointConfig:
     keep: int = 3
     """How many of the last ones stay."""
     keep_best: bool = True
-    """One is also saved, and stays, when avg@k on the first evaluation dataset is better than ever."""
+    """One is also saved, and stays, when avg@k on the first evaluation dataset is better than ever; with dynamic_sampling.metric=score,
+    the mean reward there."""
     grace_s: float = 25.0
-    """How long a run that is told to stop (SIGTERM, SIGINT) may take to save; then it ends without."""
+    """How long a run that is told to stop (SIGTERM, SIGINT, SIGHUP) may take to save; then it ends without."""
 
     __post_init__ = checked
 
@@ -26,9 +27,12 @@ class LogConfig:
     """What is written beside metrics.jsonl."""
 
     rollouts_every_steps: int = 10
-    """Write readable rollout samples every so many steps; 0: never."""
+    """Write readable rollout samples every so many steps, and of the first and the last step; 0: never."""
     rollout_groups: int = 4
     """Groups in one sample."""
+    eval_responses: int = 64
+    """Responses to each held-out dataset that an evaluation writes: of every problem the first, then the second, until there are so
+    many; 0: none."""
     profile_steps: list[int] = field(default_factory=list)
     """Steps of which a trace for xprof is written to `run_dir/profile`; the first ones are mostly compilation."""
     tensorboard: bool = False

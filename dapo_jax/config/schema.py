@@ -5,7 +5,7 @@ Defaults are the paper's where the paper gives one (DAPO, https://arxiv.org/abs/
 equation or section. Checks raise `ConfigError` with the arithmetic; nothing here changes a value.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dapo_jax.config.base import checked
@@ -133,17 +133,22 @@ class DynamicSamplingConfig:
 
     enabled: bool = True
     """False: one wave of as many prompts as are trained on, flat groups among them."""
-    prompts_per_wave: int = 1536
-    """Prompts drawn in one round; the recipe's generation batch is three times the training batch."""
+    prompts_per_wave: int = 0
+    """Prompts drawn in one round; 0: three times `batch.prompts_per_step`, as in the released recipe (1536 for 512). A run's config.yaml
+    has the number."""
     max_waves: int = 10
-    """Waves of one step; the recipe's limit."""
+    """Waves of one step; the recipe's limit. With `surplus=carry`, where waves are smaller, as many prompts as these have when whole."""
     on_shortfall: str = "error"
     """When `max_waves` gave too few groups: error, or train_fewer."""
     surplus: str = "discard"
-    """Informative groups beyond those needed: discard (as released), or carry into the next step."""
+    """Informative groups beyond those needed: discard (as released), or carry into the next step. With carry a wave has about as
+    many prompts as the missing groups ask for by the share that was informative lately, `prompts_per_wave` at most."""
+    max_age_steps: int = 1
+    """With `surplus=carry`: the most steps between sampling a group and training on it; older ones are dropped."""
     metric: str = "correct"
-    """What the filter looks at: correct (verdicts; of several graders the first's) or score (graded scores or the sum of several
-    graders, kept when not all equal)."""
+    """What counts: correct (verdicts; of several graders the first's) or score (numbers, or the sum of several graders: a group is kept
+    when they are not all equal). With score the terminal, the watchdogs and the best checkpoint go by rewards, also where `enabled` is
+    false; a number above 0 is a correct response only with correct."""
 
     __post_init__ = checked
 
@@ -184,7 +189,8 @@ class LossConfig:
     normalize_std: bool = True
     """Divide advantages by the group's standard deviation (Eq. 9)."""
     old_logprobs: str = "trainer"
-    """trainer: recomputed with the weights that sampled; sampler: those recorded while sampling."""
+    """trainer: recomputed with the weights at the step's start; sampler: those recorded while sampling, for groups that were carried
+    with older weights."""
     importance_cap: float | None = None
     """Truncated importance weights min(pi_old / pi_sampler, cap) on each token. None: off."""
     kl_coef: float = 0.0
@@ -276,3 +282,18 @@ class TrainConfig:
     def row_tokens(self) -> int:
         """Tokens in a packed row: `batch.row_tokens`, or the longest rollout there can be."""
         return self.batch.row_tokens or self.data.max_prompt_tokens + self.sampling.max_response_tokens
+
+    @property
+    def prompts_per_wave(self) -> int:
+        """Prompts drawn in one round: `dynamic_sampling.prompts_per_wave`, or the recipe's three times those that a step trains on."""
+        return self.dynamic_sampling.prompts_per_wave or 3 * self.batch.prompts_per_step
+
+    def logs_rollouts(self, step: int) -> bool:
+        """True if rollouts of the step, counted from 1, are written down."""
+        every = self.log.rollouts_every_steps
+        return every > 0 and (step in (1, self.steps) or step % every == 0)
+
+    def resolved(self) -> "TrainConfig":
+        """The same with `dynamic_sampling.prompts_per_wave` as a number: what a run keeps, and what runs are compared by."""
+        dynamic = replace(self.dynamic_sampling, prompts_per_wave=self.prompts_per_wave)
+        return replace(self, dynamic_sampling=dynamic)

@@ -1,6 +1,7 @@
 """What one value may be: its type, its range, its choices. Nothing here looks at a second key."""
 
 import math
+import os
 import re
 from collections.abc import Callable
 from types import NoneType
@@ -49,6 +50,7 @@ RANGES: dict[str, Range] = {
     "reward.overlong.penalty_factor": _NOT_NEGATIVE,
     "dynamic_sampling.prompts_per_wave": _NOT_NEGATIVE,
     "dynamic_sampling.max_waves": _NOT_NEGATIVE,
+    "dynamic_sampling.max_age_steps": _SIZE,
     "batch.prompts_per_step": _SIZE,
     "batch.group_size": _SIZE,
     "batch.groups_per_update": _SIZE,
@@ -78,6 +80,7 @@ RANGES: dict[str, Range] = {
     "checkpoint.grace_s": _POSITIVE,
     "log.rollouts_every_steps": _NOT_NEGATIVE,
     "log.rollout_groups": _SIZE,
+    "log.eval_responses": _NOT_NEGATIVE,
     "guard.max_skipped_updates": _NOT_NEGATIVE,
     "guard.post_mortems": _NOT_NEGATIVE,
     "guard.max_mismatch_kl": Range("0 or more, or null (no limit)", lambda v: v >= 0),
@@ -119,6 +122,20 @@ NOT_EMPTY = (
 _PLACES = ("run_dir", "compilation_cache", "source", "path", "cache_dir", "data_dir")
 """Last names of the keys that hold a folder, a file or a model's name."""
 _PASSWORD = re.compile(r"(://[^/\s:@]*:)[^/\s@]+@")
+
+
+SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY")
+"""Variables of the environment whose values are never printed, whoever put them into a message."""
+SHORTEST_SECRET = 8
+"""Characters; a shorter value would be found in ordinary words."""
+
+
+def without_secrets(text: str) -> str:
+    """`text` with the names of `SECRETS` for their values, and without passwords."""
+    for name in SECRETS:
+        if len(value := os.environ.get(name, "")) >= SHORTEST_SECRET:
+            text = text.replace(value, f"${name}")
+    return without_password(text)
 
 
 def without_password(text: str) -> str:

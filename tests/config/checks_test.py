@@ -11,6 +11,7 @@ from dapo_jax.config import (
     DynamicSamplingConfig,
     EvalConfig,
     EvaluateConfig,
+    LogConfig,
     LossConfig,
     ModelConfig,
     OptimizerConfig,
@@ -49,6 +50,7 @@ def test_the_defaults_are_the_paper_s_recipe():
     assert (config.sampling.max_response_tokens, config.reward.overlong.buffer_tokens) == (20480, 4096)
     assert config.data.max_prompt_tokens == 2048
     assert config.row_tokens == 2048 + 20480
+    assert config.prompts_per_wave == 1536
     # Clip-Higher, token-level loss (Eq. 8), no KL (Section 2.3), advantage over the group's std (Eq. 9).
     assert (config.loss.clip_ratio_low, config.loss.clip_ratio_high) == (0.2, 0.28)
     assert (config.loss.aggregation, config.loss.kl_coef, config.loss.normalize_std) == (
@@ -92,7 +94,7 @@ REFUSED = [
     ("reward.async_calls=0", ["reward.async_calls: found 0", "1 or more"]),
     ("parallel.data=-1", ["parallel.fsdp: found -1", "parallel.data is -1 too", "only one axis"]),
     ("dynamic_sampling.prompts_per_wave=50", ["max_waves: found 10", "10 x 50 = 500 < 512", "to 11 or more"]),
-    ("dynamic_sampling.prompts_per_wave=0", ["prompts_per_wave: found 0", "dynamic_sampling.enabled=false"]),
+    ("dynamic_sampling.prompts_per_wave=-1", ["prompts_per_wave: found -1", "0 or more"]),
     ("dynamic_sampling.max_waves=0", ["max_waves: found 0", "dynamic_sampling.enabled=false"]),
     ("batch.group_size=1", ["batch.group_size: found 1", "2 or more", "never mixed"]),
     (
@@ -163,6 +165,7 @@ REFUSED = [
     ("eval.top_k=-2", ["eval.top_k", "0 or -1"]),
     ("eval.every_steps=-1", ["eval.every_steps", "0 or more"]),
     ("log.rollouts_every_steps=-1", ["log.rollouts_every_steps", "0 or more"]),
+    ("log.eval_responses=-1", ["log.eval_responses", "0 or more"]),
     ("checkpoint.every_steps=-1", ["checkpoint.every_steps", "0 or more"]),
     ("checkpoint.keep=0", ["checkpoint.keep", "1 or more"]),
     ("batch.rows_per_microbatch=0", ["batch.rows_per_microbatch", "1 or more"]),
@@ -202,6 +205,23 @@ def test_what_cannot_be_run_is_refused_with_the_arithmetic(path, overrides, word
 
 
 @pytest.mark.parametrize(
+    ("every", "steps", "logged"), [(10, 25, [1, 10, 20, 25]), (10, 3, [1, 3]), (1, 3, [1, 2, 3]), (0, 25, [])]
+)
+def test_rollouts_of_the_first_and_the_last_step_are_logged_whatever_the_interval(every, steps, logged):
+    config = TrainConfig(run_dir="a", steps=steps, log=LogConfig(rollouts_every_steps=every))
+    assert [step for step in range(1, steps + 1) if config.logs_rollouts(step)] == logged
+
+
+def test_waves_are_three_times_what_a_step_trains_on_unless_told_otherwise():
+    """The recipe's ratio, 1536 to 512, at 8: so a small run does not draw 1536 prompts at once."""
+    small = TrainConfig(run_dir="a", batch=BatchConfig(prompts_per_step=8, groups_per_update=8))
+    assert small.prompts_per_wave == small.resolved().dynamic_sampling.prompts_per_wave == 24
+    told = dataclasses.replace(small, dynamic_sampling=DynamicSamplingConfig(prompts_per_wave=10))
+    assert told.prompts_per_wave == 10
+    assert told.resolved() == told
+
+
+@pytest.mark.parametrize(
     "overrides",
     [
         "loss.clip_ratio_high=0.2",
@@ -211,6 +231,7 @@ def test_what_cannot_be_run_is_refused_with_the_arithmetic(path, overrides, word
         "dynamic_sampling.enabled=false batch.group_size=1 dynamic_sampling.surplus=carry",
         "dynamic_sampling.enabled=false dynamic_sampling.prompts_per_wave=0 dynamic_sampling.max_waves=0",
         "dynamic_sampling.prompts_per_wave=512 dynamic_sampling.max_waves=1",
+        "dynamic_sampling.prompts_per_wave=0 dynamic_sampling.max_waves=1",
         "batch.group_size=2",
         "reward.overlong.enabled=false sampling.max_response_tokens=64",
         "reward.overlong.buffer_tokens=20480",
