@@ -1,7 +1,35 @@
 """JSON that somebody else wrote: whatever is wrong with it is a ValueError that names the place."""
 
 import json
+import math
 from typing import Any
+
+
+def read_numbers(text: str | bytes) -> Any:
+    """What JSON says, if all its numbers are finite and its integers fit 64 bits: arrays and JavaScript hold no others.
+
+    Raises:
+        ValueError: it is no JSON, or a number is another.
+    """
+    return json.loads(text, parse_int=integer, parse_float=_finite, parse_constant=_finite)
+
+
+def integer(digits: str) -> int:
+    """An integer of JSON, for `json.loads(parse_int=)`.
+
+    Raises:
+        ValueError: it does not fit 64 bits.
+    """
+    number = int(digits)
+    if not -(1 << 63) <= number < 1 << 63:
+        raise ValueError(f"an integer of {len(digits)} digits does not fit 64 bits")
+    return number
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"the number {text:.20} is not finite")
+    return number
 
 
 def read_object(content: bytes, where: object) -> dict[str, Any]:

@@ -12,9 +12,11 @@ from io import BufferedIOBase
 from pathlib import Path
 from typing import Any
 
+from dapo_jax.data.parquet_rows import MAX_ROW_BYTES, parquet_rows
+
 KINDS = (".parquet", ".jsonl", ".ndjson", ".jsonl.gz")
 
-MAX_LINE_BYTES = 64 << 20
+MAX_LINE_BYTES = MAX_ROW_BYTES
 """Of one row. A small .gz file may hold a line that fills any memory."""
 
 
@@ -94,34 +96,16 @@ def _line_row(place: str, line: bytes) -> FileRow:
 
 
 def _parquet_rows(path: Path) -> Iterator[FileRow]:
-    import pyarrow
-    from pyarrow import parquet
-
     number = 0
     try:
-        for batch in parquet.ParquetFile(path).iter_batches():
-            for fields in _batch_rows(batch):
-                number += 1
-                place = f"{path.name}, row {number}"
-                if isinstance(fields, UnicodeDecodeError):
-                    yield FileRow(place=place, problem=f"a text is not UTF-8: {fields.reason}")
-                elif isinstance(fields, Exception):
-                    yield FileRow(place=place, problem=f"a value that Python cannot hold: {fields}")
-                else:
-                    yield FileRow(place=place, fields=fields)
-    except (pyarrow.ArrowException, OSError) as error:
+        for fields in parquet_rows(path):
+            number += 1
+            place = f"{path.name}, row {number}"
+            if isinstance(fields, UnicodeDecodeError):
+                yield FileRow(place=place, problem=f"a text is not UTF-8: {fields.reason}")
+            elif isinstance(fields, Exception):
+                yield FileRow(place=place, problem=f"a value that Python cannot hold: {fields}")
+            else:
+                yield FileRow(place=place, fields=fields)
+    except ValueError as error:
         raise ValueError(f"{path} cannot be read as parquet behind row {number}: {error}") from error
-
-
-def _batch_rows(batch: Any) -> Iterator[Mapping[str, Any] | Exception]:
-    """The rows of a record batch; one that is no text, or a date beyond all calendars, in its own place."""
-    try:
-        yield from batch.to_pylist()  # all at once is much faster
-        return
-    except (ValueError, OverflowError):
-        pass
-    for place in range(batch.num_rows):
-        try:
-            yield batch.slice(place, 1).to_pylist()[0]
-        except (ValueError, OverflowError) as error:
-            yield error

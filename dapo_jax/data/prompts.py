@@ -5,6 +5,8 @@ A prompt's `ordinal` is its place in the run's sequence of prompts. `PromptSourc
 A checkpoint stores that integer; hosts that share the work take ordinals h, h + H, h + 2H, ...
 """
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -98,18 +100,31 @@ class PromptSource:
         )
 
 
-def prompt_lengths(
+def measured_prompts(
     rows: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, prompt_format: PromptFormat
-) -> Int64[np.ndarray, " rows"]:
-    """How many tokens each row's prompt has.
+) -> tuple[Int64[np.ndarray, " rows"], list[bytes]]:
+    """How many tokens each row's prompt has; and a digest of each, of its tokens and of what graders see of the row.
 
     Raises:
         ValueError: a prompt that cannot be tokenized.
     """
-    return np.array(
-        [len(_encoded(rows[index], tokenizer, index, prompt_format)[1]) for index in range(len(rows))],
-        np.int64,
-    )
+    lengths, digests = np.zeros(len(rows), np.int64), []
+    for index in range(len(rows)):
+        row = rows[index]
+        _, tokens = _encoded(row, tokenizer, index, prompt_format)
+        lengths[index] = len(tokens)
+        # Where a row was read does not matter to what is learnt of it.
+        seen = {name: row[name] for name in sorted(row) if name != "source_row"}
+        content = json.dumps(seen, default=_plain, skipkeys=True).encode()
+        digests.append(hashlib.sha256(tokens.tobytes() + content).digest())
+    return lengths, digests
+
+
+def _plain(value: object) -> Any:
+    """What JSON lacks: numpy's numbers and arrays by their values; of other objects only their kind, as they may print addresses."""
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    return value.hex() if isinstance(value, bytes) else type(value).__name__
 
 
 def held_out(

@@ -12,6 +12,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from dapo_jax.extras import how_to_install
+
 PREFIX = "reasoning_gym:"
 TRAIN_QUESTIONS, TEST_QUESTIONS = 4096, 256
 _TRIES = 4
@@ -74,7 +76,7 @@ def make_dataset(task: str, *, seed: int, size: int, options: Mapping[str, Any])
     except ImportError as error:
         raise ValueError(
             f"the task {task!r} is of the package reasoning-gym, which cannot be imported ({error}); install it by "
-            "pip install 'dapo_jax[reasoning-gym]'"
+            f"{how_to_install('reasoning-gym')}"
         ) from error
     if task not in factory.DATASETS:
         raise ValueError(f"reasoning-gym has no task {task!r}; {_near(task, factory.DATASETS)}")

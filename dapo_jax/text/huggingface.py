@@ -25,11 +25,13 @@ from jaxtyping import Int, Int32
 from dapo_jax.plain_json import read_object
 from dapo_jax.storage import path_of, write_whole
 from dapo_jax.text.chat import ChatTemplate
+from dapo_jax.text.expansion import check_expansion
+from dapo_jax.text.tokenizers import TOKENIZER_FILES
 
-_TOKENIZER, _CONFIG, _GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
-_TEMPLATE, _SPECIAL_TOKENS = "chat_template.jinja", "special_tokens_map.json"
-_FILES = (_TOKENIZER, _CONFIG, _GENERATION, _TEMPLATE, _SPECIAL_TOKENS)
-"""What is written back byte for byte. The model's config.json is read too, but belongs to the weights."""
+_TOKENIZER, _CONFIG, _GENERATION, _TEMPLATE, _SPECIAL_TOKENS = TOKENIZER_FILES
+"""What is written back byte for byte."""
+_OWN_IDS = ("eos_token_id", "pad_token_id")
+"""Settled here from all files, see `stop_ids` and `pad_id`."""
 _LARGEST_ID = 2**31 - 1
 """Ids are 32-bit integers with a sign."""
 
@@ -51,9 +53,12 @@ class HuggingFaceTokenizer:
         Raises:
             ValueError: a file cannot be read, a special token is not in the vocabulary, or no end token is named.
         """
-        self.files = {name: files[name] for name in _FILES if name in files}
+        self.files = {name: files[name] for name in TOKENIZER_FILES if name in files}
         self._place = place
-        _check_normalizer(self._json(_TOKENIZER).get("normalizer"), f"{place}/{_TOKENIZER}")
+        described = self._json(_TOKENIZER)
+        _check_normalizer(described.get("normalizer"), f"{place}/{_TOKENIZER}")
+        for part in ("normalizer", "decoder"):
+            check_expansion(described.get(part), f"{place}/{_TOKENIZER}, {part}")
         with self._library("is no file of"):
             self._tokenizer = tokenizers.Tokenizer.from_str(self.files[_TOKENIZER].decode("utf-8"))
         if dropout := getattr(self._tokenizer.model, "dropout", None):
@@ -71,8 +76,9 @@ class HuggingFaceTokenizer:
         self._vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         if self._vocab_size > _LARGEST_ID:
             raise ValueError(
-                f"{place}/{_TOKENIZER} has the id {self._vocab_size - 1}; ids are at most {_LARGEST_ID}"
+                f"{place}/{_TOKENIZER} has the id {self._vocab_size - 1}; ids are at most {_LARGEST_ID - 1}"
             )
+        self._token_ids = self._named_ids(generation, model)
         self._stop_ids = self._end_tokens(generation, model)
         self._pad_id = self._padding(generation, model)
         self._beginning = self._text_beginning()
@@ -88,7 +94,7 @@ class HuggingFaceTokenizer:
         folder = Path(folder)
         if not (folder / _TOKENIZER).is_file():
             raise ValueError(f"there is no {folder / _TOKENIZER}; a tokenizer is read from this file")
-        files = {name: (folder / name).read_bytes() for name in _FILES if (folder / name).is_file()}
+        files = {name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()}
         model = folder / "config.json"
         read = read_object(model.read_bytes(), model) if model.is_file() else {}
         return cls(files, model=read, place=str(folder))
@@ -97,7 +103,7 @@ class HuggingFaceTokenizer:
         """Writes the files as they were read. End tokens that only config.json named go into a generation_config.json."""
         place = path_of(folder)
         place.mkdir(parents=True, exist_ok=True)
-        named = {"eos_token_id": list(self.stop_ids), "pad_token_id": self.pad_id}
+        named = {**self.token_ids, "eos_token_id": list(self.stop_ids), "pad_token_id": self.pad_id}
         files = {_GENERATION: (json.dumps(named, indent=2) + "\n").encode(), **self.files}
         for name, content in files.items():
             write_whole(place / name, content)
@@ -131,6 +137,11 @@ class HuggingFaceTokenizer:
     def stop_ids(self) -> tuple[int, ...]:
         """Every end token that the folder names, `eos_id` first."""
         return self._stop_ids
+
+    @property
+    def token_ids(self) -> Mapping[str, int | list[int]]:
+        """Ids by their names in config.json, such as `bos_token_id`, but for the end and the padding."""
+        return self._token_ids
 
     @property
     def chat_template(self) -> ChatTemplate | None:
@@ -180,6 +191,19 @@ class HuggingFaceTokenizer:
             raise ValueError(
                 f"{self._place}/{_TOKENIZER} {deed} the library tokenizers {tokenizers.__version__}: {error}"
             ) from error
+
+    def _named_ids(
+        self, generation: Mapping[str, Any], model: Mapping[str, Any]
+    ) -> Mapping[str, int | list[int]]:
+        found: dict[str, int | list[int]] = {}
+        for config in (generation, model):  # config.json last: the names are of its own
+            for key, value in config.items():
+                ids = value if isinstance(value, list) else [value]
+                named = key.endswith("_token_id") and key not in _OWN_IDS and bool(ids)
+                if named and all(type(number) is int and 0 <= number <= _LARGEST_ID for number in ids):
+                    found[key] = value
+        beginning = self._tokenizer.token_to_id(self._special_tokens.get("bos_token", ""))
+        return found if beginning is None else {"bos_token_id": beginning, **found}
 
     def _end_tokens(self, generation: Mapping[str, Any], model: Mapping[str, Any]) -> tuple[int, ...]:
         own = [self._id_of("eos_token")] if "eos_token" in self._special_tokens else []

@@ -6,7 +6,7 @@ padding and the end token of the two tokenizers here; those of real models are i
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Int, Int32
 
 from dapo_jax.plain_json import read_object
-from dapo_jax.storage import file_bytes, path_of
+from dapo_jax.storage import file_bytes, path_of, write_whole
 from dapo_jax.text.chat import ChatTemplate
 
 PAD_ID = 0
@@ -24,6 +24,11 @@ _SPECIALS = 2
 """Ordinary tokens start after the padding and the end token."""
 
 _FILE_NAME = "tokenizer.json"
+
+TOKENIZER_FILES = (
+    _FILE_NAME, "tokenizer_config.json", "generation_config.json", "chat_template.jinja", "special_tokens_map.json"
+)  # fmt: skip
+"""What a tokenizer is read from, as far as a model folder has it; and the model's config.json, which belongs to the weights."""
 
 
 @runtime_checkable
@@ -198,7 +203,14 @@ def save_tokenizer(tokenizer: Tokenizer, folder: str | os.PathLike[str]) -> None
             "HuggingFaceTokenizer can"
         )
     text = json.dumps(content, ensure_ascii=False, indent=2) + "\n"
-    (place / _FILE_NAME).write_text(text, encoding="utf-8")
+    write_whole(place / _FILE_NAME, text.encode("utf-8"))
+
+
+def token_ids(tokenizer: Tokenizer) -> Mapping[str, int | list[int]]:
+    """What a model's files name beside the end and the padding, such as `bos_token_id`; nothing for a tokenizer of this module."""
+    from dapo_jax.text.huggingface import HuggingFaceTokenizer  # loads the library `tokenizers`
+
+    return tokenizer.token_ids if isinstance(tokenizer, HuggingFaceTokenizer) else {}
 
 
 def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:

@@ -96,7 +96,7 @@ def test_test_split_that_takes_every_question_is_refused_with_the_remedy(install
 
 def test_missing_extra_is_answered_with_the_command_that_installs_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(ValueError, match=r"pip install 'dapo_jax\[reasoning-gym\]'"):
+    with pytest.raises(ValueError, match=r"pip install -e '\.\[reasoning-gym\]'"):
         reasoning_gym_rows("letter_counting", "train", {})
 
 

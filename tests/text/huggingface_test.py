@@ -68,6 +68,18 @@ def test_a_negative_id_is_refused():
         PLAIN.decode(np.array([5, -1], np.int32))
 
 
+def test_an_id_that_would_make_the_vocabulary_too_long_is_refused_with_the_largest_that_would_not():
+    """One more than the largest id, the length of the vocabulary, is a 32-bit integer with a sign too."""
+    content = json.loads(byte_level_json())
+    content["model"]["vocab"]["q"] = 2**31 - 1
+    files = {**files_of(), "tokenizer.json": json.dumps(content).encode()}
+    with pytest.raises(ValueError, match="has the id 2147483647; ids are at most 2147483646"):
+        HuggingFaceTokenizer(files)
+    content["model"]["vocab"]["q"] = 2**31 - 2
+    files["tokenizer.json"] = json.dumps(content).encode()
+    assert HuggingFaceTokenizer(files).vocab_size == 2**31 - 1
+
+
 def test_a_tokenizer_that_drops_merges_at_random_is_refused():
     """BPE dropout is for training a tokenizer: encoding with it may give one text other tokens each time."""
     content = json.loads(byte_level_json())

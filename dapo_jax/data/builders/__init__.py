@@ -105,6 +105,10 @@ def _builder(name: str, root: str, files: Files | None) -> tfds.core.GeneratorBa
         if option not in cls.OPTIONS:
             known = f"there are {', '.join(cls.OPTIONS)}" if cls.OPTIONS else "it has none"
             raise ValueError(f"dataset {name!r} has no option {option!r}; {known}")
+        if not isinstance(field := files.options[option], str) or not field:
+            raise ValueError(
+                f"dataset {name!r}: the option {option!r} is {field!r:.60}; it must be a field's name, a text"
+            )
     return cls(
         path=Path(files.path).expanduser(),
         options=files.options,
