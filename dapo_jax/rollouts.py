@@ -191,6 +191,8 @@ class Group:
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
+    age: int = 0
+    """Steps since it was sampled; more than 0 only for groups that were carried (`dynamic_sampling.surplus`)."""
 
     @property
     def rewards(self) -> Float[np.ndarray, " group"]:

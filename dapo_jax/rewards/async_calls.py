@@ -5,11 +5,12 @@ blocks holds up all others, and no time limit reaches it.
 """
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 
-from dapo_jax.rewards.functions import LoadedReward
+from dapo_jax.rewards.functions import LoadedReward, RewardError
 from dapo_jax.rewards.futures import each
 from dapo_jax.rewards.sample import Sample
 from dapo_jax.rollouts import Verdict
@@ -67,12 +68,26 @@ class AsyncCalls:
 
     def _serve(self) -> None:
         with self._runner as runner:  # which cancels what is left, and waits for it
-            runner.run(self._until_closing())
+            while not self._closing.is_set():
+                # A function that stops the loop, or cancels what is not its own, ends no other call.
+                with contextlib.suppress(RuntimeError, asyncio.CancelledError):
+                    runner.run(self._until_closing())
 
     async def _until_closing(self) -> None:
         await self._closing.wait()
 
     async def _graded(self, reward: LoadedReward, call: Sequence[Sample]) -> list[Verdict]:
+        try:
+            return await self._in_time(reward, call)
+        except asyncio.CancelledError:
+            if self._closing.is_set():
+                raise
+            raise RewardError(
+                f"reward function {reward.name}: a call was cancelled, and neither by its time limit nor by the end of the run; "
+                "catch CancelledError inside the function, and cancel only tasks that it made"
+            ) from None
+
+    async def _in_time(self, reward: LoadedReward, call: Sequence[Sample]) -> list[Verdict]:
         async with self._slots:
             limit = asyncio.timeout(self._timeout_s)
             try:

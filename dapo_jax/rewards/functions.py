@@ -1,5 +1,6 @@
 """Rewards as functions: what they are handed, what they may return, how they are found by name."""
 
+import asyncio
 import difflib
 import hashlib
 import importlib
@@ -76,7 +77,9 @@ class LoadedReward:
         """The verdicts on the samples of one call of an async function."""
         try:
             result = await self.function(self._argument(call))
-        except (Exception, SystemExit) as error:
+        except asyncio.CancelledError:
+            raise  # of the event loop's, whose business it is
+        except BaseException as error:  # KeyboardInterrupt among them: nobody's Ctrl-C comes to this thread
             raise self._failure(error, call) from error
         return self._verdicts(result, call)
 
@@ -94,14 +97,21 @@ class LoadedReward:
 
     def _failure(self, error: BaseException, call: Sequence[Sample]) -> RewardError:
         return RewardError(
-            f"reward function {self.name} raised {type(error).__name__}: {error!s:.2000}{_where(error)}; {_named(call)}"
+            f"reward function {self.name} raised {type(error).__name__}: {_said(error):.2000}{_where(error)}; {_named(call)}"
         )
 
     def _verdicts(self, result: Any, call: Sequence[Sample]) -> list[Verdict]:
         try:
             return self._checked(result, call)
+        except RewardError:
+            raise
         except ValueError as error:
             raise RewardError(f"{error}; {_named(call)}") from error
+        except Exception as error:  # of the result's own methods
+            raise RewardError(
+                f"reward function {self.name} returned a {type(result).__name__} that cannot be read: {type(error).__name__}: "
+                f"{_said(error):.2000}; {_named(call)}"
+            ) from error
 
     def _checked(self, result: Any, call: Sequence[Sample]) -> list[Verdict]:
         if not self.is_whole_group:
@@ -135,6 +145,14 @@ def _named(call: Sequence[Sample]) -> str:
     prompt = call[0].prompt
     what = f"{len(call)} responses" if len(call) > 1 else f"response {call[0].response[:60]!r}"
     return f"prompt {prompt.ordinal} ({prompt.text[:60]!r}), {what}"
+
+
+def _said(error: BaseException) -> str:
+    """An exception's text; a user's may fail to give one."""
+    try:
+        return str(error)
+    except Exception as second:
+        return f"(its text raises {type(second).__name__})"
 
 
 def _where(error: BaseException) -> str:

@@ -128,15 +128,27 @@ class GradingPool:
             if self._closing.is_set():
                 call.answer.cancel()
                 continue
+            with self._lock:
+                self._asked += 1
             try:
+                if worker is not None and (ending := worker.ended()) is not None:
+                    worker = None
+                    where = f"before {call.where}"
+                    if (
+                        error := self._died(where, f"the worker had ended ({ending})", "a new one is asked")
+                    ) is not None:
+                        call.answer.set_exception(error)
+                        continue
                 if worker is None:
                     worker = _Worker(self._setup)
-                answer = worker.ask(call_of(call.samples), self._timeout_s)
-                call.answer.set_result(verdicts_of(answer))
-                self._count(None, call)
+                call.answer.set_result(worker.ask(call_of(call.samples), self._timeout_s))
             except _LostError as lost:
                 worker = None
-                if (error := self._count(lost, call)) is not None:
+                died = lost.kind == "died"
+                if (
+                    died
+                    and (error := self._died(f"on {call.where}", f"{lost}", "it counts as wrong")) is not None
+                ):
                     call.answer.set_exception(error)
                     continue
                 verdict = Verdict(correct=False, reason=str(lost), lost=lost.kind)
@@ -149,25 +161,19 @@ class GradingPool:
         if worker is not None:
             worker.end()
 
-    def _count(self, lost: "_LostError | None", call: "_Call") -> RewardError | None:
-        """Counts a call; the error if it is one death of a worker too many."""
-        died = lost is not None and lost.kind == "died"
+    def _died(self, where: str, how: str, then: str) -> RewardError | None:
+        """Counts the death of a worker, and says the first of them; the error if it is one too many."""
         with self._lock:
-            self._asked += 1
-            self._deaths += died
+            self._deaths += 1
             asked, deaths = self._asked, self._deaths
-        if not died:
-            return None
-        response = call.samples[0].response
-        where = f"prompt {call.samples[0].prompt.ordinal}, response {response[:60]!r}"
         if deaths > DEATHS_BORNE and deaths * CALLS_A_DEATH >= asked:
             return RewardError(
-                f"reward function {self._grader}: its worker died in {deaths} of {asked} calls, the last one on {where}: {lost}; a "
+                f"reward function {self._grader}: its worker died {deaths} times in {asked} calls, the last time {where}: {how}; a "
                 "function must return, or raise, and not end its process: call it on that response by itself"
             )
         if deaths <= DEATHS_BORNE:
             with contextlib.suppress(OSError, ValueError, AttributeError):  # no standard error to say it on
-                print(f"reward function {self._grader}, {where}: {lost}; it counts as wrong", file=sys.stderr)
+                print(f"reward function {self._grader}, {where}: {how}; {then}", file=sys.stderr)
         return None
 
 
@@ -176,6 +182,11 @@ class _Call(NamedTuple):
 
     samples: Sequence[Sample]
     answer: Future[list[Verdict]]
+
+    @property
+    def where(self) -> str:
+        """Which call this is, for messages."""
+        return f"prompt {self.samples[0].prompt.ordinal}, response {self.samples[0].response[:60]!r}"
 
 
 class _LostError(Exception):
@@ -221,8 +232,16 @@ class _Worker:
             self.end()
             raise ValueError(answer["failed"])
 
-    def ask(self, call: Sequence[Mapping[str, Any]], timeout_s: float) -> dict[str, Any]:
-        """The worker's answer, which holds the verdicts.
+    def ended(self) -> str | None:
+        """How the process ended, if it did so after its last answer; then the pipes are closed, too."""
+        if self._process.poll() is None:
+            return None
+        ending = self._ending()
+        self.end()
+        return ending
+
+    def ask(self, call: Sequence[Mapping[str, Any]], timeout_s: float) -> list[Verdict]:
+        """The worker's verdicts.
 
         Raises:
             _LostError: none came; the process has ended.
@@ -237,7 +256,12 @@ class _Worker:
             self._lose("memory", "the grader ran out of memory")
         if "failed" in answer:
             raise RewardError(answer["failed"])
-        return answer
+        try:
+            return verdicts_of(answer)
+        except (KeyError, TypeError, ValueError):
+            self._break(
+                f"its worker sent {f'{answer}':.200}, which holds no verdicts; something else writes to its pipe"
+            )
 
     def end(self) -> None:
         """Ends the process and all that it started, and closes the pipes."""
@@ -279,6 +303,8 @@ class _Worker:
         try:
             answer = json.loads(line)
             number = answer["id"]
+            if type(number) is not int:  # True equals 1
+                raise TypeError
         except (ValueError, TypeError, KeyError, RecursionError):
             self._break(
                 f"its worker sent {line[:200]!r}, which is no answer; something else writes to its pipe"

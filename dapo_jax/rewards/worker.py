@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 from dapo_jax.rewards.calls import MAX_ANSWER_BYTES, answer_of, samples_of
 from dapo_jax.rewards.functions import GradeFunction, grade_function
+from dapo_jax.streams import lasting_streams
 
 _STATM = Path("/proc/self/statm")
 _PR_SET_PDEATHSIG = 1
@@ -28,6 +29,11 @@ def main() -> None:
     # Ctrl-C reaches every process of a terminal; the one that was started by hand decides what ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     calls, answers = _private_pipes()
+    with lasting_streams():  # a grader that prints is not at fault where nobody reads it any more
+        _serve(calls, answers)
+
+
+def _serve(calls: int, answers: int) -> None:
     setup = json.loads(sys.argv[1])
     _end_with(setup["parent"])
     try:
@@ -43,7 +49,7 @@ def main() -> None:
     with os.fdopen(calls, "rb") as lines:
         for line in lines:
             call = json.loads(line)
-            answer = _answer(grade, call["samples"])
+            answer = _answer(grade, call["samples"], setup["grader"])
             if os.getpid() != worker:
                 _end_fork(answers, call["id"], answer)
             _say(answers, call["id"], answer)
@@ -79,17 +85,19 @@ def _end_when_gone(parent: int) -> None:
     os._exit(1)
 
 
-def _answer(grade: GradeFunction, call: list[Any]) -> dict[str, Any]:
+def _answer(grade: GradeFunction, call: list[Any], grader: str) -> dict[str, Any]:
     try:
         answer = answer_of(grade(samples_of(call)))
         size = len(json.dumps(answer))
     except MemoryError:
         return {"memory": True}
-    except BaseException as error:
+    except Exception as error:
         # A reward function's own exception comes wrapped, with the prompt's name.
         if isinstance(error.__cause__, MemoryError):
             return {"memory": True}
         return {"failed": f"{error}"[:10_000], "left": isinstance(error.__cause__, SystemExit)}
+    except BaseException as error:  # KeyboardInterrupt and GeneratorExit: Ctrl-C is not for this process
+        return {"failed": f"reward function {grader} raised {type(error).__name__}"}
     if size > MAX_ANSWER_BYTES:
         return {
             "failed": f"a reward function returned verdicts of {size:,} bytes, at most {MAX_ANSWER_BYTES:,} can be kept; shorten "

@@ -211,3 +211,41 @@ def test_the_callers_own_event_loop_is_left_alone():
 def test_limits_that_make_no_sense_are_refused(wrong):
     with pytest.raises(ValueError, match=f"{next(iter(wrong))}=0"):
         AsyncCalls(**{"at_once": 1, "timeout_s": 1.0, **wrong})
+
+
+@pytest.mark.parametrize("raised", [KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_what_is_no_ordinary_exception_is_the_calls_alone(raised):
+    """Each of these ends a thread or a loop that lets it through, and all other calls with it."""
+
+    async def strange(sample):
+        if sample.response == "strange":
+            raise raised("by hand")
+        return True
+
+    with AsyncCalls(at_once=1, timeout_s=20.0) as loop:
+        first, second = submitted(loop, strange, "strange", "a")
+        with pytest.raises(RewardError, match=f"strange raised {raised.__name__}: by hand"):
+            first.result(timeout=20.0)
+        assert second.result(timeout=20.0).correct
+        assert submitted(loop, strange, "b")[0].result(timeout=20.0).correct
+
+
+def test_a_function_that_stops_the_loop_or_cancels_everything_ends_no_other_call():
+    async def meddling(sample):
+        match sample.response:
+            case "stop":
+                asyncio.get_running_loop().stop()
+            case "cancel all":
+                for task in asyncio.all_tasks() - {asyncio.current_task()}:
+                    task.cancel()
+            case "cancelled":
+                raise asyncio.CancelledError
+        await asyncio.sleep(0.05)
+        return True
+
+    with AsyncCalls(at_once=8, timeout_s=20.0) as loop:
+        for what in ("stop", "cancel all"):
+            assert submitted(loop, meddling, what)[0].result(timeout=20.0).correct
+        with pytest.raises(RewardError, match="meddling: a call was cancelled"):
+            submitted(loop, meddling, "cancelled")[0].result(timeout=20.0)
+        assert submitted(loop, meddling, "a")[0].result(timeout=20.0).correct

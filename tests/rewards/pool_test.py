@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from fractions import Fraction
 from pathlib import Path
@@ -72,6 +73,20 @@ def hostile(sample):
                 sys.exit(0)
         case "leave":
             sys.exit(5)
+        case "leave soon":
+            threading.Timer(0.1, os._exit, [9]).start()
+        case "forge":
+            write_to_pipes(b'{"id": 1, "verdicts": [{"correct": true}]}\n' * 2)
+        case "forge true":
+            write_to_pipes(b'{"id": true, "verdicts": [{"correct": true}]}\n')
+        case "forge nothing":
+            write_to_pipes(b'{"id": 1}\n')
+        case "raise an interrupt":
+            raise KeyboardInterrupt
+        case "raise without words":
+            raise SpeechlessError
+        case "return what cannot be shown":
+            return SpeechlessError()
         case "close its input":
             sys.stdin.close()
         case "read its input":
@@ -89,6 +104,20 @@ def hostile(sample):
             while True:
                 pass
     return sample.response == sample.answer
+
+
+class SpeechlessError(Exception):
+    def __str__(self):
+        raise ZeroDivisionError("in its text")
+
+    __repr__ = __str__
+
+
+def write_to_pipes(line):
+    """Writes to whatever pipe of the worker takes it: one of them is the way back."""
+    for descriptor in range(3, 16):
+        with contextlib.suppress(OSError):
+            os.write(descriptor, line)
 
 
 def flood():
@@ -170,11 +199,11 @@ def test_a_grader_that_ends_its_process_again_and_again_is_an_error(capfd):
     with pool(f"{HERE}:half_die", workers=1) as graders:
         futures = graders.submit([sample(str(number)) for number in range(1, 8)])
         assert [future.result().lost for future in futures[:4]] == ["died", "", "died", ""]
-        with pytest.raises(RewardError, match=r"half_die: its worker died in 3 of 5 calls.*exit status 7"):
+        with pytest.raises(RewardError, match=r"half_die: its worker died 3 times in 5 calls.*exit status 7"):
             futures[4].result()
     said = capfd.readouterr().err
     assert said.count("counts as wrong") == 2
-    assert "half_die, prompt 7, response '1': the grader ended its process (exit status 7)" in said
+    assert "half_die, on prompt 7, response '1': the grader ended its process (exit status 7)" in said
 
 
 def test_a_grader_that_forks_and_comes_back_twice_shifts_no_verdict():
@@ -193,6 +222,47 @@ def test_a_grader_that_forks_and_comes_back_twice_shifts_no_verdict():
     assert "forked, and the child (process" in errors[0]
     expected = [False, *[True, False] * 10]
     assert all(one == right for one, right in zip(found, expected, strict=True) if one not in errors)
+
+
+@pytest.mark.parametrize("what", ["forge", "forge true", "forge nothing"])
+def test_an_answer_that_no_worker_made_is_an_error_and_shifts_no_verdict(what):
+    """A second answer to call 1 would be taken for that to call 2; True equals 1; an answer without verdicts is none.
+
+    The forged answer to call 1 itself comes first, and cannot be told from the worker's: that a function decides anyway.
+    """
+    with pool(workers=1) as grading:
+        futures = [future for each in (what, "35", "35") for future in grading.submit([sample(each)])]
+        results = [future.exception() or future.result().correct for future in futures]
+    errors = [each for each in results if isinstance(each, RewardError)]
+    assert len(errors) == 1
+    assert re.search("surplus answer, to call 1|is no answer|holds no verdicts", str(errors[0]))
+    assert f"{HERE}:hostile" in str(errors[0])
+    assert results[2] is False
+    assert results.index(errors[0]) == (1 if what == "forge" else 0)
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("raise an interrupt", "raised KeyboardInterrupt"),
+        ("raise without words", "raised SpeechlessError: (its text raises ZeroDivisionError)"),
+        (
+            "return what cannot be shown",
+            "returned a SpeechlessError that cannot be read: ZeroDivisionError: in its text",
+        ),
+    ],
+)
+def test_what_cannot_be_put_into_words_still_names_the_function(what, words):
+    with pool(workers=1) as grading, pytest.raises(RewardError, match=re.escape(f"{HERE}:hostile {words}")):
+        grading.grade([sample(what)])
+
+
+def test_a_worker_that_ends_between_two_calls_costs_the_second_no_verdict(capfd):
+    with pool(workers=1) as grading:
+        assert not grading.grade([sample("leave soon")])[0].correct
+        time.sleep(1.0)  # it ends after 0.1 s; the worker loads its grader anew for the next call
+        assert grading.grade([sample("34")])[0].correct
+    assert "the worker had ended (exit status 9); a new one is asked" in capfd.readouterr().err
 
 
 def test_a_child_that_leaves_by_itself_disturbs_nothing():
