@@ -1,4 +1,4 @@
-"""How long the page of a report takes to open: a run of 1,000 steps with 64 rollouts of each, in Chromium.
+"""How long the page of a report takes to open: a run of 1,000 steps with 64 rollouts of each and an evaluation every 20, in Chromium.
 
     python -m benchmarks.report_page [--steps 1000] [--rollouts 64] [--repeat 5] [--keep FOLDER]
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from dapo_jax.report import report
 from tests.report.chromium import chromium, complaints, missing, opened
-from tests.report.made import write_run
+from tests.report.made import problem_line, write_evaluation, write_run
 
 
 def main() -> int:
@@ -32,6 +32,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(arguments.keep or temporary)
         run = write_run(folder / "run", steps=arguments.steps, groups=arguments.rollouts // 16, group_size=16)
+        for step in range(0, arguments.steps + 1, 20):
+            problems = [problem_line(place, (place + step // 20) % 17, 16, kept=2) for place in range(30)]
+            write_evaluation(run, step, problems)
         began = time.perf_counter()
         page = report(run).save(folder / "report.html")
         print(f"made in {time.perf_counter() - began:.1f} s, {page.stat().st_size / 1e6:.1f} MB")

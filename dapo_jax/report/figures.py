@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from dapo_jax.config import ConfigError
+from dapo_jax.extras import how_to_install
 from dapo_jax.report.filling import OTHER
 from dapo_jax.report.panels import Panel
 from dapo_jax.report.tables import Column, Table
@@ -47,7 +48,7 @@ def _figure_class() -> Any:
         figure = importlib.import_module("matplotlib.figure").Figure
     except ImportError as error:
         raise ConfigError(
-            f"PNGs are drawn with matplotlib, which is not installed ({error}): pip install 'dapo_jax[report]'"
+            f"PNGs are drawn with matplotlib, which is not installed ({error}): {how_to_install('report')}"
         ) from error
     return figure
 
@@ -70,6 +71,7 @@ def _draw(axis: Any, panel: Panel, names: Sequence[str], tables: Sequence[Table]
     axis.set_title(panel.title, fontsize=9, loc="left", fontweight="bold")
     axis.set_ylabel("" if panel.unit == "share" else panel.unit, fontsize=8)
     axis.set_xlabel("step", fontsize=8)
+    axis.xaxis.get_major_locator().set_params(integer=True)
     axis.tick_params(labelsize=8)
     axis.grid(alpha=0.25, linewidth=0.6)
     axis.spines[["top", "right"]].set_visible(False)

@@ -4,11 +4,11 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from dapo_jax.report.panels import HELD_OUT, PANELS, Panel, Series
+from dapo_jax.report.panels import HELD_OUT, KNOWN, Panel, Series, panels_for
 from dapo_jax.report.tables import Table
 
 OTHER = "Other metrics"
-"""The section of what `PANELS` do not name."""
+"""The section of what no panel is for."""
 
 _PARTS = re.compile(r"eval/.+_stderr|eval/.+/problems|time/(?:step|eval)_s")
 """What is drawn as a part of something else, or never changes."""
@@ -17,18 +17,20 @@ _PARTS = re.compile(r"eval/.+_stderr|eval/.+/problems|time/(?:step|eval)_s")
 def panels_of(tables: Sequence[Table]) -> tuple[list[Panel], list[str]]:
     """The panels that these runs fill, with the names of their metrics in place of patterns; and the titles of quiet ones."""
     names = list(dict.fromkeys(name for table in tables for name in table.columns))
-    found, zero, used = [], [], set[str]()
-    for panel in PANELS:
+    found, zero = [], []
+    for panel in panels_for([table.by_score for table in tables]):
         series = tuple(_matching(panel.series, names))
-        used |= {each.key for each in series}
         there = series
         if panel.quiet:
             there = tuple(each for each in series if any(_any(table, each.key) for table in tables))
         if there:
-            found.append(_with(panel, there))
+            found.append(
+                _held_out(panel, there, tables) if panel.series is HELD_OUT else replace(panel, series=there)
+            )
         elif series:
             zero.append(panel.title)
-    left = [name for name in names if name not in used and not _PARTS.fullmatch(name)]
+    known = {series.key for series in _matching(KNOWN, names)}
+    left = [name for name in names if name not in known and not _PARTS.fullmatch(name)]
     for name in sorted(left):
         if any(_any(table, name) for table in tables):
             found.append(Panel(section=OTHER, title=name, unit="", series=(Series(key=name, label="value"),)))
@@ -50,25 +52,45 @@ def _matching(patterns: Sequence[Series], names: Sequence[str]) -> Iterator[Seri
                 yield Series(key=name, label=match.expand(pattern.label), band=band if band in names else "")
 
 
-def _with(panel: Panel, series: tuple[Series, ...]) -> Panel:
-    """Of one dataset alone the name says nothing; of pass@2, pass@4, ... only the last is drawn at first."""
-    if panel.series is not HELD_OUT:
-        return replace(panel, series=series)
-    datasets = {each.key.split("/", 1)[1].rpartition("/")[0] for each in series}
-    if len(datasets) == 1:
-        only = f" {datasets.pop()}"
+def _held_out(panel: Panel, series: tuple[Series, ...], tables: Sequence[Table]) -> Panel:
+    """Of one dataset alone the name says nothing; of pass@2, pass@4, ... only the last that all runs have is drawn at first."""
+    if len({_dataset(each) for each in series}) == 1:
+        only = f" {_dataset(series[0])}"
         series = tuple(
             Series(key=each.key, label=each.label.removesuffix(only), band=each.band) for each in series
         )
-    most: dict[str, Series] = {}
-    for each in series:
-        kind = each.key.rpartition("@")[0]
-        if kind not in most or _count(each) > _count(most[kind]):
-            most[kind] = each
-    shown = {each.key for kind, each in most.items() if "cons" not in kind.rpartition("/")[2]}
-    hidden = tuple(each.key for each in series if each.key not in shown)
-    return replace(panel, series=series, hidden=hidden)
+    drawn, fell_back = set[str](), set[str]()
+    for dataset, kind in dict.fromkeys((_dataset(each), _kind(each)) for each in series):
+        counted = [each for each in series if (_dataset(each), _kind(each)) == (dataset, kind)]
+        there = [{each.key for each in counted if each.key in table.columns} for table in tables]
+        common = set.intersection(*(keys for keys in there if keys))
+        if kind == "cons" or not common:
+            continue
+        most = max(common, key=_count)
+        drawn.add(most)
+        if most != max((each.key for each in counted), key=_count):
+            fell_back.add(most.rpartition("/")[2])
+    hidden = tuple(each.key for each in series if each.key not in drawn)
+    panel = replace(panel, series=series, hidden=hidden)
+    if not fell_back:
+        return panel
+    at = ", ".join(sorted(fell_back))
+    return replace(
+        panel,
+        title=f"{panel.title}, {at}",
+        note=f"{panel.note}; runs differ in k: {at} is the largest that all have, and avg@k has the same mean for every k",
+    )
 
 
-def _count(series: Series) -> int:
-    return int(series.key.rpartition("@")[2])
+def _dataset(series: Series) -> str:
+    return series.key.removeprefix("eval/").rpartition("/")[0]
+
+
+def _kind(series: Series) -> str:
+    return series.key.rpartition("/")[2].partition("@")[0]
+
+
+def _count(key: str) -> int:
+    """The k of a metric; that of avg@k, which stands for all, is 0."""
+    count = key.rpartition("@")[2]
+    return int(count) if count.isdecimal() else 0

@@ -9,13 +9,14 @@ from typing import Any
 
 import dapo_jax
 from dapo_jax.config import ConfigError
+from dapo_jax.report.evaluations import lay_out_evaluations
 from dapo_jax.report.figures import figures
 from dapo_jax.report.filling import panels_of
-from dapo_jax.report.page import page_of
+from dapo_jax.report.page import packed_of, page_of
 from dapo_jax.report.panels import Panel
 from dapo_jax.report.rollouts import Laid, lay_out
 from dapo_jax.report.runs import RunFiles, read_runs
-from dapo_jax.report.tables import AXES, Table, configurations, table_of
+from dapo_jax.report.tables import AXES, Table, comparable, configurations, table_of
 from dapo_jax.storage import AnyPath, path_of, write_whole
 
 MAX_RUNS = 8
@@ -62,7 +63,7 @@ class Report:
     def _repr_html_(self) -> str:
         """The page in a frame that may run the page's own script and do nothing else."""
         return (
-            f'<iframe srcdoc="{html.escape(self.html)}" sandbox="allow-scripts" title="{html.escape(_title(self.names))}" '
+            f'<iframe srcdoc="{html.escape(self.html)}" sandbox="allow-scripts" title="{html.escape(title_of(self.names))}" '
             'style="width: 100%; height: 780px; border: 1px solid #8884; border-radius: 6px"></iframe>'
         )
 
@@ -72,47 +73,76 @@ def report(*runs: str | PathLike[str], rollout_steps: int | None = None) -> Repo
 
     Args:
         runs: run folders, local or in a bucket, of runs that are finished or going on.
-        rollout_steps: of how many logged steps the rollouts are shown at most, evenly spaced, the last among them; None: all.
+        rollout_steps: of how many logged steps the rollouts are shown at most, and of how many evaluations the responses, evenly spaced, the last among them; None: all.
 
     Raises:
         ConfigError: there is no such run, it has no metrics yet, something in it is damaged, or there are too many.
     """
-    if len(runs) > MAX_RUNS:
-        raise ConfigError(
-            f"found {len(runs)} runs, needs at most {MAX_RUNS}, as many as colours can tell apart"
-        )
+    check_count(len(runs))
     if rollout_steps is not None and rollout_steps < 0:
         raise ConfigError(
             f"rollout_steps: found {rollout_steps}, needs 0 or more; leave it out for all steps"
         )
     found = read_runs(runs)
-    tables = [table_of(run) for run in found]
+    rollouts = [lay_out(run, steps=rollout_steps) for run in found]
+    evaluations = [
+        lay_out_evaluations(run.evaluations, steps=rollout_steps, by_score=run.by_score) for run in found
+    ]
+    tables = comparable([table_of(run) for run in found])
     panels, zero = panels_of(tables)
-    laid = [lay_out(run, steps=rollout_steps) for run in found]
+    data = page_data(found, tables, panels, zero, rollouts, evaluations)
+    packed: dict[str, bytes] = {}
+    for number, pair in enumerate(zip(rollouts, evaluations, strict=True)):
+        packed |= packed_of(number, *pair)
     names = [run.name for run in found]
-    data = {
+    return Report(html=page_of(title_of(names), data, packed), names=names, tables=tables, panels=panels)
+
+
+def check_count(runs: int) -> None:
+    """Refuses more runs than can be told apart.
+
+    Raises:
+        ConfigError: there are too many.
+    """
+    if runs > MAX_RUNS:
+        raise ConfigError(f"found {runs} runs, needs at most {MAX_RUNS}, as many as colours can tell apart")
+
+
+def page_data(
+    runs: Sequence[RunFiles],
+    tables: Sequence[Table],
+    panels: Sequence[Panel],
+    zero: Sequence[str],
+    rollouts: Sequence[Laid],
+    evaluations: Sequence[Laid],
+) -> dict[str, Any]:
+    """What the scripts read at once; `zero` are the titles of what is not drawn."""
+    return {
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
         "version": dapo_jax.__version__,
         "axes": AXES,
         "panels": [asdict(panel) for panel in panels],
         "zero": zero,
-        "runs": [_described(*each) for each in zip(found, tables, laid, strict=True)],
-        "configuration": configurations(found),
+        "runs": [_described(*each) for each in zip(runs, tables, rollouts, evaluations, strict=True)],
+        "configuration": configurations(runs),
     }
-    return Report(html=page_of(_title(names), data, laid), names=names, tables=tables, panels=panels)
 
 
-def _described(run: RunFiles, table: Table, laid: Laid) -> dict[str, Any]:
+def _described(run: RunFiles, table: Table, rollouts: Laid, evaluations: Laid) -> dict[str, Any]:
     return {
         "name": run.name,
         "place": str(run.place),
+        "state": asdict(run.state),
         "steps": None if run.config is None else run.config.steps,
         "model": None if run.config is None else run.config.model.source,
+        "by_score": run.by_score,
         "axes": table.axes,
         "columns": table.columns,
-        "rollouts": laid.about,
+        "rollouts": rollouts.about,
+        "evaluations": evaluations.about,
     }
 
 
-def _title(names: Sequence[str]) -> str:
+def title_of(names: Sequence[str]) -> str:
+    """Of the browser's window."""
     return f"{', '.join(names)} · dapo_jax report"

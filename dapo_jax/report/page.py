@@ -2,54 +2,64 @@
 
 Prompts and responses are what a model and a dataset say, so nothing of them is ever markup: they travel as JSON or as
 base64 in script elements that no browser runs, and the page's own script puts them into text nodes. The policy in the page's
-head allows that one script and that one style, by their hashes, and no connection to anywhere.
+head allows that one script and that one style, by their hashes, and no connection to anywhere; a page that watches may ask the server it is from.
 """
 
 import base64
 import hashlib
 import html
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from importlib import resources
 from typing import Any
 
 from dapo_jax.report.rollouts import Laid
 
-STYLES = ("style.css", "charts.css", "rollouts.css")
+STYLES = ("style.css", "charts.css", "rollouts.css", "problems.css")
 SCRIPTS = (
     "base.js",
     "scales.js",
     "chart.js",
-    "curves.js",
     "store.js",
+    "heat.js",
+    "curves.js",
     "filters.js",
     "list.js",
     "tokens.js",
+    "strip.js",
     "detail.js",
     "browser.js",
+    "problems.js",
     "configuration.js",
     "main.js",
 )
 """In the order in which they are joined; together they are one function."""
+WATCHING = "watch.js"
+"""The one script that asks for something; a page in a file does not have it."""
 
 
-def page_of(title: str, data: Mapping[str, Any], laid: Sequence[Laid]) -> str:
+def page_of(
+    title: str, data: Mapping[str, Any], packed: Mapping[str, bytes], *, watching: bool = False
+) -> str:
     """The page as text.
 
     Args:
         title: of the browser's window.
         data: what the scripts read at once; numbers must be finite.
-        laid: the rollouts of each run.
+        packed: what `packed_of` gives, of all runs.
+        watching: the page asks whoever served it for what is new, and for what is not in `packed`.
     """
     style = "\n".join(_asset(name) for name in STYLES)
-    script = "(() => {\n'use strict';\n" + "\n".join(_asset(name) for name in SCRIPTS) + "\n})();"
+    scripts = (*SCRIPTS[:-1], WATCHING, SCRIPTS[-1]) if watching else SCRIPTS
+    script = "(() => {\n'use strict';\n" + "\n".join(_asset(name) for name in scripts) + "\n})();"
+    connect = "connect-src 'self'; " if watching else ""
     body = _asset("page.html")
     parts = {
-        "policy": f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'; form-action 'none'",
+        "policy": f"default-src 'none'; {connect}script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'; form-action 'none'",
         "title": html.escape(title),
         "style": style,
         "script": script,
-        "data": "".join(_data(data, laid)),
+        "data": "".join(_data(data, packed)),
     }
     pieces = []
     for piece in body.split("{{"):
@@ -68,12 +78,17 @@ def inert(value: Any) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _data(data: Mapping[str, Any], laid: Sequence[Laid]) -> Iterable[str]:
+def packed_of(number: int, rollouts: Laid, evaluations: Laid) -> dict[str, bytes]:
+    """The compressed parts of one run by the names that the scripts ask for."""
+    parts = {f"index-{number}": rollouts.index, f"eval-index-{number}": evaluations.index}
+    parts |= {f"chunk-{number}-{place}": chunk for place, chunk in enumerate(rollouts.chunks)}
+    return parts | {f"eval-{number}-{place}": chunk for place, chunk in enumerate(evaluations.chunks)}
+
+
+def _data(data: Mapping[str, Any], packed: Mapping[str, bytes]) -> Iterable[str]:
     yield f'<script type="application/json" id="data">{inert(data)}</script>\n'
-    for number, run in enumerate(laid):
-        yield _packed(f"index-{number}", run.index)
-        for place, chunk in enumerate(run.chunks):
-            yield _packed(f"chunk-{number}-{place}", chunk)
+    for name, content in packed.items():
+        yield _packed(name, content)
 
 
 def _packed(name: str, content: bytes) -> str:

@@ -1,8 +1,9 @@
 """Which curves are drawn together, in the page and in PNGs alike."""
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from dapo_jax.report.tables import REST
+from dapo_jax.report.tables import EQUAL, REST
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +45,11 @@ def _series(**labels: str) -> tuple[Series, ...]:
 
 
 HELD_OUT = tuple(
-    Series(key=rf"eval/(.+)/({kind}@\d+)", label=r"\2 \1", band=r"eval/\1/\2_stderr")
+    Series(key=rf"eval/(.+)/({kind}@(?:\d+|k))", label=r"\2 \1", band=r"eval/\1/\2_stderr")
     for kind in ("avg", "pass", "cons")
 )
 
-PANELS = (
+_ACCURACIES = (
     Panel(
         section="Learning",
         title="Held-out accuracy",
@@ -65,6 +66,10 @@ PANELS = (
             rollout__trained_accuracy="trained on, after the filter",
         ),
     ),
+)
+"""Of what is right or wrong."""
+
+_REWARDS = (
     Panel(
         section="Learning",
         title="Reward",
@@ -83,6 +88,50 @@ PANELS = (
         unit="",
         series=(Series(key=r"reward/parts/(.+)", label=r"\1"),),
     ),
+)
+"""Of training."""
+
+_HELD_OUT_REWARD = Panel(
+    section="Learning",
+    title="Held-out reward",
+    unit="",
+    series=(Series(key=r"eval/(.+)/reward", label=r"\1", band=r"eval/\1/reward_stderr"),),
+)
+
+_BY_VERDICT = Panel(
+    section="Dynamic sampling",
+    title="Groups sampled",
+    unit="share",
+    stacked=True,
+    series=_series(
+        rollout__mixed_frac="mixed",
+        rollout__all_correct_frac="all correct",
+        rollout__all_wrong_frac="all wrong",
+    ),
+)
+
+_SCORES_DIFFER = Panel(
+    section="Dynamic sampling",
+    title="Groups whose scores differ",
+    unit="share",
+    series=_series(rollout__scores_differ_frac="of those sampled"),
+)
+
+_BY_SCORE = Panel(
+    section="Dynamic sampling",
+    title="Groups sampled",
+    unit="share",
+    stacked=True,
+    series=(
+        *_series(rollout__scores_differ_frac="scores differ"),
+        Series(key=EQUAL, label="all scores equal"),
+    ),
+)
+
+PANELS = (
+    *_ACCURACIES,
+    *_REWARDS,
+    _HELD_OUT_REWARD,
     Panel(
         section="Responses",
         title="Response length",
@@ -96,9 +145,18 @@ PANELS = (
     ),
     Panel(
         section="Responses",
+        title="Held-out response length",
+        unit="tokens",
+        series=(Series(key=r"eval/(.+)/response_tokens", label=r"\1"),),
+    ),
+    Panel(
+        section="Responses",
         title="Truncated responses",
         unit="share",
-        series=_series(rollout__truncated_frac="cut off at the limit"),
+        series=(
+            *_series(rollout__truncated_frac="cut off at the limit"),
+            Series(key=r"eval/(.+)/truncated_frac", label=r"held out: \1"),
+        ),
     ),
     Panel(
         section="Responses",
@@ -107,17 +165,7 @@ PANELS = (
         quiet=True,
         series=_series(reward__lost="no verdict", reward__nonfinite="score not finite"),
     ),
-    Panel(
-        section="Dynamic sampling",
-        title="Groups sampled",
-        unit="share",
-        stacked=True,
-        series=_series(
-            rollout__mixed_frac="mixed",
-            rollout__all_correct_frac="all correct",
-            rollout__all_wrong_frac="all wrong",
-        ),
-    ),
+    _BY_VERDICT,
     Panel(
         section="Dynamic sampling",
         title="Prompts and groups",
@@ -125,9 +173,16 @@ PANELS = (
         series=_series(
             rollout__prompts="prompts drawn",
             rollout__trained_groups="kept, trained on",
-            rollout__surplus_groups="mixed beyond need",
+            rollout__surplus_groups="beyond need",
             rollout__carried_groups="carried over",
+            rollout__dropped_old="dropped, too old",
         ),
+    ),
+    Panel(
+        section="Dynamic sampling",
+        title="Age of trained groups",
+        unit="steps",
+        series=_series(rollout__age_mean="mean", rollout__age_max="oldest"),
     ),
     Panel(
         section="Dynamic sampling",
@@ -136,6 +191,7 @@ PANELS = (
         unit="rounds of drawing",
         series=_series(rollout__waves="waves"),
     ),
+    _SCORES_DIFFER,
     Panel(section="Policy", title="Entropy", unit="nats a token", series=_series(policy__entropy="policy")),
     Panel(
         section="Policy",
@@ -225,7 +281,7 @@ PANELS = (
         note="differences of log-probabilities; groups carried over were sampled with older weights",
     ),
     Panel(
-        section="Time",
+        section="Time and memory",
         title="Time of a step",
         unit="s",
         stacked=True,
@@ -235,7 +291,7 @@ PANELS = (
         ),
     ),
     Panel(
-        section="Time",
+        section="Time and memory",
         title="Throughput",
         unit="tokens/s",
         series=_series(
@@ -243,5 +299,33 @@ PANELS = (
             speed__trained_tokens_per_s="trained on, while updating",
         ),
     ),
+    Panel(
+        section="Time and memory",
+        title="Memory",
+        unit="GiB",
+        series=_series(
+            memory__host_gib="host, the process",
+            memory__device_gib="fullest device, after the step",
+            memory__device_peak_gib="fullest device, at most so far",
+        ),
+    ),
 )
 """In the order of the page. Keys are patterns that match a whole name."""
+
+KNOWN = tuple(series for panel in (*PANELS, _BY_SCORE) for series in panel.series)
+"""All that some panel is for, whether or not runs at hand need it."""
+
+
+def panels_for(by_score: Collection[bool]) -> Sequence[Panel]:
+    """`PANELS` as runs need them, of which each is judged by its scores or not.
+
+    Rewards come first where some are; where all are, nothing counts right and wrong.
+    """
+    if not any(by_score):
+        return PANELS
+    rewards = (_HELD_OUT_REWARD, *_REWARDS)
+    rest = [panel for panel in PANELS if panel not in (*_ACCURACIES, *rewards)]
+    if not all(by_score):
+        return (*rewards, *_ACCURACIES, *rest)
+    rest.remove(_SCORES_DIFFER)  # it is in the one that takes the place of the verdicts'
+    return (*rewards, *(_BY_SCORE if panel is _BY_VERDICT else panel for panel in rest))

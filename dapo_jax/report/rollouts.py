@@ -12,15 +12,26 @@ from typing import Any
 
 import numpy as np
 
-from dapo_jax.config import ConfigError, LossConfig
+from dapo_jax.config import LossConfig
+from dapo_jax.report.checked_lines import check_kinds, read_checked
 from dapo_jax.report.index import CORRECT, FLIPPED, LEFT_OUT, TRAINED, TRUNCATED, Index, compressed
+from dapo_jax.report.questions import question_key
 from dapo_jax.report.runs import RunFiles
 from dapo_jax.report.tokens import Pieces, tokenizer_of
+from dapo_jax.storage import AnyPath
 from dapo_jax.trackers.rollout_log import read_rollouts
 
 CHUNK_BYTES = 512 * 1024
 """Of JSON, about, before it is compressed: a browser opens it in some milliseconds."""
 
+_KINDS = {
+    "step": int,
+    "ordinal": int,
+    "prompt": str,
+    "answer": str,
+    "response": str,
+    "response_token_ids": list,
+}
 _HEAD = 96
 """Characters of a prompt that a list shows."""
 _FRAME = 16
@@ -29,7 +40,7 @@ _FRAME = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Laid:
-    """The rollouts of one run."""
+    """The rollouts of one run, or its evaluations."""
 
     about: Mapping[str, Any]
     """What the page says of them, as JSON can."""
@@ -47,18 +58,18 @@ def lay_out(run: RunFiles, *, steps: int | None = None) -> Laid:
     Raises:
         ConfigError: a file of rollouts is damaged; names it and the line.
     """
-    files = _spaced(run.logged, steps)
-    laying = _Laying(run)
-    for file in files:
-        laying.step(_rows(file))
-    return laying.done(logged=len(run.logged))
+    laying = Laying(run)
+    for file in spaced(run.logged, steps):
+        laying.step(file)
+    return laying.laid(logged=len(run.logged))
 
 
-class _Laying:
+class Laying:
     """Rollouts of one step after the other, on their way into index and chunks."""
 
     def __init__(self, run: RunFiles) -> None:
         self._loss = None if run.config is None else run.config.loss
+        self._by_score = run.by_score
         tokenizer = tokenizer_of(run) if run.logged else None
         self._pieces = None if tokenizer is None else Pieces(tokenizer)
         self._index, self._questions = Index(), dict[tuple[str, str], int]()
@@ -69,15 +80,21 @@ class _Laying:
         self._steps: list[int] = []
         self._seen = dict.fromkeys(("advantage", "ratios", "in_loss", "pieces"), False)
 
-    def step(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Adds the groups of one step."""
+    def step(self, file: AnyPath) -> None:
+        """Adds the groups of one step.
+
+        Raises:
+            ConfigError: the file is damaged; names it and the line.
+        """
+        rows = read_checked(file, read_rollouts, _check, what="rollout")
         latest: dict[int, tuple[int, float]] = {}
         for _, of_group in groupby(rows, key=lambda row: row["ordinal"]):
             group = list(of_group)
             question = self._question(group[0])
             before, was = self._latest.get(question, (-1, 1.0))
+            flipped = was < 0.5 and not self._by_score
             states = [self._states(row) for row in group]
-            self._numbers(group, states, question, before, flipped=was < 0.5)
+            self._numbers(group, states, question, before, flipped=flipped)
             accuracy = sum(bool(row["correct"]) for row in group) / len(group)
             latest[question] = len(self._index.group_step) - 1, accuracy
             self._open.append(
@@ -89,14 +106,15 @@ class _Laying:
         if sum(map(len, self._open)) >= CHUNK_BYTES:
             self._close()
 
-    def done(self, *, logged: int) -> Laid:
-        """All that was laid out; `logged` is how many steps the run has on file."""
+    def laid(self, *, logged: int) -> Laid:
+        """All that was laid out so far; `logged` is how many steps the run has on file. A chunk that was handed out stays as it is."""
         self._close()
         index, columns = self._index.packed()
         loss = self._loss
         about = {
             "columns": columns,
             "heads": heads([prompt for prompt, _ in self._questions]),
+            "keys": [question_key(*question) for question in self._questions],
             "steps": self._steps,
             "logged": logged,
             "chunks": len(self._chunks),
@@ -104,7 +122,7 @@ class _Laying:
             "clip": loss
             and {"low": loss.clip_ratio_low, "high": loss.clip_ratio_high, "dual": loss.dual_clip},
         }
-        return Laid(about=about, index=index, chunks=self._chunks)
+        return Laid(about=about, index=index, chunks=tuple(self._chunks))
 
     def _close(self) -> None:
         if self._open:
@@ -141,9 +159,9 @@ class _Laying:
                 | TRAINED * (in_loss is not None or row.get("ratios") is not None)
                 | LEFT_OUT * (in_loss is False)
             )
-            index.reward.append(_float(row.get("reward")))
-            index.advantage.append(_float(row.get("advantage")))
-            index.penalty.append(_float(row.get("overlong_penalty")))
+            index.reward.append(as_float(row.get("reward")))
+            index.advantage.append(as_float(row.get("advantage")))
+            index.penalty.append(as_float(row.get("overlong_penalty")))
             index.tokens.append(len(row["response_token_ids"]))
             index.clipped.append(0 if state is None else sum(map(state.count, "^vd")))
             for key in ("advantage", "ratios", "in_loss"):
@@ -177,11 +195,12 @@ class _Laying:
             "reason": row.get("reason") or "",
             "index": row.get("index"),
             "finish": row.get("finish_reason"),
+            **({"score": row.get("score")} if self._by_score else {}),
             **said,
         }
 
     def _states(self, row: Mapping[str, Any]) -> str | None:
-        advantage = _float(row.get("advantage"))
+        advantage = as_float(row.get("advantage"))
         if self._loss is None or math.isnan(advantage) or not _fits(row, "ratios"):
             return None
         return clip_states(row["ratios"], advantage, self._loss)
@@ -212,29 +231,11 @@ def clip_states(ratios: Iterable[float | None], advantage: float, loss: LossConf
     return "".join(map(state, ratios))
 
 
-def _rows(file: Any) -> list[dict[str, Any]]:
-    try:
-        rows = read_rollouts(file)
-        for number, row in enumerate(rows, 1):
-            _check(row, f"{file}, rollout {number}")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{error}; mend that file, or move it away") from error
-    return rows
-
-
 def _check(row: Mapping[str, Any], where: str) -> None:
-    """What the layout leans on; the rest may be missing, as it is in files of older versions."""
-    kinds = {
-        "step": int,
-        "ordinal": int,
-        "prompt": str,
-        "answer": str,
-        "response": str,
-        "response_token_ids": list,
-    }
-    for name, kind in kinds.items():
-        if not isinstance(row.get(name), kind):
-            raise ValueError(f"{where}: {name!r} is {row.get(name)!r:.60}; it must be {kind.__name__}")
+    check_kinds(row, _KINDS, where)
+    for name in ("step", "ordinal"):
+        if not 0 <= row[name] < 1 << 32:
+            raise ValueError(f"{where}: {name!r} is {row[name]}; it must be from 0 to {(1 << 32) - 1}")
     if not isinstance(row.get("correct"), bool):
         raise ValueError(f"{where}: 'correct' is {row.get('correct')!r:.60}; it must be true or false")
 
@@ -247,7 +248,8 @@ def _fits(row: Mapping[str, Any], key: str) -> bool:
     return set(map(type, values)) <= {int, float, type(None)} and math.isfinite(sum(filter(None, values)))
 
 
-def _spaced(files: Sequence[Any], count: int | None) -> Iterator[Any]:
+def spaced(files: Sequence[AnyPath], count: int | None) -> Iterator[AnyPath]:
+    """`count` of the files at most, evenly spaced, the first and the last among them; None: all."""
     if count is None or count >= len(files):
         return iter(files)
     # From the end, so that one alone is the last.
@@ -283,5 +285,6 @@ def _units(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode("utf-16-le", errors="replace")) // 2
 
 
-def _float(value: Any) -> float:
+def as_float(value: Any) -> float:
+    """A number of a file; NaN where there is none."""
     return float(value) if isinstance(value, int | float) else math.nan

@@ -6,14 +6,18 @@ A run may be going on meanwhile: of metrics.jsonl whole lines are read, and file
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from os import PathLike
 from typing import Any
 
 from dapo_jax.config import ConfigError, SftConfig, TrainConfig, load_config
-from dapo_jax.storage import AnyPath, check_access, entries, path_of
-from dapo_jax.trackers import read_metrics
+from dapo_jax.report.states import State, state_of
+from dapo_jax.storage import AnyPath, check_access, files_below, path_of
+from dapo_jax.trackers.jsonl import LineFollower
 
 _LOGGED = re.compile(r"step_(\d+)\.jsonl")
+_EVALUATED = re.compile(r"step_(\d+)/[^/]+\.jsonl")
+_NO_RUN = "{place} is no run: {what}; give the run_dir of a training run"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,9 +30,17 @@ class RunFiles:
     config: TrainConfig | None
     """None where there is no config.yaml, as beside metrics that were copied alone."""
     rows: Sequence[dict[str, Any]]
-    """Lines of metrics.jsonl, one for each step, in order; never none."""
+    """Lines of metrics.jsonl, one for each step, in order."""
     logged: Sequence[AnyPath]
     """Files of rollouts, in the order of their steps."""
+    evaluations: Sequence[AnyPath]
+    """Files of problems, in the order of their steps."""
+    state: State
+
+    @property
+    def by_score(self) -> bool:
+        """True if its groups are judged by their scores (`dynamic_sampling.metric=score`): right and wrong mean nothing then."""
+        return self.config is not None and self.config.dynamic_sampling.metric == "score"
 
     @property
     def last_step(self) -> int:
@@ -43,38 +55,85 @@ def read_runs(places: Sequence[str | PathLike[str]]) -> list[RunFiles]:
         ConfigError: there is no such run, it has no metrics yet, it is no training run, or a line or its configuration is
             damaged. The message names the folder or file.
     """
+    return [reader.read() for reader in readers(places)]
+
+
+def readers(places: Sequence[str | PathLike[str]], *, early: bool = False) -> "list[Reader]":
+    """Readers of run folders, of which nothing has been read yet; with `early` a run may have no metrics yet.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
     if not places:
         raise ConfigError("a report is of at least one run; name a run folder")
     found = [_found(place) for place in places]
     names = _names([str(place) for place in found])
-    return [_read(place, name) for place, name in zip(found, names, strict=True)]
+    return [Reader(place, name, early=early) for place, name in zip(found, names, strict=True)]
 
 
-def _found(given: str | PathLike[str]) -> AnyPath:
+class Reader:
+    """Reads one run, and again what has been added since."""
+
+    def __init__(self, place: AnyPath, name: str, *, early: bool) -> None:
+        self._place, self._name, self._early = place, name, early
+        self._follower = LineFollower(place / "metrics.jsonl")
+
+    def read(self) -> RunFiles:
+        """The run as far as it has got.
+
+        Raises:
+            ConfigError: it is no training run, or a line or its configuration is damaged; or it has no metrics yet.
+        """
+        place, file = self._place, self._place / "config.yaml"
+        config = _config(file) if file.is_file() else None
+        rows = _metrics(place, self._follower, known=config is not None, early=self._early)
+        return RunFiles(
+            name=self._name,
+            place=place,
+            config=config,
+            rows=rows,
+            logged=_of_steps(place / "rollouts", _LOGGED),
+            evaluations=_of_steps(place / "evaluations", _EVALUATED),
+            state=state_of(place, config, rows, now=datetime.now(UTC)),
+        )
+
+
+def has_begun(given: str | PathLike[str]) -> bool:
+    """True if there is something of a run in this folder: its configuration, or metrics that were copied alone.
+
+    Raises:
+        ConfigError: there can be none: it is a file, or no path of a folder.
+    """
+    place = _place(given)
+    if not place.is_dir():
+        if place.exists():
+            raise ConfigError(_NO_RUN.format(place=place, what="it is a file"))
+        return False
+    return any((place / name).exists() for name in ("config.yaml", "metrics.jsonl", "metrics"))
+
+
+def _place(given: str | PathLike[str]) -> AnyPath:
     try:
         place = path_of(given)
         check_access(place, write=False)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    if not place.is_dir():
-        what = "it is a file" if place.exists() else "there is no such folder"
-        raise ConfigError(f"{place} is no run: {what}; give the run_dir of a training run")
     return place
 
 
-def _read(place: AnyPath, name: str) -> RunFiles:
-    file = place / "config.yaml"
-    config = _config(file) if file.is_file() else None
-    logged = {
-        int(match[1]): path for path in entries(place / "rollouts") if (match := _LOGGED.fullmatch(path.name))
-    }
-    return RunFiles(
-        name=name,
-        place=place,
-        config=config,
-        rows=_metrics(place, known=config is not None),
-        logged=[logged[step] for step in sorted(logged)],
-    )
+def _found(given: str | PathLike[str]) -> AnyPath:
+    place = _place(given)
+    if not place.is_dir():
+        what = "it is a file" if place.exists() else "there is no such folder"
+        raise ConfigError(_NO_RUN.format(place=place, what=what))
+    return place
+
+
+def _of_steps(folder: AnyPath, pattern: re.Pattern[str]) -> list[AnyPath]:
+    """The files of steps, in their order."""
+    names = {path: path.relative_to(folder).as_posix() for path in files_below(folder)}
+    found = [(int(match[1]), path) for path, name in names.items() if (match := pattern.fullmatch(name))]
+    return [path for _, path in sorted(found)]
 
 
 def _config(file: AnyPath) -> TrainConfig:
@@ -91,9 +150,9 @@ def _config(file: AnyPath) -> TrainConfig:
         ) from None
 
 
-def _metrics(place: AnyPath, *, known: bool) -> list[dict[str, Any]]:
+def _metrics(place: AnyPath, follower: LineFollower, *, known: bool, early: bool) -> list[dict[str, Any]]:
     try:
-        rows = read_metrics(place / "metrics.jsonl")
+        rows = follower.read()
     except FileNotFoundError:
         rows = []
     except (OSError, ValueError) as error:
@@ -102,7 +161,7 @@ def _metrics(place: AnyPath, *, known: bool) -> list[dict[str, Any]]:
         raise ConfigError(
             f"{place} is no run: it has neither config.yaml nor metrics.jsonl; give the run_dir of a training run"
         )
-    if not rows:
+    if not rows and not early:
         raise ConfigError(
             f"{place} has no metrics yet: metrics.jsonl gets its first line after the first evaluation or step; try again then"
         )

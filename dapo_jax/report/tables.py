@@ -2,8 +2,9 @@
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
 
@@ -21,8 +22,13 @@ AXES = {
 }
 """Name of an axis -> what it counts, from the beginning of the run to the end of a step."""
 
+_AVERAGE = re.compile(r"(eval/.+/)avg@(\d+)((?:_stderr)?)")
+
 REST = "time/rest_s"
 """What a step took beside sampling and updating: mostly the evaluation after it."""
+
+EQUAL = "rollout/scores_equal_frac"
+"""The share of groups whose scores do not differ, of runs whose groups are judged by them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,17 +39,44 @@ class Table:
     """Some of `AXES`; `step` is always there."""
     columns: Mapping[str, Column]
     """Name of a metric -> its values. A metric without any number is left out."""
+    by_score: bool = False
+    """As `RunFiles.by_score`."""
 
 
 def table_of(run: RunFiles) -> Table:
-    """The columns of a run, `REST` among them."""
-    rows = [{**row, **_rest(row)} for row in run.rows]
+    """The columns of a run, `REST` and `EQUAL` among them."""
+    rows = [{**row, **_rest(row), **(_equal(row) if run.by_score else {})} for row in run.rows]
     names = dict.fromkeys(name for row in rows for name in row if name != "step")
     columns = {name: [_number(row.get(name)) for row in rows] for name in names}
     return Table(
         axes=_axes(rows, run.config),
         columns={name: values for name, values in columns.items() if any(v is not None for v in values)},
+        by_score=run.by_score,
     )
+
+
+def comparable(tables: Sequence[Table]) -> Sequence[Table]:
+    """The tables with one name for what is the same: the mean of avg@k is that for every k, so where runs differ in k it is `avg@k`."""
+    of_dataset: dict[str, set[str]] = {}
+    for match in (match for table in tables for name in table.columns if (match := _AVERAGE.fullmatch(name))):
+        of_dataset.setdefault(match[1], set()).add(match[2])
+    differing = {dataset for dataset, counts in of_dataset.items() if len(counts) > 1}
+
+    def renamed(name: str) -> str:
+        match = _AVERAGE.fullmatch(name)
+        return f"{match[1]}avg@k{match[3]}" if match and match[1] in differing else name
+
+    def of_one(table: Table) -> bool:
+        """A run that was resumed with another k has both: they stay apart."""
+        names = [renamed(name) for name in table.columns]
+        return len(set(names)) == len(names)
+
+    if not differing or not all(map(of_one, tables)):
+        return tables
+    return [
+        replace(table, columns={renamed(name): values for name, values in table.columns.items()})
+        for table in tables
+    ]
 
 
 def configurations(runs: Sequence[RunFiles]) -> list[dict[str, Any]]:
@@ -108,6 +141,11 @@ def _rest(row: Mapping[str, Any]) -> dict[str, float]:
         return {}
     inside = sum(row.get(name) or 0.0 for name in ("time/sample_s", "time/update_s"))
     return {REST: max(row["time/step_s"] - inside, 0.0) + (row.get("time/eval_s") or 0.0)}
+
+
+def _equal(row: Mapping[str, Any]) -> dict[str, float]:
+    differ = row.get("rollout/scores_differ_frac")
+    return {} if differ is None else {EQUAL: 1.0 - differ}
 
 
 def _sums(values: Sequence[float | int]) -> Column:

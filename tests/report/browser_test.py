@@ -5,13 +5,22 @@ import random
 import re
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 
-from dapo_jax.config import LossConfig
+from dapo_jax.config import DynamicSamplingConfig, LossConfig
 from dapo_jax.report import report
-from tests.report.chromium import chromium, complaints, missing, opened
-from tests.report.made import rollout_line, write_metrics, write_rollouts, write_run
+from dapo_jax.trackers.run_status import write_status
+from tests.report.chromium import PANEL, Shown, complaints, missing, opened
+from tests.report.made import (
+    problem_line,
+    rollout_line,
+    write_evaluation,
+    write_metrics,
+    write_rollouts,
+    write_run,
+)
 from tests.structure_test import ROOT
 
 Keys = pytest.importorskip("selenium.webdriver.common.keys", reason=missing() or None).Keys
@@ -49,13 +58,13 @@ def page(tmp_path_factory):
         return {key: value for key, value in row.items() if key not in ("ratios", "advantage", "in_loss")}
 
     second = write_run(folder / "second", steps=8, seed=1, line=old, loss=LossConfig(clip_ratio_high=0.2))
+    for step, rights in ((0, (0, 5, 8)), (5, (4, 5, 8)), (10, (7, 2, 8))):
+        hostile = {"prompt": f"which? {HOSTILE}", "answer": HOSTILE, "response": f"{HOSTILE} a heron"}
+        lines = [problem_line(place, right) for place, right in enumerate(rights[:2])]
+        write_evaluation(first, step, [*lines, problem_line(2, rights[2], kept=2, **hostile)])
+    write_evaluation(second, 4, [problem_line(1, 1, 4), problem_line(0, 3, 4)])
+    write_status(second, "failed", HOSTILE)
     return report(first, second).save(folder / "report.html")
-
-
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory):
-    with chromium(tmp_path_factory.mktemp("profile")) as started:
-        yield started
 
 
 @pytest.fixture
@@ -66,69 +75,6 @@ def shown(driver, page):
     opened(driver, page)
     yield Shown(driver)
     assert complaints(driver) == []
-
-
-class Shown:
-    """What a person does with the page."""
-
-    def __init__(self, driver):
-        self.driver = driver
-
-    def all(self, selector):
-        return self.driver.find_elements("css selector", selector)
-
-    def one(self, selector):
-        return self.driver.find_element("css selector", selector)
-
-    def texts(self, selector):
-        return [each.text for each in self.all(selector)]
-
-    def click(self, selector):
-        self.driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", self.one(selector))
-        self.one(selector).click()
-
-    def press(self, *keys):
-        from selenium.webdriver.common.action_chains import ActionChains
-
-        ActionChains(self.driver).send_keys(*keys).perform()
-
-    def until(self, true):
-        from selenium.webdriver.support.wait import WebDriverWait
-
-        return WebDriverWait(self.driver, 10, poll_frequency=0.02).until(lambda _: true())
-
-    def lines(self):
-        """The paths of one panel."""
-        return [each.get_attribute("d") for each in self.all(f"{PANEL} .line")]
-
-    def theme(self):
-        return self.one("html").get_attribute("data-theme")
-
-    def paper(self):
-        return self.one("html").value_of_css_property("background-color")
-
-    def kinds(self):
-        """How the tokens of the first response are shaded."""
-        tokens = self.all(".response:first-of-type .tokens .token")
-        return [each.get_attribute("class").split()[1] for each in tokens]
-
-    def settings(self):
-        """Those of the configurations that are shown."""
-        return [text.replace("\n", "") for text in self.texts(".keys tbody th")]
-
-    def status(self):
-        return self.one(".status").text
-
-    def choose(self, label, value):
-        from selenium.webdriver.support.select import Select
-
-        for field in self.all("label.field"):
-            if field.text.startswith(label):
-                Select(field.find_element("css selector", "select")).select_by_value(value)
-                return
-
-
-PANEL = '[data-title="Training accuracy"]'
 
 
 def test_curves_of_both_runs_are_drawn_and_switched(shown):
@@ -149,8 +95,8 @@ def test_curves_of_both_runs_are_drawn_and_switched(shown):
 
 def test_a_line_for_each_run_says_where_it_is(shown):
     first, second = (row.text.replace("\n", " ") for row in shown.all(".summary tbody tr"))
-    assert first.startswith("first 12 of 12 40.0% → ")
-    assert second.startswith("second 8 of 8 40.0% → ")
+    assert re.match(r"first finished \d{4}-\d\d-\d\d \d\d:\d\d UTC 12 of 12 40\.0% → ", first)
+    assert re.match(r"second ended by an error .* 8 of 8 40\.0% → ", second)
 
 
 def test_raw_values_are_behind_smoothed_ones_and_alone_without_smoothing(shown, tmp_path):
@@ -215,15 +161,15 @@ def test_rollouts_are_browsed_by_keys(shown):
     assert shown.one('.row[aria-selected="true"]').get_attribute("id") == "group-2"
     shown.press(Keys.END)
     shown.until(lambda: shown.one(".heading h2").text == "Step 14")
-    assert len(shown.all(".response")) == 4
-    assert shown.texts(".verdict") == ["✓ correct"] * 3 + ["✗ wrong"]
+    assert len(shown.all("#rollouts .response")) == 4
+    assert shown.texts("#rollouts .verdict") == ["✓ correct"] * 3 + ["✗ wrong"]
 
 
 def test_filters_leave_the_responses_that_meet_them(shown):
     shown.click("#tab-rollouts")
     shown.click('[data-value="wrong"]')
     assert shown.status() == "53 responses in 26 groups of 104 responses"
-    shown.until(lambda: set(shown.texts(".verdict")) == {"✗ wrong"})
+    shown.until(lambda: set(shown.texts("#rollouts .verdict")) == {"✗ wrong"})
     shown.click('[data-value="any"]')
     shown.click('[name="flipped"]')
     assert shown.status() == "3 responses in 1 group of 104 responses"
@@ -234,7 +180,7 @@ def test_filters_leave_the_responses_that_meet_them(shown):
     assert shown.one('.row[aria-selected="true"]').get_attribute("id") == "group-0"
     shown.until(
         lambda: (
-            [re.search(r"advantage (\S+)", text)[1] for text in shown.texts(".response header")]
+            [re.search(r"advantage (\S+)", text)[1] for text in shown.texts("#rollouts .response header")]
             == ["+12.00", "+11.00", "+10.00", "+9.00"]
         )
     )
@@ -247,7 +193,7 @@ def test_words_are_found_and_nothing_that_a_model_said_is_markup(shown):
     shown.one("#search").send_keys("WALRUS said </script><img")
     shown.until(lambda: shown.status().startswith("2 responses in 2 groups with"))
     shown.until(lambda: shown.one(".heading h2").text == "Step 7")
-    [response] = shown.texts(".response .tokens")
+    [response] = shown.texts("#rollouts .response .tokens")
     assert "<img src=x onerror=alert(1)> <!-- &" in response
     assert shown.all(".token.hit")
     assert not shown.all("main img, main script")
@@ -298,20 +244,304 @@ def test_configurations_differ_from_each_other_and_from_the_defaults(shown):
     assert "run_dir" not in shown.settings()
     [row] = [each for each in shown.all(".keys tbody tr") if "clip_ratio_high" in each.text]
     assert row.text.split()[-3:] == ["0.28", "0.2", "0.28"]
-    shown.click('[data-value="all"]')
+    shown.click('#configuration [data-value="all"]')
     shown.one("#configuration input").send_keys("learning_rate")
     assert shown.settings() == ["optimizer.learning_rate"]
 
 
-@pytest.mark.parametrize("width", [800, 1366])
-def test_nothing_is_wider_than_the_window(width, shown, page):
-    size = {"width": width, "height": 768, "deviceScaleFactor": 1, "mobile": False}
-    shown.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+@pytest.fixture
+def wide(shown):
+    """Sets the width of the window; it is as before when the test is over."""
+
+    def set_width(width):
+        size = {"width": width, "height": 768, "deviceScaleFactor": 1, "mobile": False}
+        shown.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+
+    yield set_width
+    set_width(1366)
+
+
+@pytest.mark.parametrize("width", [390, 800, 1366])
+def test_nothing_is_wider_than_the_window(width, shown, wide, tmp_path):
+    long = "a" * 300
+    runs = [
+        write_run(
+            tmp_path / f"{name}_{long[:100]}", steps=3, line=partial(rollout_line, prompt=long, response=long)
+        )
+        for name in "ab"
+    ]
+    for run in runs:
+        for step in range(40):
+            write_evaluation(
+                run,
+                step,
+                [problem_line(0, step % 8, prompt=long, answer=long, response=long)],
+                name=long[:90],
+            )
+    write_status(runs[0], "failed", long)
+    opened(shown.driver, report(*runs).save(tmp_path / "page.html"))
+    wide(width)
     shown.driver.execute_script("arguments[0].focus()", shown.one(f"{PANEL} svg[role=img]"))
     shown.press(Keys.ARROW_RIGHT)  # the cursor's place stands in every title
-    for tab in ("curves", "rollouts", "configuration"):
+    for tab in ("curves", "rollouts", "evaluations", "configuration"):
         shown.click(f"#tab-{tab}")
+        if tab in ("rollouts", "evaluations"):
+            shown.choose("Beside", "1", within=f"#{tab}")
         assert shown.driver.execute_script("return document.documentElement.scrollWidth") <= width, tab
+
+
+@pytest.mark.parametrize("runs", [1, 2])
+def test_on_a_phone_all_that_is_said_of_a_run_and_its_configuration_is_seen(runs, shown, wide, tmp_path):
+    made = [
+        write_run(tmp_path / name, steps=3, compilation_cache="/a/rather/long/path/of/a/folder" * 2)
+        for name in ("one", "two")[:runs]
+    ]
+    wide(390)
+    opened(shown.driver, report(*made).save(tmp_path / "page.html"))
+    hidden = "return [...document.querySelectorAll(arguments[0])].filter((each) => each.scrollWidth > each.clientWidth || each.getBoundingClientRect().right > 390)"
+    assert not shown.driver.execute_script(hidden, "#curves .scroll, .summary, .summary td")
+    before = "return [...document.querySelectorAll('.summary tr:last-child td')].map((each) => getComputedStyle(each, '::before').content)"
+    labels = shown.driver.execute_script(before)[1:]
+    assert labels[:3] == ['"State"', '"Step"', '"Held-out avg@8"']
+    shown.click("#tab-configuration")
+    shown.click('#configuration [data-value="departs"]')
+    assert "compilation_cache" in shown.settings()
+    assert not shown.driver.execute_script(hidden, "#configuration .scroll, .keys, .keys td, .keys code")
+
+
+def test_titles_are_whole_and_steps_are_whole_numbers(shown, tmp_path):
+    run = write_run(tmp_path / "run", steps=8)
+    opened(shown.driver, report(run).save(tmp_path / "page.html"))
+    cut = "return [...document.querySelectorAll('figcaption b, figcaption .unit')].filter((each) => each.scrollWidth > each.clientWidth).map((each) => each.textContent)"
+    shown.driver.execute_script("arguments[0].focus()", shown.one(f"{PANEL} svg[role=img]"))
+    shown.press(Keys.END)  # the cursor's place stands in every title
+    shown.until(lambda: shown.one(f"{PANEL} .where").text == "step 8")
+    assert shown.driver.execute_script(cut) == []
+    assert shown.texts(f'{PANEL} text[text-anchor="middle"], {PANEL} text[y="165"]')[:3] == ["0", "2", "4"]
+
+
+def scored(step, ordinal, index, *, rng):
+    """Two scores, one half higher than the other, and a tenth more at each step; nothing is ever right."""
+    reward = -2.0 + 0.5 * (index % 2) + 0.1 * step
+    return rollout_line(
+        step, ordinal, index, rng=rng, correct=False, extracted=None, score=reward, reward=reward, advantage=1.0 if index % 2 else -1.0
+    )  # fmt: skip
+
+
+@pytest.fixture
+def judged(tmp_path):
+    """A run that is judged by scores, with a prompt that was asked twice."""
+    run = write_run(
+        tmp_path / "judged", steps=4, line=scored, dynamic_sampling=DynamicSamplingConfig(metric="score")
+    )
+    lines = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
+    for line, reward in zip(lines, (-1.448, None, -1.2, None, -0.81), strict=True):
+        for name in list(line):
+            if name.startswith("eval/"):
+                line[name] = 0.0
+        line |= {} if reward is None else {"eval/aime_2024/reward": reward, "eval/aime_2024/avg@8": 0.0}
+        if line["step"]:
+            line |= {"rollout/accuracy": 0.0, "reward/mean": -0.6, "rollout/scores_differ_frac": 0.75}
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for step in (5, 6):
+        rows = [
+            scored(step, 99, index, rng=random.Random(index)) | {"prompt": "again?"} for index in range(4)
+        ]
+        write_rollouts(run, step, rows)
+    for step, rewards in ((0, (-1.5, -1.0)), (4, (-0.5, -1.25))):
+        problems = [problem_line(place, 0, reward=reward) for place, reward in enumerate(rewards)]
+        for problem, reward in zip(problems, rewards, strict=True):
+            problem["responses"][0]["score"] = reward - 0.1
+        write_evaluation(run, step, problems)
+    return run
+
+
+def test_of_a_run_that_is_judged_by_scores_rewards_are_shown_and_no_verdicts(shown, judged, tmp_path):
+    opened(shown.driver, report(judged).save(tmp_path / "page.html"))
+    heads = dict(zip(shown.texts(".summary th"), shown.texts(".summary td"), strict=True))
+    assert heads["Held-out reward"] == "\u22121.45 \u2192 \u22120.810"
+    assert heads["Best"] == "\u22120.810 at step 4"
+    assert heads["Train reward"] == "\u22120.600"
+    titles = [each.get_attribute("data-title") for each in shown.all(".panel")]
+    assert titles[:2] == ["Held-out reward", "Reward"]
+    assert not [title for title in titles if "accuracy" in title]
+    groups = shown.texts('[data-title="Groups sampled"] .entry')
+    assert groups == ["scores differ\n75.0%", "all scores equal\n25.0%"]
+    assert shown.all(".distribution .bars rect.even")
+    assert not shown.all(".distribution .bars rect.bad, .distribution .bars rect.good")
+    shown.click("#tab-rollouts")
+    assert shown.texts("#rollouts .verdict") == ["score \u22121.90", "score \u22121.40"] * 2
+    assert shown.texts("#rollouts .row .score")[0] == "mean \u22121.65"
+    heights = [each.size["height"] for each in shown.all("#group-0 .marks .even")]
+    assert heights == [2, 12, 2, 12]
+    assert "the lowest that was logged of the step" in shown.one("#rollouts .side .hint").text
+    shown.click('#rollouts [data-value="above"]')
+    assert shown.status() == "20 responses in 10 groups of 40 responses"
+    shown.until(lambda: shown.texts("#rollouts .verdict") == ["score \u22121.40"] * 2)
+    shown.click('#rollouts [data-value="any"]')
+    shown.choose("Order", "reward")
+    shown.until(lambda: shown.one("#rollouts .row .step").text == "step 6")
+    shown.all("#rollouts .row")[0].click()
+    shown.until(lambda: len(shown.all("#rollouts .strip .bar")) == 2)
+    bars = [each.get_attribute("aria-label") for each in shown.all("#rollouts .strip .bar")]
+    assert bars == ["step 5: mean reward \u22121.25", "step 6: mean reward \u22121.15"]
+    assert "correct" not in shown.one("#rollouts").text.lower()
+    shown.click("#tab-evaluations")
+    view = "#evaluations"
+    assert shown.one(f"{view} .status").text == "2 problems, mean reward \u22120.875 at step 4"
+    assert shown.texts(f"{view} .row .score") == ["mean \u22120.500", "mean \u22121.25"]
+    assert shown.texts(f"{view} .verdict") == ["score \u22120.600"]
+    bars = [each.get_attribute("aria-label") for each in shown.all(f"{view} .bar")]
+    assert bars == ["step 0: mean reward \u22121.50", "step 4: mean reward \u22120.500"]
+    shown.click(f'{view} [data-value="lower"]')
+    shown.until(lambda: shown.texts(f"{view} .row .step") == ["problem 2"])
+    assert "correct" not in shown.one(view).text.lower()
+
+
+def test_a_run_that_is_judged_by_scores_is_compared_with_one_that_has_verdicts(shown, judged, page, tmp_path):
+    opened(shown.driver, report(judged, page.parent / "first").save(tmp_path / "page.html"))
+    scores, verdicts = (row.text.replace("\n", " ") for row in shown.all(".summary tbody tr"))
+    assert "reward \u22121.45 \u2192 \u22120.810 \u22120.810 at step 4 reward \u22120.600" in scores
+    assert re.search(r"avg@8 40\.0% \u2192 .*% at step \d+ accuracy ", verdicts)
+    titles = [each.get_attribute("data-title") for each in shown.all(".panel")]
+    assert titles[0] == "Held-out reward"
+    assert "Held-out accuracy" in titles
+    shown.click("#tab-rollouts")
+    shown.click('#rollouts [data-value="above"]')
+    shown.choose("Run", "1")
+    shown.until(lambda: shown.status() == "104 responses in 26 groups")
+    assert shown.texts("#rollouts .verdict")[:2] == ["✓ correct", "✗ wrong"]
+    shown.click("#tab-evaluations")
+    shown.click('#evaluations [data-value="lower"]')
+    shown.choose("Run", "1", within="#evaluations")
+    shown.until(lambda: shown.one("#evaluations .status").text == "3 problems, 70.8% correct at step 10")
+
+
+def test_every_section_begins_a_row_of_its_own(shown):
+    shown.until(lambda: shown.all(".distribution"))
+    at = "return arguments[0].getBoundingClientRect()"
+    left = shown.driver.execute_script(at, shown.one("#curves .panels"))["left"]
+    names = shown.all("#curves .panels > h2")
+    assert [name.text for name in names][:3] == ["Learning", "Responses", "Dynamic sampling"]
+    for name in names:
+        first = shown.driver.execute_script("return arguments[0].nextElementSibling", name)
+        assert shown.driver.execute_script(at, first)["left"] == left, name.text
+
+
+def test_how_runs_ended_is_said_and_their_errors_are_no_markup(shown):
+    first, second = (each.text for each in shown.all(".summary .state"))
+    assert first.startswith("finished ")
+    assert second.startswith("ended by an error ")
+    assert shown.one(".summary .reason").text == " ".join(HOSTILE.split())
+    assert not shown.all(".summary img")
+
+
+def test_distributions_are_drawn_for_each_run_and_follow_the_cursor(shown):
+    def of(title):
+        return f'[data-title="{title}"]'
+
+    titles = ("Response lengths", "Rewards", "Advantages")
+    there = [panel.get_attribute("data-title") for panel in shown.all(".distribution")]
+    # The second run has no advantages on file.
+    assert there == [f"{title}, {run}" for title in titles for run in ("first", "second")][:-1]
+    panel = of("Response lengths, first")
+    assert shown.one(f"{panel} .where").text == "step 14"
+    assert shown.one(f"{panel} .told").text.startswith("4 responses: mean 3, median 3")
+    shown.driver.execute_script("arguments[0].focus()", shown.one(f"{panel} .heat"))
+    shown.press(Keys.HOME)
+    shown.until(lambda: shown.one(f"{panel} .where").text == "step 1")
+    assert shown.one(f"{panel} .told").text.startswith("8 responses: ")
+    assert shown.one(f"{of('Response lengths, second')} .where").text == "step 1"
+    assert shown.one(f"{of('Training accuracy')} .where").text == "step 0"
+    assert shown.all(f"{panel} .bars rect.good")
+    assert shown.all(f"{panel} .bars rect.bad")
+    shown.click('button.run[data-run="1"]')
+    assert not shown.one(of("Rewards, second")).is_displayed()
+
+
+def test_a_prompt_is_seen_at_every_step_at_which_it_was_asked(shown):
+    shown.click("#tab-rollouts")
+    shown.one("#search").send_keys("why? </script>")
+    shown.until(lambda: shown.status().startswith("8 responses in 2 groups with"))
+    assert shown.one(".heading h2").text == "Step 13"
+    bars = shown.all("#rollouts .strip .bar")
+    assert [bar.get_attribute("aria-label") for bar in bars] == [
+        "step 13: 0 of 4 correct",
+        "step 14: 3 of 4 correct",
+    ]
+    assert [bar.get_attribute("aria-pressed") for bar in bars] == ["true", "false"]
+    bars[1].click()
+    shown.until(lambda: shown.one(".heading h2").text == "Step 14")
+
+
+def test_the_same_prompt_is_seen_in_two_runs_side_by_side(shown):
+    shown.click("#tab-rollouts")
+    shown.choose("Beside", "1", within="#rollouts")
+    # The first run's prompts up to step 8, two groups a step, were asked in the second too; the last ones were not.
+    shown.until(lambda: shown.status() == "64 responses in 16 groups of 104 responses")
+    shown.until(lambda: len(shown.all("#rollouts .pair .question")) == 2)
+    mine, theirs = (each.text for each in shown.all("#rollouts .pair .question pre:first-of-type"))
+    assert mine == theirs
+    assert [each.text for each in shown.all("#rollouts .pair .heading .run")] == ["first", "second"]
+    shown.click('[name="shared"]')
+    shown.until(lambda: shown.status() == "104 responses in 26 groups")
+    shown.driver.execute_script("arguments[0].focus()", shown.one("#rollouts .groups"))
+    shown.press(Keys.END)
+    shown.until(lambda: "second did not log this prompt." in shown.texts("#rollouts .pair .empty"))
+    shown.choose("Beside", "", within="#rollouts")
+    shown.until(lambda: not shown.all("#rollouts .pair .group")[1].is_displayed())
+
+
+def test_problems_of_evaluations_are_read_one_by_one_over_time_and_in_two_runs(shown):
+    shown.click("#tab-evaluations")
+    view = "#evaluations"
+    # At step 10 7 + 2 + 8 of 24 are right.
+    assert shown.one(f"{view} .status").text == "3 problems, 70.8% correct at step 10"
+    assert shown.texts(f"{view} .row .score") == ["7/8", "2/8", "8/8"]
+    assert shown.one(f"{view} .question pre").text == "problem 0: 1+1?"
+    assert [bar.get_attribute("aria-label") for bar in shown.all(f"{view} .bar")] == [
+        "step 0: 0 of 8 correct", "step 5: 4 of 8 correct", "step 10: 7 of 8 correct",
+    ]  # fmt: skip
+    assert shown.texts(f"{view} .given li") == ["2 \u00d7 7", "no answer \u00d7 1"]
+    assert shown.texts(f"{view} .verdict") == ["✓ correct"]
+    shown.all(f"{view} .bar")[0].click()
+    shown.until(lambda: shown.texts(f"{view} .row .score") == ["0/8", "5/8", "8/8"])
+    shown.until(lambda: shown.texts(f"{view} .verdict") == ["✗ wrong"])
+    shown.click(f'{view} [data-value="every"]')
+    shown.until(lambda: shown.texts(f"{view} .evaluation h2") == ["Step 10", "Step 5", "Step 0"])
+    shown.choose("Order", "gained", within=view)
+    shown.until(lambda: shown.texts(f"{view} .row .step") == ["problem 1", "problem 3", "problem 2"])
+    shown.click(f'{view} [data-value="none"]')
+    shown.until(lambda: shown.texts(f"{view} .row .step") == ["problem 1"])
+    shown.click(f'{view} [data-value="any"]')
+    shown.choose("Beside", "1", within=view)
+    shown.until(lambda: len(shown.all(f"{view} .sides section")) == 2)
+    assert "3 of 4 correct" in shown.all(f"{view} .sides section")[1].text
+
+
+def test_what_was_said_in_an_evaluation_is_found_and_is_no_markup(shown):
+    shown.click("#tab-evaluations")
+    shown.one("#evaluations input").send_keys("A HERON")
+    shown.until(lambda: shown.one("#evaluations .status").text.startswith("1 problem of 3"))
+    shown.until(lambda: shown.one("#evaluations .heading h2").text == "Problem 3")
+    assert shown.texts("#evaluations .evaluation mark") == ["a heron"] * 2
+    assert "<img src=x onerror=alert(1)>" in shown.one("#evaluations .question pre").text
+    assert not shown.all("main img, main script")
+    shown.one("#evaluations input").send_keys(" nowhere")
+    shown.until(lambda: shown.texts("#evaluations .group .empty") == ["No problem meets these filters."])
+
+
+def test_runs_that_differ_in_k_are_compared_at_what_both_have(shown, tmp_path):
+    runs = [
+        write_metrics(tmp_path / str(k), *({"step": step, f"eval/x/avg@{k}": 0.5, "eval/x/pass@2": 0.6, f"eval/x/pass@{k}": 0.7} for step in (0, 9)))
+        for k in (4, 8)
+    ]  # fmt: skip
+    opened(shown.driver, report(*runs).save(tmp_path / "page.html"))
+    panel = '[data-title="Held-out accuracy, pass@2"]'
+    on = f'{panel} .legend button[aria-pressed="true"]'
+    assert shown.texts(on) == ["avg@k", "pass@2"]
+    assert len(shown.all(f"{panel} .line")) == 4
+    assert [row.text.split()[-2:] for row in shown.all(".summary td:nth-child(4)")] == [["→", "50.0%"]] * 2
 
 
 def test_in_a_notebooks_frame_it_works_without_a_memory(driver, page, tmp_path):

@@ -9,6 +9,9 @@ ARGUMENTS = (
 )  # fmt: skip
 
 
+PANEL = '[data-title="Training accuracy"]'
+
+
 def missing():
     """What keeps Chromium from being started here; empty if nothing does."""
     try:
@@ -61,3 +64,68 @@ def complaints(driver):
 
 def _chromium():
     return shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+class Shown:
+    """What a person does with the page."""
+
+    def __init__(self, driver):
+        self.driver = driver
+
+    def all(self, selector):
+        return self.driver.find_elements("css selector", selector)
+
+    def one(self, selector):
+        return self.driver.find_element("css selector", selector)
+
+    def texts(self, selector):
+        return [each.text for each in self.all(selector)]
+
+    def click(self, selector):
+        self.driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", self.one(selector))
+        self.one(selector).click()
+
+    def press(self, *keys):
+        from selenium.webdriver.common.action_chains import ActionChains
+
+        ActionChains(self.driver).send_keys(*keys).perform()
+
+    def until(self, true):
+        """Waits for it; elements may come, go and be made anew meanwhile."""
+        from selenium.common.exceptions import StaleElementReferenceException
+        from selenium.webdriver.support.wait import WebDriverWait
+
+        waiting = WebDriverWait(
+            self.driver, 60, poll_frequency=0.02, ignored_exceptions=[StaleElementReferenceException]
+        )
+        return waiting.until(lambda _: true())
+
+    def lines(self):
+        """The paths of one panel."""
+        return [each.get_attribute("d") for each in self.all(f"{PANEL} .line")]
+
+    def theme(self):
+        return self.one("html").get_attribute("data-theme")
+
+    def paper(self):
+        return self.one("html").value_of_css_property("background-color")
+
+    def kinds(self):
+        """How the tokens of the first response are shaded."""
+        tokens = self.all(".response:first-of-type .tokens .token")
+        return [each.get_attribute("class").split()[1] for each in tokens]
+
+    def settings(self):
+        """Those of the configurations that are shown."""
+        return [text.replace("\n", "") for text in self.texts(".keys tbody th")]
+
+    def status(self):
+        return self.one(".status").text
+
+    def choose(self, label, value, within="main"):
+        from selenium.webdriver.support.select import Select
+
+        for field in self.all(f"{within} label.field"):
+            if field.text.startswith(label):
+                Select(field.find_element("css selector", "select")).select_by_value(value)
+                return

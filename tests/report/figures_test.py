@@ -42,5 +42,5 @@ def test_a_metric_of_one_run_alone_is_drawn_beside_another_run(few, tmp_path):
 
 def test_without_matplotlib_it_is_said_how_to_get_it(few, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ConfigError, match=r"pip install 'dapo_jax\[report\]'"):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[report\]'"):
         report(few).save_figures(tmp_path / "png")

@@ -6,6 +6,7 @@ import random
 
 from dapo_jax.config import TrainConfig, to_yaml
 from dapo_jax.text.tokenizers import CharTokenizer, save_tokenizer
+from dapo_jax.trackers.evaluation_log import write_problems
 
 ALPHABET = "0123456789+=:,? abcdefghijklmnopqrstuvwxyz<>/\"'&!-()\n"
 TOKENIZER = CharTokenizer(ALPHABET)
@@ -22,7 +23,8 @@ def metrics_line(step, rng, *, group_size=4, groups=4, **changes):
     line = {
         "step": step,
         "rollout/prompts": groups + 2, "rollout/waves": 1 + (step % 3 == 0), "rollout/trained_groups": groups,
-        "rollout/surplus_groups": 1, "rollout/carried_groups": 0, "rollout/trained_accuracy": 0.5 + noise(0.03),
+        "rollout/surplus_groups": 1, "rollout/carried_groups": 0, "rollout/dropped_old": 0,
+        "rollout/age_mean": 0.0, "rollout/age_max": 0, "rollout/trained_accuracy": 0.5 + noise(0.03),
         "rollout/accuracy": 0.3 + 0.6 * share + noise(0.03), "rollout/all_correct_frac": 0.8 * (1 - mixed),
         "rollout/all_wrong_frac": 0.2 * (1 - mixed), "rollout/mixed_frac": mixed,
         "rollout/response_tokens": 20 + 20 * share + noise(1), "rollout/response_tokens_max": 64,
@@ -35,7 +37,8 @@ def metrics_line(step, rng, *, group_size=4, groups=4, **changes):
         "sync/logprob_diff_max": 1e-3, "sync/logprob_diff_mean": 1e-5, "sync/sampler_trainer_kl": 1e-8,
         "update/grad_norm": 1.0 + abs(noise(0.5)), "update/loss": noise(0.2), "update/skipped_frac": 0.0,
         "update/learning_rate": 1e-6 * min(1.0, step / 20), "time/sample_s": 8.0, "time/update_s": 12.0, "time/step_s": 20.5,
-        "speed/sampled_tokens_per_s": 900.0, "speed/trained_tokens_per_s": 500.0,
+        "speed/sampled_tokens_per_s": 900.0, "speed/trained_tokens_per_s": 500.0, "memory/host_gib": 1.5,
+        "memory/device_gib": 10.0, "memory/device_peak_gib": 12.5,
     }  # fmt: skip
     if step % 5 == 0:
         line |= {"eval/aime_2024/avg@8": 0.4 + 0.5 * share, "eval/aime_2024/avg@8_stderr": 0.02,
@@ -83,6 +86,31 @@ def write_run(
     if tokenizer:
         save_tokenizer(TOKENIZER, folder / "model")
     return folder
+
+
+def problem_line(place, right, samples=8, *, kept=1, response="thus \\boxed{2}", **changes):
+    """One problem of an evaluation, of which `right` responses are correct, the first ones first."""
+    given = [
+        {"answer": "2", "count": right, "correct": right},
+        {"answer": None, "count": samples - right, "correct": 0},
+    ]
+    return {
+        "ordinal": place, "place": f"held_out.jsonl, line {place + 1}", "prompt": f"problem {place}: 1+1?", "answer": "2",
+        "samples": samples, "correct": right, "extracted": [each for each in given if each["count"]],
+        "response_tokens": 12.0, "truncated": 0, "lost": 0,
+        "responses": [
+            {
+                "response": f"{response} #{index}", "correct": index < right, "extracted": "2" if index < right else None, "reason": "equal",
+                "score": None, "response_tokens": 12, "finish_reason": "stop" if index < right else "length",
+            }
+            for index in range(kept)
+        ],
+    } | changes  # fmt: skip
+
+
+def write_evaluation(folder, step, problems, *, name="aime_2024"):
+    """The problems of one evaluation, as `dapo-jax train` leaves them."""
+    return write_problems(folder / "evaluations" / f"step_{step:06d}", problems, name=name, step=step)
 
 
 def write_metrics(folder, *lines):

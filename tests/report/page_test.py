@@ -12,8 +12,10 @@ import pytest
 from dapo_jax import report as room
 from dapo_jax.config import ConfigError
 from dapo_jax.report import report
-from dapo_jax.report.page import SCRIPTS, inert
-from tests.report.made import rollout_line, write_run
+from dapo_jax.report.page import SCRIPTS, WATCHING, inert
+from dapo_jax.report.watching import Watched
+from dapo_jax.trackers.run_status import write_status
+from tests.report.made import problem_line, rollout_line, write_evaluation, write_run
 from tests.structure_test import ROOT
 
 HOSTILE = "</script><script>alert(1)</script><!--<script> \u2028 <img src=x onerror=alert(2)> & ]]> \0 \ud83d"
@@ -54,11 +56,25 @@ def hostile(tmp_path):
             step, ordinal, index, rng=rng, prompt=HOSTILE, response=f"</script>{index}", extracted=HOSTILE, reason=HOSTILE
         )  # fmt: skip
 
-    return write_run(tmp_path / "<b>run<!--", steps=2, line=line)
+    run = write_run(tmp_path / "<b>run<!--", steps=2, line=line)
+    for step in (0, 1):
+        strange = {
+            "prompt": HOSTILE,
+            "answer": HOSTILE,
+            "responses": [{"response": HOSTILE, "reason": HOSTILE}],
+            "place": HOSTILE,
+            "extracted": [{"answer": HOSTILE, "count": 8, "correct": 0}],
+        }
+        write_evaluation(run, step, [problem_line(0, 0) | strange], name="</script><b>x")
+    write_status(run, "failed", HOSTILE)
+    return run
 
 
 def test_text_of_models_is_never_markup(hostile, tmp_path):
-    plain = Elements(report(write_run(tmp_path / "plain", steps=2)).html)
+    same = write_run(tmp_path / "plain", steps=2)
+    for step in (0, 1):
+        write_evaluation(same, step, [problem_line(0, 0)])
+    plain = Elements(report(same).html)
     found = Elements(report(hostile).html)
     assert [tag for tag, _ in found.found] == [tag for tag, _ in plain.found]
     assert "<script>alert" not in report(hostile).html
@@ -106,12 +122,22 @@ def test_json_in_a_script_element_is_the_same_json():
 def test_scripts_never_read_markup():
     """Data goes into text nodes and attributes; these are the ways around that."""
     folder = ROOT / "dapo_jax" / "report" / "assets"
-    for name in SCRIPTS:
-        found = re.search(
-            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|DOMParser|fetch\(|XMLHttp|import\(",
-            (folder / name).read_text(),
-        )
+    markup = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|DOMParser|XMLHttp|import\("
+    assert {path.name for path in folder.glob("*.js")} == {*SCRIPTS, WATCHING}
+    for name in (*SCRIPTS, WATCHING):
+        # Only the page that is served asks for anything, which its policy lets it do there alone.
+        forbidden = markup if name == WATCHING else rf"{markup}|fetch\("
+        found = re.search(forbidden, (folder / name).read_text())
         assert not found, f"{name}: {found}"
+
+
+def test_a_page_that_is_served_may_ask_its_own_server_alone_and_has_no_more_markup(hostile):
+    found = Elements(Watched([hostile]).page().decode())
+    [policy] = [each["content"] for each, _ in found.of("meta") if "Security" in each.get("http-equiv", "")]
+    assert policy.startswith("default-src 'none'; connect-src 'self'; script-src 'sha256-")
+    assert "unsafe" not in policy
+    assert not {"b", "img", "iframe"} & {tag for tag, _ in found.found}
+    assert len([1 for attributes, _ in found.of("script") if "type" not in attributes]) == 1
 
 
 def test_in_a_notebook_the_page_is_in_a_frame_that_may_run_scripts_and_nothing_else(tmp_path):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dapo_jax.config import ConfigError, LossConfig
+from dapo_jax.config import ConfigError, DynamicSamplingConfig, LossConfig
 from dapo_jax.losses import dapo_loss
 from dapo_jax.report import rollouts
 from dapo_jax.report.index import CORRECT, FLIPPED, LEFT_OUT, TRAINED, TRUNCATED
@@ -153,6 +153,10 @@ def test_numbers_that_are_none_and_lists_that_do_not_fit_are_left_out(tmp_path):
     assert np.isnan(columns_of(laid)["reward"]).all()
 
 
+ROW = '{"schema_version": 1, "response": "a", "step": 2, "prompt": "p", "answer": "a", "response_token_ids": [], "correct": true}'
+"""A rollout but for its ordinal."""
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -162,6 +166,13 @@ def test_numbers_that_are_none_and_lists_that_do_not_fit_are_left_out(tmp_path):
             '{"schema_version": 1, "response": "a", "step": 2}',
             r"rollout 1: 'ordinal' is None; it must be int",
         ),
+        (
+            f'{{"schema_version": 1, "response": "a", "step": 2, "ordinal": {10**30}}}',
+            r"line 1 is not a rollout .*an integer of 31 digits does not fit 64 bits",
+        ),
+        (f'{ROW[:-1]}, "ordinal": {2**32}}}', r"rollout 1: 'ordinal' is 4294967296; it must be from 0 to"),
+        (f'{ROW[:-1]}, "ordinal": -1}}', r"rollout 1: 'ordinal' is -1; it must be from 0 to"),
+        (f'{ROW[:-1]}, "ordinal": 0, "step": {2**40}}}', r"rollout 1: 'step' is 1099511627776; it must be"),
     ],
 )
 def test_a_damaged_file_is_named(content, message, run):
@@ -199,3 +210,16 @@ def test_a_run_without_rollouts_has_none(tmp_path):
     run = write_run(tmp_path / "run", steps=1, every=2)
     assert laid_out(run).about["steps"] == []
     assert TOKENIZER.vocab_size > 2
+
+
+def test_of_a_run_that_is_judged_by_scores_these_are_there_and_nothing_flips(tmp_path):
+    judged = {"dynamic_sampling": DynamicSamplingConfig(metric="score")}
+    for name, config in (("score", judged), ("correct", {})):
+        run = write_run(tmp_path / name, steps=2, every=9, **config)
+        for step in (1, 2):
+            write_rollouts(run, step, [line(step, 5, 0, prompt="why?", correct=step == 2, score=-0.75)])
+        laid = laid_out(run)
+        groups = [group for chunk in chunks_of(laid) for group in chunk]
+        scores = [response.get("score") for group in groups for response in group["responses"]]
+        assert scores == ([-0.75, -0.75] if config else [None, None])
+        assert bool(columns_of(laid)["flags"][1] & FLIPPED) is not bool(config)

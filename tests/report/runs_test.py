@@ -5,8 +5,9 @@ import json
 import pytest
 
 from dapo_jax.config import ConfigError, SftConfig, to_yaml
+from dapo_jax.report import report
 from dapo_jax.report.runs import read_runs
-from tests.report.made import write_run
+from tests.report.made import problem_line, write_evaluation, write_run
 
 
 def test_a_run_that_is_going_on_is_read_up_to_its_last_whole_line(tmp_path):
@@ -27,6 +28,23 @@ def test_a_step_that_is_in_a_file_and_in_an_object_counts_once(tmp_path):
     (run / "metrics" / "000001.jsonl").write_text('{"step": 1, "rollout/accuracy": 0.125}\n')
     [found] = read_runs([run])
     assert [row["step"] for row in found.rows] == [0, 1, 2]
+
+
+def test_evaluations_are_found_in_the_order_of_their_steps_and_what_is_none_is_passed_over(tmp_path):
+    run = write_run(tmp_path / "run", steps=1)
+    for step in (20, 3, 1_000_000):
+        for name in ("b", "a"):
+            write_evaluation(run, step, [problem_line(0, 1)], name=name)
+    (run / "evaluations" / "step_000005").write_text("a file where a folder should be")
+    (run / "evaluations" / "step_000003" / "notes.txt").write_text("mine")
+    (run / "evaluations" / "mine").mkdir()
+    [found] = read_runs([run])
+    assert [f"{path.parent.name}/{path.name}" for path in found.evaluations] == [
+        f"step_{step}/{name}.jsonl" for step in ("000003", "000020", "1000000") for name in ("a", "b")
+    ]
+    other = write_run(tmp_path / "other", steps=1, every=9)
+    (other / "evaluations").write_text("a file where a folder should be")
+    assert read_runs([other])[0].evaluations == []
 
 
 def test_metrics_without_a_configuration_are_a_run_too(tmp_path):
@@ -88,6 +106,19 @@ def test_what_cannot_be_shown_is_said(change, message, tmp_path):
     change(run)
     with pytest.raises(ConfigError, match=message):
         read_runs([run])
+
+
+@pytest.mark.parametrize("number", ["1" * 400, str(2**63), "1e999", "Infinity", "NaN"])
+@pytest.mark.parametrize("key", ["step", "rollout/accuracy", "rollout/trained_groups", "time/step_s"])
+def test_numbers_that_no_array_holds_are_a_damaged_line(key, number, tmp_path):
+    """Python's integers have no end, and its JSON knows numbers that are none."""
+    run = write_run(tmp_path / "run", steps=2)
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    row = {"step": 1, **json.loads(lines[0]), key: "HERE"}
+    text = json.dumps(row).replace('"HERE"', number)
+    (run / "metrics.jsonl").write_text("\n".join([text, *lines[1:]]) + "\n")
+    with pytest.raises(ConfigError, match=r"metrics.jsonl, line 1 is damaged .*; mend that file"):
+        report(run)
 
 
 def test_what_is_no_run_is_said(tmp_path):

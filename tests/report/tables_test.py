@@ -4,13 +4,22 @@ from pathlib import Path
 
 import pytest
 
-from dapo_jax.config import BatchConfig, LossConfig, TrainConfig
+from dapo_jax.config import BatchConfig, DynamicSamplingConfig, LossConfig, TrainConfig
 from dapo_jax.report.runs import RunFiles
-from dapo_jax.report.tables import REST, configurations, table_of
+from dapo_jax.report.states import State
+from dapo_jax.report.tables import EQUAL, REST, configurations, table_of
 
 
 def run(rows, config=None, name="run"):
-    return RunFiles(name=name, place=Path(name), config=config, rows=rows, logged=[])
+    return RunFiles(
+        name=name,
+        place=Path(name),
+        config=config,
+        rows=rows,
+        logged=[],
+        evaluations=[],
+        state=State(kind="unknown", at=None),
+    )
 
 
 SMALL = TrainConfig(run_dir="small", batch=BatchConfig(prompts_per_step=4, group_size=8, groups_per_update=2))
@@ -73,3 +82,14 @@ def test_values_are_written_as_in_a_file(value, text):
     from dapo_jax.report.tables import _shown
 
     assert _shown(value) == text
+
+
+def test_of_a_run_that_is_judged_by_scores_the_share_of_equal_ones_is_known():
+    rows = [{"step": 0, "eval/x/reward": 1.0}, {"step": 1, "rollout/scores_differ_frac": 0.75}]
+    judged = TrainConfig(run_dir="run", dynamic_sampling=DynamicSamplingConfig(metric="score"))
+    table = table_of(run(rows, judged))
+    assert table.by_score
+    assert table.columns[EQUAL] == [None, 0.25]
+    table = table_of(run(rows, SMALL))
+    assert not table.by_score
+    assert EQUAL not in table.columns

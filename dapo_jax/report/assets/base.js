@@ -69,6 +69,11 @@ function duration(seconds) {
   return `${Math.floor(seconds / 3600)} h ${Math.round((seconds % 3600) / 60)} min`;
 }
 
+/** A time as ISO 8601 has it, to the minute. */
+function moment(text) {
+  return text ? `${text.slice(0, 16).replace("T", " ")} UTC` : "a time that is not known";
+}
+
 function counted(count, word, plural = `${word}s`) {
   return `${count.toLocaleString("en-US")} ${count === 1 ? word : plural}`;
 }
@@ -83,11 +88,14 @@ function bytesOf(text) {
   return bytes;
 }
 
-/** What a compressed script element holds. */
-function unpack(id) {
-  const bytes = bytesOf(document.getElementById(id).textContent);
-  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
-  return new Response(stream);
+/** Of a page that is served: what is newer than what came with it, and how to get what did not. A page in a file has everything. */
+const served = { newer: {}, packed: null };
+
+/** What a compressed part of the page holds. */
+async function unpack(name) {
+  const text = served.newer[name] ?? document.getElementById(name)?.textContent;
+  const stream = text === undefined ? await served.packed(name) : new Blob([bytesOf(text)]).stream();
+  return new Response(stream.pipeThrough(new DecompressionStream("gzip")));
 }
 
 /** Lets the browser draw and answer between two pieces of work. */

@@ -7,53 +7,82 @@ const CHECKS = [
   ["trained", "trained on", "it was in an update, as far as that was recorded"],
   ["leftOut", "left out of the loss", "by overlong filtering"],
 ];
+const FLIPPED = "Flipped to right: a correct response to a question that was asked at an earlier logged step, where at the last such step fewer than half of its responses were correct.";
+const BARS = "Bars: the rewards of a group's responses, from the lowest that was logged of the step to the highest.";
 const PAUSE_MS = 180;
 
-async function startRollouts(root, data) {
-  const runs = data.runs.filter((run) => run.rollouts.steps.length);
-  if (!runs.length) {
-    const logged = data.runs.some((run) => run.rollouts.logged);
-    const words = logged ? "This page was made without the rollouts." : "No rollouts were logged yet: log.rollouts_every_steps says at which steps they are.";
-    root.append(el("p", { class: "empty" }, words));
-    return;
-  }
-  const stores = new Map(runs.map((run) => [run, new Store(run)]));
-  const state = { wanted: {}, order: "step", words: "", shading: "probability" };
-  let [store, base, asked] = [null, { found: [], responses: 0 }, 0];
+function startRollouts(root, data, { stores, openProblem }) {
+  const state = { wanted: {}, order: "step", words: "", shading: "probability", named: () => beside !== null };
+  const besideState = { ...state, wanted: { verdict: "any", step: null } };
+  let [runs, store, beside, asked] = [[], null, null, 0];
+  let base = { found: [], responses: 0 };
+  let seen = [];
 
   const status = el("p", { class: "status", role: "status" });
-  const view = new GroupView(state, (group) => goTo(group));
-  const list = new GroupList((entry) => view.show(store, entry.group));
+  const links = (of, key) => (openProblem(of.run, key) ? [el("button", { type: "button", class: "link", onclick: () => openProblem(of.run, key, true) }, "in the evaluations")] : []);
+  const view = new GroupView(state, { goTo, links });
+  const other = new GroupView(besideState, { goTo: (group) => other.show(beside, group), links });
+  const list = new LongList(chosen, { name: "group", label: "Groups", content: groupRow });
   const bar = el("div", { class: "toolbar filters" });
+  const pair = el("div", { class: "pair" }, view.node, other.node);
+  const explained = el("p", { class: "hint" });
+  const columns = el("div", { class: "columns" }, el("div", { class: "side" }, status, list.box, explained), pair);
 
-  /** Lists what the filters leave, from the `top` or where the chosen group is; with words to look for, as they are found. */
-  async function relist(top = false) {
-    if (top) list.at = -1;
+  function chosen(entry) {
+    view.show(store, entry.group);
+    showBeside(entry.group);
+  }
+
+  /** Shows the other run's group of the same question whose step is nearest. */
+  function showBeside(group) {
+    other.node.hidden = beside === null;
+    if (beside === null) return;
+    const groups = beside.groupsOf(store.key(group));
+    if (!groups.length) other.nothing(`${beside.run.name} did not log this prompt.`);
+    else other.show(beside, groups[nearestStep(groups.map((each) => beside.columns.group_step[each]), store.columns.group_step[group])]);
+  }
+
+  /** Lists what the filters leave, from the `top` or where the chosen group is; with words to look for, as they are found.
+   * With `stay` the reader is left where she is: there are only more groups. */
+  async function relist({ top = false, stay = false } = {}) {
+    if (top) list.group = undefined;
     const mine = (asked += 1);
+    seen = [store.read, beside?.read];
     base = listed(store, state.wanted, state.order);
-    const of = isOpen(state.wanted) && state.wanted.step === null ? "" : ` of ${counted(store.rollouts, "response")}`;
+    if (beside && state.wanted.shared) {
+      base.found = base.found.filter((entry) => beside.groupsOf(store.key(entry.group)).length);
+      base.responses = base.found.reduce((sum, entry) => sum + entry.count, 0);
+    }
+    const all = isOpen(state.wanted) && state.wanted.step === null && !state.wanted.shared;
+    const of = all ? "" : ` of ${counted(store.rollouts, "response")}`;
     if (!state.words) {
       status.textContent = `${counted(base.responses, "response")} in ${counted(base.found.length, "group")}${of}`;
-      show(base.found);
+      show(base.found, stay);
       return;
     }
-    status.textContent = "searching …";
-    let shown = 0;
+    if (!stay) status.textContent = "searching …";
+    let shown = stay ? list.entries.length : 0;
     await search(store, base.found, state.wanted, state.words, (entries, done, total) => {
       const count = entries.reduce((sum, entry) => sum + entry.count, 0);
       const place = done < total ? `, ${Math.round((100 * done) / total)}% searched` : "";
       status.textContent = `${counted(count, "response")} in ${counted(entries.length, "group")} with “${state.words}”${place}`;
       // Until the end only when there is something to see: the list is built anew.
-      if (done === total || entries.length > shown) show(entries);
+      if (done === total || entries.length > shown) show(entries, stay, done === total);
       shown = entries.length;
     }, () => mine !== asked);
   }
 
-  function show(entries) {
-    list.show(store, entries);
-    if (!entries.length) view.nothing("No response meets these filters.");
-    else if (list.at < 0) list.choose(0);
-    else view.draw();
+  /** As long as not all was `searched`, what is read stays: it may yet be found. */
+  function show(entries, stay, searched = true) {
+    list.show(store, entries, stay);
+    if (!entries.length && !searched) return;
+    if (!entries.length) {
+      const none = state.wanted.shared && beside && isOpen(state.wanted) && !state.words;
+      view.nothing(none ? "The two runs have logged no prompt in common: runs of the same seed and data ask the same ones." : "No response meets these filters.");
+      other.node.hidden = true;
+    } else if (list.at < 0) {
+      if (searched) list.choose(0);
+    } else if (!stay) view.draw();
   }
 
   function goTo(group) {
@@ -69,18 +98,29 @@ async function startRollouts(root, data) {
   const open = () => ({ verdict: "any", step: null });
 
   async function choose(run) {
-    store = await stores.get(run).open();
-    state.wanted = { ...open() };
+    store = await stores.get(run.number).open();
+    if (beside === store) beside = null;
+    state.wanted = { ...open(), shared: beside !== null };
     fill();
     await relist();
   }
 
+  async function chooseBeside(number) {
+    beside = number === "" ? null : await stores.get(Number(number)).open();
+    state.wanted.shared = beside !== null;
+    fill();
+    await relist();
+    if (list.at >= 0) showBeside(list.entries[list.at].group);
+  }
+
   function fill() {
     const { recorded, steps, logged } = store.about;
+    const { by_score: byScore } = store.run;
+    explained.textContent = byScore ? BARS : FLIPPED;
     const some = (flag) => store.columns.flags.some((flags) => flags & flag);
     const possible = {
       truncated: some(FLAG.truncated), flipped: some(FLAG.flipped), clipped: recorded.ratios,
-      trained: recorded.ratios || recorded.in_loss, leftOut: some(FLAG.leftOut),
+      trained: recorded.ratios || recorded.in_loss, leftOut: some(FLAG.leftOut), shared: true,
     };
     let timer = null;
     const words = el("input", {
@@ -101,31 +141,68 @@ async function startRollouts(root, data) {
       return el("label", { class: "check", title: possible[name] ? hint : `${hint}: none here, or not recorded` }, box, text);
     };
     const change = (key, read = (value) => value) => (value) => {
-      if (key === "order") state.order = value;
+      if (key === "order") state.order = besideState.order = value;
       else state.wanted[key] = read(value);
-      relist(key === "order");
+      relist({ top: key === "order" });
     };
+    const runOptions = runs.map((run) => [String(run.number), run.name]);
     const ofRun = runs.length > 1
-      ? select("Run", runs.map((run) => [String(run.number), run.name]), String(store.run.number), (value) => choose(data.runs[Number(value)]))
-      : null;
+      ? [
+          select("Run", runOptions, String(store.run.number), (value) => choose(data.runs[Number(value)])),
+          select("Beside", [["", "nothing"], ...runOptions.filter(([number]) => Number(number) !== store.run.number)], beside ? String(beside.run.number) : "", chooseBeside),
+        ]
+      : [];
     const stepOptions = [["", `all ${steps.length}`], ...steps.map((step) => [String(step), String(step)])];
+    const step = state.wanted.step === null || state.wanted.step === undefined ? "" : String(state.wanted.step);
     bar.replaceChildren(...[
-      ofRun,
+      ...ofRun,
       words,
-      segmented("Verdict", [["any", "All"], ["correct", "Correct"], ["wrong", "Wrong"]], state.wanted.verdict, change("verdict")),
-      select("Step", stepOptions, "", change("step", (value) => (value === "" ? null : Number(value)))),
+      byScore
+        ? segmented("Reward", SIDES, state.wanted.verdict, change("verdict"))
+        : segmented("Verdict", VERDICTS, state.wanted.verdict, change("verdict")),
+      select("Step", stepOptions, step, change("step", (value) => (value === "" ? null : Number(value)))),
       select("Order", ORDERS, state.order, change("order")),
       segmented("Shade tokens by", [["probability", "Probability"], ["clip", "Clip"], ["none", "None"]], state.shading, (shading) => {
-        state.shading = shading;
+        state.shading = besideState.shading = shading;
         view.draw();
+        other.draw();
       }),
-      el("div", { class: "checks" }, ...CHECKS.map(check)),
+      el("div", { class: "checks" }, ...CHECKS.filter(([name]) => !(byScore && name === "flipped")).map(check), beside ? check(SHARED) : null),
       logged > steps.length ? el("span", { class: "hint" }, `${steps.length} of ${logged} logged steps are in this page`) : null,
     ].filter(Boolean));
   }
 
-  const explained = el("p", { class: "hint" }, "Flipped to right: a correct response to a question that was asked at an earlier logged step, where at the last such step fewer than half of its responses were correct.");
-  root.append(bar, el("div", { class: "columns" }, el("div", { class: "side" }, status, list.box, explained), view.node));
-  await choose(runs[0]);
-  await view.pending;
+  /** Shows what there is by now; a reader who is in the middle of something stays there. */
+  async function update() {
+    const before = runs.length;
+    runs = data.runs.filter((run) => run.rollouts.steps.length);
+    if (!runs.length) {
+      const logged = data.runs.some((run) => run.rollouts.logged);
+      const words = logged ? "This page was made without the rollouts." : "No rollouts were logged yet: log.rollouts_every_steps says at which steps they are.";
+      root.replaceChildren(el("p", { class: "empty" }, words));
+      return;
+    }
+    if (store === null) {
+      root.replaceChildren(bar, columns);
+      await choose(runs[0]);
+      await view.pending;
+      return;
+    }
+    await Promise.all([store.open(), beside?.open()]);
+    const now = [store.read, beside?.read];
+    if (now.every((read, side) => read === seen[side]) && before === runs.length) return;
+    if (!bar.contains(document.activeElement)) fill();
+    await relist({ stay: true });
+  }
+
+  return {
+    update,
+    /** Shows a group of a run. */
+    async open(run, group) {
+      await choose(run);
+      goTo(group);
+    },
+  };
 }
+
+const SHARED = ["shared", "asked in both runs", "the other run has logged a group of the same prompt"];

@@ -1,4 +1,4 @@
-// One panel: its lines, or its stack, its legend with the values at the cursor, and the cursor itself.
+// One panel: its lines, or its stack, its legend with the values at the cursor, and the cursor itself; and what every plot has.
 //
 // What all panels share is handed in as `view`: {runs, axis, smoothing, zoom, shown, cursor, moved, zoomed}.
 
@@ -26,7 +26,15 @@ class Chart {
       this.legend,
       panel.note ? el("p", { class: "note" }, panel.note) : null,
     );
-    this.listen();
+    listenTo(this);
+  }
+
+  /** Other metrics of the same panel, as of a run that has got further; what was switched on or off stays so. */
+  update(panel) {
+    const known = new Set(this.panel.series.map((series) => series.key));
+    for (const key of panel.hidden) if (!known.has(key)) this.hidden.add(key);
+    this.panel = panel;
+    this.plot.setAttribute("aria-label", this.description());
   }
 
   description() {
@@ -79,7 +87,7 @@ class Chart {
     this.brush = svg("rect", { class: "brush", y: top, height: bottom - top, visibility: "hidden" });
     this.plot.replaceChildren(
       svg("clipPath", { id: clip }, svg("rect", { x: left - 3, y: top - 3, width: Math.max(0, right - left + 6), height: bottom - top + 6 })),
-      ...this.axes(low, high, range),
+      ...axesOf({ size: this.size, x: this.x, y: this.y, range, within: [low, high], axis: this.view.axis, grid: true, log: this.panel.log, share: this.panel.unit === "share" }),
       svg("g", { "clip-path": `url(#${clip})` }, ...drawn.flatMap((draw) => draw())),
       this.brush,
       this.cursor,
@@ -143,39 +151,11 @@ class Chart {
     return [range, draws];
   }
 
-  axes(low, high, range) {
-    const [left, right, bottom, top] = this.size;
-    const nodes = [];
-    const label = this.panel.unit === "share" ? (value) => `${mark(Number((100 * value).toPrecision(4)))}%` : mark;
-    for (const value of this.panel.log ? logTicks(...range) : ticks(...range, 4)) {
-      const y = Math.round(this.y(value)) + 0.5;
-      nodes.push(svg("line", { class: "grid", x1: left, x2: right, y1: y, y2: y }));
-      nodes.push(svg("text", { x: left - 6, y: y + 3.5, "text-anchor": "end" }, label(Number(value.toPrecision(10)))));
-    }
-    const [divisor, unit] = this.view.axis === "clock_s" ? timeUnit(high) : [1, ""];
-    const marks = ticks(low / divisor, high / divisor, Math.max(2, (right - left) / 80));
-    for (const at of marks) {
-      const x = this.x(at * divisor);
-      const text = mark(Number(at.toPrecision(10))) + (at === marks.at(-1) && unit ? ` ${unit}` : "");
-      nodes.push(svg("line", { class: "tick", x1: x, x2: x, y1: bottom, y2: bottom + 3 }));
-      nodes.push(svg("text", { x, y: bottom + 15, "text-anchor": x > right - 14 ? "end" : "middle" }, text));
-    }
-    nodes.push(svg("line", { class: "base", x1: left, x2: right, y1: bottom + 0.5, y2: bottom + 0.5 }));
-    return nodes;
-  }
-
   /** The legend, with the values at the cursor, or the last ones. */
   tell() {
     const { cursor, axis } = this.view;
     const several = this.view.runs.length > 1;
-    if (cursor === null) this.cursor.setAttribute("visibility", "hidden");
-    else {
-      const x = this.x(cursor);
-      const seen = x >= this.size[0] - 1 && x <= this.size[1] + 1;
-      this.cursor.setAttribute("visibility", seen ? "visible" : "hidden");
-      this.cursor.setAttribute("x1", x);
-      this.cursor.setAttribute("x2", x);
-    }
+    showCursor(this, cursor);
     this.where.textContent = cursor === null ? "" : axisText(axis, cursor);
     const rows = this.panel.series.map((series, place) => {
       const values = this.runs().filter((run) => run.columns[series.key]).map((run) => {
@@ -191,10 +171,12 @@ class Chart {
     const there = rows.filter(([, , values]) => values.length);
     this.legend.classList.toggle("many", this.runs().length > 2);
     const isOff = ([series]) => this.hidden.has(series.key);
+    const focused = this.legend.contains(document.activeElement) ? document.activeElement.dataset.series : null;
     this.legend.replaceChildren(
       ...there.filter((row) => !isOff(row)).map(([series, place, values]) => el("div", { class: "entry" }, this.toggle(series, place, several), ...values)),
       el("div", { class: "off" }, ...there.filter(isOff).map(([series, place]) => this.toggle(series, place, several))),
     );
+    if (focused) this.legend.querySelector(`[data-series="${CSS.escape(focused)}"]`)?.focus();
   }
 
   toggle(series, place, several) {
@@ -204,49 +186,82 @@ class Chart {
     const button = el("button", { ...attributes, title: series.label }, sample, el("span", {}, series.label));
     button.addEventListener("click", () => {
       if (!this.hidden.delete(series.key)) this.hidden.add(series.key);
+      button.focus();  // where a click does not
       this.draw();
-      this.legend.querySelector(`[data-series="${CSS.escape(series.key)}"]`)?.focus();
     });
     return button;
   }
+}
 
-  listen() {
-    let from = null;
-    const at = (event) => {
-      const [left, right] = this.size;
-      const [low, high] = this.view.range();
-      const x = Math.min(right, Math.max(left, event.clientX - this.plot.getBoundingClientRect().left));
-      return low + ((x - left) / (right - left)) * (high - low);
-    };
-    this.plot.addEventListener("pointerdown", (event) => {
-      from = at(event);
-      this.plot.setPointerCapture(event.pointerId);
-    });
-    this.plot.addEventListener("pointermove", (event) => {
-      this.view.moved(at(event));
-      if (from === null) return;
-      const [a, b] = [from, at(event)].sort((one, other) => one - other).map(this.x);
-      this.brush.setAttribute("x", a);
-      this.brush.setAttribute("width", b - a);
-      this.brush.setAttribute("visibility", "visible");
-    });
-    this.plot.addEventListener("pointerup", (event) => {
-      const [a, b] = [from ?? at(event), at(event)].sort((one, other) => one - other);
-      from = null;
-      this.brush.setAttribute("visibility", "hidden");
-      if (this.x(b) - this.x(a) > 8) this.view.zoomed([a, b]);
-    });
-    this.plot.addEventListener("pointerleave", () => from === null && this.view.moved(null));
-    this.plot.addEventListener("dblclick", () => this.view.zoomed(null));
-    this.plot.addEventListener("blur", () => this.view.moved(null));
-    this.plot.addEventListener("keydown", (event) => {
-      const way = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity }[event.key];
-      if (event.key === "Escape") this.view.zoomed(null);
-      if (way === undefined) return;
-      event.preventDefault();
-      this.view.stepped(way);
-    });
+/** The lines and numbers beside a plot. `size` is [left, right, bottom, top], `within` the range of the horizontal axis. */
+function axesOf({ size: [left, right, bottom, top], x, y, range, within: [low, high], axis, grid, log = false, share = false }) {
+  const nodes = [];
+  const label = share ? (value) => `${mark(Number((100 * value).toPrecision(4)))}%` : mark;
+  for (const value of log ? logTicks(...range) : ticks(...range, 4)) {
+    const at = Math.round(y(value)) + 0.5;
+    if (grid) nodes.push(svg("line", { class: "grid", x1: left, x2: right, y1: at, y2: at }));
+    nodes.push(svg("text", { x: left - 6, y: at + 3.5, "text-anchor": "end" }, label(Number(value.toPrecision(10)))));
   }
+  const [divisor, unit] = axis === "clock_s" ? timeUnit(high) : [1, ""];
+  const marks = ticks(low / divisor, high / divisor, Math.max(2, (right - left) / 80), axis !== "clock_s");
+  for (const value of marks) {
+    const at = x(value * divisor);
+    const text = mark(Number(value.toPrecision(10))) + (value === marks.at(-1) && unit ? ` ${unit}` : "");
+    nodes.push(svg("line", { class: "tick", x1: at, x2: at, y1: bottom, y2: bottom + 3 }));
+    nodes.push(svg("text", { x: at, y: bottom + 15, "text-anchor": at > right - 14 ? "end" : "middle" }, text));
+  }
+  nodes.push(svg("line", { class: "base", x1: left, x2: right, y1: bottom + 0.5, y2: bottom + 0.5 }));
+  return nodes;
+}
+
+/** Puts a plot's cursor at `value` of the horizontal axis; null: nowhere. */
+function showCursor({ cursor, x, size }, value) {
+  const at = value === null ? -Infinity : x(value);
+  const seen = at >= size[0] - 1 && at <= size[1] + 1;
+  cursor.setAttribute("visibility", seen ? "visible" : "hidden");
+  if (!seen) return;
+  cursor.setAttribute("x1", at);
+  cursor.setAttribute("x2", at);
+}
+
+/** Pointer and keys of a plot: {plot, view, size, x, brush}. */
+function listenTo(chart) {
+  const { plot, view } = chart;
+  let from = null;
+  const at = (event) => {
+    const [left, right] = chart.size;
+    const [low, high] = view.range();
+    const x = Math.min(right, Math.max(left, event.clientX - plot.getBoundingClientRect().left));
+    return low + ((x - left) / (right - left)) * (high - low);
+  };
+  plot.addEventListener("pointerdown", (event) => {
+    from = at(event);
+    plot.setPointerCapture(event.pointerId);
+  });
+  plot.addEventListener("pointermove", (event) => {
+    view.moved(at(event));
+    if (from === null) return;
+    const [a, b] = [from, at(event)].sort((one, other) => one - other).map(chart.x);
+    chart.brush.setAttribute("x", a);
+    chart.brush.setAttribute("width", b - a);
+    chart.brush.setAttribute("visibility", "visible");
+  });
+  plot.addEventListener("pointerup", (event) => {
+    const [a, b] = [from ?? at(event), at(event)].sort((one, other) => one - other);
+    from = null;
+    chart.brush.setAttribute("visibility", "hidden");
+    if (chart.x(b) - chart.x(a) > 8) view.zoomed([a, b]);
+  });
+  plot.addEventListener("pointerleave", () => from === null && view.moved(null));
+  plot.addEventListener("dblclick", () => view.zoomed(null));
+  plot.addEventListener("blur", () => view.moved(null));
+  plot.addEventListener("keydown", (event) => {
+    const way = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity }[event.key];
+    if (event.key === "Escape") view.zoomed(null);
+    if (way === undefined) return;
+    event.preventDefault();
+    view.stepped(way);
+  });
 }
 
 function timeUnit(seconds) {

@@ -2,16 +2,18 @@
 
 function startConfiguration(root, data) {
   const { runs } = data;
+  root.replaceChildren();
   const rows = data.configuration;
   if (rows.every((row) => row.values.every((value) => value === null))) {
     root.append(el("p", { class: "empty" }, "There is no config.yaml beside these metrics."));
-    return;
+    return root;
   }
   const kinds = [["departs", `Departs from the defaults (${rows.filter((row) => row.departs).length})`]];
   if (runs.length > 1) kinds.unshift(["differs", `Differs between the runs (${rows.filter((row) => row.differs).length})`]);
   kinds.push(["all", `All keys (${rows.length})`]);
   const state = { kind: kinds[0][0], words: "" };
   const body = el("tbody");
+  const nameOf = (run) => (runs.length > 1 ? run.name : "This run");
   const draw = () => {
     const shown = rows.filter((row) => (state.kind === "all" || row[state.kind]) && row.key.includes(state.words));
     body.replaceChildren(...shown.map((row) => line(row)));
@@ -19,17 +21,18 @@ function startConfiguration(root, data) {
   };
   const line = (row) => {
     const [section, name] = [row.key.slice(0, row.key.lastIndexOf(".") + 1), row.key.slice(row.key.lastIndexOf(".") + 1)];
-    const cell = (value) => {
-      if (value === null) return el("td", { class: "none" }, "not recorded");
-      return el("td", { class: value === row.default || row.key === "run_dir" ? "same" : "changed" }, el("code", {}, value));
+    const cell = (value, number) => {
+      const label = { "data-label": nameOf(runs[number]) };
+      if (value === null) return el("td", { class: "none", ...label }, "not recorded");
+      return el("td", { class: value === row.default || row.key === "run_dir" ? "same" : "changed", ...label }, el("code", {}, value));
     };
-    return el("tr", {}, el("th", { scope: "row" }, el("span", {}, section), name), ...row.values.map(cell), el("td", { class: "default" }, el("code", {}, row.default)));
+    return el("tr", {}, el("th", { scope: "row" }, el("span", {}, section), name), ...row.values.map(cell), el("td", { class: "default", "data-label": "Default" }, el("code", {}, row.default)));
   };
   const head = el(
     "tr",
     {},
     el("th", { scope: "col" }, "Key"),
-    ...runs.map((run) => el("th", { scope: "col" }, runs.length > 1 ? swatch(run.number) : null, runs.length > 1 ? run.name : "This run")),
+    ...runs.map((run) => el("th", { scope: "col" }, runs.length > 1 ? swatch(run.number) : null, nameOf(run))),
     el("th", { scope: "col" }, "Default"),
   );
   const words = el("input", { type: "search", placeholder: "Search keys", "aria-label": "Search keys", oninput: () => {
@@ -44,4 +47,5 @@ function startConfiguration(root, data) {
     el("div", { class: "scroll" }, el("table", { class: "keys" }, el("thead", {}, head), body)),
   );
   draw();
+  return root;
 }

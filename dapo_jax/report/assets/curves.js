@@ -2,8 +2,7 @@
 
 function startCurves(root, data) {
   const runs = data.runs;
-  const axes = Object.entries(data.axes).filter(([name]) => runs.some((run) => run.axes[name]));
-  const charts = [];
+  const charts = new Map();
   const view = {
     runs,
     axis: "step",
@@ -14,7 +13,7 @@ function startCurves(root, data) {
     range() {
       if (this.zoom) return this.zoom;
       let high = 0;
-      for (const run of runs) if (this.shown.has(run.number)) high = Math.max(high, (run.axes[this.axis] ?? [0]).at(-1));
+      for (const run of runs) if (this.shown.has(run.number)) high = Math.max(high, (run.axes[this.axis] ?? []).at(-1) ?? 0);
       return [0, high || 1];
     },
     /** The cursor stands where the nearest run shown has a value. */
@@ -38,7 +37,7 @@ function startCurves(root, data) {
   };
 
   const longest = () => {
-    const there = runs.filter((run) => view.shown.has(run.number) && run.axes[view.axis]);
+    const there = runs.filter((run) => view.shown.has(run.number) && run.axes[view.axis]?.length);
     return there.map((run) => run.axes[view.axis]).sort((a, b) => b.at(-1) - a.at(-1))[0] ?? [0];
   };
   const snap = (x) => {
@@ -51,7 +50,7 @@ function startCurves(root, data) {
     waiting = true;
     requestAnimationFrame(() => {
       waiting = false;
-      for (const chart of charts) if (chart.drawn) chart.tell();
+      for (const chart of charts.values()) if (chart.drawn) chart.tell();
     });
   };
   const draw = (some) => some.forEach((chart) => {
@@ -59,11 +58,11 @@ function startCurves(root, data) {
     chart.draw();
   });
   const drawAll = () => {
-    for (const chart of charts) if (chart.drawn) chart.draw();
+    for (const chart of charts.values()) if (chart.drawn) chart.draw();
   };
 
   const reset = el("button", { type: "button", class: "quiet", hidden: true, onclick: () => view.zoomed(null) }, "Whole range");
-  const amount = el("output", {}, "0.6");
+  const amount = el("output", {}, "0.60");
   const slider = el("input", {
     type: "range", min: "0", max: "0.98", step: "0.02", value: "0.6", id: "smoothing", "aria-label": "Smoothing",
     oninput: () => {
@@ -72,41 +71,70 @@ function startCurves(root, data) {
       drawAll();
     },
   });
-  amount.textContent = "0.60";
+  const [head, against, grid, zero, others] = ["", "", "panels", "hint zero", ""].map((kind) => el("div", { class: kind }));
   root.append(
-    summary(runs, view, drawAll),
+    head,
     el(
       "div",
       { class: "toolbar" },
       el("span", { class: "label" }, "Against"),
-      segmented("Horizontal axis", axes.map(([name, text]) => [name, AXIS_WORDS[name] ?? name, text]), "step", (axis) => {
-        view.axis = axis;
-        view.cursor = null;
-        view.zoomed(null);
-      }),
+      against,
       el("label", { class: "field" }, el("span", {}, "Smoothing"), slider, amount),
       reset,
       el("span", { class: "hint" }, "Drag over a panel to zoom. Names switch lines on and off; figures are those at the cursor, or the last."),
     ),
+    grid,
+    zero,
+    others,
   );
-  const grid = el("div", { class: "panels" });
-  root.append(grid);
-  for (const [section, panels] of sections(data.panels)) {
-    const made = panels.map((panel) => new Chart(panel, view));
-    charts.push(...made);
-    if (section === "Other metrics") {
-      const inside = el("div", { class: "panels" }, ...made.map((chart) => el("div", { class: "cell" }, chart.node)));
-      const box = el("details", { class: "section" }, el("summary", {}, `${section} (${panels.length})`), inside);
-      box.addEventListener("toggle", () => box.open && draw(made));
-      root.append(box);
-    } else {
-      // The name of a section stands over its first panel, so that rows stay full.
-      grid.append(...made.map((chart, i) => el("div", { class: "cell" }, i ? el("div", { class: "above" }) : el("h2", { class: "above" }, section), chart.node)));
+
+  const cell = (chart) => el("div", { class: "cell" }, chart.node);
+  const box = el("details", { class: "section" });
+  box.addEventListener("toggle", () => box.open && draw([...charts.values()].filter((chart) => box.contains(chart.node))));
+  let heats = [];
+  let laid = "";
+
+  /** Puts the panels into their sections; those that were there before are used again. */
+  function lay() {
+    const found = sections(data.panels);
+    for (const panel of data.panels) {
+      const name = `${panel.section}/${panel.title}`;
+      if (charts.has(name)) charts.get(name).update(panel);
+      else charts.set(name, new Chart(panel, view));
     }
+    const now = JSON.stringify([data.panels.map((panel) => [panel.section, panel.title]), heats.length]);
+    if (now === laid) return;
+    laid = now;
+    const of = (panels) => panels.map((panel) => cell(charts.get(`${panel.section}/${panel.title}`)));
+    const known = [...found].filter(([section]) => section !== OTHER);
+    const rest = found.get(OTHER) ?? [];
+    grid.replaceChildren(
+      ...known.flatMap(([section, panels]) => [el("h2", { class: "above" }, section), ...of(panels)]),
+      ...(heats.length ? [el("h2", { class: "above" }, "Distributions over the rollouts that were logged"), ...heats.map(cell)] : []),
+    );
+    box.replaceChildren(el("summary", {}, `${OTHER} (${rest.length})`), el("div", { class: "panels" }, ...of(rest)));
+    others.replaceChildren(...(rest.length ? [box] : []));
   }
-  // When all are there, so that the width is the one that a scroll bar leaves.
-  draw(charts.filter((chart) => !chart.node.closest("details")));
-  if (data.zero.length) grid.after(el("p", { class: "hint zero" }, `Zero throughout, so not drawn: ${data.zero.join(", ").toLowerCase()}.`));
+
+  function show() {
+    const axes = Object.entries(data.axes).filter(([name]) => runs.some((run) => run.axes[name]));
+    const focused = head.contains(document.activeElement) ? document.activeElement.dataset.run : null;
+    head.replaceChildren(summary(data, view, drawAll));
+    if (focused) head.querySelector(`[data-run="${focused}"]`).focus();
+    if (against.childElementCount === 0 || against.firstChild.childElementCount !== axes.length) {
+      against.replaceChildren(segmented("Horizontal axis", axes.map(([name, text]) => [name, AXIS_WORDS[name] ?? name, text]), view.axis, (axis) => {
+        view.axis = axis;
+        view.cursor = null;
+        view.zoomed(null);
+      }));
+    }
+    zero.textContent = data.zero.length ? `Zero throughout, so not drawn: ${data.zero.join(", ").toLowerCase()}.` : "";
+    lay();
+    // When all are there, so that the width is the one that a scroll bar leaves.
+    draw([...charts.values()].filter((chart) => grid.contains(chart.node) || (box.open && box.contains(chart.node))));
+  }
+
+  show();
   // Widths change with the window, and are known only while the view is shown.
   let width = root.clientWidth;
   new ResizeObserver(() => {
@@ -114,8 +142,34 @@ function startCurves(root, data) {
     width = root.clientWidth;
     drawAll();
   }).observe(root);
+
+  return {
+    /** Adds what was logged of rollouts, which takes longer to read. */
+    distributions(stores) {
+      heats = [];
+      for (const distribution of DISTRIBUTIONS) {
+        const alike = [];
+        for (const store of stores) {
+          const name = `distributions/${store.run.number}/${distribution[0]}`;
+          if (!charts.has(name)) charts.set(name, new Heat(store, distribution, view));
+          const heat = charts.get(name);
+          heat.read();
+          if (heat.columns.length) alike.push(heat);
+        }
+        // The same range for all runs, so that they can be compared.
+        const range = [Math.min(...alike.map((heat) => heat.range[0])), Math.max(...alike.map((heat) => heat.range[1]))];
+        for (const heat of alike) heat.range = range;
+        heats.push(...alike);
+      }
+      lay();
+      draw(heats);
+    },
+    /** Shows `data` as it is now. */
+    update: show,
+  };
 }
 
+const OTHER = "Other metrics";
 const AXIS_WORDS = { step: "Steps", updates: "Updates", sampled_tokens: "Sampled tokens", clock_s: "Time" };
 
 function sections(panels) {
@@ -129,29 +183,37 @@ function sections(panels) {
 }
 
 /** A table with a line for each run; its name switches it on and off. */
-function summary(runs, view, drawAll) {
-  const heldOut = (run) => Object.keys(run.columns).find((key) => /^eval\/.+\/avg@\d+$/.test(key));
+function summary({ runs, made }, view, drawAll) {
+  const heldOut = (run) => Object.keys(run.columns).find((key) => (run.by_score ? /^eval\/.+\/reward$/ : /^eval\/.+\/avg@(\d+|k)$/).test(key));
   const kinds = new Set(runs.map((run) => heldOut(run)?.split("/").at(-1)).filter(Boolean));
+  const averages = [...kinds].filter((kind) => kind !== "reward");
+  const kindOf = (run) => (run.by_score ? "reward" : averages.length === 1 ? averages[0] : "avg@k");
+  /** Where some runs are judged by scores and others are not, each says what its figures are. */
+  const alike = runs.every((run) => run.by_score === runs[0].by_score);
+  const said = (name, text) => (alike || text === "–" ? text : `${name} ${text}`);
+  const trained = (run) => (run.by_score ? ["reward", figure(last(run, "reward/mean"))] : ["accuracy", percent(last(run, "rollout/accuracy"))]);
   const columns = [
     ["Run", (run) => runName(run, runs, view, drawAll)],
+    ["State", (run) => stateOf(run, made)],
     ["Step", (run) => progress(run)],
-    kinds.size && [`Held-out ${kinds.size === 1 ? [...kinds][0] : "avg@k"}`, (run) => firstAndLast(run, heldOut(run))],
+    kinds.size && [alike ? `Held-out ${kindOf(runs[0])}` : "Held-out", (run) => said(kindOf(run), firstAndLast(run, heldOut(run)))],
     kinds.size && ["Best", (run) => best(run, heldOut(run))],
-    ["Train accuracy", (run) => percent(last(run, "rollout/accuracy"))],
+    [alike ? `Train ${trained(runs[0])[0]}` : "Train", (run) => said(...trained(run))],
     ["Length", (run) => `${figure(last(run, "rollout/response_tokens"))} tokens`],
     ["Entropy", (run) => figure(last(run, "policy/entropy"))],
     ["Sampled", (run) => `${figure(run.axes.sampled_tokens?.at(-1))} tokens`],
     ["Time", (run) => duration(run.axes.clock_s?.at(-1))],
   ].filter(Boolean);
   const head = el("tr", {}, ...columns.map(([title]) => el("th", { scope: "col" }, title)));
-  const lines = runs.map((run) => el("tr", {}, ...columns.map(([, cell]) => el("td", {}, cell(run)))));
+  const lines = runs.map((run) => el("tr", {}, ...columns.map(([title, cell]) => el("td", { "data-label": title }, cell(run)))));
   return el("div", { class: "scroll" }, el("table", { class: "summary" }, el("thead", {}, head), el("tbody", {}, ...lines)));
 }
 
 function runName(run, runs, view, drawAll) {
   const words = [swatch(run.number), el("span", { title: run.place }, run.name)];
   if (runs.length === 1) return el("b", { class: "run", title: run.place }, run.name);
-  const button = el("button", { type: "button", class: "run", "aria-pressed": "true", "data-run": run.number }, ...words);
+  const pressed = String(view.shown.has(run.number));
+  const button = el("button", { type: "button", class: "run", "aria-pressed": pressed, "data-run": run.number }, ...words);
   button.addEventListener("click", () => {
     const on = !view.shown.delete(run.number);
     if (on) view.shown.add(run.number);
@@ -164,20 +226,35 @@ function runName(run, runs, view, drawAll) {
 const valuesOf = (run, key) => (run.columns[key] ?? []).map((value, i) => [value, i]).filter(([value]) => value !== null);
 const last = (run, key) => valuesOf(run, key).at(-1)?.[0] ?? null;
 
+/** Whether the run runs, or when and why it ended, as far as was known when the page was made. */
+function stateOf({ state: { kind, at, reason } }, made) {
+  const words = {
+    running: [`running`, `last sign of life ${moment(at)}`],
+    finished: ["finished", moment(at)],
+    stopped: [`stopped${reason ? ` by ${reason}` : ""}`, moment(at)],
+    failed: ["ended by an error", moment(at)],
+    silent: ["no sign of life", `since ${moment(at)}`],
+    unknown: ["not known", `last written ${moment(at)}`],
+  }[kind];
+  const title = `as of ${moment(made)}`;
+  return el("div", { class: `state ${kind}`, title }, el("b", {}, words[0]), ` ${words[1]}`, kind === "failed" && reason ? el("div", { class: "reason" }, reason) : null);
+}
+
 function progress(run) {
-  const step = run.axes.step.at(-1);
+  const step = run.axes.step.at(-1) ?? 0;
   return run.steps === null ? figure(step) : `${figure(step)} of ${figure(run.steps)}`;
 }
 
 function firstAndLast(run, key) {
   const values = valuesOf(run, key);
   if (!values.length) return "–";
-  return values.length === 1 ? percent(values[0][0]) : `${percent(values[0][0])} → ${percent(values.at(-1)[0])}`;
+  const shown = run.by_score ? figure : percent;
+  return values.length === 1 ? shown(values[0][0]) : `${shown(values[0][0])} → ${shown(values.at(-1)[0])}`;
 }
 
 function best(run, key) {
   const values = valuesOf(run, key);
   if (!values.length) return "–";
   const [value, place] = values.reduce((a, b) => (b[0] > a[0] ? b : a));
-  return `${percent(value)} at step ${run.axes.step[place]}`;
+  return `${(run.by_score ? figure : percent)(value)} at step ${run.axes.step[place]}`;
 }

@@ -3,15 +3,16 @@
 const RESPONSES_AT_FIRST = 16;
 
 class GroupView {
-  constructor(state, goTo) {
-    this.state = state;
-    this.goTo = goTo;
+  /** `state` is {wanted, order, words, shading, named}, `goTo(group)` shows another group, `links(key)` gives nodes that lead to other
+   * views of the same question. */
+  constructor(state, { goTo, links }) {
+    Object.assign(this, { state, goTo, links });
     this.hint = new Hint();
     this.node = el("div", { class: "group", tabindex: "-1", "aria-live": "off" });
   }
 
   nothing(words) {
-    this.asked = null;
+    this.asked = this.shown = null;
     this.node.replaceChildren(el("p", { class: "empty" }, words));
   }
 
@@ -23,8 +24,12 @@ class GroupView {
 
   async open(store, group) {
     const asked = (this.asked = { store, group });
-    const texts = await store.texts(group);
+    const texts = await store.texts(group).catch((error) => error);
     if (this.asked !== asked) return;
+    if (texts instanceof Error) {
+      this.nothing(texts.message);
+      return;
+    }
     this.shown = { store, group, texts };
     this.limit = RESPONSES_AT_FIRST;
     this.everything = false;
@@ -46,12 +51,13 @@ class GroupView {
     const parts = [
       this.heading(),
       el("div", { class: "question" }, el("h3", {}, "Prompt"), marked("pre", texts.prompt, words), el("h3", {}, "Answer"), el("pre", { class: "answer" }, texts.answer)),
+      this.history(),
       this.legend(),
       ...cards,
       later > 0 ? this.button(`Show ${counted(later, "more response")}`, () => { this.limit = Infinity; }) : null,
       others > 0 ? this.button(`Show ${counted(others, "response")} of this group that the filters leave out`, () => { this.everything = true; }) : null,
     ];
-    this.node.replaceChildren(...parts.filter(Boolean));
+    replaceWithBars(this.node, parts.filter(Boolean));
   }
 
   button(text, change) {
@@ -61,18 +67,31 @@ class GroupView {
   heading() {
     const { store, group } = this.shown;
     const { columns } = store;
-    const size = store.end(group) - store.first(group);
     const words = [
+      this.state.named() ? el("span", { class: "run" }, swatch(store.run.number), store.run.name) : null,
       el("h2", {}, `Step ${columns.group_step[group]}`),
       el("span", {}, `prompt ${columns.group_ordinal[group].toLocaleString("en-US")}`),
-      el("span", {}, `${store.correct(group)} of ${size} correct`),
+      el("span", {}, store.outcome(group)),
     ];
     const before = columns.group_before[group];
     if (before >= 0) {
-      const was = `${store.correct(before)} of ${store.end(before) - store.first(before)}`;
-      words.push(el("button", { type: "button", class: "link", onclick: () => this.goTo(before) }, `asked before at step ${columns.group_step[before]}: ${was} correct`));
+      words.push(el("button", { type: "button", class: "link", onclick: () => this.goTo(before) }, `asked before at step ${columns.group_step[before]}: ${store.outcome(before)}`));
     }
-    return el("div", { class: "heading" }, ...words);
+    return el("div", { class: "heading" }, ...words, ...this.links(store, store.key(group)));
+  }
+
+  /** The same question at all steps at which it was logged. */
+  history() {
+    const { store, group } = this.shown;
+    const groups = store.groupsOf(store.key(group));
+    if (groups.length < 2) return null;
+    const { by_score: byScore } = store.run;
+    const times = groups.map((each) => ({
+      step: store.columns.group_step[each], level: byScore ? levelOf(store.reward(each), store.rewards()) : store.correct(each) / store.size(each),
+      outcome: store.outcome(each), current: each === group, choose: () => this.goTo(each),
+    }));
+    const bars = byScore ? `: mean rewards, ${rangeText(store.rewards())}, the lowest and highest reward that was logged of the run` : "";
+    return el("div", { class: "history" }, el("h3", {}, `This prompt over time, in ${counted(groups.length, "logged group")}${bars}`), strip("This prompt over time", times, byScore));
   }
 
   legend() {
@@ -101,11 +120,11 @@ class GroupView {
     const { columns } = store;
     const i = store.first(group) + k;
     const flags = columns.flags[i];
-    const correct = Boolean(flags & FLAG.correct);
+    const { by_score: byScore } = store.run;
     const fact = (name, value, kind = "") => el("span", { class: `fact ${kind}` }, `${name} `, el("b", {}, value));
     const facts = [
-      el("span", { class: `verdict ${correct ? "good" : "bad"}` }, correct ? "✓ correct" : "✗ wrong"),
-      fact("reward", signed(columns.reward[i]), "wide"),
+      verdictOf(byScore, response, flags & FLAG.correct),
+      fact("reward", byScore ? figure(columns.reward[i]) : signed(columns.reward[i]), "wide"),
       fact("advantage", signed(columns.advantage[i]), "wide"),
       fact("tokens", columns.tokens[i].toLocaleString("en-US"), "wide"),
       fact("ended by", response.finish === "length" ? "the length limit" : response.finish === "stop" ? "itself" : "not recorded", response.finish === "length" ? "warn" : ""),
@@ -115,15 +134,27 @@ class GroupView {
       store.about.recorded.in_loss && !(flags & FLAG.trained) ? fact("not trained on", "") : null,
       flags & FLAG.leftOut ? el("span", { class: "badge warn" }, "left out of the loss") : null,
     ];
-    const why = [response.extracted === null || response.extracted === undefined ? "no answer found" : `answer read: ${response.extracted}`, response.reason].filter(Boolean).join(" · ");
     return el(
       "article",
       { class: beside ? "response beside" : "response", "aria-label": `Response ${k}` },
       el("header", {}, el("span", { class: "index" }, `#${response.index ?? k}`), ...facts),
       ...showTokens(response, columns.tokens[i], { shading, words, hint: this.hint }),
-      el("p", { class: "why" }, why),
+      el("p", { class: "why" }, whyOf(byScore, response)),
     );
   }
+}
+
+/** What the grader said of a response: right or wrong, or its score. */
+function verdictOf(byScore, response, correct) {
+  if (!byScore) return el("span", { class: `verdict ${correct ? "good" : "bad"}` }, correct ? "✓ correct" : "✗ wrong");
+  return el("span", { class: "verdict even" }, typeof response.score === "number" ? `score ${figure(response.score)}` : "no score");
+}
+
+/** What the grader read, and its reason; who gives scores need not read an answer. */
+function whyOf(byScore, { extracted, reason }) {
+  const none = extracted === null || extracted === undefined;
+  const read = none ? !byScore && "no answer found" : `answer read: ${extracted}`;
+  return [read, reason].filter(Boolean).join(" · ");
 }
 
 /** Text in which `words` (lower case) are marked. */

@@ -5,15 +5,23 @@ const ORDERS = [
   ["latest", "Last step first"],
   ["advantage", "Highest advantage first"],
   ["negative", "Lowest advantage first"],
+  ["reward", "Highest reward first"],
+  ["lowest", "Lowest reward first"],
   ["longest", "Longest response first"],
   ["clipped", "Most clipped tokens first"],
 ];
+
+const VERDICTS = [["any", "All"], ["correct", "Correct"], ["wrong", "Wrong"]];
+const SIDES = [["any", "All"], ["above", "Above the group's mean"], ["below", "Below it"]];
+/** Of responses that are above or below the mean reward of their group: `Store.side`. */
+const SIDE = { above: 1, below: -1 };
 
 /** True for each response that meets the filters. `wanted` is {verdict, truncated, flipped, clipped, trained, leftOut, step}. */
 function meets(store, wanted, i) {
   const flags = store.columns.flags[i];
   if (wanted.verdict === "correct" && !(flags & FLAG.correct)) return false;
   if (wanted.verdict === "wrong" && flags & FLAG.correct) return false;
+  if (wanted.verdict in SIDE && store.side(i) !== SIDE[wanted.verdict]) return false;
   if (wanted.clipped && !store.columns.clipped[i]) return false;
   return ["truncated", "flipped", "trained", "leftOut"].every((name) => !wanted[name] || flags & FLAG[name]);
 }
@@ -29,6 +37,8 @@ function weightOf(store, order) {
   return {
     advantage: (i) => known[i],
     negative: (i) => -known[i],
+    reward: (i) => reward[i],
+    lowest: (i) => -reward[i],
     longest: (i) => tokens[i],
     clipped: (i) => clipped[i],
   }[order];

@@ -1,31 +1,33 @@
-// The list of groups: as many rows as fit, whatever their number, and the keys of a list box.
+// A long list: as many rows as fit, whatever their number, and the keys of a list box.
 
 const ROW_HEIGHT = 46;
 const MAX_TICKS = 32;
 
-class GroupList {
-  constructor(chosen) {
-    this.chosen = chosen;
-    this.entries = [];
-    this.at = -1;
+class LongList {
+  /** `content(entry, source)` gives the children of a row; `name` begins the ids of rows, `label` says what they are. */
+  constructor(chosen, { name, label, content }) {
+    Object.assign(this, { chosen, name, content, entries: [], at: -1, group: undefined });
     this.space = el("div", { class: "space" });
-    this.box = el("div", { class: "groups", role: "listbox", tabindex: "0", "aria-label": "Groups" }, this.space);
+    this.box = el("div", { class: "groups", role: "listbox", tabindex: "0", "aria-label": label }, this.space);
     this.box.addEventListener("scroll", () => this.draw());
     this.box.addEventListener("keydown", (event) => this.key(event));
     new ResizeObserver(() => this.draw()).observe(this.box);
   }
 
-  /** Shows other entries; the group that was chosen stays so where it is among them. */
-  show(store, entries) {
-    const group = this.store === store ? this.entries[this.at]?.group : undefined;
-    this.store = store;
+  /** Shows other entries, each with a `group` of its own in `source`; the one that was chosen stays so where it is among them.
+   *
+   * With `stay` the list is not scrolled: more was added to it.
+   */
+  show(source, entries, stay = false) {
+    if (this.source !== source) this.group = undefined;
+    this.source = source;
     this.entries = entries;
-    this.at = entries.findIndex((entry) => entry.group === group);
+    this.at = entries.findIndex((entry) => entry.group === this.group);
     this.space.style.height = `${entries.length * ROW_HEIGHT}px`;
     this.rows = new Map();
     this.space.replaceChildren();
     if (this.at < 0) this.box.scrollTop = 0;
-    else this.reveal();
+    else if (!stay) this.reveal();
     this.draw();
   }
 
@@ -38,7 +40,7 @@ class GroupList {
   }
 
   draw() {
-    if (!this.store) return;
+    if (!this.source) return;
     const first = Math.max(0, Math.floor(this.box.scrollTop / ROW_HEIGHT) - 4);
     const height = this.box.clientHeight || 600;
     const end = Math.min(this.entries.length, first + Math.ceil(height / ROW_HEIGHT) + 8);
@@ -52,29 +54,15 @@ class GroupList {
       if (!this.rows.has(place)) this.rows.set(place, this.row(place));
     }
     for (const [place, row] of this.rows) row.setAttribute("aria-selected", String(place === this.at));
-    if (this.rows.has(this.at)) this.box.setAttribute("aria-activedescendant", `group-${this.at}`);
+    if (this.rows.has(this.at)) this.box.setAttribute("aria-activedescendant", `${this.name}-${this.at}`);
     else this.box.removeAttribute("aria-activedescendant");
   }
 
   row(place) {
-    const { store } = this;
-    const { group, count } = this.entries[place];
-    const { columns } = store;
-    const [first, end] = [store.first(group), store.end(group)];
-    const marks = el("span", { class: "marks", "aria-hidden": "true" });
-    for (let i = first; i < Math.min(end, first + MAX_TICKS); i += 1) {
-      marks.append(el("i", { class: columns.flags[i] & FLAG.correct ? "good" : "bad" }));
-    }
-    const size = end - first;
-    const right = store.correct(group);
-    const part = count < size ? `, ${count} shown` : "";
     const row = el(
       "div",
-      { class: "row", role: "option", id: `group-${place}`, "aria-setsize": this.entries.length, "aria-posinset": place + 1, onclick: () => this.choose(place) },
-      el("span", { class: "step" }, `step ${columns.group_step[group]}`),
-      marks,
-      el("span", { class: "score" }, `${right}/${size}${part}`),
-      el("span", { class: "head" }, store.head(group) || "(empty prompt)"),
+      { class: "row", role: "option", id: `${this.name}-${place}`, "aria-setsize": this.entries.length, "aria-posinset": place + 1, onclick: () => this.choose(place) },
+      ...this.content(this.entries[place], this.source),
     );
     row.style.top = `${place * ROW_HEIGHT}px`;
     this.space.append(row);
@@ -84,6 +72,7 @@ class GroupList {
   choose(place) {
     if (!this.entries.length) return;
     this.at = Math.min(this.entries.length - 1, Math.max(0, place));
+    this.group = this.entries[this.at].group;
     this.reveal();
     this.draw();
     this.chosen(this.entries[this.at]);
@@ -99,4 +88,32 @@ class GroupList {
     event.preventDefault();
     this.choose(to);
   }
+}
+
+/** A bar in a row that is neither good nor bad; `level` is its height, from 0 to 1. */
+function evenMark(level) {
+  const node = el("i", { class: "even" });
+  node.style.height = `${Math.max(2, Math.round(12 * level))}px`;
+  return node;
+}
+
+/** A group of rollouts in a list. */
+function groupRow({ group, count }, store) {
+  const { columns } = store;
+  const [first, end] = [store.first(group), store.end(group)];
+  const { by_score: byScore } = store.run;
+  const step = columns.group_step[group];
+  const marks = el("span", { class: "marks", "aria-hidden": "true" });
+  for (let i = first; i < Math.min(end, first + MAX_TICKS); i += 1) {
+    if (byScore) marks.append(evenMark(levelOf(columns.reward[i], store.rewards(step))));
+    else marks.append(el("i", { class: columns.flags[i] & FLAG.correct ? "good" : "bad" }));
+  }
+  const size = end - first;
+  const part = count < size ? `, ${count} shown` : "";
+  return [
+    el("span", { class: "step" }, `step ${step}`),
+    marks,
+    el("span", { class: "score" }, `${byScore ? `mean ${figure(store.reward(group))}` : `${store.correct(group)}/${size}`}${part}`),
+    el("span", { class: "head" }, store.head(group) || "(empty prompt)"),
+  ];
 }

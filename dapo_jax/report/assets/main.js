@@ -1,4 +1,4 @@
-// Starts the page: the header, the views, and which of them is shown.
+// Starts the page: the header, the views, which of them is shown, and how one leads to another.
 
 function startTabs() {
   const tabs = [...document.querySelectorAll("[role=tab]")];
@@ -9,6 +9,7 @@ function startTabs() {
       each.tabIndex = on ? 0 : -1;
       document.getElementById(each.getAttribute("aria-controls")).hidden = !on;
     }
+    tab.scrollIntoView({ block: "nearest", inline: "nearest" });
   };
   tabs.forEach((tab, place) => {
     tab.addEventListener("click", () => choose(tab));
@@ -21,6 +22,13 @@ function startTabs() {
     });
   });
   choose(tabs[0]);
+  return (name) => choose(document.getElementById(`tab-${name}`));
+}
+
+/** Takes in newer data: those who hold `data` and its runs see what is new in them. */
+function renew(data, newer) {
+  newer.runs.forEach((run, number) => Object.assign(data.runs[number], run));
+  for (const name of ["made", "panels", "zero", "configuration"]) data[name] = newer[name];
 }
 
 async function start() {
@@ -29,14 +37,58 @@ async function start() {
     run.number = number;
   });
   startTheme(document.getElementById("theme"));
-  document.getElementById("made").textContent = `made ${data.made.replace("T", " ").replace("+00:00", " UTC")} · dapo_jax ${data.version}`;
-  startTabs();
-  startCurves(document.getElementById("curves"), data);
-  startConfiguration(document.getElementById("configuration"), data);
+  const made = document.getElementById("made");
+  made.textContent = `made ${moment(data.made)} · dapo_jax ${data.version}`;
+  const turnTo = startTabs();
+  const curves = startCurves(document.getElementById("curves"), data);
+  let configuration = startConfiguration(document.getElementById("configuration"), data);
   performance.mark("curves-drawn");
-  await startRollouts(document.getElementById("rollouts"), data);
-  performance.mark("report-ready");
+
+  const rolloutStores = new Map(data.runs.map((run) => [run.number, new Store(run)]));
+  const problemStores = new Map(data.runs.map((run) => [run.number, new ProblemStore(run)]));
+  /** Whether a run has the question elsewhere; with `go` it is shown there. */
+  const openProblem = (run, key, go = false) => {
+    const found = problemStores.get(run.number).find(key);
+    if (found && go) {
+      turnTo("evaluations");
+      problems.open(run, found);
+    }
+    return found !== null;
+  };
+  const openGroup = (run, key, go = false) => {
+    const group = rolloutStores.get(run.number).groupsOf(key).at(-1);
+    if (group !== undefined && go) {
+      turnTo("rollouts");
+      rollouts.open(run, group);
+    }
+    return group !== undefined;
+  };
+  const rollouts = startRollouts(document.getElementById("rollouts"), data, { stores: rolloutStores, openProblem });
+  const problems = startProblems(document.getElementById("evaluations"), data, { stores: problemStores, openGroup });
+
+  async function update() {
+    for (const run of data.runs) {
+      rolloutStores.get(run.number).about = run.rollouts;
+      problemStores.get(run.number).about = run.evaluations;
+    }
+    await Promise.all([...rolloutStores.values(), ...problemStores.values()].map((store) => store.open()));
+    await rollouts.update();
+    performance.mark("report-ready");
+    await problems.update();
+    curves.distributions([...rolloutStores.values()]);
+  }
+  await update();
   document.documentElement.dataset.ready = "true";
+
+  if (data.watched) {
+    watch(made, data.watched, async (newer) => {
+      const before = JSON.stringify(data.configuration);
+      renew(data, newer);
+      curves.update();
+      if (JSON.stringify(data.configuration) !== before) configuration = startConfiguration(configuration, data);
+      await update();
+    });
+  }
 }
 
 start();

@@ -1,10 +1,11 @@
 // From numbers to places on a panel: ranges, ticks, smoothing, and paths that are no longer than the screen is wide.
 
-/** Round values inside [low, high], about `count` of them. */
-function ticks(low, high, count) {
-  const rough = (high - low) / Math.max(1, count);
+/** Round values inside [low, high], about `count` of them; `whole` numbers for what is counted. */
+function ticks(low, high, count, whole = false) {
+  const rough = Math.max((high - low) / Math.max(1, count), whole ? 1 : 0);
   const power = 10 ** Math.floor(Math.log10(rough));
-  const step = power * [1, 2, 2.5, 5, 10].find((factor) => factor * power >= rough * 0.999);
+  const [factors, least] = whole && power < 10 ? [[1, 2, 5, 10], 0.7] : [[1, 2, 2.5, 5, 10], 0.999];
+  const step = power * factors.find((factor) => factor * power >= rough * least);
   const found = [];
   for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i += 1) found.push(i * step);
   return found;
@@ -42,6 +43,26 @@ function scale([low, high], [from, to], log = false) {
   if (!log) return (value) => from + ((value - low) / (high - low)) * (to - from);
   const [a, b] = [Math.log(low), Math.log(high)];
   return (value) => from + ((Math.log(Math.max(value, low)) - a) / (b - a)) * (to - from);
+}
+
+/** How far `value` is from the lowest to the highest of a range, from 0 to 1; half way where these are the same, 0 for what is not known. */
+function levelOf(value, [low, high]) {
+  if (value === null || Number.isNaN(value)) return 0;
+  return low === high ? 0.5 : (value - low) / (high - low);
+}
+
+/** [lowest, highest] of numbers, of which some may be NaN. */
+function extent(values) {
+  let [low, high] = [Infinity, -Infinity];
+  for (const value of values) {
+    if (value < low) low = value;
+    if (value > high) high = value;
+  }
+  return [low, high];
+}
+
+function rangeText([low, high]) {
+  return low <= high ? `from ${figure(low)} to ${figure(high)}` : "not known";
 }
 
 /** Exponential means, without the pull of their beginning; nulls stay. `weight` is that of what came before. */

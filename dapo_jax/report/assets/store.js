@@ -1,30 +1,59 @@
-// The rollouts of one run: numbers of all of them at once, texts by the chunk.
+// What was logged of one run: numbers of all of it at once, texts by the chunk.
 
 const FLAG = { correct: 1, truncated: 2, flipped: 4, trained: 8, leftOut: 16 };
 const CHUNKS_KEPT = 16;
 const ARRAYS = { u1: Uint8Array, u4: Uint32Array, i4: Int32Array, f4: Float32Array };
+const ABSENT = 0xffff;
 
-class Store {
-  constructor(run) {
-    this.run = run;
-    this.about = run.rollouts;
+/** Chunks of text, of which the last that were asked for are kept. */
+class Chunks {
+  constructor(name) {
+    this.name = name;
     this.kept = new Map();
     this.opened = 0;
   }
 
-  /** Reads the index. */
+  get(number) {
+    if (!this.kept.has(number)) {
+      this.opened += 1;
+      const asked = unpack(`${this.name}-${number}`).then((packed) => packed.json());
+      asked.catch(() => this.kept.delete(number));  // it may be there the next time
+      this.kept.set(number, asked);
+    }
+    const found = this.kept.get(number);
+    this.kept.delete(number);
+    this.kept.set(number, found);
+    if (this.kept.size > CHUNKS_KEPT) this.kept.delete(this.kept.keys().next().value);
+    return found;
+  }
+}
+
+/** The rollouts of one run. */
+class Store {
+  constructor(run) {
+    this.run = run;
+    this.about = run.rollouts;
+    this.chunks = new Chunks(`chunk-${run.number}`);
+  }
+
+  /** Reads the index, unless that was done. */
   async open() {
-    if (this.columns) return this;
-    const content = await unpack(`index-${this.run.number}`).arrayBuffer();
+    const { about } = this;
+    if (this.read === about) return this;
+    const packed = await unpack(`index-${this.run.number}`);
+    const content = await packed.arrayBuffer();
     const columns = {};
     let place = 0;
-    for (const [name, kind, length] of this.about.columns) {
+    for (const [name, kind, length] of about.columns) {
       columns[name] = new ARRAYS[kind](content, place, length);
       place += length * ARRAYS[kind].BYTES_PER_ELEMENT;
     }
+    this.read = about;
     this.columns = columns;
     this.groups = columns.group_step.length;
     this.rollouts = columns.flags.length;
+    this.asked = this.sides = null;
+    this.ranges = new Map();
     return this;
   }
 
@@ -36,14 +65,70 @@ class Store {
     return group + 1 < this.groups ? this.columns.group_first[group + 1] : this.rollouts;
   }
 
+  size(group) {
+    return this.end(group) - this.first(group);
+  }
+
   correct(group) {
     let count = 0;
     for (let i = this.first(group); i < this.end(group); i += 1) count += this.columns.flags[i] & FLAG.correct;
     return count;
   }
 
+  /** The mean of a group's rewards, as far as they are known; NaN if none is. */
+  reward(group) {
+    const known = this.columns.reward.subarray(this.first(group), this.end(group)).filter((value) => !Number.isNaN(value));
+    return known.reduce((sum, value) => sum + value, 0) / known.length;
+  }
+
+  /** [lowest, highest] reward of a step's rollouts; of all steps' if there is none. */
+  rewards(step = null) {
+    if (!this.ranges.has(step)) {
+      const { group_step: steps, reward } = this.columns;
+      const groups = Array.from(steps, (_, group) => group).filter((group) => step === null || steps[group] === step);
+      this.ranges.set(step, extent(groups.flatMap((group) => Array.from(reward.subarray(this.first(group), this.end(group))))));
+    }
+    return this.ranges.get(step);
+  }
+
+  /** 1 if a response's reward is above the mean of its group, -1 if it is below, 0 if it is neither or not known. */
+  side(i) {
+    if (!this.sides) {
+      this.sides = new Int8Array(this.rollouts);
+      for (let group = 0; group < this.groups; group += 1) {
+        const mean = this.reward(group);
+        const least = 1e-6 * Math.max(1, Math.abs(mean));  // what rounding makes
+        for (let k = this.first(group); k < this.end(group); k += 1) {
+          const more = this.columns.reward[k] - mean;
+          this.sides[k] = more > least ? 1 : more < -least ? -1 : 0;
+        }
+      }
+    }
+    return this.sides[i];
+  }
+
+  /** How a group did, in words. */
+  outcome(group) {
+    if (this.run.by_score) return `mean reward ${figure(this.reward(group))}`;
+    return `${this.correct(group)} of ${this.size(group)} correct`;
+  }
+
   head(group) {
-    return this.about.heads[this.columns.group_question[group]];
+    return this.read.heads[this.columns.group_question[group]];
+  }
+
+  /** What is the same for the same prompt and answer, in all runs. */
+  key(group) {
+    return this.read.keys[this.columns.group_question[group]];
+  }
+
+  /** The groups of a question, in the order of steps. */
+  groupsOf(key) {
+    if (!this.asked) {
+      this.asked = new Map(this.read.keys.map((each) => [each, []]));
+      for (let group = 0; group < this.groups; group += 1) this.asked.get(this.key(group)).push(group);
+    }
+    return this.asked.get(key) ?? [];
   }
 
   /** The texts of a group: {prompt, answer, responses}. */
@@ -52,16 +137,97 @@ class Store {
     return chunk[this.columns.group_place[group]];
   }
 
-  /** All groups of a chunk; the last ones that were asked for are kept. */
+  /** All groups of a chunk. */
   chunk(number) {
-    if (!this.kept.has(number)) {
-      this.opened += 1;
-      this.kept.set(number, unpack(`chunk-${this.run.number}-${number}`).json());
+    return this.chunks.get(number);
+  }
+}
+
+/** The evaluations of one run: datasets, each with its problems and [evaluations, problems] of correct responses, and of mean rewards
+ * where the run is judged by scores. */
+class ProblemStore {
+  constructor(run) {
+    this.run = run;
+    this.about = run.evaluations;
+    this.chunks = new Chunks(`eval-${run.number}`);
+  }
+
+  async open() {
+    const { about } = this;
+    if (this.read === about) return this;
+    const packed = await unpack(`eval-index-${this.run.number}`);
+    const content = await packed.arrayBuffer();
+    let from = 0;
+    const take = (Kind, size) => {
+      const found = new Kind(content, from, size);
+      from += found.byteLength;
+      return found;
+    };
+    this.datasets = new Map(
+      about.datasets.map((said) => {
+        const size = said.evaluations.length * said.keys.length;
+        const dataset = { ...said, correct: take(Uint16Array, size), samples: take(Uint16Array, size) };
+        if (this.run.by_score) {
+          dataset.rewards = take(Float32Array, size);
+          dataset.range = extent(dataset.rewards);
+        }
+        dataset.steps = said.evaluations.map(([step]) => step);
+        dataset.places = new Map(said.keys.map((key, place) => [key, place]));
+        return [said.name, dataset];
+      }),
+    );
+    this.read = about;
+    return this;
+  }
+
+  /** [correct, samples] of a problem in an evaluation; null if it was not asked. */
+  score(dataset, evaluation, place) {
+    const at = evaluation * dataset.keys.length + place;
+    return dataset.samples[at] === ABSENT ? null : [dataset.correct[at], dataset.samples[at]];
+  }
+
+  /** How well a problem was answered: the share of correct responses, or their mean reward; null if that is not known. */
+  worth(dataset, evaluation, place) {
+    const score = this.score(dataset, evaluation, place);
+    if (!score) return null;
+    if (!this.run.by_score) return score[0] / Math.max(1, score[1]);
+    const reward = dataset.rewards[evaluation * dataset.keys.length + place];
+    return Number.isNaN(reward) ? null : reward;
+  }
+
+  /** `worth` as a bar has it, from 0 to 1: a reward from the lowest of the dataset to the highest. */
+  level(dataset, evaluation, place) {
+    const worth = this.worth(dataset, evaluation, place);
+    return this.run.by_score ? levelOf(worth, dataset.range) : worth;
+  }
+
+  /** How a problem was answered, in words. */
+  outcome(dataset, evaluation, place) {
+    if (this.run.by_score) return `mean reward ${figure(this.worth(dataset, evaluation, place))}`;
+    const [right, of] = this.score(dataset, evaluation, place);
+    return `${right} of ${of} correct`;
+  }
+
+  /** [prompt, answer, place in its file] of a problem. */
+  async text(dataset, place) {
+    let first = 0;
+    for (const [chunk, count] of dataset.texts) {
+      if (place < first + count) return (await this.chunks.get(chunk))[place - first];
+      first += count;
     }
-    const found = this.kept.get(number);
-    this.kept.delete(number);
-    this.kept.set(number, found);
-    if (this.kept.size > CHUNKS_KEPT) this.kept.delete(this.kept.keys().next().value);
-    return found;
+    return null;
+  }
+
+  /** What an evaluation says of each problem, by the problem's place: {extracted, responses}. */
+  records(dataset, evaluation) {
+    return this.chunks.get(dataset.evaluations[evaluation][1]);
+  }
+
+  /** Where a question is asked: [name of the dataset, place], or null. */
+  find(key) {
+    for (const dataset of this.datasets.values()) {
+      if (dataset.places.has(key)) return [dataset.name, dataset.places.get(key)];
+    }
+    return null;
   }
 }

@@ -1,0 +1,134 @@
+"""Evaluations as the page gets them: which problem is which over time and across runs, and what is said where a file is damaged."""
+
+import gzip
+import json
+
+import numpy as np
+import pytest
+
+from dapo_jax.config import ConfigError
+from dapo_jax.report.evaluations import ABSENT, Evaluations, lay_out_evaluations
+from dapo_jax.report.questions import question_key
+from dapo_jax.report.runs import read_runs
+from tests.report.made import problem_line, write_evaluation, write_run
+
+
+def opened(laid):
+    """Of each dataset: (its about, [correct, samples] as [2, evaluations, problems])."""
+    numbers, found, start = np.frombuffer(gzip.decompress(laid.index), "<u2"), {}, 0
+    for about in laid.about["datasets"]:
+        shape = (2, len(about["evaluations"]), len(about["keys"]))
+        size = int(np.prod(shape))
+        found[about["name"]] = about, numbers[start : start + size].reshape(shape)
+        start += size
+    assert start == len(numbers)
+    return found
+
+
+def chunk(laid, number):
+    return json.loads(gzip.decompress(laid.chunks[number]))
+
+
+def test_a_problem_keeps_its_place_when_it_is_asked_again_and_new_ones_follow(tmp_path):
+    lines = [problem_line(0, 3), problem_line(1, 0)]
+    files = [
+        write_evaluation(tmp_path, 0, lines),
+        write_evaluation(tmp_path, 5, [problem_line(7, 8), problem_line(1, 2, 4)]),
+    ]
+    laid = lay_out_evaluations(files)
+    about, numbers = opened(laid)["aime_2024"]
+    assert about["heads"] == [f"problem {place}: 1+1?" for place in (0, 1, 7)]
+    assert numbers[0].tolist() == [[3, 0, ABSENT], [ABSENT, 2, 8]]
+    assert numbers[1].tolist() == [[8, 8, ABSENT], [ABSENT, 4, 8]]
+    assert [step for step, _ in about["evaluations"]] == [0, 5]
+    texts = [text for number, _ in about["texts"] for text in chunk(laid, number)]
+    assert [count for _, count in about["texts"]] == [2, 1]
+    assert texts[2] == ["problem 7: 1+1?", "2", "held_out.jsonl, line 8"]
+    of_first = chunk(laid, about["evaluations"][0][1])
+    assert of_first["0"]["extracted"] == [["2", 3, 3], [None, 5, 0]]
+    assert of_first["0"]["responses"][0]["correct"] is True
+    assert about["keys"][0] == question_key("problem 0: 1+1?", "2")
+
+
+def test_the_same_prompt_twice_in_one_evaluation_is_two_problems(tmp_path):
+    same = [problem_line(0, right, prompt="again") for right in (1, 2)]
+    _, numbers = opened(lay_out_evaluations([write_evaluation(tmp_path, step, same) for step in (0, 1)]))[
+        "aime_2024"
+    ]
+    assert numbers[0].tolist() == [[1, 2], [1, 2]]
+
+
+def test_datasets_are_apart_and_an_empty_file_is_none(tmp_path):
+    files = [write_evaluation(tmp_path, 0, [problem_line(0, 1)], name=name) for name in ("a", "hf:b/c")]
+    files.append(write_evaluation(tmp_path, 0, [], name="none"))
+    assert list(opened(lay_out_evaluations(files))) == ["a", "hf:b/c"]
+
+
+def test_what_was_handed_out_stays_as_it_is_when_more_follows(tmp_path):
+    laying = Evaluations()
+    laying.add(write_evaluation(tmp_path, 0, [problem_line(0, 1)]))
+    before = laying.laid(logged=1)
+    laying.add(write_evaluation(tmp_path, 1, [problem_line(0, 2), problem_line(1, 2)]))
+    after = laying.laid(logged=2)
+    assert after.chunks[: len(before.chunks)] == before.chunks
+    assert opened(before)["aime_2024"][1].tolist() == [[[1]], [[8]]]
+
+
+def test_of_many_evaluations_some_are_taken_each_with_all_its_datasets(tmp_path):
+    run = write_run(tmp_path / "run", steps=1)
+    for step in range(9):
+        for name in ("a", "b"):
+            write_evaluation(run, step, [problem_line(0, step % 8)], name=name)
+    [found] = read_runs([run])
+    assert len(found.evaluations) == 18
+    for about, _ in opened(lay_out_evaluations(found.evaluations, steps=3)).values():
+        assert [step for step, _ in about["evaluations"]] == [0, 4, 8]
+    assert lay_out_evaluations(found.evaluations, steps=0).about == {"datasets": [], "logged": 18}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompt": 1}, "'prompt' is 1; it must be str"),
+        ({"correct": 9}, "'correct' is 9 of 8 samples"),
+        ({"correct": -1}, "'correct' is -1 of 8 samples"),
+        ({"samples": 10**6}, "at most 65534"),
+        ({"samples": "8"}, "'samples' is '8'; it must be int"),
+    ],
+)
+def test_a_damaged_problem_is_named_with_its_file(change, message, tmp_path):
+    file = write_evaluation(tmp_path, 3, [problem_line(0, 1), problem_line(1, 1) | change])
+    with pytest.raises(ConfigError, match=f"aime_2024.jsonl, problem 2: .*{message}"):
+        lay_out_evaluations([file])
+
+
+@pytest.mark.parametrize("key", ["responses", "extracted", "place"])
+@pytest.mark.parametrize("value", [None, 3, [None, 1, {"response": 5}], {"a": 1}])
+def test_what_is_not_leant_on_may_be_missing_or_strange(key, value, tmp_path):
+    line = problem_line(0, 1)
+    laid = lay_out_evaluations([write_evaluation(tmp_path, 0, [{**line, key: value}])])
+    assert opened(laid)["aime_2024"][1].tolist() == [[[1]], [[8]]]
+
+
+def test_texts_with_half_a_surrogate_pair_have_a_key_too():
+    assert question_key("\ud83d", "") != question_key("\ud83c", "")
+
+
+def test_of_a_run_that_is_judged_by_scores_mean_rewards_and_scores_are_there(tmp_path):
+    """After the counts, four bytes each; what an older version or a lost verdict has not is NaN."""
+    lines = [problem_line(0, 0, reward=-1.5), problem_line(1, 0)]
+    lines[0]["responses"][0]["score"] = -0.25
+    files = [
+        write_evaluation(tmp_path, 0, lines),
+        write_evaluation(tmp_path, 5, [problem_line(2, 0, reward=0.5)]),
+    ]
+    laid = lay_out_evaluations(files, by_score=True)
+    content = gzip.decompress(laid.index)
+    assert len(content) == 2 * 2 * 3 * 2 + 2 * 3 * 4
+    rewards = np.frombuffer(content[24:], "<f4").reshape(2, 3)
+    np.testing.assert_array_equal(rewards, [[-1.5, np.nan, np.nan], [np.nan, np.nan, 0.5]])
+    [about] = laid.about["datasets"]
+    assert chunk(laid, about["evaluations"][0][1])["0"]["responses"][0]["score"] == -0.25
+    plain = lay_out_evaluations(files)
+    assert gzip.decompress(plain.index) == content[:24]
+    assert "score" not in chunk(plain, about["evaluations"][0][1])["0"]["responses"][0]

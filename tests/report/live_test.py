@@ -1,0 +1,119 @@
+"""The page that is served, in a browser: it is kept current, and its reader stays where she is."""
+
+import json
+import random
+
+import pytest
+
+from tests.report.chromium import Shown, complaints, missing
+from tests.report.made import (
+    metrics_line,
+    problem_line,
+    rollout_line,
+    write_evaluation,
+    write_rollouts,
+    write_run,
+)
+from tests.report.watching_test import served
+
+Keys = pytest.importorskip("selenium.webdriver.common.keys", reason=missing() or None).Keys
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "there is a browser")
+
+
+@pytest.fixture
+def run(tmp_path):
+    folder = write_run(tmp_path / "run", steps=30)
+    write_evaluation(folder, 0, [problem_line(place, 3) for place in range(4)])
+    return folder
+
+
+def opened(driver, server):
+    driver.get("about:blank")  # a page before would go on asking
+    complaints(driver)
+    driver.get(f"http://127.0.0.1:{server.server_port}/")
+    shown = Shown(driver)
+    shown.until(lambda: shown.one("html").get_attribute("data-ready") == "true")
+    return shown
+
+
+def goes_on(run, step):
+    """One more step, with rollouts and an evaluation."""
+    rng = random.Random(step)
+    write_rollouts(run, step, [rollout_line(step, 900 + step, index, rng=rng) for index in range(4)])
+    write_evaluation(run, step, [problem_line(place, 6) for place in range(4)])
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(metrics_line(step, rng)) + "\n")
+
+
+def test_what_is_new_comes_in_and_the_reader_stays_where_she_is(driver, run):
+    with served(run) as server:
+        shown = opened(driver, server)
+        shown.until(lambda: "30 of 30" in shown.one(".summary").text)
+        plot = '[data-title="Entropy"] svg[role=img]'
+        shown.click('[data-value="updates"]')
+        shown.click('[data-series="rollout/accuracy"]')
+        driver.execute_script("arguments[0].scrollIntoView(); arguments[0].focus()", shown.one(plot))
+        for _ in range(3):
+            shown.press(Keys.ARROW_RIGHT)
+        shown.until(lambda: shown.one('[data-title="Entropy"] .where').text == "2 updates")
+        before = driver.execute_script("return scrollY")
+        goes_on(run, 31)
+        shown.until(lambda: "31 of 30" in shown.one(".summary").text)
+        assert driver.execute_script("return scrollY") == before
+        assert driver.execute_script("return document.activeElement === arguments[0]", shown.one(plot))
+        assert shown.one('[data-title="Entropy"] .where').text == "2 updates"
+        assert shown.one('[data-value="updates"]').get_attribute("aria-pressed") == "true"
+        assert shown.one('[data-series="rollout/accuracy"]').get_attribute("aria-pressed") == "false"
+        shown.until(lambda: shown.one(".distribution").is_displayed())
+        assert complaints(driver) == []
+
+
+def test_a_group_that_is_read_stays_and_new_ones_are_listed(driver, run):
+    with served(run) as server:
+        shown = opened(driver, server)
+        shown.click("#tab-rollouts")
+        shown.until(lambda: shown.status() == "240 responses in 60 groups")
+        shown.all("#rollouts .row")[2].click()
+        shown.until(lambda: shown.one("#rollouts .heading h2").text == "Step 2")
+        prompt = shown.one("#rollouts .question pre").text
+        driver.execute_script("document.querySelector('#rollouts .groups').scrollTop = 700")
+        shown.one("#search").send_keys("what is")
+        shown.until(lambda: shown.status().startswith("240 responses in 60 groups with"))
+        driver.execute_script("document.querySelector('#rollouts .groups').scrollTop = 700")
+        goes_on(run, 31)
+        shown.until(lambda: shown.status().startswith("244 responses in 61 groups with"))
+        assert shown.one("#rollouts .question pre").text == prompt
+        assert driver.execute_script("return document.querySelector('#rollouts .groups').scrollTop") == 700
+        assert driver.execute_script("return document.activeElement.id") == "search"
+        assert shown.one("#search").get_attribute("value") == "what is"
+        shown.click("#tab-evaluations")
+        shown.until(lambda: len(shown.all("#evaluations .bar")) == 2)
+        assert complaints(driver) == []
+
+
+def test_a_run_that_has_just_begun_fills_its_page(driver, tmp_path):
+    run = write_run(tmp_path / "run", steps=1, every=9)
+    lines = (run / "metrics.jsonl").read_text()
+    (run / "metrics.jsonl").unlink()
+    with served(run) as server:
+        shown = opened(driver, server)
+        assert "0 of 1" in shown.one(".summary").text
+        assert shown.texts("#rollouts .empty, #evaluations .empty") != []
+        (run / "metrics.jsonl").write_text(lines)
+        goes_on(run, 2)
+        shown.until(lambda: shown.all('[data-title="Entropy"]'))
+        shown.click("#tab-rollouts")
+        shown.until(lambda: shown.all("#rollouts .row"))
+        shown.click("#tab-evaluations")
+        shown.until(lambda: shown.all("#evaluations .row"))
+        assert complaints(driver) == []
+
+
+def test_the_page_says_when_nobody_keeps_it_current_any_more(driver, run):
+    with served(run) as server:
+        shown = opened(driver, server)
+        shown.until(lambda: shown.one("#made").text.startswith("kept current"))
+    shown.until(lambda: "has ended" in shown.one("#made").text)
+    assert shown.all('[data-title="Entropy"]')
+    complaints(driver)  # of a server that is not there
