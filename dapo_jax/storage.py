@@ -24,6 +24,8 @@ from typing import IO, Any, TypeAlias
 
 from etils import epath
 
+from dapo_jax.extras import how_to_install
+
 AnyPath: TypeAlias = Path | epath.Path
 """A local path, or one in a bucket."""
 
@@ -60,12 +62,14 @@ def in_bucket(path: str | PathLike[str]) -> bool:
 def check_access(folder: AnyPath, *, write: bool) -> None:
     """Tries what a run will do: ask about the bucket, list `folder`, and with `write` write an object there and delete it.
 
-    Nothing is tried of a local folder.
+    Of a local folder that is to be written to, the system is asked whether it can be.
 
     Raises:
         ValueError: one of these was refused; says which, and why.
     """
     if not in_bucket(folder):
+        if write:
+            _check_writable(Path(folder))
         return
     bucket = str(folder).removeprefix(SCHEME).split("/")[0]
     deed = f"asking about the bucket {bucket!r}"
@@ -91,6 +95,17 @@ def check_access(folder: AnyPath, *, write: bool) -> None:
         ) from error
 
 
+def _check_writable(folder: Path) -> None:
+    """Refuses a local folder in which nothing can be made, or that cannot be made where it is to be."""
+    place = next((place for place in (folder, *folder.parents) if os.path.lexists(place)), Path())
+    if place.is_dir() and not os.access(place, os.W_OK | os.X_OK):
+        read_only = os.statvfs(place).f_flag & os.ST_RDONLY
+        why = "it lies on a read-only file system" if read_only else "this user may not write there"
+        raise ValueError(f"nothing can be written to {place.absolute()}: {why}; choose another folder")
+    if place != folder and not place.is_dir():
+        raise ValueError(f"{place} is no folder, so {folder} cannot be made; choose another folder")
+
+
 def entries(folder: AnyPath) -> list[AnyPath]:
     """What lies in `folder`, sorted; nothing if it is not there."""
     try:
@@ -111,6 +126,39 @@ def files_below(folder: AnyPath) -> list[AnyPath]:
     return sorted(path for path in Path(folder).rglob("*") if path.is_file())
 
 
+def sizes_below(folder: AnyPath) -> dict[str, int]:
+    """The bytes of every file in `folder` and in the folders within, by its path from there, sorted.
+
+    Raises:
+        OSError: something there is neither a file nor a folder; reading a pipe or a device may have no end.
+    """
+    if in_bucket(folder):
+        found = _objects().find(str(folder), detail=True)
+        start = len(str(folder).removeprefix(SCHEME)) + 1
+        return {name[start:]: int(each["size"]) for name, each in sorted(found.items())}
+    sizes: dict[str, int] = {}
+    for path in sorted(Path(folder).rglob("*")):
+        if not path.is_dir():
+            check_file(path)
+            sizes[path.relative_to(folder).as_posix()] = size_of(path)
+    return sizes
+
+
+def bounded_bytes(path: AnyPath, *, at_most: int) -> bytes:
+    """The content of a file that is not larger.
+
+    Raises:
+        OSError: it is larger, not there, no file, or cannot be read.
+    """
+    if not in_bucket(path):
+        check_file(Path(path))
+    with path.open("rb") as file:
+        content = file.read(at_most + 1)
+    if len(content) > at_most:
+        raise OSError(errno.EFBIG, f"it has more than {at_most:,} bytes", str(path))
+    return content
+
+
 def check_file(path: Path) -> None:
     """Refuses what is no file: reading a pipe or a device may have no end.
 
@@ -121,13 +169,14 @@ def check_file(path: Path) -> None:
         raise OSError(errno.EINVAL, "it is no file", str(path))
 
 
-def file_bytes(path: Path) -> bytes:
-    """The content of a local file.
+def file_bytes(path: AnyPath) -> bytes:
+    """The content of a file.
 
     Raises:
         OSError: it is not there, no file, or cannot be read.
     """
-    check_file(path)
+    if not in_bucket(path):
+        check_file(Path(path))
     return path.read_bytes()
 
 
@@ -158,18 +207,44 @@ def write_whole(path: AnyPath, data: bytes) -> None:
 
 @contextmanager
 def new_file(path: AnyPath) -> Iterator[IO[bytes]]:
-    """A file to write, larger than memory if need be. It gets its name when the block ends; after an error there is none."""
+    """A file to write, larger than memory if need be. It gets its name when the block ends; after an error there is none.
+
+    Raises:
+        OSError: it cannot be written, or what has the name is no file; a link is followed.
+    """
     if in_bucket(path):
         # One client for this module alone: a transaction is of all that a client writes while it lasts.
         with _objects().transaction, _objects().open(str(path), "wb") as file:
             yield file
         return
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    place = _replaceable(path)
+    partial = place.with_name(place.name + ".partial")
+    partial.unlink(missing_ok=True)
+    try:
+        # Exclusively: a link that somebody put there under this name is not followed.
+        with partial.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, place)
+    except BaseException:
+        with suppress(OSError):
+            partial.unlink()
+        raise
+
+
+def _replaceable(path: AnyPath) -> Path:
+    """The place of the file that `path` names, links followed: the link stays, and the file it leads to is replaced.
+
+    Raises:
+        OSError: there is something other than a file, such as a device, which a rename would remove.
+    """
+    place = Path(os.path.realpath(path))
+    with suppress(FileNotFoundError):
+        if place.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        check_file(place)
+    return place
 
 
 @functools.cache
@@ -180,7 +255,7 @@ def _objects() -> Any:
         fsspec = importlib.import_module("fsspec")
     except ImportError as error:
         raise ValueError(
-            f"files in a bucket need the package gcsfs ({error}): pip install 'dapo_jax[gcs]'"
+            f"files in a bucket need the package gcsfs ({error}): {how_to_install('gcs')}"
         ) from error
     fsspec.config.conf.setdefault("gcs", {}).setdefault("use_listings_cache", False)
     return fsspec.filesystem("gcs", skip_instance_cache=True)

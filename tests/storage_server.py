@@ -2,8 +2,8 @@
 
 Three clients of one run speak to it: gcsfs (the run's own files), tensorstore (arrays of a checkpoint) and
 google-cloud-storage (what orbax and the check of permissions ask of the bucket). As in the service, an object has a
-generation that rises with every write, writes and deletions hold to preconditions on it, an object is there whole or
-not at all, names are one flat list in which a folder is but a common prefix, and nothing can be appended to.
+generation that rises with every write, writes and deletions hold to preconditions on it, it has the server's time of its
+writing, it is there whole or not at all, names are one flat list in which a folder is but a common prefix, and nothing can be appended to.
 """
 
 import base64
@@ -16,7 +16,9 @@ import json
 import re
 import sys
 import threading
+import time
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
@@ -40,6 +42,10 @@ class Storage:
     uploads: dict = field(default_factory=dict)
     """Identity of an upload in pieces -> [bucket, name, query, bytes so far]; gone once it is complete."""
     generations: itertools.count = field(default_factory=lambda: itertools.count(1))
+    written: dict = field(default_factory=dict)
+    """Generation -> when that was, in seconds of this server's clock."""
+    ahead_s: float = 0.0
+    """How far its clock is ahead of this machine's; a test that waits for a lease's end sets it forward."""
     lock: threading.RLock = field(default_factory=threading.RLock)
 
     @property
@@ -252,11 +258,13 @@ class _Handler(BaseHTTPRequestHandler):
         self.query = query
         self._check_generation(names[name][1] if name in names else 0)
         names[name] = (bytes(data), next(self.storage.generations))
+        self.storage.written[names[name][1]] = time.time() + self.storage.ahead_s
         return self._described(bucket, name, names)
 
     def _described(self, bucket, name, names):
         data, generation = names[name]
-        when = "2026-01-01T00:00:00.000Z"
+        written = datetime.fromtimestamp(self.storage.written.get(generation, 0.0), UTC)
+        when = written.strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         return {
             "kind": "storage#object", "bucket": bucket, "name": name, "size": str(len(data)), "md5Hash": _md5(data),
             "generation": str(generation), "metageneration": "1", "storageClass": "STANDARD", "timeCreated": when,

@@ -1,6 +1,7 @@
 """A folder and a bucket are written and read alike, and what a bucket refuses is said."""
 
 import os
+import socket
 import sys
 from pathlib import Path
 
@@ -8,7 +9,17 @@ import pytest
 import tensorstore
 
 from dapo_jax import storage
-from dapo_jax.storage import check_access, entries, files_below, in_bucket, new_file, path_of, write_whole
+from dapo_jax.storage import (
+    bounded_bytes,
+    check_access,
+    entries,
+    files_below,
+    in_bucket,
+    new_file,
+    path_of,
+    sizes_below,
+    write_whole,
+)
 
 PIECE = 2**18
 """Bytes of which all pieces of an upload but the last are multiples."""
@@ -52,7 +63,7 @@ def test_other_addresses_are_no_local_folders(name, message):
 def test_a_missing_package_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     storage._objects.cache_clear()
-    with pytest.raises(ValueError, match=r"need the package gcsfs .* pip install 'dapo_jax\[gcs\]'"):
+    with pytest.raises(ValueError, match=r"need the package gcsfs .* pip install -e '\.\[gcs\]'"):
         path_of("gs://bucket/run")
     storage._objects.cache_clear()
 
@@ -102,6 +113,58 @@ def test_an_error_while_a_file_is_written_leaves_the_one_before(folder, size, bu
     assert not bucket.uploads  # nothing is kept waiting for its end
 
 
+def test_a_link_stays_and_the_file_it_leads_to_is_replaced(tmp_path):
+    (tmp_path / "there").mkdir()
+    file, link, dangling = tmp_path / "there" / "file", tmp_path / "link", tmp_path / "dangling"
+    file.write_bytes(b"before")
+    link.symlink_to(file)
+    dangling.symlink_to(tmp_path / "there" / "new")
+    for path in (link, dangling):
+        write_whole(path, b"after")
+        assert path.is_symlink()
+        assert path.resolve().read_bytes() == b"after"
+    assert names(tmp_path / "there") == ["file", "new"]
+
+
+@pytest.mark.parametrize(
+    "kind", ["pipe", "socket", "link to a pipe", "link to the null device", "folder", "loop"]
+)
+def test_what_is_no_file_is_refused_and_stays(kind, tmp_path):
+    """A rename would put a file into the place of a device, if whoever runs it may."""
+    path = tmp_path / "a"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(os.path.relpath(path))
+    elif kind == "link to a pipe":
+        os.mkfifo(tmp_path / "pipe")
+        path.symlink_to("pipe")
+    elif kind == "link to the null device":
+        path.symlink_to(os.devnull)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to(path)
+    before, held = path.lstat(), names(tmp_path)
+    with pytest.raises(OSError, match=r"it is no file|Is a directory|Too many levels"):
+        write_whole(path, b"data")
+    assert (path.lstat().st_ino, path.lstat().st_mode, names(tmp_path)) == (
+        before.st_ino,
+        before.st_mode,
+        held,
+    )
+
+
+def test_a_link_in_the_place_of_what_is_half_is_not_followed(tmp_path):
+    (tmp_path / "other").write_bytes(b"of somebody else")
+    (tmp_path / "a.partial").symlink_to(tmp_path / "other")
+    write_whole(tmp_path / "a", b"data")
+    assert (tmp_path / "a").read_bytes() == b"data"
+    assert (tmp_path / "other").read_bytes() == b"of somebody else"
+    assert names(tmp_path) == ["a", "other"]
+
+
 def test_folders_are_listed_and_an_absent_one_is_empty(folder):
     assert (entries(folder), files_below(folder)) == ([], [])
     for name in ("b/two", "b/c/three", "a"):
@@ -113,6 +176,30 @@ def test_folders_are_listed_and_an_absent_one_is_empty(folder):
         "b/c/three",
         "b/two",
     ]
+
+
+def test_sizes_are_those_of_all_files_below(folder):
+    assert sizes_below(folder) == {}
+    for name, size in {"b/two": 2, "b/c/three": 3, "a": 0}.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / name, bytes(size))
+    assert list(sizes_below(folder).items()) == [("a", 0), ("b/c/three", 3), ("b/two", 2)]
+
+
+def test_a_file_is_read_up_to_a_bound(folder):
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / "a", b"three")
+    assert bounded_bytes(folder / "a", at_most=5) == b"three"
+    with pytest.raises(OSError, match="more than 4 bytes"):
+        bounded_bytes(folder / "a", at_most=4)
+
+
+def test_a_pipe_is_neither_measured_nor_read(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="it is no file"):
+        sizes_below(tmp_path)
+    with pytest.raises(OSError, match="it is no file"):
+        bounded_bytes(tmp_path / "pipe", at_most=1)
 
 
 def test_what_another_client_writes_is_seen_at_once(bucket):

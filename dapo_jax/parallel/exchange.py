@@ -5,10 +5,13 @@ travels are buffers of one size, as many as the longest message needs.
 """
 
 import math
+from collections.abc import Callable
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+
+from dapo_jax.config import ConfigError
 
 BUFFER_BYTES = 1 << 20
 """What one process sends in a round. Each device holds as much from all of them for that long: 32 MiB with 32 processes."""
@@ -41,3 +44,28 @@ def _round(framed: bytes, number: int, buffer_bytes: int) -> list[bytearray]:
 def agreed(value: bytes) -> bytes:
     """The first process's value, in every process."""
     return exchange(value)[0]
+
+
+def by_first(work: Callable[[], bytes]) -> bytes:
+    """What `work` returns in the first process, the only one that does it, in every process; none is left waiting for one that failed.
+
+    Raises:
+        Exception: in the first process, what `work` raised.
+        ConfigError: in the others, if it was one.
+        RuntimeError: in the others, if it was something else.
+    """
+    kind, result, error = b"", b"", None
+    if jax.process_index() == 0:
+        try:
+            result = work()
+        except Exception as found:
+            kind, error = (b"c" if isinstance(found, ConfigError) else b"e"), found
+            result = (str(found) if kind == b"c" else f"{type(found).__name__}: {found}").encode()
+    said = agreed(kind.ljust(1) + result)
+    if error is not None:
+        raise error
+    if said[:1] == b"c":
+        raise ConfigError(said[1:].decode())
+    if said[:1] == b"e":
+        raise RuntimeError(f"the first process failed: {said[1:].decode()}")
+    return said[1:]

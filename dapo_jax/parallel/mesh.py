@@ -39,7 +39,7 @@ def make_mesh(
         raise ValueError(f"mesh axes must be positive, at most one of them -1; got {arithmetic}")
     if len(devices) % known or (not wild and known != len(devices)):
         raise ValueError(
-            f"mesh axes {arithmetic} need a multiple of {known} devices, {len(devices)} are there; "
+            f"mesh axes {arithmetic} need {'a multiple of ' if wild else ''}{known} devices, {len(devices)} are there; "
             f"set one of parallel.{', parallel.'.join(AXES)} to -1 to take what the others leave"
         )
     shape = [len(devices) // known if size == -1 else size for size in sizes.values()]

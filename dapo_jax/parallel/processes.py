@@ -2,12 +2,13 @@
 
 Each runs the same command (multi-controller JAX). What one of them raises is told to the others through JAX's coordination
 service, and a thread in each of them listens: a process that waits in a collective for one that is gone would wait forever.
-One that dies without a word (SIGKILL, a stopped machine) is found by its missing heartbeat; JAX then aborts the others.
+One that dies without a word (SIGKILL, a stopped machine) is found by its missing heartbeat; JAX then aborts the others, and what is to
+be said of that is said by `last_words`.
 """
 
-import _thread
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -17,7 +18,10 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from dapo_jax.config import ConfigError
+from dapo_jax.config.values import without_secrets
+from dapo_jax.parallel.last_words import LastWords, gone
 from dapo_jax.stopping import Stop, StoppedError, first_told
+from dapo_jax.visible import visible
 
 HEARTBEAT_S = 20
 """A process that is silent for so long is taken for dead, and the others are ended."""
@@ -25,11 +29,18 @@ HEARTBEAT_S = 20
 GRACE_S = 3.0
 """How long a process may take to leave by itself: after another has failed, and from its own error to its end."""
 
+BEATS = 4
+"""A process that has missed so many of its signs of life is named where another one ends."""
+
 _POLL_S = 0.5
+_LOST_CONNECTION = re.compile(r"Gloo|UNAVAILABLE|closed by peer|reset by peer")
+"""Of an error that may be the consequence of another process's end."""
 _FAILED = "dapo_jax/failed/"
 _LEFT = "dapo_jax/left/"
 _STOP = "dapo_jax/stop/"
 _DOING = "dapo_jax/doing/"
+_ALIVE = "dapo_jax/alive/"
+_SAID = "dapo_jax/said/"
 
 
 def wanted(environment: Mapping[str, str] = os.environ) -> bool:
@@ -108,6 +119,12 @@ def posted() -> dict[int, str]:
     return {} if _member is None else _member.posted()
 
 
+def go_on_by(way_on: str) -> None:
+    """Says from where the run can go on, and how: for the words that are said if this process or another one dies."""
+    if _member is not None:
+        _member.way_on = way_on
+
+
 def fail(status: int, message: str, *, shown: str | None = None, by_all: bool = False) -> NoReturn:
     """Says why this process ends, tells the others, and exits with `status` at once.
 
@@ -123,6 +140,11 @@ def fail(status: int, message: str, *, shown: str | None = None, by_all: bool = 
     _member.fail(status, message, shown=shown or message, by_all=by_all)
 
 
+def all_say(text: str) -> bool:
+    """True if every process says this within the time of grace: they have come to the same, and may do something together."""
+    return _member is None or _member.all_say(text)
+
+
 def tell_others(
     kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
 ) -> None:
@@ -135,8 +157,9 @@ def tell_others(
 
 
 def described(error: BaseException) -> str:
-    """The error in one line or a few, as a traceback ends."""
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    """The error in one line or a few, as a traceback ends, without tokens and passwords, and without what a terminal would obey."""
+    said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return visible(without_secrets(said))
 
 
 def _number(environment: Mapping[str, str], name: str) -> int | None:
@@ -158,6 +181,12 @@ class _Member:
         self._leaving, self._told = threading.Event(), threading.Event()
         self._limit: threading.Timer | None = None
         self._stop, self._stop_said = stop, False
+        self._cause = ""
+        self.way_on = "Start all processes again, with --resume"
+        self._alive = _Alive(self._index, self._count)
+        self._words = LastWords(
+            index=self._index, count=self._count, address=str(self._state.coordinator_address or "")
+        )
         self._listener = threading.Thread(target=self._listen, name="other processes", daemon=True)
         self._listener.start()
 
@@ -166,6 +195,7 @@ class _Member:
 
         jax.distributed.shutdown()  # a barrier, in which an error of another process is still heard of
         self._leaving.set()
+        self._words.farewell()
         # A thread that is in C++ when the interpreter goes away aborts the process.
         self._listener.join()
 
@@ -177,6 +207,8 @@ class _Member:
         """
         if not self._told.is_set():
             self._told.set()
+            self._cause = self._gone(message)
+            message = f"{self._cause} (found as {message})" if self._cause else message
             if all(told == message for _, told in self._failures().values()):
                 self._client.key_value_set(f"{_FAILED}{self._index}", json.dumps([status, message]))
             self._limit = threading.Timer(2 * GRACE_S, self._exit, (status, message))
@@ -185,9 +217,9 @@ class _Member:
         return status, message
 
     def fail(self, status: int, message: str, *, shown: str, by_all: bool) -> NoReturn:
+        self.tell(status, message)
         self._leaving.set()
         before = self._failures()
-        self.tell(status, message)
         if self._limit is not None:
             self._limit.cancel()
         if by_all and self._index and self._others_say(message):
@@ -195,19 +227,31 @@ class _Member:
         elif before and message not in [told for _, told in before.values()]:
             # Its end is what this process fell over: a closed connection, an interrupt from the listener.
             status, shown = self._because(before)
-        self._exit(status, shown)
+        self._exit(status, f"{shown.rstrip()}\n{self._cause}" if self._cause else shown)
 
     def _listen(self) -> None:
+        heard = 0.0
         while not self._leaving.wait(_POLL_S):
             self._pass_on_stop()
+            if time.monotonic() - heard >= self._alive.beat_s:
+                heard = time.monotonic()
+                self._hear()
             failures = self._failures()
             if not failures or self._told.is_set():
                 continue
             if self._leaving.wait(GRACE_S):
                 return  # this process found the same, or fell over the other's end
-            _thread.interrupt_main()  # so that what was opened is closed, if the main thread still gets to it
+            # So that what was opened is closed, if the main thread still gets to it.
+            self._stop.fail(self._because(failures)[1])
             if not self._leaving.wait(GRACE_S):
                 self._exit(*self._because(failures))
+
+    def _hear(self) -> None:
+        """Says that this process is alive, and hears of the others."""
+        with suppress(Exception):  # the service is gone
+            self._client.key_value_set(f"{_ALIVE}{self._index}", self._alive.said(), allow_overwrite=True)
+            self._alive.heard(dict(self._client.key_value_dir_get(_ALIVE)))
+            self._words.tell(silent=self._alive.silent(), way_on=self.way_on)
 
     def _pass_on_stop(self) -> None:
         """From this process to the others, or the other way round."""
@@ -225,6 +269,13 @@ class _Member:
 
     def posted(self) -> dict[int, str]:
         return {index: text for index, text in self._found(_DOING).items() if index != self._index}
+
+    def all_say(self, text: str) -> bool:
+        self._client.key_value_set(f"{_SAID}{self._index}", text, allow_overwrite=True)
+        end = time.monotonic() + GRACE_S
+        while len(found := self._found(_SAID)) < self._count and time.monotonic() < end:
+            time.sleep(_POLL_S / 5)
+        return len(found) == self._count and set(found.values()) == {text}
 
     def end(self, status: int, message: str) -> NoReturn:
         self._leaving.set()
@@ -257,9 +308,19 @@ class _Member:
             f"process {self._index} of {self._count} ends because process {index} failed, whose output says more: {message}"
         )
 
+    def _gone(self, message: str) -> str:
+        """The process whose end is the cause of that error, if the error is of a kind to have one, and another is not heard of any more."""
+        end = time.monotonic() + BEATS * self._alive.beat_s + GRACE_S
+        while _LOST_CONNECTION.search(message) and not self._failures() and time.monotonic() < end:
+            if silent := self._alive.silent():
+                return f"{gone(silent)}: it was killed, or its machine is gone. {self.way_on}"
+            time.sleep(_POLL_S)
+        return ""
+
     def _exit(self, status: int, shown: str) -> NoReturn:
         if shown:
             print(shown, file=sys.stderr)
+        self._words.farewell()
         sys.stdout.flush()
         sys.stderr.flush()
         with suppress(Exception):  # the service is gone
@@ -270,10 +331,48 @@ class _Member:
         os._exit(status)
 
     def _outlive(self) -> None:
-        """The others hear of it from a service that ends with the first process, so that one is the last to go."""
+        """The others hear of it from a service that ends with the first process, so that one is the last to go, but for those that
+        are gone without having taken leave."""
         end = time.monotonic() + 4 * GRACE_S
-        while len(self._found(_LEFT)) < self._count - 1 and time.monotonic() < end:
+        while time.monotonic() < end:
+            left = self._found(_LEFT).keys() | self._alive.silent().keys()
+            if len(left) >= self._count - 1:
+                return
             time.sleep(_POLL_S / 5)
+
+
+class _Alive:
+    """What is heard of the other processes. Times are this process's: the clocks of hosts differ."""
+
+    def __init__(self, index: int, count: int) -> None:
+        now = time.monotonic()
+        self._index, self._number = index, 0
+        self._last = {process: ("", now) for process in range(count) if process != index}
+        self._heard = now
+        self.beat_s = max(1.0, count / 64)
+        """Between two signs of life: each process reads those of all others, so with many of them there are fewer. Of 256 processes,
+        BEATS of them are still less than HEARTBEAT_S."""
+
+    def said(self) -> str:
+        """Something that was not said before."""
+        self._number += 1
+        return str(self._number)
+
+    def heard(self, found: Mapping[str, str]) -> None:
+        """Takes what all have said, by key."""
+        self._heard = time.monotonic()
+        for key, text in found.items():
+            process = int(key.rpartition("/")[2])
+            if process != self._index and self._last[process][0] != text:
+                self._last[process] = (text, self._heard)
+
+    def silent(self) -> dict[int, float]:
+        """Other process -> seconds since it has said something new, of those that were silent when the others were heard last."""
+        return {
+            process: time.monotonic() - since
+            for process, (_, since) in self._last.items()
+            if self._heard - since > BEATS * self.beat_s
+        }
 
 
 _member: _Member | None = None

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dapo_jax.parallel.exchange import agreed, exchange
+from dapo_jax.parallel.exchange import agreed, by_first, exchange
 from tests import several
 
 UNEVEN = (
@@ -36,3 +36,12 @@ def test_messages_of_uneven_lengths_arrive_whole():
 def test_one_process_has_its_own_message():
     assert exchange(b"own") == [b"own"]
     assert agreed(b"own") == b"own"
+    assert by_first(lambda: b"own") == b"own"
+
+
+def test_an_error_of_one_process_that_does_something_for_all_is_its_own():
+    def fails():
+        raise KeyError("own")
+
+    with pytest.raises(KeyError, match="own"):
+        by_first(fails)

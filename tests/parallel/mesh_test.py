@@ -33,8 +33,8 @@ def test_a_mesh_may_be_of_some_of_the_devices():
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"fsdp": 2, "tensor": 2}, "data 1 x fsdp 2 x tensor 2 x context 1 need a multiple of 4 devices, 8 are there"),
-        ({"fsdp": 16}, "need a multiple of 16 devices, 8 are there; set one of parallel.data, parallel.fsdp"),
+        ({"fsdp": 2, "tensor": 2}, "data 1 x fsdp 2 x tensor 2 x context 1 need 4 devices, 8 are there"),
+        ({"fsdp": 16}, "need 16 devices, 8 are there; set one of parallel.data, parallel.fsdp"),
         ({"tensor": 3}, "fsdp -1 x tensor 3 x context 1 need a multiple of 3 devices, 8 are there"),
         ({"data": -1, "fsdp": -1}, "at most one of them -1; got data -1 x fsdp -1 x tensor 1"),
         ({"tensor": 0}, "must be positive, .*; got data 1 x fsdp -1 x tensor 0"),

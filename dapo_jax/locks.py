@@ -1,0 +1,376 @@
+"""One run at a time in a folder: who has the folder's lock is the only one to write there. It is advisory: only those who ask are kept out.
+
+In a local folder the lock is `flock` on the file `.lock`, which the system takes back from a process that ends, however it ends. The
+file stays, but for a folder in which nothing was written; who has locked it looks whether it is still the one of this name, or a file
+that was removed and made anew could be locked by two.
+
+A bucket knows no locks. There it is a lease: an object `.lock` that is created only if there is none, written anew by a thread every
+`RENEW_S`, and free once the storage's own clock says that this was not done for `LEASE_S`. Each write names the generation that it
+replaces, so of two that take over an expired lease one gets it, and a holder that was away too long finds that it has lost it.
+"""
+
+import errno
+import fcntl
+import importlib
+import json
+import os
+import secrets
+import socket
+import stat
+import sys
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from dapo_jax.storage import SCHEME, AnyPath, in_bucket
+
+NAME = ".lock"
+"""Of the file or object in the folder; of no meaning to whoever reads a run."""
+
+LEASE_S = 60.0
+"""How long a lease in a bucket lasts that is not renewed: the time that a run waits for one that was killed."""
+
+RENEW_S = 15.0
+"""How often its holder renews it."""
+
+_LOOK_S = 1.0
+"""How often one that waits for a lease looks at it."""
+
+_HOLDER_BYTES = 1000
+_WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+
+
+class LockedError(RuntimeError):
+    """The lock cannot be had; says who has it since when, or what is in its way, and what to do."""
+
+
+class LockLostError(RuntimeError):
+    """The folder is another run's by now. Nothing may be written there any more."""
+
+
+Lost = Callable[[int, str], Any]
+"""Called with an exit status and a message in the thread that finds that a lease was lost; ends the run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holder:
+    """Who has a lock."""
+
+    pid: int
+    host: str
+    since: str
+    """UTC."""
+    key: str
+    """Tells one taking of a lock from every other."""
+
+    def __str__(self) -> str:
+        # As written by whoever could write there: nothing that a terminal would obey.
+        return f"process {self.pid} on {ascii(self.host)[1:-1]:.80} since {ascii(self.since)[1:-1]:.40}"
+
+
+def take(folder: AnyPath, *, lost: Lost) -> "Lock":
+    """Takes the lock of `folder`, which is made if it is not there. The lock is a context manager: leaving gives it back.
+
+    A lease that another process holds is waited for until that renews it, or it has expired.
+
+    Raises:
+        LockedError: another has it, or nobody can have it; nothing was changed.
+        OSError: the disk is full or broken.
+    """
+    return _Lease(folder, lost) if in_bucket(folder) else _FileLock(Path(folder))
+
+
+class Lock(ABC):
+    """A lock that this process holds. A process that is forked off does not."""
+
+    note = ""
+    """What a person should know of how it was taken; empty if nothing."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raises LockLostError if it was lost; asked before something is written that another run could have written too."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Gives it back; a second time does nothing."""
+
+    @abstractmethod
+    def forget(self) -> None:
+        """What a forked process does with its copy."""
+
+    def __enter__(self) -> "Lock":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+_held: set[Lock] = set()
+"""Those of this process."""
+
+
+def _forget_all() -> None:
+    for lock in _held:
+        lock.forget()
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_forget_all)
+
+
+class _FileLock(Lock):
+    """By `flock`, which counts for an opened file: also twice in one process, and until the last copy of its descriptor is closed."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path, self._file = folder / NAME, -1
+        self._made = not folder.exists()
+        try:
+            while not self._taken():
+                self._close()
+        except OSError as error:
+            self._close()
+            raise _refusal(self._path, error) from error
+        except BaseException:
+            self._close()
+            raise
+
+    def check(self) -> None:
+        """What the system has locked stays locked."""
+
+    def _taken(self) -> bool:
+        """False if the file was replaced meanwhile."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        # Not through a link, which could lead anywhere; and without waiting for the other end of a pipe.
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        try:
+            self._file = os.open(self._path, flags, 0o666)
+        except FileNotFoundError:  # the folder was removed by one that had made it
+            return False
+        _held.add(self)
+        here = os.fstat(self._file)
+        if not stat.S_ISREG(here.st_mode):
+            raise LockedError(f"{self._path} is no file; remove it")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise _taken_by(_holder(os.pread(self._file, _HOLDER_BYTES, 0))) from None
+        except OSError as error:
+            if error.errno not in _WITHOUT_LOCKS:
+                raise
+            self.note = f"{self._path} cannot be locked ({error.strerror}): nothing keeps a second run out of this folder"
+        try:
+            there = os.stat(self._path, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        if not os.path.samestat(here, there):
+            return False
+        os.ftruncate(self._file, 0)
+        os.pwrite(self._file, _written(_me()), 0)
+        return True
+
+    def release(self) -> None:
+        """A folder that was made for the lock, and in which nothing was written, goes too."""
+        if self._file >= 0 and self._made:
+            with suppress(OSError):  # something else is in it
+                if [path.name for path in self._path.parent.iterdir()] == [NAME]:
+                    self._path.unlink()  # whoever has opened it meanwhile looks whether it is still there
+                    self._path.parent.rmdir()
+        self._close()
+
+    def _close(self) -> None:
+        if self._file >= 0:
+            _held.discard(self)
+            with suppress(OSError):  # of a place without locks
+                fcntl.flock(
+                    self._file, fcntl.LOCK_UN
+                )  # a copy of the descriptor may be open in another process
+            os.close(self._file)
+            self._file = -1
+
+    def forget(self) -> None:
+        os.close(self._file)  # unlocking would unlock it for the holder too
+        self._file = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Found:
+    """A lease that is there."""
+
+    generation: int
+    renewed: datetime
+    """By the storage's clock."""
+    holder: Holder | None
+
+
+class _Lease(Lock):
+    """An object of its own name for each folder."""
+
+    def __init__(self, folder: AnyPath, lost: Lost) -> None:
+        self._name, self._lost = f"{folder}/{NAME}", lost
+        if any(isinstance(lock, _Lease) and lock._name == self._name for lock in _held):
+            raise _taken_by(_me())
+        bucket, _, self._object = self._name.removeprefix(SCHEME).partition("/")
+        self._bucket = importlib.import_module("google.cloud.storage").Client().bucket(bucket)
+        self._errors: Any = importlib.import_module("google.api_core.exceptions")
+        self._me, self._generation, self._renewed = _me(), 0, 0.0
+        self._turn, self._ended, self._lost_to = threading.Lock(), threading.Event(), ""
+        self._take()
+        _held.add(self)
+        threading.Thread(target=self._keep, name="lease", daemon=True).start()
+
+    def check(self) -> None:
+        """A process that was stopped for long, with its thread, asks before it goes on."""
+        if self._lost_to or time.monotonic() - self._renewed > LEASE_S:
+            self._renew()
+
+    def release(self) -> None:
+        if self not in _held:
+            return
+        _held.discard(self)
+        self._ended.set()
+        with self._turn, suppress(Exception):  # it is another's by now, or expires by itself
+            self._bucket.blob(self._object).delete(if_generation_match=self._generation, timeout=RENEW_S)
+
+    def forget(self) -> None:
+        """Nothing is open, and the thread is not there."""
+
+    def _take(self) -> None:
+        seen: _Found | None = None
+        ahead_s = 0.0
+        while True:
+            found = self._found()
+            if found is None:
+                if self._write(0):
+                    return
+                continue
+            if seen is None:
+                seen, ahead_s = found, self._now().timestamp() - time.monotonic()
+            if found.generation != seen.generation:
+                raise _taken_by(found.holder)
+            left_s = found.renewed.timestamp() + LEASE_S - (time.monotonic() + ahead_s)
+            if left_s <= 0:
+                if self._write(found.generation):
+                    self.note = (
+                        f"took over the lease of {found.holder or 'an unknown process'}, which has expired"
+                    )
+                    return
+                continue
+            if found is seen:
+                print(
+                    f"{self._name} is held by {found.holder or 'an unknown process'}: looking for up to {left_s:.0f} s whether that is alive",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            time.sleep(min(_LOOK_S, left_s))
+
+    def _keep(self) -> None:
+        while not self._ended.wait(RENEW_S):
+            try:
+                self._renew()
+            except LockLostError as error:
+                self._lost(1, str(error))
+                return
+            except (
+                Exception
+            ):  # the storage cannot be reached: as long as nobody takes it over, it is this one's
+                continue
+
+    def _renew(self) -> None:
+        with self._turn:
+            if self._ended.is_set():
+                return
+            if not self._lost_to and not self._write(self._generation, patient=False):
+                self._lost_to = str(_holder_of(self._found()) or "an unknown process")
+            if self._lost_to:
+                raise LockLostError(
+                    f"{self._name} was not renewed for {LEASE_S:.0f} s and is held by {self._lost_to} now. This run ends and writes "
+                    "nothing more there; the other goes on from the last checkpoint"
+                )
+
+    def _write(self, generation: int, *, patient: bool = True) -> bool:
+        """Writes the lease in place of that generation, 0 for none; False if another is there."""
+        began = time.monotonic()
+        blob = self._bucket.blob(self._object)
+        how = {} if patient else {"timeout": RENEW_S, "retry": None}
+        try:
+            blob.upload_from_string(_written(self._me), if_generation_match=generation, **how)
+        except self._errors.PreconditionFailed:
+            found = self._found()
+            if found is None:  # it was removed by hand: nobody has it
+                return bool(generation) and self._write(0, patient=patient)
+            # After a lost answer the request is sent again, and meets what it has written itself.
+            if found.holder != self._me:
+                return False
+            self._generation = found.generation
+        else:
+            self._generation = int(blob.generation)
+        self._renewed = began
+        return True
+
+    def _found(self) -> _Found | None:
+        while True:
+            blob = self._bucket.get_blob(self._object)
+            if blob is None:
+                return None
+            try:
+                data = blob.download_as_bytes(end=_HOLDER_BYTES, if_generation_match=blob.generation)
+            except (self._errors.NotFound, self._errors.PreconditionFailed):  # renewed or gone meanwhile
+                continue
+            return _Found(generation=int(blob.generation), renewed=blob.updated, holder=_holder(data))
+
+    def _now(self) -> datetime:
+        """The storage's time: when it says that an object was written."""
+        blob = self._bucket.blob(f"{self._object}-{secrets.token_hex(4)}")
+        blob.upload_from_string(b"")
+        blob.delete()
+        return blob.updated
+
+
+def _me() -> Holder:
+    since = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    return Holder(pid=os.getpid(), host=socket.gethostname(), since=since, key=secrets.token_hex(8))
+
+
+def _written(holder: Holder) -> bytes:
+    return json.dumps(asdict(holder)).encode() + b"\n"
+
+
+def _holder(data: bytes) -> Holder | None:
+    """Who has written that; None if it is not whole or nobody's."""
+    try:
+        said = json.loads(data)
+        return Holder(
+            pid=int(said["pid"]), host=str(said["host"]), since=str(said["since"]), key=str(said["key"])
+        )
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return None
+
+
+def _holder_of(found: _Found | None) -> Holder | None:
+    return None if found is None else found.holder
+
+
+def _taken_by(holder: Holder | None) -> LockedError:
+    mine = holder is not None and (holder.pid, holder.host) == (os.getpid(), socket.gethostname())
+    who = "this process itself" if mine else f"{holder or 'another process'}"
+    return LockedError(
+        f"a run is at work there, by {who}: wait for its end or stop it, or choose another folder"
+    )
+
+
+def _refusal(path: Path, error: OSError) -> OSError | LockedError:
+    """What is said where the file cannot be made or opened; the error itself if it is none of the place."""
+    if error.errno == errno.ELOOP:
+        return LockedError(f"{path} is a symbolic link, which is not followed; remove it")
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOTDIR, errno.EEXIST):
+        return LockedError(f"{path} cannot be written ({error.strerror}): choose a folder that can be")
+    return error
