@@ -1,13 +1,19 @@
-"""What a checkpoint adds to orbax: a sha256 manifest of its files, and host arrays packed into bytes.
+"""What a checkpoint adds to orbax: a sha256 manifest of its files, what it says of itself, and host arrays packed into bytes.
 
 Orbax hands back flipped bits without a word (its format has no checksum over a chunk), so a manifest is
 written with each step and compared before anything is restored.
+
+A manifest can be made anew for files of any content, so nothing that a checkpoint says is believed: sizes are compared before
+anything is read, and whatever is not as this module writes it is a `DamagedError`.
 """
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -15,9 +21,16 @@ import numpy as np
 from etils import epath
 from jaxtyping import PyTree, UInt8
 
-from dapo_jax.storage import entries, files_below, in_bucket, move_folder
+from dapo_jax.plain_json import read_object
+from dapo_jax.storage import bounded_bytes, entries, in_bucket, move_folder, sizes_below
 
 MANIFEST = "sha256.json"
+
+META = "meta/metadata"
+"""The file that orbax makes of the item `meta`."""
+
+MAX_NOTE_BYTES = 1 << 24
+"""Of the manifest, of `meta` and of each of orbax's own notes. A run of thousands of files has a tenth of it."""
 
 _UNFINISHED = ".orbax-checkpoint-tmp"
 """What orbax appends to the name of a step that is being written."""
@@ -25,10 +38,22 @@ _UNFINISHED = ".orbax-checkpoint-tmp"
 _COMMITTED = "commit_success.txt"
 """What orbax writes last into a step in a bucket, where nothing can be renamed."""
 
-_UNSEALED = {MANIFEST, "_CHECKPOINT_METADATA", _COMMITTED}
+_NOTE = "_CHECKPOINT_METADATA"
+"""What orbax writes into a step beside its items, and reads whenever it lists the steps."""
+
+_UNSEALED = {MANIFEST, _NOTE, _COMMITTED}
 """Written or changed by orbax after the manifest; none of them holds a value that is restored."""
 
 _READ_BYTES = 1 << 24
+
+_MOST_SHRUNK = 1 << 15
+"""Bytes that one byte of a compressed chunk can stand for: zstd writes a block of 128 KiB of one value in 4 bytes."""
+
+_ELEMENT_BYTES, _SPARE_BYTES = 16, 1 << 26
+"""What the files of a state can take at most: twice the widest number for each element, and as much besides for what
+describes them and for the rows that fill up a vocabulary."""
+
+_DTYPE = re.compile(r"[<>|=]?\w+(\[\w+\])?")
 
 
 class CheckpointError(RuntimeError):
@@ -56,16 +81,43 @@ def remove_unfinished(folder: epath.Path) -> None:
             path.rmtree()
 
 
+def check_notes(folder: epath.Path) -> None:
+    """Refuses a folder in which orbax would not come to an end of listing the steps.
+
+    Raises:
+        DamagedError: names the step.
+    """
+    if in_bucket(folder):
+        return
+    for note in [step / _NOTE for step in entries(folder)]:
+        try:
+            if not note.is_dir():
+                bounded_bytes(note, at_most=MAX_NOTE_BYTES)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            raise DamagedError(f"checkpoint {note.parent} is damaged, move it away: {error}") from error
+
+
 def seal(folder: epath.Path, step: int | None) -> None:
     """Writes the manifest of the step in `folder` that is complete but for its final name, or its marker file."""
     unfinished = folder / f"{step}{_UNFINISHED}"
     write_manifest(unfinished if unfinished.exists() else folder / str(step))
 
 
+@dataclass(frozen=True)
+class SealedFile:
+    """A file of a checkpoint as its manifest has it."""
+
+    bytes: int
+    sha256: str
+
+
 def write_manifest(folder: epath.Path) -> None:
-    """Writes the sha256 of every file under `folder` into `folder/sha256.json`."""
-    digests = _digests(folder, _files(folder))
-    (folder / MANIFEST).write_text(json.dumps({"files": digests}, indent=1))
+    """Writes size and sha256 of every file under `folder` into `folder/sha256.json`."""
+    sizes = _sealed(sizes_below(folder))
+    digests = _digests(folder, sizes)
+    (folder / MANIFEST).write_text(json.dumps({"files": digests, "sizes": sizes}, indent=1))
 
 
 def check_manifest(folder: epath.Path, *, share: tuple[int, int] = (0, 1)) -> None:
@@ -78,26 +130,180 @@ def check_manifest(folder: epath.Path, *, share: tuple[int, int] = (0, 1)) -> No
     Raises:
         DamagedError: a file is changed, missing or surplus, or there is no manifest.
     """
-    manifest = folder / MANIFEST
-    if not manifest.exists():
+    check_digests(folder, sealed_files(folder), share=share)
+
+
+def sealed_files(folder: epath.Path) -> dict[str, SealedFile]:
+    """What the manifest says of each file under `folder`, by its path there; names and sizes are those of the files.
+
+    Only the manifest is read, so this takes no longer for a file that has grown.
+
+    Raises:
+        DamagedError: a file is missing, surplus or of another size, something is no file, or there is no manifest.
+    """
+    try:
+        there = sizes_below(folder)
+    except OSError as error:
+        raise DamagedError(f"checkpoint {folder} is damaged: {error}") from error
+    if MANIFEST not in there:
         raise DamagedError(
             f"checkpoint {folder} has no {MANIFEST}: it is damaged, or dapo_jax did not write it"
         )
-    try:
-        expected = dict[str, str](json.loads(manifest.read_text())["files"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DamagedError(f"{manifest} cannot be read ({error}): the checkpoint is damaged") from error
-    names = _files(folder)
-    if difference := sorted(set(names) ^ expected.keys()):
-        state = "missing" if difference[0] in expected else "not of this checkpoint"
+    sealed = _sealed(there)
+    for name in [name for name in there if name not in sealed or name == META]:
+        if there[name] > MAX_NOTE_BYTES:
+            raise DamagedError(
+                f"checkpoint {folder} is damaged: {name} has {there[name]:,} bytes, and at most {MAX_NOTE_BYTES:,} are read"
+            )
+    digests, sizes = _read_manifest(folder / MANIFEST)
+    if difference := sorted(sealed.keys() ^ digests.keys()):
+        state = "missing" if difference[0] in digests else "not of this checkpoint"
         raise DamagedError(f"checkpoint {folder} is damaged: {difference[0]} is {state}")
+    for name, size in sizes.items():
+        if sealed.get(name) != size:
+            raise DamagedError(
+                f"checkpoint {folder} is damaged: {name} has {sealed.get(name, 0):,} bytes, written with {size:,}"
+            )
+    return {name: SealedFile(sealed[name], digest) for name, digest in digests.items()}
+
+
+def check_digests(
+    folder: epath.Path, files: Mapping[str, SealedFile], *, share: tuple[int, int] = (0, 1)
+) -> None:
+    """Compares what is in the files with their sha256; arguments and errors as `check_manifest`."""
     index, count = share
-    for name, digest in _digests(folder, names[index::count]).items():
-        if digest != expected[name]:
+    mine = {name: files[name] for name in sorted(files)[index::count]}
+    try:
+        found = _digests(folder, {name: file.bytes for name, file in mine.items()})
+    except OSError as error:
+        raise DamagedError(f"checkpoint {folder} cannot be read: {error}") from error
+    for name, digest in found.items():
+        if digest != mine[name].sha256:
             raise DamagedError(
                 f"checkpoint {folder} is damaged: {name} has sha256 {digest[:12]}..., written with "
-                f"{expected[name][:12]}..."
+                f"{mine[name].sha256[:12]}..."
             )
+
+
+def check_room(
+    folder: epath.Path, files: Mapping[str, SealedFile], target: Iterable[jax.ShapeDtypeStruct]
+) -> None:
+    """Refuses a state whose files are larger than the target's arrays can make them, before they are read.
+
+    Raises:
+        DamagedError: as said.
+    """
+    found = sum(file.bytes for name, file in files.items() if name.startswith("state/"))
+    most = _ELEMENT_BYTES * sum(math.prod(struct.shape) for struct in target) + _SPARE_BYTES
+    if found > most:
+        raise DamagedError(
+            f"checkpoint {folder} is damaged: the files of its state have {found:,} bytes, and the arrays of this run take at "
+            f"most {most:,}"
+        )
+
+
+def check_unpacked(where: str, size: int, files: Mapping[str, SealedFile]) -> None:
+    """Refuses to make room for more carried bytes than the files can hold.
+
+    Raises:
+        DamagedError: as said.
+    """
+    found = sum(file.bytes for name, file in files.items() if name.startswith("carry/"))
+    if size > found * _MOST_SHRUNK:
+        raise DamagedError(
+            f"{where} is damaged: it speaks of {size:,} carried bytes, and their files have {found:,}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meta:
+    """What a checkpoint says of itself."""
+
+    step: int | None
+    """None in checkpoints that did not keep it yet."""
+    progress: dict[str, Any]
+    state: dict[str, Sequence[Any]]
+    """Path -> shape, dtype."""
+    carry: dict[str, dict[str, Any]]
+    """As `pack_arrays` gives it."""
+    score: float | None
+
+    @property
+    def carry_bytes(self) -> int:
+        """Of all that is carried."""
+        return sum(entry["bytes"] for entry in self.carry.values())
+
+
+def read_meta(folder: epath.Path, *, newest: int) -> Meta:
+    """What the checkpoint `folder` says of itself, checked down to what its users rely on.
+
+    Args:
+        folder: named by its step.
+        newest: the latest version of the format that is known.
+
+    Raises:
+        DamagedError: it is of another step, or not as it was written.
+        CheckpointError: it is of a newer version.
+    """
+    where = f"checkpoint {folder}"
+    try:
+        meta = read_object(bounded_bytes(folder / META, at_most=MAX_NOTE_BYTES), META)
+    except (OSError, ValueError) as error:
+        raise DamagedError(f"{where} cannot be read: {error}") from error
+    version = meta.get("schema_version")
+    if not isinstance(version, int):
+        raise DamagedError(f"{where} is damaged: schema_version is {version!r:.60}")
+    if version > newest:
+        raise CheckpointError(
+            f"{where} has schema_version {version}; this version of dapo_jax reads up to {newest}: upgrade dapo_jax"
+        )
+    step, score = meta.get("step"), meta.get("score")
+    if step is not None and not (_whole(step) and str(step) == folder.name):
+        raise DamagedError(f"{where} is of step {step!r:.60}, and its folder was renamed")
+    parts: dict[str, dict[str, Any]] = {}
+    for name, holds in _HOLDS.items():
+        part = meta.get(name)
+        if not isinstance(part, dict) or not all(map(holds, part.values())):
+            raise DamagedError(f"{where} is damaged: {name!r} in {META} is not as it was written")
+        parts[name] = part
+    if score is not None and not (isinstance(score, float | int) and abs(score) < math.inf):
+        raise DamagedError(f"{where} is damaged: its score is {score!r:.60}")
+    return Meta(step=step, score=score, **parts)
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_shape(value: object) -> bool:
+    return isinstance(value, list) and all(map(_whole, value))
+
+
+def _is_array(entry: object) -> bool:
+    """True for [shape, dtype], as the state's arrays are described."""
+    return isinstance(entry, list) and len(entry) == 2 and _is_shape(entry[0]) and isinstance(entry[1], str)
+
+
+def _is_packed(entry: object) -> bool:
+    """True for what `pack_arrays` says of an array."""
+    if not isinstance(entry, dict) or not _is_shape(entry.get("shape")) or not _whole(entry.get("bytes")):
+        return False
+    code = entry.get("dtype")
+    if not isinstance(code, str) or not _DTYPE.fullmatch(code):
+        return False
+    try:
+        dtype = np.dtype(code)
+    except (TypeError, ValueError):
+        return False
+    return (
+        not dtype.hasobject
+        and dtype.itemsize > 0
+        and math.prod(entry["shape"]) * dtype.itemsize == entry["bytes"]
+    )
+
+
+_HOLDS = {"progress": lambda _: True, "state": _is_array, "carry": _is_packed}
+"""What each part of `meta` has as its values."""
 
 
 def check_shapes(
@@ -220,20 +426,36 @@ def checked_json(progress: Mapping[str, Any]) -> dict[str, Any]:
     return dict(progress)
 
 
-def _files(folder: epath.Path) -> list[str]:
-    """Every sealed file's path below `folder`, sorted."""
-    sealed = [path for path in files_below(folder) if path.name not in _UNSEALED]
-    return sorted(path.relative_to(folder).as_posix() for path in sealed)
+def _sealed(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Those of the files of a checkpoint that its manifest lists."""
+    return {name: size for name, size in sizes.items() if name.rpartition("/")[2] not in _UNSEALED}
 
 
-def _digests(folder: epath.Path, names: list[str]) -> dict[str, str]:
+def _read_manifest(manifest: epath.Path) -> tuple[dict[str, str], dict[str, int]]:
+    """sha256 and size by path. Those of earlier versions of this library have no sizes."""
+    try:
+        content = read_object(bounded_bytes(manifest, at_most=MAX_NOTE_BYTES), MANIFEST)
+        digests, sizes = content.get("files"), content.get("sizes", {})
+        if not isinstance(digests, dict) or not all(isinstance(digest, str) for digest in digests.values()):
+            raise ValueError("'files' must name a sha256 for each file")
+        if not isinstance(sizes, dict) or not all(map(_whole, sizes.values())):
+            raise ValueError("'sizes' must be bytes for each file")
+    except (OSError, ValueError) as error:
+        raise DamagedError(f"{manifest} cannot be read ({error}): the checkpoint is damaged") from error
+    return digests, sizes
+
+
+def _digests(folder: epath.Path, sizes: Mapping[str, int]) -> dict[str, str]:
+    """The sha256 of each file's first bytes, as many as are given."""
     with ThreadPoolExecutor(max_workers=8) as pool:  # hashing and reading both release the interpreter lock
-        return dict(zip(names, pool.map(lambda name: _sha256(folder / name), names), strict=True))
+        found = pool.map(lambda name: _sha256(folder / name, sizes[name]), sizes)
+        return dict(zip(sizes, found, strict=True))
 
 
-def _sha256(path: epath.Path) -> str:
+def _sha256(path: epath.Path, left: int) -> str:
     digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(_READ_BYTES):
+        while block := file.read(min(left, _READ_BYTES)):
             digest.update(block)
+            left -= len(block)
     return digest.hexdigest()

@@ -9,8 +9,12 @@ is complete, its sha256 manifest included: a folder that bears a step's number i
 can be renamed: there it is whole once it holds commit_success.txt.
 """
 
-from collections.abc import Mapping
-from contextlib import suppress
+import errno
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from os import PathLike
 from types import TracebackType
@@ -23,25 +27,41 @@ from etils import epath
 from jaxtyping import PyTree
 
 from dapo_jax.checkpoint_files import (
+    MAX_NOTE_BYTES,
+    META,
     CheckpointError,
     DamagedError,
-    check_manifest,
+    Meta,
+    SealedFile,
+    check_digests,
+    check_notes,
+    check_room,
     check_shapes,
+    check_unpacked,
     checked_json,
     flattened,
     pack_arrays,
+    read_meta,
     remove_unfinished,
     seal,
+    sealed_files,
     set_aside,
     struct_of,
     unpack_arrays,
 )
 from dapo_jax.checkpoint_keeping import Keeping, quiet_orbax
-from dapo_jax.parallel.exchange import agreed, exchange
-from dapo_jax.storage import in_bucket, path_of
+from dapo_jax.config import ConfigError
+from dapo_jax.parallel.exchange import by_first, exchange
+from dapo_jax.storage import entries, in_bucket, path_of
 
 SCHEMA_VERSION = 1
 """Version of the layout above and of the `meta` item; raised when an older reader could not read it."""
+
+Check = Callable[[str, Mapping[str, Any]], None]
+"""Looks at (the checkpoint's name for messages, its progress); raises DamagedError, or ConfigError where it is another run's."""
+
+_AGREED = (DamagedError, CheckpointError, ConfigError, ValueError)
+"""Errors about a checkpoint that all processes raise once one has found them; the more particular ones first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +85,9 @@ class Checkpointer:
         folder: where the steps lie; local or in a bucket (`dapo_jax.storage`).
         keep: how many of the last checkpoints stay. At least 1.
         keep_best: that with the highest score stays too, of equal ones the last.
+
+    Raises:
+        DamagedError: a step holds something in which orbax would read without end.
     """
 
     def __init__(self, folder: str | PathLike[str], *, keep: int = 3, keep_best: bool = False) -> None:
@@ -77,6 +100,7 @@ class Checkpointer:
         self._saving: int | None = None
         self._cleaned = False
         self._scores: dict[int, float] | None = None
+        check_notes(self.folder)
         self._manager = ocp.CheckpointManager(
             self.folder,
             options=ocp.CheckpointManagerOptions(
@@ -109,7 +133,7 @@ class Checkpointer:
             score: how good the state is, if that was measured; a finite number.
 
         Raises:
-            ValueError: the step exists, a later one does, or something cannot be stored.
+            ValueError: the step exists, a later one does, or something cannot be stored or is too much.
             CheckpointError: writing failed, now or in the save before this one.
         """
         self.wait()
@@ -118,11 +142,17 @@ class Checkpointer:
         packed, layout = pack_arrays(carry)
         meta = {
             "schema_version": SCHEMA_VERSION,
+            "step": step,
             "progress": checked_json(progress),
             "state": {path: [list(leaf.shape), str(leaf.dtype)] for path, leaf in arrays.items()},
             "carry": layout,
             **checked_json({} if score is None else {"score": score}),
         }
+        if (size := len(json.dumps(meta))) > MAX_NOTE_BYTES:
+            raise ValueError(
+                f"progress and the names of the state's arrays take {size:,} bytes as JSON; at most {MAX_NOTE_BYTES:,} are "
+                "read again: keep less in progress"
+            )
         items = {"state": ocp.args.StandardSave(arrays), "meta": ocp.args.JsonSave(meta)}
         if packed.size:
             items["carry"] = ocp.args.StandardSave({"bytes": packed})
@@ -147,17 +177,40 @@ class Checkpointer:
         except Exception as error:
             raise self._failure(self._saving, error) from error
 
+    def failure(self) -> str:
+        """Why the last save has failed; empty while it goes on, and when it is complete. Said once; waits for nothing."""
+        if not self._manager.is_saving_in_progress():
+            try:
+                self.wait()
+            except CheckpointError as error:
+                return str(error)
+        return ""
+
     def steps(self) -> list[int]:
         """Those that are complete, whole or damaged, in order; waits for nothing."""
-        return sorted(self._manager.all_steps(read=True)) if self.folder.exists() else []
+        if not self.folder.exists():
+            return []
+        # orbax takes names for numbers that are not written so, such as digits of other scripts
+        names = {path.name for path in entries(self.folder)}
+        return sorted(step for step in self._manager.all_steps(read=True) if str(step) in names)
 
     def latest_step(self) -> int | None:
         """The last complete checkpoint's step, or None; waits for the save in progress."""
         self.wait()
         return max(self.steps(), default=None)
 
-    def restore(self, target_state: PyTree, step: int | None = None, *, rows: int | None = None) -> Restored:
+    def restore(
+        self,
+        target_state: PyTree,
+        step: int | None = None,
+        *,
+        rows: int | None = None,
+        check: Check = lambda where, progress: None,
+    ) -> Restored:
         """Reads a checkpoint; the state takes the target's structure, shardings and dtypes.
+
+        What is small is looked at first: a file of another size, another run's checkpoint and other shapes are found before
+        anything large is read.
 
         Args:
             target_state: a pytree of jax arrays or of `jax.ShapeDtypeStruct`s (without a sharding: the default
@@ -175,25 +228,16 @@ class Checkpointer:
         """
         self.wait()
         step = self._existing(step)
-        self._check_files(step)
-        meta = self._meta(step)
-        if meta["schema_version"] > SCHEMA_VERSION:
-            raise CheckpointError(
-                f"checkpoint {self.folder / str(step)} has schema_version {meta['schema_version']}; this version of "
-                f"dapo_jax reads up to {SCHEMA_VERSION}: upgrade dapo_jax"
-            )
         target = {path: struct_of(leaf) for path, leaf in flattened(target_state).items()}
-        check_shapes(f"checkpoint {self.folder / str(step)}", meta["state"], target, rows)
+        with _agreed_errors():
+            meta = self._checked(step, target, rows, check)
 
         # Not strict: filled up with zeros or cut; `check_shapes` saw to it that nothing else is.
         items = {"state": ocp.args.StandardRestore(target, strict=False)}
-        size = sum(entry["bytes"] for entry in meta["carry"].values())
-        if size:
+        if size := meta.carry_bytes:
             items["carry"] = ocp.args.StandardRestore({"bytes": np.empty(size, np.uint8)})
-        try:
-            found = self._manager.restore(step, args=ocp.args.Composite(**items))
-        except Exception as error:
-            raise DamagedError(f"checkpoint {self.folder / str(step)} cannot be read: {error}") from error
+        with _agreed_errors():
+            found = self._read(step, ocp.args.Composite(**items))
         packed = np.asarray(found["carry"]["bytes"]) if size else np.empty(0, np.uint8)
         return Restored(
             step=step,
@@ -201,14 +245,13 @@ class Checkpointer:
             state=jax.tree.unflatten(
                 jax.tree.structure(target_state), [found["state"][path] for path in target]
             ),
-            progress=meta["progress"],
-            carry=unpack_arrays(packed, meta["carry"]),
+            progress=meta.progress,
+            carry=unpack_arrays(packed, meta.carry),
         )
 
     def set_aside(self, step: int) -> str:
         """Renames a damaged checkpoint so that its step can be saved again, and returns where it is now."""
-        place = set_aside(self.folder / str(step)) if jax.process_index() == 0 else ""
-        place = agreed(place.encode()).decode()
+        place = by_first(lambda: set_aside(self.folder / str(step)).encode()).decode()
         self._manager.reload()
         return place
 
@@ -259,20 +302,24 @@ class Checkpointer:
                 "or move the later checkpoints away"
             )
 
-    def _check_files(self, step: int) -> None:
-        """Raises the first process's DamagedError that has one, in all of them: each reads its share."""
-        problem = ""
-        try:
-            check_manifest(self.folder / str(step), share=(jax.process_index(), jax.process_count()))
-        except DamagedError as error:
-            problem = str(error)
-        for found in exchange(problem.encode()):
-            if found:
-                raise DamagedError(found.decode())
+    def _checked(
+        self, step: int, target: Mapping[str, jax.ShapeDtypeStruct], rows: int | None, check: Check
+    ) -> Meta:
+        """What the checkpoint says of itself, once it is found to be whole and to fit; each process reads its share of the files."""
+        folder = self.folder / str(step)
+        files = sealed_files(folder)
+        check_digests(folder, {name: file for name, file in files.items() if name == META})
+        meta = read_meta(folder, newest=SCHEMA_VERSION)
+        check(f"checkpoint {folder}", meta.progress)
+        check_shapes(f"checkpoint {folder}", meta.state, target, rows)
+        check_room(folder, files, target.values())
+        check_digests(folder, files, share=(jax.process_index(), jax.process_count()))
+        _check_stored(folder, meta, files)
+        return meta
 
-    def _meta(self, step: int) -> dict[str, Any]:
+    def _read(self, step: int, items: ocp.args.Composite) -> Any:
         try:
-            return self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
+            return self._manager.restore(step, args=items)
         except Exception as error:
             raise DamagedError(f"checkpoint {self.folder / str(step)} cannot be read: {error}") from error
 
@@ -281,8 +328,9 @@ class Checkpointer:
         if self._scores is None:
             self._scores = {}
             for step in self.steps():
-                with suppress(DamagedError, KeyError):
-                    self._scores[step] = self._meta(step)["score"]
+                with suppress(CheckpointError):
+                    score = read_meta(self.folder / str(step), newest=SCHEMA_VERSION).score
+                    self._scores |= {} if score is None else {step: score}
         return self._scores
 
     def _best_step(self) -> int | None:
@@ -300,9 +348,65 @@ class Checkpointer:
         seal(self.folder, self._saving)
 
     def _failure(self, step: int | None, error: Exception) -> CheckpointError:
+        """What is to be raised of a save that has failed; what it has written is removed."""
         if self.folder.exists():
+            if jax.process_index() == 0:
+                with suppress(OSError):  # the next save tries it again
+                    remove_unfinished(self.folder)
+            self._cleaned = False
             self._manager.reload()  # orbax has already struck the oldest step off its list; it is still on disk
-        return CheckpointError(f"saving checkpoint step {step} in {self.folder} failed: {error}")
+        # What the libraries below say of a full disk names files of theirs, twice over.
+        full = os.strerror(errno.ENOSPC)
+        why = f"the disk is full ({full})" if full in str(error) else str(error)
+        return CheckpointError(f"saving checkpoint step {step} in {self.folder} failed: {why}")
+
+
+@contextmanager
+def _agreed_errors() -> Iterator[None]:
+    """Raises what one process finds wrong, the first that does, in all of them."""
+    mine = None
+    try:
+        yield
+    except _AGREED as error:
+        mine = error
+    kind = next((place for place, each in enumerate(_AGREED) if isinstance(mine, each)), 0)
+    for found in exchange(b"" if mine is None else json.dumps([kind, str(mine)]).encode()):
+        if found:
+            kind, message = json.loads(found)
+            raise _AGREED[kind](message) from mine
+
+
+def _check_stored(folder: epath.Path, meta: Meta, files: Mapping[str, SealedFile]) -> None:
+    """Compares the arrays that orbax would read with those that the checkpoint speaks of: it would cut them, or fill them up."""
+    where = f"checkpoint {folder}"
+    try:
+        arrays = {f"state/{path}": array for path, array in _stored_in(folder / "state").items()}
+        if meta.carry_bytes:
+            arrays["carry"] = _stored_in(folder / "carry")["bytes"]
+        found = {name: (tuple(array.shape), str(np.dtype(array.dtype))) for name, array in arrays.items()}
+        chunks = {name: array.storage.chunk_shape for name, array in arrays.items()}
+    except Exception as error:
+        raise DamagedError(f"{where} cannot be read: {error}") from error
+    said = {f"state/{path}": (tuple(shape), dtype) for path, (shape, dtype) in meta.state.items()}
+    if meta.carry_bytes:
+        said["carry"] = ((meta.carry_bytes,), "uint8")
+        check_unpacked(where, meta.carry_bytes, files)
+    for name in sorted(said.keys() | found.keys()):
+        if said.get(name) != found.get(name):
+            raise DamagedError(
+                f"{where} is damaged: shape and dtype of {name} are {found.get(name)}, written as {said.get(name)}"
+            )
+        if math.prod(chunks[name]) > math.prod(found[name][0]):
+            raise DamagedError(f"{where} is damaged: {name} is in pieces that are larger than itself")
+
+
+def _stored_in(item: epath.Path) -> dict[str, Any]:
+    """What orbax says of the arrays of an item, by name."""
+    handler = ocp.StandardCheckpointHandler()
+    try:
+        return dict(handler.metadata(item).tree)
+    finally:
+        handler.close()
 
 
 def _absolute(folder: str | PathLike[str]) -> epath.Path:

@@ -1,4 +1,4 @@
-"""What is said of a policy on held-out prompts: avg@k, pass@j and cons@k, each a mean over problems with its standard error.
+"""What is said of a policy on held-out prompts: avg@k, pass@j, cons@k and the reward, each a mean over problems with its standard error.
 
 A problem is one held-out prompt with all its graded responses. `problem_scores` is where the estimators are applied;
 `summarize` averages it, `problem_record` writes it beside what the numbers came from, `table` shows averages to a person.
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from dapo_jax.rollouts import Group
+from dapo_jax.rollouts import Group, Rollout
 
 _KEY = re.compile(r"eval/(.+)/([^/]+)")
 _COUNTED = re.compile(r"(avg|pass|cons)@(\d+)")
@@ -56,9 +56,10 @@ def consensus(group: Group) -> float:
 
 
 def problem_scores(group: Group) -> dict[str, float]:
-    """`avg@k`, `pass@j` and `cons@k` of one problem of k responses.
+    """`avg@k`, `pass@j`, `cons@k` and `reward` of one problem of k responses.
 
-    j is every power of two below k, and k itself: 2, 4 and 8 for k = 8. pass@1 equals avg@k, so only k = 1 has it.
+    j is every power of two below k, and k itself: 2, 4 and 8 for k = 8. pass@1 equals avg@k, so only k = 1 has it. The reward is the
+    mean over the responses, without length shaping: what the grader gave, or what its verdict is worth.
     """
     k = len(group.rollouts)
     correct = sum(rollout.correct for rollout in group.rollouts)
@@ -67,13 +68,14 @@ def problem_scores(group: Group) -> dict[str, float]:
         f"avg@{k}": group.accuracy,
         **{f"pass@{j}": pass_at_k(k, correct, j) for j in draws},
         f"cons@{k}": consensus(group),
+        "reward": float(np.mean([rollout.reward - rollout.overlong_penalty for rollout in group.rollouts])),
     }
 
 
 def summarize(groups: Sequence[Group], *, name: str) -> dict[str, float]:
     """The metrics of one evaluation, all called `eval/NAME/...`.
 
-    `avg@k`, `pass@j` and `cons@k` are means of `problem_scores`; with `_stderr`, the standard error of that mean over
+    `avg@k`, `pass@j`, `cons@k` and `reward` are means of `problem_scores`; with `_stderr`, the standard error of that mean over
     problems (nan for a single one). `response_tokens` and `truncated_frac` are means over responses, `problems` is how
     many problems there were. `cons@k` is missing where no response at all had an extracted answer: then nobody voted, as
     with a reward function that returns only a bool.
@@ -99,11 +101,31 @@ def summarize(groups: Sequence[Group], *, name: str) -> dict[str, float]:
     return {f"eval/{name}/{key}": value for key, value in found.items()}
 
 
-def problem_record(group: Group) -> dict[str, Any]:
+def lost_verdicts(groups: Sequence[Group]) -> str:
+    """How many responses got no verdict, and why the first did not, for a person; empty if all got one."""
+    lost = [rollout.verdict for group in groups for rollout in group.rollouts if rollout.verdict.lost]
+    if not lost:
+        return ""
+    count = sum(len(group.rollouts) for group in groups)
+    return f"{len(lost)} of {count} responses got no verdict and count as wrong: {lost[0].reason or lost[0].lost}"
+
+
+def responses_kept(problems: int, responses: int) -> list[int]:
+    """How many responses are kept of each problem, first ones first, where `responses` may be kept of all together.
+
+    >>> responses_kept(3, 7), responses_kept(3, 2)
+    ([3, 2, 2], [1, 1, 0])
+    """
+    each, more = divmod(responses, max(problems, 1))
+    return [each + (place < more) for place in range(problems)]
+
+
+def problem_record(group: Group, responses: int = 0) -> dict[str, Any]:
     """All that an evaluation says of one problem, as plain values for a log: its scores and what they were computed from.
 
     `place` is where the row stands in its file, else None. `extracted` holds every extracted answer, the most frequent first,
-    with how many responses gave it and how many of those are correct; None is no answer.
+    with how many responses gave it and how many of those are correct; None is no answer. `responses` has the first so many of
+    them with their verdicts.
     """
     rollouts = group.rollouts
     given = Counter(rollout.verdict.extracted for rollout in rollouts)
@@ -124,10 +146,26 @@ def problem_record(group: Group) -> dict[str, Any]:
         "response_tokens": float(np.mean([rollout.response_tokens for rollout in rollouts])),
         "truncated": sum(rollout.truncated for rollout in rollouts),
         "lost": sum(bool(rollout.verdict.lost) for rollout in rollouts),
+        "responses": [_response_record(rollout) for rollout in rollouts[:responses]],
     }
 
 
-def table(scores: Mapping[str, float | int | None]) -> str:
+def _response_record(rollout: Rollout) -> dict[str, Any]:
+    """A response and what its grader said of it; a score that is not finite is None."""
+    verdict = rollout.verdict
+    score = verdict.score
+    return {
+        "response": rollout.text,
+        "correct": rollout.correct,
+        "extracted": verdict.extracted,
+        "reason": verdict.reason,
+        "score": float(score) if score is not None and math.isfinite(score) else None,
+        "response_tokens": rollout.response_tokens,
+        "finish_reason": rollout.response.finish_reason,
+    }
+
+
+def table(scores: Mapping[str, float | int | None], *, metric: str = "correct") -> str:
     """The metrics of one or several evaluations as aligned text: one row per dataset, scores as `0.434 ± 0.071`.
 
     A score's standard error is left out where there is none. What a dataset lacks (datasets may differ in k) is a dash.
@@ -135,6 +173,7 @@ def table(scores: Mapping[str, float | int | None]) -> str:
     Args:
         scores: what `summarize` returns, of several datasets merged into one, or a line of metrics.jsonl; other metrics in
             it are passed over.
+        metric: as `dynamic_sampling.metric`; with `score` the reward stands alone, for no response is correct or wrong then.
 
     Raises:
         ValueError: there is no evaluation among the metrics.
@@ -148,13 +187,15 @@ def table(scores: Mapping[str, float | int | None]) -> str:
         raise ValueError(
             f"none of the {len(scores)} metrics is a score such as eval/NAME/avg@8; pass what `summarize` returned"
         )
-    columns = sorted(counted, key=_column)
-    rows = [["dataset", *columns, "tokens", "truncated", "problems"]]
+    columns = [] if metric == "score" else sorted(counted, key=_column)
+    rewarded = any("reward" in metrics for metrics in datasets.values())
+    rows = [["dataset", *columns, *(["reward"] if rewarded else []), "tokens", "truncated", "problems"]]
     for name, metrics in datasets.items():
         rows.append(
             [
                 name,
                 *(_score(metrics.get(key), metrics.get(f"{key}_stderr")) for key in columns),
+                *([_score(metrics.get("reward"), metrics.get("reward_stderr"))] if rewarded else []),
                 _decimal(metrics.get("response_tokens"), 1),
                 _decimal(metrics.get("truncated_frac"), 3),
                 _decimal(metrics.get("problems"), 0),

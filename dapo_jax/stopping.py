@@ -5,6 +5,7 @@ evaluates. Within `Stop.held`, while weights change and files are written, it wa
 (a notebook has its own); the command does, by `stopped_by_signals`.
 """
 
+import _thread
 import contextlib
 import select
 import signal
@@ -22,7 +23,13 @@ STOPPED = 75
 GRACE_S = 25.0
 """How long a run may take to stop. Kubernetes and Cloud TPU kill 30 s after they have told."""
 
+REPEATED_S = 0.5
+"""Within so long the same signal again is no second one: nobody has thought again so soon."""
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+HANGUP = signal.SIGHUP
+"""Of a terminal that was closed. It may come from the system and from the shell at once, so it is never the second signal."""
 
 _TOLD = signal.SIGUSR1
 """With which a thread that has heard of a stop elsewhere wakes the main thread."""
@@ -53,9 +60,11 @@ class Stop:
     def __init__(self) -> None:
         self.reason = ""
         """Who told it, such as SIGTERM; empty as long as nobody has."""
+        self.failed = ""
+        """Why the run ends although nobody told it to: another of its processes has failed."""
         self.grace_s = GRACE_S
         self._held = False
-        self._wake: Callable[[], None] = lambda: None
+        self._wake: Callable[[], None] | None = None
 
     def ask(self, reason: str) -> None:
         """Tells the run to stop; only the first reason counts. Does not interrupt."""
@@ -65,14 +74,22 @@ class Stop:
         """Tells the run to stop, from another thread: what a signal does, but that a later signal is not the second."""
         if not self.reason:
             self.ask(reason)
-            self._wake()
+            if self._wake is not None:
+                self._wake()
+
+    def fail(self, why: str) -> None:
+        """Interrupts the main thread, from another one: the run ends, and there is nobody to save a checkpoint with."""
+        self.failed = why
+        (self._wake or _thread.interrupt_main)()
 
     def woken_by(self, wake: Callable[[], None]) -> None:
         """`wake` has the main thread call `note`."""
         self._wake = wake
 
     def check(self) -> None:
-        """Raises StoppedError if the run has been told to stop."""
+        """Raises StoppedError if the run has been told to stop, KeyboardInterrupt if another process has failed."""
+        if self.failed:
+            raise KeyboardInterrupt(self.failed)
         if self.reason:
             raise StoppedError(self.reason)
 
@@ -115,9 +132,11 @@ class Stop:
 
 @contextlib.contextmanager
 def stopped_by_signals(end: Callable[[int, str], None]) -> Iterator[Stop]:
-    """SIGTERM and SIGINT stop the run within this block; the second one, or the end of the time of grace, ends the process.
+    """SIGTERM, SIGINT and SIGHUP stop the run within this block; a second SIGTERM or SIGINT, or the end of the time of grace, ends the
+    process.
 
-    A thread sees to the latter two, since no handler runs while the main thread is in compiled code.
+    A thread sees to the latter two, since no handler runs while the main thread is in compiled code. SIGHUP stays ignored where it
+    was when the program began: nohup asks for that.
 
     Args:
         end: called with an exit status and why; must not return.
@@ -127,12 +146,13 @@ def stopped_by_signals(end: Callable[[int, str], None]) -> Iterator[Stop]:
     stop.woken_by(lambda: signal.pthread_kill(main, _TOLD))
 
     def handle(number: int, _: FrameType | None) -> None:
-        stop.note(signal.Signals(number).name)
+        stop.note("" if number == _TOLD else signal.Signals(number).name)
 
     seen, awake = socket.socketpair()
     awake.setblocking(False)
     former = signal.set_wakeup_fd(awake.fileno(), warn_on_full_buffer=False)
-    before = {number: signal.signal(number, handle) for number in (*SIGNALS, _TOLD)}
+    hangup = () if signal.getsignal(HANGUP) is signal.SIG_IGN else (HANGUP,)
+    before = {number: signal.signal(number, handle) for number in (*SIGNALS, *hangup, _TOLD)}
     listener = threading.Thread(target=_listen, args=(stop, seen, end), name="signals", daemon=True)
     listener.start()
     try:
@@ -149,28 +169,38 @@ def stopped_by_signals(end: Callable[[int, str], None]) -> Iterator[Stop]:
 def _listen(stop: Stop, seen: socket.socket, end: Callable[[int, str], None]) -> None:
     """Reads the numbers of signals as they come, until the other end is closed."""
     limit: float | None = None
-    signals = 0
+    signals, first, came = 0, 0, 0.0
     while True:
         left = None if limit is None else max(0.0, limit - time.monotonic())
         if not select.select([seen], [], [], left)[0]:
-            end(STOPPED, f"did not stop within {stop.grace_s:g} s of {stop.reason}; it can be resumed")
+            end(
+                STOPPED,
+                f"did not stop within {stop.grace_s:g} s of {stop.reason}: ends with what was saved before",
+            )
             return
         received = seen.recv(1)
         if not received:
             return
         number = received[0]
-        if number not in (*SIGNALS, _TOLD):
+        if number not in (*SIGNALS, HANGUP) and not (number == _TOLD and stop.reason):
             continue
         name = stop.reason if number == _TOLD else signal.Signals(number).name
         stop.ask(name)  # the main thread may not come to it
-        signals += number in SIGNALS
+        # `timeout`, among others, sends the same one to the process and to its group.
+        repeated = number == first and time.monotonic() - came < REPEATED_S
+        first, came = (first, came) if first else (number, time.monotonic())
+        signals += number in SIGNALS and not repeated
         if signals > 1:
             end(128 + number, f"a second signal ({name}): ended at once")
             return
         if limit is None:
             limit = time.monotonic() + stop.grace_s
-            print(
-                f"told to stop by {name}: ends within {stop.grace_s:g} s with a checkpoint; a second signal ends it at once",
-                file=sys.stderr,
-                flush=True,
-            )
+            with contextlib.suppress(
+                OSError
+            ):  # nobody may read it any more, and the time of grace is still to be kept
+                print(
+                    f"told to stop by {name}: ends within {stop.grace_s:g} s and saves the last whole step, if there is one; a second "
+                    "signal ends it at once",
+                    file=sys.stderr,
+                    flush=True,
+                )

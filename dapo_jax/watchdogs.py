@@ -26,6 +26,7 @@ SEEN = (
     "rollout/mixed_frac",
     "rollout/prompts",
     "rollout/response_tokens",
+    "rollout/scores_differ_frac",
     "rollout/truncated_frac",
     "update/learning_rate",
 )
@@ -50,9 +51,11 @@ class Watchdogs:
         min_length_frac: float = 0.333,
         max_truncated_frac: float = 0.5,
         min_mixed_frac: float = 0.02,
+        metric: str = "correct",
         history: Iterable[Step] = (),
     ) -> None:
-        """`WatchdogsConfig` says what the limits are; `history` are the metrics of the steps so far."""
+        """`WatchdogsConfig` says what the limits are, `dynamic_sampling.metric` what counts; `history` are the metrics of the steps so far."""
+        self._metric = metric
         self._limits = {
             "window": window,
             "min_entropy": min_entropy,
@@ -89,7 +92,7 @@ class Watchdogs:
                 del values[self._reach]
 
     def _holds(self) -> dict[str, str]:
-        return warnings(self._seen, **self._limits)
+        return warnings(self._seen, metric=self._metric, **self._limits)
 
 
 def warnings(
@@ -100,24 +103,29 @@ def warnings(
     min_length_frac: float,
     max_truncated_frac: float,
     min_mixed_frac: float,
+    metric: str = "correct",
 ) -> dict[str, str]:
     """Name and text of each warning that holds after the last of what was `seen`, in the order of `NAMES`.
 
     * `length_collapse`: responses are shorter than `min_length_frac` of what they were.
     * `entropy_collapse`: the entropy is below `min_entropy` and below a tenth of what it was, and not nearly all is right.
     * `truncation`: more than `max_truncated_frac` of the responses are cut off, and 0.25 more than were.
-    * `flat_groups`: for half of `window`, less than `min_mixed_frac` of the groups had both right and wrong responses.
+    * `flat_groups`: for half of `window`, less than `min_mixed_frac` of the groups had both right and wrong responses; with the
+      `metric` score, scores that differ.
     * `reward_stuck`: after `window` steps at the full learning rate the mean reward of the last half of them is not above that
       of the run's first steps by twice the noise, and not nearly all is right.
 
-    What something was is its mean over the first three steps, what it is its mean over the last three.
+    What something was is its mean over the first three steps, what it is its mean over the last three. With the `metric` score nothing
+    is ever nearly all right: a score may have no highest value.
     """
+    done = metric == "correct" and _nearly_all_right(seen)
+    flat = _equal_scores if metric == "score" else _flat_groups
     found = {
         "length_collapse": _length_collapse(seen, min_length_frac),
-        "entropy_collapse": _entropy_collapse(seen, min_entropy),
+        "entropy_collapse": _entropy_collapse(seen, min_entropy, done=done),
         "truncation": _truncation(seen, max_truncated_frac),
-        "flat_groups": _flat_groups(seen, window // 2, min_mixed_frac),
-        "reward_stuck": _reward_stuck(seen, window),
+        "flat_groups": flat(seen, window // 2, min_mixed_frac),
+        "reward_stuck": _reward_stuck(seen, window, done=done),
     }
     return {name: found[name] for name in NAMES if found[name]}
 
@@ -134,9 +142,9 @@ def _length_collapse(seen: Seen, least: float) -> str:
     )
 
 
-def _entropy_collapse(seen: Seen, least: float) -> str:
+def _entropy_collapse(seen: Seen, least: float, *, done: bool) -> str:
     pair = _then_and_now(seen, "policy/entropy")
-    if pair is None or _nearly_all_right(seen) or pair[1] >= min(least, 0.1 * pair[0]):
+    if pair is None or done or pair[1] >= min(least, 0.1 * pair[0]):
         return ""
     return (
         f"entropy collapse: {pair[1]:.2g} nats a token, at first {pair[0]:.2g}: the policy hardly tries anything new. Usual causes: "
@@ -161,6 +169,12 @@ def _flat_groups(seen: Seen, span: int, least: float) -> str:
     if len(mixed) < span or _mean(mixed) >= least:
         return ""
     right = _mean(seen["rollout/all_correct_frac"][-span:])
+    differ = seen["rollout/scores_differ_frac"][-span:]
+    if differ and _mean(differ) >= least:
+        return (
+            f"flat groups: in the last {span} steps {_mean(mixed):.1%} of the groups had scores both above 0, which count as right, and not; "
+            f"yet the scores differ in {_mean(differ):.0%}. If the reward is a number rather than a verdict, set dynamic_sampling.metric=score"
+        )
     return (
         f"flat groups: in the last {span} steps {_mean(mixed):.1%} of the groups had both right and wrong responses; {right:.0%} were "
         "all right, the rest all wrong, and these teach nothing. Usual causes: all right: the prompts are too easy; all wrong: too "
@@ -169,11 +183,22 @@ def _flat_groups(seen: Seen, span: int, least: float) -> str:
     )
 
 
-def _reward_stuck(seen: Seen, window: int) -> str:
+def _equal_scores(seen: Seen, span: int, least: float) -> str:
+    differ = seen["rollout/scores_differ_frac"][-span:]
+    if len(differ) < span or _mean(differ) >= least:
+        return ""
+    return (
+        f"flat groups: in the last {span} steps the scores differed in {_mean(differ):.1%} of the groups; one score for all responses to a "
+        "prompt teaches nothing. Usual causes: a reward function that gives the same whatever is written, or only a few values; responses "
+        "that have become alike. Read the rollouts; change data or reward function, or raise batch.group_size"
+    )
+
+
+def _reward_stuck(seen: Seen, window: int, *, done: bool) -> str:
     rates = seen["update/learning_rate"][-window:]
     rewards, half = seen["reward/mean"], window // 2
     still_warming_up = len(rates) < window or max(rates) != min(rates)
-    if still_warming_up or len(rewards) < 2 * half or _nearly_all_right(seen):
+    if still_warming_up or len(rewards) < 2 * half or done:
         return ""
     then, now = _mean(rewards[:half]), _mean(rewards[-half:])
     spread, prompts = seen["reward/std"], seen["rollout/prompts"]

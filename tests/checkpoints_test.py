@@ -260,7 +260,9 @@ def test_a_newer_format_is_refused(tmp_path, monkeypatch):
 
 def test_a_flipped_bit_is_noticed_in_every_sealed_file(tmp_path):
     saved(tmp_path, {"w": jnp.arange(64.0)}, carry={"tokens": np.arange(9)})
-    files = [tmp_path / "3" / name for name in checkpoint_files._files(checkpoints._absolute(tmp_path / "3"))]
+    files = [
+        tmp_path / "3" / name for name in checkpoint_files.sealed_files(checkpoints._absolute(tmp_path / "3"))
+    ]
     assert len(files) > 4
     with Checkpointer(tmp_path) as checkpointer:
         for path in files:
@@ -278,14 +280,18 @@ def test_a_flipped_bit_is_noticed_in_every_sealed_file(tmp_path):
             checkpointer.restore({"w": jnp.zeros(64)})
 
 
-def test_processes_divide_the_reading_but_all_check_the_names(tmp_path):
+def test_processes_divide_the_reading_but_all_check_names_and_sizes(tmp_path):
     saved(tmp_path, {"w": jnp.arange(64.0)})
     folder = checkpoints._absolute(tmp_path / "3")
-    name = checkpoint_files._files(folder)[1]
-    (folder / name).write_bytes(b"junk")
+    path = folder / sorted(checkpoint_files.sealed_files(folder))[1]
+    path.write_bytes(b"\0" * path.stat().length)
     checkpoint_files.check_manifest(folder, share=(0, 2))
-    with pytest.raises(RuntimeError, match="is damaged"):
+    with pytest.raises(RuntimeError, match=r"is damaged: .* has sha256"):
         checkpoint_files.check_manifest(folder, share=(1, 2))
+    path.write_bytes(b"\0")
+    for share in ((0, 2), (1, 2)):
+        with pytest.raises(RuntimeError, match="has 1 bytes, written with"):
+            checkpoint_files.check_manifest(folder, share=share)
 
 
 def test_a_failed_write_surfaces_with_the_folder_and_leaves_the_last_checkpoint(tmp_path, monkeypatch):
@@ -300,10 +306,34 @@ def test_a_failed_write_surfaces_with_the_folder_and_leaves_the_last_checkpoint(
             checkpointer.save(2, {"w": jnp.zeros(2)}, {}, {})
             with pytest.raises(RuntimeError, match=f"step 2 in {tmp_path} failed: .*No space left"):
                 checkpointer.wait()
+        assert [path.name for path in tmp_path.iterdir()] == ["1"], "no half folder"
         assert checkpointer.latest_step() == 1
         assert checkpointer.restore({"w": jnp.zeros(2)}).state["w"][0] == 1.0
         checkpointer.save(2, {"w": jnp.full(2, 2.0)}, {}, {})  # there is room again
         assert checkpointer.latest_step() == 2
+
+
+def test_that_a_write_has_failed_can_be_asked_without_waiting(tmp_path, monkeypatch):
+    """While it goes on there is nothing to say; its failure is said once, and is no matter for the next save."""
+    slow, said = threading.Event(), ""
+
+    def full(folder):
+        slow.wait(60)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.failure() == ""
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint_files, "write_manifest", full)
+            checkpointer.save(1, {"w": jnp.ones(2)}, {}, {})
+            assert checkpointer.failure() == ""
+            slow.set()
+            while not said:
+                said = checkpointer.failure()
+        assert f"saving checkpoint step 1 in {tmp_path} failed: " in said
+        assert checkpointer.failure() == ""
+        checkpointer.save(2, {"w": jnp.ones(2)}, {}, {})
+    assert [path.name for path in tmp_path.iterdir()] == ["2"]
 
 
 def test_a_killed_save_is_never_seen_and_is_cleared_by_the_next_one(tmp_path):

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,9 +10,11 @@ import pytest
 from dapo_jax.evaluation import (
     consensus,
     consensus_answers,
+    lost_verdicts,
     pass_at_k,
     problem_record,
     problem_scores,
+    responses_kept,
     summarize,
     table,
 )
@@ -120,14 +123,29 @@ def test_answers_that_only_mean_the_same_are_different_votes():
 )  # fmt: skip
 def test_pass_is_given_for_the_powers_of_two_and_for_all_samples(k, draws):
     names = list(problem_scores(make_group(["7"] * k)))
-    assert names == [f"avg@{k}", *(f"pass@{j}" for j in draws), f"cons@{k}"]
+    assert names == [f"avg@{k}", *(f"pass@{j}" for j in draws), f"cons@{k}", "reward"]
 
 
 def test_scores_of_one_problem():
     """One of four is right. pass@2: 1 - C(3, 2) / C(4, 2) = 1 - 3 / 6. The vote goes to 3."""
     assert problem_scores(make_group(["3", "7", "3", None])) == pytest.approx(
-        {"avg@4": 0.25, "pass@2": 0.5, "pass@4": 1.0, "cons@4": 0.0}
+        {"avg@4": 0.25, "pass@2": 0.5, "pass@4": 1.0, "cons@4": 0.0, "reward": 0.0}
     )
+
+
+def test_the_reward_of_a_problem_is_the_mean_without_what_length_takes_off():
+    """Scores 0.5 and -1.5, the second of which lost 0.25 more to its length: (0.5 - 1.5) / 2 = -0.5, not -0.625. Two such problems and
+    one of 0.25: the mean is (-0.5 - 0.5 + 0.25) / 3 = -0.25, its error std([-.5, -.5, .25], ddof=1) / sqrt(3) = 0.25."""
+    first, second = make_group([None, None]).rollouts
+    group = replace(
+        make_group([None]),
+        rollouts=(replace(first, reward=0.5), replace(second, reward=-1.75, overlong_penalty=-0.25)),
+    )
+    other = replace(group, rollouts=(replace(first, reward=0.25),) * 2)
+    found = summarize([group, group, other], name="toy")
+    assert found["eval/toy/reward"] == pytest.approx(-0.25)
+    assert found["eval/toy/reward_stderr"] == pytest.approx(0.25)
+    assert problem_record(group)["reward"] == -0.5
 
 
 def test_summary_of_three_prompts():
@@ -146,6 +164,8 @@ def test_summary_of_three_prompts():
             "eval/toy/avg@2_stderr": 0.5 / math.sqrt(3),
             "eval/toy/pass@2_stderr": 1 / 3,
             "eval/toy/cons@2_stderr": 0.5 / math.sqrt(3),
+            "eval/toy/reward": 0.0,
+            "eval/toy/reward_stderr": 0.0,
             "eval/toy/response_tokens": 3.5,
             "eval/toy/truncated_frac": 1 / 6,
             "eval/toy/problems": 3.0,
@@ -211,6 +231,7 @@ def test_a_problem_record_holds_scores_and_what_they_came_from():
         "pass@2": pytest.approx(5 / 6),
         "pass@4": 1.0,
         "cons@4": 0.0,
+        "reward": 0.0,
         "consensus_answers": ["3"],
         "extracted": [
             {"answer": "3", "count": 2, "correct": 0},
@@ -220,8 +241,30 @@ def test_a_problem_record_holds_scores_and_what_they_came_from():
         "response_tokens": 2.5,
         "truncated": 1,
         "lost": 2,
+        "responses": [],
     }
     assert problem_record(make_group(["7"]))["place"] is None
+
+
+def test_a_problem_record_keeps_the_first_responses_with_their_verdicts():
+    group = make_group(["3", "7", None], lengths=[1, 2, 3], truncated={2}, lost={2})
+    assert problem_record(group, 2)["responses"] == [
+        {
+            "response": "", "correct": correct, "extracted": extracted, "reason": "", "score": None,
+            "response_tokens": tokens, "finish_reason": "stop",
+        }
+        for correct, extracted, tokens in ((False, "3", 1), (True, "7", 2))
+    ]  # fmt: skip
+    assert len(problem_record(group, 9)["responses"]) == 3
+
+
+@pytest.mark.parametrize(("problems", "responses"), [(30, 64), (1319, 64), (1, 64), (3, 0), (0, 64)])
+def test_as_many_responses_are_kept_as_was_said_and_no_problem_has_two_more_than_another(problems, responses):
+    kept = responses_kept(problems, responses)
+    assert len(kept) == problems
+    assert sum(kept) == (responses if problems else 0)
+    assert not problems or max(kept) - min(kept) <= 1
+    assert kept == sorted(kept, reverse=True)
 
 
 def test_the_table_has_a_row_for_each_dataset_and_a_dash_where_it_has_no_such_score():
@@ -231,9 +274,9 @@ def test_the_table_has_a_row_for_each_dataset_and_a_dash_where_it_has_no_such_sc
         **summarize([make_group(["7", "3"], lengths=[10, 11], truncated={1})], name="hf:org/set"),
     }
     assert table(scores) == (
-        "dataset     avg@2  avg@4          pass@2         pass@4         cons@2  cons@4         tokens  truncated  problems\n"
-        "a           -      0.500 ± 0.250  0.750 ± 0.250  1.000 ± 0.000  -       0.500 ± 0.500     1.0      0.000         2\n"
-        "hf:org/set  0.500  -              1.000          -              0.500   -                10.5      0.500         1\n"
+        "dataset     avg@2  avg@4          pass@2         pass@4         cons@2  cons@4         reward         tokens  truncated  problems\n"
+        "a           -      0.500 ± 0.250  0.750 ± 0.250  1.000 ± 0.000  -       0.500 ± 0.500  0.000 ± 0.000     1.0      0.000         2\n"
+        "hf:org/set  0.500  -              1.000          -              0.500   -              0.000            10.5      0.500         1\n"
     )
 
 
@@ -247,9 +290,23 @@ def test_the_table_orders_its_columns_by_number_and_takes_a_line_of_metrics():
     )
 
 
+def test_where_scores_count_the_table_has_the_reward_and_no_accuracies():
+    scores = summarize([make_group(["7", "3"]), make_group(["3", "3"])], name="a")
+    assert table(scores, metric="score") == (
+        "dataset  reward         tokens  truncated  problems\n"
+        "a        0.000 ± 0.000     1.0      0.000         2\n"
+    )
+
+
 @pytest.mark.parametrize("scores", [{}, {"rollout/accuracy": 0.5, "eval/a/response_tokens": 3.0}])
 def test_metrics_without_an_evaluation_make_no_table(scores):
     with pytest.raises(
         ValueError, match=f"none of the {len(scores)} metrics is a score such as eval/NAME/avg@8"
     ):
         table(scores)
+
+
+def test_responses_without_a_verdict_are_counted_with_the_first_reason():
+    whole, cut = make_group(["7", "7"]), make_group(["7", "7", "8"], lost=(1, 2))
+    assert lost_verdicts([whole]) == ""
+    assert lost_verdicts([whole, cut]) == "2 of 5 responses got no verdict and count as wrong: timeout"

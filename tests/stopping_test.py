@@ -22,6 +22,36 @@ def test_where_nothing_is_held_a_signal_raises_at_once():
     assert stop.reason == "SIGTERM"
 
 
+def test_a_terminal_that_is_closed_stops_the_run_and_does_not_end_it_by_being_told_twice():
+    """The system sends SIGHUP, and so may the shell; whoever asks for an end at once sends another signal."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may have been started by nohup
+    try:
+        closed_terminal()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def closed_terminal():
+    with stopped_by_signals(never) as stop, stop.held():
+        for _ in range(3):
+            signal.raise_signal(signal.SIGHUP)
+            time.sleep(0.1)  # for the thread that would end the process
+        signal.raise_signal(signal.SIGTERM)
+        time.sleep(0.1)
+    assert stop.reason == "SIGHUP"
+
+
+def test_where_hangups_were_ignored_they_are():
+    """As by nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stopped_by_signals(never) as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert not stop.reason
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_where_it_is_held_a_signal_waits_for_what_may_be_abandoned():
     with stopped_by_signals(never) as stop, stop.held():
         signal.raise_signal(signal.SIGINT)
@@ -68,11 +98,33 @@ def test_another_thread_interrupts_the_main_one_and_a_signal_after_it_is_the_fir
         assert stop.reason == "another process"
 
 
+def test_the_failure_of_another_process_interrupts_and_nobody_was_told_to_stop(capfd):
+    with stopped_by_signals(never) as stop:
+        threading.Timer(0.1, stop.fail, ["process 1 failed"]).start()
+        with pytest.raises(KeyboardInterrupt, match="process 1 failed"):
+            time.sleep(20)
+        with stop.held():
+            stop.fail("process 2 failed")
+            time.sleep(0.2)  # for the thread that would speak
+            with pytest.raises(KeyboardInterrupt, match="process 2 failed"), stop.abandonable():
+                pytest.fail("entered although another process has failed")
+        assert stop.reason == ""
+    assert "told to stop" not in capfd.readouterr().err
+
+
+def test_without_handlers_the_failure_of_another_process_is_an_interrupt():
+    stop = Stop()
+    threading.Timer(0.1, stop.fail, ["process 1 failed"]).start()
+    with pytest.raises(KeyboardInterrupt):
+        list(map(time.sleep, [0.01] * 2000))
+
+
 def test_handlers_are_what_they_were_afterwards():
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+    before = [signal.getsignal(number) for number in numbers]
     with stopped_by_signals(never):
         assert signal.getsignal(signal.SIGTERM) != before[0]
-    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)] == before
+    assert [signal.getsignal(number) for number in numbers] == before
     assert not [thread for thread in threading.enumerate() if thread.name == "signals"]
 
 
@@ -91,8 +143,10 @@ with stopped_by_signals(end) as stop, stop.held():
 @pytest.mark.parametrize(
     ("grace_s", "again", "status", "said"),
     [
-        (0.5, None, STOPPED, "did not stop within 0.5 s of SIGTERM; it can be resumed"),
+        (0.5, None, STOPPED, "did not stop within 0.5 s of SIGTERM: ends with what was saved before"),
         (60, signal.SIGINT, 130, "a second signal (SIGINT): ended at once"),
+        # `timeout` tells the process and then its group, at once.
+        (2, signal.SIGTERM, STOPPED, "did not stop within 2 s of SIGTERM: ends with what was saved before"),
     ],
 )
 def test_a_process_that_cannot_stop_is_ended(grace_s, again, status, said):

@@ -95,6 +95,41 @@ def test_groups_are_flat_after_half_a_window_and_the_message_says_which():
     assert raised(healthy(rollout__mixed_frac=0.03)) == []
 
 
+def said_by(steps, **how):
+    dogs = Watchdogs(**how)
+    return [text for step in steps for text in dogs.step(step)[1]]
+
+
+def test_where_scores_count_groups_are_flat_by_score_and_the_message_speaks_of_scores():
+    """All scores are above 0, so everything is called right; they differ in all groups, or later in none."""
+    above = {"rollout__accuracy": 1.0, "rollout__all_correct_frac": 1.0, "rollout__mixed_frac": 0.0}
+    assert raised(healthy(**above, rollout__scores_differ_frac=1.0), metric="score") == []
+    steps = healthy(**above, rollout__scores_differ_frac=[1.0] * 10 + [0.0] * 10)
+    assert raised(steps, metric="score") == [("flat_groups", 15)]
+    [said] = said_by(steps, metric="score")
+    assert "in the last 5 steps the scores differed in 0.0% of the groups" in said
+    assert not {"right", "wrong", "correct"} & set(said.split())
+
+
+def test_flat_verdicts_whose_scores_differ_name_the_remedy():
+    below = {"rollout__accuracy": 0.0, "rollout__all_correct_frac": 0.0, "rollout__mixed_frac": 0.0}
+    [said] = said_by(healthy(**below, rollout__scores_differ_frac=0.9))
+    assert "the scores differ in 90%" in said
+    assert "dynamic_sampling.metric=score" in said
+
+
+def test_where_scores_count_an_accuracy_silences_nothing():
+    """Scores that are all above 0 make an accuracy of 1, which says nothing of how good they could be."""
+    above = {"rollout__accuracy": 1.0, "rollout__scores_differ_frac": 1.0}
+    stuck, sure = (
+        healthy(**above, reward__mean=0.3),
+        healthy(**above, policy__entropy=[0.4] * 5 + [0.03] * 15),
+    )
+    assert raised(stuck) == raised(sure) == []
+    assert raised(stuck, metric="score") == [("reward_stuck", 10)]
+    assert raised(sure, metric="score") == [("entropy_collapse", 8)]
+
+
 def test_a_reward_is_stuck_after_a_window_at_the_full_rate_without_a_rise_beyond_the_noise():
     """500 responses' worth of prompts in 5 steps: a standard error of 1 / sqrt(500) = 0.045 each, 0.063 for the difference."""
     assert raised(healthy(reward__mean=0.3)) == [("reward_stuck", 10)]

@@ -3,7 +3,7 @@
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -15,10 +15,12 @@ from flax import nnx
 from jaxtyping import PyTree
 
 from dapo_jax.batching import pack, row_weights, rows_of, split_minibatches
+from dapo_jax.checkpoint_files import DamagedError
 from dapo_jax.checkpoints import Checkpointer, Restored
 from dapo_jax.config import TrainConfig
 from dapo_jax.data.stream import PromptStream
-from dapo_jax.filtering import Collected, Collector
+from dapo_jax.evaluation import responses_kept
+from dapo_jax.filtering import Collected, Collector, InformativeShare
 from dapo_jax.losses import dapo_loss
 from dapo_jax.microbatch import Microbatch
 from dapo_jax.models.layout import Layout
@@ -26,11 +28,13 @@ from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.exchange import agreed
 from dapo_jax.rewards.functions import Rewards
 from dapo_jax.rollouts import Group, Prompt
-from dapo_jax.run.boundaries import UNFINISHED, Boundary
-from dapo_jax.run.carry import carry_groups
+from dapo_jax.run.boundaries import SHARE, UNFINISHED, Boundary, check_progress
+from dapo_jax.run.carry import carry_groups, check_carry
+from dapo_jax.run.grading import check_graders
+from dapo_jax.run.identity import check_identity, identity_of, model_files
 from dapo_jax.run.last_checkpoint import restore_last
 from dapo_jax.run.policy import Policy, load_policy, mesh_of, meshes_of, optimizer_of, state_structs
-from dapo_jax.run.prompts import GivenRows, held_out_prompts, training_prompts
+from dapo_jax.run.prompts import GivenRows, drawn_too_often, held_out_prompts, training_prompts
 from dapo_jax.run.rollout import TRAINING, Rollouts, Sampled, grading
 from dapo_jax.run.samplers import Samplers
 from dapo_jax.run.training_pass import training_pass
@@ -55,19 +59,29 @@ class Run:
         objective: Objective | None = None,
         stop: Stop | None = None,
         watch: Watch | None = None,
+        say: Callable[[str], None] = lambda what: None,
     ) -> None:
+        """Reads the model and the data, and starts the graders; `say` is told what is done meanwhile."""
         self.config, model, data = config, config.model, config.data
         self._mesh = mesh_of(config.parallel, rows_per_microbatch=config.batch.rows_per_microbatch)
         meshes = meshes_of(config.parallel, self._mesh)
         self._stop = stop or Stop()
         watch = watch or Watch(0.0, end=lambda status, why: None)
         self._samplers = Samplers(meshes, self._stop)
+        check_graders(config.reward, reward=reward)  # a model may take long to load
+        say(f"loading {model.source}")
         self.policy = load_policy(model, seed=config.seed, mesh=self._mesh, sampler=meshes.sampler)
         self._pass = training_pass(model, config.batch, self._mesh, row_tokens=config.row_tokens)
         self._optimizer = optimizer_of(config.optimizer)
-        self._prompts, self.notes = training_prompts(
-            data, self.policy.tokenizer, seed=config.seed, rows=prompts
+        say("preparing prompts")
+        self._prompts, asked = training_prompts(data, self.policy.tokenizer, seed=config.seed, rows=prompts)
+        self.notes = [*asked.notes]
+        if often := drawn_too_often(config, self._prompts.rows_per_epoch):
+            self.notes.append("; ".join(often))
+        self.identity = identity_of(
+            config, prompts=asked.identity, model=model_files(self.policy.folder, weights=True)
         )
+        """What a checkpoint keeps of this run."""
         self._stream = PromptStream(self._prompts, host=meshes.index, hosts=meshes.count)
         limit = config.sampling.max_response_tokens
         self._grading = grading(
@@ -91,6 +105,8 @@ class Run:
         self._gathered = watch.before(for_others, self._samplers.gathered, for_others=True)
         self._gathered_whole = watch.before(for_others, self._samplers.whole, for_others=True)
         self.evaluates = prompts is None or eval_rows is not None
+        if config.eval.every_steps and not self.evaluates:
+            self.notes.append("no eval_rows were given with prompts: there is no evaluation")
         self.held_out = (
             held_out_prompts(data, config.eval, self.policy.tokenizer, rows=eval_rows)
             if self.evaluates
@@ -115,6 +131,10 @@ class Run:
         KL penalty they stay as the reference.
 
         `say` is told of damaged checkpoints, which are set aside.
+
+        Raises:
+            ConfigError: the checkpoint is of another run.
+            DamagedError: none is as it was written.
         """
         offload = self.config.optimizer.offload
         initial, decoder = self.policy.params, self.policy.decoder
@@ -123,19 +143,34 @@ class Run:
         if resume and agreed(b"checkpoints" if checkpointer.steps() else b""):
             del initial
             target = state_structs(self.policy, self._optimizer, self._mesh, offload=offload)
-            found = restore_last(checkpointer, target, rows=decoder.vocab_size, say=say, aside=True)
+            check = partial(self._check, say=say)
+
+            def restore(step: int) -> Boundary:
+                found = checkpointer.restore(target, step, rows=decoder.vocab_size, check=check)
+                return self._boundary(found, f"checkpoint {checkpointer.folder / str(step)}")
+
+            found = restore_last(checkpointer, restore, say=say, aside=True)
             assert found is not None
-            return self._boundary(found)
+            return found
         copy = bool(self.config.loss.kl_coef)
         state = init_state(initial, self._optimizer, self._mesh, offload=offload, copy=copy)
         return Boundary(state=state, position=Position())
 
-    def _boundary(self, found: Restored) -> Boundary:
-        carry = carry_groups(found.carry, lambda ordinal: self._prompts[ordinal])
-        unfinished = found.progress.get(UNFINISHED)
+    def _check(self, where: str, progress: Mapping[str, Any], *, say: Callable[[str], None]) -> None:
+        check_identity(where, progress, self.identity, say=say)
+        check_progress(where, progress)
+
+    def _boundary(self, found: Restored, where: str) -> Boundary:
+        cursor, unfinished = found.progress["cursor"], found.progress.get(UNFINISHED)
+        try:
+            check_carry(found.carry, cursor=cursor)
+        except ValueError as error:
+            raise DamagedError(f"{where} is damaged: of the groups that it carries over, {error}") from error
+        carry = carry_groups(found.carry, self._prompts.__getitem__)
+        share = InformativeShare(**found.progress.get(SHARE, {}))  # older ones have none
         return Boundary(
             state=found.state,
-            position=Position(step=found.step, cursor=found.progress["cursor"], carry=carry),
+            position=Position(step=found.step, cursor=cursor, carry=carry, share=share),
             unfinished=None if unfinished is None else json.loads(unfinished),
         )
 
@@ -166,7 +201,8 @@ class Run:
             self._stop.check()
             return groups
         by_ordinal = {prompt.ordinal: prompt for prompt in prompts}
-        return self._gathered(groups, by_ordinal.__getitem__)
+        kept = responses_kept(len(prompts), self.config.log.eval_responses)
+        return self._gathered(groups, by_ordinal.__getitem__, texts=max(kept, default=0))
 
     def close(self) -> None:
         """Ends the grading workers and their event loop."""
@@ -180,9 +216,12 @@ class Run:
             collector=lambda position: Collector(
                 needed=config.batch.prompts_per_step,
                 cursor=position.cursor,
-                prompts_per_wave=dynamic.prompts_per_wave,
+                prompts_per_wave=config.prompts_per_wave,
                 max_waves=dynamic.max_waves,
                 carried=position.carry,
+                share=position.share,
+                surplus=dynamic.surplus,
+                max_age_steps=dynamic.max_age_steps,
                 metric=dynamic.metric,
                 enabled=dynamic.enabled,
             ),
@@ -234,7 +273,7 @@ class Run:
 
     def _finish(self, collector: Collector) -> Collected:
         dynamic, logged = self.config.dynamic_sampling, self.config.log.rollout_groups
-        collected = collector.finish(on_shortfall=dynamic.on_shortfall, surplus=dynamic.surplus)
+        collected = collector.finish(on_shortfall=dynamic.on_shortfall)
         if self._samplers.alone:
             return collected
         return self._gathered_whole(collected, logged=logged)

@@ -1,5 +1,6 @@
 """Models from one form into another: what `dapo-jax convert` calls."""
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,6 +56,7 @@ def convert(source: str, target: str, *, dtype: str = "float32") -> Converted:
     if folder.exists() and (not folder.is_dir() or entries(folder)):
         raise ConfigError(f"{target} is there and not empty; choose another target, or remove it")
     path = Path(source).expanduser()
+    made = not folder.exists()
     try:
         if path.suffix == ".gguf":
             config, written = _from_gguf(path, folder, dtype)
@@ -62,8 +64,11 @@ def convert(source: str, target: str, *, dtype: str = "float32") -> Converted:
             config, written = _from_policy(source, folder, dtype)
         else:
             config, written = _from_folder(folder_of(ModelConfig(source=source)), folder, dtype)
-    except ValueError as error:
-        raise error if isinstance(error, ConfigError) else ConfigError(f"{source}: {error}") from error
+    except BaseException as error:
+        _remove_half(folder, made=made)
+        if isinstance(error, ConfigError) or not isinstance(error, ValueError):
+            raise
+        raise ConfigError(f"{source}: {error}") from error
     return Converted(
         folder=folder,
         family=family_of(config),
@@ -74,6 +79,15 @@ def convert(source: str, target: str, *, dtype: str = "float32") -> Converted:
     )
 
 
+def _remove_half(folder: AnyPath, *, made: bool) -> None:
+    """Removes what a conversion that failed had written to `folder`, which was empty or, if `made`, was not there."""
+    with suppress(OSError):
+        for file in entries(folder):
+            file.unlink()
+        if made and folder.exists():
+            folder.rmdir()
+
+
 def _from_gguf(path: Path, folder: AnyPath, dtype: str) -> tuple[DecoderConfig, int]:
     file = GgufFile(path)
     config = file.config()
@@ -81,7 +95,7 @@ def _from_gguf(path: Path, folder: AnyPath, dtype: str) -> tuple[DecoderConfig, 
     files = tokenizer_files(file.metadata, path)
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
-        (folder / name).write_text(content, encoding="utf-8")
+        write_whole(folder / name, content.encode("utf-8"))
     ids = special_ids(file.metadata)
     ends = ids.get("eos", [])
     described = describe(

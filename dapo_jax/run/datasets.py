@@ -3,10 +3,11 @@
 import numpy as np
 
 from dapo_jax.config import ConfigError, DataConfig, ModelConfig
-from dapo_jax.data.prompts import prompt_lengths
+from dapo_jax.data.prompts import measured_prompts
 from dapo_jax.run.policy import folder_of
 from dapo_jax.run.prompts import dated, every_split, prompt_format
 from dapo_jax.text.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
+from dapo_jax.visible import visible
 
 
 def prepare(data: DataConfig) -> str:
@@ -19,7 +20,7 @@ def prepare(data: DataConfig) -> str:
     lines = [
         f"{split}: {rows.note or f'{data.source}: {len(rows):,} prompts'}" for split, rows in splits.items()
     ]
-    return "\n".join([*lines, f"kept in {data.data_dir}"]) + "\n"
+    return visible("\n".join([*lines, f"kept in {data.data_dir}"]) + "\n")
 
 
 def show(data: DataConfig, *, split: str = "", model: str = "", count: int = 3) -> str:
@@ -43,7 +44,7 @@ def show(data: DataConfig, *, split: str = "", model: str = "", count: int = 3) 
         )
     rows, tokenizer = splits[split], _tokenizer(model)
     try:
-        lengths = prompt_lengths(rows, tokenizer, prompt_format(data))
+        lengths, _ = measured_prompts(rows, tokenizer, prompt_format(data))
         shown = [
             (row, *prompt_format(data).encode(row["prompt"], tokenizer)) for row in rows[: max(0, count)]
         ]
@@ -63,7 +64,7 @@ def show(data: DataConfig, *, split: str = "", model: str = "", count: int = 3) 
             f"--- {where}{len(tokens)} {'tokens' if model else 'bytes'}, answer {row['answer']!r}",
             text,
         ]
-    return "\n".join(lines) + "\n"
+    return visible("\n".join(lines) + "\n")
 
 
 _QUANTILES = {"min": 0.0, "median": 0.5, "p95": 0.95, "p99": 0.99, "max": 1.0}

@@ -43,6 +43,15 @@ def submit_of(config: RewardConfig, *, reward: Rewards | None = None) -> tuple[S
     return _together(graders, submits, config), partial(_close_all, closing) if closing else None
 
 
+def check_graders(config: RewardConfig, *, reward: Rewards | None = None) -> None:
+    """Finds each grader of `submit_of` and starts none: to be called before what takes long.
+
+    Raises:
+        ConfigError: one of them cannot be loaded, or has no weight.
+    """
+    _graders(config, reward)
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Grader:
     """A grader that was loaded, and not yet started."""

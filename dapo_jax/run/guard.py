@@ -9,12 +9,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from dapo_jax.checkpoints import Checkpointer
-from dapo_jax.config import TrainConfig, WatchdogsConfig, to_yaml
+from dapo_jax.config import TrainConfig, to_yaml
 from dapo_jax.filtering import Collected, Collector, ShortfallError
 from dapo_jax.metrics import Metric, to_scalars
 from dapo_jax.microbatch import Microbatch
-from dapo_jax.parallel.exchange import agreed
+from dapo_jax.parallel.exchange import agreed, exchange
 from dapo_jax.parallel.processes import is_first
 from dapo_jax.rollouts import Group
 from dapo_jax.run.boundaries import Boundary
@@ -36,10 +35,16 @@ KL = "sync/sampler_trainer_kl"
 
 
 class GuardError(RuntimeError):
-    """The run was stopped: going on would have been lost work. Says what was found, and what to go on from."""
+    """The run was stopped: going on would have been lost work. Says what was found."""
+
+    def __init__(self, message: str, *, whole: StepResult | None = None) -> None:
+        """`whole` is the finished step with its metrics, if its state is one to go on from."""
+        super().__init__(message)
+        self.whole = whole
 
 
-def _watchdogs(config: WatchdogsConfig, history: Sequence[Mapping[str, Any]]) -> Watchdogs | None:
+def _watchdogs(of_run: TrainConfig, history: Sequence[Mapping[str, Any]]) -> Watchdogs | None:
+    config = of_run.watchdogs
     if not config.enabled:
         return None
     return Watchdogs(
@@ -48,6 +53,7 @@ def _watchdogs(config: WatchdogsConfig, history: Sequence[Mapping[str, Any]]) ->
         min_length_frac=config.min_length_frac,
         max_truncated_frac=config.max_truncated_frac,
         min_mixed_frac=config.min_mixed_frac,
+        metric=of_run.dynamic_sampling.metric,
         history=history,
     )
 
@@ -62,13 +68,12 @@ class Guard:
         *,
         start: Boundary,
         split: Split,
-        checkpointer: Checkpointer,
         records: Records | None,
         shown: Progress,
     ) -> None:
         """Raises GuardError if the weights to start from are not finite."""
         self._config, self._run_dir, self._split = config, run_dir, split
-        self._checkpointer, self._records, self._shown = checkpointer, records, shown
+        self._records, self._shown = records, shown
         self._updates: list[Update] = []
         self._corrected = self._over = False
         self._strange: list[Group] = []
@@ -77,7 +82,7 @@ class Guard:
         dumped = len(entries(run_dir / "post_mortem")) if is_first() else 0
         before = history[-1].get(IN_A_ROW, 0) if history else 0
         self._dumped, self._in_a_row = json.loads(agreed(json.dumps([dumped, before]).encode()))
-        self._watchdogs = _watchdogs(config.watchdogs, history)
+        self._watchdogs = _watchdogs(config, history)
         if bad := nonfinite_leaves(start.state.params):
             step = start.position.step
             whose = f"of the checkpoint of step {step}" if step else f"of model.source={config.model.source}"
@@ -100,9 +105,9 @@ class Guard:
             GuardError: its state is not to be gone on from, or `config.guard` stops here. The step's metrics are written.
         """
         metrics = {**result.metrics}
-        problems = [self._skipped(result), self._drifted(result.position.step, metrics)]
-        if bad := nonfinite_leaves(result.state.params):
-            problems.insert(0, f"the weights are not finite after step {result.position.step}: {some(bad)}")
+        skipped, drifted = self._skipped(result), self._drifted(result.position.step, metrics)
+        bad = nonfinite_leaves(result.state.params)
+        ruined = f"the weights are not finite after step {result.position.step}: {some(bad)}" if bad else ""
         metrics[IN_A_ROW] = self._in_a_row
         self._say_lost(result.collected)
         if self._watchdogs is not None:
@@ -110,12 +115,13 @@ class Guard:
             metrics |= raised
             for warning in warnings:
                 self._say(result.position.step, warning)
-        if found := "; ".join(filter(None, problems)):
+        result = replace(result, metrics=metrics)
+        if found := "; ".join(filter(None, (ruined, skipped, drifted))):
             self._shown.step(result.position.step, metrics)
             if self._records is not None:
                 self._records.step(result.position.step, metrics)
-            raise GuardError(f"{found}; {self._way_on()}")
-        return replace(result, metrics=metrics)
+            raise GuardError(found, whole=None if ruined or drifted else result)
+        return result
 
     def _sample(self, sample: Callable[..., Any], *of: Any) -> Iterator[Group]:
         self._strange = []
@@ -128,12 +134,13 @@ class Guard:
         try:
             return finish(collector)
         except ShortfallError as error:
-            if not self._strange:
+            # Each process has the log-probabilities of its own groups alone, and none may go another way than the others.
+            found = exchange(json.dumps([group.prompt.ordinal for group in self._strange]).encode())
+            if not (prompts := sorted({ordinal for one in found for ordinal in json.loads(one)})):
                 raise
-            prompts = [group.prompt.ordinal for group in self._strange]
             raise GuardError(
                 f"the sampler's log-probabilities are not finite (prompt {some(prompts)}), so what it sampled means nothing; "
-                f"{error}; {self._way_on()}"
+                f"{error}"
             ) from error
 
     def _prepare(
@@ -250,10 +257,3 @@ class Guard:
 
     def _say(self, step: int, text: str) -> None:
         self._shown.message(f"step {step}: {text}")
-
-    def _way_on(self) -> str:
-        """Which checkpoint is good; weights that are not finite are never saved."""
-        latest = json.loads(agreed(json.dumps(self._checkpointer.latest_step()).encode()))
-        if latest is None:
-            return "there is no checkpoint yet"
-        return f"the last good checkpoint is that of step {latest} in {self._run_dir}/checkpoints: --resume goes on from it"

@@ -1,7 +1,7 @@
 """Evaluating and sampling a model or a run, without training: what `dapo-jax eval` and `dapo-jax sample` call."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from dapo_jax.config import (
     ParallelConfig,
     RewardConfig,
     SamplingConfig,
+    load_config,
     load_evaluation,
 )
 from dapo_jax.data.prompts import held_out
@@ -23,6 +24,7 @@ from dapo_jax.data.rows import checked_rows
 from dapo_jax.evaluation import problem_record, summarize
 from dapo_jax.rewards.functions import Rewards
 from dapo_jax.rollouts import Group, Verdict
+from dapo_jax.run.grading import check_graders
 from dapo_jax.run.places import place_of
 from dapo_jax.run.policy import data_of_run, find_policy, mesh_of, meshes_of, run_at
 from dapo_jax.run.prompts import GivenRows, dated, held_out_prompts, prompt_format
@@ -43,6 +45,9 @@ class Evaluation:
     """`eval/NAME/avg@32` and the like, see `evaluation.summarize`."""
     groups: dict[str, list[Group]]
     """Name of each dataset -> its graded prompts."""
+    metric: str = "correct"
+    """`score` where the training run's `dynamic_sampling.metric` is that and its grader gave numbers, which say nothing of
+    correct or wrong."""
 
 
 def evaluate(
@@ -68,9 +73,11 @@ def evaluate(
     Raises:
         ConfigError: no such model, dataset or grader, or a value that cannot be used.
     """
+    metric = _metric(model, config, overrides)
     config = evaluation_config(model, config, overrides)
     kept = None if keep is None else place_of(keep, key="keep", write=True)
     use_compilation_cache(config.compilation_cache)
+    check_graders(config.reward, reward=reward)  # a model may take long to load
     mesh = mesh_of(config.parallel)
     policy = find_policy(model, mesh=mesh)
     config = replace(config, data=dated(config.data, like=data_of_run(model)))
@@ -99,7 +106,12 @@ def evaluate(
     scores = {
         key: value for name, groups in found.items() for key, value in summarize(groups, name=name).items()
     }
-    return Evaluation(scores=scores, groups=found)
+    verdicts = [
+        rollout.verdict for groups in found.values() for group in groups for rollout in group.rollouts
+    ]
+    if all(verdict.score is None for verdict in verdicts):
+        metric = "correct"
+    return Evaluation(scores=scores, groups=found, metric=metric)
 
 
 def evaluation_config(
@@ -118,6 +130,17 @@ def evaluation_config(
         return config
     run = run_at(model) if config is None else None
     return load_evaluation(config if run is None else run / "config.yaml", overrides)
+
+
+def _metric(model: str, config: EvaluateConfig | str | Path | None, overrides: Sequence[str]) -> str:
+    """`dynamic_sampling.metric` of the training run whose file is given, or else of which the model is; `correct` without a run."""
+    if isinstance(config, str | Path):
+        with suppress(ConfigError):  # the file of an evaluation or a warm start has no such key
+            return load_config(config, overrides).dynamic_sampling.metric
+    if (run := run_at(model)) is None:
+        return "correct"
+    told = overrides if config is None else ()
+    return load_config(run / "config.yaml", told).dynamic_sampling.metric
 
 
 def _keep(folder: AnyPath, name: str, groups: Sequence[Group]) -> None:

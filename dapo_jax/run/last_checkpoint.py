@@ -2,34 +2,33 @@
 
 import json
 from collections.abc import Callable
-
-from jaxtyping import PyTree
+from typing import TypeVar
 
 from dapo_jax.checkpoint_files import DamagedError
-from dapo_jax.checkpoints import Checkpointer, Restored
+from dapo_jax.checkpoints import Checkpointer
 from dapo_jax.parallel.exchange import agreed
+
+_Read = TypeVar("_Read")
 
 
 def restore_last(
     checkpointer: Checkpointer,
-    target: PyTree,
+    restore: Callable[[int], _Read],
     *,
-    rows: int,
     say: Callable[[str], None],
     aside: bool = False,
-) -> Restored | None:
-    """The last intact checkpoint, restored as `Checkpointer.restore` does; None if there is none at all.
+) -> _Read | None:
+    """What `restore` makes of the last intact checkpoint; None if there is none at all.
 
     Args:
         checkpointer: of the run, or of another one.
-        target: the structure of the state.
-        rows: entries of the vocabulary.
+        restore: reads the checkpoint of a step, by `Checkpointer.restore`.
         say: told of each damaged checkpoint that is passed over.
         aside: these are renamed to STEP.damaged, so that the run can save those steps again.
 
     Raises:
         DamagedError: there are checkpoints, and all are damaged; they stay as they are.
-        ValueError: as `Checkpointer.restore`.
+        ValueError: as `Checkpointer.restore`; another run's checkpoint is not passed over.
     """
     checkpointer.wait()
     # As the first process sees them: where another does not see that checkpoint, it says so.
@@ -37,7 +36,7 @@ def restore_last(
     damaged: dict[int, str] = {}
     for step in reversed(steps):
         try:
-            found = checkpointer.restore(target, step, rows=rows)
+            found = restore(step)
         except DamagedError as error:
             damaged[step] = str(error)
             continue

@@ -1,11 +1,12 @@
-"""Folders that a configuration or a command names: found, and tried when they lie in a bucket."""
+"""Folders that a configuration or a command names: found, and tried before anything that takes long."""
 
 from dapo_jax.config import ConfigError
+from dapo_jax.locks import Lock, LockedError, Lost, take
 from dapo_jax.storage import AnyPath, check_access, path_of
 
 
 def place_of(value: str | AnyPath, *, key: str, write: bool) -> AnyPath:
-    """The folder that `value` names; one in a bucket is tried out at once, before anything that takes long.
+    """The folder that `value` names, tried out at once.
 
     Args:
         value: a local path, or `gs://BUCKET/FOLDER`.
@@ -13,7 +14,7 @@ def place_of(value: str | AnyPath, *, key: str, write: bool) -> AnyPath:
         write: whether something will be written there.
 
     Raises:
-        ConfigError: gcsfs is not installed, there is no such bucket, or something is not permitted there.
+        ConfigError: gcsfs is not installed, there is no such bucket, or nothing can be written there.
     """
     try:
         folder = path_of(value)
@@ -21,3 +22,20 @@ def place_of(value: str | AnyPath, *, key: str, write: bool) -> AnyPath:
     except ValueError as error:
         raise ConfigError(f"{key}={value}: {error}") from error
     return folder
+
+
+def locked(folder: AnyPath, *, key: str, lost: Lost) -> Lock:
+    """The lock of a folder that `place_of` has found, which is made if it is not there; to be taken before anything is looked for in it.
+
+    Args:
+        folder: where nobody else may write.
+        key: what it is the value of, for the message.
+        lost: called with an exit status and a message if a lease in a bucket is lost.
+
+    Raises:
+        ConfigError: another process has it, or the folder cannot be written.
+    """
+    try:
+        return take(folder, lost=lost)
+    except LockedError as error:
+        raise ConfigError(f"{key}={folder}: {error}") from error

@@ -4,6 +4,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,17 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from dapo_jax.checkpoint_files import DamagedError
-from dapo_jax.checkpoints import Checkpointer
-from dapo_jax.config import ConfigError, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, load_config
+from dapo_jax.checkpoint_files import CheckpointError
+from dapo_jax.checkpoints import Check, Checkpointer
+from dapo_jax.config import (
+    ConfigError,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainConfig,
+    load_config,
+)
 from dapo_jax.models.decoder import WHOLE, Decoder, graph_of
 from dapo_jax.models.folder import load_model, read_config, save_model
 from dapo_jax.models.hub import download
@@ -26,6 +35,7 @@ from dapo_jax.models.tensors import exported, shapes_of
 from dapo_jax.parallel.mesh import BATCH_AXES, Meshes, make_mesh, make_meshes
 from dapo_jax.parallel.processes import is_first
 from dapo_jax.parallel.sharding import shardings
+from dapo_jax.run.identity import check_identity, identity_of, model_files
 from dapo_jax.run.last_checkpoint import restore_last
 from dapo_jax.run.places import place_of
 from dapo_jax.run.training_pass import for_mesh
@@ -36,9 +46,11 @@ from dapo_jax.text.tokenizers import (
     load_tokenizer,
     named_tokenizer,
     save_tokenizer,
+    token_ids,
 )
 from dapo_jax.training.state import TrainState, make_optimizer
 from dapo_jax.training.state import state_structs as structs_of
+from dapo_jax.visible import visible
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +62,8 @@ class Policy:
     tokenizer: Tokenizer
     step: int = 0
     """Of a run's checkpoint, the steps that its weights were trained for."""
+    folder: Path | None = None
+    """The model folder that it was read from, or that described it; None for a preset."""
 
     def graph(self, *, compute_dtype: str, remat: str, layout: Layout = WHOLE) -> nnx.GraphDef[Any]:
         """The structure that `nnx.merge` makes a module of, together with parameters."""
@@ -69,7 +83,10 @@ class Policy:
         # First the tokenizer: config.json, which makes the folder a model, is written last of all.
         save_tokenizer(self.tokenizer, folder)
         ends, pad = self.tokenizer.stop_ids, self.tokenizer.pad_id
-        return save_model(folder, self.decoder, self.params, dtype=dtype, eos_ids=ends, pad_id=pad)
+        named = token_ids(self.tokenizer)
+        return save_model(
+            folder, self.decoder, self.params, dtype=dtype, eos_ids=ends, pad_id=pad, token_ids=named
+        )
 
 
 def load_policy(
@@ -100,7 +117,7 @@ def load_policy(
             _, params = load_model(folder, decoder, shardings=where)
     except ValueError as error:
         raise ConfigError(f"model.source={model.source!r}: {error}") from error
-    return Policy(decoder=decoder, params=params, tokenizer=tokenizer)
+    return Policy(decoder=decoder, params=params, tokenizer=tokenizer, folder=folder)
 
 
 def find_policy(source: str, *, mesh: jax.sharding.Mesh | None = None) -> Policy:
@@ -112,25 +129,38 @@ def find_policy(source: str, *, mesh: jax.sharding.Mesh | None = None) -> Policy
         return load_policy(ModelConfig(source=source), mesh=mesh)
     config = load_config(run / "config.yaml")
     try:
-        decoder, tokenizer, _ = description_of(config.model)
+        decoder, tokenizer, folder = description_of(config.model)
     except ValueError as error:
         raise ConfigError(f"model.source={config.model.source!r}: {error}") from error
     # Shapes alone: the run's own weights are in its checkpoint, which is read onto the devices that are here and not
     # onto the mesh that it was trained on.
     mesh = mesh_of(ParallelConfig()) if mesh is None else mesh
     decoder = for_mesh(decoder, mesh)
-    policy = Policy(decoder=decoder, params=shapes_of(decoder), tokenizer=tokenizer)
+    policy = Policy(decoder=decoder, params=shapes_of(decoder), tokenizer=tokenizer, folder=folder)
     target = state_structs(policy, optimizer_of(config.optimizer), mesh)
     with Checkpointer(run / "checkpoints") as checkpointer:
         try:
-            restored = restore_last(checkpointer, target, rows=decoder.vocab_size, say=warnings.warn)
-        except (DamagedError, ValueError) as error:
+            restored = restore_last(
+                checkpointer,
+                lambda step: checkpointer.restore(
+                    target, step, rows=decoder.vocab_size, check=check_of_readers(config, policy)
+                ),
+                say=lambda text: warnings.warn(visible(text), stacklevel=2),
+            )
+        except (CheckpointError, ValueError) as error:
             raise ConfigError(f"the run {source} cannot be used: {error}") from error
         if restored is None:
             raise ConfigError(
                 f"the run {source} cannot be used yet: there is no checkpoint in {checkpointer.folder}"
             )
     return replace(policy, params=restored.state.params, step=restored.step)
+
+
+def check_of_readers(config: TrainConfig, policy: Policy) -> Check:
+    """Refuses checkpoints of other runs than that of `config` and the model `policy`; prompts are not looked at."""
+    files = model_files(policy.folder, weights=False)
+    own = {**identity_of(config, prompts=(), model=files), "prompts": None}
+    return partial(check_identity, own=own, say=lambda _: None)
 
 
 def run_at(source: str) -> AnyPath | None:

@@ -1,5 +1,6 @@
 """What is asked, built from a configuration: the prompts of training, of evaluation, of a warm start."""
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -10,10 +11,10 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int64
 
-from dapo_jax.config import ConfigError, DataConfig, EvalConfig
+from dapo_jax.config import ConfigError, DataConfig, EvalConfig, TrainConfig
 from dapo_jax.config.data_schema import SourceConfig
 from dapo_jax.config.entries import entries
-from dapo_jax.data.prompts import PromptSource, held_out, prompt_lengths
+from dapo_jax.data.prompts import PromptSource, held_out, measured_prompts
 from dapo_jax.data.rows import checked_rows
 from dapo_jax.data.sources import LoadedRows, dataset_splits, load_rows
 from dapo_jax.rollouts import Prompt
@@ -34,6 +35,8 @@ class Asked:
     weights: Sequence[float]
     notes: Sequence[str]
     """What was left out, for people."""
+    identity: Sequence[Mapping[str, Any]]
+    """Of each dataset its name, and number and sha256 of the prompts that are asked: what a checkpoint keeps of them."""
 
 
 def prompt_format(data: DataConfig) -> PromptFormat:
@@ -65,31 +68,47 @@ def training_rows(data: DataConfig, tokenizer: Tokenizer, *, rows: GivenRows | N
     given: list[GivenRows] = []
     parts: list[Sequence[int]] = []
     notes: list[str] = []
+    identity: list[Mapping[str, Any]] = []
     for source in sources:
-        with _named(source):
+        with _named(source, given=rows is not None):
             loaded = _load(data, source, role="train") if rows is None else LoadedRows(checked_rows(rows))
-            kept = _short_enough(data, tokenizer, loaded)
+            kept, digests = _short_enough(data, tokenizer, loaded)
         if loaded.note:
             notes.append(loaded.note)
         if dropped := len(loaded) - len(kept):
+            whose = source.title if rows is None else "the rows given from Python"
             notes.append(
-                f"{source.title}: {dropped:,} of {len(loaded):,} prompts are longer than data.max_prompt_tokens="
-                f"{data.max_prompt_tokens} and left out"
+                f"{whose}: {dropped:,} of {len(loaded):,} prompts are longer than "
+                f"data.max_prompt_tokens={data.max_prompt_tokens} and left out"
             )
         parts.append((kept + sum(map(len, given))).tolist())
         given.append(loaded)
+        whole = hashlib.sha256(b"".join(digests[index] for index in kept)).hexdigest()
+        identity.append({"source": source.title, "count": len(kept), "sha256": whole})
     return Asked(
         rows=given[0] if len(given) == 1 else Joined(given),
         parts=parts,
         weights=[source.weight for source in sources],
         notes=notes,
+        identity=identity,
+    )
+
+
+def drawn_too_often(config: TrainConfig, rows: int) -> tuple[str, str] | None:
+    """What to say, and what to do, where a step draws more prompts at once than there are; None where it does not."""
+    drawn = config.prompts_per_wave if config.dynamic_sampling.enabled else config.batch.prompts_per_step
+    if drawn <= rows:
+        return None
+    return (
+        f"the {drawn:,} prompts that are drawn at once ask each of {rows:,} {drawn / rows:.3g} times",
+        f"set dynamic_sampling.prompts_per_wave to at most {rows} and batch.prompts_per_step to no more, or bring more data",
     )
 
 
 def training_prompts(
     data: DataConfig, tokenizer: Tokenizer, *, seed: int, rows: GivenRows | None = None
-) -> tuple[PromptSource, Sequence[str]]:
-    """The prompts to train on, and what is to be said of them.
+) -> tuple[PromptSource, Asked]:
+    """The prompts to train on, and the rows that they are made of.
 
     Raises:
         ConfigError: as `training_rows`.
@@ -105,7 +124,7 @@ def training_prompts(
         parts=asked.parts,
         weights=asked.weights,
     )
-    return source, asked.notes
+    return source, asked
 
 
 def held_out_prompts(
@@ -119,7 +138,7 @@ def held_out_prompts(
     found: dict[str, list[Prompt]] = {}
     own = [_own_source(data, data.eval_split)]
     for source in _evaluation_sources(data, config) if rows is None else own:
-        with _named(source):
+        with _named(source, given=rows is not None):
             asked = _load(data, source, role="test") if rows is None else checked_rows(rows)
             found[source.title] = held_out(
                 asked,
@@ -201,22 +220,27 @@ def _reading(data: DataConfig, source: SourceConfig) -> dict[str, Any]:
     }
 
 
-def _short_enough(data: DataConfig, tokenizer: Tokenizer, rows: GivenRows) -> Int64[np.ndarray, " kept"]:
-    lengths = prompt_lengths(rows, tokenizer, prompt_format(data))
+def _short_enough(
+    data: DataConfig, tokenizer: Tokenizer, rows: GivenRows
+) -> tuple[Int64[np.ndarray, " kept"], list[bytes]]:
+    """The places of the rows to ask, and a digest of every row."""
+    lengths, digests = measured_prompts(rows, tokenizer, prompt_format(data))
     kept = np.flatnonzero(lengths <= data.max_prompt_tokens)
     if len(rows) and not len(kept):
         raise ValueError(
             f"all of its {len(rows):,} prompts are longer than data.max_prompt_tokens={data.max_prompt_tokens}, the shortest "
             f"has {lengths.min()} tokens; raise data.max_prompt_tokens"
         )
-    return kept
+    return kept, digests
 
 
 @contextmanager
-def _named(source: SourceConfig) -> Iterator[None]:
-    """Errors name the dataset that they are about."""
+def _named(source: SourceConfig, *, given: bool = False) -> Iterator[None]:
+    """Errors name the dataset that they are about, or that its rows were given from Python."""
     try:
         yield
     except (ValueError, RuntimeError) as error:  # a RuntimeError: the folder of prepared datasets
+        if given:
+            raise ConfigError(f"the rows given from Python: {error}") from error
         split = f", split {source.split!r}" if source.split else ""
         raise ConfigError(f"data.source={source.source!r}{split}: {error}") from error

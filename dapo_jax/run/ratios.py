@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
-from dapo_jax.config import LogConfig
+from dapo_jax.config import TrainConfig
 from dapo_jax.filtering import Collected, Collector
 from dapo_jax.metrics import Metric
 from dapo_jax.microbatch import Microbatch
@@ -32,13 +32,13 @@ class Ratios:
 
     def __init__(
         self,
-        log: LogConfig,
+        config: TrainConfig,
         *,
         split: Split,
         ratios: Callable[..., list[jax.Array]],
     ) -> None:
         """`ratios` is `Updater.ratios`."""
-        self._log, self._split, self._ratios = log, split, ratios
+        self._config, self._split, self._ratios = config, split, ratios
         self._wanted: set[int] = set()
         self._groups: list[list[Group]] = []
         self._next = 0
@@ -59,13 +59,15 @@ class Ratios:
 
     def _finish(self, finish: Callable[[Collector], Collected], collector: Collector) -> Collected:
         collected = finish(collector)
-        self._wanted = {group.prompt.ordinal for group in collected.sampled[: self._log.rollout_groups]}
+        self._wanted = {
+            group.prompt.ordinal for group in collected.sampled[: self._config.log.rollout_groups]
+        }
         return collected
 
     def _minibatches(
         self, minibatches: Callable[..., list[list[Microbatch]]], groups: Sequence[Group], step: int
     ) -> list[list[Microbatch]]:
-        due = self._log.rollouts_every_steps and step % self._log.rollouts_every_steps == 0
+        due = self._config.logs_rollouts(step)
         trained = [group for group in groups if due and group.prompt.ordinal in self._wanted]
         self._found = {(g.prompt.ordinal, index): None for g in trained for index in range(len(g.rollouts))}
         self._groups = self._split(groups, step) if trained else []

@@ -14,7 +14,7 @@ from dapo_jax.config import ConfigError, TrainConfig, to_yaml
 from dapo_jax.filtering import Collected
 from dapo_jax.run.places import place_of
 from dapo_jax.run.ratios import TokenRatios
-from dapo_jax.storage import AnyPath, in_bucket
+from dapo_jax.storage import AnyPath, in_bucket, write_whole
 from dapo_jax.trackers import (
     JsonlTracker,
     MultiTracker,
@@ -37,7 +37,8 @@ def use_compilation_cache(folder: str) -> None:
     """
     if not folder:
         return
-    place = place_of(folder, key="compilation_cache", write=True)
+    # Of a local folder that cannot be written to, jax warns and goes on.
+    place = place_of(folder, key="compilation_cache", write=in_bucket(folder))
     jax.config.update("jax_compilation_cache_dir", str(place))
     if in_bucket(place):
         # XLA keeps a cache of its own beside jax's, on GPUs, and knows local files only.
@@ -56,7 +57,9 @@ class Records:
         Raises:
             ConfigError: what is there of metrics.jsonl is damaged, or of another run.
         """
+        self._due = config.logs_rollouts
         self._log, self._run_dir, self._normalize_std = config.log, run_dir, config.loss.normalize_std
+        self._metric = config.dynamic_sampling.metric
         self._path = run_dir / "metrics.jsonl"
         try:
             trackers: list[Tracker] = [JsonlTracker(self._path, resume_step=resume_step)]
@@ -82,7 +85,7 @@ class Records:
                 f"{kept} holds {run_id!r:.80}, which is no id of a W&B run; remove the file, and a new run is started there"
             )
         tracker = WandbTracker(config.log.wandb_project, self._run_dir, run_id, {"yaml": to_yaml(config)})
-        kept.write_text(tracker.run_id)
+        write_whole(kept, tracker.run_id.encode())
         return tracker
 
     def step(self, step: int, metrics: Mapping[str, float | int]) -> None:
@@ -91,7 +94,7 @@ class Records:
 
     def rollouts(self, step: int, collected: Collected, ratios: TokenRatios) -> None:
         """Writes a step's rollouts when they are due: JSON lines for programs, text for people."""
-        if not self._log.rollouts_every_steps or step % self._log.rollouts_every_steps:
+        if not self._due(step):
             return
         groups = collected.sampled[: self._log.rollout_groups]
         advantages = [
@@ -104,8 +107,9 @@ class Records:
             advantages=np.concatenate(advantages) if advantages else None,
             ratios=ratios,
         )
-        text = format_rollouts(groups, limit=sum(len(group.rollouts) for group in groups))
-        written.with_suffix(".txt").write_text(text, encoding="utf-8")
+        count = sum(len(group.rollouts) for group in groups)
+        text = format_rollouts(groups, limit=count, metric=self._metric)
+        write_whole(written.with_suffix(".txt"), text.encode("utf-8", errors="replace"))
 
     def read(self) -> list[dict[str, Any]]:
         """All that metrics.jsonl holds; in a bucket there is none before the first line."""

@@ -16,9 +16,13 @@ from dapo_jax.run.grading import submit_of
 from dapo_jax.run.places import place_of
 from dapo_jax.storage import AnyPath, files_below
 from dapo_jax.trackers.rollout_log import read_rollouts
+from dapo_jax.visible import visible
 
 RECORDED = "recorded"
 """The name of the verdicts that the rollouts were written with."""
+
+ABOVE = "above 0"
+"""What is counted of a grader that gives numbers, where of another it is what it calls correct."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +35,19 @@ class Scores:
     """Grader -> one verdict for each row; `recorded` is among them."""
 
     def accuracy(self, grader: str) -> float:
-        """The share of responses that a grader calls correct."""
+        """The share of responses that a grader calls correct; of numbers alone, the share above 0."""
         return float(np.mean([verdict.correct for verdict in self.verdicts[grader]]))
+
+    def numbers(self, grader: str) -> list[float]:
+        """The scores of a grader; of a plain verdict, or of one that was lost, there is none."""
+        return [verdict.score for verdict in self.verdicts[grader] if verdict.score is not None]
+
+    def only_numbers(self, grader: str) -> bool:
+        """True if a grader's scores are all that it says, so that `correct` means above 0 and no more; never if it names answers."""
+        return bool(self.numbers(grader)) and all(
+            verdict.extracted is None and verdict.correct == ((verdict.score or 0.0) > 0.0)
+            for verdict in self.verdicts[grader]
+        )
 
     def agreement(self, one: str, other: str) -> float:
         """The share of responses of which two graders say the same."""
@@ -67,7 +82,13 @@ def score(
     rows = _rows(place_of(rollouts, key="rollouts", write=False))
     groups = [[sample_of(row) for row in group] for _, group in groupby(rows, key=_group)]
     recorded = [
-        Verdict(correct=row["correct"], extracted=row["extracted"], reason=row["reason"]) for row in rows
+        Verdict(
+            correct=row["correct"],
+            extracted=row["extracted"],
+            reason=row["reason"],
+            score=row.get("score"),
+        )
+        for row in rows
     ]
     verdicts = {RECORDED: recorded}
     for grader in graders:
@@ -85,33 +106,59 @@ def score(
 
 
 def describe(scores: Scores, *, show: int = 5) -> str:
-    """Accuracies, agreement of each pair of graders, and up to `show` responses that two of them see differently."""
+    """Scores where there are such, what share each grader takes, agreement of each pair of graders, and up to `show` responses that two of them see differently."""
     names = list(scores.verdicts)
     width = max(len(name) for name in names)
-    head = "  ".join(["", "correct", *(f"{name:>7}" for name in names)])
-    lines = [
-        f"{len(scores.rows)} responses; the share that a grader calls correct, and of which two say the same",
-        "",
-    ]
-    lines.append(" " * width + head)
-    for one in names:
-        shares = [scores.accuracy(one), *(scores.agreement(one, other) for other in names)]
-        columns = zip(["correct", *names], shares, strict=True)
-        cells = [f"{share:.1%}".rjust(max(7, len(name))) for name, share in columns]
-        lines.append("  ".join([f"{one:{width}}", *cells]))
+    lines = [*_means(scores, names, width), *_shares(scores, names, width)]
     for place, one in enumerate(names):
         for other in names[place + 1 :]:
             lines += _differences(scores, one, other, show)
-    return "\n".join(lines) + "\n"
+    return visible("\n".join(lines) + "\n")
+
+
+def _means(scores: Scores, names: Sequence[str], width: int) -> list[str]:
+    lines = []
+    for name in names:
+        if given := scores.numbers(name):
+            mean, without = sum(given) / len(given), len(scores.rows) - len(given)
+            beside = f"; {without} of {len(scores.rows)} responses have none" if without else ""
+            lines.append(
+                f"{name:{width}}  mean score {mean:.4g}, from {min(given):.4g} to {max(given):.4g}{beside}"
+            )
+    return [*lines, ""] if lines else []
+
+
+def _shares(scores: Scores, names: Sequence[str], width: int) -> list[str]:
+    """A row for each grader: the share that it calls correct, or scores above 0, and its agreement with each one."""
+    numbers = any(scores.only_numbers(name) for name in names)
+    calls = "calls correct, or where it gives numbers scores above 0," if numbers else "calls correct,"
+    column = "share" if numbers else "correct"
+    head = "  ".join(
+        [*([" " * len(ABOVE)] if numbers else []), column.rjust(7), *(f"{name:>7}" for name in names)]
+    )
+    lines = [
+        f"{len(scores.rows)} responses; the share that a grader {calls} and of which two say the same",
+        "",
+        f"{'':{width}}  {head}",
+    ]
+    for one in names:
+        shares = [scores.accuracy(one), *(scores.agreement(one, other) for other in names)]
+        columns = zip([column, *names], shares, strict=True)
+        cells = [f"{share:.1%}".rjust(max(7, len(name))) for name, share in columns]
+        of = [f"{ABOVE if scores.only_numbers(one) else 'correct':{len(ABOVE)}}"] if numbers else []
+        lines.append("  ".join([f"{one:{width}}", *of, *cells]))
+    return lines
 
 
 def _differences(scores: Scores, one: str, other: str, show: int) -> list[str]:
     differing = scores.disagreements(one, other)
     if not differing:
         return []
+    says = ["scores above 0" if scores.only_numbers(name) else "says correct" for name in (one, other)]
+    also = "" if says[0] == says[1] else f" {says[1]}"
     first_right = sum(scores.verdicts[one][place].correct for place in differing)
-    counts = f"{len(differing)} of {len(scores.rows)}; only {one} says correct: {first_right}"
-    lines = ["", f"{one} and {other} differ on {counts}, only {other}: {len(differing) - first_right}"]
+    counts = f"{len(differing)} of {len(scores.rows)}; only {one} {says[0]}: {first_right}"
+    lines = ["", f"{one} and {other} differ on {counts}, only {other}{also}: {len(differing) - first_right}"]
     for found in differing[:show]:
         lines += _shown(scores, found, (one, other))
     return lines
@@ -124,7 +171,10 @@ def _shown(scores: Scores, place: int, names: Sequence[str]) -> list[str]:
     lines = [f"  step {row['step']}, {asked}, response {row['index']}, answer {row['answer']!r}: ...{ending}"]
     for name in names:
         verdict = scores.verdicts[name][place]
-        lines.append(f"    {name}: {'correct' if verdict.correct else 'wrong'}; {verdict.reason}")
+        judged = "correct" if verdict.correct else "wrong"
+        lines.append(
+            f"    {name}: {judged if verdict.score is None else f'score {verdict.score:.4g}'}; {verdict.reason}"
+        )
     return lines
 
 
@@ -150,6 +200,9 @@ _FIELDS: dict[str, type | UnionType] = {
 }
 """What is read of a rollout."""
 
+_SCORE = int | float | None
+"""Of a rollout's score, which older ones lack."""
+
 
 def checked_rollout(row: Mapping[str, Any], file: AnyPath, number: int) -> dict[str, Any]:
     """A rollout as it was read, if it has what grading needs.
@@ -163,6 +216,8 @@ def checked_rollout(row: Mapping[str, Any], file: AnyPath, number: int) -> dict[
             raise ValueError(
                 f"{file}, rollout {number}: {name!r} is {found}; it must be {getattr(kind, '__name__', kind)}"
             )
+    if not isinstance(row.get("score"), _SCORE):
+        raise ValueError(f"{file}, rollout {number}: 'score' is {row['score']!r:.60}; it must be {_SCORE}")
     for name in ("prompt_token_ids", "response_token_ids"):
         if not all(isinstance(token, int) and 0 <= token < 1 << 31 for token in row[name]):
             raise ValueError(f"{file}, rollout {number}: {name!r} must hold token ids; got {row[name]!r:.60}")

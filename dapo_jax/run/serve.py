@@ -5,24 +5,34 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import date
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import jax
 from flax import nnx
 
-from dapo_jax.checkpoints import Checkpointer
+from dapo_jax.checkpoints import Checkpointer, Restored
 from dapo_jax.config import ConfigError, DataConfig, ParallelConfig, load_config
+from dapo_jax.extras import how_to_install
 from dapo_jax.parallel.weights import SamplerWeights, weight_transfer
 from dapo_jax.run.places import place_of
-from dapo_jax.run.policy import Policy, data_of_run, find_policy, mesh_of, optimizer_of, state_structs
+from dapo_jax.run.policy import (
+    Policy,
+    check_of_readers,
+    data_of_run,
+    find_policy,
+    mesh_of,
+    optimizer_of,
+    state_structs,
+)
 from dapo_jax.run.prompts import dated, prompt_format
 from dapo_jax.run.records import use_compilation_cache
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
 from dapo_jax.storage import AnyPath
 from dapo_jax.text.formatting import PromptFormat
-from dapo_jax.training.state import TrainState
+from dapo_jax.visible import visible
 
 if TYPE_CHECKING:
     from dapo_jax.serving.adapter import JetStreamEngine
@@ -96,7 +106,7 @@ def serve(source: str, options: ServeOptions, *, say: Callable[[str], None] = pr
     except ImportError as error:
         # A package called jetstream exists too, of other people and for other things.
         raise ConfigError(
-            f"serving needs JetStream, which cannot be imported ({error}); pip install 'dapo_jax[jetstream]', or "
+            f"serving needs JetStream, which cannot be imported ({error}); {how_to_install('jetstream')}, or "
             "google-jetstream==0.2.2 (not the package jetstream)"
         ) from error
     use_compilation_cache(options.compilation_cache)
@@ -200,27 +210,28 @@ class _Follower:
 
     def start(self, policy: Policy, engine: "JetStreamEngine", transfer: Transfer, every_s: float) -> None:
         """Looks every so often from now on."""
-        optimizer = optimizer_of(load_config(self._run / "config.yaml").optimizer)
-        target = state_structs(policy, optimizer, mesh_of(ParallelConfig()))
-        self._thread = threading.Thread(target=self._follow, args=(target, engine, transfer, every_s))
+        config = load_config(self._run / "config.yaml")
+        target = state_structs(policy, optimizer_of(config.optimizer), mesh_of(ParallelConfig()))
+        restore = partial(self._checkpointer.restore, target, check=check_of_readers(config, policy))
+        self._thread = threading.Thread(target=self._follow, args=(restore, engine, transfer, every_s))
         self._thread.start()
 
     def _follow(
-        self, target: TrainState, engine: "JetStreamEngine", transfer: Transfer, every_s: float
+        self, restore: Callable[[], Restored], engine: "JetStreamEngine", transfer: Transfer, every_s: float
     ) -> None:
         told = ""
         while not self._stopping.wait(every_s):
             try:
                 if self._checkpointer.latest_step() == self._served:
                     continue
-                found = self._checkpointer.restore(target)
+                found = restore()
                 with engine.exclusive():
                     weights = transfer(found.state.params)
                 engine.swap(weights)
             except Exception as error:  # whatever it is, what is served now goes on being served
                 if str(error) != told:
                     told = str(error)
-                    self._say(f"no new weights: {error}")
+                    self._say(visible(f"no new weights: {error}"))
                 continue
             self._served, told = found.step, ""
             self._say(f"now serving step {found.step}")

@@ -13,16 +13,19 @@ from dapo_jax.batching import Row, pack, row_weights
 from dapo_jax.config import ConfigError, SftConfig, load_config, to_yaml
 from dapo_jax.data.pairs import PairSource
 from dapo_jax.evaluation import summarize
+from dapo_jax.locks import Lock
 from dapo_jax.metrics import to_scalars
 from dapo_jax.microbatch import Microbatch
 from dapo_jax.rewards.grading import Grading
 from dapo_jax.rollouts import Prompt
-from dapo_jax.run.places import place_of
+from dapo_jax.run.places import locked, place_of
 from dapo_jax.run.policy import Policy, load_policy, mesh_of, meshes_of, optimizer_of
 from dapo_jax.run.prompts import dated, held_out_prompts, prompt_format, training_rows
 from dapo_jax.run.records import use_compilation_cache
 from dapo_jax.run.rollout import Rollouts, grading
 from dapo_jax.run.training_pass import TrainingPass, training_pass
+from dapo_jax.stalls import interrupt
+from dapo_jax.storage import AnyPath, write_whole
 from dapo_jax.trackers import JsonlTracker
 from dapo_jax.trackers.progress import Progress
 from dapo_jax.training.state import init_state, warmed_up
@@ -45,12 +48,18 @@ def sft(config: SftConfig | str | Path, *, progress: Progress | None = None) -> 
     The loss is the token mean of the negative log-likelihood of the responses, end token included.
 
     Raises:
-        ConfigError: something does not fit; nothing was started.
+        ConfigError: something does not fit, or another process trains in that folder; nothing was started.
+        LockLostError: this run was away for so long that another has taken over its folder in a bucket.
     """
     config = config if isinstance(config, SftConfig) else load_config(config, schema=SftConfig)
     use_compilation_cache(config.compilation_cache)
     config = replace(config, data=dated(config.data))
     run_dir = place_of(config.run_dir, key="run_dir", write=True)
+    with locked(run_dir, key="run_dir", lost=interrupt) as lock:
+        return _trained(config, run_dir, lock, progress)
+
+
+def _trained(config: SftConfig, run_dir: AnyPath, lock: Lock, progress: Progress | None) -> SftResult:
     if (run_dir / "config.yaml").exists():
         raise ConfigError(f"run_dir={config.run_dir} already holds a run; choose another run_dir")
     mesh = mesh_of(config.parallel, rows_per_microbatch=config.batch.rows_per_microbatch)
@@ -77,12 +86,13 @@ def sft(config: SftConfig | str | Path, *, progress: Progress | None = None) -> 
         ),
     )
     state = init_state(policy.params, optimizer, mesh, offload=config.optimizer.offload, copy=False)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "config.yaml").write_text(to_yaml(config))
+    write_whole(run_dir / "config.yaml", to_yaml(config).encode())
     metrics: dict[str, float] = {}
     with ExitStack() as stack:
         stack.callback(graders.close)
         shown = stack.enter_context(progress or Progress(config.steps))
+        if lock.note:
+            shown.message(lock.note)
         tracker = JsonlTracker(run_dir / "metrics.jsonl")
         stack.callback(tracker.close)
         for step in range(1, config.steps + 1):
@@ -103,10 +113,12 @@ def sft(config: SftConfig | str | Path, *, progress: Progress | None = None) -> 
                 for name in held_out:
                     shown.evaluation(name, scores, step)
                 metrics |= scores
+            lock.check()
             tracker.log(step, metrics)
     trained = replace(policy, params=state.params)
+    lock.check()
     trained.save(run_dir / "model")
-    (run_dir / "model" / "sft.yaml").write_text(to_yaml(config))
+    write_whole(run_dir / "model" / "sft.yaml", to_yaml(config).encode())
     return SftResult(policy=trained, metrics=metrics)
 
 

@@ -160,9 +160,10 @@ def draw(
     `keys` are the responses' keys; `positions` count the response's tokens from 0. The log-probability is that
     of the tempered softmax before top-k and top-p; when greedy, of the untempered one.
 
-    One uniform number per token is turned into a token by the inverse of the distribution function, first among blocks
-    of the vocabulary, then inside the block. (Gumbel noise needs a random number for every entry of the vocabulary:
-    at 49,152 entries that took longer than a model of 135M parameters.)
+    Two uniform numbers per token are turned into a token by the inverse of the distribution function: one into a block of
+    the vocabulary, the other into an entry of it. One number for both would have to be cut at the edges of blocks, where its rounding is as
+    large as the mass of thousands of unlikely tokens. (Gumbel noise needs a random number for every entry of the
+    vocabulary: at 49,152 entries that took longer than a model of 135M parameters.)
     """
     greedy = how.temperature == 0.0
     temperature = jnp.where(greedy, jnp.float32(1.0), how.temperature)
@@ -176,14 +177,11 @@ def draw(
         candidates = _blocks(truncate(scaled, how.top_p, how.top_k))
         masses = jnp.exp(candidates - top[:, None, None]).sum(-1)
     folded = jax.vmap(jax.random.fold_in)(keys, positions)
-    uniform = jax.vmap(jax.random.uniform)(folded)
-    target = uniform * masses.sum(-1)
-    block = _reached(masses, target)
-    passed = jnp.where(jnp.arange(masses.shape[1], dtype=jnp.int32)[None] < block[:, None], masses, 0.0).sum(
-        -1
-    )
+    # Multiples of 2^-23 from 0 on; in the middle between two of them, 0 does not stand for all that lies below 2^-23.
+    uniform = jax.vmap(lambda key: jax.random.uniform(key, (2,)))(folded) + jnp.float32(2**-24)
+    block = _reached(masses, uniform[:, 0])
     inside = jnp.exp(_pick(candidates, block) - top[:, None])
-    drawn = block * _BLOCK + _reached(inside, target - passed)
+    drawn = block * _BLOCK + _reached(inside, uniform[:, 1])
     best = jnp.argmax(peaks, axis=-1)
     likeliest = best * _BLOCK + jnp.argmax(_pick(tempered, best), axis=-1)
     tokens = jnp.where(greedy, likeliest, drawn).astype(jnp.int32)
@@ -205,12 +203,9 @@ def _pick(
     return jax.vmap(lambda row, at: row[at])(rows, index)
 
 
-def _reached(mass: Float[Array, "slots count"], target: Float[Array, " slots"]) -> Int[Array, " slots"]:
-    """The first entry with mass at which the running sum of mass exceeds `target`.
-
-    Sums taken in another order differ in rounding: an entry without mass is never taken, and a target beyond the end
-    takes the last entry with mass.
-    """
+def _reached(mass: Float[Array, "slots count"], share: Float[Array, " slots"]) -> Int[Array, " slots"]:
+    """The first entry at which the running sum of mass exceeds `share`, in (0, 1), of the whole; never one without mass."""
     running = jnp.where(mass > 0, jnp.cumsum(mass, axis=-1), 0.0)
-    below = jnp.nextafter(running.max(-1), jnp.zeros_like(target))
-    return jnp.argmax(running > jnp.minimum(target, below)[:, None], axis=-1).astype(jnp.int32)
+    whole = running.max(-1)
+    target = jnp.minimum(share * whole, jnp.nextafter(whole, jnp.zeros_like(whole)))
+    return jnp.argmax(running > target[:, None], axis=-1).astype(jnp.int32)

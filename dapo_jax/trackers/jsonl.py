@@ -12,8 +12,10 @@ import json
 import math
 from collections.abc import Mapping
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
+from dapo_jax.plain_json import read_numbers
 from dapo_jax.storage import AnyPath, entries, in_bucket, path_of, size_of, write_whole
 
 LINES_PER_OBJECT = 32
@@ -120,12 +122,44 @@ def read_metrics(path: str | PathLike[str]) -> list[dict[str, Any]]:
         path: RUN/metrics.jsonl, also where the lines are in the objects of RUN/metrics.
 
     Raises:
-        ValueError: another line is not a JSON object with an integer `step`; names the file and line number.
+        ValueError: another line is not a JSON object with an integer `step`, or it is no file; names the file and line number.
         FileNotFoundError: there are neither.
     """
     path = path_of(path)
-    rows = [row for file in _files_of(path) or [path] for row, _ in _parsed(file)]
+    rows = [row for file in _files_of(path) or [path] for row, _ in _parsed(file, _content(file))]
     return sorted(rows, key=lambda row: row["step"])
+
+
+class LineFollower:
+    """`read_metrics` of a run that goes on: of a local file only what was added since is read."""
+
+    def __init__(self, path: str | PathLike[str]) -> None:
+        self._path = path_of(path)
+        self._rows: list[dict[str, Any]] = []
+        self._read, self._file = 0, (0, 0)
+        """Bytes of `_rows`, and which file they are of: a run that is resumed may replace it."""
+
+    def read(self) -> list[dict[str, Any]]:
+        """As `read_metrics`."""
+        path = self._path
+        if not isinstance(path, Path) or _files_of(path) != [path]:
+            return read_metrics(path)
+        _check(path)
+        about = path.stat()
+        if (about.st_dev, about.st_ino) != self._file or about.st_size < self._read:
+            self._rows, self._read, self._file = [], 0, (about.st_dev, about.st_ino)
+        with path.open("rb") as file:
+            file.seek(self._read)
+            content = file.read()
+        last = []
+        for row, line in _parsed(path, content, before=len(self._rows)):
+            if content[len(line) :].startswith(b"\n"):
+                content = content[len(line) + 1 :]
+                self._rows.append(row)
+                self._read += len(line) + 1
+            else:
+                last = [row]  # it may yet grow
+        return sorted([*self._rows, *last], key=lambda row: row["step"])
 
 
 def _folder_of(path: AnyPath) -> AnyPath:
@@ -139,17 +173,32 @@ def _files_of(path: AnyPath) -> list[AnyPath]:
     return [path, *objects] if path.exists() else objects
 
 
-def _parsed(path: AnyPath) -> list[tuple[dict[str, Any], bytes]]:
-    """Each whole line as an object and as it stands in the file."""
+def _content(file: AnyPath) -> bytes:
+    _check(file)
+    return file.read_bytes()
+
+
+def _check(file: AnyPath) -> None:
+    """Refuses what is no file: reading a pipe or a device may have no end.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if isinstance(file, Path) and file.exists() and not file.is_file():
+        raise ValueError(f"{file} is no file")
+
+
+def _parsed(path: AnyPath, content: bytes, *, before: int = 0) -> list[tuple[dict[str, Any], bytes]]:
+    """Each whole line of a file's content, `before` lines into the file, as an object and as it stands there."""
     found: list[tuple[dict[str, Any], bytes]] = []
-    lines = path.read_bytes().rstrip(b"\n").split(b"\n")
-    for number, line in enumerate(lines, start=1):
+    lines = content.rstrip(b"\n").split(b"\n")
+    for number, line in enumerate(lines, start=before + 1):
         try:
-            row = json.loads(line)
+            row = read_numbers(line)
             if not (isinstance(row, dict) and isinstance(row.get("step"), int)):
                 raise ValueError('not an object with an integer "step"')
         except (ValueError, RecursionError) as error:
-            if number == len(lines):
+            if number == before + len(lines):
                 break
             raise ValueError(f"{path}, line {number} is damaged ({error}): {line[:80]!r}") from error
         found.append((row, line))
@@ -167,11 +216,11 @@ def _cut_after(path: AnyPath, step: int) -> int | None:
     """Removes lines of steps above `step` and returns the last step that stays."""
     steps: list[int] = []
     for file in reversed(_files_of(path)):
-        kept = [(row["step"], line) for row, line in _parsed(file) if row["step"] <= step]
+        kept = [(row["step"], line) for row, line in _parsed(file, _content(file)) if row["step"] <= step]
         whole = b"".join(line + b"\n" for _, line in kept)
         if not kept and file != path:
             file.unlink()
-        elif whole != file.read_bytes():
+        elif whole != _content(file):
             write_whole(file, whole)
         steps += [number for number, _ in kept]
     return max(steps, default=None)

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from dapo_jax.storage import AnyPath, write_whole
+from dapo_jax.plain_json import integer
+from dapo_jax.storage import AnyPath, file_bytes, write_whole
 
 
 def write_lines(path: AnyPath, rows: Iterable[Mapping[str, Any]], *, what: str) -> None:
@@ -45,11 +46,11 @@ def read_lines(path: AnyPath, *, what: str, version: int, needs: str) -> list[di
         ValueError: a line is no such row, or is of a newer version; the message names file and line number.
     """
     rows: list[dict[str, Any]] = []
-    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+    for number, line in enumerate(file_bytes(path).split(b"\n"), start=1):
         if not line:
             continue
         try:
-            row = json.loads(line)
+            row = json.loads(line, parse_int=integer)
             newer = row["schema_version"] > version
             if not newer and needs not in row:
                 raise KeyError(needs)

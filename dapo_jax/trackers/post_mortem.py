@@ -16,7 +16,7 @@ import numpy as np
 from safetensors.numpy import load, save
 
 from dapo_jax.rollouts import Group
-from dapo_jax.storage import AnyPath, path_of, write_whole
+from dapo_jax.storage import AnyPath, file_bytes, path_of, write_whole
 from dapo_jax.trackers.rollout_log import read_rollouts, write_rollouts
 
 SCHEMA_VERSION = 1
@@ -75,14 +75,14 @@ def read_post_mortem(folder: str | PathLike[str]) -> PostMortem:
     place = path_of(folder)
     if not (place / "report.json").exists():
         raise ValueError(f"{place} has no report.json: it is no post-mortem, or writing it was cut short")
-    report = json.loads((place / "report.json").read_bytes())
+    report = json.loads(file_bytes(place / "report.json"))
     if report["schema_version"] > SCHEMA_VERSION:
         raise ValueError(
             f"{place} has schema_version {report['schema_version']}; this version of dapo_jax reads up to "
             f"{SCHEMA_VERSION}: upgrade dapo_jax"
         )
     stacks: dict[int, dict[str, np.ndarray]] = {}
-    for key, array in load((place / "arrays.safetensors").read_bytes()).items():
+    for key, array in load(file_bytes(place / "arrays.safetensors")).items():
         index, _, name = key.partition("/")
         stacks.setdefault(int(index), {})[name] = array
     return PostMortem(

@@ -1,6 +1,6 @@
 """What a person watches while a run goes: a live view in a terminal or notebook, else one short line a step.
 
-step  12/120  acc 0.61  len 18.2  entropy 0.41  4.1k tok/s  1.9 s/step  eta 3m20s
+step  12/120  reward 0.218  acc 0.61  len 18.2  entropy 0.41  4.1k tok/s  1.9 s/step  eta 3m20s
 """
 
 import importlib.util
@@ -18,7 +18,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from dapo_jax.config.values import without_secrets
+from dapo_jax.visible import visible
+
 ACCURACY = "rollout/accuracy"
+REWARD = "reward/mean"
+LOST = "reward/lost"
 RESPONSE_TOKENS = "rollout/response_tokens"
 ENTROPY = "policy/entropy"
 SAMPLED_PER_S = "speed/sampled_tokens_per_s"
@@ -28,6 +33,8 @@ _COUNTED = re.compile(r"[^/]+@(\d+)")
 """Metrics that count over so many samples; their standard errors do not match."""
 
 _RECENT_STEPS = 20
+_QUIET_S = 15.0
+"""Seconds of silence after which plain output says how a wave goes."""
 _WIDTH = 78
 
 
@@ -39,6 +46,7 @@ class Progress:
 
     Args:
         total_steps: the step the run ends at.
+        metric: `dynamic_sampling.metric`. With score, no share of correct responses is shown: there may be no such thing as correct.
         console: where to; None is standard output.
         clock: seconds that only go up, for the time left.
     """
@@ -47,17 +55,20 @@ class Progress:
         self,
         total_steps: int,
         *,
+        metric: str = "correct",
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.total_steps = total_steps
+        self._counts = metric == "correct"
         self._console = console or Console()
         self._clock = clock
         self._step = 0
         self._metrics: dict[str, float | int] = {}
         self._evaluations: dict[str, str] = {}
         self._phase: tuple[str, int | None, int | None] = ("starting", None, None)
-        self._phase_start = clock()
+        self._phase_start = self._said = clock()
+        self._wave = ""
         # When steps ended; evaluations and checkpoints between them count, compilation before the first does not.
         self._step_ends: deque[float] = deque(maxlen=_RECENT_STEPS + 1)
         self._listener: Callable[[str, int | None, int | None], None] = lambda name, done, total: None
@@ -85,28 +96,42 @@ class Progress:
             self._phase_start = self._clock()
         self._phase = (name, done, total)
 
+    def starting(self, what: str) -> None:
+        """Says what is done before the first step, which may take a minute: a line where nothing is redrawn, else a phase."""
+        self.phase(what)
+        if not _can_redraw(self._console):
+            self._print(f"{what} ...")
+
+    def wave(self, words: str) -> None:
+        """Takes how sampling goes, until the step ends; plain output has it once in a while."""
+        self._wave = words
+        if not self._live.is_started and self._clock() - self._said >= _QUIET_S:
+            self._print(f"step {self._step + 1}  sampling: {words}")
+
     def step(self, step: int, metrics: Mapping[str, float | int]) -> None:
         """Takes the metrics of a finished step; steps count from 1, so the last one is `total_steps`."""
         self._step = step
-        self._metrics = dict(metrics)
+        self._metrics, self._wave = dict(metrics), ""
         self._step_ends.append(self._clock())
         if not self._live.is_started:
             self._print(self.line())
 
     def evaluation(self, name: str, metrics: Mapping[str, float | int], step: int) -> None:
-        """Takes held-out results: those metrics of `name` that count over all k samples, `eval/NAME/avg@8`.
+        """Takes held-out results: those metrics of `name` that count over all k samples, `eval/NAME/avg@8`, and the mean reward.
 
         pass@j for fewer than k is left to the files: the line is to stay short.
         """
         found = {key.removeprefix(f"eval/{name}/"): value for key, value in metrics.items()}
-        counted = [key for key in found if _COUNTED.fullmatch(key)]
+        counted = [key for key in found if self._counts and _COUNTED.fullmatch(key)]
         most = max((_samples(key) for key in counted), default=0)
         # avg@k is the number that papers report: it comes first.
         ordered = sorted(
             (key for key in counted if _samples(key) == most),
             key=lambda key: (not key.startswith("avg@"), key),
         )
-        result = "  ".join(_with_error(key, found) for key in ordered) or "-"
+        shown = [_with_error(key, found, _decimal) for key in ordered]
+        shown += [_with_error("reward", found, _figures)] if "reward" in found else []
+        result = "  ".join(shown) or "-"
         # A new dict each time: the drawing thread may be walking through the old one.
         self._evaluations = self._evaluations | {name: f"{result}  (step {step})"}
         if not self._live.is_started:
@@ -122,9 +147,11 @@ class Progress:
         return "  ".join(
             [
                 f"step {self._step:>{width}}/{self.total_steps}",
-                f"acc {self._value(ACCURACY)}",
+                f"reward {_figures(self._metrics.get(REWARD))}",
+                *([f"acc {self._value(ACCURACY)}"] if self._counts else []),
                 f"len {self._value(RESPONSE_TOKENS, 1)}",
                 f"entropy {self._value(ENTROPY)}",
+                *([f"lost {lost:.0f}"] if (lost := self._metrics.get(LOST)) else []),
                 f"{_thousands(self._metrics.get(SAMPLED_PER_S))} tok/s",
                 f"{self._value(STEP_S, 1)} s/step",
                 f"eta {self._eta()}",
@@ -163,7 +190,8 @@ class Progress:
 
         numbers = Table.grid(padding=(0, 3, 0, 0))
         cells = {
-            "accuracy": self._value(ACCURACY),
+            "reward": _figures(self._metrics.get(REWARD)),
+            **({"accuracy": self._value(ACCURACY)} if self._counts else {}),
             "tokens": self._value(RESPONSE_TOKENS, 1),
             "entropy": self._value(ENTROPY),
             "sampled tok/s": _thousands(self._metrics.get(SAMPLED_PER_S)),
@@ -177,12 +205,16 @@ class Progress:
         for row, result in enumerate(held_out):
             evaluations.add_row(Text("held out" if row == 0 else "", style="dim"), result)
         return Panel(
-            Group(bars, "", numbers, "", evaluations), title="dapo_jax", width=_WIDTH, title_align="left"
+            Group(bars, Text(self._wave, style="dim"), numbers, "", evaluations),
+            title="dapo_jax",
+            width=_WIDTH,
+            title_align="left",
         )
 
     def _print(self, text: str) -> None:
+        self._said = self._clock()
         # Plain text as it is: brackets are no markup, numbers get no colour, long lines are not broken.
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(visible(without_secrets(text)), markup=False, highlight=False, soft_wrap=True)
 
 
 def format_seconds(seconds: float) -> str:
@@ -207,14 +239,21 @@ def _samples(key: str) -> int:
     return int(key.rpartition("@")[2])
 
 
-def _with_error(key: str, found: Mapping[str, float | int]) -> str:
+def _with_error(
+    key: str, found: Mapping[str, float | int], written: Callable[[float | int | None], str]
+) -> str:
     """`avg@8 0.72 ± 0.01`, the standard error left out where there is none."""
     error = found.get(f"{key}_stderr")
-    return f"{key} {_decimal(found[key])}" + (f" ± {_decimal(error)}" if error is not None else "")
+    return f"{key} {written(found[key])}" + (f" ± {written(error)}" if error is not None else "")
 
 
 def _decimal(value: float | int | None, digits: int = 2) -> str:
     return f"{value:.{digits}f}" if value is not None and math.isfinite(value) else "-"
+
+
+def _figures(value: float | int | None) -> str:
+    """Three of them: rewards may be of any size."""
+    return f"{value:.3g}" if value is not None and math.isfinite(value) else "-"
 
 
 def _thousands(value: float | int | None) -> str:

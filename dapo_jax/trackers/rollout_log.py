@@ -12,6 +12,7 @@ from jaxtyping import Float
 from dapo_jax.rollouts import Group, Rollout
 from dapo_jax.storage import AnyPath, path_of
 from dapo_jax.trackers.lines import read_lines, write_lines
+from dapo_jax.visible import visible
 
 SCHEMA_VERSION = 1
 """Version of a line's keys; raised when a reader of the older ones could not use a line."""
@@ -70,25 +71,30 @@ def read_rollouts(path: str | PathLike[str]) -> list[dict[str, Any]]:
     return read_lines(path_of(path), what="a rollout", version=SCHEMA_VERSION, needs="response")
 
 
-def format_rollouts(groups: Sequence[Group], limit: int) -> str:
-    """Up to `limit` rollouts as text: each group's question and answer, then its responses with their verdicts."""
+def format_rollouts(groups: Sequence[Group], limit: int, *, metric: str = "correct") -> str:
+    """Up to `limit` rollouts as text: each group's question and answer, then its responses with their verdicts, or with the `metric`
+    score their scores.
+
+    Characters that a terminal would obey are written out, so that it may be printed.
+    """
     parts: list[str] = []
     shown = 0
     for group in groups:
         if shown >= limit:
             break
         correct = sum(rollout.correct for rollout in group.rollouts)
-        parts.append(f"prompt {group.prompt.ordinal}: {correct}/{len(group.rollouts)} correct")
+        found = f"{correct}/{len(group.rollouts)} correct, " if metric == "correct" else ""
+        parts.append(f"prompt {group.prompt.ordinal}: {found}mean reward {group.rewards.mean():+.3g}")
         parts.append(_indented(group.prompt.text))
         parts.append(f"  answer: {group.prompt.answer}")
         for index, rollout in enumerate(group.rollouts[: limit - shown]):
-            parts.append(f"  [{index}] {_summary(rollout)}")
+            parts.append(f"  [{index}] {_summary(rollout, metric)}")
             parts.append(_indented(rollout.text, "      "))
             shown += 1
         parts.append("")
     if hidden := sum(len(group.rollouts) for group in groups) - shown:
         parts.append(f"({hidden} more rollouts)")
-    return "\n".join(parts).rstrip("\n") + "\n"
+    return visible("\n".join(parts).rstrip("\n") + "\n")
 
 
 def _row(step: int, group: Group, index: int, rollout: Rollout) -> dict[str, Any]:
@@ -132,13 +138,15 @@ def _rounded(value: float | None) -> float | None:
     return round(float(value), 6) if value is not None and math.isfinite(value) else None
 
 
-def _summary(rollout: Rollout) -> str:
-    verdict = rollout.verdict
-    words = ["correct" if verdict.correct else "wrong", f"reward {rollout.reward:+.2f}"]
+def _summary(rollout: Rollout, metric: str) -> str:
+    verdict, by_score = rollout.verdict, metric == "score" and rollout.verdict.score is not None
+    judged = f"score {verdict.score:+.3g}" if by_score else "correct" if verdict.correct else "wrong"
+    words = [judged, f"reward {rollout.reward:+.3g}"]
     if rollout.overlong_penalty:
         words.append(f"overlong penalty {rollout.overlong_penalty:+.2f}")
     words.append(f"{rollout.response_tokens} tokens{', cut off' if rollout.truncated else ''}")
-    words.append("no answer found" if verdict.extracted is None else f"extracted {verdict.extracted!r}")
+    if verdict.extracted is not None or not by_score:
+        words.append("no answer found" if verdict.extracted is None else f"extracted {verdict.extracted!r}")
     if verdict.reason:
         words.append(verdict.reason)
     return " | ".join(words)

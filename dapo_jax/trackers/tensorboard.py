@@ -7,6 +7,8 @@ import time
 from collections.abc import Mapping
 from os import PathLike
 
+from dapo_jax.extras import how_to_install
+
 
 class TensorBoardTracker:
     """Writes one event file into a folder; a step is on file when `log` returns.
@@ -32,7 +34,7 @@ class TensorBoardTracker:
             self._summaries = importlib.import_module("tensorboardX.proto.summary_pb2")
         except ImportError as error:
             raise ImportError(
-                "log.tensorboard needs the package tensorboardX: pip install 'dapo_jax[tensorboard]'"
+                f"log.tensorboard needs the package tensorboardX: {how_to_install('tensorboard')}"
             ) from error
         self.folder = str(folder)
         records.directory_check(self.folder)

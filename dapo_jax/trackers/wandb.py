@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from os import PathLike
 from typing import Any
 
+from dapo_jax.extras import how_to_install
 from dapo_jax.storage import in_bucket, path_of
 
 
@@ -31,7 +32,7 @@ class WandbTracker:
         try:
             wandb = importlib.import_module("wandb")
         except ImportError as error:
-            raise ImportError("log.wandb needs the package wandb: pip install 'dapo_jax[wandb]'") from error
+            raise ImportError(f"log.wandb needs the package wandb: {how_to_install('wandb')}") from error
         folder = path_of(run_dir)
         folder.mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(

@@ -8,12 +8,12 @@ Everything the loop uses is handed to it; it builds nothing, reads no config and
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from jaxtyping import PyTree
 
-from dapo_jax.filtering import Collected, Collector
+from dapo_jax.filtering import Collected, Collector, InformativeShare
 from dapo_jax.metrics import Metric, to_scalars
 from dapo_jax.microbatch import Microbatch
 from dapo_jax.rollouts import Group
@@ -31,6 +31,8 @@ class Position:
     """The ordinal of the next prompt."""
     carry: Sequence[Group] = ()
     """Informative groups left over from earlier steps."""
+    share: InformativeShare = field(default_factory=InformativeShare)
+    """How many of the groups sampled lately were informative."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,8 +99,10 @@ def run_steps(
             state, of_update = pipe.update(state, minibatch, learning_rate=rate, first=index == 0)
             measured.append(of_update)
         scalars = to_scalars(measured)
+        if scalars.get("policy/clip_high_frac") == 0.0:
+            scalars.pop("policy/clipped_high_prob", None)  # a mean of no tokens
 
-        position = Position(step=step, cursor=collected.cursor, carry=collected.carry)
+        position = Position(step=step, cursor=collected.cursor, carry=collected.carry, share=collected.share)
         times = _times(collected, began, sampled, pipe.clock())
         metrics = {
             **rollout_metrics(collected),

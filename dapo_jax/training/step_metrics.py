@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dapo_jax.filtering import Collected
+from dapo_jax.filtering import Collected, scores_differ
 from dapo_jax.rollouts import Group, Rollout
 
 
@@ -25,6 +25,9 @@ def rollout_metrics(collected: Collected) -> dict[str, float | int]:
         "rollout/trained_groups": len(collected.groups),
         "rollout/surplus_groups": collected.surplus,
         "rollout/carried_groups": len(collected.carry),
+        "rollout/dropped_old": collected.dropped_old,
+        "rollout/age_mean": float(np.mean([group.age for group in collected.groups])),
+        "rollout/age_max": max(group.age for group in collected.groups),
         "rollout/trained_accuracy": float(np.mean([rollout.correct for rollout in trained])),
         "rollout/trained_response_tokens": float(np.mean([rollout.response_tokens for rollout in trained])),
     }
@@ -36,11 +39,14 @@ def _sampled_metrics(groups: Sequence[Group], rollouts: Sequence[Rollout]) -> di
     rewards = np.array([rollout.reward for rollout in rollouts])
     accuracy = np.array([group.accuracy for group in groups])
     parts = {name for rollout in rollouts for name in rollout.verdict.parts}
+    scored = any(rollout.verdict.score is not None for rollout in rollouts)
+    differ = {"rollout/scores_differ_frac": float(np.mean([scores_differ(group) for group in groups]))}
     return {
         "rollout/accuracy": float(np.mean([rollout.correct for rollout in rollouts])),
         "rollout/all_correct_frac": float(np.mean(accuracy == 1.0)),
         "rollout/all_wrong_frac": float(np.mean(accuracy == 0.0)),
         "rollout/mixed_frac": float(np.mean((accuracy > 0.0) & (accuracy < 1.0))),
+        **(differ if scored else {}),
         "rollout/response_tokens": float(lengths.mean()),
         "rollout/response_tokens_max": int(lengths.max()),
         "rollout/response_tokens_p95": float(np.percentile(lengths, 95)),

@@ -1,14 +1,17 @@
 """Damaged checkpoints: the one before is taken and it is said, or the file is named; never is anything wrong restored."""
 
 import json
+import os
+import re
 import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from etils import epath
 
-from dapo_jax.checkpoint_files import DamagedError
+from dapo_jax.checkpoint_files import META, DamagedError, write_manifest
 from dapo_jax.checkpoints import Checkpointer
 from dapo_jax.run.last_checkpoint import restore_last
 
@@ -44,7 +47,12 @@ def restored(folder, *, aside=True):
     said = []
     with Checkpointer(folder) as checkpointer:
         target = jax.eval_shape(lambda: state_at(0))
-        found = restore_last(checkpointer, target, rows=1, say=said.append, aside=aside)
+        found = restore_last(
+            checkpointer,
+            lambda step: checkpointer.restore(target, step, rows=1),
+            say=said.append,
+            aside=aside,
+        )
     return found, said
 
 
@@ -214,3 +222,212 @@ def test_names_that_lead_out_of_a_checkpoint_are_refused(folder, tmp_path):
     found, said = restored(folder)
     assert_is(found, BEFORE)
     assert "../../outside is missing" in said[0]
+
+
+def rewrite(step, /, **changes):
+    """Changes entries of what the checkpoint says of itself; None takes one out."""
+    path = step / META
+    meta = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({name: value for name, value in meta.items() if value is not None}))
+
+
+def carried(**changes):
+    """What is said of the one array that is carried."""
+    return {"tokens": {"shape": [700], "dtype": "<i4", "bytes": 2800} | changes}
+
+
+def of_other_shapes(step):
+    with Checkpointer(step.parent / "others") as checkpointer:
+        state = jax.tree.map(lambda leaf: jnp.zeros((*leaf.shape, 2)), state_at(0))
+        checkpointer.save(LAST, state, {}, {})
+    shutil.rmtree(step / "state")
+    shutil.move(step.parent / "others" / str(LAST) / "state", step)
+    shutil.rmtree(step.parent / "others")
+
+
+FORGED = {
+    "meta is a list": (lambda step: (step / META).write_text("[]"), "holds a list"),
+    "meta is empty": (lambda step: (step / META).write_text("{}"), "schema_version is None"),
+    "meta without end": (lambda step: (step / META).write_text("[" * 200_000), "too many brackets"),
+    "a number of 5000 digits": (
+        lambda step: (step / META).write_text('{"schema_version": %s}' % ("9" * 5000)),
+        "4300 digits",
+    ),
+    "meta of 32 MiB of nothing": (lambda step: os.truncate(step / META, 32 << 20), "at most 16,777,216"),
+    "a version that is text": (lambda step: rewrite(step, schema_version="1"), "schema_version is '1'"),
+    "a version that is no number": (
+        lambda step: rewrite(step, schema_version=float("nan")),
+        "schema_version is nan",
+    ),
+    "no progress": (lambda step: rewrite(step, progress=None), "'progress' in meta"),
+    "a progress that is a list": (lambda step: rewrite(step, progress=[1]), "'progress' in meta"),
+    "no arrays": (lambda step: rewrite(step, state=None), "'state' in meta"),
+    "arrays without a shape": (lambda step: rewrite(step, state={"count": "int32"}), "'state' in meta"),
+    "nothing said of what is carried": (lambda step: rewrite(step, carry=None), "'carry' in meta"),
+    "carried bytes that are missing": (lambda step: rewrite(step, carry={"tokens": {}}), "'carry' in meta"),
+    "carried bytes that are no number": (
+        lambda step: rewrite(step, carry=carried(bytes=float("nan"))),
+        "'carry' in meta",
+    ),
+    "more carried than there is memory": (
+        lambda step: rewrite(step, carry=carried(bytes=4 << 50, shape=[1 << 50])),
+        "4,503,599,627,370,496 carried bytes",
+    ),
+    "more carried than was written": (
+        lambda step: rewrite(step, carry=carried(bytes=4000, shape=[1000])),
+        r"carry are \(\(2800,\), 'uint8'\)",
+    ),
+    "carried objects": (
+        lambda step: rewrite(step, carry=carried(dtype="|O", bytes=5600)),
+        "'carry' in meta",
+    ),
+    "carried records": (
+        lambda step: rewrite(step, carry=carried(dtype="(700,)<i4", shape=[])),
+        "'carry' in meta",
+    ),
+    "a score that is text": (lambda step: rewrite(step, score="best"), "its score is 'best'"),
+    "a step that is text": (lambda step: rewrite(step, step="7"), "is of step '7'"),
+    "the step of another": (lambda step: rewrite(step, step=BEFORE), f"is of step {BEFORE}"),
+    "arrays of other shapes": (of_other_shapes, r"state/count are \(\(2,\)"),
+    "without its arrays": (lambda step: shutil.rmtree(step / "state"), "cannot be read"),
+}
+"""What is done to a checkpoint before its manifest is made anew, and what is said of it."""
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_a_checkpoint_that_says_strange_things_under_a_manifest_of_its_own_is_damaged(name, folder):
+    deed, said_of_it = FORGED[name]
+    deed(folder / str(LAST))
+    write_manifest(epath.Path(folder / str(LAST)))
+    found, said = restored(folder)
+    assert_is(found, BEFORE)
+    assert len(said) == 1
+    assert re.search(said_of_it, said[0]), said
+
+
+def instead(path, make):
+    path.unlink()
+    make(path)
+
+
+def manifest_of(step, **changes):
+    manifest = step / "sha256.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | changes))
+
+
+def a_file_of_the_state(step):
+    return max((step / "state").rglob("ocdbt.process_0/d/*"), key=lambda path: path.stat().st_size)
+
+
+def grown(step):
+    os.truncate(a_file_of_the_state(step), 200 << 30)
+
+
+def grown_and_said(step):
+    grown(step)
+    sizes = json.loads((step / "sha256.json").read_text())["sizes"]
+    name = a_file_of_the_state(step).relative_to(step).as_posix()
+    manifest_of(step, sizes=sizes | {name: 200 << 30})
+
+
+UNREADABLE = {
+    "a file has grown to 200 GiB": (grown, "has 214,748,364,800 bytes, written with"),
+    "a file has grown to 200 GiB and the manifest says so": (
+        grown_and_said,
+        "arrays of this run take at most",
+    ),
+    "a manifest of 10 GiB of nothing": (
+        lambda step: os.truncate(step / "sha256.json", 10 << 30),
+        "sha256.json has 10,737,418,240 bytes",
+    ),
+    "a pipe for the manifest": (lambda step: instead(step / "sha256.json", os.mkfifo), "is no file"),
+    "a pipe for a file": (lambda step: instead(a_file_of_the_state(step), os.mkfifo), "is no file"),
+    "a pipe beside the files": (lambda step: os.mkfifo(step / "state" / "more"), "is no file"),
+    "a link to a device": (
+        lambda step: instead(step / META, lambda path: path.symlink_to("/dev/zero")),
+        "is no file",
+    ),
+    "a link to nothing": (
+        lambda step: instead(step / META, lambda path: path.symlink_to("nowhere")),
+        "No such file",
+    ),
+    "a link to itself": (
+        lambda step: instead(step / META, lambda path: path.symlink_to(path)),
+        "symbolic links",
+    ),
+    "digests that are numbers": (
+        lambda step: manifest_of(
+            step, files=dict.fromkeys(json.loads((step / "sha256.json").read_text())["files"], 1)
+        ),
+        "must name a sha256",
+    ),
+    "sizes that are text": (lambda step: manifest_of(step, sizes={META: "all"}), "must be bytes"),
+    "sizes of files that are not there": (
+        lambda step: manifest_of(step, sizes={"more": 1}),
+        "more has 0 bytes",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_what_has_no_end_or_is_no_file_is_not_read(name, folder):
+    """A second is enough for each; reading would take hours, all memory, or wait for ever."""
+    deed, said_of_it = UNREADABLE[name]
+    deed(folder / str(LAST))
+    found, said = restored(folder)
+    assert_is(found, BEFORE)
+    assert len(said) == 1
+    assert re.search(said_of_it, said[0]), said
+
+
+@pytest.mark.parametrize(
+    ("deed", "message"),
+    [
+        (lambda note: instead(note, os.mkfifo), "it is no file"),
+        (lambda note: os.truncate(note, 10 << 30), "more than 16,777,216 bytes"),
+    ],
+    ids=["a pipe", "10 GiB of nothing"],
+)
+def test_a_note_that_orbax_would_read_without_end_is_refused_at_once(deed, message, folder):
+    """It reads those of all steps as soon as it looks which there are."""
+    deed(folder / str(LAST) / "_CHECKPOINT_METADATA")
+    with pytest.raises(
+        DamagedError, match=rf"checkpoint {folder}/{LAST} is damaged, move it away: .*{message}"
+    ):
+        restored(folder)
+
+
+def test_a_step_that_was_given_another_number_is_set_aside(folder):
+    (folder / str(LAST)).rename(folder / "9")
+    found, said = restored(folder)
+    assert_is(found, BEFORE)
+    assert f"{folder}/9 is of step 7, and its folder was renamed; it is now {folder}/9.damaged" in said[0]
+
+
+@pytest.mark.parametrize("name", ["007", "+7", "7 ", "7\n", "1\u0667", "\u00b2", "7_0", "0x7"])
+def test_a_folder_that_is_almost_a_steps_number_is_none(name, folder):
+    (folder / str(LAST)).rename(folder / name)
+    found, said = restored(folder)
+    assert_is(found, BEFORE)
+    assert not said
+
+
+def test_a_checkpoint_without_sizes_and_step_is_read_as_before(folder):
+    """As earlier versions of this library wrote it."""
+    rewrite(folder / str(LAST), step=None)
+    write_manifest(epath.Path(folder / str(LAST)))
+    manifest = folder / str(LAST) / "sha256.json"
+    manifest.write_text(json.dumps({"files": json.loads(manifest.read_text())["files"]}))
+    found, said = restored(folder)
+    assert_is(found, LAST)
+    assert not said
+
+
+def test_a_strange_score_is_of_no_checkpoint(folder):
+    """`best` asks all checkpoints, those that nobody restores too."""
+    with Checkpointer(folder) as checkpointer:
+        checkpointer.save(9, state_at(9), {}, {}, score=0.5)
+    rewrite(folder / str(LAST), score="best")
+    (folder / str(BEFORE) / META).write_text("[]")
+    with Checkpointer(folder) as checkpointer:
+        assert checkpointer.best() == (9, 0.5)

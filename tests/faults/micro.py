@@ -156,7 +156,7 @@ def assert_the_same_run(found, expected):
 def learnt(run_dir):
     """The lines of metrics.jsonl without the clock's."""
     return [
-        {key: value for key, value in line.items() if not key.startswith(("time/", "speed/"))}
+        {key: value for key, value in line.items() if not key.startswith(("time/", "speed/", "memory/"))}
         for line in read_metrics(run_dir / "metrics.jsonl")
     ]
 

@@ -58,7 +58,7 @@ def test_over_the_limit_the_run_warns_once(limited, run_micro, drifting, shown):
 def test_over_the_limit_the_run_stops(limited, run_micro, drifting):
     config = limited(guard__max_mismatch_kl=0.1, guard__on_mismatch="stop")
     with pytest.raises(
-        GuardError, match=r"step 1: KL\(sampler \|\| trainer\) is 0\.149 .* there is no checkpoint yet"
+        GuardError, match=r"step 1: KL\(sampler \|\| trainer\) is 0\.149 .*\nthere is no checkpoint yet"
     ):
         run_micro(config)
     assert [line["step"] for line in read_metrics(f"{config.run_dir}/metrics.jsonl")] == [1]

@@ -153,12 +153,13 @@ def test_a_loss_that_is_never_finite_stops_the_run_which_goes_on_from_the_last_g
     config = micro(checkpoint__every_steps=1)
     with pytest.raises(GuardError) as caught:
         run_micro(config, objective=nan_loss, progress=shown.progress(config))
-    message = str(caught.value)
+    message = "; ".join([str(caught.value), *caught.value.__notes__])
     for words in (
         "4 updates in a row were skipped up to step 2, guard.max_skipped_updates=3",
         "update 2 of 2 was skipped: not finite: loss, gradient (",
         "post_mortem/step_000002_update_2 has the batch",
-        f"the last good checkpoint is that of step 1 in {config.run_dir}/checkpoints: --resume goes on from it",
+        # Its weights are those of before the skipped updates.
+        f"the last good checkpoint is that of step 2 in {config.run_dir}/checkpoints: --resume goes on from it",
     ):
         assert words in message
     assert [line["update/skipped_frac"] for line in steps_of(config)] == [1.0, 1.0]
@@ -170,14 +171,14 @@ def test_a_loss_that_is_never_finite_stops_the_run_which_goes_on_from_the_last_g
 
     # How long a run bears it may be changed.
     result = run_micro(replace(config, guard=GuardConfig(max_skipped_updates=5)), resume=True)
-    assert [line["update/skipped_in_a_row"] for line in steps_of(config)] == [2, 0, 0, 0]
+    assert [line["update/skipped_in_a_row"] for line in steps_of(config)] == [2, 4, 0, 0]
     assert finite(result.policy.params)
 
 
 def test_no_skipped_update_may_be_asked_for(micro, run_micro):
     config = micro(guard__max_skipped_updates=0, guard__post_mortems=0)
     with pytest.raises(
-        GuardError, match=r"2 updates in a row .* up to step 1, .*; there is no checkpoint yet"
+        GuardError, match=r"2 updates in a row .* up to step 1, .*\n.*checkpoint is that of step 1 in"
     ):
         run_micro(config, objective=nan_loss)
     assert not Path(config.run_dir, "post_mortem").exists()
@@ -210,7 +211,7 @@ def test_weights_that_an_update_ruins_are_named_in_the_same_step_and_never_saved
     with (
         np.errstate(over="ignore"),
         pytest.raises(
-            GuardError, match=r"the weights are not finite after step 1: .* there is no checkpoint yet"
+            GuardError, match=r"the weights are not finite after step 1: .*\nthere is no checkpoint yet"
         ),
     ):
         run_micro(config)

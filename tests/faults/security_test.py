@@ -201,6 +201,18 @@ def test_tokens_are_neither_printed_nor_kept(name, tmp_path, monkeypatch, capsys
 
 
 @pytest.mark.parametrize(
+    "words", [[SECRET], ["train", "quickstart", f"--{SECRET}"]], ids=["command", "option"]
+)
+def test_a_usage_error_repeats_no_token(words, monkeypatch, capsys):
+    monkeypatch.setenv("HF_TOKEN", SECRET)
+    with pytest.raises(SystemExit, match="2"):
+        main(words)
+    said = capsys.readouterr().err
+    assert SECRET not in said
+    assert "$HF_TOKEN" in said
+
+
+@pytest.mark.parametrize(
     "key", ["run_dir", "compilation_cache", "model.source", "data.path", "data.data_dir"]
 )
 def test_a_password_in_a_place_is_refused_and_not_repeated(key, capsys):

@@ -3,16 +3,18 @@
 import gc
 import itertools
 import json
+from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
 
 from dapo_jax.checkpoints import Checkpointer
-from dapo_jax.filtering import ShortfallError
+from dapo_jax.filtering import InformativeShare, ShortfallError
 from dapo_jax.models.folder import load_model
 from dapo_jax.rollouts import Group, Prompt, Response, Rollout, Verdict
 from dapo_jax.run.assembly import Run
+from dapo_jax.training.loop import Position
 
 
 def params_of(result):
@@ -145,6 +147,40 @@ def test_without_dynamic_sampling_flat_groups_are_trained_on_and_no_further_prom
         run_micro(on, reward=lambda sample: True)
 
 
+@pytest.mark.parametrize(("most", "carried"), [(1, []), (2, [(2, 2)])])
+def test_carried_groups_are_kept_for_as_many_steps_as_the_configuration_says(micro, rows, most, carried):
+    """Two of three are trained on; the third was sampled in the step before."""
+    groups = [replace(make_group(ordinal, "x...", [1, 1, 1, 1]), age=1) for ordinal in range(3)]
+    run = Run(micro(dynamic_sampling__max_age_steps=most), prompts=rows, reward=bool)
+    collected = run.pipe.finish(run.pipe.collector(Position(step=1, cursor=3, carry=groups)))
+    assert [(group.prompt.ordinal, group.age) for group in collected.carry] == carried
+    assert collected.dropped_old == 1 - len(carried)
+
+
+def test_where_surplus_is_carried_a_step_draws_by_the_share_of_the_steps_before(micro, rows):
+    """Two groups: (2 + sqrt(2)) x (120 / 2 + 1) / (60 / 2 + 1) = 6.7 prompts of the 9 that a whole wave has."""
+    position = Position(step=1, share=InformativeShare(informative=60.0, sampled=120.0))
+    for surplus, prompts in (("carry", 7), ("discard", 9)):
+        config = micro(dynamic_sampling__prompts_per_wave=9, dynamic_sampling__surplus=surplus)
+        assert len(Run(config, prompts=rows, reward=bool).pipe.collector(position).draw(99)) == prompts
+
+
+def test_a_run_that_goes_on_knows_the_share_of_informative_groups_and_how_old_carried_ones_are(
+    finished, micro, rows
+):
+    expected = InformativeShare()
+    for line in finished.metrics[1:]:
+        prompts = line["rollout/prompts"]
+        mixed = round(line.get("rollout/mixed_frac", 0.0) * prompts)
+        expected = expected.later(informative=mixed, sampled=prompts)
+    with Checkpointer(finished.run_dir / "checkpoints") as checkpointer:
+        start = Run(micro(), prompts=rows, reward=bool).start(checkpointer, resume=True, say=print)
+    assert start.position.share == expected
+    assert [group.age for group in start.position.carry] == [1] * finished.metrics[-1][
+        "rollout/carried_groups"
+    ]
+
+
 def test_the_soft_overlong_punishment_changes_rewards_by_the_penalty_and_nothing_that_is_sampled(
     micro, run_micro
 ):
@@ -219,7 +255,7 @@ def test_the_weights_that_training_starts_from_are_not_kept_beside_the_state(
     with Checkpointer(tmp_path) as checkpointer:
         if resume:
             begun = Run(config, prompts=rows, reward=bool).start(checkpointer, resume=False, say=print)
-            checkpointer.save(1, begun.state, {"cursor": 0, "seed": 0}, {})
+            checkpointer.save(1, begun.state, {"cursor": 0}, {})
             checkpointer.wait()
             del begun
         before = held_bytes()

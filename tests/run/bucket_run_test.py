@@ -1,5 +1,6 @@
 """A run in a bucket: what a machine with an empty disk goes on from, and what is said when it cannot."""
 
+import json
 import os
 import subprocess
 import sys
@@ -10,7 +11,9 @@ import jax
 import numpy as np
 import pytest
 
+from dapo_jax import locks
 from dapo_jax.config import ConfigError, to_yaml
+from dapo_jax.locks import LockLostError
 from dapo_jax.run import evaluate
 from dapo_jax.run.convert import convert
 from dapo_jax.run.policy import find_policy
@@ -100,7 +103,7 @@ def test_the_same_files_are_written_as_on_a_disk(resumed, finished):
         assert local
         assert below(resumed[0], f"{RUN}/{folder}") == local
     top = {name.split("/")[0] for name in below(resumed[0], RUN)}
-    assert top == {"checkpoints", "config.yaml", "evaluations", "metrics", "model", "rollouts"}
+    assert top == {"checkpoints", "config.yaml", "evaluations", "metrics", "model", "rollouts", "status.json"}
 
 
 def test_the_second_process_compiles_nothing_that_the_first_has_compiled(config, preempted, resumed):
@@ -110,9 +113,9 @@ def test_the_second_process_compiles_nothing_that_the_first_has_compiled(config,
     compiled = below(preempted, COMPILED)
     assert any(name.startswith("jit__update_program") for name in compiled)
     read = {path.rpartition("/")[2] for method, path, query in requests if query.get("alt") == "media"}
-    assert {
-        name for name in compiled if name.startswith(("jit__update", "jit__generate", "jit__prefill"))
-    } <= read
+    # Not every one: prompts are filled in by as many as there are at once, and a number of the first steps may not come again.
+    for kind in ("jit__update", "jit__generate", "jit__prefill"):
+        assert any(name in read for name in compiled if name.startswith(kind)), kind
     assert {name for name in below(files, COMPILED).keys() - compiled.keys() if "_program" in name} == set()
 
 
@@ -131,7 +134,7 @@ def test_what_reads_a_run_reads_one_in_a_bucket(resumed, finished, rows, tmp_pat
         for where in (RUN, finished.run_dir)
     ]
     assert scores[0] == scores[1]
-    assert len(score(f"{RUN}/rollouts", ["exact"], workers=0).rows) == 8  # two files of one group of four
+    assert len(score(f"{RUN}/rollouts", ["exact"], workers=0).rows) == 12  # three files of one group of four
     assert convert(RUN, "gs://runs/converted").files == ("config.json", "model.safetensors", "tokenizer.json")
     convert(str(finished.run_dir), str(tmp_path / "converted"))
     written = (path_of("gs://runs/converted") / "model.safetensors").read_bytes()
@@ -164,3 +167,51 @@ def test_a_bucket_that_may_not_be_written_to_is_said_by_its_key(bucket, micro, r
     bucket.granted = {"storage.buckets.get", "storage.objects.list", "storage.objects.get"}
     with pytest.raises(ConfigError, match=r"^run_dir=gs://bucket/run: writing to .*storage\.objects\.create"):
         run_micro(micro("gs://bucket/run"))
+
+
+def test_a_run_whose_lease_was_taken_over_writes_nothing_more(bucket, micro, run_micro, rows, monkeypatch):
+    """As one that was stopped for longer than a lease lasts: before it writes it asks, and finds another's lease."""
+    monkeypatch.setattr(locks, "RENEW_S", 1e6)
+    theirs = json.dumps({"pid": 7, "host": "far", "since": "then", "key": "theirs"}).encode()
+    before = {}
+
+    def taken_over(step, metrics):
+        if step == 1:
+            bucket.buckets["bucket"]["run/.lock"] = (theirs, next(bucket.generations))
+            monkeypatch.setattr(locks, "LEASE_S", -1.0)
+            before.update(bucket.files("gs://bucket/run"))
+
+    with pytest.raises(LockLostError, match="is held by process 7 on far since then now"):
+        run_micro(
+            micro(
+                "gs://bucket/run",
+                checkpoint__every_steps=0,
+                checkpoint__keep_best=False,
+                log__rollouts_every_steps=1,
+                eval__every_steps=1,
+            ),
+            eval_rows=rows,
+            on_step=taken_over,
+        )
+    assert b"theirs" in before["gs://bucket/run/.lock"]
+    assert bucket.files("gs://bucket/run") == before
+
+
+def test_a_lease_that_was_taken_over_during_an_evaluation_keeps_its_problems_from_being_written(
+    bucket, micro, run_micro, rows, even_sum, monkeypatch
+):
+    """The last rollouts before an evaluation are written by this run, the problems of that evaluation would be in the other's."""
+    monkeypatch.setattr(locks, "RENEW_S", 1e6)
+    theirs = json.dumps({"pid": 7, "host": "far", "since": "then", "key": "theirs"}).encode()
+
+    def taken_over(sample):
+        if sample.prompt.row.get("held_out"):
+            bucket.buckets["bucket"]["run/.lock"] = (theirs, next(bucket.generations))
+            monkeypatch.setattr(locks, "LEASE_S", -1.0)
+        return even_sum(sample)
+
+    with pytest.raises(LockLostError, match="is held by process 7 on far since then now"):
+        run_micro(
+            micro("gs://bucket/run"), eval_rows=[row | {"held_out": True} for row in rows], reward=taken_over
+        )
+    assert not any("evaluations" in name for name in bucket.files("gs://bucket/run"))

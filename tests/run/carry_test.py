@@ -59,10 +59,13 @@ def make_rollout(values):
 @given(drawn=st.lists(st.lists(rollouts, min_size=1, max_size=3), max_size=4))
 def test_groups_survive_as_arrays(drawn):
     groups = [
-        Group(prompt=prompt_at(3 * place), rollouts=tuple(make_rollout(values) for values in members))
+        Group(
+            prompt=prompt_at(3 * place), rollouts=tuple(make_rollout(values) for values in members), age=place
+        )
         for place, members in enumerate(drawn)
     ]
     found = carry_groups(carry_arrays(groups), prompt_at)
+    assert [group.age for group in found] == list(range(len(groups)))
     assert len(found) == len(groups)
     for a, b in zip(found, groups, strict=True):
         assert (a.prompt.ordinal, a.prompt.text) == (b.prompt.ordinal, b.prompt.text)
@@ -86,6 +89,15 @@ def test_groups_of_an_older_checkpoint_have_no_parts():
         older = {"texts": np.frombuffer(text, np.uint8), "text_lengths": np.array([len(text)])}
         [group] = carry_groups({**arrays, **older}, prompt_at)
         assert group.rollouts[0].verdict == replace(verdict, lost=lost)
+
+
+def test_groups_of_a_checkpoint_that_does_not_say_how_old_they_are_are_a_step_old():
+    values = {
+        "length": 2, "start": 0, "finish_reason": "stop", "text": "", "reward": 1.0, "overlong_penalty": 0.0, "verdict": {"correct": True},
+    }  # fmt: skip
+    arrays = carry_arrays([Group(prompt=prompt_at(1), rollouts=(make_rollout(values),))])
+    del arrays["ages"]
+    assert [group.age for group in carry_groups(arrays, prompt_at)] == [1]
 
 
 def test_the_arrays_hold_no_python_objects():

@@ -163,7 +163,7 @@ def learnt(metrics):
         {
             name: None if isinstance(value, float) and math.isnan(value) else value
             for name, value in line.items()
-            if not name.startswith(("time/", "speed/"))
+            if not name.startswith(("time/", "speed/", "memory/"))
         }
         for line in metrics
     ]

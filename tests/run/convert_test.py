@@ -1,6 +1,9 @@
 """`dapo-jax convert`: what goes in comes out bit for bit, with its tokenizer, and nothing is written over."""
 
+import errno
 import json
+import os
+from functools import partial
 
 import jax
 import numpy as np
@@ -11,13 +14,15 @@ from dapo_jax.config import ConfigError, ModelConfig
 from dapo_jax.models.folder import load_model, read_config
 from dapo_jax.run.convert import convert
 from dapo_jax.run.inference import sample
-from dapo_jax.run.policy import find_policy, load_policy
+from dapo_jax.run.policy import Policy, find_policy, load_policy
 from dapo_jax.testing import tiny_decoder_config, tiny_params
-from dapo_jax.text.tokenizers import load_tokenizer
+from dapo_jax.text.huggingface import HuggingFaceTokenizer
+from dapo_jax.text.tokenizers import CharTokenizer, load_tokenizer, save_tokenizer
 
 pytest.importorskip("gguf")
 
 from tests.models.gguf_files import TOKENS, write_gguf
+from tests.text.folders import files_of
 
 CONFIG = tiny_decoder_config(vocab_size=len(TOKENS), layers=1)
 """A Llama, tied."""
@@ -136,3 +141,68 @@ def test_the_command_says_what_it_wrote(gguf_file, tmp_path, capsys):
     assert "tokenizer.json" in said
     assert main(["convert", str(gguf_file), str(tmp_path / "out")]) == 2
     assert capsys.readouterr().err.startswith("dapo-jax convert: ")
+
+
+@pytest.fixture
+def full_disk(monkeypatch):
+    """From the given file on, counted from 1, no file is flushed for lack of room: a write of Python's goes as far as a buffer."""
+    from dapo_jax import storage
+
+    flushed = []
+
+    def fsync(number, *, room):
+        flushed.append(number)
+        if len(flushed) > room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    return lambda room: monkeypatch.setattr(storage.os, "fsync", partial(fsync, room=room))
+
+
+@pytest.mark.parametrize("room", [0, 1, 2])
+@pytest.mark.parametrize("there", [False, True], ids=["made", "empty"])
+@pytest.mark.parametrize("kind", ["gguf", "shipped", "folder"])
+def test_a_full_disk_leaves_nothing_behind(kind, there, room, full_disk, gguf_file, tmp_path):
+    """Not an empty tokenizer.json, nor a folder that the next attempt would refuse."""
+    target = tmp_path / "out"
+    if there:
+        target.mkdir()
+    source = {"gguf": str(gguf_file), "shipped": "shipped:quickstart", "folder": "shipped:quickstart"}[kind]
+    if kind == "folder":
+        source = str(convert(source, str(tmp_path / "first")).folder)
+    full_disk(room)
+    with pytest.raises(OSError, match="No space left"):
+        convert(source, str(target))
+    assert target.exists() == there
+    assert not there or not list(target.iterdir())
+
+
+def test_a_tokenizer_is_there_whole_or_not_at_all(full_disk, tmp_path):
+    full_disk(0)
+    with pytest.raises(OSError, match="No space left"):
+        save_tokenizer(CharTokenizer("ab"), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("where", ["config.json", "generation_config.json", "tokenizer_config.json"])
+def test_a_policy_keeps_the_tokens_that_its_folder_names(where, tmp_path):
+    """As a run's `model` is written: transformers takes `bos_token_id` from there, and generates from nothing without it."""
+    tokenizer = HuggingFaceTokenizer(
+        files_of(bos_token="<|im_start|>" if where.startswith("tokenizer_") else None)
+    )
+    decoder = tiny_decoder_config(vocab_size=tokenizer.vocab_size, layers=1)
+    source = tmp_path / "source"
+    Policy(decoder=decoder, params=tiny_params(decoder), tokenizer=tokenizer).save(source)
+    named = {"bos_token_id": tokenizer.encode("<|im_start|>").tolist()[0]}
+    if where != "tokenizer_config.json":
+        named["decoder_start_token_id"] = 7
+        content = json.loads((source / where).read_text())
+        (source / where).write_text(
+            json.dumps(content | named | {"image_token_id": "not one", "sep_token_id": -1})
+        )
+    policy = find_policy(str(source))
+    policy.save(tmp_path / "saved")
+    described = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert {key: described.get(key) for key in named} == named
+    assert {"image_token_id", "sep_token_id"}.isdisjoint(described)
+    assert (described["eos_token_id"], described["pad_token_id"]) == (tokenizer.eos_id, tokenizer.pad_id)
+    assert load_tokenizer(tmp_path / "saved") == tokenizer

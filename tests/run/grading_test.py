@@ -1,6 +1,7 @@
 """Graders from a configuration, alone and summed, and in a run: nothing that is learnt depends on when a verdict comes."""
 
 import asyncio
+import io
 import threading
 import time
 from dataclasses import replace
@@ -8,12 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
-from dapo_jax.config import ConfigError, RewardConfig
+from dapo_jax.config import ConfigError, EvaluateConfig, RewardConfig
 from dapo_jax.rewards import Sample, whole_group
 from dapo_jax.rollouts import Prompt
-from dapo_jax.run.assembly import Run
+from dapo_jax.run import assembly, inference
 from dapo_jax.run.grading import submit_of, weighted
+from dapo_jax.trackers.progress import Progress
 
 HERE = Path(__file__)
 
@@ -228,13 +231,34 @@ def test_responses_without_a_verdict_count_as_wrong_and_are_logged(micro, run_mi
     config = micro(
         steps=1, reward__grader=grader, reward__timeout_s=0.5, dynamic_sampling__on_shortfall="train_fewer"
     )
-    line = run_micro(config, reward=None).metrics[-1]
+    shown = io.StringIO()
+    line = run_micro(
+        config, reward=None, progress=Progress(1, console=Console(file=shown, width=10_000))
+    ).metrics[-1]
     assert line["reward/lost"] == config.batch.group_size
+    assert "step 1: a response to prompt 0 got no verdict (" in shown.getvalue()
+    assert f"  lost {config.batch.group_size}  " in shown.getvalue()
     assert line["rollout/all_wrong_frac"] > 0
 
 
-def test_a_grader_that_cannot_be_loaded_stops_before_anything_starts(micro, rows):
-    with pytest.raises(
-        ConfigError, match=r"reward\.grader: .* has no 'late_sum'; did you mean 'late_sum_of_fours'"
-    ):
-        Run(micro(reward__grader=f"{HERE}:late_sum"), prompts=rows)
+@pytest.mark.parametrize(
+    ("grader", "message"),
+    [
+        (f"{HERE}:late_sum", r"has no 'late_sum'; did you mean 'late_sum_of_fours'"),
+        ("no/such/rewards.py:right", "there is no file no/such/rewards.py"),
+        ("mth", "no grader is named 'mth'; did you mean 'math'"),
+    ],
+)
+def test_a_grader_that_cannot_be_loaded_is_refused_before_the_model_is_loaded(
+    grader, message, micro, rows, monkeypatch
+):
+    def never(*told, **more):
+        raise AssertionError(f"the model was loaded: {told}")
+
+    monkeypatch.setattr(assembly, "load_policy", never)
+    monkeypatch.setattr(inference, "find_policy", never)
+    config = micro(reward__grader=grader)
+    with pytest.raises(ConfigError, match=rf"reward\.grader: .*{message}"):
+        assembly.Run(config, prompts=rows)
+    with pytest.raises(ConfigError, match=rf"reward\.grader: .*{message}"):
+        inference.evaluate(config.model.source, EvaluateConfig(reward=config.reward))

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from dapo_jax.cli import main
 from dapo_jax.config import (
     ConfigError,
     DataConfig,
@@ -107,6 +108,41 @@ def test_a_run_is_evaluated_as_it_was_while_it_trained(finished, rows, even_sum)
     found = evaluate(str(finished.run_dir), rows=rows, reward=even_sum)
     last = finished.metrics[-1]
     assert found.scores == {key: last[key] for key in found.scores}
+
+
+def brief(sample):
+    """A number of 0 or less, of which none is correct."""
+    return -float(len(sample.tokens))
+
+
+def test_an_evaluation_says_whether_scores_or_verdicts_count(
+    finished, micro, run_micro, rows, even_sum, tmp_path
+):
+    """As the run's file has it, or the file that is given, overrides included; a grader without scores leaves only verdicts."""
+    by_score = micro(steps=1, dynamic_sampling__metric="score", dynamic_sampling__on_shortfall="train_fewer")
+    scored = str(run_micro(by_score, reward=brief).run_dir)
+    judged = str(finished.run_dir)
+
+    def metric(model, config=None, *overrides, reward=brief):
+        return evaluate(model, config, overrides=overrides, rows=rows, reward=reward).metric
+
+    assert metric(scored) == "score"
+    assert metric(judged) == "correct"
+    assert metric(judged, None, "dynamic_sampling.metric=score") == "score"
+    assert metric(judged, f"{scored}/config.yaml") == "score"
+    assert metric(scored, f"{judged}/config.yaml") == "correct"
+    assert metric(scored, reward=even_sum) == "correct"
+    file = tmp_path / "evaluation.yaml"
+    file.write_text("{data: {max_prompt_tokens: 4}, sampling: {slots: 8, max_response_tokens: 6}}")
+    assert metric(scored, file) == "score"
+
+
+def test_the_command_leaves_accuracies_out_where_scores_count(finished, tmp_path, capsys):
+    (tmp_path / "mine.py").write_text("def brief(sample):\n    return -float(len(sample.tokens))\n")
+    grader = ["--grader", f"{tmp_path / 'mine.py'}:brief", "reward.workers=0"]
+    asked = ["eval", str(finished.run_dir), "--prompts", "2", "--k", "2", "--max-prompt-tokens", "5", *grader]
+    assert main([*asked, "dynamic_sampling.metric=score"]) == 0
+    assert capsys.readouterr().out.split()[:3] == ["dataset", "reward", "tokens"]
 
 
 def test_rows_and_a_reward_may_come_from_python(model, small):

@@ -7,7 +7,14 @@ from datetime import date
 import pytest
 
 from dapo_jax.config import ConfigError, DataConfig, EvalConfig
-from dapo_jax.run.prompts import Joined, dated, held_out_prompts, prompt_format, training_prompts
+from dapo_jax.run.prompts import (
+    Joined,
+    dated,
+    held_out_prompts,
+    prompt_format,
+    training_prompts,
+    training_rows,
+)
 from dapo_jax.text.formatting import Example, PromptFormat
 from dapo_jax.text.tokenizers import ByteTokenizer
 
@@ -33,17 +40,17 @@ def one(folder, name, **told):
 
 
 def test_a_dataset_is_asked_whole_each_epoch(sums):
-    source, notes = training_prompts(one(sums, "sums"), TOKENIZER, seed=0)
+    source, found = training_prompts(one(sums, "sums"), TOKENIZER, seed=0)
     asked = [source[ordinal].text for ordinal in range(20)]
     assert sorted(asked) == sorted(f"{a}+1" for a in range(20))
-    assert list(notes) == ["jsonl: 20 prompts of 20 rows"]
+    assert list(found.notes) == ["jsonl: 20 prompts of 20 rows"]
 
 
 def test_over_long_prompts_are_left_out_and_counted(sums):
-    source, notes = training_prompts(one(sums, "more"), TOKENIZER, seed=0)
+    source, found = training_prompts(one(sums, "more"), TOKENIZER, seed=0)
     assert source.rows_per_epoch == 9
     assert sorted(source[ordinal].text for ordinal in range(9)) == [f"{a}+2" for a in range(9)]
-    assert notes[1] == "more: 1 of 10 prompts are longer than data.max_prompt_tokens=16 and left out"
+    assert found.notes[1] == "more: 1 of 10 prompts are longer than data.max_prompt_tokens=16 and left out"
 
 
 def test_what_is_put_around_the_question_counts(sums):
@@ -55,9 +62,9 @@ def test_what_is_put_around_the_question_counts(sums):
 
 def test_rows_from_python_are_measured_too():
     rows = [{"prompt": "1", "answer": 1}, {"prompt": "1" * 99, "answer": 1}]
-    source, notes = training_prompts(DataConfig(max_prompt_tokens=16), TOKENIZER, seed=0, rows=rows)
+    source, found = training_prompts(DataConfig(max_prompt_tokens=16), TOKENIZER, seed=0, rows=rows)
     assert [source[ordinal].text for ordinal in range(3)] == ["1"] * 3
-    assert len(notes) == 1
+    assert len(found.notes) == 1
 
 
 def test_a_mixture_asks_by_weight(sums):
@@ -66,13 +73,13 @@ def test_a_mixture_asks_by_weight(sums):
         {"source": "jsonl", "path": str(sums / "sums.jsonl")},
         {"source": "jsonl", "path": str(sums / "more.jsonl"), "weight": 3.0},
     ]
-    source, notes = training_prompts(data(sums, source="mixture", mixture=parts), TOKENIZER, seed=1)
+    source, found = training_prompts(data(sums, source="mixture", mixture=parts), TOKENIZER, seed=1)
     asked = [source[ordinal] for ordinal in range(400)]
     count = Counter(prompt.row["source_row"].partition(",")[0] for prompt in asked)
     assert abs(count["sums.jsonl"] - 100) <= 2
     assert abs(count["more.jsonl"] - 300) <= 2
     assert max(len(prompt.tokens) for prompt in asked) <= 16
-    assert len(notes) == 3
+    assert len(found.notes) == 3
 
 
 def test_evaluation_has_datasets_of_its_own(sums):
@@ -129,7 +136,7 @@ def test_every_prompt_option_reaches_the_format():
 
 def test_a_conversation_without_a_chat_template_is_a_configuration_error():
     rows = [{"prompt": "1", "answer": "1"}, {"prompt": [{"role": "user", "content": "1"}], "answer": "1"}]
-    with pytest.raises(ConfigError, match=r"data\.source='rows', split 'test': row 1: .* no chat template"):
+    with pytest.raises(ConfigError, match=r"the rows given from Python: row 1: .* no chat template"):
         held_out_prompts(DataConfig(source="rows"), EvalConfig(), TOKENIZER, rows=rows)
 
 
@@ -141,3 +148,14 @@ def test_the_day_is_the_configured_one_or_that_of_the_run_or_today():
     assert dated(DataConfig(), like=DataConfig()).template_date == dated(DataConfig()).template_date != ""
     assert prompt_format(run).today == date(2024, 7, 26)
     assert prompt_format(DataConfig()).today is None
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [training_rows, lambda data, tokenizer, rows: held_out_prompts(data, EvalConfig(), tokenizer, rows=rows)],
+    ids=["training", "evaluation"],
+)
+def test_what_is_wrong_with_rows_from_python_is_not_blamed_on_a_dataset(asked):
+    with pytest.raises(ConfigError, match=r"the rows given from Python: row 1: 'answer' is empty") as refused:
+        asked(DataConfig(), TOKENIZER, rows=[{"prompt": "1", "answer": "1"}, {"prompt": "1", "answer": ""}])
+    assert "data.source" not in str(refused.value)

@@ -1,5 +1,6 @@
 """Saved rollouts graded again: the shares, and where graders disagree."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,11 @@ def long_ones(sample):
     assert sample.prompt.row["level"] == 2
     assert (sample.finish_reason, sample.response_tokens) == ("stop", 3)
     return len(sample.response) > len("Answer: 34")
+
+
+def brief(sample):
+    """A number of 0 or less: -1 for ten characters."""
+    return -len(sample.response) / 10
 
 
 @whole_group
@@ -87,6 +93,56 @@ def test_an_own_function_gets_the_row_and_the_tokens(rollouts):
     own = f"{HERE}:long_ones"
     assert score(rollouts, [own]).accuracy(own) == 0.5
     assert score(rollouts / "step_000001.jsonl", [own], workers=0).accuracy(own) == 0.5
+
+
+def scored(sample):
+    """A verdict with an answer, which is right or wrong, and a score beside it."""
+    return Verdict(correct=sample.response == "Answer: 34", extracted="34", score=len(sample.response) / 10)
+
+
+def test_numbers_are_shown_as_scores(rollouts):
+    """Lengths of -1 to -2: no grader calls them wrong."""
+    own = f"{HERE}:brief"
+    found = score(rollouts, [own, "math"])
+    numbers = [verdict.score for verdict in found.verdicts[own]]
+    text = describe(found)
+    first, _, said, _, head, recorded, mine, *_ = text.splitlines()
+    assert first == f"{own}  mean score {sum(numbers) / 8:.4g}, from {min(numbers):g} to {max(numbers):g}"
+    assert said == (
+        "8 responses; the share that a grader calls correct, or where it gives numbers scores above 0, "
+        "and of which two say the same"
+    )
+    assert head.split() == ["share", "recorded", own, "math"]
+    assert recorded.split()[:3] == ["recorded", "correct", "25.0%"]
+    assert mine.split()[:4] == [own, "above", "0", "0.0%"]
+    assert f"only {own} scores above 0: 0, only math says correct: 6" in text
+    assert f"    {own}: score -1;" in text
+    assert f"{own}: wrong" not in text
+
+
+def test_recorded_scores_are_shown_and_may_be_missing_or_wrong(rollouts):
+    """Those of three of eight responses; rollouts of before there were scores have none."""
+    file = rollouts / "step_000001.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    for row, number in zip(rows, (-1, -2, -1.5, None), strict=True):
+        row.update(score=number, correct=False, extracted=None)
+    del rows[3]["score"]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = describe(score(file, ["dapo"]))
+    assert text.startswith("recorded  mean score -1.5, from -2 to -1; 1 of 4 responses have none\n\n")
+    assert "recorded  above 0     0.0%" in text
+    rows[0]["score"] = "high"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ConfigError, match=r"rollout 1: 'score' is 'high'; it must be int \| float \| None"):
+        score(file, ["dapo"])
+
+
+def test_a_verdict_with_an_answer_stays_correct_or_wrong_beside_its_score(rollouts):
+    own = f"{HERE}:scored"
+    text = describe(score(rollouts, [own]))
+    assert text.startswith(f"{own}  mean score ")
+    assert f"{own}    25.0%" in text
+    assert "above 0" not in text
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -10,7 +10,7 @@ from dapo_jax.run.serve import ServeOptions, serve
 
 def test_without_the_extra_the_error_names_it(model, monkeypatch):
     monkeypatch.setitem(sys.modules, "dapo_jax.serving.server", None)
-    with pytest.raises(ConfigError, match=r"pip install 'dapo_jax\[jetstream\]'.*google-jetstream==0.2.2"):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[jetstream\]'.*google-jetstream==0.2.2"):
         serve(model, ServeOptions())
 
 

@@ -17,6 +17,7 @@ from dapo_jax.config import (
     SftBatchConfig,
     SftConfig,
 )
+from dapo_jax.locks import take
 from dapo_jax.run import sft
 from dapo_jax.run.policy import load_policy
 from dapo_jax.run.sft import _pairs
@@ -113,3 +114,15 @@ def test_what_does_not_fit_is_said_before_the_first_step(changes, message, confi
     with pytest.raises(ConfigError, match=message):
         run(replace(config, run_dir=str(tmp_path / "run"), **changes))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_in_which_another_process_is_at_work_is_refused(config, tmp_path):
+    """Before the model, which does not exist, is looked for."""
+    config = replace(config, run_dir=str(tmp_path), model=replace(config.model, source="shipped:nothing"))
+    with (
+        take(tmp_path, lost=lambda status, why: None),
+        pytest.raises(ConfigError, match=r"run_dir=.*: a run is at work there"),
+    ):
+        run(config)
+    with pytest.raises(ConfigError, match="no model 'nothing'"):
+        run(config)

@@ -14,6 +14,7 @@ from dapo_jax.run.boundaries import UNFINISHED
 from dapo_jax.sampling.engine import DecoderEngine
 from dapo_jax.stopping import StoppedError, stopped_by_signals
 from dapo_jax.trackers import read_metrics
+from dapo_jax.trackers.run_status import read_status
 from dapo_jax.training.update import Updater
 
 
@@ -53,7 +54,7 @@ def progress_of(config):
 
 PHASES = {
     # Counted from the first evaluation on: each call falls into step 2 or 3.
-    "sampling": (DecoderEngine, "generate", 14),
+    "sampling": (DecoderEngine, "generate", 9),
     "grading": (Grading, "groups", 4),
     "updating": (Updater, "update", 4),
     "saving": (Checkpointer, "save", 2),
@@ -63,10 +64,7 @@ PHASES = {
 
 @pytest.mark.parametrize(
     "phase",
-    [
-        pytest.param(phase, marks=[pytest.mark.slow] * (phase not in ("sampling", "updating")))
-        for phase in PHASES
-    ],
+    [pytest.param(phase, marks=[pytest.mark.slow] * (phase != "sampling")) for phase in PHASES],
 )
 def test_a_run_that_is_told_to_stop_saves_its_last_boundary_and_goes_on(
     phase, finished, micro, run_micro, rows, same_run, monkeypatch
@@ -120,7 +118,9 @@ def test_before_the_first_step_nothing_is_saved(finished, micro, run_micro, rows
     config = micro()
     stopped(monkeypatch, run_micro, rows, config, Run, "evaluate", 1)
     assert not (Path(config.run_dir) / "checkpoints").exists()
+    assert read_status(Path(config.run_dir)).state == "stopped"
     same_run(run_micro(config, eval_rows=rows, resume=True), finished)
+    assert read_status(Path(config.run_dir)).state == "finished"
 
 
 def test_the_best_checkpoint_stays(micro, run_micro, rows):

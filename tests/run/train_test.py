@@ -1,23 +1,28 @@
 """Training runs: what they write, and that an interrupted one goes on as if nothing had been."""
 
+import io
 from dataclasses import replace
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from rich.console import Console
 
 from dapo_jax.config import ConfigError, load_config
 from dapo_jax.models.folder import load_model
+from dapo_jax.run.train import check_run_dir
 from dapo_jax.trackers import read_metrics
 from dapo_jax.trackers.evaluation_log import read_problems
+from dapo_jax.trackers.progress import Progress
 from dapo_jax.trackers.rollout_log import read_rollouts
+from dapo_jax.trackers.run_status import read_status
 
 STEP_METRICS = {
     "rollout/": [
         "response_tokens", "response_tokens_max", "response_tokens_p95", "truncated_frac", "prompts", "waves",
         "mixed_frac", "all_correct_frac", "all_wrong_frac", "accuracy", "trained_accuracy", "trained_groups",
-        "surplus_groups", "carried_groups",
+        "surplus_groups", "carried_groups", "dropped_old", "age_mean", "age_max",
     ],
     "reward/": ["mean", "std", "overlong_penalty", "lost", "nonfinite"],
     "policy/": [
@@ -30,6 +35,7 @@ STEP_METRICS = {
     "sync/": ["logprob_diff_mean", "logprob_diff_max", "sampler_trainer_kl"],
     "time/": ["sample_s", "update_s", "step_s"],
     "speed/": ["sampled_tokens_per_s", "trained_tokens_per_s"],
+    "memory/": ["host_gib"],
 }  # fmt: skip
 
 
@@ -46,13 +52,29 @@ def test_every_metric_that_is_promised_is_in_every_step(finished):
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
     promised = {where + name for where, names in STEP_METRICS.items() for name in names}
     for line in lines[1:]:
-        assert promised <= line.keys()
+        clipped = line["policy/clip_high_frac"] > 0
+        assert promised - line.keys() == (set() if clipped else {"policy/clipped_high_prob"})
 
 
 def test_evaluation_stands_before_the_first_and_after_the_last_step(finished):
     evaluated = [line["step"] for line in finished.metrics if "eval/arithmetic/avg@4" in line]
     assert evaluated == [0, 4]
     assert {"eval/arithmetic/pass@2", "eval/arithmetic/pass@4"} <= finished.metrics[0].keys()
+
+
+def test_a_run_keeps_the_size_of_its_waves_and_is_compared_by_it(micro, run_micro):
+    """Two prompts a step: waves of six unless told otherwise, and whoever writes that goes on with the same run."""
+    config = micro(steps=0, dynamic_sampling__prompts_per_wave=0)
+    run_dir = Path(run_micro(config).run_dir)
+    kept = load_config(run_dir / "config.yaml")
+    assert kept.dynamic_sampling.prompts_per_wave == 6
+    config = replace(config, data=kept.data)
+    check_run_dir(run_dir, config, resume=True)
+    check_run_dir(run_dir, replace(config, dynamic_sampling=config.resolved().dynamic_sampling), resume=True)
+    other = replace(config, dynamic_sampling=replace(config.dynamic_sampling, prompts_per_wave=1536))
+    (run_dir / "checkpoints" / "1").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"dynamic_sampling\.prompts_per_wave was 6, is 1536"):
+        check_run_dir(run_dir, other, resume=True)
 
 
 def test_what_each_problem_scored_is_written_at_every_evaluation(finished):
@@ -67,6 +89,13 @@ def test_what_each_problem_scored_is_written_at_every_evaluation(finished):
         for key in ("avg@4", "pass@2", "pass@4"):
             mean = sum(problem[key] for problem in problems) / 2
             assert line[f"eval/arithmetic/{key}"] == pytest.approx(mean)
+        for problem in problems:  # all of the two times four that the default of 64 has room for
+            assert len(problem["responses"]) == problem["samples"] == 4
+            assert sum(each["correct"] for each in problem["responses"]) == problem["correct"]
+
+
+def test_a_run_that_is_done_says_so(finished):
+    assert read_status(finished.run_dir).state == "finished"
 
 
 def test_the_first_step_starts_from_the_shipped_weights_and_warms_up(finished):
@@ -90,9 +119,9 @@ def test_the_trained_model_is_written_as_a_folder(finished):
 
 
 def test_rollouts_to_read_are_written_when_due(finished):
-    """Every two steps, one group of four."""
+    """The first step, the last, and every two steps, one group of four."""
     files = sorted(path.name for path in (finished.run_dir / "rollouts").iterdir())
-    assert files == [f"step_00000{step}.{kind}" for step in (2, 4) for kind in ("jsonl", "txt")]
+    assert files == [f"step_00000{step}.{kind}" for step in (1, 2, 4) for kind in ("jsonl", "txt")]
     rows = read_rollouts(finished.run_dir / "rollouts" / files[0])
     assert len(rows) == 4
     text = (finished.run_dir / "rollouts" / files[1]).read_text()
@@ -131,7 +160,7 @@ def test_a_run_interrupted_while_it_samples_replays_the_step(
     def interrupt(sample):
         nonlocal graded
         graded += 1
-        if graded == 60:  # 8 of the first evaluation, then at least 12 a step
+        if graded == 30:  # 8 of the first evaluation, 12 of the first step, then at least 8 a step
             raise KeyboardInterrupt
         return even_sum(sample)
 
@@ -157,8 +186,19 @@ def test_a_resumed_run_may_go_on_for_longer(finished, micro, run_micro, same_run
     config = micro(steps=2)
     first = run_micro(config)
     assert [line["step"] for line in first.metrics] == [1, 2]
-    whole = run_micro(micro(config.run_dir), resume=True)
+    shown = io.StringIO()
+    said = Progress(4, console=Console(file=shown, width=10_000))
+    whole = run_micro(micro(config.run_dir), resume=True, progress=said)
+    assert f"going on from {config.run_dir}/checkpoints/2\n" in shown.getvalue()
     assert equal(params_of(whole), params_of(finished))
+
+
+def test_where_there_is_nothing_to_resume_it_is_said_that_the_run_begins(micro, run_micro):
+    config, shown = micro(steps=0), io.StringIO()
+    run_micro(config, resume=True, progress=Progress(0, console=Console(file=shown, width=10_000)))
+    assert (
+        f"there is no checkpoint in {config.run_dir}/checkpoints: beginning at step 0\n" in shown.getvalue()
+    )
 
 
 def test_resuming_under_another_configuration_is_refused_by_key(finished, micro, run_micro):
@@ -206,5 +246,36 @@ def test_a_run_keeps_the_day_on_which_it_began(micro, run_micro):
     run_micro(config, resume=True)
     assert load_config(kept).data.template_date == "2024-07-26"
     other = replace(config, data=replace(config.data, template_date="2024-07-27"))
+    (Path(config.run_dir) / "checkpoints" / "1").mkdir(parents=True)
     with pytest.raises(ConfigError, match=r"data\.template_date was '2024-07-26', is '2024-07-27'"):
         run_micro(other, resume=True)
+
+
+def test_a_second_train_of_one_folder_is_refused_and_says_who_is_at_work(micro, run_micro, rows):
+    """While the first is between two steps; what it has written stays, although the other one would resume."""
+    config, refused = micro(steps=2), []
+
+    def again(step, metrics):
+        with pytest.raises(
+            ConfigError, match=r"run_dir=.*: a run is at work there, by this process itself: wait"
+        ) as error:
+            run_micro(config, resume=True)
+        refused.append(error.value)
+
+    result = run_micro(config, on_step=again)
+    assert len(refused) == 2
+    assert [line["step"] for line in result.metrics] == [1, 2]
+
+
+def test_after_an_error_the_folder_is_free_again(micro, run_micro):
+    """As in a notebook: the model cannot be loaded, then a step fails, then all is well."""
+    config = micro(steps=1)
+    with pytest.raises(ConfigError, match="no model 'nothing'"):
+        run_micro(replace(config, model=replace(config.model, source="shipped:nothing")))
+
+    def fails(step, metrics):
+        raise ValueError("on_step")
+
+    with pytest.raises(ValueError, match="on_step"):
+        run_micro(config, on_step=fails)
+    assert len(run_micro(config, resume=True).metrics) == 1

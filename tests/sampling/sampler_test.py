@@ -33,7 +33,7 @@ from dapo_jax.training.update import UpdateOptions, Updater
 
 CONFIG = tiny_decoder_config(qkv_bias=True, qk_norm=True, tied_embeddings=False)
 EOS, MAX_PROMPT, LIMIT, GROUP = 1, 8, 16, 6
-KEY = jax.random.key(7)
+KEY = jax.random.key(10)
 PROGRAMS = ["_generate_program", "_init_program", "_insert_program", "_prefill_program"]
 
 

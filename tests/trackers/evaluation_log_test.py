@@ -52,6 +52,7 @@ def test_every_problem_is_one_line_with_all_that_is_known(tmp_path):
         "avg@2": 0.5,
         "pass@2": 1.0,
         "cons@2": 1.0,
+        "reward": 0.0,
         "consensus_answers": ["34"],
         "extracted": [
             {"answer": "34", "count": 1, "correct": 1},
@@ -60,6 +61,7 @@ def test_every_problem_is_one_line_with_all_that_is_known(tmp_path):
         "response_tokens": 3.5,
         "truncated": 1,
         "lost": 0,
+        "responses": [],
     }
     assert (second["ordinal"], second["place"]) == (8, None)
     assert read_problems(path) == [first, second]

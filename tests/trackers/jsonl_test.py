@@ -3,12 +3,14 @@
 import json
 import math
 import os
+import random
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from dapo_jax.trackers import JsonlTracker, MultiTracker, Tracker, read_metrics
+from dapo_jax.trackers import JsonlTracker, MultiTracker, Tracker, jsonl, read_metrics
+from dapo_jax.trackers.jsonl import LineFollower
 
 
 def write(path, steps, resume_step=None):
@@ -188,3 +190,69 @@ def test_several_trackers_get_everything_and_all_are_closed():
     with pytest.raises(OSError, match="disk full"):
         both.close()
     assert events == [("a", 1, {"x": 2.0}), ("b", 1, {"x": 2.0}), ("a", "closed"), ("b", "closed")]
+
+
+def test_a_follower_reads_what_reading_anew_would_find_and_only_what_was_added(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    follower, rng = LineFollower(path), random.Random(0)
+    with pytest.raises(FileNotFoundError):
+        follower.read()
+    text = "".join(json.dumps({"step": step, "a": rng.random()}) + "\n" for step in range(40))
+    given = 0
+    while given < len(text):
+        more = text[given : given + rng.randrange(1, 90)]
+        with path.open("a") as file:
+            file.write(more)
+        given += len(more)
+        assert follower.read() == read_metrics(path)
+    taken = []
+    parse = json.loads
+    monkeypatch.setattr(jsonl.json, "loads", lambda line, **how: taken.append(line) or parse(line, **how))
+    with path.open("a") as file:
+        file.write('{"step": 40}\n')
+    assert follower.read()[-1] == {"step": 40}
+    assert taken == [b'{"step": 40}']
+
+
+def test_a_follower_begins_anew_where_a_resumed_run_has_cut_its_lines(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "a": 1}\n{"step": 2, "a": 1}\n')
+    follower = LineFollower(path)
+    assert len(follower.read()) == 2
+    tracker = JsonlTracker(path, resume_step=1)
+    for step in (2, 3):
+        tracker.log(step, {"a": 2})
+    tracker.close()
+    assert follower.read() == read_metrics(path)
+    assert [row["a"] for row in follower.read()] == [1, 2, 2]
+
+
+def test_a_follower_names_the_damaged_line_by_its_place_in_the_file(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n')
+    follower = LineFollower(path)
+    follower.read()
+    with path.open("a") as file:
+        file.write('nonsense\n{"step": 4}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 3 is damaged"):
+        follower.read()
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "metrics/000001.jsonl"])
+@pytest.mark.parametrize(
+    "make",
+    [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")],
+    ids=["pipe", "folder", "device"],
+)
+def test_what_is_no_file_is_refused_and_not_waited_for(make, name, tmp_path):
+    """Nobody writes into the pipe, and the device never ends."""
+    (tmp_path / "metrics").mkdir()
+    make(tmp_path / name)
+    readers = (
+        read_metrics,
+        lambda path: LineFollower(path).read(),
+        lambda path: JsonlTracker(path, resume_step=1),
+    )
+    for read in readers:
+        with pytest.raises(ValueError, match=f"{name} is no file"):
+            read(tmp_path / "metrics.jsonl")

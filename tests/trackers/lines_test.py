@@ -1,5 +1,7 @@
 """JSON lines are written whole, and a line that is none of them is named."""
 
+import os
+
 import pytest
 
 from dapo_jax.trackers.lines import read_lines, write_lines
@@ -42,3 +44,9 @@ def test_a_line_that_is_no_such_row_is_named(tmp_path, line, message):
     path.write_text(path.read_text() + line + "\n")
     with pytest.raises(ValueError, match=rf"fruits\.jsonl, line 2 {message}"):
         read(path)
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "fruits.jsonl")
+    with pytest.raises(OSError, match="it is no file"):
+        read(tmp_path / "fruits.jsonl")

@@ -1,6 +1,7 @@
 """Post-mortems: what is written is read, from a disk and from a bucket; half of one is refused."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -68,4 +69,13 @@ def test_one_of_a_newer_version_is_refused(tmp_path):
     report = written(tmp_path)
     (tmp_path / "report.json").write_text(json.dumps({"schema_version": 2, **report}))
     with pytest.raises(ValueError, match=r"has schema_version 2; .* upgrade dapo_jax"):
+        read_post_mortem(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["report.json", "arrays.safetensors"])
+def test_a_pipe_is_refused_and_not_waited_for(name, tmp_path):
+    written(tmp_path)
+    (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(OSError, match="it is no file"):
         read_post_mortem(tmp_path)

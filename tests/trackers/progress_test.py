@@ -11,6 +11,7 @@ from dapo_jax.trackers.progress import Progress, _thousands
 
 METRICS = {
     "rollout/accuracy": 0.609,
+    "reward/mean": 0.2184,
     "rollout/response_tokens": 18.16,
     "policy/entropy": 0.41,
     "speed/sampled_tokens_per_s": 4130.0,
@@ -49,6 +50,15 @@ def drawn(progress):
     return console.export_text()
 
 
+def test_what_is_done_before_the_first_step_is_a_line_or_a_phase():
+    said = []
+    for terminal in (False, True):
+        text = io.StringIO()
+        Progress(4, console=Console(file=text, force_terminal=terminal, width=80)).starting("loading a model")
+        said.append(text.getvalue())
+    assert said == ["loading a model ...\n", ""]
+
+
 def test_a_step_is_one_short_line_when_no_terminal_listens():
     clock, console = Clock(), plain()
     with Progress(120, console=console, clock=clock) as progress:
@@ -57,7 +67,7 @@ def test_a_step_is_one_short_line_when_no_terminal_listens():
             progress.step(step, METRICS)
     # 108 steps to go at 1.85 s each: 199.8 s.
     assert printed(console).splitlines()[-1] == (
-        "step  12/120  acc 0.61  len 18.2  entropy 0.41  4.1k tok/s  1.9 s/step  eta 3m20s"
+        "step  12/120  reward 0.218  acc 0.61  len 18.2  entropy 0.41  4.1k tok/s  1.9 s/step  eta 3m20s"
     )
 
 
@@ -93,7 +103,7 @@ def test_a_missing_number_is_a_dash(metrics):
     console = plain()
     with Progress(9, console=console) as progress:
         progress.step(1, metrics)
-    assert printed(console) == "step 1/9  acc -  len -  entropy -  - tok/s  - s/step  eta -\n"
+    assert printed(console) == "step 1/9  reward -  acc -  len -  entropy -  - tok/s  - s/step  eta -\n"
     assert "nan" not in drawn(progress)
 
 
@@ -108,6 +118,8 @@ def test_evaluation_and_messages_are_lines_of_their_own():
                 "eval/arithmetic/avg@8": 0.721,
                 "eval/arithmetic/avg@8_stderr": 0.012,
                 "eval/arithmetic/response_tokens": 12.0,
+                "eval/arithmetic/reward": 0.4421,
+                "eval/arithmetic/reward_stderr": 0.0243,
                 "eval/other/avg@8": 0.1,
             },
             4,
@@ -116,9 +128,16 @@ def test_evaluation_and_messages_are_lines_of_their_own():
             "saved [bold]checkpoint[/bold] 4 in a folder whose name is longer than the console is wide"
         )
     assert printed(console) == (
-        "eval  arithmetic  avg@8 0.72 ± 0.01  pass@8 0.90  (step 4)\n"
+        "eval  arithmetic  avg@8 0.72 ± 0.01  pass@8 0.90  reward 0.442 ± 0.0243  (step 4)\n"
         "saved [bold]checkpoint[/bold] 4 in a folder whose name is longer than the console is wide\n"
     )
+
+
+def test_a_message_shows_no_token_and_nothing_that_a_terminal_would_obey(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_0123456789")
+    console = plain()
+    Progress(4, console=console).message("asked with hf_0123456789 \x1b[31m")
+    assert printed(console) == "asked with $HF_TOKEN \\x1b[31m\n"
 
 
 def test_an_evaluation_shows_what_counts_over_all_samples():
@@ -133,6 +152,21 @@ def test_an_evaluation_shows_what_counts_over_all_samples():
     assert printed(console) == (
         "eval  a  avg@16 0.50  cons@16 0.50  pass@16 0.50  (step 4)\neval  b  -  (step 4)\n"
     )
+
+
+def test_where_scores_count_no_share_of_correct_responses_is_shown():
+    """A reward of numbers below 0 calls nothing correct: `acc 0.00` and `avg@8 0.00` would say that it learns nothing."""
+    console, metrics = plain(), METRICS | {"rollout/accuracy": 0.0, "reward/mean": -0.2238}
+    with Progress(120, metric="score", console=console) as progress:
+        progress.step(12, metrics)
+        progress.evaluation("own", {"eval/own/avg@8": 0.0, "eval/own/reward": -0.31}, 12)
+        text = drawn(progress)
+    assert printed(console) == (
+        "step  12/120  reward -0.224  len 18.2  entropy 0.41  4.1k tok/s  1.9 s/step  eta 3m21s\n"
+        "eval  own  reward -0.31  (step 12)\n"
+    )
+    assert "-0.224" in text
+    assert "accuracy" not in text
 
 
 def test_the_live_view_shows_where_the_run_is():
@@ -153,6 +187,7 @@ def test_the_live_view_shows_where_the_run_is():
         "384/512",
         "1m05s",
         "0.61",
+        "0.218",
         "18.2",
         "0.41",
         "4.1k",
@@ -164,7 +199,32 @@ def test_the_live_view_shows_where_the_run_is():
     screen = printed(console)
     assert "kept above" in screen
     assert "384/512" in screen
-    assert "step  12/120  acc" not in screen, "the live view replaces the plain lines"
+    assert "step  12/120  reward" not in screen, "the live view replaces the plain lines"
+
+
+def test_how_a_wave_goes_is_in_the_live_view_until_the_step_ends():
+    console = terminal()
+    with Progress(120, console=console) as progress:
+        progress.wave("wave 2  prompts 31/48  mixed 3")
+        assert "wave 2  prompts 31/48  mixed 3" in drawn(progress)
+        progress.step(1, METRICS)
+        assert "wave 2" not in drawn(progress)
+
+
+def test_without_a_terminal_a_wave_is_a_line_after_a_quarter_of_a_minute_of_silence():
+    clock, console = Clock(), plain()
+    with Progress(120, console=console, clock=clock) as progress:
+        for graded in range(1, 5):
+            clock.now += 6.0
+            progress.wave(f"prompts {graded}/48")
+        progress.step(1, METRICS)  # at 24 s
+        clock.now += 14.0
+        progress.wave("prompts 1/48")
+        clock.now += 1.0
+        progress.wave("prompts 2/48")
+    first, step, second = printed(console).splitlines()
+    assert (first, second) == ("step 1  sampling: prompts 3/48", "step 2  sampling: prompts 2/48")
+    assert step.startswith("step   1/120")
 
 
 def test_the_live_view_can_be_drawn_before_anything_is_known():
@@ -202,7 +262,7 @@ def test_a_dumb_terminal_gets_plain_lines():
     console = Console(file=io.StringIO(), force_terminal=True, _environ={"TERM": "dumb"})
     with Progress(9, console=console) as progress:
         progress.step(1, {})
-    assert printed(console).startswith("step 1/9  acc -")
+    assert printed(console).startswith("step 1/9  reward -  acc -")
 
 
 def test_a_notebook_without_widgets_gets_plain_lines(monkeypatch):
@@ -212,7 +272,7 @@ def test_a_notebook_without_widgets_gets_plain_lines(monkeypatch):
     monkeypatch.setattr(console, "print", lambda text, **_: shown.append(text))
     with Progress(9, console=console) as progress:
         progress.step(1, {})
-    assert shown == ["step 1/9  acc -  len -  entropy -  - tok/s  - s/step  eta -"]
+    assert shown == ["step 1/9  reward -  acc -  len -  entropy -  - tok/s  - s/step  eta -"]
 
 
 @pytest.mark.parametrize(

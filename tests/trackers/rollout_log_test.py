@@ -3,6 +3,8 @@
 import json
 import math
 import os
+import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -142,15 +144,28 @@ def test_a_line_that_cannot_be_read_is_named(tmp_path, line, message):
 
 def test_the_text_view_shows_question_answer_and_verdicts():
     assert format_rollouts([group()], limit=9) == (
-        "prompt 7: 1/2 correct\n"
+        "prompt 7: 1/2 correct, mean reward -0.125\n"
         "  12+22\n"
         "  =\n"
         "  answer: 34\n"
-        "  [0] correct | reward +1.00 | 2 tokens | extracted '34' | equal to the answer\n"
+        "  [0] correct | reward +1 | 2 tokens | extracted '34' | equal to the answer\n"
         "      34\n"
         "  [1] wrong | reward -1.25 | overlong penalty -0.25 | 2 tokens, cut off | no answer found\n"
         "      35?\n"
     )
+
+
+def test_the_text_view_of_scores_speaks_of_scores():
+    """Nothing is called correct or wrong, and no answer is missed, where a reward function only gives numbers."""
+    scored = [
+        replace(one, verdict=Verdict(correct=score > 0, score=score), reward=score)
+        for one, score in zip(group().rollouts, (-0.25, 0.0015), strict=True)
+    ]
+    text = format_rollouts([replace(group(), rollouts=tuple(scored))], limit=9, metric="score")
+    assert text.startswith("prompt 7: mean reward -0.124\n")
+    assert "  [0] score -0.25 | reward -0.25 | 2 tokens\n" in text
+    assert "  [1] score +0.0015 | reward +0.0015 |" in text
+    assert not re.search("correct|wrong|no answer", text)
 
 
 def test_the_text_view_stops_at_its_limit_and_says_what_is_left():

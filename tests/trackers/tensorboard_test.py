@@ -71,6 +71,6 @@ def test_resuming_asks_tensorboard_to_drop_later_steps(tmp_path, resume_step, pu
 
 def test_a_missing_package_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX.event_file_writer", None)
-    with pytest.raises(ImportError, match=r"pip install 'dapo_jax\[tensorboard\]'"):
+    with pytest.raises(ImportError, match=r"pip install -e '\.\[tensorboard\]'"):
         TensorBoardTracker(tmp_path / "tensorboard")
     assert not (tmp_path / "tensorboard").exists()

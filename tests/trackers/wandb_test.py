@@ -55,6 +55,6 @@ def test_the_mode_of_the_environment_is_respected(tmp_path, wandb_mode):
 
 def test_a_missing_package_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ImportError, match=r"pip install 'dapo_jax\[wandb\]'"):
+    with pytest.raises(ImportError, match=r"pip install -e '\.\[wandb\]'"):
         WandbTracker("dapo_jax", tmp_path / "run", None, {})
     assert not (tmp_path / "run").exists()

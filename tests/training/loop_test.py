@@ -1,11 +1,12 @@
 """The loop with a scripted sampler and a counting update: no model, no files, no config."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from dapo_jax.filtering import Collector, ShortfallError
+from dapo_jax.filtering import Collector, InformativeShare, ShortfallError
 from dapo_jax.metrics import Mean
 from dapo_jax.rollouts import Group, Prompt, Response, Rollout, Verdict
 from dapo_jax.training.loop import Pipe, Position, run_steps
@@ -41,10 +42,16 @@ class Script:
         self.pipe = Pipe(
             transfer=lambda params: params * 10,
             collector=lambda position: Collector(
-                needed=2, cursor=position.cursor, prompts_per_wave=3, max_waves=4, carried=position.carry
+                needed=2,
+                cursor=position.cursor,
+                prompts_per_wave=3,
+                max_waves=4,
+                carried=position.carry,
+                share=position.share,
+                surplus="carry",
             ),
             sample=self._sample,
-            finish=lambda collector: collector.finish(surplus="carry"),
+            finish=Collector.finish,
             minibatches=self._minibatches,
             prepare=self._prepare,
             update=self._update,
@@ -93,7 +100,8 @@ def test_one_step_flows_from_prompts_to_metrics():
     ]  # fmt: skip
     assert state.params == 2
     [result] = script.results
-    assert result.position == Position(step=1, cursor=3, carry=[])
+    share = InformativeShare(informative=2.0, sampled=3.0)
+    assert result.position == Position(step=1, cursor=3, carry=[], share=share)
     expected = {
         "rollout/prompts": 3, "rollout/waves": 1, "rollout/trained_groups": 2, "rollout/accuracy": 4 / 6,
         "rollout/trained_accuracy": 0.5, "rollout/all_correct_frac": 1 / 3, "rollout/mixed_frac": 2 / 3,
@@ -103,6 +111,25 @@ def test_one_step_flows_from_prompts_to_metrics():
         "speed/trained_tokens_per_s": 10.0,
     }  # fmt: skip
     assert {name: result.metrics[name] for name in expected} == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("clipped", [0.0, 1.0])
+def test_a_probability_of_clipped_tokens_is_there_only_if_tokens_were_clipped(clipped):
+    """Of 4 tokens none or one: a mean of no tokens is no number, and null in a file that others read."""
+    script = Script()
+    update = script._update
+
+    def measured(state, minibatch, **how):
+        after, metrics = update(state, minibatch, **how)
+        metrics["policy/clip_high_frac"] = Mean(np.float32(clipped), np.float32(4.0))
+        metrics["policy/clipped_high_prob"] = Mean(np.float32(0.2 * clipped), np.float32(clipped))
+        return after, metrics
+
+    script.pipe = replace(script.pipe, update=measured)
+    script.run(steps=1)
+    metrics = script.results[0].metrics
+    assert metrics["policy/clip_high_frac"] == clipped / 4
+    assert metrics.get("policy/clipped_high_prob") == (pytest.approx(0.2) if clipped else None)
 
 
 def test_weights_stay_fixed_while_a_step_samples_and_then_move_on():

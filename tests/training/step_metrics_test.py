@@ -33,7 +33,7 @@ def make_group(*responses):
 MIXED = make_group((True, 2, False, 1.0, 0.0), (False, 4, False, -1.0, 0.0))
 RIGHT = make_group((True, 6, False, 0.75, -0.25), (True, 8, False, 1.0, 0.0))
 WRONG = make_group((False, 10, True, -2.0, -1.0), (False, 10, True, -2.0, -1.0))
-CARRIED = make_group((True, 1, False, 1.0, 0.0), (False, 1, False, -1.0, 0.0))
+CARRIED = replace(make_group((True, 1, False, 1.0, 0.0), (False, 1, False, -1.0, 0.0)), age=3)
 
 
 def collected(**changes):
@@ -45,13 +45,16 @@ def collected(**changes):
 def test_all_that_was_sampled_and_what_was_trained_on_are_counted_apart():
     """Sampled: lengths 2, 4, 6, 8, 10, 10 (mean 40 / 6; the 95th percentile lies between the two tens), rewards 1, -1,
     0.75, 1, -2, -2 with mean -2.25 / 6 = -0.375 and mean square (1 + 1 + 0.5625 + 1 + 4 + 4) / 6 = 1.9271."""
-    assert rollout_metrics(collected(surplus=2, carry=[MIXED])) == pytest.approx(
+    assert rollout_metrics(collected(surplus=2, carry=[MIXED], dropped_old=1)) == pytest.approx(
         {
             "rollout/prompts": 3,
             "rollout/waves": 1,
             "rollout/trained_groups": 2,
             "rollout/surplus_groups": 2,
             "rollout/carried_groups": 1,
+            "rollout/dropped_old": 1,
+            "rollout/age_mean": 1.5,
+            "rollout/age_max": 3,
             "rollout/trained_accuracy": 0.5,
             "rollout/trained_response_tokens": (2 + 4 + 1 + 1) / 4,
             "rollout/accuracy": 0.5,
@@ -69,6 +72,23 @@ def test_all_that_was_sampled_and_what_was_trained_on_are_counted_apart():
             "reward/overlong_penalty": -2.25 / 6,
         }
     )
+
+
+def test_the_groups_whose_scores_differ_are_counted_where_there_are_scores():
+    """Of three groups the first has scores of 0.5 and 0.25, the second twice 0.5; the third's verdicts were lost, which is no difference."""
+
+    def with_scores(group, *scores):
+        rollouts = [
+            replace(
+                rollout, verdict=Verdict(correct=False, score=score, lost="" if score is not None else "died")
+            )
+            for rollout, score in zip(group.rollouts, scores, strict=True)
+        ]
+        return replace(group, rollouts=tuple(rollouts))
+
+    sampled = [with_scores(MIXED, 0.5, 0.25), with_scores(RIGHT, 0.5, 0.5), with_scores(WRONG, None, None)]
+    assert rollout_metrics(collected(sampled=sampled))["rollout/scores_differ_frac"] == pytest.approx(1 / 3)
+    assert "rollout/scores_differ_frac" not in rollout_metrics(collected())
 
 
 def test_the_parts_of_a_sum_are_logged_each_as_its_mean_over_what_was_sampled():

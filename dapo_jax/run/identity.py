@@ -1,0 +1,166 @@
+"""What a checkpoint knows of its run (configuration, prompts, model), and whether a run may go on from it."""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dapo_jax.checkpoint_files import DamagedError
+from dapo_jax.config import ConfigError, TrainConfig
+from dapo_jax.config.loading import leaf_values
+from dapo_jax.config.values import shown
+from dapo_jax.models.folder import CONFIG
+from dapo_jax.storage import check_file
+from dapo_jax.text.tokenizers import TOKENIZER_FILES
+
+FREE_TO_CHANGE = (
+    "run_dir",
+    "steps",
+    "compilation_cache",
+    "data.data_dir",
+    "parallel.",
+    "batch.rows_per_microbatch",
+    "batch.row_tokens",
+    "batch.packing",
+    "optimizer.offload",
+    "model.attention",
+    "model.remat",
+    "model.logprob_chunk_vocab",
+    "sampling.slots",
+    "sampling.steps_per_call",
+    "reward.workers",
+    "reward.async_calls",
+    "reward.on_nonfinite",
+    "dynamic_sampling.on_shortfall",
+    "eval.",
+    "checkpoint.",
+    "log.",
+    "stall_timeout_s",
+    "guard.",
+    "watchdogs.",
+)
+"""Keys that a resumed run may change: they do not decide what is learnt, but for the order in which sums are rounded, and for
+what a run does when something goes wrong."""
+
+IDENTITY = "run"
+"""In a checkpoint's progress: what `identity_of` gives."""
+
+_DAY = "data.template_date"
+
+_BLOCKS, _BLOCK_BYTES = 64, 1 << 12
+
+
+def identity_of(
+    config: TrainConfig, *, prompts: Sequence[Mapping[str, Any]], model: Mapping[str, str]
+) -> dict[str, Any]:
+    """What a checkpoint keeps of its run, as JSON has it.
+
+    Args:
+        config: of the run; the keys that are free to change are left out.
+        prompts: of each dataset that is trained on, its name, the number of its prompts and a sha256 of them.
+        model: file -> digest of the model that the run began with; see `model_files`.
+    """
+    kept = {key: value for key, value in leaf_values(config).items() if not key.startswith(FREE_TO_CHANGE)}
+    text = json.dumps({"config": kept, "prompts": list(prompts), "model": dict(model)}, default=repr)
+    return json.loads(text, parse_constant=str)
+
+
+def model_files(folder: Path | None, *, weights: bool) -> dict[str, str]:
+    """A digest of each file of a model folder that decides what a run learns; none of a preset, which the configuration has.
+
+    Of weights that is one of size and 64 blocks of 4 KiB spread over a file: training changes them all, and gigabytes are not read
+    twice.
+    """
+    if folder is None:
+        return {}
+    names = [name for name in (CONFIG, *TOKENIZER_FILES) if (folder / name).is_file()]
+    found = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names}
+    if weights:
+        found |= {path.name: _sampled(path) for path in sorted(folder.glob("model*.safetensors"))}
+    return found
+
+
+def check_identity(
+    where: str, progress: Mapping[str, Any], own: Mapping[str, Any], *, say: Callable[[str], None]
+) -> None:
+    """Refuses a checkpoint of another run.
+
+    Args:
+        where: the checkpoint, for messages.
+        progress: what it holds.
+        own: the run that asks, by `identity_of`. What it leaves out of `prompts` (None) and `model` is not compared.
+        say: told of a checkpoint that knows too little of its run.
+
+    Raises:
+        ConfigError: says what differs, and what to do.
+        DamagedError: what the checkpoint says of its run is not as it was written.
+    """
+    kept = progress.get(IDENTITY)
+    if kept is None:
+        say(
+            f"{where} is of an earlier version of dapo_jax, which kept no more of its run than the seed: that its configuration, "
+            "prompts and model are those of this run was not checked"
+        )
+        kept = {"config": {"seed": progress.get("seed", own["config"]["seed"])}, "prompts": None, "model": {}}
+        own = {"config": {"seed": own["config"]["seed"]}, "prompts": None, "model": {}}
+    if (
+        not isinstance(kept, dict)
+        or not isinstance(kept.get("config"), dict)
+        or not isinstance(kept.get("model"), dict)
+    ):
+        raise DamagedError(f"{where} is damaged: what it keeps of its run is not as it was written")
+    prompts = own["prompts"] is not None and kept.get("prompts") != own["prompts"]
+    keys = _changed_keys(kept["config"], own["config"])
+    if not prompts:
+        keys.pop(_DAY, None)  # no template prints it
+    problems = [f"{key} was {shown(old)}, is {shown(new)}" for key, (old, new) in keys.items()]
+    if prompts:
+        problems.append(
+            f"the prompts were {_described(kept.get('prompts'))}, are {_described(own['prompts'])}"
+        )
+    for name, digest in own["model"].items():
+        # Of the weights that a run began with, the KL penalty alone still asks.
+        if name.endswith(".safetensors") and not own["config"]["loss.kl_coef"]:
+            continue
+        if kept["model"].get(name) != digest:
+            problems.append(f"the model's {name} is not the one that the run began with")
+    if problems:
+        raise ConfigError(
+            f"{where} is of another run, or the run was changed since: {'; '.join(problems)}. Bring back what was changed, or "
+            "choose another run_dir; a checkpoint that was put there by mistake is to be moved away"
+        )
+
+
+def _changed_keys(kept: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Key -> value kept and own one. A key that the checkpoint does not know had the effect of its default."""
+    defaults = identity_of(TrainConfig(run_dir="-"), prompts=(), model={})["config"]
+    before = {key: kept.get(key, defaults.get(key)) for key in own}
+    changed = {key: (old, own[key]) for key, old in before.items() if old != own[key]}
+    unknown = {
+        key: (old, "no key of this version")
+        for key, old in kept.items()
+        if key not in own and not key.startswith(FREE_TO_CHANGE)
+    }
+    return changed | unknown
+
+
+def _described(prompts: Any) -> str:
+    try:
+        return " and ".join(
+            f"{each['count']:,} of {each['source']} (sha256 {each['sha256'][:12]}...)" for each in prompts
+        )
+    except (TypeError, KeyError, ValueError):
+        return shown(prompts)
+
+
+def _sampled(path: Path) -> str:
+    """A digest of a file's size and of blocks that are spread evenly over it."""
+    check_file(path)
+    size = path.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with path.open("rb") as file:
+        for number in range(_BLOCKS):
+            file.seek(max(0, size - _BLOCK_BYTES) * number // (_BLOCKS - 1))
+            digest.update(file.read(_BLOCK_BYTES))
+    return digest.hexdigest()

@@ -1,0 +1,191 @@
+"""A run that ends by an error: it saves what it has first, says what it goes on from, and goes on as if nothing had been."""
+
+import errno
+import time
+from pathlib import Path
+
+import pytest
+
+import dapo_jax.checkpoints as checkpoints
+from dapo_jax.checkpoint_files import CheckpointError
+from dapo_jax.checkpoints import Checkpointer
+from dapo_jax.cli import _outcome
+from dapo_jax.filtering import ShortfallError
+from dapo_jax.rewards.functions import RewardError
+from dapo_jax.run.policy import Policy
+from dapo_jax.trackers import JsonlTracker, read_metrics
+from dapo_jax.training.update import Updater
+
+NEVER_DUE = {"checkpoint__every_steps": 0, "checkpoint__keep_best": False}
+
+
+def no_space():
+    return OSError(errno.ENOSPC, "No space left on device")
+
+
+def saved(config):
+    """What lies among the checkpoints."""
+    folder = Path(config.run_dir) / "checkpoints"
+    return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+
+
+def last_line(config):
+    return read_metrics(f"{config.run_dir}/metrics.jsonl")[-1]["step"]
+
+
+def goes_on_from(config, step):
+    return f"the last good checkpoint is that of step {step} in {config.run_dir}/checkpoints: --resume goes on from it"
+
+
+def raises(sample):
+    raise ValueError("a mistake")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [(raises, RewardError), (lambda sample: False, ShortfallError)],
+    ids=["raises", "shortfall"],
+)
+def test_a_reward_that_fails_after_steps_costs_none_of_them(
+    wrong, error, finished, micro, run_micro, rows, same_run, even_sum
+):
+    """From the end of step 2 on. Step 3 may still have what it needs, from groups that were carried."""
+    config, failing = micro(**NEVER_DUE), False
+
+    def reward(sample):
+        return wrong(sample) if failing else even_sum(sample)
+
+    def fail(step, metrics):
+        nonlocal failing
+        failing = step >= 2
+
+    with pytest.raises(error) as caught:
+        run_micro(config, eval_rows=rows, reward=reward, on_step=fail)
+    step = last_line(config)
+    assert step in (2, 3)
+    assert saved(config) == [str(step)]
+    assert caught.value.__notes__ == [goes_on_from(config, step)]
+    assert _outcome(caught.value, "train")[1].endswith(f"; {goes_on_from(config, step)}")
+    same_run(run_micro(config, eval_rows=rows, resume=True), finished)
+
+
+def test_before_the_first_step_no_checkpoint_is_promised(micro, run_micro, rows):
+    config = micro()
+    with pytest.raises(RewardError) as caught:
+        run_micro(config, eval_rows=rows, reward=raises)
+    assert caught.value.__notes__ == [
+        "there is no checkpoint yet: --resume begins anew, also with another configuration"
+    ]
+    assert not saved(config)
+
+
+def test_metrics_that_cannot_be_written_are_in_the_checkpoint(
+    finished, micro, run_micro, rows, same_run, monkeypatch
+):
+    """Of step 3; the run would else go on without its line."""
+    config, log = micro(**NEVER_DUE), JsonlTracker.log
+
+    def full(self, step, metrics):
+        if step == 3:
+            raise no_space()
+        log(self, step, metrics)
+
+    monkeypatch.setattr(JsonlTracker, "log", full)
+    with pytest.raises(OSError, match="No space left") as caught:
+        run_micro(config, eval_rows=rows)
+    monkeypatch.undo()
+    assert (last_line(config), saved(config)) == (2, ["3"])
+    assert caught.value.__notes__ == [goes_on_from(config, 3)]
+    same_run(run_micro(config, eval_rows=rows, resume=True), finished)
+
+
+def test_a_step_whose_weights_are_being_changed_is_not_promised(micro, run_micro, monkeypatch):
+    """Two updates a step: the fourth is the second of step 2, and the first has taken the state of step 1."""
+    config, update, calls = micro(**NEVER_DUE), Updater.update, 0
+
+    def fails(self, *of, **how):
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            raise RuntimeError("out of memory")
+        return update(self, *of, **how)
+
+    monkeypatch.setattr(Updater, "update", fails)
+    with pytest.raises(RuntimeError, match="out of memory") as caught:
+        run_micro(config)
+    [note] = caught.value.__notes__
+    assert note == (
+        "there is no checkpoint yet: --resume begins anew, also with another configuration (step 1 cannot be saved any more: the next one was changing its weights)"
+    )
+    assert not saved(config)
+
+
+def test_a_model_that_cannot_be_written_is_written_by_resuming(
+    finished, micro, run_micro, rows, same_run, monkeypatch
+):
+    config = micro(**NEVER_DUE)
+
+    def full(self, folder):
+        raise no_space()
+
+    monkeypatch.setattr(Policy, "save", full)
+    with pytest.raises(OSError, match="No space left") as caught:
+        run_micro(config, eval_rows=rows)
+    assert caught.value.__notes__ == [goes_on_from(config, 4)]
+    monkeypatch.undo()
+    same_run(run_micro(config, eval_rows=rows, resume=True), finished)
+    assert Path(config.run_dir, "model").is_dir()
+
+
+@pytest.fixture
+def unwritable(monkeypatch):
+    """Has saves of these steps fail in their last moment, on their own thread, one for each time that a step is named; and a look at
+    whether one failed sees how it ended."""
+
+    def make(*steps):
+        seal, failure, left = checkpoints.seal, Checkpointer.failure, list(steps)
+
+        def full(folder, step):
+            if step in left:
+                left.remove(step)
+                raise no_space()
+            seal(folder, step)
+
+        def later(self):
+            while self._manager.is_saving_in_progress():
+                time.sleep(0.01)
+            return failure(self)
+
+        monkeypatch.setattr(checkpoints, "seal", full)
+        monkeypatch.setattr(Checkpointer, "failure", later)
+
+    return make
+
+
+def test_a_save_that_fails_is_said_at_once_and_tried_once_more(
+    finished, micro, run_micro, rows, same_run, unwritable, monkeypatch
+):
+    """Not by the next save, which would be that of step 4."""
+    config = micro(checkpoint__every_steps=2, checkpoint__keep_best=False)
+    unwritable(2)
+    with pytest.raises(
+        CheckpointError,
+        match=r"saving checkpoint step 2 in .* failed: the disk is full \(No space left on device\)",
+    ) as caught:
+        run_micro(config, eval_rows=rows)
+    assert (last_line(config), saved(config)) == (2, ["2"])
+    assert caught.value.__notes__ == [goes_on_from(config, 2)]
+    monkeypatch.undo()
+    same_run(run_micro(config, eval_rows=rows, resume=True), finished)
+
+
+def test_where_nothing_can_be_saved_the_last_good_checkpoint_is_named_and_no_half_one_is_left(
+    micro, run_micro, unwritable
+):
+    config = micro(checkpoint__every_steps=1)
+    unwritable(2, 2)
+    with pytest.raises(CheckpointError, match="saving checkpoint step 2") as caught:
+        run_micro(config)
+    assert saved(config) == ["1"]
+    [note] = caught.value.__notes__
+    assert note == f"{goes_on_from(config, 1)} (saving step 2 was tried then, and failed too)"

@@ -1,0 +1,81 @@
+"""`sft` and `evaluate` read each key of their configurations, but for those of a shared section that only training has a use for."""
+
+import pytest
+from rich.console import Console
+
+from dapo_jax.config import EvaluateConfig, SftConfig
+from dapo_jax.config.loading import leaf_types
+from dapo_jax.run import evaluate, sft
+from dapo_jax.trackers.progress import Progress
+from tests.run.keys.watching import noting_reads
+
+DRAWN_AS_EVAL_SAYS = {"sampling.temperature", "sampling.top_p", "sampling.top_k"}
+NOTHING_SAMPLED_IS_LEARNT = {"reward.overlong.filter_truncated"}
+NOT_READ = {
+    SftConfig: DRAWN_AS_EVAL_SAYS | NOTHING_SAMPLED_IS_LEARNT,
+    EvaluateConfig: DRAWN_AS_EVAL_SAYS
+    | NOTHING_SAMPLED_IS_LEARNT
+    | {"eval.every_steps", "data.train_split", "data.shuffle"},
+}
+JUDGE = """
+def quick(sample):
+    return True
+
+
+async def judge(sample):
+    return True
+"""
+SMALL = {
+    "data.source": "gsm8k",
+    "data.path": "questions/sums.jsonl",
+    "data.eval_split": "train",
+    "data.data_dir": "datasets",
+    "data.max_prompt_tokens": 8,
+    "sampling.slots": 8,
+    "sampling.max_response_tokens": 6,
+    "eval.samples_per_prompt": 4,
+}  # fmt: skip
+SFT = {
+    **SMALL,
+    "run_dir": "run",
+    "steps": 2,
+    "compilation_cache": "",
+    "model.source": "preset:micro",
+    "max_response_tokens": 20,
+    "batch.pairs_per_step": 2,
+    "batch.rows_per_microbatch": 8,
+    "batch.row_tokens": 32,
+}  # fmt: skip
+EVALUATE = {**SMALL, "data.source": "jsonl", "data.path": "questions/test.jsonl", "data.eval_split": "test"}
+GRADERS = {"reward.graders": [{"grader": "judge.py:quick"}, {"grader": "judge.py:judge"}]}
+"""One in workers, one awaited."""
+
+
+def warm_start(config):
+    sft(config, progress=Progress(config.steps, console=Console(quiet=True)))
+
+
+def score(config):
+    evaluate("model", config)
+
+
+@pytest.mark.parametrize(
+    ("schema", "command", "ways"),
+    [
+        (
+            SftConfig,
+            warm_start,
+            [SFT, {**SFT, **GRADERS, "steps": 0}, {**SFT, "model.source": "hf:org/name", "steps": 0}],
+        ),
+        (EvaluateConfig, score, [EVALUATE, {**EVALUATE, **GRADERS}]),
+    ],
+)
+def test_every_key_of_the_other_commands_is_read(schema, command, ways, look):
+    found = set()
+    for values in ways:
+        config = look(values, schema).config
+        with open("judge.py", "w") as file:
+            file.write(JUDGE)
+        with noting_reads(schema, found):
+            command(config)
+    assert leaf_types(schema).keys() - found == NOT_READ[schema]

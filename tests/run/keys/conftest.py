@@ -1,0 +1,108 @@
+"""The folder in which keys are watched, and what a watcher looks through."""
+
+import json
+import shutil
+from importlib import import_module
+from itertools import count
+
+import jax
+import pytest
+
+from dapo_jax.checkpoints import Checkpointer
+from dapo_jax.config import TrainConfig, to_yaml
+from dapo_jax.models.presets import PRESETS
+from dapo_jax.parallel.weights import WeightTransfer, weight_transfer
+from dapo_jax.rewards.async_calls import AsyncCalls
+from dapo_jax.rewards.pool import GradingPool
+from dapo_jax.run import assembly, policy
+from dapo_jax.stalls import Watch
+from dapo_jax.testing import tiny_decoder_config
+from dapo_jax.trackers import TensorBoardTracker, WandbTracker
+from dapo_jax.trackers.profile import Profile
+from dapo_jax.watchdogs import Watchdogs
+from tests.run.keys import doubles
+from tests.run.keys.looking import FILES, Look
+
+MODELS = ("model", "chat_model", "dated_model")
+DATED = "{{ strftime_now('%d.%m.%Y') }}{{ mark | default('') }} {% for m in messages %}{{ m.content }}{% endfor %}"
+"""A chat template that prints the day, and a variable."""
+
+
+@pytest.fixture(scope="module")
+def work(model, chat_model, tmp_path_factory):
+    """A folder with models and questions."""
+    folder = tmp_path_factory.mktemp("keys")
+    (folder / "model").symlink_to(model)
+    (folder / "chat_model").symlink_to(chat_model)
+    shutil.copytree(chat_model, folder / "dated_model")
+    (folder / "dated_model" / "chat_template.jinja").write_text(DATED)
+    (folder / "datasets").mkdir()
+    (folder / "questions").mkdir()
+    for name, rows in FILES.items():
+        (folder / "questions" / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "questions" / "both").mkdir()
+    for name in ("train.jsonl", "test.jsonl"):
+        shutil.copy(folder / "questions" / name, folder / "questions" / "both")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def watched():
+    """What classes were last made with, by name, and the doubles under `engine` and `updates`."""
+    received = {}
+
+    def engine(*arguments, **options):
+        received["engine"] = doubles.Engine(*arguments, **options)
+        return received["engine"]
+
+    def updates(*arguments, **options):
+        received["updates"] = doubles.Updates(*arguments, **options)
+        return received["updates"]
+
+    def download(name, *, revision, cache_dir):
+        received["download"] = {"revision": revision, "cache_dir": cache_dir}
+        return policy.Path("model")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dapo_jax.run.rollout.DecoderEngine", engine)
+        for place in ("assembly", "sft"):
+            patch.setattr(import_module(f"dapo_jax.run.{place}"), "Updater", updates)
+        patch.setattr("dapo_jax.run.policy.download", download)
+        patch.setattr(WeightTransfer, "__call__", lambda self, params: self.shapes)
+        patch.setattr(import_module("dapo_jax.run.train"), "to_yaml", doubles.once(to_yaml))
+        patch.setitem(
+            PRESETS,
+            "micro",
+            tiny_decoder_config(
+                vocab_size=32, embed_dim=16, layers=1, heads=2, kv_heads=2, head_dim=8, mlp_dim=16
+            ),
+        )
+        # What takes longest to make, once for each way in which it is asked for.
+        patch.setattr("dapo_jax.run.policy.graph_of", doubles.once(policy.graph_of))
+        patch.setattr("dapo_jax.run.rollout.weight_transfer", doubles.once(weight_transfer))
+        patch.setattr("dapo_jax.run.assembly.load_policy", doubles.once(assembly.load_policy))
+        for cls in (Watch, Watchdogs, Checkpointer, Profile, GradingPool, AsyncCalls):
+            doubles.noting(patch, cls, received)
+        for cls in (TensorBoardTracker, WandbTracker):
+            double = type(cls.__name__, (doubles.Tracker, cls), {})
+            patch.setattr(f"dapo_jax.run.records.{cls.__name__}", double)
+            doubles.noting(patch, cls, received, instead=double)
+        yield received
+
+
+@pytest.fixture
+def look(work, watched, monkeypatch, tmp_path):
+    """(values of keys) -> a `Look`, in a folder of its own."""
+    places = count()
+
+    def at(values, schema=TrainConfig):
+        place = tmp_path / str(next(places))
+        place.mkdir()
+        for name in (*MODELS, "questions", "datasets"):
+            (place / name).symlink_to(work / name)
+        monkeypatch.chdir(place)
+        return Look(schema, values, watched)
+
+    cache = jax.config.jax_compilation_cache_dir
+    yield at
+    jax.config.update("jax_compilation_cache_dir", cache)

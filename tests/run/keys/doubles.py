@@ -1,0 +1,133 @@
+"""A run without device programs: an engine that follows a script and updates that change nothing; both keep what they were given."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dapo_jax.metrics import Max, Mean
+from dapo_jax.testing import ScriptedEngine
+from dapo_jax.text.tokenizers import CharTokenizer
+from dapo_jax.training.minibatch import Stack
+from dapo_jax.training.update import Updater
+
+ALPHABET = "0123456789+=:,?"
+RESPONSES = ("=2", "=3", "1+1=2", "1" * 64)
+"""What is answered to every prompt: right, wrong, right but as long as a response may be, and cut off at the limit; where the limit is 6,
+of 3, 3, 6 and 6 tokens, end token included."""
+
+
+def script(end):
+    """The tokens of each response, by the ids of `ALPHABET`; the last of `RESPONSES` has no end token."""
+    tokens = [CharTokenizer(ALPHABET).encode(text).tolist() for text in RESPONSES]
+    return lambda ordinal, index: tokens[index % 4] + [end] * (index % 4 != 3)
+
+
+class Engine(ScriptedEngine):
+    """Takes what `DecoderEngine` takes."""
+
+    def __init__(self, decoder, *, slots, capacity, steps_per_call, stop_ids, mesh, compute_dtype):
+        super().__init__(
+            script(end=stop_ids[0]),
+            slots=slots,
+            capacity=capacity,
+            steps_per_call=steps_per_call,
+            stop_ids=stop_ids,
+        )
+        self.decoder, self.steps_per_call = decoder, steps_per_call
+        self.mesh, self.compute_dtype = mesh, compute_dtype
+        self.hows, self.keys, self.limits = [], [], set()
+
+    def insert(self, prefix, state, insertion, key):
+        self.keys.append(jax.random.key_data(key).tolist())
+        self.limits |= set(insertion.limits.tolist())
+        return super().insert(prefix, state, insertion, key)
+
+    def generate(self, params, state, how, min_live=1):
+        self.hows.append(how)
+        return super().generate(params, state, how, min_live)
+
+
+class Updates(Updater):
+    """Takes what `Updater` takes; the metrics of an update are `measured`."""
+
+    measured = {}  # noqa: RUF012 - one for all, set by a test
+
+    def __init__(self, graph, params, optimizer, mesh, *, objective, options, reference=None):
+        self.graph, self.params, self.optimizer, self.mesh = graph, params, optimizer, mesh
+        self.objective, self.options, self.reference = objective, options, reference
+        self.minibatches, self.rates = [], []
+
+    def prepare(self, state, minibatches):
+        return [
+            tuple(
+                Stack(jax.tree.map(lambda a: jnp.asarray(a[None]), each), np.int32(1)) for each in minibatch
+            )
+            for minibatch in minibatches
+        ]
+
+    def update(self, state, minibatch, *, learning_rate, first):
+        self.minibatches.append(minibatch)
+        self.rates.append(learning_rate)
+        return state, {"update/loss": mean(0.0), **self.measured}
+
+    def ratios(self, state, minibatch, *, first):
+        return [np.ones_like(stack.microbatches.old_logprobs) for stack in minibatch]
+
+
+def mean(value):
+    return Mean(np.float32(value), np.float32(1.0))
+
+
+NOT_FINITE = {"nonfinite/loss": Max(np.ones(1, np.float32))}
+"""Metrics of an update that was skipped."""
+
+
+class Tracker:
+    """Stands for one whose package need not be installed."""
+
+    run_id = "double"
+
+    def __init__(self, *arguments, **options):
+        pass
+
+    def log(self, step, metrics):
+        pass
+
+    def close(self):
+        pass
+
+
+def noting(patch, cls, received, *, instead=None):
+    """From now on `received` has by name what the class was last made with; it is made all the same, or `instead` of it."""
+    make = (instead or cls).__init__
+    signature = inspect.signature(cls.__init__)
+
+    def noted(self, *arguments, **options):
+        bound = signature.bind(self, *arguments, **options)
+        bound.apply_defaults()
+        received[cls.__name__] = bound.arguments
+        make(self, *arguments, **options)
+
+    patch.setattr(instead or cls, "__init__", noted)
+
+
+def once(make):
+    """The same function, but what it made of equal arguments it does not make again."""
+    found = {}
+
+    def again(*arguments, **options):
+        asked = repr([_named(each) for each in (*arguments, *sorted(options.items()))])
+        if asked not in found:
+            found[asked] = make(*arguments, **options)
+        return found[asked]
+
+    return again
+
+
+def _named(argument):
+    """Arrays by their shapes and what they are: their text is long."""
+    return jax.tree.map(
+        lambda leaf: f"{leaf.dtype}{leaf.shape}" if hasattr(leaf, "dtype") else leaf, argument
+    )

@@ -1,0 +1,179 @@
+"""What a watcher looks through: the objects that one configuration makes, and what they do."""
+
+import os
+from functools import cached_property
+
+import numpy as np
+from rich.console import Console
+
+from dapo_jax.checkpoints import Checkpointer
+from dapo_jax.run import train
+from dapo_jax.run.assembly import Run
+from dapo_jax.stopping import Stop
+from dapo_jax.trackers.progress import Progress
+from dapo_jax.training.loop import Position
+from dapo_jax.training.state import TrainState
+from tests.run.keys import doubles
+from tests.run.keys.watching import READING, made
+
+ROWS = [{"prompt": question, "answer": "2"} for question in ("0+2", "1+1", "2+0", "2+00")]
+FILES = {
+    "train.jsonl": [
+        {"prompt": f"{n}+1", "answer": f"{n + 1}", "question": f"1+{n}", "solution": f"{n + 1}"}
+        for n in range(4)
+    ],
+    "test.jsonl": [{"prompt": "7+1", "answer": "8"}, {"prompt": "8+1", "answer": "9"}],
+    "other.jsonl": [{"prompt": f"{n}+5", "answer": f"{n + 5}"} for n in range(3)],
+    "twice.jsonl": [{"prompt": prompt, "answer": "5"} for prompt in ("0+5", "1+4", "0+5")],
+    "bad.jsonl": [{"prompt": "0+5", "answer": "5"}, {"prompt": "1+5"}, {"prompt": "2+5", "answer": "7"}],
+    "sums.jsonl": [
+        {"prompt": f"{n}+1", "question": f"{n}+3", "answer": f"{n}+3={n + 3} #### {n + 3}"} for n in range(3)
+    ],
+    "long.jsonl": [{"prompt": "0+5", "answer": "5"}, {"prompt": "0+1+5", "answer": "6"}],
+}  # fmt: skip
+BASE = {
+    "run_dir": "run",
+    "steps": 1,
+    "compilation_cache": "",
+    "model.source": "model",
+    "data.max_prompt_tokens": 4,
+    "data.data_dir": "datasets",
+    "sampling.slots": 8,
+    "sampling.max_response_tokens": 6,
+    "reward.overlong.buffer_tokens": 2,
+    "dynamic_sampling.prompts_per_wave": 3,
+    "batch.prompts_per_step": 2,
+    "batch.group_size": 4,
+    "batch.groups_per_update": 1,
+    "batch.rows_per_microbatch": 8,
+    "eval.every_steps": 0,
+    "eval.samples_per_prompt": 4,
+    "eval.top_p": 1.0,
+    "checkpoint.every_steps": 0,
+    "log.rollouts_every_steps": 0,
+}  # fmt: skip
+_BEGUN = {}
+"""Configuration -> what classes were made with in its run without a step."""
+NO_STATE = TrainState(params=None, opt_state=None)
+
+
+class Look:
+    """What one configuration makes, as a watcher sees it. The doubles of device programs are `engine` and `updates`."""
+
+    def __init__(self, schema, values, received):
+        self._schema, self._values, self._received = schema, values, received
+        received.clear()
+
+    @cached_property
+    def config(self):
+        """What it looks at."""
+        return made(self._schema, {**BASE, **self._values})
+
+    @property
+    def engine(self):
+        return self._received["engine"]
+
+    @property
+    def updates(self):
+        return self._received["updates"]
+
+    def run(self, **how):
+        """The run, on given rows unless told otherwise; graded by the configured grader."""
+        return Run(self.config, **{"prompts": ROWS, **how})
+
+    def collected(self, run=None, **how):
+        """What the first step of a run samples, graded."""
+        run = run or self.run(**how)
+        collector = run.pipe.collector(Position())
+        for group in run.pipe.sample(None, collector.draw):
+            collector.add(group)
+        run.close()
+        return run.pipe.finish(collector)
+
+    def rollouts(self, **how):
+        """Those of the first prompt: of each of `RESPONSES`."""
+        return self.collected(**how).sampled[0].rollouts
+
+    def rewards(self, **how):
+        return [rollout.reward for rollout in self.rollouts(**how)]
+
+    def texts(self, **how):
+        """The prompts of the first wave as the model reads them; every response that has more than 3 tokens is right."""
+        how = {"prompts": None, "reward": by_length, **how}
+        return [group.prompt.text for group in self.collected(**how).sampled]
+
+    def minibatches(self, **how):
+        run = self.run(**how)
+        return run.pipe.minibatches(self.collected(run).groups, 1)
+
+    def held_out(self, **how):
+        """Name of each dataset of the evaluation -> the texts of its prompts."""
+        held_out = self.run(**{"prompts": None, **how}).held_out
+        return {name: [prompt.text for prompt in prompts] for name, prompts in held_out.items()}
+
+    def evaluated(self):
+        """The evaluation of step 7, after which the engine holds what it was asked."""
+        return self.run(eval_rows=ROWS).evaluate(NO_STATE, 7)
+
+    def train(self, *, measured=None, **how):
+        """The whole run; `measured` are metrics of every update."""
+        doubles.Updates.measured = measured or {}
+        quiet = Progress(self.config.steps, console=Console(quiet=True))
+        return train(self.config, **{"prompts": ROWS, "progress": quiet, **how})
+
+    def files(self, place):
+        """The names in a folder of the run."""
+        folder = f"{self.config.run_dir}/{place}"
+        return sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+
+    def received(self, name, **how):
+        """What a class was made with in a run that begins and ends without a step; None if there was none made."""
+        if READING:  # of a library that ignores a key there is nothing to remember
+            self.train(**how)
+            return self.noted(name)
+        if repr(self.config) not in _BEGUN:
+            self.train(**how)
+            _BEGUN[repr(self.config)] = dict(self._received)
+        return _BEGUN[repr(self.config)].get(name)
+
+    def made_of(self, name, **how):
+        """What a class was made with when the objects of a run were made; None if there was none made."""
+        self.run(**how).close()
+        return self.noted(name)
+
+    def noted(self, name):
+        """What a class was last made with; None if there was none made."""
+        return self._received.get(name)
+
+    def started(self):
+        """The state that training begins with."""
+        run = self.run()
+        with Checkpointer("none") as checkpointer:
+            return run.start(checkpointer, resume=False, say=print).state
+
+    def stopped(self):
+        """The stop of a run that has begun."""
+        stop = Stop()
+        self.train(stop=stop)
+        return stop
+
+
+def by_length(sample):
+    return len(sample.tokens) > 3
+
+
+def refusal(see):
+    """Sees what kind of error `see` raises; empty if none."""
+
+    def refused(look):
+        try:
+            see(look)
+        except (ValueError, RuntimeError) as error:
+            return type(error).__name__
+        return ""
+
+    return refused
+
+
+def rounded(values):
+    return [round(float(value), 4) for value in np.ravel(values)]

@@ -1,0 +1,204 @@
+"""Who watches `data`: what is asked, seen as the texts of prompts. Three are drawn in a wave."""
+
+import os
+
+from tests.run.keys.looking import by_length, refusal
+from tests.run.keys.watching import differs, watch
+
+TRAIN, OTHER, TEST, LONG, SUMS = (
+    {"source": "jsonl", "path": f"questions/{name}.jsonl"}
+    for name in ("train", "other", "test", "long", "sums")
+)
+IN_ORDER = {
+    "data.source": "jsonl",
+    "data.path": "questions/train.jsonl",
+    "data.shuffle": False,
+    "eval.datasets": [TEST],
+}
+"""0+1, 1+1, 2+1, 3+1."""
+CHAT = {
+    **IN_ORDER,
+    "model.source": "chat_model",
+    "data.chat": True,
+    "data.max_prompt_tokens": 100,
+}
+DATED = {**CHAT, "model.source": "dated_model"}
+"""A chat template that prints the day and `mark`."""
+MIXTURE = {"data.source": "mixture", "data.shuffle": False, "eval.datasets": [TEST]}
+ASKED = "<|im_start|>user\n0+1<|im_end|>\n<|im_start|>assistant\n"
+
+
+def texts(look):
+    return look.texts()
+
+
+def first_text(look):
+    return look.texts()[0]
+
+
+def order(look):
+    """The answers of the given rows in the order in which these are asked, two epochs of four."""
+    rows = [{"prompt": f"{n}+0", "answer": f"{n}"} for n in range(4)]
+    return [group.prompt.answer for group in look.collected(prompts=rows, reward=by_length).sampled]
+
+
+def folders(look):
+    look.run(prompts=None)
+    return sorted(name for name in os.listdir() if name.startswith("prepared"))
+
+
+def held_out(look):
+    return look.held_out()
+
+
+WATCHERS = [
+    watch(
+        "data.source",
+        texts,
+        ("jsonl", ["0+1", "1+1", "2+1"]),
+        ("gsm8k", ["0+3", "1+3", "2+3"]),
+        also={**IN_ORDER, "data.path": "questions/sums.jsonl"},
+    ),
+    watch(
+        "data.path",
+        texts,
+        ("questions/train.jsonl", ["0+1", "1+1", "2+1"]),
+        ("questions/other.jsonl", ["0+5", "1+5", "2+5"]),
+        also=IN_ORDER,
+    ),
+    watch(
+        "data.source_options",
+        texts,
+        ({}, ["0+1", "1+1", "2+1"]),
+        ({"prompt": "question", "answer": "solution"}, ["1+0", "1+1", "1+2"]),
+        also={**IN_ORDER, "data.path": "questions/train.jsonl"},
+    ),
+    watch(
+        "data.mixture",
+        lambda look: sorted({text[1:] for text in look.texts()}),
+        ([TRAIN], ["+1"]),
+        ([OTHER], ["+5"]),
+        also=MIXTURE,
+    ),
+    watch(
+        "data.on_bad_row",
+        refusal(texts),
+        ("error", "ConfigError"),
+        ("skip", ""),
+        also={**IN_ORDER, "data.path": "questions/bad.jsonl"},
+    ),
+    watch(
+        "data.deduplicate",
+        texts,
+        (True, ["0+5", "1+4", "0+5", "1+4"]),
+        (False, ["0+5", "1+4", "0+5", "0+5"]),
+        also={**IN_ORDER, "data.path": "questions/twice.jsonl", "dynamic_sampling.prompts_per_wave": 4},
+    ),
+    watch(
+        "data.train_split",
+        texts,
+        ("train", ["0+1", "1+1", "2+1"]),
+        ("train[2:]", ["2+1", "3+1", "2+1"]),
+        also=IN_ORDER,
+    ),
+    watch(
+        "data.eval_split",
+        held_out,
+        ("test", {"both": ["7+1", "8+1"]}),
+        ("train[:1]", {"both": ["0+1"]}),
+        also={**IN_ORDER, "data.path": "questions/both", "eval.datasets": []},
+    ),
+    watch(
+        "data.data_dir",
+        folders,
+        ("prepared", ["prepared"]),
+        ("prepared_too", ["prepared_too"]),
+        also=IN_ORDER,
+    ),
+    watch(
+        "data.prompt_template",
+        first_text,
+        ("{prompt}", "0+1"),
+        ("{prompt}=?", "0+1=?"),
+        also={**IN_ORDER, "data.max_prompt_tokens": 9},
+    ),
+    watch(
+        "data.prompt_template",
+        held_out,
+        ("{prompt}", {"train": ["0+1"]}),
+        ("{prompt}=?", {"train": ["0+1=?"]}),
+        what="in evaluation",
+        also={**IN_ORDER, "data.max_prompt_tokens": 9, "eval.prompts": 1, "eval.datasets": [TRAIN]},
+    ),
+    watch(
+        "data.few_shot",
+        first_text,
+        ([], "0+1"),
+        ([{"prompt": "2+3", "response": "=5"}], "2+3=5,0+1"),
+        also={**IN_ORDER, "data.max_prompt_tokens": 20, "data.few_shot_separator": ","},
+    ),
+    watch(
+        "data.few_shot_separator",
+        first_text,
+        (",", "2+3=5,0+1"),
+        ("::", "2+3=5::0+1"),
+        also={
+            **IN_ORDER,
+            "data.max_prompt_tokens": 20,
+            "data.few_shot": [{"prompt": "2+3", "response": "=5"}],
+        },
+    ),
+    watch("data.chat", first_text, (False, "0+1"), (True, ASKED), also=CHAT),
+    watch(
+        "data.system_prompt",
+        first_text,
+        ("", ASKED),
+        ("Add.", f"<|im_start|>system\nAdd.<|im_end|>\n{ASKED}"),
+        also=CHAT,
+    ),
+    watch(
+        "data.chat_template_kwargs",
+        first_text,
+        ({}, "26.07.2024 0+1"),
+        ({"mark": "!"}, "26.07.2024! 0+1"),
+        also={**DATED, "data.template_date": "2024-07-26"},
+    ),
+    watch(
+        "data.template_date",
+        first_text,
+        ("2024-07-26", "26.07.2024 0+1"),
+        ("2025-01-02", "02.01.2025 0+1"),
+        also=DATED,
+    ),
+    watch(
+        "data.shuffle",
+        lambda look: order(look) == ["0", "1", "2", "3"] * 2,
+        (True, False),
+        (False, True),
+        also={"dynamic_sampling.prompts_per_wave": 8},
+    ),
+    watch(
+        "data.max_prompt_tokens",
+        texts,
+        (4, ["0+5", "0+5", "0+5"]),
+        (5, ["0+5", "0+1+5", "0+5"]),
+        what="in training",
+        also={**IN_ORDER, "data.path": "questions/long.jsonl"},
+    ),
+    watch(
+        "data.max_prompt_tokens",
+        refusal(held_out),
+        (4, "ConfigError"),
+        (5, ""),
+        what="in evaluation",
+        also={**IN_ORDER, "eval.datasets": [LONG]},
+    ),
+    watch(
+        "data.max_prompt_tokens",
+        lambda look: [look.run(), look.engine.capacity][1],
+        (4, 10),
+        (8, 14),
+        what="room in a slot",
+    ),
+    differs("seed", order, 0, 1, what="order of prompts", also={"dynamic_sampling.prompts_per_wave": 8}),
+]

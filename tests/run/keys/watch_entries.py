@@ -1,0 +1,101 @@
+"""Who watches the names of entries in lists of mappings: datasets, graders, examples."""
+
+from dapo_jax.config import GraderConfig, SourceConfig
+from dapo_jax.config.data_schema import ExampleConfig
+from tests.run.keys.looking import refusal
+from tests.run.keys.watch_data import IN_ORDER, LONG, MIXTURE, OTHER, SUMS, TRAIN, first_text, held_out, texts
+from tests.run.keys.watch_rewards import PLAIN, rewards
+from tests.run.keys.watching import SEEN, Entry
+
+SCHEMAS = {
+    "data.mixture": SourceConfig,
+    "eval.datasets": SourceConfig,
+    "data.few_shot": ExampleConfig,
+    "reward.graders": GraderConfig,
+}
+OPTIONS = {"prompt": "question", "answer": "solution"}
+MANY = {**MIXTURE, "dynamic_sampling.prompts_per_wave": 20, "dynamic_sampling.enabled": True}
+SHOWN = {**IN_ORDER, "data.max_prompt_tokens": 20, "data.few_shot_separator": ","}
+
+
+def notes(look):
+    """Which dataset an over-long prompt was left out of."""
+    return [note.partition(":")[0] for note in look.run(prompts=None).notes if "longer" in note]
+
+
+def of_other(look):
+    """How many of twenty prompts are of the second dataset."""
+    return sum(text.endswith("+5") for text in look.texts())
+
+
+def mixture(name, see, *pairs, entry=TRAIN, others=(), also=MIXTURE):
+    return Entry("data.mixture", name, see, pairs, entry=entry, others=others, also=also)
+
+
+def evaluated(name, see, *pairs, entry=TRAIN):
+    return Entry("eval.datasets", name, see, pairs, entry=entry, also=IN_ORDER)
+
+
+WATCHERS = [
+    mixture("source", texts, ("jsonl", ["0+1", "1+1", "2+1"]), ("gsm8k", ["0+3", "1+3", "2+3"]), entry=SUMS),
+    mixture("path", first_text, ("questions/train.jsonl", "0+1"), ("questions/other.jsonl", "0+5")),
+    mixture("source_options", texts, ({}, ["0+1", "1+1", "2+1"]), (OPTIONS, ["1+0", "1+1", "1+2"])),
+    mixture("split", first_text, ("train[:1]", "0+1"), ("train[2:]", "2+1")),
+    mixture("weight", of_other, (1.0, SEEN), (4.0, SEEN), others=[OTHER], also=MANY),
+    mixture("name", notes, ("", ["long"]), ("mine", ["mine"]), entry=LONG),
+    evaluated(
+        "source",
+        held_out,
+        ("jsonl", {"sums": ["0+1", "1+1", "2+1"]}),
+        ("gsm8k", {"gsm8k": ["0+3", "1+3", "2+3"]}),
+        entry=SUMS,
+    ),
+    evaluated(
+        "path",
+        held_out,
+        ("questions/other.jsonl", {"other": ["0+5", "1+5", "2+5"]}),
+        ("questions/test.jsonl", {"test": ["7+1", "8+1"]}),
+    ),
+    evaluated(
+        "source_options",
+        held_out,
+        ({}, {"train": ["0+1", "1+1", "2+1", "3+1"]}),
+        (OPTIONS, {"train": ["1+0", "1+1", "1+2", "1+3"]}),
+    ),
+    evaluated("split", held_out, ("train[:1]", {"train": ["0+1"]}), ("train[3:]", {"train": ["3+1"]})),
+    # All of its prompts are asked, however often.
+    evaluated("weight", refusal(held_out), (1.0, ""), (2.0, "ConfigError")),
+    evaluated("name", lambda look: list(held_out(look)), ("", ["train"]), ("mine", ["mine"])),
+    Entry(
+        "data.few_shot",
+        "prompt",
+        first_text,
+        (("2+3", "2+3=5,0+1"), ("4+1", "4+1=5,0+1")),
+        entry={"response": "=5"},
+        also=SHOWN,
+    ),
+    Entry(
+        "data.few_shot",
+        "response",
+        first_text,
+        (("=5", "2+3=5,0+1"), (":5", "2+3:5,0+1")),
+        entry={"prompt": "2+3"},
+        also=SHOWN,
+    ),
+    Entry(
+        "reward.graders",
+        "grader",
+        rewards,
+        (("exact", [1, -1, 1, -1]), ("dapo", [-1, -1, -1, -1])),
+        entry={},
+        also={**PLAIN, "dynamic_sampling.enabled": False},
+    ),
+    Entry(
+        "reward.graders",
+        "weight",
+        rewards,
+        ((1.0, [1, -1, 1, -1]), (2.0, [2, -2, 2, -2])),
+        entry={"grader": "exact"},
+        also=PLAIN,
+    ),
+]

@@ -1,0 +1,231 @@
+"""Who watches `dynamic_sampling`, `batch`, `loss` and `optimizer`: seen as what is trained on, the loss of a token, a change of weights."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dapo_jax.rollouts import Verdict
+from dapo_jax.training.loop import Position
+from tests.run.keys.looking import by_length, refusal, rounded
+from tests.run.keys.watch_sampling import option
+from tests.run.keys.watching import differs, watch
+
+
+def even(sample):
+    """Correct for some responses to every second prompt."""
+    return sample.prompt.ordinal % 2 == 0 and by_length(sample)
+
+
+def scored(sample):
+    """All correct, with scores that differ."""
+    return Verdict(correct=True, score=float(len(sample.tokens)))
+
+
+def trained(reward):
+    """Sees the ordinals of the groups that the first step trains on, and how many it carries and has sampled."""
+
+    def see(look):
+        found = look.collected(reward=reward)
+        return [group.prompt.ordinal for group in found.groups], len(found.carry), len(found.sampled)
+
+    return see
+
+
+def waves(look):
+    """The ordinals drawn while nothing that comes back can be learnt from."""
+    run = look.run(reward=lambda sample: True)
+    collector = run.pipe.collector(Position())
+    for group in run.pipe.sample(None, collector.draw):
+        collector.add(group)
+    return collector.cursor
+
+
+def microbatches(look):
+    return look.minibatches(reward=by_length)
+
+
+def shape(look):
+    """Rows and tokens of the first microbatch."""
+    return microbatches(look)[0][0].tokens.shape
+
+
+def microbatches_of_update(look):
+    return len(microbatches(look)[0])
+
+
+def weights(look):
+    """1 by the weights of tokens in the first update: one group with responses of 3, 3, 6 and 6 tokens."""
+    return sorted({round(1 / float(w)) for m in microbatches(look)[0] for w in m.weights[m.mask]})
+
+
+def advantages(look):
+    return sorted({round(float(a), 4) for m in microbatches(look)[0] for a in m.advantages[m.mask]})
+
+
+def minibatch_order(look):
+    """The order in which a step's groups are learnt from, by their prompts' ordinals."""
+    run = look.run(reward=by_length)
+    groups = look.collected(run).groups
+    return [group.prompt.ordinal for minibatch in run.split(groups, 1) for group in minibatch]
+
+
+def token_loss(ratio, advantage):
+    """Sees the loss of one token of this ratio to the old policy."""
+
+    def see(look):
+        look.run()
+        logprobs, old = np.full((1, 1), np.log(ratio) - 5, np.float32), np.full((1, 1), -5, np.float32)
+        loss, _ = look.updates.objective(
+            jnp.asarray(logprobs),
+            jnp.asarray(old),
+            jnp.full((1, 1), advantage, jnp.float32),
+            jnp.ones((1, 1), bool),
+            weights=jnp.ones((1, 1), jnp.float32),
+        )
+        return rounded(loss)
+
+    return see
+
+
+def change(*gradients):
+    """Sees by how much the last of some gradients changes a weight of 2, at a learning rate of 1."""
+
+    def see(look):
+        look.run()
+        optimizer, weight = look.updates.optimizer, {"w": jnp.full((1,), 2.0)}
+        state = optimizer.init(weight)
+        with jax.numpy_dtype_promotion("standard"):  # optax raises a float to an integer count
+            for gradient in gradients:
+                changed, state = optimizer.update({"w": jnp.full((1,), gradient)}, state, weight)
+        return rounded(changed["w"])
+
+    return see
+
+
+def rate(step):
+    """Sees the learning rate of a step."""
+    return lambda look: look.run().pipe.learning_rate(step)
+
+
+def moments(look):
+    """The kinds of memory in which the optimizer's moments lie."""
+    return sorted({leaf.sharding.memory_kind for leaf in jax.tree.leaves(look.started().opt_state)})
+
+
+def reference(look):
+    look.run()
+    return look.updates.reference is not None
+
+
+NO_DECAY = {"optimizer.weight_decay": 0.0}
+FOUR = {"batch.prompts_per_step": 4, "dynamic_sampling.prompts_per_wave": 4}
+
+WATCHERS = [
+    # Ordinals 0 and 2 are informative, of the first wave 0, 1, 2 and of the second 4.
+    watch("dynamic_sampling.enabled", trained(even), (True, ([0, 2], 0, 3)), (False, ([0, 1], 0, 2))),
+    watch("dynamic_sampling.prompts_per_wave", trained(even), (3, ([0, 2], 0, 3)), (4, ([0, 2], 0, 4))),
+    # 0 is three times the prompts of a step, which are 2.
+    watch(
+        "dynamic_sampling.prompts_per_wave",
+        lambda look: look.run().pipe.collector(Position()).prompts_per_wave,
+        (0, 6),
+        (3, 3),
+        what="unless set",
+    ),
+    watch(
+        "dynamic_sampling.max_age_steps",
+        lambda look: look.run().pipe.collector(Position()).max_age_steps,
+        (1, 1),
+        (3, 3),
+    ),
+    watch("dynamic_sampling.max_waves", waves, (3, 9), (2, 6)),
+    watch(
+        "dynamic_sampling.on_shortfall",
+        refusal(trained(even)),
+        ("error", "ShortfallError"),
+        ("train_fewer", ""),
+        also={"dynamic_sampling.max_waves": 1, "dynamic_sampling.prompts_per_wave": 2},
+    ),
+    watch(
+        "dynamic_sampling.surplus", trained(by_length), ("discard", ([0, 1], 0, 3)), ("carry", ([0, 1], 1, 3))
+    ),
+    watch(
+        "dynamic_sampling.metric",
+        refusal(trained(scored)),
+        ("correct", "ShortfallError"),
+        ("score", ""),
+        also={"dynamic_sampling.max_waves": 1},
+    ),
+    watch("batch.prompts_per_step", trained(by_length), (2, ([0, 1], 0, 3)), (3, ([0, 1, 2], 0, 3))),
+    watch("batch.group_size", lambda look: len(look.rollouts()), (4, 4), (8, 8)),
+    watch("batch.groups_per_update", lambda look: len(microbatches(look)), (1, 2), (2, 1)),
+    watch("batch.rows_per_microbatch", shape, (8, (8, 10)), (16, (16, 10))),
+    # The longest prompt and response there may be: 4 + 6.
+    watch("batch.row_tokens", shape, (0, (8, 10)), (24, (8, 24))),
+    # Sixteen responses fit into the eight rows of a microbatch, or need two.
+    watch(
+        "batch.packing",
+        microbatches_of_update,
+        (True, 1),
+        (False, 2),
+        also={"batch.row_tokens": 24, "batch.group_size": 16},
+    ),
+    watch(
+        "batch.rows_per_microbatch",
+        refusal(shape),
+        (8, ""),
+        (4, "ConfigError"),
+        what="spread over eight devices",
+    ),
+    # 0.5 of the ratio at a negative advantage: the loss stays at 1 - low. Twice at a positive one: at -(1 + high).
+    watch("loss.clip_ratio_low", token_loss(0.5, -1.0), (0.2, [0.8]), (0.1, [0.9])),
+    watch("loss.clip_ratio_high", token_loss(2.0, 1.0), (0.28, [-1.28]), (0.5, [-1.5])),
+    watch("loss.dual_clip", token_loss(10.0, -1.0), (None, [10.0]), (3.0, [3.0])),
+    # 1 / 18 of 18 tokens; 1 / 4 / 3 and 1 / 4 / 6 of four responses; 1 / 4 / 6 at a limit of 6.
+    watch(
+        "loss.aggregation",
+        weights,
+        ("token_mean", [18]),
+        ("sequence_mean", [12, 24]),
+        ("token_sum_norm", [24]),
+    ),
+    watch(
+        "sampling.max_response_tokens",
+        weights,
+        (6, [24]),
+        (8, [32]),
+        what="divisor of token_sum_norm",
+        also={"loss.aggregation": "token_sum_norm"},
+    ),
+    # Rewards, with the penalty, of -1, -1, 0 and 0: 0.5 around their mean, with a deviation of (4 x 0.25 / 3) ** 0.5 = 0.577.
+    watch("loss.normalize_std", advantages, (True, [-0.866, 0.866]), (False, [-0.5, 0.5])),
+    watch("loss.old_logprobs", option("old_logprobs"), ("trainer", "trainer"), ("sampler", "sampler")),
+    watch("loss.importance_cap", option("importance_cap"), (None, None), (2.0, 2.0)),
+    watch("loss.kl_coef", option("kl_coef"), (0.0, 0.0), (0.1, 0.1)),
+    watch("loss.kl_coef", reference, (0.0, False), (0.1, True), what="a reference policy"),
+    differs("seed", minibatch_order, 0, 1, what="order of learning", also=FOUR),
+    watch("optimizer.learning_rate", rate(100), (1e-6, 1e-6), (0.5, 0.5)),
+    watch("optimizer.warmup_steps", rate(5), (20, 0.25), (0, 1.0), also={"optimizer.learning_rate": 1.0}),
+    # Gradients 1 and 0. With b1 = 0.9, b2 = 0.999: the first moment is 0.9 x 0.1 / (1 - 0.81), the second 0.999 x 0.001 / (1 - 0.998001).
+    watch("optimizer.beta1", change(1.0, 0.0), (0.9, [-0.6701]), (0.0, [0.0]), also=NO_DECAY),
+    watch("optimizer.beta2", change(1.0, 0.0), (0.999, [-0.6701]), (0.5, [-0.8204]), also=NO_DECAY),
+    # A gradient of 1e-8: 1e-8 / (1e-8 + epsilon).
+    watch("optimizer.epsilon", change(1e-8), (1e-8, [-0.5]), (3e-8, [-0.25]), also=NO_DECAY),
+    watch("optimizer.weight_decay", change(0.0), (0.1, [-0.2]), (0.3, [-0.6])),
+    # A gradient of 4 that is scaled down to 1 or not: 1 / (1 + 3) and 4 / (4 + 3).
+    watch(
+        "optimizer.max_grad_norm",
+        change(4.0),
+        (1.0, [-0.25]),
+        (5.0, [-0.5714]),
+        also={**NO_DECAY, "optimizer.epsilon": 3.0},
+    ),
+    watch("optimizer.offload", option("offload"), (False, False), (True, True)),
+    watch(
+        "optimizer.offload",
+        moments,
+        (False, ["device"]),
+        (True, ["pinned_host"]),
+        what="where the moments lie",
+    ),
+]

@@ -1,0 +1,151 @@
+"""Who watches `reward`: seen as the rewards of the four responses =2, =3, 1+1=2 and 111111 to a question whose answer is 2."""
+
+import math
+
+from dapo_jax.rollouts import Verdict
+from tests.run.keys.looking import refusal
+from tests.run.keys.watching import watch
+
+PLAIN = {"reward.overlong.enabled": False}
+RIGHT = [1, -1, 1, -1]
+"""Rewards without the overlong penalty."""
+WEIGHTED = {**PLAIN, "reward.graders": [{"grader": "exact", "weight": 2.0}]}
+POOL = {**PLAIN, "reward.grader": "math"}
+"""Needs workers."""
+
+
+def rewards(look):
+    return look.rewards()
+
+
+def of_pool(name):
+    """Sees what the workers' pool was made with; None without one."""
+
+    def see(look):
+        made = look.made_of("GradingPool")
+        return made and made[name]
+
+    return see
+
+
+def of_calls(name):
+    """Sees what the event loop for async functions was made with."""
+    return lambda look: look.made_of("AsyncCalls", reward=waits)[name]
+
+
+async def waits(sample):
+    return True
+
+
+def partly_lost(sample):
+    """Scores, but for a response of which there is no verdict."""
+    if sample.response == "=3":
+        return Verdict(correct=False, lost="timeout")
+    return 2.0
+
+
+def nan(sample):
+    return math.nan if sample.response == "=3" else 1.0
+
+
+def not_finite(look):
+    return look.rewards(reward=nan)
+
+
+def lost(look):
+    return look.rewards(reward=partly_lost)
+
+
+def lost_of_sum(look):
+    return look.rewards(reward=[(partly_lost, 3.0)])
+
+
+def in_the_loss(look):
+    """Tokens in the loss, of all minibatches: of two groups of 3 + 3 + 6 + 6 tokens."""
+    return sum(int(m.mask.sum()) for minibatch in look.minibatches() for m in minibatch)
+
+
+def updates(look):
+    """How many updates are left of two where all responses were cut off."""
+    run = look.run(reward=lambda sample: sample.response == "=2")
+    groups = look.collected(run).groups
+    return len(run.split(groups, 1))
+
+
+WATCHERS = [
+    watch(
+        "reward.grader",
+        rewards,
+        ("exact", RIGHT),
+        ("dapo", [-1, -1, -1, -1]),
+        also={**PLAIN, "dynamic_sampling.enabled": False},
+    ),
+    watch(
+        "reward.graders",
+        rewards,
+        ([], RIGHT),
+        ([{"grader": "exact", "weight": 2.0}], [2, -2, 2, -2]),
+        also=PLAIN,
+    ),
+    # What follows the last + of 1+1=2 is no answer, and without a marker the whole response is one.
+    watch(
+        "reward.answer_marker",
+        rewards,
+        ("=", RIGHT),
+        ("+", [-1, -1, -1, -1]),
+        also={**PLAIN, "dynamic_sampling.enabled": False},
+    ),
+    watch("reward.workers", of_pool("workers"), (0, None), (3, 3), also=POOL),
+    watch("reward.async_calls", of_calls("at_once"), (64, 64), (5, 5)),
+    watch("reward.timeout_s", of_pool("timeout_s"), (10.0, 10.0), (3.0, 3.0), what="of workers", also=POOL),
+    watch("reward.timeout_s", of_calls("timeout_s"), (10.0, 10.0), (3.0, 3.0), what="of async functions"),
+    watch("reward.worker_memory_mb", of_pool("memory_mb"), (2048, 2048), (512, 512), also=POOL),
+    watch(
+        "reward.answer_marker", of_pool("answer_marker"), ("=", "="), ("+", "+"), what="of workers", also=POOL
+    ),
+    watch("reward.on_nonfinite", refusal(not_finite), ("error", "RewardError"), ("lost", "")),
+    watch(
+        "reward.on_nonfinite",
+        of_pool("on_nonfinite"),
+        ("error", "error"),
+        ("lost", "lost"),
+        what="of workers",
+        also=POOL,
+    ),
+    watch("reward.correct", rewards, (1.0, RIGHT), (3.0, [3, -1, 3, -1]), also=PLAIN),
+    watch(
+        "reward.correct",
+        rewards,
+        (1.0, [2, -2, 2, -2]),
+        (3.0, [6, -2, 6, -2]),
+        what="in a sum",
+        also=WEIGHTED,
+    ),
+    watch("reward.incorrect", rewards, (-1.0, RIGHT), (0.0, [1, 0, 1, 0]), also=PLAIN),
+    watch(
+        "reward.incorrect",
+        rewards,
+        (-1.0, [2, -2, 2, -2]),
+        (0.0, [2, 0, 2, 0]),
+        what="in a sum",
+        also=WEIGHTED,
+    ),
+    # Without it a lost one is worth -1 beside scores of 2.
+    watch("reward.lost", lost, (None, [2, -1, 2, 2]), (-5.0, [2, -5, 2, 2]), also=PLAIN),
+    watch(
+        "reward.lost", lost_of_sum, (None, [6, -3, 6, 6]), (-5.0, [6, -15, 6, 6]), what="in a sum", also=PLAIN
+    ),
+    # Limit 6: of a buffer of 2 or 4 tokens all is used up.
+    watch("reward.overlong.enabled", rewards, (True, [1, -1, 0, -2]), (False, RIGHT)),
+    # Of 3 tokens one is in a buffer of 4.
+    watch("reward.overlong.buffer_tokens", rewards, (2, [1, -1, 0, -2]), (4, [0.75, -1.25, 0, -2])),
+    watch("reward.overlong.penalty_factor", rewards, (1.0, [1, -1, 0, -2]), (0.5, [1, -1, 0.5, -1.5])),
+    watch(
+        "sampling.max_response_tokens",
+        rewards,
+        (6, [1, -1, 0, -2]),
+        (7, [1, -1, 0.5, -2]),
+        what="where the penalty is whole",
+    ),
+    watch("reward.overlong.filter_truncated", in_the_loss, (False, 36), (True, 24)),
+]

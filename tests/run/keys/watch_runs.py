@@ -1,0 +1,202 @@
+"""Who watches the keys of a run as a whole, `checkpoint`, `log`, `guard` and `watchdogs`: seen in what it writes, and how it ends."""
+
+import json
+import os
+
+import jax
+
+from tests.run.keys.doubles import NOT_FINITE, mean
+from tests.run.keys.looking import ROWS, refusal, rounded
+from tests.run.keys.watching import watch
+
+AT_ONCE = {"steps": 0}
+"""A run that begins and ends."""
+SAVED = {"steps": 2, "checkpoint.every_steps": 1, "checkpoint.keep_best": False}
+LOGGED = {"log.rollouts_every_steps": 1}
+DRIFTS = {"sync/sampler_trainer_kl": mean(0.5)}
+STRICT = {"guard.max_mismatch_kl": 0.1}
+
+
+def folders(look):
+    look.train()
+    return sorted(name for name in os.listdir() if name.startswith("out"))
+
+
+def steps(look):
+    return [line["step"] for line in look.train().metrics]
+
+
+def cache(look):
+    before = jax.config.jax_compilation_cache_dir
+    try:
+        look.train()
+        return os.path.basename(jax.config.jax_compilation_cache_dir)
+    finally:  # the folder goes with this test, and the process stays
+        jax.config.update("jax_compilation_cache_dir", before)
+
+
+def of(cls, name):
+    """Sees what a class was made with; None if none was made."""
+
+    def see(look):
+        made = look.received(cls)
+        return made and made[name]
+
+    return see
+
+
+def checkpoints(look):
+    look.train(eval_rows=ROWS)
+    return [name for name in look.files("checkpoints") if name.isdigit()]
+
+
+def evaluations(look):
+    look.train(eval_rows=ROWS)
+    return [int(name.removeprefix("step_")) for name in look.files("evaluations")]
+
+
+def logged(look):
+    """Whether the rollouts of the second of three steps are there to be read."""
+    look.train()
+    return "step_000002.jsonl" in look.files("rollouts")
+
+
+def rollouts(look):
+    look.train()
+    with open("run/rollouts/step_000001.jsonl") as file:
+        return [json.loads(line) for line in file]
+
+
+def responses_kept(look):
+    """How many responses the evaluation before training keeps of all its problems."""
+    look.train(eval_rows=ROWS)
+    [file] = look.files("evaluations/step_000000")
+    with open(f"run/evaluations/step_000000/{file}") as lines:
+        return sum(len(json.loads(line)["responses"]) for line in lines)
+
+
+def drifting(look):
+    return look.train(measured=DRIFTS)
+
+
+def skipping(look):
+    return look.train(measured={**DRIFTS, **NOT_FINITE})
+
+
+def post_mortems(look):
+    skipping(look)
+    return len(look.files("post_mortem"))
+
+
+def corrected(look):
+    """The largest advantage of a token; corrected ones are multiplied by up to `guard.mismatch_cap`, as their old log-probabilities are
+    far above the sampler's."""
+    look.train(measured=DRIFTS)
+    return rounded(
+        [max(float(stack.microbatches.advantages.max()) for m in look.updates.minibatches for stack in m)]
+    )
+
+
+WATCHERS = [
+    watch("run_dir", folders, ("out_a", ["out_a"]), ("out_b", ["out_b"]), also=AT_ONCE),
+    watch("steps", steps, (1, [1]), (2, [1, 2])),
+    watch("stall_timeout_s", of("Watch", "timeout_s"), (1800.0, 1800.0), (0.0, 0.0), also=AT_ONCE),
+    watch("compilation_cache", cache, ("cache_a", "cache_a"), ("cache_b", "cache_b"), also=AT_ONCE),
+    watch("eval.every_steps", evaluations, (0, [0, 2]), (1, [0, 1, 2]), also={"steps": 2}),
+    watch("checkpoint.every_steps", checkpoints, (0, ["2"]), (1, ["1", "2"]), also=SAVED),
+    watch("checkpoint.keep", checkpoints, (3, ["1", "2"]), (1, ["2"]), also=SAVED),
+    # All scores are equal: the first evaluation after a step is the best, and is saved.
+    watch(
+        "checkpoint.keep_best",
+        checkpoints,
+        (True, ["1", "2"]),
+        (False, ["2"]),
+        also={"steps": 2, "eval.every_steps": 1},
+    ),
+    watch(
+        "checkpoint.keep_best",
+        of("Checkpointer", "keep_best"),
+        (True, True),
+        (False, False),
+        what="what stays",
+        also=AT_ONCE,
+    ),
+    watch("checkpoint.grace_s", lambda look: look.stopped().grace_s, (25.0, 25.0), (3.0, 3.0), also=AT_ONCE),
+    watch("log.rollouts_every_steps", logged, (0, False), (2, True), also={"steps": 3}),
+    watch("log.rollout_groups", lambda look: len(rollouts(look)), (4, 12), (1, 4), also=LOGGED),
+    watch("log.eval_responses", responses_kept, (0, 0), (3, 3), also=AT_ONCE),
+    # Rewards, with the penalty, of 1, -1, 0 and -2: the first is 1.5 above their mean, with a deviation of (5 / 3) ** 0.5 = 1.291.
+    watch(
+        "loss.normalize_std",
+        lambda look: rounded([rollouts(look)[0]["advantage"]]),
+        (True, [1.1619]),
+        (False, [1.5]),
+        what="in the rollout log",
+        also=LOGGED,
+    ),
+    watch("log.profile_steps", of("Profile", "steps"), ([], []), ([2], [2]), also=AT_ONCE),
+    watch(
+        "log.tensorboard",
+        lambda look: look.received("TensorBoardTracker") is not None,
+        (False, False),
+        (True, True),
+        also=AT_ONCE,
+    ),
+    watch(
+        "log.wandb",
+        lambda look: look.received("WandbTracker") is not None,
+        (False, False),
+        (True, True),
+        also=AT_ONCE,
+    ),
+    watch(
+        "log.wandb_project",
+        of("WandbTracker", "project"),
+        ("dapo_jax", "dapo_jax"),
+        ("mine", "mine"),
+        also={**AT_ONCE, "log.wandb": True},
+    ),
+    # Two updates a step, all skipped.
+    watch("guard.max_skipped_updates", refusal(skipping), (3, ""), (1, "GuardError")),
+    watch("guard.post_mortems", post_mortems, (5, 2), (1, 1)),
+    watch(
+        "guard.max_mismatch_kl",
+        refusal(drifting),
+        (1.0, ""),
+        (0.1, "GuardError"),
+        also={"guard.on_mismatch": "stop"},
+    ),
+    watch("guard.on_mismatch", refusal(drifting), ("warn", ""), ("stop", "GuardError"), also=STRICT),
+    watch(
+        "guard.on_mismatch",
+        corrected,
+        ("warn", [1.1619]),
+        ("correct", [2.3238]),
+        what="the correction",
+        also=STRICT,
+    ),
+    watch(
+        "guard.mismatch_cap",
+        corrected,
+        (2.0, [2.3238]),
+        (3.0, [3.4857]),
+        also={**STRICT, "guard.on_mismatch": "correct"},
+    ),
+    watch(
+        "watchdogs.enabled",
+        lambda look: look.received("Watchdogs") is not None,
+        (True, True),
+        (False, False),
+        also=AT_ONCE,
+    ),
+    *(
+        watch(f"watchdogs.{name}", of("Watchdogs", name), (default, default), (other, other), also=AT_ONCE)
+        for name, default, other in (
+            ("window", 10, 20),
+            ("min_entropy", 0.05, 0.1),
+            ("min_length_frac", 0.333, 0.5),
+            ("max_truncated_frac", 0.5, 0.7),
+            ("min_mixed_frac", 0.02, 0.1),
+        )
+    ),
+]

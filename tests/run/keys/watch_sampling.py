@@ -1,0 +1,202 @@
+"""Who watches `model`, `sampling`, `eval` and `parallel`: seen as what the engine, the update's programs and the meshes are."""
+
+import jax
+import numpy as np
+from flax import nnx
+
+from dapo_jax.run.policy import description_of, load_policy
+from tests.run.keys.looking import ROWS, refusal, rounded
+from tests.run.keys.watching import differs, watch
+
+
+def of_engine(name):
+    """Sees what the engine was made with."""
+
+    def see(look):
+        look.run()
+        return getattr(look.engine, name)
+
+    return see
+
+
+def policy(look):
+    return look.run().policy
+
+
+def weights(look):
+    """The sum of each of the first arrays, of the weights that training starts from."""
+    return rounded([np.asarray(leaf).sum() for leaf in jax.tree.leaves(policy(look).params)][:3])
+
+
+def decoder(look):
+    """The decoder whose programs update the weights."""
+    look.run()
+    return nnx.merge(look.updates.graph, look.updates.params)
+
+
+def downloaded(name):
+    """Sees what is asked of the hub."""
+
+    def see(look):
+        load_policy(look.config.model)
+        return look.noted("download")[name]
+
+    return see
+
+
+def transferred(look):
+    """Dtypes of the weights that go to the sampler; norms stay in float32."""
+    return sorted({str(leaf.dtype) for leaf in jax.tree.leaves(look.run().pipe.transfer(None))})
+
+
+def option(name):
+    """Sees one of the update's options."""
+
+    def see(look):
+        look.run()
+        return getattr(look.updates.options, name)
+
+    return see
+
+
+def tokens(look):
+    """The responses to the first prompt, as text with what was cut off them gone."""
+    return [rollout.response_tokens for rollout in look.rollouts()]
+
+
+def hows(look):
+    """Temperature, top-p and top-k of what was asked of the engine."""
+    return next(rounded([how.temperature, how.top_p, how.top_k]) for how in look.engine.hows)
+
+
+def sampled_with(look):
+    look.collected()
+    return hows(look)
+
+
+def evaluated_with(look):
+    look.evaluated()
+    return hows(look)
+
+
+def keys(look):
+    look.collected()
+    return look.engine.keys[0]
+
+
+def keys_of_evaluation(look):
+    look.evaluated()
+    return look.engine.keys[0]
+
+
+def prompts_at_once(look):
+    """How many prompts the first call of the engine reads; two groups of four fill eight slots."""
+    look.collected()
+    return len(look.engine.prefills[0])
+
+
+def mesh(look):
+    """The sizes over 1 of the mesh that trains; or that it was refused."""
+    try:
+        look.run()
+    except ValueError:
+        return "refused"
+    return {axis: size for axis, size in look.updates.mesh.shape.items() if size > 1}
+
+
+def sampler_mesh(look):
+    look.run()
+    return {axis: size for axis, size in look.engine.mesh.shape.items() if size > 1}
+
+
+MICRO = {"model.source": "preset:micro", "model.tokenizer": "char:0123456789+=:,?"}
+HUB = {"model.source": "hf:org/name"}
+
+WATCHERS = [
+    # Vocabularies of 15 characters and 2 special ids, and of the chat model.
+    watch("model.source", lambda look: policy(look).decoder.vocab_size, ("model", 17), ("chat_model", 336)),
+    watch("model.revision", downloaded("revision"), ("", None), ("main", "main"), also=HUB),
+    watch("model.cache_dir", downloaded("cache_dir"), ("", None), ("hub", "hub"), also=HUB),
+    # Bytes and 2 special ids; 12 characters and these.
+    watch(
+        "model.tokenizer",
+        lambda look: description_of(look.config.model)[0].vocab_size,
+        ("byte", 258),
+        ("char:0123456789+-", 14),
+        also={"model.source": "preset:micro"},
+    ),
+    watch(
+        "model.compute_dtype",
+        lambda look: decoder(look).ends.compute_dtype,
+        ("float32", "float32"),
+        ("bfloat16", "bfloat16"),
+        what="of the trainer",
+    ),
+    watch(
+        "model.compute_dtype",
+        of_engine("compute_dtype"),
+        ("float32", "float32"),
+        ("bfloat16", "bfloat16"),
+        what="of the sampler",
+    ),
+    watch(
+        "model.compute_dtype",
+        transferred,
+        ("float32", ["float32"]),
+        ("bfloat16", ["bfloat16", "float32"]),
+        what="of the sampler's weights",
+    ),
+    watch("model.attention", refusal(policy), ("auto", ""), ("splash", "ConfigError")),
+    watch("model.remat", lambda look: decoder(look).remat, ("none", "none"), ("full", "full")),
+    watch("model.logprob_chunk_vocab", option("logprob_chunk_vocab"), (2048, 2048), (64, 64)),
+    watch("sampling.temperature", option("temperature"), (1.0, 1.0), (0.5, 0.5), what="of the trainer"),
+    watch("sampling.temperature", sampled_with, (1.0, [1, 1, 0]), (0.5, [0.5, 1, 0]), what="of the sampler"),
+    # Only what is off can be trained with.
+    watch("sampling.top_p", refusal(sampled_with), (1.0, ""), (0.5, "ConfigError")),
+    watch("sampling.top_k", refusal(sampled_with), (0, ""), (3, "ConfigError")),
+    watch("sampling.max_response_tokens", tokens, (6, [3, 3, 6, 6]), (9, [3, 3, 6, 9])),
+    watch("sampling.max_response_tokens", of_engine("capacity"), (6, 10), (9, 13), what="room in a slot"),
+    watch("sampling.slots", of_engine("slots"), (8, 8), (16, 16)),
+    watch("sampling.slots", prompts_at_once, (8, 2), (16, 3), what="prompts read at once"),
+    watch("sampling.steps_per_call", of_engine("steps_per_call"), (16, 16), (3, 3)),
+    # Of the response 1+1=2 with its end token, the first two stay; the others have no +.
+    watch("sampling.stop", tokens, ([], [3, 3, 6, 6]), (["+"], [3, 3, 2, 6])),
+    watch(
+        "sampling.stop",
+        lambda look: [rollout.text for rollout in look.rollouts()],
+        ([], ["=2", "=3", "1+1=2", "111111"]),
+        (["+"], ["=2", "=3", "1", "111111"]),
+        what="what graders see",
+    ),
+    # The digit 3 is token 5: it ends the second response.
+    watch("sampling.stop_token_ids", tokens, ([], [3, 3, 6, 6]), ([5], [3, 2, 6, 6])),
+    differs("seed", keys, 0, 1, what="what is sampled"),
+    differs("seed", keys_of_evaluation, 0, 1, what="what is sampled in evaluation"),
+    differs("seed", weights, 0, 1, what="random weights", also=MICRO),
+    watch(
+        "eval.datasets",
+        lambda look: list(look.held_out()),
+        ([{"source": "jsonl", "path": "questions/test.jsonl"}], ["test"]),
+        ([{"source": "jsonl", "path": "questions/other.jsonl", "name": "b"}], ["b"]),
+        also={"data.source": "jsonl", "data.path": "questions/train.jsonl"},
+    ),
+    watch("eval.prompts", lambda look: len(look.evaluated()["arithmetic"]), (0, len(ROWS)), (2, 2)),
+    watch(
+        "eval.samples_per_prompt",
+        lambda look: len(look.evaluated()["arithmetic"][0].rollouts),
+        (4, 4),
+        (8, 8),
+    ),
+    watch("eval.temperature", evaluated_with, (1.0, [1, 1, 0]), (0.25, [0.25, 1, 0])),
+    watch("eval.top_p", evaluated_with, (1.0, [1, 1, 0]), (0.5, [1, 0.5, 0])),
+    watch("eval.top_k", evaluated_with, (0, [1, 1, 0]), (3, [1, 1, 3])),
+    # Eight devices.
+    watch("parallel.data", mesh, (1, {"fsdp": 8}), (2, {"data": 2, "fsdp": 4})),
+    watch("parallel.fsdp", mesh, (-1, {"fsdp": 8}), (4, "refused")),
+    watch("parallel.tensor", mesh, (1, {"fsdp": 8}), (2, {"fsdp": 4, "tensor": 2}), also=MICRO),
+    watch("parallel.context", mesh, (1, {"fsdp": 8}), (2, {"fsdp": 4, "context": 2})),
+    watch(
+        "parallel.sampler_tensor", sampler_mesh, (0, {"data": 8}), (2, {"data": 4, "tensor": 2}), also=MICRO
+    ),
+    watch("parallel.sampler_hosts", refusal(policy), (1, ""), (2, "ConfigError")),
+]

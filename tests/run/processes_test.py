@@ -1,0 +1,166 @@
+"""What only one process of a run knows does not lead it another way than the others, which would wait for it for ever."""
+
+import os
+
+import pytest
+
+from dapo_jax.config import TrainConfig, to_yaml
+from dapo_jax.locks import take
+from tests import several
+
+TRAIN = f"""{several.PREAMBLE}
+from dataclasses import replace
+from dapo_jax.config import load_config
+from dapo_jax.parallel import processes
+from dapo_jax.run import train
+
+processes.start()
+config = load_config(sys.argv[1])
+for run_dir in sys.argv[2:]:
+    try:
+        train(replace(config, run_dir=run_dir))
+    except Exception as error:
+        print(f"found {{type(error).__name__}}: {{error}}", flush=True)
+print("all have answered", flush=True)
+processes.leave()
+"""
+
+
+def found(output):
+    return [line for line in output.splitlines() if line.startswith("found ")]
+
+
+def test_a_folder_that_the_first_process_cannot_have_is_refused_by_all(tmp_path):
+    """Locked by this process; of a name that no file system takes, an error that is none of the configuration."""
+    (tmp_path / "run.yaml").write_text(to_yaml(TrainConfig(run_dir="x")))
+    locked, too_long = tmp_path / "run", tmp_path / ("x" * 300)
+    with take(locked, lost=lambda status, why: None):
+        outputs = several.run(
+            TRAIN, tmp_path / "run.yaml", locked, too_long, processes=2, devices=1, within_s=300
+        )
+    for output, kind in zip(
+        outputs, ("OSError: ", "RuntimeError: the first process failed: OSError: "), strict=True
+    ):
+        refused, failed = found(output)
+        assert (
+            f"ConfigError: run_dir={locked}: a run is at work there, by process {os.getpid()} on" in refused
+        )
+        assert failed.startswith(f"found {kind}")
+        assert "File name too long" in failed
+        assert "all have answered" in output
+    assert not locked.exists()
+
+
+STRANGE = f"""{several.PREAMBLE}
+import io
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from rich.console import Console
+
+from dapo_jax.checkpoints import Checkpointer
+from dapo_jax.config import TrainConfig
+from dapo_jax.filtering import Collector, ShortfallError
+from dapo_jax.parallel import processes
+from dapo_jax.rollouts import Group, Prompt, Response, Rollout, Verdict
+from dapo_jax.run.boundaries import Boundary
+from dapo_jax.run.guard import Guard, GuardError
+from dapo_jax.trackers.progress import Progress
+from dapo_jax.training.loop import Pipe, Position
+from dapo_jax.training.state import TrainState
+
+processes.start()
+index, folder = jax.process_index(), Path(sys.argv[1])
+here = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), PartitionSpec())
+ones = jax.make_array_from_callback((2,), here, lambda _: np.ones(2, np.float32))
+state = TrainState(params={{"w": ones}}, opt_state=())
+
+def group(ordinal):
+    # As after a wave: a process has its own groups whole, those of others without log-probabilities.
+    mine = ordinal % 2 == index
+    logprobs = np.full(3 if mine else 0, np.nan if ordinal == int(sys.argv[2]) else -1.0, np.float32)
+    response = Response(tokens=np.zeros(len(logprobs), np.int32), logprobs=logprobs, finish_reason="stop")
+    rollout = Rollout(response=response, text="", verdict=Verdict(correct=False), reward=-1.0)
+    return Group(prompt=Prompt(ordinal=ordinal, tokens=np.zeros(1, np.int32), text="", answer=""), rollouts=(rollout, rollout))
+
+never = lambda *of, **how: (_ for _ in ()).throw(AssertionError("not asked for"))
+pipe = Pipe(
+    transfer=never, collector=never, sample=lambda *of: map(group, range(4)), finish=lambda collector: collector.finish(),
+    minibatches=never, prepare=never, update=never, learning_rate=never, clock=never,
+)
+with Checkpointer(folder / "checkpoints") as checkpointer:
+    guard = Guard(
+        TrainConfig(run_dir=str(folder)), folder, start=Boundary(state=state, position=Position()), split=never,
+        records=None, shown=Progress(1, console=Console(quiet=True)),
+    )
+    watched = guard.watching(pipe)
+    collector = Collector(needed=1, cursor=0, prompts_per_wave=4, max_waves=1)
+    collector.draw(4)
+    for each in watched.sample():
+        collector.add(each)
+    try:
+        watched.finish(collector)
+    except (GuardError, ShortfallError) as error:
+        print(f"found {{type(error).__name__}}: {{error}}", flush=True)
+processes.leave()
+"""
+
+
+@pytest.mark.parametrize(
+    ("strange", "named"), [(1, "(prompt 1)"), pytest.param(9, "", marks=pytest.mark.slow)]
+)
+def test_log_probabilities_that_one_process_sees_are_said_by_all(strange, named, tmp_path):
+    """Prompt 1 was sampled by the second process; prompt 9 by none, and all is finite."""
+    outputs = several.run(STRANGE, tmp_path, strange, processes=2, devices=1, within_s=300)
+    [[first], [second]] = map(found, outputs)
+    assert first == second
+    kind = (
+        "GuardError: the sampler's log-probabilities are not finite" if named else "ShortfallError: dynamic"
+    )
+    assert first.startswith(f"found {kind}")
+    assert named in first
+
+
+UNREADABLE = f"""{several.PREAMBLE}
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from dapo_jax.checkpoint_files import DamagedError
+from dapo_jax.checkpoints import Checkpointer
+from dapo_jax.parallel import processes
+from dapo_jax.parallel.exchange import agreed
+from dapo_jax.run.last_checkpoint import restore_last
+
+processes.start()
+here = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), PartitionSpec())
+state = lambda step: {{"w": jax.make_array_from_callback((2,), here, lambda _: np.full(2, step, np.float32))}}
+whole = Checkpointer._meta
+
+def meta(self, step):
+    read = whole(self, step)  # in which the processes wait for each other
+    if step == 2 and jax.process_index() == 1:
+        raise DamagedError("step 2 cannot be read by process 1")
+    return read
+
+with Checkpointer(sys.argv[1]) as checkpointer:
+    for step in (1, 2):
+        checkpointer.save(step, state(step), {{}}, {{}})
+    checkpointer.wait()
+    Checkpointer._meta = meta
+    said = []
+    found = restore_last(checkpointer, state(0), rows=2, say=said.append)
+    print(f"found {{found.step}} {{float(found.state['w'].addressable_shards[0].data[0])}} {{said}}", flush=True)
+    agreed(b"")
+processes.leave()
+"""
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_one_process_cannot_read_is_passed_over_by_all(tmp_path):
+    outputs = several.run(UNREADABLE, tmp_path / "checkpoints", processes=2, devices=1, within_s=300)
+    said = "found 1 1.0 ['step 2 cannot be read by process 1. Taking step 1 instead']"
+    assert [found(output) for output in outputs] == [[said], [said]]

@@ -1,0 +1,102 @@
+"""A run says that it runs, and when and why it ended; one that was killed is known by its process."""
+
+import json
+import os
+import subprocess
+import sys
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from dapo_jax.stopping import StoppedError
+from dapo_jax.trackers.run_status import FILE, read_status, status_kept, write_status
+
+
+def said(folder):
+    status = read_status(folder)
+    return status.state, status.reason
+
+
+def test_a_run_is_running_until_it_says_that_it_finished(tmp_path):
+    with status_kept(tmp_path):
+        assert said(tmp_path) == ("running", "")
+        assert read_status(tmp_path).is_alive
+    assert said(tmp_path) == ("running", "")  # its model is yet to be written
+    write_status(tmp_path, "finished")
+    assert said(tmp_path) == ("finished", "")
+    assert abs(datetime.fromisoformat(read_status(tmp_path).at) - datetime.now(UTC)) < timedelta(minutes=5)
+
+
+@pytest.mark.parametrize(
+    ("error", "state", "reason"),
+    [
+        (StoppedError("SIGTERM"), "stopped", "SIGTERM"),
+        (KeyboardInterrupt(), "stopped", "KeyboardInterrupt"),
+        (RuntimeError("one\nline  and\nmore"), "failed", "RuntimeError: one line and more"),
+        (ValueError("x" * 10_000), "failed", ("ValueError: " + "x" * 500)[:500]),
+    ],
+    ids=["told", "interrupted", "error", "long"],
+)
+def test_a_run_that_ends_early_says_why(tmp_path, error, state, reason):
+    with pytest.raises(type(error)), status_kept(tmp_path):
+        raise error
+    assert said(tmp_path) == (state, reason)
+
+
+def test_the_error_is_kept_without_tokens_and_passwords(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_0123456789")
+    write_status(tmp_path, "failed", "hf_0123456789 at https://me:word@host")
+    assert said(tmp_path) == ("failed", "$HF_TOKEN at https://me:...@host")
+
+
+def test_a_run_whose_last_words_cannot_be_written_ends_by_its_own_error(tmp_path):
+    def failing():
+        (tmp_path / FILE).unlink()
+        (tmp_path / FILE).mkdir()
+        raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"), status_kept(tmp_path):
+        failing()
+
+
+def test_a_process_that_is_gone_is_not_alive_and_one_of_another_machine_is_not_known(tmp_path):
+    code = f"from pathlib import Path; from dapo_jax.trackers.run_status import write_status; write_status(Path({str(tmp_path)!r}), 'running')"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert read_status(tmp_path).is_alive is False
+    there = json.loads((tmp_path / FILE).read_text())
+    for change in ({"host": "elsewhere"}, {"boot": "another"}, {"boot": ""}):
+        changed = there | {"process": there["process"] | change}
+        (tmp_path / FILE).write_text(json.dumps(changed))
+        assert read_status(tmp_path).is_alive is None
+
+
+def test_a_later_process_of_the_same_number_is_not_the_run(tmp_path):
+    write_status(tmp_path, "running")
+    there = json.loads((tmp_path / FILE).read_text())
+    assert there["process"]["pid"] == os.getpid()
+    there["process"]["started"] += "0"
+    (tmp_path / FILE).write_text(json.dumps(there))
+    assert read_status(tmp_path).is_alive is False
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        '{"state": "running"}',
+        "[" * 100_000,
+        '{"state": 1, "at": "now", "reason": "", "process": {}}',
+    ],
+)
+def test_a_damaged_file_says_nothing(tmp_path, text):
+    (tmp_path / FILE).write_text(text)
+    assert read_status(tmp_path) is None
+    assert read_status(tmp_path / "no such run") is None
+
+
+def test_a_status_that_is_a_pipe_is_none_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / FILE)
+    assert read_status(tmp_path) is None
