@@ -1,6 +1,8 @@
 """The command line: what it prints, and that an error is one message and an exit status."""
 
+import json
 import os
+import pty
 import re
 import subprocess
 import sys
@@ -8,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from dapo_jax.checkpoints import Checkpointer
 from dapo_jax.cli import main
-from dapo_jax.config import load_config
+from dapo_jax.config import ConfigError, EvaluateConfig, SftConfig, TrainConfig, load_config, to_yaml
 from dapo_jax.run.policy import Policy
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 from dapo_jax.text.tokenizers import CharTokenizer
@@ -33,6 +36,10 @@ def even(sample):
     if Path(__file__).with_name("stop").exists():
         raise KeyboardInterrupt
     return int(sample.tokens.sum()) % 2 == 0
+
+def brief(sample):
+    """The fewer tokens the better: a number of 0 or less."""
+    return 1.0 - len(sample.tokens)
 '''
 
 
@@ -120,6 +127,162 @@ def test_a_configuration_error_is_one_message_and_status_2(arguments, message, c
     assert not run_dir.exists()
 
 
+@pytest.fixture
+def read_only(monkeypatch):
+    """Makes a folder read-only to what asks the system; permissions alone do not stop root, who runs many a container."""
+
+    def make(folder):
+        access = os.access
+        monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != folder and access(path, mode))
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [
+        (["train", QUICKSTART, "run_dir={}/deep/run"], "run_dir="),
+        (["sft", str(ROOT / "configs" / "quickstart_sft.yaml"), "run_dir={}/run"], "run_dir="),
+        (["convert", "shipped:quickstart", "{}"], "target="),
+        (["convert", "shipped:quickstart", "{}/deep/out"], "target="),
+        (["eval", "shipped:quickstart", "--keep", "{}/kept"], "keep="),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_place_that_is_read_only_is_one_message_before_anything_is_done(
+    arguments, key, read_only, tmp_path, capsys
+):
+    place = tmp_path / "place"
+    place.mkdir()
+    read_only(place)
+    assert main([argument.format(place) for argument in arguments]) == 2
+    said = one_message(capsys, arguments[0])
+    assert key in said
+    assert f"nothing can be written to {place}: this user may not write there" in said
+    assert not list(place.iterdir())
+
+
+def test_a_place_below_a_file_is_one_message(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert main(["convert", "shipped:quickstart", f"{tmp_path}/file/out"]) == 2
+    assert f"{tmp_path}/file is no folder" in one_message(capsys, "convert")
+
+
+def test_a_json_file_that_cannot_be_written_is_one_message(tmp_path):
+    from dapo_jax.cli.arguments import write_json
+
+    for place in (tmp_path / "nowhere" / "found.json", Path(os.devnull)):
+        with pytest.raises(ConfigError, match=rf"--json {place}: it cannot be written"):
+            write_json(str(place), {})
+
+
+@pytest.mark.parametrize("platforms", ["nonsense", "cuda"])
+def test_a_platform_that_is_not_here_is_one_message(platforms, tmp_path):
+    command = [sys.executable, "-m", "dapo_jax.cli", "sample", "shipped:quickstart", "--prompt", "1"]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=os.environ | {"JAX_PLATFORMS": platforms},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    [said] = [line for line in done.stderr.splitlines() if "dapo-jax" in line]
+    assert done.returncode == 2
+    assert f"JAX_PLATFORMS={platforms}: Unable to initialize backend" in said
+    assert "Traceback" not in done.stderr
+
+
+def test_a_field_that_is_no_name_is_one_message(tmp_path, capsys):
+    (tmp_path / "data.jsonl").write_text('{"prompt": "1", "answer": "2"}\n')
+    read = ["jsonl", "--from", str(tmp_path / "data.jsonl"), "--data-dir", str(tmp_path / "kept")]
+    for options in ('{"prompt": {"a": 1}}', '{"answer": null}', '{"prompt": ""}'):
+        assert main(["data", "show", *read, "--options", options]) == 2
+        assert "must be a field's name, a text" in one_message(capsys, "data")
+
+
+@pytest.mark.parametrize("verb", ["prepare", "show"])
+def test_the_remedies_of_data_are_its_options(verb, tmp_path, capsys):
+    """None speaks of a key: there is no configuration in which to set one."""
+    file = tmp_path / "data.jsonl"
+    file.write_text('{"prompt": "1", "answer": ""}\n')
+    read = ["jsonl", "--from", str(file), "--data-dir", str(tmp_path / "kept")]
+    said = []
+    for arguments in (["gsm8k"], read, ["gsm8q"], [*read, "--options", '{"question": "q"}']):
+        assert main(["data", verb, *arguments]) == 2
+        said.append(one_message(capsys, "data"))
+    assert "dataset 'gsm8k'" in said[0]
+    assert "name it in --from" in said[0]
+    assert "(--on-bad-row skip leaves such rows out and counts them)" in said[1]
+    assert not any("data." in text.replace("data.jsonl", "") for text in said)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["train", QUICKSTART, "--steps", "5"], "a key is given without dashes: steps=5"),
+        (["train", QUICKSTART, "--steps=5"], "steps=5"),
+        (["train", "--run-dir", "x", QUICKSTART], "run_dir=x"),
+        (["train", QUICKSTART, "--loss.clip-ratio-high", "0.3"], "loss.clip_ratio_high=0.3"),
+        (["train", QUICKSTART, "--learning-rate", "1e-6"], "optimizer.learning_rate=1e-6"),
+        (["train", QUICKSTART, "--nonsense"], "KEY=VALUE"),
+        (["train", QUICKSTART, "--Resume"], "unrecognized arguments: --Resume; did you mean --resume?"),
+        (["data", "show", "arithmetic", "--modle=x"], "did you mean --model?"),
+        (["tain", QUICKSTART], "did you mean 'train'?"),
+        (["data", "shwo", "arithmetic"], "did you mean 'show'?"),
+    ],
+    ids=lambda value: " ".join(map(str, value[-2:])) if isinstance(value, list) else "",
+)
+def test_what_was_meant_is_said_of_arguments_that_there_are_none_of(arguments, hint, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert hint in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("command", "missing"), [("train", "config"), ("sft", "config"), ("config", "config"), ("eval", "model")]
+)
+def test_only_what_must_be_given_is_said_to_be_missing(command, missing, capsys):
+    with pytest.raises(SystemExit):
+        main([command])
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.endswith(f"the following arguments are required: {missing}")
+
+
+STARTS = """
+import sys
+sys.modules["dapo_jax.run"] = None  # all that takes seconds to import is behind this
+from dapo_jax.cli import main
+try:
+    main(sys.argv[1:])
+except ImportError:
+    print(sorted({"jax", "numpy", "orbax", "tensorflow_datasets"} & set(sys.modules)))
+"""
+
+
+def test_the_first_line_comes_before_what_takes_long_to_import(tmp_path):
+    """Whoever runs it into a pipe or a log sees at once that something is going on."""
+    command = [sys.executable, "-c", STARTS, "train", QUICKSTART, f"run_dir={tmp_path}/run"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.splitlines() == [f"60 steps in {tmp_path}/run: starting ...", "[]"]
+
+
+ESCAPE = {"prompt": "\x1b[2J\x1b]0;owned\x07\u202e1+1", "answer": "2\x9b31m"}
+
+
+def test_what_a_terminal_would_obey_in_data_is_shown_and_not_obeyed(tmp_path, capsys, model):
+    (tmp_path / "data.jsonl").write_text(json.dumps(ESCAPE) + "\n")
+    read = ["jsonl", "--from", str(tmp_path / "data.jsonl"), "--data-dir", str(tmp_path / "kept")]
+    assert main(["data", "show", *read]) == 0
+    assert main(["sample", "shipped:quickstart", "--prompt", "\x1b[2J"]) == 2  # the message quotes the prompt
+    (tmp_path / "data.jsonl").write_text(json.dumps({"\x1b[2J": 1}) + "\n")
+    assert main(["data", "prepare", *read]) == 2
+    said = "".join(capsys.readouterr())
+    assert "\\x1b[2J\\x1b]0;owned\\x07\\u202e1+1" in said
+    assert not set("\x1b\x07\x9b\u202e") & set(said)
+
+
 def test_a_missing_file_is_one_message_and_names_the_nearest(capsys):
     assert main(["train", str(ROOT / "configs" / "quickstrat.yaml")]) == 2
     assert "quickstart.yaml?" in one_message(capsys, "train")
@@ -135,8 +298,10 @@ def test_a_missing_file_is_one_message_and_names_the_nearest(capsys):
         (["eval", "shipped:quickstart", "eval.top_q=1"], "or `eval.top_p`"),
         (["eval", "shipped:quickstart", "--data", "gsm8k"], "name it in data.path"),
         (["eval", "shipped:quickstart", "--path", "nowhere.jsonl"], "there is no file or folder nowhere.jsonl"),
-        (["data", "prepare", "gsm8k"], "name it in data.path"),
+        (["data", "prepare", "gsm8k"], "name it in --from"),
         (["data", "show", "gsn8k"], "did you mean 'gsm8k'?"),
+        (["data", "show", "nosuch"], "'one_digit_arithmetic'], and reasoning_gym:TASK for questions"),
+        (["data", "prepare", "nosuch"], "'one_digit_arithmetic'], and reasoning_gym:TASK for questions"),
         (["data", "show", "arithmetic", "--model", "no/such/folder"], "cannot read a tokenizer from"),
         (["sample", "shipped:quickstart", "--prompt", "1+x"], "character 'x'"),
         (["sample", "shipped:quickstart", "--prompt", "1", "--chat"], "no chat template"),
@@ -205,6 +370,65 @@ def test_config_prints_yaml_that_loads_back_equal(capsys, tmp_path):
     assert load_config(tmp_path / "printed.yaml") == expected
 
 
+CONFIGS = {
+    **{str(path): [] for path in sorted((ROOT / "configs").rglob("*.yaml"))},
+    str(ROOT / "configs" / "quickstart_sft.yaml"): ["--sft"],
+    str(ROOT / "configs" / "study" / "base_model_sft.yaml"): ["--sft"],
+    str(ROOT / "configs" / "aime_2024.yaml"): ["--eval"],
+}
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: Path(file).stem)
+def test_config_prints_what_differs_from_the_defaults_as_a_file_of_the_same(file, capsys, tmp_path):
+    schema = {"--sft": SftConfig, "--eval": EvaluateConfig, "": TrainConfig}["".join(CONFIGS[file])]
+    told = ["seed=3", 'data.prompt_template=Q: {prompt}\n"no: yes"']
+    assert main(["config", file, *told, "--changed", *CONFIGS[file]]) == 0
+    printed = tmp_path / "printed.yaml"
+    printed.write_text(capsys.readouterr().out)
+    expected = load_config(file, told, schema=schema)
+    assert load_config(printed, schema=schema) == expected
+    assert len(printed.read_text().splitlines()) < len(to_yaml(expected).splitlines()) / 2
+
+
+def test_what_has_no_default_is_printed_and_what_has_its_default_is_not(capsys, tmp_path):
+    (tmp_path / "mine.yaml").write_text(
+        "run_dir: runs/mine\nseed: 0\nloss: {clip_ratio_high: 0.3, clip_ratio_low: 0.2}\n"
+    )
+    assert main(["config", str(tmp_path / "mine.yaml"), "--changed"]) == 0
+    assert capsys.readouterr().out == "run_dir: runs/mine\nloss:\n  clip_ratio_high: 0.3\n"
+
+
+SAYS_WHEN_JAX_COMES = """
+import sys
+
+class Watch:
+    def find_spec(self, name, path=None, target=None):
+        if name == "jax":
+            print("jax is loaded", file=sys.stderr, flush=True)
+
+sys.meta_path.insert(0, Watch())
+from dapo_jax.cli import main
+
+sys.exit(main(["sample", "no_such_model", "--prompt", "1+1"]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("where", "first"), [("terminal", "dapo-jax sample: loading"), ("pipe", "jax is loaded")]
+)
+def test_a_terminal_sees_a_line_before_a_model_s_libraries_are_loaded(where, first):
+    """In a pipe standard error holds errors alone."""
+    ours, theirs = pty.openpty() if where == "terminal" else os.pipe()
+    command = [sys.executable, "-c", SAYS_WHEN_JAX_COMES]
+    with os.fdopen(theirs, "wb") as error:
+        subprocess.run(command, stdout=subprocess.DEVNULL, stderr=error, timeout=300, check=False)
+    with os.fdopen(ours, "rb", buffering=0) as found:  # a message is shorter than what either holds
+        lines = found.read(60_000).decode().splitlines()
+    assert lines[0] == first
+    assert "jax is loaded" in lines
+    assert lines[-1].startswith("dapo-jax sample: ")
+
+
 def test_config_prints_a_warm_starts_too(capsys):
     assert main(["config", str(ROOT / "configs" / "quickstart_sft.yaml"), "--sft"]) == 0
     assert "pairs_per_step: 512" in capsys.readouterr().out
@@ -231,8 +455,46 @@ def test_training_prints_where_it_got_and_where_things_are(trained, cut, capsys,
     assert re.search(
         r"^eval/arithmetic/avg@4: 0\.\d+ before \(step 0\), 0\.\d+ after step 2$", out, re.MULTILINE
     )
-    assert str(tmp_path / "run") in out
+    run = tmp_path / "run"
+    assert out.splitlines()[-3:] == [
+        f"metrics, rollouts, evaluations, checkpoints and the trained model are in {run}",
+        f"look inside:   dapo-jax report {run}",
+        f"ask the model: dapo-jax sample {run} --prompt TEXT -n 4",
+    ]
     assert [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 2]
+
+
+def test_a_run_of_numbers_speaks_of_rewards_and_of_nothing_correct(cut, capsys, tmp_path):
+    """Every score is 0 or less, so shares of correct responses would be 0.00 throughout, whatever is learnt."""
+    run_dir = tmp_path / "run"
+    settings = [
+        "dynamic_sampling.metric=score",
+        "log.rollouts_every_steps=1",
+        "checkpoint.every_steps=0",
+        "eval.every_steps=1",
+        "dynamic_sampling.max_waves=20",
+    ]
+    assert main([*cut(run_dir, "brief"), *settings]) == 0
+    out = capsys.readouterr().out
+    number = r"-\d[-.\de]*"
+    assert re.search(
+        rf"^eval/arithmetic/reward: {number} before \(step 0\), {number} after step 2$", out, re.MULTILINE
+    )
+    assert re.search(rf"^step 1/2  reward {number}  len ", out, re.MULTILINE)
+    assert re.search(rf"^eval  arithmetic  reward {number} ± ", out, re.MULTILINE)
+    text = (run_dir / "rollouts" / "step_000001.txt").read_text()
+    assert not re.search("acc |avg@|pass@|correct|wrong", out + text)
+    lines = read_metrics(run_dir / "metrics.jsonl")
+    assert all(line["rollout/accuracy"] == 0.0 < line["rollout/scores_differ_frac"] for line in lines[1:])
+    with Checkpointer(run_dir / "checkpoints", keep=9) as checkpointer:
+        assert checkpointer.best()[1] == max(line["eval/arithmetic/reward"] for line in lines[1:])
+
+
+def test_numbers_without_a_signal_by_verdict_name_the_remedy(cut, capsys, tmp_path):
+    assert main(cut(tmp_path / "run", "brief")) == 1
+    message = one_message(capsys, "train")
+    assert "of 8 groups 0 were all correct, 8 all wrong, 0 mixed" in message
+    assert "set dynamic_sampling.metric=score" in message
 
 
 def test_an_interrupted_run_is_resumed_from_the_command_line(trained, cut, graders, capsys, tmp_path):

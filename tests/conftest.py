@@ -78,6 +78,7 @@ def bucket(storage_server):
     yield storage_server
     storage_server.granted = granted
     storage_server.busy = 0
+    storage_server.ahead_s = 0.0
 
 
 @pytest.fixture(scope="session")

@@ -115,7 +115,7 @@ def test_a_malformed_row_is_named_with_file_and_line(said, name):
     }
     rows_file("data.jsonl", good.get(source, DAPO), row)
     found = said("data", "prepare", source, "--from", "data.jsonl", "--data-dir", "kept")
-    assert f"data.source='{source}': data.jsonl, line 2: " in found
+    assert f"dataset '{source}': data.jsonl, line 2: " in found
     assert message in found
 
 
@@ -126,7 +126,7 @@ TEMPLATES = {
     "a template that is no Jinja": (["--chat"], "{% for", "chat_template.jinja"),
     "a template that raises": (["--chat"], "{{ raise_exception('no') }}", "data.jsonl, line 1: "),
     "a template that reaches out": (["--chat"], "{{ messages.__class__.__mro__ }}", "data.jsonl, line 1: "),
-    "a system prompt without a chat": (["--system-prompt", "S"], CHATML, "data.jsonl, line 1: the prompt is plain text, but data.system"),
+    "a system prompt without a chat": (["--system-prompt", "S"], CHATML, "data.jsonl, line 1: the prompt is plain text, but --system-prompt"),
     "an option that the library sets": (
         ["--chat", "--chat-template-kwargs", '{"messages": 1}'], CHATML, "data.chat_template_kwargs.messages: found 1",
     ),

@@ -81,7 +81,17 @@ def test_it_begins_with_a_title_what_one_learns_and_the_install_cell(path):
     assert "%pip install" in install.source
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS)
+QUICK = ("loss", "one_step_by_hand", "sampler")
+"""Those that train whole runs are slow, and what they call is in other tests."""
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (path.stem not in QUICK))
+        for path in sorted(FOLDER.glob("*.ipynb"))
+    ],
+)
 def test_it_runs_from_top_to_bottom(path, run):
     before = sorted(FOLDER.iterdir())
     notebook = run(read(path), FOLDER)

@@ -2,21 +2,21 @@
 
 import argparse
 import json
-import os
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeAlias
 
-from dapo_jax.config.values import without_password
+from dapo_jax.config import ConfigError
+from dapo_jax.config.values import without_secrets
+from dapo_jax.visible import visible
 
 LONGEST_MESSAGE = 1800
 """Characters: a message quotes what was found, and a file may hold anything."""
 
-SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY")
-"""Variables of the environment whose values are never printed, whoever put them into a message."""
-SHORTEST_SECRET = 8
-"""Characters; a shorter value would be found in ordinary words."""
-
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+CONFIG = "a YAML file, or the name of a configuration that comes with the package, such as quickstart"
 
 MODEL = "preset:NAME, shipped:NAME, hf:ORG/NAME, a model folder, or a run folder"
 
@@ -55,15 +55,31 @@ def json_object(text: str) -> dict[str, Any]:
     return read
 
 
+def write_json(where: str, content: Any) -> None:
+    """Writes `content` to the file `where`, or to standard output if that is `-`.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    text = json.dumps(content, indent=1) + "\n"
+    if where == "-":
+        sys.stdout.write(text)
+        return
+    # Imported late: usage errors answer without loading etils.
+    from dapo_jax.storage import write_whole
+
+    try:
+        write_whole(Path(where).expanduser(), text.encode())
+    except OSError as error:
+        raise ConfigError(f"--json {where}: it cannot be written: {error.strerror or error}") from error
+
+
 def printable(message: str) -> str:
-    """A message without tokens and passwords, and without its middle if it is very long.
+    """A message without tokens and passwords, without what a terminal would obey, and without its middle if it is very long.
 
     The place stands at a message's beginning, the remedy at its end.
     """
-    for name in SECRETS:
-        if len(value := os.environ.get(name, "")) >= SHORTEST_SECRET:
-            message = message.replace(value, f"${name}")
-    message = without_password(message)
+    message = visible(without_secrets(message))
     if len(message) <= LONGEST_MESSAGE:
         return message
     half = LONGEST_MESSAGE // 2

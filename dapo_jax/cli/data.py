@@ -1,10 +1,29 @@
 """`data` and `score`: what is asked, and how answers are graded, without a model."""
 
 import argparse
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from dapo_jax.cli.arguments import Commands, add_conversation, command, json_object
-from dapo_jax.config import DataConfig
+from dapo_jax.config import ConfigError, DataConfig
+
+OPTIONS = {
+    "data.chat=true (--chat)": "--chat",
+    "data.chat=true": "--chat",
+    "data.chat=false": "no --chat",
+    "data.deduplicate=false": "--keep-repeated",
+    "data.source": "dataset",
+    "data.path": "--from",
+    "data.source_options": "--options",
+    "data.on_bad_row": "--on-bad-row",
+    "data.data_dir": "--data-dir",
+    "data.prompt_template": "--prompt-template",
+    "data.system_prompt": "--system-prompt",
+    "data.chat_template_kwargs": "--chat-template-kwargs",
+}
+"""Keys of a configuration -> the options of `data` that set them."""
 
 
 def add_to(commands: Commands) -> None:
@@ -38,7 +57,9 @@ def add_to(commands: Commands) -> None:
 
 def _add_dataset(made: argparse.ArgumentParser) -> None:
     made.add_argument(
-        "source", metavar="NAME", help="dapo_math_17k, aime_2024, gsm8k, math_500, jsonl, arithmetic, ..."
+        "source",
+        metavar="NAME",
+        help="dapo_math_17k, aime_2024, gsm8k, math_500, jsonl, arithmetic, reasoning_gym:TASK, ...",
     )
     made.add_argument(
         "--from", dest="path", default="", metavar="PATH", help="the file or folder it is read from"
@@ -55,7 +76,8 @@ def prepare(arguments: argparse.Namespace) -> int:
     """Prepares and says what each split has."""
     from dapo_jax.run.datasets import prepare
 
-    print(prepare(_dataset(arguments)), end="")
+    with _in_options():
+        print(prepare(_dataset(arguments)), end="")
     return 0
 
 
@@ -70,8 +92,24 @@ def show(arguments: argparse.Namespace) -> int:
         system_prompt=arguments.system_prompt,
         chat_template_kwargs=arguments.chat_template_kwargs,
     )
-    print(show(data, split=arguments.split, model=arguments.model, count=arguments.n), end="")
+    with _in_options():
+        print(show(data, split=arguments.split, model=arguments.model, count=arguments.n), end="")
     return 0
+
+
+@contextmanager
+def _in_options() -> Iterator[None]:
+    """Errors speak of options, where those of a run speak of keys."""
+    try:
+        yield
+    except ConfigError as error:
+        message = str(error)
+        for key, option in OPTIONS.items():
+            message = re.sub(rf"\b{re.escape(key)}(?![\w.])", option, message)
+            message = message.replace(f"{option}=", f"{option} ")
+        if "no dataset builder is named" in message and "did you mean" not in message:
+            message += ", and reasoning_gym:TASK for questions that the package reasoning-gym makes up"
+        raise ConfigError(message) from error
 
 
 def _dataset(arguments: argparse.Namespace) -> DataConfig:

@@ -1,11 +1,9 @@
 """`doctor`: whether this machine, with this configuration, can train."""
 
 import argparse
-import json
-import sys
 from pathlib import Path
 
-from dapo_jax.cli.arguments import Commands, add_overrides, command
+from dapo_jax.cli.arguments import CONFIG, Commands, add_overrides, command, write_json
 from dapo_jax.config import ConfigError, load_config
 
 
@@ -14,7 +12,7 @@ def add_to(commands: Commands) -> None:
     made = command(
         commands, "doctor", doctor, "Find out whether this machine, with this configuration, can train."
     )
-    made.add_argument("config", nargs="?", help="a YAML file; without one the machine alone is examined")
+    made.add_argument("config", nargs="?", help=f"{CONFIG}; without one the machine alone is examined")
     add_overrides(made)
     made.add_argument(
         "--full", action="store_true", help="make the tiny step with the run's own model, however large"
@@ -61,6 +59,5 @@ def doctor(arguments: argparse.Namespace) -> int:
     report.show(findings, console, configured=config is not None)
     found = report.as_data(findings, configured=config is not None)
     if arguments.json:
-        text = json.dumps(found, indent=1) + "\n"
-        sys.stdout.write(text) if arguments.json == "-" else Path(arguments.json).write_text(text)
+        write_json(arguments.json, found)
     return 0 if found["can_train"] else 1

@@ -6,7 +6,8 @@ import signal
 from dataclasses import fields
 from functools import partial
 
-from dapo_jax.cli.arguments import MODEL, Commands, add_conversation, add_overrides, command
+from dapo_jax.cli.arguments import MODEL, Commands, add_conversation, add_overrides, command, printable
+from dapo_jax.visible import visible
 
 SHORT = {
     "k": "eval.samples_per_prompt",
@@ -26,7 +27,9 @@ SHORT = {
 
 def add_to(commands: Commands) -> None:
     """Adds the commands."""
-    _add_eval(command(commands, "eval", evaluate, "avg@k, pass@k and cons@k on held-out prompts."))
+    _add_eval(
+        command(commands, "eval", evaluate, "avg@k, pass@k, cons@k and the reward on held-out prompts.")
+    )
     _add_sample(command(commands, "sample", sample, "Sample responses to prompts."))
     text = "Answer requests over gRPC with JetStream (needs the extra jetstream)."
     _add_serve(command(commands, "serve", serve, text))
@@ -34,7 +37,7 @@ def add_to(commands: Commands) -> None:
 
 def evaluate(arguments: argparse.Namespace) -> int:
     """Evaluates and prints the table."""
-    from dapo_jax.evaluation import table
+    from dapo_jax.evaluation import lost_verdicts, table
     from dapo_jax.run import evaluate
 
     told = [
@@ -48,7 +51,10 @@ def evaluate(arguments: argparse.Namespace) -> int:
     found = evaluate(
         arguments.model, arguments.config, overrides=[*told, *arguments.overrides], keep=arguments.keep
     )
-    print(table(found.scores), end="")
+    print(table(found.scores, metric=found.metric), end="")
+    for name, groups in found.groups.items():
+        if lost := lost_verdicts(groups):
+            print(f"{name}: {printable(lost)}")
     return 0
 
 
@@ -93,9 +99,9 @@ def sample(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
     )
     for group in groups:
-        print(group.prompt.text)
+        print(visible(group.prompt.text))
         for rollout in group.rollouts:
-            print(f"    {rollout.text}{' ...' if rollout.truncated else ''}")
+            print(f"    {visible(rollout.text)}{' ...' if rollout.truncated else ''}")
     return 0
 
 

@@ -1,11 +1,9 @@
 """`plan`: what a run would need, before there is a machine to run it on."""
 
 import argparse
-import json
 import sys
-from pathlib import Path
 
-from dapo_jax.cli.arguments import Commands, add_overrides, command
+from dapo_jax.cli.arguments import CONFIG, Commands, add_overrides, command, write_json
 from dapo_jax.config import ConfigError, load_config
 
 
@@ -14,7 +12,7 @@ def add_to(commands: Commands) -> None:
     made = command(
         commands, "plan", plan, "Memory, traffic and least time of a run, compiled for a TPU slice."
     )
-    made.add_argument("config", help="a YAML file")
+    made.add_argument("config", help=CONFIG)
     add_overrides(made)
     made.add_argument(
         "--topology",
@@ -78,7 +76,8 @@ def plan(arguments: argparse.Namespace) -> int:
             raise ConfigError("--sweep compares meshes of a slice: name it with --topology")
         found = sweep(config, made, assumed=assumed, only=arguments.only, say=say)
         table.show_sweep(found, console)
-        _write(arguments.json, report.swept_as_data(found))
+        if arguments.json:
+            write_json(arguments.json, report.swept_as_data(found))
         return 0 if any(not isinstance(one, str) for _, one in found) else 1
     result = planning.plan(config, slice=made, assumed=assumed, only=arguments.only, say=say)
     tried = []
@@ -89,24 +88,10 @@ def plan(arguments: argparse.Namespace) -> int:
         ) if arguments.suggest_s else []  # fmt: skip
     table.show(result, console)
     table.show_failures(result, tried, console)
-    _write(
-        arguments.json,
-        {
-            **report.as_data(result),
-            "tried": [{"overrides": list(one.overrides), "fits": one.fits} for one in tried],
-        },
-    )
+    if arguments.json:
+        alternatives = [{"overrides": list(one.overrides), "fits": one.fits} for one in tried]
+        write_json(arguments.json, {**report.as_data(result), "tried": alternatives})
     return 0 if result.fits else 1
-
-
-def _write(where: str | None, content: object) -> None:
-    if where is None:
-        return
-    text = json.dumps(content, indent=1) + "\n"
-    if where == "-":
-        sys.stdout.write(text)
-    else:
-        Path(where).write_text(text)
 
 
 def _lengths(text: str) -> tuple[float, float]:

@@ -27,12 +27,24 @@ def add_to(commands: Commands) -> None:
         "--rollout-steps",
         metavar="N",
         type=int,
-        help="show the rollouts of at most N logged steps, evenly spaced (default all)",
+        help="show the rollouts of at most N logged steps and the responses of at most N evaluations, evenly spaced (default all)",
+    )
+    made.add_argument(
+        "--watch",
+        action="store_true",
+        help="serve the page to this machine's browser instead, and keep it current while the runs go on",
+    )
+    made.add_argument(
+        "--port", metavar="N", type=int, help="with --watch: the port of 127.0.0.1 (default a free one)"
     )
 
 
 def report(arguments: argparse.Namespace) -> int:
-    """Makes the page and says where it is."""
+    """Makes the page and says where it is, or serves it."""
+    if arguments.watch:
+        return _watch(arguments)
+    if arguments.port is not None:
+        raise ConfigError(f"--port {arguments.port} goes with --watch; a page in a file has no port")
     from dapo_jax.report import report
     from dapo_jax.storage import path_of
 
@@ -56,4 +68,17 @@ def report(arguments: argparse.Namespace) -> int:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise ConfigError(f"cannot write the report: {error}") from error
+    return 0
+
+
+def _watch(arguments: argparse.Namespace) -> int:
+    """Serves the page until it is interrupted."""
+    from dapo_jax.report.watching import watch
+
+    for name in ("out", "png", "rollout_steps"):
+        if getattr(arguments, name) is not None:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {getattr(arguments, name)} goes with a page that is written, and --watch writes none: leave out one of the two"
+            )
+    watch(*arguments.runs, port=arguments.port or 0)
     return 0

@@ -1,9 +1,12 @@
 """`train`, `sft`, and `config`, which shows what they would read."""
 
 import argparse
+import re
+import shlex
 
-from dapo_jax.cli.arguments import Commands, add_overrides, command
+from dapo_jax.cli.arguments import CONFIG, Commands, add_overrides, command
 from dapo_jax.config import EvaluateConfig, SftConfig, TrainConfig, load_config, to_yaml
+from dapo_jax.config.loading import changed_yaml
 
 
 def add_to(commands: Commands) -> None:
@@ -14,51 +17,64 @@ def add_to(commands: Commands) -> None:
     _configured(command(commands, "sft", sft, "Warm a model up on prompt / response pairs."))
     made = command(commands, "config", config, "Print a configuration with every default filled in.")
     _configured(made)
+    made.add_argument("--changed", action="store_true", help="only what differs from the defaults")
     kinds = made.add_mutually_exclusive_group()
     kinds.add_argument("--sft", action="store_true", help="the file is a warm start's")
     kinds.add_argument("--eval", action="store_true", help="the file is an evaluation's")
 
 
 def _configured(made: argparse.ArgumentParser) -> None:
-    made.add_argument("config", help="a YAML file")
+    made.add_argument("config", help=CONFIG)
     add_overrides(made)
 
 
 def train(arguments: argparse.Namespace) -> int:
     """Trains, and says how evaluation changed."""
     config = load_config(arguments.config, arguments.overrides)
-    from dapo_jax.parallel.processes import is_first
+    from dapo_jax.parallel.processes import is_first, wanted
+
+    if not wanted():
+        # Before what takes seconds to import; of several processes nobody knows yet which is the first.
+        print(f"{config.steps} steps in {config.run_dir}: starting ...", flush=True)
     from dapo_jax.run import train
 
     result = train(config, resume=arguments.resume, stop=arguments.stop)
     scored = [line for line in result.metrics if any(key.startswith("eval/") for key in line)]
-    for name in (
-        (key for key in scored[0] if "/avg@" in key and not key.endswith("_stderr")) if scored else ()
-    ):
-        before, after = scored[0], scored[-1]
-        print(
-            f"{name}: {before[name]:.3f} before (step {before['step']}), {after[name]:.3f} after step {after['step']}"
-        )
+    shown = r"eval/.+/(avg@\d+|reward)" if config.dynamic_sampling.metric == "correct" else "eval/.+/reward"
+    for name in scored[0] if scored else ():
+        if re.fullmatch(shown, name):
+            (before, after), figures = (scored[0], scored[-1]), ".4g" if name.endswith("reward") else ".3f"
+            print(
+                f"{name}: {before[name]:{figures}} before (step {before['step']}), {after[name]:{figures}} after step {after['step']}"
+            )
     if is_first():
+        run = shlex.quote(str(result.run_dir))
         print(f"metrics, rollouts, evaluations, checkpoints and the trained model are in {result.run_dir}")
+        print(f"look inside:   dapo-jax report {run}")
+        print(f"ask the model: dapo-jax sample {run} --prompt TEXT -n 4")
     return 0
 
 
 def sft(arguments: argparse.Namespace) -> int:
     """Warms up, and says how evaluation ended."""
     config = load_config(arguments.config, arguments.overrides, schema=SftConfig)
+    print(f"warm start of {config.model.source}, {config.steps} steps, in {config.run_dir}", flush=True)
     from dapo_jax.evaluation import table
     from dapo_jax.run import sft
 
     result = sft(config)
     if any(key.startswith("eval/") for key in result.metrics):
         print(table(result.metrics), end="")
+    model = shlex.quote(f"{config.run_dir}/model")
     print(f"the model is in {config.run_dir}/model")
+    print(f"ask it:        dapo-jax sample {model} --prompt TEXT -n 4")
+    print(f"train it:      dapo-jax train CONFIG model.source={model}")
     return 0
 
 
 def config(arguments: argparse.Namespace) -> int:
     """Prints the configuration."""
     schema = SftConfig if arguments.sft else EvaluateConfig if arguments.eval else TrainConfig
-    print(to_yaml(load_config(arguments.config, arguments.overrides, schema=schema)), end="")
+    written = changed_yaml if arguments.changed else to_yaml
+    print(written(load_config(arguments.config, arguments.overrides, schema=schema)), end="")
     return 0

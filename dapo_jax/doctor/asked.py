@@ -14,7 +14,7 @@ from dapo_jax.doctor.checks import Found, shortened
 from dapo_jax.rewards.sample import Sample
 from dapo_jax.rollouts import Prompt, Verdict
 from dapo_jax.run.grading import submit_of
-from dapo_jax.run.prompts import GivenRows, dated, held_out_prompts, training_prompts
+from dapo_jax.run.prompts import GivenRows, dated, drawn_too_often, held_out_prompts, training_prompts
 from dapo_jax.text.tokenizers import Tokenizer
 
 FORMS = (
@@ -48,9 +48,10 @@ class Asked:
     @cached_property
     def source(self) -> tuple[PromptSource, Sequence[str]]:
         """The prompts to train on, and what is to be said of them."""
-        return training_prompts(
+        source, asked = training_prompts(
             dated(self.config.data), self.tokenizer, seed=self.config.seed, rows=self.rows
         )
+        return source, asked.notes
 
     def prompts(self, count: int) -> list[Prompt]:
         """The first that a run would ask."""
@@ -62,6 +63,9 @@ class Asked:
         source, notes = self.source
         details = [line for prompt in self.prompts(SHOWN) for line in self._shown(prompt)]
         said = "; ".join([f"{source.rows_per_epoch:,} prompts to train on", *notes])
+        if found := drawn_too_often(self.config, source.rows_per_epoch):
+            often, remedy = found
+            return Found(said=f"{said}; {often}", state="warning", remedy=remedy, details=tuple(details))
         return Found(said=said, details=tuple(details))
 
     def held_out(self) -> Found:
@@ -86,7 +90,10 @@ class Asked:
         finally:
             if close is not None:
                 close()
-        return _judged(asked, verdicts, seconds=seconds, limit=limit, own_form=bool(self.form))
+        took = f"{sum(map(len, asked))} responses in {seconds:.1f} s, where one call may take {limit:g} s"
+        if self.config.dynamic_sampling.metric == "score":
+            return _scored(asked, verdicts, took=took)
+        return _judged(asked, verdicts, took=took, own_form=bool(self.form))
 
     def _lost(self, verdict: Verdict) -> Found:
         reward = self.config.reward
@@ -141,16 +148,22 @@ def _judged(
     asked: Sequence[Sequence[Sample]],
     verdicts: Sequence[Sequence[Verdict]],
     *,
-    seconds: float,
-    limit: float,
+    took: str,
     own_form: bool,
 ) -> Found:
+    """Of graders whose verdicts count."""
+    numbers = any(one.score is not None for each in verdicts for one in each)
+    by_score = (
+        "; a score counts as right above 0: if these numbers are the reward itself, set dynamic_sampling.metric=score"
+        if numbers
+        else ""
+    )
     empty = [samples[-1] for samples, each in zip(asked, verdicts, strict=True) if each[-1].correct]
     if empty:
         return Found(
             said=f"an empty response to {_named(empty[0].prompt)} is called right",
             state="failed",
-            remedy="mend the grader: a policy would learn to say nothing",
+            remedy=f"mend the grader: a policy would learn to say nothing{by_score}",
         )
     wrong = [
         (samples, each)
@@ -161,7 +174,7 @@ def _judged(
         form = next(sample.response for sample, one in zip(asked[0], verdicts[0], strict=True) if one.correct)
         return Found(
             said=f"{len(asked)} of {len(asked)} reference answers are right when written like {form!r}, and an empty response is wrong; "
-            f"{sum(map(len, asked))} responses in {seconds:.1f} s, where one call may take {limit:g} s"
+            f"{took}"
         )
     samples, each = wrong[0]
     reason = f" ({each[0].reason})" if each[0].reason else ""
@@ -174,8 +187,33 @@ def _judged(
         said=f"{len(wrong)} of {len(asked)} reference answers are called wrong, such as {samples[0].prompt.answer!r} to "
         f"{_named(samples[0].prompt)}, written as {', '.join(repr(sample.response) for sample in samples[:-1])}{reason}",
         state="failed" if 2 * len(wrong) >= len(asked) else "warning",
-        remedy=f"take the grader that fits these answers (reward.grader){told}",
+        remedy=f"take the grader that fits these answers (reward.grader){told}{by_score}",
     )
+
+
+def _scored(asked: Sequence[Sequence[Sample]], verdicts: Sequence[Sequence[Verdict]], *, took: str) -> Found:
+    """Of reward functions whose scores count: there may be no right answer, but silence must not be the best one."""
+    scores = [[one.score for one in each if one.score is not None] for each in verdicts]
+    if any(len(known) < len(each) for known, each in zip(scores, verdicts, strict=True)):
+        return Found(
+            said="a plain verdict was given, and dynamic_sampling.metric=score needs scores",
+            state="failed",
+            remedy="return a number from the reward function, or set dynamic_sampling.metric=correct",
+        )
+    best, empty = [max(known[:-1]) for known in scores], [known[-1] for known in scores]
+    said = f"reference answers score {_span(best)}, an empty response {_span(empty)}; {took}"
+    if any(nothing >= answer for nothing, answer in zip(empty, best, strict=True)):
+        return Found(
+            said=said,
+            state="warning",
+            remedy="where an empty response scores as much as an answer, a policy may learn to say nothing: see that this is what you mean",
+        )
+    return Found(said=said)
+
+
+def _span(values: Sequence[float]) -> str:
+    low, high = min(values), max(values)
+    return f"{low:g}" if low == high else f"{low:g} to {high:g}"
 
 
 def _named(prompt: Prompt) -> str:

@@ -13,7 +13,8 @@ import jax
 from dapo_jax.checkpoints import Checkpointer
 from dapo_jax.config import ConfigError, ModelConfig, TrainConfig
 from dapo_jax.doctor.checks import Found
-from dapo_jax.doctor.machine import device_bytes, gib, host_bytes, not_writable
+from dapo_jax.doctor.machine import device_bytes, host_bytes, not_writable
+from dapo_jax.extras import how_to_install
 from dapo_jax.models.hub import look_up
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.safetensors_files import SafetensorsFolder
@@ -22,12 +23,10 @@ from dapo_jax.plan.plan import Plan, plan_for
 from dapo_jax.plan.workload import Assumptions
 from dapo_jax.run.places import place_of
 from dapo_jax.run.policy import description_of, mesh_of, meshes_of
+from dapo_jax.run.room import gib, written_by
 from dapo_jax.run.train import check_run_dir
 from dapo_jax.storage import AnyPath, in_bucket
 from dapo_jax.text.tokenizers import Tokenizer
-
-STATE_BYTES, EXPORT_BYTES = 12, 4
-"""Of a parameter: in a checkpoint (float32 weights and two moments), and in the model that is written at the end."""
 
 CROWDED = 0.8
 """Share of the memory beyond which a warning is given: activations are not counted."""
@@ -144,17 +143,11 @@ class Configured:
 
     def written(self) -> dict[str, tuple[str, int]]:
         """Key -> folder, and bytes that a run writes there."""
-        config = self.config
         try:
             parameters = self.decoder.parameters
         except ConfigError:
             parameters = 0  # another check says so
-        # While the newest is written, the oldest still lies there.
-        kept = (config.checkpoint.keep + 1) * STATE_BYTES * parameters + EXPORT_BYTES * parameters
-        places = {"run_dir": (config.run_dir, kept), "data.data_dir": (config.data.data_dir, 0)}
-        return places | (
-            {"compilation_cache": (config.compilation_cache, 0)} if config.compilation_cache else {}
-        )
+        return written_by(self.config, parameters)
 
     def run_dir(self) -> Found:
         """Whether the run's folder is free, or holds this very run, and can be written to."""
@@ -216,7 +209,7 @@ def _missing(key: str, package: str, extra: str) -> Found:
     return Found(
         said=f"{key}=true needs the package {package}, which is not installed",
         state="failed",
-        remedy=f"pip install 'dapo_jax[{extra}]', or set {key}=false",
+        remedy=f"{how_to_install(extra)}, or set {key}=false",
     )
 
 

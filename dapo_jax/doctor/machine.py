@@ -3,7 +3,6 @@
 import importlib.util
 import os
 import platform
-import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Mapping
@@ -13,7 +12,9 @@ from pathlib import Path
 import jax
 
 from dapo_jax.doctor.checks import Found
+from dapo_jax.extras import how_to_install
 from dapo_jax.run.records import use_compilation_cache
+from dapo_jax.run.room import SPARE, gib, nearest, room_for
 from dapo_jax.storage import AnyPath, in_bucket, path_of
 
 PACKAGES = ("dapo_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
@@ -28,9 +29,6 @@ EXTRAS = {
     "wandb": "wandb",
 }
 """Extra of the package -> a module that it brings."""
-
-SPARE = 2**30
-"""Bytes that a disk should have left beyond what is needed."""
 
 _PLUGINS = {"libtpu": "tpu", "jax-cuda12-plugin": "gpu", "jax-cuda13-plugin": "gpu"}
 """Distribution -> the devices that it is for."""
@@ -56,7 +54,7 @@ def extras() -> Found:
     missing = [name for name in EXTRAS if name not in there]
     said = ", ".join(there) or "none"
     if missing:
-        said += f"; not installed: {', '.join(missing)} (pip install 'dapo_jax[NAME]')"
+        said += f"; not installed: {', '.join(missing)} ({how_to_install('NAME')})"
     return Found(said=said)
 
 
@@ -93,7 +91,7 @@ def _missed() -> tuple[str, str]:
             "it should be",
         )
     if _NVIDIA.exists():
-        return "there is a driver of NVIDIA, but no plugin of JAX for it", "pip install 'dapo_jax[cuda]'"
+        return "there is a driver of NVIDIA, but no plugin of JAX for it", how_to_install("cuda")
     return "", ""
 
 
@@ -131,27 +129,9 @@ def host_bytes() -> tuple[int, int]:
 
 
 def disk(places: Mapping[str, tuple[str, int]]) -> Found:
-    """Free space where things are written: key -> (folder, bytes that will be written there). What lies in a bucket has no end."""
-    local = {
-        key: (nearest(path_of(folder)), size)
-        for key, (folder, size) in places.items()
-        if not in_bucket(folder)
-    }
-    said: list[str] = []
-    state, remedies = "ok", []
-    for device in dict.fromkeys(folder.stat().st_dev for folder, _ in local.values()):
-        keys = [key for key, (folder, _) in local.items() if folder.stat().st_dev == device]
-        free = shutil.disk_usage(local[keys[0]][0]).free
-        needed = sum(local[key][1] for key in keys)
-        need = f", {gib(needed)} needed" if needed else ""
-        said.append(f"{gib(free)} free for {', '.join(keys)}{need}")
-        if free < needed + SPARE:
-            state = "failed" if free < max(needed, SPARE // 16) else ("warning" if state == "ok" else state)
-            remedies.append(
-                f"free {gib(needed + SPARE - free)}, or set {' or '.join(keys)} to a folder on another disk"
-            )
-    said += [f"{key} lies in a bucket" for key in places if key not in local]
-    return Found(said="; ".join(said), state=state, remedy="; ".join(remedies))
+    """Free space where things are written; see `room_for`."""
+    room = room_for(places)
+    return Found(said=room.said, state=room.state, remedy=room.remedy)
 
 
 def compilation_cache(folder: str) -> Found:
@@ -176,18 +156,3 @@ def not_writable(folder: AnyPath) -> str:
             return ""
     except OSError as error:
         return str(error)
-
-
-def nearest(folder: AnyPath) -> Path:
-    """The folder, or the nearest above it that is there; a file if one is in its way."""
-    path = Path(folder).absolute()
-    return next(each for each in (path, *path.parents) if each.exists())
-
-
-def gib(size: int) -> str:
-    """Bytes in a unit that suits them.
-
-    >>> gib(3 * 2**29), gib(5 * 2**20)
-    ('1.5 GiB', '5 MiB')
-    """
-    return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.0f} MiB"

@@ -35,8 +35,9 @@ from dapo_jax.metrics import to_scalars
 from dapo_jax.parallel.mesh import BATCH_AXES
 from dapo_jax.rewards import whole_group
 from dapo_jax.rewards.sample import Sample
-from dapo_jax.rollouts import Group, Prompt
+from dapo_jax.rollouts import Group, Prompt, Rollout
 from dapo_jax.run.assembly import Run
+from dapo_jax.run.identity import IDENTITY
 from dapo_jax.run.policy import mesh_of, meshes_of
 from dapo_jax.run.rollout import grading
 from dapo_jax.training.loop import Position
@@ -127,13 +128,10 @@ class TinyStep:
             rollouts, seconds = _timed(lambda: _rollouts(list(grader.groups(sampled))))
         finally:
             grader.close()
-        lost = sum(rollout.verdict.lost != "" for rollout in rollouts)
-        said = f"{sum(r.correct for r in rollouts)} of {len(rollouts)} are right, {lost} got no verdict, {seconds:.1f} s"
-        if lost:
-            return Found(
-                said=said, state="warning", remedy="raise reward.timeout_s or reward.worker_memory_mb"
-            )
-        return Found(said=said)
+        cut = self.config.sampling.max_response_tokens < self._whole.sampling.max_response_tokens
+        random = self.config.model.source.startswith("preset:")
+        by_score = self.config.dynamic_sampling.metric == "score"
+        return graded(rollouts, seconds, by_score=by_score, cut=cut, random=random)
 
     def update(self) -> Found:
         """Two updates: the second is to a policy that is no longer the one that sampled."""
@@ -181,7 +179,7 @@ class TinyStep:
                 remedy="set TMPDIR to a folder on a larger disk",
             )
         before, began = _digests(self._state), time.monotonic()
-        self._checkpointer.save(1, self._state, {"cursor": 0, "seed": self.config.seed}, {})
+        self._checkpointer.save(1, self._state, {"cursor": 0, IDENTITY: self._run.identity}, {})
         self._checkpointer.wait()
         del self._state  # one at a time is in memory
         self._state = self._started(resume=True)
@@ -198,6 +196,33 @@ class TinyStep:
     def _started(self, *, resume: bool) -> TrainState:
         # There is one checkpoint at most: if it is damaged there is nothing to pass over to, which raises.
         return self._run.start(self._checkpointer, resume=resume, say=lambda _: None).state
+
+
+def graded(rollouts: Sequence[Rollout], seconds: float, *, by_score: bool, cut: bool, random: bool) -> Found:
+    """What the grader said of sampled responses, which are shorter than the run's with `cut`, and of `random` weights."""
+    lost = sum(rollout.verdict.lost != "" for rollout in rollouts)
+    right, count = sum(rollout.correct for rollout in rollouts), len(rollouts)
+    rewards = sorted(rollout.reward for rollout in rollouts)
+    found = (
+        f"rewards from {rewards[0]:.3g} to {rewards[-1]:.3g}" if by_score else f"{right} of {count} are right"
+    )
+    said = f"{found}, {lost} got no verdict, {seconds:.1f} s"
+    if lost:
+        return Found(said=said, state="warning", remedy="raise reward.timeout_s or reward.worker_memory_mb")
+    if by_score or right:
+        return Found(said=said)
+    if random:
+        return Found(said=f"{said}; random weights are right by luck alone")
+    if cut and all(rollout.truncated for rollout in rollouts):
+        return Found(
+            said=f"{said}; all were cut off after {rollouts[0].response_tokens} tokens, which is shorter than in a run"
+        )
+    return Found(
+        said=said,
+        state="warning",
+        remedy="of so few that may be chance; see what the model writes (dapo-jax sample), and that the grader takes it: a run in which all is "
+        "wrong learns nothing. A model that does not know the task is warmed up first (dapo-jax sft)",
+    )
 
 
 @whole_group
@@ -221,7 +246,7 @@ def reduced(config: TrainConfig, prompts: Sequence[Prompt]) -> TrainConfig:
             steps_per_call=min(config.sampling.steps_per_call, limit),
         ),
         reward=replace(config.reward, overlong=OverlongConfig(enabled=False)),
-        dynamic_sampling=DynamicSamplingConfig(enabled=False),
+        dynamic_sampling=DynamicSamplingConfig(enabled=False, metric=config.dynamic_sampling.metric),
         batch=BatchConfig(
             prompts_per_step=len(prompts),
             group_size=GROUP,
@@ -242,7 +267,7 @@ def _spread(mesh: jax.sharding.Mesh) -> int:
     return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
 
 
-def _rollouts(groups: Sequence[Group]) -> list[Any]:
+def _rollouts(groups: Sequence[Group]) -> list[Rollout]:
     return [rollout for group in groups for rollout in group.rollouts]
 
 

@@ -4,8 +4,9 @@ Tensor names and orientations are those of transformers' Llama, Qwen2 and Qwen3,
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from flax import nnx
@@ -78,6 +79,7 @@ def save_model(
     eos_ids: Sequence[int] = (),
     bos_id: int | None = None,
     pad_id: int | None = None,
+    token_ids: Mapping[str, Any] = MappingProxyType({}),
 ) -> int:
     """Writes a model folder that `load_model` and transformers read; returns the bytes of its tensors.
 
@@ -90,8 +92,9 @@ def save_model(
         eos_ids: tokens that end a text, for config.json.
         bos_id: the token that begins a text, if there is one.
         pad_id: the token that fills unused places.
+        token_ids: further tokens by their names in config.json.
     """
-    described = describe(config, dtype=dtype, eos_ids=eos_ids, bos_id=bos_id, pad_id=pad_id)
+    described = describe(config, dtype=dtype, eos_ids=eos_ids, bos_id=bos_id, pad_id=pad_id) | dict(token_ids)
     return write_model(
         folder, described, list(exported(config, params)), dtype=dtype, max_shard_bytes=max_shard_bytes
     )

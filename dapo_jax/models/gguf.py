@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from dapo_jax.extras import how_to_install
 from dapo_jax.models.config_json import FAMILIES
 from dapo_jax.models.gguf_header import check_header
 from dapo_jax.models.presets import DecoderConfig
@@ -53,7 +54,7 @@ class GgufFile:
             from gguf import GGUFReader
         except ImportError as error:
             raise ValueError(
-                f"{path} is a GGUF file; reading it takes the package gguf: pip install 'dapo_jax[gguf]'"
+                f"{path} is a GGUF file; reading it takes the package gguf: {how_to_install('gguf')}"
             ) from error
         self._path = path
         try:

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from dapo_jax.extras import how_to_install
+
 PATTERNS = ("*.safetensors", "*.json", "*.jinja")
 """What is fetched: never code, never pickled weights."""
 
@@ -77,7 +79,7 @@ def _client() -> Any:
         return importlib.import_module("huggingface_hub")
     except ImportError as error:
         raise ValueError(
-            "models from the hub need huggingface_hub, which is not installed: pip install 'dapo_jax[hub]'"
+            f"models from the hub need huggingface_hub, which is not installed: {how_to_install('hub')}"
         ) from error
 
 

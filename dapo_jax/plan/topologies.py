@@ -10,6 +10,7 @@ from difflib import get_close_matches
 import jax
 
 from dapo_jax.config import ConfigError
+from dapo_jax.extras import how_to_install
 from dapo_jax.plan.chips import CHIPS, Chip
 
 _SQUARES = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
@@ -96,7 +97,7 @@ def devices_of(made: Slice) -> list[jax.Device]:
     """
     if importlib.util.find_spec("libtpu") is None:
         raise ConfigError(
-            "--topology compiles for TPUs with libtpu, which is not installed: pip install 'dapo_jax[tpu]' "
+            f"--topology compiles for TPUs with libtpu, which is not installed: {how_to_install('tpu')} "
             "(684 MB; it needs no TPU), or leave --topology out for sizes alone"
         )
     describe_only()

@@ -110,18 +110,24 @@ def _length(option: str, given: int | float | None, key: str, limit: int, notes:
 
 
 def _sampled(config: TrainConfig, informative: int | float, notes: list[str]) -> tuple[int, int]:
-    dynamic, needed = config.dynamic_sampling, config.batch.prompts_per_step
+    dynamic, needed, wave = config.dynamic_sampling, config.batch.prompts_per_step, config.prompts_per_wave
     if not dynamic.enabled:
         notes.append("no dynamic sampling: one wave, all groups are trained on")
         return needed, 1
     if not 0 < informative <= 1:
         raise ConfigError(f"--informative={informative} must be above 0 and at most 1")
-    waves = math.ceil(needed / (informative * dynamic.prompts_per_wave))
+    waves = math.ceil(needed / (informative * wave))
     if waves > dynamic.max_waves:
         raise ConfigError(
-            f"with --informative {informative:g} a wave of {dynamic.prompts_per_wave} prompts gives "
-            f"{informative * dynamic.prompts_per_wave:g} groups; {needed} need {waves} waves, over "
+            f"with --informative {informative:g} a wave of {wave} prompts gives "
+            f"{informative * wave:g} groups; {needed} need {waves} waves, over "
             f"dynamic_sampling.max_waves={dynamic.max_waves}: raise it or dynamic_sampling.prompts_per_wave"
         )
-    notes.append(f"--informative {informative:g}: {waves} waves of {dynamic.prompts_per_wave} prompts a step")
-    return waves * dynamic.prompts_per_wave, waves
+    if dynamic.surplus == "carry":
+        prompts = math.ceil(needed / informative)
+        notes.append(
+            f"--informative {informative:g}: {prompts} prompts a step, since what is left over is carried, in waves of at most {wave}"
+        )
+        return prompts, waves
+    notes.append(f"--informative {informative:g}: {waves} waves of {wave} prompts a step")
+    return waves * wave, waves

@@ -4,16 +4,41 @@ An exception in one of its threads kills the process at once, so no request may 
 refused before it is queued.
 """
 
+import asyncio
+import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 from jetstream.engine import tokenizer_api
 
 from dapo_jax.serving.adapter import JetStreamEngine
 from dapo_jax.serving.mended import messages, orchestrator
 from dapo_jax.serving.passed import BoundedPrompt
 from dapo_jax.serving.text import GrowingText
+
+_LONGEST_DETAILS = 1000
+"""Characters: a message may quote a prompt, and details travel in a header, which is bounded."""
+_LOG = logging.getLogger(__name__)
+
+
+def register(service: "Orchestrator", server: Any) -> None:
+    """Makes `service` answer at `server`, as JetStream's generated function does, but for who parses requests."""
+    handlers = {
+        "Decode": grpc.unary_stream_rpc_method_handler(
+            service.decode_bytes, response_serializer=messages.DecodeResponse.SerializeToString
+        ),
+        "HealthCheck": grpc.unary_unary_rpc_method_handler(
+            service.HealthCheck,
+            request_deserializer=lambda content: messages.HealthCheckRequest(),  # it has no fields
+            response_serializer=messages.HealthCheckResponse.SerializeToString,
+        ),
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, handlers),))
+
+
+_SERVICE = messages.DESCRIPTOR.services_by_name["Orchestrator"].full_name
 
 
 class Driver(orchestrator.Driver):
@@ -78,16 +103,33 @@ class Orchestrator(orchestrator.LLMOrchestrator):
         self._tokenizer = engine.build_tokenizer(engine.get_tokenizer())
         self._max_prompt_tokens, self._max_response_tokens = max_prompt_tokens, max_response_tokens
 
+    async def decode_bytes(self, content: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        """As `Decode`, of a message as it came.
+
+        gRPC itself prints a traceback for one that cannot be parsed.
+        """
+        try:
+            request = messages.DecodeRequest.FromString(content)
+        except DecodeError:
+            _LOG.warning("a message of %d bytes from %s is no DecodeRequest", len(content), context.peer())
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the message is no DecodeRequest")
+        async for response in self.Decode(request, context):
+            yield response
+
     async def Decode(  # noqa: N802  (gRPC's name)
         self, request: Any, context: grpc.aio.ServicerContext | None = None
     ) -> AsyncIterator[Any]:
-        """Streams one response: the text that each block of tokens completes, and the tokens."""
+        """Streams one response: the text that each block of tokens completes, and the tokens, without the one that ends it.
+
+        JetStream keeps the end token to itself; a response of fewer tokens than were asked for has ended by it.
+        """
         try:
-            self._check(request)
+            # In a thread, of which the server has one: a prompt of megabytes takes long, and others are answered meanwhile.
+            await asyncio.to_thread(self._check, request)
         except ValueError as error:
             if context is None:
                 raise
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{error!s:.{_LONGEST_DETAILS}}")
         text = GrowingText(self._tokenizer.tokenizer)
         async for response in super().Decode(request, context):
             sample = response.stream_content.samples[0]

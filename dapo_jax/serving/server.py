@@ -11,7 +11,7 @@ import grpc
 
 from dapo_jax.serving.adapter import JetStreamEngine
 from dapo_jax.serving.mended import server_lib
-from dapo_jax.serving.orchestrator import Driver, Orchestrator
+from dapo_jax.serving.orchestrator import Driver, Orchestrator, register
 
 
 class Server(server_lib.JetStreamServer):
@@ -41,13 +41,14 @@ class Server(server_lib.JetStreamServer):
             max_prompt_tokens=max_prompt_tokens,
             max_response_tokens=max_response_tokens,
         )
-        # JetStream's server names both of them itself.
+        # JetStream's server names all of them itself.
         ours = (
             mock.patch.object(server_lib, "_HOST", host),
             mock.patch.object(server_lib.orchestrator, "LLMOrchestrator", service),
+            mock.patch.object(server_lib.jetstream_pb2_grpc, "add_OrchestratorServicer_to_server", register),
         )
         try:
-            with ours[0], ours[1]:
+            with ours[0], ours[1], ours[2]:
                 super().__init__(
                     driver, 1, self.address.rpartition(":")[2], grpc.insecure_server_credentials()
                 )

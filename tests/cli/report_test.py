@@ -1,8 +1,11 @@
 """`dapo-jax report`: what it writes and prints, and its errors."""
 
+import time
+
 import pytest
 
 from dapo_jax.cli import main
+from dapo_jax.report import watching
 from tests.report.made import write_metrics, write_run
 
 
@@ -56,6 +59,12 @@ def test_a_run_in_a_bucket_has_its_page_there(run, bucket):
         (["nowhere"], "nowhere is no run: there is no such folder"),
         (["RUN", "RUN"], "is named twice"),
         (["RUN", "--rollout-steps", "-2"], "rollout_steps: found -2"),
+        (["RUN", "--port", "8000"], "--port 8000 goes with --watch"),
+        (["RUN", "--watch", "--out", "page.html"], "--out page.html goes with a page that is written"),
+        (["RUN", "--watch", "--rollout-steps", "3"], "--rollout-steps 3 goes with a page that is written"),
+        (["RUN", "--watch", "--port", "-1"], "port: found -1, needs 0 (any that is free) to 65535"),
+        (["RUN/config.yaml", "--watch"], "config.yaml is no run: it is a file"),
+        (["s3://x/y", "--watch"], "s3://x/y is neither a local path nor in a bucket"),
         (["RUN", "--out", "s3://x/y"], "s3://x/y is neither a local path nor in a bucket"),
     ],
 )
@@ -70,3 +79,35 @@ def test_a_page_that_cannot_be_written_is_said(run, tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert main(["report", str(run), "--out", str(tmp_path / "file" / "page.html")]) == 2
     assert "cannot write" in capsys.readouterr().err
+
+
+def test_a_run_that_is_not_there_yet_is_waited_for_when_it_is_watched(tmp_path, monkeypatch, capsys):
+    """The folder comes first, then the configuration; the server then starts, and is interrupted at once."""
+    coming, run, waits = write_run(tmp_path / "coming", steps=2), tmp_path / "run", []
+
+    def later(seconds):
+        waits.append(seconds)
+        if len(waits) == 1:
+            run.mkdir()
+        if len(waits) == 3:
+            (run / "config.yaml").write_text((coming / "config.yaml").read_text())
+
+    def interrupted(self, poll_interval):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(time, "sleep", later)
+    monkeypatch.setattr(watching._Server, "serve_forever", interrupted)
+    assert main(["report", str(coming), str(run), "--watch"]) == 0
+    found = capsys.readouterr()
+    assert found.err == f"waiting for {run}, where no run has begun yet; Ctrl-C ends\n"
+    assert found.out.startswith("watching coming, run: http://127.0.0.1:")
+    assert len(waits) == 3
+
+
+def test_waiting_ends_with_ctrl_c(tmp_path, monkeypatch, capsys):
+    def interrupted(seconds):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(time, "sleep", interrupted)
+    assert main(["report", str(tmp_path / "never"), "--watch"]) == 0
+    assert capsys.readouterr().out == "\nno longer watching\n"

@@ -1,9 +1,7 @@
 """Docstrings are written in Markdown and shown by a reader of reStructuredText."""
 
-import pytest
 from _made.docstrings import restructured
 from _made.formulas import plain
-from _made.pages import MAKERS, made
 
 
 def test_code_formulas_and_links_are_translated():
@@ -35,9 +33,3 @@ def test_formulas_are_said_in_the_words_that_are_understood():
     assert plain(r"\big( \hat A_i \big)", block=False) == "( Â_i )"
     assert plain(r"a, \qquad b", block=True) == r"\begin{aligned}a, \\ b\end{aligned}"
     assert plain(r"\texttt{old\_logprobs}", block=False) == r"\text{old_logprobs}"
-
-
-def test_marks_in_a_page_are_replaced_and_unknown_ones_are_not_passed_over():
-    assert made("a\n<!-- made: keys SftConfig -->\nb") == f"a\n{MAKERS['keys']('SftConfig')}\nb"
-    with pytest.raises(KeyError, match="nothing"):
-        made("<!-- made: nothing -->")

@@ -28,7 +28,8 @@ def test_versions_and_extras_name_what_is_installed():
         (8 * GIB + GIB // 2, 8 * GIB, "warning"),
         (8 * GIB - 1, 8 * GIB, "failed"),
         (GIB // 2, 0, "warning"),
-        (GIB // 32, 0, "failed"),  # less than a sixteenth GiB
+        (2**20, 0, "warning"),
+        (2**20 - 1, 0, "failed"),  # metrics and logs are written too
     ],
 )
 def test_a_disk_needs_room_for_the_run_and_some_to_spare(free, needed, state, monkeypatch, tmp_path):
@@ -74,7 +75,7 @@ def test_a_plugin_whose_devices_are_not_seen_is_a_warning_with_the_reason(monkey
 def test_a_driver_without_a_plugin_is_a_warning(monkeypatch, tmp_path):
     monkeypatch.setattr(machine, "distributions", list)
     monkeypatch.setattr(machine, "_NVIDIA", tmp_path)
-    assert machine.devices().remedy == "pip install 'dapo_jax[cuda]'"
+    assert machine.devices().remedy == "pip install -e '.[cuda]'"
     monkeypatch.setattr(machine, "_NVIDIA", tmp_path / "none")
     assert machine.devices().state == "ok"
 

@@ -53,7 +53,7 @@ def readers_checkout(laptop):
     """The working folder as a checkout, with every configuration that the sections name."""
     for name in ("launch", "constraints", "dapo_jax"):
         shutil.copytree(ROOT / name, laptop.work / name)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, laptop.work)
     for name in re.findall(r"configs/([\w.]+\.yaml)", "".join(STARTS)):
         shutil.copy(ROOT / "configs" / name, laptop.work / "configs" / name)

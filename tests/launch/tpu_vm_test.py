@@ -182,6 +182,16 @@ def test_the_configuration_its_rewards_and_named_files_are_on_every_worker(lapto
     assert programs(laptop) == [["train", *RUN, graders, *data]] * 2
 
 
+def test_a_configuration_that_comes_with_the_library_is_given_by_its_name(laptop):
+    done = laptop.launch("tpu_vm.sh", "train", *POD, "quickstart", "run_dir=gs://bucket/pod")
+    assert done.returncode == 0, done.stderr
+    (call,) = laptop.calls("dapo-jax")
+    assert call["words"] == ["train", "quickstart", "run_dir=gs://bucket/pod"]
+    assert call["files"] == []  # the code's own archive has the configurations
+    listed = {"configs", "setup.py"}
+    assert any(listed <= set(words) for words in laptop.commands() if words[0] == "tar")
+
+
 def test_a_dry_run_prints_what_a_run_executes_and_executes_nothing(laptop):
     """Of every command, in an order in which each finds what it needs."""
     for command in ("up", "status", "train", "logs", "watch", "down"):

@@ -176,5 +176,5 @@ def test_a_file_of_something_else_is_refused(tmp_path):
 
 def test_without_the_package_the_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "gguf", None)
-    with pytest.raises(ValueError, match=r"pip install 'dapo_jax\[gguf\]'"):
+    with pytest.raises(ValueError, match=r"pip install -e '\.\[gguf\]'"):
         GgufFile(tmp_path / "model.gguf")

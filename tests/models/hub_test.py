@@ -137,7 +137,7 @@ def test_a_missing_extra_is_named(monkeypatch):
     from dapo_jax.models.hub import download
 
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ValueError, match=r"pip install 'dapo_jax\[hub\]'"):
+    with pytest.raises(ValueError, match=r"pip install -e '\.\[hub\]'"):
         download("org/model")
 
 

@@ -111,7 +111,7 @@ def test_a_file_that_is_cut_short_never_has_its_name(tmp_path, monkeypatch):
     monkeypatch.setattr(storage.os, "fsync", lambda _: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         save_model(tmp_path, CONFIG, tiny_params(CONFIG))
-    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors.partial"]
+    assert list(tmp_path.iterdir()) == []  # what is half takes no room
 
 
 def test_an_index_that_names_a_missing_file_is_refused(sharded):

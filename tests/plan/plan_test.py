@@ -86,7 +86,7 @@ def test_the_command_writes_tables_or_json(capsys):
     ("options", "message"),
     [
         (["--topology", "v5p-257"], "the nearest in size"),
-        (["--topology", "v5e:2x2"], r"pip install 'dapo_jax[tpu]'"),
+        (["--topology", "v5e:2x2"], r"pip install -e '.[tpu]'"),
         (["--sweep"], "name it with --topology"),
         (["--informative", "0"], "above 0 and at most 1"),
     ],

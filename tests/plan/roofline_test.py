@@ -5,6 +5,7 @@ import pytest
 from dapo_jax.config import (
     BatchConfig,
     DataConfig,
+    DynamicSamplingConfig,
     LossConfig,
     ModelConfig,
     OverlongConfig,
@@ -33,6 +34,7 @@ CONFIG = TrainConfig(
     data=DataConfig(max_prompt_tokens=6),
     sampling=SamplingConfig(max_response_tokens=10, slots=8, steps_per_call=5),
     reward=RewardConfig(overlong=OverlongConfig(buffer_tokens=2)),
+    dynamic_sampling=DynamicSamplingConfig(prompts_per_wave=1536),
     batch=BatchConfig(prompts_per_step=8, group_size=4, groups_per_update=4, rows_per_microbatch=4),
 )
 

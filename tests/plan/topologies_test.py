@@ -55,7 +55,7 @@ def test_peaks_of_a_device_are_those_of_its_share_of_the_chip():
 
 def test_without_libtpu_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "libtpu", None)
-    with pytest.raises(ConfigError, match=r"pip install 'dapo_jax\[tpu\]'"):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[tpu\]'"):
         devices_of(parse("v5e:2x2"))
 
 

@@ -1,5 +1,7 @@
 """What a step has to do, under assumptions."""
 
+from dataclasses import replace
+
 import pytest
 
 from dapo_jax.config import (
@@ -46,6 +48,14 @@ def test_waves_follow_from_the_share_of_mixed_groups():
         workload_of(CONFIG, Assumptions(informative=0.125))
 
 
+def test_where_surplus_is_carried_a_step_draws_what_it_needs_and_no_whole_waves():
+    """8 of 3/8: 21.3 prompts, 22, in two waves of at most 16; whole ones would be 32."""
+    carry = replace(CONFIG, dynamic_sampling=replace(CONFIG.dynamic_sampling, surplus="carry"))
+    work = workload_of(carry, Assumptions(informative=0.375))
+    assert (work.prompts, work.waves, work.responses) == (22, 2, 88)
+    assert workload_of(CONFIG, Assumptions(informative=0.375)).prompts == 32
+
+
 def test_the_mean_context_is_taken_over_tokens():
     """Responses of 3 tokens behind 2 of a prompt attend to 2, 3, 4: mean 3. Of lengths 1 and 5 (mean 3, deviation 2) the six
     tokens attend to 2; 2, 3, 4, 5, 6: mean 22 / 6."""
@@ -55,6 +65,14 @@ def test_the_mean_context_is_taken_over_tokens():
     two = workload_of(CONFIG, Assumptions(response_tokens=3, response_tokens_std=2, prompt_tokens=2))
     assert two.context == pytest.approx(22 / 6)
     assert two.attended == (6 + 28) / 2  # 1 + 2 + 3, and 1 + ... + 7
+
+
+def test_waves_that_are_not_told_are_three_times_the_step():
+    """A third of 24 is the 8 that are needed."""
+    work = workload_of(
+        replace(CONFIG, dynamic_sampling=DynamicSamplingConfig()), Assumptions(informative=1 / 3)
+    )
+    assert (work.prompts, work.waves) == (24, 1)
 
 
 @pytest.mark.parametrize("tokens", [0.0, 49.0])

@@ -4,11 +4,13 @@ Two servers stand for the whole file, since each takes seconds to import TensorF
 token a call, `block` four; `block` follows a run. A driver whose thread fails kills its process, so none runs in here.
 """
 
+import asyncio
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
@@ -55,6 +57,7 @@ class Running:
 
     process: subprocess.Popen
     folder: Path
+    channel: Any = None
     stub: Any = None
     told: str = ""
     """What it printed at its start."""
@@ -108,7 +111,7 @@ def connect(server):
     until(lambda: "flush=True)" in server.printed("out"), server, "its address")
     server.told = server.printed("out")
     channel = grpc.insecure_channel(re.search(r"127\.0\.0\.1:\d+", server.told)[0])
-    server.stub = jetstream_pb2_grpc.OrchestratorStub(channel)
+    server.channel, server.stub = channel, jetstream_pb2_grpc.OrchestratorStub(channel)
     assert server.stub.HealthCheck(pb.HealthCheckRequest(), timeout=PATIENCE_S).is_live
 
 
@@ -241,9 +244,62 @@ def test_what_cannot_be_served_is_refused_and_harms_nobody(prompt, limit, messag
     assert server.tokens("7") == without_end(direct[0]["7"])
 
 
+@pytest.mark.parametrize("content", [b"\xff" * 8, b"\x0a\x02\xff\xfe"], ids=["no message", "no UTF-8"])
+def test_a_message_that_cannot_be_parsed_is_one_line_and_no_traceback(content, servers, direct):
+    server = servers["step"]
+    before = server.printed("err")
+    call = server.channel.unary_stream("/jetstream_proto.Orchestrator/Decode")(content, timeout=PATIENCE_S)
+    with pytest.raises(grpc.RpcError) as refused:
+        list(call)
+    assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert refused.value.details() == "the message is no DecodeRequest"
+    said = server.printed("err").removeprefix(before)
+    assert said.count(f"a message of {len(content)} bytes from ") == 1
+    assert "Traceback" not in said
+    assert server.tokens("7") == without_end(direct[0]["7"])
+
+
+def test_what_is_wrong_with_a_prompt_of_megabytes_fits_into_the_answer(servers):
+    with pytest.raises(grpc.RpcError) as refused:
+        servers["step"].ask("x" + "1" * 3_000_000)
+    assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert refused.value.details().startswith("character 'x' at position 0")
+
+
+def test_others_are_answered_while_a_long_prompt_is_tokenized():
+    """The tokenizer waits for what another call does: on the loop's own thread that call would never have its turn."""
+    from dapo_jax.serving.orchestrator import Orchestrator
+
+    other = threading.Event()
+
+    class Tokenizer:
+        def prompt(self, content):
+            raise ValueError("refused" if other.wait(10) else "the loop stood still")
+
+    service = Orchestrator.__new__(Orchestrator)
+    service._tokenizer, service._max_prompt_tokens, service._max_response_tokens = Tokenizer(), 1, 1
+    request = pb.DecodeRequest(max_tokens=1, text_content=pb.DecodeRequest.TextContent(text="1"))
+
+    async def calls():
+        asyncio.get_running_loop().call_later(0.01, other.set)
+        return [part async for part in service.Decode(request)]
+
+    with pytest.raises(ValueError, match="refused"):
+        asyncio.run(calls())
+
+
 def test_a_request_without_a_prompt_is_refused(servers):
     with pytest.raises(grpc.RpcError, match="set text_content or token_content"):
         list(servers["step"].stub.Decode(pb.DecodeRequest(max_tokens=1), timeout=PATIENCE_S))
+
+
+def test_the_end_token_is_not_among_the_ids_and_the_page_says_so(servers, direct):
+    [ended] = [text for text, response in direct[0].items() if response.finish_reason == "stop"][:1]
+    tokens = servers["step"].tokens(ended)
+    assert [*tokens, TOKENIZER.eos_id] == direct[0][ended].tokens.tolist()
+    assert len(tokens) < LIMIT
+    page = " ".join((ROOT / "docs" / "use_a_model.md").read_text().split())
+    assert "The token that ends a response is not among them" in page
 
 
 def test_ids_with_a_session_are_answered(servers, direct):

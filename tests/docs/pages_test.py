@@ -1,0 +1,66 @@
+"""What is made in a page stands there as it would be made now, so that a checkout has what the site has."""
+
+import subprocess
+import sys
+
+import pytest
+from _made.pages import DOCS, MAKERS, drawn, made, pages
+from _made.tables import table
+
+from dapo_jax.data.builders.arithmetic import response_text
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
+def test_what_is_made_in_a_page_is_up_to_date(page):
+    text = page.read_text(encoding="utf-8")
+    assert text == made(text), f"what {page.name} says is not up to date: run `python docs/renew.py`"
+
+
+def test_keys_and_commands_stand_in_their_pages():
+    """A reader of the repository finds them without building the site."""
+    assert [page.name for page in pages()] == ["commands.md", "config.md"]
+    keys, commands = ((DOCS / name).read_text(encoding="utf-8") for name in ("config.md", "commands.md"))
+    assert "| `loss.clip_ratio_low` | number | `0.2` | eps_low of Eq. 8. " in keys
+    assert "| `--resume` | go on from the last checkpoint in run_dir |" in commands
+
+
+def test_a_part_is_made_anew_and_what_is_around_it_stays():
+    kept = (
+        "a\n<!-- made: keys SftConfig -->\n{}<!-- end -->\nb\n<!-- made: command_line -->\n{}<!-- end -->\n"
+    )
+    expected = kept.format(f"\n{MAKERS['keys']('SftConfig')}\n", f"\n{MAKERS['command_line']()}\n")
+    assert made(kept.format("", "")) == made(kept.format("old\n", "older\n\n")) == made(expected) == expected
+
+
+def test_marks_that_cannot_be_followed_are_not_passed_over():
+    with pytest.raises(KeyError, match="nothing"):
+        made("<!-- made: nothing -->\n<!-- end -->")
+    for text in ("<!-- made: command_line -->", "<!-- end -->", "a <!-- made: command_line -->\n<!-- end -->",
+                 "<!-- made: keys SftConfig -->\n<!-- made: command_line -->\n<!-- end -->"):  # fmt: skip
+        with pytest.raises(ValueError, match="needs an <!-- end -->"):
+            made(text)
+
+
+def test_the_command_that_renews_finds_nothing_to_do():
+    command = [sys.executable, str(DOCS / "renew.py")]
+    done = subprocess.run(command, cwd=DOCS.parent, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == ""
+
+
+def test_cells_of_a_table_end_where_they_end():
+    """A bar would begin another cell, a line break another row, and `<` an element; code shows what it holds."""
+    rows = [["`a|<b>`", "one <r>\n two |x|"]]
+    assert table(["key", "meaning"], rows) == (
+        "| key | meaning |\n|---|---|\n| `a\\|<b>` | one \\<r> two \\|x\\| |\n"
+    )
+
+
+def test_a_drawing_is_put_into_the_page():
+    shown = drawn("a\n\n![the pipe](_static/pipe.svg)\n\n![a](_static/no.png)\n")
+    assert shown.startswith("a\n\n```{raw} html\n<svg ")
+    assert shown.endswith("</svg>\n```\n\n![a](_static/no.png)\n")
+
+
+@pytest.mark.parametrize("name", ["start.md", "write_a_reward.md"])
+def test_working_is_shown_as_the_quickstart_writes_it(name):
+    assert response_text(47, 85, "working") in (DOCS / name).read_text(encoding="utf-8")
