@@ -68,7 +68,8 @@ check_training() { # CONFIG [key=value ...] [--resume]
   for word in "${@:2}"; do
     [[ $word == --resume ]] || overrides+=("$word")
   done
-  share "$1"
+  # A name and no file is a configuration that comes with the library, and so is on the workers already.
+  if [[ -e $1 || $1 == */* || $1 == *.yaml ]]; then share "$1"; fi
   command -v dapo-jax >/dev/null || die "dapo-jax is not on PATH; it reads CONFIG before anything is paid for: pip install -e ."
   resolved=$(dapo-jax config "$1" ${overrides[@]+"${overrides[@]}"}) || exit
   run_dir=$(sed -n "s/^run_dir: //p" <<<"$resolved" | tr -d "'\"")
@@ -85,7 +86,7 @@ check_training() { # CONFIG [key=value ...] [--resume]
 
 is_shared() {
   local path
-  for path in "${shared[@]}"; do
+  for path in ${shared[@]+"${shared[@]}"}; do
     [[ ($path == . && -e $1) || $1 == "$path" || $1 == "${path%/}"/* || ${1%/} == "${path%/}" ]] && return
   done
   return 1

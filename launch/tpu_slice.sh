@@ -94,8 +94,8 @@ copy() {
     echo "# $stage/dapo_jax_tokens, mode 600, has $(tokens_set | tr '\n' ' ')"
   fi
   run tar -czf "$stage/dapo_jax_code.tar.gz" --exclude=__pycache__ -C "$ROOT" \
-    pyproject.toml README.md LICENSE constraints dapo_jax || return
-  run tar -czf "$stage/dapo_jax_files.tar.gz" --exclude=__pycache__ "${shared[@]}" || return
+    pyproject.toml setup.py README.md LICENSE constraints configs dapo_jax || return
+  run tar -czf "$stage/dapo_jax_files.tar.gz" --exclude=__pycache__ -T /dev/null ${shared[@]+"${shared[@]}"} || return
   # ssh to several workers shares one standard input, so the tokens go as a file; scp keeps its mode.
   run gcloud compute tpus tpu-vm scp "$ROOT/launch/tpu_worker.sh" "$stage/dapo_jax_code.tar.gz" "$stage/dapo_jax_files.tar.gz" \
     "$stage/dapo_jax_tokens" "$name:" "${where[@]}" --worker=all --quiet || return

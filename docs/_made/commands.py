@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Iterator
 
+from _made.tables import table
 from dapo_jax import cli
 
 
@@ -39,8 +40,8 @@ def _command(parser: argparse.ArgumentParser) -> str:
     taken = actions(parser)
     usage = " ".join([parser.prog, *(_usage(action) for action in taken)])
     lines = [f"## `{parser.prog}`", "", parser.description or "", "", "```text", usage, "```", ""]
-    lines += [f"```{{program}} {parser.prog}\n```", ""]
-    return "\n".join([*lines, *(_option(action) for action in taken)])
+    options = [_option(action) for action in taken]
+    return "\n".join([*lines, table(["argument", "what it does"], options) if options else ""])
 
 
 def _usage(action: argparse.Action) -> str:
@@ -66,7 +67,7 @@ def _value(action: argparse.Action) -> str:
     )
 
 
-def _option(action: argparse.Action) -> str:
+def _option(action: argparse.Action) -> list[str]:
     names = ", ".join(action.option_strings) or _value(action)
     value = f" {_value(action)}" if action.option_strings and _value(action) else ""
     said = (action.help or "").strip()
@@ -76,4 +77,4 @@ def _option(action: argparse.Action) -> str:
         said = f"{said} (default {default})".strip()
     if action.required and action.option_strings:
         said = f"{said}; it must be given".removeprefix("; ")
-    return f"````{{option}} {names}{value}\n:no-contents-entry:\n\n{said}\n````\n"
+    return [f"`{names}{value}`", said]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, get_args, get_origin, get_type_hints
 
+from _made.tables import table
 from dapo_jax import config
 from dapo_jax.config.data_schema import ExampleConfig
 from dapo_jax.config.values import CHOICES, RANGES
@@ -89,8 +90,8 @@ def all_keys(schema: type) -> dict[str, Key]:
 
 
 def markdown(schema: str) -> str:
-    """All keys of a configuration class, each with its default, its type and what is said below its field."""
-    return "\n".join(_section(section, index=True) for section in sections(getattr(config, schema)))
+    """All keys of a configuration class, each with its type, its default and what is said below its field."""
+    return "\n".join(_section(section) for section in sections(getattr(config, schema)))
 
 
 def markdown_beside(schema: str) -> str:
@@ -103,7 +104,7 @@ def markdown_beside(schema: str) -> str:
         ]
         shared = [key for key in section.keys if key not in own]
         if own:
-            lines.append(_section(dataclasses.replace(section, keys=tuple(own)), index=False))
+            lines.append(_section(dataclasses.replace(section, keys=tuple(own))))
         if shared:
             head = f"**`{section.name}`**, as" if section.name and not own else "As"
             lines.append(
@@ -113,33 +114,25 @@ def markdown_beside(schema: str) -> str:
 
 
 def _beside(key: Key, known: Key) -> str:
-    shown = f"{{confval}}`{key.name}`"
+    shown = f"`{key.name}`"
     return shown if key.default == known.default else f"{shown} (here `{key.default}`)"
 
 
-def _section(section: Section, *, index: bool) -> str:
+def _section(section: Section) -> str:
     said = inspect.getdoc(section.schema) or ""
-    title = f"### `{section.name}`\n" if section.name else ""
+    title = f"### `{section.name}`\n\n" if section.name else ""
     each = f"Each entry of `{section.name[:-2]}`: " if section.name.endswith("[]") else ""
-    return "\n".join([title, f"{each}{said}\n", *(_confval(key, index=index) for key in section.keys)])
+    rows = [[f"`{key.name}`", key.kind, _default(key), _meaning(key)] for key in section.keys]
+    return f"{title}{each}{said}\n\n{table(['key', 'type', 'default', 'meaning'], rows)}"
 
 
-def _confval(key: Key, *, index: bool) -> str:
-    default = f"`{key.default}`" if key.default else "none: it must be given"
-    lines = [
-        f"````{{confval}} {key.name}",
-        f":type: {key.kind}",
-        f":default: {default}",
-        ":no-contents-entry:",
-        *([] if index else [":no-index:"]),
-        "",
-        key.text,
-        "",
-        key.needs,
-        *([f"\nPaper: {', '.join(key.paper)}."] if key.paper else []),
-        "````\n",
-    ]
-    return "\n".join(lines)
+def _default(key: Key) -> str:
+    return f"`{key.default}`" if key.default else "none: it must be given"
+
+
+def _meaning(key: Key) -> str:
+    paper = f"Paper: {', '.join(key.paper)}." if key.paper else ""
+    return " ".join(filter(None, [key.text, key.needs, paper]))
 
 
 def _keys(schema: type, section: str, default: Mapping[str, Any]) -> Iterator[Key]:

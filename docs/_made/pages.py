@@ -1,4 +1,8 @@
-"""Pages of which a part is made: `<!-- made: NAME ARGUMENTS -->` in a page stands for the Markdown of a maker."""
+"""Pages of which a part is made.
+
+What stands between `<!-- made: NAME ARGUMENTS -->` and `<!-- end -->` is the Markdown of a maker; `python docs/renew.py` writes it into
+the page, so that a checkout shows what the site shows.
+"""
 
 import re
 from collections.abc import Callable
@@ -7,34 +11,50 @@ from typing import Any
 
 from _made import commands, keys
 
-MARK = re.compile(r"^<!-- made: (\w+)((?: [\w./-]+)*) -->$", re.MULTILINE)
-
-
-def picture(name: str) -> str:
-    """A drawing of ours inside the page, where it takes the colours of the theme."""
-    drawing = (Path(__file__).parent.parent / "_static" / name).read_text()
-    return f"```{{raw}} html\n{drawing}```"
-
+DOCS = Path(__file__).parent.parent
+MADE = re.compile(
+    r"^(?P<mark><!-- made: (?P<name>\w+)(?P<arguments>(?: [\w./-]+)*) -->)\n(?:(?!<!-- made:).)*?^(?P<end><!-- end -->)$",
+    re.MULTILINE | re.DOTALL,
+)
+DRAWING = re.compile(r"^!\[[^\]\n]*\]\(_static/([\w-]+\.svg)\)$", re.MULTILINE)
 
 MAKERS: dict[str, Callable[..., str]] = {
     "command_line": commands.markdown,
     "keys": keys.markdown,
     "keys_beside": keys.markdown_beside,
-    "picture": picture,
 }
 
 
+def pages() -> list[Path]:
+    """The pages of which a part is made."""
+    return [page for page in sorted(DOCS.rglob("*.md")) if "<!-- made: " in page.read_text(encoding="utf-8")]
+
+
 def made(text: str) -> str:
-    """The page with every mark replaced.
+    """The page with every part made anew.
 
     Raises:
         KeyError: a mark names no maker.
+        ValueError: a mark has no end.
     """
-    return MARK.sub(lambda mark: MAKERS[mark[1]](*mark[2].split()), text)
+    whole = len(MADE.findall(text))
+    if whole != text.count("<!-- made: ") or whole != text.count("<!-- end -->"):
+        raise ValueError("each <!-- made: ... --> needs an <!-- end --> of its own, both alone on their line")
+    return MADE.sub(
+        lambda part: f"{part['mark']}\n\n{MAKERS[part['name']](*part['arguments'].split())}\n{part['end']}",
+        text,
+    )
+
+
+def drawn(text: str) -> str:
+    """The page with its drawings inside instead of beside it, where they take the colours of the theme."""
+    return DRAWING.sub(
+        lambda image: f"```{{raw}} html\n{(DOCS / '_static' / image[1]).read_text(encoding='utf-8')}```", text
+    )
 
 
 def _read(app: Any, name: str, content: list[str]) -> None:
-    content[0] = made(content[0])
+    content[0] = drawn(content[0])
 
 
 def setup(app: Any) -> dict[str, bool]:
