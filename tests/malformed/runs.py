@@ -110,12 +110,14 @@ EARLY = [
       for name, content in {
           "nothing": b"", "no YAML": b"{", "zero bytes": b"\x00" * 50, "not UTF-8": b"run_dir: \xff", "a list": b"- 1",
           "half": lambda old: old[: len(old) // 2], "brackets": b"[" * 50_000, "another key": lambda old: old + b"\nmore: 1\n",
-          "no run_dir": without("run_dir"), "a model out of the folder": with_model("../../x"),
-          "a preset": with_model("preset:x"), "a shipped path": with_model("shipped:../../x"), "a hub name": with_model("hf:../../x"),
-          "a text as optimizer": lambda old: old.replace(b"beta1: 0.9", b"beta1: x"),
+          "no run_dir": without("run_dir"), "a text as optimizer": lambda old: old.replace(b"beta1: 0.9", b"beta1: x"),
       }.items() for command in (SAMPLE, EVAL, CONVERT, RESUME)),
     # Not RESUME: a run without a checkpoint begins anew, with the model that its command names.
-    *(("config.yaml: a model that is gone", damage("config.yaml", with_model("nowhere")), command) for command in (SAMPLE, EVAL, CONVERT)),
+    *((f"config.yaml: {name}", damage("config.yaml", with_model(source)), command)
+      for name, source in {
+          "a model that is gone": "nowhere", "a model out of the folder": "../../x", "a preset": "preset:x", "a shipped path": "shipped:../../x",
+          "a hub name": "hf:../../x",
+      }.items() for command in (SAMPLE, EVAL, CONVERT)),
     *((f"rollouts: {name}", make, SCORE)
       for name, make in {
           "nothing": damage("rollouts/step_000001.jsonl", b""), "gone": damage("rollouts", None), "no JSON": damage("rollouts/step_000001.jsonl", b"x"),

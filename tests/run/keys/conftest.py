@@ -7,6 +7,7 @@ from itertools import count
 
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from dapo_jax.checkpoints import Checkpointer
 from dapo_jax.config import TrainConfig, to_yaml
@@ -106,3 +107,4 @@ def look(work, watched, monkeypatch, tmp_path):
     cache = jax.config.jax_compilation_cache_dir
     yield at
     jax.config.update("jax_compilation_cache_dir", cache)
+    compilation_cache.reset_cache()  # it would go on with the folder of a run, which is gone
