@@ -10,7 +10,8 @@ import math
 import sys
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 from dapo_jax.rewards.adapters import ADAPTERS
 from dapo_jax.rewards.graders import GRADERS, exact_grader
 from dapo_jax.rewards.kinds import is_async, is_whole_group, name_of
-from dapo_jax.rewards.sample import Sample
+from dapo_jax.rewards.sample import Sample, handed_over
 from dapo_jax.rollouts import Verdict, as_float, plain_scalar
 
 Judged = Verdict | bool | float
@@ -36,13 +37,16 @@ GradeFunction = Callable[[Sequence[Sample]], list[Verdict]]
 _NEEDS_A_ROW = {"reasoning_gym": "dapo_jax.rewards.reasoning_gym:grade"}
 """Graders by name that need more than the text and the answer; loaded when they are asked for."""
 
+MAX_SCORE = 1e30
+"""The largest score, and the largest sum of several: beyond it, differences and their squares would leave the floats of training."""
+
 
 class RewardError(RuntimeError):
     """A reward function raised, or returned what is no verdict; the message names the function and the place."""
 
 
 class NonFiniteScoreError(ValueError):
-    """A reward function returned NaN or an infinity."""
+    """A reward function returned NaN, an infinity, or a number beyond `MAX_SCORE`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +57,7 @@ class LoadedReward:
     name: str
     """What messages call it."""
     on_nonfinite: str = "error"
-    """What a score that is NaN or infinite comes to: error, or lost, which loses that response's verdict alone."""
+    """What a score that is NaN, infinite or beyond `MAX_SCORE` comes to: error, or lost, which loses that response's verdict alone."""
 
     @property
     def is_async(self) -> bool:
@@ -71,7 +75,12 @@ class LoadedReward:
 
     def grade(self, samples: Sequence[Sample]) -> list[Verdict]:
         """The verdicts on the samples of a group, in their order; see `grade_function` for what is raised."""
-        return [verdict for call in self.calls(samples) for verdict in self._graded(call)]
+        try:
+            return [verdict for call in self.calls(samples) for verdict in self._graded(call)]
+        except (RewardError, MemoryError):
+            raise
+        except (Exception, SystemExit) as error:  # of what the function left behind, such as a tracer
+            raise self._failure(error, samples) from error
 
     async def graded(self, call: Sequence[Sample]) -> list[Verdict]:
         """The verdicts on the samples of one call of an async function."""
@@ -93,7 +102,8 @@ class LoadedReward:
         return self._verdicts(result, call)
 
     def _argument(self, call: Sequence[Sample]) -> Sample | list[Sample]:
-        return list(call) if self.is_whole_group else call[0]
+        own = handed_over(call)
+        return own if self.is_whole_group else own[0]
 
     def _failure(self, error: BaseException, call: Sequence[Sample]) -> RewardError:
         return RewardError(
@@ -107,7 +117,7 @@ class LoadedReward:
             raise
         except ValueError as error:
             raise RewardError(f"{error}; {_named(call)}") from error
-        except Exception as error:  # of the result's own methods
+        except (Exception, SystemExit) as error:  # of the result's own methods
             raise RewardError(
                 f"reward function {self.name} returned a {type(result).__name__} that cannot be read: {type(error).__name__}: "
                 f"{_said(error):.2000}; {_named(call)}"
@@ -127,7 +137,14 @@ class LoadedReward:
                 f"reward function {self.name} returned {len(found)} verdicts for {len(call)} responses; it must return one "
                 "for each, in their order"
             )
-        return [self._judged(*pair) for pair in zip(found, call, strict=True)]
+        # A list of the function's own class may give another number than its length, or never end.
+        held = list(islice(found, len(call) + 1))
+        if len(held) != len(call):
+            raise ValueError(
+                f"reward function {self.name} returned a {type(found).__name__} whose length is {len(call)} and which gives "
+                f"{'more' if len(held) > len(call) else len(held)}; it must return a plain list, with one verdict for each response"
+            )
+        return [self._judged(*pair) for pair in zip(held, call, strict=True)]
 
     def _judged(self, result: Any, sample: Sample) -> Verdict:
         try:
@@ -151,7 +168,7 @@ def _said(error: BaseException) -> str:
     """An exception's text; a user's may fail to give one."""
     try:
         return str(error)
-    except Exception as second:
+    except (Exception, SystemExit) as second:
         return f"(its text raises {type(second).__name__})"
 
 
@@ -196,8 +213,8 @@ def load_reward(
     Args:
         spec: the value of `reward.grader`, or a function.
         answer_marker: for the grader `exact` only, see `exact_grader`.
-        on_nonfinite: what a score that is NaN or infinite comes to: `error`, which names it, or `lost`: the response has
-            no verdict and counts as wrong, the others of its group keep theirs.
+        on_nonfinite: what a score that is NaN, infinite or beyond `MAX_SCORE` comes to: `error`, which names it, or `lost`: the
+            response has no verdict and counts as wrong, the others of its group keep theirs.
 
     Raises:
         ValueError: the name is unknown or the function cannot be loaded.
@@ -226,21 +243,16 @@ def load_reward(
 def as_verdict(result: Any, *, name: str) -> Verdict:
     """The verdict that a reward function's result means; numpy scalars and arrays without dimensions count as Python's.
 
-    A `Verdict` stays as it is. A bool says correct or not, and the configured rewards apply. A number, fractions and decimals
-    among them, is a score that becomes the reward as it is; it counts as correct if it is above 0.
+    A `Verdict` is copied and its fields are checked, since a subclass may have set them without; what else a subclass holds is left
+    out. A bool says correct or not, and the configured rewards apply. A number, fractions and decimals among them, is a score that
+    becomes the reward as it is; it counts as correct if it is above 0.
 
     Raises:
-        NonFiniteScoreError: a ValueError: NaN or an infinity; `name` is the function that returned it.
+        NonFiniteScoreError: a ValueError: NaN, an infinity or a number beyond `MAX_SCORE`; `name` is the function that returned it.
         ValueError: anything else.
     """
     if isinstance(result, Verdict):
-        scores = {"score": result.score or 0.0, **result.parts}
-        for field, score in scores.items():
-            if not math.isfinite(score):
-                raise NonFiniteScoreError(
-                    f"reward function {name} returned a verdict with {field} {score}; scores are finite"
-                )
-        return result
+        return _checked_copy(result, name)
     value = plain_scalar(result)
     if isinstance(value, bool):
         return Verdict(correct=value)
@@ -248,9 +260,34 @@ def as_verdict(result: Any, *, name: str) -> Verdict:
         score = as_float(value)
     except ValueError:
         raise ValueError(_no_verdict(result, name)) from None
-    if not math.isfinite(score):
-        raise NonFiniteScoreError(f"reward function {name} returned {score}; a score must be a finite number")
+    _check_size(score, f"reward function {name} returned", "a score must be a finite number")
     return Verdict(correct=score > 0, score=score)
+
+
+def _checked_copy(given: Verdict, name: str) -> Verdict:
+    try:
+        verdict = Verdict(**{field.name: getattr(given, field.name) for field in fields(Verdict)})
+    except ValueError as error:
+        raise ValueError(
+            f"reward function {name} returned a {type(given).__name__} with a field that is none; {error}"
+        ) from None
+    if verdict.correct and verdict.lost and not verdict.parts:
+        raise ValueError(
+            f"reward function {name} returned a verdict with correct=True and lost={verdict.lost!r}; a lost verdict is none, and "
+            "counts as wrong: leave one of the two out"
+        )
+    for field, score in {"score": verdict.score or 0.0, **verdict.parts}.items():
+        _check_size(score, f"reward function {name} returned a verdict with {field}", "scores are finite")
+    return verdict
+
+
+def _check_size(score: float, said: str, need: str) -> None:
+    if not math.isfinite(score):
+        raise NonFiniteScoreError(f"{said} {score}; {need}")
+    if abs(score) > MAX_SCORE:
+        raise NonFiniteScoreError(
+            f"{said} {score:g}; a score is at most {MAX_SCORE:g} in size, or advantages would overflow: scale it down"
+        )
 
 
 def _no_verdict(result: Any, name: str) -> str:
@@ -289,6 +326,8 @@ def load_function(spec: str) -> Callable[..., Any]:
 def _load_module(name: str, spec: str) -> ModuleType:
     try:
         return importlib.import_module(name)
+    except SystemExit as error:
+        raise ValueError(f"{spec}: the module {name!r} {_exits(error)}") from error
     except Exception as error:
         raise ValueError(
             f"{spec}: cannot import the module {name!r}: {type(error).__name__}: {error}; a module must be on "
@@ -309,7 +348,16 @@ def _load_file(path: Path, spec: str) -> ModuleType:
     sys.modules[name] = module  # dataclasses in the file look their module up while it runs
     try:
         found.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[name]
+    except (Exception, SystemExit) as error:
+        sys.modules.pop(name, None)
+        if isinstance(error, SystemExit):
+            raise ValueError(f"{spec}: {path} {_exits(error)}") from error
         raise ValueError(f"{spec}: {path} fails to run: {type(error).__name__}: {error}") from error
     return module
+
+
+def _exits(error: SystemExit) -> str:
+    return (
+        f"calls sys.exit({'' if error.code is None else repr(error.code)[:200]}) while it is loaded; put what is to run as a program "
+        'behind `if __name__ == "__main__":`'
+    )

@@ -12,7 +12,7 @@ _Whole = TypeVar("_Whole")
 def each(whole: Future[list[_Part]], count: int) -> list[Future[_Part]]:
     """A future for each of the `count` elements that `whole` will hold; what it raises, each of them raises.
 
-    They raise RuntimeError if it holds another number of elements.
+    They raise RuntimeError if it holds another number of elements. One that is cancelled gets nothing, and the others theirs.
     """
     parts: list[Future[_Part]] = [Future() for _ in range(count)]
 
@@ -20,15 +20,18 @@ def each(whole: Future[list[_Part]], count: int) -> list[Future[_Part]]:
         if done.cancelled():
             for part in parts:
                 part.cancel()
-        elif (error := done.exception()) is not None:
-            for part in parts:
+            return
+        error = done.exception()
+        if error is None and len(done.result()) != count:
+            # Raised here, it would be logged and each part waited for in vain.
+            error = RuntimeError(f"{len(done.result())} results for {count} parts")
+        for place, part in enumerate(parts):
+            if not part.set_running_or_notify_cancel():
+                continue
+            if error is not None:
                 part.set_exception(error)
-        elif len(done.result()) != count:  # raised here, it would be logged and each part waited for in vain
-            for part in parts:
-                part.set_exception(RuntimeError(f"{len(done.result())} results for {count} parts"))
-        else:
-            for part, result in zip(parts, done.result(), strict=True):
-                part.set_result(result)
+            else:
+                part.set_result(done.result()[place])
 
     whole.add_done_callback(spread)
     return parts

@@ -2,8 +2,9 @@
 
 Each worker is a process of its own (`dapo_jax.rewards.worker`) that one thread here talks to. A call is
 one response, or all responses to a prompt for a grader that takes a whole group. One that runs out of time or memory, or that
-kills its worker, gets wrong verdicts which say so; the calls behind it go on with a fresh worker. Where workers go on dying, it is the
-grader that is wrong, and not a response: then a call raises.
+kills its worker, gets wrong verdicts which say so; the calls behind it go on with a fresh worker. A worker that dies after it has
+answered other calls may have died of what one of them left behind: the call that it died on is asked once more of a fresh one. Where
+workers go on dying, it is the grader that is wrong, and not a response: then a call raises.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ import select
 import signal
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -73,7 +75,7 @@ class GradingPool:
                 f"{memory_mb=}"
             )
         setup = {"grader": grader, "answer_marker": answer_marker, "memory_mb": memory_mb}
-        self._setup = json.dumps({**setup, "on_nonfinite": on_nonfinite, "parent": os.getpid()})
+        self._setup = {**setup, "on_nonfinite": on_nonfinite, "parent": os.getpid()}
         self._grader = grader
         self._lock = threading.Lock()
         self._asked = self._deaths = 0
@@ -94,15 +96,22 @@ class GradingPool:
     def submit(self, samples: Sequence[Sample]) -> list[Future[Verdict]]:
         """Queues the calls for the responses to one prompt; the verdicts are in their order.
 
-        A result raises RewardError if the grader raised, its answer was no verdict or it ends its workers again and again, ValueError
-        if it cannot be loaded.
+        A result raises RewardError if the grader raised, its answer was no verdict, its workers do not start or it ends them again and
+        again, ValueError if it cannot be loaded.
+
+        Raises:
+            RuntimeError: the pool was closed.
         """
-        futures = []
-        for samples_of_call in calls_of(samples, whole_group=self._whole_group):
-            call = _Call(samples_of_call, Future())
-            self._calls.put(call)
-            futures += each(call.answer, len(call.samples))
-        return futures
+        calls = [
+            _Call(samples_of_call, Future())
+            for samples_of_call in calls_of(samples, whole_group=self._whole_group)
+        ]
+        with self._lock:  # behind what ends the threads, a call would wait for ever
+            if self._closing.is_set():
+                raise RuntimeError(f"the grading pool of {self._grader} was closed; submit before that")
+            for call in calls:
+                self._calls.put(call)
+        return [future for call in calls for future in each(call.answer, len(call.samples))]
 
     def grade(self, samples: Sequence[Sample]) -> list[Verdict]:
         """The verdicts on the responses to one prompt, in their order."""
@@ -115,15 +124,16 @@ class GradingPool:
 
     def close(self) -> None:
         """Ends the workers. Calls that wait in the queue are cancelled; those that are being graded are waited for."""
-        self._closing.set()
-        for _ in self._threads:
-            self._calls.put(None)
+        with self._lock:
+            self._closing.set()
+            for _ in self._threads:
+                self._calls.put(None)
         for thread in self._threads:
             thread.join()
 
     def _serve(self) -> None:
         """One worker's thread: takes a call, has it graded, takes the next."""
-        worker: _Worker | None = None
+        seat = _Seat(self._setup)
         while (call := self._calls.get()) is not None:
             if self._closing.is_set():
                 call.answer.cancel()
@@ -131,50 +141,46 @@ class GradingPool:
             with self._lock:
                 self._asked += 1
             try:
-                if worker is not None and (ending := worker.ended()) is not None:
-                    worker = None
-                    where = f"before {call.where}"
-                    if (
-                        error := self._died(where, f"the worker had ended ({ending})", "a new one is asked")
-                    ) is not None:
-                        call.answer.set_exception(error)
-                        continue
-                if worker is None:
-                    worker = _Worker(self._setup)
-                call.answer.set_result(worker.ask(call_of(call.samples), self._timeout_s))
-            except _LostError as lost:
-                worker = None
-                died = lost.kind == "died"
-                if (
-                    died
-                    and (error := self._died(f"on {call.where}", f"{lost}", "it counts as wrong")) is not None
-                ):
-                    call.answer.set_exception(error)
-                    continue
-                verdict = Verdict(correct=False, reason=str(lost), lost=lost.kind)
-                call.answer.set_result([verdict] * len(call.samples))
+                call.answer.set_result(self._verdicts(seat, call))
             except _ProtocolError as error:
-                worker = None
                 call.answer.set_exception(RewardError(f"reward function {self._grader}: {error}"))
             except Exception as error:
                 call.answer.set_exception(error)
-        if worker is not None:
-            worker.end()
+        seat.end()
 
-    def _died(self, where: str, how: str, then: str) -> RewardError | None:
-        """Counts the death of a worker, and says the first of them; the error if it is one too many."""
+    def _verdicts(self, seat: "_Seat", call: "_Call", *, again: bool = False) -> list[Verdict]:
+        """The verdicts on a call's responses, asked for once more (`again`) if a worker died that had answered earlier calls."""
+        used = seat.used
+        try:
+            return seat.ask(call_of(call.samples), self._timeout_s)
+        except _LostError as lost:
+            once_more = used and lost.kind == "died"
+            if lost.kind == "died":
+                then = "a new one is asked" if once_more else "it counts as wrong"
+                self._died(f"on {call.where}", f"{lost}", then, counts=not again)
+            if once_more:
+                return self._verdicts(seat, call, again=True)
+            verdict = Verdict(correct=False, reason=str(lost), lost=lost.kind)
+            return [verdict] * len(call.samples)
+
+    def _died(self, where: str, how: str, then: str, *, counts: bool) -> None:
+        """Counts the death of a worker, one for each call, and says the first of them.
+
+        Raises:
+            RewardError: it is one too many.
+        """
         with self._lock:
-            self._deaths += 1
+            self._deaths += counts
             asked, deaths = self._asked, self._deaths
-        if deaths > DEATHS_BORNE and deaths * CALLS_A_DEATH >= asked:
-            return RewardError(
+        if counts and deaths > DEATHS_BORNE and deaths * CALLS_A_DEATH >= asked:
+            raise RewardError(
                 f"reward function {self._grader}: its worker died {deaths} times in {asked} calls, the last time {where}: {how}; a "
-                "function must return, or raise, and not end its process: call it on that response by itself"
-            )
+                "function must return, or raise, and neither end its process nor leave behind what ends it: call it on that response "
+                "by itself"
+            ) from None
         if deaths <= DEATHS_BORNE:
             with contextlib.suppress(OSError, ValueError, AttributeError):  # no standard error to say it on
                 print(f"reward function {self._grader}, {where}: {how}; {then}", file=sys.stderr)
-        return None
 
 
 class _Call(NamedTuple):
@@ -201,21 +207,53 @@ class _ProtocolError(Exception):
     """A worker's pipe held something else than the answer to the call; the worker is gone."""
 
 
+class _Seat:
+    """Where one worker works after another: the next starts when it is asked."""
+
+    def __init__(self, setup: Mapping[str, Any]) -> None:
+        self._setup = setup
+        self._worker: _Worker | None = None
+
+    @property
+    def used(self) -> bool:
+        """True if the worker that would be asked has answered a call before."""
+        return self._worker is not None and not self._worker.gone
+
+    def ask(self, call: Sequence[Mapping[str, Any]], timeout_s: float) -> list[Verdict]:
+        """The worker's verdicts; `_Worker` says what is raised."""
+        if self._worker is None or self._worker.gone:
+            self._worker = _Worker(self._setup)
+        return self._worker.ask(call, timeout_s)
+
+    def end(self) -> None:
+        """Ends the worker, if there is one."""
+        if self._worker is not None and not self._worker.gone:
+            self._worker.end()
+
+
 class _Worker:
     """A process and its two pipes; one question at a time."""
 
-    def __init__(self, setup: str) -> None:
-        """Raises ValueError if the grader cannot be loaded there."""
-        command = [sys.executable, "-m", "dapo_jax.rewards.worker", setup]
-        # It finds what this process finds: the package, and the user's modules.
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(place for place in sys.path if place)}
+    def __init__(self, setup: Mapping[str, Any]) -> None:
+        """Starts the process, and waits till it has loaded the grader.
+
+        Raises:
+            ValueError: the grader cannot be loaded there.
+            RewardError: the process ended or hung before it was ready.
+        """
+        # It finds what this process finds, the package and the user's modules, and in the same order once it has loaded its own. Till
+        # then the standard library comes first (and with -P no current folder): a user's token.py would end it.
+        path = [place for place in sys.path if isinstance(place, str)]
+        library = [sysconfig.get_path("stdlib"), sysconfig.get_config_var("DESTSHARED")]
+        first = os.pathsep.join(place for place in [*library, *path] if place)
+        command = [sys.executable, "-P", "-m", "dapo_jax.rewards.worker", json.dumps({**setup, "path": path})]
         # A session of its own: what a grader started goes with it.
         self._process = subprocess.Popen(
             command,
             bufsize=0,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=environment,
+            env={**os.environ, "PYTHONPATH": first},
             start_new_session=True,
         )
         assert self._process.stdin is not None
@@ -224,21 +262,19 @@ class _Worker:
         os.set_blocking(self._calls, False)
         self._read = bytearray()
         self._number = 0
+        self.gone = False
         try:
             answer = self._answer(time.monotonic() + START_S, START_S)
         except (_LostError, _ProtocolError) as lost:
-            raise RuntimeError(f"a grading worker did not start: {lost}") from lost
+            hung = isinstance(lost, _LostError) and lost.kind == "timeout"
+            raise RewardError(
+                f"reward function {setup['grader']}: its worker did not start: "
+                f"{f'it was not ready within {START_S:g} s' if hung else lost}; a file or module must load in a process of its own, and "
+                "neither wait nor end the process meanwhile; the worker's standard error may say more"
+            ) from lost
         if "failed" in answer:
             self.end()
             raise ValueError(answer["failed"])
-
-    def ended(self) -> str | None:
-        """How the process ended, if it did so after its last answer; then the pipes are closed, too."""
-        if self._process.poll() is None:
-            return None
-        ending = self._ending()
-        self.end()
-        return ending
 
     def ask(self, call: Sequence[Mapping[str, Any]], timeout_s: float) -> list[Verdict]:
         """The worker's verdicts.
@@ -248,6 +284,8 @@ class _Worker:
             _ProtocolError: what came is no answer to this call; the process has ended.
             RewardError: the grader raised.
         """
+        if self._process.poll() is not None:
+            self._lose("died", f"the worker had ended ({self._ending()})")
         deadline = time.monotonic() + timeout_s
         self._number += 1
         self._send(json.dumps({"id": self._number, "samples": call}).encode() + b"\n", deadline, timeout_s)
@@ -265,6 +303,7 @@ class _Worker:
 
     def end(self) -> None:
         """Ends the process and all that it started, and closes the pipes."""
+        self.gone = True
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

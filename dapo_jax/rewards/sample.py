@@ -1,6 +1,8 @@
 """What every reward function is handed."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int
@@ -16,7 +18,7 @@ class Sample:
     response: str
     """The response decoded without special tokens."""
     tokens: Int[np.ndarray, " response"]
-    """The sampled tokens, the end token included when there is one."""
+    """The sampled tokens, the end token included when there is one. A function gets them read-only: they are what is trained on."""
     finish_reason: FinishReason
 
     @property
@@ -28,3 +30,39 @@ class Sample:
     def response_tokens(self) -> int:
         """Length of the response in tokens, the end token included."""
         return len(self.tokens)
+
+
+def handed_over(call: Sequence[Sample]) -> list[Sample]:
+    """The samples of one call as a function gets them: it can change nothing that the run or another call goes on with.
+
+    Tokens are read-only views, so that nothing is copied of long responses; rows are copies.
+    """
+    prompts = {id(sample.prompt): sample.prompt for sample in call}
+    own = {
+        key: replace(
+            prompt,
+            tokens=_read_only(prompt.tokens),
+            row={name: _copied(value) for name, value in prompt.row.items()},
+        )
+        for key, prompt in prompts.items()
+    }
+    return [
+        replace(sample, prompt=own[id(sample.prompt)], tokens=_read_only(sample.tokens)) for sample in call
+    ]
+
+
+def _read_only(tokens: np.ndarray) -> np.ndarray:
+    view = np.asarray(tokens).view()
+    view.flags.writeable = False
+    return view
+
+
+def _copied(value: Any) -> Any:
+    """Plain data, copied at any depth; other objects as they are."""
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if type(value) is dict:
+        return {name: _copied(item) for name, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_copied(item) for item in value)
+    return value

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from dapo_jax.rewards.functions import MAX_SCORE, RewardError
 from dapo_jax.rewards.futures import each, joined
 from dapo_jax.rewards.grading import Submit
 from dapo_jax.rewards.sample import Sample
@@ -54,6 +55,9 @@ def summed(parts: Sequence[Part], verdicts: Sequence[Sequence[Verdict]], shaping
         parts: one or more.
         verdicts: each part's, on all responses.
         shaping: says what verdicts are worth.
+
+    Raises:
+        RewardError: a sum is beyond `MAX_SCORE`, though each part's score is not; it names the terms.
     """
     rewards = [
         shaping.rewards(of_part, weight=part.weight) for part, of_part in zip(parts, verdicts, strict=True)
@@ -68,11 +72,17 @@ def _sum(parts: Sequence[Part], verdicts: Sequence[Verdict], rewards: Sequence[f
         for part, value, verdict in zip(parts, rewards, verdicts, strict=True)
     ]
     first = verdicts[0]
+    score = sum(part.weight * value for part, value in zip(parts, rewards, strict=True))
+    if not abs(score) <= MAX_SCORE:
+        raise RewardError(
+            f"the sum of rewards {', '.join(terms)} is {score:g}; it is at most {MAX_SCORE:g} in size, or advantages would overflow: "
+            "lower the weights or scale the scores down"
+        )
     return Verdict(
         correct=first.correct,
         extracted=first.extracted,
         reason="; ".join(filter(None, [first.reason, f"sum of {', '.join(terms)}"])),
-        score=sum(part.weight * value for part, value in zip(parts, rewards, strict=True)),
+        score=score,
         lost=next((verdict.lost for verdict in verdicts if verdict.lost), ""),
         parts={part.name: value for part, value in zip(parts, rewards, strict=True)},
     )

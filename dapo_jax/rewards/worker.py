@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dapo_jax.rewards.calls import MAX_ANSWER_BYTES, answer_of, samples_of
-from dapo_jax.rewards.functions import GradeFunction, grade_function
+from dapo_jax.rewards.functions import GradeFunction, RewardError, grade_function
 from dapo_jax.streams import lasting_streams
 
 _STATM = Path("/proc/self/statm")
@@ -36,6 +36,7 @@ def main() -> None:
 def _serve(calls: int, answers: int) -> None:
     setup = json.loads(sys.argv[1])
     _end_with(setup["parent"])
+    _search_like(setup["path"])
     try:
         grade = grade_function(
             setup["grader"], answer_marker=setup["answer_marker"], on_nonfinite=setup["on_nonfinite"]
@@ -95,7 +96,10 @@ def _answer(grade: GradeFunction, call: list[Any], grader: str) -> dict[str, Any
         # A reward function's own exception comes wrapped, with the prompt's name.
         if isinstance(error.__cause__, MemoryError):
             return {"memory": True}
-        return {"failed": f"{error}"[:10_000], "left": isinstance(error.__cause__, SystemExit)}
+        named = (
+            "" if isinstance(error, RewardError) else f"reward function {grader}: {type(error).__name__}: "
+        )
+        return {"failed": f"{named}{error}"[:10_000], "left": isinstance(error.__cause__, SystemExit)}
     except BaseException as error:  # KeyboardInterrupt and GeneratorExit: Ctrl-C is not for this process
         return {"failed": f"reward function {grader} raised {type(error).__name__}"}
     if size > MAX_ANSWER_BYTES:
@@ -115,6 +119,11 @@ def _end_fork(answers: int, call: int, answer: dict[str, Any]) -> NoReturn:
         )
         _say(answers, call, {"forked": reason})
     os._exit(0)
+
+
+def _search_like(path: list[str]) -> None:
+    """Has the user's modules found where the process that started this one finds them, and at last in the current folder."""
+    sys.path[:] = [*path, ""]
 
 
 def _bound_memory(memory_mb: int) -> None:

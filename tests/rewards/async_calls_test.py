@@ -1,8 +1,12 @@
 """Async reward functions: many at a time, each with its time, in order, and none left behind."""
 
 import asyncio
+import subprocess
+import sys
+import textwrap
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +15,8 @@ from dapo_jax.rewards import Sample, whole_group
 from dapo_jax.rewards.async_calls import AsyncCalls
 from dapo_jax.rewards.functions import RewardError, load_reward
 from dapo_jax.rollouts import Prompt, Verdict
+
+HERE = Path(__file__)
 
 
 def samples(*responses, ordinal=7):
@@ -249,3 +255,123 @@ def test_a_function_that_stops_the_loop_or_cancels_everything_ends_no_other_call
         with pytest.raises(RewardError, match="meddling: a call was cancelled"):
             submitted(loop, meddling, "cancelled")[0].result(timeout=20.0)
         assert submitted(loop, meddling, "a")[0].result(timeout=20.0).correct
+
+
+def test_a_function_that_swallows_its_cancellation_is_lost_at_the_limit_and_closing_does_not_wait_for_it():
+    """A retry loop with a bare `except`, as many have it; here it ends once it is told to."""
+    told = threading.Event()
+
+    async def stubborn(sample):
+        while sample.response == "stubborn" and not told.is_set():
+            try:
+                await asyncio.sleep(0.02)
+                raise ConnectionError
+            except:  # noqa: E722
+                pass
+        return True
+
+    loop = AsyncCalls(at_once=1, timeout_s=0.2)
+    first, second = submitted(loop, stubborn, "stubborn", "a")
+    assert first.result(timeout=10) == Verdict(
+        correct=False, reason="no verdict within 0.2 s", lost="timeout"
+    )
+    assert second.result(timeout=10).correct  # its place is free
+    start = time.monotonic()
+    loop.close()
+    assert time.monotonic() - start < 2.0
+    told.set()
+
+
+@pytest.mark.parametrize("left", [SystemExit, KeyboardInterrupt])
+@pytest.mark.parametrize("where", ["callback", "task", "awaited"])
+def test_an_exit_in_a_task_or_callback_of_a_function_ends_no_other_call(where, left):
+    def leave():
+        raise left("by hand")
+
+    async def leave_later():
+        leave()
+
+    async def meddling(sample):
+        match sample.response:
+            case "callback":
+                asyncio.get_running_loop().call_soon(leave)
+            case "task":
+                sample.prompt.row["kept"] = asyncio.create_task(leave_later())
+            case "awaited":
+                await asyncio.gather(leave_later())
+        await asyncio.sleep(0.05)
+        return True
+
+    with AsyncCalls(at_once=4, timeout_s=20.0) as loop:
+        own, other = submitted(loop, meddling, where, "a")
+        if where == "awaited":
+            with pytest.raises(RewardError, match=f"meddling raised {left.__name__}: by hand"):
+                own.result(timeout=10)
+        else:
+            assert own.result(timeout=10).correct
+        assert other.result(timeout=10).correct
+        assert submitted(loop, meddling, "b")[0].result(timeout=10).correct
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_function_that_cancels_itself_is_named(at_once):
+    async def gives_up(sample):
+        asyncio.current_task().cancel()
+        if not at_once:
+            await asyncio.sleep(1)
+        return True
+
+    with pytest.raises(RewardError, match="gives_up: a call was cancelled"):
+        graded(gives_up, "a", timeout_s=5.0)
+
+
+def test_a_function_that_blocks_the_loop_costs_its_neighbour_no_verdict():
+    """The neighbour is ready after 0.05 s, which nobody sees before the limit of 0.2 s has passed, too."""
+
+    async def blocks(sample):
+        if sample.response == "block":
+            time.sleep(0.6)
+        else:
+            await asyncio.sleep(0.05)
+        return True
+
+    neighbour, blocker = graded(blocks, "a", "block", timeout_s=0.2)
+    assert (neighbour.lost, blocker.lost) == ("", "")
+
+
+def test_a_thread_that_a_function_waits_for_does_not_hold_up_the_end_of_the_process():
+    program = textwrap.dedent("""
+        import asyncio, time
+        from dapo_jax.rewards.async_calls import AsyncCalls
+        from dapo_jax.rewards.functions import load_reward
+        from tests.rewards.async_calls_test import samples
+
+        async def waits(sample):
+            await asyncio.to_thread(time.sleep, 60)
+
+        with AsyncCalls(at_once=1, timeout_s=0.1) as loop:
+            print(loop.submit(load_reward(waits), samples("a"))[0].result().lost)
+    """)
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(
+        command, cwd=HERE.parents[2], capture_output=True, text=True, timeout=40, check=False
+    )
+    assert (done.stdout, done.returncode) == ("timeout\n", 0), done.stderr
+
+
+def test_a_thread_gives_its_result_or_its_error_to_the_function_that_waits():
+    async def threaded(sample):
+        return await asyncio.to_thread(int, sample.response)
+
+    with AsyncCalls(at_once=2, timeout_s=20.0) as loop:
+        fine, failed = submitted(loop, threaded, "3", "three")
+        assert fine.result(timeout=10).score == 3.0
+        with pytest.raises(RewardError, match="threaded raised ValueError: invalid literal"):
+            failed.result(timeout=10)
+
+
+def test_submitting_after_the_end_is_refused():
+    loop = AsyncCalls(at_once=1, timeout_s=1.0)
+    loop.close()
+    with pytest.raises(RuntimeError, match="was closed"):
+        submitted(loop, judge, "1")

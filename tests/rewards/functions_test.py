@@ -1,6 +1,7 @@
 """Reward functions: what they get, what they may return, and how they are found."""
 
 import dataclasses
+import re
 import subprocess
 import sys
 import types
@@ -50,9 +51,71 @@ def test_number_is_a_score_that_is_correct_above_zero(value, correct):
     assert type(verdict.score) is float
 
 
-def test_verdict_stays_as_it_is():
-    verdict = Verdict(correct=False, score=0.5, reason="half right")
-    assert as_verdict(verdict, name="f") is verdict
+def test_verdict_keeps_its_fields_whatever_becomes_of_the_functions_own():
+    verdict = Verdict(correct=False, score=0.5, reason="half right", parts={"a": 1.0})
+    taken = as_verdict(verdict, name="f")
+    assert taken == verdict
+    verdict.parts["a"] = 2.0
+    assert taken == Verdict(correct=False, score=0.5, reason="half right", parts={"a": 1.0})
+
+
+def test_one_verdict_object_for_all_responses_is_each_ones_as_it_was_returned():
+    one = Verdict(correct=True, parts={"n": 0})
+
+    def counted(sample):
+        one.parts["n"] += 1
+        return one
+
+    assert [verdict.parts for verdict in grade_function(counted)([SAMPLE] * 2)] == [{"n": 1}, {"n": 2}]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Noted(Verdict):
+    note: str = "mine"
+
+
+def test_a_subclass_of_verdict_is_taken_as_a_verdict_and_checked_like_one():
+    """A dataclass of one's own has an `__init__` without the checks of Verdict's."""
+    taken = as_verdict(Noted(correct=True, score=np.float32(0.5)), name="f")
+    assert type(taken) is Verdict
+    assert taken == Verdict(correct=True, score=0.5)
+    assert type(taken.score) is float
+    for wrong, words in [
+        (
+            Noted(correct="no"),
+            r"a Noted with a field that is none; Verdict: correct='no' \(str\), needs a bool",
+        ),
+        (Noted(correct=False, score="5"), r"Verdict: score='5'"),
+        (Noted(correct=False, score=float("nan")), "a verdict with score nan"),
+    ]:
+        with pytest.raises(RewardError, match=rf"reward function .*<lambda> returned .*{words}.*; prompt 7"):
+            graded(lambda sample, wrong=wrong: wrong)
+
+
+def test_a_field_that_was_set_past_the_checks_is_refused():
+    def forged(sample):
+        verdict = Verdict(correct=False)
+        object.__setattr__(verdict, "correct", "no")
+        return verdict
+
+    with pytest.raises(RewardError, match=r"forged returned a Verdict .*Verdict: correct='no' \(str\)"):
+        graded(forged)
+
+
+def test_a_verdict_that_is_lost_and_correct_is_refused():
+    with pytest.raises(RewardError, match="<lambda> returned a verdict with correct=True and lost='timeout'"):
+        graded(lambda sample: Verdict(correct=True, lost="timeout"))
+    assert graded(lambda sample: Verdict(correct=False, lost="timeout")).lost == "timeout"
+    # A sum of several may be: the first says what is correct, and another was lost.
+    assert graded(lambda sample: Verdict(correct=True, lost="timeout", parts={"a": 1.0, "b": -1.0})).correct
+
+
+@pytest.mark.parametrize("score", [1e200, -1e31, np.float64(1e308), Verdict(correct=True, score=1e200)])
+def test_a_score_whose_advantages_would_overflow_is_refused_by_name(score):
+    with pytest.raises(RewardError, match=r"<lambda> returned .*1e\+.*; a score is at most 1e\+30 in size"):
+        graded(lambda sample: score)
+    assert graded(lambda sample: score, on_nonfinite="lost").lost == "nonfinite"
+    assert graded(lambda sample: -1e30).score == -1e30
 
 
 @pytest.mark.parametrize(
@@ -91,6 +154,52 @@ def test_named_grader_compares_with_the_answer():
 
 def test_function_sees_the_sample_and_its_row():
     assert graded(lambda sample: sample.prompt.row["level"] / 4).score == 0.75
+
+
+def writes_tokens(sample):
+    sample.tokens[:] = 0
+
+
+def writes_prompt_tokens(sample):
+    sample.prompt.tokens[:] = 0
+
+
+@pytest.mark.parametrize(
+    "writes", [writes_tokens, writes_prompt_tokens, whole_group(lambda group: writes_tokens(group[0]))]
+)
+def test_a_function_that_writes_to_the_tokens_is_refused_and_they_stay(writes):
+    """They are the trainer's own: written to, other tokens would be trained on than were sampled."""
+    prompt = dataclasses.replace(PROMPT, tokens=PROMPT.tokens.copy())
+    sample = dataclasses.replace(SAMPLE, prompt=prompt, tokens=SAMPLE.tokens.copy())
+    with pytest.raises(RewardError, match=r"raised ValueError: .*read-only \(functions_test\.py, line \d+\)"):
+        grade_function(writes)([sample])
+    np.testing.assert_array_equal(sample.tokens, [4, 5, 1])
+    np.testing.assert_array_equal(prompt.tokens, [5, 6])
+    assert sample.tokens.flags.writeable  # the caller's array is as it was
+
+
+def test_what_a_function_writes_to_the_row_is_seen_by_no_other_call():
+    row = {"level": 3, "tags": ["a"], "deep": {"n": np.zeros(2)}}
+    sample = dataclasses.replace(SAMPLE, prompt=dataclasses.replace(PROMPT, row=row))
+
+    def counts(sample):
+        sample.prompt.row["level"] += 1
+        sample.prompt.row["tags"].append("b")
+        sample.prompt.row["deep"]["n"] += 1
+        return (
+            sample.prompt.row["level"] + len(sample.prompt.row["tags"]) + sample.prompt.row["deep"]["n"].sum()
+        )
+
+    assert [verdict.score for verdict in grade_function(counts)([sample, sample])] == [8.0, 8.0]
+    assert row["level"] == 3
+    assert row["tags"] == ["a"]
+    assert not row["deep"]["n"].any()
+
+
+def test_long_responses_are_handed_over_without_a_copy():
+    seen = []
+    graded(lambda sample: bool(seen.append(sample)))
+    assert np.shares_memory(seen[0].tokens, SAMPLE.tokens)
 
 
 def test_unknown_grader_is_answered_with_the_nearest():
@@ -152,6 +261,72 @@ def test_a_wrong_number_of_verdicts_names_both_numbers(count, found):
     reward = whole_group(lambda group: [True] * found)
     with pytest.raises(RewardError, match=f"returned {found} verdicts for {count} responses"):
         grade_function(reward)(samples(*"abc"[:count]))
+
+
+class Endless(list):
+    def __iter__(self):
+        while True:
+            yield True
+
+
+class Lying(list):
+    def __len__(self):
+        return 2
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (Endless([True] * 2), "returned a Endless whose length is 2 and which gives more"),
+        (Lying([True]), "returned a Lying whose length is 2 and which gives 1"),
+    ],
+)
+def test_a_list_that_gives_another_number_than_its_length_is_refused_by_name(given, words):
+    with pytest.raises(RewardError, match=rf"reward function .*<lambda> {words}; .*; prompt 7 .*2 responses"):
+        grade_function(whole_group(lambda group: given))(samples("a", "b"))
+
+
+class ExitsInItsTextError(Exception):
+    def __str__(self):
+        sys.exit(0)
+
+
+class ExitsAsFloat(float):
+    def __float__(self):
+        sys.exit(0)
+
+
+def raises_what_exits_in_its_text(sample):
+    raise ExitsInItsTextError
+
+
+def returns_what_exits_as_a_float(sample):
+    return ExitsAsFloat(1)
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (raises_what_exits_in_its_text, r"raised ExitsInItsTextError: \(its text raises SystemExit\)"),
+        (returns_what_exits_as_a_float, "returned a ExitsAsFloat that cannot be read: SystemExit"),
+    ],
+)
+def test_an_exit_in_a_method_of_what_a_function_gives_is_its_error(function, words):
+    with pytest.raises(RewardError, match=rf"{function.__name__} {words}.*; prompt 7"):
+        graded(function)
+
+
+def test_a_tracer_that_a_function_leaves_behind_and_that_raises_names_the_function():
+    def traced(sample):
+        sys.settrace(lambda *event: 1 / 0)
+        return True
+
+    before = sys.gettrace()
+    try:
+        with pytest.raises(RewardError, match=r"traced raised ZeroDivisionError: .*; prompt 7"):
+            graded(traced)
+    finally:
+        sys.settrace(before)
 
 
 @pytest.mark.parametrize("value", [1.0, True, None, "ab", Verdict(correct=True)])
@@ -261,6 +436,25 @@ def test_file_that_fails_to_run_says_why_and_is_forgotten(tmp_path):
     ):
         load_function(f"{path}:f")
     assert not {name for name in set(sys.modules) - before if name.startswith("dapo_jax_file")}
+
+
+@pytest.mark.parametrize("code", ["0", "'done'", ""])
+def test_a_file_or_module_that_exits_while_it_is_loaded_is_named_and_ends_nothing(
+    tmp_path, monkeypatch, code
+):
+    path = reward_file(
+        tmp_path, f"import sys\ndef f(sample):\n    return True\nsys.exit({code})\n", name="leaves.py"
+    )
+    before = set(sys.modules)
+    remedy = 'put what is to run as a program behind `if __name__ == "__main__":`'
+    with pytest.raises(
+        ValueError, match=re.escape(f"{path} calls sys.exit({code}) while it is loaded; {remedy}")
+    ):
+        load_function(f"{path}:f")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=re.escape(f"the module 'leaves' calls sys.exit({code})")):
+        load_function("leaves:f")
+    assert not {name for name in set(sys.modules) - before if "leaves" in name}
 
 
 def test_importing_the_rewards_stays_light():

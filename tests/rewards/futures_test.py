@@ -37,6 +37,19 @@ def test_an_answer_of_another_length_is_an_error_and_nobody_waits_for_ever():
             part.result(timeout=5)
 
 
+def test_an_element_that_is_cancelled_keeps_nothing_from_the_others():
+    """Unlike the whole, each is in the hands of who asked for it."""
+    fine, failed = Future(), Future()
+    of_fine, of_failed = each(fine, 3), each(failed, 3)
+    of_fine[0].cancel()
+    of_failed[1].cancel()
+    fine.set_result("abc")
+    failed.set_exception(RuntimeError("no answer"))
+    assert [part.result(timeout=5) for part in of_fine[1:]] == ["b", "c"]
+    assert all(isinstance(part.exception(timeout=5), RuntimeError) for part in (of_failed[0], of_failed[2]))
+    assert of_fine[0].cancelled()
+
+
 def test_joined_waits_for_all_and_keeps_their_order():
     parts = [Future(), Future(), Future()]
     whole = joined(parts, tuple)

@@ -1,15 +1,18 @@
 """The grading pool: right and in order, whatever single calls do to their workers."""
 
 import contextlib
+import fcntl
 import json
 import os
 import re
 import signal
+import stat
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
@@ -75,6 +78,16 @@ def hostile(sample):
             sys.exit(5)
         case "leave soon":
             threading.Timer(0.1, os._exit, [9]).start()
+        case "leave an alarm":
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+        case "close its calls":
+            close_for_reading()
+        case "slow":
+            time.sleep(0.4)
+        case "count and die":
+            with open(sample.answer, "a") as file:
+                file.write("asked\n")
+            os._exit(3)
         case "forge":
             write_to_pipes(b'{"id": 1, "verdicts": [{"correct": true}]}\n' * 2)
         case "forge true":
@@ -120,6 +133,15 @@ def write_to_pipes(line):
             os.write(descriptor, line)
 
 
+def close_for_reading():
+    """Closes the pipe that calls come from."""
+    for descriptor in range(3, 16):
+        with contextlib.suppress(OSError):
+            mode = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE
+            if mode == os.O_RDONLY and stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+                os.close(descriptor)
+
+
 def flood():
     """Writes to whatever pipe of the worker takes it, for ever; 4 kB a millisecond stay below what is too much to be an answer."""
     while True:
@@ -138,6 +160,22 @@ def close_to(sample):
 
 def matched(sample):
     return Verdict(correct=re.match("3", sample.response))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noted(Verdict):
+    note: str = "mine"
+
+
+def noted(sample):
+    return Noted(correct=True if sample.response == "34" else "no")
+
+
+def leaves_an_alarm(sample):
+    """Each call outlasts the alarm of the one before."""
+    time.sleep(0.2)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    return True
 
 
 def half_die(sample):
@@ -192,6 +230,17 @@ def test_a_field_that_is_none_names_function_field_and_value():
     wrong = r"matched raised ValueError: Verdict: correct=<re.Match object.* \(Match\), needs a bool"
     with pool(f"{HERE}:matched", workers=1) as graders, pytest.raises(RewardError, match=wrong):
         graders.grade([sample("34")])
+
+
+def test_a_subclass_of_verdict_is_checked_as_in_this_process():
+    with pool(f"{HERE}:noted", workers=1) as graders:
+        fine, wrong = graders.submit([sample("34"), sample("35")])
+        assert fine.result() == Verdict(correct=True)
+        words = (
+            r"noted returned a Noted with a field that is none; Verdict: correct='no' \(str\), needs a bool"
+        )
+        with pytest.raises(RewardError, match=words):
+            wrong.result()
 
 
 def test_a_grader_that_ends_its_process_again_and_again_is_an_error(capfd):
@@ -263,6 +312,36 @@ def test_a_worker_that_ends_between_two_calls_costs_the_second_no_verdict(capfd)
         time.sleep(1.0)  # it ends after 0.1 s; the worker loads its grader anew for the next call
         assert grading.grade([sample("34")])[0].correct
     assert "the worker had ended (exit status 9); a new one is asked" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("what", ["leave soon", "leave an alarm", "close its calls"])
+def test_what_a_grader_leaves_behind_costs_the_next_response_no_verdict(what, capfd):
+    """A thread or timer that ends the process while the next call is under way, and a pipe that takes no call: it is asked once more."""
+    with pool(workers=1) as grading:
+        verdicts = grading.grade([sample(what), sample("slow", answer="slow"), sample("34")])
+    assert [verdict.lost for verdict in verdicts] == [""] * 3
+    assert [verdict.correct for verdict in verdicts[1:]] == [True, True]
+    assert capfd.readouterr().err.count("a new one is asked") == 1
+
+
+def test_a_grader_that_goes_on_leaving_behind_what_ends_its_worker_is_an_error():
+    with pool(f"{HERE}:leaves_an_alarm", workers=1) as grading:
+        futures = grading.submit([sample(str(number)) for number in range(4)])
+        assert [future.result().correct for future in futures[:3]] == [True] * 3
+        wrong = r"leaves_an_alarm: its worker died 3 times in 4 calls.*SIGALRM.*nor leave behind what ends it"
+        with pytest.raises(RewardError, match=wrong):
+            futures[3].result()
+
+
+def test_a_response_that_ends_its_worker_is_asked_about_twice_at_most(tmp_path, capfd):
+    with pool(workers=1) as grading:
+        _, lost, fine = grading.grade(
+            [sample("34"), sample("count and die", answer=str(tmp_path / "asked")), sample("34")]
+        )
+    assert (lost.lost, fine.correct) == ("died", True)
+    assert (tmp_path / "asked").read_text() == "asked\n" * 2
+    said = capfd.readouterr().err
+    assert said.count("a new one is asked") == said.count("it counts as wrong") == 1
 
 
 def test_a_child_that_leaves_by_itself_disturbs_nothing():
@@ -387,6 +466,45 @@ def test_a_grader_that_cannot_be_loaded_is_named():
             graders.grade([sample("34")])
 
 
+@pytest.mark.parametrize(
+    ("line", "start_s", "how"),
+    [
+        ("os._exit(4)", 60.0, r"the grader ended its process \(exit status 4\)"),
+        ("time.sleep(60)", 0.5, "it was not ready within 0.5 s"),
+    ],
+)
+def test_a_worker_that_does_not_start_names_the_function_and_why(tmp_path, monkeypatch, line, start_s, how):
+    monkeypatch.setattr("dapo_jax.rewards.pool.START_S", start_s)
+    file = tmp_path / "mine.py"
+    file.write_text(f"import os, time\n{line}\ndef f(sample):\n    return True\n")
+    wrong = (
+        rf"reward function {file}:f: its worker did not start: .*{how}; .*neither wait nor end the process"
+    )
+    with pool(f"{file}:f", workers=1) as graders, pytest.raises(RewardError, match=wrong):
+        graders.grade([sample("34")])
+
+
+def test_modules_of_the_current_folder_shadow_neither_the_standard_library_nor_this_package(
+    tmp_path, monkeypatch
+):
+    for name in ("inspect.py", "token.py", "select.py", "dapo_jax.py"):
+        (tmp_path / name).write_text("raise SystemExit(7)\n")
+    (tmp_path / "my_rewards.py").write_text(
+        "def right(sample):\n    return sample.response == sample.answer\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    with pool("my_rewards:right", workers=1) as graders:  # and one of one's own is found
+        assert [verdict.correct for verdict in graders.grade([sample("34"), sample("35")])] == [True, False]
+
+
+def test_a_worker_finds_the_module_that_this_process_finds(tmp_path, monkeypatch):
+    """A module of one's own may have a name of the standard library's, where it comes first on Python's path."""
+    (tmp_path / "colorsys.py").write_text("def short(sample):\n    return len(sample.response) <= 2\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pool("colorsys:short", workers=1) as graders:
+        assert graders.grade([sample("34")])[0].correct
+
+
 def test_a_whole_group_is_one_call_and_lost_as_one():
     with pool(f"{HERE}:hostile_in_company", whole_group=True, timeout_s=1.0) as graders:
         groups = [["1", "22", "333"], ["1", "hang", "2"], ["die", "1"], ["4444", "1"]]
@@ -477,6 +595,13 @@ def test_closing_cancels_what_waits_and_finishes_what_is_being_graded():
     graders.close()
     assert hanging.result().lost == "timeout"
     assert all(call.cancelled() for call in waiting)
+
+
+def test_submitting_after_the_end_is_refused():
+    graders = pool(workers=1)
+    graders.close()
+    with pytest.raises(RuntimeError, match=r"grading pool of .*:hostile was closed"):
+        graders.submit([sample("34")])
 
 
 def test_ctrl_c_does_not_reach_a_worker():

@@ -97,11 +97,13 @@ def test_grader_sees_text_tokens_and_finish_reason():
     seen = []
 
     def grade(sample):
-        seen.append((sample.prompt, sample.response, len(sample.tokens), sample.finish_reason))
+        asked = (sample.prompt.ordinal, sample.prompt.tokens.tolist(), sample.prompt.text, sample.answer)
+        seen.append((asked, sample.response, len(sample.tokens), sample.finish_reason))
         return True
 
     group(response("=2"), response("=22", ended=False), grade=grade_function(grade))
-    assert seen == [(PROMPT, "=2", 3, "stop"), (PROMPT, "=22", 3, "length")]
+    asked = (3, PROMPT.tokens.tolist(), "1+1", "2")
+    assert seen == [(asked, "=2", 3, "stop"), (asked, "=22", 3, "length")]
 
 
 @pytest.mark.parametrize(

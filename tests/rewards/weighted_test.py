@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from dapo_jax.rewards import Sample, grade_function, whole_group
+from dapo_jax.rewards.functions import RewardError
 from dapo_jax.rewards.grading import immediately
 from dapo_jax.rewards.shaping import Shaping
 from dapo_jax.rewards.weighted import Part, part_names, summed, weighted_sum
@@ -121,6 +122,19 @@ def test_the_error_of_a_part_is_the_sums():
     late.set_exception(RuntimeError("the judge raised"))
     with pytest.raises(RuntimeError, match="the judge raised"):
         future.result()
+
+
+def test_a_sum_that_would_overflow_is_refused_with_its_terms():
+    """Each score is within bounds: 10 x 1e30 is not, and 1e300 x 1e10 is an infinity."""
+    for weight, score, total in [(10.0, 1e30, r"1e\+31"), (1e300, 1e10, "inf"), (-1e300, 1e10, "-inf")]:
+        submit = weighted_sum(
+            [part("exact", 1.0, "exact"), part("big", weight, lambda sample, n=score: n)], RULE
+        )
+        [future] = submit(samples("=2"))
+        with pytest.raises(
+            RewardError, match=rf"sum of rewards exact 1 x 1, big .* is {total}; .*lower the weights"
+        ):
+            future.result()
 
 
 def test_names_are_short_and_each_is_there_once():
