@@ -7,10 +7,14 @@ A manifest can be made anew for files of any content, so nothing that a checkpoi
 anything is read, and whatever is not as this module writes it is a `DamagedError`.
 """
 
+import errno
 import hashlib
+import itertools
 import json
 import math
+import os
 import re
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -55,6 +59,11 @@ describes them and for the rows that fill up a vocabulary."""
 
 _DTYPE = re.compile(r"[<>|=]?\w+(\[\w+\])?")
 
+_MOST_AXES, _MOST_BYTES = 64, np.iinfo(np.intp).max
+"""Of an array of numpy; axes without entries count as one then."""
+
+_FAILING_DISK = (errno.EIO, errno.EMFILE, errno.ENFILE, errno.ESTALE, errno.ETIMEDOUT)
+
 
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be written or read."""
@@ -64,20 +73,93 @@ class DamagedError(CheckpointError):
     """A checkpoint is not as it was written."""
 
 
+def unreadable(folder: epath.Path, error: Exception) -> CheckpointError:
+    """The error to raise where reading a checkpoint has failed.
+
+    It is a DamagedError, for which the checkpoint is passed over, unless the failure says nothing of what was written.
+    """
+    where = f"checkpoint {folder} cannot be read: {str(error) or type(error).__name__}"
+    remedy = _remedy(error)
+    if not remedy:
+        return DamagedError(where)
+    return CheckpointError(f"{where}. It may be whole, and was left as it is: {remedy}")
+
+
+def _remedy(error: Exception) -> str:
+    """How to help against a failure that is none of the checkpoint's; empty if it may be damaged."""
+    number = getattr(error, "errno", None)
+    # XLA and tensorstore have no classes for these.
+    short = "RESOURCE_EXHAUSTED" in str(error) or "out of memory" in str(error).lower()
+    if short or isinstance(error, MemoryError) or number == errno.ENOMEM:
+        return "free memory on host and device, or use more of either"
+    if isinstance(error, PermissionError) or "PERMISSION_DENIED" in str(error):
+        return "let this user read it"
+    if number in _FAILING_DISK:
+        return "try again, and if the disk stays so, move this checkpoint away"
+    return ""
+
+
+def step_folders(folder: epath.Path) -> list[epath.Path]:
+    """The steps in `folder` that are complete, whole or damaged: they have their final name, and in a bucket their marker."""
+    return [path for path in _listed(folder) if is_step(path)]
+
+
+def is_step(path: epath.Path) -> bool:
+    """True for the folder of a complete step; digits of other scripts, and zeros in front, are of none."""
+    if not (path.name.isascii() and path.name.isdigit() and path.name == str(int(path.name))):
+        return False
+    return (path / _COMMITTED).exists() if in_bucket(path) else path.is_dir()
+
+
+def _listed(folder: epath.Path) -> list[epath.Path]:
+    """Everything in the folder of all checkpoints; nothing if it is not there.
+
+    Raises:
+        CheckpointError: it cannot be listed, or is a link to nothing, as to a disk that is not mounted.
+    """
+    if os.path.islink(folder) and not os.path.exists(folder):
+        raise CheckpointError(
+            f"{folder} is a link to {os.readlink(folder)}, which is not there: mount its disk, or remove the link"
+        )
+    try:
+        return [epath.Path(path) for path in entries(folder)]
+    except OSError as error:
+        raise CheckpointError(
+            f"the checkpoints in {folder} cannot be listed ({error.strerror or error}): it must be a folder that this user may read"
+        ) from error
+
+
 def set_aside(folder: epath.Path) -> str:
-    """Gives a damaged checkpoint a name by which it is none, and returns where it is now."""
-    others = {path.name for path in entries(folder.parent)}
-    names = (f"{folder.name}.damaged{number}" for number in ("", *range(2, len(others) + 3)))
-    place = folder.with_name(next(name for name in names if name not in others))
-    move_folder(folder, place)
+    """Gives a damaged checkpoint a name by which it is none, and returns where it is now.
+
+    Raises:
+        CheckpointError: it cannot be renamed.
+    """
+    names = (f"{folder.name}.damaged{number}" for number in itertools.chain([""], itertools.count(2)))
+    try:
+        place = next(place for place in map(folder.with_name, names) if not _is_taken(place))
+        move_folder(folder, place)
+    except OSError as error:
+        raise CheckpointError(
+            f"checkpoint {folder} is damaged, and cannot be renamed to {folder.name}.damaged ({error.strerror or error}): move it "
+            "away, or see to it that this user may rename it"
+        ) from error
     return str(place)
+
+
+def _is_taken(place: epath.Path) -> bool:
+    return place.exists() or os.path.islink(place)
 
 
 def remove_unfinished(folder: epath.Path) -> None:
     """Removes the steps in `folder` that a killed run was writing: they are never whole, and never read."""
-    for path in map(epath.Path, entries(folder)):
+    for path in _listed(folder):
         named = in_bucket(path) and path.name.isdigit()
-        if _UNFINISHED in path.name or (named and not (path / _COMMITTED).exists()):
+        if not (_UNFINISHED in path.name or (named and not (path / _COMMITTED).exists())):
+            continue
+        if os.path.islink(path):
+            path.unlink()  # what it leads to stays
+        else:
             path.rmtree()
 
 
@@ -86,16 +168,19 @@ def check_notes(folder: epath.Path) -> None:
 
     Raises:
         DamagedError: names the step.
+        CheckpointError: the folder, or a step in it, cannot be read.
     """
     if in_bucket(folder):
         return
-    for note in [step / _NOTE for step in entries(folder)]:
+    for note in [step / _NOTE for step in _listed(folder)]:
         try:
             if not note.is_dir():
                 bounded_bytes(note, at_most=MAX_NOTE_BYTES)
         except (FileNotFoundError, NotADirectoryError):
             continue
         except OSError as error:
+            if _remedy(error):
+                raise unreadable(note.parent, error) from error
             raise DamagedError(f"checkpoint {note.parent} is damaged, move it away: {error}") from error
 
 
@@ -140,11 +225,12 @@ def sealed_files(folder: epath.Path) -> dict[str, SealedFile]:
 
     Raises:
         DamagedError: a file is missing, surplus or of another size, something is no file, or there is no manifest.
+        CheckpointError: as `unreadable` has it.
     """
     try:
         there = sizes_below(folder)
     except OSError as error:
-        raise DamagedError(f"checkpoint {folder} is damaged: {error}") from error
+        raise unreadable(folder, error) from error
     if MANIFEST not in there:
         raise DamagedError(
             f"checkpoint {folder} has no {MANIFEST}: it is damaged, or dapo_jax did not write it"
@@ -155,7 +241,7 @@ def sealed_files(folder: epath.Path) -> dict[str, SealedFile]:
             raise DamagedError(
                 f"checkpoint {folder} is damaged: {name} has {there[name]:,} bytes, and at most {MAX_NOTE_BYTES:,} are read"
             )
-    digests, sizes = _read_manifest(folder / MANIFEST)
+    digests, sizes = _read_manifest(folder)
     if difference := sorted(sealed.keys() ^ digests.keys()):
         state = "missing" if difference[0] in digests else "not of this checkpoint"
         raise DamagedError(f"checkpoint {folder} is damaged: {difference[0]} is {state}")
@@ -175,8 +261,8 @@ def check_digests(
     mine = {name: files[name] for name in sorted(files)[index::count]}
     try:
         found = _digests(folder, {name: file.bytes for name, file in mine.items()})
-    except OSError as error:
-        raise DamagedError(f"checkpoint {folder} cannot be read: {error}") from error
+    except (OSError, MemoryError) as error:
+        raise unreadable(folder, error) from error
     for name, digest in found.items():
         if digest != mine[name].sha256:
             raise DamagedError(
@@ -243,13 +329,13 @@ def read_meta(folder: epath.Path, *, newest: int) -> Meta:
 
     Raises:
         DamagedError: it is of another step, or not as it was written.
-        CheckpointError: it is of a newer version.
+        CheckpointError: it is of a newer version, or as `unreadable` has it.
     """
     where = f"checkpoint {folder}"
     try:
         meta = read_object(bounded_bytes(folder / META, at_most=MAX_NOTE_BYTES), META)
     except (OSError, ValueError) as error:
-        raise DamagedError(f"{where} cannot be read: {error}") from error
+        raise unreadable(folder, error) from error
     version = meta.get("schema_version")
     if not isinstance(version, int):
         raise DamagedError(f"{where} is damaged: schema_version is {version!r:.60}")
@@ -276,7 +362,14 @@ def _whole(value: object) -> bool:
 
 
 def _is_shape(value: object) -> bool:
-    return isinstance(value, list) and all(map(_whole, value))
+    if not isinstance(value, list) or len(value) > _MOST_AXES or not all(map(_whole, value)):
+        return False
+    return _room_of(value) <= _MOST_BYTES
+
+
+def _room_of(shape: Sequence[int]) -> int:
+    """The entries that numpy looks for room for."""
+    return math.prod(max(1, side) for side in shape)
 
 
 def _is_array(entry: object) -> bool:
@@ -298,6 +391,7 @@ def _is_packed(entry: object) -> bool:
     return (
         not dtype.hasobject
         and dtype.itemsize > 0
+        and _room_of(entry["shape"]) * dtype.itemsize <= _MOST_BYTES
         and math.prod(entry["shape"]) * dtype.itemsize == entry["bytes"]
     )
 
@@ -412,18 +506,20 @@ def struct_of(leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 
 def checked_json(progress: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy that reads back equal, or an error that names the entry."""
+    """A copy, down to its innermost lists, that reads back equal; or an error that names the entry."""
+    copy: dict[str, Any] = {}
     for key, value in progress.items():
         try:
-            same = json.loads(json.dumps(value, allow_nan=False)) == value
-        except (TypeError, ValueError):
+            copy[key] = json.loads(json.dumps(value, allow_nan=False))
+            same = copy[key] == value
+        except (TypeError, ValueError, RecursionError):
             same = False
         if not (isinstance(key, str) and same):
             raise ValueError(
-                f"progress[{key!r}] = {value!r} does not survive JSON: use str keys, finite Python numbers, str, "
-                "bool, None, lists and dicts"
+                f"progress[{key!r}] = {reprlib.repr(value)} does not survive JSON: use str keys, finite Python numbers, str, "
+                "bool, None, and lists and dicts that are not hundreds deep"
             )
-    return dict(progress)
+    return copy
 
 
 def _sealed(sizes: Mapping[str, int]) -> dict[str, int]:
@@ -431,17 +527,17 @@ def _sealed(sizes: Mapping[str, int]) -> dict[str, int]:
     return {name: size for name, size in sizes.items() if name.rpartition("/")[2] not in _UNSEALED}
 
 
-def _read_manifest(manifest: epath.Path) -> tuple[dict[str, str], dict[str, int]]:
+def _read_manifest(folder: epath.Path) -> tuple[dict[str, str], dict[str, int]]:
     """sha256 and size by path. Those of earlier versions of this library have no sizes."""
     try:
-        content = read_object(bounded_bytes(manifest, at_most=MAX_NOTE_BYTES), MANIFEST)
+        content = read_object(bounded_bytes(folder / MANIFEST, at_most=MAX_NOTE_BYTES), MANIFEST)
         digests, sizes = content.get("files"), content.get("sizes", {})
         if not isinstance(digests, dict) or not all(isinstance(digest, str) for digest in digests.values()):
             raise ValueError("'files' must name a sha256 for each file")
         if not isinstance(sizes, dict) or not all(map(_whole, sizes.values())):
             raise ValueError("'sizes' must be bytes for each file")
     except (OSError, ValueError) as error:
-        raise DamagedError(f"{manifest} cannot be read ({error}): the checkpoint is damaged") from error
+        raise unreadable(folder, error) from error
     return digests, sizes
 
 

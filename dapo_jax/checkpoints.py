@@ -40,19 +40,22 @@ from dapo_jax.checkpoint_files import (
     check_unpacked,
     checked_json,
     flattened,
+    is_step,
     pack_arrays,
     read_meta,
     remove_unfinished,
     seal,
     sealed_files,
     set_aside,
+    step_folders,
     struct_of,
     unpack_arrays,
+    unreadable,
 )
 from dapo_jax.checkpoint_keeping import Keeping, quiet_orbax
 from dapo_jax.config import ConfigError
 from dapo_jax.parallel.exchange import by_first, exchange
-from dapo_jax.storage import entries, in_bucket, path_of
+from dapo_jax.storage import in_bucket, path_of
 
 SCHEMA_VERSION = 1
 """Version of the layout above and of the `meta` item; raised when an older reader could not read it."""
@@ -88,6 +91,7 @@ class Checkpointer:
 
     Raises:
         DamagedError: a step holds something in which orbax would read without end.
+        CheckpointError: `folder` cannot be listed, or is a link to nothing.
     """
 
     def __init__(self, folder: str | PathLike[str], *, keep: int = 3, keep_best: bool = False) -> None:
@@ -126,17 +130,19 @@ class Checkpointer:
         or, on CPU, are held so that a donation copies instead of overwriting.
 
         Args:
-            step: the step that was finished last; must be above every step already saved.
+            step: the step that was finished last, an int; must be above every step already saved.
             state: a pytree of jax arrays, none of size 0.
             progress: what JSON can hold, with finite numbers only.
             carry: host arrays of any shape and any dtype but object; may be empty.
             score: how good the state is, if that was measured; a finite number.
 
         Raises:
-            ValueError: the step exists, a later one does, or something cannot be stored or is too much.
+            ValueError: the step is no int, exists or a later one does, or something cannot be stored or is too much.
             CheckpointError: writing failed, now or in the save before this one.
         """
         self.wait()
+        if type(step) is not int:  # a folder of another name is no checkpoint
+            raise ValueError(f"step must be an int, got {step!r} of type {type(step).__name__}")
         self._check_new(step)
         arrays = flattened(state)
         packed, layout = pack_arrays(carry)
@@ -158,6 +164,7 @@ class Checkpointer:
             items["carry"] = ocp.args.StandardSave({"bytes": packed})
         try:
             self._make_folder()
+            self._manager.reload()  # steps may have come, or been set aside, since orbax has last looked
             if score is not None:
                 self._known_scores()[step] = score
             self._saving = step
@@ -188,11 +195,7 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """Those that are complete, whole or damaged, in order; waits for nothing."""
-        if not self.folder.exists():
-            return []
-        # orbax takes names for numbers that are not written so, such as digits of other scripts
-        names = {path.name for path in entries(self.folder)}
-        return sorted(step for step in self._manager.all_steps(read=True) if str(step) in names)
+        return sorted(int(path.name) for path in step_folders(self.folder))
 
     def latest_step(self) -> int | None:
         """The last complete checkpoint's step, or None; waits for the save in progress."""
@@ -224,7 +227,7 @@ class Checkpointer:
             FileNotFoundError: there is no such checkpoint.
             ValueError: the target has other parameters or shapes than were saved; nothing was read yet.
             DamagedError: a file differs from what was written; in every process, whichever has found it.
-            CheckpointError: the checkpoint is of a newer version.
+            CheckpointError: the checkpoint is of a newer version; or memory, rights or a disk are in the way, and it may be whole.
         """
         self.wait()
         step = self._existing(step)
@@ -232,13 +235,9 @@ class Checkpointer:
         with _agreed_errors():
             meta = self._checked(step, target, rows, check)
 
-        # Not strict: filled up with zeros or cut; `check_shapes` saw to it that nothing else is.
-        items = {"state": ocp.args.StandardRestore(target, strict=False)}
-        if size := meta.carry_bytes:
-            items["carry"] = ocp.args.StandardRestore({"bytes": np.empty(size, np.uint8)})
         with _agreed_errors():
-            found = self._read(step, ocp.args.Composite(**items))
-        packed = np.asarray(found["carry"]["bytes"]) if size else np.empty(0, np.uint8)
+            found = self._read(step, target, carry_bytes=meta.carry_bytes)
+        packed = np.asarray(found["carry"]["bytes"]) if meta.carry_bytes else np.empty(0, np.uint8)
         return Restored(
             step=step,
             # A flat dict's leaves come back in sorted order; the target's own order is needed.
@@ -251,9 +250,7 @@ class Checkpointer:
 
     def set_aside(self, step: int) -> str:
         """Renames a damaged checkpoint so that its step can be saved again, and returns where it is now."""
-        place = by_first(lambda: set_aside(self.folder / str(step)).encode()).decode()
-        self._manager.reload()
-        return place
+        return by_first(lambda: set_aside(self.folder / str(step)).encode()).decode()
 
     def best(self) -> tuple[int, float] | None:
         """(step, score) of the best checkpoint, the last of equal ones; None if none has a score."""
@@ -281,14 +278,16 @@ class Checkpointer:
         self.close()
 
     def _existing(self, step: int | None) -> int:
+        if step is not None and is_step(self.folder / str(step)):
+            return step
         steps = self.steps()
         if not steps:
             raise FileNotFoundError(f"there is no checkpoint in {self.folder}")
-        if step is not None and step not in steps:
+        if step is not None:
             raise FileNotFoundError(
                 f"there is no checkpoint of step {step} in {self.folder}; it has steps {steps}"
             )
-        return steps[-1] if step is None else step
+        return steps[-1]
 
     def _check_new(self, step: int) -> None:
         latest = max(self.steps(), default=-1)
@@ -317,11 +316,15 @@ class Checkpointer:
         _check_stored(folder, meta, files)
         return meta
 
-    def _read(self, step: int, items: ocp.args.Composite) -> Any:
+    def _read(self, step: int, target: Mapping[str, jax.ShapeDtypeStruct], *, carry_bytes: int) -> Any:
+        # Not strict: filled up with zeros or cut; `check_shapes` saw to it that nothing else is.
+        items = {"state": ocp.args.StandardRestore(target, strict=False)}
         try:
-            return self._manager.restore(step, args=items)
+            if carry_bytes:
+                items["carry"] = ocp.args.StandardRestore({"bytes": np.empty(carry_bytes, np.uint8)})
+            return self._manager.restore(step, args=ocp.args.Composite(**items))
         except Exception as error:
-            raise DamagedError(f"checkpoint {self.folder / str(step)} cannot be read: {error}") from error
+            raise unreadable(self.folder / str(step), error) from error
 
     def _known_scores(self) -> dict[int, float]:
         """Score of each step that has one, those of earlier runs of the program included."""
@@ -386,7 +389,7 @@ def _check_stored(folder: epath.Path, meta: Meta, files: Mapping[str, SealedFile
         found = {name: (tuple(array.shape), str(np.dtype(array.dtype))) for name, array in arrays.items()}
         chunks = {name: array.storage.chunk_shape for name, array in arrays.items()}
     except Exception as error:
-        raise DamagedError(f"{where} cannot be read: {error}") from error
+        raise unreadable(folder, error) from error
     said = {f"state/{path}": (tuple(shape), dtype) for path, (shape, dtype) in meta.state.items()}
     if meta.carry_bytes:
         said["carry"] = ((meta.carry_bytes,), "uint8")

@@ -1,8 +1,8 @@
 """One run at a time in a folder: who has the folder's lock is the only one to write there. It is advisory: only those who ask are kept out.
 
 In a local folder the lock is `flock` on the file `.lock`, which the system takes back from a process that ends, however it ends. The
-file stays, but for a folder in which nothing was written; who has locked it looks whether it is still the one of this name, or a file
-that was removed and made anew could be locked by two.
+file stays, but for a folder in which nothing was written; who has locked it looks whether it is still the one of this name, then and
+before whatever it writes, or a file that was removed and made anew could be locked by two.
 
 A bucket knows no locks. There it is a lease: an object `.lock` that is created only if there is none, written anew by a thread every
 `RENEW_S`, and free once the storage's own clock says that this was not done for `LEASE_S`. Each write names the generation that it
@@ -43,7 +43,7 @@ RENEW_S = 15.0
 _LOOK_S = 1.0
 """How often one that waits for a lease looks at it."""
 
-_HOLDER_BYTES = 1000
+_BEGIN, _HOLDER_BYTES = b'{"pid":', 1000
 _WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
@@ -132,11 +132,12 @@ class _FileLock(Lock):
 
     def __init__(self, folder: Path) -> None:
         self._path, self._file = folder / NAME, -1
-        self._made = not folder.exists()
         try:
+            self._path = self._path.absolute()  # the working folder may change
+            self._made = not self._path.parent.exists()
             while not self._taken():
                 self._close()
-        except OSError as error:
+        except (OSError, ValueError) as error:  # a ValueError is of a NUL in the name
             self._close()
             raise _refusal(self._path, error) from error
         except BaseException:
@@ -144,7 +145,23 @@ class _FileLock(Lock):
             raise
 
     def check(self) -> None:
-        """What the system has locked stays locked."""
+        """The system keeps the file locked, but its name may be another file's by now."""
+        with suppress(OSError):  # of a disk that fails, which whoever writes will find
+            if not self._is_there():
+                raise LockLostError(
+                    f"{self._path} is gone, or is another file than this run has locked: it or its folder was removed, renamed or "
+                    "replaced, and another run may be at work there. This run ends and writes nothing more there; go on from the last "
+                    "checkpoint once no other does"
+                )
+
+    def _is_there(self) -> bool:
+        """True as long as the file that is open has its name."""
+        try:
+            return os.path.samestat(os.fstat(self._file), os.stat(self._path, follow_symlinks=False))
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
+                return False
+            raise
 
     def _taken(self) -> bool:
         """False if the file was replaced meanwhile."""
@@ -167,21 +184,28 @@ class _FileLock(Lock):
             if error.errno not in _WITHOUT_LOCKS:
                 raise
             self.note = f"{self._path} cannot be locked ({error.strerror}): nothing keeps a second run out of this folder"
-        try:
-            there = os.stat(self._path, follow_symlinks=False)
-        except FileNotFoundError:
+        if not self._is_there():
             return False
-        if not os.path.samestat(here, there):
-            return False
+        if here.st_nlink > 1:
+            raise LockedError(
+                f"{self._path} is a hard link: its file has {here.st_nlink} names, and may be somebody else's, or the lock of a copy of "
+                "this folder; remove this name"
+            )
+        if not _is_ours(os.pread(self._file, _HOLDER_BYTES, 0)):
+            self.note = (
+                self.note
+                or f"{self._path} holds something that no run wrote: it stays as it is, and does not name this run"
+            )
+            return True
         os.ftruncate(self._file, 0)
         os.pwrite(self._file, _written(_me()), 0)
         return True
 
     def release(self) -> None:
-        """A folder that was made for the lock, and in which nothing was written, goes too."""
+        """A folder that was made for the lock, and in which nothing was written, goes too, unless another has taken its place."""
         if self._file >= 0 and self._made:
             with suppress(OSError):  # something else is in it
-                if [path.name for path in self._path.parent.iterdir()] == [NAME]:
+                if self._is_there() and [path.name for path in self._path.parent.iterdir()] == [NAME]:
                     self._path.unlink()  # whoever has opened it meanwhile looks whether it is still there
                     self._path.parent.rmdir()
         self._close()
@@ -219,18 +243,34 @@ class _Lease(Lock):
         if any(isinstance(lock, _Lease) and lock._name == self._name for lock in _held):
             raise _taken_by(_me())
         bucket, _, self._object = self._name.removeprefix(SCHEME).partition("/")
-        self._bucket = importlib.import_module("google.cloud.storage").Client().bucket(bucket)
         self._errors: Any = importlib.import_module("google.api_core.exceptions")
+        refusals = importlib.import_module("google.auth.exceptions").GoogleAuthError
+        self._retry: Any = importlib.import_module("google.cloud.storage.retry").DEFAULT_RETRY
+        self._failures = (self._errors.GoogleAPIError, refusals, OSError)  # an OSError is of the network
         self._me, self._generation, self._renewed = _me(), 0, 0.0
         self._turn, self._ended, self._lost_to = threading.Lock(), threading.Event(), ""
-        self._take()
+        try:
+            self._bucket = importlib.import_module("google.cloud.storage").Client().bucket(bucket)
+            self._take()
+        except self._failures as error:
+            raise LockedError(
+                f"{self._name} cannot be read and written ({error}): the bucket must exist and answer, and whoever runs this needs "
+                "roles/storage.objectUser on it"
+            ) from error
         _held.add(self)
         threading.Thread(target=self._keep, name="lease", daemon=True).start()
 
     def check(self) -> None:
-        """A process that was stopped for long, with its thread, asks before it goes on."""
-        if self._lost_to or time.monotonic() - self._renewed > LEASE_S:
-            self._renew()
+        """A process that was stopped for long, with its thread, asks before it goes on, for as long as another lease lasts."""
+        if not self._lost_to and time.monotonic() - self._renewed <= LEASE_S:
+            return
+        try:
+            self._renew(patience_s=LEASE_S)
+        except self._failures as error:
+            raise LockLostError(
+                f"{self._name} was not renewed for {LEASE_S:.0f} s and cannot be now ({error}): whether another run has it cannot be "
+                "asked. This run ends and writes nothing more there; go on from the last checkpoint once the bucket answers"
+            ) from error
 
     def release(self) -> None:
         if self not in _held:
@@ -284,11 +324,12 @@ class _Lease(Lock):
             ):  # the storage cannot be reached: as long as nobody takes it over, it is this one's
                 continue
 
-    def _renew(self) -> None:
+    def _renew(self, *, patience_s: float | None = None) -> None:
         with self._turn:
             if self._ended.is_set():
                 return
-            if not self._lost_to and not self._write(self._generation, patient=False):
+            retry = self._retry.with_timeout(patience_s) if patience_s else None
+            if not self._lost_to and not self._write(self._generation, timeout=RENEW_S, retry=retry):
                 self._lost_to = str(_holder_of(self._found()) or "an unknown process")
             if self._lost_to:
                 raise LockLostError(
@@ -296,17 +337,16 @@ class _Lease(Lock):
                     "nothing more there; the other goes on from the last checkpoint"
                 )
 
-    def _write(self, generation: int, *, patient: bool = True) -> bool:
+    def _write(self, generation: int, **how: Any) -> bool:
         """Writes the lease in place of that generation, 0 for none; False if another is there."""
         began = time.monotonic()
         blob = self._bucket.blob(self._object)
-        how = {} if patient else {"timeout": RENEW_S, "retry": None}
         try:
             blob.upload_from_string(_written(self._me), if_generation_match=generation, **how)
         except self._errors.PreconditionFailed:
             found = self._found()
             if found is None:  # it was removed by hand: nobody has it
-                return bool(generation) and self._write(0, patient=patient)
+                return bool(generation) and self._write(0, **how)
             # After a lost answer the request is sent again, and meets what it has written itself.
             if found.holder != self._me:
                 return False
@@ -321,6 +361,8 @@ class _Lease(Lock):
             blob = self._bucket.get_blob(self._object)
             if blob is None:
                 return None
+            if not blob.size:  # which no range is of
+                return _Found(generation=int(blob.generation), renewed=blob.updated, holder=None)
             try:
                 data = blob.download_as_bytes(end=_HOLDER_BYTES, if_generation_match=blob.generation)
             except (self._errors.NotFound, self._errors.PreconditionFailed):  # renewed or gone meanwhile
@@ -342,6 +384,12 @@ def _me() -> Holder:
 
 def _written(holder: Holder) -> bytes:
     return json.dumps(asdict(holder)).encode() + b"\n"
+
+
+def _is_ours(data: bytes) -> bool:
+    """True for what a holder may have left, cut short or lost in a power cut, or what nobody misses."""
+    begun = data.lstrip(b"\0")[: len(_BEGIN)]
+    return _BEGIN.startswith(begun)
 
 
 def _holder(data: bytes) -> Holder | None:
@@ -367,10 +415,15 @@ def _taken_by(holder: Holder | None) -> LockedError:
     )
 
 
-def _refusal(path: Path, error: OSError) -> OSError | LockedError:
-    """What is said where the file cannot be made or opened; the error itself if it is none of the place."""
-    if error.errno == errno.ELOOP:
+def _refusal(path: Path, error: OSError | ValueError) -> OSError | ValueError | LockedError:
+    """The error to raise where the file cannot be made or opened; `error` itself if the disk is full or broken."""
+    number, why = getattr(error, "errno", None), getattr(error, "strerror", None) or str(error)
+    if number in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+        return error
+    if number == errno.ELOOP:
         return LockedError(f"{path} is a symbolic link, which is not followed; remove it")
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOTDIR, errno.EEXIST):
-        return LockedError(f"{path} cannot be written ({error.strerror}): choose a folder that can be")
-    return error
+    if number == errno.ENXIO:
+        return LockedError(f"{path} is no file; remove it")
+    if number in (errno.EMFILE, errno.ENFILE):
+        return LockedError(f"{path} cannot be opened ({why}): raise the limit, as with `ulimit -n`")
+    return LockedError(f"{path} cannot be written ({why}): choose a folder that can be")

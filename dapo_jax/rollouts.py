@@ -19,7 +19,7 @@ FinishReason = Literal["stop", "length"]
 
 
 Lost = Literal["timeout", "memory", "died", "nonfinite"]
-"""Why a grader gave no verdict: its time, its memory, its process, or a score that is NaN or infinite."""
+"""Why a grader gave no verdict: its time, its memory, its process, or a score that is NaN, infinite or beyond all use."""
 
 
 @dataclass(frozen=True, kw_only=True)

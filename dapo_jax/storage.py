@@ -102,6 +102,10 @@ def _check_writable(folder: Path) -> None:
         read_only = os.statvfs(place).f_flag & os.ST_RDONLY
         why = "it lies on a read-only file system" if read_only else "this user may not write there"
         raise ValueError(f"nothing can be written to {place.absolute()}: {why}; choose another folder")
+    if os.path.isdir(folder) and not os.access(folder, os.R_OK):
+        raise ValueError(
+            f"{folder.absolute()} cannot be listed: this user may not read there; choose another folder"
+        )
     if place != folder and not place.is_dir():
         raise ValueError(f"{place} is no folder, so {folder} cannot be made; choose another folder")
 
@@ -130,18 +134,23 @@ def sizes_below(folder: AnyPath) -> dict[str, int]:
     """The bytes of every file in `folder` and in the folders within, by its path from there, sorted.
 
     Raises:
-        OSError: something there is neither a file nor a folder; reading a pipe or a device may have no end.
+        OSError: something there is neither a file nor a folder (reading a pipe or a device may have no end), or a folder
+            cannot be listed.
     """
     if in_bucket(folder):
         found = _objects().find(str(folder), detail=True)
         start = len(str(folder).removeprefix(SCHEME)) + 1
         return {name[start:]: int(each["size"]) for name, each in sorted(found.items())}
     sizes: dict[str, int] = {}
-    for path in sorted(Path(folder).rglob("*")):
-        if not path.is_dir():
+    for place, _, names in os.walk(folder, onerror=_raised):
+        for path in (Path(place, name) for name in names):
             check_file(path)
             sizes[path.relative_to(folder).as_posix()] = size_of(path)
-    return sizes
+    return dict(sorted(sizes.items()))
+
+
+def _raised(error: OSError) -> None:
+    raise error
 
 
 def bounded_bytes(path: AnyPath, *, at_most: int) -> bytes:

@@ -2,7 +2,9 @@
 
 import asyncio
 import errno
+import inspect
 import logging
+import os
 import signal
 import threading
 
@@ -16,6 +18,7 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from dapo_jax import checkpoint_files, checkpoints
+from dapo_jax.checkpoint_files import CheckpointError
 from dapo_jax.checkpoints import Checkpointer
 
 PROGRESS = {"step": 3, "next_ordinal": 96, "seed": 7, "tracker": {"wandb": None}, "ratio": 0.1}
@@ -348,6 +351,31 @@ def test_a_killed_save_is_never_seen_and_is_cleared_by_the_next_one(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "3"]
 
 
+def test_a_link_that_is_named_as_a_save_in_progress_is_removed_and_not_followed(tmp_path):
+    saved(tmp_path, {"w": jnp.ones(2)}, step=1)
+    (tmp_path / "2.orbax-checkpoint-tmp").symlink_to("1")
+    (tmp_path / "3.orbax-checkpoint-tmp").symlink_to("nowhere")
+    saved(tmp_path, {"w": jnp.zeros(2)}, step=4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "4"]
+    with Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.restore({"w": jnp.zeros(2)}, step=1).state["w"][0] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda place: place.symlink_to("unmounted"), "is a link to unmounted, which is not there: mount"),
+        (lambda place: place.touch(), r"cannot be listed \(Not a directory\): it must be a folder"),
+        (os.mkfifo, r"cannot be listed \(Not a directory\): it must be a folder"),
+    ],
+    ids=["a link to nothing", "a file", "a pipe"],
+)
+def test_a_folder_of_checkpoints_that_is_none_is_not_an_empty_one(make, message, tmp_path):
+    make(tmp_path / "checkpoints")
+    with pytest.raises(CheckpointError, match=f"{tmp_path}/checkpoints {message}"):
+        Checkpointer(tmp_path / "checkpoints")
+
+
 def test_a_reader_sees_checkpoints_written_after_it_was_opened(tmp_path):
     with Checkpointer(tmp_path) as reader:
         assert reader.latest_step() is None
@@ -359,6 +387,44 @@ def test_a_reader_sees_checkpoints_written_after_it_was_opened(tmp_path):
 def test_progress_that_json_would_change_is_refused(tmp_path, value):
     with Checkpointer(tmp_path) as checkpointer, pytest.raises(ValueError, match=r"progress\['seed'\]"):
         checkpointer.save(1, {"w": jnp.ones(2)}, {"seed": value}, {})
+    assert not list(tmp_path.iterdir())
+
+
+def test_progress_is_what_it_was_when_save_was_called(tmp_path, monkeypatch):
+    """It is written in the background, so what the caller does with its lists meanwhile is no matter."""
+    begun, write = threading.Event(), checkpoint_files.write_manifest
+
+    def late(folder):
+        begun.wait(60)
+        write(folder)
+
+    monkeypatch.setattr(checkpoint_files, "write_manifest", late)
+    progress = {"share": {"of": [1.0]}, "cursor": 9}
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"w": jnp.ones(2)}, progress, {})
+        progress["share"]["of"][0] = 666.0
+        begun.set()
+        found = checkpointer.restore({"w": jnp.zeros(2)}).progress
+    assert found == {"share": {"of": [1.0]}, "cursor": 9}
+
+
+def test_progress_without_end_is_refused_by_name(tmp_path):
+    deep = []
+    for _ in range(5000):
+        deep = [deep]
+    with (
+        Checkpointer(tmp_path) as checkpointer,
+        pytest.raises(ValueError, match=r"progress\['deep'\] = \[\["),
+    ):
+        checkpointer.save(1, {"w": jnp.ones(2)}, {"deep": deep}, {})
+
+
+@pytest.mark.parametrize("step", [9.0, True, np.int64(9), "9"])
+def test_a_step_that_is_no_int_is_refused(step, tmp_path):
+    """Nobody would find the folder that bears its name."""
+    save = inspect.unwrap(Checkpointer.save)  # as it is where nobody checks types
+    with Checkpointer(tmp_path) as checkpointer, pytest.raises(ValueError, match="step must be an int, got"):
+        save(checkpointer, step, {"w": jnp.ones(2)}, {}, {})
     assert not list(tmp_path.iterdir())
 
 

@@ -12,7 +12,8 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -200,6 +201,122 @@ def test_a_file_that_was_replaced_while_it_was_locked_is_not_the_lock(tmp_path, 
             take(tmp_path, lost=never)
 
 
+DEEDS = {
+    "removed": lambda folder: (folder / ".lock").unlink(),
+    "replaced": lambda folder: ((folder / ".lock").unlink(), (folder / ".lock").touch()),
+    "its folder renamed": lambda folder: folder.rename(folder.with_name("elsewhere")),
+    "its folder a file": lambda folder: (folder.rename(folder.with_name("elsewhere")), folder.touch()),
+}
+
+
+@pytest.mark.parametrize("deed", DEEDS)
+def test_a_lock_whose_file_has_lost_its_name_is_lost(deed, tmp_path):
+    """Whoever comes next would get another file's lock, and two would write."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with take(folder, lost=never) as lock:
+        lock.check()
+        DEEDS[deed](folder)
+        with pytest.raises(LockLostError, match=rf"{folder}/\.lock is gone, or .* This run ends"):
+            lock.check()
+
+
+def test_whoever_gives_a_lost_lock_back_leaves_the_next_holder_alone(tmp_path):
+    folder = tmp_path / "made"
+    first = take(folder, lost=never)
+    (folder / ".lock").unlink()
+    folder.rmdir()
+    with take(folder, lost=never) as second:
+        first.release()
+        second.check()
+        with pytest.raises(LockedError, match="by this process itself"):
+            take(folder, lost=never)
+
+
+def test_a_lock_stays_where_it_was_taken_when_the_working_folder_changes(tmp_path, monkeypatch):
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    lock = take(Path("run"), lost=never)
+    with take(tmp_path / "there" / "run", lost=never) as other:
+        monkeypatch.chdir(tmp_path / "there")
+        lock.check()
+        lock.release()
+        other.check()
+        assert not (tmp_path / "here" / "run").exists()
+
+
+def test_a_file_of_somebody_else_is_locked_and_not_written_over(tmp_path):
+    for mine in (b"a file of mine", b"[1, 2]", b"{}"):
+        (tmp_path / ".lock").write_bytes(mine)
+        with take(tmp_path, lost=never) as lock:
+            assert "holds something that no run wrote: it stays as it is" in lock.note
+            with pytest.raises(LockedError, match="by another process"):
+                take(tmp_path, lost=never)
+        assert (tmp_path / ".lock").read_bytes() == mine
+
+
+@pytest.mark.parametrize("left", [b"", b"{", b'{"pid": 12, "ho', b'{"pid": 12}\n', b"\0" * 99])
+def test_a_file_that_a_holder_left_whole_or_not_names_the_next_one(left, tmp_path):
+    """Cut short by a kill, or lost in a power cut."""
+    (tmp_path / ".lock").write_bytes(left)
+    with take(tmp_path, lost=never) as lock:
+        assert json.loads((tmp_path / ".lock").read_bytes())["pid"] == os.getpid()
+        assert not lock.note
+
+
+def test_a_hard_link_is_not_written_through(tmp_path):
+    """It may be somebody's file, or the lock of a folder that was copied with links."""
+    for number, content in enumerate((b"thesis", b"")):
+        kept, folder = tmp_path / f"kept{number}", tmp_path / str(number)
+        kept.write_bytes(content)
+        folder.mkdir()
+        (folder / ".lock").hardlink_to(kept)
+        with pytest.raises(
+            LockedError, match=r"\.lock is a hard link: its file has 2 names.*remove this name"
+        ):
+            take(folder, lost=never)
+        assert kept.read_bytes() == content
+
+
+def test_a_socket_or_a_name_that_cannot_be_is_said_with_its_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # a socket's name must be short
+    with closing(socket.socket(socket.AF_UNIX)) as listening:
+        listening.bind(".lock")
+    for folder, message in (
+        (tmp_path, r"/\.lock is no file; remove it"),
+        (tmp_path / ("x" * 300), r"x/\.lock cannot be written \(File name too long\): choose a folder"),
+        (Path(f"{tmp_path}/a\0b"), r"b/\.lock cannot be written \(embedded null byte\): choose a folder"),
+    ):
+        with pytest.raises(LockedError, match=message):
+            take(folder, lost=never)
+
+
+def test_a_process_without_descriptors_is_told_to_raise_the_limit(tmp_path, monkeypatch):
+    def refuse(path, *how):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(
+        LockedError, match=r"\.lock cannot be opened \(Too many open files\): raise the limit"
+    ):
+        take(tmp_path, lost=never)
+
+
+def test_a_folder_below_one_that_cannot_be_searched_is_said(tmp_path, monkeypatch):
+    """As the system answers; whoever runs the tests may be allowed everything."""
+    folder, look = tmp_path / "closed" / "run", os.stat
+
+    def refuse(path, *how, **more):
+        if str(path).startswith(str(folder)):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return look(path, *how, **more)
+
+    monkeypatch.setattr(os, "stat", refuse)
+    with pytest.raises(LockedError, match=r"run/\.lock cannot be written \(Permission denied\)"):
+        take(folder, lost=never)
+
+
 RUN, LEASE = "gs://bucket/run", "gs://bucket/run/.lock"
 
 
@@ -323,6 +440,38 @@ def test_a_renewal_whose_answer_was_lost_finds_its_own_lease(bucket, monkeypatch
         lock.check()
         lock.check()
     assert bucket.files("gs://bucket") == {}
+
+
+def test_an_expired_lease_that_is_empty_is_taken_over(bucket):
+    others(bucket, age_s=61)
+    _, generation = bucket.buckets["bucket"]["run/.lock"]
+    bucket.buckets["bucket"]["run/.lock"] = (b"", generation)
+    with take(path_of(RUN), lost=never) as lock:
+        assert lock.note == "took over the lease of an unknown process, which has expired"
+
+
+def test_a_bucket_that_refuses_the_lease_is_said_with_what_is_needed(bucket):
+    with pytest.raises(LockedError, match=r"gs://nowhere/run/\.lock .*: the bucket must exist"):
+        take(path_of("gs://nowhere/run"), lost=never)
+    bucket.granted.discard("storage.objects.create")
+    with pytest.raises(LockedError, match=r"gs://bucket/run/\.lock .*needs roles/storage.objectUser on it"):
+        take(path_of(RUN), lost=never)
+
+
+def test_a_lease_that_has_run_out_while_the_storage_does_not_answer_ends_the_run(bucket, monkeypatch):
+    """Another could have it, and nothing can be written there anyway; a short silence is waited for."""
+    with take(path_of(RUN), lost=never) as lock:
+        monkeypatch.setattr(lock, "_renewed", lock._renewed - locks.LEASE_S - 1)
+        bucket.busy = 1
+        lock.check()
+        monkeypatch.setattr(locks, "LEASE_S", -1.0)
+        bucket.busy = 10**9
+        with pytest.raises(
+            LockLostError, match=r"run/\.lock was not renewed .* and cannot be now .*This run ends"
+        ):
+            lock.check()
+        bucket.busy = 0
+    assert LEASE not in bucket.files()
 
 
 FORKED = """

@@ -21,7 +21,7 @@ def convert(arguments: argparse.Namespace) -> int:
 
     done = convert(arguments.source, arguments.target, dtype=arguments.dtype)
     print(
-        f"{done.folder}: a {done.family} of {done.parameters:,} parameters, {done.tensor_bytes:,} bytes in {done.dtype}"
+        f"{arguments.target}: a {done.family} of {done.parameters:,} parameters, {done.tensor_bytes:,} bytes in {done.dtype}"
     )
     print(f"    {', '.join(done.files)}")
     return 0

@@ -37,6 +37,7 @@ def train(arguments: argparse.Namespace) -> int:
         # Before what takes seconds to import; of several processes nobody knows yet which is the first.
         print(f"{config.steps} steps in {config.run_dir}: starting ...", flush=True)
     from dapo_jax.run import train
+    from dapo_jax.storage import path_of
 
     result = train(config, resume=arguments.resume, stop=arguments.stop)
     scored = [line for line in result.metrics if any(key.startswith("eval/") for key in line)]
@@ -48,10 +49,10 @@ def train(arguments: argparse.Namespace) -> int:
                 f"{name}: {before[name]:{figures}} before (step {before['step']}), {after[name]:{figures}} after step {after['step']}"
             )
     if is_first():
-        run = shlex.quote(str(result.run_dir))
-        print(f"metrics, rollouts, evaluations, checkpoints and the trained model are in {result.run_dir}")
-        print(f"look inside:   dapo-jax report {run}")
-        print(f"ask the model: dapo-jax sample {run} --prompt TEXT -n 4")
+        run = path_of(config.run_dir)
+        print(f"metrics, rollouts, evaluations, checkpoints and the trained model are in {run}")
+        print(f"look inside:   dapo-jax report {shlex.quote(str(run))}")
+        print(f"ask the model: dapo-jax sample {shlex.quote(str(run))} --prompt TEXT -n 4")
     return 0
 
 

@@ -113,7 +113,7 @@ class RewardConfig:
     worker_memory_mb: int = 2048
     """What a worker may take beyond what the loaded grader needs; a response that takes more counts as wrong. (Linux)"""
     on_nonfinite: str = "error"
-    """A score that is NaN or infinite: error, or lost (that response has no verdict and counts as wrong)."""
+    """A score that is NaN, infinite or beyond 1e30 in size: error, or lost (that response has no verdict and counts as wrong)."""
     correct: float = 1.0
     """Reward of a correct verdict that has no score. (Section 2.4)"""
     incorrect: float = -1.0

@@ -163,7 +163,7 @@ class Run:
     def _boundary(self, found: Restored, where: str) -> Boundary:
         cursor, unfinished = found.progress["cursor"], found.progress.get(UNFINISHED)
         try:
-            check_carry(found.carry, cursor=cursor)
+            check_carry(found.carry, cursor=cursor, vocabulary=self.policy.decoder.vocab_size)
         except ValueError as error:
             raise DamagedError(f"{where} is damaged: of the groups that it carries over, {error}") from error
         carry = carry_groups(found.carry, self._prompts.__getitem__)

@@ -25,7 +25,7 @@ from dapo_jax.run.memory import memory_metrics
 from dapo_jax.run.ratios import TokenRatios
 from dapo_jax.run.records import Records
 from dapo_jax.stopping import Stop, StoppedError, first_told
-from dapo_jax.storage import AnyPath
+from dapo_jax.storage import AnyPath, path_of
 from dapo_jax.trackers.evaluation_log import write_problems
 from dapo_jax.trackers.progress import Progress
 from dapo_jax.training.loop import Position, StepResult
@@ -181,7 +181,8 @@ class Boundaries:
     def _way_on(self) -> str:
         if not (latest := self._last()):
             return "there is no checkpoint yet: --resume begins anew, also with another configuration"
-        return f"the last good checkpoint is that of step {latest} in {self._run_dir}/checkpoints: --resume goes on from it"
+        folder = path_of(self._config.run_dir) / "checkpoints"
+        return f"the last good checkpoint is that of step {latest} in {folder}: --resume goes on from it"
 
     def _finish(self, metrics: dict[str, float | int]) -> None:
         """Evaluates if this is due, writes the step's metrics, and saves if this is due."""

@@ -99,12 +99,15 @@ def carry_groups(arrays: dict[str, np.ndarray], prompt_at: Callable[[int], Promp
     ]
 
 
-def check_carry(arrays: Mapping[str, np.ndarray], *, cursor: int) -> None:
+def check_carry(arrays: dict[str, np.ndarray], *, cursor: int, vocabulary: int) -> None:
     """Refuses arrays that `carry_groups` cannot take apart: those of a checkpoint may come from anywhere.
+
+    A log-probability may be NaN, which a sampler can give, and which the guards name in the update.
 
     Args:
         arrays: not in brief.
         cursor: ordinals are below it.
+        vocabulary: tokens are below it.
 
     Raises:
         ValueError: an array is missing, or is not what `carry_arrays` makes of groups; names it.
@@ -119,14 +122,28 @@ def check_carry(arrays: Mapping[str, np.ndarray], *, cursor: int) -> None:
         count = _total(arrays, counted_by) if counted_by else len(arrays["ordinals"])
         if len(arrays[name]) != count:
             raise ValueError(f"{name!r} has {len(arrays[name]):,} entries instead of {count:,}")
+    if arrays["group_sizes"].size and arrays["group_sizes"].min() < 1:
+        raise ValueError("'group_sizes' has a group without responses")
+    for name in ("scores", "rewards", "penalties"):
+        if not np.isfinite(arrays[name]).all():
+            raise ValueError(f"{name!r} has one that is not finite")
     ordinals, ages = arrays["ordinals"], arrays.get("ages")  # older checkpoints do not say
     if ages is not None and (ages.shape != ordinals.shape or ages.dtype.kind != "i" or (ages < 0).any()):
         raise ValueError("'ages' is not one number of steps for each group")
-    if ordinals.size and not 0 <= ordinals.min() <= ordinals.max() < cursor:
-        raise ValueError(f"'ordinals' has one that is not from 0 to {cursor - 1}, of a prompt that was drawn")
+    for name, end, what in (
+        ("ordinals", cursor, "a prompt that was drawn"),
+        ("tokens", vocabulary, "the vocabulary"),
+    ):
+        if arrays[name].size and not 0 <= arrays[name].min() <= arrays[name].max() < end:
+            raise ValueError(f"{name!r} has one that is not from 0 to {end - 1}, of {what}")
     text_ends = np.cumsum(arrays["text_lengths"])
     for start, end in zip(text_ends - arrays["text_lengths"], text_ends, strict=True):
         _check_words(arrays["texts"][start:end].tobytes())
+    carry_groups(arrays, _no_prompt)  # verdicts have checks of their own
+
+
+def _no_prompt(ordinal: int) -> Prompt:
+    return Prompt(ordinal=ordinal, tokens=np.empty(0, np.int32), text="", answer="")
 
 
 def _total(arrays: Mapping[str, np.ndarray], name: str) -> int:

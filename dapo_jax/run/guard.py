@@ -20,7 +20,7 @@ from dapo_jax.run.boundaries import Boundary
 from dapo_jax.run.nonfinite import Update, in_words, some, strange_responses
 from dapo_jax.run.ratios import Split
 from dapo_jax.run.records import Records
-from dapo_jax.storage import AnyPath, entries
+from dapo_jax.storage import AnyPath, entries, path_of
 from dapo_jax.trackers.post_mortem import write_post_mortem
 from dapo_jax.trackers.progress import Progress
 from dapo_jax.training.finite import leaf_names, nonfinite_leaves
@@ -201,7 +201,7 @@ class Guard:
             return ""
         self._dumped += 1
         step = result.position.step
-        folder = self._run_dir / "post_mortem" / f"step_{step:06d}_update_{index + 1}"
+        place = f"post_mortem/step_{step:06d}_update_{index + 1}"
         stacks = update.stacks()
         if is_first():
             report = {
@@ -212,9 +212,13 @@ class Guard:
                 "nonfinite": named,
             }
             write_post_mortem(
-                folder, report=report, stacks=stacks, groups=groups, config=to_yaml(self._config)
+                self._run_dir / place,
+                report=report,
+                stacks=stacks,
+                groups=groups,
+                config=to_yaml(self._config),
             )
-        return str(folder)
+        return str(path_of(self._config.run_dir) / place)
 
     def _drifted(self, step: int, metrics: dict[str, float | int]) -> str:
         """Compares the step's mismatch with the limit; why the run stops, if it does."""

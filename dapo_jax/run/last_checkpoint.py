@@ -28,6 +28,7 @@ def restore_last(
 
     Raises:
         DamagedError: there are checkpoints, and all are damaged; they stay as they are.
+        CheckpointError: one cannot be read, and may be whole; all stay as they are.
         ValueError: as `Checkpointer.restore`; another run's checkpoint is not passed over.
     """
     checkpointer.wait()

@@ -79,7 +79,7 @@ def score(
     Raises:
         ConfigError: there are no rollouts, a line is none, or no grader of that name.
     """
-    rows = _rows(place_of(rollouts, key="rollouts", write=False))
+    rows = _rows(rollouts)
     groups = [[sample_of(row) for row in group] for _, group in groupby(rows, key=_group)]
     recorded = [
         Verdict(
@@ -224,7 +224,8 @@ def checked_rollout(row: Mapping[str, Any], file: AnyPath, number: int) -> dict[
     return dict(row)
 
 
-def _rows(path: AnyPath) -> list[dict[str, Any]]:
+def _rows(named: str | AnyPath) -> list[dict[str, Any]]:
+    path = place_of(named, key="rollouts", write=False)
     try:
         files = files_below(path) if path.is_dir() else [path]
         files = [file for file in files if file == path or fnmatch(file.name, "step_*.jsonl")]
@@ -237,6 +238,6 @@ def _rows(path: AnyPath) -> list[dict[str, Any]]:
         raise ConfigError(f"cannot read rollouts: {error}") from error
     if not rows:
         raise ConfigError(
-            f"{path} holds no rollouts; give a run's rollouts/ folder, one of its JSONL files, or what eval --keep wrote"
+            f"{named} holds no rollouts; give a run's rollouts/ folder, one of its JSONL files, or what eval --keep wrote"
         )
     return rows

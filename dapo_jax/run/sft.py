@@ -55,7 +55,7 @@ def sft(config: SftConfig | str | Path, *, progress: Progress | None = None) -> 
     use_compilation_cache(config.compilation_cache)
     config = replace(config, data=dated(config.data))
     run_dir = place_of(config.run_dir, key="run_dir", write=True)
-    with locked(run_dir, key="run_dir", lost=interrupt) as lock:
+    with locked(run_dir, value=config.run_dir, key="run_dir", lost=interrupt) as lock:
         return _trained(config, run_dir, lock, progress)
 
 

@@ -1,6 +1,7 @@
 """DAPO training from a configuration: what `dapo-jax train` calls, and notebooks too."""
 
 import json
+import os
 import re
 import shutil
 from contextlib import ExitStack
@@ -67,6 +68,7 @@ class TrainResult:
     """What `train` hands back."""
 
     run_dir: AnyPath
+    """Absolute, if it is local."""
     policy: Policy
     """The trained policy, also written to `run_dir/model`."""
     metrics: list[dict[str, Any]]
@@ -276,7 +278,7 @@ def _checked_place(
     def checked() -> bytes:
         place = place_of(config.run_dir, key="run_dir", write=True)
         # First of all: what is looked for below, another run could be writing.
-        taken.append(held.enter_context(locked(place, key="run_dir", lost=lost)))
+        taken.append(held.enter_context(locked(place, value=config.run_dir, key="run_dir", lost=lost)))
         begun = resume and (place / "config.yaml").exists()
         day = dated(
             config.data, like=load_config(place / "config.yaml").data if begun else None
@@ -305,8 +307,8 @@ def check_run_dir(run_dir: AnyPath, config: TrainConfig, *, resume: bool, overwr
 
     Raises:
         ConfigError: `run_dir` holds a run and neither `resume` nor `overwrite` is True, or with `overwrite` what no run wrote; `resume`
-            would change what the run learns, or there is none and one of almost this name lies beside; or TensorBoard's events
-            would have to be appended to in a bucket.
+            would change what the run learns, or there is none and one of almost this name lies beside; TensorBoard's events
+            would have to be appended to in a bucket; or something that is no folder, or a link to nothing, lies where the run needs one.
     """
     if resume and overwrite:
         raise ConfigError("resume=True goes on with a run and overwrite=True removes it; give one of them")
@@ -315,11 +317,9 @@ def check_run_dir(run_dir: AnyPath, config: TrainConfig, *, resume: bool, overwr
             f"log.tensorboard=true with run_dir={config.run_dir}: TensorBoard's events are appended to a file, and objects "
             "in a bucket cannot be; set log.tensorboard=false (metrics are kept all the same) or log.wandb=true"
         )
-    for folder in ("checkpoints", "evaluations", "model", "rollouts"):
-        if (run_dir / folder).is_file():
-            raise ConfigError(
-                f"run_dir={config.run_dir}: {folder} is a file, and the run needs a folder there: move it away"
-            )
+    for name in ("checkpoints", "evaluations", "model", "rollouts"):
+        if problem := _unusable(run_dir / name):
+            raise ConfigError(f"run_dir={config.run_dir}: {name} {problem}")
     kept = run_dir / "config.yaml"
     if overwrite:
         if strange := [place.name for place in entries(run_dir) if place.name not in OF_A_RUN]:
@@ -352,6 +352,17 @@ def check_run_dir(run_dir: AnyPath, config: TrainConfig, *, resume: bool, overwr
             raise ConfigError(
                 f"resuming {config.run_dir} under another configuration would change the run: {lines}"
             )
+
+
+def _unusable(place: AnyPath) -> str:
+    """Why a run cannot use the folder `place`, which may not be there yet; empty if it can."""
+    if os.path.islink(place) and not os.path.exists(place):
+        return f"is a link to {os.readlink(place)}, which is not there: mount its disk, or remove the link to do without what it led to"
+    if place.is_file() or (os.path.lexists(place) and not os.path.isdir(place)):
+        return "is a file, and the run needs a folder there: move it away"
+    if os.path.isdir(place) and not os.access(place, os.R_OK | os.X_OK):
+        return "cannot be listed by this user: let it read there"
+    return ""
 
 
 def _run_beside(run_dir: AnyPath) -> AnyPath | None:

@@ -1,17 +1,21 @@
 """Damaged checkpoints: the one before is taken and it is said, or the file is named; never is anything wrong restored."""
 
+import builtins
+import errno
 import json
 import os
 import re
 import shutil
+import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from etils import epath
 
-from dapo_jax.checkpoint_files import META, DamagedError, write_manifest
+from dapo_jax.checkpoint_files import META, CheckpointError, DamagedError, write_manifest
 from dapo_jax.checkpoints import Checkpointer
 from dapo_jax.run.last_checkpoint import restore_last
 
@@ -277,6 +281,18 @@ FORGED = {
         lambda step: rewrite(step, carry=carried(bytes=4000, shape=[1000])),
         r"carry are \(\(2800,\), 'uint8'\)",
     ),
+    "carried in a shape that no array has": (
+        lambda step: rewrite(step, carry=carried(bytes=0, shape=[0, 10**30])),
+        "'carry' in meta",
+    ),
+    "carried in a shape that has no place in 64 bits beside its dtype": (
+        lambda step: rewrite(step, carry=carried(bytes=0, shape=[0, 1 << 61])),
+        "'carry' in meta",
+    ),
+    "carried in 101 dimensions": (
+        lambda step: rewrite(step, carry=carried(shape=[700] + [1] * 100)),
+        "'carry' in meta",
+    ),
     "carried objects": (
         lambda step: rewrite(step, carry=carried(dtype="|O", bytes=5600)),
         "'carry' in meta",
@@ -303,6 +319,129 @@ def test_a_checkpoint_that_says_strange_things_under_a_manifest_of_its_own_is_da
     assert_is(found, BEFORE)
     assert len(said) == 1
     assert re.search(said_of_it, said[0]), said
+
+
+def test_a_shape_of_a_hundred_thousand_numbers_is_not_multiplied_out(folder):
+    """The product of so many would take ten seconds and more."""
+    rewrite(folder / str(LAST), carry=carried(shape=[10**9 + 7] * 100_000))
+    write_manifest(epath.Path(folder / str(LAST)))
+    began = time.process_time()
+    found, said = restored(folder)
+    assert time.process_time() - began < 5
+    assert_is(found, BEFORE)
+    assert "'carry' in meta" in said[0]
+
+
+def left_as_it_was(folder, message):
+    """The resume ends by a message, and nothing is renamed: the checkpoint may be whole."""
+    with pytest.raises(CheckpointError, match=message) as caught:
+        restored(folder)
+    assert not isinstance(caught.value, DamagedError)
+    assert f"checkpoint {folder / str(LAST)} cannot be read: " in str(caught.value)
+    assert sorted(path.name for path in folder.iterdir()) == ["4", "7"]
+
+
+SHORTAGES = {
+    "memory of the host": (MemoryError(), "MemoryError. It may be whole, .*: free memory"),
+    "memory of the device": (
+        jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 12345 bytes."),
+        "allocating 12345 bytes.* It may be whole, .*: free memory",
+    ),
+    "the right to read": (
+        ValueError('PERMISSION_DENIED: Error reading local file "a/0"'),
+        "a/0.* It may be whole, .*: let this user read it",
+    ),
+    "descriptors": (OSError(errno.EMFILE, "Too many open files"), "Too many open files.*: try again"),
+}
+
+
+@pytest.mark.parametrize("name", SHORTAGES)
+def test_what_is_short_while_a_checkpoint_is_read_is_no_damage(name, folder, monkeypatch):
+    error, message = SHORTAGES[name]
+
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(ocp.CheckpointManager, "restore", fail)
+    left_as_it_was(folder, message)
+
+
+@pytest.mark.parametrize("name", ["sha256.json", META, "state/", "_CHECKPOINT_METADATA"])
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
+def test_a_file_that_may_not_or_cannot_be_read_is_no_damage(name, number, folder, monkeypatch):
+    """As the system answers; whoever runs the tests may be allowed everything."""
+    real = builtins.open
+
+    def refuse(path, *how, **more):
+        if str(path).startswith(f"{folder / str(LAST)}/{name}"):
+            raise OSError(number, os.strerror(number), str(path))
+        return real(path, *how, **more)
+
+    monkeypatch.setattr(builtins, "open", refuse)
+    remedy = "let this user read it" if number == errno.EACCES else "try again, and if the disk stays so"
+    left_as_it_was(folder, f"{os.strerror(number)}.* It may be whole, .*: {remedy}")
+
+
+def test_a_folder_that_may_not_be_listed_is_no_damage(folder, monkeypatch):
+    real = os.scandir
+
+    def refuse(path="."):
+        if str(path) == f"{folder / str(LAST)}/state":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    left_as_it_was(folder, "Permission denied.*: let this user read it")
+
+
+def test_checkpoints_that_may_not_be_listed_are_not_taken_for_none(folder, monkeypatch):
+    real = os.listdir
+
+    def refuse(path="."):
+        if str(path) == str(folder):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    with pytest.raises(
+        CheckpointError, match=rf"{folder} cannot be listed \(Permission denied\): it must be"
+    ):
+        restored(folder)
+
+
+def test_a_damaged_step_that_cannot_be_renamed_is_named(folder, monkeypatch):
+    """Its name is too long already, or the disk is only read."""
+    (folder / ("9" * 255)).mkdir()
+    with pytest.raises(CheckpointError, match=r"/9{255} is damaged, and cannot be renamed .*name too long"):
+        restored(folder)
+    (folder / ("9" * 255)).rmdir()
+    flip(folder / str(LAST) / META, 0.5)
+
+    def refuse(*_):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(CheckpointError, match=r"/7 is damaged, .* \(Read-only file system\): move it away"):
+        restored(folder)
+    found, _ = restored(folder, aside=False)
+    assert_is(found, BEFORE)
+
+
+def test_the_folder_is_listed_no_more_often_for_many_damaged_steps(folder, monkeypatch):
+    """Each of them lists them all otherwise, and a few hundred take minutes."""
+    for step in range(1000, 1030):
+        (folder / str(step)).mkdir()
+    real, listed = os.listdir, []
+
+    def counted(path="."):
+        listed.append(str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "listdir", counted)
+    found, said = restored(folder)
+    assert_is(found, LAST)
+    assert len(said) == 30
+    assert listed.count(str(folder)) < 10
 
 
 def instead(path, make):

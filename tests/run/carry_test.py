@@ -4,11 +4,12 @@ import json
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dapo_jax.rollouts import Group, Prompt, Response, Rollout, Verdict
-from dapo_jax.run.carry import carry_arrays, carry_groups
+from dapo_jax.run.carry import carry_arrays, carry_groups, check_carry
 
 
 def prompt_at(ordinal):
@@ -107,3 +108,50 @@ def test_the_arrays_hold_no_python_objects():
     arrays = carry_arrays([Group(prompt=prompt_at(1), rollouts=(rollout,))])
     assert all(array.dtype != object for array in arrays.values())
     assert carry_arrays([]) == {}
+
+
+def two_groups():
+    """Arrays of two groups, of two responses of two tokens each."""
+    values = {
+        "length": 2, "start": 5, "finish_reason": "stop", "text": "t", "reward": 1.0, "overlong_penalty": 0.0,
+        "verdict": {"correct": True, "parts": {"a": 1.0}},
+    }  # fmt: skip
+    members = (make_rollout(values), make_rollout(values))
+    return carry_arrays([Group(prompt=prompt_at(place), rollouts=members, age=1) for place in (1, 2)])
+
+
+def texts_of(*words):
+    text = json.dumps(words).encode()
+    return {
+        "texts": np.frombuffer(text * 4, np.uint8),
+        "text_lengths": np.full(4, len(text)),
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (texts_of("t", "", None, "perhaps", {}), "lost='perhaps'"),
+        (texts_of("t", "", None, "", {"a": "x"}), "parts="),
+        (
+            {"tokens": np.array([5, 6, 7, -1, 5, 6, 7, 8], np.int32)},
+            "'tokens' has one that is not from 0 to 9",
+        ),
+        ({"tokens": np.full(8, 10, np.int32)}, "'tokens' has one that is not from 0 to 9, of the vocabulary"),
+        ({"tokens": np.full(8, 2**40)}, "'tokens' has one"),
+        ({"rewards": np.array([1.0, np.inf, 1.0, 1.0])}, "'rewards' has one that is not finite"),
+        ({"scores": np.array([1.0, np.nan, 1.0, 1.0])}, "'scores' has one that is not finite"),
+        ({"group_sizes": np.array([4, 0])}, "'group_sizes' has a group without responses"),
+        ({"ordinals": np.array([1, 3])}, "'ordinals' has one that is not from 0 to 2"),
+    ],
+)
+def test_forged_groups_are_refused_before_they_are_unpacked(changes, message):
+    arrays = two_groups()
+    check_carry(arrays, cursor=3, vocabulary=10)
+    with pytest.raises(ValueError, match=message):
+        check_carry({**arrays, **changes}, cursor=3, vocabulary=10)
+
+
+def test_a_log_probability_that_is_not_a_number_is_the_guards_affair():
+    """A sampler can give one, and the checkpoint that carries it is as it was written."""
+    check_carry(two_groups() | {"logprobs": np.full(8, np.nan, np.float32)}, cursor=3, vocabulary=10)

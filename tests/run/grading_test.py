@@ -13,9 +13,10 @@ from rich.console import Console
 
 from dapo_jax.config import ConfigError, EvaluateConfig, RewardConfig
 from dapo_jax.rewards import Sample, whole_group
+from dapo_jax.rewards.functions import RewardError
 from dapo_jax.rollouts import Prompt
 from dapo_jax.run import assembly, inference
-from dapo_jax.run.grading import submit_of, weighted
+from dapo_jax.run.grading import check_graders, submit_of, weighted
 from dapo_jax.trackers.progress import Progress
 
 HERE = Path(__file__)
@@ -182,6 +183,24 @@ def test_a_listed_grader_that_cannot_be_loaded_is_named_and_nothing_was_started(
     ):
         submit_of(RewardConfig(graders=listed))
     assert threading.active_count() == before
+
+
+def test_a_file_that_exits_while_it_is_loaded_is_refused_and_does_not_end_the_command(tmp_path):
+    """An exit of status 0 would pass for a run that has ended well."""
+    file = tmp_path / "leaves.py"
+    file.write_text("import sys\ndef right(sample):\n    return True\nsys.exit(0)\n")
+    with pytest.raises(ConfigError, match=rf"reward\.grader: {file}:right: {file} calls sys\.exit\(0\)"):
+        check_graders(RewardConfig(grader=f"{file}:right"))
+
+
+def writes_to_what_it_is_handed(sample):
+    sample.tokens[:] = 0
+    return True
+
+
+def test_a_function_that_writes_to_the_sampled_tokens_ends_the_run(micro, run_micro):
+    with pytest.raises(RewardError, match=r"writes_to_what_it_is_handed raised ValueError: .*read-only"):
+        run_micro(micro(steps=1), reward=writes_to_what_it_is_handed)
 
 
 @pytest.mark.slow

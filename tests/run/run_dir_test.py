@@ -1,9 +1,13 @@
 """A run's folder before it begins: what is there is not written over, not mixed with another run, and removed only if a run wrote it."""
 
+import os
+from pathlib import Path
+
 import pytest
 
-from dapo_jax.config import ConfigError, TrainConfig, to_yaml
+from dapo_jax.config import ConfigError, TrainConfig, load_config, to_yaml
 from dapo_jax.locks import NAME
+from dapo_jax.run.places import place_of
 from dapo_jax.run.train import OF_A_RUN, _remove_run, check_run_dir
 from dapo_jax.storage import path_of
 
@@ -91,3 +95,68 @@ def test_what_is_changed_before_the_first_checkpoint_changes_no_run(make_run):
         check_run_dir(path_of(run), other, resume=True)
     (run / "checkpoints" / "3.damaged").rename(run / "checkpoints" / "4.orbax-checkpoint-tmp")
     check_run_dir(path_of(run), other, resume=True)
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "evaluations", "model", "rollouts"])
+@pytest.mark.parametrize("how", [{"resume": True}, {"resume": False}, {"overwrite": True}], ids=str)
+def test_a_link_to_a_disk_that_is_not_mounted_is_no_empty_folder(name, how, tmp_path):
+    """A run would begin anew, and cut the metrics of what it had learnt."""
+    run, disk = tmp_path / "run", tmp_path / "disk"
+    run.mkdir()
+    (run / name).symlink_to(disk)
+    with pytest.raises(ConfigError, match=f"{name} is a link to {disk}, which is not there: mount its disk"):
+        check(run, **how)
+    disk.mkdir()
+    check(run, **how)
+
+
+def test_a_run_whose_checkpoints_are_not_mounted_keeps_its_metrics(make_run, micro, run_micro, tmp_path):
+    run = make_run("run")
+    (run / "metrics.jsonl").write_text('{"step": 1}\n')
+    (run / "checkpoints").rename(tmp_path / "away")
+    (run / "checkpoints").symlink_to(tmp_path / "unmounted")
+    with pytest.raises(ConfigError, match="checkpoints is a link to"):
+        run_micro(micro(run), resume=True)
+    assert (run / "metrics.jsonl").read_text() == '{"step": 1}\n'
+
+
+def test_a_pipe_in_the_place_of_a_folder_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "checkpoints")
+    with pytest.raises(ConfigError, match="checkpoints is a file, and the run needs a folder there"):
+        check(tmp_path)
+
+
+def test_a_folder_that_may_not_be_listed_is_said(make_run, monkeypatch):
+    """As the system answers; whoever runs the tests may be allowed everything."""
+    run, real = make_run("run"), os.access
+    closed = run / "checkpoints"
+    monkeypatch.setattr(
+        os, "access", lambda path, mode: real(path, mode) and not (Path(path) == closed and mode & os.R_OK)
+    )
+    with pytest.raises(ConfigError, match="checkpoints cannot be listed by this user"):
+        check(run, resume=True)
+    closed = run
+    with pytest.raises(ConfigError, match=f"run_dir={run}: {run} cannot be listed: this user may not read"):
+        place_of(str(run), key="run_dir", write=True)
+
+
+def test_a_relative_run_dir_stays_where_it_was_when_a_grader_changes_the_working_folder(
+    micro, run_micro, even_sum, tmp_path, monkeypatch
+):
+    for name in ("here", "elsewhere"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+
+    def wandering(sample):
+        os.chdir(tmp_path / "elsewhere")
+        return even_sum(sample)
+
+    result = run_micro(micro("run", steps=2, checkpoint__every_steps=1), reward=wandering)
+    run = tmp_path / "here" / "run"
+    assert result.run_dir == run
+    assert {"checkpoints", "config.yaml", "metrics.jsonl", "model", "status.json"} <= set(os.listdir(run))
+    assert not os.listdir(tmp_path / "elsewhere")
+    assert load_config(run / "config.yaml").run_dir == "run"
+    monkeypatch.chdir(tmp_path / "here")
+    again = run_micro(micro("run", steps=3, checkpoint__every_steps=1), reward=wandering, resume=True)
+    assert [line["step"] for line in again.metrics] == [1, 2, 3]
