@@ -60,7 +60,7 @@ describes them and for the rows that fill up a vocabulary."""
 _DTYPE = re.compile(r"[<>|=]?\w+(\[\w+\])?")
 
 _MOST_AXES, _MOST_BYTES = 64, np.iinfo(np.intp).max
-"""Of an array of numpy; axes without entries count as one then."""
+"""The most that an array of numpy can have; axes without entries count as one then."""
 
 _FAILING_DISK = (errno.EIO, errno.EMFILE, errno.ENFILE, errno.ESTALE, errno.ETIMEDOUT)
 
@@ -86,7 +86,7 @@ def unreadable(folder: epath.Path, error: Exception) -> CheckpointError:
 
 
 def _remedy(error: Exception) -> str:
-    """How to help against a failure that is none of the checkpoint's; empty if it may be damaged."""
+    """The remedy for a failure that is none of the checkpoint's; empty if it may be damaged."""
     number = getattr(error, "errno", None)
     # XLA and tensorstore have no classes for these.
     short = "RESOURCE_EXHAUSTED" in str(error) or "out of memory" in str(error).lower()

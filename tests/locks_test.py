@@ -304,7 +304,7 @@ def test_a_process_without_descriptors_is_told_to_raise_the_limit(tmp_path, monk
 
 
 def test_a_folder_below_one_that_cannot_be_searched_is_said(tmp_path, monkeypatch):
-    """As the system answers; whoever runs the tests may be allowed everything."""
+    """The system's answer is made up: whoever runs the tests may be allowed everything."""
     folder, look = tmp_path / "closed" / "run", os.stat
 
     def refuse(path, *how, **more):

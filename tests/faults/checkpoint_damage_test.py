@@ -369,7 +369,7 @@ def test_what_is_short_while_a_checkpoint_is_read_is_no_damage(name, folder, mon
 @pytest.mark.parametrize("name", ["sha256.json", META, "state/", "_CHECKPOINT_METADATA"])
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
 def test_a_file_that_may_not_or_cannot_be_read_is_no_damage(name, number, folder, monkeypatch):
-    """As the system answers; whoever runs the tests may be allowed everything."""
+    """The system's answer is made up: whoever runs the tests may be allowed everything."""
     real = builtins.open
 
     def refuse(path, *how, **more):

@@ -9,6 +9,8 @@ from dapo_jax.locks import take
 from tests import several
 
 TRAIN = f"""{several.PREAMBLE}
+import errno
+import os
 from dataclasses import replace
 from dapo_jax.config import load_config
 from dapo_jax.parallel import processes
@@ -16,7 +18,13 @@ from dapo_jax.run import train
 
 processes.start()
 config = load_config(sys.argv[1])
+
+def full(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
 for run_dir in sys.argv[2:]:
+    if run_dir.endswith("full"):
+        os.pwrite = full
     try:
         train(replace(config, run_dir=run_dir))
     except Exception as error:
@@ -31,22 +39,24 @@ def found(output):
 
 
 def test_a_folder_that_the_first_process_cannot_have_is_refused_by_all(tmp_path):
-    """Locked by this process; of a name that no file system takes, an error that is none of the configuration."""
+    """Locked by this process; of a name that no file system takes; on a full disk, an error that is none of the configuration."""
     (tmp_path / "run.yaml").write_text(to_yaml(TrainConfig(run_dir="x")))
-    locked, too_long = tmp_path / "run", tmp_path / ("x" * 300)
+    locked, too_long, full = tmp_path / "run", tmp_path / ("x" * 300), tmp_path / "full"
     with take(locked, lost=lambda status, why: None):
         outputs = several.run(
-            TRAIN, tmp_path / "run.yaml", locked, too_long, processes=2, devices=1, within_s=300
+            TRAIN, tmp_path / "run.yaml", locked, too_long, full, processes=2, devices=1, within_s=300
         )
     for output, kind in zip(
         outputs, ("OSError: ", "RuntimeError: the first process failed: OSError: "), strict=True
     ):
-        refused, failed = found(output)
+        refused, unnamed, failed = found(output)
         assert (
             f"ConfigError: run_dir={locked}: a run is at work there, by process {os.getpid()} on" in refused
         )
+        assert "/.lock cannot be written (File name too long): choose a folder" in unnamed
+        assert unnamed.startswith(f"found ConfigError: run_dir={too_long}: ")
         assert failed.startswith(f"found {kind}")
-        assert "File name too long" in failed
+        assert "No space left" in failed
         assert "all have answered" in output
     assert not locked.exists()
 
@@ -138,21 +148,20 @@ from dapo_jax.run.last_checkpoint import restore_last
 processes.start()
 here = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), PartitionSpec())
 state = lambda step: {{"w": jax.make_array_from_callback((2,), here, lambda _: np.full(2, step, np.float32))}}
-whole = Checkpointer._meta
+whole = Checkpointer._checked
 
-def meta(self, step):
-    read = whole(self, step)  # in which the processes wait for each other
+def checked(self, step, *how):
     if step == 2 and jax.process_index() == 1:
         raise DamagedError("step 2 cannot be read by process 1")
-    return read
+    return whole(self, step, *how)
 
 with Checkpointer(sys.argv[1]) as checkpointer:
     for step in (1, 2):
         checkpointer.save(step, state(step), {{}}, {{}})
     checkpointer.wait()
-    Checkpointer._meta = meta
+    Checkpointer._checked = checked
     said = []
-    found = restore_last(checkpointer, state(0), rows=2, say=said.append)
+    found = restore_last(checkpointer, lambda step: checkpointer.restore(state(0), step, rows=2), say=said.append)
     print(f"found {{found.step}} {{float(found.state['w'].addressable_shards[0].data[0])}} {{said}}", flush=True)
     agreed(b"")
 processes.leave()

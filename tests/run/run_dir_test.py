@@ -127,7 +127,7 @@ def test_a_pipe_in_the_place_of_a_folder_is_refused(tmp_path):
 
 
 def test_a_folder_that_may_not_be_listed_is_said(make_run, monkeypatch):
-    """As the system answers; whoever runs the tests may be allowed everything."""
+    """The system's answer is made up: whoever runs the tests may be allowed everything."""
     run, real = make_run("run"), os.access
     closed = run / "checkpoints"
     monkeypatch.setattr(
