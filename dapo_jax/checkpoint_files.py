@@ -1,4 +1,4 @@
-"""What a checkpoint adds to orbax: a sha256 manifest of its files, what it says of itself, and host arrays packed into bytes.
+"""Checkpoints add to orbax a sha256 manifest of their files, a description of themselves, and host arrays packed into bytes.
 
 Orbax hands back flipped bits without a word (its format has no checksum over a chunk), so a manifest is
 written with each step and compared before anything is restored.
@@ -34,16 +34,16 @@ META = "meta/metadata"
 """The file that orbax makes of the item `meta`."""
 
 MAX_NOTE_BYTES = 1 << 24
-"""Of the manifest, of `meta` and of each of orbax's own notes. A run of thousands of files has a tenth of it."""
+"""The largest manifest, `meta` or note of orbax's own that is read. A run of thousands of files has a tenth of it."""
 
 _UNFINISHED = ".orbax-checkpoint-tmp"
-"""What orbax appends to the name of a step that is being written."""
+"""Orbax appends this to the name of a step that is being written."""
 
 _COMMITTED = "commit_success.txt"
-"""What orbax writes last into a step in a bucket, where nothing can be renamed."""
+"""Orbax writes this file last into a step in a bucket, where nothing can be renamed."""
 
 _NOTE = "_CHECKPOINT_METADATA"
-"""What orbax writes into a step beside its items, and reads whenever it lists the steps."""
+"""Orbax writes this file into a step beside its items, and reads it whenever it lists the steps."""
 
 _UNSEALED = {MANIFEST, _NOTE, _COMMITTED}
 """Written or changed by orbax after the manifest; none of them holds a value that is restored."""
@@ -54,7 +54,7 @@ _MOST_SHRUNK = 1 << 15
 """Bytes that one byte of a compressed chunk can stand for: zstd writes a block of 128 KiB of one value in 4 bytes."""
 
 _ELEMENT_BYTES, _SPARE_BYTES = 16, 1 << 26
-"""What the files of a state can take at most: twice the widest number for each element, and as much besides for what
+"""The most that the files of a state can take: twice the widest number for each element, and as much besides for what
 describes them and for the rows that fill up a vocabulary."""
 
 _DTYPE = re.compile(r"[<>|=]?\w+(\[\w+\])?")
@@ -219,7 +219,7 @@ def check_manifest(folder: epath.Path, *, share: tuple[int, int] = (0, 1)) -> No
 
 
 def sealed_files(folder: epath.Path) -> dict[str, SealedFile]:
-    """What the manifest says of each file under `folder`, by its path there; names and sizes are those of the files.
+    """The manifest's entry of each file under `folder`, by its path there; names and sizes are those of the files.
 
     Only the manifest is read, so this takes no longer for a file that has grown.
 
@@ -303,7 +303,7 @@ def check_unpacked(where: str, size: int, files: Mapping[str, SealedFile]) -> No
 
 @dataclass(frozen=True, kw_only=True)
 class Meta:
-    """What a checkpoint says of itself."""
+    """A checkpoint's description of itself."""
 
     step: int | None
     """None in checkpoints that did not keep it yet."""
@@ -311,17 +311,17 @@ class Meta:
     state: dict[str, Sequence[Any]]
     """Path -> shape, dtype."""
     carry: dict[str, dict[str, Any]]
-    """As `pack_arrays` gives it."""
+    """The layout that `pack_arrays` gives."""
     score: float | None
 
     @property
     def carry_bytes(self) -> int:
-        """Of all that is carried."""
+        """The bytes of all that is carried."""
         return sum(entry["bytes"] for entry in self.carry.values())
 
 
 def read_meta(folder: epath.Path, *, newest: int) -> Meta:
-    """What the checkpoint `folder` says of itself, checked down to what its users rely on.
+    """The description that the checkpoint `folder` holds of itself, checked down to what its users rely on.
 
     Args:
         folder: named by its step.
@@ -397,7 +397,7 @@ def _is_packed(entry: object) -> bool:
 
 
 _HOLDS = {"progress": lambda _: True, "state": _is_array, "carry": _is_packed}
-"""What each part of `meta` has as its values."""
+"""The check of the values of each part of `meta`."""
 
 
 def check_shapes(
@@ -523,7 +523,7 @@ def checked_json(progress: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sealed(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Those of the files of a checkpoint that its manifest lists."""
+    """The files of a checkpoint that its manifest lists, with their sizes."""
     return {name: size for name, size in sizes.items() if name.rpartition("/")[2] not in _UNSEALED}
 
 

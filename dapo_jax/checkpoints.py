@@ -69,7 +69,7 @@ _AGREED = (DamagedError, CheckpointError, ConfigError, ValueError)
 
 @dataclass(frozen=True, kw_only=True)
 class Restored:
-    """What one checkpoint held."""
+    """The content of one checkpoint."""
 
     step: int
     state: PyTree
@@ -194,7 +194,7 @@ class Checkpointer:
         return ""
 
     def steps(self) -> list[int]:
-        """Those that are complete, whole or damaged, in order; waits for nothing."""
+        """The steps that are complete, whole or damaged, in order; waits for nothing."""
         return sorted(int(path.name) for path in step_folders(self.folder))
 
     def latest_step(self) -> int | None:
@@ -304,7 +304,7 @@ class Checkpointer:
     def _checked(
         self, step: int, target: Mapping[str, jax.ShapeDtypeStruct], rows: int | None, check: Check
     ) -> Meta:
-        """What the checkpoint says of itself, once it is found to be whole and to fit; each process reads its share of the files."""
+        """The checkpoint's description of itself, once it is found to be whole and to fit; each process reads its share of the files."""
         folder = self.folder / str(step)
         files = sealed_files(folder)
         check_digests(folder, {name: file for name, file in files.items() if name == META})
@@ -351,7 +351,7 @@ class Checkpointer:
         seal(self.folder, self._saving)
 
     def _failure(self, step: int | None, error: Exception) -> CheckpointError:
-        """What is to be raised of a save that has failed; what it has written is removed."""
+        """The error to raise for a save that has failed; the files that it has written are removed."""
         if self.folder.exists():
             if jax.process_index() == 0:
                 with suppress(OSError):  # the next save tries it again
@@ -404,7 +404,7 @@ def _check_stored(folder: epath.Path, meta: Meta, files: Mapping[str, SealedFile
 
 
 def _stored_in(item: epath.Path) -> dict[str, Any]:
-    """What orbax says of the arrays of an item, by name."""
+    """The metadata that orbax has of an item's arrays, by name."""
     handler = ocp.StandardCheckpointHandler()
     try:
         return dict(handler.metadata(item).tree)

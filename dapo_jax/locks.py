@@ -32,16 +32,16 @@ from typing import Any
 from dapo_jax.storage import SCHEME, AnyPath, in_bucket
 
 NAME = ".lock"
-"""Of the file or object in the folder; of no meaning to whoever reads a run."""
+"""The name of the file or object in the folder; whoever reads a run may pass over it."""
 
 LEASE_S = 60.0
-"""How long a lease in a bucket lasts that is not renewed: the time that a run waits for one that was killed."""
+"""Seconds after which a lease in a bucket ends that is not renewed; a run waits that long where another was killed."""
 
 RENEW_S = 15.0
-"""How often its holder renews it."""
+"""Seconds between two renewals by its holder."""
 
 _LOOK_S = 1.0
-"""How often one that waits for a lease looks at it."""
+"""Seconds between two looks at a lease that is waited for."""
 
 _BEGIN, _HOLDER_BYTES = b'{"pid":', 1000
 _WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -91,7 +91,7 @@ class Lock(ABC):
     """A lock that this process holds. A process that is forked off does not."""
 
     note = ""
-    """What a person should know of how it was taken; empty if nothing."""
+    """A remark for people on how it was taken; empty if there is none."""
 
     @abstractmethod
     def check(self) -> None:
@@ -103,7 +103,7 @@ class Lock(ABC):
 
     @abstractmethod
     def forget(self) -> None:
-        """What a forked process does with its copy."""
+        """Lets go of a forked process's copy of it."""
 
     def __enter__(self) -> "Lock":
         return self
@@ -115,7 +115,7 @@ class Lock(ABC):
 
 
 _held: set[Lock] = set()
-"""Those of this process."""
+"""The locks that this process has."""
 
 
 def _forget_all() -> None:

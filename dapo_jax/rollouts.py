@@ -1,4 +1,4 @@
-"""What flows through the pipe on the host: prompts become groups of graded rollouts.
+"""The types that flow through the pipe on the host: prompts become groups of graded rollouts.
 
 All hold numpy and Python values of natural length, and nothing here loads jax: grading workers import these types too.
 What crosses to the device is a `dapo_jax.microbatch.Microbatch`.
@@ -38,7 +38,7 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True)
 class Response:
-    """What the sampler returns for one slot: not graded yet."""
+    """The sampler's result for one slot, not graded yet."""
 
     tokens: Int[np.ndarray, " response"]
     """The sampled tokens, the end token included when there is one."""
@@ -68,7 +68,7 @@ class Verdict:
     lost: Lost | Literal[""] = ""
     """Why the grader gave no verdict, so that the response counts as wrong; empty if it gave one."""
     parts: Mapping[str, float] = field(default_factory=dict)
-    """Of a sum of several graders: each one's reward before its weight. `correct` is then the first one's, `score` the sum."""
+    """In a sum of several graders, each one's reward before its weight. `correct` is then the first one's, `score` the sum."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ _VERDICT_FIELDS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "lost": (_as_lost, f"one of {get_args(Lost)} or an empty text"),
     "parts": (lambda value: _as_parts(dict(value)), "a mapping of names to numbers"),
 }
-"""How each field of a verdict is taken, and what it needs."""
+"""The reading of each field of a verdict, and what it needs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +165,7 @@ class Rollout:
     """The response decoded without special tokens: what the grader saw."""
     verdict: Verdict
     reward: float
-    """What the advantage is computed from: the verdict's reward plus the overlong penalty."""
+    """The number that the advantage is computed from: the verdict's reward plus the overlong penalty."""
     overlong_penalty: float = 0.0
     """The part of `reward` that is length shaping (DAPO Eq. 13), in [-penalty_factor, 0]."""
 

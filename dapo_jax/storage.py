@@ -111,7 +111,7 @@ def _check_writable(folder: Path) -> None:
 
 
 def entries(folder: AnyPath) -> list[AnyPath]:
-    """What lies in `folder`, sorted; nothing if it is not there."""
+    """Everything that lies in `folder`, sorted; nothing if it is not there."""
     try:
         return sorted(folder.iterdir())
     except FileNotFoundError:

@@ -18,7 +18,7 @@ from dapo_jax.rewards.sample import Sample
 from dapo_jax.rollouts import Verdict
 
 ENDING_S = 5.0
-"""How long closing waits for functions that go on after they were cancelled."""
+"""Seconds for which closing waits for functions that go on after they were cancelled."""
 
 LATE_S = 0.1
 """A limit that comes later than this was held up by a function that blocked the loop: it is not the waiting call's fault."""

@@ -23,16 +23,16 @@ from dapo_jax.rewards.sample import Sample, handed_over
 from dapo_jax.rollouts import Verdict, as_float, plain_scalar
 
 Judged = Verdict | bool | float
-"""What a reward function says of one response."""
+"""A reward function's result for one response."""
 RewardFunction = (
     Callable[[Sample], Judged | Awaitable[Judged]]
     | Callable[[Sequence[Sample]], Sequence[Judged] | Awaitable[Sequence[Judged]]]
 )
-"""What a user writes: of one sample or, marked by `whole_group`, of all of a group; with `def` or with `async def`."""
+"""A function that a user writes: of one sample or, marked by `whole_group`, of all of a group; with `def` or with `async def`."""
 Rewards = RewardFunction | Sequence[tuple[str | RewardFunction, int | float]]
-"""What `train` takes: a function, or pairs of a function or a grader's name and its weight, which are summed."""
+"""The values that `train` takes as `reward`: a function, or pairs of a function or a grader's name and its weight, which are summed."""
 GradeFunction = Callable[[Sequence[Sample]], list[Verdict]]
-"""What `grade_group` calls: all responses to one prompt in, a verdict for each out."""
+"""The function that `grade_group` calls: all responses to one prompt in, a verdict for each out."""
 
 _NEEDS_A_ROW = {"reasoning_gym": "dapo_jax.rewards.reasoning_gym:grade"}
 """Graders by name that need more than the text and the answer; loaded when they are asked for."""
@@ -55,9 +55,9 @@ class LoadedReward:
 
     function: Callable[..., Any]
     name: str
-    """What messages call it."""
+    """Its name in messages."""
     on_nonfinite: str = "error"
-    """What a score that is NaN, infinite or beyond `MAX_SCORE` comes to: error, or lost, which loses that response's verdict alone."""
+    """The outcome of a score that is NaN, infinite or beyond `MAX_SCORE`: error, or lost, which loses that response's verdict alone."""
 
     @property
     def is_async(self) -> bool:

@@ -29,10 +29,10 @@ from dapo_jax.rewards.sample import Sample
 from dapo_jax.rollouts import Lost, Verdict
 
 START_S = 120.0
-"""How long a worker may take to load the grader; importing a symbolic package on a busy machine is slow."""
+"""Seconds that a worker may take to load the grader; importing a symbolic package on a busy machine is slow."""
 
 ENDING_S = 1.0
-"""How long a worker that has closed its pipe is given to end by itself, before it is killed."""
+"""Seconds that a worker that has closed its pipe is given to end by itself, before it is killed."""
 
 DEATHS_BORNE = 2
 """Workers may die this often, and for one in `CALLS_A_DEATH` calls beyond that, before it is called an error."""

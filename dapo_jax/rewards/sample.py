@@ -1,4 +1,4 @@
-"""What every reward function is handed."""
+"""The argument of every reward function."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ from dapo_jax.rollouts import FinishReason, Prompt
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """What a reward function is handed: one response, its prompt, and the row that the prompt was made from."""
+    """A reward function's argument: one response, its prompt, and the row that the prompt was made from."""
 
     prompt: Prompt
     response: str

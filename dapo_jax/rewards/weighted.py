@@ -17,7 +17,7 @@ class Part:
     """One of the reward functions whose sum is the reward."""
 
     name: str
-    """Of this part alone: what metrics and reasons call it."""
+    """The name of this part alone, in metrics and reasons."""
     weight: float
     submit: Submit
 

@@ -81,7 +81,7 @@ class Run:
         self.identity = identity_of(
             config, prompts=asked.identity, model=model_files(self.policy.folder, weights=True)
         )
-        """What a checkpoint keeps of this run."""
+        """The identity of this run that a checkpoint keeps."""
         self._stream = PromptStream(self._prompts, host=meshes.index, hosts=meshes.count)
         limit = config.sampling.max_response_tokens
         self._grading = grading(

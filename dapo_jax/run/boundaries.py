@@ -1,4 +1,4 @@
-"""What happens between two steps: records, evaluation, checkpoints; and where a run that ends early is left."""
+"""The work between two steps: records, evaluation, checkpoints; and where a run that ends early is left."""
 
 import json
 import time
@@ -55,7 +55,7 @@ class Boundary:
 
 
 class Boundaries:
-    """Those of one run, one after the other. All processes make the same calls."""
+    """The boundaries of one run, one after the other. All processes make the same calls."""
 
     def __init__(
         self,
@@ -232,7 +232,7 @@ class Boundaries:
         return {**scores, "time/eval_s": time.perf_counter() - began}, score
 
     def _is_best(self, score: float) -> bool:
-        """As the first process sees it: all save or none, and one may be unable to read what another can."""
+        """The first process decides: all save or none, and one may be unable to read what another can."""
         best = self._checkpointer.best()
         return agreed(b"best" if best is None or score > best[1] else b"") != b""
 

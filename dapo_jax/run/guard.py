@@ -1,4 +1,4 @@
-"""What watches over a run: updates that were skipped, weights that are not finite, a sampler that drifts away, watchdogs.
+"""The guard of a run watches for updates that were skipped, weights that are not finite, and a sampler that drifts away, and asks the watchdogs.
 
 Everything is decided at the end of a step, from numbers that are the same in every process; so all of them stop, or none does.
 """
@@ -59,7 +59,7 @@ def _watchdogs(of_run: TrainConfig, history: Sequence[Mapping[str, Any]]) -> Wat
 
 
 class Guard:
-    """Of one run. All processes make the same calls."""
+    """The guard of one run. All processes make the same calls."""
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ def restore_last(
     say: Callable[[str], None],
     aside: bool = False,
 ) -> _Read | None:
-    """What `restore` makes of the last intact checkpoint; None if there is none at all.
+    """The result of `restore` on the last intact checkpoint; None if there is none at all.
 
     Args:
         checkpointer: of the run, or of another one.

@@ -22,7 +22,7 @@ RECORDED = "recorded"
 """The name of the verdicts that the rollouts were written with."""
 
 ABOVE = "above 0"
-"""What is counted of a grader that gives numbers, where of another it is what it calls correct."""
+"""The name of what is counted for a grader that gives numbers: scores above 0. For others it is what they call correct."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +179,7 @@ def _shown(scores: Scores, place: int, names: Sequence[str]) -> list[str]:
 
 
 def _group(row: Mapping[str, Any]) -> tuple[int, int]:
-    """What the responses of one group share; they stand one behind the other."""
+    """The key that the responses of one group share; they stand one behind the other."""
     return row["step"], row["ordinal"]
 
 
@@ -198,10 +198,10 @@ _FIELDS: dict[str, type | UnionType] = {
     "prompt_token_ids": list,
     "response_token_ids": list,
 }
-"""What is read of a rollout."""
+"""The fields of a rollout that are read."""
 
 _SCORE = int | float | None
-"""Of a rollout's score, which older ones lack."""
+"""The types of a rollout's score, which older ones lack."""
 
 
 def checked_rollout(row: Mapping[str, Any], file: AnyPath, number: int) -> dict[str, Any]:

@@ -35,11 +35,11 @@ from dapo_jax.training.update import UpdateOptions, Updater
 
 @dataclass(frozen=True, kw_only=True)
 class SftResult:
-    """What `sft` hands back."""
+    """The result of `sft`."""
 
     policy: Policy
     metrics: dict[str, float]
-    """Of the last step, the evaluation included."""
+    """The metrics of the last step, the evaluation included."""
 
 
 def sft(config: SftConfig | str | Path, *, progress: Progress | None = None) -> SftResult:

@@ -65,14 +65,14 @@ OF_A_RUN = (
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResult:
-    """What `train` hands back."""
+    """The result of `train`."""
 
     run_dir: AnyPath
     """Absolute, if it is local."""
     policy: Policy
     """The trained policy, also written to `run_dir/model`."""
     metrics: list[dict[str, Any]]
-    """What metrics.jsonl holds, one dict a step; step 0 is the evaluation before training. Of several processes, the first has them."""
+    """The lines of metrics.jsonl, one dict a step; step 0 is the evaluation before training. Of several processes, the first has them."""
 
 
 def train(
