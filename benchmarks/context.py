@@ -17,8 +17,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from dapo_jax.parallel.layout import MeshLayout
 from dapo_jax.parallel.mesh import make_mesh
+from dapo_jax.parallel.training_layout import MeshLayout
 from dapo_jax.plan.collectives import collectives
 from dapo_jax.plan.topologies import devices_of, parse
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks import report
+from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.rewards import GRADERS, Sample
 from dapo_jax.rewards.pool import GradingPool
-from dapo_jax.rollouts import Prompt
 
 CHARACTERS = 2000
 TIMEOUT_S, WORKERS = 5.0, 2

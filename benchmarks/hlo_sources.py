@@ -67,7 +67,7 @@ def _operations(text: str) -> dict[str, Source]:
             location, parent = frames[frame]
             file, function = locations[location]
             path = Path(names[file][0])
-            if PACKAGE in path.parts and path.name != "products.py":
+            if PACKAGE in path.parts and path.name != "precision.py":
                 return f"{path.name}:{_plain(functions[function][0])}"
             frame = parent or ""
         return None

@@ -17,10 +17,10 @@ import numpy as np
 
 from benchmarks import report
 from benchmarks.workload import Workload
+from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.models.folder import load_model
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.weights import weight_transfer
-from dapo_jax.rollouts import Prompt
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
 from dapo_jax.sampling.interface import Insertion

@@ -3,12 +3,14 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from dapo_jax.moved import answer_old_names
+
 if TYPE_CHECKING:
-    from dapo_jax.advantages import group_advantages
-    from dapo_jax.logprobs import chunked_logprobs, token_logprobs
-    from dapo_jax.losses import dapo_loss, kl_penalty, token_weights
-    from dapo_jax.metrics import Max, Mean, add_metrics, to_scalars
-    from dapo_jax.rewards.overlong import overlong_penalty
+    from dapo_jax.dapo.advantages import group_advantages
+    from dapo_jax.dapo.logprobs import chunked_logprobs, token_logprobs
+    from dapo_jax.dapo.losses import dapo_loss, kl_penalty, token_weights
+    from dapo_jax.dapo.metrics import Max, Mean, add_metrics, to_scalars
+    from dapo_jax.dapo.overlong import overlong_penalty
     from dapo_jax.run import train
 
 __version__ = "0.1.0"
@@ -29,13 +31,16 @@ __all__ = [
 ]
 
 _HOMES = {
-    "advantages": ("group_advantages",),
-    "logprobs": ("chunked_logprobs", "token_logprobs"),
-    "losses": ("dapo_loss", "kl_penalty", "token_weights"),
-    "metrics": ("Max", "Mean", "add_metrics", "to_scalars"),
-    "rewards.overlong": ("overlong_penalty",),
+    "dapo.advantages": ("group_advantages",),
+    "dapo.logprobs": ("chunked_logprobs", "token_logprobs"),
+    "dapo.losses": ("dapo_loss", "kl_penalty", "token_weights"),
+    "dapo.metrics": ("Max", "Mean", "add_metrics", "to_scalars"),
+    "dapo.overlong": ("overlong_penalty",),
     "run": ("train",),
 }
+
+
+answer_old_names()
 
 
 def __getattr__(name: str) -> Any:

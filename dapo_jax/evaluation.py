@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from dapo_jax.rollouts import Group, Rollout
+from dapo_jax.dapo.rollouts import Group, Rollout
 
 _KEY = re.compile(r"eval/(.+)/([^/]+)")
 _COUNTED = re.compile(r"(avg|pass|cons)@(\d+)")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dapo_jax.checkpoints import Checkpointer
+from dapo_jax.checkpoints.checkpointer import Checkpointer
 from dapo_jax.cli import main
 from dapo_jax.config import ConfigError, EvaluateConfig, SftConfig, TrainConfig, load_config, to_yaml
 from dapo_jax.run.policy import Policy

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
 from dapo_jax.evaluation import (
     consensus,
     consensus_answers,
@@ -18,7 +19,6 @@ from dapo_jax.evaluation import (
     summarize,
     table,
 )
-from dapo_jax.rollouts import Group, Prompt, Response, Rollout, Verdict
 
 
 def make_group(answers, *, right=("7",), lengths=None, truncated=(), lost=(), row=None):

@@ -10,7 +10,7 @@ import pytest
 from pyarrow import parquet
 
 from dapo_jax.cli import main
-from dapo_jax.rollouts import Group, Prompt, Response, Rollout, Verdict
+from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
 from dapo_jax.trackers.rollout_log import write_rollouts
 from tests.text.folders import CHATML, files_of, write
 

@@ -123,8 +123,8 @@ def without_the_library():
 @pytest.mark.parametrize("place", [".", "notebooks", "beside"])
 def test_the_install_cell_installs_from_the_checkout_and_leaves_numpy_as_it_is(place, run, tmp_path):
     checkout = tmp_path / "dapo_jax"
-    (checkout / "dapo_jax").mkdir(parents=True)
-    (checkout / "dapo_jax" / "losses.py").touch()
+    (checkout / "dapo_jax" / "dapo").mkdir(parents=True)
+    (checkout / "dapo_jax" / "dapo" / "losses.py").touch()
     (checkout / "notebooks").mkdir()
     notebook = run(without_the_library(), tmp_path if place == "beside" else checkout / place)
     assert printed(notebook) == f'pip install -q "{checkout}[report]" numpy=={np.__version__}\n'

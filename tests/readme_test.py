@@ -15,7 +15,7 @@ from dapo_jax.cli import main
 from dapo_jax.config import TrainConfig, load_config
 from dapo_jax.config.loading import leaf_types
 from dapo_jax.config.suggestions import unknown_key
-from dapo_jax.rollouts import Group, Prompt, Response, Rollout, Verdict
+from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
 from dapo_jax.trackers.rollout_log import write_rollouts
 from tests.docs.blocks import PAGES as ALL_PAGES
 from tests.docs.blocks import blocks

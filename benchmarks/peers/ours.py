@@ -10,13 +10,13 @@ from flax import nnx
 
 import dapo_jax
 from benchmarks.workload import Workload, reward_of
-from dapo_jax.batching import pack, row_weights, rows_of
-from dapo_jax.losses import dapo_loss
+from dapo_jax.dapo.batching import pack, row_weights, rows_of
+from dapo_jax.dapo.losses import dapo_loss
+from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
 from dapo_jax.models.decoder import Decoder
 from dapo_jax.models.folder import load_model
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.weights import weight_transfer
-from dapo_jax.rollouts import Group, Prompt, Response, Rollout, Verdict
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
 from dapo_jax.sampling.sampler import Sampler

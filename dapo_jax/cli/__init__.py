@@ -15,14 +15,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import NoReturn
 
-from dapo_jax.cli import data, doctor, inference, models, planning, report, training
+from dapo_jax.cli import data, doctor, generation, models, planning, report, training
 from dapo_jax.cli.arguments import printable
 from dapo_jax.config import ConfigError, TrainConfig
 from dapo_jax.config.loading import leaf_types
 from dapo_jax.config.suggestions import nearest_word
+from dapo_jax.health.stopping import STOPPED, StoppedError, stopped_by_signals
 from dapo_jax.parallel import processes
-from dapo_jax.stopping import STOPPED, StoppedError, stopped_by_signals
-from dapo_jax.streams import lasting_streams
+from dapo_jax.terminal import lasting_streams
 
 TOGETHER = ("train",)
 """Commands that several processes run together."""
@@ -127,8 +127,8 @@ def _without_devices(error: BaseException) -> str:
 
 def _is_ours(error: Exception) -> bool:
     """True for what the pipe says of data and graders, and what is said of checkpoints."""
-    from dapo_jax.checkpoint_files import CheckpointError
-    from dapo_jax.filtering import ShortfallError
+    from dapo_jax.checkpoints.manifest import CheckpointError
+    from dapo_jax.dapo.dynamic_sampling import ShortfallError
     from dapo_jax.locks import LockLostError
     from dapo_jax.rewards.functions import RewardError
     from dapo_jax.run.guard import GuardError
@@ -208,6 +208,6 @@ def _parser() -> argparse.ArgumentParser:
         prog="dapo-jax", description="DAPO reinforcement learning of language models in JAX."
     )
     commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
-    for kind in (training, planning, doctor, report, inference, data, models):
+    for kind in (training, planning, doctor, report, generation, data, models):
         kind.add_to(commands)
     return parser

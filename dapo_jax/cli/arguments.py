@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from dapo_jax.config import ConfigError
 from dapo_jax.config.values import without_secrets
-from dapo_jax.visible import visible
+from dapo_jax.terminal import visible
 
 LONGEST_MESSAGE = 1800
 """Characters: a message quotes what was found, and a file may hold anything."""

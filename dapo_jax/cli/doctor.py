@@ -44,7 +44,7 @@ def doctor(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides) if arguments.config else None
     from rich.console import Console
 
-    from dapo_jax.doctor import report
+    from dapo_jax.doctor import output
     from dapo_jax.doctor.examination import examination
 
     console = Console(stderr=arguments.json == "-")
@@ -56,8 +56,8 @@ def doctor(arguments: argparse.Namespace) -> int:
             right=arguments.right,
             before=lambda check: status.update(f"{check.name} ..."),
         )
-    report.show(findings, console, configured=config is not None)
-    found = report.as_data(findings, configured=config is not None)
+    output.show(findings, console, configured=config is not None)
+    found = output.as_data(findings, configured=config is not None)
     if arguments.json:
         write_json(arguments.json, found)
     return 0 if found["can_train"] else 1

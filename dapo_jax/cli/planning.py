@@ -53,8 +53,8 @@ def plan(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides)
     from rich.console import Console
 
+    from dapo_jax.plan import json_output, suggest, table, topologies
     from dapo_jax.plan import plan as planning
-    from dapo_jax.plan import report, suggest, table, topologies
     from dapo_jax.plan.sweep import sweep
     from dapo_jax.plan.workload import Assumptions
 
@@ -77,7 +77,7 @@ def plan(arguments: argparse.Namespace) -> int:
         found = sweep(config, made, assumed=assumed, only=arguments.only, say=say)
         table.show_sweep(found, console)
         if arguments.json:
-            write_json(arguments.json, report.swept_as_data(found))
+            write_json(arguments.json, json_output.swept_as_data(found))
         return 0 if any(not isinstance(one, str) for _, one in found) else 1
     result = planning.plan(config, slice=made, assumed=assumed, only=arguments.only, say=say)
     tried = []
@@ -90,7 +90,7 @@ def plan(arguments: argparse.Namespace) -> int:
     table.show_failures(result, tried, console)
     if arguments.json:
         alternatives = [{"overrides": list(one.overrides), "fits": one.fits} for one in tried]
-        write_json(arguments.json, {**report.as_data(result), "tried": alternatives})
+        write_json(arguments.json, {**json_output.as_data(result), "tried": alternatives})
     return 0 if result.fits else 1
 
 

@@ -73,7 +73,7 @@ def report(arguments: argparse.Namespace) -> int:
 
 def _watch(arguments: argparse.Namespace) -> int:
     """Serves the page until it is interrupted."""
-    from dapo_jax.report.watching import watch
+    from dapo_jax.report.server import watch
 
     for name in ("out", "png", "rollout_steps"):
         if getattr(arguments, name) is not None:

@@ -6,8 +6,8 @@ from typing import Any
 from dapo_jax.config.data_schema import DataConfig, ExampleConfig, SourceConfig
 from dapo_jax.config.entries import entries
 from dapo_jax.config.schema import EvalConfig
+from dapo_jax.config.templates import TEMPLATES
 from dapo_jax.config.values import refuse
-from dapo_jax.templates import TEMPLATES
 
 
 def check_data(data: DataConfig) -> None:

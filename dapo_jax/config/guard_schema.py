@@ -32,7 +32,7 @@ class GuardConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class WatchdogsConfig:
-    """Warnings about runs that go on and learn nothing. See `dapo_jax.watchdogs` for what each looks at."""
+    """Warnings about runs that go on and learn nothing. See `dapo_jax.health.watchdogs` for what each looks at."""
 
     enabled: bool = True
     """False: no warnings, and no `watchdog/` metrics."""

@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 
 import tensorflow_datasets as tfds
 
+from dapo_jax.data.builder_info import OwnInfo
 from dapo_jax.data.files import data_files, file_rows
-from dapo_jax.data.own_info import OwnInfo
 from dapo_jax.data.rows import checked_row
 
 ON_BAD_ROW = ("error", "skip")

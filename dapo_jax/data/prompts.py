@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Int32, Int64
 
+from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.data.rows import place_of
-from dapo_jax.rollouts import Prompt
 from dapo_jax.text.formatting import AS_IT_STANDS, PromptFormat
 from dapo_jax.text.tokenizers import Tokenizer
 

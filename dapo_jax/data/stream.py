@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import grain
 
+from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.data.prompts import PromptSource
-from dapo_jax.rollouts import Prompt
 
 THREADS = 2
 AHEAD = 128

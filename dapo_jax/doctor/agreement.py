@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from dapo_jax.doctor.checks import Found
+from dapo_jax.doctor.check import Found
 
 
 @dataclass(frozen=True)

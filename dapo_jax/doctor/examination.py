@@ -10,9 +10,9 @@ import jax
 from dapo_jax.config import ModelConfig, TrainConfig
 from dapo_jax.config.data_schema import DataConfig
 from dapo_jax.doctor import machine
-from dapo_jax.doctor.asked import Asked
-from dapo_jax.doctor.checks import Check, Finding, Found, examine
-from dapo_jax.doctor.configured import Configured
+from dapo_jax.doctor.check import Check, Finding, Found, examine
+from dapo_jax.doctor.prompts_and_graders import Asked
+from dapo_jax.doctor.resources import Configured
 from dapo_jax.doctor.tiny_step import TinyStep
 
 OWN_MODEL = {"cpu": 10**9}

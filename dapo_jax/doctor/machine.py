@@ -11,10 +11,10 @@ from pathlib import Path
 
 import jax
 
-from dapo_jax.doctor.checks import Found
+from dapo_jax.doctor.check import Found
 from dapo_jax.extras import how_to_install
+from dapo_jax.run.disk_space import SPARE, gib, nearest, room_for
 from dapo_jax.run.records import use_compilation_cache
-from dapo_jax.run.room import SPARE, gib, nearest, room_for
 from dapo_jax.storage import AnyPath, in_bucket, path_of
 
 PACKAGES = ("dapo_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")

@@ -1,6 +1,6 @@
 """Every phase of a training step once, small: transfer, sample, grade, update, save and restore, evaluate.
 
-The objects are those of a run (`dapo_jax.run.assembly.Run`), made from its configuration with everything that takes time reduced.
+The objects are those of a run (`dapo_jax.run.build.Run`), made from its configuration with everything that takes time reduced.
 Half of the responses count as right, whatever they say, so that there is something to learn from; the configured grader grades
 them too, in a phase of its own.
 """
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from dapo_jax.checkpoints import Checkpointer
+from dapo_jax.checkpoints.checkpointer import Checkpointer
 from dapo_jax.config import (
     BatchConfig,
     DynamicSamplingConfig,
@@ -28,18 +28,18 @@ from dapo_jax.config import (
     OverlongConfig,
     TrainConfig,
 )
+from dapo_jax.dapo.metrics import to_scalars
+from dapo_jax.dapo.rollouts import Group, Prompt, Rollout
 from dapo_jax.doctor.agreement import agreement
-from dapo_jax.doctor.checks import Found
+from dapo_jax.doctor.check import Found
 from dapo_jax.doctor.machine import SPARE, gib
-from dapo_jax.metrics import to_scalars
 from dapo_jax.parallel.mesh import BATCH_AXES
 from dapo_jax.rewards import whole_group
 from dapo_jax.rewards.sample import Sample
-from dapo_jax.rollouts import Group, Prompt, Rollout
-from dapo_jax.run.assembly import Run
+from dapo_jax.run.build import Run
 from dapo_jax.run.identity import IDENTITY
 from dapo_jax.run.policy import mesh_of, meshes_of
-from dapo_jax.run.rollout import grading
+from dapo_jax.run.rollout_loop import grading
 from dapo_jax.training.loop import Position
 from dapo_jax.training.state import TrainState
 

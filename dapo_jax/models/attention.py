@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from dapo_jax.products import product
+from dapo_jax.dapo.precision import product
 
 MASKED = -1e30
 """Score of a position that may not be attended to: finite, so that a row with no live position is not NaN."""

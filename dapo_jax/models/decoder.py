@@ -22,10 +22,10 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from dapo_jax.dapo.precision import product, rounded
 from dapo_jax.models.layout import Layout
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.rope import rope_frequencies
-from dapo_jax.products import product, rounded
 
 Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
 """(query, key, value), each [heads, head_dim, tokens] -> (attention output, whatever the caller wants back for this layer)."""

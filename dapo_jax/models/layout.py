@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from jaxtyping import Array, Float, Int
 
-from dapo_jax.logprobs import chunked_logprobs
+from dapo_jax.dapo.logprobs import chunked_logprobs
+from dapo_jax.dapo.precision import Held, rounded
 from dapo_jax.models.attention import causal_attention
-from dapo_jax.products import Held, rounded
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from typing import Any, NoReturn
 
 from dapo_jax.config import ConfigError
 from dapo_jax.config.values import without_secrets
+from dapo_jax.health.stopping import Stop, StoppedError, first_told
 from dapo_jax.parallel.last_words import LastWords, gone
-from dapo_jax.stopping import Stop, StoppedError, first_told
-from dapo_jax.visible import visible
+from dapo_jax.terminal import visible
 
 HEARTBEAT_S = 20
 """A process that is silent for so long is taken for dead, and the others are ended."""

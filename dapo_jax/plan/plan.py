@@ -10,8 +10,8 @@ import jax
 from dapo_jax.config import TrainConfig
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.plan.collectives import Traffic, collectives
-from dapo_jax.plan.layout import Layout, described
 from dapo_jax.plan.memory import MARGIN, Phase, ProgramMemory, Resident, as_compiled, memory_of, phases
+from dapo_jax.plan.mesh_sizes import Layout, described
 from dapo_jax.plan.programs import Programs
 from dapo_jax.plan.refusals import Allocation, largest_arrays, refused
 from dapo_jax.plan.roofline import Bound, Work, bound, work_of

@@ -16,11 +16,11 @@ from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.mesh import Meshes, make_meshes
 from dapo_jax.parallel.weights import weight_transfer
 from dapo_jax.plan.costs import cache_bytes_per_token
-from dapo_jax.plan.layout import Layout, described, layout_of, one_device, spread
 from dapo_jax.plan.memory import Resident, bytes_on_device
+from dapo_jax.plan.mesh_sizes import Layout, described, layout_of, one_device, spread
 from dapo_jax.plan.refusals import Allocation
 from dapo_jax.plan.workload import Workload
-from dapo_jax.run.assembly import updater_of
+from dapo_jax.run.build import updater_of
 from dapo_jax.run.policy import Policy, mesh_of, optimizer_of
 from dapo_jax.run.training_pass import TrainingPass, for_mesh, training_pass
 from dapo_jax.sampling.decoding import decoding

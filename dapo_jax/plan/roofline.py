@@ -17,7 +17,7 @@ from dapo_jax.plan.costs import (
     forward_flops,
     unembedding_parameters,
 )
-from dapo_jax.plan.layout import Layout, spread
+from dapo_jax.plan.mesh_sizes import Layout, spread
 from dapo_jax.plan.workload import Workload
 
 

@@ -6,10 +6,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from dapo_jax.plan.json_output import cache_of
 from dapo_jax.plan.memory import MARGIN
 from dapo_jax.plan.plan import Plan
 from dapo_jax.plan.refusals import needed_bytes
-from dapo_jax.plan.report import cache_of
 from dapo_jax.plan.suggest import Tried
 
 

@@ -5,6 +5,6 @@ lay rollouts and evaluations out so that a browser opens a few at a time (`rollo
 all with the files of `assets` (`page`, `making`), serve it (`watching`), or draw it (`figures`).
 """
 
-from dapo_jax.report.making import Report, report
+from dapo_jax.report.build import Report, report
 
 __all__ = ["Report", "report"]

@@ -9,7 +9,7 @@ from typing import Any
 
 from dapo_jax.config import ConfigError
 from dapo_jax.extras import how_to_install
-from dapo_jax.report.filling import OTHER
+from dapo_jax.report.filled_panels import OTHER
 from dapo_jax.report.panels import Panel
 from dapo_jax.report.tables import Column, Table
 

@@ -11,7 +11,7 @@ from os import PathLike
 from typing import Any
 
 from dapo_jax.config import ConfigError, SftConfig, TrainConfig, load_config
-from dapo_jax.report.states import State, state_of
+from dapo_jax.report.run_states import State, state_of
 from dapo_jax.storage import AnyPath, check_access, files_below, path_of
 from dapo_jax.trackers.jsonl import LineFollower
 

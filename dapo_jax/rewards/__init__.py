@@ -1,11 +1,11 @@
 """Rewards: graders, reward functions of one's own, and the shaping that is added to them. Plain Python on the host."""
 
+from dapo_jax.dapo.overlong import overlong_penalty
 from dapo_jax.rewards.functions import as_verdict, grade_function, load_function
 from dapo_jax.rewards.graders import GRADERS, TEXT_RULES, exact_grader
-from dapo_jax.rewards.kinds import whole_group
-from dapo_jax.rewards.overlong import overlong_penalty
 from dapo_jax.rewards.sample import Sample
 from dapo_jax.rewards.shaping import grade_group
+from dapo_jax.rewards.signatures import whole_group
 
 __all__ = [
     "GRADERS",

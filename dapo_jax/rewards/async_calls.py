@@ -12,10 +12,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
+from dapo_jax.dapo.rollouts import Verdict
 from dapo_jax.rewards.functions import LoadedReward, RewardError
 from dapo_jax.rewards.futures import each
 from dapo_jax.rewards.sample import Sample
-from dapo_jax.rollouts import Verdict
 
 ENDING_S = 5.0
 """Seconds for which closing waits for functions that go on after they were cancelled."""

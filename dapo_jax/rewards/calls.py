@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from dapo_jax.dapo.rollouts import Prompt, Verdict
 from dapo_jax.rewards.sample import Sample
-from dapo_jax.rollouts import Prompt, Verdict
 
 MAX_ANSWER_BYTES = 1 << 24
 """The most that a worker may answer one call with: verdicts on a group are some kilobytes."""

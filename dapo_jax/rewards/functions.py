@@ -16,11 +16,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from dapo_jax.dapo.rollouts import Verdict, as_float, plain_scalar
 from dapo_jax.rewards.adapters import ADAPTERS
 from dapo_jax.rewards.graders import GRADERS, exact_grader
-from dapo_jax.rewards.kinds import is_async, is_whole_group, name_of
 from dapo_jax.rewards.sample import Sample, handed_over
-from dapo_jax.rollouts import Verdict, as_float, plain_scalar
+from dapo_jax.rewards.signatures import is_async, is_whole_group, name_of
 
 Judged = Verdict | bool | float
 """A reward function's result for one response."""
@@ -34,7 +34,7 @@ Rewards = RewardFunction | Sequence[tuple[str | RewardFunction, int | float]]
 GradeFunction = Callable[[Sequence[Sample]], list[Verdict]]
 """The function that `grade_group` calls: all responses to one prompt in, a verdict for each out."""
 
-_NEEDS_A_ROW = {"reasoning_gym": "dapo_jax.rewards.reasoning_gym:grade"}
+_NEEDS_A_ROW = {"reasoning_gym": "dapo_jax.rewards.reasoning_gym_grader:grade"}
 """Graders by name that need more than the text and the answer; loaded when they are asked for."""
 
 MAX_SCORE = 1e30

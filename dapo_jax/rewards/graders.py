@@ -3,10 +3,10 @@
 import re
 from collections.abc import Callable
 
-from dapo_jax.rewards.gsm8k import gsm8k_grader
-from dapo_jax.rewards.released import dapo_boxed_grader, dapo_grader
-from dapo_jax.rewards.semantic import math_grader
-from dapo_jax.rollouts import Verdict
+from dapo_jax.dapo.rollouts import Verdict
+from dapo_jax.rewards.dapo_grader import dapo_boxed_grader, dapo_grader
+from dapo_jax.rewards.gsm8k_grader import gsm8k_grader
+from dapo_jax.rewards.math_grader import math_grader
 
 Grader = Callable[[str, str], Verdict]
 """grader(response_text, answer) -> Verdict."""

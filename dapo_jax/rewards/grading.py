@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from dapo_jax.dapo.rollouts import Group, Prompt, Response, Verdict
 from dapo_jax.rewards.functions import GradeFunction
 from dapo_jax.rewards.futures import each
 from dapo_jax.rewards.sample import Sample
 from dapo_jax.rewards.shaping import Decoder, Shaping, samples_of, shaped_group
-from dapo_jax.rollouts import Group, Prompt, Response, Verdict
 
 Submit = Callable[[Sequence[Sample]], list[Future[Verdict]]]
 """Hands over the responses to one prompt; the verdicts are in their order. `GradingPool.submit`, or `immediately(grade)`."""

@@ -22,11 +22,11 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple, NoReturn
 
+from dapo_jax.dapo.rollouts import Lost, Verdict
 from dapo_jax.rewards.calls import MAX_ANSWER_BYTES, call_of, verdicts_of
 from dapo_jax.rewards.functions import RewardError, calls_of
 from dapo_jax.rewards.futures import each
 from dapo_jax.rewards.sample import Sample
-from dapo_jax.rollouts import Lost, Verdict
 
 START_S = 120.0
 """Seconds that a worker may take to load the grader; importing a symbolic package on a busy machine is slow."""

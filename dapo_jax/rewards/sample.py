@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from dapo_jax.rollouts import FinishReason, Prompt
+from dapo_jax.dapo.rollouts import FinishReason, Prompt
 
 
 @dataclass(frozen=True, kw_only=True)

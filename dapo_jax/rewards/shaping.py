@@ -7,10 +7,10 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int
 
+from dapo_jax.dapo.overlong import overlong_penalty
+from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
 from dapo_jax.rewards.functions import GradeFunction
-from dapo_jax.rewards.overlong import overlong_penalty
 from dapo_jax.rewards.sample import Sample
-from dapo_jax.rollouts import Group, Prompt, Response, Rollout, Verdict
 
 
 @runtime_checkable

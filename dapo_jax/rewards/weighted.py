@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from dapo_jax.dapo.rollouts import Verdict
 from dapo_jax.rewards.functions import MAX_SCORE, RewardError
 from dapo_jax.rewards.futures import each, joined
 from dapo_jax.rewards.grading import Submit
 from dapo_jax.rewards.sample import Sample
 from dapo_jax.rewards.shaping import Shaping
-from dapo_jax.rollouts import Verdict
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from dapo_jax.rewards.calls import MAX_ANSWER_BYTES, answer_of, samples_of
 from dapo_jax.rewards.functions import GradeFunction, RewardError, grade_function
-from dapo_jax.streams import lasting_streams
+from dapo_jax.terminal import lasting_streams
 
 _STATM = Path("/proc/self/statm")
 _PR_SET_PDEATHSIG = 1

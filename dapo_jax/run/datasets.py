@@ -5,9 +5,9 @@ import numpy as np
 from dapo_jax.config import ConfigError, DataConfig, ModelConfig
 from dapo_jax.data.prompts import measured_prompts
 from dapo_jax.run.policy import folder_of
-from dapo_jax.run.prompts import dated, every_split, prompt_format
+from dapo_jax.run.prompt_sets import dated, every_split, prompt_format
+from dapo_jax.terminal import visible
 from dapo_jax.text.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
-from dapo_jax.visible import visible
 
 
 def prepare(data: DataConfig) -> str:

@@ -10,25 +10,25 @@ from functools import partial
 from typing import Any
 
 from dapo_jax.config import TrainConfig, to_yaml
-from dapo_jax.filtering import Collected, Collector, ShortfallError
-from dapo_jax.metrics import Metric, to_scalars
-from dapo_jax.microbatch import Microbatch
-from dapo_jax.parallel.exchange import agreed, exchange
+from dapo_jax.dapo.dynamic_sampling import Collected, Collector, ShortfallError
+from dapo_jax.dapo.metrics import Metric, to_scalars
+from dapo_jax.dapo.microbatch import Microbatch
+from dapo_jax.dapo.rollouts import Group
+from dapo_jax.health.watchdogs import Watchdogs
+from dapo_jax.parallel.gather import agreed, exchange
 from dapo_jax.parallel.processes import is_first
-from dapo_jax.rollouts import Group
-from dapo_jax.run.boundaries import Boundary
+from dapo_jax.run.end_of_step import Boundary
 from dapo_jax.run.nonfinite import Update, in_words, some, strange_responses
-from dapo_jax.run.ratios import Split
 from dapo_jax.run.records import Records
+from dapo_jax.run.token_ratios import Split
 from dapo_jax.storage import AnyPath, entries, path_of
 from dapo_jax.trackers.post_mortem import write_post_mortem
 from dapo_jax.trackers.progress import Progress
 from dapo_jax.training.finite import leaf_names, nonfinite_leaves
 from dapo_jax.training.loop import Pipe, StepResult
 from dapo_jax.training.minibatch import Minibatch
-from dapo_jax.training.mismatch import importance_weighted, mismatch_kl
+from dapo_jax.training.sampler_mismatch import importance_weighted, mismatch_kl
 from dapo_jax.training.state import TrainState
-from dapo_jax.watchdogs import Watchdogs
 
 IN_A_ROW = "update/skipped_in_a_row"
 KL = "sync/sampler_trainer_kl"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dapo_jax.checkpoint_files import DamagedError
+from dapo_jax.checkpoints.manifest import DamagedError
 from dapo_jax.config import ConfigError, TrainConfig
 from dapo_jax.config.loading import leaf_values
 from dapo_jax.config.values import shown

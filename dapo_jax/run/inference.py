@@ -19,17 +19,17 @@ from dapo_jax.config import (
     load_config,
     load_evaluation,
 )
+from dapo_jax.dapo.rollouts import Group, Verdict
 from dapo_jax.data.prompts import held_out
 from dapo_jax.data.rows import checked_rows
 from dapo_jax.evaluation import problem_record, summarize
 from dapo_jax.rewards.functions import Rewards
-from dapo_jax.rollouts import Group, Verdict
-from dapo_jax.run.grading import check_graders
-from dapo_jax.run.places import place_of
+from dapo_jax.run.folders import place_of
+from dapo_jax.run.grader_setup import check_graders
 from dapo_jax.run.policy import data_of_run, find_policy, mesh_of, meshes_of, run_at
-from dapo_jax.run.prompts import GivenRows, dated, held_out_prompts, prompt_format
+from dapo_jax.run.prompt_sets import GivenRows, dated, held_out_prompts, prompt_format
 from dapo_jax.run.records import use_compilation_cache
-from dapo_jax.run.rollout import Rollouts, grading
+from dapo_jax.run.rollout_loop import Rollouts, grading
 from dapo_jax.storage import AnyPath
 from dapo_jax.trackers.evaluation_log import write_problems
 from dapo_jax.trackers.rollout_log import write_rollouts

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from dapo_jax.metrics import Max, Metric
-from dapo_jax.rollouts import Group
+from dapo_jax.dapo.metrics import Max, Metric
+from dapo_jax.dapo.rollouts import Group
 from dapo_jax.training.minibatch import Minibatch, on_host
 
 WORDS = {

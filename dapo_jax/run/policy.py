@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from dapo_jax.checkpoint_files import CheckpointError
-from dapo_jax.checkpoints import Check, Checkpointer
+from dapo_jax.checkpoints.checkpointer import Check, Checkpointer
+from dapo_jax.checkpoints.last import restore_last
+from dapo_jax.checkpoints.manifest import CheckpointError
 from dapo_jax.config import (
     ConfigError,
     DataConfig,
@@ -35,11 +36,11 @@ from dapo_jax.models.tensors import exported, shapes_of
 from dapo_jax.parallel.mesh import BATCH_AXES, Meshes, make_mesh, make_meshes
 from dapo_jax.parallel.processes import is_first
 from dapo_jax.parallel.sharding import shardings
+from dapo_jax.run.folders import place_of
 from dapo_jax.run.identity import check_identity, identity_of, model_files
-from dapo_jax.run.last_checkpoint import restore_last
-from dapo_jax.run.places import place_of
 from dapo_jax.run.training_pass import for_mesh
 from dapo_jax.storage import AnyPath, in_bucket
+from dapo_jax.terminal import visible
 from dapo_jax.text.tokenizers import (
     Tokenizer,
     check_vocabulary,
@@ -50,7 +51,6 @@ from dapo_jax.text.tokenizers import (
 )
 from dapo_jax.training.state import TrainState, make_optimizer
 from dapo_jax.training.state import state_structs as structs_of
-from dapo_jax.visible import visible
 
 
 @dataclass(frozen=True, kw_only=True)

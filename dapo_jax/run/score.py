@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from dapo_jax.config import ConfigError, RewardConfig
+from dapo_jax.dapo.rollouts import Verdict
 from dapo_jax.rewards.calls import sample_of
-from dapo_jax.rollouts import Verdict
-from dapo_jax.run.grading import submit_of
-from dapo_jax.run.places import place_of
+from dapo_jax.run.folders import place_of
+from dapo_jax.run.grader_setup import submit_of
 from dapo_jax.storage import AnyPath, files_below
+from dapo_jax.terminal import visible
 from dapo_jax.trackers.rollout_log import read_rollouts
-from dapo_jax.visible import visible
 
 RECORDED = "recorded"
 """The name of the verdicts that the rollouts were written with."""

@@ -9,22 +9,22 @@ from pathlib import Path
 import jax
 from jaxtyping import PyTree
 
-from dapo_jax.batching import Row, pack, row_weights
 from dapo_jax.config import ConfigError, SftConfig, load_config, to_yaml
+from dapo_jax.dapo.batching import Row, pack, row_weights
+from dapo_jax.dapo.metrics import to_scalars
+from dapo_jax.dapo.microbatch import Microbatch
+from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.data.pairs import PairSource
 from dapo_jax.evaluation import summarize
+from dapo_jax.health.stalls import interrupt
 from dapo_jax.locks import Lock
-from dapo_jax.metrics import to_scalars
-from dapo_jax.microbatch import Microbatch
 from dapo_jax.rewards.grading import Grading
-from dapo_jax.rollouts import Prompt
-from dapo_jax.run.places import locked, place_of
+from dapo_jax.run.folders import locked, place_of
 from dapo_jax.run.policy import Policy, load_policy, mesh_of, meshes_of, optimizer_of
-from dapo_jax.run.prompts import dated, held_out_prompts, prompt_format, training_rows
+from dapo_jax.run.prompt_sets import dated, held_out_prompts, prompt_format, training_rows
 from dapo_jax.run.records import use_compilation_cache
-from dapo_jax.run.rollout import Rollouts, grading
+from dapo_jax.run.rollout_loop import Rollouts, grading
 from dapo_jax.run.training_pass import TrainingPass, training_pass
-from dapo_jax.stalls import interrupt
 from dapo_jax.storage import AnyPath, write_whole
 from dapo_jax.trackers import JsonlTracker
 from dapo_jax.trackers.progress import Progress

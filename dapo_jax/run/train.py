@@ -15,27 +15,27 @@ from etils import epath
 from rich.console import Console
 
 from dapo_jax import locks
-from dapo_jax.checkpoints import Checkpointer
+from dapo_jax.checkpoints.checkpointer import Checkpointer
 from dapo_jax.config import ConfigError, TrainConfig, load_config, to_yaml
 from dapo_jax.config.loading import changed_keys
+from dapo_jax.health.stalls import Watch, interrupt
+from dapo_jax.health.stopping import Stop
 from dapo_jax.locks import Lock, Lost
 from dapo_jax.parallel import processes
-from dapo_jax.parallel.exchange import by_first, exchange
+from dapo_jax.parallel.gather import by_first, exchange
 from dapo_jax.parallel.processes import is_first, tell_others
 from dapo_jax.rewards.functions import Rewards
-from dapo_jax.run.assembly import Run
-from dapo_jax.run.boundaries import Boundaries, Boundary, OnStep
+from dapo_jax.run.build import Run
+from dapo_jax.run.disk_space import check_room
+from dapo_jax.run.end_of_step import Boundaries, Boundary, OnStep
+from dapo_jax.run.folders import locked, place_of
 from dapo_jax.run.guard import Guard, GuardError
 from dapo_jax.run.identity import FREE_TO_CHANGE
-from dapo_jax.run.places import locked, place_of
 from dapo_jax.run.policy import Policy
-from dapo_jax.run.prompts import GivenRows, dated
-from dapo_jax.run.ratios import Ratios
+from dapo_jax.run.prompt_sets import GivenRows, dated
 from dapo_jax.run.records import Records, use_compilation_cache
-from dapo_jax.run.room import check_room
-from dapo_jax.run.waves import Waves
-from dapo_jax.stalls import Watch, interrupt
-from dapo_jax.stopping import Stop
+from dapo_jax.run.token_ratios import Ratios
+from dapo_jax.run.wave_messages import Waves
 from dapo_jax.storage import AnyPath, entries, in_bucket, write_whole
 from dapo_jax.trackers.profile import Profile
 from dapo_jax.trackers.progress import Progress

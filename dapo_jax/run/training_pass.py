@@ -10,8 +10,8 @@ from dapo_jax.config import BatchConfig, ConfigError, ModelConfig, SftBatchConfi
 from dapo_jax.models.kernels import SPLASH_TOKENS
 from dapo_jax.models.layout import Layout
 from dapo_jax.models.presets import DecoderConfig
-from dapo_jax.parallel.layout import layout_of
 from dapo_jax.parallel.mesh import BATCH_AXES
+from dapo_jax.parallel.training_layout import layout_of
 
 SHORTEST_ROW = 1024
 """Rows are halved down to this many tokens, four times at most: a program each, which pays off where rows are long."""

@@ -26,8 +26,8 @@ from dapo_jax.parallel.mesh import BATCH_AXES
 from dapo_jax.parallel.weights import SamplerWeights
 from dapo_jax.sampling.decoding import Decoding, draw, response_keys
 from dapo_jax.sampling.interface import Insertion, ResultTokens
-from dapo_jax.sampling.packing import pack_prompts
-from dapo_jax.sampling.paired_cache import cache_for
+from dapo_jax.sampling.prompt_packing import pack_prompts
+from dapo_jax.sampling.tpu_cache import cache_for
 
 
 @jax.tree_util.register_dataclass

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jaxtyping import Float, Int, PRNGKeyArray, PyTree
 
-from dapo_jax.rollouts import Prompt, Response
+from dapo_jax.dapo.rollouts import Prompt, Response
 from dapo_jax.sampling.decoding import Decoding
 from dapo_jax.sampling.interface import Engine, Insertion, ResultTokens
 

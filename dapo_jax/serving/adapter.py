@@ -22,7 +22,7 @@ from jetstream.engine import engine_api, tokenizer_pb2
 from dapo_jax.sampling.decoding import Decoding
 from dapo_jax.sampling.engine import DecoderEngine
 from dapo_jax.sampling.interface import Insertion
-from dapo_jax.serving.passed import BoundedPrompt, ServedPrefix, ServedState, ServedTokens, Weights
+from dapo_jax.serving.engine_types import BoundedPrompt, ServedPrefix, ServedState, ServedTokens, Weights
 from dapo_jax.serving.tokenizer import PREFILL_LENGTHS, JetStreamTokenizer
 from dapo_jax.text.formatting import AS_IT_STANDS, PromptFormat
 from dapo_jax.text.tokenizers import Tokenizer

@@ -14,8 +14,8 @@ from google.protobuf.message import DecodeError
 from jetstream.engine import tokenizer_api
 
 from dapo_jax.serving.adapter import JetStreamEngine
-from dapo_jax.serving.mended import messages, orchestrator
-from dapo_jax.serving.passed import BoundedPrompt
+from dapo_jax.serving.engine_types import BoundedPrompt
+from dapo_jax.serving.jetstream_fixes import messages, orchestrator
 from dapo_jax.serving.text import GrowingText
 
 _LONGEST_DETAILS = 1000

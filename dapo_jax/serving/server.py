@@ -10,7 +10,7 @@ from unittest import mock
 import grpc
 
 from dapo_jax.serving.adapter import JetStreamEngine
-from dapo_jax.serving.mended import server_lib
+from dapo_jax.serving.jetstream_fixes import server_lib
 from dapo_jax.serving.orchestrator import Driver, Orchestrator, register
 
 

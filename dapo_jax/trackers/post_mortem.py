@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load, save
 
-from dapo_jax.rollouts import Group
+from dapo_jax.dapo.rollouts import Group
 from dapo_jax.storage import AnyPath, file_bytes, path_of, write_whole
 from dapo_jax.trackers.rollout_log import read_rollouts, write_rollouts
 
@@ -29,7 +29,7 @@ class PostMortem:
 
     report: dict[str, Any]
     stacks: list[dict[str, np.ndarray]]
-    """A dict of arrays for each length of rows, named as the fields of `dapo_jax.microbatch.Microbatch`."""
+    """A dict of arrays for each length of rows, named as the fields of `dapo_jax.dapo.microbatch.Microbatch`."""
     rollouts: list[dict[str, Any]]
 
 

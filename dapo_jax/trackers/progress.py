@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dapo_jax.config.values import without_secrets
-from dapo_jax.visible import visible
+from dapo_jax.terminal import visible
 
 ACCURACY = "rollout/accuracy"
 REWARD = "reward/mean"

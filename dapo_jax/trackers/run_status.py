@@ -10,8 +10,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from dapo_jax.config.values import without_secrets
+from dapo_jax.health.stopping import StoppedError
 from dapo_jax.locks import LockLostError
-from dapo_jax.stopping import StoppedError
 from dapo_jax.storage import AnyPath, file_bytes, write_whole
 
 FILE = "status.json"

@@ -13,10 +13,10 @@ from typing import Any
 
 from jaxtyping import PyTree
 
-from dapo_jax.filtering import Collected, Collector, InformativeShare
-from dapo_jax.metrics import Metric, to_scalars
-from dapo_jax.microbatch import Microbatch
-from dapo_jax.rollouts import Group
+from dapo_jax.dapo.dynamic_sampling import Collected, Collector, InformativeShare
+from dapo_jax.dapo.metrics import Metric, to_scalars
+from dapo_jax.dapo.microbatch import Microbatch
+from dapo_jax.dapo.rollouts import Group
 from dapo_jax.training.state import TrainState
 from dapo_jax.training.step_metrics import rollout_metrics
 

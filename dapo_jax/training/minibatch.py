@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import multihost_utils
 from jaxtyping import Array, Float, Int
 
-from dapo_jax.microbatch import Microbatch
+from dapo_jax.dapo.microbatch import Microbatch
 
 
 @jax.tree_util.register_dataclass

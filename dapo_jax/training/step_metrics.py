@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dapo_jax.filtering import Collected, scores_differ
-from dapo_jax.rollouts import Group, Rollout
+from dapo_jax.dapo.dynamic_sampling import Collected, scores_differ
+from dapo_jax.dapo.rollouts import Group, Rollout
 
 
 def rollout_metrics(collected: Collected) -> dict[str, float | int]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from dapo_jax.metrics import Mean, Metric
+from dapo_jax.dapo.metrics import Mean, Metric
 
 
 def supervised_loss(

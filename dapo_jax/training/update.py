@@ -19,9 +19,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Lowered
 from jaxtyping import Array, Bool, Float, PyTree
 
-from dapo_jax.losses import dapo_loss, kl_penalty
-from dapo_jax.metrics import Max, Mean, Metric
-from dapo_jax.microbatch import Microbatch, microbatch_structs
+from dapo_jax.dapo.losses import dapo_loss, kl_penalty
+from dapo_jax.dapo.metrics import Max, Mean, Metric
+from dapo_jax.dapo.microbatch import Microbatch, microbatch_structs
 from dapo_jax.parallel.sharding import by_row, replicated
 from dapo_jax.training.minibatch import Minibatch, Placing, Stack, having
 from dapo_jax.training.state import TrainState, state_shardings

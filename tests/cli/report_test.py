@@ -5,7 +5,7 @@ import time
 import pytest
 
 from dapo_jax.cli import main
-from dapo_jax.report import watching
+from dapo_jax.report import server
 from tests.report.made import write_metrics, write_run
 
 
@@ -96,7 +96,7 @@ def test_a_run_that_is_not_there_yet_is_waited_for_when_it_is_watched(tmp_path, 
         raise KeyboardInterrupt
 
     monkeypatch.setattr(time, "sleep", later)
-    monkeypatch.setattr(watching._Server, "serve_forever", interrupted)
+    monkeypatch.setattr(server._Server, "serve_forever", interrupted)
     assert main(["report", str(coming), str(run), "--watch"]) == 0
     found = capsys.readouterr()
     assert found.err == f"waiting for {run}, where no run has begun yet; Ctrl-C ends\n"

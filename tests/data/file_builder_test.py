@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from dapo_jax.config.templates import TEMPLATES
 from dapo_jax.data.sources import load_rows
-from dapo_jax.templates import TEMPLATES
 
 WRAPPED = TEMPLATES["dapo"].replace("{prompt}", "What is 1+1?")
 DAPO_ROW = {

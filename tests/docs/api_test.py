@@ -35,13 +35,13 @@ def test_every_name_that_a_package_offers_is_listed(module):
 @pytest.mark.parametrize(
     "module",
     [
-        "losses",
-        "advantages",
-        "logprobs",
-        "metrics",
-        "filtering",
+        "dapo.losses",
+        "dapo.advantages",
+        "dapo.logprobs",
+        "dapo.metrics",
+        "dapo.dynamic_sampling",
         "evaluation",
-        "rollouts",
+        "dapo.rollouts",
         "sampling.interface",
     ],
 )

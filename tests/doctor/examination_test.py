@@ -9,9 +9,9 @@ import pytest
 
 from dapo_jax.config import to_yaml
 from dapo_jax.doctor import examination as module
-from dapo_jax.doctor.checks import Finding
+from dapo_jax.doctor.check import Finding
 from dapo_jax.doctor.examination import verdict
-from dapo_jax.run import assembly, rollout
+from dapo_jax.run import build, rollout_loop
 from tests.doctor.conftest import write_model
 
 RANDOM_ANYWAY = {"devices", "grade"}
@@ -233,7 +233,7 @@ def test_a_folder_that_holds_this_run_can_be_resumed(examined, configure, tmp_pa
 
 
 def test_memory_that_does_not_suffice(examined, monkeypatch):
-    monkeypatch.setattr("dapo_jax.doctor.configured.host_bytes", lambda: (2**20, 2**20))
+    monkeypatch.setattr("dapo_jax.doctor.resources.host_bytes", lambda: (2**20, 2**20))
     found = only_fails(examined(quick=True, sampling__slots=1024), "memory")
     assert "of 1 MiB available in the host's memory" in found.said
     assert "lower sampling.slots" in found.remedy
@@ -246,13 +246,13 @@ def test_a_mesh_that_the_devices_do_not_make_up(examined):
 
 def test_a_sampler_that_disagrees_with_the_trainer(examined, monkeypatch):
     """Its weights are a tenth larger."""
-    plain = rollout.weight_transfer
+    plain = rollout_loop.weight_transfer
 
     def enlarged(params, meshes, **how):
         transfer = plain(params, meshes, **how)
         return lambda params: transfer(jax.tree.map(lambda leaf: leaf * 1.1, params))
 
-    monkeypatch.setattr(rollout, "weight_transfer", enlarged)
+    monkeypatch.setattr(rollout_loop, "weight_transfer", enlarged)
     found = only_fails(examined(), "agreement")
     assert "do not train" in found.remedy
 
@@ -261,7 +261,7 @@ def test_a_phase_that_raises(examined, monkeypatch):
     def broken(*_, **__):
         raise RuntimeError("the update\nis broken")
 
-    monkeypatch.setattr(assembly, "row_weights", broken)
+    monkeypatch.setattr(build, "row_weights", broken)
     found = examined()
     assert only_fails(found, "update").said == "RuntimeError: the update is broken"
     assert found["agreement"].state == found["checkpoint"].state == "skipped"

@@ -15,9 +15,9 @@ import orbax.checkpoint as ocp
 import pytest
 from etils import epath
 
-from dapo_jax.checkpoint_files import META, CheckpointError, DamagedError, write_manifest
-from dapo_jax.checkpoints import Checkpointer
-from dapo_jax.run.last_checkpoint import restore_last
+from dapo_jax.checkpoints.checkpointer import Checkpointer
+from dapo_jax.checkpoints.last import restore_last
+from dapo_jax.checkpoints.manifest import META, CheckpointError, DamagedError, write_manifest
 
 LAST, BEFORE = 7, 4
 

@@ -12,7 +12,7 @@ from tests import several
 pytestmark = pytest.mark.slow
 
 NAN_LOSS = f"""{several.PREAMBLE}
-import dapo_jax.run.assembly as assembly
+import dapo_jax.run.build as assembly
 honest = assembly.dapo_loss
 
 def nan_loss(*of, **how):
@@ -26,7 +26,7 @@ sys.exit(main(sys.argv[1:]))
 
 DRIFTING = f"""{several.PREAMBLE}
 from dataclasses import replace
-from dapo_jax.run.rollout import Rollouts
+from dapo_jax.run.rollout_loop import Rollouts
 honest = Rollouts.sample
 
 def sample(self, *of, **how):

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from etils import epath
 
-from dapo_jax.checkpoint_files import check_manifest
+from dapo_jax.checkpoints.manifest import check_manifest
 from dapo_jax.models.folder import load_model
 from dapo_jax.run.policy import Policy
 from dapo_jax.testing import tiny_decoder_config, tiny_params

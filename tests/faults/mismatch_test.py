@@ -9,7 +9,7 @@ import pytest
 
 from dapo_jax.models.folder import load_model
 from dapo_jax.run.guard import GuardError
-from dapo_jax.run.rollout import Rollouts
+from dapo_jax.run.rollout_loop import Rollouts
 from dapo_jax.trackers import read_metrics
 
 OFF = 0.5

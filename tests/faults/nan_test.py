@@ -12,12 +12,12 @@ import pytest
 
 from dapo_jax.cli import _outcome
 from dapo_jax.config import GuardConfig, load_config
-from dapo_jax.losses import dapo_loss
+from dapo_jax.dapo.losses import dapo_loss
 from dapo_jax.models.folder import load_model
 from dapo_jax.rewards.functions import RewardError
 from dapo_jax.run.guard import GuardError
 from dapo_jax.run.policy import Policy
-from dapo_jax.run.rollout import Rollouts
+from dapo_jax.run.rollout_loop import Rollouts
 from dapo_jax.text.tokenizers import load_tokenizer
 from dapo_jax.trackers import read_metrics
 from dapo_jax.trackers.post_mortem import read_post_mortem

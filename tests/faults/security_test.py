@@ -10,7 +10,7 @@ import pytest
 from dapo_jax.cli import _parser, main
 from dapo_jax.config import ConfigError, TrainConfig, load_config, to_yaml
 from dapo_jax.run.records import Records
-from dapo_jax.run.serve import ServeOptions
+from dapo_jax.serving.serve import ServeOptions
 from dapo_jax.text.chat import ChatTemplate
 from tests.malformed.models import model_files
 

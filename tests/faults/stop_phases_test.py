@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from dapo_jax.stopping import STOPPED
+from dapo_jax.health.stopping import STOPPED
 from tests.faults.micro import assert_the_same_run, make_run
 
 SLOW = """
@@ -34,8 +34,8 @@ PHASES = {
     "sampling": ("dapo_jax.sampling.engine", "DecoderEngine", "generate", 14),
     "grading": ("dapo_jax.rewards.grading", "Grading", "groups", 4),
     "updating": ("dapo_jax.training.update", "Updater", "update", 4),
-    "saving": ("dapo_jax.checkpoints", "Checkpointer", "save", 2),
-    "evaluating": ("dapo_jax.run.assembly", "Run", "evaluate", 2),
+    "saving": ("dapo_jax.checkpoints.checkpointer", "Checkpointer", "save", 2),
+    "evaluating": ("dapo_jax.run.build", "Run", "evaluate", 2),
 }
 """What takes 3 s in its so many-th call, when the signal comes."""
 

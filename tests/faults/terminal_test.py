@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from dapo_jax.stopping import STOPPED
+from dapo_jax.health.stopping import STOPPED
 from tests.faults.micro import assert_the_same_run, make_run
 from tests.several import ROOT
 

@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 import pytest
 
-from dapo_jax.metrics import Mean
-from dapo_jax.watchdogs import NAMES
+from dapo_jax.dapo.metrics import Mean
+from dapo_jax.health.watchdogs import NAMES
 
 pytestmark = pytest.mark.slow
 

@@ -7,7 +7,7 @@ import numpy as np
 import yaml
 
 from dapo_jax.config import load_config, to_yaml
-from dapo_jax.rollouts import Group, Prompt, Response, Rollout, Verdict
+from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
 from dapo_jax.trackers.rollout_log import write_rollouts
 from tests.malformed.models import with_file
 from tests.malformed.mutations import as_json, changed, damaged

@@ -1,6 +1,6 @@
 """Runs that are damaged: what `train --resume`, `eval`, `sample`, `convert` and `score` say of them, and where they write.
 
-Damage of checkpoints themselves is the matter of `tests/checkpoints_test.py`.
+Damage of checkpoints themselves is the matter of `tests/checkpoints/checkpointer_test.py`.
 """
 
 import shutil

@@ -9,8 +9,8 @@ pytest.importorskip("libtpu", reason="the extra tpu")
 
 from dapo_jax.models.decoder import graph_of
 from dapo_jax.models.tensors import shapes_of
-from dapo_jax.parallel.layout import layout_of
 from dapo_jax.parallel.mesh import make_mesh
+from dapo_jax.parallel.training_layout import layout_of
 from dapo_jax.plan.collectives import collectives
 from dapo_jax.plan.topologies import devices_of, parse
 from dapo_jax.testing import tiny_decoder_config

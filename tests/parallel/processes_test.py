@@ -7,8 +7,8 @@ import pytest
 
 from dapo_jax.cli import main
 from dapo_jax.config import ConfigError
+from dapo_jax.health.stopping import STOPPED
 from dapo_jax.parallel.processes import described, wanted
-from dapo_jax.stopping import STOPPED
 from tests import several
 
 WAITING = (
@@ -18,8 +18,8 @@ import os, signal, time
 from contextlib import ExitStack
 from dapo_jax.config import ConfigError
 from dapo_jax.parallel import processes
-from dapo_jax.parallel.exchange import exchange
-from dapo_jax.stopping import STOPPED, StoppedError, stopped_by_signals
+from dapo_jax.parallel.gather import exchange
+from dapo_jax.health.stopping import STOPPED, StoppedError, stopped_by_signals
 
 def work(index, how):
     exchange(b"all are here")

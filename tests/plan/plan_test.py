@@ -8,8 +8,8 @@ import pytest
 
 from dapo_jax.cli import main
 from dapo_jax.config import ConfigError, load_config
+from dapo_jax.plan.json_output import as_data
 from dapo_jax.plan.plan import plan
-from dapo_jax.plan.report import as_data
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 LARGE = ["dapo_qwen2.5_32b", "dapo_qwen2.5_32b_early", "dapo_qwen2.5_7b", "gsm8k_qwen3_0.6b"]

@@ -16,7 +16,7 @@ from dapo_jax.config import (
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.plan.chips import CHIPS
 from dapo_jax.plan.collectives import Traffic
-from dapo_jax.plan.layout import Layout
+from dapo_jax.plan.mesh_sizes import Layout
 from dapo_jax.plan.roofline import Work, bound, decode_steps, work_of
 from dapo_jax.plan.workload import Assumptions, workload_of
 

@@ -4,6 +4,7 @@ import json
 import random
 
 import pytest
+from tests.report.watching_test import served
 
 from tests.report.chromium import Shown, complaints, missing
 from tests.report.made import (
@@ -14,7 +15,6 @@ from tests.report.made import (
     write_rollouts,
     write_run,
 )
-from tests.report.watching_test import served
 
 Keys = pytest.importorskip("selenium.webdriver.common.keys", reason=missing() or None).Keys
 

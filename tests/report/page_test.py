@@ -13,7 +13,7 @@ from dapo_jax import report as room
 from dapo_jax.config import ConfigError
 from dapo_jax.report import report
 from dapo_jax.report.page import SCRIPTS, WATCHING, inert
-from dapo_jax.report.watching import Watched
+from dapo_jax.report.server import Watched
 from dapo_jax.trackers.run_status import write_status
 from tests.report.made import problem_line, rollout_line, write_evaluation, write_run
 from tests.structure_test import ROOT

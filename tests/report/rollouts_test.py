@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dapo_jax.config import ConfigError, DynamicSamplingConfig, LossConfig
-from dapo_jax.losses import dapo_loss
+from dapo_jax.dapo.losses import dapo_loss
 from dapo_jax.report import rollouts
 from dapo_jax.report.index import CORRECT, FLIPPED, LEFT_OUT, TRAINED, TRUNCATED
 from dapo_jax.report.rollouts import clip_states, heads, lay_out

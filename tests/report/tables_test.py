@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from dapo_jax.config import BatchConfig, DynamicSamplingConfig, LossConfig, TrainConfig
+from dapo_jax.report.run_states import State
 from dapo_jax.report.runs import RunFiles
-from dapo_jax.report.states import State
 from dapo_jax.report.tables import EQUAL, REST, configurations, table_of
 
 

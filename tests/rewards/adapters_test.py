@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dapo_jax.dapo.rollouts import Prompt, Verdict
 from dapo_jax.rewards import Sample, grade_function
 from dapo_jax.rewards.adapters import trl_reward, verl_reward
 from dapo_jax.rewards.async_calls import AsyncCalls
 from dapo_jax.rewards.functions import load_reward
-from dapo_jax.rollouts import Prompt, Verdict
 
 HERE = Path(__file__)
 

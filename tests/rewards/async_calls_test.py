@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dapo_jax.dapo.rollouts import Prompt, Verdict
 from dapo_jax.rewards import Sample, whole_group
 from dapo_jax.rewards.async_calls import AsyncCalls
 from dapo_jax.rewards.functions import RewardError, load_reward
-from dapo_jax.rollouts import Prompt, Verdict
 
 HERE = Path(__file__)
 

@@ -9,9 +9,9 @@ import types
 import numpy as np
 import pytest
 
+from dapo_jax.dapo.rollouts import Prompt, Verdict
 from dapo_jax.rewards import Sample, as_verdict, grade_function, load_function, whole_group
 from dapo_jax.rewards.functions import RewardError
-from dapo_jax.rollouts import Prompt, Verdict
 
 PROMPT = Prompt(ordinal=7, tokens=np.array([5, 6], np.int32), text="1+1", answer="2", row={"level": 3})
 SAMPLE = Sample(prompt=PROMPT, response="=2", tokens=np.array([4, 5, 1], np.int32), finish_reason="stop")

@@ -5,9 +5,9 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 
+from dapo_jax.dapo.rollouts import Prompt, Response, Verdict
 from dapo_jax.rewards.grading import Grading, immediately
 from dapo_jax.rewards.shaping import Shaping
-from dapo_jax.rollouts import Prompt, Response, Verdict
 from dapo_jax.text.tokenizers import ByteTokenizer
 
 TOKENIZER = ByteTokenizer()

@@ -19,12 +19,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dapo_jax.dapo.rollouts import Prompt, Verdict
 from dapo_jax.rewards import whole_group
 from dapo_jax.rewards.calls import answer_of, call_of, samples_of, verdicts_of
 from dapo_jax.rewards.functions import RewardError
 from dapo_jax.rewards.pool import GradingPool
 from dapo_jax.rewards.sample import Sample
-from dapo_jax.rollouts import Prompt, Verdict
 
 HERE = Path(__file__)
 TIMEOUT_S = 3.0

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from dapo_jax.dapo.rollouts import Prompt, Response, Verdict
 from dapo_jax.rewards import grade_function, grade_group
 from dapo_jax.rewards.shaping import Shaping
-from dapo_jax.rollouts import Prompt, Response, Verdict
 from dapo_jax.text import ByteTokenizer
 
 TOKENIZER = ByteTokenizer()

@@ -5,12 +5,12 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 
+from dapo_jax.dapo.rollouts import Prompt, Verdict
 from dapo_jax.rewards import Sample, grade_function, whole_group
 from dapo_jax.rewards.functions import RewardError
 from dapo_jax.rewards.grading import immediately
 from dapo_jax.rewards.shaping import Shaping
 from dapo_jax.rewards.weighted import Part, part_names, summed, weighted_sum
-from dapo_jax.rollouts import Prompt, Verdict
 
 RULE = Shaping(correct=1.0, incorrect=-1.0)
 

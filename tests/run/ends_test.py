@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-import dapo_jax.checkpoints as checkpoints
-from dapo_jax.checkpoint_files import CheckpointError
-from dapo_jax.checkpoints import Checkpointer
+import dapo_jax.checkpoints.checkpointer as checkpoints
+from dapo_jax.checkpoints.checkpointer import Checkpointer
+from dapo_jax.checkpoints.manifest import CheckpointError
 from dapo_jax.cli import _outcome
-from dapo_jax.filtering import ShortfallError
+from dapo_jax.dapo.dynamic_sampling import ShortfallError
 from dapo_jax.rewards.functions import RewardError
 from dapo_jax.run.policy import Policy
 from dapo_jax.trackers import JsonlTracker, read_metrics

@@ -11,8 +11,8 @@ import pytest
 from etils import epath
 from safetensors.numpy import load_file, save_file
 
-from dapo_jax.checkpoint_files import META, write_manifest
-from dapo_jax.checkpoints import Checkpointer
+from dapo_jax.checkpoints.checkpointer import Checkpointer
+from dapo_jax.checkpoints.manifest import META, write_manifest
 from dapo_jax.config import ConfigError
 from dapo_jax.run.identity import IDENTITY, model_files
 from dapo_jax.run.policy import find_policy
@@ -185,7 +185,7 @@ def test_a_checkpoint_of_before_goes_on_and_it_is_said(
 
 
 def test_what_could_not_be_checked_is_said_once(trained, run_dir, micro, rows):
-    from dapo_jax.run.assembly import Run
+    from dapo_jax.run.build import Run
 
     said = []
     rewritten(step_folder(run_dir), as_of_old)
@@ -229,7 +229,7 @@ def test_progress_that_no_run_has_written_is_damage(name, run_dir, micro, rows):
 
 def started(run_dir, micro, rows):
     """(where the run goes on from, what was said)."""
-    from dapo_jax.run.assembly import Run
+    from dapo_jax.run.build import Run
 
     said = []
     run = Run(micro(run_dir, steps=STEP), prompts=rows, reward=bool)

@@ -21,7 +21,7 @@ from dapo_jax.data.prompts import held_out
 from dapo_jax.data.rows import checked_rows
 from dapo_jax.run import evaluate, sample
 from dapo_jax.run.policy import load_policy, mesh_of, meshes_of
-from dapo_jax.run.rollout import EVALUATION, TRAINING, Rollouts, grading
+from dapo_jax.run.rollout_loop import EVALUATION, TRAINING, Rollouts, grading
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.trackers.evaluation_log import read_problems
 from dapo_jax.trackers.rollout_log import read_rollouts

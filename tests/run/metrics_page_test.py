@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from dapo_jax.rollouts import Verdict
-from dapo_jax.watchdogs import NAMES, SEEN
+from dapo_jax.dapo.rollouts import Verdict
+from dapo_jax.health.watchdogs import NAMES, SEEN
 
 PAGE = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
 NAME = re.compile(

@@ -71,12 +71,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 
-from dapo_jax.checkpoints import Checkpointer
+from dapo_jax.checkpoints.checkpointer import Checkpointer
 from dapo_jax.config import TrainConfig
-from dapo_jax.filtering import Collector, ShortfallError
+from dapo_jax.dapo.dynamic_sampling import Collector, ShortfallError
 from dapo_jax.parallel import processes
-from dapo_jax.rollouts import Group, Prompt, Response, Rollout, Verdict
-from dapo_jax.run.boundaries import Boundary
+from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
+from dapo_jax.run.end_of_step import Boundary
 from dapo_jax.run.guard import Guard, GuardError
 from dapo_jax.trackers.progress import Progress
 from dapo_jax.training.loop import Pipe, Position
@@ -139,11 +139,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dapo_jax.checkpoint_files import DamagedError
-from dapo_jax.checkpoints import Checkpointer
+from dapo_jax.checkpoints.manifest import DamagedError
+from dapo_jax.checkpoints.checkpointer import Checkpointer
 from dapo_jax.parallel import processes
-from dapo_jax.parallel.exchange import agreed
-from dapo_jax.run.last_checkpoint import restore_last
+from dapo_jax.parallel.gather import agreed
+from dapo_jax.checkpoints.last import restore_last
 
 processes.start()
 here = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), PartitionSpec())

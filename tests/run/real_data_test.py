@@ -44,7 +44,7 @@ pytestmark = [
 )
 def test_a_dataset_is_trained_and_evaluated_on(source, split, grader, judge, tmp_path, monkeypatch):
     one = make_mesh(devices=jax.devices()[:1])
-    monkeypatch.setattr("dapo_jax.run.assembly.mesh_of", lambda axes, **how: one)
+    monkeypatch.setattr("dapo_jax.run.build.mesh_of", lambda axes, **how: one)
     config = TrainConfig(
         run_dir=str(tmp_path / "run"),
         steps=2,

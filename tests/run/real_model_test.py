@@ -5,7 +5,6 @@ import os
 import jax
 import pytest
 
-from dapo_jax import products
 from dapo_jax.config import (
     BatchConfig,
     DataConfig,
@@ -16,6 +15,7 @@ from dapo_jax.config import (
     SamplingConfig,
     TrainConfig,
 )
+from dapo_jax.dapo import precision
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.run import train
 
@@ -32,7 +32,7 @@ pytestmark = [
 def step(run_dir, monkeypatch):
     """The metrics of one step on 64 responses of up to 48 tokens, more than 2,000 in all."""
     one = make_mesh(devices=jax.devices()[:1])
-    monkeypatch.setattr("dapo_jax.run.assembly.mesh_of", lambda axes, **how: one)
+    monkeypatch.setattr("dapo_jax.run.build.mesh_of", lambda axes, **how: one)
     config = TrainConfig(
         run_dir=str(run_dir),
         steps=1,
@@ -62,12 +62,12 @@ def test_in_bfloat16_the_sampler_stays_within_5e_3_nats_of_the_trainer(tmp_path,
 def test_as_accelerators_multiply_it_stays_within_15e_3_nats(tmp_path, monkeypatch):
     """They round activations too. The two programs round alike until their sums differ in the last bit, after a few layers
     independently: what is left is the rounding of all operands of 30 layers, and no order of sums can take it away."""
-    plain = products._einsum
+    plain = precision._einsum
 
     def as_accelerators_do(spec, left, right, dtype):
-        return plain(spec, products.rounded(left, dtype), products.rounded(right, dtype), dtype)
+        return plain(spec, precision.rounded(left, dtype), precision.rounded(right, dtype), dtype)
 
-    monkeypatch.setattr(products, "_einsum", as_accelerators_do)
+    monkeypatch.setattr(precision, "_einsum", as_accelerators_do)
     line = step(tmp_path / "run", monkeypatch)
     assert 5e-3 < line["sync/logprob_diff_mean"] <= 15e-3
     assert line["sync/sampler_trainer_kl"] <= 3e-4

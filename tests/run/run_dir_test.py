@@ -7,7 +7,7 @@ import pytest
 
 from dapo_jax.config import ConfigError, TrainConfig, load_config, to_yaml
 from dapo_jax.locks import NAME
-from dapo_jax.run.places import place_of
+from dapo_jax.run.folders import place_of
 from dapo_jax.run.train import OF_A_RUN, _remove_run, check_run_dir
 from dapo_jax.storage import path_of
 

@@ -7,8 +7,8 @@ import pytest
 
 from dapo_jax.config import BatchConfig, ConfigError, ModelConfig
 from dapo_jax.models.layout import Layout
-from dapo_jax.parallel.layout import MeshLayout
 from dapo_jax.parallel.mesh import make_mesh
+from dapo_jax.parallel.training_layout import MeshLayout
 from dapo_jax.run.training_pass import for_mesh, training_pass
 from dapo_jax.testing import tiny_decoder_config
 

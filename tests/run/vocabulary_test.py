@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from dapo_jax.checkpoints import Checkpointer
-from dapo_jax.logprobs import chunked_logprobs
+from dapo_jax.checkpoints.checkpointer import Checkpointer
+from dapo_jax.dapo.logprobs import chunked_logprobs
 from dapo_jax.models.decoder import Decoder, graph_of
 from dapo_jax.models.folder import load_model, save_model
 from dapo_jax.models.tensors import shapes_of

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from dapo_jax.rollouts import Prompt
+from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.sampler import Sampler
 from dapo_jax.testing import ScriptedEngine

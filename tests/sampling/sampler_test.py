@@ -16,14 +16,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from dapo_jax.batching import Row, pack
+from dapo_jax.dapo.batching import Row, pack
+from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.models.decoder import Decoder
 from dapo_jax.models.folder import shapes_of
 from dapo_jax.parallel.mesh import make_mesh, make_meshes
 from dapo_jax.parallel.sharding import shardings
 from dapo_jax.parallel.weights import weight_transfer
-from dapo_jax.rollouts import Prompt
-from dapo_jax.run.rollout import EVALUATION, TRAINING
+from dapo_jax.run.rollout_loop import EVALUATION, TRAINING
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
 from dapo_jax.sampling.sampler import Sampler

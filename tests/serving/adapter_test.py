@@ -13,17 +13,17 @@ pytest.importorskip("jetstream", reason="needs the extra jetstream")
 from jetstream.engine import engine_api
 
 from dapo_jax.config import ConfigError
+from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.weights import weight_transfer
-from dapo_jax.rollouts import Prompt
 from dapo_jax.run.policy import Policy, find_policy
-from dapo_jax.run.serve import ServeOptions, serve, serving_engine
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
 from dapo_jax.sampling.sampler import Sampler
-from dapo_jax.serving import adapter, mended, orchestrator
+from dapo_jax.serving import adapter, jetstream_fixes, orchestrator
 from dapo_jax.serving.adapter import JetStreamEngine
-from dapo_jax.serving.passed import BoundedPrompt
+from dapo_jax.serving.engine_types import BoundedPrompt
+from dapo_jax.serving.serve import ServeOptions, serve, serving_engine
 from dapo_jax.serving.server import Server
 from dapo_jax.serving.tokenizer import JetStreamTokenizer
 from dapo_jax.testing import tiny_decoder_config, tiny_params
@@ -331,7 +331,7 @@ def test_every_option_reaches_the_engine(model, monkeypatch):
 def test_importing_jetstream_leaves_the_root_logger_alone():
     root = logging.getLogger()
     assert root.level != logging.DEBUG
-    assert mended.orchestrator.handler not in root.handlers
+    assert jetstream_fixes.orchestrator.handler not in root.handlers
 
 
 def test_a_port_that_is_taken_is_refused(serving):
@@ -348,13 +348,13 @@ def test_the_generating_thread_survives_jetstreams_own_race(monkeypatch, serving
     """Its assertion fails when the last response ends while it looks for a slot: then every slot is free."""
     driver = object.__new__(orchestrator.Driver)  # no threads: an exception in one would end this process
     driver.live, driver._engine, outcomes = True, serving(), [AssertionError(), None]
-    driver._generate_slots = [mended.orchestrator.queue.Queue()]
+    driver._generate_slots = [jetstream_fixes.orchestrator.queue.Queue()]
 
     def their_thread(self, index):
         if outcome := outcomes.pop(0):
             raise outcome
 
-    monkeypatch.setattr(mended.orchestrator.Driver, "_generate_thread", their_thread)
+    monkeypatch.setattr(jetstream_fixes.orchestrator.Driver, "_generate_thread", their_thread)
     for slot in range(SLOTS):
         driver._generate_slots[0].put(slot)
     driver._generate_thread(0)

@@ -28,11 +28,11 @@ pytest.importorskip("jetstream", reason="needs the extra jetstream")
 from jetstream.core.proto import jetstream_pb2 as pb
 from jetstream.core.proto import jetstream_pb2_grpc
 
-from dapo_jax.checkpoints import Checkpointer
+from dapo_jax.checkpoints.checkpointer import Checkpointer
 from dapo_jax.config import ModelConfig, TrainConfig, to_yaml
+from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.weights import weight_transfer
-from dapo_jax.rollouts import Prompt
 from dapo_jax.run.policy import Policy, optimizer_of
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine

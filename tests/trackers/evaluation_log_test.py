@@ -6,8 +6,8 @@ import os
 import numpy as np
 import pytest
 
+from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
 from dapo_jax.evaluation import problem_record
-from dapo_jax.rollouts import Group, Prompt, Response, Rollout, Verdict
 from dapo_jax.trackers.evaluation_log import read_problems, write_problems
 from dapo_jax.trackers.rollout_log import read_rollouts, write_rollouts
 

@@ -6,7 +6,7 @@ import os
 import numpy as np
 import pytest
 
-from dapo_jax.rollouts import Group, Prompt, Response, Rollout, Verdict
+from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
 from dapo_jax.storage import path_of
 from dapo_jax.trackers.post_mortem import read_post_mortem, write_post_mortem
 

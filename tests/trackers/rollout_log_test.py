@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dapo_jax.rollouts import Group, Prompt, Response, Rollout, Verdict
+from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
 from dapo_jax.trackers.rollout_log import format_rollouts, read_rollouts, write_rollouts
 
 

@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from dapo_jax.stopping import StoppedError
+from dapo_jax.health.stopping import StoppedError
 from dapo_jax.trackers.run_status import FILE, read_status, status_kept, write_status
 
 

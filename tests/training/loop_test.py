@@ -6,9 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dapo_jax.filtering import Collector, InformativeShare, ShortfallError
-from dapo_jax.metrics import Mean
-from dapo_jax.rollouts import Group, Prompt, Response, Rollout, Verdict
+from dapo_jax.dapo.dynamic_sampling import Collector, InformativeShare, ShortfallError
+from dapo_jax.dapo.metrics import Mean
+from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
 from dapo_jax.training.loop import Pipe, Position, run_steps
 from dapo_jax.training.state import TrainState
 

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from dapo_jax.batching import Row, pack
+from dapo_jax.dapo.batching import Row, pack
 from dapo_jax.training.minibatch import Placing
 
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dapo_jax.filtering import Collected
-from dapo_jax.rollouts import Group, Prompt, Response, Rollout, Verdict
+from dapo_jax.dapo.dynamic_sampling import Collected
+from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
 from dapo_jax.training.step_metrics import rollout_metrics
 
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dapo_jax.metrics import to_scalars
+from dapo_jax.dapo.metrics import to_scalars
 from dapo_jax.training.supervised import supervised_loss
 
 LOGPROBS = jnp.array([[-9.0, -1.0, -2.0], [-9.0, -3.0, -9.0]])

@@ -10,9 +10,9 @@ import optax
 import pytest
 from flax import nnx
 
-from dapo_jax.batching import Row, pack
-from dapo_jax.losses import dapo_loss
-from dapo_jax.metrics import Mean, to_scalars
+from dapo_jax.dapo.batching import Row, pack
+from dapo_jax.dapo.losses import dapo_loss
+from dapo_jax.dapo.metrics import Mean, to_scalars
 from dapo_jax.models.decoder import Decoder
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.testing import tiny_decoder_config, tiny_params

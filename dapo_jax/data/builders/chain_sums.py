@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 
 import tensorflow_datasets as tfds
 
-from dapo_jax.data.own_info import OwnInfo
+from dapo_jax.data.builder_info import OwnInfo
 from dapo_jax.data.uniform import uniform
 
 LABELS = "abcdefghijkl"

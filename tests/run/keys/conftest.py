@@ -9,18 +9,18 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from dapo_jax.checkpoints import Checkpointer
+from dapo_jax.checkpoints.checkpointer import Checkpointer
 from dapo_jax.config import TrainConfig, to_yaml
+from dapo_jax.health.stalls import Watch
+from dapo_jax.health.watchdogs import Watchdogs
 from dapo_jax.models.presets import PRESETS
 from dapo_jax.parallel.weights import WeightTransfer, weight_transfer
 from dapo_jax.rewards.async_calls import AsyncCalls
 from dapo_jax.rewards.pool import GradingPool
-from dapo_jax.run import assembly, policy
-from dapo_jax.stalls import Watch
+from dapo_jax.run import build, policy
 from dapo_jax.testing import tiny_decoder_config
 from dapo_jax.trackers import TensorBoardTracker, WandbTracker
 from dapo_jax.trackers.profile import Profile
-from dapo_jax.watchdogs import Watchdogs
 from tests.run.keys import doubles
 from tests.run.keys.looking import FILES, Look
 
@@ -65,7 +65,7 @@ def watched():
         return policy.Path("model")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dapo_jax.run.rollout.DecoderEngine", engine)
+        patch.setattr("dapo_jax.run.rollout_loop.DecoderEngine", engine)
         for place in ("assembly", "sft"):
             patch.setattr(import_module(f"dapo_jax.run.{place}"), "Updater", updates)
         patch.setattr("dapo_jax.run.policy.download", download)
@@ -80,8 +80,8 @@ def watched():
         )
         # What takes longest to make, once for each way in which it is asked for.
         patch.setattr("dapo_jax.run.policy.graph_of", doubles.once(policy.graph_of))
-        patch.setattr("dapo_jax.run.rollout.weight_transfer", doubles.once(weight_transfer))
-        patch.setattr("dapo_jax.run.assembly.load_policy", doubles.once(assembly.load_policy))
+        patch.setattr("dapo_jax.run.rollout_loop.weight_transfer", doubles.once(weight_transfer))
+        patch.setattr("dapo_jax.run.build.load_policy", doubles.once(build.load_policy))
         for cls in (Watch, Watchdogs, Checkpointer, Profile, GradingPool, AsyncCalls):
             doubles.noting(patch, cls, received)
         for cls in (TensorBoardTracker, WandbTracker):

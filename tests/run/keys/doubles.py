@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dapo_jax.metrics import Max, Mean
+from dapo_jax.dapo.metrics import Max, Mean
 from dapo_jax.testing import ScriptedEngine
 from dapo_jax.text.tokenizers import CharTokenizer
 from dapo_jax.training.minibatch import Stack

@@ -6,10 +6,10 @@ from functools import cached_property
 import numpy as np
 from rich.console import Console
 
-from dapo_jax.checkpoints import Checkpointer
+from dapo_jax.checkpoints.checkpointer import Checkpointer
+from dapo_jax.health.stopping import Stop
 from dapo_jax.run import train
-from dapo_jax.run.assembly import Run
-from dapo_jax.stopping import Stop
+from dapo_jax.run.build import Run
 from dapo_jax.trackers.progress import Progress
 from dapo_jax.training.loop import Position
 from dapo_jax.training.state import TrainState

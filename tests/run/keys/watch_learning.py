@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dapo_jax.rollouts import Verdict
+from dapo_jax.dapo.rollouts import Verdict
 from dapo_jax.training.loop import Position
 from tests.run.keys.looking import by_length, refusal, rounded
 from tests.run.keys.watch_sampling import option

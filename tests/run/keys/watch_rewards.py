@@ -2,7 +2,7 @@
 
 import math
 
-from dapo_jax.rollouts import Verdict
+from dapo_jax.dapo.rollouts import Verdict
 from tests.run.keys.looking import refusal
 from tests.run.keys.watching import watch
 

@@ -1,0 +1,167 @@
+"""`eval`, `sample` and `serve`: a model answers."""
+
+import argparse
+import json
+import signal
+from dataclasses import fields
+from functools import partial
+
+from dapo_jax.cli.arguments import MODEL, Commands, add_conversation, add_overrides, command, printable
+from dapo_jax.terminal import visible
+
+SHORT = {
+    "k": "eval.samples_per_prompt",
+    "prompts": "eval.prompts",
+    "temperature": "eval.temperature",
+    "top_p": "eval.top_p",
+    "top_k": "eval.top_k",
+    "grader": "reward.grader",
+    "prompt_template": "data.prompt_template",
+    "max_prompt_tokens": "data.max_prompt_tokens",
+    "max_response_tokens": "sampling.max_response_tokens",
+    "slots": "sampling.slots",
+    "seed": "seed",
+}
+"""Options of `eval` -> the keys that they set."""
+
+
+def add_to(commands: Commands) -> None:
+    """Adds the commands."""
+    _add_eval(
+        command(commands, "eval", evaluate, "avg@k, pass@k, cons@k and the reward on held-out prompts.")
+    )
+    _add_sample(command(commands, "sample", sample, "Sample responses to prompts."))
+    text = "Answer requests over gRPC with JetStream (needs the extra jetstream)."
+    _add_serve(command(commands, "serve", serve, text))
+
+
+def evaluate(arguments: argparse.Namespace) -> int:
+    """Evaluates and prints the table."""
+    from dapo_jax.evaluation import lost_verdicts, table
+    from dapo_jax.run import evaluate
+
+    told = [
+        f"{key}={value}" for name, key in SHORT.items() if (value := getattr(arguments, name)) is not None
+    ]
+    named = {"source": arguments.data, "path": arguments.path, "split": arguments.split}
+    dataset = {name: value for name, value in named.items() if value is not None}
+    if dataset:
+        told.append(f"eval.datasets=[{json.dumps({'source': 'jsonl', **dataset})}]")
+    told += ["data.chat=true"] * arguments.chat
+    found = evaluate(
+        arguments.model, arguments.config, overrides=[*told, *arguments.overrides], keep=arguments.keep
+    )
+    print(table(found.scores, metric=found.metric), end="")
+    for name, groups in found.groups.items():
+        if lost := lost_verdicts(groups):
+            print(f"{name}: {printable(lost)}")
+    return 0
+
+
+def _add_eval(made: argparse.ArgumentParser) -> None:
+    made.add_argument("model", help=MODEL)
+    add_overrides(made)
+    made.add_argument(
+        "--config",
+        metavar="FILE",
+        help="of an evaluation or a run; a run folder brings its own",
+    )
+    made.add_argument("--data", metavar="NAME", help="evaluate on this dataset")
+    made.add_argument(
+        "--path", metavar="PATH", help="the file or folder it is read from; alone: any file, see `jsonl`"
+    )
+    made.add_argument("--split", help="of the dataset (default test, or the only one)")
+    for name, key in SHORT.items():
+        made.add_argument(f"--{name.replace('_', '-')}", metavar="X", help=f"sets {key}")
+    made.add_argument("--chat", action="store_true", help="sets data.chat=true")
+    made.add_argument(
+        "--keep", metavar="FOLDER", help="write every rollout and every problem's score to this folder"
+    )
+
+
+def sample(arguments: argparse.Namespace) -> int:
+    """Samples and prints the responses."""
+    from dapo_jax.run import sample
+
+    groups = sample(
+        arguments.model,
+        arguments.prompt,
+        chat=arguments.chat,
+        system_prompt=arguments.system_prompt,
+        chat_template_kwargs=arguments.chat_template_kwargs,
+        samples_per_prompt=arguments.n,
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        top_k=arguments.top_k,
+        max_response_tokens=arguments.max_response_tokens,
+        stop=arguments.stop,
+        stop_token_ids=arguments.stop_token_ids,
+        seed=arguments.seed,
+    )
+    for group in groups:
+        print(visible(group.prompt.text))
+        for rollout in group.rollouts:
+            print(f"    {visible(rollout.text)}{' ...' if rollout.truncated else ''}")
+    return 0
+
+
+def _add_sample(made: argparse.ArgumentParser) -> None:
+    made.add_argument("model", help=MODEL)
+    made.add_argument("--prompt", action="append", required=True, help="may be given several times")
+    made.add_argument("-n", type=int, default=1, help="responses to each prompt")
+    made.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (default 1)")
+    made.add_argument("--top-p", type=float, default=1.0, help="1 is off (default)")
+    made.add_argument("--top-k", type=int, default=0, help="0 is off (default)")
+    made.add_argument("--max-response-tokens", type=int, default=64)
+    made.add_argument("--seed", type=int, default=0)
+    add_conversation(made)
+    made.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="ends a response; may be given several times",
+    )
+    made.add_argument(
+        "--stop-token-ids", type=int, nargs="+", default=[], metavar="ID", help="end a response as well"
+    )
+
+
+def serve(arguments: argparse.Namespace) -> int:
+    """Serves until it is ended."""
+    from dapo_jax.serving.serve import ServeOptions, serve
+
+    # A process manager's way of ending a process is the keyboard's.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    told = {field.name: getattr(arguments, field.name) for field in fields(ServeOptions)}
+    serve(arguments.model, ServeOptions(**told), say=partial(print, flush=True))
+    return 0
+
+
+def _add_serve(made: argparse.ArgumentParser) -> None:
+    made.add_argument("model", help=MODEL)
+    made.add_argument(
+        "--host", default="127.0.0.1", help="the interface; [::] is every one (default 127.0.0.1)"
+    )
+    made.add_argument("--port", type=int, default=9000, help="0 takes a free one (default 9000)")
+    made.add_argument(
+        "--follow", dest="follow_s", type=float, nargs="?", const=5.0, metavar="SECONDS",
+        help="serve each new checkpoint of the run folder; looks for one every 5 s unless told otherwise",
+    )  # fmt: skip
+    made.add_argument("--slots", type=int, default=16, help="responses decoded side by side (default 16)")
+    made.add_argument(
+        "--max-prompt-tokens", type=int, default=64, help="longer prompts are refused (default 64)"
+    )
+    made.add_argument(
+        "--max-response-tokens", type=int, default=64, help="at most, of a request (default 64)"
+    )
+    made.add_argument("--temperature", type=float, default=0.0, help="of all requests; 0 is greedy (default)")
+    made.add_argument("--top-p", type=float, default=1.0, help="1 is off (default)")
+    made.add_argument("--top-k", type=int, default=0, help="0 is off (default)")
+    made.add_argument("--seed", type=int, default=0)
+    add_conversation(made)
+    made.add_argument(
+        "--steps-per-call", type=int, default=4, help="tokens to a streamed message (default 4)"
+    )
+    made.add_argument("--compute-dtype", choices=("float32", "bfloat16"), default="float32")
+    made.add_argument("--compilation-cache", default="~/.cache/dapo_jax/xla", metavar="FOLDER")

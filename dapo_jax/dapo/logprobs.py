@@ -1,0 +1,255 @@
+"""Log-probabilities of given tokens: from logits, or from hidden states without ever holding all logits.
+
+Both are of the *tempered* policy, softmax(logits / temperature): the one that sampling draws from.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from dapo_jax.dapo.precision import product
+
+
+def token_logprobs(
+    logits: Float[Array, "*batch vocab"],
+    targets: Int[Array, "*batch"],
+    *,
+    temperature: float | Float[Array, ""] = 1.0,
+) -> Float[Array, "*batch"]:
+    """Log-probability of each target under softmax(logits / temperature), in nats.
+
+    For people who hold the logits; `chunked_logprobs` needs far less memory. The softmax is taken in float32
+    whatever the logits are (float64 stays float64).
+
+    Args:
+        logits: scores of the next token. The logits at position t - 1 belong to the token at t: lining the two
+            up is the caller's part.
+        targets: token ids. Where they are padding, any id in the vocabulary will do.
+        temperature: of the policy whose log-probabilities these are; above 0.
+
+    Raises:
+        ValueError: a temperature (as a Python number) that is not above 0.
+    """
+    _check_temperature(temperature)
+    dtype = np.promote_types(logits.dtype, jnp.float32)
+    tempered = logits.astype(dtype) / jnp.asarray(temperature, dtype)
+    return _pick(tempered, targets) - jax.nn.logsumexp(tempered, axis=-1)
+
+
+def chunked_logprobs(
+    hidden: Float[Array, "tokens embed"],
+    unembedding: Float[Array, "vocab embed"],
+    targets: Int[Array, " tokens"],
+    *,
+    temperature: float | Float[Array, ""] = 1.0,
+    chunk_vocab: int = 2048,
+    compute_dtype: str | None = None,
+    vocab_size: int | None = None,
+    vocab_axis: str | None = None,
+) -> tuple[Float[Array, " tokens"], Float[Array, " tokens"]]:
+    """Log-probability and entropy per token under softmax(hidden @ unembedding.T / temperature).
+
+    Neither the forward nor the backward pass holds more than `chunk_vocab` logits of each token: sums over the vocabulary
+    are kept while its chunks pass by, relative to the largest logit so far (Milakov and Gimelshein 2018), and the backward
+    pass computes each chunk's logits again. On CPU a chunk stays in the cache, which is faster than all logits at once, too.
+    Products are in the compute dtype and give float32 (see `dapo_jax.dapo.precision`).
+
+    A chunk is made of entries that are far apart rather than of neighbours, so that a vocabulary sharded over devices
+    leaves every device its share of each chunk.
+
+    Args:
+        hidden: final hidden states, the one that predicts `targets[i]` in row i.
+        unembedding: the output matrix, one row per vocabulary entry.
+        targets: token ids.
+        temperature: of the policy; above 0. May be traced; has no gradient.
+        chunk_vocab: the most vocabulary entries at one time.
+        compute_dtype: of the products with `unembedding`; None is the dtype of `hidden`.
+        vocab_size: rows of `unembedding` that are entries, if it is padded; None: all.
+        vocab_axis: inside `shard_map`, the mesh axis over which the rows of `unembedding` are split. Every device along it
+            is given the same `hidden` and returns the same values; gradients of `hidden` are each device's part of a sum.
+
+    Returns:
+        Log-probabilities, differentiable, and entropies, a metric without gradient; both in nats, float32 or wider.
+
+    Raises:
+        ValueError: a temperature (as a Python number) that is not above 0, or chunks of less than one entry.
+    """
+    _check_temperature(temperature)
+    if chunk_vocab < 1:
+        raise ValueError(f"chunk_vocab must be 1 or more, got {chunk_vocab}")
+    hidden, unembedding = _vary_with(hidden, unembedding), _vary_with(unembedding, hidden)
+    wide = np.promote_types(hidden.dtype, jnp.float32)
+    how = _Chunks(
+        unembedding.shape[0], chunk_vocab, compute_dtype or hidden.dtype.name, vocab_size, vocab_axis
+    )
+    return _scores(how, hidden.astype(wide), unembedding, targets, jnp.asarray(temperature, wide))
+
+
+@dataclass(frozen=True)
+class _Chunks:
+    """How the vocabulary is cut: row i of the part that is here belongs to chunk i modulo `count`."""
+
+    rows: int
+    """Of the unembedding on this device."""
+    most: int
+    dtype: str
+    vocab_size: int | None
+    axis: str | None
+
+    @property
+    def count(self) -> int:
+        """As few as possible, but a few more if these come out even: then no padded copy is made."""
+        fewest = -(-self.rows // self.most)
+        return next((n for n in range(fewest, 2 * fewest) if self.rows % n == 0), fewest)
+
+    def split(self, unembedding: Float[Array, "rows embed"]) -> Float[Array, "entries chunks embed"]:
+        padding = -self.rows % self.count
+        return jnp.pad(unembedding, ((0, padding), (0, 0))).reshape(-1, self.count, unembedding.shape[1])
+
+    def first(self) -> Int[Array, ""]:
+        """The vocabulary entry of the first row that is here."""
+        return jnp.int32(0) if self.axis is None else lax.axis_index(self.axis) * self.rows
+
+    def row(self, index: Int[Array, ""], like: Array) -> Int[Array, "tokens entries"]:
+        """The row of each of a chunk's logits."""
+        return lax.broadcasted_iota(jnp.int32, like.shape, 1) * self.count + index
+
+    def is_target(
+        self, index: Int[Array, ""], logits: Array, targets: Array
+    ) -> Bool[Array, "tokens entries"]:
+        return self.row(index, logits) == (targets - self.first())[:, None]
+
+    def logits(
+        self,
+        index: Int[Array, ""],
+        weight: Float[Array, "entries embed"],
+        hidden: Float[Array, "tokens embed"],
+        temperature: Float[Array, ""],
+    ) -> Float[Array, "tokens entries"]:
+        """Tempered logits of one chunk; those of padding have no share in any sum."""
+        logits = product("ve,te->tv", weight, hidden, self.dtype) / temperature
+        row = self.row(index, logits)
+        if self.rows % self.count:
+            logits = jnp.where(row < self.rows, logits, _NEVER)
+        if self.vocab_size is not None:
+            logits = jnp.where(row + self.first() < self.vocab_size, logits, _NEVER)
+        return logits
+
+    def together(
+        self, top: Array, total: Array, moment: Array, chosen: Array
+    ) -> tuple[Array, Array, Array, Array]:
+        """The sums over the whole vocabulary of the sums over each device's part."""
+        if self.axis is None:
+            return top, total, moment, chosen
+        highest = lax.pmax(top, self.axis)
+        shrink = jnp.exp(top - highest)
+        moment = shrink * (moment + total * (top - highest))
+        return highest, *lax.psum((shrink * total, moment, chosen), self.axis)
+
+
+_NEVER = -1e30
+"""A logit below all others: finite, so that its product with a probability of 0 is 0."""
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _scores(
+    how: _Chunks, hidden: Array, unembedding: Array, targets: Array, temperature: Array
+) -> tuple[Array, Array]:
+    logprobs, entropy, _ = _scan_vocabulary(how, hidden, unembedding, targets, temperature)
+    return logprobs, entropy
+
+
+def _scan_vocabulary(
+    how: _Chunks, hidden: Array, unembedding: Array, targets: Array, temperature: Array
+) -> tuple[Array, Array, Array]:
+    """Log-probabilities, entropies, and the log of the sum of exp(logit), each [tokens]."""
+    chunks = how.split(unembedding)
+
+    def add(index: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+        top, total, moment, chosen = sums
+        logits = how.logits(index, _chunk(chunks, index), hidden, temperature)
+        new_top = jnp.maximum(top, logits.max(-1))
+        below = logits - new_top[:, None]
+        weights, shrink = jnp.exp(below), jnp.exp(top - new_top)
+        moment = shrink * (moment + total * (top - new_top)) + jnp.sum(weights * below, -1)
+        is_target = how.is_target(index, logits, targets)
+        return (
+            new_top,
+            total * shrink + weights.sum(-1),
+            moment,
+            chosen + jnp.sum(logits, axis=-1, where=is_target),
+        )
+
+    # With its marks inside `shard_map`, which plain zeros would not have.
+    zeros = jnp.full_like(hidden, 0.0, shape=targets.shape)
+    sums = lax.fori_loop(0, how.count, add, (zeros + _NEVER, zeros, zeros, zeros))
+    top, total, moment, chosen = how.together(*sums)
+    log_total = jnp.log(total)
+    return (chosen - top) - log_total, log_total - moment / total, top + log_total
+
+
+def _scores_forward(
+    how: _Chunks, hidden: Array, unembedding: Array, targets: Array, temperature: Array
+) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
+    logprobs, entropy, log_sum = _scan_vocabulary(how, hidden, unembedding, targets, temperature)
+    return (logprobs, entropy), (hidden, unembedding, targets, temperature, log_sum)
+
+
+def _scores_backward(
+    how: _Chunks, saved: tuple[Array, ...], cotangents: tuple[Array, Array]
+) -> tuple[Array, Array, None, None]:
+    """d logprob / d logits = (one at the target - softmax) / temperature, chunk by chunk; entropy is only a metric."""
+    hidden, unembedding, targets, temperature, log_sum = saved
+    chunks, cotangent = how.split(unembedding), cotangents[0][:, None]
+    if how.axis is not None:
+        cotangent = lax.psum(cotangent, how.axis)  # whichever devices' results were used
+
+    def add(index: Array, gradients: tuple[Array, Array]) -> tuple[Array, Array]:
+        logits, pull = jax.vjp(
+            lambda w, h: how.logits(index, w, h, temperature), _chunk(chunks, index), hidden
+        )
+        is_target = how.is_target(index, logits, targets).astype(logits.dtype)
+        d_chunk, d_part = pull((is_target - jnp.exp(logits - log_sum[:, None])) * cotangent)
+        d_chunks = lax.dynamic_update_index_in_dim(gradients[1], d_chunk, index, axis=1)
+        return gradients[0] + d_part, d_chunks
+
+    start = jnp.zeros_like(hidden), jnp.zeros_like(chunks)
+    d_hidden, d_chunks = lax.fori_loop(0, how.count, add, start)
+    d_unembedding = d_chunks.reshape(-1, unembedding.shape[1])[: how.rows]
+    return d_hidden, d_unembedding, None, None
+
+
+_scores.defvjp(_scores_forward, _scores_backward)
+
+
+def _chunk(chunks: Float[Array, "entries chunks embed"], index: Array) -> Float[Array, "entries embed"]:
+    return lax.dynamic_index_in_dim(chunks, index, axis=1, keepdims=False)
+
+
+def _pick(scores: Float[Array, "*batch vocab"], targets: Int[Array, "*batch"]) -> Float[Array, "*batch"]:
+    """The score of each target. A masked sum rather than a gather: it stays on each device of a sharded
+    vocabulary, and its gradient is no scatter into a second [tokens, vocab] array."""
+    vocab = lax.broadcasted_iota(targets.dtype, scores.shape, scores.ndim - 1)
+    return jnp.sum(scores, axis=-1, where=vocab == targets[..., None])
+
+
+def _vary_with(array: Array, other: Array) -> Array:
+    """`array`, marked inside `shard_map` as different on the devices on which `other` differs.
+
+    A custom gradient must have its operand's marks; the mark's own gradient is the sum over those devices. The
+    condition is a constant False that carries `other`'s marks, so the compiler drops the choice.
+    """
+    never = jnp.zeros_like(other, shape=(), dtype=bool)
+    return jnp.where(never, jnp.zeros((), array.dtype), array)
+
+
+def _check_temperature(temperature: float | Array) -> None:
+    if isinstance(temperature, int | float | np.number) and not temperature > 0:
+        raise ValueError(
+            f"temperature must be above 0, got {temperature}: greedy decoding has no log-probabilities to train on"
+        )

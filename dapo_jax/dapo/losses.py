@@ -1,0 +1,283 @@
+"""The DAPO objective and the weights of its mean, as pure functions of arrays.
+
+Nothing here knows of models, optimizers, meshes or configs: arrays in, arrays out, safe under `jit`, `grad`,
+`vmap` and `shard_map`. Column `t` of every argument is about the token *at* `t`; its log-probability comes
+from the logits at `t - 1`, and the caller has already lined the two up. What stands where the mask is False
+is never looked at and may be NaN. Equation numbers refer to DAPO, https://arxiv.org/abs/2503.14476.
+"""
+
+import difflib
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from dapo_jax.dapo.metrics import Max, Mean, Metric
+
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are clamped to +-20 before exp: e^20 = 4.9e8 still squares and sums within float32."""
+
+AGGREGATIONS = ("token_mean", "prompt_mean", "sequence_mean", "token_sum_norm")
+
+
+def dapo_loss(
+    logprobs: Float[Array, "batch seq"],
+    old_logprobs: Float[Array, "batch seq"],
+    advantages: Float[Array, " batch"] | Float[Array, "batch seq"],
+    mask: Bool[Array, "batch seq"],
+    *,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.28,
+    dual_clip: float | None = None,
+    weights: Float[Array, "batch seq"] | None = None,
+) -> tuple[Float[Array, ""], dict[str, Metric]]:
+    r"""Token-level clipped surrogate with a higher upper clip (Eq. 8, 10 and 12).
+
+    $$ \mathcal{L} = -\sum_{i,t} w_{i,t} \min\big(r_{i,t} \hat A_i,\;
+       \mathrm{clip}(r_{i,t}, 1-\epsilon_\text{low}, 1+\epsilon_\text{high}) \hat A_i\big),
+       \qquad r_{i,t} = \exp(\texttt{logprobs} - \texttt{old\_logprobs}) $$
+
+    Only `logprobs` is differentiated. Computed in float32, or wider if `logprobs` is.
+
+    Args:
+        logprobs: log-probability of each token under the policy being trained, in nats.
+        old_logprobs: the same under the policy that the ratio is taken to.
+        advantages: one per response, or one per token.
+        mask: True on response tokens, False on prompt and padding.
+        clip_ratio_low: eps_low, how far below 1 the ratio may fall before a bad token stops counting.
+        clip_ratio_high: eps_high, how far above 1 it may rise before a good token stops counting. Above
+            `clip_ratio_low` it leaves unlikely tokens room to gain probability.
+        dual_clip: where the advantage is negative, the loss of a token is at most `dual_clip * |A|`. None: no cap.
+        weights: w, the weight of each token. None is the mean over this mask, w = 1 / (tokens in `mask`). When
+            the call sees only a microbatch or a shard, pass its part of `token_weights` of the whole
+            minibatch, and *sum* the losses and gradients of the parts.
+
+    Returns:
+        The loss to minimize, 0 for an empty mask, and metrics over masked-in tokens, each counted once whatever
+        its weight.
+
+    Raises:
+        ValueError: shapes that do not fit, a mask that is not bool, a clip below 0, a dual clip not above 1.
+
+    References:
+        Yu et al., "DAPO: An Open-Source LLM Reinforcement Learning System at Scale", 2025.
+        Ye et al., "Mastering Complex Control in MOBA Games with Deep Reinforcement Learning", 2020 (dual clip).
+    """
+    _check_clips(clip_ratio_low, clip_ratio_high, dual_clip)
+    if advantages.shape == mask.shape[:1]:
+        advantages = jnp.broadcast_to(advantages[:, None], mask.shape)
+    tokens = _MaskedTokens(logprobs, mask, old_logprobs=old_logprobs, advantages=advantages, weights=weights)
+    logprobs = tokens.clean(logprobs)
+    advantages = tokens.constant(advantages)
+
+    log_ratio = jnp.clip(logprobs - tokens.constant(old_logprobs), -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    ratio = jnp.exp(log_ratio)
+    clipped_ratio = jnp.clip(ratio, 1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
+    surrogate = jnp.minimum(ratio * advantages, clipped_ratio * advantages)
+    dual_clipped = jnp.zeros_like(mask)
+    if dual_clip is not None:
+        floor = dual_clip * advantages
+        dual_clipped = (advantages < 0) & (surrogate < floor)
+        surrogate = jnp.where(dual_clipped, floor, surrogate)
+    loss = -jnp.sum(tokens.weights(weights) * surrogate)
+
+    # Clipping wins the min only on the side that the advantage pushes to: there the gradient is gone.
+    clipped_high = (advantages > 0) & (ratio > 1.0 + clip_ratio_high)
+    clipped_low = (advantages < 0) & (ratio < 1.0 - clip_ratio_low)
+    probability = jnp.exp(logprobs)
+    return loss, {
+        "policy/ratio": tokens.mean(ratio),
+        "policy/ratio_max": tokens.max(ratio),
+        "policy/clip_high_frac": tokens.mean(clipped_high),
+        "policy/clip_low_frac": tokens.mean(clipped_low),
+        # What the clip holds back: unlikely tokens (the paper's Fig. 3a).
+        "policy/clipped_high_prob": tokens.mean(probability, where=clipped_high),
+        "policy/dual_clip_frac": tokens.mean(dual_clipped),
+        # Two estimates of KL(old || new), http://joschu.net/blog/kl-approx.html
+        "policy/kl_old_k1": tokens.mean(-log_ratio),
+        "policy/kl_old_k3": tokens.mean(_k3(log_ratio)),
+        "policy/sampled_prob": tokens.mean(probability),
+    }
+
+
+def kl_penalty(
+    logprobs: Float[Array, "batch seq"],
+    ref_logprobs: Float[Array, "batch seq"],
+    mask: Bool[Array, "batch seq"],
+    *,
+    estimator: str = "k3",
+    weights: Float[Array, "batch seq"] | None = None,
+) -> tuple[Float[Array, ""], dict[str, Metric]]:
+    r"""KL(policy || reference), estimated from the sampled tokens; DAPO leaves it out (Section 2.3).
+
+    With $d = \log \pi_\text{ref} - \log \pi_\theta$ of a token sampled by the policy, `k1` is $-d$ (unbiased,
+    may be negative) and `k3` is $e^d - 1 - d$ (unbiased, never negative, less noisy). The *gradient* of `k1`
+    is a constant 1 per token, zero on average: it says nothing of the reference. Add `coefficient * penalty`
+    with `k3` to the loss.
+
+    Args:
+        logprobs: log-probability of each token under the policy being trained, in nats; the only one
+            differentiated.
+        ref_logprobs: the same under the reference policy.
+        mask: True on response tokens.
+        estimator: `k3` or `k1`.
+        weights: the weight of each token, as in `dapo_loss`.
+
+    Returns:
+        The penalty, 0 for an empty mask, and the plain token means of both estimates.
+
+    Raises:
+        ValueError: an unknown estimator, shapes that do not fit, a mask that is not bool.
+
+    References:
+        Schulman, "Approximating KL Divergence", 2020, http://joschu.net/blog/kl-approx.html
+    """
+    _check_choice("estimator", estimator, ("k1", "k3"))
+    tokens = _MaskedTokens(logprobs, mask, ref_logprobs=ref_logprobs, weights=weights)
+    difference = tokens.constant(ref_logprobs) - tokens.clean(logprobs)
+    log_ratio = jnp.clip(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    k1, k3 = -log_ratio, _k3(log_ratio)
+    penalty = jnp.sum(tokens.weights(weights) * (k3 if estimator == "k3" else k1))
+    return penalty, {"policy/kl_ref_k1": tokens.mean(k1), "policy/kl_ref_k3": tokens.mean(k3)}
+
+
+def token_weights(
+    mask: Bool[Array | np.ndarray, "batch seq"],
+    *,
+    aggregation: str = "token_mean",
+    group_ids: Int[Array | np.ndarray, " batch"] | None = None,
+    max_response_tokens: int | None = None,
+) -> Float[Array | np.ndarray, "batch seq"]:
+    """The weight of each token in the loss, from the whole minibatch.
+
+    | aggregation | weight of a token of response i | |
+    |---|---|---|
+    | `token_mean` | 1 / (response tokens of the minibatch) | DAPO, Eq. 12 |
+    | `prompt_mean` | 1 / (prompts) / (response tokens of its group) | DAPO, Eq. 8 as written |
+    | `sequence_mean` | 1 / (responses) / (tokens of response i) | GRPO |
+    | `token_sum_norm` | 1 / (responses * max_response_tokens) | Dr. GRPO |
+
+    A response without a token in the mask is no response, and a prompt without such a response no prompt.
+    With these weights the losses and gradients of microbatches and shards add up to those of the minibatch:
+    sum them, do not average them.
+
+    Args:
+        mask: True on response tokens; one row per response, all responses of the minibatch.
+        aggregation: one of the four names.
+        group_ids: for `prompt_mean`: rows of the same number answer the same prompt.
+        max_response_tokens: for `token_sum_norm`: the length limit of sampling.
+
+    Returns:
+        Weights of `mask`'s shape and kind: float64 for numpy, JAX's default float for a JAX array. 0 where the
+        mask is False.
+
+    Raises:
+        ValueError: an unknown aggregation, or one without the argument it needs.
+
+    References:
+        Shao et al., "DeepSeekMath", 2024 (GRPO). Liu et al., "Understanding R1-Zero-Like Training", 2025 (Dr. GRPO).
+    """
+    _check_choice("aggregation", aggregation, AGGREGATIONS)
+    _check_mask(mask)
+    xp: Any = np if isinstance(mask, np.ndarray) else jnp
+    dtype = np.float64 if xp is np else jnp.result_type(float)
+
+    def one_over(count: Any) -> Any:
+        return 1.0 / xp.maximum(count, 1).astype(dtype)
+
+    tokens = mask.sum(axis=1)
+    responses = (tokens > 0).sum()
+    if aggregation == "token_mean":
+        weight = xp.broadcast_to(one_over(tokens.sum()), tokens.shape)
+    elif aggregation == "sequence_mean":
+        weight = one_over(responses) * one_over(tokens)
+    elif aggregation == "token_sum_norm":
+        if max_response_tokens is None or max_response_tokens < 1:
+            raise ValueError(
+                f"aggregation='token_sum_norm' needs max_response_tokens of 1 or more, got {max_response_tokens}"
+            )
+        weight = xp.broadcast_to(one_over(responses) / max_response_tokens, tokens.shape)
+    else:
+        prompts, group_tokens = _count_groups(xp, tokens, group_ids)
+        weight = one_over(prompts) * one_over(group_tokens)
+    return xp.where(mask, weight[:, None], xp.zeros((), dtype))
+
+
+def _count_groups(xp: Any, tokens: Any, group_ids: Any) -> tuple[Any, Any]:
+    """The number of groups with live tokens, and for each row the tokens of its group.
+
+    Compares all pairs of rows, so that shapes do not depend on how many groups there are.
+    """
+    if group_ids is None or group_ids.shape != tokens.shape:
+        found = "none" if group_ids is None else f"shape {group_ids.shape}"
+        raise ValueError(
+            f"aggregation='prompt_mean' needs group_ids of shape {tokens.shape}, one per row; got {found}"
+        )
+    same = xp.asarray(group_ids)[:, None] == xp.asarray(group_ids)[None, :]
+    live = tokens > 0
+    has_earlier = (xp.tril(same, -1) & live[None, :]).any(axis=1)
+    return (live & ~has_earlier).sum(), xp.where(same, tokens[None, :], 0).sum(axis=1)
+
+
+def _k3(log_ratio: Float[Array, "batch seq"]) -> Float[Array, "batch seq"]:
+    """exp(x) - 1 - x without the cancellation: near 0 it is x^2 / 2, far below the rounding of exp(x)."""
+    return jnp.expm1(log_ratio) - log_ratio
+
+
+class _MaskedTokens:
+    """One mask and one dtype, and what the losses do with them: nothing from outside the mask gets past it."""
+
+    def __init__(self, logprobs: Array, mask: Array, **others: Array | None) -> None:
+        _check_mask(mask)
+        for name, array in {"logprobs": logprobs, **others}.items():
+            if array is not None and array.shape != mask.shape:
+                raise ValueError(f"{name} has shape {array.shape}, but mask has {mask.shape} ([batch, seq])")
+        self._mask = mask
+        self._dtype = np.promote_types(logprobs.dtype, jnp.float32)
+
+    def clean(self, array: Array, where: Array | None = None) -> Array:
+        """`array` with zeros outside the mask. Must come before any arithmetic: 0 * inf is NaN, and so is its gradient."""
+        chosen = self._mask if where is None else self._mask & where
+        return jnp.where(chosen, array.astype(self._dtype), jnp.zeros((), self._dtype))
+
+    def constant(self, array: Array) -> Array:
+        """`clean`, and not differentiated."""
+        return self.clean(lax.stop_gradient(array))
+
+    def weights(self, weights: Array | None) -> Array:
+        """The given weights, or those of the plain mean over the mask."""
+        if weights is not None:
+            return self.constant(weights)
+        live = self._mask.astype(self._dtype)
+        return live / jnp.maximum(live.sum(), 1.0)
+
+    def mean(self, array: Array, where: Array | None = None) -> Mean:
+        """The mean over the mask, or over its part `where`."""
+        chosen = self._mask if where is None else self._mask & where
+        return Mean(lax.stop_gradient(self.clean(array, where)).sum(), chosen.sum(dtype=self._dtype))
+
+    def max(self, array: Array) -> Max:
+        """The maximum over the mask."""
+        chosen = jnp.where(self._mask, lax.stop_gradient(array), -jnp.inf)
+        return Max(chosen.max(initial=-jnp.inf))
+
+
+def _check_mask(mask: Array | np.ndarray) -> None:
+    if mask.ndim != 2 or mask.dtype != bool:
+        raise ValueError(f"mask must be bool of shape [batch, seq], got {mask.dtype} of shape {mask.shape}")
+
+
+def _check_clips(clip_ratio_low: float, clip_ratio_high: float, dual_clip: float | None) -> None:
+    for name, value in (("clip_ratio_low", clip_ratio_low), ("clip_ratio_high", clip_ratio_high)):
+        if not value >= 0:
+            raise ValueError(f"{name} is a distance from 1 and must be 0 or more, got {value}")
+    if dual_clip is not None and not dual_clip > 1:
+        raise ValueError(f"dual_clip must be above 1, or it would cap tokens at ratio 1; got {dual_clip}")
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        nearest = difflib.get_close_matches(value, choices, n=1, cutoff=0.0)[0]
+        raise ValueError(f"{name}={value!r} is unknown. Did you mean {nearest!r}?")

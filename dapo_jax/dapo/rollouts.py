@@ -1,0 +1,205 @@
+"""The types that flow through the pipe on the host: prompts become groups of graded rollouts.
+
+All hold numpy and Python values of natural length, and nothing here loads jax: grading workers import these types too.
+What crosses to the device is a `dapo_jax.dapo.microbatch.Microbatch`.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from decimal import Decimal
+from numbers import Real
+from typing import Any, Literal, get_args
+
+import numpy as np
+from jaxtyping import Float, Int
+
+FinishReason = Literal["stop", "length"]
+"""Why sampling ended: an end token, or the length limit."""
+
+
+Lost = Literal["timeout", "memory", "died", "nonfinite"]
+"""Why a grader gave no verdict: its time, its memory, its process, or a score that is NaN, infinite or beyond all use."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One question, ready for the sampler."""
+
+    ordinal: int
+    """The prompt's place in the run's prompt sequence: never repeats, though a question may."""
+    tokens: Int[np.ndarray, " prompt"]
+    text: str
+    answer: str
+    """The reference answer that a grader compares with."""
+    row: Mapping[str, Any] = field(default_factory=dict)
+    """The data row that the prompt was made from, for reward functions that need more than the answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Response:
+    """The sampler's result for one slot, not graded yet."""
+
+    tokens: Int[np.ndarray, " response"]
+    """The sampled tokens, the end token included when there is one."""
+    logprobs: Float[np.ndarray, " response"]
+    """Log-probability of each token in nats, at the sampling temperature, under the weights that sampled it."""
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, kw_only=True, init=False)
+class Verdict:
+    """A grader's answer on one response, before any shaping.
+
+    Scalars of numpy, arrays without dimensions of any library, fractions and decimals are taken as Python's bool, number
+    or text; `correct` may be 0 or 1.
+
+    Raises:
+        ValueError: a field holds something else, such as the text "no" in `correct`; it names field and value.
+    """
+
+    correct: bool
+    extracted: str | None = None
+    """The answer found in the response; None if there was none."""
+    reason: str = ""
+    """Why the verdict is what it is, for a person who reads rollouts."""
+    score: float | None = None
+    """A graded score that replaces the +1 / -1 of the rule reward; None for a plain verdict."""
+    lost: Lost | Literal[""] = ""
+    """Why the grader gave no verdict, so that the response counts as wrong; empty if it gave one."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """In a sum of several graders, each one's reward before its weight. `correct` is then the first one's, `score` the sum."""
+
+    def __init__(
+        self,
+        *,
+        correct: object,
+        extracted: object = None,
+        reason: object = "",
+        score: object = None,
+        lost: object = "",
+        parts: object = (),
+    ) -> None:
+        given = locals()
+        for name, (take, need) in _VERDICT_FIELDS.items():
+            found = given[name]
+            try:
+                object.__setattr__(self, name, take(found))
+            except (TypeError, ValueError):
+                raise ValueError(
+                    f"Verdict: {name}={found!r:.200} ({type(found).__name__}), needs {need}; convert it before it is returned"
+                ) from None
+
+
+def plain_scalar(value: Any) -> Any:
+    """Python's own value of a numpy scalar, or of an array without dimensions of any library; all else as it is."""
+    if getattr(value, "ndim", None) == 0 and callable(getattr(value, "item", None)):
+        return value.item()
+    return value
+
+
+def as_float(value: Any) -> float:
+    """The float of a real number, a decimal or an array without dimensions: an infinity for one beyond all floats.
+
+    Raises:
+        ValueError: it is no number.
+    """
+    number = plain_scalar(value)
+    if not isinstance(number, Real | Decimal):
+        raise ValueError(f"{value!r:.200} is no number")
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf if abs(number) == number else -math.inf
+    except ValueError:  # a signalling NaN of `decimal`
+        return math.nan
+
+
+def _as_bool(value: Any) -> bool:
+    value = plain_scalar(value)
+    if isinstance(value, bool):
+        return value
+    if as_float(value) not in (0.0, 1.0):
+        raise ValueError
+    return bool(value)
+
+
+def _as_text(value: Any) -> str:
+    value = plain_scalar(value)
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, Real | Decimal):
+        return str(value)
+    raise ValueError
+
+
+def _as_lost(value: Any) -> str:
+    if not isinstance(value, str) or value not in ("", *get_args(Lost)):
+        raise ValueError
+    return value
+
+
+def _as_parts(value: Any) -> dict[str, float]:
+    if not all(isinstance(name, str) for name in value):
+        raise ValueError
+    return {name: as_float(part) for name, part in value.items()}
+
+
+_VERDICT_FIELDS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "correct": (_as_bool, "a bool"),
+    "extracted": (lambda value: None if value is None else _as_text(value), "text, a number or None"),
+    "reason": (lambda value: "" if value is None else _as_text(value), "text"),
+    "score": (lambda value: None if value is None else as_float(value), "a number or None"),
+    "lost": (_as_lost, f"one of {get_args(Lost)} or an empty text"),
+    "parts": (lambda value: _as_parts(dict(value)), "a mapping of names to numbers"),
+}
+"""The reading of each field of a verdict, and what it needs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """One sampled and graded response."""
+
+    response: Response
+    text: str
+    """The response decoded without special tokens: what the grader saw."""
+    verdict: Verdict
+    reward: float
+    """The number that the advantage is computed from: the verdict's reward plus the overlong penalty."""
+    overlong_penalty: float = 0.0
+    """The part of `reward` that is length shaping (DAPO Eq. 13), in [-penalty_factor, 0]."""
+
+    @property
+    def correct(self) -> bool:
+        """The grader's verdict, before any shaping."""
+        return self.verdict.correct
+
+    @property
+    def truncated(self) -> bool:
+        """True if sampling stopped at the length limit rather than at an end token."""
+        return self.response.finish_reason == "length"
+
+    @property
+    def response_tokens(self) -> int:
+        """Length of the response in tokens, the end token included."""
+        return len(self.response.tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """The graded responses to one prompt, in the order of their response index."""
+
+    prompt: Prompt
+    rollouts: tuple[Rollout, ...]
+    age: int = 0
+    """Steps since it was sampled; more than 0 only for groups that were carried (`dynamic_sampling.surplus`)."""
+
+    @property
+    def rewards(self) -> Float[np.ndarray, " group"]:
+        """One shaped reward per rollout, in float64."""
+        return np.array([rollout.reward for rollout in self.rollouts], dtype=np.float64)
+
+    @property
+    def accuracy(self) -> float:
+        """The fraction of rollouts that are correct."""
+        return sum(rollout.correct for rollout in self.rollouts) / len(self.rollouts)

@@ -1,0 +1,230 @@
+"""Where the arrays of a training pass lie on a mesh, and what moves between devices; all of it is written out here.
+
+The pass is one `shard_map`: rows of tokens are split over `data` and `fsdp`, and each row over `context`. Weights are split over
+`fsdp` and `tensor`; over `fsdp` they are gathered for each product, in the compute dtype, and their gradients are summed and
+split again in float32. Heads, the MLP and the vocabulary stay split over `tensor` in products; in between, tokens are
+(sequence parallelism), so that each product over `tensor` is preceded by a gather and followed by a reduce-scatter. Attention
+gathers keys and values over `context`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float, Int, PyTree
+
+from dapo_jax.dapo.logprobs import chunked_logprobs
+from dapo_jax.dapo.precision import Held, gathered
+from dapo_jax.models.attention import row_attention
+from dapo_jax.models.kernels import cudnn_attention, splash_attention, splash_kernel
+from dapo_jax.models.layout import Layout
+from dapo_jax.parallel.mesh import BATCH_AXES
+from dapo_jax.parallel.sharding import TRAINER_RULES, shardings
+
+ROWS = PartitionSpec(BATCH_AXES, "context")
+"""How [rows, seq] is split."""
+
+
+def layout_of(mesh: Mesh, *, attention: str = "xla") -> Layout:
+    """The layout for a mesh; with one device and no kernel there is nothing to say."""
+    return MeshLayout(mesh, attention) if mesh.size > 1 or attention != "xla" else Layout()
+
+
+@dataclass(frozen=True)
+class MeshLayout(Layout):
+    """Axes `data`, `fsdp`, `tensor` and `context`, each of any size. All methods but `spread` are called inside `spread`."""
+
+    mesh: Mesh
+    attention: str = "xla"
+    """xla, splash, cudnn; or splash_interpreted, which runs the kernel without a TPU, slowly."""
+
+    def spread(self, program: Callable[..., tuple[Array, Array]]) -> Callable[..., tuple[Array, Array]]:
+        def part(params: PyTree, arrays: PyTree) -> tuple[Array, Array]:
+            first, second = program(params, arrays)
+            return self._share(first)[None], self._share(second)[None]
+
+        def whole(params: PyTree, arrays: PyTree) -> tuple[Array, Array]:
+            placed = jax.tree.map(lambda sharding: sharding.spec, shardings(params, self.mesh))
+            results = PartitionSpec("tensor", *ROWS)
+            # check_vma: kernels do not say over which axes their results differ.
+            mapped = jax.shard_map(
+                part, mesh=self.mesh, in_specs=(placed, ROWS), out_specs=results, check_vma=False
+            )
+            first, second = mapped(params, arrays)
+            return first.sum(0), second.sum(0)
+
+        return whole
+
+    def held(self, axes: tuple[str, ...]) -> Held | None:
+        split = [TRAINER_RULES[axis] for axis in axes]
+        return Held("fsdp", split.index("fsdp")) if self.mesh.shape["fsdp"] > 1 and "fsdp" in split else None
+
+    def inner(self, x: Float[Array, "features part"], dtype: str) -> Float[Array, "features tokens"]:
+        return x if self.mesh.shape["tensor"] == 1 else _gather(x, "tensor", 1, dtype)
+
+    def outer(self, x: Float[Array, "features tokens"], dtype: str) -> Float[Array, "features part"]:
+        return x if self.mesh.shape["tensor"] == 1 else _scatter(x, "tensor", 1, dtype)
+
+    def rows(
+        self, x: Float[Array, "part embed"], shape: tuple[int, ...], dtype: str
+    ) -> Float[Array, "rows seq embed"]:
+        whole = _gather(x, "tensor", 0, dtype).reshape(*shape, -1)
+        return _gather(whole, "context", 1, dtype)
+
+    def lookup(
+        self, table: Float[Array, "entries shard"], tokens: Int[Array, " tokens"], dtype: str
+    ) -> Float[Array, "embed part"]:
+        """Each device along `tensor` looks up what is in its part of the table; the parts are summed where they are wanted."""
+        rows = self._table(table, dtype)
+        place = tokens - lax.axis_index("tensor") * len(rows)
+        here = (place >= 0) & (place < len(rows))
+        found = jnp.where(here[:, None], rows[jnp.where(here, place, 0)], 0.0)
+        return _scatter(found.T, "tensor", 1, dtype)
+
+    def attend(
+        self,
+        query: Float[Array, "heads head_dim tokens"],
+        key: Float[Array, "kv_heads head_dim tokens"],
+        value: Float[Array, "kv_heads head_dim tokens"],
+        segment_ids: Int[Array, "batch part"],
+        prefix_ids: Int[Array, "batch part"] | None,
+        dtype: str,
+    ) -> Float[Array, "heads head_dim tokens"]:
+        own, prefix = segment_ids, segment_ids if prefix_ids is None else prefix_ids
+        q, k, v = (part.reshape(*part.shape[:2], *own.shape) for part in (query, key, value))
+        k, v = (_gather(part, "context", 3, dtype) for part in (k, v))
+        segments = lax.all_gather(own, "context", axis=1, tiled=True)
+        parts = self.mesh.shape["context"]
+        if self.attention == "cudnn":
+            out = cudnn_attention(q, k, v, dtype=dtype)
+        elif self.attention == "xla":
+            first = lax.axis_index("context") * own.shape[1] if parts > 1 else None
+            out = row_attention(q, k, v, own, prefix, segments, first=first, dtype=dtype)
+        else:
+            kernel = splash_kernel(
+                len(q), segments.shape[1], parts=parts, interpret=self.attention == "splash_interpreted"
+            )
+            out = splash_attention(self._of_this_part(kernel), q, k, v, own, segments, dtype=dtype)
+        return out.reshape(query.shape)
+
+    def logprobs(
+        self,
+        before: Float[Array, "tokens embed"],
+        unembedding: Float[Array, "entries shard"],
+        targets: Int[Array, " tokens"],
+        *,
+        vocab_size: int,
+        temperature: float,
+        chunk_vocab: int,
+        dtype: str,
+    ) -> tuple[Float[Array, " tokens"], Float[Array, " tokens"]]:
+        """Each device along `tensor` takes its part of the vocabulary, for all tokens."""
+        table = self._table(unembedding, dtype)
+        padded = len(table) * self.mesh.shape["tensor"] != vocab_size
+        return chunked_logprobs(
+            before,
+            table,
+            targets,
+            temperature=temperature,
+            chunk_vocab=chunk_vocab,
+            compute_dtype=dtype,
+            vocab_size=vocab_size if padded else None,
+            vocab_axis="tensor",
+        )
+
+    def _table(self, weight: Float[Array, "entries shard"], dtype: str) -> Float[Array, "entries embed"]:
+        return _widened(weight, self.held(("vocab", "embed")), dtype)
+
+    def _share(self, result: Float[Array, "rows part"]) -> Float[Array, "rows part"]:
+        """Zeros but for this device's share along `tensor` of what all devices there have: the shares add up to it once."""
+        flat, tensor = result.reshape(-1), self.mesh.shape["tensor"]
+        mine = jnp.arange(flat.size, dtype=jnp.int32) * tensor // flat.size == lax.axis_index("tensor")
+        return jnp.where(mine, flat, 0.0).reshape(result.shape)
+
+    def _of_this_part(self, kernel: Any) -> Any:
+        """The kernel for the queries that are here: its tables are split over `context` as they are."""
+        if self.mesh.shape["context"] == 1:
+            return kernel
+        specs = kernel.manual_sharding_spec(
+            jax.sharding.NamedSharding(self.mesh, PartitionSpec(None, "context"))
+        )
+
+        def mine(spec: PartitionSpec, table: Array) -> Array:
+            if "context" not in spec:
+                return table
+            axis = spec.index("context")
+            size = table.shape[axis] // self.mesh.shape["context"]
+            return lax.dynamic_slice_in_dim(jnp.asarray(table), lax.axis_index("context") * size, size, axis)
+
+        return jax.tree.map(mine, specs, kernel, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _gather(x: Array, axis: str, dim: int, dtype: str) -> Array:
+    """The parts of all devices along a mesh axis; the gradient is the sum of theirs, split again."""
+    return _all_gather(x, axis, dim, dtype)
+
+
+def _gather_forward(x: Array, axis: str, dim: int, dtype: str) -> tuple[Array, None]:
+    return _all_gather(x, axis, dim, dtype), None
+
+
+def _gather_backward(axis: str, dim: int, dtype: str, _: None, cotangent: Array) -> tuple[Array]:
+    return (lax.psum_scatter(cotangent, axis, scatter_dimension=dim, tiled=True),)
+
+
+_gather.defvjp(_gather_forward, _gather_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _scatter(x: Array, axis: str, dim: int, dtype: str) -> Array:
+    """The sum over all devices along a mesh axis, split; the gradient is the parts of all."""
+    return lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
+
+
+def _scatter_forward(x: Array, axis: str, dim: int, dtype: str) -> tuple[Array, None]:
+    return _scatter(x, axis, dim, dtype), None
+
+
+def _scatter_backward(axis: str, dim: int, dtype: str, _: None, cotangent: Array) -> tuple[Array]:
+    return (_all_gather(cotangent, axis, dim, dtype),)
+
+
+_scatter.defvjp(_scatter_forward, _scatter_backward)
+
+
+def _all_gather(x: Array, axis: str, dim: int, dtype: str) -> Array:
+    """What is gathered goes into products, which round it to their dtype: so it moves in that, where they do (`product`)."""
+
+    def narrow(x: Array) -> Array:
+        return lax.all_gather(x.astype(dtype), axis, axis=dim, tiled=True).astype(x.dtype)
+
+    def in_full(x: Array) -> Array:
+        return lax.all_gather(x, axis, axis=dim, tiled=True)
+
+    return (
+        in_full(x) if np.dtype(dtype) == x.dtype else lax.platform_dependent(x, cpu=in_full, default=narrow)
+    )
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _widened(weight: Array, held: Held | None, dtype: str) -> Array:
+    """A weight as `gathered`, with a float32 gradient."""
+    return gathered(weight, dtype, held).astype(np.promote_types(dtype, np.float32))
+
+
+def _widened_forward(weight: Array, held: Held | None, dtype: str) -> tuple[Array, None]:
+    return _widened(weight, held, dtype), None
+
+
+def _widened_backward(held: Held | None, dtype: str, _: None, cotangent: Array) -> tuple[Array]:
+    return (cotangent if held is None else held.summed(cotangent),)
+
+
+_widened.defvjp(_widened_forward, _widened_backward)

@@ -1,0 +1,148 @@
+"""From run folders to a report: what `dapo-jax report` and a notebook call."""
+
+import html
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from os import PathLike
+from typing import Any
+
+import dapo_jax
+from dapo_jax.config import ConfigError
+from dapo_jax.report.evaluations import lay_out_evaluations
+from dapo_jax.report.figures import figures
+from dapo_jax.report.filled_panels import panels_of
+from dapo_jax.report.page import packed_of, page_of
+from dapo_jax.report.panels import Panel
+from dapo_jax.report.rollouts import Laid, lay_out
+from dapo_jax.report.runs import RunFiles, read_runs
+from dapo_jax.report.tables import AXES, Table, comparable, configurations, table_of
+from dapo_jax.storage import AnyPath, path_of, write_whole
+
+MAX_RUNS = 8
+"""As many colours can be told apart."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """A report of runs as far as they had got; the last expression of a notebook's cell shows it."""
+
+    html: str
+    """The page: everything is in it, and it asks for nothing elsewhere."""
+    names: Sequence[str]
+    """Of the runs."""
+    tables: Sequence[Table]
+    panels: Sequence[Panel]
+
+    def save(self, path: str | PathLike[str]) -> AnyPath:
+        """Writes the page, whole or not at all, and returns its path, which may be in a bucket.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        place = path_of(path)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(place, self.html.encode("utf-8"))
+        return place
+
+    def save_figures(self, folder: str | PathLike[str]) -> list[AnyPath]:
+        """Writes FOLDER/overview.png and a PNG of every panel, and returns their paths.
+
+        Raises:
+            ConfigError: matplotlib is not installed.
+            OSError: one cannot be written.
+        """
+        place = path_of(folder)
+        place.mkdir(parents=True, exist_ok=True)
+        written = []
+        for name, content in figures(self.panels, self.names, self.tables):
+            write_whole(place / f"{name}.png", content)
+            written.append(place / f"{name}.png")
+        return written
+
+    def _repr_html_(self) -> str:
+        """The page in a frame that may run the page's own script and do nothing else."""
+        return (
+            f'<iframe srcdoc="{html.escape(self.html)}" sandbox="allow-scripts" title="{html.escape(title_of(self.names))}" '
+            'style="width: 100%; height: 780px; border: 1px solid #8884; border-radius: 6px"></iframe>'
+        )
+
+
+def report(*runs: str | PathLike[str], rollout_steps: int | None = None) -> Report:
+    """Reads runs and makes a report of them.
+
+    Args:
+        runs: run folders, local or in a bucket, of runs that are finished or going on.
+        rollout_steps: of how many logged steps the rollouts are shown at most, and of how many evaluations the responses, evenly spaced, the last among them; None: all.
+
+    Raises:
+        ConfigError: there is no such run, it has no metrics yet, something in it is damaged, or there are too many.
+    """
+    check_count(len(runs))
+    if rollout_steps is not None and rollout_steps < 0:
+        raise ConfigError(
+            f"rollout_steps: found {rollout_steps}, needs 0 or more; leave it out for all steps"
+        )
+    found = read_runs(runs)
+    rollouts = [lay_out(run, steps=rollout_steps) for run in found]
+    evaluations = [
+        lay_out_evaluations(run.evaluations, steps=rollout_steps, by_score=run.by_score) for run in found
+    ]
+    tables = comparable([table_of(run) for run in found])
+    panels, zero = panels_of(tables)
+    data = page_data(found, tables, panels, zero, rollouts, evaluations)
+    packed: dict[str, bytes] = {}
+    for number, pair in enumerate(zip(rollouts, evaluations, strict=True)):
+        packed |= packed_of(number, *pair)
+    names = [run.name for run in found]
+    return Report(html=page_of(title_of(names), data, packed), names=names, tables=tables, panels=panels)
+
+
+def check_count(runs: int) -> None:
+    """Refuses more runs than can be told apart.
+
+    Raises:
+        ConfigError: there are too many.
+    """
+    if runs > MAX_RUNS:
+        raise ConfigError(f"found {runs} runs, needs at most {MAX_RUNS}, as many as colours can tell apart")
+
+
+def page_data(
+    runs: Sequence[RunFiles],
+    tables: Sequence[Table],
+    panels: Sequence[Panel],
+    zero: Sequence[str],
+    rollouts: Sequence[Laid],
+    evaluations: Sequence[Laid],
+) -> dict[str, Any]:
+    """What the scripts read at once; `zero` are the titles of what is not drawn."""
+    return {
+        "made": datetime.now(UTC).isoformat(timespec="seconds"),
+        "version": dapo_jax.__version__,
+        "axes": AXES,
+        "panels": [asdict(panel) for panel in panels],
+        "zero": zero,
+        "runs": [_described(*each) for each in zip(runs, tables, rollouts, evaluations, strict=True)],
+        "configuration": configurations(runs),
+    }
+
+
+def _described(run: RunFiles, table: Table, rollouts: Laid, evaluations: Laid) -> dict[str, Any]:
+    return {
+        "name": run.name,
+        "place": str(run.place),
+        "state": asdict(run.state),
+        "steps": None if run.config is None else run.config.steps,
+        "model": None if run.config is None else run.config.model.source,
+        "by_score": run.by_score,
+        "axes": table.axes,
+        "columns": table.columns,
+        "rollouts": rollouts.about,
+        "evaluations": evaluations.about,
+    }
+
+
+def title_of(names: Sequence[str]) -> str:
+    """Of the browser's window."""
+    return f"{', '.join(names)} · dapo_jax report"

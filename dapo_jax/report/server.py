@@ -1,0 +1,271 @@
+"""A report that is kept current while its runs go on, served to this machine's browser: what `dapo-jax report RUN --watch` calls.
+
+Files are read when the page asks, at most once a second, and of what only grows only what was added. Nobody but this machine's own
+programs can connect, and a page from elsewhere that has its own name resolved to this machine is refused by the name it calls for.
+"""
+
+import base64
+import json
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from os import PathLike
+from typing import Any
+
+from dapo_jax.config import ConfigError
+from dapo_jax.report.build import check_count, page_data, title_of
+from dapo_jax.report.evaluations import Evaluations
+from dapo_jax.report.filled_panels import panels_of
+from dapo_jax.report.page import page_of
+from dapo_jax.report.rollouts import Laid, Laying
+from dapo_jax.report.runs import Reader, RunFiles, has_begun, readers
+from dapo_jax.report.tables import comparable, table_of
+from dapo_jax.storage import AnyPath
+
+HOST = "127.0.0.1"
+
+LOOK_S = 1.0
+"""Files are looked at once in so many seconds, and new rollouts read for about as long at a time."""
+
+_PACKED = re.compile(r"/packed/(chunk|eval)-(\d{1,3})-(\d{1,9})")
+
+
+class _Followed:
+    """One run, and what has been read of it."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self.run: RunFiles = reader.read()
+        self._laying: Laying | None = None
+        self._evaluations = Evaluations(by_score=self.run.by_score)
+        self._done: set[AnyPath] = set()
+        self.rollouts, self.evaluations = Laying(self.run).laid(logged=0), self._evaluations.laid(logged=0)
+
+    def look(self, until: float) -> bool:
+        """Reads what is new, rollouts and evaluations till about `until`; True if there was something."""
+        before = self.run
+        self.run = self._reader.read()
+        rollouts = self._read(self.run.logged, self._step, until)
+        evaluations = self._read(self.run.evaluations, self._evaluations.add, until)
+        if rollouts or self.run.logged != before.logged:
+            laying = self._laying or Laying(self.run)
+            self.rollouts = laying.laid(logged=len(self.run.logged))
+        if evaluations or self.run.evaluations != before.evaluations:
+            self.evaluations = self._evaluations.laid(logged=len(self.run.evaluations))
+        return rollouts or evaluations or self.run != before
+
+    def _read(self, files: Sequence[AnyPath], read: Callable[[AnyPath], None], until: float) -> bool:
+        """At least one file, so that it gets on however slow they are."""
+        found = False
+        for file in files:
+            if file in self._done:
+                continue
+            if found and time.monotonic() > until:
+                break
+            read(file)
+            self._done.add(file)
+            found = True
+        return found
+
+    def _step(self, file: AnyPath) -> None:
+        """The tokenizer is looked for when there is something to cut."""
+        self._laying = self._laying or Laying(self.run)
+        self._laying.step(file)
+
+
+class Watched:
+    """The runs of a page that is served. Its methods may be called from several threads."""
+
+    def __init__(self, places: Sequence[str | PathLike[str]]) -> None:
+        """Reads them for the first time.
+
+        Raises:
+            ConfigError: there is no such run, or something in it is damaged, or there are too many.
+        """
+        check_count(len(places))
+        self._lock = threading.Lock()
+        self._runs = [_Followed(reader) for reader in readers(places, early=True)]
+        self.names = [each.run.name for each in self._runs]
+        self._version, self._looked, self._error = 1, -LOOK_S, ""
+        self._made: tuple[int, dict[str, Any]] = (0, {})
+
+    def state(self) -> bytes:
+        """{version, error} as JSON: `data` has changed if the version has."""
+        with self._lock:
+            self._look()
+            return json.dumps({"version": self._version, "error": self._error}).encode()
+
+    def data(self) -> bytes:
+        """What the page's scripts read, as JSON, with the indices of rollouts and evaluations."""
+        with self._lock:
+            indices = {name: base64.b64encode(content).decode() for name, content in self._indices().items()}
+            return json.dumps({**self._data(), "packed": indices}, allow_nan=False).encode()
+
+    def page(self) -> bytes:
+        """The page as of now; texts of rollouts and evaluations are asked for as they are opened."""
+        with self._lock:
+            self._look()
+            page = page_of(title_of(self.names), self._data(), self._indices(), watching=True)
+            return page.encode("utf-8")
+
+    def packed(self, kind: str, run: int, number: int) -> bytes | None:
+        """A `chunk` of rollouts or of an `eval`uation; None if there is none."""
+        with self._lock:
+            if run >= len(self._runs):
+                return None
+            found = self._runs[run].rollouts if kind == "chunk" else self._runs[run].evaluations
+            return found.chunks[number] if number < len(found.chunks) else None
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        if now - self._looked < LOOK_S:
+            return
+        try:
+            changed = [each.look(now + LOOK_S) for each in self._runs]
+            error = ""
+        except ConfigError as damaged:
+            changed, error = [], str(damaged)
+        if any(changed) or error != self._error:
+            self._version += 1
+        self._looked, self._error = time.monotonic(), error
+
+    def _data(self) -> dict[str, Any]:
+        if self._made[0] != self._version:
+            runs = [each.run for each in self._runs]
+            tables = comparable([table_of(run) for run in runs])
+            panels, zero = panels_of(tables)
+            rollouts: list[Laid] = [each.rollouts for each in self._runs]
+            evaluations = [each.evaluations for each in self._runs]
+            data = page_data(runs, tables, panels, zero, rollouts, evaluations)
+            self._made = self._version, {**data, "watched": self._version}
+        return self._made[1]
+
+    def _indices(self) -> dict[str, bytes]:
+        found = {}
+        for number, each in enumerate(self._runs):
+            found[f"index-{number}"] = each.rollouts.index
+            found[f"eval-index-{number}"] = each.evaluations.index
+        return found
+
+
+class _Server(ThreadingHTTPServer):
+    """Listens on this machine's own address alone."""
+
+    daemon_threads = True
+
+    def __init__(self, port: int, watched: Watched) -> None:
+        super().__init__((HOST, port), _Handler)
+        self.watched = watched
+        shown = "" if self.server_port == 80 else f":{self.server_port}"  # browsers leave this one out
+        self.hosts = {f"{name}{shown}" for name in (HOST, "localhost")}
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that goes away in the middle is no matter."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, ConnectionError | TimeoutError):
+            print(f"dapo-jax report: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Four addresses, and no files."""
+
+    server_version, sys_version = "dapo_jax", ""
+    timeout = 60
+    """Seconds that a connection may be silent."""
+
+    def do_GET(self) -> None:
+        """Answers the page and what it asks for."""
+        server = self.server
+        assert isinstance(server, _Server), "it is only made by one"
+        watched = server.watched
+        if self.headers.get("Host") not in server.hosts:
+            # A name of someone else's that was made to mean this machine: her page must not read what is here.
+            self._answer(HTTPStatus.FORBIDDEN, "text/plain", b"ask for 127.0.0.1 or localhost\n")
+        elif self.path == "/":
+            self._answer(HTTPStatus.OK, "text/html; charset=utf-8", watched.page())
+        elif self.path == "/state":
+            self._answer(HTTPStatus.OK, "application/json", watched.state())
+        elif self.path == "/data":
+            self._answer(HTTPStatus.OK, "application/json", watched.data())
+        elif (match := _PACKED.fullmatch(self.path)) and (
+            content := watched.packed(match[1], int(match[2]), int(match[3]))
+        ):
+            self._answer(HTTPStatus.OK, "application/gzip", content)
+        else:
+            self._answer(HTTPStatus.NOT_FOUND, "text/plain", b"not found\n")
+
+    def _answer(self, status: HTTPStatus, kind: str, content: bytes) -> None:
+        self.send_response(status)
+        for name, value in (
+            ("Content-Type", kind),
+            ("Content-Length", str(len(content))),
+            ("Cache-Control", "no-store"),
+            ("X-Content-Type-Options", "nosniff"),
+            ("X-Frame-Options", "DENY"),
+            ("Referrer-Policy", "no-referrer"),
+            ("Cross-Origin-Resource-Policy", "same-origin"),
+        ):
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        """Says nothing: a page that watches asks every other second."""
+
+
+def watch(
+    *runs: str | PathLike[str],
+    port: int = 0,
+    say: Callable[[str], None] = lambda text: print(text, flush=True),
+) -> None:
+    """Serves a report of runs that go on, and keeps it current, until it is interrupted (Ctrl-C).
+
+    Args:
+        runs: run folders, local or in a bucket. One may have no metrics yet, and one that is not there yet is waited for.
+        port: of 127.0.0.1; 0: a free one.
+        say: told where the page is, and that it ends.
+
+    Raises:
+        ConfigError: one can be no run, something in it is damaged, there are too many, or the port cannot be had.
+    """
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"port: found {port}, needs 0 (any that is free) to 65535")
+    check_count(len(runs))
+    try:
+        _wait(runs)
+    except KeyboardInterrupt:
+        say("\nno longer watching")
+        return
+    watched = Watched(runs)
+    try:
+        server = _Server(port, watched)
+    except OSError as error:
+        raise ConfigError(
+            f"port: cannot listen at {HOST}:{port} ({error.strerror or error}); choose another one, or leave it out for a free one"
+        ) from error
+    with server:
+        say(
+            f"watching {', '.join(watched.names)}: http://{HOST}:{server.server_port}/ (open to programs of this machine alone; Ctrl-C ends it)"
+        )
+        try:
+            server.serve_forever(poll_interval=0.2)
+        except KeyboardInterrupt:
+            say("\nno longer watching")
+
+
+def _wait(runs: Sequence[str | PathLike[str]]) -> None:
+    """Returns when all have begun: a run makes its folder a moment after it was started."""
+    late = [run for run in runs if not has_begun(run)]
+    if late:
+        names = ", ".join(map(str, late))
+        print(
+            f"waiting for {names}, where no run has begun yet; Ctrl-C ends",
+            file=sys.stderr,
+            flush=True,
+        )
+    while not all(map(has_begun, late)):
+        time.sleep(LOOK_S)

@@ -1,0 +1,148 @@
+"""The graders `dapo` and `dapo_boxed`: what the released code of DAPO calls a correct answer, false negatives included.
+
+The rule is that of verl's recipe (`verl/utils/reward_score/math_dapo.py`): the last `Answer:` of a response's last 300
+characters, brought to a normal form and compared as text. Its normal form goes back to the appendix of Lewkowycz
+et al. 2022, "Solving Quantitative Reasoning Problems with Language Models" (Minerva). Use `math` to grade by meaning.
+"""
+
+import re
+from functools import lru_cache
+
+from dapo_jax.dapo.rollouts import Verdict
+
+TAIL_CHARACTERS = 300
+"""An `Answer:` further from the end is not seen."""
+BOX_CHARACTERS = 100
+"""A `\\boxed{}` further from the end is not seen; only `dapo_boxed` looks for one."""
+
+_ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
+_BOX = r"\boxed{"
+
+_REWRITTEN = (
+    ("an ", ""), ("a ", ""), (".$", "$"), (r"\$", ""), (r"\ ", ""), (" ", ""), ("mbox", "text"),
+    (r",\text{and}", ","), (r"\text{and}", ","), (r"\text{m}", r"\text{}"),
+)  # fmt: skip
+"""Replaced everywhere, one after the other: articles, spaces and conjunctions."""
+
+_DROPPED = (
+    *["square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units"],
+    r"\ldots",
+    *[
+        "sue",
+        "points",
+        "feet",
+        "minutes",
+        "digits",
+        "cents",
+        "degrees",
+        "cm",
+        "gm",
+        "pounds",
+        "meters",
+        "meals",
+        "edges",
+        "students",
+        "childrentickets",
+    ],
+    *(
+        "multiples",
+        r"\text{s}",
+        r"\text{.}",
+        "\\text{\ns}",
+        r"\text{}^2",
+        r"\text{}^3",
+        "\\text{\n}",
+        r"\text{}",
+    ),
+    *(r"\mathrm{th}", r"^\circ", r"^{\circ}", r"\;", r",\!", "{,}", '"', r"\dots"),
+)
+"""Removed everywhere after that, in this order: units, filler, spacing. Inside longer words too, as released."""
+
+_UNWRAPPED = (
+    (re.compile(r".*?\$(.*?)\$.*"), r"$\1$"),
+    *((re.compile(rf"\\{name}\{{(.*?)\}}"), r"\1") for name in ("text", "textbf", "overline")),
+    (re.compile(r"\\boxed\{(.*)\}"), r"\1"),
+    (re.compile(r"frac([^{])(.)"), r"frac{\1}{\2}"),
+    (re.compile(r"sqrt([^{])"), r"sqrt{\1}"),
+)
+"""Then rewritten: what stands between dollar signs, what stands inside a wrapper, and the arguments of \\frac12."""
+
+
+@lru_cache(maxsize=4096)
+def normal_form(answer: str) -> str:
+    r"""The text that the released code compares.
+
+    >>> normal_form(r"x = \$1,234 dollars"), normal_form(r"\frac12"), normal_form("$34$."), normal_form("34%")
+    ('1234', '\\frac{1}{2}', '34', '34%')
+    """
+    text = answer.rpartition("=")[2]
+    for old, new in (*_REWRITTEN, *((word, "") for word in _DROPPED)):
+        text = text.replace(old, new)
+    for pattern, new in _UNWRAPPED:
+        text = pattern.sub(new, text)
+    text = text.replace("$", "")
+    without_commas = text.replace(",", "")
+    return (without_commas if without_commas.isdigit() else text).strip()
+
+
+def dapo_grader(response: str, answer: str) -> Verdict:
+    """The rule of March 2025: without an `Answer:` a response is wrong."""
+    stated = last_stated(response[-TAIL_CHARACTERS:])
+    if stated is None:
+        return Verdict(correct=False, reason=f"no 'Answer:' in the last {TAIL_CHARACTERS} characters")
+    return _compared(stated, answer, "after the last 'Answer:'")
+
+
+def dapo_boxed_grader(response: str, answer: str) -> Verdict:
+    r"""The later rule: without an `Answer:`, what stands in the last `\boxed{}` is compared."""
+    verdict = dapo_grader(response, answer)
+    if verdict.extracted is not None:
+        return verdict
+    boxed = last_boxed(response[-BOX_CHARACTERS:])
+    if boxed is None:
+        return Verdict(correct=False, reason=rf"{verdict.reason}, no \boxed{{}} in the last {BOX_CHARACTERS}")
+    return _compared(boxed, answer, r"in the last \boxed{}")
+
+
+def last_stated(text: str) -> str | None:
+    r"""What stands behind the last `Answer:` up to the end of its line, in any case; None if there is none.
+
+    Two on one line are one statement, as in the released code.
+
+    >>> last_stated("Answer: 3. No.\nanswer : 4 or so\nBye"), last_stated("It is 4")
+    ('4 or so', None)
+    """
+    found = _ANSWER.findall(text)
+    return found[-1] if found else None
+
+
+def behind_stated(text: str) -> str:
+    r"""What follows the line of the last `Answer:`; the whole text if there is none.
+
+    >>> behind_stated("Answer: 3. No.\nanswer : 4 or so\nBye"), behind_stated("It is 4")
+    ('\nBye', 'It is 4')
+    """
+    found = list(_ANSWER.finditer(text))
+    return text[found[-1].end() :] if found else text
+
+
+def last_boxed(text: str) -> str | None:
+    r"""What stands between the braces of the last `\boxed{`; None if there is none or it does not end.
+
+    >>> last_boxed(r"\boxed{1} so \boxed{\frac{1}{2}}."), last_boxed(r"\boxed{1} and \boxed{2")
+    ('\\frac{1}{2}', None)
+    """
+    _, found, after = text.rpartition(_BOX)
+    depth = 1
+    for place, character in enumerate(after if found else ""):
+        depth += {"{": 1, "}": -1}.get(character, 0)
+        if depth == 0:
+            return after[:place]
+    return None
+
+
+def _compared(found: str, answer: str, where: str) -> Verdict:
+    extracted, expected = normal_form(found), normal_form(answer)
+    correct = extracted == expected
+    reason = f"{where}: equal" if correct else f"{where}: expected {expected!r}"
+    return Verdict(correct=correct, extracted=extracted, reason=reason)

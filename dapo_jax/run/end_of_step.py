@@ -1,0 +1,305 @@
+"""The work between two steps: records, evaluation, checkpoints; and where a run that ends early is left."""
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+import jax
+
+from dapo_jax.checkpoints.checkpointer import Checkpointer
+from dapo_jax.checkpoints.groups import carry_arrays
+from dapo_jax.checkpoints.manifest import CheckpointError, DamagedError
+from dapo_jax.config import TrainConfig
+from dapo_jax.dapo.dynamic_sampling import InformativeShare
+from dapo_jax.dapo.rollouts import Group
+from dapo_jax.evaluation import lost_verdicts, problem_record, responses_kept, summarize
+from dapo_jax.health.stopping import Stop, StoppedError, first_told
+from dapo_jax.parallel import processes
+from dapo_jax.parallel.gather import agreed, exchange
+from dapo_jax.parallel.processes import go_on_by, is_first
+from dapo_jax.plain_json import read_object
+from dapo_jax.run.identity import IDENTITY
+from dapo_jax.run.memory_metrics import memory_metrics
+from dapo_jax.run.records import Records
+from dapo_jax.run.token_ratios import TokenRatios
+from dapo_jax.storage import AnyPath, path_of
+from dapo_jax.trackers.evaluation_log import write_problems
+from dapo_jax.trackers.progress import Progress
+from dapo_jax.training.loop import Position, StepResult
+from dapo_jax.training.state import TrainState
+
+Evaluate = Callable[[TrainState, int], Mapping[str, Sequence[Group]]]
+OnStep = Callable[[int, Mapping[str, float | int]], None]
+
+UNFINISHED = "unfinished_metrics"
+"""In a checkpoint's progress: the metrics, as JSON, of a step whose evaluation was cut short; its line is yet to be written."""
+
+SHARE = "informative_share"
+"""In a checkpoint's progress: how many groups were informative of late, which the size of the next wave follows."""
+
+_MOST_PROMPTS = 1 << 53
+"""No run draws so many; ordinals are 64-bit integers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Boundary:
+    """A state that training can go on from."""
+
+    state: TrainState
+    position: Position
+    unfinished: Mapping[str, float | int] | None = None
+    """The step's metrics, as long as they lack its evaluation."""
+
+
+class Boundaries:
+    """The boundaries of one run, one after the other. All processes make the same calls."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        run_dir: AnyPath,
+        *,
+        ratios: Callable[[], TokenRatios],
+        evaluate: Evaluate | None,
+        checkpointer: Checkpointer,
+        records: Records | None,
+        shown: Progress,
+        stop: Stop,
+        on_step: OnStep | None,
+        identity: Mapping[str, Any],
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`identity` is what checkpoints keep of the run. `evaluate` gives the graded groups of each held-out dataset, `ratios` those of
+        the last step; `records` are those of the process that writes; `check` raises if nothing may be written any more."""
+        self._config, self._run_dir, self._evaluate = config, run_dir, evaluate
+        self._ratios = ratios
+        self._checkpointer, self._records, self._shown = checkpointer, records, shown
+        self._stop, self._on_step, self._identity, self._check = stop, on_step, identity, check
+        self._now: Boundary | None = None
+        self._saved = 0
+
+    def start(self, now: Boundary) -> None:
+        """The one that a run starts or goes on from, evaluated if that is still to be done.
+
+        Raises:
+            StoppedError: the run was told to stop.
+        """
+        self._now, step = now, now.position.step
+        self._saved = step
+        self._say_way_on()
+        if now.unfinished is not None:
+            self._finish(dict(now.unfinished))
+        elif step == 0 and self._evaluate is not None:
+            scores, _ = self._evaluated(self._evaluate, now)
+            self._record(0, scores)
+
+    def after_step(self, result: StepResult) -> None:
+        """The one that a step has led to.
+
+        Raises:
+            StoppedError: the run was told to stop.
+            CheckpointError: an earlier one could not be saved.
+        """
+        step, metrics = result.position.step, {**result.metrics, **memory_metrics()}
+        self._shown.step(step, metrics)
+        if self._records is not None:
+            self._records.rollouts(step, result.collected, self._ratios())
+        self._now = Boundary(state=result.state, position=result.position, unfinished=metrics)
+        self._finish(metrics)
+        if step < self._config.steps:
+            self._stop_if_told()
+
+    def passed(self, result: StepResult) -> None:
+        """The one that a step has led to whose metrics are written, and after which the run ends; without its evaluation."""
+        self._now = Boundary(state=result.state, position=result.position, unfinished=result.metrics)
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Within, a run that stops or fails saves its last boundary first; a note of the error says what `--resume` goes on from.
+
+        Raises:
+            CheckpointError: a run that was told to stop could not save.
+        """
+        try:
+            yield
+        except StoppedError as stopped:
+            try:
+                self._leave()
+            except CheckpointError as error:
+                error.add_note(self._way_on())
+                raise
+            stopped.add_note(self._way_on())
+            raise
+        except Exception as error:
+            lost = self._rescued(error)
+            error.add_note(self._way_on() + (f" ({lost})" if lost else ""))
+            raise
+
+    def _leave(self) -> None:
+        """Saves the last boundary, unless that was done or nothing has been learnt."""
+        if self._now is not None and self._now.position.step > self._saved:
+            self._save(None)
+        self._checkpointer.wait()
+
+    def _rescued(self, error: Exception) -> str:
+        """`_leave` of a run that fails; why it cannot be, empty if it is done or needs not be done.
+
+        Of several processes, a save needs them all: none is tried unless every one of them failed at this boundary by this error.
+        """
+        assert self._now is not None
+        step = self._now.position.step
+        if step <= self._last():
+            return ""
+        if any(leaf.is_deleted() for leaf in jax.tree.leaves(self._now.state)):
+            return f"step {step} cannot be saved any more: the next one was changing its weights"
+        several = jax.process_count() > 1
+        if several and not processes.all_say(f"step {step}: {type(error).__name__}"):
+            return f"step {step} is not saved: that takes all processes, and not all have failed alike"
+        if several and isinstance(error, CheckpointError):
+            return (
+                f"step {step} is not saved: processes may still wait for each other in the save that failed"
+            )
+        try:
+            with suppress(CheckpointError):  # of an earlier step
+                self._checkpointer.wait()
+            if step > self._last():
+                self._save(None)
+                self._checkpointer.wait()
+        except Exception as failed:
+            if isinstance(error, CheckpointError) and isinstance(failed, CheckpointError):
+                return f"saving step {step} was tried then, and failed too"
+            return f"step {step} could not be saved: {failed}"
+        return ""
+
+    def _last(self) -> int:
+        """The last checkpoint's step; 0 if there is none."""
+        return max(self._checkpointer.steps(), default=0)
+
+    def _way_on(self) -> str:
+        if not (latest := self._last()):
+            return "there is no checkpoint yet: --resume begins anew, also with another configuration"
+        folder = path_of(self._config.run_dir) / "checkpoints"
+        return f"the last good checkpoint is that of step {latest} in {folder}: --resume goes on from it"
+
+    def _finish(self, metrics: dict[str, float | int]) -> None:
+        """Evaluates if this is due, writes the step's metrics, and saves if this is due."""
+        assert self._now is not None
+        step, config, score = self._now.position.step, self._config, None
+        last = step == config.steps
+        if self._evaluate is not None and (last or _due(step, config.eval.every_steps)):
+            self._stop_if_told()
+            scores, score = self._evaluated(self._evaluate, self._now)
+            metrics |= scores
+        self._record(step, metrics)
+        self._now = replace(self._now, unfinished=None)
+        best = config.checkpoint.keep_best and score is not None and self._is_best(score)
+        if step > self._saved and (last or best or _due(step, config.checkpoint.every_steps)):
+            self._save(score)
+        if self._on_step is not None:
+            self._on_step(step, metrics)
+
+    def _record(self, step: int, metrics: Mapping[str, float | int]) -> None:
+        self._check()
+        if self._records is not None:
+            self._records.step(step, metrics)
+
+    def _evaluated(self, evaluate: Evaluate, now: Boundary) -> tuple[dict[str, float], float | None]:
+        """The metrics, and the one by which the best checkpoint is known: avg@k on the first dataset, or its mean reward where scores count."""
+        self._shown.phase("evaluate")
+        began, step = time.perf_counter(), now.position.step
+        counts = self._config.dynamic_sampling.metric == "correct"
+        headline = f"avg@{self._config.eval.samples_per_prompt}" if counts else "reward"
+        scores: dict[str, float] = {}
+        score = None
+        graded = evaluate(now.state, step)
+        self._check()
+        for name, groups in graded.items():
+            if is_first():
+                folder = self._run_dir / "evaluations" / f"step_{step:06d}"
+                kept = responses_kept(len(groups), self._config.log.eval_responses)
+                records = [problem_record(*each) for each in zip(groups, kept, strict=True)]
+                write_problems(folder, records, name=name, step=step)
+            found = summarize(groups, name=name)
+            scores |= found
+            if score is None:
+                score = found[f"eval/{name}/{headline}"]
+            self._shown.evaluation(name, scores, step)
+            if lost := lost_verdicts(groups):
+                self._shown.message(f"eval  {name}  {lost}")
+        return {**scores, "time/eval_s": time.perf_counter() - began}, score
+
+    def _is_best(self, score: float) -> bool:
+        """The first process decides: all save or none, and one may be unable to read what another can."""
+        best = self._checkpointer.best()
+        return agreed(b"best" if best is None or score > best[1] else b"") != b""
+
+    def _save(self, score: float | None) -> None:
+        assert self._now is not None
+        self._shown.phase("checkpoint")
+        self._check()
+        position, unfinished = self._now.position, self._now.unfinished
+        progress: dict[str, Any] = {
+            "cursor": position.cursor,
+            SHARE: asdict(position.share),
+            IDENTITY: dict(self._identity),
+        }
+        if unfinished is not None:
+            progress[UNFINISHED] = json.dumps(unfinished)  # as text: some may be nan
+        carry = carry_arrays(position.carry)
+        self._checkpointer.save(position.step, self._now.state, progress, carry, score=score)
+        self._saved = position.step
+        self._say_way_on()
+
+    def _say_way_on(self) -> None:
+        """For the others, and for this process, if one of them dies without a word."""
+        begun = (
+            f"the last checkpoint that was begun is that of step {self._saved} in {self._checkpointer.folder}, and --resume takes the "
+            "last whole one"
+        )
+        go_on_by(f"Start all processes again: {begun if self._saved else 'there is no checkpoint yet'}")
+
+    def _stop_if_told(self) -> None:
+        """Raises in every process StoppedError if one of them was told, CheckpointError if its last save has failed."""
+        own = json.dumps([self._stop.reason, self._checkpointer.failure()]).encode()
+        said = [json.loads(message) for message in exchange(own, buffer_bytes=1024)]
+        if reason := first_told(
+            {process: told for process, (told, _) in enumerate(said)}, jax.process_index()
+        ):
+            raise StoppedError(reason)
+        if failures := [failure for _, failure in said if failure]:
+            raise CheckpointError(failures[0])
+
+
+def check_progress(where: str, progress: Mapping[str, Any]) -> None:
+    """Refuses what no run has written as a checkpoint's progress; `where` names the checkpoint.
+
+    Raises:
+        DamagedError: names the entry.
+    """
+    cursor, unfinished = progress.get("cursor"), progress.get(UNFINISHED, "{}")
+    if not isinstance(cursor, int) or isinstance(cursor, bool) or not 0 <= cursor < _MOST_PROMPTS:
+        raise DamagedError(f"{where} is damaged: its place among the prompts is {cursor!r:.60}")
+    share = progress.get(SHARE, {})
+    if not isinstance(share, Mapping) or not share.keys() <= {
+        field.name for field in fields(InformativeShare)
+    }:
+        raise DamagedError(f"{where} is damaged: its share of informative groups is {share!r:.60}")
+    for name, count in share.items():
+        if not isinstance(count, float | int) or not 0 <= count < _MOST_PROMPTS:
+            raise DamagedError(
+                f"{where} is damaged: its share of informative groups has {count!r:.60} {name}"
+            )
+    try:
+        metrics = read_object(unfinished.encode(), UNFINISHED)
+    except (AttributeError, ValueError) as error:
+        raise DamagedError(f"{where} is damaged: {error}") from error
+    for name, value in metrics.items():
+        if not isinstance(value, float | int):
+            raise DamagedError(f"{where} is damaged: its metric {name[:60]!r} is {value!r:.60}")
+
+
+def _due(step: int, every: int) -> bool:
+    return bool(every) and step % every == 0

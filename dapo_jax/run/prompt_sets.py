@@ -1,0 +1,246 @@
+"""What is asked, built from a configuration: the prompts of training, of evaluation, of a warm start."""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import date
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int64
+
+from dapo_jax.config import ConfigError, DataConfig, EvalConfig, TrainConfig
+from dapo_jax.config.data_schema import SourceConfig
+from dapo_jax.config.entries import entries
+from dapo_jax.dapo.rollouts import Prompt
+from dapo_jax.data.prompts import PromptSource, held_out, measured_prompts
+from dapo_jax.data.rows import checked_rows
+from dapo_jax.data.sources import LoadedRows, dataset_splits, load_rows
+from dapo_jax.text.formatting import Example, PromptFormat
+from dapo_jax.text.tokenizers import Tokenizer
+
+GivenRows = Sequence[Mapping[str, Any]]
+"""Rows passed from Python instead of a dataset."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """The rows to train on, as `PromptSource` and `PairSource` take them."""
+
+    rows: GivenRows
+    parts: Sequence[Sequence[int]]
+    """The places in `rows` of each dataset's rows, over-long prompts left out."""
+    weights: Sequence[float]
+    notes: Sequence[str]
+    """What was left out, for people."""
+    identity: Sequence[Mapping[str, Any]]
+    """Of each dataset its name, and number and sha256 of the prompts that are asked: what a checkpoint keeps of them."""
+
+
+def prompt_format(data: DataConfig) -> PromptFormat:
+    """What the configuration puts around a question."""
+    return PromptFormat(
+        template=data.prompt_template,
+        examples=tuple(Example(prompt=each["prompt"], response=each["response"]) for each in data.few_shot),
+        separator=data.few_shot_separator,
+        chat=data.chat,
+        system_prompt=data.system_prompt,
+        chat_template_kwargs=data.chat_template_kwargs,
+        today=date.fromisoformat(data.template_date) if data.template_date else None,
+    )
+
+
+def dated(data: DataConfig, *, like: DataConfig | None = None) -> DataConfig:
+    """The same with a day for chat templates that print one: its own, else that of `like`, else today."""
+    day = data.template_date or (like.template_date if like else "") or date.today().isoformat()
+    return replace(data, template_date=day)
+
+
+def training_rows(data: DataConfig, tokenizer: Tokenizer, *, rows: GivenRows | None = None) -> Asked:
+    """The rows of the configured dataset or mixture, or those given, without the over-long ones.
+
+    Raises:
+        ConfigError: a dataset cannot be had, or none of its prompts is short enough.
+    """
+    sources = _training_sources(data) if rows is None else [_own_source(data, data.train_split)]
+    given: list[GivenRows] = []
+    parts: list[Sequence[int]] = []
+    notes: list[str] = []
+    identity: list[Mapping[str, Any]] = []
+    for source in sources:
+        with _named(source, given=rows is not None):
+            loaded = _load(data, source, role="train") if rows is None else LoadedRows(checked_rows(rows))
+            kept, digests = _short_enough(data, tokenizer, loaded)
+        if loaded.note:
+            notes.append(loaded.note)
+        if dropped := len(loaded) - len(kept):
+            whose = source.title if rows is None else "the rows given from Python"
+            notes.append(
+                f"{whose}: {dropped:,} of {len(loaded):,} prompts are longer than "
+                f"data.max_prompt_tokens={data.max_prompt_tokens} and left out"
+            )
+        parts.append((kept + sum(map(len, given))).tolist())
+        given.append(loaded)
+        whole = hashlib.sha256(b"".join(digests[index] for index in kept)).hexdigest()
+        identity.append({"source": source.title, "count": len(kept), "sha256": whole})
+    return Asked(
+        rows=given[0] if len(given) == 1 else Joined(given),
+        parts=parts,
+        weights=[source.weight for source in sources],
+        notes=notes,
+        identity=identity,
+    )
+
+
+def drawn_too_often(config: TrainConfig, rows: int) -> tuple[str, str] | None:
+    """What to say, and what to do, where a step draws more prompts at once than there are; None where it does not."""
+    drawn = config.prompts_per_wave if config.dynamic_sampling.enabled else config.batch.prompts_per_step
+    if drawn <= rows:
+        return None
+    return (
+        f"the {drawn:,} prompts that are drawn at once ask each of {rows:,} {drawn / rows:.3g} times",
+        f"set dynamic_sampling.prompts_per_wave to at most {rows} and batch.prompts_per_step to no more, or bring more data",
+    )
+
+
+def training_prompts(
+    data: DataConfig, tokenizer: Tokenizer, *, seed: int, rows: GivenRows | None = None
+) -> tuple[PromptSource, Asked]:
+    """The prompts to train on, and the rows that they are made of.
+
+    Raises:
+        ConfigError: as `training_rows`.
+    """
+    asked = training_rows(data, tokenizer, rows=rows)
+    source = PromptSource(
+        asked.rows,
+        tokenizer,
+        seed=seed,
+        max_prompt_tokens=data.max_prompt_tokens,
+        prompt_format=prompt_format(data),
+        shuffle=data.shuffle,
+        parts=asked.parts,
+        weights=asked.weights,
+    )
+    return source, asked
+
+
+def held_out_prompts(
+    data: DataConfig, config: EvalConfig, tokenizer: Tokenizer, *, rows: GivenRows | None = None
+) -> dict[str, list[Prompt]]:
+    """Name -> prompts of each dataset to evaluate on: `eval.datasets`, or the eval split of `data.source`, or the rows given.
+
+    Raises:
+        ConfigError: a dataset cannot be had, or a prompt is too long: a score of fewer questions would be another score.
+    """
+    found: dict[str, list[Prompt]] = {}
+    own = [_own_source(data, data.eval_split)]
+    for source in _evaluation_sources(data, config) if rows is None else own:
+        with _named(source, given=rows is not None):
+            asked = _load(data, source, role="test") if rows is None else checked_rows(rows)
+            found[source.title] = held_out(
+                asked,
+                tokenizer,
+                max_prompt_tokens=data.max_prompt_tokens,
+                prompt_format=prompt_format(data),
+                limit=min(config.prompts, len(asked)),
+            )
+    return found
+
+
+def every_split(data: DataConfig) -> dict[str, LoadedRows]:
+    """All splits of the configured dataset by name, which is prepared if it was not.
+
+    Raises:
+        ConfigError: it cannot be had; a bad row is named with its file and line.
+    """
+    whole = _own_source(data, "")
+    with _named(whole):
+        splits = dataset_splits(data.source, data.data_dir, **_reading(data, whole))
+        return {split: _load(data, _own_source(data, split), role=split) for split in splits}
+
+
+class Joined(Sequence[Mapping[str, Any]]):
+    """Several lists of rows as one, without copying them."""
+
+    def __init__(self, lists: Sequence[GivenRows]) -> None:
+        self._lists = lists
+        self._ends = np.cumsum([len(rows) for rows in lists])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        index = index + len(self) if index < 0 else index
+        which = int(np.searchsorted(self._ends, index, side="right"))
+        rows = self._lists[which]
+        return rows[index - int(self._ends[which]) + len(rows)]
+
+    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+        return chain(*self._lists)
+
+
+def _training_sources(data: DataConfig) -> list[SourceConfig]:
+    if data.mixture:
+        return entries("data.mixture", data.mixture, SourceConfig)
+    return [_own_source(data, data.train_split)]
+
+
+def _evaluation_sources(data: DataConfig, config: EvalConfig) -> list[SourceConfig]:
+    if config.datasets:
+        return entries("eval.datasets", config.datasets, SourceConfig)
+    if data.mixture:
+        raise ConfigError(
+            "eval.datasets: found [], needs the datasets to evaluate on, as data.source is a mixture; write "
+            "{source: ..., path: ...} for each, or train without evaluation from Python"
+        )
+    return [_own_source(data, data.eval_split)]
+
+
+def _own_source(data: DataConfig, split: str) -> SourceConfig:
+    return SourceConfig(source=data.source, path=data.path, source_options=data.source_options, split=split)
+
+
+def _load(data: DataConfig, source: SourceConfig, *, role: str) -> LoadedRows:
+    split, or_only = source.split or role, not source.split
+    return load_rows(source.source, split, data.data_dir, or_only=or_only, **_reading(data, source))
+
+
+def _reading(data: DataConfig, source: SourceConfig) -> dict[str, Any]:
+    """How a dataset is read, for `load_rows` and `dataset_splits`."""
+    return {
+        "options": source.source_options,
+        "path": source.path,
+        "on_bad_row": data.on_bad_row,
+        "deduplicate": data.deduplicate,
+    }
+
+
+def _short_enough(
+    data: DataConfig, tokenizer: Tokenizer, rows: GivenRows
+) -> tuple[Int64[np.ndarray, " kept"], list[bytes]]:
+    """The places of the rows to ask, and a digest of every row."""
+    lengths, digests = measured_prompts(rows, tokenizer, prompt_format(data))
+    kept = np.flatnonzero(lengths <= data.max_prompt_tokens)
+    if len(rows) and not len(kept):
+        raise ValueError(
+            f"all of its {len(rows):,} prompts are longer than data.max_prompt_tokens={data.max_prompt_tokens}, the shortest "
+            f"has {lengths.min()} tokens; raise data.max_prompt_tokens"
+        )
+    return kept, digests
+
+
+@contextmanager
+def _named(source: SourceConfig, *, given: bool = False) -> Iterator[None]:
+    """Errors name the dataset that they are about, or that its rows were given from Python."""
+    try:
+        yield
+    except (ValueError, RuntimeError) as error:  # a RuntimeError: the folder of prepared datasets
+        if given:
+            raise ConfigError(f"the rows given from Python: {error}") from error
+        split = f", split {source.split!r}" if source.split else ""
+        raise ConfigError(f"data.source={source.source!r}{split}: {error}") from error

@@ -1,0 +1,142 @@
+"""Sampling and grading, built from a configuration: what training, evaluation and `dapo-jax sample` share."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import reduce
+from itertools import islice
+from zlib import crc32
+
+import jax
+from jaxtyping import PRNGKeyArray, PyTree
+
+from dapo_jax.config import ConfigError, EvalConfig, RewardConfig, SamplingConfig
+from dapo_jax.dapo.rollouts import Group, Prompt, Response
+from dapo_jax.parallel.mesh import Meshes
+from dapo_jax.parallel.weights import SamplerWeights, weight_transfer
+from dapo_jax.rewards.functions import Rewards
+from dapo_jax.rewards.grading import Grading
+from dapo_jax.rewards.shaping import Shaping
+from dapo_jax.run.grader_setup import submit_of
+from dapo_jax.run.policy import Policy
+from dapo_jax.sampling.decoding import Decoding, decoding
+from dapo_jax.sampling.engine import DecoderEngine
+from dapo_jax.sampling.sampler import Sampler
+from dapo_jax.text.stop_strings import StopStrings, stop_ids
+
+TRAINING, EVALUATION = 0, 1
+"""Key domains: evaluation never draws the numbers that training draws."""
+
+Sampled = Iterator[tuple[Prompt, tuple[Response, ...]]]
+Grade = Callable[[Sampled], Iterable[Group]]
+"""Makes graded groups of what is sampled: `Grading.groups`."""
+
+
+class Rollouts:
+    """The sampler with what stays fixed over a run: engine, seed, lengths."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        meshes: Meshes,
+        sampling: SamplingConfig,
+        *,
+        seed: int,
+        max_prompt_tokens: int,
+        compute_dtype: str,
+        group_size: int,
+        on_look: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Raises ConfigError where slots or lengths do not fit the mesh or the model."""
+        self.max_response_tokens = sampling.max_response_tokens
+        self.transfer: Callable[[PyTree], SamplerWeights] = weight_transfer(
+            policy.params, meshes, dtype=compute_dtype
+        )
+        try:
+            engine = DecoderEngine(
+                policy.decoder,
+                slots=sampling.slots,
+                capacity=max_prompt_tokens + sampling.max_response_tokens,
+                steps_per_call=sampling.steps_per_call,
+                stop_ids=stop_ids(policy.tokenizer, sampling.stop_token_ids),
+                mesh=meshes.sampler,
+                compute_dtype=compute_dtype,
+            )
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        # As many prompts at once as fill the slots with their groups.
+        self.prompts_at_once = max(1, sampling.slots // group_size)
+        self._sampler = Sampler(engine, prefill_prompts=self.prompts_at_once, on_look=on_look)
+        self._stop = StopStrings(policy.tokenizer, sampling.stop).find if sampling.stop else None
+        self._key: PRNGKeyArray = jax.random.key(seed)
+
+    def sample(
+        self,
+        weights: PyTree,
+        draw: Callable[[int], Sequence[Prompt]],
+        *,
+        how: Decoding,
+        samples: int,
+        domain: int,
+        within: Sequence[int] = (),
+    ) -> Sampled:
+        """Prompts with their responses as they end; see `Sampler.sample`. Keys are those of `domain`, and `within` it of further numbers."""
+        key = reduce(jax.random.fold_in, (domain, *within), self._key)
+        return self._sampler.sample(
+            weights,
+            draw,
+            key=key,
+            how=how,
+            samples_per_prompt=samples,
+            max_response_tokens=self.max_response_tokens,
+            stop=self._stop,
+        )
+
+    def evaluate(
+        self,
+        weights: PyTree,
+        prompts: Iterable[Prompt],
+        grade: Grade,
+        config: EvalConfig,
+        *,
+        name: str,
+        step: int,
+    ) -> list[Group]:
+        """Graded groups of held-out prompts, in the prompts' order.
+
+        Each dataset, by its `name`, and each `step` draws numbers of its own, so that the luck of one evaluation is not that of the
+        next; the same evaluation made again draws the same.
+        """
+        left = iter(prompts)
+        how = decoding(temperature=config.temperature, top_p=config.top_p, top_k=config.top_k)
+        sampled = self.sample(
+            weights,
+            lambda n: list(islice(left, n)),
+            how=how,
+            samples=config.samples_per_prompt,
+            domain=EVALUATION,
+            within=(step, crc32(name.encode())),
+        )
+        return sorted(grade(sampled), key=lambda group: group.prompt.ordinal)
+
+
+def grading(
+    config: RewardConfig,
+    policy: Policy,
+    *,
+    max_response_tokens: int,
+    stop: Sequence[str] = (),
+    reward: Rewards | None = None,
+) -> Grading:
+    """What grades responses, by their text before a `stop` string; `reward` replaces the configured graders. To be closed."""
+    overlong = config.overlong
+    submit, close = submit_of(config, reward=reward)
+    shaping = Shaping(
+        correct=config.correct,
+        incorrect=config.incorrect,
+        lost=config.lost,
+        overlong=overlong.enabled,
+        max_response_tokens=max_response_tokens,
+        buffer_tokens=overlong.buffer_tokens,
+        penalty_factor=overlong.penalty_factor,
+    )
+    tokenizer = StopStrings(policy.tokenizer, stop) if stop else policy.tokenizer
+    return Grading(submit=submit, tokenizer=tokenizer, shaping=shaping, on_close=close)

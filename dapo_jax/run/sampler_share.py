@@ -1,0 +1,140 @@
+"""The samplers of a run: which of them samples what, and what they tell each other at the end of a wave.
+
+While it samples none waits for another. At the end of a wave every process gets every group, those of the others in brief; so
+each decides alike whether there is a further wave and what is trained on. What is trained on then travels whole. A reward function
+that has failed in one of them is heard of there too, so that all fail alike and can save together.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+import jax
+import numpy as np
+
+from dapo_jax.checkpoints.groups import carry_arrays, carry_groups
+from dapo_jax.checkpoints.manifest import pack_arrays, unpack_arrays
+from dapo_jax.dapo.dynamic_sampling import Collected
+from dapo_jax.dapo.rollouts import Group, Prompt
+from dapo_jax.health.stopping import Stop, StoppedError, first_told
+from dapo_jax.parallel.gather import exchange
+from dapo_jax.parallel.mesh import Meshes
+from dapo_jax.rewards.functions import RewardError
+from dapo_jax.run.rollout_loop import Grade, Sampled
+
+PromptAt = Callable[[int], Prompt]
+
+
+class Samplers:
+    """This process's place among them."""
+
+    def __init__(self, meshes: Meshes, stop: Stop) -> None:
+        self.index, self.count, self._stop = meshes.index, meshes.count, stop
+        members = {device.process_index for device in meshes.sampler.devices.flat}
+        first = min(members)
+        self._shared = len(members) > 1
+        self.alone = jax.process_count() == 1
+        self.grades = jax.process_index() == first
+        """Of the processes that share a sampler, all have its responses, and one grades them."""
+        self._failed = ""
+
+    def takes(self, ordinal: int) -> bool:
+        """True if the prompt is this sampler's."""
+        return ordinal % self.count == self.index
+
+    def graded(self, sampled: Sampled, grade: Grade) -> list[Group]:
+        """This process's groups; none where another one of its sampler grades, or where it was told to stop.
+
+        Raises:
+            RewardError: a reward function failed, and there is no other process; if there are, `gathered` raises it.
+        """
+        # Those who share a sampler run its programs together: one that left would leave the others waiting.
+        cut = self._stop.held() if self._shared else self._stop.abandonable()
+        with suppress(StoppedError), cut:
+            try:
+                if self.grades:
+                    return list(grade(sampled))
+            except RewardError as error:
+                if self.alone:
+                    raise
+                self._failed = f"{error} (process {jax.process_index()})"
+            if self._shared:
+                for _ in sampled:
+                    pass  # takes its part in the programs
+        return []
+
+    def gathered(self, groups: Sequence[Group], prompt_at: PromptAt, *, texts: int = 0) -> list[Group]:
+        """The groups of all samplers by ordinal: this process's as they are, those of others in brief.
+
+        What others' first `texts` responses of each group say comes with them.
+
+        Raises:
+            StoppedError: one of the processes was told to stop; in all of them.
+            RewardError: a reward function failed in one of them; in all.
+        """
+        own = {group.prompt.ordinal: group for group in groups}
+        received = _travelled(
+            groups,
+            lambda ordinal: own[ordinal].prompt if ordinal in own else prompt_at(ordinal),
+            brief=True,
+            texts=texts,
+            stop=self._stop,
+            failed=self._failed,
+        )
+        return [own.get(group.prompt.ordinal, group) for group in received]
+
+    def whole(self, collected: Collected, *, logged: int) -> Collected:
+        """The same with what is trained on, carried, or among the `logged` first sampled groups whole in every process."""
+        used = {group.prompt.ordinal for group in (*collected.groups, *collected.carry)}
+        used |= {group.prompt.ordinal for group in collected.sampled[:logged]}
+        # Carried ones of an earlier step are not among the sampled: they are whole everywhere.
+        sent = [
+            group
+            for group in collected.sampled
+            if self.grades and self.takes(group.prompt.ordinal) and group.prompt.ordinal in used
+        ]
+        prompts = {group.prompt.ordinal: group.prompt for group in collected.sampled}
+        received = _travelled(sent, prompts.__getitem__, brief=False, stop=self._stop)
+        there = {group.prompt.ordinal: group for group in received}
+
+        def whole(groups: Iterable[Group]) -> list[Group]:
+            # As they travel, groups have just been sampled; those that are carried are a step older.
+            return [replace(there.get(group.prompt.ordinal, group), age=group.age) for group in groups]
+
+        return replace(
+            collected,
+            groups=whole(collected.groups),
+            carry=whole(collected.carry),
+            sampled=whole(collected.sampled),
+        )
+
+
+def _travelled(
+    groups: Sequence[Group],
+    prompt_at: PromptAt,
+    *,
+    brief: bool,
+    stop: Stop,
+    texts: int = 0,
+    failed: str = "",
+) -> list[Group]:
+    """The groups that all processes sent, by ordinal, unless one of them sent that it stops, or why it has failed."""
+    packed, layout = pack_arrays(carry_arrays(groups, brief=brief, texts=texts))
+    head = json.dumps({"layout": layout, "stop": stop.reason, "failed": failed}).encode()
+    message = len(head).to_bytes(8, "little") + head + packed.tobytes()
+    told: dict[int, str] = {}
+    failures: list[str] = []
+    found: list[Group] = []
+    for process, received in enumerate(exchange(message)):
+        end = 8 + int.from_bytes(received[:8], "little")
+        said = json.loads(received[8:end])
+        told[process] = said["stop"]
+        failures += filter(None, [said["failed"]])
+        arrays = unpack_arrays(np.frombuffer(received[end:], np.uint8), said["layout"])
+        found += carry_groups(arrays, prompt_at)
+    if reason := first_told(told, jax.process_index()):
+        raise StoppedError(reason)
+    if failures:
+        raise RewardError(failures[0])
+    return sorted(found, key=lambda group: group.prompt.ordinal)

@@ -1,0 +1,482 @@
+"""Checkpoints come back bit for bit, on any mesh, or say why not."""
+
+import asyncio
+import errno
+import inspect
+import logging
+import os
+import signal
+import threading
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from dapo_jax.checkpoints import checkpointer as module
+from dapo_jax.checkpoints import manifest
+from dapo_jax.checkpoints.checkpointer import Checkpointer
+from dapo_jax.checkpoints.manifest import CheckpointError
+
+PROGRESS = {"step": 3, "next_ordinal": 96, "seed": 7, "tracker": {"wandb": None}, "ratio": 0.1}
+ROWS, COLUMNS = 16, 8
+
+
+class Model(nnx.Module):
+    """Two parameters and a list: every kind of path a real model has."""
+
+    def __init__(self, rows: int = ROWS) -> None:
+        self.embed = nnx.Param(jnp.zeros((rows, COLUMNS), jnp.float32))
+        self.layers = nnx.List([nnx.Param(jnp.zeros((COLUMNS,), jnp.float32)) for _ in range(2)])
+
+
+def random_bits(leaf, seed):
+    """Any bit pattern, subnormals and NaNs included, for a test that must notice one flipped bit."""
+    if leaf.dtype == jnp.int32:
+        return jnp.asarray(seed + 41, jnp.int32)
+    raw = np.random.default_rng(seed).integers(0, 2**32, leaf.shape, dtype=np.uint32)
+    return jnp.asarray(raw.view(np.float32))
+
+
+def train_state(*, filled=True, rows=ROWS):
+    params = nnx.state(Model(rows))
+    tree = {"params": params, "opt_state": optax.adamw(1e-3).init(params)}
+    if not filled:
+        return tree
+    leaves, structure = jax.tree.flatten(tree)
+    return jax.tree.unflatten(structure, [random_bits(leaf, seed) for seed, leaf in enumerate(leaves)])
+
+
+def bits(tree):
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
+def mesh8():
+    return Mesh(
+        np.array(jax.devices()[:8]).reshape(4, 2),
+        ("fsdp", "tensor"),
+        axis_types=(AxisType.Auto, AxisType.Auto),
+    )
+
+
+def on_mesh(tree, spec):
+    """Matrices by `spec`, all else on every device."""
+    mesh = mesh8()
+    return jax.tree.map(
+        lambda leaf: jax.device_put(leaf, NamedSharding(mesh, spec if leaf.ndim == 2 else PartitionSpec())),
+        tree,
+    )
+
+
+def saved(folder, state, step=3, carry=None):
+    with Checkpointer(folder) as checkpointer:
+        checkpointer.save(step, state, PROGRESS | {"step": step}, carry or {})
+
+
+def test_state_progress_and_step_come_back_as_saved(tmp_path):
+    state = train_state()
+    saved(tmp_path, state)
+    with Checkpointer(tmp_path) as checkpointer:
+        restored = checkpointer.restore(train_state(filled=False))
+    assert restored.step == 3
+    assert restored.progress == PROGRESS
+    assert restored.carry == {}
+    assert jax.tree.structure(restored.state) == jax.tree.structure(state)
+    assert isinstance(restored.state["params"], nnx.State)
+    assert bits(restored.state) == bits(state)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (None, PartitionSpec("fsdp", "tensor")),
+        (PartitionSpec("fsdp", "tensor"), PartitionSpec("tensor", None)),
+        (PartitionSpec(None, "fsdp"), None),
+    ],
+)
+def test_restores_onto_another_sharding_than_was_saved(tmp_path, before, after):
+    state = train_state()
+    saved(tmp_path, state if before is None else on_mesh(state, before))
+    target = train_state(filled=False)
+    target = target if after is None else on_mesh(target, after)
+    with Checkpointer(tmp_path) as checkpointer:
+        restored = checkpointer.restore(target).state
+    assert bits(restored) == bits(state)
+    for leaf, wanted in zip(jax.tree.leaves(restored), jax.tree.leaves(target), strict=True):
+        assert leaf.sharding == wanted.sharding
+
+
+def test_a_target_of_shapes_alone_is_enough(tmp_path):
+    state = train_state()
+    saved(tmp_path, state)
+    target = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
+    with Checkpointer(tmp_path) as checkpointer:
+        assert bits(checkpointer.restore(target).state) == bits(state)
+
+
+def test_takes_the_dtype_of_the_target(tmp_path):
+    saved(tmp_path, {"w": jnp.asarray([1.0, 1.0 + 2**-7, 3.0], jnp.float32)})
+    with Checkpointer(tmp_path) as checkpointer:
+        w = checkpointer.restore({"w": jnp.zeros(3, jnp.bfloat16)}).state["w"]
+    assert w.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(np.asarray(w, np.float32), [1.0, 1.0 + 2**-7, 3.0])  # 8 bits hold them
+
+
+@pytest.mark.parametrize("spec", [None, PartitionSpec("fsdp", "tensor")])
+def test_state_may_be_donated_as_soon_as_save_returns(tmp_path, spec):
+    """Large arrays, so that the background write is still at work when the update overwrites them."""
+    state = {f"w{i}": random_bits(jnp.zeros((512, 1024), jnp.float32), i) for i in range(8)}
+    state = state if spec is None else on_mesh(state, spec)
+    jax.block_until_ready(state)
+    expected = [leaf.copy() for leaf in map(np.asarray, jax.device_get(jax.tree.leaves(state)))]
+    target = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state
+    )
+    update = jax.jit(lambda tree: jax.tree.map(lambda w: jnp.sin(w) - 7.0, tree), donate_argnums=0)
+    warm_up = jax.tree.map(jnp.copy, state)
+    jax.block_until_ready(update(warm_up))
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state, {}, {})
+        for _ in range(3):
+            state = update(state)
+        jax.block_until_ready(state)
+        restored = jax.tree.leaves(checkpointer.restore(target).state)
+    assert [np.asarray(leaf).tobytes() for leaf in restored] == [leaf.tobytes() for leaf in expected]
+
+
+def test_carry_keeps_dtype_shape_and_bits(tmp_path):
+    carry = {
+        "prompt": np.arange(5, dtype=np.int64) - 2**60,
+        "rewards": np.array([[np.nan, -0.0], [np.inf, 5e-324]], np.float64),
+        "logprobs": np.arange(6, dtype=np.float32).reshape(2, 3).T,  # not contiguous
+        "half": np.array([1.5], ml_dtypes.bfloat16),
+        "mask": np.array([True, False, True]),
+        "scalar": np.array(3, np.uint16),
+        "nothing": np.zeros((0, 4), np.float32),
+        "text": np.array(["34", "minus one"]),
+    }
+    saved(tmp_path, train_state(), carry=carry)
+    with Checkpointer(tmp_path) as checkpointer:
+        restored = checkpointer.restore(train_state(filled=False)).carry
+    assert list(restored) == list(carry)
+    for name, array in carry.items():
+        assert restored[name].dtype == array.dtype
+        assert restored[name].shape == array.shape
+        assert restored[name].tobytes() == array.tobytes()
+        assert restored[name].flags.writeable
+
+
+def test_carry_may_change_shape_between_steps_and_be_overwritten_after_save(tmp_path):
+    state, buffer = train_state(), np.arange(4)
+    with Checkpointer(tmp_path) as checkpointer:
+        for step in (1, 2, 3):
+            carry = {"tokens": buffer[:step]} if step < 3 else {}
+            checkpointer.save(step, state, {}, carry)
+            buffer += 10
+        found = [checkpointer.restore(state, step).carry for step in (1, 2, 3)]
+    np.testing.assert_array_equal(found[0]["tokens"], [0])
+    np.testing.assert_array_equal(found[1]["tokens"], [10, 11])
+    assert found[2] == {}
+    assert not (tmp_path / "3" / "carry").exists()
+
+
+def test_keeps_the_last_few(tmp_path):
+    with Checkpointer(tmp_path, keep=2) as checkpointer:
+        for step in (1, 2, 3, 4):
+            checkpointer.save(step, {"w": jnp.full(2, float(step))}, {}, {})
+        assert checkpointer.latest_step() == 4
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["3", "4"]
+    with Checkpointer(tmp_path, keep=2) as checkpointer:
+        assert checkpointer.restore({"w": jnp.zeros(2)}, step=3).state["w"][0] == 3.0
+        with pytest.raises(FileNotFoundError, match=r"no checkpoint of step 1 .*it has steps \[3, 4\]"):
+            checkpointer.restore({"w": jnp.zeros(2)}, step=1)
+
+
+def test_keep_counts_checkpoints_of_the_run_before(tmp_path):
+    for step in (1, 2, 3):
+        with Checkpointer(tmp_path, keep=2) as checkpointer:
+            checkpointer.save(step, {"w": jnp.zeros(2)}, {}, {})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3"]
+
+
+def test_keep_must_be_positive(tmp_path):
+    with pytest.raises(ValueError, match="keep must be at least 1, got 0"):
+        Checkpointer(tmp_path, keep=0)
+
+
+def test_an_empty_folder_has_no_checkpoint_and_is_not_created(tmp_path):
+    folder = tmp_path / "run" / "checkpoints"
+    with Checkpointer(folder) as checkpointer:
+        assert checkpointer.latest_step() is None
+        with pytest.raises(FileNotFoundError, match=f"no checkpoint in {folder}"):
+            checkpointer.restore({"w": jnp.zeros(2)})
+    assert not folder.exists()
+
+
+def test_a_step_is_saved_once(tmp_path):
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(2, {"w": jnp.ones(2)}, {}, {})
+        with pytest.raises(ValueError, match=f"step 2 is already saved in {tmp_path}"):
+            checkpointer.save(2, {"w": jnp.zeros(2)}, {}, {})
+        with pytest.raises(ValueError, match="step 1 comes before step 2"):
+            checkpointer.save(1, {"w": jnp.zeros(2)}, {}, {})
+        assert checkpointer.restore({"w": jnp.zeros(2)}).state["w"][0] == 1.0
+
+
+def test_a_target_of_another_shape_is_named_before_anything_is_read(tmp_path):
+    saved(tmp_path, train_state())
+    target = train_state(filled=False, rows=24)
+    with (
+        Checkpointer(tmp_path) as checkpointer,
+        pytest.raises(
+            ValueError, match=r"opt_state.0.mu.embed of shape \(16, 8\); the target's has shape \(24, 8\)"
+        ),
+    ):
+        checkpointer.restore(target)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(target))
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [("ab", "does not hold b, which the target has"), ("", "holds a, which the target does not have")],
+)
+def test_a_target_of_other_parameters_is_refused(tmp_path, names, message):
+    saved(tmp_path, {"a": jnp.zeros(2), "c": jnp.zeros(2)})
+    target = {name: jnp.zeros(2) for name in (*names, "c")}
+    with Checkpointer(tmp_path) as checkpointer, pytest.raises(ValueError, match=message):
+        checkpointer.restore(target)
+
+
+def test_a_newer_format_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "SCHEMA_VERSION", 2)
+    saved(tmp_path, {"w": jnp.zeros(2)})
+    monkeypatch.setattr(module, "SCHEMA_VERSION", 1)
+    with (
+        Checkpointer(tmp_path) as checkpointer,
+        pytest.raises(RuntimeError, match=r"has schema_version 2; .* reads up to 1: upgrade"),
+    ):
+        checkpointer.restore({"w": jnp.zeros(2)})
+
+
+def test_a_flipped_bit_is_noticed_in_every_sealed_file(tmp_path):
+    saved(tmp_path, {"w": jnp.arange(64.0)}, carry={"tokens": np.arange(9)})
+    files = [tmp_path / "3" / name for name in manifest.sealed_files(module._absolute(tmp_path / "3"))]
+    assert len(files) > 4
+    with Checkpointer(tmp_path) as checkpointer:
+        for path in files:
+            whole = path.read_bytes()
+            path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 4]))
+            with pytest.raises(RuntimeError, match=r"is damaged: .* has sha256"):
+                checkpointer.restore({"w": jnp.zeros(64)})
+            path.unlink()
+            with pytest.raises(RuntimeError, match="is missing"):
+                checkpointer.restore({"w": jnp.zeros(64)})
+            path.write_bytes(whole)
+        assert checkpointer.restore({"w": jnp.zeros(64)}).state["w"][63] == 63.0
+        (tmp_path / "3" / "sha256.json").unlink()
+        with pytest.raises(RuntimeError, match=r"has no sha256.json"):
+            checkpointer.restore({"w": jnp.zeros(64)})
+
+
+def test_processes_divide_the_reading_but_all_check_names_and_sizes(tmp_path):
+    saved(tmp_path, {"w": jnp.arange(64.0)})
+    folder = module._absolute(tmp_path / "3")
+    path = folder / sorted(manifest.sealed_files(folder))[1]
+    path.write_bytes(b"\0" * path.stat().length)
+    manifest.check_manifest(folder, share=(0, 2))
+    with pytest.raises(RuntimeError, match=r"is damaged: .* has sha256"):
+        manifest.check_manifest(folder, share=(1, 2))
+    path.write_bytes(b"\0")
+    for share in ((0, 2), (1, 2)):
+        with pytest.raises(RuntimeError, match="has 1 bytes, written with"):
+            manifest.check_manifest(folder, share=share)
+
+
+def test_a_failed_write_surfaces_with_the_folder_and_leaves_the_last_checkpoint(tmp_path, monkeypatch):
+    def full(folder):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with Checkpointer(tmp_path, keep=1) as checkpointer:
+        checkpointer.save(1, {"w": jnp.ones(2)}, {}, {})
+        checkpointer.wait()
+        with monkeypatch.context() as patch:
+            patch.setattr(manifest, "write_manifest", full)
+            checkpointer.save(2, {"w": jnp.zeros(2)}, {}, {})
+            with pytest.raises(RuntimeError, match=f"step 2 in {tmp_path} failed: .*No space left"):
+                checkpointer.wait()
+        assert [path.name for path in tmp_path.iterdir()] == ["1"], "no half folder"
+        assert checkpointer.latest_step() == 1
+        assert checkpointer.restore({"w": jnp.zeros(2)}).state["w"][0] == 1.0
+        checkpointer.save(2, {"w": jnp.full(2, 2.0)}, {}, {})  # there is room again
+        assert checkpointer.latest_step() == 2
+
+
+def test_that_a_write_has_failed_can_be_asked_without_waiting(tmp_path, monkeypatch):
+    """While it goes on there is nothing to say; its failure is said once, and is no matter for the next save."""
+    slow, said = threading.Event(), ""
+
+    def full(folder):
+        slow.wait(60)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.failure() == ""
+        with monkeypatch.context() as patch:
+            patch.setattr(manifest, "write_manifest", full)
+            checkpointer.save(1, {"w": jnp.ones(2)}, {}, {})
+            assert checkpointer.failure() == ""
+            slow.set()
+            while not said:
+                said = checkpointer.failure()
+        assert f"saving checkpoint step 1 in {tmp_path} failed: " in said
+        assert checkpointer.failure() == ""
+        checkpointer.save(2, {"w": jnp.ones(2)}, {}, {})
+    assert [path.name for path in tmp_path.iterdir()] == ["2"]
+
+
+def test_a_killed_save_is_never_seen_and_is_cleared_by_the_next_one(tmp_path):
+    saved(tmp_path, {"w": jnp.ones(2)}, step=1)
+    half = tmp_path / "2.orbax-checkpoint-tmp"
+    half.mkdir()
+    (half / "sha256.json").write_text("{")
+    with Checkpointer(tmp_path) as reader:
+        assert reader.latest_step() == 1
+        assert half.exists(), "a reader must not touch what a live run may be writing"
+        reader.save(3, {"w": jnp.ones(2)}, {}, {})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "3"]
+
+
+def test_a_link_that_is_named_as_a_save_in_progress_is_removed_and_not_followed(tmp_path):
+    saved(tmp_path, {"w": jnp.ones(2)}, step=1)
+    (tmp_path / "2.orbax-checkpoint-tmp").symlink_to("1")
+    (tmp_path / "3.orbax-checkpoint-tmp").symlink_to("nowhere")
+    saved(tmp_path, {"w": jnp.zeros(2)}, step=4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "4"]
+    with Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.restore({"w": jnp.zeros(2)}, step=1).state["w"][0] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda place: place.symlink_to("unmounted"), "is a link to unmounted, which is not there: mount"),
+        (lambda place: place.touch(), r"cannot be listed \(Not a directory\): it must be a folder"),
+        (os.mkfifo, r"cannot be listed \(Not a directory\): it must be a folder"),
+    ],
+    ids=["a link to nothing", "a file", "a pipe"],
+)
+def test_a_folder_of_checkpoints_that_is_none_is_not_an_empty_one(make, message, tmp_path):
+    make(tmp_path / "checkpoints")
+    with pytest.raises(CheckpointError, match=f"{tmp_path}/checkpoints {message}"):
+        Checkpointer(tmp_path / "checkpoints")
+
+
+def test_a_reader_sees_checkpoints_written_after_it_was_opened(tmp_path):
+    with Checkpointer(tmp_path) as reader:
+        assert reader.latest_step() is None
+        saved(tmp_path, {"w": jnp.ones(2)}, step=5)
+        assert reader.latest_step() == 5
+
+
+@pytest.mark.parametrize("value", [float("nan"), np.int64(3), (1, 2), {1: "a"}, object()])
+def test_progress_that_json_would_change_is_refused(tmp_path, value):
+    with Checkpointer(tmp_path) as checkpointer, pytest.raises(ValueError, match=r"progress\['seed'\]"):
+        checkpointer.save(1, {"w": jnp.ones(2)}, {"seed": value}, {})
+    assert not list(tmp_path.iterdir())
+
+
+def test_progress_is_what_it_was_when_save_was_called(tmp_path, monkeypatch):
+    """It is written in the background, so what the caller does with its lists meanwhile is no matter."""
+    begun, write = threading.Event(), manifest.write_manifest
+
+    def late(folder):
+        begun.wait(60)
+        write(folder)
+
+    monkeypatch.setattr(manifest, "write_manifest", late)
+    progress = {"share": {"of": [1.0]}, "cursor": 9}
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"w": jnp.ones(2)}, progress, {})
+        progress["share"]["of"][0] = 666.0
+        begun.set()
+        found = checkpointer.restore({"w": jnp.zeros(2)}).progress
+    assert found == {"share": {"of": [1.0]}, "cursor": 9}
+
+
+def test_progress_without_end_is_refused_by_name(tmp_path):
+    deep = []
+    for _ in range(5000):
+        deep = [deep]
+    with (
+        Checkpointer(tmp_path) as checkpointer,
+        pytest.raises(ValueError, match=r"progress\['deep'\] = \[\["),
+    ):
+        checkpointer.save(1, {"w": jnp.ones(2)}, {"deep": deep}, {})
+
+
+@pytest.mark.parametrize("step", [9.0, True, np.int64(9), "9"])
+def test_a_step_that_is_no_int_is_refused(step, tmp_path):
+    """Nobody would find the folder that bears its name."""
+    save = inspect.unwrap(Checkpointer.save)  # as it is where nobody checks types
+    with Checkpointer(tmp_path) as checkpointer, pytest.raises(ValueError, match="step must be an int, got"):
+        save(checkpointer, step, {"w": jnp.ones(2)}, {}, {})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("leaf", "message"),
+    [
+        (3.0, "leaf a.w is a float"),
+        (jnp.zeros((0, 2)), r"leaf a.w has shape \(0, 2\)"),
+        (jax.random.key(0), "leaf a.w is of dtype key"),
+    ],
+)
+def test_a_leaf_that_cannot_be_stored_is_named(tmp_path, leaf, message):
+    with Checkpointer(tmp_path) as checkpointer, pytest.raises(ValueError, match=message):
+        checkpointer.save(1, {"a": {"w": leaf}}, {}, {})
+
+
+def test_two_leaves_of_one_path_are_refused(tmp_path):
+    with Checkpointer(tmp_path) as checkpointer, pytest.raises(ValueError, match=r"have the path a\.b"):
+        checkpointer.save(1, {"a": {"b": jnp.ones(2)}, "a.b": jnp.ones(2)}, {}, {})
+
+
+def test_carry_of_objects_is_refused(tmp_path):
+    with (
+        Checkpointer(tmp_path) as checkpointer,
+        pytest.raises(ValueError, match=r"carry\['rows'\] has dtype object"),
+    ):
+        checkpointer.save(1, {"w": jnp.ones(2)}, {}, {"rows": np.array([None])})
+
+
+def test_works_inside_a_running_event_loop(tmp_path):
+    """As in a notebook cell."""
+
+    async def cell():
+        saved(tmp_path, {"w": jnp.ones(2)})
+        with Checkpointer(tmp_path) as checkpointer:
+            return checkpointer.restore({"w": jnp.zeros(2)}).step
+
+    assert asyncio.run(cell()) == 3
+
+
+def test_says_nothing_and_leaves_signals_and_threads_alone(tmp_path, caplog, capfd):
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    before = set(threading.enumerate())
+    with caplog.at_level(logging.WARNING):
+        half = tmp_path / "3.orbax-checkpoint-tmp"
+        half.mkdir()
+        saved(tmp_path, train_state(), carry={"tokens": np.arange(3)})
+        with Checkpointer(tmp_path) as checkpointer:
+            checkpointer.restore(train_state(filled=False))
+    assert caplog.records == []
+    assert capfd.readouterr().err == ""
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+    # Workers of an event loop that orbax has closed are told to end, not waited for: give them their moment.
+    for thread in set(threading.enumerate()) - before:
+        thread.join(timeout=5.0)
+        assert not thread.is_alive(), thread

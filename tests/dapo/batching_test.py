@@ -1,0 +1,312 @@
+"""From groups to microbatches: nothing is lost, nothing is mixed up, and weights are the whole minibatch's."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dapo_jax.dapo.batching import Row, pack, row_weights, rows_of, split_minibatches
+from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
+
+
+def make_group(ordinal, rewards, *, truncated=(), lengths=None):
+    lengths = lengths or [2] * len(rewards)
+    rollouts = []
+    for index, (reward, length) in enumerate(zip(rewards, lengths, strict=True)):
+        response = Response(
+            tokens=np.arange(10, 10 + length, dtype=np.int32),
+            logprobs=np.full(length, -0.5 - index, np.float32),
+            finish_reason="length" if index in truncated else "stop",
+        )
+        rollouts.append(
+            Rollout(response=response, text="", verdict=Verdict(correct=reward > 0), reward=reward)
+        )
+    prompt = Prompt(ordinal=ordinal, tokens=np.array([7, 8, 9], np.int32), text="?", answer="!")
+    return Group(prompt=prompt, rollouts=tuple(rollouts))
+
+
+def make_row(prompt, response, *, start=1, advantage=1.0, in_loss=True, group=0):
+    """Tokens count up from `start`, log-probabilities are minus the token: a test sees whether they stay together."""
+    tokens = np.arange(start, start + prompt + response, dtype=np.int32)
+    return Row(
+        prompt_tokens=tokens[:prompt],
+        response_tokens=tokens[prompt:],
+        logprobs=-tokens[prompt:].astype(np.float32),
+        advantage=advantage,
+        in_loss=in_loss,
+        group=group,
+    )
+
+
+def test_shuffling_moves_whole_groups_and_loses_none():
+    groups = [make_group(ordinal, [1.0, -1.0]) for ordinal in range(12)]
+    minibatches = split_minibatches(groups, groups_per_update=4, seed=(0, 1))
+    moved = [group for minibatch in minibatches for group in minibatch]
+    assert [len(minibatch) for minibatch in minibatches] == [4, 4, 4]
+    assert moved != groups
+    assert sorted(map(id, moved)) == sorted(map(id, groups))
+
+
+def test_the_key_alone_decides_the_order():
+    groups = [make_group(ordinal, [1.0]) for ordinal in range(12)]
+
+    def order(seed):
+        [minibatch] = split_minibatches(groups, groups_per_update=12, seed=seed)
+        return [group.prompt.ordinal for group in minibatch]
+
+    assert order((3, 7)) == order((3, 7))
+    assert len({tuple(order(seed)) for seed in [(3, 7), (3, 8), (4, 7)]}) == 3
+
+
+def test_a_short_step_ends_in_a_smaller_minibatch():
+    groups = [make_group(ordinal, [1.0]) for ordinal in range(5)]
+    sizes = [len(part) for part in split_minibatches(groups, groups_per_update=2, seed=(0,))]
+    assert sizes == [2, 2, 1]
+
+
+def test_advantages_compare_a_response_with_its_own_group():
+    """[1, -1, -1, -1]: mean -0.5, std sqrt((1.5^2 + 3 * 0.5^2) / 3) = 1. [3, 1]: mean 2, std sqrt(2), +-1 / sqrt(2)."""
+    rows = rows_of([make_group(0, [1.0, -1.0, -1.0, -1.0]), make_group(1, [3.0, 1.0])])
+    expected = [1.5, -0.5, -0.5, -0.5, 0.5**0.5, -(0.5**0.5)]
+    np.testing.assert_allclose([row.advantage for row in rows], expected, rtol=2e-6)
+    assert [row.group for row in rows] == [0, 0, 0, 0, 1, 1]
+
+
+def test_without_normalize_std_advantages_are_distances_from_the_mean():
+    rows = rows_of([make_group(0, [3.0, 1.0, -1.0])], normalize_std=False)
+    assert [row.advantage for row in rows] == [2.0, 0.0, -2.0]
+
+
+def test_overlong_filtering_keeps_the_reward_in_the_mean_but_the_tokens_out_of_the_loss():
+    """Rewards [1, -1, -1, -2]: mean -0.75, deviations 1.75, -0.25, -0.25, -1.25, squares sum to 4.75, std
+    sqrt(4.75 / 3) = 1.2583. Without the truncated -2 the mean would be -1/3 and the first advantage 1.1547."""
+    group = make_group(0, [1.0, -1.0, -1.0, -2.0], truncated={3})
+    filtered, plain = rows_of([group], filter_truncated=True), rows_of([group])
+    expected = np.array([1.75, -0.25, -0.25, -1.25]) / np.sqrt(4.75 / 3)
+    for rows in (filtered, plain):
+        np.testing.assert_allclose([row.advantage for row in rows], expected, rtol=2e-6)
+    assert [row.in_loss for row in filtered] == [True, True, True, False]
+    assert all(row.in_loss for row in plain)
+
+
+def test_rows_carry_what_was_sampled():
+    group = make_group(5, [1.0, -1.0], lengths=[2, 4])
+    for row, rollout in zip(rows_of([group]), group.rollouts, strict=True):
+        np.testing.assert_array_equal(row.prompt_tokens, [7, 8, 9])
+        np.testing.assert_array_equal(row.response_tokens, rollout.response.tokens)
+        np.testing.assert_array_equal(row.logprobs, rollout.response.logprobs)
+        assert row.tokens == 3 + rollout.response_tokens
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "expected"),
+    [
+        # Responses of 3 and 1 tokens in group 0, of 2 in group 1, and one of 9 that is left out: 6 tokens, 3 responses.
+        ("token_mean", [1 / 6, 1 / 6, 1 / 6, 0]),
+        ("prompt_mean", [1 / 2 / 4, 1 / 2 / 4, 1 / 2 / 2, 0]),
+        ("sequence_mean", [1 / 3 / 3, 1 / 3 / 1, 1 / 3 / 2, 0]),
+        ("token_sum_norm", [1 / (3 * 10), 1 / (3 * 10), 1 / (3 * 10), 0]),
+    ],
+)
+def test_weights_are_those_of_the_whole_minibatch(aggregation, expected):
+    rows = [
+        make_row(2, 3), make_row(2, 1), make_row(2, 2, group=1), make_row(2, 9, group=1, in_loss=False)
+    ]  # fmt: skip
+    weights = row_weights(rows, aggregation=aggregation, max_response_tokens=10)
+    np.testing.assert_allclose(weights, expected, rtol=1e-12)
+
+
+def test_a_prompt_without_a_response_in_the_loss_is_no_prompt():
+    """Group 1 is left out whole: `prompt_mean` divides by one prompt, not by two."""
+    rows = [make_row(2, 4), make_row(2, 3, group=1, in_loss=False)]
+    np.testing.assert_allclose(row_weights(rows, aggregation="prompt_mean"), [1 / 4, 0])
+
+
+lengths = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 10)), min_size=1, max_size=12)
+
+
+@given(lengths=lengths, row_tokens=st.integers(16, 40), per=st.integers(1, 4))
+def test_packing_loses_and_doubles_nothing(lengths, row_tokens, per):
+    rows, start = [], 1
+    for index, (prompt, response) in enumerate(lengths):
+        made = make_row(prompt, response, start=start, advantage=float(index), in_loss=index % 3 != 2)
+        rows.append(made)
+        start += made.tokens
+    weights = np.arange(1.0, len(rows) + 1)
+    microbatches = pack(rows, weights, row_tokens=row_tokens, rows_per_microbatch=per, pad_id=0)
+    found = {}
+    for m in microbatches:
+        assert {field.shape for field in jax.tree.leaves(m)} == {(per, row_tokens)}
+        for line in range(per):
+            for segment in range(1, m.segment_ids[line].max() + 1):
+                at = np.flatnonzero(m.segment_ids[line] == segment)
+                assert (np.diff(at) == 1).all()  # in one piece
+                found[int(m.tokens[line, at[0]])] = {
+                    name: getattr(m, name)[line, at] for name in m.__dataclass_fields__
+                }
+        padding = m.segment_ids == 0
+        for field in jax.tree.leaves(m):
+            assert not field[padding].any()
+    assert len(found) == len(rows)
+    for index, row in enumerate(rows):
+        got, prompt = found[int(row.prompt_tokens[0])], len(row.prompt_tokens)
+        np.testing.assert_array_equal(got["tokens"], [*row.prompt_tokens, *row.response_tokens])
+        np.testing.assert_array_equal(got["positions"], np.arange(row.tokens))
+        response = np.arange(row.tokens) >= prompt
+        np.testing.assert_array_equal(got["mask"], response & row.in_loss)
+        np.testing.assert_array_equal(got["weights"], response * weights[index])
+        np.testing.assert_array_equal(got["advantages"], response * row.advantage)
+        np.testing.assert_array_equal(got["sampler_logprobs"][prompt:], row.logprobs)
+        assert not got["sampler_logprobs"][:prompt].any()
+        assert not got["old_logprobs"].any()
+        assert not got["ref_logprobs"].any()
+
+
+def test_packing_fills_lines_longest_first():
+    """Lengths 2, 3, 6, 5 in lines of 8: 6 + 2 and 5 + 3. First come, first served needs three: 2 + 3, 6, 5."""
+    rows = [make_row(1, n, start=start) for n, start in ((1, 1), (2, 11), (5, 21), (4, 31))]
+    [microbatch] = pack(rows, np.ones(4), row_tokens=8, rows_per_microbatch=2)
+    assert microbatch.segment_ids.tolist() == [[1] * 6 + [2] * 2, [1] * 5 + [2] * 3]
+
+
+def test_responses_to_one_prompt_follow_it_in_one_line():
+    """Prompt [1, 2], responses of 3 and 2 tokens, longest first; then another prompt with its only response."""
+    prompt = np.array([1, 2], np.int32)
+    rows = [replace(make_row(2, n, start=start), prompt_tokens=prompt) for n, start in ((2, 10), (3, 20))]
+    [m] = pack(
+        [*rows, make_row(1, 2, start=31)], np.array([0.5, 2.0, 3.0]), row_tokens=11, rows_per_microbatch=1
+    )
+    assert m.tokens.tolist() == [[1, 2, *rows[1].response_tokens, *rows[0].response_tokens, 31, 32, 33, 0]]
+    assert m.segment_ids.tolist() == [[1, 1, 2, 2, 2, 3, 3, 4, 4, 4, 0]]
+    assert m.prefix_ids.tolist() == [[1, 1, 1, 1, 1, 1, 1, 4, 4, 4, 0]]
+    assert m.positions.tolist() == [[0, 1, 2, 3, 4, 2, 3, 0, 1, 2, 0]]
+    assert m.previous.tolist() == [[0, 0, 1, 2, 3, 1, 5, 0, 7, 8, 0]]
+    assert m.weights.tolist() == [[0, 0, 2, 2, 2, 0.5, 0.5, 0, 3, 3, 0]]
+
+
+@given(groups=st.lists(st.tuples(st.integers(1, 6), st.lists(st.integers(1, 10), min_size=1, max_size=5)), min_size=1, max_size=5),
+       row_tokens=st.integers(16, 60))  # fmt: skip
+def test_what_a_token_sees_is_its_prompt_and_its_response_up_to_it(groups, row_tokens):
+    """Walking back from the last token of each response by `previous`, and by what attention shows it."""
+    rows, start = [], 1
+    for prompt_length, lengths in groups:
+        prompt = np.arange(start, start + prompt_length, dtype=np.int32)
+        for length in lengths:
+            start += 20
+            rows.append(replace(make_row(1, length, start=start), prompt_tokens=prompt))
+        start += 20
+    microbatches = pack(rows, np.ones(len(rows)), row_tokens=row_tokens, rows_per_microbatch=1)
+    m = jax.tree.map(lambda *parts: np.concatenate(parts), *microbatches)
+    found = []
+    for line, segment_ids in enumerate(m.segment_ids):
+        scored = m.mask[line]
+        for last in set(np.flatnonzero(scored)) - set(m.previous[line][scored]):
+            walk = [last]
+            while m.positions[line, walk[-1]] > 0:
+                walk.append(m.previous[line, walk[-1]])
+            own, prefix = segment_ids[last], m.prefix_ids[line, last]
+            at = np.arange(row_tokens)
+            seen = (at <= last) & ((segment_ids == own) | (segment_ids == prefix))
+            assert sorted(walk) == np.flatnonzero(seen).tolist()
+            np.testing.assert_array_equal(m.positions[line, walk[::-1]], np.arange(len(walk)))
+            found.append(m.tokens[line, walk[::-1]].tolist())
+    assert sorted(found) == sorted([*row.prompt_tokens, *row.response_tokens] for row in rows)
+
+
+def one_prompt(*responses):
+    """Responses of these lengths to the prompt [1, 2]; their tokens are 10, 20, ... and up."""
+    prompt = np.array([1, 2], np.int32)
+    return [
+        replace(make_row(2, n, start=10 * k - 2), prompt_tokens=prompt) for k, n in enumerate(responses, 1)
+    ]
+
+
+def test_prompts_that_are_not_shared_are_repeated():
+    """Each response after its own prompt, one segment, for attention that shows a token nothing else."""
+    rows = one_prompt(2, 3)
+    [shared] = pack(rows, np.ones(2), row_tokens=9, rows_per_microbatch=1)
+    [m] = pack(rows, np.ones(2), row_tokens=9, rows_per_microbatch=1, share_prompts=False)
+    assert shared.tokens.tolist() == [[1, 2, 20, 21, 22, 10, 11, 0, 0]]
+    assert m.tokens.tolist() == [[1, 2, 20, 21, 22, 1, 2, 10, 11]]
+    assert m.segment_ids.tolist() == m.prefix_ids.tolist() == [[1] * 5 + [2] * 4]
+    assert m.positions.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 3]]
+    assert m.previous.tolist() == [[0, 0, 1, 2, 3, 0, 5, 6, 7]]
+
+
+def test_alone_each_rollout_has_a_row():
+    microbatches = pack(one_prompt(2, 3, 1), np.ones(3), row_tokens=20, rows_per_microbatch=2, alone=True)
+    assert [m.tokens[:, :6].tolist() for m in microbatches] == [
+        [[1, 2, 20, 21, 22, 0], [1, 2, 10, 11, 0, 0]], [[1, 2, 30, 0, 0, 0], [0] * 6]
+    ]  # fmt: skip
+    for m in microbatches:
+        assert m.segment_ids.max() == 1
+        np.testing.assert_array_equal(m.segment_ids, m.prefix_ids)
+
+
+@given(lengths=lengths, share=st.booleans(), spread=st.sampled_from([1, 2, 4]))
+def test_what_attention_sees_is_what_packing_counts(lengths, share, spread):
+    """Pairs counted one by one in the arrays; and rows are dealt by them: in order within a part, as much for each."""
+    prompts = [np.arange(100 * prompt, 100 * prompt + prompt, dtype=np.int32) for prompt in range(7)]
+    rows = [replace(make_row(1, response, start=9), prompt_tokens=prompts[p]) for p, response in lengths]
+    options = {"row_tokens": 20, "rows_per_microbatch": 4, "spread": spread, "share_prompts": share}
+    at = np.arange(20)
+    for m in pack(rows, np.ones(len(rows)), **options):
+        own, prefix = m.segment_ids[:, :, None], m.prefix_ids[:, :, None]
+        visible = (at <= at[:, None]) & ((own == m.segment_ids[:, None]) | (prefix == m.segment_ids[:, None]))
+        pairs = (visible & (own > 0)).sum((1, 2)).reshape(spread, -1)
+        assert (np.diff(pairs, axis=1) <= 0).all()
+        # The last dealing can put the sums no further apart than its rows are; all others together no more than the first did.
+        assert np.ptp(pairs.sum(1)) <= pairs.max()
+
+
+def test_thirteen_groups_on_eight_devices_end_in_an_update_of_one_group_that_uses_all_of_them():
+    """Thirteen groups, four at a time: 4, 4, 4 and 1. Its 16 responses of 2 tokens would fit in two rows of 20; there are eight."""
+    groups = [make_group(ordinal, [1.0, -1.0] * 8) for ordinal in range(13)]
+    split = split_minibatches(groups, groups_per_update=4, seed=(0,))
+    assert [len(part) for part in split] == [4, 4, 4, 1]
+    for part in split:
+        rows = rows_of(part)
+        packed = pack(rows, row_weights(rows), row_tokens=20, rows_per_microbatch=8, spread=8)
+        weights = np.concatenate([m.weights for m in packed])
+        assert weights.sum() == pytest.approx(
+            1
+        )  # token_mean: each of the minibatch's tokens weighs 1 / their number
+        assert sum(m.mask.sum() for m in packed) == 2 * len(rows)
+    assert packed[0].mask.sum(axis=1).tolist() == [4] * 8
+
+
+def test_rows_that_cannot_be_spread_evenly_are_refused():
+    message = r"rows_per_microbatch=12 must be a multiple of the 8 groups of devices .*; 16 is"
+    with pytest.raises(ValueError, match=message):
+        pack([make_row(1, 1)], np.ones(1), row_tokens=4, rows_per_microbatch=12, spread=8)
+
+
+def test_a_response_that_does_not_fit_is_an_error_with_its_arithmetic():
+    rows = [make_row(3, 5), make_row(30, 70)]
+    message = r"rollout 1 has 30 prompt \+ 70 response = 100 tokens, over batch.row_tokens=99"
+    with pytest.raises(ValueError, match=message):
+        pack(rows, np.ones(2), row_tokens=99, rows_per_microbatch=1)
+
+
+def test_padding_bears_the_pad_id():
+    [microbatch] = pack([make_row(1, 2)], np.ones(1), row_tokens=5, rows_per_microbatch=2, pad_id=99)
+    assert microbatch.tokens.tolist() == [[1, 2, 3, 99, 99], [99] * 5]
+
+
+def test_what_is_left_over_is_packed_into_a_microbatch_of_shorter_rows():
+    """Prompts of 1, responses of 7, 7, 3 and 2: two rows of 8 are full, and 4 + 3 tokens lie in two rows of 4 and not of 8."""
+    rows = [make_row(1, count) for count in (7, 3, 7, 2)]
+    packed = pack(
+        rows, np.ones(4), row_tokens=8, rows_per_microbatch=2, shorter_rows=(2, 4), share_prompts=False
+    )
+    assert [m.tokens.shape for m in packed] == [(2, 8), (2, 4)]
+    assert [m.mask.sum(axis=1).tolist() for m in packed] == [[7, 7], [3, 2]]
+
+
+def test_rollouts_alone_in_their_rows_have_the_shortest_rows_that_hold_them():
+    rows = [make_row(1, count) for count in (2, 7, 3, 7, 1)]
+    packed = pack(rows, np.ones(5), row_tokens=8, rows_per_microbatch=2, shorter_rows=(4, 2), alone=True)
+    assert [m.tokens.shape for m in packed] == [(2, 8), (2, 4), (2, 2)]

@@ -1,0 +1,434 @@
+"""`dapo_loss`, `kl_penalty` and `token_weights` against hand-worked numbers, a float64 oracle and their invariants."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dapo_jax import dapo_loss, kl_penalty, to_scalars, token_weights
+from dapo_jax.dapo.losses import AGGREGATIONS
+from tests import oracle
+
+SHAPE = (8, 6)
+GROUP_IDS = np.array([7, 7, 7, 2, 2, 2, 5, 5])
+"""Ragged groups, in no order: three prompts of 3, 3 and 2 responses."""
+
+seeds = st.integers(0, 2**32 - 1)
+share_x64 = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def random_batch(seed, dtype=np.float32):
+    """Ragged responses with everything in the padding poisoned; one log-ratio in eight is beyond the clamp."""
+    rng = np.random.default_rng(seed)
+    old_logprobs = -rng.exponential(1.0, SHAPE)
+    log_ratio = rng.normal(0.0, 0.4, SHAPE) * rng.choice([0.01, 1.0, 1.0, 1.0, 60.0], SHAPE)
+    for kink in (math.log(0.8), math.log(1.28), math.log(3.0), -20.0, 20.0):
+        log_ratio[np.abs(log_ratio - kink) < 1e-3] += 0.01  # rounding may fall on either side of a kink
+    start, length = rng.integers(0, 3, SHAPE[0]), rng.integers(0, SHAPE[1] + 1, SHAPE[0])
+    column = np.arange(SHAPE[1])
+    mask = (column >= start[:, None]) & (column < (start + length)[:, None])
+
+    def poisoned(array):
+        poison = rng.choice([np.nan, np.inf, -np.inf, 1e30], SHAPE)
+        return np.where(mask, array, poison).astype(dtype)
+
+    return {
+        "logprobs": poisoned(old_logprobs + log_ratio),
+        "old_logprobs": poisoned(old_logprobs),
+        "advantages": poisoned(np.repeat(rng.normal(size=(SHAPE[0], 1)), SHAPE[1], axis=1)),
+        "weights": poisoned(rng.random(SHAPE)),
+        "mask": mask,
+    }
+
+
+def on_device(batch):
+    return {name: jnp.asarray(array) for name, array in batch.items()}
+
+
+@functools.partial(jax.jit, static_argnames="dual_clip")
+def loss_and_gradient(batch, dual_clip=None):
+    def loss(logprobs):
+        return dapo_loss(**(batch | {"logprobs": logprobs}), dual_clip=dual_clip)
+
+    return jax.value_and_grad(loss, has_aux=True)(batch["logprobs"])
+
+
+@functools.partial(jax.jit, static_argnames="estimator")
+def kl_and_gradient(logprobs, ref_logprobs, mask, weights, estimator):
+    def penalty(logprobs):
+        return kl_penalty(logprobs, ref_logprobs, mask, estimator=estimator, weights=weights)[0]
+
+    return jax.value_and_grad(penalty)(logprobs)
+
+
+def one_token(log_ratio, advantage, old_logprob=-1.0, **options):
+    """Loss, gradient and metrics of a single token."""
+
+    def loss(logprobs):
+        return dapo_loss(
+            logprobs,
+            jnp.full((1, 1), old_logprob),
+            jnp.full((1,), advantage),
+            jnp.ones((1, 1), bool),
+            **options,
+        )
+
+    (value, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(
+        jnp.full((1, 1), old_logprob + log_ratio)
+    )
+    return float(value), float(gradient[0, 0]), to_scalars(metrics)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "expected_loss", "expected_gradient"),
+    [
+        (1.5, 1.0, -1.28, 0.0),  # a good token gains nothing above 1 + 0.28
+        (0.5, 1.0, -0.5, -0.5),  # it may be pulled all the way back up: d(-r A) / d logprob = -r A
+        (0.5, -1.0, 0.8, 0.0),  # a bad token loses nothing below 1 - 0.2
+        (1.5, -1.0, 1.5, 1.5),  # it may be pushed all the way back down
+        (1.1, 2.0, -2.2, -2.2),  # between the clips nothing is clipped
+    ],
+)
+def test_clips_only_the_side_the_advantage_pushes_to(ratio, advantage, expected_loss, expected_gradient):
+    loss, gradient, _ = one_token(math.log(ratio), advantage)
+    np.testing.assert_allclose([loss, gradient], [expected_loss, expected_gradient], rtol=1e-6)
+
+
+def test_each_clip_has_its_own_option():
+    """Ratio 2 clipped at 1 + 0.5 is worth 1.5; ratio 0.25 clipped at 1 - 0.5 costs 0.5."""
+    np.testing.assert_allclose(one_token(math.log(2.0), 1.0, clip_ratio_high=0.5)[0], -1.5, rtol=1e-6)
+    np.testing.assert_allclose(one_token(math.log(0.25), -1.0, clip_ratio_low=0.5)[0], 0.5, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "dual_clip", "expected_loss", "expected_gradient"),
+    [
+        (5.0, -2.0, None, 10.0, 10.0),  # r |A| = 5 * 2, uncapped
+        (5.0, -2.0, 3.0, 6.0, 0.0),  # c |A| = 3 * 2, and a constant has no gradient
+        (3.1, -2.0, 3.0, 6.0, 0.0),  # just above the cap
+        (2.5, -2.0, 3.0, 5.0, 5.0),  # under it
+        (5.0, 2.0, 3.0, -2.56, 0.0),  # a good token has the ordinary clip: 1.28 * 2
+    ],
+)
+def test_dual_clip_caps_what_a_bad_token_can_cost(
+    ratio, advantage, dual_clip, expected_loss, expected_gradient
+):
+    loss, gradient, metrics = one_token(math.log(ratio), advantage, dual_clip=dual_clip)
+    np.testing.assert_allclose([loss, gradient], [expected_loss, expected_gradient], rtol=1e-6)
+    assert metrics["policy/dual_clip_frac"] == float(expected_loss == 6.0)
+
+
+@pytest.mark.parametrize(
+    ("logprob", "old_logprob", "advantage", "expected"),
+    [(-1.0, -1001.0, -1.0, math.exp(20.0)), (-1001.0, -1.0, 1.0, -math.exp(-20.0))],
+)
+def test_log_ratio_is_clamped_before_exp(logprob, old_logprob, advantage, expected):
+    loss, gradient, metrics = one_token(logprob - old_logprob, advantage, old_logprob)
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    assert gradient == 0.0
+    assert all(math.isfinite(value) for name, value in metrics.items() if name != "policy/clipped_high_prob")
+
+
+def test_long_responses_weigh_more_in_the_token_mean():
+    """Eq. 12: 3 tokens at +1 and 1 token at -1 average to -(3 - 1) / 4."""
+    mask = jnp.array([[1, 1, 1], [1, 0, 0]], bool)
+    loss, _ = dapo_loss(jnp.zeros((2, 3)), jnp.zeros((2, 3)), jnp.array([1.0, -1.0]), mask)
+    np.testing.assert_allclose(loss, -0.5)
+
+
+def test_metrics_are_means_over_masked_in_tokens():
+    """Five tokens with ratios 2, 0.5, 1, 0.5, 4 and signs +, -, +, +, -; the sixth column is padding.
+
+    Clipped from above: the first only (the fifth is above, but bad). From below: the second only (the fourth
+    is below, but good). Their weights are wildly different and must not matter.
+    """
+    ratios = np.array([[2.0, 0.5, 1.0, 0.5, 4.0, 9.0]])
+    old_logprobs = np.log(np.array([[0.1, 0.2, 0.3, 0.4, 0.2, 0.9]]))
+    advantages = np.array([[1.0, -1.0, 1.0, 1.0, -1.0, 1.0]])
+    mask = np.array([[1, 1, 1, 1, 1, 0]], bool)
+    weights = np.array([[1.0, 10.0, 100.0, 0.0, 0.5, 7.0]])
+    batch = [jnp.asarray(x, jnp.float32) for x in (old_logprobs + np.log(ratios), old_logprobs, advantages)]
+    _, metrics = dapo_loss(
+        *batch, jnp.asarray(mask), dual_clip=3.0, weights=jnp.asarray(weights, jnp.float32)
+    )
+    expected = {
+        "policy/ratio": (2.0 + 0.5 + 1.0 + 0.5 + 4.0) / 5,
+        "policy/ratio_max": 4.0,
+        "policy/clip_high_frac": 1 / 5,
+        "policy/clip_low_frac": 1 / 5,
+        "policy/clipped_high_prob": 0.1 * 2.0,  # the clipped token's probability now
+        "policy/dual_clip_frac": 1 / 5,  # the fifth: 4 |A| over the cap of 3 |A|
+        # ln 2 - ln 2 + 0 - ln 2 + 2 ln 2 = ln 2, and k1 is minus that
+        "policy/kl_old_k1": -math.log(2.0) / 5,
+        "policy/kl_old_k3": (8.0 - 5.0 - math.log(2.0)) / 5,  # sum of r - 1 - log r
+        "policy/sampled_prob": (0.2 + 0.1 + 0.3 + 0.2 + 0.8) / 5,
+    }
+    assert to_scalars(metrics) == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_mask_without_tokens_gives_zero_not_nan():
+    nans = jnp.full(SHAPE, jnp.nan)
+    batch = {"logprobs": nans, "old_logprobs": nans, "advantages": nans, "mask": jnp.zeros(SHAPE, bool)}
+    for weights in (None, nans):
+        (loss, metrics), gradient = loss_and_gradient(batch | {"weights": weights}, dual_clip=3.0)
+        assert float(loss) == 0.0
+        np.testing.assert_array_equal(gradient, np.zeros(SHAPE))
+        assert all(math.isnan(value) for value in to_scalars(metrics).values())  # nothing was counted
+    for estimator in ("k1", "k3"):
+        penalty, gradient = kl_and_gradient(nans, nans, batch["mask"], None, estimator)
+        assert float(penalty) == 0.0
+        np.testing.assert_array_equal(gradient, np.zeros(SHAPE))
+
+
+@share_x64
+@given(seed=seeds, dual_clip=st.sampled_from([None, 3.0]), weighted=st.booleans())
+def test_matches_the_oracle_in_float64(x64, seed, dual_clip, weighted):
+    batch = random_batch(seed, np.float64)
+    batch["weights"] = batch["weights"] if weighted else None
+    (loss, _), gradient = loss_and_gradient(batch, dual_clip=dual_clip)
+    expected_loss, expected_gradient = oracle.dapo_loss(**batch, dual_clip=dual_clip)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-9, atol=1e-12)
+
+
+@given(seed=seeds, dual_clip=st.sampled_from([None, 3.0]))
+def test_matches_the_oracle_in_float32(seed, dual_clip):
+    """Relative to the sum of absolute terms: terms of opposite sign cancel, their rounding does not."""
+    batch = random_batch(seed)
+    (loss, _), gradient = loss_and_gradient(on_device(batch), dual_clip=dual_clip)
+    expected_loss, expected_gradient = oracle.dapo_loss(**batch, dual_clip=dual_clip)
+    scale, _ = oracle.dapo_loss(**(batch | {"advantages": -np.abs(batch["advantages"])}), dual_clip=dual_clip)
+    np.testing.assert_allclose(loss, expected_loss, rtol=0, atol=2e-6 * scale)
+    np.testing.assert_allclose(gradient, expected_gradient, rtol=2e-6, atol=0)
+    np.testing.assert_array_equal(np.asarray(gradient)[~batch["mask"]], 0.0)
+
+
+@share_x64
+@given(seed=seeds, estimator=st.sampled_from(["k1", "k3"]), weighted=st.booleans())
+def test_kl_penalty_matches_the_oracle(x64, seed, estimator, weighted):
+    batch = random_batch(seed, np.float64)
+    weights = batch["weights"] if weighted else None
+    arguments = batch["logprobs"], batch["old_logprobs"], batch["mask"]
+    penalty, gradient = kl_and_gradient(*arguments, weights, estimator)
+    expected_penalty, expected_gradient = oracle.kl_penalty(*arguments, estimator, weights)
+    np.testing.assert_allclose(penalty, expected_penalty, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-9, atol=1e-12)
+
+
+def test_kl_penalty_by_hand():
+    """The policy gives 1/2 and 1/4 where the reference gives 1/4 and 1/2: d = -ln 2 and ln 2.
+
+    k1 = (ln 2 - ln 2) / 2. k3 = ((1/2 - 1 + ln 2) + (2 - 1 - ln 2)) / 2 = 1/4.
+    """
+    logprobs, ref_logprobs = jnp.log(jnp.array([[0.5, 0.25]])), jnp.log(jnp.array([[0.25, 0.5]]))
+    mask = jnp.ones((1, 2), bool)
+    for estimator, expected in (("k1", 0.0), ("k3", 0.25)):
+        penalty, metrics = kl_penalty(logprobs, ref_logprobs, mask, estimator=estimator)
+        np.testing.assert_allclose(penalty, expected, atol=1e-7)
+        assert to_scalars(metrics) == pytest.approx(
+            {"policy/kl_ref_k1": 0.0, "policy/kl_ref_k3": 0.25}, abs=1e-7
+        )
+    assert kl_penalty(logprobs, ref_logprobs, mask)[0] == penalty  # k3 is the default
+
+
+def test_a_small_kl_is_not_lost_to_rounding():
+    """For d = 0.001, k3 = d^2 / 2 + d^3 / 6 = 5.0017e-7: four roundings of 1, so e^d - 1 - d would be noise."""
+    penalty, _ = kl_penalty(jnp.zeros((1, 1)), jnp.full((1, 1), 1e-3), jnp.ones((1, 1), bool))
+    np.testing.assert_allclose(penalty, 1e-6 / 2 + 1e-9 / 6, rtol=1e-3)
+
+
+def test_without_a_step_the_gradient_is_the_policy_gradient():
+    """At ratio 1, d loss / d logprob = -w A on every token: nothing is clipped."""
+    batch = random_batch(0)
+    batch["old_logprobs"] = batch["logprobs"]
+    _, gradient = loss_and_gradient(on_device(batch))
+    expected = np.where(batch["mask"], -batch["weights"] * batch["advantages"], 0.0)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-6)
+
+
+def test_only_logprobs_are_differentiated():
+    batch = on_device(random_batch(1))
+
+    def loss(others):
+        return dapo_loss(**(batch | others))[0]
+
+    others = {name: batch[name] for name in ("old_logprobs", "advantages", "weights")}
+    for name, gradient in jax.grad(loss)(others).items():
+        np.testing.assert_array_equal(gradient, np.zeros(SHAPE), err_msg=name)
+
+
+def test_an_advantage_per_response_is_shared_by_its_tokens():
+    batch = on_device(random_batch(2))
+    batch["advantages"] = jnp.linspace(-1.0, 1.0, SHAPE[0])
+    by_token = batch | {"advantages": jnp.repeat(batch["advantages"][:, None], SHAPE[1], axis=1)}
+    assert dapo_loss(**batch)[0] == dapo_loss(**by_token)[0]
+
+
+def test_permuting_responses_permutes_the_gradient_and_nothing_else():
+    batch = random_batch(3)
+    order = np.random.default_rng(0).permutation(SHAPE[0])
+    (loss, _), gradient = loss_and_gradient(on_device(batch))
+    (permuted_loss, _), permuted = loss_and_gradient(on_device({name: x[order] for name, x in batch.items()}))
+    np.testing.assert_array_equal(permuted, np.asarray(gradient)[order])
+    np.testing.assert_allclose(permuted_loss, loss, rtol=1e-6)
+
+
+def test_low_precision_logprobs_are_computed_in_float32():
+    batch = on_device(random_batch(4)) | {"old_logprobs": jnp.zeros(SHAPE, jnp.bfloat16)}
+    loss, metrics = dapo_loss(**(batch | {"logprobs": jnp.zeros(SHAPE, jnp.bfloat16)}))
+    assert loss.dtype == metrics["policy/ratio"].total.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_microbatches_add_up_to_the_minibatch(aggregation):
+    batch = random_batch(5)
+    weights = token_weights(
+        batch["mask"], aggregation=aggregation, group_ids=GROUP_IDS, max_response_tokens=6
+    )
+    batch["weights"] = weights.astype(np.float32)
+    (whole_loss, _), whole = loss_and_gradient(on_device(batch))
+    for count in (1, 2, 8):
+        parts = [{k: x[i] for k, x in batch.items()} for i in np.split(np.arange(SHAPE[0]), count)]
+        results = [loss_and_gradient(on_device(part)) for part in parts]
+        np.testing.assert_allclose(sum(float(loss) for (loss, _), _ in results), whole_loss, rtol=1e-6)
+        np.testing.assert_allclose(np.concatenate([gradient for _, gradient in results]), whole, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "expected"),
+    [
+        (
+            "token_mean",
+            [[1 / 7, 1 / 7, 1 / 7], [1 / 7, 0, 0], [1 / 7, 1 / 7, 1 / 7], [0, 0, 0]],
+        ),  # 3 + 1 + 3 tokens
+        # Two prompts with 3 + 1 and 3 tokens: 1 / 2 / 4 and 1 / 2 / 3. The fourth response is none, and no prompt.
+        ("prompt_mean", [[1 / 8, 1 / 8, 1 / 8], [1 / 8, 0, 0], [1 / 6, 1 / 6, 1 / 6], [0, 0, 0]]),
+        (
+            "sequence_mean",
+            [[1 / 9, 1 / 9, 1 / 9], [1 / 3, 0, 0], [1 / 9, 1 / 9, 1 / 9], [0, 0, 0]],
+        ),  # 3 responses
+        (
+            "token_sum_norm",
+            [[1 / 30] * 3, [1 / 30, 0, 0], [1 / 30] * 3, [0, 0, 0]],
+        ),  # 3 responses * limit of 10
+    ],
+)
+def test_each_aggregation_by_hand(aggregation, expected):
+    mask = np.array([[1, 1, 1], [1, 0, 0], [1, 1, 1], [0, 0, 0]], bool)
+    options = {"aggregation": aggregation, "group_ids": np.array([4, 4, 0, 9]), "max_response_tokens": 10}
+    np.testing.assert_allclose(token_weights(mask, **options), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_weights_are_the_same_on_host_and_device(aggregation):
+    on_device = jax.jit(
+        lambda mask, ids: token_weights(mask, aggregation=aggregation, group_ids=ids, max_response_tokens=9)
+    )
+    for seed in range(5):
+        mask = random_batch(seed)["mask"]
+        expected = oracle.token_weights(mask, aggregation, GROUP_IDS, 9)
+        on_host = token_weights(mask, aggregation=aggregation, group_ids=GROUP_IDS, max_response_tokens=9)
+        assert isinstance(on_host, np.ndarray)
+        assert on_host.dtype == np.float64
+        np.testing.assert_allclose(on_host, expected, rtol=1e-12)
+        weights = on_device(jnp.asarray(mask), jnp.asarray(GROUP_IDS))
+        assert isinstance(weights, jax.Array)
+        np.testing.assert_allclose(weights, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_weights_of_an_empty_mask_are_zero(aggregation):
+    options = {"aggregation": aggregation, "group_ids": GROUP_IDS, "max_response_tokens": 9}
+    np.testing.assert_array_equal(token_weights(np.zeros(SHAPE, bool), **options), np.zeros(SHAPE))
+
+
+def test_the_default_weights_are_the_token_mean():
+    batch = on_device(random_batch(6))
+    (default, _), _ = loss_and_gradient(batch | {"weights": None})
+    (explicit, _), _ = loss_and_gradient(batch | {"weights": token_weights(batch["mask"])})
+    np.testing.assert_allclose(default, explicit, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"aggregation": "token-mean"}, "Did you mean 'token_mean'"),
+        ({"aggregation": "prompt_mean"}, r"group_ids of shape \(8,\).*got none"),
+        ({"aggregation": "prompt_mean", "group_ids": GROUP_IDS[:7]}, r"got shape \(7,\)"),
+        ({"aggregation": "token_sum_norm"}, "max_response_tokens of 1 or more, got None"),
+        ({"aggregation": "token_sum_norm", "max_response_tokens": 0}, "got 0"),
+    ],
+)
+def test_weights_that_cannot_be_computed_are_refused(options, message):
+    with unchecked_annotations(), pytest.raises(ValueError, match=message):
+        token_weights(np.ones(SHAPE, bool), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"clip_ratio_low": -0.1}, "clip_ratio_low is a distance from 1"),
+        ({"clip_ratio_high": float("nan")}, "clip_ratio_high is a distance from 1"),
+        ({"dual_clip": 1.0}, "dual_clip must be above 1"),
+    ],
+)
+def test_clips_out_of_range_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        dapo_loss(**on_device(random_batch(0)), **options)
+
+
+def test_an_unknown_estimator_is_refused():
+    batch = on_device(random_batch(0))
+    with pytest.raises(ValueError, match="estimator='k2' is unknown"):
+        kl_penalty(batch["logprobs"], batch["old_logprobs"], batch["mask"], estimator="k2")
+
+
+class unchecked_annotations:  # noqa: N801
+    """What a user sees, whose annotations nobody checks."""
+
+    def __enter__(self):
+        jaxtyping.config.update("jaxtyping_disable", True)
+
+    def __exit__(self, *_):
+        jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.mark.parametrize("name", ["logprobs", "old_logprobs", "advantages", "weights"])
+def test_a_wrong_shape_is_caught_at_the_boundary(name):
+    batch = on_device(random_batch(0))
+    wrong = batch | {name: batch[name][:1]}  # [1, seq] would broadcast without a word
+    with pytest.raises(jaxtyping.TypeCheckError):
+        dapo_loss(**wrong)
+    with unchecked_annotations(), pytest.raises(ValueError, match=rf"{name} has shape \(1, 6\).*\(8, 6\)"):
+        dapo_loss(**wrong)
+
+
+def test_advantages_of_another_batch_are_caught_at_the_boundary():
+    batch = on_device(random_batch(0))
+    with unchecked_annotations(), pytest.raises(ValueError, match=r"advantages has shape \(6,\).*\(8, 6\)"):
+        dapo_loss(**(batch | {"advantages": jnp.zeros(6)}))
+
+
+def test_a_mask_of_numbers_is_refused():
+    batch = on_device(random_batch(0))
+    numbers = batch["mask"].astype(jnp.float32)
+    with unchecked_annotations(), pytest.raises(ValueError, match=r"mask must be bool.*float32"):
+        dapo_loss(**(batch | {"mask": numbers}))
+
+
+def test_equals_the_clipped_surrogate_of_rlax():
+    """With one clip for both sides and no padding, the token mean is rlax's PPO loss over all tokens."""
+    rlax = pytest.importorskip("rlax")
+    batch = on_device(random_batch(7)) | {"mask": jnp.ones(SHAPE, bool), "weights": None}
+    rng = np.random.default_rng(0)
+    for name in ("logprobs", "old_logprobs", "advantages"):
+        batch[name] = jnp.asarray(rng.normal(-1.0, 0.5, SHAPE), jnp.float32)
+    ratio = jnp.exp(batch["logprobs"] - batch["old_logprobs"])
+    expected = rlax.clipped_surrogate_pg_loss(ratio.ravel(), batch["advantages"].ravel(), epsilon=0.2)
+    np.testing.assert_allclose(dapo_loss(**batch, clip_ratio_high=0.2)[0], expected, rtol=1e-6)

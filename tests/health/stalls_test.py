@@ -1,0 +1,128 @@
+"""A wait without progress ends the run, and says what every thread and process was doing."""
+
+import json
+import threading
+import time
+
+import pytest
+
+from dapo_jax.health.stalls import Watch, interrupt
+
+
+class Ended(list):
+    """What a watch ended the run with; a real end does not return, so it is waited for here."""
+
+    def __init__(self):
+        super().__init__()
+        self.event = threading.Event()
+
+    def __call__(self, status, why):
+        self.append((status, why))
+        self.event.set()
+        threading.Event().wait(0.05)
+
+
+@pytest.fixture
+def ended():
+    return Ended()
+
+
+def hang(seconds):
+    time.sleep(seconds)
+
+
+def test_a_wait_beyond_the_limit_names_the_wait_the_line_and_the_key(ended, capfd):
+    with Watch(0.2, end=ended) as watch:
+        thread = threading.Thread(target=hang, args=(1.0,), name="a reader of prompts")
+        thread.start()
+        watch.note("reading prompts")
+        assert ended.event.wait(5)
+    thread.join()
+    status, why = ended[0]
+    assert status == 1
+    assert "while reading prompts" in why
+    assert "raise stall_timeout_s (now 0.2" in why
+    report = capfd.readouterr().err
+    assert "thread a reader of prompts:" in report
+    assert "thread MainThread:" in report
+    assert "stalls_test.py" in report
+    assert " hang: time.sleep(seconds)" in report
+
+
+def test_in_a_notebook_the_main_thread_is_interrupted_and_the_process_goes_on(capfd):
+    """In the middle of its sleep, not after it."""
+    began = time.monotonic()
+    with Watch(0.2, end=interrupt), pytest.raises(KeyboardInterrupt):
+        time.sleep(60)
+    assert time.monotonic() - began < 60
+    assert "stalled: no progress" in capfd.readouterr().err
+
+
+def test_progress_puts_the_limit_off(ended):
+    """Six notes 0.1 s apart are 0.6 s, twice the limit."""
+    with Watch(0.3, end=ended) as watch:
+        for number in range(6):
+            watch.phase("update", number, 6)
+            time.sleep(0.1)
+    assert not ended
+
+
+def test_without_a_limit_nothing_watches(ended):
+    before = threading.active_count()
+    with Watch(0.0, end=ended):
+        assert threading.active_count() == before
+
+
+def test_after_the_block_nothing_watches(ended):
+    with Watch(0.1, end=ended):
+        pass
+    time.sleep(0.3)
+    assert not ended
+
+
+def test_what_is_called_is_noted_before(ended):
+    with Watch(0.2, end=ended) as watch:
+        assert watch.before("drawing", lambda a, b: a + b)(1, b=2) == 3
+        watch.before("grading", lambda: ended.event.wait(5))()
+    assert "while grading" in ended[0][1]
+
+
+def said(count, what, *, for_others=False, stalled=False):
+    return json.dumps([count, what, for_others, stalled])
+
+
+def test_to_wait_for_others_is_no_stall_as_long_as_one_of_them_gets_on(ended):
+    counts = iter(range(10**6))
+    with Watch(0.2, end=ended, posted=lambda: {1: said(next(counts), "sampling")}) as watch:
+        watch.note("waiting for the others", for_others=True)
+        time.sleep(0.8)
+        assert not ended
+        # A wait of its own is one whatever the others do.
+        watch.note("reading prompts")
+        assert ended.event.wait(5)
+
+
+def test_to_wait_for_others_who_do_not_get_on_is_a_stall_and_says_where_they_are(ended, capfd):
+    with Watch(0.2, end=ended, posted=lambda: {1: said(7, "reading prompts")}) as watch:
+        watch.note("waiting for the others", for_others=True)
+        assert ended.event.wait(5)
+    assert "process 1: reading prompts, for 0 s" in capfd.readouterr().err
+
+
+def test_a_process_that_hears_of_anothers_stall_reports_its_own_threads_and_goes_on(ended, capfd):
+    with Watch(0.4, end=ended, posted=lambda: {0: said(1, "reading prompts", stalled=True)}) as watch:
+        for _ in range(6):
+            watch.note("sampling")
+            time.sleep(0.1)
+    assert not ended
+    report = capfd.readouterr().err
+    assert report.count("thread MainThread:") == 1
+    assert "this process: sampling" in report
+
+
+def test_what_a_process_does_is_posted(ended):
+    posts = []
+    with Watch(0.4, end=ended, post=posts.append) as watch:
+        watch.note("waiting for the others", for_others=True)
+        time.sleep(0.25)
+    assert json.loads(posts[-1]) == [2, "waiting for the others", True, False]

@@ -1,0 +1,183 @@
+"""What a signal does where, and what ends a process that does not stop."""
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from dapo_jax.health.stopping import STOPPED, Stop, StoppedError, first_told, stopped_by_signals
+from tests.several import ROOT
+
+
+def never(status, message):
+    raise AssertionError((status, message))
+
+
+def test_where_nothing_is_held_a_signal_raises_at_once():
+    with stopped_by_signals(never) as stop, pytest.raises(StoppedError, match="SIGTERM"):
+        signal.raise_signal(signal.SIGTERM)
+    assert stop.reason == "SIGTERM"
+
+
+def test_a_terminal_that_is_closed_stops_the_run_and_does_not_end_it_by_being_told_twice():
+    """The system sends SIGHUP, and so may the shell; whoever asks for an end at once sends another signal."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may have been started by nohup
+    try:
+        closed_terminal()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def closed_terminal():
+    with stopped_by_signals(never) as stop, stop.held():
+        for _ in range(3):
+            signal.raise_signal(signal.SIGHUP)
+            time.sleep(0.1)  # for the thread that would end the process
+        signal.raise_signal(signal.SIGTERM)
+        time.sleep(0.1)
+    assert stop.reason == "SIGHUP"
+
+
+def test_where_hangups_were_ignored_they_are():
+    """As by nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stopped_by_signals(never) as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert not stop.reason
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_where_it_is_held_a_signal_waits_for_what_may_be_abandoned():
+    with stopped_by_signals(never) as stop, stop.held():
+        signal.raise_signal(signal.SIGINT)
+        assert stop.reason == "SIGINT"
+        with pytest.raises(StoppedError), stop.abandonable():
+            pytest.fail("entered although the run was told to stop")
+        signal.raise_signal(signal.SIGUSR1)  # held again
+
+
+def test_items_are_abandoned_while_they_are_waited_for_and_not_while_they_are_used():
+    stop = Stop()
+
+    def items():
+        yield 1
+        stop.note("told while waiting")
+        yield 2
+
+    with stop.held():
+        watched = stop.watched(items())
+        assert next(watched) == 1
+        with pytest.raises(StoppedError, match="told while waiting"):
+            next(watched)
+
+
+def test_what_is_used_is_not_abandoned():
+    stop = Stop()
+    with stop.held():
+        watched = stop.watched([1, 2])
+        assert next(watched) == 1
+        stop.note("told while using")
+        with pytest.raises(StoppedError):
+            next(watched)
+
+
+def test_another_thread_interrupts_the_main_one_and_a_signal_after_it_is_the_first():
+    with stopped_by_signals(never) as stop:
+        teller = threading.Timer(0.1, stop.tell, ["another process"])
+        teller.start()
+        with pytest.raises(StoppedError, match="another process"):
+            time.sleep(20)
+        with stop.held():
+            signal.raise_signal(signal.SIGTERM)
+            time.sleep(0.2)  # for the thread that would end the process
+        assert stop.reason == "another process"
+
+
+def test_the_failure_of_another_process_interrupts_and_nobody_was_told_to_stop(capfd):
+    with stopped_by_signals(never) as stop:
+        threading.Timer(0.1, stop.fail, ["process 1 failed"]).start()
+        with pytest.raises(KeyboardInterrupt, match="process 1 failed"):
+            time.sleep(20)
+        with stop.held():
+            stop.fail("process 2 failed")
+            time.sleep(0.2)  # for the thread that would speak
+            with pytest.raises(KeyboardInterrupt, match="process 2 failed"), stop.abandonable():
+                pytest.fail("entered although another process has failed")
+        assert stop.reason == ""
+    assert "told to stop" not in capfd.readouterr().err
+
+
+def test_without_handlers_the_failure_of_another_process_is_an_interrupt():
+    stop = Stop()
+    threading.Timer(0.1, stop.fail, ["process 1 failed"]).start()
+    with pytest.raises(KeyboardInterrupt):
+        list(map(time.sleep, [0.01] * 2000))
+
+
+def test_handlers_are_what_they_were_afterwards():
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+    before = [signal.getsignal(number) for number in numbers]
+    with stopped_by_signals(never):
+        assert signal.getsignal(signal.SIGTERM) != before[0]
+    assert [signal.getsignal(number) for number in numbers] == before
+    assert not [thread for thread in threading.enumerate() if thread.name == "signals"]
+
+
+BUSY = """
+import hashlib, sys
+from dapo_jax.parallel.processes import end
+from dapo_jax.health.stopping import stopped_by_signals
+
+with stopped_by_signals(end) as stop, stop.held():
+    stop.grace_s = float(sys.argv[1])
+    print("ready", flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # minutes in C, where no handler runs
+"""
+
+
+@pytest.mark.parametrize(
+    ("grace_s", "again", "status", "said"),
+    [
+        (0.5, None, STOPPED, "did not stop within 0.5 s of SIGTERM: ends with what was saved before"),
+        (60, signal.SIGINT, 130, "a second signal (SIGINT): ended at once"),
+        # `timeout` tells the process and then its group, at once.
+        (2, signal.SIGTERM, STOPPED, "did not stop within 2 s of SIGTERM: ends with what was saved before"),
+    ],
+)
+def test_a_process_that_cannot_stop_is_ended(grace_s, again, status, said):
+    started = subprocess.Popen(
+        [sys.executable, "-c", BUSY, str(grace_s)],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert started.stdout.readline() == "ready\n"
+        started.send_signal(signal.SIGTERM)
+        if again is not None:
+            assert "told to stop by SIGTERM" in started.stderr.readline()
+            started.send_signal(again)
+        _, shown = started.communicate(timeout=20)
+    finally:
+        started.kill()
+    assert started.returncode == status
+    assert said in shown
+
+
+@pytest.mark.parametrize(
+    ("reasons", "process", "said"),
+    [
+        (["", ""], 0, ""),
+        (["", "SIGTERM", ""], 1, "SIGTERM"),
+        (["", "SIGTERM", ""], 0, "SIGTERM (process 1)"),
+        (["", "SIGTERM", ""], 2, "SIGTERM (process 1)"),
+        (["SIGTERM", "SIGINT"], 1, "SIGTERM (process 0)"),
+        # Process 0 has heard of it from process 1, and process 2 of nothing yet.
+        (["SIGTERM (process 1)", "SIGTERM", ""], 2, "SIGTERM (process 1)"),
+    ],
+)
+def test_every_process_says_which_one_was_told(reasons, process, said):
+    assert first_told(dict(enumerate(reasons)), process) == said

@@ -1,0 +1,215 @@
+"""Each warning on sequences of metrics: what raises it, what does not, and which one of several."""
+
+import json
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dapo_jax.health.watchdogs import NAMES, SEEN, Watchdogs, warnings
+from dapo_jax.trackers import read_metrics
+
+ROOT = Path(__file__).parent.parent
+RECORDED = {
+    "quickstart": ROOT / "tests" / "golden" / "quickstart_metrics.jsonl",
+    "smollm2": ROOT / "docs" / "results" / "smollm2_135m_arithmetic" / "metrics.jsonl",
+}
+
+
+def healthy(count=20, **series):
+    """Steps of a run whose reward rises from -0.2 by 0.1 a step; `series` are a value, or one for each step."""
+    steps = []
+    for index in range(count):
+        step = {
+            "policy/entropy": 0.5,
+            "reward/mean": -0.2 + 0.1 * index,
+            "reward/std": 1.0,
+            "rollout/accuracy": 0.5,
+            "rollout/all_correct_frac": 0.1,
+            "rollout/mixed_frac": 0.8,
+            "rollout/prompts": 100,
+            "rollout/response_tokens": 30.0,
+            "rollout/truncated_frac": 0.1,
+            "update/learning_rate": 1e-4,
+        }
+        for name, values in series.items():
+            step[name.replace("__", "/")] = values[index] if isinstance(values, list) else values
+        steps.append(step)
+    return steps
+
+
+def raised(steps, **limits):
+    """Name and first step (from 1) of each warning, in the order in which they are said."""
+    dogs, found = Watchdogs(**limits), []
+    for number, step in enumerate(steps, start=1):
+        flags, said = dogs.step(step)
+        found += [(next(name for name in NAMES if flags[f"watchdog/{name}"]), number) for _ in said]
+    return found
+
+
+def test_a_run_that_learns_raises_nothing():
+    assert raised(healthy()) == []
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_the_recorded_healthy_runs_raise_nothing(name):
+    """What the warnings look at in `dapo-jax train configs/quickstart.yaml` (60 steps, rounded to five decimals) and in the
+    result that docs/ describes.
+
+    The quickstart's entropy ends at a sixth of its start, the real model's at a hundredth, with nearly all right."""
+    steps = [line for line in read_metrics(RECORDED[name]) if line["step"]]
+    assert len(steps) >= 20
+    assert raised(steps) == []
+    assert raised(steps, window=4) == []
+
+
+def test_entropy_has_collapsed_below_both_limits_unless_nearly_all_is_right():
+    """From 0.4 to 0.03: below 0.05 and below 0.04 from the step at which all three of the last are there, the 8th."""
+    falls = [0.4] * 5 + [0.03] * 15
+    assert raised(healthy(policy__entropy=falls)) == [("entropy_collapse", 8)]
+    assert raised(healthy(policy__entropy=falls, rollout__accuracy=0.95)) == []
+    assert raised(healthy(policy__entropy=falls), min_entropy=0.02) == []
+    assert raised(healthy(policy__entropy=[0.2] * 5 + [0.03] * 15)) == []  # above a tenth
+
+
+def test_length_has_collapsed_below_a_third():
+    assert raised(healthy(rollout__response_tokens=[30.0] * 5 + [9.0] * 15)) == [("length_collapse", 8)]
+    assert raised(healthy(rollout__response_tokens=[30.0] * 5 + [11.0] * 15)) == []
+
+
+def test_truncation_is_more_than_half_and_more_than_at_first():
+    """The mean of 0.1, 0.7, 0.7 is exactly 0.5: not above."""
+    assert raised(healthy(rollout__truncated_frac=[0.1] * 5 + [0.7] * 15)) == [("truncation", 8)]
+    assert raised(healthy(rollout__truncated_frac=[0.6] * 5 + [0.7] * 15)) == []
+
+
+def test_groups_are_flat_after_half_a_window_and_the_message_says_which():
+    steps = healthy(rollout__mixed_frac=0.0, rollout__all_correct_frac=0.0)
+    assert raised(steps) == [("flat_groups", 5)]
+    dogs = Watchdogs()
+    [said] = [text for step in steps for text in dogs.step(step)[1]]
+    assert (
+        "in the last 5 steps 0.0% of the groups had both right and wrong responses; 0% were all right" in said
+    )
+    assert raised(healthy(rollout__mixed_frac=0.03)) == []
+
+
+def said_by(steps, **how):
+    dogs = Watchdogs(**how)
+    return [text for step in steps for text in dogs.step(step)[1]]
+
+
+def test_where_scores_count_groups_are_flat_by_score_and_the_message_speaks_of_scores():
+    """All scores are above 0, so everything is called right; they differ in all groups, or later in none."""
+    above = {"rollout__accuracy": 1.0, "rollout__all_correct_frac": 1.0, "rollout__mixed_frac": 0.0}
+    assert raised(healthy(**above, rollout__scores_differ_frac=1.0), metric="score") == []
+    steps = healthy(**above, rollout__scores_differ_frac=[1.0] * 10 + [0.0] * 10)
+    assert raised(steps, metric="score") == [("flat_groups", 15)]
+    [said] = said_by(steps, metric="score")
+    assert "in the last 5 steps the scores differed in 0.0% of the groups" in said
+    assert not {"right", "wrong", "correct"} & set(said.split())
+
+
+def test_flat_verdicts_whose_scores_differ_name_the_remedy():
+    below = {"rollout__accuracy": 0.0, "rollout__all_correct_frac": 0.0, "rollout__mixed_frac": 0.0}
+    [said] = said_by(healthy(**below, rollout__scores_differ_frac=0.9))
+    assert "the scores differ in 90%" in said
+    assert "dynamic_sampling.metric=score" in said
+
+
+def test_where_scores_count_an_accuracy_silences_nothing():
+    """Scores that are all above 0 make an accuracy of 1, which says nothing of how good they could be."""
+    above = {"rollout__accuracy": 1.0, "rollout__scores_differ_frac": 1.0}
+    stuck, sure = (
+        healthy(**above, reward__mean=0.3),
+        healthy(**above, policy__entropy=[0.4] * 5 + [0.03] * 15),
+    )
+    assert raised(stuck) == raised(sure) == []
+    assert raised(stuck, metric="score") == [("reward_stuck", 10)]
+    assert raised(sure, metric="score") == [("entropy_collapse", 8)]
+
+
+def test_a_reward_is_stuck_after_a_window_at_the_full_rate_without_a_rise_beyond_the_noise():
+    """500 responses' worth of prompts in 5 steps: a standard error of 1 / sqrt(500) = 0.045 each, 0.063 for the difference."""
+    assert raised(healthy(reward__mean=0.3)) == [("reward_stuck", 10)]
+    rise = [0.3] * 5 + [0.42] * 15
+    assert raised(healthy(reward__mean=rise)) == [("reward_stuck", 10)]  # by 0.12 < 2 x 0.063
+    assert raised(healthy(reward__mean=[0.3] * 5 + [0.44] * 15)) == []
+    warming = [1e-5 * step for step in range(1, 9)] + [1e-4] * 12
+    assert raised(healthy(reward__mean=0.3, update__learning_rate=warming)) == [("reward_stuck", 18)]
+    assert raised(healthy(reward__mean=0.95, rollout__accuracy=0.97)) == []
+    assert raised(healthy(reward__mean=0.3), window=16) == [("reward_stuck", 16)]
+
+
+def test_of_several_only_the_cause_is_raised():
+    """A policy without entropy has flat groups and a reward that stays."""
+    steps = healthy(
+        policy__entropy=[0.5] * 3 + [0.001] * 17, rollout__mixed_frac=[0.8] * 3 + [0.0] * 17, reward__mean=0.3
+    )
+    assert raised(steps) == [("entropy_collapse", 6)]
+
+
+def test_a_warning_is_said_again_once_it_has_cleared():
+    lengths = [30.0] * 5 + [5.0] * 5 + [30.0] * 5 + [5.0] * 5
+    assert raised(healthy(rollout__response_tokens=lengths)) == [
+        ("length_collapse", 8),
+        ("length_collapse", 18),
+    ]
+
+
+def test_steps_that_sampled_nothing_and_what_was_not_measured_count_for_nothing():
+    steps = healthy(policy__entropy=[0.4] * 5 + [0.01] * 15)
+    gaps = [
+        {"update/learning_rate": 1e-4, "policy/entropy": None},
+        {"update/learning_rate": 1e-4, "policy/entropy": float("nan")},
+    ]
+    assert raised([*steps[:6], *gaps, *steps[6:]]) == [("entropy_collapse", 10)]
+
+
+def test_a_resumed_run_says_what_the_uninterrupted_one_says():
+    """From its lines, evaluation before the first step among them; and not again what was said before."""
+    steps = healthy(policy__entropy=[0.4] * 5 + [0.01] * 15)
+    for cut in (3, 7, 8, 12):
+        lines = [{"step": 0, "eval/x/avg@8": 0.5}, *steps[:cut]]
+        again = Watchdogs(history=json.loads(json.dumps(lines)))
+        said = [
+            (number, text)
+            for number, step in enumerate(steps[cut:], start=cut + 1)
+            for text in again.step(step)[1]
+        ]
+        assert [number for number, _ in said] == ([8] if cut < 8 else [])
+
+
+def test_a_long_run_is_judged_by_all_its_steps():
+    """What is kept of 400 steps that go up and down, some values absent, raises what the whole of them would."""
+    rng, dogs, whole, names = np.random.default_rng(3), Watchdogs(), {name: [] for name in SEEN}, []
+    limits = {
+        "window": 10, "min_entropy": 0.05, "min_length_frac": 0.333, "max_truncated_frac": 0.5, "min_mixed_frac": 0.02,
+    }  # fmt: skip
+    for index in range(400):
+        [step] = healthy(1, reward__mean=0.3, rollout__response_tokens=30 * abs(np.sin(index / 40) + 0.5))
+        step |= {
+            "policy/entropy": 0.4 * np.cos(index / 70) ** 4,
+            "rollout/mixed_frac": float(index % 90 < 80),
+        }
+        step = {name: value for name, value in step.items() if rng.random() < 0.9}
+        for name, value in step.items():
+            whole[name].append(float(value))
+        expected = next(iter(warnings(whole, **limits)), "")
+        assert dogs.step(step)[0] == {f"watchdog/{name}": int(name == expected) for name in NAMES}
+        names.append(expected)
+    assert set(names) == {"", "length_collapse", "entropy_collapse", "flat_groups", "reward_stuck"}
+
+
+def test_a_long_run_takes_no_more_memory():
+    """A thousand steps of ten values would be 240 kB."""
+    dogs, steps = Watchdogs(), healthy(100)
+    for step in steps:
+        dogs.step(step)
+    tracemalloc.start()
+    for number in range(1000):
+        dogs.step({name: value + number for name, value in steps[-1].items()})
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 20_000

@@ -1,0 +1,47 @@
+"""Messages of any lengths reach every process whole, and nothing is compiled for a length."""
+
+import pytest
+
+from dapo_jax.parallel.gather import agreed, by_first, exchange
+from tests import several
+
+UNEVEN = (
+    several.PREAMBLE
+    + """
+from dapo_jax.parallel import gather as module, processes
+processes.start()
+import jax
+index = jax.process_index()
+compiled = []
+jax.monitoring.register_event_duration_secs_listener(
+    lambda name, seconds, **kinds: compiled.append(name) if "backend_compile" in name else None
+)
+for round, lengths in enumerate([(0, 5, 3), (8, 24, 25), (1000, 0, 1), (0, 0, 0)]):
+    # A message of one byte value says who sent it and when; 8 + 8, 8 + 24, 8 + 25 end on a buffer's edge and beyond it.
+    messages = [bytes([16 * round + sender]) * length for sender, length in enumerate(lengths)]
+    assert module.exchange(messages[index], buffer_bytes=16) == messages, round
+    compiled_first = len(compiled) if round == 0 else compiled_first
+assert compiled_first and len(compiled) == compiled_first, compiled
+assert module.agreed(f"from {index}".encode()) == b"from 0"
+processes.leave()
+"""
+)
+
+
+@pytest.mark.slow
+def test_messages_of_uneven_lengths_arrive_whole():
+    several.run(UNEVEN, processes=3, devices=2)
+
+
+def test_one_process_has_its_own_message():
+    assert exchange(b"own") == [b"own"]
+    assert agreed(b"own") == b"own"
+    assert by_first(lambda: b"own") == b"own"
+
+
+def test_an_error_of_one_process_that_does_something_for_all_is_its_own():
+    def fails():
+        raise KeyError("own")
+
+    with pytest.raises(KeyError, match="own"):
+        by_first(fails)

@@ -1,0 +1,201 @@
+"""An update computes the same on every mesh. Eight virtual CPU devices.
+
+Sums over devices are taken in another order than on one device, so results differ by float32 rounding: by 1e-5 of the norm of
+each array.
+"""
+
+import jax
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec
+
+from dapo_jax.dapo.batching import Row, pack
+from dapo_jax.dapo.losses import dapo_loss
+from dapo_jax.dapo.metrics import to_scalars
+from dapo_jax.models.decoder import graph_of
+from dapo_jax.parallel.mesh import make_mesh
+from dapo_jax.parallel.training_layout import ROWS as ROWS_SPLIT
+from dapo_jax.parallel.training_layout import layout_of
+from dapo_jax.testing import tiny_decoder_config, tiny_params
+from dapo_jax.training.state import init_state, make_optimizer, state_shardings
+from dapo_jax.training.update import UpdateOptions, Updater
+
+CONFIG = tiny_decoder_config(heads=4, kv_heads=2, qkv_bias=True, qk_norm=True, tied_embeddings=False)
+MESHES = {
+    "fsdp 8": {"fsdp": 8},
+    "fsdp 4 x tensor 2": {"fsdp": 4, "tensor": 2},
+    "data 2 x fsdp 2 x tensor 2": {"data": 2, "fsdp": 2, "tensor": 2},
+    "fsdp 2 x tensor 2 x context 2": {"fsdp": 2, "tensor": 2, "context": 2},
+    "data 2 x context 4": {"data": 2, "context": 4, "fsdp": 1},
+}
+ROW_TOKENS, ROWS = 32, 8
+
+
+def all_but_slow(*quick):
+    """Every mesh; those that are not `quick` are slow: compiling for eight devices takes long."""
+    return [
+        pytest.param(axes, id=name, marks=[] if name in quick else pytest.mark.slow)
+        for name, axes in MESHES.items()
+    ]
+
+
+RATE = 1e-4
+"""As in the quickstart. AdamW divides by the gradient's size: where that is nothing but rounding, a parameter moves by up to
+the rate in either direction, and three such steps must stay below 1e-5 of the largest parameter, which is over 1."""
+CLIPPED = 0.01
+"""The gradient's norm is several times that, so that clipping is at work."""
+KEEP_GRADIENT = optax.chain(optax.clip_by_global_norm(CLIPPED), optax.trace(decay=0.0), optax.scale(-100.0))
+"""SGD; its state is the last gradient, clipped."""
+ADAMW = make_optimizer(max_grad_norm=CLIPPED)
+
+
+def rollouts(seed=0):
+    """24 responses of 4 to 20 tokens to 6 prompts of 5: groups of 4."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for group in range(6):
+        prompt = rng.integers(2, CONFIG.vocab_size, 5).astype(np.int32)
+        for _ in range(4):
+            response = rng.integers(2, CONFIG.vocab_size, rng.integers(4, 21)).astype(np.int32)
+            logprobs = rng.normal(-3.0, 0.3, len(response)).astype(np.float32)
+            rows.append(Row(prompt_tokens=prompt, response_tokens=response, logprobs=logprobs,
+                            advantage=float(rng.normal()), group=group))  # fmt: skip
+    return rows
+
+
+def minibatch(*, apart, seed=0, shorter=()):
+    """Packed, prompts shared; or one rollout to a row."""
+    rows = rollouts(seed)
+    weights = np.full(len(rows), 1.0 / sum(len(row.response_tokens) for row in rows))
+    if not apart:
+        return pack(rows, weights, row_tokens=ROW_TOKENS, rows_per_microbatch=ROWS, shorter_rows=shorter)
+    parts = [pack([row], weights[:1], row_tokens=ROW_TOKENS, rows_per_microbatch=1)[0] for row in rows]
+    return [
+        jax.tree.map(lambda *rows: np.concatenate(rows), *parts[i : i + ROWS]) for i in range(0, 24, ROWS)
+    ]
+
+
+BATCHES = [minibatch(apart=False), minibatch(apart=True, seed=1), minibatch(apart=False, seed=2)]
+
+
+def trained(
+    mesh, optimizer, batches=BATCHES, *, rate, old_logprobs="trainer", attention="xla", offload=False
+):
+    """The state after each update, an update a batch, and the metrics; all but the first have ratios other than 1."""
+    graph = graph_of(CONFIG, layout=layout_of(mesh, attention=attention))
+    options = UpdateOptions(old_logprobs=old_logprobs, logprob_chunk_vocab=4, offload=offload)
+    params = jax.eval_shape(lambda: tiny_params(CONFIG))
+    updater = Updater(graph, params, optimizer, mesh, objective=dapo_loss, options=options)
+    state, states, metrics = init_state(tiny_params(CONFIG), optimizer, mesh, offload=offload), [], []
+    for index, prepared in enumerate(updater.prepare(state, batches)):
+        state, measured = updater.update(state, prepared, learning_rate=rate, first=index == 0)
+        metrics.append(to_scalars(measured))
+        states.append(jax.tree.map(np.asarray, state))
+    return states, metrics
+
+
+def one_device():
+    return make_mesh(devices=jax.devices()[:1])
+
+
+def assert_same(found, expected, scale=1e-5):
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(expected), strict=True
+    ):
+        assert np.linalg.norm(a - b) <= scale * np.linalg.norm(b), jax.tree_util.keystr(path)
+
+
+@pytest.fixture(scope="module")
+def expected_of_sgd():
+    return trained(one_device(), KEEP_GRADIENT, rate=1.0)
+
+
+@pytest.fixture(scope="module")
+def expected_of_adamw():
+    return trained(one_device(), ADAMW, rate=RATE, old_logprobs="sampler")
+
+
+def test_clipping_is_at_work(expected_of_sgd, expected_of_adamw):
+    for _, metrics in (expected_of_sgd, expected_of_adamw):
+        assert all(of_update["update/grad_norm"] > 2 * CLIPPED for of_update in metrics)
+
+
+@pytest.mark.parametrize("axes", all_but_slow("fsdp 2 x tensor 2 x context 2"))
+def test_losses_gradients_and_sgd_are_those_of_one_device(axes, expected_of_sgd):
+    """Packed with shared prompts, and unpacked."""
+    states, metrics = trained(make_mesh(**axes), KEEP_GRADIENT, rate=1.0)
+    for found, expected in zip(states, expected_of_sgd[0], strict=True):
+        assert_same(found.opt_state, expected.opt_state)
+        assert_same(found.params, expected.params)
+    for found, expected in zip(metrics, expected_of_sgd[1], strict=True):
+        assert found == pytest.approx(expected, rel=1e-5, abs=1e-6, nan_ok=True)
+
+
+@pytest.mark.parametrize("axes", all_but_slow("fsdp 2 x tensor 2 x context 2"))
+def test_adamw_moves_parameters_as_on_one_device(axes, expected_of_adamw):
+    states, _ = trained(make_mesh(**axes), ADAMW, rate=RATE, old_logprobs="sampler")
+    for found, expected in zip(states, expected_of_adamw[0], strict=True):
+        assert_same(found.params, expected.params)
+
+
+def test_packing_changes_no_gradient():
+    packed, apart = (minibatch(apart=apart) for apart in (False, True))
+    assert len(packed) < len(apart)
+    first, second = (trained(one_device(), KEEP_GRADIENT, [parts], rate=0.0)[0] for parts in (packed, apart))
+    assert_same(first[0].opt_state, second[0].opt_state)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [{"fsdp": 8}, {"fsdp": 2, "tensor": 2, "context": 2}], ids=str)
+def test_rows_of_several_lengths_change_no_gradient(axes):
+    """Against one device with rows of one length."""
+    mixed = minibatch(apart=False, shorter=(24,))
+    assert {part.tokens.shape[1] for part in mixed} == {ROW_TOKENS, 24}
+    [first], _ = trained(make_mesh(**axes), KEEP_GRADIENT, [mixed], rate=0.0)
+    [second], _ = trained(one_device(), KEEP_GRADIENT, [minibatch(apart=False)], rate=0.0)
+    assert_same(first.opt_state, second.opt_state)
+
+
+@pytest.mark.slow
+def test_moments_may_lie_in_the_hosts_memory(expected_of_adamw):
+    """Between updates they are there, and parameters are bit for bit what they are without."""
+    mesh = one_device()
+    states, _ = trained(mesh, ADAMW, rate=RATE, old_logprobs="sampler", offload=True)
+    jax.tree.map(np.testing.assert_array_equal, states, expected_of_adamw[0])
+    placed = state_shardings(tiny_params(CONFIG), ADAMW, mesh, offload=True)
+    assert {place.memory_kind for place in jax.tree.leaves(placed.opt_state)} == {"pinned_host"}
+    assert {place.memory_kind for place in jax.tree.leaves(placed.params)} == {"device"}
+
+
+@pytest.mark.slow  # the kernel is interpreted
+@pytest.mark.parametrize("axes", [{"fsdp": 2, "tensor": 2, "context": 2}, {"fsdp": 2, "context": 4}], ids=str)
+def test_splash_attention_over_split_rows_is_the_plain_one(axes):
+    """Each device has its own part of the queries, and of the kernel's tables. Both compute in float32; what differs is the
+    order of sums over up to 512 tokens, for gradients of up to 4 heads."""
+    rng, mesh = np.random.default_rng(0), make_mesh(**axes)
+    rows, seq, dim = 2, 512, 32
+    query, key, value = (rng.normal(size=(heads, dim, rows * seq)).astype(np.float32) for heads in (4, 2, 2))
+    segments = np.sort(rng.integers(1, 4, (rows, seq)).astype(np.int32), axis=1)
+    split = PartitionSpec("tensor", None, ("data", "fsdp"), "context")
+
+    def attended(attention):
+        layout = layout_of(mesh, attention=attention)
+
+        def part(query, key, value, segments):
+            flat = (each.reshape(*each.shape[:2], -1) for each in (query, key, value))
+            return layout.attend(*flat, segments, None, "float32").reshape(query.shape)
+
+        mapped = jax.shard_map(part, mesh=mesh, in_specs=(split, split, split, ROWS_SPLIT), out_specs=split,
+                               check_vma=False)  # fmt: skip
+
+        def loss(query, key, value):
+            apart = (each.reshape(*each.shape[:2], rows, seq) for each in (query, key, value))
+            out = mapped(*apart, segments)
+            return (out * out).sum(), out
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(query, key, value)
+
+    found, expected = attended("splash_interpreted"), attended("xla")
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert np.linalg.norm(one - other) <= 1e-5 * np.linalg.norm(other)

@@ -1,0 +1,178 @@
+"""Which panels a report has: those of which some run has a metric."""
+
+import random
+import re
+from dataclasses import replace
+
+from dapo_jax.report.filled_panels import OTHER, panels_of
+from dapo_jax.report.panels import PANELS
+from dapo_jax.report.tables import EQUAL, Table, comparable
+from dapo_jax.trackers import read_metrics
+from tests.report.made import metrics_line
+from tests.structure_test import ROOT
+
+
+def table(*lines):
+    names = dict.fromkeys(name for line in lines for name in line if name != "step")
+    return Table(
+        axes={"step": [line["step"] for line in lines]},
+        columns={name: [line.get(name) for line in lines] for name in names},
+    )
+
+
+def titles(panels):
+    return [panel.title for panel in panels]
+
+
+def test_a_metric_that_no_run_has_leaves_no_panel():
+    panels, _ = panels_of([table({"step": 1, "policy/entropy": 0.5}), table({"step": 1, "update/loss": 0.5})])
+    assert titles(panels) == ["Entropy", "Loss"]
+    assert [series.key for panel in panels for series in panel.series] == ["policy/entropy", "update/loss"]
+
+
+def test_every_metric_of_a_real_run_is_drawn_once():
+    lines = read_metrics(ROOT / "docs/results/smollm2_135m_arithmetic/metrics.jsonl")
+    panels, zero = panels_of([table(*lines)])
+    drawn = [series.key for panel in panels for series in panel.series]
+    drawn += [series.band for panel in panels for series in panel.series if series.band]
+    assert len(drawn) == len(set(drawn))
+    left = {name for line in lines for name in line} - set(drawn) - {"step"}
+    # The parts of other things, and what is 0 throughout.
+    assert left == {"time/step_s", "time/eval_s", "update/skipped_frac"}
+    assert zero == ["Skipped updates"]
+
+
+def test_patterns_name_metrics_that_runs_write():
+    """A metric that was renamed would silently lose its panel."""
+    written = set(metrics_line(5, random.Random(0))) | {
+        "reward/parts/math", "reward/lost", "reward/nonfinite", "policy/kl_ref_k1", "policy/kl_ref_k3", "time/rest_s",
+        "eval/aime_2024/cons@8", "watchdog/truncation", "nonfinite/loss", "eval/aime_2024/reward",
+        "eval/aime_2024/response_tokens", "eval/aime_2024/truncated_frac", "rollout/dropped_old", "rollout/scores_differ_frac", "rollout/age_mean", "rollout/age_max",
+    }  # fmt: skip
+    for panel in PANELS:
+        for series in panel.series:
+            assert any(re.fullmatch(series.key, name) for name in written), series.key
+
+
+def test_of_one_dataset_the_name_is_left_out_and_of_pass_at_j_the_last_is_drawn_first():
+    line = {
+        "step": 0,
+        "eval/x/avg@8": 0.1,
+        "eval/x/avg@8_stderr": 0.01,
+        "eval/x/pass@2": 0.2,
+        "eval/x/pass@8": 0.3,
+    }
+    [panel], _ = panels_of([table(line)])
+    assert [(series.label, series.band) for series in panel.series] == [
+        ("avg@8", "eval/x/avg@8_stderr"), ("pass@2", ""), ("pass@8", ""),
+    ]  # fmt: skip
+    assert panel.hidden == ("eval/x/pass@2",)
+    [panel], _ = panels_of([table(line | {"eval/y/z/avg@8": 0.1})])
+    assert [series.label for series in panel.series] == ["avg@8 x", "avg@8 y/z", "pass@2 x", "pass@8 x"]
+
+
+def evaluated(k, dataset="x"):
+    return table(
+        {
+            "step": 0,
+            **{
+                f"eval/{dataset}/{kind}": 0.5
+                for kind in (f"avg@{k}", f"avg@{k}_stderr", "pass@2", f"pass@{k}", f"cons@{k}")
+            },
+        }
+    )
+
+
+def test_runs_that_differ_in_k_are_compared_at_the_largest_that_all_have():
+    """Of k = 4 and k = 8 pass@2 and pass@4 are in both where the run of 8 has logged them; avg@k is one line for both."""
+    eight = evaluated(8)
+    eight.columns["eval/x/pass@4"] = [0.5]
+    [panel], _ = panels_of(comparable([evaluated(4), eight]))
+    assert panel.title == "Held-out accuracy, pass@4"
+    assert "runs differ in k" in panel.note
+    assert [each.key for each in panel.series if each.key not in panel.hidden] == [
+        "eval/x/avg@k",
+        "eval/x/pass@4",
+    ]
+    assert next(each.band for each in panel.series) == "eval/x/avg@k_stderr"
+    assert {"eval/x/cons@4", "eval/x/cons@8", "eval/x/pass@8"} <= set(panel.hidden)
+
+
+def test_runs_of_one_k_and_runs_of_different_datasets_keep_their_title():
+    for tables in ([evaluated(8)], [evaluated(8), evaluated(8)], [evaluated(4, "x"), evaluated(8, "y")]):
+        [panel], _ = panels_of(comparable(tables))
+        assert panel.title == "Held-out accuracy"
+        assert "eval/x/avg@k" not in {series.key for series in panel.series}
+        assert [key for key in panel.hidden if "pass" in key] == [
+            f"eval/{name}/pass@2" for name in sorted({s.key.split("/")[1] for s in panel.series})
+        ]
+
+
+def test_a_run_that_changed_its_k_keeps_both_apart():
+    changed = table({"step": 0, "eval/x/avg@4": 0.5}, {"step": 9, "eval/x/avg@8": 0.25})
+    [panel], _ = panels_of(comparable([changed, evaluated(8)]))
+    assert [each.key for each in panel.series if "avg" in each.key] == ["eval/x/avg@4", "eval/x/avg@8"]
+
+
+def test_metrics_of_later_versions_and_missing_ones_are_no_error():
+    line = {
+        "step": 1,
+        "rollout/age_mean": 0.5,
+        "rollout/scores_differ_frac": 0.5,
+        "rollout/of_a_later_version": 0.5,
+        "eval/x/reward": 0.25,
+        "eval/x/reward_stderr": 0.1,
+    }
+    panels, _ = panels_of([table(line), table({"step": 1, "memory/host_gib": 2.0})])
+    assert titles(panels) == [
+        "Held-out reward",
+        "Age of trained groups",
+        "Groups whose scores differ",
+        "Memory",
+        "rollout/of_a_later_version",
+    ]
+    assert panels[0].series[0].band == "eval/x/reward_stderr"
+
+
+def test_what_is_zero_throughout_is_named_and_not_drawn():
+    lines = [{"step": step, "update/skipped_frac": 0.0} for step in (1, 2)]
+    assert panels_of([table(*lines)]) == ([], ["Skipped updates"])
+    panels, zero = panels_of([table(*lines), table({"step": 1, "update/skipped_frac": 0.25})])
+    assert (titles(panels), zero) == (["Skipped updates"], [])
+
+
+def test_of_watchdogs_those_that_were_raised_are_drawn():
+    lines = [{"step": step, "watchdog/truncation": step > 1, "watchdog/flat_groups": 0} for step in (1, 2)]
+    [panel], zero = panels_of([table(*lines)])
+    assert [series.label for series in panel.series] == ["truncation"]
+    assert zero == []
+
+
+def test_metrics_that_are_not_known_are_drawn_all_the_same():
+    [panel], _ = panels_of([table({"step": 1, "mine/own": 3.0})])
+    assert (panel.section, panel.title) == (OTHER, "mine/own")
+
+
+LEARNING = {
+    "step": 1, "eval/x/avg@4": 0.0, "eval/x/reward": -1.5, "rollout/accuracy": 0.0, "reward/mean": -1.0, "rollout/mixed_frac": 0.0,
+    "rollout/all_wrong_frac": 1.0, "rollout/scores_differ_frac": 0.75,
+}  # fmt: skip
+
+
+def test_of_runs_that_are_judged_by_scores_rewards_come_first_and_nothing_is_right_or_wrong():
+    judged = replace(table({**LEARNING, EQUAL: 0.25}), by_score=True)
+    panels, zero = panels_of([judged, judged])
+    assert titles(panels) == ["Held-out reward", "Reward", "Groups sampled"]
+    assert panels[2].stacked
+    assert [series.key for series in panels[2].series] == ["rollout/scores_differ_frac", EQUAL]
+    assert zero == []
+
+
+def test_beside_runs_with_verdicts_rewards_come_first_and_accuracies_stay():
+    judged = replace(table({**LEARNING, EQUAL: 0.25}), by_score=True)
+    panels, _ = panels_of([table(LEARNING), judged])
+    assert titles(panels) == [
+        "Held-out reward", "Reward", "Held-out accuracy", "Training accuracy", "Groups sampled", "Groups whose scores differ",
+    ]  # fmt: skip
+    panels, _ = panels_of([table(LEARNING)])
+    assert titles(panels)[:3] == ["Held-out accuracy", "Training accuracy", "Reward"]

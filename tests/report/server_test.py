@@ -1,0 +1,241 @@
+"""A report that is served: what it answers and to whom, and that it reads what is new and nothing twice."""
+
+import base64
+import gzip
+import http.client
+import json
+import random
+import socket
+import struct
+import threading
+from contextlib import contextmanager
+
+import pytest
+
+from dapo_jax.config import ConfigError, DynamicSamplingConfig
+from dapo_jax.report import rollouts
+from dapo_jax.report import server as report_server
+from dapo_jax.report.server import Watched, _Server, watch
+from tests.report.made import (
+    metrics_line,
+    problem_line,
+    rollout_line,
+    write_evaluation,
+    write_rollouts,
+    write_run,
+)
+
+
+@contextmanager
+def served(*places):
+    server = _Server(0, Watched(places))
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.fixture
+def run(tmp_path):
+    folder = write_run(tmp_path / "run", steps=3)
+    write_evaluation(folder, 0, [problem_line(0, 3)])
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch):
+    """Files are looked at whenever they are asked for; all that is new is read, but for what a test says."""
+    monkeypatch.setattr(report_server, "LOOK_S", 0.0)
+
+
+def asked(server, path, *, host=None, method="GET", headers=None):
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
+    try:
+        sent = {"Host": host or f"127.0.0.1:{server.server_port}", **(headers or {})}
+        connection.request(method, path, headers=sent)
+        answer = connection.getresponse()
+        return answer, answer.read()
+    finally:
+        connection.close()
+
+
+def json_of(server, path):
+    answer, content = asked(server, path)
+    assert answer.status == 200
+    return json.loads(content)
+
+
+def caught_up(server):
+    """The data after all that is on file was read: each look reads one file at least."""
+    for _ in range(20):
+        json_of(server, "/state")
+    return json_of(server, "/data")
+
+
+def test_the_page_and_what_it_asks_for_are_there_and_nothing_else(run):
+    with served(run) as server:
+        data = caught_up(server)
+        answer, page = asked(server, "/")
+        assert answer.status == 200
+        assert b'id="index-0"' in page
+        assert b'id="chunk-0-0"' not in page  # it is asked for
+        assert b"connect-src 'self'" in page
+        answer, chunk = asked(server, "/packed/chunk-0-0")
+        assert json.loads(gzip.decompress(chunk))[0]["prompt"].startswith("what is")
+        assert data["runs"][0]["rollouts"]["steps"] == [1, 2, 3]
+        number = data["runs"][0]["evaluations"]["datasets"][0]["evaluations"][0][1]
+        assert json.loads(gzip.decompress(asked(server, f"/packed/eval-0-{number}")[1]))["0"]["responses"]
+        for path in (
+            "/config.yaml", "/metrics.jsonl", "/../config.yaml", "/packed/", "/packed/chunk-0-99", "/packed/chunk-9-0", "/packed/eval-0-999999999",
+            "/packed/chunk-0-0/..", "/%2e%2e/config.yaml", f"{run}/config.yaml", "/rollouts", "/?", "*",
+        ):  # fmt: skip
+            assert asked(server, path)[0].status == 404, path
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "TRACE"])
+def test_nothing_can_be_done_but_reading(run, method):
+    with served(run) as server:
+        assert asked(server, "/state", method=method)[0].status == 501
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil.example",
+        "evil.example:PORT",
+        "127.0.0.1",
+        "127.0.0.1:1",
+        "localhost.evil.example:PORT",
+        "0.0.0.0:PORT",
+        " ",
+    ],
+)
+def test_another_name_for_this_machine_is_refused(run, host):
+    """As a page elsewhere would have, whose own name was made to mean this machine (DNS rebinding)."""
+    with served(run) as server:
+        for path in ("/", "/state", "/data", "/packed/chunk-0-0"):
+            answer, content = asked(server, path, host=host.replace("PORT", str(server.server_port)))
+            assert answer.status == 403
+            assert b"what is" not in content
+        assert asked(server, "/state", host=f"localhost:{server.server_port}")[0].status == 200
+
+
+def test_only_this_machine_can_connect_and_no_other_page_may_read(run):
+    with served(run) as server:
+        assert server.server_address[0] == "127.0.0.1"
+        for path in ("/", "/state", "/data"):
+            answer, _ = asked(server, path, headers={"Origin": "http://evil.example"})
+            headers = {name.lower(): value for name, value in answer.getheaders()}
+            assert "access-control-allow-origin" not in headers
+            assert headers["cross-origin-resource-policy"] == "same-origin"
+            assert headers["x-content-type-options"] == "nosniff"
+            assert headers["x-frame-options"] == "DENY"
+            assert headers["cache-control"] == "no-store"
+            assert "python" not in headers["server"].lower()
+
+
+def test_what_is_new_is_read_and_nothing_twice(run, monkeypatch):
+    read = []
+    plain = rollouts.read_rollouts
+    monkeypatch.setattr(rollouts, "read_rollouts", lambda path: read.append(path.name) or plain(path))
+    with served(run) as server:
+        before = caught_up(server)
+        assert read == ["step_000001.jsonl", "step_000002.jsonl", "step_000003.jsonl"]
+        again = json_of(server, "/state")["version"]
+        assert again == before["watched"]  # nothing is new
+        first = asked(server, "/packed/chunk-0-0")[1]
+        rng = random.Random(4)
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(metrics_line(4, rng)) + "\n")
+        write_rollouts(run, 4, [rollout_line(4, 99, index, rng=rng, prompt="new") for index in range(4)])
+        write_evaluation(run, 4, [problem_line(0, 5)])
+        after = caught_up(server)
+        assert after["watched"] > before["watched"]
+        assert read[3:] == ["step_000004.jsonl"]
+        assert asked(server, "/packed/chunk-0-0")[1] == first
+        [described] = after["runs"]
+        assert described["axes"]["step"][-1] == 4
+        assert described["rollouts"]["steps"][-1] == 4
+        assert [step for step, _ in described["evaluations"]["datasets"][0]["evaluations"]] == [0, 4]
+        assert set(after["packed"]) == {"index-0", "eval-index-0"}
+
+
+def test_a_run_that_has_just_begun_is_waited_for(tmp_path):
+    run = write_run(tmp_path / "run", steps=1, tokenizer=False)
+    lines = (run / "metrics.jsonl").read_text()
+    rows = (run / "rollouts" / "step_000001.jsonl").read_text()
+    (run / "metrics.jsonl").unlink()
+    (run / "rollouts" / "step_000001.jsonl").unlink()
+    with served(run) as server:
+        data = caught_up(server)
+        assert data["runs"][0]["axes"]["step"] == []
+        assert data["panels"] == []
+        (run / "metrics.jsonl").write_text(lines)
+        (run / "rollouts" / "step_000001.jsonl").write_text(rows)
+        data = caught_up(server)
+        assert data["runs"][0]["axes"]["step"] == [0, 1]
+        assert data["runs"][0]["rollouts"]["steps"] == [1]
+
+
+def test_damage_that_comes_later_is_said_and_the_page_stays(run):
+    with served(run) as server:
+        before = caught_up(server)
+        whole = (run / "metrics.jsonl").read_text()
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write('nonsense\n{"step": 9}\n')
+        state = json_of(server, "/state")
+        assert "metrics.jsonl, line 5 is damaged" in state["error"]
+        assert json_of(server, "/state")["version"] == state["version"]
+        assert json_of(server, "/data")["runs"][0]["columns"] == before["runs"][0]["columns"]
+        (run / "mended").write_text(whole)
+        (run / "mended").rename(run / "metrics.jsonl")
+        assert json_of(server, "/state")["error"] == ""
+
+
+def test_a_browser_that_goes_away_is_no_matter(run, capfd):
+    with served(run) as server:
+        for _ in range(3):
+            with socket.create_connection(("127.0.0.1", server.server_port)) as connection:
+                connection.sendall(f"GET / HTTP/1.1\r\nHost: 127.0.0.1:{server.server_port}\r\n\r\n".encode())
+        assert json_of(server, "/state")["error"] == ""
+    assert capfd.readouterr().err == ""
+
+
+def test_ctrl_c_ends_it_with_a_line(run, monkeypatch):
+    def interrupted(self, poll_interval):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_Server, "serve_forever", interrupted)
+    lines = []
+    watch(run, say=lines.append)
+    assert lines[0].startswith("watching run: http://127.0.0.1:")
+    assert lines[1:] == ["\nno longer watching"]
+
+
+def test_a_port_that_cannot_be_had_is_said(run):
+    with (
+        served(run) as server,
+        pytest.raises(
+            ConfigError,
+            match=rf"cannot listen at 127\.0\.0\.1:{server.server_port} \(Address already in use\)",
+        ),
+    ):
+        watch(run, port=server.server_port)
+    with pytest.raises(ConfigError, match="found 70000"):
+        watch(run, port=70000)
+    with pytest.raises(ConfigError, match="found 9 runs"):
+        watch(*[run] * 9)
+
+
+def test_a_run_that_is_judged_by_scores_is_read_as_such(tmp_path):
+    run = write_run(tmp_path / "run", steps=1, dynamic_sampling=DynamicSamplingConfig(metric="score"))
+    write_evaluation(run, 0, [problem_line(0, 0, reward=-1.5)])
+    with served(run) as server:
+        data = caught_up(server)
+        assert data["runs"][0]["by_score"] is True
+        index = gzip.decompress(base64.b64decode(data["packed"]["eval-index-0"]))
+        assert struct.unpack("<f", index[-4:]) == (-1.5,)

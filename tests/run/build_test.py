@@ -1,0 +1,266 @@
+"""What a configuration makes of the pipe: each technique, switched, changes what it should and only that."""
+
+import gc
+import itertools
+import json
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from dapo_jax.checkpoints.checkpointer import Checkpointer
+from dapo_jax.dapo.dynamic_sampling import InformativeShare, ShortfallError
+from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
+from dapo_jax.models.folder import load_model
+from dapo_jax.run.build import Run
+from dapo_jax.training.loop import Position
+
+
+def params_of(result):
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(result.policy.params)]
+
+
+def equal(a, b):
+    return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def make_group(ordinal, marks, lengths, *, truncated=()):
+    rollouts = tuple(
+        Rollout(
+            response=Response(
+                tokens=np.full(length, 5, np.int32),
+                logprobs=np.full(length, -1.0, np.float32),
+                finish_reason="length" if index in truncated else "stop",
+            ),
+            text="",
+            verdict=Verdict(correct=mark == "x"),
+            reward=1.0 if mark == "x" else -1.0,
+        )
+        for index, (mark, length) in enumerate(zip(marks, lengths, strict=True))
+    )
+    return Group(
+        prompt=Prompt(ordinal=ordinal, tokens=np.array([3, 12, 4], np.int32), text="1+2", answer="3"),
+        rollouts=rollouts,
+    )
+
+
+GROUPS = [
+    make_group(0, "x...", [1, 2, 3, 6], truncated={3}),
+    make_group(1, "xx..", [2, 2, 2, 2]),
+]
+
+
+def minibatches_of(config, rows, groups=GROUPS):
+    return Run(config, prompts=rows, reward=bool).pipe.minibatches(groups, 1)
+
+
+def differing(found, expected):
+    """The fields in which two steps' microbatches differ."""
+    return {
+        name
+        for a, b in zip(itertools.chain(*found), itertools.chain(*expected), strict=True)
+        for name in a.__dataclass_fields__
+        if not np.array_equal(getattr(a, name), getattr(b, name))
+    }
+
+
+def test_aggregation_changes_the_weights_and_nothing_else(micro, rows):
+    """One update over both groups: 12 + 8 = 20 tokens, 8 responses."""
+    one_update = {"batch__groups_per_update": 2}
+    mean = minibatches_of(micro(**one_update), rows)
+    sequence = minibatches_of(micro(**one_update, loss__aggregation="sequence_mean"), rows)
+    assert differing(mean, sequence) == {"weights"}
+    [[m]] = mean
+    np.testing.assert_allclose(m.weights[m.mask], 1 / 20, rtol=1e-6)
+    [[m]] = sequence
+    by_length = sorted(weight for weight in m.weights[m.mask])
+    lengths = [1, 2, 3, 6, 2, 2, 2, 2]
+    expected = sorted(1 / 8 / length for length in lengths for _ in range(length))
+    np.testing.assert_allclose(by_length, expected, rtol=1e-6)
+
+
+def test_normalize_std_changes_the_advantages_and_nothing_else(micro, rows):
+    plain = minibatches_of(micro(loss__normalize_std=False), rows)
+    assert differing(minibatches_of(micro(), rows), plain) == {"advantages"}
+    values = {round(float(a), 4) for minibatch in plain for m in minibatch for a in m.advantages[m.mask]}
+    assert values == {1.5, -0.5, 1.0, -1.0}  # 1 - (-0.5), -1 - (-0.5); 1 - 0, -1 - 0
+
+
+def test_filtering_truncated_responses_takes_their_tokens_out_and_leaves_rewards_alone(micro, rows):
+    """The truncated response has 6 of 20 tokens. Advantages stay: its reward still counts in its group."""
+    one_update = {"batch__groups_per_update": 2}
+    [[m]] = minibatches_of(micro(**one_update), rows)
+    [[filtered]] = minibatches_of(micro(**one_update, reward__overlong__filter_truncated=True), rows)
+    assert differing([[m]], [[filtered]]) == {"mask", "weights"}
+    assert (m.mask.sum(), filtered.mask.sum()) == (20, 14)
+    np.testing.assert_allclose(filtered.weights[filtered.mask], 1 / 14, rtol=1e-6)
+    assert not filtered.weights[~filtered.mask].any()
+
+
+def test_a_minibatch_with_nothing_left_is_no_update(micro, rows):
+    """AdamW would decay the weights for an update without a single token."""
+    cut = make_group(2, "x.", [6, 6], truncated={0, 1})
+    config = micro(reward__overlong__filter_truncated=True)
+    assert len(minibatches_of(config, rows, [cut, GROUPS[1]])) == 1
+    assert minibatches_of(config, rows, [cut]) == []
+
+
+def test_every_step_shuffles_anew_and_a_replayed_one_alike(micro, rows):
+    """Twenty groups told apart by their ordinal in place of a token."""
+    groups = [make_group(ordinal, "x.", [1, 1]) for ordinal in range(20)]
+    for ordinal, group in enumerate(groups):
+        group.rollouts[0].response.tokens[0] = ordinal
+    run = Run(micro(), prompts=rows, reward=bool)
+
+    def order(step):
+        return [int(m.tokens[m.mask & (m.advantages > 0)][0]) for [m] in run.pipe.minibatches(groups, step)]
+
+    assert sorted(order(1)) == list(range(20))
+    assert order(1) == order(1) != order(2)
+
+
+def test_clip_higher_acts_from_the_second_update_of_a_step_on(micro, run_micro):
+    """One update a step has ratio 1, and no clip to be felt: the weights are the same bit for bit. With two, the second is
+    clipped at 1.02 or at 1.5, which is all that differs in what is sampled and rewarded."""
+    narrow = {"steps": 1, "loss__clip_ratio_low": 0.02, "loss__clip_ratio_high": 0.02}
+    wide = {**narrow, "loss__clip_ratio_high": 0.5}
+    once = {"batch__groups_per_update": 2}
+    assert equal(params_of(run_micro(micro(**narrow, **once))), params_of(run_micro(micro(**wide, **once))))
+    cut, free = run_micro(micro(**narrow)), run_micro(micro(**wide))
+    assert not equal(params_of(cut), params_of(free))
+    before, after = cut.metrics[0], free.metrics[0]
+    assert before["policy/clip_high_frac"] > after["policy/clip_high_frac"]
+    same = [name for name in before if name.startswith(("rollout/", "reward/", "policy/ratio_max"))]
+    assert {name: before[name] for name in same} == {name: after[name] for name in same}
+
+
+def test_without_dynamic_sampling_flat_groups_are_trained_on_and_no_further_prompt_is_drawn(micro, run_micro):
+    """All correct: with the filter there is nothing to learn from, without it a step is its two prompts."""
+    off = micro(dynamic_sampling__enabled=False, steps=1)
+    [line] = run_micro(off, reward=lambda sample: True).metrics
+    expected = {"rollout/prompts": 2, "rollout/trained_groups": 2, "rollout/all_correct_frac": 1.0,
+                "rollout/trained_accuracy": 1.0, "rollout/waves": 1, "rollout/surplus_groups": 0}  # fmt: skip
+    assert {name: line[name] for name in expected} == expected
+    on = micro(steps=1, dynamic_sampling__max_waves=2)
+    with pytest.raises(ShortfallError, match="of 6 groups 6 were all correct, 0 all wrong"):
+        run_micro(on, reward=lambda sample: True)
+
+
+@pytest.mark.parametrize(("most", "carried"), [(1, []), (2, [(2, 2)])])
+def test_carried_groups_are_kept_for_as_many_steps_as_the_configuration_says(micro, rows, most, carried):
+    """Two of three are trained on; the third was sampled in the step before."""
+    groups = [replace(make_group(ordinal, "x...", [1, 1, 1, 1]), age=1) for ordinal in range(3)]
+    run = Run(micro(dynamic_sampling__max_age_steps=most), prompts=rows, reward=bool)
+    collected = run.pipe.finish(run.pipe.collector(Position(step=1, cursor=3, carry=groups)))
+    assert [(group.prompt.ordinal, group.age) for group in collected.carry] == carried
+    assert collected.dropped_old == 1 - len(carried)
+
+
+def test_where_surplus_is_carried_a_step_draws_by_the_share_of_the_steps_before(micro, rows):
+    """Two groups: (2 + sqrt(2)) x (120 / 2 + 1) / (60 / 2 + 1) = 6.7 prompts of the 9 that a whole wave has."""
+    position = Position(step=1, share=InformativeShare(informative=60.0, sampled=120.0))
+    for surplus, prompts in (("carry", 7), ("discard", 9)):
+        config = micro(dynamic_sampling__prompts_per_wave=9, dynamic_sampling__surplus=surplus)
+        assert len(Run(config, prompts=rows, reward=bool).pipe.collector(position).draw(99)) == prompts
+
+
+def test_a_run_that_goes_on_knows_the_share_of_informative_groups_and_how_old_carried_ones_are(
+    finished, micro, rows
+):
+    expected = InformativeShare()
+    for line in finished.metrics[1:]:
+        prompts = line["rollout/prompts"]
+        mixed = round(line.get("rollout/mixed_frac", 0.0) * prompts)
+        expected = expected.later(informative=mixed, sampled=prompts)
+    with Checkpointer(finished.run_dir / "checkpoints") as checkpointer:
+        start = Run(micro(), prompts=rows, reward=bool).start(checkpointer, resume=True, say=print)
+    assert start.position.share == expected
+    assert [group.age for group in start.position.carry] == [1] * finished.metrics[-1][
+        "rollout/carried_groups"
+    ]
+
+
+def test_the_soft_overlong_punishment_changes_rewards_by_the_penalty_and_nothing_that_is_sampled(
+    micro, run_micro
+):
+    """Free up to 6 - 2 = 4 tokens, -0.5 at 5, -1 at 6."""
+    logged = {"steps": 1, "log__rollouts_every_steps": 1}
+    on = run_micro(micro(**logged))
+    off = run_micro(micro(**logged, reward__overlong__enabled=False))
+    shaped, plain = ([json.loads(line) for line in
+                      (result.run_dir / "rollouts" / "step_000001.jsonl").read_text().splitlines()]
+                     for result in (on, off))  # fmt: skip
+    penalties = {1: 0.0, 2: 0.0, 3: 0.0, 4: 0.0, 5: -0.5, 6: -1.0}
+    for a, b in zip(shaped, plain, strict=True):
+        assert a["overlong_penalty"] == penalties[a["response_tokens"]]
+        assert a["reward"] == b["reward"] + penalties[a["response_tokens"]]
+        assert b["reward"] == (1.0 if b["correct"] else -1.0)
+        assert (a["response_token_ids"], a["correct"]) == (b["response_token_ids"], b["correct"])
+    assert -1.0 in {row["overlong_penalty"] for row in shaped}
+    [before], [after] = on.metrics, off.metrics
+    assert after["reward/overlong_penalty"] == 0.0
+    assert before["reward/mean"] == pytest.approx(after["reward/mean"] + before["reward/overlong_penalty"])
+    same = [name for name in before if name.startswith("rollout/")]
+    assert {name: before[name] for name in same} == {name: after[name] for name in same}
+
+
+def test_the_samplers_logprobs_agree_with_the_trainers_at_another_temperature(micro, run_micro):
+    """Tempered on both sides, or the ratio of a first update would not be 1: the old log-probabilities are the sampler's
+    here, so it is 1 but for rounding."""
+    once = {"batch__groups_per_update": 2, "steps": 1}
+    config = micro(**once, sampling__temperature=0.6, loss__old_logprobs="sampler")
+    [line] = run_micro(config).metrics
+    assert 0 < line["sync/logprob_diff_max"] < 1e-4
+    assert line["policy/ratio_max"] == pytest.approx(1.0, abs=1e-4)
+    assert line["policy/ratio_max"] != 1.0
+
+
+def test_the_kl_to_the_reference_policy_is_computed_when_asked_for(micro, run_micro, finished):
+    """The reference is the policy that training starts from: 0 at the first update, above it after two."""
+    [line] = run_micro(
+        micro(steps=1, loss__kl_coef=0.1, loss__dual_clip=1.01, loss__importance_cap=2.0)
+    ).metrics
+    assert line["policy/kl_ref_k3"] > 0
+    assert line["policy/dual_clip_frac"] > 0
+    assert "policy/kl_ref_k3" not in finished.metrics[1]
+    assert finished.metrics[1]["policy/dual_clip_frac"] == 0
+
+
+def test_an_own_objective_replaces_the_loss(micro, run_micro):
+    """One that is 0 leaves the weights where they are, but for the decay of 0.025 x 0.1 an update, two updates."""
+
+    def nothing(logprobs, old_logprobs, advantages, mask, *, weights):
+        return 0.0 * logprobs.sum(), {}
+
+    config = micro(steps=1)
+    result = run_micro(config, objective=nothing)
+    _, start = load_model(config.model.source)
+    for a, b in zip(params_of(result), jax.tree.leaves(start), strict=True):
+        np.testing.assert_allclose(a, np.asarray(b) * (1 - 0.025 * 0.1) ** 2, rtol=1e-5)
+
+
+def held_bytes():
+    gc.collect()
+    return sum(array.nbytes for array in jax.live_arrays())
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
+def test_the_weights_that_training_starts_from_are_not_kept_beside_the_state(
+    kl_coef, resume, micro, rows, tmp_path
+):
+    """Once a run has started there is its state, with a KL penalty one reference of 4 bytes a parameter, and little else."""
+    config = micro(loss__kl_coef=kl_coef)
+    with Checkpointer(tmp_path) as checkpointer:
+        if resume:
+            begun = Run(config, prompts=rows, reward=bool).start(checkpointer, resume=False, say=print)
+            checkpointer.save(1, begun.state, {"cursor": 0}, {})
+            checkpointer.wait()
+            del begun
+        before = held_bytes()
+        run = Run(config, prompts=rows, reward=bool)
+        state = run.start(checkpointer, resume=resume, say=print).state
+        weights = sum(leaf.nbytes for leaf in jax.tree.leaves(state.params))
+        own = sum(leaf.nbytes for leaf in jax.tree.leaves(state)) + (weights if kl_coef else 0)
+        assert own <= held_bytes() - before < own + weights / 4

@@ -1,0 +1,85 @@
+"""Whether the disks have room for a run is found out before it begins."""
+
+import io
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from dapo_jax.config import CheckpointConfig, ConfigError, EvalConfig, TrainConfig
+from dapo_jax.run.disk_space import room_for, written_by
+from dapo_jax.trackers.progress import Progress
+
+Usage = namedtuple("Usage", ("total", "used", "free"))
+GIB = 2**30
+
+
+def free(monkeypatch, size):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(2**50, 0, size))
+
+
+def test_a_run_that_would_fill_the_disk_is_refused_before_anything_is_written(
+    micro, run_micro, monkeypatch, tmp_path
+):
+    free(monkeypatch, 0)
+    with pytest.raises(
+        ConfigError,
+        match=r"too little room for this run: 0 MiB free for run_dir, .*: free 1 MiB more, or set",
+    ):
+        run_micro(micro(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_leaves_little_is_warned(micro, run_micro, monkeypatch):
+    free(monkeypatch, GIB // 2)
+    config, shown = micro(steps=0), io.StringIO()
+    run_micro(config, progress=Progress(config.steps, console=Console(file=shown, width=10_000)))
+    assert "the disk has little room for this run: 512 MiB free for run_dir" in shown.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("steps", "every", "keep", "best", "evaluated", "checkpoints"),
+    [
+        (100, 10, 3, False, 10, 4),  # three stay while a fourth is written
+        (100, 10, 3, True, 10, 5),  # and the best one may be older than these
+        (100, 10, 3, True, 0, 4),  # nothing tells which is the best
+        (100, 0, 3, False, 10, 1),  # the last step's alone
+        (5, 10, 3, True, 2, 3),  # of steps 2, 4 and 5
+    ],
+)
+def test_what_a_run_writes_is_its_checkpoints_and_its_model(
+    steps, every, keep, best, evaluated, checkpoints, tmp_path
+):
+    """12 bytes of a parameter for weights and two moments, 4 for the model; less what is there already."""
+    config = TrainConfig(
+        run_dir=str(tmp_path), steps=steps, eval=EvalConfig(every_steps=evaluated),
+        checkpoint=CheckpointConfig(every_steps=every, keep=keep, keep_best=best),
+    )  # fmt: skip
+    size = 1000 * (12 * checkpoints + 4)
+    assert written_by(config, 1000)["run_dir"] == (str(tmp_path), size)
+    Path(tmp_path, "checkpoints", "10").mkdir(parents=True)
+    Path(tmp_path, "checkpoints", "10", "state").write_bytes(bytes(12_000))
+    assert written_by(config, 1000)["run_dir"] == (str(tmp_path), size - 12_000)
+
+
+def test_folders_on_one_disk_share_it(monkeypatch, tmp_path):
+    free(monkeypatch, 3 * GIB)
+    room = room_for(
+        {"run_dir": (str(tmp_path / "a"), 2 * GIB), "data.data_dir": (str(tmp_path / "b"), 2 * GIB)}
+    )
+    assert (room.state, room.said) == ("failed", "3.0 GiB free for run_dir, data.data_dir, 4.0 GiB needed")
+
+
+def test_what_a_remedy_asks_for_suffices(monkeypatch, tmp_path):
+    """60 MiB are enough for 36, and 12 are 24 too few: a gibibyte to spare is advice."""
+    places, mib = {"run_dir": (str(tmp_path), 36 << 20)}, 1 << 20
+    free(monkeypatch, 12 * mib)
+    assert room_for(places).remedy.startswith("free 24 MiB more, or set run_dir")
+    free(monkeypatch, 36 * mib)
+    assert room_for(places).state == "warning"
+    free(monkeypatch, 60 * mib)
+    assert room_for(places).remedy.startswith(
+        "1.0 GiB beyond what is needed is advised: free 1,000 MiB, or set run_dir"
+    )

@@ -1,0 +1,283 @@
+"""Graders from a configuration, alone and summed, and in a run: nothing that is learnt depends on when a verdict comes."""
+
+import asyncio
+import io
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from dapo_jax.config import ConfigError, EvaluateConfig, RewardConfig
+from dapo_jax.dapo.rollouts import Prompt
+from dapo_jax.rewards import Sample, whole_group
+from dapo_jax.rewards.functions import RewardError
+from dapo_jax.run import build, inference
+from dapo_jax.run.grader_setup import check_graders, submit_of, weighted
+from dapo_jax.trackers.progress import Progress
+
+HERE = Path(__file__)
+
+
+def sum_of_fours(sample):
+    """Right for about a quarter of the responses, so that a third of the groups of four is flat."""
+    return int(sample.tokens.sum()) % 4 == 0
+
+
+def late_sum_of_fours(sample):
+    """The same, after the sampler has run out of work."""
+    time.sleep(0.05)
+    return sum_of_fours(sample)
+
+
+def hangs_on_the_first_prompt(sample):
+    if sample.prompt.ordinal == 0 and sample.finish_reason:
+        time.sleep(60)
+    return int(sample.tokens.sum()) % 2 == 0
+
+
+async def awaited_sum_of_fours(sample):
+    await asyncio.sleep(0.05)
+    return sum_of_fours(sample)
+
+
+def brevity(sample):
+    return 1.0 / len(sample.response)
+
+
+@whole_group
+def shortest(group):
+    least = min(len(sample.response) for sample in group)
+    return [len(sample.response) == least for sample in group]
+
+
+def longer_than_the_mean(prompts, completions, **kwargs):
+    """As TRL calls it: all completions to one prompt at once."""
+    mean = sum(len(completion) for completion in completions) / len(completions)
+    return [len(completion) - mean for completion in completions]
+
+
+async def judge(sample):
+    await asyncio.sleep(0.01)
+    return 10.0 * len(sample.response)
+
+
+def samples(*responses):
+    prompt = Prompt(ordinal=7, tokens=np.array([1], np.int32), text="1+1", answer="2")
+    return [
+        Sample(prompt=prompt, response=response, tokens=np.array([3], np.int32), finish_reason="stop")
+        for response in responses
+    ]
+
+
+def graded(config, *responses, reward=None):
+    submit, close = submit_of(config, reward=reward)
+    try:
+        return [future.result() for future in submit(samples(*responses))]
+    finally:
+        if close is not None:
+            close()
+
+
+def test_workers_grade_where_they_are_needed_only():
+    own = RewardConfig(grader=f"{HERE}:brevity")
+    for here in (RewardConfig(), RewardConfig(grader="reasoning_gym"), replace(own, workers=0)):
+        assert submit_of(here)[1] is None
+    for there in (own, RewardConfig(grader="math")):
+        _, close = submit_of(there)
+        assert close is not None
+        close()
+    _, close = submit_of(own, reward=lambda sample: True)  # a function of this process
+    assert close is None
+
+
+def test_graders_of_every_kind_are_summed_by_weight():
+    """In this process, in workers (one response, a whole group) and on the event loop. `=2`: 1 + 0.5 / 2 + 2 x 1 - 0.1 x 20 = 1.25;
+    `=003`: -1 + 0.5 / 4 + 2 x -1 - 0.1 x 40 = -6.875."""
+    config = RewardConfig(
+        graders=[
+            {"grader": "exact"},
+            {"grader": f"{HERE}:brevity", "weight": 0.5},
+            {"grader": f"{HERE}:shortest", "weight": 2},
+            {"grader": f"{HERE}:judge", "weight": -0.1},
+        ],
+        workers=1,
+    )
+    before = set(threading.enumerate())
+    right, wrong = graded(config, "=2", "=003")
+    assert set(threading.enumerate()) <= before  # an earlier test's may end meanwhile
+    assert (right.score, wrong.score) == (pytest.approx(1.25), pytest.approx(-6.875))
+    assert (right.correct, wrong.correct) == (True, False)
+    assert right.parts == {"exact": 1.0, "brevity": 0.5, "shortest": 1.0, "judge": 20.0}
+    assert [v.score for v in graded(replace(config, workers=0), "=2", "=003")] == [right.score, wrong.score]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_function_for_trl_compares_the_responses_of_a_group(workers):
+    """Lengths 2, 4 and 3: the mean is 3."""
+    config = RewardConfig(grader=f"trl:{HERE}:longer_than_the_mean", workers=workers)
+    assert [verdict.score for verdict in graded(config, "=2", "=002", "=02")] == [-1.0, 1.0, 0.0]
+
+
+def test_one_listed_grader_is_a_sum_of_one_and_the_grader_alone_is_a_plain_verdict():
+    [listed] = graded(RewardConfig(graders=[{"grader": "exact", "weight": 3.0}]), "=2")
+    [alone] = graded(RewardConfig(grader="exact"), "=2")
+    assert (listed.score, listed.parts) == (3.0, {"exact": 1.0})
+    assert (alone.score, alone.parts) == (None, {})
+
+
+def test_functions_and_names_with_weights_are_summed_from_python_too():
+    config = RewardConfig(grader=f"{HERE}:brevity", correct=2.0)
+    pairs = [("exact", 1.0), (lambda sample: len(sample.response), -0.5), (judge, 1)]
+    [verdict] = graded(config, "=2", reward=pairs)
+    assert verdict.score == 2.0 - 1.0 + 20.0
+    assert verdict.parts == {"exact": 2.0, "<lambda>": 2.0, "judge": 20.0}
+
+
+def test_an_async_grader_is_held_to_its_limits():
+    most, under_way = 0, 0
+
+    async def counted(sample):
+        nonlocal most, under_way
+        under_way += 1
+        most = max(most, under_way)
+        await asyncio.sleep(60 if sample.response == "hang" else 0.01)
+        under_way -= 1
+        return True
+
+    verdicts = graded(RewardConfig(async_calls=2, timeout_s=0.3), *"abcd", "hang", reward=counted)
+    assert [verdict.lost for verdict in verdicts] == ["", "", "", "", "timeout"]
+    assert most == 2
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        ([], r"reward: found \[\], needs a function or a list of \(function, weight\) pairs"),
+        (3, r"reward: found 3, needs a function"),
+        ("exact", r"reward: found 'exact', needs a function"),
+        ([brevity], r"reward\[0\]: found <function brevity.*needs a pair"),
+        ([("exact", 1.0), (brevity, 0)], r"reward\[1\]: found the weight 0, needs a finite number that is not 0"),
+        ([(brevity, float("nan"))], r"reward\[0\]: found the weight nan"),
+        ([(brevity, "2")], r"reward\[0\]: found the weight '2'"),
+    ],
+)  # fmt: skip
+def test_what_is_no_weighted_list_is_refused(reward, message):
+    with pytest.raises(ConfigError, match=message):
+        weighted(reward)
+
+
+def test_a_misspelt_name_in_a_weighted_list_is_named_with_its_place():
+    with pytest.raises(ConfigError, match=r"reward\[1\]: no grader is named 'exat'; did you mean 'exact'"):
+        submit_of(RewardConfig(), reward=[("exact", 1.0), ("exat", 1.0)])
+
+
+def test_a_listed_grader_that_cannot_be_loaded_is_named_and_nothing_was_started():
+    before = threading.active_count()
+    listed = [{"grader": f"{HERE}:brevity"}, {"grader": f"{HERE}:judge"}, {"grader": f"{HERE}:jugde"}]
+    with pytest.raises(
+        ConfigError, match=r"reward\.graders\[2\]\.grader: .* has no 'jugde'; did you mean 'judge'"
+    ):
+        submit_of(RewardConfig(graders=listed))
+    assert threading.active_count() == before
+
+
+def test_a_file_that_exits_while_it_is_loaded_is_refused_and_does_not_end_the_command(tmp_path):
+    """An exit of status 0 would pass for a run that has ended well."""
+    file = tmp_path / "leaves.py"
+    file.write_text("import sys\ndef right(sample):\n    return True\nsys.exit(0)\n")
+    with pytest.raises(ConfigError, match=rf"reward\.grader: {file}:right: {file} calls sys\.exit\(0\)"):
+        check_graders(RewardConfig(grader=f"{file}:right"))
+
+
+def writes_to_what_it_is_handed(sample):
+    sample.tokens[:] = 0
+    return True
+
+
+def test_a_function_that_writes_to_the_sampled_tokens_ends_the_run(micro, run_micro):
+    with pytest.raises(RewardError, match=r"writes_to_what_it_is_handed raised ValueError: .*read-only"):
+        run_micro(micro(steps=1), reward=writes_to_what_it_is_handed)
+
+
+@pytest.mark.slow
+def test_a_run_graded_by_workers_is_the_run_graded_in_this_process(micro, run_micro, same_run):
+    # Two prompts a wave for two groups a step: a second wave is opened only by a verdict.
+    waves = {"dynamic_sampling__prompts_per_wave": 2}
+    here = run_micro(micro(**waves), reward=sum_of_fours)
+    assert max(line["rollout/waves"] for line in here.metrics) > 1
+    config = micro(reward__grader=f"{HERE}:late_sum_of_fours", reward__workers=2, **waves)
+    there = run_micro(config, reward=None)
+    same_run(there, here)
+
+
+def test_a_run_graded_by_an_async_function_is_the_run_graded_at_once(micro, run_micro, same_run):
+    waves = {"dynamic_sampling__prompts_per_wave": 2}
+    here = run_micro(micro(**waves), reward=sum_of_fours)
+    there = run_micro(micro(reward__grader=f"{HERE}:awaited_sum_of_fours", **waves), reward=None)
+    same_run(there, here)
+
+
+def test_a_run_with_several_graders_logs_the_parts_and_filters_by_the_first(micro, run_micro):
+    """Weights 1 and 2 on rewards of +1 or -1 and a constant 0.5: the mean is 1 x (2 accuracy - 1) + 2 x 0.5, length shaping apart."""
+    pairs = [(sum_of_fours, 1.0), (lambda sample: 0.5, 2.0)]
+    config = micro(steps=2, reward__overlong__enabled=False)
+    result = run_micro(config, reward=pairs)
+    for line in (line for line in result.metrics if line.get("rollout/waves")):
+        assert line["reward/parts/sum_of_fours"] == pytest.approx(2 * line["rollout/accuracy"] - 1)
+        assert line["reward/parts/<lambda>"] == 0.5
+        assert line["reward/mean"] == pytest.approx(2 * line["rollout/accuracy"])
+        assert 0 < line["rollout/trained_accuracy"] < 1
+
+
+@pytest.mark.slow
+def test_the_filter_may_look_at_the_sum(micro, run_micro):
+    """The first grader calls everything correct: by verdict no group is informative, by the sum those are whose sums differ."""
+    from dapo_jax.dapo.dynamic_sampling import ShortfallError
+
+    pairs = [(lambda sample: True, 1.0), (sum_of_fours, 0.5)]
+    config = micro(steps=1, dynamic_sampling__metric="score")
+    assert run_micro(config, reward=pairs).metrics[-1]["rollout/trained_accuracy"] == 1.0
+    with pytest.raises(ShortfallError):
+        run_micro(micro(steps=1), reward=pairs)
+
+
+def test_responses_without_a_verdict_count_as_wrong_and_are_logged(micro, run_micro):
+    grader = f"{HERE}:hangs_on_the_first_prompt"
+    config = micro(
+        steps=1, reward__grader=grader, reward__timeout_s=0.5, dynamic_sampling__on_shortfall="train_fewer"
+    )
+    shown = io.StringIO()
+    line = run_micro(
+        config, reward=None, progress=Progress(1, console=Console(file=shown, width=10_000))
+    ).metrics[-1]
+    assert line["reward/lost"] == config.batch.group_size
+    assert "step 1: a response to prompt 0 got no verdict (" in shown.getvalue()
+    assert f"  lost {config.batch.group_size}  " in shown.getvalue()
+    assert line["rollout/all_wrong_frac"] > 0
+
+
+@pytest.mark.parametrize(
+    ("grader", "message"),
+    [
+        (f"{HERE}:late_sum", r"has no 'late_sum'; did you mean 'late_sum_of_fours'"),
+        ("no/such/rewards.py:right", "there is no file no/such/rewards.py"),
+        ("mth", "no grader is named 'mth'; did you mean 'math'"),
+    ],
+)
+def test_a_grader_that_cannot_be_loaded_is_refused_before_the_model_is_loaded(
+    grader, message, micro, rows, monkeypatch
+):
+    def never(*told, **more):
+        raise AssertionError(f"the model was loaded: {told}")
+
+    monkeypatch.setattr(build, "load_policy", never)
+    monkeypatch.setattr(inference, "find_policy", never)
+    config = micro(reward__grader=grader)
+    with pytest.raises(ConfigError, match=rf"reward\.grader: .*{message}"):
+        build.Run(config, prompts=rows)
+    with pytest.raises(ConfigError, match=rf"reward\.grader: .*{message}"):
+        inference.evaluate(config.model.source, EvaluateConfig(reward=config.reward))

@@ -1,0 +1,161 @@
+"""From the data section of a configuration to prompts: mixtures, over-long prompts, datasets to evaluate on."""
+
+import json
+from collections import Counter
+from datetime import date
+
+import pytest
+
+from dapo_jax.config import ConfigError, DataConfig, EvalConfig
+from dapo_jax.run.prompt_sets import (
+    Joined,
+    dated,
+    held_out_prompts,
+    prompt_format,
+    training_prompts,
+    training_rows,
+)
+from dapo_jax.text.formatting import Example, PromptFormat
+from dapo_jax.text.tokenizers import ByteTokenizer
+
+TOKENIZER = ByteTokenizer()
+
+
+@pytest.fixture
+def sums(tmp_path):
+    """Two files: 20 sums, and 10 with one that is long."""
+    files = {"sums": [f"{a}+1" for a in range(20)], "more": [f"{a}+2" for a in range(9)] + ["9" * 50]}
+    for name, texts in files.items():
+        rows = [json.dumps({"prompt": text, "answer": "1"}) for text in texts]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+    return tmp_path
+
+
+def data(folder, **told):
+    return DataConfig(data_dir=str(folder / "prepared"), max_prompt_tokens=16, **told)
+
+
+def one(folder, name, **told):
+    return data(folder, source="jsonl", path=str(folder / f"{name}.jsonl"), **told)
+
+
+def test_a_dataset_is_asked_whole_each_epoch(sums):
+    source, found = training_prompts(one(sums, "sums"), TOKENIZER, seed=0)
+    asked = [source[ordinal].text for ordinal in range(20)]
+    assert sorted(asked) == sorted(f"{a}+1" for a in range(20))
+    assert list(found.notes) == ["jsonl: 20 prompts of 20 rows"]
+
+
+def test_over_long_prompts_are_left_out_and_counted(sums):
+    source, found = training_prompts(one(sums, "more"), TOKENIZER, seed=0)
+    assert source.rows_per_epoch == 9
+    assert sorted(source[ordinal].text for ordinal in range(9)) == [f"{a}+2" for a in range(9)]
+    assert found.notes[1] == "more: 1 of 10 prompts are longer than data.max_prompt_tokens=16 and left out"
+
+
+def test_what_is_put_around_the_question_counts(sums):
+    with pytest.raises(
+        ConfigError, match=r"all of its 20 prompts are longer .*=16, the shortest has 23 tokens"
+    ):
+        training_prompts(one(sums, "sums", prompt_template="x" * 20 + "{prompt}"), TOKENIZER, seed=0)
+
+
+def test_rows_from_python_are_measured_too():
+    rows = [{"prompt": "1", "answer": 1}, {"prompt": "1" * 99, "answer": 1}]
+    source, found = training_prompts(DataConfig(max_prompt_tokens=16), TOKENIZER, seed=0, rows=rows)
+    assert [source[ordinal].text for ordinal in range(3)] == ["1"] * 3
+    assert len(found.notes) == 1
+
+
+def test_a_mixture_asks_by_weight(sums):
+    """Weights 1 and 3: of 400 prompts 100 and 300, to within two; the long prompt of the second file is never asked."""
+    parts = [
+        {"source": "jsonl", "path": str(sums / "sums.jsonl")},
+        {"source": "jsonl", "path": str(sums / "more.jsonl"), "weight": 3.0},
+    ]
+    source, found = training_prompts(data(sums, source="mixture", mixture=parts), TOKENIZER, seed=1)
+    asked = [source[ordinal] for ordinal in range(400)]
+    count = Counter(prompt.row["source_row"].partition(",")[0] for prompt in asked)
+    assert abs(count["sums.jsonl"] - 100) <= 2
+    assert abs(count["more.jsonl"] - 300) <= 2
+    assert max(len(prompt.tokens) for prompt in asked) <= 16
+    assert len(found.notes) == 3
+
+
+def test_evaluation_has_datasets_of_its_own(sums):
+    datasets = [
+        {"source": "jsonl", "path": str(sums / "sums.jsonl"), "split": "train[:3]"},
+        {"source": "jsonl", "path": str(sums / "sums.jsonl"), "name": "again"},
+    ]
+    found = held_out_prompts(one(sums, "more"), EvalConfig(datasets=datasets, prompts=5), TOKENIZER)
+    assert {name: [prompt.text for prompt in prompts] for name, prompts in found.items()} == {
+        "sums": ["0+1", "1+1", "2+1"],
+        "again": ["0+1", "1+1", "2+1", "3+1", "4+1"],
+    }
+
+
+def test_an_over_long_prompt_is_an_error_in_evaluation(sums):
+    datasets = [{"source": "jsonl", "path": str(sums / "more.jsonl")}]
+    with pytest.raises(ConfigError, match=r"'jsonl': more\.jsonl, line 10: the prompt has 50 tokens"):
+        held_out_prompts(one(sums, "sums"), EvalConfig(datasets=datasets), TOKENIZER)
+
+
+def test_a_mixture_needs_datasets_to_evaluate_on(sums):
+    mixed = data(sums, source="mixture", mixture=[{"source": "jsonl", "path": str(sums / "sums.jsonl")}])
+    with pytest.raises(ConfigError, match=r"eval\.datasets: found \[\]"):
+        held_out_prompts(mixed, EvalConfig(), TOKENIZER)
+
+
+def test_a_split_that_is_not_there_is_answered_with_those_that_are(sums):
+    with pytest.raises(ConfigError, match=r"data\.source='jsonl', split 'test': .* it has \['train'\]"):
+        held_out_prompts(one(sums, "sums"), EvalConfig(), TOKENIZER)
+
+
+def test_joined_lists_are_one_list():
+    joined = Joined([[{"n": 0}, {"n": 1}], [{"n": 2}], [{"n": 3}, {"n": 4}]])
+    assert [row["n"] for row in joined] == [joined[i]["n"] for i in range(len(joined))] == [0, 1, 2, 3, 4]
+    assert [row["n"] for row in joined[1:4]] == [1, 2, 3]
+    assert (joined[-1]["n"], joined[-5]["n"]) == (4, 0)
+    with pytest.raises(IndexError):
+        joined[5]
+
+
+def test_every_prompt_option_reaches_the_format():
+    told = {"chat": True, "system_prompt": "S", "chat_template_kwargs": {"enable_thinking": False}}
+    shown = DataConfig(
+        prompt_template="Q{prompt}",
+        few_shot=[{"prompt": "1+1", "response": "2"}],
+        few_shot_separator="; ",
+        **told,
+    )
+    examples = (Example(prompt="1+1", response="2"),)
+    expected = PromptFormat(template="Q{prompt}", examples=examples, separator="; ", **told)
+    assert prompt_format(shown) == expected
+    assert prompt_format(DataConfig()) == PromptFormat()
+
+
+def test_a_conversation_without_a_chat_template_is_a_configuration_error():
+    rows = [{"prompt": "1", "answer": "1"}, {"prompt": [{"role": "user", "content": "1"}], "answer": "1"}]
+    with pytest.raises(ConfigError, match=r"the rows given from Python: row 1: .* no chat template"):
+        held_out_prompts(DataConfig(source="rows"), EvalConfig(), TOKENIZER, rows=rows)
+
+
+def test_the_day_is_the_configured_one_or_that_of_the_run_or_today():
+    """Each goes before the next; `prompt_format` gives it to chat templates."""
+    run, own = DataConfig(template_date="2024-07-26"), DataConfig(template_date="2023-01-02")
+    assert dated(own, like=run) == own
+    assert dated(DataConfig(), like=run) == run
+    assert dated(DataConfig(), like=DataConfig()).template_date == dated(DataConfig()).template_date != ""
+    assert prompt_format(run).today == date(2024, 7, 26)
+    assert prompt_format(DataConfig()).today is None
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [training_rows, lambda data, tokenizer, rows: held_out_prompts(data, EvalConfig(), tokenizer, rows=rows)],
+    ids=["training", "evaluation"],
+)
+def test_what_is_wrong_with_rows_from_python_is_not_blamed_on_a_dataset(asked):
+    with pytest.raises(ConfigError, match=r"the rows given from Python: row 1: 'answer' is empty") as refused:
+        asked(DataConfig(), TOKENIZER, rows=[{"prompt": "1", "answer": "1"}, {"prompt": "1", "answer": ""}])
+    assert "data.source" not in str(refused.value)

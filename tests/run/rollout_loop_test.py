@@ -1,0 +1,78 @@
+"""Prompts and verdicts as the configuration has them: conversations through the chat template, texts up to a stop string."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dapo_jax.config import ModelConfig, OverlongConfig, RewardConfig
+from dapo_jax.dapo.rollouts import Prompt, Response
+from dapo_jax.run import sample
+from dapo_jax.run.policy import load_policy
+from dapo_jax.run.rollout_loop import grading
+from dapo_jax.text.huggingface import HuggingFaceTokenizer
+from tests.text.folders import files_of
+
+OPENED = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def graded(policy, text, stop, reward=None):
+    tokens = policy.tokenizer.encode(text)
+    response = Response(tokens=tokens, logprobs=np.zeros(len(tokens), np.float32), finish_reason="stop")
+    prompt = Prompt(ordinal=0, tokens=tokens[:1], text="1+1", answer="2")
+    config = RewardConfig(overlong=OverlongConfig(enabled=False))
+    graders = grading(config, policy, max_response_tokens=64, stop=stop, reward=reward)
+    [group] = graders.groups([(prompt, (response,))])
+    return group.rollouts[0]
+
+
+def test_graders_see_the_text_before_the_stop_string_and_the_tokens_stay_whole(model):
+    policy = load_policy(ModelConfig(source=model))
+    cut, whole = (graded(policy, "1+1=2:?1", stop) for stop in ([":?"], []))
+    assert (cut.text, cut.correct, cut.response_tokens) == ("1+1=2", True, 8)
+    assert (whole.text, whole.correct, whole.response_tokens) == ("1+1=2:?1", False, 8)
+
+
+def test_an_own_reward_function_sees_the_same(model):
+    seen = []
+    policy = load_policy(ModelConfig(source=model))
+    graded(
+        policy, "1=2:3", [":"], reward=lambda given: bool(seen.append((given.response, len(given.tokens))))
+    )
+    assert seen == [("1=2", 5)]
+
+
+@pytest.mark.slow
+def test_conversations_are_sampled_through_the_chat_template(chat_model, compiled):
+    how = {"compilation_cache": compiled, "max_response_tokens": 6, "slots": 8, "samples_per_prompt": 4}
+    groups = sample(chat_model, ["1+1", [{"role": "user", "content": "2+2"}]], chat=True, **how)
+    assert [group.prompt.text for group in groups] == [OPENED.format("1+1"), OPENED.format("2+2")]
+    tokenizer = HuggingFaceTokenizer(files_of())
+    for group in groups:
+        np.testing.assert_array_equal(group.prompt.tokens, tokenizer.encode(group.prompt.text))
+        for rollout in group.rollouts:
+            assert rollout.text == tokenizer.decode(rollout.response.tokens)
+    [plain] = sample(chat_model, ["1+1"], **how)
+    assert plain.prompt.text == "1+1"
+    [led] = sample(chat_model, ["1+1"], chat=True, system_prompt="Add.", **how)
+    assert led.prompt.text == "<|im_start|>system\nAdd.<|im_end|>\n" + OPENED.format("1+1")
+
+
+def test_a_conversation_is_trained_on_with_its_template_and_logged_readably(
+    chat_model, micro, run_micro, tmp_path
+):
+    """One step on rows of messages; the prompt in the rollout log is what the model read."""
+    from dapo_jax.trackers.rollout_log import read_rollouts
+
+    rows = [{"prompt": [{"role": "user", "content": f"{n}+1"}], "answer": str(n + 1)} for n in range(3)]
+    config = micro(
+        tmp_path / "run", steps=1, model__source=chat_model, batch__row_tokens=80, data__max_prompt_tokens=64,
+        log__rollouts_every_steps=1,
+    )  # fmt: skip
+    config = replace(config, data=replace(config.data, system_prompt="Add."))
+    result = run_micro(config, prompts=rows)
+    logged = read_rollouts(result.run_dir / "rollouts" / "step_000001.jsonl")
+    system = "<|im_start|>system\nAdd.<|im_end|>\n"
+    assert {row["prompt"] for row in logged} <= {system + OPENED.format(f"{n}+1") for n in range(3)}
+    assert all(row["row"]["prompt"][0]["role"] == "user" for row in logged)
+    assert (result.run_dir / "model" / "chat_template.jinja").is_file()

@@ -1,0 +1,158 @@
+"""What a run says of its waves while they run."""
+
+from dataclasses import fields, replace
+
+import numpy as np
+from rich.console import Console
+
+from dapo_jax.config import BatchConfig, DynamicSamplingConfig, TrainConfig
+from dapo_jax.dapo.dynamic_sampling import Collector
+from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
+from dapo_jax.run.wave_messages import Waves
+from dapo_jax.trackers.progress import Progress
+from dapo_jax.training.loop import Pipe, Position
+
+MIXED = [Verdict(correct=True), Verdict(correct=False)]
+WRONG = [
+    Verdict(correct=False, reason="no '=' in the response"),
+    Verdict(correct=False, extracted="45", reason="expected '46'"),
+]
+RIGHT = [Verdict(correct=True)] * 2
+
+
+def group_of(ordinal, verdicts):
+    response = Response(
+        tokens=np.array([1], np.int32), logprobs=np.zeros(1, np.float32), finish_reason="stop"
+    )
+    rollouts = tuple(
+        Rollout(response=response, text=f"it is {index}", verdict=verdict, reward=0.0)
+        for index, verdict in enumerate(verdicts)
+    )
+    prompt = Prompt(ordinal=ordinal, tokens=np.array([2], np.int32), text="12+34", answer="46")
+    return Group(prompt=prompt, rollouts=rollouts)
+
+
+class Shown(Progress):
+    """Keeps what it is told."""
+
+    def __init__(self):
+        super().__init__(9, console=Console(quiet=True))
+        self.waves, self.messages = [], []
+
+    def wave(self, words):
+        self.waves.append(words)
+
+    def message(self, text):
+        self.messages.append(text)
+
+
+def sampled(*steps, metric="correct", enabled=True):
+    """Steps that need two groups, from waves of three (two without dynamic sampling); `steps` are the verdicts by prompt of each."""
+    dynamic = DynamicSamplingConfig(prompts_per_wave=3, max_waves=2, metric=metric, enabled=enabled)
+    config = TrainConfig(
+        run_dir="run", dynamic_sampling=dynamic, batch=BatchConfig(prompts_per_step=2, groups_per_update=2)
+    )
+    shown, told = Shown(), []
+    waves = Waves(config, shown)
+    for number, verdicts in enumerate(steps):
+
+        def sample(weights, draw, verdicts=verdicts):
+            while ordinals := draw(8):
+                for ordinal in ordinals:
+                    yield group_of(ordinal, verdicts[ordinal])
+
+        pipe = waves.watching(
+            replace(
+                Pipe(**dict.fromkeys((field.name for field in fields(Pipe)), print)),
+                collector=lambda position: Collector(
+                    needed=2,
+                    cursor=position.cursor,
+                    prompts_per_wave=3,
+                    max_waves=2,
+                    metric=metric,
+                    enabled=enabled,
+                ),
+                sample=sample,
+            )
+        )
+        collector = pipe.collector(Position(step=number))
+        for group in pipe.sample(None, collector.draw):
+            collector.add(group)
+            told.append(len(shown.messages))
+    return shown, told
+
+
+def test_a_wave_shows_what_was_drawn_mixed_and_wrong_while_it_runs():
+    """The second wave is opened when the first has one mixed group of the two that are needed."""
+    shown, _ = sampled([MIXED, WRONG, RIGHT, WRONG, MIXED, MIXED])
+    assert shown.waves == [
+        "wave 1  prompts 1/3  mixed 1  all right 0  all wrong 0",
+        "wave 1  prompts 2/3  mixed 1  all right 0  all wrong 1",
+        "wave 1  prompts 3/3  mixed 1  all right 1  all wrong 1",
+        "wave 2  prompts 4/6  mixed 1  all right 1  all wrong 2",
+        "wave 2  prompts 5/6  mixed 2  all right 1  all wrong 2",
+        "wave 2  prompts 6/6  mixed 3  all right 1  all wrong 2",
+    ]
+    assert shown.messages == []
+
+
+def test_after_one_wave_of_wrong_verdicts_the_run_says_so_once_with_what_to_look_at():
+    """Said when the third of three groups is in, before the second wave has an answer; not again in the next step."""
+    shown, told = sampled([WRONG] * 6, [WRONG] * 6)
+    assert told == [0, 0, 0] + [1] * 9
+    [said] = shown.messages
+    assert said.startswith("step 1: every response in 3 groups is wrong")
+    assert "prompt 0, '12+34', answer '46': response 'it is 1', extracted '45' (\"expected '46'\")" in said
+    for words in ("reward.grader", "dapo-jax data show", "dapo-jax sft"):
+        assert words in said
+
+
+def test_without_an_answer_in_any_response_the_first_one_is_shown():
+    [said] = sampled([WRONG[:1] * 2] * 6)[0].messages
+    assert "response 'it is 0', no answer found" in said
+
+
+def test_one_right_response_in_a_wave_is_something_to_learn_from():
+    assert sampled([WRONG, WRONG, MIXED, WRONG, WRONG, WRONG])[0].messages == []
+    assert sampled([RIGHT] * 6)[0].messages == []
+
+
+def test_a_step_without_dynamic_sampling_is_one_wave():
+    shown, _ = sampled([WRONG] * 2, enabled=False)
+    assert shown.waves[-1] == "prompts 2/2  mixed 0  all right 0  all wrong 2"
+    assert len(shown.messages) == 1
+
+
+def scores(*values):
+    return [Verdict(correct=value > 0, score=value) for value in values]
+
+
+def test_numbers_of_0_and_less_are_told_the_key_after_one_wave():
+    [said] = sampled([scores(-1.0, -0.5)] * 6)[0].messages
+    assert "every response in 3 groups counts as wrong, since only a score above 0 is right" in said
+    assert "the scores differ in 3" in said
+    assert "dynamic_sampling.metric=score" in said
+    assert "score -1" in said
+
+
+def test_where_scores_count_a_wave_speaks_of_scores():
+    shown, _ = sampled([scores(-1.0, -0.5)] * 6, metric="score")
+    assert shown.waves == [f"wave 1  prompts {n}/3  scores differ in {n}" for n in (1, 2, 3)]
+    assert shown.messages == []
+    [said] = sampled([scores(0.25, 0.25)] * 6, metric="score")[0].messages
+    assert "in none of the 3 groups so far do the scores differ" in said
+    assert "score 0.25" in said
+    assert not any(word in said for word in ("wrong", "right", "correct", "grader"))
+
+
+def test_the_first_response_without_a_verdict_is_said_once():
+    lost = [
+        Verdict(correct=False, reason="no verdict within 1 s", lost="timeout"),
+        Verdict(correct=True, score=1.0),
+    ]
+    mixed = [Verdict(correct=False, score=-1.0), Verdict(correct=True, score=1.0)]
+    for metric, counts in (("correct", "wrong"), ("score", "the worst of its group")):
+        shown, _ = sampled([mixed, lost, lost], [lost, mixed, mixed], metric=metric)
+        assert [said for said in shown.messages if "verdict" in said] == [
+            f"step 1: a response to prompt 1 got no verdict (no verdict within 1 s) and counts as {counts}; reward/lost counts further ones"
+        ]

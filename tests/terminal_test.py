@@ -1,0 +1,131 @@
+"""Programs whose standard streams are gone, were never there, or do not know a character: they go on, and end as they would have."""
+
+import os
+import pty
+import subprocess
+import sys
+
+import pytest
+
+from dapo_jax.terminal import lasting_streams, visible
+from tests.several import ROOT
+
+PYTHON = (sys.executable, "-c")
+
+PRINTS = """
+import sys, os
+from dapo_jax.terminal import lasting_streams
+with lasting_streams(lambda name: os.write(2, f"gone: {name}\\n".encode())):
+    sys.stdin.readline()  # until the other end is closed
+    for _ in range(3):
+        print("x" * 10_000, flush=True)
+    os.write(1, b"not through Python")
+sys.exit(7)
+"""
+
+OPENS = """
+import os, sys
+from dapo_jax.terminal import lasting_streams
+with lasting_streams():
+    with open(sys.argv[1], "w") as file:
+        print("printed", flush=True)
+        print("complained", file=sys.stderr, flush=True)
+        for number in (1, 2):
+            os.write(number, b"by a library")
+        assert sys.stdin.read() == ""
+        assert os.get_inheritable(0) and os.get_inheritable(1) and os.get_inheritable(2)
+        file.write("kept")
+"""
+
+
+def started(code, *arguments, **how):
+    return subprocess.Popen([*PYTHON, code, *arguments], cwd=ROOT, text=True, **how)
+
+
+def test_a_reader_that_leaves_ends_nothing_and_is_said_once():
+    process = started(PRINTS, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+    _, said = process.communicate("\n", timeout=60)
+    assert (process.returncode, said) == (7, "gone: standard output\n")
+
+
+def test_a_terminal_that_is_closed_ends_nothing():
+    """Without a controlling terminal there is no SIGHUP: what is left is EIO for each write."""
+    ours, theirs = pty.openpty()
+    process = started(PRINTS, stdin=subprocess.PIPE, stdout=theirs, stderr=subprocess.PIPE)
+    os.close(theirs)
+    os.close(ours)
+    _, said = process.communicate("\n", timeout=60)
+    assert (process.returncode, said) == (7, "gone: standard output\n")
+
+
+def test_descriptors_that_are_closed_are_not_those_of_a_file(tmp_path):
+    """A file that is opened would get the number 0, 1 or 2, and what is printed by a library would be in it."""
+    kept = tmp_path / "kept"
+    done = subprocess.run(
+        ["bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash", *PYTHON, OPENS, kept], cwd=ROOT, timeout=60
+    )
+    assert (done.returncode, kept.read_text()) == (0, "kept")
+
+
+@pytest.mark.parametrize(
+    ("encoding", "shown"), [("ascii", b"0.5 ? 0.1 ?"), ("utf-8", "0.5 ± 0.1 ?".encode())]
+)
+def test_a_character_that_cannot_be_shown_is_a_question_mark(encoding, shown):
+    r"""The last one is half a surrogate pair, as half a token may be; no encoding has it."""
+    code = "from dapo_jax.terminal import lasting_streams\nwith lasting_streams(): print('0.5 \\xb1 0.1 \\ud83d')"
+    environment = os.environ | {"PYTHONIOENCODING": encoding}
+    done = subprocess.run([*PYTHON, code], cwd=ROOT, env=environment, capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout.rstrip()) == (0, shown), done.stderr
+
+
+def test_a_full_disk_is_still_an_error():
+    """Somebody may read what was to be written there."""
+    code = "from dapo_jax.terminal import lasting_streams\nwith lasting_streams(): print('x', flush=True)"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*PYTHON, code], cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode
+    assert "No space left on device" in done.stderr
+
+
+def test_streams_that_are_not_the_interpreters_are_left_alone(capsys):
+    """Such as a notebook's, or pytest's."""
+    before = (sys.stdin, sys.stdout, sys.stderr)
+    with lasting_streams():
+        assert (sys.stdin, sys.stdout, sys.stderr) == before
+        print("here")
+    assert (sys.stdin, sys.stdout, sys.stderr) == before
+    assert capsys.readouterr().out == "here\n"
+
+
+@pytest.mark.parametrize(
+    "words", [("config", "configs/quickstart.yaml"), ("--help",)], ids=lambda words: words[0]
+)
+def test_a_command_whose_reader_leaves_ends_without_a_word(words):
+    """As by `| head`; every command goes the same way in."""
+    command = [sys.executable, "-m", "dapo_jax.cli", *words]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    _, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("\x1b]0;title\x07", "\\x1b]0;title\\x07"),
+        ("a\rb", "a\\rb"),
+        ("\x9b31m", "\\x9b31m"),  # CSI in one character
+        ("abc\u202edcba", "abc\\u202edcba"),  # what follows would run from right to left
+        ("a\u2028b", "a\\u2028b"),
+        ("\ud800", "\\ud800"),
+        ("\U000e0041", "\\U000e0041"),  # a tag that nothing shows
+    ],
+)
+def test_control_characters_and_marks_of_direction_are_written_out(text, shown):
+    assert visible(text) == shown
+
+
+@pytest.mark.parametrize("text", ["", "plain", "two\n\tlines", "é ∑ 中文 שלום", "क\u200dष", "👩\u200d🔬"])
+def test_other_text_is_as_it_was(text):
+    assert visible(text) == text
