@@ -166,7 +166,7 @@ def _sampled(
         weights,
         draw,
         key=jax.random.key(seed + 1),
-        how=decoding(temperature=1.0),
+        decoding=decoding(temperature=1.0),
         samples_per_prompt=arguments.samples,
         max_response_tokens=arguments.max_tokens,
     )

@@ -111,7 +111,7 @@ class ScriptedEngine:
         return tuple(slots)
 
     def generate(
-        self, params: PyTree, state: PyTree, how: Decoding, min_live: int = 1
+        self, params: PyTree, state: PyTree, decoding: Decoding, min_live: int = 1
     ) -> tuple[tuple[ScriptedSlot, ...], ResultTokens]:
         """Up to `steps_per_call` tokens of every live slot; returns early when fewer than `min_live` slots live."""
         slots = list(state)

@@ -123,7 +123,7 @@ def test_the_stages_of_the_pipe_are_those_of_the_loop():
     """The diagram is the one in the loop's docstring, and the table of the stages' files goes through it in order."""
     diagram = re.search(r"^ +prompts -> .*(?:\n .*)*", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
     assert diagram is not None
-    assert diagram[0] in importlib.import_module("dapo_jax.training.loop").__doc__
+    assert diagram[0] in importlib.import_module("dapo_jax.run.loop").__doc__
     stages = [stage.strip() for stage in diagram[0].splitlines()[0].split("->")]
     rows = re.findall(
         r"^\| ([\w ]+) \| `dapo_jax/", (ROOT / "docs" / "concepts.md").read_text(), re.MULTILINE

@@ -113,7 +113,7 @@ class System:
             weights,
             draw,
             key=jax.random.key(seed),
-            how=decoding(temperature=temperature),
+            decoding=decoding(temperature=temperature),
             samples_per_prompt=workload.samples,
             max_response_tokens=workload.new_tokens,
         )

@@ -24,7 +24,7 @@ from dapo_jax.plan.workload import Assumptions
 from dapo_jax.run.disk_space import gib, written_by
 from dapo_jax.run.folders import place_of
 from dapo_jax.run.policy import description_of, mesh_of, meshes_of
-from dapo_jax.run.train import check_run_dir
+from dapo_jax.run.run_dir import check_run_dir
 from dapo_jax.storage import AnyPath, in_bucket
 from dapo_jax.text.tokenizers import Tokenizer
 

@@ -37,10 +37,9 @@ from dapo_jax.parallel.mesh import BATCH_AXES
 from dapo_jax.rewards import whole_group
 from dapo_jax.rewards.sample import Sample
 from dapo_jax.run.build import Run
+from dapo_jax.run.grader_setup import grading
 from dapo_jax.run.identity import IDENTITY
 from dapo_jax.run.policy import mesh_of, meshes_of
-from dapo_jax.run.rollout_loop import grading
-from dapo_jax.training.loop import Position
 from dapo_jax.training.state import TrainState
 
 PROMPTS, GROUP, RESPONSE_TOKENS, SLOTS = 2, 4, 16, 8
@@ -88,17 +87,18 @@ class TinyStep:
 
     def transfer(self) -> Found:
         """The sampler's copy of the weights."""
-        self._weights, seconds = _timed(lambda: self._run.pipe.transfer(self._state.params))
+        self._weights, seconds = _timed(lambda: self._run.sampling.transfer(self._state.params))
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(self._weights))
         return Found(said=f"{gib(size)} in {self.config.model.compute_dtype} to the sampler, {seconds:.1f} s")
 
     def sample(self) -> Found:
         """Some short responses."""
         began = time.monotonic()
-        collector = self._run.pipe.collector(Position())
-        for group in self._run.pipe.sample(self._weights, collector.draw):
+        sampling = self._run.sampling
+        collector = sampling.collector(0)
+        for group in sampling.groups(self._weights, collector.draw):
             collector.add(group)
-        self._collected = self._run.pipe.finish(collector)
+        self._collected = sampling.finish(collector)
         del self._weights  # as in a run, where the update has their memory
         rollouts = _rollouts(self._collected.groups)
         if not all(np.isfinite(rollout.response.logprobs).all() for rollout in rollouts):
@@ -135,11 +135,13 @@ class TinyStep:
 
     def update(self) -> Found:
         """Two updates: the second is to a policy that is no longer the one that sampled."""
-        pipe, began, measured = self._run.pipe, time.monotonic(), []
-        rate = pipe.learning_rate(1)
-        minibatches = pipe.prepare(self._state, pipe.minibatches(self._collected.groups, 1))
+        run, began, measured = self._run, time.monotonic(), []
+        rate = run.learning_rate(1)
+        minibatches = run.updater.prepare(self._state, run.batches.minibatches(self._collected.groups, 1))
         for index, minibatch in enumerate(minibatches):
-            self._state, metrics = pipe.update(self._state, minibatch, learning_rate=rate, first=index == 0)
+            self._state, metrics = run.updater.update(
+                self._state, minibatch, learning_rate=rate, first=index == 0
+            )
             measured.append(metrics)
         self._metrics, every = to_scalars(measured[0]), to_scalars(measured)
         if every["update/skipped_frac"] or not math.isfinite(every["update/loss"]):
@@ -163,7 +165,7 @@ class TinyStep:
 
     def evaluate(self) -> Found:
         """An evaluation on the prompts of the step."""
-        found, seconds = _timed(lambda: self._run.evaluate(self._state, 0))
+        found, seconds = _timed(lambda: self._run.sampling.evaluate(self._state.params, 0))
         groups = [group for each in found.values() for group in each]
         # Of made-up verdicts a score would say nothing.
         return Found(said=f"{len(groups)} prompts, {len(_rollouts(groups))} responses, {seconds:.1f} s")

@@ -5,7 +5,6 @@ thread compares the time since with the limit. One process that waits for the ot
 """
 
 import faulthandler
-import functools
 import json
 import signal
 import sys
@@ -16,10 +15,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
-
-_Arguments = ParamSpec("_Arguments")
-_Result = TypeVar("_Result")
+from typing import Any
 
 FRAMES = 8
 """Innermost calls of each thread that are reported."""
@@ -76,18 +72,6 @@ class Watch:
     def phase(self, name: str, done: int | None, total: int | None) -> None:
         """`note` of a phase and how far it is, as `Progress` says it."""
         self.note(name if done is None else f"{name}, {done} of {total} done")
-
-    def before(
-        self, what: str, function: Callable[_Arguments, _Result], *, for_others: bool = False
-    ) -> Callable[_Arguments, _Result]:
-        """The function, with a `note` before each call."""
-
-        @functools.wraps(function)
-        def noted(*arguments: _Arguments.args, **options: _Arguments.kwargs) -> _Result:
-            self.note(what, for_others=for_others)
-            return function(*arguments, **options)
-
-        return noted
 
     def __enter__(self) -> "Watch":
         self.note("starting")

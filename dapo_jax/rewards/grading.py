@@ -33,6 +33,8 @@ class Grading:
     submit: Submit
     tokenizer: Decoder
     shaping: Shaping
+    on_submit: Callable[[], None] = lambda: None
+    """Called before the responses to a prompt are handed over."""
     on_close: Callable[[], None] | None = None
 
     def close(self) -> None:
@@ -51,6 +53,7 @@ class Grading:
         pending: deque[_Pending] = deque()
         for prompt, responses in sampled:
             samples = samples_of(prompt, responses, tokenizer=self.tokenizer)
+            self.on_submit()
             pending.append(_Pending(prompt, responses, samples, self.submit(samples)))
             while pending and pending[0].done():
                 yield pending.popleft().graded(self.shaping)

@@ -1,61 +1,42 @@
-"""The work between two steps: records, evaluation, checkpoints; and where a run that ends early is left."""
+"""The end of a step: its metrics are written, the policy is evaluated, a checkpoint is saved; and where a run that ends early is left."""
 
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
+from jaxtyping import PyTree
 
 from dapo_jax.checkpoints.checkpointer import Checkpointer
 from dapo_jax.checkpoints.groups import carry_arrays
-from dapo_jax.checkpoints.manifest import CheckpointError, DamagedError
+from dapo_jax.checkpoints.manifest import CheckpointError
 from dapo_jax.config import TrainConfig
-from dapo_jax.dapo.dynamic_sampling import InformativeShare
 from dapo_jax.dapo.rollouts import Group
 from dapo_jax.evaluation import lost_verdicts, problem_record, responses_kept, summarize
 from dapo_jax.health.stopping import Stop, StoppedError, first_told
 from dapo_jax.parallel import processes
 from dapo_jax.parallel.gather import agreed, exchange
 from dapo_jax.parallel.processes import go_on_by, is_first
-from dapo_jax.plain_json import read_object
-from dapo_jax.run.identity import IDENTITY
+from dapo_jax.run.guard import GuardError
+from dapo_jax.run.loop import Observer, StepResult
 from dapo_jax.run.memory_metrics import memory_metrics
 from dapo_jax.run.records import Records
+from dapo_jax.run.resume_point import ResumePoint
 from dapo_jax.run.token_ratios import TokenRatios
 from dapo_jax.storage import AnyPath, path_of
 from dapo_jax.trackers.evaluation_log import write_problems
 from dapo_jax.trackers.progress import Progress
-from dapo_jax.training.loop import Position, StepResult
-from dapo_jax.training.state import TrainState
 
-Evaluate = Callable[[TrainState, int], Mapping[str, Sequence[Group]]]
+Evaluate = Callable[[PyTree, int], Mapping[str, Sequence[Group]]]
+"""(parameters, step) -> the graded groups of each held-out dataset."""
 OnStep = Callable[[int, Mapping[str, float | int]], None]
 
-UNFINISHED = "unfinished_metrics"
-"""In a checkpoint's progress: the metrics, as JSON, of a step whose evaluation was cut short; its line is yet to be written."""
 
-SHARE = "informative_share"
-"""In a checkpoint's progress: how many groups were informative of late, which the size of the next wave follows."""
-
-_MOST_PROMPTS = 1 << 53
-"""No run draws so many; ordinals are 64-bit integers."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Boundary:
-    """A state that training can go on from."""
-
-    state: TrainState
-    position: Position
-    unfinished: Mapping[str, float | int] | None = None
-    """The step's metrics, as long as they lack its evaluation."""
-
-
-class Boundaries:
-    """The boundaries of one run, one after the other. All processes make the same calls."""
+class EndOfStep(Observer):
+    """Records, evaluates and saves at the end of each step of one run. All processes make the same calls."""
 
     def __init__(
         self,
@@ -78,11 +59,11 @@ class Boundaries:
         self._ratios = ratios
         self._checkpointer, self._records, self._shown = checkpointer, records, shown
         self._stop, self._on_step, self._identity, self._check = stop, on_step, identity, check
-        self._now: Boundary | None = None
+        self._now: ResumePoint | None = None
         self._saved = 0
 
-    def start(self, now: Boundary) -> None:
-        """The one that a run starts or goes on from, evaluated if that is still to be done.
+    def start(self, now: ResumePoint) -> None:
+        """Called with the point that a run starts or goes on from, before its first step; evaluates if that is still to be done.
 
         Raises:
             StoppedError: the run was told to stop.
@@ -97,28 +78,24 @@ class Boundaries:
             self._record(0, scores)
 
     def after_step(self, result: StepResult) -> None:
-        """The one that a step has led to.
+        """Shows and writes the step's metrics; evaluates and saves if that is due.
 
         Raises:
             StoppedError: the run was told to stop.
-            CheckpointError: an earlier one could not be saved.
+            CheckpointError: an earlier checkpoint could not be saved.
         """
         step, metrics = result.position.step, {**result.metrics, **memory_metrics()}
         self._shown.step(step, metrics)
         if self._records is not None:
             self._records.rollouts(step, result.collected, self._ratios())
-        self._now = Boundary(state=result.state, position=result.position, unfinished=metrics)
+        self._now = ResumePoint(state=result.state, position=result.position, unfinished=metrics)
         self._finish(metrics)
         if step < self._config.steps:
             self._stop_if_told()
 
-    def passed(self, result: StepResult) -> None:
-        """The one that a step has led to whose metrics are written, and after which the run ends; without its evaluation."""
-        self._now = Boundary(state=result.state, position=result.position, unfinished=result.metrics)
-
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Within, a run that stops or fails saves its last boundary first; a note of the error says what `--resume` goes on from.
+        """Within, a run that stops or fails saves its last point to resume at first; a note of the error says what `--resume` goes on from.
 
         Raises:
             CheckpointError: a run that was told to stop could not save.
@@ -134,12 +111,15 @@ class Boundaries:
             stopped.add_note(self._way_on())
             raise
         except Exception as error:
+            if isinstance(error, GuardError) and (whole := error.whole) is not None:
+                # Its metrics are written, and it ends without an evaluation.
+                self._now = ResumePoint(state=whole.state, position=whole.position, unfinished=whole.metrics)
             lost = self._rescued(error)
             error.add_note(self._way_on() + (f" ({lost})" if lost else ""))
             raise
 
     def _leave(self) -> None:
-        """Saves the last boundary, unless that was done or nothing has been learnt."""
+        """Saves the last point, unless that was done or nothing has been learnt."""
         if self._now is not None and self._now.position.step > self._saved:
             self._save(None)
         self._checkpointer.wait()
@@ -147,7 +127,7 @@ class Boundaries:
     def _rescued(self, error: Exception) -> str:
         """`_leave` of a run that fails; why it cannot be, empty if it is done or needs not be done.
 
-        Of several processes, a save needs them all: none is tried unless every one of them failed at this boundary by this error.
+        Of several processes, a save needs them all: none is tried unless every one of them failed after this step by this error.
         """
         assert self._now is not None
         step = self._now.position.step
@@ -206,7 +186,7 @@ class Boundaries:
         if self._records is not None:
             self._records.step(step, metrics)
 
-    def _evaluated(self, evaluate: Evaluate, now: Boundary) -> tuple[dict[str, float], float | None]:
+    def _evaluated(self, evaluate: Evaluate, now: ResumePoint) -> tuple[dict[str, float], float | None]:
         """The metrics, and the one by which the best checkpoint is known: avg@k on the first dataset, or its mean reward where scores count."""
         self._shown.phase("evaluate")
         began, step = time.perf_counter(), now.position.step
@@ -214,7 +194,7 @@ class Boundaries:
         headline = f"avg@{self._config.eval.samples_per_prompt}" if counts else "reward"
         scores: dict[str, float] = {}
         score = None
-        graded = evaluate(now.state, step)
+        graded = evaluate(now.state.params, step)
         self._check()
         for name, groups in graded.items():
             if is_first():
@@ -240,14 +220,7 @@ class Boundaries:
         assert self._now is not None
         self._shown.phase("checkpoint")
         self._check()
-        position, unfinished = self._now.position, self._now.unfinished
-        progress: dict[str, Any] = {
-            "cursor": position.cursor,
-            SHARE: asdict(position.share),
-            IDENTITY: dict(self._identity),
-        }
-        if unfinished is not None:
-            progress[UNFINISHED] = json.dumps(unfinished)  # as text: some may be nan
+        position, progress = self._now.position, self._now.progress(self._identity)
         carry = carry_arrays(position.carry)
         self._checkpointer.save(position.step, self._now.state, progress, carry, score=score)
         self._saved = position.step
@@ -271,34 +244,6 @@ class Boundaries:
             raise StoppedError(reason)
         if failures := [failure for _, failure in said if failure]:
             raise CheckpointError(failures[0])
-
-
-def check_progress(where: str, progress: Mapping[str, Any]) -> None:
-    """Refuses what no run has written as a checkpoint's progress; `where` names the checkpoint.
-
-    Raises:
-        DamagedError: names the entry.
-    """
-    cursor, unfinished = progress.get("cursor"), progress.get(UNFINISHED, "{}")
-    if not isinstance(cursor, int) or isinstance(cursor, bool) or not 0 <= cursor < _MOST_PROMPTS:
-        raise DamagedError(f"{where} is damaged: its place among the prompts is {cursor!r:.60}")
-    share = progress.get(SHARE, {})
-    if not isinstance(share, Mapping) or not share.keys() <= {
-        field.name for field in fields(InformativeShare)
-    }:
-        raise DamagedError(f"{where} is damaged: its share of informative groups is {share!r:.60}")
-    for name, count in share.items():
-        if not isinstance(count, float | int) or not 0 <= count < _MOST_PROMPTS:
-            raise DamagedError(
-                f"{where} is damaged: its share of informative groups has {count!r:.60} {name}"
-            )
-    try:
-        metrics = read_object(unfinished.encode(), UNFINISHED)
-    except (AttributeError, ValueError) as error:
-        raise DamagedError(f"{where} is damaged: {error}") from error
-    for name, value in metrics.items():
-        if not isinstance(value, float | int):
-            raise DamagedError(f"{where} is damaged: its metric {name[:60]!r} is {value!r:.60}")
 
 
 def _due(step: int, every: int) -> bool:

@@ -10,15 +10,51 @@ from dapo_jax.config.entries import entries
 from dapo_jax.rewards import TEXT_RULES
 from dapo_jax.rewards.async_calls import AsyncCalls
 from dapo_jax.rewards.functions import LoadedReward, RewardFunction, Rewards, load_reward
-from dapo_jax.rewards.grading import Submit, immediately
+from dapo_jax.rewards.grading import Grading, Submit, immediately
 from dapo_jax.rewards.pool import GradingPool
 from dapo_jax.rewards.shaping import Shaping
 from dapo_jax.rewards.weighted import Part, part_names, weighted_sum
+from dapo_jax.run.policy import Policy
+from dapo_jax.text.stop_strings import StopStrings
 
 IN_THIS_PROCESS = TEXT_RULES | {"reasoning_gym"}
 """Graders that no worker is needed for, or whose rows would not be the same on the other side of a pipe."""
 
 Close = Callable[[], None]
+
+
+def grading(
+    config: RewardConfig,
+    policy: Policy,
+    *,
+    max_response_tokens: int,
+    stop: Sequence[str] = (),
+    reward: Rewards | None = None,
+    on_submit: Callable[[], None] = lambda: None,
+) -> Grading:
+    """The grading of responses by their text before a `stop` string, which is to be closed.
+
+    Args:
+        config: names the graders and the shape of the reward.
+        policy: its tokenizer turns responses into text.
+        max_response_tokens: the limit that length shaping goes by.
+        stop: strings that end a response.
+        reward: replaces the configured graders.
+        on_submit: called before the responses to a prompt are handed to the graders.
+    """
+    overlong = config.overlong
+    submit, close = submit_of(config, reward=reward)
+    shaping = Shaping(
+        correct=config.correct,
+        incorrect=config.incorrect,
+        lost=config.lost,
+        overlong=overlong.enabled,
+        max_response_tokens=max_response_tokens,
+        buffer_tokens=overlong.buffer_tokens,
+        penalty_factor=overlong.penalty_factor,
+    )
+    tokenizer = StopStrings(policy.tokenizer, stop) if stop else policy.tokenizer
+    return Grading(submit=submit, tokenizer=tokenizer, shaping=shaping, on_submit=on_submit, on_close=close)
 
 
 def submit_of(config: RewardConfig, *, reward: Rewards | None = None) -> tuple[Submit, Close | None]:

@@ -4,31 +4,27 @@ Everything is decided at the end of a step, from numbers that are the same in ev
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dapo_jax.config import TrainConfig, to_yaml
 from dapo_jax.dapo.dynamic_sampling import Collected, Collector, ShortfallError
 from dapo_jax.dapo.metrics import Metric, to_scalars
-from dapo_jax.dapo.microbatch import Microbatch
 from dapo_jax.dapo.rollouts import Group
 from dapo_jax.health.watchdogs import Watchdogs
 from dapo_jax.parallel.gather import agreed, exchange
 from dapo_jax.parallel.processes import is_first
-from dapo_jax.run.end_of_step import Boundary
+from dapo_jax.run.loop import Observer, Position, StepResult
 from dapo_jax.run.nonfinite import Update, in_words, some, strange_responses
 from dapo_jax.run.records import Records
-from dapo_jax.run.token_ratios import Split
+from dapo_jax.run.resume_point import ResumePoint
+from dapo_jax.run.step_batches import StepBatches
 from dapo_jax.storage import AnyPath, entries, path_of
 from dapo_jax.trackers.post_mortem import write_post_mortem
 from dapo_jax.trackers.progress import Progress
 from dapo_jax.training.finite import leaf_names, nonfinite_leaves
-from dapo_jax.training.loop import Pipe, StepResult
 from dapo_jax.training.minibatch import Minibatch
 from dapo_jax.training.sampler_mismatch import importance_weighted, mismatch_kl
-from dapo_jax.training.state import TrainState
 
 IN_A_ROW = "update/skipped_in_a_row"
 KL = "sync/sampler_trainer_kl"
@@ -58,7 +54,7 @@ def _watchdogs(of_run: TrainConfig, history: Sequence[Mapping[str, Any]]) -> Wat
     )
 
 
-class Guard:
+class Guard(Observer):
     """The guard of one run. All processes make the same calls."""
 
     def __init__(
@@ -66,13 +62,13 @@ class Guard:
         config: TrainConfig,
         run_dir: AnyPath,
         *,
-        start: Boundary,
-        split: Split,
+        start: ResumePoint,
+        batches: StepBatches,
         records: Records | None,
         shown: Progress,
     ) -> None:
         """Raises GuardError if the weights to start from are not finite."""
-        self._config, self._run_dir, self._split = config, run_dir, split
+        self._config, self._run_dir, self._batches = config, run_dir, batches
         self._records, self._shown = records, shown
         self._updates: list[Update] = []
         self._corrected = self._over = False
@@ -88,23 +84,13 @@ class Guard:
             whose = f"of the checkpoint of step {step}" if step else f"of model.source={config.model.source}"
             raise GuardError(f"the weights {whose} are not finite: {some(bad)}; start from others")
 
-    def watching(self, pipe: Pipe) -> Pipe:
-        """The same pipe, seen through."""
-        return replace(
-            pipe,
-            sample=partial(self._sample, pipe.sample),
-            finish=partial(self._finish, pipe.finish),
-            prepare=partial(self._prepare, pipe.prepare),
-            update=partial(self._update, pipe.update),
-        )
-
-    def checked(self, result: StepResult) -> StepResult:
-        """The finished step with the metrics of what was found.
+    def after_step(self, result: StepResult) -> None:
+        """Adds the metrics of what was found.
 
         Raises:
             GuardError: its state is not to be gone on from, or `config.guard` stops here. The step's metrics are written.
         """
-        metrics = {**result.metrics}
+        metrics = result.metrics
         skipped, drifted = self._skipped(result), self._drifted(result.position.step, metrics)
         bad = nonfinite_leaves(result.state.params)
         ruined = f"the weights are not finite after step {result.position.step}: {some(bad)}" if bad else ""
@@ -115,55 +101,46 @@ class Guard:
             metrics |= raised
             for warning in warnings:
                 self._say(result.position.step, warning)
-        result = replace(result, metrics=metrics)
         if found := "; ".join(filter(None, (ruined, skipped, drifted))):
             self._shown.step(result.position.step, metrics)
             if self._records is not None:
                 self._records.step(result.position.step, metrics)
             raise GuardError(found, whole=None if ruined or drifted else result)
-        return result
 
-    def _sample(self, sample: Callable[..., Any], *of: Any) -> Iterator[Group]:
+    def before_sampling(self, position: Position, collector: Collector) -> None:
+        """Forgets the groups of the step before."""
         self._strange = []
-        for group in sample(*of):
-            if strange_responses([group]):
-                self._strange.append(group)
-            yield group
 
-    def _finish(self, finish: Callable[[Collector], Collected], collector: Collector) -> Collected:
-        try:
-            return finish(collector)
-        except ShortfallError as error:
-            # Each process has the log-probabilities of its own groups alone, and none may go another way than the others.
-            found = exchange(json.dumps([group.prompt.ordinal for group in self._strange]).encode())
-            if not (prompts := sorted({ordinal for one in found for ordinal in json.loads(one)})):
-                raise
+    def on_group(self, group: Group, collector: Collector) -> None:
+        """Keeps a group whose log-probabilities are not finite."""
+        if strange_responses([group]):
+            self._strange.append(group)
+
+    def on_shortfall(self, error: ShortfallError) -> None:
+        """Raises GuardError if any process has seen log-probabilities that are not finite: these are why."""
+        # Each process has the log-probabilities of its own groups alone, and none may go another way than the others.
+        found = exchange(json.dumps([group.prompt.ordinal for group in self._strange]).encode())
+        if prompts := sorted({ordinal for one in found for ordinal in json.loads(one)}):
             raise GuardError(
                 f"the sampler's log-probabilities are not finite (prompt {some(prompts)}), so what it sampled means nothing; "
                 f"{error}"
             ) from error
 
-    def _prepare(
-        self,
-        prepare: Callable[..., Sequence[Minibatch]],
-        state: TrainState,
-        minibatches: list[list[Microbatch]],
-    ) -> Sequence[Minibatch]:
+    def before_updates(self, minibatches: Sequence[Minibatch]) -> Sequence[Minibatch]:
+        """Corrects the step's minibatches by importance weights, if sampler and trainer differ by too much."""
         self._updates, self._corrected, guard = [], False, self._config.guard
-        prepared = prepare(state, minibatches)
-        if guard.on_mismatch == "correct" and guard.max_mismatch_kl is not None and prepared:
+        if guard.on_mismatch == "correct" and guard.max_mismatch_kl is not None and minibatches:
             # Before anything is learnt, so that all updates of the step are corrected or none.
-            self._corrected = to_scalars(mismatch_kl(prepared))["kl"] > guard.max_mismatch_kl
+            self._corrected = to_scalars(mismatch_kl(minibatches))["kl"] > guard.max_mismatch_kl
             if self._corrected:
-                return importance_weighted(prepared, cap=guard.mismatch_cap)
-        return prepared
+                return importance_weighted(minibatches, cap=guard.mismatch_cap)
+        return minibatches
 
-    def _update(
-        self, update: Callable[..., Any], state: TrainState, minibatch: Minibatch, **how: Any
-    ) -> tuple[TrainState, dict[str, Metric]]:
-        state, metrics = update(state, minibatch, **how)
-        self._updates.append(Update(minibatch, how["learning_rate"], metrics))
-        return state, metrics
+    def after_update(
+        self, minibatch: Minibatch, metrics: Mapping[str, Metric], *, learning_rate: float
+    ) -> None:
+        """Keeps the update until the step ends."""
+        self._updates.append(Update(minibatch, learning_rate, metrics))
 
     def _skipped(self, result: StepResult) -> str:
         """Counts, names and keeps the updates that were skipped; why the run stops, if it does."""
@@ -174,7 +151,7 @@ class Guard:
                 self._in_a_row = 0
                 continue
             self._in_a_row += 1
-            groups = self._split(result.collected.groups, result.position.step)[index]
+            groups = self._batches.split(result.collected.groups, result.position.step)[index]
             named = update.named(flags, groups, leaf_names(result.state.params))
             last = f"update {index + 1} of {len(updates)} was skipped: not finite: {in_words(named)}"
             if kept := self._post_mortem(result, index, update, named, groups):

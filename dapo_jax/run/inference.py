@@ -25,11 +25,11 @@ from dapo_jax.data.rows import checked_rows
 from dapo_jax.evaluation import problem_record, summarize
 from dapo_jax.rewards.functions import Rewards
 from dapo_jax.run.folders import place_of
-from dapo_jax.run.grader_setup import check_graders
+from dapo_jax.run.grader_setup import check_graders, grading
 from dapo_jax.run.policy import data_of_run, find_policy, mesh_of, meshes_of, run_at
 from dapo_jax.run.prompt_sets import GivenRows, dated, held_out_prompts, prompt_format
 from dapo_jax.run.records import use_compilation_cache
-from dapo_jax.run.rollout_loop import Rollouts, grading
+from dapo_jax.run.response_sampler import ResponseSampler
 from dapo_jax.storage import AnyPath
 from dapo_jax.trackers.evaluation_log import write_problems
 from dapo_jax.trackers.rollout_log import write_rollouts
@@ -82,7 +82,7 @@ def evaluate(
     policy = find_policy(model, mesh=mesh)
     config = replace(config, data=dated(config.data, like=data_of_run(model)))
     held_out = held_out_prompts(config.data, config.eval, policy.tokenizer, rows=rows)
-    rollouts = Rollouts(
+    rollouts = ResponseSampler(
         policy,
         meshes_of(config.parallel, mesh),
         config.sampling,
@@ -197,7 +197,7 @@ def sample(
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    rollouts = Rollouts(
+    rollouts = ResponseSampler(
         policy,
         meshes_of(ParallelConfig(), mesh),
         sampling,

@@ -21,13 +21,13 @@ from dapo_jax.health.stopping import Stop, StoppedError, first_told
 from dapo_jax.parallel.gather import exchange
 from dapo_jax.parallel.mesh import Meshes
 from dapo_jax.rewards.functions import RewardError
-from dapo_jax.run.rollout_loop import Grade, Sampled
+from dapo_jax.run.response_sampler import Grade, Sampled
 
 PromptAt = Callable[[int], Prompt]
 
 
-class Samplers:
-    """This process's place among them."""
+class SamplerShare:
+    """The share of the sampling that this process has."""
 
     def __init__(self, meshes: Meshes, stop: Stop) -> None:
         self.index, self.count, self._stop = meshes.index, meshes.count, stop

@@ -20,10 +20,11 @@ from dapo_jax.health.stalls import interrupt
 from dapo_jax.locks import Lock
 from dapo_jax.rewards.grading import Grading
 from dapo_jax.run.folders import locked, place_of
+from dapo_jax.run.grader_setup import grading
 from dapo_jax.run.policy import Policy, load_policy, mesh_of, meshes_of, optimizer_of
 from dapo_jax.run.prompt_sets import dated, held_out_prompts, prompt_format, training_rows
 from dapo_jax.run.records import use_compilation_cache
-from dapo_jax.run.rollout_loop import Rollouts, grading
+from dapo_jax.run.response_sampler import ResponseSampler
 from dapo_jax.run.training_pass import TrainingPass, training_pass
 from dapo_jax.storage import AnyPath, write_whole
 from dapo_jax.trackers import JsonlTracker
@@ -166,7 +167,7 @@ def _evaluation(
     held_out: Mapping[str, Sequence[Prompt]],
 ) -> Callable[[PyTree, int], dict[str, float]]:
     """The function that scores parameters on the held-out prompts of each dataset, sampled as `config.eval` says."""
-    rollouts = Rollouts(
+    rollouts = ResponseSampler(
         policy,
         meshes_of(config.parallel, mesh),
         config.sampling,

@@ -1,92 +1,58 @@
 """The ratio pi / pi_old of every token of the rollouts that are written down, as the update that trains on it takes it."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
 
-import jax
 import numpy as np
 from jaxtyping import Float
 
 from dapo_jax.config import TrainConfig
-from dapo_jax.dapo.dynamic_sampling import Collected, Collector
-from dapo_jax.dapo.metrics import Metric
+from dapo_jax.dapo.dynamic_sampling import Collected
 from dapo_jax.dapo.microbatch import Microbatch
 from dapo_jax.dapo.rollouts import Group
-from dapo_jax.training.loop import Pipe
+from dapo_jax.run.loop import Observer
+from dapo_jax.run.step_batches import StepBatches
 from dapo_jax.training.minibatch import Minibatch, on_host
 from dapo_jax.training.state import TrainState
+from dapo_jax.training.update import Updater
 
-Split = Callable[[Sequence[Group], int], list[list[Group]]]
-"""(groups, step) -> the groups of each of its updates."""
 TokenRatios = Mapping[tuple[int, int], Float[np.ndarray, " response"] | None]
 """(ordinal, response index) -> a ratio for each token of a rollout that was trained on; None if it was left out of the loss."""
 
 
-class Ratios:
-    """Those of one run's steps. Costs a forward pass over the minibatches concerned, in steps whose rollouts are written.
+class Ratios(Observer):
+    """Computes the ratios of one run's steps: a forward pass over the minibatches concerned, in steps whose rollouts are written.
 
     All processes make the same calls.
     """
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        *,
-        split: Split,
-        ratios: Callable[..., list[jax.Array]],
-    ) -> None:
-        """`ratios` is `Updater.ratios`."""
-        self._config, self._split, self._ratios = config, split, ratios
+    def __init__(self, config: TrainConfig, *, batches: StepBatches, updater: Updater) -> None:
+        self._config, self._batches, self._updater = config, batches, updater
         self._wanted: set[int] = set()
         self._groups: list[list[Group]] = []
-        self._next = 0
         self._found: dict[tuple[int, int], Float[np.ndarray, " response"] | None] = {}
-
-    def watching(self, pipe: Pipe) -> Pipe:
-        """The same pipe, seen through."""
-        return replace(
-            pipe,
-            finish=partial(self._finish, pipe.finish),
-            minibatches=partial(self._minibatches, pipe.minibatches),
-            update=partial(self._update, pipe.update),
-        )
 
     def of_step(self) -> TokenRatios:
         """What was found in the last step; empty if its rollouts are not written."""
         return self._found
 
-    def _finish(self, finish: Callable[[Collector], Collected], collector: Collector) -> Collected:
-        collected = finish(collector)
-        self._wanted = {
-            group.prompt.ordinal for group in collected.sampled[: self._config.log.rollout_groups]
-        }
-        return collected
-
-    def _minibatches(
-        self, minibatches: Callable[..., list[list[Microbatch]]], groups: Sequence[Group], step: int
-    ) -> list[list[Microbatch]]:
-        due = self._config.logs_rollouts(step)
-        trained = [group for group in groups if due and group.prompt.ordinal in self._wanted]
+    def after_sampling(self, step: int, collected: Collected) -> None:
+        """Finds the rollouts that are written, and the updates that train on them."""
+        due, logged = self._config.logs_rollouts(step), self._config.log.rollout_groups
+        self._wanted = {group.prompt.ordinal for group in collected.sampled[:logged]}
+        trained = [group for group in collected.groups if due and group.prompt.ordinal in self._wanted]
         self._found = {(g.prompt.ordinal, index): None for g in trained for index in range(len(g.rollouts))}
-        self._groups = self._split(groups, step) if trained else []
-        self._next = 0
-        return minibatches(groups, step)
+        self._groups = self._batches.split(collected.groups, step) if trained else []
 
-    def _update(
-        self, update: Callable[..., Any], state: TrainState, minibatch: Minibatch, **how: Any
-    ) -> tuple[TrainState, dict[str, Metric]]:
+    def before_update(self, state: TrainState, minibatch: Minibatch, *, index: int, count: int) -> None:
+        """Takes the ratios under the weights that the update begins with."""
         if self._groups:
-            self._look(state, minibatch, self._groups[self._next], first=how["first"])
-            self._next += 1
-        return update(state, minibatch, **how)
+            self._look(state, minibatch, self._groups[index], first=index == 0)
 
     def _look(self, state: TrainState, minibatch: Minibatch, groups: Sequence[Group], *, first: bool) -> None:
         wanted = [group for group in groups if group.prompt.ordinal in self._wanted]
         if not wanted:
             return
-        ratios = self._ratios(state, minibatch, first=first)
+        ratios = self._updater.ratios(state, minibatch, first=first)
         # The same response to the same question has the same ratios, wherever in the minibatch it stands.
         of_text = {
             (prompt.tobytes(), response.tobytes()): values

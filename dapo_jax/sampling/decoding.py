@@ -153,7 +153,7 @@ def draw(
     logits: Float[Array, "slots vocab"],
     keys: Key[Array, " slots"],
     positions: Int[Array, " slots"],
-    how: Decoding,
+    decoding: Decoding,
 ) -> tuple[Int[Array, " slots"], Float[Array, " slots"]]:
     """One token per slot, and its log-probability under the whole tempered distribution, in nats.
 
@@ -165,16 +165,16 @@ def draw(
     large as the mass of thousands of unlikely tokens. (Gumbel noise needs a random number for every entry of the
     vocabulary: at 49,152 entries that took longer than a model of 135M parameters.)
     """
-    greedy = how.temperature == 0.0
-    temperature = jnp.where(greedy, jnp.float32(1.0), how.temperature)
+    greedy = decoding.temperature == 0.0
+    temperature = jnp.where(greedy, jnp.float32(1.0), decoding.temperature)
     scaled = logits / temperature
     tempered = _blocks(scaled)
     peaks = tempered.max(-1)
     top = peaks.max(-1)
     mass = jnp.exp(tempered - top[:, None, None]).sum(-1)
     candidates, masses = tempered, mass
-    if how.truncated:
-        candidates = _blocks(truncate(scaled, how.top_p, how.top_k))
+    if decoding.truncated:
+        candidates = _blocks(truncate(scaled, decoding.top_p, decoding.top_k))
         masses = jnp.exp(candidates - top[:, None, None]).sum(-1)
     folded = jax.vmap(jax.random.fold_in)(keys, positions)
     # Multiples of 2^-23 from 0 on; in the middle between two of them, 0 does not stand for all that lies below 2^-23.

@@ -146,10 +146,10 @@ class DecoderEngine:
         return self._release(state, self._padded(np.array(slots, np.int32)), np.int32(len(slots)))
 
     def generate(
-        self, params: SamplerWeights, state: DecodeState, how: Decoding, min_live: int = 1
+        self, params: SamplerWeights, state: DecodeState, decoding: Decoding, min_live: int = 1
     ) -> tuple[DecodeState, ResultTokens]:
         """Decodes up to `steps_per_call` tokens per live slot; returns early when fewer than `min_live` slots live."""
-        return self._generate(params, state, self._turns, how, np.int32(min_live))
+        return self._generate(params, state, self._turns, decoding, np.int32(min_live))
 
     def lower_prefill(self, params: SamplerWeights, *, rows: int, width: int, prompts: int) -> Lowered:
         """The program of `prefill` at a shape that `pack_prompts` gives; `params` may be shapes with their places."""
@@ -158,10 +158,10 @@ class DecoderEngine:
             params, tokens, self._turns_structs(rows * width), tokens, self._struct((prompts,), jnp.int32)
         )
 
-    def lower_generate(self, params: SamplerWeights, how: Decoding) -> Lowered:
-        """The program of `generate`; `params` and `how` may be shapes."""
+    def lower_generate(self, params: SamplerWeights, decoding: Decoding) -> Lowered:
+        """The program of `generate`; `params` and `decoding` may be shapes."""
         turns, min_live = self._turns_structs(self.capacity), self._struct((), jnp.int32)
-        return self._generate.lower(params, self.state_structs, turns, how, min_live)
+        return self._generate.lower(params, self.state_structs, turns, decoding, min_live)
 
     def _struct(self, shape: tuple[int, ...], kind: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, kind, sharding=self._whole)
@@ -246,7 +246,12 @@ class DecoderEngine:
         return jnp.where(jnp.arange(self.slots, dtype=jnp.int32) < count, slots, self.slots)
 
     def _generate_program(
-        self, params: SamplerWeights, state: DecodeState, turns: Rotations, how: Decoding, min_live: Array
+        self,
+        params: SamplerWeights,
+        state: DecodeState,
+        turns: Rotations,
+        decoding: Decoding,
+        min_live: Array,
     ) -> tuple[DecodeState, ResultTokens]:
         blank = tuple(jnp.zeros((self.slots, self._steps), kind) for kind in (jnp.int32, jnp.float32, bool))
 
@@ -257,7 +262,7 @@ class DecoderEngine:
 
         def advance(carry: _Carry) -> _Carry:
             step, state, (all_tokens, all_logprobs, valid) = carry
-            drawn = draw(state.logits, state.keys, state.generated, how)
+            drawn = draw(state.logits, state.keys, state.generated, decoding)
             tokens, logprobs = lax.with_sharding_constraint(drawn, self._rows)
 
             def write(buffer: Array, column: Array) -> Array:

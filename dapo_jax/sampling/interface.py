@@ -58,7 +58,7 @@ class Engine(Protocol):
         ...
 
     def generate(
-        self, params: PyTree, state: PyTree, how: Decoding, min_live: int
+        self, params: PyTree, state: PyTree, decoding: Decoding, min_live: int
     ) -> tuple[PyTree, ResultTokens]:
         """Decodes until `steps_per_call` tokens are drawn or fewer than `min_live` slots are live."""
         ...

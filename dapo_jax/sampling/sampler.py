@@ -74,14 +74,14 @@ class Sampler:
         draw: Draw,
         *,
         key: PRNGKeyArray,
-        how: Decoding,
+        decoding: Decoding,
         samples_per_prompt: int,
         max_response_tokens: int,
         stop: Stop | None = None,
     ) -> Iterator[tuple[Prompt, tuple[Response, ...]]]:
         """Yields each prompt with its responses, in the order in which groups end.
 
-        What is sampled depends on `params`, `key`, the ordinals, `how` and `stop` alone, not on slots, order or timing.
+        What is sampled depends on `params`, `key`, the ordinals, `decoding` and `stop` alone, not on slots, order or timing.
         A response that `stop` ends is cut there, however many tokens the call had drawn beyond.
 
         Raises:
@@ -105,7 +105,7 @@ class Sampler:
             # With work waiting, come back once enough slots are free; without, run on to the end of the call.
             min_live = engine.slots - self._refill + 1 if waiting else 1
             self._on_look()
-            state, result = engine.generate(params, state, how, min_live)
+            state, result = engine.generate(params, state, decoding, min_live)
             ended, overrun = self._absorb(result, owners, stop)
             if overrun:
                 state = engine.release(state, overrun)

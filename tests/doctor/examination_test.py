@@ -11,7 +11,7 @@ from dapo_jax.config import to_yaml
 from dapo_jax.doctor import examination as module
 from dapo_jax.doctor.check import Finding
 from dapo_jax.doctor.examination import verdict
-from dapo_jax.run import build, rollout_loop
+from dapo_jax.run import build, response_sampler
 from tests.doctor.conftest import write_model
 
 RANDOM_ANYWAY = {"devices", "grade"}
@@ -246,13 +246,13 @@ def test_a_mesh_that_the_devices_do_not_make_up(examined):
 
 def test_a_sampler_that_disagrees_with_the_trainer(examined, monkeypatch):
     """Its weights are a tenth larger."""
-    plain = rollout_loop.weight_transfer
+    plain = response_sampler.weight_transfer
 
     def enlarged(params, meshes, **how):
         transfer = plain(params, meshes, **how)
         return lambda params: transfer(jax.tree.map(lambda leaf: leaf * 1.1, params))
 
-    monkeypatch.setattr(rollout_loop, "weight_transfer", enlarged)
+    monkeypatch.setattr(response_sampler, "weight_transfer", enlarged)
     found = only_fails(examined(), "agreement")
     assert "do not train" in found.remedy
 

@@ -26,14 +26,14 @@ sys.exit(main(sys.argv[1:]))
 
 DRIFTING = f"""{several.PREAMBLE}
 from dataclasses import replace
-from dapo_jax.run.rollout_loop import Rollouts
-honest = Rollouts.sample
+from dapo_jax.run.response_sampler import ResponseSampler
+honest = ResponseSampler.sample
 
 def sample(self, *of, **how):
     for prompt, responses in honest(self, *of, **how):
         yield prompt, tuple(replace(one, logprobs=one.logprobs - one.logprobs.dtype.type(0.5)) for one in responses)
 
-Rollouts.sample = sample
+ResponseSampler.sample = sample
 from dapo_jax.cli import main
 sys.exit(main(sys.argv[1:]))
 """

@@ -9,7 +9,7 @@ import pytest
 
 from dapo_jax.models.folder import load_model
 from dapo_jax.run.guard import GuardError
-from dapo_jax.run.rollout_loop import Rollouts
+from dapo_jax.run.response_sampler import ResponseSampler
 from dapo_jax.trackers import read_metrics
 
 OFF = 0.5
@@ -19,13 +19,13 @@ KL = math.exp(OFF) - 1 - OFF  # 0.1487
 
 @pytest.fixture
 def drifting(monkeypatch):
-    honest = Rollouts.sample
+    honest = ResponseSampler.sample
 
     def sample(self, *of, **how):
         for prompt, responses in honest(self, *of, **how):
             yield prompt, tuple(replace(r, logprobs=r.logprobs - np.float32(OFF)) for r in responses)
 
-    monkeypatch.setattr(Rollouts, "sample", sample)
+    monkeypatch.setattr(ResponseSampler, "sample", sample)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from dapo_jax.models.folder import load_model
 from dapo_jax.rewards.functions import RewardError
 from dapo_jax.run.guard import GuardError
 from dapo_jax.run.policy import Policy
-from dapo_jax.run.rollout_loop import Rollouts
+from dapo_jax.run.response_sampler import ResponseSampler
 from dapo_jax.text.tokenizers import load_tokenizer
 from dapo_jax.trackers import read_metrics
 from dapo_jax.trackers.post_mortem import read_post_mortem
@@ -66,13 +66,13 @@ def sampler_says(monkeypatch):
     """Changes the log-probabilities that training's responses come with."""
 
     def put(change):
-        honest = Rollouts.sample
+        honest = ResponseSampler.sample
 
         def sample(self, *of, **how):
             for prompt, responses in honest(self, *of, **how):
                 yield prompt, tuple(replace(r, logprobs=change(prompt, r.logprobs)) for r in responses)
 
-        monkeypatch.setattr(Rollouts, "sample", sample)
+        monkeypatch.setattr(ResponseSampler, "sample", sample)
 
     return put
 

@@ -80,13 +80,6 @@ def test_after_the_block_nothing_watches(ended):
     assert not ended
 
 
-def test_what_is_called_is_noted_before(ended):
-    with Watch(0.2, end=ended) as watch:
-        assert watch.before("drawing", lambda a, b: a + b)(1, b=2) == 3
-        watch.before("grading", lambda: ended.event.wait(5))()
-    assert "while grading" in ended[0][1]
-
-
 def said(count, what, *, for_others=False, stalled=False):
     return json.dumps([count, what, for_others, stalled])
 

@@ -10,7 +10,7 @@ import pytest
 from dapo_jax.health.watchdogs import NAMES, SEEN, Watchdogs, warnings
 from dapo_jax.trackers import read_metrics
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 RECORDED = {
     "quickstart": ROOT / "tests" / "golden" / "quickstart_metrics.jsonl",
     "smollm2": ROOT / "docs" / "results" / "smollm2_135m_arithmetic" / "metrics.jsonl",

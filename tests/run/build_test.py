@@ -1,4 +1,4 @@
-"""What a configuration makes of the pipe: each technique, switched, changes what it should and only that."""
+"""The objects that a configuration makes: each technique, switched, changes what it should and only that."""
 
 import gc
 import itertools
@@ -14,7 +14,6 @@ from dapo_jax.dapo.dynamic_sampling import InformativeShare, ShortfallError
 from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
 from dapo_jax.models.folder import load_model
 from dapo_jax.run.build import Run
-from dapo_jax.training.loop import Position
 
 
 def params_of(result):
@@ -52,7 +51,7 @@ GROUPS = [
 
 
 def minibatches_of(config, rows, groups=GROUPS):
-    return Run(config, prompts=rows, reward=bool).pipe.minibatches(groups, 1)
+    return Run(config, prompts=rows, reward=bool).batches.minibatches(groups, 1)
 
 
 def differing(found, expected):
@@ -114,7 +113,9 @@ def test_every_step_shuffles_anew_and_a_replayed_one_alike(micro, rows):
     run = Run(micro(), prompts=rows, reward=bool)
 
     def order(step):
-        return [int(m.tokens[m.mask & (m.advantages > 0)][0]) for [m] in run.pipe.minibatches(groups, step)]
+        return [
+            int(m.tokens[m.mask & (m.advantages > 0)][0]) for [m] in run.batches.minibatches(groups, step)
+        ]
 
     assert sorted(order(1)) == list(range(20))
     assert order(1) == order(1) != order(2)
@@ -152,17 +153,18 @@ def test_carried_groups_are_kept_for_as_many_steps_as_the_configuration_says(mic
     """Two of three are trained on; the third was sampled in the step before."""
     groups = [replace(make_group(ordinal, "x...", [1, 1, 1, 1]), age=1) for ordinal in range(3)]
     run = Run(micro(dynamic_sampling__max_age_steps=most), prompts=rows, reward=bool)
-    collected = run.pipe.finish(run.pipe.collector(Position(step=1, cursor=3, carry=groups)))
+    collected = run.sampling.finish(run.sampling.collector(3, carried=groups))
     assert [(group.prompt.ordinal, group.age) for group in collected.carry] == carried
     assert collected.dropped_old == 1 - len(carried)
 
 
 def test_where_surplus_is_carried_a_step_draws_by_the_share_of_the_steps_before(micro, rows):
     """Two groups: (2 + sqrt(2)) x (120 / 2 + 1) / (60 / 2 + 1) = 6.7 prompts of the 9 that a whole wave has."""
-    position = Position(step=1, share=InformativeShare(informative=60.0, sampled=120.0))
+    share = InformativeShare(informative=60.0, sampled=120.0)
     for surplus, prompts in (("carry", 7), ("discard", 9)):
         config = micro(dynamic_sampling__prompts_per_wave=9, dynamic_sampling__surplus=surplus)
-        assert len(Run(config, prompts=rows, reward=bool).pipe.collector(position).draw(99)) == prompts
+        sampling = Run(config, prompts=rows, reward=bool).sampling
+        assert len(sampling.collector(0, share=share).draw(99)) == prompts
 
 
 def test_a_run_that_goes_on_knows_the_share_of_informative_groups_and_how_old_carried_ones_are(

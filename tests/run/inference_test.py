@@ -20,8 +20,9 @@ from dapo_jax.config import (
 from dapo_jax.data.prompts import held_out
 from dapo_jax.data.rows import checked_rows
 from dapo_jax.run import evaluate, sample
+from dapo_jax.run.grader_setup import grading
 from dapo_jax.run.policy import load_policy, mesh_of, meshes_of
-from dapo_jax.run.rollout_loop import EVALUATION, TRAINING, Rollouts, grading
+from dapo_jax.run.response_sampler import EVALUATION, TRAINING, ResponseSampler
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.trackers.evaluation_log import read_problems
 from dapo_jax.trackers.rollout_log import read_rollouts
@@ -208,7 +209,7 @@ def test_evaluation_never_draws_the_numbers_that_training_draws(model, rows):
     policy = load_policy(ModelConfig(source=model))
     sampling = SamplingConfig(max_response_tokens=6, slots=8, steps_per_call=3)
     mesh = mesh_of(ParallelConfig())
-    rollouts = Rollouts(
+    rollouts = ResponseSampler(
         policy,
         meshes_of(ParallelConfig(), mesh),
         sampling,
@@ -223,7 +224,7 @@ def test_evaluation_never_draws_the_numbers_that_training_draws(model, rows):
     def drawn(domain):
         left = list(prompts)
         found = rollouts.sample(
-            weights, lambda count: [left.pop(0) for _ in prompts if left], how=decoding(), samples=4, domain=domain
+            weights, lambda count: [left.pop(0) for _ in prompts if left], decoding=decoding(), samples=4, domain=domain
         )  # fmt: skip
         return {prompt.ordinal: [r.tokens.tolist() for r in responses] for prompt, responses in found}
 

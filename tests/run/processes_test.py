@@ -76,10 +76,11 @@ from dapo_jax.config import TrainConfig
 from dapo_jax.dapo.dynamic_sampling import Collector, ShortfallError
 from dapo_jax.parallel import processes
 from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
-from dapo_jax.run.end_of_step import Boundary
 from dapo_jax.run.guard import Guard, GuardError
 from dapo_jax.trackers.progress import Progress
-from dapo_jax.training.loop import Pipe, Position
+from dapo_jax.run.loop import Position
+from dapo_jax.run.resume_point import ResumePoint
+from dapo_jax.run.step_batches import StepBatches
 from dapo_jax.training.state import TrainState
 
 processes.start()
@@ -96,23 +97,27 @@ def group(ordinal):
     rollout = Rollout(response=response, text="", verdict=Verdict(correct=False), reward=-1.0)
     return Group(prompt=Prompt(ordinal=ordinal, tokens=np.zeros(1, np.int32), text="", answer=""), rollouts=(rollout, rollout))
 
-never = lambda *of, **how: (_ for _ in ()).throw(AssertionError("not asked for"))
-pipe = Pipe(
-    transfer=never, collector=never, sample=lambda *of: map(group, range(4)), finish=lambda collector: collector.finish(),
-    minibatches=never, prepare=never, update=never, learning_rate=never, clock=never,
-)
+class NoBatches(StepBatches):
+    def __init__(self):
+        pass
+
 with Checkpointer(folder / "checkpoints") as checkpointer:
     guard = Guard(
-        TrainConfig(run_dir=str(folder)), folder, start=Boundary(state=state, position=Position()), split=never,
+        TrainConfig(run_dir=str(folder)), folder, start=ResumePoint(state=state, position=Position()), batches=NoBatches(),
         records=None, shown=Progress(1, console=Console(quiet=True)),
     )
-    watched = guard.watching(pipe)
     collector = Collector(needed=1, cursor=0, prompts_per_wave=4, max_waves=1)
+    guard.before_sampling(Position(), collector)
     collector.draw(4)
-    for each in watched.sample():
+    for each in map(group, range(4)):
         collector.add(each)
+        guard.on_group(each, collector)
     try:
-        watched.finish(collector)
+        try:
+            collector.finish()
+        except ShortfallError as error:
+            guard.on_shortfall(error)
+            raise
     except (GuardError, ShortfallError) as error:
         print(f"found {{type(error).__name__}}: {{error}}", flush=True)
 processes.leave()

@@ -8,7 +8,7 @@ import pytest
 from dapo_jax.config import ConfigError, TrainConfig, load_config, to_yaml
 from dapo_jax.locks import NAME
 from dapo_jax.run.folders import place_of
-from dapo_jax.run.train import OF_A_RUN, _remove_run, check_run_dir
+from dapo_jax.run.run_dir import OF_A_RUN, check_run_dir, remove_run
 from dapo_jax.storage import path_of
 
 
@@ -36,7 +36,7 @@ def test_overwriting_is_offered_and_removes_what_a_run_wrote(make_run):
     with pytest.raises(ConfigError, match="overwrite=True to begin anew"):
         check(run)
     check(run, overwrite=True)
-    _remove_run(path_of(run))
+    remove_run(path_of(run))
     assert [place.name for place in run.iterdir()] == [NAME]  # it is held
 
 
@@ -45,7 +45,7 @@ def test_a_folder_in_a_bucket_is_removed_too(bucket):
     for name in ("config.yaml", "checkpoints/3/arrays", NAME):
         (run / name).write_text("x")
     check("gs://bucket/run", overwrite=True)
-    _remove_run(run)
+    remove_run(run)
     assert [place.name for place in run.iterdir()] == [NAME]
 
 

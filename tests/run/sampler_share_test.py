@@ -24,7 +24,7 @@ from dapo_jax.health.stopping import STOPPED, Stop
 from dapo_jax.models.folder import load_model
 from dapo_jax.parallel.mesh import make_mesh, make_meshes
 from dapo_jax.run import train
-from dapo_jax.run.sampler_share import Samplers
+from dapo_jax.run.sampler_share import SamplerShare
 from dapo_jax.trackers import read_metrics
 from dapo_jax.trackers.evaluation_log import read_problems
 from dapo_jax.trackers.progress import Progress
@@ -100,7 +100,7 @@ def test_a_group_that_travels_is_as_old_as_it_was():
     groups = [Group(prompt=prompt_at(ordinal), rollouts=(make_rollout(values),)) for ordinal in range(2)]
     carry = [replace(groups[1], age=1)]
     collected = Collected(groups=groups[:1], carry=carry, sampled=groups, cursor=2, waves=1, surplus=1)
-    whole = Samplers(make_meshes(make_mesh()), Stop()).whole(collected, logged=1)
+    whole = SamplerShare(make_meshes(make_mesh()), Stop()).whole(collected, logged=1)
     ages = [[group.age for group in part] for part in (whole.groups, whole.carry, whole.sampled)]
     assert ages == [[0], [1], [0, 0]]
 

@@ -11,7 +11,7 @@ from dapo_jax.checkpoints.checkpointer import Checkpointer
 from dapo_jax.health.stopping import StoppedError, stopped_by_signals
 from dapo_jax.rewards.grading import Grading
 from dapo_jax.run.build import Run
-from dapo_jax.run.end_of_step import UNFINISHED
+from dapo_jax.run.resume_point import UNFINISHED
 from dapo_jax.sampling.engine import DecoderEngine
 from dapo_jax.trackers import read_metrics
 from dapo_jax.trackers.run_status import read_status

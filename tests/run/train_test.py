@@ -11,7 +11,7 @@ from rich.console import Console
 
 from dapo_jax.config import ConfigError, load_config
 from dapo_jax.models.folder import load_model
-from dapo_jax.run.train import check_run_dir
+from dapo_jax.run.run_dir import check_run_dir
 from dapo_jax.trackers import read_metrics
 from dapo_jax.trackers.evaluation_log import read_problems
 from dapo_jax.trackers.progress import Progress

@@ -43,7 +43,7 @@ def drawing(items):
 
 def sample(engine, draw, *, samples=3, limit=LIMIT, stop=None, **options):
     return Sampler(engine, **options).sample(
-        {}, draw, key=jax.random.key(0), how=decoding(), samples_per_prompt=samples, max_response_tokens=limit,
+        {}, draw, key=jax.random.key(0), decoding=decoding(), samples_per_prompt=samples, max_response_tokens=limit,
         stop=stop,
     )  # fmt: skip
 

@@ -23,7 +23,7 @@ from dapo_jax.models.folder import shapes_of
 from dapo_jax.parallel.mesh import make_mesh, make_meshes
 from dapo_jax.parallel.sharding import shardings
 from dapo_jax.parallel.weights import weight_transfer
-from dapo_jax.run.rollout_loop import EVALUATION, TRAINING
+from dapo_jax.run.response_sampler import EVALUATION, TRAINING
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
 from dapo_jax.sampling.sampler import Sampler
@@ -85,7 +85,7 @@ def sample(engine, asked, *, key=KEY, temperature=1.0, samples=GROUP, limit=LIMI
         weights_of() if weights is None else weights,
         lambda count: list(itertools.islice(left, min(count, at_once))),
         key=key,
-        how=decoding(temperature=temperature),
+        decoding=decoding(temperature=temperature),
         samples_per_prompt=samples,
         max_response_tokens=limit,
         stop=stop,

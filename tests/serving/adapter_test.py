@@ -66,7 +66,7 @@ def serving(decoder, mesh, weights):
     def make(temperature=0.0, **how):
         how = {"key": jax.random.key(0), "max_prefill_length": 16, **how}
         return JetStreamEngine(
-            decoder, weights[0], TOKENIZER, mesh, how=decoding(temperature=temperature), **how
+            decoder, weights[0], TOKENIZER, mesh, decoding=decoding(temperature=temperature), **how
         )
 
     return make
@@ -79,7 +79,7 @@ def sampled(decoder):
     def sample(weights, limit):
         left = [Prompt(ordinal=0, text="", tokens=PROMPT, answer="")]
         ((_, (response,)),) = Sampler(decoder, prefill_prompts=1).sample(
-            weights, lambda count: [left.pop() for _ in left[:1]], key=jax.random.key(0), how=decoding(temperature=0.0),
+            weights, lambda count: [left.pop() for _ in left[:1]], key=jax.random.key(0), decoding=decoding(temperature=0.0),
             samples_per_prompt=1, max_response_tokens=limit,
         )  # fmt: skip
         return response

@@ -8,10 +8,10 @@ from dapo_jax.config import ConfigError
 from dapo_jax.serving.serve import ServeOptions, serve
 
 
-def test_without_the_extra_the_error_names_it(model, monkeypatch):
+def test_without_the_extra_the_error_names_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "dapo_jax.serving.server", None)
     with pytest.raises(ConfigError, match=r"pip install -e '\.\[jetstream\]'.*google-jetstream==0.2.2"):
-        serve(model, ServeOptions())
+        serve("shipped:quickstart", ServeOptions())
 
 
 @pytest.mark.parametrize(

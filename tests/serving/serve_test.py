@@ -182,7 +182,7 @@ def direct(policies):
         ]
         sampled = Sampler(engine, prefill_prompts=2).sample(
             transfer(policy.params), lambda count: [left.pop() for _ in left[:count]], key=jax.random.key(0),
-            how=decoding(temperature=0.0), samples_per_prompt=1, max_response_tokens=LIMIT,
+            decoding=decoding(temperature=0.0), samples_per_prompt=1, max_response_tokens=LIMIT,
         )  # fmt: skip
         return {prompt.text: response for prompt, (response,) in sampled}
 

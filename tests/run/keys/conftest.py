@@ -65,7 +65,7 @@ def watched():
         return policy.Path("model")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dapo_jax.run.rollout_loop.DecoderEngine", engine)
+        patch.setattr("dapo_jax.run.response_sampler.DecoderEngine", engine)
         for place in ("assembly", "sft"):
             patch.setattr(import_module(f"dapo_jax.run.{place}"), "Updater", updates)
         patch.setattr("dapo_jax.run.policy.download", download)
@@ -80,7 +80,7 @@ def watched():
         )
         # What takes longest to make, once for each way in which it is asked for.
         patch.setattr("dapo_jax.run.policy.graph_of", doubles.once(policy.graph_of))
-        patch.setattr("dapo_jax.run.rollout_loop.weight_transfer", doubles.once(weight_transfer))
+        patch.setattr("dapo_jax.run.response_sampler.weight_transfer", doubles.once(weight_transfer))
         patch.setattr("dapo_jax.run.build.load_policy", doubles.once(build.load_policy))
         for cls in (Watch, Watchdogs, Checkpointer, Profile, GradingPool, AsyncCalls):
             doubles.noting(patch, cls, received)

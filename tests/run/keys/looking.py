@@ -11,7 +11,6 @@ from dapo_jax.health.stopping import Stop
 from dapo_jax.run import train
 from dapo_jax.run.build import Run
 from dapo_jax.trackers.progress import Progress
-from dapo_jax.training.loop import Position
 from dapo_jax.training.state import TrainState
 from tests.run.keys import doubles
 from tests.run.keys.watching import READING, made
@@ -84,11 +83,11 @@ class Look:
     def collected(self, run=None, **how):
         """What the first step of a run samples, graded."""
         run = run or self.run(**how)
-        collector = run.pipe.collector(Position())
-        for group in run.pipe.sample(None, collector.draw):
+        collector = run.sampling.collector(0)
+        for group in run.sampling.groups(None, collector.draw):
             collector.add(group)
         run.close()
-        return run.pipe.finish(collector)
+        return run.sampling.finish(collector)
 
     def rollouts(self, **how):
         """Those of the first prompt: of each of `RESPONSES`."""
@@ -104,7 +103,7 @@ class Look:
 
     def minibatches(self, **how):
         run = self.run(**how)
-        return run.pipe.minibatches(self.collected(run).groups, 1)
+        return run.batches.minibatches(self.collected(run).groups, 1)
 
     def held_out(self, **how):
         """Name of each dataset of the evaluation -> the texts of its prompts."""
@@ -113,7 +112,7 @@ class Look:
 
     def evaluated(self):
         """The evaluation of step 7, after which the engine holds what it was asked."""
-        return self.run(eval_rows=ROWS).evaluate(NO_STATE, 7)
+        return self.run(eval_rows=ROWS).sampling.evaluate(None, 7)
 
     def train(self, *, measured=None, **how):
         """The whole run; `measured` are metrics of every update."""

@@ -46,7 +46,7 @@ def downloaded(name):
 
 def transferred(look):
     """Dtypes of the weights that go to the sampler; norms stay in float32."""
-    return sorted({str(leaf.dtype) for leaf in jax.tree.leaves(look.run().pipe.transfer(None))})
+    return sorted({str(leaf.dtype) for leaf in jax.tree.leaves(look.run().sampling.transfer(None))})
 
 
 def option(name):

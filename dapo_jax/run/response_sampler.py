@@ -1,4 +1,4 @@
-"""Sampling and grading, built from a configuration: what training, evaluation and `dapo-jax sample` share."""
+"""Responses to prompts, sampled by the engine that a configuration asks for: training, evaluation and `dapo-jax sample` share it."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import reduce
@@ -8,14 +8,10 @@ from zlib import crc32
 import jax
 from jaxtyping import PRNGKeyArray, PyTree
 
-from dapo_jax.config import ConfigError, EvalConfig, RewardConfig, SamplingConfig
+from dapo_jax.config import ConfigError, EvalConfig, SamplingConfig
 from dapo_jax.dapo.rollouts import Group, Prompt, Response
 from dapo_jax.parallel.mesh import Meshes
 from dapo_jax.parallel.weights import SamplerWeights, weight_transfer
-from dapo_jax.rewards.functions import Rewards
-from dapo_jax.rewards.grading import Grading
-from dapo_jax.rewards.shaping import Shaping
-from dapo_jax.run.grader_setup import submit_of
 from dapo_jax.run.policy import Policy
 from dapo_jax.sampling.decoding import Decoding, decoding
 from dapo_jax.sampling.engine import DecoderEngine
@@ -30,7 +26,7 @@ Grade = Callable[[Sampled], Iterable[Group]]
 """Makes graded groups of what is sampled: `Grading.groups`."""
 
 
-class Rollouts:
+class ResponseSampler:
     """The sampler with what stays fixed over a run: engine, seed, lengths."""
 
     def __init__(
@@ -73,7 +69,7 @@ class Rollouts:
         weights: PyTree,
         draw: Callable[[int], Sequence[Prompt]],
         *,
-        how: Decoding,
+        decoding: Decoding,
         samples: int,
         domain: int,
         within: Sequence[int] = (),
@@ -84,7 +80,7 @@ class Rollouts:
             weights,
             draw,
             key=key,
-            how=how,
+            decoding=decoding,
             samples_per_prompt=samples,
             max_response_tokens=self.max_response_tokens,
             stop=self._stop,
@@ -106,37 +102,12 @@ class Rollouts:
         next; the same evaluation made again draws the same.
         """
         left = iter(prompts)
-        how = decoding(temperature=config.temperature, top_p=config.top_p, top_k=config.top_k)
         sampled = self.sample(
             weights,
             lambda n: list(islice(left, n)),
-            how=how,
+            decoding=decoding(temperature=config.temperature, top_p=config.top_p, top_k=config.top_k),
             samples=config.samples_per_prompt,
             domain=EVALUATION,
             within=(step, crc32(name.encode())),
         )
         return sorted(grade(sampled), key=lambda group: group.prompt.ordinal)
-
-
-def grading(
-    config: RewardConfig,
-    policy: Policy,
-    *,
-    max_response_tokens: int,
-    stop: Sequence[str] = (),
-    reward: Rewards | None = None,
-) -> Grading:
-    """What grades responses, by their text before a `stop` string; `reward` replaces the configured graders. To be closed."""
-    overlong = config.overlong
-    submit, close = submit_of(config, reward=reward)
-    shaping = Shaping(
-        correct=config.correct,
-        incorrect=config.incorrect,
-        lost=config.lost,
-        overlong=overlong.enabled,
-        max_response_tokens=max_response_tokens,
-        buffer_tokens=overlong.buffer_tokens,
-        penalty_factor=overlong.penalty_factor,
-    )
-    tokenizer = StopStrings(policy.tokenizer, stop) if stop else policy.tokenizer
-    return Grading(submit=submit, tokenizer=tokenizer, shaping=shaping, on_close=close)

@@ -1,61 +1,54 @@
-"""What is said of a step's waves while they run: how far they are; once that a whole one has nothing to learn from, and once that a
-response got no verdict."""
-
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from functools import partial
-from typing import Any
+"""What a person is told while a step goes on: how far sampling and updates are; once that a whole wave has nothing to learn from, and
+once that a response got no verdict."""
 
 from dapo_jax.config import TrainConfig
 from dapo_jax.dapo.dynamic_sampling import Collector
 from dapo_jax.dapo.rollouts import Group, Rollout
+from dapo_jax.run.loop import Observer, Position
 from dapo_jax.trackers.progress import Progress
-from dapo_jax.training.loop import Pipe, Position
+from dapo_jax.training.minibatch import Minibatch
+from dapo_jax.training.state import TrainState
 
 _SHOWN = 200
 """Characters of a prompt and of a response that are quoted."""
 
 
-class Waves:
-    """Those of one run. All processes make the same calls."""
+class StepProgress(Observer):
+    """Shows the steps of one run as they go on."""
 
     def __init__(self, config: TrainConfig, shown: Progress) -> None:
         self._shown = shown
         self._by_score = config.dynamic_sampling.metric == "score"
         self._told = self._told_lost = False
 
-    def watching(self, pipe: Pipe) -> Pipe:
-        """The same pipe, seen through."""
-        return replace(
-            pipe,
-            collector=partial(self._collector, pipe.collector),
-            sample=partial(self._sample, pipe.sample),
-        )
+    def before_sampling(self, position: Position, collector: Collector) -> None:
+        """Shows that sampling begins."""
+        self._step, self._began, self._now = position.step + 1, position.cursor, collector
+        self._first_wave = 0
+        self._example: tuple[Group, int] | None = None
+        self._shown.phase("sample", 0, collector.needed)
 
-    def _collector(self, collector: Callable[[Position], Collector], position: Position) -> Collector:
-        self._step, self._began = position.step + 1, position.cursor
-        self._now = collector(position)
-        return self._now
+    def on_group(self, group: Group, collector: Collector) -> None:
+        """Shows what was found so far, and says what a person should know early."""
+        self._first_wave = self._first_wave or self._drawn()
+        self._example = self._example or _telling(group)
+        self._shown.phase("sample", collector.kept, collector.needed)
+        self._shown.wave(self._words())
+        if not self._told_lost and (
+            lost := next((r.verdict for r in group.rollouts if r.verdict.lost), None)
+        ):
+            self._told_lost = True
+            self._shown.message(
+                f"step {self._step}: a response to prompt {group.prompt.ordinal} got no verdict ({lost.reason or lost.lost}) and counts as "
+                f"{'the worst of its group' if self._by_score else 'wrong'}; reward/lost counts further ones"
+            )
+        if not self._told and self._now.tally.groups >= self._first_wave and (why := self._fruitless()):
+            self._told = True
+            self._shown.message(f"step {self._step}: {why}. {_quoted(*(self._example or (group, 0)))}")
 
-    def _sample(self, sample: Callable[..., Any], *of: Any) -> Iterator[Group]:
-        first_wave, example = 0, None
-        for group in sample(*of):
-            first_wave = first_wave or self._drawn()
-            example = example or _telling(group)
-            yield group
-            # Whoever asks for the next group has added this one to the collector.
-            self._shown.wave(self._words())
-            if not self._told_lost and (
-                lost := next((r.verdict for r in group.rollouts if r.verdict.lost), None)
-            ):
-                self._told_lost = True
-                self._shown.message(
-                    f"step {self._step}: a response to prompt {group.prompt.ordinal} got no verdict ({lost.reason or lost.lost}) and counts as "
-                    f"{'the worst of its group' if self._by_score else 'wrong'}; reward/lost counts further ones"
-                )
-            if not self._told and self._now.tally.groups >= first_wave and (why := self._fruitless()):
-                self._told = True
-                self._shown.message(f"step {self._step}: {why}. {_quoted(*(example or (group, 0)))}")
+    def before_update(self, state: TrainState, minibatch: Minibatch, *, index: int, count: int) -> None:
+        """Shows how many updates are done."""
+        self._shown.phase("update", index, count)
 
     def _drawn(self) -> int:
         return self._now.cursor - self._began

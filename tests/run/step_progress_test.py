@@ -1,16 +1,15 @@
 """What a run says of its waves while they run."""
 
-from dataclasses import fields, replace
-
 import numpy as np
 from rich.console import Console
 
 from dapo_jax.config import BatchConfig, DynamicSamplingConfig, TrainConfig
 from dapo_jax.dapo.dynamic_sampling import Collector
 from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
-from dapo_jax.run.wave_messages import Waves
+from dapo_jax.run.loop import Position
+from dapo_jax.run.step_progress import StepProgress
 from dapo_jax.trackers.progress import Progress
-from dapo_jax.training.loop import Pipe, Position
+from dapo_jax.training.state import TrainState
 
 MIXED = [Verdict(correct=True), Verdict(correct=False)]
 WRONG = [
@@ -37,7 +36,10 @@ class Shown(Progress):
 
     def __init__(self):
         super().__init__(9, console=Console(quiet=True))
-        self.waves, self.messages = [], []
+        self.waves, self.messages, self.phases = [], [], []
+
+    def phase(self, name, done=None, total=None):
+        self.phases.append((name, done, total))
 
     def wave(self, words):
         self.waves.append(words)
@@ -53,32 +55,18 @@ def sampled(*steps, metric="correct", enabled=True):
         run_dir="run", dynamic_sampling=dynamic, batch=BatchConfig(prompts_per_step=2, groups_per_update=2)
     )
     shown, told = Shown(), []
-    waves = Waves(config, shown)
+    progress = StepProgress(config, shown)
     for number, verdicts in enumerate(steps):
-
-        def sample(weights, draw, verdicts=verdicts):
-            while ordinals := draw(8):
-                for ordinal in ordinals:
-                    yield group_of(ordinal, verdicts[ordinal])
-
-        pipe = waves.watching(
-            replace(
-                Pipe(**dict.fromkeys((field.name for field in fields(Pipe)), print)),
-                collector=lambda position: Collector(
-                    needed=2,
-                    cursor=position.cursor,
-                    prompts_per_wave=3,
-                    max_waves=2,
-                    metric=metric,
-                    enabled=enabled,
-                ),
-                sample=sample,
-            )
+        collector = Collector(
+            needed=2, cursor=0, prompts_per_wave=3, max_waves=2, metric=metric, enabled=enabled
         )
-        collector = pipe.collector(Position(step=number))
-        for group in pipe.sample(None, collector.draw):
-            collector.add(group)
-            told.append(len(shown.messages))
+        progress.before_sampling(Position(step=number), collector)
+        while ordinals := collector.draw(8):
+            for ordinal in ordinals:
+                told.append(len(shown.messages))
+                group = group_of(ordinal, verdicts[ordinal])
+                collector.add(group)
+                progress.on_group(group, collector)
     return shown, told
 
 
@@ -156,3 +144,12 @@ def test_the_first_response_without_a_verdict_is_said_once():
         assert [said for said in shown.messages if "verdict" in said] == [
             f"step 1: a response to prompt 1 got no verdict (no verdict within 1 s) and counts as {counts}; reward/lost counts further ones"
         ]
+
+
+def test_phases_tell_how_far_a_step_is():
+    """Of prompts 0 to 2, of which the first and the last are mixed, two are kept; then three updates."""
+    shown, _ = sampled([MIXED, WRONG, MIXED])
+    assert shown.phases == [("sample", 0, 2), ("sample", 1, 2), ("sample", 1, 2), ("sample", 2, 2)]
+    progress = StepProgress(TrainConfig(run_dir="run"), shown)
+    progress.before_update(TrainState(params=None, opt_state=None), (), index=1, count=3)
+    assert shown.phases[4:] == [("update", 1, 3)]

@@ -8,8 +8,8 @@ import pytest
 from dapo_jax.config import ModelConfig, OverlongConfig, RewardConfig
 from dapo_jax.dapo.rollouts import Prompt, Response
 from dapo_jax.run import sample
+from dapo_jax.run.grader_setup import grading
 from dapo_jax.run.policy import load_policy
-from dapo_jax.run.rollout_loop import grading
 from dapo_jax.text.huggingface import HuggingFaceTokenizer
 from tests.text.folders import files_of
 

@@ -1,7 +1,6 @@
 """The loop with a scripted sampler and a counting update: no model, no files, no config."""
 
 import itertools
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,8 +8,11 @@ import pytest
 from dapo_jax.dapo.dynamic_sampling import Collector, InformativeShare, ShortfallError
 from dapo_jax.dapo.metrics import Mean
 from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
-from dapo_jax.training.loop import Pipe, Position, run_steps
+from dapo_jax.run.group_sampling import GroupSampling
+from dapo_jax.run.loop import Observer, Position, run_steps
+from dapo_jax.run.step_batches import StepBatches
 from dapo_jax.training.state import TrainState
+from dapo_jax.training.update import Updater
 
 
 def make_group(ordinal, verdicts):
@@ -31,61 +33,103 @@ def make_group(ordinal, verdicts):
     return Group(prompt=prompt, rollouts=rollouts)
 
 
-class Script:
-    """A pipe that notes what passes through it. Even ordinals are mixed groups, odd ones all right; `params` counts the
-    updates, and the sampler's weights are `params` times 10."""
+class Script(Observer):
+    """The parts of a run, which note what passes through them. Even ordinals are mixed groups, odd ones all right; `params` counts
+    the updates, and the sampler's weights are `params` times 10."""
 
     def __init__(self, *, mixed=lambda ordinal: ordinal % 2 == 0, updates_per_step=2):
-        self.seen, self.results, self.phases = [], [], []
-        self._mixed, self._updates = mixed, updates_per_step
-        seconds = itertools.count()
-        self.pipe = Pipe(
-            transfer=lambda params: params * 10,
-            collector=lambda position: Collector(
-                needed=2,
-                cursor=position.cursor,
-                prompts_per_wave=3,
-                max_waves=4,
-                carried=position.carry,
-                share=position.share,
-                surplus="carry",
-            ),
-            sample=self._sample,
-            finish=Collector.finish,
-            minibatches=self._minibatches,
-            prepare=self._prepare,
-            update=self._update,
-            learning_rate=lambda step: step / 10,
-            clock=lambda: float(next(seconds)),
-        )
+        self.seen, self.results, self.hooks, self.measured = [], [], [], {}
+        self.mixed, self.updates = mixed, updates_per_step
 
     def run(self, *, steps, position=None, params=0):
+        seconds = itertools.count()
         return run_steps(
             TrainState(params, None),
             position or Position(),
             steps=steps,
-            pipe=self.pipe,
-            after_step=self.results.append,
-            on_phase=lambda name, done, total: self.phases.append((name, done, total)),
+            sampling=ScriptedSampling(self),
+            batches=CountedBatches(self),
+            updater=CountingUpdater(self),
+            learning_rate=lambda step: step / 10,
+            observers=[self],
+            clock=lambda: float(next(seconds)),
         )
 
-    def _sample(self, weights, draw):
-        while ordinals := draw(8):
-            for ordinal in reversed(ordinals):
-                self.seen.append(("sample", ordinal, weights))
-                yield make_group(ordinal, "x." if self._mixed(ordinal) else "xx")
+    def before_sampling(self, position, collector):
+        self.hooks.append(("before_sampling", position.step, collector.needed))
 
-    def _minibatches(self, groups, step):
-        self.seen.append(("split", tuple(group.prompt.ordinal for group in groups), step))
-        return [[] for _ in range(self._updates)]
+    def on_group(self, group, collector):
+        self.hooks.append(("on_group", group.prompt.ordinal, collector.kept))
 
-    def _prepare(self, state, minibatches):
-        self.seen.append(("prepare", state.params))
+    def on_shortfall(self, error):
+        self.hooks.append(("on_shortfall", str(error)[:16]))
+
+    def after_sampling(self, step, collected):
+        self.hooks.append(("after_sampling", step, len(collected.groups)))
+
+    def before_updates(self, minibatches):
+        self.hooks.append(("before_updates", len(minibatches)))
         return minibatches
 
-    def _update(self, state, minibatch, *, learning_rate, first):
-        self.seen.append(("update", state.params, learning_rate, first))
-        metrics = {"update/loss": Mean(np.float32(state.params), np.float32(1.0))}
+    def before_update(self, state, minibatch, *, index, count):
+        self.hooks.append(("before_update", state.params, index, count))
+
+    def after_update(self, minibatch, metrics, *, learning_rate):
+        self.hooks.append(("after_update", sorted(metrics), learning_rate))
+
+    def after_step(self, result):
+        self.hooks.append(("after_step", result.position.step))
+        self.results.append(result)
+
+
+class ScriptedSampling(GroupSampling):
+    def __init__(self, script):
+        self._script = script
+
+    def transfer(self, params):
+        return params * 10
+
+    def collector(self, cursor, *, carried=(), share=None):
+        return Collector(
+            needed=2,
+            cursor=cursor,
+            prompts_per_wave=3,
+            max_waves=4,
+            carried=carried,
+            share=share,
+            surplus="carry",
+        )
+
+    def groups(self, weights, draw):
+        while ordinals := draw(8):
+            for ordinal in reversed(ordinals):
+                self._script.seen.append(("sample", ordinal, weights))
+                yield make_group(ordinal, "x." if self._script.mixed(ordinal) else "xx")
+
+    def finish(self, collector):
+        return collector.finish()
+
+
+class CountedBatches(StepBatches):
+    def __init__(self, script):
+        self._script = script
+
+    def minibatches(self, groups, step):
+        self._script.seen.append(("split", tuple(group.prompt.ordinal for group in groups), step))
+        return [[] for _ in range(self._script.updates)]
+
+
+class CountingUpdater(Updater):
+    def __init__(self, script):
+        self._script = script
+
+    def prepare(self, state, minibatches):
+        self._script.seen.append(("prepare", state.params))
+        return minibatches
+
+    def update(self, state, minibatch, *, learning_rate, first):
+        self._script.seen.append(("update", state.params, learning_rate, first))
+        metrics = {"update/loss": Mean(np.float32(state.params), np.float32(1.0)), **self._script.measured}
         return TrainState(state.params + 1, None), metrics
 
 
@@ -117,15 +161,10 @@ def test_one_step_flows_from_prompts_to_metrics():
 def test_a_probability_of_clipped_tokens_is_there_only_if_tokens_were_clipped(clipped):
     """Of 4 tokens none or one: a mean of no tokens is no number, and null in a file that others read."""
     script = Script()
-    update = script._update
-
-    def measured(state, minibatch, **how):
-        after, metrics = update(state, minibatch, **how)
-        metrics["policy/clip_high_frac"] = Mean(np.float32(clipped), np.float32(4.0))
-        metrics["policy/clipped_high_prob"] = Mean(np.float32(0.2 * clipped), np.float32(clipped))
-        return after, metrics
-
-    script.pipe = replace(script.pipe, update=measured)
+    script.measured = {
+        "policy/clip_high_frac": Mean(np.float32(clipped), np.float32(4.0)),
+        "policy/clipped_high_prob": Mean(np.float32(0.2 * clipped), np.float32(clipped)),
+    }
     script.run(steps=1)
     metrics = script.results[0].metrics
     assert metrics["policy/clip_high_frac"] == clipped / 4
@@ -181,9 +220,33 @@ def test_a_step_whose_minibatches_are_all_left_out_learns_nothing_and_says_so():
     assert metrics["rollout/trained_groups"] == 2
 
 
-def test_phases_tell_how_far_a_step_is():
+def test_each_hook_is_called_when_its_docstring_says():
+    """Groups 2, 1, 0, of which 2 and 0 are mixed; then two updates. `params` counts the updates."""
     script = Script()
     script.run(steps=1)
-    assert script.phases == [
-        ("sample", 0, 2), ("sample", 1, 2), ("sample", 1, 2), ("sample", 2, 2), ("update", 0, 2), ("update", 1, 2)
+    assert script.hooks == [
+        ("before_sampling", 0, 2),
+        ("on_group", 2, 1), ("on_group", 1, 1), ("on_group", 0, 2),
+        ("after_sampling", 1, 2), ("before_updates", 2),
+        ("before_update", 0, 0, 2), ("after_update", ["update/loss"], 0.1),
+        ("before_update", 1, 1, 2), ("after_update", ["update/loss"], 0.1),
+        ("after_step", 1),
     ]  # fmt: skip
+
+
+def test_a_shortfall_is_told_before_it_is_raised():
+    script = Script(mixed=lambda ordinal: False)
+    with pytest.raises(ShortfallError):
+        script.run(steps=1)
+    assert script.hooks[-1] == ("on_shortfall", "dynamic sampling")
+
+
+def test_the_updates_take_the_minibatches_that_a_hook_returns():
+    class Fewer(Script):
+        def before_updates(self, minibatches):
+            return super().before_updates(minibatches)[1:]
+
+    script = Fewer(updates_per_step=3)
+    assert script.run(steps=1).params == 2
+    assert script.hooks.count(("before_updates", 3)) == 1
+    assert [hook for hook in script.hooks if hook[0] == "before_update"][-1] == ("before_update", 1, 1, 2)

@@ -1,0 +1,174 @@
+"""The training loop. One step is one pass down a straight pipe:
+
+    prompts -> sampler -> rewards -> informative groups -> advantages -> minibatches -> updates
+                 ^                                                                         |
+                 +------------------------------- weights ---------------------------------+
+
+The loop is handed the objects of a run (`dapo_jax.run.build`); it builds nothing and reads no configuration. Whoever wants to
+know or to change something on the way is an `Observer`.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from dapo_jax.dapo.dynamic_sampling import Collected, Collector, InformativeShare, ShortfallError
+from dapo_jax.dapo.metrics import Metric, to_scalars
+from dapo_jax.dapo.rollouts import Group
+from dapo_jax.run.group_sampling import GroupSampling
+from dapo_jax.run.step_batches import StepBatches
+from dapo_jax.training.minibatch import Minibatch
+from dapo_jax.training.state import TrainState
+from dapo_jax.training.step_metrics import rollout_metrics
+from dapo_jax.training.update import Updater
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """Where a run stands between two steps: all that a checkpoint needs beside the train state."""
+
+    step: int = 0
+    """Steps done."""
+    cursor: int = 0
+    """The ordinal of the next prompt."""
+    carry: Sequence[Group] = ()
+    """Informative groups left over from earlier steps."""
+    share: InformativeShare = field(default_factory=InformativeShare)
+    """How many of the groups sampled lately were informative."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What a finished step leaves behind."""
+
+    position: Position
+    state: TrainState
+    collected: Collected
+    metrics: dict[str, float | int]
+
+
+class Observer:
+    """Watches the steps of a run. A hook does nothing unless a subclass defines it; its docstring says when it is called.
+
+    Of several observers each hook is called in their order; of several processes, in every one. An exception of a hook ends the run.
+    """
+
+    def before_sampling(self, position: Position, collector: Collector) -> None:
+        """A step begins: `position` is where the step before has ended, and nothing has been drawn from `collector`."""
+
+    def on_group(self, group: Group, collector: Collector) -> None:
+        """A group has been sampled, graded and added to `collector`, in the order in which groups end."""
+
+    def on_shortfall(self, error: ShortfallError) -> None:
+        """Sampling has ended with too few informative groups. `error` is raised next, unless this raises another."""
+
+    def after_sampling(self, step: int, collected: Collected) -> None:
+        """The groups that the step trains on are chosen; every process has them whole."""
+
+    def before_updates(self, minibatches: Sequence[Minibatch]) -> Sequence[Minibatch]:
+        """The step's minibatches are on the device, with the log-probabilities that updates compare with.
+
+        Returns:
+            The minibatches to update on: these, or corrected ones.
+        """
+        return minibatches
+
+    def before_update(self, state: TrainState, minibatch: Minibatch, *, index: int, count: int) -> None:
+        """Update `index` of the step's `count` comes next; it takes `state`, whose arrays are gone afterwards."""
+
+    def after_update(
+        self, minibatch: Minibatch, metrics: Mapping[str, Metric], *, learning_rate: float
+    ) -> None:
+        """An update has been dispatched; to look at `metrics` is to wait for the device."""
+
+    def after_step(self, result: StepResult) -> None:
+        """The step has ended and its metrics are on the host. Observers that come later see what is added to `result.metrics`."""
+
+
+def run_steps(
+    state: TrainState,
+    position: Position,
+    *,
+    steps: int,
+    sampling: GroupSampling,
+    batches: StepBatches,
+    updater: Updater,
+    learning_rate: Callable[[int], float],
+    observers: Sequence[Observer] = (),
+    clock: Callable[[], float] = time.perf_counter,
+) -> TrainState:
+    """Runs DAPO from `position` to step `steps`, and returns the final state; `state` is donated.
+
+    Args:
+        state: parameters and moments to begin with.
+        position: where they stand in the run.
+        steps: the last step to run.
+        sampling: graded groups, sampled with given weights.
+        batches: a step's groups as minibatches.
+        updater: minibatches as changes of the state.
+        learning_rate: step -> its learning rate.
+        observers: told what happens, in this order.
+        clock: seconds; only for metrics.
+    """
+    while position.step < steps:
+        step = position.step + 1
+        collector = sampling.collector(position.cursor, carried=position.carry, share=position.share)
+        for observer in observers:
+            observer.before_sampling(position, collector)
+        began, weights = clock(), sampling.transfer(state.params)
+        for group in sampling.groups(weights, collector.draw):
+            collector.add(group)
+            for observer in observers:
+                observer.on_group(group, collector)
+        del weights
+        try:
+            collected = sampling.finish(collector)
+        except ShortfallError as error:
+            for observer in observers:
+                observer.on_shortfall(error)
+            raise
+        sampled = clock()
+        for observer in observers:
+            observer.after_sampling(step, collected)
+
+        minibatches: Sequence[Minibatch] = updater.prepare(state, batches.minibatches(collected.groups, step))
+        for observer in observers:
+            minibatches = observer.before_updates(minibatches)
+        rate = learning_rate(step)
+        measured: list[Mapping[str, Metric]] = []
+        for index, minibatch in enumerate(minibatches):
+            for observer in observers:
+                observer.before_update(state, minibatch, index=index, count=len(minibatches))
+            state, of_update = updater.update(state, minibatch, learning_rate=rate, first=index == 0)
+            for observer in observers:
+                observer.after_update(minibatch, of_update, learning_rate=rate)
+            measured.append(of_update)
+        scalars = to_scalars(measured)
+        if scalars.get("policy/clip_high_frac") == 0.0:
+            scalars.pop("policy/clipped_high_prob", None)  # a mean of no tokens
+
+        position = Position(step=step, cursor=collected.cursor, carry=collected.carry, share=collected.share)
+        times = _times(collected, began, sampled, clock())
+        metrics = {
+            **rollout_metrics(collected),
+            **scalars,
+            "update/learning_rate": rate,
+            **times,
+        }
+        result = StepResult(position=position, state=state, collected=collected, metrics=metrics)
+        for observer in observers:
+            observer.after_step(result)
+    return state
+
+
+def _times(collected: Collected, began: float, sampled: float, ended: float) -> dict[str, float]:
+    """The clock's metrics; the device has finished, since the step's metrics are on the host."""
+    drawn = sum(rollout.response_tokens for group in collected.sampled for rollout in group.rollouts)
+    trained = sum(rollout.response_tokens for group in collected.groups for rollout in group.rollouts)
+    return {
+        "time/sample_s": sampled - began,
+        "time/update_s": ended - sampled,
+        "time/step_s": ended - began,
+        "speed/sampled_tokens_per_s": drawn / max(sampled - began, 1e-9),
+        "speed/trained_tokens_per_s": trained / max(ended - sampled, 1e-9),
+    }

@@ -1,0 +1,54 @@
+"""A step's groups as the minibatches of its updates, by the rules of a configuration."""
+
+from collections.abc import Sequence
+
+from dapo_jax.config import TrainConfig
+from dapo_jax.dapo.batching import pack, row_weights, rows_of, split_minibatches
+from dapo_jax.dapo.microbatch import Microbatch
+from dapo_jax.dapo.rollouts import Group
+from dapo_jax.run.training_pass import TrainingPass
+
+
+class StepBatches:
+    """The batches of one run's steps."""
+
+    def __init__(self, config: TrainConfig, training_pass: TrainingPass, *, pad_id: int) -> None:
+        self._config, self._pass, self._pad_id = config, training_pass, pad_id
+
+    def split(self, groups: Sequence[Group], step: int) -> list[list[Group]]:
+        """The groups of each update of a step."""
+        config, filtered = self._config, self._config.reward.overlong.filter_truncated
+        split = split_minibatches(
+            groups, groups_per_update=config.batch.groups_per_update, seed=(config.seed, step)
+        )
+        # Where overlong filtering left nothing, an update would only decay the weights.
+        return [
+            minibatch
+            for minibatch in split
+            if any(not (filtered and rollout.truncated) for group in minibatch for rollout in group.rollouts)
+        ]
+
+    def minibatches(self, groups: Sequence[Group], step: int) -> list[list[Microbatch]]:
+        """The microbatches of each update of a step, on the host."""
+        return [self._packed(minibatch) for minibatch in self.split(groups, step)]
+
+    def _packed(self, groups: Sequence[Group]) -> list[Microbatch]:
+        config = self._config
+        rows = rows_of(
+            groups,
+            normalize_std=config.loss.normalize_std,
+            filter_truncated=config.reward.overlong.filter_truncated,
+        )
+        weights = row_weights(
+            rows,
+            aggregation=config.loss.aggregation,
+            max_response_tokens=config.sampling.max_response_tokens,
+        )
+        return pack(
+            rows,
+            weights,
+            row_tokens=self._pass.row_tokens,
+            rows_per_microbatch=config.batch.rows_per_microbatch,
+            pad_id=self._pad_id,
+            **self._pass.packing,
+        )
