@@ -19,8 +19,8 @@ from dapo_jax.cli import data, doctor, generation, models, planning, report, tra
 from dapo_jax.cli.arguments import printable
 from dapo_jax.config import ConfigError, TrainConfig
 from dapo_jax.config.loading import leaf_types
-from dapo_jax.config.suggestions import nearest_word
 from dapo_jax.health.stopping import STOPPED, StoppedError, stopped_by_signals
+from dapo_jax.nearest import nearest
 from dapo_jax.parallel import processes
 from dapo_jax.terminal import lasting_streams
 
@@ -159,8 +159,8 @@ def _meant(
     keyed = hasattr(arguments, "overrides")
     key = _key_of(name) if keyed else ""
     words = [arguments.name, getattr(arguments, "verb", "")]
-    if not key and (near := nearest_word(name.removeprefix("--"), _options(parser, words))):
-        return f"; did you mean --{near}?"
+    if not key and (near := nearest(name.removeprefix("--"), _options(parser, words))):
+        return f"; did you mean --{near[0]}?"
     return _as_key(option, key, argv) if keyed else ""
 
 
@@ -198,8 +198,8 @@ class _Parser(argparse.ArgumentParser):
             # argparse counts what may be given any number of times among what is missing.
             message = message.replace(", key=value", "")
         if found := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
-            near = nearest_word(found[1], re.findall(r"[\w-]+", found[2]))
-            message += f"; did you mean {near!r}?" if near else ""
+            near = nearest(found[1], re.findall(r"[\w-]+", found[2]))
+            message += f"; did you mean {near[0]!r}?" if near else ""
         super().error(printable(message))
 
 

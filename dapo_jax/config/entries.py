@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, cast, get_type_hints
 
-from dapo_jax.config.suggestions import nearest_word
 from dapo_jax.config.values import check_value, refuse
+from dapo_jax.nearest import nearest
 
 _Entry = TypeVar("_Entry")
 
@@ -26,8 +26,8 @@ def _entry(key: str, value: Mapping[str, Any], schema: type[_Entry], rules: str)
     fields = {field.name: field for field in dataclasses.fields(cast(Any, schema))}
     for name, item in value.items():
         if name not in fields:
-            near = nearest_word(name, tuple(fields))
-            remedy = f"did you mean {near}?" if near else f"its names are {', '.join(fields)}"
+            near = nearest(name, fields)
+            remedy = f"did you mean {near[0]}?" if near else f"its names are {', '.join(fields)}"
             refuse(f"{key}.{name}", item, "a name that is known there", remedy)
         check_value(f"{key}.{name}", item, hints[name], rules=f"{rules}.{name}")
     for name, field in fields.items():

@@ -2,7 +2,7 @@
 
 import io
 import re
-from difflib import SequenceMatcher, get_close_matches
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dapo_jax.config.base import ConfigError
 from dapo_jax.config.shipped import shipped_configs
+from dapo_jax.nearest import nearest
 from dapo_jax.storage import AnyPath, entries
 
 MAX_DEPTH = 32
@@ -88,7 +89,7 @@ def _missing_file(path: AnyPath) -> str:
         )
     if not (path.suffix or path.is_absolute() or path.exists()):
         beside = path.with_suffix(".yaml")
-        near = [beside] if beside.is_file() else get_close_matches(name, shipped, n=1)
+        near = [beside] if beside.is_file() else nearest(name, shipped)
         remedy = f"did you mean {near[0]}?" if near else f"give a YAML file, or one of {', '.join(shipped)}"
         return f"no such file, and no configuration of this name comes with the package; {remedy}"
     folder, what = (path, "is a folder, needs a file") if path.is_dir() else (path.parent, "no such file")

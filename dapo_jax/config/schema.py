@@ -8,7 +8,7 @@ equation or section. Checks raise `ConfigError` with the arithmetic; nothing her
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from dapo_jax.config.base import checked
+from dapo_jax.config.base import checked, due
 from dapo_jax.config.data_schema import DataConfig
 from dapo_jax.config.guard_schema import GuardConfig, WatchdogsConfig
 from dapo_jax.config.run_schema import CheckpointConfig, LogConfig, ParallelConfig
@@ -288,10 +288,18 @@ class TrainConfig:
         """Prompts drawn in one round: `dynamic_sampling.prompts_per_wave`, or the recipe's three times those that a step trains on."""
         return self.dynamic_sampling.prompts_per_wave or 3 * self.batch.prompts_per_step
 
+    def evaluates_after(self, step: int) -> bool:
+        """True if the policy is evaluated after the step: after every `eval.every_steps` steps and after the last."""
+        return step == self.steps or due(step, self.eval.every_steps)
+
+    def saves_after(self, step: int) -> bool:
+        """True if a checkpoint is saved after the step: after every `checkpoint.every_steps` steps and after the last."""
+        return step == self.steps or due(step, self.checkpoint.every_steps)
+
     def logs_rollouts(self, step: int) -> bool:
-        """True if rollouts of the step, counted from 1, are written down."""
+        """True if rollouts of the step are written: of the first, of every `log.rollouts_every_steps` steps and of the last."""
         every = self.log.rollouts_every_steps
-        return every > 0 and (step in (1, self.steps) or step % every == 0)
+        return every > 0 and (step in (1, self.steps) or due(step, every))
 
     def resolved(self) -> "TrainConfig":
         """The same with `dynamic_sampling.prompts_per_wave` as a number: what a run keeps, and what runs are compared by."""

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from dapo_jax.config.base import checked
+from dapo_jax.config.base import checked, due
 from dapo_jax.config.data_schema import DataConfig
 from dapo_jax.config.schema import (
     EvalConfig,
@@ -54,6 +54,10 @@ class SftConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     __post_init__ = checked
+
+    def evaluates_after(self, step: int) -> bool:
+        """True if the policy is evaluated after the step: after every `eval.every_steps` steps and after the last."""
+        return step == self.steps or due(step, self.eval.every_steps)
 
     @property
     def row_tokens(self) -> int:

@@ -1,7 +1,7 @@
 """What to say about a key that does not exist: our name for it, or the nearest one there is."""
 
 from collections.abc import Collection
-from difflib import SequenceMatcher, get_close_matches
+from difflib import SequenceMatcher
 
 ALIASES = {
     # how many, and for how long
@@ -156,11 +156,6 @@ def nearest_keys(key: str, known: Collection[str], *, count: int = 3, least: flo
     scores = {candidate: likeness(candidate) for candidate in known}
     best = sorted(scores, key=lambda candidate: (-scores[candidate], candidate))[:count]
     return [candidate for candidate in best if scores[candidate] >= max(least, scores[best[0]] - 0.35)]
-
-
-def nearest_word(word: str, words: Collection[str]) -> str | None:
-    """The one of `words` most like `word`, or None if none is like it."""
-    return next(iter(get_close_matches(word.lower(), list(words), n=1, cutoff=0.5)), None)
 
 
 def unknown_key(key: str, known: Collection[str]) -> str:

@@ -8,7 +8,7 @@ from types import NoneType
 from typing import Any, NamedTuple, NoReturn, get_args, get_origin
 
 from dapo_jax.config.base import ConfigError
-from dapo_jax.config.suggestions import nearest_word
+from dapo_jax.nearest import nearest
 
 
 class Range(NamedTuple):
@@ -167,8 +167,8 @@ def check_value(key: str, value: object, expected: Any, *, rules: str = "") -> N
     if rules in RANGES and isinstance(value, int | float) and not RANGES[rules].holds(value):
         refuse(key, value, RANGES[rules].needs, "change it, or leave the key out to keep its default")
     if rules in CHOICES and value not in CHOICES[rules]:
-        near = nearest_word(str(value), CHOICES[rules])
-        remedy = f"did you mean {near}?" if near else "write one of them"
+        near = nearest(str(value), CHOICES[rules])
+        remedy = f"did you mean {near[0]}?" if near else "write one of them"
         refuse(key, value, " or ".join(CHOICES[rules]), remedy)
     if rules in NOT_EMPTY and not str(value).strip():
         refuse(key, value, "a name", "write one")

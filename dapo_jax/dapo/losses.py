@@ -6,7 +6,6 @@ from the logits at `t - 1`, and the caller has already lined the two up. What st
 is never looked at and may be NaN. Equation numbers refer to DAPO, https://arxiv.org/abs/2503.14476.
 """
 
-import difflib
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,7 +13,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from dapo_jax.dapo.log_ratios import k3
 from dapo_jax.dapo.metrics import Max, Mean, Metric
+from dapo_jax.nearest import nearest
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to +-20 before exp: e^20 = 4.9e8 still squares and sums within float32."""
@@ -97,7 +98,7 @@ def dapo_loss(
         "policy/dual_clip_frac": tokens.mean(dual_clipped),
         # Two estimates of KL(old || new), http://joschu.net/blog/kl-approx.html
         "policy/kl_old_k1": tokens.mean(-log_ratio),
-        "policy/kl_old_k3": tokens.mean(_k3(log_ratio)),
+        "policy/kl_old_k3": tokens.mean(k3(log_ratio)),
         "policy/sampled_prob": tokens.mean(probability),
     }
 
@@ -138,9 +139,9 @@ def kl_penalty(
     tokens = _MaskedTokens(logprobs, mask, ref_logprobs=ref_logprobs, weights=weights)
     difference = tokens.constant(ref_logprobs) - tokens.clean(logprobs)
     log_ratio = jnp.clip(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO)
-    k1, k3 = -log_ratio, _k3(log_ratio)
-    penalty = jnp.sum(tokens.weights(weights) * (k3 if estimator == "k3" else k1))
-    return penalty, {"policy/kl_ref_k1": tokens.mean(k1), "policy/kl_ref_k3": tokens.mean(k3)}
+    by_k1, by_k3 = -log_ratio, k3(log_ratio)
+    penalty = jnp.sum(tokens.weights(weights) * (by_k3 if estimator == "k3" else by_k1))
+    return penalty, {"policy/kl_ref_k1": tokens.mean(by_k1), "policy/kl_ref_k3": tokens.mean(by_k3)}
 
 
 def token_weights(
@@ -221,11 +222,6 @@ def _count_groups(xp: Any, tokens: Any, group_ids: Any) -> tuple[Any, Any]:
     return (live & ~has_earlier).sum(), xp.where(same, tokens[None, :], 0).sum(axis=1)
 
 
-def _k3(log_ratio: Float[Array, "batch seq"]) -> Float[Array, "batch seq"]:
-    """exp(x) - 1 - x without the cancellation: near 0 it is x^2 / 2, far below the rounding of exp(x)."""
-    return jnp.expm1(log_ratio) - log_ratio
-
-
 class _MaskedTokens:
     """One mask and one dtype, and what the losses do with them: nothing from outside the mask gets past it."""
 
@@ -279,5 +275,5 @@ def _check_clips(clip_ratio_low: float, clip_ratio_high: float, dual_clip: float
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        nearest = difflib.get_close_matches(value, choices, n=1, cutoff=0.0)[0]
-        raise ValueError(f"{name}={value!r} is unknown. Did you mean {nearest!r}?")
+        near = nearest(value, choices, least=0.0)[0]
+        raise ValueError(f"{name}={value!r} is unknown. Did you mean {near!r}?")

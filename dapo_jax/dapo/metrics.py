@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool, Float
 
 # The fields are scalar arrays, but JAX also rebuilds a registered dataclass around shapes, shardings and
 # batches of scalars (`eval_shape`, `tree.map`, `vmap`), so an annotation of shape () would be wrong.
@@ -51,6 +52,11 @@ class Max:
 
 
 Metric = Mean | Max
+
+
+def token_mean(values: Float[Array, "batch seq"], mask: Bool[Array, "batch seq"]) -> Mean:
+    """The mean of `values` over the tokens at which `mask` is True."""
+    return Mean(jnp.where(mask, values, 0.0).sum(), mask.sum(dtype=jnp.float32))
 
 
 def add_metrics(a: Mapping[str, Metric], b: Mapping[str, Metric]) -> dict[str, Metric]:

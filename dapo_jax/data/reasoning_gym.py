@@ -5,7 +5,6 @@ would share nearly all questions. Here the splits are two stretches of one seque
 that repeat are dropped, and from the train split those that the test split asks.
 """
 
-import difflib
 import importlib
 import inspect
 import re
@@ -13,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dapo_jax.extras import how_to_install
+from dapo_jax.nearest import nearest
 
 PREFIX = "reasoning_gym:"
 TRAIN_QUESTIONS, TEST_QUESTIONS = 4096, 256
@@ -115,7 +115,7 @@ def _whole(options: Mapping[str, Any], name: str, default: int) -> int:
 
 
 def _near(name: str, known: Any) -> str:
-    near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
+    near = nearest(name, known, count=3)
     return (
         f"did you mean {' or '.join(map(repr, near))}?" if near else f"there are {', '.join(sorted(known))}"
     )

@@ -20,7 +20,7 @@ def limits_of(compute_dtype: str, platform: str) -> Limits:
     """The limits for the dtype in which products are computed.
 
     Both programs do the same sums in another order. In float32 a rounding is 6e-8 of a logit of about 20; over some dozen layers that
-    makes 1e-5 nats, and a KL, half the mean square, below the 6e-8 to which it can be computed. In bfloat16 a rounding is 4e-3: with
+    makes 1e-5 nats, and a KL, half the mean square, of 1e-10. In bfloat16 a rounding is 4e-3: with
     SmolLM2-135M a mean of 0.011 nats and a KL of 1.7e-4 were seen where activations are rounded too (docs/metrics.md). Accelerators round the
     operands of float32 products as well, to bfloat16 or TF32, unless they are told otherwise. The limits are a good deal beyond what
     was seen; other weights, another position or another temperature are far beyond them.
@@ -36,10 +36,8 @@ def limits_of(compute_dtype: str, platform: str) -> Limits:
 def agreement(*, kl: float, largest: float, compute_dtype: str, platform: str) -> Found:
     """Whether two sets of log-probabilities of the same tokens are of one policy."""
     limits = limits_of(compute_dtype, platform)
-    # The estimate is a difference of float32 numbers about 1.
-    shown = "under 6e-08" if abs(kl) < 6e-8 else f"{kl:.1e}"
     said = (
-        f"KL {shown}, largest difference of log-probabilities {largest:.1e} nats; {limits.why} explain up to {limits.kl:g} and "
+        f"KL {kl:.1e}, largest difference of log-probabilities {largest:.1e} nats; {limits.why} explain up to {limits.kl:g} and "
         f"{limits.largest:g}"
     )
     if kl <= limits.kl and largest <= limits.largest:  # NaN is neither

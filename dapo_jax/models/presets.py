@@ -1,9 +1,9 @@
 """Sizes of known decoders. A model family is a set of field values, not a class."""
 
 from dataclasses import dataclass
-from difflib import get_close_matches
 
 from dapo_jax.models.rope import RopeScaling
+from dapo_jax.nearest import nearest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +112,6 @@ def preset(name: str) -> DecoderConfig:
         ValueError: there is none; the message names the nearest.
     """
     if name not in PRESETS:
-        near = get_close_matches(name, PRESETS, n=1, cutoff=0.0)[0]
+        near = nearest(name, PRESETS, least=0.0)[0]
         raise ValueError(f"no model preset {name!r}; the nearest is {near!r} (all: {', '.join(PRESETS)})")
     return PRESETS[name]

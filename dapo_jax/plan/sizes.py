@@ -1,10 +1,9 @@
 """The decoder that a configuration names, without its weights and without a tokenizer."""
 
-from difflib import get_close_matches
-
 from dapo_jax.config import ConfigError, ModelConfig
 from dapo_jax.models.folder import read_config
 from dapo_jax.models.presets import PRESETS, DecoderConfig, preset
+from dapo_jax.nearest import nearest
 from dapo_jax.run.policy import folder_of
 
 _PUBLISHERS = {"smollm2": "HuggingFaceTB/SmolLM2", "llama": "meta-llama/Llama", "qwen": "Qwen/Qwen"}
@@ -39,7 +38,7 @@ def _of_repository(name: str) -> DecoderConfig:
     }
     if name.lower() in repositories:
         return PRESETS[repositories[name.lower()]]
-    near = get_close_matches(name.lower(), repositories, n=1, cutoff=0.0)[0]
+    near = nearest(name, repositories, least=0.0)[0]
     raise ValueError(
         f"the sizes of {name} are not known here, and planning fetches nothing; the nearest that is known is {near}. "
         "Name a folder with its config.json as model.source instead"

@@ -5,12 +5,12 @@ import math
 import os
 import re
 from dataclasses import dataclass
-from difflib import get_close_matches
 
 import jax
 
 from dapo_jax.config import ConfigError
 from dapo_jax.extras import how_to_install
+from dapo_jax.nearest import nearest
 from dapo_jax.plan.chips import CHIPS, Chip
 
 _SQUARES = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
@@ -136,7 +136,7 @@ def _unknown(name: str, chip: Chip | None, chips: int) -> str:
         told = " or ".join(" = ".join(_names(made)) for made in sorted(near, key=lambda made: made.chips))
         return f"--topology {name!r}: no such slice of {chip.name}; the nearest in size: {told}"
     names = [text for known in CHIPS.values() for made in _slices(known) for text in _names(made)]
-    near_names = get_close_matches(name, names, n=3, cutoff=0.0)
+    near_names = nearest(name, names, count=3, least=0.0)
     return (
         f"--topology {name!r}: no such slice; the nearest names: {', '.join(near_names)} "
         f"(chips: {', '.join(CHIPS)}; CHIP:AxB or CHIP:AxBxC, or CHIP-SIZE)"

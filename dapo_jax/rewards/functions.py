@@ -1,7 +1,6 @@
 """Rewards as functions: what they are handed, what they may return, how they are found by name."""
 
 import asyncio
-import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -17,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from dapo_jax.dapo.rollouts import Verdict, as_float, plain_scalar
+from dapo_jax.nearest import nearest
 from dapo_jax.rewards.adapters import ADAPTERS
 from dapo_jax.rewards.graders import GRADERS, exact_grader
 from dapo_jax.rewards.sample import Sample, handed_over
@@ -231,7 +231,7 @@ def load_reward(
         return LoadedReward(function=load_function(place), name=spec, on_nonfinite=on_nonfinite)
     if spec not in GRADERS:
         names = [*GRADERS, *_NEEDS_A_ROW]
-        near = difflib.get_close_matches(spec, names, n=1)
+        near = nearest(spec, names)
         hint = f"did you mean {near[0]!r}?" if near else f"there are {sorted(names)}"
         raise ValueError(
             f"no grader is named {spec!r}; {hint} An own one is module:function or path/to/file.py:function"
@@ -314,7 +314,7 @@ def load_function(spec: str) -> Callable[..., Any]:
         _load_file(Path(place).expanduser(), spec) if place.endswith(".py") else _load_module(place, spec)
     )
     if not hasattr(module, name):
-        near = difflib.get_close_matches(name, [known for known in vars(module) if known[0] != "_"], n=1)
+        near = nearest(name, [known for known in vars(module) if known[0] != "_"])
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"{spec}: {place} has no {name!r}{hint}")
     function = getattr(module, name)

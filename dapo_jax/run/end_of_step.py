@@ -168,15 +168,14 @@ class EndOfStep(Observer):
         """Evaluates if this is due, writes the step's metrics, and saves if this is due."""
         assert self._now is not None
         step, config, score = self._now.position.step, self._config, None
-        last = step == config.steps
-        if self._evaluate is not None and (last or _due(step, config.eval.every_steps)):
+        if self._evaluate is not None and config.evaluates_after(step):
             self._stop_if_told()
             scores, score = self._evaluated(self._evaluate, self._now)
             metrics |= scores
         self._record(step, metrics)
         self._now = replace(self._now, unfinished=None)
         best = config.checkpoint.keep_best and score is not None and self._is_best(score)
-        if step > self._saved and (last or best or _due(step, config.checkpoint.every_steps)):
+        if step > self._saved and (best or config.saves_after(step)):
             self._save(score)
         if self._on_step is not None:
             self._on_step(step, metrics)
@@ -244,7 +243,3 @@ class EndOfStep(Observer):
             raise StoppedError(reason)
         if failures := [failure for _, failure in said if failure]:
             raise CheckpointError(failures[0])
-
-
-def _due(step: int, every: int) -> bool:
-    return bool(every) and step % every == 0

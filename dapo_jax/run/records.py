@@ -57,7 +57,7 @@ class Records:
         Raises:
             ConfigError: what is there of metrics.jsonl is damaged, or of another run.
         """
-        self._due = config.logs_rollouts
+        self._config = config
         self._log, self._run_dir, self._normalize_std = config.log, run_dir, config.loss.normalize_std
         self._metric = config.dynamic_sampling.metric
         self._path = run_dir / "metrics.jsonl"
@@ -94,7 +94,7 @@ class Records:
 
     def rollouts(self, step: int, collected: Collected, ratios: TokenRatios) -> None:
         """Writes a step's rollouts when they are due: JSON lines for programs, text for people."""
-        if not self._due(step):
+        if not self._config.logs_rollouts(step):
             return
         groups = collected.sampled[: self._log.rollout_groups]
         advantages = [

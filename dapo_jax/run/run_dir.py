@@ -6,7 +6,6 @@ import re
 import shutil
 from contextlib import ExitStack
 from dataclasses import replace
-from difflib import get_close_matches
 from itertools import zip_longest
 
 from etils import epath
@@ -15,6 +14,7 @@ from dapo_jax import locks
 from dapo_jax.config import ConfigError, TrainConfig, load_config, to_yaml
 from dapo_jax.config.loading import changed_keys
 from dapo_jax.locks import Lock, Lost
+from dapo_jax.nearest import nearest
 from dapo_jax.parallel.gather import by_first, exchange
 from dapo_jax.run.folders import locked, place_of
 from dapo_jax.run.identity import FREE_TO_CHANGE
@@ -166,4 +166,4 @@ def _run_beside(run_dir: AnyPath) -> AnyPath | None:
     """The run beside `run_dir` whose name is almost the same; another number, as of a seed, is another run."""
     runs = {place.name: place for place in entries(run_dir.parent) if (place / "config.yaml").is_file()}
     alike = [name for name in runs if re.findall(r"\d+", name) == re.findall(r"\d+", run_dir.name)]
-    return next((runs[name] for name in get_close_matches(run_dir.name, alike, n=1, cutoff=0.75)), None)
+    return next((runs[name] for name in nearest(run_dir.name, alike, least=0.75)), None)

@@ -109,7 +109,7 @@ def _trained(config: SftConfig, run_dir: AnyPath, lock: Lock, progress: Progress
             }
             metrics = {**scalars, "update/learning_rate": rate, "time/step_s": time.perf_counter() - began}
             shown.step(step, metrics)
-            if step == config.steps or (config.eval.every_steps and step % config.eval.every_steps == 0):
+            if config.evaluates_after(step):
                 scores = evaluate(state.params, step)
                 for name in held_out:
                     shown.evaluation(name, scores, step)

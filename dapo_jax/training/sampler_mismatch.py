@@ -9,22 +9,36 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
-from dapo_jax.dapo.metrics import Mean
+from dapo_jax.dapo.log_ratios import k3, truncated_importance_weight
+from dapo_jax.dapo.metrics import Max, Mean, Metric, token_mean
 from dapo_jax.training.minibatch import Minibatch, Stack, having
+
+
+def mismatch_metrics(
+    trainer: Float[Array, "rows seq"], sampler: Float[Array, "rows seq"], mask: Bool[Array, "rows seq"]
+) -> dict[str, Metric]:
+    """The metrics `sync/*` of a microbatch: how far the log-probabilities of sampler and trainer are apart.
+
+    Args:
+        trainer: of each token, in nats, under the weights that sampled.
+        sampler: as recorded while sampling.
+        mask: the tokens that count.
+    """
+    delta = jnp.where(mask, trainer - sampler, 0.0)
+    return {
+        "sync/logprob_diff_mean": token_mean(jnp.abs(delta), mask),
+        "sync/logprob_diff_max": Max(jnp.abs(delta).max()),
+        "sync/sampler_trainer_kl": token_mean(k3(delta), mask),
+    }
 
 
 def mismatch_kl(minibatches: Sequence[Minibatch]) -> list[dict[str, Mean]]:
     """The estimate k3 of KL(sampler || trainer) in nats, over the tokens in the loss; for `to_scalars`, one entry a stack.
 
-    With d = log pi_trainer - log pi_sampler of a sampled token it is the mean of e^d - 1 - d, never negative.
-
     Args:
         minibatches: of a step, all of them with old log-probabilities scored by the trainer (`UpdateOptions.score_first`).
-
-    References:
-        Schulman, "Approximating KL Divergence", 2020, http://joschu.net/blog/kl-approx.html
     """
     return [{"kl": _kl(stack)} for minibatch in minibatches for stack in minibatch]
 
@@ -36,7 +50,7 @@ def importance_weighted(minibatches: Sequence[Minibatch], *, cap: float) -> list
     averaged with too, stays as it is.
 
     References:
-        Ionides, "Truncated Importance Sampling", 2008. Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL
+        Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL
         Training", 2025, https://fengyao.notion.site/off-policy-rl
     """
 
@@ -49,14 +63,12 @@ def importance_weighted(minibatches: Sequence[Minibatch], *, cap: float) -> list
 
 @jax.jit
 def _kl(stack: Stack) -> Mean:
-    delta, mask = _delta(stack), stack.microbatches.mask
-    k3 = jnp.where(mask, jnp.exp(delta) - 1.0 - delta, 0.0)
-    return Mean(k3.sum(), mask.sum(dtype=jnp.float32))
+    return Mean(k3(_delta(stack)).sum(), stack.microbatches.mask.sum(dtype=jnp.float32))
 
 
 @jax.jit
 def _weighted(stack: Stack, cap: Any) -> Float[Array, "room rows seq"]:
-    return stack.microbatches.advantages * jnp.minimum(jnp.exp(_delta(stack)), cap)
+    return stack.microbatches.advantages * truncated_importance_weight(_delta(stack), cap)
 
 
 def _delta(stack: Stack) -> Float[Array, "room rows seq"]:

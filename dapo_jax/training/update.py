@@ -19,11 +19,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Lowered
 from jaxtyping import Array, Bool, Float, PyTree
 
+from dapo_jax.dapo.log_ratios import truncated_importance_weight
 from dapo_jax.dapo.losses import dapo_loss, kl_penalty
-from dapo_jax.dapo.metrics import Max, Mean, Metric
+from dapo_jax.dapo.metrics import Max, Mean, Metric, token_mean
 from dapo_jax.dapo.microbatch import Microbatch, microbatch_structs
 from dapo_jax.parallel.sharding import by_row, replicated
 from dapo_jax.training.minibatch import Minibatch, Placing, Stack, having
+from dapo_jax.training.sampler_mismatch import mismatch_metrics
 from dapo_jax.training.state import TrainState, state_shardings
 
 Objective = Callable[..., tuple[Array, Mapping[str, Metric]]]
@@ -41,7 +43,7 @@ class UpdateOptions:
     importance_cap: float | None = None
     kl_coef: float = 0.0
     score_first: bool = False
-    """Score the first minibatch's old log-probabilities too. Its update does not need them; who compares before it does."""
+    """Score the old log-probabilities of the first minibatch too: its update needs none, but a comparison of sampler and trainer before it does."""
     offload: bool = False
     """The optimizer's moments lie in the host's memory and come to the device only to be applied."""
 
@@ -222,14 +224,14 @@ class Updater:
         weights = microbatch.weights
         if options.importance_cap is not None:
             gap = jnp.where(mask, old - microbatch.sampler_logprobs, 0.0)
-            weights = weights * jnp.minimum(jnp.exp(gap), options.importance_cap)
+            weights = weights * truncated_importance_weight(gap, options.importance_cap)
         # Where the sampler's are the old ones, only the first update has the weights that sampled to compare with.
         compared, trainers = (mask, old) if by_trainer else (mask & first, now)
         loss, metrics = self._objective(logprobs, old, microbatch.advantages, mask, weights=weights)
         metrics = {
             **metrics,
-            "policy/entropy": _token_mean(entropy, mask),
-            **_mismatch_metrics(trainers, microbatch.sampler_logprobs, compared),
+            "policy/entropy": token_mean(entropy, mask),
+            **mismatch_metrics(trainers, microbatch.sampler_logprobs, compared),
         }
         if options.kl_coef:
             penalty, kl_metrics = kl_penalty(
@@ -288,20 +290,6 @@ def _joined(*measured: dict[str, Metric]) -> dict[str, Metric]:
 def _not_finite(mask: Array, *values: Array) -> Bool[Array, ""]:
     """True if one of the values is not finite where the mask is True."""
     return (mask & ~jnp.stack([jnp.isfinite(array) for array in values]).all(axis=0)).any()
-
-
-def _token_mean(values: Array, mask: Array) -> Mean:
-    return Mean(jnp.where(mask, values, 0.0).sum(), mask.sum(dtype=jnp.float32))
-
-
-def _mismatch_metrics(trainer: Array, sampler: Array, mask: Array) -> dict[str, Metric]:
-    """How far the sampler's log-probabilities are from the trainer's, both under the weights that sampled."""
-    delta = jnp.where(mask, trainer - sampler, 0.0)
-    return {
-        "sync/logprob_diff_mean": _token_mean(jnp.abs(delta), mask),
-        "sync/logprob_diff_max": Max(jnp.abs(delta).max()),
-        "sync/sampler_trainer_kl": _token_mean(jnp.exp(delta) - 1.0 - delta, mask),
-    }
 
 
 def _blank(metric: Metric, count: int) -> Metric:

@@ -4,7 +4,7 @@ import pytest
 
 from dapo_jax.config import SftConfig, TrainConfig
 from dapo_jax.config.loading import leaf_types
-from dapo_jax.config.suggestions import ALIASES, UNITS, alias_of, nearest_keys, nearest_word, unknown_key
+from dapo_jax.config.suggestions import ALIASES, UNITS, alias_of, nearest_keys, unknown_key
 
 KEYS = leaf_types(TrainConfig)
 
@@ -41,8 +41,3 @@ def test_a_right_name_in_the_wrong_section_is_found():
 def test_a_name_like_nothing_gets_the_top_level_instead():
     assert nearest_keys("qqq", KEYS) == []
     assert "the top level has batch, " in unknown_key("qqq", KEYS)
-
-
-def test_a_word_is_matched_in_any_case_or_not_at_all():
-    assert nearest_word("BFLOAT", ("float32", "bfloat16")) == "bfloat16"
-    assert nearest_word("xyz", ("float32", "bfloat16")) is None

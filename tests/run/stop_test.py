@@ -10,7 +10,7 @@ import pytest
 from dapo_jax.checkpoints.checkpointer import Checkpointer
 from dapo_jax.health.stopping import StoppedError, stopped_by_signals
 from dapo_jax.rewards.grading import Grading
-from dapo_jax.run.build import Run
+from dapo_jax.run.group_sampling import GroupSampling
 from dapo_jax.run.resume_point import UNFINISHED
 from dapo_jax.sampling.engine import DecoderEngine
 from dapo_jax.trackers import read_metrics
@@ -83,12 +83,12 @@ def test_an_evaluation_that_is_abandoned_is_made_up(micro, run_micro, rows, same
     config = micro(eval__every_steps=1, checkpoint__every_steps=0, checkpoint__keep_best=False)
     whole = run_micro(config, eval_rows=rows)
     config = micro(eval__every_steps=1, checkpoint__every_steps=0, checkpoint__keep_best=False)
-    stopped(monkeypatch, run_micro, rows, config, Run, "evaluate", 3)  # of step 2
+    stopped(monkeypatch, run_micro, rows, config, GroupSampling, "evaluate", 3)  # of step 2
     assert [line["step"] for line in read_metrics(f"{config.run_dir}/metrics.jsonl")] == [0, 1]
     [(step, progress)] = progress_of(config).items()
     assert (step, UNFINISHED in progress) == (2, True)
     again = "a second stop, in the evaluation that is made up: the checkpoint is the one that it started from"
-    with told_at(monkeypatch, Run, "evaluate", 1) as stop, pytest.raises(StoppedError):
+    with told_at(monkeypatch, GroupSampling, "evaluate", 1) as stop, pytest.raises(StoppedError):
         run_micro(config, eval_rows=rows, resume=True, stop=stop)
     assert list(progress_of(config)) == [2], again
     same_run(run_micro(config, eval_rows=rows, resume=True), whole)
@@ -102,7 +102,7 @@ def test_the_checkpoint_of_an_evaluation_that_was_made_up_may_be_resumed_once_mo
     settings = {"eval__every_steps": 1, "checkpoint__every_steps": 0, "checkpoint__keep_best": False}
     whole = run_micro(micro(**settings), eval_rows=rows)
     config = micro(**settings)
-    stopped(monkeypatch, run_micro, rows, config, Run, "evaluate", 3)
+    stopped(monkeypatch, run_micro, rows, config, GroupSampling, "evaluate", 3)
 
     def interrupt(step, metrics):
         raise KeyboardInterrupt
@@ -116,7 +116,7 @@ def test_the_checkpoint_of_an_evaluation_that_was_made_up_may_be_resumed_once_mo
 @pytest.mark.slow
 def test_before_the_first_step_nothing_is_saved(finished, micro, run_micro, rows, same_run, monkeypatch):
     config = micro()
-    stopped(monkeypatch, run_micro, rows, config, Run, "evaluate", 1)
+    stopped(monkeypatch, run_micro, rows, config, GroupSampling, "evaluate", 1)
     assert not (Path(config.run_dir) / "checkpoints").exists()
     assert read_status(Path(config.run_dir)).state == "stopped"
     same_run(run_micro(config, eval_rows=rows, resume=True), finished)

@@ -5,7 +5,6 @@ Its rows have at least the text fields `prompt` and `answer`.
 """
 
 import contextlib
-import difflib
 import importlib
 import io
 import json
@@ -19,6 +18,7 @@ from typing import Any
 import tensorflow_datasets as tfds
 
 from dapo_jax.data.file_builder import FileBuilder
+from dapo_jax.nearest import nearest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +137,7 @@ def _prepare(builder: tfds.core.GeneratorBasedBuilder) -> None:
 def _builder_class(name: str) -> type[tfds.core.GeneratorBasedBuilder]:
     names = builder_names()
     if name not in names:
-        near = difflib.get_close_matches(name, names, n=1)
+        near = nearest(name, names)
         hint = f"did you mean {near[0]!r}?" if near else f"there are {names}"
         raise ValueError(f"no dataset builder is named {name!r}; {hint}")
     return importlib.import_module(f"{__name__}.{name}").Builder
