@@ -13,7 +13,9 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 from jaxtyping import install_import_hook
 
-install_import_hook("dapo_jax", "beartype.beartype")
+from tests.typed import TYPED
+
+install_import_hook(TYPED, "beartype.beartype")
 
 import jax
 import pytest

@@ -7,11 +7,13 @@ import sys
 import time
 from pathlib import Path
 
+from tests.typed import TYPED
+
 ROOT = Path(__file__).parents[1]
-PREAMBLE = """
+PREAMBLE = f"""
 import sys
 from jaxtyping import install_import_hook
-install_import_hook("dapo_jax", "beartype.beartype")
+install_import_hook({TYPED!r}, "beartype.beartype")
 """
 COMMAND = f"{PREAMBLE}\nfrom dapo_jax.cli import main\nsys.exit(main(sys.argv[1:]))"
 

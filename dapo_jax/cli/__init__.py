@@ -18,7 +18,7 @@ from typing import NoReturn
 from dapo_jax.cli import data, doctor, generation, models, planning, report, training
 from dapo_jax.cli.arguments import printable
 from dapo_jax.config import ConfigError, TrainConfig
-from dapo_jax.config.loading import leaf_types
+from dapo_jax.config.section import leaf_types
 from dapo_jax.health.stopping import STOPPED, StoppedError, stopped_by_signals
 from dapo_jax.nearest import nearest
 from dapo_jax.parallel import processes

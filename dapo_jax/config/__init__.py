@@ -1,9 +1,8 @@
 """Configurations: the dataclasses, reading them from YAML, and the rules they obey. Imports no jax."""
 
-from dapo_jax.config.base import ConfigError
 from dapo_jax.config.data_schema import DataConfig, SourceConfig
 from dapo_jax.config.evaluate_schema import EvaluateConfig, evaluation_of
-from dapo_jax.config.guard_schema import GuardConfig, WatchdogsConfig
+from dapo_jax.config.keys import ConfigError
 from dapo_jax.config.loading import changed_keys, load_config, load_evaluation, to_yaml
 from dapo_jax.config.schema import (
     BatchConfig,
@@ -11,6 +10,7 @@ from dapo_jax.config.schema import (
     DynamicSamplingConfig,
     EvalConfig,
     GraderConfig,
+    GuardConfig,
     LogConfig,
     LossConfig,
     ModelConfig,
@@ -20,6 +20,7 @@ from dapo_jax.config.schema import (
     RewardConfig,
     SamplingConfig,
     TrainConfig,
+    WatchdogsConfig,
 )
 from dapo_jax.config.sft_schema import SftBatchConfig, SftConfig
 

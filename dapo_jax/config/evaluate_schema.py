@@ -3,36 +3,33 @@
 Imports no jax.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from dapo_jax.config.base import checked
 from dapo_jax.config.data_schema import DataConfig
+from dapo_jax.config.keys import Range, key
 from dapo_jax.config.schema import EvalConfig, ParallelConfig, RewardConfig, SamplingConfig, TrainConfig
+from dapo_jax.config.section import Section
 from dapo_jax.config.sft_schema import SftConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateConfig:
+class EvaluateConfig(Section):
     """Everything that decides an evaluation but the model."""
 
-    seed: int = 0
+    seed: int = key(0, range=Range("0 or more and less than 2**32 = 4294967296", lambda v: 0 <= v < 2**32))
     """Of what is sampled."""
     compilation_cache: str = "~/.cache/dapo_jax/xla"
     """Folder, local or `gs://...`, of compiled programs that later runs reuse; empty: none."""
-    compute_dtype: str = "float32"
+    compute_dtype: str = key("float32", choices=["float32", "bfloat16"])
     """Dtype of activations and matrix products: float32 or bfloat16."""
-    data: DataConfig = field(default_factory=DataConfig)
-    sampling: SamplingConfig = field(
-        default_factory=lambda: SamplingConfig(slots=32, max_response_tokens=1024)
-    )
+    data: DataConfig = key(default_factory=DataConfig)
+    sampling: SamplingConfig = key(default_factory=lambda: SamplingConfig(slots=32, max_response_tokens=1024))
     """Slots, limits and stops; temperature, top-p and top-k are those of `eval`. 32 slots of 1024 tokens unless told otherwise:
     the paper's 20,480 fill any small machine."""
-    reward: RewardConfig = field(default_factory=RewardConfig)
+    reward: RewardConfig = key(default_factory=RewardConfig)
     """The grader; the overlong penalty changes no score."""
-    eval: EvalConfig = field(default_factory=EvalConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-
-    __post_init__ = checked
+    eval: EvalConfig = key(default_factory=EvalConfig)
+    parallel: ParallelConfig = key(default_factory=ParallelConfig)
 
 
 def evaluation_of(config: TrainConfig | SftConfig | EvaluateConfig) -> EvaluateConfig:

@@ -1,28 +1,27 @@
 """A YAML file and `key=value` overrides -> a configuration, or one message that says what to change.
 
-OmegaConf reads the YAML and builds the dataclasses. Between the two every key and value is compared with the
-schema here, because OmegaConf alone would take `shuffle=2` for true, "3" for 3 and nan for a number.
+OmegaConf reads the YAML; names are compared with the schema here, and each object checks its values when it is built (`Section`).
 """
 
 import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
-from typing import Any, NoReturn, TypeAlias, TypeVar, cast, get_origin, overload
+from typing import Any, NoReturn, TypeAlias, TypeVar, cast, get_args, get_origin, overload
 
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from dapo_jax.config.base import ConfigError
-from dapo_jax.config.checks import field_types
 from dapo_jax.config.evaluate_schema import EvaluateConfig, evaluation_of
+from dapo_jax.config.keys import ConfigError, needed
 from dapo_jax.config.reading import check_bounds, omegaconf_problem, read_file
 from dapo_jax.config.schema import TrainConfig
+from dapo_jax.config.section import Section, field_types, leaf_types
 from dapo_jax.config.sft_schema import SftConfig
 from dapo_jax.config.shipped import shipped_configs
 from dapo_jax.config.suggestions import alias_of, unknown_key
-from dapo_jax.config.values import check_plain, check_value, refuse, shown
+from dapo_jax.config.values import refuse, shown
 from dapo_jax.storage import AnyPath, path_of
 
 AnyConfig: TypeAlias = TrainConfig | SftConfig | EvaluateConfig
@@ -30,6 +29,7 @@ MAX_KEY = 200
 """Characters of an override's key."""
 
 _Config = TypeVar("_Config", TrainConfig, SftConfig, EvaluateConfig)
+_Section = TypeVar("_Section", bound=Section)
 _Read = TypeVar("_Read")
 
 
@@ -94,12 +94,8 @@ def changed_yaml(config: AnyConfig) -> str:
     run_dir: x
     seed: 1
     """
-    needed = {
-        field.name: getattr(config, field.name) for field in dataclasses.fields(config) if _needed(field)
-    }
-    changed = needed | {
-        key: value for key, (_, value) in changed_keys(type(config)(**needed), config).items()
-    }
+    given = {field.name: getattr(config, field.name) for field in dataclasses.fields(config) if needed(field)}
+    changed = given | {key: value for key, (_, value) in changed_keys(type(config)(**given), config).items()}
     return OmegaConf.to_yaml(OmegaConf.create(_nested(changed)))
 
 
@@ -116,9 +112,9 @@ def _load(
             raise ConfigError(f"override {shown(override)}: {error}") from None
         _set(values, key, value, kinds)
     try:
-        return _build(schema, values)
+        return _build(schema, _nested(values))
     except ConfigError as error:
-        raise ConfigError(f"{_origin(path, overrides, str(error))}{error}") from None
+        raise ConfigError(f"{_origin(path, overrides, error)}{error}") from None
 
 
 def _path(path: str | PathLike[str]) -> AnyPath:
@@ -153,15 +149,6 @@ def changed_keys(a: AnyConfig, b: AnyConfig) -> dict[str, tuple[Any, Any]]:
     return {key: (before[key], after[key]) for key in before if before[key] != after[key]}
 
 
-def leaf_types(schema: type, prefix: str = "") -> dict[str, Any]:
-    """Every dotted key of a configuration class that holds a value, with its annotation."""
-    leaves = {}
-    for name, kind in field_types(schema).items():
-        key = prefix + name
-        leaves |= leaf_types(kind, f"{key}.") if dataclasses.is_dataclass(kind) else {key: kind}
-    return leaves
-
-
 def leaf_values(config: AnyConfig) -> dict[str, Any]:
     """Every dotted key of a configuration, with its value."""
     leaves = {}
@@ -176,7 +163,7 @@ def leaf_values(config: AnyConfig) -> dict[str, Any]:
 def _flatten(
     section: Mapping[Any, Any], schema: type, kinds: Mapping[str, Any], prefix: str = ""
 ) -> dict[str, Any]:
-    """Dotted key -> value of a nested mapping, each compared with the schema."""
+    """Dotted key -> value of a nested mapping, whose names are those of the schema."""
     values: dict[str, Any] = {}
     for name, value in section.items():
         key = f"{prefix}{name}"
@@ -184,7 +171,6 @@ def _flatten(
         if kind is None:
             _refuse_unknown(key, value, kinds)
         elif not dataclasses.is_dataclass(kind):
-            check_value(key, value, kind)
             values[key] = value
         elif isinstance(value, dict):
             values |= _flatten(value, cast(type, kind), kinds, f"{key}.")
@@ -227,7 +213,7 @@ def _is_section(key: str, kinds: Mapping[str, Any]) -> bool:
 
 
 def _parse_override(override: str, kinds: Mapping[str, Any]) -> tuple[str, Any]:
-    """`key=value` -> the dotted key and the value, checked."""
+    """`key=value` -> the dotted key and the value."""
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
         raise ConfigError("needs the form key=value, without spaces around =, as in batch.group_size=16")
@@ -241,14 +227,11 @@ def _parse_override(override: str, kinds: Mapping[str, Any]) -> tuple[str, Any]:
             f"{key} = {text} would replace a whole section; override one key at a time, of {keys}"
         )
     if _mapping_key(key, kinds):
-        value = _parse_value(key, text)
-        check_plain(key, value)
-        return key, value
+        return key, _parse_value(key, text)
     if key not in kinds:
         _refuse_unknown(key, text, kinds)
-    value = text if kinds[key] is str and not _is_yaml_text(text) else _parse_value(key, text)
-    check_value(key, value, kinds[key])
-    return key, value
+    literal = kinds[key] is str and not _is_yaml_text(text)
+    return key, text if literal else _parse_value(key, text)
 
 
 def _mapping_key(key: str, kinds: Mapping[str, Any]) -> str | None:
@@ -266,7 +249,9 @@ def _set(values: dict[str, Any], key: str, value: object, kinds: Mapping[str, An
         values[key] = value
         return
     *outer, name = key.removeprefix(f"{mapping}.").split(".")
-    node = values[mapping] = dict(values.get(mapping, {}))
+    if not isinstance(held := values.get(mapping, {}), dict):
+        return  # of the file, and refused when the object is built
+    node = values[mapping] = dict(held)
     for part in outer:
         node[part] = dict(inner) if isinstance(inner := node.get(part), dict) else {}
         node = node[part]
@@ -294,18 +279,29 @@ def _parse_value(key: str, text: str) -> Any:
         raise ConfigError(omegaconf_problem(error, key)) from None
 
 
-def _build(schema: type[AnyConfig], values: Mapping[str, Any]) -> AnyConfig:
-    """Fills the schema with checked values; the dataclasses check themselves against each other."""
-    for field in dataclasses.fields(schema):
-        if _needed(field) and field.name not in values:
-            remedy = f"add `{field.name}: some/folder` to the file or {field.name}=some/folder to the command"
-            raise ConfigError(f"{field.name}: missing, needs a value; {remedy}")
-    merged = OmegaConf.merge(OmegaConf.structured(schema), _nested(values))
-    return cast(AnyConfig, OmegaConf.to_object(merged))
+def _build(schema: type[_Section], values: Mapping[str, Any], defaults: _Section | None = None) -> _Section:
+    """An object of the schema with these values, which it checks; `defaults` has the others, if they are not the schema's own."""
+    kinds, given = field_types(schema), {}
+    for field in dataclasses.fields(cast(Any, schema)):
+        name, kind = field.name, kinds[field.name]
+        if name in values and dataclasses.is_dataclass(kind):
+            given[name] = _build(cast(Any, kind), values[name], _default_of(field, defaults))
+        elif name in values:
+            given[name] = _as_float(values[name]) if float in (kind, *get_args(kind)) else values[name]
+        elif needed(field):
+            remedy = f"add `{name}: some/folder` to the file or {name}=some/folder to the command"
+            raise ConfigError(f"{name}: missing, needs a value; {remedy}")
+    return schema(**given) if defaults is None else dataclasses.replace(cast(Any, defaults), **given)
 
 
-def _needed(field: "dataclasses.Field[Any]") -> bool:
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+def _default_of(field: "dataclasses.Field[Any]", defaults: object) -> Any:
+    made = cast(Any, field.default_factory)
+    return made() if defaults is None else getattr(defaults, field.name)
+
+
+def _as_float(value: object) -> object:
+    """An integer stands for a number."""
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -320,10 +316,13 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
     return nested
 
 
-def _origin(path: AnyPath | None, overrides: Sequence[str], message: str) -> str:
-    """The file, and the overrides whose keys the message is about."""
-    keys = set(re.findall(r"[a-z_0-9]+(?:\.[a-z_0-9]+)*", message))
+def _origin(path: AnyPath | None, overrides: Sequence[str], error: ConfigError) -> str:
+    """The file, and the overrides whose keys the error is about."""
+    keys = set(re.findall(r"[a-z_0-9]+(?:\.[a-z_0-9]+)*", str(error)))
     about = [override for override in overrides if override.partition("=")[0] in keys]
+    # One value is wrong; or two contradict each other, and one of them may come from the file.
+    if error.key and about:
+        return f"override {shown(about[-1])}: "
     named = f"override {' '.join(map(repr, about))}" if about else ""
     origin = " with ".join([str(path)] * (path is not None) + [named] * bool(named))
     return f"{origin}: " if origin else ""

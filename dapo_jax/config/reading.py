@@ -10,7 +10,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from dapo_jax.config.base import ConfigError
+from dapo_jax.config.keys import ConfigError
 from dapo_jax.config.shipped import shipped_configs
 from dapo_jax.nearest import nearest
 from dapo_jax.storage import AnyPath, entries

@@ -1,118 +1,178 @@
-"""The dataclasses that a training configuration is read into; `data_schema` has those of its data, `guard_schema` those of its
-guards, `run_schema` what a run keeps and which devices it uses, `sft_schema` those of a warm start. Imports no jax.
+"""The configuration of a training run, a dataclass for each section; `data_schema` has that of its data. Imports no jax.
 
-Defaults are the paper's where the paper gives one (DAPO, https://arxiv.org/abs/2503.14476), each with its
-equation or section. Checks raise `ConfigError` with the arithmetic; nothing here changes a value.
+A key stands here and nowhere else: its default, its rules (`keys.key`), and the text that users read below it. Defaults are the paper's where the paper
+gives one (DAPO, https://arxiv.org/abs/2503.14476), each with its equation or section. Checks raise `ConfigError` with the arithmetic;
+nothing here changes a value.
 """
 
-from dataclasses import dataclass, field, replace
+import dataclasses
+from dataclasses import dataclass, replace
 from typing import Any
 
-from dapo_jax.config.base import checked, due
-from dapo_jax.config.data_schema import DataConfig
-from dapo_jax.config.guard_schema import GuardConfig, WatchdogsConfig
-from dapo_jax.config.run_schema import CheckpointConfig, LogConfig, ParallelConfig
+from dapo_jax.config.data_schema import DataConfig, SourceConfig, check_source
+from dapo_jax.config.keys import (
+    AXIS,
+    BETA,
+    FRACTION,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SIZE,
+    TOP_K,
+    TOP_P,
+    Range,
+    key,
+)
+from dapo_jax.config.section import Section, due, entries, field_types, rules_by_key
+from dapo_jax.config.values import refuse
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(Section, at="model"):
     """Which decoder, and how it computes."""
 
-    source: str = "preset:tiny"
+    source: str = key("preset:tiny", not_empty=True, aliases=["model_name_or_path", "model.path"])
     """`preset:NAME` (random weights), `shipped:NAME` (a model that comes with the package), `hf:ORG/NAME` (from the
     Hugging Face hub), or a folder with config.json, tokenizer.json and model.safetensors."""
-    revision: str = ""
+    revision: str = key("", aliases=["model_revision"])
     """Of a model from the hub: a branch, a tag or a commit; empty: its main branch. A commit keeps a run repeatable."""
     cache_dir: str = ""
     """Where models from the hub are kept; empty: where huggingface_hub keeps them (HF_HOME)."""
     tokenizer: str = "byte"
     """For a preset: `byte`, or `char:ALPHABET` with one token for each character. A model folder brings its own."""
-    compute_dtype: str = "float32"
+    compute_dtype: str = key(
+        "float32",
+        choices=["float32", "bfloat16"],
+        aliases={
+            "dtype": "float32 or bfloat16",
+            "torch_dtype": "float32 or bfloat16",
+            "bf16": "float32 or bfloat16",
+        },
+    )
     """Dtype of activations and matrix products: float32 or bfloat16. Master weights are always float32."""
-    attention: str = "auto"
+    attention: str = key("auto", choices=["auto", "xla", "splash", "cudnn"], may_change=True)
     """In training. xla runs everywhere; splash is a TPU kernel, cudnn one for NVIDIA GPUs, which needs batch.packing=false and
     bfloat16; neither of the two lets responses share their prompt. auto: splash on a TPU, cudnn on a GPU where it can, else xla."""
-    remat: str = "none"
+    remat: str = key(
+        "none",
+        choices=["none", "full", "dots"],
+        aliases={
+            "gradient_checkpointing": "none, full or dots",
+            "enable_gradient_checkpointing": "none, full or dots",
+        },
+        may_change=True,
+    )
     """What the backward pass recomputes per layer: none, full, or dots (keeps matrix products)."""
-    logprob_chunk_vocab: int = 2048
+    logprob_chunk_vocab: int = key(2048, range=SIZE, may_change=True)
     """Vocabulary entries whose logits exist at one time, for all tokens of a microbatch, when log-probabilities are computed."""
 
-    __post_init__ = checked
+    def check_together(self) -> None:
+        """Checks what its values say about each other."""
+        if self.revision and not self.source.startswith("hf:"):
+            refuse(
+                "model.revision",
+                self.revision,
+                "a model.source of the form hf:ORG/NAME",
+                f"{self.source!r} has no revisions: leave the key out",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingConfig:
+class SamplingConfig(Section, at="sampling"):
     """How responses are sampled for training."""
 
-    temperature: float = 1.0
+    temperature: float = key(1.0, range=NOT_NEGATIVE)
     """Of the policy that samples and of the one that is trained alike. (Section 4.1)"""
-    top_p: float = 1.0
+    top_p: float = key(1.0, range=TOP_P)
     """Off: a cut distribution is not the one whose ratio is taken."""
-    top_k: int = 0
+    top_k: int = key(0, range=TOP_K)
     """Off, for the same reason."""
-    max_response_tokens: int = 20480
+    max_response_tokens: int = key(
+        20480,
+        range=SIZE,
+        aliases=["max_completion_length", "max_response_length", "max_new_tokens", "response_length"],
+    )
     """Hard length limit: expected length plus the soft overlong buffer. (Section 4.1)"""
-    slots: int = 256
+    slots: int = key(256, range=SIZE, aliases=["max_num_seqs"], may_change=True)
     """Responses decoded side by side, by each sampler: there is one for every `parallel.sampler_hosts` processes."""
-    steps_per_call: int = 16
+    steps_per_call: int = key(16, range=SIZE, may_change=True)
     """Decode steps on the device between two looks of the host."""
-    stop: list[str] = field(default_factory=list)
+    stop: list[str] = key(default_factory=list, aliases=["stop_strings"])
     """Strings that end a response. It keeps the tokens up to the one that completes a string; graders see the text
     before it. Evaluation stops there too."""
-    stop_token_ids: list[int] = field(default_factory=list)
+    stop_token_ids: list[int] = key(default_factory=list)
     """Ids that end a response besides the tokenizer's end tokens."""
 
-    __post_init__ = checked
+    def check_together(self) -> None:
+        """Checks what its values say about each other."""
+        if "" in self.stop:
+            remedy = "an empty string is in every text, so every response would end at once: remove it"
+            refuse("sampling.stop", self.stop, "strings with a character or more", remedy)
+        if any(token < 0 for token in self.stop_token_ids):
+            refuse(
+                "sampling.stop_token_ids",
+                self.stop_token_ids,
+                "ids of 0 or more",
+                "write the tokenizer's ids",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
-class OverlongConfig:
+class OverlongConfig(Section, at="reward.overlong"):
     """Soft overlong punishment (Eq. 13) and overlong filtering (Section 3.4)."""
 
-    enabled: bool = True
+    enabled: bool = key(True, aliases=["overlong_buffer.enable"])
     """Add the soft punishment to the rule reward."""
-    buffer_tokens: int = 4096
+    buffer_tokens: int = key(4096, range=NOT_NEGATIVE, aliases=["overlong_buffer.len"])
     """L_cache: the last stretch before the limit in which the penalty grows."""
-    penalty_factor: float = 1.0
+    penalty_factor: float = key(1.0, range=NOT_NEGATIVE)
     """The whole penalty, reached at the limit. (Eq. 13)"""
-    filter_truncated: bool = False
+    filter_truncated: bool = key(False, aliases=["mask_truncated_completions"])
     """Overlong filtering: a truncated response keeps its reward but none of its tokens enters the loss."""
 
-    __post_init__ = checked
+    def check_together(self) -> None:
+        """Checks what its values say about each other."""
+        if self.enabled and self.buffer_tokens < 1:
+            remedy = "make it larger, or set reward.overlong.enabled=false"
+            refuse(
+                "reward.overlong.buffer_tokens",
+                self.buffer_tokens,
+                "1 or more for the soft punishment",
+                remedy,
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class GraderConfig:
     """One of `reward.graders`."""
 
-    grader: str
+    grader: str = key(not_empty=True)
     """As `reward.grader`."""
-    weight: float = 1.0
+    weight: float = key(1.0, range=Range("a number that is not 0", lambda v: v != 0))
     """What its reward is multiplied by in the sum; below 0 for what is to be avoided."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardConfig:
+class RewardConfig(Section, at="reward"):
     """How a response becomes a reward."""
 
-    grader: str = "exact"
+    grader: str = key("exact", not_empty=True, aliases=["reward_funcs", "custom_reward_function"])
     """A name in `dapo_jax.rewards.GRADERS` (exact, dapo, dapo_boxed, math, gsm8k), `reasoning_gym` (the task's own scorer),
     `module:function`, or `path/to/file.py:function`; `trl:` or `verl:` before it for a function written for these."""
-    graders: list[dict[str, Any]] = field(default_factory=list)
+    graders: list[dict[str, Any]] = key(default_factory=list)
     """Several instead of `grader`: [{grader: math}, {grader: "my.py:brief", weight: 0.5}]. The reward is the sum of weight x reward;
     the first alone says whether a response is correct, the others shape."""
     answer_marker: str = "="
     """The exact grader takes what follows the last marker as the answer; empty: the whole response."""
-    workers: int = 2
+    workers: int = key(2, range=NOT_NEGATIVE, may_change=True)
     """Processes for each grader while sampling goes on; 0: this process, without a time limit. Graders that only compare text (exact,
     dapo, dapo_boxed, gsm8k), reasoning_gym, async functions and those passed from Python run in this process anyway."""
-    async_calls: int = 64
+    async_calls: int = key(64, range=SIZE, may_change=True)
     """Calls of async functions that are under way at one time."""
-    timeout_s: float = 10.0
+    timeout_s: float = key(10.0, range=POSITIVE)
     """Seconds for one call: a response, or a group if the function takes one whole. What takes longer counts as wrong."""
-    worker_memory_mb: int = 2048
+    worker_memory_mb: int = key(2048, range=SIZE)
     """What a worker may take beyond what the loaded grader needs; a response that takes more counts as wrong. (Linux)"""
-    on_nonfinite: str = "error"
+    on_nonfinite: str = key("error", choices=["error", "lost"], may_change=True)
     """A score that is NaN, infinite or beyond 1e30 in size: error, or lost (that response has no verdict and counts as wrong)."""
     correct: float = 1.0
     """Reward of a correct verdict that has no score. (Section 2.4)"""
@@ -122,161 +182,401 @@ class RewardConfig:
     """Reward, before its weight, where a grader that returns scores gave none (time, memory, a dead worker); never better than the worst
     that this grader paid for the prompt's other responses. None: `incorrect` (of a
     grader of negative weight `correct`), with the same bound."""
-    overlong: OverlongConfig = field(default_factory=OverlongConfig)
+    overlong: OverlongConfig = key(default_factory=OverlongConfig, aliases=["overlong_buffer"])
 
-    __post_init__ = checked
+    def check_together(self) -> None:
+        """Checks what its values say about each other."""
+        if self.correct <= self.incorrect:
+            needs = f"more than reward.incorrect = {self.incorrect}"
+            refuse(
+                "reward.correct",
+                self.correct,
+                needs,
+                "raise it: a right answer must be worth more than a wrong one",
+            )
+        entries("reward.graders", self.graders, GraderConfig)
+        if self.graders and self.grader != RewardConfig.grader:
+            remedy = "reward.graders replaces it: put it into the list, or leave it out"
+            refuse("reward.grader", self.grader, "no value beside reward.graders", remedy)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DynamicSamplingConfig:
+class DynamicSamplingConfig(Section, at="dynamic_sampling"):
     """Keep sampling until enough groups are neither all right nor all wrong (Eq. 11, Algorithm 1)."""
 
-    enabled: bool = True
+    enabled: bool = key(True, aliases=["filter_groups.enable", "active_sampling", "filter_zero_std_samples"])
     """False: one wave of as many prompts as are trained on, flat groups among them."""
-    prompts_per_wave: int = 0
+    prompts_per_wave: int = key(
+        0, range=NOT_NEGATIVE, aliases={"gen_batch_size": "both count prompts, not responses"}
+    )
     """Prompts drawn in one round; 0: three times `batch.prompts_per_step`, as in the released recipe (1536 for 512). A run's config.yaml
     has the number."""
-    max_waves: int = 10
+    max_waves: int = key(10, range=NOT_NEGATIVE, aliases=["max_num_gen_batches"])
     """Waves of one step; the recipe's limit. With `surplus=carry`, where waves are smaller, as many prompts as these have when whole."""
-    on_shortfall: str = "error"
+    on_shortfall: str = key("error", choices=["error", "train_fewer"], may_change=True)
     """When `max_waves` gave too few groups: error, or train_fewer."""
-    surplus: str = "discard"
+    surplus: str = key("discard", choices=["discard", "carry"])
     """Informative groups beyond those needed: discard (as released), or carry into the next step. With carry a wave has about as
     many prompts as the missing groups ask for by the share that was informative lately, `prompts_per_wave` at most."""
-    max_age_steps: int = 1
+    max_age_steps: int = key(1, range=SIZE)
     """With `surplus=carry`: the most steps between sampling a group and training on it; older ones are dropped."""
-    metric: str = "correct"
+    metric: str = key("correct", choices=["correct", "score"], aliases=["filter_groups.metric"])
     """What counts: correct (verdicts; of several graders the first's) or score (numbers, or the sum of several graders: a group is kept
     when they are not all equal). With score the terminal, the watchdogs and the best checkpoint go by rewards, also where `enabled` is
     false; a number above 0 is a correct response only with correct."""
 
-    __post_init__ = checked
+    def check_together(self) -> None:
+        """Checks what its values say about each other."""
+        if self.enabled and self.max_waves < 1:
+            remedy = "raise it, or set dynamic_sampling.enabled=false"
+            refuse("dynamic_sampling.max_waves", self.max_waves, "1 or more for dynamic sampling", remedy)
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchConfig:
+class BatchConfig(Section, at="batch"):
     """How many prompts, responses and optimizer updates make one step."""
 
-    prompts_per_step: int = 512
+    prompts_per_step: int = key(
+        512,
+        range=SIZE,
+        aliases={"train_batch_size": "both count prompts, not responses", "num_unique_prompts_rollout": ""},
+    )
     """Groups that a step trains on. (Section 4.1)"""
-    group_size: int = 16
+    group_size: int = key(
+        16, range=SIZE, aliases=["num_generations", "num_samples_per_prompt_rollout", "rollout.n", "n"]
+    )
     """Responses to each prompt, G. (Section 4.1)"""
-    groups_per_update: int = 32
+    groups_per_update: int = key(
+        32,
+        range=SIZE,
+        aliases={
+            "ppo_mini_batch_size": "both count prompts, that is whole groups: 32 x 16 responses is 512 responses an update",
+            "num_mini_batches": "ours is the size of one update in groups, not the number of updates",
+        },
+    )
     """Groups in one optimizer update: 32 x 16 = 512 responses, 16 updates a step. (Section 4.1)"""
-    rows_per_microbatch: int = 1
+    rows_per_microbatch: int = key(
+        1,
+        range=SIZE,
+        aliases={
+            "ppo_micro_batch_size_per_gpu": "ours counts packed rows, and the updates do not depend on it",
+            "per_device_train_batch_size": "ours counts packed rows, and the updates do not depend on it",
+            "gradient_accumulation_steps": "accumulation follows from the rows of one update",
+        },
+        may_change=True,
+    )
     """Packed rows in one forward and backward pass."""
-    row_tokens: int = 0
+    row_tokens: int = key(
+        0,
+        range=Range("1 or more, or 0 for the longest prompt and response", lambda v: v >= 0),
+        aliases=["pack_length", "ppo_max_token_len_per_gpu"],
+        may_change=True,
+    )
     """Tokens in a packed row; 0: data.max_prompt_tokens + sampling.max_response_tokens. In longer rows more responses share
     their prompt, which is then computed once; attention costs the square of a row."""
-    packing: bool = True
+    packing: bool = key(True, may_change=True)
     """Several rollouts in a row; false: one."""
 
-    __post_init__ = checked
+    def check_together(self) -> None:
+        """Checks what its values say about each other."""
+        step, update = self.prompts_per_step, self.groups_per_update
+        updates, rest = divmod(step, update)
+        if rest:
+            multiples = " or ".join(str(k * update) for k in (updates, updates + 1) if k)
+            refuse(
+                "batch.prompts_per_step",
+                step,
+                f"a multiple of batch.groups_per_update = {update}",
+                f"{step} = {updates} x {update} + {rest}: use {multiples}, or a batch.groups_per_update that divides {step}",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
-class LossConfig:
+class LossConfig(Section, at="loss"):
     """Knobs of `losses.dapo_loss` and of what surrounds it."""
 
-    clip_ratio_low: float = 0.2
+    clip_ratio_low: float = key(
+        0.2,
+        range=Range("more than 0 and less than 1", lambda v: 0 < v < 1),
+        aliases={
+            "epsilon": "that of the Adam denominator is optimizer.epsilon",
+            "clip_ratio": "set loss.clip_ratio_high too: the paper's differ",
+            "clip_lower": "",
+        },
+    )
     """eps_low of Eq. 8."""
-    clip_ratio_high: float = 0.28
+    clip_ratio_high: float = key(0.28, range=POSITIVE, aliases=["epsilon_high", "clip_higher"])
     """eps_high of Eq. 8; equal to `clip_ratio_low` it is the plain PPO clip."""
-    dual_clip: float | None = None
+    dual_clip: float | None = key(
+        None, range=Range("more than 1, or null (off)", lambda v: v > 1), aliases=["clip_ratio_c"]
+    )
     """c of the dual clip: for a negative advantage the token loss is at most c |A|. None: off."""
-    aggregation: str = "token_mean"
+    aggregation: str = key(
+        "token_mean",
+        choices=["token_mean", "prompt_mean", "sequence_mean", "token_sum_norm"],
+        aliases={
+            "loss_agg_mode": "token-mean is token_mean, seq-mean-token-mean is sequence_mean",
+            "loss_type": "dapo is token_mean, grpo is sequence_mean, dr_grpo is token_sum_norm",
+            "masked_mean_axis": "",
+        },
+    )
     """token_mean, prompt_mean, sequence_mean or token_sum_norm: see `losses.token_weights`."""
-    normalize_std: bool = True
+    normalize_std: bool = key(True, aliases=["scale_rewards", "norm_adv_by_std_in_grpo"])
     """Divide advantages by the group's standard deviation (Eq. 9)."""
-    old_logprobs: str = "trainer"
+    old_logprobs: str = key("trainer", choices=["trainer", "sampler"])
     """trainer: recomputed with the weights at the step's start; sampler: those recorded while sampling, for groups that were carried
     with older weights."""
-    importance_cap: float | None = None
+    importance_cap: float | None = key(
+        None,
+        range=Range("1 or more, or null (off)", lambda v: v >= 1),
+        aliases=[
+            "tis_imp_ratio_cap",
+            "vllm_importance_sampling_cap",
+            "truncated_importance_sampling_ratio_cap",
+        ],
+    )
     """Truncated importance weights min(pi_old / pi_sampler, cap) on each token. None: off."""
-    kl_coef: float = 0.0
+    kl_coef: float = key(
+        0.0,
+        range=NOT_NEGATIVE,
+        aliases={
+            "beta": "",
+            "kl_loss_coef": "",
+            "use_kl_loss": "a coefficient; 0 switches the reference policy off",
+        },
+    )
     """Weight of the KL to the reference policy; 0 loads and runs no reference policy. (Section 2.3)"""
 
-    __post_init__ = checked
+    def check_together(self) -> None:
+        """Checks what its values say about each other."""
+        low, high = self.clip_ratio_low, self.clip_ratio_high
+        if high < low:
+            needs = f"at least loss.clip_ratio_low = {low}"
+            refuse(
+                "loss.clip_ratio_high", high, needs, f"{high} < {low}: raise it, or lower loss.clip_ratio_low"
+            )
+        if self.importance_cap is not None and self.old_logprobs == "sampler":
+            refuse(
+                "loss.importance_cap",
+                self.importance_cap,
+                "null with loss.old_logprobs = 'sampler'",
+                "it caps pi_old / pi_sampler, which is 1 everywhere when pi_old is the sampler's: "
+                "set loss.old_logprobs=trainer or loss.importance_cap=null",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
+class OptimizerConfig(Section, at="optimizer"):
     """AdamW on float32 master weights (Section 4.1)."""
 
-    learning_rate: float = 1e-6
+    learning_rate: float = key(1e-6, range=POSITIVE, aliases=["lr"])
     """After the warm-up; constant. (Section 4.1)"""
-    warmup_steps: int = 20
+    warmup_steps: int = key(
+        20,
+        range=NOT_NEGATIVE,
+        aliases={"lr_warmup_steps": "", "warmup_ratio": "in steps, not as a share of the run"},
+    )
     """Linear warm-up in rollout steps: step k, from 1, runs at k / warmup_steps of the rate."""
-    beta1: float = 0.9
+    beta1: float = key(
+        0.9, range=BETA, aliases={"adam_beta1": "", "betas": "and optimizer.beta2, each a number"}
+    )
     """Decay of the first moment; PyTorch's default."""
-    beta2: float = 0.999
+    beta2: float = key(0.999, range=BETA, aliases=["adam_beta2"])
     """Decay of the second moment; PyTorch's default."""
-    epsilon: float = 1e-8
+    epsilon: float = key(1e-8, range=POSITIVE, aliases=["adam_epsilon"])
     """Added to the root of the second moment."""
-    weight_decay: float = 0.1
+    weight_decay: float = key(0.1, range=NOT_NEGATIVE)
     """Of all parameters, times the learning rate; the released recipe's."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: float = key(1.0, range=POSITIVE, aliases=["grad_clip", "clip_grad", "clip_grad_norm"])
     """A gradient with a larger norm is scaled down to it; the released recipe's."""
-    offload: bool = False
+    offload: bool = key(False, may_change=True)
     """Keep the moments in the host's memory between updates: 8 bytes a parameter less on the devices, which they cross twice an
     update."""
 
-    __post_init__ = checked
-
 
 @dataclass(frozen=True, kw_only=True)
-class EvalConfig:
+class EvalConfig(Section, at="eval"):
     """Evaluation on held-out prompts."""
 
-    every_steps: int = 10
+    every_steps: int = key(10, range=NOT_NEGATIVE, aliases=["eval_steps", "test_freq"])
     """0: only before the first and after the last step."""
-    datasets: list[dict[str, Any]] = field(default_factory=list)
+    datasets: list[dict[str, Any]] = key(default_factory=list)
     """{source: aime_2024, path: ...} for each dataset, see `SourceConfig`; empty: `data.eval_split` of `data.source`."""
-    prompts: int = 0
+    prompts: int = key(0, range=Range("1 or more, or 0 for the whole split", lambda v: v >= 0))
     """How many prompts of each dataset, from the first; 0: all."""
-    samples_per_prompt: int = 32
+    samples_per_prompt: int = key(32, range=SIZE, aliases=["val_kwargs.n"])
     """k of avg@k. (Section 4.1)"""
-    temperature: float = 1.0
+    temperature: float = key(1.0, range=Range("0 (greedy) or more", lambda v: v >= 0))
     """0: greedy. (Section 4.1)"""
-    top_p: float = 0.7
+    top_p: float = key(0.7, range=TOP_P)
     """The smallest set of tokens with this share of the probability; 1: off. (Section 4.1)"""
-    top_k: int = 0
+    top_k: int = key(0, range=TOP_K)
     """The most likely tokens, so many; 0: off."""
 
-    __post_init__ = checked
+    def check_together(self) -> None:
+        """Checks the datasets that are evaluated on."""
+        parts = entries("eval.datasets", self.datasets, SourceConfig)
+        titles = [part.title for part in parts]
+        for place, part in enumerate(parts):
+            key = f"eval.datasets[{place}]"
+            check_source(key, part.source, part.source_options)
+            if part.source == "mixture":
+                refuse(f"{key}.source", part.source, "one dataset", "write an entry for each dataset")
+            if part.weight != 1:
+                refuse(f"{key}.weight", part.weight, "nothing", "every prompt is evaluated: leave it out")
+            if "/" in part.title or part.title.startswith("."):
+                needs = "a name without '/' that does not begin with '.'"
+                refuse(f"{key}.name", part.title, needs, "files are named by it, and metrics eval/NAME/...")
+            if part.title in titles[:place]:
+                refuse(
+                    f"{key}.name",
+                    part.title,
+                    "a name of its own",
+                    "two datasets would share their metrics: write name: ... in the entry",
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
+class CheckpointConfig(Section, at="checkpoint"):
+    """Checkpoints stand at step boundaries."""
+
+    every_steps: int = key(10, range=NOT_NEGATIVE, aliases=["save_steps", "save_freq"])
+    """0: only after the last step."""
+    keep: int = key(3, range=SIZE, aliases=["save_total_limit"])
+    """How many of the last ones stay."""
+    keep_best: bool = True
+    """One is also saved, and stays, when avg@k on the first evaluation dataset is better than ever; with dynamic_sampling.metric=score,
+    the mean reward there."""
+    grace_s: float = key(25.0, range=POSITIVE)
+    """How long a run that is told to stop (SIGTERM, SIGINT, SIGHUP) may take to save; then it ends without."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig(Section, at="log"):
+    """What is written beside metrics.jsonl."""
+
+    rollouts_every_steps: int = key(10, range=NOT_NEGATIVE)
+    """Write readable rollout samples every so many steps, and of the first and the last step; 0: never."""
+    rollout_groups: int = key(4, range=SIZE)
+    """Groups in one sample."""
+    eval_responses: int = key(64, range=NOT_NEGATIVE)
+    """Responses to each held-out dataset that an evaluation writes: of every problem the first, then the second, until there are so
+    many; 0: none."""
+    profile_steps: list[int] = key(default_factory=list)
+    """Steps of which a trace for xprof is written to `run_dir/profile`; the first ones are mostly compilation."""
+    tensorboard: bool = False
+    """Events for TensorBoard too (extra `tensorboard`); not with a run in a bucket."""
+    wandb: bool = key(False, aliases={"report_to": "true or false; also log.tensorboard"})
+    """Weights & Biases too (extra `wandb`)."""
+    wandb_project: str = "dapo_jax"
+    """The project that the run is put into there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig(Section, at="parallel"):
+    """Sizes of the mesh axes; -1 (on one axis) takes the devices that the others leave."""
+
+    data: int = key(1, range=AXIS)
+    """Devices with a whole copy of the parameters each, over which rows are spread."""
+    fsdp: int = key(-1, range=AXIS, aliases=["fsdp_size"])
+    """Devices over which parameters, moments and rows are split; the first to raise."""
+    tensor: int = key(1, range=AXIS, aliases=["tensor_model_parallel_size"])
+    """Devices over which heads, MLP and vocabulary are split; must divide the key heads, best inside a host."""
+    context: int = key(1, range=SIZE, aliases=["ulysses_sequence_parallel_size"])
+    """Devices over which a row of tokens is split, for long responses."""
+    sampler_tensor: int = key(
+        0, range=Range("1 or more, or 0 for the size of parallel.tensor", lambda v: v >= 0)
+    )
+    """Devices over which a sampler's weights are split; its slots are spread over its other devices. 0: as `tensor`."""
+    sampler_hosts: int = key(1, range=SIZE)
+    """Processes that share a sampler; more than 1 only for weights that do not fit the devices of one."""
+
+    def check_together(self) -> None:
+        """Checks what its values say about each other."""
+        rest = [f"parallel.{name}" for name in field_types(ParallelConfig) if getattr(self, name) == -1]
+        if len(rest) > 1:
+            refuse(
+                rest[1],
+                -1,
+                f"a size, as {rest[0]} is -1 too",
+                "only one axis can take the devices that the others leave",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuardConfig(Section, at="guard"):
+    """What is not finite, and how far sampler and trainer may differ."""
+
+    max_skipped_updates: int = key(3, range=NOT_NEGATIVE)
+    """An update with a loss, gradient, advantage or log-probability that is not finite is skipped. More than so many in a row stop
+    the run; 0: the first does."""
+    post_mortems: int = key(5, range=NOT_NEGATIVE)
+    """Of so many skipped updates a run writes `run_dir/post_mortem/step_..._update_...`: the batch, what was not finite, the
+    responses as text. 0: none."""
+    max_mismatch_kl: float | None = key(None, range=Range("0 or more, or null (no limit)", lambda v: v >= 0))
+    """Most that KL(sampler || trainer) may be, `sync/sampler_trainer_kl` in nats a token. null: no limit."""
+    on_mismatch: str = key("warn", choices=["warn", "stop", "correct"])
+    """Over that limit: warn, stop, or correct: all tokens of the step get truncated importance weights
+    min(pi_trainer / pi_sampler, `mismatch_cap`)."""
+    mismatch_cap: float = key(2.0, range=SIZE)
+    """Of the weights with on_mismatch: correct. `loss.importance_cap` is the same for every step, whatever the mismatch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchdogsConfig(Section, at="watchdogs"):
+    """Warnings about runs that go on and learn nothing. See `dapo_jax.health.watchdogs` for what each looks at."""
+
+    enabled: bool = True
+    """False: no warnings, and no `watchdog/` metrics."""
+    window: int = key(10, range=Range("4 or more", lambda v: v >= 4))
+    """Steps at the full learning rate before the reward is called stuck; half of them for flat groups."""
+    min_entropy: float = key(0.05, range=NOT_NEGATIVE)
+    """Nats; below it, and below a tenth of what it was at first, entropy has collapsed, unless nearly all responses are right."""
+    min_length_frac: float = key(0.333, range=FRACTION)
+    """Of the mean length at first; below it, length has collapsed."""
+    max_truncated_frac: float = key(0.5, range=FRACTION)
+    """Above it, and above what it was at first by 0.25, too many responses are cut off."""
+    min_mixed_frac: float = key(0.02, range=FRACTION)
+    """Share of groups with both right and wrong responses, or with dynamic_sampling.metric=score of groups whose scores differ; below
+    it, all are flat."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(Section):
     """Everything that decides a DAPO run."""
 
-    run_dir: str
+    run_dir: str = key(not_empty=True, aliases=["output_dir", "default_local_dir"], may_change=True)
     """Where the run writes: a local folder, or `gs://BUCKET/FOLDER` (extra `gcs`)."""
-    seed: int = 0
+    seed: int = key(0, range=Range("0 or more and less than 2**32 = 4294967296", lambda v: 0 <= v < 2**32))
     """Of the order of prompts, of what is sampled, of shuffling, and of random weights."""
-    steps: int = 100
+    steps: int = key(
+        100,
+        range=Range("0 or more (0: evaluate only)", lambda v: v >= 0),
+        aliases=["max_steps", "total_training_steps", "num_training_steps"],
+        may_change=True,
+    )
     """Passes of the pipe: sample, grade, choose, learn."""
-    stall_timeout_s: float = 1800.0
+    stall_timeout_s: float = key(1800.0, range=NOT_NEGATIVE, may_change=True)
     """Seconds without progress (of data, sampling, graders, updates, files, other processes) after which the run ends with a report of
     what every thread and process is doing; longer than anything takes to compile. 0: no limit."""
-    compilation_cache: str = "~/.cache/dapo_jax/xla"
+    compilation_cache: str = key("~/.cache/dapo_jax/xla", may_change=True)
     """Folder, local or `gs://...`, of compiled programs that later runs reuse; empty: none."""
-    model: ModelConfig = field(default_factory=ModelConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    reward: RewardConfig = field(default_factory=RewardConfig)
-    dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
-    batch: BatchConfig = field(default_factory=BatchConfig)
-    loss: LossConfig = field(default_factory=LossConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    eval: EvalConfig = field(default_factory=EvalConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    log: LogConfig = field(default_factory=LogConfig)
-    guard: GuardConfig = field(default_factory=GuardConfig)
-    watchdogs: WatchdogsConfig = field(default_factory=WatchdogsConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-
-    __post_init__ = checked
+    model: ModelConfig = key(default_factory=ModelConfig)
+    data: DataConfig = key(default_factory=DataConfig)
+    sampling: SamplingConfig = key(default_factory=SamplingConfig)
+    reward: RewardConfig = key(default_factory=RewardConfig)
+    dynamic_sampling: DynamicSamplingConfig = key(
+        default_factory=DynamicSamplingConfig, aliases=["filter_groups"]
+    )
+    batch: BatchConfig = key(default_factory=BatchConfig)
+    loss: LossConfig = key(default_factory=LossConfig)
+    optimizer: OptimizerConfig = key(default_factory=OptimizerConfig)
+    eval: EvalConfig = key(default_factory=EvalConfig, may_change=True)
+    checkpoint: CheckpointConfig = key(default_factory=CheckpointConfig, may_change=True)
+    log: LogConfig = key(default_factory=LogConfig, may_change=True)
+    guard: GuardConfig = key(default_factory=GuardConfig, may_change=True)
+    watchdogs: WatchdogsConfig = key(default_factory=WatchdogsConfig, may_change=True)
+    parallel: ParallelConfig = key(default_factory=ParallelConfig, may_change=True)
 
     @property
     def row_tokens(self) -> int:
@@ -305,3 +605,100 @@ class TrainConfig:
         """The same with `dynamic_sampling.prompts_per_wave` as a number: what a run keeps, and what runs are compared by."""
         dynamic = replace(self.dynamic_sampling, prompts_per_wave=self.prompts_per_wave)
         return replace(self, dynamic_sampling=dynamic)
+
+    def check_together(self) -> None:
+        """Checks what its sections say about each other."""
+        _check_guard(self.guard, self.loss)
+        check_attention(self.model, packing=self.batch.packing)
+        _check_training_policy(self.sampling)
+        batch, waves = self.batch, self.dynamic_sampling
+        if waves.enabled:
+            wave = self.prompts_per_wave
+            most = wave * waves.max_waves
+            if most < batch.prompts_per_step:
+                refuse(
+                    "dynamic_sampling.max_waves",
+                    waves.max_waves,
+                    f"waves enough for batch.prompts_per_step = {batch.prompts_per_step} groups",
+                    f"{waves.max_waves} x {wave} = {most} < {batch.prompts_per_step}: raise max_waves to "
+                    f"{-(-batch.prompts_per_step // wave)} or more, or dynamic_sampling.prompts_per_wave",
+                )
+            if batch.group_size < 2:
+                refuse(
+                    "batch.group_size",
+                    batch.group_size,
+                    "2 or more with dynamic sampling",
+                    "a group of one is never mixed and all would be dropped: raise it, or set dynamic_sampling.enabled=false",
+                )
+        overlong, limit = self.reward.overlong, self.sampling.max_response_tokens
+        if overlong.enabled and overlong.buffer_tokens > limit:
+            refuse(
+                "reward.overlong.buffer_tokens",
+                overlong.buffer_tokens,
+                f"at most sampling.max_response_tokens = {limit}",
+                f"{overlong.buffer_tokens} > {limit}: the paper's is a fifth of the limit, here {max(1, limit // 5)}; "
+                "or set reward.overlong.enabled=false",
+            )
+        check_row(batch.row_tokens, self.data.max_prompt_tokens, limit, "sampling.max_response_tokens")
+
+
+def _check_guard(guard: GuardConfig, loss: LossConfig) -> None:
+    if guard.on_mismatch != "warn" and guard.max_mismatch_kl is None:
+        remedy = "write the limit, such as 0.01"
+        refuse(
+            "guard.max_mismatch_kl", None, f"a number for guard.on_mismatch = {guard.on_mismatch!r}", remedy
+        )
+    if guard.on_mismatch != "correct":
+        return
+    if loss.old_logprobs == "sampler":
+        remedy = "the ratio to the sampler's log-probabilities corrects already: set guard.on_mismatch=warn"
+        refuse("guard.on_mismatch", "correct", "loss.old_logprobs = 'trainer'", remedy)
+    if loss.importance_cap is not None:
+        needs = f"loss.importance_cap = null, found {loss.importance_cap}"
+        refuse("guard.on_mismatch", "correct", needs, "that corrects every step already: set one of the two")
+
+
+def _check_training_policy(sampling: SamplingConfig) -> None:
+    """Refuses to train on samples from another distribution than the one whose ratio is taken."""
+    why = (
+        "the ratio is taken to the full tempered distribution, which would no longer be the one sampled from"
+    )
+    if sampling.temperature == 0:
+        remedy = "0 is greedy, all responses of a group would be equal: greedy is for eval.temperature only"
+        refuse("sampling.temperature", sampling.temperature, "more than 0 for training", remedy)
+    if sampling.top_p != 1:
+        refuse("sampling.top_p", sampling.top_p, "1 (off) for training", f"{why}: only eval.top_p may cut")
+    if sampling.top_k > 0:
+        refuse(
+            "sampling.top_k", sampling.top_k, "0 or -1 (off) for training", f"{why}: only eval.top_k may cut"
+        )
+
+
+def check_attention(model: ModelConfig, *, packing: bool) -> None:
+    if model.attention != "cudnn":
+        return
+    if packing:
+        remedy = "set batch.packing=false (a rollout a row), or model.attention=xla"
+        refuse("model.attention", "cudnn", "rows that hold one rollout", remedy)
+    if model.compute_dtype != "bfloat16":
+        remedy = "set it to bfloat16, or model.attention=xla"
+        refuse("model.compute_dtype", model.compute_dtype, "bfloat16 for model.attention = 'cudnn'", remedy)
+
+
+def check_row(row: int, prompt: int, response: int, response_key: str) -> None:
+    if 0 < row < prompt + response:
+        refuse(
+            "batch.row_tokens",
+            row,
+            f"0, or at least data.max_prompt_tokens + {response_key}",
+            f"{prompt} + {response} = {prompt + response} > {row}: raise it to {prompt + response}, or lower the two",
+        )
+
+
+FREE_TO_CHANGE = tuple(
+    f"{name}." if dataclasses.is_dataclass(field_types(TrainConfig).get(name)) else name
+    for name, rules in rules_by_key(TrainConfig).items()
+    if rules.may_change
+)
+"""Keys, and beginnings of keys, that a resumed run may change: they do not decide what is learnt, but for the order in which sums are rounded,
+and for what a run does when something goes wrong."""

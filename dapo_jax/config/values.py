@@ -3,125 +3,16 @@
 import math
 import os
 import re
-from collections.abc import Callable
 from types import NoneType
-from typing import Any, NamedTuple, NoReturn, get_args, get_origin
+from typing import Any, NoReturn, get_args, get_origin
 
-from dapo_jax.config.base import ConfigError
+from dapo_jax.config.keys import ConfigError, Rules
 from dapo_jax.nearest import nearest
-
-
-class Range(NamedTuple):
-    """Numbers that a key may hold."""
-
-    needs: str
-    holds: Callable[[float], bool]
-
-
-_SIZE = Range("1 or more", lambda v: v >= 1)
-_NOT_NEGATIVE = Range("0 or more", lambda v: v >= 0)
-_POSITIVE = Range("more than 0", lambda v: v > 0)
-_BETA = Range("0 or more and less than 1", lambda v: 0 <= v < 1)
-_TOP_P = Range("more than 0 and at most 1 (1: off)", lambda v: 0 < v <= 1)
-_TOP_K = Range("1 or more, or 0 or -1 (both: off)", lambda v: v >= -1)
-_FRAC = Range("from 0 to 1", lambda v: 0 <= v <= 1)
-_AXIS = Range("1 or more devices, or -1 for those that the other axes leave", lambda v: v >= 1 or v == -1)
-
-RANGES: dict[str, Range] = {
-    "seed": Range("0 or more and less than 2**32 = 4294967296", lambda v: 0 <= v < 2**32),
-    "steps": Range("0 or more (0: evaluate only)", lambda v: v >= 0),
-    "stall_timeout_s": _NOT_NEGATIVE,
-    "max_response_tokens": _SIZE,
-    "model.logprob_chunk_vocab": _SIZE,
-    "data.max_prompt_tokens": _SIZE,
-    "data.mixture[].weight": _POSITIVE,
-    "sampling.temperature": _NOT_NEGATIVE,
-    "sampling.top_p": _TOP_P,
-    "sampling.top_k": _TOP_K,
-    "sampling.max_response_tokens": _SIZE,
-    "sampling.slots": _SIZE,
-    "sampling.steps_per_call": _SIZE,
-    "reward.workers": _NOT_NEGATIVE,
-    "reward.async_calls": _SIZE,
-    "reward.graders[].weight": Range("a number that is not 0", lambda v: v != 0),
-    "reward.timeout_s": _POSITIVE,
-    "reward.worker_memory_mb": _SIZE,
-    "reward.overlong.buffer_tokens": _NOT_NEGATIVE,
-    "reward.overlong.penalty_factor": _NOT_NEGATIVE,
-    "dynamic_sampling.prompts_per_wave": _NOT_NEGATIVE,
-    "dynamic_sampling.max_waves": _NOT_NEGATIVE,
-    "dynamic_sampling.max_age_steps": _SIZE,
-    "batch.prompts_per_step": _SIZE,
-    "batch.group_size": _SIZE,
-    "batch.groups_per_update": _SIZE,
-    "batch.pairs_per_step": _SIZE,
-    "batch.rows_per_microbatch": _SIZE,
-    "batch.row_tokens": Range("1 or more, or 0 for the longest prompt and response", lambda v: v >= 0),
-    "loss.clip_ratio_low": Range("more than 0 and less than 1", lambda v: 0 < v < 1),
-    "loss.clip_ratio_high": _POSITIVE,
-    "loss.dual_clip": Range("more than 1, or null (off)", lambda v: v > 1),
-    "loss.importance_cap": Range("1 or more, or null (off)", lambda v: v >= 1),
-    "loss.kl_coef": _NOT_NEGATIVE,
-    "optimizer.learning_rate": _POSITIVE,
-    "optimizer.warmup_steps": _NOT_NEGATIVE,
-    "optimizer.beta1": _BETA,
-    "optimizer.beta2": _BETA,
-    "optimizer.epsilon": _POSITIVE,
-    "optimizer.weight_decay": _NOT_NEGATIVE,
-    "optimizer.max_grad_norm": _POSITIVE,
-    "eval.every_steps": _NOT_NEGATIVE,
-    "eval.prompts": Range("1 or more, or 0 for the whole split", lambda v: v >= 0),
-    "eval.samples_per_prompt": _SIZE,
-    "eval.temperature": Range("0 (greedy) or more", lambda v: v >= 0),
-    "eval.top_p": _TOP_P,
-    "eval.top_k": _TOP_K,
-    "checkpoint.every_steps": _NOT_NEGATIVE,
-    "checkpoint.keep": _SIZE,
-    "checkpoint.grace_s": _POSITIVE,
-    "log.rollouts_every_steps": _NOT_NEGATIVE,
-    "log.rollout_groups": _SIZE,
-    "log.eval_responses": _NOT_NEGATIVE,
-    "guard.max_skipped_updates": _NOT_NEGATIVE,
-    "guard.post_mortems": _NOT_NEGATIVE,
-    "guard.max_mismatch_kl": Range("0 or more, or null (no limit)", lambda v: v >= 0),
-    "guard.mismatch_cap": _SIZE,
-    "watchdogs.window": Range("4 or more", lambda v: v >= 4),
-    "watchdogs.min_entropy": _NOT_NEGATIVE,
-    "watchdogs.min_length_frac": _FRAC,
-    "watchdogs.max_truncated_frac": _FRAC,
-    "watchdogs.min_mixed_frac": _FRAC,
-    "parallel.data": _AXIS,
-    "parallel.fsdp": _AXIS,
-    "parallel.tensor": _AXIS,
-    "parallel.context": _SIZE,
-    "parallel.sampler_tensor": Range("1 or more, or 0 for the size of parallel.tensor", lambda v: v >= 0),
-    "parallel.sampler_hosts": _SIZE,
-}
-
-CHOICES: dict[str, tuple[str, ...]] = {
-    "data.on_bad_row": ("error", "skip"),
-    "model.compute_dtype": ("float32", "bfloat16"),
-    "compute_dtype": ("float32", "bfloat16"),
-    "model.attention": ("auto", "xla", "splash", "cudnn"),
-    "model.remat": ("none", "full", "dots"),
-    "dynamic_sampling.on_shortfall": ("error", "train_fewer"),
-    "dynamic_sampling.surplus": ("discard", "carry"),
-    "dynamic_sampling.metric": ("correct", "score"),
-    "loss.aggregation": ("token_mean", "prompt_mean", "sequence_mean", "token_sum_norm"),
-    "loss.old_logprobs": ("trainer", "sampler"),
-    "reward.on_nonfinite": ("error", "lost"),
-    "guard.on_mismatch": ("warn", "stop", "correct"),
-}
-
-NOT_EMPTY = (
-    "run_dir", "model.source", "data.source", "data.train_split", "data.eval_split", "data.mixture[].source",
-    "eval.datasets[].source", "reward.grader", "reward.graders[].grader",
-)  # fmt: skip
-
 
 _PLACES = ("run_dir", "compilation_cache", "source", "path", "cache_dir", "data_dir")
 """Last names of the keys that hold a folder, a file or a model's name."""
 _PASSWORD = re.compile(r"(://[^/\s:@]*:)[^/\s@]+@")
+_NO_RULES = Rules()
 
 
 SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY")
@@ -155,22 +46,21 @@ def shown(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def check_value(key: str, value: object, expected: Any, *, rules: str = "") -> None:
-    """Checks the type of one value, then its range or its choices; `rules` is what these are listed under if not `key`."""
-    rules = rules or key
+def check_value(key: str, value: object, expected: Any, rules: Rules = _NO_RULES) -> None:
+    """Checks the type of one value, then its range or its choices."""
     if get_origin(expected) is list:
         _check_list(key, value, get_args(expected)[0])
     elif get_origin(expected) is dict:
         _check_mapping(key, value)
     else:
         _check_type(key, value, expected)
-    if rules in RANGES and isinstance(value, int | float) and not RANGES[rules].holds(value):
-        refuse(key, value, RANGES[rules].needs, "change it, or leave the key out to keep its default")
-    if rules in CHOICES and value not in CHOICES[rules]:
-        near = nearest(str(value), CHOICES[rules])
+    if rules.range and isinstance(value, int | float) and not rules.range.holds(value):
+        refuse(key, value, rules.range.needs, "change it, or leave the key out to keep its default")
+    if rules.choices and value not in rules.choices:
+        near = nearest(str(value), rules.choices)
         remedy = f"did you mean {near[0]}?" if near else "write one of them"
-        refuse(key, value, " or ".join(CHOICES[rules]), remedy)
-    if rules in NOT_EMPTY and not str(value).strip():
+        refuse(key, value, " or ".join(rules.choices), remedy)
+    if rules.not_empty and not str(value).strip():
         refuse(key, value, "a name", "write one")
 
 

@@ -9,7 +9,7 @@ from functools import reduce
 from typing import Any
 
 from dapo_jax.config import TrainConfig
-from dapo_jax.config.loading import leaf_types
+from dapo_jax.config.section import leaf_types
 from dapo_jax.report.runs import RunFiles
 
 Column = list[float | int | None]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from dapo_jax.config import ConfigError, GraderConfig, RewardConfig
-from dapo_jax.config.entries import entries
+from dapo_jax.config.section import entries
 from dapo_jax.rewards import TEXT_RULES
 from dapo_jax.rewards.async_calls import AsyncCalls
 from dapo_jax.rewards.functions import LoadedReward, RewardFunction, Rewards, load_reward

@@ -9,39 +9,11 @@ from typing import Any
 from dapo_jax.checkpoints.manifest import DamagedError
 from dapo_jax.config import ConfigError, TrainConfig
 from dapo_jax.config.loading import leaf_values
+from dapo_jax.config.schema import FREE_TO_CHANGE
 from dapo_jax.config.values import shown
 from dapo_jax.models.folder import CONFIG
 from dapo_jax.storage import check_file
 from dapo_jax.text.tokenizers import TOKENIZER_FILES
-
-FREE_TO_CHANGE = (
-    "run_dir",
-    "steps",
-    "compilation_cache",
-    "data.data_dir",
-    "parallel.",
-    "batch.rows_per_microbatch",
-    "batch.row_tokens",
-    "batch.packing",
-    "optimizer.offload",
-    "model.attention",
-    "model.remat",
-    "model.logprob_chunk_vocab",
-    "sampling.slots",
-    "sampling.steps_per_call",
-    "reward.workers",
-    "reward.async_calls",
-    "reward.on_nonfinite",
-    "dynamic_sampling.on_shortfall",
-    "eval.",
-    "checkpoint.",
-    "log.",
-    "stall_timeout_s",
-    "guard.",
-    "watchdogs.",
-)
-"""Keys that a resumed run may change: they do not decide what is learnt, but for the order in which sums are rounded, and for
-what a run does when something goes wrong."""
 
 IDENTITY = "run"
 """In a checkpoint's progress: what `identity_of` gives."""

@@ -13,7 +13,7 @@ from jaxtyping import Int64
 
 from dapo_jax.config import ConfigError, DataConfig, EvalConfig, TrainConfig
 from dapo_jax.config.data_schema import SourceConfig
-from dapo_jax.config.entries import entries
+from dapo_jax.config.section import entries
 from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.data.prompts import PromptSource, held_out, measured_prompts
 from dapo_jax.data.rows import checked_rows

@@ -17,7 +17,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from _made.tables import table
 from dapo_jax import config
 from dapo_jax.config.data_schema import ExampleConfig
-from dapo_jax.config.values import CHOICES, RANGES
+from dapo_jax.config.keys import Rules, rules_of
 
 ENTRIES: dict[str, type] = {
     "data.few_shot": ExampleConfig,
@@ -50,13 +50,15 @@ class Key:
     text: str
     paper: tuple[str, ...]
     """Equations and sections of the paper."""
+    rules: Rules
+    """The rules for its value."""
 
     @property
     def needs(self) -> str:
         """What the value must be, beyond its type."""
-        if self.name in CHOICES:
-            return "One of " + ", ".join(f"`{choice}`" for choice in CHOICES[self.name]) + "."
-        return f"Needs: {RANGES[self.name].needs}." if self.name in RANGES else ""
+        if self.rules.choices:
+            return "One of " + ", ".join(f"`{choice}`" for choice in self.rules.choices) + "."
+        return f"Needs: {self.rules.range.needs}." if self.rules.range else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +150,7 @@ def _keys(schema: type, section: str, default: Mapping[str, Any]) -> Iterator[Ke
             default="" if missing else written(default[field.name]),
             text=text,
             paper=tuple(dict.fromkeys(PAPER.findall(text))),
+            rules=rules_of(field),
         )
 
 

@@ -25,7 +25,7 @@ from dapo_jax.config import (
     load_evaluation,
     to_yaml,
 )
-from dapo_jax.config.loading import leaf_types
+from dapo_jax.config.section import leaf_types
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("**/*.yaml"))
 KEYS = {schema: sorted(leaf_types(schema)) for schema in (TrainConfig, SftConfig)}

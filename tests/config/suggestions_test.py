@@ -3,8 +3,8 @@
 import pytest
 
 from dapo_jax.config import SftConfig, TrainConfig
-from dapo_jax.config.loading import leaf_types
-from dapo_jax.config.suggestions import ALIASES, UNITS, alias_of, nearest_keys, unknown_key
+from dapo_jax.config.section import leaf_types
+from dapo_jax.config.suggestions import ALIASES, NOTES, alias_of, nearest_keys, unknown_key
 
 KEYS = leaf_types(TrainConfig)
 
@@ -13,7 +13,7 @@ def test_every_alias_stands_for_a_key_that_exists_and_is_none_itself():
     sections = {key.rpartition(".")[0] for key in KEYS}
     assert {ours for ours in ALIASES.values() if ours not in KEYS and ours not in sections} == set()
     assert ALIASES.keys() & KEYS.keys() == set()
-    assert UNITS.keys() <= ALIASES.keys()
+    assert NOTES.keys() <= ALIASES.keys()
 
 
 @pytest.mark.parametrize(("theirs", "ours"), sorted(ALIASES.items()))

@@ -8,8 +8,7 @@ import pytest
 from _made import keys
 
 from dapo_jax import config
-from dapo_jax.config.checks import SECTIONS
-from dapo_jax.config.values import CHOICES, RANGES
+from dapo_jax.config.section import Section
 
 SCHEMAS = ("TrainConfig", "SftConfig", "EvaluateConfig")
 
@@ -43,7 +42,7 @@ def test_every_key_of_an_object_is_on_the_page_with_its_default(schema, whole):
 
 
 @pytest.mark.parametrize(
-    "schema", sorted(SECTIONS, key=lambda cls: cls.__name__), ids=lambda cls: cls.__name__
+    "schema", sorted(Section.__subclasses__(), key=lambda cls: cls.__name__), ids=lambda cls: cls.__name__
 )
 def test_the_entries_of_every_list_of_mappings_are_described(schema):
     hints = typing.get_type_hints(schema)
@@ -52,14 +51,15 @@ def test_the_entries_of_every_list_of_mappings_are_described(schema):
             typing.get_origin(hints[field.name]) is list
             and typing.get_origin(typing.get_args(hints[field.name])[0]) is dict
         ):
-            assert f"{SECTIONS[schema]}.{field.name}" in keys.ENTRIES
+            assert f"{schema.place}.{field.name}" in keys.ENTRIES
 
 
 def test_every_range_and_choice_is_said_at_its_key():
     described = {
         name: key for schema in SCHEMAS for name, key in keys.all_keys(getattr(config, schema)).items()
     }
-    assert RANGES.keys() | CHOICES.keys() <= described.keys()
+    for key in described.values():
+        assert bool(key.needs) == bool(key.rules.range or key.rules.choices)
     assert "`token_sum_norm`" in described["loss.aggregation"].needs
     assert "more than 0 and less than 1" in described["loss.clip_ratio_low"].needs
 

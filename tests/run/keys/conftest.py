@@ -66,7 +66,7 @@ def watched():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("dapo_jax.run.response_sampler.DecoderEngine", engine)
-        for place in ("assembly", "sft"):
+        for place in ("build", "sft"):
             patch.setattr(import_module(f"dapo_jax.run.{place}"), "Updater", updates)
         patch.setattr("dapo_jax.run.policy.download", download)
         patch.setattr(WeightTransfer, "__call__", lambda self, params: self.shapes)

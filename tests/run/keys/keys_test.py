@@ -9,8 +9,7 @@ import jax
 import pytest
 
 from dapo_jax.config import TrainConfig
-from dapo_jax.config.checks import field_types
-from dapo_jax.config.loading import leaf_types
+from dapo_jax.config.section import field_types, leaf_types
 from tests.run.keys import watch_entries, watch_runs
 from tests.run.keys.watch_sampling import keys, keys_of_evaluation
 from tests.run.keys.watchers import WATCHERS

@@ -65,7 +65,7 @@ def minibatch_order(look):
     """The order in which a step's groups are learnt from, by their prompts' ordinals."""
     run = look.run(reward=by_length)
     groups = look.collected(run).groups
-    return [group.prompt.ordinal for minibatch in run.split(groups, 1) for group in minibatch]
+    return [group.prompt.ordinal for minibatch in run.batches.split(groups, 1) for group in minibatch]
 
 
 def token_loss(ratio, advantage):

@@ -9,10 +9,7 @@ from typing import Any
 
 import pytest
 
-from dapo_jax.config.checks import field_types
-from dapo_jax.config.loading import leaf_types
-
-CHECKS = ("dapo_jax.config.checks", "dapo_jax.config.data_checks", "dapo_jax.config.loading")
+from dapo_jax.config.section import field_types, leaf_types
 
 READING = []
 """The fields that the library now reads otherwise, see `reading`."""
@@ -138,7 +135,7 @@ def noting_reads(schema, found):
 
     def noting(key, given):
         reader = sys._getframe(2)
-        if reader.f_globals["__name__"] not in CHECKS and reader.f_code.co_name not in ("__repr__", "__eq__"):
+        if not _only_checks(reader.f_globals["__name__"], reader.f_code.co_qualname):
             found.add(key)
         return given
 
@@ -146,6 +143,14 @@ def noting_reads(schema, found):
         for key in leaf_types(schema):
             stack.enter_context(reading(*owner(schema, key), partial(noting, key)))
         yield
+
+
+def _only_checks(module, function):
+    """True for what compares, checks or writes values of a configuration."""
+    name = function.rpartition(".")[2]
+    inside = module in ("dapo_jax.config.section", "dapo_jax.config.loading")
+    checks = module.startswith("dapo_jax.config.") and ("check" in function or name == "__post_init__")
+    return inside or checks or name in ("__repr__", "__eq__")
 
 
 def ignored(schema, key, value):

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from dapo_jax.config import ConfigError
-from dapo_jax.config.entries import entries
+from dapo_jax.config.section import entries
 
 
 @dataclass(frozen=True, kw_only=True)
