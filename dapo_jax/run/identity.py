@@ -13,7 +13,7 @@ from dapo_jax.config.schema import FREE_TO_CHANGE
 from dapo_jax.config.values import shown
 from dapo_jax.models.folder import CONFIG
 from dapo_jax.storage import check_file
-from dapo_jax.text.tokenizers import TOKENIZER_FILES
+from dapo_jax.text.huggingface import TOKENIZER_FILES
 
 IDENTITY = "run"
 """In a checkpoint's progress: what `identity_of` gives."""

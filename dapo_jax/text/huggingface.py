@@ -26,7 +26,11 @@ from dapo_jax.plain_json import read_object
 from dapo_jax.storage import path_of, write_whole
 from dapo_jax.text.chat import ChatTemplate
 from dapo_jax.text.expansion import check_expansion
-from dapo_jax.text.tokenizers import TOKENIZER_FILES
+
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja", "special_tokens_map.json"
+)  # fmt: skip
+"""The files that a tokenizer is read from, as far as a model folder has them; and the model's config.json, which belongs to the weights."""
 
 _TOKENIZER, _CONFIG, _GENERATION, _TEMPLATE, _SPECIAL_TOKENS = TOKENIZER_FILES
 """What is written back byte for byte."""

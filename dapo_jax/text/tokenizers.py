@@ -25,11 +25,6 @@ _SPECIALS = 2
 
 _FILE_NAME = "tokenizer.json"
 
-TOKENIZER_FILES = (
-    _FILE_NAME, "tokenizer_config.json", "generation_config.json", "chat_template.jinja", "special_tokens_map.json"
-)  # fmt: skip
-"""What a tokenizer is read from, as far as a model folder has it; and the model's config.json, which belongs to the weights."""
-
 
 @runtime_checkable
 class Tokenizer(Protocol):

@@ -69,7 +69,7 @@ def updates(look):
     """How many updates are left of two where all responses were cut off."""
     run = look.run(reward=lambda sample: sample.response == "=2")
     groups = look.collected(run).groups
-    return len(run.split(groups, 1))
+    return len(run.batches.split(groups, 1))
 
 
 WATCHERS = [
