@@ -1,4 +1,4 @@
-"""What is said of a policy on held-out prompts: avg@k, pass@j, cons@k and the reward, each a mean over problems with its standard error.
+"""Scores of a policy on held-out prompts: avg@k, pass@j, cons@k and the reward, each a mean over problems with its standard error.
 
 A problem is one held-out prompt with all its graded responses. `problem_scores` is where the estimators are applied;
 `summarize` averages it, `problem_record` writes it beside what the numbers came from, `table` shows averages to a person.
@@ -206,7 +206,7 @@ def table(scores: Mapping[str, float | int | None], *, metric: str = "correct") 
 
 
 def _standard_error(values: Sequence[float]) -> float:
-    """Of the mean of independent values: their standard deviation (n - 1 below) over sqrt(n)."""
+    """The standard error of the mean of independent values: their standard deviation (n - 1 below) over sqrt(n)."""
     return float(np.std(values, ddof=1) / math.sqrt(len(values))) if len(values) > 1 else math.nan
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def read_numbers(text: str | bytes) -> Any:
-    """What JSON says, if all its numbers are finite and its integers fit 64 bits: arrays and JavaScript hold no others.
+    """The value that JSON states, if all its numbers are finite and its integers fit 64 bits: arrays and JavaScript hold no others.
 
     Raises:
         ValueError: it is no JSON, or a number is another.

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 _NO_READER = (errno.EPIPE, errno.ECONNRESET, errno.EBADF)
-"""What the system says to a write for which there is no reader; of a terminal that was closed it says EIO."""
+"""The system's errors for a write for which there is no reader; of a terminal that was closed it says EIO."""
 
 _RAISE = ("strict", "surrogateescape")
 """Ways of encoding by which a character can raise."""

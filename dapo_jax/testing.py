@@ -27,7 +27,7 @@ class ScriptedSlot:
     """One slot on its way through its script."""
 
     tokens: tuple[int, ...]
-    """What the script has for it, cut to the limit."""
+    """The tokens that the script has for it, cut to the limit."""
     drawn: int = 0
 
     @property

@@ -1,5 +1,6 @@
 """What keeps the code readable and its rooms apart."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -46,6 +47,66 @@ def test_every_room_stands_on_a_floor():
     # __init__ offers the light names; testing holds doubles that may stand in for anything.
     loose = [room for room in rooms - {"__init__", "testing"} if f"dapo_jax.{room}" not in contract]
     assert not loose, f"{sorted(loose)} are on no floor of the layers contract in pyproject.toml"
+
+
+def imports():
+    """Module -> the modules of the package that it imports anywhere, also inside functions."""
+    modules = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in SOURCES
+    }
+    found = {}
+    for name, path in modules.items():
+        tree = ast.parse(path.read_text())
+        checked = [
+            n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)
+        ]
+        types_alone = {id(inner) for one in checked for inner in ast.walk(one)}
+        found[name] = {
+            f"{node.module}.{alias.name}" if f"{node.module}.{alias.name}" in modules else node.module
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and id(node) not in types_alone and node.module in modules
+            for alias in node.names
+        }
+    return found
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    """Modules whose imports are all done are taken away until none is left, or only circles are."""
+    left = imports()
+    while done := [name for name, wanted in left.items() if not wanted & left.keys() - {name}]:
+        for name in done:
+            del left[name]
+    assert not left, f"these import each other: {sorted(left)}"
+
+
+def test_the_house_has_few_rooms():
+    rooms = {path.relative_to(ROOT / "dapo_jax").parts[0] for path in SOURCES} - {"__init__.py"}
+    assert len(rooms) <= 28, sorted(rooms)
+
+
+def docstrings(tree):
+    """Line and text of every docstring, those below attributes among them."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        before = node
+        for statement in node.body:
+            text = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+            if (text and isinstance(before, ast.Assign | ast.AnnAssign)) or (text and before is node):
+                yield statement.lineno, statement.value.value
+            before = statement
+
+
+def test_a_docstring_begins_with_the_thing_it_speaks_of():
+    """Not with a word that continues a sentence which is not there."""
+    found = [
+        f"{name_of(path)}:{line}: {text.splitlines()[0]}"
+        for path in SOURCES
+        for line, text in docstrings(ast.parse(path.read_text()))
+        if isinstance(text, str) and re.match(r"(Of|Those|That|What|As|With)\b", text)
+    ]
+    assert not found, "\n".join(found)
 
 
 def test_no_file_names_a_folder_of_one_machine():

@@ -54,7 +54,7 @@ from dapo_jax.checkpoints.manifest import (
 )
 from dapo_jax.checkpoints.retention import Keeping, quiet_orbax
 from dapo_jax.config import ConfigError
-from dapo_jax.parallel.gather import by_first, exchange
+from dapo_jax.parallel.gather import all_gather_bytes, by_first
 from dapo_jax.storage import in_bucket, path_of
 
 SCHEMA_VERSION = 1
@@ -373,7 +373,7 @@ def _agreed_errors() -> Iterator[None]:
     except _AGREED as error:
         mine = error
     kind = next((place for place, each in enumerate(_AGREED) if isinstance(mine, each)), 0)
-    for found in exchange(b"" if mine is None else json.dumps([kind, str(mine)]).encode()):
+    for found in all_gather_bytes(b"" if mine is None else json.dumps([kind, str(mine)]).encode()):
         if found:
             kind, message = json.loads(found)
             raise _AGREED[kind](message) from mine

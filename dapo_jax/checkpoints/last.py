@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from dapo_jax.checkpoints.checkpointer import Checkpointer
 from dapo_jax.checkpoints.manifest import DamagedError
-from dapo_jax.parallel.gather import agreed
+from dapo_jax.parallel.gather import broadcast_from_first
 
 _Read = TypeVar("_Read")
 
@@ -33,7 +33,7 @@ def restore_last(
     """
     checkpointer.wait()
     # As the first process sees them: where another does not see that checkpoint, it says so.
-    steps: list[int] = json.loads(agreed(json.dumps(checkpointer.steps()).encode()))
+    steps: list[int] = json.loads(broadcast_from_first(json.dumps(checkpointer.steps()).encode()))
     damaged: dict[int, str] = {}
     for step in reversed(steps):
         try:

@@ -130,7 +130,7 @@ def _listed(folder: epath.Path) -> list[epath.Path]:
 
 
 def set_aside(folder: epath.Path) -> str:
-    """Gives a damaged checkpoint a name by which it is none, and returns where it is now.
+    """Renames a damaged checkpoint to STEP.damaged, which nothing takes for a checkpoint, and returns its new path.
 
     Raises:
         CheckpointError: it cannot be renamed.

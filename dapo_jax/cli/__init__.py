@@ -115,7 +115,7 @@ def _noted(message: str, error: BaseException) -> str:
 
 
 def _without_devices(error: BaseException) -> str:
-    """What JAX says where it finds no device of the platforms it was told to use; empty for another error."""
+    """JAX's own message where it finds no device of the platforms it was told to use; empty for another error."""
     if isinstance(error, RuntimeError) and str(error).startswith(NO_BACKEND):
         return str(error)
     where = traceback.extract_tb(error.__traceback__)
@@ -152,7 +152,7 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
 def _meant(
     option: str, parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Sequence[str] | None
 ) -> str:
-    """What to say of an option that there is none of: `--steps 5` was meant as `steps=5`, `--Resume` as `--resume`."""
+    """The remedy for an option that is not known: `--steps 5` was meant as `steps=5`, `--Resume` as `--resume`."""
     name = option.partition("=")[0]
     if not name.startswith("--") or name == "--":
         return ""

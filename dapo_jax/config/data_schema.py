@@ -16,11 +16,11 @@ class SourceConfig:
     """One dataset of several: an entry of `data.mixture` or `eval.datasets`."""
 
     source: str = key(not_empty=True)
-    """As `data.source`."""
+    """The dataset, named like `data.source`."""
     path: str = ""
-    """As `data.path`."""
+    """The files, named like `data.path`."""
     source_options: dict[str, Any] = key(default_factory=dict)
-    """As `data.source_options`."""
+    """Options of the dataset, like `data.source_options`."""
     split: str = ""
     """Empty: `train` in a mixture, `test` for evaluation, or the only split there is."""
     weight: float = key(1.0, range=POSITIVE)
@@ -30,7 +30,7 @@ class SourceConfig:
 
     @property
     def title(self) -> str:
-        """What its metrics are called by."""
+        """The name of its metrics."""
         return self.name or (PurePath(self.path).stem if self.source == "jsonl" else self.source)
 
 
@@ -55,9 +55,9 @@ class DataConfig(Section, at="data"):
     path: str = ""
     """The parquet or JSON-lines file that the source is read from, or a folder of them. Prepared at first use, then cached."""
     source_options: dict[str, Any] = key(default_factory=dict)
-    """Of jsonl: the fields {prompt: question, answer: solution}. Of a reasoning_gym task: {min_words: 3, max_words: 5}."""
+    """Options of the dataset. For jsonl the fields {prompt: question, answer: solution}. For a reasoning_gym task its own, such as {min_words: 3, max_words: 5}."""
     mixture: list[dict[str, Any]] = key(default_factory=list)
-    """With source mixture: {source: ..., path: ..., weight: 1} for each dataset; see `SourceConfig`."""
+    """The datasets of `data.source: mixture`: {source: ..., path: ..., weight: 1} for each dataset; see `SourceConfig`."""
     on_bad_row: str = key("error", choices=["error", "skip"])
     """A row of a file without what it needs: error, or skip (left out, counted, said)."""
     deduplicate: bool = True
@@ -80,7 +80,7 @@ class DataConfig(Section, at="data"):
     system_prompt: str = ""
     """The system message that messages begin with; empty: none but the row's or the chat template's own."""
     chat_template_kwargs: dict[str, Any] = key(default_factory=dict, aliases=["apply_chat_template_kwargs"])
-    """What else the chat template reads: {enable_thinking: false} for Qwen3."""
+    """Further variables of the chat template: {enable_thinking: false} for Qwen3."""
     template_date: str = ""
     """The day that a chat template prints which asks for today's date, such as 2024-07-26 (the time is midnight). Empty: the day on
     which a run begins; its config.yaml keeps it, for `--resume` and for what evaluates, samples or serves the run later."""

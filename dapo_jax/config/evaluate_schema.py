@@ -17,7 +17,7 @@ class EvaluateConfig(Section):
     """Everything that decides an evaluation but the model."""
 
     seed: int = key(0, range=Range("0 or more and less than 2**32 = 4294967296", lambda v: 0 <= v < 2**32))
-    """Of what is sampled."""
+    """Seed of what is sampled."""
     compilation_cache: str = "~/.cache/dapo_jax/xla"
     """Folder, local or `gs://...`, of compiled programs that later runs reuse; empty: none."""
     compute_dtype: str = key("float32", choices=["float32", "bfloat16"])

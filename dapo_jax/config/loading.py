@@ -88,7 +88,7 @@ def to_yaml(config: AnyConfig) -> str:
 
 
 def changed_yaml(config: AnyConfig) -> str:
-    """Of `to_yaml` only what is not the default, and what has none; `load_config` reads it back equal.
+    """The keys that differ from their defaults, and those without a default, as YAML; `load_config` reads it back equal.
 
     >>> print(changed_yaml(TrainConfig(run_dir="x", seed=1)), end="")
     run_dir: x
@@ -128,7 +128,7 @@ def _path(path: str | PathLike[str]) -> AnyPath:
 
 
 def _named(path: AnyPath | None, read: Callable[[], _Read]) -> _Read:
-    """What `read` gives; its errors begin with the file."""
+    """Calls `read`; its errors begin with the file."""
     try:
         return read()
     except ConfigError as error:

@@ -115,7 +115,7 @@ def _yaml_problem(error: yaml.MarkedYAMLError) -> str:
 
 
 def omegaconf_problem(error: OmegaConfBaseException, key: str | None) -> str:
-    """What to say of values that OmegaConf cannot hold: a broken interpolation, a key that is no text, a YAML tag."""
+    """The message for values that OmegaConf cannot hold: a broken interpolation, a key that is no text, a YAML tag."""
     reason = str(error).splitlines()[0]
     where = f"{key}: " if key else ""
     if "${" in reason:

@@ -34,7 +34,7 @@ class ModelConfig(Section, at="model"):
     """`preset:NAME` (random weights), `shipped:NAME` (a model that comes with the package), `hf:ORG/NAME` (from the
     Hugging Face hub), or a folder with config.json, tokenizer.json and model.safetensors."""
     revision: str = key("", aliases=["model_revision"])
-    """Of a model from the hub: a branch, a tag or a commit; empty: its main branch. A commit keeps a run repeatable."""
+    """Version of a model from the hub: a branch, a tag or a commit; empty: its main branch. A commit keeps a run repeatable."""
     cache_dir: str = ""
     """Where models from the hub are kept; empty: where huggingface_hub keeps them (HF_HOME)."""
     tokenizer: str = "byte"
@@ -61,7 +61,7 @@ class ModelConfig(Section, at="model"):
         },
         may_change=True,
     )
-    """What the backward pass recomputes per layer: none, full, or dots (keeps matrix products)."""
+    """Recomputed by the backward pass in each layer: none, full, or dots (keeps matrix products)."""
     logprob_chunk_vocab: int = key(2048, range=SIZE, may_change=True)
     """Vocabulary entries whose logits exist at one time, for all tokens of a microbatch, when log-probabilities are computed."""
 
@@ -81,11 +81,11 @@ class SamplingConfig(Section, at="sampling"):
     """How responses are sampled for training."""
 
     temperature: float = key(1.0, range=NOT_NEGATIVE)
-    """Of the policy that samples and of the one that is trained alike. (Section 4.1)"""
+    """Softmax temperature, of the policy that samples and of the one that is trained alike. (Section 4.1)"""
     top_p: float = key(1.0, range=TOP_P)
-    """Off: a cut distribution is not the one whose ratio is taken."""
+    """Nucleus sampling; in training it must be 1 (off), since the loss takes the ratio to the whole distribution."""
     top_k: int = key(0, range=TOP_K)
-    """Off, for the same reason."""
+    """Sampling from the likeliest tokens alone; in training it must be off, for the same reason as `top_p`."""
     max_response_tokens: int = key(
         20480,
         range=SIZE,
@@ -146,9 +146,9 @@ class GraderConfig:
     """One of `reward.graders`."""
 
     grader: str = key(not_empty=True)
-    """As `reward.grader`."""
+    """The grader, named like `reward.grader`."""
     weight: float = key(1.0, range=Range("a number that is not 0", lambda v: v != 0))
-    """What its reward is multiplied by in the sum; below 0 for what is to be avoided."""
+    """Factor of its reward in the sum; below 0 for what is to be avoided."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +171,7 @@ class RewardConfig(Section, at="reward"):
     timeout_s: float = key(10.0, range=POSITIVE)
     """Seconds for one call: a response, or a group if the function takes one whole. What takes longer counts as wrong."""
     worker_memory_mb: int = key(2048, range=SIZE)
-    """What a worker may take beyond what the loaded grader needs; a response that takes more counts as wrong. (Linux)"""
+    """Memory in MiB that a worker may take beyond what the loaded grader needs; a response that takes more counts as wrong. (Linux)"""
     on_nonfinite: str = key("error", choices=["error", "lost"], may_change=True)
     """A score that is NaN, infinite or beyond 1e30 in size: error, or lost (that response has no verdict and counts as wrong)."""
     correct: float = 1.0
@@ -219,9 +219,9 @@ class DynamicSamplingConfig(Section, at="dynamic_sampling"):
     """Informative groups beyond those needed: discard (as released), or carry into the next step. With carry a wave has about as
     many prompts as the missing groups ask for by the share that was informative lately, `prompts_per_wave` at most."""
     max_age_steps: int = key(1, range=SIZE)
-    """With `surplus=carry`: the most steps between sampling a group and training on it; older ones are dropped."""
+    """The most steps, with `surplus=carry`, between sampling a group and training on it; older ones are dropped."""
     metric: str = key("correct", choices=["correct", "score"], aliases=["filter_groups.metric"])
-    """What counts: correct (verdicts; of several graders the first's) or score (numbers, or the sum of several graders: a group is kept
+    """The criterion that makes a group informative: correct (verdicts; of several graders the first's) or score (numbers, or the sum of several graders: a group is kept
     when they are not all equal). With score the terminal, the watchdogs and the best checkpoint go by rewards, also where `enabled` is
     false; a number above 0 is a correct response only with correct."""
 
@@ -386,7 +386,7 @@ class OptimizerConfig(Section, at="optimizer"):
     epsilon: float = key(1e-8, range=POSITIVE, aliases=["adam_epsilon"])
     """Added to the root of the second moment."""
     weight_decay: float = key(0.1, range=NOT_NEGATIVE)
-    """Of all parameters, times the learning rate; the released recipe's."""
+    """Decay of all parameters, times the learning rate; the released recipe's."""
     max_grad_norm: float = key(1.0, range=POSITIVE, aliases=["grad_clip", "clip_grad", "clip_grad_norm"])
     """A gradient with a larger norm is scaled down to it; the released recipe's."""
     offload: bool = key(False, may_change=True)
@@ -453,7 +453,7 @@ class CheckpointConfig(Section, at="checkpoint"):
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig(Section, at="log"):
-    """What is written beside metrics.jsonl."""
+    """Logs beside metrics.jsonl."""
 
     rollouts_every_steps: int = key(10, range=NOT_NEGATIVE)
     """Write readable rollout samples every so many steps, and of the first and the last step; 0: never."""
@@ -505,13 +505,13 @@ class ParallelConfig(Section, at="parallel"):
 
 @dataclass(frozen=True, kw_only=True)
 class GuardConfig(Section, at="guard"):
-    """What is not finite, and how far sampler and trainer may differ."""
+    """Reactions to numbers that are not finite, and to a sampler that differs from the trainer."""
 
     max_skipped_updates: int = key(3, range=NOT_NEGATIVE)
     """An update with a loss, gradient, advantage or log-probability that is not finite is skipped. More than so many in a row stop
     the run; 0: the first does."""
     post_mortems: int = key(5, range=NOT_NEGATIVE)
-    """Of so many skipped updates a run writes `run_dir/post_mortem/step_..._update_...`: the batch, what was not finite, the
+    """The number of skipped updates of which a run writes `run_dir/post_mortem/step_..._update_...`: the batch, what was not finite, the
     responses as text. 0: none."""
     max_mismatch_kl: float | None = key(None, range=Range("0 or more, or null (no limit)", lambda v: v >= 0))
     """Most that KL(sampler || trainer) may be, `sync/sampler_trainer_kl` in nats a token. null: no limit."""
@@ -519,7 +519,7 @@ class GuardConfig(Section, at="guard"):
     """Over that limit: warn, stop, or correct: all tokens of the step get truncated importance weights
     min(pi_trainer / pi_sampler, `mismatch_cap`)."""
     mismatch_cap: float = key(2.0, range=SIZE)
-    """Of the weights with on_mismatch: correct. `loss.importance_cap` is the same for every step, whatever the mismatch."""
+    """The largest of the weights with on_mismatch: correct. `loss.importance_cap` is the same for every step, whatever the mismatch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -533,7 +533,7 @@ class WatchdogsConfig(Section, at="watchdogs"):
     min_entropy: float = key(0.05, range=NOT_NEGATIVE)
     """Nats; below it, and below a tenth of what it was at first, entropy has collapsed, unless nearly all responses are right."""
     min_length_frac: float = key(0.333, range=FRACTION)
-    """Of the mean length at first; below it, length has collapsed."""
+    """Share of the mean length at first; below it, length has collapsed."""
     max_truncated_frac: float = key(0.5, range=FRACTION)
     """Above it, and above what it was at first by 0.25, too many responses are cut off."""
     min_mixed_frac: float = key(0.02, range=FRACTION)
@@ -548,7 +548,7 @@ class TrainConfig(Section):
     run_dir: str = key(not_empty=True, aliases=["output_dir", "default_local_dir"], may_change=True)
     """Where the run writes: a local folder, or `gs://BUCKET/FOLDER` (extra `gcs`)."""
     seed: int = key(0, range=Range("0 or more and less than 2**32 = 4294967296", lambda v: 0 <= v < 2**32))
-    """Of the order of prompts, of what is sampled, of shuffling, and of random weights."""
+    """Seed of the order of prompts, of what is sampled, of shuffling, and of random weights."""
     steps: int = key(
         100,
         range=Range("0 or more (0: evaluate only)", lambda v: v >= 0),

@@ -52,7 +52,7 @@ class SftConfig(Section):
     run_dir: str = key(not_empty=True)
     """Where the run writes: a local folder, or `gs://BUCKET/FOLDER` (extra `gcs`)."""
     seed: int = key(0, range=Range("0 or more and less than 2**32 = 4294967296", lambda v: 0 <= v < 2**32))
-    """Of the order of pairs, and of random weights."""
+    """Seed of the order of pairs, and of random weights."""
     steps: int = key(100, range=Range("0 or more (0: evaluate only)", lambda v: v >= 0))
     """Updates."""
     compilation_cache: str = "~/.cache/dapo_jax/xla"

@@ -1,4 +1,4 @@
-"""What to say about a key that does not exist: our name for it, or the nearest one there is."""
+"""The remedy for a key that does not exist: our name for it, or the nearest one there is."""
 
 from collections.abc import Collection
 from difflib import SequenceMatcher
@@ -15,7 +15,7 @@ NOTES = {
     for alias, note in rules.aliases.items()
     if note
 }
-"""What else to know where an alias is not the same quantity, or is easily taken for another."""
+"""A note where an alias is not the same quantity, or is easily taken for another."""
 
 
 def alias_of(key: str, known: Collection[str]) -> str | None:
@@ -50,7 +50,7 @@ def nearest_keys(key: str, known: Collection[str], *, count: int = 3, least: flo
 
 
 def unknown_key(key: str, known: Collection[str]) -> str:
-    """What to say after "unknown key": what another library calls so, the nearest keys, or those there are."""
+    """The remedy that follows "unknown key": what another library calls so, the nearest keys, or those there are."""
     alias = alias_of(key, known)
     if alias is not None:
         unit = f" ({NOTES[alias]})" if alias in NOTES else ""

@@ -1,4 +1,4 @@
-"""What one value may be: its type, its range, its choices. Nothing here looks at a second key."""
+"""The check of one value: its type, its range, its choices. Nothing here looks at a second key."""
 
 import math
 import os
@@ -117,7 +117,7 @@ def _check_list(key: str, value: object, kind: Any) -> None:
 
 
 def _check_mapping(key: str, value: object) -> None:
-    """What JSON can say, by names that are text."""
+    """Accepts whatever JSON can say, by names that are text."""
     if not isinstance(value, dict):
         refuse(key, value, "a mapping", "write `name: value` lines under it, or {} for none")
     for name, item in value.items():
@@ -145,7 +145,7 @@ def _is_number(value: object, kind: type) -> bool:
 
 
 def _number_remedy(value: object, kind: type) -> str:
-    """What to write instead of something that is no number of this kind."""
+    """The remedy for something that is no number of this kind."""
     if isinstance(value, float) and math.isfinite(value):
         near = dict.fromkeys(f"{bound}" for bound in (math.floor(value), math.ceil(value)))
         return f"write {' or '.join(near)}"

@@ -24,7 +24,7 @@ class Row:
     prompt_tokens: Int[np.ndarray, " prompt"]
     response_tokens: Int[np.ndarray, " response"]
     logprobs: Float[np.ndarray, " response"]
-    """As recorded while sampling; zeros for demonstrations."""
+    """The log-probabilities recorded while sampling, in nats; zeros for demonstrations."""
     advantage: float = 1.0
     in_loss: bool = True
     """False: the row is left out of the loss (overlong filtering)."""

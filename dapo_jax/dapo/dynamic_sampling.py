@@ -51,7 +51,7 @@ class Tally:
     differing: int = 0
     """Whose scores differ; 0 where verdicts have none."""
     flat_differing: int = 0
-    """Of these, the ones that are all correct or all wrong."""
+    """The number of these that are all correct or all wrong."""
 
     @property
     def mixed(self) -> int:
@@ -97,7 +97,7 @@ class InformativeShare:
 
 @dataclass(frozen=True, kw_only=True)
 class Collected:
-    """What one step's sampling gave."""
+    """The result of one step's sampling."""
 
     groups: list[Group]
     """The groups to train on, by ordinal."""
@@ -111,9 +111,9 @@ class Collected:
     surplus: int
     """Informative groups beyond those needed: carried, too old for it, or discarded."""
     dropped_old: int = 0
-    """Of these, the ones that would have been carried, had they not been too old for the next step."""
+    """The number of these that would have been carried, had they not been too old for the next step."""
     share: InformativeShare = field(default_factory=InformativeShare)
-    """What is known of the share of informative groups after this step."""
+    """The estimate of the share of informative groups after this step."""
 
 
 @dataclass
@@ -137,11 +137,11 @@ class Collector:
     """A step draws no more prompts than these waves have when they are whole."""
     carried: Sequence[Group] = ()
     share: InformativeShare = field(default_factory=InformativeShare)
-    """Of the steps before."""
+    """The share of informative groups in the steps before."""
     surplus: str = "discard"
-    """What becomes of informative groups beyond those needed: discard or carry."""
+    """The use of informative groups beyond those needed: discard or carry."""
     max_age_steps: int = 1
-    """Of what is carried: the most steps between sampling a group and training on it."""
+    """The most steps for a carried group, counted between sampling a group and training on it."""
     metric: str = "correct"
     enabled: bool = True
     """False: one wave of `needed` prompts, all of which are trained on."""
@@ -151,7 +151,7 @@ class Collector:
     kept: int = 0
     """Informative groups so far, carried ones included."""
     tally: Tally = field(default_factory=Tally)
-    """Of the groups sampled so far."""
+    """Counts of the groups sampled so far."""
     _waves: int = 0
     _drawn: int = 0
 
@@ -224,7 +224,7 @@ class Collector:
         return min(wave, whole) if wave >= whole or not self._in_flight else 0
 
     def _share(self) -> InformativeShare:
-        """With what this step sampled so far, as if all in flight were informative."""
+        """The share with what this step sampled so far, as if all in flight were informative."""
         return self.share.later(
             informative=self.kept - len(self.carried) + self._in_flight,
             sampled=len(self._sampled) + self._in_flight,

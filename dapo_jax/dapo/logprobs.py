@@ -95,7 +95,7 @@ class _Chunks:
     """How the vocabulary is cut: row i of the part that is here belongs to chunk i modulo `count`."""
 
     rows: int
-    """Of the unembedding on this device."""
+    """Rows of the unembedding on this device."""
     most: int
     dtype: str
     vocab_size: int | None
@@ -103,7 +103,7 @@ class _Chunks:
 
     @property
     def count(self) -> int:
-        """As few as possible, but a few more if these come out even: then no padded copy is made."""
+        """The number of chunks: as few as possible, but a few more if these come out even: then no padded copy is made."""
         fewest = -(-self.rows // self.most)
         return next((n for n in range(fewest, 2 * fewest) if self.rows % n == 0), fewest)
 

@@ -1,4 +1,4 @@
-"""What crosses from the host to the device: rollouts packed into rows of one static shape.
+"""The batch that crosses from the host to the device: rollouts packed into rows of one static shape.
 
 The fields are annotated `... | Any` because on the host they are numpy, and JAX rebuilds a registered dataclass around shapes
 and shardings too.

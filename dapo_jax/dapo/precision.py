@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 
-class Held(NamedTuple):
+class WeightSharding(NamedTuple):
     """How a weight is split, inside `shard_map`."""
 
     axis: str
@@ -39,7 +39,7 @@ def product(
     stored: Float[Array, "..."],
     flowing: Float[Array, "..."],
     dtype: str,
-    held: Held | None = None,
+    sharding: WeightSharding | None = None,
 ) -> Float[Array, "..."]:
     """`einsum(spec, stored, flowing)` in `dtype` with a result in float32, or in float64 if `dtype` is.
 
@@ -52,37 +52,37 @@ def product(
         stored: weights, keys or values: rounded to `dtype`.
         flowing: activations: rounded to `dtype`, but not on CPU.
         dtype: the compute dtype.
-        held: how `stored` is split; it is put together for this product, and again for its gradient, and thrown away.
+        sharding: how `stored` is split; it is put together for this product, and again for its gradient, and thrown away.
             None: it is whole, or the compiler takes care of it.
     """
-    return _einsum(spec, gathered(stored, dtype, held), flowing, dtype)
+    return _einsum(spec, gathered(stored, dtype, sharding), flowing, dtype)
 
 
 def _product_forward(
-    spec: str, stored: Array, flowing: Array, dtype: str, held: Held | None
+    spec: str, stored: Array, flowing: Array, dtype: str, sharding: WeightSharding | None
 ) -> tuple[Array, tuple[Array, Array]]:
-    return product(spec, stored, flowing, dtype, held), (stored, flowing)
+    return product(spec, stored, flowing, dtype, sharding), (stored, flowing)
 
 
 def _product_backward(
-    spec: str, dtype: str, held: Held | None, operands: tuple[Array, Array], cotangent: Array
+    spec: str, dtype: str, sharding: WeightSharding | None, operands: tuple[Array, Array], cotangent: Array
 ) -> tuple[Array, Array]:
     stored, flowing = operands
     first, second, out = re.split(",|->", spec)
     d_stored = _einsum(f"{out},{second}->{first}", cotangent, flowing, dtype)
-    if held is not None:
-        d_stored = held.summed(d_stored)
-    d_flowing = _einsum(f"{first},{out}->{second}", gathered(stored, dtype, held), cotangent, dtype)
+    if sharding is not None:
+        d_stored = sharding.summed(d_stored)
+    d_flowing = _einsum(f"{first},{out}->{second}", gathered(stored, dtype, sharding), cotangent, dtype)
     return d_stored.astype(stored.dtype), d_flowing.astype(flowing.dtype)
 
 
 product.defvjp(_product_forward, _product_backward)
 
 
-def gathered(stored: Float[Array, "..."], dtype: str, held: Held | None) -> Float[Array, "..."]:
+def gathered(stored: Float[Array, "..."], dtype: str, sharding: WeightSharding | None) -> Float[Array, "..."]:
     """A weight rounded to `dtype` and put together; what moves between devices has that dtype."""
     weight = rounded(stored, dtype)
-    return weight if held is None else held.gathered(weight.astype(dtype))
+    return weight if sharding is None else sharding.gathered(weight.astype(dtype))
 
 
 def rounded(x: Float[Array, "*shape"], dtype: str) -> Float[Array, "*shape"]:

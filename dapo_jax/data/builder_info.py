@@ -1,4 +1,4 @@
-"""What TensorFlow Datasets keeps of a dataset of ours."""
+"""The description that TensorFlow Datasets keeps of a dataset of ours."""
 
 import tensorflow_datasets as tfds
 

@@ -20,9 +20,9 @@ from dapo_jax.data.files import data_files, file_rows
 from dapo_jax.data.rows import checked_row
 
 ON_BAD_ROW = ("error", "skip")
-"""What a row that cannot be used does: it ends the preparation, or it is left out and counted."""
+"""The consequences of a row that cannot be used: it ends the preparation, or it is left out and counted."""
 FORMAT = 1
-"""Of the prepared rows; another number prepares anew."""
+"""The format of the prepared rows; another number prepares anew."""
 SHOWN = 5
 """Skipped rows that are named; the others are only counted."""
 
@@ -32,7 +32,7 @@ _SPLIT = re.compile(rf"({'|'.join(_SPLITS)})(?![a-z])", re.IGNORECASE)
 
 @dataclass
 class SplitExamples:
-    """What the files of a split hold, checked and counted."""
+    """The rows of a split's files, checked and counted."""
 
     rows: list[dict[str, str]] = field(default_factory=list)
     """Prepared rows, in the files' order."""
@@ -43,7 +43,7 @@ class SplitExamples:
     repeated: int = 0
     """Rows whose prompt came before."""
     conflicting: int = 0
-    """Of these, rows whose answer is another."""
+    """The number of these whose answer is another."""
     answers: dict[str, str] = field(default_factory=dict)
     """Prompt -> answer of the rows so far."""
 
@@ -118,7 +118,7 @@ class FileBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
         raise NotImplementedError
 
     def examples(self) -> dict[str, SplitExamples]:
-        """What each split of the files holds; they are read once.
+        """The rows of each split; they are read once.
 
         Raises:
             ValueError: a file is damaged, a row is bad and rows are not to be skipped, or no row is left.

@@ -17,7 +17,7 @@ from dapo_jax.data.parquet_rows import MAX_ROW_BYTES, parquet_rows
 KINDS = (".parquet", ".jsonl", ".ndjson", ".jsonl.gz")
 
 MAX_LINE_BYTES = MAX_ROW_BYTES
-"""Of one row. A small .gz file may hold a line that fills any memory."""
+"""The largest line. A small .gz file may hold a line that fills any memory."""
 
 
 @dataclass(frozen=True, kw_only=True)

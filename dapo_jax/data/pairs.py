@@ -32,7 +32,7 @@ class PairSource:
         parts: Sequence[Sequence[int]] = (),
         weights: Sequence[float] = (),
     ) -> None:
-        """As `PromptSource`; `max_response_tokens` counts the end token.
+        """Takes what `PromptSource` takes; `max_response_tokens` counts the end token.
 
         Raises:
             ValueError: there are no rows, or the seed is negative.

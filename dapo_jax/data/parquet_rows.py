@@ -15,13 +15,13 @@ from jaxtyping import Int64
 from dapo_jax.data.parquet_pages import pages
 
 MAX_ROW_BYTES = 64 << 20
-"""Of one row."""
+"""The largest row."""
 _MAX_PAGE_BYTES = 4 * MAX_ROW_BYTES
-"""Of one page, which is decompressed as a whole; writers end a page at about 1 MiB."""
+"""The largest page, which is decompressed as a whole; writers end a page at about 1 MiB."""
 _MAX_LIST_BYTES = 16 * MAX_ROW_BYTES
-"""Of the entries of lists in one column of a row group: where a list ends is not known before they are decoded."""
+"""The largest sum of entries of lists in one column of a row group: where a list ends is not known before they are decoded."""
 _ENTRY_BYTES = 8
-"""Of a number, a reference to a dictionary or a text's place, at least."""
+"""The least size of a number, a reference to a dictionary or a text's place."""
 _MOST_ROWS = 4096
 """Rows that are read at once."""
 
@@ -51,7 +51,7 @@ def parquet_rows(path: Path) -> Iterator[Mapping[str, Any] | Exception]:
 
 
 def _rows_at_once(raw: BufferedIOBase, group: Any, columns: list[Any]) -> int:
-    """As many rows of a row group as can be read at once, texts as references.
+    """The largest number of rows of a row group that can be read at once, texts as references.
 
     Raises:
         ValueError: a page, a row or a list is too large.

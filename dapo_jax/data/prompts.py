@@ -121,7 +121,7 @@ def measured_prompts(
 
 
 def _plain(value: object) -> Any:
-    """What JSON lacks: numpy's numbers and arrays by their values; of other objects only their kind, as they may print addresses."""
+    """Replaces what JSON lacks: numpy's numbers and arrays by their values; of other objects only their kind, as they may print addresses."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     return value.hex() if isinstance(value, bytes) else type(value).__name__

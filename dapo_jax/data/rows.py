@@ -1,4 +1,4 @@
-"""What every row must have: a prompt and an answer."""
+"""The fields that every row must have: a prompt and an answer."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -14,7 +14,7 @@ class LoadedRows(Sequence[Mapping[str, Any]]):
     def __init__(self, rows: Sequence[Mapping[str, Any]], note: str = "") -> None:
         self._rows = rows
         self.note = note
-        """What preparing them left out, for people; empty if they were made up."""
+        """A remark on what preparing them left out, for people; empty if they were made up."""
 
     def __len__(self) -> int:
         return len(self._rows)

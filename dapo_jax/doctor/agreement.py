@@ -7,12 +7,12 @@ from dapo_jax.doctor.check import Found
 
 @dataclass(frozen=True)
 class Limits:
-    """What rounding explains, and no more."""
+    """The differences that rounding explains."""
 
     kl: float
-    """Of the sampler's policy from the trainer's, mean over sampled tokens, in nats."""
+    """KL of the sampler's policy from the trainer's, mean over sampled tokens, in nats."""
     largest: float
-    """Of one token's two log-probabilities, in nats."""
+    """The largest difference of one token's two log-probabilities, in nats."""
     why: str
 
 
@@ -41,9 +41,9 @@ def agreement(*, kl: float, largest: float, compute_dtype: str, platform: str) -
         f"{limits.largest:g}"
     )
     if kl <= limits.kl and largest <= limits.largest:  # NaN is neither
-        return Found(said=said)
+        return Found(message=said)
     return Found(
-        said=said,
+        message=said,
         state="failed",
         remedy="do not train: the ratio would be of two different policies. See whether it goes away with model.attention=xla, with "
         "model.compute_dtype=float32, or on one device, which tells what it comes from",

@@ -1,4 +1,4 @@
-"""What an examination is made of: checks that each find one thing out, and what depends on what."""
+"""The parts of an examination: checks that each find one thing out, and what depends on what."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -15,12 +15,12 @@ _MOST = 700
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What a check found out, in words for a person."""
+    """The finding of a check, in words for a person."""
 
-    said: str
+    message: str
     state: State = "ok"
     remedy: str = ""
-    """What to do about it; empty where `said` holds it, as the messages of a `ConfigError` do."""
+    """The action to take; empty where `message` holds it, as the messages of a `ConfigError` do."""
     details: tuple[str, ...] = ()
     """Lines that are shown below the table."""
 
@@ -31,9 +31,9 @@ class Check:
 
     name: str
     look: Callable[[], Found]
-    """What it raises is a failure."""
+    """Finds out; an exception is a failure."""
     remedy: str = ""
-    """Of a failure whose message does not hold one."""
+    """The remedy for a failure whose message does not hold one."""
     needs: tuple[str, ...] = ()
     """Checks that come before, without which it makes no sense."""
 
@@ -48,7 +48,7 @@ class Finding:
 
     @property
     def state(self) -> State:
-        """As found."""
+        """The state that was found."""
         return self.found.state
 
 
@@ -74,9 +74,9 @@ def _skipped(check: Check, findings: dict[str, Finding]) -> Found | None:
     for name in check.needs:
         needed = findings[name].found
         if needed.state == "failed":
-            return Found(state="skipped", said=f"because '{name}' failed")
+            return Found(state="skipped", message=f"because '{name}' failed")
         if needed.state == "skipped":
-            return Found(state="skipped", said=needed.said)
+            return Found(state="skipped", message=needed.message)
     return None
 
 
@@ -84,9 +84,11 @@ def _looked(check: Check) -> Found:
     try:
         return check.look()
     except ConfigError as error:
-        return Found(state="failed", said=shortened(str(error)))
+        return Found(state="failed", message=shortened(str(error)))
     except Exception as error:  # whatever a phase raises is what a run would end with
-        return Found(state="failed", said=shortened(f"{type(error).__name__}: {error}"), remedy=check.remedy)
+        return Found(
+            state="failed", message=shortened(f"{type(error).__name__}: {error}"), remedy=check.remedy
+        )
 
 
 def shortened(text: str, most: int = _MOST) -> str:

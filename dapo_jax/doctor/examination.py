@@ -70,7 +70,7 @@ def _listed(names: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class _Subject:
-    """What is examined."""
+    """The subject of an examination."""
 
     config: TrainConfig | None
     full: bool
@@ -79,7 +79,7 @@ class _Subject:
 
     @cached_property
     def named(self) -> Configured:
-        """What the configuration names; without one, the stand-in."""
+        """The resources that the configuration names; without one, the stand-in."""
         return Configured(self.config or _stand_in())
 
     @cached_property
@@ -90,7 +90,7 @@ class _Subject:
 
     @cached_property
     def step(self) -> TinyStep:
-        """Of the run's own model, or of one that stands in for it."""
+        """A step of the run's own model, or of one that stands in for it."""
         if self.too_large:
             other = _stand_in()
             asked = Asked(other, Configured(other).tokenizer, rows=SUMS)
@@ -130,7 +130,7 @@ class _Subject:
         ]
 
     def of_configuration(self) -> list[Check]:
-        """What it names; nothing without one."""
+        """Checks of what the configuration names; none without one."""
         if self.config is None:
             return []
         return [
@@ -176,7 +176,7 @@ class _Subject:
         if not self.too_large:
             return found
         return Found(
-            said=f"{found.said}, of preset:tiny in its place: {self.too_large}",
+            message=f"{found.message}, of preset:tiny in its place: {self.too_large}",
             state="warning" if found.state == "ok" else found.state,
             remedy=found.remedy or "--full tries it all the same",
         )

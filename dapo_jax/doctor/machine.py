@@ -38,14 +38,14 @@ _NVIDIA = Path("/proc/driver/nvidia/version")
 
 
 def versions() -> Found:
-    """Of Python and of what trains."""
+    """The versions of Python and of what trains."""
     found = [f"Python {platform.python_version()}"]
     for package in PACKAGES:
         try:
             found.append(f"{package} {version(package)}")
         except PackageNotFoundError:
             found.append(f"{package} not installed")
-    return Found(said=", ".join(found))
+    return Found(message=", ".join(found))
 
 
 def extras() -> Found:
@@ -55,7 +55,7 @@ def extras() -> Found:
     said = ", ".join(there) or "none"
     if missing:
         said += f"; not installed: {', '.join(missing)} ({how_to_install('NAME')})"
-    return Found(said=said)
+    return Found(message=said)
 
 
 def devices() -> Found:
@@ -68,13 +68,15 @@ def devices() -> Found:
         memory if len(here) > 1 or limit else ""
     )
     if here[0].platform != "cpu":
-        return Found(said=said)
+        return Found(message=said)
     missed, remedy = _missed()
-    return Found(said=f"{said}; {missed}", state="warning", remedy=remedy) if missed else Found(said=said)
+    return (
+        Found(message=f"{said}; {missed}", state="warning", remedy=remedy) if missed else Found(message=said)
+    )
 
 
 def _missed() -> tuple[str, str]:
-    """What speaks for an accelerator although JAX shows only CPUs, and what to do; empty if nothing does."""
+    """The sign of an accelerator although JAX shows only CPUs, and the remedy; empty if nothing does."""
     names = {distribution.metadata["Name"].lower() for distribution in distributions()}
     plugins = sorted(name for name in _PLUGINS if name in names)
     asked = os.environ.get("JAX_PLATFORMS", "")
@@ -107,9 +109,11 @@ def host_memory() -> Found:
     said = f"{gib(available)} available of {gib(total)}"
     if available < 2 * SPARE:
         return Found(
-            said=said, state="warning", remedy="end other programs: loading JAX and a small model takes 2 GiB"
+            message=said,
+            state="warning",
+            remedy="end other programs: loading JAX and a small model takes 2 GiB",
         )
-    return Found(said=said)
+    return Found(message=said)
 
 
 def host_bytes() -> tuple[int, int]:
@@ -131,22 +135,22 @@ def host_bytes() -> tuple[int, int]:
 def disk(places: Mapping[str, tuple[str, int]]) -> Found:
     """Free space where things are written; see `room_for`."""
     room = room_for(places)
-    return Found(said=room.said, state=room.state, remedy=room.remedy)
+    return Found(message=room.message, state=room.state, remedy=room.remedy)
 
 
 def compilation_cache(folder: str) -> Found:
     """Whether compiled programs can be kept; from here on they are."""
     if not folder:
-        return Found(said="none: compilation_cache is empty, and every start compiles anew")
+        return Found(message="none: compilation_cache is empty, and every start compiles anew")
     place = path_of(folder)
     if not in_bucket(folder) and (why := not_writable(place)):
         return Found(
             state="failed",
-            said=f"{place}: {why}",
+            message=f"{place}: {why}",
             remedy="set compilation_cache to a folder that can be written to, or to ''",
         )
     use_compilation_cache(folder)
-    return Found(said=f"{folder} can be written to")
+    return Found(message=f"{folder} can be written to")
 
 
 def not_writable(folder: AnyPath) -> str:

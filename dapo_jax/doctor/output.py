@@ -22,7 +22,7 @@ def show(findings: Sequence[Finding], console: Console, *, configured: bool) -> 
     table.add_column("state", no_wrap=True)
     table.add_column("what was found", overflow="fold")
     for finding in findings:
-        said = Text(_shown(finding.found.said))
+        said = Text(_shown(finding.found.message))
         if finding.found.remedy:
             said.append(f"\n-> {_shown(finding.found.remedy)}", style="bold")
         table.add_row(finding.name, Text(finding.state, style=_STYLES[finding.state]), said)
@@ -48,7 +48,7 @@ def as_data(findings: Sequence[Finding], *, configured: bool) -> dict[str, Any]:
             {
                 "name": finding.name,
                 "state": finding.state,
-                "said": finding.found.said,
+                "said": finding.found.message,
                 "remedy": finding.found.remedy,
                 "details": list(finding.found.details),
                 "seconds": round(finding.seconds, 3),

@@ -1,4 +1,4 @@
-"""What is asked and how answers are graded: prompts as the model reads them, graders on answers that are known to be right."""
+"""The prompts of a run and its graders: prompts as the model reads them, graders on answers that are known to be right."""
 
 import time
 from collections.abc import Sequence
@@ -65,14 +65,16 @@ class Asked:
         said = "; ".join([f"{source.rows_per_epoch:,} prompts to train on", *notes])
         if found := drawn_too_often(self.config, source.rows_per_epoch):
             often, remedy = found
-            return Found(said=f"{said}; {often}", state="warning", remedy=remedy, details=tuple(details))
-        return Found(said=said, details=tuple(details))
+            return Found(message=f"{said}; {often}", state="warning", remedy=remedy, details=tuple(details))
+        return Found(message=said, details=tuple(details))
 
     def held_out(self) -> Found:
         """Whether the prompts to evaluate on can be had."""
         rows = self.rows
         found = held_out_prompts(dated(self.config.data), self.config.eval, self.tokenizer, rows=rows)
-        return Found(said=", ".join(f"{name}: {len(prompts):,} prompts" for name, prompts in found.items()))
+        return Found(
+            message=", ".join(f"{name}: {len(prompts):,} prompts" for name, prompts in found.items())
+        )
 
     def grader(self) -> Found:
         """Whether the graders call reference answers right, and no answer wrong."""
@@ -98,7 +100,7 @@ class Asked:
     def _lost(self, verdict: Verdict) -> Found:
         reward = self.config.reward
         return Found(
-            said=f"a response got no verdict: {verdict.reason}",
+            message=f"a response got no verdict: {verdict.reason}",
             state="failed",
             remedy=f"mend the grader, or raise reward.timeout_s (now {reward.timeout_s:g}) or reward.worker_memory_mb (now "
             f"{reward.worker_memory_mb})",
@@ -151,7 +153,7 @@ def _judged(
     took: str,
     own_form: bool,
 ) -> Found:
-    """Of graders whose verdicts count."""
+    """The finding on graders whose verdicts count."""
     numbers = any(one.score is not None for each in verdicts for one in each)
     by_score = (
         "; a score counts as right above 0: if these numbers are the reward itself, set dynamic_sampling.metric=score"
@@ -161,7 +163,7 @@ def _judged(
     empty = [samples[-1] for samples, each in zip(asked, verdicts, strict=True) if each[-1].correct]
     if empty:
         return Found(
-            said=f"an empty response to {_named(empty[0].prompt)} is called right",
+            message=f"an empty response to {_named(empty[0].prompt)} is called right",
             state="failed",
             remedy=f"mend the grader: a policy would learn to say nothing{by_score}",
         )
@@ -173,7 +175,7 @@ def _judged(
     if not wrong:
         form = next(sample.response for sample, one in zip(asked[0], verdicts[0], strict=True) if one.correct)
         return Found(
-            said=f"{len(asked)} of {len(asked)} reference answers are right when written like {form!r}, and an empty response is wrong; "
+            message=f"{len(asked)} of {len(asked)} reference answers are right when written like {form!r}, and an empty response is wrong; "
             f"{took}"
         )
     samples, each = wrong[0]
@@ -184,7 +186,7 @@ def _judged(
         else "; if it wants them written in a way of its own, say in which: --right '<result>{answer}</result>'"
     )
     return Found(
-        said=f"{len(wrong)} of {len(asked)} reference answers are called wrong, such as {samples[0].prompt.answer!r} to "
+        message=f"{len(wrong)} of {len(asked)} reference answers are called wrong, such as {samples[0].prompt.answer!r} to "
         f"{_named(samples[0].prompt)}, written as {', '.join(repr(sample.response) for sample in samples[:-1])}{reason}",
         state="failed" if 2 * len(wrong) >= len(asked) else "warning",
         remedy=f"take the grader that fits these answers (reward.grader){told}{by_score}",
@@ -192,11 +194,11 @@ def _judged(
 
 
 def _scored(asked: Sequence[Sequence[Sample]], verdicts: Sequence[Sequence[Verdict]], *, took: str) -> Found:
-    """Of reward functions whose scores count: there may be no right answer, but silence must not be the best one."""
+    """The finding on reward functions whose scores count: there may be no right answer, but silence must not be the best one."""
     scores = [[one.score for one in each if one.score is not None] for each in verdicts]
     if any(len(known) < len(each) for known, each in zip(scores, verdicts, strict=True)):
         return Found(
-            said="a plain verdict was given, and dynamic_sampling.metric=score needs scores",
+            message="a plain verdict was given, and dynamic_sampling.metric=score needs scores",
             state="failed",
             remedy="return a number from the reward function, or set dynamic_sampling.metric=correct",
         )
@@ -204,11 +206,11 @@ def _scored(asked: Sequence[Sequence[Sample]], verdicts: Sequence[Sequence[Verdi
     said = f"reference answers score {_span(best)}, an empty response {_span(empty)}; {took}"
     if any(nothing >= answer for nothing, answer in zip(empty, best, strict=True)):
         return Found(
-            said=said,
+            message=said,
             state="warning",
             remedy="where an empty response scores as much as an answer, a policy may learn to say nothing: see that this is what you mean",
         )
-    return Found(said=said)
+    return Found(message=said)
 
 
 def _span(values: Sequence[float]) -> str:

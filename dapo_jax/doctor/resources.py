@@ -1,4 +1,4 @@
-"""What a configuration names: the model and the memory it takes, the folders it writes to, the services it reports to."""
+"""The resources that a configuration names: the model and the memory it takes, the folders it writes to, the services it reports to."""
 
 import importlib.util
 import netrc
@@ -79,19 +79,19 @@ class Configured:
         parallel = self.config.parallel
         mesh = mesh_of(parallel, rows_per_microbatch=self.config.batch.rows_per_microbatch)
         sampler = meshes_of(parallel, mesh).sampler
-        return Found(said=f"trains on {_sizes(mesh)}, samples on {_sizes(sampler)}")
+        return Found(message=f"trains on {_sizes(mesh)}, samples on {_sizes(sampler)}")
 
     def model(self) -> Found:
         """Whether the model can be had, and what it is."""
         decoder, tokenizer, folder, size = self.described
         weights = "random weights" if folder is None else f"{gib(size)} of weights"
         return Found(
-            said=f"{self.config.model.source}: {decoder.parameters:,} parameters, {weights}, {tokenizer.vocab_size:,} tokens"
+            message=f"{self.config.model.source}: {decoder.parameters:,} parameters, {weights}, {tokenizer.vocab_size:,} tokens"
         )
 
     @cached_property
     def planned(self) -> Plan:
-        """What the run needs by shapes alone, on the devices that are here."""
+        """The plan of the run by shapes alone, on the devices that are here."""
         folder = self.described[2]
         # Of a preset, planning takes the published model, whose vocabulary is larger than its tokenizer's here.
         model = (
@@ -104,7 +104,7 @@ class Configured:
         )
 
     def memory(self) -> Found:
-        """What must lie on a device together at least, beside what it has. Activations are not in it: those only a compiler knows."""
+        """Compares the memory that must lie on a device together at least with what the device has. Activations are not in it: those only a compiler knows."""
         there, first = self.planned.resident, jax.devices()[0]
         always = {"train state": there.state, "reference policy": there.reference}
         sampling = {
@@ -131,12 +131,12 @@ class Configured:
         listed = " + ".join(f"{name} {gib(size)}" for name, size in parts.items() if size)
         said = f"{gib(needed)} at least, of {gib(limit)} {whose}: {listed}"
         if needed <= CROWDED * limit:
-            return Found(said=said)
+            return Found(message=said)
         changes = "lower sampling.slots or sampling.max_response_tokens, or take more devices (parallel.fsdp)"
         if needed <= limit:
-            return Found(said=said, state="warning", remedy=f"activations come on top of it: {changes}")
+            return Found(message=said, state="warning", remedy=f"activations come on top of it: {changes}")
         return Found(
-            said=said,
+            message=said,
             state="failed",
             remedy=f"{changes}; `dapo-jax plan` compiles it and tries what would fit",
         )
@@ -155,17 +155,19 @@ class Configured:
         folder = place_of(config.run_dir, key="run_dir", write=True)
         if not in_bucket(folder) and (why := not_writable(folder)):
             return Found(
-                said=f"{folder}: {why}",
+                message=f"{folder}: {why}",
                 state="failed",
                 remedy="set run_dir to a folder that can be written to",
             )
         if not (folder / "config.yaml").exists():
             check_run_dir(folder, config, resume=False)
-            return Found(said=f"{config.run_dir} is free")
+            return Found(message=f"{config.run_dir} is free")
         try:
             check_run_dir(folder, config, resume=True)
         except ConfigError as error:
-            return Found(said=str(error), state="failed", remedy="choose another run_dir, or undo the change")
+            return Found(
+                message=str(error), state="failed", remedy="choose another run_dir, or undo the change"
+            )
         return _resumable(folder, config)
 
     def reports(self) -> Found:
@@ -174,19 +176,21 @@ class Configured:
         if log.tensorboard and importlib.util.find_spec("tensorboardX") is None:
             return _missing("log.tensorboard", "tensorboardX", "tensorboard")
         if not log.wandb:
-            return Found(said="metrics.jsonl" + (" and TensorBoard" if log.tensorboard else ""))
+            return Found(message="metrics.jsonl" + (" and TensorBoard" if log.tensorboard else ""))
         if importlib.util.find_spec("wandb") is None:
             return _missing("log.wandb", "wandb", "wandb")
         mode = os.environ.get("WANDB_MODE", "online")
         if mode != "online":
-            return Found(said=f"Weights & Biases, with WANDB_MODE={mode}")
+            return Found(message=f"Weights & Biases, with WANDB_MODE={mode}")
         if not _wandb_key():
             return Found(
-                said="log.wandb=true, and there is no API key of Weights & Biases",
+                message="log.wandb=true, and there is no API key of Weights & Biases",
                 state="failed",
                 remedy="run `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline",
             )
-        return Found(said=f"Weights & Biases, project {log.wandb_project}; an API key is there (not tried)")
+        return Found(
+            message=f"Weights & Biases, project {log.wandb_project}; an API key is there (not tried)"
+        )
 
 
 def _resumable(folder: AnyPath, config: TrainConfig) -> Found:
@@ -196,18 +200,18 @@ def _resumable(folder: AnyPath, config: TrainConfig) -> Found:
         said = f"{config.run_dir} holds this run without a checkpoint; it begins anew"
     elif step >= config.steps:
         return Found(
-            said=f"{config.run_dir} holds this run, done with step {step}",
+            message=f"{config.run_dir} holds this run, done with step {step}",
             state="warning",
             remedy="raise steps and start with --resume, or choose another run_dir",
         )
     else:
         said = f"{config.run_dir} holds this run; it goes on after step {step}"
-    return Found(said=said, state="warning", remedy="start it with --resume, or choose another run_dir")
+    return Found(message=said, state="warning", remedy="start it with --resume, or choose another run_dir")
 
 
 def _missing(key: str, package: str, extra: str) -> Found:
     return Found(
-        said=f"{key}=true needs the package {package}, which is not installed",
+        message=f"{key}=true needs the package {package}, which is not installed",
         state="failed",
         remedy=f"{how_to_install(extra)}, or set {key}=false",
     )

@@ -43,7 +43,7 @@ from dapo_jax.run.policy import mesh_of, meshes_of
 from dapo_jax.training.state import TrainState
 
 PROMPTS, GROUP, RESPONSE_TOKENS, SLOTS = 2, 4, 16, 8
-"""What a step is reduced to, as far as the mesh allows."""
+"""The sizes to which a step is reduced, as far as the mesh allows."""
 
 _NUMBERS = (
     "with model.compute_dtype=float32 and model.attention=xla, see whether the weights or a kernel are the cause; weights that were "
@@ -76,20 +76,22 @@ class TinyStep:
         if bad := _not_finite(self._run.policy.params):
             (name, count), more = next(iter(bad.items())), len(bad) - 1
             return Found(
-                said=f"{count:,} values of {name} are NaN or infinite"
+                message=f"{count:,} values of {name} are NaN or infinite"
                 + (f", and {more} more arrays have such" if more else ""),
                 state="failed",
                 remedy="the model's files are damaged: get them anew, or choose another model.source",
             )
         self._state = self._started(resume=False)
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(self._state.params))
-        return Found(said=f"{gib(size)} loaded, all of them finite numbers")
+        return Found(message=f"{gib(size)} loaded, all of them finite numbers")
 
     def transfer(self) -> Found:
         """The sampler's copy of the weights."""
         self._weights, seconds = _timed(lambda: self._run.sampling.transfer(self._state.params))
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(self._weights))
-        return Found(said=f"{gib(size)} in {self.config.model.compute_dtype} to the sampler, {seconds:.1f} s")
+        return Found(
+            message=f"{gib(size)} in {self.config.model.compute_dtype} to the sampler, {seconds:.1f} s"
+        )
 
     def sample(self) -> Found:
         """Some short responses."""
@@ -103,13 +105,13 @@ class TinyStep:
         rollouts = _rollouts(self._collected.groups)
         if not all(np.isfinite(rollout.response.logprobs).all() for rollout in rollouts):
             return Found(
-                said="log-probabilities of sampled tokens are NaN or infinite",
+                message="log-probabilities of sampled tokens are NaN or infinite",
                 state="failed",
                 remedy=_NUMBERS,
             )
         tokens = sum(rollout.response_tokens for rollout in rollouts)
         return Found(
-            said=f"{len(rollouts)} responses of at most {self.config.sampling.max_response_tokens} tokens, {tokens} in all, "
+            message=f"{len(rollouts)} responses of at most {self.config.sampling.max_response_tokens} tokens, {tokens} in all, "
             f"{time.monotonic() - began:.1f} s with compiling"
         )
 
@@ -145,17 +147,17 @@ class TinyStep:
             measured.append(metrics)
         self._metrics, every = to_scalars(measured[0]), to_scalars(measured)
         if every["update/skipped_frac"] or not math.isfinite(every["update/loss"]):
-            return Found(said="loss or gradient is NaN or infinite", state="failed", remedy=_NUMBERS)
+            return Found(message="loss or gradient is NaN or infinite", state="failed", remedy=_NUMBERS)
         norm = every["update/grad_norm"]
         if not norm:
-            return Found(said="the gradient is zero", state="failed", remedy=_NUMBERS)
+            return Found(message="the gradient is zero", state="failed", remedy=_NUMBERS)
         return Found(
-            said=f"{len(measured)} updates, loss {every['update/loss']:.3g}, gradient norm {norm:.3g}, "
+            message=f"{len(measured)} updates, loss {every['update/loss']:.3g}, gradient norm {norm:.3g}, "
             f"{time.monotonic() - began:.1f} s with compiling"
         )
 
     def agree(self) -> Found:
-        """What sampled and what trains, on the same tokens with the same weights."""
+        """Compares sampler and trainer on the same tokens with the same weights."""
         return agreement(
             kl=self._metrics["sync/sampler_trainer_kl"],
             largest=self._metrics["sync/logprob_diff_max"],
@@ -168,7 +170,7 @@ class TinyStep:
         found, seconds = _timed(lambda: self._run.sampling.evaluate(self._state.params, 0))
         groups = [group for each in found.values() for group in each]
         # Of made-up verdicts a score would say nothing.
-        return Found(said=f"{len(groups)} prompts, {len(_rollouts(groups))} responses, {seconds:.1f} s")
+        return Found(message=f"{len(groups)} prompts, {len(_rollouts(groups))} responses, {seconds:.1f} s")
 
     def checkpoint(self) -> Found:
         """The train state saved in a temporary folder, restored, and compared bit for bit."""
@@ -176,7 +178,7 @@ class TinyStep:
         free = shutil.disk_usage(tempfile.gettempdir()).free
         if free < size + SPARE:
             return Found(
-                said=f"because the temporary folder has {gib(free)} free and the checkpoint takes {gib(size)}",
+                message=f"because the temporary folder has {gib(free)} free and the checkpoint takes {gib(size)}",
                 state="skipped",
                 remedy="set TMPDIR to a folder on a larger disk",
             )
@@ -189,11 +191,11 @@ class TinyStep:
         changed = [name for name, digest in _digests(self._state).items() if digest != before[name]]
         if changed:
             return Found(
-                said=f"{len(changed)} arrays are not what was saved, such as {changed[0]}",
+                message=f"{len(changed)} arrays are not what was saved, such as {changed[0]}",
                 state="failed",
                 remedy="the disk below the temporary folder, or the memory, cannot be trusted",
             )
-        return Found(said=f"{gib(size)} saved, restored and equal bit for bit, {seconds:.1f} s")
+        return Found(message=f"{gib(size)} saved, restored and equal bit for bit, {seconds:.1f} s")
 
     def _started(self, *, resume: bool) -> TrainState:
         # There is one checkpoint at most: if it is damaged there is nothing to pass over to, which raises.
@@ -201,7 +203,7 @@ class TinyStep:
 
 
 def graded(rollouts: Sequence[Rollout], seconds: float, *, by_score: bool, cut: bool, random: bool) -> Found:
-    """What the grader said of sampled responses, which are shorter than the run's with `cut`, and of `random` weights."""
+    """The finding on the grades of sampled responses, which are shorter than the run's with `cut`, and of `random` weights."""
     lost = sum(rollout.verdict.lost != "" for rollout in rollouts)
     right, count = sum(rollout.correct for rollout in rollouts), len(rollouts)
     rewards = sorted(rollout.reward for rollout in rollouts)
@@ -210,17 +212,19 @@ def graded(rollouts: Sequence[Rollout], seconds: float, *, by_score: bool, cut: 
     )
     said = f"{found}, {lost} got no verdict, {seconds:.1f} s"
     if lost:
-        return Found(said=said, state="warning", remedy="raise reward.timeout_s or reward.worker_memory_mb")
+        return Found(
+            message=said, state="warning", remedy="raise reward.timeout_s or reward.worker_memory_mb"
+        )
     if by_score or right:
-        return Found(said=said)
+        return Found(message=said)
     if random:
-        return Found(said=f"{said}; random weights are right by luck alone")
+        return Found(message=f"{said}; random weights are right by luck alone")
     if cut and all(rollout.truncated for rollout in rollouts):
         return Found(
-            said=f"{said}; all were cut off after {rollouts[0].response_tokens} tokens, which is shorter than in a run"
+            message=f"{said}; all were cut off after {rollouts[0].response_tokens} tokens, which is shorter than in a run"
         )
     return Found(
-        said=said,
+        message=said,
         state="warning",
         remedy="of so few that may be chance; see what the model writes (dapo-jax sample), and that the grader takes it: a run in which all is "
         "wrong learns nothing. A model that does not know the task is warmed up first (dapo-jax sft)",
@@ -274,7 +278,7 @@ def _rollouts(groups: Sequence[Group]) -> list[Rollout]:
 
 
 def _timed(make: Callable[[], Any]) -> tuple[Any, float]:
-    """What `make` gives once the device is done with it, and the seconds."""
+    """The result of `make` once the device is done with it, and the seconds."""
     began = time.monotonic()
     made = jax.block_until_ready(make())
     return made, time.monotonic() - began
@@ -288,7 +292,7 @@ def _not_finite(params: PyTree) -> dict[str, int]:
 
 
 def _digests(state: PyTree) -> dict[str, str]:
-    """Of each array's bytes, on the host."""
+    """The digests of each array's bytes, taken on the host."""
     return {name: hashlib.blake2b(np.asarray(leaf).tobytes()).hexdigest() for name, leaf in _named(state)}
 
 

@@ -27,7 +27,7 @@ _BACK_UP_S = 60.0
 
 @dataclass(frozen=True)
 class _Doing:
-    """What a process does, and since when this one knows of it."""
+    """The occupation of a process, and since when this one knows of it."""
 
     count: int
     what: str
@@ -48,18 +48,18 @@ class Watch:
         timeout_s: int | float,
         *,
         end: Callable[[int, str], Any],
-        post: Callable[[str], None] = lambda text: None,
-        posted: Callable[[], Mapping[int, str]] = dict,
+        broadcast: Callable[[str], None] = lambda text: None,
+        received: Callable[[], Mapping[int, str]] = dict,
     ) -> None:
         """Does nothing yet.
 
         Args:
             timeout_s: seconds without progress after which the run is ended; 0: never.
             end: called with an exit status and why.
-            post: tells the other processes what this one does.
-            posted: process -> what each of the others has posted last.
+            broadcast: tells the other processes what this one does.
+            received: process -> what each of the others has broadcast last.
         """
-        self._timeout_s, self._end, self._post, self._posted = timeout_s, end, post, posted
+        self._timeout_s, self._end, self._broadcast, self._received = timeout_s, end, broadcast, received
         self._now = _Doing(0, "starting", False, time.monotonic())
         self._others: dict[int, _Doing] = {}
         self._left = threading.Event()
@@ -91,8 +91,8 @@ class Watch:
                 self._back_up()
                 now = self._now
                 stalled = now.idle_s > self._timeout_s and not (now.for_others and self._others_get_on())
-                self._tell(now, stalled=stalled)
-                self._hear()
+                self._broadcast_state(now, stalled=stalled)
+                self._receive()
                 if stalled:
                     _write(self._report(now))
                     if self._others:
@@ -112,12 +112,12 @@ class Watch:
                 limit = self._timeout_s + _BACK_UP_S
                 faulthandler.dump_traceback_later(limit, exit=True, file=sys.__stderr__)
 
-    def _tell(self, now: _Doing, *, stalled: bool) -> None:
-        self._post(json.dumps([now.count, now.what, now.for_others, stalled]))
+    def _broadcast_state(self, now: _Doing, *, stalled: bool) -> None:
+        self._broadcast(json.dumps([now.count, now.what, now.for_others, stalled]))
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         """Times are this process's: the clocks of hosts differ."""
-        for index, text in self._posted().items():
+        for index, text in self._received().items():
             count, what, for_others, stalled = json.loads(text)
             known = self._others.get(index)
             since = known.since if known is not None and known.count == count else time.monotonic()
@@ -133,7 +133,7 @@ class Watch:
         )
 
     def _report(self, now: _Doing) -> str:
-        """What this process's threads do, and what the other processes do."""
+        """A report of what this process's threads do, and what the other processes do."""
         lines = [f"no progress for {now.idle_s:.0f} s; this process: {now.what}"]
         lines += [
             f"process {index}: {other.what}, for {other.idle_s:.0f} s"

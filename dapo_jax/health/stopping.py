@@ -29,10 +29,10 @@ REPEATED_S = 0.5
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 HANGUP = signal.SIGHUP
-"""Of a terminal that was closed. It may come from the system and from the shell at once, so it is never the second signal."""
+"""The signal of a terminal that was closed. It may come from the system and from the shell at once, so it is never the second signal."""
 
 _TOLD = signal.SIGUSR1
-"""With which a thread that has heard of a stop elsewhere wakes the main thread."""
+"""A thread that has heard of a stop elsewhere wakes the main thread by this signal."""
 
 
 _Item = TypeVar("_Item")
@@ -42,7 +42,7 @@ class StoppedError(BaseException):
     """The run was told to stop. As KeyboardInterrupt it is no Exception: what catches those must not catch it."""
 
 
-def first_told(reasons: Mapping[int, str], process: int) -> str:
+def first_reason(reasons: Mapping[int, str], process: int) -> str:
     """Who told a run of several processes to stop, as `process` says it; empty if nobody did.
 
     Args:
@@ -71,7 +71,7 @@ class Stop:
         self.reason = self.reason or reason
 
     def tell(self, reason: str) -> None:
-        """Tells the run to stop, from another thread: what a signal does, but that a later signal is not the second."""
+        """Tells the run to stop, from another thread. Unlike a signal it does not count: the next signal is still the first."""
         if not self.reason:
             self.ask(reason)
             if self._wake is not None:

@@ -83,7 +83,7 @@ class Watchdogs:
         return {f"watchdog/{name}": int(name == self._raised) for name in NAMES}, said
 
     def _see(self, step: Step) -> None:
-        """Of a long run only what is looked at is kept: the first values of each metric and the last."""
+        """Keeps of a long run only what is looked at: the first values of each metric and the last."""
         for name, values in self._seen.items():
             value = step.get(name)
             if value is not None and math.isfinite(value):

@@ -67,7 +67,7 @@ _CONTAINERS: dict[str, type] = {
 """Keys that hold more than one value."""
 
 _LARGEST = (1 << 31) - 1
-"""Of a size: what indices on devices count to."""
+"""The largest size: what indices on devices count to."""
 
 
 def family_of(config: DecoderConfig) -> str:
@@ -176,7 +176,7 @@ def _present(described: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _family_defaults(described: Mapping[str, Any], family: str) -> dict[str, Any]:
-    """What transformers takes for keys that older files leave out."""
+    """The values that transformers takes for keys that older files leave out."""
     defaults: dict[str, Any] = {"tie_word_embeddings": False}
     if isinstance(heads := described.get("num_attention_heads"), int) and heads > 0:
         defaults["num_key_value_heads"] = heads

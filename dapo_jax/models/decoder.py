@@ -30,7 +30,7 @@ from dapo_jax.models.rope import rope_frequencies
 Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
 """(query, key, value), each [heads, head_dim, tokens] -> (attention output, whatever the caller wants back for this layer)."""
 
-Rotations = tuple[Array, Array]
+RopeTables = tuple[Array, Array]
 """Cosine and sine of the angles by which queries and keys are turned, each [head_dim / 2, tokens]."""
 
 WHOLE = Layout()
@@ -50,7 +50,7 @@ def rms_norm(
     return (scaled * weight.astype(jnp.float32)[:, None]).astype(x.dtype)
 
 
-def rotations(positions: Int[Array, " tokens"], config: DecoderConfig) -> Rotations:
+def rope_tables(positions: Int[Array, " tokens"], config: DecoderConfig) -> RopeTables:
     """How far each position is turned: the same in all layers, so made once."""
     scaling = config.rope_scaling
     frequencies = jnp.asarray(rope_frequencies(config.head_dim, config.rope_theta, scaling))
@@ -60,10 +60,10 @@ def rotations(positions: Int[Array, " tokens"], config: DecoderConfig) -> Rotati
 
 
 def rotary(
-    x: Float[Array, "heads head_dim tokens"], turns: Rotations
+    x: Float[Array, "heads head_dim tokens"], rope: RopeTables
 ) -> Float[Array, "heads head_dim tokens"]:
     """Rotary position embedding; dimension i is paired with i + head_dim / 2 (Su et al. 2021, in Llama's layout)."""
-    cos, sin = (part[None] for part in turns)
+    cos, sin = (part[None] for part in rope)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=1).astype(x.dtype)
 
@@ -120,7 +120,7 @@ class Block(nnx.Module):
             self.key_norm = _filled(1.0, (dim,), ("norm",))
 
     def _queries_keys_values(
-        self, x: Float[Array, "embed tokens"], turns: Rotations
+        self, x: Float[Array, "embed tokens"], rope: RopeTables
     ) -> tuple[
         Float[Array, "heads dim tokens"], Float[Array, "kv dim tokens"], Float[Array, "kv dim tokens"]
     ]:
@@ -139,16 +139,16 @@ class Block(nnx.Module):
             norm = jax.vmap(rms_norm, in_axes=(0, None, None))
             query = norm(query, self.query_norm[...], config.norm_eps)
             key = norm(key, self.key_norm[...], config.norm_eps)
-        return rotary(query, turns), rotary(key, turns), value
+        return rotary(query, rope), rotary(key, rope), value
 
     def __call__(
-        self, x: Float[Array, "embed part"], turns: Rotations, attend: Attend
+        self, x: Float[Array, "embed part"], rope: RopeTables, attend: Attend
     ) -> tuple[Float[Array, "embed part"], Any]:
-        """The layer's output, and what `attend` wants back; `turns` are the positions' `rotations`."""
+        """The layer's output, and what `attend` wants back; `rope` are the positions' `rope_tables`."""
         eps, dtype = self.config.norm_eps, self.compute_dtype
         inner, outer = partial(self.layout.inner, dtype=dtype), partial(self.layout.outer, dtype=dtype)
         normed = inner(rms_norm(x, self.attention_norm[...], eps))
-        attended, kept = attend(*self._queries_keys_values(normed, turns))
+        attended, kept = attend(*self._queries_keys_values(normed, rope))
         # Heads and their dimensions as one axis: over two, XLA turns the weight around at every call.
         heads = self.output[...].reshape(len(self.output[...]), -1)
         x = x + outer(self._linear(heads, attended.reshape(-1, attended.shape[2]), ("embed", "heads")))
@@ -164,12 +164,12 @@ class Block(nnx.Module):
 
     def _project(self, spec: str, weight: Array, x: Array, axes: tuple[str, ...]) -> Array:
         """A product with a weight, under the name by which rematerialisation knows what to keep."""
-        held = self.layout.held(axes)
-        return checkpoint_name(product(spec, weight, x, self.compute_dtype, held), "projection")
+        sharding = self.layout.weight_sharding(axes)
+        return checkpoint_name(product(spec, weight, x, self.compute_dtype, sharding), "projection")
 
 
-class Ends(nnx.Module):
-    """What lies before and after the blocks: embedding, final norm, unembedding."""
+class EmbeddingAndHead(nnx.Module):
+    """The layers before and after the blocks: embedding, final norm, unembedding."""
 
     def __init__(
         self,
@@ -210,7 +210,7 @@ class Ends(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Ends and stacked blocks, over whole rows of tokens: what is trained."""
+    """EmbeddingAndHead and stacked blocks, over whole rows of tokens: what is trained."""
 
     def __init__(
         self,
@@ -229,7 +229,7 @@ class Decoder(nnx.Module):
             raise ValueError(f"remat={remat!r} must be one of none, {', '.join(REMAT_POLICIES)}")
         self.remat = remat
         how: dict[str, Any] = {"compute_dtype": compute_dtype, "layout": layout}
-        self.ends = Ends(config, rngs=rngs, **how)
+        self.ends = EmbeddingAndHead(config, rngs=rngs, **how)
         self.blocks = nnx.vmap(lambda keys: Block(config, rngs=keys, **how))(rngs.split(config.layers))
 
     def __call__(
@@ -241,14 +241,14 @@ class Decoder(nnx.Module):
     ) -> Float[Array, "batch row embed"]:
         """Final hidden states of whole rows; column t has seen what `causal_attention` shows it: its segment up to and including t."""
         graph, weights = nnx.split(self.blocks)
-        turns = rotations(positions.reshape(-1), self.ends.config)
+        rope = rope_tables(positions.reshape(-1), self.ends.config)
 
         def attend(query: Array, key: Array, value: Array) -> tuple[Array, None]:
             dtype, layout = self.ends.compute_dtype, self.ends.layout
             return layout.attend(query, key, value, segment_ids, prefix_ids, dtype), None
 
         def layer(x: Array, weights: nnx.State) -> tuple[Array, None]:
-            return nnx.merge(graph, weights)(x, turns, attend)
+            return nnx.merge(graph, weights)(x, rope, attend)
 
         if self.remat != "none":
             layer = jax.checkpoint(layer, policy=REMAT_POLICIES[self.remat])

@@ -133,7 +133,7 @@ class GgufFile:
         return value
 
     def size(self, key: str, default: int | None = None) -> int:
-        """As `number`, a whole one of 1 to 2**31 - 1.
+        """A number, whole and from 1 to 2**31 - 1.
 
         Raises:
             ValueError: it is none.

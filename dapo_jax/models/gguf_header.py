@@ -1,4 +1,4 @@
-"""What a GGUF file says of its own size, compared with the file before the package `gguf` believes it.
+"""The size that a GGUF file states for itself, compared with the file before the package `gguf` believes it.
 
 That package goes through a list of 2**40 entries one by one, wherever the file ends. The format is that of
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
@@ -11,7 +11,7 @@ from typing import IO
 from dapo_jax.storage import check_file
 
 MOST_ENTRIES = 1 << 22
-"""Of one list; the longest is the vocabulary or its merges."""
+"""The longest list; the longest is the vocabulary or its merges."""
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 """Bytes of a value by its type, for numbers and truth values."""
 _TEXT, _LIST = 8, 9

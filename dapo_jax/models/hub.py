@@ -10,7 +10,7 @@ from typing import Any
 from dapo_jax.extras import how_to_install
 
 PATTERNS = ("*.safetensors", "*.json", "*.jinja")
-"""What is fetched: never code, never pickled weights."""
+"""The files that are fetched: never code, never pickled weights."""
 
 _SMALL = ("*.json", "*.jinja")
 

@@ -15,7 +15,7 @@ _BLOCKS = (1024, 512, 256, 128)
 """Tokens that splash attention takes at a time: as many as fit its memory on a TPU core, in what divides the row."""
 
 SPLASH_TOKENS = _BLOCKS[-1]
-"""Of which rows of splash attention are multiples."""
+"""Rows of splash attention are multiples of this."""
 
 
 def splash_kernel(heads: int, seq: int, *, parts: int = 1, interpret: bool = False) -> Any:

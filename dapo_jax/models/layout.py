@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from jaxtyping import Array, Float, Int
 
 from dapo_jax.dapo.logprobs import chunked_logprobs
-from dapo_jax.dapo.precision import Held, rounded
+from dapo_jax.dapo.precision import WeightSharding, rounded
 from dapo_jax.models.attention import causal_attention
 
 
@@ -14,16 +14,16 @@ from dapo_jax.models.attention import causal_attention
 class Layout:
     """One device, or arrays that the compiler places as it sees fit; `parallel.layout.MeshLayout` says where all of them lie."""
 
-    def spread(self, program: Callable[..., tuple[Array, Array]]) -> Callable[..., tuple[Array, Array]]:
+    def shard(self, program: Callable[..., tuple[Array, Array]]) -> Callable[..., tuple[Array, Array]]:
         """A function of (parameters, arrays of [rows, seq]) that returns two arrays of [rows, seq], made to run on all devices."""
         return program
 
-    def held(self, axes: tuple[str, ...]) -> Held | None:
+    def weight_sharding(self, axes: tuple[str, ...]) -> WeightSharding | None:
         """How a weight with these logical axes is split between its uses; None: it is not."""
         return None
 
     def inner(self, x: Float[Array, "features part"], dtype: str) -> Float[Array, "features tokens"]:
-        """What is to be multiplied by weights in `dtype`."""
+        """The activations that are to be multiplied by weights in `dtype`."""
         return x
 
     def outer(self, x: Float[Array, "features tokens"], dtype: str) -> Float[Array, "features part"]:
@@ -51,7 +51,7 @@ class Layout:
         prefix_ids: Int[Array, "batch seq"] | None,
         dtype: str,
     ) -> Float[Array, "heads head_dim tokens"]:
-        """What `causal_attention` computes."""
+        """The attention that `causal_attention` computes."""
         return causal_attention(query, key, value, segment_ids, prefix_ids, dtype=dtype)
 
     def logprobs(

@@ -52,7 +52,7 @@ class RopeScaling:
 
     @property
     def amplitude(self) -> float:
-        """What cosine and sine are multiplied by."""
+        """The factor of cosine and sine."""
         if self.kind != "yarn":
             return 1.0
         return 0.1 * math.log(self.factor) + 1.0 if self.attention_factor is None else self.attention_factor

@@ -14,13 +14,13 @@ from jax.experimental import multihost_utils
 from dapo_jax.config import ConfigError
 
 BUFFER_BYTES = 1 << 20
-"""What one process sends in a round. Each device holds as much from all of them for that long: 32 MiB with 32 processes."""
+"""The bytes that one process sends in a round. Each device holds as much from all of them for that long: 32 MiB with 32 processes."""
 
 _HEAD = 8
 """Bytes in front of a message that say how long it is."""
 
 
-def exchange(message: bytes, *, buffer_bytes: int = BUFFER_BYTES) -> list[bytes]:
+def all_gather_bytes(message: bytes, *, buffer_bytes: int = BUFFER_BYTES) -> list[bytes]:
     """The messages of all processes, by process index. Every process must call it, in the same order of calls."""
     if jax.process_count() == 1:
         return [message]
@@ -41,13 +41,13 @@ def _round(framed: bytes, number: int, buffer_bytes: int) -> list[bytearray]:
     return [bytearray(row.tobytes()) for row in gathered]
 
 
-def agreed(value: bytes) -> bytes:
+def broadcast_from_first(value: bytes) -> bytes:
     """The first process's value, in every process."""
-    return exchange(value)[0]
+    return all_gather_bytes(value)[0]
 
 
 def by_first(work: Callable[[], bytes]) -> bytes:
-    """What `work` returns in the first process, the only one that does it, in every process; none is left waiting for one that failed.
+    """Calls `work` in the first process alone, and returns its result in every process; none is left waiting for one that failed.
 
     Raises:
         Exception: in the first process, what `work` raised.
@@ -61,7 +61,7 @@ def by_first(work: Callable[[], bytes]) -> bytes:
         except Exception as found:
             kind, error = (b"c" if isinstance(found, ConfigError) else b"e"), found
             result = (str(found) if kind == b"c" else f"{type(found).__name__}: {found}").encode()
-    said = agreed(kind.ljust(1) + result)
+    said = broadcast_from_first(kind.ljust(1) + result)
     if error is not None:
         raise error
     if said[:1] == b"c":

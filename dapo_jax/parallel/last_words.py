@@ -1,4 +1,4 @@
-"""What is said of a process that ends without a word of its own: killed, crashed, or ended by JAX because another one is gone.
+"""The message about a process that ends without a word of its own: killed, crashed, or ended by JAX because another one is gone.
 
 JAX ends such a process in C++, in a thread of its own, where no handler of Python's runs; the hook that jaxlib 0.10 has for it
 (`missed_heartbeat_callback`) fails with std::bad_cast before it calls a function of Python's. So a child process is told all the while
@@ -23,7 +23,7 @@ class LastWords:
     """The child process. Nothing fails if it cannot be started, or has ended."""
 
     def __init__(self, *, index: int, count: int, address: str) -> None:
-        """Of process `index` of `count`, whose first one answers at `address`, HOST:PORT."""
+        """Speaks for process `index` of `count`, whose first one answers at `address`, HOST:PORT."""
         self._child: subprocess.Popen[bytes] | None = None
         with suppress(OSError):
             self._child = subprocess.Popen(
@@ -35,7 +35,7 @@ class LastWords:
         os.register_at_fork(after_in_child=self._close)  # or a forked process would keep the pipe open
 
     def tell(self, *, silent: dict[int, float], way_on: str) -> None:
-        """What is known now.
+        """Tells what is known now.
 
         Args:
             silent: other process -> seconds for which nothing was heard of it.

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from dapo_jax.config import ConfigError
 from dapo_jax.config.values import without_secrets
-from dapo_jax.health.stopping import Stop, StoppedError, first_told
+from dapo_jax.health.stopping import Stop, StoppedError, first_reason
 from dapo_jax.parallel.last_words import LastWords, gone
 from dapo_jax.terminal import visible
 
@@ -34,7 +34,7 @@ BEATS = 4
 
 _POLL_S = 0.5
 _LOST_CONNECTION = re.compile(r"Gloo|UNAVAILABLE|closed by peer|reset by peer")
-"""Of an error that may be the consequence of another process's end."""
+"""Words of an error that may be the consequence of another process's end."""
 _FAILED = "dapo_jax/failed/"
 _LEFT = "dapo_jax/left/"
 _STOP = "dapo_jax/stop/"
@@ -108,15 +108,15 @@ def end(status: int, message: str) -> NoReturn:
     _member.end(status, message)
 
 
-def post(text: str) -> None:
+def broadcast(text: str) -> None:
     """Says to the other processes what this one does; what it said before is forgotten."""
     if _member is not None:
-        _member.post(text)
+        _member.broadcast(text)
 
 
-def posted() -> dict[int, str]:
-    """Process -> what it posted last, of each other one."""
-    return {} if _member is None else _member.posted()
+def received() -> dict[int, str]:
+    """Process -> what each of the others has broadcast last."""
+    return {} if _member is None else _member.received()
 
 
 def go_on_by(way_on: str) -> None:
@@ -235,7 +235,7 @@ class _Member:
             self._pass_on_stop()
             if time.monotonic() - heard >= self._alive.beat_s:
                 heard = time.monotonic()
-                self._hear()
+                self._receive()
             failures = self._failures()
             if not failures or self._told.is_set():
                 continue
@@ -246,7 +246,7 @@ class _Member:
             if not self._leaving.wait(GRACE_S):
                 self._exit(*self._because(failures))
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         """Says that this process is alive, and hears of the others."""
         with suppress(Exception):  # the service is gone
             self._client.key_value_set(f"{_ALIVE}{self._index}", self._alive.said(), allow_overwrite=True)
@@ -259,15 +259,15 @@ class _Member:
             return
         if self._stop.reason:
             self._client.key_value_set(f"{_STOP}{self._index}", self._stop.reason)
-        elif told := first_told(self._found(_STOP), self._index):
+        elif told := first_reason(self._found(_STOP), self._index):
             self._stop.tell(told)
         self._stop_said = bool(self._stop.reason)
 
-    def post(self, text: str) -> None:
+    def broadcast(self, text: str) -> None:
         with suppress(Exception):  # the service is gone
             self._client.key_value_set(f"{_DOING}{self._index}", text, allow_overwrite=True)
 
-    def posted(self) -> dict[int, str]:
+    def received(self) -> dict[int, str]:
         return {index: text for index, text in self._found(_DOING).items() if index != self._index}
 
     def all_say(self, text: str) -> bool:
@@ -342,7 +342,7 @@ class _Member:
 
 
 class _Alive:
-    """What is heard of the other processes. Times are this process's: the clocks of hosts differ."""
+    """Signs of life of the other processes. Times are this process's: the clocks of hosts differ."""
 
     def __init__(self, index: int, count: int) -> None:
         now = time.monotonic()

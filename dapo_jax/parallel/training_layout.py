@@ -20,7 +20,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
 
 from dapo_jax.dapo.logprobs import chunked_logprobs
-from dapo_jax.dapo.precision import Held, gathered
+from dapo_jax.dapo.precision import WeightSharding, gathered
 from dapo_jax.models.attention import row_attention
 from dapo_jax.models.kernels import cudnn_attention, splash_attention, splash_kernel
 from dapo_jax.models.layout import Layout
@@ -38,13 +38,13 @@ def layout_of(mesh: Mesh, *, attention: str = "xla") -> Layout:
 
 @dataclass(frozen=True)
 class MeshLayout(Layout):
-    """Axes `data`, `fsdp`, `tensor` and `context`, each of any size. All methods but `spread` are called inside `spread`."""
+    """Axes `data`, `fsdp`, `tensor` and `context`, each of any size. All methods but `shard` are called inside `shard`."""
 
     mesh: Mesh
     attention: str = "xla"
     """xla, splash, cudnn; or splash_interpreted, which runs the kernel without a TPU, slowly."""
 
-    def spread(self, program: Callable[..., tuple[Array, Array]]) -> Callable[..., tuple[Array, Array]]:
+    def shard(self, program: Callable[..., tuple[Array, Array]]) -> Callable[..., tuple[Array, Array]]:
         def part(params: PyTree, arrays: PyTree) -> tuple[Array, Array]:
             first, second = program(params, arrays)
             return self._share(first)[None], self._share(second)[None]
@@ -61,9 +61,13 @@ class MeshLayout(Layout):
 
         return whole
 
-    def held(self, axes: tuple[str, ...]) -> Held | None:
+    def weight_sharding(self, axes: tuple[str, ...]) -> WeightSharding | None:
         split = [TRAINER_RULES[axis] for axis in axes]
-        return Held("fsdp", split.index("fsdp")) if self.mesh.shape["fsdp"] > 1 and "fsdp" in split else None
+        return (
+            WeightSharding("fsdp", split.index("fsdp"))
+            if self.mesh.shape["fsdp"] > 1 and "fsdp" in split
+            else None
+        )
 
     def inner(self, x: Float[Array, "features part"], dtype: str) -> Float[Array, "features tokens"]:
         return x if self.mesh.shape["tensor"] == 1 else _gather(x, "tensor", 1, dtype)
@@ -139,10 +143,10 @@ class MeshLayout(Layout):
         )
 
     def _table(self, weight: Float[Array, "entries shard"], dtype: str) -> Float[Array, "entries embed"]:
-        return _widened(weight, self.held(("vocab", "embed")), dtype)
+        return _widened(weight, self.weight_sharding(("vocab", "embed")), dtype)
 
     def _share(self, result: Float[Array, "rows part"]) -> Float[Array, "rows part"]:
-        """Zeros but for this device's share along `tensor` of what all devices there have: the shares add up to it once."""
+        """This device's share of an array that all devices along `tensor` have, with zeros elsewhere: the sum of the shares is the array."""
         flat, tensor = result.reshape(-1), self.mesh.shape["tensor"]
         mine = jnp.arange(flat.size, dtype=jnp.int32) * tensor // flat.size == lax.axis_index("tensor")
         return jnp.where(mine, flat, 0.0).reshape(result.shape)
@@ -200,7 +204,7 @@ _scatter.defvjp(_scatter_forward, _scatter_backward)
 
 
 def _all_gather(x: Array, axis: str, dim: int, dtype: str) -> Array:
-    """What is gathered goes into products, which round it to their dtype: so it moves in that, where they do (`product`)."""
+    """Gathers an array. It goes into products, which round it to their dtype: so it moves in that, where they do (`product`)."""
 
     def narrow(x: Array) -> Array:
         return lax.all_gather(x.astype(dtype), axis, axis=dim, tiled=True).astype(x.dtype)
@@ -214,17 +218,17 @@ def _all_gather(x: Array, axis: str, dim: int, dtype: str) -> Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _widened(weight: Array, held: Held | None, dtype: str) -> Array:
+def _widened(weight: Array, sharding: WeightSharding | None, dtype: str) -> Array:
     """A weight as `gathered`, with a float32 gradient."""
-    return gathered(weight, dtype, held).astype(np.promote_types(dtype, np.float32))
+    return gathered(weight, dtype, sharding).astype(np.promote_types(dtype, np.float32))
 
 
-def _widened_forward(weight: Array, held: Held | None, dtype: str) -> tuple[Array, None]:
-    return _widened(weight, held, dtype), None
+def _widened_forward(weight: Array, sharding: WeightSharding | None, dtype: str) -> tuple[Array, None]:
+    return _widened(weight, sharding, dtype), None
 
 
-def _widened_backward(held: Held | None, dtype: str, _: None, cotangent: Array) -> tuple[Array]:
-    return (cotangent if held is None else held.summed(cotangent),)
+def _widened_backward(sharding: WeightSharding | None, dtype: str, _: None, cotangent: Array) -> tuple[Array]:
+    return (cotangent if sharding is None else sharding.summed(cotangent),)
 
 
 _widened.defvjp(_widened_forward, _widened_backward)

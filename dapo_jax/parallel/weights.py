@@ -22,7 +22,7 @@ SamplerWeights = dict[str, PyTree]
 
 
 def weight_transfer(params: nnx.State, where: Mesh | Meshes, *, dtype: str) -> "WeightTransfer":
-    """What makes sampler weights of trainer parameters; `params` may be shapes alone.
+    """The program that makes sampler weights of trainer parameters; `params` may be shapes alone.
 
     Args:
         params: of the decoder, blocks stacked.
@@ -60,7 +60,7 @@ class WeightTransfer:
         self._sampler = shardings(shapes, meshes.sampler, SAMPLER_RULES)
         out = jax.tree.map(_shaped, shapes, self._sampler)
         self.shapes: SamplerWeights = {"layers": (out["layer"],) * self._count, "ends": out["ends"]}
-        """What a call returns, as shapes with shardings."""
+        """The result of a call, as shapes with shardings."""
         self._layer = jax.jit(self._layer_program, out_shardings=self._target["layer"])
         self._ends = jax.jit(self._ends_program, out_shardings=self._target["ends"])
 

@@ -1,4 +1,4 @@
-"""What a run would need: memory, traffic and time by roofline, from shapes or from programs compiled for a TPU slice.
+"""The needs of a run: memory, traffic and time by roofline, from shapes or from programs compiled for a TPU slice.
 
 Nothing runs, and nothing of size is allocated.
 """

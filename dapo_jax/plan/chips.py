@@ -1,4 +1,4 @@
-"""What one device of each TPU generation has: the peaks that a roofline is drawn from, and what a program may hold.
+"""The devices of each TPU generation: the peaks that a roofline is drawn from, and what a program may hold.
 
 Peaks are those of Google's pages, per chip (https://cloud.google.com/tpu/docs/v4, .../v5e, .../v5p, .../v6e, .../tpu7x); the
 interconnect's are there for both directions together, and here for one: what a chip can receive. `hbm_gib` is what libtpu 0.0.42
@@ -13,11 +13,11 @@ class Chip:
     """One generation; the numbers are those of a chip but for `hbm_gib`, which is a device's."""
 
     name: str
-    """As libtpu's topologies call it."""
+    """The name in libtpu's topologies."""
     aliases: tuple[str, ...]
-    """What stands before the number in a slice's name, such as v5litepod-16."""
+    """The text before the number in a slice's name, such as v5litepod-16."""
     counts_cores: bool
-    """That number counts cores, of which a chip has 2."""
+    """True if that number counts cores, of which a chip has 2."""
     devices: int
     """JAX devices on a chip, as libtpu describes it."""
     hbm_gib: float

@@ -27,7 +27,7 @@ class Traffic:
 
     kind: str
     count: int
-    """As often as they run."""
+    """The number of runs."""
     received_bytes: int
     """By each device, over all of them."""
 

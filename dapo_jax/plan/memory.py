@@ -33,7 +33,7 @@ class ProgramMemory:
 
     @property
     def beside_arguments(self) -> int:
-        """What it adds to what is there already."""
+        """The bytes that it adds to what is there already."""
         return self.needed - self.arguments
 
 
@@ -70,7 +70,7 @@ class Resident:
 
 
 def memory_of(compiled: jax.stages.Compiled) -> ProgramMemory:
-    """What the compiler says."""
+    """The memory that the compiler states."""
     told: Any = compiled.memory_analysis()
     return ProgramMemory(
         arguments=told.argument_size_in_bytes,
@@ -124,7 +124,7 @@ def as_compiled(there: Resident, programs: dict[str, ProgramMemory]) -> Resident
 
 
 def phases(programs: dict[str, ProgramMemory], there: Resident, *, updates: int) -> list[Phase]:
-    """What is resident together, for each program that was compiled.
+    """The arrays that are resident together, for each program that was compiled.
 
     Between steps the sampler's weights are gone; while it samples, the weights, the cache and up to two batches of prefilled
     prompts lie beside the train state. The minibatches of all updates are put on the device before the first. A program's code

@@ -21,16 +21,16 @@ class Layout:
 
     @property
     def devices(self) -> int:
-        """Of the whole run."""
+        """Devices of the whole run."""
         return math.prod(self.train.values())
 
     @property
     def sampler_devices(self) -> int:
-        """Of one sampler."""
+        """Devices of one sampler."""
         return math.prod(self.sampler.values())
 
 
-def spread(sizes: Mapping[str, int]) -> int:
+def batch_shards(sizes: Mapping[str, int]) -> int:
     """Over how many devices rows or slots are spread."""
     return math.prod(sizes[axis] for axis in BATCH_AXES)
 

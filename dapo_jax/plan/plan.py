@@ -20,7 +20,7 @@ from dapo_jax.plan.topologies import Slice, devices_of
 from dapo_jax.plan.workload import Assumptions, Workload, workload_of
 
 SCHEMA_VERSION = 1
-"""Of the JSON; a field that changes its meaning or goes away makes it one more."""
+"""The version of the JSON; a field that changes its meaning or goes away makes it one more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class Program:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a configuration needs."""
+    """The needs of a configuration."""
 
     config: TrainConfig
     decoder: DecoderConfig
@@ -95,7 +95,7 @@ def plan(
     only: Sequence[str] | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Plan:
-    """What `config` needs: on a slice with its programs compiled, else by shapes on the devices at hand.
+    """The needs of `config`: on a slice with its programs compiled, else by shapes on the devices at hand.
 
     Raises:
         ConfigError: the configuration cannot run there, whatever the memory.

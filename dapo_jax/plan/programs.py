@@ -17,7 +17,7 @@ from dapo_jax.parallel.mesh import Meshes, make_meshes
 from dapo_jax.parallel.weights import weight_transfer
 from dapo_jax.plan.costs import cache_bytes_per_token
 from dapo_jax.plan.memory import Resident, bytes_on_device
-from dapo_jax.plan.mesh_sizes import Layout, described, layout_of, one_device, spread
+from dapo_jax.plan.mesh_sizes import Layout, batch_shards, described, layout_of, one_device
 from dapo_jax.plan.refusals import Allocation
 from dapo_jax.plan.workload import Workload
 from dapo_jax.run.build import updater_of
@@ -34,7 +34,7 @@ SAMPLING = ("generate", "prefill")
 
 @dataclass(frozen=True)
 class Programs:
-    """What a configuration compiles, for devices which may be described ones."""
+    """The programs that a configuration compiles, for devices which may be described ones."""
 
     config: TrainConfig
     decoder: DecoderConfig
@@ -74,7 +74,7 @@ class Programs:
         """The sizes of the meshes."""
         layout = layout_of(self.meshes) if self.devices is not None else described(self.config.parallel)
         assert layout is not None, "without devices, the configuration names all sizes"
-        rows, over = self.config.batch.rows_per_microbatch, spread(layout.train)
+        rows, over = self.config.batch.rows_per_microbatch, batch_shards(layout.train)
         if rows % over:
             raise ConfigError(
                 f"batch.rows_per_microbatch={rows} must be a multiple of parallel.data x parallel.fsdp = {over}; "
@@ -97,7 +97,7 @@ class Programs:
         """Each program's name and what lowers it; of those that the configuration runs."""
         batch = self.config.batch
         shape = {
-            "room": self.work.room,
+            "capacity": self.work.room,
             "rows": batch.rows_per_microbatch,
             "row_tokens": self._pass.row_tokens,
         }
@@ -113,7 +113,7 @@ class Programs:
         return made
 
     def largest_inputs(self, name: str) -> list[Allocation]:
-        """What takes most of a program's arguments: arrays of one kind and shape together."""
+        """The largest arguments of a program: arrays of one kind and shape together."""
         if name in SAMPLING:
             kinds = {"sampler weights": self.weights, "decode state": self._engine.state_structs}
             sizes = self.layout.sampler
@@ -132,7 +132,7 @@ class Programs:
 
     @cached_property
     def resident(self) -> Resident:
-        """What is on each device between programs."""
+        """The arrays on each device between programs."""
         prompts, decoder = self._prefilled, self.decoder
         layout, item = self.layout, 2 if self._dtype == "bfloat16" else 4
         cached = cache_bytes_per_token(decoder, item) // layout.sampler["tensor"]
@@ -168,7 +168,7 @@ class Programs:
 
     @property
     def _minibatch_bytes(self) -> int:
-        rows = self.config.batch.rows_per_microbatch // spread(self.layout.train)
+        rows = self.config.batch.rows_per_microbatch // batch_shards(self.layout.train)
         # Ten arrays of 4 bytes an entry and a mask of 1.
         return self.work.room * rows * self._pass.row_tokens * 41
 
@@ -216,7 +216,7 @@ class Programs:
 
 
 def _configured(make: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """What `make` makes; a size that does not fit is the configuration's."""
+    """Calls `make`; a size that does not fit is the configuration's."""
     try:
         return make(*arguments, **options)
     except ConfigError:

@@ -1,4 +1,4 @@
-"""What takes the memory: the compiler's own list when it refuses a program, else the largest arrays in a program's text."""
+"""The arrays that take the memory: the compiler's own list when it refuses a program, else the largest arrays in a program's text."""
 
 import math
 import re
@@ -43,7 +43,7 @@ def refused(error: Exception) -> tuple[str, list[Allocation]] | None:
 
 
 def needed_bytes(message: str) -> int | None:
-    """What a refused program needs, by either form of the message."""
+    """The bytes that a refused program needs, by either form of the message."""
     told = re.search(r"\(([\d.]+)([KMGT]?)\) exceeds", message) or re.search(
         r"Used ([\d.]+)([KMGT]?) of", message
     )

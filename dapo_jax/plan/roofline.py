@@ -17,21 +17,21 @@ from dapo_jax.plan.costs import (
     forward_flops,
     unembedding_parameters,
 )
-from dapo_jax.plan.mesh_sizes import Layout, spread
+from dapo_jax.plan.mesh_sizes import Layout, batch_shards
 from dapo_jax.plan.workload import Workload
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What one phase does in a step, on each device."""
+    """The work of one phase in a step, on each device."""
 
     phase: str
     runs: int | float
     """How often its program runs in a step."""
     flops: int | float
-    """Of all runs, with what is computed twice and with padding."""
+    """Operations of all runs, with what is computed twice and with padding."""
     useful_flops: int | float
-    """Of the model's own products over the tokens that count, computed once: what model FLOPs utilisation is taken from."""
+    """Operations of the model's own products over the tokens that count, computed once: what model FLOPs utilisation is taken from."""
     hbm_bytes: int | float
     """The least that its products read and write."""
     ici_bytes: int | float
@@ -139,7 +139,7 @@ def _decode(
     flops = forward_flops(decoder, tokens=tokens, pairs=tokens * work.context, logits=tokens)
     flops /= layout.sampler_devices
     # The heads are split over `tensor`, the slots over the other axes.
-    cache = slots / spread(sampler) * cache_bytes_per_token(decoder, item) / sampler["tensor"]
+    cache = slots / batch_shards(sampler) * cache_bytes_per_token(decoder, item) / sampler["tensor"]
     weights = item * decode_weight_parameters(decoder) / sampler["tensor"]
     return Work(
         phase="decode",
@@ -200,6 +200,6 @@ def _trained(
 
 
 def _microbatch_weight_bytes(config: TrainConfig, decoder: DecoderConfig, layout: Layout) -> float:
-    """What one pass over a microbatch reads: the weights, whole but for the tensor axis, in the compute dtype."""
+    """The bytes that one pass over a microbatch reads: the weights, whole but for the tensor axis, in the compute dtype."""
     used = decoder.parameters - (0 if decoder.tied_embeddings else unembedding_parameters(decoder))
     return _item(config) * used / layout.train["tensor"]

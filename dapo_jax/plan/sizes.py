@@ -8,7 +8,7 @@ from dapo_jax.run.policy import folder_of
 
 _PUBLISHERS = {"smollm2": "HuggingFaceTB/SmolLM2", "llama": "meta-llama/Llama", "qwen": "Qwen/Qwen"}
 _KINDS = ("", "-base", "-instruct")
-"""What is behind the size in the name of a repository whose weights have these shapes."""
+"""The text behind the size in the name of a repository whose weights have these shapes."""
 
 
 def decoder_of(model: ModelConfig) -> DecoderConfig:

@@ -1,4 +1,4 @@
-"""What would fit where a plan does not: changes of the configuration, each checked by compiling what failed."""
+"""Configurations that would fit where a plan does not: changes of the configuration, each checked by compiling what failed."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence

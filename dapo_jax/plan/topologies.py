@@ -28,7 +28,7 @@ _DESCRIBED = {
     "TPU_WORKER_ID": "0",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-"""With these libtpu looks for no TPU and asks no metadata server. It reads them when it is loaded."""
+"""Variables with which libtpu looks for no TPU and asks no metadata server. It reads them when it is loaded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class Slice:
 
     @property
     def name(self) -> str:
-        """As libtpu calls it, such as v5p:4x4x8."""
+        """The name that libtpu uses, such as v5p:4x4x8."""
         return f"{self.chip.name}:{'x'.join(map(str, self.shape))}"
 
     @property

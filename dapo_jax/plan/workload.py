@@ -1,4 +1,4 @@
-"""What a step of a configuration has to do: how many prompts, responses, tokens and microbatches, under stated assumptions."""
+"""The workload of a step: how many prompts, responses, tokens and microbatches, under stated assumptions."""
 
 import math
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from dapo_jax.config import ConfigError, TrainConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Assumptions:
-    """What a configuration does not say. Each has a default that is said in the report."""
+    """Quantities that a configuration does not say. Each has a default that is said in the report."""
 
     response_tokens: int | float | None = None
     """The mean; None: every response is as long as it may be."""
@@ -37,7 +37,7 @@ class Workload:
     """Responses that are trained on."""
     updates: int
     microbatches: int
-    """Of one update, if lines are packed without a gap."""
+    """The microbatches of one update, if lines are packed without a gap."""
     room: int
     """Microbatches that an update's program has room for when all responses are as long as they may be."""
     microbatch_tokens: int

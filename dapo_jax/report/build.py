@@ -20,7 +20,7 @@ from dapo_jax.report.tables import AXES, Table, comparable, configurations, tabl
 from dapo_jax.storage import AnyPath, path_of, write_whole
 
 MAX_RUNS = 8
-"""As many colours can be told apart."""
+"""More colours than this cannot be told apart."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class Report:
     html: str
     """The page: everything is in it, and it asks for nothing elsewhere."""
     names: Sequence[str]
-    """Of the runs."""
+    """The names of the runs."""
     tables: Sequence[Table]
     panels: Sequence[Panel]
 
@@ -116,7 +116,7 @@ def page_data(
     rollouts: Sequence[Laid],
     evaluations: Sequence[Laid],
 ) -> dict[str, Any]:
-    """What the scripts read at once; `zero` are the titles of what is not drawn."""
+    """The data that the scripts read at once; `zero` are the titles of what is not drawn."""
     return {
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
         "version": dapo_jax.__version__,
@@ -144,5 +144,5 @@ def _described(run: RunFiles, table: Table, rollouts: Laid, evaluations: Laid) -
 
 
 def title_of(names: Sequence[str]) -> str:
-    """Of the browser's window."""
+    """The title of the browser's window."""
     return f"{', '.join(names)} · dapo_jax report"

@@ -38,7 +38,7 @@ class _Dataset:
     evaluations: list[tuple[int, int, dict[int, tuple[int, int]]]] = field(default_factory=list)
     """(step, chunk, place -> (correct, samples))."""
     rewards: list[dict[int, float]] = field(default_factory=list)
-    """Of each evaluation place -> mean reward, NaN where it is not on file."""
+    """For each evaluation: place -> mean reward, NaN where it is not on file."""
 
 
 def lay_out_evaluations(

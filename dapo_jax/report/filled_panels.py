@@ -11,7 +11,7 @@ OTHER = "Other metrics"
 """The section of what no panel is for."""
 
 _PARTS = re.compile(r"eval/.+_stderr|eval/.+/problems|time/(?:step|eval)_s")
-"""What is drawn as a part of something else, or never changes."""
+"""Metrics that are drawn as a part of something else, or never change."""
 
 
 def panels_of(tables: Sequence[Table]) -> tuple[list[Panel], list[str]]:
@@ -53,7 +53,7 @@ def _matching(patterns: Sequence[Series], names: Sequence[str]) -> Iterator[Seri
 
 
 def _held_out(panel: Panel, series: tuple[Series, ...], tables: Sequence[Table]) -> Panel:
-    """Of one dataset alone the name says nothing; of pass@2, pass@4, ... only the last that all runs have is drawn at first."""
+    """Leaves out the name of the only dataset, which says nothing; of pass@2, pass@4, ... only the last that all runs have is drawn at first."""
     if len({_dataset(each) for each in series}) == 1:
         only = f" {_dataset(series[0])}"
         series = tuple(

@@ -37,7 +37,7 @@ class Index:
     """The last group of an earlier logged step with the same question; -1: none."""
     group_chunk: list[int] = field(default_factory=list)
     group_place: list[int] = field(default_factory=list)
-    """Of a group in its chunk."""
+    """The place of a group in its chunk."""
 
     TYPES: ClassVar = {
         "flags": "u1", "clipped": "u4", "reward": "f4", "advantage": "f4", "penalty": "f4", "tokens": "u4",

@@ -13,7 +13,7 @@ class Series:
     key: str
     """The metric's name, in `PANELS` a pattern of it."""
     label: str
-    """What it is called; in `PANELS` it may have groups of the pattern, as `\\1`."""
+    """The name in the legend; in `PANELS` it may have groups of the pattern, as `\\1`."""
     band: str = ""
     """The metric with its standard error, drawn as a band; in `PANELS` as `label`."""
 
@@ -25,13 +25,13 @@ class Panel:
     section: str
     title: str
     unit: str
-    """Of the vertical axis; `share` is drawn in percent."""
+    """The unit of the vertical axis; `share` is drawn in percent."""
     series: tuple[Series, ...]
     stacked: bool = False
     log: bool = False
     """A logarithmic axis."""
     note: str = ""
-    """What one must know to read it."""
+    """A remark that one must know to read it."""
     hidden: tuple[str, ...] = ()
     """Keys that are drawn only when asked for."""
     quiet: bool = False
@@ -67,7 +67,7 @@ _ACCURACIES = (
         ),
     ),
 )
-"""Of what is right or wrong."""
+"""Colours of what is right or wrong."""
 
 _REWARDS = (
     Panel(
@@ -89,7 +89,7 @@ _REWARDS = (
         series=(Series(key=r"reward/parts/(.+)", label=r"\1"),),
     ),
 )
-"""Of training."""
+"""The section of training."""
 
 _HELD_OUT_REWARD = Panel(
     section="Learning",

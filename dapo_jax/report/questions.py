@@ -1,4 +1,4 @@
-"""What makes two prompts the same question, in one run and across runs."""
+"""The key by which two prompts are the same question, in one run and across runs."""
 
 import hashlib
 

@@ -22,7 +22,7 @@ from dapo_jax.storage import AnyPath
 from dapo_jax.trackers.rollout_log import read_rollouts
 
 CHUNK_BYTES = 512 * 1024
-"""Of JSON, about, before it is compressed: a browser opens it in some milliseconds."""
+"""The size of a chunk's JSON, about, before it is compressed: a browser opens it in some milliseconds."""
 
 _KINDS = {
     "step": int,
@@ -43,7 +43,7 @@ class Laid:
     """The rollouts of one run, or its evaluations."""
 
     about: Mapping[str, Any]
-    """What the page says of them, as JSON can."""
+    """The page's description of them, as JSON can."""
     index: bytes
     chunks: Sequence[bytes]
 
@@ -168,7 +168,7 @@ class Laying:
                 self._seen[key] = self._seen[key] or row.get(key) is not None
 
     def _group(self, group: Sequence[Mapping[str, Any]], states: Sequence[str | None]) -> dict[str, Any]:
-        """What a chunk holds of a group; a response's `lengths` are its tokens', in UTF-16 units."""
+        """The entry of a group in a chunk; a response's `lengths` are its tokens', in UTF-16 units."""
         return {
             "prompt": group[0]["prompt"],
             "answer": group[0]["answer"],
@@ -207,7 +207,7 @@ class Laying:
 
 
 def clip_states(ratios: Iterable[float | None], advantage: float, loss: LossConfig) -> str:
-    """What the clip did to each token (Eq. 8 and 10): a character for each.
+    """The effect of the clip on each token (Eq. 8 and 10): a character for each.
 
     `^` the ratio is over 1 + clip_ratio_high and the advantage positive; `v` it is under 1 - clip_ratio_low and the advantage
     negative: such a token has no gradient. `d` the advantage is negative and the ratio over the dual clip. `.` none of
@@ -258,7 +258,7 @@ def spaced(files: Sequence[AnyPath], count: int | None) -> Iterator[AnyPath]:
 
 
 def heads(prompts: Sequence[str]) -> list[str]:
-    """What tells prompts apart, in one line each: without what is put around every question.
+    """One line for each prompt that tells it apart: without what is put around every question.
 
     >>> heads(["Solve this task, please: 1+1", "Solve this task, please: 2+3"])
     ['1+1', '2+3']
@@ -274,7 +274,7 @@ def heads(prompts: Sequence[str]) -> list[str]:
 
 
 def _common(texts: Sequence[str]) -> str:
-    """What all texts begin with."""
+    """The beginning that all texts share."""
     low, high = min(texts), max(texts)  # whatever these two share, all that lie between them share
     same = takewhile(lambda pair: pair[0] == pair[1], zip(low, high, strict=False))
     return low[: sum(1 for _ in same)]

@@ -20,7 +20,7 @@ _LOOKED_AT = 50
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """Of a run at the time it was read."""
+    """The state of a run at the time it was read."""
 
     kind: str
     """`running`, `finished`, `stopped`, `failed`, `silent` (it said that it runs, and then no more), or `unknown`."""
@@ -32,7 +32,7 @@ class State:
 def state_of(
     place: AnyPath, config: TrainConfig | None, rows: Sequence[Mapping[str, Any]], *, now: datetime
 ) -> State:
-    """What the run's status says, and where it says `running`, whether that is still so.
+    """The state that the run's status says, and where it says `running`, whether that is still so.
 
     A run of an older version, or one that was copied without its status, is finished if its model and the last step are there.
     """

@@ -1,4 +1,4 @@
-"""What a report reads of a run: its configuration, its metrics, and which steps' rollouts were logged.
+"""The files of a run that a report reads: its configuration, its metrics, and which steps' rollouts were logged.
 
 A run may be going on meanwhile: of metrics.jsonl whole lines are read, and files of rollouts are there whole or not at all.
 """

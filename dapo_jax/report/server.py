@@ -100,7 +100,7 @@ class Watched:
             return json.dumps({"version": self._version, "error": self._error}).encode()
 
     def data(self) -> bytes:
-        """What the page's scripts read, as JSON, with the indices of rollouts and evaluations."""
+        """The data of the page's scripts, as JSON, with the indices of rollouts and evaluations."""
         with self._lock:
             indices = {name: base64.b64encode(content).decode() for name, content in self._indices().items()}
             return json.dumps({**self._data(), "packed": indices}, allow_nan=False).encode()

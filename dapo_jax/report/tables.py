@@ -25,7 +25,7 @@ AXES = {
 _AVERAGE = re.compile(r"(eval/.+/)avg@(\d+)((?:_stderr)?)")
 
 REST = "time/rest_s"
-"""What a step took beside sampling and updating: mostly the evaluation after it."""
+"""The time that a step took beside sampling and updating: mostly the evaluation after it."""
 
 EQUAL = "rollout/scores_equal_frac"
 """The share of groups whose scores do not differ, of runs whose groups are judged by them."""
@@ -40,7 +40,7 @@ class Table:
     columns: Mapping[str, Column]
     """Name of a metric -> its values. A metric without any number is left out."""
     by_score: bool = False
-    """As `RunFiles.by_score`."""
+    """True where scores count, see `RunFiles.by_score`."""
 
 
 def table_of(run: RunFiles) -> Table:

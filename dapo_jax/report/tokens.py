@@ -15,7 +15,7 @@ from dapo_jax.storage import AnyPath, entries
 from dapo_jax.text.tokenizers import Tokenizer, load_tokenizer, named_tokenizer
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-"""What the first bytes of a character decode to."""
+"""The first bytes of a character decode to this."""
 _LONGEST = 4
 """Bytes of a character, so as many tokens can lie in one."""
 

@@ -83,7 +83,7 @@ ADAPTERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "trl": trl_reward,
     "verl": verl_reward,
 }
-"""What stands before the first colon of a function's name -> how it is called."""
+"""The text before the first colon of a function's name -> its adapter."""
 
 
 def _adapted(

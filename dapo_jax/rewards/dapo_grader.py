@@ -105,7 +105,7 @@ def dapo_boxed_grader(response: str, answer: str) -> Verdict:
 
 
 def last_stated(text: str) -> str | None:
-    r"""What stands behind the last `Answer:` up to the end of its line, in any case; None if there is none.
+    r"""The text behind the last `Answer:` up to the end of its line, in any case; None if there is none.
 
     Two on one line are one statement, as in the released code.
 
@@ -117,7 +117,7 @@ def last_stated(text: str) -> str | None:
 
 
 def behind_stated(text: str) -> str:
-    r"""What follows the line of the last `Answer:`; the whole text if there is none.
+    r"""The text after the line of the last `Answer:`; the whole text if there is none.
 
     >>> behind_stated("Answer: 3. No.\nanswer : 4 or so\nBye"), behind_stated("It is 4")
     ('\nBye', 'It is 4')
@@ -127,7 +127,7 @@ def behind_stated(text: str) -> str:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What stands between the braces of the last `\boxed{`; None if there is none or it does not end.
+    r"""The text between the braces of the last `\boxed{`; None if there is none or it does not end.
 
     >>> last_boxed(r"\boxed{1} so \boxed{\frac{1}{2}}."), last_boxed(r"\boxed{1} and \boxed{2")
     ('\\frac{1}{2}', None)

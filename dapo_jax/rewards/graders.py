@@ -53,7 +53,7 @@ GRADERS: dict[str, Grader] = {
 """Graders by the name that a configuration gives them."""
 
 TEXT_RULES = frozenset(GRADERS) - {"math"}
-"""Those that only compare text: they take microseconds and cannot hang, so they need no worker."""
+"""The graders that only compare text: they take microseconds and cannot hang, so they need no worker."""
 
 
 def _integer(text: str) -> str | None:

@@ -9,7 +9,7 @@ from dapo_jax.dapo.rollouts import Group, Prompt, Response, Verdict
 from dapo_jax.rewards.functions import GradeFunction
 from dapo_jax.rewards.futures import each
 from dapo_jax.rewards.sample import Sample
-from dapo_jax.rewards.shaping import Decoder, Shaping, samples_of, shaped_group
+from dapo_jax.rewards.shaping import Shaping, TextDecoder, samples_of, shaped_group
 
 Submit = Callable[[Sequence[Sample]], list[Future[Verdict]]]
 """Hands over the responses to one prompt; the verdicts are in their order. `GradingPool.submit`, or `immediately(grade)`."""
@@ -28,10 +28,10 @@ def immediately(grade: GradeFunction) -> Submit:
 
 @dataclass(frozen=True, kw_only=True)
 class Grading:
-    """What becomes of sampled responses: text, verdicts, rewards."""
+    """Turns sampled responses into groups: text, verdicts, rewards."""
 
     submit: Submit
-    tokenizer: Decoder
+    tokenizer: TextDecoder
     shaping: Shaping
     on_submit: Callable[[], None] = lambda: None
     """Called before the responses to a prompt are handed over."""

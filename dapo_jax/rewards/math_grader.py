@@ -55,7 +55,7 @@ def math_grader(response: str, answer: str) -> Verdict:
 
 
 def _statement(text: str) -> tuple[str | None, str]:
-    """What the response gives as its answer, and where it says so."""
+    """The answer that the response gives, and where it says so."""
     stated = last_stated(text)
     # What comes last counts: a box behind the line of the last `Answer:`, or else that line.
     boxed = last_boxed(behind_stated(text))

@@ -14,7 +14,7 @@ from dapo_jax.rewards.sample import Sample
 
 
 @runtime_checkable
-class Decoder(Protocol):
+class TextDecoder(Protocol):
     """The half of a tokenizer that grading needs."""
 
     def decode(self, ids: Int[np.ndarray, " tokens"]) -> str:
@@ -22,8 +22,8 @@ class Decoder(Protocol):
         ...
 
 
-def samples_of(prompt: Prompt, responses: Sequence[Response], *, tokenizer: Decoder) -> list[Sample]:
-    """What a grader is handed: the responses as text, special tokens left out."""
+def samples_of(prompt: Prompt, responses: Sequence[Response], *, tokenizer: TextDecoder) -> list[Sample]:
+    """The samples that a grader is handed: the responses as text, special tokens left out."""
     return [
         Sample(
             prompt=prompt,
@@ -138,7 +138,7 @@ def grade_group(
     prompt: Prompt,
     responses: Sequence[Response],
     *,
-    tokenizer: Decoder,
+    tokenizer: TextDecoder,
     grade: GradeFunction,
     shaping: Shaping = RULE_REWARD,
 ) -> Group:

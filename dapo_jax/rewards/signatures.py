@@ -1,4 +1,4 @@
-"""What a reward function asks for: one response or a whole group at a time, and whether it is awaited."""
+"""The ways in which a reward function is called: one response or a whole group at a time, and whether it is awaited."""
 
 import inspect
 from collections.abc import Callable

@@ -18,7 +18,7 @@ from dapo_jax.health.stalls import Watch
 from dapo_jax.health.stopping import Stop
 from dapo_jax.models.layout import Layout
 from dapo_jax.models.tensors import shapes_of
-from dapo_jax.parallel.gather import agreed
+from dapo_jax.parallel.gather import broadcast_from_first
 from dapo_jax.rewards.functions import Rewards
 from dapo_jax.run.grader_setup import check_graders, grading
 from dapo_jax.run.group_sampling import GroupSampling
@@ -135,7 +135,7 @@ class Run:
         initial, decoder = self.policy.params, self.policy.decoder
         self.policy = replace(self.policy, params=shapes_of(decoder))
         # As the first process sees it, or one might make room for a checkpoint that another does not find.
-        if resume and agreed(b"checkpoints" if checkpointer.steps() else b""):
+        if resume and broadcast_from_first(b"checkpoints" if checkpointer.steps() else b""):
             del initial
             target = state_structs(self.policy, self._optimizer, self._mesh, offload=offload)
             check = partial(self._check, say=say)

@@ -25,7 +25,7 @@ _TOKENIZER_FILES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Converted:
-    """What `convert` wrote."""
+    """The result of `convert`."""
 
     folder: AnyPath
     family: str

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Literal
 
 from dapo_jax.config import ConfigError, TrainConfig
-from dapo_jax.parallel.gather import agreed
+from dapo_jax.parallel.gather import broadcast_from_first
 from dapo_jax.parallel.processes import is_first
 from dapo_jax.storage import AnyPath, files_below, in_bucket, path_of, size_of
 
 STATE_BYTES, EXPORT_BYTES = 12, 4
-"""Of a parameter: in a checkpoint (float32 weights and two moments), and in the model that is written at the end."""
+"""Bytes of a parameter: in a checkpoint (float32 weights and two moments), and in the model that is written at the end."""
 
 SPARE = 2**30
 """Bytes that a disk should have left beyond what is needed."""
@@ -23,9 +23,9 @@ LEAST = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class Room:
-    """What there is on the disks, in words for a person."""
+    """The space on the disks, in words for a person."""
 
-    said: str
+    message: str
     state: Literal["ok", "warning", "failed"]
     remedy: str
 
@@ -39,8 +39,8 @@ def check_room(config: TrainConfig, parameters: int) -> str:
     found = ["", ""]
     if is_first():
         room = room_for(written_by(config, parameters))
-        found[room.state == "failed"] = f"{room.said}: {room.remedy}" if room.remedy else ""
-    warning, refusal = (part.decode() for part in map(agreed, map(str.encode, found)))
+        found[room.state == "failed"] = f"{room.message}: {room.remedy}" if room.remedy else ""
+    warning, refusal = (part.decode() for part in map(broadcast_from_first, map(str.encode, found)))
     if refusal:
         raise ConfigError(f"the disk has too little room for this run: {refusal}")
     return f"the disk has little room for this run: {warning}" if warning else ""
@@ -92,7 +92,7 @@ def room_for(places: Mapping[str, tuple[str, int]]) -> Room:
                 f"{gib(SPARE)} beyond what is needed is advised: free {gib(needed + SPARE - free)}, {elsewhere}"
             )
     said += [f"{key} lies in a bucket" for key in places if key not in local]
-    return Room(said="; ".join(said), state=state, remedy="; ".join(remedies))
+    return Room(message="; ".join(said), state=state, remedy="; ".join(remedies))
 
 
 def nearest(folder: AnyPath) -> Path:

@@ -16,9 +16,9 @@ from dapo_jax.checkpoints.manifest import CheckpointError
 from dapo_jax.config import TrainConfig
 from dapo_jax.dapo.rollouts import Group
 from dapo_jax.evaluation import lost_verdicts, problem_record, responses_kept, summarize
-from dapo_jax.health.stopping import Stop, StoppedError, first_told
+from dapo_jax.health.stopping import Stop, StoppedError, first_reason
 from dapo_jax.parallel import processes
-from dapo_jax.parallel.gather import agreed, exchange
+from dapo_jax.parallel.gather import all_gather_bytes, broadcast_from_first
 from dapo_jax.parallel.processes import go_on_by, is_first
 from dapo_jax.run.guard import GuardError
 from dapo_jax.run.loop import Observer, StepResult
@@ -213,7 +213,7 @@ class EndOfStep(Observer):
     def _is_best(self, score: float) -> bool:
         """The first process decides: all save or none, and one may be unable to read what another can."""
         best = self._checkpointer.best()
-        return agreed(b"best" if best is None or score > best[1] else b"") != b""
+        return broadcast_from_first(b"best" if best is None or score > best[1] else b"") != b""
 
     def _save(self, score: float | None) -> None:
         assert self._now is not None
@@ -236,8 +236,8 @@ class EndOfStep(Observer):
     def _stop_if_told(self) -> None:
         """Raises in every process StoppedError if one of them was told, CheckpointError if its last save has failed."""
         own = json.dumps([self._stop.reason, self._checkpointer.failure()]).encode()
-        said = [json.loads(message) for message in exchange(own, buffer_bytes=1024)]
-        if reason := first_told(
+        said = [json.loads(message) for message in all_gather_bytes(own, buffer_bytes=1024)]
+        if reason := first_reason(
             {process: told for process, (told, _) in enumerate(said)}, jax.process_index()
         ):
             raise StoppedError(reason)

@@ -58,7 +58,7 @@ def grading(
 
 
 def submit_of(config: RewardConfig, *, reward: Rewards | None = None) -> tuple[Submit, Close | None]:
-    """What hands a group to the configured graders, and what ends their workers and event loop; None if there are none.
+    """The function that hands a group to the configured graders, and the one that ends their workers and event loop; None if there are none.
 
     `reward` replaces `reward.grader` and `reward.graders`.
 
@@ -117,7 +117,7 @@ def _graders(config: RewardConfig, reward: Rewards | None) -> list[_Grader]:
 
 
 def weighted(reward: object) -> list[tuple[str | RewardFunction, float]]:
-    """What was passed from Python as several rewards, checked: a list of (function or grader's name, weight) pairs.
+    """Checks what was passed from Python as several rewards: a list of (function or grader's name, weight) pairs.
 
     Raises:
         ConfigError: it is none; the message names the place in the list.

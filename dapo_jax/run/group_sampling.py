@@ -71,7 +71,7 @@ class GroupSampling:
         return self._alone(weights, draw) if self._share.alone else self._together(weights, draw)
 
     def finish(self, collector: Collector) -> Collected:
-        """What a step trains on and what it leaves, whole in every process.
+        """The groups that a step trains on and those that it leaves, whole in every process.
 
         Raises:
             ShortfallError: there are too few informative groups.

@@ -12,7 +12,7 @@ from dapo_jax.dapo.dynamic_sampling import Collected, Collector, ShortfallError
 from dapo_jax.dapo.metrics import Metric, to_scalars
 from dapo_jax.dapo.rollouts import Group
 from dapo_jax.health.watchdogs import Watchdogs
-from dapo_jax.parallel.gather import agreed, exchange
+from dapo_jax.parallel.gather import all_gather_bytes, broadcast_from_first
 from dapo_jax.parallel.processes import is_first
 from dapo_jax.run.loop import Observer, Position, StepResult
 from dapo_jax.run.nonfinite import Update, in_words, some, strange_responses
@@ -77,7 +77,7 @@ class Guard(Observer):
         history = [*written, start.unfinished] if start.unfinished is not None else written
         dumped = len(entries(run_dir / "post_mortem")) if is_first() else 0
         before = history[-1].get(IN_A_ROW, 0) if history else 0
-        self._dumped, self._in_a_row = json.loads(agreed(json.dumps([dumped, before]).encode()))
+        self._dumped, self._in_a_row = json.loads(broadcast_from_first(json.dumps([dumped, before]).encode()))
         self._watchdogs = _watchdogs(config, history)
         if bad := nonfinite_leaves(start.state.params):
             step = start.position.step
@@ -119,7 +119,7 @@ class Guard(Observer):
     def on_shortfall(self, error: ShortfallError) -> None:
         """Raises GuardError if any process has seen log-probabilities that are not finite: these are why."""
         # Each process has the log-probabilities of its own groups alone, and none may go another way than the others.
-        found = exchange(json.dumps([group.prompt.ordinal for group in self._strange]).encode())
+        found = all_gather_bytes(json.dumps([group.prompt.ordinal for group in self._strange]).encode())
         if prompts := sorted({ordinal for one in found for ordinal in json.loads(one)}):
             raise GuardError(
                 f"the sampler's log-probabilities are not finite (prompt {some(prompts)}), so what it sampled means nothing; "

@@ -1,4 +1,4 @@
-"""What a checkpoint knows of its run (configuration, prompts, model), and whether a run may go on from it."""
+"""The identity of a run that a checkpoint keeps (configuration, prompts, model), and whether a run may go on from it."""
 
 import hashlib
 import json
@@ -26,7 +26,7 @@ _BLOCKS, _BLOCK_BYTES = 64, 1 << 12
 def identity_of(
     config: TrainConfig, *, prompts: Sequence[Mapping[str, Any]], model: Mapping[str, str]
 ) -> dict[str, Any]:
-    """What a checkpoint keeps of its run, as JSON has it.
+    """The identity of a run, as JSON has it.
 
     Args:
         config: of the run; the keys that are free to change are left out.

@@ -39,7 +39,7 @@ _NO_SHAPING = OverlongConfig(enabled=False)
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What `evaluate` hands back."""
+    """The result of `evaluate`."""
 
     scores: dict[str, float]
     """`eval/NAME/avg@32` and the like, see `evaluation.summarize`."""

@@ -39,7 +39,7 @@ class Position:
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What a finished step leaves behind."""
+    """The result of a finished step."""
 
     position: Position
     state: TrainState

@@ -1,4 +1,4 @@
-"""What was not finite in a skipped update, found from what its program flagged and from what is on the host."""
+"""The quantities that were not finite in a skipped update, found from what its program flagged and from what is on the host."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -55,7 +55,7 @@ class Update:
     def named(
         self, flags: Mapping[str, Sequence[int]], groups: Sequence[Group], parameters: Sequence[str]
     ) -> dict[str, dict[str, Any]]:
-        """What `flags` says with names: prompts, responses and tokens, (stack, microbatch), parameters."""
+        """The places of `flags` by their names: prompts, responses and tokens, (stack, microbatch), parameters."""
         found: dict[str, dict[str, Any]] = {}
         for name, places in flags.items():
             if name == "gradient":
@@ -72,10 +72,10 @@ class Update:
 
     def _stack_and_place(self, place: int) -> list[int]:
         for index, stack in enumerate(self.minibatch):
-            room = len(stack.microbatches.tokens)
-            if place < room:
+            capacity = len(stack.microbatches.tokens)
+            if place < capacity:
                 return [index, place]
-            place -= room
+            place -= capacity
         raise AssertionError("a flag for each microbatch that there is room for")
 
 

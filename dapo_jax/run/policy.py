@@ -61,7 +61,7 @@ class Policy:
     params: nnx.State
     tokenizer: Tokenizer
     step: int = 0
-    """Of a run's checkpoint, the steps that its weights were trained for."""
+    """The steps that the weights of a run's checkpoint were trained for."""
     folder: Path | None = None
     """The model folder that it was read from, or that described it; None for a preset."""
 

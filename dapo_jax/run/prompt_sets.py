@@ -1,4 +1,4 @@
-"""What is asked, built from a configuration: the prompts of training, of evaluation, of a warm start."""
+"""Prompts built from a configuration: those of training, of evaluation, of a warm start."""
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,13 +34,13 @@ class Asked:
     """The places in `rows` of each dataset's rows, over-long prompts left out."""
     weights: Sequence[float]
     notes: Sequence[str]
-    """What was left out, for people."""
+    """Remarks for people on what was left out."""
     identity: Sequence[Mapping[str, Any]]
-    """Of each dataset its name, and number and sha256 of the prompts that are asked: what a checkpoint keeps of them."""
+    """For each dataset its name, and number and sha256 of the prompts that are asked: what a checkpoint keeps of them."""
 
 
 def prompt_format(data: DataConfig) -> PromptFormat:
-    """What the configuration puts around a question."""
+    """The format that the configuration puts around a question."""
     return PromptFormat(
         template=data.prompt_template,
         examples=tuple(Example(prompt=each["prompt"], response=each["response"]) for each in data.few_shot),
@@ -95,7 +95,7 @@ def training_rows(data: DataConfig, tokenizer: Tokenizer, *, rows: GivenRows | N
 
 
 def drawn_too_often(config: TrainConfig, rows: int) -> tuple[str, str] | None:
-    """What to say, and what to do, where a step draws more prompts at once than there are; None where it does not."""
+    """The problem and the remedy where a step draws more prompts at once than there are; None where it does not."""
     drawn = config.prompts_per_wave if config.dynamic_sampling.enabled else config.batch.prompts_per_step
     if drawn <= rows:
         return None

@@ -1,4 +1,4 @@
-"""What a run writes beside its checkpoints: metrics to the trackers, readable rollouts; and the compilation cache."""
+"""The records of a run beside its checkpoints: metrics to the trackers, readable rollouts; and the compilation cache."""
 
 import re
 from collections.abc import Mapping
@@ -52,7 +52,7 @@ class Records:
     """The trackers and the rollout log of one run; a context manager."""
 
     def __init__(self, config: TrainConfig, run_dir: AnyPath, *, resume_step: int | None) -> None:
-        """With `resume_step`, lines past it are cut from metrics.jsonl.
+        """Opens the trackers; with `resume_step`, lines past it are cut from metrics.jsonl.
 
         Raises:
             ConfigError: what is there of metrics.jsonl is damaged, or of another run.

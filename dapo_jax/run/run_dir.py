@@ -16,7 +16,7 @@ from dapo_jax.config.loading import changed_keys
 from dapo_jax.config.schema import FREE_TO_CHANGE
 from dapo_jax.locks import Lock, Lost
 from dapo_jax.nearest import nearest
-from dapo_jax.parallel.gather import by_first, exchange
+from dapo_jax.parallel.gather import all_gather_bytes, by_first
 from dapo_jax.run.folders import locked, place_of
 from dapo_jax.run.prompt_sets import dated
 from dapo_jax.storage import AnyPath, entries, in_bucket
@@ -86,7 +86,7 @@ def claim_run_dir(
     firsts, day = json.loads(by_first(checked))
     lines = zip_longest(firsts.splitlines(), to_yaml(config).splitlines())
     differing = [pair for pair in lines if pair[0] != pair[1]]
-    for process, found in enumerate(exchange(json.dumps(differing[:1]).encode())):
+    for process, found in enumerate(all_gather_bytes(json.dumps(differing[:1]).encode())):
         for theirs, own in json.loads(found):
             raise ConfigError(
                 f"all processes need one configuration; the first has {theirs!r} where process {process} has {own!r}"

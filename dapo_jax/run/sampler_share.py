@@ -17,8 +17,8 @@ from dapo_jax.checkpoints.groups import carry_arrays, carry_groups
 from dapo_jax.checkpoints.manifest import pack_arrays, unpack_arrays
 from dapo_jax.dapo.dynamic_sampling import Collected
 from dapo_jax.dapo.rollouts import Group, Prompt
-from dapo_jax.health.stopping import Stop, StoppedError, first_told
-from dapo_jax.parallel.gather import exchange
+from dapo_jax.health.stopping import Stop, StoppedError, first_reason
+from dapo_jax.parallel.gather import all_gather_bytes
 from dapo_jax.parallel.mesh import Meshes
 from dapo_jax.rewards.functions import RewardError
 from dapo_jax.run.response_sampler import Grade, Sampled
@@ -36,7 +36,7 @@ class SamplerShare:
         self._shared = len(members) > 1
         self.alone = jax.process_count() == 1
         self.grades = jax.process_index() == first
-        """Of the processes that share a sampler, all have its responses, and one grades them."""
+        """True in the one process that grades, of those that share a sampler and all have its responses."""
         self._failed = ""
 
     def takes(self, ordinal: int) -> bool:
@@ -126,14 +126,14 @@ def _travelled(
     told: dict[int, str] = {}
     failures: list[str] = []
     found: list[Group] = []
-    for process, received in enumerate(exchange(message)):
+    for process, received in enumerate(all_gather_bytes(message)):
         end = 8 + int.from_bytes(received[:8], "little")
         said = json.loads(received[8:end])
         told[process] = said["stop"]
         failures += filter(None, [said["failed"]])
         arrays = unpack_arrays(np.frombuffer(received[end:], np.uint8), said["layout"])
         found += carry_groups(arrays, prompt_at)
-    if reason := first_told(told, jax.process_index()):
+    if reason := first_reason(told, jax.process_index()):
         raise StoppedError(reason)
     if failures:
         raise RewardError(failures[0])

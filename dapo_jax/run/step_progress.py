@@ -1,4 +1,4 @@
-"""What a person is told while a step goes on: how far sampling and updates are; once that a whole wave has nothing to learn from, and
+"""Messages for a person while a step goes on: how far sampling and updates are; once that a whole wave has nothing to learn from, and
 once that a response got no verdict."""
 
 from dapo_jax.config import TrainConfig

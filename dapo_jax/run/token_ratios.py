@@ -32,7 +32,7 @@ class Ratios(Observer):
         self._found: dict[tuple[int, int], Float[np.ndarray, " response"] | None] = {}
 
     def of_step(self) -> TokenRatios:
-        """What was found in the last step; empty if its rollouts are not written."""
+        """The ratios of the last step; empty if its rollouts are not written."""
         return self._found
 
     def after_sampling(self, step: int, collected: Collected) -> None:
@@ -67,9 +67,9 @@ class Ratios(Observer):
 
 
 def responses_in(
-    stack: Microbatch, values: Float[np.ndarray, "room rows seq"]
+    stack: Microbatch, values: Float[np.ndarray, "capacity rows seq"]
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """(prompt's tokens, response's tokens, its part of `values`) of each response in the loss of a stack [room, rows, seq]."""
+    """(prompt's tokens, response's tokens, its part of `values`) of each response in the loss of a stack [capacity, rows, seq]."""
     for place in np.ndindex(stack.mask.shape[:2]):
         tokens, mask = np.asarray(stack.tokens[place]), np.asarray(stack.mask[place])
         segments, prefixes = np.asarray(stack.segment_ids[place]), np.asarray(stack.prefix_ids[place])

@@ -92,7 +92,7 @@ def train(
     """
     config = config if isinstance(config, TrainConfig) else load_config(config)
     end = interrupt if stop is None else processes.end
-    watch = Watch(config.stall_timeout_s, end=end, post=processes.post, posted=processes.posted)
+    watch = Watch(config.stall_timeout_s, end=end, broadcast=processes.broadcast, received=processes.received)
     stop = stop or Stop()
     stop.grace_s = config.checkpoint.grace_s
     use_compilation_cache(config.compilation_cache)

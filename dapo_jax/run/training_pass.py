@@ -19,7 +19,7 @@ SHORTEST_ROW = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingPass:
-    """What the update and what fills its rows agree on."""
+    """The shapes that the update and what fills its rows agree on."""
 
     layout: Layout
     row_tokens: int

@@ -18,7 +18,7 @@ from dapo_jax.models.attention import cached_attention
 
 @dataclass(frozen=True, kw_only=True)
 class Cache:
-    """A way to keep keys and values: functions over whatever it takes one layer's to be, as documented in this file."""
+    """A way to keep the keys and values of one layer: four functions, which this file documents. What they pass among them is their own affair."""
 
     empty: Callable[..., Any]
     of_rows: Callable[..., Any]

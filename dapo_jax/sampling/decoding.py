@@ -16,7 +16,7 @@ _BLOCK = 256
 """Entries of the vocabulary summed at a time when a token is drawn."""
 
 _SHORTLIST = 512
-"""Likeliest tokens among which the end of a nucleus is looked for before it is among all."""
+"""The number of likeliest tokens that are sorted to find the end of a nucleus (top-p); the whole vocabulary is sorted only where these do not reach it."""
 
 
 @jax.tree_util.register_dataclass

@@ -20,7 +20,7 @@ from jax.stages import Lowered
 from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
 from dapo_jax.models.attention import causal_attention
-from dapo_jax.models.decoder import Block, Ends, Rotations, rotations
+from dapo_jax.models.decoder import Block, EmbeddingAndHead, RopeTables, rope_tables
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.parallel.mesh import BATCH_AXES
 from dapo_jax.parallel.weights import SamplerWeights
@@ -90,7 +90,7 @@ class DecoderEngine:
             nnx.eval_shape(lambda: Block(config, rngs=nnx.Rngs(0), compute_dtype=compute_dtype))
         )
         self._ends, _ = nnx.split(
-            nnx.eval_shape(lambda: Ends(config, rngs=nnx.Rngs(0), compute_dtype=compute_dtype))
+            nnx.eval_shape(lambda: EmbeddingAndHead(config, rngs=nnx.Rngs(0), compute_dtype=compute_dtype))
         )
         self._cache = cache_for(mesh, paired=paired)
         rows, whole = NamedSharding(mesh, PartitionSpec(BATCH_AXES)), NamedSharding(mesh, PartitionSpec())
@@ -128,8 +128,8 @@ class DecoderEngine:
         """
         packed = pack_prompts(prompts, capacity=self.capacity)
         ends = packed.rows * packed.tokens.shape[1] + packed.starts + packed.lengths - 1
-        turns = tuple(part[:, packed.positions.reshape(-1)] for part in self._turns)
-        layers, logits = self._prefill(params, packed.tokens, turns, packed.segment_ids, ends)
+        rope = tuple(part[:, packed.positions.reshape(-1)] for part in self._rope)
+        layers, logits = self._prefill(params, packed.tokens, rope, packed.segment_ids, ends)
         rows, starts, lengths = (jnp.asarray(part) for part in (packed.rows, packed.starts, packed.lengths))
         return Prefix(layers=layers, logits=logits, rows=rows, starts=starts, lengths=lengths)
 
@@ -149,34 +149,34 @@ class DecoderEngine:
         self, params: SamplerWeights, state: DecodeState, decoding: Decoding, min_live: int = 1
     ) -> tuple[DecodeState, ResultTokens]:
         """Decodes up to `steps_per_call` tokens per live slot; returns early when fewer than `min_live` slots live."""
-        return self._generate(params, state, self._turns, decoding, np.int32(min_live))
+        return self._generate(params, state, self._rope, decoding, np.int32(min_live))
 
     def lower_prefill(self, params: SamplerWeights, *, rows: int, width: int, prompts: int) -> Lowered:
         """The program of `prefill` at a shape that `pack_prompts` gives; `params` may be shapes with their places."""
         tokens = self._struct((rows, width), jnp.int32)
         return self._prefill.lower(
-            params, tokens, self._turns_structs(rows * width), tokens, self._struct((prompts,), jnp.int32)
+            params, tokens, self._rope_structs(rows * width), tokens, self._struct((prompts,), jnp.int32)
         )
 
     def lower_generate(self, params: SamplerWeights, decoding: Decoding) -> Lowered:
         """The program of `generate`; `params` and `decoding` may be shapes."""
-        turns, min_live = self._turns_structs(self.capacity), self._struct((), jnp.int32)
-        return self._generate.lower(params, self.state_structs, turns, decoding, min_live)
+        rope, min_live = self._rope_structs(self.capacity), self._struct((), jnp.int32)
+        return self._generate.lower(params, self.state_structs, rope, decoding, min_live)
 
     def _struct(self, shape: tuple[int, ...], kind: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, kind, sharding=self._whole)
 
-    def _turns_structs(self, tokens: int) -> Any:
+    def _rope_structs(self, tokens: int) -> Any:
         return (self._struct((self._config.head_dim // 2, tokens), jnp.float32),) * 2
 
     @cached_property
-    def _turns(self) -> Rotations:
+    def _rope(self) -> RopeTables:
         """An argument of the programs: within them, XLA takes the cosines again in every layer, and there for every head.
 
         Made when first used: an engine that is only compiled for its mesh holds no array.
         """
         positions = jnp.arange(self.capacity, dtype=jnp.int32)
-        return jax.jit(rotations, static_argnums=1, out_shardings=self._whole)(positions, self._config)
+        return jax.jit(rope_tables, static_argnums=1, out_shardings=self._whole)(positions, self._config)
 
     def _padded(self, values: np.ndarray) -> np.ndarray:
         return np.pad(values.astype(np.int32), (0, self.slots - len(values)))
@@ -195,7 +195,7 @@ class DecoderEngine:
         )  # fmt: skip
 
     def _prefill_program(
-        self, params: SamplerWeights, tokens: Array, turns: Rotations, segment_ids: Array, ends: Array
+        self, params: SamplerWeights, tokens: Array, rope: RopeTables, segment_ids: Array, ends: Array
     ) -> tuple[tuple[Any, ...], Array]:
         outer = nnx.merge(self._ends, params["ends"])
 
@@ -207,7 +207,7 @@ class DecoderEngine:
 
         x, layers = outer.embed(tokens.reshape(-1)), []
         for weights in params["layers"]:
-            x, kept = nnx.merge(self._block, weights)(x, turns, attend)
+            x, kept = nnx.merge(self._block, weights)(x, rope, attend)
             layers.append(kept)
         return tuple(layers), outer.logits(outer.normed(x[:, ends]))
 
@@ -249,7 +249,7 @@ class DecoderEngine:
         self,
         params: SamplerWeights,
         state: DecodeState,
-        turns: Rotations,
+        rope: RopeTables,
         decoding: Decoding,
         min_live: Array,
     ) -> tuple[DecodeState, ResultTokens]:
@@ -269,14 +269,14 @@ class DecoderEngine:
                 return lax.dynamic_update_slice_in_dim(buffer, column[:, None], step, axis=1)
 
             written = (write(all_tokens, tokens), write(all_logprobs, logprobs), write(valid, state.live))
-            return step + 1, self._take(params, state, turns, tokens), written
+            return step + 1, self._take(params, state, rope, tokens), written
 
         start = (jnp.zeros((), jnp.int32), state, blank)
         _, state, (tokens, logprobs, valid) = lax.while_loop(going, advance, start)
         return state, ResultTokens(tokens=tokens, logprobs=logprobs, valid=valid, live=state.live)
 
     def _take(
-        self, params: SamplerWeights, state: DecodeState, turns: Rotations, tokens: Array
+        self, params: SamplerWeights, state: DecodeState, rope: RopeTables, tokens: Array
     ) -> DecodeState:
         """The state after the live slots have taken the drawn tokens: stopped, or with the logits of their next ones."""
         taken = state.live.astype(jnp.int32)
@@ -284,16 +284,16 @@ class DecoderEngine:
         stopped = (tokens[:, None] == jnp.asarray(self.stop_ids, jnp.int32)[None]).any(-1)
         live = state.live & ~stopped & (generated < state.limits)
         # Once the last response has ended, nobody waits for logits.
-        state = lax.cond(live.any(), self._forward, lambda _, state, *__: state, params, state, turns, tokens)
+        state = lax.cond(live.any(), self._forward, lambda _, state, *__: state, params, state, rope, tokens)
         counts = {"lengths": state.lengths + taken, "generated": generated, "live": live}
         return replace(state, **lax.with_sharding_constraint(counts, self._rows))
 
     def _forward(
-        self, params: SamplerWeights, state: DecodeState, turns: Rotations, tokens: Array
+        self, params: SamplerWeights, state: DecodeState, rope: RopeTables, tokens: Array
     ) -> DecodeState:
         """The state with the tokens behind what each live slot's cache holds, and the logits that follow."""
         ends = nnx.merge(self._ends, params["ends"])
-        cos, sin = (part[:, state.lengths] for part in turns)
+        cos, sin = (part[:, state.lengths] for part in rope)
         x, layers = ends.embed(tokens), []
         for weights, layer in zip(params["layers"], state.layers, strict=True):
 

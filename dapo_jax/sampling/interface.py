@@ -1,4 +1,4 @@
-"""What the sampler and an engine agree on: the verbs, what goes in and what comes out."""
+"""The interface of sampler and engine: the verbs, what goes in and what comes out."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from dapo_jax.sampling.decoding import Decoding
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class ResultTokens:
-    """What one `generate` produced; the valid tokens of a slot come first in its row."""
+    """The result of one `generate`; the valid tokens of a slot come first in its row."""
 
     tokens: Int[Array, "slots steps"] | Any
     logprobs: Float[Array, "slots steps"] | Any
@@ -37,7 +37,7 @@ class Insertion:
 
 @runtime_checkable
 class Engine(Protocol):
-    """What the sampler needs of a decoder. `dapo_jax.testing` has one without a model."""
+    """The operations that the sampler needs of a decoder. `dapo_jax.testing` has one without a model."""
 
     slots: int
     capacity: int

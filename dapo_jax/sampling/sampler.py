@@ -20,7 +20,7 @@ Draw = Callable[[int], Sequence[Prompt]]
 """Asked for up to n prompts, hands over some; an empty answer means none for now, and none at all once nothing is in
 flight."""
 
-Stop = Callable[[np.ndarray, int], int | None]
+StopRule = Callable[[np.ndarray, int], int | None]
 """(a response's tokens so far, how many of them it has seen before) -> at how many tokens the response ends, or None."""
 
 
@@ -77,7 +77,7 @@ class Sampler:
         decoding: Decoding,
         samples_per_prompt: int,
         max_response_tokens: int,
-        stop: Stop | None = None,
+        stop: StopRule | None = None,
     ) -> Iterator[tuple[Prompt, tuple[Response, ...]]]:
         """Yields each prompt with its responses, in the order in which groups end.
 
@@ -162,7 +162,7 @@ class Sampler:
         return state
 
     def _absorb(
-        self, result: ResultTokens, owners: list[_Request | None], stop: Stop | None
+        self, result: ResultTokens, owners: list[_Request | None], stop: StopRule | None
     ) -> tuple[list[tuple[_Request, Response]], list[int]]:
         """Hands each slot's new tokens to its owner. The responses that ended, their slots freed, and those of the slots
         that the engine still takes for live."""

@@ -55,7 +55,7 @@ class Pairs:
     """One layer's keys and values."""
 
     pairs: Float[Array, "slots kv_heads rows pair"] | Any
-    """Of each token the key, then the value. Rows behind a slot's tokens are finite."""
+    """The key, then the value, of each token. Rows behind a slot's tokens are finite."""
 
 
 def empty(slots: int, kv_heads: int, capacity: int, head_dim: int, dtype: str) -> Pairs:
@@ -77,7 +77,7 @@ def of_rows(
 def fill(
     cache: Pairs, read: Pairs, slot: Int[Array, ""], row: Int[Array, ""], start: Int[Array, ""]
 ) -> Pairs:
-    """As `cache.fill`: the prompt that begins at `start` of row `row` comes to the front of slot `slot`."""
+    """Does what `cache.fill` does: the prompt that begins at `start` of row `row` comes to the front of slot `slot`."""
     return Pairs(front_of_slot(cache.pairs, read.pairs, slot, row, start, axis=2))
 
 
@@ -91,7 +91,7 @@ def extend(
     *,
     interpret: bool = False,
 ) -> tuple[Float[Array, "heads head_dim slots"], Pairs]:
-    """As `cache.extend`, but that nothing is written to a slot that is not live.
+    """Does what `cache.extend` does, but that nothing is written to a slot that is not live.
 
     The new token is not looked for in the cache: the running softmax begins with it, so it never is empty. Products are in the
     cache's dtype with sums in float32.

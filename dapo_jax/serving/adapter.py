@@ -221,7 +221,7 @@ class JetStreamEngine(engine_api.Engine):
     # What JetStream asks about an engine.
 
     def get_tokenizer(self) -> Any:
-        """What `build_tokenizer` is called with; it says nothing, since the tokenizer is at hand."""
+        """The argument of `build_tokenizer`; it says nothing, since the tokenizer is at hand."""
         messages: Any = tokenizer_pb2  # generated, without types
         return messages.TokenizerParameters(path="dapo_jax", extra_ids=0)
 

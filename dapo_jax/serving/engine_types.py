@@ -1,4 +1,4 @@
-"""What the adapter passes to JetStream and gets back from it: results, prefixes, state, weights."""
+"""Types that the adapter passes to JetStream and gets back from it: results, prefixes, state, weights."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -60,7 +60,7 @@ class ServedState:
 
 
 class Weights:
-    """What is served now; JetStream reads parameters once and keeps them, so it is given this handle."""
+    """The weights that are served now; JetStream reads parameters once and keeps them, so it is given this handle."""
 
     def __init__(self, current: PyTree) -> None:
         self.current = current

@@ -104,7 +104,7 @@ class Orchestrator(orchestrator.LLMOrchestrator):
         self._max_prompt_tokens, self._max_response_tokens = max_prompt_tokens, max_response_tokens
 
     async def decode_bytes(self, content: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-        """As `Decode`, of a message as it came.
+        """Does what `Decode` does, for a message as it came.
 
         gRPC itself prints a traceback for one that cannot be parsed.
         """

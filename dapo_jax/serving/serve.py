@@ -52,7 +52,7 @@ CLIENT = """\
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """What `dapo-jax serve` is told besides the model."""
+    """The options of `dapo-jax serve` besides the model."""
 
     host: str = "127.0.0.1"
     """The interface; [::] is every one."""

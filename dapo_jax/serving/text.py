@@ -5,7 +5,7 @@ import numpy as np
 from dapo_jax.text.tokenizers import Tokenizer
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
-"""What bytes decode to that are no whole character, or not yet."""
+"""Bytes decode to this that are no whole character, or not yet."""
 
 
 def decoded(tokenizer: Tokenizer, ids: list[int]) -> str:
@@ -40,5 +40,5 @@ class GrowingText:
         return new
 
     def rest(self) -> str:
-        """What is left when the response has ended, whole or not."""
+        """The text that is left when the response has ended, whole or not."""
         return decoded(self._tokenizer, self._window)[self._shown :]

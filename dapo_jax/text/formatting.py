@@ -23,7 +23,7 @@ class Example:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptFormat:
-    """What is put around a question.
+    """The text and the messages that are put around a question.
 
     Raises:
         ValueError: the template has no `{prompt}` and is no name of `TEMPLATES`.
@@ -41,10 +41,10 @@ class PromptFormat:
     system_prompt: str = ""
     """The system message of every conversation; empty: what the row or the chat template itself has."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """What else the chat template reads, such as Qwen3's `enable_thinking`."""
+    """Further variables of the chat template, such as Qwen3's `enable_thinking`."""
 
     today: date | None = None
-    """What a chat template prints that asks for the date; None: such a template is refused."""
+    """The day that a chat template prints which asks for the date; None: such a template is refused."""
 
     def __post_init__(self) -> None:
         if self.template not in TEMPLATES and "{prompt}" not in self.template:

@@ -33,7 +33,7 @@ TOKENIZER_FILES = (
 """The files that a tokenizer is read from, as far as a model folder has them; and the model's config.json, which belongs to the weights."""
 
 _TOKENIZER, _CONFIG, _GENERATION, _TEMPLATE, _SPECIAL_TOKENS = TOKENIZER_FILES
-"""What is written back byte for byte."""
+"""The files that are written back byte for byte."""
 _OWN_IDS = ("eos_token_id", "pad_token_id")
 """Settled here from all files, see `stop_ids` and `pad_id`."""
 _LARGEST_ID = 2**31 - 1
@@ -183,7 +183,7 @@ class HuggingFaceTokenizer:
 
     @contextmanager
     def _library(self, deed: str) -> Iterator[None]:
-        """What the library raises, as a ValueError that names the file.
+        """Turns the library's errors into a ValueError that names the file.
 
         It raises plain Exceptions; where its Rust panics it is a PanicException, which is none of them.
         """

@@ -21,12 +21,12 @@ from jinja2.utils import pass_context
 from jinja2.visitor import NodeTransformer
 
 WORK = 200_000
-"""What one rendering may spend: a turn of a loop, a call, or 256 characters cost 1. Conversations of a million characters take less."""
+"""The work that one rendering may spend: a turn of a loop, a call, or 256 characters cost 1. Conversations of a million characters take less."""
 LARGEST = 4 << 20
 """Characters of a text; an entry of a list or a mapping counts as 8 and what is in it."""
 LARGEST_SOURCE = 1 << 20
 _LARGEST_NUMBER = 1000
-"""That a filter or a method may be given: a width, an indentation, a count."""
+"""The largest number that a filter or a method may be given: a width, an indentation, a count."""
 _LARGEST_BITS = 4096
 _WIDE = re.compile(r"[0-9]{4}|\*|\{[^{}]*\{")
 """In a format: a field of a thousand characters or more, or as wide as an argument says."""
@@ -195,7 +195,7 @@ class _Measuring(NodeTransformer):
         return self.generic_visit(node)
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:  # noqa: N802
-        """What is compared is read in full."""
+        """Counts both sides of a comparison, which reads them in full."""
         self.generic_visit(node)
         for part in (node, *node.ops):
             part.expr = nodes.Filter(part.expr, "_measured", [], [], None, None, lineno=node.lineno)

@@ -28,7 +28,7 @@ _FILE_NAME = "tokenizer.json"
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """What the library needs of a tokenizer."""
+    """The operations that the library needs of a tokenizer."""
 
     @property
     def vocab_size(self) -> int:
@@ -87,7 +87,7 @@ class ByteTokenizer:
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int32) + np.int32(_SPECIALS)
 
     def encode_prompt(self, text: str) -> Int32[np.ndarray, " tokens"]:
-        """As `encode`: nothing begins a text."""
+        """The same as `encode`: nothing begins a text."""
         return self.encode(text)
 
     def decode(self, ids: Int[np.ndarray, " tokens"]) -> str:
@@ -148,7 +148,7 @@ class CharTokenizer:
         return np.array(places, dtype=np.int32) + np.int32(_SPECIALS)
 
     def encode_prompt(self, text: str) -> Int32[np.ndarray, " tokens"]:
-        """As `encode`: nothing begins a text."""
+        """The same as `encode`: nothing begins a text."""
         return self.encode(text)
 
     def decode(self, ids: Int[np.ndarray, " tokens"]) -> str:
@@ -202,7 +202,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: str | os.PathLike[str]) -> None
 
 
 def token_ids(tokenizer: Tokenizer) -> Mapping[str, int | list[int]]:
-    """What a model's files name beside the end and the padding, such as `bos_token_id`; nothing for a tokenizer of this module."""
+    """The ids that a model's files name beside the end and the padding, such as `bos_token_id`; nothing for a tokenizer of this module."""
     from dapo_jax.text.huggingface import HuggingFaceTokenizer  # loads the library `tokenizers`
 
     return tokenizer.token_ids if isinstance(tokenizer, HuggingFaceTokenizer) else {}
@@ -254,7 +254,7 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
 
 
 def _instead(folder: Path) -> str:
-    """What to do about a folder that holds a tokenizer in an older form."""
+    """The remedy for a folder that holds a tokenizer in an older form."""
     older = [name for name in ("tokenizer.model", "spiece.model", "vocab.json") if (folder / name).is_file()]
     if not older:
         return ""

@@ -140,7 +140,7 @@ class LineFollower:
         """Bytes of `_rows`, and which file they are of: a run that is resumed may replace it."""
 
     def read(self) -> list[dict[str, Any]]:
-        """As `read_metrics`."""
+        """The lines that `read_metrics` reads."""
         path = self._path
         if not isinstance(path, Path) or _files_of(path) != [path]:
             return read_metrics(path)

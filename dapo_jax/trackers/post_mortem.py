@@ -1,4 +1,4 @@
-"""What was in an update that was skipped because something in it was not finite.
+"""The content of an update that was skipped because something in it was not finite.
 
 FOLDER/report.json         what was not finite, and where; written last: a folder without it is not whole
 FOLDER/arrays.safetensors  the update's microbatches as they were on the device; 0/tokens is [microbatches, rows, tokens] of stack 0
@@ -67,7 +67,7 @@ def write_post_mortem(
 
 
 def read_post_mortem(folder: str | PathLike[str]) -> PostMortem:
-    """What `write_post_mortem` wrote.
+    """Reads what `write_post_mortem` wrote.
 
     Raises:
         ValueError: the folder holds no whole post-mortem, or one of a newer version.

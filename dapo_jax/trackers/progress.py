@@ -1,4 +1,4 @@
-"""What a person watches while a run goes: a live view in a terminal or notebook, else one short line a step.
+"""The display of a run that goes on: a live view in a terminal or notebook, else one short line a step.
 
 step  12/120  reward 0.218  acc 0.61  len 18.2  entropy 0.41  4.1k tok/s  1.9 s/step  eta 3m20s
 """
@@ -171,7 +171,7 @@ class Progress:
         return format_seconds((self.total_steps - self._step) * step_s)
 
     def _view(self) -> RenderableType:
-        """What the live view shows now: where the run is, what the last step gave, what evaluation gave."""
+        """The content of the live view now: where the run is, what the last step gave, what evaluation gave."""
         name, done, total = self._phase
         bars = Table.grid(padding=(0, 2, 0, 0))
         bars.add_row(

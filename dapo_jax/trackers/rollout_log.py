@@ -98,7 +98,7 @@ def format_rollouts(groups: Sequence[Group], limit: int, *, metric: str = "corre
 
 
 def _row(step: int, group: Group, index: int, rollout: Rollout) -> dict[str, Any]:
-    """What is known of one rollout; reading order first, long lists last."""
+    """The line of one rollout; reading order first, long lists last."""
     return {
         "schema_version": SCHEMA_VERSION,
         "step": step,
@@ -125,7 +125,7 @@ def _row(step: int, group: Group, index: int, rollout: Rollout) -> dict[str, Any
 def _in_update(
     ratios: Mapping[tuple[int, int], Float[np.ndarray, " response"] | None], rollout: tuple[int, int]
 ) -> dict[str, Any]:
-    """What became of a rollout in training: `in_loss` is null if it was not trained on."""
+    """The part of a rollout in training: `in_loss` is null if it was not trained on."""
     found = ratios.get(rollout)
     return {
         "in_loss": found is not None if rollout in ratios else None,

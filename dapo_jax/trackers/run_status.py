@@ -22,11 +22,11 @@ _LONGEST_REASON = 500
 
 @dataclass(frozen=True, kw_only=True)
 class Process:
-    """What tells a process from all others, also from a later one of its number."""
+    """The marks that tell a process from all others, also from a later one of its number."""
 
     host: str
     boot: str
-    """Of the machine's start; empty where the system does not say."""
+    """The mark of the machine's start; empty where the system does not say."""
     pid: int
     started: str
     """The process's start, in the system's ticks; empty where it does not say."""
@@ -34,7 +34,7 @@ class Process:
 
 @dataclass(frozen=True, kw_only=True)
 class RunStatus:
-    """What a run said of itself last."""
+    """The status that a run wrote last."""
 
     state: str
     """`running`, `finished`, `stopped` (it was told to) or `failed`."""
@@ -89,7 +89,7 @@ def write_status(run_dir: AnyPath, state: str, reason: str = "") -> None:
 
 
 def read_status(run_dir: AnyPath) -> RunStatus | None:
-    """What the file says; None if there is none, or it is not what `write_status` writes: a run from before has none."""
+    """The status in the file; None if there is none, or it is not what `write_status` writes: a run from before has none."""
     try:
         said = json.loads(file_bytes(run_dir / FILE))
         told = said["process"]

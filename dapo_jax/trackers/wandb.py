@@ -49,7 +49,7 @@ class WandbTracker:
 
     @property
     def run_id(self) -> str:
-        """What a checkpoint remembers, so that a resumed run goes on in the same charts."""
+        """The id that is remembered, so that a resumed run goes on in the same charts."""
         return self._run.id
 
     def log(self, step: int, metrics: Mapping[str, float | int]) -> None:

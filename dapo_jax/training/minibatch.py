@@ -20,7 +20,7 @@ class Stack:
     """Microbatches of one shape on the mesh."""
 
     microbatches: Microbatch
-    """Each array is [room, rows, seq]."""
+    """Each array is [capacity, rows, seq]."""
     count: Int[Array, ""] | Any
     """How many there are; the rest is room that nothing reads."""
 
@@ -30,7 +30,7 @@ class Stack:
             lambda leaf: lax.dynamic_index_in_dim(leaf, index, keepdims=False), self.microbatches
         )
 
-    def having(self, **arrays: Float[Array, "room rows seq"]) -> "Stack":
+    def with_arrays(self, **arrays: Float[Array, "capacity rows seq"]) -> "Stack":
         """The same with some arrays of its microbatches replaced."""
         return replace(self, microbatches=replace(self.microbatches, **arrays))
 
@@ -39,9 +39,9 @@ Minibatch = tuple[Stack, ...]
 """The microbatches of one update: a stack for each length of rows, the longest first."""
 
 
-def having(minibatch: Minibatch, name: str, made: Callable[[Stack], Array]) -> Minibatch:
+def with_array(minibatch: Minibatch, name: str, made: Callable[[Stack], Array]) -> Minibatch:
     """The minibatch with the array `name` made of each stack."""
-    return tuple(stack.having(**{name: made(stack)}) for stack in minibatch)
+    return tuple(stack.with_arrays(**{name: made(stack)}) for stack in minibatch)
 
 
 def on_host(arrays: Any) -> Any:
@@ -55,24 +55,24 @@ class Placing:
     """Puts microbatches on the mesh: the host/device boundary."""
 
     def __init__(self, sharding: jax.sharding.Sharding) -> None:
-        """`sharding` is that of an array [room, rows, seq]."""
+        """`sharding` is that of an array [capacity, rows, seq]."""
         self._sharding = sharding
-        self._room: dict[int, int] = {}
+        self._capacity: dict[int, int] = {}
 
     def put(self, minibatches: Sequence[Sequence[Microbatch]]) -> list[Minibatch]:
         """The stacks of each minibatch; those of one row length have the same room in all of them."""
         stacks = [_by_length(minibatch) for minibatch in minibatches]
         # Room only grows, by powers of 2: programs are compiled for it, and steps differ in how many microbatches they have.
         for tokens, same in chain.from_iterable(by_length.items() for by_length in stacks):
-            self._room[tokens] = max(self._room.get(tokens, 1), 1 << (len(same) - 1).bit_length())
+            self._capacity[tokens] = max(self._capacity.get(tokens, 1), 1 << (len(same) - 1).bit_length())
         return [
-            tuple(self._stack(same, self._room[tokens]) for tokens, same in by_length.items())
+            tuple(self._stack(same, self._capacity[tokens]) for tokens, same in by_length.items())
             for by_length in stacks
         ]
 
-    def _stack(self, microbatches: Sequence[Microbatch], room: int) -> Stack:
+    def _stack(self, microbatches: Sequence[Microbatch], capacity: int) -> Stack:
         def place(*parts: np.ndarray) -> Array:
-            whole = np.zeros((room, *parts[0].shape), parts[0].dtype)
+            whole = np.zeros((capacity, *parts[0].shape), parts[0].dtype)
             whole[: len(parts)] = parts
             # Of several processes each has the whole array, and puts what is its devices' there.
             return jax.make_array_from_callback(whole.shape, self._sharding, lambda index: whole[index])

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float
 
 from dapo_jax.dapo.log_ratios import k3, truncated_importance_weight
 from dapo_jax.dapo.metrics import Max, Mean, Metric, token_mean
-from dapo_jax.training.minibatch import Minibatch, Stack, having
+from dapo_jax.training.minibatch import Minibatch, Stack, with_array
 
 
 def mismatch_metrics(
@@ -58,7 +58,7 @@ def importance_weighted(minibatches: Sequence[Minibatch], *, cap: float) -> list
         # Where the update's programs have them.
         return jax.device_put(_weighted(stack, cap), stack.microbatches.advantages.sharding)
 
-    return [having(minibatch, "advantages", advantages) for minibatch in minibatches]
+    return [with_array(minibatch, "advantages", advantages) for minibatch in minibatches]
 
 
 @jax.jit
@@ -67,10 +67,10 @@ def _kl(stack: Stack) -> Mean:
 
 
 @jax.jit
-def _weighted(stack: Stack, cap: Any) -> Float[Array, "room rows seq"]:
+def _weighted(stack: Stack, cap: Any) -> Float[Array, "capacity rows seq"]:
     return stack.microbatches.advantages * truncated_importance_weight(_delta(stack), cap)
 
 
-def _delta(stack: Stack) -> Float[Array, "room rows seq"]:
+def _delta(stack: Stack) -> Float[Array, "capacity rows seq"]:
     of = stack.microbatches
     return jnp.where(of.mask, of.old_logprobs - of.sampler_logprobs, 0.0)

@@ -1,4 +1,4 @@
-"""What training carries from update to update, and the optimizer that moves it."""
+"""The state that training carries from update to update, and the optimizer that moves it."""
 
 from dataclasses import dataclass
 from typing import Any

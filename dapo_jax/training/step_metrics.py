@@ -1,4 +1,4 @@
-"""What a step logs of its rollouts: everything sampled, and what was trained on, kept apart.
+"""Metrics of a step's rollouts: everything sampled, and what was trained on, kept apart.
 
 After the filter only mixed groups are left, so metrics of the trained set alone are biased; both are logged.
 """

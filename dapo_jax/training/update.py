@@ -24,7 +24,7 @@ from dapo_jax.dapo.losses import dapo_loss, kl_penalty
 from dapo_jax.dapo.metrics import Max, Mean, Metric, token_mean
 from dapo_jax.dapo.microbatch import Microbatch, microbatch_structs
 from dapo_jax.parallel.sharding import by_row, replicated
-from dapo_jax.training.minibatch import Minibatch, Placing, Stack, having
+from dapo_jax.training.minibatch import Minibatch, Placing, Stack, with_array
 from dapo_jax.training.sampler_mismatch import mismatch_metrics
 from dapo_jax.training.state import TrainState, state_shardings
 
@@ -34,7 +34,7 @@ Objective = Callable[..., tuple[Array, Mapping[str, Metric]]]
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateOptions:
-    """What the update needs to know beyond its arrays."""
+    """The options of the update beyond its arrays."""
 
     temperature: float = 1.0
     logprob_chunk_vocab: int = 2048
@@ -96,14 +96,14 @@ class Updater:
         """
         placed = self._placing.put(minibatches)
         if self._options.old_logprobs == "sampler":
-            placed = [having(m, "old_logprobs", _recorded) for m in placed]
+            placed = [with_array(m, "old_logprobs", _recorded) for m in placed]
         else:
             score, known = partial(self._score, state.params), 0 if self._options.score_first else 1
-            placed[known:] = [having(m, "old_logprobs", score) for m in placed[known:]]
+            placed[known:] = [with_array(m, "old_logprobs", score) for m in placed[known:]]
         if self._reference is None:
             return placed
         score = partial(self._score, self._reference)
-        return [having(m, "ref_logprobs", score) for m in placed]
+        return [with_array(m, "ref_logprobs", score) for m in placed]
 
     def update(
         self, state: TrainState, minibatch: Minibatch, *, learning_rate: float, first: bool
@@ -133,7 +133,7 @@ class Updater:
         return state, {**self._join(*measured), **applied}
 
     def ratios(self, state: TrainState, minibatch: Minibatch, *, first: bool) -> list[Array]:
-        """pi / pi_old of each token as `update` would take it now: for each stack [room, rows, seq]; 1 if `first`."""
+        """pi / pi_old of each token as `update` would take it now: for each stack [capacity, rows, seq]; 1 if `first`."""
         if first and self._options.old_logprobs == "trainer":
             return [jnp.ones_like(stack.microbatches.old_logprobs) for stack in minibatch]
         return [
@@ -141,18 +141,18 @@ class Updater:
             for stack in minibatch
         ]
 
-    def lower_update(self, state: TrainState, *, room: int, rows: int, row_tokens: int) -> Lowered:
-        """The program of `update` for `room` microbatches of one shape; `state` may be shapes with their places."""
+    def lower_update(self, state: TrainState, *, capacity: int, rows: int, row_tokens: int) -> Lowered:
+        """The program of `update` for `capacity` microbatches of one shape; `state` may be shapes with their places."""
         scalars = (jax.ShapeDtypeStruct((), kind, sharding=self._whole) for kind in (jnp.float32, jnp.bool_))
-        return self._update.lower(state, self._structs(room, rows, row_tokens), *scalars)
+        return self._update.lower(state, self._structs(capacity, rows, row_tokens), *scalars)
 
-    def lower_score(self, params: nnx.State, *, room: int, rows: int, row_tokens: int) -> Lowered:
+    def lower_score(self, params: nnx.State, *, capacity: int, rows: int, row_tokens: int) -> Lowered:
         """The program with which `prepare` computes log-probabilities; `params` may be shapes with their places."""
-        return self._score.lower(params, self._structs(room, rows, row_tokens))
+        return self._score.lower(params, self._structs(capacity, rows, row_tokens))
 
-    def _structs(self, room: int, rows: int, row_tokens: int) -> Stack:
+    def _structs(self, capacity: int, rows: int, row_tokens: int) -> Stack:
         count = jax.ShapeDtypeStruct((), jnp.int32, sharding=self._whole)
-        return Stack(microbatch_structs((room, rows, row_tokens), self._rows), count)
+        return Stack(microbatch_structs((capacity, rows, row_tokens), self._rows), count)
 
     def _logprobs(self, params: nnx.State, microbatch: Microbatch) -> tuple[Array, Array]:
         """Log-probability and entropy [rows, seq] of each token given what it follows; without meaning in the first column."""
@@ -172,9 +172,9 @@ class Updater:
             )
             return logprobs.reshape(m.tokens.shape), entropy.reshape(m.tokens.shape)
 
-        return nnx.merge(self._graph, params).ends.layout.spread(program)(params, microbatch)
+        return nnx.merge(self._graph, params).ends.layout.shard(program)(params, microbatch)
 
-    def _score_program(self, params: nnx.State, stack: Stack) -> Float[Array, "room rows seq"]:
+    def _score_program(self, params: nnx.State, stack: Stack) -> Float[Array, "capacity rows seq"]:
         def score(i: Array, scores: Array) -> Array:
             return lax.dynamic_update_index_in_dim(scores, self._logprobs(params, stack.at(i))[0], i, axis=0)
 

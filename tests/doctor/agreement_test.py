@@ -27,6 +27,6 @@ def test_what_rounding_explains_depends_on_the_dtype_and_the_device(kl, largest,
 
 
 def test_the_limits_stand_beside_what_was_found_with_their_reason():
-    said = agreement(kl=1e-4, largest=0.02, compute_dtype="bfloat16", platform="tpu").said
+    said = agreement(kl=1e-4, largest=0.02, compute_dtype="bfloat16", platform="tpu").message
     assert said.startswith("KL 1.0e-04, largest difference of log-probabilities 2.0e-02 nats")
     assert said.endswith("bfloat16 operands explain up to 0.001 and 0.5")

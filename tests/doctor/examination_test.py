@@ -58,7 +58,7 @@ def only_fails(found, *names):
     assert failed(found) == set(names)
     for name, one in found.items():
         if one.state == "skipped":
-            assert any(one.said == f"because '{each}' failed" for each in names), (name, one)
+            assert any(one.message == f"because '{each}' failed" for each in names), (name, one)
         elif one.state == "warning":
             assert name in RANDOM_ANYWAY
     return found[names[0]]
@@ -78,7 +78,7 @@ def test_a_healthy_configuration_is_fine_in_every_check(healthy):
 
 def test_prompts_are_shown_as_the_model_reads_them(healthy):
     """Nine sums of three characters, one token each."""
-    said, shown = healthy["training data"].said, healthy["training data"].details
+    said, shown = healthy["training data"].message, healthy["training data"].details
     assert said.startswith("9 prompts to train on")
     first, text, last = shown[:3]
     assert first.startswith("prompt 0, 3 tokens, answer ")
@@ -94,7 +94,7 @@ def test_nothing_is_written_in_the_runs_folder_and_nothing_is_left_behind(health
 
 def test_a_model_that_is_not_there(examined, tmp_path):
     found = only_fails(examined(quick=True, model__source=tmp_path / "none"), "model")
-    assert f"cannot read a model from {tmp_path / 'none'}" in found.said
+    assert f"cannot read a model from {tmp_path / 'none'}" in found.message
 
 
 def test_a_file_of_weights_that_was_cut_short(examined, settings, tmp_path):
@@ -102,7 +102,7 @@ def test_a_file_of_weights_that_was_cut_short(examined, settings, tmp_path):
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     found = only_fails(examined(quick=True, model__source=folder), "model")
-    assert str(file) in found.said
+    assert str(file) in found.message
 
 
 def test_weights_that_are_not_numbers(examined, tmp_path):
@@ -115,20 +115,20 @@ def test_weights_that_are_not_numbers(examined, tmp_path):
 
     folder = write_model(tmp_path / "spoilt", spoil=spoil)
     found = only_fails(examined(model__source=folder), "weights")
-    assert "1 values of blocks." in found.said
+    assert "1 values of blocks." in found.message
     assert "get them anew" in found.remedy
 
 
 def test_training_data_that_is_not_there(examined, tmp_path):
     found = only_fails(examined(quick=True, data__path=tmp_path / "none.jsonl"), "training data")
-    assert str(tmp_path / "none.jsonl") in found.said
+    assert str(tmp_path / "none.jsonl") in found.message
 
 
 def test_waves_that_are_larger_than_the_data_are_warned_of(examined):
     """Nine rows: waves of three times two prompts fit, of three times four do not; without dynamic sampling a step draws what it trains on."""
     found = examined(quick=True, batch__prompts_per_step=4)["training data"]
     assert found.state == "warning"
-    assert found.said.endswith("; the 12 prompts that are drawn at once ask each of 9 1.33 times")
+    assert found.message.endswith("; the 12 prompts that are drawn at once ask each of 9 1.33 times")
     assert "dynamic_sampling.prompts_per_wave to at most 9" in found.remedy
     once = examined(quick=True, batch__prompts_per_step=4, dynamic_sampling__enabled="false")
     assert once["training data"].state == "ok"
@@ -136,19 +136,19 @@ def test_waves_that_are_larger_than_the_data_are_warned_of(examined):
 
 def test_evaluation_data_that_is_not_there(examined, tmp_path):
     changed = {"eval__datasets": f"[{{source: jsonl, path: {tmp_path}/none.jsonl}}]"}
-    assert "none.jsonl" in only_fails(examined(quick=True, **changed), "evaluation data").said
+    assert "none.jsonl" in only_fails(examined(quick=True, **changed), "evaluation data").message
 
 
 def test_a_grader_that_calls_right_answers_wrong(examined, graders):
     found = only_fails(examined(quick=True, reward__grader=f"{graders}:wrong"), "grader")
-    assert "8 of 8 reference answers are called wrong" in found.said
+    assert "8 of 8 reference answers are called wrong" in found.message
     assert "reward.grader" in found.remedy
     assert "--right" in found.remedy
 
 
 def test_a_grader_that_calls_nothing_right(examined, graders):
     found = only_fails(examined(quick=True, reward__grader=f"{graders}:right"), "grader")
-    assert "an empty response" in found.said
+    assert "an empty response" in found.message
     assert "would learn to say nothing" in found.remedy
 
 
@@ -162,42 +162,42 @@ def test_where_scores_count_answers_are_to_score_more_than_silence(examined, gra
     """The longest form of the answer is `<answer>...</answer>`; of those that this model's characters can write it is =0 to =4."""
     score = {"quick": True, "dynamic_sampling__metric": "score"}
     found = examined(**score, reward__grader=f"{graders}:long")["grader"]
-    assert (found.state, found.said.partition(";")[0]) == (
+    assert (found.state, found.message.partition(";")[0]) == (
         "ok",
         "reference answers score 2, an empty response 0",
     )
     found = examined(**score, reward__grader=f"{graders}:brief")["grader"]
-    assert (found.state, found.said.partition(";")[0]) == (
+    assert (found.state, found.message.partition(";")[0]) == (
         "warning",
         "reference answers score -1, an empty response -0",
     )
     assert "say nothing" in found.remedy
     found = only_fails(examined(**score, reward__grader=f"{graders}:wrong"), "grader")
-    assert "needs scores" in found.said
+    assert "needs scores" in found.message
 
 
 def test_responses_of_which_none_is_right_are_not_called_ok(examined, graders):
     """A model with random weights writes no right sum, in responses as long as the run's."""
     found = examined(reward__grader=f"{graders}:tagged", right="::{answer}::")["grade"]
-    assert (found.state, found.said.partition(",")[0]) == ("warning", "0 of 8 are right")
+    assert (found.state, found.message.partition(",")[0]) == ("warning", "0 of 8 are right")
     assert "warmed up" in found.remedy
     score = {"dynamic_sampling__metric": "score", "reward__grader": f"{graders}:long"}
     found = examined(**score)["grade"]
     assert found.state == "ok"
-    assert found.said.startswith("rewards from ")
+    assert found.message.startswith("rewards from ")
 
 
 def test_a_grader_that_hangs(examined, graders):
     found = only_fails(
         examined(quick=True, reward__grader=f"{graders}:hangs", reward__timeout_s=0.05), "grader"
     )
-    assert "no verdict within 0.05 s" in found.said
+    assert "no verdict within 0.05 s" in found.message
     assert "raise reward.timeout_s" in found.remedy
 
 
 def test_a_grader_that_is_not_there(examined, graders):
     found = only_fails(examined(quick=True, reward__grader=f"{graders}:wrogn"), "grader")
-    assert "did you mean 'wrong'?" in found.said
+    assert "did you mean 'wrong'?" in found.message
 
 
 def test_a_grader_with_a_form_of_its_own_is_told_the_form(examined, graders):
@@ -211,7 +211,7 @@ def test_a_disk_that_is_full(examined, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(2**30, 2**30, 0))
     found = only_fails(examined(quick=True), "disk")
-    assert found.said.startswith("0 MiB free for run_dir, data.data_dir, compilation_cache")
+    assert found.message.startswith("0 MiB free for run_dir, data.data_dir, compilation_cache")
     assert "set run_dir or data.data_dir or compilation_cache to a folder on another disk" in found.remedy
 
 
@@ -219,7 +219,7 @@ def test_a_folder_that_holds_the_run_of_another_configuration(examined, configur
     (tmp_path / "config.yaml").write_text(to_yaml(configure(run_dir=tmp_path, seed=7)))
     (tmp_path / "checkpoints" / "1").mkdir(parents=True)
     found = only_fails(examined(quick=True, run_dir=tmp_path), "run_dir")
-    assert "seed was 7, is 0" in found.said
+    assert "seed was 7, is 0" in found.message
     assert "choose another run_dir" in found.remedy
 
 
@@ -235,13 +235,13 @@ def test_a_folder_that_holds_this_run_can_be_resumed(examined, configure, tmp_pa
 def test_memory_that_does_not_suffice(examined, monkeypatch):
     monkeypatch.setattr("dapo_jax.doctor.resources.host_bytes", lambda: (2**20, 2**20))
     found = only_fails(examined(quick=True, sampling__slots=1024), "memory")
-    assert "of 1 MiB available in the host's memory" in found.said
+    assert "of 1 MiB available in the host's memory" in found.message
     assert "lower sampling.slots" in found.remedy
 
 
 def test_a_mesh_that_the_devices_do_not_make_up(examined):
     found = only_fails(examined(quick=True, parallel__fsdp=3), "mesh")
-    assert "3 devices, 8 are there" in found.said
+    assert "3 devices, 8 are there" in found.message
 
 
 def test_a_sampler_that_disagrees_with_the_trainer(examined, monkeypatch):
@@ -263,7 +263,7 @@ def test_a_phase_that_raises(examined, monkeypatch):
 
     monkeypatch.setattr(build, "row_weights", broken)
     found = examined()
-    assert only_fails(found, "update").said == "RuntimeError: the update is broken"
+    assert only_fails(found, "update").message == "RuntimeError: the update is broken"
     assert found["agreement"].state == found["checkpoint"].state == "skipped"
     assert found["grade"].state in ("ok", "warning")
 
@@ -297,8 +297,8 @@ def test_of_a_model_that_is_too_large_another_makes_the_step(examined, monkeypat
     monkeypatch.setitem(module.OWN_MODEL, "cpu", 100)
     found = examined()
     assert not failed(found)
-    assert "preset:tiny in its place" in found["weights"].said
-    assert "over 100 for a cpu" in found["weights"].said
+    assert "preset:tiny in its place" in found["weights"].message
+    assert "over 100 for a cpu" in found["weights"].message
     assert judged(found)[0]
     assert "weights." in judged(found)[1]
     assert examined(full=True)["weights"].state == "ok"
@@ -316,7 +316,7 @@ def test_what_cannot_be_without_it_is_skipped_because_of_it(examined, tmp_path):
     found = examined(model__source=tmp_path / "none")
     skipped = {name for name, one in found.items() if one.state == "skipped"}
     assert skipped == {"memory", "training data", "evaluation data", "grader", "weights", *PHASES}
-    assert {found[name].said for name in skipped} == {"because 'model' failed"}
+    assert {found[name].message for name in skipped} == {"because 'model' failed"}
     assert {found[name].state for name in ("mesh", "run_dir", "metrics", "disk")} == {"ok"}
 
 

@@ -13,11 +13,11 @@ GIB = 2**30
 
 
 def test_versions_and_extras_name_what_is_installed():
-    said = machine.versions().said
+    said = machine.versions().message
     assert f"jax {jax.__version__}" in said
     assert all(f" {package} " in said for package in ("jaxlib", "flax", "optax", "orbax-checkpoint", "grain"))
     assert "not installed" not in said
-    known = machine.extras().said
+    known = machine.extras().message
     assert all(name in known for name in machine.EXTRAS)
 
 
@@ -38,7 +38,7 @@ def test_a_disk_needs_room_for_the_run_and_some_to_spare(free, needed, state, mo
         {"run_dir": (str(tmp_path / "a" / "b"), needed), "data.data_dir": (str(tmp_path), 0)}
     )
     assert found.state == state
-    assert found.said.startswith(f"{machine.gib(free)} free for run_dir, data.data_dir")
+    assert found.message.startswith(f"{machine.gib(free)} free for run_dir, data.data_dir")
     assert ("or set run_dir or data.data_dir to a folder on another disk" in found.remedy) == (state != "ok")
 
 
@@ -48,7 +48,7 @@ def test_what_lies_in_a_bucket_takes_no_disk(monkeypatch):
 
     monkeypatch.setattr(shutil, "disk_usage", asked)
     found = machine.disk({"run_dir": ("gs://bucket/run", 2**60)})
-    assert (found.state, found.said) == ("ok", "run_dir lies in a bucket")
+    assert (found.state, found.message) == ("ok", "run_dir lies in a bucket")
 
 
 def test_a_cache_that_cannot_be_written_to_is_a_failure(tmp_path):
@@ -66,7 +66,7 @@ def test_a_plugin_whose_devices_are_not_seen_is_a_warning_with_the_reason(monkey
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     found = machine.devices()
     assert found.state == "warning"
-    assert "JAX_PLATFORMS=cpu keeps JAX from using jax-cuda12-plugin" in found.said
+    assert "JAX_PLATFORMS=cpu keeps JAX from using jax-cuda12-plugin" in found.message
     assert "unset it" in found.remedy
     monkeypatch.delenv("JAX_PLATFORMS")
     assert "start with JAX_PLATFORMS=cuda,cpu" in machine.devices().remedy
@@ -83,7 +83,7 @@ def test_a_driver_without_a_plugin_is_a_warning(monkeypatch, tmp_path):
 def test_little_memory_is_a_warning(monkeypatch):
     monkeypatch.setattr(machine, "host_bytes", lambda: (16 * GIB, GIB))
     found = machine.host_memory()
-    assert (found.state, found.said) == ("warning", "1.0 GiB available of 16.0 GiB")
+    assert (found.state, found.message) == ("warning", "1.0 GiB available of 16.0 GiB")
 
 
 def test_the_hosts_memory_is_more_than_what_is_available():

@@ -86,7 +86,7 @@ def said(count, what, *, for_others=False, stalled=False):
 
 def test_to_wait_for_others_is_no_stall_as_long_as_one_of_them_gets_on(ended):
     counts = iter(range(10**6))
-    with Watch(0.2, end=ended, posted=lambda: {1: said(next(counts), "sampling")}) as watch:
+    with Watch(0.2, end=ended, received=lambda: {1: said(next(counts), "sampling")}) as watch:
         watch.note("waiting for the others", for_others=True)
         time.sleep(0.8)
         assert not ended
@@ -96,14 +96,14 @@ def test_to_wait_for_others_is_no_stall_as_long_as_one_of_them_gets_on(ended):
 
 
 def test_to_wait_for_others_who_do_not_get_on_is_a_stall_and_says_where_they_are(ended, capfd):
-    with Watch(0.2, end=ended, posted=lambda: {1: said(7, "reading prompts")}) as watch:
+    with Watch(0.2, end=ended, received=lambda: {1: said(7, "reading prompts")}) as watch:
         watch.note("waiting for the others", for_others=True)
         assert ended.event.wait(5)
     assert "process 1: reading prompts, for 0 s" in capfd.readouterr().err
 
 
 def test_a_process_that_hears_of_anothers_stall_reports_its_own_threads_and_goes_on(ended, capfd):
-    with Watch(0.4, end=ended, posted=lambda: {0: said(1, "reading prompts", stalled=True)}) as watch:
+    with Watch(0.4, end=ended, received=lambda: {0: said(1, "reading prompts", stalled=True)}) as watch:
         for _ in range(6):
             watch.note("sampling")
             time.sleep(0.1)
@@ -115,7 +115,7 @@ def test_a_process_that_hears_of_anothers_stall_reports_its_own_threads_and_goes
 
 def test_what_a_process_does_is_posted(ended):
     posts = []
-    with Watch(0.4, end=ended, post=posts.append) as watch:
+    with Watch(0.4, end=ended, broadcast=posts.append) as watch:
         watch.note("waiting for the others", for_others=True)
         time.sleep(0.25)
     assert json.loads(posts[-1]) == [2, "waiting for the others", True, False]

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from dapo_jax.health.stopping import STOPPED, Stop, StoppedError, first_told, stopped_by_signals
+from dapo_jax.health.stopping import STOPPED, Stop, StoppedError, first_reason, stopped_by_signals
 from tests.several import ROOT
 
 
@@ -180,4 +180,4 @@ def test_a_process_that_cannot_stop_is_ended(grace_s, again, status, said):
     ],
 )
 def test_every_process_says_which_one_was_told(reasons, process, said):
-    assert first_told(dict(enumerate(reasons)), process) == said
+    assert first_reason(dict(enumerate(reasons)), process) == said

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dapo_jax.parallel.gather import agreed, by_first, exchange
+from dapo_jax.parallel.gather import all_gather_bytes, broadcast_from_first, by_first
 from tests import several
 
 UNEVEN = (
@@ -19,10 +19,10 @@ jax.monitoring.register_event_duration_secs_listener(
 for round, lengths in enumerate([(0, 5, 3), (8, 24, 25), (1000, 0, 1), (0, 0, 0)]):
     # A message of one byte value says who sent it and when; 8 + 8, 8 + 24, 8 + 25 end on a buffer's edge and beyond it.
     messages = [bytes([16 * round + sender]) * length for sender, length in enumerate(lengths)]
-    assert module.exchange(messages[index], buffer_bytes=16) == messages, round
+    assert module.all_gather_bytes(messages[index], buffer_bytes=16) == messages, round
     compiled_first = len(compiled) if round == 0 else compiled_first
 assert compiled_first and len(compiled) == compiled_first, compiled
-assert module.agreed(f"from {index}".encode()) == b"from 0"
+assert module.broadcast_from_first(f"from {index}".encode()) == b"from 0"
 processes.leave()
 """
 )
@@ -34,8 +34,8 @@ def test_messages_of_uneven_lengths_arrive_whole():
 
 
 def test_one_process_has_its_own_message():
-    assert exchange(b"own") == [b"own"]
-    assert agreed(b"own") == b"own"
+    assert all_gather_bytes(b"own") == [b"own"]
+    assert broadcast_from_first(b"own") == b"own"
     assert by_first(lambda: b"own") == b"own"
 
 

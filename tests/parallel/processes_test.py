@@ -18,21 +18,21 @@ import os, signal, time
 from contextlib import ExitStack
 from dapo_jax.config import ConfigError
 from dapo_jax.parallel import processes
-from dapo_jax.parallel.gather import exchange
+from dapo_jax.parallel.gather import all_gather_bytes
 from dapo_jax.health.stopping import STOPPED, StoppedError, stopped_by_signals
 
 def work(index, how):
-    exchange(b"all are here")
+    all_gather_bytes(b"all are here")
     print("ready", flush=True)
     if index != int(sys.argv[2]):
-        exchange(b"never answered")
+        all_gather_bytes(b"never answered")
     elif how == "raise":
         raise ValueError("seven is no prompt")
     elif how == "config":
         raise ConfigError("model.layers: found 0")
     elif how == "unwind":
         with ExitStack() as stack:
-            stack.callback(lambda: exchange(b"for which the others have no answer"))
+            stack.callback(lambda: all_gather_bytes(b"for which the others have no answer"))
             stack.push(processes.tell_others)
             raise ValueError("seven is no prompt")
     time.sleep(600)

@@ -82,14 +82,14 @@ def test_new_weights_compile_nothing_and_leave_the_old_alive(one_device, caplog)
     transfer = weight_transfer(shapes_of(CONFIG), one_device, dtype="float32")
     first, second = tiny_params(CONFIG, seed=1), tiny_params(CONFIG, seed=2)
     with jax.log_compiles():
-        held, first_time = transfer(first), compiled(caplog)
+        sharding, first_time = transfer(first), compiled(caplog)
         caplog.clear()
         transfer(second)
     assert len(first_time) == 2  # one program for every layer, one for the ends
     assert not compiled(caplog)
     # An update donates the trainer's arrays; the sampler's are its own, float32 or not.
     jax.tree.map(lambda leaf: leaf.delete(), first)
-    assert_exact(held, tiny_params(CONFIG, seed=1), jnp.float32)
+    assert_exact(sharding, tiny_params(CONFIG, seed=1), jnp.float32)
 
 
 def test_a_head_count_that_does_not_divide_is_refused():

@@ -69,7 +69,7 @@ def test_folders_on_one_disk_share_it(monkeypatch, tmp_path):
     room = room_for(
         {"run_dir": (str(tmp_path / "a"), 2 * GIB), "data.data_dir": (str(tmp_path / "b"), 2 * GIB)}
     )
-    assert (room.state, room.said) == ("failed", "3.0 GiB free for run_dir, data.data_dir, 4.0 GiB needed")
+    assert (room.state, room.message) == ("failed", "3.0 GiB free for run_dir, data.data_dir, 4.0 GiB needed")
 
 
 def test_what_a_remedy_asks_for_suffices(monkeypatch, tmp_path):

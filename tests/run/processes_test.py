@@ -147,7 +147,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dapo_jax.checkpoints.manifest import DamagedError
 from dapo_jax.checkpoints.checkpointer import Checkpointer
 from dapo_jax.parallel import processes
-from dapo_jax.parallel.gather import agreed
+from dapo_jax.parallel.gather import broadcast_from_first
 from dapo_jax.checkpoints.last import restore_last
 
 processes.start()
@@ -168,7 +168,7 @@ with Checkpointer(sys.argv[1]) as checkpointer:
     said = []
     found = restore_last(checkpointer, lambda step: checkpointer.restore(state(0), step, rows=2), say=said.append)
     print(f"found {{found.step}} {{float(found.state['w'].addressable_shards[0].data[0])}} {{said}}", flush=True)
-    agreed(b"")
+    broadcast_from_first(b"")
 processes.leave()
 """
 

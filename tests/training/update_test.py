@@ -387,7 +387,7 @@ def test_the_peak_memory_of_an_update_does_not_grow_with_vocabulary_times_tokens
     def temporary_bytes(rows, chunk_vocab):
         options = UpdateOptions(logprob_chunk_vocab=chunk_vocab)
         updater = Updater(graph, params, KEEP_GRADIENT, one_device(), options=options)
-        compiled = updater.lower_update(state, room=1, rows=rows, row_tokens=128).compile()
+        compiled = updater.lower_update(state, capacity=1, rows=rows, row_tokens=128).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
     more_logits = 1536 * vocab * 4

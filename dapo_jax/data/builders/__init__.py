@@ -23,7 +23,7 @@ from dapo_jax.nearest import nearest
 
 @dataclass(frozen=True, kw_only=True)
 class Files:
-    """What a builder that reads files is told."""
+    """The options of a builder that reads files."""
 
     path: str = ""
     """A parquet or JSON-lines file, or a folder of them."""
@@ -149,7 +149,7 @@ class PreparedRows(Sequence[Mapping[str, Any]]):
     def __init__(self, source: Any, counts: Mapping[str, Any]) -> None:
         self._source = source
         self.counts = dict(counts)
-        """Of a split read from files, see `SplitExamples.counts`; else empty."""
+        """Counts of a split read from files, see `SplitExamples.counts`; else empty."""
 
     def __len__(self) -> int:
         return len(self._source)

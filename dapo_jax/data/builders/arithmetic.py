@@ -32,7 +32,7 @@ ALPHABET = "0123456789+=:,?"
 OPERANDS = range(10, 100)
 SPLIT_SEED = 0
 TRAIN_PAIRS = 7100
-"""Of 90 x 90 = 8100 ordered pairs; the other 1000 are the test split."""
+"""The pairs to train on, of 90 x 90 = 8100 ordered ones; the other 1000 are the test split."""
 STYLE_WEIGHTS = {"direct": 0.6, "working": 0.15, "rechecked": 0.25}
 """Share of each style: only the answer, the working before it, or the working several times over."""
 RECHECK_AGAIN = 0.5

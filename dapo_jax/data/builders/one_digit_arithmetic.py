@@ -25,7 +25,7 @@ OPERATIONS: dict[str, Callable[[int, int], int]] = {
 OPERANDS = range(10)
 SPLIT_SEED = 0
 TEST_QUESTIONS = 100
-"""Of 255; the other 155 are the train split."""
+"""The questions to evaluate on, of 255; the other 155 are the train split."""
 
 
 @dataclass(frozen=True, kw_only=True)
