@@ -18,7 +18,9 @@ def name_of(path):
 
 def text_files():
     """Every file of ours that a person could read: no caches, no runs, no builds."""
-    folders = ("dapo_jax", "tests", "configs", "docs", "notebooks", "launch", "benchmarks", ".ci", ".github")
+    folders = (
+        "dapo_jax", "examples", "tests", "configs", "docs", "notebooks", "launch", "benchmarks", ".ci", ".github",
+    )  # fmt: skip
     inside = [path for folder in folders for path in (ROOT / folder).rglob("*")]
     return [path for path in (*inside, *ROOT.glob("*"), *ROOT.glob("constraints/*")) if is_text(path)]
 
