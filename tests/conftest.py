@@ -1,11 +1,21 @@
 """Strict JAX for every test: a silent dtype promotion or rank broadcast is an error, shapes are checked."""
 
 import os
+import shutil
 import signal
+import tempfile
 
 # Two workers on a small machine: one compute thread each, or JAX's thread pools fight over the cores.
 os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+# Compiling is what costs time: a program that one worker, or one process that a test starts, has compiled is read by all others.
+# The process that starts the workers makes the folder, and removes it at the end.
+_OWN_CACHE = None
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    _OWN_CACHE = os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="dapo_jax_tests_xla_")
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 # What a shell starts in the background ignores SIGINT, and so would every process that a test starts and interrupts.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -27,6 +37,11 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 settings.register_profile("ci", derandomize=True, deadline=None, max_examples=30)
 settings.load_profile("ci")
+
+
+def pytest_unconfigure():
+    if _OWN_CACHE is not None:
+        shutil.rmtree(_OWN_CACHE, ignore_errors=True)
 
 
 def pytest_runtest_setup(item):

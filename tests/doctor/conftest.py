@@ -1,6 +1,7 @@
 """A micro model, a file of sums, and a configuration of both: what the examinations of these tests are of."""
 
 import json
+import os
 import tempfile
 
 import pytest
@@ -33,7 +34,7 @@ def settings(tmp_path_factory):
     data.write_text("".join(f"{json.dumps(row)}\n" for row in SUMS))
     return {
         "run_dir": folder / "runs" / "one",
-        "compilation_cache": folder / "xla",
+        "compilation_cache": os.environ["JAX_COMPILATION_CACHE_DIR"],
         "model.source": folder / "model",
         "data.source": "jsonl",
         "data.path": data,

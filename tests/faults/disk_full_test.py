@@ -58,7 +58,7 @@ def whole(tmp_path_factory):
 @pytest.mark.parametrize("part", PARTS)
 def test_a_run_without_room_ends_and_goes_on_where_there_is_room(part, whole, tmp_path):
     room, said = PARTS[part]
-    run, out = make_run(tmp_path / "full", steps=12, like=whole), tmp_path / "out"
+    run, out = make_run(tmp_path / "full", steps=12), tmp_path / "out"
     command = [sys.executable, "-m", "dapo_jax.cli", "train", str(run.config)]
     done = subprocess.run(
         [*ALONE, "bash", "-c", SCRIPT, "bash", run.run_dir, room, part, out, *command],

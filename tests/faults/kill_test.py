@@ -14,7 +14,7 @@ from tests.several import ROOT
 def test_a_killed_run_is_the_uninterrupted_one(kills, steps, tmp_path):
     """So many steps that none is finished before its last kill: a life is short of 30 steps."""
     whole = make_run(tmp_path / "whole", steps=steps, eval_every=7)
-    killed = make_run(tmp_path / "killed", steps=steps, eval_every=7, like=whole)
+    killed = make_run(tmp_path / "killed", steps=steps, eval_every=7)
     kill_often(
         lambda: killed.start("--resume"),
         killed.run_dir,

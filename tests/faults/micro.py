@@ -34,7 +34,7 @@ def seventh(sample):
 
 CONFIG = """
 run_dir: {folder}/run
-compilation_cache: {folder}/compiled
+compilation_cache: {compiled}
 steps: {steps}
 model: {{source: {folder}/model}}
 data: {{source: jsonl, path: {folder}/rows.jsonl, data_dir: {folder}/data, max_prompt_tokens: 4, eval_split: train}}
@@ -106,8 +106,8 @@ def started(*arguments, program=("-m", "dapo_jax.cli"), alone=False):
     )
 
 
-def make_run(folder, *, steps, eval_every=0, like=None):
-    """A run that has not begun; with `like`, that run's folder is used for what is compiled."""
+def make_run(folder, *, steps, eval_every=0):
+    """A run that has not begun."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = CharTokenizer("0123456789+=:,?")
     decoder = tiny_decoder_config(
@@ -118,9 +118,9 @@ def make_run(folder, *, steps, eval_every=0, like=None):
     rows = [{"prompt": f"{a}+{b}", "answer": str(a + b)} for a in range(3) for b in range(3)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "grader.py").write_text(GRADER)
-    text = CONFIG.format(folder=folder, steps=steps, eval_every=eval_every)
-    if like is not None:
-        text = text.replace(f"{folder}/compiled", f"{like.folder}/compiled")
+    text = CONFIG.format(
+        compiled=os.environ["JAX_COMPILATION_CACHE_DIR"], folder=folder, steps=steps, eval_every=eval_every
+    )
     (folder / "micro.yaml").write_text(text)
     return Run(folder)
 

@@ -51,7 +51,7 @@ def whole(tmp_path_factory):
     "phase", [pytest.param(phase, marks=[pytest.mark.slow] * (phase != "updating")) for phase in PHASES]
 )
 def test_it_ends_within_30_s_and_can_be_resumed(phase, whole, tmp_path):
-    run, marker = make_run(tmp_path, steps=5, eval_every=2, like=whole), tmp_path / "now"
+    run, marker = make_run(tmp_path, steps=5, eval_every=2), tmp_path / "now"
     told = [*PHASES[phase], marker]
     program = ("-c", SLOW, *map(str, told))
     every = (
@@ -69,7 +69,7 @@ def test_it_ends_within_30_s_and_can_be_resumed(phase, whole, tmp_path):
 @pytest.mark.slow
 def test_a_grader_that_hangs_is_left_behind(whole, tmp_path):
     """It would have another ten minutes."""
-    run = make_run(tmp_path, steps=5, eval_every=2, like=whole)
+    run = make_run(tmp_path, steps=5, eval_every=2)
     process = run.start()
     run.wait_for(process, lambda: run.steps())
     (tmp_path / "grader_waits").touch()
@@ -84,7 +84,7 @@ def test_a_grader_that_hangs_is_left_behind(whole, tmp_path):
 def test_stopped_at_twenty_random_moments_it_is_the_uninterrupted_run(tmp_path):
     """From the first import on; whoever is stopped before it has begun has nothing to save."""
     whole = make_run(tmp_path / "whole", steps=100, eval_every=3)
-    run = make_run(tmp_path / "stopped", steps=100, eval_every=3, like=whole)
+    run = make_run(tmp_path / "stopped", steps=100, eval_every=3)
     whole.finish()
     rng, statuses = np.random.default_rng(0), []
     for _ in range(20):

@@ -52,7 +52,7 @@ def test_a_terminal_that_knows_only_ascii_shows_question_marks(ascii_only):
 
 def test_a_reader_that_leaves_does_not_end_it(ascii_only, tmp_path):
     whole, _ = ascii_only
-    run = make_run(tmp_path, steps=2, eval_every=2, like=whole)
+    run = make_run(tmp_path, steps=2, eval_every=2)
     process = started(run, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process.stdout.close()  # as `head` does once it has its lines
     _, said = process.communicate(timeout=300)
@@ -66,7 +66,7 @@ def test_a_reader_that_leaves_does_not_end_it(ascii_only, tmp_path):
 def test_what_a_library_says_without_standard_streams_is_in_no_file_of_the_run(ascii_only, tmp_path):
     """The next to be opened would have their numbers: of the pair by which signals are heard of, a line's end would be SIGUSR1."""
     whole, _ = ascii_only
-    run = make_run(tmp_path, steps=2, eval_every=2, like=whole)
+    run = make_run(tmp_path, steps=2, eval_every=2)
     grader = (tmp_path / "grader.py").read_text()
     library = 'for number in (1, 2): os.write(number, b"a warning\\n")'
     (tmp_path / "grader.py").write_text(
@@ -87,7 +87,7 @@ def test_what_a_library_says_without_standard_streams_is_in_no_file_of_the_run(a
 )
 def test_a_terminal_that_is_closed_stops_it_unless_hangups_are_ignored(hangups, steps, ascii_only, tmp_path):
     """While the live view draws in it. The system tells the session's processes, and each write fails from there on."""
-    run = make_run(tmp_path, steps=steps, like=ascii_only[0])
+    run = make_run(tmp_path, steps=steps)
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, b"\x28\0\x78\0\0\0\0\0")  # 40 lines of 120 columns
     program = ("-c", IN_A_TERMINAL, hangups)

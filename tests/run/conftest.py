@@ -4,6 +4,7 @@ The eight virtual CPU devices of the test session are the mesh: weights over fsd
 """
 
 import math
+import os
 from dataclasses import replace
 
 import numpy as np
@@ -59,9 +60,9 @@ def chat_model(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def compiled(tmp_path_factory):
+def compiled():
     """Folder of compiled programs that all runs of the session share."""
-    return str(tmp_path_factory.mktemp("xla"))
+    return os.environ["JAX_COMPILATION_CACHE_DIR"]
 
 
 @pytest.fixture(scope="session")
