@@ -1,4 +1,7 @@
-"""How orbax is told which checkpoints stay, and to be quiet."""
+"""How orbax is told which checkpoints stay, and to be quiet.
+
+A file of its own: what orbax is told is apart from what checkpoints are.
+"""
 
 import logging
 import sys

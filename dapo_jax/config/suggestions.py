@@ -1,4 +1,7 @@
-"""The remedy for a key that does not exist: our name for it, or the nearest one there is."""
+"""The remedy for a key that does not exist: our name for it, or the nearest one there is.
+
+A file of its own: it knows the names of other libraries, and nothing of reading files.
+"""
 
 from collections.abc import Collection
 from difflib import SequenceMatcher

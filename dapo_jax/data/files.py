@@ -1,6 +1,8 @@
 """Rows of files that a user names: parquet and JSON lines, one file or a folder of them. Each row comes with its place.
 
 What cannot be read is a row with a `problem` rather than an exception: the caller decides whether one bad row ends it all.
+
+A file of its own: it knows files and rows, and nothing of TensorFlow Datasets.
 """
 
 import gzip

@@ -3,6 +3,8 @@
 A file's footer has the size of a column's part of a row group, but not of its pages, and what a few bytes stand for is decided there: a
 page may hold one text of a gigabyte, or a million repetitions of an entry of the dictionary. A header is a struct in Thrift's compact
 protocol: https://github.com/apache/parquet-format/blob/master/src/main/thrift/parquet.thrift.
+
+A file of its own: it reads a format byte by byte, and decodes nothing.
 """
 
 from collections.abc import Iterator

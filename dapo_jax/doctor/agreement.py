@@ -1,4 +1,7 @@
-"""How far the sampler's log-probabilities may be from the trainer's."""
+"""How far the sampler's log-probabilities may be from the trainer's.
+
+A file of its own: its limits are derived here, apart from the step that measures.
+"""
 
 from dataclasses import dataclass
 

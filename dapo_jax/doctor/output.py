@@ -1,4 +1,7 @@
-"""An examination as a table for people, and as data for programs."""
+"""An examination as a table for people, and as data for programs.
+
+A file of its own: checks find out, and print nothing.
+"""
 
 from collections.abc import Sequence
 from typing import Any

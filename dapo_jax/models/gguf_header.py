@@ -2,6 +2,8 @@
 
 That package goes through a list of 2**40 entries one by one, wherever the file ends. The format is that of
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+
+A file of its own: it runs before the package `gguf` is trusted with a file.
 """
 
 import struct

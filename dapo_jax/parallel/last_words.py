@@ -3,6 +3,8 @@
 JAX ends such a process in C++, in a thread of its own, where no handler of Python's runs; the hook that jaxlib 0.10 has for it
 (`missed_heartbeat_callback`) fails with std::bad_cast before it calls a function of Python's. So a child process is told all the while
 what there is to say, and says it once the pipe between them ends without a farewell. It runs this file alone, without the library.
+
+A file of its own: it runs in a process of its own, which imports nothing of the library.
 """
 
 import json

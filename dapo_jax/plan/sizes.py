@@ -1,4 +1,7 @@
-"""The decoder that a configuration names, without its weights and without a tokenizer."""
+"""The decoder that a configuration names, without its weights and without a tokenizer.
+
+A file of its own: it finds sizes without a network, where the library would fetch.
+"""
 
 from dapo_jax.config import ConfigError, ModelConfig
 from dapo_jax.models.folder import read_config

@@ -1,4 +1,7 @@
-"""Mesh shapes tried one after another, best first by the roofline of a step."""
+"""Mesh shapes tried one after another, best first by the roofline of a step.
+
+A file of its own: it calls a plan many times, and is no part of one.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Sequence

@@ -1,4 +1,7 @@
-"""Whether a run is running, finished, or has ended early: when, and why as far as is known."""
+"""Whether a run is running, finished, or has ended early: when, and why as far as is known.
+
+A file of its own: only here processes are looked for, on this machine.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,7 @@
-"""Reward functions written for other trainers, unchanged: `trl:PLACE:function` and `verl:PLACE:function`."""
+"""Reward functions written for other trainers, unchanged: `trl:PLACE:function` and `verl:PLACE:function`.
+
+A file of its own: the conventions of other trainers are kept out of ours.
+"""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,7 @@
-"""The grader `gsm8k`: the number behind `####`, as the references of GSM8K give it, or else the last number of the response."""
+"""The grader `gsm8k`: the number behind `####`, as the references of GSM8K give it, or else the last number of the response.
+
+A file of its own: each grader has its rule to itself.
+"""
 
 import re
 from decimal import Decimal

@@ -1,4 +1,7 @@
-"""Datasets prepared and looked at, without a model: what `dapo-jax data` calls."""
+"""Datasets prepared and looked at, without a model: what `dapo-jax data` calls.
+
+A file of its own: it needs no model and no jax.
+"""
 
 import numpy as np
 

@@ -15,14 +15,13 @@ from dapo_jax.health.watchdogs import Watchdogs
 from dapo_jax.parallel.gather import all_gather_bytes, broadcast_from_first
 from dapo_jax.parallel.processes import is_first
 from dapo_jax.run.loop import Observer, Position, StepResult
-from dapo_jax.run.nonfinite import Update, in_words, some, strange_responses
+from dapo_jax.run.nonfinite import Update, in_words, leaf_names, nonfinite_leaves, some, strange_responses
 from dapo_jax.run.records import Records
 from dapo_jax.run.resume_point import ResumePoint
 from dapo_jax.run.step_batches import StepBatches
 from dapo_jax.storage import AnyPath, entries, path_of
 from dapo_jax.trackers.post_mortem import write_post_mortem
 from dapo_jax.trackers.progress import Progress
-from dapo_jax.training.finite import leaf_names, nonfinite_leaves
 from dapo_jax.training.minibatch import Minibatch
 from dapo_jax.training.sampler_mismatch import importance_weighted, mismatch_kl
 

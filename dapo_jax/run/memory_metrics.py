@@ -1,4 +1,7 @@
-"""How much memory a run holds, as metrics of its steps: its process on the host, and its devices as far as their backend says."""
+"""How much memory a run holds, as metrics of its steps: its process on the host, and its devices as far as their backend says.
+
+A file of its own: it asks the system, and the steps that log it do not.
+"""
 
 import os
 from collections.abc import Sequence

@@ -1,14 +1,22 @@
-"""The quantities that were not finite in a skipped update, found from what its program flagged and from what is on the host."""
+"""The quantities that were not finite: in a skipped update, from what its program flagged and from what is on the host; and in weights.
 
+A file of its own: it finds names for flags, and decides nothing; the guard decides.
+"""
+
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, PyTree
 
 from dapo_jax.dapo.metrics import Max, Metric
 from dapo_jax.dapo.rollouts import Group
+from dapo_jax.parallel.sharding import replicated
 from dapo_jax.training.minibatch import Minibatch, on_host
 
 WORDS = {
@@ -109,3 +117,31 @@ def some(names: Sequence[object]) -> str:
     """
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(map(str, names[:_SHOWN])) + more
+
+
+def leaf_names(tree: PyTree) -> list[str]:
+    """The dotted path of each leaf, in the order of `jax.tree.leaves`, as in a checkpoint: without the box flax puts around it."""
+    names = [
+        jax.tree_util.keystr(keys, simple=True, separator=".")
+        for keys, _ in jax.tree_util.tree_flatten_with_path(tree)[0]
+    ]
+    return [name.removesuffix(".value") for name in names]
+
+
+def nonfinite_leaves(tree: PyTree) -> list[str]:
+    """The dotted paths of the leaves that are not finite throughout. Of several processes all must ask, and all are told the same.
+
+    Args:
+        tree: arrays on one mesh.
+    """
+    bad = np.asarray(_program(jax.tree.leaves(tree)[0].sharding.mesh)(tree))
+    return [name for name, one in zip(leaf_names(tree), bad, strict=True) if one]
+
+
+@functools.cache
+def _program(mesh: Mesh) -> Any:
+    return jax.jit(_bad, out_shardings=replicated(mesh))
+
+
+def _bad(tree: PyTree) -> Bool[Array, " leaves"]:
+    return jnp.stack([~jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)])

@@ -1,5 +1,8 @@
 """Messages for a person while a step goes on: how far sampling and updates are; once that a whole wave has nothing to learn from, and
-once that a response got no verdict."""
+once that a response got no verdict.
+
+A file of its own: it tells a person, and changes nothing.
+"""
 
 from dapo_jax.config import TrainConfig
 from dapo_jax.dapo.dynamic_sampling import Collector

@@ -1,4 +1,7 @@
-"""Prompts of different lengths in a few rows of one width: what prefill reads."""
+"""Prompts of different lengths in a few rows of one width: what prefill reads.
+
+A file of its own: it is host code over lengths, tested without an engine.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,7 @@
-"""JetStream's gRPC server around its orchestrator: from an address to a clean stop. One to a process."""
+"""JetStream's gRPC server around its orchestrator: from an address to a clean stop. One to a process.
+
+A file of its own: only here gRPC is started and stopped.
+"""
 
 import asyncio
 import functools

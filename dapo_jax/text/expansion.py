@@ -1,4 +1,7 @@
-"""How much longer the replacements of a tokenizer.json may make a text: a dozen of them can make a terabyte of one letter."""
+"""How much longer the replacements of a tokenizer.json may make a text: a dozen of them can make a terabyte of one letter.
+
+A file of its own: it judges a file before the library `tokenizers` reads it.
+"""
 
 import re
 from collections.abc import Iterator, Mapping

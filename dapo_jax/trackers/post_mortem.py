@@ -4,6 +4,8 @@ FOLDER/report.json         what was not finite, and where; written last: a folde
 FOLDER/arrays.safetensors  the update's microbatches as they were on the device; 0/tokens is [microbatches, rows, tokens] of stack 0
 FOLDER/step_*.jsonl        its responses, as in RUN/rollouts
 FOLDER/config.yaml         the run's configuration
+
+A file of its own: its format is read by people and programs long after a run.
 """
 
 import json

@@ -1,4 +1,7 @@
-"""Traces of chosen steps, to be opened with xprof or TensorBoard's profile page: what every device did, and when."""
+"""Traces of chosen steps, to be opened with xprof or TensorBoard's profile page: what every device did, and when.
+
+A file of its own: only here the profiler is known.
+"""
 
 import shutil
 from collections.abc import Collection

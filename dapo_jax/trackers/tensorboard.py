@@ -1,4 +1,7 @@
-"""Metrics as TensorBoard scalars, through tensorboardX (which needs no TensorFlow)."""
+"""Metrics as TensorBoard scalars, through tensorboardX (which needs no TensorFlow).
+
+A file of its own: its package is an extra.
+"""
 
 import importlib
 import math

@@ -1,4 +1,7 @@
-"""Metrics to Weights & Biases. The environment variable WANDB_MODE (online, offline, disabled) is respected."""
+"""Metrics to Weights & Biases. The environment variable WANDB_MODE (online, offline, disabled) is respected.
+
+A file of its own: its package is an extra.
+"""
 
 import importlib
 from collections.abc import Mapping

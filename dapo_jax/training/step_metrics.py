@@ -1,6 +1,8 @@
 """Metrics of a step's rollouts: everything sampled, and what was trained on, kept apart.
 
 After the filter only mixed groups are left, so metrics of the trained set alone are biased; both are logged.
+
+A file of its own: it computes from groups on the host, without jax.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,7 @@
-"""Supervised warm start: the policy's update with another objective."""
+"""Supervised warm start: the policy's update with another objective.
+
+A file of its own: a second objective, beside those of the paper.
+"""
 
 from collections.abc import Mapping
 
