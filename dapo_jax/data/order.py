@@ -1,6 +1,6 @@
 """The order in which rows are visited: endless, shuffled anew each epoch, mixed by weight, with random access.
 
-A file of its own: it is the only user of Grain, which takes more than a second to import.
+A file of its own: it needs Grain from the start, which takes more than a second to import.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """Datasets prepared and looked at, without a model: what `dapo-jax data` calls.
 
-A file of its own: it needs no model and no jax.
+A file of its own: it looks at rows, and loads no weights.
 """
 
 import numpy as np
