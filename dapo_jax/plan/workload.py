@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 from dapo_jax.config import ConfigError, TrainConfig
+from dapo_jax.training.minibatch import stack_capacity
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +94,7 @@ def workload_of(config: TrainConfig, assumed: Assumptions) -> Workload:
         trained=batch.prompts_per_step * batch.group_size,
         updates=batch.prompts_per_step // batch.groups_per_update,
         microbatches=math.ceil(lines / rows),
-        room=1 << (most - 1).bit_length(),
+        room=stack_capacity(most),
         microbatch_tokens=rows * config.row_tokens,
         notes=tuple(notes),
     )

@@ -51,6 +51,11 @@ def on_host(arrays: Any) -> Any:
     )
 
 
+def stack_capacity(microbatches: int) -> int:
+    """The number of microbatches for which a program is compiled that goes through so many: a power of 2, since steps differ in how many they have."""
+    return 1 << (microbatches - 1).bit_length()
+
+
 class Placing:
     """Puts microbatches on the mesh: the host/device boundary."""
 
@@ -60,11 +65,11 @@ class Placing:
         self._capacity: dict[int, int] = {}
 
     def put(self, minibatches: Sequence[Sequence[Microbatch]]) -> list[Minibatch]:
-        """The stacks of each minibatch; those of one row length have the same room in all of them."""
+        """The stacks of each minibatch; those of one row length have the same capacity in all of them."""
         stacks = [_by_length(minibatch) for minibatch in minibatches]
-        # Room only grows, by powers of 2: programs are compiled for it, and steps differ in how many microbatches they have.
+        # Capacity only grows: a program is compiled for each.
         for tokens, same in chain.from_iterable(by_length.items() for by_length in stacks):
-            self._capacity[tokens] = max(self._capacity.get(tokens, 1), 1 << (len(same) - 1).bit_length())
+            self._capacity[tokens] = max(self._capacity.get(tokens, 1), stack_capacity(len(same)))
         return [
             tuple(self._stack(same, self._capacity[tokens]) for tokens, same in by_length.items())
             for by_length in stacks
