@@ -22,9 +22,11 @@ from dapo_jax.plan.refusals import Allocation
 from dapo_jax.plan.workload import Workload
 from dapo_jax.run.build import updater_of
 from dapo_jax.run.policy import Policy, mesh_of, optimizer_of
+from dapo_jax.run.response_sampler import prompts_at_once
 from dapo_jax.run.training_pass import TrainingPass, for_mesh, training_pass
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
+from dapo_jax.sampling.prompt_packing import padded_count, row_width
 from dapo_jax.text.tokenizers import ByteTokenizer
 from dapo_jax.training.state import TrainState, state_structs
 
@@ -149,13 +151,13 @@ class Programs:
     @property
     def prompts_at_once(self) -> int:
         """Prompts read in one prefill."""
-        return max(1, self.config.sampling.slots // self.config.batch.group_size)
+        return prompts_at_once(self.config.sampling, self.config.batch.group_size)
 
     @property
     def _prefilled(self) -> dict[str, int]:
         """The largest shape of a prefill: every prompt as long as it may be, so each has a row."""
-        width = min(_power(2, self.config.data.max_prompt_tokens), self._capacity)
-        rows = _power(4, self.prompts_at_once)
+        width = row_width(self.config.data.max_prompt_tokens, capacity=self._capacity)
+        rows = padded_count(self.prompts_at_once)
         return {"rows": rows, "width": width, "prompts": rows}
 
     @property
@@ -227,10 +229,3 @@ def _configured(make: Callable[..., Any], *arguments: Any, **options: Any) -> An
 
 def _how(config: TrainConfig) -> Any:
     return jax.eval_shape(partial(decoding, temperature=config.sampling.temperature))
-
-
-def _power(base: int, number: int) -> int:
-    power = 1
-    while power < number:
-        power *= base
-    return power

@@ -26,6 +26,11 @@ Grade = Callable[[Sampled], Iterable[Group]]
 """Makes graded groups of what is sampled: `Grading.groups`."""
 
 
+def prompts_at_once(sampling: SamplingConfig, group_size: int) -> int:
+    """The prompts that are read in one prefill: as many as fill the slots with their groups."""
+    return max(1, sampling.slots // group_size)
+
+
 class ResponseSampler:
     """The sampler with what stays fixed over a run: engine, seed, lengths."""
 
@@ -58,8 +63,7 @@ class ResponseSampler:
             )
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        # As many prompts at once as fill the slots with their groups.
-        self.prompts_at_once = max(1, sampling.slots // group_size)
+        self.prompts_at_once = prompts_at_once(sampling, group_size)
         self._sampler = Sampler(engine, prefill_prompts=self.prompts_at_once, on_look=on_look)
         self._stop = StopStrings(policy.tokenizer, sampling.stop).find if sampling.stop else None
         self._key: PRNGKeyArray = jax.random.key(seed)

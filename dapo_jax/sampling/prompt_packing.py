@@ -38,9 +38,9 @@ def pack_prompts(prompts: Sequence[Int[np.ndarray, " _"]], *, capacity: int) -> 
     for index, size in enumerate(sizes):
         if not 0 < size <= capacity:
             raise ValueError(f"prompt {index} has {size} tokens; a slot has room for 1 to {capacity}")
-    width = min(max(_NARROWEST, _power(2, max(sizes))), capacity)
+    width = row_width(max(sizes), capacity=capacity)
     lines = _first_fit(sizes, width)
-    shape, count = (_power(4, len(lines)), width), _power(4, len(sizes))
+    shape, count = (padded_count(len(lines)), width), padded_count(len(sizes))
     tokens, positions, segment_ids = (np.zeros(shape, np.int32) for _ in range(3))
     rows, starts, lengths = np.zeros(count, np.int32), np.zeros(count, np.int32), np.ones(count, np.int32)
     for row, line in enumerate(lines):
@@ -54,6 +54,16 @@ def pack_prompts(prompts: Sequence[Int[np.ndarray, " _"]], *, capacity: int) -> 
     return PackedPrompts(
         tokens=tokens, positions=positions, segment_ids=segment_ids, rows=rows, starts=starts, lengths=lengths
     )
+
+
+def row_width(longest: int, *, capacity: int) -> int:
+    """The tokens of a row that holds a prompt of `longest` tokens: a power of two, or all that a slot holds."""
+    return min(max(_NARROWEST, _power(2, longest)), capacity)
+
+
+def padded_count(number: int) -> int:
+    """The rows, or prompts, of a program that reads so many: a power of four."""
+    return _power(4, number)
 
 
 def _first_fit(sizes: Sequence[int], room: int) -> list[list[int]]:
