@@ -53,6 +53,9 @@ _READ_BYTES = 1 << 24
 _MOST_SHRUNK = 1 << 15
 """Bytes that one byte of a compressed chunk can stand for: zstd writes a block of 128 KiB of one value in 4 bytes."""
 
+_DEEPEST = 100
+"""Lists and dicts inside one another in a checkpoint's progress."""
+
 _ELEMENT_BYTES, _SPARE_BYTES = 16, 1 << 26
 """The most that the files of a state can take: twice the widest number for each element, and as much besides for what
 describes them and for the rows that fill up a vocabulary."""
@@ -510,16 +513,24 @@ def checked_json(progress: Mapping[str, Any]) -> dict[str, Any]:
     copy: dict[str, Any] = {}
     for key, value in progress.items():
         try:
-            copy[key] = json.loads(json.dumps(value, allow_nan=False))
-            same = copy[key] == value
-        except (TypeError, ValueError, RecursionError):
+            # Python's own limit depends on its version, and a later one must be able to read it.
+            same = not _is_deeper(value, _DEEPEST)
+            copy[key] = json.loads(json.dumps(value, allow_nan=False)) if same else None
+            same = same and copy[key] == value
+        except (TypeError, ValueError):
             same = False
         if not (isinstance(key, str) and same):
             raise ValueError(
                 f"progress[{key!r}] = {reprlib.repr(value)} does not survive JSON: use str keys, finite Python numbers, str, "
-                "bool, None, and lists and dicts that are not hundreds deep"
+                f"bool, None, and lists and dicts that are at most {_DEEPEST} deep"
             )
     return copy
+
+
+def _is_deeper(value: object, levels: int) -> bool:
+    """True if there are more than so many lists and dicts inside one another."""
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return inside is not None and (not levels or any(_is_deeper(one, levels - 1) for one in inside))
 
 
 def _sealed(sizes: Mapping[str, int]) -> dict[str, int]:

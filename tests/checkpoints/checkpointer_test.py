@@ -407,15 +407,23 @@ def test_progress_is_what_it_was_when_save_was_called(tmp_path, monkeypatch):
     assert found == {"share": {"of": [1.0]}, "cursor": 9}
 
 
-def test_progress_without_end_is_refused_by_name(tmp_path):
+def nested(levels):
+    """So many lists inside one another."""
     deep = []
-    for _ in range(5000):
+    for _ in range(levels - 1):
         deep = [deep]
-    with (
-        Checkpointer(tmp_path) as checkpointer,
-        pytest.raises(ValueError, match=r"progress\['deep'\] = \[\["),
-    ):
-        checkpointer.save(1, {"w": jnp.ones(2)}, {"deep": deep}, {})
+    return deep
+
+
+def test_progress_may_be_a_hundred_deep_and_no_deeper_whatever_python_can_follow(tmp_path):
+    endless = []
+    endless.append(endless)
+    with Checkpointer(tmp_path) as checkpointer:
+        for deep in (nested(101), nested(5000), {"in": nested(100)}, endless):
+            with pytest.raises(ValueError, match=r"progress\['deep'\] = .* at most 100 deep"):
+                checkpointer.save(1, {"w": jnp.ones(2)}, {"deep": deep}, {})
+        checkpointer.save(1, {"w": jnp.ones(2)}, {"deep": nested(100)}, {})
+        assert checkpointer.restore({"w": jnp.zeros(2)}).progress["deep"] == nested(100)
 
 
 @pytest.mark.parametrize("step", [9.0, True, np.int64(9), "9"])
