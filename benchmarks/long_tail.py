@@ -21,10 +21,10 @@ from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.models.folder import load_model
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.weights import weight_transfer
+from dapo_jax.sampling.continuous_batching import Sampler
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
 from dapo_jax.sampling.interface import Insertion
-from dapo_jax.sampling.sampler import Sampler
 
 
 class LimitedEngine:

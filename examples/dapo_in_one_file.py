@@ -31,9 +31,9 @@ from dapo_jax.models.decoder import graph_of
 from dapo_jax.models.folder import load_model
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.weights import weight_transfer
+from dapo_jax.sampling.continuous_batching import Sampler
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
-from dapo_jax.sampling.sampler import Sampler
 from dapo_jax.text.tokenizers import load_tokenizer
 
 # A prompt has at most 8 tokens and a response 48; Section 4.1 has 2,048 and 20,480.

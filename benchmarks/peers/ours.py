@@ -17,10 +17,11 @@ from dapo_jax.models.decoder import Decoder
 from dapo_jax.models.folder import load_model
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.weights import weight_transfer
+from dapo_jax.sampling.continuous_batching import Sampler
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
-from dapo_jax.sampling.sampler import Sampler
-from dapo_jax.training.state import init_state, make_optimizer
+from dapo_jax.training.optimizer import make_optimizer
+from dapo_jax.training.state import init_state
 from dapo_jax.training.update import UpdateOptions, Updater
 
 NO_TOKEN = -1

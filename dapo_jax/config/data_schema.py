@@ -6,8 +6,8 @@ from pathlib import PurePath
 from typing import Any
 
 from dapo_jax.config.keys import POSITIVE, SIZE, key
+from dapo_jax.config.prompt_templates import TEMPLATES
 from dapo_jax.config.section import Section, entries
-from dapo_jax.config.templates import TEMPLATES
 from dapo_jax.config.values import refuse
 
 

@@ -3,9 +3,9 @@
 Importing this package is cheap: Grain and TensorFlow Datasets are loaded when rows are first asked for.
 """
 
-from dapo_jax.data.pairs import PairSource
 from dapo_jax.data.prompts import PromptSource, held_out
 from dapo_jax.data.rows import checked_rows
+from dapo_jax.data.sft_pairs import PairSource
 from dapo_jax.data.sources import load_rows
 
 __all__ = ["PairSource", "PromptSource", "checked_rows", "held_out", "load_rows"]

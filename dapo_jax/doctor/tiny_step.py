@@ -30,9 +30,9 @@ from dapo_jax.config import (
 )
 from dapo_jax.dapo.metrics import to_scalars
 from dapo_jax.dapo.rollouts import Group, Prompt, Rollout
-from dapo_jax.doctor.agreement import agreement
 from dapo_jax.doctor.check import Found
 from dapo_jax.doctor.machine import SPARE, gib
+from dapo_jax.doctor.sampler_agreement import agreement
 from dapo_jax.parallel.mesh import BATCH_AXES
 from dapo_jax.rewards import whole_group
 from dapo_jax.rewards.sample import Sample

@@ -10,7 +10,7 @@ import optax
 from flax import nnx
 
 from dapo_jax.checkpoints.checkpointer import Checkpointer
-from dapo_jax.checkpoints.last import restore_last
+from dapo_jax.checkpoints.last_intact import restore_last
 from dapo_jax.config import TrainConfig
 from dapo_jax.dapo.losses import dapo_loss
 from dapo_jax.data.stream import PromptStream
@@ -21,6 +21,7 @@ from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.gather import broadcast_from_first
 from dapo_jax.rewards.functions import Rewards
 from dapo_jax.run.grader_setup import check_graders, grading
+from dapo_jax.run.group_exchange import SamplerShare
 from dapo_jax.run.group_sampling import GroupSampling
 from dapo_jax.run.identity import check_identity, identity_of, model_files
 from dapo_jax.run.loop import Position
@@ -28,10 +29,10 @@ from dapo_jax.run.policy import Policy, load_policy, mesh_of, meshes_of, optimiz
 from dapo_jax.run.prompt_sets import GivenRows, drawn_too_often, held_out_prompts, training_prompts
 from dapo_jax.run.response_sampler import ResponseSampler
 from dapo_jax.run.resume_point import ResumePoint, check_progress, resume_point
-from dapo_jax.run.sampler_share import SamplerShare
 from dapo_jax.run.step_batches import StepBatches
 from dapo_jax.run.training_pass import training_pass
-from dapo_jax.training.state import init_state, warmed_up
+from dapo_jax.training.optimizer import warmed_up
+from dapo_jax.training.state import init_state
 from dapo_jax.training.update import Objective, UpdateOptions, Updater
 
 

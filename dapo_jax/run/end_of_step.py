@@ -11,8 +11,8 @@ import jax
 from jaxtyping import PyTree
 
 from dapo_jax.checkpoints.checkpointer import Checkpointer
-from dapo_jax.checkpoints.groups import carry_arrays
 from dapo_jax.checkpoints.manifest import CheckpointError
+from dapo_jax.checkpoints.packed_groups import carry_arrays
 from dapo_jax.config import TrainConfig
 from dapo_jax.dapo.rollouts import Group
 from dapo_jax.evaluation import lost_verdicts, problem_record, responses_kept, summarize

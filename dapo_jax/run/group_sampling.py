@@ -16,8 +16,8 @@ from dapo_jax.health.stalls import Watch
 from dapo_jax.health.stopping import Stop
 from dapo_jax.parallel.weights import SamplerWeights
 from dapo_jax.rewards.grading import Grading
+from dapo_jax.run.group_exchange import PromptAt, SamplerShare
 from dapo_jax.run.response_sampler import TRAINING, ResponseSampler, Sampled
-from dapo_jax.run.sampler_share import PromptAt, SamplerShare
 from dapo_jax.sampling.decoding import decoding
 
 _FOR_OTHERS = "waiting for the groups of the other processes"

@@ -15,7 +15,7 @@ import optax
 from flax import nnx
 
 from dapo_jax.checkpoints.checkpointer import Check, Checkpointer
-from dapo_jax.checkpoints.last import restore_last
+from dapo_jax.checkpoints.last_intact import restore_last
 from dapo_jax.checkpoints.manifest import CheckpointError
 from dapo_jax.config import (
     ConfigError,
@@ -49,7 +49,8 @@ from dapo_jax.text.tokenizers import (
     save_tokenizer,
     token_ids,
 )
-from dapo_jax.training.state import TrainState, make_optimizer
+from dapo_jax.training.optimizer import make_optimizer
+from dapo_jax.training.state import TrainState
 from dapo_jax.training.state import state_structs as structs_of
 
 

@@ -13,9 +13,9 @@ from dapo_jax.dapo.rollouts import Group, Prompt, Response
 from dapo_jax.parallel.mesh import Meshes
 from dapo_jax.parallel.weights import SamplerWeights, weight_transfer
 from dapo_jax.run.policy import Policy
+from dapo_jax.sampling.continuous_batching import Sampler
 from dapo_jax.sampling.decoding import Decoding, decoding
 from dapo_jax.sampling.engine import DecoderEngine
-from dapo_jax.sampling.sampler import Sampler
 from dapo_jax.text.stop_strings import StopStrings, stop_ids
 
 TRAINING, EVALUATION = 0, 1

@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from dapo_jax.checkpoints.checkpointer import Restored
-from dapo_jax.checkpoints.groups import carry_groups, check_carry
 from dapo_jax.checkpoints.manifest import DamagedError
+from dapo_jax.checkpoints.packed_groups import carry_groups, check_carry
 from dapo_jax.dapo.dynamic_sampling import InformativeShare
 from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.plain_json import read_object

@@ -14,7 +14,7 @@ from dapo_jax.dapo.batching import Row, pack, row_weights
 from dapo_jax.dapo.metrics import to_scalars
 from dapo_jax.dapo.microbatch import Microbatch
 from dapo_jax.dapo.rollouts import Prompt
-from dapo_jax.data.pairs import PairSource
+from dapo_jax.data.sft_pairs import PairSource
 from dapo_jax.evaluation import summarize
 from dapo_jax.health.stalls import interrupt
 from dapo_jax.locks import Lock
@@ -29,7 +29,8 @@ from dapo_jax.run.training_pass import TrainingPass, training_pass
 from dapo_jax.storage import AnyPath, write_whole
 from dapo_jax.trackers import JsonlTracker
 from dapo_jax.trackers.progress import Progress
-from dapo_jax.training.state import init_state, warmed_up
+from dapo_jax.training.optimizer import warmed_up
+from dapo_jax.training.state import init_state
 from dapo_jax.training.supervised import supervised_loss
 from dapo_jax.training.update import UpdateOptions, Updater
 

@@ -6,7 +6,7 @@ from typing import Any
 from urllib.parse import quote
 
 from dapo_jax.storage import AnyPath, path_of
-from dapo_jax.trackers.lines import read_lines, write_lines
+from dapo_jax.trackers.json_lines import read_lines, write_lines
 
 SCHEMA_VERSION = 1
 """Version of a line's keys; raised when a reader of the older ones could not use a line."""

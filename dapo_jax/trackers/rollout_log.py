@@ -12,7 +12,7 @@ from jaxtyping import Float
 from dapo_jax.dapo.rollouts import Group, Rollout
 from dapo_jax.storage import AnyPath, path_of
 from dapo_jax.terminal import visible
-from dapo_jax.trackers.lines import read_lines, write_lines
+from dapo_jax.trackers.json_lines import read_lines, write_lines
 
 SCHEMA_VERSION = 1
 """Version of a line's keys; raised when a reader of the older ones could not use a line."""

@@ -6,7 +6,6 @@ them, as gradient accumulation usually does, would divide the gradient by their 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -24,7 +23,8 @@ from dapo_jax.dapo.losses import dapo_loss, kl_penalty
 from dapo_jax.dapo.metrics import Max, Mean, Metric, token_mean
 from dapo_jax.dapo.microbatch import Microbatch, microbatch_structs
 from dapo_jax.parallel.sharding import by_row, replicated
-from dapo_jax.training.minibatch import Minibatch, Placing, Stack, with_array
+from dapo_jax.training.minibatch import Minibatch, Placing, Stack
+from dapo_jax.training.old_logprobs import OldLogprobs, PolicyLogprobs
 from dapo_jax.training.sampler_mismatch import mismatch_metrics
 from dapo_jax.training.state import TrainState, state_shardings
 
@@ -39,7 +39,7 @@ class UpdateOptions:
     temperature: float = 1.0
     logprob_chunk_vocab: int = 2048
     old_logprobs: str = "trainer"
-    """trainer or sampler: see `Updater.update`."""
+    """trainer or sampler: see `OldLogprobs`."""
     importance_cap: float | None = None
     kl_coef: float = 0.0
     score_first: bool = False
@@ -67,8 +67,7 @@ class Updater:
         reference: nnx.State | None = None,
     ) -> None:
         """`params` may be shapes alone; `reference` are the reference policy's parameters if `kl_coef` is above 0."""
-        self._graph, self._optimizer, self._objective = graph, optimizer, objective
-        self._options, self._reference = options or UpdateOptions(), reference
+        self._optimizer, self._objective, self._options = optimizer, objective, options or UpdateOptions()
         if (reference is None) != (self._options.kl_coef == 0.0):
             raise ValueError(
                 f"kl_coef={self._options.kl_coef} {'needs' if reference is None else 'has no use for'} a reference policy"
@@ -78,8 +77,18 @@ class Updater:
         self._moments = state_shardings(params, optimizer, mesh).opt_state
         self._rows = NamedSharding(mesh, PartitionSpec(None, *by_row(mesh).spec, "context"))
         self._placing = Placing(self._rows)
-        self._score = jax.jit(self._score_program, out_shardings=self._rows)
-        self._ratio = jax.jit(_ratio, out_shardings=self._rows)
+        self._logprobs = PolicyLogprobs(
+            graph,
+            temperature=self._options.temperature,
+            chunk_vocab=self._options.logprob_chunk_vocab,
+        )
+        self._old = OldLogprobs(
+            self._logprobs,
+            source=self._options.old_logprobs,
+            score_first=self._options.score_first,
+            reference=reference,
+            sharding=self._rows,
+        )
         changed, sums = (placed, self._whole), (placed.params, self._whole)
         self._update = jax.jit(self._update_program, donate_argnums=0, out_shardings=changed)
         self._nothing = jax.jit(self._no_sums, out_shardings=sums)
@@ -88,22 +97,11 @@ class Updater:
         self._join = jax.jit(_joined, out_shardings=self._whole)
 
     def prepare(self, state: TrainState, minibatches: Sequence[Sequence[Microbatch]]) -> list[Minibatch]:
-        """Puts a step's microbatches on the mesh and fills in the log-probabilities that the update compares with.
+        """Puts a step's microbatches on the mesh, with the log-probabilities that its updates compare with (`OldLogprobs`).
 
-        Called with the weights that sampled, before the first update. `old_logprobs: trainer` recomputes the old
-        log-probabilities with the function the update uses; the first minibatch needs none, its old policy is the
-        policy itself. The reference policy's are computed only where there is one.
+        Called with the weights that sampled, before the first update.
         """
-        placed = self._placing.put(minibatches)
-        if self._options.old_logprobs == "sampler":
-            placed = [with_array(m, "old_logprobs", _recorded) for m in placed]
-        else:
-            score, known = partial(self._score, state.params), 0 if self._options.score_first else 1
-            placed[known:] = [with_array(m, "old_logprobs", score) for m in placed[known:]]
-        if self._reference is None:
-            return placed
-        score = partial(self._score, self._reference)
-        return [with_array(m, "ref_logprobs", score) for m in placed]
+        return self._old.fill(state.params, self._placing.put(minibatches))
 
     def update(
         self, state: TrainState, minibatch: Minibatch, *, learning_rate: float, first: bool
@@ -134,12 +132,7 @@ class Updater:
 
     def ratios(self, state: TrainState, minibatch: Minibatch, *, first: bool) -> list[Array]:
         """pi / pi_old of each token as `update` would take it now: for each stack [capacity, rows, seq]; 1 if `first`."""
-        if first and self._options.old_logprobs == "trainer":
-            return [jnp.ones_like(stack.microbatches.old_logprobs) for stack in minibatch]
-        return [
-            self._ratio(self._score(state.params, stack), stack.microbatches.old_logprobs)
-            for stack in minibatch
-        ]
+        return self._old.ratios(state.params, minibatch, first=first)
 
     def lower_update(self, state: TrainState, *, capacity: int, rows: int, row_tokens: int) -> Lowered:
         """The program of `update` for `capacity` microbatches of one shape; `state` may be shapes with their places."""
@@ -148,38 +141,11 @@ class Updater:
 
     def lower_score(self, params: nnx.State, *, capacity: int, rows: int, row_tokens: int) -> Lowered:
         """The program with which `prepare` computes log-probabilities; `params` may be shapes with their places."""
-        return self._score.lower(params, self._structs(capacity, rows, row_tokens))
+        return self._old.lower(params, self._structs(capacity, rows, row_tokens))
 
     def _structs(self, capacity: int, rows: int, row_tokens: int) -> Stack:
         count = jax.ShapeDtypeStruct((), jnp.int32, sharding=self._whole)
         return Stack(microbatch_structs((capacity, rows, row_tokens), self._rows), count)
-
-    def _logprobs(self, params: nnx.State, microbatch: Microbatch) -> tuple[Array, Array]:
-        """Log-probability and entropy [rows, seq] of each token given what it follows; without meaning in the first column."""
-
-        def program(params: nnx.State, m: Microbatch) -> tuple[Array, Array]:
-            decoder = nnx.merge(self._graph, params)
-            hidden = decoder(m.tokens, m.positions, m.segment_ids, m.prefix_ids)
-            before = jnp.take_along_axis(hidden, m.previous[..., None], axis=1)
-            logprobs, entropy = decoder.ends.layout.logprobs(
-                before.reshape(-1, hidden.shape[-1]),
-                decoder.ends.unembedding(),
-                m.tokens.reshape(-1),
-                vocab_size=decoder.ends.config.vocab_size,
-                temperature=self._options.temperature,
-                chunk_vocab=self._options.logprob_chunk_vocab,
-                dtype=decoder.ends.compute_dtype,
-            )
-            return logprobs.reshape(m.tokens.shape), entropy.reshape(m.tokens.shape)
-
-        return nnx.merge(self._graph, params).ends.layout.shard(program)(params, microbatch)
-
-    def _score_program(self, params: nnx.State, stack: Stack) -> Float[Array, "capacity rows seq"]:
-        def score(i: Array, scores: Array) -> Array:
-            return lax.dynamic_update_index_in_dim(scores, self._logprobs(params, stack.at(i))[0], i, axis=0)
-
-        blank = jnp.zeros_like(stack.microbatches.old_logprobs)
-        return lax.fori_loop(0, stack.count, score, blank)
 
     def _no_sums(self, params: nnx.State) -> Sums:
         return jax.tree.map(jnp.zeros_like, params), jnp.zeros((), jnp.float32)
@@ -272,14 +238,6 @@ class Updater:
             "update/skipped_frac": Mean(1.0 - finite.astype(jnp.float32), one),
             "nonfinite/gradient": Max((~jnp.isfinite(jnp.stack(squares))).astype(jnp.float32)),
         }
-
-
-def _recorded(stack: Stack) -> Array:
-    return stack.microbatches.sampler_logprobs
-
-
-def _ratio(logprobs: Array, old_logprobs: Array) -> Array:
-    return jnp.exp(logprobs - old_logprobs)
 
 
 def _joined(*measured: dict[str, Metric]) -> dict[str, Metric]:

@@ -16,7 +16,7 @@ import pytest
 from etils import epath
 
 from dapo_jax.checkpoints.checkpointer import Checkpointer
-from dapo_jax.checkpoints.last import restore_last
+from dapo_jax.checkpoints.last_intact import restore_last
 from dapo_jax.checkpoints.manifest import META, CheckpointError, DamagedError, write_manifest
 
 LAST, BEFORE = 7, 4

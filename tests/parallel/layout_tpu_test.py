@@ -14,7 +14,8 @@ from dapo_jax.parallel.training_layout import layout_of
 from dapo_jax.plan.collectives import collectives
 from dapo_jax.plan.topologies import devices_of, parse
 from dapo_jax.testing import tiny_decoder_config
-from dapo_jax.training.state import make_optimizer, state_structs
+from dapo_jax.training.optimizer import make_optimizer
+from dapo_jax.training.state import state_structs
 from dapo_jax.training.update import Updater
 
 CONFIG = tiny_decoder_config(

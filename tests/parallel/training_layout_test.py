@@ -18,7 +18,8 @@ from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.training_layout import ROWS as ROWS_SPLIT
 from dapo_jax.parallel.training_layout import layout_of
 from dapo_jax.testing import tiny_decoder_config, tiny_params
-from dapo_jax.training.state import init_state, make_optimizer, state_shardings
+from dapo_jax.training.optimizer import make_optimizer
+from dapo_jax.training.state import init_state, state_shardings
 from dapo_jax.training.update import UpdateOptions, Updater
 
 CONFIG = tiny_decoder_config(heads=4, kv_heads=2, qkv_bias=True, qk_norm=True, tied_embeddings=False)

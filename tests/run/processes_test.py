@@ -148,7 +148,7 @@ from dapo_jax.checkpoints.manifest import DamagedError
 from dapo_jax.checkpoints.checkpointer import Checkpointer
 from dapo_jax.parallel import processes
 from dapo_jax.parallel.gather import broadcast_from_first
-from dapo_jax.checkpoints.last import restore_last
+from dapo_jax.checkpoints.last_intact import restore_last
 
 processes.start()
 here = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), PartitionSpec())

@@ -15,7 +15,8 @@ from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.sharding import shardings
 from dapo_jax.run.training_pass import for_mesh
 from dapo_jax.testing import tiny_decoder_config, tiny_params
-from dapo_jax.training.state import init_state, make_optimizer, state_structs
+from dapo_jax.training.optimizer import make_optimizer
+from dapo_jax.training.state import init_state, state_structs
 
 ODD = tiny_decoder_config(vocab_size=21, tied_embeddings=False, kv_heads=4)
 

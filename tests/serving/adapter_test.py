@@ -17,9 +17,9 @@ from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.weights import weight_transfer
 from dapo_jax.run.policy import Policy, find_policy
+from dapo_jax.sampling.continuous_batching import Sampler
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
-from dapo_jax.sampling.sampler import Sampler
 from dapo_jax.serving import adapter, jetstream_fixes, orchestrator
 from dapo_jax.serving.adapter import JetStreamEngine
 from dapo_jax.serving.engine_types import BoundedPrompt

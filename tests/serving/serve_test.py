@@ -34,9 +34,9 @@ from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.weights import weight_transfer
 from dapo_jax.run.policy import Policy, optimizer_of
+from dapo_jax.sampling.continuous_batching import Sampler
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
-from dapo_jax.sampling.sampler import Sampler
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 from dapo_jax.text.tokenizers import CharTokenizer
 from dapo_jax.training.state import init_state

@@ -16,7 +16,8 @@ from dapo_jax.dapo.metrics import Mean, to_scalars
 from dapo_jax.models.decoder import Decoder
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.testing import tiny_decoder_config, tiny_params
-from dapo_jax.training.state import init_state, make_optimizer, warmed_up
+from dapo_jax.training.optimizer import make_optimizer, warmed_up
+from dapo_jax.training.state import init_state
 from dapo_jax.training.update import UpdateOptions, Updater
 
 CONFIG = tiny_decoder_config(layers=1, embed_dim=16, mlp_dim=16, heads=2, kv_heads=2)

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from dapo_jax.data.pairs import PairSource
 from dapo_jax.data.prompts import PromptSource
+from dapo_jax.data.sft_pairs import PairSource
 from dapo_jax.data.sources import load_rows
 from dapo_jax.text.formatting import PromptFormat
 from dapo_jax.text.tokenizers import ByteTokenizer, CharTokenizer

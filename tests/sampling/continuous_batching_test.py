@@ -24,11 +24,12 @@ from dapo_jax.parallel.mesh import make_mesh, make_meshes
 from dapo_jax.parallel.sharding import shardings
 from dapo_jax.parallel.weights import weight_transfer
 from dapo_jax.run.response_sampler import EVALUATION, TRAINING
+from dapo_jax.sampling.continuous_batching import Sampler
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
-from dapo_jax.sampling.sampler import Sampler
 from dapo_jax.testing import tiny_decoder_config, tiny_params
-from dapo_jax.training.state import init_state, make_optimizer
+from dapo_jax.training.optimizer import make_optimizer
+from dapo_jax.training.state import init_state
 from dapo_jax.training.update import UpdateOptions, Updater
 
 CONFIG = tiny_decoder_config(qkv_bias=True, qk_norm=True, tied_embeddings=False)

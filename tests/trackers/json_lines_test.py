@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from dapo_jax.trackers.lines import read_lines, write_lines
+from dapo_jax.trackers.json_lines import read_lines, write_lines
 
 
 def read(path):

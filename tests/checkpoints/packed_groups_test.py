@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapo_jax.checkpoints.groups import carry_arrays, carry_groups, check_carry
+from dapo_jax.checkpoints.packed_groups import carry_arrays, carry_groups, check_carry
 from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
 
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from dapo_jax.doctor.agreement import agreement
+from dapo_jax.doctor.sampler_agreement import agreement
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 from tests.run.carry_test import make_rollout, prompt_at, rollouts
 
-from dapo_jax.checkpoints.groups import carry_arrays, carry_groups
 from dapo_jax.checkpoints.manifest import pack_arrays
+from dapo_jax.checkpoints.packed_groups import carry_arrays, carry_groups
 from dapo_jax.config import DataConfig, to_yaml
 from dapo_jax.dapo.dynamic_sampling import Collected
 from dapo_jax.dapo.rollouts import Group
@@ -24,7 +24,7 @@ from dapo_jax.health.stopping import STOPPED, Stop
 from dapo_jax.models.folder import load_model
 from dapo_jax.parallel.mesh import make_mesh, make_meshes
 from dapo_jax.run import train
-from dapo_jax.run.sampler_share import SamplerShare
+from dapo_jax.run.group_exchange import SamplerShare
 from dapo_jax.trackers import read_metrics
 from dapo_jax.trackers.evaluation_log import read_problems
 from dapo_jax.trackers.progress import Progress

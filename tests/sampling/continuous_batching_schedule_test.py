@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from dapo_jax.dapo.rollouts import Prompt
+from dapo_jax.sampling.continuous_batching import Sampler
 from dapo_jax.sampling.decoding import decoding
-from dapo_jax.sampling.sampler import Sampler
 from dapo_jax.testing import ScriptedEngine
 
 EOS, LIMIT = 1, 40

@@ -13,8 +13,8 @@ from dataclasses import replace
 import jax
 import numpy as np
 
-from dapo_jax.checkpoints.groups import carry_arrays, carry_groups
 from dapo_jax.checkpoints.manifest import pack_arrays, unpack_arrays
+from dapo_jax.checkpoints.packed_groups import carry_arrays, carry_groups
 from dapo_jax.dapo.dynamic_sampling import Collected
 from dapo_jax.dapo.rollouts import Group, Prompt
 from dapo_jax.health.stopping import Stop, StoppedError, first_reason

@@ -1,0 +1,116 @@
+"""Log-probabilities under the policy that learns, and the old ones that its ratio is taken to: recomputed by the trainer, or as the sampler recorded them."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.stages import Lowered
+from jaxtyping import Array, Float
+
+from dapo_jax.dapo.microbatch import Microbatch
+from dapo_jax.training.minibatch import Minibatch, Stack, with_array
+
+
+class PolicyLogprobs:
+    """The function of parameters and a microbatch that gives every token its log-probability: the update differentiates it, `OldLogprobs` calls it."""
+
+    def __init__(self, graph: nnx.GraphDef[Any], *, temperature: float, chunk_vocab: int) -> None:
+        """`chunk_vocab` entries of the vocabulary have logits at one time; `temperature` is that of sampling."""
+        self._graph, self._temperature, self._chunk_vocab = graph, temperature, chunk_vocab
+
+    def __call__(self, params: nnx.State, microbatch: Microbatch) -> tuple[Array, Array]:
+        """Log-probability and entropy [rows, seq] of each token given what it follows; without meaning in the first column."""
+
+        def program(params: nnx.State, m: Microbatch) -> tuple[Array, Array]:
+            decoder = nnx.merge(self._graph, params)
+            hidden = decoder(m.tokens, m.positions, m.segment_ids, m.prefix_ids)
+            before = jnp.take_along_axis(hidden, m.previous[..., None], axis=1)
+            logprobs, entropy = decoder.ends.layout.logprobs(
+                before.reshape(-1, hidden.shape[-1]),
+                decoder.ends.unembedding(),
+                m.tokens.reshape(-1),
+                vocab_size=decoder.ends.config.vocab_size,
+                temperature=self._temperature,
+                chunk_vocab=self._chunk_vocab,
+                dtype=decoder.ends.compute_dtype,
+            )
+            return logprobs.reshape(m.tokens.shape), entropy.reshape(m.tokens.shape)
+
+        return nnx.merge(self._graph, params).ends.layout.shard(program)(params, microbatch)
+
+
+class OldLogprobs:
+    """Fills in the log-probabilities that the updates of a step compare with."""
+
+    def __init__(
+        self,
+        logprobs: PolicyLogprobs,
+        *,
+        source: str,
+        score_first: bool,
+        reference: nnx.State | None,
+        sharding: NamedSharding,
+    ) -> None:
+        """Compiles nothing yet.
+
+        Args:
+            logprobs: the function that the update uses.
+            source: `trainer` recomputes the old log-probabilities by that function; `sampler` takes those recorded while sampling.
+            score_first: recompute those of the first minibatch too, whose old policy is the policy itself.
+            reference: the reference policy's parameters, if there is one.
+            sharding: where arrays [capacity, rows, seq] lie.
+        """
+        self._logprobs, self._source, self._score_first = logprobs, source, score_first
+        self._reference = reference
+        self._score = jax.jit(self._score_program, out_shardings=sharding)
+        self._ratio = jax.jit(_ratio, out_shardings=sharding)
+
+    def fill(self, params: nnx.State, minibatches: Sequence[Minibatch]) -> list[Minibatch]:
+        """The minibatches with `old_logprobs`, and with `ref_logprobs` where there is a reference policy.
+
+        Args:
+            params: the weights that sampled, before the first update of the step.
+            minibatches: of the step, on the mesh.
+        """
+        filled = list(minibatches)
+        if self._source == "sampler":
+            filled = [with_array(m, "old_logprobs", _recorded) for m in filled]
+        else:
+            score, known = partial(self._score, params), 0 if self._score_first else 1
+            filled[known:] = [with_array(m, "old_logprobs", score) for m in filled[known:]]
+        if self._reference is None:
+            return filled
+        score = partial(self._score, self._reference)
+        return [with_array(m, "ref_logprobs", score) for m in filled]
+
+    def ratios(self, params: nnx.State, minibatch: Minibatch, *, first: bool) -> list[Array]:
+        """pi / pi_old of each token: for each stack [capacity, rows, seq]; 1 if `first`, where the old policy is the policy itself."""
+        if first and self._source == "trainer":
+            return [jnp.ones_like(stack.microbatches.old_logprobs) for stack in minibatch]
+        return [
+            self._ratio(self._score(params, stack), stack.microbatches.old_logprobs) for stack in minibatch
+        ]
+
+    def lower(self, params: nnx.State, stack: Stack) -> Lowered:
+        """The program that recomputes log-probabilities; both may be shapes with their places."""
+        return self._score.lower(params, stack)
+
+    def _score_program(self, params: nnx.State, stack: Stack) -> Float[Array, "capacity rows seq"]:
+        def score(i: Array, scores: Array) -> Array:
+            return lax.dynamic_update_index_in_dim(scores, self._logprobs(params, stack.at(i))[0], i, axis=0)
+
+        blank = jnp.zeros_like(stack.microbatches.old_logprobs)
+        return lax.fori_loop(0, stack.count, score, blank)
+
+
+def _recorded(stack: Stack) -> Array:
+    return stack.microbatches.sampler_logprobs
+
+
+def _ratio(logprobs: Array, old_logprobs: Array) -> Array:
+    return jnp.exp(logprobs - old_logprobs)

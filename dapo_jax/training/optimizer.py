@@ -1,0 +1,28 @@
+"""The optimizer and the learning rate of a step (DAPO Section 4.1): AdamW behind a clip of the gradient's norm, and a linear warm-up."""
+
+import optax
+
+
+def make_optimizer(
+    *,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    epsilon: float = 1e-8,
+    weight_decay: float = 0.1,
+    max_grad_norm: float = 1.0,
+) -> optax.GradientTransformation:
+    """Global-norm clipping, then AdamW at learning rate 1; the update scales by the step's rate.
+
+    Decay is on all matrices and vectors, as torch's AdamW does it.
+    """
+    adamw = optax.adamw(1.0, b1=beta1, b2=beta2, eps=epsilon, weight_decay=weight_decay)
+    return optax.chain(optax.clip_by_global_norm(max_grad_norm), adamw)
+
+
+def warmed_up(learning_rate: float, *, step: int, warmup_steps: int) -> float:
+    """The learning rate of step `step`, counted from 1: linear over `warmup_steps` rollout steps, then constant.
+
+    >>> [warmed_up(1.0, step=step, warmup_steps=4) for step in (1, 2, 4, 9)]
+    [0.25, 0.5, 1.0, 1.0]
+    """
+    return learning_rate * min(1.0, step / warmup_steps) if warmup_steps else learning_rate
