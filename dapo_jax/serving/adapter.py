@@ -40,7 +40,7 @@ class JetStreamEngine(engine_api.Engine):
         weights: sampler weights, as `dapo_jax.parallel.weights.weight_transfer` makes them.
         tokenizer: the model's.
         mesh: where `engine` runs.
-        how: how every request is decoded; JetStream's requests say nothing about it.
+        decoding: how tokens of every request are drawn; JetStream's requests say nothing about it.
         key: what is drawn follows from it and from the order in which requests get their slots.
         max_prefill_length: the longest padded prompt; one of `PREFILL_LENGTHS`.
         prompt_format: what is put around a request's text.
@@ -50,7 +50,7 @@ class JetStreamEngine(engine_api.Engine):
     """
 
     def __init__(
-        self, engine: DecoderEngine, weights: PyTree, tokenizer: Tokenizer, mesh: Mesh, *, how: Decoding,
+        self, engine: DecoderEngine, weights: PyTree, tokenizer: Tokenizer, mesh: Mesh, *, decoding: Decoding,
         key: PRNGKeyArray, max_prefill_length: int, prompt_format: PromptFormat = AS_IT_STANDS,
     ) -> None:  # fmt: skip
         if max_prefill_length not in PREFILL_LENGTHS:
@@ -59,7 +59,7 @@ class JetStreamEngine(engine_api.Engine):
                 f"{PREFILL_LENGTHS[-1]}, the lengths that JetStream pads prompts to"
             )
         self._engine, self._weights, self._tokenizer, self._mesh = engine, Weights(weights), tokenizer, mesh
-        self._how, self._key, self._max_prefill_length = how, key, max_prefill_length
+        self._decoding, self._key, self._max_prefill_length = decoding, key, max_prefill_length
         self._prompt_format = prompt_format
         self._ordinals = itertools.count()
         self._abandoned: dict[int, Callable[[], bool]] = {}
@@ -193,7 +193,7 @@ class JetStreamEngine(engine_api.Engine):
         """Draws up to `steps_per_call` tokens in every live slot; `decode_state` is consumed."""
         with self._dispatch:
             slots = self._release(decode_state.slots)
-            slots, result = self._engine.generate(_current(params), slots, self._how, 1)
+            slots, result = self._engine.generate(_current(params), slots, self._decoding, 1)
             data, drawn = self._pack(result.tokens, result.valid, decode_state.drawn)
         steps = result.tokens.shape[1]
         packed = ServedTokens(

@@ -168,7 +168,7 @@ def serving_engine(
     mesh = mesh_of(ParallelConfig())
     transfer = weight_transfer(policy.params, mesh, dtype=options.compute_dtype)
     try:
-        how = decoding(temperature=options.temperature, top_p=options.top_p, top_k=options.top_k)
+        drawing = decoding(temperature=options.temperature, top_p=options.top_p, top_k=options.top_k)
         decoder = DecoderEngine(
             policy.decoder,
             slots=options.slots,
@@ -185,7 +185,7 @@ def serving_engine(
         transfer(policy.params),
         policy.tokenizer,
         mesh,
-        how=how,
+        decoding=drawing,
         key=jax.random.key(options.seed),
         max_prefill_length=next(length for length in PREFILL_LENGTHS if length >= prompt),
         prompt_format=PromptFormat(

@@ -11,7 +11,7 @@ from dapo_jax.config import to_yaml
 from dapo_jax.doctor import examination as module
 from dapo_jax.doctor.check import Finding
 from dapo_jax.doctor.examination import verdict
-from dapo_jax.run import build, response_sampler
+from dapo_jax.run import response_sampler, step_batches
 from tests.doctor.conftest import write_model
 
 RANDOM_ANYWAY = {"devices", "grade"}
@@ -261,7 +261,7 @@ def test_a_phase_that_raises(examined, monkeypatch):
     def broken(*_, **__):
         raise RuntimeError("the update\nis broken")
 
-    monkeypatch.setattr(build, "row_weights", broken)
+    monkeypatch.setattr(step_batches, "row_weights", broken)
     found = examined()
     assert only_fails(found, "update").message == "RuntimeError: the update is broken"
     assert found["agreement"].state == found["checkpoint"].state == "skipped"

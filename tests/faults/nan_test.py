@@ -53,7 +53,7 @@ def poison(monkeypatch):
                 array = np.array(getattr(stack.microbatches, name))
                 array[tuple(np.argwhere(np.asarray(stack.microbatches.mask))[-1])] = np.nan
                 placed = jax.device_put(array, getattr(stack.microbatches, name).sharding)
-                prepared[update - 1] = (stack.having(**{name: placed}),)
+                prepared[update - 1] = (stack.with_arrays(**{name: placed}),)
             return prepared
 
         monkeypatch.setattr(Updater, "prepare", prepare)

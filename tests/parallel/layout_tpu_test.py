@@ -43,7 +43,7 @@ def test_weights_are_gathered_and_gradients_reduce_scattered():
     params, optimizer = shapes_of(CONFIG), make_optimizer()
     state = state_structs(params, optimizer, mesh)
     lowered = Updater(graph, params, optimizer, mesh).lower_update(
-        state, room=1, rows=ROWS, row_tokens=TOKENS
+        state, capacity=1, rows=ROWS, row_tokens=TOKENS
     )
     found = {kind.kind: kind.received_bytes for kind in collectives(lowered.compile().as_text())}
     assert found.keys() <= {"all-gather", "reduce-scatter", "all-reduce"}

@@ -4,7 +4,6 @@ import json
 import random
 
 import pytest
-from tests.report.watching_test import served
 
 from tests.report.chromium import Shown, complaints, missing
 from tests.report.made import (
@@ -15,6 +14,7 @@ from tests.report.made import (
     write_rollouts,
     write_run,
 )
+from tests.report.server_test import served
 
 Keys = pytest.importorskip("selenium.webdriver.common.keys", reason=missing() or None).Keys
 

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
-from tests.run.carry_test import make_rollout, prompt_at, rollouts
 
 from dapo_jax.checkpoints.manifest import pack_arrays
 from dapo_jax.checkpoints.packed_groups import carry_arrays, carry_groups
@@ -31,6 +30,7 @@ from dapo_jax.trackers.progress import Progress
 from dapo_jax.trackers.rollout_log import read_rollouts
 from dapo_jax.training.step_metrics import rollout_metrics
 from tests import several
+from tests.checkpoints.packed_groups_test import make_rollout, prompt_at, rollouts
 
 GRADER = '''
 import os

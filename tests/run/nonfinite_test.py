@@ -2,12 +2,12 @@
 
 import jax.numpy as jnp
 import numpy as np
-from tests.training.mismatch_test import stack
 
 from dapo_jax.dapo.metrics import Max, Mean
 from dapo_jax.dapo.microbatch import Microbatch
 from dapo_jax.run.nonfinite import Update, in_words
 from dapo_jax.training.minibatch import Stack
+from tests.training.sampler_mismatch_test import stack
 
 
 def room_for(count, tokens):

@@ -323,7 +323,7 @@ def test_every_option_reaches_the_engine(model, monkeypatch):
     ((engine, weights, told),) = made
     assert (engine.slots, engine.capacity, told["max_prefill_length"]) == (8, 24, 32)
     assert jax.tree.leaves(weights["ends"]["embedding"])[0].dtype == "bfloat16"
-    assert told["how"] == decoding(temperature=0.7, top_p=0.9, top_k=5)
+    assert told["decoding"] == decoding(temperature=0.7, top_p=0.9, top_k=5)
     assert told["key"] == jax.random.key(3)
     assert told["prompt_format"] == PromptFormat()
 
