@@ -3,12 +3,12 @@
     python examples/dapo_in_one_file.py            # 40 steps
     python examples/dapo_in_one_file.py --steps 2  # a short try
 
-It does what `dapo-jax train quickstart` does, without checkpoints, several processes and what else a long run needs. Equations are those of the
-paper (DAPO, https://arxiv.org/abs/2503.14476).
+`dapo-jax train quickstart` is the same in full: with checkpoints, several processes, and rows that hold several responses. Equations are those of the paper
+(DAPO, https://arxiv.org/abs/2503.14476).
 """
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from importlib import resources
 from itertools import islice
@@ -47,9 +47,9 @@ TEMPERATURE = 1.0
 
 
 def grade(text: str, answer: str) -> Verdict:
-    """The rule (Section 2.4): right if what follows the last `=` is the answer."""
-    extracted = text.rpartition("=")[2].strip()
-    return Verdict(correct=extracted == answer, extracted=extracted)
+    """The rule (Section 2.4): right if there is a `=`, and what follows the last one is the answer."""
+    _, sign, extracted = text.rpartition("=")
+    return Verdict(correct=bool(sign) and extracted.strip() == answer, extracted=extracted)
 
 
 def rewarded(prompt: Prompt, responses: Sequence[Response], tokenizer) -> Group:
@@ -66,13 +66,13 @@ def rewarded(prompt: Prompt, responses: Sequence[Response], tokenizer) -> Group:
     return Group(prompt=prompt, rollouts=tuple(rollouts))
 
 
-def dense_rows(groups: Sequence[Group]) -> dict[str, np.ndarray]:
-    """One rollout a row, padded to `ROW_TOKENS`. What is said of a token stands at that token's own column."""
+def microbatches(groups: Sequence[Group]) -> list[dict[str, np.ndarray]]:
+    """The microbatches of an update: one rollout a row, padded to `ROW_TOKENS`. What is said of a token stands at its own column."""
     count = sum(len(group.rollouts) for group in groups)
     batch = {
         "tokens": np.zeros((count, ROW_TOKENS), np.int32),
         "mask": np.zeros((count, ROW_TOKENS), bool),  # True on response tokens, the end token among them
-        "attended": np.zeros((count, ROW_TOKENS), np.int32),  # 1 on prompt and response, 0 on padding
+        "segments": np.zeros((count, ROW_TOKENS), np.int32),  # 1 on prompt and response, 0 on padding
         "sampler_logprobs": np.zeros((count, ROW_TOKENS), np.float32),
         "advantages": np.zeros(count, np.float32),
     }
@@ -86,26 +86,24 @@ def dense_rows(groups: Sequence[Group]) -> dict[str, np.ndarray]:
             batch["tokens"][row, :start] = group.prompt.tokens
             batch["tokens"][row, start:stop] = rollout.response.tokens
             batch["mask"][row, start:stop] = True
-            batch["attended"][row, :stop] = 1
+            batch["segments"][row, :stop] = 1
             batch["sampler_logprobs"][row, start:stop] = rollout.response.logprobs
             batch["advantages"][row] = advantage
             row += 1
-    # Eq. 12: every token of the update weighs the same, however its microbatches fall. So gradients are added, never averaged.
+    # The token-level mean (Eq. 12, over the whole update as in the released code): 1 / tokens on the mask, however microbatches fall.
+    # So the gradients of microbatches are added, never averaged.
     batch["weights"] = np.asarray(token_weights(batch["mask"]))
-    return batch
-
-
-def microbatches(batch: dict[str, np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
-    for start in range(0, len(batch["tokens"]), ROWS):
-        yield {name: array[start : start + ROWS] for name, array in batch.items()}
+    return [{name: array[at : at + ROWS] for name, array in batch.items()} for at in range(0, count, ROWS)]
 
 
 def token_logprobs(graph: nnx.GraphDef, params: nnx.State, batch: dict[str, jax.Array]) -> jax.Array:
     """log pi(token | all tokens before it) [rows, seq]: the hidden state of a column predicts the token of the next."""
     decoder = nnx.merge(graph, params)
-    tokens, attended = batch["tokens"], batch["attended"]
+    tokens, segments = batch["tokens"], batch["segments"]
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    hidden = decoder(tokens, positions, attended, attended)
+    hidden = decoder(
+        tokens, positions, segments, segments
+    )  # of packed rows: who may see whom, and whose prompt
     before = jnp.roll(hidden, 1, axis=1)  # column 0 gets what means nothing, and is never in the mask
     logprobs, _ = decoder.ends.layout.logprobs(
         before.reshape(-1, hidden.shape[-1]),
@@ -198,15 +196,16 @@ def main() -> float:
     cursor = 0
     for step in range(1, options.steps + 1):
         # 1. Sample until enough groups are neither all right nor all wrong (Eq. 11, Algorithm 1).
-        weights = transfer(params)
+        sampler_weights = transfer(params)
         collector = Collector(
             needed=options.prompts_per_step, cursor=cursor, prompts_per_wave=options.prompts_per_step
         )
 
         def draw(count: int, collector: Collector = collector) -> list[Prompt]:
-            return [prompts[ordinal] for ordinal in collector.draw(min(count, 4))]
+            return [prompts[ordinal] for ordinal in collector.draw(count)]
 
-        for prompt, responses in sample(weights, draw, key=train_key, samples_per_prompt=GROUP_SIZE):
+        # The sampler draws while groups are added, so another wave begins as soon as it is needed. Keys are folded from ordinals.
+        for prompt, responses in sample(sampler_weights, draw, key=train_key, samples_per_prompt=GROUP_SIZE):
             collector.add(rewarded(prompt, responses, tokenizer))
         collected = collector.finish()
         cursor = collected.cursor
@@ -214,21 +213,20 @@ def main() -> float:
         # 2. Split the groups into updates. The old policy of all of them is the one that sampled, so its log-probabilities are
         #    computed before the first update, by the function that the updates use.
         order = np.random.default_rng(step).permutation(len(collected.groups))
-        batches = [
-            dense_rows([collected.groups[i] for i in order[start : start + GROUPS_PER_UPDATE]])
+        updates = [
+            microbatches([collected.groups[i] for i in order[start : start + GROUPS_PER_UPDATE]])
             for start in range(0, len(order), GROUPS_PER_UPDATE)
         ]
-        parts = [list(microbatches(batch)) for batch in batches]
-        old = [[logprobs_of(params, part) for part in of_update] for of_update in parts]
-        mismatch = [
-            k3(o - p["sampler_logprobs"])[p["mask"]].mean() for o, p in zip(old[0], parts[0], strict=True)
-        ]
+        old = [[logprobs_of(params, part) for part in update] for update in updates]
+        # How far sampler and trainer are apart on some tokens: by rounding alone, or something is wrong.
+        mask, sampled_by = updates[0][0]["mask"], updates[0][0]["sampler_logprobs"]
+        mismatch = float(k3(old[0][0] - sampled_by)[mask].mean())
 
-        # 3. Update: the gradients of an update's microbatches are added (Eq. 8 with the weights of Eq. 12).
+        # 3. Update: the gradients of an update's microbatches are added (Eq. 8).
         rate, measured = LEARNING_RATE * min(1.0, step / WARMUP_STEPS), []
-        for of_update, old_of_update in zip(parts, old, strict=True):
+        for update, old_of_update in zip(updates, old, strict=True):
             grads = jax.tree.map(jnp.zeros_like, params)
-            for part, old_logprobs in zip(of_update, old_of_update, strict=True):
+            for part, old_logprobs in zip(update, old_of_update, strict=True):
                 new, metrics = gradient(params, part, old_logprobs)
                 grads = jax.tree.map(jnp.add, grads, new)
                 measured.append(metrics)
@@ -238,7 +236,7 @@ def main() -> float:
         clipped = to_scalars(measured)["policy/clip_high_frac"]
         print(
             f"step {step:3d}  accuracy {sampled_accuracy:.3f}  prompts {len(collected.sampled)}  clipped high {clipped:.4f}  "
-            f"KL(sampler || trainer) {float(np.mean(mismatch)):.1e}",
+            f"KL(sampler || trainer) {mismatch:.1e}",
             flush=True,
         )
     after = accuracy()

@@ -293,7 +293,7 @@ class BatchConfig(Section, at="batch"):
 
 @dataclass(frozen=True, kw_only=True)
 class LossConfig(Section, at="loss"):
-    """Knobs of `losses.dapo_loss` and of what surrounds it."""
+    """The options of `dapo_jax.dapo_loss` and of what surrounds it."""
 
     clip_ratio_low: float = key(
         0.2,
@@ -320,7 +320,7 @@ class LossConfig(Section, at="loss"):
             "masked_mean_axis": "",
         },
     )
-    """token_mean, prompt_mean, sequence_mean or token_sum_norm: see `losses.token_weights`."""
+    """token_mean, prompt_mean, sequence_mean or token_sum_norm: see `dapo_jax.token_weights`."""
     normalize_std: bool = key(True, aliases=["scale_rewards", "norm_adv_by_std_in_grpo"])
     """Divide advantages by the group's standard deviation (Eq. 9)."""
     old_logprobs: str = key("trainer", choices=["trainer", "sampler"])

@@ -12,7 +12,7 @@ from dapo_jax.models.attention import causal_attention
 
 @dataclass(frozen=True)
 class Layout:
-    """One device, or arrays that the compiler places as it sees fit; `parallel.layout.MeshLayout` says where all of them lie."""
+    """One device, or arrays that the compiler places as it sees fit; `parallel.training_layout.MeshLayout` says where all of them lie."""
 
     def shard(self, program: Callable[..., tuple[Array, Array]]) -> Callable[..., tuple[Array, Array]]:
         """A function of (parameters, arrays of [rows, seq]) that returns two arrays of [rows, seq], made to run on all devices."""

@@ -66,7 +66,9 @@ class Observer:
         """The groups that the step trains on are chosen; every process has them whole."""
 
     def before_updates(self, minibatches: Sequence[Minibatch]) -> Sequence[Minibatch]:
-        """The step's minibatches are on the device, with the log-probabilities that updates compare with.
+        """The step's minibatches are on the device, with the log-probabilities that updates compare with (`Updater.prepare`).
+
+        The first minibatch has old ones only if they are the sampler's or were asked for (`UpdateOptions.score_first`).
 
         Returns:
             The minibatches to update on: these, or corrected ones.

@@ -81,8 +81,9 @@ class OldLogprobs:
         if self._source == "sampler":
             filled = [with_array(m, "old_logprobs", _recorded) for m in filled]
         else:
-            score, known = partial(self._score, params), 0 if self._score_first else 1
-            filled[known:] = [with_array(m, "old_logprobs", score) for m in filled[known:]]
+            score = partial(self._score, params)
+            first = 0 if self._score_first else 1
+            filled[first:] = [with_array(m, "old_logprobs", score) for m in filled[first:]]
         if self._reference is None:
             return filled
         score = partial(self._score, self._reference)

@@ -1,4 +1,4 @@
-"""One optimizer update: gradients summed over microbatches, then clipped, checked and applied.
+"""One optimizer update: gradients summed over microbatches, then checked and applied by the optimizer, which clips them.
 
 Each microbatch carries its tokens' weights in the whole minibatch's loss, so their gradients are summed. (Averaging
 them, as gradient accumulation usually does, would divide the gradient by their number.)

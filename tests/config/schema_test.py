@@ -27,6 +27,7 @@ from dapo_jax.config import (
     to_yaml,
 )
 from dapo_jax.config.section import leaf_types, rules_by_key
+from dapo_jax.dapo.losses import AGGREGATIONS
 
 RULES = rules_by_key(TrainConfig) | rules_by_key(SftConfig) | rules_by_key(EvaluateConfig)
 CHOICES = {key: rules.choices for key, rules in RULES.items() if rules.choices}
@@ -306,6 +307,10 @@ def test_every_choice_of_a_key_loads(path, key, words):
             load_config(path, [f"{key}={word}", *needs.get(word, [])])
         else:
             load_evaluation(None, [f"{key}={word}"])
+
+
+def test_the_choices_of_the_loss_are_those_that_it_knows():
+    assert CHOICES["loss.aggregation"] == AGGREGATIONS
 
 
 @pytest.mark.parametrize("schema", [TrainConfig, SftConfig])
