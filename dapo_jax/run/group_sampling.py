@@ -20,6 +20,9 @@ from dapo_jax.run.group_exchange import PromptAt, SamplerShare
 from dapo_jax.run.response_sampler import TRAINING, ResponseSampler, Sampled
 from dapo_jax.sampling.decoding import decoding
 
+_SampledFrom = Callable[[Callable[[int], list[Prompt]]], Sampled]
+"""(count -> so many prompts) -> prompts with their responses, as they end."""
+
 _FOR_OTHERS = "waiting for the groups of the other processes"
 
 
@@ -68,7 +71,17 @@ class GroupSampling:
 
     def groups(self, weights: PyTree, draw: Callable[[int], list[int]]) -> Iterator[Group]:
         """The graded groups of the prompts whose ordinals `draw` gives, until it gives none once the last verdict is in."""
-        return self._alone(weights, draw) if self._share.alone else self._together(weights, draw)
+
+        def sampled(prompts: Callable[[int], list[Prompt]]) -> Sampled:
+            return self._sampler.sample(
+                weights,
+                prompts,
+                decoding=decoding(temperature=self._config.sampling.temperature),
+                samples=self._config.batch.group_size,
+                domain=TRAINING,
+            )
+
+        return self._alone(sampled, draw) if self._share.alone else self._together(sampled, draw)
 
     def finish(self, collector: Collector) -> Collected:
         """The groups that a step trains on and those that it leaves, whole in every process.
@@ -99,7 +112,7 @@ class GroupSampling:
         """Ends the grading workers and their event loop."""
         self._grading.close()
 
-    def _alone(self, weights: PyTree, draw: Callable[[int], list[int]]) -> Iterator[Group]:
+    def _alone(self, sampled: _SampledFrom, draw: Callable[[int], list[int]]) -> Iterator[Group]:
         ahead: deque[int] = deque()
 
         def prompts(count: int) -> list[Prompt]:
@@ -109,9 +122,9 @@ class GroupSampling:
         # The sampler is done when nothing more is drawn. Verdicts that are still on their way may then call for another wave.
         while ordinals := draw(self._sampler.prompts_at_once):
             ahead.extend(ordinals)
-            yield from self._stop.watched(self._grading.groups(self._sampled(weights, prompts)))
+            yield from self._stop.watched(self._grading.groups(sampled(prompts)))
 
-    def _together(self, weights: PyTree, draw: Callable[[int], list[int]]) -> Iterator[Group]:
+    def _together(self, sampled: _SampledFrom, draw: Callable[[int], list[int]]) -> Iterator[Group]:
         """The graded groups of all samplers, a wave at a time: what one found, the others know at its end.
 
         Waves that are certain to be needed are sampled as one, and a further one is opened by what they gave: as many as when
@@ -123,17 +136,8 @@ class GroupSampling:
             def prompts(count: int, mine: deque[int] = mine) -> list[Prompt]:
                 return [self._prompt_at(mine.popleft()) for _ in range(min(count, len(mine)))]
 
-            groups = self._share.graded(self._sampled(weights, prompts), self._grading.groups)
+            groups = self._share.graded(sampled(prompts), self._grading.groups)
             yield from self._gathered(groups, self._prompts.__getitem__)
-
-    def _sampled(self, weights: PyTree, prompts: Callable[[int], list[Prompt]]) -> Sampled:
-        return self._sampler.sample(
-            weights,
-            prompts,
-            decoding=decoding(temperature=self._config.sampling.temperature),
-            samples=self._config.batch.group_size,
-            domain=TRAINING,
-        )
 
     def _evaluated(self, weights: PyTree, prompts: Sequence[Prompt], *, name: str, step: int) -> list[Group]:
         groups = self._sampler.evaluate(
