@@ -83,7 +83,12 @@ class Shown:
 
     def click(self, selector):
         self.driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", self.one(selector))
-        self.one(selector).click()
+
+        def clicked():
+            self.one(selector).click()
+            return True
+
+        self.until(clicked)  # an element that was made anew since it was found takes no click
 
     def press(self, *keys):
         from selenium.webdriver.common.action_chains import ActionChains
