@@ -82,9 +82,8 @@ class Shown:
         return [each.text for each in self.all(selector)]
 
     def click(self, selector):
-        self.driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", self.one(selector))
-
         def clicked():
+            self.driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", self.one(selector))
             self.one(selector).click()
             return True
 
