@@ -1,6 +1,7 @@
-"""Modules that moved: an import of an old name fails with the new one in its message."""
+"""Modules that moved and names that changed: an import of an old name fails with the new one in its message."""
 
 import sys
+from collections.abc import Callable
 from importlib.abc import MetaPathFinder
 from typing import Any
 
@@ -53,3 +54,14 @@ class _Answer(MetaPathFinder):
 def answer_old_names() -> None:
     """Makes imports of old names say the new ones. Called once, when the package is imported."""
     sys.meta_path.append(_Answer())
+
+
+def renamed(module: str, **names: str) -> Callable[[str], Any]:
+    """The `__getattr__` of a module in which some names are others now: old name -> new name."""
+
+    def answer(name: str) -> Any:
+        if name in names:
+            raise ImportError(f"{module}.{name} is {names[name]} now", name=module)
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+    return answer

@@ -10,7 +10,7 @@ from flax import nnx
 
 import dapo_jax
 from benchmarks.workload import Workload, reward_of
-from dapo_jax.dapo.batching import pack, row_weights, rows_of
+from dapo_jax.dapo.batching import example_weights, pack, training_examples
 from dapo_jax.dapo.losses import dapo_loss
 from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
 from dapo_jax.models.decoder import Decoder
@@ -138,12 +138,12 @@ class System:
 
     def _update(self, groups: list[Group]) -> dict[str, float]:
         start, workload = time.perf_counter(), self.workload
-        rows = rows_of(groups)
+        rows = training_examples(groups)
         # Rows in which eight responses share their prompt; as many responses in a microbatch as the others have.
         together = min(8, workload.samples)
         microbatches = pack(
             rows,
-            row_weights(rows),
+            example_weights(rows),
             row_tokens=workload.prompt_tokens + together * workload.new_tokens,
             rows_per_microbatch=max(1, workload.options.get("rows_per_microbatch", 16) // together),
         )

@@ -1,4 +1,4 @@
-"""How orbax is told which checkpoints stay, and to be quiet.
+"""The retention of checkpoints, in orbax's words: which stay, and that it is quiet about it.
 
 A file of its own: what orbax is told is apart from what checkpoints are.
 """

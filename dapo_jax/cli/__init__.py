@@ -35,7 +35,7 @@ LASTING = ("train", "sft", "serve")
 
 
 NO_BACKEND = "Unable to initialize backend"
-"""How JAX's error begins where there is no device of the platforms it was told to use."""
+"""The beginning of JAX's error where there is no device of the platforms it was told to use."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -24,7 +24,7 @@ class SourceConfig:
     split: str = ""
     """Empty: `train` in a mixture, `test` for evaluation, or the only split there is."""
     weight: float = key(1.0, range=POSITIVE)
-    """How often it is drawn from, in a mixture, beside the other weights."""
+    """Its share of the prompts that a mixture draws, beside the other weights."""
     name: str = ""
     """Names its metrics; empty: the source, and for `jsonl` the file."""
 

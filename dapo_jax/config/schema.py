@@ -5,7 +5,6 @@ gives one (DAPO, https://arxiv.org/abs/2503.14476), each with its equation or se
 nothing here changes a value.
 """
 
-import dataclasses
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +21,7 @@ from dapo_jax.config.keys import (
     Range,
     key,
 )
-from dapo_jax.config.section import Section, due, entries, field_types, rules_by_key
+from dapo_jax.config.section import Section, due, entries, field_types, leaf_types, rules_by_key
 from dapo_jax.config.values import refuse
 
 
@@ -78,7 +77,7 @@ class ModelConfig(Section, at="model"):
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig(Section, at="sampling"):
-    """How responses are sampled for training."""
+    """The sampling of responses for training."""
 
     temperature: float = key(1.0, range=NOT_NEGATIVE)
     """Softmax temperature, of the policy that samples and of the one that is trained alike. (Section 4.1)"""
@@ -153,7 +152,7 @@ class GraderConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig(Section, at="reward"):
-    """How a response becomes a reward."""
+    """Grading: the grader of responses, the rewards of its verdicts, and the overlong penalty."""
 
     grader: str = key("exact", not_empty=True, aliases=["reward_funcs", "custom_reward_function"])
     """A name in `dapo_jax.rewards.GRADERS` (exact, dapo, dapo_boxed, math, gsm8k), `reasoning_gym` (the task's own scorer),
@@ -234,7 +233,7 @@ class DynamicSamplingConfig(Section, at="dynamic_sampling"):
 
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig(Section, at="batch"):
-    """How many prompts, responses and optimizer updates make one step."""
+    """The size of one step: prompts, responses and optimizer updates."""
 
     prompts_per_step: int = key(
         512,
@@ -403,7 +402,7 @@ class EvalConfig(Section, at="eval"):
     datasets: list[dict[str, Any]] = key(default_factory=list)
     """{source: aime_2024, path: ...} for each dataset, see `SourceConfig`; empty: `data.eval_split` of `data.source`."""
     prompts: int = key(0, range=Range("1 or more, or 0 for the whole split", lambda v: v >= 0))
-    """How many prompts of each dataset, from the first; 0: all."""
+    """Prompts of each dataset, counted from the first; 0: all."""
     samples_per_prompt: int = key(32, range=SIZE, aliases=["val_kwargs.n"])
     """k of avg@k. (Section 4.1)"""
     temperature: float = key(1.0, range=Range("0 (greedy) or more", lambda v: v >= 0))
@@ -443,7 +442,7 @@ class CheckpointConfig(Section, at="checkpoint"):
     every_steps: int = key(10, range=NOT_NEGATIVE, aliases=["save_steps", "save_freq"])
     """0: only after the last step."""
     keep: int = key(3, range=SIZE, aliases=["save_total_limit"])
-    """How many of the last ones stay."""
+    """The number of last checkpoints that stay."""
     keep_best: bool = True
     """One is also saved, and stays, when avg@k on the first evaluation dataset is better than ever; with dynamic_sampling.metric=score,
     the mean reward there."""
@@ -675,6 +674,7 @@ def _check_training_policy(sampling: SamplingConfig) -> None:
 
 
 def check_attention(model: ModelConfig, *, packing: bool) -> None:
+    """Refuses a kernel of attention for rows or a dtype that it cannot compute."""
     if model.attention != "cudnn":
         return
     if packing:
@@ -686,6 +686,7 @@ def check_attention(model: ModelConfig, *, packing: bool) -> None:
 
 
 def check_row(row: int, prompt: int, response: int, response_key: str) -> None:
+    """Refuses packed rows that are too short for the longest prompt and response together, all in tokens; a row of 0 is made as long as they are."""
     if 0 < row < prompt + response:
         refuse(
             "batch.row_tokens",
@@ -696,7 +697,7 @@ def check_row(row: int, prompt: int, response: int, response_key: str) -> None:
 
 
 FREE_TO_CHANGE = tuple(
-    f"{name}." if dataclasses.is_dataclass(field_types(TrainConfig).get(name)) else name
+    name if name in leaf_types(TrainConfig) else f"{name}."
     for name, rules in rules_by_key(TrainConfig).items()
     if rules.may_change
 )

@@ -41,15 +41,15 @@ def _is_scored(group: Group) -> bool:
 
 @dataclass
 class Tally:
-    """How many groups of each kind there were."""
+    """Counts of groups by kind."""
 
     groups: int = 0
     correct: int = 0
-    """All of whose responses are correct."""
+    """Groups in which all responses are correct."""
     wrong: int = 0
-    """All of whose responses are wrong."""
+    """Groups in which all responses are wrong."""
     differing: int = 0
-    """Whose scores differ; 0 where verdicts have none."""
+    """Groups in which the scores differ; 0 where verdicts have none."""
     flat_differing: int = 0
     """The number of these that are all correct or all wrong."""
 
@@ -88,8 +88,8 @@ class InformativeShare:
     def prompts_for(self, groups: int) -> int:
         """Prompts that most often give so many informative groups.
 
-        The share is taken as (informative + 1) / (sampled + 1): 1 before anything was sampled, and never 0. Of n prompts with n times
-        the share = m, the informative ones vary by less than sqrt(m), which is drawn on top.
+        The share p is taken as (informative + 1) / (sampled + 1): 1 before anything was sampled, and never 0. Of n prompts about n p are
+        informative, with a standard deviation below sqrt(n p); one such deviation is drawn on top.
         """
         wanted = groups + math.sqrt(groups)
         return math.ceil(wanted * (self.sampled + 1) / (self.informative + 1))
@@ -219,7 +219,8 @@ class Collector:
         whole = min(self.prompts_per_wave, self.max_waves * self.prompts_per_wave - self._drawn)
         if self.surplus != "carry":
             return whole
-        # At the end as much is missing at least, and the share is no higher: a wave that is whole now would be whole then.
+        # While groups are in flight they count as informative. Once they have ended, no fewer groups are missing and the share is no
+        # higher, so the wave would only be larger: one that is already as large as may be need not wait for that.
         wave = self._share().prompts_for(missing)
         return min(wave, whole) if wave >= whole or not self._in_flight else 0
 

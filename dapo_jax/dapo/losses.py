@@ -155,8 +155,8 @@ def token_weights(
 
     | aggregation | weight of a token of response i | |
     |---|---|---|
-    | `token_mean` | 1 / (response tokens of the minibatch) | DAPO, Eq. 12 |
-    | `prompt_mean` | 1 / (prompts) / (response tokens of its group) | DAPO, Eq. 8 as written |
+    | `token_mean` | 1 / (response tokens of the minibatch) | DAPO as released: Eq. 12 over the whole minibatch |
+    | `prompt_mean` | 1 / (prompts) / (response tokens of its group) | DAPO, Eq. 8 to the letter |
     | `sequence_mean` | 1 / (responses) / (tokens of response i) | GRPO |
     | `token_sum_norm` | 1 / (responses * max_response_tokens) | Dr. GRPO |
 

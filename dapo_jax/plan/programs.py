@@ -20,8 +20,8 @@ from dapo_jax.plan.memory import Resident, bytes_on_device
 from dapo_jax.plan.mesh_sizes import Layout, batch_shards, described, layout_of, one_device
 from dapo_jax.plan.refusals import Allocation
 from dapo_jax.plan.workload import Workload
-from dapo_jax.run.build import updater_of
 from dapo_jax.run.policy import Policy, mesh_of, optimizer_of
+from dapo_jax.run.programs import updater_of
 from dapo_jax.run.response_sampler import prompts_at_once
 from dapo_jax.run.training_pass import TrainingPass, for_mesh, training_pass
 from dapo_jax.sampling.decoding import decoding
@@ -187,7 +187,7 @@ class Programs:
         return _configured(
             updater_of,
             self.config,
-            self._policy,
+            self._policy.decoder,
             optimizer,
             self.meshes.train,
             layout=self._pass.layout,

@@ -5,18 +5,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import jax
-import optax
-from flax import nnx
-
 from dapo_jax.checkpoints.checkpointer import Checkpointer
 from dapo_jax.checkpoints.last_intact import restore_last
 from dapo_jax.config import TrainConfig
-from dapo_jax.dapo.losses import dapo_loss
 from dapo_jax.data.stream import PromptStream
 from dapo_jax.health.stalls import Watch
 from dapo_jax.health.stopping import Stop
-from dapo_jax.models.layout import Layout
 from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.gather import broadcast_from_first
 from dapo_jax.rewards.functions import Rewards
@@ -25,7 +19,8 @@ from dapo_jax.run.group_exchange import SamplerShare
 from dapo_jax.run.group_sampling import GroupSampling
 from dapo_jax.run.identity import check_identity, identity_of, model_files
 from dapo_jax.run.loop import Position
-from dapo_jax.run.policy import Policy, load_policy, mesh_of, meshes_of, optimizer_of, state_structs
+from dapo_jax.run.policy import load_policy, mesh_of, meshes_of, optimizer_of, state_structs
+from dapo_jax.run.programs import updater_of
 from dapo_jax.run.prompt_sets import GivenRows, drawn_too_often, held_out_prompts, training_prompts
 from dapo_jax.run.response_sampler import ResponseSampler
 from dapo_jax.run.resume_point import ResumePoint, check_progress, resume_point
@@ -33,7 +28,7 @@ from dapo_jax.run.step_batches import StepBatches
 from dapo_jax.run.training_pass import training_pass
 from dapo_jax.training.optimizer import warmed_up
 from dapo_jax.training.state import init_state
-from dapo_jax.training.update import Objective, UpdateOptions, Updater
+from dapo_jax.training.update import Objective
 
 
 class Run:
@@ -112,7 +107,7 @@ class Run:
         # The reference is the policy that training starts from; with kl_coef 0 there is none at all.
         self.updater = updater_of(
             config,
-            self.policy,
+            self.policy.decoder,
             self._optimizer,
             self._mesh,
             layout=passes.layout,
@@ -167,40 +162,3 @@ class Run:
     def close(self) -> None:
         """Ends the grading workers and their event loop."""
         self.sampling.close()
-
-
-def updater_of(
-    config: TrainConfig,
-    policy: Policy,
-    optimizer: optax.GradientTransformation,
-    mesh: jax.sharding.Mesh,
-    *,
-    layout: Layout,
-    objective: Objective | None = None,
-    reference: nnx.State | None = None,
-) -> Updater:
-    """The programs of the update that `config` describes; of `policy` and `reference`, the parameters may be shapes alone."""
-    loss, model = config.loss, config.model
-    clipped = partial(
-        dapo_loss,
-        clip_ratio_low=loss.clip_ratio_low,
-        clip_ratio_high=loss.clip_ratio_high,
-        dual_clip=loss.dual_clip,
-    )
-    return Updater(
-        policy.graph(compute_dtype=model.compute_dtype, remat=model.remat, layout=layout),
-        policy.params,
-        optimizer,
-        mesh,
-        objective=objective or clipped,
-        options=UpdateOptions(
-            temperature=config.sampling.temperature,
-            logprob_chunk_vocab=model.logprob_chunk_vocab,
-            old_logprobs=loss.old_logprobs,
-            importance_cap=loss.importance_cap,
-            kl_coef=loss.kl_coef,
-            score_first=config.guard.on_mismatch == "correct",
-            offload=config.optimizer.offload,
-        ),
-        reference=reference,
-    )

@@ -125,10 +125,10 @@ class GroupSampling:
             yield from self._stop.watched(self._grading.groups(sampled(prompts)))
 
     def _together(self, sampled: _SampledFrom, draw: Callable[[int], list[int]]) -> Iterator[Group]:
-        """The graded groups of all samplers, a wave at a time: what one found, the others know at its end.
+        """The graded groups of all samplers, a wave at a time: at its end every process learns what the others found.
 
-        Waves that are certain to be needed are sampled as one, and a further one is opened by what they gave: as many as when
-        it is opened while groups are still on their way, which happens only once it is certain.
+        All waves that are certain to be needed are sampled as one. The waves are those of a process that samples alone: it
+        opens a wave while groups are still in flight only when they cannot make it unnecessary.
         """
         while ordinals := list(chain.from_iterable(iter(lambda: draw(1024), []))):
             mine = deque(filter(self._share.takes, ordinals))

@@ -11,11 +11,11 @@ from jaxtyping import PRNGKeyArray, PyTree
 from dapo_jax.config import ConfigError, EvalConfig, SamplingConfig
 from dapo_jax.dapo.rollouts import Group, Prompt, Response
 from dapo_jax.parallel.mesh import Meshes
-from dapo_jax.parallel.weights import SamplerWeights, weight_transfer
+from dapo_jax.parallel.weights import SamplerWeights
 from dapo_jax.run.policy import Policy
+from dapo_jax.run.programs import engine_of, transfer_of
 from dapo_jax.sampling.continuous_batching import Sampler
 from dapo_jax.sampling.decoding import Decoding, decoding
-from dapo_jax.sampling.engine import DecoderEngine
 from dapo_jax.text.stop_strings import StopStrings, stop_ids
 
 TRAINING, EVALUATION = 0, 1
@@ -48,17 +48,17 @@ class ResponseSampler:
     ) -> None:
         """Raises ConfigError where slots or lengths do not fit the mesh or the model."""
         self.max_response_tokens = sampling.max_response_tokens
-        self.transfer: Callable[[PyTree], SamplerWeights] = weight_transfer(
-            policy.params, meshes, dtype=compute_dtype
+        self.transfer: Callable[[PyTree], SamplerWeights] = transfer_of(
+            policy.decoder, meshes, dtype=compute_dtype
         )
         try:
-            engine = DecoderEngine(
+            engine = engine_of(
                 policy.decoder,
+                meshes.sampler,
                 slots=sampling.slots,
                 capacity=max_prompt_tokens + sampling.max_response_tokens,
                 steps_per_call=sampling.steps_per_call,
-                stop_ids=stop_ids(policy.tokenizer, sampling.stop_token_ids),
-                mesh=meshes.sampler,
+                stop_ids=tuple(stop_ids(policy.tokenizer, sampling.stop_token_ids)),
                 compute_dtype=compute_dtype,
             )
         except ValueError as error:

@@ -10,7 +10,7 @@ import jax
 from jaxtyping import PyTree
 
 from dapo_jax.config import ConfigError, SftConfig, load_config, to_yaml
-from dapo_jax.dapo.batching import Row, pack, row_weights
+from dapo_jax.dapo.batching import Example, example_weights, pack
 from dapo_jax.dapo.metrics import to_scalars
 from dapo_jax.dapo.microbatch import Microbatch
 from dapo_jax.dapo.rollouts import Prompt
@@ -145,14 +145,14 @@ def _minibatch(
 ) -> list[Microbatch]:
     """The pairs of step `step`, counted from 1, packed."""
     size = config.batch.pairs_per_step
-    rows: list[Row] = []
+    examples: list[Example] = []
     for place in range((step - 1) * size, step * size):
         prompt, response = pairs[place]
         blank = (0.0 * response).astype("float32")
-        rows.append(Row(prompt_tokens=prompt, response_tokens=response, logprobs=blank))
+        examples.append(Example(prompt_tokens=prompt, response_tokens=response, logprobs=blank))
     return pack(
-        rows,
-        row_weights(rows),
+        examples,
+        example_weights(examples),
         row_tokens=how.row_tokens,
         **how.packing,
         rows_per_microbatch=config.batch.rows_per_microbatch,

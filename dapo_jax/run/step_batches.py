@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from dapo_jax.config import TrainConfig
-from dapo_jax.dapo.batching import pack, row_weights, rows_of, split_minibatches
+from dapo_jax.dapo.batching import example_weights, pack, split_minibatches, training_examples
 from dapo_jax.dapo.microbatch import Microbatch
 from dapo_jax.dapo.rollouts import Group
 from dapo_jax.run.training_pass import TrainingPass
@@ -34,18 +34,18 @@ class StepBatches:
 
     def _packed(self, groups: Sequence[Group]) -> list[Microbatch]:
         config = self._config
-        rows = rows_of(
+        examples = training_examples(
             groups,
             normalize_std=config.loss.normalize_std,
             filter_truncated=config.reward.overlong.filter_truncated,
         )
-        weights = row_weights(
-            rows,
+        weights = example_weights(
+            examples,
             aggregation=config.loss.aggregation,
             max_response_tokens=config.sampling.max_response_tokens,
         )
         return pack(
-            rows,
+            examples,
             weights,
             row_tokens=self._pass.row_tokens,
             rows_per_microbatch=config.batch.rows_per_microbatch,

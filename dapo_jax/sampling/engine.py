@@ -127,9 +127,9 @@ class DecoderEngine:
             ValueError: a prompt is empty or longer than a slot.
         """
         packed = pack_prompts(prompts, capacity=self.capacity)
-        ends = packed.rows * packed.tokens.shape[1] + packed.starts + packed.lengths - 1
+        last_columns = packed.rows * packed.tokens.shape[1] + packed.starts + packed.lengths - 1
         rope = tuple(part[:, packed.positions.reshape(-1)] for part in self._rope)
-        layers, logits = self._prefill(params, packed.tokens, rope, packed.segment_ids, ends)
+        layers, logits = self._prefill(params, packed.tokens, rope, packed.segment_ids, last_columns)
         rows, starts, lengths = (jnp.asarray(part) for part in (packed.rows, packed.starts, packed.lengths))
         return Prefix(layers=layers, logits=logits, rows=rows, starts=starts, lengths=lengths)
 
@@ -195,7 +195,7 @@ class DecoderEngine:
         )  # fmt: skip
 
     def _prefill_program(
-        self, params: SamplerWeights, tokens: Array, rope: RopeTables, segment_ids: Array, ends: Array
+        self, params: SamplerWeights, tokens: Array, rope: RopeTables, segment_ids: Array, last_columns: Array
     ) -> tuple[tuple[Any, ...], Array]:
         outer = nnx.merge(self._ends, params["ends"])
 
@@ -209,7 +209,7 @@ class DecoderEngine:
         for weights in params["layers"]:
             x, kept = nnx.merge(self._block, weights)(x, rope, attend)
             layers.append(kept)
-        return tuple(layers), outer.logits(outer.normed(x[:, ends]))
+        return tuple(layers), outer.logits(outer.normed(x[:, last_columns]))
 
     def _insert_program(
         self, prefix: Prefix, state: DecodeState, arrays: tuple[Array, ...], count: Array, key: PRNGKeyArray
@@ -292,9 +292,9 @@ class DecoderEngine:
         self, params: SamplerWeights, state: DecodeState, rope: RopeTables, tokens: Array
     ) -> DecodeState:
         """The state with the tokens behind what each live slot's cache holds, and the logits that follow."""
-        ends = nnx.merge(self._ends, params["ends"])
+        outer = nnx.merge(self._ends, params["ends"])
         cos, sin = (part[:, state.lengths] for part in rope)
-        x, layers = ends.embed(tokens), []
+        x, layers = outer.embed(tokens), []
         for weights, layer in zip(params["layers"], state.layers, strict=True):
 
             def attend(query: Array, key: Array, value: Array, layer: Any = layer) -> tuple[Array, Any]:
@@ -304,6 +304,6 @@ class DecoderEngine:
             x = lax.with_sharding_constraint(x, self._columns)
             layers.append(grown)
         # In two moves, or XLA would bring the weights to the slots.
-        logits = lax.with_sharding_constraint(ends.logits(ends.normed(x)), self._halves)
+        logits = lax.with_sharding_constraint(outer.logits(outer.normed(x)), self._halves)
         logits = lax.with_sharding_constraint(logits, self._shares)
         return replace(state, layers=tuple(layers), logits=logits)

@@ -1,8 +1,11 @@
 """The optimizer and the learning rate of a step (DAPO Section 4.1): AdamW behind a clip of the gradient's norm, and a linear warm-up."""
 
+from functools import lru_cache
+
 import optax
 
 
+@lru_cache
 def make_optimizer(
     *,
     beta1: float = 0.9,
@@ -13,7 +16,8 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
     """Global-norm clipping, then AdamW at learning rate 1; the update scales by the step's rate.
 
-    Decay is on all matrices and vectors, as torch's AdamW does it.
+    Decay is on all matrices and vectors, as torch's AdamW does it. The same numbers give the same object, so programs that it is
+    part of can be shared.
     """
     adamw = optax.adamw(1.0, b1=beta1, b2=beta2, eps=epsilon, weight_decay=weight_decay)
     return optax.chain(optax.clip_by_global_norm(max_grad_norm), adamw)

@@ -45,10 +45,11 @@ def state_structs(
 
 def own_copy(params: nnx.State, mesh: Mesh) -> nnx.State:
     """A copy on the mesh, which stays alive when what it was made of is donated, and the other way round."""
-    copy = jax.jit(
-        lambda tree: jax.tree.map(lambda leaf: leaf + 0, tree), out_shardings=shardings(params, mesh)
-    )
-    return copy(params)
+    return jax.jit(_copied, out_shardings=shardings(params, mesh))(params)
+
+
+def _copied(tree: nnx.State) -> nnx.State:
+    return jax.tree.map(lambda leaf: leaf + 0, tree)
 
 
 def init_state(

@@ -119,13 +119,13 @@ class Updater:
             where something was not: for log-probabilities, advantages and loss a value for each microbatch, for the gradient
             one for each parameter in the order of `state.params`.
         """
-        rate, now = np.float32(learning_rate), np.bool_(first)
+        rate, is_first = np.float32(learning_rate), np.bool_(first)
         if len(minibatch) == 1:
-            return self._update(state, *minibatch, rate, now)
+            return self._update(state, *minibatch, rate, is_first)
         # A program for each shape, and what one of them needs is gone before the next.
         sums, measured = self._nothing(state.params), []
         for same_length in minibatch:
-            sums, metrics = self._add(state.params, sums, same_length, now)
+            sums, metrics = self._add(state.params, sums, same_length, is_first)
             measured.append(metrics)
         state, applied = self._apply(state, sums, rate)
         return state, {**self._join(*measured), **applied}
@@ -185,14 +185,14 @@ class Updater:
     ) -> tuple[Float[Array, ""], dict[str, Metric]]:
         options, mask = self._options, microbatch.mask
         logprobs, entropy = self._logprobs(params, microbatch)
-        now, by_trainer = lax.stop_gradient(logprobs), options.old_logprobs == "trainer"
-        old = jnp.where(first, now, microbatch.old_logprobs) if by_trainer else microbatch.old_logprobs
+        current, by_trainer = lax.stop_gradient(logprobs), options.old_logprobs == "trainer"
+        old = jnp.where(first, current, microbatch.old_logprobs) if by_trainer else microbatch.old_logprobs
         weights = microbatch.weights
         if options.importance_cap is not None:
             gap = jnp.where(mask, old - microbatch.sampler_logprobs, 0.0)
             weights = weights * truncated_importance_weight(gap, options.importance_cap)
         # Where the sampler's are the old ones, only the first update has the weights that sampled to compare with.
-        compared, trainers = (mask, old) if by_trainer else (mask & first, now)
+        compared, trainers = (mask, old) if by_trainer else (mask & first, current)
         loss, metrics = self._objective(logprobs, old, microbatch.advantages, mask, weights=weights)
         metrics = {
             **metrics,
@@ -204,7 +204,7 @@ class Updater:
                 logprobs, microbatch.ref_logprobs, mask, weights=microbatch.weights
             )
             loss, metrics = loss + options.kl_coef * penalty, {**metrics, **kl_metrics}
-        scored = (now, old) if by_trainer else (now,)
+        scored = (current, old) if by_trainer else (current,)
         found = {
             "nonfinite/sampler_logprobs": _not_finite(mask, microbatch.sampler_logprobs),
             "nonfinite/advantages": _not_finite(mask, microbatch.advantages),

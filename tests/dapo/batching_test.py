@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapo_jax.dapo.batching import Row, pack, row_weights, rows_of, split_minibatches
+from dapo_jax.dapo.batching import Example, example_weights, pack, split_minibatches, training_examples
 from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
 
 
@@ -31,7 +31,7 @@ def make_group(ordinal, rewards, *, truncated=(), lengths=None):
 def make_row(prompt, response, *, start=1, advantage=1.0, in_loss=True, group=0):
     """Tokens count up from `start`, log-probabilities are minus the token: a test sees whether they stay together."""
     tokens = np.arange(start, start + prompt + response, dtype=np.int32)
-    return Row(
+    return Example(
         prompt_tokens=tokens[:prompt],
         response_tokens=tokens[prompt:],
         logprobs=-tokens[prompt:].astype(np.float32),
@@ -69,14 +69,14 @@ def test_a_short_step_ends_in_a_smaller_minibatch():
 
 def test_advantages_compare_a_response_with_its_own_group():
     """[1, -1, -1, -1]: mean -0.5, std sqrt((1.5^2 + 3 * 0.5^2) / 3) = 1. [3, 1]: mean 2, std sqrt(2), +-1 / sqrt(2)."""
-    rows = rows_of([make_group(0, [1.0, -1.0, -1.0, -1.0]), make_group(1, [3.0, 1.0])])
+    rows = training_examples([make_group(0, [1.0, -1.0, -1.0, -1.0]), make_group(1, [3.0, 1.0])])
     expected = [1.5, -0.5, -0.5, -0.5, 0.5**0.5, -(0.5**0.5)]
     np.testing.assert_allclose([row.advantage for row in rows], expected, rtol=2e-6)
     assert [row.group for row in rows] == [0, 0, 0, 0, 1, 1]
 
 
 def test_without_normalize_std_advantages_are_distances_from_the_mean():
-    rows = rows_of([make_group(0, [3.0, 1.0, -1.0])], normalize_std=False)
+    rows = training_examples([make_group(0, [3.0, 1.0, -1.0])], normalize_std=False)
     assert [row.advantage for row in rows] == [2.0, 0.0, -2.0]
 
 
@@ -84,7 +84,7 @@ def test_overlong_filtering_keeps_the_reward_in_the_mean_but_the_tokens_out_of_t
     """Rewards [1, -1, -1, -2]: mean -0.75, deviations 1.75, -0.25, -0.25, -1.25, squares sum to 4.75, std
     sqrt(4.75 / 3) = 1.2583. Without the truncated -2 the mean would be -1/3 and the first advantage 1.1547."""
     group = make_group(0, [1.0, -1.0, -1.0, -2.0], truncated={3})
-    filtered, plain = rows_of([group], filter_truncated=True), rows_of([group])
+    filtered, plain = training_examples([group], filter_truncated=True), training_examples([group])
     expected = np.array([1.75, -0.25, -0.25, -1.25]) / np.sqrt(4.75 / 3)
     for rows in (filtered, plain):
         np.testing.assert_allclose([row.advantage for row in rows], expected, rtol=2e-6)
@@ -94,7 +94,7 @@ def test_overlong_filtering_keeps_the_reward_in_the_mean_but_the_tokens_out_of_t
 
 def test_rows_carry_what_was_sampled():
     group = make_group(5, [1.0, -1.0], lengths=[2, 4])
-    for row, rollout in zip(rows_of([group]), group.rollouts, strict=True):
+    for row, rollout in zip(training_examples([group]), group.rollouts, strict=True):
         np.testing.assert_array_equal(row.prompt_tokens, [7, 8, 9])
         np.testing.assert_array_equal(row.response_tokens, rollout.response.tokens)
         np.testing.assert_array_equal(row.logprobs, rollout.response.logprobs)
@@ -115,14 +115,14 @@ def test_weights_are_those_of_the_whole_minibatch(aggregation, expected):
     rows = [
         make_row(2, 3), make_row(2, 1), make_row(2, 2, group=1), make_row(2, 9, group=1, in_loss=False)
     ]  # fmt: skip
-    weights = row_weights(rows, aggregation=aggregation, max_response_tokens=10)
+    weights = example_weights(rows, aggregation=aggregation, max_response_tokens=10)
     np.testing.assert_allclose(weights, expected, rtol=1e-12)
 
 
 def test_a_prompt_without_a_response_in_the_loss_is_no_prompt():
     """Group 1 is left out whole: `prompt_mean` divides by one prompt, not by two."""
     rows = [make_row(2, 4), make_row(2, 3, group=1, in_loss=False)]
-    np.testing.assert_allclose(row_weights(rows, aggregation="prompt_mean"), [1 / 4, 0])
+    np.testing.assert_allclose(example_weights(rows, aggregation="prompt_mean"), [1 / 4, 0])
 
 
 lengths = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 10)), min_size=1, max_size=12)
@@ -268,8 +268,8 @@ def test_thirteen_groups_on_eight_devices_end_in_an_update_of_one_group_that_use
     split = split_minibatches(groups, groups_per_update=4, seed=(0,))
     assert [len(part) for part in split] == [4, 4, 4, 1]
     for part in split:
-        rows = rows_of(part)
-        packed = pack(rows, row_weights(rows), row_tokens=20, rows_per_microbatch=8, spread=8)
+        rows = training_examples(part)
+        packed = pack(rows, example_weights(rows), row_tokens=20, rows_per_microbatch=8, spread=8)
         weights = np.concatenate([m.weights for m in packed])
         assert weights.sum() == pytest.approx(
             1

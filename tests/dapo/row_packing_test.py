@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapo_jax.dapo.row_packing import Piece, even_lines, line_tokens, seen_pairs, share_out, side_by_side
+from dapo_jax.dapo.row_packing import Piece, even_rows, filled_tokens, seen_pairs, share_out, side_by_side
 
 ROW = 2048 + 20_480
 PAIRS = 2 * 487_587_840 / (4 * 40 * 128)
@@ -21,8 +21,8 @@ def of_one_prompt(*responses, prompt_tokens=1):
     return [piece(index, tokens, prompt_tokens=prompt_tokens) for index, tokens in enumerate(responses)]
 
 
-def responses_of(lines):
-    return [sorted((tokens for part in line for tokens in part.responses), reverse=True) for line in lines]
+def responses_of(packed):
+    return [sorted((tokens for part in row for tokens in part.responses), reverse=True) for row in packed]
 
 
 def as_in_the_paper(seed, *, groups, mean, sigma):
@@ -48,53 +48,53 @@ def as_in_the_paper(seed, *, groups, mean, sigma):
 )
 def test_every_rollout_is_in_one_line_and_every_line_fits(drawn, room, multiple):
     pieces = [piece(i, tokens, prompt=p, prompt_tokens=p + 1) for i, (p, tokens) in enumerate(drawn)]
-    lines = even_lines(pieces, room=room, multiple=multiple)
-    assert len(lines) % multiple == 0
-    assert max(map(line_tokens, lines)) <= room
+    packed = even_rows(pieces, room=room, multiple=multiple)
+    assert len(packed) % multiple == 0
+    assert max(map(filled_tokens, packed)) <= room
     found = {
         i: (p.prompt, tokens)
-        for line in lines
-        for p in line
+        for row in packed
+        for p in row
         for i, tokens in zip(p.rollouts, p.responses, strict=True)
     }
     assert found == {i: (p, tokens) for i, (p, tokens) in enumerate(drawn)}
-    assert sum(len(p.rollouts) for line in lines for p in line) == len(drawn)
+    assert sum(len(p.rollouts) for row in packed for p in row) == len(drawn)
 
 
 def test_responses_to_a_prompt_are_chosen_to_fill_a_line():
     """6 + 4 + 2 and 5 + 4 + 3 are 12 and 12; longest first would make 6 + 5, 4 + 4 + 3 and 2."""
-    lines = even_lines(of_one_prompt(6, 5, 4, 4, 3, 2), room=13, multiple=1)
-    assert sorted(responses_of(lines)) == [[5, 4, 3], [6, 4, 2]]
+    packed = even_rows(of_one_prompt(6, 5, 4, 4, 3, 2), room=13, multiple=1)
+    assert sorted(responses_of(packed)) == [[5, 4, 3], [6, 4, 2]]
 
 
 def test_two_prompts_with_all_their_responses_share_a_line_that_has_room_for_both():
-    """Each is 4 + 3 x 2 = 10 of 20 tokens. Response by response they would mix prompts, and there would be seven lines."""
+    """Each is 4 + 3 x 2 = 10 of 20 tokens. Response by response they would mix prompts, and there would be seven packed."""
     pieces = [piece(i, 2, prompt=i % 8, prompt_tokens=4) for i in range(24)]
-    lines = even_lines(pieces, room=20, multiple=1)
-    assert [line_tokens(line) for line in lines] == [20] * 4
+    packed = even_rows(pieces, room=20, multiple=1)
+    assert [filled_tokens(row) for row in packed] == [20] * 4
 
 
 def test_what_does_not_fill_a_line_goes_where_it_fits():
-    """Lines of 10, prompts of 1: 9 and 5 of the first, 4 of the second. The 5 and the 4 share a line with a prompt each."""
+    """Lines of 10, prompts of 1: 9 and 5 of the first, 4 of the second. The 5 and the 4 share a row with a prompt each."""
     pieces = [*of_one_prompt(9, 4), piece(2, 4, prompt=1)]
-    assert sorted(responses_of(even_lines(pieces, room=10, multiple=1))) == [[4, 4], [9]]
+    assert sorted(responses_of(even_rows(pieces, room=10, multiple=1))) == [[4, 4], [9]]
 
 
-def test_responses_spread_into_lines_that_are_left_over():
-    """All four fit in one line, but there must be four: one each, with its own copy of the prompt."""
-    lines = even_lines(of_one_prompt(5, 5, 5, 5, prompt_tokens=2), room=64, multiple=4)
-    assert responses_of(lines) == [[5]] * 4
-    assert even_lines(of_one_prompt(5), room=64, multiple=3)[1:] == [[], []]
+def test_responses_spread_into_rows_that_are_left_over():
+    """All four fit in one row, but there must be four: one each, with its own copy of the prompt."""
+    packed = even_rows(of_one_prompt(5, 5, 5, 5, prompt_tokens=2), room=64, multiple=4)
+    assert responses_of(packed) == [[5]] * 4
+    assert even_rows(of_one_prompt(5), room=64, multiple=3)[1:] == [[], []]
 
 
 def test_without_room_each_has_a_line_of_its_own():
-    assert responses_of(even_lines(of_one_prompt(1, 7, 3), room=0, multiple=2)) == [[7], [3], [1], []]
+    assert responses_of(even_rows(of_one_prompt(1, 7, 3), room=0, multiple=2)) == [[7], [3], [1], []]
 
 
-def test_like_lines_stand_side_by_side_and_the_parts_of_a_microbatch_get_as_much():
+def test_like_rows_stand_side_by_side_and_the_parts_of_a_microbatch_get_as_much():
     """Sorted: 8, 7, 6, 5 | 4, 3, 2, 1. Of the first four the parts get 8 and 7, then 7's the 6 and 8's the 5."""
-    lines = [[piece(i, tokens)] for i, tokens in enumerate((3, 8, 5, 1, 7, 2, 6, 4))]
-    dealt = side_by_side(lines, rows=4, spread=2)
+    packed = [[piece(i, tokens)] for i, tokens in enumerate((3, 8, 5, 1, 7, 2, 6, 4))]
+    dealt = side_by_side(packed, rows_per_microbatch=4, spread=2)
     assert responses_of(dealt) == [[8], [5], [7], [6], [4], [1], [3], [2]]
 
 
@@ -111,10 +111,10 @@ def test_an_update_of_512_rollouts_has_the_fewest_microbatches_and_even_rows(mea
     these and some of another. A row costs its tokens, padding too, and its pairs; a microbatch as much as its slowest devices.
     """
     pieces = as_in_the_paper(0, groups=32, mean=mean, sigma=sigma)
-    lines = side_by_side(even_lines(pieces, room=ROW, multiple=rows), rows=rows, spread=spread)
+    packed = side_by_side(even_rows(pieces, room=ROW, multiple=rows), rows_per_microbatch=rows, spread=spread)
     least = sum(p.response_tokens for p in pieces) + sum({p.prompt: p.prompt_tokens for p in pieces}.values())
-    assert len(lines) == -(-least // (rows * ROW)) * rows
-    cost = np.array([ROW + seen_pairs(line) / PAIRS for line in lines]).reshape(-1, spread, rows // spread)
+    assert len(packed) == -(-least // (rows * ROW)) * rows
+    cost = np.array([ROW + seen_pairs(row) / PAIRS for row in packed]).reshape(-1, spread, rows // spread)
     slower = cost.sum(2).max(1) / cost.sum(2).mean(1) - 1
     assert slower.mean() < 0.03
     assert slower.max() < 0.08
@@ -125,7 +125,15 @@ LENGTHS = (ROW, ROW // 2, ROW // 4, 3072, 1536)
 
 
 @pytest.mark.parametrize(
-    ("mean", "sigma"), [(1500, 0.6), (3000, 0.6), (5000, 0.7), (8000, 0.7), (8000, 1.0), (10_000, 0.6)]
+    ("mean", "sigma"),
+    [
+        (5000, 0.7),
+        (8000, 1.0),
+        *(
+            pytest.param(*lengths, marks=pytest.mark.slow)  # seconds each, and none has failed alone
+            for lengths in [(1500, 0.6), (3000, 0.6), (8000, 0.7), (10_000, 0.6)]
+        ),
+    ],
 )
 def test_less_than_a_twentieth_of_a_step_is_padding_and_the_devices_have_as_much(mean, sigma):
     """16 updates of 32 groups on 32 places; without shorter rows up to 47% of an update was padding.
@@ -137,8 +145,8 @@ def test_less_than_a_twentieth_of_a_step_is_padding_and_the_devices_have_as_much
     rows, computed, used, most = 32, 0, 0, 0.0
     for seed in range(16):
         pieces = as_in_the_paper(seed, groups=32, mean=mean, sigma=sigma)
-        for length, lines in share_out(pieces, lengths=LENGTHS, rows=rows, spread=rows):
-            tokens = list(map(line_tokens, lines))
+        for length, packed in share_out(pieces, lengths=LENGTHS, rows_per_microbatch=rows, spread=rows):
+            tokens = list(map(filled_tokens, packed))
             computed, used, most = computed + rows * length, used + sum(tokens), most + max(tokens)
     assert used > 0.95 * computed
     assert most * rows < 1.05 * used
@@ -151,10 +159,10 @@ def test_less_than_a_twentieth_of_a_step_is_padding_and_the_devices_have_as_much
 )
 def test_rows_of_several_lengths_lose_nothing_and_overflow_nowhere(drawn, rows, alone):
     pieces = [piece(i, tokens, prompt=p, prompt_tokens=p + 1) for i, (p, tokens) in enumerate(drawn)]
-    made = share_out(pieces, lengths=(64, 40, 16, 8), rows=rows, spread=1, alone=alone)
-    assert all(len(lines) == rows for _, lines in made)
-    assert all(line_tokens(line) <= length for length, lines in made for line in lines)
-    found = [i for _, lines in made for line in lines for p in line for i in p.rollouts]
+    made = share_out(pieces, lengths=(64, 40, 16, 8), rows_per_microbatch=rows, spread=1, alone=alone)
+    assert all(len(packed) == rows for _, packed in made)
+    assert all(filled_tokens(row) <= length for length, packed in made for row in packed)
+    found = [i for _, packed in made for row in packed for p in row for i in p.rollouts]
     assert sorted(found) == list(range(len(drawn)))
     assert [length for length, _ in made] == sorted((length for length, _ in made), reverse=True)
 
@@ -163,7 +171,7 @@ def test_rows_of_several_lengths_lose_nothing_and_overflow_nowhere(drawn, rows, 
 def test_where_there_are_rollouts_enough_less_than_a_twentieth_is_padding(seed):
     """128 groups in microbatches of 8 rows: what the last microbatch lacks is less than 2% of about 450 rows."""
     pieces = as_in_the_paper(seed, groups=128, mean=5000, sigma=0.7)
-    lines = even_lines(pieces, room=ROW, multiple=8)
-    assert sum(map(line_tokens, lines)) > 0.95 * len(lines) * ROW
+    packed = even_rows(pieces, room=ROW, multiple=8)
+    assert sum(map(filled_tokens, packed)) > 0.95 * len(packed) * ROW
     once = sum(p.response_tokens for p in pieces) + sum({p.prompt: p.prompt_tokens for p in pieces}.values())
-    assert once > 0.95 * len(lines) * ROW  # not by repeating prompts
+    assert once > 0.95 * len(packed) * ROW  # not by repeating prompts

@@ -246,13 +246,13 @@ def test_a_mesh_that_the_devices_do_not_make_up(examined):
 
 def test_a_sampler_that_disagrees_with_the_trainer(examined, monkeypatch):
     """Its weights are a tenth larger."""
-    plain = response_sampler.weight_transfer
+    plain = response_sampler.transfer_of
 
-    def enlarged(params, meshes, **how):
-        transfer = plain(params, meshes, **how)
+    def enlarged(decoder, meshes, **how):
+        transfer = plain(decoder, meshes, **how)
         return lambda params: transfer(jax.tree.map(lambda leaf: leaf * 1.1, params))
 
-    monkeypatch.setattr(response_sampler, "weight_transfer", enlarged)
+    monkeypatch.setattr(response_sampler, "transfer_of", enlarged)
     found = only_fails(examined(), "agreement")
     assert "do not train" in found.remedy
 
@@ -261,7 +261,7 @@ def test_a_phase_that_raises(examined, monkeypatch):
     def broken(*_, **__):
         raise RuntimeError("the update\nis broken")
 
-    monkeypatch.setattr(step_batches, "row_weights", broken)
+    monkeypatch.setattr(step_batches, "example_weights", broken)
     found = examined()
     assert only_fails(found, "update").message == "RuntimeError: the update is broken"
     assert found["agreement"].state == found["checkpoint"].state == "skipped"

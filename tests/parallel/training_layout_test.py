@@ -10,7 +10,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec
 
-from dapo_jax.dapo.batching import Row, pack
+from dapo_jax.dapo.batching import Example, pack
 from dapo_jax.dapo.losses import dapo_loss
 from dapo_jax.dapo.metrics import to_scalars
 from dapo_jax.models.decoder import graph_of
@@ -60,7 +60,7 @@ def rollouts(seed=0):
         for _ in range(4):
             response = rng.integers(2, CONFIG.vocab_size, rng.integers(4, 21)).astype(np.int32)
             logprobs = rng.normal(-3.0, 0.3, len(response)).astype(np.float32)
-            rows.append(Row(prompt_tokens=prompt, response_tokens=response, logprobs=logprobs,
+            rows.append(Example(prompt_tokens=prompt, response_tokens=response, logprobs=logprobs,
                             advantage=float(rng.normal()), group=group))  # fmt: skip
     return rows
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from dapo_jax.dapo.batching import Row, pack
+from dapo_jax.dapo.batching import Example, pack
 from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.models.decoder import Decoder
 from dapo_jax.models.folder import shapes_of
@@ -135,7 +135,7 @@ def test_logprobs_are_those_of_the_trainer_end_token_included(temperature):
     sampled = sample(engine_of(4, 8), prompts(0, 1, 2, 3, 4), temperature=temperature)
     asked = {prompt.ordinal: prompt.tokens for prompt in prompts(*sampled)}
     rows = [
-        Row(prompt_tokens=asked[ordinal], response_tokens=response.tokens, logprobs=response.logprobs)
+        Example(prompt_tokens=asked[ordinal], response_tokens=response.tokens, logprobs=response.logprobs)
         for ordinal, responses in sampled.items()
         for response in responses
     ]

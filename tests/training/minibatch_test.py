@@ -3,12 +3,12 @@
 import jax
 import numpy as np
 
-from dapo_jax.dapo.batching import Row, pack
+from dapo_jax.dapo.batching import Example, pack
 from dapo_jax.training.minibatch import Placing
 
 
 def microbatches(count, row_tokens):
-    row = Row(
+    row = Example(
         prompt_tokens=np.array([5], np.int32),
         response_tokens=np.array([6, 7], np.int32),
         logprobs=np.array([-1.0, -2.0], np.float32),

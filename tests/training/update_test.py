@@ -10,7 +10,7 @@ import optax
 import pytest
 from flax import nnx
 
-from dapo_jax.dapo.batching import Row, pack
+from dapo_jax.dapo.batching import Example, pack
 from dapo_jax.dapo.losses import dapo_loss
 from dapo_jax.dapo.metrics import Mean, to_scalars
 from dapo_jax.models.decoder import Decoder
@@ -32,13 +32,13 @@ def one_device():
 
 
 def make_rows(count=8, seed=0):
-    """Responses of 5 to 12 tokens after prompts of 4: no two fit into a line of 16. Old log-probabilities around those
+    """Responses of 5 to 12 tokens after prompts of 4: no two fit into a row of 16. Old log-probabilities around those
     of the model, so that some ratios are clipped; one row is out of the loss."""
     rng = np.random.default_rng(seed)
     rows = []
     for index in range(count):
         response = rng.integers(2, CONFIG.vocab_size, rng.integers(5, 13)).astype(np.int32)
-        row = Row(
+        row = Example(
             prompt_tokens=rng.integers(2, CONFIG.vocab_size, 4).astype(np.int32),
             response_tokens=response,
             logprobs=rng.normal(-3.0, 0.5, len(response)).astype(np.float32),

@@ -13,11 +13,12 @@ from dapo_jax.checkpoints.checkpointer import Checkpointer
 from dapo_jax.config import TrainConfig, to_yaml
 from dapo_jax.health.stalls import Watch
 from dapo_jax.health.watchdogs import Watchdogs
+from dapo_jax.models.decoder import graph_of
 from dapo_jax.models.presets import PRESETS
-from dapo_jax.parallel.weights import WeightTransfer, weight_transfer
+from dapo_jax.parallel.weights import WeightTransfer
 from dapo_jax.rewards.async_calls import AsyncCalls
 from dapo_jax.rewards.pool import GradingPool
-from dapo_jax.run import build, policy
+from dapo_jax.run import build, policy, programs
 from dapo_jax.testing import tiny_decoder_config
 from dapo_jax.trackers import TensorBoardTracker, WandbTracker
 from dapo_jax.trackers.profile import Profile
@@ -52,8 +53,8 @@ def watched():
     """What classes were last made with, by name, and the doubles under `engine` and `updates`."""
     received = {}
 
-    def engine(*arguments, **options):
-        received["engine"] = doubles.Engine(*arguments, **options)
+    def engine(decoder, mesh, **options):
+        received["engine"] = doubles.Engine(decoder, mesh=mesh, **options)
         return received["engine"]
 
     def updates(*arguments, **options):
@@ -65,8 +66,10 @@ def watched():
         return policy.Path("model")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dapo_jax.run.response_sampler.DecoderEngine", engine)
-        for place in ("build", "sft"):
+        # Made anew for each run, and not shared with runs that have no doubles.
+        patch.setattr("dapo_jax.run.response_sampler.engine_of", engine)
+        patch.setattr(programs, "_shared_updater", programs._new_updater)
+        for place in ("programs", "sft"):
             patch.setattr(import_module(f"dapo_jax.run.{place}"), "Updater", updates)
         patch.setattr("dapo_jax.run.policy.download", download)
         patch.setattr(WeightTransfer, "__call__", lambda self, params: self.shapes)
@@ -79,8 +82,8 @@ def watched():
             ),
         )
         # What takes longest to make, once for each way in which it is asked for.
-        patch.setattr("dapo_jax.run.policy.graph_of", doubles.once(policy.graph_of))
-        patch.setattr("dapo_jax.run.response_sampler.weight_transfer", doubles.once(weight_transfer))
+        for place in (policy, programs):
+            patch.setattr(place, "graph_of", doubles.once(graph_of))
         patch.setattr("dapo_jax.run.build.load_policy", doubles.once(build.load_policy))
         for cls in (Watch, Watchdogs, Checkpointer, Profile, GradingPool, AsyncCalls):
             doubles.noting(patch, cls, received)

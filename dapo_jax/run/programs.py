@@ -1,0 +1,125 @@
+"""The compiled programs of a run, which the runs of one process share: where shapes and options are the same, the second one traces and compiles nothing.
+
+A notebook that trains again with another learning rate, another seed or other data starts at once. Kept are the last few of each kind; what they
+were made of is shapes and numbers, so they hold no weights.
+"""
+
+from functools import lru_cache, partial
+
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+
+from dapo_jax.config import TrainConfig
+from dapo_jax.dapo.losses import dapo_loss
+from dapo_jax.models.decoder import graph_of
+from dapo_jax.models.layout import Layout
+from dapo_jax.models.presets import DecoderConfig
+from dapo_jax.models.tensors import shapes_of
+from dapo_jax.parallel.mesh import Meshes
+from dapo_jax.parallel.weights import WeightTransfer, weight_transfer
+from dapo_jax.sampling.engine import DecoderEngine
+from dapo_jax.training.update import Objective, UpdateOptions, Updater
+
+_KEPT = 4
+
+
+@lru_cache(maxsize=_KEPT)
+def engine_of(
+    decoder: DecoderConfig,
+    mesh: Mesh,
+    *,
+    slots: int,
+    capacity: int,
+    steps_per_call: int,
+    stop_ids: tuple[int, ...],
+    compute_dtype: str,
+) -> DecoderEngine:
+    """The sampler's engine: see `DecoderEngine`."""
+    return DecoderEngine(
+        decoder,
+        slots=slots,
+        capacity=capacity,
+        steps_per_call=steps_per_call,
+        stop_ids=stop_ids,
+        mesh=mesh,
+        compute_dtype=compute_dtype,
+    )
+
+
+@lru_cache(maxsize=_KEPT)
+def transfer_of(decoder: DecoderConfig, meshes: Meshes, *, dtype: str) -> WeightTransfer:
+    """The way of weights from the trainer to the sampler: see `weight_transfer`."""
+    return weight_transfer(shapes_of(decoder), meshes, dtype=dtype)
+
+
+def updater_of(
+    config: TrainConfig,
+    decoder: DecoderConfig,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    *,
+    layout: Layout,
+    objective: Objective | None = None,
+    reference: nnx.State | None = None,
+) -> Updater:
+    """The update that `config` describes. One with an own objective, or with the parameters of a reference policy, is not shared.
+
+    Raises:
+        ValueError: `loss.kl_coef` without a reference policy, or the other way round.
+    """
+    loss, model = config.loss, config.model
+    options = UpdateOptions(
+        temperature=config.sampling.temperature,
+        logprob_chunk_vocab=model.logprob_chunk_vocab,
+        old_logprobs=loss.old_logprobs,
+        importance_cap=loss.importance_cap,
+        kl_coef=loss.kl_coef,
+        score_first=config.guard.on_mismatch == "correct",
+        offload=config.optimizer.offload,
+    )
+    clips = (loss.clip_ratio_low, loss.clip_ratio_high, loss.dual_clip)
+    made = (
+        _shared_updater
+        if objective is None and reference is None
+        else partial(_new_updater, objective=objective, reference=reference)
+    )
+    return made(
+        decoder,
+        optimizer,
+        mesh,
+        layout,
+        compute_dtype=model.compute_dtype,
+        remat=model.remat,
+        clips=clips,
+        options=options,
+    )
+
+
+def _new_updater(
+    decoder: DecoderConfig,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    layout: Layout,
+    *,
+    compute_dtype: str,
+    remat: str,
+    clips: tuple[float, float, float | None],
+    options: UpdateOptions,
+    objective: Objective | None = None,
+    reference: nnx.State | None = None,
+) -> Updater:
+    low, high, dual = clips
+    clipped = partial(dapo_loss, clip_ratio_low=low, clip_ratio_high=high, dual_clip=dual)
+    return Updater(
+        graph_of(decoder, compute_dtype=compute_dtype, remat=remat, layout=layout),
+        shapes_of(decoder),
+        optimizer,
+        mesh,
+        objective=objective or clipped,
+        options=options,
+        reference=reference,
+    )
+
+
+_shared_updater = lru_cache(maxsize=_KEPT)(_new_updater)
