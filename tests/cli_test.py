@@ -21,6 +21,8 @@ from dapo_jax.trackers.rollout_log import read_rollouts
 
 ROOT = Path(__file__).parents[1]
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
+SOME = "data.train_split=train[:64]"
+"""All prompts of a split are measured before a run, and under checks of types that takes seconds for thousands."""
 
 GRADERS = '''
 from pathlib import Path
@@ -51,6 +53,9 @@ def home(tmp_path_factory):
     folder = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", str(folder))
+        compiled = folder / ".cache" / "dapo_jax" / "xla"
+        compiled.parent.mkdir(parents=True)
+        compiled.symlink_to(os.environ["JAX_COMPILATION_CACHE_DIR"])
         load_rows("arithmetic", "test[:1]", "~/.cache/dapo_jax/datasets")
         yield folder
 
@@ -81,7 +86,7 @@ def cut(model, graders):
 
     def arguments(run_dir, grader="even"):
         return [
-            "train", QUICKSTART, f"run_dir={run_dir}", "steps=2", f"model.source={model}",
+            "train", QUICKSTART, f"run_dir={run_dir}", "steps=2", f"model.source={model}", SOME,
             f"reward.grader={graders}:{grader}", "sampling.slots=8", "sampling.max_response_tokens=6",
             "reward.overlong.buffer_tokens=2", "dynamic_sampling.prompts_per_wave=2", "dynamic_sampling.max_waves=4",
             "batch.prompts_per_step=2", "batch.group_size=4", "batch.groups_per_update=1", "batch.row_tokens=14",
@@ -120,9 +125,9 @@ def one_message(capsys, command):
     ],
     ids=lambda value: value[0].split("=")[0] if isinstance(value, list) else "",
 )
-def test_a_configuration_error_is_one_message_and_status_2(arguments, message, capsys, tmp_path):
+def test_a_configuration_error_is_one_message_and_status_2(arguments, message, model, capsys, tmp_path):
     run_dir = tmp_path / "run"
-    assert main(["train", QUICKSTART, f"run_dir={run_dir}", *arguments]) == 2
+    assert main(["train", QUICKSTART, f"run_dir={run_dir}", f"model.source={model}", SOME, *arguments]) == 2
     assert message in one_message(capsys, "train")
     assert not run_dir.exists()
 

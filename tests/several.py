@@ -1,4 +1,4 @@
-"""Several processes on loopback, under the checks that the tests' own process is under."""
+"""Several processes on loopback. Types are not checked in them as in the tests' own process: to set that up takes longer than a test."""
 
 import os
 import socket
@@ -7,15 +7,8 @@ import sys
 import time
 from pathlib import Path
 
-from tests.typed import TYPED
-
 ROOT = Path(__file__).parents[1]
-PREAMBLE = f"""
-import sys
-from jaxtyping import install_import_hook
-install_import_hook({TYPED!r}, "beartype.beartype")
-"""
-COMMAND = f"{PREAMBLE}\nfrom dapo_jax.cli import main\nsys.exit(main(sys.argv[1:]))"
+COMMAND = "import sys\nfrom dapo_jax.cli import main\nsys.exit(main(sys.argv[1:]))"
 
 
 def free_port():

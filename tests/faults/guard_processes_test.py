@@ -11,8 +11,9 @@ from tests import several
 
 pytestmark = pytest.mark.slow
 
-NAN_LOSS = f"""{several.PREAMBLE}
-import dapo_jax.run.build as assembly
+NAN_LOSS = """
+import sys
+import dapo_jax.run.programs as assembly
 honest = assembly.dapo_loss
 
 def nan_loss(*of, **how):
@@ -24,7 +25,8 @@ from dapo_jax.cli import main
 sys.exit(main(sys.argv[1:]))
 """
 
-DRIFTING = f"""{several.PREAMBLE}
+DRIFTING = """
+import sys
 from dataclasses import replace
 from dapo_jax.run.response_sampler import ResponseSampler
 honest = ResponseSampler.sample

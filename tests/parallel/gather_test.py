@@ -5,9 +5,8 @@ import pytest
 from dapo_jax.parallel.gather import all_gather_bytes, broadcast_from_first, by_first
 from tests import several
 
-UNEVEN = (
-    several.PREAMBLE
-    + """
+UNEVEN = """
+import sys
 from dapo_jax.parallel import gather as module, processes
 processes.start()
 import jax
@@ -25,7 +24,6 @@ assert compiled_first and len(compiled) == compiled_first, compiled
 assert module.broadcast_from_first(f"from {index}".encode()) == b"from 0"
 processes.leave()
 """
-)
 
 
 @pytest.mark.slow

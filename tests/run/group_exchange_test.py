@@ -44,7 +44,8 @@ def eleventh(sample):
     return int(sample.tokens.sum()) % 11 == 0
 '''
 
-COUNTING = f"""{several.PREAMBLE}
+COUNTING = """
+import sys
 from dapo_jax.cli import main
 from dapo_jax.sampling.engine import DecoderEngine
 begin, decode, calls = DecoderEngine.init_decode_state, DecoderEngine.generate, []

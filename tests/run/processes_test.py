@@ -8,7 +8,8 @@ from dapo_jax.config import TrainConfig, to_yaml
 from dapo_jax.locks import take
 from tests import several
 
-TRAIN = f"""{several.PREAMBLE}
+TRAIN = """
+import sys
 import errno
 import os
 from dataclasses import replace
@@ -28,7 +29,7 @@ for run_dir in sys.argv[2:]:
     try:
         train(replace(config, run_dir=run_dir))
     except Exception as error:
-        print(f"found {{type(error).__name__}}: {{error}}", flush=True)
+        print(f"found {type(error).__name__}: {error}", flush=True)
 print("all have answered", flush=True)
 processes.leave()
 """
@@ -61,7 +62,8 @@ def test_a_folder_that_the_first_process_cannot_have_is_refused_by_all(tmp_path)
     assert not locked.exists()
 
 
-STRANGE = f"""{several.PREAMBLE}
+STRANGE = """
+import sys
 import io
 from pathlib import Path
 from types import SimpleNamespace
@@ -87,7 +89,7 @@ processes.start()
 index, folder = jax.process_index(), Path(sys.argv[1])
 here = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), PartitionSpec())
 ones = jax.make_array_from_callback((2,), here, lambda _: np.ones(2, np.float32))
-state = TrainState(params={{"w": ones}}, opt_state=())
+state = TrainState(params={"w": ones}, opt_state=())
 
 def group(ordinal):
     # As after a wave: a process has its own groups whole, those of others without log-probabilities.
@@ -119,7 +121,7 @@ with Checkpointer(folder / "checkpoints") as checkpointer:
             guard.on_shortfall(error)
             raise
     except (GuardError, ShortfallError) as error:
-        print(f"found {{type(error).__name__}}: {{error}}", flush=True)
+        print(f"found {type(error).__name__}: {error}", flush=True)
 processes.leave()
 """
 
@@ -139,7 +141,8 @@ def test_log_probabilities_that_one_process_sees_are_said_by_all(strange, named,
     assert named in first
 
 
-UNREADABLE = f"""{several.PREAMBLE}
+UNREADABLE = """
+import sys
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -152,7 +155,7 @@ from dapo_jax.checkpoints.last_intact import restore_last
 
 processes.start()
 here = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), PartitionSpec())
-state = lambda step: {{"w": jax.make_array_from_callback((2,), here, lambda _: np.full(2, step, np.float32))}}
+state = lambda step: {"w": jax.make_array_from_callback((2,), here, lambda _: np.full(2, step, np.float32))}
 whole = Checkpointer._checked
 
 def checked(self, step, *how):
@@ -162,12 +165,12 @@ def checked(self, step, *how):
 
 with Checkpointer(sys.argv[1]) as checkpointer:
     for step in (1, 2):
-        checkpointer.save(step, state(step), {{}}, {{}})
+        checkpointer.save(step, state(step), {}, {})
     checkpointer.wait()
     Checkpointer._checked = checked
     said = []
     found = restore_last(checkpointer, lambda step: checkpointer.restore(state(0), step, rows=2), say=said.append)
-    print(f"found {{found.step}} {{float(found.state['w'].addressable_shards[0].data[0])}} {{said}}", flush=True)
+    print(f"found {found.step} {float(found.state['w'].addressable_shards[0].data[0])} {said}", flush=True)
     broadcast_from_first(b"")
 processes.leave()
 """
