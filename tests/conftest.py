@@ -49,7 +49,7 @@ settings.load_profile("ci")
 def pytest_collection_finish():
     """What was imported stays for good: the garbage collector need not look at it again and again, nor at every 700th new object."""
     gc.freeze()
-    gc.set_threshold(20_000, 20, 20)
+    gc.set_threshold(100_000, 50, 50)
 
 
 def pytest_unconfigure():
