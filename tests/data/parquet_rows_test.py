@@ -88,6 +88,7 @@ def test_one_text_that_is_too_large_is_refused_by_its_page(tmp_path, before):
     assert taken < MAX_ROW_BYTES
 
 
+@pytest.mark.slow  # 600 MB; one large row is refused, and many repeated ones are read, above
 def test_large_rows_among_many_small_ones_are_read_one_by_one(tmp_path):
     """10 rows of 60 MB, 600 MB, behind 4,000 of a few bytes: the average row says nothing of them."""
     file = tmp_path / "a.parquet"

@@ -68,6 +68,7 @@ SIZES_COUNT = {"optimizer__max_grad_norm": 1e6, "optimizer__epsilon": 1.0}
 """A gradient 1.5 times as large is otherwise scaled back, by the clip and by AdamW."""
 
 
+@pytest.mark.slow  # the weights are update_test's, and that the key asks for them keys_test's
 def test_over_the_limit_the_steps_updates_are_corrected_as_by_truncated_importance_weights(
     limited, run_micro, drifting, shown
 ):

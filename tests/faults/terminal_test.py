@@ -63,6 +63,7 @@ def test_a_reader_that_leaves_does_not_end_it(ascii_only, tmp_path):
     assert_the_same_run(run.run_dir, whole.run_dir)
 
 
+@pytest.mark.slow  # a whole process; terminal_test has the streams of commands
 def test_what_a_library_says_without_standard_streams_is_in_no_file_of_the_run(ascii_only, tmp_path):
     """The next to be opened would have their numbers: of the pair by which signals are heard of, a line's end would be SIGUSR1."""
     whole, _ = ascii_only

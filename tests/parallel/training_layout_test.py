@@ -133,13 +133,15 @@ def test_losses_gradients_and_sgd_are_those_of_one_device(axes, expected_of_sgd)
         assert found == pytest.approx(expected, rel=1e-5, abs=1e-6, nan_ok=True)
 
 
-@pytest.mark.parametrize("axes", all_but_slow("fsdp 2 x tensor 2 x context 2"))
+@pytest.mark.slow  # the gradient that it is given is compared above, on the same meshes
+@pytest.mark.parametrize("axes", MESHES.values(), ids=MESHES)
 def test_adamw_moves_parameters_as_on_one_device(axes, expected_of_adamw):
     states, _ = trained(make_mesh(**axes), ADAMW, rate=RATE, old_logprobs="sampler")
     for found, expected in zip(states, expected_of_adamw[0], strict=True):
         assert_same(found.params, expected.params)
 
 
+@pytest.mark.slow  # on one device update_test says so
 def test_packing_changes_no_gradient():
     packed, apart = (minibatch(apart=apart) for apart in (False, True))
     assert len(packed) < len(apart)

@@ -121,6 +121,7 @@ def test_every_step_shuffles_anew_and_a_replayed_one_alike(micro, rows):
     assert order(1) == order(1) != order(2)
 
 
+@pytest.mark.slow  # the clip is losses_test's, and that the keys reach it keys_test's
 def test_clip_higher_acts_from_the_second_update_of_a_step_on(micro, run_micro):
     """One update a step has ratio 1, and no clip to be felt: the weights are the same bit for bit. With two, the second is
     clipped at 1.02 or at 1.5, which is all that differs in what is sampled and rewarded."""
@@ -207,6 +208,7 @@ def test_the_soft_overlong_punishment_changes_rewards_by_the_penalty_and_nothing
     assert {name: before[name] for name in same} == {name: after[name] for name in same}
 
 
+@pytest.mark.slow  # continuous_batching_test compares them at two temperatures
 def test_the_samplers_logprobs_agree_with_the_trainers_at_another_temperature(micro, run_micro):
     """Tempered on both sides, or the ratio of a first update would not be 1: the old log-probabilities are the sampler's
     here, so it is 1 but for rounding."""

@@ -245,6 +245,7 @@ def test_the_filter_may_look_at_the_sum(micro, run_micro):
         run_micro(micro(steps=1), reward=pairs)
 
 
+@pytest.mark.slow  # waits for time limits; lost verdicts are pool_test's, and shaping_test's what they are worth
 def test_responses_without_a_verdict_count_as_wrong_and_are_logged(micro, run_micro):
     grader = f"{HERE}:hangs_on_the_first_prompt"
     config = micro(

@@ -43,10 +43,9 @@ def test_a_second_run_makes_no_program_whatever_its_seed_rate_and_rewards(micro,
 
 def test_what_a_program_depends_on_makes_another(micro, run_micro):
     run_micro(micro(steps=1))
-    for change in ({"loss__clip_ratio_high": 0.3}, {"sampling__steps_per_call": 2}):
-        with counted() as found:
-            run_micro(micro(steps=1, **change))
-        assert found, change
+    with counted() as found:
+        run_micro(micro(steps=1, loss__clip_ratio_high=0.3))
+    assert found
 
 
 def test_an_own_objective_is_asked_by_every_run(micro, run_micro):
