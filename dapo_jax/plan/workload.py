@@ -38,7 +38,7 @@ class Workload:
     """Responses that are trained on."""
     updates: int
     microbatches: int
-    """The microbatches of one update, if lines are packed without a gap."""
+    """The microbatches of one update, if rows are packed without a gap."""
     room: int
     """Microbatches that an update's program has room for when all responses are as long as they may be."""
     microbatch_tokens: int
@@ -79,8 +79,8 @@ def workload_of(config: TrainConfig, assumed: Assumptions) -> Workload:
     prompts, waves = _sampled(config, assumed.informative, notes)
     batch = config.batch
     each, rows = batch.groups_per_update * batch.group_size, batch.rows_per_microbatch
-    lines = math.ceil(each * (prompt + mean) / config.row_tokens)
-    # At the limit a line holds so many rollouts.
+    packed = math.ceil(each * (prompt + mean) / config.row_tokens)
+    # At the limit a row holds so many rollouts.
     fits = max(1, config.row_tokens // (config.data.max_prompt_tokens + limit))
     most = math.ceil(math.ceil(each / fits) / rows)
     return Workload(
@@ -93,7 +93,7 @@ def workload_of(config: TrainConfig, assumed: Assumptions) -> Workload:
         prompt_mean=prompt,
         trained=batch.prompts_per_step * batch.group_size,
         updates=batch.prompts_per_step // batch.groups_per_update,
-        microbatches=math.ceil(lines / rows),
+        microbatches=math.ceil(packed / rows),
         room=stack_capacity(most),
         microbatch_tokens=rows * config.row_tokens,
         notes=tuple(notes),

@@ -140,12 +140,12 @@ def test_packing_loses_and_doubles_nothing(lengths, row_tokens, per):
     found = {}
     for m in microbatches:
         assert {field.shape for field in jax.tree.leaves(m)} == {(per, row_tokens)}
-        for line in range(per):
-            for segment in range(1, m.segment_ids[line].max() + 1):
-                at = np.flatnonzero(m.segment_ids[line] == segment)
+        for row in range(per):
+            for segment in range(1, m.segment_ids[row].max() + 1):
+                at = np.flatnonzero(m.segment_ids[row] == segment)
                 assert (np.diff(at) == 1).all()  # in one piece
-                found[int(m.tokens[line, at[0]])] = {
-                    name: getattr(m, name)[line, at] for name in m.__dataclass_fields__
+                found[int(m.tokens[row, at[0]])] = {
+                    name: getattr(m, name)[row, at] for name in m.__dataclass_fields__
                 }
         padding = m.segment_ids == 0
         for field in jax.tree.leaves(m):
@@ -166,13 +166,13 @@ def test_packing_loses_and_doubles_nothing(lengths, row_tokens, per):
 
 
 def test_packing_fills_lines_longest_first():
-    """Lengths 2, 3, 6, 5 in lines of 8: 6 + 2 and 5 + 3. First come, first served needs three: 2 + 3, 6, 5."""
+    """Lengths 2, 3, 6, 5 in rows of 8: 6 + 2 and 5 + 3. First come, first served needs three: 2 + 3, 6, 5."""
     rows = [make_row(1, n, start=start) for n, start in ((1, 1), (2, 11), (5, 21), (4, 31))]
     [microbatch] = pack(rows, np.ones(4), row_tokens=8, rows_per_microbatch=2)
     assert microbatch.segment_ids.tolist() == [[1] * 6 + [2] * 2, [1] * 5 + [2] * 3]
 
 
-def test_responses_to_one_prompt_follow_it_in_one_line():
+def test_responses_to_one_prompt_follow_it_in_one_row():
     """Prompt [1, 2], responses of 3 and 2 tokens, longest first; then another prompt with its only response."""
     prompt = np.array([1, 2], np.int32)
     rows = [replace(make_row(2, n, start=start), prompt_tokens=prompt) for n, start in ((2, 10), (3, 20))]
@@ -201,18 +201,18 @@ def test_what_a_token_sees_is_its_prompt_and_its_response_up_to_it(groups, row_t
     microbatches = pack(rows, np.ones(len(rows)), row_tokens=row_tokens, rows_per_microbatch=1)
     m = jax.tree.map(lambda *parts: np.concatenate(parts), *microbatches)
     found = []
-    for line, segment_ids in enumerate(m.segment_ids):
-        scored = m.mask[line]
-        for last in set(np.flatnonzero(scored)) - set(m.previous[line][scored]):
+    for row, segment_ids in enumerate(m.segment_ids):
+        scored = m.mask[row]
+        for last in set(np.flatnonzero(scored)) - set(m.previous[row][scored]):
             walk = [last]
-            while m.positions[line, walk[-1]] > 0:
-                walk.append(m.previous[line, walk[-1]])
-            own, prefix = segment_ids[last], m.prefix_ids[line, last]
+            while m.positions[row, walk[-1]] > 0:
+                walk.append(m.previous[row, walk[-1]])
+            own, prefix = segment_ids[last], m.prefix_ids[row, last]
             at = np.arange(row_tokens)
             seen = (at <= last) & ((segment_ids == own) | (segment_ids == prefix))
             assert sorted(walk) == np.flatnonzero(seen).tolist()
-            np.testing.assert_array_equal(m.positions[line, walk[::-1]], np.arange(len(walk)))
-            found.append(m.tokens[line, walk[::-1]].tolist())
+            np.testing.assert_array_equal(m.positions[row, walk[::-1]], np.arange(len(walk)))
+            found.append(m.tokens[row, walk[::-1]].tolist())
     assert sorted(found) == sorted([*row.prompt_tokens, *row.response_tokens] for row in rows)
 
 
