@@ -32,7 +32,7 @@ MOVED = {
     "stalls": "health.stalls",
     "stopping": "health.stopping",
     "streams": "terminal",
-    "training.mismatch": "training.sampler_mismatch",
+    "training.mismatch": "training.sync_metrics",
     "visible": "terminal",
     "watchdogs": "health.watchdogs",
 }

@@ -23,7 +23,7 @@ from dapo_jax.storage import AnyPath, entries, path_of
 from dapo_jax.trackers.post_mortem import write_post_mortem
 from dapo_jax.trackers.progress import Progress
 from dapo_jax.training.minibatch import Minibatch
-from dapo_jax.training.sampler_mismatch import importance_weighted, mismatch_kl
+from dapo_jax.training.sync_metrics import importance_weighted, mismatch_kl
 
 IN_A_ROW = "update/skipped_in_a_row"
 KL = "sync/sampler_trainer_kl"

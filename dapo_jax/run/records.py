@@ -44,8 +44,8 @@ def use_compilation_cache(folder: str) -> None:
         # XLA keeps a cache of its own beside jax's, on GPUs, and knows local files only.
         jax.config.update("jax_persistent_cache_enable_xla_caches", None)
     # Also what compiles in a moment: a small run has dozens of these. Who asked for more still is not asked for less.
-    least = min(0.1, jax.config.read("jax_persistent_cache_min_compile_time_secs"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", least)
+    shortest = "jax_persistent_cache_min_compile_time_secs"
+    jax.config.update(shortest, min(0.1, getattr(jax.config, shortest)))
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 

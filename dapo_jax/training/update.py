@@ -25,8 +25,8 @@ from dapo_jax.dapo.microbatch import Microbatch, microbatch_structs
 from dapo_jax.parallel.sharding import by_row, replicated
 from dapo_jax.training.minibatch import Minibatch, Placing, Stack
 from dapo_jax.training.old_logprobs import OldLogprobs, PolicyLogprobs
-from dapo_jax.training.sampler_mismatch import mismatch_metrics
 from dapo_jax.training.state import TrainState, state_shardings
+from dapo_jax.training.sync_metrics import mismatch_metrics
 
 Objective = Callable[..., tuple[Array, Mapping[str, Metric]]]
 """A function with the signature of `dapo_loss`: (logprobs, old_logprobs, advantages, mask, *, weights) -> (loss, metrics)."""

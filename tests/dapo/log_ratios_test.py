@@ -10,7 +10,7 @@ from dapo_jax.dapo.losses import dapo_loss, kl_penalty
 from dapo_jax.dapo.metrics import to_scalars
 from dapo_jax.dapo.microbatch import Microbatch, microbatch_structs
 from dapo_jax.training.minibatch import Stack
-from dapo_jax.training.sampler_mismatch import mismatch_kl, mismatch_metrics
+from dapo_jax.training.sync_metrics import mismatch_kl, mismatch_metrics
 
 DRAWS = 20_000
 SMALL = np.random.default_rng(0).normal(0.0, 1e-5, (8, DRAWS // 8)).astype(np.float32)

@@ -7,7 +7,7 @@ from dapo_jax.dapo.metrics import Max, Mean
 from dapo_jax.dapo.microbatch import Microbatch
 from dapo_jax.run.nonfinite import Update, in_words
 from dapo_jax.training.minibatch import Stack
-from tests.training.sampler_mismatch_test import stack
+from tests.training.sync_metrics_test import stack
 
 
 def room_for(count, tokens):

@@ -9,7 +9,7 @@ import pytest
 from dapo_jax.dapo.metrics import to_scalars
 from dapo_jax.dapo.microbatch import Microbatch
 from dapo_jax.training.minibatch import Stack
-from dapo_jax.training.sampler_mismatch import importance_weighted, mismatch_kl
+from dapo_jax.training.sync_metrics import importance_weighted, mismatch_kl
 
 
 def stack(sampler, old, mask, weights, advantages=None):

@@ -1,4 +1,4 @@
-"""How far the sampler's log-probabilities are from the trainer's before a step's first update, and truncated importance weights.
+"""The metrics `sync/*`: how far the sampler's log-probabilities are from the trainer's before a step's first update; and truncated importance weights, which correct for it.
 
 Both are under the weights that sampled, so on one stack of mathematics they would be equal. They differ by rounding; by more where
 the sampler has other weights, other kernels or another dtype.
