@@ -1,6 +1,6 @@
 """Dynamic sampling (DAPO Eq. 11, Algorithm 1): keep drawing prompts until enough groups carry a signal.
 
-Decided on the host, on raw correctness, and by ordinals alone: the trained set is the first N informative groups by
+Decided on the host, on verdicts before any shaping, and by ordinals alone: the trained set is the first N informative groups by
 ordinal, whatever order they ended in. Taking them as they end would favour short responses.
 """
 
@@ -124,10 +124,9 @@ class Collector:
     informative and there would still be too few. So the long tail of one wave overlaps the start of the next, no work is
     thrown away, and the number of waves does not depend on timing.
 
-    Where surplus groups are carried, a wave is no larger than what is missing asks for by the share of informative groups so far: of
-    whole waves so much would be left over that steps trained on groups of steps before, or sampled nothing. How much is missing is
-    known once the wave before has ended, so one that would not be whole in any case waits for that: its size does not depend on
-    timing either.
+    Where surplus groups are carried, the size of a wave is estimated from the groups that are missing and the share that was informative
+    lately: whole waves would leave so many groups over that steps trained on old ones, or sampled nothing. How many are missing is known once
+    the wave before has ended, so a wave that may be smaller waits for that, and its size does not depend on timing either.
     """
 
     needed: int

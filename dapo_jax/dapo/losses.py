@@ -46,7 +46,7 @@ def dapo_loss(
         logprobs: log-probability of each token under the policy being trained, in nats.
         old_logprobs: the same under the policy that the ratio is taken to.
         advantages: one per response, or one per token.
-        mask: True on response tokens, False on prompt and padding.
+        mask: True on response tokens that enter the loss, False on prompt and padding.
         clip_ratio_low: eps_low, how far below 1 the ratio may fall before a bad token stops counting.
         clip_ratio_high: eps_high, how far above 1 it may rise before a good token stops counting. Above
             `clip_ratio_low` it leaves unlikely tokens room to gain probability.

@@ -47,8 +47,8 @@ class Microbatch:
 
 def microbatch_structs(shape: tuple[int, ...], sharding: jax.sharding.Sharding) -> Microbatch:
     """Microbatches of `shape` ([rows, seq], or stacked) as shapes alone: what a program is compiled for."""
-    whole = ("tokens", "segment_ids", "prefix_ids", "previous", "positions")
-    kinds = {"mask": jnp.bool_, **dict.fromkeys(whole, jnp.int32)}
+    integers = ("tokens", "segment_ids", "prefix_ids", "previous", "positions")
+    kinds = {"mask": jnp.bool_, **dict.fromkeys(integers, jnp.int32)}
     return Microbatch(
         **{
             field.name: jax.ShapeDtypeStruct(shape, kinds.get(field.name, jnp.float32), sharding=sharding)

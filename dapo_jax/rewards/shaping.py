@@ -37,7 +37,7 @@ def samples_of(prompt: Prompt, responses: Sequence[Response], *, tokenizer: Text
 
 @dataclass(frozen=True, kw_only=True)
 class Shaping:
-    """How a verdict becomes a reward."""
+    """The rules by which a verdict becomes a reward."""
 
     correct: float = 1.0
     """Reward of a correct verdict without a score."""
@@ -45,7 +45,7 @@ class Shaping:
     lost: float | None = None
     """The most that a lost verdict of a grader with scores is worth; None: the worse of `correct` and `incorrect`."""
     overlong: bool = False
-    """Add the overlong penalty; the other fields are used only then."""
+    """Add the overlong penalty; the fields below are used only then."""
     max_response_tokens: int = 0
     """The length, end token included, at which the penalty is whole."""
     buffer_tokens: int = 0

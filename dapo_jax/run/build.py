@@ -55,7 +55,7 @@ class Run:
         check_graders(config.reward, reward=reward)  # a model may take long to load
         say(f"loading {model.source}")
         self.policy = load_policy(model, seed=config.seed, mesh=self._mesh, sampler=meshes.sampler)
-        passes = training_pass(model, config.batch, self._mesh, row_tokens=config.row_tokens)
+        how = training_pass(model, config.batch, self._mesh, row_tokens=config.row_tokens)
         self._optimizer = optimizer_of(config.optimizer)
         say("preparing prompts")
         self._prompts, asked = training_prompts(data, self.policy.tokenizer, seed=config.seed, rows=prompts)
@@ -103,14 +103,14 @@ class Run:
             stop=stop,
             watch=watch,
         )
-        self.batches = StepBatches(config, passes, pad_id=self.policy.tokenizer.pad_id)
+        self.batches = StepBatches(config, how, pad_id=self.policy.tokenizer.pad_id)
         # The reference is the policy that training starts from; with kl_coef 0 there is none at all.
         self.updater = updater_of(
             config,
             self.policy.decoder,
             self._optimizer,
             self._mesh,
-            layout=passes.layout,
+            layout=how.layout,
             objective=objective,
             reference=self.policy.params if config.loss.kl_coef else None,
         )

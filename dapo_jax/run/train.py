@@ -102,8 +102,7 @@ def train(
     # Two: the folder stays locked until the model is written, when all else is closed.
     with ExitStack() as held, ExitStack() as stack:
         run_dir, config, lock = claim_run_dir(config, resume=resume, overwrite=overwrite, held=held, lost=end)
-        # What failed is told before what was opened is closed, which may wait for the other processes; so it is pushed again after
-        # whatever they wait in.
+        # `tell_others` must run before anything is closed that may wait for the other processes: it is pushed again after each such thing.
         held.push(tell_others)
         note, check = ("", lambda: None) if lock is None else (lock.note, lock.check)
         run = Run(

@@ -17,8 +17,7 @@ from dapo_jax.sampling.decoding import Decoding
 from dapo_jax.sampling.interface import Engine, Insertion, ResultTokens
 
 Draw = Callable[[int], Sequence[Prompt]]
-"""Asked for up to n prompts, hands over some; an empty answer means none for now, and none at all once nothing is in
-flight."""
+"""n -> up to n prompts. After none it is asked again while responses are in flight; with none in flight sampling ends."""
 
 StopRule = Callable[[np.ndarray, int], int | None]
 """(a response's tokens so far, how many of them it has seen before) -> at how many tokens the response ends, or None."""

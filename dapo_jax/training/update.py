@@ -66,7 +66,8 @@ class Updater:
         options: UpdateOptions | None = None,
         reference: nnx.State | None = None,
     ) -> None:
-        """`params` may be shapes alone; `reference` are the reference policy's parameters if `kl_coef` is above 0."""
+        """`params` may be shapes alone; `optimizer` is one for a learning rate of 1, by which an update multiplies what it gives; `reference` are the
+        reference policy's parameters if `kl_coef` is above 0."""
         self._optimizer, self._objective, self._options = optimizer, objective, options or UpdateOptions()
         if (reference is None) != (self._options.kl_coef == 0.0):
             raise ValueError(
@@ -91,15 +92,15 @@ class Updater:
         )
         changed, sums = (placed, self._whole), (placed.params, self._whole)
         self._update = jax.jit(self._update_program, donate_argnums=0, out_shardings=changed)
-        self._nothing = jax.jit(self._no_sums, out_shardings=sums)
-        self._add = jax.jit(self._summed, donate_argnums=1, out_shardings=(sums, self._whole))
-        self._apply = jax.jit(self._applied, donate_argnums=0, out_shardings=changed)
+        self._nothing = jax.jit(self._nothing_program, out_shardings=sums)
+        self._add = jax.jit(self._add_program, donate_argnums=1, out_shardings=(sums, self._whole))
+        self._apply = jax.jit(self._apply_program, donate_argnums=0, out_shardings=changed)
         self._join = jax.jit(_joined, out_shardings=self._whole)
 
     def prepare(self, state: TrainState, minibatches: Sequence[Sequence[Microbatch]]) -> list[Minibatch]:
         """Puts a step's microbatches on the mesh, with the log-probabilities that its updates compare with (`OldLogprobs`).
 
-        Called with the weights that sampled, before the first update.
+        Called before the first update of the step, with the weights that it samples by; groups that are carried were sampled by earlier ones.
         """
         return self._old.fill(state.params, self._placing.put(minibatches))
 
@@ -112,7 +113,7 @@ class Updater:
             state: parameters and moments.
             minibatch: one of what `prepare` gave.
             learning_rate: of this step.
-            first: no update has happened since sampling, so the old policy is the policy itself.
+            first: it is the step's first update, so the old policy is the policy itself.
 
         Returns:
             The new state (the old one if anything was not finite), and metrics for `to_scalars`. Those of `nonfinite/` are 1
@@ -147,10 +148,10 @@ class Updater:
         count = jax.ShapeDtypeStruct((), jnp.int32, sharding=self._whole)
         return Stack(microbatch_structs((capacity, rows, row_tokens), self._rows), count)
 
-    def _no_sums(self, params: nnx.State) -> Sums:
+    def _nothing_program(self, params: nnx.State) -> Sums:
         return jax.tree.map(jnp.zeros_like, params), jnp.zeros((), jnp.float32)
 
-    def _summed(
+    def _add_program(
         self, params: nnx.State, sums: Sums, stack: Stack, first: Bool[Array, ""]
     ) -> tuple[Sums, dict[str, Metric]]:
         """All microbatches of a shape in one program: each one's temporary arrays lie where the last one's did."""
@@ -174,10 +175,10 @@ class Updater:
         self, state: TrainState, stack: Stack, learning_rate: Float[Array, ""], first: Bool[Array, ""]
     ) -> tuple[TrainState, dict[str, Metric]]:
         """Gradient and change in one."""
-        nothing, total = self._no_sums(state.params)
+        nothing, total = self._nothing_program(state.params)
         start = (lax.with_sharding_constraint(nothing, self._shardings), total)
-        sums, metrics = self._summed(state.params, start, stack, first)
-        state, applied = self._applied(state, sums, learning_rate)
+        sums, metrics = self._add_program(state.params, start, stack, first)
+        state, applied = self._apply_program(state, sums, learning_rate)
         return state, {**metrics, **applied}
 
     def _loss(
@@ -216,7 +217,7 @@ class Updater:
         loss = jnp.where(jnp.stack(list(found.values())).any(), jnp.nan, loss)
         return loss, metrics | {name: Max(bad.astype(jnp.float32)) for name, bad in found.items()}
 
-    def _applied(
+    def _apply_program(
         self, state: TrainState, sums: Sums, learning_rate: Float[Array, ""]
     ) -> tuple[TrainState, dict[str, Metric]]:
         grads, loss = sums
