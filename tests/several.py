@@ -1,4 +1,4 @@
-"""Several processes on loopback. Types are not checked in them as in the tests' own process: to set that up takes longer than a test."""
+"""Several processes on loopback."""
 
 import os
 import socket
@@ -7,7 +7,15 @@ import sys
 import time
 from pathlib import Path
 
+from tests.typed import TYPED
+
 ROOT = Path(__file__).parents[1]
+CHECKED = f"""
+import sys
+from jaxtyping import install_import_hook
+install_import_hook({TYPED!r}, "beartype.beartype")
+"""
+"""Before the code of a process: the checks of types that the tests' own process is under. To set them up takes 7 s, so only what trains has them."""
 COMMAND = "import sys\nfrom dapo_jax.cli import main\nsys.exit(main(sys.argv[1:]))"
 
 

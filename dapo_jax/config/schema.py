@@ -447,7 +447,7 @@ class CheckpointConfig(Section, at="checkpoint"):
     """One is also saved, and stays, when avg@k on the first evaluation dataset is better than ever; with dynamic_sampling.metric=score,
     the mean reward there."""
     grace_s: float = key(25.0, range=POSITIVE)
-    """How long a run that is told to stop (SIGTERM, SIGINT, SIGHUP) may take to save; then it ends without."""
+    """Seconds that a run which is told to stop (SIGTERM, SIGINT, SIGHUP) may take to save; then it ends without."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -74,7 +74,7 @@ class ShortfallError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class InformativeShare:
-    """How many of the groups sampled lately were informative: counts, of which those of earlier steps are halved at every step."""
+    """Counts of the groups sampled lately and of the informative ones among them; those of earlier steps are halved at every step."""
 
     informative: float = 0.0
     sampled: float = 0.0

@@ -119,7 +119,7 @@ def filled_tokens(row: PackedRow) -> int:
 
 
 def seen_pairs(row: PackedRow) -> int:
-    """How many pairs there are of a token and one that it sees, itself among them.
+    """The number of pairs of a token and one that it sees, itself among them.
 
     >>> seen_pairs([Piece(rollouts=(0, 1), responses=(2, 1), prompt="p", prompt_tokens=3)])  # 1+2+3, then 4+5, then 4
     19

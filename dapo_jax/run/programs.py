@@ -1,7 +1,7 @@
 """The compiled programs of a run, which the runs of one process share: where shapes and options are the same, the second one traces and compiles nothing.
 
 A notebook that trains again with another learning rate, another seed or other data starts at once. Kept are the last few of each kind; what they
-were made of is shapes and numbers, so they hold no weights.
+were made of is shapes and numbers, so they hold no weights; `jax.clear_caches()` gives back the memory that compiled programs take on a device.
 """
 
 from functools import lru_cache, partial

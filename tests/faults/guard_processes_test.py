@@ -11,8 +11,9 @@ from tests import several
 
 pytestmark = pytest.mark.slow
 
-NAN_LOSS = """
-import sys
+NAN_LOSS = (
+    several.CHECKED
+    + """
 import dapo_jax.run.programs as assembly
 honest = assembly.dapo_loss
 
@@ -24,9 +25,11 @@ assembly.dapo_loss = nan_loss
 from dapo_jax.cli import main
 sys.exit(main(sys.argv[1:]))
 """
+)
 
-DRIFTING = """
-import sys
+DRIFTING = (
+    several.CHECKED
+    + """
 from dataclasses import replace
 from dapo_jax.run.response_sampler import ResponseSampler
 honest = ResponseSampler.sample
@@ -39,6 +42,7 @@ ResponseSampler.sample = sample
 from dapo_jax.cli import main
 sys.exit(main(sys.argv[1:]))
 """
+)
 
 
 @pytest.fixture

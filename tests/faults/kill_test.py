@@ -9,7 +9,7 @@ from tests.several import ROOT
 
 @pytest.mark.parametrize(
     ("kills", "steps"),
-    [(1, 30), pytest.param(200, 6000, marks=pytest.mark.slow)],
+    [(1, 30), *(pytest.param(*long, marks=pytest.mark.slow) for long in ((2, 60), (200, 6000)))],
 )
 def test_a_killed_run_is_the_uninterrupted_one(kills, steps, tmp_path):
     """So many steps that none is finished before its last kill: a life is short of 30 steps."""

@@ -47,7 +47,7 @@ def whole(tmp_path_factory):
     return run
 
 
-@pytest.mark.slow  # each starts two processes; tests/run/stop_test.py stops runs of its own process in the same phases
+@pytest.mark.slow  # each starts two processes; in its own process tests/run/stop_test.py stops runs while they sample and update
 @pytest.mark.parametrize("phase", PHASES)
 def test_it_ends_within_30_s_and_can_be_resumed(phase, whole, tmp_path):
     run, marker = make_run(tmp_path, steps=5, eval_every=2), tmp_path / "now"

@@ -138,7 +138,7 @@ GONE = {
 
 @pytest.mark.parametrize(
     ("kill", "failing"),
-    # A stopped one is found by its heartbeat, which has to be missed.
+    # A stopped one is found by its heartbeat, which has to be missed; of two that die without a word one stands for both.
     [pytest.param(*case, marks=[pytest.mark.slow] * (case != (signal.SIGKILL, 1))) for case in GONE],
 )
 def test_a_process_that_dies_or_stops_without_a_word_ends_the_others_who_say_which_one_is_gone(kill, failing):

@@ -44,8 +44,9 @@ def eleventh(sample):
     return int(sample.tokens.sum()) % 11 == 0
 '''
 
-COUNTING = """
-import sys
+COUNTING = (
+    several.CHECKED
+    + """
 from dapo_jax.cli import main
 from dapo_jax.sampling.engine import DecoderEngine
 begin, decode, calls = DecoderEngine.init_decode_state, DecoderEngine.generate, []
@@ -60,6 +61,7 @@ status = main(sys.argv[1:])
 print("decode calls:", calls)
 sys.exit(status)
 """
+)
 
 TOLERANCE = 2e-6
 """Of trained parameters. Devices in one process and in several add up a gradient in another order: 8 addends in float32, clipped
@@ -166,7 +168,7 @@ def one(setting):
     return result.run_dir
 
 
-def trained(path, processes, *options, code=several.COMMAND, within_s=900):
+def trained(path, processes, *options, code=several.CHECKED + several.COMMAND, within_s=900):
     return several.run(
         code,
         "train",

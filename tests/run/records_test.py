@@ -6,9 +6,10 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import jax
 import pytest
 
-from dapo_jax.run.records import Records
+from dapo_jax.run.records import Records, use_compilation_cache
 from dapo_jax.trackers import read_metrics
 
 
@@ -65,3 +66,20 @@ def test_tensorboard_takes_the_same_numbers(micro, tmp_path):
     assert list((tmp_path / "tensorboard").iterdir())
     assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "reward/mean": 0.5}]
     assert replace(config.log, tensorboard=False) == micro().log
+
+
+@pytest.mark.parametrize(("asked", "kept"), [(0.0, 0.0), (1.0, 0.1)])
+def test_a_user_s_lower_threshold_of_the_compilation_cache_stays(asked, kept, tmp_path):
+    names = (
+        "jax_compilation_cache_dir",
+        "jax_persistent_cache_min_compile_time_secs",
+        "jax_persistent_cache_min_entry_size_bytes",
+    )
+    before = {name: getattr(jax.config, name) for name in names}
+    try:
+        jax.config.update(names[1], asked)
+        use_compilation_cache(str(tmp_path))
+        assert getattr(jax.config, names[1]) == kept
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)

@@ -64,7 +64,10 @@ PHASES = {
 
 @pytest.mark.parametrize(
     "phase",
-    [pytest.param(phase, marks=[pytest.mark.slow] * (phase != "sampling")) for phase in PHASES],
+    [
+        pytest.param(phase, marks=[pytest.mark.slow] * (phase not in ("sampling", "updating")))
+        for phase in PHASES
+    ],
 )
 def test_a_run_that_is_told_to_stop_saves_its_last_boundary_and_goes_on(
     phase, finished, micro, run_micro, rows, same_run, monkeypatch
