@@ -587,14 +587,6 @@ class TrainConfig(Section):
         """Prompts drawn in one round: `dynamic_sampling.prompts_per_wave`, or the recipe's three times those that a step trains on."""
         return self.dynamic_sampling.prompts_per_wave or 3 * self.batch.prompts_per_step
 
-    def evaluates_after(self, step: int) -> bool:
-        """True if the policy is evaluated after the step: after every `eval.every_steps` steps and after the last."""
-        return step == self.steps or due(step, self.eval.every_steps)
-
-    def saves_after(self, step: int) -> bool:
-        """True if a checkpoint is saved after the step: after every `checkpoint.every_steps` steps and after the last."""
-        return step == self.steps or due(step, self.checkpoint.every_steps)
-
     def logs_rollouts(self, step: int) -> bool:
         """True if rollouts of the step are written: of the first, of every `log.rollouts_every_steps` steps and of the last."""
         every = self.log.rollouts_every_steps

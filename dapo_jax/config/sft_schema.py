@@ -14,7 +14,7 @@ from dapo_jax.config.schema import (
     check_attention,
     check_row,
 )
-from dapo_jax.config.section import Section, due
+from dapo_jax.config.section import Section
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,10 +67,6 @@ class SftConfig(Section):
     eval: EvalConfig = key(default_factory=EvalConfig)
     sampling: SamplingConfig = key(default_factory=SamplingConfig)
     parallel: ParallelConfig = key(default_factory=ParallelConfig)
-
-    def evaluates_after(self, step: int) -> bool:
-        """True if the policy is evaluated after the step: after every `eval.every_steps` steps and after the last."""
-        return step == self.steps or due(step, self.eval.every_steps)
 
     @property
     def row_tokens(self) -> int:

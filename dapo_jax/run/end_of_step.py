@@ -13,7 +13,8 @@ from jaxtyping import PyTree
 from dapo_jax.checkpoints.checkpointer import Checkpointer
 from dapo_jax.checkpoints.manifest import CheckpointError
 from dapo_jax.checkpoints.packed_groups import carry_arrays
-from dapo_jax.config import TrainConfig
+from dapo_jax.config import SftConfig, TrainConfig
+from dapo_jax.config.section import due
 from dapo_jax.dapo.rollouts import Group
 from dapo_jax.evaluation import lost_verdicts, problem_record, responses_kept, summarize
 from dapo_jax.health.stopping import Stop, StoppedError, first_reason
@@ -33,6 +34,16 @@ from dapo_jax.trackers.progress import Progress
 Evaluate = Callable[[PyTree, int], Mapping[str, Sequence[Group]]]
 """(parameters, step) -> the graded groups of each held-out dataset."""
 OnStep = Callable[[int, Mapping[str, float | int]], None]
+
+
+def evaluates_after(config: TrainConfig | SftConfig, step: int) -> bool:
+    """True if the policy is evaluated after the step: after every `eval.every_steps` steps and after the last."""
+    return step == config.steps or due(step, config.eval.every_steps)
+
+
+def saves_after(config: TrainConfig, step: int) -> bool:
+    """True if a checkpoint is saved after the step: after every `checkpoint.every_steps` steps and after the last."""
+    return step == config.steps or due(step, config.checkpoint.every_steps)
 
 
 class EndOfStep(Observer):
@@ -168,14 +179,14 @@ class EndOfStep(Observer):
         """Evaluates if this is due, writes the step's metrics, and saves if this is due."""
         assert self._now is not None
         step, config, score = self._now.position.step, self._config, None
-        if self._evaluate is not None and config.evaluates_after(step):
+        if self._evaluate is not None and evaluates_after(config, step):
             self._stop_if_told()
             scores, score = self._evaluated(self._evaluate, self._now)
             metrics |= scores
         self._record(step, metrics)
         self._now = replace(self._now, unfinished=None)
         best = config.checkpoint.keep_best and score is not None and self._is_best(score)
-        if step > self._saved and (best or config.saves_after(step)):
+        if step > self._saved and (best or saves_after(config, step)):
             self._save(score)
         if self._on_step is not None:
             self._on_step(step, metrics)

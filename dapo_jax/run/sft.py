@@ -19,6 +19,7 @@ from dapo_jax.evaluation import summarize
 from dapo_jax.health.stalls import interrupt
 from dapo_jax.locks import Lock
 from dapo_jax.rewards.grading import Grading
+from dapo_jax.run.end_of_step import evaluates_after
 from dapo_jax.run.folders import locked, place_of
 from dapo_jax.run.grader_setup import grading
 from dapo_jax.run.policy import Policy, load_policy, mesh_of, meshes_of, optimizer_of
@@ -110,7 +111,7 @@ def _trained(config: SftConfig, run_dir: AnyPath, lock: Lock, progress: Progress
             }
             metrics = {**scalars, "update/learning_rate": rate, "time/step_s": time.perf_counter() - began}
             shown.step(step, metrics)
-            if config.evaluates_after(step):
+            if evaluates_after(config, step):
                 scores = evaluate(state.params, step)
                 for name in held_out:
                     shown.evaluation(name, scores, step)
