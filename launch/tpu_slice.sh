@@ -29,20 +29,22 @@ check_type() {
 
 # Sets `state`: the queued resource's; NONE if there is none; UNKNOWN if gcloud could not say.
 look() {
-  local asked=("${queued[@]}" describe "$name" "${where[@]}" --format="value(state.state)")
+  local error asked=("${queued[@]}" describe "$name" "${where[@]}" --format="value(state.state)")
   if [[ -n $dry_run ]]; then
     quoted "${asked[@]}"
     return
   fi
   (umask 077 && mkdir -p "$stage")
-  if ! state=$("${asked[@]}" 2>"$stage/error"); then
-    if grep -q NOT_FOUND "$stage/error"; then
+  error=$(mktemp "$stage/error.XXXXXX") # its own: several may look at the same time
+  if ! state=$("${asked[@]}" 2>"$error"); then
+    if grep -q NOT_FOUND "$error"; then
       state=NONE
     else
       state=UNKNOWN
-      cat "$stage/error" >&2
+      cat "$error" >&2
     fi
   fi
+  rm -f "$error"
 }
 
 wait_while() { # STATES
