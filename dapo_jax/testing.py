@@ -17,6 +17,7 @@ from dapo_jax.models.decoder import Decoder
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.sampling.decoding import Decoding
 from dapo_jax.sampling.interface import Insertion, ResultTokens
+from dapo_jax.sampling.pages import PageSizes, slot_pages
 
 Script = Callable[[int, int], Sequence[int]]
 """(the prompt's ordinal, the response's index in its group) -> the tokens of that response."""
@@ -56,15 +57,18 @@ class ScriptedEngine:
         capacity: int,
         steps_per_call: int = 4,
         stop_ids: Sequence[int] = (1,),
+        page_sizes: PageSizes | None = None,
     ) -> None:
+        """`page_sizes` are of a cache that is not there; by default every slot has room for `capacity` tokens."""
         self.slots, self.capacity, self.stop_ids = slots, capacity, tuple(stop_ids)
-        self._script, self._steps = script, steps_per_call
+        self.steps_per_call, self.page_sizes = steps_per_call, page_sizes or slot_pages(slots, capacity)
+        self._script = script
         self.prefills: list[list[np.ndarray]] = []
         """The prompts of every `prefill`, as they came."""
         self.released: list[int] = []
         """Slots that were released, in that order."""
         self.inserted: list[tuple[int, int]] = []
-        """(ordinal, index) of every response, in the order in which they got a slot."""
+        """(ordinal, index) of every response, in the order in which they got a slot; once more for each time that it was read again."""
         self.live_slots: list[int] = []
         """How many slots were live at each decoding step."""
 
@@ -99,25 +103,34 @@ class ScriptedEngine:
             insertion.ordinals,
             insertion.indices,
             insertion.limits,
+            insertion.drawn,
         )
-        for slot, place, ordinal, index, limit in zip(*(column.tolist() for column in columns), strict=True):
-            if prefix[place] + limit > self.capacity:
+        for slot, place, ordinal, index, limit, drawn in zip(
+            *(column.tolist() for column in columns), strict=True
+        ):
+            prompt = prefix[place] - drawn
+            if prompt + limit > self.capacity:
                 raise ValueError(
-                    f"a prompt of {prefix[place]} tokens and {limit} of response = {prefix[place] + limit} are over "
+                    f"a prompt of {prompt} tokens and {limit} of response = {prompt + limit} are over "
                     f"capacity={self.capacity}"
                 )
-            slots[slot] = ScriptedSlot(tokens=self._response(ordinal, index, limit))
+            slots[slot] = ScriptedSlot(tokens=self._response(ordinal, index, limit), drawn=drawn)
             self.inserted.append((ordinal, index))
         return tuple(slots)
 
     def generate(
-        self, params: PyTree, state: PyTree, decoding: Decoding, min_live: int = 1
+        self,
+        params: PyTree,
+        state: PyTree,
+        decoding: Decoding,
+        min_live: int = 1,
+        tables: Int[np.ndarray, "slots table_pages"] | None = None,
     ) -> tuple[tuple[ScriptedSlot, ...], ResultTokens]:
         """Up to `steps_per_call` tokens of every live slot; returns early when fewer than `min_live` slots live."""
         slots = list(state)
-        tokens = np.zeros((self.slots, self._steps), np.int32)
-        valid = np.zeros((self.slots, self._steps), bool)
-        for step in range(self._steps):
+        tokens = np.zeros((self.slots, self.steps_per_call), np.int32)
+        valid = np.zeros((self.slots, self.steps_per_call), bool)
+        for step in range(self.steps_per_call):
             live = sum(slot.live for slot in slots)
             if not live or (step and live < min_live):
                 break

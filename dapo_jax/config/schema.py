@@ -95,6 +95,19 @@ class SamplingConfig(Section, at="sampling"):
     """Responses decoded side by side, by each sampler: there is one for every `parallel.sampler_hosts` processes."""
     steps_per_call: int = key(16, range=SIZE, may_change=True)
     """Decode steps on the device between two looks of the host."""
+    page_tokens: int = key(0, range=NOT_NEGATIVE, aliases=["block_size", "page_size"], may_change=True)
+    """Tokens of a page of the key/value cache: a response takes pages as it grows, and the responses to a prompt share its full ones.
+    0: what suits the platform; on CPU that is no pages, each slot has room for the longest prompt and response."""
+    cache_tokens: int = key(0, range=NOT_NEGATIVE, may_change=True)
+    """Tokens that the key/value cache of a sampler holds, over all of its devices. When it is full, the response that started last gives way and is read again later.
+    0: as many as all slots may come to."""
+    cache_dtype: str = key(
+        "", choices=["", "int8", "float8_e4m3fn"], aliases=["kv_cache_dtype"], may_change=True
+    )
+    """Of keys and values: eight bits, with a scale for each token and head, hold twice the tokens of bfloat16 and read twice as fast. Empty: model.compute_dtype.
+    What samples then differs more from what is trained, so training with it needs loss.importance_cap."""
+    weight_dtype: str = key("", choices=["", "int8"], aliases=["quantization"], may_change=True)
+    """Of the sampler's matrices: int8, with a scale for each output. Empty: model.compute_dtype. Training with it needs loss.importance_cap."""
     stop: list[str] = key(default_factory=list, aliases=["stop_strings"])
     """Strings that end a response. It keeps the tokens up to the one that completes a string; graders see the text
     before it. Evaluation stops there too."""
@@ -602,6 +615,7 @@ class TrainConfig(Section):
         _check_guard(self.guard, self.loss)
         check_attention(self.model, packing=self.batch.packing)
         _check_training_policy(self.sampling)
+        _check_eight_bits(self.sampling, self.loss.importance_cap)
         batch, waves = self.batch, self.dynamic_sampling
         if waves.enabled:
             wave = self.prompts_per_wave
@@ -647,6 +661,14 @@ def _check_guard(guard: GuardConfig, loss: LossConfig) -> None:
     if loss.importance_cap is not None:
         needs = f"loss.importance_cap = null, found {loss.importance_cap}"
         refuse("guard.on_mismatch", "correct", needs, "that corrects every step already: set one of the two")
+
+
+def _check_eight_bits(sampling: SamplingConfig, importance_cap: float | None) -> None:
+    """Refuses to train on what another policy has sampled as if it were the trainer's own."""
+    for name in ("cache_dtype", "weight_dtype"):
+        if (value := getattr(sampling, name)) and importance_cap is None:
+            remedy = "rounding makes the sampler another policy, which importance weights correct: set loss.importance_cap=2, or leave it empty"
+            refuse(f"sampling.{name}", value, "loss.importance_cap for training", remedy)
 
 
 def _check_training_policy(sampling: SamplingConfig) -> None:

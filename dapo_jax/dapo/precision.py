@@ -6,14 +6,15 @@ is for trying things out, products are in float32: sampler and trainer then agre
 """
 
 import re
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int, Int8, Num
 
 
 class WeightSharding(NamedTuple):
@@ -33,10 +34,46 @@ class WeightSharding(NamedTuple):
         return lax.psum_scatter(whole, self.axis, scatter_dimension=self.dim, tiled=True)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4))
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Quantized:
+    """An array in 8 bits: `values` times `scale`, a number for all that is summed over in a product, so that it comes out of the sum."""
+
+    values: Int8[Array, "..."] | Any
+    scale: Float[Array, "..."] | Any
+    """Of as many dimensions; 1 along those that are summed over."""
+
+    def __getitem__(self, _: Any) -> "Quantized":
+        """All of it: what `[...]` gives of an array."""
+        return self
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def reshape(self, first: int, rest: int) -> "Quantized":
+        """All dimensions but the first, which are summed over, as one."""
+        return Quantized(self.values.reshape(first, rest), self.scale.reshape(first, 1))
+
+    def rows(self, index: Int[Array, " tokens"]) -> Float[Array, "tokens _"]:
+        """Rows of a table with a scale for each."""
+        return Quantized(self.values[index], self.scale[index]).whole
+
+    @property
+    def whole(self) -> Float[Array, "..."]:
+        """What it stands for, in float32."""
+        return self.values.astype(jnp.float32) * self.scale
+
+
+def quantized(x: Float[Array, "..."], summed: tuple[int, ...]) -> Quantized:
+    """`x` in 8 bits; the largest of what is summed over, along the dimensions `summed`, becomes 127."""
+    largest = jnp.abs(x).max(summed, keepdims=True).astype(jnp.float32)
+    scale = jnp.where(largest > 0, largest, 1.0) / 127
+    return Quantized(jnp.round(x.astype(jnp.float32) / scale).astype(jnp.int8), scale)
+
+
 def product(
     spec: str,
-    stored: Float[Array, "..."],
+    stored: Num[Array, "..."] | Quantized,
     flowing: Float[Array, "..."],
     dtype: str,
     sharding: WeightSharding | None = None,
@@ -49,19 +86,30 @@ def product(
 
     Args:
         spec: `stored,flowing->out` without "..."; each index is in two of the three or in all.
-        stored: weights, keys or values: rounded to `dtype`.
+        stored: weights, keys or values: rounded to `dtype`; whole numbers are those of a cache in eight bits.
         flowing: activations: rounded to `dtype`, but not on CPU.
         dtype: the compute dtype.
         sharding: how `stored` is split; it is put together for this product, and again for its gradient, and thrown away.
             None: it is whole, or the compiler takes care of it.
     """
+    if not isinstance(stored, Quantized):
+        return _product(spec, stored, flowing, dtype, sharding)
+    first, _, out = re.split(",|->", spec)
+    kept = "".join(index for index in first if index in out)
+    scale = stored.scale.reshape([stored.values.shape[first.index(index)] for index in kept])
+    plain = _einsum(spec, stored.values, flowing, dtype)
+    return jnp.einsum(f"{out},{kept}->{out}", plain, scale)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4))
+def _product(spec: str, stored: Array, flowing: Array, dtype: str, sharding: WeightSharding | None) -> Array:
     return _einsum(spec, gathered(stored, dtype, sharding), flowing, dtype)
 
 
 def _product_forward(
     spec: str, stored: Array, flowing: Array, dtype: str, sharding: WeightSharding | None
 ) -> tuple[Array, tuple[Array, Array]]:
-    return product(spec, stored, flowing, dtype, sharding), (stored, flowing)
+    return _product(spec, stored, flowing, dtype, sharding), (stored, flowing)
 
 
 def _product_backward(
@@ -76,16 +124,16 @@ def _product_backward(
     return d_stored.astype(stored.dtype), d_flowing.astype(flowing.dtype)
 
 
-product.defvjp(_product_forward, _product_backward)
+_product.defvjp(_product_forward, _product_backward)
 
 
-def gathered(stored: Float[Array, "..."], dtype: str, sharding: WeightSharding | None) -> Float[Array, "..."]:
+def gathered(stored: Num[Array, "..."], dtype: str, sharding: WeightSharding | None) -> Float[Array, "..."]:
     """A weight rounded to `dtype` and put together; what moves between devices has that dtype."""
     weight = rounded(stored, dtype)
     return weight if sharding is None else sharding.gathered(weight.astype(dtype))
 
 
-def rounded(x: Float[Array, "*shape"], dtype: str) -> Float[Array, "*shape"]:
+def rounded(x: Num[Array, "*shape"], dtype: str) -> Float[Array, "*shape"]:
     """`x` rounded to `dtype`, as float32 or wider.
 
     Unlike a cast there and back, which XLA may drop, this always rounds.

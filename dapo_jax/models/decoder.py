@@ -2,7 +2,7 @@
 
 A `Block` does not know how attention is done: it hands queries, keys and values to the `attend` function it is
 given. Training attends within a row, prefill does the same and keeps the keys and values, decoding attends to a cache.
-So there is one definition of the network, and what samples is what is trained.
+So there is one definition of the network, and what samples is what is trained. The sampler's weights may be `Quantized`.
 
 Activations have their features first and their tokens last, weights their outputs first, as transformers stores them.
 With a few tokens at a time, as in decoding, XLA on CPU multiplies such matrices about 1.15 times as fast as the other way
@@ -22,7 +22,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from dapo_jax.dapo.precision import product, rounded
+from dapo_jax.dapo.precision import Quantized, product, rounded
 from dapo_jax.models.layout import Layout
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.rope import rope_frequencies
@@ -158,11 +158,11 @@ class Block(nnx.Module):
         return x + outer(self._linear(self.down[...], gated, ("embed", "mlp"))), kept
 
     def _linear(
-        self, weight: Float[Array, "_ _"], x: Float[Array, "inputs tokens"], axes: tuple[str, str]
+        self, weight: Float[Array, "_ _"] | Quantized, x: Float[Array, "inputs tokens"], axes: tuple[str, str]
     ) -> Float[Array, "outputs tokens"]:
         return self._project("oi,it->ot", weight, x, axes)
 
-    def _project(self, spec: str, weight: Array, x: Array, axes: tuple[str, ...]) -> Array:
+    def _project(self, spec: str, weight: Array | Quantized, x: Array, axes: tuple[str, ...]) -> Array:
         """A product with a weight, under the name by which rematerialisation knows what to keep."""
         sharding = self.layout.weight_sharding(axes)
         return checkpoint_name(product(spec, weight, x, self.compute_dtype, sharding), "projection")
@@ -187,9 +187,12 @@ class EmbeddingAndHead(nnx.Module):
 
     def embed(self, tokens: Int[Array, " tokens"]) -> Float[Array, "embed part"]:
         """Token embeddings."""
-        return self.layout.lookup(self.embedding[...], tokens, self.compute_dtype)
+        table = self.embedding[...]
+        if isinstance(table, Quantized):
+            return rounded(table.rows(tokens), self.compute_dtype).T
+        return self.layout.lookup(table, tokens, self.compute_dtype)
 
-    def unembedding(self) -> Float[Array, "vocab embed"]:
+    def unembedding(self) -> Float[Array, "vocab embed"] | Quantized:
         """The matrix whose products with a final hidden state are the logits."""
         return (self.embedding if self.config.tied_embeddings else self.lm_head)[...]
 

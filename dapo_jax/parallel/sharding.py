@@ -8,6 +8,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from dapo_jax.dapo.precision import Quantized
 from dapo_jax.parallel.mesh import BATCH_AXES
 
 TRAINER_RULES: Mapping[str, str | None] = {
@@ -35,6 +36,11 @@ def shardings(tree: PyTree, mesh: Mesh, rules: Mapping[str, str | None] = TRAINE
     """
 
     def place(path: tuple[Any, ...], leaf: Any) -> Any:
+        if isinstance(leaf, nnx.Variable) and isinstance(parts := leaf.get_value(), Quantized):
+            values = place(path, leaf.replace(parts.values)).get_value()
+            cut = zip(parts.scale.shape, values.spec, strict=True)
+            scale = PartitionSpec(*(None if size == 1 else axis for size, axis in cut))
+            return leaf.replace(Quantized(values, NamedSharding(mesh, scale)))
         axes = leaf.get_metadata().get("axes", ()) if isinstance(leaf, nnx.Variable) else ()
         spec = [None] * (leaf.ndim - len(axes)) + [rules[axis] for axis in axes]
         for size, axis in zip(leaf.shape, spec, strict=True):

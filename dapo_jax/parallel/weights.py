@@ -14,6 +14,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, PyTree
 
+from dapo_jax.dapo.precision import quantized
 from dapo_jax.parallel.mesh import AXES, Meshes
 from dapo_jax.parallel.sharding import SAMPLER_RULES, shardings
 
@@ -21,7 +22,9 @@ SamplerWeights = dict[str, PyTree]
 """`layers`: a tuple with one block's state each; `ends`: embedding, final norm, unembedding."""
 
 
-def weight_transfer(params: nnx.State, where: Mesh | Meshes, *, dtype: str) -> "WeightTransfer":
+def weight_transfer(
+    params: nnx.State, where: Mesh | Meshes, *, dtype: str, eight_bit: bool = False
+) -> "WeightTransfer":
     """The program that makes sampler weights of trainer parameters; `params` may be shapes alone.
 
     Args:
@@ -29,6 +32,7 @@ def weight_transfer(params: nnx.State, where: Mesh | Meshes, *, dtype: str) -> "
         where: all meshes of the run, or the one mesh on which a single process trains and samples.
         dtype: of the sampler's weights, but for those of norms: they stay in float32, in which the trainer applies them too.
             Rounded, they would double the distance between the sampler's log-probabilities and the trainer's.
+        eight_bit: matrices as int8 with a scale for each output, `Quantized`; biases stay in `dtype`.
 
     Raises:
         ValueError: a dimension is not divisible by its mesh axis.
@@ -38,15 +42,15 @@ def weight_transfer(params: nnx.State, where: Mesh | Meshes, *, dtype: str) -> "
             where.devices[None], ("sampler", *AXES), axis_types=(where.axis_types[0], *where.axis_types)
         )
         where = Meshes(train=where, publish=publish, sampler=where, index=0)
-    return WeightTransfer(params, where, dtype=dtype)
+    return WeightTransfer(params, where, dtype=dtype, eight_bit=eight_bit)
 
 
 class WeightTransfer:
     """Trainer parameters -> this process's sampler weights. Every process makes the call, each with the same parameters."""
 
-    def __init__(self, params: nnx.State, meshes: Meshes, *, dtype: str) -> None:
+    def __init__(self, params: nnx.State, meshes: Meshes, *, dtype: str, eight_bit: bool) -> None:
         """See `weight_transfer`."""
-        self._dtype = dtype
+        self._dtype, self._eight_bit = dtype, eight_bit
         # The CPU's runtime may hang with many collective programs in its queue.
         self._waits = meshes.train.devices.flat[0].platform == "cpu"
         self._count = jax.tree.leaves(params["blocks"])[0].shape[0]
@@ -95,8 +99,12 @@ class WeightTransfer:
 
     def _cast(self, tree: nnx.State) -> nnx.State:
         def cast(leaf: nnx.Variable) -> nnx.Variable:
-            norm = leaf.get_metadata()["axes"] == ("norm",)
-            return leaf if norm else leaf.replace(leaf[...].astype(self._dtype))
+            axes = leaf.get_metadata()["axes"]
+            if axes == ("norm",):
+                return leaf
+            if self._eight_bit and (summed := _summed(axes)):
+                return leaf.replace(quantized(leaf[...], summed))
+            return leaf.replace(leaf[...].astype(self._dtype))
 
         return jax.tree.map(cast, tree, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
 
@@ -112,6 +120,12 @@ def local(tree: PyTree, placed: PyTree) -> PyTree:
         return jax.make_array_from_single_device_arrays(whole.shape, sharding, shards)
 
     return jax.tree.map(wrap, tree, placed)
+
+
+def _summed(axes: tuple[str, ...]) -> tuple[int, ...]:
+    """The dimensions of a matrix that a product sums over: those behind its outputs, which are a head's or one. None of a bias."""
+    outputs = 2 if axes[1] == "head_dim" else 1
+    return tuple(range(outputs, len(axes)))
 
 
 def _layer(blocks: nnx.State, index: int | Int[Array, ""]) -> nnx.State:

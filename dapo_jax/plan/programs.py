@@ -210,11 +210,17 @@ class Programs:
             stop_ids=(self.decoder.vocab_size - 1,),
             mesh=self.meshes.sampler,
             compute_dtype=self._dtype,
+            page_tokens=self.config.sampling.page_tokens,
+            cache_tokens=self.config.sampling.cache_tokens,
+            cache_dtype=self.config.sampling.cache_dtype,
         )
 
     @cached_property
     def _transfer(self) -> Any:
-        return _configured(weight_transfer, self._policy.params, self.meshes, dtype=self._dtype)
+        eight_bit = self.config.sampling.weight_dtype == "int8"
+        return _configured(
+            weight_transfer, self._policy.params, self.meshes, dtype=self._dtype, eight_bit=eight_bit
+        )
 
 
 def _configured(make: Callable[..., Any], *arguments: Any, **options: Any) -> Any:

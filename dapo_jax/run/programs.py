@@ -34,6 +34,9 @@ def engine_of(
     steps_per_call: int,
     stop_ids: tuple[int, ...],
     compute_dtype: str,
+    page_tokens: int,
+    cache_tokens: int,
+    cache_dtype: str,
 ) -> DecoderEngine:
     """The sampler's engine: see `DecoderEngine`."""
     return DecoderEngine(
@@ -44,13 +47,18 @@ def engine_of(
         stop_ids=stop_ids,
         mesh=mesh,
         compute_dtype=compute_dtype,
+        page_tokens=page_tokens,
+        cache_tokens=cache_tokens,
+        cache_dtype=cache_dtype,
     )
 
 
 @lru_cache(maxsize=_KEPT)
-def transfer_of(decoder: DecoderConfig, meshes: Meshes, *, dtype: str) -> WeightTransfer:
+def transfer_of(
+    decoder: DecoderConfig, meshes: Meshes, *, dtype: str, eight_bit: bool = False
+) -> WeightTransfer:
     """The way of weights from the trainer to the sampler: see `weight_transfer`."""
-    return weight_transfer(shapes_of(decoder), meshes, dtype=dtype)
+    return weight_transfer(shapes_of(decoder), meshes, dtype=dtype, eight_bit=eight_bit)
 
 
 def updater_of(

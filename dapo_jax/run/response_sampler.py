@@ -49,7 +49,7 @@ class ResponseSampler:
         """Raises ConfigError where slots or lengths do not fit the mesh or the model."""
         self.max_response_tokens = sampling.max_response_tokens
         self.transfer: Callable[[PyTree], SamplerWeights] = transfer_of(
-            policy.decoder, meshes, dtype=compute_dtype
+            policy.decoder, meshes, dtype=compute_dtype, eight_bit=sampling.weight_dtype == "int8"
         )
         try:
             engine = engine_of(
@@ -60,6 +60,9 @@ class ResponseSampler:
                 steps_per_call=sampling.steps_per_call,
                 stop_ids=tuple(stop_ids(policy.tokenizer, sampling.stop_token_ids)),
                 compute_dtype=compute_dtype,
+                page_tokens=sampling.page_tokens,
+                cache_tokens=sampling.cache_tokens,
+                cache_dtype=sampling.cache_dtype,
             )
         except ValueError as error:
             raise ConfigError(str(error)) from error

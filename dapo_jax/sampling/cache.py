@@ -1,6 +1,6 @@
-"""The key/value cache of the decoding slots, opaque behind `empty`, `of_rows`, `fill` and `extend`.
+"""The key/value cache of the decoding slots, opaque behind the functions of `Cache`; and its plain form, in which each slot is one page.
 
-This is the cache for every platform but TPU (`paired_cache`). The axes are in the order in which both products of attention read them row by row: over
+The plain form is the one for CPU; `paged_cache` and `tpu_cache` are the others. The axes are in the order in which both products of attention read them row by row: over
 [slots, capacity, kv_heads, head_dim] attention was 12 times slower on CPU, and scores over keys with head_dim last 2 times.
 """
 
@@ -11,18 +11,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Num
 
 from dapo_jax.models.attention import cached_attention
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cache:
-    """A way to keep the keys and values of one layer: four functions, which this file documents. What they pass among them is their own affair."""
+    """A way to keep the keys and values of one layer: functions, which this file documents. What they pass among them is their own affair."""
 
     empty: Callable[..., Any]
     of_rows: Callable[..., Any]
     fill: Callable[..., Any]
+    reading: Callable[..., Any]
     extend: Callable[..., tuple[Array, Any]]
 
 
@@ -31,59 +32,102 @@ class Cache:
 class LayerCache:
     """One layer's keys and values."""
 
-    keys: Float[Array, "slots kv_heads head_dim capacity"] | Any
-    values: Float[Array, "slots kv_heads capacity head_dim"] | Any
+    keys: Num[Array, "pages kv_heads head_dim page_tokens"] | Any
+    values: Num[Array, "pages kv_heads page_tokens head_dim"] | Any
+    key_scales: Float[Array, "pages kv_heads page_tokens"] | Any = None
+    """What each token's key is multiplied with, where keys are in eight bits; else None."""
+    value_scales: Float[Array, "pages kv_heads page_tokens"] | Any = None
 
 
-def empty(slots: int, kv_heads: int, capacity: int, head_dim: int, dtype: str) -> LayerCache:
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Reading:
+    """The state of all slots at one decoding step: the same in all layers."""
+
+    lengths: Int[Array, " slots"] | Any
+    live: Bool[Array, " slots"] | Any
+
+
+EIGHT_BITS = {"int8": 127.0, "float8_e4m3fn": 448.0}
+"""Dtypes with a scale for each token and head, and the largest number of each."""
+
+
+def stored(
+    x: Float[Array, "kv_heads head_dim *tokens"], dtype: str
+) -> tuple[Num[Array, "kv_heads head_dim *tokens"], Any]:
+    """Keys or values in the dtype of a cache, and what they are to be multiplied with, [kv_heads, ...]: None but for eight bits."""
+    if dtype not in EIGHT_BITS:
+        return x.astype(dtype), None
+    largest = jnp.abs(x.astype(jnp.float32)).max(1)
+    scale = jnp.where(largest > 0, largest, 1.0) / EIGHT_BITS[dtype]
+    scaled = x / scale[:, None]
+    return (jnp.round(scaled) if dtype == "int8" else scaled).astype(dtype), scale
+
+
+def empty(pages: int, kv_heads: int, page_tokens: int, head_dim: int, dtype: str) -> LayerCache:
     """A cache in which nothing is written yet."""
-    keys = jnp.zeros((slots, kv_heads, head_dim, capacity), dtype)
-    return LayerCache(keys, keys.swapaxes(2, 3))
+    keys, scales = jnp.zeros((pages, kv_heads, head_dim, page_tokens), dtype), None
+    if dtype in EIGHT_BITS:
+        scales = jnp.zeros((pages, kv_heads, page_tokens), jnp.float32)
+    return LayerCache(keys, keys.swapaxes(2, 3), scales, scales)
 
 
 def of_rows(
     keys: Float[Array, "kv_heads head_dim tokens"],
     values: Float[Array, "kv_heads head_dim tokens"],
     rows: int,
+    dtype: str,
 ) -> LayerCache:
     """The keys and values of rows of tokens that were read end to end."""
+    (keys, key_scales), (values, value_scales) = stored(keys, dtype), stored(values, dtype)
+    return LayerCache(
+        of_row(keys, rows), of_row(values, rows).swapaxes(2, 3), of_row(key_scales, rows), of_row(value_scales, rows)
+    )  # fmt: skip
 
-    def apart(part: Array) -> Array:
-        return part.reshape(*part.shape[:2], rows, -1).transpose(2, 0, 1, 3)
 
-    return LayerCache(apart(keys), apart(values).swapaxes(2, 3))
+def of_row(part: Any, rows: int) -> Any:
+    """[kv_heads, ..., tokens] of rows that lie end to end as [rows, kv_heads, ..., row tokens]; None of None."""
+    if part is None:
+        return None
+    return jnp.moveaxis(part.reshape(*part.shape[:-1], rows, -1), -2, 0)
 
 
 def fill(
-    cache: LayerCache, read: LayerCache, slot: Int[Array, ""], row: Int[Array, ""], start: Int[Array, ""]
+    cache: LayerCache, read: LayerCache, page: Int[Array, ""], row: Int[Array, ""], start: Int[Array, ""]
 ) -> LayerCache:
-    """Copies the prompt that begins at `start` of row `row` to the front of slot `slot`; all of the slot is written.
+    """Copies what begins at `start` of row `row` to a page; all of the page is written, behind the row's end with zeros."""
 
-    What follows the prompt is what follows it in its row, then zeros. It must be finite: attention gives what lies beyond a
-    slot's length no weight, but 0 x NaN is NaN.
-    """
+    def filled(into: Any, source: Any, axis: int) -> Any:
+        return fill_page(into, source, page, row, start, axis=axis)
 
-    keys = front_of_slot(cache.keys, read.keys, slot, row, start, axis=3)
-    return LayerCache(keys, front_of_slot(cache.values, read.values, slot, row, start, axis=2))
+    return LayerCache(
+        filled(cache.keys, read.keys, 3),
+        filled(cache.values, read.values, 2),
+        filled(cache.key_scales, read.key_scales, 2),
+        filled(cache.value_scales, read.value_scales, 2),
+    )
 
 
-def front_of_slot(
-    into: Float[Array, "slots kv_heads _ _"],
-    source: Float[Array, "rows kv_heads _ _"],
-    slot: Int[Array, ""],
-    row: Int[Array, ""],
-    start: Int[Array, ""],
-    *,
-    axis: int,
-) -> Float[Array, "slots kv_heads _ _"]:
-    """`into` with a row of `source`, from `start` on and then around, at the front of a slot; `axis` is that of the tokens."""
-    width = source.shape[axis]
+def fill_page(
+    into: Any, source: Any, page: Int[Array, ""], row: Int[Array, ""], start: Int[Array, ""], *, axis: int
+) -> Any:
+    """`into`, [pages, kv_heads, ...], with a row of `source`, [rows, kv_heads, ...], from `start` on, in a page; `axis` is that of the
+    tokens. None of None."""
+    if into is None:
+        return None
+    tokens = into.shape[axis]
     taken = lax.dynamic_index_in_dim(source, row, keepdims=True)
-    # Twice in a row, so that a slice of the full width can begin anywhere.
-    taken = lax.dynamic_slice_in_dim(jnp.concatenate([taken, taken], axis), start, width, axis)
     padding = [(0, 0)] * taken.ndim
-    padding[axis] = (0, into.shape[axis] - width)
-    return lax.dynamic_update_slice_in_dim(into, jnp.pad(taken, padding), slot, axis=0)
+    padding[axis] = (0, tokens)
+    taken = lax.dynamic_slice_in_dim(jnp.pad(taken, padding), start, tokens, axis)
+    return lax.dynamic_update_slice_in_dim(into, taken, page, axis=0)
+
+
+def reading(
+    tables: Int[Array, "slots table_pages"], lengths: Int[Array, " slots"], live: Bool[Array, " slots"]
+) -> Reading:
+    """The part of a step that its layers share. A slot is its own page here, so nothing is looked up in `tables`."""
+    return Reading(lengths, live)
 
 
 def append(
@@ -112,15 +156,14 @@ def attend(
 
 def extend(
     cache: LayerCache,
+    now: Reading,
     query: Float[Array, "heads head_dim slots"],
     key: Float[Array, "kv_heads head_dim slots"],
     value: Float[Array, "kv_heads head_dim slots"],
-    lengths: Int[Array, " slots"],
-    live: Bool[Array, " slots"],
 ) -> tuple[Float[Array, "heads head_dim slots"], LayerCache]:
-    """Appends a token to each slot's `lengths`; its query attends to them and to itself, or to nothing where the slot is not live."""
-    grown = append(cache, key, value, lengths)
-    return attend(grown, query, (lengths + 1) * live.astype(jnp.int32)), grown
+    """Appends a token to each slot; its query attends to the slot's tokens and to itself, or to nothing where the slot is not live."""
+    grown = append(cache, key, value, now.lengths)
+    return attend(grown, query, (now.lengths + 1) * now.live.astype(jnp.int32)), grown
 
 
-DENSE = Cache(empty=empty, of_rows=of_rows, fill=fill, extend=extend)
+DENSE = Cache(empty=empty, of_rows=of_rows, fill=fill, reading=reading, extend=extend)

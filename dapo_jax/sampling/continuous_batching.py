@@ -2,8 +2,13 @@
 
 Prompts are prefilled in order, each once; their responses wait in line for slots; a slot that ends is refilled at once.
 The host looks at the device every `steps_per_call` tokens, or as soon as enough slots are free to be worth refilling.
+
+A response starts when there is a slot and there are pages of the cache for it; with every call it gets those that it will need. When there are
+none left, the response that started last gives its pages back, keeps what it has drawn, and waits at the head of the line until it
+is read again, prompt and tokens together, and goes on. No token is drawn twice, and the key of a token says nothing of when it is drawn.
 """
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +20,7 @@ from jaxtyping import Float, Int, PRNGKeyArray, PyTree
 from dapo_jax.dapo.rollouts import Prompt, Response
 from dapo_jax.sampling.decoding import Decoding
 from dapo_jax.sampling.interface import Engine, Insertion, ResultTokens
+from dapo_jax.sampling.pages import Fill, Pages
 
 Draw = Callable[[int], Sequence[Prompt]]
 """n -> up to n prompts. After none it is asked again while responses are in flight; with none in flight sampling ends."""
@@ -25,22 +31,43 @@ StopRule = Callable[[np.ndarray, int], int | None]
 
 @dataclass
 class _Request:
-    """One response on its way: waiting for a slot, then growing in it."""
+    """One response on its way: waiting for a slot, then growing in it, perhaps waiting again."""
 
     prompt: Prompt
     index: int
-    prefix: PyTree
-    place: int
-    """Which of the prefix's prompts is its own."""
     limit: int
+    prefix: PyTree = None
+    """What was read of it and waits to be inserted; None: nothing, or it was."""
+    place: int = 0
+    """Which of the prefix's prompts is its own."""
     drawn: int = 0
+    order: int = -1
+    """The order in which responses started; -1: not yet."""
     tokens: Int[np.ndarray, " limit"] = field(init=False)
     logprobs: Float[np.ndarray, " limit"] = field(init=False)
 
-    def start(self) -> None:
-        """Makes room for the response, and lets go of the prefix: it goes when its last response has a slot."""
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt and of the response so far."""
+        return len(self.prompt.tokens) + self.drawn
+
+    def room(self, steps: int) -> int:
+        """Tokens that it may come to in a call that draws `steps`."""
+        return len(self.prompt.tokens) + min(self.drawn + steps, self.limit)
+
+    @property
+    def sequence(self) -> Int[np.ndarray, " length"]:
+        """The prompt and what was drawn."""
+        if not self.drawn:
+            return self.prompt.tokens
+        return np.concatenate([self.prompt.tokens, self.tokens[: self.drawn]])
+
+    def start(self, order: int) -> None:
+        """Lets go of the prefix, which goes when its last response has a slot, and the first time makes room for the response."""
         self.prefix = None
-        self.tokens, self.logprobs = np.empty(self.limit, np.int32), np.empty(self.limit, np.float32)
+        if self.order < 0:
+            self.order = order
+            self.tokens, self.logprobs = np.empty(self.limit, np.int32), np.empty(self.limit, np.float32)
 
     def append(self, tokens: Int[np.ndarray, " new"], logprobs: Float[np.ndarray, " new"]) -> None:
         """Takes new tokens."""
@@ -60,12 +87,12 @@ class Sampler:
         refill_frac: float = 0.125,
         on_look: Callable[[], None] = lambda: None,
     ) -> None:
-        """`prefill_prompts` are read side by side; slots are refilled once `refill_frac` of them are free; `on_look` is called before
+        """`prefill_prompts` are read side by side; slots are refilled once `refill_frac` of those that were live are free; `on_look` is called before
         each call of the engine that draws tokens."""
         self._on_look = on_look
         self._engine = engine
         self._prefill_prompts = prefill_prompts
-        self._refill = max(1, round(engine.slots * refill_frac))
+        self._refill_frac = refill_frac
 
     def sample(
         self,
@@ -89,25 +116,25 @@ class Sampler:
         engine = self._engine
         state = engine.init_decode_state()
         waiting: deque[_Request] = deque()
-        owners: list[_Request | None] = [None] * engine.slots
+        slots = _Slots(engine)
         groups: dict[int, dict[int, Response]] = {}
         while True:
-            free = [slot for slot, owner in enumerate(owners) if owner is None]
+            state = self._stopped(state, slots.make_room(waiting))
+            state = self._start(params, state, slots, waiting, key)
             # One more than can start at once: with nobody in line, `generate` would not come back for a freed slot.
-            while len(waiting) <= len(free) and (prompts := draw(self._prefill_prompts)):
+            while not waiting and (prompts := draw(self._prefill_prompts)):
                 waiting.extend(self._prefill(params, prompts, samples_per_prompt, max_response_tokens))
                 groups.update({prompt.ordinal: {} for prompt in prompts})
-            state = self._fill(state, free, waiting, owners, key)
-            live = sum(owner is not None for owner in owners)
+                state = self._start(params, state, slots, waiting, key)
+            live = sum(owner is not None for owner in slots.owners)
             if not live:
                 return
             # With work waiting, come back once enough slots are free; without, run on to the end of the call.
-            min_live = engine.slots - self._refill + 1 if waiting else 1
+            min_live = live - max(1, round(live * self._refill_frac)) + 1 if waiting else 1
             self._on_look()
-            state, result = engine.generate(params, state, decoding, min_live)
-            ended, overrun = self._absorb(result, owners, stop)
-            if overrun:
-                state = engine.release(state, overrun)
+            state, result = engine.generate(params, state, decoding, min_live, slots.pages.tables)
+            ended, overrun = self._absorb(result, slots, stop)
+            state = self._stopped(state, overrun)
             for request, response in ended:
                 group = groups[request.prompt.ordinal]
                 group[request.index] = response
@@ -133,35 +160,43 @@ class Sampler:
             for index in range(samples)
         ]
 
-    def _fill(
-        self,
-        state: PyTree,
-        free: list[int],
-        waiting: deque[_Request],
-        owners: list[_Request | None],
-        key: PRNGKeyArray,
+    def _start(
+        self, params: PyTree, state: PyTree, slots: "_Slots", waiting: deque[_Request], key: PRNGKeyArray
     ) -> PyTree:
-        """Puts waiting responses into free slots, one `insert` for each prefix they come from."""
-        taken = [(slot, waiting.popleft()) for slot in free[: len(waiting)]]
-        while taken:
-            prefix = taken[0][1].prefix
-            batch = [(slot, request) for slot, request in taken if request.prefix is prefix]
-            taken = taken[len(batch) :]
+        """Starts those at the head of the line, as many as there are slots and pages for: one `insert` for each prefix they come from."""
+        started: list[_Started] = []
+        while waiting and (one := slots.take(waiting[0])):
+            started.append(one)
+            waiting.popleft()
+        again = [each.request for each in started if each.request.prefix is None]
+        if again:
+            prefix = self._engine.prefill(params, [request.sequence for request in again])
+            for place, request in enumerate(again):
+                request.prefix, request.place = prefix, place
+        while started:
+            prefix = started[0].request.prefix
+            batch = [each for each in started if each.request.prefix is prefix]
+            started = [each for each in started if each.request.prefix is not prefix]
+            requests = [each.request for each in batch]
             insertion = Insertion(
-                slots=np.array([slot for slot, _ in batch], np.int32),
-                prompts=np.array([request.place for _, request in batch], np.int32),
-                ordinals=np.array([request.prompt.ordinal for _, request in batch], np.int32),
-                indices=np.array([request.index for _, request in batch], np.int32),
-                limits=np.array([request.limit for _, request in batch], np.int32),
+                slots=np.array([each.slot for each in batch], np.int32),
+                prompts=np.array([request.place for request in requests], np.int32),
+                ordinals=np.array([request.prompt.ordinal for request in requests], np.int32),
+                indices=np.array([request.index for request in requests], np.int32),
+                limits=np.array([request.limit for request in requests], np.int32),
+                drawn=np.array([request.drawn for request in requests], np.int32),
+                fills=[(each.request.place, fill) for each in batch for fill in each.fills],
             )
             state = self._engine.insert(prefix, state, insertion, key)
-            for slot, request in batch:
-                owners[slot] = request
-                request.start()
+            for request in requests:
+                request.start(next(slots.starts))
         return state
 
+    def _stopped(self, state: PyTree, slots: Sequence[int]) -> PyTree:
+        return self._engine.release(state, slots) if slots else state
+
     def _absorb(
-        self, result: ResultTokens, owners: list[_Request | None], stop: StopRule | None
+        self, result: ResultTokens, slots: "_Slots", stop: StopRule | None
     ) -> tuple[list[tuple[_Request, Response]], list[int]]:
         """Hands each slot's new tokens to its owner. The responses that ended, their slots freed, and those of the slots
         that the engine still takes for live."""
@@ -169,7 +204,7 @@ class Sampler:
             (result.tokens, result.logprobs, result.valid, result.live)
         )
         counts, ended, overrun = valid.sum(axis=1), [], []
-        for slot, request in enumerate(owners):
+        for slot, request in enumerate(slots.owners):
             if request is None:
                 continue
             seen = request.drawn
@@ -177,7 +212,7 @@ class Sampler:
             cut = stop(request.tokens[: request.drawn], seen) if stop else None
             if live[slot] and cut is None:
                 continue
-            owners[slot] = None
+            slots.end(slot)
             if live[slot]:
                 overrun.append(slot)
             length = request.drawn if cut is None else cut
@@ -189,3 +224,66 @@ class Sampler:
             )
             ended.append((request, response))
         return ended, overrun
+
+
+@dataclass(frozen=True)
+class _Started:
+    """A response that was given a slot."""
+
+    slot: int
+    request: _Request
+    fills: list[Fill]
+
+
+class _Slots:
+    """Who is in which slot, with which pages."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.pages, self._steps = Pages(engine.page_sizes), engine.steps_per_call
+        self.owners: list[_Request | None] = [None] * engine.slots
+        self.starts = itertools.count()
+
+    def take(self, request: _Request) -> _Started | None:
+        """Gives the request a free slot, where the most pages are free, with those for all of it and what the next call draws; or None."""
+        free = [slot for slot, owner in enumerate(self.owners) if owner is None]
+        if not free:
+            return None
+        slot, tokens = max(free, key=self.pages.free), request.room(self._steps)
+        fills = self.pages.start(
+            slot,
+            tokens,
+            read=request.length,
+            prompt=request.prompt.ordinal,
+            prompt_tokens=len(request.prompt.tokens),
+        )
+        if fills is None:
+            return None
+        self.owners[slot] = request
+        return _Started(slot, request, fills)
+
+    def make_room(self, waiting: deque[_Request]) -> list[int]:
+        """Gives every response the pages for what the next call draws, those that started first before the others. Where pages run
+        out, the one that started last goes back to the head of the line; returned are the slots that had to be given up."""
+        running = sorted((owner.order, slot) for slot, owner in enumerate(self.owners) if owner is not None)
+        given_up: list[int] = []
+        while running:
+            _, slot = running.pop(0)
+            owner = self.owners[slot]
+            assert owner is not None
+            while not self.pages.grow(slot, owner.room(self._steps)):
+                pool = self.pages.sizes.pool_of(slot)
+                last = next((at for _, at in reversed(running) if self.pages.sizes.pool_of(at) == pool), slot)
+                waiting.appendleft(self.end(last))
+                given_up.append(last)
+                if last == slot:
+                    break
+                running = [each for each in running if each[1] != last]
+        return given_up
+
+    def end(self, slot: int) -> _Request:
+        """Frees a slot and its pages."""
+        owner = self.owners[slot]
+        assert owner is not None
+        self.owners[slot] = None
+        self.pages.release(slot)
+        return owner

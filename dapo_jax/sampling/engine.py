@@ -24,10 +24,11 @@ from dapo_jax.models.decoder import Block, EmbeddingAndHead, RopeTables, rope_ta
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.parallel.mesh import BATCH_AXES
 from dapo_jax.parallel.weights import SamplerWeights
+from dapo_jax.sampling.caches import Kind, cache_for, kind_for, sizes_for
 from dapo_jax.sampling.decoding import Decoding, draw, response_keys
 from dapo_jax.sampling.interface import Insertion, ResultTokens
+from dapo_jax.sampling.pages import PageSizes
 from dapo_jax.sampling.prompt_packing import pack_prompts
-from dapo_jax.sampling.tpu_cache import cache_for
 
 
 @jax.tree_util.register_dataclass
@@ -50,6 +51,7 @@ class DecodeState:
     """Everything the slots hold; donated by `insert` and `generate`."""
 
     layers: tuple[Any, ...]
+    """The cache of each layer, in pages."""
     logits: Float[Array, "slots vocab"] | Any
     """Logits of each slot's next token."""
     lengths: Int[Array, " slots"] | Any
@@ -70,9 +72,15 @@ class DecoderEngine:
 
     def __init__(
         self, config: DecoderConfig, *, slots: int, capacity: int, steps_per_call: int, stop_ids: Sequence[int], mesh: Mesh,
-        compute_dtype: str = "float32", paired: bool | None = None,
+        compute_dtype: str = "float32", page_tokens: int = 0, cache_tokens: int = 0, cache_dtype: str = "",
+        cache: Kind | None = None,
     ) -> None:  # fmt: skip
-        """Programs for one mesh; `paired` is `cache_for`'s: by default the cache is the one for the mesh's platform."""
+        """Programs for one mesh. `page_tokens` and `cache_tokens` are `sizes_for`'s; `cache_dtype` is "" for `compute_dtype`; `cache` takes
+        the choice from the platform.
+
+        Raises:
+            ValueError: slots do not spread over the mesh, sequences are longer than the model's, or no sequence would fit the cache.
+        """
         spread = int(np.prod([mesh.shape[axis] for axis in BATCH_AXES]))
         if slots % spread:
             raise ValueError(
@@ -85,14 +93,18 @@ class DecoderEngine:
                 "lower data.max_prompt_tokens or sampling.max_response_tokens"
             )
         self.slots, self.capacity, self.stop_ids = slots, capacity, tuple(stop_ids)
-        self._config, self._steps, self._dtype = config, steps_per_call, compute_dtype
+        self.steps_per_call = steps_per_call
+        self._config, self._dtype, self._cache_dtype = config, compute_dtype, cache_dtype or compute_dtype
+        asked = {"page_tokens": page_tokens, "cache_tokens": cache_tokens, "dtype": self._cache_dtype}
+        kind = cache or kind_for(mesh, **asked)
+        self.page_sizes: PageSizes = sizes_for(kind, mesh, slots=slots, capacity=capacity, **asked)
         self._block, _ = nnx.split(
             nnx.eval_shape(lambda: Block(config, rngs=nnx.Rngs(0), compute_dtype=compute_dtype))
         )
         self._ends, _ = nnx.split(
             nnx.eval_shape(lambda: EmbeddingAndHead(config, rngs=nnx.Rngs(0), compute_dtype=compute_dtype))
         )
-        self._cache = cache_for(mesh, paired=paired)
+        self._cache = cache_for(kind, mesh, self.page_sizes, compute_dtype=compute_dtype)
         rows, whole = NamedSharding(mesh, PartitionSpec(BATCH_AXES)), NamedSharding(mesh, PartitionSpec())
         # Each device draws for a share of the slots, from whole rows of logits: all that goes between the devices is the logits, once.
         share = (*BATCH_AXES, "tensor") if slots % (spread * mesh.shape["tensor"]) == 0 else BATCH_AXES
@@ -105,14 +117,19 @@ class DecoderEngine:
         # Pinned: a state that came back with another layout would compile `insert` and `generate` a second time.
         shapes = jax.eval_shape(self._init_program)
         state = replace(
-            jax.tree.map(lambda leaf: slot_cache if leaf.ndim == 4 else rows, shapes), logits=self._shares
+            jax.tree.map(lambda _: rows, shapes),
+            layers=jax.tree.map(lambda _: slot_cache, shapes.layers),
+            logits=self._shares,
         )
         self.state_structs = jax.tree.map(
             lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), shapes, state
         )
         self._init = jax.jit(self._init_program, out_shardings=state)
+        self._fill = jax.jit(self._fill_program, donate_argnums=1, out_shardings=state.layers)
         self._prefill = jax.jit(self._prefill_program, out_shardings=(row_cache, whole))
-        self._insert = jax.jit(self._insert_program, donate_argnums=1, out_shardings=state)
+        self._insert = jax.jit(
+            self._insert_program, donate_argnums=1, out_shardings=replace(state, layers=())
+        )
         self._release = jax.jit(self._release_program, donate_argnums=0, out_shardings=state)
         self._generate = jax.jit(self._generate_program, donate_argnums=1, out_shardings=(state, whole))
 
@@ -136,20 +153,37 @@ class DecoderEngine:
     def insert(
         self, prefix: Prefix, state: DecodeState, insertion: Insertion, key: PRNGKeyArray
     ) -> DecodeState:
-        """Puts prefilled prompts into slots; one program for any number of responses up to `slots`."""
-        arrays = (insertion.slots, insertion.prompts, insertion.ordinals, insertion.indices, insertion.limits)
+        """Puts prefilled prompts into slots; two programs for any number of responses up to `slots`, and of pages."""
+        layers, fills = state.layers, insertion.fills
+        for start in range(0, len(fills), self.slots):
+            some = fills[start : start + self.slots]
+            columns = (
+                [place for place, _ in some],
+                [page.first for _, page in some],
+                [page.page for _, page in some],
+            )
+            arrays = tuple(self._padded(np.array(column, np.int32)) for column in columns)
+            layers = self._fill(prefix, layers, arrays, np.int32(len(some)))
+        columns = (
+            insertion.slots, insertion.prompts, insertion.ordinals, insertion.indices, insertion.limits, insertion.drawn,
+        )  # fmt: skip
         count = np.int32(len(insertion.slots))
-        return self._insert(prefix, state, tuple(map(self._padded, arrays)), count, key)
+        state, rest = replace(state, layers=()), replace(prefix, layers=())
+        return replace(
+            self._insert(rest, state, tuple(map(self._padded, columns)), count, key), layers=layers
+        )
 
     def release(self, state: DecodeState, slots: Sequence[int]) -> DecodeState:
         """Ends the responses in some slots where they are."""
         return self._release(state, self._padded(np.array(slots, np.int32)), np.int32(len(slots)))
 
     def generate(
-        self, params: SamplerWeights, state: DecodeState, decoding: Decoding, min_live: int = 1
-    ) -> tuple[DecodeState, ResultTokens]:
+        self, params: SamplerWeights, state: DecodeState, decoding: Decoding, min_live: int,
+        tables: Int[np.ndarray, "slots table_pages"],
+    ) -> tuple[DecodeState, ResultTokens]:  # fmt: skip
         """Decodes up to `steps_per_call` tokens per live slot; returns early when fewer than `min_live` slots live."""
-        return self._generate(params, state, self._rope, decoding, np.int32(min_live))
+        # A copy: the caller goes on to write into its own while the device may still read it.
+        return self._generate(params, state, self._rope, decoding, np.int32(min_live), tables.copy())
 
     def lower_prefill(self, params: SamplerWeights, *, rows: int, width: int, prompts: int) -> Lowered:
         """The program of `prefill` at a shape that `pack_prompts` gives; `params` may be shapes with their places."""
@@ -161,7 +195,8 @@ class DecoderEngine:
     def lower_generate(self, params: SamplerWeights, decoding: Decoding) -> Lowered:
         """The program of `generate`; `params` and `decoding` may be shapes."""
         rope, min_live = self._rope_structs(self.capacity), self._struct((), jnp.int32)
-        return self._generate.lower(params, self.state_structs, rope, decoding, min_live)
+        tables = self._struct((self.slots, self.page_sizes.table_pages), jnp.int32)
+        return self._generate.lower(params, self.state_structs, rope, decoding, min_live, tables)
 
     def _struct(self, shape: tuple[int, ...], kind: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, kind, sharding=self._whole)
@@ -184,11 +219,11 @@ class DecoderEngine:
     # The programs. Pure functions of their arguments; the wrappers above only convert.
 
     def _init_program(self) -> DecodeState:
-        config, slots = self._config, self.slots
-        shape = (slots, config.kv_heads, self.capacity, config.head_dim)
+        config, slots, sizes = self._config, self.slots, self.page_sizes
+        shape = (sizes.pools * sizes.pool_pages, config.kv_heads, sizes.page_tokens, config.head_dim)
         zeros = jnp.zeros(slots, jnp.int32)
         return DecodeState(
-            layers=tuple(self._cache.empty(*shape, self._dtype) for _ in range(config.layers)),
+            layers=tuple(self._cache.empty(*shape, self._cache_dtype) for _ in range(config.layers)),
             logits=jnp.zeros((slots, config.vocab_rows), jnp.float32),
             lengths=zeros, generated=zeros, limits=zeros, live=jnp.zeros(slots, bool),
             keys=jax.random.split(jax.random.key(0), slots),
@@ -202,7 +237,7 @@ class DecoderEngine:
         def attend(query: Array, key: Array, value: Array) -> tuple[Array, Any]:
             return (
                 causal_attention(query, key, value, segment_ids, dtype=self._dtype),
-                self._cache.of_rows(key.astype(self._dtype), value.astype(self._dtype), len(segment_ids)),
+                self._cache.of_rows(key, value, len(segment_ids), self._cache_dtype),
             )
 
         x, layers = outer.embed(tokens.reshape(-1)), []
@@ -211,28 +246,33 @@ class DecoderEngine:
             layers.append(kept)
         return tuple(layers), outer.logits(outer.normed(x[:, last_columns]))
 
-    def _insert_program(
-        self, prefix: Prefix, state: DecodeState, arrays: tuple[Array, ...], count: Array, key: PRNGKeyArray
-    ) -> DecodeState:
-        slots, prompts, ordinals, indices, limits = arrays
-        rows, starts = prefix.rows[prompts], prefix.starts[prompts]
+    def _fill_program(
+        self, prefix: Prefix, layers: tuple[Any, ...], arrays: tuple[Array, ...], count: Array
+    ) -> tuple[Any, ...]:
+        prompts, firsts, pages = arrays
+        rows, starts = prefix.rows[prompts], prefix.starts[prompts] + firsts
 
         def one(i: Array, layers: tuple[Any, ...]) -> tuple[Any, ...]:
             pairs = zip(layers, prefix.layers, strict=True)
-            return tuple(self._cache.fill(cache, read, slots[i], rows[i], starts[i]) for cache, read in pairs)
+            return tuple(self._cache.fill(cache, read, pages[i], rows[i], starts[i]) for cache, read in pairs)
 
         # Looped slice updates in place: a scatter of whole prompts is several times slower on CPU.
-        layers = lax.fori_loop(0, count, one, state.layers)
+        return lax.fori_loop(0, count, one, layers)
+
+    def _insert_program(
+        self, prefix: Prefix, state: DecodeState, arrays: tuple[Array, ...], count: Array, key: PRNGKeyArray
+    ) -> DecodeState:
+        slots, prompts, ordinals, indices, limits, drawn = arrays
         at = self._first(slots, count)
 
         def put(old: Array, new: Array) -> Array:
             return old.at[at].set(new, mode="drop")
 
         return DecodeState(
-            layers=layers,
+            layers=(),
             logits=put(state.logits, prefix.logits[prompts]),
             lengths=put(state.lengths, prefix.lengths[prompts]),
-            generated=put(state.generated, jnp.zeros_like(slots)),
+            generated=put(state.generated, drawn),
             limits=put(state.limits, limits),
             live=put(state.live, jnp.ones_like(slots, bool)),
             keys=put(state.keys, response_keys(key, ordinals, indices)),
@@ -252,13 +292,16 @@ class DecoderEngine:
         rope: RopeTables,
         decoding: Decoding,
         min_live: Array,
+        tables: Array,
     ) -> tuple[DecodeState, ResultTokens]:
-        blank = tuple(jnp.zeros((self.slots, self._steps), kind) for kind in (jnp.int32, jnp.float32, bool))
+        blank = tuple(
+            jnp.zeros((self.slots, self.steps_per_call), kind) for kind in (jnp.int32, jnp.float32, bool)
+        )
 
         def going(carry: _Carry) -> Array:
             step, state, _ = carry
             live = state.live.sum(dtype=jnp.int32)
-            return (step < self._steps) & (live > 0) & ((step == 0) | (live >= min_live))
+            return (step < self.steps_per_call) & (live > 0) & ((step == 0) | (live >= min_live))
 
         def advance(carry: _Carry) -> _Carry:
             step, state, (all_tokens, all_logprobs, valid) = carry
@@ -269,14 +312,14 @@ class DecoderEngine:
                 return lax.dynamic_update_slice_in_dim(buffer, column[:, None], step, axis=1)
 
             written = (write(all_tokens, tokens), write(all_logprobs, logprobs), write(valid, state.live))
-            return step + 1, self._take(params, state, rope, tokens), written
+            return step + 1, self._take(params, state, rope, tables, tokens), written
 
         start = (jnp.zeros((), jnp.int32), state, blank)
         _, state, (tokens, logprobs, valid) = lax.while_loop(going, advance, start)
         return state, ResultTokens(tokens=tokens, logprobs=logprobs, valid=valid, live=state.live)
 
     def _take(
-        self, params: SamplerWeights, state: DecodeState, rope: RopeTables, tokens: Array
+        self, params: SamplerWeights, state: DecodeState, rope: RopeTables, tables: Array, tokens: Array
     ) -> DecodeState:
         """The state after the live slots have taken the drawn tokens: stopped, or with the logits of their next ones."""
         taken = state.live.astype(jnp.int32)
@@ -284,21 +327,24 @@ class DecoderEngine:
         stopped = (tokens[:, None] == jnp.asarray(self.stop_ids, jnp.int32)[None]).any(-1)
         live = state.live & ~stopped & (generated < state.limits)
         # Once the last response has ended, nobody waits for logits.
-        state = lax.cond(live.any(), self._forward, lambda _, state, *__: state, params, state, rope, tokens)
+        state = lax.cond(
+            live.any(), self._forward, lambda _, state, *__: state, params, state, rope, tables, tokens
+        )
         counts = {"lengths": state.lengths + taken, "generated": generated, "live": live}
         return replace(state, **lax.with_sharding_constraint(counts, self._rows))
 
     def _forward(
-        self, params: SamplerWeights, state: DecodeState, rope: RopeTables, tokens: Array
+        self, params: SamplerWeights, state: DecodeState, rope: RopeTables, tables: Array, tokens: Array
     ) -> DecodeState:
         """The state with the tokens behind what each live slot's cache holds, and the logits that follow."""
         outer = nnx.merge(self._ends, params["ends"])
         cos, sin = (part[:, state.lengths] for part in rope)
         x, layers = outer.embed(tokens), []
+        now = self._cache.reading(tables, state.lengths, state.live)
         for weights, layer in zip(params["layers"], state.layers, strict=True):
 
             def attend(query: Array, key: Array, value: Array, layer: Any = layer) -> tuple[Array, Any]:
-                return self._cache.extend(layer, query, key, value, state.lengths, state.live)
+                return self._cache.extend(layer, now, query, key, value)
 
             x, grown = nnx.merge(self._block, weights)(x, (cos, sin), attend)
             x = lax.with_sharding_constraint(x, self._columns)

@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from dapo_jax.sampling.decoding import Decoding
+from dapo_jax.sampling.pages import Fill, PageSizes
 
 
 @jax.tree_util.register_dataclass
@@ -33,6 +34,10 @@ class Insertion:
     ordinals: Int[np.ndarray, " responses"] | Any
     indices: Int[np.ndarray, " responses"] | Any
     limits: Int[np.ndarray, " responses"] | Any
+    drawn: Int[np.ndarray, " responses"] | Any
+    """With how many tokens of the response the prompt ends: 0, or those drawn before it lost its pages."""
+    fills: Sequence[tuple[int, Fill]]
+    """(place of a prompt, a page to be written with tokens of it)."""
 
 
 @runtime_checkable
@@ -44,6 +49,10 @@ class Engine(Protocol):
     """Tokens that fit in a slot, prompt and response together."""
     stop_ids: tuple[int, ...]
     """Tokens that end a response."""
+    steps_per_call: int
+    """The most tokens that one `generate` draws for a slot."""
+    page_sizes: PageSizes
+    """Of its cache, whose pages the caller hands out."""
 
     def init_decode_state(self) -> PyTree:
         """A state in which every slot is free."""
@@ -54,13 +63,21 @@ class Engine(Protocol):
         ...
 
     def insert(self, prefix: PyTree, state: PyTree, insertion: Insertion, key: PRNGKeyArray) -> PyTree:
-        """Puts prefilled prompts into slots, dropping whatever was there."""
+        """Puts prefilled prompts into slots, dropping whatever was there, and writes the pages that the insertion names."""
         ...
 
     def generate(
-        self, params: PyTree, state: PyTree, decoding: Decoding, min_live: int
+        self,
+        params: PyTree,
+        state: PyTree,
+        decoding: Decoding,
+        min_live: int,
+        tables: Int[np.ndarray, "slots table_pages"],
     ) -> tuple[PyTree, ResultTokens]:
-        """Decodes until `steps_per_call` tokens are drawn or fewer than `min_live` slots are live."""
+        """Decodes until `steps_per_call` tokens are drawn or fewer than `min_live` slots are live.
+
+        `tables` are those of `Pages`, in which each live slot has pages for what it holds and so many tokens more.
+        """
         ...
 
     def release(self, state: PyTree, slots: Sequence[int]) -> PyTree:

@@ -1,8 +1,9 @@
-"""The cache of the decoding slots on TPU: one kernel appends a token to every live slot and attends, as `cache.extend` does.
+"""The key/value cache in pages on TPU: one kernel appends a token to every live slot and attends, as `paged_cache.extend` does.
 
-A key and its value lie side by side, [slots, kv_heads, rows, 2 head_dim]: both come in one transfer, and heads of 64 fill the 128
-lanes of a register. The kernel (Pallas) walks over a list of the blocks that live slots have filled, so that a step reads what
-is there and not the capacity, and writes one tile of rows per slot in place: XLA's own updates are loops over the slots.
+A key and its value lie side by side, [pages, kv_heads, page_tokens, 2 head_dim]: both come in one transfer, and heads of 64 fill the 128
+lanes of a register. The kernel (Pallas) walks over a list of blocks of pages that live slots have filled, so that a step reads what
+is there and not what there is room for; while it works on a block, the pages of the next are on their way. It writes one tile of rows
+per slot in place: XLA's own updates are loops over the slots.
 """
 
 from dataclasses import dataclass
@@ -14,39 +15,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Num
 
 from dapo_jax.models.attention import MASKED
-from dapo_jax.parallel.mesh import BATCH_AXES
-from dapo_jax.sampling.cache import DENSE, Cache, front_of_slot
+from dapo_jax.sampling.cache import EIGHT_BITS, fill_page, of_row, stored
 
-_TILE = 16
-"""Rows that are written together: as many as a bfloat16 register has."""
-
-_ROWS = 512
-"""A longer slot has a multiple of this many rows, so that blocks of them fit it."""
+LANES = 128
+"""A page of a cache in eight bits is a multiple of this: its tokens' scales lie side by side."""
 
 _BLOCK_BYTES = 1 << 20
 """Read at a time: much beside what a step of the kernel costs, little beside a core's fast memory."""
-
-
-def cache_for(mesh: Mesh, *, paired: bool | None = None) -> Cache:
-    """This cache on a TPU's mesh, else the dense one; `paired` takes the choice away. Elsewhere the kernel is interpreted, slowly."""
-    on_tpu = mesh.devices.flat[0].platform == "tpu"
-    if not (on_tpu if paired is None else paired):
-        return DENSE
-    heads, slots = PartitionSpec("tensor", None, BATCH_AXES), PartitionSpec(BATCH_AXES)
-    layer = PartitionSpec(BATCH_AXES, "tensor")
-    # XLA cannot divide a kernel: each device is given its slots and its heads.
-    spread = jax.shard_map(
-        partial(extend, interpret=not on_tpu),
-        mesh=mesh,
-        in_specs=(layer, heads, heads, heads, slots, slots),
-        out_specs=(heads, layer),
-        check_vma=False,
-    )
-    return Cache(empty=empty, of_rows=of_rows, fill=fill, extend=spread)
 
 
 @jax.tree_util.register_dataclass
@@ -54,108 +32,170 @@ def cache_for(mesh: Mesh, *, paired: bool | None = None) -> Cache:
 class Pairs:
     """One layer's keys and values."""
 
-    pairs: Float[Array, "slots kv_heads rows pair"] | Any
-    """The key, then the value, of each token. Rows behind a slot's tokens are finite."""
+    pairs: Num[Array, "pages kv_heads page_tokens pair"] | Any
+    """The key, then the value, of each token."""
+    scales: Float[Array, "pages kv_heads 2 page_tokens"] | Any = None
+    """What each token's key and value are multiplied with, where they are in eight bits; else None."""
 
 
-def empty(slots: int, kv_heads: int, capacity: int, head_dim: int, dtype: str) -> Pairs:
-    """A cache in which nothing is written yet, with `capacity` rows rounded up to whole blocks."""
-    whole = _ROWS if capacity > _ROWS else _TILE
-    return Pairs(jnp.zeros((slots, kv_heads, pl.cdiv(capacity, whole) * whole, 2 * head_dim), dtype))
+def tile_rows(dtype: str) -> int:
+    """The rows that are written together, as many as a register has of the dtype; a page is a multiple of it."""
+    return 32 if dtype in EIGHT_BITS else 16
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Reading:
+    """The state of all slots at one decoding step: the same in all layers."""
+
+    tables: Int[Array, "slots table_pages"] | Any
+    lengths: Int[Array, " slots"] | Any
+    live: Bool[Array, " slots"] | Any
+
+
+def empty(pages: int, kv_heads: int, page_tokens: int, head_dim: int, dtype: str) -> Pairs:
+    """A cache in which nothing is written yet."""
+    scales = jnp.zeros((pages, kv_heads, 2, page_tokens), jnp.float32) if dtype in EIGHT_BITS else None
+    return Pairs(jnp.zeros((pages, kv_heads, page_tokens, 2 * head_dim), dtype), scales)
 
 
 def of_rows(
     keys: Float[Array, "kv_heads head_dim tokens"],
     values: Float[Array, "kv_heads head_dim tokens"],
     rows: int,
+    dtype: str,
 ) -> Pairs:
     """The keys and values of rows of tokens that were read end to end."""
-    pairs = jnp.concatenate([keys, values], axis=1)
-    return Pairs(pairs.reshape(*pairs.shape[:2], rows, -1).transpose(2, 0, 3, 1))
+    pairs, scales = _paired(keys, values, dtype)
+    return Pairs(of_row(pairs, rows).swapaxes(2, 3), of_row(scales, rows))
+
+
+def _paired(key: Array, value: Array, dtype: str) -> tuple[Array, Array | None]:
+    """[kv_heads, 2 head_dim, tokens] and their scales, [kv_heads, 2, tokens]."""
+    (key, key_scale), (value, value_scale) = stored(key, dtype), stored(value, dtype)
+    scales = None if key_scale is None else jnp.stack([key_scale, value_scale], axis=1)
+    return jnp.concatenate([key, value], axis=1), scales
 
 
 def fill(
-    cache: Pairs, read: Pairs, slot: Int[Array, ""], row: Int[Array, ""], start: Int[Array, ""]
+    cache: Pairs, read: Pairs, page: Int[Array, ""], row: Int[Array, ""], start: Int[Array, ""]
 ) -> Pairs:
-    """Does what `cache.fill` does: the prompt that begins at `start` of row `row` comes to the front of slot `slot`."""
-    return Pairs(front_of_slot(cache.pairs, read.pairs, slot, row, start, axis=2))
+    """Does what `cache.fill` does: what begins at `start` of row `row` comes to a page."""
+    return Pairs(
+        fill_page(cache.pairs, read.pairs, page, row, start, axis=2),
+        fill_page(cache.scales, read.scales, page, row, start, axis=3),
+    )
+
+
+def reading(
+    tables: Int[Array, "slots table_pages"], lengths: Int[Array, " slots"], live: Bool[Array, " slots"]
+) -> Reading:
+    """What the kernel looks up."""
+    return Reading(tables, jnp.where(live, lengths, 0), live)
 
 
 def extend(
     cache: Pairs,
+    now: Reading,
     query: Float[Array, "heads head_dim slots"],
     key: Float[Array, "kv_heads head_dim slots"],
     value: Float[Array, "kv_heads head_dim slots"],
-    lengths: Int[Array, " slots"],
-    live: Bool[Array, " slots"],
     *,
+    dtype: str,
     interpret: bool = False,
 ) -> tuple[Float[Array, "heads head_dim slots"], Pairs]:
-    """Does what `cache.extend` does, but that nothing is written to a slot that is not live.
+    """Does what `paged_cache.extend` does.
 
-    The new token is not looked for in the cache: the running softmax begins with it, so it never is empty. Products are in the
-    cache's dtype with sums in float32.
+    The new token is not looked for in the cache: the running softmax begins with it, so it never is empty. Products are in `dtype` with
+    sums in float32.
     """
-    pairs, kv_heads = cache.pairs, len(key)
-    slots, _, rows, width = pairs.shape
+    pairs, kv_heads, live = cache.pairs, len(key), now.live
+    slots, kept = len(live), pairs.dtype.name
+    page_tokens, width = pairs.shape[2:]
     # One half of the heads for each core where a chip has two; elsewhere the halves come one after the other.
     parts = 2 - kv_heads % 2
-    heads = kv_heads // parts
+    heads, tile = kv_heads // parts, tile_rows(kept)
     group, head_dim = len(query) // kv_heads, query.shape[1]
-    block = _block(rows, heads * width * pairs.dtype.itemsize)
-    lengths = jnp.where(live, lengths, 0)
-    count, slot_of, starts = _walk(lengths // block + 1, live, slots * rows // block)
+    at_once = max(
+        1, min(now.tables.shape[1], _BLOCK_BYTES // (heads * page_tokens * width * pairs.dtype.itemsize))
+    )
+    block = at_once * page_tokens
+    count, slot_of, starts = _walk(
+        now.lengths // block + 1, live, slots * pl.cdiv(now.tables.shape[1], at_once)
+    )
 
     def at_slot(part: Any, step: Any, slot_of: Any, *_: Any) -> tuple[Any, ...]:
         return slot_of[step], part, 0, 0
 
-    def at_block(part: Any, step: Any, slot_of: Any, starts: Any, _: Any) -> tuple[Any, ...]:
-        return slot_of[step], part, step - starts[slot_of[step]], 0
+    def page_of(step: Any, slot_of: Any, lengths: Any, tables: Any) -> tuple[Any, Any]:
+        """The page that a slot's new token goes to, and where in it."""
+        slot = slot_of[step]
+        return tables[slot, lengths[slot] // page_tokens], lengths[slot] % page_tokens
 
-    def at_tile(part: Any, step: Any, slot_of: Any, _: Any, lengths: Any) -> tuple[Any, ...]:
-        return slot_of[step], part, lengths[slot_of[step]] // _TILE, 0
+    def at_tile(
+        part: Any, step: Any, slot_of: Any, _: Any, lengths: Any, tables: Any, *__: Any
+    ) -> tuple[Any, ...]:
+        page, offset = page_of(step, slot_of, lengths, tables)
+        return page, part, offset // tile, 0
 
+    def at_lanes(
+        part: Any, step: Any, slot_of: Any, _: Any, lengths: Any, tables: Any, *__: Any
+    ) -> tuple[Any, ...]:
+        page, offset = page_of(step, slot_of, lengths, tables)
+        return page, part, 0, offset // LANES
+
+    new, new_scales = _paired(key, value, kept)
     per_head = (1, heads, group, head_dim)
-    attended, grown = pl.pallas_call(
-        partial(_kernel, block=block),
+    pools = [pairs] if cache.scales is None else [pairs, cache.scales]
+    news = [new.transpose(2, 0, 1)[:, :, None]]
+    new_specs = [pl.BlockSpec((1, heads, 1, width), at_slot)]
+    pool_specs = [pl.BlockSpec((1, heads, tile, width), at_tile)]
+    scratch = [pltpu.VMEM((2, heads, block, width), pairs.dtype)]
+    if new_scales is not None:
+        # A lane for each: the kernel puts one of them in its place.
+        news.append(jnp.broadcast_to(new_scales.transpose(2, 0, 1)[..., None], (slots, kv_heads, 2, LANES)))
+        new_specs.append(pl.BlockSpec((1, heads, 2, LANES), at_slot))
+        pool_specs.append(pl.BlockSpec((1, heads, 2, LANES), at_lanes))
+        scratch.append(pltpu.VMEM((2, heads, 2, block), jnp.float32))
+    first_pool = 6 + len(news)
+    attended, *grown = pl.pallas_call(
+        partial(_kernel, heads=heads, page_tokens=page_tokens, pools=len(pools)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=3,
+            num_scalar_prefetch=5,
             grid=(parts, count),
             in_specs=[
                 pl.BlockSpec(per_head, at_slot),
-                pl.BlockSpec((1, heads, 1, width), at_slot),
-                pl.BlockSpec((1, heads, block, width), at_block),
+                *new_specs,
+                *[pl.BlockSpec(memory_space=pl.ANY)] * len(pools),
             ],
-            out_specs=[pl.BlockSpec(per_head, at_slot), pl.BlockSpec((1, heads, _TILE, width), at_tile)],
-            scratch_shapes=[pltpu.VMEM((heads, group, 1), jnp.float32)] * 2,
+            out_specs=[pl.BlockSpec(per_head, at_slot), *pool_specs],
+            scratch_shapes=[
+                *[pltpu.VMEM((heads, group, 1), jnp.float32)] * 2,
+                pltpu.SemaphoreType.DMA((2,)),
+                *scratch,
+            ],
         ),
         out_shape=[
             jax.ShapeDtypeStruct((slots, kv_heads, group, head_dim), jnp.float32),
-            jax.ShapeDtypeStruct(pairs.shape, pairs.dtype),
+            *(jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pools),
         ],
-        input_output_aliases={5: 1},
+        input_output_aliases={first_pool + place: 1 + place for place in range(len(pools))},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         interpret=interpret,
         name="extend",
     )(
         slot_of,
         starts,
-        lengths,
-        (query * head_dim**-0.5).reshape(kv_heads, group, head_dim, slots).transpose(3, 0, 1, 2).astype(pairs.dtype),
-        jnp.concatenate([key, value], axis=1).transpose(2, 0, 1)[:, :, None].astype(pairs.dtype),
-        pairs,
+        now.lengths,
+        now.tables,
+        live.any()[None].astype(jnp.int32),
+        (query * head_dim**-0.5).reshape(kv_heads, group, head_dim, slots).transpose(3, 0, 1, 2).astype(dtype),
+        *news,
+        *pools,
     )  # fmt: skip
     # Nothing was computed for the others.
     attended = jnp.where(live[:, None, None, None], attended, 0.0)
-    return attended.transpose(1, 2, 3, 0).reshape(query.shape).astype(query.dtype), Pairs(grown)
-
-
-def _block(rows: int, row_bytes: int) -> int:
-    """The longest block of at most `_BLOCK_BYTES` that fits into the rows."""
-    if rows % _ROWS:
-        return rows
-    fitting = (size for size in range(_ROWS, rows + 1, _ROWS) if rows % size == 0)
-    return max([size for size in fitting if size * row_bytes <= _BLOCK_BYTES], default=_ROWS)
+    return attended.transpose(1, 2, 3, 0).reshape(query.shape).astype(query.dtype), Pairs(*grown)
 
 
 def _walk(
@@ -170,11 +210,42 @@ def _walk(
 
 
 def _kernel(
-    slot_of: Any, starts: Any, lengths: Any, query: Any, new: Any, pairs: Any, out: Any, tile: Any, top: Any, total: Any,
-    *, block: int,
+    slot_of: Any, starts: Any, lengths: Any, tables: Any, any_live: Any, query: Any, *refs: Any, heads: int, page_tokens: int, pools: int,
 ) -> None:  # fmt: skip
-    """One block of one slot: `out`, `top` and `total` are its running softmax, `tile` the rows in which the new token lies."""
-    step = pl.program_id(1)
+    """One block of one slot: `out`, `top` and `total` are its running softmax, `tiles` the rows (and scales) in which the new token lies.
+
+    `pages` have room for two blocks: the one at hand and the next, whose pages come meanwhile.
+    """
+    (new, *new_scales), sources, refs = refs[:pools], refs[pools : 2 * pools], refs[2 * pools :]
+    out, tiles, (top, total, arrived, *pages) = refs[0], refs[1 : 1 + pools], refs[1 + pools :]
+    part, step = pl.program_id(0), pl.program_id(1)
+    block = pages[0].shape[2]
+    at_once = block // page_tokens
+
+    def transfers(step: Any, do: str) -> None:
+        """Starts or awaits the transfer of a step's pages, of those that its slot has filled."""
+        slot = slot_of[step]
+        first = (step - starts[slot]) * at_once
+        for place in range(at_once):
+
+            @pl.when(first + place <= lengths[slot] // page_tokens)
+            def _(place: int = place) -> None:
+                page, tokens = tables[slot, first + place], pl.ds(place * page_tokens, page_tokens)
+                for axis, (source, target) in enumerate(zip(sources, pages, strict=True)):
+                    # Tokens are the rows of pairs and the lanes of scales.
+                    there = target.at[(step % 2, *[slice(None)] * (1 + axis), tokens)]
+                    whole = source.at[page, pl.ds(part * heads, heads)]
+                    getattr(pltpu.make_async_copy(whole, there, arrived.at[step % 2]), do)()
+
+    @pl.when(step == 0)
+    def _first() -> None:
+        transfers(step, "start")
+
+    @pl.when(step + 1 < pl.num_programs(1))
+    def _next() -> None:
+        transfers(step + 1, "start")
+
+    transfers(step, "wait")
     slot = slot_of[step]
     index, length, head_dim = step - starts[slot], lengths[slot], query.shape[-1]
     queries = query[0]
@@ -184,24 +255,41 @@ def _kernel(
     @pl.when(index == 0)
     def _begin() -> None:
         own = new[0].astype(jnp.float32)
-        top[...] = (queries.astype(jnp.float32) * own[..., :head_dim]).sum(-1, keepdims=True)
+        own_key, own_value = own[..., :head_dim], own[..., head_dim:]
+        if new_scales:
+            own_key, own_value = (
+                own_part * new_scales[0][0, :, row : row + 1, :1] for row, own_part in enumerate((own_key, own_value))
+            )  # fmt: skip
+        top[...] = (queries.astype(jnp.float32) * own_key).sum(-1, keepdims=True)
         total[...] = jnp.ones_like(total)
-        out[0] = jnp.broadcast_to(own[..., head_dim:], out.shape[1:])
+        out[0] = jnp.broadcast_to(own_value, out.shape[1:])
 
-    scores = product("hgd,hcd->hgc", queries, pairs[0, :, :, :head_dim])
+    there = pages[0][step % 2].astype(queries.dtype)
+    scores = product("hgd,hcd->hgc", queries, there[..., :head_dim])
+    if new_scales:
+        scores = scores * pages[1][step % 2, :, :1]
     position = index * block + lax.broadcasted_iota(jnp.int32, scores.shape, 2)
     scores = jnp.where(position < length, scores, MASKED)
     peak = jnp.maximum(top[...], scores.max(-1, keepdims=True))
     weights, shrink = jnp.exp(scores - peak), jnp.exp(top[...] - peak)
     top[...] = peak
     total[...] = total[...] * shrink + weights.sum(-1, keepdims=True)
-    values = pairs[0, :, :, head_dim:]
+    if new_scales:
+        weights = jnp.where(position < length, weights * pages[1][step % 2, :, 1:], 0.0)
+    values = there[..., head_dim:]
+    # What lies behind the slot's tokens is anything, and 0 x NaN is NaN.
+    row = index * block + lax.broadcasted_iota(jnp.int32, values.shape, 1)
+    values = jnp.where(row < length, values, jnp.zeros_like(values))
     out[0] = out[0] * shrink + product("hgc,hcd->hgd", weights.astype(values.dtype), values)
 
     @pl.when(index == length // block)
     def _end() -> None:
         out[0] = out[0] / total[...]
-        begin = pl.multiple_of(length // _TILE * _TILE - index * block, _TILE)
-        there = pairs[0, :, pl.ds(begin, _TILE), :]
-        row = lax.broadcasted_iota(jnp.int32, there.shape, 1)
-        tile[0] = jnp.where(row == length % _TILE, new[0], there)
+        offset = length - index * block
+        for axis, (tile, own) in enumerate(zip(tiles, (new, *new_scales), strict=True)):
+            size = tile.shape[2 + axis]
+            begin = pl.multiple_of(offset // size * size, size)
+            beside = pages[axis][(step % 2, *[slice(None)] * (1 + axis), pl.ds(begin, size))]
+            place = lax.broadcasted_iota(jnp.int32, beside.shape, 1 + axis)
+            # Where no slot is live a step is taken all the same, and must leave what it finds.
+            tile[0] = jnp.where((place == offset - begin) & (any_live[0] > 0), own[0], beside)

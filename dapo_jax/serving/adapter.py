@@ -22,6 +22,7 @@ from jetstream.engine import engine_api, tokenizer_pb2
 from dapo_jax.sampling.decoding import Decoding
 from dapo_jax.sampling.engine import DecoderEngine
 from dapo_jax.sampling.interface import Insertion
+from dapo_jax.sampling.pages import Pages
 from dapo_jax.serving.engine_types import BoundedPrompt, ServedPrefix, ServedState, ServedTokens, Weights
 from dapo_jax.serving.tokenizer import PREFILL_LENGTHS, JetStreamTokenizer
 from dapo_jax.text.formatting import AS_IT_STANDS, PromptFormat
@@ -46,7 +47,7 @@ class JetStreamEngine(engine_api.Engine):
         prompt_format: what is put around a request's text.
 
     Raises:
-        ValueError: `max_prefill_length` is not one of them.
+        ValueError: `max_prefill_length` is not one of them, or the engine's cache has fewer pages than all slots may need.
     """
 
     def __init__(
@@ -58,7 +59,15 @@ class JetStreamEngine(engine_api.Engine):
                 f"max_prefill_length={max_prefill_length} must be a power of two from {PREFILL_LENGTHS[0]} to "
                 f"{PREFILL_LENGTHS[-1]}, the lengths that JetStream pads prompts to"
             )
+        sizes = engine.page_sizes
+        needed = sizes.slots * sizes.table_pages
+        if sizes.pools * sizes.pool_pages < needed:
+            raise ValueError(
+                f"the cache has {sizes.pools * sizes.pool_pages} pages, {sizes.slots} slots of {sizes.capacity} tokens may need {needed}; "
+                "JetStream fills every slot and takes no response back, so leave sampling.cache_tokens at 0 or lower the slots"
+            )
         self._engine, self._weights, self._tokenizer, self._mesh = engine, Weights(weights), tokenizer, mesh
+        self._pages = Pages(sizes)
         self._decoding, self._key, self._max_prefill_length = decoding, key, max_prefill_length
         self._prompt_format = prompt_format
         self._ordinals = itertools.count()
@@ -113,6 +122,7 @@ class JetStreamEngine(engine_api.Engine):
 
     def init_decode_state(self, *args: Any, **kwargs: Any) -> ServedState:
         """A state in which every slot is free."""
+        self._pages = Pages(self._engine.page_sizes)
         return ServedState(slots=self._engine.init_decode_state(), drawn=self._none_drawn())
 
     def prefill(
@@ -146,6 +156,7 @@ class JetStreamEngine(engine_api.Engine):
             prefix = self._engine.prefill(_current(params), [tokens[:true_length]])
         return ServedPrefix(
             prefix=prefix,
+            prompt_tokens=true_length,
             max_response_tokens=room if bounded is None else min(room, bounded.max_response_tokens),
             abandoned=_waited_for if bounded is None else bounded.abandoned,
         )
@@ -171,13 +182,21 @@ class JetStreamEngine(engine_api.Engine):
         self, prefix: ServedPrefix, decode_state: ServedState, slots: Sequence[int]
     ) -> ServedState:
         """Puts one prompt into several slots, each for a response of its own."""
-        count, ordinal = len(slots), next(self._ordinals)
+        count, ordinal, length = len(slots), next(self._ordinals), prefix.prompt_tokens
+        fills = []
+        for slot in slots:
+            self._pages.release(slot)  # of whom it served before
+            tokens = length + prefix.max_response_tokens
+            start = self._pages.start(slot, tokens, read=length, prompt=ordinal, prompt_tokens=length)
+            fills += [(0, fill) for fill in start or ()]
         insertion = Insertion(
             slots=np.array(slots, np.int32),
             prompts=np.zeros(count, np.int32),
             ordinals=np.full(count, ordinal, np.int32),
             indices=np.arange(count, dtype=np.int32),
             limits=np.full(count, prefix.max_response_tokens, np.int32),
+            drawn=np.zeros(count, np.int32),
+            fills=fills,
         )
         for slot in slots:
             self._abandoned[slot] = prefix.abandoned
@@ -193,7 +212,9 @@ class JetStreamEngine(engine_api.Engine):
         """Draws up to `steps_per_call` tokens in every live slot; `decode_state` is consumed."""
         with self._dispatch:
             slots = self._release(decode_state.slots)
-            slots, result = self._engine.generate(_current(params), slots, self._decoding, 1)
+            slots, result = self._engine.generate(
+                _current(params), slots, self._decoding, 1, self._pages.tables
+            )
             data, drawn = self._pack(result.tokens, result.valid, decode_state.drawn)
         steps = result.tokens.shape[1]
         packed = ServedTokens(
@@ -216,7 +237,8 @@ class JetStreamEngine(engine_api.Engine):
             state, _ = self.generate(self._weights, self.insert(prefix, state, 0))
         self.free_resource(0)
         jax.block_until_ready(self.generate(self._weights, state))
-        self._ordinals = itertools.count()  # the first request draws what it would have drawn without
+        # The first request draws what it would have drawn without, and shares its pages with nobody of the same number.
+        self._ordinals, self._pages = itertools.count(), Pages(self._engine.page_sizes)
 
     # What JetStream asks about an engine.
 

@@ -46,6 +46,7 @@ class ServedPrefix:
     """One prefilled prompt."""
 
     prefix: PyTree
+    prompt_tokens: int = field(metadata={"static": True})
     max_response_tokens: int = field(metadata={"static": True})
     abandoned: Callable[[], bool] = field(metadata={"static": True})
 

@@ -89,6 +89,18 @@ REFUSED = [
         ["loss.clip_ratio_high: found 0.1", "0.1 < 0.2", "lower loss.clip_ratio_low"],
     ),
     (
+        "sampling.cache_dtype=int8",
+        [
+            "sampling.cache_dtype: found 'int8'",
+            "loss.importance_cap for training",
+            "set loss.importance_cap=2",
+        ],
+    ),
+    (
+        "sampling.weight_dtype=int8",
+        ["sampling.weight_dtype: found 'int8'", "loss.importance_cap for training"],
+    ),
+    (
         "loss.old_logprobs=sampler loss.importance_cap=2",
         ["importance_cap: found 2.0", "pi_old / pi_sampler", "null"],
     ),
@@ -301,6 +313,8 @@ def test_every_choice_of_a_key_loads(path, key, words):
         "cudnn": ["batch.packing=false", "model.compute_dtype=bfloat16"],
         "stop": limit,
         "correct": limit if key == "guard.on_mismatch" else [],
+        "int8": ["loss.importance_cap=2"],
+        "float8_e4m3fn": ["loss.importance_cap=2"],
     }
     for word in words:
         if key in leaf_types(TrainConfig):

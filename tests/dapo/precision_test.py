@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dapo_jax.dapo.precision import product, rounded
+from dapo_jax.dapo.precision import product, quantized, rounded
 
 ROWS, INNER, TOKENS = 7, 40, 5
 
@@ -84,3 +84,28 @@ def test_rounding_survives_compilation():
     x = jnp.float32(1.0) + jnp.float32(2.0**-10)
     assert jax.jit(lambda x: rounded(x, "bfloat16"))(x) == 1.0
     assert jax.jit(lambda x: rounded(x, "float32"))(x) == x
+
+
+@pytest.mark.parametrize("spec", ["hde,et->hdt", "oi,it->ot", "ve,te->tv"])
+def test_a_product_with_a_quantized_weight_is_that_with_what_it_stands_for(spec):
+    """The scale comes out of the sum: in float32 to its rounding. A row of zeros stays one, and divides nothing by zero."""
+    rng = np.random.default_rng(0)
+    sizes = {"h": 3, "d": 4, "e": 16, "t": 5, "o": 6, "i": 16, "v": 7}
+    first, second, _ = spec.replace("->", ",").split(",")
+    weight, x = (
+        jnp.asarray(rng.normal(size=[sizes[i] for i in part]), jnp.float32) for part in (first, second)
+    )
+    weight = weight.at[0].set(0)
+    small = quantized(weight, (weight.ndim - 1,))
+    whole = small.whole
+    assert small.values.dtype == jnp.int8
+    assert (np.abs(whole - weight) <= np.abs(weight).max(-1, keepdims=True) / 127 / 2 * 1.0001).all()
+    expected = jnp.einsum(spec, whole, x)
+    np.testing.assert_allclose(product(spec, small, x, "float32"), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_quantized_table_gives_rows_and_a_matrix_of_heads_becomes_one_of_outputs():
+    table = quantized(jnp.asarray(np.random.default_rng(0).normal(size=(5, 2, 4)), jnp.float32), (1, 2))
+    flat = table.reshape(len(table), -1)
+    assert (flat.values.shape, flat.scale.shape) == ((5, 8), (5, 1))
+    np.testing.assert_array_equal(flat.rows(jnp.array([3, 0])), flat.whole[jnp.array([3, 0])])

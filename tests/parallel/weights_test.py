@@ -67,6 +67,29 @@ def test_the_transfer_between_shardings_is_exact(eight_devices):
     assert gate.sharding.shard_shape(gate.shape) == (24, 32)
 
 
+@pytest.mark.parametrize("mesh", ["one_device", "eight_devices"])
+def test_matrices_in_eight_bits_have_a_scale_for_each_output(mesh, request):
+    """Off by at most half of a 127th of the largest weight of the output; biases and norms are as without. Wherever the weights lay."""
+    mesh = request.getfixturevalue(mesh)
+    params = jax.device_put(tiny_params(CONFIG), shardings(shapes_of(CONFIG), mesh))
+    made = weight_transfer(shapes_of(CONFIG), mesh, dtype="bfloat16", eight_bit=True)
+    weights, stacked = made(params), nnx.to_pure_dict(tiny_params(CONFIG))["blocks"]
+    found = {name: leaf.get_value() for name, leaf in weights["layers"][1].items()}
+    scales = {"query": (4, 8, 1), "value": (2, 8, 1), "output": (32, 1, 1), "gate": (48, 1), "down": (32, 1)}
+    for name, shape in scales.items():
+        exact, whole = stacked[name][1], found[name].whole
+        assert found[name].scale.shape == shape
+        largest = np.abs(exact).max(
+            tuple(axis for axis, size in enumerate(shape) if size == 1), keepdims=True
+        )
+        assert (np.abs(whole - exact) <= largest / 127 / 2 * 1.0001).all(), name
+    for name in ("query_bias", "attention_norm"):
+        np.testing.assert_array_equal(found[name], stacked[name][1].astype(found[name].dtype))
+    assert jax.tree.map(lambda leaf: leaf.sharding, weights) == jax.tree.map(
+        lambda leaf: leaf.sharding, made.shapes
+    )
+
+
 def compiled(caplog):
     """The programs of a transfer that were compiled since the log was cleared."""
     messages = [record.getMessage() for record in caplog.records]

@@ -21,12 +21,12 @@ def assert_holds(cache, expected):
     np.testing.assert_array_equal(cache.values, -expected)
 
 
-def test_fill_brings_a_prompt_to_the_front_of_a_slot_and_writes_all_of_it():
-    """Row 1 of width 3, from its second token on: the rest of the row follows in a circle, then zeros."""
+def test_fill_brings_tokens_to_a_page_and_writes_all_of_it():
+    """Row 1 of width 3, from its second token on: the rest of the row, then zeros."""
     before, rows = numbered(3, 5), 100 + numbered(2, 3)
     after = kv.fill(of(before), of(rows), jnp.int32(2), jnp.int32(1), jnp.int32(1))
     expected = before.copy()
-    expected[2, :, :3], expected[2, :, 3:] = rows[1][:, [1, 2, 0]], 0.0
+    expected[2, :, :2], expected[2, :, 2:] = rows[1][:, [1, 2]], 0.0
     assert_holds(after, expected)
 
 
@@ -53,7 +53,7 @@ def test_append_writes_behind_what_is_there():
 def test_rows_read_end_to_end_come_apart():
     """Two rows of three tokens: the fourth token is the first of the second row."""
     tokens = np.arange(12, dtype=np.float32).reshape(1, 2, 6)
-    cache = kv.of_rows(jnp.asarray(tokens), -jnp.asarray(tokens), 2)
+    cache = kv.of_rows(jnp.asarray(tokens), -jnp.asarray(tokens), 2, "float32")
     np.testing.assert_array_equal(cache.keys[1, :, :, 0], tokens[:, :, 3])
     np.testing.assert_array_equal(cache.values[1, :, 0], -tokens[:, :, 3])
 

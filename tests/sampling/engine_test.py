@@ -16,6 +16,7 @@ from dapo_jax.parallel.weights import weight_transfer
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
 from dapo_jax.sampling.interface import Engine, Insertion
+from dapo_jax.sampling.pages import Pages
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 
 CONFIG = tiny_decoder_config(qkv_bias=True, qk_norm=True, tied_embeddings=False)
@@ -59,14 +60,25 @@ def rows_of(sequences):
     return tokens, np.array([len(sequence) for sequence in sequences])
 
 
-def insertion(slots, places, *, limits=9, ordinals=0):
+def started(engine, prefix, slots, places, *, state=None, key=KEY, limits=9, ordinals=0):
+    """A state with prompts in slots that hold nothing yet, and `generate` that knows their pages: (state, generate)."""
+
     def column(values):
         return np.broadcast_to(np.asarray(values, np.int32), len(slots)).copy()
 
-    return Insertion(
+    pages, fills = Pages(engine.page_sizes), []
+    for slot, place in zip(slots, places, strict=True):
+        read = int(prefix.lengths[place])
+        fills += [(place, fill) for fill in pages.start(slot, engine.capacity, read=read)]
+    insertion = Insertion(
         slots=column(slots), prompts=column(places), ordinals=column(ordinals),
-        indices=np.arange(len(slots), dtype=np.int32), limits=column(limits),
+        indices=np.arange(len(slots), dtype=np.int32), limits=column(limits), drawn=column(0), fills=fills,
     )  # fmt: skip
+
+    def generate(weights, state, decoding, min_live=1):
+        return engine.generate(weights, state, decoding, min_live, pages.tables)
+
+    return engine.insert(prefix, state or engine.init_decode_state(), insertion, key), generate
 
 
 @functools.cache
@@ -115,10 +127,8 @@ def test_greedy_decoding_takes_what_the_whole_sequence_makes_likeliest(engine, w
     The prompts share rows, so each slot's cache also holds what followed its prompt there.
     """
     asked = prompts(3, 8, 1, 5)
-    state = engine.insert(
-        engine.prefill(weights, asked), engine.init_decode_state(), insertion(range(4), range(4)), KEY
-    )
-    _, result = engine.generate(weights, state, GREEDY)
+    state, generate = started(engine, engine.prefill(weights, asked), range(4), range(4))
+    _, result = generate(weights, state, GREEDY)
     drawn = drawn_by(result)
     assert sorted(len(tokens) for tokens in drawn)[-3:] == [STEPS] * 3
     for step in range(STEPS):
@@ -130,24 +140,19 @@ def test_greedy_decoding_takes_what_the_whole_sequence_makes_likeliest(engine, w
 
 def test_one_prefill_serves_all_responses_and_each_draws_its_own_first_token(engine, weights):
     prefix = engine.prefill(weights, prompts(4))
-    states = [
-        engine.insert(prefix, engine.init_decode_state(), insertion(range(4), [0] * 4), KEY) for _ in range(2)
-    ]
-    _, result = engine.generate(weights, states[0], decoding(temperature=2.0))
+    (state, generate), (same, _) = (started(engine, prefix, range(4), [0] * 4) for _ in range(2))
+    _, result = generate(weights, state, decoding(temperature=2.0))
     assert len({tuple(row) for row in np.asarray(result.tokens)}) == 4
     # The prefix is not used up: a second insert of it gives the same.
-    _, again = engine.generate(weights, states[1], decoding(temperature=2.0))
+    _, again = generate(weights, same, decoding(temperature=2.0))
     np.testing.assert_array_equal(again.tokens, result.tokens)
 
 
 def test_insert_touches_only_the_slots_it_names(engine, weights):
-    before = engine.insert(
-        engine.prefill(weights, prompts(5, 4, 3, 2)), engine.init_decode_state(), insertion(range(4), range(4)), KEY
-    )  # fmt: skip
+    before, _ = started(engine, engine.prefill(weights, prompts(5, 4, 3, 2)), range(4), range(4))
     held = jax.device_get(replace(before, keys=jax.random.key_data(before.keys)))
-    after = engine.insert(
-        engine.prefill(weights, prompts(6, seed=1)), before, insertion([2], [0], ordinals=9), KEY
-    )
+    prefix = engine.prefill(weights, prompts(6, seed=1))
+    after, _ = started(engine, prefix, [2], [0], state=before, ordinals=9)
     found = jax.device_get(replace(after, keys=jax.random.key_data(after.keys)))
     for old, new in zip(jax.tree.leaves(held), jax.tree.leaves(found), strict=True):
         np.testing.assert_array_equal(new[[0, 1, 3]], old[[0, 1, 3]])
@@ -158,10 +163,8 @@ def test_insert_touches_only_the_slots_it_names(engine, weights):
 def test_a_slot_stops_at_its_limit_and_the_call_goes_on_for_the_others(engine, weights):
     prefix = engine.prefill(weights, prompts(4))
     limits = [1, 3, 12, 6]
-    state = engine.insert(
-        prefix, engine.init_decode_state(), insertion(range(4), [0] * 4, limits=limits), KEY
-    )
-    state, result = engine.generate(weights, state, decoding())
+    state, generate = started(engine, prefix, range(4), [0] * 4, limits=limits)
+    state, result = generate(weights, state, decoding())
     drawn = [tokens.tolist() for tokens in drawn_by(result)]
     for tokens, limit, live in zip(drawn, limits, np.asarray(result.live), strict=True):
         assert EOS not in tokens[:-1]
@@ -175,9 +178,10 @@ def test_generate_comes_back_as_soon_as_too_few_slots_live(engine, weights):
     how = decoding(temperature=0.01)
 
     def run(min_live):
-        batch = insertion(range(4), [0] * 4, limits=[2, 3, 5, 8], ordinals=[0, 1, 2, 3])
-        state = engine.insert(prefix, engine.init_decode_state(), batch, KEY)
-        return engine.generate(weights, state, how, min_live)
+        state, generate = started(
+            engine, prefix, range(4), [0] * 4, limits=[2, 3, 5, 8], ordinals=[0, 1, 2, 3]
+        )
+        return generate(weights, state, how, min_live)
 
     lengths = sorted(np.asarray(run(1)[1].valid).sum(axis=1).tolist())
     assert len(set(lengths)) > 1, "the responses should end at different steps"
@@ -188,15 +192,14 @@ def test_generate_comes_back_as_soon_as_too_few_slots_live(engine, weights):
 
 
 def test_a_step_is_taken_even_when_fewer_live_than_asked_for(engine, weights):
-    state = engine.insert(
-        engine.prefill(weights, prompts(4)), engine.init_decode_state(), insertion([3], [0]), KEY
-    )
-    _, result = engine.generate(weights, state, GREEDY, 4)
+    state, generate = started(engine, engine.prefill(weights, prompts(4)), [3], [0])
+    _, result = generate(weights, state, GREEDY, 4)
     assert np.asarray(result.valid).sum(axis=1).tolist() == [0, 0, 0, 1]
 
 
 def test_without_a_live_slot_nothing_is_drawn(engine, weights):
-    _, result = engine.generate(weights, engine.init_decode_state(), GREEDY)
+    tables = Pages(engine.page_sizes).tables
+    _, result = engine.generate(weights, engine.init_decode_state(), GREEDY, 1, tables)
     assert not np.asarray(result.valid).any()
     assert not np.asarray(result.live).any()
 
@@ -206,10 +209,9 @@ def test_no_logits_are_computed_once_the_last_response_has_ended(engine, weights
     prefix = engine.prefill(weights, prompts(3))
 
     def keeps_its_logits(limit):
-        where = insertion([0], [0], limits=limit)
-        state = engine.insert(prefix, engine.init_decode_state(), where, jax.random.key(0))
+        state, generate = started(engine, prefix, [0], [0], limits=limit)
         before = np.asarray(state.logits[0])
-        state, result = engine.generate(weights, state, decoding())
+        state, result = generate(weights, state, decoding())
         assert np.asarray(result.valid).sum() == limit
         assert state.lengths[0] == 3 + limit
         return np.array_equal(before, state.logits[0])
@@ -219,12 +221,12 @@ def test_no_logits_are_computed_once_the_last_response_has_ended(engine, weights
 
 
 def test_a_released_slot_stops_and_the_others_go_on(engine, weights):
-    batch = insertion(range(4), [0] * 4, limits=16, ordinals=[0, 1, 2, 3])
-    state = engine.insert(engine.prefill(weights, prompts(4)), engine.init_decode_state(), batch, KEY)
+    prefix = engine.prefill(weights, prompts(4))
+    state, generate = started(engine, prefix, range(4), [0] * 4, limits=16, ordinals=[0, 1, 2, 3])
     going = set(np.flatnonzero(state.live)) - {1, 3}
     state = engine.release(state, [3, 1])
     assert set(np.flatnonzero(state.live)) == going == {0, 2}
-    _, result = engine.generate(weights, state, decoding(temperature=0.01))
+    _, result = generate(weights, state, decoding(temperature=0.01))
     assert not np.asarray(result.valid)[[1, 3]].any()
     assert np.asarray(result.valid)[[0, 2]].any(axis=1).all()
 
@@ -236,9 +238,8 @@ def test_any_of_several_end_tokens_ends_a_response(mesh, weights):
         engine = DecoderEngine(
             CONFIG, slots=SLOTS, capacity=CAPACITY, steps_per_call=STEPS, stop_ids=stop_ids, mesh=mesh
         )
-        prefix, start = engine.prefill(weights, prompts(5)), engine.init_decode_state()
-        state = engine.insert(prefix, start, insertion([0], [0]), KEY)
-        return drawn_by(engine.generate(weights, state, decoding(temperature=2.0))[1])[0].tolist()
+        state, generate = started(engine, engine.prefill(weights, prompts(5)), [0], [0])
+        return drawn_by(generate(weights, state, decoding(temperature=2.0))[1])[0].tolist()
 
     whole = drawn_until()
     place = next(place for place in range(2, STEPS) if whole[place] not in whole[:place])
@@ -249,26 +250,26 @@ def test_any_of_several_end_tokens_ends_a_response(mesh, weights):
 
 
 @pytest.mark.parametrize(
-    "paired",
+    "cache",
     [
-        pytest.param(False, id="dense"),
-        pytest.param(True, id="kernel"),
+        "slots",
+        "pages",
+        "tpu",
+        "gpu",
         pytest.param(None, marks=pytest.mark.tpu, id="tpu"),
         pytest.param(None, marks=pytest.mark.gpu, id="gpu"),
     ],
 )
-def test_the_trainer_gives_what_was_drawn_nearly_the_same_log_probability_in_bfloat16(mesh, paired):
+def test_the_trainer_gives_what_was_drawn_nearly_the_same_log_probability_in_bfloat16(mesh, cache):
     """They differ by less than the trainer's from those in float32 (here 0.005 nats; the dense cache's by 1e-7)."""
     engine = DecoderEngine(
         CONFIG, slots=SLOTS, capacity=CAPACITY, steps_per_call=STEPS, stop_ids=[EOS], mesh=mesh,
-        compute_dtype="bfloat16", paired=paired,
+        compute_dtype="bfloat16", cache=cache,
     )  # fmt: skip
     weights = weight_transfer(shapes_of(CONFIG), mesh, dtype="bfloat16")(tiny_params(CONFIG))
     asked = prompts(8, 3, 6, 5)
-    state = engine.insert(
-        engine.prefill(weights, asked), engine.init_decode_state(), insertion(range(4), range(4)), KEY
-    )
-    state, result = engine.generate(weights, state, decoding())
+    state, generate = started(engine, engine.prefill(weights, asked), range(4), range(4))
+    state, result = generate(weights, state, decoding())
     drawn, sampled = drawn_by(result), np.asarray(result.logprobs)[np.asarray(result.valid)]
     tokens, _ = rows_of([np.concatenate(pair) for pair in zip(asked, drawn, strict=True)])
 
@@ -285,22 +286,21 @@ def test_the_trainer_gives_what_was_drawn_nearly_the_same_log_probability_in_bfl
     assert np.abs(sampled - trained).mean() < 0.75 * np.abs(trained - exact).mean()
 
 
-@pytest.mark.parametrize("paired", [False, True], ids=["dense", "kernel"])
-def test_slots_and_heads_spread_over_devices_draw_what_one_device_draws(engine, weights, transfer, paired):
+@pytest.mark.parametrize("cache", ["slots", "pages", "tpu", "gpu"])
+def test_slots_and_heads_spread_over_devices_draw_what_one_device_draws(engine, weights, transfer, cache):
     """Slots over two devices, heads and vocabulary over two; 4 slots are one to a device when tokens are drawn."""
     spread = make_mesh(data=2, fsdp=1, tensor=2, devices=jax.devices()[:4])
     several = DecoderEngine(
-        CONFIG, slots=SLOTS, capacity=CAPACITY, steps_per_call=STEPS, stop_ids=[EOS], mesh=spread, paired=paired
+        CONFIG, slots=SLOTS, capacity=CAPACITY, steps_per_call=STEPS, stop_ids=[EOS], mesh=spread, cache=cache
     )  # fmt: skip
     params = weight_transfer(shapes_of(CONFIG), spread, dtype="float32")(tiny_params(CONFIG))
-    batch = insertion([2, 0, 3], [0, 1, 2])
 
     def drawn(engine, weights):
         prefix = engine.prefill(weights, prompts(3, 8, 5))
-        state = engine.insert(prefix, engine.init_decode_state(), batch, KEY)
-        state, first = engine.generate(weights, state, decoding(temperature=0.5))
+        state, generate = started(engine, prefix, [2, 0, 3], [0, 1, 2])
+        state, first = generate(weights, state, decoding(temperature=0.5))
         # A slot of each pair of devices goes on.
-        state, second = engine.generate(weights, engine.release(state, [2]), decoding(temperature=0.5))
+        state, second = generate(weights, engine.release(state, [2]), decoding(temperature=0.5))
         return jax.device_get((first, second, state.lengths))
 
     for one, other in zip(

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dapo_jax.dapo.metrics import Max, Mean
+from dapo_jax.sampling.caches import kind_for, sizes_for
 from dapo_jax.testing import ScriptedEngine
 from dapo_jax.text.tokenizers import CharTokenizer
 from dapo_jax.training.minibatch import Stack
@@ -27,15 +28,22 @@ def script(end):
 class Engine(ScriptedEngine):
     """Takes what `DecoderEngine` takes."""
 
-    def __init__(self, decoder, *, slots, capacity, steps_per_call, stop_ids, mesh, compute_dtype):
+    def __init__(
+        self, decoder, *, slots, capacity, steps_per_call, stop_ids, mesh, compute_dtype, page_tokens, cache_tokens,
+        cache_dtype,
+    ):  # fmt: skip
+        kind = kind_for(mesh, page_tokens=page_tokens, cache_tokens=cache_tokens)
+        how = {"page_tokens": page_tokens, "cache_tokens": cache_tokens}
+        self.cache_dtype = cache_dtype
         super().__init__(
             script(end=stop_ids[0]),
             slots=slots,
             capacity=capacity,
             steps_per_call=steps_per_call,
             stop_ids=stop_ids,
+            page_sizes=sizes_for(kind, mesh, slots=slots, capacity=capacity, **how),
         )
-        self.decoder, self.steps_per_call = decoder, steps_per_call
+        self.decoder = decoder
         self.mesh, self.compute_dtype = mesh, compute_dtype
         self.hows, self.keys, self.limits = [], [], set()
 
@@ -44,9 +52,9 @@ class Engine(ScriptedEngine):
         self.limits |= set(insertion.limits.tolist())
         return super().insert(prefix, state, insertion, key)
 
-    def generate(self, params, state, how, min_live=1):
+    def generate(self, params, state, how, min_live, tables):
         self.hows.append(how)
-        return super().generate(params, state, how, min_live)
+        return super().generate(params, state, how, min_live, tables)
 
 
 class Updates(Updater):

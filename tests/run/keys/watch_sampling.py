@@ -19,6 +19,12 @@ def of_engine(name):
     return see
 
 
+def cache_pages(look):
+    """Tokens of a page, pages of a pool."""
+    look.run()
+    return [look.engine.page_sizes.page_tokens, look.engine.page_sizes.pool_pages]
+
+
 def policy(look):
     return look.run().policy
 
@@ -159,6 +165,29 @@ WATCHERS = [
     watch("sampling.slots", of_engine("slots"), (8, 8), (16, 16)),
     watch("sampling.slots", prompts_at_once, (8, 2), (16, 3), what="prompts read at once"),
     watch("sampling.steps_per_call", of_engine("steps_per_call"), (16, 16), (3, 3)),
+    # A slot holds 10 tokens: 3 pages of 4. Each of the 8 devices has 2 slots; of 128 tokens it has 4 pages.
+    watch("sampling.page_tokens", cache_pages, (0, [10, 1]), (4, [4, 6]), also={"sampling.slots": 16}),
+    watch(
+        "sampling.cache_tokens",
+        cache_pages,
+        (0, [4, 6]),
+        (128, [4, 4]),
+        also={"sampling.slots": 16, "sampling.page_tokens": 4},
+    ),
+    watch(
+        "sampling.cache_dtype",
+        of_engine("cache_dtype"),
+        ("", ""),
+        ("int8", "int8"),
+        also={"loss.importance_cap": 2.0},
+    ),
+    watch(
+        "sampling.weight_dtype",
+        transferred,
+        ("", ["float32"]),
+        ("int8", ["float32", "int8"]),
+        also={"loss.importance_cap": 2.0},
+    ),
     # Of the response 1+1=2 with its end token, the first two stay; the others have no +.
     watch("sampling.stop", tokens, ([], [3, 3, 6, 6]), (["+"], [3, 3, 2, 6])),
     watch(

@@ -1,0 +1,117 @@
+"""Which cache a mesh gets: the one place where the platform decides."""
+
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from dapo_jax.parallel.mesh import BATCH_AXES
+from dapo_jax.sampling import cache, gpu_cache, paged_cache, tpu_cache
+from dapo_jax.sampling.cache import DENSE, Cache
+from dapo_jax.sampling.pages import PageSizes, pages_for, slot_pages
+
+Kind = Literal["slots", "pages", "tpu", "gpu"]
+"""Each slot as one page, as long as it may come to be; pages by what every platform has; by the kernel for TPU; by that for NVIDIA GPUs."""
+
+DEFAULT_PAGE_TOKENS = {"tpu": 128}
+"""By platform; elsewhere 64. On TPU a page is as many tokens as a register has lanes."""
+
+
+def kind_for(mesh: Mesh, *, page_tokens: int = 0, cache_tokens: int = 0, dtype: str = "float32") -> Kind:
+    """The cache for a mesh: pages, but on CPU only if they are asked for (0, 0: they are not) or in eight bits."""
+    platform = mesh.devices.flat[0].platform
+    if platform == "tpu":
+        return "tpu"
+    if platform == "gpu" and gpu_cache.kernel() is not None:
+        return "gpu"
+    asked = page_tokens or cache_tokens or dtype in cache.EIGHT_BITS
+    return "slots" if platform == "cpu" and not asked else "pages"
+
+
+def without_kernel(mesh: Mesh) -> str:
+    """A note for a run that decodes without a kernel where there should be one; else empty."""
+    device = mesh.devices.flat[0]
+    if device.platform != "gpu" or gpu_cache.kernel() is not None:
+        return ""
+    return (
+        f"decoding on {device.device_kind} has no kernel for a cache in pages: jax {jax.__version__} does not ship it any more, so attention "
+        "is made of XLA's own operations, which is slower; an older jax has it"
+    )
+
+
+def sizes_for(
+    kind: Kind, mesh: Mesh, *, slots: int, capacity: int, page_tokens: int = 0, cache_tokens: int = 0, dtype: str = "float32",
+) -> PageSizes:  # fmt: skip
+    """The sizes of the cache's pools.
+
+    Args:
+        kind: of `kind_for`.
+        mesh: of the sampler.
+        slots: decoded side by side.
+        capacity: tokens of the longest prompt and response together.
+        page_tokens: tokens of a page; 0: what suits the platform.
+        cache_tokens: tokens in all pools together; 0: as many as all slots may come to.
+        dtype: of the cache.
+
+    Raises:
+        ValueError: a pool would not hold a single sequence of `capacity` tokens, or pages do not suit the kernel.
+    """
+    if kind == "slots":
+        return slot_pages(slots, capacity)
+    pools = int(np.prod([mesh.shape[axis] for axis in BATCH_AXES]))
+    platform = mesh.devices.flat[0].platform
+    size = page_tokens or DEFAULT_PAGE_TOKENS.get(platform, 64)
+    tile = tpu_cache.LANES if dtype in cache.EIGHT_BITS else tpu_cache.tile_rows(dtype)
+    if kind == "tpu" and size % tile:
+        raise ValueError(
+            f"sampling.page_tokens={size} must be a multiple of {tile} for a cache in {dtype} on a TPU, whose memory has such tiles; "
+            f"{-(-size // tile) * tile} is"
+        )
+    if kind == "gpu" and (size < gpu_cache.SMALLEST_PAGE or size & (size - 1)):
+        raise ValueError(
+            f"sampling.page_tokens={size} must be a power of two from {gpu_cache.SMALLEST_PAGE} on for the kernel on a GPU; 64 is"
+        )
+    most = pages_for(capacity, size)
+    pool_pages = cache_tokens // size // pools if cache_tokens else slots // pools * most
+    if pool_pages < most:
+        raise ValueError(
+            f"sampling.cache_tokens={cache_tokens} is {pool_pages} pages of {size} tokens for each of the {pools} devices that slots are "
+            f"spread over; a prompt and response of up to {capacity} tokens need {most}: "
+            f"set it to {most * size * pools} or more, or lower data.max_prompt_tokens or sampling.max_response_tokens"
+        )
+    return PageSizes(
+        slots=slots, capacity=capacity, page_tokens=size, pools=pools, pool_pages=min(pool_pages, slots // pools * most)
+    )  # fmt: skip
+
+
+def cache_for(kind: Kind, mesh: Mesh, sizes: PageSizes, *, compute_dtype: str) -> Cache:
+    """The functions of that kind of cache, with products in `compute_dtype`. Off its platform a kernel is interpreted, slowly."""
+    if kind == "slots":
+        return DENSE
+    heads, slots = PartitionSpec("tensor", None, BATCH_AXES), PartitionSpec(BATCH_AXES)
+    layer = PartitionSpec(BATCH_AXES, "tensor")
+    platform = mesh.devices.flat[0].platform
+    kept: Any = {"pages": cache, "tpu": tpu_cache, "gpu": gpu_cache}[kind]
+    reading, extend = {
+        "pages": (partial(paged_cache.reading, page_tokens=sizes.page_tokens), paged_cache.extend),
+        "tpu": (tpu_cache.reading, partial(tpu_cache.extend, interpret=platform != "tpu")),
+        "gpu": (
+            partial(gpu_cache.reading, page_tokens=sizes.page_tokens),
+            partial(gpu_cache.extend, interpret=platform != "gpu"),
+        ),
+    }[kind]
+    # Page numbers are those within a device's own pool, and XLA cannot divide a kernel: each device is given its slots and its heads.
+    spread = partial(jax.shard_map, mesh=mesh, check_vma=False)
+    return Cache(
+        empty=kept.empty,
+        of_rows=kept.of_rows,
+        fill=kept.fill,
+        reading=spread(reading, in_specs=(slots, slots, slots), out_specs=slots),
+        extend=spread(
+            partial(extend, dtype=compute_dtype),
+            in_specs=(layer, slots, heads, heads, heads),
+            out_specs=(heads, layer),
+        ),
+    )

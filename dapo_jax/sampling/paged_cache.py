@@ -1,0 +1,158 @@
+"""The key/value cache in pages, by operations that every platform has: a slot's tokens lie in the pages that its table names.
+
+Pages are empty, read and filled as slots are in `cache`; only how a token is appended and attended differs.
+A step passes page after page over the slots that have so many, the longest slots first, and reads no page that nobody has filled. Each
+slot meets its pages in their order and none of its neighbours', so its result depends on itself alone, to the last bit.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from dapo_jax.dapo.precision import product
+from dapo_jax.models.attention import MASKED
+from dapo_jax.sampling.cache import LayerCache, stored
+
+_AT_ONCE = 16
+"""Slots whose pages are read together: fewer, and the loop costs more than what it reads; more, and the last part of them is idle."""
+
+_NOWHERE = np.iinfo(np.int32).max
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Reading:
+    """One decoding step: where each slot stands, and in which order pages are read."""
+
+    lengths: Int[Array, " slots"] | Any
+    live: Bool[Array, " slots"] | Any
+    tables: Int[Array, "padded table_pages"] | Any
+    """Of the slots in the order of `order`, padded to a multiple of what is read at once."""
+    order: Int[Array, " padded"] | Any
+    """The slots, those with the most pages first; then any."""
+    counts: Int[Array, " padded"] | Any
+    """Tokens of each slot with the new one, in that order; 0 where it is not live."""
+    ends: Int[Array, " table_pages"] | Any
+    """How many parts have been read once the first, second, ... pages of all slots have."""
+    page: Int[Array, " slots"] | Any
+    """Where each slot's new token goes; nowhere if it is not live."""
+
+
+def reading(
+    tables: Int[Array, "slots table_pages"],
+    lengths: Int[Array, " slots"],
+    live: Bool[Array, " slots"],
+    *,
+    page_tokens: int,
+) -> Reading:
+    """The order of a step, the same in all layers."""
+    slots, most = tables.shape
+    counts = jnp.where(live, lengths + 1, 0)
+    order = jnp.argsort(-counts).astype(jnp.int32)
+    counts = counts[order]
+    filled = (counts + page_tokens - 1) // page_tokens
+    at_once = min(_AT_ONCE, slots)
+    reaching = (filled[None] > jnp.arange(most, dtype=jnp.int32)[:, None]).sum(-1, dtype=jnp.int32)
+    extra = (0, -slots % at_once)
+    page = jnp.take_along_axis(tables, lengths[:, None] // page_tokens, axis=1, mode="clip")[:, 0]
+    return Reading(
+        lengths=lengths,
+        live=live,
+        tables=jnp.pad(tables[order], (extra, (0, 0))),
+        order=jnp.pad(order, extra),
+        counts=jnp.pad(counts, extra),
+        ends=jnp.cumsum((reaching + at_once - 1) // at_once, dtype=jnp.int32),
+        page=jnp.where(live, page, _NOWHERE),
+    )
+
+
+def append(
+    cache: LayerCache,
+    now: Reading,
+    key: Float[Array, "kv_heads head_dim slots"],
+    value: Float[Array, "kv_heads head_dim slots"],
+) -> LayerCache:
+    """Writes one token per live slot behind those that are there."""
+    dtype, offset = cache.keys.dtype.name, now.lengths % cache.keys.shape[3]
+    (key, key_scale), (value, value_scale) = stored(key, dtype), stored(value, dtype)
+    of_head = (now.page, slice(None), offset)
+
+    def write(into: Any, new: Any, at: tuple[Any, ...]) -> Any:
+        return None if into is None else into.at[at].set(jnp.moveaxis(new, -1, 0), mode="drop")
+
+    return LayerCache(
+        write(cache.keys, key, (now.page, slice(None), slice(None), offset)),
+        write(cache.values, value, of_head),
+        write(cache.key_scales, key_scale, of_head),
+        write(cache.value_scales, value_scale, of_head),
+    )
+
+
+def attend(
+    cache: LayerCache, now: Reading, query: Float[Array, "heads head_dim slots"], dtype: str
+) -> Float[Array, "heads head_dim slots"]:
+    """Attention of one query per slot over the slot's tokens; 0 where it is not live. What lies in a page behind them is never
+    multiplied with, so that not even a NaN of the page's former owner comes through."""
+    heads, head_dim, slots = query.shape
+    kv_heads, page_tokens = cache.values.shape[1], cache.values.shape[2]
+    at_once = min(_AT_ONCE, slots)
+    grouped = (query * head_dim**-0.5).reshape(kv_heads, heads // kv_heads, head_dim, slots)
+    grouped = grouped.transpose(3, 0, 1, 2)[now.order]
+
+    def part(step: Int[Array, ""], carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        place = jnp.searchsorted(now.ends, step, side="right").astype(jnp.int32)
+        first = (step - jnp.where(place > 0, now.ends[place - 1], 0)) * at_once
+
+        def some(whole: Array) -> Array:
+            return lax.dynamic_slice_in_dim(whole, first, at_once)
+
+        pages = lax.dynamic_slice(now.tables, (first, place), (at_once, 1))[:, 0]
+        top, total, out = map(some, carry)
+        position = place * page_tokens + jnp.arange(page_tokens, dtype=jnp.int32)
+        there = position[None] < some(now.counts)[:, None]
+        values = jnp.where(there[:, None, :, None], cache.values[pages], 0)
+        scores = product("skdc,skgd->skgc", cache.keys[pages], some(grouped), dtype)
+        if cache.key_scales is not None:
+            scores = scores * cache.key_scales[pages][:, :, None]
+        scores = jnp.where(there[:, None, None], scores, MASKED)
+        new_top = jnp.maximum(top, scores.max(-1))
+        weights = jnp.where(there[:, None, None], jnp.exp(scores - new_top[..., None]), 0.0)
+        shrink = jnp.exp(top - new_top)
+        total = total * shrink + weights.sum(-1)
+        if cache.value_scales is not None:
+            weights = jnp.where(there[:, None, None], weights * cache.value_scales[pages][:, :, None], 0.0)
+        new = (
+            new_top,
+            total,
+            out * shrink[..., None] + product("skcd,skgc->skgd", values, weights, dtype),
+        )
+        return tuple(  # type: ignore[return-value]
+            lax.dynamic_update_slice_in_dim(whole, some, first, 0)
+            for whole, some in zip(carry, new, strict=True)
+        )
+
+    shape = grouped.shape[:-1]
+    carry = (jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros(grouped.shape))
+    _, total, out = lax.fori_loop(0, now.ends[-1], part, carry)
+    out = out / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]
+    back = jnp.zeros((slots, *out.shape[1:]), out.dtype).at[now.order[:slots]].set(out[:slots])
+    return back.transpose(1, 2, 3, 0).reshape(query.shape).astype(query.dtype)
+
+
+def extend(
+    cache: LayerCache,
+    now: Reading,
+    query: Float[Array, "heads head_dim slots"],
+    key: Float[Array, "kv_heads head_dim slots"],
+    value: Float[Array, "kv_heads head_dim slots"],
+    *,
+    dtype: str,
+) -> tuple[Float[Array, "heads head_dim slots"], LayerCache]:
+    """Does what `cache.extend` does, but that nothing is written to a slot that is not live. Products are in `dtype`."""
+    grown = append(cache, now, key, value)
+    return attend(grown, now, query, dtype), grown

@@ -1,0 +1,311 @@
+"""The caches in pages against attention in float64 and against the cache of whole slots.
+
+The kernel for TPU is interpreted here; the same tests run it on a TPU with `-m tpu`.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dapo_jax.parallel.mesh import make_mesh
+from dapo_jax.sampling import cache as dense
+from dapo_jax.sampling import gpu_cache, tpu_cache
+from dapo_jax.sampling.caches import cache_for, kind_for, sizes_for
+from dapo_jax.sampling.pages import slot_pages
+
+KINDS = [
+    pytest.param(("pages", "cpu"), id="xla"),
+    pytest.param(("tpu", "cpu"), id="tpu's kernel interpreted"),
+    pytest.param(("gpu", "cpu"), id="gpu's kernel interpreted"),
+    pytest.param(("tpu", "tpu"), marks=pytest.mark.tpu, id="tpu"),
+    pytest.param(("gpu", "gpu"), marks=pytest.mark.gpu, id="gpu"),
+]
+
+
+class Filled:
+    """A cache in which every page holds something, whoever it belongs to; tables that name pages in no order; keys and values apart."""
+
+    def __init__(self, kind, slots, kv_heads, capacity, head_dim, dtype, *, page_tokens=32, spare=3, seed=0):
+        name, platform = kind
+        self.mesh = make_mesh(devices=jax.devices(platform)[:1])
+        sizes = sizes_for(name, self.mesh, slots=slots, capacity=capacity, page_tokens=page_tokens)
+        self.sizes, self.functions, self.slots = (
+            sizes,
+            cache_for(name, self.mesh, sizes, compute_dtype=dtype),
+            slots,
+        )
+        rng, count = np.random.default_rng(seed), slots * sizes.table_pages + spare
+        self.tables = rng.permutation(count)[: slots * sizes.table_pages].reshape(slots, -1).astype(np.int32)
+
+        def some():
+            drawn = rng.normal(size=(count, kv_heads, page_tokens, head_dim)).astype(np.float32)
+            return np.array(jnp.asarray(drawn).astype(dtype).astype(jnp.float32))
+
+        self.keys, self.values, self.dtype = some(), some(), dtype
+
+    @property
+    def layer(self):
+        """The two arrays as the cache has them."""
+        keys, values = (jnp.asarray(part).astype(self.dtype) for part in (self.keys, self.values))
+        if self.functions.empty is tpu_cache.empty:
+            return tpu_cache.Pairs(jnp.concatenate([keys, values], axis=-1))
+        if self.functions.empty is gpu_cache.empty:
+            return gpu_cache.Pool(keys, values)
+        return dense.LayerCache(keys.swapaxes(2, 3), values)
+
+    def extended(self, new, lengths, live=None):
+        """(attention, keys, values) after one step."""
+        out, grown = self._step(self.layer, new, lengths, live)
+        if isinstance(grown, tpu_cache.Pairs):
+            keys, values = np.split(np.asarray(grown.pairs, np.float32), 2, axis=-1)
+        else:
+            keys, values = np.asarray(grown.keys, np.float32), np.asarray(grown.values, np.float32)
+            keys = keys if isinstance(grown, gpu_cache.Pool) else keys.swapaxes(2, 3)
+        return out, keys, values
+
+    def extended_in(self, dtype, new, lengths):
+        """The same of a cache in eight bits, filled page by page with what is here: (attention, (keys, values) times their scales)."""
+        count, kv_heads, page_tokens, head_dim = self.keys.shape
+
+        @jax.jit
+        def filled(keys, values):
+            read = self.functions.of_rows(keys, values, count, dtype)
+            layer = self.functions.empty(count, kv_heads, page_tokens, head_dim, dtype)
+            for page in range(count):
+                layer = self.functions.fill(layer, read, jnp.int32(page), jnp.int32(page), jnp.int32(0))
+            return layer
+
+        out, grown = self._step(
+            filled(*(part.transpose(1, 3, 0, 2).reshape(kv_heads, head_dim, -1) for part in (self.keys, self.values))),
+            new, lengths, None,
+        )  # fmt: skip
+        if isinstance(grown, tpu_cache.Pairs):
+            parts = np.split(np.asarray(grown.pairs, np.float32), 2, axis=-1)
+            scales = grown.scales[:, :, 0], grown.scales[:, :, 1]
+        else:
+            parts, scales = (
+                [np.asarray(part, np.float32) for part in (grown.keys, grown.values)],
+                (grown.key_scales, grown.value_scales),
+            )
+            if isinstance(grown, dense.LayerCache):
+                parts[0] = parts[0].swapaxes(2, 3)
+        return out, tuple(part * scale[..., None] for part, scale in zip(parts, scales, strict=True))
+
+    def _step(self, layer, new, lengths, live):
+        live = np.ones(self.slots, bool) if live is None else np.asarray(live)
+
+        @jax.jit
+        def step(layer, tables, lengths, live, *new):
+            return self.functions.extend(layer, self.functions.reading(tables, lengths, live), *new)
+
+        return jax.device_get(step(layer, self.tables, np.asarray(lengths, np.int32), live, *new))
+
+    def of_slot(self, array, slot):
+        """[kv_heads, tokens, head_dim] of a slot's pages, in order."""
+        return np.concatenate(list(array[self.tables[slot]]), axis=1)
+
+
+def new_token(slots, heads, kv_heads, head_dim, dtype, seed=1):
+    """Query, key and value, [heads, head_dim, slots], representable in the dtype."""
+    rng = np.random.default_rng(seed)
+    shapes = [(count, head_dim, slots) for count in (heads, kv_heads, kv_heads)]
+    drawn = [jnp.asarray(rng.normal(size=shape).astype(np.float32)) for shape in shapes]
+    return [part.astype(dtype).astype(jnp.float32) for part in drawn]
+
+
+def attend(query, keys, values):
+    """softmax(query keys) values in float64, and the same of the absolute values: how much is summed."""
+    scores = keys.astype(np.float64) @ query.astype(np.float64)
+    weights = np.exp(scores - scores.max())
+    weights /= weights.sum()
+    return weights @ values, weights @ np.abs(values)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "capacity", "page_tokens", "dtype"),
+    [(10, 2, 128, 1300, 128, "bfloat16"), (7, 1, 64, 600, 64, "bfloat16"), (6, 3, 32, 40, 16, "float32")],
+    ids=["halves of the heads, 11 pages", "one head of 64", "three heads, three pages"],
+)
+def test_a_live_slot_attends_to_its_tokens_and_the_new_one(
+    kind, heads, kv_heads, head_dim, capacity, page_tokens, dtype
+):
+    """A slot that is full but for one, one whose new token begins a page, one of a single token, one that is not live.
+
+    In float32 sums differ by their order. In bfloat16 the scaled query is rounded, here too, and a weight: with 7 bits behind
+    the leading one by at most half of 2^-7 of it, so the result by so much of the sum of |weight x value|. The kernel on GPU rounds six
+    times more, by half of 2^-8 each: what a part of the sequence gives, what it is multiplied with, the product, the parts' sum, and twice in the division.
+    """
+    rounds = 1 + 6 / 2 if kind[0] == "gpu" else 1
+    lengths = np.array([capacity - 1, capacity // 2 // page_tokens * page_tokens, 1, 7], np.int32)
+    live = np.array([True, True, True, False])
+    there = Filled(kind, 4, kv_heads, capacity, head_dim, dtype, page_tokens=page_tokens)
+    query, key, value = new_token(4, heads, kv_heads, head_dim, dtype)
+    found, grown_keys, grown_values = there.extended((query, key, value), lengths, live)
+    scaled = np.asarray((query * head_dim**-0.5).astype(dtype).astype(jnp.float32))
+    for slot, length in enumerate(lengths[:3]):
+        page = there.tables[slot, length // page_tokens]
+        for array, new in ((there.keys, key), (there.values, value)):
+            array[page, :, length % page_tokens] = np.asarray(new)[:, :, slot]
+        keys, values = there.of_slot(there.keys, slot), there.of_slot(there.values, slot)
+        for head in range(heads):
+            seen = head // (heads // kv_heads), slice(0, length + 1)
+            exact, summed = attend(scaled[head, :, slot], keys[seen], values[seen])
+            slack = (rounds * 2**-8 if dtype == "bfloat16" else 0) * summed + 1e-5
+            assert (np.abs(found[head, :, slot] - exact) <= slack).all(), (slot, head)
+    assert not found[:, :, 3].any()
+    # Nothing else has changed: no page of the slot that is not live, none that belongs to nobody.
+    np.testing.assert_array_equal(grown_keys, there.keys)
+    np.testing.assert_array_equal(grown_values, there.values)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_a_live_slot_nothing_is_written(kind):
+    there = Filled(kind, 3, 2, 40, 8, "float32", page_tokens=16)
+    out, keys, values = there.extended(new_token(3, 4, 2, 8, "float32"), [40, 3, 0], np.zeros(3, bool))
+    assert not out.any()
+    np.testing.assert_array_equal(keys, there.keys)
+    np.testing.assert_array_equal(values, there.values)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_slots_result_does_not_depend_on_its_neighbours_to_the_last_bit(kind):
+    """Other lengths of the neighbours, so that the slot comes at another step, or alone."""
+    there, new = Filled(kind, 3, 2, 600, 8, "float32"), new_token(3, 4, 2, 8, "float32")
+
+    def second(first, third, *, live=(True, True, True)):
+        return there.extended(new, [first, 550, third], live)[0][..., 1]
+
+    alone = second(0, 0, live=(False, True, False))
+    np.testing.assert_array_equal(second(599, 3), alone)
+    np.testing.assert_array_equal(second(5, 512), alone)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_pages_former_owner_left_never_shows_not_even_nan(kind):
+    """Behind a slot's tokens, and in all pages that are not its own. On GPU there is no NaN in a cache: see the next test."""
+    there, new, lengths = (
+        Filled(kind, 3, 2, 100, 8, "float32"),
+        new_token(3, 4, 2, 8, "float32"),
+        [70, 31, 32],
+    )
+    clean, _, _ = there.extended(new, lengths)
+    there.keys, there.values = there.keys.copy(), there.values.copy()
+    own = np.zeros((len(there.keys), 32), bool)
+    for slot, length in enumerate(lengths):
+        for page in range(length // 32 + 1):
+            own[there.tables[slot, page], : min(32, length - 32 * page)] = True
+    for array in (there.keys, there.values):
+        array.transpose(0, 2, 1, 3)[~own] = 3e38 if kind[0] == "gpu" else np.nan
+    poisoned, _, _ = there.extended(new, lengths)
+    np.testing.assert_array_equal(poisoned, clean)
+
+
+def test_no_nan_is_written_to_a_cache_on_gpu():
+    """Neither with a prompt nor with a token."""
+    there = Filled(("gpu", "cpu"), 1, 2, 32, 8, "float32")
+    bad = jnp.full((2, 8, 1), jnp.nan)
+    _, keys, values = there.extended((jnp.ones((4, 8, 1)), bad, bad), [3])
+    read = gpu_cache.of_rows(*[jnp.full((2, 8, 6), jnp.nan)] * 2, 2, "float32")
+    for array in (keys, values, read.keys, read.values):
+        assert np.isfinite(array).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_a_cache_in_eight_bits_attends_as_what_it_holds_is_worth(kind, dtype):
+    """Attention in float64 over keys and values times their scales, in which the new token is rounded as it is stored.
+
+    Rounding to 127 steps is off by at most half of one, to float8 with 3 bits behind the leading one by 2^-4 of a number, or of the smallest
+    normal one, 2^-6 of the 448 that the largest becomes; products in float32 add 1e-5.
+    """
+    slots, kv_heads, head_dim, lengths = 3, 2, 64, [130, 0, 255]
+    there = Filled(kind, slots, kv_heads, 300, head_dim, "float32", page_tokens=128)
+    query, key, value = new_token(slots, 4, kv_heads, head_dim, "float32")
+    exact = there.keys.copy(), there.values.copy()
+    found, grown = there.extended_in(dtype, (query, key, value), lengths)
+    scaled = np.asarray(query) * head_dim**-0.5
+    for array, original, new in zip(grown, exact, (key, value), strict=True):
+        for slot, length in enumerate(lengths):
+            original[there.tables[slot, length // 128], :, length % 128] = np.asarray(new)[:, :, slot]
+        largest = np.abs(original).max(-1, keepdims=True)
+        off = (
+            largest / 127 / 2
+            if dtype == "int8"
+            else np.maximum(np.abs(original) / 16, largest / 448 / 2**6 / 16)
+        )
+        assert (np.abs(array - original) <= off * 1.001).all()
+    for slot, length in enumerate(lengths):
+        keys, values = (there.of_slot(array, slot) for array in grown)
+        for head in range(4):
+            seen = head // 2, slice(0, length + 1)
+            expected, _ = attend(scaled[head, :, slot], keys[seen], values[seen])
+            np.testing.assert_allclose(found[head, :, slot], expected, rtol=0, atol=1e-5)
+
+
+def test_the_walk_passes_the_blocks_of_live_slots_slot_by_slot():
+    """2, 1 and 3 blocks; the second slot is not live: steps 0, 1 | 2, 3, 4 begin at 0 | 2."""
+    blocks, live = jnp.array([2, 1, 3], jnp.int32), jnp.array([True, False, True])
+    count, slot_of, starts = tpu_cache._walk(blocks, live, 9)
+    assert count == 5
+    assert slot_of[:5].tolist() == [0, 0, 2, 2, 2]
+    assert starts[jnp.array([0, 2])].tolist() == [0, 2]
+
+
+def test_prompts_are_brought_to_pages_as_in_the_other_caches():
+    """Two rows of 3 tokens; of the second from its second token on, into the last of three pages of 16."""
+    tokens = np.arange(1, 2 * 4 * 6 + 1, dtype=np.float32).reshape(2, 4, 6)
+    where = [jnp.int32(number) for number in (2, 1, 1)]
+
+    def filled_by(kind):
+        read = kind.of_rows(jnp.asarray(tokens), -jnp.asarray(tokens), 2, "float32")
+        return kind.fill(kind.empty(3, 2, 16, 4, "float32"), read, *where)
+
+    pairs, apart = filled_by(tpu_cache), filled_by(dense)
+    expected = np.concatenate([apart.keys.swapaxes(2, 3), apart.values], axis=-1)
+    np.testing.assert_array_equal(pairs.pairs, expected)
+
+
+def test_the_cache_is_the_one_for_the_meshs_platform():
+    """On CPU pages are slower than whole slots where memory is not what is short: they are taken when they are asked for."""
+    mesh = make_mesh(devices=jax.devices("cpu")[:1])
+    assert kind_for(mesh) == "slots"
+    assert kind_for(mesh, page_tokens=16) == kind_for(mesh, cache_tokens=512) == "pages"
+    assert cache_for("slots", mesh, slot_pages(4, 24), compute_dtype="float32") is dense.DENSE
+    sizes = sizes_for("tpu", mesh, slots=4, capacity=24)
+    assert cache_for("tpu", mesh, sizes, compute_dtype="float32").empty is tpu_cache.empty
+
+
+def test_a_pool_has_room_for_all_slots_unless_told_otherwise():
+    """Capacity 100 in pages of 32 is 4 pages a slot; 1,000 tokens are 31 pages; of two devices each has half."""
+    one, two = (make_mesh(data=n, fsdp=1, devices=jax.devices("cpu")[:n]) for n in (1, 2))
+    how = {"slots": 10, "capacity": 100, "page_tokens": 32}
+    whole, told, apart = (
+        sizes_for("pages", one, **how),
+        sizes_for("pages", one, **how, cache_tokens=1000),
+        sizes_for("pages", two, **how, cache_tokens=1000),
+    )
+    assert (whole.table_pages, whole.pools, whole.pool_pages) == (4, 1, 40)
+    assert (told.pools, told.pool_pages) == (1, 31)
+    assert (apart.pools, apart.pool_pages) == (2, 15)
+    assert sizes_for("pages", one, **how, cache_tokens=10**6).pool_pages == 40, (
+        "more than all slots is no use"
+    )
+
+
+def test_a_pool_that_holds_no_sequence_is_refused_with_the_arithmetic():
+    mesh = make_mesh(devices=jax.devices("cpu")[:1])
+    with pytest.raises(
+        ValueError,
+        match=r"cache_tokens=100 is 3 pages of 32 tokens .* up to 100 tokens need 4: set it to 128 or more",
+    ):
+        sizes_for("pages", mesh, slots=10, capacity=100, page_tokens=32, cache_tokens=100)
+
+
+def test_pages_for_the_kernels_are_whole_tiles():
+    mesh = make_mesh(devices=jax.devices("cpu")[:1])
+    with pytest.raises(ValueError, match=r"page_tokens=20 must be a multiple of 16 .* on a TPU, .*; 32 is"):
+        sizes_for("tpu", mesh, slots=10, capacity=100, page_tokens=20)
+    with pytest.raises(ValueError, match=r"page_tokens=48 must be a power of two from 16 on .*; 64 is"):
+        sizes_for("gpu", mesh, slots=10, capacity=100, page_tokens=48)

@@ -1,0 +1,216 @@
+"""Pages: who holds which, and how often."""
+
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+from dapo_jax.dapo.rollouts import Prompt
+from dapo_jax.sampling.continuous_batching import Sampler
+from dapo_jax.sampling.decoding import decoding
+from dapo_jax.sampling.pages import Fill, Pages, PageSizes, pages_for, slot_pages
+from dapo_jax.testing import ScriptedEngine
+
+EOS = 1
+
+
+def pool(pages, *, slots=4, capacity=24, page_tokens=4, pools=1):
+    return Pages(
+        PageSizes(slots=slots, capacity=capacity, page_tokens=page_tokens, pools=pools, pool_pages=pages)
+    )
+
+
+def test_a_slot_gets_the_pages_for_its_tokens_and_is_told_which_to_write():
+    """10 tokens to come to, 6 of them read, in pages of 4: three pages, of which two are written."""
+    pages = pool(8)
+    assert pages.start(1, 10, read=6) == [Fill(0, 0), Fill(4, 1)]
+    assert pages.held(1) == (0, 1, 2)
+    assert pages.tables[1, :3].tolist() == [0, 1, 2]
+    assert pages.free(0) == 5
+
+
+def test_growing_takes_pages_only_when_the_last_is_full():
+    pages = pool(3)
+    pages.start(0, 4, read=4)
+    assert pages.grow(0, 4)
+    assert pages.held(0) == (0,)
+    assert pages.grow(0, 5)
+    assert pages.held(0) == (0, 1)
+    assert not pages.grow(0, 17)
+    assert (pages.held(0), pages.free(0)) == ((0, 1), 1), "what could not be had in full was not begun"
+
+
+def test_the_full_pages_of_a_prompt_are_held_together_and_written_once():
+    """9 tokens of prompt: two full pages are shared, the third, with one token in it, each has for itself."""
+    pages = pool(8)
+    first = pages.start(0, 12, read=9, prompt="a", prompt_tokens=9)
+    second = pages.start(1, 12, read=9, prompt="a", prompt_tokens=9)
+    other = pages.start(2, 12, read=9, prompt="b", prompt_tokens=9)
+    assert [fill.page for fill in first] == [0, 1, 2]
+    assert second == [Fill(8, 3)]
+    assert pages.held(1) == (0, 1, 3)
+    assert [fill.page for fill in other] == [4, 5, 6]
+    pages.release(0)
+    assert pages.free(0) == 2, "its own page came back; those that the second holds too did not"
+    assert pages.start(3, 9, read=9, prompt="a", prompt_tokens=9) == [Fill(8, 2)]
+    for slot in (1, 2, 3):
+        pages.release(slot)
+    assert pages.free(0) == 8
+    assert len(pages.start(0, 9, read=9, prompt="a", prompt_tokens=9)) == 3, "nobody had kept the shared ones"
+
+
+def test_a_response_read_again_shares_its_prompt_and_writes_what_it_drew():
+    """15 tokens of which 9 are prompt, beside another response to it: pages 0 and 1 are there, 2 and 3 of it are written."""
+    pages = pool(8)
+    pages.start(0, 9, read=9, prompt="a", prompt_tokens=9)
+    assert [fill.first for fill in pages.start(1, 16, read=15, prompt="a", prompt_tokens=9)] == [8, 12]
+
+
+def test_without_enough_free_pages_nothing_starts_and_nothing_changes():
+    pages = pool(4)
+    pages.start(0, 9, read=9, prompt="a", prompt_tokens=9)
+    assert pages.start(1, 20, read=9, prompt="a", prompt_tokens=9) is None
+    assert (pages.free(1), pages.held(1)) == (1, ())
+    assert pages.start(1, 12, read=9, prompt="a", prompt_tokens=9) is not None
+
+
+def test_slots_on_other_devices_have_pools_of_their_own():
+    """Four slots over two devices: pages are numbered within a pool, those to be written over all of them."""
+    pages = pool(6, pools=2)
+    assert pages.start(3, 8, read=8, prompt="a", prompt_tokens=8) == [Fill(0, 6), Fill(4, 7)]
+    assert pages.tables[3, :2].tolist() == [0, 1]
+    assert (pages.free(0), pages.free(2)) == (6, 4)
+    assert len(pages.start(0, 8, read=8, prompt="a", prompt_tokens=8)) == 2, (
+        "what another device has is not here"
+    )
+
+
+def test_whole_slots_are_pools_of_one_page():
+    pages = Pages(slot_pages(3, 24))
+    assert pages.start(2, 24, read=5, prompt="a", prompt_tokens=5) == [Fill(0, 2)]
+    assert pages.grow(2, 24)
+    assert [pages.free(slot) for slot in range(3)] == [1, 1, 0]
+
+
+class Remembering(ScriptedEngine):
+    """Keeps in every page what a real cache would keep keys and values of, (ordinal, index or None for the prompt, position), and
+    looks at every step whether each slot finds all that it has read and drawn, and nothing else."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        sizes = self.page_sizes
+        self.memory = np.full((sizes.pools * sizes.pool_pages, sizes.page_tokens), None, object)
+        self.who, self.again, self.tables = {}, 0, None
+
+    def insert(self, prefix, state, insertion, key):
+        for at, slot in enumerate(insertion.slots.tolist()):
+            drawn = int(insertion.drawn[at])
+            self.again += drawn > 0
+            prompt = int(prefix[insertion.prompts[at]]) - drawn
+            self.who[slot] = (int(insertion.ordinals[at]), int(insertion.indices[at]), prompt, prompt + drawn)
+        of_place = dict(zip(insertion.prompts.tolist(), insertion.slots.tolist(), strict=True))
+        for place, fill in insertion.fills:
+            ordinal, index, prompt, length = self.who[of_place[place]]
+            # A page that holds nothing but prompt is for all; in another one lies what its own response drew.
+            for offset in range(self.page_sizes.page_tokens):
+                position = fill.first + offset
+                token = (ordinal, None if position < prompt else index, position)
+                self.memory[fill.page, offset] = token if position < length else "left over"
+        return super().insert(prefix, state, insertion, key)
+
+    def generate(self, params, state, decoding, min_live, tables):
+        sizes, before = self.page_sizes, state
+        state, result = super().generate(params, state, decoding, min_live, tables)
+        for slot in (slot for slot in range(self.slots) if before[slot].live):
+            ordinal, index, prompt, _ = self.who[slot]
+            place = sizes.pool_of(slot) * sizes.pool_pages + tables[slot]
+            for position in range(prompt + state[slot].drawn):
+                page, offset = divmod(position, sizes.page_tokens)
+                token = (ordinal, None if position < prompt else index, position)
+                if position >= prompt + before[slot].drawn:
+                    self.memory[place[page], offset] = token
+                assert self.memory[place[page], offset] == token, (slot, position)
+        return state, result
+
+
+def schedule(seed):
+    """Pools, prompts, lengths, slots and group sizes of all kinds: (engine, prompts, samples, limit)."""
+    rng = np.random.default_rng(seed)
+    limit, longest = int(rng.integers(1, 30)), int(rng.integers(1, 20))
+    page_tokens, pools = int(rng.integers(1, 12)), int(rng.choice([1, 1, 2, 3]))
+    slots = pools * int(rng.integers(1, 7))
+    capacity = limit + longest
+    most = pages_for(capacity, page_tokens)
+    pages = int(rng.integers(most, most * (slots // pools) + 2))
+    prompts = [
+        Prompt(ordinal=ordinal, tokens=np.full(rng.integers(1, longest + 1), 2, np.int32), text="", answer="")
+        for ordinal in range(int(rng.integers(1, 12)))
+    ]  # fmt: skip
+
+    def script(ordinal, index):
+        length = int(np.random.default_rng((seed, ordinal, index)).integers(1, limit + 5))
+        return [100 * ordinal + index + 2] * (length - 1) + [EOS]
+
+    engine = Remembering(
+        script, slots=slots, capacity=capacity, steps_per_call=int(rng.integers(1, 9)), stop_ids=[EOS],
+        page_sizes=PageSizes(slots=slots, capacity=capacity, page_tokens=page_tokens, pools=pools, pool_pages=pages),
+    )  # fmt: skip
+    return engine, prompts, int(rng.integers(1, 8)), limit
+
+
+@pytest.mark.parametrize(
+    "block",
+    # The first hundred meet every way to run out of pages; the others take a minute.
+    [0, *(pytest.param(block, marks=pytest.mark.slow) for block in range(1, 10))],
+)
+def test_a_thousand_schedules_lose_no_page_and_mix_up_none(block, monkeypatch):
+    """Every group comes back whole; every page is free at the end, and none was ever held less than 0 times; whatever a slot reads
+    is its own."""
+    made, again = [], 0
+    monkeypatch.setattr(
+        "dapo_jax.sampling.continuous_batching.Pages", lambda sizes: made.append(Watched(sizes)) or made[-1]
+    )
+    for seed in range(100 * block, 100 * (block + 1)):
+        engine, prompts, samples, limit = schedule(seed)
+        left = iter(prompts)
+        sampled = Sampler(engine, prefill_prompts=1 + seed % 4).sample(
+            {}, lambda count, left=left: list(itertools.islice(left, count)), key=jax.random.key(0), decoding=decoding(),
+            samples_per_prompt=samples, max_response_tokens=limit,
+        )  # fmt: skip
+        groups = {prompt.ordinal: responses for prompt, responses in sampled}
+        assert sorted(groups) == [prompt.ordinal for prompt in prompts]
+        for ordinal, responses in groups.items():
+            for index, response in enumerate(responses):
+                assert response.tokens.tolist() == list(engine._response(ordinal, index, limit)), seed
+        made[-1].check()
+        assert all(made[-1].free(slot) == engine.page_sizes.pool_pages for slot in range(engine.slots)), seed
+        again += engine.again
+    assert again > 100, "many schedules are short of pages"
+
+
+class Watched(Pages):
+    """Pages that count themselves after each change."""
+
+    def check(self):
+        holders = np.zeros_like(self._holders)
+        for slot in range(self.sizes.slots):
+            assert len(set(self.held(slot))) == len(self.held(slot))
+            holders[self.sizes.pool_of(slot)][list(self.held(slot))] += 1
+        np.testing.assert_array_equal(self._holders, holders)
+        for free, held in zip(self._free, holders, strict=True):
+            assert sorted(free) == np.flatnonzero(held == 0).tolist()
+
+    def start(self, *args, **kwargs):
+        fills = super().start(*args, **kwargs)
+        self.check()
+        return fills
+
+    def grow(self, *args):
+        grown = super().grow(*args)
+        self.check()
+        return grown
+
+    def release(self, *args):
+        super().release(*args)
+        self.check()
