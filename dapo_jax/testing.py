@@ -3,7 +3,7 @@
 For tests of code that samples or learns, here and in projects that use this library.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -83,10 +83,11 @@ class ScriptedEngine:
 
     def prefill(
         self, params: PyTree, prompts: Sequence[Int[np.ndarray, " _"]]
-    ) -> Int[np.ndarray, " prompts"]:
-        """Notes the prompts; their lengths are all that `insert` needs."""
+    ) -> Iterator[list[tuple[int, Int[np.ndarray, " prompts"], int]]]:
+        """Notes the prompts; their lengths are all that `insert` needs. All are read at once."""
         self.prefills.append(list(prompts))
-        return np.array([len(prompt) for prompt in prompts], np.int32)
+        lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+        yield [(index, lengths, index) for index in range(len(prompts))]
 
     def insert(
         self, prefix: Int[np.ndarray, " prompts"], state: PyTree, insertion: Insertion, key: PRNGKeyArray

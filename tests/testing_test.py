@@ -21,7 +21,7 @@ def scripted(responses, *, steps=4, slots=3):
 def started(engine, limits, *, slots=None, length=2):
     """A state with responses 0, 1, ... in the given slots."""
     count = len(limits)
-    prefix = engine.prefill({}, [np.full(length, 5, np.int32)])
+    (((_, prefix, _),),) = engine.prefill({}, [np.full(length, 5, np.int32)])
     insertion = Insertion(
         slots=np.array(range(count) if slots is None else slots, np.int32), prompts=np.zeros(count, np.int32),
         ordinals=np.zeros(count, np.int32), indices=np.arange(count, dtype=np.int32),

@@ -95,6 +95,10 @@ class SamplingConfig(Section, at="sampling"):
     """Responses decoded side by side, by each sampler: there is one for every `parallel.sampler_hosts` processes."""
     steps_per_call: int = key(16, range=SIZE, may_change=True)
     """Decode steps on the device between two looks of the host."""
+    prefill_tokens: int = key(
+        4096, range=SIZE, aliases=["max_num_batched_tokens", "chunked_prefill_size"], may_change=True
+    )
+    """Tokens of prompts that are read at a time, between two calls that decode. A longer prompt is read in parts."""
     page_tokens: int = key(0, range=NOT_NEGATIVE, aliases=["block_size", "page_size"], may_change=True)
     """Tokens of a page of the key/value cache: a response takes pages as it grows, and the responses to a prompt share its full ones.
     0: what suits the platform; on CPU that is no pages, each slot has room for the longest prompt and response."""

@@ -88,6 +88,43 @@ def _attend(
     return product("kdbt,bkgst->kgdbs", v, weights, dtype) / total
 
 
+def part_attention(
+    query: Float[Array, "heads head_dim part"],
+    keys: Float[Array, "kv_heads head_dim room"],
+    values: Float[Array, "kv_heads head_dim room"],
+    start: Int[Array, ""],
+    *,
+    dtype: str = "float32",
+) -> Float[Array, "heads head_dim part"]:
+    """Causal attention of one part of a sequence, the tokens from `start` on, over all of it up to them. `room` is a multiple of the part.
+
+    Keys are taken a part at a time, up to the queries' own: what was read before is read once for all of them.
+    """
+    _, head_dim, part = query.shape
+    grouped = (query * head_dim**-0.5).reshape(len(keys), -1, head_dim, part)
+    column = jnp.arange(part, dtype=jnp.int32)
+
+    def attend(index: Int[Array, ""], carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        top, total, out = carry
+        begin = index * part
+        some_keys, some_values = (
+            lax.dynamic_slice_in_dim(whole, begin, part, axis=2) for whole in (keys, values)
+        )
+        scores = product("kdt,kgds->kgst", some_keys, grouped, dtype)
+        scores = jnp.where(begin + column[None] <= start + column[:, None], scores, MASKED)
+        new_top = jnp.maximum(top, scores.max(-1))
+        weights, shrink = jnp.exp(scores - new_top[..., None]), jnp.exp(top - new_top)
+        some = product("kdt,kgst->kgds", some_values, weights, dtype)
+        return new_top, total * shrink + weights.sum(-1), out * shrink[:, :, None] + some
+
+    shape = grouped.shape
+    rows = (*shape[:2], part)
+    # The first keys are those of the sequence's beginning, which every query sees: no row is without a live position.
+    carry = (jnp.full(rows, MASKED), jnp.zeros(rows), jnp.zeros(shape))
+    _, total, out = lax.fori_loop(0, start // part + 1, attend, carry)
+    return (out / total[:, :, None]).reshape(query.shape).astype(query.dtype)
+
+
 def cached_attention(
     query: Float[Array, "heads head_dim slots"],
     keys: Float[Array, "slots kv_heads head_dim capacity"],

@@ -1,5 +1,6 @@
 """Floating-point operations and bytes of a decoder's products, by shape. A product of [m, k] and [k, n] is 2 m k n operations."""
 
+from dapo_jax.config import SamplingConfig
 from dapo_jax.models.presets import DecoderConfig
 
 
@@ -33,9 +34,20 @@ def forward_flops(
     )
 
 
-def cache_bytes_per_token(decoder: DecoderConfig, item: int) -> int:
-    """Bytes of one token's keys and values in all layers, `item` bytes each number."""
-    return 2 * decoder.layers * decoder.kv_heads * decoder.head_dim * item
+def cache_bytes_per_token(decoder: DecoderConfig, sampling: SamplingConfig, *, compute_dtype: str) -> int:
+    """Bytes of one token's keys and values in all layers, and of their scales where they are in eight bits."""
+    each = decoder.head_dim * item(compute_dtype) if not sampling.cache_dtype else decoder.head_dim + 4
+    return 2 * decoder.layers * decoder.kv_heads * each
+
+
+def weight_bytes(parameters: int | float, sampling: SamplingConfig, *, compute_dtype: str) -> int | float:
+    """Bytes of so many weights of the sampler's matrices; the scales of those in eight bits, one for thousands, are left out."""
+    return parameters * (1 if sampling.weight_dtype else item(compute_dtype))
+
+
+def item(dtype: str) -> int:
+    """Bytes of a number in a compute dtype."""
+    return 2 if dtype == "bfloat16" else 4
 
 
 def decode_weight_parameters(decoder: DecoderConfig) -> int:

@@ -44,11 +44,20 @@ def swept_as_data(found: Sequence[tuple[str, Plan | str]]) -> list[dict[str, Any
     ]
 
 
-def cache_of(plan: Plan) -> dict[str, int]:
-    """Bytes of keys and values, over all devices of a sampler: of a token, of a slot."""
-    token = cache_bytes_per_token(plan.decoder, 2 if plan.config.model.compute_dtype == "bfloat16" else 4)
-    capacity = plan.config.data.max_prompt_tokens + plan.config.sampling.max_response_tokens
-    return {"bytes_per_token": token, "bytes_per_slot": token * capacity, "slot_tokens": capacity}
+def cache_of(plan: Plan) -> dict[str, int | float]:
+    """Bytes of keys and values over all devices of a sampler, of a token and of the whole; its pages; responses side by side."""
+    config, pages = plan.config, plan.pages
+    token = cache_bytes_per_token(plan.decoder, config.sampling, compute_dtype=config.model.compute_dtype)
+    tokens = pages.pools * pages.pool_pages * pages.page_tokens
+    return {
+        "bytes_per_token": token,
+        "tokens": tokens,
+        "bytes": token * tokens,
+        "page_tokens": pages.page_tokens,
+        "slots": pages.slots,
+        "slot_tokens": pages.capacity,
+        "in_flight": plan.in_flight,
+    }
 
 
 def _topology(plan: Plan) -> dict[str, Any] | None:

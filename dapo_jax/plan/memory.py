@@ -112,7 +112,7 @@ def _itemsize(leaf: Any) -> int:
 def as_compiled(there: Resident, programs: dict[str, ProgramMemory]) -> Resident:
     """The same with what the compiled programs say of their arguments: on a TPU arrays are padded to tiles of 8 x 128, which can
     double a cache whose heads have 64 dimensions."""
-    generate, update, prefill = (programs.get(name) for name in ("generate", "update", "prefill"))
+    generate, update = (programs.get(name) for name in ("generate", "update"))
     if (
         generate is not None
     ):  # what it is given back is the decode state, the rest of its arguments the weights
@@ -120,24 +120,30 @@ def as_compiled(there: Resident, programs: dict[str, ProgramMemory]) -> Resident
         there = replace(there, decode_state=generate.aliased, weights=weights)
     if update is not None:
         there = replace(there, state=update.aliased, minibatch=update.arguments - update.aliased)
-    return there if prefill is None else replace(there, prefix=prefill.outputs)
+    return there
 
 
 def phases(programs: dict[str, ProgramMemory], there: Resident, *, updates: int) -> list[Phase]:
     """The arrays that are resident together, for each program that was compiled.
 
     Between steps the sampler's weights are gone; while it samples, the weights, the cache and up to two batches of prefilled
-    prompts lie beside the train state. The minibatches of all updates are put on the device before the first. A program's code
+    calls of prefilled prompts lie beside the train state. The minibatches of all updates are put on the device before the first. A program's code
     stays on the device once it has run.
     """
     always = {"train state": there.state, "reference policy": there.reference}
     code = sum(memory.code for memory in programs.values())
     minibatches = {"minibatches": updates * there.minibatch}
     sampling = {**always, "sampler weights": there.weights, "decode state": there.decode_state}
+    reading = {**sampling, "prefilled prompts": there.prefix}
     resident: dict[str, tuple[str, dict[str, int]]] = {
         "transfer": ("transfer: its last layer", {**always, "sampler weights": there.weights}),
         "transfer_ends": ("transfer: embeddings", {**always, "sampler weights": there.weights}),
-        "prefill": ("sampling: prefill", {**sampling, "prefilled prompts": there.prefix}),
+        **{name: ("sampling: prefill", reading) for name in programs if name.startswith("prefill")},
+        **{
+            name: ("sampling: a response starts", reading)
+            for name in programs
+            if name.startswith(("fill", "insert"))
+        },
         "generate": ("sampling: decode", {**sampling, "prefilled prompts": 2 * there.prefix}),
         "score": ("log-probabilities", {**always, **minibatches}),
         "update": ("update", {**always, **minibatches}),

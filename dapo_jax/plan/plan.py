@@ -14,10 +14,11 @@ from dapo_jax.plan.memory import MARGIN, Phase, ProgramMemory, Resident, as_comp
 from dapo_jax.plan.mesh_sizes import Layout, described
 from dapo_jax.plan.programs import Programs
 from dapo_jax.plan.refusals import Allocation, largest_arrays, refused
-from dapo_jax.plan.roofline import Bound, Work, bound, work_of
+from dapo_jax.plan.roofline import Bound, Work, bound, in_flight, work_of
 from dapo_jax.plan.sizes import decoder_of
 from dapo_jax.plan.topologies import Slice, devices_of
 from dapo_jax.plan.workload import Assumptions, Workload, workload_of
+from dapo_jax.sampling.pages import PageSizes
 
 SCHEMA_VERSION = 1
 """The version of the JSON; a field that changes its meaning or goes away makes it one more."""
@@ -48,6 +49,8 @@ class Plan:
     layout: Layout
     works: list[Work]
     """The phases of a step."""
+    pages: PageSizes
+    """Of a sampler's cache."""
     slice: Slice | None = None
     programs: list[Program] = field(default_factory=list)
     phases: list[Phase] = field(default_factory=list)
@@ -74,6 +77,11 @@ class Plan:
     def fits(self) -> bool:
         """Whether all phases that were compiled do."""
         return not self.failures
+
+    @property
+    def in_flight(self) -> float:
+        """Responses that a sampler decodes side by side."""
+        return in_flight(self.config, self.work, self.pages)
 
     @property
     def step_s(self) -> float:
@@ -132,7 +140,8 @@ def plan_for(
         work=work,
         resident=resident,
         layout=programs.layout,
-        works=work_of(config, decoder, work, programs.layout, traffic),
+        works=work_of(config, decoder, work, programs.layout, programs.pages, traffic),
+        pages=programs.pages,
         slice=slice,
         programs=compiled,
         phases=phases(memories, resident, updates=work.updates),

@@ -22,16 +22,17 @@ from dapo_jax.plan.refusals import Allocation
 from dapo_jax.plan.workload import Workload
 from dapo_jax.run.policy import Policy, mesh_of, optimizer_of
 from dapo_jax.run.programs import updater_of
-from dapo_jax.run.response_sampler import prompts_at_once
+from dapo_jax.run.response_sampler import prefill_of
 from dapo_jax.run.training_pass import TrainingPass, for_mesh, training_pass
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
-from dapo_jax.sampling.prompt_packing import padded_count, row_width
+from dapo_jax.sampling.pages import PageSizes
+from dapo_jax.sampling.prompt_packing import PrefillShape
 from dapo_jax.text.tokenizers import ByteTokenizer
 from dapo_jax.training.state import TrainState, state_structs
 
-TRAINING = ("update", "score")
-SAMPLING = ("generate", "prefill")
+TRAINING = ("update", "score", "transfer", "transfer_ends")
+"""The programs that work on the train state; the others are the sampler's."""
 
 
 @dataclass(frozen=True)
@@ -104,8 +105,7 @@ class Programs:
             "row_tokens": self._pass.row_tokens,
         }
         made: dict[str, Callable[[], Lowered]] = {
-            "generate": lambda: self._engine.lower_generate(self.weights, _how(self.config)),
-            "prefill": lambda: self._engine.lower_prefill(self.weights, **self._prefilled),
+            **self._engine.programs(self.weights, _how(self.config)),
             "transfer": lambda: self._transfer.lower(self.state.params)["layer"],
             "transfer_ends": lambda: self._transfer.lower(self.state.params)["ends"],
             "update": lambda: self._updater.lower_update(self.state, **shape),
@@ -116,7 +116,7 @@ class Programs:
 
     def largest_inputs(self, name: str) -> list[Allocation]:
         """The largest arguments of a program: arrays of one kind and shape together."""
-        if name in SAMPLING:
+        if name not in TRAINING:
             kinds = {"sampler weights": self.weights, "decode state": self._engine.state_structs}
             sizes = self.layout.sampler
         else:
@@ -136,29 +136,31 @@ class Programs:
     def resident(self) -> Resident:
         """The arrays on each device between programs."""
         prompts, decoder = self._prefilled, self.decoder
-        layout, item = self.layout, 2 if self._dtype == "bfloat16" else 4
-        cached = cache_bytes_per_token(decoder, item) // layout.sampler["tensor"]
+        layout = self.layout
+        cached = (
+            cache_bytes_per_token(decoder, self.config.sampling, compute_dtype=self._dtype)
+            // layout.sampler["tensor"]
+        )
         params = bytes_on_device(self.state.params, layout.train)
         return Resident(
             state=bytes_on_device(self.state, layout.train),
             reference=params if self.config.loss.kl_coef else 0,
             weights=bytes_on_device(self.weights, layout.sampler),
             minibatch=self._minibatch_bytes,
-            prefix=prompts["rows"] * prompts["width"] * cached + prompts["prompts"] * decoder.vocab_size * 4,
+            prefix=prompts.rows * (prompts.width * cached + prompts.row_prompts * decoder.vocab_size * 4),
             decode_state=bytes_on_device(self._engine.state_structs, layout.sampler),
         )
 
     @property
-    def prompts_at_once(self) -> int:
-        """Prompts read in one prefill."""
-        return prompts_at_once(self.config.sampling, self.config.batch.group_size)
+    def pages(self) -> PageSizes:
+        """Of a sampler's cache."""
+        return self._engine.page_sizes
 
     @property
-    def _prefilled(self) -> dict[str, int]:
-        """The largest shape of a prefill: every prompt as long as it may be, so each has a row."""
-        width = row_width(self.config.data.max_prompt_tokens, capacity=self._capacity)
-        rows = padded_count(self.prompts_at_once)
-        return {"rows": rows, "width": width, "prompts": rows}
+    def _prefilled(self) -> PrefillShape:
+        """What is read in one call of prefill."""
+        group, longest = self.config.batch.group_size, self.config.data.max_prompt_tokens
+        return prefill_of(self.config.sampling, group, max_prompt_tokens=longest)
 
     @property
     def _capacity(self) -> int:
@@ -213,6 +215,7 @@ class Programs:
             page_tokens=self.config.sampling.page_tokens,
             cache_tokens=self.config.sampling.cache_tokens,
             cache_dtype=self.config.sampling.cache_dtype,
+            prefill=self._prefilled,
         )
 
     @cached_property

@@ -15,10 +15,14 @@ from dapo_jax.plan.costs import (
     cache_bytes_per_token,
     decode_weight_parameters,
     forward_flops,
+    item,
     unembedding_parameters,
+    weight_bytes,
 )
 from dapo_jax.plan.mesh_sizes import Layout, batch_shards
 from dapo_jax.plan.workload import Workload
+from dapo_jax.run.response_sampler import prefill_of
+from dapo_jax.sampling.pages import PageSizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,82 +77,104 @@ def work_of(
     decoder: DecoderConfig,
     work: Workload,
     layout: Layout,
+    pages: PageSizes,
     traffic: Mapping[str, Sequence[Traffic]],
 ) -> list[Work]:
-    """The phases of a step in their order; `traffic` is what one run of each compiled program receives."""
+    """The phases of a step in their order; `pages` are those of a sampler's cache, `traffic` is what one run of each compiled program receives."""
     received = {name: float(sum(kind.received_bytes for kind in kinds)) for name, kinds in traffic.items()}
     # A program for each layer, and one for embeddings and final norm.
     moved = decoder.layers * received.get("transfer", 0.0) + received.get("transfer_ends", 0.0)
     return [
         _transfer(config, decoder, layout, moved),
-        _prefill(config, decoder, work, layout, received.get("prefill", 0.0)),
-        _decode(config, decoder, work, layout, received.get("generate", 0.0)),
+        _prefill(config, decoder, work, layout, received),
+        _decode(config, decoder, work, layout, pages, received.get("generate", 0.0)),
         *_trained(config, decoder, work, layout, received),
     ]
-
-
-def _item(config: TrainConfig) -> int:
-    return 2 if config.model.compute_dtype == "bfloat16" else 4
 
 
 def _transfer(config: TrainConfig, decoder: DecoderConfig, layout: Layout, received: float) -> Work:
     """Reads the float32 parameters where they lie, writes the sampler's share of them."""
     train, tensor = layout.train, layout.sampler["tensor"]
     reads = 4 * decoder.parameters / (train["fsdp"] * train["tensor"])
-    writes = _item(config) * decoder.parameters / tensor
+    writes = (
+        weight_bytes(decoder.parameters, config.sampling, compute_dtype=config.model.compute_dtype) / tensor
+    )
     return Work(
         phase="transfer", runs=1, flops=0, useful_flops=0, hbm_bytes=reads + writes, ici_bytes=received
     )
 
 
 def _prefill(
-    config: TrainConfig, decoder: DecoderConfig, work: Workload, layout: Layout, received: float
+    config: TrainConfig, decoder: DecoderConfig, work: Workload, layout: Layout, received: Mapping[str, float]
 ) -> Work:
-    """Each prompt once; the devices of a sampler share its prompts."""
-    at_once = max(1, config.sampling.slots // config.batch.group_size)
+    """Each prompt once, as many as a call's rows hold; the devices of a sampler share its prompts."""
+    shape = prefill_of(
+        config.sampling, config.batch.group_size, max_prompt_tokens=config.data.max_prompt_tokens
+    )
+    length, devices = work.prompt_mean, layout.sampler_devices
+    at_once = shape.rows * max(1.0, min(float(shape.row_prompts), shape.width // length))
     prompts = work.prompts / layout.samplers
-    runs, devices = prompts / at_once, layout.sampler_devices
-    length = work.prompt_mean
+    runs, name = prompts / at_once, "prefill_rows" if shape.rows > 1 else "prefill_row"
     flops = forward_flops(
         decoder, tokens=prompts * length, pairs=prompts * length * (length + 1) / 2, logits=prompts
     )
-    weights = _item(config) * decode_weight_parameters(decoder) / layout.sampler["tensor"]
+    # A program for each layer, and one for the logits.
+    moved = decoder.layers * received.get(name, 0.0) + received.get(f"{name}_head", 0.0)
     return Work(
         phase="prefill",
         runs=runs,
         flops=flops / devices,
         useful_flops=flops / devices,
-        hbm_bytes=runs * weights,
-        ici_bytes=runs * received,
+        hbm_bytes=runs * _decode_weight_bytes(config, decoder, layout),
+        ici_bytes=runs * moved,
     )
 
 
-def decode_steps(config: TrainConfig, work: Workload, samplers: int) -> int | float:
-    """Tokens that a sampler decodes one after another: its share of all over its slots, and no less than the longest response."""
+def in_flight(config: TrainConfig, work: Workload, pages: PageSizes) -> float:
+    """Responses that a sampler decodes side by side: as many as it has slots, or as its pages hold, each half a page more than its mean
+    context. Prompts whose pages a group shares are counted for each response."""
+    held = work.context + pages.page_tokens / 2
+    if pages.pool_pages == pages.table_pages * pages.slots // pages.pools:
+        return float(pages.slots)  # there is room for the longest in every slot
+    return min(float(pages.slots), pages.pools * pages.pool_pages * pages.page_tokens / held)
+
+
+def decode_steps(work: Workload, samplers: int, together: float) -> float:
+    """Tokens that a sampler decodes one after another: its share of all over what is in flight, and no less than the longest response."""
     tokens = work.responses * work.response_mean / samplers
-    return max(tokens / config.sampling.slots, work.longest)
+    return max(tokens / together, work.longest)
 
 
 def _decode(
-    config: TrainConfig, decoder: DecoderConfig, work: Workload, layout: Layout, received: float
-) -> Work:
-    """Weights are read once a step for all slots of a device, and of each slot what it holds, as the kernel for TPU does."""
-    sampler, item, slots = layout.sampler, _item(config), config.sampling.slots
-    steps = decode_steps(config, work, layout.samplers)
+    config: TrainConfig, decoder: DecoderConfig, work: Workload, layout: Layout, pages: PageSizes, received: float
+) -> Work:  # fmt: skip
+    """Weights are read once a step for all responses of a device, and of each what its pages hold, as the kernels do."""
+    sampler, steps_per_call, dtype = (
+        layout.sampler,
+        config.sampling.steps_per_call,
+        config.model.compute_dtype,
+    )
+    together = in_flight(config, work, pages)
+    steps = decode_steps(work, layout.samplers, together)
     tokens = work.responses * work.response_mean / layout.samplers
     flops = forward_flops(decoder, tokens=tokens, pairs=tokens * work.context, logits=tokens)
     flops /= layout.sampler_devices
-    # The heads are split over `tensor`, the slots over the other axes.
-    cache = slots / batch_shards(sampler) * cache_bytes_per_token(decoder, item) / sampler["tensor"]
-    weights = item * decode_weight_parameters(decoder) / sampler["tensor"]
+    # The heads are split over `tensor`, the slots over the other axes. Where fewer are left than slots, each step reads less.
+    each = cache_bytes_per_token(decoder, config.sampling, compute_dtype=dtype) / sampler["tensor"]
+    cache = tokens / batch_shards(sampler) * work.context * each
     return Work(
         phase="decode",
-        runs=steps / config.sampling.steps_per_call,
+        runs=steps / steps_per_call,
         flops=flops,
         useful_flops=flops,
-        hbm_bytes=steps * (weights + cache * work.context),
-        ici_bytes=steps / config.sampling.steps_per_call * received,
+        hbm_bytes=steps * _decode_weight_bytes(config, decoder, layout) + cache,
+        ici_bytes=steps / steps_per_call * received,
     )
+
+
+def _decode_weight_bytes(config: TrainConfig, decoder: DecoderConfig, layout: Layout) -> float:
+    parameters, dtype = decode_weight_parameters(decoder), config.model.compute_dtype
+    return weight_bytes(parameters, config.sampling, compute_dtype=dtype) / layout.sampler["tensor"]
 
 
 def _trained(
@@ -202,4 +228,4 @@ def _trained(
 def _microbatch_weight_bytes(config: TrainConfig, decoder: DecoderConfig, layout: Layout) -> float:
     """The bytes that one pass over a microbatch reads: the weights, whole but for the tensor axis, in the compute dtype."""
     used = decoder.parameters - (0 if decoder.tied_embeddings else unembedding_parameters(decoder))
-    return _item(config) * used / layout.train["tensor"]
+    return item(config.model.compute_dtype) * used / layout.train["tensor"]

@@ -7,7 +7,7 @@ from typing import Any
 
 from dapo_jax.config import ConfigError, TrainConfig
 from dapo_jax.plan.plan import Plan, plan_for
-from dapo_jax.plan.programs import SAMPLING, TRAINING
+from dapo_jax.plan.programs import TRAINING
 from dapo_jax.plan.workload import Assumptions
 
 
@@ -49,7 +49,8 @@ def suggestions(
 def _candidates(plan: Plan) -> Iterator[tuple[tuple[str, ...], TrainConfig]]:
     """Changes from the cheapest on; what samples and what trains are changed apart, then together."""
     config, failed = plan.config, plan.failures
-    trains, samples = set(failed) & {*TRAINING, "transfer", "transfer_ends"}, set(failed) & set(SAMPLING)
+    trains = set(failed) & set(TRAINING)
+    samples = set(failed) - {"update", "score"}
     training = list(_training(config, plan)) if trains else [((), config)]
     sampling = list(_sampling(config, plan)) if samples else [((), config)]
     for index in range(max(len(training), len(sampling))):
@@ -101,7 +102,15 @@ def _sampling(config: TrainConfig, plan: Plan) -> Iterator[tuple[tuple[str, ...]
     if mesh["tensor"] < size:
         told = (f"parallel.sampler_tensor={size}",)
         yield told, replace(config, parallel=replace(config.parallel, sampler_tensor=size))
-    slots = config.sampling.slots
+    pages, slots = plan.pages, config.sampling.slots
+    tokens, least = (
+        pages.pools * pages.pool_pages * pages.page_tokens,
+        pages.pools * pages.table_pages * pages.page_tokens,
+    )
+    for quarters in (3, 2, 1):
+        if (fewer := tokens * quarters // 4) >= least:
+            told = (f"sampling.cache_tokens={fewer}",)
+            yield told, replace(config, sampling=replace(config.sampling, cache_tokens=fewer))
     while slots % 2 == 0 and slots > 1:
         slots //= 2
         yield (f"sampling.slots={slots}",), replace(config, sampling=replace(config.sampling, slots=slots))

@@ -19,6 +19,7 @@ from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.mesh import Meshes
 from dapo_jax.parallel.weights import WeightTransfer, weight_transfer
 from dapo_jax.sampling.engine import DecoderEngine
+from dapo_jax.sampling.prompt_packing import PrefillShape
 from dapo_jax.training.update import Objective, UpdateOptions, Updater
 
 _KEPT = 4
@@ -37,6 +38,7 @@ def engine_of(
     page_tokens: int,
     cache_tokens: int,
     cache_dtype: str,
+    prefill: PrefillShape,
 ) -> DecoderEngine:
     """The sampler's engine: see `DecoderEngine`."""
     return DecoderEngine(
@@ -50,6 +52,7 @@ def engine_of(
         page_tokens=page_tokens,
         cache_tokens=cache_tokens,
         cache_dtype=cache_dtype,
+        prefill=prefill,
     )
 
 

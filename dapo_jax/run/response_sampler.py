@@ -16,6 +16,7 @@ from dapo_jax.run.policy import Policy
 from dapo_jax.run.programs import engine_of, transfer_of
 from dapo_jax.sampling.continuous_batching import Sampler
 from dapo_jax.sampling.decoding import Decoding, decoding
+from dapo_jax.sampling.prompt_packing import PrefillShape, prefill_shape
 from dapo_jax.text.stop_strings import StopStrings, stop_ids
 
 TRAINING, EVALUATION = 0, 1
@@ -27,8 +28,18 @@ Grade = Callable[[Sampled], Iterable[Group]]
 
 
 def prompts_at_once(sampling: SamplingConfig, group_size: int) -> int:
-    """The prompts that are read in one prefill: as many as fill the slots with their groups."""
+    """The prompts that are asked for at a time: as many as fill the slots with their groups."""
     return max(1, sampling.slots // group_size)
+
+
+def prefill_of(sampling: SamplingConfig, group_size: int, *, max_prompt_tokens: int) -> PrefillShape:
+    """What is read in one call of prefill."""
+    return prefill_shape(
+        longest=max_prompt_tokens,
+        capacity=max_prompt_tokens + sampling.max_response_tokens,
+        prompts=prompts_at_once(sampling, group_size),
+        tokens=sampling.prefill_tokens,
+    )
 
 
 class ResponseSampler:
@@ -63,6 +74,7 @@ class ResponseSampler:
                 page_tokens=sampling.page_tokens,
                 cache_tokens=sampling.cache_tokens,
                 cache_dtype=sampling.cache_dtype,
+                prefill=prefill_of(sampling, group_size, max_prompt_tokens=max_prompt_tokens),
             )
         except ValueError as error:
             raise ConfigError(str(error)) from error

@@ -86,17 +86,24 @@ def sizes_for(
     )  # fmt: skip
 
 
-def cache_for(kind: Kind, mesh: Mesh, sizes: PageSizes, *, compute_dtype: str) -> Cache:
-    """The functions of that kind of cache, with products in `compute_dtype`. Off its platform a kernel is interpreted, slowly."""
+def cache_for(
+    kind: Kind, mesh: Mesh, sizes: PageSizes, *, kv_heads: int, head_dim: int, dtype: str, compute_dtype: str
+) -> Cache:
+    """The functions of that kind of cache: keys and values in `dtype`, products in `compute_dtype`. Off its platform a kernel is
+    interpreted, slowly."""
     if kind == "slots":
         return DENSE
     heads, slots = PartitionSpec("tensor", None, BATCH_AXES), PartitionSpec(BATCH_AXES)
     layer = PartitionSpec(BATCH_AXES, "tensor")
     platform = mesh.devices.flat[0].platform
     kept: Any = {"pages": cache, "tpu": tpu_cache, "gpu": gpu_cache}[kind]
+    at_once = tpu_cache.pages_at_once(kv_heads // mesh.shape["tensor"], sizes.page_tokens, head_dim, dtype)
     reading, extend = {
         "pages": (partial(paged_cache.reading, page_tokens=sizes.page_tokens), paged_cache.extend),
-        "tpu": (tpu_cache.reading, partial(tpu_cache.extend, interpret=platform != "tpu")),
+        "tpu": (
+            partial(tpu_cache.reading, page_tokens=sizes.page_tokens, at_once=at_once),
+            partial(tpu_cache.extend, interpret=platform != "tpu"),
+        ),
         "gpu": (
             partial(gpu_cache.reading, page_tokens=sizes.page_tokens),
             partial(gpu_cache.extend, interpret=platform != "gpu"),

@@ -20,7 +20,7 @@ from jaxtyping import Float, Int, PRNGKeyArray, PyTree
 from dapo_jax.dapo.rollouts import Prompt, Response
 from dapo_jax.sampling.decoding import Decoding
 from dapo_jax.sampling.interface import Engine, Insertion, ResultTokens
-from dapo_jax.sampling.pages import Fill, Pages
+from dapo_jax.sampling.pages import Fill, Pages, pages_for
 
 Draw = Callable[[int], Sequence[Prompt]]
 """n -> up to n prompts. After none it is asked again while responses are in flight; with none in flight sampling ends."""
@@ -116,21 +116,33 @@ class Sampler:
         engine = self._engine
         state = engine.init_decode_state()
         waiting: deque[_Request] = deque()
-        slots = _Slots(engine)
+        slots, reading = _Slots(engine), _Reading(engine, params)
         groups: dict[int, dict[int, Response]] = {}
         while True:
             state = self._stopped(state, slots.make_room(waiting))
-            state = self._start(params, state, slots, waiting, key)
+            state = self._start(state, slots, waiting, key)
             # One more than can start at once: with nobody in line, `generate` would not come back for a freed slot.
-            while not waiting and (prompts := draw(self._prefill_prompts)):
-                waiting.extend(self._prefill(params, prompts, samples_per_prompt, max_response_tokens))
-                groups.update({prompt.ordinal: {} for prompt in prompts})
-                state = self._start(params, state, slots, waiting, key)
-            live = sum(owner is not None for owner in slots.owners)
-            if not live:
+            while not waiting or waiting[0].prefix is None:
+                if not reading.busy and waiting:
+                    if not slots.has_room(waiting[0]):
+                        break
+                    reading.begin_again(waiting)
+                elif not reading.busy:
+                    if not (prompts := draw(self._prefill_prompts)):
+                        break
+                    self._check(prompts, max_response_tokens)
+                    reading.begin(prompts, samples_per_prompt, max_response_tokens)
+                    groups.update({prompt.ordinal: {} for prompt in prompts})
+                waiting.extend(reading.go_on())
+                state = self._start(state, slots, waiting, key)
+                # What is left to read can wait for the next call, unless more slots are idle than decode.
+                if reading.busy and slots.live >= engine.slots - slots.live:
+                    break
+            if not slots.live:
                 return
             # With work waiting, come back once enough slots are free; without, run on to the end of the call.
-            min_live = live - max(1, round(live * self._refill_frac)) + 1 if waiting else 1
+            more = bool(waiting) or reading.busy
+            min_live = slots.live - max(1, round(slots.live * self._refill_frac)) + 1 if more else 1
             self._on_look()
             state, result = engine.generate(params, state, decoding, min_live, slots.pages.tables)
             ended, overrun = self._absorb(result, slots, stop)
@@ -142,37 +154,21 @@ class Sampler:
                     del groups[request.prompt.ordinal]
                     yield request.prompt, tuple(group[index] for index in range(samples_per_prompt))
 
-    def _prefill(
-        self, params: PyTree, prompts: Sequence[Prompt], samples: int, max_response_tokens: int
-    ) -> list[_Request]:
-        """Reads prompts in one call and queues their responses."""
-        lengths = [len(prompt.tokens) for prompt in prompts]
-        for prompt, length in zip(prompts, lengths, strict=True):
-            if not 0 < length <= self._engine.capacity - max_response_tokens:
+    def _check(self, prompts: Sequence[Prompt], max_response_tokens: int) -> None:
+        capacity = self._engine.capacity
+        for prompt in prompts:
+            if not 0 < len(prompt.tokens) <= capacity - max_response_tokens:
                 raise ValueError(
-                    f"prompt {prompt.ordinal} has {length} tokens; a slot of {self._engine.capacity} tokens has room for 1 to "
-                    f"{self._engine.capacity} - {max_response_tokens} (response) = {self._engine.capacity - max_response_tokens}"
+                    f"prompt {prompt.ordinal} has {len(prompt.tokens)} tokens; a slot of {capacity} tokens has room for 1 to "
+                    f"{capacity} - {max_response_tokens} (response) = {capacity - max_response_tokens}"
                 )
-        prefix = self._engine.prefill(params, [prompt.tokens for prompt in prompts])
-        return [
-            _Request(prompt=prompt, index=index, prefix=prefix, place=place, limit=max_response_tokens)
-            for place, prompt in enumerate(prompts)
-            for index in range(samples)
-        ]
 
-    def _start(
-        self, params: PyTree, state: PyTree, slots: "_Slots", waiting: deque[_Request], key: PRNGKeyArray
-    ) -> PyTree:
-        """Starts those at the head of the line, as many as there are slots and pages for: one `insert` for each prefix they come from."""
+    def _start(self, state: PyTree, slots: "_Slots", waiting: deque[_Request], key: PRNGKeyArray) -> PyTree:
+        """Starts those at the head of the line that were read, as many as there are slots and pages for: one `insert` for each prefix."""
         started: list[_Started] = []
-        while waiting and (one := slots.take(waiting[0])):
+        while waiting and waiting[0].prefix is not None and (one := slots.take(waiting[0])):
             started.append(one)
             waiting.popleft()
-        again = [each.request for each in started if each.request.prefix is None]
-        if again:
-            prefix = self._engine.prefill(params, [request.sequence for request in again])
-            for place, request in enumerate(again):
-                request.prefix, request.place = prefix, place
         while started:
             prefix = started[0].request.prefix
             batch = [each for each in started if each.request.prefix is prefix]
@@ -226,6 +222,49 @@ class Sampler:
         return ended, overrun
 
 
+class _Reading:
+    """What is being read: prompts for the first time, or the responses at the head of the line again."""
+
+    def __init__(self, engine: Engine, params: PyTree) -> None:
+        self._engine, self._params = engine, params
+        self._work: Iterator[list[tuple[int, PyTree, int]]] = iter(())
+        self._requests: list[list[_Request]] = []
+        self._left = 0
+
+    @property
+    def busy(self) -> bool:
+        """True while something that was begun is not read to its end."""
+        return self._left > 0
+
+    def begin(self, prompts: Sequence[Prompt], samples: int, limit: int) -> None:
+        """Prompts, each for a group of responses."""
+        self._requests = [
+            [_Request(prompt=prompt, index=index, limit=limit) for index in range(samples)]
+            for prompt in prompts
+        ]
+        self._work = self._engine.prefill(self._params, [prompt.tokens for prompt in prompts])
+        self._left = len(prompts)
+
+    def begin_again(self, waiting: deque[_Request]) -> None:
+        """The response at the head of the line, which stays there."""
+        self._requests = [[waiting[0]]]
+        self._work = self._engine.prefill(self._params, [waiting[0].sequence])
+        self._left = 1
+
+    def go_on(self) -> list[_Request]:
+        """One part of the work. Returned are the responses that can now start and are not in line yet."""
+        new: list[_Request] = []
+        for index, prefix, place in next(self._work):
+            self._left -= 1
+            for request in self._requests[index]:
+                request.prefix, request.place = prefix, place
+                if request.order < 0:
+                    new.append(request)
+        if not self._left:
+            self._work, self._requests = iter(()), []  # or they would hold what was read
+        return new
+
+
 @dataclass(frozen=True)
 class _Started:
     """A response that was given a slot."""
@@ -242,6 +281,17 @@ class _Slots:
         self.pages, self._steps = Pages(engine.page_sizes), engine.steps_per_call
         self.owners: list[_Request | None] = [None] * engine.slots
         self.starts = itertools.count()
+
+    @property
+    def live(self) -> int:
+        """How many are taken."""
+        return sum(owner is not None for owner in self.owners)
+
+    def has_room(self, request: _Request) -> bool:
+        """Whether there is a free slot, and pages for the request were none of them shared."""
+        free = [slot for slot, owner in enumerate(self.owners) if owner is None]
+        needed = pages_for(request.room(self._steps), self.pages.sizes.page_tokens)
+        return any(self.pages.free(slot) >= needed for slot in free)
 
     def take(self, request: _Request) -> _Started | None:
         """Gives the request a free slot, where the most pages are free, with those for all of it and what the next call draws; or None."""

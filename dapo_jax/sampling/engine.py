@@ -5,9 +5,9 @@ is sample-then-forward: a slot keeps the logits of its next token, so one prefil
 each draws its own first token.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -19,7 +19,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Lowered
 from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
-from dapo_jax.models.attention import causal_attention
 from dapo_jax.models.decoder import Block, EmbeddingAndHead, RopeTables, rope_tables
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.parallel.mesh import BATCH_AXES
@@ -28,21 +27,8 @@ from dapo_jax.sampling.caches import Kind, cache_for, kind_for, sizes_for
 from dapo_jax.sampling.decoding import Decoding, draw, response_keys
 from dapo_jax.sampling.interface import Insertion, ResultTokens
 from dapo_jax.sampling.pages import PageSizes
-from dapo_jax.sampling.prompt_packing import pack_prompts
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True)
-class Prefix:
-    """Prefilled prompts: never donated, so one prompt can be inserted into many slots."""
-
-    layers: tuple[Any, ...]
-    """Keys and values of each layer; prompts lie in rows as `PackedPrompts` has them."""
-    logits: Float[Array, "prompts vocab"] | Any
-    """Logits of the first response token."""
-    rows: Int[Array, " prompts"] | Any
-    starts: Int[Array, " prompts"] | Any
-    lengths: Int[Array, " prompts"] | Any
+from dapo_jax.sampling.prefill import Prefill, Prefix, Read
+from dapo_jax.sampling.prompt_packing import PrefillShape, prefill_shape
 
 
 @jax.tree_util.register_dataclass
@@ -64,6 +50,9 @@ class DecodeState:
     """The key of each slot's response."""
 
 
+_ROWS, _TOKENS = 4, 4096
+"""What is read at a time, of those who do not say."""
+
 _Carry = tuple[Array, DecodeState, tuple[Array, ...]]
 
 
@@ -73,10 +62,10 @@ class DecoderEngine:
     def __init__(
         self, config: DecoderConfig, *, slots: int, capacity: int, steps_per_call: int, stop_ids: Sequence[int], mesh: Mesh,
         compute_dtype: str = "float32", page_tokens: int = 0, cache_tokens: int = 0, cache_dtype: str = "",
-        cache: Kind | None = None,
+        cache: Kind | None = None, prefill: PrefillShape | None = None,
     ) -> None:  # fmt: skip
         """Programs for one mesh. `page_tokens` and `cache_tokens` are `sizes_for`'s; `cache_dtype` is "" for `compute_dtype`; `cache` takes
-        the choice from the platform.
+        the choice from the platform; `prefill` says how much is read at a time, by default up to 4 rows and 4,096 tokens.
 
         Raises:
             ValueError: slots do not spread over the mesh, sequences are longer than the model's, or no sequence would fit the cache.
@@ -104,7 +93,20 @@ class DecoderEngine:
         self._ends, _ = nnx.split(
             nnx.eval_shape(lambda: EmbeddingAndHead(config, rngs=nnx.Rngs(0), compute_dtype=compute_dtype))
         )
-        self._cache = cache_for(kind, mesh, self.page_sizes, compute_dtype=compute_dtype)
+        self._cache = cache_for(
+            kind, mesh, self.page_sizes,
+            kv_heads=config.kv_heads, head_dim=config.head_dim, dtype=self._cache_dtype, compute_dtype=compute_dtype,
+        )  # fmt: skip
+        self._read = Prefill(
+            config,
+            mesh,
+            shape=prefill
+            or prefill_shape(longest=capacity, capacity=capacity, prompts=_ROWS, tokens=_TOKENS),
+            capacity=capacity,
+            cache=self._cache,
+            cache_dtype=self._cache_dtype,
+            compute_dtype=compute_dtype,
+        )
         rows, whole = NamedSharding(mesh, PartitionSpec(BATCH_AXES)), NamedSharding(mesh, PartitionSpec())
         # Each device draws for a share of the slots, from whole rows of logits: all that goes between the devices is the logits, once.
         share = (*BATCH_AXES, "tensor") if slots % (spread * mesh.shape["tensor"]) == 0 else BATCH_AXES
@@ -112,7 +114,6 @@ class DecoderEngine:
         self._columns = NamedSharding(mesh, PartitionSpec(None, BATCH_AXES))
         self._halves = NamedSharding(mesh, PartitionSpec(BATCH_AXES, "tensor"))
         slot_cache = NamedSharding(mesh, PartitionSpec(BATCH_AXES, "tensor"))
-        row_cache = NamedSharding(mesh, PartitionSpec(None, "tensor"))
         self._whole = whole
         # Pinned: a state that came back with another layout would compile `insert` and `generate` a second time.
         shapes = jax.eval_shape(self._init_program)
@@ -126,7 +127,6 @@ class DecoderEngine:
         )
         self._init = jax.jit(self._init_program, out_shardings=state)
         self._fill = jax.jit(self._fill_program, donate_argnums=1, out_shardings=state.layers)
-        self._prefill = jax.jit(self._prefill_program, out_shardings=(row_cache, whole))
         self._insert = jax.jit(
             self._insert_program, donate_argnums=1, out_shardings=replace(state, layers=())
         )
@@ -137,18 +137,18 @@ class DecoderEngine:
         """A state in which every slot is free."""
         return self._init()
 
-    def prefill(self, params: SamplerWeights, prompts: Sequence[Int[np.ndarray, " _"]]) -> Prefix:
-        """Reads prompts, packed; compiles once per shape that `pack_prompts` gives.
+    def prefill(self, params: SamplerWeights, prompts: Sequence[Int[np.ndarray, " _"]]) -> Iterator[Read]:
+        """Reads prompts; see `Prefill`.
 
         Raises:
             ValueError: a prompt is empty or longer than a slot.
         """
-        packed = pack_prompts(prompts, capacity=self.capacity)
-        last_columns = packed.rows * packed.tokens.shape[1] + packed.starts + packed.lengths - 1
-        rope = tuple(part[:, packed.positions.reshape(-1)] for part in self._rope)
-        layers, logits = self._prefill(params, packed.tokens, rope, packed.segment_ids, last_columns)
-        rows, starts, lengths = (jnp.asarray(part) for part in (packed.rows, packed.starts, packed.lengths))
-        return Prefix(layers=layers, logits=logits, rows=rows, starts=starts, lengths=lengths)
+        for index, prompt in enumerate(prompts):
+            if not 0 < len(prompt) <= self.capacity:
+                raise ValueError(
+                    f"prompt {index} has {len(prompt)} tokens; a slot has room for 1 to {self.capacity}"
+                )
+        return self._read(params, prompts)
 
     def insert(
         self, prefix: Prefix, state: DecodeState, insertion: Insertion, key: PRNGKeyArray
@@ -185,18 +185,33 @@ class DecoderEngine:
         # A copy: the caller goes on to write into its own while the device may still read it.
         return self._generate(params, state, self._rope, decoding, np.int32(min_live), tables.copy())
 
-    def lower_prefill(self, params: SamplerWeights, *, rows: int, width: int, prompts: int) -> Lowered:
-        """The program of `prefill` at a shape that `pack_prompts` gives; `params` may be shapes with their places."""
-        tokens = self._struct((rows, width), jnp.int32)
-        return self._prefill.lower(
-            params, tokens, self._rope_structs(rows * width), tokens, self._struct((prompts,), jnp.int32)
-        )
-
-    def lower_generate(self, params: SamplerWeights, decoding: Decoding) -> Lowered:
-        """The program of `generate`; `params` and `decoding` may be shapes."""
-        rope, min_live = self._rope_structs(self.capacity), self._struct((), jnp.int32)
+    def programs(self, params: SamplerWeights, decoding: Decoding) -> dict[str, Callable[[], Lowered]]:
+        """All programs that sampling runs, by name, and what lowers each; `params` and `decoding` may be shapes."""
+        number, column = self._struct((), jnp.int32), self._struct((self.slots,), jnp.int32)
         tables = self._struct((self.slots, self.page_sizes.table_pages), jnp.int32)
-        return self._generate.lower(params, self.state_structs, rope, decoding, min_live, tables)
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        state = self.state_structs
+        made: dict[str, Callable[[], Lowered]] = {
+            "init": self._init.lower,
+            "generate": partial(
+                self._generate.lower,
+                params,
+                state,
+                self._rope_structs(self.capacity),
+                decoding,
+                number,
+                tables,
+            ),
+            "release": partial(self._release.lower, state, column, number),
+            **self._read.programs(params),
+        }
+        for name, prefix in self._read.prefixes(params).items():
+            made[f"fill_{name}"] = partial(self._fill.lower, prefix, state.layers, (column,) * 3, number)
+            slots_alone, logits_alone = replace(state, layers=()), replace(prefix, layers=())
+            made[f"insert_{name}"] = partial(
+                self._insert.lower, logits_alone, slots_alone, (column,) * 6, number, key
+            )
+        return made
 
     def _struct(self, shape: tuple[int, ...], kind: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, kind, sharding=self._whole)
@@ -228,23 +243,6 @@ class DecoderEngine:
             lengths=zeros, generated=zeros, limits=zeros, live=jnp.zeros(slots, bool),
             keys=jax.random.split(jax.random.key(0), slots),
         )  # fmt: skip
-
-    def _prefill_program(
-        self, params: SamplerWeights, tokens: Array, rope: RopeTables, segment_ids: Array, last_columns: Array
-    ) -> tuple[tuple[Any, ...], Array]:
-        outer = nnx.merge(self._ends, params["ends"])
-
-        def attend(query: Array, key: Array, value: Array) -> tuple[Array, Any]:
-            return (
-                causal_attention(query, key, value, segment_ids, dtype=self._dtype),
-                self._cache.of_rows(key, value, len(segment_ids), self._cache_dtype),
-            )
-
-        x, layers = outer.embed(tokens.reshape(-1)), []
-        for weights in params["layers"]:
-            x, kept = nnx.merge(self._block, weights)(x, rope, attend)
-            layers.append(kept)
-        return tuple(layers), outer.logits(outer.normed(x[:, last_columns]))
 
     def _fill_program(
         self, prefix: Prefix, layers: tuple[Any, ...], arrays: tuple[Array, ...], count: Array

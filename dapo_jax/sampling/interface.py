@@ -1,6 +1,6 @@
 """The interface of sampler and engine: the verbs, what goes in and what comes out."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -30,7 +30,7 @@ class Insertion:
 
     slots: Int[np.ndarray, " responses"] | Any
     prompts: Int[np.ndarray, " responses"] | Any
-    """Places in the sequence that was given to `prefill`."""
+    """Places in the prefix."""
     ordinals: Int[np.ndarray, " responses"] | Any
     indices: Int[np.ndarray, " responses"] | Any
     limits: Int[np.ndarray, " responses"] | Any
@@ -58,8 +58,11 @@ class Engine(Protocol):
         """A state in which every slot is free."""
         ...
 
-    def prefill(self, params: PyTree, prompts: Sequence[Int[np.ndarray, " _"]]) -> PyTree:
-        """Reads prompts."""
+    def prefill(
+        self, params: PyTree, prompts: Sequence[Int[np.ndarray, " _"]]
+    ) -> Iterator[list[tuple[int, PyTree, int]]]:
+        """Reads prompts, some at a time: gives after each part of the work what it has finished, which may be nothing: (which prompt, the
+        prefix that has it, its place there)."""
         ...
 
     def insert(self, prefix: PyTree, state: PyTree, insertion: Insertion, key: PRNGKeyArray) -> PyTree:

@@ -1,4 +1,4 @@
-"""Prompts of different lengths in a few rows of one width: what prefill reads.
+"""Prompts of different lengths in rows of one width: what prefill reads, in programs of which there are few.
 
 A file of its own: it is host code over lengths, tested without an engine.
 """
@@ -10,14 +10,37 @@ import numpy as np
 from jaxtyping import Int
 
 _NARROWEST = 16
-"""Below this many tokens a narrower row would only be one more program to compile."""
+"""Below this many tokens a narrower row would only hold less."""
+
+_ROW_PROMPTS = 16
+"""No row has more prompts: the logits of all of them are kept."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillShape:
+    """The rows that are read together. A run has three programs: for all of these rows, for one, and for a part of what is longer than a row."""
+
+    rows: int
+    width: int
+
+    @property
+    def row_prompts(self) -> int:
+        """The most prompts in a row."""
+        return min(_ROW_PROMPTS, self.width)
+
+
+def prefill_shape(*, longest: int, capacity: int, prompts: int, tokens: int) -> PrefillShape:
+    """Rows that hold a prompt of `longest` tokens, as far as `tokens` at a time allow, and as many as `prompts` may take."""
+    width = min(max(_NARROWEST, _power_of_two(longest)), capacity, max(tokens, 1))
+    return PrefillShape(rows=max(1, min(tokens // width, prompts)), width=width)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedPrompts:
-    """Prompts side by side in padded rows. The width is rounded up to a power of two, the numbers of rows and of prompts to
-    powers of four, so that few programs serve any number of prompts of any lengths."""
+    """Prompts side by side in padded rows, for one call."""
 
+    indices: tuple[int, ...]
+    """Which of the prompts they are, in the order of the arrays below."""
     tokens: Int[np.ndarray, "rows width"]
     positions: Int[np.ndarray, "rows width"]
     segment_ids: Int[np.ndarray, "rows width"]
@@ -28,62 +51,62 @@ class PackedPrompts:
     lengths: Int[np.ndarray, " prompts"]
 
 
-def pack_prompts(prompts: Sequence[Int[np.ndarray, " _"]], *, capacity: int) -> PackedPrompts:
-    """Packs prompts of 1 to `capacity` tokens; first fit, longest first.
+def pack_prompts(
+    prompts: Sequence[Int[np.ndarray, " _"]], indices: Sequence[int], shape: PrefillShape
+) -> list[PackedPrompts]:
+    """Packs those of the prompts that `indices` name, each no longer than a row; first fit, longest first. A call has all rows or one."""
+    lines = _first_fit({index: len(prompts[index]) for index in indices}, shape)
+    calls = [lines[start : start + shape.rows] for start in range(0, len(lines), shape.rows)]
+    # The last few rows one by one, if that reads less than a call that is mostly padding.
+    if len(calls[-1]) <= shape.rows // 2:
+        calls[-1:] = [[line] for line in calls[-1]]
+    return [_packed(prompts, call, shape) for call in calls]
 
-    Raises:
-        ValueError: a prompt is empty or longer than `capacity`.
-    """
-    sizes = [len(prompt) for prompt in prompts]
-    for index, size in enumerate(sizes):
-        if not 0 < size <= capacity:
-            raise ValueError(f"prompt {index} has {size} tokens; a slot has room for 1 to {capacity}")
-    width = row_width(max(sizes), capacity=capacity)
-    lines = _first_fit(sizes, width)
-    shape, count = (padded_count(len(lines)), width), padded_count(len(sizes))
-    tokens, positions, segment_ids = (np.zeros(shape, np.int32) for _ in range(3))
-    rows, starts, lengths = np.zeros(count, np.int32), np.zeros(count, np.int32), np.ones(count, np.int32)
+
+def _packed(
+    prompts: Sequence[Int[np.ndarray, " _"]], lines: Sequence[Sequence[int]], shape: PrefillShape
+) -> PackedPrompts:
+    rows = 1 if len(lines) == 1 else shape.rows
+    tokens, positions, segment_ids = (np.zeros((rows, shape.width), np.int32) for _ in range(3))
+    count = rows * shape.row_prompts
+    row_of, starts, lengths = np.zeros(count, np.int32), np.zeros(count, np.int32), np.ones(count, np.int32)
+    indices: list[int] = []
     for row, line in enumerate(lines):
         start = 0
         for segment, index in enumerate(line, start=1):
-            place = slice(start, start + sizes[index])
-            tokens[row, place], positions[row, place] = prompts[index], np.arange(sizes[index])
-            segment_ids[row, place] = segment
-            rows[index], starts[index], lengths[index] = row, start, sizes[index]
-            start = place.stop
+            length, place = len(prompts[index]), len(indices)
+            cut = slice(start, start + length)
+            tokens[row, cut], positions[row, cut] = prompts[index], np.arange(length)
+            segment_ids[row, cut] = segment
+            row_of[place], starts[place], lengths[place] = row, start, length
+            indices.append(index)
+            start = cut.stop
     return PackedPrompts(
-        tokens=tokens, positions=positions, segment_ids=segment_ids, rows=rows, starts=starts, lengths=lengths
-    )
+        indices=tuple(indices), tokens=tokens, positions=positions, segment_ids=segment_ids,
+        rows=row_of, starts=starts, lengths=lengths,
+    )  # fmt: skip
 
 
-def row_width(longest: int, *, capacity: int) -> int:
-    """The tokens of a row that holds a prompt of `longest` tokens: a power of two, or all that a slot holds."""
-    return min(max(_NARROWEST, _power(2, longest)), capacity)
-
-
-def padded_count(number: int) -> int:
-    """The rows, or prompts, of a program that reads so many: a power of four."""
-    return _power(4, number)
-
-
-def _first_fit(sizes: Sequence[int], room: int) -> list[list[int]]:
-    """The indices of `sizes`, longest first, each in the first line that still has room for it; none is over `room`."""
+def _first_fit(sizes: dict[int, int], shape: PrefillShape) -> list[list[int]]:
+    """The keys of `sizes`, longest first, each in the first row that still has room for it; none is over the width."""
     lines: list[list[int]] = []
     left: list[int] = []
-    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        place = next((line for line, free in enumerate(left) if free >= sizes[index]), None)
+    for index in sorted(sizes, key=lambda index: -sizes[index]):
+        room = (
+            line
+            for line, free in enumerate(left)
+            if free >= sizes[index] and len(lines[line]) < shape.row_prompts
+        )
+        place = next(room, None)
         if place is None:
             place = len(lines)
             lines.append([])
-            left.append(room)
+            left.append(shape.width)
         lines[place].append(index)
         left[place] -= sizes[index]
     return lines
 
 
-def _power(base: int, number: int) -> int:
-    """The least power of `base` that is not less than `number`."""
-    power = 1
-    while power < number:
-        power *= base
-    return power
+def _power_of_two(number: int) -> int:
+    """The least that is not less than `number`."""
+    return 1 << max(number - 1, 0).bit_length()

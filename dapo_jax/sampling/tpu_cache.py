@@ -24,7 +24,6 @@ LANES = 128
 """A page of a cache in eight bits is a multiple of this: its tokens' scales lie side by side."""
 
 _BLOCK_BYTES = 1 << 20
-"""Read at a time: much beside what a step of the kernel costs, little beside a core's fast memory."""
 
 
 @jax.tree_util.register_dataclass
@@ -51,6 +50,23 @@ class Reading:
     tables: Int[Array, "slots table_pages"] | Any
     lengths: Int[Array, " slots"] | Any
     live: Bool[Array, " slots"] | Any
+    count: Int[Array, "1"] | Any
+    """Steps that the kernel takes: one for each block of pages that a live slot has begun, and at least one."""
+    slot_of: Int[Array, " most"] | Any
+    """The slot of each step."""
+    starts: Int[Array, " slots"] | Any
+    """Each slot's first step."""
+
+
+def pages_at_once(kv_heads: int, page_tokens: int, head_dim: int, dtype: str) -> int:
+    """The pages of one device that a step of the kernel reads: much beside what a step costs, little beside a core's fast memory."""
+    heads = kv_heads // _parts(kv_heads)
+    return max(1, _BLOCK_BYTES // (heads * page_tokens * 2 * head_dim * jnp.dtype(dtype).itemsize))
+
+
+def _parts(kv_heads: int) -> int:
+    """Into how many parts the heads are divided: halves for the cores of a chip that has two; elsewhere they come one after the other."""
+    return 2 - kv_heads % 2
 
 
 def empty(pages: int, kv_heads: int, page_tokens: int, head_dim: int, dtype: str) -> Pairs:
@@ -88,10 +104,29 @@ def fill(
 
 
 def reading(
-    tables: Int[Array, "slots table_pages"], lengths: Int[Array, " slots"], live: Bool[Array, " slots"]
+    tables: Int[Array, "slots table_pages"],
+    lengths: Int[Array, " slots"],
+    live: Bool[Array, " slots"],
+    *,
+    page_tokens: int,
+    at_once: int,
 ) -> Reading:
-    """What the kernel looks up."""
-    return Reading(tables, jnp.where(live, lengths, 0), live)
+    """What the kernel looks up; `at_once` is `pages_at_once`."""
+    slots, most = tables.shape
+    lengths, at_once = jnp.where(live, lengths, 0), min(at_once, most)
+    blocks = jnp.where(live, lengths // (at_once * page_tokens) + 1, 0)
+    count, slot_of, starts = _walk(blocks, slots * pl.cdiv(most, at_once))
+    return Reading(tables, lengths, live, count, slot_of, starts)
+
+
+def _walk(
+    blocks: Int[Array, " slots"], most: int
+) -> tuple[Int[Array, "1"], Int[Array, " most"], Int[Array, " slots"]]:
+    """How many steps there are, the slot of each step, and each slot's first step. There is always one."""
+    ends = jnp.cumsum(blocks, dtype=jnp.int32)
+    # A slot begins where the one before it ends; what ends at the end of the list begins nothing.
+    passed = jnp.cumsum(jnp.zeros(most, jnp.int32).at[ends].add(1, mode="drop"), dtype=jnp.int32)
+    return jnp.maximum(ends[-1:], 1), jnp.minimum(passed, len(blocks) - 1), ends - blocks
 
 
 def extend(
@@ -112,17 +147,11 @@ def extend(
     pairs, kv_heads, live = cache.pairs, len(key), now.live
     slots, kept = len(live), pairs.dtype.name
     page_tokens, width = pairs.shape[2:]
-    # One half of the heads for each core where a chip has two; elsewhere the halves come one after the other.
-    parts = 2 - kv_heads % 2
+    parts = _parts(kv_heads)
     heads, tile = kv_heads // parts, tile_rows(kept)
     group, head_dim = len(query) // kv_heads, query.shape[1]
-    at_once = max(
-        1, min(now.tables.shape[1], _BLOCK_BYTES // (heads * page_tokens * width * pairs.dtype.itemsize))
-    )
+    at_once = min(pages_at_once(kv_heads, page_tokens, head_dim, kept), now.tables.shape[1])
     block = at_once * page_tokens
-    count, slot_of, starts = _walk(
-        now.lengths // block + 1, live, slots * pl.cdiv(now.tables.shape[1], at_once)
-    )
 
     def at_slot(part: Any, step: Any, slot_of: Any, *_: Any) -> tuple[Any, ...]:
         return slot_of[step], part, 0, 0
@@ -162,7 +191,7 @@ def extend(
         partial(_kernel, heads=heads, page_tokens=page_tokens, pools=len(pools)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=5,
-            grid=(parts, count),
+            grid=(parts, now.count[0]),
             in_specs=[
                 pl.BlockSpec(per_head, at_slot),
                 *new_specs,
@@ -184,8 +213,8 @@ def extend(
         interpret=interpret,
         name="extend",
     )(
-        slot_of,
-        starts,
+        now.slot_of,
+        now.starts,
         now.lengths,
         now.tables,
         live.any()[None].astype(jnp.int32),
@@ -196,17 +225,6 @@ def extend(
     # Nothing was computed for the others.
     attended = jnp.where(live[:, None, None, None], attended, 0.0)
     return attended.transpose(1, 2, 3, 0).reshape(query.shape).astype(query.dtype), Pairs(*grown)
-
-
-def _walk(
-    blocks: Int[Array, " slots"], live: Bool[Array, " slots"], most: int
-) -> tuple[Int[Array, ""], Int[Array, " most"], Int[Array, " slots"]]:
-    """How many steps there are, the slot of each step, and each slot's first step. There is always one."""
-    blocks = jnp.where(live, blocks, 0)
-    ends = jnp.cumsum(blocks, dtype=jnp.int32)
-    passed = jnp.arange(most, dtype=jnp.int32)[:, None] >= ends[None]
-    slot_of = jnp.minimum(passed.sum(-1, dtype=jnp.int32), len(blocks) - 1)
-    return jnp.maximum(ends[-1], 1), slot_of, ends - blocks
 
 
 def _kernel(

@@ -153,9 +153,11 @@ class JetStreamEngine(engine_api.Engine):
                 f"of prompt and response; needs 1 to {min(self._max_prefill_length, self._engine.capacity - 1)}"
             )
         with self._dispatch:
-            prefix = self._engine.prefill(_current(params), [tokens[:true_length]])
+            read = self._engine.prefill(_current(params), [tokens[:true_length]])
+            ((_, prefix, place),) = [done for part in read for done in part]
         return ServedPrefix(
             prefix=prefix,
+            place=place,
             prompt_tokens=true_length,
             max_response_tokens=room if bounded is None else min(room, bounded.max_response_tokens),
             abandoned=_waited_for if bounded is None else bounded.abandoned,
@@ -188,10 +190,10 @@ class JetStreamEngine(engine_api.Engine):
             self._pages.release(slot)  # of whom it served before
             tokens = length + prefix.max_response_tokens
             start = self._pages.start(slot, tokens, read=length, prompt=ordinal, prompt_tokens=length)
-            fills += [(0, fill) for fill in start or ()]
+            fills += [(prefix.place, fill) for fill in start or ()]
         insertion = Insertion(
             slots=np.array(slots, np.int32),
-            prompts=np.zeros(count, np.int32),
+            prompts=np.full(count, prefix.place, np.int32),
             ordinals=np.full(count, ordinal, np.int32),
             indices=np.arange(count, dtype=np.int32),
             limits=np.full(count, prefix.max_response_tokens, np.int32),

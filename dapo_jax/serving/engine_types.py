@@ -46,6 +46,8 @@ class ServedPrefix:
     """One prefilled prompt."""
 
     prefix: PyTree
+    place: int = field(metadata={"static": True})
+    """Of the prompt in the prefix."""
     prompt_tokens: int = field(metadata={"static": True})
     max_response_tokens: int = field(metadata={"static": True})
     abandoned: Callable[[], bool] = field(metadata={"static": True})

@@ -52,7 +52,11 @@ def compiled(file):
 
 def test_every_program_of_a_step_compiles_and_fits(compiled):
     assert [program.name for program in compiled.programs] == [
-        "generate", "prefill", "transfer", "transfer_ends", "update", "score",
+        "init", "generate", "release",
+        "prefill_row_embed", "prefill_row", "prefill_row_head", "prefill_rows_embed", "prefill_rows", "prefill_rows_head",
+        "prefill_part", "prefill_kept",
+        "fill_row", "insert_row", "fill_rows", "insert_rows", "fill_part", "insert_part",
+        "transfer", "transfer_ends", "update", "score",
     ]  # fmt: skip
     assert compiled.fits
     assert all(phase.total > 0 for phase in compiled.phases)
@@ -71,7 +75,7 @@ def test_the_arguments_are_what_the_shapes_say(file, compiled):
         (2 * needed["transfer"].outputs + needed["transfer_ends"].outputs, there.weights),
         (needed["generate"].arguments, there.weights + there.decode_state),
         (needed["generate"].aliased, there.decode_state),
-        (needed["prefill"].outputs, there.prefix),
+        (2 * needed["prefill_rows"].outputs + needed["prefill_rows_head"].outputs, there.prefix),
     ]
     for compiled_bytes, shapes in pairs:
         assert shapes * 0.99 < compiled_bytes < shapes * 1.1 + 2**19
@@ -91,7 +95,7 @@ def test_the_programs_have_a_roofline(compiled):
 
 def test_what_does_not_fit_is_named_and_what_would_is_compiled(file, capsys):
     """A slot's cache on one of its 2 devices has 256 tokens x 2 layers x 1 head x 128 x 2 x 2 bytes, its logits 2 KiB: 258 KiB. Of
-    2^17 slots, 2^16 are on each of 2 places: 16.1 GiB of the 15.75; half of them is 8.1 GiB."""
+    2^17 slots, 2^16 are on each of 2 places: 16.1 GiB of the 15.75; three quarters of the pages are 12.1 GiB."""
     config = load_config(file, [f"sampling.slots={2**17}", f"batch.group_size={2**15}"])
     devices, slice_ = devices_of(parse("v5e:2x2")), parse("v5e:2x2")
     assumed = Assumptions()
@@ -102,7 +106,9 @@ def test_what_does_not_fit_is_named_and_what_would_is_compiled(file, capsys):
     show_failures(found, [], Console(width=160))
     assert "DOES NOT FIT: generate alone needs" in capsys.readouterr().out
     tried = suggestions(found, devices, assumed=assumed, seconds=300.0)
-    assert [(one.overrides, one.fits) for one in tried] == [((f"sampling.slots={2**16}",), True)]
+    assert [(one.overrides, one.fits) for one in tried] == [
+        ((f"sampling.cache_tokens={2**17 * 256 * 3 // 4}",), True)
+    ]
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
+from dapo_jax.config import SamplingConfig
 from dapo_jax.models.decoder import Decoder
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.plan.costs import (
@@ -55,8 +56,12 @@ def test_operations_by_hand():
     assert forward_flops(SMALL, tokens=10, pairs=55, logits=1) == 57_600 + 15_840 + 512
 
 
-@pytest.mark.parametrize(("item", "bytes_per_token"), [(2, 144), (4, 288)])
-def test_cache_of_a_token(item, bytes_per_token):
-    """Keys and values, 3 layers, 2 heads of 6: 72 numbers."""
-    assert cache_bytes_per_token(SMALL, item) == bytes_per_token
+@pytest.mark.parametrize(
+    ("cache_dtype", "compute_dtype", "bytes_per_token"),
+    [("", "bfloat16", 144), ("", "float32", 288), ("int8", "bfloat16", 120)],
+)
+def test_cache_of_a_token(cache_dtype, compute_dtype, bytes_per_token):
+    """Keys and values, 3 layers, 2 heads of 6: 72 numbers; in eight bits each of the 12 heads has a scale of 4 bytes."""
+    sampling = SamplingConfig(cache_dtype=cache_dtype)
+    assert cache_bytes_per_token(SMALL, sampling, compute_dtype=compute_dtype) == bytes_per_token
     assert decode_weight_parameters(SMALL) == 2880 + 256

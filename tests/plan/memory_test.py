@@ -35,7 +35,7 @@ def test_an_axis_that_does_not_divide_is_named():
 
 
 def test_phases_add_up_what_is_there_at_the_same_time():
-    """While sampling: state 100, weights 10, cache 40, two batches of prompts 2 x 5, and what decoding adds: 7 of outputs and
+    """While sampling: state 100, weights 10, cache 40, two calls of prompts 2 x 5, and what decoding adds: 7 of outputs and
     temporaries beyond its arguments. In training: state, minibatches of 3 updates of 2, and 29 of temporaries. The update's code, 1,
     is there all the time."""
     there = Resident(state=100, reference=0, weights=10, minibatch=2, prefix=5, decode_state=40)
@@ -53,9 +53,8 @@ def test_padding_is_counted_once_programs_are_compiled():
     """The compiler's decode state is twice as large as its shapes; what is not compiled stays as it was."""
     there = Resident(state=100, reference=0, weights=10, minibatch=2, prefix=5, decode_state=40)
     decode = ProgramMemory(arguments=92, outputs=81, aliased=80, temporaries=0, code=0)
-    prefill = ProgramMemory(arguments=12, outputs=6, aliased=0, temporaries=0, code=0)
-    assert as_compiled(there, {"generate": decode, "prefill": prefill}) == Resident(
-        state=100, reference=0, weights=12, minibatch=2, prefix=6, decode_state=80
+    assert as_compiled(there, {"generate": decode}) == Resident(
+        state=100, reference=0, weights=12, minibatch=2, prefix=5, decode_state=80
     )
 
 

@@ -17,8 +17,9 @@ from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.plan.chips import CHIPS
 from dapo_jax.plan.collectives import Traffic
 from dapo_jax.plan.mesh_sizes import Layout
-from dapo_jax.plan.roofline import Work, bound, decode_steps, work_of
+from dapo_jax.plan.roofline import Work, bound, decode_steps, in_flight, work_of
 from dapo_jax.plan.workload import Assumptions, workload_of
+from dapo_jax.sampling.pages import PageSizes, slot_pages
 
 # A layer has 8 x (6 x 12 + 48) = 960 weights, 3 layers 2880, the unembedding 256; a pair costs 288; a token's cache in bfloat16
 # has 144 bytes. All parameters: 3 x (960 + 16 of norms) + 256 + 8 = 3192.
@@ -39,9 +40,12 @@ CONFIG = TrainConfig(
 )
 
 
-def works(config=CONFIG, traffic=None):
-    work = workload_of(config, Assumptions(informative=1.0))
-    return work, {one.phase: one for one in work_of(config, SMALL, work, LAYOUT, traffic or {})}
+def works(config=CONFIG, traffic=None, pages=None):
+    work, pages = (
+        workload_of(config, Assumptions(informative=1.0)),
+        pages or slot_pages(config.sampling.slots, 16),
+    )
+    return work, {one.phase: one for one in work_of(config, SMALL, work, LAYOUT, pages, traffic or {})}
 
 
 def test_the_longest_of_three_times_bounds_a_phase():
@@ -57,7 +61,8 @@ def test_decoding_by_hand():
     reads 2 x 3136 / 2 bytes of weights and 4 slots x 144 / 2 bytes x a mean context of 6 + 4.5."""
     work, phases = works()
     decode = phases["decode"]
-    assert decode_steps(CONFIG, work, 2) == 3840
+    assert in_flight(CONFIG, work, slot_pages(8, 16)) == 8
+    assert decode_steps(work, 2, 8.0) == 3840
     assert decode.hbm_bytes == 3840 * (3136 + 288 * 10.5)
     # 2 x 3136 + 288 x 10.5 operations a token, over 4 devices.
     assert decode.flops == 30_720 * (6272 + 3024) / 4
@@ -65,16 +70,36 @@ def test_decoding_by_hand():
 
 
 def test_a_sampler_decodes_at_least_as_long_as_its_longest_response():
-    config = TrainConfig(**{**vars(CONFIG), "sampling": SamplingConfig(max_response_tokens=10, slots=10**6)})
-    assert decode_steps(config, works(config)[0], 2) == 10
+    work, _ = works()
+    assert decode_steps(work, 2, 1e6) == 10
+
+
+def test_pages_hold_as_many_responses_as_their_mean_context_and_half_a_page_goes_into_them():
+    """30 pages of 4 tokens in each of 2 pools are 240 tokens; a response holds 10.5 and 2 more: 19.2 of them. 30,720 tokens are 1600 steps."""
+    pages = PageSizes(slots=64, capacity=16, page_tokens=4, pools=2, pool_pages=30)
+    work, phases = works(pages=pages)
+    assert in_flight(CONFIG, work, pages) == 19.2
+    assert phases["decode"].hbm_bytes == pytest.approx(1600 * 3136 + 30_720 / 2 * 10.5 * 72)
+    full = PageSizes(slots=8, capacity=16, page_tokens=4, pools=2, pool_pages=16)
+    assert in_flight(CONFIG, work, full) == 8, "where every slot has room for the longest, all are taken"
+
+
+def test_eight_bits_read_less():
+    """Weights of a byte each; a token's 72 numbers of a byte, and 12 scales of 4, over the 2 devices that have its heads."""
+    sampling = SamplingConfig(
+        max_response_tokens=10, slots=8, steps_per_call=5, weight_dtype="int8", cache_dtype="int8"
+    )
+    loss = LossConfig(importance_cap=2.0)
+    _, phases = works(TrainConfig(**{**vars(CONFIG), "sampling": sampling, "loss": loss}))
+    assert phases["decode"].hbm_bytes == 3840 * (3136 / 2 + 4 * 10.5 * (72 + 48) / 2)
 
 
 def test_prefill_and_transfer_by_hand():
-    """768 prompts of 6 tokens to each sampler, 2 at once: 21 pairs and one row of logits each. The transfer reads 3192 x 4 / 8
-    bytes and writes 3192 x 2 / 2."""
+    """768 prompts of 6 tokens to each sampler, 2 in each of 2 rows of 16: 21 pairs and one row of logits each. The transfer reads
+    3192 x 4 / 8 bytes and writes 3192 x 2 / 2."""
     _, phases = works()
     assert phases["prefill"].flops == 768 * (2 * 2880 * 6 + 288 * 21 + 512) / 4
-    assert (phases["prefill"].runs, phases["prefill"].hbm_bytes) == (384, 384 * 3136)
+    assert (phases["prefill"].runs, phases["prefill"].hbm_bytes) == (192, 192 * 3136)
     assert phases["transfer"].hbm_bytes == 1596 + 3192
 
 

@@ -210,9 +210,10 @@ def test_a_prefill_is_let_go_once_its_last_response_has_a_slot():
 
     class Watching(ScriptedEngine):
         def prefill(self, params, asked):
-            prefix = super().prefill(params, asked).view(Prefix)
-            held.append(weakref.ref(prefix))
-            return prefix
+            for index, lengths, place in next(super().prefill(params, asked)):
+                prefix = lengths.view(Prefix)
+                held.append(weakref.ref(prefix))
+                yield [(index, prefix, place)]
 
         def generate(self, params, state, how, min_live, tables):
             alive.append(sum(reference() is not None for reference in held))

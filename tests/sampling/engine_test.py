@@ -1,7 +1,7 @@
 """The decoder's engine: what prefill, insert and generate promise, on the smallest decoder that has everything."""
 
 import functools
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -60,8 +60,30 @@ def rows_of(sequences):
     return tokens, np.array([len(sequence) for sequence in sequences])
 
 
-def started(engine, prefix, slots, places, *, state=None, key=KEY, limits=9, ordinals=0):
+@dataclass
+class Prefilled:
+    """Prompts that were read in one call."""
+
+    prefix: object
+    places: list
+
+    @property
+    def logits(self):
+        """In the prompts' order."""
+        return self.prefix.logits[jnp.array(self.places)]
+
+
+def prefilled(engine, weights, asked):
+    (done,) = engine.prefill(weights, asked)
+    assert len({id(prefix) for _, prefix, _ in done}) == 1
+    return Prefilled(
+        prefix=done[0][1], places=[place for _, _, place in sorted(done, key=lambda one: one[0])]
+    )
+
+
+def started(engine, read, slots, prompts, *, state=None, key=KEY, limits=9, ordinals=0):
     """A state with prompts in slots that hold nothing yet, and `generate` that knows their pages: (state, generate)."""
+    prefix, places = read.prefix, [read.places[prompt] for prompt in prompts]
 
     def column(values):
         return np.broadcast_to(np.asarray(values, np.int32), len(slots)).copy()
@@ -109,11 +131,10 @@ def test_it_is_an_engine(engine):
 def test_prefill_gives_the_logits_after_each_prompt_however_they_are_packed(
     engine, weights, lengths, platform
 ):
-    """In rows of 16: 3, 8, 1 and 5 tokens are 8 + 5 + 3 | 1; 15, 16, 16 and 9 a row each; 9, 2, 2, 3 and 1 are
-    9 + 3 + 2 + 2 | 1."""
+    """In rows of 24: 3, 8, 1 and 5 tokens are one; 15, 16, 16 and 9 are 16 | 16 | 15 + 9, a call of 4 rows."""
     asked = prompts(*lengths)
-    prefix = engine.prefill(weights, asked)
-    np.testing.assert_allclose(prefix.logits[: len(asked)], last_logits(asked), rtol=1e-4, atol=1e-5)
+    prefix = prefilled(engine, weights, asked)
+    np.testing.assert_allclose(prefix.logits, last_logits(asked), rtol=1e-4, atol=1e-5)
 
 
 def drawn_by(result):
@@ -127,7 +148,7 @@ def test_greedy_decoding_takes_what_the_whole_sequence_makes_likeliest(engine, w
     The prompts share rows, so each slot's cache also holds what followed its prompt there.
     """
     asked = prompts(3, 8, 1, 5)
-    state, generate = started(engine, engine.prefill(weights, asked), range(4), range(4))
+    state, generate = started(engine, prefilled(engine, weights, asked), range(4), range(4))
     _, result = generate(weights, state, GREEDY)
     drawn = drawn_by(result)
     assert sorted(len(tokens) for tokens in drawn)[-3:] == [STEPS] * 3
@@ -139,7 +160,7 @@ def test_greedy_decoding_takes_what_the_whole_sequence_makes_likeliest(engine, w
 
 
 def test_one_prefill_serves_all_responses_and_each_draws_its_own_first_token(engine, weights):
-    prefix = engine.prefill(weights, prompts(4))
+    prefix = prefilled(engine, weights, prompts(4))
     (state, generate), (same, _) = (started(engine, prefix, range(4), [0] * 4) for _ in range(2))
     _, result = generate(weights, state, decoding(temperature=2.0))
     assert len({tuple(row) for row in np.asarray(result.tokens)}) == 4
@@ -149,9 +170,9 @@ def test_one_prefill_serves_all_responses_and_each_draws_its_own_first_token(eng
 
 
 def test_insert_touches_only_the_slots_it_names(engine, weights):
-    before, _ = started(engine, engine.prefill(weights, prompts(5, 4, 3, 2)), range(4), range(4))
+    before, _ = started(engine, prefilled(engine, weights, prompts(5, 4, 3, 2)), range(4), range(4))
     held = jax.device_get(replace(before, keys=jax.random.key_data(before.keys)))
-    prefix = engine.prefill(weights, prompts(6, seed=1))
+    prefix = prefilled(engine, weights, prompts(6, seed=1))
     after, _ = started(engine, prefix, [2], [0], state=before, ordinals=9)
     found = jax.device_get(replace(after, keys=jax.random.key_data(after.keys)))
     for old, new in zip(jax.tree.leaves(held), jax.tree.leaves(found), strict=True):
@@ -161,7 +182,7 @@ def test_insert_touches_only_the_slots_it_names(engine, weights):
 
 
 def test_a_slot_stops_at_its_limit_and_the_call_goes_on_for_the_others(engine, weights):
-    prefix = engine.prefill(weights, prompts(4))
+    prefix = prefilled(engine, weights, prompts(4))
     limits = [1, 3, 12, 6]
     state, generate = started(engine, prefix, range(4), [0] * 4, limits=limits)
     state, result = generate(weights, state, decoding())
@@ -174,7 +195,7 @@ def test_a_slot_stops_at_its_limit_and_the_call_goes_on_for_the_others(engine, w
 
 
 def test_generate_comes_back_as_soon_as_too_few_slots_live(engine, weights):
-    prefix = engine.prefill(weights, prompts(4))
+    prefix = prefilled(engine, weights, prompts(4))
     how = decoding(temperature=0.01)
 
     def run(min_live):
@@ -192,7 +213,7 @@ def test_generate_comes_back_as_soon_as_too_few_slots_live(engine, weights):
 
 
 def test_a_step_is_taken_even_when_fewer_live_than_asked_for(engine, weights):
-    state, generate = started(engine, engine.prefill(weights, prompts(4)), [3], [0])
+    state, generate = started(engine, prefilled(engine, weights, prompts(4)), [3], [0])
     _, result = generate(weights, state, GREEDY, 4)
     assert np.asarray(result.valid).sum(axis=1).tolist() == [0, 0, 0, 1]
 
@@ -206,7 +227,7 @@ def test_without_a_live_slot_nothing_is_drawn(engine, weights):
 
 def test_no_logits_are_computed_once_the_last_response_has_ended(engine, weights):
     """One token: the slot keeps the logits it was drawn from. With two, the first one's are replaced."""
-    prefix = engine.prefill(weights, prompts(3))
+    prefix = prefilled(engine, weights, prompts(3))
 
     def keeps_its_logits(limit):
         state, generate = started(engine, prefix, [0], [0], limits=limit)
@@ -221,7 +242,7 @@ def test_no_logits_are_computed_once_the_last_response_has_ended(engine, weights
 
 
 def test_a_released_slot_stops_and_the_others_go_on(engine, weights):
-    prefix = engine.prefill(weights, prompts(4))
+    prefix = prefilled(engine, weights, prompts(4))
     state, generate = started(engine, prefix, range(4), [0] * 4, limits=16, ordinals=[0, 1, 2, 3])
     going = set(np.flatnonzero(state.live)) - {1, 3}
     state = engine.release(state, [3, 1])
@@ -238,7 +259,7 @@ def test_any_of_several_end_tokens_ends_a_response(mesh, weights):
         engine = DecoderEngine(
             CONFIG, slots=SLOTS, capacity=CAPACITY, steps_per_call=STEPS, stop_ids=stop_ids, mesh=mesh
         )
-        state, generate = started(engine, engine.prefill(weights, prompts(5)), [0], [0])
+        state, generate = started(engine, prefilled(engine, weights, prompts(5)), [0], [0])
         return drawn_by(generate(weights, state, decoding(temperature=2.0))[1])[0].tolist()
 
     whole = drawn_until()
@@ -268,7 +289,7 @@ def test_the_trainer_gives_what_was_drawn_nearly_the_same_log_probability_in_bfl
     )  # fmt: skip
     weights = weight_transfer(shapes_of(CONFIG), mesh, dtype="bfloat16")(tiny_params(CONFIG))
     asked = prompts(8, 3, 6, 5)
-    state, generate = started(engine, engine.prefill(weights, asked), range(4), range(4))
+    state, generate = started(engine, prefilled(engine, weights, asked), range(4), range(4))
     state, result = generate(weights, state, decoding())
     drawn, sampled = drawn_by(result), np.asarray(result.logprobs)[np.asarray(result.valid)]
     tokens, _ = rows_of([np.concatenate(pair) for pair in zip(asked, drawn, strict=True)])
@@ -296,7 +317,7 @@ def test_slots_and_heads_spread_over_devices_draw_what_one_device_draws(engine, 
     params = weight_transfer(shapes_of(CONFIG), spread, dtype="float32")(tiny_params(CONFIG))
 
     def drawn(engine, weights):
-        prefix = engine.prefill(weights, prompts(3, 8, 5))
+        prefix = prefilled(engine, weights, prompts(3, 8, 5))
         state, generate = started(engine, prefix, [2, 0, 3], [0, 1, 2])
         state, first = generate(weights, state, decoding(temperature=0.5))
         # A slot of each pair of devices goes on.

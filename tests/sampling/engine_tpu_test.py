@@ -31,7 +31,9 @@ def compiled(head_dim=128, **sizes):
         config, slots=SLOTS, capacity=CAPACITY, steps_per_call=STEPS, stop_ids=[1], mesh=mesh, compute_dtype="bfloat16"
     )  # fmt: skip
     weights = weight_transfer(shapes_of(config), mesh, dtype="bfloat16").shapes
-    return engine.lower_generate(weights, decoding()).compile(), SLOTS * 4 * CAPACITY * 2 * head_dim * 2 // 4
+    return engine.programs(weights, decoding())[
+        "generate"
+    ]().compile(), SLOTS * 4 * CAPACITY * 2 * head_dim * 2 // 4
 
 
 def moved(program):

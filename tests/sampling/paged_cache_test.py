@@ -30,11 +30,9 @@ class Filled:
         name, platform = kind
         self.mesh = make_mesh(devices=jax.devices(platform)[:1])
         sizes = sizes_for(name, self.mesh, slots=slots, capacity=capacity, page_tokens=page_tokens)
-        self.sizes, self.functions, self.slots = (
-            sizes,
-            cache_for(name, self.mesh, sizes, compute_dtype=dtype),
-            slots,
-        )
+        self.kind, self.sizes, self.slots = name, sizes, slots
+        self.heads = {"kv_heads": kv_heads, "head_dim": head_dim}
+        self.functions = cache_for(name, self.mesh, sizes, **self.heads, dtype=dtype, compute_dtype=dtype)
         rng, count = np.random.default_rng(seed), slots * sizes.table_pages + spare
         self.tables = rng.permutation(count)[: slots * sizes.table_pages].reshape(slots, -1).astype(np.int32)
 
@@ -67,6 +65,8 @@ class Filled:
     def extended_in(self, dtype, new, lengths):
         """The same of a cache in eight bits, filled page by page with what is here: (attention, (keys, values) times their scales)."""
         count, kv_heads, page_tokens, head_dim = self.keys.shape
+        how = {"dtype": dtype, "compute_dtype": "float32"}
+        self.functions = cache_for(self.kind, self.mesh, self.sizes, **self.heads, **how)
 
         @jax.jit
         def filled(keys, values):
@@ -245,12 +245,13 @@ def test_a_cache_in_eight_bits_attends_as_what_it_holds_is_worth(kind, dtype):
 
 
 def test_the_walk_passes_the_blocks_of_live_slots_slot_by_slot():
-    """2, 1 and 3 blocks; the second slot is not live: steps 0, 1 | 2, 3, 4 begin at 0 | 2."""
-    blocks, live = jnp.array([2, 1, 3], jnp.int32), jnp.array([True, False, True])
-    count, slot_of, starts = tpu_cache._walk(blocks, live, 9)
+    """2, none and 3 blocks: steps 0, 1 | 2, 3, 4 begin at 0 | 2. Without any there is one step, of the last slot."""
+    count, slot_of, starts = tpu_cache._walk(jnp.array([2, 0, 3], jnp.int32), 9)
     assert count == 5
     assert slot_of[:5].tolist() == [0, 0, 2, 2, 2]
     assert starts[jnp.array([0, 2])].tolist() == [0, 2]
+    count, slot_of, starts = tpu_cache._walk(jnp.zeros(3, jnp.int32), 9)
+    assert (count[0], slot_of[0], starts[2]) == (1, 2, 0)
 
 
 def test_prompts_are_brought_to_pages_as_in_the_other_caches():
@@ -270,11 +271,12 @@ def test_prompts_are_brought_to_pages_as_in_the_other_caches():
 def test_the_cache_is_the_one_for_the_meshs_platform():
     """On CPU pages are slower than whole slots where memory is not what is short: they are taken when they are asked for."""
     mesh = make_mesh(devices=jax.devices("cpu")[:1])
+    how = {"kv_heads": 2, "head_dim": 8, "dtype": "float32", "compute_dtype": "float32"}
     assert kind_for(mesh) == "slots"
     assert kind_for(mesh, page_tokens=16) == kind_for(mesh, cache_tokens=512) == "pages"
-    assert cache_for("slots", mesh, slot_pages(4, 24), compute_dtype="float32") is dense.DENSE
+    assert cache_for("slots", mesh, slot_pages(4, 24), **how) is dense.DENSE
     sizes = sizes_for("tpu", mesh, slots=4, capacity=24)
-    assert cache_for("tpu", mesh, sizes, compute_dtype="float32").empty is tpu_cache.empty
+    assert cache_for("tpu", mesh, sizes, **how).empty is tpu_cache.empty
 
 
 def test_a_pool_has_room_for_all_slots_unless_told_otherwise():

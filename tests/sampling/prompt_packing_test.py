@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapo_jax.sampling.prompt_packing import pack_prompts
+from dapo_jax.sampling.prompt_packing import PrefillShape, pack_prompts, prefill_shape
 
 
 def numbered(lengths):
@@ -16,47 +16,67 @@ def numbered(lengths):
     ]
 
 
-@given(st.lists(st.integers(1, 70), min_size=1, max_size=20))
-def test_each_prompt_is_whole_where_it_is_said_to_be(lengths):
-    packed = pack_prompts(numbered(lengths), capacity=70)
-    for index, tokens in enumerate(numbered(lengths)):
-        place = (
-            packed.rows[index],
-            slice(packed.starts[index], packed.starts[index] + packed.lengths[index]),
-        )
-        assert packed.tokens[place].tolist() == tokens.tolist()
-        assert packed.positions[place].tolist() == list(range(len(tokens)))
-        (segment,) = set(packed.segment_ids[place].tolist())
-        assert segment > 0
-        assert (packed.segment_ids[packed.rows[index]] == segment).sum() == len(tokens)
-    assert (packed.tokens > 0).sum() == (packed.segment_ids > 0).sum() == sum(lengths)
+@given(st.lists(st.integers(1, 70), min_size=1, max_size=40), st.integers(1, 4))
+def test_each_prompt_is_whole_where_it_is_said_to_be_once(lengths, rows):
+    """Those longer than a row are not asked for."""
+    prompts, shape = numbered(lengths), PrefillShape(rows=rows, width=40)
+    asked = [index for index, length in enumerate(lengths) if length <= 40]
+    calls = pack_prompts(prompts, asked, shape) if asked else []
+    assert sorted(index for call in calls for index in call.indices) == asked
+    for call in calls:
+        for place, index in enumerate(call.indices):
+            row, start, length = call.rows[place], call.starts[place], call.lengths[place]
+            cut = row, slice(start, start + length)
+            assert call.tokens[cut].tolist() == prompts[index].tolist()
+            assert call.positions[cut].tolist() == list(range(len(prompts[index])))
+            (segment,) = set(call.segment_ids[cut].tolist())
+            assert segment > 0
+            assert (call.segment_ids[row] == segment).sum() == len(prompts[index])
+        used = sum(lengths[index] for index in call.indices)
+        assert (call.tokens > 0).sum() == (call.segment_ids > 0).sum() == used
+        # Two programs, whatever comes; prompts that are not there have the length 1, at the front of row 0: a place that exists.
+        assert call.tokens.shape in {(1, 40), (rows, 40)}
+        assert len(call.lengths) == len(call.tokens) * shape.row_prompts
+        assert call.lengths[len(call.indices) :].tolist() == [1] * (len(call.lengths) - len(call.indices))
 
 
 @pytest.mark.parametrize(
-    ("lengths", "shape", "count"),
+    ("lengths", "shapes"),
     [
-        ([3], (1, 16), 1),  # no narrower than 16
-        ([17], (1, 32), 1),
-        ([16, 16, 16], (4, 16), 4),  # three rows and three prompts, both rounded up
-        ([10, 8, 8, 6, 1], (4, 16), 16),  # 10 + 6 | 8 + 8 | 1: 3 rows, 5 prompts
-        ([33, 10, 10], (4, 46), 4),  # a row is no wider than a slot: 33 + 10 | 10
+        ([3], [1]),
+        ([16] * 4, [4]),
+        ([16] * 5, [4, 1]),  # a row is left over
+        ([16] * 6, [4, 1, 1]),  # half a call or less: one by one
+        ([16] * 7, [4, 4]),
+        ([10, 8, 8, 6, 1], [4]),  # 10 + 6 | 8 + 8 | 1: three rows
     ],
     ids=str,
 )
-def test_the_width_is_a_power_of_two_and_the_counts_are_powers_of_four(lengths, shape, count):
-    packed = pack_prompts(numbered(lengths), capacity=46)
-    assert packed.tokens.shape == shape
-    assert len(packed.lengths) == count
-    # Prompts that are not there have the length 1, at the front of row 0: a place that exists.
-    assert packed.lengths[len(lengths) :].tolist() == [1] * (count - len(lengths))
+def test_a_call_has_all_rows_or_one(lengths, shapes):
+    shape = PrefillShape(rows=4, width=16)
+    calls = pack_prompts(numbered(lengths), range(len(lengths)), shape)
+    assert [len(call.tokens) for call in calls] == shapes
 
 
-def test_a_long_prompt_does_not_pad_the_short_ones():
-    """One of 1,000 tokens and fifteen of 60 take 2 rows of 1,024, rounded to 4, where a row for each would be 16."""
-    assert pack_prompts(numbered([60] * 15 + [1000]), capacity=2048).tokens.shape == (4, 1024)
+def test_a_row_has_no_more_prompts_than_there_are_logits_for():
+    """40 prompts of 2 tokens would fit into one row of 80; 16 a row are three rows."""
+    calls = pack_prompts(numbered([2] * 40), range(40), PrefillShape(rows=4, width=80))
+    assert [len(call.indices) for call in calls] == [40]
+    assert len({*calls[0].rows[:40]}) == 3
 
 
-@pytest.mark.parametrize("length", [0, 47])
-def test_a_prompt_that_does_not_fit_is_refused(length):
-    with pytest.raises(ValueError, match=f"prompt 1 has {length} tokens; a slot has room for 1 to 46"):
-        pack_prompts([np.ones(4, np.int32), np.ones(length, np.int32)], capacity=46)
+@pytest.mark.parametrize(
+    ("longest", "capacity", "prompts", "tokens", "shape"),
+    [
+        (2048, 22_528, 18, 8192, (4, 2048)),  # as many rows as the tokens allow
+        (2048, 22_528, 2, 8192, (2, 2048)),  # no more than there are prompts
+        (9, 24, 8, 4096, (8, 16)),  # no narrower than 16
+        (40, 46, 8, 4096, (8, 46)),  # no wider than a slot
+        (6000, 8192, 8, 4096, (1, 4096)),  # longer ones are read in parts
+    ],
+)
+def test_rows_are_as_wide_as_the_longest_prompt_and_as_many_as_are_read_at_a_time(
+    longest, capacity, prompts, tokens, shape
+):
+    made = prefill_shape(longest=longest, capacity=capacity, prompts=prompts, tokens=tokens)
+    assert (made.rows, made.width) == shape

@@ -30,11 +30,11 @@ class Engine(ScriptedEngine):
 
     def __init__(
         self, decoder, *, slots, capacity, steps_per_call, stop_ids, mesh, compute_dtype, page_tokens, cache_tokens,
-        cache_dtype,
+        cache_dtype, prefill,
     ):  # fmt: skip
         kind = kind_for(mesh, page_tokens=page_tokens, cache_tokens=cache_tokens)
         how = {"page_tokens": page_tokens, "cache_tokens": cache_tokens}
-        self.cache_dtype = cache_dtype
+        self.cache_dtype, self.prefill_shape = cache_dtype, prefill
         super().__init__(
             script(end=stop_ids[0]),
             slots=slots,

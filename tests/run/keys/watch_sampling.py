@@ -25,6 +25,12 @@ def cache_pages(look):
     return [look.engine.page_sizes.page_tokens, look.engine.page_sizes.pool_pages]
 
 
+def prefill_rows(look):
+    """Rows and tokens of a row that are read at a time."""
+    look.run()
+    return [look.engine.prefill_shape.rows, look.engine.prefill_shape.width]
+
+
 def policy(look):
     return look.run().policy
 
@@ -165,6 +171,8 @@ WATCHERS = [
     watch("sampling.slots", of_engine("slots"), (8, 8), (16, 16)),
     watch("sampling.slots", prompts_at_once, (8, 2), (16, 3), what="prompts read at once"),
     watch("sampling.steps_per_call", of_engine("steps_per_call"), (16, 16), (3, 3)),
+    # Prompts of up to 4 tokens are rows of 10, as long as a slot: 2 prompts fill the slots.
+    watch("sampling.prefill_tokens", prefill_rows, (4096, [2, 10]), (8, [1, 8])),
     # A slot holds 10 tokens: 3 pages of 4. Each of the 8 devices has 2 slots; of 128 tokens it has 4 pages.
     watch("sampling.page_tokens", cache_pages, (0, [10, 1]), (4, [4, 6]), also={"sampling.slots": 16}),
     watch(

@@ -1,0 +1,230 @@
+"""Reading prompts: rows of them, and what is longer than a row part by part.
+
+The programs are those of one layer, called for each: what takes minutes to compile with all layers in it takes seconds so. There are three shapes of
+them, whatever comes: all rows, one row, and a part of a sequence beside what was read of it before.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.stages import Lowered
+from jaxtyping import Array, Float, Int
+
+from dapo_jax.models.attention import causal_attention, part_attention
+from dapo_jax.models.decoder import Block, EmbeddingAndHead, RopeTables, rope_tables
+from dapo_jax.models.presets import DecoderConfig
+from dapo_jax.parallel.weights import SamplerWeights
+from dapo_jax.sampling.cache import Cache
+from dapo_jax.sampling.prompt_packing import PackedPrompts, PrefillShape, pack_prompts
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Prefix:
+    """Prefilled prompts: never donated, so one prompt can be inserted into many slots."""
+
+    layers: tuple[Any, ...]
+    """Keys and values of each layer; prompts lie in rows as `PackedPrompts` has them."""
+    logits: Float[Array, "prompts vocab"] | Any
+    """Logits of the first response token."""
+    rows: Int[Array, " prompts"] | Any
+    starts: Int[Array, " prompts"] | Any
+    lengths: Int[Array, " prompts"] | Any
+
+
+Read = list[tuple[int, Prefix, int]]
+"""What one call has finished: (which prompt, the prefix that has it, its place there)."""
+
+
+class Prefill:
+    """The programs that read prompts on one mesh."""
+
+    def __init__(
+        self, config: DecoderConfig, mesh: Mesh, *, shape: PrefillShape, capacity: int, cache: Cache, cache_dtype: str,
+        compute_dtype: str,
+    ) -> None:  # fmt: skip
+        """`capacity` is the longest sequence; keys and values are kept as `cache` has them, in `cache_dtype`."""
+        self.shape, self._config, self._mesh, self._cache = shape, config, mesh, cache
+        self._dtype, self._cache_dtype = compute_dtype, cache_dtype
+        # The CPU's runtime may hang with many collective programs in its queue.
+        self._waits = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
+        self._block, _ = nnx.split(
+            nnx.eval_shape(lambda: Block(config, rngs=nnx.Rngs(0), compute_dtype=compute_dtype))
+        )
+        self._ends, _ = nnx.split(
+            nnx.eval_shape(lambda: EmbeddingAndHead(config, rngs=nnx.Rngs(0), compute_dtype=compute_dtype))
+        )
+        self._room = -(-capacity // shape.width) * shape.width
+        whole = NamedSharding(mesh, PartitionSpec())
+        row, buffer = (
+            NamedSharding(mesh, PartitionSpec(None, "tensor")),
+            NamedSharding(mesh, PartitionSpec("tensor")),
+        )
+        self._whole, self._buffer, self._row = whole, buffer, row
+        self._embed = jax.jit(self._embed_program, out_shardings=whole)
+        self._layer = jax.jit(self._layer_program, donate_argnums=1, out_shardings=(whole, row))
+        self._part = jax.jit(
+            self._part_program, donate_argnums=(1, 2), out_shardings=(whole, (buffer, buffer))
+        )
+        self._kept = jax.jit(self._kept_program, out_shardings=row)
+        self._head = jax.jit(self._head_program, out_shardings=whole)
+        self._angles = jax.jit(rope_tables, static_argnums=1, out_shardings=whole)
+        self._empty = jax.jit(self._empty_program, out_shardings=(buffer, buffer))
+
+    def __call__(self, params: SamplerWeights, prompts: Sequence[Int[np.ndarray, " _"]]) -> Iterator[Read]:
+        """Reads prompts, those longer than a row last; gives after each call what it has finished, which may be nothing."""
+        short = [index for index, prompt in enumerate(prompts) if len(prompt) <= self.shape.width]
+        for packed in pack_prompts(prompts, short, self.shape) if short else ():
+            prefix = self._rows(params, packed)
+            yield [(index, prefix, place) for place, index in enumerate(packed.indices)]
+        for index, prompt in enumerate(prompts):
+            if len(prompt) > self.shape.width:
+                yield from (
+                    [] if prefix is None else [(index, prefix, 0)] for prefix in self._parts(params, prompt)
+                )
+
+    def programs(self, params: SamplerWeights) -> dict[str, Callable[[], Lowered]]:
+        """The programs of every shape by name, and what lowers each; `params` may be shapes with their places."""
+        made: dict[str, Callable[[], Lowered]] = {}
+        layer, ends = params["layers"][0], params["ends"]
+        half, embed, width = self._config.head_dim // 2, self._config.embed_dim, self.shape.width
+
+        def of_tokens(tokens: int) -> tuple[Any, Any]:
+            angles = self._struct((half, tokens), jnp.float32)
+            return self._struct((embed, tokens), self._flowing(ends)), (angles, angles)
+
+        for name, rows, _ in (shape for shape in self._shapes() if shape[0] != "part"):
+            x, rope = of_tokens(rows * width)
+            tokens, segments = (self._struct(shape, jnp.int32) for shape in ((rows * width,), (rows, width)))
+            last = self._struct((rows * self.shape.row_prompts,), jnp.int32)
+            made[f"prefill_{name}_embed"] = partial(self._embed.lower, ends, tokens)
+            made[f"prefill_{name}"] = partial(self._layer.lower, layer, x, rope, segments)
+            made[f"prefill_{name}_head"] = partial(self._head.lower, ends, x, last)
+        if self._room > width:
+            x, rope = of_tokens(width)
+            buffer, _ = jax.eval_shape(self._empty_program)
+            buffer = jax.ShapeDtypeStruct(buffer.shape, buffer.dtype, sharding=self._buffer)
+            start = self._struct((), jnp.int32)
+            made["prefill_part"] = partial(self._part.lower, layer, x, (buffer, buffer), rope, start)
+            made["prefill_kept"] = partial(self._kept.lower, (buffer, buffer))
+        return made
+
+    def prefixes(self, params: SamplerWeights) -> dict[str, Prefix]:
+        """What calls of every shape give, as shapes with their places."""
+        ends, made = params["ends"], {}
+        for name, rows, width in self._shapes():
+            x = jax.ShapeDtypeStruct((self._config.embed_dim, rows * width), self._flowing(ends))
+            heads = jax.ShapeDtypeStruct(
+                (self._config.kv_heads, self._config.head_dim, rows * width), jnp.float32
+            )
+            kept = jax.eval_shape(
+                lambda part, rows=rows: self._cache.of_rows(part, part, rows, self._cache_dtype), heads
+            )
+            kept = jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._row), kept
+            )
+            count = self._struct(((rows if name != "part" else 1) * self.shape.row_prompts,), jnp.int32)
+            last = jax.ShapeDtypeStruct(count.shape, jnp.int32)
+            logits = jax.eval_shape(self._head_program, ends, x, last)
+            made[name] = Prefix(
+                layers=(kept,) * len(params["layers"]), logits=self._struct(logits.shape, logits.dtype),
+                rows=count, starts=count, lengths=count,
+            )  # fmt: skip
+        return made
+
+    def _shapes(self) -> list[tuple[str, int, int]]:
+        """(name, rows, width) of what is read."""
+        several = [("rows", self.shape.rows, self.shape.width)] if self.shape.rows > 1 else []
+        parts = [("part", 1, self._room)] if self._room > self.shape.width else []
+        return [("row", 1, self.shape.width), *several, *parts]
+
+    def _flowing(self, ends: Any) -> Any:
+        """The dtype of the residual stream."""
+        return jax.eval_shape(self._embed_program, ends, jax.ShapeDtypeStruct((1,), jnp.int32)).dtype
+
+    def _struct(self, shape: tuple[int, ...], kind: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, kind, sharding=self._whole)
+
+    def _rows(self, params: SamplerWeights, packed: PackedPrompts) -> Prefix:
+        rope = self._rope(packed.positions.reshape(-1))
+        x, layers = self._embed(params["ends"], packed.tokens.reshape(-1)), []
+        for weights in params["layers"]:
+            x, kept = self._awaited(self._layer(weights, x, rope, packed.segment_ids))
+            layers.append(kept)
+        last = packed.rows * self.shape.width + packed.starts + packed.lengths - 1
+        rows, starts, lengths = (jnp.asarray(part) for part in (packed.rows, packed.starts, packed.lengths))
+        logits = self._head(params["ends"], x, last)
+        return Prefix(layers=tuple(layers), logits=logits, rows=rows, starts=starts, lengths=lengths)
+
+    def _parts(self, params: SamplerWeights, prompt: Int[np.ndarray, " _"]) -> Iterator[Prefix | None]:
+        """One sequence, a row's width at a time: nothing after each but the last."""
+        width, buffers, x = self.shape.width, [self._empty() for _ in params["layers"]], None
+        starts = range(0, len(prompt), width)
+        for start in starts:
+            positions = np.arange(start, start + width, dtype=np.int32)
+            part = np.zeros(width, np.int32)
+            part[: len(prompt) - start] = prompt[start : start + width]
+            x, rope = self._embed(params["ends"], part), self._rope(positions)
+            for index, weights in enumerate(params["layers"]):
+                x, buffers[index] = self._awaited(
+                    self._part(weights, x, buffers[index], rope, np.int32(start))
+                )
+            if start + width < len(prompt):
+                yield None
+        last = np.zeros(self.shape.row_prompts, np.int32)
+        last[0] = len(prompt) - 1 - starts[-1]
+        logits = self._head(params["ends"], x, last)
+        zero, length = jnp.zeros(len(last), jnp.int32), jnp.full(len(last), len(prompt), jnp.int32)
+        layers = tuple(self._kept(buffer) for buffer in buffers)
+        yield Prefix(layers=layers, logits=logits, rows=zero, starts=zero, lengths=length)
+
+    def _awaited(self, made: Any) -> Any:
+        return jax.block_until_ready(made) if self._waits else made
+
+    def _rope(self, positions: Int[np.ndarray, " tokens"]) -> RopeTables:
+        return self._angles(positions, self._config)
+
+    # The programs. Pure functions of their arguments.
+
+    def _embed_program(self, ends: nnx.State, tokens: Array) -> Array:
+        return nnx.merge(self._ends, ends).embed(tokens)
+
+    def _layer_program(
+        self, weights: nnx.State, x: Array, rope: RopeTables, segment_ids: Array
+    ) -> tuple[Array, Any]:
+        def attend(query: Array, key: Array, value: Array) -> tuple[Array, Any]:
+            attended = causal_attention(query, key, value, segment_ids, dtype=self._dtype)
+            return attended, self._cache.of_rows(key, value, len(segment_ids), self._cache_dtype)
+
+        return nnx.merge(self._block, weights)(x, rope, attend)
+
+    def _part_program(
+        self, weights: nnx.State, x: Array, buffers: tuple[Array, Array], rope: RopeTables, start: Array
+    ) -> tuple[Array, tuple[Array, Array]]:
+        def attend(query: Array, key: Array, value: Array) -> tuple[Array, Any]:
+            def written(buffer: Array, new: Array) -> Array:
+                return lax.dynamic_update_slice_in_dim(buffer, new.astype(buffer.dtype), start, axis=2)
+
+            keys, values = (written(*pair) for pair in zip(buffers, (key, value), strict=True))
+            return part_attention(query, keys, values, start, dtype=self._dtype), (keys, values)
+
+        return nnx.merge(self._block, weights)(x, rope, attend)
+
+    def _kept_program(self, buffers: tuple[Array, Array]) -> Any:
+        return self._cache.of_rows(*buffers, 1, self._cache_dtype)
+
+    def _head_program(self, ends: nnx.State, x: Array, last: Array) -> Array:
+        outer = nnx.merge(self._ends, ends)
+        return outer.logits(outer.normed(x[:, last]))
+
+    def _empty_program(self) -> tuple[Array, Array]:
+        buffer = jnp.zeros((self._config.kv_heads, self._config.head_dim, self._room), self._dtype)
+        return buffer, buffer
