@@ -90,14 +90,23 @@ def cache_for(
     kind: Kind, mesh: Mesh, sizes: PageSizes, *, kv_heads: int, head_dim: int, dtype: str, compute_dtype: str
 ) -> Cache:
     """The functions of that kind of cache: keys and values in `dtype`, products in `compute_dtype`. Off its platform a kernel is
-    interpreted, slowly."""
+    interpreted, slowly.
+
+    Raises:
+        ValueError: the heads do not spread over the mesh.
+    """
     if kind == "slots":
         return DENSE
     heads, slots = PartitionSpec("tensor", None, BATCH_AXES), PartitionSpec(BATCH_AXES)
     layer = PartitionSpec(BATCH_AXES, "tensor")
     platform = mesh.devices.flat[0].platform
     kept: Any = {"pages": cache, "tpu": tpu_cache, "gpu": gpu_cache}[kind]
-    at_once = tpu_cache.pages_at_once(kv_heads // mesh.shape["tensor"], sizes.page_tokens, head_dim, dtype)
+    if kv_heads % (tensor := mesh.shape["tensor"]):
+        raise ValueError(
+            f"the model's {kv_heads} key heads do not spread over the {tensor} devices of a sampler's tensor axis; "
+            "set parallel.sampler_tensor, or parallel.tensor, to a number that divides them"
+        )
+    at_once = tpu_cache.pages_at_once(kv_heads // tensor, sizes.page_tokens, head_dim, dtype)
     reading, extend = {
         "pages": (partial(paged_cache.reading, page_tokens=sizes.page_tokens), paged_cache.extend),
         "tpu": (

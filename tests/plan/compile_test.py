@@ -93,10 +93,19 @@ def test_the_programs_have_a_roofline(compiled):
     assert all(bound.work.ici_bytes > 0 for bound in compiled.bounds)
 
 
-def test_what_does_not_fit_is_named_and_what_would_is_compiled(file, capsys):
-    """A slot's cache on one of its 2 devices has 256 tokens x 2 layers x 1 head x 128 x 2 x 2 bytes, its logits 2 KiB: 258 KiB. Of
-    2^17 slots, 2^16 are on each of 2 places: 16.1 GiB of the 15.75; three quarters of the pages are 12.1 GiB."""
-    config = load_config(file, [f"sampling.slots={2**17}", f"batch.group_size={2**15}"])
+def test_what_does_not_fit_is_named_and_what_would_is_compiled(file, tmp_path, capsys):
+    """A token's cache on one of its 2 devices has 2 layers x 1 head x 128 x 2 x 2 bytes = 1 KiB. 1024 slots of 16,384 on each of 2 places are
+    16 GiB of the 15.75; three quarters of the pages are 12."""
+    (tmp_path / "config.json").write_text(json.dumps({**DESCRIBED, "max_position_embeddings": 16_384}))
+    config = load_config(
+        file,
+        [
+            f"model.source={tmp_path}",
+            "sampling.slots=2048",
+            "sampling.max_response_tokens=16256",
+            "sampling.page_tokens=512",
+        ],
+    )
     devices, slice_ = devices_of(parse("v5e:2x2")), parse("v5e:2x2")
     assumed = Assumptions()
     found = plan_for(config, devices, slice=slice_, assumed=assumed, only=("generate",))
@@ -107,7 +116,7 @@ def test_what_does_not_fit_is_named_and_what_would_is_compiled(file, capsys):
     assert "DOES NOT FIT: generate alone needs" in capsys.readouterr().out
     tried = suggestions(found, devices, assumed=assumed, seconds=300.0)
     assert [(one.overrides, one.fits) for one in tried] == [
-        ((f"sampling.cache_tokens={2**17 * 256 * 3 // 4}",), True)
+        ((f"sampling.cache_tokens={2048 * 16_384 * 3 // 4}",), True)
     ]
 
 
