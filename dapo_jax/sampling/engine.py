@@ -187,8 +187,10 @@ class DecoderEngine:
 
     def programs(self, params: SamplerWeights, decoding: Decoding) -> dict[str, Callable[[], Lowered]]:
         """All programs that sampling runs, by name, and what lowers each; `params` and `decoding` may be shapes."""
-        number, column = self._struct((), jnp.int32), self._struct((self.slots,), jnp.int32)
-        tables = self._struct((self.slots, self.page_sizes.table_pages), jnp.int32)
+        number, column, tables = (
+            jax.ShapeDtypeStruct(shape, jnp.int32)  # of the host, which places nothing
+            for shape in ((), (self.slots,), (self.slots, self.page_sizes.table_pages))
+        )
         key = jax.eval_shape(lambda: jax.random.key(0))
         state = self.state_structs
         made: dict[str, Callable[[], Lowered]] = {

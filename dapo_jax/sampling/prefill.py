@@ -103,8 +103,10 @@ class Prefill:
 
         for name, rows, _ in (shape for shape in self._shapes() if shape[0] != "part"):
             x, rope = of_tokens(rows * width)
-            tokens, segments = (self._struct(shape, jnp.int32) for shape in ((rows * width,), (rows, width)))
-            last = self._struct((rows * self.shape.row_prompts,), jnp.int32)
+            tokens, segments, last = (
+                jax.ShapeDtypeStruct(shape, jnp.int32)  # of the host, which places nothing
+                for shape in ((rows * width,), (rows, width), (rows * self.shape.row_prompts,))
+            )
             made[f"prefill_{name}_embed"] = partial(self._embed.lower, ends, tokens)
             made[f"prefill_{name}"] = partial(self._layer.lower, layer, x, rope, segments)
             made[f"prefill_{name}_head"] = partial(self._head.lower, ends, x, last)
@@ -112,9 +114,10 @@ class Prefill:
             x, rope = of_tokens(width)
             buffer, _ = jax.eval_shape(self._empty_program)
             buffer = jax.ShapeDtypeStruct(buffer.shape, buffer.dtype, sharding=self._buffer)
-            start = self._struct((), jnp.int32)
+            start = jax.ShapeDtypeStruct((), jnp.int32)
             made["prefill_part"] = partial(self._part.lower, layer, x, (buffer, buffer), rope, start)
             made["prefill_kept"] = partial(self._kept.lower, (buffer, buffer))
+            made["prefill_empty"] = self._empty.lower
         return made
 
     def prefixes(self, params: SamplerWeights) -> dict[str, Prefix]:
@@ -131,9 +134,8 @@ class Prefill:
             kept = jax.tree.map(
                 lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._row), kept
             )
-            count = self._struct(((rows if name != "part" else 1) * self.shape.row_prompts,), jnp.int32)
-            last = jax.ShapeDtypeStruct(count.shape, jnp.int32)
-            logits = jax.eval_shape(self._head_program, ends, x, last)
+            count = jax.ShapeDtypeStruct((rows * self.shape.row_prompts,), jnp.int32)
+            logits = jax.eval_shape(self._head_program, ends, x, count)
             made[name] = Prefix(
                 layers=(kept,) * len(params["layers"]), logits=self._struct(logits.shape, logits.dtype),
                 rows=count, starts=count, lengths=count,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dapo_jax.models import attention
-from dapo_jax.models.attention import cached_attention, causal_attention
+from dapo_jax.models.attention import cached_attention, causal_attention, part_attention
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
 CAPACITY = 13
@@ -167,3 +167,16 @@ def test_a_free_slot_gives_zero(chunk):
         found = np.asarray(jitted(chunk)(query, keys, values, np.array(lengths, np.int32)))
         np.testing.assert_array_equal(found[1], 0.0)
         assert np.isfinite(found).all()
+
+
+def test_the_parts_of_a_sequence_attend_to_what_the_whole_does():
+    """12 tokens of 5 parts of 3: each part's queries over the keys up to it, with anything in the room behind them."""
+    rng = np.random.default_rng(0)
+    query, key, value = (jnp.asarray(rng.normal(size=(heads, 4, 15)), jnp.float32) for heads in (4, 2, 2))
+    whole = causal_attention(query[..., :12], key[..., :12], value[..., :12], jnp.ones((1, 12), jnp.int32))
+    for start in range(0, 12, 3):
+        cut = slice(start, start + 3)
+        beyond = jnp.arange(15) >= start + 3
+        keys, values = (jnp.where(beyond, 1e3, part) for part in (key, value))
+        found = part_attention(query[..., cut], keys, values, jnp.int32(start))
+        np.testing.assert_allclose(found, whole[..., cut], rtol=1e-5, atol=1e-6)

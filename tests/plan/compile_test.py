@@ -54,7 +54,7 @@ def test_every_program_of_a_step_compiles_and_fits(compiled):
     assert [program.name for program in compiled.programs] == [
         "init", "generate", "release",
         "prefill_row_embed", "prefill_row", "prefill_row_head", "prefill_rows_embed", "prefill_rows", "prefill_rows_head",
-        "prefill_part", "prefill_kept",
+        "prefill_part", "prefill_kept", "prefill_empty",
         "fill_row", "insert_row", "fill_rows", "insert_rows", "fill_part", "insert_part",
         "transfer", "transfer_ends", "update", "score",
     ]  # fmt: skip

@@ -226,6 +226,38 @@ def test_a_prefill_is_let_go_once_its_last_response_has_a_slot():
     assert max(alive) <= 1
 
 
+class ReadingSlowly(ScriptedEngine):
+    """Reads a prompt of 6 tokens in three parts; keeps the order in which it reads and decodes."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.order = []
+
+    def prefill(self, params, asked):
+        done = dict.fromkeys(range(len(asked)))
+        for index, lengths, place in next(super().prefill(params, asked)):
+            done[index] = (index, lengths, place)
+        for index, tokens in enumerate(asked):
+            for part in range(3 if len(tokens) == 6 else 1):
+                self.order.append("read")
+                yield [] if len(tokens) == 6 and part < 2 else [done[index]]
+
+    def generate(self, params, state, how, min_live, tables):
+        self.order.append("decode")
+        return super().generate(params, state, how, min_live, tables)
+
+
+def test_slots_decode_between_the_parts_of_a_long_prompt():
+    """Four slots, three of them busy: what is read for the fourth holds them up by one part at a time. At first nobody is held up."""
+    engine = ReadingSlowly(
+        lambda o, i: response(o, i, 30), slots=4, capacity=46, steps_per_call=4, stop_ids=[EOS]
+    )
+    asked = [prompt(0, (2,) * 6), prompt(1), prompt(2), prompt(3, (2,) * 6)]
+    list(sample(engine, drawing(asked), samples=1, prefill_prompts=1))
+    assert engine.order[:5] == ["read"] * 5, "more slots are idle than decode"
+    assert engine.order[5:12] == ["read", "decode", "read", "decode", "read", "decode", "decode"]
+
+
 @pytest.mark.parametrize(
     ("length", "message"),
     [

@@ -28,6 +28,7 @@ from dapo_jax.sampling.continuous_batching import Sampler
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
 from dapo_jax.sampling.pages import pages_for
+from dapo_jax.sampling.prompt_packing import PrefillShape
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 from dapo_jax.training.optimizer import make_optimizer
 from dapo_jax.training.state import init_state
@@ -154,6 +155,13 @@ def test_logprobs_are_those_of_the_trainer_end_token_included(temperature):
 @pytest.mark.parametrize(("slots", "steps"), [(16, 8), (4, 1)])
 def test_slots_and_steps_per_call_change_no_response(slots, steps):
     assert_same(sample(engine_of(slots, steps), prompts(0, 1, 2, 3, 4)), baseline())
+
+
+def test_reading_in_parts_changes_no_response():
+    """Rows of 5 tokens, where prompts have up to 8 and what is read again up to 24."""
+    shape = PrefillShape(rows=2, width=5)
+    engine = engine_of(16, 3, page_tokens=4, cache_tokens=48, prefill=shape)
+    assert_same(sample(engine, prompts(0, 1, 2, 3, 4)), baseline())
 
 
 @pytest.mark.parametrize(

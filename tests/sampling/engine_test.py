@@ -1,6 +1,7 @@
 """The decoder's engine: what prefill, insert and generate promise, on the smallest decoder that has everything."""
 
 import functools
+import logging
 from dataclasses import dataclass, replace
 
 import jax
@@ -17,6 +18,7 @@ from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
 from dapo_jax.sampling.interface import Engine, Insertion
 from dapo_jax.sampling.pages import Pages
+from dapo_jax.sampling.prompt_packing import PrefillShape
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 
 CONFIG = tiny_decoder_config(qkv_bias=True, qk_norm=True, tied_embeddings=False)
@@ -135,6 +137,51 @@ def test_prefill_gives_the_logits_after_each_prompt_however_they_are_packed(
     asked = prompts(*lengths)
     prefix = prefilled(engine, weights, asked)
     np.testing.assert_allclose(prefix.logits, last_logits(asked), rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_longer_than_a_row_is_read_in_parts(mesh, weights):
+    """Rows of 7: one of 5 tokens in a row, one of 24 in four parts, of which the last is done; after each part others may decode."""
+    shape = PrefillShape(rows=2, width=7)
+    narrow = DecoderEngine(
+        CONFIG, slots=SLOTS, capacity=CAPACITY, steps_per_call=STEPS, stop_ids=[EOS], mesh=mesh, prefill=shape
+    )
+    asked = prompts(24, 5, 8)
+    parts = list(narrow.prefill(weights, asked))
+    assert [[index for index, _, _ in part] for part in parts] == [[1], [], [], [], [0], [], [2]]
+    found = {index: prefix.logits[place] for part in parts for index, prefix, place in part}
+    np.testing.assert_allclose(
+        np.stack([found[i] for i in range(3)]), last_logits(asked), rtol=1e-4, atol=1e-5
+    )
+    # What was read so decodes as what was read at once.
+    (long,) = parts[4]
+    state, _ = started(narrow, Prefilled(prefix=long[1], places=[0]), [0], [0], limits=1)
+    held = [leaf[:1] for leaf in jax.tree.leaves(state.layers)]
+    state, _ = started(narrow, prefilled(DecoderEngine(
+        CONFIG, slots=SLOTS, capacity=CAPACITY, steps_per_call=STEPS, stop_ids=[EOS], mesh=mesh
+    ), weights, asked[:1]), [0], [0], limits=1)  # fmt: skip
+    for one, other in zip(held, jax.tree.leaves(state.layers), strict=True):
+        np.testing.assert_allclose(one, other[:1], rtol=1e-4, atol=1e-5)
+
+
+def test_all_programs_of_a_run_are_those_that_can_be_compiled_beforehand(mesh, weights, transfer, caplog):
+    """Compiled from shapes alone, under their names; then prompts of any length are read, inserted and decoded, and nothing compiles."""
+    engine = DecoderEngine(
+        CONFIG, slots=3, capacity=CAPACITY, steps_per_call=STEPS, stop_ids=[EOS], mesh=mesh,
+        prefill=PrefillShape(rows=2, width=7),
+    )  # fmt: skip
+    for lower in engine.programs(transfer.shapes, GREEDY).values():
+        lower().compile()
+    engine._rope  # noqa: B018 - tables of positions, which are arrays
+    with jax.log_compiles(), caplog.at_level(logging.WARNING):
+        caplog.clear()
+        for asked in (prompts(24, 5, 8), prompts(7, 7, 7), prompts(1)):
+            for part in engine.prefill(weights, asked):
+                for _, prefix, place in part:
+                    read = Prefilled(prefix=prefix, places=[place])
+                    state, generate = started(engine, read, [1], [0])
+                    generate(weights, engine.release(state, [0]), GREEDY)
+    compiled = [record.getMessage() for record in caplog.records if "Compiling jit(" in record.getMessage()]
+    assert [line for line in compiled if "_program" in line] == []
 
 
 def drawn_by(result):

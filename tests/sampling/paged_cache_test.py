@@ -316,5 +316,7 @@ def test_pages_for_the_kernels_are_whole_tiles():
 def test_heads_that_do_not_spread_over_the_mesh_are_refused():
     mesh = make_mesh(data=1, fsdp=1, tensor=4, devices=jax.devices("cpu")[:4])
     sizes = sizes_for("pages", mesh, slots=4, capacity=24, page_tokens=16)
-    with pytest.raises(ValueError, match=r"2 key heads do not spread over the 4 devices .* parallel.sampler_tensor"):
+    with pytest.raises(
+        ValueError, match=r"2 key heads do not spread over the 4 devices .* parallel.sampler_tensor"
+    ):
         cache_for("pages", mesh, sizes, kv_heads=2, head_dim=8, dtype="float32", compute_dtype="float32")
