@@ -108,10 +108,10 @@ class SamplingConfig(Section, at="sampling"):
     cache_dtype: str = key(
         "", choices=["", "int8", "float8_e4m3fn"], aliases=["kv_cache_dtype"], may_change=True
     )
-    """Of keys and values: eight bits, with a scale for each token and head, hold twice the tokens of bfloat16 and read twice as fast. Empty: model.compute_dtype.
+    """Dtype of keys and values: eight bits, with a scale for each token and head, hold twice the tokens of bfloat16 and read twice as fast. Empty: model.compute_dtype.
     What samples then differs more from what is trained, so training with it needs loss.importance_cap."""
     weight_dtype: str = key("", choices=["", "int8"], aliases=["quantization"], may_change=True)
-    """Of the sampler's matrices: int8, with a scale for each output. Empty: model.compute_dtype. Training with it needs loss.importance_cap."""
+    """Dtype of the sampler's matrices: int8, with a scale for each output. Empty: model.compute_dtype. Training with it needs loss.importance_cap."""
     stop: list[str] = key(default_factory=list, aliases=["stop_strings"])
     """Strings that end a response. It keeps the tokens up to the one that completes a string; graders see the text
     before it. Evaluation stops there too."""

@@ -41,7 +41,7 @@ class Quantized:
 
     values: Int8[Array, "..."] | Any
     scale: Float[Array, "..."] | Any
-    """Of as many dimensions; 1 along those that are summed over."""
+    """The factors, of as many dimensions as the values; 1 along those that are summed over."""
 
     def __getitem__(self, _: Any) -> "Quantized":
         """All of it: what `[...]` gives of an array."""
@@ -60,7 +60,7 @@ class Quantized:
 
     @property
     def whole(self) -> Float[Array, "..."]:
-        """What it stands for, in float32."""
+        """The array that it stands for, in float32."""
         return self.values.astype(jnp.float32) * self.scale
 
 

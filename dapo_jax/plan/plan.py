@@ -50,7 +50,7 @@ class Plan:
     works: list[Work]
     """The phases of a step."""
     pages: PageSizes
-    """Of a sampler's cache."""
+    """The sizes of a sampler's cache."""
     slice: Slice | None = None
     programs: list[Program] = field(default_factory=list)
     phases: list[Phase] = field(default_factory=list)

@@ -153,12 +153,12 @@ class Programs:
 
     @property
     def pages(self) -> PageSizes:
-        """Of a sampler's cache."""
+        """The sizes of a sampler's cache."""
         return self._engine.page_sizes
 
     @property
     def _prefilled(self) -> PrefillShape:
-        """What is read in one call of prefill."""
+        """The rows that one call of prefill reads."""
         group, longest = self.config.batch.group_size, self.config.data.max_prompt_tokens
         return prefill_of(self.config.sampling, group, max_prompt_tokens=longest)
 

@@ -33,7 +33,7 @@ def prompts_at_once(sampling: SamplingConfig, group_size: int) -> int:
 
 
 def prefill_of(sampling: SamplingConfig, group_size: int, *, max_prompt_tokens: int) -> PrefillShape:
-    """What is read in one call of prefill."""
+    """The rows that one call of prefill reads."""
     return prefill_shape(
         longest=max_prompt_tokens,
         capacity=max_prompt_tokens + sampling.max_response_tokens,

@@ -35,7 +35,7 @@ class LayerCache:
     keys: Num[Array, "pages kv_heads head_dim page_tokens"] | Any
     values: Num[Array, "pages kv_heads page_tokens head_dim"] | Any
     key_scales: Float[Array, "pages kv_heads page_tokens"] | Any = None
-    """What each token's key is multiplied with, where keys are in eight bits; else None."""
+    """The factor of each token's key, where keys are in eight bits; else None."""
     value_scales: Float[Array, "pages kv_heads page_tokens"] | Any = None
 
 

@@ -37,7 +37,7 @@ class _Request:
     index: int
     limit: int
     prefix: PyTree = None
-    """What was read of it and waits to be inserted; None: nothing, or it was."""
+    """The prefix that waits to be inserted; None: nothing was read, or it was inserted."""
     place: int = 0
     """Which of the prefix's prompts is its own."""
     drawn: int = 0
@@ -223,7 +223,7 @@ class Sampler:
 
 
 class _Reading:
-    """What is being read: prompts for the first time, or the responses at the head of the line again."""
+    """Reads prompts for the first time, or the response at the head of the line again, some at a time."""
 
     def __init__(self, engine: Engine, params: PyTree) -> None:
         self._engine, self._params = engine, params

@@ -51,7 +51,7 @@ class DecodeState:
 
 
 _ROWS, _TOKENS = 4, 4096
-"""What is read at a time, of those who do not say."""
+"""Rows and tokens that are read at a time, unless told otherwise."""
 
 _Carry = tuple[Array, DecodeState, tuple[Array, ...]]
 

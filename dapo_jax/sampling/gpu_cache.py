@@ -35,7 +35,7 @@ class Pool:
     keys: Num[Array, "pages kv_heads page_tokens head_dim"] | Any
     values: Num[Array, "pages kv_heads page_tokens head_dim"] | Any
     key_scales: Float[Array, "pages kv_heads page_tokens"] | Any = None
-    """As in `cache.LayerCache`."""
+    """The factors of `cache.LayerCache`."""
     value_scales: Float[Array, "pages kv_heads page_tokens"] | Any = None
 
 
@@ -46,7 +46,7 @@ class Reading:
 
     tables: Int[Array, "slots table_pages"] | Any
     lengths: Int[Array, " slots"] | Any
-    """Of the tokens that are there; 0 where the slot is not live."""
+    """Tokens that are there; 0 where the slot is not live."""
     live: Bool[Array, " slots"] | Any
     page: Int[Array, " slots"] | Any
     """Where each slot's new token goes; nowhere if it is not live."""
@@ -102,7 +102,7 @@ def reading(
     *,
     page_tokens: int,
 ) -> Reading:
-    """What the kernel looks up."""
+    """The step as the kernel looks it up."""
     page = jnp.take_along_axis(tables, lengths[:, None] // page_tokens, axis=1, mode="clip")[:, 0]
     return Reading(tables, jnp.where(live, lengths, 0), live, jnp.where(live, page, _NOWHERE))
 

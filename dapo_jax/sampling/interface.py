@@ -35,7 +35,7 @@ class Insertion:
     indices: Int[np.ndarray, " responses"] | Any
     limits: Int[np.ndarray, " responses"] | Any
     drawn: Int[np.ndarray, " responses"] | Any
-    """With how many tokens of the response the prompt ends: 0, or those drawn before it lost its pages."""
+    """Tokens of the response with which the prompt ends: 0, or those drawn before it lost its pages."""
     fills: Sequence[tuple[int, Fill]]
     """(place of a prompt, a page to be written with tokens of it)."""
 
@@ -52,7 +52,7 @@ class Engine(Protocol):
     steps_per_call: int
     """The most tokens that one `generate` draws for a slot."""
     page_sizes: PageSizes
-    """Of its cache, whose pages the caller hands out."""
+    """The sizes of its cache, whose pages the caller hands out."""
 
     def init_decode_state(self) -> PyTree:
         """A state in which every slot is free."""

@@ -32,7 +32,7 @@ class Reading:
     lengths: Int[Array, " slots"] | Any
     live: Bool[Array, " slots"] | Any
     tables: Int[Array, "padded table_pages"] | Any
-    """Of the slots in the order of `order`, padded to a multiple of what is read at once."""
+    """The tables in the order of `order`, padded to a multiple of what is read at once."""
     order: Int[Array, " padded"] | Any
     """The slots, those with the most pages first; then any."""
     counts: Int[Array, " padded"] | Any
@@ -126,15 +126,12 @@ def attend(
         total = total * shrink + weights.sum(-1)
         if cache.value_scales is not None:
             weights = jnp.where(there[:, None, None], weights * cache.value_scales[pages][:, :, None], 0.0)
-        new = (
-            new_top,
-            total,
-            out * shrink[..., None] + product("skcd,skgc->skgd", values, weights, dtype),
-        )
-        return tuple(  # type: ignore[return-value]
-            lax.dynamic_update_slice_in_dim(whole, some, first, 0)
-            for whole, some in zip(carry, new, strict=True)
-        )
+        out = out * shrink[..., None] + product("skcd,skgc->skgd", values, weights, dtype)
+
+        def put(whole: Array, some: Array) -> Array:
+            return lax.dynamic_update_slice_in_dim(whole, some, first, 0)
+
+        return put(carry[0], new_top), put(carry[1], total), put(carry[2], out)
 
     shape = grouped.shape[:-1]
     carry = (jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros(grouped.shape))

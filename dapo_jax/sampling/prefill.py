@@ -41,7 +41,7 @@ class Prefix:
 
 
 Read = list[tuple[int, Prefix, int]]
-"""What one call has finished: (which prompt, the prefix that has it, its place there)."""
+"""The prompts that one call has finished: (which one, the prefix that has it, its place there)."""
 
 
 class Prefill:
@@ -121,7 +121,7 @@ class Prefill:
         return made
 
     def prefixes(self, params: SamplerWeights) -> dict[str, Prefix]:
-        """What calls of every shape give, as shapes with their places."""
+        """The results of calls of every shape, as shapes with their places."""
         ends, made = params["ends"], {}
         for name, rows, width in self._shapes():
             x = jax.ShapeDtypeStruct((self._config.embed_dim, rows * width), self._flowing(ends))

@@ -34,7 +34,7 @@ class Pairs:
     pairs: Num[Array, "pages kv_heads page_tokens pair"] | Any
     """The key, then the value, of each token."""
     scales: Float[Array, "pages kv_heads 2 page_tokens"] | Any = None
-    """What each token's key and value are multiplied with, where they are in eight bits; else None."""
+    """The factors of each token's key and value, where they are in eight bits; else None."""
 
 
 def tile_rows(dtype: str) -> int:
@@ -111,7 +111,7 @@ def reading(
     page_tokens: int,
     at_once: int,
 ) -> Reading:
-    """What the kernel looks up; `at_once` is `pages_at_once`."""
+    """The step as the kernel looks it up; `at_once` is `pages_at_once`."""
     slots, most = tables.shape
     lengths, at_once = jnp.where(live, lengths, 0), min(at_once, most)
     blocks = jnp.where(live, lengths // (at_once * page_tokens) + 1, 0)

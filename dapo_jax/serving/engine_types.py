@@ -47,7 +47,7 @@ class ServedPrefix:
 
     prefix: PyTree
     place: int = field(metadata={"static": True})
-    """Of the prompt in the prefix."""
+    """Place of the prompt in the prefix."""
     prompt_tokens: int = field(metadata={"static": True})
     max_response_tokens: int = field(metadata={"static": True})
     abandoned: Callable[[], bool] = field(metadata={"static": True})
