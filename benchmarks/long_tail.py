@@ -28,11 +28,11 @@ from dapo_jax.sampling.interface import Insertion
 
 
 class LimitedEngine:
-    """An engine whose responses have the lengths of a table, and which counts the steps of its slots."""
+    """An engine whose responses have the lengths of a table; it counts the steps of its slots, and responses that were read again."""
 
     def __init__(self, engine: DecoderEngine, lengths: np.ndarray) -> None:
         self._engine, self._lengths = engine, lengths
-        self._waiting = lengths.size
+        self._waiting, self.again = lengths.size, 0
         self.steps, self.live_slot_steps = 0, 0
         self.busy_steps, self.busy_live_slot_steps = 0, 0
 
@@ -42,7 +42,8 @@ class LimitedEngine:
     def insert(self, prefix: Any, state: Any, insertion: Insertion, key: Any) -> Any:
         """Inserts with the table's limits in place of the sampler's single one."""
         limits = self._lengths[insertion.ordinals, insertion.indices].astype(np.int32)
-        self._waiting -= len(limits)
+        self.again += int((insertion.drawn > 0).sum())
+        self._waiting -= int((insertion.drawn == 0).sum())
         return self._engine.insert(prefix, state, replace(insertion, limits=limits), key)
 
     def generate(self, *arguments: Any, **named: Any) -> Any:

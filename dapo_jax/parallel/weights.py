@@ -17,6 +17,7 @@ from jaxtyping import Array, Int, PyTree
 from dapo_jax.dapo.precision import quantized
 from dapo_jax.parallel.mesh import AXES, Meshes
 from dapo_jax.parallel.sharding import SAMPLER_RULES, shardings
+from dapo_jax.parallel.together import Together
 
 SamplerWeights = dict[str, PyTree]
 """`layers`: a tuple with one block's state each; `ends`: embedding, final norm, unembedding."""
@@ -65,8 +66,8 @@ class WeightTransfer:
         out = jax.tree.map(_shaped, shapes, self._sampler)
         self.shapes: SamplerWeights = {"layers": (out["layer"],) * self._count, "ends": out["ends"]}
         """The result of a call, as shapes with shardings."""
-        self._layer = jax.jit(self._layer_program, out_shardings=self._target["layer"])
-        self._ends = jax.jit(self._ends_program, out_shardings=self._target["ends"])
+        self._layer = Together(jax.jit(self._layer_program, out_shardings=self._target["layer"]))
+        self._ends = Together(jax.jit(self._ends_program, out_shardings=self._target["ends"]))
 
     def __call__(self, params: nnx.State) -> SamplerWeights:
         """A collective call: cast and reshard on all devices, then give the local shards the sampler's mesh, without a copy.

@@ -13,6 +13,7 @@ from jax.stages import Lowered
 from jaxtyping import Array, Float
 
 from dapo_jax.dapo.microbatch import Microbatch
+from dapo_jax.parallel.together import Together
 from dapo_jax.training.minibatch import Minibatch, Stack, with_array
 
 
@@ -67,7 +68,7 @@ class OldLogprobs:
         """
         self._logprobs, self._source, self._score_first = logprobs, source, score_first
         self._reference = reference
-        self._score = jax.jit(self._score_program, out_shardings=sharding)
+        self._score = Together(jax.jit(self._score_program, out_shardings=sharding))
         self._ratio = jax.jit(_ratio, out_shardings=sharding)
 
     def fill(self, params: nnx.State, minibatches: Sequence[Minibatch]) -> list[Minibatch]:

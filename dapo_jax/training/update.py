@@ -23,6 +23,7 @@ from dapo_jax.dapo.losses import dapo_loss, kl_penalty
 from dapo_jax.dapo.metrics import Max, Mean, Metric, token_mean
 from dapo_jax.dapo.microbatch import Microbatch, microbatch_structs
 from dapo_jax.parallel.sharding import by_row, replicated
+from dapo_jax.parallel.together import Together
 from dapo_jax.training.minibatch import Minibatch, Placing, Stack
 from dapo_jax.training.old_logprobs import OldLogprobs, PolicyLogprobs
 from dapo_jax.training.state import TrainState, state_shardings
@@ -91,11 +92,11 @@ class Updater:
             sharding=self._rows,
         )
         changed, sums = (placed, self._whole), (placed.params, self._whole)
-        self._update = jax.jit(self._update_program, donate_argnums=0, out_shardings=changed)
-        self._nothing = jax.jit(self._nothing_program, out_shardings=sums)
-        self._add = jax.jit(self._add_program, donate_argnums=1, out_shardings=(sums, self._whole))
-        self._apply = jax.jit(self._apply_program, donate_argnums=0, out_shardings=changed)
-        self._join = jax.jit(_joined, out_shardings=self._whole)
+        self._update = Together(jax.jit(self._update_program, donate_argnums=0, out_shardings=changed))
+        self._nothing = Together(jax.jit(self._nothing_program, out_shardings=sums))
+        self._add = Together(jax.jit(self._add_program, donate_argnums=1, out_shardings=(sums, self._whole)))
+        self._apply = Together(jax.jit(self._apply_program, donate_argnums=0, out_shardings=changed))
+        self._join = Together(jax.jit(_joined, out_shardings=self._whole))
 
     def prepare(self, state: TrainState, minibatches: Sequence[Sequence[Microbatch]]) -> list[Minibatch]:
         """Puts a step's microbatches on the mesh, with the log-probabilities that its updates compare with (`OldLogprobs`).

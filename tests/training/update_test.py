@@ -417,7 +417,7 @@ def test_steps_of_other_numbers_of_microbatches_compile_nothing_once_there_was_r
     for count in (4, 2, 1, 3):
         found = gradient(updater, packed(per=2)[:count])
     assert_same_gradient(found, whole)
-    assert updater._update._cache_size() == 1
+    assert updater._update._program._cache_size() == 1
 
 
 MIXED = {"row_tokens": 48, "per": 2, "shorter": (24, 16, 12)}
