@@ -12,6 +12,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from dapo_jax.config import ConfigError
+from dapo_jax.parallel.together import meet
 
 BUFFER_BYTES = 1 << 20
 """The bytes that one process sends in a round. Each device holds as much from all of them for that long: 32 MiB with 32 processes."""
@@ -61,6 +62,7 @@ def by_first(work: Callable[[], bytes]) -> bytes:
         except Exception as found:
             kind, error = (b"c" if isinstance(found, ConfigError) else b"e"), found
             result = (str(found) if kind == b"c" else f"{type(found).__name__}: {found}").encode()
+    meet()  # the work may take longer than a collective waits
     said = broadcast_from_first(kind.ljust(1) + result)
     if error is not None:
         raise error

@@ -1,6 +1,7 @@
-"""Programs of several processes, compiled in all of them before any of them runs one.
+"""Processes that wait for each other before a collective, and programs that are compiled in all of them before any of them runs one.
 
-A collective waits only so long for the others (half a minute on CPU, Gloo), and compilations of one program differ by more where machines or caches do.
+A collective waits only so long for the others (half a minute on CPU, Gloo). What one process does alone may take longer, and so may compilations of one program
+differ where machines or caches do.
 """
 
 import itertools
@@ -10,7 +11,7 @@ from typing import Any
 import jax
 
 _PATIENCE_S = 3600
-"""A compilation may take so long; one that fails, or whose process ends, is heard of at once."""
+"""A process may take so long; one that fails or ends is heard of at once."""
 
 _numbers = itertools.count()
 
@@ -20,7 +21,7 @@ class Together:
 
     def __init__(self, program: Any, *, compiled: Callable[[], None] | None = None) -> None:
         """`compiled` is called when this process has compiled; None: the others are waited for."""
-        self._program, self._compiled = program, compiled or _meet
+        self._program, self._compiled = program, compiled or meet
         self._known: set[Any] = set()
 
     def __call__(self, *arguments: Any) -> Any:
@@ -40,9 +41,11 @@ def _shapes(arguments: tuple[Any, ...]) -> Any:
     return structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
 
 
-def _meet() -> None:
-    """Waits until all processes have come here as often as this one."""
+def meet() -> None:
+    """Waits until all processes have come here as often as this one; for nobody where it is alone."""
+    if jax.process_count() == 1:
+        return
     from jax._src import distributed  # JAX has no public name for its coordination service
 
     client: Any = distributed.global_state.client
-    client.wait_at_barrier(f"dapo_jax/compiled/{next(_numbers)}", timeout_in_ms=_PATIENCE_S * 1000)
+    client.wait_at_barrier(f"dapo_jax/met/{next(_numbers)}", timeout_in_ms=_PATIENCE_S * 1000)

@@ -58,3 +58,22 @@ def test_one_process_waits_for_nobody():
     met = []
     assert Together(jax.jit(lambda x: x + 1), compiled=lambda: met.append(0))(jnp.zeros(2)).sum() == 2
     assert not met
+
+
+ALONE = """
+import sys, time
+from dapo_jax.parallel import processes
+processes.start()
+from dapo_jax.parallel.gather import by_first
+def work():
+    time.sleep(float(sys.argv[1]))
+    return b"done"
+assert by_first(work) == b"done"
+processes.leave()
+"""
+
+
+@pytest.mark.slow
+def test_what_the_first_process_does_alone_may_take_longer_than_a_collective_waits():
+    """Such as to wait for the lease on a folder, whose holder is gone, to run out."""
+    several.run(ALONE, 40, processes=2, devices=1, within_s=200)
