@@ -180,7 +180,7 @@ def _gather_forward(x: Array, axis: str, dim: int, dtype: str) -> tuple[Array, N
 
 
 def _gather_backward(axis: str, dim: int, dtype: str, _: None, cotangent: Array) -> tuple[Array]:
-    return (lax.psum_scatter(cotangent, axis, scatter_dimension=dim, tiled=True),)
+    return (_sum_scatter(cotangent, axis, dim, dtype),)
 
 
 _gather.defvjp(_gather_forward, _gather_backward)
@@ -189,7 +189,7 @@ _gather.defvjp(_gather_forward, _gather_backward)
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def _scatter(x: Array, axis: str, dim: int, dtype: str) -> Array:
     """The sum over all devices along a mesh axis, split; the gradient is the parts of all."""
-    return lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
+    return _sum_scatter(x, axis, dim, dtype)
 
 
 def _scatter_forward(x: Array, axis: str, dim: int, dtype: str) -> tuple[Array, None]:
@@ -211,6 +211,20 @@ def _all_gather(x: Array, axis: str, dim: int, dtype: str) -> Array:
 
     def in_full(x: Array) -> Array:
         return lax.all_gather(x, axis, axis=dim, tiled=True)
+
+    return (
+        in_full(x) if np.dtype(dtype) == x.dtype else lax.platform_dependent(x, cpu=in_full, default=narrow)
+    )
+
+
+def _sum_scatter(x: Array, axis: str, dim: int, dtype: str) -> Array:
+    """Sums an array over the devices, each of which keeps its part. It moves, and is added, in the products' dtype, as what is gathered does."""
+
+    def narrow(x: Array) -> Array:
+        return in_full(x.astype(dtype)).astype(x.dtype)
+
+    def in_full(x: Array) -> Array:
+        return lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
 
     return (
         in_full(x) if np.dtype(dtype) == x.dtype else lax.platform_dependent(x, cpu=in_full, default=narrow)

@@ -76,8 +76,13 @@ def test_each_cause_raises_its_own_warning_and_no_other(name, run):
     assert f": {name.replace('_', ' ')}" in said[0]
 
 
+def begins_even_and_ends(sample):
+    """What is cut off is wrong, as it is for a real grader: or nothing would keep responses from growing to the limit."""
+    return begins_even(sample) and len(sample.tokens) < 30
+
+
 def test_a_run_that_learns_raises_none(run):
-    metrics, printed = run()
+    metrics, printed = run(reward=begins_even_and_ends)
     assert metrics[-1]["rollout/accuracy"] > metrics[0]["rollout/accuracy"]
     assert not any(line[f"watchdog/{name}"] for line in metrics for name in NAMES)
     assert "Usual causes" not in printed
