@@ -109,7 +109,8 @@ EARLY = [
     *((f"config.yaml: {name}", damage("config.yaml", content), command)
       for name, content in {
           "nothing": b"", "no YAML": b"{", "zero bytes": b"\x00" * 50, "not UTF-8": b"run_dir: \xff", "a list": b"- 1",
-          "half": lambda old: old[: len(old) // 2], "brackets": b"[" * 50_000, "another key": lambda old: old + b"\nmore: 1\n",
+          # In a key, or the half might be a file of its own.
+          "half": lambda old: old[: old.rindex(b":", 0, len(old) // 2)], "brackets": b"[" * 50_000, "another key": lambda old: old + b"\nmore: 1\n",
           "no run_dir": without("run_dir"), "a text as optimizer": lambda old: old.replace(b"beta1: 0.9", b"beta1: x"),
       }.items() for command in (SAMPLE, EVAL, CONVERT, RESUME)),
     # Not RESUME: a run without a checkpoint begins anew, with the model that its command names.
