@@ -26,6 +26,7 @@ from dapo_jax.run.response_sampler import ResponseSampler
 from dapo_jax.run.resume_point import ResumePoint, check_progress, resume_point
 from dapo_jax.run.step_batches import StepBatches
 from dapo_jax.run.training_pass import training_pass
+from dapo_jax.sampling.caches import without_kernel
 from dapo_jax.training.optimizer import warmed_up
 from dapo_jax.training.state import init_state
 from dapo_jax.training.update import Objective
@@ -62,6 +63,8 @@ class Run:
         self.notes = [*asked.notes]
         if often := drawn_too_often(config, self._prompts.rows_per_epoch):
             self.notes.append("; ".join(often))
+        if slower := without_kernel(meshes.sampler):
+            self.notes.append(slower)
         self.identity = identity_of(
             config, prompts=asked.identity, model=model_files(self.policy.folder, weights=True)
         )

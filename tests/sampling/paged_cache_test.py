@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.sampling import cache as dense
 from dapo_jax.sampling import gpu_cache, tpu_cache
-from dapo_jax.sampling.caches import cache_for, kind_for, sizes_for
+from dapo_jax.sampling.caches import cache_for, kind_for, sizes_for, without_kernel
 from dapo_jax.sampling.pages import slot_pages
 
 KINDS = [
@@ -320,3 +321,19 @@ def test_heads_that_do_not_spread_over_the_mesh_are_refused():
         ValueError, match=r"2 key heads do not spread over the 4 devices .* parallel.sampler_tensor"
     ):
         cache_for("pages", mesh, sizes, kv_heads=2, head_dim=8, dtype="float32", compute_dtype="float32")
+
+
+class Gpu:
+    """A device that is not there."""
+
+    platform, device_kind, process_index, id = "gpu", "NVIDIA H100", 0, 0
+
+
+def test_a_gpu_without_a_kernel_is_told(monkeypatch):
+    """A run says so at its start; where there is the kernel, or no GPU, there is nothing to say."""
+    here = make_mesh(devices=jax.devices("cpu")[:1])
+    gpu = Mesh(np.array([Gpu()]), ("data",))
+    assert (without_kernel(here), without_kernel(gpu), kind_for(gpu)) == ("", "", "gpu")
+    monkeypatch.setattr(gpu_cache, "kernel", lambda: None)
+    assert "decoding on NVIDIA H100 has no kernel" in without_kernel(gpu)
+    assert kind_for(gpu) == "pages"
