@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int, Int8, Num
 
 
 class WeightSharding(NamedTuple):
-    """How a weight is split, inside `shard_map`."""
+    """The way in which a weight is split, inside `shard_map`."""
 
     axis: str
     """The mesh axis over which it is split between its uses."""

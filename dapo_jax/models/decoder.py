@@ -51,7 +51,7 @@ def rms_norm(
 
 
 def rope_tables(positions: Int[Array, " tokens"], config: DecoderConfig) -> RopeTables:
-    """How far each position is turned: the same in all layers, so made once."""
+    """The turn of each position: the same in all layers, so made once."""
     scaling = config.rope_scaling
     frequencies = jnp.asarray(rope_frequencies(config.head_dim, config.rope_theta, scaling))
     angles = frequencies[:, None] * positions.astype(jnp.float32)[None]

@@ -28,7 +28,7 @@ from dapo_jax.parallel.mesh import BATCH_AXES
 from dapo_jax.parallel.sharding import TRAINER_RULES, shardings
 
 ROWS = PartitionSpec(BATCH_AXES, "context")
-"""How [rows, seq] is split."""
+"""The split of [rows, seq]."""
 
 
 def layout_of(mesh: Mesh, *, attention: str = "xla") -> Layout:

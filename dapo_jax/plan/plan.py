@@ -20,7 +20,7 @@ from dapo_jax.plan.topologies import Slice, devices_of
 from dapo_jax.plan.workload import Assumptions, Workload, workload_of
 from dapo_jax.sampling.pages import PageSizes
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """The version of the JSON; a field that changes its meaning or goes away makes it one more."""
 
 
@@ -155,7 +155,7 @@ def _at_hand(config: TrainConfig) -> list[jax.Device] | None:
 
 
 def _trips(name: str, config: TrainConfig, work: Workload) -> tuple[int, ...]:
-    """How often the loops run whose ends depend on the data: over microbatches, over the tokens of one call."""
+    """The number of turns of the loops whose ends depend on the data: over microbatches, over the tokens of one call."""
     return {
         "update": (work.microbatches,),
         "score": (work.microbatches,),

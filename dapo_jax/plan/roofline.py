@@ -31,7 +31,7 @@ class Work:
 
     phase: str
     runs: int | float
-    """How often its program runs in a step."""
+    """Runs of its program in a step."""
     flops: int | float
     """Operations of all runs, with what is computed twice and with padding."""
     useful_flops: int | float

@@ -130,6 +130,23 @@ def reading(
     return Reading(lengths, live)
 
 
+def page_of_new(
+    tables: Int[Array, "slots table_pages"],
+    lengths: Int[Array, " slots"],
+    live: Bool[Array, " slots"],
+    *,
+    page_tokens: int,
+) -> Int[Array, " slots"]:
+    """The page that each slot's new token goes to; a number that no page has where the slot is not live."""
+    page = jnp.take_along_axis(tables, lengths[:, None] // page_tokens, axis=1, mode="clip")[:, 0]
+    return jnp.where(live, page, jnp.iinfo(jnp.int32).max)
+
+
+def put_new(into: Any, new: Any, at: tuple[Any, ...]) -> Any:
+    """`into`, [pages, kv_heads, ...], with a token of each slot, `new` [kv_heads, ..., slots], at `at`; what goes to no page is dropped. None of None."""
+    return None if into is None else into.at[at].set(jnp.moveaxis(new, -1, 0), mode="drop")
+
+
 def append(
     cache: LayerCache,
     key: Float[Array, "kv_heads head_dim slots"],

@@ -284,7 +284,7 @@ class _Slots:
 
     @property
     def live(self) -> int:
-        """How many are taken."""
+        """Slots that are taken."""
         return sum(owner is not None for owner in self.owners)
 
     def has_room(self, request: _Request) -> bool:

@@ -100,6 +100,8 @@ class DecoderEngine:
         self._read = Prefill(
             config,
             mesh,
+            block=self._block,
+            ends=self._ends,
             shape=prefill
             or prefill_shape(longest=capacity, capacity=capacity, prompts=_ROWS, tokens=_TOKENS),
             capacity=capacity,

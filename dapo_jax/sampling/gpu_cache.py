@@ -10,10 +10,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from dapo_jax.sampling.cache import EIGHT_BITS, fill_page, of_row, stored
+from dapo_jax.sampling.cache import EIGHT_BITS, fill_page, of_row, page_of_new, put_new, stored
 
 SMALLEST_PAGE = 16
 """Tokens; the kernel's blocks are powers of two from here on."""
@@ -23,8 +22,6 @@ _BLOCK_TOKENS = 128
 
 _PART_TOKENS = 2048
 """A longer sequence is read in parts side by side, so that a few long ones still fill the device."""
-
-_NOWHERE = np.iinfo(np.int32).max
 
 
 @jax.tree_util.register_dataclass
@@ -103,8 +100,8 @@ def reading(
     page_tokens: int,
 ) -> Reading:
     """The step as the kernel looks it up."""
-    page = jnp.take_along_axis(tables, lengths[:, None] // page_tokens, axis=1, mode="clip")[:, 0]
-    return Reading(tables, jnp.where(live, lengths, 0), live, jnp.where(live, page, _NOWHERE))
+    page = page_of_new(tables, lengths, live, page_tokens=page_tokens)
+    return Reading(tables, jnp.where(live, lengths, 0), live, page)
 
 
 def extend(
@@ -121,14 +118,12 @@ def extend(
     (pages, kv_heads, page_tokens, head_dim), slots = cache.keys.shape, len(now.live)
     at = (now.page, slice(None), now.lengths % page_tokens)
 
-    def write(into: Any, new: Any) -> Any:
-        return None if into is None else into.at[at].set(jnp.moveaxis(new, -1, 0), mode="drop")
-
     (key, key_scale), (value, value_scale) = (
         stored(jnp.nan_to_num(part), cache.keys.dtype.name) for part in (key, value)
     )
     grown = Pool(
-        write(cache.keys, key), write(cache.values, value), write(cache.key_scales, key_scale), write(cache.value_scales, value_scale)
+        put_new(cache.keys, key, at), put_new(cache.values, value, at),
+        put_new(cache.key_scales, key_scale, at), put_new(cache.value_scales, value_scale, at),
     )  # fmt: skip
     # Every key head of a slot is a sequence of its own, and every page holds one head: so the heads need not come first in memory.
     at_once, parts, tables = _parts(now.tables, page_tokens)

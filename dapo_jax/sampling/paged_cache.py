@@ -10,18 +10,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from dapo_jax.dapo.precision import product
 from dapo_jax.models.attention import MASKED
-from dapo_jax.sampling.cache import LayerCache, stored
+from dapo_jax.sampling.cache import LayerCache, page_of_new, put_new, stored
 
 _AT_ONCE = 16
 """Slots whose pages are read together: fewer, and the loop costs more than what it reads; more, and the last part of them is idle."""
-
-_NOWHERE = np.iinfo(np.int32).max
 
 
 @jax.tree_util.register_dataclass
@@ -38,7 +35,7 @@ class Reading:
     counts: Int[Array, " padded"] | Any
     """Tokens of each slot with the new one, in that order; 0 where it is not live."""
     ends: Int[Array, " table_pages"] | Any
-    """How many parts have been read once the first, second, ... pages of all slots have."""
+    """Parts that have been read once the first, second, ... pages of all slots have."""
     page: Int[Array, " slots"] | Any
     """Where each slot's new token goes; nowhere if it is not live."""
 
@@ -59,7 +56,6 @@ def reading(
     at_once = min(_AT_ONCE, slots)
     reaching = (filled[None] > jnp.arange(most, dtype=jnp.int32)[:, None]).sum(-1, dtype=jnp.int32)
     extra = (0, -slots % at_once)
-    page = jnp.take_along_axis(tables, lengths[:, None] // page_tokens, axis=1, mode="clip")[:, 0]
     return Reading(
         lengths=lengths,
         live=live,
@@ -67,7 +63,7 @@ def reading(
         order=jnp.pad(order, extra),
         counts=jnp.pad(counts, extra),
         ends=jnp.cumsum((reaching + at_once - 1) // at_once, dtype=jnp.int32),
-        page=jnp.where(live, page, _NOWHERE),
+        page=page_of_new(tables, lengths, live, page_tokens=page_tokens),
     )
 
 
@@ -82,14 +78,11 @@ def append(
     (key, key_scale), (value, value_scale) = stored(key, dtype), stored(value, dtype)
     of_head = (now.page, slice(None), offset)
 
-    def write(into: Any, new: Any, at: tuple[Any, ...]) -> Any:
-        return None if into is None else into.at[at].set(jnp.moveaxis(new, -1, 0), mode="drop")
-
     return LayerCache(
-        write(cache.keys, key, (now.page, slice(None), slice(None), offset)),
-        write(cache.values, value, of_head),
-        write(cache.key_scales, key_scale, of_head),
-        write(cache.value_scales, value_scale, of_head),
+        put_new(cache.keys, key, (now.page, slice(None), slice(None), offset)),
+        put_new(cache.values, value, of_head),
+        put_new(cache.key_scales, key_scale, of_head),
+        put_new(cache.value_scales, value_scale, of_head),
     )
 
 

@@ -79,7 +79,7 @@ class Pages:
         self._prompts: dict[tuple[int, Hashable], list[int]] = {}
 
     def free(self, slot: int) -> int:
-        """How many pages of the slot's pool nobody holds."""
+        """Pages of the slot's pool that nobody holds."""
         return len(self._free[self.sizes.pool_of(slot)])
 
     def start(

@@ -48,20 +48,15 @@ class Prefill:
     """The programs that read prompts on one mesh."""
 
     def __init__(
-        self, config: DecoderConfig, mesh: Mesh, *, shape: PrefillShape, capacity: int, cache: Cache, cache_dtype: str,
-        compute_dtype: str,
+        self, config: DecoderConfig, mesh: Mesh, *, block: nnx.GraphDef[Block], ends: nnx.GraphDef[EmbeddingAndHead],
+        shape: PrefillShape, capacity: int, cache: Cache, cache_dtype: str, compute_dtype: str,
     ) -> None:  # fmt: skip
-        """`capacity` is the longest sequence; keys and values are kept as `cache` has them, in `cache_dtype`."""
-        self.shape, self._config, self._mesh, self._cache = shape, config, mesh, cache
+        """`block` and `ends` are the structure of a layer and of what is around them; `capacity` is the longest sequence; keys and values are
+        kept as `cache` has them, in `cache_dtype`."""
+        self.shape, self._config, self._cache, self._block, self._ends = shape, config, cache, block, ends
         self._dtype, self._cache_dtype = compute_dtype, cache_dtype
         # The CPU's runtime may hang with many collective programs in its queue.
         self._waits = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
-        self._block, _ = nnx.split(
-            nnx.eval_shape(lambda: Block(config, rngs=nnx.Rngs(0), compute_dtype=compute_dtype))
-        )
-        self._ends, _ = nnx.split(
-            nnx.eval_shape(lambda: EmbeddingAndHead(config, rngs=nnx.Rngs(0), compute_dtype=compute_dtype))
-        )
         self._room = -(-capacity // shape.width) * shape.width
         whole = NamedSharding(mesh, PartitionSpec())
         row, buffer = (
@@ -156,7 +151,7 @@ class Prefill:
         return jax.ShapeDtypeStruct(shape, kind, sharding=self._whole)
 
     def _rows(self, params: SamplerWeights, packed: PackedPrompts) -> Prefix:
-        rope = self._rope(packed.positions.reshape(-1))
+        rope = self._angles(packed.positions.reshape(-1), self._config)
         x, layers = self._embed(params["ends"], packed.tokens.reshape(-1)), []
         for weights in params["layers"]:
             x, kept = self._awaited(self._layer(weights, x, rope, packed.segment_ids))
@@ -174,7 +169,7 @@ class Prefill:
             positions = np.arange(start, start + width, dtype=np.int32)
             part = np.zeros(width, np.int32)
             part[: len(prompt) - start] = prompt[start : start + width]
-            x, rope = self._embed(params["ends"], part), self._rope(positions)
+            x, rope = self._embed(params["ends"], part), self._angles(positions, self._config)
             for index, weights in enumerate(params["layers"]):
                 x, buffers[index] = self._awaited(
                     self._part(weights, x, buffers[index], rope, np.int32(start))
@@ -190,9 +185,6 @@ class Prefill:
 
     def _awaited(self, made: Any) -> Any:
         return jax.block_until_ready(made) if self._waits else made
-
-    def _rope(self, positions: Int[np.ndarray, " tokens"]) -> RopeTables:
-        return self._angles(positions, self._config)
 
     # The programs. Pure functions of their arguments.
 
