@@ -163,5 +163,11 @@ def _add_serve(made: argparse.ArgumentParser) -> None:
     made.add_argument(
         "--steps-per-call", type=int, default=4, help="tokens to a streamed message (default 4)"
     )
+    made.add_argument(
+        "--page-tokens",
+        type=int,
+        default=0,
+        help="tokens of a page of the cache (default: what suits the platform)",
+    )
     made.add_argument("--compute-dtype", choices=("float32", "bfloat16"), default="float32")
     made.add_argument("--compilation-cache", default="~/.cache/dapo_jax/xla", metavar="FOLDER")

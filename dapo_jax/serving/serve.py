@@ -73,6 +73,8 @@ class ServeOptions:
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     steps_per_call: int = 4
     """Tokens to a message of the stream: more are faster, fewer come sooner."""
+    page_tokens: int = 0
+    """Tokens of a page of the cache; 0: as `sampling.page_tokens` has it."""
     compute_dtype: str = "float32"
     follow_s: float | None = None
     """Seconds between looks for a new checkpoint of the run; None: its weights stay."""
@@ -82,6 +84,10 @@ class ServeOptions:
         for name in ("slots", "max_prompt_tokens", "max_response_tokens", "steps_per_call"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.page_tokens < 0:
+            raise ConfigError(
+                f"page_tokens={self.page_tokens} must be 0, which is what suits the platform, or more"
+            )
         if not 0 <= self.port < 1 << 16:
             raise ConfigError(f"port={self.port} must be from 0, which takes a free one, to {(1 << 16) - 1}")
         if self.compute_dtype not in ("float32", "bfloat16"):
@@ -177,6 +183,7 @@ def serving_engine(
             stop_ids=policy.tokenizer.stop_ids,
             mesh=mesh,
             compute_dtype=options.compute_dtype,
+            page_tokens=options.page_tokens,
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error

@@ -87,6 +87,19 @@ def sampled(decoder):
     return sample
 
 
+@pytest.fixture(scope="module")
+def paged(mesh):
+    """(cache_tokens) -> a decoder whose slots take pages of 4 tokens, 6 for a whole one."""
+
+    def make(cache_tokens=0):
+        return DecoderEngine(
+            CONFIG, slots=SLOTS, capacity=CAPACITY, steps_per_call=STEPS, stop_ids=(TOKENIZER.eos_id,), mesh=mesh,
+            page_tokens=4, cache_tokens=cache_tokens,
+        )  # fmt: skip
+
+    return make
+
+
 def padded(prompt=PROMPT, limit=9, abandoned=lambda: False):
     tokens = np.pad(prompt, (0, 16 - len(prompt)))
     return BoundedPrompt(tokens=tokens, max_response_tokens=limit, abandoned=abandoned)
@@ -159,6 +172,34 @@ def test_a_response_has_exactly_the_tokens_that_were_asked_for(serving, sampled,
     assert tokens == sampled(weights[0], 9).tokens.tolist()
     assert len(tokens) == 9
     assert answer(engine, state, 1, calls=1)[0] == []
+
+
+def test_a_cache_in_pages_answers_as_one_of_whole_slots_does(paged, mesh, weights, sampled):
+    """Slot after slot in turn, each twice, so that pages come back and are written again; two slots share a prompt's full page."""
+    engine = JetStreamEngine(
+        paged(), weights[0], TOKENIZER, mesh,
+        decoding=decoding(temperature=0.0), key=jax.random.key(0), max_prefill_length=16,
+    )  # fmt: skip
+    expected, state = sampled(weights[0], 9).tokens.tolist(), engine.init_decode_state()
+    for slot in (0, 2, 1, 2, 0, 1):
+        tokens, state = answer(engine, engine.insert(prefilled(engine), state, slot), slot, calls=3)
+        assert tokens == expected
+    state = engine.bulk_insert(prefilled(engine), state, [0, 2])
+    drawn_together = {0: [], 2: []}
+    for _ in range(3):
+        state, result = engine.generate(engine.load_params(), state)
+        for slot, tokens in drawn_together.items():
+            tokens += drawn(result, slot)
+    assert drawn_together == {0: expected, 2: expected}
+
+
+def test_a_cache_smaller_than_its_slots_is_refused(paged, mesh, weights):
+    """17 pages of 4 tokens, where 3 slots of 24 may need 18: JetStream takes no response back."""
+    with pytest.raises(ValueError, match=r"17 pages, 3 slots of 24 tokens may need 18; .*cache_tokens at 0"):
+        JetStreamEngine(
+            paged(17 * 4), weights[0], TOKENIZER, mesh,
+            decoding=decoding(), key=jax.random.key(0), max_prefill_length=16,
+        )  # fmt: skip
 
 
 def test_an_array_is_a_prompt_without_a_limit(serving, sampled, weights):

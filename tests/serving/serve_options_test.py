@@ -18,6 +18,7 @@ def test_without_the_extra_the_error_names_it(monkeypatch):
     ("options", "message"),
     [
         ({"slots": 0}, "slots=0 must be at least 1"),
+        ({"page_tokens": -1}, "page_tokens=-1 must be 0.*or more"),
         ({"port": 65536}, "port=65536 must be from 0"),
         ({"compute_dtype": "float16"}, "'float16' must be float32 or bfloat16"),
         ({"follow_s": 0.0}, "follow=0.0 must be more than 0"),

@@ -1,7 +1,7 @@
 """`dapo-jax serve` from outside: processes of their own, gRPC over loopback, the library's sampler as the oracle.
 
 Two servers stand for the whole file, since each takes seconds to import TensorFlow and to compile: `step` draws one
-token a call, `block` four; `block` follows a run. A driver whose thread fails kills its process, so none runs in here.
+token a call, `block` four; `block` follows a run, and its cache has pages of four tokens. A driver whose thread fails kills its process, so none runs in here.
 """
 
 import asyncio
@@ -152,9 +152,10 @@ def servers(policies, run_dir, tmp_path_factory):
     """Both servers, started side by side; SIGTERM must end them without an error."""
     folder = tmp_path_factory.mktemp("servers")
     policies[0].save(folder / "model")
+    paged = ("--slots", 2, "--steps-per-call", 4, "--page-tokens", 4, "--follow", 0.2)
     running = {
         "step": started(folder / "step", folder / "model", "--slots", 3, "--steps-per-call", 1),
-        "block": started(folder / "block", run_dir, "--slots", 2, "--steps-per-call", 4, "--follow", 0.2),
+        "block": started(folder / "block", run_dir, *paged),
     }
     try:
         for server in running.values():
