@@ -97,12 +97,6 @@ def _missed() -> tuple[str, str]:
     return "", ""
 
 
-def device_bytes(device: jax.Device) -> int | None:
-    """Bytes that programs may take on an accelerator; None for a CPU, or where the device does not say."""
-    told = device.memory_stats() if device.platform != "cpu" else None
-    return int(told["bytes_limit"]) if told and "bytes_limit" in told else None
-
-
 def host_memory() -> Found:
     """Total, and what is available now."""
     total, available = host_bytes()

@@ -13,7 +13,7 @@ import jax
 from dapo_jax.checkpoints.checkpointer import Checkpointer
 from dapo_jax.config import ConfigError, ModelConfig, TrainConfig
 from dapo_jax.doctor.check import Found
-from dapo_jax.doctor.machine import device_bytes, host_bytes, not_writable
+from dapo_jax.doctor.machine import host_bytes, not_writable
 from dapo_jax.extras import how_to_install
 from dapo_jax.models.hub import look_up
 from dapo_jax.models.presets import DecoderConfig

@@ -1,15 +1,9 @@
 """Bytes on one device: of arrays by their places, of compiled programs, and of all that is there at the same time."""
 
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
 from typing import Any
 
 import jax
-from jaxtyping import PyTree
-
-from dapo_jax.config import ConfigError
 
 MARGIN = 0.05
 """Part of a device's memory that a plan leaves free: for fragments, and for what is on the device beside the programs' arrays."""
@@ -79,34 +73,6 @@ def memory_of(compiled: jax.stages.Compiled) -> ProgramMemory:
         temporaries=told.temp_size_in_bytes,
         code=told.generated_code_size_in_bytes,
     )
-
-
-def bytes_on_device(structs: PyTree, sizes: Mapping[str, int]) -> int:
-    """Bytes of arrays on each of their devices: their shapes say over which mesh axes they are cut, `sizes` into how many parts.
-
-    Raises:
-        ConfigError: an axis does not divide a dimension.
-    """
-    return sum(math.prod(_cut(leaf, sizes)) * _itemsize(leaf) for leaf in jax.tree.leaves(structs))
-
-
-def _cut(leaf: Any, sizes: Mapping[str, int]) -> list[int]:
-    cut = []
-    for size, entry in zip_longest(leaf.shape, leaf.sharding.spec):
-        axes = (entry,) if isinstance(entry, str) else entry or ()
-        parts = math.prod(sizes[axis] for axis in axes)
-        if size % parts:
-            raise ConfigError(
-                f"an array of shape {leaf.shape} has a dimension of {size}, which the mesh axes {' x '.join(axes)} = {parts} "
-                f"do not divide; choose other sizes of parallel.{', parallel.'.join(axes)}, or of what is spread over them"
-            )
-        cut.append(size // parts)
-    return cut
-
-
-def _itemsize(leaf: Any) -> int:
-    # A random key is 2 numbers of 32 bits.
-    return 8 if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf.dtype.itemsize
 
 
 def as_compiled(there: Resident, programs: dict[str, ProgramMemory]) -> Resident:

@@ -13,10 +13,11 @@ from jax.stages import Lowered
 from dapo_jax.config import ConfigError, TrainConfig
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.tensors import shapes_of
+from dapo_jax.parallel.device_memory import bytes_on_device
 from dapo_jax.parallel.mesh import Meshes, make_meshes
 from dapo_jax.parallel.weights import weight_transfer
 from dapo_jax.plan.costs import cache_bytes_per_token
-from dapo_jax.plan.memory import Resident, bytes_on_device
+from dapo_jax.plan.memory import Resident
 from dapo_jax.plan.mesh_sizes import Layout, batch_shards, described, layout_of, one_device
 from dapo_jax.plan.refusals import Allocation
 from dapo_jax.plan.workload import Workload

@@ -38,6 +38,7 @@ def engine_of(
     page_tokens: int,
     cache_tokens: int,
     cache_dtype: str,
+    cache_bytes: int | None,
     prefill: PrefillShape,
 ) -> DecoderEngine:
     """The sampler's engine: see `DecoderEngine`."""
@@ -52,6 +53,7 @@ def engine_of(
         page_tokens=page_tokens,
         cache_tokens=cache_tokens,
         cache_dtype=cache_dtype,
+        cache_bytes=cache_bytes,
         prefill=prefill,
     )
 

@@ -74,6 +74,7 @@ class ResponseSampler:
                 page_tokens=sampling.page_tokens,
                 cache_tokens=sampling.cache_tokens,
                 cache_dtype=sampling.cache_dtype,
+                cache_bytes=None,
                 prefill=prefill_of(sampling, group_size, max_prompt_tokens=max_prompt_tokens),
             )
         except ValueError as error:

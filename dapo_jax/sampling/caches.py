@@ -41,8 +41,16 @@ def without_kernel(mesh: Mesh) -> str:
     )
 
 
+def bytes_per_token(kind: Kind, *, kv_heads: int, head_dim: int, dtype: str) -> int:
+    """Bytes of one token's keys and values in one layer, with their scales."""
+    tokens = tpu_cache.LANES
+    page = jax.eval_shape(lambda: _module(kind).empty(1, kv_heads, tokens, head_dim, dtype))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(page)) // tokens
+
+
 def sizes_for(
     kind: Kind, mesh: Mesh, *, slots: int, capacity: int, page_tokens: int = 0, cache_tokens: int = 0, dtype: str = "float32",
+    room_tokens: int | None = None,
 ) -> PageSizes:  # fmt: skip
     """The sizes of the cache's pools.
 
@@ -52,8 +60,9 @@ def sizes_for(
         slots: decoded side by side.
         capacity: tokens of the longest prompt and response together.
         page_tokens: tokens of a page; 0: what suits the platform.
-        cache_tokens: tokens in all pools together; 0: as many as all slots may come to.
+        cache_tokens: tokens in all pools together; 0: as many as there is room for.
         dtype: of the cache.
+        room_tokens: tokens that there is room for on a device, beside what else lies there; None: as many as all slots may come to.
 
     Raises:
         ValueError: a pool would not hold a single sequence of `capacity` tokens, or pages do not suit the kernel.
@@ -74,7 +83,17 @@ def sizes_for(
             f"sampling.page_tokens={size} must be a power of two from {gpu_cache.SMALLEST_PAGE} on for the kernel on a GPU; 64 is"
         )
     most = pages_for(capacity, size)
-    pool_pages = cache_tokens // size // pools if cache_tokens else slots // pools * most
+    all_of_them = slots // pools * most
+    if cache_tokens:
+        pool_pages = cache_tokens // size // pools
+    else:
+        pool_pages = all_of_them if room_tokens is None else room_tokens // size
+    if pool_pages < most and not cache_tokens:
+        raise ValueError(
+            f"a device has room for {max(pool_pages, 0)} pages of {size} tokens of cache beside what else lies there; a prompt and response of up "
+            f"to {capacity} tokens need {most}: lower data.max_prompt_tokens, sampling.max_response_tokens or sampling.slots, set "
+            "sampling.cache_dtype=int8, or spread the model over more devices (parallel.fsdp, parallel.sampler_tensor)"
+        )
     if pool_pages < most:
         raise ValueError(
             f"sampling.cache_tokens={cache_tokens} is {pool_pages} pages of {size} tokens for each of the {pools} devices that slots are "
@@ -82,7 +101,7 @@ def sizes_for(
             f"set it to {most * size * pools} or more, or lower data.max_prompt_tokens or sampling.max_response_tokens"
         )
     return PageSizes(
-        slots=slots, capacity=capacity, page_tokens=size, pools=pools, pool_pages=min(pool_pages, slots // pools * most)
+        slots=slots, capacity=capacity, page_tokens=size, pools=pools, pool_pages=min(pool_pages, all_of_them)
     )  # fmt: skip
 
 
@@ -100,7 +119,7 @@ def cache_for(
     heads, slots = PartitionSpec("tensor", None, BATCH_AXES), PartitionSpec(BATCH_AXES)
     layer = PartitionSpec(BATCH_AXES, "tensor")
     platform = mesh.devices.flat[0].platform
-    kept: Any = {"pages": cache, "tpu": tpu_cache, "gpu": gpu_cache}[kind]
+    kept = _module(kind)
     if kv_heads % (tensor := mesh.shape["tensor"]):
         raise ValueError(
             f"the model's {kv_heads} key heads do not spread over the {tensor} devices of a sampler's tensor axis; "
@@ -131,3 +150,7 @@ def cache_for(
             out_specs=(heads, layer),
         ),
     )
+
+
+def _module(kind: Kind) -> Any:
+    return {"slots": cache, "pages": cache, "tpu": tpu_cache, "gpu": gpu_cache}[kind]

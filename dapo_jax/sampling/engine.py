@@ -23,7 +23,7 @@ from dapo_jax.models.decoder import Block, EmbeddingAndHead, RopeTables, rope_ta
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.parallel.mesh import BATCH_AXES
 from dapo_jax.parallel.weights import SamplerWeights
-from dapo_jax.sampling.caches import Kind, cache_for, kind_for, sizes_for
+from dapo_jax.sampling.caches import Kind, bytes_per_token, cache_for, kind_for, sizes_for
 from dapo_jax.sampling.decoding import Decoding, draw, response_keys
 from dapo_jax.sampling.interface import Insertion, ResultTokens
 from dapo_jax.sampling.pages import PageSizes
@@ -62,10 +62,11 @@ class DecoderEngine:
     def __init__(
         self, config: DecoderConfig, *, slots: int, capacity: int, steps_per_call: int, stop_ids: Sequence[int], mesh: Mesh,
         compute_dtype: str = "float32", page_tokens: int = 0, cache_tokens: int = 0, cache_dtype: str = "",
-        cache: Kind | None = None, prefill: PrefillShape | None = None,
+        cache_bytes: int | None = None, cache: Kind | None = None, prefill: PrefillShape | None = None,
     ) -> None:  # fmt: skip
-        """Programs for one mesh. `page_tokens` and `cache_tokens` are `sizes_for`'s; `cache_dtype` is "" for `compute_dtype`; `cache` takes
-        the choice from the platform; `prefill` says how much is read at a time, by default up to 4 rows and 4,096 tokens.
+        """Programs for one mesh. `page_tokens` and `cache_tokens` are `sizes_for`'s; where `cache_tokens` is 0, `cache_bytes` of a device are
+        for the cache, None: as many as all slots may come to; `cache_dtype` is "" for `compute_dtype`; `cache` takes the choice from the
+        platform; `prefill` says how much is read at a time, by default up to 4 rows and 4,096 tokens.
 
         Raises:
             ValueError: slots do not spread over the mesh, sequences are longer than the model's, or no sequence would fit the cache.
@@ -86,7 +87,15 @@ class DecoderEngine:
         self._config, self._dtype, self._cache_dtype = config, compute_dtype, cache_dtype or compute_dtype
         asked = {"page_tokens": page_tokens, "cache_tokens": cache_tokens, "dtype": self._cache_dtype}
         kind = cache or kind_for(mesh, **asked)
-        self.page_sizes: PageSizes = sizes_for(kind, mesh, slots=slots, capacity=capacity, **asked)
+        heads = -(-config.kv_heads // mesh.shape["tensor"])
+        self.token_bytes: int = config.layers * bytes_per_token(
+            kind, kv_heads=heads, head_dim=config.head_dim, dtype=self._cache_dtype
+        )
+        """Bytes of one token in the cache, on each of the devices that share its heads."""
+        room = None if cache_bytes is None else cache_bytes // self.token_bytes
+        self.page_sizes: PageSizes = sizes_for(
+            kind, mesh, slots=slots, capacity=capacity, room_tokens=room, **asked
+        )
         self._block, _ = nnx.split(
             nnx.eval_shape(lambda: Block(config, rngs=nnx.Rngs(0), compute_dtype=compute_dtype))
         )

@@ -9,7 +9,7 @@ pytest.importorskip("libtpu", reason="the extra tpu")
 
 from dapo_jax.cli import main
 from dapo_jax.config import load_config
-from dapo_jax.plan.memory import bytes_on_device
+from dapo_jax.parallel.device_memory import bytes_on_device
 from dapo_jax.plan.plan import plan, plan_for
 from dapo_jax.plan.programs import Programs
 from dapo_jax.plan.suggest import suggestions

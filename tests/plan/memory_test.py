@@ -6,7 +6,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dapo_jax.config import ConfigError
-from dapo_jax.plan.memory import ProgramMemory, Resident, as_compiled, bytes_on_device, phases
+from dapo_jax.parallel.device_memory import bytes_on_device
+from dapo_jax.plan.memory import ProgramMemory, Resident, as_compiled, phases
 from dapo_jax.plan.refusals import largest_arrays, needed_bytes, refused
 
 SIZES = {"data": 1, "fsdp": 4, "tensor": 2, "context": 1}

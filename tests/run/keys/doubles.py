@@ -30,7 +30,7 @@ class Engine(ScriptedEngine):
 
     def __init__(
         self, decoder, *, slots, capacity, steps_per_call, stop_ids, mesh, compute_dtype, page_tokens, cache_tokens,
-        cache_dtype, prefill,
+        cache_dtype, cache_bytes, prefill,
     ):  # fmt: skip
         kind = kind_for(mesh, page_tokens=page_tokens, cache_tokens=cache_tokens)
         how = {"page_tokens": page_tokens, "cache_tokens": cache_tokens}

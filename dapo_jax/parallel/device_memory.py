@@ -1,0 +1,54 @@
+"""Bytes on devices: what one may hold, and what arrays that are spread over a mesh take on each."""
+
+import math
+from collections.abc import Mapping
+from itertools import zip_longest
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+from jaxtyping import PyTree
+
+from dapo_jax.config import ConfigError
+from dapo_jax.parallel.gather import all_gather_bytes
+
+
+def device_bytes(device: jax.Device) -> int | None:
+    """Bytes that programs may take on an accelerator; None for a CPU, or where the device does not say."""
+    told = device.memory_stats() if device.platform != "cpu" else None
+    return int(told["bytes_limit"]) if told and "bytes_limit" in told else None
+
+
+def least_device_bytes(mesh: Mesh) -> int | None:
+    """The same of whichever of the mesh's devices has least; None if one of them does not say. Of several processes all must ask."""
+    own = [device_bytes(device) for device in mesh.local_devices]
+    least = 0 if None in own else min(filter(None, own), default=0)
+    return min(int(told) for told in all_gather_bytes(b"%d" % least)) or None
+
+
+def bytes_on_device(structs: PyTree, sizes: Mapping[str, int]) -> int:
+    """Bytes of arrays on each of their devices: their shapes say over which mesh axes they are cut, `sizes` into how many parts.
+
+    Raises:
+        ConfigError: an axis does not divide a dimension.
+    """
+    return sum(math.prod(_cut(leaf, sizes)) * _itemsize(leaf) for leaf in jax.tree.leaves(structs))
+
+
+def _cut(leaf: Any, sizes: Mapping[str, int]) -> list[int]:
+    cut = []
+    for size, entry in zip_longest(leaf.shape, leaf.sharding.spec):
+        axes = (entry,) if isinstance(entry, str) else entry or ()
+        parts = math.prod(sizes[axis] for axis in axes)
+        if size % parts:
+            raise ConfigError(
+                f"an array of shape {leaf.shape} has a dimension of {size}, which the mesh axes {' x '.join(axes)} = {parts} "
+                f"do not divide; choose other sizes of parallel.{', parallel.'.join(axes)}, or of what is spread over them"
+            )
+        cut.append(size // parts)
+    return cut
+
+
+def _itemsize(leaf: Any) -> int:
+    # A random key is 2 numbers of 32 bits.
+    return 8 if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf.dtype.itemsize
