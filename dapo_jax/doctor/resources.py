@@ -18,6 +18,7 @@ from dapo_jax.extras import how_to_install
 from dapo_jax.models.hub import look_up
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.safetensors_files import SafetensorsFolder
+from dapo_jax.parallel.device_memory import device_bytes
 from dapo_jax.plan.memory import MARGIN
 from dapo_jax.plan.plan import Plan, plan_for
 from dapo_jax.plan.workload import Assumptions

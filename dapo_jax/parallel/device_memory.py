@@ -12,6 +12,9 @@ from jaxtyping import PyTree
 from dapo_jax.config import ConfigError
 from dapo_jax.parallel.gather import all_gather_bytes
 
+OFFLOADED = "pinned_host"
+"""JAX's name for the host's memory from which a device reads by itself."""
+
 
 def device_bytes(device: jax.Device) -> int | None:
     """Bytes that programs may take on an accelerator; None for a CPU, or where the device does not say."""
@@ -28,11 +31,13 @@ def least_device_bytes(mesh: Mesh) -> int | None:
 
 def bytes_on_device(structs: PyTree, sizes: Mapping[str, int]) -> int:
     """Bytes of arrays on each of their devices: their shapes say over which mesh axes they are cut, `sizes` into how many parts.
+    Those that lie in the host's memory take none.
 
     Raises:
         ConfigError: an axis does not divide a dimension.
     """
-    return sum(math.prod(_cut(leaf, sizes)) * _itemsize(leaf) for leaf in jax.tree.leaves(structs))
+    leaves = (leaf for leaf in jax.tree.leaves(structs) if leaf.sharding.memory_kind != OFFLOADED)
+    return sum(math.prod(_cut(leaf, sizes)) * _itemsize(leaf) for leaf in leaves)
 
 
 def _cut(leaf: Any, sizes: Mapping[str, int]) -> list[int]:

@@ -12,6 +12,7 @@ from dapo_jax.data.stream import PromptStream
 from dapo_jax.health.stalls import Watch
 from dapo_jax.health.stopping import Stop
 from dapo_jax.models.tensors import shapes_of
+from dapo_jax.parallel.device_memory import bytes_on_device
 from dapo_jax.parallel.gather import broadcast_from_first
 from dapo_jax.rewards.functions import Rewards
 from dapo_jax.run.grader_setup import check_graders, grading
@@ -85,8 +86,10 @@ class Run:
             max_prompt_tokens=data.max_prompt_tokens,
             compute_dtype=model.compute_dtype,
             group_size=config.batch.group_size,
+            beside=self._resident,
             on_look=lambda: watch.note("sampling: drawing tokens"),
         )
+        self.notes += sampler.notes
         self.evaluates = prompts is None or eval_rows is not None
         if config.eval.every_steps and not self.evaluates:
             self.notes.append("no eval_rows were given with prompts: there is no evaluation")
@@ -152,6 +155,14 @@ class Run:
         copy = bool(self.config.loss.kl_coef)
         state = init_state(initial, self._optimizer, self._mesh, offload=offload, copy=copy)
         return ResumePoint(state=state, position=Position())
+
+    @property
+    def _resident(self) -> int:
+        """Bytes on each device while the run samples, but for what sampling itself takes: the train state and the reference policy."""
+        config, sizes = self.config, self._mesh.shape
+        state = state_structs(self.policy, self._optimizer, self._mesh, offload=config.optimizer.offload)
+        held = bytes_on_device(state, sizes)
+        return held + bytes_on_device(state.params, sizes) if config.loss.kl_coef else held
 
     def _check(self, where: str, progress: Mapping[str, Any], *, say: Callable[[str], None]) -> None:
         check_identity(where, progress, self.identity, say=say)

@@ -1,9 +1,13 @@
 """The memory of a device that is left for the key/value cache, where a configuration does not say how many tokens it holds."""
 
-from collections.abc import Mapping
+import math
 
+from jax.sharding import Mesh
+
+from dapo_jax.config import SamplingConfig
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.parallel.mesh import BATCH_AXES
+from dapo_jax.sampling.caches import kind_for, token_bytes
 from dapo_jax.sampling.pages import PageSizes
 from dapo_jax.sampling.prompt_packing import PrefillShape
 
@@ -16,33 +20,36 @@ _LOGITS = 4
 
 
 def room_for_cache(
-    memory: int,
     decoder: DecoderConfig,
+    mesh: Mesh,
+    sampling: SamplingConfig,
     shape: PrefillShape,
-    sizes: Mapping[str, int],
     *,
+    compute_dtype: str,
     resident: int,
-    slots: int,
-    token_bytes: int,
-) -> int:
-    """Bytes of a device that the cache may take; 0 or less if nothing is left.
+    memory: int | None,
+) -> int | None:
+    """Bytes of a device that the cache may take, 0 or less if nothing is left; None where that decides nothing: `sampling.cache_tokens` says
+    how large the cache is, its slots are whole, or nobody knows the device's memory.
 
     Args:
-        memory: bytes of the device.
         decoder: the sizes of the model.
+        mesh: of the sampler.
+        sampling: the configuration's section.
         shape: what prefill reads at a time.
-        sizes: of the sampler's mesh axes.
-        resident: bytes on the device while it samples, but for what sampling itself makes.
-        slots: decoded side by side.
-        token_bytes: of one token's keys and values on a device.
+        compute_dtype: of the cache, unless `sampling` names another.
+        resident: bytes on a device while it samples, but for what sampling itself makes.
+        memory: bytes of a device.
     """
-    spread = 1
-    for axis in BATCH_AXES:
-        spread *= sizes[axis]
-    logits = _LOGITS * slots // spread * decoder.vocab_rows * 4
-    # Of one call the responses still wait for slots when the next one reads.
-    prefixes = 2 * prefix_bytes(decoder, shape, token_bytes=token_bytes)
-    return int(KNOWN_SHARE * memory) - resident - logits - prefixes
+    dtype = sampling.cache_dtype or compute_dtype
+    kind = kind_for(mesh, page_tokens=sampling.page_tokens, cache_tokens=sampling.cache_tokens, dtype=dtype)
+    if memory is None or sampling.cache_tokens or kind == "slots":
+        return None
+    spread = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+    logits = _LOGITS * sampling.slots // spread * decoder.vocab_rows * 4
+    # The responses of one call still wait for slots when the next one reads.
+    each = token_bytes(decoder, mesh, dtype=dtype, kind=kind)
+    return int(KNOWN_SHARE * memory) - resident - logits - 2 * prefix_bytes(decoder, shape, token_bytes=each)
 
 
 def prefix_bytes(decoder: DecoderConfig, shape: PrefillShape, *, token_bytes: int) -> int:
@@ -50,16 +57,17 @@ def prefix_bytes(decoder: DecoderConfig, shape: PrefillShape, *, token_bytes: in
     return shape.rows * (shape.width * token_bytes + shape.row_prompts * decoder.vocab_rows * 4)
 
 
-def told(sizes: PageSizes, *, token_bytes: int, memory: int) -> str:
-    """What a run says of the cache that it has chosen."""
-    tokens = sizes.pool_pages * sizes.page_tokens
-    whole = sizes.pool_pages == sizes.table_pages * sizes.slots // sizes.pools
-    holds = (
-        f"all {sizes.slots} slots with {sizes.capacity:,} tokens each"
-        if whole
-        else f"{tokens * sizes.pools:,} tokens in pages of {sizes.page_tokens}, what fits beside all else"
+def cache_note(sizes: PageSizes, *, room: int, memory: int) -> str:
+    """The sentence in which a run says how large a cache it has chosen."""
+    tokens, most = (
+        sizes.pools * pages * sizes.page_tokens
+        for pages in (sizes.pool_pages, sizes.slots // sizes.pools * sizes.table_pages)
     )
+    if tokens == most:
+        holds = f"all {sizes.slots} slots of {sizes.capacity:,} tokens"
+    else:
+        holds = f"{tokens:,} tokens where all {sizes.slots} slots may come to {most:,}: responses wait, or give way, when it is full"
     return (
-        f"the key/value cache has room for {holds}: {tokens * token_bytes / 2**30:.1f} GiB of a device's {memory / 2**30:.1f}; "
-        "sampling.cache_tokens sets another size"
+        f"the key/value cache holds {holds}; {room / 2**30:.2f} of a device's {memory / 2**30:.2f} GiB were left for it "
+        "(sampling.cache_tokens sets another size)"
     )

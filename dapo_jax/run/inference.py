@@ -23,6 +23,7 @@ from dapo_jax.dapo.rollouts import Group, Verdict
 from dapo_jax.data.prompts import held_out
 from dapo_jax.data.rows import checked_rows
 from dapo_jax.evaluation import problem_record, summarize
+from dapo_jax.parallel.device_memory import bytes_on_device
 from dapo_jax.rewards.functions import Rewards
 from dapo_jax.run.folders import place_of
 from dapo_jax.run.grader_setup import check_graders, grading
@@ -90,6 +91,7 @@ def evaluate(
         max_prompt_tokens=config.data.max_prompt_tokens,
         compute_dtype=config.compute_dtype,
         group_size=config.eval.samples_per_prompt,
+        beside=bytes_on_device(policy.params, mesh.shape),
     )
     # Scores count verdicts; how much longer a training response might have been is no matter here.
     unshaped = replace(config.reward, overlong=_NO_SHAPING)
@@ -205,6 +207,7 @@ def sample(
         max_prompt_tokens=max(len(prompt.tokens) for prompt in found),
         compute_dtype="float32",
         group_size=samples_per_prompt,
+        beside=bytes_on_device(policy.params, mesh.shape),
     )
     config = EvalConfig(
         samples_per_prompt=samples_per_prompt, temperature=temperature, top_p=top_p, top_k=top_k

@@ -4,11 +4,16 @@ A notebook that trains again with another learning rate, another seed or other d
 were made of is shapes and numbers, so they hold no weights; `jax.clear_caches()` gives back the memory that compiled programs take on a device.
 """
 
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
+from typing import Any, Protocol, runtime_checkable
 
+import jax
 import optax
 from flax import nnx
 from jax.sharding import Mesh
+from jax.stages import Lowered
 
 from dapo_jax.config import TrainConfig
 from dapo_jax.dapo.losses import dapo_loss
@@ -17,12 +22,17 @@ from dapo_jax.models.layout import Layout
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.mesh import Meshes
-from dapo_jax.parallel.weights import WeightTransfer, weight_transfer
+from dapo_jax.parallel.together import meet
+from dapo_jax.parallel.weights import SamplerWeights, WeightTransfer, weight_transfer
+from dapo_jax.sampling.decoding import Decoding
 from dapo_jax.sampling.engine import DecoderEngine
 from dapo_jax.sampling.prompt_packing import PrefillShape
 from dapo_jax.training.update import Objective, UpdateOptions, Updater
 
 _KEPT = 4
+
+_AT_ONCE = 8
+"""Programs that are compiled at the same time: a large one takes gigabytes of the host's memory while it is compiled."""
 
 
 @lru_cache(maxsize=_KEPT)
@@ -56,6 +66,33 @@ def engine_of(
         cache_bytes=cache_bytes,
         prefill=prefill,
     )
+
+
+@runtime_checkable
+class Lowering(Protocol):
+    """An engine whose programs can be lowered before they are called."""
+
+    def programs(self, params: SamplerWeights, decoding: Decoding) -> dict[str, Callable[[], Lowered]]:
+        """The programs of sampling by name, and what lowers each; see `DecoderEngine.programs`."""
+        ...
+
+
+def compile_sampling(engine: Lowering, weights: SamplerWeights, decodings: Iterable[Decoding]) -> None:
+    """Compiles all programs with which `engine` samples, several at a time; `weights` and `decodings` may be shapes. Nothing is left to compile
+    while slots wait, and of several processes none reaches a collective long before the others."""
+    for each in decodings:
+        leaves, structure = jax.tree.flatten((weights, each))
+        _compiled(engine, structure, tuple(leaves))
+    meet()
+
+
+@lru_cache(maxsize=2 * _KEPT)
+def _compiled(engine: Lowering, structure: Any, leaves: tuple[Any, ...]) -> None:
+    # What was compiled for another `decoding` is found again: only the program that draws depends on it.
+    lowered = [lower() for lower in engine.programs(*jax.tree.unflatten(structure, leaves)).values()]
+    with ThreadPoolExecutor(max_workers=_AT_ONCE) as threads:
+        for _ in threads.map(Lowered.compile, lowered):
+            pass  # or an error of the compiler would not be heard
 
 
 @lru_cache(maxsize=_KEPT)

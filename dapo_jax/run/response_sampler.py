@@ -1,8 +1,9 @@
 """Responses to prompts, sampled by the engine that a configuration asks for: training, evaluation and `dapo-jax sample` share it."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import reduce
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial, reduce
 from itertools import islice
+from typing import Any
 from zlib import crc32
 
 import jax
@@ -10,10 +11,12 @@ from jaxtyping import PRNGKeyArray, PyTree
 
 from dapo_jax.config import ConfigError, EvalConfig, SamplingConfig
 from dapo_jax.dapo.rollouts import Group, Prompt, Response
+from dapo_jax.parallel.device_memory import bytes_on_device, least_device_bytes
 from dapo_jax.parallel.mesh import Meshes
-from dapo_jax.parallel.weights import SamplerWeights
+from dapo_jax.parallel.weights import WeightTransfer
+from dapo_jax.run.cache_room import cache_note, room_for_cache
 from dapo_jax.run.policy import Policy
-from dapo_jax.run.programs import engine_of, transfer_of
+from dapo_jax.run.programs import compile_sampling, engine_of, transfer_of
 from dapo_jax.sampling.continuous_batching import Sampler
 from dapo_jax.sampling.decoding import Decoding, decoding
 from dapo_jax.sampling.prompt_packing import PrefillShape, prefill_shape
@@ -55,15 +58,44 @@ class ResponseSampler:
         max_prompt_tokens: int,
         compute_dtype: str,
         group_size: int,
+        beside: int = 0,
+        memory: int | None = None,
         on_look: Callable[[], None] = lambda: None,
     ) -> None:
-        """Raises ConfigError where slots or lengths do not fit the mesh or the model."""
+        """Makes the programs of sampling; nothing is compiled yet.
+
+        Args:
+            policy: whose decoder samples.
+            meshes: of the run.
+            sampling: the configuration's section.
+            seed: of all draws.
+            max_prompt_tokens: the longest prompt.
+            compute_dtype: of products, and unless `sampling` says otherwise of weights and cache.
+            group_size: responses to a prompt.
+            beside: bytes on each device while it samples, but for the sampler's weights and cache.
+            memory: bytes of a device; None: what the devices say, which those of a CPU do not.
+            on_look: called before each call of the engine that draws tokens.
+
+        Raises:
+            ConfigError: slots or lengths do not fit the mesh, the model or the memory.
+        """
         self.max_response_tokens = sampling.max_response_tokens
-        self.transfer: Callable[[PyTree], SamplerWeights] = transfer_of(
+        self.transfer: WeightTransfer = transfer_of(
             policy.decoder, meshes, dtype=compute_dtype, eight_bit=sampling.weight_dtype == "int8"
         )
+        shape = prefill_of(sampling, group_size, max_prompt_tokens=max_prompt_tokens)
+        memory = memory or least_device_bytes(meshes.sampler)
+        room = room_for_cache(
+            policy.decoder,
+            meshes.sampler,
+            sampling,
+            shape,
+            compute_dtype=compute_dtype,
+            resident=beside + bytes_on_device(self.transfer.shapes, meshes.sampler.shape),
+            memory=memory,
+        )
         try:
-            engine = engine_of(
+            self._engine = engine_of(
                 policy.decoder,
                 meshes.sampler,
                 slots=sampling.slots,
@@ -74,15 +106,26 @@ class ResponseSampler:
                 page_tokens=sampling.page_tokens,
                 cache_tokens=sampling.cache_tokens,
                 cache_dtype=sampling.cache_dtype,
-                cache_bytes=None,
-                prefill=prefill_of(sampling, group_size, max_prompt_tokens=max_prompt_tokens),
+                cache_bytes=room,
+                prefill=shape,
             )
         except ValueError as error:
             raise ConfigError(str(error)) from error
+        self.notes = (
+            []
+            if room is None or memory is None
+            else [cache_note(self._engine.page_sizes, room=room, memory=memory)]
+        )
+        """The sentences that a run says of its sampler when it starts."""
         self.prompts_at_once = prompts_at_once(sampling, group_size)
-        self._sampler = Sampler(engine, prefill_prompts=self.prompts_at_once, on_look=on_look)
+        self._sampler = Sampler(self._engine, prefill_prompts=self.prompts_at_once, on_look=on_look)
         self._stop = StopStrings(policy.tokenizer, sampling.stop).find if sampling.stop else None
         self._key: PRNGKeyArray = jax.random.key(seed)
+
+    def compile(self, *decodings: Mapping[str, Any]) -> None:
+        """Compiles the programs that sample with any of these options of `decoding`, of which only whether they cut the distribution matters."""
+        drawing = [jax.eval_shape(partial(decoding, **options)) for options in decodings]
+        compile_sampling(self._engine, self.transfer.shapes, drawing)
 
     def sample(
         self,

@@ -18,11 +18,12 @@ from dapo_jax.data.sft_pairs import PairSource
 from dapo_jax.evaluation import summarize
 from dapo_jax.health.stalls import interrupt
 from dapo_jax.locks import Lock
+from dapo_jax.parallel.device_memory import bytes_on_device
 from dapo_jax.rewards.grading import Grading
 from dapo_jax.run.end_of_step import evaluates_after
 from dapo_jax.run.folders import locked, place_of
 from dapo_jax.run.grader_setup import grading
-from dapo_jax.run.policy import Policy, load_policy, mesh_of, meshes_of, optimizer_of
+from dapo_jax.run.policy import Policy, load_policy, mesh_of, meshes_of, optimizer_of, state_structs
 from dapo_jax.run.prompt_sets import dated, held_out_prompts, prompt_format, training_rows
 from dapo_jax.run.records import use_compilation_cache
 from dapo_jax.run.response_sampler import ResponseSampler
@@ -75,7 +76,8 @@ def _trained(config: SftConfig, run_dir: AnyPath, lock: Lock, progress: Progress
     limit, stop = config.sampling.max_response_tokens, config.sampling.stop
     graders = grading(reward, policy, max_response_tokens=limit, stop=stop)
     held_out = held_out_prompts(config.data, config.eval, policy.tokenizer)
-    evaluate = _evaluation(config, policy, mesh, graders, held_out)
+    state = state_structs(policy, optimizer, mesh, offload=config.optimizer.offload)
+    evaluate = _evaluation(config, policy, mesh, graders, held_out, beside=bytes_on_device(state, mesh.shape))
     updater = Updater(
         policy.graph(compute_dtype=config.model.compute_dtype, remat=config.model.remat, layout=how.layout),
         policy.params,
@@ -167,8 +169,11 @@ def _evaluation(
     mesh: jax.sharding.Mesh,
     graders: Grading,
     held_out: Mapping[str, Sequence[Prompt]],
+    *,
+    beside: int,
 ) -> Callable[[PyTree, int], dict[str, float]]:
-    """The function that scores parameters on the held-out prompts of each dataset, sampled as `config.eval` says."""
+    """The function that scores parameters on the held-out prompts of each dataset, sampled as `config.eval` says, with `beside`
+    bytes of other arrays on each device."""
     rollouts = ResponseSampler(
         policy,
         meshes_of(config.parallel, mesh),
@@ -177,6 +182,7 @@ def _evaluation(
         max_prompt_tokens=config.data.max_prompt_tokens,
         compute_dtype=config.model.compute_dtype,
         group_size=config.eval.samples_per_prompt,
+        beside=beside,
     )
 
     def evaluate(params: PyTree, step: int) -> dict[str, float]:

@@ -178,8 +178,9 @@ def train(
         )
 
         stack.enter_context(stop.held())
+        shown.starting("compiling; from the second time on this is read from the cache")
+        run.sampling.compile()
         with end_of_step.kept():
-            shown.starting("compiling; from the second time on this is read from the cache")
             end_of_step.start(start)
             state = run_steps(
                 start.state,

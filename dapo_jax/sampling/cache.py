@@ -58,7 +58,8 @@ def stored(
     """Keys or values in the dtype of a cache, and what they are to be multiplied with, [kv_heads, ...]: None but for eight bits."""
     if dtype not in EIGHT_BITS:
         return x.astype(dtype), None
-    largest = jnp.abs(x.astype(jnp.float32)).max(1)
+    x = x.astype(jnp.float32)
+    largest = jnp.abs(x).max(1)
     scale = jnp.where(largest > 0, largest, 1.0) / EIGHT_BITS[dtype]
     scaled = x / scale[:, None]
     return (jnp.round(scaled) if dtype == "int8" else scaled).astype(dtype), scale

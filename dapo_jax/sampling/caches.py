@@ -7,6 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
+from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.parallel.mesh import BATCH_AXES
 from dapo_jax.sampling import cache, gpu_cache, paged_cache, tpu_cache
 from dapo_jax.sampling.cache import DENSE, Cache
@@ -41,11 +42,11 @@ def without_kernel(mesh: Mesh) -> str:
     )
 
 
-def bytes_per_token(kind: Kind, *, kv_heads: int, head_dim: int, dtype: str) -> int:
-    """Bytes of one token's keys and values in one layer, with their scales."""
-    tokens = tpu_cache.LANES
-    page = jax.eval_shape(lambda: _module(kind).empty(1, kv_heads, tokens, head_dim, dtype))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(page)) // tokens
+def token_bytes(config: DecoderConfig, mesh: Mesh, *, dtype: str, kind: Kind) -> int:
+    """Bytes of one token's keys and values in all layers, with their scales, on each of the devices that share its heads."""
+    heads, tokens = -(-config.kv_heads // mesh.shape["tensor"]), tpu_cache.LANES
+    page = jax.eval_shape(lambda: _module(kind).empty(1, heads, tokens, config.head_dim, dtype))
+    return config.layers * sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(page)) // tokens
 
 
 def sizes_for(

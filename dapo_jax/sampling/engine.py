@@ -23,7 +23,7 @@ from dapo_jax.models.decoder import Block, EmbeddingAndHead, RopeTables, rope_ta
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.parallel.mesh import BATCH_AXES
 from dapo_jax.parallel.weights import SamplerWeights
-from dapo_jax.sampling.caches import Kind, bytes_per_token, cache_for, kind_for, sizes_for
+from dapo_jax.sampling.caches import Kind, cache_for, kind_for, sizes_for, token_bytes
 from dapo_jax.sampling.decoding import Decoding, draw, response_keys
 from dapo_jax.sampling.interface import Insertion, ResultTokens
 from dapo_jax.sampling.pages import PageSizes
@@ -87,12 +87,8 @@ class DecoderEngine:
         self._config, self._dtype, self._cache_dtype = config, compute_dtype, cache_dtype or compute_dtype
         asked = {"page_tokens": page_tokens, "cache_tokens": cache_tokens, "dtype": self._cache_dtype}
         kind = cache or kind_for(mesh, **asked)
-        heads = -(-config.kv_heads // mesh.shape["tensor"])
-        self.token_bytes: int = config.layers * bytes_per_token(
-            kind, kv_heads=heads, head_dim=config.head_dim, dtype=self._cache_dtype
-        )
-        """Bytes of one token in the cache, on each of the devices that share its heads."""
-        room = None if cache_bytes is None else cache_bytes // self.token_bytes
+        each = token_bytes(config, mesh, dtype=self._cache_dtype, kind=kind)
+        room = None if cache_bytes is None else cache_bytes // each
         self.page_sizes: PageSizes = sizes_for(
             kind, mesh, slots=slots, capacity=capacity, room_tokens=room, **asked
         )
@@ -198,6 +194,7 @@ class DecoderEngine:
 
     def programs(self, params: SamplerWeights, decoding: Decoding) -> dict[str, Callable[[], Lowered]]:
         """All programs that sampling runs, by name, and what lowers each; `params` and `decoding` may be shapes."""
+        again = self.page_sizes.runs_out
         number, column, tables = (
             jax.ShapeDtypeStruct(shape, jnp.int32)  # of the host, which places nothing
             for shape in ((), (self.slots,), (self.slots, self.page_sizes.table_pages))
@@ -216,9 +213,9 @@ class DecoderEngine:
                 tables,
             ),
             "release": partial(self._release.lower, state, column, number),
-            **self._read.programs(params),
+            **self._read.programs(params, again=again),
         }
-        for name, prefix in self._read.prefixes(params).items():
+        for name, prefix in self._read.prefixes(params, again=again).items():
             made[f"fill_{name}"] = partial(self._fill.lower, prefix, state.layers, (column,) * 3, number)
             slots_alone, logits_alone = replace(state, layers=()), replace(prefix, layers=())
             made[f"insert_{name}"] = partial(

@@ -37,6 +37,11 @@ class PageSizes:
         """The most pages of a slot."""
         return pages_for(self.capacity, self.page_tokens)
 
+    @property
+    def runs_out(self) -> bool:
+        """Whether all slots together may come to more than there are pages."""
+        return self.pools * self.pool_pages < self.slots * self.table_pages
+
     def pool_of(self, slot: int) -> int:
         """The pool that a slot takes its pages from."""
         return slot * self.pools // self.slots

@@ -86,8 +86,9 @@ class Prefill:
                     [] if prefix is None else [(index, prefix, 0)] for prefix in self._parts(params, prompt)
                 )
 
-    def programs(self, params: SamplerWeights) -> dict[str, Callable[[], Lowered]]:
-        """The programs of every shape by name, and what lowers each; `params` may be shapes with their places."""
+    def programs(self, params: SamplerWeights, *, again: bool) -> dict[str, Callable[[], Lowered]]:
+        """The programs that are used, by name, and what lowers each; `params` may be shapes with their places. Without `again` nothing but
+        prompts is read."""
         made: dict[str, Callable[[], Lowered]] = {}
         layer, ends = params["layers"][0], params["ends"]
         half, embed, width = self._config.head_dim // 2, self._config.embed_dim, self.shape.width
@@ -96,7 +97,7 @@ class Prefill:
             angles = self._struct((half, tokens), jnp.float32)
             return self._struct((embed, tokens), self._flowing(ends)), (angles, angles)
 
-        for name, rows, _ in (shape for shape in self._shapes() if shape[0] != "part"):
+        for name, rows, _ in (shape for shape in self._used(again) if shape[0] != "part"):
             x, rope = of_tokens(rows * width)
             tokens, segments, last = (
                 jax.ShapeDtypeStruct(shape, jnp.int32)  # of the host, which places nothing
@@ -105,7 +106,7 @@ class Prefill:
             made[f"prefill_{name}_embed"] = partial(self._embed.lower, ends, tokens)
             made[f"prefill_{name}"] = partial(self._layer.lower, layer, x, rope, segments)
             made[f"prefill_{name}_head"] = partial(self._head.lower, ends, x, last)
-        if self._room > width:
+        if any(name == "part" for name, *_ in self._used(again)):
             x, rope = of_tokens(width)
             buffer, _ = jax.eval_shape(self._empty_program)
             buffer = jax.ShapeDtypeStruct(buffer.shape, buffer.dtype, sharding=self._buffer)
@@ -115,10 +116,10 @@ class Prefill:
             made["prefill_empty"] = self._empty.lower
         return made
 
-    def prefixes(self, params: SamplerWeights) -> dict[str, Prefix]:
-        """The results of calls of every shape, as shapes with their places."""
+    def prefixes(self, params: SamplerWeights, *, again: bool) -> dict[str, Prefix]:
+        """The results of calls of every shape that is used, as shapes with their places; `again` is that of `programs`."""
         ends, made = params["ends"], {}
-        for name, rows, width in self._shapes():
+        for name, rows, width in self._used(again):
             x = jax.ShapeDtypeStruct((self._config.embed_dim, rows * width), self._flowing(ends))
             heads = jax.ShapeDtypeStruct(
                 (self._config.kv_heads, self._config.head_dim, rows * width), jnp.float32
@@ -137,10 +138,11 @@ class Prefill:
             )  # fmt: skip
         return made
 
-    def _shapes(self) -> list[tuple[str, int, int]]:
+    def _used(self, again: bool) -> list[tuple[str, int, int]]:
         """(name, rows, width) of what is read."""
         several = [("rows", self.shape.rows, self.shape.width)] if self.shape.rows > 1 else []
-        parts = [("part", 1, self._room)] if self._room > self.shape.width else []
+        longest = self._room if again else self.shape.longest
+        parts = [("part", 1, self._room)] if longest > self.shape.width else []
         return [("row", 1, self.shape.width), *several, *parts]
 
     def _flowing(self, ends: Any) -> Any:

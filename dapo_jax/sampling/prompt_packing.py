@@ -22,6 +22,8 @@ class PrefillShape:
 
     rows: int
     width: int
+    longest: int
+    """Tokens of the longest prompt, which may be longer than a row. A response that is read again may come to more."""
 
     @property
     def row_prompts(self) -> int:
@@ -32,7 +34,7 @@ class PrefillShape:
 def prefill_shape(*, longest: int, capacity: int, prompts: int, tokens: int) -> PrefillShape:
     """Rows that hold a prompt of `longest` tokens, as far as `tokens` at a time allow, and as many as `prompts` may take."""
     width = min(max(_NARROWEST, _power_of_two(longest)), capacity, max(tokens, 1))
-    return PrefillShape(rows=max(1, min(tokens // width, prompts)), width=width)
+    return PrefillShape(rows=max(1, min(tokens // width, prompts)), width=width, longest=longest)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
+from dapo_jax.parallel.device_memory import OFFLOADED
 from dapo_jax.parallel.sharding import shardings
 
 
@@ -27,7 +28,7 @@ def state_shardings(
     """Where each array of the train state lies; `params` may be shapes alone. With `offload`, the moments lie in the host's memory."""
     moments = shardings(jax.eval_shape(optimizer.init, params), mesh)
     if offload:
-        moments = jax.tree.map(lambda place: place.with_memory_kind("pinned_host"), moments)
+        moments = jax.tree.map(lambda place: place.with_memory_kind(OFFLOADED), moments)
     return TrainState(shardings(params, mesh), moments)
 
 

@@ -1,15 +1,21 @@
 """Prompts and verdicts as the configuration has them: conversations through the chat template, texts up to a stop string."""
 
+import logging
 from dataclasses import replace
+from itertools import islice
 
+import jax
 import numpy as np
 import pytest
 
-from dapo_jax.config import ModelConfig, OverlongConfig, RewardConfig
-from dapo_jax.dapo.rollouts import Prompt, Response
+from dapo_jax.config import EvalConfig, ModelConfig, OverlongConfig, RewardConfig, SamplingConfig
+from dapo_jax.dapo.rollouts import Group, Prompt, Response
+from dapo_jax.parallel.mesh import make_mesh, make_meshes
 from dapo_jax.run import sample
 from dapo_jax.run.grader_setup import grading
 from dapo_jax.run.policy import load_policy
+from dapo_jax.run.response_sampler import TRAINING, ResponseSampler
+from dapo_jax.sampling.decoding import decoding
 from dapo_jax.text.huggingface import HuggingFaceTokenizer
 from tests.text.folders import files_of
 
@@ -76,3 +82,43 @@ def test_a_conversation_is_trained_on_with_its_template_and_logged_readably(
     assert {row["prompt"] for row in logged} <= {system + OPENED.format(f"{n}+1") for n in range(3)}
     assert all(row["row"]["prompt"][0]["role"] == "user" for row in logged)
     assert (result.run_dir / "model" / "chat_template.jinja").is_file()
+
+
+def test_what_was_compiled_beforehand_samples_evaluates_and_reads_again_without_compiling(model, caplog):
+    """Two rows of 16 tokens at a time; six pages of 4 tokens are one sequence of 24, so responses give way and are read again."""
+    mesh = make_mesh(devices=jax.devices()[:1], fsdp=1)
+    policy = load_policy(ModelConfig(source=model), mesh=mesh)
+    config = SamplingConfig(slots=4, page_tokens=4, cache_tokens=24, max_response_tokens=16, steps_per_call=3)
+    sampler = ResponseSampler(
+        policy, make_meshes(mesh), config, seed=0, max_prompt_tokens=8, compute_dtype="float32", group_size=2
+    )
+    weights = sampler.transfer(policy.params)
+    asked = EvalConfig(samples_per_prompt=2, temperature=0.5, top_p=0.7)
+    sampler.compile({"temperature": 1.0}, {"temperature": 0.5, "top_p": 0.7})
+    prompts = [
+        Prompt(ordinal=i, tokens=policy.tokenizer.encode("1+1=2+10"[: i + 1]), text="", answer="")
+        for i in range(8)
+    ]
+    left = iter(prompts)
+    with jax.log_compiles(), caplog.at_level(logging.WARNING):
+        caplog.clear()
+        found = sampler.sample(
+            weights, lambda n: list(islice(left, n)), decoding=decoding(), samples=2, domain=TRAINING
+        )
+        assert len(list(found)) == 8
+        sampler.evaluate(
+            weights,
+            prompts,
+            lambda sampled: [graded_nothing(each) for each in sampled],
+            asked,
+            name="a",
+            step=0,
+        )
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line for line in lines if "Compiling jit(" in line and "_program" in line] == []
+
+
+def graded_nothing(sampled):
+    """A group as an evaluation sorts it, which is all that is done with it here."""
+    prompt, _ = sampled
+    return Group(prompt=prompt, rollouts=())

@@ -159,7 +159,7 @@ def test_slots_and_steps_per_call_change_no_response(slots, steps):
 
 def test_reading_in_parts_changes_no_response():
     """Rows of 5 tokens, where prompts have up to 8 and what is read again up to 24."""
-    shape = PrefillShape(rows=2, width=5)
+    shape = PrefillShape(rows=2, width=5, longest=MAX_PROMPT)
     engine = engine_of(16, 3, page_tokens=4, cache_tokens=48, prefill=shape)
     assert_same(sample(engine, prompts(0, 1, 2, 3, 4)), baseline())
 

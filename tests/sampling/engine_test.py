@@ -141,7 +141,7 @@ def test_prefill_gives_the_logits_after_each_prompt_however_they_are_packed(
 
 def test_what_is_longer_than_a_row_is_read_in_parts(mesh, weights):
     """Rows of 7: one of 5 tokens in a row, one of 24 in four parts, of which the last is done; after each part others may decode."""
-    shape = PrefillShape(rows=2, width=7)
+    shape = PrefillShape(rows=2, width=7, longest=CAPACITY)
     narrow = DecoderEngine(
         CONFIG, slots=SLOTS, capacity=CAPACITY, steps_per_call=STEPS, stop_ids=[EOS], mesh=mesh, prefill=shape
     )
@@ -167,7 +167,7 @@ def test_all_programs_of_a_run_are_those_that_can_be_compiled_beforehand(mesh, w
     """Compiled from shapes alone, under their names; then prompts of any length are read, inserted and decoded, and nothing compiles."""
     engine = DecoderEngine(
         CONFIG, slots=3, capacity=CAPACITY, steps_per_call=STEPS, stop_ids=[EOS], mesh=mesh,
-        prefill=PrefillShape(rows=2, width=7),
+        prefill=PrefillShape(rows=2, width=7, longest=CAPACITY),
     )  # fmt: skip
     for lower in engine.programs(transfer.shapes, GREEDY).values():
         lower().compile()

@@ -19,7 +19,7 @@ def numbered(lengths):
 @given(st.lists(st.integers(1, 70), min_size=1, max_size=40), st.integers(1, 4))
 def test_each_prompt_is_whole_where_it_is_said_to_be_once(lengths, rows):
     """Those longer than a row are not asked for."""
-    prompts, shape = numbered(lengths), PrefillShape(rows=rows, width=40)
+    prompts, shape = numbered(lengths), PrefillShape(rows=rows, width=40, longest=40)
     asked = [index for index, length in enumerate(lengths) if length <= 40]
     calls = pack_prompts(prompts, asked, shape) if asked else []
     assert sorted(index for call in calls for index in call.indices) == asked
@@ -53,14 +53,14 @@ def test_each_prompt_is_whole_where_it_is_said_to_be_once(lengths, rows):
     ids=str,
 )
 def test_a_call_has_all_rows_or_one(lengths, shapes):
-    shape = PrefillShape(rows=4, width=16)
+    shape = PrefillShape(rows=4, width=16, longest=16)
     calls = pack_prompts(numbered(lengths), range(len(lengths)), shape)
     assert [len(call.tokens) for call in calls] == shapes
 
 
 def test_a_row_has_no_more_prompts_than_there_are_logits_for():
     """40 prompts of 2 tokens would fit into one row of 80; 16 a row are three rows."""
-    calls = pack_prompts(numbered([2] * 40), range(40), PrefillShape(rows=4, width=80))
+    calls = pack_prompts(numbered([2] * 40), range(40), PrefillShape(rows=4, width=80, longest=80))
     assert [len(call.indices) for call in calls] == [40]
     assert len({*calls[0].rows[:40]}) == 3
 

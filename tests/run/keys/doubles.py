@@ -47,6 +47,9 @@ class Engine(ScriptedEngine):
         self.mesh, self.compute_dtype = mesh, compute_dtype
         self.hows, self.keys, self.limits = [], [], set()
 
+    def programs(self, params, decoding):
+        return {}
+
     def insert(self, prefix, state, insertion, key):
         self.keys.append(jax.random.key_data(key).tolist())
         self.limits |= set(insertion.limits.tolist())

@@ -1,0 +1,94 @@
+"""How large the cache becomes where the configuration leaves it open: by the memory of a device, and by what else lies there."""
+
+from dataclasses import replace
+
+import jax
+import pytest
+
+from dapo_jax.config import ConfigError, ModelConfig, SamplingConfig
+from dapo_jax.models.presets import preset
+from dapo_jax.parallel.device_memory import bytes_on_device
+from dapo_jax.parallel.mesh import make_mesh, make_meshes
+from dapo_jax.run.cache_room import KNOWN_SHARE, room_for_cache
+from dapo_jax.run.policy import load_policy
+from dapo_jax.run.response_sampler import ResponseSampler
+from dapo_jax.sampling.prompt_packing import PrefillShape
+
+TINY = preset("tiny")
+"""4 layers of 2 key heads of 32 dimensions: a token's keys and values are 2 x 4 x 2 x 32 x 4 = 2,048 bytes in float32."""
+SHAPE = PrefillShape(rows=2, width=64, longest=16)
+PAGES = SamplingConfig(slots=8, page_tokens=16, max_response_tokens=48)
+
+
+def room(sampling=PAGES, *, memory=1 << 20, resident=0, devices=1, dtype="float32", **axes):
+    mesh = make_mesh(devices=jax.devices()[:devices], **(axes or {"fsdp": 1}))
+    return room_for_cache(
+        TINY, mesh, sampling, SHAPE, compute_dtype=dtype, resident=resident, memory=memory
+    )  # fmt: skip
+
+
+def test_the_cache_gets_what_all_else_leaves_of_nine_tenths_of_a_device():
+    """8 slots' logits of 32 entries four times over, and twice a prefix of 2 rows: 64 tokens and the logits of 16 prompts each."""
+    logits, prefix = 4 * 8 * 32 * 4, 2 * (64 * 2048 + 16 * 32 * 4)
+    assert room(resident=1000) == int(KNOWN_SHARE * (1 << 20)) - 1000 - logits - 2 * prefix
+
+
+def test_a_mesh_spreads_slots_and_heads():
+    """Over 4 devices by slots a device has 2 slots' logits; over 2 by heads a token is half as many bytes."""
+    spread, heads, alone = room(devices=4, fsdp=4), room(devices=2, fsdp=1, tensor=2), room()
+    assert spread - alone == 4 * (8 - 2) * 32 * 4
+    assert heads - alone == 2 * 2 * 64 * 1024
+
+
+def test_eight_bits_are_counted_with_their_scales():
+    """32 bytes and a scale of 4 where 128 bytes were, for each of 2 x 4 x 2 heads."""
+    small = room(replace(PAGES, cache_dtype="int8"))
+    assert small - room() == 2 * 2 * 64 * (2048 - 16 * 36)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "memory"),
+    [
+        (PAGES, None),
+        (replace(PAGES, cache_tokens=512), 1 << 20),
+        (replace(PAGES, page_tokens=0), 1 << 20),
+    ],
+    ids=["a device that does not say", "a size that is set", "whole slots, on CPU"],
+)
+def test_memory_decides_nothing_where_the_configuration_or_nobody_does(sampling, memory):
+    assert room(sampling, memory=memory) is None
+
+
+@pytest.fixture(scope="module")
+def sampler():
+    mesh = make_mesh(devices=jax.devices()[:1], fsdp=1)
+    policy = load_policy(ModelConfig(source="preset:tiny", tokenizer="char:0123456789+="), mesh=mesh)
+
+    def made(memory, **options):
+        return ResponseSampler(
+            policy, make_meshes(mesh), replace(PAGES, **options), seed=0, max_prompt_tokens=16, compute_dtype="float32",
+            group_size=4, memory=memory, beside=bytes_on_device(policy.params, mesh.shape),
+        )  # fmt: skip
+
+    return made
+
+
+def test_a_run_says_how_large_a_cache_it_chose(sampler):
+    """A sequence may come to 64 tokens, so 8 slots to 512, of 2,048 bytes each. The model has 592,768 parameters for the trainer and as many for the sampler,
+    4,742,144 bytes; the logits of 8 slots take 4 x 8 x 14 x 4 = 1,792, and prefixes twice 2 rows of 16 tokens, 131,072, with logits of
+    16 prompts, 3,584. Of 5,220,000 bytes, nine tenths of the device's, 341,408 are left: 166 tokens, 10 pages."""
+    [large] = sampler(1 << 30).notes
+    assert large.startswith(
+        "the key/value cache holds all 8 slots of 64 tokens; 0.90 of a device's 1.00 GiB were left for it"
+    )
+    [small] = sampler(5_800_000).notes
+    assert "holds 160 tokens where all 8 slots may come to 512: responses wait" in small
+    assert "sampling.cache_tokens" in small
+    assert sampler(None).notes == sampler(1 << 30, cache_tokens=256).notes == []
+
+
+def test_a_device_with_no_room_for_one_sequence_is_refused_with_what_would_help(sampler):
+    with pytest.raises(
+        ConfigError, match=r"room for 0 pages of 16 tokens .* up to 64 tokens need 4: .*sampling\.slots"
+    ):
+        sampler(1 << 20)
