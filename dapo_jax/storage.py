@@ -149,6 +149,18 @@ def sizes_below(folder: AnyPath) -> dict[str, int]:
     return dict(sorted(sizes.items()))
 
 
+def md5s_below(folder: AnyPath) -> dict[str, str]:
+    """The md5 that a bucket keeps of every object below `folder`, in its spelling, by the path from there; nothing on a disk.
+
+    An object that was put together of several has none.
+    """
+    if not in_bucket(folder):
+        return {}
+    found = _objects().find(str(folder), detail=True)
+    start = len(str(folder).removeprefix(SCHEME)) + 1
+    return {name[start:]: each["md5Hash"] for name, each in sorted(found.items()) if each.get("md5Hash")}
+
+
 def _raised(error: OSError) -> None:
     raise error
 

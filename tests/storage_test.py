@@ -15,6 +15,7 @@ from dapo_jax.storage import (
     entries,
     files_below,
     in_bucket,
+    md5s_below,
     new_file,
     path_of,
     sizes_below,
@@ -184,6 +185,16 @@ def test_sizes_are_those_of_all_files_below(folder):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         write_whole(folder / name, bytes(size))
     assert list(sizes_below(folder).items()) == [("a", 0), ("b/c/three", 3), ("b/two", 2)]
+
+
+def test_a_bucket_says_the_md5_of_its_objects_and_a_disk_says_nothing(folder):
+    assert md5s_below(folder) == {}
+    for name, data in {"b/two": b"2", "a": b""}.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / name, data)
+    # echo -n 2 | openssl md5 -binary | base64, and the same of nothing
+    md5s = {"a": "1B2M2Y8AsgTpgAmY7PhCfg==", "b/two": "yB5yjZ1ML2NvBn+JzBSGLA=="}
+    assert md5s_below(folder) == (md5s if in_bucket(folder) else {})
 
 
 def test_a_file_is_read_up_to_a_bound(folder):

@@ -44,7 +44,6 @@ from dapo_jax.checkpoints.manifest import (
     pack_arrays,
     read_meta,
     remove_unfinished,
-    seal,
     sealed_files,
     set_aside,
     step_folders,
@@ -53,6 +52,7 @@ from dapo_jax.checkpoints.manifest import (
     unreadable,
 )
 from dapo_jax.checkpoints.retention import Keeping, quiet_orbax
+from dapo_jax.checkpoints.sealing import Sealing
 from dapo_jax.config import ConfigError
 from dapo_jax.parallel.gather import all_gather_bytes, by_first
 from dapo_jax.storage import in_bucket, path_of
@@ -102,6 +102,7 @@ class Checkpointer:
         quiet_orbax()
         self.folder = _absolute(folder)
         self._saving: int | None = None
+        self._sealing = Sealing(self.folder)
         self._cleaned = False
         self._scores: dict[int, float] | None = None
         check_notes(self.folder)
@@ -110,8 +111,7 @@ class Checkpointer:
             options=ocp.CheckpointManagerOptions(
                 preservation_policy=Keeping(keep, self._best_step if keep_best else lambda: None),
                 create=False,
-                # Runs on the primary process, after the last byte of the step and before it takes its final name.
-                async_options=ocp.AsyncOptions(post_finalization_callback=self._seal),
+                async_options=self._sealing.options(),
             ),
         )
 
@@ -168,6 +168,7 @@ class Checkpointer:
             if score is not None:
                 self._known_scores()[step] = score
             self._saving = step
+            self._sealing.begin(step)
             # force: orbax would otherwise skip a step without a word when it thinks it need not be saved.
             self._manager.save(step, args=ocp.args.Composite(**items), force=True)
         except Exception as error:
@@ -345,10 +346,6 @@ class Checkpointer:
         if not self._cleaned and jax.process_index() == 0:
             remove_unfinished(self.folder)
         self._cleaned = True
-
-    def _seal(self) -> None:
-        """Adds the sha256 manifest to the step that is about to take its final name."""
-        seal(self.folder, self._saving)
 
     def _failure(self, step: int | None, error: Exception) -> CheckpointError:
         """The error to raise for a save that has failed; the files that it has written are removed."""

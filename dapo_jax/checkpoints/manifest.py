@@ -18,7 +18,7 @@ import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -26,7 +26,7 @@ from etils import epath
 from jaxtyping import PyTree, UInt8
 
 from dapo_jax.plain_json import read_object
-from dapo_jax.storage import bounded_bytes, entries, in_bucket, move_folder, sizes_below
+from dapo_jax.storage import bounded_bytes, entries, in_bucket, md5s_below, move_folder, sizes_below
 
 MANIFEST = "sha256.json"
 
@@ -64,6 +64,8 @@ _DTYPE = re.compile(r"[<>|=]?\w+(\[\w+\])?")
 
 _MOST_AXES, _MOST_BYTES = 64, np.iinfo(np.intp).max
 """The most that an array of numpy can have; axes without entries count as one then."""
+
+_Value = TypeVar("_Value")
 
 _FAILING_DISK = (errno.EIO, errno.EMFILE, errno.ENFILE, errno.ESTALE, errno.ETIMEDOUT)
 
@@ -187,10 +189,10 @@ def check_notes(folder: epath.Path) -> None:
             raise DamagedError(f"checkpoint {note.parent} is damaged, move it away: {error}") from error
 
 
-def seal(folder: epath.Path, step: int | None) -> None:
-    """Writes the manifest of the step in `folder` that is complete but for its final name, or its marker file."""
-    unfinished = folder / f"{step}{_UNFINISHED}"
-    write_manifest(unfinished if unfinished.exists() else folder / str(step))
+def being_written(path: epath.Path) -> epath.Path:
+    """The place of a step, or of an item in it, while orbax writes it: on a disk it has another name until it is complete."""
+    unfinished = path.with_name(path.name + _UNFINISHED)
+    return unfinished if unfinished.exists() else path
 
 
 @dataclass(frozen=True)
@@ -199,13 +201,45 @@ class SealedFile:
 
     bytes: int
     sha256: str
+    md5: str = ""
+    """The bucket's own digest of it, in the bucket's spelling; empty where it has none, and on a disk."""
 
 
-def write_manifest(folder: epath.Path) -> None:
-    """Writes size and sha256 of every file under `folder` into `folder/sha256.json`."""
-    sizes = _sealed(sizes_below(folder))
+def write_manifest(folder: epath.Path, known: Mapping[str, SealedFile] | None = None) -> None:
+    """Writes size and sha256 of every file under `folder` into `folder/sha256.json`; in a bucket also the md5 that it has of them.
+
+    Args:
+        folder: of a step, complete but for its final name, or its marker file.
+        known: files that need not be read, since whoever has written them has hashed them.
+
+    Raises:
+        CheckpointError: one of these is not there, or has another size.
+    """
+    sizes, known = _sealed(sizes_below(folder)), known or {}
+    for name, file in known.items():
+        if sizes.get(name) != file.bytes:
+            found = f"{sizes[name]:,} bytes" if name in sizes else "no such file"
+            raise CheckpointError(
+                f"{folder / name} has {file.bytes:,} bytes where it was written, and the first process finds {found}: put the "
+                "checkpoints on a disk or into a bucket that all processes see"
+            )
+    files = {**_digested(folder, {name: sizes[name] for name in sizes.keys() - known.keys()}), **known}
+    content = {"files": {name: files[name].sha256 for name in sizes}, "sizes": sizes}
+    if md5s := {name: files[name].md5 for name in sizes if files[name].md5}:
+        content["md5"] = md5s
+    (folder / MANIFEST).write_text(json.dumps(content, indent=1))
+
+
+def digested(folder: epath.Path) -> dict[str, SealedFile]:
+    """Every file under `folder`, read and hashed, by its path there."""
+    return _digested(folder, sizes_below(folder))
+
+
+def _digested(folder: epath.Path, sizes: Mapping[str, int]) -> dict[str, SealedFile]:
+    # Asked for before anything is read: of an object that is replaced meanwhile it is then another, and a restore reads the object.
+    md5s = md5s_below(folder)
     digests = _digests(folder, sizes)
-    (folder / MANIFEST).write_text(json.dumps({"files": digests, "sizes": sizes}, indent=1))
+    return {name: SealedFile(size, digests[name], md5s.get(name, "")) for name, size in sizes.items()}
 
 
 def check_manifest(folder: epath.Path, *, share: tuple[int, int] = (0, 1)) -> None:
@@ -244,7 +278,7 @@ def sealed_files(folder: epath.Path) -> dict[str, SealedFile]:
             raise DamagedError(
                 f"checkpoint {folder} is damaged: {name} has {there[name]:,} bytes, and at most {MAX_NOTE_BYTES:,} are read"
             )
-    digests, sizes = _read_manifest(folder)
+    digests, sizes, md5s = _read_manifest(folder)
     if difference := sorted(sealed.keys() ^ digests.keys()):
         state = "missing" if difference[0] in digests else "not of this checkpoint"
         raise DamagedError(f"checkpoint {folder} is damaged: {difference[0]} is {state}")
@@ -253,16 +287,21 @@ def sealed_files(folder: epath.Path) -> dict[str, SealedFile]:
             raise DamagedError(
                 f"checkpoint {folder} is damaged: {name} has {sealed.get(name, 0):,} bytes, written with {size:,}"
             )
-    return {name: SealedFile(sealed[name], digest) for name, digest in digests.items()}
+    return {name: SealedFile(sealed[name], digest, md5s.get(name, "")) for name, digest in digests.items()}
 
 
 def check_digests(
     folder: epath.Path, files: Mapping[str, SealedFile], *, share: tuple[int, int] = (0, 1)
 ) -> None:
-    """Compares what is in the files with their sha256; arguments and errors as `check_manifest`."""
+    """Compares what is in the files with their sha256; arguments and errors as `check_manifest`.
+
+    A bucket keeps an md5 of what it holds. A file of which that is still the one in the manifest is not read.
+    """
     index, count = share
     mine = {name: files[name] for name in sorted(files)[index::count]}
     try:
+        md5s = md5s_below(folder) if any(file.md5 for file in mine.values()) else {}
+        mine = {name: file for name, file in mine.items() if not file.md5 or md5s.get(name) != file.md5}
         found = _digests(folder, {name: file.bytes for name, file in mine.items()})
     except (OSError, MemoryError) as error:
         raise unreadable(folder, error) from error
@@ -533,23 +572,25 @@ def _is_deeper(value: object, levels: int) -> bool:
     return inside is not None and (not levels or any(_is_deeper(one, levels - 1) for one in inside))
 
 
-def _sealed(sizes: Mapping[str, int]) -> dict[str, int]:
-    """The files of a checkpoint that its manifest lists, with their sizes."""
-    return {name: size for name, size in sizes.items() if name.rpartition("/")[2] not in _UNSEALED}
+def _sealed(files: Mapping[str, _Value]) -> dict[str, _Value]:
+    """The files of a checkpoint that its manifest lists, with what is known of each."""
+    return {name: value for name, value in files.items() if name.rpartition("/")[2] not in _UNSEALED}
 
 
-def _read_manifest(folder: epath.Path) -> tuple[dict[str, str], dict[str, int]]:
-    """sha256 and size by path. Those of earlier versions of this library have no sizes."""
+def _read_manifest(folder: epath.Path) -> tuple[dict[str, str], dict[str, int], dict[str, str]]:
+    """sha256, size and md5 by path. Those of earlier versions of this library have no sizes; md5 only those written into a bucket."""
     try:
         content = read_object(bounded_bytes(folder / MANIFEST, at_most=MAX_NOTE_BYTES), MANIFEST)
-        digests, sizes = content.get("files"), content.get("sizes", {})
+        digests, sizes, md5s = content.get("files"), content.get("sizes", {}), content.get("md5", {})
         if not isinstance(digests, dict) or not all(isinstance(digest, str) for digest in digests.values()):
             raise ValueError("'files' must name a sha256 for each file")
+        if not isinstance(md5s, dict) or not all(isinstance(digest, str) for digest in md5s.values()):
+            raise ValueError("'md5' must name an md5 for each file")
         if not isinstance(sizes, dict) or not all(map(_whole, sizes.values())):
             raise ValueError("'sizes' must be bytes for each file")
     except (OSError, ValueError) as error:
         raise unreadable(folder, error) from error
-    return digests, sizes
+    return digests, sizes, md5s
 
 
 def _digests(folder: epath.Path, sizes: Mapping[str, int]) -> dict[str, str]:

@@ -1,13 +1,18 @@
 """Checkpoints in a bucket: the same bits, whole or not there, although nothing can be renamed."""
 
 import contextlib
+import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dapo_jax.checkpoints import manifest
 from dapo_jax.checkpoints.checkpointer import Checkpointer
+from dapo_jax.checkpoints.manifest import DamagedError, check_manifest
+from dapo_jax.storage import path_of
+from tests import several
 
 FOLDER = "gs://bucket/run/checkpoints"
 
@@ -81,6 +86,99 @@ def test_a_flipped_bit_is_found(bucket):
         pytest.raises(RuntimeError, match=r"is damaged: state/.* has sha256"),
     ):
         checkpointer.restore(state(0))
+
+
+def read_by_a_check(bucket):
+    """The objects of step 1 whose content is asked for while it is compared with its manifest."""
+    before = len(bucket.requests)
+    check_manifest(path_of(f"{FOLDER}/1"))
+    asked = [(path, query) for method, path, query in bucket.requests[before:] if method == "GET"]
+    return {
+        path.partition("/run/checkpoints/1/")[2] for path, query in asked if query.get("alt") == "media"
+    }  # fmt: skip
+
+
+def test_what_the_bucket_has_the_same_md5_of_is_not_read_to_be_hashed(bucket):
+    save([1])
+    assert read_by_a_check(bucket) == {"sha256.json"}
+    names, path = bucket.buckets["bucket"], "run/checkpoints/1/sha256.json"
+    content = json.loads(names[path][0])
+    data = [name for name in content["files"] if "/d/" in name]
+    # An object that was put together of several has no md5, nor has what was written on a disk.
+    del content["md5"][data[0]]
+    names[path] = (json.dumps(content).encode(), next(bucket.generations))
+    assert read_by_a_check(bucket) == {"sha256.json", data[0]}
+    del content["md5"]
+    names[path] = (json.dumps(content).encode(), next(bucket.generations))
+    assert read_by_a_check(bucket) == {"sha256.json", *content["files"]}
+
+
+@pytest.mark.parametrize("md5", [[], {"meta/metadata": 1}, "none"])
+def test_a_manifest_with_strange_md5s_is_damaged(bucket, md5):
+    save([1])
+    names, path = bucket.buckets["bucket"], "run/checkpoints/1/sha256.json"
+    names[path] = (json.dumps(json.loads(names[path][0]) | {"md5": md5}).encode(), next(bucket.generations))
+    with pytest.raises(DamagedError, match="'md5' must name an md5 for each file"):
+        check_manifest(path_of(f"{FOLDER}/1"))
+
+
+TWO = """
+import sys
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from dapo_jax.checkpoints.checkpointer import Checkpointer
+from dapo_jax.checkpoints import sealing
+from dapo_jax.parallel import processes
+
+processes.start()
+spread = NamedSharding(Mesh(np.array(jax.devices()), ("all",)), PartitionSpec("all"))
+w = np.arange(4096, dtype=np.float32)
+state = {"w": jax.make_array_from_callback(w.shape, spread, lambda cut: w[cut])}
+own = sealing.Sealing._own
+
+def told(self):
+    found = own(self)
+    print("hashed", *sorted(found), flush=True)
+    return found
+
+sealing.Sealing._own = told
+with Checkpointer(sys.argv[1]) as checkpointer:
+    checkpointer.save(1, state, {}, {})
+    checkpointer.wait()
+    found = checkpointer.restore(state)
+    for shard in found.state["w"].addressable_shards:
+        np.testing.assert_array_equal(np.asarray(shard.data), w[shard.index])
+processes.leave()
+"""
+
+
+def test_two_processes_hash_their_own_objects(bucket):
+    outputs = several.run(TWO, FOLDER, processes=2, devices=1)
+    files = json.loads(bucket.files(FOLDER)[f"{FOLDER}/1/sha256.json"])["files"]
+    for index, output in enumerate(outputs):
+        [line] = [line for line in output.splitlines() if line.startswith("hashed ")]
+        own = [name for name in files if f"/ocdbt.process_{index}/" in name]
+        assert own
+        assert line.split()[1:] == sorted(own)
+    assert read_by_a_check(bucket) == {"sha256.json"}
+
+
+def test_an_object_that_is_replaced_while_it_is_hashed_is_found(bucket, monkeypatch):
+    """Its md5 in the manifest is of before, so it is read."""
+    name, digests = "run/checkpoints/1/meta/metadata", manifest._digests
+
+    def replaced(folder, sizes):
+        found = digests(folder, sizes)
+        data, _ = bucket.buckets["bucket"][name]
+        bucket.buckets["bucket"][name] = (data[::-1], next(bucket.generations))
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(manifest, "_digests", replaced)
+        save([1])
+    with pytest.raises(DamagedError, match="meta/metadata has sha256"):
+        check_manifest(path_of(f"{FOLDER}/1"))
 
 
 def test_a_run_goes_on_where_it_was_copied_to(bucket, tmp_path):

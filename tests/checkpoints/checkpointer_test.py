@@ -18,7 +18,7 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from dapo_jax.checkpoints import checkpointer as module
-from dapo_jax.checkpoints import manifest
+from dapo_jax.checkpoints import manifest, sealing
 from dapo_jax.checkpoints.checkpointer import Checkpointer
 from dapo_jax.checkpoints.manifest import CheckpointError
 
@@ -297,14 +297,14 @@ def test_processes_divide_the_reading_but_all_check_names_and_sizes(tmp_path):
 
 
 def test_a_failed_write_surfaces_with_the_folder_and_leaves_the_last_checkpoint(tmp_path, monkeypatch):
-    def full(folder):
+    def full(folder, known):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with Checkpointer(tmp_path, keep=1) as checkpointer:
         checkpointer.save(1, {"w": jnp.ones(2)}, {}, {})
         checkpointer.wait()
         with monkeypatch.context() as patch:
-            patch.setattr(manifest, "write_manifest", full)
+            patch.setattr(sealing, "write_manifest", full)
             checkpointer.save(2, {"w": jnp.zeros(2)}, {}, {})
             with pytest.raises(RuntimeError, match=f"step 2 in {tmp_path} failed: .*No space left"):
                 checkpointer.wait()
@@ -319,14 +319,14 @@ def test_that_a_write_has_failed_can_be_asked_without_waiting(tmp_path, monkeypa
     """While it goes on there is nothing to say; its failure is said once, and is no matter for the next save."""
     slow, said = threading.Event(), ""
 
-    def full(folder):
+    def full(folder, known):
         slow.wait(60)
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with Checkpointer(tmp_path) as checkpointer:
         assert checkpointer.failure() == ""
         with monkeypatch.context() as patch:
-            patch.setattr(manifest, "write_manifest", full)
+            patch.setattr(sealing, "write_manifest", full)
             checkpointer.save(1, {"w": jnp.ones(2)}, {}, {})
             assert checkpointer.failure() == ""
             slow.set()
@@ -393,11 +393,11 @@ def test_progress_is_what_it_was_when_save_was_called(tmp_path, monkeypatch):
     """It is written in the background, so what the caller does with its lists meanwhile is no matter."""
     begun, write = threading.Event(), manifest.write_manifest
 
-    def late(folder):
+    def late(folder, known):
         begun.wait(60)
-        write(folder)
+        write(folder, known)
 
-    monkeypatch.setattr(manifest, "write_manifest", late)
+    monkeypatch.setattr(sealing, "write_manifest", late)
     progress = {"share": {"of": [1.0]}, "cursor": 9}
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, {"w": jnp.ones(2)}, progress, {})

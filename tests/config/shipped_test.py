@@ -56,3 +56,11 @@ def test_the_command_prints_a_configuration_by_name_that_loads_again(tmp_path, c
     assert cli.main(["config", "quickstart"]) == 0
     (tmp_path / "my.yaml").write_text(capsys.readouterr().out)
     assert load_config("my.yaml") == load_config("quickstart")
+
+
+def test_a_preemption_of_a_run_on_a_slice_costs_one_step_at_most():
+    large = [name for name in shipped_configs() if name.startswith("dapo_qwen2.5_")]
+    assert {"dapo_qwen2.5_32b", "dapo_qwen2.5_32b_early", "dapo_qwen2.5_7b"} <= set(large)
+    for checkpoint in (load_config(name).checkpoint for name in large):
+        assert checkpoint.every_steps == 1
+        assert 1 <= checkpoint.keep <= 3, "a step of 32B is 393 GB"

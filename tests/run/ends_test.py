@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-import dapo_jax.checkpoints.checkpointer as checkpoints
+from dapo_jax.checkpoints import sealing
 from dapo_jax.checkpoints.checkpointer import Checkpointer
 from dapo_jax.checkpoints.manifest import CheckpointError
 from dapo_jax.cli import _outcome
@@ -143,20 +143,20 @@ def unwritable(monkeypatch):
     whether one failed sees how it ended."""
 
     def make(*steps):
-        seal, failure, left = checkpoints.seal, Checkpointer.failure, list(steps)
+        write, failure, left = sealing.write_manifest, Checkpointer.failure, list(steps)
 
-        def full(folder, step):
-            if step in left:
+        def full(folder, known):
+            if (step := int(folder.name.partition(".")[0])) in left:
                 left.remove(step)
                 raise no_space()
-            seal(folder, step)
+            write(folder, known)
 
         def later(self):
             while self._manager.is_saving_in_progress():
                 time.sleep(0.01)
             return failure(self)
 
-        monkeypatch.setattr(checkpoints, "seal", full)
+        monkeypatch.setattr(sealing, "write_manifest", full)
         monkeypatch.setattr(Checkpointer, "failure", later)
 
     return make
