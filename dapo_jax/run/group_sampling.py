@@ -55,7 +55,7 @@ class GroupSampling:
         """Compiles the programs of sampling, those of evaluation too if there is one."""
         config, cut = self._config, self._config.eval
         drawn: list[dict[str, float | int]] = [{"temperature": config.sampling.temperature}]
-        if cut.every_steps and self._held_out:
+        if self._held_out:
             drawn.append({"temperature": cut.temperature, "top_p": cut.top_p, "top_k": cut.top_k})
         self._sampler.compile(*drawn)
 
