@@ -16,11 +16,12 @@ import importlib
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from os import PathLike
 from pathlib import Path
-from typing import IO, Any, TypeAlias
+from typing import IO, Any, TypeAlias, TypeVar
 
 from etils import epath
 
@@ -30,6 +31,11 @@ AnyPath: TypeAlias = Path | epath.Path
 """A local path, or one in a bucket."""
 
 SCHEME = "gs://"
+
+_PIECE_BYTES, _AT_ONCE = 1 << 25, 16
+"""A range of an object is fetched in pieces of so many bytes, so many of them at once: one connection gives a part of what a network can."""
+
+_Found = TypeVar("_Found")
 
 # epath would go through TensorFlow wherever that is installed, which takes seconds to load and has errors of its own.
 os.environ.setdefault("EPATH_USE_TF", "false")
@@ -120,7 +126,9 @@ def entries(folder: AnyPath) -> list[AnyPath]:
 
 def size_of(path: AnyPath) -> int:
     """Bytes of a file."""
-    return path.stat().st_size if isinstance(path, Path) else path.stat().length
+    if not in_bucket(path):
+        return Path(path).stat().st_size
+    return int(_asked(path, lambda: _objects().info(str(path)))["size"])
 
 
 def files_below(folder: AnyPath) -> list[AnyPath]:
@@ -196,9 +204,84 @@ def file_bytes(path: AnyPath) -> bytes:
     Raises:
         OSError: it is not there, no file, or cannot be read.
     """
-    if not in_bucket(path):
-        check_file(Path(path))
+    if in_bucket(path):
+        return _asked(path, lambda: _objects().cat_file(str(path)))
+    check_file(Path(path))
     return path.read_bytes()
+
+
+def files_of(folder: AnyPath, names: Iterable[str]) -> dict[str, bytes]:
+    """The contents of those of the named files that `folder` holds.
+
+    Raises:
+        OSError: one is there and cannot be read.
+    """
+    found: dict[str, bytes] = {}
+    for name in names:
+        if in_bucket(folder):
+            with suppress(FileNotFoundError):
+                found[name] = file_bytes(folder / name)
+        elif (folder / name).is_file():
+            found[name] = file_bytes(folder / name)
+    return found
+
+
+def ranges_bytes(path: AnyPath, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+    """The bytes of each range (start, stop) of a file; of an object in a bucket these alone are fetched, several ranges at a time.
+
+    Raises:
+        OSError: the file is not there, no file, shorter, or cannot be read.
+    """
+    if in_bucket(path):
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            found = list(pool.map(lambda each: _fetched(path, *each), ranges))
+    else:
+        check_file(Path(path))
+        with path.open("rb") as file:
+            found = [_part(file, *each) for each in ranges]
+    for (start, stop), data in zip(ranges, found, strict=True):
+        if len(data) != stop - start:
+            raise OSError(errno.EIO, f"it ends at byte {start + len(data):,}, needed was {stop:,}", str(path))
+    return found
+
+
+def range_bytes(path: AnyPath, start: int, stop: int) -> bytes:
+    """The bytes of a file from `start` up to `stop`; of an object in a bucket these alone are fetched, in pieces if they are many.
+
+    Raises:
+        OSError: as `ranges_bytes`.
+    """
+    if not in_bucket(path):
+        return ranges_bytes(path, [(start, stop)])[0]
+    starts = range(start, stop, _PIECE_BYTES)
+    return b"".join(ranges_bytes(path, [(at, min(at + _PIECE_BYTES, stop)) for at in starts]))
+
+
+def _part(file: IO[bytes], start: int, stop: int) -> bytes:
+    file.seek(start)
+    return file.read(stop - start)
+
+
+def _fetched(path: AnyPath, start: int, stop: int) -> bytes:
+    return _asked(path, lambda: _objects().cat_file(str(path), start=start, end=stop))
+
+
+def _asked(path: AnyPath, ask: Callable[[], _Found]) -> _Found:
+    """The answer of the storage about an object.
+
+    Raises:
+        OSError: there is none, or the storage does not hand it out; says why.
+    """
+    try:
+        return ask()
+    except FileNotFoundError as error:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from error
+    except Exception as error:  # each of the clients has its own kinds
+        said = _said(error)
+        remedy = "; whoever runs this needs roles/storage.objectViewer on the bucket" * (
+            "storage.objects." in said
+        )
+        raise OSError(errno.EIO, f"{said}{remedy}", str(path)) from error
 
 
 def move_folder(folder: AnyPath, place: AnyPath) -> None:

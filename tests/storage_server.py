@@ -39,6 +39,8 @@ class Storage:
     """How many of the next requests are answered 503, try again."""
     requests: list = field(default_factory=list)
     """(method, path, query) of each, in order."""
+    handed_out: list = field(default_factory=list)
+    """(gs://... name, bytes) of each answer with the content of an object, or a part of it."""
     uploads: dict = field(default_factory=dict)
     """Identity of an upload in pieces -> [bucket, name, query, bytes so far]; gone once it is complete."""
     generations: itertools.count = field(default_factory=lambda: itertools.count(1))
@@ -59,6 +61,13 @@ class Storage:
             "FSSPEC_GCS_TOKEN": "anon",
             "NO_GCE_CHECK": "true",
         }
+
+    def store(self, folder, place):
+        """Puts the files of a local folder below `place`, gs://BUCKET/NAME."""
+        bucket, _, name = place.removeprefix("gs://").partition("/")
+        with self.lock:
+            for path in folder.iterdir():
+                self.buckets[bucket][f"{name}/{path.name}"] = (path.read_bytes(), next(self.generations))
 
     def files(self, prefix=""):
         """gs://... name -> bytes of all objects below `prefix`."""
@@ -187,7 +196,9 @@ class _Handler(BaseHTTPRequestHandler):
             return self._json(self._described(bucket, name, names))
         headers = {"x-goog-generation": str(generation), "x-goog-hash": f"md5={_md5(data)}"}
         wanted = re.fullmatch(r"bytes=(\d*)-(\d*)", self.headers.get("Range", ""))
+        place = f"gs://{bucket}/{name}"
         if not wanted:
+            self.storage.handed_out.append((place, len(data)))
             return self._answer(200, data, headers)
         first, last = wanted.groups()
         start = int(first) if first else max(0, len(data) - int(last))
@@ -195,6 +206,7 @@ class _Handler(BaseHTTPRequestHandler):
         if start >= len(data):
             return self._answer(416, b"", {"Content-Range": f"bytes */{len(data)}"})
         headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(data)}"
+        self.storage.handed_out.append((place, stop - start))
         return self._answer(206, data[start:stop], headers)
 
     def _delete(self, bucket, names, name):

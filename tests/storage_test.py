@@ -13,11 +13,16 @@ from dapo_jax.storage import (
     bounded_bytes,
     check_access,
     entries,
+    file_bytes,
     files_below,
+    files_of,
     in_bucket,
     md5s_below,
     new_file,
     path_of,
+    range_bytes,
+    ranges_bytes,
+    size_of,
     sizes_below,
     write_whole,
 )
@@ -203,6 +208,57 @@ def test_a_file_is_read_up_to_a_bound(folder):
     assert bounded_bytes(folder / "a", at_most=5) == b"three"
     with pytest.raises(OSError, match="more than 4 bytes"):
         bounded_bytes(folder / "a", at_most=4)
+
+
+def test_ranges_of_a_file_are_read_and_no_other_is_taken(folder, bucket):
+    folder.mkdir(parents=True, exist_ok=True)
+    data = os.urandom(1000)
+    write_whole(folder / "a", data)
+    del bucket.handed_out[:]
+    assert ranges_bytes(folder / "a", [(0, 8), (990, 1000), (3, 4)]) == [data[:8], data[990:], data[3:4]]
+    assert range_bytes(folder / "a", 100, 300) == data[100:300]
+    assert range_bytes(folder / "a", 7, 7) == b""
+    if in_bucket(folder):
+        assert sorted(size for _, size in bucket.handed_out) == [1, 8, 10, 200]
+
+
+def test_a_long_range_of_an_object_is_fetched_in_pieces_and_put_together(bucket, monkeypatch):
+    monkeypatch.setattr(storage, "_PIECE_BYTES", 100)
+    data, path = os.urandom(1050), path_of("gs://bucket/a")
+    write_whole(path, data)
+    del bucket.handed_out[:]
+    assert range_bytes(path, 10, 1040) == data[10:1040]
+    assert sorted(size for _, size in bucket.handed_out) == [30, *[100] * 10]
+
+
+def test_a_range_beyond_the_end_of_a_file_is_an_error_and_so_is_one_of_a_file_that_is_not_there(folder):
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / "a", b"three")
+    with pytest.raises(OSError, match="it ends at byte 5, needed was 9"):
+        range_bytes(folder / "a", 2, 9)
+    for read in (lambda path: range_bytes(path, 0, 1), file_bytes, size_of):
+        with pytest.raises(FileNotFoundError, match=r"No such file or directory: .*none"):
+            read(folder / "none")
+
+
+def test_of_named_files_those_that_are_there_are_read(folder):
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / "a", b"1")
+    write_whole(folder / "c", b"3")
+    assert files_of(folder, ("a", "b", "c")) == {"a": b"1", "c": b"3"}
+
+
+def test_an_object_that_may_not_be_read_is_said_with_the_role_that_is_missing(bucket):
+    path = path_of("gs://bucket/a")
+    write_whole(path, b"1")
+    bucket.granted = {"storage.buckets.get", "storage.objects.list"}
+    for read in (file_bytes, lambda path: range_bytes(path, 0, 1)):
+        with pytest.raises(
+            OSError, match=r"storage\.objects\.get access; .* needs roles/storage\.objectViewer"
+        ):
+            read(path)
+    with pytest.raises(OSError, match="Forbidden"):
+        files_of(path.parent, ("a",))
 
 
 def test_a_pipe_is_neither_measured_nor_read(tmp_path):

@@ -18,7 +18,7 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 CONFIG = "a YAML file, or the name of a configuration that comes with the package, such as quickstart"
 
-MODEL = "preset:NAME, shipped:NAME, hf:ORG/NAME, a model folder, or a run folder"
+MODEL = "preset:NAME, shipped:NAME, hf:ORG/NAME, a model folder, or a run folder; folders are local or gs://BUCKET/FOLDER"
 
 
 def command(

@@ -31,7 +31,7 @@ class ModelConfig(Section, at="model"):
 
     source: str = key("preset:tiny", not_empty=True, aliases=["model_name_or_path", "model.path"])
     """`preset:NAME` (random weights), `shipped:NAME` (a model that comes with the package), `hf:ORG/NAME` (from the
-    Hugging Face hub), or a folder with config.json, tokenizer.json and model.safetensors."""
+    Hugging Face hub), or a folder with config.json, tokenizer.json and model.safetensors, local or `gs://BUCKET/FOLDER` (extra `gcs`)."""
     revision: str = key("", aliases=["model_revision"])
     """Version of a model from the hub: a branch, a tag or a commit; empty: its main branch. A commit keeps a run repeatable."""
     cache_dir: str = ""

@@ -5,7 +5,6 @@ import netrc
 import os
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import jax
@@ -26,7 +25,7 @@ from dapo_jax.run.disk_space import gib, written_by
 from dapo_jax.run.folders import place_of
 from dapo_jax.run.policy import description_of, mesh_of, meshes_of
 from dapo_jax.run.run_dir import check_run_dir
-from dapo_jax.storage import AnyPath, in_bucket
+from dapo_jax.storage import AnyPath, entries, in_bucket, size_of
 from dapo_jax.text.tokenizers import Tokenizer
 
 CROWDED = 0.8
@@ -40,7 +39,7 @@ class Configured:
     config: TrainConfig
 
     @cached_property
-    def described(self) -> tuple[DecoderConfig, Tokenizer, Path | None, int]:
+    def described(self) -> tuple[DecoderConfig, Tokenizer, AnyPath | None, int]:
         """Sizes, tokenizer, the folder of them, and the bytes of the weights; no weights are fetched or read.
 
         Raises:
@@ -60,7 +59,7 @@ class Configured:
                 _ = SafetensorsFolder(
                     folder
                 )  # names and shapes: a file that is missing or cut short is found
-                size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+                size = sum(size_of(file) for file in entries(folder) if file.suffix == ".safetensors")
         except ValueError as error:
             raise ConfigError(f"model.source={model.source!r}: {error}") from error
         return decoder, tokenizer, folder, size

@@ -5,7 +5,6 @@ Tensor names and orientations are those of transformers' Llama, Qwen2 and Qwen3,
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -15,9 +14,9 @@ from jaxtyping import PyTree
 from dapo_jax.models.config_json import describe, understand
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.safetensors_files import SafetensorsFolder, write_json, write_tensors
-from dapo_jax.models.tensors import Tensor, exported, place, shapes_of
+from dapo_jax.models.tensors import ByRows, Tensor, exported, place, shapes_of
 from dapo_jax.plain_json import read_object
-from dapo_jax.storage import file_bytes, path_of
+from dapo_jax.storage import AnyPath, file_bytes, path_of
 
 __all__ = ["load_model", "read_config", "read_json", "save_model", "shapes_of", "write_model"]
 
@@ -30,21 +29,25 @@ def load_model(
     *,
     shardings: Callable[[nnx.State], PyTree] | None = None,
     dtype: str = "float32",
+    by_rows: ByRows | None = None,
 ) -> tuple[DecoderConfig, nnx.State]:
     """Reads a model folder, tensor by tensor, whatever float type they are stored in.
 
     Args:
-        folder: holds config.json and model.safetensors, or several files and model.safetensors.index.json.
+        folder: holds config.json and model.safetensors, or several files and model.safetensors.index.json. It may lie in a bucket
+            (`dapo_jax.storage`), of which ranges are read.
         config: what `read_config` gave, perhaps with a larger `vocab_multiple`; None: reads it.
         shardings: makes of the parameters' shapes where each of them goes; None is the default device.
         dtype: of the parameters in memory.
+        by_rows: `dapo_jax.parallel.shared_reading.read_by_rows` for a folder in a bucket, so that no two processes read the same rows.
 
     Raises:
         ValueError: a file is missing or damaged, or the model is of a kind this decoder does not cover; the message names
             the file and the key or tensor.
     """
     config = config or read_config(folder)
-    return config, place(config, SafetensorsFolder(Path(folder)), shardings=shardings, dtype=dtype)
+    file = SafetensorsFolder(path_of(folder))
+    return config, place(config, file, shardings=shardings, dtype=dtype, by_rows=by_rows)
 
 
 def read_config(folder: str | os.PathLike[str]) -> DecoderConfig:
@@ -53,10 +56,11 @@ def read_config(folder: str | os.PathLike[str]) -> DecoderConfig:
     Raises:
         ValueError: it is missing, is not JSON, lacks a key, or describes another kind of model.
     """
-    return understand(read_json(Path(folder) / CONFIG), Path(folder) / CONFIG)
+    path = path_of(folder) / CONFIG
+    return understand(read_json(path), path)
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: AnyPath) -> dict[str, Any]:
     """The JSON object in `path`.
 
     Raises:

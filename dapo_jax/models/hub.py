@@ -19,7 +19,11 @@ _NOT_OURS = ("*/*",)
 
 
 def download(
-    name: str, *, revision: str | None = None, cache_dir: str | os.PathLike[str] | None = None
+    name: str,
+    *,
+    revision: str | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    weights: bool = True,
 ) -> Path:
     """The folder of a repository's model, fetched if it is not in the cache yet.
 
@@ -31,15 +35,16 @@ def download(
         name: `ORG/NAME`.
         revision: a branch, a tag or a commit; None: the main branch.
         cache_dir: the cache; None: huggingface_hub's.
+        weights: False: its configuration and tokenizer are all that is asked for; weights lie beside them if they were fetched before.
 
     Raises:
         ValueError: huggingface_hub is missing, there is no such repository, revision or permission, the hub cannot
-            be reached and the model is not in the cache, or the repository has no safetensors.
+            be reached and the model is not in the cache, or the repository has no safetensors, where weights are asked for.
     """
     hub = _client()
     with _explained(name, revision, cache_dir):
-        folder = _snapshot(hub, name, revision, cache_dir, PATTERNS)
-    if not any(folder.glob("*.safetensors")):
+        folder = _snapshot(hub, name, revision, cache_dir, PATTERNS if weights else _SMALL)
+    if weights and not any(folder.glob("*.safetensors")):
         raise ValueError(_without_weights(name, revision))
     return folder
 

@@ -1,4 +1,7 @@
-"""safetensors files, single or in shards with an index: read and written tensor by tensor."""
+"""safetensors files, single or in shards with an index: read and written tensor by tensor.
+
+A local file is read by the library safetensors, which maps it into memory; of one in a bucket ranges are fetched.
+"""
 
 import json
 import math
@@ -12,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from dapo_jax.models.safetensors_ranges import STORED, StoredTensor, stored_tensors
 from dapo_jax.models.tensors import Cut, Shape, Tensor
 from dapo_jax.plain_json import read_object
-from dapo_jax.storage import AnyPath, check_file, entries, file_bytes, new_file, write_whole
+from dapo_jax.storage import AnyPath, check_file, entries, file_bytes, in_bucket, new_file, write_whole
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
@@ -23,14 +27,13 @@ A_PICKLE = (
     "a pickle, which runs code when it is opened, and is not read; have the model as safetensors, which transformers "
     "writes: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(FOLDER, safe_serialization=True)"
 )
-_STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_CODES = {name: code for code, name in _STORED.items()}
+_CODES = {name: code for code, name in STORED.items()}
 
 
 class SafetensorsFolder:
     """The tensors of a model folder; implements `tensors.TensorFile`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: AnyPath) -> None:
         """Reads names and shapes, no values.
 
         Raises:
@@ -39,10 +42,14 @@ class SafetensorsFolder:
         single = folder / SINGLE
         listed = None if single.exists() else _read_index(folder)
         self._path = single if listed is None else folder / INDEX
-        self._files: dict[str, Path] = {}
+        self._files: dict[str, AnyPath] = {}
         self._shapes: dict[str, Shape] = {}
-        for path in [single] if listed is None else sorted({folder / file for file in listed.values()}):
-            for name, shape in _header(path).items():
+        self._ranges: dict[str, StoredTensor] = {}
+        for path in [single] if listed is None else [folder / file for file in sorted(set(listed.values()))]:
+            ranges = _ranges(path) if in_bucket(path) else {}
+            self._ranges |= ranges
+            shapes = {name: each.shape for name, each in ranges.items()} if in_bucket(path) else _header(path)
+            for name, shape in shapes.items():
                 self._files[name], self._shapes[name] = path, shape
         for name, file in (listed or {}).items():
             if self._files.get(name) != folder / file:
@@ -62,6 +69,8 @@ class SafetensorsFolder:
         """A part of a tensor in the type that it is stored in."""
         path = self._files[name]
         try:
+            if name in self._ranges:
+                return self._ranges[name].read(cut)
             # Opened anew for each tensor: what an open file has read stays mapped into memory until it is closed.
             with safe_open(path, framework="numpy") as file:
                 return file.get_slice(name)[cut]
@@ -69,13 +78,13 @@ class SafetensorsFolder:
             raise ValueError(f"cannot read {name} from {path}: {error}") from error
 
 
-def _read_index(folder: Path) -> dict[str, str]:
+def _read_index(folder: AnyPath) -> dict[str, str]:
     """Tensor name -> file name."""
     path = folder / INDEX
     try:
         content = file_bytes(path)
     except FileNotFoundError as error:
-        pickled = sorted(file.name for file in folder.glob("*") if file.suffix in PICKLED)
+        pickled = [file.name for file in entries(folder) if file.suffix in PICKLED]
         hint = f"; {pickled[0]} is {A_PICKLE}" if pickled else ""
         raise ValueError(
             f"cannot read {folder / SINGLE}: there is no such file, nor {INDEX}{hint}"
@@ -85,7 +94,7 @@ def _read_index(folder: Path) -> dict[str, str]:
     listed = read_object(content, path).get("weight_map")
     if not isinstance(listed, dict) or not listed:
         raise ValueError(f"{path}: weight_map must name a file for each tensor; got {listed!r}")
-    there = {entry.name for entry in folder.iterdir() if entry.is_file()}
+    there = {entry.name for entry in entries(folder) if in_bucket(folder) or entry.is_file()}
     for name, file in listed.items():
         if not isinstance(file, str) or Path(file).name != file:
             raise ValueError(f"{path}: the file of {name!r} must be a name in this folder; got {file!r}")
@@ -94,16 +103,23 @@ def _read_index(folder: Path) -> dict[str, str]:
     return listed
 
 
-def _header(path: Path) -> dict[str, Shape]:
+def _ranges(path: AnyPath) -> dict[str, StoredTensor]:
+    try:
+        return stored_tensors(path)
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _header(path: AnyPath) -> dict[str, Shape]:
     shapes: dict[str, Shape] = {}
     try:
-        check_file(path)
+        check_file(Path(path))
         with safe_open(path, framework="numpy") as file:
             for name in file.keys():  # noqa: SIM118 - not a dict
                 part = file.get_slice(name)
-                if part.get_dtype() not in _STORED:
+                if part.get_dtype() not in STORED:
                     raise ValueError(
-                        f"{path}: {name} is stored as {part.get_dtype()}, which is not covered; {', '.join(_STORED)} are"
+                        f"{path}: {name} is stored as {part.get_dtype()}, which is not covered; {', '.join(STORED)} are"
                     )
                 shapes[name] = tuple(part.get_shape())
     except (OSError, SafetensorError) as error:

@@ -21,6 +21,11 @@ from dapo_jax.models.presets import DecoderConfig
 
 Shape = tuple[int, ...]
 Cut = tuple[slice, ...]
+Rows = Callable[[int, int], np.ndarray]
+"""A function of (start, stop) that gives these rows of a tensor."""
+ByRows = Callable[[Rows, Shape, Shape, NamedSharding], jax.Array]
+"""A function that makes an array of a tensor of which each process reads a share of the rows: of its rows, its shape, that of the array (the
+same values in the same order), and where that lies. Every process makes the same calls."""
 
 _LAYER_TENSORS = {
     "attention_norm": "input_layernorm.weight",
@@ -142,11 +147,13 @@ def place(
     *,
     shardings: Callable[[nnx.State], PyTree] | None = None,
     dtype: str = "float32",
+    by_rows: ByRows | None = None,
 ) -> nnx.State:
     """Decoder parameters made of `file`, each tensor put at once where `shardings` of the parameters' shapes says.
 
-    Only what the devices of this process hold is read. One tensor is under way at a time: the host needs its bytes as
-    stored, in `dtype`, and turned around, and nothing of the others.
+    Only what the devices of this process hold is read; with `by_rows`, where columns of a tensor cannot be read without its rows, as many
+    rows as are this process's share. One tensor is under way at a time: the host needs its bytes as stored, in `dtype`, and turned around,
+    and nothing of the others.
 
     Raises:
         ValueError: a tensor is missing, misshapen or not called for, or cannot be read.
@@ -158,13 +165,14 @@ def place(
     where: Any = None if shardings is None else nnx.to_pure_dict(shardings(shapes))
     for name, leaf in like["ends"].items():
         sharding = where and where["ends"][name]
-        pure["ends"][name] = _put(file, _END_TENSORS[name], name, leaf.shape, sharding, dtype)
+        pure["ends"][name] = _put(file, _END_TENSORS[name], name, leaf.shape, sharding, dtype, by_rows)
     for name, leaf in like["blocks"].items():
         sharding = where and where["blocks"][name]
         stack = jnp.zeros(leaf.shape, dtype, device=sharding)
         for layer in range(config.layers):
             theirs = _layer_name(name, layer)
-            part = _put(file, theirs, name, leaf.shape[1:], sharding and _of_a_layer(sharding), dtype)
+            of_layer = sharding and _of_a_layer(sharding)
+            part = _put(file, theirs, name, leaf.shape[1:], of_layer, dtype, by_rows)
             # Waits, so that the host does not run ahead and fill its memory with tensors under way.
             stack = jax.block_until_ready(_filler(sharding)(stack, part, np.int32(layer)))
         pure["blocks"][name] = stack
@@ -219,9 +227,17 @@ def _of_a_layer(sharding: Sharding) -> Sharding:
 
 
 def _put(
-    file: TensorFile, theirs: str, name: str, shape: Shape, sharding: Sharding | None, dtype: str
+    file: TensorFile,
+    theirs: str,
+    name: str,
+    shape: Shape,
+    sharding: Sharding | None,
+    dtype: str,
+    by_rows: ByRows | None,
 ) -> jax.Array:
     """One tensor in our orientation, on the devices; each distinct part of it is read once."""
+    if by_rows is not None and isinstance(sharding, NamedSharding):
+        return by_rows(_rows(file, theirs, dtype), _theirs_shape(name, shape), shape, sharding)
     parts: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
 
     def part(index: Cut | None) -> np.ndarray:
@@ -233,7 +249,11 @@ def _put(
             if name in _TABLES:
                 there = file.shapes[theirs][0]
                 cut = (slice(min(cut[0].start, there), min(cut[0].stop, there)), *cut[1:])
-            stored = file.read(theirs, cut).astype(jnp.dtype(dtype), copy=False)
+            beyond = (
+                name in _TABLES and cut[0].start == cut[0].stop
+            )  # all that a device holds may be what fills up
+            stored = np.zeros((0, wanted[1])) if beyond else file.read(theirs, cut)
+            stored = stored.astype(jnp.dtype(dtype), copy=False)
             missing = wanted[0] - len(stored) if name in _TABLES else 0
             parts[ranges] = np.pad(stored, ((0, missing), (0, 0))) if missing else stored.reshape(wanted)
         return parts[ranges]
@@ -241,6 +261,22 @@ def _put(
     if sharding is None:
         return jnp.asarray(part(None))
     return jax.make_array_from_callback(shape, sharding, part)
+
+
+def _rows(file: TensorFile, name: str, dtype: str) -> Rows:
+    """The rows of a tensor; zeros beyond its last."""
+    there, *others = file.shapes[name]
+
+    def rows(start: int, stop: int) -> np.ndarray:
+        found = np.zeros((stop - start, *others), jnp.dtype(dtype))
+        first, last = min(start, there), min(stop, there)
+        if first < last:
+            found[: last - first] = file.read(
+                name, (slice(first, last), *(slice(0, size) for size in others))
+            )
+        return found
+
+    return rows
 
 
 def _gathered(value: Array, layer: int | None = None) -> np.ndarray:

@@ -27,7 +27,7 @@ def decoder_of(model: ModelConfig) -> DecoderConfig:
         if kind == "hf":
             return _of_repository(name)
         # The vocabulary of a preset is its tokenizer's in a run; what is planned is the published model.
-        return preset(name) if kind == "preset" else read_config(folder_of(model))
+        return preset(name) if kind == "preset" else read_config(folder_of(model, weights=False))
     except ValueError as error:
         raise ConfigError(f"model.source={model.source!r}: {error}") from error
 

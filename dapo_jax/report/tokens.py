@@ -1,8 +1,6 @@
 """Where one token of a response ends and the next begins, in its text."""
 
 import importlib
-import os
-import tempfile
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
@@ -11,7 +9,7 @@ import numpy as np
 
 from dapo_jax.config import ModelConfig
 from dapo_jax.report.runs import RunFiles
-from dapo_jax.storage import AnyPath, entries
+from dapo_jax.storage import AnyPath, path_of
 from dapo_jax.text.tokenizers import Tokenizer, load_tokenizer, named_tokenizer
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
@@ -23,14 +21,17 @@ _LONGEST = 4
 def tokenizer_of(run: RunFiles) -> Tokenizer | None:
     """The run's tokenizer: of RUN/model, which a finished run has, or of the model it started from; None if it is not here.
 
-    Nothing is fetched: of a model from the hub the cache is looked into.
+    No model is fetched: of one from the hub the cache is looked into.
     """
     found = _read(run.place / "model")
     if found is not None or run.config is None:
         return found
     if run.config.model.source.startswith("preset:"):
         return named_tokenizer(run.config.model.tokenizer)
-    folder = _folder(run.config.model)
+    try:
+        folder = _folder(run.config.model)
+    except ValueError:  # of a bucket whose client is not installed
+        return None
     return None if folder is None else _read(folder)
 
 
@@ -38,23 +39,17 @@ def _read(folder: AnyPath) -> Tokenizer | None:
     if not (folder / "tokenizer.json").is_file():
         return None
     try:
-        if isinstance(folder, Path):
-            return load_tokenizer(folder)
-        with tempfile.TemporaryDirectory() as here:
-            for file in entries(folder):
-                if file.suffix in (".json", ".jinja"):
-                    (Path(here) / file.name).write_bytes(file.read_bytes())
-            return load_tokenizer(here)
+        return load_tokenizer(folder)
     except ValueError:  # a run that trained has read it; a damaged copy costs the borders of tokens alone
         return None
 
 
-def _folder(model: ModelConfig) -> Path | None:
+def _folder(model: ModelConfig) -> AnyPath | None:
     kind, _, name = model.source.partition(":")
     if kind == "shipped":
         return Path(str(resources.files("dapo_jax"))) / "assets" / name
     if kind != "hf":
-        return Path(os.path.expanduser(model.source))
+        return path_of(model.source)
     try:
         hub = importlib.import_module("huggingface_hub")
         where = {"revision": model.revision or None, "cache_dir": model.cache_dir or None}

@@ -13,18 +13,17 @@ from dapo_jax.health.stalls import Watch
 from dapo_jax.health.stopping import Stop
 from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.device_memory import bytes_on_device
-from dapo_jax.parallel.gather import broadcast_from_first
 from dapo_jax.rewards.functions import Rewards
 from dapo_jax.run.grader_setup import check_graders, grading
 from dapo_jax.run.group_exchange import SamplerShare
 from dapo_jax.run.group_sampling import GroupSampling
-from dapo_jax.run.identity import check_identity, identity_of, model_files
+from dapo_jax.run.identity import check_identity, identity_of, model_files, with_weights_of
 from dapo_jax.run.loop import Position
 from dapo_jax.run.policy import load_policy, mesh_of, meshes_of, optimizer_of, state_structs
 from dapo_jax.run.programs import updater_of
 from dapo_jax.run.prompt_sets import GivenRows, drawn_too_often, held_out_prompts, training_prompts
 from dapo_jax.run.response_sampler import ResponseSampler
-from dapo_jax.run.resume_point import ResumePoint, check_progress, resume_point
+from dapo_jax.run.resume_point import ResumePoint, check_progress, has_checkpoint, resume_point
 from dapo_jax.run.step_batches import StepBatches
 from dapo_jax.run.training_pass import training_pass
 from dapo_jax.sampling.caches import without_kernel
@@ -47,8 +46,12 @@ class Run:
         stop: Stop | None = None,
         watch: Watch | None = None,
         say: Callable[[str], None] = lambda what: None,
+        goes_on: bool = False,
     ) -> None:
-        """Reads the model and the data, and starts the graders; `say` is told what is done meanwhile."""
+        """Reads the model and the data, and starts the graders; `say` is told what is done meanwhile.
+
+        With `goes_on` the state will be that of a checkpoint: the weights that the run began with are not read, unless a KL penalty asks for them.
+        """
         self.config, model, data = config, config.model, config.data
         self._mesh = mesh_of(config.parallel, rows_per_microbatch=config.batch.rows_per_microbatch)
         meshes = meshes_of(config.parallel, self._mesh)
@@ -56,7 +59,10 @@ class Run:
         watch = watch or Watch(0.0, end=lambda status, why: None)
         check_graders(config.reward, reward=reward)  # a model may take long to load
         say(f"loading {model.source}")
-        self.policy = load_policy(model, seed=config.seed, mesh=self._mesh, sampler=meshes.sampler)
+        self._load = partial(load_policy, model, seed=config.seed, mesh=self._mesh, sampler=meshes.sampler)
+        # The reference of a KL penalty is the policy that training starts from, whatever it goes on from.
+        self._has_weights = not goes_on or config.loss.kl_coef > 0
+        self.policy = self._load(weights=self._has_weights)
         how = training_pass(model, config.batch, self._mesh, row_tokens=config.row_tokens)
         self._optimizer = optimizer_of(config.optimizer)
         say("preparing prompts")
@@ -66,9 +72,8 @@ class Run:
             self.notes.append("; ".join(often))
         if slower := without_kernel(meshes.sampler):
             self.notes.append(slower)
-        self.identity = identity_of(
-            config, prompts=asked.identity, model=model_files(self.policy.folder, weights=True)
-        )
+        files = model_files(self.policy.folder, weights=self._has_weights)
+        self.identity = identity_of(config, prompts=asked.identity, model=files)
         """The identity of this run that a checkpoint keeps."""
         grader = grading(
             config.reward,
@@ -110,7 +115,6 @@ class Run:
             watch=watch,
         )
         self.batches = StepBatches(config, how, pad_id=self.policy.tokenizer.pad_id)
-        # The reference is the policy that training starts from; with kl_coef 0 there is none at all.
         self.updater = updater_of(
             config,
             self.policy.decoder,
@@ -136,8 +140,7 @@ class Run:
         offload = self.config.optimizer.offload
         initial, decoder = self.policy.params, self.policy.decoder
         self.policy = replace(self.policy, params=shapes_of(decoder))
-        # As the first process sees it, or one might make room for a checkpoint that another does not find.
-        if resume and broadcast_from_first(b"checkpoints" if checkpointer.steps() else b""):
+        if resume and has_checkpoint(checkpointer.folder):
             del initial
             target = state_structs(self.policy, self._optimizer, self._mesh, offload=offload)
             check = partial(self._check, say=say)
@@ -145,13 +148,19 @@ class Run:
             def restore(step: int) -> ResumePoint:
                 found = checkpointer.restore(target, step, rows=decoder.vocab_size, check=check)
                 where = f"checkpoint {checkpointer.folder / str(step)}"
-                return resume_point(
+                point = resume_point(
                     found, where, prompt_at=self._prompts.__getitem__, vocabulary=decoder.vocab_size
                 )
+                self.identity = with_weights_of(self.identity, found.progress)
+                return point
 
             found = restore_last(checkpointer, restore, say=say, aside=True)
             assert found is not None
             return found
+        if not self._has_weights:  # the checkpoint that was seen is gone
+            initial = self._load(weights=True).params
+            files = model_files(self.policy.folder, weights=True)
+            self.identity = {**self.identity, "model": files}
         copy = bool(self.config.loss.kl_coef)
         state = init_state(initial, self._optimizer, self._mesh, offload=offload, copy=copy)
         return ResumePoint(state=state, position=Position())

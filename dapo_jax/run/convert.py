@@ -14,7 +14,7 @@ from dapo_jax.models.safetensors_files import SafetensorsFolder
 from dapo_jax.models.tensors import Tensor, TensorFile, checked, tensor_shapes
 from dapo_jax.run.folders import place_of
 from dapo_jax.run.policy import find_policy, folder_of, run_at
-from dapo_jax.storage import AnyPath, entries, write_whole
+from dapo_jax.storage import AnyPath, entries, files_of, in_bucket, write_whole
 
 DTYPES = ("float32", "bfloat16")
 _TOKENIZER_FILES = (
@@ -43,7 +43,7 @@ def convert(source: str, target: str, *, dtype: str = "float32") -> Converted:
     A GGUF file and a folder go through one tensor at a time, however large they are.
 
     Args:
-        source: a .gguf file, a Hugging Face folder, a run folder (its latest checkpoint), preset:NAME or shipped:NAME.
+        source: a local .gguf file, a Hugging Face folder, a run folder (its latest checkpoint), preset:NAME or shipped:NAME.
         target: a folder that does not exist or is empty.
         dtype: float32 or bfloat16, of the tensors written.
 
@@ -58,12 +58,14 @@ def convert(source: str, target: str, *, dtype: str = "float32") -> Converted:
     path = Path(source).expanduser()
     made = not folder.exists()
     try:
+        if path.suffix == ".gguf" and in_bucket(source):
+            raise ConfigError(f"{source}: a GGUF file is read from a local disk; copy it there")
         if path.suffix == ".gguf":
             config, written = _from_gguf(path, folder, dtype)
         elif source.startswith("preset:") or run_at(source) is not None:
             config, written = _from_policy(source, folder, dtype)
         else:
-            config, written = _from_folder(folder_of(ModelConfig(source=source)), folder, dtype)
+            config, written = _from_folder(folder_of(ModelConfig(source=source), weights=True), folder, dtype)
     except BaseException as error:
         _remove_half(folder, made=made)
         if isinstance(error, ConfigError) or not isinstance(error, ValueError):
@@ -108,14 +110,13 @@ def _from_gguf(path: Path, folder: AnyPath, dtype: str) -> tuple[DecoderConfig, 
     return config, write_model(folder, described, tensors, dtype=dtype)
 
 
-def _from_folder(source: Path, folder: AnyPath, dtype: str) -> tuple[DecoderConfig, int]:
+def _from_folder(source: AnyPath, folder: AnyPath, dtype: str) -> tuple[DecoderConfig, int]:
     """config.json stays as it is, but for the type of the tensors."""
     config = read_config(source)
     tensors = _tensors(config, SafetensorsFolder(source))
     folder.mkdir(parents=True, exist_ok=True)
-    for name in _TOKENIZER_FILES:
-        if (source / name).is_file():
-            write_whole(folder / name, (source / name).read_bytes())
+    for name, content in files_of(source, _TOKENIZER_FILES).items():
+        write_whole(folder / name, content)
     described = read_json(source / CONFIG) | {"torch_dtype": dtype, "dtype": dtype}
     return config, write_model(folder, described, tensors, dtype=dtype)
 

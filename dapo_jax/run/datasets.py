@@ -77,6 +77,6 @@ def _tokenizer(model: str) -> Tokenizer:
     if not model:
         return ByteTokenizer()
     try:
-        return load_tokenizer(folder_of(ModelConfig(source=model)))
+        return load_tokenizer(folder_of(ModelConfig(source=model), weights=False))
     except ValueError as error:
         raise ConfigError(f"--model {model!r}: {error}") from error

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from fnmatch import fnmatch
 from typing import Any
 
 from dapo_jax.checkpoints.manifest import DamagedError
@@ -12,13 +12,15 @@ from dapo_jax.config.loading import leaf_values
 from dapo_jax.config.schema import FREE_TO_CHANGE
 from dapo_jax.config.values import shown
 from dapo_jax.models.folder import CONFIG
-from dapo_jax.storage import check_file
+from dapo_jax.storage import AnyPath, entries, files_of, ranges_bytes, size_of
 from dapo_jax.text.huggingface import TOKENIZER_FILES
 
 IDENTITY = "run"
 """In a checkpoint's progress: what `identity_of` gives."""
 
 _DAY = "data.template_date"
+
+_WEIGHTS = ".safetensors"
 
 _BLOCKS, _BLOCK_BYTES = 64, 1 << 12
 
@@ -38,7 +40,7 @@ def identity_of(
     return json.loads(text, parse_constant=str)
 
 
-def model_files(folder: Path | None, *, weights: bool) -> dict[str, str]:
+def model_files(folder: AnyPath | None, *, weights: bool) -> dict[str, str]:
     """A digest of each file of a model folder that decides what a run learns; none of a preset, which the configuration has.
 
     Of weights that is one of size and 64 blocks of 4 KiB spread over a file: training changes them all, and gigabytes are not read
@@ -46,11 +48,24 @@ def model_files(folder: Path | None, *, weights: bool) -> dict[str, str]:
     """
     if folder is None:
         return {}
-    names = [name for name in (CONFIG, *TOKENIZER_FILES) if (folder / name).is_file()]
-    found = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names}
+    found = {
+        name: hashlib.sha256(content).hexdigest()
+        for name, content in files_of(folder, (CONFIG, *TOKENIZER_FILES)).items()
+    }
     if weights:
-        found |= {path.name: _sampled(path) for path in sorted(folder.glob("model*.safetensors"))}
+        stored = [path for path in entries(folder) if fnmatch(path.name, f"model*{_WEIGHTS}")]
+        found |= {path.name: _sampled(path) for path in stored}
     return found
+
+
+def with_weights_of(own: Mapping[str, Any], progress: Mapping[str, Any]) -> dict[str, Any]:
+    """The identity `own` of a run that goes on from a checkpoint with `progress`, with the digests of the weights that the run began with.
+
+    A run that goes on reads no weights, so that of these the checkpoint alone knows.
+    """
+    kept = progress.get(IDENTITY) or {"model": {}}
+    began = {name: digest for name, digest in kept["model"].items() if name.endswith(_WEIGHTS)}
+    return {**own, "model": {**began, **own["model"]}}
 
 
 def check_identity(
@@ -93,7 +108,7 @@ def check_identity(
         )
     for name, digest in own["model"].items():
         # Of the weights that a run began with, the KL penalty alone still asks.
-        if name.endswith(".safetensors") and not own["config"]["loss.kl_coef"]:
+        if name.endswith(_WEIGHTS) and not own["config"]["loss.kl_coef"]:
             continue
         if kept["model"].get(name) != digest:
             problems.append(f"the model's {name} is not the one that the run began with")
@@ -126,13 +141,11 @@ def _described(prompts: Any) -> str:
         return shown(prompts)
 
 
-def _sampled(path: Path) -> str:
+def _sampled(path: AnyPath) -> str:
     """A digest of a file's size and of blocks that are spread evenly over it."""
-    check_file(path)
-    size = path.stat().st_size
+    size = size_of(path)
     digest = hashlib.sha256(str(size).encode())
-    with path.open("rb") as file:
-        for number in range(_BLOCKS):
-            file.seek(max(0, size - _BLOCK_BYTES) * number // (_BLOCKS - 1))
-            digest.update(file.read(_BLOCK_BYTES))
+    starts = [max(0, size - _BLOCK_BYTES) * number // (_BLOCKS - 1) for number in range(_BLOCKS)]
+    for block in ranges_bytes(path, [(start, min(start + _BLOCK_BYTES, size)) for start in starts]):
+        digest.update(block)
     return digest.hexdigest()

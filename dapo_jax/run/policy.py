@@ -27,7 +27,7 @@ from dapo_jax.config import (
     load_config,
 )
 from dapo_jax.models.decoder import WHOLE, Decoder, graph_of
-from dapo_jax.models.folder import load_model, read_config, save_model
+from dapo_jax.models.folder import CONFIG, load_model, read_config, save_model
 from dapo_jax.models.hub import download
 from dapo_jax.models.layout import Layout
 from dapo_jax.models.presets import DecoderConfig, preset
@@ -36,10 +36,11 @@ from dapo_jax.models.tensors import exported, shapes_of
 from dapo_jax.parallel.mesh import BATCH_AXES, Meshes, make_mesh, make_meshes
 from dapo_jax.parallel.processes import is_first
 from dapo_jax.parallel.sharding import shardings
+from dapo_jax.parallel.shared_reading import read_by_rows
 from dapo_jax.run.folders import place_of
 from dapo_jax.run.identity import check_identity, identity_of, model_files
 from dapo_jax.run.training_pass import for_mesh
-from dapo_jax.storage import AnyPath, in_bucket
+from dapo_jax.storage import AnyPath, check_access, in_bucket, path_of
 from dapo_jax.terminal import visible
 from dapo_jax.text.tokenizers import (
     Tokenizer,
@@ -63,7 +64,7 @@ class Policy:
     tokenizer: Tokenizer
     step: int = 0
     """The steps that the weights of a run's checkpoint were trained for."""
-    folder: Path | None = None
+    folder: AnyPath | None = None
     """The model folder that it was read from, or that described it; None for a preset."""
 
     def graph(self, *, compute_dtype: str, remat: str, layout: Layout = WHOLE) -> nnx.GraphDef[Any]:
@@ -96,6 +97,7 @@ def load_policy(
     seed: int = 0,
     mesh: jax.sharding.Mesh | None = None,
     sampler: jax.sharding.Mesh | None = None,
+    weights: bool = True,
 ) -> Policy:
     """Makes or reads the policy that `model.source` names.
 
@@ -104,18 +106,22 @@ def load_policy(
         seed: of a preset's random weights.
         mesh: on which each weight goes at once where training has it; None puts all on the default device.
         sampler: the mesh that samples; the vocabulary is filled up so that both can split it.
+        weights: False: no weight is made, fetched or read, and `params` are shapes alone.
 
     Raises:
         ConfigError: there is no such preset, shipped model or folder; the message names what there is.
     """
     try:
-        decoder, tokenizer, folder = description_of(model)
+        decoder, tokenizer, folder = description_of(model, weights=weights)
         decoder = for_mesh(decoder, *(each for each in (mesh, sampler) if each is not None))
-        if folder is None:
+        if not weights:
+            params = shapes_of(decoder)
+        elif folder is None:
             params = _random(decoder, seed, mesh)
         else:
             where = None if mesh is None else lambda shapes: shardings(shapes, mesh)
-            _, params = load_model(folder, decoder, shardings=where)
+            by_rows = read_by_rows if in_bucket(folder) else None
+            _, params = load_model(folder, decoder, shardings=where, by_rows=by_rows)
     except ValueError as error:
         raise ConfigError(f"model.source={model.source!r}: {error}") from error
     return Policy(decoder=decoder, params=params, tokenizer=tokenizer, folder=folder)
@@ -129,15 +135,11 @@ def find_policy(source: str, *, mesh: jax.sharding.Mesh | None = None) -> Policy
     if (run := run_at(source)) is None:
         return load_policy(ModelConfig(source=source), mesh=mesh)
     config = load_config(run / "config.yaml")
-    try:
-        decoder, tokenizer, folder = description_of(config.model)
-    except ValueError as error:
-        raise ConfigError(f"model.source={config.model.source!r}: {error}") from error
     # Shapes alone: the run's own weights are in its checkpoint, which is read onto the devices that are here and not
     # onto the mesh that it was trained on.
     mesh = mesh_of(ParallelConfig()) if mesh is None else mesh
-    decoder = for_mesh(decoder, mesh)
-    policy = Policy(decoder=decoder, params=shapes_of(decoder), tokenizer=tokenizer, folder=folder)
+    policy = load_policy(config.model, mesh=mesh, weights=False)
+    decoder = policy.decoder
     target = state_structs(policy, optimizer_of(config.optimizer), mesh)
     with Checkpointer(run / "checkpoints") as checkpointer:
         try:
@@ -168,14 +170,15 @@ def run_at(source: str) -> AnyPath | None:
     """The training run's folder that `source` names, if it names one.
 
     Raises:
-        ConfigError: it lies in a bucket and cannot be read, or is none.
+        ConfigError: it lies in a bucket and cannot be read, or there is neither a run nor a model.
     """
     folder = place_of(source, key="model", write=False)
     if (folder / "config.yaml").is_file() and (folder / "checkpoints").is_dir():
         return folder
-    if in_bucket(folder):
+    if in_bucket(folder) and not (folder / CONFIG).is_file():
         raise ConfigError(
-            f"{source} is no run: it has no config.yaml or no checkpoints; models are read from local folders"
+            f"{source} is neither a run, with config.yaml and checkpoints, nor a model, with {CONFIG}: look at the name, or wait for the "
+            "run's first checkpoint"
         )
     return None
 
@@ -186,22 +189,29 @@ def data_of_run(source: str) -> DataConfig | None:
     return None if run is None else load_config(run / "config.yaml").data
 
 
-def folder_of(model: ModelConfig) -> Path:
+def folder_of(model: ModelConfig, *, weights: bool) -> AnyPath:
     """The folder that holds the model.
 
+    Args:
+        model: the source.
+        weights: whether those of a model of the hub are fetched too.
+
     Raises:
-        ValueError: no such model is shipped, the hub does not have it or cannot be reached, or the source is a file.
+        ValueError: no such model is shipped, the hub or the bucket does not have it or cannot be reached, or the source is a file.
     """
     kind, _, name = model.source.partition(":")
     if kind == "shipped":
         return _shipped(name)
     if kind == "hf":
-        return download(name, revision=model.revision or None, cache_dir=model.cache_dir or None)
-    folder = Path(model.source).expanduser()
+        return download(
+            name, revision=model.revision or None, cache_dir=model.cache_dir or None, weights=weights
+        )
+    folder = path_of(model.source)
     if folder.suffix == ".gguf":
         raise ValueError("a GGUF file is no model folder; `dapo-jax convert FILE FOLDER` makes one of it")
     if folder.suffix in PICKLED and not folder.is_dir():
         raise ValueError(f"a file of this kind is {A_PICKLE}")
+    check_access(folder, write=False)
     return folder
 
 
@@ -265,9 +275,11 @@ def state_structs(
     return structs_of(shapes_of(policy.decoder), optimizer, mesh, offload=offload)
 
 
-def description_of(model: ModelConfig) -> tuple[DecoderConfig, Tokenizer, Path | None]:
+def description_of(
+    model: ModelConfig, *, weights: bool = True
+) -> tuple[DecoderConfig, Tokenizer, AnyPath | None]:
     """Sizes and tokenizer, and the folder with the weights, which are not read; a preset has none, and its vocabulary is
-    cut to the tokenizer's.
+    cut to the tokenizer's. With `weights` False those of a model of the hub are not fetched either.
 
     Raises:
         ValueError: there is no such model, or its configuration or tokenizer cannot be read.
@@ -276,7 +288,7 @@ def description_of(model: ModelConfig) -> tuple[DecoderConfig, Tokenizer, Path |
     if source == "preset":
         made = named_tokenizer(model.tokenizer)
         return replace(preset(name), vocab_size=made.vocab_size), made, None
-    folder = folder_of(model)
+    folder = folder_of(model, weights=weights)
     decoder, tokenizer = read_config(folder), load_tokenizer(folder)
     check_vocabulary(tokenizer, decoder.vocab_size)
     return decoder, tokenizer, folder

@@ -5,14 +5,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from etils import epath
+
 from dapo_jax.checkpoints.checkpointer import Restored
-from dapo_jax.checkpoints.manifest import DamagedError
+from dapo_jax.checkpoints.manifest import DamagedError, step_folders
 from dapo_jax.checkpoints.packed_groups import carry_groups, check_carry
 from dapo_jax.dapo.dynamic_sampling import InformativeShare
 from dapo_jax.dapo.rollouts import Prompt
+from dapo_jax.parallel.gather import broadcast_from_first
 from dapo_jax.plain_json import read_object
 from dapo_jax.run.identity import IDENTITY
 from dapo_jax.run.loop import Position
+from dapo_jax.storage import AnyPath
 from dapo_jax.training.state import TrainState
 
 UNFINISHED = "unfinished_metrics"
@@ -44,6 +48,16 @@ class ResumePoint:
         if self.unfinished is not None:
             progress[UNFINISHED] = json.dumps(self.unfinished)  # as text: some may be nan
         return progress
+
+
+def has_checkpoint(folder: AnyPath) -> bool:
+    """Whether there is a checkpoint in the folder of all checkpoints, damaged ones included, as the first process sees it: one might make room
+    for what another does not find.
+
+    Raises:
+        CheckpointError: it cannot be listed, or is a link to nothing.
+    """
+    return bool(broadcast_from_first(b"checkpoints" if step_folders(epath.Path(folder)) else b""))
 
 
 def resume_point(

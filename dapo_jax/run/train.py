@@ -25,7 +25,7 @@ from dapo_jax.run.loop import Observer, Position, StepResult, run_steps
 from dapo_jax.run.policy import Policy
 from dapo_jax.run.prompt_sets import GivenRows
 from dapo_jax.run.records import Records, use_compilation_cache
-from dapo_jax.run.resume_point import ResumePoint
+from dapo_jax.run.resume_point import ResumePoint, has_checkpoint
 from dapo_jax.run.run_dir import claim_run_dir, remove_run
 from dapo_jax.run.step_progress import StepProgress
 from dapo_jax.run.token_ratios import Ratios
@@ -114,6 +114,7 @@ def train(
             stop=stop,
             watch=watch,
             say=shown.starting,
+            goes_on=resume and has_checkpoint(run_dir / "checkpoints"),
         )
         stack.callback(run.close)
         little_room = check_room(config, run.policy.decoder.parameters)

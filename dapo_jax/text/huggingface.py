@@ -15,7 +15,6 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ import tokenizers
 from jaxtyping import Int, Int32
 
 from dapo_jax.plain_json import read_object
-from dapo_jax.storage import path_of, write_whole
+from dapo_jax.storage import files_of, path_of, write_whole
 from dapo_jax.text.chat import ChatTemplate
 from dapo_jax.text.expansion import check_expansion
 
@@ -95,13 +94,16 @@ class HuggingFaceTokenizer:
         Raises:
             ValueError: as the constructor, or there is no tokenizer.json.
         """
-        folder = Path(folder)
-        if not (folder / _TOKENIZER).is_file():
-            raise ValueError(f"there is no {folder / _TOKENIZER}; a tokenizer is read from this file")
-        files = {name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()}
-        model = folder / "config.json"
-        read = read_object(model.read_bytes(), model) if model.is_file() else {}
-        return cls(files, model=read, place=str(folder))
+        place, described = path_of(folder), "config.json"
+        try:
+            files = files_of(place, (*TOKENIZER_FILES, described))
+        except OSError as error:
+            raise ValueError(f"cannot read a tokenizer from {place}: {error}") from error
+        if _TOKENIZER not in files:
+            raise ValueError(f"there is no {place / _TOKENIZER}; a tokenizer is read from this file")
+        model = files.pop(described, None)
+        read = {} if model is None else read_object(model, place / described)
+        return cls(files, model=read, place=str(place))
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Writes the files as they were read. End tokens that only config.json named go into a generation_config.json."""

@@ -8,14 +8,13 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int, Int32
 
 from dapo_jax.plain_json import read_object
-from dapo_jax.storage import file_bytes, path_of, write_whole
+from dapo_jax.storage import AnyPath, file_bytes, path_of, write_whole
 from dapo_jax.text.chat import ChatTemplate
 
 PAD_ID = 0
@@ -214,7 +213,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
     Raises:
         ValueError: there is no tokenizer.json, it is not JSON, or of a type that is not known.
     """
-    path = Path(folder) / _FILE_NAME
+    path = path_of(folder) / _FILE_NAME
     try:
         content = file_bytes(path)
     except OSError as error:
@@ -253,7 +252,7 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
         )
 
 
-def _instead(folder: Path) -> str:
+def _instead(folder: AnyPath) -> str:
     """The remedy for a folder that holds a tokenizer in an older form."""
     older = [name for name in ("tokenizer.model", "spiece.model", "vocab.json") if (folder / name).is_file()]
     if not older:

@@ -105,6 +105,18 @@ def test_a_file_of_weights_that_was_cut_short(examined, settings, tmp_path):
     assert str(file) in found.message
 
 
+def test_a_model_in_a_bucket_is_looked_at_there(examined, settings, bucket):
+    bucket.store(settings["model.source"], "gs://bucket/model")
+    found = examined(quick=True, model__source="gs://bucket/model")["model"]
+    assert found.state == "ok"
+    assert found.message.startswith("gs://bucket/model: ")
+    assert " of weights, " in found.message
+    name, (data, generation) = "model/model.safetensors", bucket.buckets["bucket"]["model/model.safetensors"]
+    bucket.buckets["bucket"][name] = (data[:-100], generation)
+    found = only_fails(examined(quick=True, model__source="gs://bucket/model"), "model")
+    assert "gs://bucket/model/model.safetensors" in found.message
+
+
 def test_weights_that_are_not_numbers(examined, tmp_path):
     """One NaN in one array of many."""
 

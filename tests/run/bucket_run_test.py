@@ -141,9 +141,48 @@ def test_what_reads_a_run_reads_one_in_a_bucket(resumed, finished, rows, tmp_pat
     assert written == (tmp_path / "converted" / "model.safetensors").read_bytes()
 
 
-def test_what_is_no_run_in_a_bucket_is_said(storage_server):
-    with pytest.raises(ConfigError, match=r"gs://runs/nothing is no run: it has no config\.yaml"):
+def test_what_is_neither_a_run_nor_a_model_in_a_bucket_is_said(storage_server):
+    with pytest.raises(ConfigError, match=r"gs://runs/nothing is neither a run, with config\.yaml and check"):
         find_policy("gs://runs/nothing")
+
+
+def test_a_model_in_a_bucket_is_trained_evaluated_and_converted_as_one_on_a_disk(
+    bucket, model, micro, run_micro, rows, tmp_path
+):
+    """Nothing of it is written to the run's folder or the working folder on the way."""
+    bucket.store(Path(model), "gs://bucket/model")
+    results = [
+        run_micro(micro(model__source=source, steps=1, checkpoint__every_steps=1))
+        for source in (model, "gs://bucket/model")
+    ]
+    for a, b in zip(*(jax.tree.leaves(result.policy.params) for result in results), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    scores = [
+        evaluate(
+            source,
+            rows=rows,
+            overrides=["eval.prompts=2", "data.max_prompt_tokens=4", "sampling.max_response_tokens=6"],
+        ).scores
+        for source in (model, "gs://bucket/model")
+    ]
+    assert scores[0] == scores[1]
+    for source in (model, "gs://bucket/model"):
+        convert(source, str(tmp_path / source.replace("/", "_")))
+    first, second = (
+        {path.name: path.read_bytes() for path in (tmp_path / source.replace("/", "_")).iterdir()}
+        for source in (model, "gs://bucket/model")
+    )
+    assert first == second
+    # It goes on without the weights, which are gone from the bucket, and as the one on a disk does.
+    del bucket.buckets["bucket"]["model/model.safetensors"]
+    more = [
+        run_micro(
+            micro(result.run_dir, model__source=source, steps=2, checkpoint__every_steps=1), resume=True
+        )
+        for result, source in zip(results, (model, "gs://bucket/model"), strict=True)
+    ]
+    for a, b in zip(*(jax.tree.leaves(result.policy.params) for result in more), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
 @pytest.mark.parametrize(

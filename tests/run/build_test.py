@@ -3,6 +3,7 @@
 import gc
 import itertools
 import json
+import shutil
 from dataclasses import replace
 
 import jax
@@ -10,10 +11,17 @@ import numpy as np
 import pytest
 
 from dapo_jax.checkpoints.checkpointer import Checkpointer
+from dapo_jax.checkpoints.manifest import META
+from dapo_jax.config import ConfigError
 from dapo_jax.dapo.dynamic_sampling import InformativeShare, ShortfallError
 from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
 from dapo_jax.models.folder import load_model
 from dapo_jax.run.build import Run
+from dapo_jax.run.identity import IDENTITY
+from dapo_jax.run.loop import Observer, run_steps
+from dapo_jax.run.policy import Policy
+from dapo_jax.testing import tiny_decoder_config, tiny_params
+from dapo_jax.text.tokenizers import load_tokenizer
 
 
 def params_of(result):
@@ -268,3 +276,128 @@ def test_the_weights_that_training_starts_from_are_not_kept_beside_the_state(
         weights = sum(leaf.nbytes for leaf in jax.tree.leaves(state.params))
         own = sum(leaf.nbytes for leaf in jax.tree.leaves(state)) + (weights if kl_coef else 0)
         assert own <= held_bytes() - before < own + weights / 4
+
+
+class Held(Observer):
+    """Notes the bytes on the devices before and after each update, and at each of its programs. In the second step every update has two: its stack is
+    handed over twice."""
+
+    def __init__(self):
+        self.updates, self.programs, self.stacks = [], {1: [], 2: []}, 0
+
+    def before_updates(self, minibatches):
+        self.stacks += 1
+        noted = self.programs[self.stacks]
+
+        class Noting(tuple):
+            def __iter__(self):
+                for stack in tuple.__iter__(self):
+                    noted.append(held_now())
+                    yield stack
+
+        return [Noting(tuple(minibatch) * self.stacks) for minibatch in minibatches]
+
+    def before_update(self, state, minibatch, *, index, count):
+        self.updates.append(held_now())
+
+    def after_update(self, minibatch, metrics, *, learning_rate):
+        self.updates.append(held_now())
+
+
+def held_now():
+    """Without a look for circles of objects, which a run has no time for."""
+    return sum(array.nbytes for array in jax.live_arrays())
+
+
+@pytest.fixture(scope="module")
+def wider_model(model, tmp_path_factory):
+    """So wide that what a step holds beside the state is small: 4 bytes of 42,752 parameters."""
+    tokenizer = load_tokenizer(model)
+    decoder = tiny_decoder_config(
+        vocab_size=tokenizer.vocab_size, embed_dim=64, layers=1, heads=4, kv_heads=2, head_dim=16, mlp_dim=152
+    )
+    folder = tmp_path_factory.mktemp("wider")
+    Policy(decoder=decoder, params=tiny_params(decoder), tokenizer=tokenizer).save(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
+def test_during_an_update_the_devices_hold_the_train_state_and_one_gradient(
+    kl_coef, wider_model, micro, rows, even_sum, tmp_path
+):
+    """No initial weights, no sampler's weights, and with a KL penalty one reference. An update of one program makes its gradient inside of it."""
+    config = micro(steps=2, model__source=wider_model, loss__kl_coef=kl_coef)
+    before, held = held_bytes(), Held()
+    run = Run(config, prompts=rows, reward=even_sum)
+    with Checkpointer(tmp_path) as checkpointer:
+        start = run.start(checkpointer, resume=False, say=print)
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(start.state.params))
+    own = sum(leaf.nbytes for leaf in jax.tree.leaves(start.state)) + (weights if kl_coef else 0)
+    assert own > (4 if kl_coef else 3) * weights
+    run_steps(
+        start.state,
+        start.position,
+        steps=config.steps,
+        sampling=run.sampling,
+        batches=run.batches,
+        updater=run.updater,
+        learning_rate=run.learning_rate,
+        observers=[held],
+    )
+    run.close()
+    # Two updates a step.
+    assert [len(held.updates), len(held.programs[1]), len(held.programs[2])] == [8, 2, 4]
+    for found, expected in (
+        (held.updates, own),
+        (held.programs[1], own),
+        (held.programs[2], own + weights),
+    ):
+        assert expected <= min(found) - before
+        assert max(found) - before < expected + weights / 2
+
+
+@pytest.fixture
+def begun(model, micro, run_micro, tmp_path):
+    """(kl_coef) -> the configuration of a run that has made two steps, and whose model has lost its weights."""
+
+    def make(kl_coef=0.0):
+        folder = shutil.copytree(model, tmp_path / "model")
+        config = micro(
+            tmp_path / "run",
+            model__source=str(folder),
+            steps=2,
+            checkpoint__every_steps=1,
+            loss__kl_coef=kl_coef,
+        )
+        run_micro(config)
+        (folder / "model.safetensors").unlink()
+        return config
+
+    return make
+
+
+def test_a_run_that_goes_on_reads_none_of_the_weights_that_it_began_with(begun, run_micro, finished):
+    """They are gone. Its checkpoints go on knowing them."""
+    config = begun()
+    resumed = run_micro(replace(config, steps=4), resume=True)
+    assert equal(params_of(resumed), params_of(finished))
+    before, after = (
+        json.loads((resumed.run_dir / "checkpoints" / step / META).read_text())["progress"][IDENTITY]["model"]
+        for step in ("2", "4")
+    )
+    assert "model.safetensors" in before
+    assert before == after
+
+
+def test_a_run_with_a_kl_penalty_goes_on_with_the_weights_that_it_began_with(begun, run_micro):
+    """The reference is made of them, so that they are missed."""
+    with pytest.raises(ConfigError, match=r"cannot read .*model\.safetensors: there is no such file"):
+        run_micro(replace(begun(kl_coef=0.1), steps=4), resume=True)
+
+
+def test_where_the_checkpoint_that_was_seen_is_gone_a_run_begins_with_its_weights(micro, rows, tmp_path):
+    expected, found = (Run(micro(), prompts=rows, reward=bool, goes_on=goes_on) for goes_on in (False, True))
+    with Checkpointer(tmp_path) as checkpointer:
+        states = [run.start(checkpointer, resume=True, say=print).state for run in (expected, found)]
+    assert equal(*(map(np.asarray, jax.tree.leaves(state)) for state in states))
+    assert found.identity == expected.identity

@@ -158,6 +158,12 @@ def full_disk(monkeypatch):
     return lambda room: monkeypatch.setattr(storage.os, "fsync", partial(fsync, room=room))
 
 
+def test_a_gguf_file_in_a_bucket_is_to_be_copied_to_a_disk_first(bucket, tmp_path):
+    with pytest.raises(ConfigError, match=r"gs://bucket/m\.gguf: a GGUF file is read from a local disk"):
+        convert("gs://bucket/m.gguf", str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("room", [0, 1, 2])
 @pytest.mark.parametrize("there", [False, True], ids=["made", "empty"])
 @pytest.mark.parametrize("kind", ["gguf", "shipped", "folder"])

@@ -1,6 +1,7 @@
 """Policies found by name: presets, shipped models, folders, runs."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,9 +10,11 @@ import jax
 import numpy as np
 import pytest
 
+from dapo_jax import storage
 from dapo_jax.config import ConfigError, ModelConfig, ParallelConfig, to_yaml
 from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.sharding import shardings
+from dapo_jax.run.identity import model_files
 from dapo_jax.run.policy import find_policy, load_policy, mesh_of
 from tests.models.hub_server import serve_hub
 
@@ -100,6 +103,90 @@ def test_the_rows_of_a_microbatch_must_spread_over_the_mesh():
         mesh_of(axes, rows_per_microbatch=6)
 
 
+@pytest.fixture
+def stored(bucket, model, chat_model):
+    """The bucket with a model folder of each kind of tokenizer."""
+    bucket.store(Path(model), "gs://bucket/models/char")
+    bucket.store(Path(chat_model), "gs://bucket/models/chat")
+    return bucket
+
+
+@pytest.mark.parametrize("spread", [False, True])
+@pytest.mark.parametrize("kind", ["char", "chat"])
+def test_a_model_in_a_bucket_is_the_one_on_a_disk(kind, spread, stored, model, chat_model):
+    mesh = mesh_of(ParallelConfig()) if spread else None
+    local = load_policy(ModelConfig(source=model if kind == "char" else chat_model), mesh=mesh)
+    found = load_policy(ModelConfig(source=f"gs://bucket/models/{kind}"), mesh=mesh)
+    assert (found.decoder, found.tokenizer) == (local.decoder, local.tokenizer)
+    assert model_files(found.folder, weights=True) == model_files(local.folder, weights=True)
+    for a, b in zip(jax.tree.leaves(found.params), jax.tree.leaves(local.params), strict=True):
+        assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_model_in_a_bucket_is_found_by_commands_that_take_a_model_or_a_run(stored, model):
+    for a, b in zip(leaves(find_policy("gs://bucket/models/char")), leaves(find_policy(model)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def removed(bucket, name):
+    del bucket.buckets["bucket"][f"models/char/{name}"]
+
+
+@pytest.mark.parametrize(
+    ("source", "change", "message"),
+    [
+        ("gs://none/model", None, r"asking about the bucket 'none' failed"),
+        ("gs://bucket/none", None, r"cannot read a model from gs://bucket/none/config\.json: No such file"),
+        ("s3://bucket/model", None, r"neither a local path nor in a bucket"),
+        (
+            "gs://bucket/models/char",
+            "config.json",
+            r"cannot read a model from gs://.*/config\.json: No such file",
+        ),
+        ("gs://bucket/models/char", "tokenizer.json", r"cannot read a tokenizer from gs://.*: No such file"),
+        (
+            "gs://bucket/models/char",
+            "model.safetensors",
+            r"there is no such file, nor model\.safetensors\.index",
+        ),
+        (
+            "gs://bucket/models/char",
+            "rights",
+            r"storage\.objects\.get access; whoever runs this needs roles/storage",
+        ),
+    ],
+)
+def test_a_model_that_a_bucket_does_not_hand_out_is_a_configuration_error(source, change, message, stored):
+    if change == "rights":
+        stored.granted = {"storage.buckets.get", "storage.objects.list"}
+    elif change is not None:
+        removed(stored, change)
+    with pytest.raises(ConfigError, match=message) as error:
+        load_policy(ModelConfig(source=source))
+    assert str(error.value).startswith(f"model.source={source!r}: ")
+
+
+def test_a_model_in_a_bucket_needs_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    storage._objects.cache_clear()
+    with pytest.raises(ConfigError, match=r"model\.source='gs://bucket/m': .* pip install -e '\.\[gcs\]'"):
+        load_policy(ModelConfig(source="gs://bucket/m"))
+    storage._objects.cache_clear()
+
+
+@pytest.mark.parametrize("source", ["preset:tiny", "FOLDER", "gs://bucket/models/char"])
+def test_without_weights_a_policy_has_shapes_and_reads_none(source, stored, model, tmp_path):
+    """The files of weights are gone."""
+    removed(stored, "model.safetensors")
+    shutil.copytree(model, tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    found = load_policy(ModelConfig(source=source.replace("FOLDER", str(tmp_path / "model"))), weights=False)
+    assert {type(leaf) for leaf in jax.tree.leaves(found.params)} == {jax.ShapeDtypeStruct}
+    if source != "preset:tiny":
+        assert found.decoder == load_policy(ModelConfig(source=model)).decoder
+
+
 ASK = """
 import sys
 from dapo_jax.config import ModelConfig
@@ -131,3 +218,64 @@ def test_a_model_is_read_from_the_hub_and_fetched_once(chat_model, tmp_path):
     assert second.startswith("model.source='hf:org/other': the hub has no repository org/other")
     fetched = [path for method, path in requests if method == "GET" and "/resolve/" in path]
     assert len(fetched) == len(set(fetched)) == len(files)
+
+
+RESUME = """
+import shutil
+import sys
+from dataclasses import replace
+
+import jax
+from rich.console import Console
+
+jax.config.update("jax_num_cpu_devices", 8)  # as many as the tests have
+
+from dapo_jax.config import load_config
+from dapo_jax.run import train
+from dapo_jax.run.policy import find_policy
+from dapo_jax.trackers.progress import Progress
+from tests.run.conftest import ROWS, correct_by_even_sum
+
+config = load_config(sys.argv[1])
+
+def run(steps):
+    quiet = Progress(steps, console=Console(quiet=True))
+    train(replace(config, steps=steps), reward=correct_by_even_sum, prompts=ROWS, resume=True, progress=quiet)
+    shutil.rmtree(config.model.cache_dir)
+    print("fetched", flush=True)
+
+run(1)
+run(2)
+find_policy(config.run_dir)
+"""
+
+
+def test_a_run_that_goes_on_fetches_no_weights_from_the_hub(model, micro, tmp_path):
+    """On a machine whose cache is empty: of the three files of the model, all at the start; then, and for what reads the run, the two small ones."""
+    pytest.importorskip("huggingface_hub")
+    files = {path.name: path.read_bytes() for path in Path(model).iterdir()}
+    config = micro(
+        tmp_path / "run", model__source="hf:org/model", model__cache_dir=str(tmp_path / "cache"), steps=1
+    )
+    (tmp_path / "run.yaml").write_text(to_yaml(config))
+    with serve_hub({"org/model": files}) as (address, requests):
+        environment = os.environ | {
+            "HF_ENDPOINT": address,
+            "HF_HOME": str(tmp_path / "home"),
+            "no_proxy": "127.0.0.1",
+            "PYTHONPATH": str(Path(__file__).parents[2]),
+        }
+        done = subprocess.run(
+            [sys.executable, "-c", RESUME, str(tmp_path / "run.yaml")],
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+    assert done.returncode == 0, done.stderr
+    fetched = [
+        path.rpartition("/")[2] for method, path in requests if method == "GET" and "/resolve/" in path
+    ]
+    assert sorted(fetched) == sorted([*files, *["config.json", "tokenizer.json"] * 2])
+    # Nor are they asked about again.
+    assert [method for method, path in requests if path.endswith(".safetensors")] == ["HEAD", "GET"]
+    assert (Path(config.run_dir) / "checkpoints" / "2").is_dir()

@@ -61,7 +61,7 @@ def watched():
         received["updates"] = doubles.Updates(*arguments, **options)
         return received["updates"]
 
-    def download(name, *, revision, cache_dir):
+    def download(name, *, revision, cache_dir, weights):
         received["download"] = {"revision": revision, "cache_dir": cache_dir}
         return policy.Path("model")
 
