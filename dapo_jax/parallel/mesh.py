@@ -1,7 +1,8 @@
 """The device meshes: one with four named axes that trains, and one for each sampler.
 
 All are over one flat order of the devices, the devices of a process side by side: a jitted function can move arrays between
-meshes only if they have the same devices in the same order.
+meshes only if they have the same devices in the same order. On a TPU slice it is an order in which neighbours are linked
+(`torus`).
 """
 
 import math
@@ -11,6 +12,8 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
+
+from dapo_jax.parallel.torus import along_links
 
 AXES = ("data", "fsdp", "tensor", "context")
 BATCH_AXES = ("data", "fsdp")
@@ -30,7 +33,7 @@ def make_mesh(
     Raises:
         ValueError: the sizes do not multiply to the number of devices.
     """
-    devices = ordered(jax.devices() if devices is None else devices)
+    devices = jax.devices() if devices is None else devices
     sizes = dict(zip(AXES, (data, fsdp, tensor, context), strict=True))
     known = math.prod(size for size in sizes.values() if size != -1)
     wild = [name for name, size in sizes.items() if size == -1]
@@ -43,7 +46,8 @@ def make_mesh(
             f"set one of parallel.{', parallel.'.join(AXES)} to -1 to take what the others leave"
         )
     shape = [len(devices) // known if size == -1 else size for size in sizes.values()]
-    return Mesh(np.asarray(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    flat = _flat(devices, shape)
+    return Mesh(np.asarray(flat).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,9 +108,11 @@ def make_meshes(train: Mesh, *, sampler_tensor: int = 0, sampler_hosts: int = 1)
     )
 
 
-def ordered(devices: Sequence[jax.Device]) -> list[jax.Device]:
-    """The devices process by process."""
-    return sorted(devices, key=lambda device: (device.process_index, device.id))
+def _flat(devices: Sequence[jax.Device], shape: Sequence[int]) -> list[jax.Device]:
+    """The devices process by process, and where they tell the places of their chips along the links."""
+    flat = sorted(devices, key=lambda device: (device.process_index, device.id))
+    told = all(hasattr(device, "coords") for device in flat) and flat[0].platform == "tpu"
+    return along_links(flat, shape) if told else flat
 
 
 def _row_of_this_process(rows: np.ndarray) -> int:
