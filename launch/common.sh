@@ -5,6 +5,7 @@
 readonly TOKENS=(HF_TOKEN WANDB_API_KEY)
 readonly EXTRAS="gcs,hub,tpu,wandb"
 dry_run=""
+data_axis=1 # parallel.data of the configuration
 shared=()   # what the workers need besides the library: paths inside the current folder
 
 say() { echo "$(basename "$0"): $*" >&2; }
@@ -72,6 +73,7 @@ check_training() { # CONFIG [key=value ...] [--resume]
   if [[ -e $1 || $1 == */* || $1 == *.yaml ]]; then share "$1"; fi
   command -v dapo-jax >/dev/null || die "dapo-jax is not on PATH; it reads CONFIG before anything is paid for: pip install -e ."
   resolved=$(dapo-jax config "$1" ${overrides[@]+"${overrides[@]}"}) || exit
+  data_axis=$(sed -n '/^parallel:/,/^[^ ]/s/^  data: //p' <<<"$resolved")
   run_dir=$(sed -n "s/^run_dir: //p" <<<"$resolved" | tr -d "'\"")
   [[ $run_dir == gs://?* ]] ||
     die "run_dir=$run_dir would be on the workers' disks, which go when a worker is preempted; set run_dir=gs://BUCKET/FOLDER"
@@ -90,6 +92,30 @@ is_shared() {
     [[ ($path == . && -e $1) || $1 == "$path" || $1 == "${path%/}"/* || ${1%/} == "${path%/}" ]] && return
   done
   return 1
+}
+
+# What LIBTPU_INIT_ARGS is to be on the workers: as it is set here, or else the flags with which TPUs are used to train language
+# models. All are in JAX's "List of XLA compiler flags" (docs/xla_flags.md) and in MaxText's benchmarks/xla_flags_library.py.
+libtpu_args() { # TYPE SLICES
+  if [[ -n ${LIBTPU_INIT_ARGS+set} ]]; then
+    printf '%s\n' "$LIBTPU_INIT_ARGS"
+    return
+  fi
+  # Weights are gathered while products run: MaxText's CF_FOR_ALL_GATHER.
+  local flags=(
+    --xla_enable_async_all_gather=true
+    --xla_tpu_enable_async_collective_fusion=true
+    --xla_tpu_enable_async_collective_fusion_fuse_all_gather=true
+    --xla_tpu_enable_async_collective_fusion_multiple_steps=true
+    --xla_tpu_overlap_compute_collective_tc=true
+  )
+  # Gradients are summed over the network between slices while others are made: MaxText's DATA_PARALLEL_OVERLAP.
+  if [[ $2 -gt 1 ]]; then
+    flags+=(--xla_tpu_enable_data_parallel_all_reduce_opt=true --xla_tpu_data_parallel_opt_different_sized_ops=true)
+  fi
+  # Room for larger tiles in the 128 MiB of a v6e's vector memory: MaxText's DENSE_VMEM_LIMIT_FLAG.
+  if [[ $1 == v6e-* ]]; then flags+=(--xla_tpu_scoped_vmem_limit_kib=98304); fi
+  printf '%s\n' "${flags[*]}"
 }
 
 # Names of the tokens that are set here. Their values never stand in an argument or a message.

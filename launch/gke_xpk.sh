@@ -19,7 +19,7 @@ usage: launch/gke_xpk.sh COMMAND --name NAME --cluster CLUSTER [options] [CONFIG
   --name NAME         of the workload
   --cluster CLUSTER   made by `xpk cluster create`, or prepared for it
   --type TYPE         v4-N, v5p-N, tpu7x-N (N TensorCores, two a chip), v5litepod-N, v6e-N (N chips)
-  --slices N          of that type (default 1)
+  --slices N          of that type (default 1); parallel.data must be a multiple of it
   --zone ZONE, --project PROJECT    (default: gcloud's)
   --image IMAGE       has the library and the files of the run. Default: python:3.12 and the current folder, which must
                       be the library's checkout; docker builds and pushes that, the pods install it when they start
@@ -27,7 +27,8 @@ usage: launch/gke_xpk.sh COMMAND --name NAME --cluster CLUSTER [options] [CONFIG
   --restarts N        how often the JobSet may restart, preemptions included (default 100)
   --dry-run           print the commands and run none
 
-run_dir must be on gs://. HF_TOKEN and WANDB_API_KEY are handed on if they are set. Every start resumes from the last
+run_dir must be on gs://. HF_TOKEN and WANDB_API_KEY are handed on if they are set, and LIBTPU_INIT_ARGS: without it the TPU
+compiler's flags are those of libtpu_args in common.sh. Every start resumes from the last
 checkpoint in run_dir, if there is one; a status of 2 (a usage or configuration error) ends the workload.
 END
 }
@@ -63,11 +64,14 @@ where=(--cluster="$cluster" ${zone:+--zone="$zone"} ${project:+--project="$proje
 
 
 submit() {
-  local program source=(--base-docker-image=python:3.12 --script-dir=.) environment=$HOME/.cache/dapo_jax/launch/$name.env
+  local program flags source=(--base-docker-image=python:3.12 --script-dir=.) environment=$HOME/.cache/dapo_jax/launch/$name.env
   [[ $type =~ ^(v4|v5p|tpu7x|v5litepod|v6e)-[1-9][0-9]*$ ]] ||
     die "--type=$type is none of v4-N, v5p-N, tpu7x-N, v5litepod-N, v6e-N"
   share . # all of it goes into the image
   check_training ${training[@]+"${training[@]}"}
+  [[ $slices -le 1 || $data_axis == -1 || $((data_axis % slices)) -eq 0 ]] ||
+    die "--slices=$slices, parallel.data=$data_axis: only data may cross the network between slices; set parallel.data=$slices or a multiple of it"
+  flags=LIBTPU_INIT_ARGS=$(libtpu_args "$type" "$slices")
   program="dapo-jax train $(quoted "${training[@]}" --resume)"
   if [[ -n $image ]]; then
     source=(--docker-image="$image")
@@ -77,10 +81,10 @@ submit() {
   fi
   # A name without a value: XPK takes it from this environment.
   if [[ -n $dry_run ]]; then
-    echo "# $environment has DAPO_JAX_DISTRIBUTED=1 $(tokens_set | tr '\n' ' ')"
+    echo "# $environment has DAPO_JAX_DISTRIBUTED=1 '$flags' $(tokens_set | tr '\n' ' ')"
   else
     mkdir -p "${environment%/*}"
-    { echo DAPO_JAX_DISTRIBUTED=1 && tokens_set; } >"$environment"
+    { echo DAPO_JAX_DISTRIBUTED=1 && printf '%s\n' "$flags" && tokens_set; } >"$environment"
   fi
   # Restarts on every status but 0 and 2; XPK's own list has 42 and 127 to 255.
   run xpk workload create --workload="$name" "${where[@]}" --tpu-type="$type" --num-slices="$slices" "${source[@]}" \

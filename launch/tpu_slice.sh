@@ -83,17 +83,21 @@ on_workers() { # WORKER COMMAND
   run gcloud compute tpus tpu-vm ssh "$name" "${where[@]}" --worker="$1" --quiet "${ssh_flags[@]}" --command="$2" </dev/null
 }
 
-# Copies this checkout, the run's files and the tokens to all workers, and installs.
+# Copies this checkout, the run's files, and the tokens with the compiler's flags to all workers, and installs.
 copy() {
-  local token
+  local token flags
+  flags=$(libtpu_args "$type" 1)
   if [[ -z $dry_run ]]; then
     trap 'rm -f "$stage/dapo_jax_tokens"' EXIT
     rm -f "$stage/dapo_jax_tokens"
-    (umask 077 && mkdir -p "$stage" && for token in $(tokens_set); do
-      printf '%s=%q\n' "$token" "${!token}"
-    done >"$stage/dapo_jax_tokens") || return
+    (umask 077 && mkdir -p "$stage" && {
+      for token in $(tokens_set); do
+        printf '%s=%q\n' "$token" "${!token}"
+      done
+      printf 'LIBTPU_INIT_ARGS=%q\n' "$flags"
+    } >"$stage/dapo_jax_tokens") || return
   else
-    echo "# $stage/dapo_jax_tokens, mode 600, has $(tokens_set | tr '\n' ' ')"
+    echo "# $stage/dapo_jax_tokens, mode 600, has LIBTPU_INIT_ARGS='$flags' $(tokens_set | tr '\n' ' ')"
   fi
   run tar -czf "$stage/dapo_jax_code.tar.gz" --exclude=__pycache__ -C "$ROOT" \
     pyproject.toml setup.py README.md LICENSE constraints configs dapo_jax || return

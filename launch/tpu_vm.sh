@@ -33,7 +33,8 @@ usage: launch/tpu_vm.sh COMMAND --name NAME --type TYPE --zone ZONE [options] [C
   --worker N           whose log (default 0)
   --dry-run            print the commands and run none
 
-Paths are relative to the current folder. run_dir must be on gs://. HF_TOKEN and WANDB_API_KEY are handed on if they are set.
+Paths are relative to the current folder. run_dir must be on gs://. HF_TOKEN and WANDB_API_KEY are handed on if they are set, and
+LIBTPU_INIT_ARGS: without it the TPU compiler's flags are those of libtpu_args in common.sh.
 Exit status: 0 done, 2 for what a retry would not mend, else that of the last failure; the TPU then stays up: mend, or `down`.
 END
 }

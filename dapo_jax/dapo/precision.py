@@ -80,6 +80,8 @@ def product(
     flowing: Float[Array, "..."],
     dtype: str,
     sharding: WeightSharding | None = None,
+    *,
+    in_parts: bool = False,
 ) -> Float[Array, "..."]:
     """`einsum(spec, stored, flowing)` in `dtype` with a result in float32, or in float64 if `dtype` is.
 
@@ -94,29 +96,38 @@ def product(
         dtype: the compute dtype.
         sharding: how `stored` is split; it is put together for this product, and again for its gradient, and thrown away.
             None: it is whole, or the compiler takes care of it.
+        in_parts: each device has a part of the sum, and the compiler adds them up: they move, and are added, in `dtype`, but not on CPU.
+            That is half the bytes of float32, and what training does (`parallel.training_layout`).
     """
     if not isinstance(stored, Quantized):
-        return _product(spec, stored, flowing, dtype, sharding)
+        return _product(spec, stored, flowing, dtype, sharding, in_parts)
     first, _, out = re.split(",|->", spec)
     kept = "".join(index for index in first if index in out)
     scale = stored.scale.reshape([stored.values.shape[first.index(index)] for index in kept])
-    plain = _einsum(spec, stored.values, flowing, dtype)
+    plain = _einsum(spec, stored.values, flowing, dtype, in_parts)
     return jnp.einsum(f"{out},{kept}->{out}", plain, scale)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4))
-def _product(spec: str, stored: Array, flowing: Array, dtype: str, sharding: WeightSharding | None) -> Array:
-    return _einsum(spec, gathered(stored, dtype, sharding), flowing, dtype)
+@partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4, 5))
+def _product(
+    spec: str, stored: Array, flowing: Array, dtype: str, sharding: WeightSharding | None, in_parts: bool
+) -> Array:
+    return _einsum(spec, gathered(stored, dtype, sharding), flowing, dtype, in_parts)
 
 
 def _product_forward(
-    spec: str, stored: Array, flowing: Array, dtype: str, sharding: WeightSharding | None
+    spec: str, stored: Array, flowing: Array, dtype: str, sharding: WeightSharding | None, in_parts: bool
 ) -> tuple[Array, tuple[Array, Array]]:
-    return _product(spec, stored, flowing, dtype, sharding), (stored, flowing)
+    return _product(spec, stored, flowing, dtype, sharding, in_parts), (stored, flowing)
 
 
 def _product_backward(
-    spec: str, dtype: str, sharding: WeightSharding | None, operands: tuple[Array, Array], cotangent: Array
+    spec: str,
+    dtype: str,
+    sharding: WeightSharding | None,
+    _: bool,
+    operands: tuple[Array, Array],
+    cotangent: Array,
 ) -> tuple[Array, Array]:
     stored, flowing = operands
     first, second, out = re.split(",|->", spec)
@@ -147,11 +158,15 @@ def rounded(x: Num[Array, "*shape"], dtype: str) -> Float[Array, "*shape"]:
     return lax.reduce_precision(wide, kind.nexp, kind.nmant) if loses else wide
 
 
-def _einsum(spec: str, left: Array, right: Array, dtype: str) -> Array:
+def _einsum(spec: str, left: Array, right: Array, dtype: str, in_parts: bool = False) -> Array:
     wide = _wide(dtype)
 
     def narrow(left: Array, right: Array) -> Array:
-        return jnp.einsum(spec, left.astype(dtype), right.astype(dtype), preferred_element_type=wide)
+        # The dtype of the result is that in which the compiler adds up the parts; each part is summed in float32 before.
+        result = np.dtype(dtype) if in_parts else wide
+        return jnp.einsum(
+            spec, left.astype(dtype), right.astype(dtype), preferred_element_type=result
+        ).astype(wide)
 
     def in_full(left: Array, right: Array) -> Array:
         return jnp.einsum(spec, left.astype(wide), right.astype(wide))

@@ -163,9 +163,10 @@ class Block(nnx.Module):
         return self._project("oi,it->ot", weight, x, axes)
 
     def _project(self, spec: str, weight: Array | Quantized, x: Array, axes: tuple[str, ...]) -> Array:
-        """A product with a weight, under the name by which rematerialisation knows what to keep."""
-        sharding = self.layout.weight_sharding(axes)
-        return checkpoint_name(product(spec, weight, x, self.compute_dtype, sharding), "projection")
+        """A product with a weight, whose last axis is summed over, under the name by which rematerialisation knows what to keep."""
+        sharding, in_parts = self.layout.weight_sharding(axes), self.layout.in_parts(axes[-1])
+        result = product(spec, weight, x, self.compute_dtype, sharding, in_parts=in_parts)
+        return checkpoint_name(result, "projection")
 
 
 class EmbeddingAndHead(nnx.Module):

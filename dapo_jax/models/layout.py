@@ -22,6 +22,10 @@ class Layout:
         """How a weight with these logical axes is split between its uses; None: it is not."""
         return None
 
+    def in_parts(self, axis: str) -> bool:
+        """True if devices have parts of the logical axis `axis` that a product sums over, and the compiler adds up what they have."""
+        return False
+
     def inner(self, x: Float[Array, "features part"], dtype: str) -> Float[Array, "features tokens"]:
         """The activations that are to be multiplied by weights in `dtype`."""
         return x
@@ -75,3 +79,14 @@ class Layout:
             compute_dtype=dtype,
             vocab_size=None if len(unembedding) == vocab_size else vocab_size,
         )
+
+
+@dataclass(frozen=True)
+class PlacedLayout(Layout):
+    """Arrays that the compiler places, weights among them that are split over devices."""
+
+    split: frozenset[str]
+    """The logical axes over which they are."""
+
+    def in_parts(self, axis: str) -> bool:
+        return axis in self.split

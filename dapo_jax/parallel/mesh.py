@@ -1,16 +1,19 @@
 """The device meshes: one with four named axes that trains, and one for each sampler.
 
 All are over one flat order of the devices, the devices of a process side by side: a jitted function can move arrays between
-meshes only if they have the same devices in the same order.
+meshes only if they have the same devices in the same order. On a TPU slice it is an order in which neighbours are linked
+(`torus`). Several slices, joined by the data-centre network, stand one behind the other, and only `data` reaches from one to the next.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
+
+from dapo_jax.parallel.torus import along_links
 
 AXES = ("data", "fsdp", "tensor", "context")
 BATCH_AXES = ("data", "fsdp")
@@ -28,9 +31,9 @@ def make_mesh(
     """A mesh with the axes `data`, `fsdp`, `tensor`, `context`; one size may be -1 and takes the remaining devices.
 
     Raises:
-        ValueError: the sizes do not multiply to the number of devices.
+        ValueError: the sizes do not multiply to the number of devices, or another axis than `data` would reach from slice to slice.
     """
-    devices = ordered(jax.devices() if devices is None else devices)
+    devices = jax.devices() if devices is None else devices
     sizes = dict(zip(AXES, (data, fsdp, tensor, context), strict=True))
     known = math.prod(size for size in sizes.values() if size != -1)
     wild = [name for name, size in sizes.items() if size == -1]
@@ -43,7 +46,8 @@ def make_mesh(
             f"set one of parallel.{', parallel.'.join(AXES)} to -1 to take what the others leave"
         )
     shape = [len(devices) // known if size == -1 else size for size in sizes.values()]
-    return Mesh(np.asarray(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    flat = _flat(_slices(devices), dict(zip(AXES, shape, strict=True)))
+    return Mesh(np.asarray(flat).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +78,8 @@ def make_meshes(train: Mesh, *, sampler_tensor: int = 0, sampler_hosts: int = 1)
         sampler_hosts: 1 unless the weights do not fit the devices of one process.
 
     Raises:
-        ValueError: the processes do not make up samplers, or the devices of a sampler are no multiple of `sampler_tensor`.
+        ValueError: the processes do not make up samplers, one would reach from slice to slice, or the devices of a sampler are no multiple
+            of `sampler_tensor`.
     """
     flat = train.devices.reshape(-1)
     hosts = len({device.process_index for device in flat})
@@ -88,6 +93,11 @@ def make_meshes(train: Mesh, *, sampler_tensor: int = 0, sampler_hosts: int = 1)
         if found != sampler_hosts:
             raise ValueError(
                 f"the devices of {found} processes are in one sampler, of {sampler_hosts} were needed: {row}"
+            )
+        if len(slices := sorted({_slice_of(device) for device in row})) > 1:
+            raise ValueError(
+                f"parallel.sampler_hosts={sampler_hosts} puts processes of the slices {' and '.join(map(str, slices))} into one sampler, whose "
+                f"sums would cross the data-centre network; choose a divisor of the {hosts // len(_slices(list(flat)))} processes of a slice"
             )
     each = rows.shape[1]
     tensor = sampler_tensor or math.gcd(train.shape["tensor"], each)
@@ -104,9 +114,35 @@ def make_meshes(train: Mesh, *, sampler_tensor: int = 0, sampler_hosts: int = 1)
     )
 
 
-def ordered(devices: Sequence[jax.Device]) -> list[jax.Device]:
-    """The devices process by process."""
-    return sorted(devices, key=lambda device: (device.process_index, device.id))
+def _slices(devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
+    """The devices of each slice, process by process; of other devices than TPUs all are one."""
+    found: dict[int, list[jax.Device]] = {}
+    for device in sorted(devices, key=lambda device: (_slice_of(device), device.process_index, device.id)):
+        found.setdefault(_slice_of(device), []).append(device)
+    return list(found.values())
+
+
+def _slice_of(device: jax.Device) -> int:
+    # A GPU tells the same of its machine: between machines is the network that all axes are made for.
+    return getattr(device, "slice_index", 0) if device.platform == "tpu" else 0
+
+
+def _flat(slices: Sequence[Sequence[jax.Device]], sizes: Mapping[str, int]) -> list[jax.Device]:
+    """One order of all devices: slice by slice, and where a slice tells the places of its chips along their links."""
+    count, data = len(slices), sizes["data"]
+    if len({len(each) for each in slices}) > 1:
+        raise ValueError(
+            f"the slices have {', '.join(str(len(each)) for each in slices)} devices, and need as many each"
+        )
+    if data % count:
+        crossing = next(axis for axis in AXES[1:] if sizes[axis] > 1)
+        raise ValueError(
+            f"{count} slices, parallel.data={data}: {crossing} would cross the data-centre network between the slices, which only data may; "
+            f"set parallel.data={count} or a multiple of it, and the other axes for the {len(slices[0])} devices of a slice"
+        )
+    each = (data // count, *(sizes[axis] for axis in AXES[1:]))
+    told = all(hasattr(device, "coords") for device in slices[0]) and slices[0][0].platform == "tpu"
+    return [device for one in slices for device in (along_links(one, each) if told else one)]
 
 
 def _row_of_this_process(rows: np.ndarray) -> int:

@@ -2,8 +2,8 @@
 
 Each runs the same command (multi-controller JAX). What one of them raises is told to the others through JAX's coordination
 service, and a thread in each of them listens: a process that waits in a collective for one that is gone would wait forever.
-One that dies without a word (SIGKILL, a stopped machine) is found by its missing heartbeat; JAX then aborts the others, and what is to
-be said of that is said by `last_words`.
+One that dies without a word (SIGKILL, a stopped machine) is found by its missing signs of life, and the others say so and end before
+JAX would abort them with a stack of C++ addresses. The end of the first process, through which all hear of each other, is seen by `last_words`.
 """
 
 import json
@@ -20,11 +20,14 @@ from typing import Any, NoReturn
 from dapo_jax.config import ConfigError
 from dapo_jax.config.values import without_secrets
 from dapo_jax.health.stopping import Stop, StoppedError, first_reason
-from dapo_jax.parallel.last_words import LastWords, gone
+from dapo_jax.parallel.last_words import FIRST, LastWords, gone
 from dapo_jax.terminal import visible
 
 HEARTBEAT_S = 20
-"""A process that is silent for so long is taken for dead, and the others are ended."""
+"""A process that is silent for so long is taken for dead, and the others end."""
+
+JAX_HEARTBEAT_S = 2 * HEARTBEAT_S
+"""The same of JAX, which then aborts: so much later that it comes to that only where this library's threads do not run any more."""
 
 GRACE_S = 3.0
 """How long a process may take to leave by itself: after another has failed, and from its own error to its end."""
@@ -84,7 +87,7 @@ def start(environment: Mapping[str, str] = os.environ, *, stop: Stop | None = No
         _number(environment, "JAX_PROCESS_ID"),
     )
     try:
-        jax.distributed.initialize(address, count, index, heartbeat_timeout_seconds=HEARTBEAT_S)
+        jax.distributed.initialize(address, count, index, heartbeat_timeout_seconds=JAX_HEARTBEAT_S)
     except (RuntimeError, ValueError) as error:
         raise ConfigError(
             f"the processes of the run do not meet: {error} Found JAX_COORDINATOR_ADDRESS={address}, "
@@ -185,14 +188,21 @@ class _Member:
         self.way_on = "Start all processes again, with --resume"
         self._alive = _Alive(self._index, self._count)
         self._words = LastWords(
-            index=self._index, count=self._count, address=str(self._state.coordinator_address or "")
+            index=self._index,
+            count=self._count,
+            address=str(self._state.coordinator_address or ""),
+            first_gone=self._first_gone,
         )
+        self._words.tell(silent={}, way_on=self.way_on)
         self._listener = threading.Thread(target=self._listen, name="other processes", daemon=True)
         self._listener.start()
+        if self._index:
+            threading.Thread(target=self._watch_first, name="first process", daemon=True).start()
 
     def leave(self) -> None:
         import jax
 
+        self._words.others_leave()
         jax.distributed.shutdown()  # a barrier, in which an error of another process is still heard of
         self._leaving.set()
         self._words.farewell()
@@ -207,8 +217,8 @@ class _Member:
         """
         if not self._told.is_set():
             self._told.set()
-            self._cause = self._gone(message)
-            message = f"{self._cause} (found as {message})" if self._cause else message
+            self._cause = self._cause or self._gone(message)
+            message = self._cause or message
             if all(told == message for _, told in self._failures().values()):
                 self._client.key_value_set(f"{_FAILED}{self._index}", json.dumps([status, message]))
             self._limit = threading.Timer(2 * GRACE_S, self._exit, (status, message))
@@ -222,12 +232,14 @@ class _Member:
         before = self._failures()
         if self._limit is not None:
             self._limit.cancel()
+        if self._cause:
+            self._exit(1, self._cause)
         if by_all and self._index and self._others_say(message):
             shown = ""
         elif before and message not in [told for _, told in before.values()]:
             # Its end is what this process fell over: a closed connection, an interrupt from the listener.
             status, shown = self._because(before)
-        self._exit(status, f"{shown.rstrip()}\n{self._cause}" if self._cause else shown)
+        self._exit(status, shown)
 
     def _listen(self) -> None:
         heard = 0.0
@@ -236,15 +248,51 @@ class _Member:
             if time.monotonic() - heard >= self._alive.beat_s:
                 heard = time.monotonic()
                 self._receive()
-            failures = self._failures()
-            if not failures or self._told.is_set():
+            if self._told.is_set():
                 continue
+            if lost := self._alive.lost():
+                self._end_without(gone(lost))
+            if not (failures := self._failures()):
+                continue
+            self._words.others_leave()
             if self._leaving.wait(GRACE_S):
                 return  # this process found the same, or fell over the other's end
             # So that what was opened is closed, if the main thread still gets to it.
             self._stop.fail(self._because(failures)[1])
             if not self._leaving.wait(GRACE_S):
                 self._exit(*self._because(failures))
+
+    def _end_without(self, which: str, *, answered: bool = True) -> None:
+        """Ends this process because another one is gone, by its main thread if that gets to it."""
+        self._cause = self._for_want(which)
+        self._stop.fail(self._cause)
+        if not self._leaving.wait(GRACE_S):
+            self._exit(1, self._cause, answered=answered)
+
+    def _first_gone(self) -> None:
+        """The first process is gone, which was said. JAX would abort this one within a second."""
+        self._leaving.set()
+        with suppress(Exception):  # nobody may read it any more
+            sys.stdout.flush()
+        self._words.farewell(wait=False)
+        os._exit(1)
+
+    def _watch_first(self) -> None:
+        """Ends this process if the first one, stopped or its machine gone, does not answer any more: the listener waits for its answer.
+
+        Counted are looks at it, not seconds: where this process does not get to run, nobody has been silent.
+        """
+        looks, heard = 0, self._alive.heard_at
+        while not self._leaving.wait(_POLL_S):
+            looks = looks + 1 if self._alive.heard_at == heard else 0
+            heard = self._alive.heard_at
+            if looks * _POLL_S > self._alive.limit_s and not self._told.is_set():
+                self._end_without(f"{FIRST} did not answer for {looks * _POLL_S:.0f} s", answered=False)
+
+    def _for_want(self, which: str, found: str = "") -> str:
+        """Says that this process ends because another one is gone, and how to go on."""
+        found = f" (found as {found.splitlines()[0]})" if found else ""
+        return f"process {self._index} of {self._count} ends: {which}: it was killed, or its machine is gone{found}. {self.way_on}"
 
     def _receive(self) -> None:
         """Says that this process is alive, and hears of the others."""
@@ -309,15 +357,16 @@ class _Member:
         )
 
     def _gone(self, message: str) -> str:
-        """The process whose end is the cause of that error, if the error is of a kind to have one, and another is not heard of any more."""
+        """Says which process's end is the cause of that error, if the error is of a kind to have one, and another is not heard of any more."""
         end = time.monotonic() + BEATS * self._alive.beat_s + GRACE_S
         while _LOST_CONNECTION.search(message) and not self._failures() and time.monotonic() < end:
             if silent := self._alive.silent():
-                return f"{gone(silent)}: it was killed, or its machine is gone. {self.way_on}"
+                return self._for_want(gone(silent), message)
             time.sleep(_POLL_S)
         return ""
 
-    def _exit(self, status: int, shown: str) -> NoReturn:
+    def _exit(self, status: int, shown: str, *, answered: bool = True) -> NoReturn:
+        """Ends this process; the first one, if it answers, is told that nobody need wait for this one."""
         if shown:
             print(shown, file=sys.stderr)
         self._words.farewell()
@@ -326,7 +375,7 @@ class _Member:
         with suppress(Exception):  # the service is gone
             if self._index == 0:
                 self._outlive()
-            else:
+            elif answered:
                 self._client.key_value_set(f"{_LEFT}{self._index}", "")
         os._exit(status)
 
@@ -348,10 +397,12 @@ class _Alive:
         now = time.monotonic()
         self._index, self._number = index, 0
         self._last = {process: ("", now) for process in range(count) if process != index}
-        self._heard = now
+        self.heard_at = now
+        """When the others were heard last, or rather what the first process knows of them."""
         self.beat_s = max(1.0, count / 64)
-        """Between two signs of life: each process reads those of all others, so with many of them there are fewer. Of 256 processes,
-        BEATS of them are still less than HEARTBEAT_S."""
+        """Between two signs of life: each process reads those of all others, so with many of them there are fewer."""
+        self.limit_s = max(HEARTBEAT_S, 1.25 * BEATS * self.beat_s)
+        """A process that is silent for longer is taken for dead."""
 
     def said(self) -> str:
         """Something that was not said before."""
@@ -360,18 +411,26 @@ class _Alive:
 
     def heard(self, found: Mapping[str, str]) -> None:
         """Takes what all have said, by key."""
-        self._heard = time.monotonic()
+        self.heard_at = time.monotonic()
         for key, text in found.items():
             process = int(key.rpartition("/")[2])
             if process != self._index and self._last[process][0] != text:
-                self._last[process] = (text, self._heard)
+                self._last[process] = (text, self.heard_at)
 
     def silent(self) -> dict[int, float]:
         """Other process -> seconds since it has said something new, of those that were silent when the others were heard last."""
         return {
             process: time.monotonic() - since
             for process, (_, since) in self._last.items()
-            if self._heard - since > BEATS * self.beat_s
+            if self.heard_at - since > BEATS * self.beat_s
+        }
+
+    def lost(self) -> dict[int, float]:
+        """The same of those that are taken for dead."""
+        return {
+            process: seconds
+            for process, seconds in self.silent().items()
+            if self.heard_at - self._last[process][1] > self.limit_s
         }
 
 

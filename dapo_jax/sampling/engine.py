@@ -20,8 +20,10 @@ from jax.stages import Lowered
 from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
 from dapo_jax.models.decoder import Block, EmbeddingAndHead, RopeTables, rope_tables
+from dapo_jax.models.layout import PlacedLayout
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.parallel.mesh import BATCH_AXES
+from dapo_jax.parallel.sharding import SAMPLER_RULES
 from dapo_jax.parallel.weights import SamplerWeights
 from dapo_jax.sampling.caches import Kind, cache_for, kind_for, sizes_for, token_bytes
 from dapo_jax.sampling.decoding import Decoding, draw, response_keys
@@ -92,9 +94,9 @@ class DecoderEngine:
         self.page_sizes: PageSizes = sizes_for(
             kind, mesh, slots=slots, capacity=capacity, room_tokens=room, **asked
         )
-        self._block, _ = nnx.split(
-            nnx.eval_shape(lambda: Block(config, rngs=nnx.Rngs(0), compute_dtype=compute_dtype))
-        )
+        split = frozenset(axis for axis, over in SAMPLER_RULES.items() if over and mesh.shape[over] > 1)
+        how: dict[str, Any] = {"compute_dtype": compute_dtype, "layout": PlacedLayout(split)}
+        self._block, _ = nnx.split(nnx.eval_shape(lambda: Block(config, rngs=nnx.Rngs(0), **how)))
         self._ends, _ = nnx.split(
             nnx.eval_shape(lambda: EmbeddingAndHead(config, rngs=nnx.Rngs(0), compute_dtype=compute_dtype))
         )

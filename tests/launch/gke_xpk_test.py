@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from tests.launch.clients import ROOT, TOKENS, printed
+from tests.launch.clients import ASYNC_GATHERS, ROOT, TOKENS, printed
 
 JOB = ("--name=pod", "--cluster=big", "--zone=us-east5-a", "--project=mine")
 RUN = ("configs/quickstart.yaml", "run_dir=gs://bucket/pod")
@@ -21,7 +21,7 @@ def words_of(laptop, client="xpk"):
 
 
 def test_train_submits_one_workload_that_installs_and_resumes(laptop):
-    done = train(laptop, "--slices=2", "--restarts=7", 'sampling.stop=["a b"]')
+    done = train(laptop, "--slices=2", "--restarts=7", 'sampling.stop=["a b"]', "parallel.data=4")
     assert done.returncode == 0, done.stderr
     words = words_of(laptop)
     assert {
@@ -34,10 +34,32 @@ def test_train_submits_one_workload_that_installs_and_resumes(laptop):
     assert {"--base-docker-image=python:3.12", "--script-dir=."} <= set(words)
     assert words[-1] == (
         "--command=pip install --quiet --constraint constraints/py312.txt '.[gcs,hub,tpu,wandb]' || exit 1; "
-        "dapo-jax train configs/quickstart.yaml run_dir=gs://bucket/pod 'sampling.stop=[\"a b\"]' --resume"
+        "dapo-jax train configs/quickstart.yaml run_dir=gs://bucket/pod 'sampling.stop=[\"a b\"]' parallel.data=4 --resume"
     )
     assert "\n" not in words[-1]  # XPK puts it into one line of YAML
-    assert words_of(laptop, "env-file") == ["DAPO_JAX_DISTRIBUTED=1"]
+    between = "--xla_tpu_enable_data_parallel_all_reduce_opt=true --xla_tpu_data_parallel_opt_different_sized_ops=true"
+    assert words_of(laptop, "env-file") == [
+        "DAPO_JAX_DISTRIBUTED=1",
+        f"LIBTPU_INIT_ARGS={ASYNC_GATHERS} {between}",
+    ]
+
+
+@pytest.mark.parametrize("data", ["1", "3"])
+def test_only_data_may_cross_the_network_between_slices(laptop, data):
+    done = train(laptop, "--slices=2", f"parallel.data={data}")
+    assert done.returncode == 2
+    assert f"--slices=2, parallel.data={data}: only data may cross" in done.stderr
+    assert "set parallel.data=2" in done.stderr
+    assert laptop.commands() == []
+    assert train(laptop, "--slices=2", "parallel.data=-1", "parallel.fsdp=1").returncode == 0
+
+
+def test_flags_of_the_tpu_compiler_that_are_set_here_are_the_pods(laptop):
+    assert train(laptop, LIBTPU_INIT_ARGS="--xla_mine=1 --xla_too=2").returncode == 0
+    assert words_of(laptop, "env-file") == [
+        "DAPO_JAX_DISTRIBUTED=1",
+        "LIBTPU_INIT_ARGS=--xla_mine=1 --xla_too=2",
+    ]
 
 
 def test_a_configuration_error_does_not_restart_the_workload(laptop):
@@ -58,7 +80,8 @@ def test_tokens_are_named_and_not_shown(laptop):
     """The stub of XPK fails if a name without a value is not in its environment."""
     done = train(laptop, **TOKENS)
     assert done.returncode == 0, done.stderr
-    assert words_of(laptop, "env-file") == ["DAPO_JAX_DISTRIBUTED=1", "HF_TOKEN", "WANDB_API_KEY"]
+    flags = f"LIBTPU_INIT_ARGS={ASYNC_GATHERS}"
+    assert words_of(laptop, "env-file") == ["DAPO_JAX_DISTRIBUTED=1", flags, "HF_TOKEN", "WANDB_API_KEY"]
     dry = train(laptop, "--dry-run", **TOKENS)
     assert "SECRET" not in done.stdout + done.stderr + dry.stdout + dry.stderr + str(laptop.calls())
     kept = [path for path in laptop.folder.rglob("*") if path.is_file() and b"SECRET" in path.read_bytes()]

@@ -11,6 +11,11 @@ import pytest
 from tests.launch.clients import ROOT, printed
 
 RUN = ("configs/quickstart.yaml", "run_dir=runs/shared")
+FIELD = {
+    "XLA_FLAGS": "--xla_gpu_enable_latency_hiding_scheduler=true",
+    "XLA_CLIENT_MEM_FRACTION": "0.9",
+    "XLA_PYTHON_CLIENT_MEM_FRACTION": None,
+}
 JOB = {"SLURM_JOB_ID": "71", "SLURM_GPUS_ON_NODE": "4"}
 
 
@@ -36,7 +41,42 @@ def test_one_task_a_node_drives_all_its_gpus(laptop):
         assert call["words"] == ["train", *RUN]
         assert call["environment"]["DAPO_JAX_DISTRIBUTED"] == "1"
         assert call["environment"]["JAX_LOCAL_DEVICE_IDS"] == "0,1,2,3"
+        assert {name: call["environment"].get(name) for name in FIELD} == FIELD
     assert requeued(laptop) == []
+
+
+@pytest.mark.parametrize(
+    "mine",
+    [
+        {"XLA_FLAGS": "--xla_gpu_autotune_level=0"},
+        {"XLA_FLAGS": ""},
+        {"XLA_CLIENT_MEM_FRACTION": "0.8"},
+        {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.7", "XLA_CLIENT_MEM_FRACTION": None},
+    ],
+)
+def test_settings_of_xla_that_are_set_already_stay(laptop, mine):
+    """jaxlib refuses both names of the fraction together."""
+    assert (
+        submit(laptop, **{name: value for name, value in mine.items() if value is not None}).returncode == 0
+    )
+    (call,) = tasks(laptop)
+    assert {name: call["environment"].get(name) for name in FIELD} == FIELD | mine
+
+
+def test_xla_takes_the_flags():
+    """XLA ends a process whose flags it does not know, also those of GPUs in one that has none."""
+    environment = {"PATH": "/usr/bin:/bin", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": FIELD["XLA_FLAGS"]}
+    for more, said in (
+        ("", b""),
+        (" --xla_gpu_no_such_flag=true", b"Unknown flag in XLA_FLAGS: --xla_gpu_no_such_flag"),
+    ):
+        environment["XLA_FLAGS"] += more
+        done = subprocess.run(
+            [sys.executable, "-c", "import jax; jax.devices()"],
+            env=environment, capture_output=True, timeout=120, check=False,
+        )  # fmt: skip
+        assert (done.returncode == 0) == (said == b""), done.stderr
+        assert said in done.stderr
 
 
 @pytest.mark.parametrize("told", [True, False])
@@ -126,6 +166,7 @@ def test_a_dry_run_prints_the_step(laptop):
     assert submit(laptop).returncode == 0
     (call,) = laptop.calls("srun")
     settings = ["DAPO_JAX_DISTRIBUTED=1", "JAX_LOCAL_DEVICE_IDS=0,1,2,3"]
+    settings += [f"{name}={value}" for name, value in FIELD.items() if value is not None]
     assert printed(dry.stdout) == [[*settings, "srun", *call["words"]]]
 
 

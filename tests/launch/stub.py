@@ -189,7 +189,10 @@ def dapo_jax(words):
         record("dapo-jax", words)
         return 0 if re.fullmatch(r"configs/\S+ --topology v\w+:[\dx]+", " ".join(words[1:])) else 2
     where = "laptop" if "STUB_PYTHON" in os.environ else "worker"
-    names = ("DAPO_JAX_DISTRIBUTED", "HF_TOKEN", "WANDB_API_KEY", "JAX_LOCAL_DEVICE_IDS", "SLURM_PROCID")
+    names = (
+        *("DAPO_JAX_DISTRIBUTED", "HF_TOKEN", "WANDB_API_KEY", "JAX_LOCAL_DEVICE_IDS", "SLURM_PROCID"),
+        *("LIBTPU_INIT_ARGS", "XLA_FLAGS", "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"),
+    )
     seen = {name: os.environ[name] for name in names if name in os.environ}
     here = sorted(str(path) for path in Path().rglob("*") if path.is_file()) if where == "worker" else []
     number = counted(f"started-{os.environ.get('SLURM_PROCID', '') or Path.cwd().parent.parent.name}")

@@ -2,7 +2,7 @@
 
 import stat
 
-from tests.launch.clients import TOKENS, printed, verb
+from tests.launch.clients import ASYNC_GATHERS, TOKENS, printed, verb
 
 POD = ("--name=pod", "--type=v5p-256", "--zone=us-east5-a", "--poll=0")
 RUN = ("configs/quickstart.yaml", "run_dir=gs://bucket/pod")
@@ -26,7 +26,8 @@ def test_train_requests_copies_starts_follows_and_deletes(laptop):
     waited = ["describe", "create", "describe", "describe", "describe"]
     assert laptop.verbs() == [*waited, *COPIED, "start", "follow", "delete"]
     assert programs(laptop) == [["train", *RUN]] * 2
-    assert [call["environment"] for call in laptop.calls("dapo-jax")] == [{"DAPO_JAX_DISTRIBUTED": "1"}] * 2
+    settings = {"DAPO_JAX_DISTRIBUTED": "1", "LIBTPU_INIT_ARGS": ASYNC_GATHERS}
+    assert [call["environment"] for call in laptop.calls("dapo-jax")] == [settings] * 2
     assert "step 1 of start 0" in done.stdout
     assert "pod is WAITING_FOR_RESOURCES" in done.stderr
     assert not (laptop.folder / "created").exists()
@@ -158,6 +159,15 @@ def test_tokens_reach_the_workers_and_nothing_else(laptop):
     kept = [laptop.folder / "workers" / worker / "dapo_jax_run" / "tokens" for worker in "01"]
     assert sorted(set(having) - {laptop.folder / "calls.jsonl"}) == kept
     assert {stat.S_IMODE(path.stat().st_mode) for path in kept} == {0o600}
+
+
+def test_flags_of_the_tpu_compiler_that_are_set_here_are_the_workers(laptop):
+    """Also where they are set to nothing, and after a preemption."""
+    laptop.scenario(runs=["preempted", 0, 0])
+    for mine in ("--xla_tpu_scoped_vmem_limit_kib=65536 --xla_x='a b'", ""):
+        assert train(laptop, LIBTPU_INIT_ARGS=mine).returncode == 0
+    found = [call["environment"]["LIBTPU_INIT_ARGS"] for call in laptop.calls("dapo-jax")]
+    assert found == ["--xla_tpu_scoped_vmem_limit_kib=65536 --xla_x='a b'"] * 2 + [""]
 
 
 def test_the_configuration_its_rewards_and_named_files_are_on_every_worker(laptop):

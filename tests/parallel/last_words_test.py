@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -23,6 +24,10 @@ if how == "farewell":
 if how == "forked" and not os.fork():
     os.close(2)
     time.sleep(600)
+if how == "aborted":
+    os.write(2, b"E0 coordination_service_agent.cc] Polled an error from coordination service\\nF0 client.h] @ 0x7f\\n")
+    time.sleep(0.3)
+    os.write(2, b"@ 0x80\\n")
 if how == "told":
     os.killpg(0, signal.SIGTERM)
 os.kill(os.getpid(), signal.SIGKILL)
@@ -64,9 +69,17 @@ def test_who_says_itself_how_it_ends_has_none(address):
 
 
 def test_the_process_that_is_not_heard_of_is_the_cause(address):
-    assert "ended by JAX, since process 2 has not been heard of for 9 s. Start again." in said(
-        1, address, "silent"
+    cause = "process 2 has not been heard of for 9 s: it was killed, or its machine is gone"
+    assert f"ended by JAX, since {cause}. Start again." in said(1, address, "silent")
+
+
+def test_what_is_said_stands_before_what_jax_says_and_again_behind_it(address):
+    """That JAX says it is seen as it passes by; all that is written to standard error does."""
+    line = "process 1 of 3 ends: JAX ends it, for what it says below. Start again.\n"
+    agent = (
+        "E0 coordination_service_agent.cc] Polled an error from coordination service\nF0 client.h] @ 0x7f\n"
     )
+    assert said(1, address, "aborted") == f"{line}{agent}@ 0x80\n{line}"
 
 
 def test_a_first_process_that_does_not_answer_is_the_cause_for_the_others(address):
@@ -75,3 +88,79 @@ def test_a_first_process_that_does_not_answer_is_the_cause_for_the_others(addres
         nobody = f"localhost:{free.getsockname()[1]}"
         assert f"is gone (nothing answers at {nobody}). Start again." in said(1, nobody, "killed")
         assert "process 0 of 3 has ended without a word of its own: killed" in said(0, nobody, "killed")
+
+
+WATCHING = """
+import os, sys
+from dapo_jax.parallel.last_words import LastWords
+
+def gone():
+    print("told", flush=True)
+    words.farewell(wait=False)
+    os._exit(1)
+
+words = LastWords(index=1, count=3, address=sys.argv[1], first_gone=gone)
+words.tell(silent={}, way_on="Start again.")
+for line in sys.stdin:
+    words.others_leave()
+words.farewell()
+"""
+
+
+@pytest.fixture
+def first():
+    """The first process, as far as the others see it: where it listens."""
+    with socket.create_server(("localhost", 0)) as server:
+        server.settimeout(30)
+        yield server
+
+
+@pytest.fixture
+def watching(first):
+    """The second process, and the connection by which it sees the first one."""
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", WATCHING, f"localhost:{first.getsockname()[1]}"],
+        cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    connection, _ = first.accept()
+    connection.settimeout(30)
+    yield process, connection
+    process.kill()
+    process.communicate()
+
+
+def test_the_end_of_the_first_process_is_said_at_once_and_ends_the_others(first, watching):
+    process, connection = watching
+    address = f"localhost:{first.getsockname()[1]}"
+    began = time.monotonic()
+    first.close()
+    connection.close()
+    line = process.stderr.readline()
+    assert time.monotonic() - began < 0.5  # JAX aborts after about a second
+    assert line == (
+        f"process 1 of 3 ends: process 0, through which all hear of each other, is gone (nothing answers at {address}): it was killed, or it "
+        "crashed. Start again.\n"
+    )
+    output, more = process.communicate(timeout=30)
+    assert (process.returncode, output, more) == (1, "told\n", "")
+
+
+def test_a_first_process_that_leaves_in_order_is_not_missed(first, watching):
+    process, connection = watching
+    process.stdin.write("all are done\n")
+    process.stdin.flush()
+    assert connection.recv(1) == b""  # it looks no more
+    first.close()
+    assert process.communicate(timeout=30) == ("", "")
+    assert process.returncode == 0
+
+
+def test_a_connection_that_is_closed_is_opened_again_and_no_news(first, watching):
+    """JAX's service closes one on which nothing comes."""
+    process, connection = watching
+    time.sleep(1.1)
+    connection.close()
+    again, _ = first.accept()
+    with again:
+        assert process.communicate(timeout=30) == ("", "")
+    assert process.returncode == 0

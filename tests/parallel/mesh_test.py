@@ -61,3 +61,61 @@ def test_the_weights_of_a_sampler_may_be_split_otherwise_than_the_trainers():
         make_meshes(make_mesh(fsdp=8), sampler_tensor=3)
     with pytest.raises(ValueError, match=r"sampler_hosts=2 must divide the 1 processes"):
         make_meshes(make_mesh(fsdp=8), sampler_hosts=2)
+
+
+def slices(count, topology="v5p:2x2x2", chips_per_host=(2, 2, 1)):
+    """The devices of several TPU slices, as libtpu describes them."""
+    pytest.importorskip("libtpu", reason="the extra tpu")
+    from jax.experimental import topologies
+
+    from dapo_jax.plan.topologies import describe_only
+
+    describe_only()
+    return topologies.get_topology_desc(
+        topology_name=topology, platform="tpu", chips_per_host_bounds=chips_per_host, num_slices=count
+    ).devices
+
+
+@pytest.mark.parametrize("sizes", [{"data": 2, "tensor": 4}, {"data": 4}, {"data": -1, "fsdp": 1}])
+def test_only_data_reaches_from_slice_to_slice(sizes):
+    mesh = make_mesh(**sizes, devices=slices(2))
+    parts = mesh.devices.reshape(2, -1)
+    assert [{device.slice_index for device in part} for part in parts] == [{0}, {1}]
+    for one, other in zip(*parts, strict=True):
+        assert (one.coords, one.core_on_chip) == (
+            other.coords,
+            other.core_on_chip,
+        )  # the same way through both
+    assert list(make_meshes(mesh).publish.devices.flat) == list(mesh.devices.flat)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (
+            {},
+            r"2 slices, parallel.data=1: fsdp would cross the data-centre network .*; set parallel.data=2 or a multiple of it",
+        ),
+        ({"fsdp": 1, "tensor": -1}, r"parallel.data=1: tensor would cross .* for the 8 devices of a slice"),
+    ],
+)
+def test_a_mesh_that_would_cross_the_network_between_slices_is_refused(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        make_mesh(**sizes, devices=slices(2))
+
+
+def test_slices_of_different_sizes_are_refused():
+    devices = slices(2)
+    some = [device for device in devices if device.slice_index == 0 or device.coords[2] == 0]
+    with pytest.raises(ValueError, match="the slices have 8, 4 devices, and need as many each"):
+        make_mesh(data=2, devices=some)
+
+
+def test_a_sampler_has_processes_of_one_slice():
+    mesh = make_mesh(data=2, devices=slices(2))
+    assert make_meshes(mesh, sampler_hosts=2).count == 2
+    with pytest.raises(
+        ValueError,
+        match=r"sampler_hosts=4 puts processes of the slices 0 and 1 into one sampler.* divisor of the 2 processes",
+    ):
+        make_meshes(mesh, sampler_hosts=4)

@@ -12,6 +12,7 @@ from dapo_jax.parallel.weights import weight_transfer
 from dapo_jax.plan.topologies import devices_of, parse
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
+from dapo_jax.sampling.prompt_packing import PrefillShape
 from dapo_jax.testing import tiny_decoder_config
 
 pytest.importorskip("libtpu", reason="the extra tpu")
@@ -20,20 +21,20 @@ SLOTS, CAPACITY, STEPS, EMBED, VOCAB, LAYERS = 64, 4096, 16, 1024, 8192, 2
 MIB = 2**20
 
 
-def compiled(head_dim=128, **sizes):
-    """`generate` in bfloat16 for one host of four chips, and the bytes of a layer's cache on each."""
+def compiled(head_dim=128, name="generate", dtype="bfloat16", eight_bit=False, **sizes):
+    """A program for one host of four chips, and the bytes of a layer's cache on each."""
     mesh = make_mesh(**{"fsdp": 1, **sizes}, devices=devices_of(parse("v5e:2x2")))
     config = tiny_decoder_config(
         vocab_size=VOCAB, embed_dim=EMBED, layers=LAYERS, heads=8, kv_heads=4, head_dim=head_dim, mlp_dim=4096,
         qkv_bias=True, tied_embeddings=False, max_positions=CAPACITY,
     )  # fmt: skip
     engine = DecoderEngine(
-        config, slots=SLOTS, capacity=CAPACITY, steps_per_call=STEPS, stop_ids=[1], mesh=mesh, compute_dtype="bfloat16"
+        config, slots=SLOTS, capacity=CAPACITY, steps_per_call=STEPS, stop_ids=[1], mesh=mesh, compute_dtype=dtype,
+        prefill=PrefillShape(rows=1, width=512),
     )  # fmt: skip
-    weights = weight_transfer(shapes_of(config), mesh, dtype="bfloat16").shapes
-    return engine.programs(weights, decoding())[
-        "generate"
-    ]().compile(), SLOTS * 4 * CAPACITY * 2 * head_dim * 2 // 4
+    weights = weight_transfer(shapes_of(config), mesh, dtype=dtype, eight_bit=eight_bit).shapes
+    program = engine.programs(weights, decoding())[name]()
+    return program.compile(), SLOTS * 4 * CAPACITY * 2 * head_dim * 2 // 4
 
 
 def moved(program):
@@ -55,15 +56,33 @@ def assert_in_place(program, layer):
     assert memory.temp_size_in_bytes < layer // 4
 
 
-def test_heads_over_the_chips_take_two_sums_a_layer_and_the_logits_go_once():
+def test_heads_over_the_chips_take_two_sums_a_layer_in_the_compute_dtype_and_the_logits_go_once():
     program, layer = compiled(tensor=4)
     embedded = SLOTS * EMBED
     assert moved(program) == {
-        ("all-reduce", "bf16", embedded): 1,
-        ("all-reduce", "f32", embedded): 2 * LAYERS,
+        ("all-reduce", "bf16", embedded): 1 + 2 * LAYERS,
         ("all-to-all", "f32", SLOTS * VOCAB // 4): 1,
     }
     assert_in_place(program, layer)
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "added"),
+    [
+        ("generate", {"eight_bit": True}, {"bf16": 2 * LAYERS}),
+        ("prefill_row", {}, {"bf16": 2}),
+        ("prefill_row", {"dtype": "float32"}, {"f32": 2}),
+    ],
+)
+def test_what_the_chips_add_up_is_in_the_compute_dtype(name, how, added):
+    """Of weights in eight bits too, whose scales come behind the sum (a row of the embedding is put together of whole numbers); one layer's
+    program reads prompts."""
+    program, _ = compiled(name=name, tensor=4, **how)
+    sums = Counter()
+    for (kind, dtype, _), times in moved(program).items():
+        if kind == "all-reduce" and dtype in ("bf16", "f32"):
+            sums[dtype] += times
+    assert sums == added
 
 
 def test_slots_over_the_chips_move_nothing_but_what_is_drawn():

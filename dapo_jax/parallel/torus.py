@@ -1,0 +1,160 @@
+"""An order of a TPU slice's devices in which neighbours along the axes of a mesh are few links apart.
+
+The chips of a slice form a grid, in which a chip is linked to the next ones, and each device tells its place (`coords`). A run
+needs the devices of a process side by side in one flat order (`mesh`). So two things are free: the way through a process's block
+of chips, the same in every block, and the way through the grid of these blocks. All of a few hundred are tried, and the one with
+the fewest links between neighbours is taken: along `tensor` first, where most goes to and fro, then `context`, `fsdp` and `data`.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from jaxtyping import Int
+
+_DIGIT = tuple[int, int, int]
+"""A part of the way along one dimension of the grid: (dimension, step, how many steps)."""
+
+
+def along_links(devices: Sequence[jax.Device], shape: Sequence[int]) -> list[jax.Device]:
+    """The devices of one TPU slice, given process by process, in the order for a mesh of `shape`."""
+    places = np.array([(*device.coords, device.core_on_chip) for device in devices])
+    processes = np.array([device.process_index for device in devices])
+    return [devices[index] for index in linked_order(places, processes, shape)]
+
+
+def linked_order(
+    places: Int[np.ndarray, "devices 4"], processes: Int[np.ndarray, " devices"], shape: Sequence[int]
+) -> Int[np.ndarray, " devices"]:
+    """The order of devices in which neighbours along the axes of a mesh are fewest links apart, those of a process side by side.
+
+    Args:
+        places: of each device that of its chip, x, y, z, and its own on the chip.
+        processes: the process of each; they come process by process.
+        shape: the sizes of `data`, `fsdp`, `tensor`, `context`.
+
+    Returns:
+        The order as it was given if no other has fewer links, or if the blocks of the processes are no boxes of one shape that fill a box: of
+        such devices nothing is known.
+    """
+    given = np.arange(len(places))
+    grid = _grid_of(places, processes)
+    if grid is None:
+        return given
+    orders = [given, *_orders(grid, shape)]
+    return min(orders, key=lambda order: _cost(places[order].reshape(*shape, -1)))
+
+
+def _cost(places: Int[np.ndarray, "data fsdp tensor context 4"]) -> tuple[float, ...]:
+    """Mean numbers of links between neighbours along each axis, the last one's next being the first.
+
+    A device does not tell whether its slice has links from one end of the grid to the other, so they are not counted on.
+    """
+    chips = places[..., :3]  # devices of one chip need no link
+
+    def links(axis: int) -> float:
+        return round(float(np.abs(np.roll(chips, -1, axis) - chips).sum(-1).mean()), 6)
+
+    data, fsdp, tensor, context = map(links, range(4))
+    return tensor, context, fsdp, data
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Grid:
+    """Devices by their places, and the blocks of the processes in it."""
+
+    index: Int[np.ndarray, "x y z core"]
+    """The number of the device at each place, counted from the grid's corner."""
+    block: tuple[int, ...]
+    """The size of a process's block."""
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """How many blocks there are along each dimension."""
+        return tuple(whole // part for whole, part in zip(self.index.shape, self.block, strict=True))
+
+
+def _grid_of(places: Int[np.ndarray, "devices 4"], processes: Int[np.ndarray, " devices"]) -> _Grid | None:
+    """None if the processes' blocks are no boxes of one shape that fill a box."""
+    places = places - places.min(0)
+    corners, blocks = [], set()
+    for process in np.unique(processes):
+        own = places[processes == process]
+        corners.append(own.min(0))
+        blocks.add(tuple((own.max(0) - own.min(0) + 1).tolist()))
+    block = blocks.pop()
+    whole = places.max(0) + 1
+    if blocks or math.prod(whole) != len(places) or any((corner % block).any() for corner in corners):
+        return None
+    index = np.full(whole, -1)
+    index[tuple(places.T)] = np.arange(len(places))
+    # As many devices as places, and in each block as many as it has places: none is there twice.
+    filled = (index >= 0).all() and math.prod(block) * len(corners) == len(places)
+    return _Grid(index=index, block=block) if filled else None
+
+
+def _orders(grid: _Grid, shape: Sequence[int]) -> Iterator[Int[np.ndarray, " devices"]]:
+    """Ways through the grid: by each order of dimensions within a block and of blocks, and each way to turn round at their ends."""
+    inside = [(dimension, 1, size) for dimension, size in enumerate(grid.block) if size > 1]
+    between = [
+        (dimension, grid.block[dimension], size) for dimension, size in enumerate(grid.blocks) if size > 1
+    ]
+    for inner, outer in itertools.product(itertools.permutations(inside), itertools.permutations(between)):
+        if (axes := _shared_out([*inner, *outer], shape)) is None:
+            continue
+        for back, mirrored in itertools.product((True, False), repeat=2):
+            places = np.zeros((*shape, len(grid.block)), int)
+            for number, digits in enumerate(axes):
+                way = _way(digits, grid, back=back, mirrored=mirrored)
+                places += way.reshape(
+                    *(-1 if axis == number else 1 for axis in range(len(shape))), len(grid.block)
+                )
+            yield grid.index[tuple(places.reshape(-1, len(grid.block)).T)]
+
+
+def _shared_out(digits: list[_DIGIT], shape: Sequence[int]) -> list[list[_DIGIT]] | None:
+    """The parts of the way for each axis of the mesh, fastest first; the last axis takes the first ones, and a part of one where it needs no more.
+
+    None if what is left over does not divide the next axis.
+    """
+    axes: list[list[_DIGIT]] = []
+    left = list(digits)
+    for size in reversed(shape):
+        axis: list[_DIGIT] = []
+        while size > 1:
+            dimension, step, steps = left.pop(0)
+            if (taken := math.gcd(size, steps)) == 1:
+                return None
+            axis.append((dimension, step, taken))
+            size //= taken
+            if taken < steps:
+                left.insert(0, (dimension, step * taken, steps // taken))
+        axes.insert(0, axis)
+    return axes
+
+
+def _way(
+    digits: list[_DIGIT], grid: _Grid, *, back: bool, mirrored: bool
+) -> Int[np.ndarray, "size dimensions"]:
+    """The places along one axis, which goes to and fro within a block, so that the next one is always linked.
+
+    Args:
+        digits: fastest first.
+        grid: says which of them are within a block.
+        back: also from block to block it goes to and fro; otherwise it begins at the same side again.
+        mirrored: the way through a block is that of the block before from its end; otherwise it is the same.
+    """
+    number = np.arange(math.prod(steps for _, _, steps in digits))
+    places = np.zeros((len(number), len(grid.block)), int)
+    inside = math.prod(steps for dimension, step, steps in digits if step < grid.block[dimension])
+    before = 1
+    for dimension, step, steps in digits:
+        digit, before = number // before % steps, before * steps
+        within = step < grid.block[dimension]
+        turns = number // before if not within or mirrored else number % inside // before
+        turned = (turns % 2 == 1) & (within | back)
+        places[:, dimension] += step * np.where(turned, steps - 1 - digit, digit)
+    return places

@@ -1,0 +1,136 @@
+"""Neighbours along the axes of a mesh are few links apart, the devices of a process side by side. Slices as libtpu describes them, without a TPU.
+
+Links are counted here anew, from the places of the chips.
+"""
+
+import jax
+import numpy as np
+import pytest
+
+from dapo_jax.parallel.mesh import AXES, make_mesh, make_meshes
+from dapo_jax.parallel.torus import linked_order
+
+
+def described(topology):
+    pytest.importorskip("libtpu", reason="the extra tpu")
+    from dapo_jax.plan.topologies import devices_of, parse
+
+    return devices_of(parse(topology))
+
+
+def process_by_process(devices):
+    """The order without places."""
+    return sorted(devices, key=lambda device: (device.process_index, device.id))
+
+
+def links(devices, axis):
+    """Links between neighbours along an axis, the last one's next being the first."""
+    chips = np.array([device.coords for device in devices.flat]).reshape(*devices.shape, 3)
+    return np.abs(chips - np.roll(chips, -1, axis)).sum(-1)
+
+
+def mean_links(devices):
+    """Axis -> mean number of links, of axes with more than one device."""
+    sizes = dict(zip(AXES, devices.shape, strict=True))
+    return {
+        name: round(float(links(devices, axis).mean()), 2)
+        for axis, name in enumerate(AXES)
+        if sizes[name] > 1
+    }
+
+
+@pytest.mark.parametrize(
+    ("topology", "sizes", "before", "after"),
+    [
+        # The mesh of the 32B recipe, and its slice.
+        ("v5p:4x4x8", {"tensor": 4}, {"fsdp": 3.44, "tensor": 1.5}, {"fsdp": 1.12, "tensor": 1.0}),
+        ("v5p:4x4x8", {}, {"fsdp": 1.98}, {"fsdp": 1.03}),
+        ("v5p:4x4x8", {"tensor": 2}, {"fsdp": 2.47, "tensor": 1.0}, {"fsdp": 1.06, "tensor": 1.0}),
+        ("v5p:4x4x8", {"tensor": 8}, {"fsdp": 2.88, "tensor": 1.75}, {"fsdp": 2.0, "tensor": 1.0}),
+        (
+            "v5p:4x4x8",
+            {"tensor": 4, "data": 2},
+            {"data": 4.0, "fsdp": 3.38, "tensor": 1.5},
+            {"data": 2.0, "fsdp": 1.12, "tensor": 1.0},
+        ),
+        (
+            "v5p:4x4x8",
+            {"tensor": 4, "context": 2},
+            {"fsdp": 2.88, "tensor": 2.0, "context": 1.0},
+            {"fsdp": 2.0, "tensor": 1.0, "context": 1.0},
+        ),
+        # Hosts of 2x2 are two links apart.
+        ("v5e:8x8", {"tensor": 4}, {"fsdp": 3.75, "tensor": 1.5}, {"fsdp": 2.25, "tensor": 1.0}),
+        # Two devices on a chip.
+        ("tpu7x:4x4x4", {"tensor": 8}, {"fsdp": 3.38, "tensor": 0.75}, {"fsdp": 1.25, "tensor": 0.5}),
+    ],
+)
+def test_neighbours_are_fewer_links_apart_than_process_by_process(topology, sizes, before, after):
+    devices = described(topology)
+    mesh = make_mesh(**{"fsdp": -1, **sizes}, devices=devices)
+    assert set(mesh.devices.flat) == set(devices)
+    assert mean_links(np.array(process_by_process(devices)).reshape(mesh.devices.shape)) == before
+    assert mean_links(mesh.devices) == after
+
+
+@pytest.mark.parametrize("topology", ["v5p:4x4x8", "v5e:8x8", "v6e:16x16"])
+@pytest.mark.parametrize("sizes", [{"tensor": 4}, {}])
+def test_all_meshes_have_one_order_and_a_sampler_the_ring_of_its_host(topology, sizes):
+    """0-1-3-2 in a block of 2x2: of 0-1-2-3 every second step would be two links."""
+    train = make_mesh(**sizes, devices=described(topology))
+    meshes = make_meshes(train, sampler_tensor=4)
+    assert list(meshes.publish.devices.flat) == list(train.devices.flat)
+    for sampler in meshes.publish.devices:
+        assert len({device.process_index for device in sampler.flat}) == 1
+        assert (links(sampler, AXES.index("tensor")) == 1).all()
+    assert (
+        len({row.flat[0].process_index for row in meshes.publish.devices}) == meshes.count == train.size // 4
+    )
+
+
+def test_samplers_of_several_hosts_have_hosts_that_are_linked():
+    meshes = make_meshes(make_mesh(tensor=4, devices=described("v5p:4x4x8")), sampler_hosts=2)
+    for sampler in meshes.publish.devices:
+        assert len({device.process_index for device in sampler.flat}) == 2
+        assert (links(sampler, AXES.index("data")) == 1).all()
+
+
+def order(places, shape, processes=None):
+    """Of chips at these places, given process by process."""
+    processes = [0] * len(places) if processes is None else processes
+    found = linked_order(np.array([(*place, 0) for place in places]), np.array(processes), shape)
+    assert sorted(found) == list(range(len(places)))
+    return list(found)
+
+
+GRID = [(x, y, 0) for y in range(2) for x in range(4)]
+"""Numbered row by row: 0 1 2 3 / 4 5 6 7."""
+
+
+def test_a_grid_is_gone_through_to_and_fro():
+    assert order(GRID, (1, 8, 1, 1)) == [0, 1, 2, 3, 7, 6, 5, 4]
+    assert order(GRID, (1, 2, 4, 1)) == [0, 4, 5, 1, 2, 6, 7, 3]  # two rings, side by side
+
+
+@pytest.mark.parametrize(
+    "processes",
+    [[0, 0, 0, 1, 1, 1, 2, 2], [0, 0, 1, 1, 2, 3, 2, 3], [0, 1, 0, 1, 0, 1, 0, 1]],
+    ids=["sizes differ", "shapes differ", "holes"],
+)
+def test_blocks_that_are_no_boxes_of_one_shape_stay_as_they_are(processes):
+    numbers = sorted(range(8), key=lambda number: processes[number])
+    places = [GRID[number] for number in numbers]
+    assert order(places, (1, 8, 1, 1), sorted(processes)) == list(range(8))
+
+
+def test_some_of_the_chips_stay_as_they_are():
+    assert order(GRID[:7], (1, 7, 1, 1)) == list(range(7))
+
+
+def test_axes_that_do_not_divide_the_grid_stay_as_they_are():
+    places = [(x, 0, z) for z in range(3) for x in range(4)]
+    assert order(places, (1, 2, 6, 1), [z for _, _, z in places]) == list(range(12))
+
+
+def test_devices_without_places_come_process_by_process():
+    assert list(make_mesh(data=2, tensor=4, fsdp=1).devices.flat) == jax.devices()
