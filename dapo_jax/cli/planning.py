@@ -34,8 +34,8 @@ def add_to(commands: Commands) -> None:
         "--sweep", action="store_true", help="try every mesh of fsdp x tensor, and rank those that fit"
     )
     made.add_argument(
-        "--only", metavar="PROGRAM", action="append", choices=("generate", "prefill", "transfer", "transfer_ends", "update", "score"),
-        help="compile this program alone (may be given several times; default all)",
+        "--only", metavar="PROGRAM", action="append", choices=("generate", "prefill", "fill", "insert", "transfer", "update", "score"),
+        help="compile the programs alone whose names begin with this word (may be given several times; default all)",
     )  # fmt: skip
     made.add_argument(
         "--suggest-s", metavar="SECONDS", type=float, default=600.0,

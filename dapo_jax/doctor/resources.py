@@ -106,18 +106,15 @@ class Configured:
     def memory(self) -> Found:
         """Compares the memory that must lie on a device together at least with what the device has. Activations are not in it: those only a compiler knows."""
         there, first = self.planned.resident, jax.devices()[0]
-        always = {"train state": there.state, "reference policy": there.reference}
+        minibatches = self.planned.work.updates * there.minibatch
+        always = {"train state": there.state, "reference policy": there.reference, "minibatches": minibatches}
         sampling = {
             **always,
             "sampler's weights": there.weights,
             "its cache": there.decode_state + 2 * there.prefix,
         }
-        gradient = there.state // 3  # float32 beside float32 weights and two moments
-        updating = {
-            **always,
-            "gradient": gradient,
-            "minibatches": self.planned.work.updates * there.minibatch,
-        }
+        # In float32, as the weights are.
+        updating = {**always, "gradient": there.state - there.moments}
         parts = max(sampling, updating, key=lambda each: sum(each.values()))
         needed, each = sum(parts.values()), device_bytes(first)
         if each is None:

@@ -120,7 +120,9 @@ def understand(described: Mapping[str, Any], where: object) -> DecoderConfig:
     """
     family = described.get("model_type")
     if family not in FAMILIES:
-        raise ValueError(f"{where}: model_type {family!r} is not covered; llama, qwen2 and qwen3 are")
+        raise ValueError(
+            f"{where}: model_type {family!r} is not covered; llama, qwen2 and qwen3 are{_architecture(described)}"
+        )
     _check_containers(described, where)
     _refuse_what_is_not_covered(described, family, where)
     rope = _rope(described, where)
@@ -142,6 +144,13 @@ def understand(described: Mapping[str, Any], where: object) -> DecoderConfig:
         )
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
+
+
+def _architecture(described: Mapping[str, Any]) -> str:
+    """A model's own name for what it is, for a message; nothing where it gives none."""
+    named = described.get("architectures")
+    told = ", ".join(map(str, named)) if isinstance(named, list) and named else ""
+    return f"; its architecture is {told}" if told else ""
 
 
 def _fits(field: str, value: Any) -> bool:

@@ -5,6 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from dapo_jax.plan.costs import cache_bytes_per_token
+from dapo_jax.plan.freeing import held_in
 from dapo_jax.plan.memory import MARGIN
 from dapo_jax.plan.plan import SCHEMA_VERSION, Plan
 
@@ -17,7 +18,7 @@ def as_data(plan: Plan) -> dict[str, Any]:
         "layout": asdict(plan.layout),
         "topology": _topology(plan),
         "workload": {**asdict(plan.work), "context": plan.work.context},
-        "cache": cache_of(plan),
+        "cache": {**cache_of(plan), "fits": None if plan.cache_fit is None else asdict(plan.cache_fit)},
         "resident_bytes": asdict(plan.resident),
         "work": [asdict(work) for work in plan.works],
         "programs": [
@@ -32,6 +33,7 @@ def as_data(plan: Plan) -> dict[str, Any]:
         "phases": [{**asdict(phase), "total": phase.total} for phase in plan.phases],
         "limit_bytes": plan.limit,
         "failures": plan.failures,
+        "held": {name: [asdict(held) for held in held_in(plan, name)] for name in plan.failures},
         "fits": plan.fits if plan.programs else None,
         "roofline": None if plan.slice is None else _roofline(plan),
     }
@@ -78,6 +80,9 @@ def _roofline(plan: Plan) -> dict[str, Any]:
     return {
         "step_s": plan.step_s,
         "mfu_bound": plan.mfu_bound,
+        "xla_estimates": {
+            phase: {**asdict(one), "seconds": one.seconds} for phase, one in plan.estimates.items()
+        },
         "phases": [
             {
                 "phase": bound.work.phase,

@@ -1,5 +1,6 @@
 """Bytes on one device: of arrays by their places, of compiled programs, and of all that is there at the same time."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,6 +31,11 @@ class ProgramMemory:
         """The bytes that it adds to what is there already."""
         return self.needed - self.arguments
 
+    @property
+    def kept(self) -> int:
+        """Arguments that are not handed back."""
+        return self.arguments - self.aliased
+
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
@@ -51,20 +57,32 @@ class Resident:
 
     state: int
     """Parameters and moments."""
-    reference: int
+    moments: int = 0
+    """The part of it that `optimizer.offload` keeps in the host's memory; 0 where they are there already."""
+    reference: int = 0
     """The reference policy's parameters, with `loss.kl_coef`."""
-    weights: int
+    weights: int = 0
     """The sampler's."""
-    minibatch: int
+    rotations: int = 0
+    """Cosines and sines of all positions of a slot. Once a run has sampled they stay."""
+    minibatch: int = 0
     """The arrays of one update."""
-    prefix: int
-    """Prefilled prompts whose responses wait for slots."""
-    decode_state: int
+    shorter: int = 0
+    """The part of them whose rows are shorter than the longest."""
+    gradient: int = 0
+    """The sum of the gradients so far, between the programs of an update of several row lengths; 0 where every update is one program."""
+    prefix: int = 0
+    """The prompts that one call of prefill has read."""
+    buffers: int = 0
+    """Keys and values of a sequence that is read part by part, and what flows through the layers of a part; 0 where none is."""
+    reread: int = 0
+    """The same sequence once it is read, for its slot."""
+    decode_state: int = 0
     """The cache, and the logits of every slot."""
 
 
 def memory_of(compiled: jax.stages.Compiled) -> ProgramMemory:
-    """The memory that the compiler states."""
+    """The memory that the compiler states; the host's is left out."""
     told: Any = compiled.memory_analysis()
     return ProgramMemory(
         arguments=told.argument_size_in_bytes,
@@ -75,55 +93,89 @@ def memory_of(compiled: jax.stages.Compiled) -> ProgramMemory:
     )
 
 
-def as_compiled(there: Resident, programs: dict[str, ProgramMemory]) -> Resident:
+def as_compiled(there: Resident, programs: Mapping[str, ProgramMemory]) -> Resident:
     """The same with what the compiled programs say of their arguments: on a TPU arrays are padded to tiles of 8 x 128, which can
     double a cache whose heads have 64 dimensions."""
-    generate, update = (programs.get(name) for name in ("generate", "update"))
-    if (
-        generate is not None
-    ):  # what it is given back is the decode state, the rest of its arguments the weights
-        weights = generate.arguments - generate.aliased
-        there = replace(there, decode_state=generate.aliased, weights=weights)
+    generate, update, add = (programs.get(name) for name in ("generate", "update", "update_add_longest"))
+    if generate is not None:
+        # What it is given back is the decode state, the rest of its arguments the weights and the rotations.
+        there = replace(there, decode_state=generate.aliased, weights=generate.kept - there.rotations)
     if update is not None:
-        there = replace(there, state=update.aliased, minibatch=update.arguments - update.aliased)
-    return there
+        there = replace(there, state=update.aliased, minibatch=update.kept + there.shorter)
+    if add is not None:
+        there = replace(there, gradient=add.aliased)
+    # Keys and values are read where a cache is filled, logits where a response starts.
+    prefix, reread = _read(programs, "rows") or _read(programs, "row"), _read(programs, "part")
+    return replace(there, prefix=prefix or there.prefix, reread=reread or there.reread)
 
 
-def phases(programs: dict[str, ProgramMemory], there: Resident, *, updates: int) -> list[Phase]:
-    """The arrays that are resident together, for each program that was compiled.
+def _read(programs: Mapping[str, ProgramMemory], shape: str) -> int:
+    """Bytes of what prefill reads in this shape; 0 if the programs that take it are not compiled."""
+    fill, insert = programs.get(f"fill_{shape}"), programs.get(f"insert_{shape}")
+    return 0 if fill is None or insert is None else fill.kept + insert.kept
 
-    Between steps the sampler's weights are gone; while it samples, the weights, the cache and up to two batches of prefilled
-    calls of prefilled prompts lie beside the train state. The minibatches of all updates are put on the device before the first. A program's code
-    stays on the device once it has run.
+
+def together(program: str, there: Resident, *, updates: int) -> tuple[str, dict[str, int]] | None:
+    """The time at which a program runs, in words, and what lies on a device beside what the program adds; None if that is less than beside others.
+
+    Between steps the sampler's weights are gone. While it samples, the weights, the cache and up to two batches of prefilled prompts lie
+    beside the train state: the responses of one call still wait for slots when the next one reads; and a response that had given its
+    pages back lies there once more. The minibatches of all updates are put on the device before the first, and lie there until those of the
+    next step are.
     """
-    always = {"train state": there.state, "reference policy": there.reference}
-    code = sum(memory.code for memory in programs.values())
-    minibatches = {"minibatches": updates * there.minibatch}
-    sampling = {**always, "sampler weights": there.weights, "decode state": there.decode_state}
-    reading = {**sampling, "prefilled prompts": there.prefix}
-    resident: dict[str, tuple[str, dict[str, int]]] = {
-        "transfer": ("transfer: its last layer", {**always, "sampler weights": there.weights}),
-        "transfer_ends": ("transfer: embeddings", {**always, "sampler weights": there.weights}),
-        **{name: ("sampling: prefill", reading) for name in programs if name.startswith("prefill")},
-        **{
-            name: ("sampling: a response starts", reading)
-            for name in programs
-            if name.startswith(("fill", "insert"))
-        },
-        "generate": ("sampling: decode", {**sampling, "prefilled prompts": 2 * there.prefix}),
-        "score": ("log-probabilities", {**always, **minibatches}),
-        "update": ("update", {**always, **minibatches}),
+    always = {
+        "train state": there.state,
+        "reference policy": there.reference,
+        "rotations": there.rotations,
+        "minibatches": updates * there.minibatch,
     }
+    sampler = {**always, "sampler weights": there.weights}
+    cache = {**sampler, "decode state": there.decode_state}
+    reading = {**cache, "prefilled prompts": 2 * there.prefix}
+    one, buffers, again = (
+        {"prefilled prompts": there.prefix},
+        {"sequence read in parts": there.buffers},
+        {"response read again": there.reread},
+    )
+    # A long sequence may be read to its end, or half read, while others are decoded.
+    longer = {**cache, **one, **(buffers if there.buffers > there.reread else again)}
+    gradient = {**always, "gradient": there.gradient}
+    known: dict[str, tuple[str, dict[str, int]]] = {
+        "transfer": ("transfer: its last layer", sampler),
+        "transfer_ends": ("transfer: embeddings", sampler),
+        "prefill_part": ("sampling: a part of a long sequence", {**cache, **one, **buffers}),
+        "prefill_kept": ("sampling: the end of a long sequence", {**cache, **one, **buffers, **again}),
+        "fill_part": ("sampling: a response starts again", {**cache, **one, **again}),
+        "insert_part": ("sampling: a response starts again", {**cache, **one, **again}),
+        "generate": ("sampling: decode", max(reading, longer, key=lambda parts: sum(parts.values()))),
+        "score": ("log-probabilities", always),
+        "score_shortest": ("log-probabilities, shortest rows", always),
+        "update": ("update", always),
+        "update_begin": ("update of several row lengths: begins", always),
+        "update_add_longest": ("update of several row lengths: longest rows", gradient),
+        "update_add_shortest": ("update of several row lengths: shortest rows", gradient),
+        "update_apply": ("update of several row lengths: change", gradient),
+    }
+    if program in known:
+        return known[program]
+    if program.startswith("prefill") and program != "prefill_empty":
+        return "sampling: prefill", reading
+    return ("sampling: a response starts", reading) if program.startswith(("fill", "insert")) else None
+
+
+def phases(programs: Mapping[str, ProgramMemory], there: Resident, *, updates: int) -> list[Phase]:
+    """The arrays that are resident together, for each program that was compiled (`together`). A program's code stays on the device once it has run."""
+    code = sum(memory.code for memory in programs.values())
     return [
         Phase(
-            name=name,
+            name=found[0],
             program=program,
             parts={
-                **{part: size for part, size in parts.items() if size},
+                **{part: size for part, size in found[1].items() if size},
                 "programs": code,
-                f"added by {program}": programs[program].beside_arguments - programs[program].code,
+                f"added by {program}": memory.beside_arguments - memory.code,
             },
         )
-        for program, (name, parts) in resident.items()
-        if program in programs
+        for program, memory in programs.items()
+        if (found := together(program, there, updates=updates)) is not None
     ]

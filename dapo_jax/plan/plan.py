@@ -9,18 +9,20 @@ import jax
 
 from dapo_jax.config import TrainConfig
 from dapo_jax.models.presets import DecoderConfig
+from dapo_jax.plan.cache_fit import CacheFit, cache_fit
 from dapo_jax.plan.collectives import Traffic, collectives
+from dapo_jax.plan.estimate import Cost, Estimated, cost_of, estimates
 from dapo_jax.plan.memory import MARGIN, Phase, ProgramMemory, Resident, as_compiled, memory_of, phases
-from dapo_jax.plan.mesh_sizes import Layout, described
+from dapo_jax.plan.mesh_sizes import Layout, batch_shards, described
 from dapo_jax.plan.programs import Programs
 from dapo_jax.plan.refusals import Allocation, largest_arrays, refused
-from dapo_jax.plan.roofline import Bound, Work, bound, in_flight, work_of
+from dapo_jax.plan.roofline import Bound, Work, bound, calls_of, in_flight, work_of
 from dapo_jax.plan.sizes import decoder_of
 from dapo_jax.plan.topologies import Slice, devices_of
 from dapo_jax.plan.workload import Assumptions, Workload, workload_of
 from dapo_jax.sampling.pages import PageSizes
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """The version of the JSON; a field that changes its meaning or goes away makes it one more."""
 
 
@@ -33,6 +35,8 @@ class Program:
     memory: ProgramMemory | None
     """None: the compiler refused it, because it does not fit a device even alone."""
     traffic: list[Traffic] = field(default_factory=list)
+    cost: Cost | None = None
+    """By the compiler's cost model; None where there is no memory."""
     refusal: str = ""
     largest: list[Allocation] = field(default_factory=list)
     """The largest arrays: of a refused program as the compiler lists them, or its arguments; else of its instructions."""
@@ -51,6 +55,8 @@ class Plan:
     """The phases of a step."""
     pages: PageSizes
     """The sizes of a sampler's cache."""
+    token_bytes: int
+    """Bytes of one token in the cache, on each of the devices that share its heads."""
     slice: Slice | None = None
     programs: list[Program] = field(default_factory=list)
     phases: list[Phase] = field(default_factory=list)
@@ -59,6 +65,13 @@ class Plan:
     def bounds(self) -> list[Bound]:
         """The least time of each phase; none without a slice."""
         return [] if self.slice is None else [bound(work, self.slice.chip) for work in self.works]
+
+    @property
+    def estimates(self) -> dict[str, Estimated]:
+        """XLA's estimate of each phase whose programs were compiled; none without a slice."""
+        costs = {program.name: program.cost for program in self.programs if program.cost is not None}
+        calls = calls_of(self.config, self.decoder)
+        return {} if self.slice is None else estimates(self.works, calls, costs, self.slice.chip)
 
     @property
     def limit(self) -> int | None:
@@ -82,6 +95,14 @@ class Plan:
     def in_flight(self) -> float:
         """Responses that a sampler decodes side by side."""
         return in_flight(self.config, self.work, self.pages)
+
+    @property
+    def cache_fit(self) -> CacheFit | None:
+        """The cache that fits beside all else; None where no phase was compiled that has one, or no sequence would fit."""
+        return None if self.limit is None else cache_fit(
+            self.config, self.decoder, self.work, self.pages, self.phases,
+            limit=self.limit, token_bytes=self.token_bytes, spread=batch_shards(self.layout.sampler),
+        )  # fmt: skip
 
     @property
     def step_s(self) -> float:
@@ -108,6 +129,7 @@ def plan(
     Raises:
         ConfigError: the configuration cannot run there, whatever the memory.
     """
+    decoder_of(config.model)  # a model that is not covered is named before anything else is looked at
     devices = _at_hand(config) if slice is None else devices_of(slice)
     return plan_for(config, devices, slice=slice, assumed=assumed, only=only, say=say)
 
@@ -121,7 +143,10 @@ def plan_for(
     only: Sequence[str] | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Plan:
-    """The same on devices that are at hand or described; None: those that the configuration's mesh would need. `only` names the programs to compile; None is all, if there is a slice."""
+    """The same on devices that are at hand or described; None: those that the configuration's mesh would need.
+
+    `only` has the names, or the first words of the names, of the programs to
+    compile; None is all, if there is a slice."""
     decoder, work = decoder_of(config.model), workload_of(config, assumed or Assumptions())
     host = devices_of(slice.one_host) if slice is not None and slice.hosts > 1 else None
     programs = Programs(config, decoder, work, None if devices is None else list(devices), host)
@@ -129,7 +154,7 @@ def plan_for(
     compiled = [
         _compiled(programs, name, lower, unknown_trips=_trips(name, config, work), say=say)
         for name, lower in lowered.items()
-        if only is None or name in only
+        if only is None or any(name == wanted or name.startswith(f"{wanted}_") for wanted in only)
     ]
     memories = {program.name: program.memory for program in compiled if program.memory is not None}
     traffic = {program.name: program.traffic for program in compiled}
@@ -142,6 +167,7 @@ def plan_for(
         layout=programs.layout,
         works=work_of(config, decoder, work, programs.layout, programs.pages, traffic),
         pages=programs.pages,
+        token_bytes=programs.token_bytes,
         slice=slice,
         programs=compiled,
         phases=phases(memories, resident, updates=work.updates),
@@ -158,6 +184,7 @@ def _trips(name: str, config: TrainConfig, work: Workload) -> tuple[int, ...]:
     """The number of turns of the loops whose ends depend on the data: over microbatches, over the tokens of one call."""
     return {
         "update": (work.microbatches,),
+        "update_add_longest": (work.microbatches,),
         "score": (work.microbatches,),
         "generate": (config.sampling.steps_per_call,),
     }.get(name, ())
@@ -189,5 +216,6 @@ def _compiled(
         compile_s=time.monotonic() - began,
         memory=memory_of(compiled),
         traffic=collectives(text, unknown_trips=unknown_trips),
+        cost=cost_of(text, compiled.cost_analysis(), unknown_trips=unknown_trips),
         largest=largest_arrays(text),
     )

@@ -16,11 +16,12 @@ from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.device_memory import bytes_on_device
 from dapo_jax.parallel.mesh import Meshes, make_meshes
 from dapo_jax.parallel.weights import weight_transfer
-from dapo_jax.plan.costs import cache_bytes_per_token
+from dapo_jax.plan.costs import item
 from dapo_jax.plan.memory import Resident
 from dapo_jax.plan.mesh_sizes import Layout, batch_shards, described, layout_of, one_device
 from dapo_jax.plan.refusals import Allocation
 from dapo_jax.plan.workload import Workload
+from dapo_jax.run.cache_room import prefix_bytes
 from dapo_jax.run.policy import Policy, mesh_of, optimizer_of
 from dapo_jax.run.programs import updater_of
 from dapo_jax.run.response_sampler import prefill_of
@@ -32,8 +33,14 @@ from dapo_jax.sampling.prompt_packing import PrefillShape
 from dapo_jax.text.tokenizers import ByteTokenizer
 from dapo_jax.training.state import TrainState, state_structs
 
-TRAINING = ("update", "score", "transfer", "transfer_ends")
-"""The programs that work on the train state; the others are the sampler's."""
+
+def trains(program: str) -> bool:
+    """True for a program that works on the train state; the others are the sampler's."""
+    return program.startswith(("update", "score", "transfer"))
+
+
+_PARTS = ("prefill_part", "prefill_kept", "prefill_empty", "fill_part", "insert_part")
+"""The programs for a sequence that is read part by part."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +97,8 @@ class Programs:
     def state(self) -> TrainState:
         """The train state as shapes with their places."""
         optimizer = optimizer_of(self.config.optimizer)
-        return _configured(state_structs, self._policy.params, optimizer, self.meshes.train)
+        offload = self.config.optimizer.offload
+        return _configured(state_structs, self._policy.params, optimizer, self.meshes.train, offload=offload)
 
     @cached_property
     def weights(self) -> Any:
@@ -99,25 +107,37 @@ class Programs:
 
     def lowered(self) -> dict[str, Callable[[], Lowered]]:
         """Each program's name and what lowers it; of those that the configuration runs."""
-        batch = self.config.batch
-        shape = {
-            "capacity": self.work.room,
-            "rows": batch.rows_per_microbatch,
-            "row_tokens": self._pass.row_tokens,
-        }
+        sampling = self._engine.programs(self.weights, _how(self.config))
+        rows, lengths = self.config.batch.rows_per_microbatch, self._row_lengths
         made: dict[str, Callable[[], Lowered]] = {
-            **self._engine.programs(self.weights, _how(self.config)),
+            **{name: lower for name, lower in sampling.items() if self.reads_parts or name not in _PARTS},
             "transfer": lambda: self._transfer.lower(self.state.params)["layer"],
             "transfer_ends": lambda: self._transfer.lower(self.state.params)["ends"],
-            "update": lambda: self._updater.lower_update(self.state, **shape),
+            **self._updater.programs(self.state, capacity=self.work.room, rows=rows, lengths=lengths),
         }
         if (self.config.loss.old_logprobs == "trainer" and self.work.updates > 1) or self.config.loss.kl_coef:
-            made["score"] = lambda: self._updater.lower_score(self.state.params, **shape)
+            score = partial(self._updater.lower_score, self.state.params, rows=rows)
+            made["score"] = partial(score, capacity=self.work.room, row_tokens=lengths[0])
+            if len(lengths) > 1:
+                made["score_shortest"] = partial(score, capacity=1, row_tokens=lengths[-1])
         return made
+
+    @property
+    def reads_parts(self) -> bool:
+        """Whether a run reads sequences longer than a row of prefill: prompts, or responses that had given their pages back."""
+        pages, longest = self.pages, self.config.data.max_prompt_tokens
+        scarce = pages.pool_pages < pages.table_pages * (pages.slots // pages.pools)
+        return self._capacity > self._prefilled.width and (scarce or longest > self._prefilled.width)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in the cache, on each of the devices that share its heads."""
+        # The engine's mesh is of one device where the configuration's devices are not there.
+        return self._engine.token_bytes * self.meshes.sampler.shape["tensor"] // self.layout.sampler["tensor"]
 
     def largest_inputs(self, name: str) -> list[Allocation]:
         """The largest arguments of a program: arrays of one kind and shape together."""
-        if name not in TRAINING:
+        if not trains(name):
             kinds = {"sampler weights": self.weights, "decode state": self._engine.state_structs}
             sizes = self.layout.sampler
         else:
@@ -136,19 +156,32 @@ class Programs:
     @cached_property
     def resident(self) -> Resident:
         """The arrays on each device between programs."""
-        prompts, decoder = self._prefilled, self.decoder
-        layout = self.layout
-        cached = (
-            cache_bytes_per_token(decoder, self.config.sampling, compute_dtype=self._dtype)
-            // layout.sampler["tensor"]
+        layout, state, decoder = self.layout, self.state, self._policy.decoder
+        params = bytes_on_device(state.params, layout.train)
+        moments = bytes_on_device(
+            [leaf for leaf in jax.tree.leaves(state.opt_state) if not _on_host(leaf)], layout.train
         )
-        params = bytes_on_device(self.state.params, layout.train)
+        longest, *others = map(self._spread, self._stacks)
+        shorter = sum(others)
+        several = bytes_on_device(self._updater.sums_structs(state), layout.train) if others else 0
+        read, width = self._prefilled, self._prefilled.width
+        room = -(-self._capacity // width) * width if self.reads_parts else 0
+        heads = -(-decoder.kv_heads // layout.sampler["tensor"])
+        # The residual stream of one part, and its angles, in float32.
+        flowing = 4 * (decoder.embed_dim + decoder.head_dim) * width
         return Resident(
-            state=bytes_on_device(self.state, layout.train),
+            state=params + moments,
+            moments=moments,
             reference=params if self.config.loss.kl_coef else 0,
             weights=bytes_on_device(self.weights, layout.sampler),
-            minibatch=self._minibatch_bytes,
-            prefix=prompts.rows * (prompts.width * cached + prompts.row_prompts * decoder.vocab_size * 4),
+            rotations=2 * 4 * (decoder.head_dim // 2) * self._capacity,
+            minibatch=longest + shorter,
+            shorter=shorter,
+            gradient=several,
+            prefix=prefix_bytes(decoder, read, token_bytes=self.token_bytes),
+            buffers=room
+            and 2 * decoder.layers * heads * decoder.head_dim * item(self._dtype) * room + flowing,
+            reread=room and room * self.token_bytes + read.row_prompts * decoder.vocab_rows * 4,
             decode_state=bytes_on_device(self._engine.state_structs, layout.sampler),
         )
 
@@ -172,10 +205,21 @@ class Programs:
         return self.config.model.compute_dtype
 
     @property
-    def _minibatch_bytes(self) -> int:
-        rows = self.config.batch.rows_per_microbatch // batch_shards(self.layout.train)
-        # Ten arrays of 4 bytes an entry and a mask of 1.
-        return self.work.room * rows * self._pass.row_tokens * 41
+    def _row_lengths(self) -> tuple[int, ...]:
+        """The lengths that rows of an update may have, the longest first."""
+        return (self._pass.row_tokens, *self._pass.packing["shorter_rows"])
+
+    @property
+    def _stacks(self) -> list[Any]:
+        """The microbatches of an update as shapes: room for all in the longest rows, and one in each shorter length."""
+        rows, (longest, *shorter) = self.config.batch.rows_per_microbatch, self._row_lengths
+        make = self._updater.stack_structs
+        return [make(self.work.room, rows, longest), *(make(1, rows, tokens) for tokens in shorter)]
+
+    def _spread(self, stack: Any) -> int:
+        """Bytes of a stack on each device: its rows are spread over the batch axes, each row over `context`."""
+        whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(stack))
+        return -(-whole // (batch_shards(self.layout.train) * self.layout.train["context"]))
 
     @cached_property
     def _policy(self) -> Policy:
@@ -235,6 +279,11 @@ def _configured(make: Callable[..., Any], *arguments: Any, **options: Any) -> An
         raise
     except ValueError as error:
         raise ConfigError(str(error)) from error
+
+
+def _on_host(leaf: Any) -> bool:
+    """True for an array in the host's memory."""
+    return leaf.sharding.memory_kind == "pinned_host"
 
 
 def _how(config: TrainConfig) -> Any:

@@ -4,7 +4,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from dapo_jax.plan.collectives import array_bytes
+from dapo_jax.plan.hlo_text import array_bytes
 
 _UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _FREE = (
@@ -40,6 +40,11 @@ def refused(error: Exception) -> tuple[str, list[Allocation]] | None:
         return None
     listed = re.split(r"\n\s*\d+\. Size: ", text)[1:]
     return text.splitlines()[0], [_listed(entry) for entry in listed[:5]]
+
+
+def of_scalars(message: str) -> bool:
+    """True where it is not the device's memory that is full but the small one that a kernel has its page tables in."""
+    return "memory space smem" in message
 
 
 def needed_bytes(message: str) -> int | None:

@@ -23,6 +23,7 @@ from dapo_jax.plan.mesh_sizes import Layout, batch_shards
 from dapo_jax.plan.workload import Workload
 from dapo_jax.run.response_sampler import prefill_of
 from dapo_jax.sampling.pages import PageSizes
+from dapo_jax.sampling.prompt_packing import PrefillShape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,10 @@ class Work:
     """The least that its products read and write."""
     ici_bytes: int | float
     """Received in its collectives; 0 if the program was not compiled."""
+    kernel_flops: int | float = 0
+    """The part of `flops` that a kernel for attention does, where there is one."""
+    kernel_hbm_bytes: int | float = 0
+    """The part of `hbm_bytes` that it reads."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,15 +86,40 @@ def work_of(
     traffic: Mapping[str, Sequence[Traffic]],
 ) -> list[Work]:
     """The phases of a step in their order; `pages` are those of a sampler's cache, `traffic` is what one run of each compiled program receives."""
-    received = {name: float(sum(kind.received_bytes for kind in kinds)) for name, kinds in traffic.items()}
-    # A program for each layer, and one for embeddings and final norm.
-    moved = decoder.layers * received.get("transfer", 0.0) + received.get("transfer_ends", 0.0)
+    of_program = {name: float(sum(kind.received_bytes for kind in kinds)) for name, kinds in traffic.items()}
+    received = {
+        phase: sum(times * of_program.get(name, 0.0) for name, times in calls)
+        for phase, calls in calls_of(config, decoder).items()
+    }
     return [
-        _transfer(config, decoder, layout, moved),
-        _prefill(config, decoder, work, layout, received),
-        _decode(config, decoder, work, layout, pages, received.get("generate", 0.0)),
+        _transfer(config, decoder, layout, received["transfer"]),
+        _prefill(config, decoder, work, layout, received["prefill"]),
+        _decode(config, decoder, work, layout, pages, received["decode"]),
         *_trained(config, decoder, work, layout, received),
     ]
+
+
+def calls_of(config: TrainConfig, decoder: DecoderConfig) -> dict[str, list[tuple[str, int]]]:
+    """Phase -> its programs, and how often each is called in one of its runs."""
+    prefill = _prefill_program(config)
+    return {
+        "transfer": [("transfer", decoder.layers), ("transfer_ends", 1)],
+        "prefill": [(f"{prefill}_embed", 1), (prefill, decoder.layers), (f"{prefill}_head", 1)],
+        "decode": [("generate", 1)],
+        "score": [("score", 1)],
+        "update": [("update", 1)],
+    }
+
+
+def _prefill_shape(config: TrainConfig) -> PrefillShape:
+    return prefill_of(
+        config.sampling, config.batch.group_size, max_prompt_tokens=config.data.max_prompt_tokens
+    )
+
+
+def _prefill_program(config: TrainConfig) -> str:
+    """The program of a layer that reads most of the prompts."""
+    return "prefill_rows" if _prefill_shape(config).rows > 1 else "prefill_row"
 
 
 def _transfer(config: TrainConfig, decoder: DecoderConfig, layout: Layout, received: float) -> Work:
@@ -105,28 +135,24 @@ def _transfer(config: TrainConfig, decoder: DecoderConfig, layout: Layout, recei
 
 
 def _prefill(
-    config: TrainConfig, decoder: DecoderConfig, work: Workload, layout: Layout, received: Mapping[str, float]
+    config: TrainConfig, decoder: DecoderConfig, work: Workload, layout: Layout, received: float
 ) -> Work:
     """Each prompt once, as many as a call's rows hold; the devices of a sampler share its prompts."""
-    shape = prefill_of(
-        config.sampling, config.batch.group_size, max_prompt_tokens=config.data.max_prompt_tokens
-    )
+    shape = _prefill_shape(config)
     length, devices = work.prompt_mean, layout.sampler_devices
     at_once = shape.rows * max(1.0, min(float(shape.row_prompts), shape.width // length))
     prompts = work.prompts / layout.samplers
-    runs, name = prompts / at_once, "prefill_rows" if shape.rows > 1 else "prefill_row"
+    runs = prompts / at_once
     flops = forward_flops(
         decoder, tokens=prompts * length, pairs=prompts * length * (length + 1) / 2, logits=prompts
     )
-    # A program for each layer, and one for the logits.
-    moved = decoder.layers * received.get(name, 0.0) + received.get(f"{name}_head", 0.0)
     return Work(
         phase="prefill",
         runs=runs,
         flops=flops / devices,
         useful_flops=flops / devices,
         hbm_bytes=runs * _decode_weight_bytes(config, decoder, layout),
-        ici_bytes=runs * moved,
+        ici_bytes=runs * received,
     )
 
 
@@ -169,6 +195,9 @@ def _decode(
         useful_flops=flops,
         hbm_bytes=steps * _decode_weight_bytes(config, decoder, layout) + cache,
         ici_bytes=steps / steps_per_call * received,
+        kernel_flops=forward_flops(decoder, tokens=0, pairs=tokens * work.context, logits=0)
+        / layout.sampler_devices,
+        kernel_hbm_bytes=cache,
     )
 
 
@@ -195,7 +224,9 @@ def _trained(
     )
     # With its padding; a row's attention is causal over the whole row.
     row, tokens = config.row_tokens, float(work.microbatches * work.microbatch_tokens)
-    one = forward_flops(decoder, tokens=tokens, pairs=tokens * (row + 1) / 2, logits=tokens)
+    pairs = tokens * (row + 1) / 2
+    one = forward_flops(decoder, tokens=tokens, pairs=pairs, logits=tokens)
+    attention = forward_flops(decoder, tokens=0, pairs=pairs, logits=0)
     # The gradient is two products for each of the forward pass; rematerialising all computes the forward pass again.
     passes = 4 if config.model.remat == "full" else 3
     weights = _microbatch_weight_bytes(config, decoder, layout)
@@ -209,7 +240,8 @@ def _trained(
             flops=work.updates * passes * one / devices,
             useful_flops=3 * own / devices,
             hbm_bytes=work.updates * (work.microbatches * passes * weights + optimizer),
-            ici_bytes=work.updates * received.get("update", 0.0),
+            ici_bytes=work.updates * received["update"],
+            kernel_flops=work.updates * passes * attention / devices,
         )
     ]
     if not scored:
@@ -220,7 +252,8 @@ def _trained(
         flops=scored * one / devices,
         useful_flops=scored / work.updates * own / devices,
         hbm_bytes=scored * work.microbatches * weights,
-        ici_bytes=scored * received.get("score", 0.0),
+        ici_bytes=scored * received["score"],
+        kernel_flops=scored * attention / devices,
     )
     return [score, *made]
 

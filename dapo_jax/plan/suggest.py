@@ -7,8 +7,11 @@ from typing import Any
 
 from dapo_jax.config import ConfigError, TrainConfig
 from dapo_jax.plan.plan import Plan, plan_for
-from dapo_jax.plan.programs import TRAINING
+from dapo_jax.plan.programs import trains
 from dapo_jax.plan.workload import Assumptions
+
+_WORTH = 0.05
+"""A part of a device's memory that is worth a change to what samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,20 +52,23 @@ def suggestions(
 def _candidates(plan: Plan) -> Iterator[tuple[tuple[str, ...], TrainConfig]]:
     """Changes from the cheapest on; what samples and what trains are changed apart, then together."""
     config, failed = plan.config, plan.failures
-    trains = set(failed) & set(TRAINING)
-    samples = set(failed) - {"update", "score"}
-    training = list(_training(config, plan)) if trains else [((), config)]
-    sampling = list(_sampling(config, plan)) if samples else [((), config)]
+    on_state = [name for name in failed if trains(name)]
+    beside_weights = [name for name in failed if not name.startswith(("update", "score"))]
+    training = list(_training(config, plan)) if on_state else [((), config)]
+    sampling = list(_sampling(config, plan)) if beside_weights else [((), config)]
     for index in range(max(len(training), len(sampling))):
         first = training[min(index, len(training) - 1)]
         second = sampling[min(index, len(sampling) - 1)]
         if first[0] or second[0]:
             yield (
-                (*first[0], *second[0]),
+                tuple(dict.fromkeys((*first[0], *second[0]))),
                 replace(
                     config,
                     model=first[1].model,
                     batch=first[1].batch,
+                    optimizer=replace(
+                        config.optimizer, offload=first[1].optimizer.offload or second[1].optimizer.offload
+                    ),
                     parallel=replace(first[1].parallel, sampler_tensor=second[1].parallel.sampler_tensor),
                     sampling=second[1].sampling,
                 ),
@@ -78,6 +84,9 @@ def _training(config: TrainConfig, plan: Plan) -> Iterator[tuple[tuple[str, ...]
     if config.batch.rows_per_microbatch > least:
         config = replace(config, batch=replace(config.batch, rows_per_microbatch=least))
         told = (*told, f"batch.rows_per_microbatch={least}")
+        yield told, config
+    if not config.optimizer.offload:
+        config, told = _offloaded(config), (*told, "optimizer.offload=true")
         yield told, config
     tensor, fsdp = mesh["tensor"], mesh["fsdp"]
     while tensor < 8 and fsdp % 2 == 0:
@@ -107,6 +116,8 @@ def _sampling(config: TrainConfig, plan: Plan) -> Iterator[tuple[tuple[str, ...]
         pages.pools * pages.pool_pages * pages.page_tokens,
         pages.pools * pages.table_pages * pages.page_tokens,
     )
+    if plan.resident.moments > _WORTH * (plan.limit or 0):
+        yield ("optimizer.offload=true",), _offloaded(config)
     for quarters in (3, 2, 1):
         if (fewer := tokens * quarters // 4) >= least:
             told = (f"sampling.cache_tokens={fewer}",)
@@ -114,3 +125,8 @@ def _sampling(config: TrainConfig, plan: Plan) -> Iterator[tuple[tuple[str, ...]
     while slots % 2 == 0 and slots > 1:
         slots //= 2
         yield (f"sampling.slots={slots}",), replace(config, sampling=replace(config.sampling, slots=slots))
+
+
+def _offloaded(config: TrainConfig) -> TrainConfig:
+    """The same with the optimizer's moments in the host's memory."""
+    return replace(config, optimizer=replace(config.optimizer, offload=True))

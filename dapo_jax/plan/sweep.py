@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from dapo_jax.config import ConfigError, ParallelConfig, TrainConfig
 from dapo_jax.plan.plan import Plan, plan_for
+from dapo_jax.plan.sizes import decoder_of
 from dapo_jax.plan.topologies import Slice, devices_of
 from dapo_jax.plan.workload import Assumptions
 
@@ -25,6 +26,7 @@ def sweep(
 
     A microbatch has a row for each place on the batch axes, or a multiple if the configuration's has more.
     """
+    decoder_of(config.model)  # a model that is not covered is so on every mesh
     devices = devices_of(slice)
     found: list[tuple[str, Plan | str]] = []
     for name, tried in _meshes(config, len(devices)):

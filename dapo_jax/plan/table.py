@@ -6,11 +6,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from dapo_jax.plan.freeing import held_in
 from dapo_jax.plan.json_output import cache_of
 from dapo_jax.plan.memory import MARGIN
-from dapo_jax.plan.plan import Plan
-from dapo_jax.plan.refusals import needed_bytes
+from dapo_jax.plan.plan import Plan, Program
+from dapo_jax.plan.refusals import needed_bytes, of_scalars
 from dapo_jax.plan.suggest import Tried
+from dapo_jax.plan.units import size
 
 
 def show(plan: Plan, console: Console) -> None:
@@ -36,6 +38,8 @@ def show(plan: Plan, console: Console) -> None:
             for phase in plan.phases
         ],
     )  # fmt: skip
+    if fits := _cache_fit(plan):
+        console.print(fits, highlight=False)
     traffic = [
         (p.name, kind.kind, f"{kind.count:,}", f"{kind.received_bytes / 1e9:,.3f}")
         for p in plan.programs
@@ -51,11 +55,9 @@ def show_failures(plan: Plan, tried: Sequence[Tried], console: Console) -> None:
         if program.name not in plan.failures:
             continue
         if program.memory is None:
-            needs = needed_bytes(program.refusal)
-            told = (
-                f"{program.name} alone needs {size(needs)}" if needs else f"{program.name}: {program.refusal}"
-            )
-            console.print(f"DOES NOT FIT: {told}", style="bold", highlight=False)
+            console.print(f"DOES NOT FIT: {_refused(program)}", style="bold", highlight=False)
+            if of_scalars(program.refusal):
+                continue
         else:
             phase = next(phase for phase in plan.phases if phase.program == program.name)
             console.print(
@@ -64,6 +66,12 @@ def show_failures(plan: Plan, tried: Sequence[Tried], console: Console) -> None:
                 style="bold",
                 highlight=False,
             )
+        for held in held_in(plan, program.name):
+            ways = "".join(f"; {way}" for way in held.ways)
+            of = f"{size(held.bytes)} of {size(plan.limit or 0)}"
+            console.print(f"    {_NAMES.get(held.part, held.part)}: {of}{ways}", highlight=False)
+        if program.largest:
+            console.print(f"  the largest arrays of {program.name}:", highlight=False)
         for array in program.largest:
             console.print(f"    {size(array.bytes)} {array.shape} {array.operation}", highlight=False)
     for one in tried:
@@ -83,18 +91,14 @@ def show_sweep(plans: Sequence[tuple[str, Plan | str]], console: Console) -> Non
     _rows(console, "Meshes, best first", ("mesh", "roofline s a step", "memory at most", ""), rows)
 
 
-def size(count: int | float) -> str:
-    """Bytes in a unit in which they are at least 1.
-
-    >>> size(3 * 2**29), size(2048), size(7)
-    ('1.50 GiB', '2.0 KiB', '7 B')
-    """
-    for unit, power, digits in (("GiB", 30, 2), ("MiB", 20, 1), ("KiB", 10, 1)):
-        if count >= 2**power:
-            return f"{count / 2**power:,.{digits}f} {unit}"
-    return f"{count:,.0f} B"
-
-
+_NAMES = {
+    "train state": "the train state",
+    "sampler weights": "the sampler's weights",
+    "decode state": "the decode state (the cache, and logits of the slots)",
+    "minibatches": "the minibatches of a step",
+    "gradient": "the gradient so far",
+    "reference policy": "the reference policy",
+}
 _COLUMNS = ("arguments", "outputs", "aliased", "temporaries", "code", "needed")
 
 
@@ -126,19 +130,38 @@ def _sizes(plan: Plan) -> list[tuple[str, str]]:
     there, work, cache = plan.resident, plan.work, cache_of(plan)
     return [
         ("train state (parameters and moments)", size(there.state)),
+        *([("the moments' part of it, which optimizer.offload keeps in the host's memory", size(there.moments))] if there.moments else []),
         *([("reference policy", size(there.reference))] if there.reference else []),
         ("sampler's weights", size(there.weights)),
+        ("rotations of all positions", size(there.rotations)),
         (f"decode state of {plan.config.sampling.slots} slots a sampler", size(there.decode_state)),
         ("cache of a token, over a sampler's devices", size(cache["bytes_per_token"])),
         (f"cache of {cache['tokens']:,} tokens in pages of {cache['page_tokens']:,}, over a sampler's devices", size(cache["bytes"])),
         (f"responses side by side, of up to {cache['slot_tokens']:,} tokens each with its prompt", f"{cache['in_flight']:,.0f}"),
-        ("prefilled prompts", size(there.prefix)),
+        ("prompts that one call of prefill has read", size(there.prefix)),
+        *([("a longer sequence, in parts as it is read", size(there.buffers)), ("the same once it is read", size(there.reread))] if there.buffers else []),
         ("arrays of one update", size(there.minibatch)),
+        *([("the part of them in shorter rows", size(there.shorter)), ("gradient between programs of one update", size(there.gradient))]
+          if there.gradient else []),
         ("tokens sampled a step", f"{work.responses * work.response_mean:,.0f}"),
         ("tokens trained on a step, prompts included", f"{work.trained * work.sequence:,.0f}"),
         ("updates a step x microbatches", f"{work.updates} x {work.microbatches}"),
         *_flops(plan),
     ]  # fmt: skip
+
+
+def _cache_fit(plan: Plan) -> str:
+    """The cache as it is configured beside the one that fits."""
+    fits, cache = plan.cache_fit, cache_of(plan)
+    if fits is None:
+        return ""
+    told = (
+        f"cache: {cache['tokens']:,} tokens are configured, {cache['in_flight']:,.0f} responses side by side"
+    )
+    where = f"{fits.tokens:,} tokens fit, {fits.in_flight:,.0f} responses"
+    if fits.tokens > cache["tokens"]:
+        return f"{told}, where {where} (sampling.cache_tokens={fits.tokens} sampling.slots={fits.slots})"
+    return f"{told}; {where} (sampling.cache_tokens={fits.tokens})"
 
 
 def _flops(plan: Plan) -> list[tuple[str, str]]:
@@ -152,15 +175,32 @@ def _flops(plan: Plan) -> list[tuple[str, str]]:
 def _show_roofline(plan: Plan, console: Console) -> None:
     rows = [
         (bound.work.phase, f"{bound.work.runs:,.0f}", f"{bound.compute_s:,.2f}", f"{bound.hbm_s:,.2f}", f"{bound.ici_s:,.2f}",
-         f"{bound.seconds:,.2f}", bound.limit)
+         f"{bound.seconds:,.2f}", bound.limit, _estimated(plan, bound.work.phase))
         for bound in plan.bounds
     ]  # fmt: skip
-    title = "Roofline, seconds of a step (a bound by the chip's peaks, not a measurement)"
-    _rows(console, title, ("phase", "runs", "compute", "memory", "interconnect", "longest", "which"), rows)
+    title = "Roofline, seconds of a step (a bound by the chip's peaks), and XLA's estimate (its cycles for one operation after another); not measured"
+    columns = ("phase", "runs", "compute", "memory", "interconnect", "longest", "which", "XLA's estimate")
+    _rows(console, title, columns, rows)
     console.print(
         f"a step takes {plan.step_s:,.1f} s or more; model FLOPs utilisation is {plan.mfu_bound:.1%} or less",
         highlight=False,
     )
+
+
+def _refused(program: Program) -> str:
+    """Why the compiler does not take a program, in words."""
+    needs = needed_bytes(program.refusal)
+    if of_scalars(program.refusal):
+        return (
+            f"{program.name}: the tables of all slots' pages take {size(needs or 0)} of a core's memory for scalars, which is too much: "
+            "take fewer sampling.slots, or larger sampling.page_tokens"
+        )
+    return f"{program.name} alone needs {size(needs)}" if needs else f"{program.name}: {program.refusal}"
+
+
+def _estimated(plan: Plan, phase: str) -> str:
+    found = plan.estimates.get(phase)
+    return "-" if found is None else f"{found.seconds:,.2f}"
 
 
 def _rows(console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

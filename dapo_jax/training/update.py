@@ -6,6 +6,7 @@ them, as gradient accumulation usually does, would divide the gradient by their 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -138,16 +139,62 @@ class Updater:
 
     def lower_update(self, state: TrainState, *, capacity: int, rows: int, row_tokens: int) -> Lowered:
         """The program of `update` for `capacity` microbatches of one shape; `state` may be shapes with their places."""
-        scalars = (jax.ShapeDtypeStruct((), kind, sharding=self._whole) for kind in (jnp.float32, jnp.bool_))
-        return self._update.lower(state, self._structs(capacity, rows, row_tokens), *scalars)
+        return self._update.lower(state, self.stack_structs(capacity, rows, row_tokens), *self._scalars())
 
     def lower_score(self, params: nnx.State, *, capacity: int, rows: int, row_tokens: int) -> Lowered:
         """The program with which `prepare` computes log-probabilities; `params` may be shapes with their places."""
-        return self._old.lower(params, self._structs(capacity, rows, row_tokens))
+        return self._old.lower(params, self.stack_structs(capacity, rows, row_tokens))
 
-    def _structs(self, capacity: int, rows: int, row_tokens: int) -> Stack:
+    def programs(
+        self, state: TrainState, *, capacity: int, rows: int, lengths: Sequence[int]
+    ) -> dict[str, Callable[[], Lowered]]:
+        """All programs that an update runs, by name, and what lowers each; `state` may be shapes with their places.
+
+        `update` is for microbatches of one shape. Where rows may have several `lengths`, an update of more than one of them is a sequence of
+        programs: `update_begin`, then one for each length, of which the longest and the shortest are here (`update_add_longest`,
+        `update_add_shortest`), then `update_apply`.
+
+        Args:
+            state: parameters and moments.
+            capacity: of a stack of the longest rows; one of the shortest has a single microbatch.
+            rows: of a microbatch.
+            lengths: of rows, the longest first.
+        """
+        whole = {"capacity": capacity, "rows": rows, "row_tokens": lengths[0]}
+        made: dict[str, Callable[[], Lowered]] = {"update": partial(self.lower_update, state, **whole)}
+        if len(lengths) > 1:
+            rate, first = self._scalars()
+            sums = self.sums_structs(state)
+            add = partial(self._add.lower, state.params, sums)
+            made |= {
+                "update_begin": partial(self._nothing.lower, state.params),
+                "update_add_longest": partial(add, self.stack_structs(**whole), first),
+                "update_add_shortest": partial(add, self.stack_structs(1, rows, lengths[-1]), first),
+                "update_apply": partial(self._apply.lower, state, sums, rate),
+            }
+        return made
+
+    def sums_structs(self, state: TrainState) -> PyTree:
+        """The gradient and the loss that lie on the devices between the programs of an update of several row lengths, as shapes with their places."""
+        scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=self._whole)
+        grads = jax.tree.map(
+            lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+            state.params,
+            self._shardings,
+        )
+        return grads, scalar
+
+    def stack_structs(self, capacity: int, rows: int, row_tokens: int) -> Stack:
+        """The microbatches of one length of an update, as shapes with their places."""
         count = jax.ShapeDtypeStruct((), jnp.int32, sharding=self._whole)
         return Stack(microbatch_structs((capacity, rows, row_tokens), self._rows), count)
+
+    def _scalars(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+        """The learning rate, and whether an update is a step's first."""
+        rate, first = (
+            jax.ShapeDtypeStruct((), kind, sharding=self._whole) for kind in (jnp.float32, jnp.bool_)
+        )
+        return rate, first
 
     def _nothing_program(self, params: nnx.State) -> Sums:
         return jax.tree.map(jnp.zeros_like, params), jnp.zeros((), jnp.float32)

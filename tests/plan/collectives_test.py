@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from dapo_jax.plan.collectives import Traffic, array_bytes, collectives
+from dapo_jax.plan.collectives import Traffic, collectives
+from dapo_jax.plan.hlo_text import array_bytes
 
 LOOP = """HloModule jit_f, is_scheduled=true, num_partitions=8
 

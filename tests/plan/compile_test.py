@@ -12,10 +12,11 @@ from dapo_jax.config import load_config
 from dapo_jax.parallel.device_memory import bytes_on_device
 from dapo_jax.plan.plan import plan, plan_for
 from dapo_jax.plan.programs import Programs
+from dapo_jax.plan.sizes import decoder_of
 from dapo_jax.plan.suggest import suggestions
 from dapo_jax.plan.table import show_failures
 from dapo_jax.plan.topologies import devices_of, parse
-from dapo_jax.plan.workload import Assumptions
+from dapo_jax.plan.workload import Assumptions, workload_of
 
 # 256 wide: libtpu 0.0.50 compiles no update of a model of 128 that is cut in two ("AllReduceScatterFusion not implemented").
 DESCRIBED = {
@@ -45,6 +46,13 @@ def file(tmp_path_factory):
     return path
 
 
+@pytest.fixture
+def folder(tmp_path):
+    """The model with as many positions as long rows need."""
+    (tmp_path / "config.json").write_text(json.dumps({**DESCRIBED, "max_position_embeddings": 65_536}))
+    return tmp_path
+
+
 @pytest.fixture(scope="module")
 def compiled(file):
     return plan(load_config(file), slice=parse("v5e:2x2"))
@@ -54,9 +62,7 @@ def test_every_program_of_a_step_compiles_and_fits(compiled):
     assert [program.name for program in compiled.programs] == [
         "init", "generate", "release",
         "prefill_row_embed", "prefill_row", "prefill_row_head", "prefill_rows_embed", "prefill_rows", "prefill_rows_head",
-        "prefill_part", "prefill_kept", "prefill_empty",
-        "fill_row", "insert_row", "fill_rows", "insert_rows", "fill_part", "insert_part",
-        "transfer", "transfer_ends", "update", "score",
+        "fill_row", "insert_row", "fill_rows", "insert_rows", "transfer", "transfer_ends", "update", "score",
     ]  # fmt: skip
     assert compiled.fits
     assert all(phase.total > 0 for phase in compiled.phases)
@@ -81,6 +87,76 @@ def test_the_arguments_are_what_the_shapes_say(file, compiled):
         assert shapes * 0.99 < compiled_bytes < shapes * 1.1 + 2**19
 
 
+LONG = [
+    "data.max_prompt_tokens=256",
+    "sampling.max_response_tokens=1792",
+    "sampling.page_tokens=128",
+    "sampling.cache_tokens=8192",
+]
+
+
+def test_rows_of_several_lengths_have_their_programs_and_so_have_sequences_that_are_read_again(folder, file):
+    """Rows of 2048 tokens, and of 1024; 8 slots of 2048 tokens in pages of half as many."""
+    config = load_config(file, [f"model.source={folder}", *LONG])
+    work = workload_of(config, Assumptions())
+    names = Programs(config, decoder_of(config.model), work, devices_of(parse("v5e:2x2"))).lowered()
+    assert [name for name in names if name.startswith(("update", "score"))] == [
+        "update", "update_begin", "update_add_longest", "update_add_shortest", "update_apply", "score", "score_shortest",
+    ]  # fmt: skip
+    parts = ("prefill_part", "prefill_kept", "fill_part", "insert_part")
+    # The others take half a minute more to compile.
+    found = plan(
+        config, slice=parse("v5e:2x2"), only=("update_begin", "update_add_shortest", "update_apply", *parts)
+    )
+    assert found.fits
+    phases = {phase.program: phase.parts for phase in found.phases}
+    assert set(parts) < set(phases)
+    # The gradient of a third of the state is what the first program makes, and lies there until the last has run.
+    needed = {program.name: program.memory for program in found.programs}
+    gradient = found.resident.state / 3
+    assert needed["update_begin"].outputs == pytest.approx(gradient, rel=0.01)
+    assert needed["update_add_shortest"].aliased == pytest.approx(gradient, rel=0.01)
+    for name in ("update_add_shortest", "update_apply"):
+        assert phases[name]["gradient"] == pytest.approx(gradient, rel=0.01)
+    # Keys and values of a token on one of two devices: 2 layers x 1 head x 128 x 2 x 2 bytes; 256 tokens flow with 256 features and the
+    # angles of 128.
+    assert found.resident.buffers == 2048 * 1024 + 256 * (256 + 128) * 4
+    assert phases["prefill_kept"]["sequence read in parts"] == found.resident.buffers
+    assert found.resident.reread == pytest.approx(2048 * 1024, rel=0.05)
+
+
+def test_moments_in_the_hosts_memory_are_not_on_the_device(file, compiled):
+    """8 of 12 bytes a parameter."""
+    config = load_config(file, ["optimizer.offload=true"])
+    found = plan(config, slice=parse("v5e:2x2"), only=("update",))
+    [update] = found.phases
+    assert found.resident.moments == 0
+    before = next(phase for phase in compiled.phases if phase.program == "update").parts["train state"]
+    assert update.parts["train state"] == pytest.approx(before / 3, rel=0.01)
+    assert compiled.resident.moments == pytest.approx(before * 2 / 3, rel=0.01)
+
+
+def test_the_cache_that_is_said_to_fit_fits_and_leaves_little(file, folder):
+    """An eighth of what 1024 slots may come to are 4 GiB on each device; taken at its word, the cache that fits leaves no hundredth of the memory."""
+    slots, capacity = 1024, 65_536
+    options = [
+        f"model.source={folder}",
+        f"sampling.slots={slots}",
+        "sampling.max_response_tokens=65408",
+        "sampling.page_tokens=1024",
+    ]
+
+    def planned(tokens):
+        config = load_config(file, [*options, f"sampling.cache_tokens={tokens}"])
+        return plan(config, slice=parse("v5e:2x2"), only=("generate",))
+
+    fits = planned(slots * capacity // 8).cache_fit
+    assert fits.slots == slots
+    found = planned(fits.tokens)
+    assert found.fits
+    assert found.phases[0].total > 0.99 * found.limit
+
+
 def test_weights_cut_over_two_devices_are_summed_in_every_layer_of_a_decode_step(compiled):
     """Attention's and the MLP's outputs are sums over the tensor axis: 2 all-reduces in each of 2 layers, 16 tokens a call."""
     counts = {kind.kind: kind.count for p in compiled.programs if p.name == "generate" for kind in p.traffic}
@@ -93,14 +169,13 @@ def test_the_programs_have_a_roofline(compiled):
     assert all(bound.work.ici_bytes > 0 for bound in compiled.bounds)
 
 
-def test_what_does_not_fit_is_named_and_what_would_is_compiled(file, tmp_path, capsys):
+def test_what_does_not_fit_is_named_and_what_would_is_compiled(file, folder, capsys):
     """A token's cache on one of its 2 devices has 2 layers x 1 head x 128 x 2 x 2 bytes = 1 KiB. 1024 slots of 16,384 on each of 2 places are
     16 GiB of the 15.75; three quarters of the pages are 12."""
-    (tmp_path / "config.json").write_text(json.dumps({**DESCRIBED, "max_position_embeddings": 16_384}))
     config = load_config(
         file,
         [
-            f"model.source={tmp_path}",
+            f"model.source={folder}",
             "sampling.slots=2048",
             "sampling.max_response_tokens=16256",
             "sampling.page_tokens=512",
@@ -178,9 +253,6 @@ def test_nothing_of_size_is_allocated(file):
         file,
         ["model.source=preset:qwen2.5-32b", "parallel.fsdp=32", "parallel.tensor=4", "batch.rows_per_microbatch=32"],
     )  # fmt: skip
-    from dapo_jax.plan.sizes import decoder_of
-    from dapo_jax.plan.workload import workload_of
-
     work = workload_of(config, Assumptions())
     made = Programs(config, decoder_of(config.model), work, devices_of(parse("v5p-256")))
     assert made.resident.weights > 15 * 2**30

@@ -8,7 +8,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dapo_jax.config import ConfigError
 from dapo_jax.parallel.device_memory import bytes_on_device
 from dapo_jax.plan.memory import ProgramMemory, Resident, as_compiled, phases
-from dapo_jax.plan.refusals import largest_arrays, needed_bytes, refused
+from dapo_jax.plan.refusals import largest_arrays, needed_bytes, of_scalars, refused
 
 SIZES = {"data": 1, "fsdp": 4, "tensor": 2, "context": 1}
 
@@ -35,34 +35,73 @@ def test_an_axis_that_does_not_divide_is_named():
         bytes_on_device(struct((6,), "fsdp"), SIZES)
 
 
+def held(**bytes_):
+    return Resident(
+        **{"state": 100, "weights": 10, "minibatch": 2, "prefix": 5, "decode_state": 40, **bytes_}
+    )
+
+
+def memory(arguments=0, outputs=0, aliased=0, temporaries=0, code=0):
+    return ProgramMemory(
+        arguments=arguments, outputs=outputs, aliased=aliased, temporaries=temporaries, code=code
+    )
+
+
 def test_phases_add_up_what_is_there_at_the_same_time():
-    """While sampling: state 100, weights 10, cache 40, two calls of prompts 2 x 5, and what decoding adds: 7 of outputs and
-    temporaries beyond its arguments. In training: state, minibatches of 3 updates of 2, and 29 of temporaries. The update's code, 1,
-    is there all the time."""
-    there = Resident(state=100, reference=0, weights=10, minibatch=2, prefix=5, decode_state=40)
-    decode = ProgramMemory(arguments=50, outputs=41, aliased=40, temporaries=6, code=0)
-    update = ProgramMemory(arguments=102, outputs=100, aliased=100, temporaries=29, code=1)
+    """While sampling: state 100, weights 10, cache 40, two calls of prompts 2 x 5, the minibatches of the step before, 3 updates of 2, and
+    what decoding adds: 7 of outputs and temporaries beyond its arguments. In training: state, minibatches and 29 of temporaries. The
+    update's code, 1, is there all the time."""
+    decode = memory(arguments=50, outputs=41, aliased=40, temporaries=6)
+    update = memory(arguments=102, outputs=100, aliased=100, temporaries=29, code=1)
     found = {
-        phase.program: phase for phase in phases({"generate": decode, "update": update}, there, updates=3)
+        phase.program: phase for phase in phases({"generate": decode, "update": update}, held(), updates=3)
     }
-    assert found["generate"].total == 100 + 10 + 40 + 10 + 7 + 1
+    assert found["generate"].total == 100 + 10 + 40 + 10 + 6 + 7 + 1
     assert found["update"].total == 100 + 6 + 29 + 1
     assert list(found) == ["generate", "update"]
 
 
+def test_the_gradient_lies_between_the_programs_of_an_update_of_several_row_lengths():
+    """Of 33 bytes it is what the first program makes, what those that add to it are given, and what the last one takes."""
+    names = ("update_begin", "update_add_longest", "update_add_shortest", "update_apply", "update")
+    programs = {name: memory() for name in names} | {"update_begin": memory(outputs=33)}
+    found = {phase.program: phase.total for phase in phases(programs, held(gradient=33), updates=1)}
+    assert found == {name: 100 + 2 + (0 if name == "update" else 33) for name in names}
+
+
+def test_a_response_that_is_read_again_lies_beside_one_call_of_prompts():
+    """Its keys and values so far, 20, then also as its slot takes them, 19, then these alone; while others are decoded the larger of both."""
+    programs = {name: memory() for name in ("prefill_part", "prefill_kept", "fill_part", "generate", "init")}
+    found = {
+        phase.program: phase.total
+        for phase in phases(programs, held(minibatch=0, buffers=20, reread=19), updates=1)
+    }
+    beside = 100 + 10 + 40 + 5
+    assert found == {
+        "prefill_part": beside + 20,
+        "prefill_kept": beside + 39,
+        "fill_part": beside + 19,
+        "generate": beside + 20,
+    }
+
+
 def test_padding_is_counted_once_programs_are_compiled():
     """The compiler's decode state is twice as large as its shapes; what is not compiled stays as it was."""
-    there = Resident(state=100, reference=0, weights=10, minibatch=2, prefix=5, decode_state=40)
-    decode = ProgramMemory(arguments=92, outputs=81, aliased=80, temporaries=0, code=0)
-    assert as_compiled(there, {"generate": decode}) == Resident(
-        state=100, reference=0, weights=12, minibatch=2, prefix=5, decode_state=80
+    decode = memory(arguments=95, outputs=81, aliased=80)
+    assert as_compiled(held(rotations=3), {"generate": decode}) == held(
+        rotations=3, weights=12, decode_state=80
     )
+    update, add = memory(arguments=128, aliased=120), memory(arguments=160, aliased=50)
+    assert as_compiled(held(shorter=1, gradient=40), {"update": update, "update_add_longest": add}) == held(
+        state=120, minibatch=9, shorter=1, gradient=50
+    )
+    read = {"fill_rows": memory(arguments=47, aliased=40), "insert_rows": memory(arguments=3, aliased=2)}
+    assert as_compiled(held(), read) == held(prefix=8)
 
 
 def test_a_reference_policy_is_always_there():
-    there = Resident(state=100, reference=30, weights=10, minibatch=0, prefix=0, decode_state=0)
-    nothing = ProgramMemory(arguments=0, outputs=0, aliased=0, temporaries=0, code=0)
-    found = phases({"transfer": nothing, "generate": nothing, "update": nothing}, there, updates=1)
+    there = held(reference=30, minibatch=0, prefix=0, decode_state=0)
+    found = phases({name: memory() for name in ("transfer", "generate", "update")}, there, updates=1)
     assert [phase.total for phase in found] == [140, 140, 130]
 
 
@@ -93,6 +132,12 @@ def test_a_refusal_is_read_in_both_of_its_forms():
     ]
     assert largest[0].operation == "jit(step)/while/body/dot_general"
     assert refused(RuntimeError("INVALID_ARGUMENT: something else")) is None
+
+
+def test_a_full_memory_for_scalars_is_told_apart():
+    scalars = "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space smem. Used 1.08M of 1.00M smem."
+    assert of_scalars(scalars)
+    assert not of_scalars(LIST.splitlines()[0])
 
 
 def test_the_largest_arrays_are_those_outside_of_fusions():

@@ -77,7 +77,7 @@ def test_the_command_writes_tables_or_json(capsys):
     assert "2 waves of 1536 prompts" in printed
     assert main(["plan", name, "--json", "-"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["schema_version"] == 1
+    assert told["schema_version"] == 3
     assert told["fits"] is None
     assert told["workload"]["response_mean"] == 20480
 

@@ -1,9 +1,11 @@
 """Sizes of models without their weights."""
 
 import json
+import sys
 
 import pytest
 
+from dapo_jax.cli import main
 from dapo_jax.config import ConfigError, ModelConfig
 from dapo_jax.models.presets import PRESETS
 from dapo_jax.plan.sizes import decoder_of
@@ -38,3 +40,25 @@ def test_a_folder_needs_only_its_config(tmp_path):
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(described))
     assert decoder_of(ModelConfig(source=str(tmp_path))).vocab_size == 96
+
+
+@pytest.mark.parametrize("options", [[], ["--sweep"]])
+def test_an_architecture_that_is_not_covered_is_named_before_anything_else(
+    options, tmp_path, capsys, monkeypatch
+):
+    """Also where the mesh would not fit the devices, and where there is no libtpu."""
+    described = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    monkeypatch.setitem(sys.modules, "libtpu", None)
+    arguments = [f"model.source={tmp_path}", "parallel.fsdp=3", "--topology", "v5p:4x4x8", *options]
+    assert main(["plan", "configs/dapo_qwen2.5_32b.yaml", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert (
+        "model_type 'mistral' is not covered; llama, qwen2 and qwen3 are; its architecture is MistralForCausalLM"
+        in said
+    )
+
+
+def test_a_repository_that_is_not_known_is_told_which_families_are_covered():
+    with pytest.raises(ConfigError, match=r"a family that is covered \(llama, qwen2, qwen3\)"):
+        decoder_of(ModelConfig(source="hf:mistralai/Mistral-7B-v0.3"))

@@ -379,6 +379,28 @@ def test_the_callers_parameters_survive_the_first_update():
         np.testing.assert_array_equal(a, b)
 
 
+def test_the_programs_that_can_be_lowered_are_those_that_an_update_calls():
+    """By their names in the text: one for rows of one length; for several one that begins, one for each length, and one that ends. Between
+    these lies a gradient of the parameters' size, and the loss."""
+    updater = make_updater()
+    state = jax.eval_shape(lambda params: fresh(params=params), PARAMS)
+    one = updater.programs(state, capacity=2, rows=2, lengths=(32,))
+    assert list(one) == ["update"]
+    several = updater.programs(state, capacity=2, rows=2, lengths=(32, 16, 8))
+    names = {name: lower().as_text().split()[1] for name, lower in several.items()}
+    assert names == {
+        "update": "@jit__update_program",
+        "update_begin": "@jit__nothing_program",
+        "update_add_longest": "@jit__add_program",
+        "update_add_shortest": "@jit__add_program",
+        "update_apply": "@jit__apply_program",
+    }
+    begun = several["update_begin"]().compile().memory_analysis().output_size_in_bytes
+    sums = jax.tree.leaves(updater.sums_structs(state))
+    assert sum(leaf.size * 4 for leaf in sums) == sum(leaf.size * 4 for leaf in jax.tree.leaves(PARAMS)) + 4
+    assert begun == pytest.approx(sum(leaf.size * 4 for leaf in sums), rel=0.01)
+
+
 @pytest.mark.slow
 def test_the_peak_memory_of_an_update_does_not_grow_with_vocabulary_times_tokens():
     """From 512 to 2048 tokens at a vocabulary of 151,936: logits alone would add 1536 x 151,936 x 4 bytes = 933 MB.

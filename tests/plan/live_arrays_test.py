@@ -1,0 +1,108 @@
+"""What a plan counts as resident beside the arrays that a tiny run really holds, phase by phase."""
+
+import gc
+
+import jax
+import pytest
+
+from dapo_jax.checkpoints.checkpointer import Checkpointer
+from dapo_jax.config import load_config
+from dapo_jax.health.stalls import Watch
+from dapo_jax.plan.memory import together
+from dapo_jax.plan.plan import plan_for
+from dapo_jax.plan.workload import Assumptions
+from dapo_jax.run.build import Run
+from dapo_jax.run.loop import Observer, run_steps
+
+SMALL = [
+    "sampling.slots=16", "dynamic_sampling.enabled=false", "batch.prompts_per_step=8", "batch.group_size=4", "batch.groups_per_update=4",
+    "batch.rows_per_microbatch=8", "batch.packing=false", "eval.every_steps=0", "loss.kl_coef=0.1", "sampling.prefill_tokens=16",
+    "sampling.page_tokens=16", "sampling.cache_tokens=512", "parallel.fsdp=2", "parallel.data=4",
+]  # fmt: skip
+"""A row of prompts holds two, a microbatch eight responses; a device's cache one longest sequence for two slots."""
+
+SMALLS = 4096
+"""Bytes of what is there beside: random keys, metrics, the tokens of the last call."""
+
+
+class Seen(Observer, Watch):
+    """The bytes on the first device at each look, by phase, of arrays that were not there before the run."""
+
+    def __init__(self):
+        Watch.__init__(self, 0.0, end=lambda status, why: None)
+        self.before, self.found = set(map(id, jax.live_arrays())), {}
+
+    def look(self, phase):
+        gc.collect()
+        device, buffers = jax.devices()[0], {}
+        for array in jax.live_arrays():
+            if id(array) in self.before:
+                continue
+            for shard in array.addressable_shards:
+                if shard.device == device:
+                    buffers[shard.data.unsafe_buffer_pointer()] = shard.data.nbytes
+        self.found.setdefault(phase, []).append(sum(buffers.values()))
+
+    def note(self, what, **_):
+        if what == "sampling: drawing tokens":
+            self.look("sampling")
+
+    def before_update(self, state, minibatch, *, index, count):
+        self.look("updates")
+
+    def after_step(self, result):
+        self.look("between")
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory):
+    """(the plan of a run of two steps, what was seen of it)"""
+    folder = tmp_path_factory.mktemp("run")
+    config = load_config("quickstart", [*SMALL, f"run_dir={folder}"])
+    seen = Seen()
+    run = Run(config, watch=seen)
+    try:
+        with Checkpointer(folder / "checkpoints") as checkpointer:
+            start = run.start(checkpointer, resume=False, say=print)
+        state, position = start.state, start.position
+        del start
+        run_steps(
+            state, position, steps=2, sampling=run.sampling, batches=run.batches, updater=run.updater, learning_rate=run.learning_rate,
+            observers=[seen],
+        )  # fmt: skip
+    finally:
+        run.close()
+    return plan_for(config, jax.devices(), assumed=Assumptions()), seen.found
+
+
+def parts(made, program):
+    found = together(program, made.resident, updates=made.work.updates)
+    return {name: size for name, size in found[1].items() if size}
+
+
+def test_what_lies_on_a_device_during_updates_and_between_steps_is_counted(counted):
+    """State, reference policy, rotations, and the minibatches of a step."""
+    made, found = counted
+    beside = parts(made, "update")
+    assert list(beside) == ["train state", "reference policy", "rotations", "minibatches"]
+    for phase in ("updates", "between"):
+        assert max(found[phase]) == pytest.approx(sum(beside.values()), abs=SMALLS)
+
+
+def test_what_lies_on_a_device_while_it_samples_is_counted(counted):
+    """The weights and the cache too; and, where pages have run out, a response that is half read again. Prompts may wait for slots
+    meanwhile, which did not happen here."""
+    made, found = counted
+    beside = parts(made, "generate")
+    assert list(beside)[4:] == [
+        "sampler weights",
+        "decode state",
+        "prefilled prompts",
+        "sequence read in parts",
+    ]
+    most, prefix = max(found["sampling"]), made.resident.prefix
+    total = sum(beside.values())
+    assert most == pytest.approx(total - prefix, abs=SMALLS)
+    # In the first step no minibatches lie there; and at its end nothing is read any more.
+    least = total - beside["prefilled prompts"] - beside["sequence read in parts"] - beside["minibatches"]
+    assert min(found["sampling"]) == pytest.approx(least, abs=SMALLS)
