@@ -9,6 +9,7 @@ import jax
 
 from dapo_jax.config import TrainConfig
 from dapo_jax.models.presets import DecoderConfig
+from dapo_jax.parallel.device_memory import device_bytes
 from dapo_jax.plan.cache_fit import CacheFit, cache_fit
 from dapo_jax.plan.collectives import Traffic, collectives
 from dapo_jax.plan.estimate import Cost, Estimated, cost_of, estimates
@@ -149,7 +150,11 @@ def plan_for(
     compile; None is all, if there is a slice."""
     decoder, work = decoder_of(config.model), workload_of(config, assumed or Assumptions())
     host = devices_of(slice.one_host) if slice is not None and slice.hosts > 1 else None
-    programs = Programs(config, decoder, work, None if devices is None else list(devices), host)
+    if slice is None:
+        memory = None if devices is None else device_bytes(devices[0])
+    else:
+        memory = slice.chip.device_hbm_bytes
+    programs = Programs(config, decoder, work, None if devices is None else list(devices), host, memory)
     lowered = programs.lowered() if slice is not None else {}
     compiled = [
         _compiled(programs, name, lower, unknown_trips=_trips(name, config, work), say=say)

@@ -21,7 +21,7 @@ from dapo_jax.plan.memory import Resident
 from dapo_jax.plan.mesh_sizes import Layout, batch_shards, described, layout_of, one_device
 from dapo_jax.plan.refusals import Allocation
 from dapo_jax.plan.workload import Workload
-from dapo_jax.run.cache_room import prefix_bytes
+from dapo_jax.run.cache_room import prefix_bytes, room_for_cache
 from dapo_jax.run.policy import Policy, mesh_of, optimizer_of
 from dapo_jax.run.programs import updater_of
 from dapo_jax.run.response_sampler import prefill_of
@@ -54,6 +54,8 @@ class Programs:
     """None: those of the configuration, which are not there; then nothing can be lowered."""
     host: list[jax.Device] | None = None
     """A host's devices, as a slice of their own: the compiler does not take some hosts out of every slice. None: they are `devices`'."""
+    memory: int | None = None
+    """Bytes of a device; None where nobody knows, as of a CPU."""
 
     @cached_property
     def meshes(self) -> Meshes:
@@ -158,9 +160,7 @@ class Programs:
         """The arrays on each device between programs."""
         layout, state, decoder = self.layout, self.state, self._policy.decoder
         params = bytes_on_device(state.params, layout.train)
-        moments = bytes_on_device(
-            [leaf for leaf in jax.tree.leaves(state.opt_state) if not _on_host(leaf)], layout.train
-        )
+        moments = bytes_on_device(state.opt_state, layout.train)
         longest, *others = map(self._spread, self._stacks)
         shorter = sum(others)
         several = bytes_on_device(self._updater.sums_structs(state), layout.train) if others else 0
@@ -246,6 +246,23 @@ class Programs:
         config = self.config
         return training_pass(config.model, config.batch, self.meshes.train, row_tokens=config.row_tokens)
 
+    @property
+    def _cache_bytes(self) -> int | None:
+        """The room for a cache whose size the configuration leaves open, as a run finds it."""
+        params = bytes_on_device(self.state.params, self.layout.train)
+        state = bytes_on_device(self.state, self.layout.train)
+        return room_for_cache(
+            self._policy.decoder,
+            self.meshes.sampler,
+            self.config.sampling,
+            self._prefilled,
+            compute_dtype=self._dtype,
+            resident=state
+            + (params if self.config.loss.kl_coef else 0)
+            + bytes_on_device(self.weights, self.layout.sampler),
+            memory=self.memory,
+        )
+
     @cached_property
     def _engine(self) -> DecoderEngine:
         return _configured(
@@ -260,6 +277,7 @@ class Programs:
             page_tokens=self.config.sampling.page_tokens,
             cache_tokens=self.config.sampling.cache_tokens,
             cache_dtype=self.config.sampling.cache_dtype,
+            cache_bytes=self._cache_bytes,
             prefill=self._prefilled,
         )
 
@@ -279,11 +297,6 @@ def _configured(make: Callable[..., Any], *arguments: Any, **options: Any) -> An
         raise
     except ValueError as error:
         raise ConfigError(str(error)) from error
-
-
-def _on_host(leaf: Any) -> bool:
-    """True for an array in the host's memory."""
-    return leaf.sharding.memory_kind == "pinned_host"
 
 
 def _how(config: TrainConfig) -> Any:

@@ -89,8 +89,9 @@ class DecoderEngine:
         self._config, self._dtype, self._cache_dtype = config, compute_dtype, cache_dtype or compute_dtype
         asked = {"page_tokens": page_tokens, "cache_tokens": cache_tokens, "dtype": self._cache_dtype}
         kind = cache or kind_for(mesh, **asked)
-        each = token_bytes(config, mesh, dtype=self._cache_dtype, kind=kind)
-        room = None if cache_bytes is None else cache_bytes // each
+        self.token_bytes: int = token_bytes(config, mesh, dtype=self._cache_dtype, kind=kind)
+        """Bytes of one token in the cache, on each of the devices that share its heads."""
+        room = None if cache_bytes is None else cache_bytes // self.token_bytes
         self.page_sizes: PageSizes = sizes_for(
             kind, mesh, slots=slots, capacity=capacity, room_tokens=room, **asked
         )
