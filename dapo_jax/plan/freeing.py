@@ -87,7 +87,9 @@ def _more_chips(plan: Plan, held: int) -> Way:
     if train["data"] % 2 == 0:
         change = f"parallel.fsdp={2 * train['fsdp']} parallel.data={train['data'] // 2}"
     else:
-        change = f"parallel.fsdp={2 * train['fsdp']} on a slice of twice the chips"
+        rows, over = plan.config.batch.rows_per_microbatch, 2 * train["fsdp"] * train["data"]
+        filled = f" batch.rows_per_microbatch={-(-rows // over) * over}" if rows % over else ""
+        change = f"parallel.fsdp={2 * train['fsdp']}{filled} on a slice of twice the chips"
     return Way(change=change, frees=held // 2)
 
 

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from dapo_jax.plan.freeing import held_in
 from dapo_jax.plan.json_output import cache_of
-from dapo_jax.plan.memory import MARGIN
+from dapo_jax.plan.memory import MARGIN, Phase
 from dapo_jax.plan.plan import Plan, Program
 from dapo_jax.plan.refusals import needed_bytes, of_scalars
 from dapo_jax.plan.suggest import Tried
@@ -35,7 +35,7 @@ def show(plan: Plan, console: Console) -> None:
         [
             (phase.name, " + ".join(f"{name} {size(count)}" for name, count in phase.parts.items()), size(phase.total),
              "yes" if phase.total <= (plan.limit or 0) else "NO")
-            for phase in plan.phases
+            for phase in _fullest(plan.phases)
         ],
     )  # fmt: skip
     if fits := _cache_fit(plan):
@@ -148,6 +148,14 @@ def _sizes(plan: Plan) -> list[tuple[str, str]]:
         ("updates a step x microbatches", f"{work.updates} x {work.microbatches}"),
         *_flops(plan),
     ]  # fmt: skip
+
+
+def _fullest(found: Sequence[Phase]) -> list[Phase]:
+    """Of phases of one name, whose programs follow each other, the one with the most on a device."""
+    by_name: dict[str, Phase] = {}
+    for phase in found:
+        by_name[phase.name] = max(by_name.get(phase.name, phase), phase, key=lambda one: one.total)
+    return list(by_name.values())
 
 
 def _cache_fit(plan: Plan) -> str:

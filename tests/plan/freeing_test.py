@@ -9,7 +9,7 @@ from dapo_jax.config import load_config
 from dapo_jax.plan.freeing import held_in
 from dapo_jax.plan.memory import ProgramMemory, phases
 from dapo_jax.plan.plan import Program, plan
-from dapo_jax.plan.table import show_failures
+from dapo_jax.plan.table import show, show_failures
 from dapo_jax.plan.topologies import parse
 
 GIB = 2**30
@@ -40,6 +40,8 @@ def test_the_largest_comes_first_and_says_how_much_a_key_would_free():
     assert list(by_part)[:3] == ["decode state", "sampler weights", "train state"]
     offload = by_part["train state"].ways[0]
     assert str(offload) == "optimizer.offload=true keeps the moments in the host's memory and frees 1.91 GiB"
+    wider = by_part["train state"].ways[1].change
+    assert wider == "parallel.fsdp=64 batch.rows_per_microbatch=64 on a slice of twice the chips"
     assert offload.frees == pytest.approx(32_763_876_352 * 8 / 128, rel=0.01)
 
 
@@ -49,7 +51,7 @@ def test_a_program_that_is_refused_alone_has_what_lies_beside_it_all_the_same():
         "decode state",
         "sampler weights",
         "train state",
-        "response read again",
+        "sequence read in parts",
         "all of generate",
     ]
     assert held_in(made, "generate")[-1].bytes == 95 * GIB
@@ -80,6 +82,16 @@ def test_an_update_is_told_to_take_fewer_rows_or_to_compute_activations_again():
     update = failed(["model.remat=none", "batch.rows_per_microbatch=64"], program="update")
     changes = ways(update, "update")["added by update"]
     assert changes == ["model.remat=full", "batch.rows_per_microbatch=32 (now 64)"]
+
+
+def test_a_phase_of_several_programs_is_one_line_the_fullest(capsys):
+    made = failed()
+    programs = dict.fromkeys(("prefill_row", "prefill_row_head"), made.programs[0].memory)
+    programs["prefill_row"] = replace(programs["prefill_row"], temporaries=GIB)
+    found = phases(programs, made.resident, updates=made.work.updates)
+    show(replace(made, phases=found), Console(width=300))
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("sampling: prefill")]
+    assert "added by prefill_row_head" in line
 
 
 def test_the_message_has_what_is_resident_before_the_arrays_of_the_program(capsys):
