@@ -26,7 +26,7 @@ class Cost:
     """The cost of one run of a program, as its compiler states it."""
 
     cycles: int
-    """Of all operations, one after another."""
+    """The sum over all operations, one after another."""
     copied_bytes: int
     """Read from or written to the device's memory by asynchronous copies."""
     kernels: int
@@ -48,7 +48,7 @@ class Estimated:
 
     @property
     def seconds(self) -> float:
-        """As if nothing on the device overlapped; and no less than what it receives takes."""
+        """The sum, as if nothing on the device overlapped; and no less than what it receives takes."""
         return max(self.operations_s + self.copies_s + self.kernels_s, self.ici_s)
 
 
