@@ -15,6 +15,8 @@ from dapo_jax.plan.hlo_text import Instruction, array_bytes, parsed, ran
 from dapo_jax.plan.roofline import Work, bound
 
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_UNKNOWN = 2**62
+"""Cycles that no operation takes: the compiler writes the largest integer where it has no estimate."""
 _KERNEL = 'custom_call_target="tpu_custom_call"'
 _COPIED = re.compile(r"^\((\S+), (\S+),")
 _FAST, _HOST = "S(1)", "S(5)"
@@ -108,7 +110,7 @@ def estimates(
 def _cycles(made: Instruction) -> int | None:
     """The cycles that the compiler expects of an operation; None where it says nothing."""
     told = _CYCLES.search(made.rest)
-    return int(told[1]) if told else None
+    return int(told[1]) if told and int(told[1]) < _UNKNOWN else None
 
 
 def _copied(made: Instruction) -> int:
