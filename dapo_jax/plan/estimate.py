@@ -15,6 +15,8 @@ from dapo_jax.plan.hlo_text import Instruction, array_bytes, parsed, ran
 from dapo_jax.plan.roofline import Work, bound
 
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_UNKNOWN = 2**62
+"""Cycles that no operation takes: the compiler writes the largest integer where it has no estimate."""
 _KERNEL = 'custom_call_target="tpu_custom_call"'
 _COPIED = re.compile(r"^\((\S+), (\S+),")
 _FAST, _HOST = "S(1)", "S(5)"
@@ -26,7 +28,7 @@ class Cost:
     """The cost of one run of a program, as its compiler states it."""
 
     cycles: int
-    """Of all operations, one after another."""
+    """The sum over all operations, one after another."""
     copied_bytes: int
     """Read from or written to the device's memory by asynchronous copies."""
     kernels: int
@@ -48,7 +50,7 @@ class Estimated:
 
     @property
     def seconds(self) -> float:
-        """As if nothing on the device overlapped; and no less than what it receives takes."""
+        """The sum, as if nothing on the device overlapped; and no less than what it receives takes."""
         return max(self.operations_s + self.copies_s + self.kernels_s, self.ici_s)
 
 
@@ -108,7 +110,7 @@ def estimates(
 def _cycles(made: Instruction) -> int | None:
     """The cycles that the compiler expects of an operation; None where it says nothing."""
     told = _CYCLES.search(made.rest)
-    return int(told[1]) if told else None
+    return int(told[1]) if told and int(told[1]) < _UNKNOWN else None
 
 
 def _copied(made: Instruction) -> int:

@@ -39,7 +39,7 @@ class Held:
 
 
 def held_in(plan: Plan, program: str) -> list[Held]:
-    """What lies on a device while `program` runs: what outlives it, the largest first, then what it adds; of one that was refused alone, what it needs."""
+    """Everything on a device while `program` runs: what outlives it, the largest first, then what it adds; of one that was refused alone, what it needs."""
     phase = next((phase for phase in plan.phases if phase.program == program), None)
     found = together(program, plan.resident, updates=plan.work.updates)
     resident = {} if found is None else found[1]

@@ -151,7 +151,7 @@ def _sizes(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _fullest(found: Sequence[Phase]) -> list[Phase]:
-    """Of phases of one name, whose programs follow each other, the one with the most on a device."""
+    """The phases, of those of one name, whose programs follow each other, the one with the most on a device."""
     by_name: dict[str, Phase] = {}
     for phase in found:
         by_name[phase.name] = max(by_name.get(phase.name, phase), phase, key=lambda one: one.total)

@@ -48,6 +48,12 @@ def test_cycles_and_copies_are_counted_as_often_as_they_run():
     assert cost_of(PROGRAM, None).cycles == 107
 
 
+def test_an_operation_whose_cycles_are_not_known_has_none():
+    """The largest integer of 64 bits stands there."""
+    text = PROGRAM.replace('"estimated_cycles":"7"', f'"estimated_cycles":"{2**63 - 1}"')
+    assert cost_of(text, None).cycles == 100
+
+
 def cost(**changes):
     return Cost(**{"cycles": 0, "copied_bytes": 0, "kernels": 0, "told": {}, **changes})
 
