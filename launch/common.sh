@@ -101,14 +101,16 @@ libtpu_args() { # TYPE SLICES
     printf '%s\n' "$LIBTPU_INIT_ARGS"
     return
   fi
-  # Weights are gathered while products run: MaxText's CF_FOR_ALL_GATHER.
-  local flags=(
-    --xla_enable_async_all_gather=true
-    --xla_tpu_enable_async_collective_fusion=true
-    --xla_tpu_enable_async_collective_fusion_fuse_all_gather=true
-    --xla_tpu_enable_async_collective_fusion_multiple_steps=true
-    --xla_tpu_overlap_compute_collective_tc=true
-  )
+  # Weights are gathered while products run: MaxText's CF_FOR_ALL_GATHER. From libtpu 0.0.50 on its fusions are refused elsewhere than on
+  # v5e, where they could give wrong results.
+  local flags=(--xla_enable_async_all_gather=true --xla_tpu_overlap_compute_collective_tc=true)
+  if [[ $1 == v5litepod-* || $1 == v5e-* ]]; then
+    flags+=(
+      --xla_tpu_enable_async_collective_fusion=true
+      --xla_tpu_enable_async_collective_fusion_fuse_all_gather=true
+      --xla_tpu_enable_async_collective_fusion_multiple_steps=true
+    )
+  fi
   # Gradients are summed over the network between slices while others are made: MaxText's DATA_PARALLEL_OVERLAP.
   if [[ $2 -gt 1 ]]; then
     flags+=(--xla_tpu_enable_data_parallel_all_reduce_opt=true --xla_tpu_data_parallel_opt_different_sized_ops=true)

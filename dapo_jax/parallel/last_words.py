@@ -32,13 +32,13 @@ FIRST = "process 0, through which all hear of each other,"
 _LEAVING, _FAREWELL = "leaving", "farewell"
 
 _GONE, _DRAINED = b"gone\n", b"drained\n"
-"""What the child tells its parent: the first process is gone; all that was on its way to standard error is there."""
+"""Lines by which the child tells its parent that the first process is gone, and that all that was on its way to standard error is there."""
 
 _ENDS = re.compile(
     rb"^[EF]\d{4} [^\n]*\] (Use error polling to propagate the following error|Polled an error from coordination service|Terminating process because the JAX distributed service)",
     re.MULTILINE,
 )
-"""What JAX logs before it aborts a process, as a line of its C++ log begins."""
+"""The lines that JAX logs before it aborts a process, as those of its C++ log begin."""
 
 _KILLED = "it was killed or it crashed; the run's other processes end too"
 
@@ -49,7 +49,7 @@ _QUIET_S = 0.2
 """If nothing has come for so many seconds, nothing more is expected of what was written before."""
 
 _DRAINING_S = 1.0
-"""What was written before the end is waited for no longer than this, however much other processes go on to write."""
+"""The longest wait for what was written before the end, however much other processes go on to write."""
 
 
 class LastWords:

@@ -11,6 +11,7 @@ from dapo_jax.config import to_yaml
 from dapo_jax.doctor import examination as module
 from dapo_jax.doctor.check import Finding
 from dapo_jax.doctor.examination import verdict
+from dapo_jax.parallel.weights import WeightTransfer
 from dapo_jax.run import response_sampler, step_batches
 from tests.doctor.conftest import write_model
 
@@ -261,8 +262,14 @@ def test_a_sampler_that_disagrees_with_the_trainer(examined, monkeypatch):
     plain = response_sampler.transfer_of
 
     def enlarged(decoder, meshes, **how):
-        transfer = plain(decoder, meshes, **how)
-        return lambda params: transfer(jax.tree.map(lambda leaf: leaf * 1.1, params))
+        class Enlarged(WeightTransfer):
+            def __call__(self, params):
+                return super().__call__(jax.tree.map(lambda leaf: leaf * 1.1, params))
+
+        made = plain(decoder, meshes, **how)
+        enlarged = object.__new__(Enlarged)
+        enlarged.__dict__.update(made.__dict__)
+        return enlarged
 
     monkeypatch.setattr(response_sampler, "transfer_of", enlarged)
     found = only_fails(examined(), "agreement")

@@ -16,11 +16,7 @@ TAIL = """#!/bin/sh
 # What would follow for ever shows what there is.
 case "$*" in *--pid=*) exec /usr/bin/tail "$@" ;; *-F*) exec cat "$HOME/dapo_jax_run/log" ;; *) exec /usr/bin/tail "$@" ;; esac
 """
-ASYNC_GATHERS = (
-    "--xla_enable_async_all_gather=true --xla_tpu_enable_async_collective_fusion=true "
-    "--xla_tpu_enable_async_collective_fusion_fuse_all_gather=true "
-    "--xla_tpu_enable_async_collective_fusion_multiple_steps=true --xla_tpu_overlap_compute_collective_tc=true"
-)
+ASYNC_GATHERS = "--xla_enable_async_all_gather=true --xla_tpu_overlap_compute_collective_tc=true"
 """The flags of the TPU compiler that the scripts set for any slice."""
 TOKENS = {"HF_TOKEN": "hf_SECRET it's $HOME", "WANDB_API_KEY": "wandb_SECRET"}
 

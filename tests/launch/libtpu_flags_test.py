@@ -42,10 +42,13 @@ def compiled(topology, flags):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "topology"), [("v6e-4", "v6e:2x2"), ("v5p-8", "v5p:2x2x1")])
+@pytest.mark.parametrize(
+    ("kind", "topology"), [("v5litepod-4", "v5e:2x2"), ("v6e-4", "v6e:2x2"), ("v5p-8", "v5p:2x2x1")]
+)
 def test_libtpu_takes_the_flags(kind, topology):
     flags = flags_of(kind, "2")
     assert flags.startswith(ASYNC_GATHERS)
+    assert ("--xla_tpu_enable_async_collective_fusion=true" in flags) == (kind == "v5litepod-4")
     assert ("--xla_tpu_scoped_vmem_limit_kib=98304" in flags) == (kind == "v6e-4")
     done = compiled(topology, flags)
     assert done.returncode == 0, done.stderr

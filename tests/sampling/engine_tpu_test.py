@@ -30,7 +30,7 @@ def compiled(head_dim=128, name="generate", dtype="bfloat16", eight_bit=False, *
     )  # fmt: skip
     engine = DecoderEngine(
         config, slots=SLOTS, capacity=CAPACITY, steps_per_call=STEPS, stop_ids=[1], mesh=mesh, compute_dtype=dtype,
-        prefill=PrefillShape(rows=1, width=512),
+        prefill=PrefillShape(rows=1, width=512, longest=512),
     )  # fmt: skip
     weights = weight_transfer(shapes_of(config), mesh, dtype=dtype, eight_bit=eight_bit).shapes
     program = engine.programs(weights, decoding())[name]()
