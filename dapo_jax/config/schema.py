@@ -104,7 +104,7 @@ class SamplingConfig(Section, at="sampling"):
     0: what suits the platform; on CPU that is no pages, each slot has room for the longest prompt and response."""
     cache_tokens: int = key(0, range=NOT_NEGATIVE, may_change=True)
     """Tokens that the key/value cache of a sampler holds, over all of its devices. When it is full, the response that started last gives way and is read again later.
-    0: as many as fit in the device's memory beside what else lies there, which a run says at its start; on CPU as many as all slots may come to."""
+    0: as many as fit in the device's memory beside the run's weights and state, which a run says at its start; on CPU as many as all slots may come to."""
     cache_dtype: str = key(
         "", choices=["", "int8", "float8_e4m3fn"], aliases=["kv_cache_dtype"], may_change=True
     )

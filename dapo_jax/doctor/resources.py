@@ -107,14 +107,16 @@ class Configured:
         """Compares the memory that must lie on a device together at least with what the device has. Activations are not in it: those only a compiler knows."""
         there, first = self.planned.resident, jax.devices()[0]
         minibatches = self.planned.work.updates * there.minibatch
-        always = {"train state": there.state, "reference policy": there.reference, "minibatches": minibatches}
-        sampling = {
-            **always,
-            "sampler's weights": there.weights,
-            "its cache": there.decode_state + 2 * there.prefix,
-        }
+        always = {"train state": there.state, "reference policy": there.reference}
+        pages, config = self.planned.pages, self.config.sampling
+        cache = there.decode_state
+        if (
+            not config.cache_tokens and pages.runs_out
+        ):  # it takes what is left, and does with a single sequence for each pool
+            cache = cache * pages.table_pages // pages.pool_pages
+        sampling = {**always, "sampler's weights": there.weights, "its cache": cache + 2 * there.prefix}
         # In float32, as the weights are.
-        updating = {**always, "gradient": there.state - there.moments}
+        updating = {**always, "minibatches": minibatches, "gradient": there.state - there.moments}
         parts = max(sampling, updating, key=lambda each: sum(each.values()))
         needed, each = sum(parts.values()), device_bytes(first)
         if each is None:

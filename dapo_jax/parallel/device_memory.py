@@ -11,6 +11,7 @@ from jaxtyping import PyTree
 
 from dapo_jax.config import ConfigError
 from dapo_jax.parallel.gather import all_gather_bytes
+from dapo_jax.parallel.together import meet
 
 OFFLOADED = "pinned_host"
 """JAX's name for the host's memory from which a device reads by itself."""
@@ -23,9 +24,12 @@ def device_bytes(device: jax.Device) -> int | None:
 
 
 def least_device_bytes(mesh: Mesh) -> int | None:
-    """The same of whichever of the mesh's devices has least; None if one of them does not say. Of several processes all must ask."""
+    """The least `device_bytes` of the mesh's devices; None if one of them does not say. Every process of the run must call it."""
+    if mesh.devices.flat[0].platform == "cpu":
+        return None
     own = [device_bytes(device) for device in mesh.local_devices]
     least = 0 if None in own else min(filter(None, own), default=0)
+    meet()  # what each process has read until here may have taken longer than a collective waits
     return min(int(told) for told in all_gather_bytes(b"%d" % least)) or None
 
 

@@ -11,6 +11,7 @@ A file of its own: it runs in a process of its own, which imports nothing of the
 
 import json
 import os
+import re
 import select
 import selectors
 import signal
@@ -30,16 +31,25 @@ FIRST = "process 0, through which all hear of each other,"
 
 _LEAVING, _FAREWELL = "leaving", "farewell"
 
-_ENDS = (
-    b"Polled an error from coordination service",
-    b"Terminating process because the JAX distributed service",
-)
-"""The first words of what JAX logs before it aborts a process."""
+_GONE, _DRAINED = b"gone\n", b"drained\n"
+"""What the child tells its parent: the first process is gone; all that was on its way to standard error is there."""
 
-_KILLED = "killed, or it crashed; the others end for want of it"
+_ENDS = re.compile(
+    rb"^[EF]\d{4} [^\n]*\] (Use error polling to propagate the following error|Polled an error from coordination service|Terminating process because the JAX distributed service)",
+    re.MULTILINE,
+)
+"""What JAX logs before it aborts a process, as a line of its C++ log begins."""
+
+_KILLED = "it was killed or it crashed; the run's other processes end too"
+
+_LONGEST = 4096
+"""Bytes of a line of JAX's, before which the beginning of another is forgotten."""
 
 _QUIET_S = 0.2
-"""By then all has come that was written, or closed, before."""
+"""If nothing has come for so many seconds, nothing more is expected of what was written before."""
+
+_DRAINING_S = 1.0
+"""What was written before the end is waited for no longer than this, however much other processes go on to write."""
 
 
 class LastWords:
@@ -55,10 +65,13 @@ class LastWords:
         self._child: subprocess.Popen[bytes] | None = None
         self._first_gone = first_gone
         self._stderr: int | None = None
-        """Where standard error went before."""
+        """The descriptor of what standard error was before."""
+        self._lock = threading.Lock()
+        self._unsent, self._ended, self._drained = b"", False, threading.Event()
         with suppress(OSError):
-            # A terminal stays one: what is shown there depends on it.
-            through = None if os.isatty(2) else os.pipe()
+            # A terminal stays one: what is shown there depends on it. With the first process of a container all others are killed, this child
+            # before it has passed on the last lines.
+            through = None if os.isatty(2) or os.getpid() == 1 else os.pipe()
             self._child = subprocess.Popen(
                 [
                     sys.executable,
@@ -72,9 +85,11 @@ class LastWords:
                 ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
+                bufsize=0,  # no lock that another thread could hold when the process forks
                 pass_fds=(through or ())[:1],
                 start_new_session=True,  # what ends the process and all of its group does not end this one
             )
+            os.set_blocking(self._news_to(self._child), False)
             threading.Thread(target=self._hear, name="last words", daemon=True).start()
             if through is not None:
                 self._stderr = os.dup(2)
@@ -97,44 +112,64 @@ class LastWords:
         self._send(_LEAVING)
 
     def farewell(self, *, wait: bool = True) -> None:
-        """There is nothing more to say: the process says itself how it ends."""
+        """Says that this process ends in order: standard error goes directly again, and the child passes on what is left of it. With `wait`,
+        waits for that, for 2 s at most."""
+        self._ended = True
         with suppress(OSError, ValueError):
             sys.stderr.flush()
         self._restore()
         self._send(_FAREWELL)
         self._close()
         if wait and self._child is not None:
-            with suppress(subprocess.TimeoutExpired):
-                self._child.wait(timeout=2.0)
+            self._drained.wait(timeout=2.0)
 
     def _forked(self) -> None:
-        """A forked process would keep the pipes open."""
+        """Closes the pipes in a forked process: the child would not see the end of the parent while one is open."""
+        self._lock = threading.Lock()  # another thread may have held it
         self._restore()
         self._close()
 
     def _restore(self) -> None:
         """Standard error goes again where it went before."""
-        before, self._stderr = self._stderr, None
+        with self._lock:
+            before, self._stderr = self._stderr, None
         if before is not None:
             os.dup2(before, 2)
             os.close(before)
 
     def _hear(self) -> None:
-        if self._child is not None and self._child.stdout is not None:
-            with suppress(OSError, ValueError):
-                if self._child.stdout.readline() and self._first_gone is not None:
+        assert self._child is not None
+        assert self._child.stdout is not None
+        with suppress(OSError, ValueError):
+            for line in self._child.stdout:
+                if line == _GONE and self._first_gone is not None:
                     self._first_gone()
+        self._drained.set()
+        if not self._ended and self._stderr is not None:
+            self._restore()
+            print(
+                "the process through which standard error went has ended (killed?); it goes directly from here on, and if another process of "
+                "the run is killed, JAX's own messages come first",
+                file=sys.stderr,
+            )
 
     def _send(self, news: Any) -> None:
-        if self._child is not None and self._child.stdin is not None:
-            with suppress(OSError, ValueError):
-                self._child.stdin.write(json.dumps(news).encode() + b"\n")
-                self._child.stdin.flush()
+        """Sends news, or what is left of those before; where the child does not read, since nobody reads what it writes, news are lost."""
+        if self._child is None or self._child.stdin is None:
+            return
+        with suppress(OSError, ValueError):
+            line = self._unsent or json.dumps(news).encode() + b"\n"
+            self._unsent = line[os.write(self._news_to(self._child), line) :]
 
     def _close(self) -> None:
         if self._child is not None and self._child.stdin is not None:
             with suppress(OSError, ValueError):
                 self._child.stdin.close()
+
+    @staticmethod
+    def _news_to(child: "subprocess.Popen[bytes]") -> int:
+        assert child.stdin is not None
+        return child.stdin.fileno()
 
 
 def gone(silent: dict[int, float]) -> str:
@@ -161,7 +196,7 @@ class _Child:
         self._first: socket.socket | None = None
         self._since = 0.0
         self._first_gone = False
-        self._said = ""
+        self._said, self._line = "", b""
         self._selector = selectors.DefaultSelector()
         self._selector.register(0, selectors.EVENT_READ)
         if through is not None:
@@ -181,6 +216,7 @@ class _Child:
                 *lines, rest = (rest + read).split(b"\n")
                 if any(self._take(json.loads(line)) for line in lines):
                     self._drain()
+                    self._serve_the_others()
                     return
             elif self._first is not None and self._first.fileno() in ready:
                 self._look()
@@ -194,6 +230,7 @@ class _Child:
             self._say(
                 f"has ended without a word of its own: {f'ended by JAX, since {cause}' if cause else _KILLED}"
             )
+        self._serve_the_others()
 
     def _take(self, news: Any) -> bool:
         """True if that was a farewell."""
@@ -238,7 +275,7 @@ class _Child:
             self._first_gone = True
             self._say_why()
             with suppress(OSError):
-                os.write(1, b"gone\n")
+                os.write(1, _GONE)
         except (OSError, ValueError):
             pass  # the network is away, which says nothing of the process
 
@@ -254,7 +291,9 @@ class _Child:
             self._selector.unregister(self._through)
             self._through = None
             return False
-        if any(words in read for words in _ENDS):
+        # A line may come in two parts.
+        self._line = (self._line + read)[-_LONGEST:]
+        if _ENDS.search(self._line):
             end = time.monotonic() + _QUIET_S
             while self._first is not None and (left := end - time.monotonic()) > 0:
                 if select.select([self._first], [], [], left)[0]:
@@ -263,12 +302,27 @@ class _Child:
         # What nobody can read any more is lost.
         with suppress(OSError):
             while read:
-                read = read[os.write(2, read) :]
+                try:
+                    read = read[os.write(2, read) :]
+                except BlockingIOError:
+                    select.select([], [2], [])
         return True
 
     def _drain(self) -> None:
-        """Passes on what was written before the end. Others may keep the pipe open, such as a grader's process."""
-        while self._through is not None and select.select([self._through], [], [], _QUIET_S)[0]:
+        """Passes on what was written before the end. Others may keep the pipe open, such as a grader's process, and write on."""
+        end = time.monotonic() + _DRAINING_S
+        while (
+            self._through is not None
+            and time.monotonic() < end
+            and select.select([self._through], [], [], _QUIET_S)[0]
+        ):
+            self._pass_on()
+        with suppress(OSError):
+            os.write(1, _DRAINED)
+
+    def _serve_the_others(self) -> None:
+        """Passes on what processes write that outlive the parent, to their end."""
+        while self._through is not None:
             self._pass_on()
 
     def _cause(self) -> str:

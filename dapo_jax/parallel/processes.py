@@ -23,11 +23,13 @@ from dapo_jax.health.stopping import Stop, StoppedError, first_reason
 from dapo_jax.parallel.last_words import FIRST, LastWords, gone
 from dapo_jax.terminal import visible
 
-HEARTBEAT_S = 20
-"""A process that is silent for so long is taken for dead, and the others end."""
+JAX_HEARTBEAT_S = 20
+"""Seconds without a heartbeat after which JAX takes a process for dead and aborts the others. JAX sends heartbeats from C++, so that a process
+which computes without letting other Python threads run still has them."""
 
-JAX_HEARTBEAT_S = 2 * HEARTBEAT_S
-"""The same of JAX, which then aborts: so much later that it comes to that only where this library's threads do not run any more."""
+SILENCE_S = 100
+"""Seconds without a sign of life from a thread of Python after which a process is taken for dead: much longer, since such a thread may have to
+wait for a regular expression or a library that is being loaded."""
 
 GRACE_S = 3.0
 """How long a process may take to leave by itself: after another has failed, and from its own error to its end."""
@@ -401,7 +403,7 @@ class _Alive:
         """When the others were heard last, or rather what the first process knows of them."""
         self.beat_s = max(1.0, count / 64)
         """Between two signs of life: each process reads those of all others, so with many of them there are fewer."""
-        self.limit_s = max(HEARTBEAT_S, 1.25 * BEATS * self.beat_s)
+        self.limit_s = max(SILENCE_S, 1.25 * BEATS * self.beat_s)
         """A process that is silent for longer is taken for dead."""
 
     def said(self) -> str:

@@ -120,16 +120,15 @@ def together(program: str, there: Resident, *, updates: int) -> tuple[str, dict[
 
     Between steps the sampler's weights are gone. While it samples, the weights, the cache and up to two batches of prefilled prompts lie
     beside the train state: the responses of one call still wait for slots when the next one reads; and a response that had given its
-    pages back lies there once more. The minibatches of all updates are put on the device before the first, and lie there until those of the
-    next step are.
+    pages back lies there once more. The minibatches of all updates are put on the device before the first, and are gone after the last.
     """
-    always = {
+    between = {
         "train state": there.state,
         "reference policy": there.reference,
         "rotations": there.rotations,
-        "minibatches": updates * there.minibatch,
     }
-    sampler = {**always, "sampler weights": there.weights}
+    updating = {**between, "minibatches": updates * there.minibatch}
+    sampler = {**between, "sampler weights": there.weights}
     cache = {**sampler, "decode state": there.decode_state}
     reading = {**cache, "prefilled prompts": 2 * there.prefix}
     one, buffers, again = (
@@ -139,7 +138,7 @@ def together(program: str, there: Resident, *, updates: int) -> tuple[str, dict[
     )
     # A long sequence may be read to its end, or half read, while others are decoded.
     longer = {**cache, **one, **(buffers if there.buffers > there.reread else again)}
-    gradient = {**always, "gradient": there.gradient}
+    gradient = {**updating, "gradient": there.gradient}
     known: dict[str, tuple[str, dict[str, int]]] = {
         "transfer": ("transfer: its last layer", sampler),
         "transfer_ends": ("transfer: embeddings", sampler),
@@ -148,10 +147,10 @@ def together(program: str, there: Resident, *, updates: int) -> tuple[str, dict[
         "fill_part": ("sampling: a response starts again", {**cache, **one, **again}),
         "insert_part": ("sampling: a response starts again", {**cache, **one, **again}),
         "generate": ("sampling: decode", max(reading, longer, key=lambda parts: sum(parts.values()))),
-        "score": ("log-probabilities", always),
-        "score_shortest": ("log-probabilities, shortest rows", always),
-        "update": ("update", always),
-        "update_begin": ("update of several row lengths: begins", always),
+        "score": ("log-probabilities", updating),
+        "score_shortest": ("log-probabilities, shortest rows", updating),
+        "update": ("update", updating),
+        "update_begin": ("update of several row lengths: begins", updating),
         "update_add_longest": ("update of several row lengths: longest rows", gradient),
         "update_add_shortest": ("update of several row lengths: shortest rows", gradient),
         "update_apply": ("update of several row lengths: change", gradient),

@@ -256,6 +256,7 @@ class Programs:
             self.meshes.sampler,
             self.config.sampling,
             self._prefilled,
+            capacity=self._capacity,
             compute_dtype=self._dtype,
             resident=state
             + (params if self.config.loss.kl_coef else 0)

@@ -25,18 +25,20 @@ def room_for_cache(
     sampling: SamplingConfig,
     shape: PrefillShape,
     *,
+    capacity: int,
     compute_dtype: str,
     resident: int,
     memory: int | None,
 ) -> int | None:
-    """Bytes of a device that the cache may take, 0 or less if nothing is left; None where that decides nothing: `sampling.cache_tokens` says
-    how large the cache is, its slots are whole, or nobody knows the device's memory.
+    """Bytes of a device that the cache may take, 0 or less if nothing is left. None where memory does not decide the size: `sampling.cache_tokens`
+    is set, the cache has no pages, or the device does not say how much memory it has.
 
     Args:
         decoder: the sizes of the model.
         mesh: of the sampler.
         sampling: the configuration's section.
         shape: what prefill reads at a time.
+        capacity: tokens of the longest prompt and response together.
         compute_dtype: of the cache, unless `sampling` names another.
         resident: bytes on a device while it samples, but for what sampling itself makes.
         memory: bytes of a device.
@@ -47,9 +49,16 @@ def room_for_cache(
         return None
     spread = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
     logits = _LOGITS * sampling.slots // spread * decoder.vocab_rows * 4
+    each, computed = (token_bytes(decoder, mesh, dtype=of, kind=kind) for of in (dtype, compute_dtype))
+    room = int(KNOWN_SHARE * memory) - resident - logits
     # The responses of one call still wait for slots when the next one reads.
-    each = token_bytes(decoder, mesh, dtype=dtype, kind=kind)
-    return int(KNOWN_SHARE * memory) - resident - logits - 2 * prefix_bytes(decoder, shape, token_bytes=each)
+    rows = 2 * prefix_bytes(decoder, shape, token_bytes=each)
+    # A sequence that is read in parts is kept as it was computed, and at its end as the cache has it.
+    width = -(-capacity // shape.width) * shape.width
+    parts = width * (computed + each) + shape.row_prompts * decoder.vocab_rows * 4
+    if shape.longest <= shape.width and room - rows >= sampling.slots // spread * capacity * each:
+        return room - rows  # all slots fit, so nothing is read again
+    return room - max(rows, rows // 2 + parts)
 
 
 def prefix_bytes(decoder: DecoderConfig, shape: PrefillShape, *, token_bytes: int) -> int:

@@ -78,8 +78,8 @@ class Lowering(Protocol):
 
 
 def compile_sampling(engine: Lowering, weights: SamplerWeights, decodings: Iterable[Decoding]) -> None:
-    """Compiles all programs with which `engine` samples, several at a time; `weights` and `decodings` may be shapes. Nothing is left to compile
-    while slots wait, and of several processes none reaches a collective long before the others."""
+    """Compiles all programs with which `engine` samples, several at a time; `weights` and `decodings` may be shapes. What is left to compile
+    while slots wait are tables of angles, and of several processes none reaches a collective long before the others."""
     for each in decodings:
         leaves, structure = jax.tree.flatten((weights, each))
         _compiled(engine, structure, tuple(leaves))

@@ -90,6 +90,7 @@ class ResponseSampler:
             meshes.sampler,
             sampling,
             shape,
+            capacity=max_prompt_tokens + sampling.max_response_tokens,
             compute_dtype=compute_dtype,
             resident=beside + bytes_on_device(self.transfer.shapes, meshes.sampler.shape),
             memory=memory,

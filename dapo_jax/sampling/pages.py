@@ -76,7 +76,7 @@ class Pages:
         self.tables: Int[np.ndarray, "slots table_pages"] = np.zeros(
             (sizes.slots, sizes.table_pages), np.int32
         )
-        """The pages of each slot, in the order of its tokens; behind the last of them, anything."""
+        """The pages of each slot, in the order of its tokens. What stands behind a slot's last page has no meaning."""
         # The lowest number on top, so that a run that needs little touches little.
         self._free = [list(range(sizes.pool_pages - 1, -1, -1)) for _ in range(sizes.pools)]
         self._holders = np.zeros((sizes.pools, sizes.pool_pages), np.int32)
@@ -88,18 +88,25 @@ class Pages:
         return len(self._free[self.sizes.pool_of(slot)])
 
     def start(
-        self, slot: int, tokens: int, *, read: int, prompt: Hashable = None, prompt_tokens: int = 0
+        self,
+        slot: int,
+        tokens: int,
+        *,
+        read: int,
+        prompt: Hashable = None,
+        prompt_tokens: int = 0,
+        spare: int = 0,
     ) -> list[Fill] | None:
         """Gives a slot that holds nothing the pages for `tokens` tokens, `read` of which are there to be written.
 
         Slots that name the same `prompt` begin with the same `prompt_tokens` tokens: its full pages are theirs together. Returned are the
-        pages to be written: shared ones for the first of them alone. None, and nothing has changed, if there are not enough free ones.
+        pages to be written: shared ones for the first of them alone. None, and nothing has changed, if fewer than `spare` free ones would be left.
         """
         sizes, held = self.sizes, self._slots[slot]
         assert not held.pages, "the slot was not released"
         shared = self._shared(slot, prompt, prompt_tokens)
         more = pages_for(tokens, sizes.page_tokens) - len(shared)
-        if more > self.free(slot):
+        if more + spare > self.free(slot):
             return None
         pages = [*shared, *self._taken(slot, more)]
         full = prompt_tokens // sizes.page_tokens

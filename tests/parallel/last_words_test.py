@@ -24,8 +24,15 @@ if how == "farewell":
 if how == "forked" and not os.fork():
     os.close(2)
     time.sleep(600)
+if how == "mentioned":
+    os.write(2, b"seen: Polled an error from coordination service\\n")
+if how == "chatty" and not os.fork():
+    for _ in range(40):
+        os.write(2, b"chatter\\n")
+        time.sleep(0.1)
+    os._exit(0)
 if how == "aborted":
-    os.write(2, b"E0 coordination_service_agent.cc] Polled an error from coordination service\\nF0 client.h] @ 0x7f\\n")
+    os.write(2, b"E1124 12:00:00.0 7 coordination_service_agent.cc:9] Polled an error from coordination service\\nF0 client.h] @ 0x7f\\n")
     time.sleep(0.3)
     os.write(2, b"@ 0x80\\n")
 if how == "told":
@@ -60,7 +67,7 @@ def address():
 def test_a_killed_process_has_last_words(how, address):
     """Also where the end is one for the whole group, and where a forked process lives on."""
     assert said(1, address, how) == (
-        "process 1 of 3 has ended without a word of its own: killed, or it crashed; the others end for want of it. Start again.\n"
+        "process 1 of 3 has ended without a word of its own: it was killed or it crashed; the run's other processes end too. Start again.\n"
     )
 
 
@@ -76,10 +83,85 @@ def test_the_process_that_is_not_heard_of_is_the_cause(address):
 def test_what_is_said_stands_before_what_jax_says_and_again_behind_it(address):
     """That JAX says it is seen as it passes by; all that is written to standard error does."""
     line = "process 1 of 3 ends: JAX ends it, for what it says below. Start again.\n"
-    agent = (
-        "E0 coordination_service_agent.cc] Polled an error from coordination service\nF0 client.h] @ 0x7f\n"
-    )
+    agent = "E1124 12:00:00.0 7 coordination_service_agent.cc:9] Polled an error from coordination service\nF0 client.h] @ 0x7f\n"
     assert said(1, address, "aborted") == f"{line}{agent}@ 0x80\n{line}"
+
+
+@pytest.mark.parametrize("how", ["mentioned", "chatty"])
+def test_what_others_write_is_no_end_and_does_not_hold_up_the_last_words(how, address):
+    """A log that quotes JAX's words; and a process that outlives this one and writes on, all of which is passed on."""
+    shown = said(1, address, how)
+    last = "process 1 of 3 has ended without a word of its own: it was killed or it crashed; the run's other processes end too. Start again.\n"
+    if how == "mentioned":
+        assert shown == f"seen: Polled an error from coordination service\n{last}"
+    else:
+        before, _, after = shown.partition(last)
+        assert len(before.split()) < 30 < len(before.split()) + len(after.split()) == 40
+
+
+CHILD_KILLED = """
+import os, subprocess, sys, time
+from dapo_jax.parallel.last_words import LastWords
+
+words = LastWords(index=1, count=3, address=sys.argv[1])
+words._child.kill()
+words._child.wait()
+time.sleep(0.5)
+subprocess.run([sys.executable, "-c", "import sys; print('from a subprocess', file=sys.stderr)"], check=True)
+print("the cause of the end", file=sys.stderr)
+words.tell(silent={}, way_on="Start again.")
+words.farewell()
+"""
+
+
+def test_without_the_child_standard_error_goes_where_it_went_before(address):
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", CHILD_KILLED, address],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+    )
+    note, *rest = done.stderr.splitlines()
+    assert note.startswith(
+        "the process through which standard error went has ended (killed?); it goes directly from here on"
+    )
+    assert (rest, done.returncode) == (["from a subprocess", "the cause of the end"], 0)
+
+
+UNREAD = """
+import os, sys, time
+from dapo_jax.parallel.last_words import LastWords
+
+words = LastWords(index=1, count=3, address=sys.argv[1])
+os.set_blocking(2, False)
+try:
+    while True:
+        os.write(2, b"x" * 4096)
+except BlockingIOError:
+    pass
+for _ in range(2000):
+    words.tell(silent={}, way_on="w" * 200)
+pid = os.fork()
+if not pid:
+    os._exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+words.farewell()
+print("left", flush=True)
+"""
+
+
+def test_a_standard_error_that_nobody_reads_holds_up_nothing_else(address):
+    """Neither news, nor a fork, nor the end: what cannot be sent is lost."""
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", UNREAD, address],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert [process.stdout.readline() for _ in range(2)] == ["7\n", "left\n"]
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def test_a_first_process_that_does_not_answer_is_the_cause_for_the_others(address):
@@ -87,7 +169,9 @@ def test_a_first_process_that_does_not_answer_is_the_cause_for_the_others(addres
         free.bind(("localhost", 0))
         nobody = f"localhost:{free.getsockname()[1]}"
         assert f"is gone (nothing answers at {nobody}). Start again." in said(1, nobody, "killed")
-        assert "process 0 of 3 has ended without a word of its own: killed" in said(0, nobody, "killed")
+        assert "process 0 of 3 has ended without a word of its own: it was killed" in said(
+            0, nobody, "killed"
+        )
 
 
 WATCHING = """

@@ -135,7 +135,7 @@ GONE = {
         signal.SIGKILL,
         1,
     ): r"process 1 has not been heard of for \d+ s: it was killed, or its machine is gone( \(found as .*\))?",
-    (signal.SIGSTOP, 0): rf"{FIRST} did not answer for \d+ s: it was killed, or its machine is gone",
+    (signal.SIGSTOP, 0): rf"{FIRST} did not answer for \d+ s",
     (signal.SIGSTOP, 1): r"process 1 has not been heard of for \d+ s: it was killed, or its machine is gone",
 }
 
@@ -146,22 +146,23 @@ GONE = {
     [pytest.param(*case, marks=[pytest.mark.slow] * (case[0] == signal.SIGSTOP)) for case in GONE],
 )
 def test_a_process_that_dies_or_stops_without_a_word_ends_the_others_who_say_which_one_is_gone(kill, failing):
-    """That is the first line of each, also before what JAX logs, and there is no stack of C++ addresses behind it."""
+    """That is the first line of each, also before what JAX logs. A killed one is seen before JAX sees it, and there is no stack of C++ addresses; of one that
+    is stopped JAX misses the heartbeats, and aborts."""
     processes = 3 if kill == signal.SIGSTOP else 2
     done, took = ended("wait", failing, processes=processes, kill=kill, within_s=60)
     for index, (status, output) in enumerate(done):
         if index != failing:
-            assert status == 1, output
+            assert status == 1 or kill == signal.SIGSTOP, output
             said = [line for line in output.splitlines() if not re.search(r"ready|\[Gloo\] Rank", line)]
             way_on = "Start all processes again, with --resume"
             assert re.fullmatch(
                 rf"process {index} of {processes} ends: {GONE[kill, failing]}\. {way_on}", said[0]
             )
-            assert not re.search(r"@ +0x", output)
+            assert kill == signal.SIGSTOP or not re.search(r"@ +0x", output)
             assert "told to stop" not in output
     assert took < 40
     if kill == signal.SIGKILL:
-        assert "killed, or it crashed; the others end for want of it" in done[failing][1]
+        assert "it was killed or it crashed; the run's other processes end too" in done[failing][1]
 
 
 def test_the_environment_says_whether_there_are_several():

@@ -179,6 +179,7 @@ def test_what_does_not_fit_is_named_and_what_would_is_compiled(file, folder, cap
             "sampling.slots=2048",
             "sampling.max_response_tokens=16256",
             "sampling.page_tokens=512",
+            "sampling.cache_tokens=33554432",
         ],
     )
     devices, slice_ = devices_of(parse("v5e:2x2")), parse("v5e:2x2")

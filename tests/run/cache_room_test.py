@@ -20,17 +20,17 @@ SHAPE = PrefillShape(rows=2, width=64, longest=16)
 PAGES = SamplingConfig(slots=8, page_tokens=16, max_response_tokens=48)
 
 
-def room(sampling=PAGES, *, memory=1 << 20, resident=0, devices=1, dtype="float32", **axes):
+def room(sampling=PAGES, *, shape=SHAPE, memory=1 << 23, resident=0, devices=1, dtype="float32", **axes):
     mesh = make_mesh(devices=jax.devices()[:devices], **(axes or {"fsdp": 1}))
     return room_for_cache(
-        TINY, mesh, sampling, SHAPE, compute_dtype=dtype, resident=resident, memory=memory
+        TINY, mesh, sampling, shape, capacity=64, compute_dtype=dtype, resident=resident, memory=memory
     )  # fmt: skip
 
 
 def test_the_cache_gets_what_all_else_leaves_of_nine_tenths_of_a_device():
     """8 slots' logits of 32 entries four times over, and twice a prefix of 2 rows: 64 tokens and the logits of 16 prompts each."""
     logits, prefix = 4 * 8 * 32 * 4, 2 * (64 * 2048 + 16 * 32 * 4)
-    assert room(resident=1000) == int(KNOWN_SHARE * (1 << 20)) - 1000 - logits - 2 * prefix
+    assert room(resident=1000) == int(KNOWN_SHARE * (1 << 23)) - 1000 - logits - 2 * prefix
 
 
 def test_a_mesh_spreads_slots_and_heads():
@@ -38,6 +38,19 @@ def test_a_mesh_spreads_slots_and_heads():
     spread, heads, alone = room(devices=4, fsdp=4), room(devices=2, fsdp=1, tensor=2), room()
     assert spread - alone == 4 * (8 - 2) * 32 * 4
     assert heads - alone == 2 * 2 * 64 * 1024
+
+
+def test_what_is_read_again_has_its_room_unless_all_slots_fit():
+    """Of rows of 16 tokens two prefixes take 2 x (16 x 2,048 + 2,048). A sequence of 64 tokens is kept twice at its end, with logits of 16 prompts,
+    beside one prefix. All 8 slots may come to 8 x 64 tokens, which are 1 MiB."""
+    narrow, prefix, again = PrefillShape(rows=1, width=16, longest=16), 16 * 2048 + 2048, 64 * 2 * 2048 + 2048
+    known = int(KNOWN_SHARE * (1 << 20)) - 4 * 8 * 32 * 4
+    assert room(shape=narrow, memory=1 << 20) == known - prefix - again
+    assert room(shape=narrow, memory=1 << 21) == known + int(KNOWN_SHARE * (1 << 20)) - 2 * prefix
+    assert (
+        room(shape=replace(narrow, longest=17), memory=1 << 21)
+        == known + int(KNOWN_SHARE * (1 << 20)) - prefix - again
+    )
 
 
 def test_eight_bits_are_counted_with_their_scales():
@@ -75,14 +88,15 @@ def sampler():
 
 def test_a_run_says_how_large_a_cache_it_chose(sampler):
     """A sequence may come to 64 tokens, so 8 slots to 512, of 2,048 bytes each. The model has 592,768 parameters for the trainer and as many for the sampler,
-    4,742,144 bytes; the logits of 8 slots take 4 x 8 x 14 x 4 = 1,792, and prefixes twice 2 rows of 16 tokens, 131,072, with logits of
-    16 prompts, 3,584. Of 5,220,000 bytes, nine tenths of the device's, 341,408 are left: 166 tokens, 10 pages."""
+    4,742,144 bytes; the logits of 8 slots take 4 x 8 x 14 x 4 = 1,792, a prefix 2 rows of 16 tokens, 65,536, with logits of 2 x 16 prompts, 1,792, and a
+    sequence that is read again twice 64 tokens, 262,144, with logits of 16, 896. Of 5,400,000 bytes, nine tenths of the device's, 325,696 are left: 159
+    tokens, 9 pages."""
     [large] = sampler(1 << 30).notes
     assert large.startswith(
         "the key/value cache holds all 8 slots of 64 tokens; 0.90 of a device's 1.00 GiB were left for it"
     )
-    [small] = sampler(5_800_000).notes
-    assert "holds 160 tokens where all 8 slots may come to 512: responses wait" in small
+    [small] = sampler(6_000_000).notes
+    assert "holds 144 tokens where all 8 slots may come to 512: responses wait" in small
     assert "sampling.cache_tokens" in small
     assert sampler(None).notes == sampler(1 << 30, cache_tokens=256).notes == []
 

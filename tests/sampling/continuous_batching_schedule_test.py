@@ -2,6 +2,7 @@
 
 import itertools
 import weakref
+from collections import Counter
 
 import jax
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.sampling.continuous_batching import Sampler
 from dapo_jax.sampling.decoding import decoding
+from dapo_jax.sampling.pages import PageSizes
 from dapo_jax.testing import ScriptedEngine
 
 EOS, LIMIT = 1, 40
@@ -202,28 +204,69 @@ def test_refilling_late_leaves_slots_idle():
     assert occupancy(refill_frac=1.0) < 0.75
 
 
+class Prefix(np.ndarray):
+    """An array that can be weakly referenced and counted."""
+
+
+class Watching(ScriptedEngine):
+    """Reads one prompt at a time; knows at each call that draws how many of the prefixes are still held by somebody."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.held, self.alive = [], []
+
+    def prefill(self, params, asked):
+        for index, lengths, place in next(super().prefill(params, asked)):
+            prefix = lengths.view(Prefix)
+            self.held.append(weakref.ref(prefix))
+            yield [(index, prefix, place)]
+
+    def generate(self, params, state, how, min_live, tables):
+        self.alive.append(sum(reference() is not None for reference in self.held))
+        return super().generate(params, state, how, min_live, tables)
+
+
 def test_a_prefill_is_let_go_once_its_last_response_has_a_slot():
-    class Prefix(np.ndarray):
-        """An array that can be weakly referenced and counted."""
-
-    held = []
-
-    class Watching(ScriptedEngine):
-        def prefill(self, params, asked):
-            for index, lengths, place in next(super().prefill(params, asked)):
-                prefix = lengths.view(Prefix)
-                held.append(weakref.ref(prefix))
-                yield [(index, prefix, place)]
-
-        def generate(self, params, state, how, min_live, tables):
-            alive.append(sum(reference() is not None for reference in held))
-            return super().generate(params, state, how, min_live, tables)
-
-    alive = []
     engine = Watching(lambda o, i: response(o, i, 30), slots=4, capacity=46, steps_per_call=4, stop_ids=[EOS])
     list(sample(engine, drawing(prompts(4)), samples=2, prefill_prompts=1))
-    assert len(held) == 4
-    assert max(alive) <= 1
+    assert len(engine.held) == 4
+    assert max(engine.alive) <= 1
+
+
+def log_normal(ordinal, index):
+    """20 to 250 tokens, most of them short."""
+    return int(min(250, 20 + np.random.default_rng((ordinal, index)).lognormal(3.5, 0.8)))
+
+
+def short_of_pages(engine=ScriptedEngine, *, share, slots=32):
+    """The engine after sampling with pages for so much of what all slots may come to."""
+    capacity, page = 260, 4
+    sizes = PageSizes(
+        slots=slots,
+        capacity=capacity,
+        page_tokens=page,
+        pools=1,
+        pool_pages=int(share * slots * capacity / page),
+    )
+    engine = engine(
+        lambda o, i: [2] * (log_normal(o, i) - 1) + [EOS],
+        slots=slots, capacity=capacity, steps_per_call=8, stop_ids=[EOS], page_sizes=sizes,
+    )  # fmt: skip
+    assert len(list(sample(engine, drawing(prompts(32)), samples=8, prefill_prompts=8, limit=250))) == 32
+    return engine
+
+
+def test_where_pages_run_out_few_prompts_wait_that_were_read():
+    """What is read again does not wait for other prompts to be read first, of which all would then wait on the device."""
+    engine = short_of_pages(Watching, share=0.12, slots=64)
+    assert len(engine.inserted) > 32 * 8, "responses gave way"
+    assert max(engine.alive) <= 2
+
+
+def test_where_pages_run_out_few_responses_give_way():
+    """32 prompts of 8 responses: those that start leave the others pages to grow. Without that there are 195 readings again, with it 70."""
+    started = Counter(short_of_pages(share=0.12).inserted)
+    assert 0 < sum(started.values()) - 256 < 100
 
 
 class ReadingSlowly(ScriptedEngine):
