@@ -1,4 +1,4 @@
-"""A step is sealed by all who have written it: each process hashes its own files, and the first puts the digests into the manifest.
+"""The manifest of a checkpoint: each process hashes the files that it has written, and the first one writes all digests into the manifest.
 
 In each item of a step orbax gives every process a folder of its own, `ocdbt.process_3`, in which all the data lies. Once all have
 written, the first process merges the indices in these folders into one and adds descriptions: files of a few kilobytes, in other places. These
@@ -38,7 +38,7 @@ class Sealing:
         self._step = step
 
     def options(self) -> ocp.AsyncOptions:
-        """Orbax's options of a save by which it comes here: in every process after its own writes, and in the first after all of them."""
+        """Options by which orbax calls `_meet` before each of its barriers, in every process, and `_seal` in the first one, once all have written."""
         return ocp.AsyncOptions(barrier_sync_fn=self._meet, post_finalization_callback=self._seal)
 
     def _meet(self, *, key: str, timeout_ms: int) -> None:

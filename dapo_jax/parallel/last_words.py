@@ -25,7 +25,7 @@ from contextlib import suppress
 from typing import Any
 
 OLD_S = 5.0
-"""Older news than this mean that the first process did not answer this one."""
+"""If the last news of the parent are older than this many seconds, the first process did not answer it."""
 
 FIRST = "process 0, through which all hear of each other,"
 
@@ -108,7 +108,7 @@ class LastWords:
         self._send([silent, way_on])
 
     def others_leave(self) -> None:
-        """The first process may leave from here on, and is not missed."""
+        """Tells the child that the first process may end from here on, so that its end is not reported."""
         self._send(_LEAVING)
 
     def farewell(self, *, wait: bool = True) -> None:

@@ -17,7 +17,8 @@ def leave_note(subject: str, text: str) -> None:
 
 
 def take_notes(subject: str) -> dict[int, str]:
-    """Process -> the note that it has left on the subject, and removes them. Waits for nobody: whoever has left none is missing."""
+    """Returns each process's note on the subject, by the process's number, and deletes them. It waits for nobody: a process that has left none is
+    missing in the result."""
     if jax.process_count() == 1:
         return {}
     found = _service().key_value_dir_get(f"{_PLACE}{subject}/")

@@ -124,7 +124,8 @@ class ResponseSampler:
         self._key: PRNGKeyArray = jax.random.key(seed)
 
     def compile(self, *decodings: Mapping[str, Any]) -> None:
-        """Compiles the programs that sample with any of these options of `decoding`, of which only whether they cut the distribution matters."""
+        """Compiles the programs that sample with each of these options of `decoding`. Options that differ in numbers alone share them; whether the
+        distribution is cut (top-k, top-p) makes another one."""
         drawing = [jax.eval_shape(partial(decoding, **options)) for options in decodings]
         compile_sampling(self._engine, self.transfer.shapes, drawing)
 

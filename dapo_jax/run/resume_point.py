@@ -51,8 +51,8 @@ class ResumePoint:
 
 
 def has_checkpoint(folder: AnyPath) -> bool:
-    """Whether there is a checkpoint in the folder of all checkpoints, damaged ones included, as the first process sees it: one might make room
-    for what another does not find.
+    """Whether the folder holds a checkpoint, damaged ones included. All processes take the first one's answer: otherwise some would wait for
+    others to restore while these read the initial weights.
 
     Raises:
         CheckpointError: it cannot be listed, or is a link to nothing.

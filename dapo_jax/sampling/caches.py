@@ -14,7 +14,7 @@ from dapo_jax.sampling.cache import DENSE, Cache
 from dapo_jax.sampling.pages import PageSizes, pages_for, slot_pages
 
 Kind = Literal["slots", "pages", "tpu", "gpu"]
-"""Each slot as one page, as long as it may come to be; pages by what every platform has; by the kernel for TPU; by that for NVIDIA GPUs."""
+"""slots: each slot is one page, as long as the longest sequence. pages: pages, by XLA's own operations. tpu, gpu: pages, by a kernel for that platform."""
 
 DEFAULT_PAGE_TOKENS = {"tpu": 128}
 """By platform; elsewhere 64. On TPU a page is as many tokens as a register has lanes."""
@@ -56,13 +56,13 @@ def sizes_for(
     """The sizes of the cache's pools.
 
     Args:
-        kind: of `kind_for`.
-        mesh: of the sampler.
+        kind: what `kind_for` gave.
+        mesh: that of the sampler.
         slots: decoded side by side.
         capacity: tokens of the longest prompt and response together.
         page_tokens: tokens of a page; 0: what suits the platform.
         cache_tokens: tokens in all pools together; 0: as many as there is room for.
-        dtype: of the cache.
+        dtype: in which keys and values are kept.
         room_tokens: tokens that there is room for on a device, beside what else lies there; None: as many as all slots may come to.
 
     Raises:

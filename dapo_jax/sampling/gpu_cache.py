@@ -1,7 +1,7 @@
 """The key/value cache in pages on NVIDIA GPUs: attention by the kernel for pages that comes with jax (Pallas, Triton).
 
-The kernel gives NaN where a page holds NaN behind a slot's tokens, since 0 x NaN is NaN; so none is ever written. What made it shows all the same:
-in the logits of the token that it belongs to.
+The kernel would give NaN if a page held a NaN behind a slot's tokens, since 0 x NaN is NaN; so keys and values that are NaN are written as 0. The NaN
+is noticed all the same: the logits of its own token are NaN.
 """
 
 import warnings

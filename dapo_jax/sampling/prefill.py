@@ -87,8 +87,8 @@ class Prefill:
                 )
 
     def programs(self, params: SamplerWeights, *, again: bool) -> dict[str, Callable[[], Lowered]]:
-        """The programs that are used, by name, and what lowers each; `params` may be shapes with their places. Without `again` nothing but
-        prompts is read."""
+        """The programs that are used, by name, and what lowers each; `params` may be shapes with their places. `again` says whether responses
+        that gave way are read again, which may be longer than any prompt."""
         made: dict[str, Callable[[], Lowered]] = {}
         layer, ends = params["layers"][0], params["ends"]
         half, embed, width = self._config.head_dim // 2, self._config.embed_dim, self.shape.width
