@@ -146,7 +146,7 @@ def run_steps(
                 observer.after_update(minibatch, of_update, learning_rate=rate)
             measured.append(of_update)
         scalars = to_scalars(measured)
-        del minibatches, minibatch  # or they would lie on the devices while the next step samples
+        minibatches = minibatch = ()  # or they would lie on the devices while the next step samples
         if scalars.get("policy/clip_high_frac") == 0.0:
             scalars.pop("policy/clipped_high_prob", None)  # a mean of no tokens
 
