@@ -328,10 +328,10 @@ class _Child:
     def _cause(self) -> str:
         """Why JAX ends the process, as far as that is known."""
         silent, age_s = {} if self._news is None else self._news[0], time.monotonic() - self._heard
+        if silent:  # of which JAX may have ended the first process, too
+            return f"{gone(silent)}: it was killed, or its machine is gone"
         if self._first_gone:
             return f"{FIRST} is gone (nothing answers at {self._address}): it was killed, or it crashed"
-        if silent:
-            return f"{gone(silent)}: it was killed, or its machine is gone"
         if self._index and age_s > OLD_S:
             return f"{FIRST} did not answer for {age_s:.0f} s"
         if self._index and not self._answers():
