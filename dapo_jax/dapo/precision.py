@@ -24,6 +24,8 @@ class WeightSharding(NamedTuple):
     """The mesh axis over which it is split between its uses."""
     dim: int
     """Which of its dimensions."""
+    parts_first: bool = False
+    """The way to sum gradients that every TPU compiler takes, but which sums some of them on every device; False: the plain way."""
 
     def gathered(self, part: Array) -> Array:
         """The whole of it."""
@@ -31,9 +33,10 @@ class WeightSharding(NamedTuple):
 
     def summed(self, whole: Array) -> Array:
         """Its part of the sum over all devices along the axis."""
+        if not self.parts_first:
+            return lax.psum_scatter(whole, self.axis, scatter_dimension=self.dim, tiled=True)
         shape, count = whole.shape, lax.axis_size(self.axis)
         parts = whole.reshape(*shape[: self.dim], count, shape[self.dim] // count, *shape[self.dim + 1 :])
-        # The parts come first: libtpu 0.0.50 refuses to split a sum along lanes into parts that do not fill registers.
         return lax.psum_scatter(jnp.moveaxis(parts, self.dim, 0), self.axis, scatter_dimension=0, tiled=False)
 
 

@@ -63,8 +63,10 @@ class MeshLayout(Layout):
 
     def weight_sharding(self, axes: tuple[str, ...]) -> WeightSharding | None:
         split = [TRAINER_RULES[axis] for axis in axes]
+        # For v5e and v6e ("lite") libtpu 0.0.50 refuses to split a sum along lanes into parts that do not fill registers.
+        parts_first = "lite" in self.mesh.devices.flat[0].device_kind
         return (
-            WeightSharding("fsdp", split.index("fsdp"))
+            WeightSharding("fsdp", split.index("fsdp"), parts_first)
             if self.mesh.shape["fsdp"] > 1 and "fsdp" in split
             else None
         )

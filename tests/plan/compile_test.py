@@ -230,14 +230,13 @@ def test_the_recipes_fit_their_slices(name, slice, responses):
     assumed = Assumptions(response_tokens=mean, response_tokens_std=std)
     found = plan(load_config(f"configs/{name}.yaml"), slice=parse(slice), assumed=assumed)
     assert found.fits
-    if name.startswith("dapo_qwen2.5_32b"):
-        # libtpu 0.0.42 adds the gradients of attention's queries, keys and values up on every device, 5% of what is scattered (a tied
-        # embedding's would be as much again), and passes some parts on from device to device.
+    if name.startswith(
+        "dapo_qwen2.5_32b"
+    ):  # a tied embedding's gradient, or a bias split too fine, is all-reduced
         traffic = next(program.traffic for program in found.programs if program.name == "update")
-        trained = {kind.kind: kind.received_bytes for kind in traffic}
-        assert trained.keys() <= {"all-gather", "reduce-scatter", "all-reduce", "collective-permute"}
-        assert trained["all-reduce"] < 0.06 * trained["reduce-scatter"]
-        assert trained.get("collective-permute", 0) < 0.01 * trained["reduce-scatter"]
+        trained = {kind.kind: kind for kind in traffic}
+        assert trained.keys() <= {"all-gather", "reduce-scatter", "all-reduce"}
+        assert trained["all-reduce"].received_bytes < 0.01 * trained["reduce-scatter"].received_bytes
 
 
 @pytest.mark.slow
