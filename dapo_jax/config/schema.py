@@ -249,6 +249,23 @@ class DynamicSamplingConfig(Section, at="dynamic_sampling"):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RolloutConfig(Section, at="rollout"):
+    """Rollouts that go on from one step to the next, by a clock of rounds that depends on lengths and verdicts alone."""
+
+    in_flight: int = key(0, range=NOT_NEGATIVE, aliases=["max_concurrent_rollouts"])
+    """Responses in flight over the whole run, a multiple of `batch.group_size`. What has ended is replaced at once, what has not goes on
+    with the next step's weights, and surplus groups wait: no step waits for its longest response. 0: waves, each sampled to its end."""
+    round_tokens: int = key(256, range=SIZE)
+    """Tokens that each response in flight draws in a round; at its end what has ended is replaced and a step may end."""
+    verdict_rounds: int = key(1, range=NOT_NEGATIVE)
+    """Rounds from a group's last token to its verdict, while which graders work beside the sampler; 0: sampling waits for them."""
+    max_age_steps: int = key(
+        0, range=NOT_NEGATIVE, aliases=["max_staleness", "staleness_threshold", "max_off_policy_steps"]
+    )
+    """A step waits for groups that began this many steps before; so no token is trained on that is older. 0: no bound."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class BatchConfig(Section, at="batch"):
     """The size of one step: prompts, responses and optimizer updates."""
 
@@ -584,6 +601,7 @@ class TrainConfig(Section):
     dynamic_sampling: DynamicSamplingConfig = key(
         default_factory=DynamicSamplingConfig, aliases=["filter_groups"]
     )
+    rollout: RolloutConfig = key(default_factory=RolloutConfig)
     batch: BatchConfig = key(default_factory=BatchConfig)
     loss: LossConfig = key(default_factory=LossConfig)
     optimizer: OptimizerConfig = key(default_factory=OptimizerConfig)
@@ -648,6 +666,7 @@ class TrainConfig(Section):
                 f"{overlong.buffer_tokens} > {limit}: the paper's is a fifth of the limit, here {max(1, limit // 5)}; "
                 "or set reward.overlong.enabled=false",
             )
+        _check_rollout(self)
         check_row(batch.row_tokens, self.data.max_prompt_tokens, limit, "sampling.max_response_tokens")
 
 
@@ -665,6 +684,28 @@ def _check_guard(guard: GuardConfig, loss: LossConfig) -> None:
     if loss.importance_cap is not None:
         needs = f"loss.importance_cap = null, found {loss.importance_cap}"
         refuse("guard.on_mismatch", "correct", needs, "that corrects every step already: set one of the two")
+
+
+def _check_rollout(config: TrainConfig) -> None:
+    rollout, group, limit = config.rollout, config.batch.group_size, config.sampling.max_response_tokens
+    if not rollout.in_flight:
+        return
+    if rollout.in_flight % group:
+        up = -(-rollout.in_flight // group) * group
+        remedy = f"groups of {group} responses are replaced whole: {up} is"
+        refuse(
+            "rollout.in_flight",
+            rollout.in_flight,
+            f"a multiple of batch.group_size = {group}, or 0 (waves)",
+            remedy,
+        )
+    if rollout.round_tokens > limit:
+        needs = f"at most sampling.max_response_tokens = {limit}"
+        remedy = f"a response would end before its first round does: {limit} or less, such as {max(1, limit // 16)}"
+        refuse("rollout.round_tokens", rollout.round_tokens, needs, remedy)
+    if config.dynamic_sampling.surplus == "carry":
+        remedy = "with rollout.in_flight surplus groups always wait for the next step: leave it out"
+        refuse("dynamic_sampling.surplus", "carry", "'discard' with rollout.in_flight", remedy)
 
 
 def _check_eight_bits(sampling: SamplingConfig, importance_cap: float | None) -> None:
