@@ -1,0 +1,197 @@
+"""The virtual clock: what starts, what is whole and when a step ends, from lengths and verdicts alone."""
+
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dapo_jax.dapo.virtual_clock import ClockSizes, ResponseId, VirtualClock
+
+ROUND = 8
+"""Tokens that a response draws in a round."""
+
+
+class World:
+    """Lengths and verdicts of all responses, from a seed; and what a driver of the clock keeps of them."""
+
+    def __init__(self, sizes, *, seed, mixed=0.5, most=64):
+        self.sizes, self.seed, self.mixed, self.most = sizes, seed, mixed, most
+        self.drawn: dict[ResponseId, int] = {}
+        self.started: list[ResponseId] = []
+        self.judged: dict[int, bool] = {}
+        self.steps: list[dict[int, int]] = []
+
+    def length(self, one):
+        return int(np.random.default_rng([self.seed, *one]).integers(1, self.most + 1))
+
+    def informative(self, ordinal):
+        return bool(np.random.default_rng([self.seed, ordinal, 99]).random() < self.mixed)
+
+    def round(self, clock):
+        """One round, and the steps that end with it."""
+        for one in clock.start():
+            self.drawn[one] = 0
+            self.started.append(one)
+        assert len(self.drawn) == self.sizes.in_flight
+        for one in self.drawn:
+            self.drawn[one] += ROUND
+        ended = [one for one, drawn in self.drawn.items() if drawn >= self.length(one)]
+        for one in ended:
+            del self.drawn[one]
+        verdicts = {ordinal: self.informative(ordinal) for ordinal in clock.end_round(ended)}
+        self.judged |= verdicts
+        clock.judge(verdicts)
+        while clock.step_ends:
+            self.steps.append(clock.end_step())
+
+
+def run(sizes, *, seed=0, rounds=200, clock=None, world=None, **options):
+    clock, world = clock or VirtualClock(sizes), world or World(sizes, seed=seed, **options)
+    for _ in range(rounds):
+        world.round(clock)
+    return clock, world
+
+
+def sizes(**changes):
+    return ClockSizes(**{"in_flight": 8, "samples_per_prompt": 4, "needed": 2, **changes})
+
+
+any_sizes = st.builds(
+    lambda groups, samples, needed, verdicts, age: ClockSizes(
+        in_flight=groups * samples, samples_per_prompt=samples, needed=needed, verdict_rounds=verdicts, max_age_steps=age
+    ),
+    st.integers(1, 6), st.integers(1, 5), st.integers(1, 5), st.integers(0, 3), st.integers(0, 3),
+)  # fmt: skip
+
+
+@given(any_sizes, st.integers(0, 10_000), st.sampled_from([0.2, 0.5, 1.0]))
+def test_every_ordinal_is_trained_on_once_or_teaches_nothing_or_waits_or_is_in_flight(sizes, seed, mixed):
+    clock, world = run(sizes, seed=seed, mixed=mixed)
+    trained = Counter(ordinal for step in world.steps for ordinal in step)
+    assert set(trained.values()) <= {1}
+    for ordinal in range(clock.following.ordinal + (clock.following.index > 0)):
+        states = (
+            ordinal in trained,
+            ordinal in world.judged and not world.judged[ordinal],
+            ordinal in clock.ready,
+            ordinal in clock.groups,
+        )
+        assert sum(states) == 1, (ordinal, states)
+    assert world.started == sorted(world.started), "responses start in the order of (ordinal, index)"
+    assert len(set(world.started)) == len(world.started)
+    assert all(len(step) == sizes.needed for step in world.steps)
+
+
+@given(any_sizes, st.integers(0, 10_000), st.integers(0, 60))
+def test_a_clock_that_was_saved_and_restored_goes_on_as_if_it_had_not(sizes, seed, rounds):
+    clock, world = run(sizes, seed=seed, rounds=rounds)
+    again = VirtualClock.restored(sizes, json.loads(json.dumps(clock.state())))
+    assert again == clock
+    run(sizes, clock=again, world=world, rounds=20)
+    whole, straight = run(sizes, seed=seed, rounds=rounds + 20)
+    assert (again, world.steps) == (whole, straight.steps)
+
+
+@given(any_sizes, st.integers(0, 10_000))
+def test_what_waits_does_not_pile_up(sizes, seed):
+    """After a round fewer groups wait than a step needs, unless an older one holds the steps back."""
+    clock, world = VirtualClock(sizes), World(sizes, seed=seed, mixed=1.0)
+    for _ in range(100):
+        world.round(clock)
+        assert len(clock.ready) < sizes.needed or (sizes.max_age_steps and clock.groups)
+
+
+@given(any_sizes, st.integers(0, 10_000))
+def test_no_group_in_flight_gets_older_than_the_bound(sizes, seed):
+    clock, world = VirtualClock(sizes), World(sizes, seed=seed)
+    for _ in range(100):
+        world.round(clock)
+        if sizes.max_age_steps:
+            assert all(
+                clock.version - group.version <= sizes.max_age_steps for group in clock.groups.values()
+            )
+
+
+def test_a_step_by_hand():
+    """Groups of 2, both groups in flight at once, verdicts a round later, one informative group a step. Response (0, 1) is longer than the others."""
+    clock = VirtualClock(sizes(in_flight=4, samples_per_prompt=2, needed=1, verdict_rounds=1))
+    assert clock.start() == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert clock.end_round([ResponseId(0, 0), ResponseId(1, 0), ResponseId(1, 1)]) == []
+    clock.judge({})
+    assert clock.start() == [(2, 0), (2, 1), (3, 0)], "in the order of ordinals, also half a group"
+    assert clock.end_round([]) == [1], "group 1 was whole a round ago"
+    clock.judge({1: True})
+    assert clock.step_ends
+    assert clock.end_step() == {1: 0}
+    assert clock.end_round([ResponseId(0, 1)]) == []
+    clock.judge({})
+    assert clock.start() == [(3, 1)]
+    assert clock.end_round([]) == [0]
+    clock.judge({0: True})
+    assert clock.end_step() == {0: 1}, "its first token was drawn before the first update"
+
+
+def test_a_step_is_held_back_for_a_group_that_would_get_too_old():
+    clock = VirtualClock(
+        sizes(in_flight=4, samples_per_prompt=2, needed=1, verdict_rounds=0, max_age_steps=1)
+    )
+    clock.start()
+    clock.judge(dict.fromkeys(clock.end_round([ResponseId(1, 0), ResponseId(1, 1)]), True))
+    assert clock.end_step() == {1: 0}
+    clock.start()
+    clock.judge(dict.fromkeys(clock.end_round([ResponseId(2, 0), ResponseId(2, 1)]), True))
+    assert not clock.step_ends, "group 0 is in flight since the step before"
+    clock.start()
+    clock.judge(dict.fromkeys(clock.end_round([ResponseId(0, 0), ResponseId(0, 1)]), True))
+    assert clock.end_step() == {0: 1}
+
+
+def test_length_decides_when_a_response_is_trained_on_and_not_whether():
+    """Of 3,000 rounds' groups, the share that was trained on is the same for those with short and with long responses, but for those that were still in flight."""
+    made = sizes(in_flight=64, samples_per_prompt=2, needed=4)
+    clock, world = run(made, rounds=3000, most=200)
+    trained = {ordinal for step in world.steps for ordinal in step}
+    settled = [o for o in range(min([*clock.groups, *clock.ready])) if world.judged.get(o)]
+    longest = {o: max(world.length(ResponseId(o, i)) for i in range(2)) for o in settled}
+    middle = np.median(list(longest.values()))
+    short, long = ([o for o in settled if (longest[o] <= middle) == kind] for kind in (True, False))
+    assert len(settled) > 1000
+    assert {o in trained for o in short} == {o in trained for o in long} == {True}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"in_flight": 2},
+            "in_flight=2 must be a multiple of the 4 responses of a group, which start together; 4 is",
+        ),
+        (
+            {"in_flight": 10},
+            "in_flight=10 must be a multiple of the 4 responses of a group, which start together; 12 is",
+        ),
+        ({"needed": 0}, "needed=0 must be 1 or more"),
+        ({"verdict_rounds": -1}, "verdict_rounds=-1 must be 0 or more"),
+    ],
+)
+def test_numbers_that_do_not_go_are_refused(changes, said):
+    with pytest.raises(ValueError, match=said):
+        sizes(**changes)
+
+
+def test_what_cannot_be_is_refused():
+    clock = VirtualClock(sizes())
+    clock.start()
+    with pytest.raises(ValueError, match="response 0 to prompt 2 is not in flight"):
+        clock.end_round([ResponseId(2, 0)])
+    clock = VirtualClock(sizes(verdict_rounds=0))
+    clock.start()
+    clock.end_round([ResponseId(0, index) for index in range(4)])
+    with pytest.raises(
+        ValueError,
+        match=r"verdicts of the groups \[0\] are due at the end of round 1; those of \[\] were given",
+    ):
+        clock.judge({})
