@@ -69,6 +69,8 @@ class ScriptedEngine:
         """Slots that were released, in that order."""
         self.inserted: list[tuple[int, int]] = []
         """(ordinal, index) of every response, in the order in which they got a slot; once more for each time that it was read again."""
+        self.pauses = 0
+        """The number of times that responses that pause were put beside the slots."""
         self.live_slots: list[int] = []
         """How many slots were live at each decoding step."""
 
@@ -126,23 +128,33 @@ class ScriptedEngine:
         decoding: Decoding,
         min_live: int = 1,
         tables: Int[np.ndarray, "slots table_pages"] | None = None,
+        until: Int[np.ndarray, " slots"] | None = None,
     ) -> tuple[tuple[ScriptedSlot, ...], ResultTokens]:
-        """Up to `steps_per_call` tokens of every live slot; returns early when fewer than `min_live` slots live."""
+        """Up to `steps_per_call` tokens of every live slot, and no further than `until`; returns early when fewer than `min_live` slots draw."""
         slots = list(state)
+        until = np.full(self.slots, self.capacity, np.int32) if until is None else until
         tokens = np.zeros((self.slots, self.steps_per_call), np.int32)
         valid = np.zeros((self.slots, self.steps_per_call), bool)
         for step in range(self.steps_per_call):
-            live = sum(slot.live for slot in slots)
+            drawing = [
+                slot.live and slot.drawn < most for slot, most in zip(slots, until.tolist(), strict=True)
+            ]
+            live = sum(drawing)
             if not live or (step and live < min_live):
                 break
             self.live_slots.append(live)
             for at, slot in enumerate(slots):
-                if slot.live:
+                if drawing[at]:
                     tokens[at, step], valid[at, step] = slot.tokens[slot.drawn], True
                     slots[at] = replace(slot, drawn=slot.drawn + 1)
         going = np.array([slot.live for slot in slots])
         logprobs = -tokens.astype(np.float32)
         return tuple(slots), ResultTokens(tokens=tokens, logprobs=logprobs, valid=valid, live=going)
+
+    def paused(self, state: PyTree) -> Int[np.ndarray, " slots"]:
+        """The tokens that each response has drawn: all that `insert` needs, which takes them for a prompt's too."""
+        self.pauses += 1
+        return np.array([slot.drawn for slot in state], np.int32)
 
     def release(self, state: PyTree, slots: Sequence[int]) -> tuple[ScriptedSlot, ...]:
         """Ends the responses in some slots where they are."""

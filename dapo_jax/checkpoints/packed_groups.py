@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
+from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Span, Verdict
 
 
 def carry_arrays(groups: Sequence[Group], *, brief: bool = False, texts: int = 0) -> dict[str, np.ndarray]:
@@ -25,6 +25,7 @@ def carry_arrays(groups: Sequence[Group], *, brief: bool = False, texts: int = 0
         return {}
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     scores = [rollout.verdict.score for rollout in rollouts]
+    spans = [span for rollout in rollouts for span in rollout.response.spans]
     told = [not brief or place < texts for group in groups for place in range(len(group.rollouts))]
     words = [json.dumps(_words(*each)).encode() for each in zip(rollouts, told, strict=True)]
     drawn = {}
@@ -34,8 +35,10 @@ def carry_arrays(groups: Sequence[Group], *, brief: bool = False, texts: int = 0
     return {
         "ordinals": np.array([group.prompt.ordinal for group in groups], np.int64),
         "group_sizes": np.array([len(group.rollouts) for group in groups], np.int64),
-        "ages": np.array([group.age for group in groups], np.int64),
         "lengths": np.array([rollout.response_tokens for rollout in rollouts], np.int64),
+        "span_counts": np.array([len(rollout.response.spans) for rollout in rollouts], np.int64),
+        "span_firsts": np.array([span.first for span in spans], np.int64),
+        "span_versions": np.array([span.version for span in spans], np.int64),
         **drawn,
         "truncated": np.array([rollout.truncated for rollout in rollouts]),
         "correct": np.array([rollout.correct for rollout in rollouts]),
@@ -54,14 +57,26 @@ def _words(rollout: Rollout, told: bool) -> list[Any]:
     return [text, reason, verdict.extracted, verdict.lost, dict(verdict.parts)]
 
 
-def carry_groups(arrays: dict[str, np.ndarray], prompt_at: Callable[[int], Prompt]) -> list[Group]:
-    """The groups that `carry_arrays` flattened. In brief ones, tokens are as many zeros, which take no memory."""
+def carry_groups(
+    arrays: dict[str, np.ndarray], prompt_at: Callable[[int], Prompt], *, version: int = 0
+) -> list[Group]:
+    """The groups that `carry_arrays` flattened. In brief ones, tokens are as many zeros, which take no memory.
+
+    `version` is that of the weights now, from which older checkpoints count the age of groups.
+    """
     if not arrays:
         return []
+    arrays = _with_spans(arrays, version)
     total = int(arrays["lengths"].sum())
     tokens = arrays.get("tokens", np.broadcast_to(np.int32(0), total))
     logprobs = arrays.get("logprobs", np.broadcast_to(np.float32(0), total))
     ends, text_ends = np.cumsum(arrays["lengths"]), np.cumsum(arrays["text_lengths"])
+    span_ends = np.cumsum(arrays["span_counts"])
+
+    def spans(i: int) -> tuple[Span, ...]:
+        of_it = slice(span_ends[i] - arrays["span_counts"][i], span_ends[i])
+        pairs = zip(arrays["span_firsts"][of_it], arrays["span_versions"][of_it], strict=True)
+        return tuple(Span(int(first), int(drawn_by)) for first, drawn_by in pairs)
 
     def rollout(i: int) -> Rollout:
         span = slice(int(ends[i] - arrays["lengths"][i]), int(ends[i]))
@@ -72,6 +87,7 @@ def carry_groups(arrays: dict[str, np.ndarray], prompt_at: Callable[[int], Promp
                 tokens=tokens[span],
                 logprobs=logprobs[span],
                 finish_reason="length" if arrays["truncated"][i] else "stop",
+                spans=spans(i),
             ),
             text=text,
             verdict=Verdict(
@@ -88,18 +104,27 @@ def carry_groups(arrays: dict[str, np.ndarray], prompt_at: Callable[[int], Promp
 
     sizes = arrays["group_sizes"]
     starts = np.cumsum(sizes) - sizes
-    ages = arrays.get("ages", np.ones_like(sizes))  # older checkpoints do not say: one step at least
     return [
         Group(
             prompt=prompt_at(int(ordinal)),
             rollouts=tuple(rollout(i) for i in range(start, start + size)),
-            age=int(age),
         )
-        for ordinal, start, size, age in zip(arrays["ordinals"], starts, sizes, ages, strict=True)
+        for ordinal, start, size in zip(arrays["ordinals"], starts, sizes, strict=True)
     ]
 
 
-def check_carry(arrays: dict[str, np.ndarray], *, cursor: int, vocabulary: int) -> None:
+def _with_spans(arrays: dict[str, np.ndarray], version: int) -> dict[str, np.ndarray]:
+    """The arrays with spans, which older checkpoints have not: they say how many steps before `version` a group was sampled, the oldest not even
+    that, and then it is one step at least."""
+    if "span_counts" in arrays:
+        return arrays
+    sizes = arrays["group_sizes"]
+    versions = np.repeat(version - arrays.get("ages", np.ones_like(sizes)), sizes)
+    whole = {"span_counts": np.ones_like(versions), "span_firsts": np.zeros_like(versions)}
+    return {**arrays, **whole, "span_versions": versions}
+
+
+def check_carry(arrays: dict[str, np.ndarray], *, cursor: int, vocabulary: int, version: int) -> None:
     """Refuses arrays that `carry_groups` cannot take apart: those of a checkpoint may come from anywhere.
 
     A log-probability may be NaN, which a sampler can give, and which the guards name in the update.
@@ -108,6 +133,7 @@ def check_carry(arrays: dict[str, np.ndarray], *, cursor: int, vocabulary: int) 
         arrays: not in brief.
         cursor: ordinals are below it.
         vocabulary: tokens are below it.
+        version: that of the weights now.
 
     Raises:
         ValueError: an array is missing, or is not what `carry_arrays` makes of groups; names it.
@@ -127,9 +153,7 @@ def check_carry(arrays: dict[str, np.ndarray], *, cursor: int, vocabulary: int) 
     for name in ("scores", "rewards", "penalties"):
         if not np.isfinite(arrays[name]).all():
             raise ValueError(f"{name!r} has one that is not finite")
-    ordinals, ages = arrays["ordinals"], arrays.get("ages")  # older checkpoints do not say
-    if ages is not None and (ages.shape != ordinals.shape or ages.dtype.kind != "i" or (ages < 0).any()):
-        raise ValueError("'ages' is not one number of steps for each group")
+    _check_spans(arrays, version)
     for name, end, what in (
         ("ordinals", cursor, "a prompt that was drawn"),
         ("tokens", vocabulary, "the vocabulary"),
@@ -140,6 +164,35 @@ def check_carry(arrays: dict[str, np.ndarray], *, cursor: int, vocabulary: int) 
     for start, end in zip(text_ends - arrays["text_lengths"], text_ends, strict=True):
         _check_words(arrays["texts"][start:end].tobytes())
     carry_groups(arrays, _no_prompt)  # verdicts have checks of their own
+
+
+def _check_spans(arrays: dict[str, np.ndarray], version: int) -> None:
+    """Refuses spans that do not follow each other, and ages of older checkpoints that are none."""
+    ages, groups = arrays.get("ages"), len(arrays["ordinals"])
+    if ages is not None and (
+        ages.shape != (groups,) or ages.dtype.kind != "i" or not ((ages >= 0) & (ages <= version)).all()
+    ):
+        raise ValueError("'ages' is not one number of steps for each group")
+    given = _with_spans(arrays, version)
+    counts, firsts, versions = (given[name] for name in ("span_counts", "span_firsts", "span_versions"))
+    if counts.shape != arrays["lengths"].shape or counts.dtype.kind != "i" or (counts < 1).any():
+        raise ValueError("'span_counts' is not one number, 1 or more, for each response")
+    total = _total(given, "span_counts")
+    for name, array in (("span_firsts", firsts), ("span_versions", versions)):
+        if array.shape != (total,) or array.dtype.kind != "i":
+            raise ValueError(f"{name!r} is not one number for each span")
+    begins = np.zeros(total, bool)
+    begins[np.cumsum(counts) - counts] = True
+    follows = ~begins[1:]
+    if (firsts[begins] != 0).any() or (np.diff(firsts)[follows] <= 0).any():
+        raise ValueError(
+            "'span_firsts' has spans that do not begin with a response's first token and follow each other"
+        )
+    lengths = np.repeat(np.maximum(arrays["lengths"], 1), counts)
+    if (firsts >= lengths).any():
+        raise ValueError("'span_firsts' has a span that begins behind its response's last token")
+    if (versions > version).any() or (np.diff(versions)[follows] <= 0).any():
+        raise ValueError(f"'span_versions' has versions that do not rise up to {version}")
 
 
 def _no_prompt(ordinal: int) -> Prompt:

@@ -6,7 +6,7 @@ ordinal, whatever order they ended in. Taking them as they end would favour shor
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from dapo_jax.dapo.rollouts import Group
 
@@ -102,7 +102,7 @@ class Collected:
     groups: list[Group]
     """The groups to train on, by ordinal."""
     carry: list[Group]
-    """Informative groups left for the next step, a step older; empty unless surplus groups are carried."""
+    """Informative groups left for the next step; empty unless surplus groups are carried."""
     sampled: list[Group]
     """Everything sampled in this step, by ordinal: what unbiased metrics are taken from."""
     cursor: int
@@ -110,6 +110,8 @@ class Collected:
     waves: int
     surplus: int
     """Informative groups beyond those needed: carried, too old for it, or discarded."""
+    version: int = 0
+    """The version of the weights when the step began."""
     dropped_old: int = 0
     """The number of these that would have been carried, had they not been too old for the next step."""
     share: InformativeShare = field(default_factory=InformativeShare)
@@ -132,6 +134,8 @@ class Collector:
     needed: int
     cursor: int
     prompts_per_wave: int
+    version: int = 0
+    """The version of the weights that sample: steps done."""
     max_waves: int = 10
     """A step draws no more prompts than these waves have when they are whole."""
     carried: Sequence[Group] = ()
@@ -192,11 +196,12 @@ class Collector:
         if len(informative) < self.needed and (on_shortfall == "error" or not informative):
             raise ShortfallError(self._shortfall(len(informative)))
         left = informative[self.needed :]
-        usable = [group for group in left if group.age < self.max_age_steps]
+        usable = [group for group in left if self.version - group.oldest < self.max_age_steps]
         carries = self.surplus == "carry"
         return Collected(
             groups=informative[: self.needed],
-            carry=[replace(group, age=group.age + 1) for group in usable] if carries else [],
+            carry=usable if carries else [],
+            version=self.version,
             sampled=self._sampled,
             cursor=self.cursor,
             waves=self._waves,

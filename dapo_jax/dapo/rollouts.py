@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
 from numbers import Real
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -36,6 +36,14 @@ class Prompt:
     """The data row that the prompt was made from, for reward functions that need more than the answer."""
 
 
+class Span(NamedTuple):
+    """Tokens of a response that were drawn by the same weights: those from `first` on, up to the next span."""
+
+    first: int
+    version: int
+    """Steps of the run that had been done; 0: the weights that it began with."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Response:
     """The sampler's result for one slot, not graded yet."""
@@ -45,6 +53,14 @@ class Response:
     logprobs: Float[np.ndarray, " response"]
     """Log-probability of each token in nats, at the sampling temperature, under the weights that sampled it."""
     finish_reason: FinishReason
+    spans: tuple[Span, ...] = (Span(0, 0),)
+    """The weights that drew its tokens: their versions rise, and the first span begins with token 0."""
+
+    @property
+    def versions(self) -> Int[np.ndarray, " response"]:
+        """The version of the weights that drew each token."""
+        firsts, versions = zip(*self.spans, strict=True)
+        return np.repeat(np.array(versions, np.int32), np.diff((*firsts, len(self.tokens))))
 
 
 @dataclass(frozen=True, kw_only=True, init=False)
@@ -191,8 +207,16 @@ class Group:
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
-    age: int = 0
-    """Steps since it was sampled; more than 0 only for groups that were carried (`dynamic_sampling.surplus`)."""
+
+    @property
+    def oldest(self) -> int:
+        """The version of the weights that drew its oldest token."""
+        return min(rollout.response.spans[0].version for rollout in self.rollouts)
+
+    @property
+    def newest(self) -> int:
+        """The version of the weights that drew its newest token."""
+        return max(rollout.response.spans[-1].version for rollout in self.rollouts)
 
     @property
     def rewards(self) -> Float[np.ndarray, " group"]:

@@ -56,7 +56,7 @@ def cache_of(plan: Plan) -> dict[str, int | float]:
         "tokens": tokens,
         "bytes": token * tokens,
         "page_tokens": pages.page_tokens,
-        "slots": pages.slots,
+        "slots": pages.holders,
         "slot_tokens": pages.capacity,
         "in_flight": plan.in_flight,
     }

@@ -128,7 +128,7 @@ class Programs:
     def reads_parts(self) -> bool:
         """Whether a run reads sequences longer than a row of prefill: prompts, or responses that had given their pages back."""
         pages, longest = self.pages, self.config.data.max_prompt_tokens
-        scarce = pages.pool_pages < pages.table_pages * (pages.slots // pages.pools)
+        scarce = pages.pool_pages < pages.table_pages * (pages.holders // pages.pools)
         return self._capacity > self._prefilled.width and (scarce or longest > self._prefilled.width)
 
     @property

@@ -160,9 +160,9 @@ def in_flight(config: TrainConfig, work: Workload, pages: PageSizes) -> float:
     """Responses that a sampler decodes side by side: as many as it has slots, or as its pages hold, each half a page more than its mean
     context. Prompts whose pages a group shares are counted for each response."""
     held = work.context + pages.page_tokens / 2
-    if pages.pool_pages == pages.table_pages * pages.slots // pages.pools:
-        return float(pages.slots)  # there is room for the longest in every slot
-    return min(float(pages.slots), pages.pools * pages.pool_pages * pages.page_tokens / held)
+    if pages.pool_pages == pages.table_pages * pages.holders // pages.pools:
+        return float(pages.holders)  # there is room for the longest in every slot
+    return min(float(pages.holders), pages.pools * pages.pool_pages * pages.page_tokens / held)
 
 
 def decode_steps(work: Workload, samplers: int, together: float) -> float:

@@ -182,7 +182,12 @@ PANELS = (
         section="Dynamic sampling",
         title="Age of trained groups",
         unit="steps",
-        series=_series(rollout__age_mean="mean", rollout__age_max="oldest"),
+        series=_series(
+            rollout__age_mean="mean",
+            rollout__age_p95="95%",
+            rollout__age_max="oldest",
+            rollout__newest_age_mean="newest tokens, mean",
+        ),
     ),
     Panel(
         section="Dynamic sampling",

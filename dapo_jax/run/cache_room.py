@@ -70,12 +70,12 @@ def cache_note(sizes: PageSizes, *, room: int, memory: int) -> str:
     """The sentence in which a run says how large a cache it has chosen."""
     tokens, most = (
         sizes.pools * pages * sizes.page_tokens
-        for pages in (sizes.pool_pages, sizes.slots // sizes.pools * sizes.table_pages)
+        for pages in (sizes.pool_pages, sizes.holders // sizes.pools * sizes.table_pages)
     )
     if tokens == most:
-        holds = f"all {sizes.slots} slots of {sizes.capacity:,} tokens"
+        holds = f"all {sizes.holders} slots of {sizes.capacity:,} tokens"
     else:
-        holds = f"{tokens:,} tokens where all {sizes.slots} slots may come to {most:,}: responses wait, or give way, when it is full"
+        holds = f"{tokens:,} tokens where all {sizes.holders} slots may come to {most:,}: responses wait, or give way, when it is full"
     return (
         f"the key/value cache holds {holds}; {room / 2**30:.2f} of a device's {memory / 2**30:.2f} GiB were left for it "
         "(sampling.cache_tokens sets another size)"

@@ -99,8 +99,7 @@ class SamplerShare:
         there = {group.prompt.ordinal: group for group in received}
 
         def whole(groups: Iterable[Group]) -> list[Group]:
-            # As they travel, groups have just been sampled; those that are carried are a step older.
-            return [replace(there.get(group.prompt.ordinal, group), age=group.age) for group in groups]
+            return [there.get(group.prompt.ordinal, group) for group in groups]
 
         return replace(
             collected,

@@ -60,13 +60,19 @@ class GroupSampling:
         self._sampler.compile(*drawn)
 
     def collector(
-        self, cursor: int, *, carried: Sequence[Group] = (), share: InformativeShare | None = None
+        self,
+        cursor: int,
+        *,
+        version: int = 0,
+        carried: Sequence[Group] = (),
+        share: InformativeShare | None = None,
     ) -> Collector:
-        """The dynamic sampling of a step that begins with the prompt `cursor`."""
+        """The dynamic sampling of a step that begins with the prompt `cursor` and weights of that version."""
         config, dynamic = self._config, self._config.dynamic_sampling
         return Collector(
             needed=config.batch.prompts_per_step,
             cursor=cursor,
+            version=version,
             prompts_per_wave=config.prompts_per_wave,
             max_waves=dynamic.max_waves,
             carried=carried,
@@ -77,7 +83,9 @@ class GroupSampling:
             enabled=dynamic.enabled,
         )
 
-    def groups(self, weights: PyTree, draw: Callable[[int], list[int]]) -> Iterator[Group]:
+    def groups(
+        self, weights: PyTree, draw: Callable[[int], list[int]], *, version: int = 0
+    ) -> Iterator[Group]:
         """The graded groups of the prompts whose ordinals `draw` gives, until it gives none once the last verdict is in."""
 
         def sampled(prompts: Callable[[int], list[Prompt]]) -> Sampled:
@@ -87,6 +95,7 @@ class GroupSampling:
                 decoding=decoding(temperature=self._config.sampling.temperature),
                 samples=self._config.batch.group_size,
                 domain=TRAINING,
+                version=version,
             )
 
         return self._alone(sampled, draw) if self._share.alone else self._together(sampled, draw)

@@ -114,11 +114,13 @@ def run_steps(
     """
     while position.step < steps:
         step = position.step + 1
-        collector = sampling.collector(position.cursor, carried=position.carry, share=position.share)
+        collector = sampling.collector(
+            position.cursor, version=position.step, carried=position.carry, share=position.share
+        )
         for observer in observers:
             observer.before_sampling(position, collector)
         began, weights = clock(), sampling.transfer(state.params)
-        for group in sampling.groups(weights, collector.draw):
+        for group in sampling.groups(weights, collector.draw, version=position.step):
             collector.add(group)
             for observer in observers:
                 observer.on_group(group, collector)

@@ -138,8 +138,9 @@ class ResponseSampler:
         samples: int,
         domain: int,
         within: Sequence[int] = (),
+        version: int = 0,
     ) -> Sampled:
-        """Prompts with their responses as they end; see `Sampler.sample`. Keys are those of `domain`, and `within` it of further numbers."""
+        """Prompts with their responses as they end; see `Sampler.sample`. `version` is that of the weights. Keys are those of `domain`, and `within` it of further numbers."""
         key = reduce(jax.random.fold_in, (domain, *within), self._key)
         return self._sampler.sample(
             weights,
@@ -149,6 +150,7 @@ class ResponseSampler:
             samples_per_prompt=samples,
             max_response_tokens=self.max_response_tokens,
             stop=self._stop,
+            version=version,
         )
 
     def evaluate(
@@ -174,5 +176,6 @@ class ResponseSampler:
             samples=config.samples_per_prompt,
             domain=EVALUATION,
             within=(step, crc32(name.encode())),
+            version=step,
         )
         return sorted(grade(sampled), key=lambda group: group.prompt.ordinal)

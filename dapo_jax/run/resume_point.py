@@ -76,14 +76,17 @@ def resume_point(
     """
     cursor, unfinished = found.progress["cursor"], found.progress.get(UNFINISHED)
     try:
-        check_carry(found.carry, cursor=cursor, vocabulary=vocabulary)
+        check_carry(found.carry, cursor=cursor, vocabulary=vocabulary, version=found.step)
     except ValueError as error:
         raise DamagedError(f"{where} is damaged: of the groups that it carries over, {error}") from error
     share = InformativeShare(**found.progress.get(SHARE, {}))  # older ones have none
     return ResumePoint(
         state=found.state,
         position=Position(
-            step=found.step, cursor=cursor, carry=carry_groups(found.carry, prompt_at), share=share
+            step=found.step,
+            cursor=cursor,
+            carry=carry_groups(found.carry, prompt_at, version=found.step),
+            share=share,
         ),
         unfinished=None if unfinished is None else json.loads(unfinished),
     )

@@ -20,14 +20,17 @@ DEFAULT_PAGE_TOKENS = {"tpu": 128}
 """By platform; elsewhere 64. On TPU a page is as many tokens as a register has lanes."""
 
 
-def kind_for(mesh: Mesh, *, page_tokens: int = 0, cache_tokens: int = 0, dtype: str = "float32") -> Kind:
-    """The cache for a mesh: pages, but on CPU only if they are asked for (0, 0: they are not) or in eight bits."""
+def kind_for(
+    mesh: Mesh, *, page_tokens: int = 0, cache_tokens: int = 0, dtype: str = "float32", turns: bool = False
+) -> Kind:
+    """The cache for a mesh: pages, but on CPU only if they are asked for (0, 0: they are not), in eight bits, or where responses may take `turns` in
+    the slots."""
     platform = mesh.devices.flat[0].platform
     if platform == "tpu":
         return "tpu"
     if platform == "gpu" and gpu_cache.kernel() is not None:
         return "gpu"
-    asked = page_tokens or cache_tokens or dtype in cache.EIGHT_BITS
+    asked = page_tokens or cache_tokens or turns or dtype in cache.EIGHT_BITS
     return "slots" if platform == "cpu" and not asked else "pages"
 
 
@@ -50,7 +53,7 @@ def token_bytes(config: DecoderConfig, mesh: Mesh, *, dtype: str, kind: Kind) ->
 
 
 def sizes_for(
-    kind: Kind, mesh: Mesh, *, slots: int, capacity: int, page_tokens: int = 0, cache_tokens: int = 0, dtype: str = "float32",
+    kind: Kind, mesh: Mesh, *, holders: int, capacity: int, page_tokens: int = 0, cache_tokens: int = 0, dtype: str = "float32",
     room_tokens: int | None = None,
 ) -> PageSizes:  # fmt: skip
     """The sizes of the cache's pools.
@@ -58,18 +61,18 @@ def sizes_for(
     Args:
         kind: what `kind_for` gave.
         mesh: that of the sampler.
-        slots: decoded side by side.
+        holders: sequences that may have pages: as many as slots, or more where they take turns.
         capacity: tokens of the longest prompt and response together.
         page_tokens: tokens of a page; 0: what suits the platform.
         cache_tokens: tokens in all pools together; 0: as many as there is room for.
         dtype: in which keys and values are kept.
-        room_tokens: tokens that there is room for on a device, beside what else lies there; None: as many as all slots may come to.
+        room_tokens: tokens that there is room for on a device, beside what else lies there; None: as many as all holders may come to.
 
     Raises:
         ValueError: a pool would not hold a single sequence of `capacity` tokens, or pages do not suit the kernel.
     """
     if kind == "slots":
-        return slot_pages(slots, capacity)
+        return slot_pages(holders, capacity)
     pools = int(np.prod([mesh.shape[axis] for axis in BATCH_AXES]))
     platform = mesh.devices.flat[0].platform
     size = page_tokens or DEFAULT_PAGE_TOKENS.get(platform, 64)
@@ -84,7 +87,7 @@ def sizes_for(
             f"sampling.page_tokens={size} must be a power of two from {gpu_cache.SMALLEST_PAGE} on for the kernel on a GPU; 64 is"
         )
     most = pages_for(capacity, size)
-    all_of_them = slots // pools * most
+    all_of_them = holders // pools * most
     if cache_tokens:
         pool_pages = cache_tokens // size // pools
     else:
@@ -102,7 +105,7 @@ def sizes_for(
             f"set it to {most * size * pools} or more, or lower data.max_prompt_tokens or sampling.max_response_tokens"
         )
     return PageSizes(
-        slots=slots, capacity=capacity, page_tokens=size, pools=pools, pool_pages=min(pool_pages, all_of_them)
+        holders=holders, capacity=capacity, page_tokens=size, pools=pools, pool_pages=min(pool_pages, all_of_them)
     )  # fmt: skip
 
 

@@ -63,12 +63,13 @@ class DecoderEngine:
 
     def __init__(
         self, config: DecoderConfig, *, slots: int, capacity: int, steps_per_call: int, stop_ids: Sequence[int], mesh: Mesh,
-        compute_dtype: str = "float32", page_tokens: int = 0, cache_tokens: int = 0, cache_dtype: str = "",
+        compute_dtype: str = "float32", page_tokens: int = 0, cache_tokens: int = 0, cache_dtype: str = "", in_flight: int = 0,
         cache_bytes: int | None = None, cache: Kind | None = None, prefill: PrefillShape | None = None,
     ) -> None:  # fmt: skip
         """Programs for one mesh. `page_tokens` and `cache_tokens` are `sizes_for`'s; where `cache_tokens` is 0, `cache_bytes` of a device are
         for the cache, None: as many as all slots may come to; `cache_dtype` is "" for `compute_dtype`; `cache` takes the choice from the
-        platform; `prefill` says how much is read at a time, by default up to 4 rows and 4,096 tokens.
+        platform; `prefill` says how much is read at a time, by default up to 4 rows and 4,096 tokens. With `in_flight` as many responses
+        may have pages, in turns if there are fewer slots, and are read again by new weights.
 
         Raises:
             ValueError: slots do not spread over the mesh, sequences are longer than the model's, or no sequence would fit the cache.
@@ -87,13 +88,19 @@ class DecoderEngine:
         self.slots, self.capacity, self.stop_ids = slots, capacity, tuple(stop_ids)
         self.steps_per_call = steps_per_call
         self._config, self._dtype, self._cache_dtype = config, compute_dtype, cache_dtype or compute_dtype
-        asked = {"page_tokens": page_tokens, "cache_tokens": cache_tokens, "dtype": self._cache_dtype}
-        kind = cache or kind_for(mesh, **asked)
+        asked: dict[str, Any] = {
+            "page_tokens": page_tokens,
+            "cache_tokens": cache_tokens,
+            "dtype": self._cache_dtype,
+        }
+        kind = cache or kind_for(mesh, **asked, turns=in_flight > 0)
+        holders = max(slots, -(-in_flight // spread) * spread)
+        self._takes_turns, self._reads_again = holders > slots, in_flight > 0
         self.token_bytes: int = token_bytes(config, mesh, dtype=self._cache_dtype, kind=kind)
         """Bytes of one token in the cache, on each of the devices that share its heads."""
         room = None if cache_bytes is None else cache_bytes // self.token_bytes
         self.page_sizes: PageSizes = sizes_for(
-            kind, mesh, slots=slots, capacity=capacity, room_tokens=room, **asked
+            kind, mesh, holders=holders, capacity=capacity, room_tokens=room, **asked
         )
         split = frozenset(axis for axis, over in SAMPLER_RULES.items() if over and mesh.shape[over] > 1)
         how: dict[str, Any] = {"compute_dtype": compute_dtype, "layout": PlacedLayout(split)}
@@ -140,6 +147,7 @@ class DecoderEngine:
         self._insert = jax.jit(
             self._insert_program, donate_argnums=1, out_shardings=replace(state, layers=())
         )
+        self._paused = jax.jit(jnp.copy, out_shardings=whole)
         self._release = jax.jit(self._release_program, donate_argnums=0, out_shardings=state)
         self._generate = jax.jit(self._generate_program, donate_argnums=1, out_shardings=(state, whole))
 
@@ -187,17 +195,25 @@ class DecoderEngine:
         """Ends the responses in some slots where they are."""
         return self._release(state, self._padded(np.array(slots, np.int32)), np.int32(len(slots)))
 
+    def paused(self, state: DecodeState) -> Prefix:
+        """A prefix from which `insert` gives a response of any slot a slot again; its place there is the number of the slot."""
+        zeros, logits = np.zeros(self.slots, np.int32), self._paused(state.logits)
+        return Prefix(layers=(), logits=logits, rows=zeros, starts=zeros, lengths=np.asarray(state.lengths))
+
     def generate(
         self, params: SamplerWeights, state: DecodeState, decoding: Decoding, min_live: int,
-        tables: Int[np.ndarray, "slots table_pages"],
+        tables: Int[np.ndarray, "slots table_pages"], until: Int[np.ndarray, " slots"] | None = None,
     ) -> tuple[DecodeState, ResultTokens]:  # fmt: skip
-        """Decodes up to `steps_per_call` tokens per live slot; returns early when fewer than `min_live` slots live."""
-        # A copy: the caller goes on to write into its own while the device may still read it.
-        return self._generate(params, state, self._rope, decoding, np.int32(min_live), tables.copy())
+        """Decodes up to `steps_per_call` tokens per live slot, and no further than `until`; returns early when fewer than `min_live` slots draw."""
+        until = np.full(self.slots, np.iinfo(np.int32).max, np.int32) if until is None else until
+        # Copies: the caller goes on to write into its own while the device may still read them.
+        return self._generate(
+            params, state, self._rope, decoding, np.int32(min_live), tables.copy(), until.copy()
+        )
 
     def programs(self, params: SamplerWeights, decoding: Decoding) -> dict[str, Callable[[], Lowered]]:
         """All programs that sampling runs, by name, and what lowers each; `params` and `decoding` may be shapes."""
-        again = self.page_sizes.runs_out
+        again = self.page_sizes.runs_out or self._reads_again
         number, column, tables = (
             jax.ShapeDtypeStruct(shape, jnp.int32)  # of the host, which places nothing
             for shape in ((), (self.slots,), (self.slots, self.page_sizes.table_pages))
@@ -214,12 +230,19 @@ class DecoderEngine:
                 decoding,
                 number,
                 tables,
+                column,
             ),
             "release": partial(self._release.lower, state, column, number),
             **self._read.programs(params, again=again),
         }
-        for name, prefix in self._read.prefixes(params, again=again).items():
+        prefixes = self._read.prefixes(params, again=again)
+        for name, prefix in prefixes.items():
             made[f"fill_{name}"] = partial(self._fill.lower, prefix, state.layers, (column,) * 3, number)
+        if self._takes_turns:
+            made["paused"] = partial(self._paused.lower, state.logits)
+            logits = self._struct(state.logits.shape, state.logits.dtype)
+            prefixes["paused"] = Prefix(layers=(), logits=logits, rows=column, starts=column, lengths=column)
+        for name, prefix in prefixes.items():
             slots_alone, logits_alone = replace(state, layers=()), replace(prefix, layers=())
             made[f"insert_{name}"] = partial(
                 self._insert.lower, logits_alone, slots_alone, (column,) * 6, number, key
@@ -304,6 +327,7 @@ class DecoderEngine:
         decoding: Decoding,
         min_live: Array,
         tables: Array,
+        until: Array,
     ) -> tuple[DecodeState, ResultTokens]:
         blank = tuple(
             jnp.zeros((self.slots, self.steps_per_call), kind) for kind in (jnp.int32, jnp.float32, bool)
@@ -311,7 +335,7 @@ class DecoderEngine:
 
         def going(carry: _Carry) -> Array:
             step, state, _ = carry
-            live = state.live.sum(dtype=jnp.int32)
+            live = self._drawing(state, until).sum(dtype=jnp.int32)
             return (step < self.steps_per_call) & (live > 0) & ((step == 0) | (live >= min_live))
 
         def advance(carry: _Carry) -> _Carry:
@@ -322,36 +346,65 @@ class DecoderEngine:
             def write(buffer: Array, column: Array) -> Array:
                 return lax.dynamic_update_slice_in_dim(buffer, column[:, None], step, axis=1)
 
-            written = (write(all_tokens, tokens), write(all_logprobs, logprobs), write(valid, state.live))
-            return step + 1, self._take(params, state, rope, tables, tokens), written
+            written = (
+                write(all_tokens, tokens),
+                write(all_logprobs, logprobs),
+                write(valid, self._drawing(state, until)),
+            )
+            return step + 1, self._take(params, state, rope, tables, until, tokens), written
 
         start = (jnp.zeros((), jnp.int32), state, blank)
         _, state, (tokens, logprobs, valid) = lax.while_loop(going, advance, start)
         return state, ResultTokens(tokens=tokens, logprobs=logprobs, valid=valid, live=state.live)
 
+    def _drawing(self, state: DecodeState, until: Array) -> Bool[Array, " slots"]:
+        """The slots that draw: not those that are free or pause."""
+        return state.live & (state.generated < until)
+
     def _take(
-        self, params: SamplerWeights, state: DecodeState, rope: RopeTables, tables: Array, tokens: Array
+        self,
+        params: SamplerWeights,
+        state: DecodeState,
+        rope: RopeTables,
+        tables: Array,
+        until: Array,
+        tokens: Array,
     ) -> DecodeState:
-        """The state after the live slots have taken the drawn tokens: stopped, or with the logits of their next ones."""
-        taken = state.live.astype(jnp.int32)
+        """The state after the slots that draw have taken their tokens: stopped, or with the logits of their next ones."""
+        drawing = self._drawing(state, until)
+        taken = drawing.astype(jnp.int32)
         generated = state.generated + taken
-        stopped = (tokens[:, None] == jnp.asarray(self.stop_ids, jnp.int32)[None]).any(-1)
+        stopped = drawing & (tokens[:, None] == jnp.asarray(self.stop_ids, jnp.int32)[None]).any(-1)
         live = state.live & ~stopped & (generated < state.limits)
-        # Once the last response has ended, nobody waits for logits.
+        # Once the last response has ended, nobody waits for logits. One that pauses here draws its next token from them.
         state = lax.cond(
-            live.any(), self._forward, lambda _, state, *__: state, params, state, rope, tables, tokens
+            (live & drawing).any(),
+            self._forward,
+            lambda _, state, *__: state,
+            params,
+            state,
+            rope,
+            tables,
+            drawing,
+            tokens,
         )
         counts = {"lengths": state.lengths + taken, "generated": generated, "live": live}
         return replace(state, **lax.with_sharding_constraint(counts, self._rows))
 
     def _forward(
-        self, params: SamplerWeights, state: DecodeState, rope: RopeTables, tables: Array, tokens: Array
+        self,
+        params: SamplerWeights,
+        state: DecodeState,
+        rope: RopeTables,
+        tables: Array,
+        drawing: Array,
+        tokens: Array,
     ) -> DecodeState:
-        """The state with the tokens behind what each live slot's cache holds, and the logits that follow."""
+        """The state with the tokens behind what the cache of each slot that draws holds, and the logits that follow."""
         outer = nnx.merge(self._ends, params["ends"])
         cos, sin = (part[:, state.lengths] for part in rope)
         x, layers = outer.embed(tokens), []
-        now = self._cache.reading(tables, state.lengths, state.live)
+        now = self._cache.reading(tables, state.lengths, drawing)
         for weights, layer in zip(params["layers"], state.layers, strict=True):
 
             def attend(query: Array, key: Array, value: Array, layer: Any = layer) -> tuple[Array, Any]:
@@ -363,4 +416,4 @@ class DecoderEngine:
         # In two moves, or XLA would bring the weights to the slots.
         logits = lax.with_sharding_constraint(outer.logits(outer.normed(x)), self._halves)
         logits = lax.with_sharding_constraint(logits, self._shares)
-        return replace(state, layers=tuple(layers), logits=logits)
+        return replace(state, layers=tuple(layers), logits=jnp.where(drawing[:, None], logits, state.logits))

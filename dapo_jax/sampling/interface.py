@@ -21,7 +21,7 @@ class ResultTokens:
     logprobs: Float[Array, "slots steps"] | Any
     valid: Bool[Array, "slots steps"] | Any
     live: Bool[Array, " slots"] | Any
-    """True where the slot goes on."""
+    """True where the slot goes on, perhaps after a pause."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,11 +76,18 @@ class Engine(Protocol):
         decoding: Decoding,
         min_live: int,
         tables: Int[np.ndarray, "slots table_pages"],
+        until: Int[np.ndarray, " slots"] | None = None,
     ) -> tuple[PyTree, ResultTokens]:
-        """Decodes until `steps_per_call` tokens are drawn or fewer than `min_live` slots are live.
+        """Decodes until `steps_per_call` tokens are drawn or fewer than `min_live` slots draw.
 
-        `tables` are those of `Pages`, in which each live slot has pages for what it holds and so many tokens more.
+        `tables` are rows of those of `Pages`, in which each slot that draws has pages for what it holds and so many tokens more. A slot pauses
+        when its response has come to the number of tokens in `until`; None: it goes on.
         """
+        ...
+
+    def paused(self, state: PyTree) -> PyTree:
+        """A prefix from which `insert`, with no page to write, gives a response of any slot a slot again; its place there is the number of the
+        slot."""
         ...
 
     def release(self, state: PyTree, slots: Sequence[int]) -> PyTree:

@@ -1,6 +1,7 @@
 """The pages of the key/value cache on the host: which are free, who holds which, and how often.
 
-A slot has a row in `tables` that names the pages of its tokens in order, so memory follows what is in it and not how long a response may get.
+A holder has a row in `tables` that names the pages of its tokens in order, so memory follows what is in it and not how long a response may get: a
+slot, or a response that takes turns with others in the slots.
 The full pages of a prompt are held by all of its responses together; a page goes back to the free ones when its last holder lets go.
 
 Where slots are spread over devices there is a pool for each: a slot's pages are those of its own device. A cache without pages is one in
@@ -23,33 +24,34 @@ def pages_for(tokens: int, page_tokens: int) -> int:
 class PageSizes:
     """The sizes of a cache's pools."""
 
-    slots: int
+    holders: int
+    """Rows of the table of pages: one for each slot, or more where responses take turns in the slots."""
     capacity: int
-    """Tokens that a slot may come to, prompt and response together."""
+    """Tokens that a holder may come to, prompt and response together."""
     page_tokens: int
     pools: int
-    """Pools that know nothing of each other; the slots are divided among them in order."""
+    """Pools that know nothing of each other; the holders are divided among them in order."""
     pool_pages: int
     """Pages of one pool."""
 
     @property
     def table_pages(self) -> int:
-        """The most pages of a slot."""
+        """The most pages of a holder."""
         return pages_for(self.capacity, self.page_tokens)
 
     @property
     def runs_out(self) -> bool:
-        """Whether all slots together may come to more than there are pages."""
-        return self.pools * self.pool_pages < self.slots * self.table_pages
+        """Whether all holders together may come to more than there are pages."""
+        return self.pools * self.pool_pages < self.holders * self.table_pages
 
-    def pool_of(self, slot: int) -> int:
-        """The pool that a slot takes its pages from."""
-        return slot * self.pools // self.slots
+    def pool_of(self, holder: int) -> int:
+        """The pool that a holder takes its pages from."""
+        return holder * self.pools // self.holders
 
 
 def slot_pages(slots: int, capacity: int) -> PageSizes:
     """A cache without pages: each slot has room for all that it may come to."""
-    return PageSizes(slots=slots, capacity=capacity, page_tokens=capacity, pools=slots, pool_pages=1)
+    return PageSizes(holders=slots, capacity=capacity, page_tokens=capacity, pools=slots, pool_pages=1)
 
 
 @dataclass(frozen=True)
@@ -73,23 +75,31 @@ class Pages:
     def __init__(self, sizes: PageSizes) -> None:
         """All pages are free."""
         self.sizes = sizes
-        self.tables: Int[np.ndarray, "slots table_pages"] = np.zeros(
-            (sizes.slots, sizes.table_pages), np.int32
+        self.tables: Int[np.ndarray, "holders table_pages"] = np.zeros(
+            (sizes.holders, sizes.table_pages), np.int32
         )
-        """The pages of each slot, in the order of its tokens. What stands behind a slot's last page has no meaning."""
+        """The pages of each holder, in the order of its tokens. What stands behind a holder's last page has no meaning."""
         # The lowest number on top, so that a run that needs little touches little.
         self._free = [list(range(sizes.pool_pages - 1, -1, -1)) for _ in range(sizes.pools)]
         self._holders = np.zeros((sizes.pools, sizes.pool_pages), np.int32)
-        self._slots = [_Held() for _ in range(sizes.slots)]
+        self._held = [_Held() for _ in range(sizes.holders)]
         self._prompts: dict[tuple[int, Hashable], list[int]] = {}
 
-    def free(self, slot: int) -> int:
-        """Pages of the slot's pool that nobody holds."""
-        return len(self._free[self.sizes.pool_of(slot)])
+    def free(self, holder: int) -> int:
+        """Pages of the holder's pool that nobody holds."""
+        return len(self._free[self.sizes.pool_of(holder)])
+
+    def free_of(self, pool: int) -> int:
+        """Pages of a pool that nobody holds."""
+        return len(self._free[pool])
+
+    def count(self, holder: int) -> int:
+        """The number of pages that it holds."""
+        return len(self._held[holder].pages)
 
     def start(
         self,
-        slot: int,
+        holder: int,
         tokens: int,
         *,
         read: int,
@@ -97,40 +107,40 @@ class Pages:
         prompt_tokens: int = 0,
         spare: int = 0,
     ) -> list[Fill] | None:
-        """Gives a slot that holds nothing the pages for `tokens` tokens, `read` of which are there to be written.
+        """Gives a holder that holds nothing the pages for `tokens` tokens, `read` of which are there to be written.
 
-        Slots that name the same `prompt` begin with the same `prompt_tokens` tokens: its full pages are theirs together. Returned are the
+        Holders that name the same `prompt` begin with the same `prompt_tokens` tokens: its full pages are theirs together. Returned are the
         pages to be written: shared ones for the first of them alone. None, and nothing has changed, if fewer than `spare` free ones would be left.
         """
-        sizes, held = self.sizes, self._slots[slot]
-        assert not held.pages, "the slot was not released"
-        shared = self._shared(slot, prompt, prompt_tokens)
+        sizes, held = self.sizes, self._held[holder]
+        assert not held.pages, "the holder was not released"
+        shared = self._shared(holder, prompt, prompt_tokens)
         more = pages_for(tokens, sizes.page_tokens) - len(shared)
-        if more + spare > self.free(slot):
+        if more + spare > self.free(holder):
             return None
-        pages = [*shared, *self._taken(slot, more)]
+        pages = [*shared, *self._taken(holder, more)]
         full = prompt_tokens // sizes.page_tokens
-        pool = sizes.pool_of(slot)
+        pool = sizes.pool_of(holder)
         if prompt is not None and full:
             self._prompts[pool, prompt] = pages[:full]
             held.shared = prompt
-        self._hold(slot, held, pages)
+        self._hold(holder, held, pages)
         written = range(len(shared), pages_for(read, sizes.page_tokens))
         return [Fill(at * sizes.page_tokens, pool * sizes.pool_pages + pages[at]) for at in written]
 
-    def grow(self, slot: int, tokens: int) -> bool:
-        """Gives the slot pages until it has room for `tokens`; False, and nothing has changed, if there are not enough."""
-        held = self._slots[slot]
+    def grow(self, holder: int, tokens: int) -> bool:
+        """Gives the holder pages until it has room for `tokens`; False, and nothing has changed, if there are not enough."""
+        held = self._held[holder]
         more = pages_for(tokens, self.sizes.page_tokens) - len(held.pages)
-        if more > self.free(slot):
+        if more > self.free(holder):
             return False
         if more > 0:
-            self._hold(slot, held, self._taken(slot, more))
+            self._hold(holder, held, self._taken(holder, more))
         return True
 
-    def release(self, slot: int) -> None:
-        """Takes back what the slot holds; pages that another slot holds too stay where they are."""
-        held, pool = self._slots[slot], self.sizes.pool_of(slot)
+    def release(self, holder: int) -> None:
+        """Takes back what the holder has; pages that another has too stay where they are."""
+        held, pool = self._held[holder], self.sizes.pool_of(holder)
         holders, gone = self._holders[pool], []
         for page in held.pages:
             holders[page] -= 1
@@ -140,24 +150,24 @@ class Pages:
         if held.shared is not None and held.pages[0] in gone:
             del self._prompts[pool, held.shared]
         self._free[pool].extend(reversed(gone))
-        self._slots[slot] = _Held()
+        self._held[holder] = _Held()
 
-    def held(self, slot: int) -> tuple[int, ...]:
-        """The pages of a slot, in the order of its tokens."""
-        return tuple(self._slots[slot].pages)
+    def held(self, holder: int) -> tuple[int, ...]:
+        """The pages of a holder, in the order of its tokens."""
+        return tuple(self._held[holder].pages)
 
-    def _shared(self, slot: int, prompt: Hashable, prompt_tokens: int) -> list[int]:
+    def _shared(self, holder: int, prompt: Hashable, prompt_tokens: int) -> list[int]:
         full = prompt_tokens // self.sizes.page_tokens
         if prompt is None or not full:
             return []
-        return self._prompts.get((self.sizes.pool_of(slot), prompt), [])[:full]
+        return self._prompts.get((self.sizes.pool_of(holder), prompt), [])[:full]
 
-    def _taken(self, slot: int, count: int) -> list[int]:
-        free = self._free[self.sizes.pool_of(slot)]
+    def _taken(self, holder: int, count: int) -> list[int]:
+        free = self._free[self.sizes.pool_of(holder)]
         return [free.pop() for _ in range(count)]
 
-    def _hold(self, slot: int, held: _Held, pages: list[int]) -> None:
+    def _hold(self, holder: int, held: _Held, pages: list[int]) -> None:
         first = len(held.pages)
-        self.tables[slot, first : first + len(pages)] = pages
-        self._holders[self.sizes.pool_of(slot)][pages] += 1
+        self.tables[holder, first : first + len(pages)] = pages
+        self._holders[self.sizes.pool_of(holder)][pages] += 1
         held.pages += pages

@@ -60,10 +60,10 @@ class JetStreamEngine(engine_api.Engine):
                 f"{PREFILL_LENGTHS[-1]}, the lengths that JetStream pads prompts to"
             )
         sizes = engine.page_sizes
-        needed = sizes.slots * sizes.table_pages
+        needed = sizes.holders * sizes.table_pages
         if sizes.pools * sizes.pool_pages < needed:
             raise ValueError(
-                f"the cache has {sizes.pools * sizes.pool_pages} pages, {sizes.slots} slots of {sizes.capacity} tokens may need {needed}; "
+                f"the cache has {sizes.pools * sizes.pool_pages} pages, {sizes.holders} slots of {sizes.capacity} tokens may need {needed}; "
                 "JetStream fills every slot and takes no response back, so leave sampling.cache_tokens at 0 or lower the slots"
             )
         self._engine, self._weights, self._tokenizer, self._mesh = engine, Weights(weights), tokenizer, mesh

@@ -115,6 +115,7 @@ def _row(step: int, group: Group, index: int, rollout: Rollout) -> dict[str, Any
         "overlong_penalty": _rounded(rollout.overlong_penalty),
         "response_tokens": rollout.response_tokens,
         "finish_reason": rollout.response.finish_reason,
+        "spans": [list(span) for span in rollout.response.spans],
         "row": dict(group.prompt.row),
         "prompt_token_ids": group.prompt.tokens.tolist(),
         "response_token_ids": rollout.response.tokens.tolist(),

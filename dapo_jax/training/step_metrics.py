@@ -28,12 +28,34 @@ def rollout_metrics(collected: Collected) -> dict[str, float | int]:
         "rollout/surplus_groups": collected.surplus,
         "rollout/carried_groups": len(collected.carry),
         "rollout/dropped_old": collected.dropped_old,
-        "rollout/age_mean": float(np.mean([group.age for group in collected.groups])),
-        "rollout/age_max": max(group.age for group in collected.groups),
+        **_ages(collected),
         "rollout/trained_accuracy": float(np.mean([rollout.correct for rollout in trained])),
         "rollout/trained_response_tokens": float(np.mean([rollout.response_tokens for rollout in trained])),
     }
     return {**counts, **(_sampled_metrics(collected.sampled, sampled) if sampled else {})}
+
+
+def _ages(collected: Collected) -> dict[str, float | int]:
+    """The number of steps since the oldest and since the newest token of the groups that are trained on was drawn; and the share of their
+    tokens that earlier weights drew."""
+    now, groups = collected.version, collected.groups
+    oldest, newest = [now - group.oldest for group in groups], [now - group.newest for group in groups]
+    responses = [rollout.response for group in groups for rollout in group.rollouts]
+    tokens = sum(len(response.tokens) for response in responses)
+    current = sum(
+        len(response.tokens) - response.spans[-1].first
+        for response in responses
+        if response.spans[-1].version == now
+    )
+    return {
+        "rollout/age_mean": float(np.mean(oldest)),
+        "rollout/age_p95": float(np.percentile(oldest, 95)),
+        "rollout/age_max": max(oldest),
+        "rollout/newest_age_mean": float(np.mean(newest)),
+        "rollout/newest_age_p95": float(np.percentile(newest, 95)),
+        "rollout/newest_age_max": max(newest),
+        "rollout/earlier_tokens_frac": 1.0 - current / max(tokens, 1),
+    }
 
 
 def _sampled_metrics(groups: Sequence[Group], rollouts: Sequence[Rollout]) -> dict[str, float | int]:

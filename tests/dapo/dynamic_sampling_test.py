@@ -10,25 +10,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dapo_jax.dapo.dynamic_sampling import Collector, InformativeShare, ShortfallError, is_informative
-from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
+from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Span, Verdict
 
 RIGHT, WRONG, MIXED = "xx", "..", "x."
 
 
-def make_group(ordinal, verdicts, *, rewards=None, scores=None, age=0):
+def make_group(ordinal, verdicts, *, rewards=None, scores=None, version=0):
     """One rollout per character of `verdicts`: x is correct, anything else is wrong."""
     count = len(verdicts)
     scores = scores or [None] * count
     rewards = rewards or [1.0 if mark == "x" else -1.0 for mark in verdicts]
     response = Response(
-        tokens=np.array([1], np.int32), logprobs=np.zeros(1, np.float32), finish_reason="stop"
+        tokens=np.array([1], np.int32),
+        logprobs=np.zeros(1, np.float32),
+        finish_reason="stop",
+        spans=(Span(0, version),),
     )
     rollouts = tuple(
         Rollout(response=response, text="", verdict=Verdict(correct=mark == "x", score=score), reward=reward)
         for mark, score, reward in zip(verdicts, scores, rewards, strict=True)
     )
     prompt = Prompt(ordinal=ordinal, tokens=np.array([2], np.int32), text="?", answer="!")
-    return Group(prompt=prompt, rollouts=rollouts, age=age)
+    return Group(prompt=prompt, rollouts=rollouts)
 
 
 def run(collector, kind_of, *, slots=4, pick=lambda waiting: 0):
@@ -135,13 +138,14 @@ def test_the_trained_set_is_the_first_by_ordinal_whatever_order_groups_end_in(
     def kind_of(ordinal):
         return kinds[ordinal % len(kinds)]
 
-    earlier = [make_group(-1 - place, MIXED, age=1) for place in range(carried)]
+    earlier = [make_group(-1 - place, MIXED) for place in range(carried)]
     share = InformativeShare(informative=min(counts), sampled=max(counts))
     collector = Collector(
         needed=needed,
         cursor=0,
         prompts_per_wave=wave,
         max_waves=max_waves,
+        version=1,
         carried=earlier,
         share=share,
         surplus=surplus,
@@ -165,7 +169,6 @@ def test_the_trained_set_is_the_first_by_ordinal_whatever_order_groups_end_in(
     found = collector.finish()
     assert ordinals(found.groups) == every[:needed]
     assert ordinals(found.carry) == (every[needed:] if surplus == "carry" else [])
-    assert [group.age for group in found.carry] == [1 + (ordinal < 0) for ordinal in ordinals(found.carry)]
     assert found.share == share.later(informative=len(mixed), sampled=cursor)
     assert ordinals(found.sampled) == list(range(cursor))
     assert (found.cursor, found.waves, found.surplus) == (cursor, waves, len(every) - needed)
@@ -219,13 +222,13 @@ def test_carried_groups_come_first():
 
 def test_what_would_be_older_than_a_step_is_dropped_and_counted():
     """Five groups for two: of the left ones 2 was carried once already, 3 and 4 have just been sampled."""
-    carried = [make_group(ordinal, MIXED, age=1) for ordinal in range(3)]
-    collector = Collector(needed=2, cursor=3, prompts_per_wave=2, carried=carried, surplus="carry")
-    collector._sampled = [make_group(3, MIXED), make_group(4, MIXED)]
-    for max_age_steps, kept in ((1, [(3, 1), (4, 1)]), (2, [(2, 2), (3, 1), (4, 1)])):
+    carried = [make_group(ordinal, MIXED, version=6) for ordinal in range(3)]
+    collector = Collector(needed=2, cursor=3, prompts_per_wave=2, version=7, carried=carried, surplus="carry")
+    collector._sampled = [make_group(3, MIXED, version=7), make_group(4, MIXED, version=7)]
+    for max_age_steps, kept in ((1, [(3, 7), (4, 7)]), (2, [(2, 6), (3, 7), (4, 7)])):
         found = replace(collector, max_age_steps=max_age_steps).finish()
         assert ordinals(found.groups) == [0, 1]
-        assert [(group.prompt.ordinal, group.age) for group in found.carry] == kept
+        assert [(group.prompt.ordinal, group.oldest) for group in found.carry] == kept
         assert (found.surplus, found.dropped_old) == (3, 3 - len(kept))
     assert replace(collector, surplus="discard").finish().dropped_old == 0
 
@@ -238,9 +241,10 @@ def test_with_carrying_every_step_samples_and_trains_mostly_on_what_it_sampled(m
     deviation of sqrt(0.3 x 0.7 / (60 x 16 / 0.3)) = 0.008."""
     random = np.random.default_rng(0)
     cursor, carry, share, ages, prompts = 0, [], InformativeShare(), Counter(), []
-    for _ in range(60):
+    for step in range(60):
         collector = Collector(
             needed=16,
+            version=step,
             cursor=cursor,
             prompts_per_wave=48,
             carried=carry,
@@ -249,10 +253,10 @@ def test_with_carrying_every_step_samples_and_trains_mostly_on_what_it_sampled(m
         )
         while drawn := collector.draw(16):
             for ordinal in drawn:
-                collector.add(make_group(ordinal, MIXED if random.random() < mixed else WRONG))
+                collector.add(make_group(ordinal, MIXED if random.random() < mixed else WRONG, version=step))
         found = collector.finish()
         cursor, carry, share = found.cursor, found.carry, found.share
-        ages.update(group.age for group in found.groups)
+        ages.update(step - group.oldest for group in found.groups)
         prompts.append(len(found.sampled))
     assert min(prompts) > 0
     assert ages.keys() == {0, 1}

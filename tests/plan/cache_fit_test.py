@@ -26,7 +26,7 @@ CONFIG = TrainConfig(
     sampling=SamplingConfig(max_response_tokens=10, slots=64),
     reward=RewardConfig(overlong=OverlongConfig(buffer_tokens=2)),
 )
-PAGES = PageSizes(slots=64, capacity=16, page_tokens=4, pools=2, pool_pages=30)
+PAGES = PageSizes(holders=64, capacity=16, page_tokens=4, pools=2, pool_pages=30)
 
 
 def fit(limit, slots=64, parts=("decode state",)):

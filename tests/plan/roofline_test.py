@@ -76,11 +76,11 @@ def test_a_sampler_decodes_at_least_as_long_as_its_longest_response():
 
 def test_pages_hold_as_many_responses_as_their_mean_context_and_half_a_page_goes_into_them():
     """30 pages of 4 tokens in each of 2 pools are 240 tokens; a response holds 10.5 and 2 more: 19.2 of them. 30,720 tokens are 1600 steps."""
-    pages = PageSizes(slots=64, capacity=16, page_tokens=4, pools=2, pool_pages=30)
+    pages = PageSizes(holders=64, capacity=16, page_tokens=4, pools=2, pool_pages=30)
     work, phases = works(pages=pages)
     assert in_flight(CONFIG, work, pages) == 19.2
     assert phases["decode"].hbm_bytes == pytest.approx(1600 * 3136 + 30_720 / 2 * 10.5 * 72)
-    full = PageSizes(slots=8, capacity=16, page_tokens=4, pools=2, pool_pages=16)
+    full = PageSizes(holders=8, capacity=16, page_tokens=4, pools=2, pool_pages=16)
     assert in_flight(CONFIG, work, full) == 8, "where every slot has room for the longest, all are taken"
 
 

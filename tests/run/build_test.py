@@ -157,13 +157,13 @@ def test_without_dynamic_sampling_flat_groups_are_trained_on_and_no_further_prom
         run_micro(on, reward=lambda sample: True)
 
 
-@pytest.mark.parametrize(("most", "carried"), [(1, []), (2, [(2, 2)])])
+@pytest.mark.parametrize(("most", "carried"), [(1, []), (2, [2])])
 def test_carried_groups_are_kept_for_as_many_steps_as_the_configuration_says(micro, rows, most, carried):
     """Two of three are trained on; the third was sampled in the step before."""
-    groups = [replace(make_group(ordinal, "x...", [1, 1, 1, 1]), age=1) for ordinal in range(3)]
+    groups = [make_group(ordinal, "x...", [1, 1, 1, 1]) for ordinal in range(3)]
     run = Run(micro(dynamic_sampling__max_age_steps=most), prompts=rows, reward=bool)
-    collected = run.sampling.finish(run.sampling.collector(3, carried=groups))
-    assert [(group.prompt.ordinal, group.age) for group in collected.carry] == carried
+    collected = run.sampling.finish(run.sampling.collector(3, version=1, carried=groups))
+    assert [group.prompt.ordinal for group in collected.carry] == carried
     assert collected.dropped_old == 1 - len(carried)
 
 
@@ -187,7 +187,8 @@ def test_a_run_that_goes_on_knows_the_share_of_informative_groups_and_how_old_ca
     with Checkpointer(finished.run_dir / "checkpoints") as checkpointer:
         start = Run(micro(), prompts=rows, reward=bool).start(checkpointer, resume=True, say=print)
     assert start.position.share == expected
-    assert [group.age for group in start.position.carry] == [1] * finished.metrics[-1][
+    last = finished.metrics[-1]
+    assert [group.oldest for group in start.position.carry] == [last["step"] - 1] * last[
         "rollout/carried_groups"
     ]
 

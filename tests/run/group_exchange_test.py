@@ -5,7 +5,6 @@ import math
 import re
 import signal
 import time
-from dataclasses import replace
 
 import jax
 import numpy as np
@@ -18,7 +17,7 @@ from dapo_jax.checkpoints.manifest import pack_arrays
 from dapo_jax.checkpoints.packed_groups import carry_arrays, carry_groups
 from dapo_jax.config import DataConfig, to_yaml
 from dapo_jax.dapo.dynamic_sampling import Collected
-from dapo_jax.dapo.rollouts import Group
+from dapo_jax.dapo.rollouts import Group, Span
 from dapo_jax.health.stopping import STOPPED, Stop
 from dapo_jax.models.folder import load_model
 from dapo_jax.parallel.mesh import make_mesh, make_meshes
@@ -96,16 +95,17 @@ def test_groups_in_brief_have_the_metrics_of_whole_ones(drawn):
 
 
 def test_a_group_that_travels_is_as_old_as_it_was():
-    """Two just sampled groups, of which the second is carried: there it counts as a step old."""
     values = {
         "length": 2, "start": 0, "finish_reason": "stop", "text": "", "reward": 1.0, "overlong_penalty": 0.0, "verdict": {"correct": True},
     }  # fmt: skip
-    groups = [Group(prompt=prompt_at(ordinal), rollouts=(make_rollout(values),)) for ordinal in range(2)]
-    carry = [replace(groups[1], age=1)]
-    collected = Collected(groups=groups[:1], carry=carry, sampled=groups, cursor=2, waves=1, surplus=1)
+    groups = [
+        Group(prompt=prompt_at(ordinal), rollouts=(make_rollout(values, spans=(Span(0, 3 + ordinal),)),))
+        for ordinal in range(2)
+    ]
+    collected = Collected(groups=groups[:1], carry=groups[1:], sampled=groups, cursor=2, waves=1, surplus=1)
     whole = SamplerShare(make_meshes(make_mesh()), Stop()).whole(collected, logged=1)
-    ages = [[group.age for group in part] for part in (whole.groups, whole.carry, whole.sampled)]
-    assert ages == [[0], [1], [0, 0]]
+    versions = [[group.oldest for group in part] for part in (whole.groups, whole.carry, whole.sampled)]
+    assert versions == [[3], [4], [3, 4]]
 
 
 def test_a_response_in_brief_takes_100_bytes_whatever_its_length():

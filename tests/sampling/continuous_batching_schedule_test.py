@@ -221,9 +221,9 @@ class Watching(ScriptedEngine):
             self.held.append(weakref.ref(prefix))
             yield [(index, prefix, place)]
 
-    def generate(self, params, state, how, min_live, tables):
+    def generate(self, params, state, how, min_live, tables, until=None):
         self.alive.append(sum(reference() is not None for reference in self.held))
-        return super().generate(params, state, how, min_live, tables)
+        return super().generate(params, state, how, min_live, tables, until)
 
 
 def test_a_prefill_is_let_go_once_its_last_response_has_a_slot():
@@ -242,7 +242,7 @@ def short_of_pages(engine=ScriptedEngine, *, share, slots=32):
     """The engine after sampling with pages for so much of what all slots may come to."""
     capacity, page = 260, 4
     sizes = PageSizes(
-        slots=slots,
+        holders=slots,
         capacity=capacity,
         page_tokens=page,
         pools=1,
@@ -285,9 +285,9 @@ class ReadingSlowly(ScriptedEngine):
                 self.order.append("read")
                 yield [] if len(tokens) == 6 and part < 2 else [done[index]]
 
-    def generate(self, params, state, how, min_live, tables):
+    def generate(self, params, state, how, min_live, tables, until=None):
         self.order.append("decode")
-        return super().generate(params, state, how, min_live, tables)
+        return super().generate(params, state, how, min_live, tables, until)
 
 
 def test_slots_decode_between_the_parts_of_a_long_prompt():

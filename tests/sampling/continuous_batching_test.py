@@ -199,16 +199,26 @@ class PoisonedEngine:
         self._engine, self.slots, self.capacity, self.stop_ids, self.steps_per_call, self.page_sizes = (
             engine, engine.slots, engine.capacity, engine.stop_ids, engine.steps_per_call, engine.page_sizes,
         )  # fmt: skip
-        self.prefill, self.release, self._tables = engine.prefill, engine.release, None
+        self.prefill, self.release, self.paused, self._tables = (
+            engine.prefill,
+            engine.release,
+            engine.paused,
+            None,
+        )
         self.poisoned = 0
+        self._new, self._written = (
+            set(),
+            set(),
+        )  # slots that were filled, and pages, since the tables were seen
 
     def init_decode_state(self):
         self._tables = None
+        self._new, self._written = set(), set()
         return self._engine.init_decode_state()
 
-    def generate(self, params, state, decoding, min_live, tables):
-        self._tables = tables  # which the sampler goes on to write into
-        return self._engine.generate(params, state, decoding, min_live, tables)
+    def generate(self, params, state, decoding, min_live, tables, until=None):
+        self._tables, self._new, self._written = tables, set(), set()
+        return self._engine.generate(params, state, decoding, min_live, tables, until)
 
     def insert(self, prefix, state, insertion, key):
         if self._tables is not None:
@@ -222,12 +232,15 @@ class PoisonedEngine:
                 generated=poison(state.generated, free, 1000),
                 limits=poison(state.limits, free, -5),
             )
+        self._new |= set(insertion.slots.tolist())
+        self._written |= {fill.page for _, fill in insertion.fills}
         return self._engine.insert(prefix, state, insertion, key)
 
     def _free_pages(self, state):
         """Those that no live slot has filled; one pool for all slots, or one for each."""
         sizes, free = self.page_sizes, np.ones(self.page_sizes.pools * self.page_sizes.pool_pages, bool)
-        for slot in map(int, np.flatnonzero(state.live)):
+        free[sorted(self._written)] = False
+        for slot in set(map(int, np.flatnonzero(state.live))) - self._new:
             filled = pages_for(int(state.lengths[slot]), sizes.page_tokens)
             free[sizes.pool_of(slot) * sizes.pool_pages + self._tables[slot, :filled]] = False
         return free

@@ -30,7 +30,7 @@ class Filled:
     def __init__(self, kind, slots, kv_heads, capacity, head_dim, dtype, *, page_tokens=32, spare=3, seed=0):
         name, platform = kind
         self.mesh = make_mesh(devices=jax.devices(platform)[:1])
-        sizes = sizes_for(name, self.mesh, slots=slots, capacity=capacity, page_tokens=page_tokens)
+        sizes = sizes_for(name, self.mesh, holders=slots, capacity=capacity, page_tokens=page_tokens)
         self.kind, self.sizes, self.slots = name, sizes, slots
         self.heads = {"kv_heads": kv_heads, "head_dim": head_dim}
         self.functions = cache_for(name, self.mesh, sizes, **self.heads, dtype=dtype, compute_dtype=dtype)
@@ -276,14 +276,14 @@ def test_the_cache_is_the_one_for_the_meshs_platform():
     assert kind_for(mesh) == "slots"
     assert kind_for(mesh, page_tokens=16) == kind_for(mesh, cache_tokens=512) == "pages"
     assert cache_for("slots", mesh, slot_pages(4, 24), **how) is dense.DENSE
-    sizes = sizes_for("tpu", mesh, slots=4, capacity=24)
+    sizes = sizes_for("tpu", mesh, holders=4, capacity=24)
     assert cache_for("tpu", mesh, sizes, **how).empty is tpu_cache.empty
 
 
 def test_a_pool_has_room_for_all_slots_unless_told_otherwise():
     """Capacity 100 in pages of 32 is 4 pages a slot; 1,000 tokens are 31 pages; of two devices each has half."""
     one, two = (make_mesh(data=n, fsdp=1, devices=jax.devices("cpu")[:n]) for n in (1, 2))
-    how = {"slots": 10, "capacity": 100, "page_tokens": 32}
+    how = {"holders": 10, "capacity": 100, "page_tokens": 32}
     whole, told, apart = (
         sizes_for("pages", one, **how),
         sizes_for("pages", one, **how, cache_tokens=1000),
@@ -303,20 +303,20 @@ def test_a_pool_that_holds_no_sequence_is_refused_with_the_arithmetic():
         ValueError,
         match=r"cache_tokens=100 is 3 pages of 32 tokens .* up to 100 tokens need 4: set it to 128 or more",
     ):
-        sizes_for("pages", mesh, slots=10, capacity=100, page_tokens=32, cache_tokens=100)
+        sizes_for("pages", mesh, holders=10, capacity=100, page_tokens=32, cache_tokens=100)
 
 
 def test_pages_for_the_kernels_are_whole_tiles():
     mesh = make_mesh(devices=jax.devices("cpu")[:1])
     with pytest.raises(ValueError, match=r"page_tokens=20 must be a multiple of 16 .* on a TPU, .*; 32 is"):
-        sizes_for("tpu", mesh, slots=10, capacity=100, page_tokens=20)
+        sizes_for("tpu", mesh, holders=10, capacity=100, page_tokens=20)
     with pytest.raises(ValueError, match=r"page_tokens=48 must be a power of two from 16 on .*; 64 is"):
-        sizes_for("gpu", mesh, slots=10, capacity=100, page_tokens=48)
+        sizes_for("gpu", mesh, holders=10, capacity=100, page_tokens=48)
 
 
 def test_heads_that_do_not_spread_over_the_mesh_are_refused():
     mesh = make_mesh(data=1, fsdp=1, tensor=4, devices=jax.devices("cpu")[:4])
-    sizes = sizes_for("pages", mesh, slots=4, capacity=24, page_tokens=16)
+    sizes = sizes_for("pages", mesh, holders=4, capacity=24, page_tokens=16)
     with pytest.raises(
         ValueError, match=r"2 key heads do not spread over the 4 devices .* parallel.sampler_tensor"
     ):

@@ -17,7 +17,7 @@ EOS = 1
 
 def pool(pages, *, slots=4, capacity=24, page_tokens=4, pools=1):
     return Pages(
-        PageSizes(slots=slots, capacity=capacity, page_tokens=page_tokens, pools=pools, pool_pages=pages)
+        PageSizes(holders=slots, capacity=capacity, page_tokens=page_tokens, pools=pools, pool_pages=pages)
     )
 
 
@@ -119,9 +119,9 @@ class Remembering(ScriptedEngine):
                 self.memory[fill.page, offset] = token if position < length else "left over"
         return super().insert(prefix, state, insertion, key)
 
-    def generate(self, params, state, decoding, min_live, tables):
+    def generate(self, params, state, decoding, min_live, tables, until=None):
         sizes, before = self.page_sizes, state
-        state, result = super().generate(params, state, decoding, min_live, tables)
+        state, result = super().generate(params, state, decoding, min_live, tables, until)
         for slot in (slot for slot in range(self.slots) if before[slot].live):
             ordinal, index, prompt, _ = self.who[slot]
             place = sizes.pool_of(slot) * sizes.pool_pages + tables[slot]
@@ -154,7 +154,7 @@ def schedule(seed):
 
     engine = Remembering(
         script, slots=slots, capacity=capacity, steps_per_call=int(rng.integers(1, 9)), stop_ids=[EOS],
-        page_sizes=PageSizes(slots=slots, capacity=capacity, page_tokens=page_tokens, pools=pools, pool_pages=pages),
+        page_sizes=PageSizes(holders=slots, capacity=capacity, page_tokens=page_tokens, pools=pools, pool_pages=pages),
     )  # fmt: skip
     return engine, prompts, int(rng.integers(1, 8)), limit
 
@@ -169,11 +169,11 @@ def test_a_thousand_schedules_lose_no_page_and_mix_up_none(block, monkeypatch):
     is its own."""
     made, again = [], 0
     monkeypatch.setattr(
-        "dapo_jax.sampling.continuous_batching.Pages", lambda sizes: made.append(Watched(sizes)) or made[-1]
+        "dapo_jax.sampling.slots.Pages", lambda sizes: made.append(Watched(sizes)) or made[-1]
     )
     for seed in range(100 * block, 100 * (block + 1)):
         # Three of four start whatever fits, so that many give way.
-        monkeypatch.setattr("dapo_jax.sampling.continuous_batching._SPARE_PAGES", (0, 0, 0, 2)[seed % 4])
+        monkeypatch.setattr("dapo_jax.sampling.slots.SPARE_PAGES", (0, 0, 0, 2)[seed % 4])
         engine, prompts, samples, limit = schedule(seed)
         left = iter(prompts)
         sampled = Sampler(engine, prefill_prompts=1 + seed % 4).sample(
@@ -196,7 +196,7 @@ class Watched(Pages):
 
     def check(self):
         holders = np.zeros_like(self._holders)
-        for slot in range(self.sizes.slots):
+        for slot in range(self.sizes.holders):
             assert len(set(self.held(slot))) == len(self.held(slot))
             holders[self.sizes.pool_of(slot)][list(self.held(slot))] += 1
         np.testing.assert_array_equal(self._holders, holders)

@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 
 from dapo_jax.dapo.dynamic_sampling import Collected
-from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
+from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Span, Verdict
 from dapo_jax.training.step_metrics import rollout_metrics
 
+NOW = (Span(0, 3),)
 
-def make_group(*responses):
+
+def make_group(*responses, spans=NOW):
     """(verdict, tokens, truncated, reward, penalty) for each rollout."""
     rollouts = tuple(
         Rollout(
@@ -18,6 +20,7 @@ def make_group(*responses):
                 tokens=np.zeros(tokens, np.int32),
                 logprobs=np.zeros(tokens, np.float32),
                 finish_reason="length" if truncated else "stop",
+                spans=spans,
             ),
             text="",
             verdict=Verdict(correct=correct),
@@ -33,12 +36,12 @@ def make_group(*responses):
 MIXED = make_group((True, 2, False, 1.0, 0.0), (False, 4, False, -1.0, 0.0))
 RIGHT = make_group((True, 6, False, 0.75, -0.25), (True, 8, False, 1.0, 0.0))
 WRONG = make_group((False, 10, True, -2.0, -1.0), (False, 10, True, -2.0, -1.0))
-CARRIED = replace(make_group((True, 1, False, 1.0, 0.0), (False, 1, False, -1.0, 0.0)), age=3)
+CARRIED = make_group((True, 1, False, 1.0, 0.0), (False, 1, False, -1.0, 0.0), spans=(Span(0, 0),))
 
 
 def collected(**changes):
     values = {"groups": [CARRIED, MIXED], "carry": [], "sampled": [MIXED, RIGHT, WRONG], "cursor": 3, "waves": 1,
-              "surplus": 0}  # fmt: skip
+              "surplus": 0, "version": 3}  # fmt: skip
     return Collected(**{**values, **changes})
 
 
@@ -54,7 +57,12 @@ def test_all_that_was_sampled_and_what_was_trained_on_are_counted_apart():
             "rollout/carried_groups": 1,
             "rollout/dropped_old": 1,
             "rollout/age_mean": 1.5,
+            "rollout/age_p95": 0.95 * 3,
             "rollout/age_max": 3,
+            "rollout/newest_age_mean": 1.5,
+            "rollout/newest_age_p95": 0.95 * 3,
+            "rollout/newest_age_max": 3,
+            "rollout/earlier_tokens_frac": 2 / 8,
             "rollout/trained_accuracy": 0.5,
             "rollout/trained_response_tokens": (2 + 4 + 1 + 1) / 4,
             "rollout/accuracy": 0.5,
@@ -72,6 +80,17 @@ def test_all_that_was_sampled_and_what_was_trained_on_are_counted_apart():
             "reward/overlong_penalty": -2.25 / 6,
         }
     )
+
+
+def test_a_group_is_as_old_as_its_oldest_token_and_ends_with_its_newest():
+    """At version 5: two responses of 4 tokens, of which three of the first and one of the second were drawn before."""
+    early = make_group((True, 4, False, 1.0, 0.0), spans=(Span(0, 2), Span(1, 4), Span(3, 5)))
+    late = make_group((False, 4, False, -1.0, 0.0), spans=(Span(0, 4), Span(1, 5)))
+    both = replace(early, rollouts=(*early.rollouts, *late.rollouts))
+    found = rollout_metrics(collected(groups=[both], version=5))
+    ages = {name: found[f"rollout/{name}"] for name in ("age_max", "newest_age_max", "earlier_tokens_frac")}
+    assert ages == {"age_max": 3, "newest_age_max": 0, "earlier_tokens_frac": 4 / 8}
+    assert early.rollouts[0].response.versions.tolist() == [2, 4, 4, 5]
 
 
 def test_the_groups_whose_scores_differ_are_counted_where_there_are_scores():

@@ -41,7 +41,7 @@ class Engine(ScriptedEngine):
             capacity=capacity,
             steps_per_call=steps_per_call,
             stop_ids=stop_ids,
-            page_sizes=sizes_for(kind, mesh, slots=slots, capacity=capacity, **how),
+            page_sizes=sizes_for(kind, mesh, holders=slots, capacity=capacity, **how),
         )
         self.decoder = decoder
         self.mesh, self.compute_dtype = mesh, compute_dtype
@@ -55,9 +55,9 @@ class Engine(ScriptedEngine):
         self.limits |= set(insertion.limits.tolist())
         return super().insert(prefix, state, insertion, key)
 
-    def generate(self, params, state, how, min_live, tables):
+    def generate(self, params, state, how, min_live, tables, until=None):
         self.hows.append(how)
-        return super().generate(params, state, how, min_live, tables)
+        return super().generate(params, state, how, min_live, tables, until)
 
 
 class Updates(Updater):

@@ -1,0 +1,183 @@
+"""The loop of sampling on the host: what was read starts in free slots, all slots draw, what has ended leaves.
+
+The host looks at the device every `steps_per_call` tokens, or as soon as enough slots are free to be worth refilling.
+
+A response starts when there is a slot and there are pages of the cache for it; with every call it gets those that it will need. When there are
+none left, one gives its pages back, keeps what it has drawn, and waits until it is read again, prompt and tokens together, and goes on. No token
+is drawn twice, and the key of a token says nothing of when it is drawn.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import PRNGKeyArray, PyTree
+
+from dapo_jax.dapo.rollouts import FinishReason
+from dapo_jax.sampling.decoding import Decoding
+from dapo_jax.sampling.interface import Engine, Insertion, ResultTokens
+from dapo_jax.sampling.requests import Reading, Request
+from dapo_jax.sampling.slots import Slots, Started
+
+StopRule = Callable[[np.ndarray, int], int | None]
+"""(a response's tokens so far, how many of them it has seen before) -> at how many tokens the response ends, or None."""
+
+Unread = Sequence[Sequence[Request]]
+"""Requests that begin with the same tokens, together."""
+
+
+class Ended(NamedTuple):
+    """A response that has ended."""
+
+    request: Request
+    tokens: int
+    """The number of its tokens, of those that the request has."""
+    reason: FinishReason
+
+
+class DecodeLoop:
+    """The responses on their way through the slots of an engine, under the same weights."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        params: PyTree,
+        *,
+        key: PRNGKeyArray,
+        decoding: Decoding,
+        stop: StopRule | None,
+        refill_frac: float,
+        on_look: Callable[[], None],
+        more: Callable[[], Unread],
+        read_first: bool = False,
+    ) -> None:
+        """`more` gives what to read next when nobody is in line; after nothing it is asked again at the next call. With `read_first` all that has a
+        slot is read before tokens are drawn; else only until more slots draw than are free."""
+        self._engine, self._params, self._key, self._decoding = engine, params, key, decoding
+        self._stop, self._refill_frac, self._on_look = stop, refill_frac, on_look
+        self._more, self._read_first = more, read_first
+        self._state = engine.init_decode_state()
+        self.slots = Slots(engine)
+        self.waiting: deque[Request] = deque()
+        # Apart, or what is read again would wait for prompts that are being read, and these for the place at the head of the line.
+        self._reading, self._again = Reading(engine, params), Reading(engine, params)
+
+    def step(self) -> list[Ended] | None:
+        """One call of the engine. Returned are the responses that ended; None if there is none to draw for."""
+        slots, waiting = self.slots, self.waiting
+        slots.make_room(waiting)
+        self._put_aside()
+        self._release()
+        self._start()
+        self._read()
+        if not slots.live:
+            return None
+        # With work waiting, come back once enough slots are free; without, run on to the end of the call.
+        live = slots.live
+        min_live = live - max(1, round(live * self._refill_frac)) + 1 if self._has_work else 1
+        self._on_look()
+        self._state, result = self._engine.generate(
+            self._params, self._state, self._decoding, min_live, slots.tables, slots.until
+        )
+        ended = self._absorb(result)
+        self._release()
+        return ended
+
+    @property
+    def _has_work(self) -> bool:
+        """Whether somebody waits for a slot, as far as is known."""
+        return bool(self.waiting) or self._reading.busy or self._again.busy
+
+    def _read(self) -> None:
+        """Reads until one more is in line than can start at once: with nobody in line, `generate` would not come back for a freed slot."""
+        slots, waiting = self.slots, self.waiting
+        while not waiting or waiting[0].prefix is None:
+            if waiting:
+                if not self._again.busy:
+                    if not slots.has_room(waiting[0], waiting):
+                        break
+                    self._again.begin([[waiting[0]]])
+                self._again.go_on()
+            else:
+                if not self._reading.busy:
+                    if not (unread := self._more()):
+                        break
+                    self._reading.begin(unread)
+                waiting.extend(self._reading.go_on())
+            self._start()
+            # What is left to read can wait for the next call, unless more slots are idle than decode.
+            busy = self._reading.busy or self._again.busy
+            if busy and not self._read_first and slots.live >= self._engine.slots - slots.live:
+                break
+
+    def _start(self) -> None:
+        """Starts those at the head of the line that were read, as many as there are slots and pages for: one `insert` for each prefix."""
+        started: list[tuple[PyTree, Started]] = []
+        while self.waiting and (prefix := self.waiting[0].prefix) is not None:
+            if (one := self.slots.take(self.waiting[0], self.waiting)) is None:
+                break
+            started.append((prefix, one))
+            self.waiting.popleft()
+        self._release()
+        while started:
+            prefix = started[0][0]
+            batch = [one for of_prefix, one in started if of_prefix is prefix]
+            started = [each for each in started if each[0] is not prefix]
+            requests = [each.request for each in batch]
+            insertion = Insertion(
+                slots=np.array([each.slot for each in batch], np.int32),
+                prompts=np.array([request.place for request in requests], np.int32),
+                ordinals=np.array([request.prompt.ordinal for request in requests], np.int32),
+                indices=np.array([request.index for request in requests], np.int32),
+                limits=np.array([request.limit for request in requests], np.int32),
+                drawn=np.array([request.drawn for request in requests], np.int32),
+                fills=[(each.request.place, fill) for each in batch for fill in each.fills],
+            )
+            self._state = self._engine.insert(prefix, self._state, insertion, self._key)
+
+    def _release(self) -> None:
+        """Tells the engine which slots were left."""
+        if self.slots.released:
+            self._state = self._engine.release(self._state, self.slots.released)
+            self.slots.released = []
+
+    def _absorb(self, result: ResultTokens) -> list[Ended]:
+        """Hands each slot's new tokens to its owner, and frees the slots of those that ended."""
+        slots, stop = self.slots, self._stop
+        tokens, logprobs, valid, live = jax.device_get(
+            (result.tokens, result.logprobs, result.valid, result.live)
+        )
+        counts, ended = valid.sum(axis=1), []
+        for slot, request in enumerate(slots.owners):
+            if request is None or not counts[slot]:
+                continue
+            seen = request.drawn
+            request.append(tokens[slot, : counts[slot]], logprobs[slot, : counts[slot]])
+            cut = stop(request.tokens[: request.drawn], seen) if stop else None
+            if live[slot] and cut is None:
+                continue
+            slots.end(slot)
+            if live[slot]:
+                slots.released.append(slot)
+            length = request.drawn if cut is None else cut
+            stopped = cut is not None or int(request.tokens[length - 1]) in self._engine.stop_ids
+            ended.append(Ended(request, length, "stop" if stopped else "length"))
+        return ended
+
+    def _put_aside(self) -> None:
+        """Takes those that pause out of their slots, if others wait for one; what the next token is drawn from is kept."""
+        slots = self.slots
+        if not (pausing := list(slots.pausing())):
+            return
+        if not self._has_work and (unread := self._more()):
+            self._reading.begin(unread)
+        if not self._has_work:
+            return
+        prefix = self._engine.paused(self._state)
+        for slot, request in pausing:
+            slots.leave(slot)
+            slots.released.append(slot)
+            slots.aside.append(request)
+            request.prefix, request.place = prefix, slot

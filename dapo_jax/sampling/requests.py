@@ -1,0 +1,104 @@
+"""A response on its way through the sampler, and the reading of what it begins with."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from jaxtyping import Float, Int, PyTree
+
+from dapo_jax.dapo.rollouts import Prompt
+from dapo_jax.sampling.interface import Engine
+
+
+@dataclass(eq=False)
+class Request:
+    """One response on its way: waiting for a slot, then growing in it, perhaps waiting again."""
+
+    prompt: Prompt
+    index: int
+    limit: int
+    """Tokens at which it ends."""
+    target: int = 0
+    """Tokens at which it pauses; by default it goes on to the limit."""
+    prefix: PyTree = None
+    """The prefix that waits to be inserted; None: nothing was read, or it was inserted."""
+    place: int = 0
+    """Which of the prefix's prompts is its own."""
+    drawn: int = 0
+    order: int = -1
+    """The order in which responses started; -1: not yet."""
+    row: int | None = None
+    """Its row of the table of pages, as long as it holds pages."""
+    tokens: Int[np.ndarray, " limit"] = field(init=False)
+    logprobs: Float[np.ndarray, " limit"] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.target = self.target or self.limit
+        self.tokens, self.logprobs = np.empty(0, np.int32), np.empty(0, np.float32)
+
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt and of the response so far."""
+        return len(self.prompt.tokens) + self.drawn
+
+    @property
+    def paused(self) -> bool:
+        """True if it has drawn as many tokens as it may for now."""
+        return self.drawn >= self.target
+
+    def room(self, steps: int) -> int:
+        """Tokens that it may come to in a call that draws `steps`."""
+        return len(self.prompt.tokens) + min(self.drawn + steps, self.target)
+
+    @property
+    def sequence(self) -> Int[np.ndarray, " length"]:
+        """The prompt and what was drawn."""
+        if not self.drawn:
+            return self.prompt.tokens
+        return np.concatenate([self.prompt.tokens, self.tokens[: self.drawn]])
+
+    def start(self, order: int) -> None:
+        """Lets go of the prefix, which goes when its last response has a slot."""
+        self.prefix = None
+        if self.order < 0:
+            self.order = order
+
+    def append(self, tokens: Int[np.ndarray, " new"], logprobs: Float[np.ndarray, " new"]) -> None:
+        """Takes new tokens."""
+        if not len(self.tokens):  # room is made when the first are there, not for all that wait
+            self.tokens, self.logprobs = np.empty(self.limit, np.int32), np.empty(self.limit, np.float32)
+        place = slice(self.drawn, self.drawn + len(tokens))
+        self.tokens[place], self.logprobs[place] = tokens, logprobs
+        self.drawn = place.stop
+
+
+class Reading:
+    """Reads sequences, some at a time: prompts, each for the responses to it, or what was drawn before too."""
+
+    def __init__(self, engine: Engine, params: PyTree) -> None:
+        self._engine, self._params = engine, params
+        self._work: Iterator[list[tuple[int, PyTree, int]]] = iter(())
+        self._requests: Sequence[Sequence[Request]] = ()
+        self._left = 0
+
+    @property
+    def busy(self) -> bool:
+        """True while something that was begun is not read to its end."""
+        return self._left > 0
+
+    def begin(self, requests: Sequence[Sequence[Request]]) -> None:
+        """Sequences, each with the requests that begin with it."""
+        self._requests, self._left = requests, len(requests)
+        self._work = self._engine.prefill(self._params, [same[0].sequence for same in requests])
+
+    def go_on(self) -> list[Request]:
+        """One part of the work. Returned are the responses that can now start."""
+        new: list[Request] = []
+        for index, prefix, place in next(self._work):
+            self._left -= 1
+            for request in self._requests[index]:
+                request.prefix, request.place = prefix, place
+                new.append(request)
+        if not self._left:
+            self._work, self._requests = iter(()), ()  # or they would hold what was read
+        return new

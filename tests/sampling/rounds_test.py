@@ -1,0 +1,240 @@
+"""Responses in flight, round by round: each draws what it would have drawn at once, however many slots and pages there are."""
+
+import jax
+import numpy as np
+import pytest
+
+from dapo_jax.dapo.rollouts import Prompt
+from dapo_jax.parallel.mesh import make_mesh
+from dapo_jax.sampling.decoding import decoding
+from dapo_jax.sampling.engine import DecoderEngine
+from dapo_jax.sampling.pages import PageSizes
+from dapo_jax.sampling.rounds import Going, RoundSampler
+from dapo_jax.testing import ScriptedEngine
+from tests.sampling.continuous_batching_test import (
+    CONFIG,
+    EOS,
+    GROUP,
+    KEY,
+    LIMIT,
+    MAX_PROMPT,
+    prompts,
+    sample,
+    weights_of,
+)
+
+ROUND = 5
+
+
+def rounds_of(engine, *, weights=None, limit=LIMIT, stop=None, **how):
+    return RoundSampler(
+        engine, weights_of() if weights is None else weights, key=KEY, decoding=decoding(),
+        max_response_tokens=limit, stop=stop, **how,
+    )  # fmt: skip
+
+
+class Flight:
+    """Keeps `in_flight` responses to prompts 0, 1, 2, ... going, and what they have drawn."""
+
+    def __init__(self, asked, *, in_flight, samples=GROUP):
+        self.left = [(prompt, index) for prompt in asked for index in range(samples)]
+        self.count, self.going, self.drawn, self.reasons = in_flight, [], {}, {}
+        self.parts = []
+
+    def round(self, sampler, tokens=ROUND):
+        while self.left and len(self.going) < self.count:
+            self.going.append(self.left.pop(0))
+        names = [(prompt.ordinal, index) for prompt, index in self.going]
+        for name in names:
+            self.drawn.setdefault(name, ([], []))
+        asked = [
+            Going(prompt=prompt, index=index, tokens=np.array(self.drawn[prompt.ordinal, index][0], np.int32))
+            for prompt, index in self.going
+        ]
+        found = sampler.draw(asked, tokens)
+        self.parts.append([len(part.tokens) for part in found])
+        for name, part in zip(names, found, strict=True):
+            self.drawn[name][0].extend(part.tokens.tolist())
+            self.drawn[name][1].extend(part.logprobs.tolist())
+            if part.finish_reason is not None:
+                self.reasons[name] = part.finish_reason
+            else:
+                assert len(part.tokens) == tokens, "what goes on has drawn the whole round"
+        self.going = [
+            each for each, part in zip(self.going, found, strict=True) if part.finish_reason is None
+        ]
+
+    def to_the_end(self, sampler, tokens=ROUND):
+        while self.left or self.going:
+            self.round(sampler, tokens)
+        return self
+
+
+def engine_for(slots, in_flight, **how):
+    return DecoderEngine(
+        CONFIG, slots=slots, capacity=MAX_PROMPT + LIMIT, steps_per_call=4, stop_ids=[EOS],
+        mesh=make_mesh(devices=jax.devices()[:1]), in_flight=in_flight, page_tokens=4, **how,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def at_once():
+    """Five groups of six, each response sampled to its end."""
+    return sample(engine_for(16, 16), prompts(0, 1, 2, 3, 4))
+
+
+def assert_the_same(flight, expected, *, tolerance=1e-5):
+    for ordinal, responses in expected.items():
+        for index, response in enumerate(responses):
+            tokens, logprobs = flight.drawn[ordinal, index]
+            assert tokens == response.tokens.tolist()
+            np.testing.assert_allclose(logprobs, response.logprobs, rtol=0, atol=tolerance)
+            assert flight.reasons[ordinal, index] == response.finish_reason
+
+
+@pytest.mark.parametrize(
+    ("slots", "cache_tokens", "tokens"),
+    [(16, 0, 5), (12, 0, 1), (4, 0, 5), (4, 0, 16), (3, 0, 3), (16, 96, 5), (4, 48, 5)],
+)
+def test_rounds_draw_what_is_drawn_at_once(at_once, slots, cache_tokens, tokens):
+    """Twelve in flight: in as many slots or more; in turns of four or three; with pages for four of the longest sequences, or for two."""
+    flight = Flight(prompts(0, 1, 2, 3, 4), in_flight=12)
+    flight.to_the_end(rounds_of(engine_for(slots, 12, cache_tokens=cache_tokens)), tokens)
+    assert_the_same(flight, at_once)
+
+
+def test_turns_change_no_bit():
+    """Slots enough for all, and four for twelve: the same numbers, since a response goes on from the logits that it paused with."""
+    whole, turns = (
+        Flight(prompts(0, 1, 2), in_flight=12).to_the_end(rounds_of(engine_for(slots, 12)))
+        for slots in (12, 4)
+    )
+    assert whole.drawn == turns.drawn
+    assert whole.parts == turns.parts
+
+
+def test_new_weights_read_again_what_is_in_flight(at_once):
+    """After two rounds another sampler with the same weights goes on: as if nothing had been. With other weights the first tokens stay."""
+    for seed in (0, 1):
+        flight = Flight(prompts(0, 1, 2, 3, 4), in_flight=12)
+        first = rounds_of(engine_for(8, 12))
+        flight.round(first)
+        flight.round(first)
+        before = {name: list(tokens) for name, (tokens, _) in flight.drawn.items()}
+        ended = set(flight.reasons)
+        flight.to_the_end(rounds_of(engine_for(8, 12), weights=weights_of(seed)))
+        if seed == 0:
+            assert_the_same(flight, at_once)
+        for name, tokens in before.items():
+            assert flight.drawn[name][0][: len(tokens)] == tokens
+        changed = {
+            name for name in before.keys() - ended
+            if flight.drawn[name][0] != at_once[name[0]][name[1]].tokens.tolist()
+        }  # fmt: skip
+        assert bool(changed) == (seed == 1)
+
+
+def test_a_text_that_ends_a_response_ends_it_within_a_round():
+    def third(tokens, seen):
+        return 3 if len(tokens) >= 3 else None
+
+    flight = Flight(prompts(0, 1), in_flight=12).to_the_end(rounds_of(engine_for(5, 12), stop=third), 4)
+    assert {len(tokens) for tokens, _ in flight.drawn.values()} <= {1, 2, 3}
+    assert {flight.reasons[name] for name, (tokens, _) in flight.drawn.items() if len(tokens) == 3} == {
+        "stop"
+    }
+
+
+def scripted(seed, *, slots, in_flight, pages=None, limit=40, capacity=48, page=4, pools=1):
+    def script(ordinal, index):
+        length = int(np.random.default_rng((seed, ordinal, index)).integers(1, limit + 9))
+        return [100 * ordinal + index + 2] * (length - 1) + [EOS]
+
+    holders = max(slots, in_flight)
+    sizes = PageSizes(
+        holders=holders, capacity=capacity, page_tokens=page, pools=pools,
+        pool_pages=pages or holders // pools * (capacity // page),
+    )  # fmt: skip
+    return ScriptedEngine(
+        script, slots=slots, capacity=capacity, steps_per_call=3, stop_ids=[EOS], page_sizes=sizes
+    )
+
+
+def scripted_prompts(count):
+    return [
+        Prompt(ordinal=ordinal, tokens=np.full(1 + ordinal % 8, 7, np.int32), text="", answer="")
+        for ordinal in range(count)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_rounds_draw_every_script_once(seed):
+    """Any slots, pages down to what one sequence needs, one pool or two, and weights that change at random."""
+    rng = np.random.default_rng(seed)
+    pools = int(rng.integers(1, 3))
+    slots, in_flight = (pools * int(rng.integers(1, 9)) for _ in range(2))
+    pages = int(rng.integers(12, 12 * max(slots, in_flight) // pools + 1))
+    engine = scripted(seed, slots=slots, in_flight=in_flight, pages=pages, pools=pools)
+    flight, tokens = Flight(scripted_prompts(9), in_flight=in_flight, samples=4), int(rng.integers(1, 20))
+    sampler = rounds_of(engine, weights={}, limit=40)
+    while flight.left or flight.going:
+        if rng.random() < 0.1:
+            held = sampler._loop.slots.pages
+            assert len(held._free) == pools
+            sampler = rounds_of(engine, weights={}, limit=40)
+        flight.round(sampler, tokens)
+    for (ordinal, index), (found, logprobs) in flight.drawn.items():
+        assert found == list(engine._response(ordinal, index, 40))
+        assert logprobs == [-token for token in found]
+    slots_at_end = sampler._loop.slots
+    assert all(slots_at_end.pages.free_of(pool) == pages for pool in range(pools)), (
+        "every page is free at the end"
+    )
+    assert all(owner is None for owner in slots_at_end.owners)
+    assert not slots_at_end.aside
+
+
+def test_with_a_slot_for_each_nobody_is_put_aside_and_nothing_is_read_twice():
+    engine = scripted(0, slots=8, in_flight=8)
+    Flight(scripted_prompts(6), in_flight=8, samples=4).to_the_end(rounds_of(engine, weights={}, limit=40), 7)
+    assert engine.pauses == 0
+    assert len(engine.inserted) == 24
+
+
+def test_in_turns_nothing_is_read_twice():
+    engine = scripted(0, slots=3, in_flight=8)
+    Flight(scripted_prompts(6), in_flight=8, samples=4).to_the_end(rounds_of(engine, weights={}, limit=40), 7)
+    assert engine.pauses > 0
+    assert sum(map(len, engine.prefills)) <= 24, "each response's prompt at most once"
+
+
+def test_in_one_round_all_that_are_in_flight_draw_side_by_side():
+    """Eight responses of 40 tokens in eight slots, rounds of 10: ten steps of the engine a round, in all of which all draw."""
+    engine = ScriptedEngine(
+        lambda o, i: [5] * 40, slots=8, capacity=48, steps_per_call=4, stop_ids=[EOS],
+        page_sizes=PageSizes(holders=8, capacity=48, page_tokens=4, pools=1, pool_pages=96),
+    )  # fmt: skip
+    Flight(scripted_prompts(2), in_flight=8, samples=4).to_the_end(
+        rounds_of(engine, weights={}, limit=40), 10
+    )
+    assert engine.live_slots == [8] * 40
+
+
+def test_a_response_that_pauses_must_go_on():
+    sampler = rounds_of(scripted(1, slots=4, in_flight=4), weights={}, limit=40)
+    flight = Flight(scripted_prompts(1), in_flight=4, samples=4)
+    flight.round(sampler, 1)
+    flight.going = flight.going[1:]
+    with pytest.raises(
+        ValueError, match=r"responses that pause have to go on, or their slots stay taken: \[\(0, 0\)\]"
+    ):
+        flight.round(sampler, 1)
+
+
+def test_a_prompt_that_leaves_no_room_is_refused():
+    long = Prompt(ordinal=3, tokens=np.full(9, 7, np.int32), text="", answer="")
+    sampler = rounds_of(scripted(1, slots=4, in_flight=4), weights={}, limit=40)
+    with pytest.raises(
+        ValueError, match=r"prompt 3 has 9 tokens; a slot of 48 tokens has room for 1 to 48 - 40"
+    ):
+        sampler.draw([Going(prompt=long, index=0, tokens=np.empty(0, np.int32))], 5)
