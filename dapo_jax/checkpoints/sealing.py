@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: each process hashes the files that it has written, and the first one writes all digests into the manifest.
+"""A checkpoint is sealed by its manifest: each process hashes the files that it has written, and the first one writes all digests into the manifest.
 
 In each item of a step orbax gives every process a folder of its own, `ocdbt.process_3`, in which all the data lies. Once all have
 written, the first process merges the indices in these folders into one and adds descriptions: files of a few kilobytes, in other places. These
@@ -27,7 +27,7 @@ first process hashes everything."""
 
 
 class Sealing:
-    """The seals of the steps in one folder. One step is saved at a time."""
+    """Seals the steps in one folder, each once it is written. One step is saved at a time."""
 
     def __init__(self, folder: epath.Path) -> None:
         self._folder, self._step = folder, -1

@@ -108,11 +108,9 @@ class Configured:
         there, first = self.planned.resident, jax.devices()[0]
         minibatches = self.planned.work.updates * there.minibatch
         always = {"train state": there.state, "reference policy": there.reference}
-        pages, config = self.planned.pages, self.config.sampling
-        cache = there.decode_state
-        if (
-            not config.cache_tokens and pages.runs_out
-        ):  # it takes what is left, and does with a single sequence for each pool
+        cache, pages = there.decode_state, self.planned.pages
+        if pages.runs_out and not self.config.sampling.cache_tokens:
+            # It takes what is left, and does with a single sequence for each pool.
             cache = cache * pages.table_pages // pages.pool_pages
         sampling = {**always, "sampler's weights": there.weights, "its cache": cache + 2 * there.prefix}
         # In float32, as the weights are.

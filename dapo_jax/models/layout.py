@@ -1,4 +1,4 @@
-"""How a decoder's arrays are spread over devices: what the decoder asks for, and the answer where nothing is spread."""
+"""The layout of a decoder's arrays over devices: what the decoder asks of it, and the answers where nothing is spread."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class Layout:
         return program
 
     def weight_sharding(self, axes: tuple[str, ...]) -> WeightSharding | None:
-        """How a weight with these logical axes is split between its uses; None: it is not."""
+        """The split of a weight with these logical axes between its uses; None: it is not split."""
         return None
 
     def in_parts(self, axis: str) -> bool:

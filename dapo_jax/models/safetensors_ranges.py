@@ -74,7 +74,8 @@ def stored_tensors(path: AnyPath) -> dict[str, StoredTensor]:
     for tensor in sorted(found.values(), key=lambda tensor: tensor.start):
         if tensor.start != end:
             raise ValueError(
-                f"cannot read {path}: {tensor.name} begins at byte {tensor.start:,}, needed is {end:,}"
+                f"cannot read {path}: {tensor.name} begins at byte {tensor.start:,}, and must begin at byte {end:,}, "
+                "where what lies before it ends"
             )
         end += math.prod(tensor.shape) * jnp.dtype(tensor.dtype).itemsize
     if end != size:
@@ -83,12 +84,14 @@ def stored_tensors(path: AnyPath) -> dict[str, StoredTensor]:
 
 
 def _stored(path: AnyPath, name: str, entry: Any, *, begin: int) -> StoredTensor:
-    entry = entry if isinstance(entry, dict) else {}
-    code, shape, offsets = entry.get("dtype"), _sizes(entry.get("shape")), _sizes(entry.get("data_offsets"))
+    said = entry if isinstance(entry, dict) else {}
+    code, shape, offsets = said.get("dtype"), _sizes(said.get("shape")), _sizes(said.get("data_offsets"))
     if isinstance(code, str) and code not in STORED:
         raise ValueError(f"{path}: {name} is stored as {code}, which is not covered; {', '.join(STORED)} are")
     if not isinstance(code, str) or shape is None or offsets is None or len(offsets) != 2:
-        raise ValueError(f"cannot read {path}: its header says of {name!r:.80}: {entry!r:.80}")
+        raise ValueError(
+            f"cannot read {path}: its header describes {name!r:.80} as {entry!r:.80}; a tensor needs a dtype, a shape and two data_offsets"
+        )
     first, last = offsets
     needed = math.prod(shape) * jnp.dtype(STORED[code]).itemsize
     if last - first != needed:

@@ -65,7 +65,7 @@ class Meshes:
 
     @property
     def count(self) -> int:
-        """How many samplers there are."""
+        """The number of samplers."""
         return self.publish.shape["sampler"]
 
 

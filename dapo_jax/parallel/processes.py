@@ -32,7 +32,7 @@ SILENCE_S = 100
 wait for a regular expression or a library that is being loaded."""
 
 GRACE_S = 3.0
-"""How long a process may take to leave by itself: after another has failed, and from its own error to its end."""
+"""Seconds that a process may take to leave by itself: after another has failed, and from its own error to its end."""
 
 BEATS = 4
 """A process that has missed so many of its signs of life is named where another one ends."""

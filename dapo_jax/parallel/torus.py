@@ -73,7 +73,7 @@ class _Grid:
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        """How many blocks there are along each dimension."""
+        """The number of blocks along each dimension."""
         return tuple(whole // part for whole, part in zip(self.index.shape, self.block, strict=True))
 
 

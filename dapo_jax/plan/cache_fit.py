@@ -7,10 +7,8 @@ from dapo_jax.config import TrainConfig
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.plan.memory import Phase
 from dapo_jax.plan.workload import Workload
+from dapo_jax.run.cache_room import logits_bytes
 from dapo_jax.sampling.pages import PageSizes
-
-_LOGITS = 4
-"""Copies of a slot's logits: those that the state keeps, and what drawing makes of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +53,7 @@ def cache_fit(
         return None
     pool_tokens = pages.pools * pages.pool_pages * pages.page_tokens // spread
     left = limit - max(sampling) + pool_tokens * token_bytes
-    held, logits = work.context + pages.page_tokens / 2, _LOGITS * decoder.vocab_rows * 4
+    held, logits = work.context + pages.page_tokens / 2, logits_bytes(decoder, 1)
     slots = config.sampling.slots // spread
     tokens, together = left / token_bytes, left / token_bytes / held
     if together > slots:

@@ -2,8 +2,8 @@
 
 The TPU compiler writes into a program how many cycles it expects of each operation, tiles and padding included. These are added up, as often as
 the operation runs, with what is copied between the device's memories meanwhile. Of a kernel (Mosaic) the compiler knows no cost: the
-roofline's share of it is added instead. As `compiled.cost_analysis()` has them, the same costs are not of use: a loop counts once
-there, an asynchronous copy several times, and a kernel as -1. They are kept beside.
+roofline's share of it is added instead. The sums of `compiled.cost_analysis()` are of no use for this, since a loop counts once in them,
+an asynchronous copy several times, and a kernel as -1; they are kept beside the estimate (`Cost.told`).
 """
 
 import re

@@ -16,7 +16,7 @@ KNOWN_SHARE = 0.9
 fragments; vLLM's `gpu_memory_utilization` leaves as much by default."""
 
 _LOGITS = 4
-"""Copies of all slots' logits: those that the state keeps, and what drawing makes of them."""
+"""Copies of a slot's logits: those that the state keeps, and what drawing makes of them."""
 
 
 def room_for_cache(
@@ -48,9 +48,8 @@ def room_for_cache(
     if memory is None or sampling.cache_tokens or kind == "slots":
         return None
     spread = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
-    logits = _LOGITS * sampling.slots // spread * decoder.vocab_rows * 4
     each, computed = (token_bytes(decoder, mesh, dtype=of, kind=kind) for of in (dtype, compute_dtype))
-    room = int(KNOWN_SHARE * memory) - resident - logits
+    room = int(KNOWN_SHARE * memory) - resident - logits_bytes(decoder, sampling.slots // spread)
     # The responses of one call still wait for slots when the next one reads.
     rows = 2 * prefix_bytes(decoder, shape, token_bytes=each)
     # A sequence that is read in parts is kept as it was computed, and at its end as the cache has it.
@@ -59,6 +58,11 @@ def room_for_cache(
     if shape.longest <= shape.width and room - rows >= sampling.slots // spread * capacity * each:
         return room - rows  # all slots fit, so nothing is read again
     return room - max(rows, rows // 2 + parts)
+
+
+def logits_bytes(decoder: DecoderConfig, slots: int) -> int:
+    """Bytes that so many slots take for their logits, with what drawing makes of them."""
+    return _LOGITS * slots * decoder.vocab_rows * 4
 
 
 def prefix_bytes(decoder: DecoderConfig, shape: PrefillShape, *, token_bytes: int) -> int:

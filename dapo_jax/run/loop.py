@@ -34,7 +34,7 @@ class Position:
     carry: Sequence[Group] = ()
     """Informative groups left over from earlier steps."""
     share: InformativeShare = field(default_factory=InformativeShare)
-    """How many of the groups sampled lately were informative."""
+    """The share of informative groups among those sampled lately."""
 
 
 @dataclass(frozen=True, kw_only=True)

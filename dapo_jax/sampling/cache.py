@@ -1,6 +1,6 @@
 """The key/value cache of the decoding slots, opaque behind the functions of `Cache`; and its plain form, in which each slot is one page.
 
-The plain form is the one for CPU; `paged_cache` and `tpu_cache` are the others. The axes are in the order in which both products of attention read them row by row: over
+The plain form is the one for CPU; `paged_cache`, `tpu_cache` and `gpu_cache` are the others, and `caches` chooses. The axes are in the order in which both products of attention read them row by row: over
 [slots, capacity, kv_heads, head_dim] attention was 12 times slower on CPU, and scores over keys with head_dim last 2 times.
 """
 

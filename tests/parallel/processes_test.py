@@ -9,7 +9,7 @@ import pytest
 from dapo_jax.cli import main
 from dapo_jax.config import ConfigError
 from dapo_jax.health.stopping import STOPPED
-from dapo_jax.parallel.processes import described, wanted
+from dapo_jax.parallel.processes import JAX_HEARTBEAT_S, SILENCE_S, described, wanted
 from tests import several
 
 WAITING = """
@@ -50,6 +50,25 @@ with stopped_by_signals(processes.end) as stop:
     except Exception as error:
         configured = isinstance(error, ConfigError)
         processes.fail(2 if configured else 1, processes.described(error), by_all=configured)
+"""
+
+
+HOLDING = """
+import sys
+import ctypes
+from dapo_jax.health.stopping import stopped_by_signals
+from dapo_jax.parallel import processes
+from dapo_jax.parallel.gather import all_gather_bytes
+
+with stopped_by_signals(processes.end) as stop:
+    processes.start(stop=stop)
+    import jax
+    all_gather_bytes(b"all are here")
+    if jax.process_index() == int(sys.argv[1]):
+        assert ctypes.PyDLL(None).sleep(30) == 0, "a signal ended it"
+    print(*all_gather_bytes(b"still here"), flush=True)
+    assert not stop.reason, stop.reason
+    processes.leave()
 """
 
 
@@ -163,6 +182,19 @@ def test_a_process_that_dies_or_stops_without_a_word_ends_the_others_who_say_whi
     assert took < 40
     if kill == signal.SIGKILL:
         assert "it was killed or it crashed; the run's other processes end too" in done[failing][1]
+
+
+@pytest.mark.slow  # the half minute itself
+@pytest.mark.parametrize("holding", [0, 1])
+def test_a_process_in_which_no_other_thread_of_python_runs_for_half_a_minute_ends_nobody(holding):
+    """`PyDLL` keeps the interpreter's lock while it calls, as a long regular expression does: for longer than JAX waits for a heartbeat, which C++
+    sends all the same, and for shorter than signs of life from a thread of Python may be missed."""
+    assert JAX_HEARTBEAT_S < 30 < SILENCE_S
+    began = time.monotonic()
+    for output in several.run(HOLDING, holding, processes=2, devices=1):
+        assert "b'still here' b'still here'\n" in output
+        assert not re.search("has not been heard of|did not answer", output)
+    assert time.monotonic() - began > 30
 
 
 def test_the_environment_says_whether_there_are_several():
