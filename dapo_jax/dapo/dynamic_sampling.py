@@ -7,7 +7,9 @@ ordinal, whatever order they ended in. Taking them as they end would favour shor
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
+from dapo_jax.dapo.in_flight import InFlight
 from dapo_jax.dapo.rollouts import Group
 
 
@@ -68,6 +70,22 @@ class Tally:
         self.flat_differing += differs and flat
 
 
+@runtime_checkable
+class Collecting(Protocol):
+    """The state of a step's sampling, for those who watch it."""
+
+    needed: int
+    """Groups that the step trains on."""
+    kept: int
+    """Informative groups so far."""
+    tally: Tally
+    """Counts of the groups that were graded in this step so far."""
+    cursor: int
+    """The ordinal of the prompt that comes next."""
+    stage: str
+    """Where the step stands, for a person."""
+
+
 class ShortfallError(RuntimeError):
     """Dynamic sampling used up its waves without finding enough informative groups."""
 
@@ -116,6 +134,12 @@ class Collected:
     """The number of these that would have been carried, had they not been too old for the next step."""
     share: InformativeShare = field(default_factory=InformativeShare)
     """The estimate of the share of informative groups after this step."""
+    rounds: int = 0
+    """Rounds of rollouts in flight; then there are no waves."""
+    drawn_tokens: int | None = None
+    """Tokens that were drawn in this step; None: those of all that was sampled."""
+    in_flight: InFlight | None = None
+    """What goes on in the next step; None: each response was sampled to its end."""
 
 
 @dataclass
@@ -165,6 +189,11 @@ class Collector:
     def waves(self) -> int:
         """Waves opened so far."""
         return self._waves
+
+    @property
+    def stage(self) -> str:
+        """Where the step stands, for a person."""
+        return f"wave {self._waves}" if self.enabled else ""
 
     def draw(self, count: int) -> list[int]:
         """Up to `count` ordinals to sample next; none if no further wave is needed as things stand."""
@@ -237,31 +266,36 @@ class Collector:
 
     def _shortfall(self, found: int) -> str:
         size = f"{'at most ' if self.surplus == 'carry' else ''}{self.prompts_per_wave}"
-        why = self._equal_scores() if self.metric == "score" else self._flat_verdicts()
         return (
             f"dynamic sampling found {found} of the {self.needed} informative groups it needs in {self._waves} waves of "
-            f"{size} prompts: {why}, raise dynamic_sampling.max_waves, or set dynamic_sampling.on_shortfall=train_fewer"
+            f"{size} prompts: {nothing_to_learn(self.tally, self._sampled, self.metric)}, raise dynamic_sampling.max_waves, or set "
+            "dynamic_sampling.on_shortfall=train_fewer"
         )
 
-    def _flat_verdicts(self) -> str:
-        tally = self.tally
-        differ = (
-            f" In {tally.flat_differing} of these the scores differ, of which only those above 0 count as correct: if the reward is a number "
-            "rather than a verdict, set dynamic_sampling.metric=score, which keeps them."
-        )
-        return (
-            f"of {tally.groups} groups {tally.correct} were all correct, {tally.wrong} all wrong, {tally.mixed} mixed."
-            f"{differ if tally.flat_differing else ''} All correct: the prompts are too easy. All wrong: they are too hard, or the grader "
-            "never matches. Change the data or the grader"
-        )
 
-    def _equal_scores(self) -> str:
-        tally = self.tally
-        equal = [group.rollouts[0].verdict.score for group in self._sampled if not scores_differ(group)]
-        scores = sorted({score for score in equal if score is not None})
-        which = f" ({scores[0]:g}{f' to {scores[-1]:g}' if scores[1:] else ''})" if scores else ""
-        return (
-            f"of {tally.groups} groups {tally.differing} had scores that differ, {len(equal)} one score for all responses{which}, which "
-            "teaches nothing. The reward function may give the same whatever is written, or the prompts may be too easy or too hard for it to "
-            "tell responses apart. Change the data or the function, raise batch.group_size"
-        )
+def nothing_to_learn(tally: Tally, sampled: Sequence[Group], metric: str) -> str:
+    """Why so few of the groups `sampled`, which `tally` has counted, are informative, and what can be done."""
+    return _equal_scores(tally, sampled) if metric == "score" else _flat_verdicts(tally)
+
+
+def _flat_verdicts(tally: Tally) -> str:
+    differ = (
+        f" In {tally.flat_differing} of these the scores differ, of which only those above 0 count as correct: if the reward is a number "
+        "rather than a verdict, set dynamic_sampling.metric=score, which keeps them."
+    )
+    return (
+        f"of {tally.groups} groups {tally.correct} were all correct, {tally.wrong} all wrong, {tally.mixed} mixed."
+        f"{differ if tally.flat_differing else ''} All correct: the prompts are too easy. All wrong: they are too hard, or the grader "
+        "never matches. Change the data or the grader"
+    )
+
+
+def _equal_scores(tally: Tally, sampled: Sequence[Group]) -> str:
+    equal = [group.rollouts[0].verdict.score for group in sampled if not scores_differ(group)]
+    scores = sorted({score for score in equal if score is not None})
+    which = f" ({scores[0]:g}{f' to {scores[-1]:g}' if scores[1:] else ''})" if scores else ""
+    return (
+        f"of {tally.groups} groups {tally.differing} had scores that differ, {len(equal)} one score for all responses{which}, which "
+        "teaches nothing. The reward function may give the same whatever is written, or the prompts may be too easy or too hard for it to "
+        "tell responses apart. Change the data or the function, raise batch.group_size"
+    )

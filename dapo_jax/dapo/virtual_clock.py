@@ -9,9 +9,13 @@ brought enough for several steps, these follow each other without a further one.
 What is decided depends on lengths and verdicts alone, not on seconds, devices, slots or processes; so a run repeats bit for bit, although its steps overlap.
 """
 
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
+
+_MOST = 1 << 53
+"""No run counts so far; ordinals are 64-bit integers."""
 
 
 class ResponseId(NamedTuple):
@@ -153,9 +157,25 @@ class VirtualClock:
         self.version += 1
         return ages
 
+    def whole(self, ordinals: Iterable[int]) -> list[int]:
+        """Those of the groups without a verdict, each once, whose last response has ended."""
+        return sorted({ordinal for ordinal in ordinals if self.groups[ordinal].due >= 0})
+
+    def copy(self) -> "VirtualClock":
+        """A clock that shows the same and goes on by itself."""
+        return deepcopy(self)
+
+    def started(self) -> Iterator[ResponseId]:
+        """The responses that have started of the groups without a verdict, by ordinal and index: those in flight, and those that ended."""
+        for ordinal in sorted(self.groups):
+            for index in range(self.sizes.samples_per_prompt):
+                if ResponseId(ordinal, index) < self.following:
+                    yield ResponseId(ordinal, index)
+
     def state(self) -> dict[str, Any]:
         """All that a checkpoint needs, as JSON can hold it; `restored` takes it."""
         return {
+            "sizes": asdict(self.sizes),
             "version": self.version,
             "rounds": self.rounds,
             "following": list(self.following),
@@ -163,20 +183,54 @@ class VirtualClock:
                 [ordinal, group.version, sorted(group.left), group.due]
                 for ordinal, group in sorted(self.groups.items())
             ],
-            "ready": sorted(self.ready.items()),
+            "ready": [list(item) for item in sorted(self.ready.items())],
         }
 
     @classmethod
-    def restored(cls, sizes: ClockSizes, state: Mapping[str, Any]) -> "VirtualClock":
-        """The clock that gave `state`."""
-        return cls(
-            sizes,
-            version=state["version"],
-            rounds=state["rounds"],
-            following=ResponseId(*state["following"]),
-            groups={
-                ordinal: GroupInFlight(version, set(left), due)
-                for ordinal, version, left, due in state["groups"]
-            },
-            ready=dict(state["ready"]),
+    def restored(cls, state: Mapping[str, Any]) -> "VirtualClock":
+        """The clock that gave `state`.
+
+        Raises:
+            ValueError: no clock did.
+        """
+        try:
+            clock = cls(
+                ClockSizes(**state["sizes"]),
+                version=state["version"],
+                rounds=state["rounds"],
+                following=ResponseId(*state["following"]),
+                groups={
+                    ordinal: GroupInFlight(version, set(left), due)
+                    for ordinal, version, left, due in state["groups"]
+                },
+                ready=dict(state["ready"]),
+            )
+            kept = clock.state() == state
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"it is not of a clock: {error}") from error
+        if not kept or not clock._is_one():
+            raise ValueError("it is not of a clock: its numbers contradict each other")
+        return clock
+
+    def _is_one(self) -> bool:
+        """Whether what it shows can have come about."""
+        sizes, following = self.sizes, self.following
+        numbers = [self.version, self.rounds, *following, *self.groups, *self.ready, *self.ready.values()]
+        numbers += [number for group in self.groups.values() for number in (group.version, *group.left)]
+        dues = [group.due for group in self.groups.values()]
+        if not all(type(number) is int and 0 <= number < _MOST for number in numbers) or not all(
+            type(due) is int and -1 <= due <= self.rounds + sizes.verdict_rounds for due in dues
+        ):
+            return False
+        indices = range(sizes.samples_per_prompt)
+        return (
+            following.index in indices
+            and all(index in indices for group in self.groups.values() for index in group.left)
+            and all((group.due < 0) == bool(group.left) for group in self.groups.values())
+            and all(ResponseId(ordinal, 0) < following for ordinal in (*self.groups, *self.ready))
+            and self.groups.keys().isdisjoint(self.ready)
+            and (following.index == 0 or following.ordinal in self.groups)
+            and all(version <= self.version for version in self.ready.values())
+            and all(group.version <= self.version for group in self.groups.values())
+            and sum(1 for _ in self.in_flight()) <= sizes.in_flight
         )

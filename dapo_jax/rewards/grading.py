@@ -50,29 +50,40 @@ class Grading:
         Raises:
             RewardError: the grader raised, or returned no verdict.
         """
-        pending: deque[_Pending] = deque()
+        pending: deque[Pending] = deque()
         for prompt, responses in sampled:
-            samples = samples_of(prompt, responses, tokenizer=self.tokenizer)
-            self.on_submit()
-            pending.append(_Pending(prompt, responses, samples, self.submit(samples)))
+            pending.append(self.begin(prompt, responses))
             while pending and pending[0].done():
-                yield pending.popleft().graded(self.shaping)
+                yield pending.popleft().graded()
         while pending:
-            yield pending.popleft().graded(self.shaping)
+            yield pending.popleft().graded()
+
+    def begin(self, prompt: Prompt, responses: Sequence[Response]) -> "Pending":
+        """Hands over the responses to a prompt."""
+        samples = samples_of(prompt, responses, tokenizer=self.tokenizer)
+        self.on_submit()
+        return Pending(prompt, responses, samples, self.submit(samples), self.shaping)
 
 
 @dataclass(frozen=True)
-class _Pending:
+class Pending:
     """A sampled group, some of whose verdicts may still be on their way."""
 
     prompt: Prompt
     responses: Sequence[Response]
     samples: Sequence[Sample]
     verdicts: Sequence[Future[Verdict]]
+    shaping: Shaping
 
     def done(self) -> bool:
+        """Whether all verdicts are there."""
         return all(verdict.done() for verdict in self.verdicts)
 
-    def graded(self, shaping: Shaping) -> Group:
+    def graded(self) -> Group:
+        """The graded group; waits for its verdicts.
+
+        Raises:
+            RewardError: the grader raised, or returned no verdict.
+        """
         verdicts = [verdict.result() for verdict in self.verdicts]
-        return shaped_group(self.prompt, self.responses, self.samples, verdicts, shaping)
+        return shaped_group(self.prompt, self.responses, self.samples, verdicts, self.shaping)

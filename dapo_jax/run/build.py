@@ -14,18 +14,19 @@ from dapo_jax.health.stopping import Stop
 from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.device_memory import bytes_on_device
 from dapo_jax.rewards.functions import Rewards
+from dapo_jax.run.flight_sampling import FlightSampling
 from dapo_jax.run.grader_setup import check_graders, grading
 from dapo_jax.run.group_exchange import SamplerShare
-from dapo_jax.run.group_sampling import GroupSampling
 from dapo_jax.run.identity import check_identity, identity_of, model_files, with_weights_of
-from dapo_jax.run.loop import Position
 from dapo_jax.run.policy import load_policy, mesh_of, meshes_of, optimizer_of, state_structs
+from dapo_jax.run.position import Position
 from dapo_jax.run.programs import updater_of
 from dapo_jax.run.prompt_sets import GivenRows, drawn_too_often, held_out_prompts, training_prompts
 from dapo_jax.run.response_sampler import ResponseSampler
 from dapo_jax.run.resume_point import ResumePoint, check_progress, has_checkpoint, resume_point
 from dapo_jax.run.step_batches import StepBatches
 from dapo_jax.run.training_pass import training_pass
+from dapo_jax.run.wave_sampling import WaveSampling
 from dapo_jax.sampling.caches import without_kernel
 from dapo_jax.training.optimizer import warmed_up
 from dapo_jax.training.state import init_state
@@ -91,6 +92,7 @@ class Run:
             max_prompt_tokens=data.max_prompt_tokens,
             compute_dtype=model.compute_dtype,
             group_size=config.batch.group_size,
+            in_flight=-(-config.rollout.in_flight // meshes.count),
             beside=self._resident,
             on_look=lambda: watch.note("sampling: drawing tokens"),
         )
@@ -103,7 +105,8 @@ class Run:
             if self.evaluates
             else {}
         )
-        self.sampling = GroupSampling(
+        sampling_of = FlightSampling if config.rollout.in_flight else WaveSampling
+        self.sampling = sampling_of(
             config,
             sampler=sampler,
             grading=grader,

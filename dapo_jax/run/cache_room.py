@@ -29,6 +29,7 @@ def room_for_cache(
     compute_dtype: str,
     resident: int,
     memory: int | None,
+    in_flight: int = 0,
 ) -> int | None:
     """Bytes of a device that the cache may take, 0 or less if nothing is left. None where memory does not decide the size: `sampling.cache_tokens`
     is set, the cache has no pages, or the device does not say how much memory it has.
@@ -42,20 +43,33 @@ def room_for_cache(
         compute_dtype: of the cache, unless `sampling` names another.
         resident: bytes on a device while it samples, but for what sampling itself makes.
         memory: bytes of a device.
+        in_flight: responses that go on from round to round, in turns if there are fewer slots.
     """
     dtype = sampling.cache_dtype or compute_dtype
-    kind = kind_for(mesh, page_tokens=sampling.page_tokens, cache_tokens=sampling.cache_tokens, dtype=dtype)
+    kind = kind_for(
+        mesh,
+        page_tokens=sampling.page_tokens,
+        cache_tokens=sampling.cache_tokens,
+        dtype=dtype,
+        turns=in_flight > 0,
+    )
     if memory is None or sampling.cache_tokens or kind == "slots":
         return None
     spread = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
     each, computed = (token_bytes(decoder, mesh, dtype=of, kind=kind) for of in (dtype, compute_dtype))
     room = int(KNOWN_SHARE * memory) - resident - logits_bytes(decoder, sampling.slots // spread)
+    # Those beside the slots keep the logits of their next tokens, a copy on each device.
+    room -= max(0, in_flight - sampling.slots) * decoder.vocab_rows * 4
     # The responses of one call still wait for slots when the next one reads.
     rows = 2 * prefix_bytes(decoder, shape, token_bytes=each)
     # A sequence that is read in parts is kept as it was computed, and at its end as the cache has it.
     width = -(-capacity // shape.width) * shape.width
     parts = width * (computed + each) + shape.row_prompts * decoder.vocab_rows * 4
-    if shape.longest <= shape.width and room - rows >= sampling.slots // spread * capacity * each:
+    if (
+        not in_flight
+        and shape.longest <= shape.width
+        and room - rows >= sampling.slots // spread * capacity * each
+    ):
         return room - rows  # all slots fit, so nothing is read again
     return room - max(rows, rows // 2 + parts)
 
@@ -77,9 +91,9 @@ def cache_note(sizes: PageSizes, *, room: int, memory: int) -> str:
         for pages in (sizes.pool_pages, sizes.holders // sizes.pools * sizes.table_pages)
     )
     if tokens == most:
-        holds = f"all {sizes.holders} slots of {sizes.capacity:,} tokens"
+        holds = f"all {sizes.holders} responses of up to {sizes.capacity:,} tokens"
     else:
-        holds = f"{tokens:,} tokens where all {sizes.holders} slots may come to {most:,}: responses wait, or give way, when it is full"
+        holds = f"{tokens:,} tokens where all {sizes.holders} responses may come to {most:,}: responses wait, or give way, when it is full"
     return (
         f"the key/value cache holds {holds}; {room / 2**30:.2f} of a device's {memory / 2**30:.2f} GiB were left for it "
         "(sampling.cache_tokens sets another size)"

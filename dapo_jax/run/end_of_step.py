@@ -12,6 +12,7 @@ from jaxtyping import PyTree
 
 from dapo_jax.checkpoints.checkpointer import Checkpointer
 from dapo_jax.checkpoints.manifest import CheckpointError
+from dapo_jax.checkpoints.packed_flight import flight_arrays
 from dapo_jax.checkpoints.packed_groups import carry_arrays
 from dapo_jax.config import SftConfig, TrainConfig
 from dapo_jax.config.section import due
@@ -231,7 +232,7 @@ class EndOfStep(Observer):
         self._shown.phase("checkpoint")
         self._check()
         position, progress = self._now.position, self._now.progress(self._identity)
-        carry = carry_arrays(position.carry)
+        carry = {**carry_arrays(position.carry), **flight_arrays(position.in_flight)}
         self._checkpointer.save(position.step, self._now.state, progress, carry, score=score)
         self._saved = position.step
         self._say_way_on()

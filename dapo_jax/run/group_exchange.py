@@ -6,9 +6,10 @@ that has failed in one of them is heard of there too, so that all fail alike and
 """
 
 import json
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,7 +19,7 @@ from dapo_jax.checkpoints.packed_groups import carry_arrays, carry_groups
 from dapo_jax.dapo.dynamic_sampling import Collected
 from dapo_jax.dapo.rollouts import Group, Prompt
 from dapo_jax.health.stopping import Stop, StoppedError, first_reason
-from dapo_jax.parallel.gather import all_gather_bytes
+from dapo_jax.parallel.gather import BUFFER_BYTES, all_gather_bytes
 from dapo_jax.parallel.mesh import Meshes
 from dapo_jax.rewards.functions import RewardError
 from dapo_jax.run.response_sampler import Grade, Sampled
@@ -43,15 +44,18 @@ class SamplerShare:
         """True if the prompt is this sampler's."""
         return ordinal % self.count == self.index
 
+    def cut(self) -> AbstractContextManager[None]:
+        """Within, a process that is told to stop raises StoppedError, unless others share its sampler: they run its programs together, and one that
+        left would leave the others waiting."""
+        return self._stop.held() if self._shared else self._stop.abandonable()
+
     def graded(self, sampled: Sampled, grade: Grade) -> list[Group]:
         """This process's groups; none where another one of its sampler grades, or where it was told to stop.
 
         Raises:
             RewardError: a reward function failed, and there is no other process; if there are, `gathered` raises it.
         """
-        # Those who share a sampler run its programs together: one that left would leave the others waiting.
-        cut = self._stop.held() if self._shared else self._stop.abandonable()
-        with suppress(StoppedError), cut:
+        with suppress(StoppedError), self.cut():
             try:
                 if self.grades:
                     return list(grade(sampled))
@@ -120,20 +124,35 @@ def _travelled(
 ) -> list[Group]:
     """The groups that all processes sent, by ordinal, unless one of them sent that it stops, or why it has failed."""
     packed, layout = pack_arrays(carry_arrays(groups, brief=brief, texts=texts))
-    head = json.dumps({"layout": layout, "stop": stop.reason, "failed": failed}).encode()
-    message = len(head).to_bytes(8, "little") + head + packed.tobytes()
+    found: list[Group] = []
+    for said, body in exchanged({"layout": layout}, packed.tobytes(), stop=stop, failed=failed):
+        arrays = unpack_arrays(np.frombuffer(body, np.uint8), said["layout"])
+        found += carry_groups(arrays, prompt_at)
+    return sorted(found, key=lambda group: group.prompt.ordinal)
+
+
+def exchanged(
+    head: Mapping[str, Any], body: bytes, *, stop: Stop, failed: str, buffer_bytes: int = BUFFER_BYTES
+) -> list[tuple[dict[str, Any], bytes]]:
+    """What every process says: `head`, which is JSON, and `body`.
+
+    Raises:
+        StoppedError: one of the processes was told to stop; in all of them.
+        RewardError: one of them said why it has `failed`; in all.
+    """
+    said = json.dumps({**head, "stop": stop.reason, "failed": failed}).encode()
+    message = len(said).to_bytes(8, "little") + said + body
     told: dict[int, str] = {}
     failures: list[str] = []
-    found: list[Group] = []
-    for process, received in enumerate(all_gather_bytes(message)):
+    found: list[tuple[dict[str, Any], bytes]] = []
+    for process, received in enumerate(all_gather_bytes(message, buffer_bytes=buffer_bytes)):
         end = 8 + int.from_bytes(received[:8], "little")
-        said = json.loads(received[8:end])
-        told[process] = said["stop"]
-        failures += filter(None, [said["failed"]])
-        arrays = unpack_arrays(np.frombuffer(received[end:], np.uint8), said["layout"])
-        found += carry_groups(arrays, prompt_at)
+        heard = json.loads(received[8:end])
+        told[process] = heard["stop"]
+        failures += filter(None, [heard["failed"]])
+        found.append((heard, received[end:]))
     if reason := first_reason(told, jax.process_index()):
         raise StoppedError(reason)
     if failures:
         raise RewardError(failures[0])
-    return sorted(found, key=lambda group: group.prompt.ordinal)
+    return found

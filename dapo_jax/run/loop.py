@@ -10,31 +10,18 @@ know or to change something on the way is an `Observer`.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from dapo_jax.dapo.dynamic_sampling import Collected, Collector, InformativeShare, ShortfallError
+from dapo_jax.dapo.dynamic_sampling import Collected, Collecting, ShortfallError
 from dapo_jax.dapo.metrics import Metric, to_scalars
 from dapo_jax.dapo.rollouts import Group
 from dapo_jax.run.group_sampling import GroupSampling
+from dapo_jax.run.position import Position
 from dapo_jax.run.step_batches import StepBatches
 from dapo_jax.training.minibatch import Minibatch
 from dapo_jax.training.state import TrainState
 from dapo_jax.training.step_metrics import rollout_metrics
 from dapo_jax.training.update import Updater
-
-
-@dataclass(frozen=True, kw_only=True)
-class Position:
-    """Where a run stands between two steps: all that a checkpoint needs beside the train state."""
-
-    step: int = 0
-    """Steps done."""
-    cursor: int = 0
-    """The ordinal of the next prompt."""
-    carry: Sequence[Group] = ()
-    """Informative groups left over from earlier steps."""
-    share: InformativeShare = field(default_factory=InformativeShare)
-    """The share of informative groups among those sampled lately."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +40,11 @@ class Observer:
     Of several observers each hook is called in their order; of several processes, in every one. An exception of a hook ends the run.
     """
 
-    def before_sampling(self, position: Position, collector: Collector) -> None:
+    def before_sampling(self, position: Position, collector: Collecting) -> None:
         """A step begins: `position` is where the step before has ended, and nothing has been drawn from `collector`."""
 
-    def on_group(self, group: Group, collector: Collector) -> None:
-        """A group has been sampled, graded and added to `collector`, in the order in which groups end."""
+    def on_group(self, group: Group, collector: Collecting) -> None:
+        """A group has been sampled, graded and added to `collector`, in the order in which verdicts come."""
 
     def on_shortfall(self, error: ShortfallError) -> None:
         """Sampling has ended with too few informative groups. `error` is raised next, unless this raises another."""
@@ -114,14 +101,11 @@ def run_steps(
     """
     while position.step < steps:
         step = position.step + 1
-        collector = sampling.collector(
-            position.cursor, version=position.step, carried=position.carry, share=position.share
-        )
+        collector = sampling.collector(position)
         for observer in observers:
             observer.before_sampling(position, collector)
         began, weights = clock(), sampling.transfer(state.params)
-        for group in sampling.groups(weights, collector.draw, version=position.step):
-            collector.add(group)
+        for group in sampling.groups(weights, collector):
             for observer in observers:
                 observer.on_group(group, collector)
         del weights
@@ -152,7 +136,13 @@ def run_steps(
         if scalars.get("policy/clip_high_frac") == 0.0:
             scalars.pop("policy/clipped_high_prob", None)  # a mean of no tokens
 
-        position = Position(step=step, cursor=collected.cursor, carry=collected.carry, share=collected.share)
+        position = Position(
+            step=step,
+            cursor=collected.cursor,
+            carry=collected.carry,
+            share=collected.share,
+            in_flight=collected.in_flight,
+        )
         times = _times(collected, began, sampled, clock())
         metrics = {
             **rollout_metrics(collected),
@@ -168,7 +158,9 @@ def run_steps(
 
 def _times(collected: Collected, began: float, sampled: float, ended: float) -> dict[str, float]:
     """The clock's metrics; the device has finished, since the step's metrics are on the host."""
-    drawn = sum(rollout.response_tokens for group in collected.sampled for rollout in group.rollouts)
+    drawn = collected.drawn_tokens
+    if drawn is None:
+        drawn = sum(rollout.response_tokens for group in collected.sampled for rollout in group.rollouts)
     trained = sum(rollout.response_tokens for group in collected.groups for rollout in group.rollouts)
     return {
         "time/sample_s": sampled - began,

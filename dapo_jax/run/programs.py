@@ -50,6 +50,7 @@ def engine_of(
     cache_dtype: str,
     cache_bytes: int | None,
     prefill: PrefillShape,
+    in_flight: int = 0,
 ) -> DecoderEngine:
     """The sampler's engine: see `DecoderEngine`."""
     return DecoderEngine(
@@ -64,6 +65,7 @@ def engine_of(
         cache_tokens=cache_tokens,
         cache_dtype=cache_dtype,
         cache_bytes=cache_bytes,
+        in_flight=in_flight,
         prefill=prefill,
     )
 

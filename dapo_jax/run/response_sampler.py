@@ -20,6 +20,7 @@ from dapo_jax.run.programs import compile_sampling, engine_of, transfer_of
 from dapo_jax.sampling.continuous_batching import Sampler
 from dapo_jax.sampling.decoding import Decoding, decoding
 from dapo_jax.sampling.prompt_packing import PrefillShape, prefill_shape
+from dapo_jax.sampling.rounds import RoundSampler
 from dapo_jax.text.stop_strings import StopStrings, stop_ids
 
 TRAINING, EVALUATION = 0, 1
@@ -58,6 +59,7 @@ class ResponseSampler:
         max_prompt_tokens: int,
         compute_dtype: str,
         group_size: int,
+        in_flight: int = 0,
         beside: int = 0,
         memory: int | None = None,
         on_look: Callable[[], None] = lambda: None,
@@ -72,6 +74,7 @@ class ResponseSampler:
             max_prompt_tokens: the longest prompt.
             compute_dtype: of products, and unless `sampling` says otherwise of weights and cache.
             group_size: responses to a prompt.
+            in_flight: responses that `rounds` has in flight in this sampler at most; 0: it is not called.
             beside: bytes on each device while it samples, but for the sampler's weights and cache.
             memory: bytes of a device; None: what the devices say, which those of a CPU do not.
             on_look: called before each call of the engine that draws tokens.
@@ -92,6 +95,7 @@ class ResponseSampler:
             shape,
             capacity=max_prompt_tokens + sampling.max_response_tokens,
             compute_dtype=compute_dtype,
+            in_flight=in_flight,
             resident=beside + bytes_on_device(self.transfer.shapes, meshes.sampler.shape),
             memory=memory,
         )
@@ -108,6 +112,7 @@ class ResponseSampler:
                 cache_tokens=sampling.cache_tokens,
                 cache_dtype=sampling.cache_dtype,
                 cache_bytes=room,
+                in_flight=in_flight,
                 prefill=shape,
             )
         except ValueError as error:
@@ -119,6 +124,7 @@ class ResponseSampler:
         )
         """The sentences that a run says of its sampler when it starts."""
         self.prompts_at_once = prompts_at_once(sampling, group_size)
+        self._on_look = on_look
         self._sampler = Sampler(self._engine, prefill_prompts=self.prompts_at_once, on_look=on_look)
         self._stop = StopStrings(policy.tokenizer, sampling.stop).find if sampling.stop else None
         self._key: PRNGKeyArray = jax.random.key(seed)
@@ -151,6 +157,19 @@ class ResponseSampler:
             max_response_tokens=self.max_response_tokens,
             stop=self._stop,
             version=version,
+        )
+
+    def rounds(self, weights: PyTree, *, decoding: Decoding, domain: int) -> RoundSampler:
+        """Draws for responses in flight, round by round, as long as these are the weights; keys are those of `domain`."""
+        return RoundSampler(
+            self._engine,
+            weights,
+            key=jax.random.fold_in(self._key, domain),
+            decoding=decoding,
+            max_response_tokens=self.max_response_tokens,
+            stop=self._stop,
+            prefill_prompts=self.prompts_at_once,
+            on_look=self._on_look,
         )
 
     def evaluate(

@@ -9,13 +9,14 @@ from etils import epath
 
 from dapo_jax.checkpoints.checkpointer import Restored
 from dapo_jax.checkpoints.manifest import DamagedError, step_folders
+from dapo_jax.checkpoints.packed_flight import flight_of, split_flight
 from dapo_jax.checkpoints.packed_groups import carry_groups, check_carry
 from dapo_jax.dapo.dynamic_sampling import InformativeShare
 from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.parallel.gather import broadcast_from_first
 from dapo_jax.plain_json import read_object
 from dapo_jax.run.identity import IDENTITY
-from dapo_jax.run.loop import Position
+from dapo_jax.run.position import Position
 from dapo_jax.storage import AnyPath
 from dapo_jax.training.state import TrainState
 
@@ -75,18 +76,27 @@ def resume_point(
         DamagedError: the groups that it carries over are not as a run writes them.
     """
     cursor, unfinished = found.progress["cursor"], found.progress.get(UNFINISHED)
+    carry, flight = split_flight(found.carry)
     try:
-        check_carry(found.carry, cursor=cursor, vocabulary=vocabulary, version=found.step)
+        check_carry(carry, cursor=cursor, vocabulary=vocabulary, version=found.step)
     except ValueError as error:
         raise DamagedError(f"{where} is damaged: of the groups that it carries over, {error}") from error
+    try:
+        in_flight = flight_of(flight, vocabulary=vocabulary, version=found.step)
+    except ValueError as error:
+        raise DamagedError(f"{where} is damaged: of the rollouts in flight, {error}") from error
+    groups = carry_groups(carry, prompt_at, version=found.step)
+    if in_flight is not None and {group.prompt.ordinal for group in groups} != in_flight.clock.ready.keys():
+        raise DamagedError(f"{where} is damaged: it does not carry the groups that wait to be trained on")
     share = InformativeShare(**found.progress.get(SHARE, {}))  # older ones have none
     return ResumePoint(
         state=found.state,
         position=Position(
             step=found.step,
             cursor=cursor,
-            carry=carry_groups(found.carry, prompt_at, version=found.step),
+            carry=groups,
             share=share,
+            in_flight=in_flight,
         ),
         unfinished=None if unfinished is None else json.loads(unfinished),
     )

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from dapo_jax.checkpoints.checkpointer import Checkpointer
 from dapo_jax.config import TrainConfig, load_config, to_yaml
-from dapo_jax.dapo.dynamic_sampling import Collector
+from dapo_jax.dapo.dynamic_sampling import Collecting
 from dapo_jax.health.stalls import Watch, interrupt
 from dapo_jax.health.stopping import Stop
 from dapo_jax.parallel import processes
@@ -21,8 +21,9 @@ from dapo_jax.run.build import Run
 from dapo_jax.run.disk_space import check_room
 from dapo_jax.run.end_of_step import EndOfStep, OnStep
 from dapo_jax.run.guard import Guard
-from dapo_jax.run.loop import Observer, Position, StepResult, run_steps
+from dapo_jax.run.loop import Observer, StepResult, run_steps
 from dapo_jax.run.policy import Policy
+from dapo_jax.run.position import Position
 from dapo_jax.run.prompt_sets import GivenRows
 from dapo_jax.run.records import Records, use_compilation_cache
 from dapo_jax.run.resume_point import ResumePoint, has_checkpoint
@@ -222,7 +223,7 @@ class TracedSteps(Observer):
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
 
-    def before_sampling(self, position: Position, collector: Collector) -> None:
+    def before_sampling(self, position: Position, collector: Collecting) -> None:
         """Begins the trace of the step."""
         self._profile.begin(position.step + 1)
 

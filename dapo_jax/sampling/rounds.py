@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Float, Int, PRNGKeyArray, PyTree
+from jaxtyping import Int, PRNGKeyArray, PyTree
 
+from dapo_jax.dapo.in_flight import Drawn
 from dapo_jax.dapo.rollouts import FinishReason, Prompt
 from dapo_jax.sampling.continuous_batching import check_prompts
 from dapo_jax.sampling.decode_loop import DecodeLoop, StopRule
@@ -27,17 +28,6 @@ class Going:
     index: int
     tokens: Int[np.ndarray, " drawn"]
     """Drawn before; looked at when it comes for the first time."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Drawn:
-    """The part of a response that a round drew."""
-
-    tokens: Int[np.ndarray, " new"]
-    logprobs: Float[np.ndarray, " new"]
-    """In nats, at the sampling temperature, under the weights of the round."""
-    finish_reason: FinishReason | None
-    """None if the response goes on."""
 
 
 class RoundSampler:

@@ -29,6 +29,7 @@ def rollout_metrics(collected: Collected) -> dict[str, float | int]:
         "rollout/carried_groups": len(collected.carry),
         "rollout/dropped_old": collected.dropped_old,
         **_ages(collected),
+        **({"rollout/rounds": collected.rounds} if collected.in_flight is not None else {}),
         "rollout/trained_accuracy": float(np.mean([rollout.correct for rollout in trained])),
         "rollout/trained_response_tokens": float(np.mean([rollout.response_tokens for rollout in trained])),
     }

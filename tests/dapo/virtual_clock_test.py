@@ -88,7 +88,7 @@ def test_every_ordinal_is_trained_on_once_or_teaches_nothing_or_waits_or_is_in_f
 @given(any_sizes, st.integers(0, 10_000), st.integers(0, 60))
 def test_a_clock_that_was_saved_and_restored_goes_on_as_if_it_had_not(sizes, seed, rounds):
     clock, world = run(sizes, seed=seed, rounds=rounds)
-    again = VirtualClock.restored(sizes, json.loads(json.dumps(clock.state())))
+    again = VirtualClock.restored(json.loads(json.dumps(clock.state())))
     assert again == clock
     run(sizes, clock=again, world=world, rounds=20)
     whole, straight = run(sizes, seed=seed, rounds=rounds + 20)
@@ -195,3 +195,35 @@ def test_what_cannot_be_is_refused():
         match=r"verdicts of the groups \[0\] are due at the end of round 1; those of \[\] were given",
     ):
         clock.judge({})
+
+
+def test_what_no_clock_gave_is_refused():
+    """Each number of a clock's state in turn becomes another, or text; and each entry goes."""
+    clock, _ = run(sizes(), rounds=30)
+    good = json.loads(json.dumps(clock.state()))
+    assert VirtualClock.restored(good) == clock
+    refused = []
+    for bad in damaged(good):
+        with pytest.raises(ValueError, match=r"it is not of a clock|must be"):
+            VirtualClock.restored(bad)
+        refused.append(bad)
+    assert len(refused) > 20
+
+
+def damaged(state):
+    for name in state:
+        yield {key: value for key, value in state.items() if key != name}
+        yield {**state, name: "x"}
+    yield {**state, "version": -1}
+    yield {**state, "version": 1.0}
+    yield {**state, "rounds": True}
+    yield {**state, "following": [state["following"][0], 4]}
+    yield {**state, "following": [0, 0]}
+    yield {**state, "sizes": {**state["sizes"], "in_flight": 4}}
+    yield {**state, "sizes": {**state["sizes"], "in_flight": 9}}
+    first = state["groups"][0]
+    yield {**state, "groups": [[first[0], first[1], first[2], 10**6], *state["groups"][1:]]}
+    yield {**state, "groups": [[first[0], first[1], [7], -1], *state["groups"][1:]]}
+    yield {**state, "groups": [[first[0], 10**6, *first[2:]], *state["groups"][1:]]}
+    yield {**state, "ready": [[first[0], 0]]}
+    yield {**state, "ready": [[10**6, 0]]}

@@ -7,21 +7,23 @@ import pytest
 
 from dapo_jax.dapo.dynamic_sampling import Collector, InformativeShare, ShortfallError
 from dapo_jax.dapo.metrics import Mean
-from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
+from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Span, Verdict
 from dapo_jax.run.group_sampling import GroupSampling
-from dapo_jax.run.loop import Observer, Position, run_steps
+from dapo_jax.run.loop import Observer, run_steps
+from dapo_jax.run.position import Position
 from dapo_jax.run.step_batches import StepBatches
 from dapo_jax.training.state import TrainState
 from dapo_jax.training.update import Updater
 
 
-def make_group(ordinal, verdicts):
+def make_group(ordinal, verdicts, version=0):
     rollouts = tuple(
         Rollout(
             response=Response(
                 tokens=np.full(2 + index, 7, np.int32),
                 logprobs=np.zeros(2 + index, np.float32),
                 finish_reason="stop",
+                spans=(Span(0, version),),
             ),
             text="",
             verdict=Verdict(correct=mark == "x"),
@@ -89,22 +91,26 @@ class ScriptedSampling(GroupSampling):
     def transfer(self, params):
         return params * 10
 
-    def collector(self, cursor, *, carried=(), share=None):
+    def collector(self, position):
         return Collector(
             needed=2,
-            cursor=cursor,
+            cursor=position.cursor,
+            version=position.step,
             prompts_per_wave=3,
             max_waves=4,
-            carried=carried,
-            share=share,
+            carried=position.carry,
+            share=position.share,
             surplus="carry",
         )
 
-    def groups(self, weights, draw):
-        while ordinals := draw(8):
+    def groups(self, weights, collector):
+        while ordinals := collector.draw(8):
             for ordinal in reversed(ordinals):
                 self._script.seen.append(("sample", ordinal, weights))
-                yield make_group(ordinal, "x." if self._script.mixed(ordinal) else "xx")
+                verdicts = "x." if self._script.mixed(ordinal) else "xx"
+                group = make_group(ordinal, verdicts, collector.version)
+                collector.add(group)
+                yield group
 
     def finish(self, collector):
         return collector.finish()

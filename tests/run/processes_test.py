@@ -80,7 +80,7 @@ from dapo_jax.parallel import processes
 from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
 from dapo_jax.run.guard import Guard, GuardError
 from dapo_jax.trackers.progress import Progress
-from dapo_jax.run.loop import Position
+from dapo_jax.run.position import Position
 from dapo_jax.run.resume_point import ResumePoint
 from dapo_jax.run.step_batches import StepBatches
 from dapo_jax.training.state import TrainState

@@ -6,7 +6,7 @@ from rich.console import Console
 from dapo_jax.config import BatchConfig, DynamicSamplingConfig, TrainConfig
 from dapo_jax.dapo.dynamic_sampling import Collector
 from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
-from dapo_jax.run.loop import Position
+from dapo_jax.run.position import Position
 from dapo_jax.run.step_progress import StepProgress
 from dapo_jax.trackers.progress import Progress
 from dapo_jax.training.state import TrainState

@@ -1,0 +1,165 @@
+"""Graded groups for the steps of a run whose rollouts stay in flight: round by round, by a clock that every process keeps alike.
+
+Between two ends of a round no process waits for another. At the end each gets what the others have drawn, in one exchange of a shape that is always the same,
+and the verdicts that are due; so each decides alike what starts, which groups are whole and when the step ends.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jaxtyping import PyTree
+
+from dapo_jax.dapo.dynamic_sampling import Collected
+from dapo_jax.dapo.flight_collector import FlightCollector
+from dapo_jax.dapo.in_flight import Drawn
+from dapo_jax.dapo.rollouts import Group, Prompt
+from dapo_jax.dapo.virtual_clock import ClockSizes, ResponseId
+from dapo_jax.rewards.grading import Pending
+from dapo_jax.run.flight_exchange import FlightExchange
+from dapo_jax.run.group_sampling import FOR_OTHERS, GroupSampling
+from dapo_jax.run.position import Position
+from dapo_jax.run.response_sampler import TRAINING
+from dapo_jax.sampling.decoding import decoding
+from dapo_jax.sampling.rounds import Going, RoundSampler
+
+
+class FlightSampling(GroupSampling):
+    """Samples with `rollout.in_flight` responses in flight over the whole run."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """See `GroupSampling`."""
+        super().__init__(*args, **kwargs)
+        config = self._config
+        self._sizes = ClockSizes(
+            in_flight=config.rollout.in_flight,
+            samples_per_prompt=config.batch.group_size,
+            needed=config.batch.prompts_per_step,
+            verdict_rounds=config.rollout.verdict_rounds,
+            max_age_steps=config.rollout.max_age_steps,
+        )
+        self._exchange = FlightExchange(
+            self._share, self._stop, in_flight=self._sizes.in_flight, round_tokens=config.rollout.round_tokens
+        )
+        self._pending: dict[int, Pending] = {}
+        """Groups whose verdicts this process waits for, by ordinal."""
+
+    def collector(self, position: Position) -> FlightCollector:
+        """The sampling of the step after `position`."""
+        config = self._config
+        return FlightCollector.of(
+            self._sizes,
+            position.in_flight,
+            position.carry,
+            max_groups=config.prompts_per_wave * config.dynamic_sampling.max_waves,
+            metric=config.dynamic_sampling.metric,
+            enabled=config.dynamic_sampling.enabled,
+        )
+
+    def groups(self, weights: PyTree, collector: FlightCollector) -> Iterator[Group]:
+        """The graded groups of a step in the order of rounds, and of ordinals within one.
+
+        Raises:
+            StoppedError: the run was told to stop; in every process.
+            RewardError: a reward function failed; in every process.
+        """
+        sampler: RoundSampler | None = None
+        places = Places(self._sizes.in_flight, self._share.count, collector.clock.in_flight())
+        for ordinal in collector.waiting_for_verdicts():
+            self._hand_over(ordinal, collector)
+        while collector.goes_on:
+            if sampler is None:  # not where enough groups wait: nothing is read again for no round
+                sampler = self._sampler.rounds(
+                    weights,
+                    decoding=decoding(temperature=self._config.sampling.temperature),
+                    domain=TRAINING,
+                )
+            places.give(collector.start())
+            drawn = self._round(sampler, collector, places)
+            whole, due = collector.take(drawn)
+            places.leave(one for one, part in drawn.items() if part.finish_reason is not None)
+            for ordinal in whole:
+                self._hand_over(ordinal, collector)
+            groups = self._verdicts(due, collector)
+            collector.judge(groups)
+            yield from groups
+
+    def finish(self, collector: FlightCollector) -> Collected:
+        """The groups that a step trains on, those that wait, and what goes on; every process has them whole.
+
+        Raises:
+            ShortfallError: there are too few informative groups.
+        """
+        return collector.finish(on_shortfall=self._config.dynamic_sampling.on_shortfall)
+
+    def _round(
+        self, sampler: RoundSampler, collector: FlightCollector, places: "Places"
+    ) -> dict[ResponseId, Drawn]:
+        """What each response in flight draws, in all processes."""
+        mine = places.of(self._share.index)
+        going = [
+            Going(
+                prompt=self._prompt_at(one.ordinal),
+                index=one.index,
+                tokens=collector.responses[one].tokens,
+            )
+            for one in mine
+        ]
+
+        def draw() -> Sequence[Drawn]:
+            return sampler.draw(going, self._config.rollout.round_tokens)
+
+        drawn = self._exchange.drawn(draw)
+        self._watch.note(FOR_OTHERS, for_others=True)
+        return self._exchange.round([places.of(sampler) for sampler in range(self._share.count)], drawn)
+
+    def _hand_over(self, ordinal: int, collector: FlightCollector) -> None:
+        """Gives a whole group to the graders, if it is this process that grades it."""
+        if self._share.grades and self._share.takes(ordinal) and ordinal not in self._pending:
+            with self._exchange.grading():
+                self._pending[ordinal] = self._grading.begin(
+                    self._prompt_at(ordinal), collector.responses_to(ordinal)
+                )
+
+    def _verdicts(self, due: Sequence[int], collector: FlightCollector) -> list[Group]:
+        """The groups whose verdicts are due, graded, in every process."""
+        if not due:
+            return []
+        groups: list[Group] = []
+        with self._exchange.grading():
+            groups = [self._pending.pop(ordinal).graded() for ordinal in due if ordinal in self._pending]
+        self._watch.note(FOR_OTHERS, for_others=True)
+        return self._exchange.verdicts(groups, self._prompt_at, collector.responses_to)
+
+    def _prompt_at(self, ordinal: int) -> Prompt:
+        self._watch.note("reading prompts")
+        return self._prompts[ordinal]
+
+
+class Places:
+    """The sampler that has each response in flight. Which one it is changes no result."""
+
+    def __init__(self, in_flight: int, samplers: int, going: Iterator[ResponseId]) -> None:
+        """Those that go on are spread anew, since all are read again: by ordinal, so that groups stay together as far as they can."""
+        self._most = [in_flight // samplers + (sampler < in_flight % samplers) for sampler in range(samplers)]
+        self._at: list[set[ResponseId]] = [set() for _ in range(samplers)]
+        self.give(sorted(going))
+
+    def give(self, started: Sequence[ResponseId]) -> None:
+        """Takes those that start, in order: to where places are free."""
+        free = [
+            sampler
+            for sampler, (at, most) in enumerate(zip(self._at, self._most, strict=True))
+            for _ in range(most - len(at))
+        ]
+        for one, sampler in zip(started, free, strict=False):
+            self._at[sampler].add(one)
+
+    def leave(self, ended: Iterator[ResponseId]) -> None:
+        """Lets go of those that ended."""
+        gone = set(ended)
+        for at in self._at:
+            at -= gone
+
+    def of(self, sampler: int) -> list[ResponseId]:
+        """Those of a sampler, in order."""
+        return sorted(self._at[sampler])
