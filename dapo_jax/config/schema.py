@@ -262,7 +262,8 @@ class RolloutConfig(Section, at="rollout"):
     max_age_steps: int = key(
         0, range=NOT_NEGATIVE, aliases=["max_staleness", "staleness_threshold", "max_off_policy_steps"]
     )
-    """A step waits for groups that began this many steps before; so no token is trained on that is older. 0: no bound."""
+    """A step waits for groups in flight that began this many steps before, and no more groups are under way than so many steps and one more train on.
+    What is trained on is then at most twice as old and one step more, and hardly ever older than this. 0: no bound."""
 
 
 @dataclass(frozen=True, kw_only=True)

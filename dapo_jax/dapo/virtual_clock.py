@@ -38,8 +38,9 @@ class ClockSizes:
     verdict_rounds: int = 1
     """Rounds from the end of a group's last response to the round at whose end its verdict is due; 0: at once."""
     max_age_steps: int = 0
-    """A step does not end while there is a group without a verdict whose first response started so many steps ago; 0: it may. What has its verdict
-    and waits, because older groups came first, gets older still."""
+    """S: a step does not end while there is a group without a verdict whose first response started S steps ago; and no group begins while as many as
+    S + 1 steps train on are under way, or what waits would get old instead. So nothing is trained on that is older than 2 S + 1 steps, and hardly
+    anything older than S. 0: no bound."""
 
     def __post_init__(self) -> None:
         if self.in_flight < self.samples_per_prompt or self.in_flight % self.samples_per_prompt:
@@ -93,11 +94,15 @@ class VirtualClock:
                     yield ResponseId(ordinal, index)
 
     def start(self) -> list[ResponseId]:
-        """The responses that start now, in order: as many as are missing of those in flight."""
-        started = []
+        """The responses that start now, in order: as many as are missing of those in flight, or as a bound on ages allows."""
+        started: list[ResponseId] = []
+        bound = self.sizes.max_age_steps
+        most = (bound + 1) * self.sizes.needed if bound else _MOST
         for _ in range(self.sizes.in_flight - sum(1 for _ in self.in_flight())):
             one = self.following
             if one.index == 0:
+                if len(self.groups) + len(self.ready) >= most:
+                    break
                 self.groups[one.ordinal] = GroupInFlight(
                     self.version, set(range(self.sizes.samples_per_prompt))
                 )
@@ -145,9 +150,13 @@ class VirtualClock:
     @property
     def step_ends(self) -> bool:
         """Whether there are enough groups to train on, and no older group is held for."""
+        return len(self.ready) >= self.sizes.needed and not self._is_held
+
+    @property
+    def _is_held(self) -> bool:
+        """Whether a group has no verdict that is as old as may be."""
         bound = self.sizes.max_age_steps
-        held = bound and any(self.version - group.version >= bound for group in self.groups.values())
-        return len(self.ready) >= self.sizes.needed and not held
+        return bound > 0 and any(self.version - group.version >= bound for group in self.groups.values())
 
     def end_step(self) -> dict[int, int]:
         """The groups to train on, the first by ordinal, as many as there are of those needed; and each one's age: how many steps ago its oldest

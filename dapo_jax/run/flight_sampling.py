@@ -42,6 +42,8 @@ class FlightSampling(GroupSampling):
         )
         self._pending: dict[int, Pending] = {}
         """Groups whose verdicts this process waits for, by ordinal."""
+        self._asked: dict[int, Prompt] = {}
+        """The prompts of groups without a verdict, by ordinal."""
 
     def collector(self, position: Position) -> FlightCollector:
         """The sampling of the step after `position`."""
@@ -81,6 +83,8 @@ class FlightSampling(GroupSampling):
                 self._hand_over(ordinal, collector)
             groups = self._verdicts(due, collector)
             collector.judge(groups)
+            for ordinal in due:
+                self._asked.pop(ordinal, None)
             yield from groups
 
     def finish(self, collector: FlightCollector) -> Collected:
@@ -131,8 +135,10 @@ class FlightSampling(GroupSampling):
         return self._exchange.verdicts(groups, self._prompt_at, collector.responses_to)
 
     def _prompt_at(self, ordinal: int) -> Prompt:
-        self._watch.note("reading prompts")
-        return self._prompts[ordinal]
+        if ordinal not in self._asked:
+            self._watch.note("reading prompts")
+            self._asked[ordinal] = self._prompts[ordinal]
+        return self._asked[ordinal]
 
 
 class Places:

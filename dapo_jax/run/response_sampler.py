@@ -36,11 +36,14 @@ def prompts_at_once(sampling: SamplingConfig, group_size: int) -> int:
     return max(1, sampling.slots // group_size)
 
 
-def prefill_of(sampling: SamplingConfig, group_size: int, *, max_prompt_tokens: int) -> PrefillShape:
-    """The rows that one call of prefill reads."""
+def prefill_of(
+    sampling: SamplingConfig, group_size: int, *, max_prompt_tokens: int, in_flight: int = 0
+) -> PrefillShape:
+    """The rows that one call of prefill reads: prompts, and with responses `in_flight` what these have drawn, too."""
+    capacity = max_prompt_tokens + sampling.max_response_tokens
     return prefill_shape(
-        longest=max_prompt_tokens,
-        capacity=max_prompt_tokens + sampling.max_response_tokens,
+        longest=capacity if in_flight else max_prompt_tokens,
+        capacity=capacity,
         prompts=prompts_at_once(sampling, group_size),
         tokens=sampling.prefill_tokens,
     )
@@ -86,7 +89,7 @@ class ResponseSampler:
         self.transfer: WeightTransfer = transfer_of(
             policy.decoder, meshes, dtype=compute_dtype, eight_bit=sampling.weight_dtype == "int8"
         )
-        shape = prefill_of(sampling, group_size, max_prompt_tokens=max_prompt_tokens)
+        shape = prefill_of(sampling, group_size, max_prompt_tokens=max_prompt_tokens, in_flight=in_flight)
         memory = memory or least_device_bytes(meshes.sampler)
         room = room_for_cache(
             policy.decoder,
@@ -168,7 +171,6 @@ class ResponseSampler:
             decoding=decoding,
             max_response_tokens=self.max_response_tokens,
             stop=self._stop,
-            prefill_prompts=self.prompts_at_once,
             on_look=self._on_look,
         )
 

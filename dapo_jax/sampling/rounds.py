@@ -42,12 +42,11 @@ class RoundSampler:
         decoding: Decoding,
         max_response_tokens: int,
         stop: StopRule | None = None,
-        prefill_prompts: int = 16,
         refill_frac: float = 0.125,
         on_look: Callable[[], None] = lambda: None,
     ) -> None:
         """See `Sampler`. What was drawn by earlier weights is read again by these, prompt and tokens together."""
-        self._engine, self._limit, self._at_once = engine, max_response_tokens, prefill_prompts
+        self._engine, self._limit = engine, max_response_tokens
         self._unread: deque[list[Request]] = deque()
         self._requests: dict[tuple[int, int], Request] = {}
         self._loop = DecodeLoop(
@@ -119,7 +118,9 @@ class RoundSampler:
         return not one.drawn and one.prompt.ordinal == other.prompt.ordinal
 
     def _more(self) -> list[list[Request]]:
-        return [self._unread.popleft() for _ in range(min(self._at_once, len(self._unread)))]
+        # All of it: what was read starts before more is, and is not read while nothing can start.
+        unread, self._unread = list(self._unread), deque()
+        return unread
 
     def _drawn(self, request: Request, first: int, ended: tuple[int, FinishReason] | None) -> Drawn:
         last, reason = ended or (request.drawn, None)

@@ -180,7 +180,7 @@ def trained(path, processes, *options, code=several.CHECKED + several.COMMAND, w
     )
 
 
-def assert_the_same(found, expected):
+def assert_the_same(found, expected, *, steps=(2, 4)):
     """Two run folders: host numbers exactly, what the devices added up within its rounding."""
     lines, wanted = read_metrics(found / "metrics.jsonl"), read_metrics(expected / "metrics.jsonl")
     assert [line["step"] for line in lines] == [line["step"] for line in wanted], lines
@@ -191,7 +191,7 @@ def assert_the_same(found, expected):
                 assert line[key] == like[key], (line["step"], key)
             else:
                 assert math.isclose(line[key], like[key], rel_tol=1e-5, abs_tol=ROUNDING), (line["step"], key)
-    for step in (2, 4):
+    for step in steps:
         read, like = (read_rollouts(run / "rollouts" / f"step_{step:06d}.jsonl") for run in (found, expected))
         for a, b in zip(read, like, strict=True):
             np.testing.assert_allclose(a.pop("logprobs"), b.pop("logprobs"), atol=1e-5)
@@ -200,8 +200,9 @@ def assert_the_same(found, expected):
             if ratios is not None:  # of two log-probabilities that are each as close
                 np.testing.assert_allclose(ratios, expected_ratios, rtol=2e-5)
             assert a == b
-    [scored] = (expected / "evaluations" / "step_000004").iterdir()
-    assert read_problems(found / "evaluations" / "step_000004" / scored.name) == read_problems(scored)
+    last = f"step_{steps[-1]:06d}"
+    [scored] = (expected / "evaluations" / last).iterdir()
+    assert read_problems(found / "evaluations" / last / scored.name) == read_problems(scored)
     for a, b in zip(weights_of(found), weights_of(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=TOLERANCE)
 

@@ -1,0 +1,158 @@
+"""Runs whose rollouts stay in flight: the same whatever the slots, the processes, the delays and the interruptions."""
+
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from dapo_jax.config import LossConfig, RolloutConfig
+from dapo_jax.dapo.virtual_clock import ResponseId
+from dapo_jax.health.stopping import Stop, StoppedError
+from dapo_jax.run.flight_sampling import Places
+from tests.run.group_exchange_test import assert_the_same
+
+ROUND = 2
+"""A third of the six tokens that a response has at most."""
+
+
+@pytest.fixture(scope="module")
+def flying(micro):
+    """Makes configurations with 16 responses in flight, four groups of which a step trains on two."""
+
+    def make(run_dir=None, **changes):
+        rollout = {"in_flight": 16, "round_tokens": ROUND, "verdict_rounds": 1, "max_age_steps": 0}
+        for name in list(rollout):
+            rollout[name] = changes.pop(f"rollout__{name}", rollout[name])
+        return micro(
+            run_dir,
+            **{
+                "dynamic_sampling__surplus": "discard",
+                "sampling__slots": 16,
+                "loss": LossConfig(importance_cap=2.0),
+                "rollout": RolloutConfig(**rollout),
+                "optimizer__epsilon": 0.1,
+                "steps": 5,
+                **changes,
+            },
+        )
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def flown(flying, run_micro, rows):
+    """The uninterrupted run, with a checkpoint at every step."""
+    return run_micro(
+        flying(checkpoint__every_steps=1, checkpoint__keep=9, log__rollouts_every_steps=1), eval_rows=rows
+    )
+
+
+def test_steps_overlap_and_say_how_old_their_tokens_are(flown):
+    lines = flown.metrics[1:]
+    assert len(lines) == 5
+    assert lines[0]["rollout/age_max"] == 0
+    assert any(line["rollout/age_max"] > 0 for line in lines)
+    for line in lines:
+        assert line["rollout/trained_groups"] == 2
+        assert line["rollout/newest_age_mean"] <= line["rollout/age_mean"] <= line["rollout/age_max"]
+        assert (line["rollout/earlier_tokens_frac"] > 0) == (line["rollout/age_max"] > 0)
+        assert line["rollout/waves"] == line["rollout/dropped_old"] == 0
+        assert line["rollout/rounds"] >= 0
+    assert sum(line["rollout/rounds"] for line in lines) > 5
+
+
+@pytest.mark.parametrize(("slots", "cache_tokens"), [(8, 0), (32, 0), (8, 96)])
+def test_slots_and_pages_change_nothing(slots, cache_tokens, flying, flown, run_micro, rows):
+    """Fewer slots than the sixteen in flight, which take turns, or more; pages for only one sequence on each device. What the host counts is equal, and what devices
+    add up is to rounding: the width of a product decides the order of its sum."""
+    cache = {"sampling__slots": slots, "sampling__cache_tokens": cache_tokens}
+    if cache_tokens:
+        cache["sampling__page_tokens"] = 4
+    found = run_micro(flying(log__rollouts_every_steps=1, **cache), eval_rows=rows)
+    assert_the_same(found.run_dir, flown.run_dir, steps=range(1, 6))
+
+
+def test_graders_that_take_their_time_change_nothing(flying, flown, run_micro, rows, even_sum, same_run):
+    random = np.random.default_rng(0)
+
+    def slowly(sample):
+        time.sleep(random.choice([0.0, 0.0, 0.05]))
+        return even_sum(sample)
+
+    same_run(run_micro(flying(reward__workers=0), reward=slowly, eval_rows=rows), flown)
+
+
+def test_a_run_interrupted_after_every_step_in_turn_is_the_uninterrupted_run(
+    flying, flown, run_micro, rows, same_run
+):
+    config = flying(checkpoint__every_steps=1)
+    for steps in range(1, 6):
+        found = run_micro(
+            flying(config.run_dir, checkpoint__every_steps=1, steps=steps), resume=steps > 1, eval_rows=rows
+        )
+    same_run_but_for_evaluations(found, flown, same_run)
+
+
+def same_run_but_for_evaluations(found, expected, same_run):
+    """A run that ended at a step was evaluated there too."""
+    for line in found.metrics[1:-1]:
+        for name in [name for name in line if name.startswith("eval/")]:
+            del line[name]
+    same_run(found, expected)
+
+
+@pytest.mark.parametrize("calls", [3, 17, 29, 41, 55, 68])
+def test_a_run_stopped_while_it_samples_goes_on_from_the_step_before(
+    calls, flying, flown, run_micro, rows, even_sum, same_run
+):
+    stop, seen = Stop(), Counter()
+
+    def grade(sample):
+        seen["calls"] += 1
+        if seen["calls"] == calls:
+            stop.ask("a test")
+        return even_sum(sample)
+
+    config = flying(reward__workers=0)
+    with pytest.raises(StoppedError):
+        run_micro(config, reward=grade, eval_rows=rows, stop=stop)
+    same_run(run_micro(config, reward=even_sum, eval_rows=rows, resume=True), flown)
+
+
+def test_no_prompt_is_trained_on_twice_and_none_is_lost(flying, run_micro, rows, even_sum):
+    """Groups are told by their ordinals as the reward function sees them: each once, in the order in which a clock of their lengths says."""
+    graded = Counter()
+
+    def grade(sample):
+        graded[sample.prompt.ordinal] += 1
+        return even_sum(sample)
+
+    result = run_micro(flying(reward__workers=0), reward=grade)
+    assert set(graded.values()) == {4}
+    judged = sum(line["rollout/prompts"] for line in result.metrics)
+    assert 0 <= len(graded) - judged <= 4, "what was graded has its verdict, or is due a round later"
+
+
+def test_a_bound_on_ages_holds_steps_back(flying, run_micro):
+    """Eight groups in flight for steps of two: without a bound some wait for long."""
+
+    def oldest(bound):
+        config = flying(rollout__in_flight=32, rollout__max_age_steps=bound, steps=8)
+        return max(line["rollout/age_max"] for line in run_micro(config).metrics)
+
+    assert 0 < oldest(1) <= 3 < oldest(0)
+
+
+def test_places_stay_full_and_groups_together():
+    """Seven responses over three samplers: 3, 2 and 2."""
+    ids = [ResponseId(ordinal, index) for ordinal in range(3) for index in range(3)]
+    places = Places(7, 3, iter(ids[:7]))
+    assert [places.of(sampler) for sampler in range(3)] == [ids[:3], ids[3:5], ids[5:7]]
+    places.leave(iter([ids[1], ids[4]]))
+    places.give(ids[7:9])
+    assert [places.of(sampler) for sampler in range(3)] == [
+        [ids[0], ids[2], ids[7]],
+        [ids[3], ids[8]],
+        ids[5:7],
+    ]
