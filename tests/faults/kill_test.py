@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from dapo_jax.trackers import read_metrics
 from tests.faults.micro import assert_the_same_run, kill_often, make_run, started
 from tests.several import ROOT
 
@@ -26,6 +27,33 @@ def test_a_killed_run_is_the_uninterrupted_one(kills, steps, tmp_path):
     killed.finish("--resume", f"steps={reached}", within_s=900)
     whole.finish(f"steps={reached}", within_s=3600)
     assert_the_same_run(killed.run_dir, whole.run_dir)
+
+
+IN_FLIGHT = [
+    "dynamic_sampling.surplus=discard",
+    "rollout.in_flight=16",
+    "rollout.round_tokens=2",
+    "loss.importance_cap=2",
+]
+"""In turns of eight slots, with responses of at most three rounds."""
+
+
+@pytest.mark.parametrize(("kills", "steps"), [(1, 30), pytest.param(30, 900, marks=pytest.mark.slow)])
+def test_a_killed_run_with_rollouts_in_flight_is_the_uninterrupted_one(kills, steps, tmp_path):
+    whole = make_run(tmp_path / "whole", steps=steps, eval_every=7)
+    killed = make_run(tmp_path / "killed", steps=steps, eval_every=7)
+    kill_often(
+        lambda: killed.start("--resume", *IN_FLIGHT),
+        killed.run_dir,
+        kills=kills,
+        rng=np.random.default_rng(2),
+        longest_s=0.5,
+    )
+    reached = max(killed.steps()) + 3
+    killed.finish("--resume", *IN_FLIGHT, f"steps={reached}", within_s=900)
+    whole.finish(*IN_FLIGHT, f"steps={reached}", within_s=3600)
+    assert_the_same_run(killed.run_dir, whole.run_dir)
+    assert any(line.get("rollout/age_max") for line in read_metrics(whole.run_dir / "metrics.jsonl"))
 
 
 @pytest.mark.slow
