@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
+from dapo_jax.config.schema import TrainConfig
+from dapo_jax.config.section import rules_by_key
 from dapo_jax.dapo.importance import (
     CORRECTIONS,
     importance_weights,
@@ -130,6 +132,10 @@ def test_log_ratios_are_clamped_at_20_before_the_exponential():
 def test_a_correction_that_gives_no_weights_is_refused(correction):
     with pytest.raises(ValueError, match=f"correction='{correction}' gives no weights. Did you mean"):
         weighted(correction, one_row())
+
+
+def test_the_choices_of_the_configuration_are_those_there_are():
+    assert rules_by_key(TrainConfig)["loss.correction"].choices == ("auto", *CORRECTIONS)
 
 
 def packed_rows(rng, rows=4, seq=64, longest=12):
