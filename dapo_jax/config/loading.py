@@ -300,7 +300,9 @@ def _default_of(field: "dataclasses.Field[Any]", defaults: object) -> Any:
 
 
 def _as_float(value: object) -> object:
-    """An integer stands for a number."""
+    """An integer stands for a number, also in a list."""
+    if isinstance(value, list):
+        return [_as_float(item) for item in value]
     return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 

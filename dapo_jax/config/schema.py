@@ -5,8 +5,9 @@ gives one (DAPO, https://arxiv.org/abs/2503.14476), each with its equation or se
 nothing here changes a value.
 """
 
+import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from dapo_jax.config.data_schema import DataConfig, SourceConfig, check_source
 from dapo_jax.config.keys import (
@@ -109,9 +110,9 @@ class SamplingConfig(Section, at="sampling"):
         "", choices=["", "int8", "float8_e4m3fn"], aliases=["kv_cache_dtype"], may_change=True
     )
     """Dtype of keys and values: eight bits, with a scale for each token and head, hold twice the tokens of bfloat16 and read twice as fast. Empty: model.compute_dtype.
-    What samples then differs more from what is trained, so training with it needs loss.importance_cap."""
+    What samples then differs more from what is trained, so training with it needs loss.importance_cap or another loss.correction."""
     weight_dtype: str = key("", choices=["", "int8"], aliases=["quantization"], may_change=True)
-    """Dtype of the sampler's matrices: int8, with a scale for each output. Empty: model.compute_dtype. Training with it needs loss.importance_cap."""
+    """Dtype of the sampler's matrices: int8, with a scale for each output. Empty: model.compute_dtype. Training with it needs loss.importance_cap or another loss.correction."""
     stop: list[str] = key(default_factory=list, aliases=["stop_strings"])
     """Strings that end a response. It keeps the tokens up to the one that completes a string; graders see the text
     before it. Evaluation stops there too."""
@@ -325,6 +326,24 @@ class BatchConfig(Section, at="batch"):
             )
 
 
+class Correction(NamedTuple):
+    """The importance weights that a run trains with, every key resolved: `TrainConfig.correction`."""
+
+    kind: str
+    """none, truncate, mask or mask_responses."""
+    low: float
+    """The smallest weight that is kept; 0 where there is no such bound."""
+    high: float
+    """The largest; of truncate the cap."""
+
+
+IMPORTANCE_CAP = 2.0
+"""The cap of truncate where `loss.importance_cap` is null."""
+
+IMPORTANCE_RANGES = {"mask": (0.5, 2.0), "mask_responses": (0.99, 1.01)}
+"""The bounds of each where `loss.importance_range` is empty."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LossConfig(Section, at="loss"):
     """The options of `dapo_jax.dapo_loss` and of what surrounds it."""
@@ -357,19 +376,51 @@ class LossConfig(Section, at="loss"):
     """token_mean, prompt_mean, sequence_mean or token_sum_norm: see `dapo_jax.token_weights`."""
     normalize_std: bool = key(True, aliases=["scale_rewards", "norm_adv_by_std_in_grpo"])
     """Divide advantages by the group's standard deviation (Eq. 9)."""
-    old_logprobs: str = key("trainer", choices=["trainer", "sampler"])
+    old_logprobs: str = key(
+        "trainer",
+        choices=["trainer", "sampler"],
+        aliases={"bypass_mode": "true is sampler", "bypass_old_logprob_for_rollout": "true is sampler"},
+    )
     """trainer: recomputed with the weights at the step's start; sampler: those recorded while sampling, for groups that were carried
     with older weights."""
+    correction: str = key(
+        "auto",
+        choices=["auto", "none", "truncate", "mask", "mask_responses"],
+        aliases={
+            "rollout_is": "token is truncate",
+            "rollout_rs": "token is mask, geometric (seq_mean_k1) is mask_responses; both weigh what they keep",
+            "rollout_is_mode": "mask or truncate",
+            "tis": "truncate",
+            "vllm_importance_sampling_correction": "truncate, or none",
+            "vllm_importance_sampling_mode": "token_truncate is truncate, token_mask is mask; for whole responses there is mask_responses",
+        },
+    )
+    """Importance weights for tokens that earlier or rounded weights have drawn, of each token's ratio pi_old / pi_sampler: truncate (min(ratio, `importance_cap`)),
+    mask (the ratio, or 0 outside `importance_range`), mask_responses (the geometric mean over the response, or 0) or none.
+    auto: truncate if `rollout.in_flight` or `importance_cap` is set, else none; none with `old_logprobs: sampler`, whose ratio corrects already."""
     importance_cap: float | None = key(
         None,
-        range=Range("1 or more, or null (off)", lambda v: v >= 1),
+        range=Range("1 or more, or null", lambda v: v >= 1),
         aliases=[
             "tis_imp_ratio_cap",
             "vllm_importance_sampling_cap",
             "truncated_importance_sampling_ratio_cap",
+            "rollout_is_threshold",
+            "vllm_importance_sampling_clip_max",
         ],
     )
-    """Truncated importance weights min(pi_old / pi_sampler, cap) on each token. None: off."""
+    """The largest weight of truncate, which auto becomes where this is set. None: 2."""
+    importance_range: list[float] = key(
+        default_factory=list,
+        aliases={
+            "rollout_rs_threshold": "a list of both bounds: [0.5, 2.0]",
+            "rollout_rs_threshold_lower": "a list of both bounds: [0.5, 2.0]",
+            "rollout_is_threshold_lower": "a list of both bounds: [0.5, 2.0]",
+            "vllm_importance_sampling_clip_min": "a list of both bounds: [0.5, 2.0]",
+        },
+    )
+    """The smallest and the largest weight that mask and mask_responses keep; a token, or a response, beyond them is left out.
+    Empty: [0.5, 2.0] for mask, [0.99, 1.01] for mask_responses."""
     kl_coef: float = key(
         0.0,
         range=NOT_NEGATIVE,
@@ -389,6 +440,10 @@ class LossConfig(Section, at="loss"):
             refuse(
                 "loss.clip_ratio_high", high, needs, f"{high} < {low}: raise it, or lower loss.clip_ratio_low"
             )
+        self._check_importance()
+
+    def _check_importance(self) -> None:
+        kind, masks = self.correction, ("mask", "mask_responses")
         if self.importance_cap is not None and self.old_logprobs == "sampler":
             refuse(
                 "loss.importance_cap",
@@ -396,6 +451,35 @@ class LossConfig(Section, at="loss"):
                 "null with loss.old_logprobs = 'sampler'",
                 "it caps pi_old / pi_sampler, which is 1 everywhere when pi_old is the sampler's: "
                 "set loss.old_logprobs=trainer or loss.importance_cap=null",
+            )
+        if kind not in ("auto", "none") and self.old_logprobs == "sampler":
+            refuse(
+                "loss.correction",
+                kind,
+                "auto or none with loss.old_logprobs = 'sampler'",
+                "it weighs by pi_old / pi_sampler, which is 1 everywhere when pi_old is the sampler's: the ratio of the loss corrects "
+                "already. Set loss.old_logprobs=trainer, or leave it out",
+            )
+        if self.importance_cap is not None and kind not in ("auto", "truncate"):
+            refuse(
+                "loss.importance_cap",
+                self.importance_cap,
+                f"null with loss.correction = {kind!r}",
+                "it caps the weights of truncate alone: set loss.correction=truncate, or leave it out",
+            )
+        if (bounds := self.importance_range) and not (len(bounds) == 2 and 0 < bounds[0] <= 1 <= bounds[1]):
+            refuse(
+                "loss.importance_range",
+                bounds,
+                "two numbers: the first more than 0 and at most 1, the second 1 or more",
+                "a weight of 1 says that nothing differs, so it is kept: write for example [0.5, 2.0]",
+            )
+        if bounds and kind not in masks:
+            refuse(
+                "loss.importance_range",
+                bounds,
+                f"[] with loss.correction = {kind!r}",
+                "it bounds the weights of mask and mask_responses: set loss.correction to one of them, or leave it out",
             )
 
 
@@ -553,7 +637,7 @@ class GuardConfig(Section, at="guard"):
     """Over that limit: warn, stop, or correct: all tokens of the step get truncated importance weights
     min(pi_trainer / pi_sampler, `mismatch_cap`)."""
     mismatch_cap: float = key(2.0, range=SIZE)
-    """The largest of the weights with on_mismatch: correct. `loss.importance_cap` is the same for every step, whatever the mismatch."""
+    """The largest of the weights with on_mismatch: correct. `loss.correction` weighs in every step, whatever the mismatch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -623,6 +707,24 @@ class TrainConfig(Section):
         """Prompts drawn in one round: `dynamic_sampling.prompts_per_wave`, or the recipe's three times those that a step trains on."""
         return self.dynamic_sampling.prompts_per_wave or 3 * self.batch.prompts_per_step
 
+    @property
+    def correction(self) -> Correction:
+        """The importance weights of every step, with `auto` and defaults resolved: what `loss.correction` comes to beside the other keys."""
+        loss = self.loss
+        kind = loss.correction
+        if loss.old_logprobs == "sampler":
+            kind = "none"
+        elif kind == "auto":
+            kind = "truncate" if self.rollout.in_flight or loss.importance_cap is not None else "none"
+        if kind == "none":
+            return Correction(kind, 0.0, math.inf)
+        if kind == "truncate":
+            return Correction(
+                kind, 0.0, IMPORTANCE_CAP if loss.importance_cap is None else loss.importance_cap
+            )
+        low, high = loss.importance_range or IMPORTANCE_RANGES[kind]
+        return Correction(kind, low, high)
+
     def logs_rollouts(self, step: int) -> bool:
         """True if rollouts of the step are written: of the first, of every `log.rollouts_every_steps` steps and of the last."""
         every = self.log.rollouts_every_steps
@@ -635,10 +737,11 @@ class TrainConfig(Section):
 
     def check_together(self) -> None:
         """Checks what its sections say about each other."""
-        _check_guard(self.guard, self.loss)
+        _check_correction(self)
+        _check_guard(self)
         check_attention(self.model, packing=self.batch.packing)
         _check_training_policy(self.sampling)
-        _check_eight_bits(self.sampling, self.loss.importance_cap)
+        _check_eight_bits(self)
         batch, waves = self.batch, self.dynamic_sampling
         if waves.enabled:
             wave = self.prompts_per_wave
@@ -671,7 +774,20 @@ class TrainConfig(Section):
         check_row(batch.row_tokens, self.data.max_prompt_tokens, limit, "sampling.max_response_tokens")
 
 
-def _check_guard(guard: GuardConfig, loss: LossConfig) -> None:
+def _check_correction(config: TrainConfig) -> None:
+    loss, in_flight = config.loss, config.rollout.in_flight
+    if in_flight and loss.correction == "none" and loss.old_logprobs == "trainer":
+        refuse(
+            "loss.correction",
+            "none",
+            f"auto, truncate, mask or mask_responses with rollout.in_flight = {in_flight}",
+            "tokens in flight were drawn by earlier weights, and the ratio to the policy that drew them would be lost, without which training "
+            "collapses at an age of a few steps: leave it out, or set loss.old_logprobs=sampler",
+        )
+
+
+def _check_guard(config: TrainConfig) -> None:
+    guard, loss, correction = config.guard, config.loss, config.correction.kind
     if guard.on_mismatch != "warn" and guard.max_mismatch_kl is None:
         remedy = "write the limit, such as 0.01"
         refuse(
@@ -685,6 +801,14 @@ def _check_guard(guard: GuardConfig, loss: LossConfig) -> None:
     if loss.importance_cap is not None:
         needs = f"loss.importance_cap = null, found {loss.importance_cap}"
         refuse("guard.on_mismatch", "correct", needs, "that corrects every step already: set one of the two")
+    if correction != "none":
+        found = (
+            f"{loss.correction!r}"
+            if loss.correction == correction
+            else f"{correction!r} (auto, with rollout.in_flight)"
+        )
+        remedy = "that corrects every step already: set guard.on_mismatch=warn"
+        refuse("guard.on_mismatch", "correct", f"no loss.correction, found {found}", remedy)
 
 
 def _check_rollout(config: TrainConfig) -> None:
@@ -709,12 +833,17 @@ def _check_rollout(config: TrainConfig) -> None:
         refuse("dynamic_sampling.surplus", "carry", "'discard' with rollout.in_flight", remedy)
 
 
-def _check_eight_bits(sampling: SamplingConfig, importance_cap: float | None) -> None:
+def _check_eight_bits(config: TrainConfig) -> None:
     """Refuses to train on what another policy has sampled as if it were the trainer's own."""
+    if config.correction.kind != "none":
+        return
     for name in ("cache_dtype", "weight_dtype"):
-        if (value := getattr(sampling, name)) and importance_cap is None:
-            remedy = "rounding makes the sampler another policy, which importance weights correct: set loss.importance_cap=2, or leave it empty"
-            refuse(f"sampling.{name}", value, "loss.importance_cap for training", remedy)
+        if value := getattr(config.sampling, name):
+            remedy = (
+                "rounding makes the sampler another policy, which importance weights correct: set loss.importance_cap=2 or another "
+                "loss.correction, or leave it empty"
+            )
+            refuse(f"sampling.{name}", value, "loss.importance_cap or loss.correction for training", remedy)
 
 
 def _check_training_policy(sampling: SamplingConfig) -> None:

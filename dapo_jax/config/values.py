@@ -106,7 +106,7 @@ def _check_type(key: str, value: object, expected: Any) -> None:
 
 
 def _check_list(key: str, value: object, kind: Any) -> None:
-    of = {str: "text", int: "whole numbers"}.get(kind, "mappings")
+    of = {str: "text", int: "whole numbers", float: "numbers"}.get(kind, "mappings")
     needs = f"a list of {of}"
     if not isinstance(value, list):
         refuse(

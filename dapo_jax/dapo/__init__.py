@@ -7,7 +7,7 @@
 | Eq. 10 and 12, the clipped objective (Clip-Higher) and its token-level mean | `losses` |
 | Eq. 11, Algorithm 1, dynamic sampling | `dynamic_sampling` |
 | Eq. 13, the overlong penalty | `overlong` |
-| KL and importance weights, from log-ratios | `log_ratios` |
+| KL from log-ratios; importance weights of tokens that another policy has drawn | `log_ratios`, `importance` |
 | log-probabilities of the sampled tokens | `logprobs`, with the matrix products of `precision` |
 | groups to the minibatches of an update, and their rows | `batching`, `row_packing`, `microbatch` |
 | means and maxima that can be added | `metrics` |

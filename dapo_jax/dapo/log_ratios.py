@@ -1,7 +1,7 @@
-r"""Quantities made of the log-ratio of two policies' probabilities for the same token.
+r"""An estimate made of the log-ratio of two policies' probabilities for the same token; the weights made of it are in `importance`.
 
 References:
-    Schulman, "Approximating KL Divergence", 2020, http://joschu.net/blog/kl-approx.html. Ionides, "Truncated Importance Sampling", 2008.
+    Schulman, "Approximating KL Divergence", 2020, http://joschu.net/blog/kl-approx.html
 """
 
 import jax.numpy as jnp
@@ -21,15 +21,3 @@ def k3(log_ratio: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
         The estimate of KL(p || q), in nats.
     """
     return jnp.expm1(log_ratio) - log_ratio
-
-
-def truncated_importance_weight(
-    log_ratio: Float[Array, "*shape"], cap: float | Float[Array, ""]
-) -> Float[Array, "*shape"]:
-    r"""The weight $\min(e^d, \text{cap})$ of a token that another policy has drawn.
-
-    Args:
-        log_ratio: $d = \log \pi - \log \mu$, of the policy that learns and of the one that sampled, in nats.
-        cap: the largest weight.
-    """
-    return jnp.minimum(jnp.exp(log_ratio), cap)

@@ -126,7 +126,7 @@ def _decode_state(plan: Plan, held: int) -> list[Way]:
         share = 1 - (plan.decoder.head_dim + 4) / in_bytes
         cache = tokens // spread * plan.token_bytes
         made.append(
-            Way(change="sampling.cache_dtype=int8 (with loss.importance_cap)", frees=int(cache * share))
+            Way(change=f"sampling.cache_dtype=int8{_with_correction(plan.config)}", frees=int(cache * share))
         )
     return made
 
@@ -143,7 +143,7 @@ def _weights(plan: Plan, held: int) -> list[Way]:
         made.append(Way(change=change, frees=held - held * tensor // wider[-1]))
     if not plan.config.sampling.weight_dtype:
         each = 2 if plan.config.model.compute_dtype == "bfloat16" else 4
-        change = "sampling.weight_dtype=int8 (with loss.importance_cap)"
+        change = f"sampling.weight_dtype=int8{_with_correction(plan.config)}"
         made.append(Way(change=change, frees=held - held // each))
     if not wider and plan.layout.samplers > 1:
         hosts = 2 * plan.config.parallel.sampler_hosts
@@ -151,6 +151,11 @@ def _weights(plan: Plan, held: int) -> list[Way]:
         if plan.decoder.kv_heads % (2 * tensor) == 0:
             made.append(Way(change=change, does=f"has one sampler on {hosts} hosts", frees=held // 2))
     return made
+
+
+def _with_correction(config: TrainConfig) -> str:
+    """A note of the weights that eight bits need beside them; empty where there are some."""
+    return " (with loss.importance_cap)" if config.correction.kind == "none" else ""
 
 
 def _prefix(plan: Plan, held: int) -> list[Way]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dapo_jax.dapo.dynamic_sampling import Collected, Collecting, ShortfallError
+from dapo_jax.dapo.importance import with_effective_share
 from dapo_jax.dapo.metrics import Metric, to_scalars
 from dapo_jax.dapo.rollouts import Group
 from dapo_jax.run.group_sampling import GroupSampling
@@ -131,7 +132,7 @@ def run_steps(
             for observer in observers:
                 observer.after_update(minibatch, of_update, learning_rate=rate)
             measured.append(of_update)
-        scalars = to_scalars(measured)
+        scalars = with_effective_share(to_scalars(measured))
         minibatches = minibatch = ()  # or they would lie on the devices while the next step samples
         if scalars.get("policy/clip_high_frac") == 0.0:
             scalars.pop("policy/clipped_high_prob", None)  # a mean of no tokens

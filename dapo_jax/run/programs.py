@@ -120,12 +120,13 @@ def updater_of(
     Raises:
         ValueError: `loss.kl_coef` without a reference policy, or the other way round.
     """
-    loss, model = config.loss, config.model
+    loss, model, correction = config.loss, config.model, config.correction
     options = UpdateOptions(
         temperature=config.sampling.temperature,
         logprob_chunk_vocab=model.logprob_chunk_vocab,
         old_logprobs=loss.old_logprobs,
-        importance_cap=loss.importance_cap,
+        correction=correction.kind,
+        importance_range=(correction.low, correction.high),
         kl_coef=loss.kl_coef,
         score_first=config.guard.on_mismatch == "correct",
         offload=config.optimizer.offload,

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from dapo_jax.dapo.log_ratios import k3, truncated_importance_weight
+from dapo_jax.dapo.importance import truncated_importance_weight
+from dapo_jax.dapo.log_ratios import k3
 from dapo_jax.dapo.metrics import Max, Mean, Metric, token_mean
 from dapo_jax.training.minibatch import Minibatch, Stack, with_array
 

@@ -4,6 +4,7 @@ Each microbatch carries its tokens' weights in the whole minibatch's loss, so th
 them, as gradient accumulation usually does, would divide the gradient by their number.)
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Lowered
 from jaxtyping import Array, Bool, Float, PyTree
 
-from dapo_jax.dapo.log_ratios import truncated_importance_weight
+from dapo_jax.dapo.importance import importance_weights
 from dapo_jax.dapo.losses import dapo_loss, kl_penalty
 from dapo_jax.dapo.metrics import Max, Mean, Metric, token_mean
 from dapo_jax.dapo.microbatch import Microbatch, microbatch_structs
@@ -42,7 +43,10 @@ class UpdateOptions:
     logprob_chunk_vocab: int = 2048
     old_logprobs: str = "trainer"
     """trainer or sampler: see `OldLogprobs`."""
-    importance_cap: float | None = None
+    correction: str = "none"
+    """Importance weights of every step: one of `dapo_jax.dapo.importance.CORRECTIONS`."""
+    importance_range: tuple[float, float] = (0.0, math.inf)
+    """The smallest and the largest weight that is kept; of truncate the largest is the cap."""
     kl_coef: float = 0.0
     score_first: bool = False
     """Score the old log-probabilities of the first minibatch too: its update needs none, but a comparison of sampler and trainer before it does."""
@@ -236,22 +240,31 @@ class Updater:
         logprobs, entropy = self._logprobs(params, microbatch)
         current, by_trainer = lax.stop_gradient(logprobs), options.old_logprobs == "trainer"
         old = jnp.where(first, current, microbatch.old_logprobs) if by_trainer else microbatch.old_logprobs
-        weights = microbatch.weights
-        if options.importance_cap is not None:
-            gap = jnp.where(mask, old - microbatch.sampler_logprobs, 0.0)
-            weights = weights * truncated_importance_weight(gap, options.importance_cap)
+        weights, of_weights = microbatch.weights, {}
+        if options.correction != "none":
+            low, high = options.importance_range
+            ratios, of_weights = importance_weights(
+                old,
+                microbatch.sampler_logprobs,
+                mask,
+                microbatch.segment_ids,
+                correction=options.correction,
+                low=low,
+                high=high,
+            )
+            weights = weights * ratios
         # Where the sampler's are the old ones, only the first update has the weights that sampled to compare with.
         compared, trainers = (mask, old) if by_trainer else (mask & first, current)
         loss, metrics = self._objective(logprobs, old, microbatch.advantages, mask, weights=weights)
         metrics = {
             **metrics,
+            **of_weights,
             "policy/entropy": token_mean(entropy, mask),
             **mismatch_metrics(trainers, microbatch.sampler_logprobs, compared),
         }
         if options.kl_coef:
-            penalty, kl_metrics = kl_penalty(
-                logprobs, microbatch.ref_logprobs, mask, weights=microbatch.weights
-            )
+            # Its mean is over the policy's tokens too, so those that another one has drawn weigh there what they weigh in the objective.
+            penalty, kl_metrics = kl_penalty(logprobs, microbatch.ref_logprobs, mask, weights=weights)
             loss, metrics = loss + options.kl_coef * penalty, {**metrics, **kl_metrics}
         scored = (current, old) if by_trainer else (current,)
         found = {

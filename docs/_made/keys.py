@@ -186,7 +186,7 @@ def kind_of(hint: Any) -> str:
     if origin is types.UnionType:
         return " or ".join(kind_of(one) for one in inside)
     if origin is list:
-        plural = {"text": "texts", "mapping": "mappings", "integer": "integers"}
+        plural = {"text": "texts", "mapping": "mappings", "integer": "integers", "number": "numbers"}
         return f"list of {plural[kind_of(inside[0])]}"
     if origin is dict:
         return "mapping"

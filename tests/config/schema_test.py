@@ -1,6 +1,7 @@
 """Every rule of a configuration, its message, and the values just inside it; from files and from Python."""
 
 import dataclasses
+import math
 
 import pytest
 
@@ -92,18 +93,83 @@ REFUSED = [
         "sampling.cache_dtype=int8",
         [
             "sampling.cache_dtype: found 'int8'",
-            "loss.importance_cap for training",
-            "set loss.importance_cap=2",
+            "loss.importance_cap or loss.correction for training",
+            "set loss.importance_cap=2 or another loss.correction",
         ],
     ),
     (
         "sampling.weight_dtype=int8",
-        ["sampling.weight_dtype: found 'int8'", "loss.importance_cap for training"],
+        ["sampling.weight_dtype: found 'int8'", "loss.importance_cap or loss.correction for training"],
     ),
     (
         "loss.old_logprobs=sampler loss.importance_cap=2",
         ["importance_cap: found 2.0", "pi_old / pi_sampler", "null"],
     ),
+    (
+        "sampling.cache_dtype=int8 loss.correction=none",
+        ["sampling.cache_dtype: found 'int8'", "loss.importance_cap or loss.correction"],
+    ),
+    (
+        "loss.old_logprobs=sampler loss.correction=truncate",
+        ["loss.correction: found 'truncate'", "pi_old / pi_sampler", "loss.old_logprobs=trainer"],
+    ),
+    (
+        "loss.old_logprobs=sampler loss.correction=mask",
+        ["loss.correction: found 'mask'", "auto or none", "leave it out"],
+    ),
+    (
+        "loss.old_logprobs=sampler loss.correction=mask_responses",
+        ["loss.correction: found 'mask_responses'", "the ratio of the loss corrects already"],
+    ),
+    (
+        "rollout.in_flight=32 loss.correction=none",
+        [
+            "loss.correction: found 'none'",
+            "rollout.in_flight = 32",
+            "drawn by earlier weights",
+            "leave it out, or set loss.old_logprobs=sampler",
+        ],
+    ),
+    (
+        "loss.correction=none loss.importance_cap=2",
+        ["loss.importance_cap: found 2.0", "loss.correction = 'none'", "set loss.correction=truncate"],
+    ),
+    (
+        "loss.correction=mask loss.importance_cap=2",
+        ["loss.importance_cap: found 2.0", "loss.correction = 'mask'", "leave it out"],
+    ),
+    (
+        "loss.importance_range=[0.5,2.0]",
+        ["loss.importance_range: found [0.5, 2.0]", "[] with loss.correction = 'auto'", "mask_responses"],
+    ),
+    (
+        "loss.correction=truncate loss.importance_range=[0.5,2.0]",
+        ["loss.importance_range: found [0.5, 2.0]", "[] with loss.correction = 'truncate'"],
+    ),
+    *(
+        (
+            f"loss.correction=mask loss.importance_range={bounds}",
+            ["loss.importance_range: found [", "more than 0 and at most 1, the second 1 or more"],
+        )
+        for bounds in ("[2]", "[0.5,1,2]", "[0,2]", "[-0.5,2]", "[1.1,2]", "[0.5,0.9]", "[2,0.5]")
+    ),
+    (
+        "loss.correction=mask loss.importance_range=[0.5,.inf]",
+        ["loss.importance_range[1]: found inf", "a finite number"],
+    ),
+    (
+        "loss.correction=mask loss.importance_range=[.nan,2]",
+        ["loss.importance_range[0]: found nan", "a finite number"],
+    ),
+    (
+        "loss.correction=mask loss.importance_range=2",
+        ["loss.importance_range: found 2", "a list of numbers", "[2.0]"],
+    ),
+    (
+        "loss.correction=mask loss.importance_range=[low,2]",
+        ["loss.importance_range[0]: found 'low'", "a number"],
+    ),
+    ("loss.correction=truncated", ["loss.correction: found 'truncated'", "did you mean truncate?"]),
     ("reward.incorrect=1", ["reward.correct: found 1.0", "reward.incorrect = 1.0", "worth more"]),
     ("reward.async_calls=0", ["reward.async_calls: found 0", "1 or more"]),
     ("parallel.data=-1", ["parallel.fsdp: found -1", "parallel.data is -1 too", "only one axis"]),
@@ -199,6 +265,14 @@ REFUSED = [
         "guard.on_mismatch=correct guard.max_mismatch_kl=0.01 loss.importance_cap=3",
         ["guard.on_mismatch: found 'correct'", "loss.importance_cap = null, found 3", "one of the two"],
     ),
+    (
+        "guard.on_mismatch=correct guard.max_mismatch_kl=0.01 loss.correction=mask",
+        ["guard.on_mismatch: found 'correct'", "no loss.correction, found 'mask'", "guard.on_mismatch=warn"],
+    ),
+    (
+        "guard.on_mismatch=correct guard.max_mismatch_kl=0.01 rollout.in_flight=32",
+        ["guard.on_mismatch: found 'correct'", "found 'truncate' (auto, with rollout.in_flight)"],
+    ),
     ("guard.mismatch_cap=0.5", ["guard.mismatch_cap: found 0.5", "1 or more"]),
     ("watchdogs.window=3", ["watchdogs.window: found 3", "4 or more"]),
     ("watchdogs.min_mixed_frac=2", ["watchdogs.min_mixed_frac: found 2", "from 0 to 1"]),
@@ -270,6 +344,41 @@ def test_values_just_inside_the_rules_load_unchanged(path, overrides):
         for name in key.split("."):
             value = getattr(value, name)
         assert str(value).lower().removesuffix(".0") in (text, text.replace("null", "none"))
+
+
+OFF, IN_FLIGHT = ("none", 0.0, math.inf), "rollout.in_flight=32"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "found"),
+    [
+        ("", OFF),
+        ("loss.correction=none", OFF),
+        ("loss.importance_cap=3", ("truncate", 0.0, 3.0)),
+        (IN_FLIGHT, ("truncate", 0.0, 2.0)),
+        (f"{IN_FLIGHT} loss.importance_cap=1", ("truncate", 0.0, 1.0)),
+        ("loss.correction=truncate", ("truncate", 0.0, 2.0)),
+        ("loss.correction=truncate loss.importance_cap=5", ("truncate", 0.0, 5.0)),
+        ("loss.correction=mask", ("mask", 0.5, 2.0)),
+        (f"{IN_FLIGHT} loss.correction=mask_responses", ("mask_responses", 0.99, 1.01)),
+        ("loss.correction=mask loss.importance_range=[1,5]", ("mask", 1.0, 5.0)),
+        ("loss.correction=mask_responses loss.importance_range=[0.25,1]", ("mask_responses", 0.25, 1.0)),
+        # The ratio of the loss is to the sampler already.
+        (f"{IN_FLIGHT} loss.old_logprobs=sampler", OFF),
+        (f"{IN_FLIGHT} loss.old_logprobs=sampler loss.correction=none", OFF),
+        # What weighs at all makes good that the sampler is rounded.
+        ("sampling.cache_dtype=int8 loss.importance_cap=2", ("truncate", 0.0, 2.0)),
+        ("sampling.cache_dtype=int8 loss.correction=truncate", ("truncate", 0.0, 2.0)),
+        ("sampling.weight_dtype=int8 loss.correction=mask_responses", ("mask_responses", 0.99, 1.01)),
+        (f"sampling.weight_dtype=int8 {IN_FLIGHT}", ("truncate", 0.0, 2.0)),
+    ],
+)
+def test_the_correction_is_resolved_in_one_place(path, overrides, found):
+    config = load_config(path, overrides.split())
+    assert config.correction == found
+    assert all(isinstance(bound, float) for bound in config.correction[1:])
+    path.write_text(to_yaml(config))
+    assert load_config(path).correction == found
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dapo_jax.dapo.log_ratios import k3, truncated_importance_weight
+from dapo_jax.dapo.log_ratios import k3
 from dapo_jax.dapo.losses import dapo_loss, kl_penalty
 from dapo_jax.dapo.metrics import to_scalars
 from dapo_jax.dapo.microbatch import Microbatch, microbatch_structs
@@ -65,8 +65,3 @@ def test_it_is_never_negative():
         numbers = ((np.uint32(exponent + 127) << np.uint32(23)) | mantissas).view(np.float32)
         assert lowest(numbers) >= 0
         assert lowest(-numbers) >= 0
-
-
-def test_an_importance_weight_is_the_ratio_up_to_its_cap():
-    weights = truncated_importance_weight(jnp.log(jnp.array([0.5, 1.0, 3.0])), 2.0)
-    assert weights == pytest.approx([0.5, 1.0, 2.0])

@@ -38,6 +38,7 @@ def test_every_name_that_a_package_offers_is_listed(module):
         "dapo.losses",
         "dapo.advantages",
         "dapo.log_ratios",
+        "dapo.importance",
         "dapo.logprobs",
         "dapo.metrics",
         "dapo.dynamic_sampling",

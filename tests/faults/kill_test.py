@@ -33,7 +33,6 @@ IN_FLIGHT = [
     "dynamic_sampling.surplus=discard",
     "rollout.in_flight=16",
     "rollout.round_tokens=2",
-    "loss.importance_cap=2",
 ]
 """In turns of eight slots, with responses of at most three rounds."""
 

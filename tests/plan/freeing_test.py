@@ -72,6 +72,16 @@ def test_keys_that_are_used_already_are_not_named():
     assert not any("offload" in way for part in used.values() for way in part)
 
 
+def test_eight_bits_are_named_with_importance_weights_unless_there_are_some():
+    def named(*overrides):
+        found = ways(failed(overrides))
+        eight = [way for part in found.values() for way in part if "=int8" in way]
+        return [way.split(" ", 1)[1:] for way in eight]
+
+    assert named() == [["(with loss.importance_cap)"]] * 2
+    assert named("loss.correction=mask") == [[]] * 2
+
+
 def test_pages_are_named_where_there_are_pages_and_slots_where_a_slot_has_room_for_the_longest():
     assert ways(failed())["decode state"][0].startswith("sampling.cache_tokens=")
     whole = failed(["sampling.cache_tokens=0", "sampling.page_tokens=22528"])

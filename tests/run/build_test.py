@@ -240,6 +240,16 @@ def test_the_kl_to_the_reference_policy_is_computed_when_asked_for(micro, run_mi
     assert finished.metrics[1]["policy/dual_clip_frac"] == 0
 
 
+def test_importance_weights_are_logged_only_where_there_are_some(micro, run_micro, finished):
+    """Sampler and trainer have the same weights, so all are 1 but for rounding."""
+    [line] = run_micro(micro(steps=1, loss__correction="mask")).metrics
+    found = {name: value for name, value in line.items() if name.startswith("importance/")}
+    ones = {"importance/weight": 1.0, "importance/weight_max": 1.0, "importance/ess_frac": 1.0}
+    assert found == pytest.approx({**ones, "importance/cut_frac": 0.0}, abs=1e-4)
+    assert found["importance/weight_max"] != 1.0
+    assert not [name for name in finished.metrics[1] if name.startswith("importance/")]
+
+
 def test_an_own_objective_replaces_the_loss(micro, run_micro):
     """One that is 0 leaves the weights where they are, but for the decay of 0.025 x 0.1 an update, two updates."""
 

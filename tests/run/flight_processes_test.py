@@ -7,7 +7,7 @@ import time
 import pytest
 from rich.console import Console
 
-from dapo_jax.config import DataConfig, LossConfig, RolloutConfig, to_yaml
+from dapo_jax.config import DataConfig, RolloutConfig, to_yaml
 from dapo_jax.run import train
 from dapo_jax.trackers import read_metrics
 from dapo_jax.trackers.progress import Progress
@@ -67,7 +67,7 @@ def setting(micro, rows, tmp_path_factory):
             reward__grader=f"{folder}/grader.py:third",
             reward__workers=0,
             dynamic_sampling__surplus="discard",
-            loss=LossConfig(importance_cap=2.0),
+
             rollout=RolloutConfig(in_flight=20, round_tokens=2),
             optimizer__epsilon=0.1,
             checkpoint__every_steps=1,

@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from dapo_jax.config import LossConfig, RolloutConfig
+from dapo_jax.config import RolloutConfig
 from dapo_jax.dapo.virtual_clock import ResponseId
 from dapo_jax.health.stopping import Stop, StoppedError
 from dapo_jax.run.flight_sampling import Places
@@ -29,7 +29,6 @@ def flying(micro):
             **{
                 "dynamic_sampling__surplus": "discard",
                 "sampling__slots": 16,
-                "loss": LossConfig(importance_cap=2.0),
                 "rollout": RolloutConfig(**rollout),
                 "optimizer__epsilon": 0.1,
                 "steps": 5,

@@ -10,7 +10,7 @@ from dapo_jax.health.watchdogs import NAMES, SEEN
 
 PAGE = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
 NAME = re.compile(
-    r"`((?:rollout|reward|policy|update|nonfinite|sync|watchdog|time|speed|memory|eval)/[^`]+)`"
+    r"`((?:rollout|reward|policy|update|nonfinite|sync|importance|watchdog|time|speed|memory|eval)/[^`]+)`"
 )
 
 
@@ -38,7 +38,7 @@ def general(name):
 
 @pytest.fixture(scope="module")
 def logged(micro, run_micro, rows, even_sum):
-    """Everything that only some configurations log, in one run."""
+    """Everything that only some configurations log, in two runs: the guard corrects only what nothing else does."""
     config = micro(
         steps=1,
         loss__kl_coef=0.1,
@@ -56,7 +56,9 @@ def logged(micro, run_micro, rows, even_sum):
 
     graders = [(said, 1.0), ("exact", 0.5)]
     found = run_micro(config, reward=graders, eval_rows=rows)
-    return {general(name) for line in found.metrics for name in line} - {"step"}
+    weighed = run_micro(micro(steps=1, loss__correction="mask"), reward=even_sum)
+    lines = [*found.metrics, *weighed.metrics]
+    return {general(name) for line in lines for name in line} - {"step"}
 
 
 def test_every_metric_that_is_logged_is_explained(logged):

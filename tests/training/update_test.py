@@ -240,9 +240,12 @@ def probe(logprobs, old_logprobs, advantages, mask, *, weights):
     return loss, {"probe/weights": Mean(jnp.where(mask, weights, 0.0).sum(), jnp.ones(()))}
 
 
+CAPPED = {"correction": "truncate", "importance_range": (0.0, 2.0)}
+
+
 @pytest.fixture(scope="module")
 def probe_updater():
-    return make_updater(old_logprobs="trainer", objective=probe, importance_cap=2.0)
+    return make_updater(old_logprobs="trainer", objective=probe, **CAPPED)
 
 
 def test_importance_weights_are_capped(probe_updater):
@@ -260,6 +263,20 @@ def test_importance_weights_are_capped(probe_updater):
     ]
     _, scalars = step(probe_updater, state, packed(rows, np.full(2, w)), first=True)
     assert scalars["probe/weights"] == pytest.approx(n * w * (0.5 + 2.0), rel=1e-5)
+
+
+def test_without_a_correction_nothing_of_it_is_in_the_program_or_among_the_metrics():
+    """Bounds that are given all the same change not a letter of it, and with weights there is more."""
+    state = jax.eval_shape(lambda params: fresh(params=params), PARAMS)
+
+    def program(**options):
+        updater = make_updater(old_logprobs="trainer", **options)
+        return updater.lower_update(state, capacity=1, rows=2, row_tokens=SEQ)
+
+    plain = program()
+    assert program(importance_range=(0.5, 2.0)).as_text() == plain.as_text()
+    assert not [name for name in plain.out_info[1] if name.startswith("importance/")]
+    assert len(program(**CAPPED).as_text()) > len(plain.as_text())
 
 
 @pytest.mark.parametrize(("reference", "kl_coef"), [(None, 0.1), (PARAMS, 0.0)])
@@ -305,7 +322,7 @@ def adamw():
 def test_an_update_that_is_not_finite_changes_not_a_bit(what):
     """A NaN advantage makes the loss and the gradient NaN; an infinite one, in the probe, the loss alone."""
     optimizer = adamw()
-    how = {} if what == "gradient" else {"objective": probe, "old_logprobs": "trainer", "importance_cap": 2.0}
+    how = {} if what == "gradient" else {"objective": probe, "old_logprobs": "trainer", **CAPPED}
     updater = make_updater(optimizer=optimizer, **how)
     state, _ = step(updater, fresh(optimizer), packed(), learning_rate=0.1)  # moments that are not zero
     before = on_host(state)

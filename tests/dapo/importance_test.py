@@ -1,0 +1,232 @@
+"""Importance weights against numbers by hand and against loops in float64; what is outside the mask, how a row is split and who else is in it never count."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
+
+from dapo_jax.config.schema import TrainConfig
+from dapo_jax.config.section import rules_by_key
+from dapo_jax.dapo.importance import (
+    CORRECTIONS,
+    importance_weights,
+    masked_importance_weight,
+    response_mean,
+    truncated_importance_weight,
+    with_effective_share,
+)
+from dapo_jax.dapo.metrics import to_scalars
+from dapo_jax.parallel.mesh import make_mesh
+from tests import oracle
+
+KINDS = CORRECTIONS[1:]
+RANGES = {"truncate": (0.0, 2.0), "mask": (0.5, 2.0), "mask_responses": (0.5, 2.0)}
+
+# One row: a prompt, two responses to it, then a prompt with its response in one segment, then padding.
+SEGMENTS = [1, 1, 2, 2, 2, 3, 3, 4, 4, 4, 0]
+MASK = [False, False, True, True, True, True, True, False, True, True, False]
+# pi_prox / pi_sampler of the tokens in the mask. Geometric means: (4 x 1/2 x 1/2)^(1/3) = 1, (1.5 x 0.96)^(1/2) = 1.2, (4 x 2.25)^(1/2) = 3.
+RATIOS = [4.0, 0.5, 0.5, 1.5, 0.96, 4.0, 2.25]
+BY_HAND = {
+    "truncate": [2.0, 0.5, 0.5, 1.5, 0.96, 2.0, 2.0],
+    # 1/2 is rounded on its way through a logarithm, so the range begins just below it.
+    "mask": [0.0, 0.5, 0.5, 1.5, 0.96, 0.0, 0.0],
+    "mask_responses": [1.0, 1.0, 1.0, 1.2, 1.2, 0.0, 0.0],
+}
+
+
+def one_row(ratios=RATIOS):
+    """Log-probabilities of trainer and sampler with these ratios in the mask, NaN elsewhere; mask and segments."""
+    mask = np.array([MASK])
+    trainer, sampler = np.full(mask.shape, np.nan, np.float32), np.full(mask.shape, np.nan, np.float32)
+    trainer[mask], sampler[mask] = -3.0, -3.0 - np.log(ratios)
+    return trainer, sampler, mask, np.array([SEGMENTS], np.int32)
+
+
+def weighted(correction, arrays, low=0.49, high=2.0):
+    weigh = jax.jit(importance_weights, static_argnames=("correction", "low", "high"))
+    return weigh(*map(jnp.asarray, arrays), correction=correction, low=low, high=high)
+
+
+@pytest.mark.parametrize("correction", KINDS)
+def test_the_weights_are_those_worked_out_by_hand_and_0_outside_the_mask(correction):
+    weights, _ = weighted(correction, one_row())
+    np.testing.assert_allclose(weights[0][np.array(MASK)], BY_HAND[correction], rtol=2e-6)
+    assert not np.asarray(weights[0])[~np.array(MASK)].any()
+
+
+@pytest.mark.parametrize(
+    ("correction", "weight", "largest", "cut", "square"),
+    [
+        # 2 + 0.5 + 0.5 + 1.5 + 0.96 + 2 + 2 = 9.46 over 7; squares 4 + 0.25 + 0.25 + 2.25 + 0.9216 + 4 + 4 = 15.6716; three are cut.
+        ("truncate", 9.46 / 7, 2.0, 3 / 7, 15.6716 / 7),
+        # 0.5 + 0.5 + 1.5 + 0.96 = 3.46; squares 0.25 + 0.25 + 2.25 + 0.9216 = 3.6716; three are 0.
+        ("mask", 3.46 / 7, 1.5, 3 / 7, 3.6716 / 7),
+        # 3 x 1 + 2 x 1.2 = 5.4; squares 3 + 2 x 1.44 = 5.88; two are 0.
+        ("mask_responses", 5.4 / 7, 1.2, 2 / 7, 5.88 / 7),
+    ],
+)
+def test_the_metrics_are_of_the_tokens_in_the_mask(correction, weight, largest, cut, square):
+    _, metrics = weighted(correction, one_row())
+    assert with_effective_share(to_scalars(metrics)) == pytest.approx(
+        {
+            "importance/weight": weight,
+            "importance/weight_max": largest,
+            "importance/cut_frac": cut,
+            "importance/ess_frac": weight**2 / square,
+        },
+        rel=1e-5,
+    )
+
+
+def test_the_effective_share_is_that_of_all_tokens_not_a_mean_of_shares():
+    """Ratios 1/2, 1/2, 1/2 and 2, which is not cut: (3.5)^2 / (4 x 4.75) of them together. Apart, as 1 and 3 tokens, each part's share is 1."""
+    three, one = (0.5, 0.5, 0.5), (2.0,)
+
+    def part(ratios):
+        zeros = np.zeros((1, len(ratios)), np.float32)
+        mask, ids = np.ones(zeros.shape, bool), np.ones(zeros.shape, np.int32)
+        arrays = zeros, -np.log(np.array([ratios], np.float32)), mask, ids
+        return weighted("truncate", arrays, high=3.0)[1]
+
+    found = [with_effective_share(to_scalars(part(ratios)))["importance/ess_frac"] for ratios in (three, one)]
+    assert found == pytest.approx([1.0, 1.0])
+    both = with_effective_share(to_scalars([part(three), part(one)]))
+    assert both["importance/ess_frac"] == pytest.approx(3.5**2 / (4 * 4.75), rel=1e-6)
+
+
+def test_where_all_is_left_out_the_effective_share_is_0_and_where_there_are_no_weights_there_is_none():
+    _, metrics = weighted("mask", one_row([9.0] * 7))
+    scalars = with_effective_share(to_scalars(metrics))
+    assert (scalars["importance/ess_frac"], scalars["importance/cut_frac"]) == (0.0, 1.0)
+    assert with_effective_share({"update/loss": 1.0}) == {"update/loss": 1.0}
+    trainer, sampler, mask, ids = one_row()
+    scalars = with_effective_share(to_scalars(weighted("mask", (trainer, sampler, mask & False, ids))[1]))
+    assert all(math.isnan(value) for value in scalars.values())  # nothing was counted
+
+
+def test_a_truncated_weight_is_the_ratio_up_to_its_cap():
+    weights = truncated_importance_weight(jnp.log(jnp.array([0.5, 1.0, 3.0])), 2.0)
+    assert weights == pytest.approx([0.5, 1.0, 2.0])
+
+
+def test_both_bounds_of_a_mask_are_kept_and_what_is_no_number_stays_so():
+    """e^0 is 1 to the bit. A NaN is no token that was left out: the update must find it."""
+    weights = masked_importance_weight(jnp.array([0.0, -1e-6, 1e-6, jnp.nan]), 1.0, 1.0)
+    np.testing.assert_array_equal(weights, [1.0, 0.0, 0.0, np.nan])
+
+
+def test_log_ratios_are_clamped_at_20_before_the_exponential():
+    far = jnp.array([100.0, -100.0, jnp.inf])
+    expected = [math.exp(20), math.exp(-20), math.exp(20)]
+    np.testing.assert_allclose(truncated_importance_weight(far, 1e30), expected, rtol=1e-5)
+    np.testing.assert_allclose(masked_importance_weight(far, 1e-30, 1e30), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("correction", ["none", "auto", "truncated"])
+def test_a_correction_that_gives_no_weights_is_refused(correction):
+    with pytest.raises(ValueError, match=f"correction='{correction}' gives no weights. Did you mean"):
+        weighted(correction, one_row())
+
+
+def test_the_choices_of_the_configuration_are_those_there_are():
+    assert rules_by_key(TrainConfig)["loss.correction"].choices == ("auto", *CORRECTIONS)
+
+
+def packed_rows(rng, rows=4, seq=64, longest=12):
+    """Rows with segments of random lengths side by side, some of them prompts, and what is outside the mask NaN."""
+    ids, mask = np.zeros((rows, seq), np.int32), np.zeros((rows, seq), bool)
+    for row in range(rows):
+        stop, segment = 0, 0
+        while stop < seq - longest:
+            start, stop, segment = stop, stop + rng.integers(1, longest + 1), segment + 1
+            ids[row, start:stop] = segment
+            mask[row, start + rng.integers(0, stop - start + 1) : stop] = rng.random() < 0.8
+    trainer, sampler = (rng.normal(-2.0, 0.5, (rows, seq)) for _ in range(2))
+    return (
+        np.where(mask, trainer, np.nan).astype(np.float32),
+        np.where(mask, sampler, np.nan).astype(np.float32),
+        mask,
+        ids,
+    )
+
+
+@pytest.mark.parametrize("correction", KINDS)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_the_weights_agree_with_loops_in_float64(correction, seed):
+    """float32: a log-ratio is right to 1e-6, so what is nearer to a bound may fall on either side of it."""
+    low, high = (0.0, 1.5) if correction == "truncate" else (0.7, 1.5)
+    arrays = packed_rows(np.random.default_rng(seed))
+    found = np.asarray(weighted(correction, arrays, low, high)[0])
+    expected, inside, outside = (
+        oracle.importance_weights(*arrays, correction, low * by, high / by)
+        for by in (1.0, 1 + 1e-5, 1 - 1e-5)
+    )
+    sure = np.ones(found.shape, bool) if correction == "truncate" else (inside > 0) == (outside > 0)
+    np.testing.assert_allclose(found[sure], expected[sure], rtol=3e-6)
+
+
+def test_all_tokens_of_a_response_get_the_same_bits_however_long_it_is():
+    """Or the first half of a response at the edge of the range would be in and the second out."""
+    rng = np.random.default_rng(0)
+    ids = np.repeat([1, 2, 3, 0], [700, 2900, 300, 196]).astype(np.int32)[None]
+    values = rng.normal(0.0, 0.3, ids.shape).astype(np.float32)
+    means = np.asarray(jax.jit(response_mean)(jnp.asarray(values), jnp.asarray(ids > 0), jnp.asarray(ids)))
+    for segment in (1, 2, 3):
+        [mean] = set(means[ids == segment].tolist())
+        assert mean == pytest.approx(values[ids == segment].astype(np.float64).mean(), abs=1e-7)
+
+
+@pytest.mark.parametrize("correction", KINDS)
+def test_a_response_is_weighed_alike_whoever_shares_its_row_and_wherever_it_lies(correction):
+    """Alone in a row and between two others, its prompt before it or elsewhere; to the rounding of another order."""
+    rng = np.random.default_rng(3)
+    trainer, sampler = (rng.normal(-2.0, 0.2, 5).astype(np.float32) for _ in range(2))
+
+    def placed(before, after):
+        mask = np.array([[False] * before + [True] * 5 + [True] * after])
+        ids = np.array([[1] * before + [2] * 5 + [3] * after], np.int32)
+        whole = [
+            np.concatenate([rng.normal(0, 9, before), a, rng.normal(0, 9, after)])[None]
+            for a in (trainer, sampler)
+        ]
+        arrays = *(a.astype(np.float32) for a in whole), mask, ids
+        return np.asarray(weighted(correction, arrays, *RANGES[correction])[0])[0, before : before + 5]
+
+    alone = placed(0, 0)
+    assert alone.any()
+    for before, after in [(3, 0), (0, 7), (11, 20)]:
+        np.testing.assert_allclose(placed(before, after), alone, rtol=1e-6)
+
+
+@pytest.mark.parametrize("correction", KINDS)
+def test_they_are_constants_and_go_through_vmap(correction):
+    arrays = [jnp.asarray(array) for array in packed_rows(np.random.default_rng(1), rows=6)]
+
+    def total(trainer, sampler):
+        how = {"correction": correction, "low": 0.7, "high": 1.5}
+        return importance_weights(trainer, sampler, *arrays[2:], **how)[0].sum()
+
+    for gradient in jax.jit(jax.grad(total, argnums=(0, 1)))(*arrays[:2]):
+        np.testing.assert_array_equal(gradient, np.zeros_like(gradient))
+    whole = weighted(correction, arrays, 0.7, 1.5)[0]
+    pairs = [array.reshape(3, 2, -1) for array in arrays]
+    each = jax.vmap(lambda *of: importance_weights(*of, correction=correction, low=0.7, high=1.5)[0])(*pairs)
+    np.testing.assert_array_equal(each.reshape(whole.shape), whole)
+
+
+@pytest.mark.parametrize("correction", KINDS)
+def test_rows_that_are_split_over_devices_get_the_same_bits(correction):
+    """Over `context` a response lies on several devices: its sum is taken in the same order."""
+    arrays = packed_rows(np.random.default_rng(2), longest=40)
+    mesh = make_mesh(data=2, context=4, fsdp=1)
+    place = NamedSharding(mesh, PartitionSpec("data", "context"))
+    split, metrics = weighted(correction, [jax.device_put(array, place) for array in arrays], 0.7, 1.5)
+    whole, expected = weighted(correction, arrays, 0.7, 1.5)
+    np.testing.assert_array_equal(split, whole)
+    assert to_scalars(metrics) == pytest.approx(to_scalars(expected), rel=1e-6)

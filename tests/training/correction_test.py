@@ -1,0 +1,281 @@
+"""The corrected gradient of a minibatch whose tokens several versions of the weights have drawn, against float64.
+
+The oracle shares no code with the library: each response alone in a row, a Llama written out, the loss by its formulas, weights by loops
+(`tests/oracle.py`). The library has float32 and packed rows in which responses share their prompts.
+"""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from dapo_jax.dapo.batching import Example, pack
+from dapo_jax.dapo.importance import with_effective_share
+from dapo_jax.dapo.metrics import to_scalars
+from dapo_jax.models.decoder import graph_of
+from dapo_jax.parallel.mesh import make_mesh
+from dapo_jax.parallel.training_layout import layout_of
+from dapo_jax.testing import tiny_decoder_config, tiny_params
+from dapo_jax.training.state import init_state
+from dapo_jax.training.update import UpdateOptions, Updater
+from tests import oracle
+
+CONFIG = tiny_decoder_config(layers=1, embed_dim=16, mlp_dim=24, heads=2, kv_heads=1)
+"""One layer: what float32 rounds stays below half of the tolerance (at most 4.4e-7, with XLA's optimizations or without; with two layers it comes to 1.5e-6)."""
+COUNT = 24
+KEEP_GRADIENT = optax.trace(decay=0.0)
+LOW, HIGH, KL = 0.2, 0.28, 0.3
+CASES = {
+    "truncate": ("truncate", (0.0, 1.15)),
+    "mask": ("mask", (0.85, 1.15)),
+    "mask_responses": ("mask_responses", (0.97, 1.05)),
+    "bypass": ("none", (0.0, np.inf)),
+}
+"""What is corrected, and within which bounds; bypass has the sampler's own log-probabilities in the place of the trainer's, and no weights."""
+
+
+def moved(seed, by):
+    """The parameters at the step's start, each a little elsewhere."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda leaf: leaf + jnp.asarray(by * rng.standard_normal(leaf.shape), leaf.dtype), PARAMS
+    )
+
+
+PARAMS = tiny_params(CONFIG)
+OLDER = [moved(seed, by) for seed, by in ((1, 0.02), (2, 0.015), (3, 0.01))]
+"""Three versions of the weights, each of which has drawn a part of every response."""
+LATER, REFERENCE = moved(4, 0.03), moved(5, 0.03)
+"""The weights before a later update of the step, and the policy that the KL is taken to."""
+
+
+def in_float64(params):
+    """Numbers by their names: `query` is [layers, heads, head_dim, embed]."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    return {jax.tree_util.keystr(path).split("'")[3]: np.asarray(leaf, np.float64) for path, leaf in leaves}
+
+
+def logprobs_of(p, tokens):
+    """The log-probability of each token [n, seq] given those before it, 0 in the first column: Llama (Touvron et al. 2023) in the dtype of `p`."""
+    seq = tokens.shape[1]
+    half = CONFIG.head_dim // 2
+    angles = np.arange(seq)[:, None] * CONFIG.rope_theta ** (-np.arange(half) / half)[None]
+    cos, sin = np.cos(angles)[None, :, None], np.sin(angles)[None, :, None]
+
+    def norm(x, weight):
+        return x / jnp.sqrt((x * x).mean(axis=-1, keepdims=True) + CONFIG.norm_eps) * weight[None, None]
+
+    def turned(x):
+        a, b = x[..., :half], x[..., half:]
+        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+    x = p["embedding"][tokens]
+    for layer in range(CONFIG.layers):
+        of = {name: value[layer] for name, value in p.items() if name not in ("embedding", "final_norm")}
+        y = norm(x, of["attention_norm"])
+        query, key, value = (jnp.einsum("hde,nte->nthd", of[name], y) for name in ("query", "key", "value"))
+        each = CONFIG.heads // CONFIG.kv_heads
+        key, value = (jnp.repeat(part, each, axis=2) for part in (turned(key), value))
+        scores = jnp.einsum("nthd,nshd->nhts", turned(query), key) / CONFIG.head_dim**0.5
+        scores = jnp.where(np.tril(np.ones((1, 1, seq, seq), bool)), scores, -1e30)
+        seen = jnp.einsum("nhts,nshd->nthd", jax.nn.softmax(scores, axis=-1), value)
+        x = x + jnp.einsum("ehd,nthd->nte", of["output"], seen)
+        y = norm(x, of["mlp_norm"])
+        gate, up = y @ of["gate"].T, y @ of["up"].T
+        x = x + (gate / (1.0 + jnp.exp(-gate)) * up) @ of["down"].T
+    logits = norm(x, p["final_norm"]) @ p["embedding"].T
+    chosen = jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), tokens[:, 1:, None], axis=-1)[..., 0]
+    return jnp.pad(chosen, ((0, 0), (1, 0)))
+
+
+def exact_logprobs(params, tokens):
+    with jax.enable_x64(True):
+        return np.asarray(jax.jit(logprobs_of)(in_float64(params), tokens))
+
+
+class Batch:
+    """A minibatch: six prompts with four responses each, one of them left out of the loss; as examples, and each in a row of its own."""
+
+    def __init__(self, seed):
+        rng = np.random.default_rng(seed)
+        prompts = [
+            rng.integers(2, CONFIG.vocab_size, length).astype(np.int32) for length in (3, 5, 4, 6, 3, 4)
+        ]
+        self.prompts = [prompts[i // 4] for i in range(COUNT)]
+        self.responses = [
+            rng.integers(2, CONFIG.vocab_size, rng.integers(4, 14)).astype(np.int32) for _ in range(COUNT)
+        ]
+        ends = [len(p) + len(r) for p, r in zip(self.prompts, self.responses, strict=True)]
+        self.tokens = np.zeros((COUNT, max(ends)), np.int32)
+        column = np.arange(max(ends))
+        drawn = np.stack(
+            [(column >= len(p)) & (column < end) for p, end in zip(self.prompts, ends, strict=True)]
+        )
+        for row, (p, r) in enumerate(zip(self.prompts, self.responses, strict=True)):
+            self.tokens[row, : ends[row]] = [*p, *r]
+        self.in_loss = np.arange(COUNT) != 6
+        self.mask = drawn & self.in_loss[:, None]
+        self.advantages = rng.normal(0.8, 1.0, COUNT)
+        self.weights = (rng.uniform(0.5, 1.5, COUNT) * self.in_loss / 120).astype(np.float32)
+        # Each response was begun by the first version, went on with the second from a cut, and was ended by the third from another.
+        by = [exact_logprobs(params, self.tokens) for params in OLDER]
+        cuts = [sorted(rng.choice(np.arange(1, len(r)), 2, replace=False)) for r in self.responses]
+        version = np.stack(
+            [
+                (column >= len(p) + a).astype(int) + (column >= len(p) + b)
+                for p, (a, b) in zip(self.prompts, cuts, strict=True)
+            ]
+        )
+        assert all(len(set(version[row][drawn[row]])) == 3 for row in range(COUNT))
+        self.sampler = np.where(drawn, np.choose(version, by), 0.0).astype(np.float32)
+
+    def packed(self):
+        """Rows of 48 tokens, two in a microbatch."""
+        examples = [
+            Example(
+                prompt_tokens=prompt,
+                response_tokens=response,
+                logprobs=self.sampler[row, len(prompt) : len(prompt) + len(response)],
+                advantage=float(self.advantages[row]),
+                in_loss=bool(self.in_loss[row]),
+                group=row // 4,
+            )
+            for row, (prompt, response) in enumerate(zip(self.prompts, self.responses, strict=True))
+        ]
+        return pack(examples, self.weights.astype(np.float64), row_tokens=48, rows_per_microbatch=2)
+
+
+@cache
+def batches():
+    return Batch(3), Batch(6)
+
+
+def prox_of(case, batch):
+    """What the ratio of a later minibatch is taken to, and the weights are made of: the log-probabilities at the step's start."""
+    return batch.sampler.astype(np.float64) if case == "bypass" else exact_logprobs(PARAMS, batch.tokens)
+
+
+def exact_weights(case, batch):
+    kind, bounds = CASES[case]
+    ids = np.ones(batch.mask.shape, int)
+    return oracle.importance_weights(prox_of(case, batch), batch.sampler, batch.mask, ids, kind, *bounds)
+
+
+def exact_gradient(case, batch, params, *, kl):
+    r"""Of $-\sum w c \min(r A, \mathrm{clip}(r) A) + \beta \sum w c (e^\delta - 1 - \delta)$, with c the importance weight and $\delta = \log \pi_\text{ref} - \log \pi_\theta$."""
+    prox, weight = (
+        prox_of(case, batch),
+        exact_weights(case, batch) * batch.weights.astype(np.float64)[:, None],
+    )
+    advantage = batch.advantages.astype(np.float32).astype(np.float64)[:, None]
+    reference = exact_logprobs(REFERENCE, batch.tokens)
+
+    def loss(p):
+        logprobs = jnp.where(batch.mask, logprobs_of(p, batch.tokens), 0.0)
+        ratio = jnp.exp(logprobs - np.where(batch.mask, prox, 0.0))
+        gain = jnp.minimum(ratio * advantage, jnp.clip(ratio, 1 - LOW, 1 + HIGH) * advantage)
+        delta = np.where(batch.mask, reference, 0.0) - logprobs
+        return (weight * (kl * (jnp.exp(delta) - 1.0 - delta) - gain)).sum()
+
+    with jax.enable_x64(True):
+        return {name: np.asarray(leaf) for name, leaf in jax.jit(jax.grad(loss))(in_float64(params)).items()}
+
+
+def one_device():
+    return make_mesh(devices=jax.devices()[:1])
+
+
+def measured(case, *, kl, mesh=None):
+    """The library's gradients of a first and of a later minibatch, and the scalars of both updates together."""
+    kind, bounds = CASES[case]
+    options = UpdateOptions(
+        logprob_chunk_vocab=8,
+        old_logprobs="sampler" if case == "bypass" else "trainer",
+        correction=kind,
+        importance_range=bounds,
+        kl_coef=kl,
+    )
+    mesh, reference = mesh or one_device(), REFERENCE if kl else None
+    graph = graph_of(CONFIG, layout=layout_of(mesh, attention="xla"))
+    updater = Updater(graph, PARAMS, KEEP_GRADIENT, mesh, options=options, reference=reference)
+    prepared = updater.prepare(init_state(PARAMS, KEEP_GRADIENT, mesh), [each.packed() for each in batches()])
+    found, metrics = [], []
+    for params, minibatch, first in zip((PARAMS, LATER), prepared, (True, False), strict=True):
+        state = init_state(params, KEEP_GRADIENT, mesh)
+        state, of_update = updater.update(state, minibatch, learning_rate=1.0, first=first)
+        found.append(in_float64(state.opt_state.trace))
+        metrics.append(of_update)
+    return found, with_effective_share(to_scalars(metrics))
+
+
+def clipped(params, batch, case):
+    """The share of tokens whose ratio is outside the clip."""
+    ratio = np.exp(exact_logprobs(params, batch.tokens) - prox_of(case, batch))[batch.mask]
+    return ((ratio > 1 + HIGH) | (ratio < 1 - LOW)).mean()
+
+
+def test_the_cases_have_something_to_correct():
+    """Rows hold several responses to a prompt, every rule cuts some tokens and not all, none is so near to a bound that rounding decides, and clips act."""
+    for batch, params in zip(batches(), (PARAMS, LATER), strict=True):
+        parts = batch.packed()
+        assert len(parts) > 1
+        assert max(m.segment_ids.max() for m in parts) >= 5
+        assert any((m.prefix_ids != m.segment_ids).any() for m in parts)
+        difference = (prox_of("truncate", batch) - batch.sampler)[batch.mask]
+        assert 0.1 < difference.std() < 1.0
+        for case in ("truncate", "mask", "mask_responses"):
+            kind, (low, high) = CASES[case]
+            weights = exact_weights(case, batch)[batch.mask]
+            cut = (weights == high) if kind == "truncate" else (weights == 0)
+            assert 0.1 < cut.mean() < 0.9
+            for by in (1 - 1e-5, 1 + 1e-5):
+                ids = np.ones(batch.mask.shape, int)
+                arrays = prox_of(case, batch), batch.sampler, batch.mask, ids
+                near = oracle.importance_weights(*arrays, kind, low * by, high * by)[batch.mask]
+                np.testing.assert_array_equal(near == 0, weights == 0)
+        assert clipped(params, batch, "bypass") > 0.05
+        assert len(np.unique(batch.weights)) == COUNT
+    assert clipped(LATER, batches()[1], "truncate") > 0.05
+
+
+@pytest.mark.parametrize("kl", [0.0, KL], ids=["no KL", "KL"])
+@pytest.mark.parametrize("case", CASES)
+def test_the_corrected_gradient_is_that_of_the_formulas(case, kl):
+    gradients, scalars = measured(case, kl=kl)
+    for batch, params, found in zip(batches(), (PARAMS, LATER), gradients, strict=True):
+        expected = exact_gradient(case, batch, params, kl=kl)
+        largest = max(np.abs(leaf).max() for leaf in expected.values())
+        errors = {name: np.abs(found[name] - leaf).max() / largest for name, leaf in expected.items()}
+        assert max(errors.values()) <= 1e-6, errors
+    weights = np.concatenate([exact_weights(case, batch)[batch.mask] for batch in batches()])
+    if case == "bypass":
+        assert not [name for name in scalars if name.startswith("importance/")]
+        return
+    cut = weights == (CASES[case][1][1] if case == "truncate" else 0.0)
+    expected = {
+        "importance/weight": weights.mean(),
+        "importance/weight_max": weights.max(),
+        "importance/cut_frac": cut.mean(),
+        "importance/ess_frac": weights.sum() ** 2 / (len(weights) * (weights**2).sum()),
+    }
+    assert {name: scalars[name] for name in scalars if name.startswith("importance/")} == pytest.approx(
+        expected, rel=1e-5
+    )
+
+
+@pytest.mark.slow  # importance_test has the weights of such rows, bit for bit
+def test_a_response_that_lies_on_several_devices_is_weighed_as_a_whole():
+    """Rows over two devices, and each row over four. Other sums are taken in another order: float32, as in `tests/parallel/training_layout_test.py`."""
+    expected, of_one = measured("mask_responses", kl=KL)
+    found, of_eight = measured("mask_responses", kl=KL, mesh=make_mesh(data=2, context=4, fsdp=1))
+    for ours, theirs in zip(found, expected, strict=True):
+        largest = max(np.abs(leaf).max() for leaf in theirs.values())
+        for name, leaf in theirs.items():
+            np.testing.assert_allclose(ours[name], leaf, rtol=0, atol=1e-5 * largest)
+    names = [name for name in of_one if name.startswith("importance/")]
+    assert {name: of_eight[name] for name in names} == pytest.approx(
+        {name: of_one[name] for name in names}, rel=1e-6
+    )
