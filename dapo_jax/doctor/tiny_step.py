@@ -40,6 +40,7 @@ from dapo_jax.run.build import Run
 from dapo_jax.run.grader_setup import grading
 from dapo_jax.run.identity import IDENTITY
 from dapo_jax.run.policy import mesh_of, meshes_of
+from dapo_jax.run.position import Position
 from dapo_jax.training.state import TrainState
 
 PROMPTS, GROUP, RESPONSE_TOKENS, SLOTS = 2, 4, 16, 8
@@ -97,9 +98,9 @@ class TinyStep:
         """Some short responses."""
         began = time.monotonic()
         sampling = self._run.sampling
-        collector = sampling.collector(0)
-        for group in sampling.groups(self._weights, collector.draw):
-            collector.add(group)
+        collector = sampling.collector(Position())
+        for _ in sampling.groups(self._weights, collector):
+            pass
         self._collected = sampling.finish(collector)
         del self._weights  # as in a run, where the update has their memory
         rollouts = _rollouts(self._collected.groups)
@@ -253,6 +254,11 @@ def reduced(config: TrainConfig, prompts: Sequence[Prompt]) -> TrainConfig:
         ),
         reward=replace(config.reward, overlong=OverlongConfig(enabled=False)),
         dynamic_sampling=DynamicSamplingConfig(enabled=False, metric=config.dynamic_sampling.metric),
+        rollout=replace(
+            config.rollout,
+            in_flight=len(prompts) * GROUP if config.rollout.in_flight else 0,
+            round_tokens=min(config.rollout.round_tokens, limit),
+        ),
         batch=BatchConfig(
             prompts_per_step=len(prompts),
             group_size=GROUP,

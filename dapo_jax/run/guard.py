@@ -210,7 +210,7 @@ class Guard(Observer):
             return ""
         found = (
             f"KL(sampler || trainer) is {kl:.3g} nats a token, over guard.max_mismatch_kl={guard.max_mismatch_kl:g}. Usual causes: "
-            "groups carried from earlier steps (dynamic_sampling.surplus=carry); rounding to bfloat16; kernels that differ"
+            "tokens of earlier steps (dynamic_sampling.surplus=carry, rollout.in_flight); rounding to bfloat16; kernels that differ"
         )
         if guard.on_mismatch == "stop":
             return f"step {step}: {found}. Set dynamic_sampling.surplus=discard, raise the limit, or set guard.on_mismatch=correct"

@@ -20,6 +20,7 @@ from dapo_jax.run.build import Run
 from dapo_jax.run.identity import IDENTITY
 from dapo_jax.run.loop import Observer, run_steps
 from dapo_jax.run.policy import Policy
+from dapo_jax.run.position import Position
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 from dapo_jax.text.tokenizers import load_tokenizer
 
@@ -162,7 +163,7 @@ def test_carried_groups_are_kept_for_as_many_steps_as_the_configuration_says(mic
     """Two of three are trained on; the third was sampled in the step before."""
     groups = [make_group(ordinal, "x...", [1, 1, 1, 1]) for ordinal in range(3)]
     run = Run(micro(dynamic_sampling__max_age_steps=most), prompts=rows, reward=bool)
-    collected = run.sampling.finish(run.sampling.collector(3, version=1, carried=groups))
+    collected = run.sampling.finish(run.sampling.collector(Position(step=1, cursor=3, carry=groups)))
     assert [group.prompt.ordinal for group in collected.carry] == carried
     assert collected.dropped_old == 1 - len(carried)
 
@@ -173,7 +174,7 @@ def test_where_surplus_is_carried_a_step_draws_by_the_share_of_the_steps_before(
     for surplus, prompts in (("carry", 7), ("discard", 9)):
         config = micro(dynamic_sampling__prompts_per_wave=9, dynamic_sampling__surplus=surplus)
         sampling = Run(config, prompts=rows, reward=bool).sampling
-        assert len(sampling.collector(0, share=share).draw(99)) == prompts
+        assert len(sampling.collector(Position(share=share)).draw(99)) == prompts
 
 
 def test_a_run_that_goes_on_knows_the_share_of_informative_groups_and_how_old_carried_ones_are(

@@ -30,9 +30,9 @@ class Engine(ScriptedEngine):
 
     def __init__(
         self, decoder, *, slots, capacity, steps_per_call, stop_ids, mesh, compute_dtype, page_tokens, cache_tokens,
-        cache_dtype, cache_bytes, prefill,
+        cache_dtype, cache_bytes, prefill, in_flight,
     ):  # fmt: skip
-        kind = kind_for(mesh, page_tokens=page_tokens, cache_tokens=cache_tokens)
+        kind = kind_for(mesh, page_tokens=page_tokens, cache_tokens=cache_tokens, turns=in_flight > 0)
         how = {"page_tokens": page_tokens, "cache_tokens": cache_tokens}
         self.cache_dtype, self.prefill_shape = cache_dtype, prefill
         super().__init__(
@@ -41,7 +41,7 @@ class Engine(ScriptedEngine):
             capacity=capacity,
             steps_per_call=steps_per_call,
             stop_ids=stop_ids,
-            page_sizes=sizes_for(kind, mesh, holders=slots, capacity=capacity, **how),
+            page_sizes=sizes_for(kind, mesh, holders=max(slots, in_flight), capacity=capacity, **how),
         )
         self.decoder = decoder
         self.mesh, self.compute_dtype = mesh, compute_dtype

@@ -10,6 +10,7 @@ from dapo_jax.checkpoints.checkpointer import Checkpointer
 from dapo_jax.health.stopping import Stop
 from dapo_jax.run import train
 from dapo_jax.run.build import Run
+from dapo_jax.run.position import Position
 from dapo_jax.trackers.progress import Progress
 from dapo_jax.training.state import TrainState
 from tests.run.keys import doubles
@@ -83,9 +84,9 @@ class Look:
     def collected(self, run=None, **how):
         """What the first step of a run samples, graded."""
         run = run or self.run(**how)
-        collector = run.sampling.collector(0)
-        for group in run.sampling.groups(None, collector.draw):
-            collector.add(group)
+        collector = run.sampling.collector(Position())
+        for _ in run.sampling.groups(None, collector):
+            pass
         run.close()
         return run.sampling.finish(collector)
 

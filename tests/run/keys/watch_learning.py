@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dapo_jax.dapo.rollouts import Verdict
+from dapo_jax.run.position import Position
 from tests.run.keys.looking import by_length, refusal, rounded
 from tests.run.keys.watch_sampling import option
 from tests.run.keys.watching import differs, watch
@@ -33,9 +34,9 @@ def trained(reward):
 def waves(look):
     """The ordinals drawn while nothing that comes back can be learnt from."""
     run = look.run(reward=lambda sample: True)
-    collector = run.sampling.collector(0)
-    for group in run.sampling.groups(None, collector.draw):
-        collector.add(group)
+    collector = run.sampling.collector(Position())
+    for _ in run.sampling.groups(None, collector):
+        pass
     return collector.cursor
 
 
@@ -126,14 +127,14 @@ WATCHERS = [
     # 0 is three times the prompts of a step, which are 2.
     watch(
         "dynamic_sampling.prompts_per_wave",
-        lambda look: look.run().sampling.collector(0).prompts_per_wave,
+        lambda look: look.run().sampling.collector(Position()).prompts_per_wave,
         (0, 6),
         (3, 3),
         what="unless set",
     ),
     watch(
         "dynamic_sampling.max_age_steps",
-        lambda look: look.run().sampling.collector(0).max_age_steps,
+        lambda look: look.run().sampling.collector(Position()).max_age_steps,
         (1, 1),
         (3, 3),
     ),

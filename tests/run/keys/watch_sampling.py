@@ -124,7 +124,27 @@ def sampler_mesh(look):
 MICRO = {"model.source": "preset:micro", "model.tokenizer": "char:0123456789+=:,?"}
 HUB = {"model.source": "hf:org/name"}
 
+FLYING = {"rollout.in_flight": 8, "rollout.round_tokens": 3}
+"""Groups of four with responses of 3, 3, 6 and 6 tokens: in their first round two end, in their second the others, and their verdicts come a round later."""
+
+
+def flight(look):
+    """Rounds of the first step, and the first prompt of which no response has started; None in waves."""
+    found = look.collected(reward=lambda sample: len(sample.tokens) > 3)
+    return found.in_flight and [found.rounds, found.cursor]
+
+
 WATCHERS = [
+    # With 8: groups 0 and 1 at first, then 2, then 3 and half of 4. With 4: 0, half of 1 after a round, all of it and half of 2 after two, the rest of 2 after three,
+    # half of 3 after four; group 1 has its verdict after five.
+    watch("rollout.in_flight", flight, (0, None), (8, [3, 5]), (4, [5, 4]), also=FLYING),
+    # In rounds of 6 all end in their first.
+    watch("rollout.round_tokens", flight, (3, [3, 5]), (6, [2, 4]), also=FLYING),
+    watch("rollout.verdict_rounds", flight, (1, [3, 5]), (0, [2, 3]), (2, [4, 6]), also=FLYING),
+    # Of 32 responses 16 end in the first round, and in the second 16 and 8 of those that took their places. With a bound of 1 no more than two steps' groups begin.
+    watch(
+        "rollout.max_age_steps", flight, (0, [3, 18]), (1, [3, 4]), also={**FLYING, "rollout.in_flight": 32}
+    ),
     # Vocabularies of 15 characters and 2 special ids, and of the chat model.
     watch("model.source", lambda look: policy(look).decoder.vocab_size, ("model", 17), ("chat_model", 336)),
     watch("model.revision", downloaded("revision"), ("", None), ("main", "main"), also=HUB),
