@@ -147,7 +147,7 @@ class DecoderEngine:
         self._insert = jax.jit(
             self._insert_program, donate_argnums=1, out_shardings=replace(state, layers=())
         )
-        self._paused = jax.jit(jnp.copy, out_shardings=whole)
+        self._paused = jax.jit(self._paused_program, out_shardings=(whole, whole))
         self._release = jax.jit(self._release_program, donate_argnums=0, out_shardings=state)
         self._generate = jax.jit(self._generate_program, donate_argnums=1, out_shardings=(state, whole))
 
@@ -197,8 +197,9 @@ class DecoderEngine:
 
     def paused(self, state: DecodeState) -> Prefix:
         """A prefix from which `insert` gives a response of any slot a slot again; its place there is the number of the slot."""
-        zeros, logits = np.zeros(self.slots, np.int32), self._paused(state.logits)
-        return Prefix(layers=(), logits=logits, rows=zeros, starts=zeros, lengths=np.asarray(state.lengths))
+        logits, lengths = self._paused(state.logits, state.lengths)
+        zeros = np.zeros(self.slots, np.int32)
+        return Prefix(layers=(), logits=logits, rows=zeros, starts=zeros, lengths=lengths)
 
     def generate(
         self, params: SamplerWeights, state: DecodeState, decoding: Decoding, min_live: int,
@@ -239,9 +240,11 @@ class DecoderEngine:
         for name, prefix in prefixes.items():
             made[f"fill_{name}"] = partial(self._fill.lower, prefix, state.layers, (column,) * 3, number)
         if self._takes_turns:
-            made["paused"] = partial(self._paused.lower, state.logits)
-            logits = self._struct(state.logits.shape, state.logits.dtype)
-            prefixes["paused"] = Prefix(layers=(), logits=logits, rows=column, starts=column, lengths=column)
+            made["paused"] = partial(self._paused.lower, state.logits, state.lengths)
+            logits, lengths = (self._struct(leaf.shape, leaf.dtype) for leaf in (state.logits, state.lengths))
+            prefixes["paused"] = Prefix(
+                layers=(), logits=logits, rows=column, starts=column, lengths=lengths
+            )
         for name, prefix in prefixes.items():
             slots_alone, logits_alone = replace(state, layers=()), replace(prefix, layers=())
             made[f"insert_{name}"] = partial(
@@ -311,6 +314,10 @@ class DecoderEngine:
             live=put(state.live, jnp.ones_like(slots, bool)),
             keys=put(state.keys, response_keys(key, ordinals, indices)),
         )
+
+    def _paused_program(self, logits: Array, lengths: Array) -> tuple[Array, Array]:
+        """Copies: the state that they are of is donated next."""
+        return jnp.copy(logits), jnp.copy(lengths)
 
     def _release_program(self, state: DecodeState, slots: Array, count: Array) -> DecodeState:
         return replace(state, live=state.live.at[self._first(slots, count)].set(False, mode="drop"))

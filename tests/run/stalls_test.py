@@ -73,6 +73,24 @@ def test_a_grader_in_this_process_that_hangs(arguments, tmp_path):
     assert "hanging.py:5 grader" in done.stderr
 
 
+IN_FLIGHT = [
+    "dynamic_sampling.enabled=true",
+    "dynamic_sampling.prompts_per_wave=8",
+    "rollout.in_flight=4",
+    "rollout.round_tokens=2",
+]
+
+
+def test_with_rollouts_in_flight_a_verdict_that_never_comes(arguments, tmp_path):
+    """The pool's limit of time is long; the round at whose end the verdict is due waits for it."""
+    grader = tmp_path / "hanging.py"
+    grader.write_text(HANGS)
+    command = [*arguments, *IN_FLIGHT, f"reward.grader={grader}:grader", "reward.timeout_s=600"]
+    done = run(several.COMMAND, command)
+    assert done.returncode == 1, done.stderr
+    assert "while grading the responses to a prompt" in done.stderr.splitlines()[-1]
+
+
 def test_a_data_source_that_hangs(arguments):
     done = run(READER.format(after=8) + several.COMMAND, arguments)
     assert done.returncode == 1, done.stderr
