@@ -16,6 +16,7 @@ from dapo_jax.run.grader_setup import grading
 from dapo_jax.run.policy import load_policy
 from dapo_jax.run.response_sampler import TRAINING, ResponseSampler
 from dapo_jax.sampling.decoding import decoding
+from dapo_jax.sampling.rounds import Going
 from dapo_jax.text.huggingface import HuggingFaceTokenizer
 from tests.text.folders import files_of
 
@@ -114,6 +115,39 @@ def test_what_was_compiled_beforehand_samples_evaluates_and_reads_again_without_
             name="a",
             step=0,
         )
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line for line in lines if "Compiling jit(" in line and "_program" in line] == []
+
+
+def test_what_was_compiled_beforehand_draws_in_rounds_and_in_turns_without_compiling(model, caplog):
+    """Two responses in turns of one slot: a prompt is read, one pauses and comes back, and new weights read both again."""
+    mesh = make_mesh(devices=jax.devices()[:1], fsdp=1)
+    policy = load_policy(ModelConfig(source=model), mesh=mesh)
+    config = SamplingConfig(
+        slots=1, page_tokens=4, max_response_tokens=16, steps_per_call=3, prefill_tokens=16
+    )
+    sampler = ResponseSampler(
+        policy, make_meshes(mesh), config, seed=0, max_prompt_tokens=8, compute_dtype="float32", group_size=2,
+        in_flight=2,
+    )  # fmt: skip
+    weights = sampler.transfer(policy.params)
+    sampler.compile({"temperature": 1.0})
+    prompt = Prompt(ordinal=0, tokens=policy.tokenizer.encode("1+1=2+1"), text="", answer="")
+    drawn = [np.empty(0, np.int32)] * 2
+    with jax.log_compiles(), caplog.at_level(logging.WARNING):
+        caplog.clear()
+        for _ in range(2):
+            rounds = sampler.rounds(weights, decoding=decoding(), domain=TRAINING)
+            for _ in range(2):
+                going = [
+                    Going(prompt=prompt, index=index, tokens=tokens) for index, tokens in enumerate(drawn)
+                ]
+                found = rounds.draw(going, 3)
+                assert not any(part.finish_reason for part in found), "another seed is needed"
+                drawn = [
+                    np.append(*pair) for pair in zip(drawn, (part.tokens for part in found), strict=True)
+                ]
+    assert [len(tokens) for tokens in drawn] == [12, 12]
     lines = [record.getMessage() for record in caplog.records]
     assert [line for line in lines if "Compiling jit(" in line and "_program" in line] == []
 
