@@ -12,7 +12,7 @@ from dapo_jax.dapo.virtual_clock import VirtualClock
 _REASONS: tuple[FinishReason | None, ...] = (None, "stop", "length")
 _COUNTS = ("lengths", "reasons", "span_counts")
 _PREFIX = "flight_"
-"""Of the arrays' names: in a checkpoint they lie beside those of carried groups."""
+"""The beginning of the arrays' names: in a checkpoint they lie beside those of carried groups."""
 
 
 def flight_arrays(in_flight: InFlight | None) -> dict[str, np.ndarray]:
@@ -44,7 +44,7 @@ def split_flight(arrays: Mapping[str, np.ndarray]) -> tuple[dict[str, np.ndarray
 
 
 def flight_of(arrays: Mapping[str, np.ndarray], *, vocabulary: int, version: int) -> InFlight | None:
-    """What `flight_arrays` flattened; None for nothing.
+    """The rollouts that `flight_arrays` flattened; None for nothing.
 
     Args:
         arrays: of a checkpoint, which may come from anywhere.

@@ -74,16 +74,30 @@ class Tally:
 class Collecting(Protocol):
     """The state of a step's sampling, for those who watch it."""
 
-    needed: int
-    """Groups that the step trains on."""
-    kept: int
-    """Informative groups so far."""
-    tally: Tally
-    """Counts of the groups that were graded in this step so far."""
-    cursor: int
-    """The ordinal of the prompt that comes next."""
-    stage: str
-    """Where the step stands, for a person."""
+    @property
+    def needed(self) -> int:
+        """Groups that the step trains on."""
+        ...
+
+    @property
+    def kept(self) -> int:
+        """Informative groups so far."""
+        ...
+
+    @property
+    def tally(self) -> Tally:
+        """Counts of the groups that were graded in this step so far."""
+        ...
+
+    @property
+    def cursor(self) -> int:
+        """The ordinal of the prompt that comes next."""
+        ...
+
+    @property
+    def stage(self) -> str:
+        """Where the step stands, for a person."""
+        ...
 
 
 class ShortfallError(RuntimeError):
@@ -139,7 +153,7 @@ class Collected:
     drawn_tokens: int | None = None
     """Tokens that were drawn in this step; None: those of all that was sampled."""
     in_flight: InFlight | None = None
-    """What goes on in the next step; None: each response was sampled to its end."""
+    """Rollouts that go on in the next step; None: each response was sampled to its end."""
 
 
 @dataclass

@@ -64,9 +64,9 @@ NOTHING = ResponseSoFar(
 
 @dataclass(frozen=True, kw_only=True)
 class InFlight:
-    """What goes on from one step to the next, beside the groups that wait to be trained on: what a checkpoint keeps of it."""
+    """Rollouts that go on from one step to the next, as a checkpoint keeps them; groups that wait to be trained on are none of them."""
 
     clock: VirtualClock
     """Not to be changed: `VirtualClock.copy` is."""
     responses: Mapping[ResponseId, ResponseSoFar]
-    """Those of the groups without a verdict that have started, in flight or ended."""
+    """The responses to groups without a verdict that have started, in flight or ended."""

@@ -167,7 +167,7 @@ class VirtualClock:
         return ages
 
     def whole(self, ordinals: Iterable[int]) -> list[int]:
-        """Those of the groups without a verdict, each once, whose last response has ended."""
+        """The groups of `ordinals`, each once, whose last response has ended; none of them has its verdict."""
         return sorted({ordinal for ordinal in ordinals if self.groups[ordinal].due >= 0})
 
     def copy(self) -> "VirtualClock":

@@ -17,6 +17,7 @@ from dapo_jax.rewards.functions import Rewards
 from dapo_jax.run.flight_sampling import FlightSampling
 from dapo_jax.run.grader_setup import check_graders, grading
 from dapo_jax.run.group_exchange import SamplerShare
+from dapo_jax.run.group_sampling import GroupSampling
 from dapo_jax.run.identity import check_identity, identity_of, model_files, with_weights_of
 from dapo_jax.run.policy import load_policy, mesh_of, meshes_of, optimizer_of, state_structs
 from dapo_jax.run.position import Position
@@ -106,7 +107,7 @@ class Run:
             else {}
         )
         sampling_of = FlightSampling if config.rollout.in_flight else WaveSampling
-        self.sampling = sampling_of(
+        self.sampling: GroupSampling = sampling_of(
             config,
             sampler=sampler,
             grading=grader,

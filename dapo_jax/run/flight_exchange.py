@@ -23,7 +23,7 @@ _HEAD_BYTES = 1024
 
 
 class FlightExchange:
-    """What the processes of a run tell each other round by round."""
+    """Tells the processes of a run, round by round, what the others have drawn."""
 
     def __init__(self, share: SamplerShare, stop: Stop, *, in_flight: int, round_tokens: int) -> None:
         """The buffer of a round has room for all that one sampler's share of `in_flight` responses may draw: a shape that is always the same."""
@@ -33,7 +33,7 @@ class FlightExchange:
         self._failed = ""
 
     def drawn(self, draw: Callable[[], Sequence[Drawn]]) -> Sequence[Drawn]:
-        """What `draw` returns; nothing where this process was told to stop meanwhile, which `round` then says to all.
+        """Returns the result of `draw`; nothing where this process was told to stop meanwhile, which `round` then says to all.
 
         Raises:
             StoppedError: it was told to stop, and there is no other process.
@@ -64,7 +64,7 @@ class FlightExchange:
             self._failed = self._failed or f"{error} (process {jax.process_index()})"
 
     def round(self, asked: Sequence[Sequence[ResponseId]], drawn: Sequence[Drawn]) -> dict[ResponseId, Drawn]:
-        """What every response in flight has drawn.
+        """Returns what every response in flight has drawn.
 
         Args:
             asked: those of each sampler, in order.

@@ -98,7 +98,7 @@ class FlightSampling(GroupSampling):
     def _round(
         self, sampler: RoundSampler, collector: FlightCollector, places: "Places"
     ) -> dict[ResponseId, Drawn]:
-        """What each response in flight draws, in all processes."""
+        """Samples a round: returns what each response in flight has drawn, in all processes."""
         mine = places.of(self._share.index)
         going = [
             Going(
@@ -145,7 +145,7 @@ class Places:
     """The sampler that has each response in flight. Which one it is changes no result."""
 
     def __init__(self, in_flight: int, samplers: int, going: Iterator[ResponseId]) -> None:
-        """Those that go on are spread anew, since all are read again: by ordinal, so that groups stay together as far as they can."""
+        """Spreads the responses `going` on, which are all read again: by ordinal, so that groups stay together as far as they can."""
         self._most = [in_flight // samplers + (sampler < in_flight % samplers) for sampler in range(samplers)]
         self._at: list[set[ResponseId]] = [set() for _ in range(samplers)]
         self.give(sorted(going))
@@ -167,5 +167,5 @@ class Places:
             at -= gone
 
     def of(self, sampler: int) -> list[ResponseId]:
-        """Those of a sampler, in order."""
+        """The responses of a sampler, in order."""
         return sorted(self._at[sampler])

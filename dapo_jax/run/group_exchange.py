@@ -134,7 +134,7 @@ def _travelled(
 def exchanged(
     head: Mapping[str, Any], body: bytes, *, stop: Stop, failed: str, buffer_bytes: int = BUFFER_BYTES
 ) -> list[tuple[dict[str, Any], bytes]]:
-    """What every process says: `head`, which is JSON, and `body`.
+    """Returns what every process says: `head`, which is JSON, and `body`.
 
     Raises:
         StoppedError: one of the processes was told to stop; in all of them.

@@ -242,9 +242,7 @@ class DecoderEngine:
         if self._takes_turns:
             made["paused"] = partial(self._paused.lower, state.logits, state.lengths)
             logits, lengths = (self._struct(leaf.shape, leaf.dtype) for leaf in (state.logits, state.lengths))
-            prefixes["paused"] = Prefix(
-                layers=(), logits=logits, rows=column, starts=column, lengths=lengths
-            )
+            prefixes["paused"] = Prefix(layers=(), logits=logits, rows=column, starts=column, lengths=lengths)
         for name, prefix in prefixes.items():
             slots_alone, logits_alone = replace(state, layers=()), replace(prefix, layers=())
             made[f"insert_{name}"] = partial(

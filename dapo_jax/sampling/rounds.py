@@ -100,7 +100,7 @@ class RoundSampler:
         return self._requests[name]
 
     def _line_up(self, requests: Sequence[Request]) -> None:
-        """Those beside the slots first, which have pages; what has none is read, what begins with the same tokens together."""
+        """Puts those beside the slots first, which have pages; the others are read, those that begin with the same tokens together."""
         slots = self._loop.slots
         in_slots = {id(owner) for owner in slots.owners if owner is not None}
         for request in requests:

@@ -41,7 +41,7 @@ class Slots:
         self.released: list[int] = []
         """Slots that their owners have left, and which the engine takes for live until it is told."""
         self.aside: list[Request] = []
-        """Those that pause and have pages, but no slot."""
+        """Responses that pause and have pages, but no slot."""
         self._starts = itertools.count()
         rows, self._rows = (
             range(self.pages.sizes.holders),
