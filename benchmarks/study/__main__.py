@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.report import machine, table
-from benchmarks.study.claims import QUESTIONS, Verdict, judge
+from benchmarks.study.claims import IN_FLIGHT, QUESTIONS, Verdict, judge
 from benchmarks.study.curves import (
     Run,
     accuracy_at_tokens,
@@ -19,10 +19,10 @@ from benchmarks.study.curves import (
     whole,
 )
 from benchmarks.study.figures import draw_all
-from benchmarks.study.ladder import PROBES, ROWS
+from benchmarks.study.ladder import FURTHER, PROBES, ROWS, Row
 from benchmarks.study.runs import make_runs
 
-NAMES = [row.name for row in (*ROWS, *PROBES)]
+NAMES = [row.name for row in (*ROWS, *FURTHER, *PROBES)]
 SEEDS = range(8)
 RESULTS = Path("docs/results/study")
 
@@ -69,6 +69,10 @@ def show(folder: Path) -> None:
         "claims": _claims(judge(runs, seeds)),
         "probes": _claims(judge(runs, seeds, QUESTIONS)),
     }
+    if all((row.name, seed) in runs for row in FURTHER for seed in seeds):
+        compared = (*ROWS[-2:], *FURTHER)
+        tables["in_flight"] = _ladder(runs, seeds, (*ACCURACY_AND_COST, AGE), compared)
+        tables["in_flight_claims"] = _claims(judge(runs, seeds, IN_FLIGHT))
     for name, made in tables.items():
         print(f"{made}\n")
         text = with_table(text, name, made)
@@ -99,6 +103,7 @@ ACCURACY_AND_COST: Measures = (
     ("million tokens", lambda run: run.tokens[-1] / 1e6, "{:.2f}"),
     ("minutes", lambda run: run.seconds[-1] / 60, "{:.1f}"),
 )
+AGE = ("age in steps", whole("rollout/age_mean"), "{:.2f}")
 BEHAVIOUR: Measures = (
     ("late length", late("rollout/response_tokens"), "{:.1f}"),
     ("late entropy", late("policy/entropy"), "{:.3f}"),
@@ -108,9 +113,14 @@ BEHAVIOUR: Measures = (
 )
 
 
-def _ladder(runs: dict[tuple[str, int], Run], seeds: Sequence[int], measures: Measures) -> str:
+def _ladder(
+    runs: dict[tuple[str, int], Run],
+    seeds: Sequence[int],
+    measures: Measures,
+    of_rows: Sequence[Row] = ROWS,
+) -> str:
     rows = []
-    for row in ROWS:
+    for row in of_rows:
         cells = []
         for _, measure, form in measures:
             values = [measure(runs[row.name, seed]) for seed in seeds]

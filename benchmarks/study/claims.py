@@ -82,6 +82,26 @@ CLAIMS = (
 )
 
 
+IN_FLIGHT = tuple(
+    Claim(
+        technique="rollouts in flight",
+        row="in_flight",
+        before=before,
+        measure=f"{measure}, against {against}",
+        of=of,
+        up=True,
+        primary=primary,
+        source="benchmarks/study/README.md",
+    )
+    for before, against, measure, of, primary in (
+        ("token_level", "no dynamic sampling", "accuracy, equal tokens", accuracy_at_tokens, True),
+        ("dynamic_sampling", "waves", "accuracy, equal tokens", accuracy_at_tokens, True),
+        ("dynamic_sampling", "waves", "accuracy, equal updates", final_accuracy, False),
+    )
+)
+"""The question of dynamic sampling's price again, where nothing is thrown away."""
+
+
 QUESTIONS = tuple(
     Claim(
         technique="no upper clip",

@@ -18,6 +18,8 @@ METRICS = (
     "rollout/trained_groups",
     "rollout/accuracy",
     "rollout/response_tokens",
+    "rollout/drawn_tokens",
+    "rollout/age_mean",
     "rollout/truncated_frac",
     "rollout/all_correct_frac",
     "rollout/all_wrong_frac",
@@ -53,10 +55,11 @@ class Run:
 
     @property
     def tokens(self) -> np.ndarray:
-        """Response tokens sampled for training until the end of each step."""
-        return np.cumsum(
-            np.nan_to_num(self["rollout/prompts"] * GROUP_SIZE * self["rollout/response_tokens"])
-        )
+        """Response tokens sampled for training until the end of each step: what was drawn where rollouts are in flight, else that of all that was
+        sampled."""
+        sampled = self["rollout/prompts"] * GROUP_SIZE * self["rollout/response_tokens"]
+        drawn = self["rollout/drawn_tokens"]
+        return np.cumsum(np.nan_to_num(np.where(np.isnan(drawn), sampled, drawn)))
 
     @property
     def seconds(self) -> np.ndarray:
@@ -106,12 +109,20 @@ def late(metric: str) -> Callable[[Run], float]:
 
 
 def collect(folder: Path, rows: Iterable[str], seeds: Iterable[int], target: Path) -> None:
-    """Writes the metrics of all runs under `folder` into one CSV file, a line a step."""
+    """Writes the metrics of the runs under `folder` into one CSV file, a line a step; runs that it has besides stay."""
+    names, numbers = list(rows), list(seeds)
+    kept: list[dict[str, str]] = []
+    if target.exists():
+        with target.open(newline="") as file:
+            made = {(row, str(seed)) for row in names for seed in numbers}
+            kept = [line for line in csv.DictReader(file) if (line["row"], line["seed"]) not in made]
     with target.open("w", newline="") as file:
         written = csv.writer(file, lineterminator="\n")
-        written.writerow(["row", "seed", "step", *METRICS])
-        for row in rows:
-            for seed in seeds:
+        header = ["row", "seed", "step", *METRICS]
+        written.writerow(header)
+        written.writerows([line.get(name, "") for name in header] for line in kept)
+        for row in names:
+            for seed in numbers:
                 for line in read_metrics(folder / f"{row}_{seed}" / "metrics.jsonl"):
                     values = [line.get(metric) for metric in METRICS]
                     written.writerow([row, seed, line["step"], *map(_short, values)])
@@ -131,7 +142,7 @@ def load(path: Path) -> dict[tuple[str, int], Run]:
     if len(steps) != 1:
         raise ValueError(f"{path}: runs of {sorted(steps)} lines; all must have as many")
     runs = {
-        key: Run({metric: np.array([_number(line[metric]) for line in found]) for metric in METRICS})
+        key: Run({metric: np.array([_number(line.get(metric, "")) for line in found]) for metric in METRICS})
         for key, found in lines.items()
     }
     budget = min(run.tokens[-1] for run in runs.values())

@@ -47,6 +47,15 @@ ROWS = (
     ),
 )
 
+FURTHER = (
+    Row(
+        name="in_flight",
+        title="DAPO, rollouts in flight",
+        changes=("rollout.in_flight=128", "rollout.round_tokens=8"),
+    ),
+)
+"""Changes of the last row, beyond the paper's ladder."""
+
 PROBES = (
     # Asked for once the results were there: could any upper clip matter on this task?
     Row(
@@ -65,6 +74,7 @@ def overrides(name: str) -> list[str]:
         ValueError: there is no such row.
     """
     paths = {row.name: ROWS[: place + 1] for place, row in enumerate(ROWS)}
+    paths |= {row.name: (*ROWS, row) for row in FURTHER}
     paths |= {probe.name: (ROWS[0], probe) for probe in PROBES}
     if name not in paths:
         raise ValueError(f"no row {name!r}; there are {', '.join(paths)}")

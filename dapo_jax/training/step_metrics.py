@@ -29,11 +29,16 @@ def rollout_metrics(collected: Collected) -> dict[str, float | int]:
         "rollout/carried_groups": len(collected.carry),
         "rollout/dropped_old": collected.dropped_old,
         **_ages(collected),
-        **({"rollout/rounds": collected.rounds} if collected.in_flight is not None else {}),
+        **(_of_rounds(collected) if collected.in_flight is not None else {}),
         "rollout/trained_accuracy": float(np.mean([rollout.correct for rollout in trained])),
         "rollout/trained_response_tokens": float(np.mean([rollout.response_tokens for rollout in trained])),
     }
     return {**counts, **(_sampled_metrics(collected.sampled, sampled) if sampled else {})}
+
+
+def _of_rounds(collected: Collected) -> dict[str, int]:
+    """The work of a step whose rollouts are in flight."""
+    return {"rollout/rounds": collected.rounds, "rollout/drawn_tokens": collected.drawn_tokens or 0}
 
 
 def _ages(collected: Collected) -> dict[str, float | int]:

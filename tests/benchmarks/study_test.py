@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks.study.__main__ import RESULTS, show, with_table
-from benchmarks.study.claims import CLAIMS, holm, judge, sign_flip_p
+from benchmarks.study.claims import CLAIMS, IN_FLIGHT, holm, judge, sign_flip_p
 from benchmarks.study.curves import (
     ACCURACY,
     GROUP_SIZE,
@@ -65,6 +65,20 @@ def test_the_probe_without_an_upper_clip_is_the_row_of_the_lower_upper_clip_but_
     assert probe == row | {"loss.clip_ratio_high": "1000"}
 
 
+def test_the_row_in_flight_is_the_last_row_with_rollouts_in_flight():
+    row, last = (dict(item.split("=") for item in overrides(name)) for name in ("in_flight", NAMES[-1]))
+    assert row == last | {"rollout.in_flight": "128", "rollout.round_tokens": "8"}
+    assert {(claim.row, claim.before) for claim in IN_FLIGHT} == {
+        ("in_flight", "token_level"), ("in_flight", "dynamic_sampling"),
+    }  # fmt: skip
+
+
+def test_tokens_of_a_run_in_flight_are_those_drawn():
+    run = made_run([0.0, 0.3, 0.6])
+    run.values["rollout/drawn_tokens"] = np.array([np.nan, 100.0, 400.0])
+    assert run.tokens.tolist() == [0, 100, 500]
+
+
 def test_an_unknown_row_is_refused_by_name():
     with pytest.raises(ValueError, match="no row 'ppo'; there are grpo, overlong_filtering"):
         overrides("ppo")
@@ -88,6 +102,7 @@ def made_run(accuracies, *, prompts=2.0, tokens=10.0, budget=math.inf):
     values = {metric: np.full(steps, 1.0) for metric in METRICS}
     values |= {
         ACCURACY: np.array(accuracies),
+        "rollout/drawn_tokens": np.full(steps, np.nan),
         "rollout/prompts": np.array([np.nan] + [prompts] * (steps - 1)),
         "rollout/trained_groups": np.array([np.nan] + [8.0] * (steps - 1)),
         "rollout/response_tokens": np.array([np.nan] + [tokens] * (steps - 1)),

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from dapo_jax.config import RolloutConfig
 from dapo_jax.dapo.rollouts import Verdict
 from dapo_jax.health.watchdogs import NAMES, SEEN
 
@@ -56,7 +57,13 @@ def logged(micro, run_micro, rows, even_sum):
 
     graders = [(said, 1.0), ("exact", 0.5)]
     found = run_micro(config, reward=graders, eval_rows=rows)
-    weighed = run_micro(micro(steps=1, loss__correction="mask"), reward=even_sum)
+    flying = micro(
+        steps=1,
+        dynamic_sampling__surplus="discard",
+        rollout=RolloutConfig(in_flight=8, round_tokens=2),
+        loss__correction="mask",
+    )
+    weighed = run_micro(flying, reward=even_sum)
     lines = [*found.metrics, *weighed.metrics]
     return {general(name) for line in lines for name in line} - {"step"}
 
