@@ -1,0 +1,114 @@
+"""A step's sampling by the clock, over responses of one token a round: which groups it trains on, and what it leaves."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dapo_jax.dapo.dynamic_sampling import Collecting, ShortfallError
+from dapo_jax.dapo.flight_collector import FlightCollector
+from dapo_jax.dapo.in_flight import NOTHING, Drawn
+from dapo_jax.dapo.rollouts import Group, Prompt, Rollout, Span, Verdict
+from dapo_jax.dapo.virtual_clock import ClockSizes, ResponseId
+
+SIZES = ClockSizes(in_flight=4, samples_per_prompt=2, needed=2, verdict_rounds=0)
+
+
+def drawn(token, finish_reason=None):
+    return Drawn(
+        tokens=np.array([token], np.int32),
+        logprobs=np.array([-token], np.float32),
+        finish_reason=finish_reason,
+    )
+
+
+def collector(in_flight=None, ready=(), *, max_groups=99, metric="correct", enabled=True):
+    return FlightCollector.of(SIZES, in_flight, ready, max_groups=max_groups, metric=metric, enabled=enabled)
+
+
+def graded(ordinal, responses, *, right=(True, False)):
+    rollouts = tuple(
+        Rollout(response=response, text="", verdict=Verdict(correct=correct), reward=float(correct))
+        for response, correct in zip(responses, right, strict=True)
+    )
+    prompt = Prompt(ordinal=ordinal, tokens=np.array([2], np.int32), text="?", answer="!")
+    return Group(prompt=prompt, rollouts=rollouts)
+
+
+def one_round(found, lengths, *, right=(True, False)):
+    """Every response in flight draws a token; it ends with that of its length."""
+    found.start()
+    parts = {}
+    for one in list(found.clock.in_flight()):
+        have = len(found.responses[one].tokens)
+        ends = have + 1 >= lengths[one.ordinal]
+        parts[one] = drawn(10 * one.ordinal + have, "stop" if ends else None)
+    whole, due = found.take(parts)
+    groups = [graded(ordinal, found.responses_to(ordinal), right=right) for ordinal in due]
+    found.judge(groups)
+    return whole
+
+
+def test_groups_go_on_from_step_to_step_and_know_their_weights():
+    """Group 0 has responses of three tokens, the others of one. Two groups are in flight: 1, 2 and 3 end in the first three rounds, one in each, so
+    the first step trains on 1 and 2, and the second on 0, which ends in the third round, and 3."""
+    lengths = {0: 3, **dict.fromkeys(range(1, 9), 1)}
+    first = collector()
+    assert isinstance(first, Collecting)
+    assert (first.needed, first.kept, first.cursor) == (2, 0, 0)
+    assert one_round(first, lengths) == [1]
+    assert (first.kept, first.tally.groups, first.stage) == (1, 1, "round 1")
+    one_round(first, lengths)
+    assert not first.goes_on
+    found = first.finish()
+    assert [group.prompt.ordinal for group in found.groups] == [1, 2]
+    assert (found.version, found.rounds, found.drawn_tokens, found.surplus, found.waves) == (0, 2, 8, 0, 0)
+    assert {one.ordinal for one in found.in_flight.responses} == {0}
+
+    second = collector(found.in_flight, found.carry)
+    one_round(second, lengths)
+    later = second.finish()
+    assert [group.prompt.ordinal for group in later.groups] == [0, 3]
+    old = later.groups[0].rollouts[0].response
+    assert old.tokens.tolist() == [0, 1, 2]
+    assert old.spans == (Span(0, 0), Span(2, 1))
+    assert (later.groups[0].oldest, later.groups[0].newest, later.groups[1].oldest) == (0, 1, 1)
+    # The snapshot of the step before is as it was.
+    assert len(found.in_flight.responses[ResponseId(0, 0)].tokens) == 2
+    assert found.in_flight.clock.version == 1
+
+
+def test_what_teaches_nothing_is_counted_and_left_out():
+    found = collector()
+    one_round(found, dict.fromkeys(range(9), 1), right=(True, True))
+    assert (found.kept, found.tally.correct, found.goes_on) == (0, 2, True)
+    everything = collector(enabled=False)
+    one_round(everything, dict.fromkeys(range(9), 1), right=(True, True))
+    assert (everything.kept, everything.goes_on) == (2, False)
+
+
+def test_a_step_that_finds_too_little_says_what_it_found():
+    found = collector(max_groups=4)
+    for _ in range(2):
+        assert found.goes_on
+        one_round(found, dict.fromkeys(range(9), 1), right=(False, False))
+    assert not found.goes_on
+    with pytest.raises(
+        ShortfallError, match=r"found 0 of the 2 .* among the 4 whose .* 0 were all correct, 4 all wrong"
+    ):
+        found.finish(on_shortfall="train_fewer")
+    one = collector(max_groups=2)
+    one.start()
+    _, due = one.take({each: drawn(1, "stop") for each in one.clock.in_flight()})
+    one.judge([graded(at, one.responses_to(at), right=(True, not at)) for at in due])
+    with pytest.raises(ShortfallError, match="found 1 of the 2"):
+        one.finish()
+    assert [group.prompt.ordinal for group in one.finish(on_shortfall="train_fewer").groups] == [1]
+
+
+def test_spans_begin_where_the_version_changes_and_only_with_a_token():
+    some = NOTHING.longer(drawn(1), 4).longer(drawn(2), 4)
+    assert some.spans == (Span(0, 4),)
+    nothing = replace(drawn(3), tokens=np.empty(0, np.int32), logprobs=np.empty(0, np.float32))
+    assert some.longer(nothing, 5).spans == (Span(0, 4),)
+    assert some.longer(drawn(3, "stop"), 6).whole.spans == (Span(0, 4), Span(2, 6))
