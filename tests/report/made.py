@@ -58,8 +58,8 @@ def rollout_line(step, ordinal, index, *, rng, prompt=None, response=None, corre
         "prompt": prompt if prompt is not None else f"what is {ordinal}+{ordinal}?", "answer": "2",
         "response": text, "correct": correct, "extracted": "2" if correct else None, "reason": "",
         "score": 1.0 if correct else -1.0, "reward": 1.0 if correct else -1.0, "overlong_penalty": 0.0,
-        "response_tokens": len(ids), "finish_reason": "stop" if correct else "length", "row": {},
-        "prompt_token_ids": [2, 3], "response_token_ids": ids,
+        "response_tokens": len(ids), "finish_reason": "stop" if correct else "length",
+        "spans": [[0, step - 1]], "row": {}, "prompt_token_ids": [2, 3], "response_token_ids": ids,
         "logprobs": [round(-rng.expovariate(2.0), 6) for _ in ids], "advantage": 1.5 if correct else -0.5,
         "in_loss": True, "ratios": [round(math.exp(rng.gauss(0, 0.15)), 6) for _ in ids],
     } | changes  # fmt: skip
