@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, takewhile
+from itertools import groupby, pairwise, takewhile
 from typing import Any
 
 import numpy as np
@@ -78,7 +78,7 @@ class Laying:
         self._open: list[str] = []
         self._chunks: list[bytes] = []
         self._steps: list[int] = []
-        self._seen = dict.fromkeys(("advantage", "ratios", "in_loss", "pieces"), False)
+        self._seen = dict.fromkeys(("advantage", "ratios", "in_loss", "pieces", "spans"), False)
 
     def step(self, file: AnyPath) -> None:
         """Adds the groups of one step.
@@ -168,7 +168,7 @@ class Laying:
                 self._seen[key] = self._seen[key] or row.get(key) is not None
 
     def _group(self, group: Sequence[Mapping[str, Any]], states: Sequence[str | None]) -> dict[str, Any]:
-        """The entry of a group in a chunk; a response's `lengths` are its tokens', in UTF-16 units."""
+        """The entry of a group in a chunk; a response's `lengths` are its tokens', in UTF-16 units, and its `ages` what `_ages` says."""
         return {
             "prompt": group[0]["prompt"],
             "answer": group[0]["answer"],
@@ -189,6 +189,9 @@ class Laying:
             said["clips"] = states
         if states is not None or _fits(row, "ratios"):
             said["ratios"] = [None if value is None else round(10_000 * value) for value in row["ratios"]]
+        if (ages := _ages(row)) is not None:
+            said["ages"] = ages
+            self._seen["spans"] = True
         return {
             "text": text,
             "extracted": row.get("extracted"),
@@ -246,6 +249,22 @@ def _fits(row: Mapping[str, Any], key: str) -> bool:
     if not isinstance(values, list) or len(values) != len(row["response_token_ids"]):
         return False
     return set(map(type, values)) <= {int, float, type(None)} and math.isfinite(sum(filter(None, values)))
+
+
+def _ages(row: Mapping[str, Any]) -> list[tuple[int, int]] | None:
+    """(first token, age) of each span of a response: how many steps before this one the weights were that drew it. None if that is not
+    on file, or cannot be."""
+    spans, now = row.get("spans"), row["step"] - 1
+    if not isinstance(spans, list) or not spans:
+        return None
+    if any(not isinstance(span, list) or list(map(type, span)) != [int, int] for span in spans):
+        return None
+    firsts, versions = zip(*spans, strict=True)
+    rising = all(low < high for values in (firsts, versions) for low, high in pairwise(values))
+    within = firsts[-1] < max(1, len(row["response_token_ids"])) and 0 <= versions[0] <= versions[-1] <= now
+    return (
+        [(first, now - version) for first, version in spans] if firsts[0] == 0 and rising and within else None
+    )
 
 
 def spaced(files: Sequence[AnyPath], count: int | None) -> Iterator[AnyPath]:

@@ -11,6 +11,7 @@ import pytest
 
 from dapo_jax.config import DynamicSamplingConfig, LossConfig
 from dapo_jax.report import report
+from dapo_jax.text.tokenizers import ByteTokenizer, save_tokenizer
 from dapo_jax.trackers.run_status import write_status
 from tests.report.chromium import PANEL, Shown, complaints, missing, opened
 from tests.report.made import (
@@ -55,7 +56,9 @@ def page(tmp_path_factory):
 
     def old(step, ordinal, index, *, rng):
         row = line(step, ordinal, index, rng=rng)
-        return {key: value for key, value in row.items() if key not in ("ratios", "advantage", "in_loss")}
+        return {
+            key: value for key, value in row.items() if key not in ("ratios", "advantage", "in_loss", "spans")
+        }
 
     second = write_run(folder / "second", steps=8, seed=1, line=old, loss=LossConfig(clip_ratio_high=0.2))
     for step, rights in ((0, (0, 5, 8)), (5, (4, 5, 8)), (10, (7, 2, 8))):
@@ -225,6 +228,100 @@ def test_tokens_are_shaded_by_probability_and_by_what_the_clip_did(shown, page):
     shown.press(Keys.ARROW_RIGHT)
     assert shown.texts(".tip div")[0] == "token 1"
     assert shown.texts(".tip div")[2].startswith(f"ratio {rows[0]['ratios'][0]:.3f}")
+
+
+def test_tokens_are_shaded_by_the_age_of_the_weights_that_drew_them(shown, tmp_path):
+    """At step 9, whose weights have done 8 steps; the responses have seven characters and an end token."""
+    run = write_run(tmp_path / "run", steps=1, every=2)
+    spans = [[[0, 5], [3, 6], [5, 8]], [[0, 8]], [[0, 6]], [[0, 0], [2, 1], [4, 3], [6, 7]], None]
+    rows = [
+        rollout_line(9, 0, i, rng=random.Random(i), response="abc\nefg", correct=True, spans=each)
+        for i, each in enumerate(spans)
+    ]
+    del rows[-1]["spans"]
+    write_rollouts(run, 9, rows)
+    write_rollouts(run, 10, [rollout_line(10, 1, 0, rng=random.Random(0), correct=True)])
+    opened(shown.driver, report(run).save(tmp_path / "page.html"))
+    shown.click("#tab-rollouts")
+    assert not shown.all(".since")
+    assert [
+        drawn[1] if (drawn := re.search(r"drawn by (.+)", text)) else None
+        for text in shown.texts("#rollouts .response header")
+    ] == [
+        "3 versions of the weights, steps 6 to 9",
+        None,
+        "the weights of step 7, 2 steps before",
+        "4 versions of the weights, steps 1 to 8",
+        None,
+    ]
+    shown.click('#rollouts [data-value="age"]')
+    assert shown.kinds() == ["a3"] * 3 + ["a2"] * 2 + ["a0"] * 3
+    of_response = [
+        [token.get_attribute("class").split()[1] for token in each.find_elements("css selector", ".token")]
+        for each in shown.all("#rollouts .tokens")
+    ]
+    assert of_response[1:] == [
+        ["a0"] * 8,
+        ["a2"] * 8,
+        ["a4"] * 2 + ["a4"] * 2 + ["a4"] * 2 + ["a1"] * 2,
+        ["unknown"] * 8,
+    ]
+    # Where other weights take over a word says so: what is seen does not hang on colours.
+    assert shown.texts("#rollouts .since") == [
+        *("step 6", "step 7", "step 9"), "step 7", *("step 1", "step 2", "step 4", "step 8"),
+    ]  # fmt: skip
+    styles = {each.value_of_css_property("border-bottom-style") for each in shown.all(".key .token")}
+    assert styles == {"none", "dotted", "dashed", "solid", "double"}
+    assert shown.one("#rollouts .key").text.endswith("more\nnot recorded")
+    shown.driver.execute_script("arguments[0].focus()", shown.one("#rollouts .tokens"))
+    shown.press(Keys.ARROW_RIGHT)
+    assert shown.texts(".tip div")[-1] == "drawn by the weights of step 6, 3 steps before"
+    shown.press(Keys.END)
+    shown.until(lambda: shown.texts(".tip div")[-1] == "drawn by the weights of this step")
+    shown.driver.execute_script("arguments[0].focus()", shown.all("#rollouts .tokens")[4])
+    shown.press(Keys.ARROW_RIGHT)
+    assert not [text for text in shown.texts(".tip div") if "drawn" in text]
+    shown.click("#group-1")
+    shown.until(lambda: shown.one(".heading h2").text == "Step 10")
+    assert shown.one("#rollouts .key").text.endswith("All tokens of this group are this step's.")
+    assert not shown.all(".since")
+
+
+def test_a_character_of_several_tokens_is_as_old_as_the_one_that_ends_it(shown, tmp_path):
+    run = write_run(tmp_path / "run", steps=1, every=2, tokenizer=False)
+    save_tokenizer(ByteTokenizer(), run / "model")
+    ids = ByteTokenizer().encode("a€b").tolist()
+    row = rollout_line(3, 0, 0, rng=random.Random(0), response="", correct=True) | {
+        "response": "a€b",
+        "response_token_ids": ids, "logprobs": [-0.5] * 5, "ratios": [1.0] * 5, "spans": [[0, 0], [2, 1], [3, 2]],
+    }  # fmt: skip
+    write_rollouts(run, 3, [row])
+    opened(shown.driver, report(run).save(tmp_path / "page.html"))
+    shown.click("#tab-rollouts")
+    shown.click('#rollouts [data-value="age"]')
+    assert shown.kinds() == ["a2", "a0", "a0"]
+    assert shown.texts("#rollouts .since") == ["step 1", "step 3"]
+    shown.driver.execute_script("arguments[0].focus()", shown.one("#rollouts .tokens"))
+    shown.press(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
+    assert [text.removeprefix("drawn by the weights of ") for text in shown.texts(".tip div") if "drawn" in text] == [
+        "step 1, 2 steps before", "step 2, 1 step before", "this step",
+    ]  # fmt: skip
+
+
+def test_rollouts_that_do_not_say_whose_tokens_they_are_show_as_before(shown):
+    shown.click("#tab-rollouts")
+    shades = '#rollouts [aria-label="Shade tokens by"] button'
+    assert shown.texts(shades) == ["Probability", "Clip", "Age", "None"]
+    shown.choose("Run", "1")
+    shown.until(lambda: shown.texts(shades) == ["Probability", "Clip", "None"])
+    assert "drawn by" not in shown.one("#rollouts .pair").text
+    shown.choose("Run", "0")
+    shown.until(lambda: "Age" in shown.texts(shades))
+    shown.click('#rollouts [data-value="age"]')
+    shown.choose("Run", "1")
+    shown.until(lambda: "Which weights drew a token was not recorded" in shown.one("#rollouts .key").text)
+    assert set(shown.kinds()) == {"unknown"}
+    assert shown.one(f'{shades}[aria-pressed="true"]').text == "Age"
 
 
 def test_the_other_run_is_chosen_and_what_it_did_not_record_is_said(shown):

@@ -47,7 +47,8 @@ def test_patterns_name_metrics_that_runs_write():
     written = set(metrics_line(5, random.Random(0))) | {
         "reward/parts/math", "reward/lost", "reward/nonfinite", "policy/kl_ref_k1", "policy/kl_ref_k3", "time/rest_s",
         "eval/aime_2024/cons@8", "watchdog/truncation", "nonfinite/loss", "eval/aime_2024/reward",
-        "eval/aime_2024/response_tokens", "eval/aime_2024/truncated_frac", "rollout/dropped_old", "rollout/scores_differ_frac", "rollout/age_mean", "rollout/age_max",
+        "eval/aime_2024/response_tokens", "eval/aime_2024/truncated_frac", "rollout/scores_differ_frac", "rollout/rounds",
+        "importance/weight", "importance/weight_max", "importance/cut_frac", "importance/ess_frac",
     }  # fmt: skip
     for panel in PANELS:
         for series in panel.series:
@@ -139,6 +140,48 @@ def test_what_is_zero_throughout_is_named_and_not_drawn():
     assert panels_of([table(*lines)]) == ([], ["Skipped updates"])
     panels, zero = panels_of([table(*lines), table({"step": 1, "update/skipped_frac": 0.25})])
     assert (titles(panels), zero) == (["Skipped updates"], [])
+
+
+FLIGHT = {
+    "step": 1, "rollout/waves": 0, "rollout/rounds": 7, "rollout/age_mean": 1.5, "rollout/age_p95": 2.5, "rollout/age_max": 3,
+    "rollout/newest_age_mean": 0.5, "rollout/newest_age_p95": 1.0, "rollout/newest_age_max": 2, "rollout/earlier_tokens_frac": 0.25,
+    "importance/weight": 0.99, "importance/weight_max": 2.0, "importance/cut_frac": 0.02, "importance/ess_frac": 0.95,
+}  # fmt: skip
+
+
+def test_of_rollouts_in_flight_ages_corrections_and_rounds_are_drawn_and_no_waves():
+    panels, zero = panels_of([table(FLIGHT, FLIGHT | {"step": 2})])
+    assert titles(panels) == [
+        "Age of trained groups", "Tokens of earlier weights", "Importance weights", "Rounds",
+    ]  # fmt: skip
+    assert zero == ["Waves"]
+    age, tokens, weights, _ = panels
+    assert [series.label for series in age.series if series.key not in age.hidden] == [
+        "oldest token, mean",
+        "oldest token, 95th percentile",
+        "oldest token, largest",
+        "newest token, mean",
+    ]
+    assert age.hidden == ("rollout/newest_age_p95", "rollout/newest_age_max")
+    assert [series.key for series in tokens.series] == [
+        "rollout/earlier_tokens_frac", "importance/ess_frac", "importance/cut_frac",
+    ]  # fmt: skip
+    assert tokens.unit == "share"
+    assert [series.key for series in weights.series] == ["importance/weight", "importance/weight_max"]
+
+
+def test_of_waves_no_rounds_and_no_ages_that_are_all_zero_are_drawn():
+    line = dict.fromkeys(
+        (name for name in FLIGHT if name.startswith("rollout/") and name != "rollout/rounds"), 0.0
+    )
+    waves = table({"step": 1, **line, "rollout/waves": 2})
+    panels, zero = panels_of([waves])
+    assert titles(panels) == ["Waves"]
+    assert zero == ["Age of trained groups", "Tokens of earlier weights"]
+    # Beside a run in flight each has its own.
+    panels, zero = panels_of([waves, table(FLIGHT)])
+    assert titles(panels)[-2:] == ["Waves", "Rounds"]
+    assert zero == []
 
 
 def test_of_watchdogs_those_that_were_raised_are_drawn():

@@ -116,13 +116,53 @@ def test_lines_of_older_versions_have_nothing_where_nothing_was_recorded(tmp_pat
     run = write_run(tmp_path / "run", steps=1, groups=1)
     rows = [line(1, 0, i) for i in range(2)]
     for row in rows:
-        for key in ("advantage", "ratios", "in_loss"):
+        for key in ("advantage", "ratios", "in_loss", "spans"):
             del row[key]
     write_rollouts(run, 1, rows)
     laid = laid_out(run)
-    assert laid.about["recorded"] == {"advantage": False, "ratios": False, "in_loss": False, "pieces": True}
+    assert laid.about["recorded"] == {
+        "advantage": False,
+        "ratios": False,
+        "in_loss": False,
+        "pieces": True,
+        "spans": False,
+    }
     assert np.isnan(columns_of(laid)["advantage"]).all()
-    assert not {"ratios", "clips"} & set(chunks_of(laid)[0][0]["responses"][0])
+    assert not {"ratios", "clips", "ages"} & set(chunks_of(laid)[0][0]["responses"][0])
+
+
+def test_a_response_says_how_old_the_weights_of_its_tokens_are(tmp_path):
+    """In step 9 the weights have done 8 steps; those of version 5 are three steps older."""
+    run = write_run(tmp_path / "run", steps=1, every=2, groups=1)
+    spans = ([[0, 8]], [[0, 5], [1, 6], [4, 8]], [[0, 2]])
+    write_rollouts(run, 9, [line(9, 0, i, response="abcd", spans=each) for i, each in enumerate(spans)])
+    laid = laid_out(run)
+    ages = [response["ages"] for response in chunks_of(laid)[0][0]["responses"]]
+    assert ages == [[[0, 0]], [[0, 3], [1, 2], [4, 0]], [[0, 6]]]
+    assert laid.about["recorded"]["spans"]
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        None, [], "ab", {"0": 0}, [[0]], [0, 5], [[0, 5.0]], [[0, True]], [[0, "5"]], [[1, 5]], [[0, -1]], [[0, 9]],
+        [[0, 5], [5, 6]], [[0, 5], [2, 5]], [[0, 6], [2, 5]], [[0, 5], [3, 6], [3, 7]],
+    ],
+    ids=str,
+)  # fmt: skip
+def test_spans_that_cannot_be_are_as_if_not_recorded(spans, tmp_path):
+    """Of five tokens, at a step whose weights have done 8 steps."""
+    run = write_run(tmp_path / "run", steps=1, every=2, groups=1)
+    write_rollouts(run, 9, [line(9, 0, 0, response="abcd", spans=spans)])
+    laid = laid_out(run)
+    assert "ages" not in chunks_of(laid)[0][0]["responses"][0]
+    assert not laid.about["recorded"]["spans"]
+
+
+def test_a_response_without_tokens_has_its_version(tmp_path):
+    run = write_run(tmp_path / "run", steps=1, every=2, groups=1)
+    write_rollouts(run, 9, [line(9, 0, 0, response="", response_token_ids=[], logprobs=[], ratios=[])])
+    assert chunks_of(laid_out(run))[0][0]["responses"][0]["ages"] == [[0, 0]]
 
 
 def test_what_follows_a_stop_string_is_kept_apart(tmp_path):

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
+from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Span, Verdict
 from dapo_jax.trackers.rollout_log import format_rollouts, read_rollouts, write_rollouts
 
 
@@ -61,6 +61,7 @@ def test_every_rollout_is_one_line_with_all_that_is_known(tmp_path):
         "overlong_penalty": 0.0,
         "response_tokens": 2,
         "finish_reason": "stop",
+        "spans": [[0, 0]],
         "row": {},
         "prompt_token_ids": [1, 2],
         "response_token_ids": [5, 6],
@@ -72,6 +73,14 @@ def test_every_rollout_is_one_line_with_all_that_is_known(tmp_path):
     assert (wrong["index"], wrong["correct"], wrong["reward"], wrong["advantage"]) == (1, False, -1.25, -0.75)
     assert (wrong["extracted"], wrong["finish_reason"], wrong["overlong_penalty"]) == (None, "length", -0.25)
     assert read_rollouts(path) == [right, wrong]
+
+
+def test_a_response_that_several_weights_drew_says_where_each_began(tmp_path):
+    first, second = group().rollouts
+    spans = (Span(0, 7), Span(1, 9))
+    in_flight = replace(first, response=replace(first.response, spans=spans))
+    rows = read_rollouts(write_rollouts(tmp_path, 10, [replace(group(), rollouts=(in_flight, second))]))
+    assert [row["spans"] for row in rows] == [[[0, 7], [1, 9]], [[0, 0]]]
 
 
 def test_ratios_tell_what_was_trained_on_from_what_the_loss_left_out(tmp_path):

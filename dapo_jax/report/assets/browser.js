@@ -7,6 +7,12 @@ const CHECKS = [
   ["trained", "trained on", "it was in an update, as far as that was recorded"],
   ["leftOut", "left out of the loss", "by overlong filtering"],
 ];
+const SHADINGS = [
+  ["probability", "Probability"],
+  ["clip", "Clip"],
+  ["age", "Age", "how many steps before this one the weights were that drew a token"],
+  ["none", "None"],
+];
 const FLIPPED = "Flipped to right: a correct response to a question that was asked at an earlier logged step, where at the last such step fewer than half of its responses were correct.";
 const BARS = "Bars: the rewards of a group's responses, from the lowest that was logged of the step to the highest.";
 const PAUSE_MS = 180;
@@ -117,6 +123,7 @@ function startRollouts(root, data, { stores, openProblem }) {
     const { recorded, steps, logged } = store.about;
     const { by_score: byScore } = store.run;
     explained.textContent = byScore ? BARS : FLIPPED;
+    const withAges = state.shading === "age" || [store, beside].some((each) => each?.about.recorded.spans);
     const some = (flag) => store.columns.flags.some((flags) => flags & flag);
     const possible = {
       truncated: some(FLAG.truncated), flipped: some(FLAG.flipped), clipped: recorded.ratios,
@@ -162,7 +169,7 @@ function startRollouts(root, data, { stores, openProblem }) {
         : segmented("Verdict", VERDICTS, state.wanted.verdict, change("verdict")),
       select("Step", stepOptions, step, change("step", (value) => (value === "" ? null : Number(value)))),
       select("Order", ORDERS, state.order, change("order")),
-      segmented("Shade tokens by", [["probability", "Probability"], ["clip", "Clip"], ["none", "None"]], state.shading, (shading) => {
+      segmented("Shade tokens by", SHADINGS.filter(([shading]) => shading !== "age" || withAges), state.shading, (shading) => {
         state.shading = besideState.shading = shading;
         view.draw();
         other.draw();

@@ -97,6 +97,7 @@ class GroupView {
   legend() {
     const { shading } = this.state;
     const { recorded, clip } = this.shown.store.about;
+    const { responses } = this.shown.texts;
     const sample = (kind, text) => el("span", { class: `token ${kind}` }, text);
     const parts = [];
     if (shading === "probability") {
@@ -107,6 +108,12 @@ class GroupView {
       parts.push(sample("up", `A > 0, ratio > ${(1 + clip.high).toFixed(2)}`), sample("down", `A < 0, ratio < ${(1 - clip.low).toFixed(2)}`));
       if (clip.dual !== null) parts.push(sample("dual", `A < 0, ratio > ${clip.dual}`));
       parts.push(sample("free", "not clipped"), sample("unknown", "not recorded"));
+    } else if (shading === "age" && !recorded.spans) {
+      parts.push("Which weights drew a token was not recorded in this run.");
+    } else if (shading === "age") {
+      parts.push("Drawn by the weights of: ", sample("a0", "this step"), sample("a1", "1 step before"), sample("a2", "2"), sample("a3", "3 or 4"), sample("a4", "5 to 8"), sample("a5", "more"));
+      if (responses.some((response) => !response.ages)) parts.push(sample("unknown", "not recorded"));
+      else if (!responses.some(isOlder)) parts.push(" All tokens of this group are this step's.");
     }
     if (!recorded.advantage) parts.push(" Advantages were not recorded in this run.");
     if (!recorded.pieces && shading !== "none") parts.push(" The run's tokenizer was not found: texts are divided evenly among their tokens.");
@@ -119,6 +126,8 @@ class GroupView {
     const response = texts.responses[k];
     const { columns } = store;
     const i = store.first(group) + k;
+    const step = columns.group_step[group];
+    const drawn = drawnBy(response, step);
     const flags = columns.flags[i];
     const { by_score: byScore } = store.run;
     const fact = (name, value, kind = "") => el("span", { class: `fact ${kind}` }, `${name} `, el("b", {}, value));
@@ -130,6 +139,7 @@ class GroupView {
       fact("ended by", response.finish === "length" ? "the length limit" : response.finish === "stop" ? "itself" : "not recorded", response.finish === "length" ? "warn" : ""),
       columns.penalty[i] ? fact("overlong penalty", signed(columns.penalty[i])) : null,
       columns.clipped[i] ? fact("clipped", String(columns.clipped[i])) : null,
+      drawn ? fact("drawn by", drawn) : null,
       flags & FLAG.flipped ? el("span", { class: "badge" }, "flipped to right") : null,
       store.about.recorded.in_loss && !(flags & FLAG.trained) ? fact("not trained on", "") : null,
       flags & FLAG.leftOut ? el("span", { class: "badge warn" }, "left out of the loss") : null,
@@ -138,7 +148,7 @@ class GroupView {
       "article",
       { class: beside ? "response beside" : "response", "aria-label": `Response ${k}` },
       el("header", {}, el("span", { class: "index" }, `#${response.index ?? k}`), ...facts),
-      ...showTokens(response, columns.tokens[i], { shading, words, hint: this.hint }),
+      ...showTokens(response, columns.tokens[i], { shading, words, hint: this.hint, step }),
       el("p", { class: "why" }, whyOf(byScore, response)),
     );
   }

@@ -9,6 +9,8 @@ const CLIPS = {
   ".": ["free", "not clipped"],
   "-": ["unknown", "ratio not recorded"],
 };
+/** Shades of ages: a0 is this step's weights, a1 those of the step before; the last is for what is older than all of these. */
+const AGES = [0, 1, 2, 4, 8];
 
 /** Text and place of each piece: {text, from, to, start}, where tokens that make up one character are one piece. */
 function piecesOf(response, count) {
@@ -43,6 +45,17 @@ function clipOf(response, piece) {
   return [..."^vd"].find((state) => states.includes(state)) ?? states[0];
 }
 
+/** How many steps before this one the weights were that drew a token; null if that was not recorded. */
+function ageAt(response, token) {
+  return response.ages?.findLast(([first]) => first <= token)[1] ?? null;
+}
+
+/** Of several tokens that make up one character the last one counts: it has the text. */
+const ageOf = (response, piece) => ageAt(response, piece.to - 1);
+
+/** True if earlier weights than this step's drew some of a response. */
+const isOlder = (response) => (response.ages?.[0][1] ?? 0) > 0;
+
 /** The shade of a piece: p0 is the least probable. */
 function shadeOf(response, piece, shading) {
   if (shading === "probability") {
@@ -52,6 +65,12 @@ function shadeOf(response, piece, shading) {
     return `p${bin < 0 ? PROBABILITIES.length : bin}`;
   }
   if (shading === "clip") return CLIPS[clipOf(response, piece) ?? "-"][0];
+  if (shading === "age") {
+    const age = ageOf(response, piece);
+    if (age === null) return "unknown";
+    const bin = AGES.findIndex((limit) => age <= limit);
+    return `a${bin < 0 ? AGES.length : bin}`;
+  }
   return "plain";
 }
 
@@ -64,18 +83,26 @@ function hitsOf(text, words) {
   return (piece) => hits.some(([from, to]) => piece.start < to && piece.start + piece.text.length > from);
 }
 
-function showTokens(response, count, { shading, words, hint }) {
+/** `step` is the one at which the response was logged. */
+function showTokens(response, count, { shading, words, hint, step }) {
   const pieces = piecesOf(response, count);
   const hit = hitsOf(response.text, words);
   const graded = response.graded ?? Infinity;
   const body = el("div", { class: "tokens", tabindex: "0", role: "group", "aria-label": `Response of ${counted(count, "token")}; arrows go through the tokens` });
+  /** Where other weights take over: a word that says of which step they are. */
+  const change = (piece, place) => {
+    if (shading !== "age" || !isOlder(response)) return null;
+    const age = ageOf(response, piece);
+    if (place && age === ageOf(response, pieces[place - 1])) return null;
+    return el("small", { class: "since" }, `step ${step - age}`);
+  };
   const node = (piece, place) => {
     const kinds = ["token", shadeOf(response, piece, shading)];
     if (hit(piece)) kinds.push("hit");
     if (piece.start >= graded) kinds.push("ungraded");
     if (/\n$/.test(piece.text)) kinds.push("newline");
     if (!piece.text) kinds.push("end");
-    return el("span", { class: kinds.join(" "), "data-place": place }, piece.text || "end");
+    return el("span", { class: kinds.join(" "), "data-place": place }, change(piece, place), piece.text || "end");
   };
   const fill = (limit) => body.replaceChildren(...pieces.slice(0, limit).map(node));
   fill(TOKENS_AT_FIRST);
@@ -87,7 +114,7 @@ function showTokens(response, count, { shading, words, hint }) {
     at = place;
     const span = at < 0 ? null : body.children[at];
     span?.classList.add("at");
-    hint.show(span, span && describe(response, pieces[at]));
+    hint.show(span, span && describe(response, pieces[at], step));
   };
   body.addEventListener("pointerover", (event) => {
     const span = event.target.closest(".token");
@@ -113,7 +140,7 @@ function showTokens(response, count, { shading, words, hint }) {
 }
 
 /** What is known of a piece, as lines. */
-function describe(response, piece) {
+function describe(response, piece, step) {
   const lines = [];
   const whole = response.lengths ? "" : " (borders not known)";
   lines.push(piece.to - piece.from > 1 ? `tokens ${piece.from + 1} to ${piece.to}, one character` : `token ${piece.from + 1}${whole}`);
@@ -124,9 +151,24 @@ function describe(response, piece) {
     const ratio = response.ratios?.[i];
     const state = response.clips?.[i];
     if (ratio !== undefined && ratio !== null) lines.push(`ratio ${(ratio / 10000).toFixed(3)}${state ? `, ${CLIPS[state][1]}` : ""}`);
+    const age = ageAt(response, i);
+    if (age !== null) lines.push(`drawn by the weights of ${ofStep(step, age)}`);
   }
   if (piece.start >= (response.graded ?? Infinity)) lines.push("not seen by the grader: the stop string");
   return lines;
+}
+
+/** The step that drew something with the weights that it began with. */
+function ofStep(step, age) {
+  return age ? `step ${step - age}, ${counted(age, "step")} before` : "this step";
+}
+
+/** Whose weights drew a response, where these are not this step's alone. */
+function drawnBy(response, step) {
+  if (!isOlder(response)) return null;
+  const [[, oldest], newest] = [response.ages[0], response.ages.at(-1)[1]];
+  if (response.ages.length === 1) return `the weights of ${ofStep(step, oldest)}`;
+  return `${response.ages.length} versions of the weights, steps ${step - oldest} to ${step - newest}`;
 }
 
 function shownProbability(value) {
