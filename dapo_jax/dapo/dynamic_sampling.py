@@ -155,6 +155,11 @@ class Collected:
     in_flight: InFlight | None = None
     """Rollouts that go on in the next step; None: each response was sampled to its end."""
 
+    def logged(self, count: int) -> Sequence[Group]:
+        """The groups of which a step's rollouts are written: the first that were sampled. With rollouts in flight, the first that are trained on, since a
+        group whose verdict came in this step may be trained on in a later one."""
+        return (self.groups if self.in_flight is not None else self.sampled)[:count]
+
 
 @dataclass
 class Collector:

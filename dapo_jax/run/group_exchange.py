@@ -91,7 +91,7 @@ class SamplerShare:
     def whole(self, collected: Collected, *, logged: int) -> Collected:
         """The same with what is trained on, carried, or among the `logged` first sampled groups whole in every process."""
         used = {group.prompt.ordinal for group in (*collected.groups, *collected.carry)}
-        used |= {group.prompt.ordinal for group in collected.sampled[:logged]}
+        used |= {group.prompt.ordinal for group in collected.logged(logged)}
         # Carried ones of an earlier step are not among the sampled: they are whole everywhere.
         sent = [
             group

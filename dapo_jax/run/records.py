@@ -97,7 +97,7 @@ class Records:
         """Writes a step's rollouts when they are due: JSON lines for programs, text for people."""
         if not self._config.logs_rollouts(step):
             return
-        groups = collected.sampled[: self._log.rollout_groups]
+        groups = collected.logged(self._log.rollout_groups)
         advantages = [
             group_advantages(group.rewards[None], normalize_std=self._normalize_std)[0] for group in groups
         ]

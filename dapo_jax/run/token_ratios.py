@@ -38,7 +38,7 @@ class Ratios(Observer):
     def after_sampling(self, step: int, collected: Collected) -> None:
         """Finds the rollouts that are written, and the updates that train on them."""
         due, logged = self._config.logs_rollouts(step), self._config.log.rollout_groups
-        self._wanted = {group.prompt.ordinal for group in collected.sampled[:logged]}
+        self._wanted = {group.prompt.ordinal for group in collected.logged(logged)}
         trained = [group for group in collected.groups if due and group.prompt.ordinal in self._wanted]
         self._found = {(g.prompt.ordinal, index): None for g in trained for index in range(len(g.rollouts))}
         self._groups = self._batches.split(collected.groups, step) if trained else []

@@ -10,6 +10,7 @@ from dapo_jax.config import RolloutConfig
 from dapo_jax.dapo.virtual_clock import ResponseId
 from dapo_jax.health.stopping import Stop, StoppedError
 from dapo_jax.run.flight_sampling import Places
+from dapo_jax.trackers.rollout_log import read_rollouts
 from tests.run.group_exchange_test import assert_the_same
 
 ROUND = 2
@@ -59,6 +60,20 @@ def test_steps_overlap_and_say_how_old_their_tokens_are(flown):
         assert line["rollout/waves"] == line["rollout/dropped_old"] == 0
         assert line["rollout/rounds"] >= 0
     assert sum(line["rollout/rounds"] for line in lines) > 5
+
+
+def test_the_rollouts_that_are_written_are_trained_on_and_say_who_drew_their_tokens(flown):
+    versions = set()
+    for step in range(1, 6):
+        written = read_rollouts(flown.run_dir / "rollouts" / f"step_{step:06d}.jsonl")
+        assert len(written) == 8, "two groups of four"
+        assert all(row["in_loss"] for row in written)
+        for row in written:
+            firsts, drawn_by = zip(*row["spans"], strict=True)
+            assert firsts[0] == 0
+            assert max(drawn_by) < step
+            versions.add(drawn_by)
+    assert any(len(drawn_by) > 1 for drawn_by in versions), "some were drawn by several"
 
 
 @pytest.mark.parametrize(("slots", "cache_tokens"), [(8, 0), (32, 0), (8, 96)])
