@@ -131,6 +131,20 @@ REFUSED = [
         ],
     ),
     (
+        "rollout.in_flight=100",
+        ["rollout.in_flight: found 100", "a multiple of batch.group_size = 16, or 0 (waves)", "112 is"],
+    ),
+    ("rollout.in_flight=8", ["rollout.in_flight: found 8", "a multiple of batch.group_size = 16", "16 is"]),
+    ("rollout.in_flight=-16", ["rollout.in_flight: found -16", "0 or more"]),
+    (
+        "rollout.in_flight=32 rollout.round_tokens=20481",
+        ["rollout.round_tokens: found 20481", "at most sampling.max_response_tokens = 20480", "such as 1280"],
+    ),
+    (
+        "rollout.in_flight=32 dynamic_sampling.surplus=carry",
+        ["dynamic_sampling.surplus: found 'carry'", "surplus groups always wait", "leave it out"],
+    ),
+    (
         "loss.correction=none loss.importance_cap=2",
         ["loss.importance_cap: found 2.0", "loss.correction = 'none'", "set loss.correction=truncate"],
     ),
