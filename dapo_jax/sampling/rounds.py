@@ -86,6 +86,7 @@ class RoundSampler:
             for request, length, reason in found:
                 ended[id(request)] = length, reason
                 del self._requests[request.prompt.ordinal, request.index]
+        assert all(request.paused for request in self._requests.values()), "a response was left behind"
         return [
             self._drawn(request, first, ended.get(id(request)))
             for request, first in zip(requests, begin, strict=True)
