@@ -56,7 +56,8 @@ def cache_of(plan: Plan) -> dict[str, int | float]:
         "tokens": tokens,
         "bytes": token * tokens,
         "page_tokens": pages.page_tokens,
-        "slots": pages.holders,
+        "slots": config.sampling.slots,
+        "holders": pages.holders,
         "slot_tokens": pages.capacity,
         "in_flight": plan.in_flight,
     }

@@ -95,7 +95,7 @@ class Plan:
     @property
     def in_flight(self) -> float:
         """Responses that a sampler decodes side by side."""
-        return in_flight(self.config, self.work, self.pages)
+        return in_flight(self.config, self.work, self.pages, self.layout.samplers)
 
     @property
     def cache_fit(self) -> CacheFit | None:

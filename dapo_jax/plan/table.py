@@ -98,6 +98,7 @@ _NAMES = {
     "minibatches": "the minibatches of a step",
     "gradient": "the gradient so far",
     "reference policy": "the reference policy",
+    "paused responses": "the logits of responses that pause beside the slots",
 }
 _COLUMNS = ("arguments", "outputs", "aliased", "temporaries", "code", "needed")
 
