@@ -44,6 +44,8 @@ class Workload:
     """Microbatches that an update's program has room for when all responses are as long as they may be."""
     microbatch_tokens: int
     """Tokens of one microbatch with its padding."""
+    informative: float
+    """The share of groups that are; 1 without dynamic sampling."""
     notes: tuple[str, ...]
     """The assumptions, in words."""
 
@@ -97,6 +99,7 @@ def workload_of(config: TrainConfig, assumed: Assumptions) -> Workload:
         microbatches=math.ceil(packed / rows),
         room=stack_capacity(most),
         microbatch_tokens=rows * config.row_tokens,
+        informative=float(assumed.informative) if config.dynamic_sampling.enabled else 1.0,
         notes=tuple(notes),
     )
 
