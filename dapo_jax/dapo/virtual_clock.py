@@ -93,12 +93,18 @@ class VirtualClock:
                 if ResponseId(ordinal, index) < self.following:
                     yield ResponseId(ordinal, index)
 
+    @property
+    def _count(self) -> int:
+        """The number of responses in flight, without going through them: those that are left, but for the ones of the last group that have not started."""
+        left = sum(len(group.left) for group in self.groups.values())
+        return left - (self.sizes.samples_per_prompt - self.following.index if self.following.index else 0)
+
     def start(self) -> list[ResponseId]:
         """The responses that start now, in order: as many as are missing of those in flight, or as a bound on ages allows."""
         started: list[ResponseId] = []
         bound = self.sizes.max_age_steps
         most = (bound + 1) * self.sizes.needed if bound else _MOST
-        for _ in range(self.sizes.in_flight - sum(1 for _ in self.in_flight())):
+        for _ in range(self.sizes.in_flight - self._count):
             one = self.following
             if one.index == 0:
                 if len(self.groups) + len(self.ready) >= most:

@@ -112,7 +112,12 @@ class Configured:
         if pages.runs_out and not self.config.sampling.cache_tokens:
             # It takes what is left, and does with a single sequence for each pool.
             cache = cache * pages.table_pages // pages.pool_pages
-        sampling = {**always, "sampler's weights": there.weights, "its cache": cache + 2 * there.prefix}
+        sampling = {
+            **always,
+            "sampler's weights": there.weights,
+            "its cache": cache + 2 * there.prefix,
+            "logits of responses that pause": there.paused,
+        }
         # In float32, as the weights are.
         updating = {**always, "minibatches": minibatches, "gradient": there.state - there.moments}
         parts = max(sampling, updating, key=lambda each: sum(each.values()))

@@ -64,6 +64,7 @@ def _ways(plan: Plan, part: str, held: int) -> tuple[Way, ...]:
         "reference policy": lambda _, held: [Way(change="loss.kl_coef=0", does="needs none", frees=held)],
         "decode state": _decode_state,
         "sampler weights": _weights,
+        "paused responses": _paused,
         "prefilled prompts": _prefix,
         "minibatches": _minibatches,
         "sequence read in parts": _longest,
@@ -156,6 +157,12 @@ def _weights(plan: Plan, held: int) -> list[Way]:
 def _with_correction(config: TrainConfig) -> str:
     """A note of the weights that eight bits need beside them; empty where there are some."""
     return " (with loss.importance_cap)" if config.correction.kind == "none" else ""
+
+
+def _paused(plan: Plan, held: int) -> list[Way]:
+    slots, group = plan.config.sampling.slots * plan.layout.samplers, plan.config.batch.group_size
+    change = f"rollout.in_flight={slots // group * group} (of {plan.config.rollout.in_flight})"
+    return [Way(change=change, does="has a slot for each", frees=held)] if slots >= group else []
 
 
 def _prefix(plan: Plan, held: int) -> list[Way]:

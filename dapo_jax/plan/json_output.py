@@ -36,6 +36,7 @@ def as_data(plan: Plan) -> dict[str, Any]:
         "held": {name: [asdict(held) for held in held_in(plan, name)] for name in plan.failures},
         "fits": plan.fits if plan.programs else None,
         "roofline": None if plan.slice is None else _roofline(plan),
+        "expected_step": _expected(plan),
     }
 
 
@@ -56,7 +57,8 @@ def cache_of(plan: Plan) -> dict[str, int | float]:
         "tokens": tokens,
         "bytes": token * tokens,
         "page_tokens": pages.page_tokens,
-        "slots": pages.holders,
+        "slots": config.sampling.slots,
+        "holders": pages.holders,
         "slot_tokens": pages.capacity,
         "in_flight": plan.in_flight,
     }
@@ -74,6 +76,15 @@ def _topology(plan: Plan) -> dict[str, Any] | None:
         "hbm_bytes": made.chip.device_hbm_bytes,
         "margin": MARGIN,
     }
+
+
+def _expected(plan: Plan) -> dict[str, Any]:
+    found = plan.expected
+    ways = {
+        name: {**asdict(way), "kept_bytes": way.kept_bytes}
+        for name, way in (("waves", found.waves), ("flight", found.flight))
+    }
+    return {**asdict(found), **ways}
 
 
 def _roofline(plan: Plan) -> dict[str, Any]:

@@ -77,8 +77,12 @@ class Resident:
     """Keys and values of a sequence that is read part by part, and what flows through the layers of a part; 0 where none is."""
     reread: int = 0
     """The same sequence once it is read, for its slot."""
+    waiting: int = 0
+    """Where rollouts stay in flight, one more such sequence: it waits for its slot while another one is read part by part."""
     decode_state: int = 0
     """The cache, and the logits of every slot."""
+    paused: int = 0
+    """The logits of responses that pause beside the slots; 0 where no more are in flight than there are slots."""
 
 
 def memory_of(compiled: jax.stages.Compiled) -> ProgramMemory:
@@ -106,7 +110,8 @@ def as_compiled(there: Resident, programs: Mapping[str, ProgramMemory]) -> Resid
         there = replace(there, gradient=add.aliased)
     # Keys and values are read where a cache is filled, logits where a response starts.
     prefix, reread = _read(programs, "rows") or _read(programs, "row"), _read(programs, "part")
-    return replace(there, prefix=prefix or there.prefix, reread=reread or there.reread)
+    waiting = (reread or there.waiting) if there.waiting else 0
+    return replace(there, prefix=prefix or there.prefix, reread=reread or there.reread, waiting=waiting)
 
 
 def _read(programs: Mapping[str, ProgramMemory], shape: str) -> int:
@@ -129,7 +134,7 @@ def together(program: str, there: Resident, *, updates: int) -> tuple[str, dict[
     }
     updating = {**between, "minibatches": updates * there.minibatch}
     sampler = {**between, "sampler weights": there.weights}
-    cache = {**sampler, "decode state": there.decode_state}
+    cache = {**sampler, "decode state": there.decode_state, "paused responses": there.paused}
     reading = {**cache, "prefilled prompts": 2 * there.prefix}
     one, buffers, again = (
         {"prefilled prompts": there.prefix},
@@ -137,7 +142,8 @@ def together(program: str, there: Resident, *, updates: int) -> tuple[str, dict[
         {"response read again": there.reread},
     )
     # A long sequence may be read to its end, or half read, while others are decoded.
-    longer = {**cache, **one, **(buffers if there.buffers > there.reread else again)}
+    longer = {**cache, **one, **(buffers if there.waiting or there.buffers > there.reread else again)}
+    longer |= {"response read again": there.waiting} if there.waiting else {}
     gradient = {**updating, "gradient": there.gradient}
     known: dict[str, tuple[str, dict[str, int]]] = {
         "transfer": ("transfer: its last layer", sampler),
@@ -146,6 +152,7 @@ def together(program: str, there: Resident, *, updates: int) -> tuple[str, dict[
         "prefill_kept": ("sampling: the end of a long sequence", {**cache, **one, **buffers, **again}),
         "fill_part": ("sampling: a response starts again", {**cache, **one, **again}),
         "insert_part": ("sampling: a response starts again", {**cache, **one, **again}),
+        "paused": ("sampling: responses pause", {**reading, "paused responses": 0}),
         "generate": ("sampling: decode", max(reading, longer, key=lambda parts: sum(parts.values()))),
         "score": ("log-probabilities", updating),
         "score_shortest": ("log-probabilities, shortest rows", updating),

@@ -29,6 +29,10 @@ class Layout:
         """Devices of one sampler."""
         return math.prod(self.sampler.values())
 
+    def share_of(self, in_flight: int) -> int:
+        """The most that one sampler has of so many responses in flight."""
+        return -(-in_flight // self.samplers)
+
 
 def batch_shards(sizes: Mapping[str, int]) -> int:
     """Over how many devices rows or slots are spread."""

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -13,11 +14,13 @@ from dapo_jax.parallel.device_memory import device_bytes
 from dapo_jax.plan.cache_fit import CacheFit, cache_fit
 from dapo_jax.plan.collectives import Traffic, collectives
 from dapo_jax.plan.estimate import Cost, Estimated, cost_of, estimates
+from dapo_jax.plan.expected_step import ExpectedStep, expected_step
 from dapo_jax.plan.memory import MARGIN, Phase, ProgramMemory, Resident, as_compiled, memory_of, phases
 from dapo_jax.plan.mesh_sizes import Layout, batch_shards, described
 from dapo_jax.plan.programs import Programs
 from dapo_jax.plan.refusals import Allocation, largest_arrays, refused
-from dapo_jax.plan.roofline import Bound, Work, bound, calls_of, in_flight, work_of
+from dapo_jax.plan.roofline import Bound, Work, bound, calls_of, in_flight, room, work_of
+from dapo_jax.plan.sampling_time import SamplingTime, sampling_time
 from dapo_jax.plan.sizes import decoder_of
 from dapo_jax.plan.topologies import Slice, devices_of
 from dapo_jax.plan.workload import Assumptions, Workload, workload_of
@@ -95,7 +98,7 @@ class Plan:
     @property
     def in_flight(self) -> float:
         """Responses that a sampler decodes side by side."""
-        return in_flight(self.config, self.work, self.pages)
+        return in_flight(self.config, self.work, self.pages, self.layout.samplers)
 
     @property
     def cache_fit(self) -> CacheFit | None:
@@ -104,6 +107,30 @@ class Plan:
             self.config, self.decoder, self.work, self.pages, self.phases,
             limit=self.limit, token_bytes=self.token_bytes, spread=batch_shards(self.layout.sampler),
         )  # fmt: skip
+
+    @cached_property
+    def expected(self) -> ExpectedStep:
+        """A step in waves and with rollouts in flight, simulated; in seconds if there is a slice."""
+        return expected_step(
+            self.config,
+            self.work,
+            self.pages,
+            samplers=self.layout.samplers,
+            room=room(self.config, self.work, self.pages),
+            time=self._sampling_time,
+            other_s=sum(
+                (one.seconds for one in self.bounds if one.work.phase not in ("prefill", "decode")), 0.0
+            ),
+        )
+
+    @property
+    def _sampling_time(self) -> SamplingTime | None:
+        """The times of a sampler; None without a slice."""
+        if self.slice is None:
+            return None
+        decode = next(work for work in self.works if work.phase == "decode")
+        received = decode.ici_bytes / (decode.runs * self.config.sampling.steps_per_call)
+        return sampling_time(self.config, self.decoder, self.layout, self.slice.chip, step_ici_bytes=received)
 
     @property
     def step_s(self) -> float:

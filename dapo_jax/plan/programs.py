@@ -126,10 +126,11 @@ class Programs:
 
     @property
     def reads_parts(self) -> bool:
-        """Whether a run reads sequences longer than a row of prefill: prompts, or responses that had given their pages back."""
-        pages, longest = self.pages, self.config.data.max_prompt_tokens
-        scarce = pages.pool_pages < pages.table_pages * (pages.holders // pages.pools)
-        return self._capacity > self._prefilled.width and (scarce or longest > self._prefilled.width)
+        """Whether a run reads sequences longer than a row of prefill: prompts, or responses that had given their pages back, or are read again by
+        new weights."""
+        again = self.pages.runs_out or self.config.rollout.in_flight > 0
+        longest, width = self.config.data.max_prompt_tokens, self._prefilled.width
+        return self._capacity > width and (again or longest > width)
 
     @property
     def token_bytes(self) -> int:
@@ -164,8 +165,9 @@ class Programs:
         longest, *others = map(self._spread, self._stacks)
         shorter = sum(others)
         several = bytes_on_device(self._updater.sums_structs(state), layout.train) if others else 0
-        read, width = self._prefilled, self._prefilled.width
+        read, width, slots = self._prefilled, self._prefilled.width, self.config.sampling.slots
         room = -(-self._capacity // width) * width if self.reads_parts else 0
+        reread = room and room * self.token_bytes + read.row_prompts * decoder.vocab_rows * 4
         heads = -(-decoder.kv_heads // layout.sampler["tensor"])
         # The residual stream of one part, and its angles, in float32.
         flowing = 4 * (decoder.embed_dim + decoder.head_dim) * width
@@ -181,8 +183,11 @@ class Programs:
             prefix=prefix_bytes(decoder, read, token_bytes=self.token_bytes),
             buffers=room
             and 2 * decoder.layers * heads * decoder.head_dim * item(self._dtype) * room + flowing,
-            reread=room and room * self.token_bytes + read.row_prompts * decoder.vocab_rows * 4,
+            reread=reread,
+            waiting=reread if self._in_flight else 0,
             decode_state=bytes_on_device(self._engine.state_structs, layout.sampler),
+            # Logits of all slots at a time, on each device.
+            paused=4 * decoder.vocab_rows * slots * max(0, -(-self._in_flight // slots) - 1),
         )
 
     @property
@@ -194,7 +199,12 @@ class Programs:
     def _prefilled(self) -> PrefillShape:
         """The rows that one call of prefill reads."""
         group, longest = self.config.batch.group_size, self.config.data.max_prompt_tokens
-        return prefill_of(self.config.sampling, group, max_prompt_tokens=longest)
+        return prefill_of(self.config.sampling, group, max_prompt_tokens=longest, in_flight=self._in_flight)
+
+    @property
+    def _in_flight(self) -> int:
+        """Responses that go on from round to round in one sampler, at most; 0: none do."""
+        return self.layout.share_of(self.config.rollout.in_flight)
 
     @property
     def _capacity(self) -> int:
@@ -258,6 +268,7 @@ class Programs:
             self._prefilled,
             capacity=self._capacity,
             compute_dtype=self._dtype,
+            in_flight=self._in_flight,
             resident=state
             + (params if self.config.loss.kl_coef else 0)
             + bytes_on_device(self.weights, self.layout.sampler),
@@ -279,6 +290,7 @@ class Programs:
             cache_tokens=self.config.sampling.cache_tokens,
             cache_dtype=self.config.sampling.cache_dtype,
             cache_bytes=self._cache_bytes,
+            in_flight=self._in_flight,
             prefill=self._prefilled,
         )
 

@@ -4,6 +4,7 @@ A roofline, not a measurement: it knows no latency, no dependence of one product
 how phases compare.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -112,8 +113,9 @@ def calls_of(config: TrainConfig, decoder: DecoderConfig) -> dict[str, list[tupl
 
 
 def _prefill_shape(config: TrainConfig) -> PrefillShape:
+    longest, in_flight = config.data.max_prompt_tokens, config.rollout.in_flight
     return prefill_of(
-        config.sampling, config.batch.group_size, max_prompt_tokens=config.data.max_prompt_tokens
+        config.sampling, config.batch.group_size, max_prompt_tokens=longest, in_flight=in_flight
     )
 
 
@@ -137,38 +139,57 @@ def _transfer(config: TrainConfig, decoder: DecoderConfig, layout: Layout, recei
 def _prefill(
     config: TrainConfig, decoder: DecoderConfig, work: Workload, layout: Layout, received: float
 ) -> Work:
-    """Each prompt once, as many as a call's rows hold; the devices of a sampler share its prompts."""
-    shape = _prefill_shape(config)
-    length, devices = work.prompt_mean, layout.sampler_devices
-    at_once = shape.rows * max(1.0, min(float(shape.row_prompts), shape.width // length))
-    prompts = work.prompts / layout.samplers
-    runs = prompts / at_once
-    flops = forward_flops(
-        decoder, tokens=prompts * length, pairs=prompts * length * (length + 1) / 2, logits=prompts
+    """Each prompt once, as many as a call's rows hold; the devices of a sampler share its prompts. What is in flight is read again in each step,
+    each response as if it had the mean context."""
+    shape, devices = _prefill_shape(config), layout.sampler_devices
+    prompts, again = (
+        (length, sequences / layout.samplers)
+        for length, sequences in (
+            (work.prompt_mean, work.prompts),
+            (work.context, config.rollout.in_flight),
+        )
     )
+    once, more = (
+        count * forward_flops(decoder, tokens=length, pairs=length * (length + 1) / 2, logits=1)
+        for length, count in (prompts, again)
+    )
+    runs = sum(count * _calls(shape, length) for length, count in (prompts, again))
     return Work(
         phase="prefill",
         runs=runs,
-        flops=flops / devices,
-        useful_flops=flops / devices,
-        hbm_bytes=runs * _decode_weight_bytes(config, decoder, layout),
+        flops=(once + more) / devices,
+        useful_flops=once / devices,
+        hbm_bytes=runs * decode_weight_bytes(config, decoder, layout),
         ici_bytes=runs * received,
     )
 
 
-def in_flight(config: TrainConfig, work: Workload, pages: PageSizes) -> float:
-    """Responses that a sampler decodes side by side: as many as it has slots, or as its pages hold, each half a page more than its mean
+def _calls(shape: PrefillShape, length: float) -> float:
+    """Calls of prefill that read a sequence: one of those for all rows of which each holds several, or one for each part of a longer one."""
+    if length > shape.width:
+        return float(math.ceil(length / shape.width))
+    return 1 / (shape.rows * max(1.0, min(float(shape.row_prompts), shape.width // length)))
+
+
+def room(config: TrainConfig, work: Workload, pages: PageSizes) -> float:
+    """Responses that a sampler can decode side by side: as many as it has slots, or as its pages hold, each half a page more than its mean
     context. Prompts whose pages a group shares are counted for each response."""
-    held = work.context + pages.page_tokens / 2
-    if pages.pool_pages == pages.table_pages * pages.holders // pages.pools:
-        return float(pages.holders)  # there is room for the longest in every slot
-    return min(float(pages.holders), pages.pools * pages.pool_pages * pages.page_tokens / held)
+    held, slots = work.context + pages.page_tokens / 2, float(config.sampling.slots)
+    if not pages.runs_out:
+        return slots  # there is room for the longest in every slot
+    return min(slots, pages.pools * pages.pool_pages * pages.page_tokens / held)
+
+
+def in_flight(config: TrainConfig, work: Workload, pages: PageSizes, samplers: int) -> float:
+    """Responses that a sampler decodes side by side: those that it has room for, or its share of `rollout.in_flight`."""
+    most = room(config, work, pages)
+    return min(most, config.rollout.in_flight / samplers) if config.rollout.in_flight else most
 
 
 def decode_steps(work: Workload, samplers: int, together: float) -> float:
-    """Tokens that a sampler decodes one after another: its share of all over what is in flight, and no less than the longest response."""
+    """Tokens that a sampler decodes one after another: its share of all over what is in flight; and in waves no less than the longest response."""
     tokens = work.responses * work.response_mean / samplers
-    return max(tokens / together, work.longest)
+    return max(tokens / together, work.longest if work.waves else 0.0)
 
 
 def _decode(
@@ -180,7 +201,7 @@ def _decode(
         config.sampling.steps_per_call,
         config.model.compute_dtype,
     )
-    together = in_flight(config, work, pages)
+    together = in_flight(config, work, pages, layout.samplers)
     steps = decode_steps(work, layout.samplers, together)
     tokens = work.responses * work.response_mean / layout.samplers
     flops = forward_flops(decoder, tokens=tokens, pairs=tokens * work.context, logits=tokens)
@@ -193,7 +214,7 @@ def _decode(
         runs=steps / steps_per_call,
         flops=flops,
         useful_flops=flops,
-        hbm_bytes=steps * _decode_weight_bytes(config, decoder, layout) + cache,
+        hbm_bytes=steps * decode_weight_bytes(config, decoder, layout) + cache,
         ici_bytes=steps / steps_per_call * received,
         kernel_flops=forward_flops(decoder, tokens=0, pairs=tokens * work.context, logits=0)
         / layout.sampler_devices,
@@ -201,7 +222,8 @@ def _decode(
     )
 
 
-def _decode_weight_bytes(config: TrainConfig, decoder: DecoderConfig, layout: Layout) -> float:
+def decode_weight_bytes(config: TrainConfig, decoder: DecoderConfig, layout: Layout) -> float:
+    """The bytes of the weights that a device reads for one decode step."""
     parameters, dtype = decode_weight_parameters(decoder), config.model.compute_dtype
     return weight_bytes(parameters, config.sampling, compute_dtype=dtype) / layout.sampler["tensor"]
 

@@ -1,11 +1,12 @@
 """A plan as tables for people."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from dapo_jax.plan.expected_step import Sampling
 from dapo_jax.plan.freeing import held_in
 from dapo_jax.plan.json_output import cache_of
 from dapo_jax.plan.memory import MARGIN, Phase
@@ -20,6 +21,7 @@ def show(plan: Plan, console: Console) -> None:
     console.print(_heading(plan), highlight=False)
     _rows(console, "Sizes", ("what", "of one device"), _sizes(plan))
     if plan.slice is None:
+        _show_expected(plan, console)
         console.print("Without --topology: shapes alone. With one, the programs are compiled for it.")
         return
     memory = [
@@ -47,6 +49,7 @@ def show(plan: Plan, console: Console) -> None:
     ]
     _rows(console, "Collectives of one run", ("program", "kind", "count", "GB received by a device"), traffic)
     _show_roofline(plan, console)
+    _show_expected(plan, console)
 
 
 def show_failures(plan: Plan, tried: Sequence[Tried], console: Console) -> None:
@@ -98,6 +101,7 @@ _NAMES = {
     "minibatches": "the minibatches of a step",
     "gradient": "the gradient so far",
     "reference policy": "the reference policy",
+    "paused responses": "the logits of responses that pause beside the slots",
 }
 _COLUMNS = ("arguments", "outputs", "aliased", "temporaries", "code", "needed")
 
@@ -193,6 +197,41 @@ def _show_roofline(plan: Plan, console: Console) -> None:
         f"a step takes {plan.step_s:,.1f} s or more; model FLOPs utilisation is {plan.mfu_bound:.1%} or less",
         highlight=False,
     )
+
+
+def _show_expected(plan: Plan, console: Console) -> None:
+    """Both ways of sampling beside each other."""
+    found = plan.expected
+    told = (found.waves, found.flight)
+
+    def row(what: str, text: Callable[[Sampling], str]) -> tuple[str, ...]:
+        return (what, *map(text, told))
+
+    seconds = [] if plan.slice is None else [
+        row("sampling, s", lambda way: f"{way.seconds or 0:,.1f}"),
+        row("of these reading, s", lambda way: f"{way.read_s or 0:,.1f}"),
+        row("the whole step, with the roofline of the other phases, s", lambda way: f"{way.step_s or 0:,.1f}"),
+    ]  # fmt: skip
+    _rows(
+        console,
+        "Expected step: a simulation, not measured",
+        ("", "in waves", f"{found.in_flight:,} in flight"),
+        [
+            *seconds,
+            row("decode steps one after another", lambda way: f"{way.decode_steps:,.0f}"),
+            row("slot time idle", lambda way: f"{way.idle_frac:.1%}"),
+            row("tokens drawn", lambda way: f"{way.drawn_tokens:,.0f}"),
+            row("tokens thrown away, of informative groups beyond need", lambda way: f"{way.thrown_away_tokens:,.0f}"),
+            row("tokens read again, prompts included", lambda way: f"{way.read_again_tokens:,.0f}"),
+            row(
+                "age of a group's oldest token in steps: mean, 95%, most",
+                lambda way: f"{way.age_mean:.2f}, {way.age_p95:.0f}, {way.age_max}",
+            ),
+            row("tokens and log-probabilities that go on or wait, in a checkpoint", lambda way: size(way.kept_bytes)),
+        ],
+    )  # fmt: skip
+    for line in found.assumed:
+        console.print(f"assumed: {line}", highlight=False)
 
 
 def _refused(program: Program) -> str:

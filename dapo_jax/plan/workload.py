@@ -27,6 +27,7 @@ class Workload:
     prompts: int
     """Sampled, over all waves."""
     waves: int
+    """0 where rollouts stay in flight (`rollout.in_flight`)."""
     responses: int
     """Sampled."""
     response_mean: float
@@ -43,6 +44,8 @@ class Workload:
     """Microbatches that an update's program has room for when all responses are as long as they may be."""
     microbatch_tokens: int
     """Tokens of one microbatch with its padding."""
+    informative: float
+    """The share of groups that are; 1 without dynamic sampling."""
     notes: tuple[str, ...]
     """The assumptions, in words."""
 
@@ -96,6 +99,7 @@ def workload_of(config: TrainConfig, assumed: Assumptions) -> Workload:
         microbatches=math.ceil(packed / rows),
         room=stack_capacity(most),
         microbatch_tokens=rows * config.row_tokens,
+        informative=float(assumed.informative) if config.dynamic_sampling.enabled else 1.0,
         notes=tuple(notes),
     )
 
@@ -112,9 +116,10 @@ def _length(option: str, given: int | float | None, key: str, limit: int, notes:
 
 def _sampled(config: TrainConfig, informative: int | float, notes: list[str]) -> tuple[int, int]:
     dynamic, needed, wave = config.dynamic_sampling, config.batch.prompts_per_step, config.prompts_per_wave
+    flight = config.rollout.in_flight
     if not dynamic.enabled:
-        notes.append("no dynamic sampling: one wave, all groups are trained on")
-        return needed, 1
+        notes.append(f"no dynamic sampling:{'' if flight else ' one wave,'} all groups are trained on")
+        return needed, 0 if flight else 1
     if not 0 < informative <= 1:
         raise ConfigError(f"--informative={informative} must be above 0 and at most 1")
     waves = math.ceil(needed / (informative * wave))
@@ -124,6 +129,12 @@ def _sampled(config: TrainConfig, informative: int | float, notes: list[str]) ->
             f"{informative * wave:g} groups; {needed} need {waves} waves, over "
             f"dynamic_sampling.max_waves={dynamic.max_waves}: raise it or dynamic_sampling.prompts_per_wave"
         )
+    if flight:
+        prompts = math.ceil(needed / informative)
+        notes.append(
+            f"--informative {informative:g}: {prompts} prompts a step, of which {flight} responses stay in flight and none is thrown away"
+        )
+        return prompts, 0
     if dynamic.surplus == "carry":
         prompts = math.ceil(needed / informative)
         notes.append(

@@ -4,10 +4,11 @@ Between two ends of a round no process waits for another. At the end each gets w
 and the verdicts that are due; so each decides alike what starts, which groups are whole and when the step ends.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxtyping import PyTree
+import numpy as np
+from jaxtyping import Int, PyTree
 
 from dapo_jax.dapo.dynamic_sampling import Collected
 from dapo_jax.dapo.flight_collector import FlightCollector
@@ -65,7 +66,8 @@ class FlightSampling(GroupSampling):
             RewardError: a reward function failed; in every process.
         """
         sampler: RoundSampler | None = None
-        places = Places(self._sizes.in_flight, self._share.count, collector.clock.in_flight())
+        drawn_before = {one: len(collector.responses[one].tokens) for one in collector.clock.in_flight()}
+        places = Places(self._sizes.in_flight, self._share.count, drawn_before)
         for ordinal in collector.waiting_for_verdicts():
             self._hand_over(ordinal, collector)
         while collector.goes_on:
@@ -141,14 +143,30 @@ class FlightSampling(GroupSampling):
         return self._asked[ordinal]
 
 
+def dealt(tokens: Sequence[int] | Int[np.ndarray, " going"], samplers: int) -> Int[np.ndarray, " going"]:
+    """The sampler of each response that goes on, by the tokens that it has drawn.
+
+    They are dealt out to and fro, the longest first, so that all samplers hold and read about as much, and of what does not divide the first ones have one more. By
+    ordinal the first sampler would have all that have been in flight for long: more than its pages hold, while the others wait for it at the end of each round.
+    """
+    order = np.argsort(-np.asarray(tokens, np.int64), kind="stable")
+    turn, at = np.divmod(np.arange(len(order)), samplers)
+    back = (turn % 2 == 1) & (turn < len(order) // samplers)
+    found = np.empty(len(order), np.int64)
+    found[order] = np.where(back, samplers - 1 - at, at)
+    return found
+
+
 class Places:
     """The sampler that has each response in flight. Which one it is changes no result."""
 
-    def __init__(self, in_flight: int, samplers: int, going: Iterator[ResponseId]) -> None:
-        """Spreads the responses `going` on, which are all read again: by ordinal, so that groups stay together as far as they can."""
+    def __init__(self, in_flight: int, samplers: int, going: Mapping[ResponseId, int]) -> None:
+        """Spreads the responses `going` on, which are all read again, by the tokens that each has drawn (`dealt`)."""
         self._most = [in_flight // samplers + (sampler < in_flight % samplers) for sampler in range(samplers)]
         self._at: list[set[ResponseId]] = [set() for _ in range(samplers)]
-        self.give(sorted(going))
+        ids = sorted(going)
+        for one, sampler in zip(ids, dealt([going[one] for one in ids], samplers).tolist(), strict=True):
+            self._at[sampler].add(one)
 
     def give(self, started: Sequence[ResponseId]) -> None:
         """Takes those that start, in order: to where places are free."""

@@ -36,6 +36,10 @@ class World:
             self.drawn[one] = 0
             self.started.append(one)
         assert len(self.drawn) == self.sizes.in_flight or self.sizes.max_age_steps
+        assert list(clock.in_flight()) == sorted(self.drawn), (
+            "no more than there are places, and none is forgotten"
+        )
+        assert len(self.drawn) <= self.sizes.in_flight
         for one in self.drawn:
             self.drawn[one] += ROUND
         ended = [one for one, drawn in self.drawn.items() if drawn >= self.length(one)]

@@ -125,6 +125,22 @@ def test_rows_of_several_lengths_have_their_programs_and_so_have_sequences_that_
     assert found.resident.reread == pytest.approx(2048 * 1024, rel=0.05)
 
 
+def test_rollouts_in_flight_have_their_programs_and_an_expected_step_in_seconds(file):
+    """32 in flight take turns in 8 slots. A row of prefill has 128 of the 256 tokens that a response is read again with."""
+    config = load_config(
+        file, ["rollout.in_flight=32", "rollout.round_tokens=16", "sampling.prefill_tokens=128"]
+    )
+    names = ("paused", "insert_paused", "prefill_part", "prefill_kept")
+    found = plan(config, slice=parse("v5e:2x2"), only=names)
+    assert {program.name for program in found.programs} == set(names)
+    assert found.fits
+    # Logits of 24 that pause, three times those of the slots: 512 each in float32.
+    parts = {phase.program: phase.parts for phase in found.phases}
+    assert parts["insert_paused"]["paused responses"] == 3 * 8 * 512 * 4
+    assert found.expected.in_flight == 32
+    assert found.expected.flight.step_s > found.expected.flight.seconds > 0
+
+
 def test_moments_in_the_hosts_memory_are_not_on_the_device(file, compiled):
     """8 of 12 bytes a parameter."""
     config = load_config(file, ["optimizer.offload=true"])

@@ -88,6 +88,14 @@ def test_pages_are_named_where_there_are_pages_and_slots_where_a_slot_has_room_f
     assert ways(whole)["decode state"][0] == "sampling.slots=144 (of 288)"
 
 
+def test_where_responses_take_turns_fewer_in_flight_need_no_logits_beside_the_slots():
+    """32,768 are 1,024 on each of 32 samplers, more than three times its 288 slots; 9,216 have a slot each."""
+    assert ways(failed(["rollout.in_flight=32768"]))["paused responses"] == [
+        "rollout.in_flight=9216 (of 32768)"
+    ]
+    assert "paused responses" not in ways(failed(["rollout.in_flight=9216"]))
+
+
 def test_an_update_is_told_to_take_fewer_rows_or_to_compute_activations_again():
     update = failed(["model.remat=none", "batch.rows_per_microbatch=64"], program="update")
     changes = ways(update, "update")["added by update"]

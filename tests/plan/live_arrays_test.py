@@ -57,8 +57,11 @@ class Seen(Observer, Watch):
 @pytest.fixture(scope="module")
 def counted(tmp_path_factory):
     """(the plan of a run of two steps, what was seen of it)"""
-    folder = tmp_path_factory.mktemp("run")
-    config = load_config("quickstart", [*SMALL, f"run_dir={folder}"])
+    return observed(tmp_path_factory.mktemp("run"))
+
+
+def observed(folder, *changes):
+    config = load_config("quickstart", [*SMALL, f"run_dir={folder}", *changes])
     seen = Seen()
     run = Run(config, watch=seen)
     try:
@@ -104,3 +107,23 @@ def test_what_lies_on_a_device_while_it_samples_is_counted(counted):
     # At the end of a step's sampling nothing is read any more.
     least = total - beside["prefilled prompts"] - beside["sequence read in parts"]
     assert min(found["sampling"]) == pytest.approx(least, abs=SMALLS)
+
+
+FLYING = [
+    "rollout.in_flight=48", "rollout.round_tokens=8", "dynamic_sampling.surplus=discard", "sampling.prefill_tokens=32", "sampling.cache_tokens=2048",
+]  # fmt: skip
+"""Three responses take turns in a slot. A row of prefill has 32 of a sequence's 56 tokens, a page 16."""
+
+
+def test_what_lies_on_a_device_while_rollouts_are_in_flight_is_counted(tmp_path):
+    """A response that has been read again waits for its slot while another one is half read, and prompts are there."""
+    made, found = observed(tmp_path, *FLYING)
+    beside = parts(made, "generate")
+    assert list(beside)[4:] == [
+        "decode state",
+        "paused responses",
+        "prefilled prompts",
+        "sequence read in parts",
+        "response read again",
+    ]
+    assert max(found["sampling"]) == pytest.approx(sum(beside.values()), abs=SMALLS)

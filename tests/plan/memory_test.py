@@ -85,6 +85,15 @@ def test_a_response_that_is_read_again_lies_beside_one_call_of_prompts():
     }
 
 
+def test_where_rollouts_are_in_flight_a_response_that_is_read_waits_while_another_is_half_read():
+    """Cache 40 and logits of those that pause, 8; prompts 5, a sequence so far, 20, and one that is read, 19."""
+    there = held(minibatch=0, buffers=20, reread=19, waiting=19, paused=8)
+    [found] = phases({"generate": memory()}, there, updates=1)
+    assert found.total == 100 + 10 + 40 + 8 + 5 + 20 + 19
+    read = {"fill_part": memory(arguments=65, aliased=40), "insert_part": memory(arguments=3, aliased=2)}
+    assert as_compiled(there, read).waiting == as_compiled(there, read).reread == 26
+
+
 def test_padding_is_counted_once_programs_are_compiled():
     """The compiler's decode state is twice as large as its shapes; what is not compiled stays as it was."""
     decode = memory(arguments=95, outputs=81, aliased=80)

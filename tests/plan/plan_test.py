@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from dapo_jax.cli import main
 from dapo_jax.config import ConfigError, load_config
 from dapo_jax.plan.json_output import as_data
 from dapo_jax.plan.plan import plan
+from dapo_jax.plan.topologies import parse
+from dapo_jax.plan.workload import Assumptions
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 LARGE = ["dapo_qwen2.5_32b", "dapo_qwen2.5_32b_early", "dapo_qwen2.5_7b", "gsm8k_qwen3_0.6b"]
@@ -77,9 +80,47 @@ def test_the_command_writes_tables_or_json(capsys):
     assert "2 waves of 1536 prompts" in printed
     assert main(["plan", name, "--json", "-"]) == 0
     told = json.loads(capsys.readouterr().out)
+    assert told["expected_step"]["waves"]["seconds"] is None
     assert told["schema_version"] == 3
     assert told["fits"] is None
     assert told["workload"]["response_mean"] == 20480
+
+
+def test_a_step_is_told_in_waves_and_in_flight(capsys):
+    """288 slots on each of 32 samplers, of which the pages hold 255 responses of the mean context."""
+    name = str(CONFIGS / "dapo_qwen2.5_32b.yaml")
+    lengths = ["--response-tokens", "5000,4000", "--prompt-tokens", "200"]
+    assert main(["plan", name, *lengths]) == 0
+    printed = capsys.readouterr().out
+    assert "7,136 in flight" in printed
+    assert "age of a group's oldest token in steps" in printed
+    assert "sampling, s" not in printed, "nobody knows without a chip"
+    assert main(["plan", name, *lengths, "rollout.in_flight=4096", "--json", "-"]) == 0
+    told = json.loads(capsys.readouterr().out)["expected_step"]
+    assert (told["in_flight"], told["configured"]) == (4096, True)
+    assert told["flight"]["kept_bytes"] == 8 * told["flight"]["kept_tokens"]
+    # 128 on each of 32 samplers, by a mean context of 4,300 tokens; and of groups under way those that have ended.
+    assert told["flight"]["kept_tokens"] > 4096 * 3000
+    assert told["flight"]["decode_steps"] < told["waves"]["decode_steps"]
+
+
+def test_with_a_slice_a_step_is_told_in_seconds():
+    """Nothing compiled: the roofline's times, without what is received."""
+    config = load_config(CONFIGS / "gsm8k_qwen3_0.6b.yaml")
+    assumed = Assumptions(response_tokens=300, response_tokens_std=200, prompt_tokens=100)
+    found = replace(plan(config, assumed=assumed), slice=parse("v5e:2x4"))
+    other = sum(bound.seconds for bound in found.bounds if bound.work.phase not in ("prefill", "decode"))
+    waves, flight = found.expected.waves, found.expected.flight
+    assert waves.step_s == pytest.approx(waves.seconds + other)
+    assert flight.step_s == pytest.approx(flight.seconds + other)
+    # The roofline has the slots full until the last token is drawn, and reads at the peak.
+    decode, prefill = (
+        next(bound for bound in found.bounds if bound.work.phase == phase) for phase in ("decode", "prefill")
+    )
+    assert 0.95 * decode.seconds < waves.seconds - waves.read_s < 1.5 * decode.seconds
+    assert waves.read_s == pytest.approx(prefill.compute_s / 0.4, rel=0.01)
+    printed = as_data(found)["expected_step"]
+    assert printed["waves"]["step_s"] == waves.step_s
 
 
 @pytest.mark.parametrize(

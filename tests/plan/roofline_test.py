@@ -1,5 +1,7 @@
 """The least time of a step's phases, each number derived by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from dapo_jax.config import (
@@ -10,6 +12,7 @@ from dapo_jax.config import (
     ModelConfig,
     OverlongConfig,
     RewardConfig,
+    RolloutConfig,
     SamplingConfig,
     TrainConfig,
 )
@@ -61,7 +64,7 @@ def test_decoding_by_hand():
     reads 2 x 3136 / 2 bytes of weights and 4 slots x 144 / 2 bytes x a mean context of 6 + 4.5."""
     work, phases = works()
     decode = phases["decode"]
-    assert in_flight(CONFIG, work, slot_pages(8, 16)) == 8
+    assert in_flight(CONFIG, work, slot_pages(8, 16), 2) == 8
     assert decode_steps(work, 2, 8.0) == 3840
     assert decode.hbm_bytes == 3840 * (3136 + 288 * 10.5)
     # 2 x 3136 + 288 x 10.5 operations a token, over 4 devices.
@@ -77,11 +80,12 @@ def test_a_sampler_decodes_at_least_as_long_as_its_longest_response():
 def test_pages_hold_as_many_responses_as_their_mean_context_and_half_a_page_goes_into_them():
     """30 pages of 4 tokens in each of 2 pools are 240 tokens; a response holds 10.5 and 2 more: 19.2 of them. 30,720 tokens are 1600 steps."""
     pages = PageSizes(holders=64, capacity=16, page_tokens=4, pools=2, pool_pages=30)
-    work, phases = works(pages=pages)
-    assert in_flight(CONFIG, work, pages) == 19.2
+    config = replace(CONFIG, sampling=replace(CONFIG.sampling, slots=64))
+    work, phases = works(config, pages=pages)
+    assert in_flight(config, work, pages, 2) == 19.2
     assert phases["decode"].hbm_bytes == pytest.approx(1600 * 3136 + 30_720 / 2 * 10.5 * 72)
     full = PageSizes(holders=8, capacity=16, page_tokens=4, pools=2, pool_pages=16)
-    assert in_flight(CONFIG, work, full) == 8, "where every slot has room for the longest, all are taken"
+    assert in_flight(CONFIG, work, full, 2) == 8, "where every slot has room for the longest, all are taken"
 
 
 def test_eight_bits_read_less():
@@ -92,6 +96,30 @@ def test_eight_bits_read_less():
     loss = LossConfig(importance_cap=2.0)
     _, phases = works(TrainConfig(**{**vars(CONFIG), "sampling": sampling, "loss": loss}))
     assert phases["decode"].hbm_bytes == 3840 * (3136 / 2 + 4 * 10.5 * (72 + 48) / 2)
+
+
+def test_what_is_in_flight_decodes_without_waves_and_is_read_again():
+    """All of 8 groups are mixed: 8 prompts x 4 responses of 10 tokens are 320 tokens, 160 on each of 2 samplers, each with its 6 of the 12 responses in
+    flight: 26.67 steps. A step of a sampler reads its 4 prompts of 6 tokens, of which a row of 16 has two and a call two rows, and its 6 responses as if each had
+    the mean context of 10.5, one to a row."""
+    flying = replace(CONFIG, rollout=RolloutConfig(in_flight=12, round_tokens=8))
+    work, phases = works(flying)
+    assert (work.prompts, work.waves, work.responses) == (8, 0, 32)
+    assert in_flight(flying, work, slot_pages(8, 16), 2) == 6
+    assert decode_steps(work, 2, 1e6) == 160 / 1e6, "no step waits for the longest response"
+    assert phases["decode"].runs == pytest.approx(160 / 6 / 5)
+    prompts = 4 * (2 * 2880 * 6 + 288 * 21 + 512)
+    again = 6 * (2 * 2880 * 10.5 + 288 * 10.5 * 11.5 / 2 + 512)
+    assert phases["prefill"].flops == pytest.approx((prompts + again) / 4)
+    assert phases["prefill"].useful_flops == prompts / 4
+    assert phases["prefill"].runs == 4 / 4 + 6 / 2
+
+
+def test_more_in_flight_than_slots_take_turns():
+    flying = replace(CONFIG, rollout=RolloutConfig(in_flight=64, round_tokens=8))
+    work, _ = works(flying)
+    pages = PageSizes(holders=32, capacity=16, page_tokens=4, pools=2, pool_pages=64)
+    assert in_flight(flying, work, pages, 2) == 8
 
 
 def test_prefill_and_transfer_by_hand():

@@ -11,6 +11,7 @@ from dapo_jax.config import (
     DynamicSamplingConfig,
     OverlongConfig,
     RewardConfig,
+    RolloutConfig,
     SamplingConfig,
     TrainConfig,
 )
@@ -54,6 +55,16 @@ def test_where_surplus_is_carried_a_step_draws_what_it_needs_and_no_whole_waves(
     work = workload_of(carry, Assumptions(informative=0.375))
     assert (work.prompts, work.waves, work.responses) == (22, 2, 88)
     assert workload_of(CONFIG, Assumptions(informative=0.375)).prompts == 32
+
+
+def test_what_stays_in_flight_draws_what_it_needs_in_no_waves():
+    """8 of 3/8: 22 prompts, and no more than dynamic sampling allows."""
+    flying = replace(CONFIG, rollout=RolloutConfig(in_flight=32, round_tokens=8))
+    work = workload_of(flying, Assumptions(informative=0.375))
+    assert (work.prompts, work.waves, work.responses) == (22, 0, 88)
+    assert "32 responses stay in flight" in " ".join(work.notes)
+    with pytest.raises(ConfigError, match=r"over dynamic_sampling.max_waves=3"):
+        workload_of(flying, Assumptions(informative=0.125))
 
 
 def test_the_mean_context_is_taken_over_tokens():

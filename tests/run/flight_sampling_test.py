@@ -9,7 +9,7 @@ import pytest
 from dapo_jax.config import RolloutConfig
 from dapo_jax.dapo.virtual_clock import ResponseId
 from dapo_jax.health.stopping import Stop, StoppedError
-from dapo_jax.run.flight_sampling import Places
+from dapo_jax.run.flight_sampling import Places, dealt
 from dapo_jax.trackers.rollout_log import read_rollouts
 from tests.run.group_exchange_test import assert_the_same
 
@@ -158,10 +158,11 @@ def test_a_bound_on_ages_holds_steps_back(flying, run_micro):
     assert 0 < oldest(1) <= 3 < oldest(0)
 
 
-def test_places_stay_full_and_groups_together():
+def test_places_stay_full_and_what_starts_stays_together():
     """Seven responses over three samplers: 3, 2 and 2."""
     ids = [ResponseId(ordinal, index) for ordinal in range(3) for index in range(3)]
-    places = Places(7, 3, iter(ids[:7]))
+    places = Places(7, 3, {})
+    places.give(ids[:7])
     assert [places.of(sampler) for sampler in range(3)] == [ids[:3], ids[3:5], ids[5:7]]
     places.leave(iter([ids[1], ids[4]]))
     places.give(ids[7:9])
@@ -170,3 +171,26 @@ def test_places_stay_full_and_groups_together():
         [ids[3], ids[8]],
         ids[5:7],
     ]
+
+
+def test_what_goes_on_is_dealt_out_by_its_length():
+    """Of 70, 60, ... 10 tokens: 70, 60, 50 to samplers 0, 1, 2; back again 40, 30, 20 to 2, 1, 0; the last one to 0, which has 3 places. They hold 100, 90 and 90; by ordinal it
+    would have been 180, 70 and 30."""
+    ids = [ResponseId(ordinal, 0) for ordinal in range(7)]
+    places = Places(7, 3, dict(zip(ids, (70, 60, 50, 40, 30, 20, 10), strict=True)))
+    assert [places.of(sampler) for sampler in range(3)] == [
+        [ids[0], ids[5], ids[6]],
+        [ids[1], ids[4]],
+        [ids[2], ids[3]],
+    ]
+
+
+@pytest.mark.parametrize("samplers", [1, 2, 3, 5])
+def test_no_sampler_is_dealt_more_than_its_places(samplers):
+    """Whatever is left of those in flight: the samplers that have one place more are the first."""
+    for in_flight in range(1, 23):
+        for going in range(in_flight + 1):
+            counts = np.bincount(dealt(list(range(going)), samplers), minlength=samplers)
+            most = [in_flight // samplers + (at < in_flight % samplers) for at in range(samplers)]
+            assert (counts <= most).all()
+            assert counts.max() - counts.min() <= 1
