@@ -237,13 +237,13 @@ class DecoderEngine:
             **self._read.programs(params, again=again),
         }
         prefixes = self._read.prefixes(params, again=again)
-        for name, prefix in prefixes.items():
-            made[f"fill_{name}"] = partial(self._fill.lower, prefix, state.layers, (column,) * 3, number)
         if self._takes_turns:
-            made["paused"] = partial(self._paused.lower, state.logits, state.lengths)
             logits, lengths = (self._struct(leaf.shape, leaf.dtype) for leaf in (state.logits, state.lengths))
             prefixes["paused"] = Prefix(layers=(), logits=logits, rows=column, starts=column, lengths=lengths)
+            made["paused"] = partial(self._paused.lower, state.logits, state.lengths)
         for name, prefix in prefixes.items():
+            if prefix.layers:
+                made[f"fill_{name}"] = partial(self._fill.lower, prefix, state.layers, (column,) * 3, number)
             slots_alone, logits_alone = replace(state, layers=()), replace(prefix, layers=())
             made[f"insert_{name}"] = partial(
                 self._insert.lower, logits_alone, slots_alone, (column,) * 6, number, key
