@@ -170,9 +170,7 @@ def in_flight(task: Task, engine: LimitedEngine) -> Way:
 
     def step() -> Collected:
         nonlocal before, ready
-        collector = FlightCollector.of(
-            sizes, before, ready, max_groups=1 << 30, metric="correct", enabled=True
-        )
+        collector = FlightCollector.of(sizes, before, ready, max_groups=None, metric="correct", enabled=True)
         sampler: RoundSampler | None = None
         while collector.goes_on:
             sampler = sampler or RoundSampler(

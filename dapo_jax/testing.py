@@ -72,7 +72,7 @@ class ScriptedEngine:
         self.pauses = 0
         """The number of times that responses that pause were put beside the slots."""
         self.live_slots: list[int] = []
-        """How many slots were live at each decoding step."""
+        """The number of slots that drew at each decoding step."""
 
     @property
     def occupancy(self) -> float:

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Span, Verdict
+from dapo_jax.checkpoints.packed_spans import check_spans, span_arrays, spans_of
+from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
 
 
 def carry_arrays(groups: Sequence[Group], *, brief: bool = False, texts: int = 0) -> dict[str, np.ndarray]:
@@ -25,7 +26,6 @@ def carry_arrays(groups: Sequence[Group], *, brief: bool = False, texts: int = 0
         return {}
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     scores = [rollout.verdict.score for rollout in rollouts]
-    spans = [span for rollout in rollouts for span in rollout.response.spans]
     told = [not brief or place < texts for group in groups for place in range(len(group.rollouts))]
     words = [json.dumps(_words(*each)).encode() for each in zip(rollouts, told, strict=True)]
     drawn = {}
@@ -36,9 +36,7 @@ def carry_arrays(groups: Sequence[Group], *, brief: bool = False, texts: int = 0
         "ordinals": np.array([group.prompt.ordinal for group in groups], np.int64),
         "group_sizes": np.array([len(group.rollouts) for group in groups], np.int64),
         "lengths": np.array([rollout.response_tokens for rollout in rollouts], np.int64),
-        "span_counts": np.array([len(rollout.response.spans) for rollout in rollouts], np.int64),
-        "span_firsts": np.array([span.first for span in spans], np.int64),
-        "span_versions": np.array([span.version for span in spans], np.int64),
+        **span_arrays([rollout.response.spans for rollout in rollouts]),
         **drawn,
         "truncated": np.array([rollout.truncated for rollout in rollouts]),
         "correct": np.array([rollout.correct for rollout in rollouts]),
@@ -71,12 +69,7 @@ def carry_groups(
     tokens = arrays.get("tokens", np.broadcast_to(np.int32(0), total))
     logprobs = arrays.get("logprobs", np.broadcast_to(np.float32(0), total))
     ends, text_ends = np.cumsum(arrays["lengths"]), np.cumsum(arrays["text_lengths"])
-    span_ends = np.cumsum(arrays["span_counts"])
-
-    def spans(i: int) -> tuple[Span, ...]:
-        of_it = slice(span_ends[i] - arrays["span_counts"][i], span_ends[i])
-        pairs = zip(arrays["span_firsts"][of_it], arrays["span_versions"][of_it], strict=True)
-        return tuple(Span(int(first), int(drawn_by)) for first, drawn_by in pairs)
+    spans = spans_of(arrays)
 
     def rollout(i: int) -> Rollout:
         span = slice(int(ends[i] - arrays["lengths"][i]), int(ends[i]))
@@ -87,7 +80,7 @@ def carry_groups(
                 tokens=tokens[span],
                 logprobs=logprobs[span],
                 finish_reason="length" if arrays["truncated"][i] else "stop",
-                spans=spans(i),
+                spans=spans[i],
             ),
             text=text,
             verdict=Verdict(
@@ -173,26 +166,9 @@ def _check_spans(arrays: dict[str, np.ndarray], version: int) -> None:
         ages.shape != (groups,) or ages.dtype.kind != "i" or not ((ages >= 0) & (ages <= version)).all()
     ):
         raise ValueError("'ages' is not one number of steps for each group")
-    given = _with_spans(arrays, version)
-    counts, firsts, versions = (given[name] for name in ("span_counts", "span_firsts", "span_versions"))
-    if counts.shape != arrays["lengths"].shape or counts.dtype.kind != "i" or (counts < 1).any():
-        raise ValueError("'span_counts' is not one number, 1 or more, for each response")
-    total = _total(given, "span_counts")
-    for name, array in (("span_firsts", firsts), ("span_versions", versions)):
-        if array.shape != (total,) or array.dtype.kind != "i":
-            raise ValueError(f"{name!r} is not one number for each span")
-    begins = np.zeros(total, bool)
-    begins[np.cumsum(counts) - counts] = True
-    follows = ~begins[1:]
-    if (firsts[begins] != 0).any() or (np.diff(firsts)[follows] <= 0).any():
-        raise ValueError(
-            "'span_firsts' has spans that do not begin with a response's first token and follow each other"
-        )
-    lengths = np.repeat(np.maximum(arrays["lengths"], 1), counts)
-    if (firsts >= lengths).any():
-        raise ValueError("'span_firsts' has a span that begins behind its response's last token")
-    if (versions > version).any() or (np.diff(versions)[follows] <= 0).any():
-        raise ValueError(f"'span_versions' has versions that do not rise up to {version}")
+    if (arrays.get("span_counts", np.ones(1)) < 1).any():
+        raise ValueError("'span_counts' has a response without a span")
+    check_spans(_with_spans(arrays, version), lengths=arrays["lengths"], version=version)
 
 
 def _no_prompt(ordinal: int) -> Prompt:

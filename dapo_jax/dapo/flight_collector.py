@@ -20,8 +20,8 @@ class FlightCollector:
     responses: dict[ResponseId, ResponseSoFar]
     ready: dict[int, Group]
     """Informative groups that wait to be trained on, by ordinal."""
-    max_groups: int
-    """The most groups of which a step takes verdicts: with fewer informative ones it has failed."""
+    max_groups: int | None
+    """The most groups of which a step takes verdicts: with too few informative ones among them it has failed. None: no limit."""
     metric: str = "correct"
     enabled: bool = True
     """False: all groups are trained on."""
@@ -40,7 +40,7 @@ class FlightCollector:
         in_flight: InFlight | None,
         ready: Sequence[Group],
         *,
-        max_groups: int,
+        max_groups: int | None,
         metric: str,
         enabled: bool,
     ) -> "FlightCollector":
@@ -77,7 +77,8 @@ class FlightCollector:
     @property
     def goes_on(self) -> bool:
         """Whether another round is to be sampled."""
-        return not self.clock.step_ends and self.tally.groups < self.max_groups
+        within = self.max_groups is None or self.tally.groups < self.max_groups
+        return within and not self.clock.step_ends
 
     def start(self) -> list[ResponseId]:
         """The responses that start now, in order."""

@@ -9,6 +9,9 @@ from jaxtyping import Float, Int
 from dapo_jax.dapo.rollouts import FinishReason, Response, Span
 from dapo_jax.dapo.virtual_clock import ResponseId, VirtualClock
 
+FINISH_REASONS: tuple[FinishReason | None, ...] = (None, "stop", "length")
+"""The numbers by which files and messages tell why a response has ended; None: it goes on."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Drawn:

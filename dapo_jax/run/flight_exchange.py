@@ -7,16 +7,12 @@ from dataclasses import replace
 import jax
 import numpy as np
 
-from dapo_jax.checkpoints.manifest import pack_arrays, unpack_arrays
-from dapo_jax.checkpoints.packed_groups import carry_arrays, carry_groups
-from dapo_jax.dapo.in_flight import Drawn
-from dapo_jax.dapo.rollouts import FinishReason, Group, Response
+from dapo_jax.dapo.in_flight import FINISH_REASONS, Drawn
+from dapo_jax.dapo.rollouts import Group, Response
 from dapo_jax.dapo.virtual_clock import ResponseId
 from dapo_jax.health.stopping import Stop, StoppedError
 from dapo_jax.rewards.functions import RewardError
-from dapo_jax.run.group_exchange import PromptAt, SamplerShare, exchanged
-
-_REASONS: tuple[FinishReason | None, ...] = (None, "stop", "length")
+from dapo_jax.run.group_exchange import PromptAt, SamplerShare, exchanged, travelled
 
 _HEAD_BYTES = 1024
 """For what is said beside the tokens. What does not fit, such as a long error, travels in further buffers."""
@@ -104,17 +100,8 @@ class FlightExchange:
         if self._share.alone:
             return list(groups)
         texts = max((len(group.rollouts) for group in groups), default=0)
-        packed, layout = pack_arrays(carry_arrays(groups, brief=True, texts=texts))
-        found: list[Group] = []
-        for said, body in exchanged(
-            {"layout": layout}, packed.tobytes(), stop=self._stop, failed=self._failed
-        ):
-            arrays = unpack_arrays(np.frombuffer(body, np.uint8), said["layout"])
-            found += carry_groups(arrays, prompt_at)
-        return sorted(
-            (_with(group, responses_to(group.prompt.ordinal)) for group in found),
-            key=lambda group: group.prompt.ordinal,
-        )
+        found = travelled(groups, prompt_at, brief=True, texts=texts, stop=self._stop, failed=self._failed)
+        return [_with(group, responses_to(group.prompt.ordinal)) for group in found]
 
 
 def _with(group: Group, responses: Sequence[Response]) -> Group:
@@ -127,7 +114,9 @@ def _with(group: Group, responses: Sequence[Response]) -> Group:
 
 def _packed(drawn: Sequence[Drawn]) -> bytes:
     """For each response the number of new tokens and why it ended, then all tokens, then all log-probabilities."""
-    heads = np.array([[len(part.tokens), _REASONS.index(part.finish_reason)] for part in drawn], np.int32)
+    heads = np.array(
+        [[len(part.tokens), FINISH_REASONS.index(part.finish_reason)] for part in drawn], np.int32
+    )
     tokens = [part.tokens.astype(np.int32).tobytes() for part in drawn]
     logprobs = [part.logprobs.astype(np.float32).tobytes() for part in drawn]
     return b"".join([len(drawn).to_bytes(8, "little"), heads.tobytes(), *tokens, *logprobs])
@@ -144,7 +133,7 @@ def _unpacked(body: bytes) -> list[Drawn]:
         Drawn(
             tokens=tokens[end - length : end],
             logprobs=logprobs[end - length : end],
-            finish_reason=_REASONS[reason],
+            finish_reason=FINISH_REASONS[reason],
         )
         for (length, reason), end in zip(heads.tolist(), ends.tolist(), strict=True)
     ]

@@ -48,14 +48,14 @@ class FlightSampling(GroupSampling):
 
     def collector(self, position: Position) -> FlightCollector:
         """The sampling of the step after `position`."""
-        config = self._config
+        config, dynamic = self._config, self._config.dynamic_sampling
         return FlightCollector.of(
             self._sizes,
             position.in_flight,
             position.carry,
-            max_groups=config.prompts_per_wave * config.dynamic_sampling.max_waves,
-            metric=config.dynamic_sampling.metric,
-            enabled=config.dynamic_sampling.enabled,
+            max_groups=config.prompts_per_wave * dynamic.max_waves if dynamic.enabled else None,
+            metric=dynamic.metric,
+            enabled=dynamic.enabled,
         )
 
     def groups(self, weights: PyTree, collector: FlightCollector) -> Iterator[Group]:

@@ -78,7 +78,7 @@ class SamplerShare:
             RewardError: a reward function failed in one of them; in all.
         """
         own = {group.prompt.ordinal: group for group in groups}
-        received = _travelled(
+        received = travelled(
             groups,
             lambda ordinal: own[ordinal].prompt if ordinal in own else prompt_at(ordinal),
             brief=True,
@@ -99,7 +99,7 @@ class SamplerShare:
             if self.grades and self.takes(group.prompt.ordinal) and group.prompt.ordinal in used
         ]
         prompts = {group.prompt.ordinal: group.prompt for group in collected.sampled}
-        received = _travelled(sent, prompts.__getitem__, brief=False, stop=self._stop)
+        received = travelled(sent, prompts.__getitem__, brief=False, stop=self._stop)
         there = {group.prompt.ordinal: group for group in received}
 
         def whole(groups: Iterable[Group]) -> list[Group]:
@@ -113,7 +113,7 @@ class SamplerShare:
         )
 
 
-def _travelled(
+def travelled(
     groups: Sequence[Group],
     prompt_at: PromptAt,
     *,
@@ -122,7 +122,14 @@ def _travelled(
     texts: int = 0,
     failed: str = "",
 ) -> list[Group]:
-    """The groups that all processes sent, by ordinal, unless one of them sent that it stops, or why it has failed."""
+    """The groups that all processes sent, by ordinal.
+
+    In `brief` they are without tokens, and `texts` of the responses of each group, the first ones, have texts all the same. A process that has `failed` says why.
+
+    Raises:
+        StoppedError: one of the processes was told to stop; in all of them.
+        RewardError: one of them has failed; in all.
+    """
     packed, layout = pack_arrays(carry_arrays(groups, brief=brief, texts=texts))
     found: list[Group] = []
     for said, body in exchanged({"layout": layout}, packed.tobytes(), stop=stop, failed=failed):

@@ -1,5 +1,6 @@
 """Graded groups for the steps and the evaluations of a run, sampled by this process alone or together with others."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from dapo_jax.run.response_sampler import ResponseSampler
 FOR_OTHERS = "waiting for the groups of the other processes"
 
 
-class GroupSampling:
+class GroupSampling(ABC):
     """Samples prompts and grades their responses, for one run: for evaluations here, for its steps in one of the two subclasses."""
 
     def __init__(
@@ -55,21 +56,24 @@ class GroupSampling:
             drawn.append({"temperature": cut.temperature, "top_p": cut.top_p, "top_k": cut.top_k})
         self._sampler.compile(*drawn)
 
+    @abstractmethod
     def collector(self, position: Position) -> Collecting:
         """The sampling of the step after `position`, of which nothing is sampled yet."""
-        raise NotImplementedError
+        ...
 
+    @abstractmethod
     def groups(self, weights: PyTree, collector: Any) -> Iterator[Group]:
         """The graded groups of a step, each added to what `collector` gave, in the order in which their verdicts come."""
-        raise NotImplementedError
+        ...
 
+    @abstractmethod
     def finish(self, collector: Any) -> Collected:
         """The groups that a step trains on and those that it leaves, whole in every process.
 
         Raises:
             ShortfallError: there are too few informative groups.
         """
-        raise NotImplementedError
+        ...
 
     def evaluate(self, params: PyTree, step: int) -> dict[str, list[Group]]:
         """Name of each dataset to evaluate on -> the graded groups of its prompts, after step `step`.
@@ -102,10 +106,6 @@ class GroupSampling:
         by_ordinal = {prompt.ordinal: prompt for prompt in prompts}
         kept = responses_kept(len(prompts), self._config.log.eval_responses)
         return self._gathered(groups, by_ordinal.__getitem__, texts=max(kept, default=0))
-
-    def _prompt_at(self, ordinal: int) -> Prompt:
-        self._watch.note("reading prompts")
-        return self._stream.at(ordinal)
 
     def _gathered(self, groups: Sequence[Group], prompt_at: PromptAt, *, texts: int = 0) -> list[Group]:
         self._watch.note(FOR_OTHERS, for_others=True)

@@ -19,6 +19,6 @@ class Position:
     carry: Sequence[Group] = ()
     """Informative groups left over from earlier steps."""
     share: InformativeShare = field(default_factory=InformativeShare)
-    """How many of the groups sampled lately were informative."""
+    """Counts of the groups sampled lately, and of the informative ones among them."""
     in_flight: InFlight | None = None
     """The rollouts that go on; None: none do, or none have begun."""

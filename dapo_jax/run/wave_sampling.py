@@ -94,3 +94,7 @@ class WaveSampling(GroupSampling):
 
             groups = self._share.graded(sampled(prompts), self._grading.groups)
             yield from self._gathered(groups, self._prompts.__getitem__)
+
+    def _prompt_at(self, ordinal: int) -> Prompt:
+        self._watch.note("reading prompts")
+        return self._stream.at(ordinal)

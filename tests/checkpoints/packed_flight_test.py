@@ -66,7 +66,7 @@ def a_clock(**changes):
         ({"flight_clock": np.frombuffer(b"{", np.uint8)}, "the clock cannot be read"),
         ({"flight_lengths": np.zeros(5, np.float32)}, "'lengths' is missing or of another kind"),
         ({"flight_lengths": np.zeros(4, np.int64)}, "'lengths' has 4 entries instead of 5"),
-        ({"flight_lengths": np.array([3, 6, 9, 12, -1])}, "a length is negative"),
+        ({"flight_lengths": np.array([3, 6, 9, 12, -1])}, "'lengths' has one that is negative"),
         ({"flight_reasons": np.array([0, 3, 0, 0, 0])}, "'reasons' has one that is none"),
         (
             {"flight_reasons": np.array([1, 2, 0, 0, 0])},
@@ -76,7 +76,7 @@ def a_clock(**changes):
         ({"flight_tokens": np.full(30, 16, np.int32)}, "'tokens' has one that is not from 0 to 15"),
         ({"flight_tokens": np.zeros(29, np.int32)}, "'tokens' has 29 entries instead of 30"),
         ({"flight_span_counts": np.array([3, 3, 3, 2, 1])}, "'span_counts' has spans of no tokens"),
-        ({"flight_span_firsts": np.zeros(12, np.int64)}, "'span_firsts' has spans that do not follow"),
+        ({"flight_span_firsts": np.zeros(12, np.int64)}, "'span_firsts' has spans that do not begin with"),
         ({"flight_span_versions": np.zeros(12, np.int64)}, "'span_versions' has versions that do not rise"),
         (
             {"flight_span_versions": np.array([0, 1, 3] * 4)},

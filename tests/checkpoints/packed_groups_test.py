@@ -157,8 +157,8 @@ def texts_of(*words):
         ({"scores": np.array([1.0, np.nan, 1.0, 1.0])}, "'scores' has one that is not finite"),
         ({"group_sizes": np.array([4, 0])}, "'group_sizes' has a group without responses"),
         ({"ordinals": np.array([1, 3])}, "'ordinals' has one that is not from 0 to 2"),
-        ({"span_counts": np.array([1, 1, 1, 0])}, "'span_counts' is not one number, 1 or more, for each"),
-        ({"span_firsts": np.zeros(5, np.int64)}, "'span_firsts' is not one number for each span"),
+        ({"span_counts": np.array([1, 1, 1, 0])}, "'span_counts' has a response without a span"),
+        ({"span_firsts": np.zeros(5, np.int64)}, "'span_firsts' is not one number for each of 4 spans"),
         ({"span_firsts": np.array([0, 1, 0, 0])}, "'span_firsts' has spans that do not begin with"),
         (
             {

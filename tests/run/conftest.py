@@ -3,6 +3,7 @@
 The eight virtual CPU devices of the test session are the mesh: weights over fsdp 8, one row and one slot each.
 """
 
+import json
 import math
 import os
 from dataclasses import replace
@@ -23,6 +24,7 @@ from dapo_jax.config import (
     RewardConfig,
     SamplingConfig,
     TrainConfig,
+    to_yaml,
 )
 from dapo_jax.run import train
 from dapo_jax.run.policy import Policy
@@ -120,6 +122,38 @@ def _with_section(config, path, inner):
         return inner
     outer, _, name = path.rpartition("__")
     return _with_section(config, outer, replace(_section(config, outer), **{name: inner}))
+
+
+@pytest.fixture(scope="session")
+def on_disk(micro, rows):
+    """(folder, source of a grader's module, its function) -> what makes configurations there for the command line, by name, and writes them."""
+
+    def at(folder, grader, function):
+        (folder / "grader.py").write_text(grader)
+        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+        def make(name, **changes):
+            config = micro(
+                folder / name,
+                data=DataConfig(
+                    source="jsonl", path=str(folder / "rows.jsonl"), data_dir=str(folder / "data"), max_prompt_tokens=4,
+                    eval_split="train",
+                ),
+                reward__grader=f"{folder}/grader.py:{function}",
+                reward__workers=0,
+                optimizer__epsilon=0.1,
+                checkpoint__every_steps=1,
+                checkpoint__keep=9,
+                log__rollouts_every_steps=2,
+                log__rollout_groups=2,
+                **changes,
+            )  # fmt: skip
+            (folder / f"{name}.yaml").write_text(to_yaml(config))
+            return config, folder / f"{name}.yaml"
+
+        return make
+
+    return at
 
 
 def correct_by_even_sum(sample):

@@ -1,13 +1,13 @@
 """Runs of several processes whose rollouts stay in flight: what one process trains, whatever each of them waits for."""
 
-import json
 import signal
 import time
+from functools import partial
 
 import pytest
 from rich.console import Console
 
-from dapo_jax.config import DataConfig, RolloutConfig, to_yaml
+from dapo_jax.config import RolloutConfig
 from dapo_jax.run import train
 from dapo_jax.trackers import read_metrics
 from dapo_jax.trackers.progress import Progress
@@ -51,35 +51,10 @@ sys.exit(main(sys.argv[1:]))
 
 
 @pytest.fixture(scope="module")
-def setting(micro, rows, tmp_path_factory):
+def setting(on_disk, tmp_path_factory):
     """Makes the configuration of a run for the command line, and writes it: 20 responses in flight, groups of four."""
-    folder = tmp_path_factory.mktemp("flying")
-    (folder / "grader.py").write_text(GRADER)
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-    def make(name, **changes):
-        config = micro(
-            folder / name,
-            data=DataConfig(
-                source="jsonl", path=str(folder / "rows.jsonl"), data_dir=str(folder / "data"), max_prompt_tokens=4,
-                eval_split="train",
-            ),
-            reward__grader=f"{folder}/grader.py:third",
-            reward__workers=0,
-            dynamic_sampling__surplus="discard",
-
-            rollout=RolloutConfig(in_flight=20, round_tokens=2),
-            optimizer__epsilon=0.1,
-            checkpoint__every_steps=1,
-            checkpoint__keep=9,
-            log__rollouts_every_steps=2,
-            log__rollout_groups=2,
-            **changes,
-        )  # fmt: skip
-        (folder / f"{name}.yaml").write_text(to_yaml(config))
-        return config, folder / f"{name}.yaml"
-
-    return make
+    flying = {"dynamic_sampling__surplus": "discard", "rollout": RolloutConfig(in_flight=20, round_tokens=2)}
+    return partial(on_disk(tmp_path_factory.mktemp("flying"), GRADER, "third"), **flying)
 
 
 @pytest.fixture(scope="module")

@@ -148,6 +148,16 @@ def test_no_prompt_is_trained_on_twice_and_none_is_lost(flying, run_micro, rows,
     assert 0 <= len(graded) - judged <= 4, "what was graded has its verdict, or is due a round later"
 
 
+def test_without_dynamic_sampling_every_group_is_trained_on_and_no_number_of_waves_is_asked_for(
+    flying, run_micro
+):
+    """Every response is right, which teaches nothing; and `max_waves` is 0, which only dynamic sampling minds."""
+    config = flying(dynamic_sampling__enabled=False, dynamic_sampling__max_waves=0, steps=2)
+    first, second = run_micro(config, reward=lambda sample: True).metrics
+    assert (first["rollout/trained_groups"], first["rollout/all_correct_frac"]) == (2, 1.0)
+    assert second["rollout/trained_groups"] == 2
+
+
 def test_a_bound_on_ages_holds_steps_back(flying, run_micro):
     """Eight groups in flight for steps of two: without a bound some wait for long."""
 

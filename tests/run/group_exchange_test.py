@@ -15,7 +15,6 @@ from rich.console import Console
 
 from dapo_jax.checkpoints.manifest import pack_arrays
 from dapo_jax.checkpoints.packed_groups import carry_arrays, carry_groups
-from dapo_jax.config import DataConfig, to_yaml
 from dapo_jax.dapo.dynamic_sampling import Collected
 from dapo_jax.dapo.rollouts import Group, Span
 from dapo_jax.health.stopping import STOPPED, Stop
@@ -129,32 +128,9 @@ def test_a_response_in_brief_takes_100_bytes_whatever_its_length():
 
 
 @pytest.fixture(scope="module")
-def setting(micro, rows, tmp_path_factory):
+def setting(on_disk, tmp_path_factory):
     """Makes the configuration of a run for the command line, and writes it: three prompts in a wave are not shared evenly."""
-    folder = tmp_path_factory.mktemp("several")
-    (folder / "grader.py").write_text(GRADER)
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-    def make(name, **changes):
-        config = micro(
-            folder / name,
-            data=DataConfig(
-                source="jsonl", path=str(folder / "rows.jsonl"), data_dir=str(folder / "data"), max_prompt_tokens=4,
-                eval_split="train",
-            ),
-            reward__grader=f"{folder}/grader.py:eleventh",
-            reward__workers=0,
-            optimizer__epsilon=0.1,
-            checkpoint__every_steps=1,
-            checkpoint__keep=9,
-            log__rollouts_every_steps=2,
-            log__rollout_groups=2,
-            **changes,
-        )  # fmt: skip
-        (folder / f"{name}.yaml").write_text(to_yaml(config))
-        return config, folder / f"{name}.yaml"
-
-    return make
+    return on_disk(tmp_path_factory.mktemp("several"), GRADER, "eleventh")
 
 
 @pytest.fixture(scope="module")
