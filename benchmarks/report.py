@@ -51,3 +51,16 @@ def write(path: Path, results: dict[str, Any]) -> None:
     stamped = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "machine": machine(), **results}
     path.write_text(json.dumps(stamped, indent=1) + "\n")
     print(f"\nwritten to {path}")
+
+
+def with_table(text: str, name: str, made: str) -> str:
+    """A page with a table in the place that comments mark, or at its end.
+
+    >>> with_table("Rows:\\n<!-- ladder -->\\nold\\n<!-- end -->\\n", "ladder", "new")
+    'Rows:\\n<!-- ladder -->\\nnew\\n<!-- end -->\\n'
+    """
+    begin, end = f"<!-- {name} -->\n", "\n<!-- end -->\n"
+    if begin not in text:
+        return f"{text}{begin}{made}{end}"
+    before, _, rest = text.partition(begin)
+    return f"{before}{begin}{made}{end}{rest.partition(end)[2]}"

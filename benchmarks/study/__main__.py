@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks.report import machine, table
+from benchmarks.report import machine, table, with_table
 from benchmarks.study.claims import IN_FLIGHT, QUESTIONS, Verdict, judge
 from benchmarks.study.curves import (
     Run,
@@ -18,13 +18,16 @@ from benchmarks.study.curves import (
     mean_accuracy,
     whole,
 )
-from benchmarks.study.figures import draw_all
+from benchmarks.study.figures import draw_all, draw_in_flight
 from benchmarks.study.ladder import FURTHER, PROBES, ROWS, Row
 from benchmarks.study.runs import make_runs
 
 NAMES = [row.name for row in (*ROWS, *FURTHER, *PROBES)]
 SEEDS = range(8)
 RESULTS = Path("docs/results/study")
+METRICS_FILE = "metrics.csv"
+IN_FLIGHT_RUNS = "in_flight"
+"""The folder in the results of the row in flight and of those that it is compared with, which share a base model."""
 
 
 def main() -> None:
@@ -44,7 +47,7 @@ def main() -> None:
         return show(arguments.results)
     make_runs(arguments.runs, arguments.rows, arguments.seeds, cores=arguments.cores)
     arguments.results.mkdir(parents=True, exist_ok=True)
-    collect(arguments.runs, arguments.rows, arguments.seeds, arguments.results / "metrics.csv")
+    collect(arguments.runs, arguments.rows, arguments.seeds, arguments.results / METRICS_FILE)
     took = [
         json.loads((arguments.runs / f"{row}_{seed}" / "took.json").read_text())["wall_s"]
         for row in arguments.rows
@@ -52,14 +55,14 @@ def main() -> None:
     ]
     about = {"runs": len(took), "run_hours": round(sum(took) / 3600, 2), "machine": machine()}
     (arguments.results / "made.json").write_text(json.dumps(about, indent=1) + "\n")
-    last = arguments.runs / f"{ROWS[-1].name}_{arguments.seeds[0]}"
+    last = arguments.runs / f"{arguments.rows[-1]}_{arguments.seeds[0]}"
     shutil.copy(last / "config.yaml", arguments.results)
     return None
 
 
 def show(folder: Path) -> None:
     """Prints the tables, puts them in their places in `folder`/README.md and the figures beside it."""
-    runs = load(folder / "metrics.csv")
+    runs = load(folder / METRICS_FILE)
     seeds = sorted({seed for _, seed in runs})
     page = folder / "README.md"
     text = page.read_text() if page.exists() else ""
@@ -69,29 +72,21 @@ def show(folder: Path) -> None:
         "claims": _claims(judge(runs, seeds)),
         "probes": _claims(judge(runs, seeds, QUESTIONS)),
     }
-    if all((row.name, seed) in runs for row in FURTHER for seed in seeds):
+    further: dict[tuple[str, int], Run] = {}
+    if (kept := folder / IN_FLIGHT_RUNS / METRICS_FILE).exists():
+        further = load(kept)
         compared = (*ROWS[-2:], *FURTHER)
-        tables["in_flight"] = _ladder(runs, seeds, (*ACCURACY_AND_COST, AGE), compared)
-        tables["in_flight_claims"] = _claims(judge(runs, seeds, IN_FLIGHT))
+        tables["in_flight"] = _ladder(further, seeds, (*ACCURACY_AND_COST, AGE), compared)
+        tables["in_flight_claims"] = _claims(judge(further, seeds, IN_FLIGHT))
     for name, made in tables.items():
         print(f"{made}\n")
         text = with_table(text, name, made)
     page.write_text(text)
-    for path in draw_all(runs, seeds, folder):
+    for path in (
+        *draw_all(runs, seeds, folder),
+        *([draw_in_flight(further, seeds, folder)] if further else []),
+    ):
         print(path)
-
-
-def with_table(text: str, name: str, made: str) -> str:
-    """A page with a table in the place that comments mark, or at its end.
-
-    >>> with_table("Rows:\\n<!-- ladder -->\\nold\\n<!-- end -->\\n", "ladder", "new")
-    'Rows:\\n<!-- ladder -->\\nnew\\n<!-- end -->\\n'
-    """
-    begin, end = f"<!-- {name} -->\n", "\n<!-- end -->\n"
-    if begin not in text:
-        return f"{text}{begin}{made}{end}"
-    before, _, rest = text.partition(begin)
-    return f"{before}{begin}{made}{end}{rest.partition(end)[2]}"
 
 
 Measures = Sequence[tuple[str, Callable[[Run], float], str]]

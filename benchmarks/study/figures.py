@@ -12,18 +12,18 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from benchmarks.study.curves import Run
-from benchmarks.study.ladder import ROWS
+from benchmarks.study.ladder import FURTHER, ROWS
 
 Runs = dict[tuple[str, int], Run]
 COLOURS = dict(
     zip(
-        [row.name for row in ROWS],
-        ["#7f7f7f", "#cc79a7", "#0072b2", "#e69f00", "#009e73", "#d55e00"],
+        [row.name for row in (*ROWS, *FURTHER)],
+        ["#7f7f7f", "#cc79a7", "#0072b2", "#e69f00", "#009e73", "#d55e00", "#0072b2"],
         strict=True,
     )
 )
 """Okabe and Ito's, which colour-blind people can tell apart."""
-TITLES = {row.name: row.title for row in ROWS}
+TITLES = {row.name: row.title for row in (*ROWS, *FURTHER)}
 
 Curve = Callable[[Run], tuple[np.ndarray, np.ndarray]]
 """Of a run: places on the x axis, and values."""
@@ -113,6 +113,16 @@ def draw_all(runs: Runs, seeds: Sequence[int], folder: Path) -> list[Path]:
         ],
     }
     return [_draw(runs, seeds, panels, folder / f"{name}.png") for name, panels in figures.items()]
+
+
+def draw_in_flight(runs: Runs, seeds: Sequence[int], folder: Path) -> Path:
+    """The accuracy of the row in flight, and of the two that it is compared with, as a PNG in `folder`; returns its path."""
+    rows, held_out = [row.name for row in (*ROWS[-2:], *FURTHER)], "held-out accuracy (avg@4)"
+    panels = [
+        (rows, accuracy("updates"), held_out, "optimizer updates"),
+        (rows, accuracy("tokens"), held_out, "sampled tokens"),
+    ]
+    return _draw(runs, seeds, panels, folder / "in_flight.png")
 
 
 def _draw(

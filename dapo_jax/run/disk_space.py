@@ -14,6 +14,9 @@ from dapo_jax.storage import AnyPath, files_below, in_bucket, path_of, size_of
 STATE_BYTES, EXPORT_BYTES = 12, 4
 """Bytes of a parameter: in a checkpoint (float32 weights and two moments), and in the model that is written at the end."""
 
+TOKEN_BYTES = 8
+"""Bytes of a token of a response that is not trained on yet, in a checkpoint: its number and its log-probability."""
+
 SPARE = 2**30
 """Bytes that a disk should have left beyond what is needed."""
 
@@ -48,7 +51,10 @@ def check_room(config: TrainConfig, parameters: int) -> str:
 
 def written_by(config: TrainConfig, parameters: int) -> dict[str, tuple[str, int]]:
     """Key -> folder, and bytes that a run will write there beyond what it has written."""
-    size = parameters * (_checkpoints(config) * STATE_BYTES + EXPORT_BYTES)
+    checkpoint = (
+        parameters * STATE_BYTES + _waiting(config) * config.sampling.max_response_tokens * TOKEN_BYTES
+    )
+    size = _checkpoints(config) * checkpoint + parameters * EXPORT_BYTES
     there = 0
     if not in_bucket(config.run_dir):
         folders = [path_of(config.run_dir) / name for name in ("checkpoints", "model")]
@@ -65,6 +71,14 @@ def _checkpoints(config: TrainConfig) -> int:
         best = 1
         saved += config.steps // config.eval.every_steps
     return min(saved, checkpoint.keep + best + 1)
+
+
+def _waiting(config: TrainConfig) -> int:
+    """Responses that a checkpoint holds at most, or nearly: what is in flight and a step's groups that wait, or of waves the surplus that is kept."""
+    batch, in_flight = config.batch, config.rollout.in_flight
+    if in_flight:
+        return in_flight + batch.prompts_per_step * batch.group_size
+    return config.prompts_per_wave * batch.group_size if config.dynamic_sampling.surplus == "carry" else 0
 
 
 def room_for(places: Mapping[str, tuple[str, int]]) -> Room:

@@ -8,7 +8,8 @@ import shutil
 import numpy as np
 import pytest
 
-from benchmarks.study.__main__ import RESULTS, show, with_table
+from benchmarks.report import with_table
+from benchmarks.study.__main__ import IN_FLIGHT_RUNS, METRICS_FILE, RESULTS, show
 from benchmarks.study.claims import CLAIMS, IN_FLIGHT, holm, judge, sign_flip_p
 from benchmarks.study.curves import (
     ACCURACY,
@@ -185,8 +186,9 @@ def test_tables_go_to_their_places_and_nothing_else_moves():
 
 
 def test_the_page_has_the_tables_and_figures_that_its_metrics_make(tmp_path):
-    for name in ("README.md", "metrics.csv"):
-        shutil.copy(RESULTS / name, tmp_path)
+    (tmp_path / IN_FLIGHT_RUNS).mkdir()
+    for name in ("README.md", METRICS_FILE, f"{IN_FLIGHT_RUNS}/{METRICS_FILE}"):
+        shutil.copy(RESULTS / name, tmp_path / name)
     show(tmp_path)
     assert (tmp_path / "README.md").read_text() == (RESULTS / "README.md").read_text()
     assert {path.name for path in tmp_path.glob("*.png")} == {path.name for path in RESULTS.glob("*.png")}

@@ -8,7 +8,18 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from dapo_jax.config import CheckpointConfig, ConfigError, EvalConfig, TrainConfig
+from dapo_jax.config import (
+    BatchConfig,
+    CheckpointConfig,
+    ConfigError,
+    DynamicSamplingConfig,
+    EvalConfig,
+    OverlongConfig,
+    RewardConfig,
+    RolloutConfig,
+    SamplingConfig,
+    TrainConfig,
+)
 from dapo_jax.run.disk_space import room_for, written_by
 from dapo_jax.trackers.progress import Progress
 
@@ -62,6 +73,29 @@ def test_what_a_run_writes_is_its_checkpoints_and_its_model(
     Path(tmp_path, "checkpoints", "10").mkdir(parents=True)
     Path(tmp_path, "checkpoints", "10", "state").write_bytes(bytes(12_000))
     assert written_by(config, 1000)["run_dir"] == (str(tmp_path), size - 12_000)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "responses"),
+    [
+        # In flight, and 4 groups of 2 that wait; 3 prompts a wave x 2 responses, kept; in waves nothing is.
+        ({"rollout": RolloutConfig(in_flight=6, round_tokens=2)}, 6 + 4 * 2),
+        ({"dynamic_sampling": DynamicSamplingConfig(prompts_per_wave=3, surplus="carry")}, 3 * 2),
+        ({}, 0),
+    ],
+)
+def test_responses_that_are_not_trained_on_yet_are_counted(tmp_path, overrides, responses):
+    """8 bytes for each of at most 10 tokens, in a checkpoint beside 12 a parameter."""
+    config = TrainConfig(
+        run_dir=str(tmp_path),
+        steps=1,
+        batch=BatchConfig(prompts_per_step=4, group_size=2, groups_per_update=4),
+        sampling=SamplingConfig(max_response_tokens=10),
+        reward=RewardConfig(overlong=OverlongConfig(enabled=False)),
+        checkpoint=CheckpointConfig(every_steps=0, keep_best=False),
+        **overrides,
+    )
+    assert written_by(config, 1000)["run_dir"][1] == 1000 * (12 + 4) + 10 * 8 * responses
 
 
 def test_folders_on_one_disk_share_it(monkeypatch, tmp_path):

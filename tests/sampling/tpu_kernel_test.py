@@ -40,7 +40,7 @@ def cases():
                 yield pytest.param(chip, shape, dtype, marks=() if quick else pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("chip", "shape", "dtype"), cases())
+@pytest.mark.parametrize(("chip", "shape", "dtype"), list(cases()))
 def test_the_kernel_compiles_in_place(chip, shape, dtype):
     """What comes back lies where it lay; beside it is less than an eighth of it (a pool is 8 to 256 MiB here)."""
     heads, kv_heads, head_dim = shape
