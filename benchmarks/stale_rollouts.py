@@ -36,7 +36,7 @@ METRICS = (
     "rollout/newest_age_mean",
     "rollout/earlier_tokens_frac",
     "policy/entropy",
-    "mismatch/kl",
+    "sync/sampler_trainer_kl",
     "importance/ess_frac",
     "importance/weight",
     "update/grad_norm",
@@ -74,7 +74,7 @@ class WithoutWeights(TrainConfig):
 
     @property
     def correction(self) -> Correction:
-        """None."""
+        """No weights: each token counts as one of the policy's own."""
         return Correction("none", 0.0, math.inf)
 
 
@@ -140,16 +140,11 @@ def draw(curves: Curves, target: Path) -> None:
     figure, axes = plt.subplots(2, 2, figsize=(10, 6.4), sharex=True, layout="constrained")
     for axis, (metric, label) in zip(axes.flat, PANELS, strict=True):
         for way in WAYS:
-            for (name, seed), run in curves.items():
-                if name == way.name:
-                    there = ~np.isnan(run[metric])
-                    axis.plot(
-                        run["step"][there],
-                        run[metric][there],
-                        color=way.colour,
-                        linewidth=1.4,
-                        label=way.title if seed == 0 else None,
-                    )
+            runs = [run for (name, _), run in curves.items() if name == way.name]
+            for index, run in enumerate(runs):
+                there, label_once = ~np.isnan(run[metric]), None if index else way.title
+                places, values = run["step"][there], run[metric][there]
+                axis.plot(places, values, color=way.colour, linewidth=1.4, label=label_once)
         axis.set_ylabel(label)
         axis.grid(alpha=0.3)
     axes[1, 0].set_yscale("log")

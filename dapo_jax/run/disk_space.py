@@ -64,7 +64,7 @@ def written_by(config: TrainConfig, parameters: int) -> dict[str, tuple[str, int
 
 
 def _checkpoints(config: TrainConfig) -> int:
-    """How many lie there at once at most: those that are kept, the best, and while the newest is written the one that goes for it."""
+    """The number of checkpoints that lie there at once at most: those that are kept, the best, and while the newest is written the one that goes for it."""
     checkpoint, best = config.checkpoint, 0
     saved = 1 + (config.steps // checkpoint.every_steps if checkpoint.every_steps else 0)
     if checkpoint.keep_best and config.eval.every_steps:

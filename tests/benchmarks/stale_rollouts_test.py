@@ -3,9 +3,10 @@
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from benchmarks.stale_rollouts import METRICS_FILE, RESULTS, WAYS, configuration, load, show
+from benchmarks.stale_rollouts import METRICS, METRICS_FILE, RESULTS, WAYS, configuration, load, show
 from dapo_jax.config import ConfigError, load_config
 
 WAY = {way.name: way for way in WAYS}
@@ -35,3 +36,8 @@ def test_the_page_has_the_table_and_the_figure_that_its_metrics_make(tmp_path):
     assert (tmp_path / "stale_rollouts.png").stat().st_size > 10_000
     runs = load(RESULTS / METRICS_FILE)
     assert {name for name, _ in runs} == set(WAY)
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_every_metric_that_is_kept_is_one_that_the_runs_log(metric):
+    assert np.isfinite(load(RESULTS / METRICS_FILE)["truncate", 0][metric]).any()
