@@ -68,7 +68,7 @@ def _ways(plan: Plan, part: str, held: int) -> tuple[Way, ...]:
         "prefilled prompts": _prefix,
         "minibatches": _minibatches,
         "sequence read in parts": _longest,
-        "response read again": _longest,
+        "sequence that waits for its slot": _longest,
     }
     if part in made:
         return tuple(made[part](plan, held))

@@ -78,7 +78,7 @@ class Resident:
     reread: int = 0
     """The same sequence once it is read, for its slot."""
     waiting: int = 0
-    """Where rollouts stay in flight, one more such sequence: it waits for its slot while another one is read part by part."""
+    """Where rollouts stay in flight, or prompts are longer than a row, one more such sequence: it waits for its slot while another one is read part by part."""
     decode_state: int = 0
     """The cache, and the logits of every slot."""
     paused: int = 0
@@ -139,11 +139,11 @@ def together(program: str, there: Resident, *, updates: int) -> tuple[str, dict[
     one, buffers, again = (
         {"prefilled prompts": there.prefix},
         {"sequence read in parts": there.buffers},
-        {"response read again": there.reread},
+        {"sequence that waits for its slot": there.reread},
     )
     # A long sequence may be read to its end, or half read, while others are decoded.
     longer = {**cache, **one, **(buffers if there.waiting or there.buffers > there.reread else again)}
-    longer |= {"response read again": there.waiting} if there.waiting else {}
+    longer |= {"sequence that waits for its slot": there.waiting} if there.waiting else {}
     gradient = {**updating, "gradient": there.gradient}
     known: dict[str, tuple[str, dict[str, int]]] = {
         "transfer": ("transfer: its last layer", sampler),

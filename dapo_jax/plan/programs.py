@@ -184,7 +184,7 @@ class Programs:
             buffers=room
             and 2 * decoder.layers * heads * decoder.head_dim * item(self._dtype) * room + flowing,
             reread=reread,
-            waiting=reread if self._in_flight else 0,
+            waiting=reread if self._in_flight or read.longest > width else 0,
             decode_state=bytes_on_device(self._engine.state_structs, layout.sampler),
             # Logits of all slots at a time, on each device.
             paused=4 * decoder.vocab_rows * slots * max(0, -(-self._in_flight // slots) - 1),

@@ -16,10 +16,10 @@ from dapo_jax.run.loop import Observer, run_steps
 
 SMALL = [
     "sampling.slots=16", "dynamic_sampling.enabled=false", "batch.prompts_per_step=8", "batch.group_size=4", "batch.groups_per_update=4",
-    "batch.rows_per_microbatch=8", "batch.packing=false", "eval.every_steps=0", "loss.kl_coef=0.1", "sampling.prefill_tokens=16",
-    "sampling.page_tokens=16", "sampling.cache_tokens=512", "parallel.fsdp=2", "parallel.data=4",
+    "batch.rows_per_microbatch=8", "batch.packing=false", "eval.every_steps=0", "loss.kl_coef=0.1", "sampling.prefill_tokens=4",
+    "sampling.page_tokens=16", "sampling.cache_tokens=4096", "parallel.fsdp=2", "parallel.data=4",
 ]  # fmt: skip
-"""A row of prompts holds two, a microbatch eight responses; a device's cache one longest sequence for two slots."""
+"""A prompt is longer than a row, a microbatch has eight responses; the cache has room for all slots."""
 
 SMALLS = 4096
 """Bytes of what is there beside: random keys, metrics, the tokens of the last call."""
@@ -92,20 +92,27 @@ def test_what_lies_on_a_device_during_updates_and_between_steps_is_counted(count
     assert max(found["between"]) == pytest.approx(sum(beside.values()) - beside["minibatches"], abs=SMALLS)
 
 
-def test_what_lies_on_a_device_while_it_samples_is_counted(counted):
-    """The weights and the cache too; and, where pages have run out, a response that is half read again while prompts wait for slots."""
-    made, found = counted
+def check_while_sampling(made, found):
+    """What was seen at most is what is counted. Whether prompts of a whole row lie there at the same time depends on the tokens that are drawn, and these on the machine."""
     beside = parts(made, "generate")
+    total = sum(beside.values())
+    assert total - beside["prefilled prompts"] - SMALLS <= max(found["sampling"]) <= total + SMALLS
+    return beside, total
+
+
+def test_what_lies_on_a_device_while_it_samples_is_counted(counted):
+    """The weights and the cache too; and a prompt that is half read while the one before it waits for slots."""
+    made, found = counted
+    beside, total = check_while_sampling(made, found)
     assert list(beside)[3:] == [
         "sampler weights",
         "decode state",
         "prefilled prompts",
         "sequence read in parts",
+        "sequence that waits for its slot",
     ]
-    total = sum(beside.values())
-    assert max(found["sampling"]) == pytest.approx(total, abs=SMALLS)
     # At the end of a step's sampling nothing is read any more.
-    least = total - beside["prefilled prompts"] - beside["sequence read in parts"]
+    least = total - sum(list(beside.values())[5:])
     assert min(found["sampling"]) == pytest.approx(least, abs=SMALLS)
 
 
@@ -118,12 +125,11 @@ FLYING = [
 def test_what_lies_on_a_device_while_rollouts_are_in_flight_is_counted(tmp_path):
     """A response that has been read again waits for its slot while another one is half read, and prompts are there."""
     made, found = observed(tmp_path, *FLYING)
-    beside = parts(made, "generate")
+    beside, _ = check_while_sampling(made, found)
     assert list(beside)[4:] == [
         "decode state",
         "paused responses",
         "prefilled prompts",
         "sequence read in parts",
-        "response read again",
+        "sequence that waits for its slot",
     ]
-    assert max(found["sampling"]) == pytest.approx(sum(beside.values()), abs=SMALLS)
