@@ -333,7 +333,7 @@ def wider_model(model, tmp_path_factory):
     return str(folder)
 
 
-@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
+@pytest.mark.parametrize("kl_coef", [pytest.param(0.0, marks=pytest.mark.slow), 0.1])
 def test_during_an_update_the_devices_hold_the_train_state_and_one_gradient(
     kl_coef, wider_model, micro, rows, even_sum, tmp_path
 ):
