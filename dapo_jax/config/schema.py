@@ -24,6 +24,7 @@ from dapo_jax.config.keys import (
 )
 from dapo_jax.config.section import Section, due, entries, field_types, leaf_types, rules_by_key
 from dapo_jax.config.values import refuse
+from dapo_jax.nearest import nearest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +77,50 @@ class ModelConfig(Section, at="model"):
             )
 
 
+LORA_TARGETS = (
+    "all",
+    "attention",
+    "mlp",
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+)
+"""The linear layers that may have an adapter, by the names of transformers and PEFT, and names for several of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig(Section, at="lora"):
+    """Low-rank adapters: small matrices beside frozen ones, which alone are trained (LoRA, https://arxiv.org/abs/2106.09685)."""
+
+    rank: int = key(0, range=NOT_NEGATIVE, aliases=["lora_rank", "lora_r"])
+    """The rank of each adapter. What is trained, and saved, is then about rank / width of the model; its weights are frozen in `model.compute_dtype`, and a KL penalty's reference
+    policy is the model without adapters. 0: no adapters, all weights are trained."""
+    alpha: float = key(32.0, range=POSITIVE, aliases=["lora_alpha"])
+    """What an adapter gives is multiplied by alpha / rank, so that one learning rate does for all ranks: about ten times that of full training."""
+    targets: list[str] = key(
+        default_factory=lambda: ["all"], aliases=["target_modules", "lora_target_modules"]
+    )
+    """The linear layers that have one: all, attention, mlp, or names of transformers: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj."""
+
+    def check_together(self) -> None:
+        """Checks what its values say about each other."""
+        if unknown := [name for name in self.targets if name not in LORA_TARGETS]:
+            near = nearest(str(unknown[0]), LORA_TARGETS, least=0.0)[0]
+            refuse("lora.targets", self.targets, f"a list of {', '.join(LORA_TARGETS)}", f"write {near}")
+        if not self.targets:
+            refuse("lora.targets", self.targets, "one linear layer or more", "write [all], or leave it out")
+        if not self.rank and self.targets != ["all"]:
+            remedy = "without a rank there are no adapters: set lora.rank=16, or leave the targets out"
+            refuse("lora.targets", self.targets, "a lora.rank of 1 or more", remedy)
+        if not self.rank and self.alpha != LoraConfig.alpha:
+            remedy = "without a rank there are no adapters: set lora.rank=16, or leave it out"
+            refuse("lora.alpha", self.alpha, "a lora.rank of 1 or more", remedy)
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig(Section, at="sampling"):
     """The sampling of responses for training."""
@@ -113,6 +158,9 @@ class SamplingConfig(Section, at="sampling"):
     What samples then differs more from what is trained, so training with it needs loss.importance_cap or another loss.correction."""
     weight_dtype: str = key("", choices=["", "int8"], aliases=["quantization"], may_change=True)
     """Dtype of the sampler's matrices: int8, with a scale for each output. Empty: model.compute_dtype. Training with it needs loss.importance_cap or another loss.correction."""
+    merge_lora: bool = key(False, may_change=True)
+    """Sample with adapters added to the weights (`lora.rank`), which saves their products at each token, takes memory for a second copy of the weights, and rounds otherwise than training
+    does. false: the sampler computes weights and adapters as training does."""
     stop: list[str] = key(default_factory=list, aliases=["stop_strings"])
     """Strings that end a response. It keeps the tokens up to the one that completes a string; graders see the text
     before it. Evaluation stops there too."""
@@ -680,6 +728,7 @@ class TrainConfig(Section):
     compilation_cache: str = key("~/.cache/dapo_jax/xla", may_change=True)
     """Folder, local or `gs://...`, of compiled programs that later runs reuse; empty: none."""
     model: ModelConfig = key(default_factory=ModelConfig)
+    lora: LoraConfig = key(default_factory=LoraConfig)
     data: DataConfig = key(default_factory=DataConfig)
     sampling: SamplingConfig = key(default_factory=SamplingConfig)
     reward: RewardConfig = key(default_factory=RewardConfig)
@@ -742,6 +791,7 @@ class TrainConfig(Section):
         check_attention(self.model, packing=self.batch.packing)
         _check_training_policy(self.sampling)
         _check_eight_bits(self)
+        check_merging(self.lora, self.sampling)
         batch, waves = self.batch, self.dynamic_sampling
         if waves.enabled:
             wave = self.prompts_per_wave
@@ -784,6 +834,13 @@ def _check_correction(config: TrainConfig) -> None:
             "tokens in flight were drawn by earlier weights, and the ratio to the policy that drew them would be lost, without which training "
             "collapses at an age of a few steps: leave it out, or set loss.old_logprobs=sampler",
         )
+
+
+def check_merging(lora: LoraConfig, sampling: SamplingConfig) -> None:
+    """Refuses to merge adapters where there are none."""
+    if sampling.merge_lora and not lora.rank:
+        remedy = "there is no adapter to merge: set lora.rank=16, or leave it out"
+        refuse("sampling.merge_lora", True, "a lora.rank of 1 or more", remedy)
 
 
 def _check_guard(config: TrainConfig) -> None:

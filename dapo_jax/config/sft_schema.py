@@ -6,12 +6,14 @@ from dapo_jax.config.data_schema import DataConfig
 from dapo_jax.config.keys import SIZE, Range, key
 from dapo_jax.config.schema import (
     EvalConfig,
+    LoraConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
     RewardConfig,
     SamplingConfig,
     check_attention,
+    check_merging,
     check_row,
 )
 from dapo_jax.config.section import Section
@@ -60,6 +62,7 @@ class SftConfig(Section):
     max_response_tokens: int = key(64, range=SIZE)
     """A longer demonstration, its end token counted, is an error."""
     model: ModelConfig = key(default_factory=ModelConfig)
+    lora: LoraConfig = key(default_factory=LoraConfig)
     data: DataConfig = key(default_factory=DataConfig)
     reward: RewardConfig = key(default_factory=RewardConfig)
     batch: SftBatchConfig = key(default_factory=SftBatchConfig)
@@ -76,6 +79,7 @@ class SftConfig(Section):
     def check_together(self) -> None:
         """Checks what its sections say about each other."""
         check_attention(self.model, packing=self.batch.packing)
+        check_merging(self.lora, self.sampling)
         check_row(
             self.batch.row_tokens,
             self.data.max_prompt_tokens,

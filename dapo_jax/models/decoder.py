@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Int
 
 from dapo_jax.dapo.precision import Quantized, product, rounded
 from dapo_jax.models.layout import Layout
+from dapo_jax.models.lora import MATRICES, adapter
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.rope import rope_frequencies
 
@@ -34,6 +35,9 @@ RopeTables = tuple[Array, Array]
 """Cosine and sine of the angles by which queries and keys are turned, each [head_dim / 2, tokens]."""
 
 WHOLE = Layout()
+
+LORA_PARTS = ("lora_a", "lora_b")
+"""The parameters of an adapter, behind the name of its matrix."""
 
 REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
     "full": None,
@@ -118,6 +122,12 @@ class Block(nnx.Module):
         if config.qk_norm:
             self.query_norm = _filled(1.0, (dim,), ("norm",))
             self.key_norm = _filled(1.0, (dim,), ("norm",))
+        if config.lora is not None:
+            for name in (MATRICES[target] for target in config.lora.targets):
+                weight = getattr(self, name)
+                pair = adapter(rngs, config.lora.rank, weight[...], weight.get_metadata()["axes"])
+                for part, made in zip(LORA_PARTS, pair, strict=True):
+                    setattr(self, f"{name}_{part}", made)
 
     def _queries_keys_values(
         self, x: Float[Array, "embed tokens"], rope: RopeTables
@@ -127,8 +137,8 @@ class Block(nnx.Module):
         """Queries, keys and values, positions already turned in."""
         config = self.config
         query, key, value = (
-            self._project("hde,et->hdt", weight[...], x, ("heads", "head_dim", "embed"))
-            for weight in (self.query, self.key, self.value)
+            self._project("hde,et->hdt", name, x, ("heads", "head_dim", "embed"))
+            for name in ("query", "key", "value")
         )
         if config.qkv_bias:
             query, key, value = (
@@ -149,24 +159,48 @@ class Block(nnx.Module):
         inner, outer = partial(self.layout.inner, dtype=dtype), partial(self.layout.outer, dtype=dtype)
         normed = inner(rms_norm(x, self.attention_norm[...], eps))
         attended, kept = attend(*self._queries_keys_values(normed, rope))
-        # Heads and their dimensions as one axis: over two, XLA turns the weight around at every call.
-        heads = self.output[...].reshape(len(self.output[...]), -1)
-        x = x + outer(self._linear(heads, attended.reshape(-1, attended.shape[2]), ("embed", "heads")))
+        x = x + outer(self._linear("output", attended.reshape(-1, attended.shape[2]), ("embed", "heads")))
         y = inner(rms_norm(x, self.mlp_norm[...], eps))
         into = ("mlp", "embed")
-        gated = jax.nn.silu(self._linear(self.gate[...], y, into)) * self._linear(self.up[...], y, into)
-        return x + outer(self._linear(self.down[...], gated, ("embed", "mlp"))), kept
+        gated = jax.nn.silu(self._linear("gate", y, into)) * self._linear("up", y, into)
+        return x + outer(self._linear("down", gated, ("embed", "mlp"))), kept
 
     def _linear(
-        self, weight: Float[Array, "_ _"] | Quantized, x: Float[Array, "inputs tokens"], axes: tuple[str, str]
+        self, name: str, x: Float[Array, "inputs tokens"], axes: tuple[str, str]
     ) -> Float[Array, "outputs tokens"]:
-        return self._project("oi,it->ot", weight, x, axes)
+        return self._project("oi,it->ot", name, x, axes)
 
-    def _project(self, spec: str, weight: Array | Quantized, x: Array, axes: tuple[str, ...]) -> Array:
-        """A product with a weight, whose last axis is summed over, under the name by which rematerialisation knows what to keep."""
-        sharding, in_parts = self.layout.weight_sharding(axes), self.layout.in_parts(axes[-1])
-        result = product(spec, weight, x, self.compute_dtype, sharding, in_parts=in_parts)
+    def _project(
+        self, spec: str, name: str, x: Float[Array, "inputs tokens"], axes: tuple[str, ...]
+    ) -> Array:
+        """A product with the weight `name`, and what its adapter adds, under the name by which rematerialisation knows what to keep. `axes` are
+        those of the weight, whose last one is summed over."""
+        weight, in_parts = getattr(self, name)[...], self.layout.in_parts(axes[-1])
+        if name == "output":
+            # Heads and their dimensions as one axis: over two, XLA turns the weight around at every call.
+            weight = weight.reshape(len(weight), -1)
+        result = self._product(spec, weight, x, axes, in_parts=in_parts)
+        if hasattr(self, f"{name}_{LORA_PARTS[0]}"):
+            result = result + self._adapted(spec, name, x, axes)
         return checkpoint_name(result, "projection")
+
+    def _adapted(
+        self, spec: str, name: str, x: Float[Array, "inputs tokens"], axes: tuple[str, ...]
+    ) -> Array:
+        """(alpha / rank) B A x. Where devices have parts of the inputs, each has a part of the sum, as of the product with the weight."""
+        a, b = (getattr(self, f"{name}_{part}")[...] for part in LORA_PARTS)
+        outputs = spec.split("->")[1].removesuffix("t")
+        low = self._product("ri,it->rt", a.reshape(len(a), -1), x, ("rank", axes[-1]))
+        into = self._product(f"{outputs}r,rt->{outputs}t", b, low, (*axes[:-1], "rank"))
+        assert self.config.lora is not None
+        return into * self.config.lora.scale
+
+    def _product(
+        self, spec: str, weight: Array | Quantized, x: Array, axes: tuple[str, ...], *, in_parts: bool = False
+    ) -> Array:
+        return product(
+            spec, weight, x, self.compute_dtype, self.layout.weight_sharding(axes), in_parts=in_parts
+        )
 
 
 class EmbeddingAndHead(nnx.Module):
@@ -224,17 +258,23 @@ class Decoder(nnx.Module):
         compute_dtype: str = "float32",
         remat: str = "none",
         layout: Layout = WHOLE,
+        apart: bool = False,
     ) -> None:
         """Random weights in float32.
 
-        `remat` is none, full or dots: what the backward pass recomputes per layer. `layout` says how arrays are spread.
+        `remat` is none, full or dots: what the backward pass recomputes per layer. `layout` says how arrays are spread. With `apart` layers are not
+        stacked but each has its own arrays, as a sampler has them: one copy then serves both, and compile time grows with depth.
         """
         if remat != "none" and remat not in REMAT_POLICIES:
             raise ValueError(f"remat={remat!r} must be one of none, {', '.join(REMAT_POLICIES)}")
         self.remat = remat
         how: dict[str, Any] = {"compute_dtype": compute_dtype, "layout": layout}
         self.ends = EmbeddingAndHead(config, rngs=rngs, **how)
-        self.blocks = nnx.vmap(lambda keys: Block(config, rngs=keys, **how))(rngs.split(config.layers))
+        self.blocks = (
+            nnx.List([Block(config, rngs=rngs, **how) for _ in range(config.layers)])
+            if apart
+            else nnx.vmap(lambda keys: Block(config, rngs=keys, **how))(rngs.split(config.layers))
+        )
 
     def __call__(
         self,
@@ -244,29 +284,49 @@ class Decoder(nnx.Module):
         prefix_ids: Int[Array, "batch seq"] | None = None,
     ) -> Float[Array, "batch row embed"]:
         """Final hidden states of whole rows; column t has seen what `causal_attention` shows it: its segment up to and including t."""
-        graph, weights = nnx.split(self.blocks)
         rope = rope_tables(positions.reshape(-1), self.ends.config)
 
         def attend(query: Array, key: Array, value: Array) -> tuple[Array, None]:
             dtype, layout = self.ends.compute_dtype, self.ends.layout
             return layout.attend(query, key, value, segment_ids, prefix_ids, dtype), None
 
-        def layer(x: Array, weights: nnx.State) -> tuple[Array, None]:
+        def layer(graph: nnx.GraphDef[Any], x: Array, weights: nnx.State) -> tuple[Array, None]:
             return nnx.merge(graph, weights)(x, rope, attend)
 
         if self.remat != "none":
-            layer = jax.checkpoint(layer, policy=REMAT_POLICIES[self.remat])
+            layer = jax.checkpoint(layer, policy=REMAT_POLICIES[self.remat], static_argnums=0)
         # One axis of tokens: the backward pass is 1.6 times faster so on CPU than with two.
-        x, _ = jax.lax.scan(layer, self.ends.embed(tokens.reshape(-1)), weights)
+        x = self.ends.embed(tokens.reshape(-1))
+        if isinstance(self.blocks, nnx.List):
+            for graph, weights in map(nnx.split, self.blocks):
+                x, _ = layer(graph, x, weights)
+        else:
+            graph, weights = nnx.split(self.blocks)
+            x, _ = jax.lax.scan(partial(layer, graph), x, weights)
         return self.ends.layout.rows(self.ends.normed(x), tokens.shape, self.ends.compute_dtype)
 
 
 def graph_of(
-    config: DecoderConfig, *, compute_dtype: str = "float32", remat: str = "none", layout: Layout = WHOLE
+    config: DecoderConfig,
+    *,
+    compute_dtype: str = "float32",
+    remat: str = "none",
+    layout: Layout = WHOLE,
+    apart: bool = False,
 ) -> nnx.GraphDef[Any]:
     """The structure that `nnx.merge` makes a `Decoder` of, together with parameters."""
+    how: dict[str, Any] = {"compute_dtype": compute_dtype, "remat": remat, "layout": layout, "apart": apart}
+    return nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), **how)))[0]
 
-    def make() -> Decoder:
-        return Decoder(config, rngs=nnx.Rngs(0), compute_dtype=compute_dtype, remat=remat, layout=layout)
 
-    return nnx.split(nnx.eval_shape(make))[0]
+def unstacked(params: nnx.State) -> nnx.State:
+    """Parameters with stacked layers as those of a decoder whose layers are `apart`."""
+    blocks = params["blocks"]
+    count = len(jax.tree.leaves(blocks)[0])
+    layers = {index: jax.tree.map(lambda leaf, index=index: leaf[index], blocks) for index in range(count)}
+    return nnx.State({**params, "blocks": layers})
+
+
+def is_apart(params: nnx.State) -> bool:
+    """Whether each layer of a decoder's parameters has its own arrays."""
+    return 0 in params["blocks"]

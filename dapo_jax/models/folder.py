@@ -30,6 +30,7 @@ def load_model(
     shardings: Callable[[nnx.State], PyTree] | None = None,
     dtype: str = "float32",
     by_rows: ByRows | None = None,
+    apart: bool = False,
 ) -> tuple[DecoderConfig, nnx.State]:
     """Reads a model folder, tensor by tensor, whatever float type they are stored in.
 
@@ -38,8 +39,9 @@ def load_model(
             (`dapo_jax.storage`), of which ranges are read.
         config: what `read_config` gave, perhaps with a larger `vocab_multiple`; None: reads it.
         shardings: makes of the parameters' shapes where each of them goes; None is the default device.
-        dtype: of the parameters in memory.
+        dtype: of the parameters in memory; norms are in float32.
         by_rows: `dapo_jax.parallel.shared_reading.read_by_rows` for a folder in a bucket, so that no two processes read the same rows.
+        apart: each layer has its own arrays, as in `Decoder` with `apart`; False: they are stacked.
 
     Raises:
         ValueError: a file is missing or damaged, or the model is of a kind this decoder does not cover; the message names
@@ -47,7 +49,7 @@ def load_model(
     """
     config = config or read_config(folder)
     file = SafetensorsFolder(path_of(folder))
-    return config, place(config, file, shardings=shardings, dtype=dtype, by_rows=by_rows)
+    return config, place(config, file, shardings=shardings, dtype=dtype, by_rows=by_rows, apart=apart)
 
 
 def read_config(folder: str | os.PathLike[str]) -> DecoderConfig:
@@ -78,6 +80,7 @@ def save_model(
     config: DecoderConfig,
     params: nnx.State,
     *,
+    adapters: nnx.State | None = None,
     dtype: str = "float32",
     max_shard_bytes: int = 5 * 2**30,
     eos_ids: Sequence[int] = (),
@@ -91,6 +94,7 @@ def save_model(
         folder: created if need be; a model in it is replaced. It may lie in a bucket (`dapo_jax.storage`).
         config: sizes and switches.
         params: the decoder's parameters, on any devices; one tensor at a time is gathered on the host.
+        adapters: are added to the matrices that they belong to.
         dtype: to store, float32, float16 or bfloat16.
         max_shard_bytes: several files are written where one would be larger.
         eos_ids: tokens that end a text, for config.json.
@@ -100,7 +104,11 @@ def save_model(
     """
     described = describe(config, dtype=dtype, eos_ids=eos_ids, bos_id=bos_id, pad_id=pad_id) | dict(token_ids)
     return write_model(
-        folder, described, list(exported(config, params)), dtype=dtype, max_shard_bytes=max_shard_bytes
+        folder,
+        described,
+        list(exported(config, params, adapters)),
+        dtype=dtype,
+        max_shard_bytes=max_shard_bytes,
     )
 
 

@@ -10,6 +10,11 @@ from dapo_jax.dapo.precision import WeightSharding, rounded
 from dapo_jax.models.attention import causal_attention
 
 
+def output_dimensions(axes: tuple[str, ...]) -> int:
+    """The leading dimensions of a matrix with these logical axes that are its outputs: those of a head, or one. A product sums over the others."""
+    return 2 if axes[1] == "head_dim" else 1
+
+
 @dataclass(frozen=True)
 class Layout:
     """One device, or arrays that the compiler places as it sees fit; `parallel.training_layout.MeshLayout` says where all of them lie."""

@@ -1,7 +1,8 @@
 """Sizes of known decoders. A model family is a set of field values, not a class."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from dapo_jax.models.lora import LoraShape
 from dapo_jax.models.rope import RopeScaling
 from dapo_jax.nearest import nearest
 
@@ -33,6 +34,9 @@ class DecoderConfig:
     vocab_multiple: int = 1
     """The rows of embedding and unembedding are filled up to a multiple of this, so that they can be split over devices."""
 
+    lora: LoraShape | None = None
+    """The adapters beside the matrices of each block; None: there are none, and every parameter is trained."""
+
     def __post_init__(self) -> None:
         if self.kv_heads < 1 or self.heads % self.kv_heads:
             raise ValueError(f"kv_heads={self.kv_heads} must divide heads={self.heads}")
@@ -46,13 +50,33 @@ class DecoderConfig:
 
     @property
     def parameters(self) -> int:
-        """Number of parameters, without what fills up the vocabulary."""
+        """Number of parameters, without adapters and what fills up the vocabulary."""
         heads = self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         bias = self.head_dim * (self.heads + 2 * self.kv_heads) if self.qkv_bias else 0
         norms = 2 * self.embed_dim + (2 * self.head_dim if self.qk_norm else 0)
         layer = self.embed_dim * (heads + 3 * self.mlp_dim) + bias + norms
         embeddings = self.vocab_size * self.embed_dim * (1 if self.tied_embeddings else 2)
         return self.layers * layer + embeddings + self.embed_dim
+
+    @property
+    def trained_parameters(self) -> int:
+        """Number of parameters that are trained: those of the adapters, if there are any."""
+        if self.lora is None:
+            return self.parameters
+        attended, kept = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        widths = {
+            "q_proj": self.embed_dim + attended,
+            "k_proj": self.embed_dim + kept,
+            "v_proj": self.embed_dim + kept,
+            "o_proj": attended + self.embed_dim,
+        }
+        inner = self.embed_dim + self.mlp_dim
+        return self.layers * self.lora.rank * sum(widths.get(name, inner) for name in self.lora.targets)
+
+    @property
+    def base(self) -> "DecoderConfig":
+        """The same without adapters."""
+        return replace(self, lora=None)
 
 
 def _llama3(embed_dim: int, layers: int, heads: int, mlp_dim: int, *, head_dim: int, factor: float,

@@ -33,19 +33,19 @@ _CODES = {name: code for code, name in STORED.items()}
 class SafetensorsFolder:
     """The tensors of a model folder; implements `tensors.TensorFile`."""
 
-    def __init__(self, folder: AnyPath) -> None:
-        """Reads names and shapes, no values.
+    def __init__(self, folder: AnyPath, *, single: str = SINGLE) -> None:
+        """Reads names and shapes, no values. They are in the file `single`, or else in several of which there is an index.
 
         Raises:
             ValueError: a file is missing or damaged, or holds another type than float32, float16 or bfloat16.
         """
-        single = folder / SINGLE
-        listed = None if single.exists() else _read_index(folder)
-        self._path = single if listed is None else folder / INDEX
+        only = folder / single
+        listed = None if single != SINGLE or only.exists() else _read_index(folder)
+        self._path = only if listed is None else folder / INDEX
         self._files: dict[str, AnyPath] = {}
         self._shapes: dict[str, Shape] = {}
         self._ranges: dict[str, StoredTensor] = {}
-        for path in [single] if listed is None else [folder / file for file in sorted(set(listed.values()))]:
+        for path in [only] if listed is None else [folder / file for file in sorted(set(listed.values()))]:
             ranges = _ranges(path) if in_bucket(path) else {}
             self._ranges |= ranges
             shapes = {name: each.shape for name, each in ranges.items()} if in_bucket(path) else _header(path)
@@ -138,8 +138,7 @@ def write_tensors(
     Raises:
         ValueError: `dtype` is not float32, float16 or bfloat16.
     """
-    if dtype not in _CODES:
-        raise ValueError(f"dtype={dtype!r} must be one of {', '.join(_CODES)}")
+    _check_dtype(dtype)
     for path in entries(folder):
         if fnmatch(path.name, "model*.safetensors") or path.name == INDEX:
             path.unlink()
@@ -154,6 +153,21 @@ def write_tensors(
         }
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     return total
+
+
+def write_named(path: AnyPath, tensors: Sequence[Tensor], *, dtype: str = "float32") -> int:
+    """Writes one file with all tensors, and returns their bytes.
+
+    Raises:
+        ValueError: `dtype` is not float32, float16 or bfloat16.
+    """
+    _check_dtype(dtype)
+    return _write_file(path, tensors, dtype)
+
+
+def _check_dtype(dtype: str) -> None:
+    if dtype not in _CODES:
+        raise ValueError(f"dtype={dtype!r} must be one of {', '.join(_CODES)}")
 
 
 def write_json(path: AnyPath, content: Any) -> None:

@@ -5,7 +5,8 @@
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -16,7 +17,8 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, PyTree
 
-from dapo_jax.models.decoder import Decoder
+from dapo_jax.models.decoder import LORA_PARTS, Decoder, unstacked
+from dapo_jax.models.lora import parted
 from dapo_jax.models.presets import DecoderConfig
 
 Shape = tuple[int, ...]
@@ -84,13 +86,13 @@ class Tensor(NamedTuple):
 
 
 def shapes_of(config: DecoderConfig) -> nnx.State:
-    """The decoder's parameters as shapes: no memory is used."""
+    """The decoder's parameters as shapes, adapters among them: no memory is used."""
     return nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))[1]
 
 
 def tensor_shapes(config: DecoderConfig) -> dict[str, Shape]:
-    """Name and shape of every tensor of the decoder, in the order in which they are written."""
-    pure = nnx.to_pure_dict(shapes_of(replace(config, vocab_multiple=1)))
+    """Name and shape of every tensor of the decoder without adapters, in the order in which they are written."""
+    pure = nnx.to_pure_dict(shapes_of(replace(config.base, vocab_multiple=1)))
     found = {_END_TENSORS[name]: _theirs_shape(name, like.shape) for name, like in pure["ends"].items()}
     for layer in range(config.layers):
         for name, like in pure["blocks"].items():
@@ -104,12 +106,20 @@ def checked(config: DecoderConfig, file: TensorFile) -> None:
     Raises:
         ValueError: a tensor is missing, misshapen, or not called for; the message names it.
     """
-    there = dict(file.shapes)
-    if config.layers > len(there):  # before as many names are made
+    if config.layers > len(file.shapes):  # before as many names are made
         raise ValueError(
-            f"{file.where} holds {len(there)} tensors, the configuration calls for {config.layers} layers"
+            f"{file.where} holds {len(file.shapes)} tensors, the configuration calls for {config.layers} layers"
         )
-    wanted = tensor_shapes(config)
+    # Some publishers write a tied matrix twice.
+    twice = ["lm_head.weight"] if config.tied_embeddings and "lm_head.weight" in file.shapes else []
+    _check_names(file, tensor_shapes(config), besides=twice)
+    if twice:
+        _check_the_same(file, "model.embed_tokens.weight", *twice)
+
+
+def _check_names(file: TensorFile, wanted: Mapping[str, Shape], besides: Sequence[str] = ()) -> None:
+    """Checks that `file` holds tensors of these names and shapes and no others but those of `besides`."""
+    there = dict(file.shapes)
     for name, shape in wanted.items():
         if name not in there:
             raise ValueError(f"{file.where} lacks the tensor {name!r}")
@@ -118,11 +128,11 @@ def checked(config: DecoderConfig, file: TensorFile) -> None:
                 f"{file.where}: {name} has shape {there[name]}, the configuration calls for {shape}"
             )
     # Old checkpoints carry the rotary frequencies, which follow from the configuration.
-    extra = [name for name in there if name not in wanted and not name.endswith("rotary_emb.inv_freq")]
-    if config.tied_embeddings and "lm_head.weight" in extra:
-        # Some publishers write a tied matrix twice.
-        extra.remove("lm_head.weight")
-        _check_the_same(file, "model.embed_tokens.weight", "lm_head.weight")
+    extra = [
+        name
+        for name in there
+        if name not in wanted and name not in besides and not name.endswith("rotary_emb.inv_freq")
+    ]
     if extra:
         raise ValueError(f"{file.where} holds {sorted(extra)[:3]}, which the configuration does not call for")
 
@@ -148,8 +158,10 @@ def place(
     shardings: Callable[[nnx.State], PyTree] | None = None,
     dtype: str = "float32",
     by_rows: ByRows | None = None,
+    apart: bool = False,
 ) -> nnx.State:
-    """Decoder parameters made of `file`, each tensor put at once where `shardings` of the parameters' shapes says.
+    """Decoder parameters, without adapters, made of `file`, each tensor put at once where `shardings` of the parameters' shapes says; layers stacked, or
+    `apart` (`Decoder`). Norms are in float32, all else in `dtype`.
 
     Only what the devices of this process hold is read; with `by_rows`, where columns of a tensor cannot be read without its rows, as many
     rows as are this process's share. One tensor is under way at a time: the host needs its bytes as stored, in `dtype`, and turned around,
@@ -159,20 +171,29 @@ def place(
         ValueError: a tensor is missing, misshapen or not called for, or cannot be read.
     """
     checked(config, file)
-    shapes = shapes_of(config)
+    shapes = shapes_of(config.base)
+    if apart:
+        shapes = jax.eval_shape(unstacked, shapes)
     like, pure = nnx.to_pure_dict(shapes), {"ends": {}, "blocks": {}}
     # None for all: on the default device and free to be moved, as an array that a jitted function made.
     where: Any = None if shardings is None else nnx.to_pure_dict(shardings(shapes))
     for name, leaf in like["ends"].items():
         sharding = where and where["ends"][name]
-        pure["ends"][name] = _put(file, _END_TENSORS[name], name, leaf.shape, sharding, dtype, by_rows)
-    for name, leaf in like["blocks"].items():
-        sharding = where and where["blocks"][name]
-        stack = jnp.zeros(leaf.shape, dtype, device=sharding)
+        kind = _stored_as(name, dtype)
+        pure["ends"][name] = _put(file, _END_TENSORS[name], name, leaf.shape, sharding, kind, by_rows)
+    for layer, leaves in like["blocks"].items() if apart else ():
+        pure["blocks"][layer] = {}
+        for name, leaf in leaves.items():
+            sharding, kind = where and where["blocks"][layer][name], _stored_as(name, dtype)
+            made = _put(file, _layer_name(name, layer), name, leaf.shape, sharding, kind, by_rows)
+            pure["blocks"][layer][name] = jax.block_until_ready(made)
+    for name, leaf in () if apart else like["blocks"].items():
+        sharding, kind = where and where["blocks"][name], _stored_as(name, dtype)
+        stack = jnp.zeros(leaf.shape, kind, device=sharding)
         for layer in range(config.layers):
             theirs = _layer_name(name, layer)
             of_layer = sharding and _of_a_layer(sharding)
-            part = _put(file, theirs, name, leaf.shape[1:], of_layer, dtype, by_rows)
+            part = _put(file, theirs, name, leaf.shape[1:], of_layer, kind, by_rows)
             # Waits, so that the host does not run ahead and fill its memory with tensors under way.
             stack = jax.block_until_ready(_filler(sharding)(stack, part, np.int32(layer)))
         pure["blocks"][name] = stack
@@ -180,20 +201,101 @@ def place(
     return shapes
 
 
-def exported(config: DecoderConfig, params: nnx.State) -> Iterator[Tensor]:
-    """The tensors of decoder parameters; fetching one gathers that one on the host, whatever its sharding."""
+def exported(config: DecoderConfig, params: nnx.State, adapters: nnx.State | None = None) -> Iterator[Tensor]:
+    """The tensors of decoder parameters; fetching one gathers that one on the host, whatever its sharding.
+
+    Args:
+        config: sizes, and of `adapters` the scale.
+        params: all but adapters; layers stacked, or apart.
+        adapters: are added to the matrices that they belong to, in float32.
+    """
     pure = nnx.to_pure_dict(params)
+    added = {} if adapters is None else nnx.to_pure_dict(adapters)["blocks"]
     for name, value in pure["ends"].items():
         rows = config.vocab_size if name in _TABLES else len(value)
         shape = (rows, *value.shape[1:])
         yield Tensor(_END_TENSORS[name], shape, lambda rows=rows, value=value: _gathered(value)[:rows])
+    apart = 0 in pure["blocks"]
     for layer in range(config.layers):
-        for name, stack in pure["blocks"].items():
+        for name, value in (pure["blocks"][layer] if apart else pure["blocks"]).items():
+            shape = _theirs_shape(name, value.shape if apart else value.shape[1:])
+            pair = [added[f"{name}_{part}"] for part in LORA_PARTS if f"{name}_{part}" in added]
 
-            def fetch(name: str = name, stack: Array = stack, layer: int = layer) -> np.ndarray:
-                return _gathered(stack, layer).reshape(_theirs_shape(name, stack.shape[1:]))
+            def fetch(
+                value: Array = value, layer: int = layer, shape: Shape = shape, pair: list[Array] = pair
+            ) -> np.ndarray:
+                found = _gathered(value, None if apart else layer).reshape(shape)
+                if not pair:
+                    return found
+                assert config.lora is not None
+                a, b = (_gathered(stack, layer) for stack in pair)
+                change = b.reshape(-1, b.shape[-1]) @ a.reshape(len(a), -1)
+                return found.astype(np.float32) + config.lora.scale * change
 
-            yield Tensor(_layer_name(name, layer), _theirs_shape(name, stack.shape[1:]), fetch)
+            yield Tensor(_layer_name(name, layer), shape, fetch)
+
+
+def adapter_tensors(config: DecoderConfig, adapters: nnx.State) -> Iterator[Tensor]:
+    """A and B of each adapted matrix, [rank, inputs] and [outputs, rank], under the names of `adapter_name`."""
+    for layer in range(config.layers):
+        for name, stack in nnx.to_pure_dict(adapters)["blocks"].items():
+            shape = _adapter_shape(name, stack.shape[1:])
+
+            def fetch(stack: Array = stack, layer: int = layer, shape: Shape = shape) -> np.ndarray:
+                return _gathered(stack, layer).reshape(shape)
+
+            yield Tensor(adapter_name(name, layer), shape, fetch)
+
+
+def adapter_name(name: str, layer: int) -> str:
+    """The name that PEFT has for an adapter's parameter `name`, `query_lora_a` and the like, of a layer."""
+    matrix, part = name.removesuffix("_lora_a").removesuffix("_lora_b"), name[-1].upper()
+    theirs = _LAYER_TENSORS[matrix].removesuffix("weight")
+    return f"base_model.model.model.layers.{layer}.{theirs}lora_{part}.weight"
+
+
+def place_adapters(
+    config: DecoderConfig,
+    file: TensorFile,
+    *,
+    shardings: Callable[[nnx.State], PyTree] | None = None,
+) -> nnx.State:
+    """The adapters that `adapter_tensors` gave, in float32. They are small: all layers of one are stacked on the host.
+
+    Raises:
+        ValueError: a tensor is missing, misshapen or not called for; the message names it.
+    """
+    shapes = parted(shapes_of(config))[0]
+    pure = nnx.to_pure_dict(shapes)["blocks"]
+    wanted = {
+        adapter_name(name, layer): _adapter_shape(name, leaf.shape[1:])
+        for name, leaf in pure.items()
+        for layer in range(config.layers)
+    }
+    _check_names(file, wanted)
+    where = None if shardings is None else nnx.to_pure_dict(shardings(shapes))["blocks"]
+    made = {}
+    for name, leaf in pure.items():
+        whole = (slice(None), slice(None))
+        layers = [file.read(adapter_name(name, layer), whole) for layer in range(config.layers)]
+        stack = np.stack([part.astype(np.float32).reshape(leaf.shape[1:]) for part in layers])
+        made[name] = (
+            jnp.asarray(stack)
+            if where is None
+            else jax.make_array_from_callback(leaf.shape, where[name], stack.__getitem__)
+        )
+    nnx.replace_by_pure_dict(shapes, {"blocks": made})
+    return shapes
+
+
+def _adapter_shape(name: str, shape: Shape) -> Shape:
+    """Of A or B with the shape of one layer here, the shape that PEFT has."""
+    return (shape[0], math.prod(shape[1:])) if name.endswith("_a") else (math.prod(shape[:-1]), shape[-1])
+
+
+def _stored_as(name: str, dtype: str) -> str:
+    """Norms are applied in float32, by whoever holds weights in another dtype too."""
+    return "float32" if name.endswith("norm") else dtype
 
 
 def _layer_name(name: str, layer: int) -> str:

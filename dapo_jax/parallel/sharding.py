@@ -19,6 +19,7 @@ TRAINER_RULES: Mapping[str, str | None] = {
     "mlp": "tensor",
     "head_dim": None,
     "norm": None,
+    "rank": None,
 }
 """Logical axis -> mesh axis, for master weights and optimizer moments."""
 

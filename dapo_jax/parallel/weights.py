@@ -15,8 +15,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, PyTree
 
 from dapo_jax.dapo.precision import quantized
+from dapo_jax.models.decoder import is_apart
+from dapo_jax.models.layout import output_dimensions
+from dapo_jax.models.lora import merged, put_together
 from dapo_jax.parallel.mesh import AXES, Meshes
-from dapo_jax.parallel.sharding import SAMPLER_RULES, shardings
+from dapo_jax.parallel.sharding import SAMPLER_RULES, TRAINER_RULES, shardings
 from dapo_jax.parallel.together import Together
 
 SamplerWeights = dict[str, PyTree]
@@ -24,40 +27,51 @@ SamplerWeights = dict[str, PyTree]
 
 
 def weight_transfer(
-    params: nnx.State, where: Mesh | Meshes, *, dtype: str, eight_bit: bool = False
+    params: nnx.State,
+    where: Mesh | Meshes,
+    *,
+    dtype: str,
+    eight_bit: bool = False,
+    merged_by: float | None = None,
 ) -> "WeightTransfer":
     """The program that makes sampler weights of trainer parameters; `params` may be shapes alone.
 
     Args:
-        params: of the decoder, blocks stacked.
+        params: of the decoder, blocks stacked; of adapters alone, too, or of a base without them.
         where: all meshes of the run, or the one mesh on which a single process trains and samples.
         dtype: of the sampler's weights, but for those of norms: they stay in float32, in which the trainer applies them too.
             Rounded, they would double the distance between the sampler's log-probabilities and the trainer's.
-        eight_bit: matrices as int8 with a scale for each output, `Quantized`; biases stay in `dtype`.
+        eight_bit: matrices as int8 with a scale for each output, `Quantized`; biases and adapters stay in `dtype`.
+        merged_by: adapters are added to their matrices, in float32, by this factor; None: they stay what they are.
 
     Raises:
         ValueError: a dimension is not divisible by its mesh axis.
     """
-    if isinstance(where, Mesh):
-        publish = Mesh(
-            where.devices[None], ("sampler", *AXES), axis_types=(where.axis_types[0], *where.axis_types)
-        )
-        where = Meshes(train=where, publish=publish, sampler=where, index=0)
-    return WeightTransfer(params, where, dtype=dtype, eight_bit=eight_bit)
+    meshes = both_on(where) if isinstance(where, Mesh) else where
+    return WeightTransfer(params, meshes, dtype=dtype, eight_bit=eight_bit, merged_by=merged_by)
+
+
+def both_on(mesh: Mesh) -> Meshes:
+    """The meshes of a single process that trains and samples on one mesh."""
+    types = (mesh.axis_types[0], *mesh.axis_types)
+    publish = Mesh(mesh.devices[None], ("sampler", *AXES), axis_types=types)
+    return Meshes(train=mesh, publish=publish, sampler=mesh, index=0)
 
 
 class WeightTransfer:
     """Trainer parameters -> this process's sampler weights. Every process makes the call, each with the same parameters."""
 
-    def __init__(self, params: nnx.State, meshes: Meshes, *, dtype: str, eight_bit: bool) -> None:
+    def __init__(
+        self, params: nnx.State, meshes: Meshes, *, dtype: str, eight_bit: bool, merged_by: float | None
+    ) -> None:
         """See `weight_transfer`."""
-        self._dtype, self._eight_bit = dtype, eight_bit
+        self._dtype, self._eight_bit, self._merged_by = dtype, eight_bit, merged_by
         # The CPU's runtime may hang with many collective programs in its queue.
         self._waits = meshes.train.devices.flat[0].platform == "cpu"
         self._count = jax.tree.leaves(params["blocks"])[0].shape[0]
         shapes = {
-            "layer": jax.eval_shape(lambda blocks: self._cast(_layer(blocks, 0)), params["blocks"]),
-            "ends": jax.eval_shape(self._cast, params["ends"]),
+            "layer": jax.eval_shape(lambda blocks: self._cast(self._made(blocks, 0)), params["blocks"]),
+            "ends": jax.eval_shape(self._cast, _ends(params)),
         }
         self._placed = shardings(params, meshes.train)
         self._source = shardings(shapes, meshes.train)
@@ -78,22 +92,32 @@ class WeightTransfer:
         for index in range(self._count):
             layer = local(self._layer(params["blocks"], np.int32(index)), self._sampler["layer"])
             layers.append(jax.block_until_ready(layer) if self._waits else layer)
-        ends = local(self._ends(params["ends"]), self._sampler["ends"])
+        ends = local(self._ends(_ends(params)), self._sampler["ends"])
         return {"layers": tuple(layers), "ends": ends}
+
+    def shared(self, params: nnx.State) -> SamplerWeights:
+        """The same as a call would give, without a copy, of parameters whose layers are apart and lie as the sampler's do (`shares_base`)."""
+        layers = tuple(local(params["blocks"][index], self._sampler["layer"]) for index in range(self._count))
+        return {"layers": layers, "ends": local(_ends(params), self._sampler["ends"])}
 
     def lower(self, params: nnx.State) -> dict[str, jax.stages.Lowered]:
         """The two programs of a call, `layer` (run for every layer) and `ends`, for parameters of the shapes of `params`."""
         placed = jax.tree.map(_shaped, params, self._placed)
         return {
             "layer": self._layer.lower(placed["blocks"], np.int32(0)),
-            "ends": self._ends.lower(placed["ends"]),
+            "ends": self._ends.lower(_ends(placed)),
         }
 
     def _layer_program(self, blocks: nnx.State, index: Int[Array, ""]) -> nnx.State:
-        return self._move("layer", _layer(blocks, index))
+        return self._move("layer", self._made(blocks, index))
 
     def _ends_program(self, ends: nnx.State) -> nnx.State:
         return self._move("ends", ends)
+
+    def _made(self, blocks: nnx.State, index: int | Int[Array, ""]) -> nnx.State:
+        """A layer, with its adapters merged if they are to be."""
+        layer = jax.tree.map(lambda leaf: leaf[index], blocks)
+        return layer if self._merged_by is None else merged(layer, self._merged_by)
 
     def _move(self, part: str, tree: nnx.State) -> nnx.State:
         return jax.tree.map(_carry, self._cast(tree), self._source[part], self._target[part])
@@ -103,11 +127,72 @@ class WeightTransfer:
             axes = leaf.get_metadata()["axes"]
             if axes == ("norm",):
                 return leaf
-            if self._eight_bit and (summed := _summed(axes)):
+            if self._eight_bit and "rank" not in axes and (summed := _summed(axes)):
                 return leaf.replace(quantized(leaf[...], summed))
             return leaf.replace(leaf[...].astype(self._dtype))
 
         return jax.tree.map(cast, tree, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+
+
+class AdapterTransfer:
+    """Adapters -> this process's sampler weights: the base below them is moved at the first call, and never again."""
+
+    def __init__(self, adapters: WeightTransfer, base: WeightTransfer, frozen: nnx.State) -> None:
+        """`frozen` is the base, layers stacked; or apart where `shares_base`: then the sampler's are the same arrays."""
+        self._adapters, self._base, self._frozen = adapters, base, frozen
+        self._moved: SamplerWeights | None = None
+        self.base_shapes: SamplerWeights = base.shapes
+        self.shapes: SamplerWeights = _joined(base.shapes, adapters.shapes)
+        """The result of a call, as shapes with shardings; the part of it that is the base is `base_shapes`."""
+
+    def __call__(self, params: nnx.State) -> SamplerWeights:
+        """A collective call. `params` are adapters; of what it returns, the base outlives the next call."""
+        if self._moved is None:
+            self._moved = (
+                self._base.shared(self._frozen) if is_apart(self._frozen) else self._base(self._frozen)
+            )
+        return _joined(self._moved, self._adapters(params))
+
+    def lower(self, params: nnx.State) -> dict[str, jax.stages.Lowered]:
+        """The program that every call runs for each layer, for adapters of the shapes of `params`."""
+        return {"layer": self._adapters.lower(params)["layer"]}
+
+
+class MergingTransfer:
+    """Adapters -> sampler weights without adapters: every call adds them to the base, in float32, and moves the sum."""
+
+    def __init__(self, whole: WeightTransfer, frozen: nnx.State) -> None:
+        """`whole` is for base and adapters, `merged_by` their scale; `frozen` is the base, layers stacked."""
+        self._whole, self._frozen, self.shapes = whole, frozen, whole.shapes
+
+    def __call__(self, params: nnx.State) -> SamplerWeights:
+        """A collective call; `params` are adapters."""
+        return self._whole(put_together(params, self._frozen))
+
+    def lower(self, params: nnx.State) -> dict[str, jax.stages.Lowered]:
+        """The two programs of a call; see `WeightTransfer.lower`."""
+        return self._whole.lower(put_together(params, self._frozen))
+
+
+def shares_base(frozen: nnx.State, meshes: Meshes, *, dtype: str, sampler_dtype: str) -> bool:
+    """Whether trainer and sampler hold a base alike, so that one copy serves both: one sampler with all devices, every array whole or cut in the same way
+    for both, in the same dtype. `frozen` may be shapes, layers stacked."""
+    if meshes.count > 1 or dtype != sampler_dtype or meshes.train.size != meshes.sampler.size:
+        return False
+    both = zip(
+        *(
+            jax.tree.leaves(shardings(frozen, mesh, rules))
+            for mesh, rules in ((meshes.train, TRAINER_RULES), (meshes.sampler, SAMPLER_RULES))
+        ),
+        jax.tree.leaves(frozen),
+        strict=True,
+    )
+    return all(trained.is_equivalent_to(sampled, leaf.ndim) for trained, sampled, leaf in both)
+
+
+def _joined(base: SamplerWeights, adapters: SamplerWeights) -> SamplerWeights:
+    layers = zip(base["layers"], adapters["layers"], strict=True)
+    return {"layers": tuple(nnx.merge_state(*pair) for pair in layers), "ends": base["ends"]}
 
 
 def local(tree: PyTree, placed: PyTree) -> PyTree:
@@ -125,12 +210,12 @@ def local(tree: PyTree, placed: PyTree) -> PyTree:
 
 def _summed(axes: tuple[str, ...]) -> tuple[int, ...]:
     """The dimensions of a matrix that a product sums over: those behind its outputs, which are a head's or one. None of a bias."""
-    outputs = 2 if axes[1] == "head_dim" else 1
-    return tuple(range(outputs, len(axes)))
+    return tuple(range(output_dimensions(axes), len(axes)))
 
 
-def _layer(blocks: nnx.State, index: int | Int[Array, ""]) -> nnx.State:
-    return jax.tree.map(lambda leaf: leaf[index], blocks)
+def _ends(params: nnx.State) -> nnx.State:
+    """The parameters before and after the blocks, of which adapters have none."""
+    return params["ends"] if "ends" in params else nnx.State({})
 
 
 def _shaped(leaf: Array | jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:

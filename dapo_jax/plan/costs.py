@@ -5,9 +5,10 @@ from dapo_jax.models.presets import DecoderConfig
 
 
 def matrix_parameters(decoder: DecoderConfig) -> int:
-    """Weights of the matrices that every token passes in the layers; not embedding and unembedding."""
+    """Weights of the matrices that every token passes in the layers, adapters among them; not embedding and unembedding."""
     heads = decoder.head_dim * (2 * decoder.heads + 2 * decoder.kv_heads)
-    return decoder.layers * decoder.embed_dim * (heads + 3 * decoder.mlp_dim)
+    adapters = 0 if decoder.lora is None else decoder.trained_parameters
+    return decoder.layers * decoder.embed_dim * (heads + 3 * decoder.mlp_dim) + adapters
 
 
 def unembedding_parameters(decoder: DecoderConfig) -> int:

@@ -64,6 +64,8 @@ def _ways(plan: Plan, part: str, held: int) -> tuple[Way, ...]:
         "reference policy": lambda _, held: [Way(change="loss.kl_coef=0", does="needs none", frees=held)],
         "decode state": _decode_state,
         "sampler weights": _weights,
+        "frozen weights": lambda plan, held: [_more_chips(plan, held)],
+        "sampler's frozen weights": _weights,
         "paused responses": _paused,
         "prefilled prompts": _prefix,
         "minibatches": _minibatches,

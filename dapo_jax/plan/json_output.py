@@ -14,7 +14,11 @@ def as_data(plan: Plan) -> dict[str, Any]:
     """The content of `--json`: numbers in bytes, seconds, operations; all memory and work is of one device."""
     return {
         "schema_version": SCHEMA_VERSION,
-        "model": {"source": plan.config.model.source, "parameters": plan.decoder.parameters},
+        "model": {
+            "source": plan.config.model.source,
+            "parameters": plan.decoder.parameters,
+            "trained_parameters": plan.decoder.trained_parameters,
+        },
         "layout": asdict(plan.layout),
         "topology": _topology(plan),
         "workload": {**asdict(plan.work), "context": plan.work.context},

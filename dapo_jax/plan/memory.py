@@ -61,8 +61,14 @@ class Resident:
     """The part of it that `optimizer.offload` keeps in the host's memory; 0 where they are there already."""
     reference: int = 0
     """The reference policy's parameters, with `loss.kl_coef`."""
+    base: int = 0
+    """The frozen weights below adapters."""
+    shares_base: bool = False
+    """Whether the sampler has the same arrays."""
+    sampler_base: int = 0
+    """The sampler's own copy of them; 0 where it has none."""
     weights: int = 0
-    """The sampler's."""
+    """The sampler's, but for these."""
     rotations: int = 0
     """Cosines and sines of all positions of a slot. Once a run has sampled they stay."""
     minibatch: int = 0
@@ -103,9 +109,12 @@ def as_compiled(there: Resident, programs: Mapping[str, ProgramMemory]) -> Resid
     generate, update, add = (programs.get(name) for name in ("generate", "update", "update_add_longest"))
     if generate is not None:
         # What it is given back is the decode state, the rest of its arguments the weights and the rotations.
-        there = replace(there, decode_state=generate.aliased, weights=generate.kept - there.rotations)
+        frozen = there.base if there.shares_base else there.sampler_base
+        weights = generate.kept - there.rotations - frozen
+        there = replace(there, decode_state=generate.aliased, weights=weights)
     if update is not None:
-        there = replace(there, state=update.aliased, minibatch=update.kept + there.shorter)
+        minibatch = update.kept - there.base + there.shorter
+        there = replace(there, state=update.aliased, minibatch=minibatch)
     if add is not None:
         there = replace(there, gradient=add.aliased)
     # Keys and values are read where a cache is filled, logits where a response starts.
@@ -123,12 +132,14 @@ def _read(programs: Mapping[str, ProgramMemory], shape: str) -> int:
 def together(program: str, there: Resident, *, updates: int) -> tuple[str, dict[str, int]] | None:
     """The time at which a program runs, in words, and what lies on a device beside what the program adds; None if that is less than beside others.
 
-    Between steps the sampler's weights are gone. While it samples, the weights, the cache and up to two batches of prefilled prompts lie
+    Between steps the sampler's weights are gone, but for frozen ones. While it samples, the weights, the cache and up to two batches of prefilled prompts lie
     beside the train state: the responses of one call still wait for slots when the next one reads; and a response that had given its
     pages back lies there once more. The minibatches of all updates are put on the device before the first, and are gone after the last.
     """
     between = {
         "train state": there.state,
+        "frozen weights": there.base,
+        "sampler's frozen weights": there.sampler_base,
         "reference policy": there.reference,
         "rotations": there.rotations,
     }

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -24,6 +24,7 @@ from dapo_jax.plan.sampling_time import SamplingTime, sampling_time
 from dapo_jax.plan.sizes import decoder_of
 from dapo_jax.plan.topologies import Slice, devices_of
 from dapo_jax.plan.workload import Assumptions, Workload, workload_of
+from dapo_jax.run.policy import lora_of
 from dapo_jax.sampling.pages import PageSizes
 
 SCHEMA_VERSION = 3
@@ -175,7 +176,8 @@ def plan_for(
 
     `only` has the names, or the first words of the names, of the programs to
     compile; None is all, if there is a slice."""
-    decoder, work = decoder_of(config.model), workload_of(config, assumed or Assumptions())
+    decoder = replace(decoder_of(config.model), lora=lora_of(config.lora))
+    work = workload_of(config, assumed or Assumptions())
     host = devices_of(slice.one_host) if slice is not None and slice.hosts > 1 else None
     if slice is None:
         memory = None if devices is None else device_bytes(devices[0])

@@ -11,19 +11,20 @@ from jax.sharding import Mesh
 from jax.stages import Lowered
 
 from dapo_jax.config import ConfigError, TrainConfig
+from dapo_jax.models.lora import parted
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.device_memory import bytes_on_device
 from dapo_jax.parallel.mesh import Meshes, make_meshes
-from dapo_jax.parallel.weights import weight_transfer
+from dapo_jax.parallel.weights import shares_base
 from dapo_jax.plan.costs import item
 from dapo_jax.plan.memory import Resident
 from dapo_jax.plan.mesh_sizes import Layout, batch_shards, described, layout_of, one_device
 from dapo_jax.plan.refusals import Allocation
 from dapo_jax.plan.workload import Workload
 from dapo_jax.run.cache_room import prefix_bytes, room_for_cache
-from dapo_jax.run.policy import Policy, mesh_of, optimizer_of
-from dapo_jax.run.programs import updater_of
+from dapo_jax.run.policy import Policy, frozen_structs, mesh_of, optimizer_of
+from dapo_jax.run.programs import sampled_decoder, sampler_dtype, transfer_of, updater_of
 from dapo_jax.run.response_sampler import prefill_of
 from dapo_jax.run.training_pass import TrainingPass, for_mesh, training_pass
 from dapo_jax.sampling.decoding import decoding
@@ -114,7 +115,11 @@ class Programs:
         made: dict[str, Callable[[], Lowered]] = {
             **{name: lower for name, lower in sampling.items() if self.reads_parts or name not in _PARTS},
             "transfer": lambda: self._transfer.lower(self.state.params)["layer"],
-            "transfer_ends": lambda: self._transfer.lower(self.state.params)["ends"],
+            **(
+                {}
+                if self._adapts
+                else {"transfer_ends": lambda: self._transfer.lower(self.state.params)["ends"]}
+            ),
             **self._updater.programs(self.state, capacity=self.work.room, rows=rows, lengths=lengths),
         }
         if (self.config.loss.old_logprobs == "trainer" and self.work.updates > 1) or self.config.loss.kl_coef:
@@ -169,13 +174,17 @@ class Programs:
         room = -(-self._capacity // width) * width if self.reads_parts else 0
         reread = room and room * self.token_bytes + read.row_prompts * decoder.vocab_rows * 4
         heads = -(-decoder.kv_heads // layout.sampler["tensor"])
+        base = bytes_on_device(self._transfer.base_shapes, layout.sampler) if self._adapts else 0
         # The residual stream of one part, and its angles, in float32.
         flowing = 4 * (decoder.embed_dim + decoder.head_dim) * width
         return Resident(
             state=params + moments,
             moments=moments,
             reference=params if self.config.loss.kl_coef else 0,
-            weights=bytes_on_device(self.weights, layout.sampler),
+            base=bytes_on_device(self._policy.frozen, layout.train),
+            shares_base=self._shares_base,
+            sampler_base=0 if self._shares_base else base,
+            weights=bytes_on_device(self.weights, layout.sampler) - base,
             rotations=2 * 4 * (decoder.head_dim // 2) * self._capacity,
             minibatch=longest + shorter,
             shorter=shorter,
@@ -231,11 +240,44 @@ class Programs:
         whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(stack))
         return -(-whole // (batch_shards(self.layout.train) * self.layout.train["context"]))
 
+    @property
+    def _adapts(self) -> bool:
+        """Whether the sampler is given adapters beside a base that it keeps."""
+        return self.decoder.lora is not None and not self.config.sampling.merge_lora
+
+    @cached_property
+    def _shares_base(self) -> bool:
+        """Whether trainer and sampler have one copy of the base."""
+        config, layout = self.config, self.layout
+        kinds = {
+            "dtype": config.model.compute_dtype,
+            "sampler_dtype": sampler_dtype(config.model, config.sampling),
+        }
+        if self.decoder.lora is None:
+            return False
+        if self.devices is not None:
+            return shares_base(parted(shapes_of(self._decoder))[1], self.meshes, **kinds)
+        # The meshes are of one device: whole along `embed`, and split over the same devices for both.
+        alike = layout.samplers == 1 and layout.train["fsdp"] == 1 and layout.train["context"] == 1
+        return (
+            alike
+            and layout.train["tensor"] == layout.sampler["tensor"]
+            and kinds["dtype"] == kinds["sampler_dtype"]
+        )
+
+    @cached_property
+    def _decoder(self) -> DecoderConfig:
+        return for_mesh(self.decoder, self.meshes.train, self.meshes.sampler)
+
     @cached_property
     def _policy(self) -> Policy:
-        decoder = for_mesh(self.decoder, self.meshes.train, self.meshes.sampler)
+        trained, frozen = parted(shapes_of(self._decoder))
+        if self._decoder.lora is not None:
+            frozen = frozen_structs(
+                self._decoder, self.meshes.train, dtype=self._dtype, apart=self._shares_base
+            )
         # Its tokenizer is never asked.
-        return Policy(decoder=decoder, params=shapes_of(decoder), tokenizer=ByteTokenizer())
+        return Policy(decoder=self._decoder, params=trained, frozen=frozen, tokenizer=ByteTokenizer())
 
     @cached_property
     def _updater(self) -> Any:
@@ -249,6 +291,7 @@ class Programs:
             self.meshes.train,
             layout=self._pass.layout,
             reference=reference,
+            frozen=self._policy.frozen,
         )
 
     @cached_property
@@ -262,7 +305,7 @@ class Programs:
         params = bytes_on_device(self.state.params, self.layout.train)
         state = bytes_on_device(self.state, self.layout.train)
         return room_for_cache(
-            self._policy.decoder,
+            self._decoder,
             self.meshes.sampler,
             self.config.sampling,
             self._prefilled,
@@ -271,6 +314,7 @@ class Programs:
             in_flight=self._in_flight,
             resident=state
             + (params if self.config.loss.kl_coef else 0)
+            + (0 if self._shares_base else bytes_on_device(self._policy.frozen, self.layout.train))
             + bytes_on_device(self.weights, self.layout.sampler),
             memory=self.memory,
         )
@@ -279,7 +323,7 @@ class Programs:
     def _engine(self) -> DecoderEngine:
         return _configured(
             DecoderEngine,
-            self._policy.decoder,
+            sampled_decoder(self._decoder, self.config.sampling),
             slots=self.config.sampling.slots,
             capacity=self._capacity,
             steps_per_call=self.config.sampling.steps_per_call,
@@ -296,10 +340,7 @@ class Programs:
 
     @cached_property
     def _transfer(self) -> Any:
-        eight_bit = self.config.sampling.weight_dtype == "int8"
-        return _configured(
-            weight_transfer, self._policy.params, self.meshes, dtype=self._dtype, eight_bit=eight_bit
-        )
+        return _configured(transfer_of, self._policy, self.meshes, self.config.sampling, dtype=self._dtype)
 
 
 def _configured(make: Callable[..., Any], *arguments: Any, **options: Any) -> Any:

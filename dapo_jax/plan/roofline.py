@@ -17,11 +17,13 @@ from dapo_jax.plan.costs import (
     decode_weight_parameters,
     forward_flops,
     item,
+    matrix_parameters,
     unembedding_parameters,
     weight_bytes,
 )
 from dapo_jax.plan.mesh_sizes import Layout, batch_shards
 from dapo_jax.plan.workload import Workload
+from dapo_jax.run.programs import sampled_decoder
 from dapo_jax.run.response_sampler import prefill_of
 from dapo_jax.sampling.pages import PageSizes
 from dapo_jax.sampling.prompt_packing import PrefillShape
@@ -92,10 +94,11 @@ def work_of(
         phase: sum(times * of_program.get(name, 0.0) for name, times in calls)
         for phase, calls in calls_of(config, decoder).items()
     }
+    sampled = sampled_decoder(decoder, config.sampling)
     return [
         _transfer(config, decoder, layout, received["transfer"]),
-        _prefill(config, decoder, work, layout, received["prefill"]),
-        _decode(config, decoder, work, layout, pages, received["decode"]),
+        _prefill(config, sampled, work, layout, received["prefill"]),
+        _decode(config, sampled, work, layout, pages, received["decode"]),
         *_trained(config, decoder, work, layout, received),
     ]
 
@@ -125,12 +128,12 @@ def _prefill_program(config: TrainConfig) -> str:
 
 
 def _transfer(config: TrainConfig, decoder: DecoderConfig, layout: Layout, received: float) -> Work:
-    """Reads the float32 parameters where they lie, writes the sampler's share of them."""
-    train, tensor = layout.train, layout.sampler["tensor"]
-    reads = 4 * decoder.parameters / (train["fsdp"] * train["tensor"])
-    writes = (
-        weight_bytes(decoder.parameters, config.sampling, compute_dtype=config.model.compute_dtype) / tensor
-    )
+    """Reads the float32 parameters that are trained where they lie, and a base that they are merged with; writes the sampler's share of what it is given."""
+    train, tensor, dtype = layout.train, layout.sampler["tensor"], config.model.compute_dtype
+    merged = item(dtype) * decoder.parameters if config.sampling.merge_lora else 0
+    reads = (4 * decoder.trained_parameters + merged) / (train["fsdp"] * train["tensor"])
+    written = decoder.parameters if merged else decoder.trained_parameters
+    writes = weight_bytes(written, config.sampling, compute_dtype=dtype) / tensor
     return Work(
         phase="transfer", runs=1, flops=0, useful_flops=0, hbm_bytes=reads + writes, ici_bytes=received
     )
@@ -252,15 +255,15 @@ def _trained(
     # The gradient is two products for each of the forward pass; rematerialising all computes the forward pass again.
     passes = 4 if config.model.remat == "full" else 3
     weights = _microbatch_weight_bytes(config, decoder, layout)
-    held = decoder.parameters / (layout.train["fsdp"] * layout.train["tensor"])
+    held = decoder.trained_parameters / (layout.train["fsdp"] * layout.train["tensor"])
     # Gradients are read, added to and written in float32 for each microbatch; AdamW reads 4 arrays and writes 3.
     optimizer = work.microbatches * 3 * 4 * held + 7 * 4 * held
     made = [
         Work(
             phase="update",
             runs=work.updates,
-            flops=work.updates * passes * one / devices,
-            useful_flops=3 * own / devices,
+            flops=work.updates * (passes * one - _not_differentiated(decoder, tokens)) / devices,
+            useful_flops=(3 * own - _not_differentiated(decoder, work.trained * work.sequence)) / devices,
             hbm_bytes=work.updates * (work.microbatches * passes * weights + optimizer),
             ici_bytes=work.updates * received["update"],
             kernel_flops=work.updates * passes * attention / devices,
@@ -280,7 +283,15 @@ def _trained(
     return [score, *made]
 
 
+def _not_differentiated(decoder: DecoderConfig, tokens: float) -> float:
+    """Operations of the gradients of frozen matrices, which are not computed: below adapters those of all others."""
+    if decoder.lora is None:
+        return 0.0
+    return 2 * (matrix_parameters(decoder.base) + unembedding_parameters(decoder)) * tokens
+
+
 def _microbatch_weight_bytes(config: TrainConfig, decoder: DecoderConfig, layout: Layout) -> float:
     """The bytes that one pass over a microbatch reads: the weights, whole but for the tensor axis, in the compute dtype."""
     used = decoder.parameters - (0 if decoder.tied_embeddings else unembedding_parameters(decoder))
+    used += 0 if decoder.lora is None else decoder.trained_parameters
     return item(config.model.compute_dtype) * used / layout.train["tensor"]

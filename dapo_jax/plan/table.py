@@ -119,7 +119,12 @@ def _heading(plan: Plan) -> str:
         f"{plan.slice.name}: {plan.slice.chips} chips on {plan.slice.hosts} hosts"
     )  # fmt: skip
     lines = [
-        f"{plan.config.model.source}: {plan.decoder.parameters:,} parameters",
+        f"{plan.config.model.source}: {plan.decoder.parameters:,} parameters"
+        + (
+            f", {plan.decoder.trained_parameters:,} more in adapters, which are trained"
+            if plan.decoder.lora
+            else ""
+        ),
         f"{where}; mesh {mesh}; {plan.layout.samplers} samplers, each {sampler}",
         *(f"assumed: {note}" for note in plan.work.notes),
     ]
@@ -135,6 +140,8 @@ def _sizes(plan: Plan) -> list[tuple[str, str]]:
     return [
         ("train state (parameters and moments)", size(there.state)),
         *([("the moments' part of it, which optimizer.offload keeps in the host's memory", size(there.moments))] if there.moments else []),
+        *([("frozen weights", size(there.base))] if there.base else []),
+        *([("the sampler's own copy of them", size(there.sampler_base))] if there.sampler_base else []),
         *([("reference policy", size(there.reference))] if there.reference else []),
         ("sampler's weights", size(there.weights)),
         ("rotations of all positions", size(there.rotations)),

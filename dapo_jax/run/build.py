@@ -5,23 +5,30 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
 from dapo_jax.checkpoints.checkpointer import Checkpointer
 from dapo_jax.checkpoints.last_intact import restore_last
 from dapo_jax.config import TrainConfig
 from dapo_jax.data.stream import PromptStream
 from dapo_jax.health.stalls import Watch
 from dapo_jax.health.stopping import Stop
+from dapo_jax.models.decoder import is_apart
+from dapo_jax.models.lora import parted
 from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.device_memory import bytes_on_device
+from dapo_jax.parallel.weights import shares_base
 from dapo_jax.rewards.functions import Rewards
 from dapo_jax.run.flight_sampling import FlightSampling
 from dapo_jax.run.grader_setup import check_graders, grading
 from dapo_jax.run.group_exchange import SamplerShare
 from dapo_jax.run.group_sampling import GroupSampling
 from dapo_jax.run.identity import check_identity, identity_of, model_files, with_weights_of
-from dapo_jax.run.policy import load_policy, mesh_of, meshes_of, optimizer_of, state_structs
+from dapo_jax.run.policy import load_policy, lora_of, mesh_of, meshes_of, optimizer_of, state_structs
 from dapo_jax.run.position import Position
-from dapo_jax.run.programs import updater_of
+from dapo_jax.run.programs import sampler_dtype, updater_of
 from dapo_jax.run.prompt_sets import GivenRows, drawn_too_often, held_out_prompts, training_prompts
 from dapo_jax.run.response_sampler import ResponseSampler
 from dapo_jax.run.resume_point import ResumePoint, check_progress, has_checkpoint, resume_point
@@ -61,9 +68,23 @@ class Run:
         watch = watch or Watch(0.0, end=lambda status, why: None)
         check_graders(config.reward, reward=reward)  # a model may take long to load
         say(f"loading {model.source}")
-        self._load = partial(load_policy, model, seed=config.seed, mesh=self._mesh, sampler=meshes.sampler)
-        # The reference of a KL penalty is the policy that training starts from, whatever it goes on from.
-        self._has_weights = not goes_on or config.loss.kl_coef > 0
+        shares = partial(
+            shares_base,
+            meshes=meshes,
+            dtype=model.compute_dtype,
+            sampler_dtype=sampler_dtype(config.model, config.sampling),
+        )
+        self._load = partial(
+            load_policy,
+            model,
+            lora=lora_of(config.lora),
+            seed=config.seed,
+            mesh=self._mesh,
+            sampler=meshes.sampler,
+            shares=shares,
+        )
+        # The reference of a KL penalty is the policy that training starts from, and adapters have a base below them, whatever training goes on from.
+        self._has_weights = not goes_on or config.loss.kl_coef > 0 or config.lora.rank > 0
         self.policy = self._load(weights=self._has_weights)
         how = training_pass(model, config.batch, self._mesh, row_tokens=config.row_tokens)
         self._optimizer = optimizer_of(config.optimizer)
@@ -126,8 +147,14 @@ class Run:
             self._mesh,
             layout=how.layout,
             objective=objective,
-            reference=self.policy.params if config.loss.kl_coef else None,
+            reference=self._reference() if config.loss.kl_coef else None,
+            frozen=self.policy.frozen,
         )
+
+    def _reference(self) -> nnx.State:
+        """The parameters that are trained, as the policy begins with them: of adapters ones that add nothing to their base."""
+        params = self.policy.params
+        return params if self.config.lora.rank == 0 else jax.tree.map(jnp.zeros_like, params)
 
     def start(self, checkpointer: Checkpointer, *, resume: bool, say: Callable[[str], None]) -> ResumePoint:
         """The last intact checkpoint if there is one to resume, else the beginning. Called once.
@@ -143,7 +170,7 @@ class Run:
         """
         offload = self.config.optimizer.offload
         initial, decoder = self.policy.params, self.policy.decoder
-        self.policy = replace(self.policy, params=shapes_of(decoder))
+        self.policy = replace(self.policy, params=parted(shapes_of(decoder))[0])
         if resume and has_checkpoint(checkpointer.folder):
             del initial
             target = state_structs(self.policy, self._optimizer, self._mesh, offload=offload)
@@ -165,16 +192,19 @@ class Run:
             initial = self._load(weights=True).params
             files = model_files(self.policy.folder, weights=True)
             self.identity = {**self.identity, "model": files}
-        copy = bool(self.config.loss.kl_coef)
+        copy = bool(self.config.loss.kl_coef) and not self.config.lora.rank
         state = init_state(initial, self._optimizer, self._mesh, offload=offload, copy=copy)
         return ResumePoint(state=state, position=Position())
 
     @property
     def _resident(self) -> int:
-        """Bytes on each device while the run samples, but for what sampling itself takes: the train state and the reference policy."""
+        """Bytes on each device while the run samples, but for what sampling itself takes: the train state, the reference policy, and a base that the sampler
+        has its own copy of."""
         config, sizes = self.config, self._mesh.shape
         state = state_structs(self.policy, self._optimizer, self._mesh, offload=config.optimizer.offload)
         held = bytes_on_device(state, sizes)
+        if frozen := self.policy.frozen:
+            held += 0 if is_apart(frozen) else bytes_on_device(frozen, sizes)
         return held + bytes_on_device(state.params, sizes) if config.loss.kl_coef else held
 
     def _check(self, where: str, progress: Mapping[str, Any], *, say: Callable[[str], None]) -> None:

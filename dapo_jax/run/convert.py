@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dapo_jax.config import ConfigError, ModelConfig
+from dapo_jax.models.adapter_folder import is_adapter
 from dapo_jax.models.config_json import describe, family_of
 from dapo_jax.models.folder import CONFIG, read_config, read_json, write_model
 from dapo_jax.models.gguf import GgufFile
@@ -29,7 +30,9 @@ class Converted:
 
     folder: AnyPath
     family: str
-    """model_type in config.json."""
+    """model_type in config.json; of an adapter that of its base."""
+    adapter: bool
+    """True if what was written is an adapter folder."""
     parameters: int
     dtype: str
     tensor_bytes: int
@@ -37,15 +40,18 @@ class Converted:
     """Names of all files, sorted."""
 
 
-def convert(source: str, target: str, *, dtype: str = "float32") -> Converted:
+def convert(source: str, target: str, *, dtype: str = "float32", merge: bool = False) -> Converted:
     """Writes the model `source` as a Hugging Face folder with its tokenizer, which transformers and this library read.
+
+    Of a run that trained adapters it is an adapter folder, which PEFT reads, too.
 
     A GGUF file and a folder go through one tensor at a time, however large they are.
 
     Args:
-        source: a local .gguf file, a Hugging Face folder, a run folder (its latest checkpoint), preset:NAME or shipped:NAME.
+        source: a local .gguf file, a Hugging Face folder, a run folder (its latest checkpoint), an adapter folder, preset:NAME or shipped:NAME.
         target: a folder that does not exist or is empty.
         dtype: float32 or bfloat16, of the tensors written.
+        merge: add the adapters of a run or of an adapter folder to their base, and write a whole model.
 
     Raises:
         ConfigError: there is no such model, it is damaged or not covered, or `target` holds something.
@@ -60,12 +66,19 @@ def convert(source: str, target: str, *, dtype: str = "float32") -> Converted:
     try:
         if path.suffix == ".gguf" and in_bucket(source):
             raise ConfigError(f"{source}: a GGUF file is read from a local disk; copy it there")
+        alone = False
         if path.suffix == ".gguf":
+            _check_merge(source, merge, adapted=False)
             config, written = _from_gguf(path, folder, dtype)
         elif source.startswith("preset:") or run_at(source) is not None:
-            config, written = _from_policy(source, folder, dtype)
+            config, written = _from_policy(source, folder, dtype, merge)
+            alone = config.lora is not None and not merge
+        elif is_adapter(found := folder_of(ModelConfig(source=source), weights=True)):
+            config, written = _from_policy(source, folder, dtype, merge)
+            alone = not merge
         else:
-            config, written = _from_folder(folder_of(ModelConfig(source=source), weights=True), folder, dtype)
+            _check_merge(source, merge, adapted=False)
+            config, written = _from_folder(found, folder, dtype)
     except BaseException as error:
         _remove_half(folder, made=made)
         if isinstance(error, ConfigError) or not isinstance(error, ValueError):
@@ -74,7 +87,8 @@ def convert(source: str, target: str, *, dtype: str = "float32") -> Converted:
     return Converted(
         folder=folder,
         family=family_of(config),
-        parameters=config.parameters,
+        adapter=alone,
+        parameters=config.trained_parameters if alone else config.parameters,
         dtype=dtype,
         tensor_bytes=written,
         files=tuple(sorted(file.name for file in entries(folder))),
@@ -121,9 +135,15 @@ def _from_folder(source: AnyPath, folder: AnyPath, dtype: str) -> tuple[DecoderC
     return config, write_model(folder, described, tensors, dtype=dtype)
 
 
-def _from_policy(source: str, folder: AnyPath, dtype: str) -> tuple[DecoderConfig, int]:
+def _from_policy(source: str, folder: AnyPath, dtype: str, merge: bool) -> tuple[DecoderConfig, int]:
     policy = find_policy(source)
-    return policy.decoder, policy.save(folder, dtype=dtype)
+    _check_merge(source, merge, adapted=policy.decoder.lora is not None)
+    return policy.decoder, policy.save(folder, dtype=dtype, merge=merge)
+
+
+def _check_merge(source: str, merge: bool, *, adapted: bool) -> None:
+    if merge and not adapted:
+        raise ConfigError(f"{source} has no adapter to merge: leave merge out")
 
 
 def _tensors(config: DecoderConfig, file: TensorFile) -> list[Tensor]:

@@ -107,8 +107,9 @@ def check_identity(
             f"the prompts were {_described(kept.get('prompts'))}, are {_described(own['prompts'])}"
         )
     for name, digest in own["model"].items():
-        # Of the weights that a run began with, the KL penalty alone still asks.
-        if name.endswith(_WEIGHTS) and not own["config"]["loss.kl_coef"]:
+        # Of the weights that a run began with, the KL penalty alone still asks, and adapters, which are nothing without their base.
+        asks = own["config"]["loss.kl_coef"] or own["config"]["lora.rank"]
+        if name.endswith(_WEIGHTS) and not asks:
             continue
         if kept["model"].get(name) != digest:
             problems.append(f"the model's {name} is not the one that the run began with")

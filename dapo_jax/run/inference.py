@@ -91,7 +91,7 @@ def evaluate(
         max_prompt_tokens=config.data.max_prompt_tokens,
         compute_dtype=config.compute_dtype,
         group_size=config.eval.samples_per_prompt,
-        beside=bytes_on_device(policy.params, mesh.shape),
+        beside=bytes_on_device((policy.params, policy.frozen), mesh.shape),
     )
     # Scores count verdicts; how much longer a training response might have been is no matter here.
     unshaped = replace(config.reward, overlong=_NO_SHAPING)
@@ -207,7 +207,7 @@ def sample(
         max_prompt_tokens=max(len(prompt.tokens) for prompt in found),
         compute_dtype="float32",
         group_size=samples_per_prompt,
-        beside=bytes_on_device(policy.params, mesh.shape),
+        beside=bytes_on_device((policy.params, policy.frozen), mesh.shape),
     )
     config = EvalConfig(
         samples_per_prompt=samples_per_prompt, temperature=temperature, top_p=top_p, top_k=top_k

@@ -2,17 +2,18 @@
 
 import math
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jaxtyping import PyTree
 
 from dapo_jax.checkpoints.checkpointer import Check, Checkpointer
 from dapo_jax.checkpoints.last_intact import restore_last
@@ -20,19 +21,22 @@ from dapo_jax.checkpoints.manifest import CheckpointError
 from dapo_jax.config import (
     ConfigError,
     DataConfig,
+    LoraConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
     TrainConfig,
     load_config,
 )
-from dapo_jax.models.decoder import WHOLE, Decoder, graph_of
+from dapo_jax.models.adapter_folder import ADAPTER_CONFIG, is_adapter, read_adapter, save_adapter
+from dapo_jax.models.decoder import WHOLE, Decoder, graph_of, is_apart, unstacked
 from dapo_jax.models.folder import CONFIG, load_model, read_config, save_model
 from dapo_jax.models.hub import download
 from dapo_jax.models.layout import Layout
+from dapo_jax.models.lora import LoraShape, lora_shape, parted, rounded_to
 from dapo_jax.models.presets import DecoderConfig, preset
 from dapo_jax.models.safetensors_files import A_PICKLE, PICKLED
-from dapo_jax.models.tensors import exported, shapes_of
+from dapo_jax.models.tensors import TensorFile, adapter_tensors, exported, place_adapters, shapes_of
 from dapo_jax.parallel.mesh import BATCH_AXES, Meshes, make_mesh, make_meshes
 from dapo_jax.parallel.processes import is_first
 from dapo_jax.parallel.sharding import shardings
@@ -61,7 +65,13 @@ class Policy:
 
     decoder: DecoderConfig
     params: nnx.State
+    """The parameters that are trained: adapters, if the decoder has some, else all."""
     tokenizer: Tokenizer
+    frozen: nnx.State = field(default_factory=lambda: nnx.State({}))
+    """The base below adapters: layers stacked, or apart where a sampler shares it (`parallel.weights.shares_base`)."""
+    base: str = ""
+    """Below adapters, what `model.source` names."""
+    revision: str = ""
     step: int = 0
     """The steps that the weights of a run's checkpoint were trained for."""
     folder: AnyPath | None = None
@@ -69,62 +79,167 @@ class Policy:
 
     def graph(self, *, compute_dtype: str, remat: str, layout: Layout = WHOLE) -> nnx.GraphDef[Any]:
         """The structure that `nnx.merge` makes a module of, together with parameters."""
-        return graph_of(self.decoder, compute_dtype=compute_dtype, remat=remat, layout=layout)
+        apart = bool(self.frozen) and is_apart(self.frozen)
+        return graph_of(self.decoder, compute_dtype=compute_dtype, remat=remat, layout=layout, apart=apart)
 
-    def save(self, folder: str | AnyPath, *, dtype: str = "float32") -> int:
+    def save(self, folder: str | AnyPath, *, dtype: str = "float32", merge: bool = False) -> int:
         """Writes a model folder that `load_policy` and transformers read; returns the bytes of its tensors.
 
-        Of several processes all call it, and the first one writes.
+        Of a policy with adapters it is an adapter folder, which PEFT reads, too; with `merge` a whole model, to which they are added. Of several
+        processes all call it, and the first one writes.
         """
+        decoder, path = self.decoder, path_of(folder)
+        base, adapters = (self.params, None) if decoder.lora is None else (self.frozen, self.params)
+        alone = adapters is not None and not merge
         if not is_first():
             # Each takes part in gathering a tensor.
-            return (
-                sum(tensor.fetch().size for tensor in exported(self.decoder, self.params))
-                * jnp.dtype(dtype).itemsize
-            )
-        # First the tokenizer: config.json, which makes the folder a model, is written last of all.
+            tensors = adapter_tensors(decoder, adapters) if alone else exported(decoder, base, adapters)
+            return sum(tensor.fetch().size for tensor in tensors) * jnp.dtype(dtype).itemsize
+        # First the tokenizer: config.json or adapter_config.json, which makes the folder a model, is written last of all.
+        path.mkdir(parents=True, exist_ok=True)
         save_tokenizer(self.tokenizer, folder)
+        if alone:
+            name = self.base.removeprefix("hf:")
+            return save_adapter(path, decoder, adapters, base=name, revision=self.revision, dtype=dtype)
         ends, pad = self.tokenizer.stop_ids, self.tokenizer.pad_id
         named = token_ids(self.tokenizer)
         return save_model(
-            folder, self.decoder, self.params, dtype=dtype, eos_ids=ends, pad_id=pad, token_ids=named
+            folder, decoder, base, adapters=adapters, dtype=dtype, eos_ids=ends, pad_id=pad, token_ids=named
         )
 
 
 def load_policy(
     model: ModelConfig,
     *,
+    lora: LoraShape | None = None,
     seed: int = 0,
     mesh: jax.sharding.Mesh | None = None,
     sampler: jax.sharding.Mesh | None = None,
     weights: bool = True,
+    shares: Callable[[nnx.State], bool] = lambda frozen: False,
 ) -> Policy:
     """Makes or reads the policy that `model.source` names.
 
     Args:
         model: the source and, for a preset, the tokenizer.
-        seed: of a preset's random weights.
+        lora: adapters to train in place of the weights, which are frozen in `model.compute_dtype`. Those of an adapter folder must be the same. None: what the
+            source has, and of a whole model none.
+        seed: of a preset's random weights, and of new adapters.
         mesh: on which each weight goes at once where training has it; None puts all on the default device.
         sampler: the mesh that samples; the vocabulary is filled up so that both can split it.
         weights: False: no weight is made, fetched or read, and `params` are shapes alone.
+        shares: whether a sampler takes a base of these shapes as it is (`parallel.weights.shares_base`).
 
     Raises:
-        ConfigError: there is no such preset, shipped model or folder; the message names what there is.
+        ConfigError: there is no such preset, shipped model or folder, or an adapter is another one; the message names what there is.
     """
     try:
-        decoder, tokenizer, folder = description_of(model, weights=weights)
-        decoder = for_mesh(decoder, *(each for each in (mesh, sampler) if each is not None))
-        if not weights:
-            params = shapes_of(decoder)
-        elif folder is None:
-            params = _random(decoder, seed, mesh)
-        else:
-            where = None if mesh is None else lambda shapes: shardings(shapes, mesh)
-            by_rows = read_by_rows if in_bucket(folder) else None
-            _, params = load_model(folder, decoder, shardings=where, by_rows=by_rows)
+        adapter = _adapter_of(model, weights=weights)
+        if adapter is not None and lora is not None and lora != adapter.shape:
+            raise ValueError(_another_shape(adapter.shape, lora))
+        source, lora = (model, lora) if adapter is None else (adapter.base, adapter.shape)
+        decoder, tokenizer, base_folder = description_of(source, weights=weights)
+        decoder = replace(
+            for_mesh(decoder, *(each for each in (mesh, sampler) if each is not None)), lora=lora
+        )
+        trained, frozen = parted(shapes_of(decoder))
+        where = None if mesh is None else lambda shapes: shardings(shapes, mesh)
+        if weights and lora is None:
+            trained = _weights_of(base_folder, decoder, seed, where)
+        elif weights:
+            kind, apart = model.compute_dtype, shares(frozen)
+            frozen = _weights_of(base_folder, decoder, seed, where, dtype=kind, apart=apart)
+            trained = (
+                _random(decoder, seed, where, lambda params: parted(params)[0])
+                if adapter is None
+                else place_adapters(decoder, adapter.file, shardings=where)
+            )
     except ValueError as error:
         raise ConfigError(f"model.source={model.source!r}: {error}") from error
-    return Policy(decoder=decoder, params=params, tokenizer=tokenizer, folder=folder)
+    return Policy(
+        decoder=decoder,
+        params=trained,
+        tokenizer=tokenizer,
+        frozen=frozen,
+        base=source.source,
+        revision=source.revision,
+        folder=base_folder,
+    )
+
+
+def lora_of(config: LoraConfig) -> LoraShape | None:
+    """The adapters that `config` describes; None: there are none."""
+    if not config.rank:
+        return None
+    return lora_shape(rank=config.rank, alpha=config.alpha, targets=config.targets)
+
+
+def _weights_of(
+    folder: AnyPath | None,
+    decoder: DecoderConfig,
+    seed: int,
+    where: Callable[[nnx.State], PyTree] | None,
+    *,
+    dtype: str = "float32",
+    apart: bool = False,
+) -> nnx.State:
+    """All parameters but adapters; random ones if there is no folder."""
+    if folder is None:
+
+        def made(params: nnx.State) -> nnx.State:
+            base = rounded_to(dtype, params)
+            return unstacked(base) if apart else base
+
+        return _random(decoder.base, seed, where, made)
+    by_rows = read_by_rows if in_bucket(folder) else None
+    return load_model(folder, decoder, shardings=where, dtype=dtype, by_rows=by_rows, apart=apart)[1]
+
+
+def base_model(model: ModelConfig) -> ModelConfig:
+    """The model below the adapter that `model.source` names; `model` itself if it is a whole one.
+
+    Raises:
+        ValueError: there is no such model, or it is an adapter that is not covered.
+    """
+    adapter = _adapter_of(model, weights=False)
+    return model if adapter is None else adapter.base
+
+
+class _Adapter(NamedTuple):
+    """An adapter that `model.source` names."""
+
+    shape: LoraShape
+    file: TensorFile
+    base: ModelConfig
+    """The model below it."""
+
+
+def _adapter_of(model: ModelConfig, *, weights: bool) -> _Adapter | None:
+    """None where `model.source` is a whole model."""
+    if model.source.startswith(("preset:", "shipped:")):
+        return None
+    folder = folder_of(model, weights=weights)
+    if not is_adapter(folder):
+        return None
+    found, file = read_adapter(folder)
+    if found.base.startswith("preset:") or not found.base:
+        raise ValueError(
+            f"{folder / ADAPTER_CONFIG}: base_model_name_or_path={found.base!r} names no model whose weights can be read again; write one there"
+        )
+    there = (
+        found.base.startswith(("shipped:", "hf:")) or in_bucket(found.base) or path_of(found.base).is_dir()
+    )
+    source = found.base if there else f"hf:{found.base}"
+    return _Adapter(found.shape, file, replace(model, source=source, revision=found.revision))
+
+
+def _another_shape(found: LoraShape, asked: LoraShape) -> str:
+    differ = [
+        f"lora.{name} is {getattr(asked, name)!r}, the adapter's is {getattr(found, name)!r}"
+        for name in ("rank", "alpha", "targets")
+        if getattr(asked, name) != getattr(found, name)
+    ]
+    return f"it is an adapter of another shape: {'; '.join(differ)}"
 
 
 def find_policy(source: str, *, mesh: jax.sharding.Mesh | None = None) -> Policy:
@@ -138,7 +253,10 @@ def find_policy(source: str, *, mesh: jax.sharding.Mesh | None = None) -> Policy
     # Shapes alone: the run's own weights are in its checkpoint, which is read onto the devices that are here and not
     # onto the mesh that it was trained on.
     mesh = mesh_of(ParallelConfig()) if mesh is None else mesh
-    policy = load_policy(config.model, mesh=mesh, weights=False)
+    # Below adapters it is the model's.
+    policy = load_policy(
+        config.model, lora=lora_of(config.lora), seed=config.seed, mesh=mesh, weights=config.lora.rank > 0
+    )
     decoder = policy.decoder
     target = state_structs(policy, optimizer_of(config.optimizer), mesh)
     with Checkpointer(run / "checkpoints") as checkpointer:
@@ -161,7 +279,7 @@ def find_policy(source: str, *, mesh: jax.sharding.Mesh | None = None) -> Policy
 
 def check_of_readers(config: TrainConfig, policy: Policy) -> Check:
     """Refuses checkpoints of other runs than that of `config` and the model `policy`; prompts are not looked at."""
-    files = model_files(policy.folder, weights=False)
+    files = model_files(policy.folder, weights=policy.decoder.lora is not None)
     own = {**identity_of(config, prompts=(), model=files), "prompts": None}
     return partial(check_identity, own=own, say=lambda _: None)
 
@@ -175,7 +293,7 @@ def run_at(source: str) -> AnyPath | None:
     folder = place_of(source, key="model", write=False)
     if (folder / "config.yaml").is_file() and (folder / "checkpoints").is_dir():
         return folder
-    if in_bucket(folder) and not (folder / CONFIG).is_file():
+    if in_bucket(folder) and not (folder / CONFIG).is_file() and not is_adapter(folder):
         raise ConfigError(
             f"{source} is neither a run, with config.yaml and checkpoints, nor a model, with {CONFIG}: look at the name, or wait for the "
             "run's first checkpoint"
@@ -272,7 +390,22 @@ def state_structs(
     offload: bool = False,
 ) -> TrainState:
     """The shape, dtype and place of every array of the train state: what a checkpoint is restored into."""
-    return structs_of(shapes_of(policy.decoder), optimizer, mesh, offload=offload)
+    return structs_of(parted(shapes_of(policy.decoder))[0], optimizer, mesh, offload=offload)
+
+
+def frozen_structs(decoder: DecoderConfig, mesh: jax.sharding.Mesh, *, dtype: str, apart: bool) -> nnx.State:
+    """The shape, dtype and place of every frozen array below adapters; layers stacked, or apart."""
+
+    def made(params: nnx.State) -> nnx.State:
+        rounded = rounded_to(dtype, params)
+        return unstacked(rounded) if apart else rounded
+
+    shapes = jax.eval_shape(made, parted(shapes_of(decoder))[1])
+    return jax.tree.map(
+        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+        shapes,
+        shardings(shapes, mesh),
+    )
 
 
 def description_of(
@@ -294,9 +427,19 @@ def description_of(
     return decoder, tokenizer, folder
 
 
-def _random(decoder: DecoderConfig, seed: int, mesh: jax.sharding.Mesh | None) -> nnx.State:
-    where = None if mesh is None else shardings(shapes_of(decoder), mesh)
-    return jax.jit(lambda: nnx.state(Decoder(decoder, rngs=nnx.Rngs(seed))), out_shardings=where)()
+def _random(
+    decoder: DecoderConfig,
+    seed: int,
+    where: Callable[[nnx.State], PyTree] | None,
+    made: Callable[[nnx.State], nnx.State],
+) -> nnx.State:
+    """What `made` makes of random parameters."""
+
+    def program() -> nnx.State:
+        return made(nnx.state(Decoder(decoder, rngs=nnx.Rngs(seed))))
+
+    placed = None if where is None else where(jax.eval_shape(program))
+    return jax.jit(program, out_shardings=placed)()
 
 
 def _shipped(name: str) -> Path:

@@ -15,15 +15,23 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.stages import Lowered
 
-from dapo_jax.config import TrainConfig
+from dapo_jax.config import ModelConfig, SamplingConfig, TrainConfig
 from dapo_jax.dapo.losses import dapo_loss
-from dapo_jax.models.decoder import graph_of
+from dapo_jax.models.decoder import graph_of, is_apart
 from dapo_jax.models.layout import Layout
+from dapo_jax.models.lora import parted
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.mesh import Meshes
 from dapo_jax.parallel.together import meet
-from dapo_jax.parallel.weights import SamplerWeights, WeightTransfer, weight_transfer
+from dapo_jax.parallel.weights import (
+    AdapterTransfer,
+    MergingTransfer,
+    SamplerWeights,
+    WeightTransfer,
+    weight_transfer,
+)
+from dapo_jax.run.policy import Policy
 from dapo_jax.sampling.decoding import Decoding
 from dapo_jax.sampling.engine import DecoderEngine
 from dapo_jax.sampling.prompt_packing import PrefillShape
@@ -97,12 +105,40 @@ def _compiled(engine: Lowering, structure: Any, leaves: tuple[Any, ...]) -> None
             pass  # or an error of the compiler would not be heard
 
 
-@lru_cache(maxsize=_KEPT)
-def transfer_of(
-    decoder: DecoderConfig, meshes: Meshes, *, dtype: str, eight_bit: bool = False
+Transfer = WeightTransfer | AdapterTransfer | MergingTransfer
+"""A function of the parameters that are trained which gives sampler weights."""
+
+
+def transfer_of(policy: Policy, meshes: Meshes, sampling: SamplingConfig, *, dtype: str) -> Transfer:
+    """The way of weights from the trainer to the sampler: see `WeightTransfer`, and `AdapterTransfer` of a policy with adapters."""
+    decoder, how = policy.decoder, {"dtype": dtype, "eight_bit": sampling.weight_dtype == "int8"}
+    if decoder.lora is None:
+        return _transfer(decoder, meshes, "all", **how)
+    if sampling.merge_lora:
+        return MergingTransfer(_transfer(decoder, meshes, "merged", **how), policy.frozen)
+    adapters, base = (_transfer(decoder, meshes, part, **how) for part in ("adapters", "base"))
+    return AdapterTransfer(adapters, base, policy.frozen)
+
+
+@lru_cache(maxsize=2 * _KEPT)
+def _transfer(
+    decoder: DecoderConfig, meshes: Meshes, part: str, *, dtype: str, eight_bit: bool
 ) -> WeightTransfer:
-    """The way of weights from the trainer to the sampler: see `weight_transfer`."""
-    return weight_transfer(shapes_of(decoder), meshes, dtype=dtype, eight_bit=eight_bit)
+    shapes = shapes_of(decoder)
+    trained, frozen = parted(shapes)
+    moved = {"adapters": trained, "base": frozen}.get(part, shapes)
+    factor = decoder.lora.scale if part == "merged" and decoder.lora is not None else None
+    return weight_transfer(moved, meshes, dtype=dtype, eight_bit=eight_bit, merged_by=factor)
+
+
+def sampler_dtype(model: ModelConfig, sampling: SamplingConfig) -> str:
+    """The dtype of the base that a sampler holds; "" if it holds none, but what adapters and base add up to."""
+    return "" if sampling.merge_lora else sampling.weight_dtype or model.compute_dtype
+
+
+def sampled_decoder(decoder: DecoderConfig, sampling: SamplingConfig) -> DecoderConfig:
+    """The decoder of a sampler: one whose adapters are merged has none."""
+    return decoder.base if sampling.merge_lora else decoder
 
 
 def updater_of(
@@ -114,8 +150,9 @@ def updater_of(
     layout: Layout,
     objective: Objective | None = None,
     reference: nnx.State | None = None,
+    frozen: nnx.State | None = None,
 ) -> Updater:
-    """The update that `config` describes. One with an own objective, or with the parameters of a reference policy, is not shared.
+    """The update that `config` describes. One with an own objective, or with the parameters of a reference policy or below adapters, is not shared.
 
     Raises:
         ValueError: `loss.kl_coef` without a reference policy, or the other way round.
@@ -134,8 +171,8 @@ def updater_of(
     clips = (loss.clip_ratio_low, loss.clip_ratio_high, loss.dual_clip)
     made = (
         _shared_updater
-        if objective is None and reference is None
-        else partial(_new_updater, objective=objective, reference=reference)
+        if objective is None and reference is None and not frozen
+        else partial(_new_updater, objective=objective, reference=reference, frozen=frozen)
     )
     return made(
         decoder,
@@ -161,17 +198,20 @@ def _new_updater(
     options: UpdateOptions,
     objective: Objective | None = None,
     reference: nnx.State | None = None,
+    frozen: nnx.State | None = None,
 ) -> Updater:
     low, high, dual = clips
     clipped = partial(dapo_loss, clip_ratio_low=low, clip_ratio_high=high, dual_clip=dual)
+    apart = bool(frozen) and is_apart(frozen)
     return Updater(
-        graph_of(decoder, compute_dtype=compute_dtype, remat=remat, layout=layout),
-        shapes_of(decoder),
+        graph_of(decoder, compute_dtype=compute_dtype, remat=remat, layout=layout, apart=apart),
+        parted(shapes_of(decoder))[0],
         optimizer,
         mesh,
         objective=objective or clipped,
         options=options,
         reference=reference,
+        frozen=frozen,
     )
 
 

@@ -13,10 +13,9 @@ from dapo_jax.config import ConfigError, EvalConfig, SamplingConfig
 from dapo_jax.dapo.rollouts import Group, Prompt, Response
 from dapo_jax.parallel.device_memory import bytes_on_device, least_device_bytes
 from dapo_jax.parallel.mesh import Meshes
-from dapo_jax.parallel.weights import WeightTransfer
 from dapo_jax.run.cache_room import cache_note, room_for_cache
 from dapo_jax.run.policy import Policy
-from dapo_jax.run.programs import compile_sampling, engine_of, transfer_of
+from dapo_jax.run.programs import Transfer, compile_sampling, engine_of, sampled_decoder, transfer_of
 from dapo_jax.sampling.continuous_batching import Sampler
 from dapo_jax.sampling.decoding import Decoding, decoding
 from dapo_jax.sampling.prompt_packing import PrefillShape, prefill_shape
@@ -86,13 +85,16 @@ class ResponseSampler:
             ConfigError: slots or lengths do not fit the mesh, the model or the memory.
         """
         self.max_response_tokens = sampling.max_response_tokens
-        self.transfer: WeightTransfer = transfer_of(
-            policy.decoder, meshes, dtype=compute_dtype, eight_bit=sampling.weight_dtype == "int8"
-        )
+        if sampling.merge_lora and policy.decoder.lora is None:
+            raise ConfigError(
+                "sampling.merge_lora=true needs a model with an adapter, this one has none: leave it out"
+            )
+        self.transfer: Transfer = transfer_of(policy, meshes, sampling, dtype=compute_dtype)
+        decoder = sampled_decoder(policy.decoder, sampling)
         shape = prefill_of(sampling, group_size, max_prompt_tokens=max_prompt_tokens, in_flight=in_flight)
         memory = memory or least_device_bytes(meshes.sampler)
         room = room_for_cache(
-            policy.decoder,
+            decoder,
             meshes.sampler,
             sampling,
             shape,
@@ -104,7 +106,7 @@ class ResponseSampler:
         )
         try:
             self._engine = engine_of(
-                policy.decoder,
+                decoder,
                 meshes.sampler,
                 slots=sampling.slots,
                 capacity=max_prompt_tokens + sampling.max_response_tokens,

@@ -23,7 +23,7 @@ from dapo_jax.rewards.grading import Grading
 from dapo_jax.run.end_of_step import evaluates_after
 from dapo_jax.run.folders import locked, place_of
 from dapo_jax.run.grader_setup import grading
-from dapo_jax.run.policy import Policy, load_policy, mesh_of, meshes_of, optimizer_of, state_structs
+from dapo_jax.run.policy import Policy, load_policy, lora_of, mesh_of, meshes_of, optimizer_of, state_structs
 from dapo_jax.run.prompt_sets import dated, held_out_prompts, prompt_format, training_rows
 from dapo_jax.run.records import use_compilation_cache
 from dapo_jax.run.response_sampler import ResponseSampler
@@ -67,7 +67,7 @@ def _trained(config: SftConfig, run_dir: AnyPath, lock: Lock, progress: Progress
     if (run_dir / "config.yaml").exists():
         raise ConfigError(f"run_dir={config.run_dir} already holds a run; choose another run_dir")
     mesh = mesh_of(config.parallel, rows_per_microbatch=config.batch.rows_per_microbatch)
-    policy = load_policy(config.model, seed=config.seed, mesh=mesh)
+    policy = load_policy(config.model, lora=lora_of(config.lora), seed=config.seed, mesh=mesh)
     how = training_pass(config.model, config.batch, mesh, row_tokens=config.row_tokens)
     optimizer = optimizer_of(config.optimizer)
     pairs = _pairs(config, policy)
@@ -77,7 +77,9 @@ def _trained(config: SftConfig, run_dir: AnyPath, lock: Lock, progress: Progress
     graders = grading(reward, policy, max_response_tokens=limit, stop=stop)
     held_out = held_out_prompts(config.data, config.eval, policy.tokenizer)
     state = state_structs(policy, optimizer, mesh, offload=config.optimizer.offload)
-    evaluate = _evaluation(config, policy, mesh, graders, held_out, beside=bytes_on_device(state, mesh.shape))
+    evaluate = _evaluation(
+        config, policy, mesh, graders, held_out, beside=bytes_on_device((state, policy.frozen), mesh.shape)
+    )
     updater = Updater(
         policy.graph(compute_dtype=config.model.compute_dtype, remat=config.model.remat, layout=how.layout),
         policy.params,
@@ -89,6 +91,7 @@ def _trained(config: SftConfig, run_dir: AnyPath, lock: Lock, progress: Progress
             old_logprobs="sampler",
             offload=config.optimizer.offload,
         ),
+        frozen=policy.frozen,
     )
     state = init_state(policy.params, optimizer, mesh, offload=config.optimizer.offload, copy=False)
     write_whole(run_dir / "config.yaml", to_yaml(config).encode())

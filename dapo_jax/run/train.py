@@ -118,7 +118,7 @@ def train(
             goes_on=resume and has_checkpoint(run_dir / "checkpoints"),
         )
         stack.callback(run.close)
-        little_room = check_room(config, run.policy.decoder.parameters)
+        little_room = check_room(config, run.policy.decoder.trained_parameters)
         if overwrite:
             by_first(lambda: remove_run(run_dir))  # nobody looks into the folder before it is empty
         stack.enter_context(shown)

@@ -10,12 +10,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import jax
-from flax import nnx
 
 from dapo_jax.checkpoints.checkpointer import Checkpointer, Restored
-from dapo_jax.config import ConfigError, DataConfig, ParallelConfig, load_config
+from dapo_jax.config import ConfigError, DataConfig, ParallelConfig, SamplingConfig, load_config
 from dapo_jax.extras import how_to_install
-from dapo_jax.parallel.weights import SamplerWeights, weight_transfer
+from dapo_jax.parallel.weights import both_on
 from dapo_jax.run.folders import place_of
 from dapo_jax.run.policy import (
     Policy,
@@ -26,6 +25,7 @@ from dapo_jax.run.policy import (
     optimizer_of,
     state_structs,
 )
+from dapo_jax.run.programs import Transfer, transfer_of
 from dapo_jax.run.prompt_sets import dated, prompt_format
 from dapo_jax.run.records import use_compilation_cache
 from dapo_jax.sampling.decoding import decoding
@@ -37,7 +37,6 @@ from dapo_jax.text.formatting import PromptFormat
 if TYPE_CHECKING:
     from dapo_jax.serving.adapter import JetStreamEngine
 
-Transfer = Callable[[nnx.State], SamplerWeights]
 
 CLIENT = """\
     import grpc
@@ -172,7 +171,7 @@ def serving_engine(
     if options.chat and policy.tokenizer.chat_template is None:
         raise ConfigError("--chat needs a chat template, and the model has none; serve it without")
     mesh = mesh_of(ParallelConfig())
-    transfer = weight_transfer(policy.params, mesh, dtype=options.compute_dtype)
+    transfer = transfer_of(policy, both_on(mesh), SamplingConfig(), dtype=options.compute_dtype)
     try:
         drawing = decoding(temperature=options.temperature, top_p=options.top_p, top_k=options.top_k)
         decoder = DecoderEngine(

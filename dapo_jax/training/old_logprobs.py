@@ -13,22 +13,26 @@ from jax.stages import Lowered
 from jaxtyping import Array, Float
 
 from dapo_jax.dapo.microbatch import Microbatch
+from dapo_jax.models.decoder import is_apart, unstacked
 from dapo_jax.parallel.together import Together
 from dapo_jax.training.minibatch import Minibatch, Stack, with_array
 
+Weights = tuple[nnx.State, nnx.State]
+"""Parameters that are trained, and those that are frozen: the base below adapters, else none."""
+
 
 class PolicyLogprobs:
-    """The function of parameters and a microbatch that gives every token its log-probability: the update differentiates it, `OldLogprobs` calls it."""
+    """The function of weights and a microbatch that gives every token its log-probability: the update differentiates it, `OldLogprobs` calls it."""
 
     def __init__(self, graph: nnx.GraphDef[Any], *, temperature: float, chunk_vocab: int) -> None:
         """`chunk_vocab` entries of the vocabulary have logits at one time; `temperature` is that of sampling."""
         self._graph, self._temperature, self._chunk_vocab = graph, temperature, chunk_vocab
 
-    def __call__(self, params: nnx.State, microbatch: Microbatch) -> tuple[Array, Array]:
+    def __call__(self, weights: Weights, microbatch: Microbatch) -> tuple[Array, Array]:
         """Log-probability and entropy [rows, seq] of each token given what it follows; without meaning in the first column."""
 
-        def program(params: nnx.State, m: Microbatch) -> tuple[Array, Array]:
-            decoder = nnx.merge(self._graph, params)
+        def program(weights: Weights, m: Microbatch) -> tuple[Array, Array]:
+            decoder = self._decoder(weights)
             hidden = decoder(m.tokens, m.positions, m.segment_ids, m.prefix_ids)
             before = jnp.take_along_axis(hidden, m.previous[..., None], axis=1)
             logprobs, entropy = decoder.ends.layout.logprobs(
@@ -42,7 +46,13 @@ class PolicyLogprobs:
             )
             return logprobs.reshape(m.tokens.shape), entropy.reshape(m.tokens.shape)
 
-        return nnx.merge(self._graph, params).ends.layout.shard(program)(params, microbatch)
+        return self._decoder(weights).ends.layout.shard(program)(weights, microbatch)
+
+    def _decoder(self, weights: Weights) -> Any:
+        trained, frozen = weights
+        if frozen and is_apart(frozen):
+            trained = unstacked(trained)
+        return nnx.merge(self._graph, trained, frozen)
 
 
 class OldLogprobs:
@@ -55,6 +65,7 @@ class OldLogprobs:
         source: str,
         score_first: bool,
         reference: nnx.State | None,
+        frozen: nnx.State,
         sharding: NamedSharding,
     ) -> None:
         """Compiles nothing yet.
@@ -63,11 +74,12 @@ class OldLogprobs:
             logprobs: the function that the update uses.
             source: `trainer` recomputes the old log-probabilities by that function; `sampler` takes those recorded while sampling.
             score_first: recompute those of the first minibatch too, whose old policy is the policy itself.
-            reference: the reference policy's parameters, if there is one.
+            reference: the reference policy's parameters in place of those that are trained, if there is one.
+            frozen: parameters that are not trained.
             sharding: where arrays [capacity, rows, seq] lie.
         """
         self._logprobs, self._source, self._score_first = logprobs, source, score_first
-        self._reference = reference
+        self._reference, self._frozen = reference, frozen
         self._score = Together(jax.jit(self._score_program, out_shardings=sharding))
         self._ratio = jax.jit(_ratio, out_shardings=sharding)
 
@@ -82,29 +94,28 @@ class OldLogprobs:
         if self._source == "sampler":
             filled = [with_array(m, "old_logprobs", _recorded) for m in filled]
         else:
-            score = partial(self._score, params)
+            score = partial(self._score, (params, self._frozen))
             first = 0 if self._score_first else 1
             filled[first:] = [with_array(m, "old_logprobs", score) for m in filled[first:]]
         if self._reference is None:
             return filled
-        score = partial(self._score, self._reference)
+        score = partial(self._score, (self._reference, self._frozen))
         return [with_array(m, "ref_logprobs", score) for m in filled]
 
     def ratios(self, params: nnx.State, minibatch: Minibatch, *, first: bool) -> list[Array]:
         """pi / pi_old of each token: for each stack [capacity, rows, seq]; 1 if `first`, where the old policy is the policy itself."""
         if first and self._source == "trainer":
             return [jnp.ones_like(stack.microbatches.old_logprobs) for stack in minibatch]
-        return [
-            self._ratio(self._score(params, stack), stack.microbatches.old_logprobs) for stack in minibatch
-        ]
+        score = partial(self._score, (params, self._frozen))
+        return [self._ratio(score(stack), stack.microbatches.old_logprobs) for stack in minibatch]
 
     def lower(self, params: nnx.State, stack: Stack) -> Lowered:
         """The program that recomputes log-probabilities; both may be shapes with their places."""
-        return self._score.lower(params, stack)
+        return self._score.lower((params, self._frozen), stack)
 
-    def _score_program(self, params: nnx.State, stack: Stack) -> Float[Array, "capacity rows seq"]:
+    def _score_program(self, weights: Weights, stack: Stack) -> Float[Array, "capacity rows seq"]:
         def score(i: Array, scores: Array) -> Array:
-            return lax.dynamic_update_index_in_dim(scores, self._logprobs(params, stack.at(i))[0], i, axis=0)
+            return lax.dynamic_update_index_in_dim(scores, self._logprobs(weights, stack.at(i))[0], i, axis=0)
 
         blank = jnp.zeros_like(stack.microbatches.old_logprobs)
         return lax.fori_loop(0, stack.count, score, blank)

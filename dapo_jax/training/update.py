@@ -27,7 +27,7 @@ from dapo_jax.dapo.microbatch import Microbatch, microbatch_structs
 from dapo_jax.parallel.sharding import by_row, replicated
 from dapo_jax.parallel.together import Together
 from dapo_jax.training.minibatch import Minibatch, Placing, Stack
-from dapo_jax.training.old_logprobs import OldLogprobs, PolicyLogprobs
+from dapo_jax.training.old_logprobs import OldLogprobs, PolicyLogprobs, Weights
 from dapo_jax.training.state import TrainState, state_shardings
 from dapo_jax.training.sync_metrics import mismatch_metrics
 
@@ -71,9 +71,11 @@ class Updater:
         objective: Objective = dapo_loss,
         options: UpdateOptions | None = None,
         reference: nnx.State | None = None,
+        frozen: nnx.State | None = None,
     ) -> None:
-        """`params` may be shapes alone; `optimizer` is one for a learning rate of 1, by which an update multiplies what it gives; `reference` are the
-        reference policy's parameters if `kl_coef` is above 0."""
+        """`params`, those that are trained, may be shapes alone; `optimizer` is one for a learning rate of 1, by which an update multiplies what it gives;
+        `reference` are the reference policy's parameters in their place if `kl_coef` is above 0; `frozen` are the decoder's others, if it has adapters."""
+        self._frozen = nnx.State({}) if frozen is None else frozen
         self._optimizer, self._objective, self._options = optimizer, objective, options or UpdateOptions()
         if (reference is None) != (self._options.kl_coef == 0.0):
             raise ValueError(
@@ -94,6 +96,7 @@ class Updater:
             source=self._options.old_logprobs,
             score_first=self._options.score_first,
             reference=reference,
+            frozen=self._frozen,
             sharding=self._rows,
         )
         changed, sums = (placed, self._whole), (placed.params, self._whole)
@@ -128,11 +131,11 @@ class Updater:
         """
         rate, is_first = np.float32(learning_rate), np.bool_(first)
         if len(minibatch) == 1:
-            return self._update(state, *minibatch, rate, is_first)
+            return self._update(state, self._frozen, *minibatch, rate, is_first)
         # A program for each shape, and what one of them needs is gone before the next.
         sums, measured = self._nothing(state.params), []
         for same_length in minibatch:
-            sums, metrics = self._add(state.params, sums, same_length, is_first)
+            sums, metrics = self._add((state.params, self._frozen), sums, same_length, is_first)
             measured.append(metrics)
         state, applied = self._apply(state, sums, rate)
         return state, {**self._join(*measured), **applied}
@@ -143,7 +146,8 @@ class Updater:
 
     def lower_update(self, state: TrainState, *, capacity: int, rows: int, row_tokens: int) -> Lowered:
         """The program of `update` for `capacity` microbatches of one shape; `state` may be shapes with their places."""
-        return self._update.lower(state, self.stack_structs(capacity, rows, row_tokens), *self._scalars())
+        stack = self.stack_structs(capacity, rows, row_tokens)
+        return self._update.lower(state, self._frozen, stack, *self._scalars())
 
     def lower_score(self, params: nnx.State, *, capacity: int, rows: int, row_tokens: int) -> Lowered:
         """The program with which `prepare` computes log-probabilities; `params` may be shapes with their places."""
@@ -169,7 +173,7 @@ class Updater:
         if len(lengths) > 1:
             rate, first = self._scalars()
             sums = self.sums_structs(state)
-            add = partial(self._add.lower, state.params, sums)
+            add = partial(self._add.lower, (state.params, self._frozen), sums)
             made |= {
                 "update_begin": partial(self._nothing.lower, state.params),
                 "update_add_longest": partial(add, self.stack_structs(**whole), first),
@@ -204,12 +208,13 @@ class Updater:
         return jax.tree.map(jnp.zeros_like, params), jnp.zeros((), jnp.float32)
 
     def _add_program(
-        self, params: nnx.State, sums: Sums, stack: Stack, first: Bool[Array, ""]
+        self, weights: Weights, sums: Sums, stack: Stack, first: Bool[Array, ""]
     ) -> tuple[Sums, dict[str, Metric]]:
         """All microbatches of a shape in one program: each one's temporary arrays lie where the last one's did."""
+        params, frozen = weights
 
         def loss(params: nnx.State, i: Array) -> tuple[Float[Array, ""], dict[str, Metric]]:
-            return self._loss(params, microbatch=stack.at(i), first=first)
+            return self._loss((params, frozen), microbatch=stack.at(i), first=first)
 
         def accumulate(i: Array, so_far: tuple[Sums, PyTree]) -> tuple[Sums, PyTree]:
             (grads, total), metrics = so_far
@@ -224,23 +229,28 @@ class Updater:
         return lax.fori_loop(0, stack.count, accumulate, (sums, blank))
 
     def _update_program(
-        self, state: TrainState, stack: Stack, learning_rate: Float[Array, ""], first: Bool[Array, ""]
+        self,
+        state: TrainState,
+        frozen: nnx.State,
+        stack: Stack,
+        learning_rate: Float[Array, ""],
+        first: Bool[Array, ""],
     ) -> tuple[TrainState, dict[str, Metric]]:
         """Gradient and change in one."""
         nothing, total = self._nothing_program(state.params)
         start = (lax.with_sharding_constraint(nothing, self._shardings), total)
-        sums, metrics = self._add_program(state.params, start, stack, first)
+        sums, metrics = self._add_program((state.params, frozen), start, stack, first)
         state, applied = self._apply_program(state, sums, learning_rate)
         return state, {**metrics, **applied}
 
     def _loss(
-        self, params: nnx.State, microbatch: Microbatch, first: Bool[Array, ""]
+        self, weights: Weights, microbatch: Microbatch, first: Bool[Array, ""]
     ) -> tuple[Float[Array, ""], dict[str, Metric]]:
         options, mask = self._options, microbatch.mask
-        logprobs, entropy = self._logprobs(params, microbatch)
+        logprobs, entropy = self._logprobs(weights, microbatch)
         current, by_trainer = lax.stop_gradient(logprobs), options.old_logprobs == "trainer"
         old = jnp.where(first, current, microbatch.old_logprobs) if by_trainer else microbatch.old_logprobs
-        weights, of_weights = microbatch.weights, {}
+        of_tokens, of_weights = microbatch.weights, {}
         if options.correction != "none":
             low, high = options.importance_range
             ratios, of_weights = importance_weights(
@@ -252,10 +262,10 @@ class Updater:
                 low=low,
                 high=high,
             )
-            weights = weights * ratios
+            of_tokens = of_tokens * ratios
         # Where the sampler's are the old ones, only the first update has the weights that sampled to compare with.
         compared, trainers = (mask, old) if by_trainer else (mask & first, current)
-        loss, metrics = self._objective(logprobs, old, microbatch.advantages, mask, weights=weights)
+        loss, metrics = self._objective(logprobs, old, microbatch.advantages, mask, weights=of_tokens)
         metrics = {
             **metrics,
             **of_weights,
@@ -264,7 +274,7 @@ class Updater:
         }
         if options.kl_coef:
             # Its mean is over the policy's tokens too, so those that another one has drawn weigh there what they weigh in the objective.
-            penalty, kl_metrics = kl_penalty(logprobs, microbatch.ref_logprobs, mask, weights=weights)
+            penalty, kl_metrics = kl_penalty(logprobs, microbatch.ref_logprobs, mask, weights=of_tokens)
             loss, metrics = loss + options.kl_coef * penalty, {**metrics, **kl_metrics}
         scored = (current, old) if by_trainer else (current,)
         found = {

@@ -58,28 +58,28 @@ def in_float64(params):
     return {jax.tree_util.keystr(path).split("'")[3]: np.asarray(leaf, np.float64) for path, leaf in leaves}
 
 
-def logprobs_of(p, tokens):
+def logprobs_of(p, tokens, config=CONFIG):
     """The log-probability of each token [n, seq] given those before it, 0 in the first column: Llama (Touvron et al. 2023) in the dtype of `p`."""
     seq = tokens.shape[1]
-    half = CONFIG.head_dim // 2
-    angles = np.arange(seq)[:, None] * CONFIG.rope_theta ** (-np.arange(half) / half)[None]
+    half = config.head_dim // 2
+    angles = np.arange(seq)[:, None] * config.rope_theta ** (-np.arange(half) / half)[None]
     cos, sin = np.cos(angles)[None, :, None], np.sin(angles)[None, :, None]
 
     def norm(x, weight):
-        return x / jnp.sqrt((x * x).mean(axis=-1, keepdims=True) + CONFIG.norm_eps) * weight[None, None]
+        return x / jnp.sqrt((x * x).mean(axis=-1, keepdims=True) + config.norm_eps) * weight[None, None]
 
     def turned(x):
         a, b = x[..., :half], x[..., half:]
         return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
     x = p["embedding"][tokens]
-    for layer in range(CONFIG.layers):
+    for layer in range(config.layers):
         of = {name: value[layer] for name, value in p.items() if name not in ("embedding", "final_norm")}
         y = norm(x, of["attention_norm"])
         query, key, value = (jnp.einsum("hde,nte->nthd", of[name], y) for name in ("query", "key", "value"))
-        each = CONFIG.heads // CONFIG.kv_heads
+        each = config.heads // config.kv_heads
         key, value = (jnp.repeat(part, each, axis=2) for part in (turned(key), value))
-        scores = jnp.einsum("nthd,nshd->nhts", turned(query), key) / CONFIG.head_dim**0.5
+        scores = jnp.einsum("nthd,nshd->nhts", turned(query), key) / config.head_dim**0.5
         scores = jnp.where(np.tril(np.ones((1, 1, seq, seq), bool)), scores, -1e30)
         seen = jnp.einsum("nhts,nshd->nthd", jax.nn.softmax(scores, axis=-1), value)
         x = x + jnp.einsum("ehd,nthd->nte", of["output"], seen)

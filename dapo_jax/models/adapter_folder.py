@@ -1,0 +1,146 @@
+"""Adapter folders as PEFT writes and reads them: adapter_config.json and adapter_model.safetensors.
+
+What the decoder's adapters do is a part of what PEFT's LoRA may be told to do. A key that asks for more is refused by its name.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from flax import nnx
+
+from dapo_jax.models.folder import read_json
+from dapo_jax.models.lora import MATRICES, LoraShape, lora_shape
+from dapo_jax.models.presets import DecoderConfig
+from dapo_jax.models.safetensors_files import SafetensorsFolder, write_json, write_named
+from dapo_jax.models.tensors import adapter_tensors
+from dapo_jax.storage import AnyPath
+
+ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetensors"
+
+_COVERED_VALUES: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "task_type": ("CAUSAL_LM",),
+    "bias": ("none",),
+    "fan_in_fan_out": (False,),
+    "use_rslora": (False,),
+    "use_dora": (False,),
+    "use_qalora": (False,),
+    "lora_bias": (False,),
+    # PiSSA, OLoRA, CorDA and LoftQ change the base too when they start, and the adapter alone does not say how.
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
+}
+"""Keys that change the network, and the values that leave it as it is here; null, an empty list and an empty object always do."""
+
+_SKIPPED = (
+    "r", "lora_alpha", "target_modules", "base_model_name_or_path", "revision", "inference_mode", "lora_dropout", "auto_mapping", "peft_version",
+    "megatron_core", "qalora_group_size", "loftq_config", "eva_config", "corda_config", "ensure_weight_tying",
+)  # fmt: skip
+"""Keys that are read, that count while an adapter is trained by PEFT, or that say where it comes from."""
+
+_ADAPTED = re.compile(r"base_model\.model\.model\.layers\.\d+\.\w+\.(\w+)\.lora_[AB]\.weight")
+
+
+class Adapter(NamedTuple):
+    """The description of an adapter folder."""
+
+    shape: LoraShape
+    base: str
+    """base_model_name_or_path: a name on the hub, or a folder."""
+    revision: str
+
+
+def is_adapter(folder: AnyPath) -> bool:
+    """Whether a folder holds an adapter."""
+    return (folder / ADAPTER_CONFIG).is_file()
+
+
+def read_adapter(folder: AnyPath) -> tuple[Adapter, SafetensorsFolder]:
+    """The description of an adapter, and its tensors, of which names and shapes are read.
+
+    Raises:
+        ValueError: a file is missing or damaged, or it asks for what the decoder's adapters do not do; the message names the key.
+    """
+    path = folder / ADAPTER_CONFIG
+    found = read_json(path)
+    for key, value in found.items():
+        if key in _SKIPPED or value is None or value in ([], {}, ""):
+            continue
+        covered = _COVERED_VALUES.get(key, (False,))
+        if not any(value is each or (isinstance(each, str) and value == each) for each in covered):
+            needs = ", ".join(map(repr, covered))
+            raise ValueError(f"{path}: {key}={value!r} is not covered; {needs} is")
+    file = SafetensorsFolder(folder, single=ADAPTER_TENSORS)
+    matched = {name: _ADAPTED.fullmatch(name) for name in file.shapes}
+    if odd := sorted(name for name, match in matched.items() if match is None or match[1] not in MATRICES):
+        raise ValueError(
+            f"{file.where} holds {odd[0]!r}; the decoder has adapters of {', '.join(MATRICES)} in its layers, and no others"
+        )
+    targets = {match[1] for match in matched.values() if match is not None}
+    try:
+        rank, alpha = _number(found, "r"), _number(found, "lora_alpha")
+        shape = lora_shape(rank=int(rank), alpha=alpha, targets=sorted(targets))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return Adapter(
+        shape, str(found.get("base_model_name_or_path") or ""), str(found.get("revision") or "")
+    ), file
+
+
+def save_adapter(
+    folder: AnyPath,
+    config: DecoderConfig,
+    adapters: nnx.State,
+    *,
+    base: str,
+    revision: str = "",
+    dtype: str = "float32",
+) -> int:
+    """Writes an adapter folder that PEFT and `read_adapter` read; returns the bytes of its tensors.
+
+    A folder without adapter_config.json is no adapter: it is written last, so that one whose export was interrupted is never taken for a whole one.
+
+    Args:
+        folder: created if need be; an adapter in it is replaced.
+        config: whose `lora` the adapters are.
+        adapters: on any devices; one tensor at a time is gathered on the host.
+        base: what PEFT has as base_model_name_or_path.
+        revision: of a base on the hub.
+        dtype: to store, float32, float16 or bfloat16.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / ADAPTER_CONFIG).unlink(missing_ok=True)
+    written = write_named(
+        folder / ADAPTER_TENSORS, sorted(adapter_tensors(config, adapters), key=lambda t: t.name), dtype=dtype
+    )
+    assert config.lora is not None
+    write_json(folder / ADAPTER_CONFIG, described(config.lora, base=base, revision=revision))
+    return written
+
+
+def described(shape: LoraShape, *, base: str, revision: str) -> dict[str, Any]:
+    """adapter_config.json of adapters."""
+    alpha = int(shape.alpha) if shape.alpha.is_integer() else shape.alpha
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "revision": revision or None,
+        "r": shape.rank,
+        "lora_alpha": alpha,
+        "target_modules": list(shape.targets),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "use_dora": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+
+
+def _number(found: Mapping[str, Any], key: str) -> float:
+    value = found.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or (key == "r" and value != int(value)):
+        raise ValueError(f"{key} must be a {'whole ' if key == 'r' else ''}number, got {value!r}")
+    return float(value)

@@ -1,0 +1,76 @@
+"""Makes golden adapters beside golden models, with what transformers and PEFT compute from both.
+
+Run by hand, in an environment with torch, transformers and peft (last: torch 2.13.0, transformers 5.24.0, peft 0.21.2, on a CPU), after `make_golden.py`:
+
+    python tests/golden/make_adapters.py
+
+The folder `adapter` of a golden model then holds adapter_config.json and adapter_model.safetensors as PEFT writes them, and golden.safetensors with `tokens`,
+`logits` and `greedy` as `make_golden.py` has them. With `--check FOLDER` it compares an adapter folder that another program has written: PEFT loads it, and the logits and
+64 greedy tokens are to be those of its golden.safetensors.
+"""
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from make_golden import HERE, MIN_GAP, PROMPT, VOCAB, greedy
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.numpy import load_file, save_file
+
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+CASES = {"qwen2": (4, 6, ALL), "qwen3": (3, 12, ALL), "llama": (2, 8, ALL[:4])}
+"""Golden model -> rank, alpha, target modules."""
+
+
+def base_of(folder):
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def make(name):
+    rank, alpha, targets = CASES[name]
+    for seed in range(1000):
+        config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM")
+        model = get_peft_model(base_of(HERE / name), config).eval()
+        random = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for path, weight in model.named_parameters():
+                if "lora_" in path:
+                    weight.copy_(torch.randn(weight.shape, generator=random) * weight.shape[1] ** -0.5)
+        tokens = np.random.default_rng(seed).integers(2, VOCAB, PROMPT)
+        response, gap = greedy(model, tokens.tolist())
+        if gap >= MIN_GAP and min(response) >= 2 and len(set(response[-32:])) > 8:
+            break
+    assert gap >= MIN_GAP, f"{name}: the best and the second token are {gap} apart in every adapter tried"
+    with torch.no_grad():
+        logits = model(torch.from_numpy(tokens)[None]).logits[0].numpy()
+    model.peft_config["default"].base_model_name_or_path = f"tests/golden/{name}"
+    folder = HERE / name / "adapter"
+    model.save_pretrained(folder)
+    (folder / "README.md").unlink(missing_ok=True)
+    expected = {"tokens": tokens.astype(np.int32), "greedy": np.array(response, np.int32), "logits": logits}
+    save_file(expected, folder / "golden.safetensors")
+    print(f"{name}: seed {seed}, logits up to {abs(logits).max():.1f}, smallest gap {gap:.3f}")
+
+
+def check(folder, base):
+    expected = load_file(folder / "golden.safetensors")
+    model = PeftModel.from_pretrained(base_of(base), folder).eval()
+    with torch.no_grad():
+        logits = model(torch.from_numpy(expected["tokens"])[None]).logits[0].numpy()
+    response, _ = greedy(model, expected["tokens"].tolist())
+    print(f"largest difference of a logit {abs(logits - expected['logits']).max():.2g}")
+    print(
+        f"{int((np.array(response) == expected['greedy']).sum())} of {len(response)} greedy tokens are equal"
+    )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Golden adapters.")
+    parser.add_argument("--check", nargs=2, metavar=("ADAPTER", "BASE"), type=Path)
+    if told := parser.parse_args().check:
+        check(*told)
+    else:
+        for name in CASES:
+            make(name)

@@ -1,0 +1,228 @@
+"""Adapter folders: PEFT's read with PEFT's numbers, ours with PEFT's names, and what is not covered refused by its name."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from dapo_jax.config.schema import LORA_TARGETS
+from dapo_jax.models.adapter_folder import read_adapter, save_adapter
+from dapo_jax.models.folder import load_model
+from dapo_jax.models.lora import MATRICES, SETS, lora_shape, parted, put_together
+from dapo_jax.models.tensors import exported, place_adapters
+from dapo_jax.testing import tiny_decoder_config, tiny_params
+from dapo_jax.text.tokenizers import CharTokenizer, save_tokenizer
+from tests.models.parity_test import ALPHABET, TOLERANCE, greedy_by_sampler, logits_of
+
+GOLDEN = sorted(path.parent for path in (Path(__file__).parents[1] / "golden").glob("*/adapter"))
+
+
+@pytest.fixture(params=GOLDEN, ids=lambda path: path.name)
+def golden(request):
+    """(folder of the base, configuration with adapters, all parameters, what PEFT computed)"""
+    folder = request.param
+    config, base = load_model(folder)
+    found, file = read_adapter(folder / "adapter")
+    config = replace(config, lora=found.shape)
+    return (
+        folder,
+        config,
+        put_together(place_adapters(config, file), base),
+        load_file(folder / "adapter" / "golden.safetensors"),
+    )
+
+
+def test_there_are_golden_adapters():
+    assert [path.name for path in GOLDEN] == ["llama", "qwen2", "qwen3"]
+
+
+def test_logits_and_greedy_tokens_are_those_of_peft(golden):
+    _, config, params, expected = golden
+    prompt, response = expected["tokens"], expected["greedy"]
+    tokens = np.concatenate([prompt, response])
+    found = logits_of(config, params, tokens)
+    np.testing.assert_allclose(found[: len(prompt)], expected["logits"], rtol=0, atol=TOLERANCE)
+    assert found[len(prompt) - 1 : -1].argmax(-1).tolist() == response.tolist()
+    bare = logits_of(config.base, parted(params)[1], tokens)
+    assert np.abs(bare - found).max() > 1.0, "the adapter changes something"
+
+
+def test_what_peft_wrote_comes_out_as_it_was(golden, tmp_path):
+    """The same tensors by the same names; and of its configuration what counts."""
+    folder, config, params, _ = golden
+    save_adapter(tmp_path, config, parted(params)[0], base="somebody/model")
+    found, theirs = (load_file(each / "adapter_model.safetensors") for each in (tmp_path, folder / "adapter"))
+    assert found.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        np.testing.assert_array_equal(found[name], tensor)
+    ours, theirs = (
+        json.loads((each / "adapter_config.json").read_text()) for each in (tmp_path, folder / "adapter")
+    )
+    assert ours.pop("base_model_name_or_path") == "somebody/model"
+    assert sorted(ours.pop("target_modules")) == sorted(theirs["target_modules"])
+    assert {key: theirs[key] for key in ours} == ours
+
+
+def test_a_merged_model_gives_the_same_logits(golden, tmp_path):
+    _, config, params, expected = golden
+    adapters, base = parted(params)
+    tensors = {tensor.name: tensor.fetch() for tensor in exported(config, base, adapters)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    shutil.copy(GOLDEN[0].parent / golden[0].name / "config.json", tmp_path)
+    _, merged = load_model(tmp_path)
+    found = logits_of(config.base, merged, expected["tokens"])
+    np.testing.assert_allclose(found, expected["logits"], rtol=0, atol=TOLERANCE)
+
+
+def test_an_adapter_folder_is_sampled_from(tmp_path):
+    """As any model: its base is found by the name in adapter_config.json."""
+    folder = next(path for path in GOLDEN if path.name == "qwen2")
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    shutil.copytree(folder, base, ignore=shutil.ignore_patterns("adapter"))
+    save_tokenizer(CharTokenizer(ALPHABET), base)
+    shutil.copytree(folder / "adapter", adapter)
+    edit(adapter, base_model_name_or_path=str(base))
+    expected = load_file(adapter / "golden.safetensors")
+    prompt = "".join(ALPHABET[token - 2] for token in expected["tokens"])
+    assert greedy_by_sampler(adapter, prompt) == [expected["greedy"].tolist()]
+
+
+@pytest.fixture
+def adapter(tmp_path):
+    folder = tmp_path / "adapter"
+    shutil.copytree(GOLDEN[0] / "adapter", folder)
+    return folder
+
+
+def edit(folder, **changes):
+    path = folder / "adapter_config.json"
+    described = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in described.items() if value is not ...}))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("use_dora", True),
+        ("use_rslora", True),
+        ("modules_to_save", ["lm_head"]),
+        ("bias", "all"),
+        ("lora_bias", True),
+        ("fan_in_fan_out", True),
+        ("rank_pattern", {"q_proj": 8}),
+        ("alpha_pattern", {"q_proj": 8}),
+        ("layers_to_transform", [0]),
+        ("layer_replication", [[0, 1]]),
+        ("target_parameters", ["mlp.experts.gate_up_proj"]),
+        ("trainable_token_indices", [1, 2]),
+        ("init_lora_weights", "pissa"),
+        ("peft_type", "LOHA"),
+        ("task_type", "SEQ_CLS"),
+        ("use_something_new", True),
+    ],
+)
+def test_what_is_not_covered_is_refused_by_its_key(key, value, adapter):
+    edit(adapter, **{key: value})
+    with pytest.raises(ValueError, match=rf"adapter_config\.json: {key}=.* is not covered"):
+        read_adapter(adapter)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("r", 0, "rank 0 and alpha"),
+        ("r", 2.5, "r must be a whole number, got 2.5"),
+        ("r", "4", "r must be a whole number, got '4'"),
+        ("r", ..., "r must be a whole number, got None"),
+        ("lora_alpha", -1, "must both be more than 0"),
+        ("lora_alpha", True, "lora_alpha must be a number, got True"),
+    ],
+)
+def test_numbers_that_are_none(key, value, said, adapter):
+    edit(adapter, **{key: value})
+    with pytest.raises(ValueError, match=said):
+        read_adapter(adapter)
+
+
+def test_tensors_of_other_matrices_are_refused_by_name(adapter):
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    name = "base_model.model.lm_head.lora_A.weight"
+    save_file({**tensors, name: np.zeros((2, 32), np.float32)}, adapter / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match=rf"holds '{name}'; the decoder has adapters of q_proj"):
+        read_adapter(adapter)
+
+
+def test_an_adapter_of_another_base_is_refused_by_name(adapter):
+    """Of one with other widths, and of one with other layers."""
+    found, file = read_adapter(adapter)
+    for changes, said in [
+        (
+            {"embed_dim": 16},
+            r"k_proj\.lora_A\.weight has shape \(2, 32\), the configuration calls for \(2, 16\)",
+        ),
+        (
+            {"embed_dim": 32, "layers": 3},
+            r"lacks the tensor '.*layers\.2\.self_attn\.q_proj\.lora_A\.weight'",
+        ),
+        ({"embed_dim": 32, "layers": 1}, r"layers\.1\..*which the configuration does not call for"),
+    ]:
+        config = tiny_decoder_config(
+            **{"layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, **changes}, lora=found.shape
+        )
+        with pytest.raises(ValueError, match=said):
+            place_adapters(config, file)
+
+
+def test_half_an_adapter_is_none(adapter, monkeypatch):
+    """Whose export was interrupted has no adapter_config.json, even where another one had been."""
+    config = tiny_decoder_config(lora=lora_shape(rank=2, alpha=1.0, targets=["mlp"]))
+    monkeypatch.setattr("dapo_jax.models.adapter_folder.write_named", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        save_adapter(adapter, config, parted(tiny_params(config))[0], base="x")
+    assert not (adapter / "adapter_config.json").exists()
+
+
+def test_targets_have_the_names_of_the_configuration():
+    assert (*SETS, *MATRICES) == LORA_TARGETS
+
+
+@pytest.mark.parametrize(
+    ("targets", "expected"),
+    [
+        (["all"], tuple(MATRICES)),
+        (["attention"], ("q_proj", "k_proj", "v_proj", "o_proj")),
+        (["mlp"], ("gate_proj", "up_proj", "down_proj")),
+        (["down_proj", "q_proj", "q_proj"], ("q_proj", "down_proj")),
+        (["mlp", "v_proj"], ("v_proj", "gate_proj", "up_proj", "down_proj")),
+    ],
+)
+def test_targets_name_matrices(targets, expected):
+    shape = lora_shape(rank=2, alpha=3.0, targets=targets)
+    assert shape.targets == expected
+    assert shape.scale == 1.5
+    config = tiny_decoder_config(lora=shape)
+    adapters = parted(jax.eval_shape(lambda: tiny_params(config)))[0]
+    assert sum(leaf.size for leaf in jax.tree.leaves(adapters)) == config.trained_parameters
+    assert len(jax.tree.leaves(adapters)) == 2 * len(expected)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ({"rank": 0}, "rank 0"),
+        ({"alpha": 0.0}, "alpha 0.0"),
+        (
+            {"targets": ["lm_head"]},
+            "no linear layer is called 'lm_head'; there are all, attention, mlp, q_proj",
+        ),
+        ({"targets": []}, "no linear layer is named"),
+    ],
+)
+def test_shapes_that_are_none(how, said):
+    with pytest.raises(ValueError, match=said):
+        lora_shape(**{"rank": 2, "alpha": 1.0, "targets": ["all"], **how})

@@ -1,0 +1,243 @@
+"""Runs that train adapters: what samples is what is trained, a resumed run is the uninterrupted one, and what comes out is read again."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from dapo_jax.config import ConfigError, EvaluateConfig, LoraConfig, ModelConfig, load_config
+from dapo_jax.models.folder import save_model
+from dapo_jax.models.lora import lora_shape
+from dapo_jax.run.convert import convert
+from dapo_jax.run.inference import evaluate, sample
+from dapo_jax.run.policy import find_policy, load_policy
+from dapo_jax.run.train import train
+from dapo_jax.testing import tiny_params
+from dapo_jax.text.tokenizers import load_tokenizer, save_tokenizer
+
+
+@pytest.fixture(scope="module")
+def adapting(micro):
+    """Makes configurations of runs that train adapters of rank 2; nothing is carried, so that every token is of the step's own weights."""
+
+    def make(run_dir=None, **changes):
+        lora = LoraConfig(rank=2, alpha=8.0)
+        return micro(
+            run_dir,
+            **{"lora": lora, "dynamic_sampling__surplus": "discard", "optimizer__epsilon": 0.1, **changes},
+        )
+
+    return make
+
+
+ONE_COPY = {"parallel__data": 8, "parallel__fsdp": 1}
+SPLIT = {"parallel__data": 4, "parallel__fsdp": 2}
+
+
+@pytest.fixture(scope="module", params=[ONE_COPY, SPLIT], ids=["one copy of the base", "a copy for each"])
+def adapted(request, adapting, run_micro, rows):
+    """An uninterrupted run with a checkpoint at every step."""
+    config = adapting(checkpoint__every_steps=1, checkpoint__keep=9, **request.param)
+    return run_micro(config, eval_rows=rows), request.param
+
+
+def test_what_samples_is_what_is_trained(adapted):
+    """With adapters that are other than zero: from the second step on, and by the trainer's own log-probabilities of what was sampled."""
+    result, _ = adapted
+    for line in result.metrics[1:]:
+        assert line["sync/logprob_diff_max"] <= 2e-5
+        assert line["update/grad_norm"] > 0
+    b = [
+        leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(result.policy.params)
+        if "lora_b" in jax.tree_util.keystr(path)
+    ]
+    assert min(float(abs(leaf).max()) for leaf in b) > 1e-3
+
+
+def test_merged_weights_sample_nearly_the_same(adapting, run_micro, rows, adapted):
+    result, layout = adapted
+    merged = run_micro(adapting(sampling__merge_lora=True, **layout), eval_rows=rows)
+    for line in merged.metrics[1:]:
+        assert line["sync/logprob_diff_max"] <= 1e-4
+    assert [line["reward/mean"] for line in merged.metrics[1:]] == [
+        line["reward/mean"] for line in result.metrics[1:]
+    ]
+
+
+def test_a_checkpoint_has_no_base(adapted):
+    result, _ = adapted
+    config = load_config(result.run_dir / "config.yaml")
+    policy = find_policy(str(result.run_dir))
+    names = json.loads((result.run_dir / "checkpoints" / "4" / "meta" / "metadata").read_text())["state"]
+    sizes = {name: int(np.prod(shape)) for name, (shape, _) in names.items()}
+    assert {name.split(".")[-1].rsplit("_lora", 1)[0] for name in sizes if "lora" in name} == {
+        "query", "key", "value", "output", "gate", "up", "down",
+    }  # fmt: skip
+    assert config.lora.rank == 2
+    assert sum(sizes.values()) <= 3 * policy.decoder.trained_parameters + 8
+
+
+def test_an_interrupted_run_goes_on_bit_for_bit(adapting, run_micro, rows, adapted, same_run):
+    result, layout = adapted
+    config = adapting(checkpoint__every_steps=1, checkpoint__keep=9, **layout)
+    for steps in range(1, 5):
+        found = run_micro(adapting(config.run_dir, steps=steps, checkpoint__every_steps=1, checkpoint__keep=9, **layout),
+                          resume=steps > 1, eval_rows=rows)  # fmt: skip
+    for line in found.metrics[1:-1]:
+        for name in [name for name in line if name.startswith("eval/")]:
+            del line[name]
+    same_run(found, result)
+
+
+def test_another_mesh_goes_on_with_the_adapters(adapting, run_micro, rows, adapted, tmp_path):
+    """A base that was shared may have two copies from there on, and the other way round."""
+    result, layout = adapted
+    other = SPLIT if layout == ONE_COPY else ONE_COPY
+    folder = tmp_path / "run"
+    shutil.copytree(result.run_dir, folder)
+    for step in (3, 4):
+        shutil.rmtree(folder / "checkpoints" / str(step))
+    shutil.rmtree(folder / "model")
+    found = run_micro(
+        adapting(folder, checkpoint__every_steps=1, checkpoint__keep=9, **other), eval_rows=rows, resume=True
+    )
+    for a, b in zip(jax.tree.leaves(found.policy.params), jax.tree.leaves(result.policy.params), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=0, atol=1e-4)
+
+
+def test_without_a_difference_to_the_base_there_is_no_kl(adapting, run_micro, rows):
+    """The reference policy is the base: at the first update of the first step the policy is the same, later it is not."""
+    lines = run_micro(adapting(loss__kl_coef=0.1, batch__groups_per_update=2, steps=2)).metrics
+    first, second = lines[-2:]
+    assert first["policy/kl_ref_k3"] == pytest.approx(0.0, abs=1e-9)
+    assert second["policy/kl_ref_k3"] > 1e-6
+
+
+def test_the_model_folder_is_an_adapter_and_merges_into_a_whole_model(adapted, tmp_path, model):
+    result, _ = adapted
+    described = json.loads((result.run_dir / "model" / "adapter_config.json").read_text())
+    assert (described["r"], described["lora_alpha"], described["base_model_name_or_path"]) == (2, 8, model)
+    done = convert(str(result.run_dir), str(tmp_path / "adapter"))
+    assert done.adapter
+    merged = convert(str(result.run_dir), str(tmp_path / "merged"), merge=True)
+    again = convert(str(tmp_path / "adapter"), str(tmp_path / "again"), merge=True)
+    assert not merged.adapter
+    assert merged.parameters == again.parameters
+    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("merged", "again"))
+    for name, tensor in first.items():
+        np.testing.assert_array_equal(tensor, second[name])
+    sources = (result.run_dir, tmp_path / "adapter", tmp_path / "merged", result.run_dir / "model")
+    expected, *others = map(drawn, sources)
+    for found in others:
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
+    assert np.abs(drawn(model) - expected).max() > 1e-2
+
+
+def drawn(source):
+    """The log-probabilities of a few greedy tokens."""
+    groups = sample(str(source), ["1+2=", "0+0="], temperature=0.0, max_response_tokens=6, slots=8)
+    return np.concatenate([rollout.response.logprobs for group in groups for rollout in group.rollouts])
+
+
+def test_there_is_nothing_to_merge_without_an_adapter(model, tmp_path, rows):
+    with pytest.raises(ConfigError, match="has no adapter to merge"):
+        convert(model, str(tmp_path / "whole"), merge=True)
+    assert not (tmp_path / "whole").exists()
+    config = EvaluateConfig(
+        sampling=load_config("quickstart", ["run_dir=x", "lora.rank=1", "sampling.merge_lora=true"]).sampling
+    )
+    with pytest.raises(ConfigError, match=r"sampling\.merge_lora=true needs a model with an adapter"):
+        evaluate(model, config, rows=rows)
+
+
+def test_training_goes_on_from_an_adapter_folder(adapted, adapting, run_micro, rows):
+    """Of the same shape, with moments of its own. Its base stays the base of what comes out."""
+    result, layout = adapted
+    config = adapting(model__source=str(result.run_dir / "model"), steps=1, **layout)
+    found = run_micro(config, eval_rows=rows)
+    [before] = [value for name, value in found.metrics[0].items() if name.endswith("avg@4")]
+    [ended] = [value for name, value in result.metrics[-1].items() if name.endswith("avg@4")]
+    assert before == pytest.approx(ended, abs=0.5)
+    described = json.loads((found.run_dir / "model" / "adapter_config.json").read_text())
+    assert described["base_model_name_or_path"] == result.policy.base
+
+
+@pytest.mark.parametrize(
+    ("lora", "said"),
+    [
+        (lora_shape(rank=4, alpha=8.0, targets=["all"]), "lora.rank is 4, the adapter's is 2"),
+        (lora_shape(rank=2, alpha=4.0, targets=["all"]), "lora.alpha is 4.0, the adapter's is 8.0"),
+        (lora_shape(rank=2, alpha=8.0, targets=["mlp"]), "lora.targets is"),
+    ],
+)
+def test_an_adapter_of_another_shape_is_refused(lora, said, adapted):
+    source = str(adapted[0].run_dir / "model")
+    with pytest.raises(ConfigError, match=said):
+        load_policy(ModelConfig(source=source), lora=lora)
+
+
+def test_another_base_is_refused_by_name(adapted, adapting, run_micro, rows, model, tmp_path):
+    """Of the same sizes: its weights are others than those that the run began with."""
+    result, layout = adapted
+    base = tmp_path / "base"
+    decoder = result.policy.decoder.base
+    save_model(base, decoder, tiny_params(decoder, seed=9))
+    save_tokenizer(load_tokenizer(model), base)
+    folder = tmp_path / "run"
+    shutil.copytree(result.run_dir, folder)
+    text = (folder / "config.yaml").read_text().replace(model, str(base))
+    (folder / "config.yaml").write_text(text)
+    with pytest.raises(
+        ConfigError, match=r"the model's model\.safetensors is not the one that the run began with"
+    ):
+        find_policy(str(folder))
+    with pytest.raises(ConfigError, match=r"model\.safetensors is not the one that the run began with"):
+        run_micro(
+            adapting(
+                folder,
+                model__source=str(base),
+                checkpoint__every_steps=1,
+                checkpoint__keep=9,
+                steps=5,
+                **layout,
+            ),
+            resume=True,
+            eval_rows=rows,
+        )
+
+
+def test_another_rank_is_refused_by_its_key(adapted, adapting, run_micro, rows, tmp_path):
+    result, layout = adapted
+    folder = tmp_path / "run"
+    shutil.copytree(result.run_dir, folder)
+    config = adapting(
+        folder,
+        lora=LoraConfig(rank=3, alpha=8.0),
+        checkpoint__every_steps=1,
+        checkpoint__keep=9,
+        steps=5,
+        **layout,
+    )
+    with pytest.raises(ConfigError, match=r"lora\.rank was 2, is 3"):
+        train(config, resume=True, prompts=rows)
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        (["lora.targets=[mlp]"], r"lora\.targets"),
+        (["lora.alpha=16"], r"lora\.alpha"),
+        (["lora.rank=-1"], r"lora\.rank"),
+        (["lora.rank=2", "lora.targets=[lm_head]"], r"write .*mlp|lora\.targets"),
+        (["lora.rank=2", "lora.targets=[]"], r"lora\.targets"),
+        (["lora.rank=2", "lora.alpha=0"], r"lora\.alpha"),
+        (["sampling.merge_lora=true"], r"sampling\.merge_lora"),
+    ],
+)
+def test_keys_that_do_not_go_together_are_refused(told, said):
+    with pytest.raises(ConfigError, match=said):
+        load_config("quickstart", told)

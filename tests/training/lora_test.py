@@ -1,0 +1,250 @@
+"""The gradient of adapters against float64 and the chain rule, on one device and on eight; and what of a policy is trained at all."""
+
+from dataclasses import replace
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from dapo_jax.dapo.batching import Example, pack
+from dapo_jax.models.decoder import graph_of, unstacked
+from dapo_jax.models.lora import lora_shape, merged, parted, put_together
+from dapo_jax.parallel.mesh import make_mesh
+from dapo_jax.parallel.sharding import shardings
+from dapo_jax.parallel.training_layout import layout_of
+from dapo_jax.testing import tiny_decoder_config, tiny_params
+from dapo_jax.training.optimizer import make_optimizer
+from dapo_jax.training.state import init_state
+from dapo_jax.training.update import UpdateOptions, Updater
+from tests.training.correction_test import KEEP_GRADIENT, in_float64, logprobs_of
+
+BASE = tiny_decoder_config(layers=1, embed_dim=16, mlp_dim=24, heads=4, kv_heads=2)
+"""One layer, so that what float32 rounds stays below half of the tolerance."""
+CONFIG = replace(BASE, lora=lora_shape(rank=3, alpha=6.0, targets=["all"]))
+LOW, HIGH = 0.2, 0.28
+MESHES = {
+    "1": {"devices": 1},
+    "fsdp 8": {"fsdp": 8},
+    "fsdp 2 x tensor 2 x context 2": {"fsdp": 2, "tensor": 2, "context": 2},
+    "data 2 x fsdp 2 x tensor 2": {"data": 2, "fsdp": 2, "tensor": 2},
+    "data 2 x context 4": {"data": 2, "context": 4, "fsdp": 1},
+}
+SLOW = ("data 2 x fsdp 2 x tensor 2", "data 2 x context 4")
+
+
+def mesh_of(axes):
+    return make_mesh(devices=jax.devices()[:1]) if "devices" in axes else make_mesh(**axes)
+
+
+def moved(params, seed, by):
+    """Parameters, each a little elsewhere."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda leaf: leaf + jnp.asarray(by * rng.standard_normal(leaf.shape), leaf.dtype), params
+    )
+
+
+ADAPTERS, FROZEN = parted(moved(tiny_params(CONFIG), 1, 0.1))
+"""B too is other than zero: at zero A would have no gradient."""
+
+
+@cache
+def rollouts():
+    """Six prompts with four responses each; the log-probabilities of another policy, so that some ratios are clipped."""
+    rng, found = np.random.default_rng(0), []
+    for group in range(6):
+        prompt = rng.integers(2, BASE.vocab_size, rng.integers(3, 7)).astype(np.int32)
+        for _ in range(4):
+            response = rng.integers(2, BASE.vocab_size, rng.integers(4, 14)).astype(np.int32)
+            logprobs = rng.normal(-3.5, 0.5, len(response)).astype(np.float32)
+            advantage = float(np.float32(rng.normal(0.5, 1.0)))
+            found.append(
+                Example(prompt_tokens=prompt, response_tokens=response, logprobs=logprobs, advantage=advantage, group=group)
+            )  # fmt: skip
+    return found
+
+
+@cache
+def table():
+    """(tokens, which of them are a response's, the other policy's log-probabilities), each [24, longest]."""
+    rows = [np.array([*each.prompt_tokens, *each.response_tokens]) for each in rollouts()]
+    shape = (24, max(map(len, rows)))
+    tokens, drawn, logprobs = np.zeros(shape, np.int32), np.zeros(shape, bool), np.zeros(shape)
+    for row, (each, both) in enumerate(zip(rollouts(), rows, strict=True)):
+        tokens[row, : len(both)] = both
+        drawn[row, len(each.prompt_tokens) : len(both)] = True
+        logprobs[row, drawn[row]] = each.logprobs
+    return tokens, drawn, logprobs
+
+
+def exact(adapters):
+    """The weights that base and adapters add up to, in float64, by their names."""
+    whole = in_float64(put_together(adapters, FROZEN))
+    for name in [name.removesuffix("_lora_a") for name in whole if name.endswith("_lora_a")]:
+        a, b = whole.pop(f"{name}_lora_a"), whole.pop(f"{name}_lora_b")
+        change = np.einsum("lor,lri->loi", b.reshape(1, -1, 3), a.reshape(1, 3, -1))
+        whole[name] = whole[name] + 2.0 * change.reshape(whole[name].shape)
+    return whole
+
+
+@cache
+def by_the_chain_rule():
+    """Of y = W x + 2 B A x (alpha 6, rank 3): dA = 2 B^T dW and dB = 2 dW A^T, with dW the gradient of the whole matrix."""
+    tokens, drawn, other = table()
+    advantages = np.array([each.advantage for each in rollouts()])[:, None]
+
+    def loss(p):
+        ratio = jnp.exp(jnp.where(drawn, logprobs_of(p, tokens, BASE), 0.0) - other)
+        gain = jnp.minimum(ratio * advantages, jnp.clip(ratio, 1 - LOW, 1 + HIGH) * advantages)
+        return -jnp.where(drawn, gain, 0.0).sum() / float(drawn.sum())
+
+    with jax.enable_x64(True):
+        whole = jax.jit(jax.grad(loss))(exact(ADAPTERS))
+    parts, found = in_float64(ADAPTERS), {}
+    for name in [name.removesuffix("_lora_a") for name in parts if name.endswith("_lora_a")]:
+        a, b = parts[f"{name}_lora_a"], parts[f"{name}_lora_b"]
+        change = np.asarray(whole[name]).reshape(b.reshape(1, -1, 3).shape[1], -1)
+        flat_a, flat_b = a.reshape(3, -1), b.reshape(-1, 3)
+        found[f"{name}_lora_a"] = (2.0 * flat_b.T @ change).reshape(a.shape)
+        found[f"{name}_lora_b"] = (2.0 * change @ flat_a.T).reshape(b.shape)
+    return found
+
+
+def microbatches(*, packed):
+    """Several responses in a row of 48, prompts shared; or one in a row."""
+    weights = np.full(24, 1.0 / sum(len(each.response_tokens) for each in rollouts()))
+    how = {"row_tokens": 48, "rows_per_microbatch": 8}
+    if packed:
+        return pack(rollouts(), weights, **how)
+    parts = [pack([each], weights[:1], row_tokens=48, rows_per_microbatch=1)[0] for each in rollouts()]
+    return [
+        jax.tree.map(lambda *rows: np.concatenate(rows), *parts[start : start + 8])
+        for start in range(0, 24, 8)
+    ]
+
+
+def gradient(mesh, *, packed=True, apart=False, remat="none"):
+    """The library's, by the name of each adapter's part."""
+    layout = layout_of(mesh, attention="xla")
+    frozen = jax.device_put(FROZEN, shardings(FROZEN, mesh))
+    updater = Updater(
+        graph_of(CONFIG, layout=layout, apart=apart, remat=remat), ADAPTERS, KEEP_GRADIENT, mesh,
+        options=UpdateOptions(logprob_chunk_vocab=8, old_logprobs="sampler"),
+        frozen=unstacked(frozen) if apart else frozen,
+    )  # fmt: skip
+    state = init_state(ADAPTERS, KEEP_GRADIENT, mesh)
+    [prepared] = updater.prepare(state, [microbatches(packed=packed)])
+    state, _ = updater.update(state, prepared, learning_rate=1.0, first=False)
+    return in_float64(state.opt_state.trace)
+
+
+def assert_exact(found):
+    expected = by_the_chain_rule()
+    assert found.keys() == expected.keys()
+    assert len(found) == 14, "A and B of seven matrices"
+    largest = max(np.abs(leaf).max() for leaf in expected.values())
+    errors = {name: np.abs(found[name] - leaf).max() / largest for name, leaf in expected.items()}
+    assert max(errors.values()) <= 1e-6, errors
+    assert all(np.abs(leaf).max() > 1e-3 * largest for leaf in expected.values())
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "apart"])
+@pytest.mark.parametrize(
+    "axes",
+    [
+        pytest.param(axes, id=name, marks=[pytest.mark.slow] if name in SLOW else [])
+        for name, axes in MESHES.items()
+    ],
+)
+def test_the_gradient_of_adapters_follows_by_the_chain_rule_from_that_of_whole_matrices(axes, packed):
+    assert_exact(gradient(mesh_of(axes), packed=packed))
+
+
+@pytest.mark.parametrize("remat", ["none", "full", "dots"])
+def test_a_base_whose_layers_have_their_own_arrays_gives_the_same_gradient(remat):
+    """As where the sampler has the same arrays."""
+    assert_exact(gradient(mesh_of(MESHES["1"]), apart=True, remat=remat))
+
+
+def test_a_base_whose_layers_are_apart_is_split_over_devices_too():
+    assert_exact(gradient(make_mesh(data=4, fsdp=1, tensor=2), apart=True))
+
+
+def test_some_ratios_are_clipped():
+    tokens, drawn, other = table()
+    with jax.enable_x64(True):
+        logprobs = jax.jit(logprobs_of, static_argnums=2)(exact(ADAPTERS), tokens, BASE)
+    ratio = np.exp(np.asarray(logprobs) - other)[drawn]
+    assert 0.1 < ((ratio > 1 + HIGH) | (ratio < 1 - LOW)).mean() < 0.9
+
+
+def test_at_full_rank_with_a_the_identity_the_first_update_is_that_of_full_training():
+    """Where y = W x + 1 B I x, B moves as W would, and A, while B is zero, not at all. Every width is 16, weights do not decay, no gradient is scaled down."""
+    base = tiny_decoder_config(layers=2, embed_dim=16, mlp_dim=16, heads=2, kv_heads=2, head_dim=8)
+    config = replace(base, lora=lora_shape(rank=16, alpha=16.0, targets=["all"]))
+    optimizer = make_optimizer(weight_decay=0.0, max_grad_norm=1e9, epsilon=1e-3)
+    params, mesh = tiny_params(config), mesh_of(MESHES["1"])
+    adapters, frozen = parted(params)
+    eye = jnp.eye(16, dtype=jnp.float32)
+
+    def start(path, leaf):
+        name = jax.tree_util.keystr(path)
+        identity = jnp.broadcast_to(eye, (2, 16, 16)).reshape(leaf.shape)
+        return identity if "_lora_a" in name else jnp.zeros_like(leaf)
+
+    adapters = jax.tree_util.tree_map_with_path(start, adapters)
+    options = UpdateOptions(logprob_chunk_vocab=8, old_logprobs="sampler")
+
+    def updated(config, params, **how):
+        updater = Updater(graph_of(config), params, optimizer, mesh, options=options, **how)
+        state = init_state(params, optimizer, mesh)
+        [prepared] = updater.prepare(state, [microbatches(packed=True)])
+        return updater.update(state, prepared, learning_rate=1e-2, first=False)[0].params
+
+    found = updated(config, adapters, frozen=frozen)
+    expected = nnx.to_pure_dict(updated(base, frozen)["blocks"])
+    whole = jax.vmap(lambda layer: merged(layer, 1.0))(put_together(found, frozen)["blocks"])
+    before = nnx.to_pure_dict(frozen["blocks"])
+    for name in ("query", "key", "value", "output", "gate", "up", "down"):
+        change = np.asarray(expected[name]) - np.asarray(before[name])
+        assert np.abs(change).max() > 1e-4
+        made = np.asarray(nnx.to_pure_dict(whole)[name]) - np.asarray(before[name])
+        np.testing.assert_allclose(made, change, rtol=0, atol=2e-6)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(found):
+        if "_lora_a" in jax.tree_util.keystr(path):
+            np.testing.assert_array_equal(
+                np.asarray(leaf).reshape(2, 16, 16), np.broadcast_to(eye, (2, 16, 16))
+            )
+
+
+def test_gradients_of_the_base_are_not_computed():
+    """Per token, with N the parameters of a layer's matrices: forward 2 N, back to the activations 2 N, and to the weights 2 N more, if they are trained."""
+    base = tiny_decoder_config(layers=1, embed_dim=64, mlp_dim=128, heads=4, kv_heads=4, head_dim=16)
+    config = replace(base, lora=lora_shape(rank=1, alpha=1.0, targets=["all"]))
+    mesh, options = mesh_of(MESHES["1"]), UpdateOptions(old_logprobs="sampler", logprob_chunk_vocab=8)
+
+    def flops(config, **how):
+        trained, _ = parted(jax.eval_shape(lambda: tiny_params(config)))
+        updater = Updater(graph_of(config), trained, KEEP_GRADIENT, mesh, options=options, **how)
+        state = jax.eval_shape(lambda: init_state(trained_zeros(trained), KEEP_GRADIENT, mesh))
+        return (
+            updater.lower_update(state, capacity=1, rows=1, row_tokens=64).compile().cost_analysis()["flops"]
+        )
+
+    def trained_zeros(shapes):
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+    frozen = parted(jax.eval_shape(lambda: tiny_params(config)))[1]
+    matrices = 4 * 64 * 64 + 3 * 64 * 128
+    saved = flops(base) - flops(config, frozen=frozen)
+    assert saved >= 0.9 * 2 * matrices * 64
+
+
+def test_optax_is_given_adapters_alone():
+    shapes = jax.eval_shape(optax.adam(1.0).init, ADAPTERS)
+    sizes = sum(leaf.size for leaf in jax.tree.leaves(shapes[0].mu))
+    assert sizes == CONFIG.trained_parameters < BASE.parameters / 2
