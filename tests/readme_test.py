@@ -32,6 +32,10 @@ TRAINS = ("bring_your_data.md", "bring_your_model.md", "write_a_reward.md", "wri
 """Pages whose programs train a model: minutes together."""
 RUN_ELSEWHERE = {
     ("use_a_model.md", "import grpc"): "tests/serving/serve_test.py::test_the_client_that_it_prints_works",
+    (
+        "adapters.md",
+        "from transformers import AutoModelForCausalLM",
+    ): "tests/models/adapter_folder_test.py::test_what_the_page_prints_opens_an_adapter",
     ("guards.md", "import numpy as np"): "tests/faults/nan_test.py::test_the_page_opens_a_post_mortem",
 }
 """Programs that stand indented, not in a fence, since they need a server or a failed run: page and first line -> what runs them."""

@@ -100,7 +100,7 @@ class LoraConfig(Section, at="lora"):
     """The rank of each adapter. What is trained, and saved, is then about rank / width of the model; its weights are frozen in `model.compute_dtype`, and a KL penalty's reference
     policy is the model without adapters. 0: no adapters, all weights are trained."""
     alpha: float = key(32.0, range=POSITIVE, aliases=["lora_alpha"])
-    """What an adapter gives is multiplied by alpha / rank, so that one learning rate does for all ranks: about ten times that of full training."""
+    """The scale of what adapters give, which is multiplied by alpha / rank, so that one learning rate does for all ranks: about ten times that of full training."""
     targets: list[str] = key(
         default_factory=lambda: ["all"], aliases=["target_modules", "lora_target_modules"]
     )

@@ -39,7 +39,7 @@ class LoraShape:
     rank: int
     alpha: float
     targets: tuple[str, ...]
-    """Of `MATRICES`, in their order."""
+    """Names of `MATRICES`, in their order."""
 
     @property
     def scale(self) -> float:

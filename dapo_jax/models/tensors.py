@@ -289,7 +289,7 @@ def place_adapters(
 
 
 def _adapter_shape(name: str, shape: Shape) -> Shape:
-    """Of A or B with the shape of one layer here, the shape that PEFT has."""
+    """The shape that PEFT has of A or B, from that of one layer here."""
     return (shape[0], math.prod(shape[1:])) if name.endswith("_a") else (math.prod(shape[:-1]), shape[-1])
 
 

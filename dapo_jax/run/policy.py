@@ -433,7 +433,7 @@ def _random(
     where: Callable[[nnx.State], PyTree] | None,
     made: Callable[[nnx.State], nnx.State],
 ) -> nnx.State:
-    """What `made` makes of random parameters."""
+    """The part of random parameters that `made` makes of them."""
 
     def program() -> nnx.State:
         return made(nnx.state(Decoder(decoder, rngs=nnx.Rngs(seed))))

@@ -92,6 +92,32 @@ def test_an_adapter_folder_is_sampled_from(tmp_path):
     assert greedy_by_sampler(adapter, prompt) == [expected["greedy"].tolist()]
 
 
+def test_what_the_page_prints_opens_an_adapter(golden, tmp_path):
+    """Where PEFT is installed: the logits of a random adapter that is written here are ours, and so are 64 greedy tokens."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("peft")
+    folder, config, params, expected = golden
+    adapters, base = parted(params)
+    rng = np.random.default_rng(0)
+    adapters = jax.tree.map(lambda leaf: rng.normal(0, 0.3, leaf.shape).astype(np.float32), adapters)
+    save_adapter(tmp_path, config, adapters, base=str(folder))
+    page = (Path(__file__).parents[2] / "docs" / "adapters.md").read_text()
+    [printed] = [part for part in page.split("\n\n") if part.startswith("    from transformers import")]
+    loading = page[page.index(printed) :].split("\n\n")[1]
+    code = "\n".join(line.removeprefix("    ") for line in (*printed.splitlines(), *loading.splitlines()))
+    found: dict = {}
+    exec(code.replace('"BASE"', repr(str(folder))).replace('"adapter"', repr(str(tmp_path))), found)
+    model = found["model"].float().eval()
+    tokens = [int(token) for token in expected["tokens"]]
+    with torch.no_grad():
+        for _ in range(64):
+            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+        theirs = model(torch.tensor([tokens])).logits[0].numpy()
+    ours = logits_of(config, put_together(adapters, base), np.array(tokens))
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=5e-4)
+    assert ours[len(expected["tokens"]) - 1 : -1].argmax(-1).tolist() == tokens[len(expected["tokens"]) :]
+
+
 @pytest.fixture
 def adapter(tmp_path):
     folder = tmp_path / "adapter"
@@ -167,7 +193,7 @@ def test_an_adapter_of_another_base_is_refused_by_name(adapter):
         ),
         (
             {"embed_dim": 32, "layers": 3},
-            r"lacks the tensor '.*layers\.2\.self_attn\.q_proj\.lora_A\.weight'",
+            r"lacks the tensor '.*layers\.2\.self_attn\.k_proj\.lora_A\.weight'",
         ),
         ({"embed_dim": 32, "layers": 1}, r"layers\.1\..*which the configuration does not call for"),
     ]:

@@ -65,9 +65,9 @@ class Updates(Updater):
 
     measured = {}  # noqa: RUF012 - one for all, set by a test
 
-    def __init__(self, graph, params, optimizer, mesh, *, objective, options, reference=None):
+    def __init__(self, graph, params, optimizer, mesh, *, objective, options, reference=None, frozen=None):
         self.graph, self.params, self.optimizer, self.mesh = graph, params, optimizer, mesh
-        self.objective, self.options, self.reference = objective, options, reference
+        self.objective, self.options, self.reference, self.frozen = objective, options, reference, frozen
         self.minibatches, self.rates = [], []
 
     def prepare(self, state, minibatches):

@@ -117,6 +117,27 @@ def reference(look):
     return look.updates.reference is not None
 
 
+def adapters(look):
+    """The shape of the adapters that are trained; None: there are none."""
+    look.run()
+    shape = look.engine.decoder.lora
+    names = {
+        jax.tree_util.keystr(path).split("'")[3]
+        for path, _ in jax.tree_util.tree_leaves_with_path(look.updates.params)
+    }
+    assert (shape is None) == ("query" in names)
+    assert (shape is None) == (not look.updates.frozen)
+    return shape and [shape.rank, shape.scale, shape.targets]
+
+
+def merges(look):
+    """Whether what samples has no adapters."""
+    look.run()
+    return look.engine.decoder.lora is None
+
+
+ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+RANK = {"lora.rank": 4}
 NO_DECAY = {"optimizer.weight_decay": 0.0}
 FOUR = {"batch.prompts_per_step": 4, "dynamic_sampling.prompts_per_wave": 4}
 
@@ -253,6 +274,18 @@ WATCHERS = [
         (5.0, [-0.5714]),
         also={**NO_DECAY, "optimizer.epsilon": 3.0},
     ),
+    # Of alpha 32 unless set.
+    watch("lora.rank", adapters, (0, None), (2, [2, 16.0, ALL]), (4, [4, 8.0, ALL])),
+    watch("lora.alpha", adapters, (32.0, [4, 8.0, ALL]), (2.0, [4, 0.5, ALL]), also=RANK),
+    watch(
+        "lora.targets",
+        adapters,
+        (["all"], [4, 8.0, ALL]),
+        (["attention"], [4, 8.0, ALL[:4]]),
+        (["mlp", "v_proj"], [4, 8.0, ("v_proj", *ALL[4:])]),
+        also=RANK,
+    ),
+    watch("sampling.merge_lora", merges, (False, False), (True, True), also=RANK),
     watch("optimizer.offload", option("offload"), (False, False), (True, True)),
     watch(
         "optimizer.offload",
