@@ -174,10 +174,12 @@ class MergingTransfer:
         return self._whole.lower(put_together(params, self._frozen))
 
 
-def shares_base(frozen: nnx.State, meshes: Meshes, *, dtype: str, sampler_dtype: str) -> bool:
+def shares_base(frozen: nnx.State, meshes: Meshes, *, dtype: str) -> bool:
     """Whether trainer and sampler hold a base alike, so that one copy serves both: one sampler with all devices, every array whole or cut in the same way
-    for both, in the same dtype. `frozen` may be shapes, layers stacked."""
-    if meshes.count > 1 or dtype != sampler_dtype or meshes.train.size != meshes.sampler.size:
+    for both, in the sampler's `dtype`. `frozen` may be shapes, layers stacked."""
+    variables = jax.tree.leaves(frozen, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    kinds = {each.dtype.name for each in variables if each.get_metadata()["axes"] != ("norm",)}
+    if meshes.count > 1 or meshes.train.size != meshes.sampler.size or kinds != {dtype}:
         return False
     both = zip(
         *(

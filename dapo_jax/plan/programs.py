@@ -16,7 +16,6 @@ from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.device_memory import bytes_on_device
 from dapo_jax.parallel.mesh import Meshes, make_meshes
-from dapo_jax.parallel.weights import shares_base
 from dapo_jax.plan.costs import item
 from dapo_jax.plan.memory import Resident
 from dapo_jax.plan.mesh_sizes import Layout, batch_shards, described, layout_of, one_device
@@ -24,7 +23,7 @@ from dapo_jax.plan.refusals import Allocation
 from dapo_jax.plan.workload import Workload
 from dapo_jax.run.cache_room import prefix_bytes, room_for_cache
 from dapo_jax.run.policy import Policy, frozen_structs, mesh_of, optimizer_of
-from dapo_jax.run.programs import sampled_decoder, sampler_dtype, transfer_of, updater_of
+from dapo_jax.run.programs import sampled_decoder, sharing, transfer_of, updater_of
 from dapo_jax.run.response_sampler import prefill_of
 from dapo_jax.run.training_pass import TrainingPass, for_mesh, training_pass
 from dapo_jax.sampling.decoding import decoding
@@ -249,20 +248,17 @@ class Programs:
     def _shares_base(self) -> bool:
         """Whether trainer and sampler have one copy of the base."""
         config, layout = self.config, self.layout
-        kinds = {
-            "dtype": config.model.compute_dtype,
-            "sampler_dtype": sampler_dtype(config.model, config.sampling),
-        }
         if self.decoder.lora is None:
             return False
         if self.devices is not None:
-            return shares_base(parted(shapes_of(self._decoder))[1], self.meshes, **kinds)
+            frozen = frozen_structs(self._decoder, self.meshes.train, dtype=self._dtype, apart=False)
+            return sharing(self.meshes, config.sampling, dtype=self._dtype)(frozen)
         # The meshes are of one device: whole along `embed`, and split over the same devices for both.
         alike = layout.samplers == 1 and layout.train["fsdp"] == 1 and layout.train["context"] == 1
         return (
             alike
             and layout.train["tensor"] == layout.sampler["tensor"]
-            and kinds["dtype"] == kinds["sampler_dtype"]
+            and not (config.sampling.merge_lora or config.sampling.weight_dtype)
         )
 
     @cached_property

@@ -15,11 +15,9 @@ from dapo_jax.config import TrainConfig
 from dapo_jax.data.stream import PromptStream
 from dapo_jax.health.stalls import Watch
 from dapo_jax.health.stopping import Stop
-from dapo_jax.models.decoder import is_apart
 from dapo_jax.models.lora import parted
 from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.device_memory import bytes_on_device
-from dapo_jax.parallel.weights import shares_base
 from dapo_jax.rewards.functions import Rewards
 from dapo_jax.run.flight_sampling import FlightSampling
 from dapo_jax.run.grader_setup import check_graders, grading
@@ -28,7 +26,7 @@ from dapo_jax.run.group_sampling import GroupSampling
 from dapo_jax.run.identity import check_identity, identity_of, model_files, with_weights_of
 from dapo_jax.run.policy import load_policy, lora_of, mesh_of, meshes_of, optimizer_of, state_structs
 from dapo_jax.run.position import Position
-from dapo_jax.run.programs import sampler_dtype, updater_of
+from dapo_jax.run.programs import sharing, updater_of
 from dapo_jax.run.prompt_sets import GivenRows, drawn_too_often, held_out_prompts, training_prompts
 from dapo_jax.run.response_sampler import ResponseSampler
 from dapo_jax.run.resume_point import ResumePoint, check_progress, has_checkpoint, resume_point
@@ -68,12 +66,6 @@ class Run:
         watch = watch or Watch(0.0, end=lambda status, why: None)
         check_graders(config.reward, reward=reward)  # a model may take long to load
         say(f"loading {model.source}")
-        shares = partial(
-            shares_base,
-            meshes=meshes,
-            dtype=model.compute_dtype,
-            sampler_dtype=sampler_dtype(config.model, config.sampling),
-        )
         self._load = partial(
             load_policy,
             model,
@@ -81,7 +73,7 @@ class Run:
             seed=config.seed,
             mesh=self._mesh,
             sampler=meshes.sampler,
-            shares=shares,
+            shares=sharing(meshes, config.sampling, dtype=model.compute_dtype),
         )
         # The reference of a KL penalty is the policy that training starts from, and adapters have a base below them, whatever training goes on from.
         self._has_weights = not goes_on or config.loss.kl_coef > 0 or config.lora.rank > 0
@@ -202,9 +194,7 @@ class Run:
         has its own copy of."""
         config, sizes = self.config, self._mesh.shape
         state = state_structs(self.policy, self._optimizer, self._mesh, offload=config.optimizer.offload)
-        held = bytes_on_device(state, sizes)
-        if frozen := self.policy.frozen:
-            held += 0 if is_apart(frozen) else bytes_on_device(frozen, sizes)
+        held = bytes_on_device((state, self.policy.unshared), sizes)
         return held + bytes_on_device(state.params, sizes) if config.loss.kl_coef else held
 
     def _check(self, where: str, progress: Mapping[str, Any], *, say: Callable[[str], None]) -> None:

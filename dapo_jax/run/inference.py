@@ -28,6 +28,7 @@ from dapo_jax.rewards.functions import Rewards
 from dapo_jax.run.folders import place_of
 from dapo_jax.run.grader_setup import check_graders, grading
 from dapo_jax.run.policy import data_of_run, find_policy, mesh_of, meshes_of, run_at
+from dapo_jax.run.programs import sharing
 from dapo_jax.run.prompt_sets import GivenRows, dated, held_out_prompts, prompt_format
 from dapo_jax.run.records import use_compilation_cache
 from dapo_jax.run.response_sampler import ResponseSampler
@@ -80,18 +81,20 @@ def evaluate(
     use_compilation_cache(config.compilation_cache)
     check_graders(config.reward, reward=reward)  # a model may take long to load
     mesh = mesh_of(config.parallel)
-    policy = find_policy(model, mesh=mesh)
+    meshes = meshes_of(config.parallel, mesh)
+    shares = sharing(meshes, config.sampling, dtype=config.compute_dtype)
+    policy = find_policy(model, mesh=mesh, shares=shares)
     config = replace(config, data=dated(config.data, like=data_of_run(model)))
     held_out = held_out_prompts(config.data, config.eval, policy.tokenizer, rows=rows)
     rollouts = ResponseSampler(
         policy,
-        meshes_of(config.parallel, mesh),
+        meshes,
         config.sampling,
         seed=config.seed,
         max_prompt_tokens=config.data.max_prompt_tokens,
         compute_dtype=config.compute_dtype,
         group_size=config.eval.samples_per_prompt,
-        beside=bytes_on_device((policy.params, policy.frozen), mesh.shape),
+        beside=bytes_on_device((policy.params, policy.unshared), mesh.shape),
     )
     # Scores count verdicts; how much longer a training response might have been is no matter here.
     unshaped = replace(config.reward, overlong=_NO_SHAPING)
@@ -176,7 +179,8 @@ def sample(
     """
     use_compilation_cache(compilation_cache)
     mesh = mesh_of(ParallelConfig())
-    policy = find_policy(source, mesh=mesh)
+    meshes = meshes_of(ParallelConfig(), mesh)
+    policy = find_policy(source, mesh=mesh, shares=sharing(meshes, SamplingConfig(), dtype="float32"))
     asked = dated(
         DataConfig(
             chat=chat, system_prompt=system_prompt, chat_template_kwargs=dict(chat_template_kwargs or {})
@@ -201,13 +205,13 @@ def sample(
         raise ConfigError(str(error)) from error
     rollouts = ResponseSampler(
         policy,
-        meshes_of(ParallelConfig(), mesh),
+        meshes,
         sampling,
         seed=seed,
         max_prompt_tokens=max(len(prompt.tokens) for prompt in found),
         compute_dtype="float32",
         group_size=samples_per_prompt,
-        beside=bytes_on_device((policy.params, policy.frozen), mesh.shape),
+        beside=bytes_on_device((policy.params, policy.unshared), mesh.shape),
     )
     config = EvalConfig(
         samples_per_prompt=samples_per_prompt, temperature=temperature, top_p=top_p, top_k=top_k

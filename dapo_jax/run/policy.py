@@ -77,6 +77,11 @@ class Policy:
     folder: AnyPath | None = None
     """The model folder that it was read from, or that described it; None for a preset."""
 
+    @property
+    def unshared(self) -> nnx.State:
+        """The frozen weights of which a sampler has a copy of its own; none where it has the same arrays."""
+        return nnx.State({}) if self.frozen and is_apart(self.frozen) else self.frozen
+
     def graph(self, *, compute_dtype: str, remat: str, layout: Layout = WHOLE) -> nnx.GraphDef[Any]:
         """The structure that `nnx.merge` makes a module of, together with parameters."""
         apart = bool(self.frozen) and is_apart(self.frozen)
@@ -147,7 +152,8 @@ def load_policy(
         if weights and lora is None:
             trained = _weights_of(base_folder, decoder, seed, where)
         elif weights:
-            kind, apart = model.compute_dtype, shares(frozen)
+            kind = model.compute_dtype
+            apart = shares(jax.eval_shape(partial(rounded_to, kind), frozen))
             frozen = _weights_of(base_folder, decoder, seed, where, dtype=kind, apart=apart)
             trained = (
                 _random(decoder, seed, where, lambda params: parted(params)[0])
@@ -242,20 +248,30 @@ def _another_shape(found: LoraShape, asked: LoraShape) -> str:
     return f"it is an adapter of another shape: {'; '.join(differ)}"
 
 
-def find_policy(source: str, *, mesh: jax.sharding.Mesh | None = None) -> Policy:
+def find_policy(
+    source: str,
+    *,
+    mesh: jax.sharding.Mesh | None = None,
+    shares: Callable[[nnx.State], bool] = lambda frozen: False,
+) -> Policy:
     """The policy of a model (as `model.source`) or of a run folder, whose latest checkpoint is taken.
 
-    Weights go onto `mesh`; with None, a model's onto the default device and a run's spread over all devices.
+    Weights go onto `mesh`; with None, a model's onto the default device and a run's spread over all devices. `shares` is `load_policy`'s.
     """
     if (run := run_at(source)) is None:
-        return load_policy(ModelConfig(source=source), mesh=mesh)
+        return load_policy(ModelConfig(source=source), mesh=mesh, shares=shares)
     config = load_config(run / "config.yaml")
     # Shapes alone: the run's own weights are in its checkpoint, which is read onto the devices that are here and not
     # onto the mesh that it was trained on.
     mesh = mesh_of(ParallelConfig()) if mesh is None else mesh
     # Below adapters it is the model's.
     policy = load_policy(
-        config.model, lora=lora_of(config.lora), seed=config.seed, mesh=mesh, weights=config.lora.rank > 0
+        config.model,
+        lora=lora_of(config.lora),
+        seed=config.seed,
+        mesh=mesh,
+        weights=config.lora.rank > 0,
+        shares=shares,
     )
     decoder = policy.decoder
     target = state_structs(policy, optimizer_of(config.optimizer), mesh)

@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.stages import Lowered
 
-from dapo_jax.config import ModelConfig, SamplingConfig, TrainConfig
+from dapo_jax.config import SamplingConfig, TrainConfig
 from dapo_jax.dapo.losses import dapo_loss
 from dapo_jax.models.decoder import graph_of, is_apart
 from dapo_jax.models.layout import Layout
@@ -29,6 +29,7 @@ from dapo_jax.parallel.weights import (
     MergingTransfer,
     SamplerWeights,
     WeightTransfer,
+    shares_base,
     weight_transfer,
 )
 from dapo_jax.run.policy import Policy
@@ -131,9 +132,11 @@ def _transfer(
     return weight_transfer(moved, meshes, dtype=dtype, eight_bit=eight_bit, merged_by=factor)
 
 
-def sampler_dtype(model: ModelConfig, sampling: SamplingConfig) -> str:
-    """The dtype of the base that a sampler holds; "" if it holds none, but what adapters and base add up to."""
-    return "" if sampling.merge_lora else sampling.weight_dtype or model.compute_dtype
+def sharing(meshes: Meshes, sampling: SamplingConfig, *, dtype: str) -> Callable[[nnx.State], bool]:
+    """Says of the shapes of a base below adapters whether a sampler that computes in `dtype` takes it as the trainer has it: see `shares_base`. One whose
+    adapters are merged, or whose weights have eight bits, never does."""
+    kind = "none" if sampling.merge_lora else sampling.weight_dtype or dtype
+    return partial(shares_base, meshes=meshes, dtype=kind)
 
 
 def sampled_decoder(decoder: DecoderConfig, sampling: SamplingConfig) -> DecoderConfig:

@@ -6,7 +6,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import jax
 from jaxtyping import PyTree
 
 from dapo_jax.config import ConfigError, SftConfig, load_config, to_yaml
@@ -19,11 +18,13 @@ from dapo_jax.evaluation import summarize
 from dapo_jax.health.stalls import interrupt
 from dapo_jax.locks import Lock
 from dapo_jax.parallel.device_memory import bytes_on_device
+from dapo_jax.parallel.mesh import Meshes
 from dapo_jax.rewards.grading import Grading
 from dapo_jax.run.end_of_step import evaluates_after
 from dapo_jax.run.folders import locked, place_of
 from dapo_jax.run.grader_setup import grading
 from dapo_jax.run.policy import Policy, load_policy, lora_of, mesh_of, meshes_of, optimizer_of, state_structs
+from dapo_jax.run.programs import sharing
 from dapo_jax.run.prompt_sets import dated, held_out_prompts, prompt_format, training_rows
 from dapo_jax.run.records import use_compilation_cache
 from dapo_jax.run.response_sampler import ResponseSampler
@@ -67,7 +68,9 @@ def _trained(config: SftConfig, run_dir: AnyPath, lock: Lock, progress: Progress
     if (run_dir / "config.yaml").exists():
         raise ConfigError(f"run_dir={config.run_dir} already holds a run; choose another run_dir")
     mesh = mesh_of(config.parallel, rows_per_microbatch=config.batch.rows_per_microbatch)
-    policy = load_policy(config.model, lora=lora_of(config.lora), seed=config.seed, mesh=mesh)
+    meshes = meshes_of(config.parallel, mesh)
+    shares = sharing(meshes, config.sampling, dtype=config.model.compute_dtype)
+    policy = load_policy(config.model, lora=lora_of(config.lora), seed=config.seed, mesh=mesh, shares=shares)
     how = training_pass(config.model, config.batch, mesh, row_tokens=config.row_tokens)
     optimizer = optimizer_of(config.optimizer)
     pairs = _pairs(config, policy)
@@ -78,7 +81,12 @@ def _trained(config: SftConfig, run_dir: AnyPath, lock: Lock, progress: Progress
     held_out = held_out_prompts(config.data, config.eval, policy.tokenizer)
     state = state_structs(policy, optimizer, mesh, offload=config.optimizer.offload)
     evaluate = _evaluation(
-        config, policy, mesh, graders, held_out, beside=bytes_on_device((state, policy.frozen), mesh.shape)
+        config,
+        policy,
+        meshes,
+        graders,
+        held_out,
+        beside=bytes_on_device((state, policy.unshared), mesh.shape),
     )
     updater = Updater(
         policy.graph(compute_dtype=config.model.compute_dtype, remat=config.model.remat, layout=how.layout),
@@ -169,7 +177,7 @@ def _minibatch(
 def _evaluation(
     config: SftConfig,
     policy: Policy,
-    mesh: jax.sharding.Mesh,
+    meshes: Meshes,
     graders: Grading,
     held_out: Mapping[str, Sequence[Prompt]],
     *,
@@ -179,7 +187,7 @@ def _evaluation(
     bytes of other arrays on each device."""
     rollouts = ResponseSampler(
         policy,
-        meshes_of(config.parallel, mesh),
+        meshes,
         config.sampling,
         seed=config.seed,
         max_prompt_tokens=config.data.max_prompt_tokens,

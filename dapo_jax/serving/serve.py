@@ -25,7 +25,7 @@ from dapo_jax.run.policy import (
     optimizer_of,
     state_structs,
 )
-from dapo_jax.run.programs import Transfer, transfer_of
+from dapo_jax.run.programs import Transfer, sharing, transfer_of
 from dapo_jax.run.prompt_sets import dated, prompt_format
 from dapo_jax.run.records import use_compilation_cache
 from dapo_jax.sampling.decoding import decoding
@@ -124,7 +124,9 @@ def serve(source: str, options: ServeOptions, *, say: Callable[[str], None] = pr
         # Looked up before the weights are read: should one come in between, it is read twice rather than never.
         follower = ends.enter_context(_Follower(checkpoints, say)) if options.follow_s is not None else None
         # Spread over all devices from the start: a large model does not fit on the first one.
-        policy = find_policy(source, mesh=mesh_of(ParallelConfig()))
+        mesh = mesh_of(ParallelConfig())
+        shares = sharing(both_on(mesh), SamplingConfig(), dtype=options.compute_dtype)
+        policy = find_policy(source, mesh=mesh, shares=shares)
         engine, transfer = serving_engine(
             policy, options, today=prompt_format(dated(DataConfig(), like=data_of_run(source))).today
         )

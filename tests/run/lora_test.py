@@ -8,12 +8,23 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from dapo_jax.config import ConfigError, EvaluateConfig, LoraConfig, ModelConfig, load_config
+from dapo_jax.config import (
+    ConfigError,
+    EvaluateConfig,
+    LoraConfig,
+    ModelConfig,
+    ParallelConfig,
+    SamplingConfig,
+    load_config,
+)
+from dapo_jax.dapo.precision import Quantized
+from dapo_jax.models.decoder import is_apart
 from dapo_jax.models.folder import save_model
 from dapo_jax.models.lora import lora_shape
 from dapo_jax.run.convert import convert
 from dapo_jax.run.inference import evaluate, sample
-from dapo_jax.run.policy import find_policy, load_policy
+from dapo_jax.run.policy import find_policy, load_policy, mesh_of, meshes_of
+from dapo_jax.run.programs import sharing, transfer_of
 from dapo_jax.run.train import train
 from dapo_jax.testing import tiny_params
 from dapo_jax.text.tokenizers import load_tokenizer, save_tokenizer
@@ -42,6 +53,44 @@ def adapted(request, adapting, run_micro, rows):
     """An uninterrupted run with a checkpoint at every step."""
     config = adapting(checkpoint__every_steps=1, checkpoint__keep=9, **request.param)
     return run_micro(config, eval_rows=rows), request.param
+
+
+@pytest.mark.parametrize(
+    ("axes", "sampling", "dtype", "once"),
+    [
+        ({"data": 8, "fsdp": 1}, {}, "float32", True),
+        ({"data": 4, "fsdp": 1, "tensor": 2}, {}, "bfloat16", True),
+        ({"data": 4, "fsdp": 2}, {}, "float32", False),
+        ({"data": 8, "fsdp": 1}, {"weight_dtype": "int8"}, "float32", False),
+        ({"data": 8, "fsdp": 1}, {"merge_lora": True}, "float32", False),
+    ],
+    ids=str,
+)
+def test_the_frozen_weights_are_there_once_where_trainer_and_sampler_hold_them_alike(
+    axes, sampling, dtype, once
+):
+    """The sampler's arrays lie in the same place, on every device; and after the next step's adapters they still do."""
+    parallel, sampling = ParallelConfig(**axes), SamplingConfig(**sampling)
+    mesh = mesh_of(parallel)
+    meshes = meshes_of(parallel, mesh)
+    policy = load_policy(
+        ModelConfig(source="preset:tiny", compute_dtype=dtype), lora=lora_shape(rank=2, alpha=8.0, targets=["mlp"]), mesh=mesh,
+        sampler=meshes.sampler, shares=sharing(meshes, sampling, dtype=dtype),
+    )  # fmt: skip
+    assert is_apart(policy.frozen) == once
+    assert bool(policy.unshared) != once
+    transfer = transfer_of(policy, meshes, sampling, dtype=dtype)
+    places = [places_of(transfer(policy.params)["layers"][1]["up"].get_value()) for _ in range(2)]
+    if sampling.merge_lora:
+        return
+    assert places[0] == places[1]
+    if once:
+        assert places[0] == places_of(policy.frozen["blocks"][1]["up"].get_value())
+
+
+def places_of(array):
+    whole = array.values if isinstance(array, Quantized) else array
+    return [shard.data.unsafe_buffer_pointer() for shard in whole.addressable_shards]
 
 
 def test_what_samples_is_what_is_trained(adapted):
