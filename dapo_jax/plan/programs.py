@@ -252,7 +252,8 @@ class Programs:
             return False
         if self.devices is not None:
             frozen = frozen_structs(self._decoder, self.meshes.train, dtype=self._dtype, apart=False)
-            return sharing(self.meshes, config.sampling, dtype=self._dtype)(frozen)
+            remat = config.model.remat
+            return sharing(self.meshes, config.sampling, dtype=self._dtype, remat=remat)(frozen)
         # The meshes are of one device: whole along `embed`, and split over the same devices for both.
         alike = layout.samplers == 1 and layout.train["fsdp"] == 1 and layout.train["context"] == 1
         return (

@@ -24,7 +24,15 @@ from dapo_jax.run.grader_setup import check_graders, grading
 from dapo_jax.run.group_exchange import SamplerShare
 from dapo_jax.run.group_sampling import GroupSampling
 from dapo_jax.run.identity import check_identity, identity_of, model_files, with_weights_of
-from dapo_jax.run.policy import load_policy, lora_of, mesh_of, meshes_of, optimizer_of, state_structs
+from dapo_jax.run.policy import (
+    check_trains,
+    load_policy,
+    lora_of,
+    mesh_of,
+    meshes_of,
+    optimizer_of,
+    state_structs,
+)
 from dapo_jax.run.position import Position
 from dapo_jax.run.programs import sharing, updater_of
 from dapo_jax.run.prompt_sets import GivenRows, drawn_too_often, held_out_prompts, training_prompts
@@ -73,11 +81,12 @@ class Run:
             seed=config.seed,
             mesh=self._mesh,
             sampler=meshes.sampler,
-            shares=sharing(meshes, config.sampling, dtype=model.compute_dtype),
+            shares=sharing(meshes, config.sampling, dtype=model.compute_dtype, remat=model.remat),
         )
         # The reference of a KL penalty is the policy that training starts from, and adapters have a base below them, whatever training goes on from.
         self._has_weights = not goes_on or config.loss.kl_coef > 0 or config.lora.rank > 0
         self.policy = self._load(weights=self._has_weights)
+        check_trains(self.policy, config.lora, model.source)
         how = training_pass(model, config.batch, self._mesh, row_tokens=config.row_tokens)
         self._optimizer = optimizer_of(config.optimizer)
         say("preparing prompts")

@@ -173,6 +173,20 @@ def load_policy(
     )
 
 
+def check_trains(policy: Policy, config: LoraConfig, source: str) -> None:
+    """Refuses to train all weights of a model whose `source` is an adapter folder.
+
+    Raises:
+        ConfigError: says which adapters it has.
+    """
+    found = policy.decoder.lora
+    if found is not None and not config.rank:
+        raise ConfigError(
+            f"model.source={source!r} is an adapter, and lora.rank=0 trains all weights: set lora.rank={found.rank} lora.alpha={found.alpha:g} "
+            f"lora.targets=[{','.join(found.targets)}], or make a whole model of it: dapo-jax convert {source} FOLDER --merge"
+        )
+
+
 def lora_of(config: LoraConfig) -> LoraShape | None:
     """The adapters that `config` describes; None: there are none."""
     if not config.rank:

@@ -23,7 +23,16 @@ from dapo_jax.rewards.grading import Grading
 from dapo_jax.run.end_of_step import evaluates_after
 from dapo_jax.run.folders import locked, place_of
 from dapo_jax.run.grader_setup import grading
-from dapo_jax.run.policy import Policy, load_policy, lora_of, mesh_of, meshes_of, optimizer_of, state_structs
+from dapo_jax.run.policy import (
+    Policy,
+    check_trains,
+    load_policy,
+    lora_of,
+    mesh_of,
+    meshes_of,
+    optimizer_of,
+    state_structs,
+)
 from dapo_jax.run.programs import sharing
 from dapo_jax.run.prompt_sets import dated, held_out_prompts, prompt_format, training_rows
 from dapo_jax.run.records import use_compilation_cache
@@ -69,8 +78,9 @@ def _trained(config: SftConfig, run_dir: AnyPath, lock: Lock, progress: Progress
         raise ConfigError(f"run_dir={config.run_dir} already holds a run; choose another run_dir")
     mesh = mesh_of(config.parallel, rows_per_microbatch=config.batch.rows_per_microbatch)
     meshes = meshes_of(config.parallel, mesh)
-    shares = sharing(meshes, config.sampling, dtype=config.model.compute_dtype)
+    shares = sharing(meshes, config.sampling, dtype=config.model.compute_dtype, remat=config.model.remat)
     policy = load_policy(config.model, lora=lora_of(config.lora), seed=config.seed, mesh=mesh, shares=shares)
+    check_trains(policy, config.lora, config.model.source)
     how = training_pass(config.model, config.batch, mesh, row_tokens=config.row_tokens)
     optimizer = optimizer_of(config.optimizer)
     pairs = _pairs(config, policy)

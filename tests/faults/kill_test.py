@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from dapo_jax.trackers import read_metrics
-from tests.faults.micro import assert_the_same_run, kill_often, make_run, started
+from tests.faults.micro import assert_the_same_run, kill_often, make_run, started, weights_of
 from tests.several import ROOT
 
 
@@ -36,23 +36,36 @@ IN_FLIGHT = [
 ]
 """In turns of eight slots, with responses of at most three rounds."""
 
+ADAPTERS = ["lora.rank=2", "optimizer.learning_rate=1e-2"]
 
-@pytest.mark.parametrize(("kills", "steps"), [(1, 30), pytest.param(30, 900, marks=pytest.mark.slow)])
-def test_a_killed_run_with_rollouts_in_flight_is_the_uninterrupted_one(kills, steps, tmp_path):
+
+@pytest.mark.parametrize(
+    ("options", "kills", "steps"),
+    [
+        ([*IN_FLIGHT, *ADAPTERS], 1, 30),
+        pytest.param(IN_FLIGHT, 30, 900, marks=pytest.mark.slow),
+        pytest.param(ADAPTERS, 30, 900, marks=pytest.mark.slow),
+    ],
+    ids=["in flight, with adapters", "in flight", "adapters"],
+)
+def test_a_killed_run_with_these_is_the_uninterrupted_one(options, kills, steps, tmp_path):
     whole = make_run(tmp_path / "whole", steps=steps, eval_every=7)
     killed = make_run(tmp_path / "killed", steps=steps, eval_every=7)
     kill_often(
-        lambda: killed.start("--resume", *IN_FLIGHT),
+        lambda: killed.start("--resume", *options),
         killed.run_dir,
         kills=kills,
         rng=np.random.default_rng(2),
         longest_s=0.5,
     )
     reached = max(killed.steps()) + 3
-    killed.finish("--resume", *IN_FLIGHT, f"steps={reached}", within_s=900)
-    whole.finish(*IN_FLIGHT, f"steps={reached}", within_s=3600)
+    killed.finish("--resume", *options, f"steps={reached}", within_s=900)
+    whole.finish(*options, f"steps={reached}", within_s=3600)
     assert_the_same_run(killed.run_dir, whole.run_dir)
-    assert any(line.get("rollout/age_max") for line in read_metrics(whole.run_dir / "metrics.jsonl"))
+    if "rollout.in_flight=16" in options:
+        assert any(line.get("rollout/age_max") for line in read_metrics(whole.run_dir / "metrics.jsonl"))
+    if "lora.rank=2" in options:
+        assert max(abs(each).max() for each in weights_of(whole.run_dir)[1::2]) > 1e-3, "B has moved"
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import numpy as np
 from etils import epath
 
 from dapo_jax.checkpoints.manifest import check_manifest
+from dapo_jax.models.adapter_folder import is_adapter, read_adapter
 from dapo_jax.models.folder import load_model
 from dapo_jax.run.policy import Policy
 from dapo_jax.testing import tiny_decoder_config, tiny_params
@@ -164,4 +165,7 @@ def learnt(run_dir):
 def weights_of(run_dir):
     import jax
 
+    if is_adapter(run_dir / "model"):
+        file = read_adapter(run_dir / "model")[1]
+        return [file.read(name, (slice(None), slice(None))) for name in sorted(file.shapes)]
     return [np.asarray(leaf) for leaf in jax.tree.leaves(load_model(run_dir / "model")[1])]

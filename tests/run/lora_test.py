@@ -20,7 +20,8 @@ from dapo_jax.config import (
 from dapo_jax.dapo.precision import Quantized
 from dapo_jax.models.decoder import is_apart
 from dapo_jax.models.folder import save_model
-from dapo_jax.models.lora import lora_shape
+from dapo_jax.models.lora import lora_shape, parted
+from dapo_jax.models.tensors import shapes_of
 from dapo_jax.run.convert import convert
 from dapo_jax.run.inference import evaluate, sample
 from dapo_jax.run.policy import find_policy, load_policy, mesh_of, meshes_of
@@ -78,6 +79,8 @@ def test_the_frozen_weights_are_there_once_where_trainer_and_sampler_hold_them_a
         sampler=meshes.sampler, shares=sharing(meshes, sampling, dtype=dtype),
     )  # fmt: skip
     assert is_apart(policy.frozen) == once
+    # What a CPU computes again it would keep, without a loop over layers.
+    assert not sharing(meshes, sampling, dtype=dtype, remat="full")(parted(shapes_of(policy.decoder))[1])
     assert bool(policy.unshared) != once
     transfer = transfer_of(policy, meshes, sampling, dtype=dtype)
     places = [places_of(transfer(policy.params)["layers"][1]["up"].get_value()) for _ in range(2)]
@@ -227,6 +230,15 @@ def test_an_adapter_of_another_shape_is_refused(lora, said, adapted):
     source = str(adapted[0].run_dir / "model")
     with pytest.raises(ConfigError, match=said):
         load_policy(ModelConfig(source=source), lora=lora)
+
+
+def test_all_weights_of_an_adapter_folder_are_not_trained(adapted, adapting, run_micro):
+    source = str(adapted[0].run_dir / "model")
+    with pytest.raises(
+        ConfigError,
+        match=r"is an adapter, and lora\.rank=0 trains all weights: set lora\.rank=2 lora\.alpha=8 lora\.targets=\[q_proj,",
+    ):
+        run_micro(adapting(model__source=source, lora=LoraConfig()))
 
 
 def test_another_base_is_refused_by_name(adapted, adapting, run_micro, rows, model, tmp_path):

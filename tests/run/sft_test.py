@@ -11,6 +11,7 @@ from dapo_jax.config import (
     ConfigError,
     DataConfig,
     EvalConfig,
+    LoraConfig,
     ModelConfig,
     OptimizerConfig,
     SamplingConfig,
@@ -69,6 +70,19 @@ def test_evaluation_stands_at_its_steps_and_after_the_last(config, warmed):
     lines = read_metrics(f"{config.run_dir}/metrics.jsonl")
     assert [line["step"] for line in lines if "eval/arithmetic/avg@4" in line] == [2, 3]
     assert "eval/arithmetic/avg@4" in warmed.metrics
+
+
+def test_adapters_alone_are_trained_if_they_are_asked_for(config, tmp_path, model):
+    lora = LoraConfig(rank=2, targets=["attention"])
+    found = run(replace(config, run_dir=str(tmp_path / "run"), lora=lora))
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert lines[2]["sft/token_loss"] < lines[0]["sft/token_loss"]
+    again = load_policy(ModelConfig(source=f"{tmp_path}/run/model"))
+    assert again.decoder.lora.targets == ("q_proj", "k_proj", "v_proj", "o_proj")
+    assert (again.base, again.decoder.lora.rank) == (model, 2)
+    for a, b in zip(jax.tree.leaves(found.policy.params), jax.tree.leaves(again.params), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert max(float(abs(leaf).max()) for leaf in jax.tree.leaves(again.params)) > 0
 
 
 def test_the_model_is_written_as_a_folder_that_is_read_back(config, warmed):
