@@ -107,7 +107,11 @@ class Configured:
         """Compares the memory that must lie on a device together at least with what the device has. Activations are not in it: those only a compiler knows."""
         there, first = self.planned.resident, jax.devices()[0]
         minibatches = self.planned.work.updates * there.minibatch
-        always = {"train state": there.state, "reference policy": there.reference}
+        always = {
+            "train state": there.state,
+            "frozen weights": there.base + there.sampler_base,
+            "reference policy": there.reference,
+        }
         cache, pages = there.decode_state, self.planned.pages
         if pages.runs_out and not self.config.sampling.cache_tokens:
             # It takes what is left, and does with a single sequence for each pool.

@@ -74,7 +74,8 @@ class TinyStep:
         self._stack.callback(self._run.close)
         folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="dapo_jax_doctor_"))
         self._checkpointer = self._stack.enter_context(Checkpointer(folder, keep=1))
-        if bad := _not_finite(self._run.policy.params):
+        frozen = self._run.policy.frozen
+        if bad := _not_finite(self._run.policy.params) | _not_finite(frozen):
             (name, count), more = next(iter(bad.items())), len(bad) - 1
             return Found(
                 message=f"{count:,} values of {name} are NaN or infinite"
@@ -83,7 +84,7 @@ class TinyStep:
                 remedy="the model's files are damaged: get them anew, or choose another model.source",
             )
         self._state = self._started(resume=False)
-        size = sum(leaf.nbytes for leaf in jax.tree.leaves(self._state.params))
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves((self._state.params, frozen)))
         return Found(message=f"{gib(size)} loaded, all of them finite numbers")
 
     def transfer(self) -> Found:

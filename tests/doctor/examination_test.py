@@ -261,12 +261,12 @@ def test_a_sampler_that_disagrees_with_the_trainer(examined, monkeypatch):
     """Its weights are a tenth larger."""
     plain = response_sampler.transfer_of
 
-    def enlarged(decoder, meshes, **how):
+    def enlarged(policy, meshes, sampling, **how):
         class Enlarged(WeightTransfer):
             def __call__(self, params):
                 return super().__call__(jax.tree.map(lambda leaf: leaf * 1.1, params))
 
-        made = plain(decoder, meshes, **how)
+        made = plain(policy, meshes, sampling, **how)
         enlarged = object.__new__(Enlarged)
         enlarged.__dict__.update(made.__dict__)
         return enlarged

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -99,7 +100,7 @@ def test_what_the_page_prints_opens_an_adapter(golden, tmp_path):
     folder, config, params, expected = golden
     adapters, base = parted(params)
     rng = np.random.default_rng(0)
-    adapters = jax.tree.map(lambda leaf: rng.normal(0, 0.3, leaf.shape).astype(np.float32), adapters)
+    adapters = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(0, 0.3, leaf.shape), "float32"), adapters)
     save_adapter(tmp_path, config, adapters, base=str(folder))
     page = (Path(__file__).parents[2] / "docs" / "adapters.md").read_text()
     [printed] = [part for part in page.split("\n\n") if part.startswith("    from transformers import")]

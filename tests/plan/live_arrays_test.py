@@ -13,6 +13,7 @@ from dapo_jax.plan.plan import plan_for
 from dapo_jax.plan.workload import Assumptions
 from dapo_jax.run.build import Run
 from dapo_jax.run.loop import Observer, run_steps
+from dapo_jax.run.programs import engine_of
 
 SMALL = [
     "sampling.slots=16", "dynamic_sampling.enabled=false", "batch.prompts_per_step=8", "batch.group_size=4", "batch.groups_per_update=4",
@@ -62,8 +63,29 @@ def counted(tmp_path_factory):
     return observed(tmp_path_factory.mktemp("run"))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changes", "frozen"),
+    [
+        ([], ["frozen weights", "sampler's frozen weights"]),
+        (["parallel.data=8", "parallel.fsdp=1"], ["frozen weights"]),
+        (["sampling.merge_lora=true"], ["frozen weights"]),
+    ],
+    ids=["a copy for each", "one copy", "merged"],
+)
+def test_frozen_weights_below_adapters_are_counted(changes, frozen, tmp_path):
+    """The sampler's copy of them stays between steps."""
+    made, found = observed(tmp_path, "lora.rank=4", *changes)
+    beside = parts(made, "update")
+    assert list(beside) == ["train state", *frozen, "reference policy", "rotations", "minibatches"]
+    assert max(found["updates"]) == pytest.approx(sum(beside.values()), abs=SMALLS)
+    assert max(found["between"]) == pytest.approx(sum(beside.values()) - beside["minibatches"], abs=SMALLS)
+    check_while_sampling(made, found)
+
+
 def observed(folder, *changes):
     config = load_config("quickstart", [*SMALL, f"run_dir={folder}", *changes])
+    engine_of.cache_clear()  # or the rotations of a run of before would serve this one, too
     seen = Seen()
     run = Run(config, watch=seen)
     try:

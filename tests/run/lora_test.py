@@ -49,7 +49,13 @@ ONE_COPY = {"parallel__data": 8, "parallel__fsdp": 1}
 SPLIT = {"parallel__data": 4, "parallel__fsdp": 2}
 
 
-@pytest.fixture(scope="module", params=[ONE_COPY, SPLIT], ids=["one copy of the base", "a copy for each"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(ONE_COPY, id="one copy of the base"),
+        pytest.param(SPLIT, id="a copy for each", marks=pytest.mark.slow),
+    ],
+)
 def adapted(request, adapting, run_micro, rows):
     """An uninterrupted run with a checkpoint at every step."""
     config = adapting(checkpoint__every_steps=1, checkpoint__keep=9, **request.param)

@@ -33,7 +33,7 @@ MESHES = {
     "data 2 x fsdp 2 x tensor 2": {"data": 2, "fsdp": 2, "tensor": 2},
     "data 2 x context 4": {"data": 2, "context": 4, "fsdp": 1},
 }
-SLOW = ("data 2 x fsdp 2 x tensor 2", "data 2 x context 4")
+QUICK = [("1", "packed"), ("1", "apart"), ("fsdp 2 x tensor 2 x context 2", "packed")]
 
 
 def mesh_of(axes):
@@ -152,19 +152,23 @@ def assert_exact(found):
     assert all(np.abs(leaf).max() > 1e-3 * largest for leaf in expected.values())
 
 
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "apart"])
 @pytest.mark.parametrize(
-    "axes",
+    ("axes", "packed"),
     [
-        pytest.param(axes, id=name, marks=[pytest.mark.slow] if name in SLOW else [])
+        pytest.param(
+            axes, packed, id=f"{name}, {how}", marks=[pytest.mark.slow] if (name, how) not in QUICK else []
+        )
         for name, axes in MESHES.items()
+        for how, packed in (("packed", True), ("apart", False))
     ],
 )
 def test_the_gradient_of_adapters_follows_by_the_chain_rule_from_that_of_whole_matrices(axes, packed):
     assert_exact(gradient(mesh_of(axes), packed=packed))
 
 
-@pytest.mark.parametrize("remat", ["none", "full", "dots"])
+@pytest.mark.parametrize(
+    "remat", ["full", *(pytest.param(slow, marks=pytest.mark.slow) for slow in ("none", "dots"))]
+)
 def test_a_base_whose_layers_have_their_own_arrays_gives_the_same_gradient(remat):
     """As where the sampler has the same arrays."""
     assert_exact(gradient(mesh_of(MESHES["1"]), apart=True, remat=remat))
