@@ -8,6 +8,7 @@ from dapo_jax.config import (
     BatchConfig,
     DataConfig,
     DynamicSamplingConfig,
+    LoraConfig,
     LossConfig,
     ModelConfig,
     OverlongConfig,
@@ -16,6 +17,7 @@ from dapo_jax.config import (
     SamplingConfig,
     TrainConfig,
 )
+from dapo_jax.models.lora import lora_shape
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.plan.chips import CHIPS
 from dapo_jax.plan.collectives import Traffic
@@ -43,12 +45,12 @@ CONFIG = TrainConfig(
 )
 
 
-def works(config=CONFIG, traffic=None, pages=None):
+def works(config=CONFIG, traffic=None, pages=None, decoder=SMALL):
     work, pages = (
         workload_of(config, Assumptions(informative=1.0)),
         pages or slot_pages(config.sampling.slots, 16),
     )
-    return work, {one.phase: one for one in work_of(config, SMALL, work, LAYOUT, pages, traffic or {})}
+    return work, {one.phase: one for one in work_of(config, decoder, work, LAYOUT, pages, traffic or {})}
 
 
 def test_the_longest_of_three_times_bounds_a_phase():
@@ -143,6 +145,23 @@ def test_training_by_hand():
     # Each of 4 passes over a microbatch reads 3192 x 2 / 2 bytes. A device holds 3192 / 8 = 399 parameters: their gradients pass 3
     # times for each microbatch, and parameters, gradients and moments 7 times at the end.
     assert phases["update"].hbm_bytes == 2 * (4 * 4 * 3192 + 4 * 12 * 399 + 28 * 399)
+
+
+def test_adapters_by_hand():
+    """Of rank 2 they have 2 x (32 + 20 + 20 + 32 + 3 x 24) = 352 weights a layer, 1056 in all, which every token passes, too. The gradients of the 2880 + 256 frozen weights are not
+    computed, and the optimizer holds 1056 / 8 = 132 parameters a device. Per step 1056 of them move; merged, all 3192 do, added up from bfloat16."""
+    decoder = replace(SMALL, lora=lora_shape(rank=2, alpha=1.0, targets=["all"]))
+    assert decoder.trained_parameters == 1056
+    _, phases = works(decoder=decoder)
+    forward = 256 * (2 * (2880 + 1056) + 2448 + 512)
+    assert phases["update"].flops == 2 * (4 * forward - 2 * 3136 * 256) / 8
+    assert phases["update"].hbm_bytes == 2 * (4 * 4 * (3192 + 1056) + 4 * 12 * 132 + 28 * 132)
+    assert phases["transfer"].hbm_bytes == 4 * 132 + 1056
+    _, whole = works()
+    config = replace(CONFIG, lora=LoraConfig(rank=2), sampling=replace(CONFIG.sampling, merge_lora=True))
+    _, merged = works(config, decoder=decoder)
+    assert merged["decode"].flops == whole["decode"].flops < phases["decode"].flops
+    assert merged["transfer"].hbm_bytes == 4 * 132 + 2 * 399 + 3192
 
 
 def test_options_change_what_is_computed():
