@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from dapo_jax.models.decoder import unstacked
 from dapo_jax.models.folder import load_model, save_model
 from dapo_jax.models.safetensors_files import SafetensorsFolder
 from dapo_jax.models.tensors import place, shapes_of, tensor_shapes
@@ -85,11 +86,20 @@ def test_each_part_is_read_once_and_no_part_is_larger_than_a_device_needs(folder
     assert max(matrices) == largest
 
 
-def test_a_model_can_be_held_in_bfloat16(folder):
-    _, params = load_model(folder, dtype="bfloat16")
-    for leaf, exact in zip(jax.tree.leaves(params), jax.tree.leaves(tiny_params(CONFIG)), strict=True):
-        assert leaf.dtype == jnp.bfloat16
-        np.testing.assert_array_equal(leaf, exact.astype(jnp.bfloat16))
+@pytest.mark.parametrize("apart", [False, True], ids=["stacked", "layers apart"])
+def test_a_model_can_be_held_in_bfloat16(apart, folder):
+    """But for its norms, which are applied in float32."""
+    _, params = load_model(folder, dtype="bfloat16", apart=apart)
+    exact = unstacked(tiny_params(CONFIG)) if apart else tiny_params(CONFIG)
+    kinds = set()
+    for (path, leaf), whole in zip(
+        jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(exact), strict=True
+    ):
+        kind = jnp.float32 if "norm" in jax.tree_util.keystr(path) else jnp.bfloat16
+        kinds.add(kind)
+        assert leaf.dtype == kind
+        np.testing.assert_array_equal(leaf, whole.astype(kind))
+    assert len(kinds) == 2
 
 
 def test_sharded_weights_are_written_whole(folder, tmp_path):

@@ -65,7 +65,11 @@ def score(config):
         (
             SftConfig,
             warm_start,
-            [SFT, {**SFT, **GRADERS, "steps": 0}, {**SFT, "model.source": "hf:org/name", "steps": 0}],
+            [
+                SFT,
+                {**SFT, **GRADERS, "lora.rank": 2, "steps": 0},
+                {**SFT, "model.source": "hf:org/name", "steps": 0},
+            ],
         ),
         (EvaluateConfig, score, [EVALUATE, {**EVALUATE, **GRADERS}]),
     ],
