@@ -3,6 +3,7 @@
 What the decoder's adapters do is a part of what PEFT's LoRA may be told to do. A key that asks for more is refused by its name.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -141,6 +142,7 @@ def described(shape: LoraShape, *, base: str, revision: str) -> dict[str, Any]:
 
 def _number(found: Mapping[str, Any], key: str) -> float:
     value = found.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or (key == "r" and value != int(value)):
+    number = not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value)
+    if not number or (key == "r" and value != int(value)):
         raise ValueError(f"{key} must be a {'whole ' if key == 'r' else ''}number, got {value!r}")
     return float(value)

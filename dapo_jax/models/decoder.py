@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int
 
 from dapo_jax.dapo.precision import Quantized, product, rounded
 from dapo_jax.models.layout import Layout
-from dapo_jax.models.lora import MATRICES, adapter
+from dapo_jax.models.lora import LORA_PARTS, MATRICES, adapter
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.rope import rope_frequencies
 
@@ -35,9 +35,6 @@ RopeTables = tuple[Array, Array]
 """Cosine and sine of the angles by which queries and keys are turned, each [head_dim / 2, tokens]."""
 
 WHOLE = Layout()
-
-LORA_PARTS = ("lora_a", "lora_b")
-"""The parameters of an adapter, behind the name of its matrix."""
 
 REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
     "full": None,

@@ -26,6 +26,9 @@ MATRICES = {
 }
 """The linear layers of a block by the names of transformers and PEFT, and what `Block` calls them."""
 
+LORA_PARTS = ("lora_a", "lora_b")
+"""The parameters of an adapter, behind the name of its matrix and a line below."""
+
 ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
 
 SETS = {"all": ATTENTION + MLP, "attention": ATTENTION, "mlp": MLP}
@@ -101,7 +104,7 @@ def merged(layer: nnx.State, scale: float) -> nnx.State:
     whole: dict[Any, Any] = dict(base)
     pairs: dict[Any, Any] = dict(adapters)
     for name in {name.rsplit("_lora_", 1)[0] for name in pairs}:
-        a, b = (pairs[f"{name}_lora_{part}"][...] for part in "ab")
+        a, b = (pairs[f"{name}_{part}"][...] for part in LORA_PARTS)
         change = jnp.einsum("or,ri->oi", b.reshape(-1, b.shape[-1]), a.reshape(len(a), -1))
         weight = whole[name]
         whole[name] = weight.replace(

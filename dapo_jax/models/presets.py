@@ -21,7 +21,7 @@ class DecoderConfig:
     mlp_dim: int
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
-    """How rotary angles are stretched to longer contexts; None leaves them as they are."""
+    """The way in which rotary angles are stretched to longer contexts; None leaves them as they are."""
     norm_eps: float = 1e-6
     max_positions: int = 4096
     """Longest sequence (prompt plus response) in tokens."""

@@ -17,8 +17,8 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, PyTree
 
-from dapo_jax.models.decoder import LORA_PARTS, Decoder, unstacked
-from dapo_jax.models.lora import parted
+from dapo_jax.models.decoder import Decoder, unstacked
+from dapo_jax.models.lora import LORA_PARTS, parted
 from dapo_jax.models.presets import DecoderConfig
 
 Shape = tuple[int, ...]

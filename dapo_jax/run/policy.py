@@ -72,6 +72,7 @@ class Policy:
     base: str = ""
     """Below adapters, what `model.source` names."""
     revision: str = ""
+    """The version of the base that the hub was asked for."""
     step: int = 0
     """The steps that the weights of a run's checkpoint were trained for."""
     folder: AnyPath | None = None
@@ -205,12 +206,7 @@ def _weights_of(
 ) -> nnx.State:
     """All parameters but adapters; random ones if there is no folder."""
     if folder is None:
-
-        def made(params: nnx.State) -> nnx.State:
-            base = rounded_to(dtype, params)
-            return unstacked(base) if apart else base
-
-        return _random(decoder.base, seed, where, made)
+        return _random(decoder.base, seed, where, partial(_held, dtype=dtype, apart=apart))
     by_rows = read_by_rows if in_bucket(folder) else None
     return load_model(folder, decoder, shardings=where, dtype=dtype, by_rows=by_rows, apart=apart)[1]
 
@@ -423,14 +419,15 @@ def state_structs(
     return structs_of(parted(shapes_of(policy.decoder))[0], optimizer, mesh, offload=offload)
 
 
+def _held(params: nnx.State, *, dtype: str, apart: bool) -> nnx.State:
+    """Stacked float32 parameters as they are held: in `dtype`, layers stacked or apart."""
+    rounded = rounded_to(dtype, params)
+    return unstacked(rounded) if apart else rounded
+
+
 def frozen_structs(decoder: DecoderConfig, mesh: jax.sharding.Mesh, *, dtype: str, apart: bool) -> nnx.State:
     """The shape, dtype and place of every frozen array below adapters; layers stacked, or apart."""
-
-    def made(params: nnx.State) -> nnx.State:
-        rounded = rounded_to(dtype, params)
-        return unstacked(rounded) if apart else rounded
-
-    shapes = jax.eval_shape(made, parted(shapes_of(decoder))[1])
+    shapes = jax.eval_shape(partial(_held, dtype=dtype, apart=apart), parted(shapes_of(decoder))[1])
     return jax.tree.map(
         lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
         shapes,

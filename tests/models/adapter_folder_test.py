@@ -168,6 +168,8 @@ def test_what_is_not_covered_is_refused_by_its_key(key, value, adapter):
         ("r", ..., "r must be a whole number, got None"),
         ("lora_alpha", -1, "must both be more than 0"),
         ("lora_alpha", True, "lora_alpha must be a number, got True"),
+        ("lora_alpha", float("inf"), "lora_alpha must be a number, got inf"),
+        ("r", float("nan"), "r must be a whole number, got nan"),
     ],
 )
 def test_numbers_that_are_none(key, value, said, adapter):
