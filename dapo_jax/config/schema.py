@@ -161,6 +161,9 @@ class SamplingConfig(Section, at="sampling"):
     merge_lora: bool = key(False, may_change=True)
     """Sample with adapters added to the weights (`lora.rank`), which saves their products at each token, takes memory for a second copy of the weights, and rounds otherwise than training
     does. false: the sampler computes weights and adapters as training does."""
+    batch_invariant: bool = key(False, may_change=True)
+    """Sample so that no bit of a log-probability depends on what is sampled beside it: not on `sampling.slots`, nor on how many processes share a run. Eight slots of each device are then
+    decoded at a time and each prompt is read alone, which is slower. false: they are equal to rounding, and so is what is trained."""
     stop: list[str] = key(default_factory=list, aliases=["stop_strings"])
     """Strings that end a response. It keeps the tokens up to the one that completes a string; graders see the text
     before it. Evaluation stops there too."""

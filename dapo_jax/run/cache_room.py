@@ -51,7 +51,7 @@ def room_for_cache(
         page_tokens=sampling.page_tokens,
         cache_tokens=sampling.cache_tokens,
         dtype=dtype,
-        turns=in_flight > 0,
+        turns=in_flight > 0 or sampling.batch_invariant,
     )
     if memory is None or sampling.cache_tokens or kind == "slots":
         return None

@@ -60,6 +60,7 @@ def engine_of(
     cache_bytes: int | None,
     prefill: PrefillShape,
     in_flight: int = 0,
+    batch_invariant: bool = False,
 ) -> DecoderEngine:
     """The sampler's engine: see `DecoderEngine`."""
     return DecoderEngine(
@@ -76,6 +77,7 @@ def engine_of(
         cache_bytes=cache_bytes,
         in_flight=in_flight,
         prefill=prefill,
+        batch_invariant=batch_invariant,
     )
 
 

@@ -45,6 +45,7 @@ def prefill_of(
         capacity=capacity,
         prompts=prompts_at_once(sampling, group_size),
         tokens=sampling.prefill_tokens,
+        alone=sampling.batch_invariant,
     )
 
 
@@ -119,6 +120,7 @@ class ResponseSampler:
                 cache_bytes=room,
                 in_flight=in_flight,
                 prefill=shape,
+                batch_invariant=sampling.batch_invariant,
             )
         except ValueError as error:
             raise ConfigError(str(error)) from error

@@ -55,7 +55,10 @@ class DecodeState:
 _ROWS, _TOKENS = 4, 4096
 """Rows and tokens that are read at a time, unless told otherwise."""
 
-_Carry = tuple[Array, DecodeState, tuple[Array, ...]]
+BLOCK_SLOTS = 8
+"""Slots of each device that a batch-invariant engine decodes at a time. The shapes of a program decide in which order its sums are added up, so all slots go through programs of one."""
+
+_Carry = tuple[Array, DecodeState, dict[str, Array]]
 
 
 class DecoderEngine:
@@ -64,21 +67,30 @@ class DecoderEngine:
     def __init__(
         self, config: DecoderConfig, *, slots: int, capacity: int, steps_per_call: int, stop_ids: Sequence[int], mesh: Mesh,
         compute_dtype: str = "float32", page_tokens: int = 0, cache_tokens: int = 0, cache_dtype: str = "", in_flight: int = 0,
-        cache_bytes: int | None = None, cache: Kind | None = None, prefill: PrefillShape | None = None,
+        cache_bytes: int | None = None, cache: Kind | None = None, prefill: PrefillShape | None = None, batch_invariant: bool = False,
     ) -> None:  # fmt: skip
         """Programs for one mesh. `page_tokens` and `cache_tokens` are `sizes_for`'s; where `cache_tokens` is 0, `cache_bytes` of a device are
         for the cache, None: as many as all slots may come to; `cache_dtype` is "" for `compute_dtype`; `cache` takes the choice from the
         platform; `prefill` says how much is read at a time, by default up to 4 rows and 4,096 tokens. With `in_flight` as many responses
-        may have pages, in turns if there are fewer slots, and are read again by new weights.
+        may have pages, in turns if there are fewer slots, and are read again by new weights. `batch_invariant`: no bit of a response depends
+        on the number of slots, nor on what is sampled or read beside it; `prefill` has to read prompts alone then.
 
         Raises:
-            ValueError: slots do not spread over the mesh, sequences are longer than the model's, or no sequence would fit the cache.
+            ValueError: slots do not spread over the mesh, sequences are longer than the model's, no sequence would fit the cache, or with
+                `batch_invariant` not all of them.
         """
         spread = int(np.prod([mesh.shape[axis] for axis in BATCH_AXES]))
         if slots % spread:
             raise ValueError(
                 f"sampling.slots={slots} must be a multiple of parallel.data x parallel.fsdp = {spread}, "
                 f"over which the slots are spread; {slots // spread * spread + spread} is"
+            )
+        self._blocks = slots // (spread * BLOCK_SLOTS) if batch_invariant else 0
+        self._spread = spread
+        if batch_invariant and slots % (spread * BLOCK_SLOTS):
+            raise ValueError(
+                f"sampling.slots={slots} must be a multiple of {BLOCK_SLOTS} x parallel.data x parallel.fsdp = {spread * BLOCK_SLOTS} with sampling.batch_invariant=true, "
+                f"which decodes {BLOCK_SLOTS} slots of each device at a time; {-(-slots // (spread * BLOCK_SLOTS)) * spread * BLOCK_SLOTS} is"
             )
         if capacity > config.max_positions:
             raise ValueError(
@@ -93,7 +105,7 @@ class DecoderEngine:
             "cache_tokens": cache_tokens,
             "dtype": self._cache_dtype,
         }
-        kind = cache or kind_for(mesh, **asked, turns=in_flight > 0)
+        kind = cache or kind_for(mesh, **asked, turns=in_flight > 0 or batch_invariant)
         holders = max(slots, -(-in_flight // spread) * spread)
         self._takes_turns, self._reads_again = holders > slots, in_flight > 0
         self.token_bytes: int = token_bytes(config, mesh, dtype=self._cache_dtype, kind=kind)
@@ -102,6 +114,12 @@ class DecoderEngine:
         self.page_sizes: PageSizes = sizes_for(
             kind, mesh, holders=holders, capacity=capacity, room_tokens=room, **asked
         )
+        if batch_invariant and self.page_sizes.runs_out:
+            raise ValueError(
+                "sampling.batch_invariant=true needs a cache that holds every response to its end, since one that gives way is read again, which rounds otherwise: "
+                f"leave out sampling.cache_tokens, or lower sampling.slots, rollout.in_flight or sampling.max_response_tokens; {holders} sequences of up to {capacity} tokens "
+                f"do not fit {self.page_sizes.pools * self.page_sizes.pool_pages} pages of {self.page_sizes.page_tokens} tokens"
+            )
         split = frozenset(axis for axis, over in SAMPLER_RULES.items() if over and mesh.shape[over] > 1)
         how: dict[str, Any] = {"compute_dtype": compute_dtype, "layout": PlacedLayout(split)}
         self._block, _ = nnx.split(nnx.eval_shape(lambda: Block(config, rngs=nnx.Rngs(0), **how)))
@@ -118,7 +136,9 @@ class DecoderEngine:
             block=self._block,
             ends=self._ends,
             shape=prefill
-            or prefill_shape(longest=capacity, capacity=capacity, prompts=_ROWS, tokens=_TOKENS),
+            or prefill_shape(
+                longest=capacity, capacity=capacity, prompts=_ROWS, tokens=_TOKENS, alone=batch_invariant
+            ),
             capacity=capacity,
             cache=self._cache,
             cache_dtype=self._cache_dtype,
@@ -334,9 +354,59 @@ class DecoderEngine:
         tables: Array,
         until: Array,
     ) -> tuple[DecodeState, ResultTokens]:
-        blank = tuple(
-            jnp.zeros((self.slots, self.steps_per_call), kind) for kind in (jnp.int32, jnp.float32, bool)
-        )
+        if not self._blocks:
+            state, drawn = self._generated(params, state, rope, decoding, min_live, tables, until)
+            return state, ResultTokens(**drawn, live=state.live)
+        drawing = self._drawing(state, until)
+        total = jnp.maximum(drawing.sum(dtype=jnp.int32), 1)
+        # Blocks are counted when the program runs: of one block, known before, XLA would make another program than of several.
+        used = drawing.reshape(self._spread, self._blocks, -1).any((0, 2))
+        count = jnp.where(used, jnp.arange(1, self._blocks + 1, dtype=jnp.int32), 0).max()
+
+        def block(
+            index: Array, carry: tuple[DecodeState, dict[str, Array]]
+        ) -> tuple[DecodeState, dict[str, Array]]:
+            state, drawn = carry
+            mine = partial(self._of_block, index=index)
+            slots = replace(jax.tree.map(mine, replace(state, layers=())), layers=state.layers)
+            share = self._drawing(slots, mine(until)).sum(dtype=jnp.int32)
+            # Each block comes back when as large a part of it is free as would be of all slots.
+            least = (share * min_live + total - 1) // total
+            slots, new = self._generated(params, slots, rope, decoding, least, mine(tables), mine(until))
+            put = partial(self._with_block, index=index)
+            rest = jax.tree.map(put, replace(state, layers=()), replace(slots, layers=()))
+            return replace(rest, layers=slots.layers), {name: put(drawn[name], new[name]) for name in drawn}
+
+        state, drawn = lax.fori_loop(0, count, block, (state, self._blank(self.slots)))
+        return state, ResultTokens(**drawn, live=state.live)
+
+    def _of_block(self, slots: Array, index: Array) -> Array:
+        """What one block has of an array over all slots: its slots of each device, side by side."""
+        devices = slots.reshape(self._spread, -1, *slots.shape[1:])
+        part = lax.dynamic_slice_in_dim(devices, index * BLOCK_SLOTS, BLOCK_SLOTS, axis=1)
+        return part.reshape(-1, *slots.shape[1:])
+
+    def _with_block(self, slots: Array, part: Array, index: Array) -> Array:
+        """An array over all slots with that of one block in its place."""
+        devices, block = (whole.reshape(self._spread, -1, *whole.shape[1:]) for whole in (slots, part))
+        whole = lax.dynamic_update_slice_in_dim(devices, block, index * BLOCK_SLOTS, axis=1)
+        return whole.reshape(slots.shape)
+
+    def _blank(self, slots: int) -> dict[str, Array]:
+        kinds = {"tokens": jnp.int32, "logprobs": jnp.float32, "valid": jnp.bool_}
+        return {name: jnp.zeros((slots, self.steps_per_call), kind) for name, kind in kinds.items()}
+
+    def _generated(
+        self,
+        params: SamplerWeights,
+        state: DecodeState,
+        rope: RopeTables,
+        decoding: Decoding,
+        min_live: Array,
+        tables: Array,
+        until: Array,
+    ) -> tuple[DecodeState, dict[str, Array]]:
+        """What the slots of `state` draw in one call."""
 
         def going(carry: _Carry) -> Array:
             step, state, _ = carry
@@ -344,23 +414,20 @@ class DecoderEngine:
             return (step < self.steps_per_call) & (live > 0) & ((step == 0) | (live >= min_live))
 
         def advance(carry: _Carry) -> _Carry:
-            step, state, (all_tokens, all_logprobs, valid) = carry
+            step, state, so_far = carry
             drawn = draw(state.logits, state.keys, state.generated, decoding)
             tokens, logprobs = lax.with_sharding_constraint(drawn, self._rows)
 
             def write(buffer: Array, column: Array) -> Array:
                 return lax.dynamic_update_slice_in_dim(buffer, column[:, None], step, axis=1)
 
-            written = (
-                write(all_tokens, tokens),
-                write(all_logprobs, logprobs),
-                write(valid, self._drawing(state, until)),
-            )
+            new = {"tokens": tokens, "logprobs": logprobs, "valid": self._drawing(state, until)}
+            written = {name: write(so_far[name], column) for name, column in new.items()}
             return step + 1, self._take(params, state, rope, tables, until, tokens), written
 
-        start = (jnp.zeros((), jnp.int32), state, blank)
-        _, state, (tokens, logprobs, valid) = lax.while_loop(going, advance, start)
-        return state, ResultTokens(tokens=tokens, logprobs=logprobs, valid=valid, live=state.live)
+        start = (jnp.zeros((), jnp.int32), state, self._blank(len(state.live)))
+        _, state, drawn = lax.while_loop(going, advance, start)
+        return state, drawn
 
     def _drawing(self, state: DecodeState, until: Array) -> Bool[Array, " slots"]:
         """The slots that draw: not those that are free or pause."""

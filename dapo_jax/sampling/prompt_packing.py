@@ -12,6 +12,9 @@ from jaxtyping import Int
 _NARROWEST = 16
 """Below this many tokens a narrower row would only hold less."""
 
+_ALONE = 256
+"""Tokens of a row that has one prompt at most: what is longer is read in parts, and what is shorter leaves no more of it empty."""
+
 _ROW_PROMPTS = 16
 """No row has more prompts: the logits of all of them are kept."""
 
@@ -24,16 +27,22 @@ class PrefillShape:
     width: int
     longest: int
     """Tokens of the longest prompt, which may be longer than a row. A response that is read again may come to more."""
+    alone: bool = False
+    """Each prompt is read alone, so that what else is to be read changes no bit of it."""
 
     @property
     def row_prompts(self) -> int:
         """The most prompts in a row."""
-        return min(_ROW_PROMPTS, self.width)
+        return 1 if self.alone else min(_ROW_PROMPTS, self.width)
 
 
-def prefill_shape(*, longest: int, capacity: int, prompts: int, tokens: int) -> PrefillShape:
-    """Rows that hold a prompt of `longest` tokens, as far as `tokens` at a time allow, and as many as `prompts` may take."""
+def prefill_shape(
+    *, longest: int, capacity: int, prompts: int, tokens: int, alone: bool = False
+) -> PrefillShape:
+    """Rows that hold a prompt of `longest` tokens, as far as `tokens` at a time allow, and as many as `prompts` may take; one row, and no wide one, if each is read `alone`."""
     width = min(max(_NARROWEST, _power_of_two(longest)), capacity, max(tokens, 1))
+    if alone:
+        return PrefillShape(rows=1, width=min(width, _ALONE), longest=longest, alone=True)
     return PrefillShape(rows=max(1, min(tokens // width, prompts)), width=width, longest=longest)
 
 

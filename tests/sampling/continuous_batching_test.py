@@ -157,6 +157,75 @@ def test_slots_and_steps_per_call_change_no_response(slots, steps):
     assert_same(sample(engine_of(slots, steps), prompts(0, 1, 2, 3, 4)), baseline())
 
 
+@functools.cache
+def invariant(slots, steps, devices=1):
+    mesh = make_mesh(devices=jax.devices()[:devices])
+    engine = DecoderEngine(
+        CONFIG,
+        slots=slots,
+        capacity=MAX_PROMPT + LIMIT,
+        steps_per_call=steps,
+        stop_ids=[EOS],
+        mesh=mesh,
+        batch_invariant=True,
+    )
+    weights = weight_transfer(shapes_of(CONFIG), mesh, dtype="float32")(tiny_params(CONFIG))
+    return engine, weights
+
+
+@functools.cache
+def invariant_baseline():
+    engine, weights = invariant(8, 8)
+    return sample(engine, prompts(0, 1, 2, 3, 4), weights=weights)
+
+
+def test_batch_invariant_sampling_draws_the_same_responses():
+    assert_same(invariant_baseline(), baseline())
+
+
+@pytest.mark.parametrize(
+    ("slots", "steps", "devices", "order", "at_once"),
+    [
+        (16, 8, 1, [0, 1, 2, 3, 4], 4),
+        (24, 3, 1, [4, 2, 0, 3, 1], 1),
+        (64, 1, 1, [0, 1, 2, 3, 4], 2),
+        (16, 8, 2, [3, 1, 4, 0, 2], 4),
+        (64, 5, 4, [0, 1, 2, 3, 4], 1),
+    ],
+)
+def test_batch_invariant_sampling_changes_no_bit(slots, steps, devices, order, at_once):
+    """Any slots, tokens a call, devices that share the slots, order of prompts, and number of them that are read together."""
+    engine, weights = invariant(slots, steps, devices)
+    found = sample(engine, prompts(*order), weights=weights, at_once=at_once)
+    assert_same(found, invariant_baseline(), logprob_tolerance=0)
+
+
+def test_other_slots_change_bits_unless_sampling_is_batch_invariant():
+    """Or the test above would show nothing."""
+    few, many = (all_of(sample(engine_of(slots, 8), prompts(0, 1, 2, 3, 4))) for slots in (8, 64))
+    assert any((a.logprobs != b.logprobs).any() for a, b in zip(few, many, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"slots": 12}, r"slots=12 must be a multiple of 8 x .* = 8 with sampling\.batch_invariant=true, .*; 16 is"),
+        ({"slots": 8, "cache_tokens": 100, "page_tokens": 4}, r"needs a cache that holds every response to its end, .*cache_tokens.*25 pages of 4"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_batch_invariant_is_refused(how, message):
+    with pytest.raises(ValueError, match=message):
+        DecoderEngine(
+            CONFIG,
+            capacity=MAX_PROMPT + LIMIT,
+            steps_per_call=8,
+            stop_ids=[EOS],
+            mesh=one_device(),
+            batch_invariant=True,
+            **how,
+        )
+
+
 def test_reading_in_parts_changes_no_response():
     """Rows of 5 tokens, where prompts have up to 8 and what is read again up to 24."""
     shape = PrefillShape(rows=2, width=5, longest=MAX_PROMPT)

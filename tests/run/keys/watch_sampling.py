@@ -193,6 +193,9 @@ WATCHERS = [
     watch("sampling.steps_per_call", of_engine("steps_per_call"), (16, 16), (3, 3)),
     # Prompts of up to 4 tokens are rows of 10, as long as a slot: 2 prompts fill the slots.
     watch("sampling.prefill_tokens", prefill_rows, (4096, [2, 10]), (8, [1, 8])),
+    watch("sampling.batch_invariant", of_engine("batch_invariant"), (False, False), (True, True)),
+    # Each prompt is a row then, and one of them is read at a time.
+    watch("sampling.batch_invariant", prefill_rows, (False, [2, 10]), (True, [1, 10]), what="rows"),
     # A slot holds 10 tokens: 3 pages of 4. Each of the 8 devices has 2 slots; of 128 tokens it has 4 pages.
     watch("sampling.page_tokens", cache_pages, (0, [10, 1]), (4, [4, 6]), also={"sampling.slots": 16}),
     watch(
