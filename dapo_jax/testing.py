@@ -107,8 +107,9 @@ class ScriptedEngine:
             insertion.indices,
             insertion.limits,
             insertion.drawn,
+            insertion.turns,
         )
-        for slot, place, ordinal, index, limit, drawn in zip(
+        for slot, place, ordinal, index, limit, drawn, turn in zip(
             *(column.tolist() for column in columns), strict=True
         ):
             prompt = prefix[place] - drawn
@@ -117,7 +118,7 @@ class ScriptedEngine:
                     f"a prompt of {prompt} tokens and {limit} of response = {prompt + limit} are over "
                     f"capacity={self.capacity}"
                 )
-            slots[slot] = ScriptedSlot(tokens=self._response(ordinal, index, limit), drawn=drawn)
+            slots[slot] = ScriptedSlot(tokens=self._response(ordinal, index, limit, turn), drawn=drawn)
             self.inserted.append((ordinal, index))
         return tuple(slots)
 
@@ -161,8 +162,8 @@ class ScriptedEngine:
         self.released += slots
         return tuple(FREE if at in slots else slot for at, slot in enumerate(state))
 
-    def _response(self, ordinal: int, index: int, limit: int) -> tuple[int, ...]:
-        tokens = tuple(self._script(ordinal, index))
+    def _response(self, ordinal: int, index: int, limit: int, turn: int = 0) -> tuple[int, ...]:
+        tokens = tuple(self._script(ordinal, index, *[turn] * (turn > 0)))
         ends = [at for at, token in enumerate(tokens) if token in self.stop_ids]
         if ends:
             tokens = tokens[: ends[0] + 1]

@@ -25,7 +25,7 @@ def started(engine, limits, *, slots=None, length=2):
     insertion = Insertion(
         slots=np.array(range(count) if slots is None else slots, np.int32), prompts=np.zeros(count, np.int32),
         ordinals=np.zeros(count, np.int32), indices=np.arange(count, dtype=np.int32),
-        limits=np.array(limits, np.int32), drawn=np.zeros(count, np.int32), fills=(),
+        limits=np.array(limits, np.int32), drawn=np.zeros(count, np.int32), turns=np.zeros(count, np.int32), fills=(),
     )  # fmt: skip
     return engine.insert(prefix, engine.init_decode_state(), insertion, KEY)
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from dapo_jax.checkpoints.packed_spans import check_spans, span_arrays, spans_of
+from dapo_jax.checkpoints.packed_turns import check_turns, turn_arrays, turns_of
 from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
 
 
@@ -35,8 +36,9 @@ def carry_arrays(groups: Sequence[Group], *, brief: bool = False, texts: int = 0
     return {
         "ordinals": np.array([group.prompt.ordinal for group in groups], np.int64),
         "group_sizes": np.array([len(group.rollouts) for group in groups], np.int64),
-        "lengths": np.array([rollout.response_tokens for rollout in rollouts], np.int64),
+        "lengths": np.array([len(rollout.response.tokens) for rollout in rollouts], np.int64),
         **span_arrays([rollout.response.spans for rollout in rollouts]),
+        **turn_arrays(rollouts),
         **drawn,
         "truncated": np.array([rollout.truncated for rollout in rollouts]),
         "correct": np.array([rollout.correct for rollout in rollouts]),
@@ -69,7 +71,7 @@ def carry_groups(
     tokens = arrays.get("tokens", np.broadcast_to(np.int32(0), total))
     logprobs = arrays.get("logprobs", np.broadcast_to(np.float32(0), total))
     ends, text_ends = np.cumsum(arrays["lengths"]), np.cumsum(arrays["text_lengths"])
-    spans = spans_of(arrays)
+    spans, turns, turn_rewards = spans_of(arrays), *turns_of(arrays)
 
     def rollout(i: int) -> Rollout:
         span = slice(int(ends[i] - arrays["lengths"][i]), int(ends[i]))
@@ -81,6 +83,7 @@ def carry_groups(
                 logprobs=logprobs[span],
                 finish_reason="length" if arrays["truncated"][i] else "stop",
                 spans=spans[i],
+                turns=turns[i],
             ),
             text=text,
             verdict=Verdict(
@@ -90,6 +93,7 @@ def carry_groups(
                 score=float(arrays["scores"][i]) if arrays["scored"][i] else None,
                 lost=later[0] if later else "",  # older checkpoints have neither
                 parts=later[1] if len(later) > 1 else {},
+                turn_rewards=turn_rewards[i],
             ),
             reward=float(arrays["rewards"][i]),
             overlong_penalty=float(arrays["penalties"][i]),
@@ -147,6 +151,7 @@ def check_carry(arrays: dict[str, np.ndarray], *, cursor: int, vocabulary: int, 
         if not np.isfinite(arrays[name]).all():
             raise ValueError(f"{name!r} has one that is not finite")
     _check_spans(arrays, version)
+    check_turns(arrays)
     for name, end, what in (
         ("ordinals", cursor, "a prompt that was drawn"),
         ("tokens", vocabulary, "the vocabulary"),

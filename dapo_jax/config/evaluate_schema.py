@@ -7,7 +7,14 @@ from dataclasses import dataclass
 
 from dapo_jax.config.data_schema import DataConfig
 from dapo_jax.config.keys import Range, key
-from dapo_jax.config.schema import EvalConfig, ParallelConfig, RewardConfig, SamplingConfig, TrainConfig
+from dapo_jax.config.schema import (
+    EnvironmentConfig,
+    EvalConfig,
+    ParallelConfig,
+    RewardConfig,
+    SamplingConfig,
+    TrainConfig,
+)
 from dapo_jax.config.section import Section
 from dapo_jax.config.sft_schema import SftConfig
 
@@ -28,6 +35,7 @@ class EvaluateConfig(Section):
     the paper's 20,480 fill any small machine."""
     reward: RewardConfig = key(default_factory=RewardConfig)
     """The grader; the overlong penalty changes no score."""
+    environment: EnvironmentConfig = key(default_factory=EnvironmentConfig)
     eval: EvalConfig = key(default_factory=EvalConfig)
     parallel: ParallelConfig = key(default_factory=ParallelConfig)
 
@@ -43,6 +51,7 @@ def evaluation_of(config: TrainConfig | SftConfig | EvaluateConfig) -> EvaluateC
         data=config.data,
         sampling=config.sampling,
         reward=config.reward,
+        environment=config.environment if isinstance(config, TrainConfig) else EnvironmentConfig(),
         eval=config.eval,
         parallel=config.parallel,
     )

@@ -269,6 +269,34 @@ class RewardConfig(Section, at="reward"):
 
 
 @dataclass(frozen=True, kw_only=True)
+class EnvironmentConfig(Section, at="environment"):
+    """Episodes of several turns: an environment answers what the policy says, and gives the rewards."""
+
+    source: str = key("", aliases=["environment_factory", "env_class"])
+    """`guess` (a number, by \"higher\" and \"lower\"), `module:name`, or `path/to/file.py:name`: a class, or a function that makes an environment, called without arguments. It
+    replaces the graders of `reward`. Empty: a response is one turn, and graders say what it is worth."""
+    max_turns: int = key(8, range=SIZE, aliases=["max_turns_per_episode", "max_assistant_turns"])
+    """The most turns of an episode; one that is not over by then is cut off there."""
+    turn_tokens: int = key(0, range=NOT_NEGATIVE)
+    """The most tokens of a turn; 0: as many as are left. `sampling.max_response_tokens` are those of the whole episode, what the environment appends among them."""
+    timeout_s: float = key(30.0, range=POSITIVE)
+    """Seconds for one answer of the environment. An episode whose environment takes longer, or raises, is lost: its verdict is the worst of its group."""
+    calls: int = key(64, range=SIZE, may_change=True)
+    """Calls of the environment that are under way at one time in each process."""
+    credit: str = key("episode", choices=["episode", "turn"])
+    """episode: all turns have the advantage of the episode's reward. turn: each has that of the rewards from it on (reward-to-go), beside the other episodes of the group that have such a turn."""
+
+    def check_together(self) -> None:
+        """Checks what its values say about each other."""
+        if self.source:
+            return
+        for name in ("max_turns", "turn_tokens", "timeout_s", "calls", "credit"):
+            if getattr(self, name) != getattr(EnvironmentConfig, name):
+                remedy = "without an environment there are no turns: name one, or leave it out"
+                refuse(f"environment.{name}", getattr(self, name), "an environment.source", remedy)
+
+
+@dataclass(frozen=True, kw_only=True)
 class DynamicSamplingConfig(Section, at="dynamic_sampling"):
     """Keep sampling until enough groups are neither all right nor all wrong (Eq. 11, Algorithm 1)."""
 
@@ -735,6 +763,7 @@ class TrainConfig(Section):
     data: DataConfig = key(default_factory=DataConfig)
     sampling: SamplingConfig = key(default_factory=SamplingConfig)
     reward: RewardConfig = key(default_factory=RewardConfig)
+    environment: EnvironmentConfig = key(default_factory=EnvironmentConfig)
     dynamic_sampling: DynamicSamplingConfig = key(
         default_factory=DynamicSamplingConfig, aliases=["filter_groups"]
     )
@@ -824,6 +853,7 @@ class TrainConfig(Section):
                 "or set reward.overlong.enabled=false",
             )
         _check_rollout(self)
+        _check_environment(self)
         check_row(batch.row_tokens, self.data.max_prompt_tokens, limit, "sampling.max_response_tokens")
 
 
@@ -891,6 +921,21 @@ def _check_rollout(config: TrainConfig) -> None:
     if config.dynamic_sampling.surplus == "carry":
         remedy = "with rollout.in_flight surplus groups always wait for the next step: leave it out"
         refuse("dynamic_sampling.surplus", "carry", "'discard' with rollout.in_flight", remedy)
+
+
+def _check_environment(config: TrainConfig) -> None:
+    source, reward = config.environment.source, config.reward
+    if not source:
+        return
+    if config.rollout.in_flight:
+        remedy = "episodes of several turns are sampled in waves: leave rollout.in_flight out"
+        refuse("environment.source", source, "rollout.in_flight = 0", remedy)
+    if config.parallel.sampler_hosts > 1:
+        remedy = "processes that share a sampler run its programs together, which an environment's own time would part: set parallel.sampler_hosts=1"
+        refuse("environment.source", source, "a sampler for each process", remedy)
+    if reward.graders or reward.grader != RewardConfig.grader:
+        remedy = "the environment says what an episode is worth: leave reward.grader and reward.graders out"
+        refuse("environment.source", source, "no grader beside it", remedy)
 
 
 def _check_eight_bits(config: TrainConfig) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from dapo_jax.dapo.advantages import group_advantages
 from dapo_jax.dapo.losses import token_weights
@@ -28,9 +28,12 @@ class Example:
     response_tokens: Int[np.ndarray, " response"]
     logprobs: Float[np.ndarray, " response"]
     """The log-probabilities recorded while sampling, in nats; zeros for demonstrations."""
-    advantage: float = 1.0
+    advantage: float | Float[np.ndarray, " response"] = 1.0
+    """One for all tokens, or one for each."""
     in_loss: bool = True
     """False: its tokens are left out of the loss (overlong filtering)."""
+    sampled: Bool[np.ndarray, " response"] | None = None
+    """True for the tokens that the policy sampled, which alone are in the loss; None: for all of them."""
     group: int = 0
     """The group of the minibatch that it belongs to, counted from 0."""
 
@@ -38,6 +41,12 @@ class Example:
     def tokens(self) -> int:
         """Length in tokens, prompt and response together."""
         return len(self.prompt_tokens) + len(self.response_tokens)
+
+    @property
+    def mask(self) -> Bool[np.ndarray, " response"]:
+        """True for the tokens that are in the loss."""
+        sampled = np.ones(len(self.response_tokens), bool) if self.sampled is None else self.sampled
+        return sampled & self.in_loss
 
 
 def split_minibatches(
@@ -53,28 +62,64 @@ def split_minibatches(
 
 
 def training_examples(
-    groups: Sequence[Group], *, normalize_std: bool = True, filter_truncated: bool = False
+    groups: Sequence[Group],
+    *,
+    normalize_std: bool = True,
+    filter_truncated: bool = False,
+    by_turn: bool = False,
 ) -> list[Example]:
     """The rollouts of a minibatch with their advantages (Eq. 9).
 
     With `filter_truncated` (overlong filtering) a truncated response keeps its reward, so it counts in the group's
-    mean and deviation, but is left out of the loss.
+    mean and deviation, but is left out of the loss. With `by_turn` each turn of an episode has an advantage of its own
+    (`turn_advantages`), else all of them have that of the episode.
     """
     examples = []
     for index, group in enumerate(groups):
         advantages = group_advantages(group.rewards[None], normalize_std=normalize_std)[0]
+        of_turns = turn_advantages(group, normalize_std=normalize_std) if by_turn else {}
         examples += [
             Example(
                 prompt_tokens=group.prompt.tokens,
                 response_tokens=rollout.response.tokens,
                 logprobs=rollout.response.logprobs,
-                advantage=float(advantage),
+                advantage=of_turns.get(place, float(advantage)),
                 in_loss=not (filter_truncated and rollout.truncated),
+                sampled=rollout.response.sampled if rollout.response.turns else None,
                 group=index,
             )
-            for rollout, advantage in zip(group.rollouts, advantages, strict=True)
+            for place, (rollout, advantage) in enumerate(zip(group.rollouts, advantages, strict=True))
         ]
     return examples
+
+
+def turn_advantages(group: Group, *, normalize_std: bool = True) -> dict[int, Float[np.ndarray, " response"]]:
+    """The advantage of each token of a group's episodes by reward-to-go: index of the rollout -> one number for each token.
+
+    The return of turn k is what the rewards from that turn on add up to, with all that the episode's reward has beside them (overlong penalty, comparison
+    within the group). Its advantage is the return less the mean over the group's episodes that have a turn k, over the deviation of the
+    episodes' rewards (Eq. 9 of a group whose episodes have one turn); 0 in a group of equal rewards. Rollouts without rewards by turn are left out.
+    """
+    told = {
+        place: rollout
+        for place, rollout in enumerate(group.rollouts)
+        if rollout.response.turns and len(rollout.verdict.turn_rewards) == len(rollout.response.turns)
+    }
+    returns = {}
+    for place, rollout in told.items():
+        rewards = np.array(rollout.verdict.turn_rewards, np.float64)
+        returns[place] = rollout.reward - np.concatenate([[0.0], np.cumsum(rewards)[:-1]])
+    rewards = group.rewards
+    differ = bool((rewards != rewards[0]).any())
+    spread = rewards.std(ddof=1) + 1e-6 if normalize_std and differ else 1.0
+    found = {}
+    for place, rollout in told.items():
+        advantages = np.zeros(len(rollout.response.tokens), np.float32)
+        for turn, (first, stop) in enumerate(rollout.response.turns):
+            mean = np.mean([each[turn] for each in returns.values() if len(each) > turn])
+            advantages[first:stop] = (returns[place][turn] - mean) / spread if differ else 0.0
+        found[place] = advantages
+    return found
 
 
 def example_weights(
@@ -85,16 +130,14 @@ def example_weights(
     All tokens of an example weigh the same under every aggregation of `losses.token_weights`.
     """
     longest = max(len(one.response_tokens) for one in examples)
-    mask = np.stack(
-        [np.arange(longest) < (len(one.response_tokens) if one.in_loss else 0) for one in examples]
-    )
+    mask = np.stack([np.pad(one.mask, (0, longest - len(one.mask))) for one in examples])
     weights = token_weights(
         mask,
         aggregation=aggregation,
         group_ids=np.array([one.group for one in examples], np.int32),
         max_response_tokens=max_response_tokens,
     )
-    return np.asarray(weights)[:, 0]
+    return np.asarray(weights).max(axis=1)  # of those that are in the loss
 
 
 def pack(
@@ -202,8 +245,9 @@ def _microbatch(
                 positions[row, place] = len(prompt) + np.arange(count)
                 segment_ids[row, place], prefix_ids[row, place] = segment, prefix
                 previous[row, place] = [head, *range(place.start, stop - 1)][:count]
-                mask[row, place] = one.in_loss
-                advantages[row, place], weighted[row, place] = one.advantage, weight
+                mask[row, place] = one.mask
+                advantages[row, place] = one.advantage
+                weighted[row, place] = weight if one.sampled is None else weight * one.sampled
     return Microbatch(
         tokens=tokens,
         segment_ids=segment_ids,

@@ -12,14 +12,14 @@ from numbers import Real
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 FinishReason = Literal["stop", "length"]
 """Why sampling ended: an end token, or the length limit."""
 
 
-Lost = Literal["timeout", "memory", "died", "nonfinite"]
-"""Why a grader gave no verdict: its time, its memory, its process, or a score that is NaN, infinite or beyond all use."""
+Lost = Literal["timeout", "memory", "died", "nonfinite", "raised"]
+"""Why a grader gave no verdict: its time, its memory, its process, or a score that is NaN, infinite or beyond all use; or that the environment of an episode raised."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,17 +44,52 @@ class Span(NamedTuple):
     """Steps of the run that had been done; 0: the weights that it began with."""
 
 
+class TurnSpan(NamedTuple):
+    """One turn of an episode: the tokens from `first` up to `stop` were sampled. Those between two turns, and before the first, are the environment's."""
+
+    first: int
+    stop: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrawnTurn:
+    """One turn as it was drawn."""
+
+    tokens: Int[np.ndarray, " turn"]
+    """The end token included, if there is one."""
+    logprobs: Float[np.ndarray, " turn"]
+    """In nats, at the sampling temperature."""
+    finish_reason: FinishReason
+
+
 @dataclass(frozen=True, kw_only=True)
 class Response:
-    """The sampler's result for one slot, not graded yet."""
+    """The sampler's result for one slot, not graded yet: a response, or with an environment a whole episode."""
 
     tokens: Int[np.ndarray, " response"]
-    """The sampled tokens, the end token included when there is one."""
+    """The sampled tokens, the end token included when there is one; of an episode those that its environment appended, too."""
     logprobs: Float[np.ndarray, " response"]
-    """Log-probability of each token in nats, at the sampling temperature, under the weights that sampled it."""
+    """Log-probability of each token in nats, at the sampling temperature, under the weights that sampled it; 0 where it was not sampled."""
     finish_reason: FinishReason
     spans: tuple[Span, ...] = (Span(0, 0),)
     """The weights that drew its tokens: their versions rise, and the first span begins with token 0."""
+    turns: tuple[TurnSpan, ...] = ()
+    """The turns of an episode, in order; none: all tokens were sampled at once."""
+
+    @property
+    def sampled(self) -> Bool[np.ndarray, " response"]:
+        """True for each token that the policy sampled."""
+        if not self.turns:
+            return np.ones(len(self.tokens), bool)
+        found = np.zeros(len(self.tokens), bool)
+        for first, stop in self.turns:
+            found[first:stop] = True
+        return found
+
+    @property
+    def sampled_tokens(self) -> int:
+        """The number of tokens that the policy sampled: the length that all rules and means go by."""
+        return sum(stop - first for first, stop in self.turns) if self.turns else len(self.tokens)
 
     @property
     def versions(self) -> Int[np.ndarray, " response"]:
@@ -84,7 +119,9 @@ class Verdict:
     lost: Lost | Literal[""] = ""
     """Why the grader gave no verdict, so that the response counts as wrong; empty if it gave one."""
     parts: Mapping[str, float] = field(default_factory=dict)
-    """In a sum of several graders, each one's reward before its weight. `correct` is then the first one's, `score` the sum."""
+    """In a sum of several graders, each one's reward before its weight. `correct` is then the first one's, `score` the sum. Of an episode, its environment's metrics."""
+    turn_rewards: tuple[float, ...] = ()
+    """The reward that an environment gave for each turn of an episode; `score` is the sum, unless rewards were compared within the group."""
 
     def __init__(
         self,
@@ -95,6 +132,7 @@ class Verdict:
         score: object = None,
         lost: object = "",
         parts: object = (),
+        turn_rewards: object = (),
     ) -> None:
         given = locals()
         for name, (take, need) in _VERDICT_FIELDS.items():
@@ -168,6 +206,7 @@ _VERDICT_FIELDS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "score": (lambda value: None if value is None else as_float(value), "a number or None"),
     "lost": (_as_lost, f"one of {get_args(Lost)} or an empty text"),
     "parts": (lambda value: _as_parts(dict(value)), "a mapping of names to numbers"),
+    "turn_rewards": (lambda value: tuple(as_float(reward) for reward in value), "numbers"),
 }
 """The reading of each field of a verdict, and what it needs."""
 
@@ -197,8 +236,8 @@ class Rollout:
 
     @property
     def response_tokens(self) -> int:
-        """Length of the response in tokens, the end token included."""
-        return len(self.response.tokens)
+        """Length of the response in tokens that were sampled, the end token included."""
+        return self.response.sampled_tokens
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -24,23 +24,27 @@ from dapo_jax.checkpoints.checkpointer import Checkpointer
 from dapo_jax.config import (
     BatchConfig,
     DynamicSamplingConfig,
+    EnvironmentConfig,
     EvalConfig,
     OverlongConfig,
     TrainConfig,
 )
 from dapo_jax.dapo.metrics import to_scalars
-from dapo_jax.dapo.rollouts import Group, Prompt, Rollout
+from dapo_jax.dapo.rollouts import DrawnTurn, Group, Prompt, Rollout, Verdict
 from dapo_jax.doctor.check import Found
 from dapo_jax.doctor.machine import SPARE, gib
 from dapo_jax.doctor.sampler_agreement import agreement
 from dapo_jax.parallel.mesh import BATCH_AXES
 from dapo_jax.rewards import whole_group
 from dapo_jax.rewards.sample import Sample
+from dapo_jax.rewards.shaping import samples_of
 from dapo_jax.run.build import Run
+from dapo_jax.run.environment_setup import episodes_of
 from dapo_jax.run.grader_setup import grading
 from dapo_jax.run.identity import IDENTITY
 from dapo_jax.run.policy import mesh_of, meshes_of
 from dapo_jax.run.position import Position
+from dapo_jax.sampling.engine import BLOCK_SLOTS
 from dapo_jax.training.state import TrainState
 
 PROMPTS, GROUP, RESPONSE_TOKENS, SLOTS = 2, 4, 16, 8
@@ -118,7 +122,9 @@ class TinyStep:
         )
 
     def grade(self) -> Found:
-        """The configured grader on what was sampled."""
+        """The configured grader on what was sampled, or its environment."""
+        if self._whole.environment.source:
+            return self._heard()
         grader = grading(
             self.config.reward,
             self._run.policy,
@@ -136,6 +142,37 @@ class TinyStep:
         random = self.config.model.source.startswith("preset:")
         by_score = self.config.dynamic_sampling.metric == "score"
         return graded(rollouts, seconds, by_score=by_score, cut=cut, random=random)
+
+    def _heard(self) -> Found:
+        """The environment's answers to what was sampled, each as the first turn of an episode."""
+        with episodes_of(self._whole, self._run.policy) or nullcontext() as episodes:
+            assert episodes is not None
+
+            def first_turns() -> list[Verdict]:
+                verdicts = []
+                for group in self._collected.groups:
+                    for index, rollout in enumerate(group.rollouts):
+                        response = rollout.response
+                        turn = DrawnTurn(
+                            tokens=response.tokens,
+                            logprobs=response.logprobs,
+                            finish_reason=response.finish_reason,
+                        )
+                        if episodes.start(group.prompt, index).result() is not None:
+                            episodes.step(group.prompt, index, turn).result()
+                    responses = [rollout.response for rollout in group.rollouts]
+                    samples = samples_of(group.prompt, responses, tokenizer=self._run.policy.tokenizer)
+                    verdicts += [verdict.result() for verdict in episodes.verdicts(samples)]
+                return verdicts
+
+            verdicts, seconds = _timed(first_turns)
+        if lost := [verdict for verdict in verdicts if verdict.lost]:
+            return Found(
+                message=f"{len(lost)} of {len(verdicts)} episodes were lost at their first turn: {lost[0].reason}",
+                state="failed" if len(lost) == len(verdicts) else "warning",
+                remedy="mend environment.source, or raise environment.timeout_s",
+            )
+        return Found(message=f"the environment answered {len(verdicts)} first turns, {seconds:.1f} s")
 
     def update(self) -> Found:
         """Two updates: the second is to a policy that is no longer the one that sampled."""
@@ -244,8 +281,10 @@ def reduced(config: TrainConfig, prompts: Sequence[Prompt]) -> TrainConfig:
     mesh = mesh_of(config.parallel)
     rows, slots = _spread(mesh), _spread(meshes_of(config.parallel, mesh).sampler)
     limit = min(config.sampling.max_response_tokens, RESPONSE_TOKENS)
+    slots *= BLOCK_SLOTS if config.sampling.batch_invariant else 1
     return replace(
         config,
+        environment=EnvironmentConfig(),  # of the tiny step; `TinyStep.grade` asks it
         data=replace(config.data, max_prompt_tokens=max(len(prompt.tokens) for prompt in prompts)),
         sampling=replace(
             config.sampling,

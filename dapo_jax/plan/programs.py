@@ -207,7 +207,8 @@ class Programs:
     def _prefilled(self) -> PrefillShape:
         """The rows that one call of prefill reads."""
         group, longest = self.config.batch.group_size, self.config.data.max_prompt_tokens
-        return prefill_of(self.config.sampling, group, max_prompt_tokens=longest, in_flight=self._in_flight)
+        how = {"in_flight": self._in_flight, "has_turns": bool(self.config.environment.source)}
+        return prefill_of(self.config.sampling, group, max_prompt_tokens=longest, **how)
 
     @property
     def _in_flight(self) -> int:

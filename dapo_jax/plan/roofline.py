@@ -116,9 +116,9 @@ def calls_of(config: TrainConfig, decoder: DecoderConfig) -> dict[str, list[tupl
 
 
 def _prefill_shape(config: TrainConfig) -> PrefillShape:
-    longest, in_flight = config.data.max_prompt_tokens, config.rollout.in_flight
+    how = {"in_flight": config.rollout.in_flight, "has_turns": bool(config.environment.source)}
     return prefill_of(
-        config.sampling, config.batch.group_size, max_prompt_tokens=longest, in_flight=in_flight
+        config.sampling, config.batch.group_size, max_prompt_tokens=config.data.max_prompt_tokens, **how
     )
 
 

@@ -46,7 +46,7 @@ class AsyncCalls:
         self._abandoned: set[asyncio.Task[list[Verdict]]] = set()
         self._closing, self._all_answered = threading.Event(), threading.Event()
         self._loop = asyncio.new_event_loop()
-        self._loop.set_default_executor(_DaemonThreads())
+        self._loop.set_default_executor(DaemonThreads())
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
@@ -181,7 +181,7 @@ class _Call(NamedTuple):
     answer: Future[list[Verdict]]
 
 
-class _DaemonThreads(ThreadPoolExecutor):
+class DaemonThreads(ThreadPoolExecutor):
     """A thread for each job, such as that of `asyncio.to_thread`; the end of the process waits for none."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:

@@ -121,7 +121,7 @@ def shaped_group(
     scored = any(verdict.score is not None for verdict in verdicts)
 
     def rollout(response: Response, sample: Sample, verdict: Verdict, reward: float) -> Rollout:
-        penalty = shaping.penalty(len(response.tokens))
+        penalty = shaping.penalty(response.sampled_tokens)
         return Rollout(
             response=response,
             text=sample.response,

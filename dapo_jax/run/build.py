@@ -19,6 +19,7 @@ from dapo_jax.models.lora import parted
 from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.device_memory import bytes_on_device
 from dapo_jax.rewards.functions import Rewards
+from dapo_jax.run.environment_setup import check_environment, episodes_of
 from dapo_jax.run.flight_sampling import FlightSampling
 from dapo_jax.run.grader_setup import check_graders, grading
 from dapo_jax.run.group_exchange import SamplerShare
@@ -73,6 +74,7 @@ class Run:
         stop = stop or Stop()
         watch = watch or Watch(0.0, end=lambda status, why: None)
         check_graders(config.reward, reward=reward)  # a model may take long to load
+        check_environment(config.environment, reward=reward)
         say(f"loading {model.source}")
         self._load = partial(
             load_policy,
@@ -99,9 +101,11 @@ class Run:
         files = model_files(self.policy.folder, weights=self._has_weights)
         self.identity = identity_of(config, prompts=asked.identity, model=files)
         """The identity of this run that a checkpoint keeps."""
+        episodes = episodes_of(config, self.policy, reward=reward)
         grader = grading(
             config.reward,
             self.policy,
+            episodes=episodes,
             max_response_tokens=config.sampling.max_response_tokens,
             stop=config.sampling.stop,
             reward=reward,
@@ -116,6 +120,7 @@ class Run:
             compute_dtype=model.compute_dtype,
             group_size=config.batch.group_size,
             in_flight=-(-config.rollout.in_flight // meshes.count),
+            has_turns=episodes is not None,
             beside=self._resident,
             on_look=lambda: watch.note("sampling: drawing tokens"),
         )
@@ -139,6 +144,7 @@ class Run:
             share=SamplerShare(meshes, stop),
             stop=stop,
             watch=watch,
+            episodes=episodes,
         )
         self.batches = StepBatches(config, how, pad_id=self.policy.tokenizer.pad_id)
         self.updater = updater_of(

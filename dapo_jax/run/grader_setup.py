@@ -7,6 +7,7 @@ from functools import partial
 
 from dapo_jax.config import ConfigError, GraderConfig, RewardConfig
 from dapo_jax.config.section import entries
+from dapo_jax.environments import Episodes
 from dapo_jax.rewards import TEXT_RULES
 from dapo_jax.rewards.async_calls import AsyncCalls
 from dapo_jax.rewards.functions import LoadedReward, RewardFunction, Rewards, load_reward
@@ -30,6 +31,7 @@ def grading(
     max_response_tokens: int,
     stop: Sequence[str] = (),
     reward: Rewards | None = None,
+    episodes: Episodes | None = None,
     on_submit: Callable[[], None] = lambda: None,
 ) -> Grading:
     """The grading of responses by their text before a `stop` string, which is to be closed.
@@ -40,10 +42,13 @@ def grading(
         max_response_tokens: the limit that length shaping goes by.
         stop: strings that end a response.
         reward: replaces the configured graders.
+        episodes: of an environment, which says what they were worth instead of a grader.
         on_submit: called before the responses to a prompt are handed to the graders.
     """
     overlong = config.overlong
-    submit, close = submit_of(config, reward=reward)
+    submit, close = (
+        submit_of(config, reward=reward) if episodes is None else (episodes.verdicts, episodes.close)
+    )
     shaping = Shaping(
         correct=config.correct,
         incorrect=config.incorrect,
@@ -53,7 +58,8 @@ def grading(
         buffer_tokens=overlong.buffer_tokens,
         penalty_factor=overlong.penalty_factor,
     )
-    tokenizer = StopStrings(policy.tokenizer, stop) if stop else policy.tokenizer
+    # In an episode a stop string ends a turn, and more follows.
+    tokenizer = StopStrings(policy.tokenizer, stop) if stop and episodes is None else policy.tokenizer
     return Grading(submit=submit, tokenizer=tokenizer, shaping=shaping, on_submit=on_submit, on_close=close)
 
 

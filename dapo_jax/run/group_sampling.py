@@ -11,6 +11,7 @@ from dapo_jax.dapo.dynamic_sampling import Collected, Collecting
 from dapo_jax.dapo.rollouts import Group, Prompt
 from dapo_jax.data.prompts import PromptSource
 from dapo_jax.data.stream import PromptStream
+from dapo_jax.environments import Episodes
 from dapo_jax.evaluation import responses_kept
 from dapo_jax.health.stalls import Watch
 from dapo_jax.health.stopping import Stop
@@ -38,8 +39,10 @@ class GroupSampling(ABC):
         share: SamplerShare,
         stop: Stop,
         watch: Watch,
+        episodes: Episodes | None = None,
     ) -> None:
-        """`stream` gives the prompts of `prompts` that this process samples; `watch` is told what goes on."""
+        """`stream` gives the prompts of `prompts` that this process samples; `watch` is told what goes on. With `episodes` responses have several turns."""
+        self._episodes = episodes
         self._config, self._sampler, self._grading = config, sampler, grading
         self._prompts, self._stream, self._held_out = prompts, stream, held_out
         self._share, self._stop, self._watch = share, stop, watch
@@ -99,6 +102,7 @@ class GroupSampling(ABC):
             self._config.eval,
             name=name,
             step=step,
+            environments=self._episodes,
         )
         if self._share.alone:
             self._stop.check()

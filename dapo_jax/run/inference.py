@@ -25,6 +25,7 @@ from dapo_jax.data.rows import checked_rows
 from dapo_jax.evaluation import problem_record, summarize
 from dapo_jax.parallel.device_memory import bytes_on_device
 from dapo_jax.rewards.functions import Rewards
+from dapo_jax.run.environment_setup import check_environment, episodes_of
 from dapo_jax.run.folders import place_of
 from dapo_jax.run.grader_setup import check_graders, grading
 from dapo_jax.run.policy import data_of_run, find_policy, mesh_of, meshes_of, run_at
@@ -80,6 +81,7 @@ def evaluate(
     kept = None if keep is None else place_of(keep, key="keep", write=True)
     use_compilation_cache(config.compilation_cache)
     check_graders(config.reward, reward=reward)  # a model may take long to load
+    check_environment(config.environment, reward=reward)
     mesh = mesh_of(config.parallel)
     meshes = meshes_of(config.parallel, mesh)
     shares = sharing(meshes, config.sampling, dtype=config.compute_dtype)
@@ -94,17 +96,27 @@ def evaluate(
         max_prompt_tokens=config.data.max_prompt_tokens,
         compute_dtype=config.compute_dtype,
         group_size=config.eval.samples_per_prompt,
+        has_turns=bool(config.environment.source),
         beside=bytes_on_device((policy.params, policy.unshared), mesh.shape),
     )
     # Scores count verdicts; how much longer a training response might have been is no matter here.
     unshaped = replace(config.reward, overlong=_NO_SHAPING)
     limit, stop = config.sampling.max_response_tokens, config.sampling.stop
     found: dict[str, list[Group]] = {}
-    with closing(grading(unshaped, policy, max_response_tokens=limit, stop=stop, reward=reward)) as graders:
+    episodes = episodes_of(config, policy, reward=reward)
+    with closing(
+        grading(unshaped, policy, max_response_tokens=limit, stop=stop, reward=reward, episodes=episodes)
+    ) as graders:
         weights = rollouts.transfer(policy.params)
         for name, prompts in held_out.items():
             found[name] = rollouts.evaluate(
-                weights, prompts, graders.groups, config.eval, name=name, step=policy.step
+                weights,
+                prompts,
+                graders.groups,
+                config.eval,
+                name=name,
+                step=policy.step,
+                environments=episodes,
             )
             if kept is not None:
                 _keep(kept, name, found[name])

@@ -61,6 +61,7 @@ def engine_of(
     prefill: PrefillShape,
     in_flight: int = 0,
     batch_invariant: bool = False,
+    has_turns: bool = False,
 ) -> DecoderEngine:
     """The sampler's engine: see `DecoderEngine`."""
     return DecoderEngine(
@@ -78,6 +79,7 @@ def engine_of(
         in_flight=in_flight,
         prefill=prefill,
         batch_invariant=batch_invariant,
+        has_turns=has_turns,
     )
 
 

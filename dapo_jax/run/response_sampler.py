@@ -20,7 +20,11 @@ from dapo_jax.sampling.continuous_batching import Sampler
 from dapo_jax.sampling.decoding import Decoding, decoding
 from dapo_jax.sampling.prompt_packing import PrefillShape, prefill_shape
 from dapo_jax.sampling.rounds import RoundSampler
+from dapo_jax.sampling.turns import Environments
 from dapo_jax.text.stop_strings import StopStrings, stop_ids
+
+_TURNS_AT_ONCE = 16
+"""Rows that are read at a time where each turn of an episode reads it again: they are many, and mostly short."""
 
 TRAINING, EVALUATION = 0, 1
 """Key domains: evaluation never draws the numbers that training draws."""
@@ -36,14 +40,22 @@ def prompts_at_once(sampling: SamplingConfig, group_size: int) -> int:
 
 
 def prefill_of(
-    sampling: SamplingConfig, group_size: int, *, max_prompt_tokens: int, in_flight: int = 0
+    sampling: SamplingConfig,
+    group_size: int,
+    *,
+    max_prompt_tokens: int,
+    in_flight: int = 0,
+    has_turns: bool = False,
 ) -> PrefillShape:
-    """The rows that one call of prefill reads: prompts, and with responses `in_flight` what these have drawn, too."""
-    capacity = max_prompt_tokens + sampling.max_response_tokens
+    """The rows that one call of prefill reads: prompts, and where responses are read again, in flight or between turns, what these have drawn, too."""
+    capacity, prompts = (
+        max_prompt_tokens + sampling.max_response_tokens,
+        prompts_at_once(sampling, group_size),
+    )
     return prefill_shape(
-        longest=capacity if in_flight else max_prompt_tokens,
+        longest=capacity if in_flight or has_turns else max_prompt_tokens,
         capacity=capacity,
-        prompts=prompts_at_once(sampling, group_size),
+        prompts=max(prompts, _TURNS_AT_ONCE) if has_turns else prompts,
         tokens=sampling.prefill_tokens,
         alone=sampling.batch_invariant,
     )
@@ -63,6 +75,7 @@ class ResponseSampler:
         compute_dtype: str,
         group_size: int,
         in_flight: int = 0,
+        has_turns: bool = False,
         beside: int = 0,
         memory: int | None = None,
         on_look: Callable[[], None] = lambda: None,
@@ -77,6 +90,7 @@ class ResponseSampler:
             max_prompt_tokens: the longest prompt.
             compute_dtype: of products, and unless `sampling` says otherwise of weights and cache.
             group_size: responses to a prompt.
+            has_turns: responses are episodes of several turns.
             in_flight: responses that `rounds` has in flight in this sampler at most; 0: it is not called.
             beside: bytes on each device while it samples, but for the sampler's weights and cache.
             memory: bytes of a device; None: what the devices say, which those of a CPU do not.
@@ -92,7 +106,8 @@ class ResponseSampler:
             )
         self.transfer: Transfer = transfer_of(policy, meshes, sampling, dtype=compute_dtype)
         decoder = sampled_decoder(policy.decoder, sampling)
-        shape = prefill_of(sampling, group_size, max_prompt_tokens=max_prompt_tokens, in_flight=in_flight)
+        how = {"in_flight": in_flight, "has_turns": has_turns}
+        shape = prefill_of(sampling, group_size, max_prompt_tokens=max_prompt_tokens, **how)
         memory = memory or least_device_bytes(meshes.sampler)
         room = room_for_cache(
             decoder,
@@ -121,6 +136,7 @@ class ResponseSampler:
                 in_flight=in_flight,
                 prefill=shape,
                 batch_invariant=sampling.batch_invariant,
+                has_turns=has_turns,
             )
         except ValueError as error:
             raise ConfigError(str(error)) from error
@@ -152,8 +168,10 @@ class ResponseSampler:
         domain: int,
         within: Sequence[int] = (),
         version: int = 0,
+        environments: Environments | None = None,
     ) -> Sampled:
-        """Prompts with their responses as they end; see `Sampler.sample`. `version` is that of the weights. Keys are those of `domain`, and `within` it of further numbers."""
+        """Prompts with their responses as they end; see `Sampler.sample`. `version` is that of the weights. Keys are those of `domain`, and `within` it of further numbers. With
+        `environments` responses are episodes."""
         key = reduce(jax.random.fold_in, (domain, *within), self._key)
         return self._sampler.sample(
             weights,
@@ -164,6 +182,7 @@ class ResponseSampler:
             max_response_tokens=self.max_response_tokens,
             stop=self._stop,
             version=version,
+            environments=environments,
         )
 
     def rounds(self, weights: PyTree, *, decoding: Decoding, domain: int) -> RoundSampler:
@@ -187,6 +206,7 @@ class ResponseSampler:
         *,
         name: str,
         step: int,
+        environments: Environments | None = None,
     ) -> list[Group]:
         """Graded groups of held-out prompts, in the prompts' order.
 
@@ -202,5 +222,6 @@ class ResponseSampler:
             domain=EVALUATION,
             within=(step, crc32(name.encode())),
             version=step,
+            environments=environments,
         )
         return sorted(grade(sampled), key=lambda group: group.prompt.ordinal)

@@ -38,6 +38,7 @@ class StepBatches:
             groups,
             normalize_std=config.loss.normalize_std,
             filter_truncated=config.reward.overlong.filter_truncated,
+            by_turn=config.environment.credit == "turn",
         )
         weights = example_weights(
             examples,

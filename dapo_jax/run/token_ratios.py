@@ -55,25 +55,29 @@ class Ratios(Observer):
         ratios = self._updater.ratios(state, minibatch, first=first)
         # The same response to the same question has the same ratios, wherever in the minibatch it stands.
         of_text = {
-            (prompt.tobytes(), response.tobytes()): values
+            tokens.tobytes(): values
             for stack, found in zip(minibatch, on_host(ratios), strict=True)
-            for prompt, response, values in responses_in(on_host(stack.microbatches), found)
+            for tokens, values in responses_in(on_host(stack.microbatches), found)
         }
         for group in wanted:
-            prompt = group.prompt.tokens.astype(np.int32).tobytes()
             for index, rollout in enumerate(group.rollouts):
-                response = rollout.response.tokens.astype(np.int32).tobytes()
-                self._found[group.prompt.ordinal, index] = of_text.get((prompt, response))
+                tokens = np.concatenate([group.prompt.tokens, rollout.response.tokens]).astype(np.int32)
+                values = of_text.get(tokens.tobytes())
+                if values is not None and len(values) < len(rollout.response.tokens):
+                    whole = np.full(len(rollout.response.tokens), np.nan, values.dtype)
+                    whole[rollout.response.sampled] = values
+                    values = whole
+                self._found[group.prompt.ordinal, index] = values
 
 
 def responses_in(
     stack: Microbatch, values: Float[np.ndarray, "capacity rows seq"]
-) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """(prompt's tokens, response's tokens, its part of `values`) of each response in the loss of a stack [capacity, rows, seq]."""
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """(tokens of prompt and response, the part of `values` of the sampled ones) of each response in the loss of a stack [capacity, rows, seq]."""
     for place in np.ndindex(stack.mask.shape[:2]):
         tokens, mask = np.asarray(stack.tokens[place]), np.asarray(stack.mask[place])
         segments, prefixes = np.asarray(stack.segment_ids[place]), np.asarray(stack.prefix_ids[place])
         for segment in np.unique(segments[mask]):
-            response = mask & (segments == segment)
-            prompt = ~mask & (segments == prefixes[response][0])
-            yield tokens[prompt], tokens[response], np.asarray(values[place])[response]
+            sampled = mask & (segments == segment)
+            seen = (segments == segment) | (segments == prefixes[sampled][0])
+            yield tokens[seen], np.asarray(values[place])[sampled]

@@ -48,6 +48,7 @@ class WaveSampling(GroupSampling):
                 samples=self._config.batch.group_size,
                 domain=TRAINING,
                 version=collector.version,
+                environments=self._episodes,
             )
 
         graded = self._alone if self._share.alone else self._together

@@ -1,6 +1,7 @@
 """Groups of responses to prompts, each sampled to its end: prompts are read in order, each once, and a slot that ends is refilled at once."""
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 
 from jaxtyping import PRNGKeyArray, PyTree
 
@@ -9,6 +10,7 @@ from dapo_jax.sampling.decode_loop import DecodeLoop, StopRule
 from dapo_jax.sampling.decoding import Decoding
 from dapo_jax.sampling.interface import Engine
 from dapo_jax.sampling.requests import Request
+from dapo_jax.sampling.turns import EndedEpisode, Environments, TurnTaking
 
 Draw = Callable[[int], Sequence[Prompt]]
 """n -> up to n prompts. After none it is asked again while responses are in flight; with none in flight sampling ends."""
@@ -43,27 +45,36 @@ class Sampler:
         max_response_tokens: int,
         stop: StopRule | None = None,
         version: int = 0,
+        environments: Environments | None = None,
     ) -> Iterator[tuple[Prompt, tuple[Response, ...]]]:
         """Yields each prompt with its responses, in the order in which groups end; `version` is that of `params`.
 
         What is sampled depends on `params`, `key`, the ordinals, `decoding` and `stop` alone, not on slots, order or timing. With a cache in eight bits it
         also depends on which responses are read again: that attends to keys that are not rounded yet.
 
-        A response that `stop` ends is cut there, however many tokens the call had drawn beyond.
+        A response that `stop` ends is cut there, however many tokens the call had drawn beyond. With `environments` each response is an episode of several turns,
+        of which `stop` ends one; `max_response_tokens` are those of the whole episode, what is appended to it included.
 
         Raises:
             ValueError: a prompt is empty, or leaves no room for `max_response_tokens` in a slot.
         """
         groups: dict[int, dict[int, Response]] = {}
+        taking = None if environments is None else TurnTaking(environments, self._on_look)
 
         def more() -> list[list[Request]]:
+            if taking is not None and ((going := taking.going_on()) or taking.starting):
+                return going
             prompts = draw(self._prefill_prompts)
             check_prompts(prompts, capacity=self._engine.capacity, max_response_tokens=max_response_tokens)
             groups.update({prompt.ordinal: {} for prompt in prompts})
-            return [
+            asked = [
                 [Request(prompt, index, max_response_tokens) for index in range(samples_per_prompt)]
                 for prompt in prompts
             ]
+            if taking is None:
+                return asked
+            taking.start(list(chain.from_iterable(asked)))
+            return taking.going_on()
 
         loop = DecodeLoop(
             self._engine,
@@ -75,18 +86,30 @@ class Sampler:
             on_look=self._on_look,
             more=more,
         )
-        while (ended := loop.step()) is not None:
-            for request, length, reason in ended:
+        while True:
+            ended = loop.step()
+            if taking is None:
+                over = [EndedEpisode(*each, ()) for each in ended or ()]
+            else:
+                for each in ended or ():
+                    taking.turn_ended(*each)
+                over = taking.ended()
+            for request, length, reason, turns in over:
                 group = groups[request.prompt.ordinal]
                 group[request.index] = Response(
                     tokens=request.tokens[:length].copy(),
                     logprobs=request.logprobs[:length].copy(),
                     finish_reason=reason,
                     spans=(Span(0, version),),
+                    turns=turns,
                 )
                 if len(group) == samples_per_prompt:
                     del groups[request.prompt.ordinal]
                     yield request.prompt, tuple(group[index] for index in range(samples_per_prompt))
+            if ended is None and not over:
+                if taking is None or not taking.busy:
+                    return
+                taking.wait()
 
 
 def check_prompts(prompts: Sequence[Prompt], *, capacity: int, max_response_tokens: int) -> None:

@@ -131,8 +131,9 @@ class DecodeLoop:
                 prompts=np.array([request.place for request in requests], np.int32),
                 ordinals=np.array([request.prompt.ordinal for request in requests], np.int32),
                 indices=np.array([request.index for request in requests], np.int32),
-                limits=np.array([request.limit for request in requests], np.int32),
-                drawn=np.array([request.drawn for request in requests], np.int32),
+                limits=np.array([request.limit - request.begun for request in requests], np.int32),
+                drawn=np.array([request.drawn - request.begun for request in requests], np.int32),
+                turns=np.array([request.turn for request in requests], np.int32),
                 fills=[(each.request.place, fill) for each in batch for fill in each.fills],
             )
             self._state = self._engine.insert(prefix, self._state, insertion, self._key)
@@ -155,13 +156,14 @@ class DecodeLoop:
                 continue
             seen = request.drawn
             request.append(tokens[slot, : counts[slot]], logprobs[slot, : counts[slot]])
-            cut = stop(request.tokens[: request.drawn], seen) if stop else None
+            begun = request.begun
+            cut = stop(request.tokens[begun : request.drawn], seen - begun) if stop else None
             if live[slot] and cut is None:
                 continue
             slots.end(slot)
             if live[slot]:
                 slots.released.append(slot)
-            length = request.drawn if cut is None else cut
+            length = request.drawn if cut is None else begun + cut
             stopped = cut is not None or int(request.tokens[length - 1]) in self._engine.stop_ids
             ended.append(Ended(request, length, "stop" if stopped else "length"))
         return ended

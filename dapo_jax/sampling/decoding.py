@@ -10,7 +10,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray, UInt32
+
+_FIRST_TURN = np.uint32(1 << 31)
+"""The number that is added to that of a turn: no position is as large."""
 
 _BLOCK = 256
 """Entries of the vocabulary summed at a time when a token is drawn."""
@@ -56,12 +60,21 @@ def decoding(*, temperature: float = 1.0, top_p: float | None = 1.0, top_k: int 
 
 
 def response_keys(
-    key: PRNGKeyArray, ordinals: Int[Array, " responses"], indices: Int[Array, " responses"]
+    key: PRNGKeyArray,
+    ordinals: Int[Array, " responses"],
+    indices: Int[Array, " responses"],
+    turns: Int[Array, " responses"] | None = None,
 ) -> Key[Array, " responses"]:
-    """One key per response, folded from the prompt's ordinal and the response's index in its group."""
-    return jax.vmap(lambda ordinal, index: jax.random.fold_in(jax.random.fold_in(key, ordinal), index))(
+    """One key per response, folded from the prompt's ordinal and the response's index in its group; of an episode one per turn, the first of which
+    is that of a response without turns."""
+    keys = jax.vmap(lambda ordinal, index: jax.random.fold_in(jax.random.fold_in(key, ordinal), index))(
         ordinals, indices
     )
+    if turns is None:
+        return keys
+    # Behind the numbers of positions, which are folded into the key next.
+    later = jax.vmap(jax.random.fold_in)(keys, _FIRST_TURN + turns.astype(jnp.uint32))
+    return jnp.where(turns > 0, later, keys)
 
 
 def truncate(

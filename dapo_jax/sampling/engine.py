@@ -67,13 +67,13 @@ class DecoderEngine:
     def __init__(
         self, config: DecoderConfig, *, slots: int, capacity: int, steps_per_call: int, stop_ids: Sequence[int], mesh: Mesh,
         compute_dtype: str = "float32", page_tokens: int = 0, cache_tokens: int = 0, cache_dtype: str = "", in_flight: int = 0,
-        cache_bytes: int | None = None, cache: Kind | None = None, prefill: PrefillShape | None = None, batch_invariant: bool = False,
+        cache_bytes: int | None = None, cache: Kind | None = None, prefill: PrefillShape | None = None, batch_invariant: bool = False, has_turns: bool = False,
     ) -> None:  # fmt: skip
         """Programs for one mesh. `page_tokens` and `cache_tokens` are `sizes_for`'s; where `cache_tokens` is 0, `cache_bytes` of a device are
         for the cache, None: as many as all slots may come to; `cache_dtype` is "" for `compute_dtype`; `cache` takes the choice from the
         platform; `prefill` says how much is read at a time, by default up to 4 rows and 4,096 tokens. With `in_flight` as many responses
         may have pages, in turns if there are fewer slots, and are read again by new weights. `batch_invariant`: no bit of a response depends
-        on the number of slots, nor on what is sampled or read beside it; `prefill` has to read prompts alone then.
+        on the number of slots, nor on what is sampled or read beside it; `prefill` has to read prompts alone then. `has_turns`: responses are episodes, whose turns are read with what their environment appends.
 
         Raises:
             ValueError: slots do not spread over the mesh, sequences are longer than the model's, no sequence would fit the cache, or with
@@ -107,7 +107,7 @@ class DecoderEngine:
         }
         kind = cache or kind_for(mesh, **asked, turns=in_flight > 0 or batch_invariant)
         holders = max(slots, -(-in_flight // spread) * spread)
-        self._takes_turns, self._reads_again = holders > slots, in_flight > 0
+        self._takes_turns, self._reads_again = holders > slots, in_flight > 0 or has_turns
         self.token_bytes: int = token_bytes(config, mesh, dtype=self._cache_dtype, kind=kind)
         """Bytes of one token in the cache, on each of the devices that share its heads."""
         room = None if cache_bytes is None else cache_bytes // self.token_bytes
@@ -203,7 +203,7 @@ class DecoderEngine:
             arrays = tuple(self._padded(np.array(column, np.int32)) for column in columns)
             layers = self._fill(prefix, layers, arrays, np.int32(len(some)))
         columns = (
-            insertion.slots, insertion.prompts, insertion.ordinals, insertion.indices, insertion.limits, insertion.drawn,
+            insertion.slots, insertion.prompts, insertion.ordinals, insertion.indices, insertion.limits, insertion.drawn, insertion.turns,
         )  # fmt: skip
         count = np.int32(len(insertion.slots))
         state, rest = replace(state, layers=()), replace(prefix, layers=())
@@ -266,7 +266,7 @@ class DecoderEngine:
                 made[f"fill_{name}"] = partial(self._fill.lower, prefix, state.layers, (column,) * 3, number)
             slots_alone, logits_alone = replace(state, layers=()), replace(prefix, layers=())
             made[f"insert_{name}"] = partial(
-                self._insert.lower, logits_alone, slots_alone, (column,) * 6, number, key
+                self._insert.lower, logits_alone, slots_alone, (column,) * 7, number, key
             )
         return made
 
@@ -317,7 +317,7 @@ class DecoderEngine:
     def _insert_program(
         self, prefix: Prefix, state: DecodeState, arrays: tuple[Array, ...], count: Array, key: PRNGKeyArray
     ) -> DecodeState:
-        slots, prompts, ordinals, indices, limits, drawn = arrays
+        slots, prompts, ordinals, indices, limits, drawn, turns = arrays
         at = self._first(slots, count)
 
         def put(old: Array, new: Array) -> Array:
@@ -330,7 +330,7 @@ class DecoderEngine:
             generated=put(state.generated, drawn),
             limits=put(state.limits, limits),
             live=put(state.live, jnp.ones_like(slots, bool)),
-            keys=put(state.keys, response_keys(key, ordinals, indices)),
+            keys=put(state.keys, response_keys(key, ordinals, indices, turns)),
         )
 
     def _paused_program(self, logits: Array, lengths: Array) -> tuple[Array, Array]:
@@ -381,7 +381,7 @@ class DecoderEngine:
         return state, ResultTokens(**drawn, live=state.live)
 
     def _of_block(self, slots: Array, index: Array) -> Array:
-        """What one block has of an array over all slots: its slots of each device, side by side."""
+        """The part of an array over all slots that one block has: its slots of each device, side by side."""
         devices = slots.reshape(self._spread, -1, *slots.shape[1:])
         part = lax.dynamic_slice_in_dim(devices, index * BLOCK_SLOTS, BLOCK_SLOTS, axis=1)
         return part.reshape(-1, *slots.shape[1:])
@@ -406,7 +406,7 @@ class DecoderEngine:
         tables: Array,
         until: Array,
     ) -> tuple[DecodeState, dict[str, Array]]:
-        """What the slots of `state` draw in one call."""
+        """One call for the slots of `state`: they as it leaves them, and what they have drawn."""
 
         def going(carry: _Carry) -> Array:
             step, state, _ = carry

@@ -35,7 +35,9 @@ class Insertion:
     indices: Int[np.ndarray, " responses"] | Any
     limits: Int[np.ndarray, " responses"] | Any
     drawn: Int[np.ndarray, " responses"] | Any
-    """Tokens of the response with which the prompt ends: 0, or those drawn before it lost its pages."""
+    """Tokens of the response with which the prompt ends: 0, or those drawn before it lost its pages. Of an episode those of its present turn, as `limits` are."""
+    turns: Int[np.ndarray, " responses"] | Any
+    """The present turn of an episode, from 0; 0 where there are no turns."""
     fills: Sequence[tuple[int, Fill]]
     """(place of a prompt, a page to be written with tokens of it)."""
 

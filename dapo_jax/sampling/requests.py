@@ -20,11 +20,17 @@ class Request:
     """Tokens at which it ends."""
     target: int = 0
     """Tokens at which it pauses; by default it goes on to the limit."""
+    most: int = 0
+    """Tokens that it may come to in all its turns; by default the limit."""
     prefix: PyTree = None
     """The prefix that waits to be inserted; None: nothing was read, or it was inserted."""
     place: int = 0
     """Which of the prefix's prompts is its own."""
     drawn: int = 0
+    turn: int = 0
+    """The present turn of an episode, from 0."""
+    begun: int = 0
+    """Tokens before the present turn."""
     order: int = -1
     """The order in which responses started; -1: not yet."""
     row: int | None = None
@@ -33,7 +39,7 @@ class Request:
     logprobs: Float[np.ndarray, " limit"] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.target = self.target or self.limit
+        self.target, self.most = self.target or self.limit, self.most or self.limit
         self.tokens, self.logprobs = np.empty(0, np.int32), np.empty(0, np.float32)
 
     @property
@@ -66,10 +72,17 @@ class Request:
     def append(self, tokens: Int[np.ndarray, " new"], logprobs: Float[np.ndarray, " new"]) -> None:
         """Takes new tokens."""
         if not len(self.tokens):  # room is made when the first are there, not for all that wait
-            self.tokens, self.logprobs = np.empty(self.limit, np.int32), np.empty(self.limit, np.float32)
+            self.tokens, self.logprobs = np.empty(self.most, np.int32), np.empty(self.most, np.float32)
         place = slice(self.drawn, self.drawn + len(tokens))
         self.tokens[place], self.logprobs[place] = tokens, logprobs
         self.drawn = place.stop
+
+    def begin_turn(self, turn: int, appended: Int[np.ndarray, " appended"], *, most: int) -> None:
+        """Begins a turn behind what is appended to the response; it has `most` tokens, as far as the response may have so many more."""
+        self.append(appended, np.zeros(len(appended), np.float32))
+        self.turn, self.begun = turn, self.drawn
+        self.limit = self.target = min(self.most, self.drawn + most)
+        self.prefix = None
 
 
 class Reading:

@@ -63,8 +63,10 @@ class Slots:
 
     @property
     def until(self) -> Int[np.ndarray, " slots"]:
-        """The number of tokens at which each slot pauses."""
-        return np.array([_FOR_EVER if owner is None else owner.target for owner in self.owners], np.int32)
+        """The number of tokens, of an episode those of its present turn, at which each slot pauses."""
+        return np.array(
+            [_FOR_EVER if owner is None else owner.target - owner.begun for owner in self.owners], np.int32
+        )
 
     def has_room(self, request: Request, waiting: deque[Request]) -> bool:
         """Whether there is a free slot, and pages for the request were none of them shared; for that others give way as in `take`."""

@@ -198,6 +198,7 @@ class JetStreamEngine(engine_api.Engine):
             indices=np.arange(count, dtype=np.int32),
             limits=np.full(count, prefix.max_response_tokens, np.int32),
             drawn=np.zeros(count, np.int32),
+            turns=np.zeros(count, np.int32),
             fills=fills,
         )
         for slot in slots:

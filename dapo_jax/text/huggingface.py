@@ -15,6 +15,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -164,6 +165,28 @@ class HuggingFaceTokenizer:
         with self._library("cannot encode this text with"):
             ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         return np.array(ids, dtype=np.int32)
+
+    def encode_plain(self, text: str) -> Int32[np.ndarray, " tokens"]:
+        """The ids of a text from outside. What is spelled like a special token, or like any other that was added to the vocabulary, such as `<tool_call>`, is
+        encoded as the characters that it has.
+
+        Raises:
+            ValueError: text with half a surrogate pair.
+        """
+        text.encode("utf-8")
+        with self._library("cannot encode this text with"):
+            ids = self._plain.encode(text, add_special_tokens=False).ids
+        return np.array(ids, dtype=np.int32)
+
+    @cached_property
+    def _plain(self) -> tokenizers.Tokenizer:
+        """The tokenizer without the tokens that were added to its vocabulary."""
+        described = {**self._json(_TOKENIZER), "added_tokens": [], "post_processor": None}
+        with self._library("without its added tokens is no file of"):
+            plain = tokenizers.Tokenizer.from_str(json.dumps(described))
+        plain.no_truncation()
+        plain.no_padding()
+        return plain
 
     def encode_prompt(self, text: str) -> Int32[np.ndarray, " tokens"]:
         """The ids of a prompt that is plain text, behind the token that begins a text if the model knows one."""

@@ -58,6 +58,10 @@ class Tokenizer(Protocol):
         """The ids of `text`; none is added."""
         ...
 
+    def encode_plain(self, text: str) -> Int32[np.ndarray, " tokens"]:
+        """The ids of a text from outside: what is spelled like a special token in it does not become one."""
+        ...
+
     def encode_prompt(self, text: str) -> Int32[np.ndarray, " tokens"]:
         """The ids of a prompt that is plain text: with the token that begins a text, where the model knows one."""
         ...
@@ -84,6 +88,10 @@ class ByteTokenizer:
     def encode(self, text: str) -> Int32[np.ndarray, " tokens"]:
         """The bytes of `text`, shifted past the special ids."""
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int32) + np.int32(_SPECIALS)
+
+    def encode_plain(self, text: str) -> Int32[np.ndarray, " tokens"]:
+        """The same as `encode`: no text spells a special token."""
+        return self.encode(text)
 
     def encode_prompt(self, text: str) -> Int32[np.ndarray, " tokens"]:
         """The same as `encode`: nothing begins a text."""
@@ -145,6 +153,10 @@ class CharTokenizer:
                 f"alphabet {self.alphabet!r}; remove it, or use a tokenizer whose alphabet has it"
             )
         return np.array(places, dtype=np.int32) + np.int32(_SPECIALS)
+
+    def encode_plain(self, text: str) -> Int32[np.ndarray, " tokens"]:
+        """The same as `encode`: no text spells a special token."""
+        return self.encode(text)
 
     def encode_prompt(self, text: str) -> Int32[np.ndarray, " tokens"]:
         """The same as `encode`: nothing begins a text."""

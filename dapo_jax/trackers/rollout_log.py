@@ -116,10 +116,21 @@ def _row(step: int, group: Group, index: int, rollout: Rollout) -> dict[str, Any
         "response_tokens": rollout.response_tokens,
         "finish_reason": rollout.response.finish_reason,
         "spans": [list(span) for span in rollout.response.spans],
+        **_of_turns(rollout),
         "row": dict(group.prompt.row),
         "prompt_token_ids": group.prompt.tokens.tolist(),
         "response_token_ids": rollout.response.tokens.tolist(),
         "logprobs": [_rounded(value) for value in rollout.response.logprobs.tolist()],
+    }
+
+
+def _of_turns(rollout: Rollout) -> dict[str, Any]:
+    """The turns of an episode as [first token, token behind the last], and what each was worth."""
+    if not rollout.response.turns:
+        return {}
+    return {
+        "turns": [list(turn) for turn in rollout.response.turns],
+        "turn_rewards": [_rounded(reward) for reward in rollout.verdict.turn_rewards],
     }
 
 

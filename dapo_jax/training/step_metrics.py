@@ -47,12 +47,8 @@ def _ages(collected: Collected) -> dict[str, float | int]:
     now, groups = collected.version, collected.groups
     oldest, newest = [now - group.oldest for group in groups], [now - group.newest for group in groups]
     responses = [rollout.response for group in groups for rollout in group.rollouts]
-    tokens = sum(len(response.tokens) for response in responses)
-    current = sum(
-        len(response.tokens) - response.spans[-1].first
-        for response in responses
-        if response.spans[-1].version == now
-    )
+    tokens = sum(response.sampled_tokens for response in responses)
+    current = sum(int(response.sampled[response.versions == now].sum()) for response in responses)
     return {
         "rollout/age_mean": float(np.mean(oldest)),
         "rollout/age_p95": float(np.percentile(oldest, 95)),
@@ -70,6 +66,8 @@ def _sampled_metrics(groups: Sequence[Group], rollouts: Sequence[Rollout]) -> di
     accuracy = np.array([group.accuracy for group in groups])
     parts = {name for rollout in rollouts for name in rollout.verdict.parts}
     scored = any(rollout.verdict.score is not None for rollout in rollouts)
+    turns = [len(rollout.response.turns) for rollout in rollouts]
+    of_turns = {"rollout/turns": float(np.mean(turns))} if any(turns) else {}
     differ = {"rollout/scores_differ_frac": float(np.mean([scores_differ(group) for group in groups]))}
     return {
         "rollout/accuracy": float(np.mean([rollout.correct for rollout in rollouts])),
@@ -77,6 +75,7 @@ def _sampled_metrics(groups: Sequence[Group], rollouts: Sequence[Rollout]) -> di
         "rollout/all_wrong_frac": float(np.mean(accuracy == 0.0)),
         "rollout/mixed_frac": float(np.mean((accuracy > 0.0) & (accuracy < 1.0))),
         **(differ if scored else {}),
+        **of_turns,
         "rollout/response_tokens": float(lengths.mean()),
         "rollout/response_tokens_max": int(lengths.max()),
         "rollout/response_tokens_p95": float(np.percentile(lengths, 95)),
@@ -91,4 +90,6 @@ def _sampled_metrics(groups: Sequence[Group], rollouts: Sequence[Rollout]) -> di
 
 
 def _mean_of_part(name: str, rollouts: Sequence[Rollout]) -> float:
-    return float(np.mean([rollout.verdict.parts[name] for rollout in rollouts]))
+    """The mean over those that have the part; the metrics of an environment need not be in every episode."""
+    given = [rollout.verdict.parts[name] for rollout in rollouts if name in rollout.verdict.parts]
+    return float(np.mean(given))

@@ -436,6 +436,7 @@ def test_every_choice_of_a_key_loads(path, key, words):
         "cudnn": ["batch.packing=false", "model.compute_dtype=bfloat16"],
         "stop": limit,
         "correct": limit if key == "guard.on_mismatch" else [],
+        "turn": ["environment.source=guess"],
         "int8": ["loss.importance_cap=2"],
         "float8_e4m3fn": ["loss.importance_cap=2"],
     }

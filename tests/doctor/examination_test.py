@@ -159,6 +159,34 @@ def test_a_grader_that_calls_right_answers_wrong(examined, graders):
     assert "--right" in found.remedy
 
 
+def test_an_environment_is_asked_and_no_grader(examined, tmp_path):
+    """The first turn of an episode for each of the responses that were sampled; then with an environment that fails."""
+    found = examined(environment__source="guess")
+    assert found["grader"].message == "guess says what an episode is worth, and no grader is asked"
+    assert "the environment answered 8 first turns" in found["grade"].message
+    place = tmp_path / "failing.py"
+    place.write_text(
+        """
+class Failing:
+    def episode(self, row, seed):
+        return self
+
+    async def step(self, turn):
+        raise ConnectionError("the shop is closed")
+"""
+    )
+    found = examined(environment__source=f"{place}:Failing")["grade"]
+    assert found.state == "failed"
+    assert (
+        "8 of 8 episodes were lost at their first turn: ConnectionError: the shop is closed" in found.message
+    )
+
+
+def test_an_environment_that_is_not_there(examined):
+    found = only_fails(examined(quick=True, environment__source="gess"), "grader")
+    assert "no environment is named 'gess'; did you mean 'guess'" in found.message
+
+
 def test_a_grader_that_calls_nothing_right(examined, graders):
     found = only_fails(examined(quick=True, reward__grader=f"{graders}:right"), "grader")
     assert "an empty response" in found.message

@@ -96,7 +96,7 @@ def started(engine, read, slots, prompts, *, state=None, key=KEY, limits=9, ordi
         fills += [(place, fill) for fill in pages.start(slot, engine.capacity, read=read)]
     insertion = Insertion(
         slots=column(slots), prompts=column(places), ordinals=column(ordinals),
-        indices=np.arange(len(slots), dtype=np.int32), limits=column(limits), drawn=column(0), fills=fills,
+        indices=np.arange(len(slots), dtype=np.int32), limits=column(limits), drawn=column(0), turns=column(0), fills=fills,
     )  # fmt: skip
 
     def generate(weights, state, decoding, min_live=1):

@@ -11,11 +11,12 @@ from tests.run.keys.watching import noting_reads
 
 DRAWN_AS_EVAL_SAYS = {"sampling.temperature", "sampling.top_p", "sampling.top_k"}
 NOTHING_SAMPLED_IS_LEARNT = {"reward.overlong.filter_truncated"}
+GUESS = {"environment.source": "guess"}
 NOT_READ = {
     SftConfig: DRAWN_AS_EVAL_SAYS | NOTHING_SAMPLED_IS_LEARNT,
     EvaluateConfig: DRAWN_AS_EVAL_SAYS
     | NOTHING_SAMPLED_IS_LEARNT
-    | {"eval.every_steps", "data.train_split", "data.shuffle"},
+    | {"eval.every_steps", "data.train_split", "data.shuffle", "environment.credit"},
 }
 JUDGE = """
 def quick(sample):
@@ -71,7 +72,7 @@ def score(config):
                 {**SFT, "model.source": "hf:org/name", "steps": 0},
             ],
         ),
-        (EvaluateConfig, score, [EVALUATE, {**EVALUATE, **GRADERS}]),
+        (EvaluateConfig, score, [EVALUATE, {**EVALUATE, **GRADERS}, {**EVALUATE, **GUESS}]),
     ],
 )
 def test_every_key_of_the_other_commands_is_read(schema, command, ways, look):

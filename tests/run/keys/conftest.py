@@ -11,6 +11,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from dapo_jax.checkpoints.checkpointer import Checkpointer
 from dapo_jax.config import TrainConfig, to_yaml
+from dapo_jax.environments import Episodes
 from dapo_jax.health.stalls import Watch
 from dapo_jax.health.watchdogs import Watchdogs
 from dapo_jax.models.decoder import graph_of
@@ -85,7 +86,7 @@ def watched():
         for place in (policy, programs):
             patch.setattr(place, "graph_of", doubles.once(graph_of))
         patch.setattr("dapo_jax.run.build.load_policy", doubles.once(build.load_policy))
-        for cls in (Watch, Watchdogs, Checkpointer, Profile, GradingPool, AsyncCalls):
+        for cls in (Watch, Watchdogs, Checkpointer, Profile, GradingPool, AsyncCalls, Episodes):
             doubles.noting(patch, cls, received)
         for cls in (TensorBoardTracker, WandbTracker):
             double = type(cls.__name__, (doubles.Tracker, cls), {})

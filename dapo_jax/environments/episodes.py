@@ -1,0 +1,283 @@
+"""The episodes of a run: many at a time on one event loop, each with its limits, and what they were worth.
+
+The loop runs in a thread of this process while others are sampled. An episode that hangs, raises or answers nonsense is lost, and counted; no other suffers from it.
+"""
+
+import asyncio
+import inspect
+import math
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+
+from dapo_jax.dapo.rollouts import DrawnTurn, Lost, Prompt, Verdict, as_float
+from dapo_jax.environments.protocol import Environment, Step, Turn
+from dapo_jax.environments.rendering import Rendering, RenderingError
+from dapo_jax.rewards.async_calls import DaemonThreads
+from dapo_jax.rewards.functions import MAX_SCORE
+from dapo_jax.rewards.sample import Sample
+
+_ENDING_S = 5.0
+"""Seconds for which closing waits for episodes that go on after they were cancelled."""
+
+
+class _LostError(Exception):
+    """The episode is lost, and why."""
+
+    def __init__(self, lost: Lost, reason: str) -> None:
+        super().__init__(reason)
+        self.lost: Lost = lost
+
+
+@dataclass
+class _Open:
+    """An episode, and what is known of it."""
+
+    episode: Any = None
+    rewards: list[float] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+    correct: bool | None = None
+    lost: Lost | str = ""
+    reason: str = ""
+
+
+class Episodes:
+    """Episodes as the sampler and the grading see them. A context manager: leaving it ends the thread."""
+
+    def __init__(
+        self,
+        environment: Environment,
+        rendering: Rendering,
+        *,
+        text_of: Callable[[Int[np.ndarray, " turn"]], str],
+        seed: int,
+        max_turns: int,
+        turn_tokens: int = 0,
+        timeout_s: float = 30.0,
+        calls: int = 64,
+    ) -> None:
+        """Starts the thread.
+
+        Args:
+            environment: makes the episodes.
+            rendering: turns what they append into ids.
+            text_of: the text of a turn, up to its stop string.
+            seed: of the run; an episode's is made of it and the prompt's ordinal.
+            max_turns: the most turns of an episode.
+            turn_tokens: the most tokens of a turn; 0: as many as the episode may have.
+            timeout_s: seconds for one call, from when it is under way.
+            calls: the most that are under way at one time; the others wait.
+        """
+        self._environment, self._rendering, self._text_of, self._seed = environment, rendering, text_of, seed
+        self.max_turns, self.turn_tokens, self._timeout_s = max_turns, turn_tokens, timeout_s
+        self._open: dict[tuple[int, int], _Open] = {}
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_default_executor(DaemonThreads())
+        self._room = asyncio.Semaphore(calls)
+        self._closing = False
+        self._thread = threading.Thread(target=self._serve, daemon=True, name="environments")
+        self._thread.start()
+
+    def __enter__(self) -> "Episodes":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def start(self, prompt: Prompt, index: int) -> Future[Int[np.ndarray, " new"] | None]:
+        """Begins an episode: the ids that follow the prompt before the first turn; None if it was lost."""
+        opened = self._open[prompt.ordinal, index] = _Open()
+
+        async def begin() -> Int[np.ndarray, " new"]:
+            seed = int(np.random.SeedSequence((self._seed, prompt.ordinal)).generate_state(1)[0])
+            row = {"prompt": prompt.text, "answer": prompt.answer, **prompt.row}
+            opened.episode = await self._called(self._environment.episode, row, seed)
+            if not callable(getattr(opened.episode, "step", None)):
+                said = f"{opened.episode!r:.200} ({type(opened.episode).__name__}) has no method step(turn), which answers a turn"
+                raise _LostError("raised", said)
+            start = getattr(opened.episode, "start", None)
+            appended = "" if start is None else await self._called(start)
+            return self._rendering.ids("" if appended is None else appended, after=None)
+
+        return self._submit(opened, begin)
+
+    def step(self, prompt: Prompt, index: int, turn: DrawnTurn) -> Future[Int[np.ndarray, " new"] | None]:
+        """Hands over a turn: the ids that follow it; None: the episode is over, or was lost."""
+        opened = self._open[prompt.ordinal, index]
+
+        async def answer() -> Int[np.ndarray, " new"] | None:
+            said = Turn(
+                tokens=turn.tokens,
+                logprobs=turn.logprobs,
+                text=self._text_of(turn.tokens),
+                finish_reason=turn.finish_reason,
+                number=len(opened.rewards),
+            )
+            opened.rewards.append(0.0)
+            answered = await self._called(opened.episode.step, said)
+            step = _checked(answered)
+            opened.rewards[-1] = step.reward
+            opened.metrics.update(step.metrics)
+            opened.correct = opened.correct if step.correct is None else step.correct
+            return None if step.done else self._rendering.ids(answered.append, after=turn.tokens)
+
+        return self._submit(opened, answer)
+
+    def verdicts(self, samples: Sequence[Sample]) -> list[Future[Verdict]]:
+        """The verdicts of the episodes of one prompt, in the order of their indices: `rewards.grading.Submit`."""
+        opened = [self._open.pop((sample.prompt.ordinal, index)) for index, sample in enumerate(samples)]
+        group_rewards = getattr(self._environment, "group_rewards", None)
+        if group_rewards is None:
+            return [_done(_verdict(one)) for one in opened]
+        found: list[Future[Verdict]] = [Future() for _ in opened]
+
+        async def compare() -> None:
+            kept = [one for one in opened if not one.lost]
+            try:
+                given = await self._called(group_rewards, [one.episode for one in kept])
+                if not isinstance(given, Sequence | np.ndarray):
+                    raise _LostError(
+                        "raised", f"group_rewards returned {given!r:.200}, needs a reward for each episode"
+                    )
+                scores = [_number(score, "group_rewards returned") for score in given]
+                if len(scores) != len(kept):
+                    raise _LostError(
+                        "raised", f"group_rewards returned {len(scores)} rewards for {len(kept)} episodes"
+                    )
+            except _LostError as error:
+                for one in kept:
+                    one.lost, one.reason = error.lost, str(error)
+                scores = []
+            of_episode = dict(zip(map(id, kept), scores, strict=False))
+            for one, verdict in zip(opened, found, strict=True):
+                verdict.set_result(_verdict(one, of_episode.get(id(one))))
+
+        asyncio.run_coroutine_threadsafe(compare(), self._loop)
+        return found
+
+    def close(self) -> None:
+        """Ends the thread; calls that are under way are given up."""
+        if not self._closing:
+            self._closing = True
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_ENDING_S)
+
+    def _serve(self) -> None:
+        """Runs the loop until it is closed, whatever ends it in between."""
+        while not self._closing:
+            try:
+                self._loop.run_forever()
+            except (
+                BaseException
+            ) as error:  # SystemExit or KeyboardInterrupt, of a task that an environment made
+                said = "a task of an environment raised; the episodes go on"
+                self._loop.call_exception_handler({"message": said, "exception": error})
+        left = asyncio.all_tasks(self._loop)
+        for task in left:
+            task.cancel()
+        with suppress(BaseException):
+            self._loop.run_until_complete(asyncio.wait(left, timeout=_ENDING_S / 2)) if left else None
+        self._loop.close()
+
+    def _submit(self, opened: _Open, work: Callable[[], Coroutine[Any, Any, Any]]) -> Future[Any]:
+        async def kept() -> Any:
+            try:
+                async with self._room:
+                    return await work()
+            except _LostError as error:
+                opened.lost, opened.reason = error.lost, str(error)
+            except RenderingError as error:
+                opened.lost, opened.reason = "raised", str(error)
+            return None
+
+        return asyncio.run_coroutine_threadsafe(kept(), self._loop)
+
+    async def _called(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """The result of somebody else's function, async or not, within the limit.
+
+        Raises:
+            _LostError: it raised, or took too long.
+        """
+
+        async def result() -> tuple[Any, BaseException | None]:
+            try:
+                # A function that is not async may block, so it has a thread.
+                is_async = inspect.iscoroutinefunction(call)
+                found = call(*arguments) if is_async else await asyncio.to_thread(call, *arguments)
+                return await found if inspect.isawaitable(found) else found, None
+            except BaseException as error:  # SystemExit among them, which would end the loop
+                return None, error
+
+        task = asyncio.ensure_future(result())
+        done, _ = await asyncio.wait([task], timeout=self._timeout_s)
+        if not done:
+            task.cancel()
+            raise _LostError("timeout", f"no answer of the environment within {self._timeout_s:g} s")
+        found, error = task.result()
+        if error is not None:
+            raise _LostError("raised", f"{type(error).__name__}: {error!s:.500}")
+        return found
+
+
+def _checked(step: Any) -> Step:
+    """A step with fields that are what they have to be, but for what it appends, which is for the rendering to check.
+
+    Raises:
+        _LostError: one of them is not.
+    """
+    if not isinstance(step, Step):
+        raise _LostError(
+            "raised", f"the episode answered {step!r:.200} ({type(step).__name__}), needs a Step"
+        )
+    if not isinstance(step.metrics, Mapping):
+        raise _LostError(
+            "raised", f"a step has metrics={step.metrics!r:.200}, needs a mapping of names to numbers"
+        )
+    if not (step.correct is None or isinstance(step.correct, bool | np.bool_)) or not isinstance(
+        step.done, bool | np.bool_
+    ):
+        raise _LostError(
+            "raised",
+            f"a step has correct={step.correct!r:.80} and done={step.done!r:.80}, needs True or False",
+        )
+    return Step(
+        reward=_number(step.reward, "a step has the reward"),
+        done=bool(step.done),
+        correct=None if step.correct is None else bool(step.correct),
+        metrics={
+            str(name): _number(value, f"a step has the metric {name!r}:")
+            for name, value in step.metrics.items()
+        },
+    )
+
+
+def _number(value: Any, said: str) -> float:
+    try:
+        number = as_float(value)
+    except ValueError:
+        number = math.nan
+    if not abs(number) <= MAX_SCORE:
+        raise _LostError(
+            "nonfinite", f"{said} {value!r:.80}, needs a finite number of at most {MAX_SCORE:g} in size"
+        )
+    return number
+
+
+def _verdict(one: _Open, score: float | None = None) -> Verdict:
+    if one.lost:
+        return Verdict(correct=False, lost=one.lost, reason=one.reason, parts=one.metrics)
+    total = sum(one.rewards) if score is None else score
+    correct = total > 0 if one.correct is None else one.correct
+    return Verdict(correct=correct, score=total, parts=one.metrics, turn_rewards=tuple(one.rewards))
+
+
+def _done(verdict: Verdict) -> Future[Verdict]:
+    future: Future[Verdict] = Future()
+    future.set_result(verdict)
+    return future

@@ -1,0 +1,35 @@
+"""Environments by name: one that comes with the package, `module:name`, or `path/to/file.py:name`."""
+
+from dapo_jax.environments.guess import GuessTheNumber
+from dapo_jax.environments.protocol import Environment
+from dapo_jax.nearest import nearest
+from dapo_jax.rewards.functions import load_function
+
+ENVIRONMENTS = {"guess": GuessTheNumber}
+"""The environments that come with the package, by name."""
+
+
+def load_environment(source: str) -> Environment:
+    """The environment that `environment.source` names.
+
+    Raises:
+        ValueError: there is none of that name, it cannot be loaded or made, or what it makes has no `episode`.
+    """
+    if ":" not in source and source not in ENVIRONMENTS:
+        near = nearest(source, ENVIRONMENTS)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {sorted(ENVIRONMENTS)}."
+        raise ValueError(
+            f"no environment is named {source!r}; {hint} An own one is module:name or path/to/file.py:name"
+        )
+    make = ENVIRONMENTS.get(source) or load_function(source)
+    try:
+        made = make()
+    except Exception as error:  # of somebody else's code
+        raise ValueError(
+            f"{source}: making the environment fails with {type(error).__name__}: {error}; it is called without arguments"
+        ) from error
+    if not callable(getattr(made, "episode", None)):
+        raise ValueError(
+            f"{source}: a {type(made).__name__} has no method episode(row, seed), which makes the episode of a response"
+        )
+    return made

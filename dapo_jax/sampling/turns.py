@@ -1,0 +1,133 @@
+"""Episodes of several turns: what ends a turn is handed to an environment, and what that appends is read before the next turn is drawn.
+
+While an environment works, its episode has neither a slot nor pages. What was drawn stays as it is: the next turn begins behind the very tokens of the
+turns before and those that were appended, and nothing is tokenized again.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from dapo_jax.dapo.rollouts import DrawnTurn, FinishReason, Prompt, TurnSpan
+from dapo_jax.sampling.requests import Request
+
+_LOOK_S = 1.0
+"""Seconds after which a sampler that waits for environments looks around."""
+
+
+@runtime_checkable
+class Environments(Protocol):
+    """The environments of a run as the sampler sees them: futures of the tokens that they append."""
+
+    max_turns: int
+    turn_tokens: int
+    """The most tokens of a turn; 0: as many as the episode may have."""
+
+    def start(self, prompt: Prompt, index: int) -> Future[Any]:
+        """Begins the episode: the ids that follow the prompt before the first turn, perhaps none; None: it was lost."""
+        ...
+
+    def step(self, prompt: Prompt, index: int, turn: DrawnTurn) -> Future[Any]:
+        """Hands over a turn: the ids that follow it; None: the episode is over."""
+        ...
+
+
+class EndedEpisode(NamedTuple):
+    """An episode that is over."""
+
+    request: Request
+    tokens: int
+    reason: FinishReason
+    turns: tuple[TurnSpan, ...]
+
+
+@dataclass
+class TurnTaking:
+    """The episodes of one sampler that wait for their environments."""
+
+    environments: Environments
+    on_look: Callable[[], None]
+    """Called while it waits."""
+    pending: int = 0
+    """Episodes whose environment works."""
+    starting: int = 0
+    """The number of them that have not begun."""
+    _arrived: SimpleQueue[tuple[Request, Future[Any], bool]] = field(default_factory=SimpleQueue)
+    _turns: dict[int, list[TurnSpan]] = field(default_factory=dict)
+    _ended: list[EndedEpisode] = field(default_factory=list)
+    _going: list[Request] = field(default_factory=list)
+
+    @property
+    def busy(self) -> bool:
+        """Whether an episode is not over that has no slot."""
+        return self.pending > 0 or bool(self._going)
+
+    def start(self, requests: Sequence[Request]) -> None:
+        """Begins episodes."""
+        for request in requests:
+            self._turns[id(request)] = []
+            self.starting += 1
+            self._await(request, self.environments.start(request.prompt, request.index), first=True)
+
+    def turn_ended(self, request: Request, length: int, reason: FinishReason) -> None:
+        """Hands the turn with which a response now has `length` tokens to its environment."""
+        request.drawn = length
+        self._turns[id(request)].append(TurnSpan(request.begun, length))
+        drawn = slice(request.begun, length)
+        turn = DrawnTurn(
+            tokens=request.tokens[drawn].copy(), logprobs=request.logprobs[drawn].copy(), finish_reason=reason
+        )
+        self._await(request, self.environments.step(request.prompt, request.index, turn), first=False)
+
+    def going_on(self) -> list[list[Request]]:
+        """The episodes whose next turn can be read, those together that begin with the same tokens."""
+        self._take()
+        alike: dict[tuple[int, bytes], list[Request]] = {}
+        for request in self._going:
+            alike.setdefault((request.prompt.ordinal, request.sequence.tobytes()), []).append(request)
+        self._going = []
+        return list(alike.values())
+
+    def ended(self) -> list[EndedEpisode]:
+        """The episodes that are over."""
+        self._take()
+        ended, self._ended = self._ended, []
+        return ended
+
+    def wait(self) -> None:
+        """Waits until an environment has answered."""
+        while self.pending and not (self._going or self._ended):
+            try:
+                self._took(*self._arrived.get(timeout=_LOOK_S))
+            except Empty:
+                self.on_look()
+
+    def _await(self, request: Request, answer: Future[Any], *, first: bool) -> None:
+        self.pending += 1
+        answer.add_done_callback(lambda done: self._arrived.put((request, done, first)))
+
+    def _take(self) -> None:
+        while not self._arrived.empty():
+            self._took(*self._arrived.get())
+
+    def _took(self, request: Request, answer: Future[Any], first: bool) -> None:
+        self.pending -= 1
+        self.starting -= first
+        appended, turns = answer.result(), self._turns[id(request)]
+        room = request.most - request.drawn
+        if first and appended is not None and len(appended) >= room:
+            raise ValueError(
+                f"the environment begins with {len(appended)} tokens, which leaves no room for a turn in an episode of up to {request.most}: "
+                "raise sampling.max_response_tokens, or begin with less"
+            )
+        if appended is None or len(turns) == self.environments.max_turns or len(appended) >= room:
+            whole = (appended is None and room > 0) or not turns
+            del self._turns[id(request)]
+            self._ended.append(
+                EndedEpisode(request, request.drawn, "stop" if whole else "length", tuple(turns))
+            )
+            return
+        request.begin_turn(len(turns), appended, most=self.environments.turn_tokens or request.most)
+        self._going.append(request)

@@ -1,0 +1,330 @@
+"""Episodes on their event loop: what good environments give, and what bad ones cost."""
+
+import asyncio
+import re
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from dapo_jax.dapo.rollouts import DrawnTurn, Prompt, Verdict
+from dapo_jax.environments import Episodes, Step, load_environment
+from dapo_jax.environments.rendering import Rendering
+from dapo_jax.rewards.sample import Sample
+from dapo_jax.text.tokenizers import ByteTokenizer
+
+TOKENIZER = ByteTokenizer()
+PROMPT = Prompt(ordinal=7, tokens=TOKENIZER.encode("q"), text="q", answer="a", row={"level": 3})
+
+
+class Echo:
+    """Appends what it hears, three times."""
+
+    def __init__(self, row, seed):
+        self.row, self.seed, self.turns = row, seed, []
+
+    async def step(self, turn):
+        self.turns.append(turn)
+        last = len(self.turns) == 3
+        return Step(
+            reward=0.5,
+            append=turn.text.upper(),
+            done=last,
+            correct=True if last else None,
+            metrics={"heard": float(len(self.turns))},
+        )
+
+
+class Making:
+    """An environment whose episodes `make` makes."""
+
+    def __init__(self, make, group_rewards=None):
+        self._make, self.made = make, []
+        if group_rewards is not None:
+            self.group_rewards = group_rewards
+
+    def episode(self, row, seed):
+        self.made.append(self._make(row, seed))
+        return self.made[-1]
+
+
+def started(environment, **how):
+    settings = {"seed": 1, "max_turns": 4, "timeout_s": 0.3, "calls": 8, "text_of": TOKENIZER.decode, **how}
+    return Episodes(environment, Rendering(tokenizer=TOKENIZER), **settings)
+
+
+def turn(text):
+    tokens = TOKENIZER.encode(text)
+    return DrawnTurn(tokens=tokens, logprobs=np.full(len(tokens), -0.5, np.float32), finish_reason="stop")
+
+
+def samples(count):
+    return [
+        Sample(prompt=PROMPT, response="", tokens=np.zeros(0, np.int32), finish_reason="stop") for _ in range(count)
+    ]  # fmt: skip
+
+
+def one_verdict(episodes):
+    [verdict] = [future.result(5) for future in episodes.verdicts(samples(1))]
+    assert isinstance(verdict, Verdict)
+    return verdict
+
+
+def test_an_episode_hears_each_turn_and_is_worth_the_sum():
+    environment = Making(Echo)
+    with started(environment) as episodes:
+        assert episodes.start(PROMPT, 0).result(5).tolist() == []
+        for _number, text in enumerate(["a", "b"]):
+            assert TOKENIZER.decode(episodes.step(PROMPT, 0, turn(text)).result(5)) == text.upper()
+        assert episodes.step(PROMPT, 0, turn("c")).result(5) is None
+        verdict = one_verdict(episodes)
+    assert verdict == Verdict(correct=True, score=1.5, parts={"heard": 3.0}, turn_rewards=(0.5, 0.5, 0.5))
+    [echo] = environment.made
+    assert echo.row == {"prompt": "q", "answer": "a", "level": 3}
+    assert [(each.number, each.text) for each in echo.turns] == [(0, "a"), (1, "b"), (2, "c")]
+    assert [each.logprobs.tolist() for each in echo.turns] == [[-0.5]] * 3
+
+
+def test_the_episodes_of_a_prompt_have_one_seed_and_others_another():
+    environment = Making(Echo)
+    with started(environment) as episodes:
+        for index in range(3):
+            episodes.start(PROMPT, index).result(5)
+        episodes.start(Prompt(ordinal=8, tokens=PROMPT.tokens, text="q", answer="a"), 0).result(5)
+    seeds = [echo.seed for echo in environment.made]
+    assert seeds[0] == seeds[1] == seeds[2] != seeds[3]
+
+
+def test_functions_that_are_not_async_have_threads_of_their_own():
+    class Blocking(Echo):
+        def step(self, turn):
+            time.sleep(0.2)
+            return Step(done=True, reward=float(threading.get_ident()))
+
+    with started(Making(Blocking), timeout_s=5.0) as episodes:
+        for index in range(8):
+            episodes.start(PROMPT, index).result(5)
+        began = time.monotonic()
+        for future in [episodes.step(PROMPT, index, turn("a")) for index in range(8)]:
+            assert future.result(5) is None
+        assert time.monotonic() - began < 1.0, "eight blocked side by side"
+
+
+def test_calls_beyond_the_most_wait_and_their_time_begins_when_they_do():
+    class Slow(Echo):
+        async def step(self, turn):
+            await asyncio.sleep(0.2)
+            return Step(done=True)
+
+    with started(Making(Slow), calls=2, timeout_s=0.4) as episodes:
+        for index in range(8):
+            episodes.start(PROMPT, index).result(5)
+        for future in [episodes.step(PROMPT, index, turn("a")) for index in range(8)]:
+            future.result(5)
+        assert not any(verdict.result(5).lost for verdict in episodes.verdicts(samples(8)))
+
+
+def test_rewards_may_be_compared_within_the_group():
+    async def longest(episodes):
+        lengths = [sum(len(turn.text) for turn in each.turns) for each in episodes]
+        return [float(length == max(lengths)) for length in lengths]
+
+    with started(Making(Echo, longest)) as episodes:
+        for index, text in enumerate(["a", "bbb", "cc"]):
+            episodes.start(PROMPT, index).result(5)
+            episodes.step(PROMPT, index, turn(text)).result(5)
+        scores = [future.result(5).score for future in episodes.verdicts(samples(3))]
+    assert scores == [0.0, 1.0, 0.0]
+
+
+def raising(error):
+    def raises(*_):
+        raise error
+
+    return raises
+
+
+async def hang(*_):
+    await asyncio.sleep(60)
+
+
+def block(*_):
+    time.sleep(2)
+
+
+async def stubborn(*_):
+    try:
+        await asyncio.sleep(60)
+    except asyncio.CancelledError:
+        await asyncio.sleep(0.1)
+        raise ValueError("never mind") from None
+
+
+async def cancels_itself(*_):
+    asyncio.current_task().cancel()
+    await asyncio.sleep(1)
+
+
+def answering(value):
+    async def answers(*_):
+        return value
+
+    return answers
+
+
+def stepping(**fields):
+    """A step with fields that its type does not allow."""
+    step = Step()
+    for name, value in fields.items():
+        object.__setattr__(step, name, value)
+    return answering(step)
+
+
+BAD_STEPS = {
+    "hangs": (hang, "timeout", r"no answer of the environment within 0\.3 s"),
+    "blocks": (block, "timeout", r"within 0\.3 s"),
+    "goes on when cancelled": (stubborn, "timeout", r"within 0\.3 s"),
+    "cancels itself": (cancels_itself, "raised", "CancelledError"),
+    "raises": (raising(ValueError("no such tool")), "raised", "ValueError: no such tool"),
+    "raises what has no text": (raising(KeyError()), "raised", "KeyError"),
+    "raises an endless text": (raising(ValueError("x" * 10**6)), "raised", "x{500}$"),
+    "exits": (raising(SystemExit(3)), "raised", "SystemExit: 3"),
+    "interrupts": (raising(KeyboardInterrupt()), "raised", "KeyboardInterrupt"),
+    "runs out of memory": (raising(MemoryError()), "raised", "MemoryError"),
+    "recurses": (raising(RecursionError("deep")), "raised", "RecursionError: deep"),
+    "answers nothing": (answering(None), "raised", r"answered None \(NoneType\), needs a Step"),
+    "answers a tuple": (answering((1.0, True)), "raised", r"\(tuple\), needs a Step"),
+    "answers a text": (answering("ok"), "raised", r"'ok' \(str\), needs a Step"),
+    "answers a class": (answering(Step), "raised", "needs a Step"),
+    "reward is a text": (stepping(reward="1"), "nonfinite", "the reward '1', needs a finite number"),
+    "reward is none": (stepping(reward=None), "nonfinite", "the reward None"),
+    "reward is nan": (stepping(reward=float("nan")), "nonfinite", "the reward nan"),
+    "reward is infinite": (stepping(reward=float("inf")), "nonfinite", "the reward inf"),
+    "reward is huge": (stepping(reward=1e300), "nonfinite", r"the reward 1e\+300"),
+    "reward is a list": (stepping(reward=[1.0]), "nonfinite", r"the reward \[1\.0\]"),
+    "done is a text": (stepping(done="yes"), "raised", "done='yes', needs True or False"),
+    "correct is a number": (stepping(correct=0.5), "raised", r"correct=0\.5"),
+    "metrics is a list": (stepping(metrics=[1]), "raised", r"metrics=\[1\], needs a mapping"),
+    "a metric is a text": (stepping(metrics={"a": "b"}), "nonfinite", "the metric 'a': 'b'"),
+    "a metric is nan": (stepping(metrics={"a": float("nan")}), "nonfinite", "the metric 'a': nan"),
+    "appends a number": (stepping(append=5), "raised", r"5 \(int\) cannot be appended"),
+    "appends bytes": (stepping(append=b"\xff\xfe"), "raised", "ids from 254 to 255|cannot be appended|neither"),
+    "appends half a character": (stepping(append="\ud800"), "raised", "cannot be tokenized"),
+    "appends huge text": (stepping(append="x" * (1 << 21)), "raised", "2,097,152 characters"),
+    "appends foreign ids": (stepping(append=[10**6]), "raised", "ids from 1000000 to 1000000"),
+    "appends negative ids": (stepping(append=[-5]), "raised", "ids from -5 to -5"),
+    "appends huge ids": (stepping(append=[2**70]), "raised", "neither|ids from"),
+    "appends a mixture": (stepping(append=["a", 1]), "raised", "neither messages nor"),
+    "appends messages": (stepping(append=[{"role": "tool", "content": "4"}]), "raised", "no chat template"),
+    "appends nested ids": (stepping(append=[[1]]), "raised", "neither messages nor"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_STEPS)
+def test_a_bad_step_ends_its_episode_as_lost_and_costs_no_other(name):
+    step, lost, reason = BAD_STEPS[name]
+
+    class Bad(Echo):
+        pass
+
+    if asyncio.iscoroutinefunction(step):
+
+        async def bad(self, turn):
+            return await step(turn)
+    else:
+
+        def bad(self, turn):
+            return step(turn)
+
+    Bad.step = bad
+    made = iter([Bad, Echo, Echo])
+    with started(Making(lambda row, seed: next(made)(row, seed))) as episodes:
+        for index in range(3):
+            episodes.start(PROMPT, index).result(5)
+        answers = [episodes.step(PROMPT, index, turn("a")) for index in range(3)]
+        assert answers[0].result(5) is None
+        assert [TOKENIZER.decode(answer.result(5)) for answer in answers[1:]] == ["A", "A"]
+        verdicts = [future.result(5) for future in episodes.verdicts(samples(3))]
+    assert (verdicts[0].correct, verdicts[0].lost, verdicts[0].score) == (False, lost, None)
+
+    assert re.search(reason, verdicts[0].reason, re.DOTALL), verdicts[0].reason[:300]
+    assert [(each.lost, each.score) for each in verdicts[1:]] == [("", 0.5)] * 2
+
+
+class Starting(Echo):
+    def __init__(self, row, seed, start):
+        super().__init__(row, seed)
+        self.start = start
+
+
+@pytest.mark.parametrize(
+    ("make", "lost", "reason"),
+    [
+        (raising(OSError("no server")), "raised", "OSError: no server"),
+        (block, "timeout", "within"),
+        (lambda row, seed: Starting(row, seed, hang), "timeout", "within"),
+        (lambda row, seed: None, "raised", "None (NoneType) has no method step(turn)"),
+        (lambda row, seed: Starting(row, seed, raising(ValueError("bad row"))), "raised", "ValueError: bad row"),
+        (lambda row, seed: Starting(row, seed, answering(5)), "raised", "cannot be appended"),
+        (lambda row, seed: Starting(row, seed, answering([{"role": "user", "content": "x"}])), "raised", "chat template"),
+    ],
+)  # fmt: skip
+def test_an_episode_that_does_not_begin_is_lost(make, lost, reason):
+    with started(Making(make)) as episodes:
+        assert episodes.start(PROMPT, 0).result(5) is None
+        verdict = one_verdict(episodes)
+    assert verdict.lost == lost
+    assert reason in verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("group_rewards", "lost", "reason"),
+    [
+        (raising(ValueError("cannot compare")), "raised", "cannot compare"),
+        (answering([1.0]), "raised", "group_rewards returned 1 rewards for 2 episodes"),
+        (answering(None), "raised", "group_rewards"),
+        (answering([1.0, float("nan")]), "nonfinite", "group_rewards returned nan"),
+        (hang, "timeout", "within"),
+    ],
+)
+def test_a_comparison_that_fails_loses_the_group_alone(group_rewards, lost, reason):
+    with started(Making(Echo, group_rewards)) as episodes:
+        for index in range(2):
+            episodes.start(PROMPT, index).result(5)
+            episodes.step(PROMPT, index, turn("a")).result(5)
+        verdicts = [future.result(5) for future in episodes.verdicts(samples(2))]
+    for verdict in verdicts:
+        assert verdict.lost == lost
+        assert reason in verdict.reason
+
+
+def test_closing_gives_up_what_is_under_way():
+    class Hanging(Echo):
+        async def step(self, turn):
+            await asyncio.sleep(60)
+
+    episodes = started(Making(Hanging), timeout_s=60.0)
+    episodes.start(PROMPT, 0).result(5)
+    answer = episodes.step(PROMPT, 0, turn("a"))
+    time.sleep(0.05)
+    episodes.close()
+    assert not episodes._thread.is_alive()
+    assert answer.done() or not answer.running()
+    episodes.close()
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("gess", "no environment is named 'gess'; did you mean 'guess'"),
+        ("nothing", r"there are \['guess'\]"),
+        ("nowhere:Env", "cannot import the module 'nowhere'"),
+        ("tests.environments.episodes_test:Ech", "did you mean 'Echo'"),
+        ("tests.environments.episodes_test:Echo", "making the environment fails with TypeError"),
+        ("builtins:dict", r"a dict has no method episode\(row, seed\)"),
+    ],
+)
+def test_an_environment_that_cannot_be_made_is_named(source, message):
+    with pytest.raises(ValueError, match=message):
+        load_environment(source)

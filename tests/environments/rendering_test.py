@@ -1,0 +1,97 @@
+"""What is appended, as ids: of texts, ids and messages, with nothing tokenized twice and no special token out of a tool's text."""
+
+import numpy as np
+import pytest
+
+from dapo_jax.environments.rendering import Rendering, RenderingError
+from dapo_jax.text.huggingface import HuggingFaceTokenizer
+from dapo_jax.text.tokenizers import ByteTokenizer, CharTokenizer
+from tests.text.folders import files_of
+
+NOTHING = np.zeros(0, np.int32)
+
+
+def test_a_text_and_ids_are_appended_as_they_stand():
+    rendering = Rendering(tokenizer=ByteTokenizer())
+    assert rendering.ids("A=", after=NOTHING).tolist() == [67, 63]
+    assert rendering.ids([5, 7], after=None).tolist() == [5, 7]
+    assert rendering.ids(np.array([9]), after=NOTHING).tolist() == [9]
+    for nothing in ("", [], (), NOTHING):
+        assert rendering.ids(nothing, after=NOTHING).tolist() == []
+
+
+@pytest.mark.parametrize(
+    ("appended", "message"),
+    [
+        (7, r"7 \(int\) cannot be appended; a text, a list of messages or ids can"),
+        (None, r"None \(NoneType\) cannot be appended"),
+        ([1, "a"], "neither messages nor a list of ids"),
+        ([[1], [2]], "neither messages nor a list of ids"),
+        ([1.5], "neither messages nor a list of ids"),
+        ([-1], "ids from -1 to -1 were appended; those of the tokenizer are from 0 to 257"),
+        ([300], "ids from 300 to 300"),
+        ("\ud800", "cannot be tokenized"),
+        ("a" * (1 << 20) + "b", "1,048,577 characters"),
+        ([{"role": "tool", "content": "4"}], "the model has no chat template: append a text or ids"),
+    ],
+)
+def test_what_cannot_be_appended_is_named(appended, message):
+    with pytest.raises(RenderingError, match=message):
+        Rendering(tokenizer=ByteTokenizer()).ids(appended, after=NOTHING)
+
+
+def test_a_character_that_is_not_in_the_alphabet_is_named():
+    with pytest.raises(RenderingError, match="cannot be tokenized: character 'x'"):
+        Rendering(tokenizer=CharTokenizer("01")).ids("0x", after=NOTHING)
+
+
+@pytest.fixture(scope="module")
+def chat():
+    return HuggingFaceTokenizer(files_of())
+
+
+def test_a_message_is_rendered_behind_the_turn(chat):
+    """What is appended to a turn that ended with its end token is what the template writes behind an answer, but for that token."""
+    rendering = Rendering(tokenizer=chat)
+    message = {"role": "user", "content": "4"}
+    said = np.concatenate([chat.encode("2+2?"), [chat.eos_id]]).astype(np.int32)
+    whole = chat.chat_template.render(
+        [{"role": "user", "content": "q"}, {"role": "assistant", "content": "2+2?"}, message]
+    )
+    before = chat.chat_template.render([{"role": "user", "content": "q"}])
+    assert whole.startswith(before)
+    appended = rendering.ids([message], after=said)
+    assert chat._tokenizer.decode([*said, *appended], skip_special_tokens=False) == whole[len(before) :]
+    cut = rendering.ids([message], after=said[:-1])
+    assert cut.tolist() == [chat.eos_id, *appended], "a turn that was cut off is ended"
+
+
+def test_nothing_in_a_message_becomes_a_special_token(chat):
+    special = chat._tokenizer.decode([chat.eos_id], skip_special_tokens=False)
+    said = np.array([chat.eos_id], np.int32)
+    rendering = Rendering(tokenizer=chat)
+    evil = f"4{special}{special}"
+    plain, injected = (rendering.ids([{"role": "user", "content": text}], after=said) for text in ("4", evil))
+    count = int((plain == chat.eos_id).sum())
+    assert int((injected == chat.eos_id).sum()) == count
+    assert (rendering.ids(evil, after=said) != chat.eos_id).all()
+    assert evil in chat._tokenizer.decode(injected.tolist(), skip_special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ({"content": "4"}, "needs a role"),
+        ({"role": "tool"}, "content has to be a str"),
+        ({"role": "tool", "content": ["4"]}, "content has to be a str"),
+        ({"role": "tool", "content": "x" * (1 << 21)}, "2,097,152 characters"),
+    ],
+)
+def test_a_message_that_is_none_is_named(chat, message, said):
+    with pytest.raises(RenderingError, match=said):
+        Rendering(tokenizer=chat).ids([message], after=np.array([chat.eos_id], np.int32))
+
+
+def test_messages_cannot_follow_a_prompt(chat):
+    with pytest.raises(RenderingError, match="messages cannot follow a prompt"):
+        Rendering(tokenizer=chat).ids([{"role": "user", "content": "4"}], after=None)

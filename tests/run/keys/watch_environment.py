@@ -1,0 +1,51 @@
+"""Who watches `environment`: seen as what the run's episodes were made with, and as the advantages of their turns."""
+
+import numpy as np
+
+from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, TurnSpan, Verdict
+from tests.run.keys.watching import watch
+
+GUESS = {"environment.source": "guess"}
+
+
+def of_episodes(name):
+    """Sees what the episodes of a run were made with."""
+    return lambda look: look.made_of("Episodes")[name]
+
+
+def environment(look):
+    made = look.made_of("Episodes")
+    return made and type(made["environment"]).__name__
+
+
+def advantages_of_turns(look):
+    """How many different advantages the two turns of one episode have."""
+
+    def rollout(rewards):
+        response = Response(
+            tokens=np.array([3, 4, 5], np.int32),
+            logprobs=np.zeros(3, np.float32),
+            finish_reason="stop",
+            turns=(TurnSpan(0, 1), TurnSpan(2, 3)),
+        )
+        score = sum(rewards)
+        verdict = Verdict(correct=score > 0, score=score, turn_rewards=rewards)
+        return Rollout(response=response, text="", verdict=verdict, reward=score)
+
+    prompt = Prompt(ordinal=0, tokens=np.array([2], np.int32), text="", answer="")
+    group = Group(prompt=prompt, rollouts=(rollout((1.0, 0.0)), rollout((0.0, 0.0))))
+    run = look.run()
+    [[packed]] = run.batches.minibatches([group], 1)
+    run.close()
+    return len(np.unique(packed.advantages[packed.mask]))
+
+
+WATCHERS = [
+    watch("environment.source", environment, ("", None), ("guess", "GuessTheNumber")),
+    watch("environment.max_turns", of_episodes("max_turns"), (8, 8), (3, 3), also=GUESS),
+    watch("environment.turn_tokens", of_episodes("turn_tokens"), (0, 0), (5, 5), also=GUESS),
+    watch("environment.timeout_s", of_episodes("timeout_s"), (30.0, 30.0), (2.5, 2.5), also=GUESS),
+    watch("environment.calls", of_episodes("calls"), (64, 64), (3, 3), also=GUESS),
+    # Two episodes, one of which had its reward for the first turn: behind it both are alike.
+    watch("environment.credit", advantages_of_turns, ("episode", 2), ("turn", 3), also=GUESS),
+]

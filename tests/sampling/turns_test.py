@@ -1,0 +1,260 @@
+"""Episodes of several turns: what was sampled and what was appended stay what they are, whatever slots and environments wait for."""
+
+import itertools
+import threading
+from concurrent.futures import Future
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dapo_jax.dapo.batching import Example
+from dapo_jax.sampling.continuous_batching import Sampler
+from dapo_jax.sampling.decoding import decoding, response_keys
+from dapo_jax.sampling.engine import DecoderEngine
+from dapo_jax.testing import ScriptedEngine
+from tests.sampling.continuous_batching_test import (
+    CONFIG,
+    EOS,
+    GROUP,
+    KEY,
+    LIMIT,
+    MAX_PROMPT,
+    assert_same,
+    one_device,
+    prompts,
+    sample,
+    trainer_logprobs,
+    weights_of,
+)
+
+
+class Appending:
+    """Environments that append what `answer(ordinal, index, turns so far)` gives: a list of ids, or None. Each answer comes after a random while."""
+
+    def __init__(self, answer, *, max_turns=4, turn_tokens=0, delays=None):
+        self.answer, self.max_turns, self.turn_tokens = answer, max_turns, turn_tokens
+        self.delays, self.seen = delays, {}
+
+    def start(self, prompt, index):
+        self.seen[prompt.ordinal, index] = []
+        return self._later(prompt, index)
+
+    def step(self, prompt, index, turn):
+        self.seen[prompt.ordinal, index].append(turn)
+        return self._later(prompt, index)
+
+    def _later(self, prompt, index):
+        found = Future()
+        given = self.answer(prompt.ordinal, index, self.seen[prompt.ordinal, index])
+        value = None if given is None else np.array(given, np.int32)
+        if self.delays is None:
+            found.set_result(value)
+        else:
+            threading.Timer(float(self.delays.uniform(0, 0.02)), found.set_result, [value]).start()
+        return found
+
+
+def episodes(engine, environments, asked, *, samples=GROUP, limit=LIMIT, weights=None, stop=None):
+    left = list(asked)
+
+    def draw(count):
+        some, left[:] = left[:count], left[count:]
+        return some
+
+    sampled = Sampler(engine, prefill_prompts=4).sample(
+        weights_of() if weights is None else weights,
+        draw,
+        key=KEY,
+        decoding=decoding(),
+        samples_per_prompt=samples,
+        max_response_tokens=limit,
+        stop=stop,
+        environments=environments,
+    )
+    return {prompt.ordinal: responses for prompt, responses in sampled}
+
+
+def two_more(ordinal, index, turns):
+    """Two tokens behind each turn, nothing before the first."""
+    return [] if not turns else [2 + (ordinal + len(turns)) % 18, 2 + index % 18]
+
+
+def engine_of(slots, steps, **how):
+    return DecoderEngine(
+        CONFIG, slots=slots, capacity=MAX_PROMPT + LIMIT, steps_per_call=steps, stop_ids=[EOS], mesh=one_device(), has_turns=True, **how
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """Turns of up to three tokens, four of them."""
+    return episodes(engine_of(4, 8), Appending(two_more, turn_tokens=3), prompts(0, 1, 2, 3, 4))
+
+
+def test_an_episode_is_what_was_sampled_and_what_was_appended(expected):
+    kinds = set()
+    for ordinal, responses in expected.items():
+        for index, response in enumerate(responses):
+            turns, tokens = response.turns, response.tokens
+            assert turns[0].first == 0
+            assert len(turns) <= 4
+            for number, (before, after) in enumerate(itertools.pairwise(turns), start=1):
+                appended = tokens[before.stop : after.first].tolist()
+                assert appended == two_more(ordinal, index, [None] * number)
+            assert turns[-1].stop == len(tokens), "nothing is appended to the last turn"
+            np.testing.assert_array_equal(response.logprobs[~response.sampled], 0)
+            assert (response.logprobs[response.sampled] < 0).all()
+            assert response.sampled_tokens == sum(stop - first for first, stop in turns)
+            assert all(stop - first <= 3 for first, stop in turns)
+            assert response.finish_reason == "length", "this environment never ends"
+            kinds.add(len(turns))
+    assert kinds == {4}, "four turns of three tokens or less, with two behind each: all that there may be"
+
+
+def test_the_first_turn_is_that_of_a_response_without_turns(expected):
+    alone = sample(engine_of(4, 8), prompts(0, 1, 2, 3, 4), limit=3)
+    for ordinal, responses in alone.items():
+        for response, episode in zip(responses, expected[ordinal], strict=True):
+            first, stop = episode.turns[0]
+            np.testing.assert_array_equal(episode.tokens[first:stop], response.tokens)
+
+
+def test_each_turn_draws_with_numbers_of_its_own():
+    """Else a policy that forgets would say the same in every turn."""
+    ordinals, indices = jnp.arange(3, dtype=jnp.int32), jnp.array([0, 1, 5], jnp.int32)
+    plain = response_keys(KEY, ordinals, indices)
+    keys = [response_keys(KEY, ordinals, indices, jnp.full(3, turn, jnp.int32)) for turn in range(3)]
+    data = [jax.random.key_data(each).tolist() for each in keys]
+    assert data[0] == jax.random.key_data(plain).tolist()
+    assert len({tuple(pair) for each in data for pair in each}) == 9
+
+
+@pytest.mark.parametrize(
+    ("slots", "steps", "how"), [(16, 8, {}), (4, 1, {}), (16, 3, {"page_tokens": 4, "cache_tokens": 48})]
+)
+def test_slots_and_the_time_of_environments_change_no_episode(slots, steps, how, expected):
+    for seed in (0, 1):
+        late = Appending(two_more, turn_tokens=3, delays=np.random.default_rng(seed))
+        found = episodes(engine_of(slots, steps, **how), late, prompts(0, 1, 2, 3, 4))
+        assert_same(found, expected)
+        for ordinal, responses in expected.items():
+            assert [each.turns for each in found[ordinal]] == [each.turns for each in responses]
+
+
+def test_batch_invariant_episodes_change_no_bit():
+    few, many = (
+        episodes(
+            engine_of(slots, 5, batch_invariant=True), Appending(two_more, turn_tokens=3), prompts(0, 1, 2)
+        )
+        for slots in (8, 32)
+    )
+    assert_same(many, few, logprob_tolerance=0)
+
+
+def test_logprobs_of_whole_episodes_are_those_of_the_trainer(expected):
+    """To 2e-5 in float32, over all turns, behind what was appended; and the mask is exactly what was sampled."""
+    asked = {prompt.ordinal: prompt.tokens for prompt in prompts(*expected)}
+    rows = [
+        Example(
+            prompt_tokens=asked[ordinal], response_tokens=response.tokens, logprobs=response.logprobs, sampled=response.sampled
+        )
+        for ordinal, responses in expected.items()
+        for response in responses
+    ]  # fmt: skip
+    compared = 0
+    for trained, recorded, mask in trainer_logprobs(rows, 1.0):
+        np.testing.assert_allclose(recorded[mask], trained[mask], rtol=0, atol=2e-5)
+        compared += mask.sum()
+    assert compared == sum(response.sampled_tokens for group in expected.values() for response in group)
+    assert compared < sum(len(response.tokens) for group in expected.values() for response in group)
+
+
+def test_an_environment_may_begin_and_end_the_episode():
+    def answer(ordinal, index, turns):
+        if not turns:
+            return [5] * (1 + index)
+        return [7] if len(turns) < 2 else None
+
+    environments = Appending(answer, turn_tokens=2)
+    found = episodes(engine_of(4, 4), environments, prompts(1, 3))
+    for responses in found.values():
+        for index, response in enumerate(responses):
+            assert response.turns[0].first == 1 + index
+            assert response.tokens[: 1 + index].tolist() == [5] * (1 + index)
+            assert len(response.turns) == 2
+            assert response.finish_reason == "stop"
+    for (ordinal, index), turns in environments.seen.items():
+        response = found[ordinal][index]
+        for turn, (first, stop) in zip(turns, response.turns, strict=True):
+            np.testing.assert_array_equal(turn.tokens, response.tokens[first:stop])
+            np.testing.assert_array_equal(turn.logprobs, response.logprobs[first:stop])
+            assert turn.finish_reason == ("stop" if turn.tokens[-1] == EOS else "length")
+
+
+def test_an_episode_that_is_lost_at_its_beginning_costs_no_other():
+    def answer(ordinal, index, turns):
+        return None if index == 2 and not turns else two_more(ordinal, index, turns)
+
+    found = episodes(engine_of(4, 4), Appending(answer, turn_tokens=3), prompts(0, 1))
+    plain = episodes(engine_of(4, 4), Appending(two_more, turn_tokens=3), prompts(0, 1))
+    for ordinal, responses in found.items():
+        lost = responses[2]
+        assert len(lost.tokens) == lost.sampled_tokens == 0
+        assert_same(
+            {ordinal: [each for index, each in enumerate(responses) if index != 2]},
+            {ordinal: [each for index, each in enumerate(plain[ordinal]) if index != 2]},
+        )
+
+
+def test_a_beginning_that_leaves_no_room_is_refused():
+    environments = Appending(lambda ordinal, index, turns: [5] * LIMIT)
+    with pytest.raises(
+        ValueError,
+        match=r"begins with 16 tokens, .*no room for a turn .* up to 16: raise sampling\.max_response",
+    ):
+        episodes(engine_of(4, 4), environments, prompts(0))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_environments_get_every_script(seed):
+    """Any slots, pages, appended lengths, ends and delays: an episode is its scripts and what was appended, up to its limits."""
+    rng = np.random.default_rng(seed)
+    limit, slots = int(rng.integers(8, 40)), int(rng.integers(1, 9))
+
+    def script(ordinal, index, turn=0):
+        length = int(np.random.default_rng((seed, ordinal, index, turn)).integers(1, 12))
+        return [100 * ordinal + 10 * index + turn + 2] * (length - 1) + [EOS]
+
+    def answer(ordinal, index, turns):
+        own = np.random.default_rng((seed, 1, ordinal, index, len(turns)))
+        if turns and own.random() < 0.2:
+            return None
+        return [7] * int(own.integers(0, 4))
+
+    engine = ScriptedEngine(script, slots=slots, capacity=48, steps_per_call=3, stop_ids=[EOS])
+    environments = Appending(
+        answer, max_turns=int(rng.integers(1, 6)), turn_tokens=int(rng.integers(0, 9)), delays=rng
+    )
+    asked = prompts(*range(5))
+    for ordinal, responses in episodes(
+        engine, environments, asked, samples=3, limit=limit, weights={}
+    ).items():
+        for index, response in enumerate(responses):
+            tokens, turns, over = list(answer(ordinal, index, [])), [], None
+            while over is None:
+                room = min(limit - len(tokens), environments.turn_tokens or limit)
+                first = len(tokens)
+                tokens += script(ordinal, index, *[len(turns)] * (len(turns) > 0))[:room]
+                turns.append((first, len(tokens)))
+                appended = answer(ordinal, index, turns)
+                if appended is None:
+                    over = "stop" if len(tokens) < limit else "length"
+                elif len(turns) == environments.max_turns or len(tokens) + len(appended) >= limit:
+                    over = "length"
+                else:
+                    tokens += appended
+            assert response.tokens.tolist() == tokens
+            assert [tuple(turn) for turn in response.turns] == turns
+            assert response.finish_reason == over

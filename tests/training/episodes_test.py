@@ -1,0 +1,213 @@
+"""The gradient of a minibatch of episodes against float64: what the environment said is context, and nothing else.
+
+The oracle is that of `correction_test`: each episode alone in a row, a Llama written out. Here are groups, whose advantages, weights and packed rows the library makes.
+"""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dapo_jax.dapo.batching import example_weights, pack, training_examples, turn_advantages
+from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, TurnSpan, Verdict
+from dapo_jax.models.decoder import graph_of
+from dapo_jax.parallel.training_layout import layout_of
+from dapo_jax.training.state import init_state
+from dapo_jax.training.update import UpdateOptions, Updater
+from tests.training.correction_test import (
+    CONFIG,
+    HIGH,
+    KEEP_GRADIENT,
+    LOW,
+    OLDER,
+    PARAMS,
+    exact_logprobs,
+    in_float64,
+    logprobs_of,
+    one_device,
+)
+
+
+def episode(rng, prompt):
+    """Two to four turns of one to four tokens, up to two of the environment before each, and behind the last."""
+    tokens, turns, rewards = rng.integers(2, CONFIG.vocab_size, rng.integers(0, 3)).tolist(), [], []
+    for _ in range(rng.integers(2, 5)):
+        first = len(tokens)
+        tokens += rng.integers(2, CONFIG.vocab_size, rng.integers(1, 5)).tolist()
+        turns.append(TurnSpan(first, len(tokens)))
+        rewards.append(float(rng.integers(0, 2)))
+        tokens += rng.integers(2, CONFIG.vocab_size, rng.integers(0, 3)).tolist()
+    tokens = np.array(tokens, np.int32)
+    whole = np.concatenate([prompt.tokens, tokens])[None]
+    # What an older policy recorded; the environment's tokens have 0, as the sampler writes them.
+    drawn = exact_logprobs(OLDER[0], whole)[0, len(prompt.tokens) :].astype(np.float32)
+    response = Response(tokens=tokens, logprobs=drawn, finish_reason="stop", turns=tuple(turns))
+    response = replace(response, logprobs=np.where(response.sampled, drawn, 0).astype(np.float32))
+    verdict = Verdict(correct=sum(rewards) > 0, score=sum(rewards), turn_rewards=rewards)
+    return Rollout(response=response, text="", verdict=verdict, reward=sum(rewards))
+
+
+def groups(seed):
+    rng, found = np.random.default_rng(seed), []
+    for ordinal in range(5):
+        prompt = Prompt(
+            ordinal=ordinal, tokens=rng.integers(2, CONFIG.vocab_size, rng.integers(2, 6)).astype(np.int32), text="", answer=""
+        )  # fmt: skip
+        found.append(Group(prompt=prompt, rollouts=tuple(episode(rng, prompt) for _ in range(4))))
+    return found
+
+
+def packed(given, *, by_turn=False):
+    examples = training_examples(given, by_turn=by_turn)
+    return pack(examples, example_weights(examples), row_tokens=64, rows_per_microbatch=2)
+
+
+def gradient(minibatch):
+    """The library's, of a minibatch whose ratio is to the sampler's log-probabilities, which clip here and there."""
+    options = UpdateOptions(logprob_chunk_vocab=8, old_logprobs="sampler")
+    mesh = one_device()
+    graph = graph_of(CONFIG, layout=layout_of(mesh, attention="xla"))
+    updater = Updater(graph, PARAMS, KEEP_GRADIENT, mesh, options=options)
+    state = init_state(PARAMS, KEEP_GRADIENT, mesh)
+    _, [prepared] = (None, updater.prepare(state, [minibatch]))
+    state, _ = updater.update(state, prepared, learning_rate=1.0, first=True)
+    return in_float64(state.opt_state.trace)
+
+
+def returns_by_hand(group, by_turn):
+    """The advantage of each turn of each episode, in loops."""
+    rewards = np.array([rollout.reward for rollout in group.rollouts])
+    scale = rewards.std(ddof=1) + 1e-6
+    if not by_turn:
+        return [[(reward - rewards.mean()) / scale] * 9 for reward in rewards]
+    if (rewards == rewards[0]).all():
+        return [[0.0] * 9 for _ in rewards]
+    to_go = [
+        [sum(each.verdict.turn_rewards[turn:]) for turn in range(len(each.response.turns))] for each in group.rollouts
+    ]  # fmt: skip
+    return [
+        [(value - np.mean([other[turn] for other in to_go if len(other) > turn])) / scale for turn, value in enumerate(each)]
+        for each in to_go
+    ]  # fmt: skip
+
+
+def exact_gradient(given, by_turn):
+    rollouts = [(group.prompt.tokens, rollout.response) for group in given for rollout in group.rollouts]
+    width = max(len(prompt) + len(response.tokens) for prompt, response in rollouts)
+    tokens, mask = np.zeros((len(rollouts), width), np.int32), np.zeros((len(rollouts), width), bool)
+    old, advantage = np.zeros((len(rollouts), width)), np.zeros((len(rollouts), width))
+    by_episode = [each for group in given for each in returns_by_hand(group, by_turn)]
+    for row, ((prompt, response), values) in enumerate(zip(rollouts, by_episode, strict=True)):
+        end = len(prompt) + len(response.tokens)
+        tokens[row, :end] = [*prompt, *response.tokens]
+        for (first, stop), value in zip(response.turns, values, strict=False):
+            place = slice(len(prompt) + first, len(prompt) + stop)
+            mask[row, place], advantage[row, place] = True, np.float32(value)
+            old[row, place] = response.logprobs[first:stop]
+    count = float(mask.sum())
+
+    def loss(p):
+        ratio = jnp.exp(jnp.where(mask, logprobs_of(p, tokens) - old, 0.0))
+        gain = jnp.minimum(ratio * advantage, jnp.clip(ratio, 1 - LOW, 1 + HIGH) * advantage)
+        return -(jnp.where(mask, gain, 0.0)).sum() / count
+
+    with jax.enable_x64(True):
+        return {name: np.asarray(leaf) for name, leaf in jax.jit(jax.grad(loss))(in_float64(PARAMS)).items()}
+
+
+@pytest.mark.parametrize("by_turn", [False, True], ids=["episode", "turn"])
+@pytest.mark.parametrize("seed", [3, 7])
+def test_the_gradient_of_episodes_is_that_of_the_formulas(by_turn, seed):
+    given = groups(seed)
+    minibatch = packed(given, by_turn=by_turn)
+    assert any(m.segment_ids.max() > 4 for m in minibatch), "episodes share their prompts"
+    found, expected = gradient(minibatch), exact_gradient(given, by_turn)
+    largest = max(np.abs(leaf).max() for leaf in expected.values())
+    errors = {name: np.abs(found[name] - leaf).max() / largest for name, leaf in expected.items()}
+    assert max(errors.values()) <= 1e-6, errors
+
+
+def changed(given, change):
+    """The groups with other tokens, or other numbers, where the environment spoke."""
+
+    def of(rollout):
+        return replace(rollout, response=change(rollout.response))
+
+    return [replace(group, rollouts=tuple(map(of, group.rollouts))) for group in given]
+
+
+def test_what_is_recorded_of_the_environment_changes_no_bit():
+    given = groups(3)
+
+    def garbage(response):
+        return replace(response, logprobs=np.where(response.sampled, response.logprobs, np.float32(-7.5)))
+
+    for name, leaf in gradient(packed(given)).items():
+        np.testing.assert_array_equal(leaf, gradient(packed(changed(given, garbage)))[name])
+
+
+def test_what_the_environment_says_last_has_no_influence_and_what_it_says_before_is_context():
+    given = groups(3)
+
+    def other_end(response):
+        tokens = response.tokens.copy()
+        tokens[response.turns[-1].stop :] = 2 + (tokens[response.turns[-1].stop :] - 1) % 18
+        return replace(response, tokens=tokens)
+
+    def other_answers(response):
+        return replace(
+            response, tokens=np.where(response.sampled, response.tokens, 2 + (response.tokens - 1) % 18)
+        )
+
+    assert any((other_end(r.response).tokens != r.response.tokens).any() for g in given for r in g.rollouts)
+    plain, at_end, before = (
+        gradient(packed(each)) for each in (given, changed(given, other_end), changed(given, other_answers))
+    )
+    for name, leaf in plain.items():
+        if name == "embedding":  # a sum over the tokens of the vocabulary, in another order
+            np.testing.assert_allclose(at_end[name], leaf, rtol=0, atol=1e-8)
+        else:
+            np.testing.assert_array_equal(at_end[name], leaf)
+    assert any((before[name] != leaf).any() for name, leaf in plain.items())
+
+
+def test_only_sampled_tokens_count():
+    """In the mask, in the mean over tokens, and per episode in the mean over sequences."""
+    given = groups(3)
+    sampled = sum(rollout.response.sampled_tokens for group in given for rollout in group.rollouts)
+    assert sampled < sum(len(rollout.response.tokens) for group in given for rollout in group.rollouts)
+    assert sum(int(m.mask.sum()) for m in packed(given)) == sampled
+    examples = training_examples(given)
+    assert set(example_weights(examples)) == {1 / sampled}
+    by_sequence = example_weights(examples, aggregation="sequence_mean")
+    lengths = [rollout.response.sampled_tokens for group in given for rollout in group.rollouts]
+    np.testing.assert_allclose(by_sequence, [1 / (len(lengths) * length) for length in lengths], rtol=1e-6)
+    assert sum(float(m.weights.sum()) for m in packed(given)) == pytest.approx(1.0, rel=1e-6)
+
+
+def test_advantages_by_turn_by_hand():
+    """Rewards 1, 0 | 0, 1 | 0: returns (1, 0), (1, 1), (0). Of turn 0 the mean is 2/3, of turn 1 a half; rewards 1, 1, 0 deviate by 0.57735."""
+
+    def rollout(rewards):
+        turns = tuple(TurnSpan(2 * k, 2 * k + 1) for k in range(len(rewards)))
+        response = Response(
+            tokens=np.arange(2, 2 + 2 * len(rewards)).astype(np.int32), logprobs=np.zeros(2 * len(rewards), np.float32),
+            finish_reason="stop", turns=turns,
+        )  # fmt: skip
+        return Rollout(
+            response=response,
+            text="",
+            verdict=Verdict(correct=True, score=sum(rewards), turn_rewards=rewards),
+            reward=sum(rewards),
+        )
+
+    prompt = Prompt(ordinal=0, tokens=np.array([2], np.int32), text="", answer="")
+    group = Group(prompt=prompt, rollouts=tuple(map(rollout, [(1.0, 0.0), (0.0, 1.0), (0.0,)])))
+    found, scale = turn_advantages(group), 0.57735 + 1e-6
+    np.testing.assert_allclose(found[0], [1 / 3 / scale, 0, -0.5 / scale, 0], rtol=1e-5)
+    np.testing.assert_allclose(found[1], [1 / 3 / scale, 0, 0.5 / scale, 0], rtol=1e-5)
+    np.testing.assert_allclose(found[2], [-2 / 3 / scale, 0], rtol=1e-5)
+    flat = Group(prompt=prompt, rollouts=tuple(map(rollout, [(1.0, 0.0), (0.0, 1.0)])))
+    assert all((values == 0).all() for values in turn_advantages(flat).values())
