@@ -162,7 +162,9 @@ class Laying:
             index.reward.append(as_float(row.get("reward")))
             index.advantage.append(as_float(row.get("advantage")))
             index.penalty.append(as_float(row.get("overlong_penalty")))
-            index.tokens.append(len(row["response_token_ids"]))
+            turns = _turns(row)
+            sampled = len(row["response_token_ids"])
+            index.tokens.append(sampled if turns is None else sum(stop - first for first, stop, _ in turns))
             index.clipped.append(0 if state is None else sum(map(state.count, "^vd")))
             for key in ("advantage", "ratios", "in_loss"):
                 self._seen[key] = self._seen[key] or row.get(key) is not None
@@ -189,6 +191,10 @@ class Laying:
             said["clips"] = states
         if states is not None or _fits(row, "ratios"):
             said["ratios"] = [None if value is None else round(10_000 * value) for value in row["ratios"]]
+        if (turns := _turns(row)) is not None:
+            said["turns"] = turns
+            if "nats" in said:
+                said["nats"] = _of_turns(said["nats"], turns)
         if (ages := _ages(row)) is not None:
             said["ages"] = ages
             self._seen["spans"] = True
@@ -249,6 +255,32 @@ def _fits(row: Mapping[str, Any], key: str) -> bool:
     if not isinstance(values, list) or len(values) != len(row["response_token_ids"]):
         return False
     return set(map(type, values)) <= {int, float, type(None)} and math.isfinite(sum(filter(None, values)))
+
+
+def _turns(row: Mapping[str, Any]) -> list[tuple[int, int, float | None]] | None:
+    """(first token, token behind the last, reward) of each turn of an episode; None of a response without turns, or if they cannot be."""
+    turns, rewards = row.get("turns"), row.get("turn_rewards")
+    if not isinstance(turns, list) or not turns:
+        return None
+    if any(not isinstance(turn, list) or list(map(type, turn)) != [int, int] for turn in turns):
+        return None
+    edges = [edge for turn in turns for edge in turn]
+    if edges != sorted(edges) or not 0 <= edges[0] <= edges[-1] <= len(row["response_token_ids"]):
+        return None
+    known = isinstance(rewards, list) and len(rewards) == len(turns)
+    given = [as_float(reward) for reward in rewards] if known else [math.nan] * len(turns)
+    return [
+        (first, stop, None if math.isnan(reward) else reward)
+        for (first, stop), reward in zip(turns, given, strict=True)
+    ]
+
+
+def _of_turns(nats: Sequence[int | None], turns: Sequence[tuple[int, int, float | None]]) -> list[int | None]:
+    """The numbers of the tokens that were sampled; None for those of the environment."""
+    found: list[int | None] = [None] * len(nats)
+    for first, stop, _ in turns:
+        found[first:stop] = nats[first:stop]
+    return found
 
 
 def _ages(row: Mapping[str, Any]) -> list[tuple[int, int]] | None:

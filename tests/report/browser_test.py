@@ -230,6 +230,27 @@ def test_tokens_are_shaded_by_probability_and_by_what_the_clip_did(shown, page):
     assert shown.texts(".tip div")[2].startswith(f"ratio {rows[0]['ratios'][0]:.3f}")
 
 
+def test_an_episode_is_read_turn_by_turn(shown, tmp_path):
+    """Two characters of the policy, three of the environment, two of the policy and its end token."""
+    run = write_run(tmp_path / "run", steps=1)
+    turns = {"turns": [[0, 2], [5, 8]], "turn_rewards": [0.0, 1.0]}
+    write_rollouts(
+        run, 1, [rollout_line(1, 0, 0, rng=random.Random(0), response="31>>>47", correct=True, **turns)]
+    )
+    opened(shown.driver, report(run).save(tmp_path / "page.html"))
+    shown.click("#tab-rollouts")
+    kinds = shown.kinds()
+    assert [kind == "environment" for kind in kinds] == [False] * 2 + [True] * 3 + [False] * 3
+    assert shown.texts(".response .since") == ["turn 1, reward +0.00", "turn 2, reward +1.00"]
+    shown.driver.execute_script("arguments[0].focus()", shown.one(".response .tokens"))
+    for _ in range(3):
+        shown.press(Keys.ARROW_RIGHT)
+    assert shown.texts(".tip div") == ["token 3", "appended by the environment"]
+    for _ in range(3):
+        shown.press(Keys.ARROW_RIGHT)
+    assert shown.texts(".tip div")[:2] == ["token 6", "turn 2 of 2"]
+
+
 def test_tokens_are_shaded_by_the_age_of_the_weights_that_drew_them(shown, tmp_path):
     """At step 9, whose weights have done 8 steps; the responses have seven characters and an end token."""
     run = write_run(tmp_path / "run", steps=1, every=2)

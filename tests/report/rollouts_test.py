@@ -159,6 +159,42 @@ def test_spans_that_cannot_be_are_as_if_not_recorded(spans, tmp_path):
     assert not laid.about["recorded"]["spans"]
 
 
+def test_an_episode_says_which_tokens_its_environment_appended(tmp_path):
+    """Of five tokens the first two and the last are sampled."""
+    run = write_run(tmp_path / "run", steps=1, groups=1)
+    told = {
+        "turns": [[0, 2], [4, 5]],
+        "turn_rewards": [0.0, 1.0],
+        "logprobs": [-0.5, -0.25, 0.0, 0.0, -0.125],
+    }
+    write_rollouts(run, 1, [line(1, 0, 0, response="abcd", **told)])
+    laid = laid_out(run)
+    [response] = chunks_of(laid)[0][0]["responses"]
+    assert response["turns"] == [[0, 2, 0.0], [4, 5, 1.0]]
+    assert response["nats"] == [500, 250, None, None, 125]
+    assert columns_of(laid)["tokens"].tolist() == [3]
+
+
+@pytest.mark.parametrize(
+    "turns",
+    [None, [], "ab", {"0": 0}, [[0]], [0, 5], [[0, 5.0]], [[0, True]], [[-1, 2]], [[0, 6]], [[2, 1]], [[0, 3], [2, 4]]],
+    ids=str,
+)  # fmt: skip
+def test_turns_that_cannot_be_are_as_if_there_were_none(turns, tmp_path):
+    run = write_run(tmp_path / "run", steps=1, groups=1)
+    write_rollouts(run, 1, [line(1, 0, 0, response="abcd", turns=turns, turn_rewards=[1.0])])
+    laid = laid_out(run)
+    assert "turns" not in chunks_of(laid)[0][0]["responses"][0]
+    assert columns_of(laid)["tokens"].tolist() == [5]
+
+
+@pytest.mark.parametrize("rewards", [None, [1.0, 2.0], "a", [None], ["x"]], ids=str)
+def test_rewards_of_turns_that_cannot_be_are_not_known(rewards, tmp_path):
+    run = write_run(tmp_path / "run", steps=1, groups=1)
+    write_rollouts(run, 1, [line(1, 0, 0, response="abcd", turns=[[0, 5]], turn_rewards=rewards)])
+    assert chunks_of(laid_out(run))[0][0]["responses"][0]["turns"] == [[0, 5, None]]
+
+
 def test_a_response_without_tokens_has_its_version(tmp_path):
     run = write_run(tmp_path / "run", steps=1, every=2, groups=1)
     write_rollouts(run, 9, [line(9, 0, 0, response="", response_token_ids=[], logprobs=[], ratios=[])])

@@ -56,8 +56,14 @@ const ageOf = (response, piece) => ageAt(response, piece.to - 1);
 /** True if earlier weights than this step's drew some of a response. */
 const isOlder = (response) => (response.ages?.[0][1] ?? 0) > 0;
 
+/** Which turn of an episode a token is of; -1 if the environment appended it, null where there are no turns. */
+function turnAt(response, token) {
+  return response.turns ? response.turns.findIndex(([first, stop]) => first <= token && token < stop) : null;
+}
+
 /** The shade of a piece: p0 is the least probable. */
 function shadeOf(response, piece, shading) {
+  if (turnAt(response, piece.from) === -1) return "environment";
   if (shading === "probability") {
     const probability = probabilityOf(response, piece);
     if (probability === null) return "unknown";
@@ -96,13 +102,20 @@ function showTokens(response, count, { shading, words, hint, step }) {
     if (place && age === ageOf(response, pieces[place - 1])) return null;
     return el("small", { class: "since" }, `step ${step - age}`);
   };
+  /** Where a turn begins: which, and what it was worth. */
+  const turnOf = (piece, place) => {
+    const turn = turnAt(response, piece.from);
+    if (turn === null || turn < 0 || (place && turnAt(response, pieces[place - 1].from) === turn)) return null;
+    const reward = response.turns[turn][2];
+    return el("small", { class: "since" }, `turn ${turn + 1}${reward === null ? "" : `, reward ${signed(reward)}`}`);
+  };
   const node = (piece, place) => {
     const kinds = ["token", shadeOf(response, piece, shading)];
     if (hit(piece)) kinds.push("hit");
     if (piece.start >= graded) kinds.push("ungraded");
     if (/\n$/.test(piece.text)) kinds.push("newline");
     if (!piece.text) kinds.push("end");
-    return el("span", { class: kinds.join(" "), "data-place": place }, change(piece, place), piece.text || "end");
+    return el("span", { class: kinds.join(" "), "data-place": place }, turnOf(piece, place), change(piece, place), piece.text || "end");
   };
   const fill = (limit) => body.replaceChildren(...pieces.slice(0, limit).map(node));
   fill(TOKENS_AT_FIRST);
@@ -144,6 +157,9 @@ function describe(response, piece, step) {
   const lines = [];
   const whole = response.lengths ? "" : " (borders not known)";
   lines.push(piece.to - piece.from > 1 ? `tokens ${piece.from + 1} to ${piece.to}, one character` : `token ${piece.from + 1}${whole}`);
+  const turn = turnAt(response, piece.from);
+  if (turn === -1) return [...lines, "appended by the environment"];
+  if (turn !== null) lines.push(`turn ${turn + 1} of ${response.turns.length}`);
   for (let i = piece.from; i < piece.to; i += 1) {
     const nats = response.nats?.[i];
     const probability = nats === undefined || nats === null ? "not recorded" : shownProbability(Math.exp(-nats / 1000));
