@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dapo_jax.config import RolloutConfig
+from dapo_jax.config import EnvironmentConfig, RolloutConfig
 from dapo_jax.dapo.rollouts import Verdict
 from dapo_jax.health.watchdogs import NAMES, SEEN
 
@@ -64,7 +64,13 @@ def logged(micro, run_micro, rows, even_sum):
         loss__correction="mask",
     )
     weighed = run_micro(flying, reward=even_sum)
-    lines = [*found.metrics, *weighed.metrics]
+    turning = micro(
+        steps=1,
+        dynamic_sampling__enabled=False,
+        environment=EnvironmentConfig(source="guess", max_turns=2, turn_tokens=1),
+    )
+    of_turns = run_micro(turning, reward=None)
+    lines = [*found.metrics, *weighed.metrics, *of_turns.metrics]
     return {general(name) for line in lines for name in line} - {"step"}
 
 
