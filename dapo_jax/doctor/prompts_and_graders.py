@@ -13,7 +13,7 @@ from dapo_jax.dapo.rollouts import Prompt, Verdict
 from dapo_jax.data.prompts import PromptSource
 from dapo_jax.doctor.check import Found, shortened
 from dapo_jax.rewards.sample import Sample
-from dapo_jax.run.environment_setup import check_environment
+from dapo_jax.run.environment_setup import environment_of
 from dapo_jax.run.grader_setup import submit_of
 from dapo_jax.run.prompt_sets import GivenRows, dated, drawn_too_often, held_out_prompts, training_prompts
 from dapo_jax.text.tokenizers import Tokenizer
@@ -80,7 +80,7 @@ class Asked:
     def grader(self) -> Found:
         """Whether the graders call reference answers right, and no answer wrong; or whether the environment can be made."""
         if source := self.config.environment.source:
-            check_environment(self.config.environment)
+            environment_of(self.config.environment)
             return Found(message=f"{source} says what an episode is worth, and no grader is asked")
         prompts, limit = self.prompts(GRADED), self.config.reward.timeout_s
         submit, close = submit_of(self.config.reward)

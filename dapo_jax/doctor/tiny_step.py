@@ -11,7 +11,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -39,7 +39,7 @@ from dapo_jax.rewards import whole_group
 from dapo_jax.rewards.sample import Sample
 from dapo_jax.rewards.shaping import samples_of
 from dapo_jax.run.build import Run
-from dapo_jax.run.environment_setup import episodes_of
+from dapo_jax.run.environment_setup import environment_of, episodes_of
 from dapo_jax.run.grader_setup import grading
 from dapo_jax.run.identity import IDENTITY
 from dapo_jax.run.policy import mesh_of, meshes_of
@@ -145,8 +145,10 @@ class TinyStep:
 
     def _heard(self) -> Found:
         """The environment's answers to what was sampled, each as the first turn of an episode."""
-        with episodes_of(self._whole, self._run.policy) or nullcontext() as episodes:
-            assert episodes is not None
+        environment = environment_of(self._whole.environment)
+        episodes = episodes_of(environment, self._whole, self._run.policy)
+        assert episodes is not None
+        with episodes:
 
             def first_turns() -> list[Verdict]:
                 verdicts = []

@@ -154,6 +154,12 @@ class Episodes:
                 for one in kept:
                     one.lost, one.reason = error.lost, str(error)
                 scores = []
+            except (
+                Exception
+            ) as error:  # of an answer that raises when it is looked at: the run would wait for ever
+                for one in kept:
+                    one.lost, one.reason = "raised", f"group_rewards' answer raises {type(error).__name__}"
+                scores = []
             of_episode = dict(zip(map(id, kept), scores, strict=False))
             for one, verdict in zip(opened, found, strict=True):
                 verdict.set_result(_verdict(one, of_episode.get(id(one))))
@@ -194,6 +200,13 @@ class Episodes:
                 opened.lost, opened.reason = error.lost, str(error)
             except RenderingError as error:
                 opened.lost, opened.reason = "raised", str(error)
+            except (
+                Exception
+            ) as error:  # of an answer whose fields, or whose text, raise when they are asked for
+                opened.lost, opened.reason = (
+                    "raised",
+                    f"the environment's answer raises {type(error).__name__}",
+                )
             return None
 
         return asyncio.run_coroutine_threadsafe(kept(), self._loop)

@@ -111,7 +111,12 @@ class Rendering:
                 raise RenderingError(
                     f"a message of {len(content):,} characters was appended; {_MOST_CHARACTERS:,} are the most"
                 )
-            told.append({**message, "content": marked(content)})
+            told.append(
+                {
+                    key: marked(value) if isinstance(value, str) and key != "role" else value
+                    for key, value in message.items()
+                }
+            )
         asked = {"role": "user", "content": "?"}
         said = [asked, {"role": "assistant", "content": _SAID}]
         rendered = template.render([*said, *told], today=self.today, **self.template_kwargs)

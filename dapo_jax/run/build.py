@@ -19,7 +19,7 @@ from dapo_jax.models.lora import parted
 from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.device_memory import bytes_on_device
 from dapo_jax.rewards.functions import Rewards
-from dapo_jax.run.environment_setup import check_environment, episodes_of
+from dapo_jax.run.environment_setup import environment_of, episodes_of
 from dapo_jax.run.flight_sampling import FlightSampling
 from dapo_jax.run.grader_setup import check_graders, grading
 from dapo_jax.run.group_exchange import SamplerShare
@@ -74,7 +74,7 @@ class Run:
         stop = stop or Stop()
         watch = watch or Watch(0.0, end=lambda status, why: None)
         check_graders(config.reward, reward=reward)  # a model may take long to load
-        check_environment(config.environment, reward=reward)
+        environment = environment_of(config.environment, reward=reward)
         say(f"loading {model.source}")
         self._load = partial(
             load_policy,
@@ -101,7 +101,7 @@ class Run:
         files = model_files(self.policy.folder, weights=self._has_weights)
         self.identity = identity_of(config, prompts=asked.identity, model=files)
         """The identity of this run that a checkpoint keeps."""
-        episodes = episodes_of(config, self.policy, reward=reward)
+        episodes = episodes_of(environment, config, self.policy)
         grader = grading(
             config.reward,
             self.policy,

@@ -10,37 +10,34 @@ from dapo_jax.run.policy import Policy
 from dapo_jax.text.stop_strings import StopStrings
 
 
-def check_environment(config: EnvironmentConfig, *, reward: Rewards | None = None) -> None:
-    """Makes the environment once: to be called before what takes long.
+def environment_of(config: EnvironmentConfig, *, reward: Rewards | None = None) -> Environment | None:
+    """The environment of a run, or None: to be made once, and before what takes long.
 
     Raises:
         ConfigError: it cannot be made, or there is a `reward` beside it.
     """
     if not config.source:
-        return
+        return None
     if reward is not None:
         raise ConfigError(
             f"environment.source={config.source!r} says what an episode is worth, and a reward was given, too: leave one of the two out"
         )
-    _made(config)
+    try:
+        return load_environment(config.source)
+    except ValueError as error:
+        raise ConfigError(f"environment.source: {error}") from error
 
 
 def episodes_of(
-    config: TrainConfig | EvaluateConfig, policy: Policy, *, reward: Rewards | None = None
+    environment: Environment | None, config: TrainConfig | EvaluateConfig, policy: Policy
 ) -> Episodes | None:
-    """The episodes of a run or an evaluation, which are to be closed; None if it has no environment.
-
-    Raises:
-        ConfigError: the environment cannot be made.
-    """
-    check_environment(config.environment, reward=reward)
-    told, data = config.environment, config.data
-    if not told.source:
+    """The episodes of a run or an evaluation, which are to be closed; None without an environment."""
+    if environment is None:
         return None
-    tokenizer = policy.tokenizer
+    told, data, tokenizer = config.environment, config.data, policy.tokenizer
     text = StopStrings(tokenizer, config.sampling.stop) if config.sampling.stop else tokenizer
     return Episodes(
-        _made(told),
+        environment,
         Rendering(
             tokenizer=tokenizer,
             template_kwargs=data.chat_template_kwargs,
@@ -53,10 +50,3 @@ def episodes_of(
         timeout_s=told.timeout_s,
         calls=told.calls,
     )
-
-
-def _made(config: EnvironmentConfig) -> Environment:
-    try:
-        return load_environment(config.source)
-    except ValueError as error:
-        raise ConfigError(f"environment.source: {error}") from error

@@ -25,7 +25,7 @@ from dapo_jax.data.rows import checked_rows
 from dapo_jax.evaluation import problem_record, summarize
 from dapo_jax.parallel.device_memory import bytes_on_device
 from dapo_jax.rewards.functions import Rewards
-from dapo_jax.run.environment_setup import check_environment, episodes_of
+from dapo_jax.run.environment_setup import environment_of, episodes_of
 from dapo_jax.run.folders import place_of
 from dapo_jax.run.grader_setup import check_graders, grading
 from dapo_jax.run.policy import data_of_run, find_policy, mesh_of, meshes_of, run_at
@@ -81,7 +81,7 @@ def evaluate(
     kept = None if keep is None else place_of(keep, key="keep", write=True)
     use_compilation_cache(config.compilation_cache)
     check_graders(config.reward, reward=reward)  # a model may take long to load
-    check_environment(config.environment, reward=reward)
+    environment = environment_of(config.environment, reward=reward)
     mesh = mesh_of(config.parallel)
     meshes = meshes_of(config.parallel, mesh)
     shares = sharing(meshes, config.sampling, dtype=config.compute_dtype)
@@ -103,7 +103,7 @@ def evaluate(
     unshaped = replace(config.reward, overlong=_NO_SHAPING)
     limit, stop = config.sampling.max_response_tokens, config.sampling.stop
     found: dict[str, list[Group]] = {}
-    episodes = episodes_of(config, policy, reward=reward)
+    episodes = episodes_of(environment, config, policy)
     with closing(
         grading(unshaped, policy, max_response_tokens=limit, stop=stop, reward=reward, episodes=episodes)
     ) as graders:

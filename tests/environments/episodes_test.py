@@ -181,7 +181,23 @@ def stepping(**fields):
     return answering(step)
 
 
+class Unreadable(list):
+    """Raises when it is looked at."""
+
+    def __iter__(self):
+        raise OSError("gone")
+
+    __len__ = __getitem__ = __iter__
+
+
+class SpeechlessError(Exception):
+    def __str__(self):
+        raise OSError("gone")
+
+
 BAD_STEPS = {
+    "raises what raises": (raising(SpeechlessError()), "raised", "answer raises OSError"),
+    "appends what raises": (stepping(append=Unreadable()), "raised", "answer raises OSError"),
     "hangs": (hang, "timeout", r"no answer of the environment within 0\.3 s"),
     "blocks": (block, "timeout", r"within 0\.3 s"),
     "goes on when cancelled": (stubborn, "timeout", r"within 0\.3 s"),
@@ -285,6 +301,7 @@ def test_an_episode_that_does_not_begin_is_lost(make, lost, reason):
         (answering([1.0]), "raised", "group_rewards returned 1 rewards for 2 episodes"),
         (answering(None), "raised", "group_rewards"),
         (answering([1.0, float("nan")]), "nonfinite", "group_rewards returned nan"),
+        (answering(Unreadable()), "raised", "answer raises OSError"),
         (hang, "timeout", "within"),
     ],
 )

@@ -78,6 +78,19 @@ def test_nothing_in_a_message_becomes_a_special_token(chat):
     assert evil in chat._tokenizer.decode(injected.tolist(), skip_special_tokens=False)
 
 
+def test_nothing_beside_the_content_of_a_message_becomes_a_special_token_either(chat):
+    """Such as the name of a tool, with a template that prints it."""
+    special = chat._tokenizer.decode([chat.eos_id], skip_special_tokens=False)
+    printing = "{% for m in messages %}{{ m.name }}:{{ m.content }}<|im_end|>{% endfor %}"
+    tokenizer = HuggingFaceTokenizer(files_of(template=printing))
+    said = np.array([tokenizer.eos_id], np.int32)
+    rendered = Rendering(tokenizer=tokenizer).ids(
+        [{"role": "tool", "content": "4", "name": special}], after=said
+    )
+    assert special in tokenizer._tokenizer.decode(rendered[:-1].tolist(), skip_special_tokens=False)
+    assert (rendered[:-1] != tokenizer.eos_id).all()
+
+
 @pytest.mark.parametrize(
     ("message", "said"),
     [

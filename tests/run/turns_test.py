@@ -49,7 +49,8 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def turning(micro, place):
-    """Makes configurations with episodes of three turns of two tokens."""
+    """Makes configurations with episodes of three turns of two tokens. What is read together depends on when environments answer, so equal bits
+    take batch-invariant sampling: eight slots on each of eight devices."""
 
     def make(run_dir=None, **changes):
         told = {"source": f"{place}/sums.py:Sums", "max_turns": 3, "turn_tokens": 2}
@@ -61,6 +62,8 @@ def turning(micro, place):
                 "environment": EnvironmentConfig(**told),
                 "batch__row_tokens": 40,
                 "sampling__max_response_tokens": 14,
+                "sampling__slots": 64,
+                "sampling__batch_invariant": True,
                 "optimizer__epsilon": 0.1,
                 "log__rollouts_every_steps": 1,
                 "checkpoint__every_steps": 1,
