@@ -174,7 +174,9 @@ def assert_the_same(found, expected, *, steps=(2, 4)):
             ratios, expected_ratios = a.pop("ratios"), b.pop("ratios")
             assert (ratios is None) == (expected_ratios is None)
             if ratios is not None:  # of two log-probabilities that are each as close
-                np.testing.assert_allclose(ratios, expected_ratios, rtol=2e-5)
+                np.testing.assert_allclose(
+                    *(np.array(each, float) for each in (ratios, expected_ratios)), rtol=2e-5
+                )
             assert a == b
     last = f"step_{steps[-1]:06d}"
     [scored] = (expected / "evaluations" / last).iterdir()
