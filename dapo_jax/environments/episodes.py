@@ -125,6 +125,8 @@ class Episodes:
             opened.rewards[-1] = step.reward
             opened.metrics.update(step.metrics)
             opened.correct = opened.correct if step.correct is None else step.correct
+            if answered.context is not None:
+                raise _LostError("raised", "a step gave a new context, which is not built yet")
             return None if step.done else self._rendering.ids(answered.append, after=turn.tokens)
 
         return self._submit(opened, answer)

@@ -37,6 +37,19 @@ class Turn:
     """From 0."""
 
 
+@dataclass(frozen=True)
+class Context:
+    """A whole context, in place of all that was before it: what a chat template rewrites, or what an agent sums up, begins anew.
+
+    The turns behind it are trained on behind it, as a row of their own.
+    """
+
+    contents: Appended
+    """A text, messages or ids. Messages are rendered up to where the assistant's next answer begins."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    """JSON schemas of the tools that the chat template is to tell of."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Step:
     """An episode's answer to a turn."""
@@ -47,6 +60,8 @@ class Step:
     """The episode is over."""
     append: Appended = ""
     """The tokens between this turn and the next; no matter when the episode is over."""
+    context: Context | None = None
+    """In place of `append`: the next turn begins behind this instead."""
     correct: bool | None = None
     """Whether the episode as a whole is right, as far as is known; None leaves it as it was, or to the rewards: a sum above 0 is right."""
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -72,6 +87,6 @@ class Environment(Protocol):
     def episode(self, row: Mapping[str, Any], seed: int) -> Episode:
         """An episode for a row of the data; `seed` is the same for all responses to its prompt, which so have the same task.
 
-        An episode may have `async start() -> Appended`, too: what follows the prompt before the first turn.
+        An episode may have `async start() -> Appended | Context`, too: what follows the prompt before the first turn, or what is there in the prompt's place.
         """
         ...
