@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
+from dapo_jax.environments.protocol import Context
+from dapo_jax.text.chat import ChatTemplate
 from dapo_jax.text.tokenizers import Tokenizer
 
 _SAID = "\u2402said\u2402"
@@ -82,43 +84,38 @@ class Rendering:
         except ValueError as error:
             raise RenderingError(f"a text was appended that cannot be tokenized: {error}") from error
 
+    def context_ids(self, context: Context) -> Int[np.ndarray, " context"]:
+        """The ids of a whole context: a text as a prompt begins, ids as they are, messages up to where the assistant's answer begins.
+
+        Raises:
+            RenderingError: it is nothing that can stand there, or empty.
+        """
+        contents = context.contents
+        if isinstance(contents, str):
+            found = np.concatenate([self.tokenizer.encode_prompt(""), self._text(contents)])
+        elif isinstance(contents, Sequence) and contents and isinstance(contents[0], Mapping):
+            template, marks = self._template(), _Marks()
+            told = [marks.message(message) for message in contents]
+            tools = list(context.tools) or None
+            try:
+                text = template.render(told, today=self.today, **{**self.template_kwargs, "tools": tools})
+            except (ValueError, TypeError) as error:
+                raise RenderingError(f"a context cannot be rendered: {error}") from error
+            found = self._unmarked(text, marks)
+        else:
+            found = self.ids(contents, after=None)
+        if not len(found):
+            raise RenderingError(
+                "a context has no token: it stands in place of all before, so a turn would have nothing to follow"
+            )
+        return found
+
     def _messages(
         self, messages: Sequence[Any], after: Int[np.ndarray, " turn"] | None
     ) -> Int[np.ndarray, " new"]:
-        template = self.tokenizer.chat_template
-        if template is None:
-            raise RenderingError(
-                "messages were appended, and the model has no chat template: append a text or ids"
-            )
-        contents: dict[str, str] = {}
-
-        def marked(value: Any) -> Any:
-            """A text with a mark in its place, so that its part of what is rendered is found again."""
-            mark = f"\u2402{len(contents)}\u2402"
-            contents[mark] = value
-            return mark
-
-        told = []
-        for message in messages:
-            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-                raise RenderingError(f"{message!r:.200} is no message: it needs a role and a content")
-            content = message.get("content")
-            if not isinstance(content, str):
-                raise RenderingError(
-                    f"{message!r:.200} is no message with a text: its content has to be a str"
-                )
-            if len(content) > _MOST_CHARACTERS:
-                raise RenderingError(
-                    f"a message of {len(content):,} characters was appended; {_MOST_CHARACTERS:,} are the most"
-                )
-            told.append(
-                {
-                    key: marked(value) if isinstance(value, str) and key != "role" else value
-                    for key, value in message.items()
-                }
-            )
-        asked = {"role": "user", "content": "?"}
-        said = [asked, {"role": "assistant", "content": _SAID}]
+        template, marks = self._template(), _Marks()
+        told = [marks.message(message) for message in messages]
+        said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SAID}]
         rendered = template.render([*said, *told], today=self.today, **self.template_kwargs)
         before, _, new = rendered.rpartition(_SAID)
         if not before:
@@ -128,15 +125,59 @@ class Rendering:
         if after is None:
             # Behind a prompt, whose text ends with the opening of an answer.
             raise RenderingError(
-                "messages cannot follow a prompt, which ends with the beginning of an answer: append a text or ids, or write them into the row's prompt"
+                "messages cannot follow a prompt, which ends with the beginning of an answer: give a Context, append a text or ids, or write them into the row's prompt"
             )
-        parts = re.split("(" + "|".join(map(re.escape, contents)) + ")", new)
+        whole = self._unmarked(new, marks)
+        # The end token that the turn was ended with is there already.
+        ended = len(after) > 0 and len(whole) > 0 and int(after[-1]) in self.tokenizer.stop_ids
+        return whole[1:] if ended and int(whole[0]) == int(after[-1]) else whole
+
+    def _template(self) -> ChatTemplate:
+        if self.tokenizer.chat_template is None:
+            raise RenderingError(
+                "messages were given, and the model has no chat template: give a text or ids"
+            )
+        return self.tokenizer.chat_template
+
+    def _unmarked(self, text: str, marks: "_Marks") -> Int[np.ndarray, " new"]:
+        """The ids of a rendered text, with what its marks stand for in their places."""
+        contents = marks.contents
+        parts = re.split("(" + "|".join(map(re.escape, contents)) + ")", text) if contents else [text]
         ids = [
             self._text(contents[part]) if part in contents else self.tokenizer.encode(part)
             for part in parts
             if part
         ]
-        whole = np.concatenate([np.zeros(0, np.int32), *ids])
-        # The end token that the turn was ended with is there already.
-        ended = len(after) > 0 and len(whole) > 0 and int(after[-1]) in self.tokenizer.stop_ids
-        return whole[1:] if ended and int(whole[0]) == int(after[-1]) else whole
+        return np.concatenate([np.zeros(0, np.int32), *ids])
+
+
+class _Marks:
+    """Marks in place of the texts of messages, so that their parts of what is rendered are found again."""
+
+    def __init__(self) -> None:
+        self.contents: dict[str, str] = {}
+
+    def message(self, message: Any) -> dict[str, Any]:
+        """The message with a mark for each of its texts but its role.
+
+        Raises:
+            RenderingError: it is none.
+        """
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise RenderingError(f"{message!r:.200} is no message: it needs a role and a content")
+        content = message.get("content")
+        if not isinstance(content, str):
+            raise RenderingError(f"{message!r:.200} is no message with a text: its content has to be a str")
+        if len(content) > _MOST_CHARACTERS:
+            raise RenderingError(
+                f"a message of {len(content):,} characters was given; {_MOST_CHARACTERS:,} are the most"
+            )
+        return {
+            key: self._mark(value) if isinstance(value, str) and key != "role" else value
+            for key, value in message.items()
+        }
+
+    def _mark(self, text: str) -> str:
+        mark = f"\u2402{len(self.contents)}\u2402"
+        self.contents[mark] = text
+        return mark
