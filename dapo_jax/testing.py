@@ -58,11 +58,12 @@ class ScriptedEngine:
         steps_per_call: int = 4,
         stop_ids: Sequence[int] = (1,),
         page_sizes: PageSizes | None = None,
+        feed_tokens: int = 0,
     ) -> None:
-        """`page_sizes` are of a cache that is not there; by default every slot has room for `capacity` tokens."""
+        """`feed_tokens` are the most that a response is fed when it gets a slot again, which takes no step here. `page_sizes` are of a cache that is not there; by default every slot has room for `capacity` tokens."""
         self.slots, self.capacity, self.stop_ids = slots, capacity, tuple(stop_ids)
         self.steps_per_call, self.page_sizes = steps_per_call, page_sizes or slot_pages(slots, capacity)
-        self._script = script
+        self._script, self.feed_tokens = script, feed_tokens
         self.prefills: list[list[np.ndarray]] = []
         """The prompts of every `prefill`, as they came."""
         self.released: list[int] = []
@@ -109,10 +110,11 @@ class ScriptedEngine:
             insertion.drawn,
             insertion.turns,
         )
-        for slot, place, ordinal, index, limit, drawn, turn in zip(
-            *(column.tolist() for column in columns), strict=True
+        fed = [len(tokens) for tokens in insertion.fed] or [0] * len(insertion.slots)
+        for slot, place, ordinal, index, limit, drawn, turn, more in zip(
+            *(column.tolist() for column in columns), fed, strict=True
         ):
-            prompt = prefix[place] - drawn
+            prompt = prefix[place] + more - drawn
             if prompt + limit > self.capacity:
                 raise ValueError(
                     f"a prompt of {prompt} tokens and {limit} of response = {prompt + limit} are over "
@@ -156,6 +158,10 @@ class ScriptedEngine:
         """The tokens that each response has drawn: all that `insert` needs, which takes them for a prompt's too."""
         self.pauses += 1
         return np.array([slot.drawn for slot in state], np.int32)
+
+    def parked(self, lengths: Sequence[int]) -> Int[np.ndarray, " responses"]:
+        """The tokens that the pages of each response hold."""
+        return np.array(lengths, np.int32)
 
     def release(self, state: PyTree, slots: Sequence[int]) -> tuple[ScriptedSlot, ...]:
         """Ends the responses in some slots where they are."""

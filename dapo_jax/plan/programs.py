@@ -310,6 +310,7 @@ class Programs:
             capacity=self._capacity,
             compute_dtype=self._dtype,
             in_flight=self._in_flight,
+            has_turns=bool(self.config.environment.source),
             resident=state
             + (params if self.config.loss.kl_coef else 0)
             + (0 if self._shares_base else bytes_on_device(self._policy.frozen, self.layout.train))

@@ -30,6 +30,7 @@ def room_for_cache(
     resident: int,
     memory: int | None,
     in_flight: int = 0,
+    has_turns: bool = False,
 ) -> int | None:
     """Bytes of a device that the cache may take, 0 or less if nothing is left. None where memory does not decide the size: `sampling.cache_tokens`
     is set, the cache has no pages, or the device does not say how much memory it has.
@@ -44,6 +45,7 @@ def room_for_cache(
         resident: bytes on a device while it samples, but for what sampling itself makes.
         memory: bytes of a device.
         in_flight: responses that go on from round to round, in turns if there are fewer slots.
+        has_turns: responses are episodes, which keep their pages while their environments work.
     """
     dtype = sampling.cache_dtype or compute_dtype
     kind = kind_for(
@@ -51,7 +53,7 @@ def room_for_cache(
         page_tokens=sampling.page_tokens,
         cache_tokens=sampling.cache_tokens,
         dtype=dtype,
-        turns=in_flight > 0 or sampling.batch_invariant,
+        turns=in_flight > 0 or sampling.batch_invariant or has_turns,
     )
     if memory is None or sampling.cache_tokens or kind == "slots":
         return None

@@ -117,6 +117,7 @@ class ResponseSampler:
             capacity=max_prompt_tokens + sampling.max_response_tokens,
             compute_dtype=compute_dtype,
             in_flight=in_flight,
+            has_turns=has_turns,
             resident=beside + bytes_on_device(self.transfer.shapes, meshes.sampler.shape),
             memory=memory,
         )

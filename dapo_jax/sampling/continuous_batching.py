@@ -65,8 +65,10 @@ class Sampler:
         )
 
         def more() -> list[list[Request]]:
-            if taking is not None and ((going := taking.going_on()) or taking.starting):
-                return going
+            if taking is not None:
+                taking.resume(loop.resume)
+                if (going := taking.going_on()) or taking.starting or loop.waiting:
+                    return going
             prompts = draw(self._prefill_prompts)
             check_prompts(prompts, capacity=self._engine.capacity, max_response_tokens=max_response_tokens)
             groups.update({prompt.ordinal: {} for prompt in prompts})
@@ -80,6 +82,7 @@ class Sampler:
             if taking is None:
                 return asked
             taking.start(list(chain.from_iterable(asked)))
+            taking.resume(loop.resume)
             return taking.going_on()
 
         loop = DecodeLoop(
@@ -91,8 +94,11 @@ class Sampler:
             refill_frac=self._refill_frac,
             on_look=self._on_look,
             more=more,
+            park=taking is not None and self._engine.feed_tokens > 0,
         )
         while True:
+            if taking is not None:
+                taking.resume(loop.resume)
             ended = loop.step()
             if taking is None:
                 over = [EndedEpisode(*each, (), ()) for each in ended or ()]
@@ -100,6 +106,8 @@ class Sampler:
                 for each in ended or ():
                     taking.turn_ended(*each)
                 over = taking.ended()
+                for episode in over:
+                    loop.slots.forget(episode.request)
             for request, length, reason, turns, contexts in over:
                 group = groups[request.prompt.ordinal]
                 group[request.index] = Response(

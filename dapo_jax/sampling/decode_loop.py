@@ -18,11 +18,17 @@ from jaxtyping import PRNGKeyArray, PyTree
 from dapo_jax.dapo.rollouts import FinishReason
 from dapo_jax.sampling.decoding import Decoding
 from dapo_jax.sampling.interface import Engine, Insertion, ResultTokens
-from dapo_jax.sampling.requests import Reading, Request
+from dapo_jax.sampling.requests import NOTHING, Reading, Request
 from dapo_jax.sampling.slots import Slots, Started
 
 StopRule = Callable[[np.ndarray, int], int | None]
 """(a response's tokens so far, how many of them it has seen before) -> at how many tokens the response ends, or None."""
+
+PARKED: PyTree = object()
+"""In place of a prefix: the response's pages are there, but for tokens that it is fed."""
+
+_DEARER = 4
+"""Tokens that can be read in the time in which one is fed: that takes a decoding step."""
 
 Unread = Sequence[Sequence[Request]]
 """Requests that begin with the same tokens, together."""
@@ -52,17 +58,30 @@ class DecodeLoop:
         on_look: Callable[[], None],
         more: Callable[[], Unread],
         read_first: bool = False,
+        park: bool = False,
     ) -> None:
         """`more` gives what to read next when nobody is in line; after nothing it is asked again at the next call. With `read_first` all that has a
-        slot is read before tokens are drawn; else only until more slots draw than are free."""
+        slot is read before tokens are drawn; else only until more slots draw than are free. With `park` a response that ended keeps its pages beside the slots until
+        it goes on (`resume`) or is forgotten (`slots.forget`)."""
         self._engine, self._params, self._key, self._decoding = engine, params, key, decoding
         self._stop, self._refill_frac, self._on_look = stop, refill_frac, on_look
-        self._more, self._read_first = more, read_first
+        self._more, self._read_first, self._park = more, read_first, park
         self._state = engine.init_decode_state()
         self.slots = Slots(engine)
         self.waiting: deque[Request] = deque()
         # Apart, or what is read again would wait for prompts that are being read, and these for the place at the head of the line.
         self._reading, self._again = Reading(engine, params), Reading(engine, params)
+
+    def resume(self, request: Request) -> bool:
+        """Lines up one whose next turn begins, to be fed what its pages lack, before all that have none. False: it is to be read, and has no pages."""
+        fed = len(request.fed)
+        if request.row is None or not 0 < fed <= self._engine.feed_tokens or fed * _DEARER > request.length:
+            self.slots.forget(request)
+            return False
+        self.slots.aside.remove(request)
+        request.prefix = PARKED
+        self.waiting.appendleft(request)
+        return True
 
     def step(self) -> list[Ended] | None:
         """One call of the engine. Returned are the responses that ended; None if there is none to draw for."""
@@ -103,7 +122,12 @@ class DecodeLoop:
             else:
                 if not self._reading.busy:
                     if not (unread := self._more()):
-                        break
+                        if not waiting:
+                            break
+                        self._start()  # those that were lined up on the way
+                        if waiting:
+                            break
+                        continue
                     self._reading.begin(unread)
                 waiting.extend(self._reading.go_on())
             self._start()
@@ -126,6 +150,10 @@ class DecodeLoop:
             batch = [one for of_prefix, one in started if of_prefix is prefix]
             started = [each for each in started if each[0] is not prefix]
             requests = [each.request for each in batch]
+            if prefix is PARKED:
+                prefix = self._engine.parked([request.length - len(request.fed) for request in requests])
+                for place, request in enumerate(requests):
+                    request.place = place
             insertion = Insertion(
                 slots=np.array([each.slot for each in batch], np.int32),
                 prompts=np.array([request.place for request in requests], np.int32),
@@ -135,8 +163,11 @@ class DecodeLoop:
                 drawn=np.array([request.drawn - request.begun for request in requests], np.int32),
                 turns=np.array([request.turn for request in requests], np.int32),
                 fills=[(each.request.place, fill) for each in batch for fill in each.fills],
+                fed=[request.fed for request in requests],
             )
             self._state = self._engine.insert(prefix, self._state, insertion, self._key)
+            for request in requests:
+                request.fed = NOTHING
 
     def _release(self) -> None:
         """Tells the engine which slots were left."""
@@ -160,7 +191,7 @@ class DecodeLoop:
             cut = stop(request.tokens[begun : request.drawn], seen - begun) if stop else None
             if live[slot] and cut is None:
                 continue
-            slots.end(slot)
+            slots.park(slot) if self._park else slots.end(slot)
             if live[slot]:
                 slots.released.append(slot)
             length = request.drawn if cut is None else begun + cut

@@ -50,10 +50,17 @@ class DecodeState:
     live: Bool[Array, " slots"] | Any
     keys: Key[Array, " slots"] | Any
     """The key of each slot's response."""
+    fed: Int[Array, "slots feed_tokens"] | Any = ()
+    """Tokens that a slot takes before it draws, the last of them in the last column; () in an engine that feeds none."""
+    to_feed: Int[Array, " slots"] | Any = ()
+    """How many of them it has not taken yet."""
 
 
 _ROWS, _TOKENS = 4, 4096
 """Rows and tokens that are read at a time, unless told otherwise."""
+
+FEED_TOKENS = 64
+"""The most tokens that a response is fed between two turns: each takes a decoding step, so where there are more, all is read again."""
 
 BLOCK_SLOTS = 8
 """Slots of each device that a batch-invariant engine decodes at a time. The shapes of a program decide in which order its sums are added up, so all slots go through programs of one."""
@@ -73,7 +80,8 @@ class DecoderEngine:
         for the cache, None: as many as all slots may come to; `cache_dtype` is "" for `compute_dtype`; `cache` takes the choice from the
         platform; `prefill` says how much is read at a time, by default up to 4 rows and 4,096 tokens. With `in_flight` as many responses
         may have pages, in turns if there are fewer slots, and are read again by new weights. `batch_invariant`: no bit of a response depends
-        on the number of slots, nor on what is sampled or read beside it; `prefill` has to read prompts alone then. `has_turns`: responses are episodes, whose turns are read with what their environment appends.
+        on the number of slots, nor on what is sampled or read beside it; `prefill` has to read prompts alone then. `has_turns`: responses are episodes. While an environment works,
+        its episode keeps its pages if no other needs them, as many episodes as there are slots beside those in slots; then it is fed what was appended. `batch_invariant` reads all again, since feeding rounds otherwise.
 
         Raises:
             ValueError: slots do not spread over the mesh, sequences are longer than the model's, no sequence would fit the cache, or with
@@ -105,9 +113,11 @@ class DecoderEngine:
             "cache_tokens": cache_tokens,
             "dtype": self._cache_dtype,
         }
-        kind = cache or kind_for(mesh, **asked, turns=in_flight > 0 or batch_invariant)
-        holders = max(slots, -(-in_flight // spread) * spread)
-        self._takes_turns, self._reads_again = holders > slots, in_flight > 0 or has_turns
+        kind = cache or kind_for(mesh, **asked, turns=in_flight > 0 or batch_invariant or has_turns)
+        parks = has_turns and not batch_invariant
+        holders = max(slots * (1 + parks), -(-in_flight // spread) * spread)
+        self._takes_turns, self._reads_again = in_flight > slots, in_flight > 0 or has_turns
+        self.feed_tokens: int = FEED_TOKENS if parks else 0
         self.token_bytes: int = token_bytes(config, mesh, dtype=self._cache_dtype, kind=kind)
         """Bytes of one token in the cache, on each of the devices that share its heads."""
         room = None if cache_bytes is None else cache_bytes // self.token_bytes
@@ -207,9 +217,17 @@ class DecoderEngine:
         )  # fmt: skip
         count = np.int32(len(insertion.slots))
         state, rest = replace(state, layers=()), replace(prefix, layers=())
-        return replace(
-            self._insert(rest, state, tuple(map(self._padded, columns)), count, key), layers=layers
-        )
+        arrays = (*map(self._padded, columns), *self._feeding(insertion.fed))
+        return replace(self._insert(rest, state, arrays, count, key), layers=layers)
+
+    def _feeding(self, fed: Sequence[Int[np.ndarray, " _"]]) -> tuple[np.ndarray, ...]:
+        """The tokens that are fed, in the last columns, and their number; nothing in an engine that feeds none."""
+        if not self.feed_tokens:
+            return ()
+        tokens, counts = np.zeros((self.slots, self.feed_tokens), np.int32), np.zeros(self.slots, np.int32)
+        for row, each in enumerate(fed):
+            tokens[row, self.feed_tokens - len(each) :], counts[row] = each, len(each)
+        return tokens, counts
 
     def release(self, state: DecodeState, slots: Sequence[int]) -> DecodeState:
         """Ends the responses in some slots where they are."""
@@ -220,6 +238,22 @@ class DecoderEngine:
         logits, lengths = self._paused(state.logits, state.lengths)
         zeros = np.zeros(self.slots, np.int32)
         return Prefix(layers=(), logits=logits, rows=zeros, starts=zeros, lengths=lengths)
+
+    def parked(self, lengths: Sequence[int]) -> Prefix:
+        """A prefix from which `insert` gives responses whose pages hold `lengths` tokens a slot. It has no logits: these follow the tokens that are fed."""
+        zeros = np.zeros(self.slots, np.int32)
+        return Prefix(
+            layers=(),
+            logits=self._no_logits,
+            rows=zeros,
+            starts=zeros,
+            lengths=self._padded(np.array(lengths)),
+        )
+
+    @cached_property
+    def _no_logits(self) -> Array:
+        logits = self.state_structs.logits
+        return jax.device_put(np.zeros(logits.shape, logits.dtype), self._whole)
 
     def generate(
         self, params: SamplerWeights, state: DecodeState, decoding: Decoding, min_live: int,
@@ -257,16 +291,20 @@ class DecoderEngine:
             **self._read.programs(params, again=again),
         }
         prefixes = self._read.prefixes(params, again=again)
+        logits, lengths = (self._struct(leaf.shape, leaf.dtype) for leaf in (state.logits, state.lengths))
         if self._takes_turns:
-            logits, lengths = (self._struct(leaf.shape, leaf.dtype) for leaf in (state.logits, state.lengths))
             prefixes["paused"] = Prefix(layers=(), logits=logits, rows=column, starts=column, lengths=lengths)
             made["paused"] = partial(self._paused.lower, state.logits, state.lengths)
+        if self.feed_tokens:
+            prefixes["parked"] = Prefix(layers=(), logits=logits, rows=column, starts=column, lengths=column)
+        fed = jax.ShapeDtypeStruct((self.slots, self.feed_tokens), jnp.int32)
+        feeding = (fed, column) if self.feed_tokens else ()
         for name, prefix in prefixes.items():
             if prefix.layers:
                 made[f"fill_{name}"] = partial(self._fill.lower, prefix, state.layers, (column,) * 3, number)
             slots_alone, logits_alone = replace(state, layers=()), replace(prefix, layers=())
             made[f"insert_{name}"] = partial(
-                self._insert.lower, logits_alone, slots_alone, (column,) * 7, number, key
+                self._insert.lower, logits_alone, slots_alone, (*(column,) * 7, *feeding), number, key
             )
         return made
 
@@ -294,11 +332,13 @@ class DecoderEngine:
         config, slots, sizes = self._config, self.slots, self.page_sizes
         shape = (sizes.pools * sizes.pool_pages, config.kv_heads, sizes.page_tokens, config.head_dim)
         zeros = jnp.zeros(slots, jnp.int32)
+        feeds = self.feed_tokens > 0
         return DecodeState(
             layers=tuple(self._cache.empty(*shape, self._cache_dtype) for _ in range(config.layers)),
             logits=jnp.zeros((slots, config.vocab_rows), jnp.float32),
             lengths=zeros, generated=zeros, limits=zeros, live=jnp.zeros(slots, bool),
             keys=jax.random.split(jax.random.key(0), slots),
+            fed=jnp.zeros((slots, self.feed_tokens), jnp.int32) if feeds else (), to_feed=zeros if feeds else (),
         )  # fmt: skip
 
     def _fill_program(
@@ -317,7 +357,7 @@ class DecoderEngine:
     def _insert_program(
         self, prefix: Prefix, state: DecodeState, arrays: tuple[Array, ...], count: Array, key: PRNGKeyArray
     ) -> DecodeState:
-        slots, prompts, ordinals, indices, limits, drawn, turns = arrays
+        slots, prompts, ordinals, indices, limits, drawn, turns, *feeding = arrays
         at = self._first(slots, count)
 
         def put(old: Array, new: Array) -> Array:
@@ -331,6 +371,10 @@ class DecoderEngine:
             limits=put(state.limits, limits),
             live=put(state.live, jnp.ones_like(slots, bool)),
             keys=put(state.keys, response_keys(key, ordinals, indices, turns)),
+            **{
+                name: put(getattr(state, name), new)
+                for name, new in zip(("fed", "to_feed"), feeding, strict=False)
+            },
         )
 
     def _paused_program(self, logits: Array, lengths: Array) -> tuple[Array, Array]:
@@ -417,17 +461,27 @@ class DecoderEngine:
             step, state, so_far = carry
             drawn = draw(state.logits, state.keys, state.generated, decoding)
             tokens, logprobs = lax.with_sharding_constraint(drawn, self._rows)
-
-            def write(buffer: Array, column: Array) -> Array:
-                return lax.dynamic_update_slice_in_dim(buffer, column[:, None], step, axis=1)
-
             new = {"tokens": tokens, "logprobs": logprobs, "valid": self._drawing(state, until)}
-            written = {name: write(so_far[name], column) for name, column in new.items()}
+            if self.feed_tokens:
+                written = {
+                    name: self._behind(so_far[name], column, so_far["valid"], state)
+                    for name, column in new.items()
+                }
+            else:
+                written = {
+                    name: lax.dynamic_update_slice_in_dim(so_far[name], column[:, None], step, axis=1)
+                    for name, column in new.items()
+                }
             return step + 1, self._take(params, state, rope, tables, until, tokens), written
 
         start = (jnp.zeros((), jnp.int32), state, self._blank(len(state.live)))
         _, state, drawn = lax.while_loop(going, advance, start)
         return state, drawn
+
+    def _behind(self, buffer: Array, column: Array, valid: Array, state: DecodeState) -> Array:
+        """`buffer` with a token of each slot behind those that it has drawn in this call; one that is fed has drawn none."""
+        count = jnp.where(state.to_feed > 0, buffer.shape[1], valid.sum(1, dtype=jnp.int32))
+        return buffer.at[jnp.arange(len(buffer)), count].set(column, mode="drop")
 
     def _drawing(self, state: DecodeState, until: Array) -> Bool[Array, " slots"]:
         """The slots that draw: not those that are free or pause."""
@@ -442,11 +496,20 @@ class DecoderEngine:
         until: Array,
         tokens: Array,
     ) -> DecodeState:
-        """The state after the slots that draw have taken their tokens: stopped, or with the logits of their next ones."""
-        drawing = self._drawing(state, until)
+        """The state after the slots that draw, or are fed, have taken their tokens: stopped, or with the logits of their next ones."""
+        drawing, fed = self._drawing(state, until), {}
         taken = drawing.astype(jnp.int32)
-        generated = state.generated + taken
         stopped = drawing & (tokens[:, None] == jnp.asarray(self.stop_ids, jnp.int32)[None]).any(-1)
+        if self.feed_tokens:
+            feeds = drawing & (state.to_feed > 0)
+            next_fed = jnp.take_along_axis(
+                state.fed, self.feed_tokens - state.to_feed[:, None], axis=1, mode="clip"
+            )
+            tokens, stopped = jnp.where(feeds, next_fed[:, 0], tokens), stopped & ~feeds
+            fed = {"to_feed": state.to_feed - feeds.astype(jnp.int32)}
+            generated = state.generated + (drawing & ~feeds).astype(jnp.int32)
+        else:
+            generated = state.generated + taken
         live = state.live & ~stopped & (generated < state.limits)
         # Once the last response has ended, nobody waits for logits. One that pauses here draws its next token from them.
         state = lax.cond(
@@ -460,7 +523,7 @@ class DecoderEngine:
             drawing,
             tokens,
         )
-        counts = {"lengths": state.lengths + taken, "generated": generated, "live": live}
+        counts = {"lengths": state.lengths + taken, "generated": generated, "live": live, **fed}
         return replace(state, **lax.with_sharding_constraint(counts, self._rows))
 
     def _forward(

@@ -40,6 +40,8 @@ class Insertion:
     """The present turn of an episode, from 0; 0 where there are no turns."""
     fills: Sequence[tuple[int, Fill]]
     """(place of a prompt, a page to be written with tokens of it)."""
+    fed: Sequence[Int[np.ndarray, " _"]] = ()
+    """Tokens that each response takes, one at a step, before it draws; none: all are in its prompt."""
 
 
 @runtime_checkable
@@ -55,6 +57,8 @@ class Engine(Protocol):
     """The most tokens that one `generate` draws for a slot."""
     page_sizes: PageSizes
     """The sizes of its cache, whose pages the caller hands out."""
+    feed_tokens: int
+    """The most tokens that a response may be fed when it is given a slot again, its pages being there; 0: it is read again."""
 
     def init_decode_state(self) -> PyTree:
         """A state in which every slot is free."""
@@ -90,6 +94,10 @@ class Engine(Protocol):
     def paused(self, state: PyTree) -> PyTree:
         """A prefix from which `insert`, with no page to write, gives a response of any slot a slot again; its place there is the number of the
         slot."""
+        ...
+
+    def parked(self, lengths: Sequence[int]) -> PyTree:
+        """A prefix from which `insert`, with no page to write, gives responses a slot whose pages hold so many tokens, each of which is fed at least one."""
         ...
 
     def release(self, state: PyTree, slots: Sequence[int]) -> PyTree:

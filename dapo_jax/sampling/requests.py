@@ -9,6 +9,8 @@ from jaxtyping import Float, Int, PyTree
 from dapo_jax.dapo.rollouts import Continuation, Prompt
 from dapo_jax.sampling.interface import Engine
 
+NOTHING = np.zeros(0, np.int32)
+
 
 @dataclass(eq=False)
 class Request:
@@ -37,6 +39,8 @@ class Request:
     """The order in which responses started; -1: not yet."""
     row: int | None = None
     """Its row of the table of pages, as long as it holds pages."""
+    fed: Int[np.ndarray, " fed"] = field(default_factory=lambda: NOTHING)
+    """Tokens that are not in its pages, and that it takes before it draws."""
     tokens: Int[np.ndarray, " limit"] = field(init=False)
     logprobs: Float[np.ndarray, " limit"] = field(init=False)
 
@@ -90,7 +94,10 @@ class Request:
         """Begins a turn behind what an environment puts before it; it has `most` tokens, as far as the response and a context of `capacity` may have so many more."""
         if before.anew:
             self.anew = self.drawn
+        last = self.drawn - 1
         self.append(before.tokens, np.zeros(len(before.tokens), np.float32))
+        # The last token that was drawn is in the pages only if others had to go on.
+        self.fed = self.tokens[last : self.drawn].copy() if turn and not before.anew else NOTHING
         self.turn, self.begun = turn, self.drawn
         self.limit = self.target = min(self.most, self.drawn + most, capacity - self.ahead)
         self.prefix = None
@@ -121,7 +128,7 @@ class Reading:
         for index, prefix, place in next(self._work):
             self._left -= 1
             for request in self._requests[index]:
-                request.prefix, request.place = prefix, place
+                request.prefix, request.place, request.fed = prefix, place, NOTHING
                 new.append(request)
         if not self._left:
             self._work, self._requests = iter(()), ()  # or they would hold what was read

@@ -46,7 +46,7 @@ class Slots:
         self.released: list[int] = []
         """Slots that their owners have left, and which the engine takes for live until it is told."""
         self.aside: list[Request] = []
-        """Responses that pause and have pages, but no slot."""
+        """Responses that pause, or whose environment works, and have pages, but no slot."""
         self._starts = itertools.count()
         rows, self._rows = (
             range(self.pages.sizes.holders),
@@ -76,7 +76,7 @@ class Slots:
     def has_room(self, request: Request, waiting: deque[Request]) -> bool:
         """Whether there is a free slot, and pages for the request were none of them shared; for that others give way as in `take`."""
         needed, spare = pages_for(request.room(self._steps), self.pages.sizes.page_tokens), self._spare()
-        if not (pools := self._open_to(request)):
+        if not (pools := self._open_to(request, waiting)):
             return False
         pool = max(pools, key=lambda pool: self._free(pool) - spare[pool])
         while self._free(pool) < needed + spare[pool]:
@@ -89,7 +89,7 @@ class Slots:
 
         For that those that pause give way; and where nobody draws, those of the line `waiting` that have pages.
         """
-        if not (pools := self._open_to(request)):
+        if not (pools := self._open_to(request, waiting)):
             return None
         pool = max(pools, key=self._free)
         slot = heapq.heappop(self._idle[pool])
@@ -138,6 +138,16 @@ class Slots:
         self._release(owner)
         return owner
 
+    def park(self, slot: int) -> None:
+        """Frees a slot whose response keeps its pages, until others need them."""
+        self.aside.append(self.leave(slot))
+
+    def forget(self, request: Request) -> None:
+        """Frees the pages of one beside the slots, if it has any."""
+        if request.row is not None:
+            self.aside.remove(request)
+            self._release(request)
+
     def leave(self, slot: int) -> Request:
         """Frees a slot, whose response keeps its pages."""
         owner = self.owners[slot]
@@ -152,12 +162,15 @@ class Slots:
             if owner is not None and owner.paused:
                 yield slot, owner
 
-    def _open_to(self, request: Request) -> list[int]:
-        """The pools with a free slot that a request can have: where its pages are, or where there is a row of the table for it."""
+    def _open_to(self, request: Request, waiting: deque[Request]) -> list[int]:
+        """The pools with a free slot that a request can have: where its pages are, or where there is a row of the table for it, if need be that of one that gives way as in `take`."""
         if request.row is not None:
             pool = self.pages.sizes.pool_of(request.row)
             return [pool] if self._idle[pool] else []
-        return [pool for pool, slots in enumerate(self._idle) if slots and self._rows[pool]]
+        idle = [pool for pool, slots in enumerate(self._idle) if slots]
+        if open_to := [pool for pool in idle if self._rows[pool]]:
+            return open_to
+        return next(([pool] for pool in idle if self._gives_way(pool, waiting, to=request)), [])
 
     def _given(self, request: Request, pool: int) -> list[Fill] | None:
         """The pages of a pool to write for a request that gets the pages it needs; None if there are not enough."""

@@ -1,6 +1,6 @@
 """Episodes of several turns: what ends a turn is handed to an environment, and what that appends is read before the next turn is drawn.
 
-While an environment works, its episode has neither a slot nor pages. What was drawn stays as it is: the next turn begins behind the very tokens of the
+While an environment works, its episode has no slot, and pages only as long as no other needs them. What was drawn stays as it is: the next turn begins behind the very tokens of the
 turns before and those that were appended, and nothing is tokenized again.
 """
 
@@ -87,9 +87,13 @@ class TurnTaking:
         )
         self._await(request, self.environments.step(request.prompt, request.index, turn), first=False)
 
+    def resume(self, resumed: Callable[[Request], bool]) -> None:
+        """Lets those go on whose next turn begins and that `resumed` takes; the others are to be read."""
+        self._take()
+        self._going = [request for request in self._going if not resumed(request)]
+
     def going_on(self) -> list[list[Request]]:
         """The episodes whose next turn can be read, those together that begin with the same tokens."""
-        self._take()
         alike: dict[tuple[int, bytes], list[Request]] = {}
         for request in self._going:
             alike.setdefault((request.prompt.ordinal, request.sequence.tobytes()), []).append(request)

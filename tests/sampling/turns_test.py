@@ -14,6 +14,7 @@ from dapo_jax.dapo.rollouts import ContextSpan, Continuation
 from dapo_jax.sampling.continuous_batching import Sampler
 from dapo_jax.sampling.decoding import decoding, response_keys
 from dapo_jax.sampling.engine import DecoderEngine
+from dapo_jax.sampling.pages import PageSizes
 from dapo_jax.testing import ScriptedEngine
 from tests.sampling.continuous_batching_test import (
     CONFIG,
@@ -160,6 +161,43 @@ def test_slots_and_the_time_of_environments_change_no_episode(slots, steps, how,
             assert [each.contexts for each in found[ordinal]] == [each.contexts for each in responses]
 
 
+def test_what_an_environment_appends_is_fed_to_pages_that_stayed():
+    """Prompts of eight tokens, one appended to each turn: nothing but the prompts is read, and tokens and log-probabilities are those of an engine that reads all again."""
+
+    def one_more(ordinal, index, turns):
+        return [] if not turns else [2 + (ordinal + index) % 18]
+
+    engine, again = engine_of(4, 8), engine_of(8, 8, batch_invariant=True)
+    read, prefill = [], engine.prefill
+
+    def counted(params, sequences):
+        read.extend(len(sequence) for sequence in sequences)
+        return prefill(params, sequences)
+
+    engine.prefill = counted
+    asked = [prompt for prompt in prompts(*range(16)) if len(prompt.tokens) == MAX_PROMPT]
+    found = episodes(engine, Appending(one_more, turn_tokens=3), asked, samples=4)
+    assert read == [MAX_PROMPT] * len(asked) == [MAX_PROMPT] * 2
+    assert_same(found, episodes(again, Appending(one_more, turn_tokens=3), asked, samples=4))
+    assert all(len(response.turns) == 4 for responses in found.values() for response in responses)
+
+
+@pytest.mark.parametrize(("holders", "again"), [(2, True), (8, False)])
+def test_pages_give_way_to_others_and_are_read_again(holders, again):
+    """Two slots; eight episodes whose environments take a while. With rows of the table for two of them, those of the others are read again."""
+    sizes = PageSizes(holders=holders, capacity=48, page_tokens=8, pools=1, pool_pages=6 * holders)
+    engine = ScriptedEngine(
+        lambda *_: [5, 5, EOS], slots=2, capacity=48, steps_per_call=3, stop_ids=[EOS], page_sizes=sizes, feed_tokens=4
+    )  # fmt: skip
+    late = Appending(lambda *_: [], max_turns=3, delays=np.random.default_rng(0))
+    asked = [prompt for prompt in prompts(*range(16)) if len(prompt.tokens) == MAX_PROMPT]
+    found = episodes(engine, late, asked, samples=4, limit=40, weights={})
+    assert all(len(response.turns) == 3 for responses in found.values() for response in responses)
+    lengths = [len(sequence) for call in engine.prefills for sequence in call]
+    assert (max(lengths) > MAX_PROMPT) == again
+    assert len(lengths) >= len(asked)
+
+
 def test_batch_invariant_episodes_change_no_bit():
     few, many = (
         episodes(engine_of(slots, 5, batch_invariant=True), Appending(anew, turn_tokens=3), prompts(0, 1, 2))
@@ -297,7 +335,18 @@ def test_random_environments_get_every_script(seed):
             return Continuation(np.full(own.integers(1, min(9, limit)), 8, np.int32), anew=True)
         return [7] * int(own.integers(0, 4))
 
-    engine = ScriptedEngine(script, slots=slots, capacity=48, steps_per_call=3, stop_ids=[EOS])
+    holders = slots * int(rng.integers(1, 4))
+    most = int(rng.integers(6, 6 * holders + 1))
+    sizes = PageSizes(holders=holders, capacity=48, page_tokens=8, pools=1, pool_pages=most)
+    engine = ScriptedEngine(
+        script,
+        slots=slots,
+        capacity=48,
+        steps_per_call=3,
+        stop_ids=[EOS],
+        page_sizes=sizes,
+        feed_tokens=int(rng.choice([0, 2, 64])),
+    )
     environments = Appending(
         answer, max_turns=int(rng.integers(1, 6)), turn_tokens=int(rng.integers(0, 9)), delays=rng
     )
