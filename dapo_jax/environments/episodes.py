@@ -136,6 +136,7 @@ class Episodes:
         opened = [self._open.pop((sample.prompt.ordinal, index)) for index, sample in enumerate(samples)]
         group_rewards = getattr(self._environment, "group_rewards", None)
         if group_rewards is None:
+            asyncio.run_coroutine_threadsafe(self._closed(opened), self._loop)
             return [_done(_verdict(one)) for one in opened]
         found: list[Future[Verdict]] = [Future() for _ in opened]
 
@@ -165,6 +166,7 @@ class Episodes:
             of_episode = dict(zip(map(id, kept), scores, strict=False))
             for one, verdict in zip(opened, found, strict=True):
                 verdict.set_result(_verdict(one, of_episode.get(id(one))))
+            await self._closed(opened)
 
         asyncio.run_coroutine_threadsafe(compare(), self._loop)
         return found
@@ -175,6 +177,16 @@ class Episodes:
             self._closing = True
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_ENDING_S)
+
+    async def _closed(self, opened: Sequence[_Open]) -> None:
+        """Closes the episodes that have a `close`, whatever ended them; what it raises changes nothing any more."""
+
+        async def close(one: _Open) -> None:
+            with suppress(Exception):
+                if callable(end := getattr(one.episode, "close", None)):
+                    await self._called(end)
+
+        await asyncio.gather(*map(close, opened))
 
     def _serve(self) -> None:
         """Runs the loop until it is closed, whatever ends it in between."""

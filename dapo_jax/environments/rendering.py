@@ -1,7 +1,8 @@
 """From what an environment appends to ids: only what is new, never what was sampled.
 
 Of messages, the chat template is asked for the text behind an answer of the assistant. Whatever a template does to earlier turns (Qwen3's
-strips their thinking) so has no effect: they stay the tokens that they were. Contents are tokenized apart from the template's own text, and nothing in them becomes a special token.
+strips their thinking) so has no effect: they stay the tokens that they were. What is rendered is tokenized as the template's own text is, but for one thing: only what the template
+itself writes becomes a special token, nothing in a message, however deep, does.
 """
 
 import re
@@ -13,13 +14,21 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
+from dapo_jax.environments.protocol import Context
+from dapo_jax.text.chat import ChatTemplate
+from dapo_jax.text.guards import FIRST_GUARD
 from dapo_jax.text.tokenizers import Tokenizer
 
-_SAID = "\u2402said\u2402"
-"""Stands for what the assistant said: a text that no template writes."""
+_SAID = f"{FIRST_GUARD}said{FIRST_GUARD}"
+"""Stands for what the assistant said: no template writes it, and no message may hold it."""
 
 _MOST_CHARACTERS = 1 << 20
 """A longer text is refused before it is tokenized."""
+_DEEPEST = 64
+_ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
+"""A role's name, which templates compare and print, so nothing may stand in its place."""
+_ESCAPED_GUARD = re.compile(r"\\udbf[c-f]\\ud[c-f]", re.IGNORECASE)
+"""How JSON without characters beyond ASCII writes what stands in a special token's place."""
 
 
 class RenderingError(ValueError):
@@ -82,43 +91,44 @@ class Rendering:
         except ValueError as error:
             raise RenderingError(f"a text was appended that cannot be tokenized: {error}") from error
 
+    def context_ids(self, context: Context) -> Int[np.ndarray, " context"]:
+        """The ids of a whole context: a text as a prompt begins, ids as they are, messages up to where the assistant's answer begins.
+
+        Raises:
+            RenderingError: it is nothing that can stand there, or empty.
+        """
+        contents = context.contents
+        if isinstance(contents, str):
+            found = np.concatenate([self.tokenizer.encode_prompt(""), self._text(contents)])
+        elif isinstance(contents, Sequence) and contents and isinstance(contents[0], Mapping):
+            template, guard = self._template(), _Guard(self.tokenizer)
+            if context.tools and not re.search(r"\btools\b", template.source):
+                raise RenderingError(
+                    f"chat template {template.name} tells of no tools: write them into the system message, and give a Context without tools"
+                )
+            try:
+                told = [guard.message(message) for message in contents]
+                tools = [guard.value(tool) for tool in context.tools] or None
+                kwargs = {**self.template_kwargs, "tools": tools}
+                found = self._encoded(template.render(told, today=self.today, **kwargs))
+            except RenderingError:
+                raise
+            except (ValueError, TypeError) as error:
+                raise RenderingError(f"a context cannot be rendered: {error}") from error
+        else:
+            found = self.ids(contents, after=None)
+        if not len(found):
+            raise RenderingError(
+                "a context has no token: it stands in place of all before, so a turn would have nothing to follow"
+            )
+        return found
+
     def _messages(
         self, messages: Sequence[Any], after: Int[np.ndarray, " turn"] | None
     ) -> Int[np.ndarray, " new"]:
-        template = self.tokenizer.chat_template
-        if template is None:
-            raise RenderingError(
-                "messages were appended, and the model has no chat template: append a text or ids"
-            )
-        contents: dict[str, str] = {}
-
-        def marked(value: Any) -> Any:
-            """A text with a mark in its place, so that its part of what is rendered is found again."""
-            mark = f"\u2402{len(contents)}\u2402"
-            contents[mark] = value
-            return mark
-
-        told = []
-        for message in messages:
-            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-                raise RenderingError(f"{message!r:.200} is no message: it needs a role and a content")
-            content = message.get("content")
-            if not isinstance(content, str):
-                raise RenderingError(
-                    f"{message!r:.200} is no message with a text: its content has to be a str"
-                )
-            if len(content) > _MOST_CHARACTERS:
-                raise RenderingError(
-                    f"a message of {len(content):,} characters was appended; {_MOST_CHARACTERS:,} are the most"
-                )
-            told.append(
-                {
-                    key: marked(value) if isinstance(value, str) and key != "role" else value
-                    for key, value in message.items()
-                }
-            )
-        asked = {"role": "user", "content": "?"}
-        said = [asked, {"role": "assistant", "content": _SAID}]
+        template, guard = self._template(), _Guard(self.tokenizer)
+        told = [guard.message(message) for message in messages]
+        said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SAID}]
         rendered = template.render([*said, *told], today=self.today, **self.template_kwargs)
         before, _, new = rendered.rpartition(_SAID)
         if not before:
@@ -128,15 +138,69 @@ class Rendering:
         if after is None:
             # Behind a prompt, whose text ends with the opening of an answer.
             raise RenderingError(
-                "messages cannot follow a prompt, which ends with the beginning of an answer: append a text or ids, or write them into the row's prompt"
+                "messages cannot follow a prompt, which ends with the beginning of an answer: give a Context, append a text or ids, or write them into the row's prompt"
             )
-        parts = re.split("(" + "|".join(map(re.escape, contents)) + ")", new)
-        ids = [
-            self._text(contents[part]) if part in contents else self.tokenizer.encode(part)
-            for part in parts
-            if part
-        ]
-        whole = np.concatenate([np.zeros(0, np.int32), *ids])
+        whole = self._encoded(new)
         # The end token that the turn was ended with is there already.
         ended = len(after) > 0 and len(whole) > 0 and int(after[-1]) in self.tokenizer.stop_ids
         return whole[1:] if ended and int(whole[0]) == int(after[-1]) else whole
+
+    def _template(self) -> ChatTemplate:
+        if self.tokenizer.chat_template is None:
+            raise RenderingError(
+                "messages were given, and the model has no chat template: give a text or ids"
+            )
+        return self.tokenizer.chat_template
+
+    def _encoded(self, rendered: str) -> Int[np.ndarray, " new"]:
+        """The ids of what the template made of guarded messages."""
+        if _ESCAPED_GUARD.search(rendered):
+            raise RenderingError(
+                "the chat template, or a message, writes characters beyond Unicode's planes in use as \\u escapes"
+            )
+        return self.tokenizer.encode_guarded(rendered)
+
+
+class _Guard:
+    """Messages as the template is to see them: nothing in them can become a special token, and there are bounds to their size."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer, self._characters = tokenizer, 0
+
+    def message(self, message: Any) -> dict[str, Any]:
+        """The message, with all its texts guarded but its role, which can hold no special token.
+
+        Raises:
+            RenderingError: it is none, is too long or too deep, or has a role that is no name.
+        """
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise RenderingError(f"{message!r:.200} is no message: it needs a role and a content")
+        if not isinstance(message.get("content"), str):
+            raise RenderingError(f"{message!r:.200} is no message with a text: its content has to be a str")
+        if not _ROLE.fullmatch(message["role"]):
+            raise RenderingError(
+                f"a message has the role {message['role']!r:.80}; a role is at most 64 letters, digits, _ and -"
+            )
+        return {**self.value({**message, "role": ""}), "role": message["role"]}
+
+    def value(self, value: Any, depth: int = 0) -> Any:
+        """A value with each text in it guarded, the names in mappings among them.
+
+        Raises:
+            RenderingError: it is too long or too deep.
+            ValueError: a text that is none, or that holds what stands for special tokens.
+        """
+        if isinstance(value, str):
+            self._characters += len(value)
+            if self._characters > _MOST_CHARACTERS:
+                raise RenderingError(
+                    f"messages of {self._characters:,} characters were given; {_MOST_CHARACTERS:,} are the most"
+                )
+            return self._tokenizer.guarded(value)
+        if not isinstance(value, Mapping | list | tuple):
+            return value  # a number, or nothing; the template refuses all else
+        if depth == _DEEPEST:
+            raise RenderingError(f"a message is nested more than {_DEEPEST} deep")
+        if isinstance(value, Mapping):
+            return {self.value(str(name)): self.value(one, depth + 1) for name, one in value.items()}
+        return [self.value(one, depth + 1) for one in value]
