@@ -31,8 +31,7 @@ class OpenEnvironment:
         try:
             package = importlib.import_module("openenv.core") if self._url else None
         except ImportError as error:
-            remedy = how_to_install("openenv")
-            raise ValueError(f"openenv:{place} takes the package openenv: {remedy}") from error
+            raise ValueError(f"openenv:{place} takes a package: {how_to_install('openenv')}") from error
         self._client = load_function(place) if package is None else package.GenericEnvClient
 
     async def episode(self, row: Mapping[str, Any], seed: int) -> "OpenEpisode":
@@ -59,10 +58,9 @@ class OpenEpisode:
     async def step(self, turn: Turn) -> Step:
         """The answer to a turn. The policy is told if it is no action, which is counted as `action_errors`."""
         try:
-            action = {self._field: turn.text} if self._field else read_numbers(turn.text)
-            given = await self._client.step(action)
+            given = await self._client.step({self._field: turn.text} if self._field else _action(turn.text))
             told, reward, done = _told(given.observation), given.reward or 0.0, bool(given.done)
-        except (ValueError, TypeError, RecursionError, RuntimeError) as error:
+        except (ValueError, RuntimeError) as error:
             if type(error) is RuntimeError and "VALIDATION_ERROR" not in str(error):
                 raise  # of the server's own
             self._errors += 1
@@ -84,8 +82,19 @@ async def _text_field(url: str) -> str:
     return required[0] if is_text else ""
 
 
+def _action(text: str) -> dict[str, Any]:
+    if not isinstance(action := read_numbers(text), dict):
+        raise ValueError("it is no JSON object")
+    return action
+
+
 def _told(observation: Any) -> str:
     """An observation as a text: its one field, or JSON."""
-    is_one = isinstance(observation, Mapping) and len(observation) == 1
-    shown = next(iter(observation.values())) if is_one else observation
-    return shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False, default=str)
+    if isinstance(observation, Mapping):
+        fields = {name: value for name, value in observation.items() if name != "metadata"}
+        observation = next(iter(fields.values())) if len(fields) == 1 else fields
+    return (
+        observation
+        if isinstance(observation, str)
+        else json.dumps(observation, ensure_ascii=False, default=str)
+    )
