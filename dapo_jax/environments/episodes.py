@@ -21,7 +21,7 @@ from dapo_jax.environments.protocol import Environment, Step, Turn
 from dapo_jax.environments.rendering import Rendering, RenderingError
 from dapo_jax.rewards.async_calls import DaemonThreads
 from dapo_jax.rewards.functions import MAX_SCORE
-from dapo_jax.rewards.sample import Sample
+from dapo_jax.rewards.sample import Sample, copied, read_only
 
 _ENDING_S = 5.0
 """Seconds for which closing waits for episodes that go on after they were cancelled."""
@@ -96,7 +96,8 @@ class Episodes:
 
         async def begin() -> Int[np.ndarray, " new"]:
             seed = int(np.random.SeedSequence((self._seed, prompt.ordinal)).generate_state(1)[0])
-            row = {"prompt": prompt.text, "answer": prompt.answer, **prompt.row}
+            own = {name: copied(value) for name, value in prompt.row.items()}
+            row = {"prompt": prompt.text, "answer": prompt.answer, **own}
             opened.episode = await self._called(self._environment.episode, row, seed)
             if not callable(getattr(opened.episode, "step", None)):
                 said = f"{opened.episode!r:.200} ({type(opened.episode).__name__}) has no method step(turn), which answers a turn"
@@ -113,8 +114,8 @@ class Episodes:
 
         async def answer() -> Int[np.ndarray, " new"] | None:
             said = Turn(
-                tokens=turn.tokens,
-                logprobs=turn.logprobs,
+                tokens=read_only(turn.tokens),
+                logprobs=read_only(turn.logprobs),
                 text=self._text_of(turn.tokens),
                 finish_reason=turn.finish_reason,
                 number=len(opened.rewards),
@@ -214,6 +215,10 @@ class Episodes:
                 opened.lost, opened.reason = error.lost, str(error)
             except RenderingError as error:
                 opened.lost, opened.reason = "raised", str(error)
+            except asyncio.CancelledError:  # by somebody else's code on this loop
+                if self._closing:
+                    raise
+                opened.lost, opened.reason = "raised", "the environment's task was cancelled"
             except (
                 Exception
             ) as error:  # of an answer whose fields, or whose text, raise when they are asked for

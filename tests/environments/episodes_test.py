@@ -335,7 +335,7 @@ def test_closing_gives_up_what_is_under_way():
     ("source", "message"),
     [
         ("gess", "no environment is named 'gess'; did you mean 'guess'"),
-        ("nothing", r"there are \['guess'\]"),
+        ("nothing", r"there are \['guess', 'openenv', 'reasoning_gym', 'skyrl_gym', 'tinker', 'trl'\]"),
         ("nowhere:Env", "cannot import the module 'nowhere'"),
         ("tests.environments.episodes_test:Ech", "did you mean 'Echo'"),
         ("tests.environments.episodes_test:Echo", "making the environment fails with TypeError"),

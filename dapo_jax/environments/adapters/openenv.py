@@ -93,8 +93,6 @@ def _told(observation: Any) -> str:
     if isinstance(observation, Mapping):
         fields = {name: value for name, value in observation.items() if name != "metadata"}
         observation = next(iter(fields.values())) if len(fields) == 1 else fields
-    return (
-        observation
-        if isinstance(observation, str)
-        else json.dumps(observation, ensure_ascii=False, default=str)
-    )
+    if isinstance(observation, str):
+        return observation
+    return json.dumps(observation, ensure_ascii=False, default=str)
