@@ -70,7 +70,7 @@ class Tools:
         return self._bounded(f"error: {call.name}: {text}" if error else text), bool(error)
 
     async def _called(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> tuple[Any, str]:
-        """What a function returned, or why it did not."""
+        """The result of a function, or why there is none."""
 
         async def whole() -> tuple[Any, str]:
             try:
@@ -187,7 +187,7 @@ def conversation(row: Mapping[str, Any], added: str = "") -> list[Message]:
 
 
 def _text(value: Any) -> str | None:
-    """What a tool returned as a text: as it is, or as JSON."""
+    """The text of a tool's result: as it is, or as JSON; None if there is none."""
     if isinstance(value, str):
         return str(value)
     try:

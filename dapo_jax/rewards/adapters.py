@@ -109,7 +109,7 @@ def _message(text: str) -> list[dict[str, str]]:
 
 
 def named_arguments(function: Callable[..., Any], columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the columns that a function names, or all if it takes `**kwargs`."""
+    """The columns that a function names, or all if it takes `**kwargs`."""
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return dict(columns)
