@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from dapo_jax.checkpoints.packed_spans import check_spans, span_arrays, spans_of
-from dapo_jax.checkpoints.packed_turns import check_turns, turn_arrays, turns_of
+from dapo_jax.checkpoints.packed_turns import check_turns, contexts_of, turn_arrays, turns_of
 from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
 
 
@@ -72,6 +72,7 @@ def carry_groups(
     logprobs = arrays.get("logprobs", np.broadcast_to(np.float32(0), total))
     ends, text_ends = np.cumsum(arrays["lengths"]), np.cumsum(arrays["text_lengths"])
     spans, turns, turn_rewards = spans_of(arrays), *turns_of(arrays)
+    contexts = contexts_of(arrays)
 
     def rollout(i: int) -> Rollout:
         span = slice(int(ends[i] - arrays["lengths"][i]), int(ends[i]))
@@ -84,6 +85,7 @@ def carry_groups(
                 finish_reason="length" if arrays["truncated"][i] else "stop",
                 spans=spans[i],
                 turns=turns[i],
+                contexts=contexts[i],
             ),
             text=text,
             verdict=Verdict(

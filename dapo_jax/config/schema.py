@@ -279,7 +279,10 @@ class EnvironmentConfig(Section, at="environment"):
     max_turns: int = key(8, range=SIZE, aliases=["max_turns_per_episode", "max_assistant_turns"])
     """The most turns of an episode; one that is not over by then is cut off there."""
     turn_tokens: int = key(0, range=NOT_NEGATIVE)
-    """The most tokens of a turn; 0: as many as are left. `sampling.max_response_tokens` are those of the whole episode, what the environment appends among them."""
+    """The most tokens of a turn; 0: as many as are left."""
+    episode_tokens: int = key(0, range=NOT_NEGATIVE)
+    """The most tokens of an episode, what the environment appends among them; 0: `sampling.max_response_tokens`. More than these fit only where the environment begins
+    contexts anew: each of them is no longer than `data.max_prompt_tokens` + `sampling.max_response_tokens`."""
     timeout_s: float = key(30.0, range=POSITIVE)
     """Seconds for one answer of the environment. An episode whose environment takes longer, or raises, is lost: its verdict is the worst of its group."""
     calls: int = key(64, range=SIZE, may_change=True)
@@ -291,7 +294,7 @@ class EnvironmentConfig(Section, at="environment"):
         """Checks what its values say about each other."""
         if self.source:
             return
-        for name in ("max_turns", "turn_tokens", "timeout_s", "calls", "credit"):
+        for name in ("max_turns", "turn_tokens", "episode_tokens", "timeout_s", "calls", "credit"):
             if getattr(self, name) != getattr(EnvironmentConfig, name):
                 remedy = "without an environment there are no turns: name one, or leave it out"
                 refuse(f"environment.{name}", getattr(self, name), "an environment.source", remedy)

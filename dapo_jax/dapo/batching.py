@@ -36,6 +36,8 @@ class Example:
     """True for the tokens that the policy sampled, which alone are in the loss; None: for all of them."""
     group: int = 0
     """The group of the minibatch that it belongs to, counted from 0."""
+    rollout: int | None = None
+    """The rollout of the minibatch that it is a part of, where an episode has several; None: a whole one."""
 
     @property
     def tokens(self) -> int:
@@ -72,24 +74,28 @@ def training_examples(
 
     With `filter_truncated` (overlong filtering) a truncated response keeps its reward, so it counts in the group's
     mean and deviation, but is left out of the loss. With `by_turn` each turn of an episode has an advantage of its own
-    (`turn_advantages`), else all of them have that of the episode.
+    (`turn_advantages`), else all of them have that of the episode. An episode whose environment began a context anew is an example for each context.
     """
-    examples = []
+    examples, count = [], 0
     for index, group in enumerate(groups):
         advantages = group_advantages(group.rewards[None], normalize_std=normalize_std)[0]
         of_turns = turn_advantages(group, normalize_std=normalize_std) if by_turn else {}
-        examples += [
-            Example(
-                prompt_tokens=group.prompt.tokens,
-                response_tokens=rollout.response.tokens,
-                logprobs=rollout.response.logprobs,
-                advantage=of_turns.get(place, float(advantage)),
-                in_loss=not (filter_truncated and rollout.truncated),
-                sampled=rollout.response.sampled if rollout.response.turns else None,
-                group=index,
-            )
-            for place, (rollout, advantage) in enumerate(zip(group.rollouts, advantages, strict=True))
-        ]
+        for place, (rollout, advantage) in enumerate(zip(group.rollouts, advantages, strict=True)):
+            response = rollout.response
+            count, sampled, by_token = count + 1, response.sampled, of_turns.get(place)
+            examples += [
+                Example(
+                    prompt_tokens=context,
+                    response_tokens=response.tokens[first:stop],
+                    logprobs=response.logprobs[first:stop],
+                    advantage=float(advantage) if by_token is None else by_token[first:stop],
+                    in_loss=not (filter_truncated and rollout.truncated),
+                    sampled=sampled[first:stop] if response.turns else None,
+                    group=index,
+                    rollout=count if response.contexts else None,
+                )
+                for context, first, stop in response.parts(group.prompt.tokens)
+            ]
     return examples
 
 
@@ -127,17 +133,27 @@ def example_weights(
 ) -> Float[np.ndarray, " examples"]:
     """The weight of each example's tokens in the loss of the minibatch that `examples` make up; 0 for one left out.
 
-    All tokens of an example weigh the same under every aggregation of `losses.token_weights`.
+    All tokens of a rollout weigh the same under every aggregation of `losses.token_weights`, also where it is several examples.
     """
-    longest = max(len(one.response_tokens) for one in examples)
-    mask = np.stack([np.pad(one.mask, (0, longest - len(one.mask))) for one in examples])
+    numbers: dict[tuple[str, int], int] = {}
+    of_rollout = [
+        numbers.setdefault(("alone", index) if one.rollout is None else ("part", one.rollout), len(numbers))
+        for index, one in enumerate(examples)
+    ]
+    masks: list[list[np.ndarray]] = [[] for _ in numbers]
+    groups = np.zeros(len(numbers), np.int32)
+    for one, number in zip(examples, of_rollout, strict=True):
+        masks[number].append(one.mask)
+        groups[number] = one.group
+    whole = [np.concatenate(parts) for parts in masks]
+    longest = max(map(len, whole))
     weights = token_weights(
-        mask,
+        np.stack([np.pad(mask, (0, longest - len(mask))) for mask in whole]),
         aggregation=aggregation,
-        group_ids=np.array([one.group for one in examples], np.int32),
+        group_ids=groups,
         max_response_tokens=max_response_tokens,
     )
-    return np.asarray(weights).max(axis=1)  # of those that are in the loss
+    return np.asarray(weights).max(axis=1)[of_rollout]  # of those that are in the loss
 
 
 def pack(

@@ -51,6 +51,30 @@ class TurnSpan(NamedTuple):
     stop: int
 
 
+class ContextSpan(NamedTuple):
+    """A context that an environment put in place of all before it, the prompt included: the tokens from `first` up to `stop`."""
+
+    first: int
+    stop: int
+
+
+class Continuation(NamedTuple):
+    """The tokens that an environment puts before a turn."""
+
+    tokens: Int[np.ndarray, " new"]
+    anew: bool = False
+    """They stand in place of all before them; else they are appended to it."""
+
+
+class ResponsePart(NamedTuple):
+    """The part of a response that was drawn behind one context."""
+
+    context: Int[np.ndarray, " context"]
+    first: int
+    """Its first token behind the context."""
+    stop: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class DrawnTurn:
     """One turn as it was drawn."""
@@ -75,6 +99,21 @@ class Response:
     """The weights that drew its tokens: their versions rise, and the first span begins with token 0."""
     turns: tuple[TurnSpan, ...] = ()
     """The turns of an episode, in order; none: all tokens were sampled at once."""
+    contexts: tuple[ContextSpan, ...] = ()
+    """The contexts that begin anew, in order; none: every token was drawn behind the prompt and all tokens before it."""
+
+    def parts(self, prompt: Int[np.ndarray, " prompt"]) -> list[ResponsePart]:
+        """The parts that were drawn behind one context each, those left out in which nothing was sampled: each is a row of its own in training."""
+        if not self.contexts:
+            return [ResponsePart(prompt, 0, len(self.tokens))]
+        begins = [(prompt, 0), *((self.tokens[first:stop], stop) for first, stop in self.contexts)]
+        ends = [*(first for first, _ in self.contexts), len(self.tokens)]
+        sampled = self.sampled
+        return [
+            ResponsePart(context, first, stop)
+            for (context, first), stop in zip(begins, ends, strict=True)
+            if sampled[first:stop].any()
+        ]
 
     @property
     def sampled(self) -> Bool[np.ndarray, " response"]:

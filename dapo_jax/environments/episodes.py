@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from dapo_jax.dapo.rollouts import DrawnTurn, Lost, Prompt, Verdict, as_float
-from dapo_jax.environments.protocol import Environment, Step, Turn
+from dapo_jax.dapo.rollouts import Continuation, DrawnTurn, Lost, Prompt, Verdict, as_float
+from dapo_jax.environments.protocol import Context, Environment, Step, Turn
 from dapo_jax.environments.rendering import Rendering, RenderingError
 from dapo_jax.rewards.async_calls import DaemonThreads
 from dapo_jax.rewards.functions import MAX_SCORE
@@ -59,6 +59,7 @@ class Episodes:
         seed: int,
         max_turns: int,
         turn_tokens: int = 0,
+        episode_tokens: int = 0,
         timeout_s: float = 30.0,
         calls: int = 64,
     ) -> None:
@@ -71,11 +72,13 @@ class Episodes:
             seed: of the run; an episode's is made of it and the prompt's ordinal.
             max_turns: the most turns of an episode.
             turn_tokens: the most tokens of a turn; 0: as many as the episode may have.
+            episode_tokens: the most tokens of an episode; 0: as many as a response may have.
             timeout_s: seconds for one call, from when it is under way.
             calls: the most that are under way at one time; the others wait.
         """
         self._environment, self._rendering, self._text_of, self._seed = environment, rendering, text_of, seed
-        self.max_turns, self.turn_tokens, self._timeout_s = max_turns, turn_tokens, timeout_s
+        self.max_turns, self.turn_tokens, self.episode_tokens = max_turns, turn_tokens, episode_tokens
+        self._timeout_s = timeout_s
         self._open: dict[tuple[int, int], _Open] = {}
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(DaemonThreads())
@@ -90,11 +93,11 @@ class Episodes:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def start(self, prompt: Prompt, index: int) -> Future[Int[np.ndarray, " new"] | None]:
-        """Begins an episode: the ids that follow the prompt before the first turn; None if it was lost."""
+    def start(self, prompt: Prompt, index: int) -> Future[Continuation | None]:
+        """Begins an episode: what stands before the first turn; None if it was lost."""
         opened = self._open[prompt.ordinal, index] = _Open()
 
-        async def begin() -> Int[np.ndarray, " new"]:
+        async def begin() -> Continuation:
             seed = int(np.random.SeedSequence((self._seed, prompt.ordinal)).generate_state(1)[0])
             own = {name: copied(value) for name, value in prompt.row.items()}
             row = {"prompt": prompt.text, "answer": prompt.answer, **own}
@@ -103,16 +106,18 @@ class Episodes:
                 said = f"{opened.episode!r:.200} ({type(opened.episode).__name__}) has no method step(turn), which answers a turn"
                 raise _LostError("raised", said)
             start = getattr(opened.episode, "start", None)
-            appended = "" if start is None else await self._called(start)
-            return self._rendering.ids("" if appended is None else appended, after=None)
+            found = None if start is None else await self._called(start)
+            if isinstance(found, Context):
+                return Continuation(self._rendering.context_ids(found), anew=True)
+            return Continuation(self._rendering.ids("" if found is None else found, after=None))
 
         return self._submit(opened, begin)
 
-    def step(self, prompt: Prompt, index: int, turn: DrawnTurn) -> Future[Int[np.ndarray, " new"] | None]:
-        """Hands over a turn: the ids that follow it; None: the episode is over, or was lost."""
+    def step(self, prompt: Prompt, index: int, turn: DrawnTurn) -> Future[Continuation | None]:
+        """Hands over a turn: what stands before the next one; None: the episode is over, or was lost."""
         opened = self._open[prompt.ordinal, index]
 
-        async def answer() -> Int[np.ndarray, " new"] | None:
+        async def answer() -> Continuation | None:
             said = Turn(
                 tokens=read_only(turn.tokens),
                 logprobs=read_only(turn.logprobs),
@@ -126,9 +131,7 @@ class Episodes:
             opened.rewards[-1] = step.reward
             opened.metrics.update(step.metrics)
             opened.correct = opened.correct if step.correct is None else step.correct
-            if answered.context is not None:
-                raise _LostError("raised", "a step gave a new context, which is not built yet")
-            return None if step.done else self._rendering.ids(answered.append, after=turn.tokens)
+            return None if step.done else self._continuation(answered, after=turn.tokens)
 
         return self._submit(opened, answer)
 
@@ -188,6 +191,18 @@ class Episodes:
                     await self._called(end)
 
         await asyncio.gather(*map(close, opened))
+
+    def _continuation(self, step: Step, *, after: Int[np.ndarray, " turn"] | None) -> Continuation:
+        """The tokens of what a step puts before the next turn.
+
+        Raises:
+            RenderingError: there can be none.
+        """
+        if step.context is None:
+            return Continuation(self._rendering.ids(step.append, after=after))
+        if not isinstance(step.context, Context):
+            raise RenderingError(f"{step.context!r:.200} ({type(step.context).__name__}) is no Context")
+        return Continuation(self._rendering.context_ids(step.context), anew=True)
 
     def _serve(self) -> None:
         """Runs the loop until it is closed, whatever ends it in between."""

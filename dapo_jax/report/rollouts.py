@@ -193,6 +193,8 @@ class Laying:
             said["ratios"] = [None if value is None else round(10_000 * value) for value in row["ratios"]]
         if (turns := _turns(row)) is not None:
             said["turns"] = turns
+            if begins := _contexts(row):
+                said["contexts"] = begins
             if "nats" in said:
                 said["nats"] = _of_turns(said["nats"], turns)
         if (ages := _ages(row)) is not None:
@@ -273,6 +275,18 @@ def _turns(row: Mapping[str, Any]) -> list[tuple[int, int, float | None]] | None
         (first, stop, None if math.isnan(reward) else reward)
         for (first, stop), reward in zip(turns, given, strict=True)
     ]
+
+
+def _contexts(row: Mapping[str, Any]) -> list[int]:
+    """The first tokens of an episode's contexts that begin anew; none if they cannot be."""
+    contexts = row.get("contexts")
+    if not isinstance(contexts, list) or any(
+        not isinstance(one, list) or list(map(type, one)) != [int, int] for one in contexts
+    ):
+        return []
+    begins = [first for first, _ in contexts]
+    fits = begins == sorted(begins) and all(0 <= first <= len(row["response_token_ids"]) for first in begins)
+    return begins if fits else []
 
 
 def _of_turns(nats: Sequence[int | None], turns: Sequence[tuple[int, int, float | None]]) -> list[int | None]:

@@ -47,6 +47,7 @@ def episodes_of(
         seed=config.seed,
         max_turns=told.max_turns,
         turn_tokens=told.turn_tokens,
+        episode_tokens=told.episode_tokens,
         timeout_s=told.timeout_s,
         calls=told.calls,
     )

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from dapo_jax.config import TrainConfig
 from dapo_jax.dapo.dynamic_sampling import Collected
 from dapo_jax.dapo.microbatch import Microbatch
-from dapo_jax.dapo.rollouts import Group
+from dapo_jax.dapo.rollouts import Group, Rollout
 from dapo_jax.run.loop import Observer
 from dapo_jax.run.step_batches import StepBatches
 from dapo_jax.training.minibatch import Minibatch, on_host
@@ -61,13 +61,22 @@ class Ratios(Observer):
         }
         for group in wanted:
             for index, rollout in enumerate(group.rollouts):
-                tokens = np.concatenate([group.prompt.tokens, rollout.response.tokens]).astype(np.int32)
-                values = of_text.get(tokens.tobytes())
-                if values is not None and len(values) < len(rollout.response.tokens):
-                    whole = np.full(len(rollout.response.tokens), np.nan, values.dtype)
-                    whole[rollout.response.sampled] = values
-                    values = whole
-                self._found[group.prompt.ordinal, index] = values
+                self._found[group.prompt.ordinal, index] = _of_rollout(group, rollout, of_text)
+
+
+def _of_rollout(
+    group: Group, rollout: Rollout, of_text: Mapping[bytes, np.ndarray]
+) -> Float[np.ndarray, " response"] | None:
+    """The values of a rollout's tokens, NaN where they were not sampled; None if it is not in the loss."""
+    response, found = rollout.response, None
+    for context, first, stop in response.parts(group.prompt.tokens):
+        tokens = np.concatenate([context, response.tokens[first:stop]]).astype(np.int32)
+        if (values := of_text.get(tokens.tobytes())) is None:
+            continue
+        if found is None:
+            found = np.full(len(response.tokens), np.nan, values.dtype)
+        found[first:stop][response.sampled[first:stop]] = values
+    return found
 
 
 def responses_in(

@@ -53,13 +53,16 @@ class Sampler:
         also depends on which responses are read again: that attends to keys that are not rounded yet.
 
         A response that `stop` ends is cut there, however many tokens the call had drawn beyond. With `environments` each response is an episode of several turns,
-        of which `stop` ends one; `max_response_tokens` are those of the whole episode, what is appended to it included.
+        of which `stop` ends one; `max_response_tokens` are those of the whole episode, what is appended to it included, unless the environments say how many it may have.
 
         Raises:
             ValueError: a prompt is empty, or leaves no room for `max_response_tokens` in a slot.
         """
         groups: dict[int, dict[int, Response]] = {}
-        taking = None if environments is None else TurnTaking(environments, self._on_look)
+        episode_tokens = environments.episode_tokens if environments is not None else 0
+        taking = (
+            None if environments is None else TurnTaking(environments, self._engine.capacity, self._on_look)
+        )
 
         def more() -> list[list[Request]]:
             if taking is not None and ((going := taking.going_on()) or taking.starting):
@@ -68,7 +71,10 @@ class Sampler:
             check_prompts(prompts, capacity=self._engine.capacity, max_response_tokens=max_response_tokens)
             groups.update({prompt.ordinal: {} for prompt in prompts})
             asked = [
-                [Request(prompt, index, max_response_tokens) for index in range(samples_per_prompt)]
+                [
+                    Request(prompt, index, max_response_tokens, most=episode_tokens)
+                    for index in range(samples_per_prompt)
+                ]
                 for prompt in prompts
             ]
             if taking is None:
@@ -89,12 +95,12 @@ class Sampler:
         while True:
             ended = loop.step()
             if taking is None:
-                over = [EndedEpisode(*each, ()) for each in ended or ()]
+                over = [EndedEpisode(*each, (), ()) for each in ended or ()]
             else:
                 for each in ended or ():
                     taking.turn_ended(*each)
                 over = taking.ended()
-            for request, length, reason, turns in over:
+            for request, length, reason, turns, contexts in over:
                 group = groups[request.prompt.ordinal]
                 group[request.index] = Response(
                     tokens=request.tokens[:length].copy(),
@@ -102,6 +108,7 @@ class Sampler:
                     finish_reason=reason,
                     spans=(Span(0, version),),
                     turns=turns,
+                    contexts=contexts,
                 )
                 if len(group) == samples_per_prompt:
                     del groups[request.prompt.ordinal]

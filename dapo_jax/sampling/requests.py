@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from jaxtyping import Float, Int, PyTree
 
-from dapo_jax.dapo.rollouts import Prompt
+from dapo_jax.dapo.rollouts import Continuation, Prompt
 from dapo_jax.sampling.interface import Engine
 
 
@@ -31,6 +31,8 @@ class Request:
     """The present turn of an episode, from 0."""
     begun: int = 0
     """Tokens before the present turn."""
+    anew: int | None = None
+    """The token with which its present context begins; None: that begins with the prompt."""
     order: int = -1
     """The order in which responses started; -1: not yet."""
     row: int | None = None
@@ -43,9 +45,14 @@ class Request:
         self.tokens, self.logprobs = np.empty(0, np.int32), np.empty(0, np.float32)
 
     @property
+    def ahead(self) -> int:
+        """What makes a place in the context of a number of the response's tokens: those of the prompt are ahead, or those before the present context are not in it."""
+        return len(self.prompt.tokens) if self.anew is None else -self.anew
+
+    @property
     def length(self) -> int:
-        """Tokens of the prompt and of the response so far."""
-        return len(self.prompt.tokens) + self.drawn
+        """Tokens of its context: of the prompt and of the response so far."""
+        return self.ahead + self.drawn
 
     @property
     def paused(self) -> bool:
@@ -54,11 +61,13 @@ class Request:
 
     def room(self, steps: int) -> int:
         """Tokens that it may come to in a call that draws `steps`."""
-        return len(self.prompt.tokens) + min(self.drawn + steps, self.target)
+        return self.ahead + min(self.drawn + steps, self.target)
 
     @property
     def sequence(self) -> Int[np.ndarray, " length"]:
-        """The prompt and what was drawn."""
+        """Its context: the prompt and what was drawn."""
+        if self.anew is not None:
+            return self.tokens[self.anew : self.drawn]
         if not self.drawn:
             return self.prompt.tokens
         return np.concatenate([self.prompt.tokens, self.tokens[: self.drawn]])
@@ -77,11 +86,13 @@ class Request:
         self.tokens[place], self.logprobs[place] = tokens, logprobs
         self.drawn = place.stop
 
-    def begin_turn(self, turn: int, appended: Int[np.ndarray, " appended"], *, most: int) -> None:
-        """Begins a turn behind what is appended to the response; it has `most` tokens, as far as the response may have so many more."""
-        self.append(appended, np.zeros(len(appended), np.float32))
+    def begin_turn(self, turn: int, before: Continuation, *, most: int, capacity: int) -> None:
+        """Begins a turn behind what an environment puts before it; it has `most` tokens, as far as the response and a context of `capacity` may have so many more."""
+        if before.anew:
+            self.anew = self.drawn
+        self.append(before.tokens, np.zeros(len(before.tokens), np.float32))
         self.turn, self.begun = turn, self.drawn
-        self.limit = self.target = min(self.most, self.drawn + most)
+        self.limit = self.target = min(self.most, self.drawn + most, capacity - self.ahead)
         self.prefix = None
 
 

@@ -1,5 +1,6 @@
 """The slots of an engine on the host: who is in which, with which pages of the cache, and who gives way where pages run out."""
 
+import heapq
 import itertools
 from collections import deque
 from collections.abc import Iterator
@@ -38,6 +39,10 @@ class Slots:
     def __init__(self, engine: Engine) -> None:
         self.pages, self._steps = Pages(engine.page_sizes), engine.steps_per_call
         self.owners: list[Request | None] = [None] * engine.slots
+        # The lowest number first, of each pool.
+        self._idle: list[list[int]] = [[] for _ in range(self.pages.sizes.pools)]
+        for slot in range(engine.slots):
+            self._idle[self._pool_of(slot)].append(slot)
         self.released: list[int] = []
         """Slots that their owners have left, and which the engine takes for live until it is told."""
         self.aside: list[Request] = []
@@ -71,10 +76,9 @@ class Slots:
     def has_room(self, request: Request, waiting: deque[Request]) -> bool:
         """Whether there is a free slot, and pages for the request were none of them shared; for that others give way as in `take`."""
         needed, spare = pages_for(request.room(self._steps), self.pages.sizes.page_tokens), self._spare()
-        pools = {self._pool_of(slot) for slot in self._open_to(request)}
-        if not pools:
+        if not (pools := self._open_to(request)):
             return False
-        pool = max(sorted(pools), key=lambda pool: self._free(pool) - spare[pool])
+        pool = max(pools, key=lambda pool: self._free(pool) - spare[pool])
         while self._free(pool) < needed + spare[pool]:
             if not self._gives_way(pool, waiting, to=request):
                 return False
@@ -85,11 +89,13 @@ class Slots:
 
         For that those that pause give way; and where nobody draws, those of the line `waiting` that have pages.
         """
-        if not (free := self._open_to(request)):
+        if not (pools := self._open_to(request)):
             return None
-        slot = max(free, key=lambda slot: self._free(self._pool_of(slot)))
-        while (fills := self._given(request, slot)) is None:
-            if not self._gives_way(self._pool_of(slot), waiting, to=request):
+        pool = max(pools, key=self._free)
+        slot = heapq.heappop(self._idle[pool])
+        while (fills := self._given(request, pool)) is None:
+            if not self._gives_way(pool, waiting, to=request):
+                heapq.heappush(self._idle[pool], slot)
                 return None
         self.owners[slot] = request
         if request in self.aside:
@@ -137,6 +143,7 @@ class Slots:
         owner = self.owners[slot]
         assert owner is not None
         self.owners[slot] = None
+        heapq.heappush(self._idle[self._pool_of(slot)], slot)
         return owner
 
     def pausing(self) -> Iterator[tuple[int, Request]]:
@@ -146,28 +153,25 @@ class Slots:
                 yield slot, owner
 
     def _open_to(self, request: Request) -> list[int]:
-        """The free slots that a request can have: where its pages are, or where there is a row of the table for it."""
+        """The pools with a free slot that a request can have: where its pages are, or where there is a row of the table for it."""
         if request.row is not None:
-            pools = {self.pages.sizes.pool_of(request.row)}
-        else:
-            pools = {pool for pool, rows in enumerate(self._rows) if rows}
-        return [
-            slot for slot, owner in enumerate(self.owners) if owner is None and self._pool_of(slot) in pools
-        ]
+            pool = self.pages.sizes.pool_of(request.row)
+            return [pool] if self._idle[pool] else []
+        return [pool for pool, slots in enumerate(self._idle) if slots and self._rows[pool]]
 
-    def _given(self, request: Request, slot: int) -> list[Fill] | None:
-        """The pages to write for a request that gets the pages it needs; None if there are not enough."""
+    def _given(self, request: Request, pool: int) -> list[Fill] | None:
+        """The pages of a pool to write for a request that gets the pages it needs; None if there are not enough."""
         tokens = request.room(self._steps)
         if request.row is not None:
             return [] if self.pages.grow(request.row, tokens) else None
-        pool = self._pool_of(slot)
         row = self._rows[pool][-1]
+        begins_with_prompt = request.anew is None
         fills = self.pages.start(
             row,
             tokens,
             read=request.length,
-            prompt=request.prompt.ordinal,
-            prompt_tokens=len(request.prompt.tokens),
+            prompt=request.prompt.ordinal if begins_with_prompt else None,
+            prompt_tokens=len(request.prompt.tokens) if begins_with_prompt else 0,
             spare=self._spare()[pool],
         )
         if fills is not None:
@@ -229,6 +233,6 @@ class Slots:
             return spare
         for slot, owner in enumerate(self.owners):
             if owner is not None and owner.row is not None and not owner.paused:
-                most = pages_for(len(owner.prompt.tokens) + owner.limit, sizes.page_tokens)
+                most = pages_for(owner.ahead + owner.limit, sizes.page_tokens)
                 spare[self._pool_of(slot)] += min(SPARE_PAGES, most - self.pages.count(owner.row))
         return spare

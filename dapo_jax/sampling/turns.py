@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from dapo_jax.dapo.rollouts import DrawnTurn, FinishReason, Prompt, TurnSpan
+from dapo_jax.dapo.rollouts import ContextSpan, Continuation, DrawnTurn, FinishReason, Prompt, TurnSpan
 from dapo_jax.sampling.requests import Request
 
 _LOOK_S = 1.0
@@ -19,18 +19,20 @@ _LOOK_S = 1.0
 
 @runtime_checkable
 class Environments(Protocol):
-    """The environments of a run as the sampler sees them: futures of the tokens that they append."""
+    """The environments of a run as the sampler sees them: futures of what they put before the next turn."""
 
     max_turns: int
     turn_tokens: int
     """The most tokens of a turn; 0: as many as the episode may have."""
+    episode_tokens: int
+    """The most tokens of an episode; 0: as many as a response may have."""
 
-    def start(self, prompt: Prompt, index: int) -> Future[Any]:
-        """Begins the episode: the ids that follow the prompt before the first turn, perhaps none; None: it was lost."""
+    def start(self, prompt: Prompt, index: int) -> Future[Continuation | None]:
+        """Begins the episode: what stands before the first turn, behind the prompt or in its place, perhaps no tokens; None: it was lost."""
         ...
 
-    def step(self, prompt: Prompt, index: int, turn: DrawnTurn) -> Future[Any]:
-        """Hands over a turn: the ids that follow it; None: the episode is over."""
+    def step(self, prompt: Prompt, index: int, turn: DrawnTurn) -> Future[Continuation | None]:
+        """Hands over a turn: what stands before the next one; None: the episode is over."""
         ...
 
 
@@ -41,6 +43,7 @@ class EndedEpisode(NamedTuple):
     tokens: int
     reason: FinishReason
     turns: tuple[TurnSpan, ...]
+    contexts: tuple[ContextSpan, ...]
 
 
 @dataclass
@@ -48,6 +51,8 @@ class TurnTaking:
     """The episodes of one sampler that wait for their environments."""
 
     environments: Environments
+    capacity: int
+    """The most tokens of a context."""
     on_look: Callable[[], None]
     """Called while it waits."""
     pending: int = 0
@@ -56,6 +61,7 @@ class TurnTaking:
     """The number of them that have not begun."""
     _arrived: SimpleQueue[tuple[Request, Future[Any], bool]] = field(default_factory=SimpleQueue)
     _turns: dict[int, list[TurnSpan]] = field(default_factory=dict)
+    _contexts: dict[int, list[ContextSpan]] = field(default_factory=dict)
     _ended: list[EndedEpisode] = field(default_factory=list)
     _going: list[Request] = field(default_factory=list)
 
@@ -67,7 +73,7 @@ class TurnTaking:
     def start(self, requests: Sequence[Request]) -> None:
         """Begins episodes."""
         for request in requests:
-            self._turns[id(request)] = []
+            self._turns[id(request)], self._contexts[id(request)] = [], []
             self.starting += 1
             self._await(request, self.environments.start(request.prompt, request.index), first=True)
 
@@ -115,19 +121,26 @@ class TurnTaking:
     def _took(self, request: Request, answer: Future[Any], first: bool) -> None:
         self.pending -= 1
         self.starting -= first
-        appended, turns = answer.result(), self._turns[id(request)]
-        room = request.most - request.drawn
-        if first and appended is not None and len(appended) >= room:
+        before, turns, contexts = answer.result(), self._turns[id(request)], self._contexts[id(request)]
+        if first and before is not None and not self._has_room(request, before):
             raise ValueError(
-                f"the environment begins with {len(appended)} tokens, which leaves no room for a turn in an episode of up to {request.most}: "
-                "raise sampling.max_response_tokens, or begin with less"
+                f"the environment begins with {len(before.tokens)} tokens, which leaves no room for a turn in an episode of up to {request.most} "
+                f"and a context of up to {self.capacity}: raise sampling.max_response_tokens, or begin with less"
             )
-        if appended is None or len(turns) == self.environments.max_turns or len(appended) >= room:
-            whole = (appended is None and room > 0) or not turns
-            del self._turns[id(request)]
-            self._ended.append(
-                EndedEpisode(request, request.drawn, "stop" if whole else "length", tuple(turns))
-            )
+        if before is None or len(turns) == self.environments.max_turns or not self._has_room(request, before):
+            whole = (before is None and request.most > request.drawn) or not turns
+            del self._turns[id(request)], self._contexts[id(request)]
+            reason = "stop" if whole else "length"
+            self._ended.append(EndedEpisode(request, request.drawn, reason, tuple(turns), tuple(contexts)))
             return
-        request.begin_turn(len(turns), appended, most=self.environments.turn_tokens or request.most)
+        if before.anew:
+            contexts.append(ContextSpan(request.drawn, request.drawn + len(before.tokens)))
+        request.begin_turn(
+            len(turns), before, most=self.environments.turn_tokens or request.most, capacity=self.capacity
+        )
         self._going.append(request)
+
+    def _has_room(self, request: Request, before: Continuation) -> bool:
+        """Whether a turn behind `before` could have a token."""
+        context = len(before.tokens) + (0 if before.anew else request.length)
+        return len(before.tokens) < request.most - request.drawn and context < self.capacity

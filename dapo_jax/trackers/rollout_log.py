@@ -131,6 +131,7 @@ def _of_turns(rollout: Rollout) -> dict[str, Any]:
     return {
         "turns": [list(turn) for turn in rollout.response.turns],
         "turn_rewards": [_rounded(reward) for reward in rollout.verdict.turn_rewards],
+        **({"contexts": [list(one) for one in contexts]} if (contexts := rollout.response.contexts) else {}),
     }
 
 

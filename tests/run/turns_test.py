@@ -16,10 +16,10 @@ ENVIRONMENT = '''
 import asyncio
 import random
 
-from dapo_jax.environments import Step
+from dapo_jax.environments import Context, Step
 
 class Sums:
-    """Right is a turn whose digits add up to an even number; the sum's last digit is appended, after a while."""
+    """Right is a turn whose digits add up to an even number; the sum's last digit is appended, after a while, or begins a context anew."""
 
     def episode(self, row, seed):
         return Episode(row, seed)
@@ -35,7 +35,9 @@ class Episode:
         await asyncio.sleep(random.choice([0.0, 0.0, 0.01]))
         digits = sum(int(c) for c in turn.text if c.isdigit())
         self.total += digits
-        return Step(reward=float(digits % 2 == 0), append=f"{digits % 10}=", correct=self.total % 2 == 0, metrics={"total": float(self.total)})
+        told = f"{digits % 10}="
+        context = Context("+" + told) if turn.number == 1 and digits % 3 == 0 else None
+        return Step(reward=float(digits % 2 == 0), append=told, context=context, correct=self.total % 2 == 0, metrics={"total": float(self.total)})
 '''
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from dapo_jax.dapo.batching import Example
+from dapo_jax.dapo.rollouts import ContextSpan, Continuation
 from dapo_jax.sampling.continuous_batching import Sampler
 from dapo_jax.sampling.decoding import decoding, response_keys
 from dapo_jax.sampling.engine import DecoderEngine
@@ -31,11 +32,11 @@ from tests.sampling.continuous_batching_test import (
 
 
 class Appending:
-    """Environments that append what `answer(ordinal, index, turns so far)` gives: a list of ids, or None. Each answer comes after a random while."""
+    """Environments that append what `answer(ordinal, index, turns so far)` gives: a list of ids, a Continuation, or None. Each answer comes after a random while."""
 
-    def __init__(self, answer, *, max_turns=4, turn_tokens=0, delays=None):
+    def __init__(self, answer, *, max_turns=4, turn_tokens=0, episode_tokens=0, delays=None):
         self.answer, self.max_turns, self.turn_tokens = answer, max_turns, turn_tokens
-        self.delays, self.seen = delays, {}
+        self.episode_tokens, self.delays, self.seen = episode_tokens, delays, {}
 
     def start(self, prompt, index):
         self.seen[prompt.ordinal, index] = []
@@ -48,7 +49,7 @@ class Appending:
     def _later(self, prompt, index):
         found = Future()
         given = self.answer(prompt.ordinal, index, self.seen[prompt.ordinal, index])
-        value = None if given is None else np.array(given, np.int32)
+        value = Continuation(np.array(given, np.int32)) if isinstance(given, list) else given
         if self.delays is None:
             found.set_result(value)
         else:
@@ -81,6 +82,15 @@ def two_more(ordinal, index, turns):
     return [] if not turns else [2 + (ordinal + len(turns)) % 18, 2 + index % 18]
 
 
+def anew(ordinal, index, turns):
+    """Two tokens behind each turn but the second, behind which a context of three begins anew; the third response begins with one, too."""
+    if len(turns) == 2:
+        return Continuation(np.array([2 + ordinal, 9, 2 + index], np.int32), anew=True)
+    if not turns and index == 2:
+        return Continuation(np.array([4, 4 + ordinal], np.int32), anew=True)
+    return two_more(ordinal, index, turns)
+
+
 def engine_of(slots, steps, **how):
     return DecoderEngine(
         CONFIG, slots=slots, capacity=MAX_PROMPT + LIMIT, steps_per_call=steps, stop_ids=[EOS], mesh=one_device(), has_turns=True, **how
@@ -91,6 +101,12 @@ def engine_of(slots, steps, **how):
 def expected():
     """Turns of up to three tokens, four of them."""
     return episodes(engine_of(4, 8), Appending(two_more, turn_tokens=3), prompts(0, 1, 2, 3, 4))
+
+
+@pytest.fixture(scope="module")
+def expected_anew():
+    """The same with contexts that begin anew."""
+    return episodes(engine_of(4, 8), Appending(anew, turn_tokens=3), prompts(0, 1, 2, 3, 4))
 
 
 def test_an_episode_is_what_was_sampled_and_what_was_appended(expected):
@@ -134,35 +150,81 @@ def test_each_turn_draws_with_numbers_of_its_own():
 @pytest.mark.parametrize(
     ("slots", "steps", "how"), [(16, 8, {}), (4, 1, {}), (16, 3, {"page_tokens": 4, "cache_tokens": 48})]
 )
-def test_slots_and_the_time_of_environments_change_no_episode(slots, steps, how, expected):
-    for seed in (0, 1):
-        late = Appending(two_more, turn_tokens=3, delays=np.random.default_rng(seed))
+def test_slots_and_the_time_of_environments_change_no_episode(slots, steps, how, expected, expected_anew):
+    for seed, answer, same in ((0, two_more, expected), (1, anew, expected_anew)):
+        late = Appending(answer, turn_tokens=3, delays=np.random.default_rng(seed))
         found = episodes(engine_of(slots, steps, **how), late, prompts(0, 1, 2, 3, 4))
-        assert_same(found, expected)
-        for ordinal, responses in expected.items():
+        assert_same(found, same)
+        for ordinal, responses in same.items():
             assert [each.turns for each in found[ordinal]] == [each.turns for each in responses]
+            assert [each.contexts for each in found[ordinal]] == [each.contexts for each in responses]
 
 
 def test_batch_invariant_episodes_change_no_bit():
     few, many = (
-        episodes(
-            engine_of(slots, 5, batch_invariant=True), Appending(two_more, turn_tokens=3), prompts(0, 1, 2)
-        )
+        episodes(engine_of(slots, 5, batch_invariant=True), Appending(anew, turn_tokens=3), prompts(0, 1, 2))
         for slots in (8, 32)
     )
     assert_same(many, few, logprob_tolerance=0)
 
 
-def test_logprobs_of_whole_episodes_are_those_of_the_trainer(expected):
+def test_a_context_that_begins_anew_is_all_that_the_next_turn_follows(expected_anew):
+    for ordinal, responses in expected_anew.items():
+        for index, response in enumerate(responses):
+            begins = response.turns[2].first
+            anew = ContextSpan(begins - 3, begins)
+            assert response.contexts == ((ContextSpan(0, 2), anew) if index == 2 else (anew,))
+            assert response.tokens[begins - 3 : begins].tolist() == [2 + ordinal, 9, 2 + index]
+            first, second = response.parts(np.array([1], np.int32))
+            assert first.context.tolist() == ([4, 4 + ordinal] if index == 2 else [1])
+            assert (first.first, first.stop) == (2 if index == 2 else 0, begins - 3)
+            assert (second.context.tolist(), second.first, second.stop) == (
+                [2 + ordinal, 9, 2 + index],
+                begins,
+                len(response.tokens),
+            )
+
+
+def test_contexts_that_begin_anew_make_an_episode_longer_than_a_slot():
+    """A slot has 8 + 16 tokens: three contexts of 20 and three turns of up to three are up to 69."""
+
+    def answer(ordinal, index, turns):
+        return Continuation(np.full(20, 5, np.int32), anew=True)
+
+    environments = Appending(answer, max_turns=3, turn_tokens=3, episode_tokens=70)
+    for response in episodes(engine_of(4, 4), environments, prompts(0))[0]:
+        assert response.finish_reason == "length"
+        assert [stop - first for first, stop in response.contexts] == [20] * 3
+        assert len(response.turns) == 3
+        assert all(1 <= stop - first <= 3 for first, stop in response.turns)
+    environments.episode_tokens, environments.seen = 30, {}
+    for response in episodes(engine_of(4, 4), environments, prompts(0))[0]:
+        assert len(response.turns) == 1, "a second context would be the episode's 40th token and more"
+        assert response.finish_reason == "length"
+    environments.episode_tokens, environments.turn_tokens = 70, 0
+    for response in episodes(engine_of(4, 4), environments, prompts(0))[0]:
+        assert all(stop - first <= 4 for first, stop in response.turns), "what a slot has left behind twenty"
+
+
+def test_logprobs_of_whole_episodes_are_those_of_the_trainer(expected, expected_anew):
     """To 2e-5 in float32, over all turns, behind what was appended; and the mask is exactly what was sampled."""
+    check_logprobs(expected)
+    check_logprobs(expected_anew)
+
+
+def check_logprobs(expected):
     asked = {prompt.ordinal: prompt.tokens for prompt in prompts(*expected)}
     rows = [
         Example(
-            prompt_tokens=asked[ordinal], response_tokens=response.tokens, logprobs=response.logprobs, sampled=response.sampled
+            prompt_tokens=context,
+            response_tokens=response.tokens[first:stop],
+            logprobs=response.logprobs[first:stop],
+            sampled=response.sampled[first:stop],
         )
         for ordinal, responses in expected.items()
         for response in responses
-    ]  # fmt: skip
+        for context, first, stop in response.parts(asked[ordinal])
+    ]
     compared = 0
     for trained, recorded, mask in trainer_logprobs(rows, 1.0):
         np.testing.assert_allclose(recorded[mask], trained[mask], rtol=0, atol=2e-5)
@@ -212,7 +274,7 @@ def test_a_beginning_that_leaves_no_room_is_refused():
     environments = Appending(lambda ordinal, index, turns: [5] * LIMIT)
     with pytest.raises(
         ValueError,
-        match=r"begins with 16 tokens, .*no room for a turn .* up to 16: raise sampling\.max_response",
+        match=r"begins with 16 tokens, .*no room for a turn .* up to 16 .* up to 24: raise sampling\.max_response",
     ):
         episodes(engine_of(4, 4), environments, prompts(0))
 
@@ -231,6 +293,8 @@ def test_random_environments_get_every_script(seed):
         own = np.random.default_rng((seed, 1, ordinal, index, len(turns)))
         if turns and own.random() < 0.2:
             return None
+        if own.random() < 0.3:
+            return Continuation(np.full(own.integers(1, min(9, limit)), 8, np.int32), anew=True)
         return [7] * int(own.integers(0, 4))
 
     engine = ScriptedEngine(script, slots=slots, capacity=48, steps_per_call=3, stop_ids=[EOS])
@@ -242,19 +306,35 @@ def test_random_environments_get_every_script(seed):
         engine, environments, asked, samples=3, limit=limit, weights={}
     ).items():
         for index, response in enumerate(responses):
-            tokens, turns, over = list(answer(ordinal, index, [])), [], None
+            tokens, turns, contexts, over = [], [], [], None
+            context = len(prompts(*range(ordinal + 1))[ordinal].tokens)
+
+            def goes_on(before, context, tokens=tokens, contexts=contexts):
+                if isinstance(before, list):
+                    tokens += before
+                    return context + len(before)
+                contexts.append((len(tokens), len(tokens) + len(before.tokens)))
+                tokens += before.tokens.tolist()
+                return len(before.tokens)
+
+            context = goes_on(answer(ordinal, index, []), context)
             while over is None:
-                room = min(limit - len(tokens), environments.turn_tokens or limit)
+                room = min(limit - len(tokens), environments.turn_tokens or limit, 48 - context)
                 first = len(tokens)
                 tokens += script(ordinal, index, *[len(turns)] * (len(turns) > 0))[:room]
                 turns.append((first, len(tokens)))
-                appended = answer(ordinal, index, turns)
-                if appended is None:
+                context += len(tokens) - first
+                said = answer(ordinal, index, turns)
+                if said is None:
                     over = "stop" if len(tokens) < limit else "length"
-                elif len(turns) == environments.max_turns or len(tokens) + len(appended) >= limit:
+                    continue
+                more = len(said if isinstance(said, list) else said.tokens)
+                whole = more + (context if isinstance(said, list) else 0)
+                if len(turns) == environments.max_turns or len(tokens) + more >= limit or whole >= 48:
                     over = "length"
                 else:
-                    tokens += appended
+                    context = goes_on(said, context)
             assert response.tokens.tolist() == tokens
             assert [tuple(turn) for turn in response.turns] == turns
+            assert [tuple(one) for one in response.contexts] == contexts
             assert response.finish_reason == over

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dapo_jax.dapo.batching import example_weights, pack, training_examples, turn_advantages
-from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, TurnSpan, Verdict
+from dapo_jax.dapo.rollouts import ContextSpan, Group, Prompt, Response, Rollout, TurnSpan, Verdict
 from dapo_jax.models.decoder import graph_of
 from dapo_jax.parallel.training_layout import layout_of
 from dapo_jax.training.state import init_state
@@ -30,32 +30,52 @@ from tests.training.correction_test import (
 )
 
 
-def episode(rng, prompt):
-    """Two to four turns of one to four tokens, up to two of the environment before each, and behind the last."""
+def episode(rng, prompt, *, anew=0.0):
+    """Two to four turns of one to four tokens, up to two of the environment before each, and behind the last; `anew` is the chance that a turn
+    is drawn behind a context of its own, and at the end a context stands that no turn follows."""
     tokens, turns, rewards = rng.integers(2, CONFIG.vocab_size, rng.integers(0, 3)).tolist(), [], []
+    contexts = []
+
+    def begin():
+        if rng.random() < anew:
+            contexts.append(ContextSpan(len(tokens), len(tokens) + 3))
+            tokens.extend(rng.integers(2, CONFIG.vocab_size, 3).tolist())
+
     for _ in range(rng.integers(2, 5)):
+        begin()
         first = len(tokens)
         tokens += rng.integers(2, CONFIG.vocab_size, rng.integers(1, 5)).tolist()
         turns.append(TurnSpan(first, len(tokens)))
         rewards.append(float(rng.integers(0, 2)))
         tokens += rng.integers(2, CONFIG.vocab_size, rng.integers(0, 3)).tolist()
+    begin()
     tokens = np.array(tokens, np.int32)
-    whole = np.concatenate([prompt.tokens, tokens])[None]
     # What an older policy recorded; the environment's tokens have 0, as the sampler writes them.
-    drawn = exact_logprobs(OLDER[0], whole)[0, len(prompt.tokens) :].astype(np.float32)
-    response = Response(tokens=tokens, logprobs=drawn, finish_reason="stop", turns=tuple(turns))
-    response = replace(response, logprobs=np.where(response.sampled, drawn, 0).astype(np.float32))
+    drawn = np.zeros(len(tokens), np.float32)
+    for first, stop, context in drawn_behind(prompt.tokens, tokens, turns, contexts):
+        whole = np.concatenate([context, tokens[first:stop]])[None]
+        drawn[first:stop] = exact_logprobs(OLDER[0], whole)[0, len(context) :]
+    response = Response(
+        tokens=tokens, logprobs=drawn, finish_reason="stop", turns=tuple(turns), contexts=tuple(contexts)
+    )
     verdict = Verdict(correct=sum(rewards) > 0, score=sum(rewards), turn_rewards=rewards)
     return Rollout(response=response, text="", verdict=verdict, reward=sum(rewards))
 
 
-def groups(seed):
+def drawn_behind(prompt, tokens, turns, contexts):
+    """Each turn with all that it was drawn behind: from the last context that began anew, or from the prompt."""
+    for first, stop in turns:
+        anew = [context.first for context in contexts if context.stop <= first]
+        yield first, stop, tokens[anew[-1] : first] if anew else np.concatenate([prompt, tokens[:first]])
+
+
+def groups(seed, anew=0.0):
     rng, found = np.random.default_rng(seed), []
     for ordinal in range(5):
         prompt = Prompt(
             ordinal=ordinal, tokens=rng.integers(2, CONFIG.vocab_size, rng.integers(2, 6)).astype(np.int32), text="", answer=""
         )  # fmt: skip
-        found.append(Group(prompt=prompt, rollouts=tuple(episode(rng, prompt) for _ in range(4))))
+        found.append(Group(prompt=prompt, rollouts=tuple(episode(rng, prompt, anew=anew) for _ in range(4))))
     return found
 
 
@@ -94,18 +114,23 @@ def returns_by_hand(group, by_turn):
 
 
 def exact_gradient(given, by_turn):
-    rollouts = [(group.prompt.tokens, rollout.response) for group in given for rollout in group.rollouts]
-    width = max(len(prompt) + len(response.tokens) for prompt, response in rollouts)
-    tokens, mask = np.zeros((len(rollouts), width), np.int32), np.zeros((len(rollouts), width), bool)
-    old, advantage = np.zeros((len(rollouts), width)), np.zeros((len(rollouts), width))
     by_episode = [each for group in given for each in returns_by_hand(group, by_turn)]
-    for row, ((prompt, response), values) in enumerate(zip(rollouts, by_episode, strict=True)):
-        end = len(prompt) + len(response.tokens)
-        tokens[row, :end] = [*prompt, *response.tokens]
-        for (first, stop), value in zip(response.turns, values, strict=False):
-            place = slice(len(prompt) + first, len(prompt) + stop)
-            mask[row, place], advantage[row, place] = True, np.float32(value)
-            old[row, place] = response.logprobs[first:stop]
+    rollouts = [(group.prompt.tokens, rollout.response) for group in given for rollout in group.rollouts]
+    turns = [  # a row for each, with all that it was drawn behind
+        (response, first, stop, context, value)
+        for (prompt, response), values in zip(rollouts, by_episode, strict=True)
+        for (first, stop, context), value in zip(
+            drawn_behind(prompt, response.tokens, response.turns, response.contexts), values, strict=False
+        )
+    ]
+    width = max(len(context) + stop - first for _, first, stop, context, _ in turns)
+    tokens, mask = np.zeros((len(turns), width), np.int32), np.zeros((len(turns), width), bool)
+    old, advantage = np.zeros((len(turns), width)), np.zeros((len(turns), width))
+    for row, (response, first, stop, context, value) in enumerate(turns):
+        place = slice(len(context), len(context) + stop - first)
+        tokens[row, : place.stop] = [*context, *response.tokens[first:stop]]
+        mask[row, place], advantage[row, place] = True, np.float32(value)
+        old[row, place] = response.logprobs[first:stop]
     count = float(mask.sum())
 
     def loss(p):
@@ -118,9 +143,13 @@ def exact_gradient(given, by_turn):
 
 
 @pytest.mark.parametrize("by_turn", [False, True], ids=["episode", "turn"])
-@pytest.mark.parametrize("seed", [3, 7])
-def test_the_gradient_of_episodes_is_that_of_the_formulas(by_turn, seed):
-    given = groups(seed)
+@pytest.mark.parametrize(("seed", "anew"), [(3, 0.0), (7, 0.0), (5, 0.5)])
+def test_the_gradient_of_episodes_is_that_of_the_formulas(by_turn, seed, anew):
+    given = groups(seed, anew)
+    rows = sum(
+        len(rollout.response.parts(group.prompt.tokens)) for group in given for rollout in group.rollouts
+    )
+    assert (rows > 20) == (anew > 0), "more rows than episodes where contexts begin anew"
     minibatch = packed(given, by_turn=by_turn)
     assert any(m.segment_ids.max() > 4 for m in minibatch), "episodes share their prompts"
     found, expected = gradient(minibatch), exact_gradient(given, by_turn)
@@ -184,6 +213,21 @@ def test_only_sampled_tokens_count():
     by_sequence = example_weights(examples, aggregation="sequence_mean")
     lengths = [rollout.response.sampled_tokens for group in given for rollout in group.rollouts]
     np.testing.assert_allclose(by_sequence, [1 / (len(lengths) * length) for length in lengths], rtol=1e-6)
+    assert sum(float(m.weights.sum()) for m in packed(given)) == pytest.approx(1.0, rel=1e-6)
+
+
+def test_an_episode_weighs_the_same_in_however_many_rows_it_is():
+    """The mean over sequences is one over episodes: each token weighs 1 / (episodes x sampled tokens of its episode)."""
+    given = groups(5, 0.5)
+    examples = training_examples(given)
+    lengths = [
+        (rollout.response.sampled_tokens, len(rollout.response.parts(group.prompt.tokens)))
+        for group in given
+        for rollout in group.rollouts
+    ]
+    assert max(rows for _, rows in lengths) > 1
+    expected = [1 / (len(lengths) * length) for length, rows in lengths for _ in range(rows)]
+    np.testing.assert_allclose(example_weights(examples, aggregation="sequence_mean"), expected, rtol=1e-6)
     assert sum(float(m.weights.sum()) for m in packed(given)) == pytest.approx(1.0, rel=1e-6)
 
 

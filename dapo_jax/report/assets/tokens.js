@@ -109,13 +109,16 @@ function showTokens(response, count, { shading, words, hint, step }) {
     const reward = response.turns[turn][2];
     return el("small", { class: "since" }, `turn ${turn + 1}${reward === null ? "" : `, reward ${signed(reward)}`}`);
   };
+  /** Where the environment began a context anew, in place of all before it. */
+  const contextOf = (piece) =>
+    response.contexts?.some((first) => piece.from <= first && first < piece.to) ? el("small", { class: "since" }, "new context") : null;
   const node = (piece, place) => {
     const kinds = ["token", shadeOf(response, piece, shading)];
     if (hit(piece)) kinds.push("hit");
     if (piece.start >= graded) kinds.push("ungraded");
     if (/\n$/.test(piece.text)) kinds.push("newline");
     if (!piece.text) kinds.push("end");
-    return el("span", { class: kinds.join(" "), "data-place": place }, turnOf(piece, place), change(piece, place), piece.text || "end");
+    return el("span", { class: kinds.join(" "), "data-place": place }, contextOf(piece), turnOf(piece, place), change(piece, place), piece.text || "end");
   };
   const fill = (limit) => body.replaceChildren(...pieces.slice(0, limit).map(node));
   fill(TOKENS_AT_FIRST);

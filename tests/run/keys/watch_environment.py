@@ -44,6 +44,7 @@ WATCHERS = [
     watch("environment.source", environment, ("", None), ("guess", "GuessTheNumber")),
     watch("environment.max_turns", of_episodes("max_turns"), (8, 8), (3, 3), also=GUESS),
     watch("environment.turn_tokens", of_episodes("turn_tokens"), (0, 0), (5, 5), also=GUESS),
+    watch("environment.episode_tokens", of_episodes("episode_tokens"), (0, 0), (99, 99), also=GUESS),
     watch("environment.timeout_s", of_episodes("timeout_s"), (30.0, 30.0), (2.5, 2.5), also=GUESS),
     watch("environment.calls", of_episodes("calls"), (64, 64), (3, 3), also=GUESS),
     # Two episodes, one of which had its reward for the first turn: behind it both are alike.

@@ -1,0 +1,152 @@
+"""Generated searches for a number, with demonstrations of a careless player to warm a model up on.
+
+A prompt is the range, `08-39:`. What follows is a search: a guess of two digits, which `?` ends, and the answer, `>` if the number is higher, `<`
+if it is lower, until the guess is right:
+
+    08-39:23?>31?<27?
+
+At each guess the careless player takes the middle of what is left with the chance `HEEDS`, and else any number of the range, whatever the
+answers were. So the demonstrations know the format and what a middle is; that a search which always takes it finds every number within
+`GUESSES` guesses stands in none of them.
+
+The rows are pairs of a range and a number. Those of the test split have ranges and numbers that training knows, never together.
+Everything drawn is a pure function of (SPLIT_SEED, pair): change a constant and a new dataset is prepared beside the old one.
+"""
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import tensorflow_datasets as tfds
+
+from dapo_jax.data.builder_info import OwnInfo
+from dapo_jax.data.uniform import uniform
+
+ALPHABET = "0123456789-:?<>"
+"""Every character of prompts and responses."""
+NUMBERS = range(64)
+WIDTH = 32
+"""Numbers of a range."""
+GUESSES = 6
+"""The most guesses of a search: as many as the worst number needs when every guess is the middle, 1 + log2(WIDTH)."""
+HEEDS = 0.2
+"""Chance that a guess of a demonstration is the middle of what the answers have left."""
+SPLIT_SEED = 0
+TEST_PAIRS = 128
+"""Pairs of a range and a number in the test split, of 33 x 32 = 1056."""
+DEMONSTRATIONS = {"train": 8, "test": 1}
+"""Demonstrations of each pair, by split."""
+
+
+def prompt_text(low: int) -> str:
+    """The range that begins with `low`.
+
+    >>> prompt_text(8)
+    '08-39:'
+    """
+    return f"{low:02d}-{low + WIDTH - 1:02d}:"
+
+
+def middle(low: int, high: int) -> int:
+    """The guess that leaves as many numbers below as above, or one fewer.
+
+    >>> middle(8, 39), middle(24, 39), middle(5, 5)
+    (23, 31, 5)
+    """
+    return (low + high) // 2
+
+
+def demonstration(
+    low: int, number: int, draw: int = 0, *, seed: int = SPLIT_SEED, heeds: float = HEEDS
+) -> str:
+    """A search for `number` in the range from `low` by the careless player.
+
+    >>> demonstration(8, 27, heeds=1.0)
+    '23?>31?<27?'
+    """
+    left_low, left_high, text = low, low + WIDTH - 1, ""
+    for guess_number in range(GUESSES):
+        luck = uniform("guess", seed, low, number, draw, guess_number)
+        guess = middle(left_low, left_high)
+        if luck >= heeds:
+            guess = low + int((luck - heeds) / (1 - heeds) * WIDTH)
+        text += f"{guess:02d}?"
+        if guess == number:
+            return text
+        if guess_number < GUESSES - 1:
+            text += ">" if guess < number else "<"
+        left_low, left_high = (
+            (max(left_low, guess + 1), left_high) if guess < number else (left_low, min(left_high, guess - 1))
+        )
+    return text
+
+
+def split_pairs(seed: int = SPLIT_SEED) -> dict[str, list[tuple[int, int]]]:
+    """All pairs of a range's first number and a number within it, shuffled by `seed` and cut into `train` and `test`."""
+    lows = range(len(NUMBERS) - WIDTH + 1)
+    pairs = [(low, low + place) for low, place in itertools.product(lows, range(WIDTH))]
+    # Ordering by a hash shuffles the same way under every version of every library.
+    pairs.sort(key=lambda pair: uniform("split", seed, *pair))
+    return {"train": pairs[:-TEST_PAIRS], "test": pairs[-TEST_PAIRS:]}
+
+
+def _fingerprint() -> str:
+    """Changes with every constant above and with the format, so that stale files are never read."""
+    drawn = [
+        SPLIT_SEED,
+        len(NUMBERS),
+        WIDTH,
+        GUESSES,
+        HEEDS,
+        TEST_PAIRS,
+        DEMONSTRATIONS,
+        demonstration(8, 27),
+    ]
+    return hashlib.blake2b(json.dumps(drawn).encode(), digest_size=4).hexdigest()
+
+
+class Builder(tfds.core.GeneratorBasedBuilder):
+    """TFDS builder of the searches, in the order of `split_pairs`."""
+
+    name = "guess_number"
+    VERSION = tfds.core.Version("1.0.0")
+    BUILDER_CONFIGS: ClassVar = [tfds.core.BuilderConfig(name=f"range_{_fingerprint()}")]
+
+    def _info(self) -> tfds.core.DatasetInfo:
+        text = tfds.features.Text()
+        return OwnInfo(
+            builder=self,
+            description="Searches for a number within a range, with demonstrations of a careless player.",
+            features=tfds.features.FeaturesDict(
+                {
+                    "prompt": text,
+                    "answer": text,
+                    "response": text,  # the first of `responses`
+                    "responses": tfds.features.Sequence(text),
+                }
+            ),
+            disable_shuffling=True,  # the pairs are shuffled already; row i stays pair i
+        )
+
+    def _split_generators(self, dl_manager: Any) -> dict[str, Iterator[tuple[int, dict[str, Any]]]]:
+        return {
+            split: self._generate_examples(pairs, DEMONSTRATIONS[split])
+            for split, pairs in split_pairs().items()
+        }
+
+    def _generate_examples(
+        self, pairs: list[tuple[int, int]], count: int
+    ) -> Iterator[tuple[int, dict[str, Any]]]:
+        for index, (low, number) in enumerate(pairs):
+            shown = [demonstration(low, number, draw) for draw in range(count)]
+            yield (
+                index,
+                {
+                    "prompt": prompt_text(low),
+                    "answer": str(number),
+                    "response": shown[0],
+                    "responses": shown,
+                },
+            )
