@@ -37,8 +37,10 @@ class Good:
 
 
 class Making:
-    def __init__(self, makes):
+    def __init__(self, makes, group_rewards=None):
         self._makes = iter(makes)
+        if group_rewards is not None:
+            self.group_rewards = group_rewards
 
     def episode(self, row, seed):
         return next(self._makes)(row)
@@ -241,8 +243,13 @@ def test_a_row_that_an_episode_changes_is_its_own():
     assert PROMPT.row == {"nested": {"list": [1]}}
 
 
-def test_an_episode_is_closed_whatever_ended_it():
+@pytest.mark.parametrize("compared", [False, True])
+def test_an_episode_is_closed_whatever_ended_it(compared):
     closed = []
+
+    def compare(episodes):
+        assert closed == []
+        return [1.0] * len(episodes)
 
     def make(name, step):
         async def close(self):
@@ -258,8 +265,9 @@ def test_an_episode_is_closed_whatever_ended_it():
         raise ValueError
 
     makes = [make("done", good), make("lost", raises), make("cut off", Good.step)]
+    environment = Making(makes, compare if compared else None)
     with Episodes(
-        Making(makes), Rendering(tokenizer=CHAT), text_of=CHAT.decode, seed=1, max_turns=1
+        environment, Rendering(tokenizer=CHAT), text_of=CHAT.decode, seed=1, max_turns=1
     ) as episodes:
         for index in range(3):
             episodes.start(PROMPT, index).result(5)
