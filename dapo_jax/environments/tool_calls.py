@@ -4,6 +4,9 @@
 |---|---|
 | Qwen2.5, Qwen3, Hermes | `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of times, between other text |
 | Llama 3 | `{"name": ..., "parameters": {...}}` and nothing else, several with `;` between, perhaps behind `<|python_tag|>` |
+
+They are read from the turn's text and not from its ids: an environment has no tokenizer, and where the vocabulary has no `<tool_call>` (SmolLM2's), or a policy spells it in other
+tokens, it is a text like any other.
 """
 
 import json
