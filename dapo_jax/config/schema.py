@@ -273,8 +273,9 @@ class EnvironmentConfig(Section, at="environment"):
     """Episodes of several turns: an environment answers what the policy says, and gives the rewards."""
 
     source: str = key("", aliases=["environment_factory", "env_class"])
-    """`guess` (a number, by \"higher\" and \"lower\"), `module:name`, or `path/to/file.py:name`: a class, or a function that makes an environment, called without arguments. It
-    replaces the graders of `reward`. Empty: a response is one turn, and graders say what it is worth."""
+    """`guess` (a number, by \"higher\" and \"lower\"), `module:name`, or `path/to/file.py:name`: a class, or a function that makes an environment, called without arguments. One of
+    another library: `trl:PLACE:Class` (`trl:PLACE:Class+function` with a reward function), `skyrl_gym:ID` or `skyrl_gym:PLACE:Class`, `openenv:URL`, `tinker:PLACE:Builder`; a PLACE is a module
+    or a file. It replaces the graders of `reward`. Empty: a response is one turn, and graders say what it is worth."""
     max_turns: int = key(8, range=SIZE, aliases=["max_turns_per_episode", "max_assistant_turns"])
     """The most turns of an episode; one that is not over by then is cut off there."""
     turn_tokens: int = key(0, range=NOT_NEGATIVE)

@@ -3,6 +3,7 @@
 from dapo_jax.environments.episodes import Episodes
 from dapo_jax.environments.loading import load_environment
 from dapo_jax.environments.protocol import Appended, Context, Environment, Episode, Message, Step, Turn
+from dapo_jax.environments.tools import ToolEnvironment, ToolEpisode, Tools
 
 __all__ = [
     "Appended",
@@ -12,6 +13,9 @@ __all__ = [
     "Episodes",
     "Message",
     "Step",
+    "ToolEnvironment",
+    "ToolEpisode",
+    "Tools",
     "Turn",
     "load_environment",
 ]

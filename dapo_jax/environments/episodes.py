@@ -21,7 +21,7 @@ from dapo_jax.environments.protocol import Context, Environment, Step, Turn
 from dapo_jax.environments.rendering import Rendering, RenderingError
 from dapo_jax.rewards.async_calls import DaemonThreads
 from dapo_jax.rewards.functions import MAX_SCORE
-from dapo_jax.rewards.sample import Sample
+from dapo_jax.rewards.sample import Sample, copied, read_only
 
 _ENDING_S = 5.0
 """Seconds for which closing waits for episodes that go on after they were cancelled."""
@@ -99,19 +99,17 @@ class Episodes:
 
         async def begin() -> Continuation:
             seed = int(np.random.SeedSequence((self._seed, prompt.ordinal)).generate_state(1)[0])
-            row = {"prompt": prompt.text, "answer": prompt.answer, **prompt.row}
+            own = {name: copied(value) for name, value in prompt.row.items()}
+            row = {"prompt": prompt.text, "answer": prompt.answer, **own}
             opened.episode = await self._called(self._environment.episode, row, seed)
             if not callable(getattr(opened.episode, "step", None)):
                 said = f"{opened.episode!r:.200} ({type(opened.episode).__name__}) has no method step(turn), which answers a turn"
                 raise _LostError("raised", said)
             start = getattr(opened.episode, "start", None)
             found = None if start is None else await self._called(start)
-            begins = (
-                Step(context=found)
-                if isinstance(found, Context)
-                else Step(append="" if found is None else found)
-            )
-            return self._continuation(begins, after=None)
+            if isinstance(found, Context):
+                return Continuation(self._rendering.context_ids(found), anew=True)
+            return Continuation(self._rendering.ids("" if found is None else found, after=None))
 
         return self._submit(opened, begin)
 
@@ -121,8 +119,8 @@ class Episodes:
 
         async def answer() -> Continuation | None:
             said = Turn(
-                tokens=turn.tokens,
-                logprobs=turn.logprobs,
+                tokens=read_only(turn.tokens),
+                logprobs=read_only(turn.logprobs),
                 text=self._text_of(turn.tokens),
                 finish_reason=turn.finish_reason,
                 number=len(opened.rewards),
@@ -142,6 +140,7 @@ class Episodes:
         opened = [self._open.pop((sample.prompt.ordinal, index)) for index, sample in enumerate(samples)]
         group_rewards = getattr(self._environment, "group_rewards", None)
         if group_rewards is None:
+            asyncio.run_coroutine_threadsafe(self._closed(opened), self._loop)
             return [_done(_verdict(one)) for one in opened]
         found: list[Future[Verdict]] = [Future() for _ in opened]
 
@@ -171,6 +170,7 @@ class Episodes:
             of_episode = dict(zip(map(id, kept), scores, strict=False))
             for one, verdict in zip(opened, found, strict=True):
                 verdict.set_result(_verdict(one, of_episode.get(id(one))))
+            await self._closed(opened)
 
         asyncio.run_coroutine_threadsafe(compare(), self._loop)
         return found
@@ -181,6 +181,16 @@ class Episodes:
             self._closing = True
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_ENDING_S)
+
+    async def _closed(self, opened: Sequence[_Open]) -> None:
+        """Closes the episodes that have a `close`, whatever ended them; what it raises changes nothing any more."""
+
+        async def close(one: _Open) -> None:
+            with suppress(Exception):
+                if callable(end := getattr(one.episode, "close", None)):
+                    await self._called(end)
+
+        await asyncio.gather(*map(close, opened))
 
     def _continuation(self, step: Step, *, after: Int[np.ndarray, " turn"] | None) -> Continuation:
         """The tokens of what a step puts before the next turn.
@@ -220,6 +230,10 @@ class Episodes:
                 opened.lost, opened.reason = error.lost, str(error)
             except RenderingError as error:
                 opened.lost, opened.reason = "raised", str(error)
+            except asyncio.CancelledError:  # by somebody else's code on this loop
+                if self._closing:
+                    raise
+                opened.lost, opened.reason = "raised", "the environment's task was cancelled"
             except (
                 Exception
             ) as error:  # of an answer whose fields, or whose text, raise when they are asked for

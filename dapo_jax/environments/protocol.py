@@ -88,5 +88,6 @@ class Environment(Protocol):
         """An episode for a row of the data; `seed` is the same for all responses to its prompt, which so have the same task.
 
         An episode may have `async start() -> Appended | Context`, too: what follows the prompt before the first turn, or what is there in the prompt's place.
+        If it has `close()`, that is called once it has its reward, whatever ended it.
         """
         ...

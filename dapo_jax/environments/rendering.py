@@ -1,7 +1,8 @@
 """From what an environment appends to ids: only what is new, never what was sampled.
 
 Of messages, the chat template is asked for the text behind an answer of the assistant. Whatever a template does to earlier turns (Qwen3's
-strips their thinking) so has no effect: they stay the tokens that they were. Contents are tokenized apart from the template's own text, and nothing in them becomes a special token.
+strips their thinking) so has no effect: they stay the tokens that they were. What is rendered is tokenized as the template's own text is, but for one thing: only what the template
+itself writes becomes a special token, nothing in a message, however deep, does.
 """
 
 import re
@@ -15,13 +16,19 @@ from jaxtyping import Int
 
 from dapo_jax.environments.protocol import Context
 from dapo_jax.text.chat import ChatTemplate
+from dapo_jax.text.guards import FIRST_GUARD
 from dapo_jax.text.tokenizers import Tokenizer
 
-_SAID = "\u2402said\u2402"
-"""Stands for what the assistant said: a text that no template writes."""
+_SAID = f"{FIRST_GUARD}said{FIRST_GUARD}"
+"""Stands for what the assistant said: no template writes it, and no message may hold it."""
 
 _MOST_CHARACTERS = 1 << 20
 """A longer text is refused before it is tokenized."""
+_DEEPEST = 64
+_ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
+"""A role's name, which templates compare and print, so nothing may stand in its place."""
+_ESCAPED_GUARD = re.compile(r"\\udbf[c-f]\\ud[c-f]", re.IGNORECASE)
+"""How JSON without characters beyond ASCII writes what stands in a special token's place."""
 
 
 class RenderingError(ValueError):
@@ -94,14 +101,20 @@ class Rendering:
         if isinstance(contents, str):
             found = np.concatenate([self.tokenizer.encode_prompt(""), self._text(contents)])
         elif isinstance(contents, Sequence) and contents and isinstance(contents[0], Mapping):
-            template, marks = self._template(), _Marks()
-            told = [marks.message(message) for message in contents]
-            tools = list(context.tools) or None
+            template, guard = self._template(), _Guard(self.tokenizer)
+            if context.tools and not re.search(r"\btools\b", template.source):
+                raise RenderingError(
+                    f"chat template {template.name} tells of no tools: write them into the system message, and give a Context without tools"
+                )
             try:
-                text = template.render(told, today=self.today, **{**self.template_kwargs, "tools": tools})
+                told = [guard.message(message) for message in contents]
+                tools = [guard.value(tool) for tool in context.tools] or None
+                kwargs = {**self.template_kwargs, "tools": tools}
+                found = self._encoded(template.render(told, today=self.today, **kwargs))
+            except RenderingError:
+                raise
             except (ValueError, TypeError) as error:
                 raise RenderingError(f"a context cannot be rendered: {error}") from error
-            found = self._unmarked(text, marks)
         else:
             found = self.ids(contents, after=None)
         if not len(found):
@@ -113,8 +126,8 @@ class Rendering:
     def _messages(
         self, messages: Sequence[Any], after: Int[np.ndarray, " turn"] | None
     ) -> Int[np.ndarray, " new"]:
-        template, marks = self._template(), _Marks()
-        told = [marks.message(message) for message in messages]
+        template, guard = self._template(), _Guard(self.tokenizer)
+        told = [guard.message(message) for message in messages]
         said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SAID}]
         rendered = template.render([*said, *told], today=self.today, **self.template_kwargs)
         before, _, new = rendered.rpartition(_SAID)
@@ -127,7 +140,7 @@ class Rendering:
             raise RenderingError(
                 "messages cannot follow a prompt, which ends with the beginning of an answer: give a Context, append a text or ids, or write them into the row's prompt"
             )
-        whole = self._unmarked(new, marks)
+        whole = self._encoded(new)
         # The end token that the turn was ended with is there already.
         ended = len(after) > 0 and len(whole) > 0 and int(after[-1]) in self.tokenizer.stop_ids
         return whole[1:] if ended and int(whole[0]) == int(after[-1]) else whole
@@ -139,45 +152,55 @@ class Rendering:
             )
         return self.tokenizer.chat_template
 
-    def _unmarked(self, text: str, marks: "_Marks") -> Int[np.ndarray, " new"]:
-        """The ids of a rendered text, with what its marks stand for in their places."""
-        contents = marks.contents
-        parts = re.split("(" + "|".join(map(re.escape, contents)) + ")", text) if contents else [text]
-        ids = [
-            self._text(contents[part]) if part in contents else self.tokenizer.encode(part)
-            for part in parts
-            if part
-        ]
-        return np.concatenate([np.zeros(0, np.int32), *ids])
+    def _encoded(self, rendered: str) -> Int[np.ndarray, " new"]:
+        """The ids of what the template made of guarded messages."""
+        if _ESCAPED_GUARD.search(rendered):
+            raise RenderingError(
+                "the chat template, or a message, writes characters beyond Unicode's planes in use as \\u escapes"
+            )
+        return self.tokenizer.encode_guarded(rendered)
 
 
-class _Marks:
-    """Marks in place of the texts of messages, so that their parts of what is rendered are found again."""
+class _Guard:
+    """Messages as the template is to see them: nothing in them can become a special token, and there are bounds to their size."""
 
-    def __init__(self) -> None:
-        self.contents: dict[str, str] = {}
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer, self._characters = tokenizer, 0
 
     def message(self, message: Any) -> dict[str, Any]:
-        """The message with a mark for each of its texts but its role.
+        """The message, with all its texts guarded but its role, which can hold no special token.
 
         Raises:
-            RenderingError: it is none.
+            RenderingError: it is none, is too long or too deep, or has a role that is no name.
         """
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise RenderingError(f"{message!r:.200} is no message: it needs a role and a content")
-        content = message.get("content")
-        if not isinstance(content, str):
+        if not isinstance(message.get("content"), str):
             raise RenderingError(f"{message!r:.200} is no message with a text: its content has to be a str")
-        if len(content) > _MOST_CHARACTERS:
+        if not _ROLE.fullmatch(message["role"]):
             raise RenderingError(
-                f"a message of {len(content):,} characters was given; {_MOST_CHARACTERS:,} are the most"
+                f"a message has the role {message['role']!r:.80}; a role is at most 64 letters, digits, _ and -"
             )
-        return {
-            key: self._mark(value) if isinstance(value, str) and key != "role" else value
-            for key, value in message.items()
-        }
+        return {**self.value({**message, "role": ""}), "role": message["role"]}
 
-    def _mark(self, text: str) -> str:
-        mark = f"\u2402{len(self.contents)}\u2402"
-        self.contents[mark] = text
-        return mark
+    def value(self, value: Any, depth: int = 0) -> Any:
+        """A value with each text in it guarded, the names in mappings among them.
+
+        Raises:
+            RenderingError: it is too long or too deep.
+            ValueError: a text that is none, or that holds what stands for special tokens.
+        """
+        if isinstance(value, str):
+            self._characters += len(value)
+            if self._characters > _MOST_CHARACTERS:
+                raise RenderingError(
+                    f"messages of {self._characters:,} characters were given; {_MOST_CHARACTERS:,} are the most"
+                )
+            return self._tokenizer.guarded(value)
+        if not isinstance(value, Mapping | list | tuple):
+            return value  # a number, or nothing; the template refuses all else
+        if depth == _DEEPEST:
+            raise RenderingError(f"a message is nested more than {_DEEPEST} deep")
+        if isinstance(value, Mapping):
+            return {self.value(str(name)): self.value(one, depth + 1) for name, one in value.items()}
+        return [self.value(one, depth + 1) for one in value]

@@ -34,7 +34,7 @@ def trl_reward(function: Callable[..., Any]) -> Callable[[Sequence[Sample]], Any
         return {
             "prompts": [asked] * len(samples),
             "completions": responses,
-            **_named(function, columns),
+            **named_arguments(function, columns),
         }
 
     def scores(given: Any, samples: Sequence[Sample]) -> list[float]:
@@ -108,7 +108,8 @@ def _message(text: str) -> list[dict[str, str]]:
     return [{"role": "assistant", "content": text}]
 
 
-def _named(function: Callable[..., Any], columns: Mapping[str, Any]) -> dict[str, Any]:
+def named_arguments(function: Callable[..., Any], columns: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns that a function names, or all if it takes `**kwargs`."""
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return dict(columns)

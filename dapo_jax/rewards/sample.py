@@ -41,28 +41,29 @@ def handed_over(call: Sequence[Sample]) -> list[Sample]:
     own = {
         key: replace(
             prompt,
-            tokens=_read_only(prompt.tokens),
-            row={name: _copied(value) for name, value in prompt.row.items()},
+            tokens=read_only(prompt.tokens),
+            row={name: copied(value) for name, value in prompt.row.items()},
         )
         for key, prompt in prompts.items()
     }
     return [
-        replace(sample, prompt=own[id(sample.prompt)], tokens=_read_only(sample.tokens)) for sample in call
+        replace(sample, prompt=own[id(sample.prompt)], tokens=read_only(sample.tokens)) for sample in call
     ]
 
 
-def _read_only(tokens: np.ndarray) -> np.ndarray:
+def read_only(tokens: np.ndarray) -> np.ndarray:
+    """A view that cannot be written to."""
     view = np.asarray(tokens).view()
     view.flags.writeable = False
     return view
 
 
-def _copied(value: Any) -> Any:
+def copied(value: Any) -> Any:
     """Plain data, copied at any depth; other objects as they are."""
     if isinstance(value, np.ndarray):
         return value.copy()
     if type(value) is dict:
-        return {name: _copied(item) for name, item in value.items()}
+        return {name: copied(item) for name, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_copied(item) for item in value)
+        return type(value)(copied(item) for item in value)
     return value

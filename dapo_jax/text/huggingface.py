@@ -26,6 +26,7 @@ from dapo_jax.plain_json import read_object
 from dapo_jax.storage import files_of, path_of, write_whole
 from dapo_jax.text.chat import ChatTemplate
 from dapo_jax.text.expansion import check_expansion
+from dapo_jax.text.guards import Guards
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja", "special_tokens_map.json"
@@ -187,6 +188,47 @@ class HuggingFaceTokenizer:
         plain.no_truncation()
         plain.no_padding()
         return plain
+
+    def guarded(self, text: str) -> str:
+        """The text with other characters in place of those that added tokens begin with; `encode_guarded` puts them back.
+
+        Raises:
+            ValueError: half a surrogate pair, or a character that stands for others, see `text.guards`.
+        """
+        return self._guards.guarded(text)
+
+    def encode_guarded(self, text: str) -> Int32[np.ndarray, " tokens"]:
+        """The ids of a text in which parts are `guarded`: added tokens are only those that begin with their own character.
+
+        Raises:
+            ValueError: text with half a surrogate pair.
+        """
+        text.encode("utf-8")
+        with self._library("cannot encode this text with"):
+            found = self._tokenizer.encode(text, add_special_tokens=False)
+        parts: list[Int32[np.ndarray, " tokens"]] = []
+        done = 0
+        for number, (begin, end) in zip(found.ids, found.offsets, strict=True):
+            # One that only the normalizer makes of other characters is none that was written.
+            if number in self._added and self._added[number] == text[begin:end].strip():
+                parts += [
+                    self.encode_plain(self._guards.restored(text[done:begin])),
+                    np.array([number], dtype=np.int32),
+                ]
+                done = end
+        return np.concatenate([*parts, self.encode_plain(self._guards.restored(text[done:]))])
+
+    @cached_property
+    def _added(self) -> Mapping[int, str]:
+        """The tokens that were added to the vocabulary, by their ids."""
+        with self._library("has no added tokens that can be read with"):
+            return {
+                number: token.content for number, token in self._tokenizer.get_added_tokens_decoder().items()
+            }
+
+    @cached_property
+    def _guards(self) -> Guards:
+        return Guards(self._added.values())
 
     def encode_prompt(self, text: str) -> Int32[np.ndarray, " tokens"]:
         """The ids of a prompt that is plain text, behind the token that begins a text if the model knows one."""

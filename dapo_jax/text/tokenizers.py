@@ -62,6 +62,14 @@ class Tokenizer(Protocol):
         """The ids of a text from outside: what is spelled like a special token in it does not become one."""
         ...
 
+    def guarded(self, text: str) -> str:
+        """A text from outside as a chat template may see it: with other characters in place of those that special tokens begin with."""
+        ...
+
+    def encode_guarded(self, text: str) -> Int32[np.ndarray, " tokens"]:
+        """The ids of a text in which parts are `guarded`: what is spelled like a special token there does not become one, all else is as `encode` has it."""
+        ...
+
     def encode_prompt(self, text: str) -> Int32[np.ndarray, " tokens"]:
         """The ids of a prompt that is plain text: with the token that begins a text, where the model knows one."""
         ...
@@ -90,6 +98,14 @@ class ByteTokenizer:
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int32) + np.int32(_SPECIALS)
 
     def encode_plain(self, text: str) -> Int32[np.ndarray, " tokens"]:
+        """The same as `encode`: no text spells a special token."""
+        return self.encode(text)
+
+    def guarded(self, text: str) -> str:
+        """The same text: none spells a special token."""
+        return text
+
+    def encode_guarded(self, text: str) -> Int32[np.ndarray, " tokens"]:
         """The same as `encode`: no text spells a special token."""
         return self.encode(text)
 
@@ -155,6 +171,14 @@ class CharTokenizer:
         return np.array(places, dtype=np.int32) + np.int32(_SPECIALS)
 
     def encode_plain(self, text: str) -> Int32[np.ndarray, " tokens"]:
+        """The same as `encode`: no text spells a special token."""
+        return self.encode(text)
+
+    def guarded(self, text: str) -> str:
+        """The same text: none spells a special token."""
+        return text
+
+    def encode_guarded(self, text: str) -> Int32[np.ndarray, " tokens"]:
         """The same as `encode`: no text spells a special token."""
         return self.encode(text)
 

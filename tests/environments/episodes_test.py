@@ -74,9 +74,9 @@ def one_verdict(episodes):
 def test_an_episode_hears_each_turn_and_is_worth_the_sum():
     environment = Making(Echo)
     with started(environment) as episodes:
-        assert episodes.start(PROMPT, 0).result(5).tolist() == []
+        assert episodes.start(PROMPT, 0).result(5).tokens.tolist() == []
         for _number, text in enumerate(["a", "b"]):
-            assert TOKENIZER.decode(episodes.step(PROMPT, 0, turn(text)).result(5)) == text.upper()
+            assert TOKENIZER.decode(episodes.step(PROMPT, 0, turn(text)).result(5).tokens) == text.upper()
         assert episodes.step(PROMPT, 0, turn("c")).result(5) is None
         verdict = one_verdict(episodes)
     assert verdict == Verdict(correct=True, score=1.5, parts={"heard": 3.0}, turn_rewards=(0.5, 0.5, 0.5))
@@ -260,7 +260,7 @@ def test_a_bad_step_ends_its_episode_as_lost_and_costs_no_other(name):
             episodes.start(PROMPT, index).result(5)
         answers = [episodes.step(PROMPT, index, turn("a")) for index in range(3)]
         assert answers[0].result(5) is None
-        assert [TOKENIZER.decode(answer.result(5)) for answer in answers[1:]] == ["A", "A"]
+        assert [TOKENIZER.decode(answer.result(5).tokens) for answer in answers[1:]] == ["A", "A"]
         verdicts = [future.result(5) for future in episodes.verdicts(samples(3))]
     assert (verdicts[0].correct, verdicts[0].lost, verdicts[0].score) == (False, lost, None)
 
@@ -335,7 +335,7 @@ def test_closing_gives_up_what_is_under_way():
     ("source", "message"),
     [
         ("gess", "no environment is named 'gess'; did you mean 'guess'"),
-        ("nothing", r"there are \['guess'\]"),
+        ("nothing", r"there are \['guess', 'openenv', 'reasoning_gym', 'skyrl_gym', 'tinker', 'trl'\]"),
         ("nowhere:Env", "cannot import the module 'nowhere'"),
         ("tests.environments.episodes_test:Ech", "did you mean 'Echo'"),
         ("tests.environments.episodes_test:Echo", "making the environment fails with TypeError"),

@@ -139,7 +139,7 @@ def test_a_tokenizer_of_another_kind_cannot_be_saved(tmp_path):
 
         def encode(self, text): ...
 
-        encode_prompt = encode_plain = decode = encode
+        encode_prompt = encode_plain = guarded = encode_guarded = decode = encode
 
     with pytest.raises(ValueError, match="a Own cannot be written"):
         save_tokenizer(Own(), tmp_path)

@@ -1,0 +1,98 @@
+"""OpenEnv's environments, which are servers: `openenv:URL`, or `openenv:PLACE:function` for a client that a function makes.
+
+Its convention, as of 0.10: a session over a WebSocket, `reset`, `step` of an action, which is an object, and an observation, which is one, too. Where the
+server's schema has one required field, and it is a text, the turn's text is that field; else the turn has to be the action, in JSON. Each episode has a
+session, so the server has to have room for as many as are sampled at a time (its `max_concurrent_envs`).
+"""
+
+import importlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from dapo_jax.environments.protocol import Context, Step, Turn
+from dapo_jax.environments.tools import conversation
+from dapo_jax.extras import how_to_install
+from dapo_jax.plain_json import read_numbers
+from dapo_jax.rewards.functions import load_function
+
+
+class OpenEnvironment:
+    """Makes a session for each response."""
+
+    def __init__(self, place: str) -> None:
+        """Keeps the URL, or loads the function.
+
+        Raises:
+            ValueError: the package is missing, or the function cannot be loaded.
+        """
+        self._url = place if place.startswith(("http://", "https://")) else ""
+        self._field: str | None = None if self._url else ""
+        try:
+            package = importlib.import_module("openenv.core") if self._url else None
+        except ImportError as error:
+            raise ValueError(f"openenv:{place} takes a package: {how_to_install('openenv')}") from error
+        self._client = load_function(place) if package is None else package.GenericEnvClient
+
+    async def episode(self, row: Mapping[str, Any], seed: int) -> "OpenEpisode":
+        """The episode of a response; the server is asked once what an action is."""
+        if self._field is None:
+            self._field = await _text_field(self._url)
+        client = self._client(base_url=self._url) if self._url else self._client()
+        return OpenEpisode(client, self._field, row, seed)
+
+
+class OpenEpisode:
+    """A session, as an episode."""
+
+    def __init__(self, client: Any, field: str, row: Mapping[str, Any], seed: int) -> None:
+        self._client, self._field, self._row, self._seed = client, field, row, seed
+        self._errors = 0
+
+    async def start(self) -> Context:
+        """The row's conversation, with the first observation behind it."""
+        await self._client.connect()
+        first = await self._client.reset(seed=self._seed)
+        return Context(conversation(self._row, f"\n\n{_told(first.observation)}"))
+
+    async def step(self, turn: Turn) -> Step:
+        """The answer to a turn. The policy is told if it is no action, which is counted as `action_errors`."""
+        try:
+            given = await self._client.step({self._field: turn.text} if self._field else _action(turn.text))
+            told, reward, done = _told(given.observation), given.reward or 0.0, bool(given.done)
+        except (ValueError, RuntimeError) as error:
+            if type(error) is RuntimeError and "VALIDATION_ERROR" not in str(error):
+                raise  # of the server's own
+            self._errors += 1
+            told, reward, done = f"error: this is no action: {error!s:.500}", 0.0, False
+        metrics = {"action_errors": float(self._errors)}
+        return Step(reward=reward, done=done, append=[{"role": "user", "content": told}], metrics=metrics)
+
+    async def close(self) -> None:
+        """Ends the session, whose place on the server others may wait for."""
+        await self._client.close()
+
+
+async def _text_field(url: str) -> str:
+    """The name of the one field that an action must have, if it is a text; else nothing."""
+    async with importlib.import_module("httpx").AsyncClient() as http:
+        action = (await http.get(f"{url.rstrip('/')}/schema")).raise_for_status().json()["action"]
+    required = action.get("required", [])
+    is_text = len(required) == 1 and action["properties"][required[0]].get("type") == "string"
+    return required[0] if is_text else ""
+
+
+def _action(text: str) -> dict[str, Any]:
+    if not isinstance(action := read_numbers(text), dict):
+        raise ValueError("it is no JSON object")
+    return action
+
+
+def _told(observation: Any) -> str:
+    """An observation as a text: its one field, or JSON."""
+    if isinstance(observation, Mapping):
+        fields = {name: value for name, value in observation.items() if name != "metadata"}
+        observation = next(iter(fields.values())) if len(fields) == 1 else fields
+    if isinstance(observation, str):
+        return observation
+    return json.dumps(observation, ensure_ascii=False, default=str)

@@ -1,0 +1,163 @@
+"""OpenEnv's environments: a double of its client, and the package's own server and client over loopback where they are installed."""
+
+import asyncio
+import socket
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+
+from dapo_jax.environments import load_environment
+from tests.environments.playing import played, playing, result_of
+
+ROW = {"prompt": [{"role": "user", "content": "Make it say 12."}], "answer": "12"}
+
+
+class Client:
+    """A session without a server."""
+
+    open = 0
+
+    async def connect(self):
+        Client.open += 1
+
+    async def reset(self, seed):
+        self.seed = seed
+        return SimpleNamespace(observation={"text": "ready"}, reward=None, done=False)
+
+    async def step(self, action):
+        if action.get("break") == "invalid":
+            raise RuntimeError("Server error: Invalid message (code: VALIDATION_ERROR)")
+        if action.get("break"):
+            raise RuntimeError("Server error: out of memory (code: EXECUTION_ERROR)")
+        done = action["say"] == "12"
+        return SimpleNamespace(
+            observation={"said": action["say"], "ü": [1]}, reward=1.0 if done else None, done=done
+        )
+
+    async def close(self):
+        Client.open -= 1
+
+
+def test_a_turn_is_an_action_in_json_where_a_client_says_no_more():
+    environment = load_environment(f"openenv:{__name__}:Client")
+    context, steps, episode = played(
+        environment, ROW, '{"say": "1"}', "say 12", "[1]", '{"break": "invalid"}', '{"say": "12"}', seed=5
+    )
+    assert context.contents == [{"role": "user", "content": "Make it say 12.\n\nready"}]
+    assert episode._client.seed == 5
+    assert steps[0].append == [{"role": "user", "content": '{"said": "1", "ü": [1]}'}]
+    for step, count in zip(steps[1:4], (1.0, 2.0, 3.0), strict=True):
+        assert step.append[0]["content"].startswith("error: this is no action: ")
+        assert (step.done, step.reward, step.metrics) == (False, 0.0, {"action_errors": count})
+    assert (steps[4].done, steps[4].reward) == (True, 1.0)
+    before = Client.open
+    asyncio.run(episode.close())
+    assert Client.open == before - 1
+
+
+def test_an_error_of_the_servers_own_is_raised():
+    with pytest.raises(RuntimeError, match="out of memory"):
+        played(load_environment(f"openenv:{__name__}:Client"), ROW, '{"break": "memory"}')
+
+
+def test_without_the_package_it_is_said_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "openenv.core", None)
+    with pytest.raises(ValueError, match=r"openenv:http://localhost:1 takes a package: pip install.*openenv"):
+        load_environment("openenv:http://localhost:1")
+
+
+@contextmanager
+def serving(two_fields):
+    """The package's own server with a small environment: it says what it hears, and ends at 12."""
+    pytest.importorskip("openenv.core", reason="openenv is not installed")
+    import uvicorn
+    from openenv.core.env_server.http_server import create_fastapi_app
+    from openenv.core.env_server.interfaces import Environment
+    from openenv.core.env_server.types import Action, Observation, State
+
+    class Say(Action):
+        message: str
+
+    class SayTwice(Say):
+        times: int
+
+    class Heard(Observation):
+        echoed: str = ""
+
+    class Echo(Environment):
+        SUPPORTS_CONCURRENT_SESSIONS = True
+
+        def __init__(self):
+            super().__init__()
+            self.count = 0
+
+        def reset(self, seed=None, episode_id=None, **rest):
+            return Heard(echoed=f"ready {seed}", done=False, reward=0.0)
+
+        def step(self, action):
+            self.count += 1
+            said = action.message * getattr(action, "times", 1)
+            return Heard(echoed=said, done=said == "12", reward=1.0 if said == "12" else -0.1 * self.count)
+
+        @property
+        def state(self):
+            return State(episode_id="e", step_count=self.count)
+
+    app = create_fastapi_app(Echo, SayTwice if two_fields else Say, Heard, max_concurrent_envs=2)
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+        server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [held]}, daemon=True)
+        thread.start()
+        while not server.started:
+            time.sleep(0.01)
+        try:
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            server.should_exit = True
+            thread.join(10)
+
+
+def test_a_server_of_the_package_is_played_with_texts():
+    async def play(url):
+        environment = load_environment(f"openenv:{url}")
+        episodes = [await playing(environment, ROW, "1", "12", seed=seed) for seed in (1, 2)]
+        for _, _, episode in episodes:
+            await episode.close()
+        # There is room for two sessions, so those before were ended.
+        _, _, third = await playing(environment, ROW, "12", seed=3)
+        await third.close()
+        return episodes
+
+    with serving(two_fields=False) as url:
+        episodes = asyncio.run(play(url))
+    for seed, (context, steps, _) in zip((1, 2), episodes, strict=True):
+        assert context.contents[-1]["content"] == f"Make it say 12.\n\nready {seed}"
+        assert [step.append[0]["content"] for step in steps] == ["1", "12"]
+        assert [step.reward for step in steps] == pytest.approx([-0.1, 1.0])
+        assert [step.done for step in steps] == [False, True]
+
+
+def test_a_server_whose_actions_have_several_fields_is_played_with_json():
+    async def play(url):
+        episode = await result_of(load_environment(f"openenv:{url}").episode(ROW, 1))
+        await episode.start()
+        from tests.environments.playing import turn_of
+
+        steps = [
+            await episode.step(turn_of(text))
+            for text in ('{"message": "1"}', "12", '{"message": "12", "times": 1}')
+        ]
+        await episode.close()
+        return steps
+
+    with serving(two_fields=True) as url:
+        steps = asyncio.run(play(url))
+    assert "VALIDATION_ERROR" in steps[0].append[0]["content"]
+    assert "no action" in steps[1].append[0]["content"]
+    assert (steps[2].done, steps[2].reward, steps[2].metrics) == (True, 1.0, {"action_errors": 2.0})

@@ -1,0 +1,99 @@
+"""SkyRL-Gym's environments as they are, and classes of its convention."""
+
+import sys
+
+import pytest
+
+from dapo_jax.environments import load_environment
+from tests.environments.playing import played
+
+ROW = {"prompt": [{"role": "user", "content": "2+2?"}], "answer": "4", "extra_info": {"max_turns": 3}}
+
+
+class Counting:
+    """Counts to `answer`; what it begins with is another conversation than the row's."""
+
+    closed = 0
+
+    def __init__(self, env_config, extras):
+        self.goal, self.config, self.turns = int(extras["reward_spec"]["ground_truth"]), env_config, 0
+
+    def init(self, prompt):
+        prompt[0]["content"] += " Count."
+        return prompt, {}
+
+    def step(self, text):
+        self.turns += 1
+        done = text == str(self.goal)
+        observations = [] if done else [{"role": "user", "content": "on"}]
+        return {
+            "observations": observations,
+            "reward": 0.5,
+            "done": done,
+            "metadata": {"heard": 1, "said": "x", "on": not done},
+        }
+
+    def get_metrics(self):
+        return {"steps": self.turns}
+
+    def close(self):
+        Counting.closed += 1
+
+
+class Silent(Counting):
+    def step(self, text):
+        return {"observations": [], "reward": 0.0, "done": False, "metadata": {}}
+
+
+class Rewriting(Counting):
+    def step(self, text):
+        return {**super().step(text), "postprocessed_action": text + "!"}
+
+
+def test_an_own_class_of_the_convention_is_played():
+    environment = load_environment(f"skyrl_gym:{__name__}:Counting")
+    context, steps, _ = played(environment, ROW, "1", "4")
+    assert context.contents == [{"role": "user", "content": "2+2? Count."}]
+    assert ROW["prompt"][0]["content"] == "2+2?", "the row stays as it is"
+    assert [(step.reward, step.done) for step in steps] == [(0.5, False), (0.5, True)]
+    assert steps[0].append == [{"role": "user", "content": "on"}]
+    assert steps[0].metrics == {"heard": 1.0, "on": 1.0}
+    assert steps[1].metrics == {"heard": 1.0, "on": 0.0, "steps": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Silent", "no observation for a turn that was not the last"),
+        ("Rewriting", "gave a postprocessed_action"),
+    ],
+)
+def test_what_cannot_be_taken_over_is_said(name, message):
+    with pytest.raises(ValueError, match=message):
+        played(load_environment(f"skyrl_gym:{__name__}:{name}"), ROW, "1")
+
+
+def test_without_the_package_it_is_said_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "skyrl_gym", None)
+    with pytest.raises(
+        ValueError, match=r"skyrl_gym:gsm8k takes the package skyrl-gym: pip install.*skyrl-gym"
+    ):
+        load_environment("skyrl_gym:gsm8k")
+
+
+def test_the_environment_of_several_turns_that_the_package_has():
+    """gsm8k_multi_turn: 0.2/turns for a wrong answer in the right format, 1 for the right one, at which it ends."""
+    pytest.importorskip("skyrl_gym", reason="skyrl-gym is not installed")
+    environment = load_environment("skyrl_gym:gsm8k_multi_turn")
+    context, steps, _ = played(environment, ROW, "is it five?", "#### 5", "#### 4")
+    assert context is None, "its init gives the prompt that the row has"
+    assert [step.reward for step in steps] == pytest.approx([0.0, 0.2 / 3, 1.0])
+    assert [step.done for step in steps] == [False, False, True]
+    assert "#### ANSWER" in steps[0].append[0]["content"]
+    assert steps[-1].metrics == {"steps": 3.0}
+
+
+def test_an_environment_that_the_package_does_not_have_is_named():
+    pytest.importorskip("skyrl_gym", reason="skyrl-gym is not installed")
+    with pytest.raises(ValueError, match="no environment 'gsm8'; did you mean 'gsm8k'"):
+        load_environment("skyrl_gym:gsm8")

@@ -1,0 +1,194 @@
+"""Environments of tinker-cookbook's convention: doubles of it, and the package's own classes where they are installed."""
+
+import asyncio
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+
+from dapo_jax.environments import Context, load_environment
+from tests.environments.playing import TOKENIZER, playing, turn_of
+
+ROW = {"prompt": "2+2?", "answer": "4"}
+
+
+class Ids:
+    """As tinker's ModelInput."""
+
+    def __init__(self, ids):
+        self.ids = list(ids)
+
+    def to_ints(self):
+        return self.ids
+
+
+@dataclass
+class StepResult:
+    reward: float
+    episode_done: bool
+    next_observation: Ids
+    next_stop_condition: list = field(default_factory=list)
+    metrics: dict = field(default_factory=dict)
+    logs: dict = field(default_factory=dict)
+
+
+class Asking:
+    """Asks again until the answer comes; `forgetful`: with a context that begins anew."""
+
+    def __init__(self, row, forgetful):
+        self.row, self.forgetful, self.heard = row, forgetful, []
+
+    async def initial_observation(self):
+        self.context = [7, *TOKENIZER.encode(self.row["prompt"]).tolist()]
+        return Ids(self.context), [TOKENIZER.eos_id]
+
+    async def step(self, action, *, extra=None):
+        self.heard.append((action, extra))
+        text = TOKENIZER.decode(action_of(action))
+        done = text == self.row["answer"]
+        begins = [7] if self.forgetful else [*self.context, *action]
+        self.context = [*begins, *TOKENIZER.encode(" Again.").tolist()]
+        metrics = {"correct": float(done), "said": text, "turns": 1}
+        return StepResult(1.0 * done, done, Ids([] if done else self.context), metrics=metrics)
+
+
+def action_of(ids):
+    import numpy as np
+
+    return np.array([number for number in ids if number != TOKENIZER.eos_id], np.int32)
+
+
+class Builder:
+    """Makes two environments at a time, and prefers the shortest answers."""
+
+    made, cleaned, seen = 0, 0, None
+    forgetful = False
+
+    def __init__(self, row):
+        self.row = row
+        Builder.made += 1
+
+    async def make_envs(self):
+        return [Asking(self.row, self.forgetful) for _ in range(2)]
+
+    async def compute_group_rewards(self, trajectory_group, env_group):
+        Builder.seen = trajectory_group, env_group
+        return [(-0.1 * len(one.transitions), {}) for one in trajectory_group]
+
+    async def cleanup(self):
+        Builder.cleaned += 1
+
+
+class Forgetful(Builder):
+    forgetful = True
+
+
+class Overlong(Builder):
+    async def make_envs(self):
+        async def initial_observation():
+            return SimpleNamespace(reward=-1.0)
+
+        return [SimpleNamespace(initial_observation=initial_observation)]
+
+
+def test_an_observation_that_goes_on_is_appended():
+    environment = load_environment(f"tinker:{__name__}:Builder")
+    context, steps, episode = asyncio.run(playing(environment, ROW, "5", "4"))
+    assert context == Context([7, *TOKENIZER.encode("2+2?").tolist()])
+    assert (steps[0].append, steps[0].context) == (TOKENIZER.encode(" Again.").tolist(), None)
+    assert (steps[0].correct, steps[1].correct) == (False, True)
+    assert (steps[1].done, steps[1].reward) == (True, 1.0)
+    assert steps[1].metrics == {"correct": 1.0, "turns": 1.0}
+    assert episode.env.heard[0] == (turn_of("5").tokens.tolist(), {"stop_reason": "stop"})
+
+
+def test_an_observation_that_begins_anew_is_a_context():
+    environment = load_environment(f"tinker:{__name__}:Forgetful")
+    _, [step], _ = asyncio.run(playing(environment, ROW, "5"))
+    assert step.context == Context([7, *TOKENIZER.encode(" Again.").tolist()])
+
+
+def test_the_responses_to_a_prompt_share_a_builder_that_compares_them():
+    async def group():
+        environment = load_environment(f"tinker:{__name__}:Builder")
+        made, cleaned = Builder.made, Builder.cleaned
+        turns = [["4"], ["5", "4"], ["5"]]
+        episodes = [(await playing(environment, ROW, *texts, seed=1))[2] for texts in turns]
+        other = (await playing(environment, ROW, "4", seed=2))[2]
+        assert Builder.made == made + 2
+        rewards = await environment.group_rewards(episodes)
+        for episode in episodes:
+            assert Builder.cleaned == cleaned
+            await episode.close()
+        assert Builder.cleaned == cleaned + 1
+        await other.close()
+        return rewards, episodes
+
+    rewards, episodes = asyncio.run(group())
+    assert rewards == pytest.approx([1.0 - 0.1, 1.0 - 0.2, -0.1])
+    assert len({id(episode.env) for episode in episodes}) == 3, "each has an environment of its own"
+    trajectories, envs = Builder.seen
+    assert envs == [episode.env for episode in episodes]
+    first = trajectories[1].transitions[0]
+    assert (first.ac.tokens, first.reward, first.episode_done) == (turn_of("5").tokens.tolist(), 0.0, False)
+    assert first.ac.maybe_logprobs == [-0.5, -0.5]
+    assert first.ob.to_ints()[0] == 7
+
+
+def test_a_first_observation_that_would_be_too_long_is_said():
+    with pytest.raises(ValueError, match="gave no first observation"):
+        asyncio.run(playing(load_environment(f"tinker:{__name__}:Overlong"), ROW, "5"))
+
+
+def test_no_rewards_are_asked_of_a_group_of_none():
+    assert asyncio.run(load_environment(f"tinker:{__name__}:Builder").group_rewards([])) == []
+
+
+def real_builder(row):
+    """The package's own group of problems, with a renderer of bytes."""
+    from tinker import ModelInput
+    from tinker_cookbook.renderers.base import ParseTermination
+    from tinker_cookbook.rl.problem_env import ProblemEnv, ProblemGroupBuilder
+
+    class Renderer:
+        def get_stop_sequences(self):
+            return [TOKENIZER.eos_id]
+
+        def build_generation_prompt(self, messages):
+            return ModelInput.from_ints(TOKENIZER.encode(messages[-1]["content"]).tolist())
+
+        def parse_response(self, ids):
+            message = {"role": "assistant", "content": TOKENIZER.decode(action_of(ids))}
+            return message, ParseTermination.STOP_SEQUENCE
+
+    class Problem(ProblemEnv):
+        def get_question(self):
+            return row["prompt"]
+
+        def check_answer(self, response):
+            return row["answer"] in response
+
+        def check_format(self, response):
+            return response.strip() != ""
+
+        def get_reference_answer(self):
+            return row["answer"]
+
+    return ProblemGroupBuilder(env_thunk=lambda: Problem(Renderer()), num_envs=2)
+
+
+def test_the_problems_of_the_package_are_played():
+    pytest.importorskip("tinker_cookbook.rl.problem_env", reason="tinker-cookbook is not installed")
+
+    async def group():
+        environment = load_environment(f"tinker:{__name__}:real_builder")
+        return environment, [await playing(environment, ROW, text) for text in ("it is 4", "5", " ")]
+
+    environment, played = asyncio.run(group())
+    assert played[0][0] == Context(TOKENIZER.encode("2+2?").tolist())
+    steps = [steps[0] for _, steps, _ in played]
+    assert [step.reward for step in steps] == pytest.approx([1.0, 0.0, -0.1])
+    assert [step.correct for step in steps] == [True, False, False]
+    assert asyncio.run(environment.group_rewards([episode for _, _, episode in played])) == pytest.approx(
+        [1.0, 0.0, -0.1]
+    )

@@ -1,0 +1,376 @@
+"""Conversations with tools, at random: the ids of an episode are those that were sampled and those that the template's own text has between them.
+
+`DAPO_JAX_TOKENIZERS=FOLDER`, with model folders such as `qwen2.5`, `qwen3` and `smollm2` in it (tokenizer files are enough), adds real tokenizers and templates to the two
+that are written here.
+"""
+
+import json
+import os
+import random
+import unicodedata
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from dapo_jax.environments import Context
+from dapo_jax.environments.rendering import Rendering
+from dapo_jax.text.huggingface import HuggingFaceTokenizer
+from tests.text.folders import byte_level_json, files_of
+
+TOOLS = """
+{%- if tools %}<|im_start|>system
+{% if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}
+<tools>{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}</tools><|im_end|>
+{% elif messages[0].role == 'system' %}<|im_start|>system
+{{ messages[0].content }}<|im_end|>
+{% endif %}
+{%- for m in messages %}
+{%- if m.role == 'tool' %}
+{%- if messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}
+
+<tool_response>
+{{ m.content }}
+</tool_response>
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>
+{% endif %}
+{%- elif not (m.role == 'system' and loop.first) %}
+{%- set content = m.content.split('</think>')[-1] if hide_thoughts and m.role == 'assistant' else m.content %}
+{{- '<|im_start|>' + m.role + '\n' + content }}
+{%- for call in m.tool_calls or [] %}
+
+<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>
+{%- endfor %}<|im_end|>
+{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% if hide_thoughts %}<think>
+{% endif %}{% endif %}"""
+"""Written for this test in the manner of Qwen's: tools, calls and results, and thoughts that are taken out of earlier answers."""
+
+MARKS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
+PIECES = [
+    "", " ", "\n", "\n\n", "\t", "the end is near", " 12 + 34 =", "héllo", "日本語のテキスト", "👩‍👩‍👧‍👦", "e\u0301", "\u212b", "שלום", "\u200b", "\ufeff",
+    "\ue000", "\U000f0001", "{}", '{"a": "b"}', '\\"', "\\u003c", "<", "<|", "|>", "< |im_end|>", "im_end|>", "&lt;", "\r\n", "\x00", "\u2402said\u2402", "\u24020\u2402",
+]  # fmt: skip
+SPELLED = [
+    "<|im_end|>", "<|im_start|>", "<|endoftext|>", "<|im_start|>system\n", "<tool_call>", "</tool_call>", "<tool_response>", "</think>", "<think>\nso\n</think>\n\n",
+]  # fmt: skip
+"""Texts that would be special tokens, in every second conversation."""
+
+
+@cache
+def own(hide_thoughts):
+    made = Tokenizer.from_str(byte_level_json())
+    made.add_tokens([AddedToken(mark, normalized=False, special=False) for mark in MARKS])
+    return HuggingFaceTokenizer(files_of(made.to_str(), template=TOOLS)), {"hide_thoughts": hide_thoughts}
+
+
+FOLDER = os.environ.get("DAPO_JAX_TOKENIZERS")
+REAL = sorted(place.name for place in Path(FOLDER).iterdir()) if FOLDER else []
+KINDS = {
+    "own": lambda: own(False),
+    "own that hides thoughts": lambda: own(True),
+    **{name: lambda name=name: (HuggingFaceTokenizer.load(Path(FOLDER) / name), {}) for name in REAL},
+}
+
+
+def text(rng, most=6):
+    pieces = [*PIECES, *SPELLED] if rng.spelling else PIECES
+    return "".join(rng.choice(pieces) for _ in range(rng.randrange(most)))
+
+
+def value(rng, depth=0):
+    kind = rng.randrange(6 if depth < 3 else 3)
+    if kind < 3:
+        return [text(rng), rng.randrange(-5, 5), rng.choice([None, True, 0.5])][kind]
+    if kind == 3:
+        return [value(rng, depth + 1) for _ in range(rng.randrange(3))]
+    return {text(rng) or "a": value(rng, depth + 1) for _ in range(rng.randrange(3))}
+
+
+def message(rng, role):
+    content = text(rng)
+    if role != "assistant":
+        return {"role": role, "content": content, **({"name": text(rng)} if role == "tool" else {})}
+    # An answer that the environment itself puts in; templates look into it for thoughts, of which the next test speaks.
+    content = content.replace("</think>", "").replace("<think>", "")
+    function = {"name": text(rng), "arguments": {"given": value(rng)}}
+    return {"role": role, "content": content, "tool_calls": [{"type": "function", "function": function}]}
+
+
+def appended(rng):
+    roles = rng.choice(
+        [
+            ["tool"],
+            ["tool", "tool"],
+            ["user"],
+            ["tool", "user"],
+            ["tool", "assistant", "tool"],
+            ["tool", "tool", "tool"],
+        ]
+    )
+    return [message(rng, role) for role in roles]
+
+
+def blank(value):
+    """The same message with nothing in it that could be a special token."""
+    if isinstance(value, str):
+        return "x"
+    if isinstance(value, dict):
+        known = {
+            "content",
+            "name",
+            "tool_calls",
+            "function",
+            "arguments",
+            "description",
+            "parameters",
+            "properties",
+        }
+        return {
+            key if key in known | {"role", "type"} else f"key{place}": one
+            if key in ("role", "type")
+            else blank(one)
+            for place, (key, one) in enumerate(value.items())
+        }
+    return [blank(one) for one in value] if isinstance(value, list) else value
+
+
+def strings(value):
+    if isinstance(value, dict):
+        return [found for key, one in value.items() for found in (key, *strings(one))]
+    return (
+        [found for one in value for found in strings(one)]
+        if isinstance(value, list)
+        else [value]
+        if isinstance(value, str)
+        else []
+    )
+
+
+class Conversation:
+    """A conversation at random, and what the template itself says of it."""
+
+    def __init__(self, rng, tokenizer, kwargs):
+        self.tokenizer, self.kwargs = tokenizer, kwargs
+        self.first = [*([message(rng, "system")] if rng.random() < 0.5 else []), message(rng, "user")]
+        knows_tools = "tools" in tokenizer.chat_template.source
+        described = {"type": "object", "properties": {"a": {"type": "string", "description": text(rng)}}}
+        tool = {
+            "type": "function",
+            "function": {"name": "f", "description": text(rng), "parameters": described},
+        }
+        self.tools = [tool] if knows_tools and rng.random() < 0.7 else []
+        self.said = [text(rng) for _ in range(rng.randrange(1, 4))]
+        self.appended = [appended(rng) for _ in self.said]
+        self.marks = [f"said{place}:{rng.random()}" for place, _ in enumerate(self.said)]
+
+    def render(self, messages, of=lambda tool: tool):
+        tools = {"tools": [of(tool) for tool in self.tools]} if self.tools else {}
+        return self.tokenizer.chat_template.render(messages, **self.kwargs, **tools)
+
+    def between(self, *, of=lambda message: message):
+        """The template's text up to the first answer, and behind each answer up to where the next begins."""
+        told = [of(each) for each in self.first]
+        texts = [self.render(told, of)]
+        for mark, messages in zip(self.marks, self.appended, strict=True):
+            told += [{"role": "assistant", "content": mark}, *map(of, messages)]
+            texts.append(self.render(told, of).rpartition(mark)[2])
+        return texts
+
+    def turns(self):
+        """The ids that were sampled: of the answer as the tokenizer cuts it, and an end."""
+        return [
+            np.append(self.tokenizer.encode(said), self.tokenizer.eos_id).astype(np.int32)
+            for said in self.said
+        ]
+
+    def spelled(self, place):
+        """Whether something that would be a special token stands in what was given there."""
+        special = self.tokenizer._tokenizer.get_added_tokens_decoder().values()
+        given = [*self.first, *self.tools] if place == 0 else self.appended[place - 1]
+        return any(token.content in found for found in strings(given) for token in special)
+
+
+def conversation_of(seed, tokenizer, kwargs):
+    rng = random.Random(seed)
+    rng.spelling = seed % 2 == 1
+    return Conversation(rng, tokenizer, kwargs)
+
+
+def decoded(tokenizer, ids):
+    return tokenizer._tokenizer.decode([int(number) for number in ids], skip_special_tokens=False)
+
+
+def same_text(one, other):
+    """Equal but for the normal form into which a tokenizer may bring a text."""
+    return unicodedata.normalize("NFC", one) == unicodedata.normalize("NFC", other)
+
+
+def specials(tokenizer, ids):
+    added = tokenizer._tokenizer.get_added_tokens_decoder()
+    return [int(number) for number in ids if int(number) in added]
+
+
+def parts_of(conversation):
+    """What stands before each turn, and at the end: the first is the context, the others follow a turn."""
+    rendering = Rendering(tokenizer=conversation.tokenizer, template_kwargs=conversation.kwargs)
+    context = Context(conversation.first, tools=conversation.tools)
+    behind = zip(conversation.appended, conversation.turns(), strict=True)
+    return [
+        rendering.context_ids(context),
+        *(rendering.ids(messages, after=turn) for messages, turn in behind),
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_episode_has_the_tokens_that_were_sampled_and_those_of_the_template_between(kind):
+    tokenizer, kwargs = KINDS[kind]()
+    plain = whole = 0
+    for seed in range(500 if kind in REAL else 80):
+        conversation = conversation_of(seed, tokenizer, kwargs)
+        end = decoded(tokenizer, [tokenizer.eos_id])
+        parts, texts, skeleton = (
+            parts_of(conversation),
+            conversation.between(),
+            conversation.between(of=blank),
+        )
+        for place, (ids, expected, bare) in enumerate(zip(parts, texts, skeleton, strict=True)):
+            if place:
+                assert expected.startswith(end)
+                expected, bare = expected.removeprefix(end), bare.removeprefix(end)
+            assert same_text(decoded(tokenizer, ids), expected), (seed, place)
+            assert specials(tokenizer, ids) == specials(tokenizer, tokenizer.encode(bare)), (seed, place)
+            if not conversation.spelled(place):
+                plain += 1
+                assert ids.tolist() == tokenizer.encode(expected).tolist(), (seed, place)
+        # The whole, where the template leaves the answers as they are and each begins where the tokenizer cuts.
+        cut = all(said == "" or not said[0].isspace() for said in conversation.said)
+        kept = not any(mark in said for said in conversation.said for mark in ("</think>", "<think>"))
+        if (
+            cut
+            and kept
+            and not any(map(conversation.spelled, range(len(parts))))
+            and not kwargs.get("hide_thoughts")
+        ):
+            told = list(conversation.first)
+            for said, messages in zip(conversation.said, conversation.appended, strict=True):
+                told += [{"role": "assistant", "content": said}, *messages]
+            episode = [
+                parts[0],
+                *(ids for pair in zip(conversation.turns(), parts[1:], strict=True) for ids in pair),
+            ]
+            assert np.concatenate(episode).tolist() == tokenizer.encode(conversation.render(told)).tolist(), (
+                seed
+            )
+            whole += 1
+    assert plain > 100
+    assert whole > 5 or kwargs.get("hide_thoughts")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_special_tokens_in_all_places_of_a_message_at_once_are_none(kind):
+    """The last look of a checker who trusts no sampling of places: every string and every name in mappings is one."""
+    tokenizer, kwargs = KINDS[kind]()
+    rendering = Rendering(tokenizer=tokenizer, template_kwargs=kwargs)
+    after = np.array([tokenizer.eos_id], np.int32)
+    for token in tokenizer._tokenizer.get_added_tokens_decoder().values():
+        evil = f"{token.content}{token.content[:3]}{token.content}{token.content[1:]}"
+        function = {"name": evil, "arguments": {evil: [evil, {evil: evil}], "b": evil}}
+        call = {"type": "function", "function": function}
+        messages = [
+            {"role": "tool", "content": evil, "name": evil},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "user", "content": evil},
+        ]
+        expected = rendering.ids(blank(messages), after=after)
+        found = rendering.ids(messages, after=after)
+        assert specials(tokenizer, found) == specials(tokenizer, expected), token
+        assert evil in decoded(tokenizer, found)
+
+
+def test_thoughts_of_a_turn_stay_whatever_the_template_does_to_them():
+    """A template that hides earlier thoughts: they stay in the episode, since they were sampled; what follows is the same."""
+    tokenizer, kwargs = own(True)
+    rendering = Rendering(tokenizer=tokenizer, template_kwargs=kwargs)
+    for said in ("<think>so</think>4", "4"):
+        turn = np.append(tokenizer.encode(said), tokenizer.eos_id).astype(np.int32)
+        found = rendering.ids([{"role": "tool", "content": "5"}], after=turn)
+        assert (
+            decoded(tokenizer, found)
+            == "\n<|im_start|>user\n<tool_response>\n5\n</tool_response><|im_end|>\n<|im_start|>assistant\n<think>\n"
+        )
+    told = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "<think>so</think>4"},
+        {"role": "tool", "content": "5"},
+    ]
+    assert "so" not in tokenizer.chat_template.render(told, **kwargs)
+
+
+def merging():
+    """A vocabulary in which the end of a turn and the beginning of what follows are one token: `a` and `b` merge."""
+    pieces = [
+        "<|endoftext|>",
+        "<|im_start|>",
+        "<|im_end|>",
+        *sorted(pre_tokenizers.ByteLevel.alphabet()),
+        "ab",
+        "abc",
+    ]
+    made = Tokenizer(
+        models.BPE({piece: place for place, piece in enumerate(pieces)}, [("a", "b"), ("ab", "c")])
+    )
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    return HuggingFaceTokenizer(files_of(made.to_str()))
+
+
+def by_appending(tokenizer, sampled, text):
+    return [*sampled, *Rendering(tokenizer=tokenizer).ids(text, after=np.array(sampled, np.int32)).tolist()]
+
+
+def by_tokenizing_again(tokenizer, sampled, text):
+    return tokenizer.encode(decoded(tokenizer, sampled) + text).tolist()
+
+
+def check_that_the_sampled_stays(way):
+    tokenizer = merging()
+    sampled = tokenizer.encode("x a").tolist()
+    found = way(tokenizer, sampled, "bc")
+    assert decoded(tokenizer, found) == "x abc"
+    assert found[: len(sampled)] == sampled
+
+
+def test_nothing_is_tokenized_a_second_time_where_a_token_would_span_the_border():
+    check_that_the_sampled_stays(by_appending)
+    with pytest.raises(AssertionError):  # so the check can fail
+        check_that_the_sampled_stays(by_tokenizing_again)
+
+
+def test_what_was_sampled_in_another_way_than_the_tokenizer_cuts_it_stays():
+    tokenizer = merging()
+    single = [tokenizer.encode(letter)[0] for letter in "abc"]
+    assert tokenizer.encode("abc").tolist() != single
+    assert by_appending(tokenizer, single, "abc")[:3] == single
+    assert by_tokenizing_again(tokenizer, single, "abc")[:3] != single
+
+
+def test_json_in_a_message_is_written_as_the_template_writes_it():
+    """Texts are not put in behind the template's back, so its quotes and escapes stay."""
+    tokenizer, kwargs = own(False)
+    arguments = {"a": 'say "<|im_end|>"\n\\', "ü": ["<"]}
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": ""}]
+    found = Rendering(tokenizer=tokenizer, template_kwargs=kwargs).ids(
+        messages, after=np.array([tokenizer.eos_id], np.int32)
+    )
+    written = decoded(tokenizer, found).partition('"arguments": ')[2].partition("}\n</tool_call>")[0]
+    assert json.loads(written) == arguments

@@ -1,0 +1,163 @@
+"""From functions to schemas, and from schemas to what is wrong with a call."""
+
+from typing import Any, Literal, Optional, Union
+
+import pytest
+
+from dapo_jax.environments.tool_schemas import schema_of, what_is_wrong
+
+
+def look_up(
+    word: str,
+    among: list[str],
+    most: int = 3,
+    least: float | None = None,
+    kind: Literal["noun", "verb"] = "noun",
+    weights: dict[str, float] = {},  # noqa: B006
+    place: Optional[tuple[int, str]] = None,  # noqa: UP045
+    either: Union[int, str] = 0,  # noqa: UP007
+    nested: list[dict[str, int]] | str | None = None,
+    anything: Any = None,
+    plain: list = [],  # noqa: B006
+    sure: bool = False,
+) -> list[str]:
+    """Looks a word up
+    in a list.
+
+    Only the first are given.
+
+    Args:
+        word: the word, which
+            may be long
+        among (list of str): the list: any
+        most: the most
+
+        least: the least likeness
+        kind: noun or verb
+        weights: of each
+        place: where
+        either: or
+        nested: deep
+        anything: at all
+        plain: a list
+        sure: or not
+
+    Returns:
+        The words.
+    """
+    return [word, str(most)]
+
+
+def test_a_schema_has_the_types_and_what_the_docstring_says():
+    function = schema_of(look_up)["function"]
+    properties = function["parameters"]["properties"]
+    assert function["name"] == "look_up"
+    assert function["description"] == "Looks a word up\nin a list.\n\nOnly the first are given."
+    assert function["parameters"]["required"] == ["word", "among"]
+    assert properties["word"] == {"type": "string", "description": "the word, which may be long"}
+    assert properties["among"] == {
+        "type": "array",
+        "items": {"type": "string"},
+        "description": "the list: any",
+    }
+    assert properties["kind"]["enum"] == ["noun", "verb"]
+    assert (properties["least"]["type"], properties["least"]["nullable"]) == ("number", True)
+    assert properties["either"]["type"] == ["integer", "string"]
+
+
+def test_a_schema_is_the_one_that_transformers_makes():
+    """Compared with `get_json_schema`, which models were shown in their training; ours leaves out what is returned."""
+    transformers = pytest.importorskip("transformers.utils", reason="transformers is not installed")
+    theirs = transformers.get_json_schema(look_up)
+    theirs["function"].pop("return")
+    assert schema_of(look_up) == theirs
+
+
+def test_a_method_has_no_self_and_a_function_without_arguments_none():
+    class Clock:
+        def now(self):
+            """Tells the time."""
+
+    parameters = {"type": "object", "properties": {}}
+    said = {"name": "now", "description": "Tells the time.", "parameters": parameters}
+    assert schema_of(Clock().now) == {"type": "function", "function": said}
+
+
+def bare(a):
+    pass
+
+
+def starred(*a: int):
+    pass
+
+
+def by_place(a: int, /):
+    pass
+
+
+def strange(a: bytes):
+    pass
+
+
+def unknown(a: "Nowhere"):  # noqa: F821
+    pass
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (bare, "tool bare: argument a has no annotation"),
+        (starred, r"tool starred: \*a: int cannot be given by its name"),
+        (by_place, "tool by_place: a: int cannot be given by its name"),
+        (strange, "tool strange: argument a is annotated with <class 'bytes'>, which JSON has no type for"),
+        (unknown, "tool unknown: its annotations cannot be read: name 'Nowhere'"),
+    ],
+)
+def test_a_function_that_can_be_no_tool_is_named(function, message):
+    with pytest.raises(ValueError, match=message):
+        schema_of(function)
+
+
+PARAMETERS = schema_of(look_up)["function"]["parameters"]
+GOOD = {"word": "a", "among": []}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"most": 4, "least": 0.5, "kind": "verb", "weights": {"a": 1}, "sure": True},
+        {"least": None, "place": None, "nested": None},
+        {"place": [1, "a"], "either": "x", "nested": [{"a": 1}], "anything": {"b": [None]}},
+        {"nested": "text", "either": 3, "plain": [1, "a"]},
+    ],
+)
+def test_arguments_that_fit_are_let_through(more):
+    assert what_is_wrong({**GOOD, **more}, PARAMETERS) == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"word": "a"}, "argument 'among' is missing"),
+        ({**GOOD, "mist": 1}, "there is no argument 'mist'; there are ['among', 'anything',"),
+        ({**GOOD, "word": 1}, "word has to be string; got 1"),
+        ({**GOOD, "word": None}, "word has to be string; got None"),
+        ({**GOOD, "most": True}, "most has to be integer; got True"),
+        ({**GOOD, "most": 1.5}, "most has to be integer; got 1.5"),
+        ({**GOOD, "least": True}, "least has to be number; got True"),
+        ({**GOOD, "sure": 1}, "sure has to be boolean; got 1"),
+        ({**GOOD, "kind": "adverb"}, "kind has to be one of ['noun', 'verb']; got 'adverb'"),
+        ({**GOOD, "among": ["a", 2]}, "among[1] has to be string; got 2"),
+        ({**GOOD, "weights": {"a": "b"}}, "weights['a'] has to be number; got 'b'"),
+        ({**GOOD, "place": [1]}, "place has to have 2 items; got 1"),
+        ({**GOOD, "place": [1, 2]}, "place[1] has to be string; got 2"),
+        ({**GOOD, "either": []}, "either has to be integer or string; got []"),
+        ({**GOOD, "nested": [{"a": "b"}]}, "nested[0]['a'] has to be integer; got 'b'"),
+        ({**GOOD, "word": ["x" * 1000]}, "word has to be string; got ['xxxx"),
+    ],
+)
+def test_the_first_thing_that_does_not_fit_is_said(arguments, said):
+    found = what_is_wrong(arguments, PARAMETERS)
+    assert found.startswith(said)
+    assert len(found) < 300

@@ -1,0 +1,207 @@
+"""An environment of tools: calls that work, and all that can be wrong with one."""
+
+import asyncio
+import time
+
+import pytest
+
+from dapo_jax.dapo.rollouts import Verdict
+from dapo_jax.environments import Step
+from dapo_jax.environments.tool_calls import BrokenCall, ToolCall
+from dapo_jax.environments.tools import ToolEnvironment, ToolEpisode, Tools, conversation
+from tests.environments.playing import call, played
+
+ROW = {"prompt": "What is 2+2?", "answer": "4"}
+
+
+def add(a: int, b: int) -> int:
+    """Adds two numbers."""
+    return a + b
+
+
+async def wait(seconds: float) -> str:
+    """Waits."""
+    await asyncio.sleep(seconds)
+    return "waited"
+
+
+def right(text, row):
+    return text.strip() == row["answer"]
+
+
+def test_the_policy_calls_hears_and_answers():
+    environment = ToolEnvironment([add, wait], right)
+    context, [first, last], _ = played(environment, ROW, call("add", a=2, b=2), " 4 ")
+    assert context.contents == [{"role": "user", "content": "What is 2+2?"}]
+    assert [tool["function"]["name"] for tool in context.tools] == ["add", "wait"]
+    assert first.append == [{"role": "tool", "name": "add", "content": "4"}]
+    assert (first.done, first.reward, first.metrics) == (False, 0.0, {"tool_calls": 1.0, "tool_errors": 0.0})
+    assert (last.done, last.reward, last.correct) == (True, 1.0, True)
+    assert last.metrics == {"tool_calls": 1.0, "tool_errors": 0.0}
+
+
+def test_several_calls_of_a_turn_are_run_in_their_order():
+    heard = []
+
+    def note(word: str) -> str:
+        heard.append(word)
+        time.sleep(0.02 * (3 - len(heard)))
+        return f"{len(heard)}:{word}"
+
+    _, [step], _ = played(ToolEnvironment([note], right), ROW, "".join(call("note", word=w) for w in "abc"))
+    assert [message["content"] for message in step.append] == ["1:a", "2:b", "3:c"]
+
+
+@pytest.mark.parametrize(
+    ("grade", "reward", "correct"),
+    [
+        (lambda text, row: False, 0.0, False),
+        (lambda text, row: 0.25, 0.25, True),
+        (lambda text, row: -1, -1.0, False),
+        (lambda text, row: Verdict(correct=False, score=0.5), 0.5, False),
+    ],
+)
+def test_the_grade_of_the_answer_is_what_reward_functions_return(grade, reward, correct):
+    _, [step], _ = played(ToolEnvironment([add], grade), ROW, "5")
+    assert (step.reward, step.correct, step.done) == (reward, correct, True)
+
+
+def test_a_grade_may_be_async_and_may_be_left_to_a_class_of_its_own():
+    async def slowly(text, row):
+        await asyncio.sleep(0.01)
+        return text == "4"
+
+    assert played(ToolEnvironment([add], slowly), ROW, "4")[1][0].reward == 1.0
+
+    class Own(ToolEpisode):
+        async def finish(self, turn):
+            return Step(reward=float(self.calls), metrics={"own": 1.0})
+
+    class Environment:
+        def episode(self, row, seed):
+            return Own(Tools([add]), row)
+
+    _, [_, last], _ = played(Environment(), ROW, call("add", a=1, b=1), "done")
+    assert (last.reward, last.metrics) == (1.0, {"tool_calls": 1.0, "tool_errors": 0.0, "own": 1.0})
+
+
+class SpeechlessError(Exception):
+    def __str__(self):
+        raise OSError("gone")
+
+
+def raises(kind: str) -> str:
+    """Raises."""
+    raise {"value": ValueError("no such row"), "exit": SystemExit(3), "silent": SpeechlessError(), "endless": OSError("x" * 10**6),
+           "interrupt": KeyboardInterrupt(), "deep": RecursionError("deep"), "memory": MemoryError()}[kind]  # fmt: skip
+
+
+def gives(kind: str):
+    """Gives what is no text."""
+    loop = []
+    loop.append(loop)
+    return {"bytes": b"\xff", "surrogate": "a\ud800", "object": object(), "set": {1}, "loop": loop, "json": {"ü": [1, None]},
+            "nothing": None, "huge": "x" * 10**6, "nan": float("nan")}[kind]  # fmt: skip
+
+
+def block(seconds: float) -> str:
+    """Blocks."""
+    time.sleep(seconds)
+    return "late"
+
+
+async def stop() -> str:
+    """Stops its own task."""
+    asyncio.current_task().cancel()
+    await asyncio.sleep(1)
+    return "never"
+
+
+LIMITED = Tools([add, wait, raises, gives, block, stop], most_characters=200, timeout_s=0.2)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (BrokenCall("it is no JSON"), "error: the call cannot be read: it is no JSON"),
+        (ToolCall("ad", {}), "error: there is no tool 'ad'; there are ['add', 'block', 'gives', 'raises', 'stop', 'wait']"),
+        (ToolCall("x" * 10**6, {}), "error: there is no tool 'xxx"),
+        (ToolCall("__class__", {}), "error: there is no tool '__class__'"),
+        (ToolCall("add", {"a": 1}), "error: add: argument 'b' is missing"),
+        (ToolCall("add", {"a": 1, "b": "2"}), "error: add: b has to be integer; got '2'"),
+        (ToolCall("add", {"a": 1, "b": 2, "c": 3}), "error: add: there is no argument 'c'"),
+        (ToolCall("raises", {"kind": "value"}), "error: raises: ValueError: no such row"),
+        (ToolCall("raises", {"kind": "exit"}), "error: raises: SystemExit: 3"),
+        (ToolCall("raises", {"kind": "interrupt"}), "error: raises: KeyboardInterrupt"),
+        (ToolCall("raises", {"kind": "silent"}), "error: raises: SpeechlessError: (it has no text)"),
+        (ToolCall("raises", {"kind": "endless"}), "error: raises: OSError: xxxx"),
+        (ToolCall("raises", {"kind": "deep"}), "error: raises: RecursionError: deep"),
+        (ToolCall("raises", {"kind": "memory"}), "error: raises: MemoryError"),
+        (ToolCall("gives", {"kind": "bytes"}), "error: gives gave a bytes that no text can be made of"),
+        (ToolCall("gives", {"kind": "surrogate"}), "error: gives gave a str that no text can be made of"),
+        (ToolCall("gives", {"kind": "object"}), "error: gives gave a object that no text"),
+        (ToolCall("gives", {"kind": "loop"}), "error: gives gave a list that no text"),
+        (ToolCall("wait", {"seconds": 60}), "error: wait: no result within 0.2 s"),
+        (ToolCall("block", {"seconds": 1}), "error: block: no result within 0.2 s"),
+        (ToolCall("stop", {}), "error: stop: it was cancelled"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_call_is_told_in_bounds(call, said):
+    text, is_error = asyncio.run(LIMITED.result(call))
+    assert is_error
+    assert text.startswith(said), text
+    assert len(text) <= 300
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("json", '{"ü": [1, null]}'),
+        ("nothing", "null"),
+        ("huge", "x" * 200 + "\n(999,800 more characters are left out)"),
+    ],
+)
+def test_what_a_tool_gives_is_a_text_or_json_in_bounds(kind, said):
+    assert asyncio.run(LIMITED.result(ToolCall("gives", {"kind": kind}))) == (said, False)
+
+
+def test_an_error_is_counted_and_the_episode_goes_on():
+    environment = ToolEnvironment([add, raises], right, timeout_s=0.2)
+    turns = [
+        call("nothing"),
+        "<tool_call>{</tool_call>",
+        call("add", a="x", b=1),
+        call("raises", kind="value"),
+        call("add", a=2, b=2),
+        "4",
+    ]
+    _, steps, _ = played(environment, ROW, *turns)
+    assert [step.done for step in steps] == [False] * 5 + [True]
+    assert [step.metrics["tool_errors"] for step in steps] == [1.0, 2.0, 3.0, 4.0, 4.0, 4.0]
+    assert steps[-1].metrics["tool_calls"] == 5.0
+    assert steps[-1].reward == 1.0
+
+
+def test_tools_of_one_name_are_refused():
+    with pytest.raises(ValueError, match="two tools are named 'add'"):
+        Tools([add, add])
+
+
+def test_an_episode_without_a_grade_says_so():
+    class Environment:
+        def episode(self, row, seed):
+            return ToolEpisode(Tools([add]), row)
+
+    with pytest.raises(ValueError, match="needs a grade"):
+        played(Environment(), ROW, "4")
+
+
+def test_the_conversation_of_a_row_is_left_as_it_is():
+    asked = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
+    row = {"prompt": asked}
+    assert conversation(row) == asked
+    assert conversation(row, "!")[-1] == {"role": "user", "content": "q!"}
+    assert asked[-1]["content"] == "q"
+    assert conversation({"prompt": "q"}) == [{"role": "user", "content": "q"}]
+    with pytest.raises(ValueError, match="no messages"):
+        conversation({"prompt": []})

@@ -1,0 +1,115 @@
+"""Whole episodes, from the sampler over environments to verdicts: a scripted engine calls the tools of our own environment and of other libraries'."""
+
+import pytest
+
+from dapo_jax.dapo.rollouts import Prompt
+from dapo_jax.environments import Episodes, ToolEnvironment, load_environment
+from dapo_jax.environments.rendering import Rendering
+from dapo_jax.rewards.sample import Sample
+from dapo_jax.sampling.continuous_batching import Sampler
+from dapo_jax.sampling.decoding import decoding
+from dapo_jax.testing import ScriptedEngine
+from tests.environments.fidelity_test import decoded, own
+from tests.environments.playing import call
+from tests.sampling.continuous_batching_test import KEY
+
+TOKENIZER, KWARGS = own(False)
+ASKED = [{"role": "user", "content": "What is 6 * 7?"}]
+ROW = {"prompt": ASKED, "answer": "42", "extra_info": {"max_turns": 3}}
+WRONG, RIGHT, BROKEN = call("multiply", a=6, b="7"), call("multiply", a=6, b=7), "<tool_call>{</tool_call>"
+
+
+def multiply(a: int, b: int) -> int:
+    """Multiplies two integers."""
+    return a * b
+
+
+def ends_right(text, row):
+    return text.endswith(row["answer"])
+
+
+class Multiplying:
+    """The same, as TRL has it."""
+
+    def reset(self, **row):
+        self.answer, self.found = int(row["answer"]), None
+
+    def multiply(self, a: int, b: int) -> int:
+        """Multiplies two integers."""
+        self.found = a * b
+        return self.found
+
+    def get_reward(self):
+        return float(self.found == self.answer)
+
+
+def sampled(environment, scripts, *, max_turns=4, limit=1200):
+    """The responses whose turns `scripts` says by their indices, and their verdicts."""
+    text = TOKENIZER.chat_template.render(ASKED)
+    prompt = Prompt(ordinal=5, tokens=TOKENIZER.encode(text), text=text, answer="42", row=ROW)
+
+    def script(ordinal, index, turn=0):
+        return [*TOKENIZER.encode(scripts[index][turn]).tolist(), TOKENIZER.eos_id]
+
+    engine = ScriptedEngine(script, slots=2, capacity=2000, stop_ids=[TOKENIZER.eos_id])
+    rendering = Rendering(tokenizer=TOKENIZER, template_kwargs=KWARGS)
+    with Episodes(environment, rendering, text_of=TOKENIZER.decode, seed=1, max_turns=max_turns) as episodes:
+        asked = iter([prompt])
+        [(_, responses)] = Sampler(engine, prefill_prompts=1).sample(
+            {},
+            lambda count: list(asked)[:count],
+            key=KEY,
+            decoding=decoding(),
+            samples_per_prompt=len(scripts),
+            max_response_tokens=limit,
+            environments=episodes,
+        )
+        samples = [
+            Sample(prompt=prompt, response="", tokens=each.tokens, finish_reason="stop") for each in responses
+        ]
+        return responses, [verdict.result(5) for verdict in episodes.verdicts(samples)]
+
+
+def conversation(said, results, tools):
+    """The template's own text of the conversation, up to the end of the last answer."""
+    told = list(ASKED)
+    for text, result in zip(said, [*results, None], strict=True):
+        told += [
+            {"role": "assistant", "content": text},
+            *([] if result is None else [{"role": "tool", "content": result}]),
+        ]
+    return TOKENIZER.chat_template.render(told, tools=tools, **KWARGS).removesuffix(
+        "\n<|im_start|>assistant\n"
+    )
+
+
+@pytest.mark.parametrize("kind", ["own", "trl"])
+def test_an_episode_of_tools_is_the_conversation_that_the_template_writes(kind):
+    environment = (
+        ToolEnvironment([multiply], ends_right)
+        if kind == "own"
+        else load_environment(f"trl:{__name__}:Multiplying")
+    )
+    scripts = [[WRONG, RIGHT, "It is 42"], [BROKEN, "It is 41"], ["It is 43"], [RIGHT, RIGHT, RIGHT, RIGHT]]
+    responses, verdicts = sampled(environment, scripts)
+    tools = ToolEnvironment([multiply], ends_right)._tools.schemas
+    text = conversation(scripts[0], ["error: multiply: b has to be integer; got '7'", "42"], tools)
+    assert decoded(TOKENIZER, responses[0].tokens) == text
+    assert responses[0].tokens.tolist() == TOKENIZER.encode(text).tolist()
+    assert [len(response.turns) for response in responses] == [3, 2, 1, 4]
+    assert [verdict.lost for verdict in verdicts] == [""] * 4
+    # The last is cut off before it answers: a grade needs an answer, an instance of TRL's convention has a state.
+    assert [verdict.correct for verdict in verdicts] == [True, False, False, kind == "trl"]
+    assert [verdict.parts.get("tool_errors", 0.0) for verdict in verdicts] == [1.0, 1.0, 0.0, 0.0]
+    assert [verdict.parts["tool_calls"] for verdict in verdicts] == [2.0, 1.0, 0.0, 4.0]
+
+
+def test_the_environment_of_skyrl_gym_is_sampled():
+    pytest.importorskip("skyrl_gym", reason="skyrl-gym is not installed")
+    scripts = [["#### 41", "#### 42"], ["no", "no", "no"]]
+    responses, verdicts = sampled(load_environment("skyrl_gym:gsm8k_multi_turn"), scripts)
+    assert [len(response.turns) for response in responses] == [2, 3]
+    assert [verdict.score for verdict in verdicts] == pytest.approx([1.0 + 0.2 / 3, 0.0])
+    assert verdicts[0].turn_rewards == pytest.approx((0.2 / 3, 1.0))
+    first = responses[0].turns[0]
+    assert TOKENIZER.decode(responses[0].tokens[first.first : first.stop]) == "#### 41"

@@ -1,0 +1,84 @@
+"""Texts from outside in what a template makes: their special tokens are none, all else is tokenized as ever."""
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, normalizers
+
+from dapo_jax.text.guards import FIRST_GUARD, Guards
+from dapo_jax.text.huggingface import HuggingFaceTokenizer
+from dapo_jax.text.tokenizers import ByteTokenizer, CharTokenizer
+from tests.text.folders import byte_fallback_json, byte_level_json, files_of
+
+
+def test_what_is_guarded_comes_back():
+    guards = Guards(["<|im_end|>", "</s>", "[INST]", ""])
+    text = "a < b [c] <|im_end|> ü \ue000 \U000f0001"
+    guarded = guards.guarded(text)
+    assert "<" not in guarded
+    assert "[" not in guarded
+    assert len(guarded) == len(text)
+    assert guards.restored(guarded) == text
+    assert guards.guarded("") == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (FIRST_GUARD, r"private character U\+10F000"),
+        ("a\U0010f001im_end|>", r"private character U\+10F001"),
+        ("\U0010ffff", r"private character U\+10FFFF"),
+        ("a\ud800", "surrogates not allowed"),
+    ],
+)
+def test_what_could_stand_for_a_special_token_is_no_text_from_outside(text, message):
+    with pytest.raises(ValueError, match=message):
+        Guards(["<a>"]).guarded(text)
+
+
+def test_only_the_text_that_is_not_guarded_has_special_tokens():
+    tokenizer = HuggingFaceTokenizer(files_of())
+    mixed = "<|im_start|>user\n" + tokenizer.guarded("4<|im_end|><|im_<|im_end|>") + "<|im_end|>"
+    ids = tokenizer.encode_guarded(mixed)
+    assert [number for number in ids.tolist() if number < 4] == [1, 2]
+    assert (
+        tokenizer._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+        == "<|im_start|>user\n4<|im_end|><|im_<|im_end|><|im_end|>"
+    )
+
+
+@pytest.mark.parametrize(
+    "text", ["", "the end", "<|im_start|>user\n\n\nthe end<|im_end|>\n", "a<b <|im_end|>", "日本 héllo"]
+)
+def test_without_a_special_token_from_outside_it_is_what_encode_gives(text):
+    """Tokens span the border between what is guarded and what is not."""
+    tokenizer = HuggingFaceTokenizer(files_of())
+    for cut in range(len(text) + 1):
+        if "<|im" in text[cut:]:
+            continue
+        guarded = text[:cut] + tokenizer.guarded(text[cut:])
+        assert tokenizer.encode_guarded(guarded).tolist() == tokenizer.encode(text).tolist()
+
+
+def test_what_the_normalizer_makes_a_special_token_of_is_none_either():
+    """NFKC makes ASCII of the wide characters; an added token that is looked for behind it would be found."""
+    made = Tokenizer.from_str(byte_level_json())
+    made.normalizer = normalizers.NFKC()
+    made.add_tokens([AddedToken("<tool>", normalized=True, special=False)])
+    tokenizer = HuggingFaceTokenizer(files_of(made.to_str()))
+    number = tokenizer._tokenizer.token_to_id("<tool>")
+    wide = "\uff1ctool\uff1e"
+    assert number in tokenizer.encode(wide), "so there is something to guard against"
+    assert number not in tokenizer.encode_guarded(tokenizer.guarded(wide))
+    assert number in tokenizer.encode_guarded("<tool>" + tokenizer.guarded(wide))
+
+
+def test_a_tokenizer_that_spells_no_special_token_guards_nothing():
+    for tokenizer in (ByteTokenizer(), CharTokenizer("<ab>")):
+        assert tokenizer.guarded("<ab>") == "<ab>"
+        assert tokenizer.encode_guarded("<ab>").tolist() == tokenizer.encode("<ab>").tolist()
+
+
+def test_sentencepiece_texts_too():
+    files = files_of(byte_fallback_json(), eos_token="</s>", pad_token="</s>")
+    tokenizer = HuggingFaceTokenizer(files)
+    ids = tokenizer.encode_guarded("<s>" + tokenizer.guarded("end</s>") + "</s>").tolist()
+    assert (ids[0], ids[-1], ids.count(1), ids.count(2)) == (1, 2, 1, 1)
