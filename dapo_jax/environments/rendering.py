@@ -4,7 +4,6 @@ Of messages, the chat template is asked for the text behind an answer of the ass
 strips their thinking) so has no effect: they stay the tokens that they were. Contents are tokenized apart from the template's own text, and nothing in them becomes a special token.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
+from dapo_jax.text.conversations import Marks
 from dapo_jax.text.tokenizers import Tokenizer
 
 _SAID = "\u2402said\u2402"
@@ -90,15 +90,7 @@ class Rendering:
             raise RenderingError(
                 "messages were appended, and the model has no chat template: append a text or ids"
             )
-        contents: dict[str, str] = {}
-
-        def marked(value: Any) -> Any:
-            """A text with a mark in its place, so that its part of what is rendered is found again."""
-            mark = f"\u2402{len(contents)}\u2402"
-            contents[mark] = value
-            return mark
-
-        told = []
+        marks, told = Marks(), []
         for message in messages:
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
                 raise RenderingError(f"{message!r:.200} is no message: it needs a role and a content")
@@ -113,7 +105,7 @@ class Rendering:
                 )
             told.append(
                 {
-                    key: marked(value) if isinstance(value, str) and key != "role" else value
+                    key: marks.mark(value) if isinstance(value, str) and key != "role" else value
                     for key, value in message.items()
                 }
             )
@@ -130,13 +122,7 @@ class Rendering:
             raise RenderingError(
                 "messages cannot follow a prompt, which ends with the beginning of an answer: append a text or ids, or write them into the row's prompt"
             )
-        parts = re.split("(" + "|".join(map(re.escape, contents)) + ")", new)
-        ids = [
-            self._text(contents[part]) if part in contents else self.tokenizer.encode(part)
-            for part in parts
-            if part
-        ]
-        whole = np.concatenate([np.zeros(0, np.int32), *ids])
+        whole = marks.ids(new, encode=self.tokenizer.encode, encode_plain=self._text)
         # The end token that the turn was ended with is there already.
         ended = len(after) > 0 and len(whole) > 0 and int(after[-1]) in self.tokenizer.stop_ids
         return whole[1:] if ended and int(whole[0]) == int(after[-1]) else whole

@@ -150,6 +150,15 @@ class HuggingFaceTokenizer:
         """Ids by their names in config.json, such as `bos_token_id`, but for the end and the padding."""
         return self._token_ids
 
+    @cached_property
+    def added_tokens(self) -> tuple[str, ...]:
+        """The texts of the tokens that were added to the vocabulary, but for white space alone, which says nothing to a model."""
+        return tuple(
+            token.content
+            for token in self._tokenizer.get_added_tokens_decoder().values()
+            if token.content.strip()
+        )
+
     @property
     def chat_template(self) -> ChatTemplate | None:
         """The folder's chat template, of several the one named `default`."""

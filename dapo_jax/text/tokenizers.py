@@ -219,6 +219,13 @@ def token_ids(tokenizer: Tokenizer) -> Mapping[str, int | list[int]]:
     return tokenizer.token_ids if isinstance(tokenizer, HuggingFaceTokenizer) else {}
 
 
+def added_tokens(tokenizer: Tokenizer) -> tuple[str, ...]:
+    """The texts that `encode` takes for tokens which were added to the vocabulary, special ones among them; none of a tokenizer of this module."""
+    from dapo_jax.text.huggingface import HuggingFaceTokenizer  # loads the library `tokenizers`
+
+    return tokenizer.added_tokens if isinstance(tokenizer, HuggingFaceTokenizer) else ()
+
+
 def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
     """Reads a model folder's tokenizer: one that `save_tokenizer` wrote, or a Hugging Face one.
 
