@@ -141,8 +141,8 @@ def serve(arguments: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     mine, other = (HttpOptions, ServeOptions) if arguments.http else (ServeOptions, HttpOptions)
     known, others = ({field.name for field in fields(kind)} for kind in (mine, other))
-    given = {name: value for name, value in vars(arguments).items() if value not in (None, False, {}, "")}
-    if wrong := sorted(given.keys() & (others - known)):
+    given = {name: value for name, value in vars(arguments).items() if value is not None}
+    if wrong := sorted(name for name in given.keys() & (others - known) if given[name]):
         option = "--" + wrong[0].replace("_", "-")
         raise ConfigError(
             f"{option} is of the other server: {'leave it out' if arguments.http else 'give --http too'}"

@@ -121,7 +121,7 @@ class DecodeLoop:
         options = [None if owner is None else owner.options for owner in self.slots.owners]
         if not any(options):
             return self._decoding
-        return decoding_of_slots([each and each.decoding for each in options])
+        return decoding_of_slots([None if each is None else each.decoding for each in options])
 
     @property
     def _has_work(self) -> bool:

@@ -4,7 +4,7 @@ A field that would change what is sampled and is not supported is refused by its
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date
 from typing import Any
 
@@ -92,10 +92,9 @@ def read_generate(body: Fields, limits: Limits) -> GenerateRequest:
         RequestError: it cannot be served; the message names the field.
     """
     _check_model(body, limits)
-    given = body.take("token_ids")
-    if given is None:
+    if "token_ids" not in body.rest:
         raise RequestError("the body has no token_ids: give the prompt's, a list of integers", code="missing")
-    ids = Fields({"token_ids": given}, "the body").ids("token_ids", vocabulary=limits.tokenizer.vocab_size)
+    ids = body.ids("token_ids", vocabulary=limits.tokenizer.vocab_size)
     prompt = _checked_prompt(np.array(ids, np.int32), limits)
     request_id = body.text("request_id")
     body.ignored("cache_salt")  # nothing of a prompt is kept for another request
@@ -105,7 +104,7 @@ def read_generate(body: Fields, limits: Limits) -> GenerateRequest:
     body.neutral("features", {})
     for name in ("stream_options", "content_parts", "kv_transfer_params"):
         body.neutral(name)
-    options = body.object("sampling_params")
+    options = body.part("sampling_params")
     body.finish()
     logprobs = (
         options.integer("logprobs", None, least=0, most=1, why=", that of the token itself") is not None
@@ -148,7 +147,7 @@ def read_chat(body: Fields, limits: Limits) -> ChatRequest:
         body.integer(name, None, **_max_tokens(limits)) for name in ("max_completion_tokens", "max_tokens")
     ]
     stream = body.flag("stream")
-    stream_options = body.object("stream_options")
+    stream_options = body.part("stream_options")
     include_usage = stream_options.flag("include_usage")
     stream_options.neutral("continuous_usage_stats", False)
     stream_options.neutral("include_obfuscation", False)
@@ -163,7 +162,7 @@ def read_chat(body: Fields, limits: Limits) -> ChatRequest:
         raise RequestError(f"messages: {error!s:.1000}") from error
     _checked_prompt(prompt, limits)
     return ChatRequest(
-        sample=SampleRequest(**{**vars(sample), "prompt": prompt}),
+        sample=replace(sample, prompt=prompt),
         logprobs=logprobs,
         return_token_ids=shape["return_token_ids"],
         tokens_as_ids=shape["return_tokens_as_token_ids"],
@@ -278,7 +277,7 @@ def _refuse_other_chats(body: Fields) -> None:
 
 def _template_variables(body: Fields, limits: Limits) -> dict[str, Any]:
     """Variables of the chat template: those of the server, of the request, and its tools."""
-    given = body.object("chat_template_kwargs").rest
+    given = body.part("chat_template_kwargs").rest
     if wrong := [name for name in given if name in _OWN_VARIABLES or name.endswith("_token")]:
         raise RequestError(
             f"chat_template_kwargs has {shown(wrong[0])}, which is not the request's to set: leave it out"
