@@ -197,8 +197,8 @@ class Fields:
         return RequestError(f"{name} must be {needed}; found {shown(value)}", code="invalid_type")
 
 
-def _range(least: float, most: float) -> str:
-    return f"{least:g} or more" if most == float("inf") else f"{least} to {most}"
+def _range(least: float | int, most: float | int) -> str:
+    return f"{least:,} to {most:,}" if isinstance(most, int) else f"{least:g} to {most:g}"
 
 
 def _like(value: object) -> Sequence[type]:

@@ -52,7 +52,10 @@ class TwoTurns(vf.Harness[vf.HarnessConfig]):
             for _ in range(2):
                 said = await client.chat.completions.create(model=ctx.model, messages=messages)
                 content = said.choices[0].message.content
-                messages += [{"role": "assistant", "content": content or ""}, {"role": "user", "content": "once more"}]
+                messages += [
+                    {"role": "assistant", "content": content or ""},
+                    {"role": "user", "content": "once more"},
+                ]
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")
 
 
