@@ -1,11 +1,20 @@
-"""Asking a server over HTTP with the standard library alone."""
+"""Starting a server and asking it over HTTP, with the standard library alone."""
 
 import json
+import os
+import re
 import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
 from http.client import HTTPConnection
+from pathlib import Path
 from typing import Any, NamedTuple
 
-PATIENCE_S = 120
+ROOT = Path(__file__).absolute().parents[2]
+PATIENCE_S = 240
+"""What works comes in seconds, but a loaded machine may take long to compile."""
 
 
 class Answered(NamedTuple):
@@ -61,3 +70,61 @@ def left_alone(address, path, body):
     client = socket.create_connection((host, int(port)), timeout=PATIENCE_S)
     client.sendall(head.encode() + content)
     return client
+
+
+class Running:
+    """`dapo-jax serve --http` in a process of its own."""
+
+    def __init__(self, folder, model, *arguments):
+        self.out, self.err = folder / "out", folder / "err"
+        command = [
+            sys.executable,
+            "-m",
+            "dapo_jax.cli",
+            "serve",
+            model,
+            "--http",
+            "--port",
+            0,
+            "--slots",
+            4,
+            "--compilation-cache",
+            "",
+            *arguments,
+        ]
+        environment = {**os.environ, "JAX_LOG_COMPILES": "1"}
+        environment.pop("DAPO_JAX_API_KEY", None)
+        with self.out.open("w") as out, self.err.open("w") as err:
+            self.process = subprocess.Popen(
+                list(map(str, command)),
+                cwd=ROOT,
+                stdout=out,
+                stderr=err,
+                env=environment,
+                start_new_session=True,
+            )
+
+    def until(self, text):
+        """Waits until it has printed this."""
+        deadline = time.monotonic() + PATIENCE_S
+        while text not in self.out.read_text():
+            assert self.process.poll() is None, self.err.read_text()[-2000:]
+            assert time.monotonic() < deadline, f"waited for {text!r}"
+            time.sleep(0.05)
+
+    @property
+    def address(self):
+        """HOST:PORT."""
+        return re.search(r"http://(127\.0\.0\.1:\d+)", self.out.read_text())[1]
+
+
+@contextmanager
+def running(folder, model, *arguments):
+    """A server that is ready, and is gone in the end."""
+    server = Running(folder, model, *arguments)
+    try:
+        server.until("serving")
+        yield server
+    finally:
+        server.process.kill()
+        server.process.wait()
