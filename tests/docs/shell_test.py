@@ -43,6 +43,7 @@ def without_environment(words):
             "JAX_PLATFORMS",
             "DAPO_JAX_SMOLLM2",
             "DAPO_JAX_DATA",
+            "DAPO_JAX_API_KEY",
             "PYTHON",
         ), words[0]
         words = words[1:]

@@ -4,6 +4,8 @@ import re
 import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stdout
+from io import StringIO
 
 import jax
 import numpy as np
@@ -19,7 +21,7 @@ from dapo_jax.serving.http import HttpOptions, limits_of, serve_http
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 from dapo_jax.text.tokenizers import CharTokenizer
 from dapo_jax.training.state import init_state
-from tests.serving.http_client import ask, running
+from tests.serving.http_client import ROOT, ask, running
 
 TOKENIZER = CharTokenizer("0123456789+=:,?")
 CONFIG = tiny_decoder_config(vocab_size=TOKENIZER.vocab_size, layers=1)
@@ -185,6 +187,16 @@ def test_a_run_is_followed_while_requests_run_and_nothing_compiles(server, run_d
             [{"first": 0, "version": step}],
         )
     assert server.err.read_text().count("Compiling jit") == compiled
+
+
+def test_the_client_that_the_page_prints_works(server):
+    """The lines of docs/serve.md, with this server's address; and the lines of commands around them name options that there are."""
+    page = (ROOT / "docs" / "serve.md").read_text()
+    program = re.search(r"\n((?:    .*\n|\n)*    print\(choice.*\n)", page)[1]
+    lines = [line.removeprefix("    ") for line in program.splitlines()]
+    with redirect_stdout(StringIO()) as printed:
+        exec("\n".join(lines).replace("127.0.0.1:9000", server.address), {})
+    assert re.fullmatch(r"\[[\d, ]+\] \[[-\d., e]+\]\n", printed.getvalue())
 
 
 def test_it_listens_at_this_machine_alone(server):
