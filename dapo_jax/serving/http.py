@@ -43,7 +43,7 @@ class HttpOptions(ServingOptions):
     """0: 1,024, or what the model has room for."""
     temperature: float = 1.0
     model_name: str = ""
-    """What requests call the model; empty: its source."""
+    """The name that requests call the model by; empty: its source."""
     queue: int = 1024
     """Responses that may wait for a slot."""
     batch_invariant: bool = False
@@ -143,7 +143,7 @@ def limits_of(source: str, policy: Policy, options: HttpOptions) -> Limits:
 
 
 def request_loop(policy: Policy, options: HttpOptions, limits: Limits) -> tuple[RequestLoop, Transfer]:
-    """What samples for requests, its programs compiled, and what makes weights for it of the policy's parameters.
+    """The loop that samples for requests, its programs compiled, and the function that makes weights for it of the policy's parameters.
 
     Raises:
         ConfigError: slots do not fit the devices.

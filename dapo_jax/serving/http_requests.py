@@ -49,7 +49,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleRequest:
-    """What is to be sampled for a request."""
+    """The prompt of a request, and how it is answered."""
 
     prompt: Int[np.ndarray, " prompt"]
     max_tokens: int

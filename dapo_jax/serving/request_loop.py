@@ -108,7 +108,7 @@ class RequestLoop:
     ) -> None:
         self._engine, self._most = engine, most_responses
         self.version = version
-        """Of the weights that draw now."""
+        """The version of the weights that draw now."""
         self.failure: BaseException | None = None
         """The error that ended the thread."""
         self.ended = threading.Event()

@@ -28,6 +28,7 @@ READERS_OWN = ("dapo-math-17k.parquet", "aime-2024.parquet")
 
 NOT_HERE = {
     "gcloud": "Google's client, which asks a service; tests/launch has a stand-in that knows its options",
+    "vf-eval": "verifiers' command; tests/serving/http_verifiers_test.py runs it where it is",
     "hf": "the hub's client, which would fetch 65 GB",
 }
 """Programs that no test can run -> why."""
