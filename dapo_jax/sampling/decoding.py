@@ -234,8 +234,14 @@ def draw(
     mass = jnp.exp(tempered - top[:, None, None]).sum(-1)
     candidates, masses = tempered, mass
     if decoding.truncated:
-        candidates = _blocks(truncate(scaled, decoding.top_p, decoding.top_k))
-        masses = jnp.exp(candidates - top[:, None, None]).sum(-1)
+        cut = jnp.broadcast_to((decoding.top_p < 1.0) | (decoding.top_k > 0), logits.shape[:1])
+
+        def shortened() -> tuple[Array, Array]:
+            left = _blocks(truncate(scaled, decoding.top_p, decoding.top_k))
+            # Slots of which nothing is cut off keep their masses to the bit.
+            return left, jnp.where(cut[:, None], jnp.exp(left - top[:, None, None]).sum(-1), mass)
+
+        candidates, masses = jax.lax.cond(cut.any(), shortened, lambda: (tempered, mass))
     folded = jax.vmap(jax.random.fold_in)(keys, positions)
     # Multiples of 2^-23 from 0 on; in the middle between two of them, 0 does not stand for all that lies below 2^-23.
     uniform = jax.vmap(lambda key: jax.random.uniform(key, (2,)))(folded) + jnp.float32(2**-24)

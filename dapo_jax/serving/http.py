@@ -133,6 +133,7 @@ def limits_of(source: str, policy: Policy, options: HttpOptions) -> Limits:
     return Limits(
         model=options.model_name or source,
         tokenizer=policy.tokenizer,
+        vocabulary=policy.decoder.vocab_size,
         max_prompt_tokens=prompt,
         max_response_tokens=response,
         most_responses=options.slots + options.queue,

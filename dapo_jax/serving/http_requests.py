@@ -36,6 +36,8 @@ class Limits:
     model: str
     """The name of the model, which requests may leave out."""
     tokenizer: Tokenizer
+    vocabulary: int
+    """Token ids of the model, of which the tokenizer may know fewer: what was sampled may come back in a prompt."""
     max_prompt_tokens: int
     max_response_tokens: int
     most_responses: int
@@ -94,7 +96,7 @@ def read_generate(body: Fields, limits: Limits) -> GenerateRequest:
     _check_model(body, limits)
     if "token_ids" not in body.rest:
         raise RequestError("the body has no token_ids: give the prompt's, a list of integers", code="missing")
-    ids = body.ids("token_ids", vocabulary=limits.tokenizer.vocab_size)
+    ids = body.ids("token_ids", vocabulary=limits.vocabulary)
     prompt = _checked_prompt(np.array(ids, np.int32), limits)
     request_id = body.text("request_id")
     body.ignored("cache_salt")  # nothing of a prompt is kept for another request
@@ -160,6 +162,8 @@ def read_chat(body: Fields, limits: Limits) -> ChatRequest:
         prompt = conversation_ids(messages, limits.tokenizer, today=limits.today, variables=variables)
     except ValueError as error:
         raise RequestError(f"messages: {error!s:.1000}") from error
+    except RecursionError as error:
+        raise RequestError("messages: too many objects inside one another") from error
     _checked_prompt(prompt, limits)
     return ChatRequest(
         sample=replace(sample, prompt=prompt),
@@ -214,8 +218,8 @@ def _sample(
     count = options.integer("n", 1, least=1, most=limits.most_responses, why=", its slots and its --queue")
     seed = options.integer("seed", None, least=0, most=(1 << 63) - 1)
     stop = options.texts("stop", most=_MOST_STOPS)
-    _check_stop(stop, limits.tokenizer)
-    stop_token_ids = options.ids("stop_token_ids", vocabulary=limits.tokenizer.vocab_size, most=_MOST_STOPS)
+    _check_stop(stop, limits)
+    stop_token_ids = options.ids("stop_token_ids", vocabulary=limits.vocabulary, most=_MOST_STOPS)
     options.neutral("min_tokens", 0)
     options.neutral("ignore_eos", False)
     options.neutral("min_p", 0)
@@ -236,7 +240,7 @@ def _sample(
     )
 
 
-def _check_stop(stop: Sequence[str], tokenizer: Tokenizer) -> None:
+def _check_stop(stop: Sequence[str], limits: Limits) -> None:
     if long := [each for each in stop if len(each) > _LONGEST_STOP]:
         raise RequestError(
             f"stop has a text of {len(long[0])} characters; the server takes up to {_LONGEST_STOP}"
@@ -244,7 +248,9 @@ def _check_stop(stop: Sequence[str], tokenizer: Tokenizer) -> None:
     try:
         for each in stop:
             each.encode("utf-8")  # half of a surrogate pair is no text
-        StopStrings(tokenizer, stop)
+        StopStrings(limits.tokenizer, stop)
+        if stop:
+            limits.tokenizer.decode(np.array([limits.vocabulary - 1], np.int32))  # which may be sampled
     except ValueError as error:
         raise RequestError(f"stop: {error}") from error
 

@@ -27,6 +27,8 @@ _SHUTDOWN_S = 10
 _BODY_BYTES, _BODY_BYTES_PER_TOKEN = 1 << 20, 64
 """The largest body: so much, and for each token of the longest prompt so much more."""
 _RETRY_S = 1
+_MORE_OPEN = 256
+"""Requests that may be open beyond the responses that the server takes: their bodies are in memory."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -50,9 +52,9 @@ class HttpServer:
         """HOST:PORT, the port that was taken once it has started."""
         self._requests, self._limits, self._say = requests, limits, say
         self._host, self._port, self._api_key = host, port, api_key.encode()
-        self._created, self._stopping = int(time.time()), False
+        self._created, self._stopping, self._open = int(time.time()), False, 0
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="http server")
+        self._thread = threading.Thread(target=self._loop.run_forever, name="http server", daemon=True)
         self._runner: web.AppRunner | None = None
 
     def start(self) -> None:
@@ -111,11 +113,13 @@ class HttpServer:
     async def _close(self) -> None:
         if self._runner is not None:
             await self._runner.cleanup()
+        await self._loop.shutdown_default_executor()
 
     # Who may ask, and how errors are told.
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        self._open += 1
         try:
             self._check(request)
             return await handler(request)
@@ -129,6 +133,8 @@ class HttpServer:
             self._say(visible(f"{request.method} {request.path} failed with {type(error).__name__}: {error}"))
             text = "the server has failed at this request; its own messages say how"
             return _error(RequestError(text, status=500, code="internal_error", kind="server_error"))
+        finally:
+            self._open -= 1
 
     def _check(self, request: web.Request) -> None:
         """Refuses who may not ask."""
@@ -150,6 +156,11 @@ class HttpServer:
             )  # fmt: skip
         if self._stopping:
             raise RequestError("the server is stopping", status=503, code="stopping", kind="server_error")
+        if self._open > (most := self._limits.most_responses + _MORE_OPEN):
+            raise RequestError(
+                f"{self._open} requests are open; the server takes {most}: ask again later, or serve with a larger --queue",
+                status=503, code="queue_full", kind="server_error", retry_after_s=_RETRY_S,
+            )  # fmt: skip
 
     def _of_aiohttp(self, request: web.Request, error: web.HTTPException) -> RequestError:
         if isinstance(error, web.HTTPRequestEntityTooLarge):

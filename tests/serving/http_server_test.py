@@ -37,7 +37,7 @@ from tests.text.folders import files_of
 
 TOKENIZER = HuggingFaceTokenizer(files_of(generation={"eos_token_id": [2, *range(200, 216)]}))
 """One token in twenty ends a response, so that a random model's responses end in both ways."""
-CONFIG = tiny_decoder_config(vocab_size=TOKENIZER.vocab_size, layers=1, max_positions=128)
+CONFIG = tiny_decoder_config(vocab_size=TOKENIZER.vocab_size + 4, layers=1, max_positions=128)
 LIMIT, LONGEST, SLOTS, MOST = 32, 64, 8, 260
 GENERATE, CHAT = "/inference/v1/generate", "/v1/chat/completions"
 PROMPTS = [np.random.default_rng(n).integers(4, 200, 1 + 5 * n % 23).tolist() for n in range(8)]
@@ -62,6 +62,7 @@ def limits_with(**changes):
     given = {
         "model": "tiny",
         "tokenizer": TOKENIZER,
+        "vocabulary": CONFIG.vocab_size,
         "max_prompt_tokens": LONGEST,
         "max_response_tokens": LIMIT,
         "most_responses": MOST,
@@ -267,16 +268,15 @@ def test_200_at_once_are_all_answered_right(address):
 
 
 def test_stop_tokens_and_stop_strings_end_a_response(address):
-    [whole] = generate(address, PROMPTS[4], seed=1, temperature=1.0)
-    ids = whole["token_ids"]
-    assert len(ids) > 6
-    [cut] = generate(address, PROMPTS[4], seed=1, temperature=1.0, stop_token_ids=[ids[5], ids[3]])
+    drawn = ((seed, generate(address, PROMPTS[4], seed=seed)[0]["token_ids"]) for seed in range(100))
+    seed, ids = next((seed, ids) for seed, ids in drawn if len(ids) > 8)
+    [cut] = generate(address, PROMPTS[4], seed=seed, stop_token_ids=[ids[5], ids[3]])
     first = 1 + min(ids.index(ids[5]), ids.index(ids[3]))
     assert (cut["token_ids"], cut["finish_reason"]) == (ids[:first], "stop")
     text = TOKENIZER.decode(np.array(ids[:6], np.int32))
     string = next(piece for at in range(1, len(text) - 1) if "\ufffd" not in (piece := text[at : at + 2]))
     place = StopStrings(TOKENIZER, [string]).find(np.array(ids, np.int32), 0)
-    [cut] = generate(address, PROMPTS[4], seed=1, temperature=1.0, stop=[string, "never this"])
+    [cut] = generate(address, PROMPTS[4], seed=seed, stop=[string, "never this"])
     assert (cut["token_ids"], cut["finish_reason"]) == (ids[:place], "stop")
 
 
@@ -414,6 +414,10 @@ def params(**given):
     return {"token_ids": [5], "sampling_params": given}
 
 
+def deep(depth):
+    return {"a": deep(depth - 1)} if depth else {}
+
+
 def talk(**given):
     return {"messages": [ASKED], **given}
 
@@ -435,8 +439,8 @@ MALFORMED = [
     (GENERATE, {"token_ids": [5, "6"]}, "token_ids must be a list of token ids"),
     (GENERATE, {"token_ids": [5.0]}, "token_ids must be a list of token ids"),
     (GENERATE, {"token_ids": [True]}, "token_ids must be a list of token ids"),
-    (GENERATE, {"token_ids": [-1]}, "the token id -1, which is not in the vocabulary of 320 ids, 0 to 319"),
-    (GENERATE, {"token_ids": [320]}, "the token id 320"),
+    (GENERATE, {"token_ids": [-1]}, "the token id -1, which is not in the vocabulary of 324 ids, 0 to 323"),
+    (GENERATE, {"token_ids": [324]}, "the token id 324"),
     (GENERATE, {"token_ids": [5], "model": "other"}, "model is 'other'; this server has 'tiny'"),
     (GENERATE, {"token_ids": [5], "model": 5}, "model must be a text"),
     (GENERATE, {"token_ids": [5], "sampling_params": [1]}, "sampling_params must be a JSON object"),
@@ -483,6 +487,7 @@ MALFORMED = [
     (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, "messages: "),
     (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, ASKED]}, "arguments are not JSON"),
     (CHAT, talk(tools=[{"type": "function"}]), "a tool is"),
+    (CHAT, talk(tools=[{"type": "function", "function": deep(300)}]), "messages: "),
     (CHAT, talk(tool_choice="required"), "tool_choice is 'required'"),
     (CHAT, talk(response_format={"type": "json_object"}), "response_format is"),
     (CHAT, talk(top_logprobs=3), "top_logprobs is 3"),

@@ -6,6 +6,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
 from io import StringIO
+from queue import Queue
 
 import jax
 import numpy as np
@@ -17,7 +18,9 @@ from dapo_jax.config import ConfigError, ModelConfig, TrainConfig, to_yaml
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.run import sample
 from dapo_jax.run.policy import Policy, optimizer_of
-from dapo_jax.serving.http import HttpOptions, limits_of, serve_http
+from dapo_jax.sampling.decoding import DecodingOptions
+from dapo_jax.sampling.requests import OwnOptions
+from dapo_jax.serving.http import HttpOptions, limits_of, request_loop, serve_http
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 from dapo_jax.text.tokenizers import CharTokenizer
 from dapo_jax.training.state import init_state
@@ -156,6 +159,22 @@ def test_greedy_is_what_sample_draws(server, greedy):
     assert {text: choice["token_ids"] for text, choice in found.items()} == greedy[0]
     assert {choice["finish_reason"] for choice in found.values()} == {"stop", "length"}
     assert {str(choice["spans"]) for choice in found.values()} == {"[{'first': 0, 'version': 1}]"}
+
+
+def test_over_several_devices_the_same_is_drawn(policies, greedy):
+    """As the command makes it, on the eight devices of this process."""
+    options = HttpOptions(slots=16, max_prompt_tokens=9, max_response_tokens=LIMIT)
+    loop, _ = request_loop(policies[0], options, limits_of("preset:none", policies[0], options))
+    came = Queue()
+    own = OwnOptions(decoding=DecodingOptions(temperature=0.0))
+    with loop:
+        for at, text in enumerate(PROMPTS):
+            tokens = TOKENIZER.encode(text)
+            loop.submit(
+                tokens, own, count=1, max_tokens=LIMIT, listener=lambda told, at=at: came.put((at, told))
+            )
+        found = dict(came.get(timeout=60) for _ in PROMPTS)
+    assert {PROMPTS[at]: told.tokens.tolist() for at, told in found.items()} == greedy[0]
 
 
 def test_a_run_is_followed_while_requests_run_and_nothing_compiles(server, run_dir, policies, greedy):
