@@ -25,6 +25,7 @@ HEAVY = {
     ),
     *(
         "jetstream",
+        "aiohttp",
         "omegaconf",
         "rich",
         "safetensors",

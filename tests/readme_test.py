@@ -31,6 +31,7 @@ PAGES = [
 TRAINS = ("bring_your_data.md", "bring_your_model.md", "write_a_reward.md", "write_an_objective.md")
 """Pages whose programs train a model: minutes together."""
 RUN_ELSEWHERE = {
+    ("serve.md", "import json"): "tests/serving/http_test.py::test_the_client_that_the_page_prints_works",
     ("use_a_model.md", "import grpc"): "tests/serving/serve_test.py::test_the_client_that_it_prints_works",
     (
         "adapters.md",

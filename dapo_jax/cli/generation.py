@@ -2,12 +2,17 @@
 
 import argparse
 import json
+import os
 import signal
 from dataclasses import fields
 from functools import partial
 
 from dapo_jax.cli.arguments import MODEL, Commands, add_conversation, add_overrides, command, printable
+from dapo_jax.config import ConfigError
 from dapo_jax.terminal import visible
+
+API_KEY = "DAPO_JAX_API_KEY"
+"""The environment variable with the key that requests over HTTP need."""
 
 SHORT = {
     "k": "eval.samples_per_prompt",
@@ -31,7 +36,7 @@ def add_to(commands: Commands) -> None:
         command(commands, "eval", evaluate, "avg@k, pass@k, cons@k and the reward on held-out prompts.")
     )
     _add_sample(command(commands, "sample", sample, "Sample responses to prompts."))
-    text = "Answer requests over gRPC with JetStream (needs the extra jetstream)."
+    text = "Answer requests: over gRPC with JetStream (needs the extra jetstream), or with --http as vLLM's and OpenAI's servers do (needs the extra http)."
     _add_serve(command(commands, "serve", serve, text))
 
 
@@ -129,20 +134,38 @@ def _add_sample(made: argparse.ArgumentParser) -> None:
 
 def serve(arguments: argparse.Namespace) -> int:
     """Serves until it is ended."""
+    from dapo_jax.serving.http import HttpOptions, serve_http
     from dapo_jax.serving.serve import ServeOptions, serve
 
     # A process manager's way of ending a process is the keyboard's.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    told = {field.name: getattr(arguments, field.name) for field in fields(ServeOptions)}
-    serve(arguments.model, ServeOptions(**told), say=partial(print, flush=True))
+    mine, other = (HttpOptions, ServeOptions) if arguments.http else (ServeOptions, HttpOptions)
+    known, others = ({field.name for field in fields(kind)} for kind in (mine, other))
+    given = {name: value for name, value in vars(arguments).items() if value is not None}
+    if wrong := sorted(name for name in given.keys() & (others - known) if given[name]):
+        option = "--" + wrong[0].replace("_", "-")
+        raise ConfigError(
+            f"{option} is of the other server: {'leave it out' if arguments.http else 'give --http too'}"
+        )
+    told = {name: value for name, value in given.items() if name in known}
+    say = partial(print, flush=True)
+    if arguments.http:
+        serve_http(arguments.model, HttpOptions(**told), api_key=os.environ.get(API_KEY, ""), say=say)
+    else:
+        serve(arguments.model, ServeOptions(**told), say=say)
     return 0
 
 
 def _add_serve(made: argparse.ArgumentParser) -> None:
     made.add_argument("model", help=MODEL)
     made.add_argument(
-        "--host", default="127.0.0.1", help="the interface; [::] is every one (default 127.0.0.1)"
-    )
+        "--http", action="store_true",
+        help="HTTP instead of gRPC: token ids at /inference/v1/generate, messages at /v1/chat/completions",
+    )  # fmt: skip
+    made.add_argument(
+        "--host", default="127.0.0.1",
+        help=f"the interface; [::] is every one (default 127.0.0.1); over HTTP another than this machine's needs a key in {API_KEY}",
+    )  # fmt: skip
     made.add_argument("--port", type=int, default=9000, help="0 takes a free one (default 9000)")
     made.add_argument(
         "--follow", dest="follow_s", type=float, nargs="?", const=5.0, metavar="SECONDS",
@@ -150,16 +173,32 @@ def _add_serve(made: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     made.add_argument("--slots", type=int, default=16, help="responses decoded side by side (default 16)")
     made.add_argument(
-        "--max-prompt-tokens", type=int, default=64, help="longer prompts are refused (default 64)"
-    )
+        "--max-prompt-tokens", type=int,
+        help="longer prompts are refused (default 64; over HTTP 1024, or what the model has room for)",
+    )  # fmt: skip
     made.add_argument(
-        "--max-response-tokens", type=int, default=64, help="at most, of a request (default 64)"
-    )
-    made.add_argument("--temperature", type=float, default=0.0, help="of all requests; 0 is greedy (default)")
+        "--max-response-tokens", type=int,
+        help="at most, of a request (default 64; over HTTP 1024, or what the model has room for)",
+    )  # fmt: skip
+    made.add_argument(
+        "--temperature", type=float,
+        help="of all requests, over HTTP of those without one; 0 is greedy (default 0; over HTTP 1)",
+    )  # fmt: skip
     made.add_argument("--top-p", type=float, default=1.0, help="1 is off (default)")
     made.add_argument("--top-k", type=int, default=0, help="0 is off (default)")
-    made.add_argument("--seed", type=int, default=0)
+    made.add_argument("--seed", type=int, default=0, help="of requests without one")
     add_conversation(made)
+    made.add_argument(
+        "--model-name", metavar="NAME", help="over HTTP: what requests call the model (default MODEL)"
+    )
+    made.add_argument(
+        "--queue", type=int, metavar="RESPONSES",
+        help="over HTTP: responses that wait for a slot; requests beyond are told to come again (default 1024)",
+    )  # fmt: skip
+    made.add_argument(
+        "--batch-invariant", action="store_true",
+        help="over HTTP: no bit of a response depends on what is served beside it; needs a multiple of 8 slots for each device",
+    )  # fmt: skip
     made.add_argument(
         "--steps-per-call", type=int, default=4, help="tokens to a streamed message (default 4)"
     )

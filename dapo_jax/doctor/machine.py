@@ -22,6 +22,7 @@ PACKAGES = ("dapo_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "g
 
 EXTRAS = {
     "jetstream": "jetstream",
+    "http": "aiohttp",
     "gcs": "gcsfs",
     "hub": "huggingface_hub",
     "gguf": "gguf",

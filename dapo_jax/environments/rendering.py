@@ -16,19 +16,12 @@ from jaxtyping import Int
 
 from dapo_jax.environments.protocol import Context
 from dapo_jax.text.chat import ChatTemplate
+from dapo_jax.text.conversations import MOST_CHARACTERS, Guarding
 from dapo_jax.text.guards import FIRST_GUARD
 from dapo_jax.text.tokenizers import Tokenizer
 
 _SAID = f"{FIRST_GUARD}said{FIRST_GUARD}"
 """Stands for what the assistant said: no template writes it, and no message may hold it."""
-
-_MOST_CHARACTERS = 1 << 20
-"""A longer text is refused before it is tokenized."""
-_DEEPEST = 64
-_ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
-"""A role's name, which templates compare and print, so nothing may stand in its place."""
-_ESCAPED_GUARD = re.compile(r"\\udbf[c-f]\\ud[c-f]", re.IGNORECASE)
-"""How JSON without characters beyond ASCII writes what stands in a special token's place."""
 
 
 class RenderingError(ValueError):
@@ -81,9 +74,9 @@ class Rendering:
         return found.astype(np.int32)
 
     def _text(self, text: str) -> Int[np.ndarray, " new"]:
-        if len(text) > _MOST_CHARACTERS:
+        if len(text) > MOST_CHARACTERS:
             raise RenderingError(
-                f"a text of {len(text):,} characters was appended; {_MOST_CHARACTERS:,} are the most"
+                f"a text of {len(text):,} characters was appended; {MOST_CHARACTERS:,} are the most"
             )
         try:
             text.encode("utf-8")  # half of a surrogate pair is no text
@@ -101,16 +94,16 @@ class Rendering:
         if isinstance(contents, str):
             found = np.concatenate([self.tokenizer.encode_prompt(""), self._text(contents)])
         elif isinstance(contents, Sequence) and contents and isinstance(contents[0], Mapping):
-            template, guard = self._template(), _Guard(self.tokenizer)
+            template, guard = self._template(), Guarding(self.tokenizer)
             if context.tools and not re.search(r"\btools\b", template.source):
                 raise RenderingError(
                     f"chat template {template.name} tells of no tools: write them into the system message, and give a Context without tools"
                 )
             try:
-                told = [guard.message(message) for message in contents]
+                told = [_message(guard, message) for message in contents]
                 tools = [guard.value(tool) for tool in context.tools] or None
                 kwargs = {**self.template_kwargs, "tools": tools}
-                found = self._encoded(template.render(told, today=self.today, **kwargs))
+                found = guard.ids(template.render(told, today=self.today, **kwargs))
             except RenderingError:
                 raise
             except (ValueError, TypeError) as error:
@@ -126,8 +119,8 @@ class Rendering:
     def _messages(
         self, messages: Sequence[Any], after: Int[np.ndarray, " turn"] | None
     ) -> Int[np.ndarray, " new"]:
-        template, guard = self._template(), _Guard(self.tokenizer)
-        told = [guard.message(message) for message in messages]
+        template, guard = self._template(), Guarding(self.tokenizer)
+        told = [_message(guard, message) for message in messages]
         said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SAID}]
         rendered = template.render([*said, *told], today=self.today, **self.template_kwargs)
         before, _, new = rendered.rpartition(_SAID)
@@ -140,7 +133,7 @@ class Rendering:
             raise RenderingError(
                 "messages cannot follow a prompt, which ends with the beginning of an answer: give a Context, append a text or ids, or write them into the row's prompt"
             )
-        whole = self._encoded(new)
+        whole = guard.ids(new)
         # The end token that the turn was ended with is there already.
         ended = len(after) > 0 and len(whole) > 0 and int(after[-1]) in self.tokenizer.stop_ids
         return whole[1:] if ended and int(whole[0]) == int(after[-1]) else whole
@@ -152,55 +145,16 @@ class Rendering:
             )
         return self.tokenizer.chat_template
 
-    def _encoded(self, rendered: str) -> Int[np.ndarray, " new"]:
-        """The ids of what the template made of guarded messages."""
-        if _ESCAPED_GUARD.search(rendered):
-            raise RenderingError(
-                "the chat template, or a message, writes characters beyond Unicode's planes in use as \\u escapes"
-            )
-        return self.tokenizer.encode_guarded(rendered)
 
+def _message(guarding: Guarding, message: Any) -> dict[str, Any]:
+    """The message as the template is to see it.
 
-class _Guard:
-    """Messages as the template is to see them: nothing in them can become a special token, and there are bounds to their size."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer, self._characters = tokenizer, 0
-
-    def message(self, message: Any) -> dict[str, Any]:
-        """The message, with all its texts guarded but its role, which can hold no special token.
-
-        Raises:
-            RenderingError: it is none, is too long or too deep, or has a role that is no name.
-        """
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise RenderingError(f"{message!r:.200} is no message: it needs a role and a content")
-        if not isinstance(message.get("content"), str):
-            raise RenderingError(f"{message!r:.200} is no message with a text: its content has to be a str")
-        if not _ROLE.fullmatch(message["role"]):
-            raise RenderingError(
-                f"a message has the role {message['role']!r:.80}; a role is at most 64 letters, digits, _ and -"
-            )
-        return {**self.value({**message, "role": ""}), "role": message["role"]}
-
-    def value(self, value: Any, depth: int = 0) -> Any:
-        """A value with each text in it guarded, the names in mappings among them.
-
-        Raises:
-            RenderingError: it is too long or too deep.
-            ValueError: a text that is none, or that holds what stands for special tokens.
-        """
-        if isinstance(value, str):
-            self._characters += len(value)
-            if self._characters > _MOST_CHARACTERS:
-                raise RenderingError(
-                    f"messages of {self._characters:,} characters were given; {_MOST_CHARACTERS:,} are the most"
-                )
-            return self._tokenizer.guarded(value)
-        if not isinstance(value, Mapping | list | tuple):
-            return value  # a number, or nothing; the template refuses all else
-        if depth == _DEEPEST:
-            raise RenderingError(f"a message is nested more than {_DEEPEST} deep")
-        if isinstance(value, Mapping):
-            return {self.value(str(name)): self.value(one, depth + 1) for name, one in value.items()}
-        return [self.value(one, depth + 1) for one in value]
+    Raises:
+        RenderingError: it has no role, or no text.
+        ValueError: it cannot be guarded.
+    """
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise RenderingError(f"{message!r:.200} is no message: it needs a role and a content")
+    if not isinstance(message.get("content"), str):
+        raise RenderingError(f"{message!r:.200} is no message with a text: its content has to be a str")
+    return guarding.message(message)

@@ -16,13 +16,10 @@ import numpy as np
 from jaxtyping import PRNGKeyArray, PyTree
 
 from dapo_jax.dapo.rollouts import FinishReason
-from dapo_jax.sampling.decoding import Decoding
+from dapo_jax.sampling.decoding import Decoding, decoding_of_slots
 from dapo_jax.sampling.interface import Engine, Insertion, ResultTokens
-from dapo_jax.sampling.requests import NOTHING, Reading, Request
+from dapo_jax.sampling.requests import NOTHING, Reading, Request, StopRule
 from dapo_jax.sampling.slots import Slots, Started
-
-StopRule = Callable[[np.ndarray, int], int | None]
-"""(a response's tokens so far, how many of them it has seen before) -> at how many tokens the response ends, or None."""
 
 PARKED: PyTree = object()
 """In place of a prefix: the response's pages are there, but for tokens that it is fed."""
@@ -44,7 +41,7 @@ class Ended(NamedTuple):
 
 
 class DecodeLoop:
-    """The responses on their way through the slots of an engine, under the same weights."""
+    """The responses on their way through the slots of an engine, under the same weights until others are taken."""
 
     def __init__(
         self,
@@ -62,7 +59,8 @@ class DecodeLoop:
     ) -> None:
         """`more` gives what to read next when nobody is in line; after nothing it is asked again at the next call. With `read_first` all that has a
         slot is read before tokens are drawn; else only until more slots draw than are free. With `park` a response that ended keeps its pages beside the slots until
-        it goes on (`resume`) or is forgotten (`slots.forget`)."""
+        it goes on (`resume`) or is forgotten (`slots.forget`).
+        `decoding`, `stop` and `key` are those of requests without options of their own; either all requests have some, or none."""
         self._engine, self._params, self._key, self._decoding = engine, params, key, decoding
         self._stop, self._refill_frac, self._on_look = stop, refill_frac, on_look
         self._more, self._read_first, self._park = more, read_first, park
@@ -98,11 +96,51 @@ class DecodeLoop:
         min_live = live - max(1, round(live * self._refill_frac)) + 1 if self._has_work else 1
         self._on_look()
         self._state, result = self._engine.generate(
-            self._params, self._state, self._decoding, min_live, slots.tables, slots.until
+            self._params, self._state, self._decoding_now(), min_live, slots.tables, slots.until
         )
         ended = self._absorb(result)
         self._release()
         return ended
+
+    def drop(self, requests: Sequence[Request]) -> None:
+        """Ends requests wherever they are on their way; those that are over already stay so."""
+        slots, gone = self.slots, {id(request) for request in requests}
+        for request in requests:
+            request.dropped = True  # one that is being read leaves when it was read
+        for slot, owner in enumerate(slots.owners):
+            if owner is not None and id(owner) in gone:
+                slots.end(slot)
+                slots.released.append(slot)
+        for request in self.waiting:
+            if request.dropped and request.row is not None:
+                slots.let_go(request)
+        self.waiting = deque(request for request in self.waiting if not request.dropped)
+
+    def take(self, params: PyTree) -> None:
+        """Goes on with other weights from the next call on. They read again what responses begin with and have drawn, so each token is drawn by
+        weights that have read all before it."""
+        slots = self.slots
+        assert not slots.aside, "responses that pause are not read again"
+        running = sorted((owner.order, slot) for slot, owner in enumerate(slots.owners) if owner is not None)
+        again = [slots.end(slot) for _, slot in running]
+        slots.released += [slot for _, slot in running]
+        for request in self.waiting:
+            request.prefix = None
+            if request.row is not None:
+                slots.let_go(request)
+        self.waiting.extendleft(reversed(again))
+        unread = self._reading.unread
+        self._params = params
+        self._reading, self._again = (Reading(self._engine, params) for _ in range(2))
+        if unread:
+            self._reading.begin(unread)
+
+    def _decoding_now(self) -> Decoding:
+        """The loop's, or of each slot its own."""
+        options = [None if owner is None else owner.options for owner in self.slots.owners]
+        if not any(options):
+            return self._decoding
+        return decoding_of_slots([None if each is None else each.decoding for each in options])
 
     @property
     def _has_work(self) -> bool:
@@ -129,7 +167,7 @@ class DecodeLoop:
                             break
                         continue
                     self._reading.begin(unread)
-                waiting.extend(self._reading.go_on())
+                waiting.extend(request for request in self._reading.go_on() if not request.dropped)
             self._start()
             # What is left to read can wait for the next call, unless more slots are idle than decode.
             busy = self._reading.busy or self._again.busy
@@ -146,9 +184,10 @@ class DecodeLoop:
             self.waiting.popleft()
         self._release()
         while started:
-            prefix = started[0][0]
-            batch = [one for of_prefix, one in started if of_prefix is prefix]
-            started = [each for each in started if each[0] is not prefix]
+            prefix, key = started[0][0], _own_key(started[0][1].request)
+            alike = [of is prefix and _own_key(one.request) is key for of, one in started]
+            batch = [one for (_, one), same in zip(started, alike, strict=True) if same]
+            started = [each for each, same in zip(started, alike, strict=True) if not same]
             requests = [each.request for each in batch]
             if prefix is PARKED:
                 prefix = self._engine.parked([request.length - len(request.fed) for request in requests])
@@ -157,7 +196,9 @@ class DecodeLoop:
             insertion = Insertion(
                 slots=np.array([each.slot for each in batch], np.int32),
                 prompts=np.array([request.place for request in requests], np.int32),
-                ordinals=np.array([request.prompt.ordinal for request in requests], np.int32),
+                ordinals=np.array(
+                    [request.prompt.ordinal if key is None else 0 for request in requests], np.int32
+                ),
                 indices=np.array([request.index for request in requests], np.int32),
                 limits=np.array([request.limit - request.begun for request in requests], np.int32),
                 drawn=np.array([request.drawn - request.begun for request in requests], np.int32),
@@ -165,7 +206,9 @@ class DecodeLoop:
                 fills=[(each.request.place, fill) for each in batch for fill in each.fills],
                 fed=[request.fed for request in requests],
             )
-            self._state = self._engine.insert(prefix, self._state, insertion, self._key)
+            self._state = self._engine.insert(
+                prefix, self._state, insertion, self._key if key is None else key
+            )
             for request in requests:
                 request.fed = NOTHING
 
@@ -177,7 +220,7 @@ class DecodeLoop:
 
     def _absorb(self, result: ResultTokens) -> list[Ended]:
         """Hands each slot's new tokens to its owner, and frees the slots of those that ended."""
-        slots, stop = self.slots, self._stop
+        slots = self.slots
         tokens, logprobs, valid, live = jax.device_get(
             (result.tokens, result.logprobs, result.valid, result.live)
         )
@@ -187,7 +230,7 @@ class DecodeLoop:
                 continue
             seen = request.drawn
             request.append(tokens[slot, : counts[slot]], logprobs[slot, : counts[slot]])
-            begun = request.begun
+            begun, stop = request.begun, self._stop if request.options is None else request.options.stop
             cut = stop(request.tokens[begun : request.drawn], seen - begun) if stop else None
             if live[slot] and cut is None:
                 continue
@@ -214,3 +257,7 @@ class DecodeLoop:
             slots.released.append(slot)
             slots.aside.append(request)
             request.prefix, request.place = prefix, slot
+
+
+def _own_key(request: Request) -> PRNGKeyArray | None:
+    return None if request.options is None else request.options.key

@@ -1,10 +1,10 @@
-"""How a token is drawn from logits: temperature, top-k, top-p, one key for each token.
+"""How a token is drawn from logits: temperature, top-k, top-p, for all slots alike or for each its own, and one key for each token.
 
 The key of a token is folded from (the run's key, the prompt's ordinal, the response index, the position in the response),
 so the same response comes out whatever slot it sits in and whoever its neighbours are.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,8 +26,8 @@ _SHORTLIST = 512
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Decoding:
-    """Temperature and truncation of the distribution. Values are traced: changing them compiles nothing,
-    but for `truncated`, which says whether top-k and top-p are computed at all."""
+    """Temperature and truncation of the distribution: numbers, or arrays [slots] where each slot has its own. Values are traced: changing them
+    compiles nothing, but for `truncated`, which says whether top-k and top-p are computed at all."""
 
     temperature: Float[Array, ""] | Any
     top_p: Float[Array, ""] | Any
@@ -41,21 +41,50 @@ def decoding(*, temperature: float = 1.0, top_p: float | None = 1.0, top_k: int 
     Raises:
         ValueError: a negative temperature, top-p outside (0, 1], top-k below -1.
     """
-    top_p, top_k = (
-        1.0 if top_p is None else top_p,
-        0 if top_k is None else top_k,
+    options = DecodingOptions(
+        temperature=temperature, top_p=1.0 if top_p is None else top_p, top_k=0 if top_k is None else top_k
     )
-    if not temperature >= 0.0:
-        raise ValueError(f"temperature={temperature} must be at least 0 (0 is greedy)")
-    if not 0.0 < top_p <= 1.0:
-        raise ValueError(f"top_p={top_p} must be in (0, 1]; 1 disables it")
-    if top_k < -1:
-        raise ValueError(f"top_k={top_k} must be at least 1, or 0 or -1 to disable it")
     return Decoding(
-        jnp.float32(temperature),
-        jnp.float32(top_p),
-        jnp.int32(max(top_k, 0)),
-        truncated=top_p < 1.0 or top_k > 0,
+        jnp.float32(options.temperature),
+        jnp.float32(options.top_p),
+        jnp.int32(max(options.top_k, 0)),
+        truncated=options.top_p < 1.0 or options.top_k > 0,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodingOptions:
+    """The options of one response, on the host. Temperature 0 is greedy; top-p 1 and top-k 0 or -1 keep the whole distribution.
+
+    Raises:
+        ValueError: a negative temperature, top-p outside (0, 1], top-k below -1.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.temperature >= 0.0:
+            raise ValueError(f"temperature={self.temperature} must be at least 0 (0 is greedy)")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"top_p={self.top_p} must be in (0, 1]; 1 disables it")
+        if self.top_k < -1:
+            raise ValueError(f"top_k={self.top_k} must be at least 1, or 0 or -1 to disable it")
+
+
+def decoding_of_slots(options: Sequence[DecodingOptions | None]) -> Decoding:
+    """The options of each slot; None: it is free.
+
+    One program draws for whatever the slots have, so that no slot's options change a bit of what another draws.
+    """
+    free = DecodingOptions()
+    of_slots = [each or free for each in options]
+    return Decoding(
+        np.array([each.temperature for each in of_slots], np.float32),
+        np.array([each.top_p for each in of_slots], np.float32),
+        np.array([max(each.top_k, 0) for each in of_slots], np.int32),
+        truncated=True,
     )
 
 
@@ -78,26 +107,40 @@ def response_keys(
 
 
 def truncate(
-    logits: Float[Array, "slots vocab"], top_p: Float[Array, ""], top_k: Int[Array, ""]
+    logits: Float[Array, "slots vocab"],
+    top_p: Float[Array, ""] | Float[Array, " slots"],
+    top_k: Int[Array, ""] | Int[Array, " slots"],
 ) -> Float[Array, "slots vocab"]:
-    """Sets the logits outside top-k and outside the nucleus to -inf; the likeliest token always stays.
+    """Sets the logits outside top-k and outside the nucleus to -inf; the likeliest token always stays, and all of a slot where both are off.
 
     Top-k acts first, top-p on what top-k left, renormalised. The nucleus is the smallest set of likeliest tokens
     whose probability reaches `top_p` (Holtzman et al. 2020). Ties are broken by token id.
     """
     # Sorting 49,152 entries takes longer than a model of 135M parameters; a threshold is enough.
-    logits = jax.lax.cond(top_k > 0, lambda: _likeliest(logits, top_k), lambda: logits)
-    return jax.lax.cond(top_p < 1.0, lambda: _nucleus(logits, top_p), lambda: logits)
+    top_p, top_k = (jnp.broadcast_to(each, logits.shape[:1]) for each in (top_p, top_k))
+    few, cut = top_k > 0, top_p < 1.0
+    logits = jax.lax.cond(
+        few.any(), lambda: jnp.where(few[:, None], _likeliest(logits, top_k), logits), lambda: logits
+    )
+    # A nucleus of nothing is found at once.
+    reached = jnp.where(cut, top_p, 0.0)
+    return jax.lax.cond(
+        cut.any(), lambda: jnp.where(cut[:, None], _nucleus(logits, reached), logits), lambda: logits
+    )
 
 
-def _likeliest(logits: Float[Array, "slots vocab"], top_k: Int[Array, ""]) -> Float[Array, "slots vocab"]:
+def _likeliest(
+    logits: Float[Array, "slots vocab"], top_k: Int[Array, " slots"]
+) -> Float[Array, "slots vocab"]:
     keys = _ordered(logits)
     threshold = _threshold(keys, lambda keys: keys.sum(-1, dtype=jnp.int32) >= top_k)
     above, equal = keys > threshold[:, None], keys == threshold[:, None]
     return _kept(logits, above, equal, top_k - above.sum(-1, dtype=jnp.int32))
 
 
-def _nucleus(logits: Float[Array, "slots vocab"], top_p: Float[Array, ""]) -> Float[Array, "slots vocab"]:
+def _nucleus(
+    logits: Float[Array, "slots vocab"], top_p: Float[Array, " slots"]
+) -> Float[Array, "slots vocab"]:
     probabilities = jax.nn.softmax(logits, axis=-1)
     crossing = _crossing(probabilities, top_p)
     above, equal = probabilities > crossing[:, None], probabilities == crossing[:, None]
@@ -107,13 +150,17 @@ def _nucleus(logits: Float[Array, "slots vocab"], top_p: Float[Array, ""]) -> Fl
     return _kept(logits, above, equal, jnp.minimum(wanted, logits.shape[-1]).astype(jnp.int32))
 
 
-def _crossing(probabilities: Float[Array, "slots vocab"], top_p: Float[Array, ""]) -> Float[Array, " slots"]:
+def _crossing(
+    probabilities: Float[Array, "slots vocab"], top_p: Float[Array, " slots"]
+) -> Float[Array, " slots"]:
     """The probability of the token with which the likeliest reach `top_p`: most often it is among the first few hundred."""
     listed, _ = jax.lax.top_k(probabilities, min(_SHORTLIST, probabilities.shape[-1]))
     mass = jnp.cumsum(listed, axis=-1)
 
     def among_them() -> Float[Array, " slots"]:
-        return jnp.take_along_axis(listed, jnp.argmax(mass >= top_p, axis=-1)[:, None], axis=-1)[:, 0]
+        return jnp.take_along_axis(listed, jnp.argmax(mass >= top_p[:, None], axis=-1)[:, None], axis=-1)[
+            :, 0
+        ]
 
     def among_all() -> Float[Array, " slots"]:
         def enough(taken: Bool[Array, "slots vocab"]) -> Bool[Array, " slots"]:
@@ -178,17 +225,23 @@ def draw(
     large as the mass of thousands of unlikely tokens. (Gumbel noise needs a random number for every entry of the
     vocabulary: at 49,152 entries that took longer than a model of 135M parameters.)
     """
-    greedy = decoding.temperature == 0.0
-    temperature = jnp.where(greedy, jnp.float32(1.0), decoding.temperature)
-    scaled = logits / temperature
+    given = jnp.broadcast_to(decoding.temperature, logits.shape[:1])
+    greedy = given == 0.0
+    scaled = logits / jnp.where(greedy, jnp.float32(1.0), given)[:, None]
     tempered = _blocks(scaled)
     peaks = tempered.max(-1)
     top = peaks.max(-1)
     mass = jnp.exp(tempered - top[:, None, None]).sum(-1)
     candidates, masses = tempered, mass
     if decoding.truncated:
-        candidates = _blocks(truncate(scaled, decoding.top_p, decoding.top_k))
-        masses = jnp.exp(candidates - top[:, None, None]).sum(-1)
+        cut = jnp.broadcast_to((decoding.top_p < 1.0) | (decoding.top_k > 0), logits.shape[:1])
+
+        def shortened() -> tuple[Array, Array]:
+            left = _blocks(truncate(scaled, decoding.top_p, decoding.top_k))
+            # Slots of which nothing is cut off keep their masses to the bit.
+            return left, jnp.where(cut[:, None], jnp.exp(left - top[:, None, None]).sum(-1), mass)
+
+        candidates, masses = jax.lax.cond(cut.any(), shortened, lambda: (tempered, mass))
     folded = jax.vmap(jax.random.fold_in)(keys, positions)
     # Multiples of 2^-23 from 0 on; in the middle between two of them, 0 does not stand for all that lies below 2^-23.
     uniform = jax.vmap(lambda key: jax.random.uniform(key, (2,)))(folded) + jnp.float32(2**-24)

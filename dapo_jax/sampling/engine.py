@@ -413,10 +413,11 @@ class DecoderEngine:
             state, drawn = carry
             mine = partial(self._of_block, index=index)
             slots = replace(jax.tree.map(mine, replace(state, layers=())), layers=state.layers)
+            own = jax.tree.map(lambda leaf: mine(leaf) if jnp.ndim(leaf) else leaf, decoding)
             share = self._drawing(slots, mine(until)).sum(dtype=jnp.int32)
             # Each block comes back when as large a part of it is free as would be of all slots.
             least = (share * min_live + total - 1) // total
-            slots, new = self._generated(params, slots, rope, decoding, least, mine(tables), mine(until))
+            slots, new = self._generated(params, slots, rope, own, least, mine(tables), mine(until))
             put = partial(self._with_block, index=index)
             rest = jax.tree.map(put, replace(state, layers=()), replace(slots, layers=()))
             return replace(rest, layers=slots.layers), {name: put(drawn[name], new[name]) for name in drawn}

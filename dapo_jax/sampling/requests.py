@@ -1,15 +1,30 @@
 """A response on its way through the sampler, and the reading of what it begins with."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from jaxtyping import Float, Int, PyTree
+from jaxtyping import Float, Int, PRNGKeyArray, PyTree
 
 from dapo_jax.dapo.rollouts import Continuation, Prompt
+from dapo_jax.sampling.decoding import DecodingOptions
 from dapo_jax.sampling.interface import Engine
 
 NOTHING = np.zeros(0, np.int32)
+"""No tokens."""
+
+StopRule = Callable[[np.ndarray, int], int | None]
+"""(a response's tokens so far, how many of them it has seen before) -> at how many tokens the response ends, or None."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnOptions:
+    """The options of one request, where requests differ."""
+
+    decoding: DecodingOptions
+    key: PRNGKeyArray | None = None
+    """Draws the response in place of the loop's key and the prompt's ordinal; None: they do."""
+    stop: StopRule | None = None
 
 
 @dataclass(eq=False)
@@ -41,6 +56,10 @@ class Request:
     """Its row of the table of pages, as long as it holds pages."""
     fed: Int[np.ndarray, " fed"] = field(default_factory=lambda: NOTHING)
     """Tokens that are not in its pages, and that it takes before it draws."""
+    options: OwnOptions | None = None
+    """None: those of the loop."""
+    dropped: bool = False
+    """Nobody waits for it any more."""
     tokens: Int[np.ndarray, " limit"] = field(init=False)
     logprobs: Float[np.ndarray, " limit"] = field(init=False)
 
@@ -111,15 +130,21 @@ class Reading:
         self._work: Iterator[list[tuple[int, PyTree, int]]] = iter(())
         self._requests: Sequence[Sequence[Request]] = ()
         self._left = 0
+        self._unread: set[int] = set()
 
     @property
     def busy(self) -> bool:
         """True while something that was begun is not read to its end."""
         return self._left > 0
 
+    @property
+    def unread(self) -> list[Sequence[Request]]:
+        """The sequences that were begun and not read to their ends, each with its requests."""
+        return [self._requests[index] for index in sorted(self._unread)]
+
     def begin(self, requests: Sequence[Sequence[Request]]) -> None:
         """Sequences, each with the requests that begin with it."""
-        self._requests, self._left = requests, len(requests)
+        self._requests, self._left, self._unread = requests, len(requests), set(range(len(requests)))
         self._work = self._engine.prefill(self._params, [same[0].sequence for same in requests])
 
     def go_on(self) -> list[Request]:
@@ -127,6 +152,7 @@ class Reading:
         new: list[Request] = []
         for index, prefix, place in next(self._work):
             self._left -= 1
+            self._unread.remove(index)
             for request in self._requests[index]:
                 request.prefix, request.place, request.fed = prefix, place, NOTHING
                 new.append(request)

@@ -135,7 +135,7 @@ class Slots:
     def end(self, slot: int) -> Request:
         """Frees a slot and its pages."""
         owner = self.leave(slot)
-        self._release(owner)
+        self.let_go(owner)
         return owner
 
     def park(self, slot: int) -> None:
@@ -146,7 +146,7 @@ class Slots:
         """Frees the pages of one beside the slots, if it has any."""
         if request.row is not None:
             self.aside.remove(request)
-            self._release(request)
+            self.let_go(request)
 
     def leave(self, slot: int) -> Request:
         """Frees a slot, whose response keeps its pages."""
@@ -191,7 +191,8 @@ class Slots:
             request.row = self._rows[pool].pop()
         return fills
 
-    def _release(self, request: Request) -> None:
+    def let_go(self, request: Request) -> None:
+        """Takes the pages of a request that holds some."""
         assert request.row is not None
         self.pages.release(request.row)
         self._rows[self.pages.sizes.pool_of(request.row)].append(request.row)
@@ -215,7 +216,7 @@ class Slots:
             slot = self.owners.index(last)
             self.leave(slot)
             self.released.append(slot)
-        self._release(last)
+        self.let_go(last)
         last.prefix = None
         return True
 
@@ -224,7 +225,7 @@ class Slots:
         last = next((each for each in reversed(waiting) if self._holds(each, pool) and each is not but), None)
         if last is None:
             return False
-        self._release(last)
+        self.let_go(last)
         last.prefix = None
         return True
 

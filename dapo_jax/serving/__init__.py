@@ -1,6 +1,6 @@
-"""The engine behind JetStream: an `Engine` of its interface, and its orchestrator and gRPC server.
+"""The engine behind servers: JetStream's, with an `Engine` of its interface, its orchestrator and gRPC server, and one of our own over HTTP.
 
-Needs the extra `jetstream`; no other room imports it but `run`.
+The first needs the extra `jetstream`, the second `http`; neither needs the other's.
 """
 
 import os

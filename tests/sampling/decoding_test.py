@@ -11,7 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dapo_jax.sampling.decoding import _reached, decoding, draw, response_keys, truncate
+from dapo_jax.sampling.decoding import (
+    DecodingOptions,
+    _reached,
+    decoding,
+    decoding_of_slots,
+    draw,
+    response_keys,
+    truncate,
+)
 
 LOGITS = np.array([0.3, 2.0, -1.0, 1.2, 0.0, 1.1, -0.5], np.float32)
 DRAWS = 20_000
@@ -312,3 +320,39 @@ def test_ties_beyond_the_shortlist_are_broken_by_token_id():
     kept = np.flatnonzero(np.isfinite(found))
     assert abs(len(kept) - 1400) <= 1
     np.testing.assert_array_equal(kept, np.arange(len(kept)))
+
+
+OF_SLOTS = [
+    {"temperature": 0.0}, {}, {"temperature": 0.5}, {"top_k": 2}, {"top_p": 0.7}, {"temperature": 1.7, "top_p": 0.4}, {"top_k": 3, "top_p": 0.5},
+]  # fmt: skip
+
+
+def test_each_slot_draws_by_its_own_options():
+    """Side by side with all others: what all slots draw that have them."""
+    count = 700
+    given = [OF_SLOTS[slot % len(OF_SLOTS)] for slot in range(count)]
+    tokens, logprobs = drawn(decoding_of_slots([DecodingOptions(**each) for each in given]), count=count)
+    for kind, options in enumerate(OF_SLOTS):
+        alike, alike_logprobs = drawn(decoding(**options), count=count)
+        own = slice(kind, None, len(OF_SLOTS))
+        np.testing.assert_array_equal(tokens[own], alike[own])
+        np.testing.assert_allclose(logprobs[own], alike_logprobs[own], rtol=0, atol=1e-6)
+    assert len({tuple(tokens[kind :: len(OF_SLOTS)]) for kind in range(len(OF_SLOTS))}) > 5
+
+
+@pytest.mark.parametrize("other", OF_SLOTS)
+def test_the_options_of_other_slots_change_no_bit(other):
+    """Free slots among them."""
+    logits = np.random.default_rng(0).normal(size=(8, 3000)).astype(np.float32)
+    mine = DecodingOptions(temperature=0.8)
+
+    def draws(others):
+        return jitted_draw(
+            jnp.asarray(logits),
+            keys_for(8),
+            jnp.zeros(8, jnp.int32),
+            decoding_of_slots([mine, *[others] * 7]),
+        )
+
+    for found, expected in zip(draws(DecodingOptions(**other)), draws(None), strict=True):
+        assert np.asarray(found)[0].tobytes() == np.asarray(expected)[0].tobytes()

@@ -1,0 +1,635 @@
+"""The HTTP server in this process: the library's own sampler and the trainer's log-probabilities are the oracles, and clients do all that clients do."""
+
+import functools
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from threading import Thread
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+pytest.importorskip("aiohttp", reason="needs the extra http")
+
+from dapo_jax.dapo.batching import Example, pack
+from dapo_jax.dapo.rollouts import Prompt
+from dapo_jax.models.decoder import Decoder
+from dapo_jax.models.folder import shapes_of
+from dapo_jax.parallel.mesh import make_mesh
+from dapo_jax.parallel.weights import weight_transfer
+from dapo_jax.sampling.continuous_batching import Sampler
+from dapo_jax.sampling.decoding import decoding
+from dapo_jax.sampling.engine import DecoderEngine
+from dapo_jax.serving.http_requests import Limits
+from dapo_jax.serving.http_server import HttpServer, is_loopback
+from dapo_jax.serving.request_loop import RequestLoop
+from dapo_jax.testing import tiny_decoder_config, tiny_params
+from dapo_jax.text.conversations import conversation_ids
+from dapo_jax.text.huggingface import HuggingFaceTokenizer
+from dapo_jax.text.stop_strings import StopStrings
+from dapo_jax.training.optimizer import make_optimizer
+from dapo_jax.training.state import init_state
+from dapo_jax.training.update import UpdateOptions, Updater
+from tests.serving.http_client import ask, events, left_alone
+from tests.text.folders import files_of
+
+TOKENIZER = HuggingFaceTokenizer(files_of(generation={"eos_token_id": [2, *range(200, 216)]}))
+"""One token in twenty ends a response, so that a random model's responses end in both ways."""
+CONFIG = tiny_decoder_config(vocab_size=TOKENIZER.vocab_size + 4, layers=1, max_positions=128)
+LIMIT, LONGEST, SLOTS, MOST = 32, 64, 8, 260
+GENERATE, CHAT = "/inference/v1/generate", "/v1/chat/completions"
+PROMPTS = [np.random.default_rng(n).integers(4, 200, 1 + 5 * n % 23).tolist() for n in range(8)]
+PARAMS = [tiny_params(CONFIG, seed=seed) for seed in (8, 3)]
+MESH = make_mesh(devices=jax.devices()[:1])
+ASKED = {"role": "user", "content": "12 + 34"}
+
+
+class WatchedEngine(DecoderEngine):
+    """The engine, with what its calls are told to do before."""
+
+    calls = 0
+    before = staticmethod(lambda: None)
+
+    def generate(self, *arguments):
+        type(self).calls += 1
+        type(self).before()
+        return super().generate(*arguments)
+
+
+def limits_with(**changes):
+    given = {
+        "model": "tiny",
+        "tokenizer": TOKENIZER,
+        "vocabulary": CONFIG.vocab_size,
+        "max_prompt_tokens": LONGEST,
+        "max_response_tokens": LIMIT,
+        "most_responses": MOST,
+    }
+    return Limits(**{**given, **changes})  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def transfer():
+    return weight_transfer(shapes_of(CONFIG), MESH, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return WatchedEngine(
+        CONFIG,
+        slots=SLOTS,
+        capacity=LONGEST + LIMIT,
+        steps_per_call=4,
+        stop_ids=TOKENIZER.stop_ids,
+        mesh=MESH,
+    )
+
+
+@pytest.fixture(scope="module")
+def loop(engine, transfer):
+    with RequestLoop(
+        engine, transfer(PARAMS[0]), key=jax.random.key(1), version=5, most_responses=MOST
+    ) as loop:
+        yield loop
+        assert loop.failure is None
+
+
+@contextmanager
+def serving(loop, *, api_key="", limits=None):
+    said = []
+    with HttpServer(
+        loop, limits or limits_with(), host="127.0.0.1", port=0, api_key=api_key, say=said.append
+    ) as server:
+        yield server
+    assert not said
+
+
+@pytest.fixture(scope="module")
+def address(loop):
+    with serving(loop) as server:
+        yield server.address
+
+
+def generate(address, prompt, **params):
+    """The choices of one request, which must be answered."""
+    answered = ask(address, GENERATE, {"token_ids": prompt, "sampling_params": {"logprobs": 1, **params}})
+    assert answered.status == 200, answered.content
+    return answered.json["choices"]
+
+
+def tokens(choices):
+    return [choice["token_ids"] for choice in choices]
+
+
+def logprobs(choice):
+    return np.array([entry["logprob"] for entry in choice["logprobs"]["content"]], np.float32)
+
+
+@functools.cache
+def updater_at(temperature):
+    graph, _ = nnx.split(nnx.eval_shape(lambda: Decoder(CONFIG, rngs=nnx.Rngs(0))))
+    options = UpdateOptions(temperature=temperature)
+    return Updater(graph, shapes_of(CONFIG), make_optimizer(), MESH, options=options)
+
+
+def trained(examples, *, params=0, temperature=1.0):
+    """The log-probabilities to which the trainer takes its ratios."""
+    updater = updater_at(temperature)
+    state, found = init_state(PARAMS[params], make_optimizer(), MESH), []
+    for prompt, response in examples:
+        zeros = np.zeros(len(response), np.float32)
+        row = Example(
+            prompt_tokens=np.array(prompt, np.int32),
+            response_tokens=np.array(response, np.int32),
+            logprobs=zeros,
+        )
+        packed = pack([row], np.ones(1), row_tokens=LONGEST + LIMIT, rows_per_microbatch=1)
+        [second] = updater.prepare(state, [packed, packed])[1]  # it scores the second minibatch of a step
+        batch = jax.device_get(second.microbatches)
+        found.append(batch.old_logprobs[batch.mask])
+    return found
+
+
+def until(found, what):
+    deadline = time.monotonic() + 60
+    while not found():
+        assert time.monotonic() < deadline, f"waited for {what}"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    "options", [{"temperature": 1.0}, {"temperature": 0.7}, {"temperature": 1.0, "top_p": 0.6, "top_k": 9}]
+)
+def test_logprobs_are_those_of_the_trainer(options, address):
+    """Token by token to 2e-5, the end token included; before top-p and top-k cut anything off."""
+    found = [(prompt, each) for prompt in PROMPTS for each in generate(address, prompt, n=2, **options)]
+    expected = trained(
+        [(prompt, each["token_ids"]) for prompt, each in found], temperature=options["temperature"]
+    )
+    assert {each["finish_reason"] for _, each in found} == {"stop", "length"}
+    for (_, each), wanted in zip(found, expected, strict=True):
+        assert [entry["token"] for entry in each["logprobs"]["content"]] == [
+            f"token_id:{t}" for t in each["token_ids"]
+        ]
+        np.testing.assert_allclose(logprobs(each), wanted, rtol=0, atol=2e-5)
+        assert (each["token_ids"][-1] in TOKENIZER.stop_ids) == (each["finish_reason"] == "stop")
+        assert each["finish_reason"] == "stop" or len(each["token_ids"]) == LIMIT
+
+
+def test_greedy_is_the_samplers(address, engine, transfer):
+    left = [
+        Prompt(ordinal=i, text="", tokens=np.array(p, np.int32), answer="") for i, p in enumerate(PROMPTS)
+    ]
+    sampled = Sampler(engine).sample(
+        transfer(PARAMS[0]), lambda count: [left.pop() for _ in left[:count]], key=jax.random.key(0),
+        decoding=decoding(temperature=0.0), samples_per_prompt=1, max_response_tokens=LIMIT,
+    )  # fmt: skip
+    expected = {prompt.ordinal: response.tokens.tolist() for prompt, (response,) in sampled}
+    assert {i: tokens(generate(address, p, temperature=0))[0] for i, p in enumerate(PROMPTS)} == expected
+
+
+def test_an_answer_names_its_prompt_its_tokens_and_its_weights(address):
+    body = {
+        "token_ids": PROMPTS[3],
+        "model": "tiny",
+        "request_id": "mine",
+        "cache_salt": "5",
+        "sampling_params": {"max_tokens": 5, "n": 2},
+    }
+    answer = ask(address, GENERATE, body).json
+    drawn = sum(map(len, tokens(answer["choices"])))
+    assert answer["request_id"] == "mine"
+    assert answer["usage"] == {
+        "prompt_tokens": len(PROMPTS[3]),
+        "completion_tokens": drawn,
+        "total_tokens": len(PROMPTS[3]) + drawn,
+    }
+    assert [choice["logprobs"] for choice in answer["choices"]] == [None, None]
+    assert [choice["spans"] for choice in answer["choices"]] == [[{"first": 0, "version": 5}]] * 2
+    assert answer["weights_version"] == 5
+
+
+def test_what_the_client_of_renderers_sends_is_taken(address):
+    """Its fields beside the usual ones, as in version 0.1.12."""
+    params = {
+        "temperature": 0.8,
+        "max_tokens": 6,
+        "stop_token_ids": [2, 3],
+        "logprobs": 1,
+        "skip_special_tokens": False,
+        "routed_experts_prompt_start": 3,
+    }
+    answer = ask(
+        address,
+        GENERATE,
+        {"model": "tiny", "token_ids": PROMPTS[1], "sampling_params": params},
+        **{"X-Session-ID": "a"},
+    )
+    assert answer.status == 200
+    [choice] = answer.json["choices"]
+    assert len(logprobs(choice)) == len(choice["token_ids"]) > 0
+
+
+def test_a_seed_repeats_whatever_else_is_served(address):
+    def asked(seed, n=3):
+        return tokens(generate(address, PROMPTS[2], seed=seed, n=n, temperature=1.0))
+
+    alone = asked(7)
+    with ThreadPoolExecutor(30) as pool:
+        others = [
+            pool.submit(generate, address, PROMPTS[i % 8], temperature=0.3 * (i % 4), top_p=0.5)
+            for i in range(30)
+        ]
+        among = [pool.submit(asked, 7) for _ in range(6)]
+        assert all(each.result() == alone for each in among)
+        assert all(each.result() for each in others)
+    assert asked(7, n=1) == alone[:1]
+    assert len({str(each) for each in (*alone, *asked(8), *asked((1 << 40) + 7))}) == 9
+    without = [str(generate(address, PROMPTS[2])[0]["token_ids"]) for _ in range(4)]
+    assert len(set(without)) == 4
+
+
+def test_200_at_once_are_all_answered_right(address):
+    """25 different requests, eight times each, at eight slots; each answer is that which it has alone."""
+    asked = [
+        (prompt, {"seed": seed, "temperature": (0, 0.6, 1.0, 1.3, 1.0)[seed], "top_p": (1, 1, 1, 0.8, 0.5)[seed], "max_tokens": 4 + 5 * seed})
+        for prompt in PROMPTS[:5] for seed in range(5)
+    ]  # fmt: skip
+    alone = [generate(address, prompt, **params)[0] for prompt, params in asked]
+    with ThreadPoolExecutor(200) as pool:
+        found = list(
+            pool.map(lambda at: generate(address, asked[at % 25][0], **asked[at % 25][1])[0], range(200))
+        )
+    for at, choice in enumerate(found):
+        assert choice["token_ids"] == alone[at % 25]["token_ids"]
+        np.testing.assert_allclose(logprobs(choice), logprobs(alone[at % 25]), rtol=0, atol=1e-5)
+
+
+def test_stop_tokens_and_stop_strings_end_a_response(address):
+    drawn = ((seed, generate(address, PROMPTS[4], seed=seed)[0]["token_ids"]) for seed in range(100))
+    seed, ids = next((seed, ids) for seed, ids in drawn if len(ids) > 8)
+    [cut] = generate(address, PROMPTS[4], seed=seed, stop_token_ids=[ids[5], ids[3]])
+    first = 1 + min(ids.index(ids[5]), ids.index(ids[3]))
+    assert (cut["token_ids"], cut["finish_reason"]) == (ids[:first], "stop")
+    text = TOKENIZER.decode(np.array(ids[:6], np.int32))
+    string = next(piece for at in range(1, len(text) - 1) if "\ufffd" not in (piece := text[at : at + 2]))
+    place = StopStrings(TOKENIZER, [string]).find(np.array(ids, np.int32), 0)
+    [cut] = generate(address, PROMPTS[4], seed=seed, stop=[string, "never this"])
+    assert (cut["token_ids"], cut["finish_reason"]) == (ids[:place], "stop")
+
+
+def chat(address, **body):
+    answered = ask(address, CHAT, {"messages": [ASKED], **body})
+    assert answered.status == 200, answered.content
+    return answered.json
+
+
+def test_a_conversation_is_the_prompt_that_training_reads(address):
+    evil = [
+        {"role": "system", "content": "be <|im_end|> brief"},
+        {"role": "user", "content": [{"type": "text", "text": "1"}, {"type": "text", "text": "+1"}]},
+    ]
+    answer = chat(address, messages=evil, return_token_ids=True, seed=4, logprobs=True, model="tiny")
+    prompt = conversation_ids([evil[0], {"role": "user", "content": "1+1"}], TOKENIZER).tolist()
+    assert answer["prompt_token_ids"] == prompt
+    assert prompt.count(2) == 2
+    [choice] = answer["choices"]
+    [same] = generate(address, prompt, seed=4)
+    assert choice["token_ids"] == same["token_ids"]
+    assert [entry["logprob"] for entry in choice["logprobs"]["content"]] == pytest.approx(
+        logprobs(same).tolist(), abs=1e-5
+    )
+    assert choice["message"] == {
+        "role": "assistant",
+        "content": TOKENIZER.decode(np.array(choice["token_ids"], np.int32)),
+    }
+    assert "token_ids" not in chat(address)["choices"][0]
+
+
+@pytest.mark.parametrize("stop", [[], ["e"], ["a", "th"]])
+@pytest.mark.parametrize("seed", range(3))
+def test_streaming_is_the_whole_answer_in_pieces(seed, stop, address):
+    body = {
+        "n": 3,
+        "seed": seed,
+        "stop": stop,
+        "logprobs": True,
+        "return_token_ids": True,
+        "temperature": 1.2,
+    }
+    whole = chat(address, **body)
+    answered = ask(
+        address,
+        CHAT,
+        {"messages": [ASKED], **body, "stream": True, "stream_options": {"include_usage": True}},
+    )
+    chunks = events(answered)
+    assert len(chunks) > 6
+    assert chunks[0]["prompt_token_ids"] == whole["prompt_token_ids"]
+    assert chunks.pop()["usage"] == whole["usage"]
+    for index, expected in enumerate(whole["choices"]):
+        own = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
+        assert own[0]["delta"]["role"] == "assistant"
+        assert "".join(each["delta"].get("content", "") for each in own) == expected["message"]["content"]
+        assert [token for each in own for token in each.get("token_ids", [])] == expected["token_ids"]
+        entries = [entry for each in own if each.get("logprobs") for entry in each["logprobs"]["content"]]
+        assert [entry["token"] for entry in entries] == [
+            entry["token"] for entry in expected["logprobs"]["content"]
+        ]
+        assert [each["finish_reason"] for each in own] == [None] * (len(own) - 1) + [
+            expected["finish_reason"]
+        ]
+        text = StopStrings(TOKENIZER, stop).decode(np.array(expected["token_ids"], np.int32))
+        assert text == expected["message"]["content"]
+
+
+def test_clients_that_leave_free_their_slots(address, engine, loop):
+    """Sixty requests of 32 tokens would take eight slots 60 calls of the engine or so; they end long before."""
+    type(engine).before = staticmethod(lambda: time.sleep(0.02))
+    try:
+        before = engine.calls
+        long = {"token_ids": PROMPTS[0], "sampling_params": {"seed": 11, "stop": ["never this"]}}
+        talk = {"messages": [ASKED], "stream": True, "seed": 3}
+        clients = [left_alone(address, *(GENERATE, long) if at % 2 else (CHAT, talk)) for at in range(60)]
+        until(lambda: loop.under_way > 40, "the requests")
+        for client in clients:
+            client.close()
+        until(lambda: loop.under_way == 0, "the slots")
+        assert engine.calls - before < 40
+    finally:
+        type(engine).before = staticmethod(lambda: None)
+    assert generate(address, PROMPTS[0], seed=2) == generate(address, PROMPTS[0], seed=2)
+
+
+def test_new_weights_are_taken_while_requests_run(address, engine, loop, transfer):
+    """Each token has the log-probability under the weights that drew it, which have read all before it; nobody is dropped."""
+    taking = []
+
+    def before():
+        if engine.calls == third and not taking:
+            taking.append(Thread(target=loop.take, args=(lambda: transfer(PARAMS[1]), 6)))
+            taking[0].start()
+            until(lambda: loop._weights, "the weights")
+
+    third = engine.calls + 3
+    type(engine).before = staticmethod(before)
+    try:
+        with ThreadPoolExecutor(20) as pool:
+            asked = [(PROMPTS[at % 8], {"seed": 20 + at}) for at in range(20)]
+            found = list(pool.map(lambda each: generate(address, each[0], **each[1])[0], asked))
+        taking[0].join()
+        assert [each["version"] for each in generate(address, PROMPTS[0])[0]["spans"]] == [6]
+        assert ask(address, "/v1/models").json["data"][0]["weights_version"] == 6
+    finally:
+        type(engine).before = staticmethod(lambda: None)
+        loop.take(lambda: transfer(PARAMS[0]), 5)
+    examples = [(prompt, choice["token_ids"]) for (prompt, _), choice in zip(asked, found, strict=True)]
+    by_old, by_new = (trained(examples, params=params) for params in range(2))
+    both = 0
+    for choice, old, new in zip(found, by_old, by_new, strict=True):
+        versions = [span["version"] for span in choice["spans"]]
+        assert versions in ([5], [6], [5, 6])
+        first_new = next((span["first"] for span in choice["spans"] if span["version"] == 6), len(old))
+        both += 0 < first_new < len(old)
+        np.testing.assert_allclose(
+            logprobs(choice), np.concatenate([old[:first_new], new[first_new:]]), rtol=0, atol=2e-5
+        )
+    assert both >= 2
+
+
+def test_weights_that_cannot_be_made_leave_those_that_are_served(address, loop):
+    before = generate(address, PROMPTS[0], seed=2)
+    with pytest.raises(ValueError, match="no such weights"):
+        loop.take(lambda: (_ for _ in ()).throw(ValueError("no such weights")), 9)
+    assert (generate(address, PROMPTS[0], seed=2), loop.version) == (before, 5)
+
+
+def nested(depth):
+    return b'{"token_ids": ' + b"[" * depth + b"]" * depth + b"}"
+
+
+def params(**given):
+    return {"token_ids": [5], "sampling_params": given}
+
+
+def deep(depth):
+    return {"a": deep(depth - 1)} if depth else {}
+
+
+def talk(**given):
+    return {"messages": [ASKED], **given}
+
+
+MALFORMED = [
+    (GENERATE, b"", "the body is not JSON"),
+    (GENERATE, b"{", "the body is not JSON"),
+    (GENERATE, b"\xff\xfe", "the body is not JSON"),
+    (GENERATE, b"[1, 2]", "the body must be a JSON object"),
+    (GENERATE, b"null", "the body must be a JSON object"),
+    (GENERATE, nested(100_000), "too many brackets"),
+    (GENERATE, b'{"token_ids": [5], "sampling_params": {"temperature": NaN}}', "not finite"),
+    (GENERATE, b'{"token_ids": [5], "sampling_params": {"temperature": 1e999}}', "not finite"),
+    (GENERATE, b'{"token_ids": [1' + b"0" * 30 + b"]}", "does not fit 64 bits"),
+    (GENERATE, {}, "the body has no token_ids"),
+    (GENERATE, {"token_ids": []}, "the prompt has 0 tokens; the server takes 1 to 64"),
+    (GENERATE, {"token_ids": [5] * 65}, "the prompt has 65 tokens; the server takes 1 to 64: shorten it, or serve with a larger --max-prompt-tokens"),
+    (GENERATE, {"token_ids": "5"}, "token_ids must be a list of token ids"),
+    (GENERATE, {"token_ids": [5, "6"]}, "token_ids must be a list of token ids"),
+    (GENERATE, {"token_ids": [5.0]}, "token_ids must be a list of token ids"),
+    (GENERATE, {"token_ids": [True]}, "token_ids must be a list of token ids"),
+    (GENERATE, {"token_ids": [-1]}, "the token id -1, which is not in the vocabulary of 324 ids, 0 to 323"),
+    (GENERATE, {"token_ids": [324]}, "the token id 324"),
+    (GENERATE, {"token_ids": [5], "model": "other"}, "model is 'other'; this server has 'tiny'"),
+    (GENERATE, {"token_ids": [5], "model": 5}, "model must be a text"),
+    (GENERATE, {"token_ids": [5], "sampling_params": [1]}, "sampling_params must be a JSON object"),
+    (GENERATE, {"token_ids": [5], "sampling_param": {}}, "did you mean 'sampling_params'"),
+    (GENERATE, {"token_ids": [5], "stream": True}, "stream is True, and this server does not support it"),
+    (GENERATE, {"token_ids": [5], "features": {"a": 1}}, "features is {'a': 1}"),
+    (GENERATE, {"token_ids": [5], "priority": 3}, "priority is 3"),
+    (GENERATE, params(max_tokens=0), "max_tokens is 0; the server takes 1 to 32: lower it, or serve with a larger --max-response-tokens"),
+    (GENERATE, params(max_tokens=33), "max_tokens is 33"),
+    (GENERATE, params(max_tokens="9"), "max_tokens must be an integer; found '9'"),
+    (GENERATE, params(max_tokens=1.5), "max_tokens must be an integer"),
+    (GENERATE, params(temperature=-0.1), "temperature is -0.1; the server takes 0 to 1000"),
+    (GENERATE, params(temperature=1e-9), "temperature is 1e-09; the server takes 0, which is greedy"),
+    (GENERATE, params(temperature=True), "temperature must be a number"),
+    (GENERATE, params(top_p=0), "top_p is 0"),
+    (GENERATE, params(top_p=1.1), "top_p is 1.1"),
+    (GENERATE, params(top_k=-2), "top_k is -2"),
+    (GENERATE, params(n=0), "n is 0"),
+    (GENERATE, params(n=MOST + 1), f"n is {MOST + 1}; the server takes 1 to {MOST}, its slots and its --queue"),
+    (GENERATE, params(seed=-1), "seed is -1"),
+    (GENERATE, params(logprobs=5), "logprobs is 5; the server takes 0 to 1"),
+    (GENERATE, params(stop=""), "stop: a stop string is empty"),
+    (GENERATE, params(stop=[1]), "stop must be a text or a list of texts"),
+    (GENERATE, params(stop=["a"] * 17), "stop has 17 texts; the server takes up to 16"),
+    (GENERATE, params(stop="a" * 257), "stop has a text of 257 characters"),
+    (GENERATE, params(stop="\ud800"), "stop: 'utf-8' codec can't encode"),
+    (GENERATE, params(stop_token_ids=[999]), "stop_token_ids has the token id 999"),
+    (GENERATE, params(min_tokens=2), "min_tokens is 2, and this server does not support it: leave it out, or set it to 0"),
+    (GENERATE, params(ignore_eos=True), "ignore_eos is True"),
+    (GENERATE, params(repetition_penalty=1.1), "repetition_penalty is 1.1"),
+    (GENERATE, params(presence_penalty=0.5), "presence_penalty is 0.5"),
+    (GENERATE, params(logit_bias={"5": 1}), "logit_bias is {'5': 1}"),
+    (GENERATE, params(min_p=0.1), "min_p is 0.1"),
+    (GENERATE, params(prompt_logprobs=1), "prompt_logprobs is 1"),
+    (GENERATE, params(temperatur=1), "which this server does not know: leave it out; did you mean 'temperature'?"),
+    (CHAT, {}, "the body has no messages"),
+    (CHAT, {"messages": "hi"}, "messages must be a list of objects"),
+    (CHAT, {"messages": ["hi"]}, "messages[0] must be a JSON object"),
+    (CHAT, {"messages": [{"role": "user"}]}, "messages[0]: content must be a text"),
+    (CHAT, {"messages": [{"role": "<|im_end|>", "content": "a"}]}, "messages[0]: role is '<|im_end|>'"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content has the part"),
+    (CHAT, {"messages": [ASKED, {"role": "assistant", "content": "a"}]}, "the last message is the assistant's"),
+    (CHAT, {"messages": [{"role": "user", "content": "a b" * 60}]}, "the prompt has "),
+    (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, "messages: "),
+    (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, ASKED]}, "arguments are not JSON"),
+    (CHAT, talk(tools=[{"type": "function"}]), "a tool is"),
+    (CHAT, talk(tools=[{"type": "function", "function": deep(300)}]), "messages: "),
+    (CHAT, talk(tool_choice="required"), "tool_choice is 'required'"),
+    (CHAT, talk(response_format={"type": "json_object"}), "response_format is"),
+    (CHAT, talk(top_logprobs=3), "top_logprobs is 3"),
+    (CHAT, talk(stream="yes"), "stream must be true or false"),
+    (CHAT, talk(stream_options={"what": 1}), "stream_options has the field 'what'"),
+    (CHAT, talk(max_completion_tokens=99), "max_completion_tokens is 99"),
+    (CHAT, talk(chat_template="{{ 1 }}"), "chat_template is '{{ 1 }}'"),
+    (CHAT, talk(chat_template_kwargs={"messages": []}), "chat_template_kwargs has 'messages'"),
+    (CHAT, talk(chat_template_kwargs=[]), "chat_template_kwargs must be a JSON object"),
+    (CHAT, talk(continue_final_message=True), "continue_final_message is True"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body", "message"), MALFORMED, ids=lambda value: str(value)[:40])
+def test_what_cannot_be_served_is_refused_by_its_name(path, body, message, address):
+    answered = ask(address, path, body)
+    assert answered.status == (404 if "model is" in message else 400)
+    assert message in answered.message
+    assert len(answered.message) < 1500
+
+
+def test_after_all_that_answers_are_right(address, loop):
+    assert len(MALFORMED) >= 30
+    assert loop.under_way == 0
+    assert tokens(generate(address, PROMPTS[2], temperature=0)) == tokens(
+        generate(address, PROMPTS[2], temperature=0)
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "method", "body", "headers", "status", "message"),
+    [
+        ("/nothing", "GET", None, {}, 404, "there is nothing at /nothing; there are /inference/v1/generate"),
+        (GENERATE, "GET", None, {}, 405, "/inference/v1/generate takes POST; found GET"),
+        (GENERATE, "POST", {}, {"Content-Type": "text/plain"}, 415, "the server takes application/json"),
+        (GENERATE, "POST", {}, {"Content-Encoding": "gzip"}, 415, "the server takes bodies as they are"),
+        (GENERATE, "POST", b" " * (2 << 20), {}, 413, "the body is larger than"),
+        ("/v1/models", "GET", None, {"Host": "evil.example"}, 403, "the header Host is 'evil.example'"),
+    ],
+)  # fmt: skip
+def test_requests_of_another_kind_are_refused(path, method, body, headers, status, message, address):
+    answered = ask(address, path, body, method=method, **headers)
+    assert answered.status == status
+    assert message in answered.message
+
+
+def test_when_the_queue_is_full_a_request_is_told_to_come_again(address, loop, engine):
+    type(engine).before = staticmethod(lambda: time.sleep(0.05))
+    try:
+        whole = left_alone(address, GENERATE, params(n=MOST, seed=1))
+        until(lambda: loop.under_way == MOST, "the queue")
+        answered = ask(address, GENERATE, params(n=SLOTS * 8))
+        assert (answered.status, answered.headers["retry-after"]) == (503, "1")
+        assert f"and {SLOTS * 8} more are asked for; the server takes {MOST}" in answered.message
+        assert answered.json["error"]["code"] == "queue_full"
+        whole.close()
+        until(lambda: loop.under_way == 0, "the slots")
+    finally:
+        type(engine).before = staticmethod(lambda: None)
+
+
+def test_with_a_key_every_route_but_health_needs_it(loop):
+    with serving(loop, api_key="s3cret") as server:
+        for path, body in (
+            ("/v1/models", None),
+            (GENERATE, params(max_tokens=2)),
+            (CHAT, talk(max_tokens=2)),
+            ("/x", None),
+        ):
+            for key in (None, "", "S3cret", "s3cret0", "\u00e9"):
+                answered = ask(server.address, path, body, key=key and key.encode().decode("latin-1"))
+                assert (answered.status, answered.json["error"]["code"]) == (401, "invalid_api_key")
+            assert ask(server.address, path, body, key="s3cret").status == (404 if path == "/x" else 200)
+        assert ask(server.address, "/v1/models", Authorization="Basic s3cret").status == 401
+        assert ask(server.address, "/health", Host="anywhere").json == {"status": "ok", "weights_version": 5}
+
+
+def test_models_are_told_with_their_lengths(address):
+    [card] = ask(address, "/v1/models").json["data"]
+    assert (card["id"], card["max_model_len"], card["max_prompt_tokens"], card["max_response_tokens"]) == (
+        "tiny",
+        96,
+        64,
+        32,
+    )
+
+
+def test_requests_in_flight_are_finished_when_the_server_stops(loop, engine):
+    type(engine).before = staticmethod(lambda: time.sleep(0.02))
+    try:
+        with ThreadPoolExecutor(1) as pool, serving(loop) as server:
+            pool.submit(ask, server.address, "/health").result()
+            answer = pool.submit(ask, server.address, GENERATE, params(seed=3))
+            until(lambda: loop.under_way == 1, "the request")
+            server.stop()
+            assert answer.result().status == 200
+            server.stop = lambda: None
+            with pytest.raises(OSError, match="refused"):
+                ask(server.address, "/health")
+    finally:
+        type(engine).before = staticmethod(lambda: None)
+
+
+def test_a_port_that_is_taken_is_an_error_that_names_it(loop, address):
+    port = int(address.rpartition(":")[2])
+    server = HttpServer(loop, limits_with(), host="127.0.0.1", port=port, api_key="", say=print)
+    with pytest.raises(OSError, match=f"cannot listen at 127.0.0.1:{port}: .*--port 0"):
+        server.start()
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [("127.0.0.1", True), ("127.9.0.1", True), ("localhost", True), ("[::1]", True), ("::1", True), ("0.0.0.0", False),
+     ("[::]", False), ("10.0.0.1", False), ("example.org", False), ("", False), ("localhost.example.org", False)],
+)  # fmt: skip
+def test_what_only_this_machine_reaches(host, loopback):
+    assert is_loopback(host) == loopback
+
+
+def resident_mib():
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * 4096 / (1 << 20)
+
+
+@pytest.mark.slow  # twelve rounds of everything at once, half a minute
+def test_memory_is_flat_over_rounds(address, loop):
+    """Answers, streams, refusals, clients that leave: after two rounds nothing grows any more."""
+
+    def round_of(number):
+        with ThreadPoolExecutor(40) as pool:
+            right = [pool.submit(generate, address, PROMPTS[at % 8], seed=at, n=2) for at in range(60)]
+            streams = [pool.submit(ask, address, CHAT, talk(stream=True)) for _ in range(20)]
+            wrong = [pool.submit(ask, address, path, body) for path, body, _ in MALFORMED]
+            gone = [left_alone(address, GENERATE, params(n=4)) for _ in range(20)]
+            for client in gone:
+                client.close()
+            assert all(len(each.result()) == 2 for each in right)
+            assert all(events(each.result()) for each in streams)
+            assert all(400 <= each.result().status < 500 for each in wrong)
+        until(lambda: loop.under_way == 0, "the slots")
+        return resident_mib()
+
+    sizes = [round_of(number) for number in range(12)]
+    print([round(size, 1) for size in sizes])
+    assert max(sizes[-3:]) - min(sizes[3:6]) < 16, sizes
