@@ -11,17 +11,20 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from jaxtyping import Int
 
 from dapo_jax.dapo.rollouts import Continuation, DrawnTurn, Lost, Prompt, Verdict, as_float
 from dapo_jax.environments.protocol import Context, Environment, Step, Turn
+from dapo_jax.environments.recorded_answers import Answer, Heard, RecordedAnswers
 from dapo_jax.environments.rendering import Rendering, RenderingError
 from dapo_jax.rewards.async_calls import DaemonThreads
 from dapo_jax.rewards.functions import MAX_SCORE
 from dapo_jax.rewards.sample import Sample, copied, read_only
+
+_Value = TypeVar("_Value")
 
 _ENDING_S = 5.0
 """Seconds for which closing waits for episodes that go on after they were cancelled."""
@@ -39,7 +42,12 @@ class _LostError(Exception):
 class _Open:
     """An episode, and what is known of it."""
 
+    prompt: Prompt
+    index: int
     episode: Any = None
+    unheard: list[Turn] = field(default_factory=list)
+    """Turns whose answers were on record, so that the environment has not heard them in this process."""
+    heard: Heard = field(default_factory=Heard)
     rewards: list[float] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     correct: bool | None = None
@@ -79,6 +87,8 @@ class Episodes:
         self._environment, self._rendering, self._text_of, self._seed = environment, rendering, text_of, seed
         self.max_turns, self.turn_tokens, self.episode_tokens = max_turns, turn_tokens, episode_tokens
         self._timeout_s = timeout_s
+        self.answers: RecordedAnswers | None = None
+        """Where answers are written down, and found again; None: nowhere."""
         self._open: dict[tuple[int, int], _Open] = {}
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(DaemonThreads())
@@ -95,37 +105,34 @@ class Episodes:
 
     def start(self, prompt: Prompt, index: int) -> Future[Continuation | None]:
         """Begins an episode: what stands before the first turn; None if it was lost."""
-        opened = self._open[prompt.ordinal, index] = _Open()
+        opened = self._open[prompt.ordinal, index] = _Open(prompt, index)
 
         async def begin() -> Continuation:
-            seed = int(np.random.SeedSequence((self._seed, prompt.ordinal)).generate_state(1)[0])
-            own = {name: copied(value) for name, value in prompt.row.items()}
-            row = {"prompt": prompt.text, "answer": prompt.answer, **own}
-            opened.episode = await self._called(self._environment.episode, row, seed)
-            if not callable(getattr(opened.episode, "step", None)):
-                said = f"{opened.episode!r:.200} ({type(opened.episode).__name__}) has no method step(turn), which answers a turn"
-                raise _LostError("raised", said)
-            start = getattr(opened.episode, "start", None)
-            found = None if start is None else await self._called(start)
+            found = await self._begun(opened)
             if isinstance(found, Context):
                 return Continuation(self._rendering.context_ids(found), anew=True)
             return Continuation(self._rendering.ids("" if found is None else found, after=None))
 
-        return self._submit(opened, begin)
+        return self._on_record(opened) or self._submit(opened, begin)
 
     def step(self, prompt: Prompt, index: int, turn: DrawnTurn) -> Future[Continuation | None]:
         """Hands over a turn: what stands before the next one; None: the episode is over, or was lost."""
         opened = self._open[prompt.ordinal, index]
+        opened.heard.add(turn.tokens)
+        said = Turn(
+            tokens=read_only(turn.tokens),
+            logprobs=read_only(turn.logprobs),
+            text=self._text_of(turn.tokens),
+            finish_reason=turn.finish_reason,
+            number=len(opened.rewards),
+        )
+        opened.rewards.append(0.0)
+        if (known := self._on_record(opened)) is not None:
+            opened.unheard.append(said)
+            return known
 
         async def answer() -> Continuation | None:
-            said = Turn(
-                tokens=read_only(turn.tokens),
-                logprobs=read_only(turn.logprobs),
-                text=self._text_of(turn.tokens),
-                finish_reason=turn.finish_reason,
-                number=len(opened.rewards),
-            )
-            opened.rewards.append(0.0)
+            await self._caught_up(opened)
             answered = await self._called(opened.episode.step, said)
             step = _checked(answered)
             opened.rewards[-1] = step.reward
@@ -146,8 +153,15 @@ class Episodes:
 
         async def compare() -> None:
             kept = [one for one in opened if not one.lost]
+            ordinal, heard = samples[0].prompt.ordinal, " ".join(one.heard.name for one in kept)
+            known = None if self.answers is None else self.answers.find(ordinal, -1, heard)
             try:
-                given = await self._called(group_rewards, [one.episode for one in kept])
+                if known is not None and known.scores is not None:
+                    given = known.scores
+                else:
+                    for one in kept:
+                        await self._caught_up(one)
+                    given = await self._called(group_rewards, [one.episode for one in kept])
                 if not isinstance(given, Sequence | np.ndarray):
                     raise _LostError(
                         "raised", f"group_rewards returned {given!r:.200}, needs a reward for each episode"
@@ -157,6 +171,8 @@ class Episodes:
                     raise _LostError(
                         "raised", f"group_rewards returned {len(scores)} rewards for {len(kept)} episodes"
                     )
+                if self.answers is not None and known is None:
+                    self.answers.add(ordinal, -1, heard, Answer(tokens=None, scores=scores))
             except _LostError as error:
                 for one in kept:
                     one.lost, one.reason = error.lost, str(error)
@@ -181,6 +197,49 @@ class Episodes:
             self._closing = True
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_ENDING_S)
+
+    async def _begun(self, opened: _Open) -> object:
+        """Makes the episode, and begins it: what it says before the first turn.
+
+        Raises:
+            _LostError: it is none, raises or takes too long.
+        """
+        prompt = opened.prompt
+        seed = int(np.random.SeedSequence((self._seed, prompt.ordinal)).generate_state(1)[0])
+        own = {name: copied(value) for name, value in prompt.row.items()}
+        row = {"prompt": prompt.text, "answer": prompt.answer, **own}
+        opened.episode = await self._called(self._environment.episode, row, seed)
+        if not callable(getattr(opened.episode, "step", None)):
+            said = f"{opened.episode!r:.200} ({type(opened.episode).__name__}) has no method step(turn), which answers a turn"
+            raise _LostError("raised", said)
+        start = getattr(opened.episode, "start", None)
+        return None if start is None else await self._called(start)
+
+    async def _caught_up(self, opened: _Open) -> None:
+        """Tells an episode whose answers were on record the turns that it has not heard; what it says to them is on record.
+
+        Raises:
+            _LostError: it raises or takes too long.
+        """
+        if opened.episode is None:
+            await self._begun(opened)
+        assert opened.episode is not None
+        while opened.unheard:
+            await self._called(opened.episode.step, opened.unheard[0])
+            del opened.unheard[0]
+
+    def _on_record(self, opened: _Open) -> Future[Continuation | None] | None:
+        """The answer to the turns of an episode that is on record; None if there is none."""
+        if self.answers is None:
+            return None
+        found = self.answers.find(opened.prompt.ordinal, opened.index, opened.heard.name)
+        if found is None:
+            return None
+        if opened.rewards:
+            opened.rewards[-1] = found.reward
+        opened.metrics.update(found.metrics)
+        opened.correct, opened.lost, opened.reason = found.correct, found.lost, found.reason
+        return _done(found.continuation)
 
     async def _closed(self, opened: Sequence[_Open]) -> None:
         """Closes the episodes that have a `close`, whatever ended them; what it raises changes nothing any more."""
@@ -221,8 +280,27 @@ class Episodes:
             self._loop.run_until_complete(asyncio.wait(left, timeout=_ENDING_S / 2)) if left else None
         self._loop.close()
 
-    def _submit(self, opened: _Open, work: Callable[[], Coroutine[Any, Any, Any]]) -> Future[Any]:
-        async def kept() -> Any:
+    def _submit(
+        self, opened: _Open, work: Callable[[], Coroutine[Any, Any, Continuation | None]]
+    ) -> Future[Continuation | None]:
+        heard, answers = opened.heard.name, self.answers
+
+        async def recorded() -> Continuation | None:
+            found = await kept()
+            if answers is not None:
+                answer = Answer(
+                    tokens=None if found is None else found.tokens.tolist(),
+                    anew=found is not None and found.anew,
+                    reward=opened.rewards[-1] if opened.rewards else 0.0,
+                    correct=opened.correct,
+                    metrics=dict(opened.metrics),
+                    lost=opened.lost,
+                    reason=opened.reason,
+                )
+                answers.add(opened.prompt.ordinal, opened.index, heard, answer)
+            return found
+
+        async def kept() -> Continuation | None:
             try:
                 async with self._room:
                     return await work()
@@ -243,7 +321,7 @@ class Episodes:
                 )
             return None
 
-        return asyncio.run_coroutine_threadsafe(kept(), self._loop)
+        return asyncio.run_coroutine_threadsafe(recorded(), self._loop)
 
     async def _called(self, call: Callable[..., Any], *arguments: Any) -> Any:
         """The result of somebody else's function, async or not, within the limit.
@@ -324,7 +402,7 @@ def _verdict(one: _Open, score: float | None = None) -> Verdict:
     return Verdict(correct=correct, score=total, parts=one.metrics, turn_rewards=tuple(one.rewards))
 
 
-def _done(verdict: Verdict) -> Future[Verdict]:
-    future: Future[Verdict] = Future()
-    future.set_result(verdict)
+def _done(value: _Value) -> Future[_Value]:
+    future: Future[_Value] = Future()
+    future.set_result(value)
     return future

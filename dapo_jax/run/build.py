@@ -101,7 +101,7 @@ class Run:
         files = model_files(self.policy.folder, weights=self._has_weights)
         self.identity = identity_of(config, prompts=asked.identity, model=files)
         """The identity of this run that a checkpoint keeps."""
-        episodes = episodes_of(environment, config, self.policy)
+        self.episodes = episodes = episodes_of(environment, config, self.policy)
         grader = grading(
             config.reward,
             self.policy,

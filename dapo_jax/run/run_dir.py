@@ -23,6 +23,7 @@ from dapo_jax.storage import AnyPath, entries, in_bucket
 
 OF_A_RUN = (
     locks.NAME,
+    "answers",
     "checkpoints",
     "config.yaml",
     "evaluations",

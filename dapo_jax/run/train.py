@@ -6,11 +6,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import jax
 from rich.console import Console
 
 from dapo_jax.checkpoints.checkpointer import Checkpointer
 from dapo_jax.config import TrainConfig, load_config, to_yaml
-from dapo_jax.dapo.dynamic_sampling import Collecting
+from dapo_jax.dapo.dynamic_sampling import Collected, Collecting
+from dapo_jax.environments import Episodes
+from dapo_jax.environments.recorded_answers import RecordedAnswers
 from dapo_jax.health.stalls import Watch, interrupt
 from dapo_jax.health.stopping import Stop
 from dapo_jax.parallel import processes
@@ -172,6 +175,11 @@ def train(
         # Traces end before the guard looks at a step; what the guard has found is written at the step's end.
         observers = (
             FolderCheck(check),
+            *(
+                []
+                if run.episodes is None
+                else [KeptAnswers(config, run_dir, run.episodes, say=shown.message)]
+            ),
             TracedSteps(profile),
             ratios,
             StepProgress(config, shown),
@@ -215,6 +223,33 @@ class FolderCheck(Observer):
     def after_step(self, result: StepResult) -> None:
         """Raises LockLostError if another run has taken over the folder."""
         self._check()
+
+
+class KeptAnswers(Observer):
+    """Writes down what environments answer while a step is sampled, so that it is heard again where the step is sampled again."""
+
+    def __init__(
+        self, config: TrainConfig, run_dir: AnyPath, episodes: Episodes, *, say: Callable[[str], None]
+    ) -> None:
+        self._say, self._told = say, False
+        self._every, self._episodes = config.checkpoint.every_steps, episodes
+        self._answers = RecordedAnswers(run_dir / "answers", process=jax.process_index())
+
+    def before_sampling(self, position: Position, collector: Collecting) -> None:
+        """Begins the record of the step. The last checkpoint may still be on its way to the disk; the one before is there."""
+        done = position.step // self._every * self._every if self._every else 0
+        self._answers.begin(position.step + 1, keep_from=done - self._every + 1)
+        self._episodes.answers = self._answers
+
+    def after_sampling(self, step: int, collected: Collected) -> None:
+        """Ends it: an evaluation is repeated as a whole."""
+        self._answers.flush()
+        self._episodes.answers = None
+        if self._answers.failed and not self._told:
+            self._told = True
+            self._say(
+                f"what environments answer cannot be written down ({self._answers.failed}): a step that is interrupted will ask them again"
+            )
 
 
 class TracedSteps(Observer):

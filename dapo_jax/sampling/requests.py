@@ -69,7 +69,7 @@ class Request:
 
     @property
     def ahead(self) -> int:
-        """What makes a place in the context of a number of the response's tokens: those of the prompt are ahead, or those before the present context are not in it."""
+        """The number to be added to one of the response's tokens for its place in the context: the prompt is ahead of it, or what was before the present context is not there."""
         return len(self.prompt.tokens) if self.anew is None else -self.anew
 
     @property

@@ -1,6 +1,7 @@
 """Runs whose responses are episodes: the same whatever environments wait for, interrupted or not, by one process or several."""
 
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -106,6 +107,27 @@ def test_episodes_are_trained_on_and_their_environment_is_not(trained):
 
 def test_the_time_that_an_environment_takes_changes_nothing(trained, turning, run_micro, rows, same_run):
     same_run(run_micro(turning(environment__calls=3), reward=None, eval_rows=rows), trained)
+
+
+def test_a_step_that_is_sampled_again_hears_what_it_heard(
+    turning, run_micro, rows, place, tmp_path, same_run
+):
+    """An environment that answers by chance; the second run finds what the first one heard in its first steps, as one does that was killed before its first checkpoint."""
+    (place / "chance.py").write_text(
+        ENVIRONMENT.replace("digits = sum(", "digits = random.randrange(10) + sum(").replace("Sums", "Chance")
+    )
+    told = {"environment__source": f"{place}/chance.py:Chance", "checkpoint__every_steps": 9, "steps": 2}
+    first = run_micro(turning(tmp_path / "first", **told), reward=None, eval_rows=rows)
+    again = tmp_path / "again"
+    shutil.copytree(tmp_path / "first" / "answers", again / "answers")
+    found = run_micro(turning(again, **told), reward=None, eval_rows=rows)
+    for ours, theirs in zip(found.metrics[1:], first.metrics[1:], strict=True):
+        assert ours["reward/parts/total"] == theirs["reward/parts/total"]
+    for step in (1, 2):
+        name = f"rollouts/step_{step:06d}.jsonl"
+        assert (again / name).read_bytes() == (first.run_dir / name).read_bytes()
+    other = run_micro(turning(tmp_path / "other", **told), reward=None, eval_rows=rows)
+    assert other.metrics[1]["reward/parts/total"] != first.metrics[1]["reward/parts/total"], "it is by chance"
 
 
 def test_a_run_interrupted_after_every_step_is_the_uninterrupted_run(

@@ -85,7 +85,10 @@ def test_a_special_token_in_pieces_side_by_side_is_its_characters():
             r"has the role '<\|im_end\|>'; a role is at most 64 letters",
         ),
         ({"role": "user", "content": "\U0010f001"}, r"private character U\+10F001"),
-        ({"role": "user", "content": "a" * (1 << 20), "name": "b"}, r"characters were given; 1,048,576 are the most"),
+        (
+            {"role": "user", "content": "a" * (1 << 20), "name": "b"},
+            r"characters were given; 1,048,576 are the most",
+        ),
     ],
     ids=["role", "guard", "long"],
 )

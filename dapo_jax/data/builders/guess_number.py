@@ -37,7 +37,7 @@ HEEDS = 0.35
 SPLIT_SEED = 0
 TEST_PAIRS = 126
 """Pairs of a range and a number in the test split, of 10 x 63 = 630."""
-DEMONSTRATIONS = {"train": 8, "test": 1}
+DEMONSTRATIONS = {"train": 64, "test": 1}
 """Demonstrations of each pair, by split."""
 
 
