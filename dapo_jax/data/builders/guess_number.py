@@ -1,13 +1,13 @@
-"""Generated searches for a number, with demonstrations of a careless player to warm a model up on.
+"""Generated searches for a number, with demonstrations of an impatient player to warm a model up on.
 
 A prompt is the range, `08-70:`. What follows is a search: a guess of two digits, which `?` ends, and the answer, `>` if the number is higher, `<`
 if it is lower, until the guess is right:
 
     08-70:39?>55?<47?
 
-At each guess the careless player takes the middle of what is left with the chance `HEEDS`, and else any number of the range, whatever the
-answers were. So the demonstrations know the format and what a middle is; that a search which always takes it finds every number within
-`GUESSES` guesses stands in none of them.
+The impatient player begins a search by taking the middle with the chance `BEGINS`, and goes on to take the middle of what the answers leave with the
+chance `GOES_ON` at each further guess. Once out of patience, any number of the range is as good as another, whatever the answers were. So the demonstrations
+know the format and what a middle is, and few are searches to their end; that patience finds every number within `GUESSES` guesses is for reinforcement to find.
 
 The rows are pairs of a range and a number. Those of the test split have ranges and numbers that training knows, never together.
 Everything drawn is a pure function of (SPLIT_SEED, pair): change a constant and a new dataset is prepared beside the old one.
@@ -27,13 +27,15 @@ from dapo_jax.data.uniform import uniform
 ALPHABET = "0123456789-:?<>"
 """Every character of prompts and responses."""
 WIDTH = 63
-"""Numbers of a range: six guesses find each of them if every guess is the middle, since 2**6 - 1 = 63."""
+"""Numbers of a range, 2**6 - 1."""
 LOWS = range(0, 37, 4)
 """The numbers with which a range begins; the highest number of all is 36 + 62 = 98."""
-GUESSES = 7
-"""The most guesses of a search: one more than are needed."""
-HEEDS = 0.35
-"""Chance that a guess of a demonstration is the middle of what the answers have left. With it 28% of the numbers are found; with 0.9, 94%."""
+GUESSES = 6
+"""The most guesses of a search: they find each of the 63 numbers if every guess is the middle."""
+BEGINS = 0.35
+"""Chance that a demonstration begins with the middle."""
+GOES_ON = 0.8
+"""Chance that one which has taken nothing but middles takes the next one, too."""
 SPLIT_SEED = 0
 TEST_PAIRS = 126
 """Pairs of a range and a number in the test split, of 10 x 63 = 630."""
@@ -60,19 +62,26 @@ def middle(low: int, high: int) -> int:
 
 
 def demonstration(
-    low: int, number: int, draw: int = 0, *, seed: int = SPLIT_SEED, heeds: float = HEEDS
+    low: int,
+    number: int,
+    draw: int = 0,
+    *,
+    seed: int = SPLIT_SEED,
+    begins: float = BEGINS,
+    goes_on: float = GOES_ON,
 ) -> str:
-    """A search for `number` in the range from `low` by the careless player.
+    """A search for `number` in the range from `low` by the impatient player.
 
-    >>> demonstration(8, 47, heeds=1.0)
+    >>> demonstration(8, 47, begins=1.0, goes_on=1.0)
     '39?>55?<47?'
     """
-    left_low, left_high, text = low, low + WIDTH - 1, ""
+    left_low, left_high, text, patience = low, low + WIDTH - 1, "", begins
     for guess_number in range(GUESSES):
         luck = uniform("guess", seed, low, number, draw, guess_number)
-        guess = middle(left_low, left_high)
-        if luck >= heeds:
-            guess = low + int((luck - heeds) / (1 - heeds) * WIDTH)
+        if luck < patience:
+            guess, patience = middle(left_low, left_high), goes_on
+        else:
+            guess, patience = low + int((luck - patience) / (1 - patience) * WIDTH), 0.0
         text += f"{guess:02d}?"
         if guess == number:
             return text
@@ -94,7 +103,17 @@ def split_pairs(seed: int = SPLIT_SEED) -> dict[str, list[tuple[int, int]]]:
 
 def _fingerprint() -> str:
     """Changes with every constant above and with the format, so that stale files are never read."""
-    drawn = [SPLIT_SEED, [*LOWS], WIDTH, GUESSES, HEEDS, TEST_PAIRS, DEMONSTRATIONS, demonstration(8, 47)]
+    drawn = [
+        SPLIT_SEED,
+        [*LOWS],
+        WIDTH,
+        GUESSES,
+        BEGINS,
+        GOES_ON,
+        TEST_PAIRS,
+        DEMONSTRATIONS,
+        demonstration(8, 47),
+    ]
     return hashlib.blake2b(json.dumps(drawn).encode(), digest_size=4).hexdigest()
 
 
