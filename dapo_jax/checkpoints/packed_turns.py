@@ -68,6 +68,8 @@ def check_turns(arrays: Mapping[str, np.ndarray]) -> None:
         ValueError: names the array.
     """
     if "turn_counts" not in arrays:
+        if "context_counts" in arrays:
+            raise ValueError("'context_counts' are there without 'turn_counts'")
         return
     lengths, contexts = arrays["lengths"], "context_counts" in arrays
     for name in ("turn_counts", "reward_counts", *(["context_counts"] if contexts else [])):

@@ -150,7 +150,7 @@ def serve(arguments: argparse.Namespace) -> int:
     told = {name: value for name, value in given.items() if name in known}
     say = partial(print, flush=True)
     if arguments.http:
-        serve_http(arguments.model, HttpOptions(**told), api_key=os.environ.get(API_KEY, ""), say=say)
+        serve_http(arguments.model, HttpOptions(**told), api_key=os.environ.get(API_KEY, "").strip(), say=say)
     else:
         serve(arguments.model, ServeOptions(**told), say=say)
     return 0

@@ -281,8 +281,8 @@ class EnvironmentConfig(Section, at="environment"):
     turn_tokens: int = key(0, range=NOT_NEGATIVE)
     """The most tokens of a turn; 0: as many as are left."""
     episode_tokens: int = key(0, range=NOT_NEGATIVE)
-    """The most tokens of an episode, what the environment appends among them; 0: `sampling.max_response_tokens`. More than these fit only where the environment begins
-    contexts anew: each of them is no longer than `data.max_prompt_tokens` + `sampling.max_response_tokens`."""
+    """The most tokens of an episode, what the environment appends among them; 0: `sampling.max_response_tokens`. More than `sampling.max_response_tokens` fit only where the environment begins
+    contexts anew: each context is no longer than `data.max_prompt_tokens` + `sampling.max_response_tokens`. Overlong rules go by this limit."""
     timeout_s: float = key(30.0, range=POSITIVE)
     """Seconds for one answer of the environment. An episode whose environment takes longer, or raises, is lost: its verdict is the worst of its group."""
     calls: int = key(64, range=SIZE, may_change=True)
@@ -781,6 +781,11 @@ class TrainConfig(Section):
     guard: GuardConfig = key(default_factory=GuardConfig, may_change=True)
     watchdogs: WatchdogsConfig = key(default_factory=WatchdogsConfig, may_change=True)
     parallel: ParallelConfig = key(default_factory=ParallelConfig, may_change=True)
+
+    @property
+    def episode_tokens(self) -> int:
+        """The most tokens of a response, or of an episode."""
+        return self.environment.episode_tokens or self.sampling.max_response_tokens
 
     @property
     def row_tokens(self) -> int:

@@ -7,8 +7,9 @@ import asyncio
 import inspect
 import math
 import threading
+from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -25,6 +26,9 @@ from dapo_jax.rewards.functions import MAX_SCORE
 from dapo_jax.rewards.sample import Sample, copied, read_only
 
 _Value = TypeVar("_Value")
+
+_FAREWELLS = 4096
+"""Groups whose episodes may still be at their `close`, at the most."""
 
 _ENDING_S = 5.0
 """Seconds for which closing waits for episodes that go on after they were cancelled."""
@@ -94,6 +98,7 @@ class Episodes:
         self._loop.set_default_executor(DaemonThreads())
         self._room = asyncio.Semaphore(calls)
         self._closing = False
+        self._farewells: deque[Future[None]] = deque(maxlen=_FAREWELLS)
         self._thread = threading.Thread(target=self._serve, daemon=True, name="environments")
         self._thread.start()
 
@@ -147,53 +152,76 @@ class Episodes:
         opened = [self._open.pop((sample.prompt.ordinal, index)) for index, sample in enumerate(samples)]
         group_rewards = getattr(self._environment, "group_rewards", None)
         if group_rewards is None:
-            asyncio.run_coroutine_threadsafe(self._closed(opened), self._loop)
+            self._farewells.append(asyncio.run_coroutine_threadsafe(self._closed(opened), self._loop))
             return [_done(_verdict(one)) for one in opened]
         found: list[Future[Verdict]] = [Future() for _ in opened]
 
         async def compare() -> None:
             kept = [one for one in opened if not one.lost]
-            ordinal, heard = samples[0].prompt.ordinal, " ".join(one.heard.name for one in kept)
-            known = None if self.answers is None else self.answers.find(ordinal, -1, heard)
-            try:
-                if known is not None and known.scores is not None:
-                    given = known.scores
-                else:
-                    for one in kept:
-                        await self._caught_up(one)
-                    given = await self._called(group_rewards, [one.episode for one in kept])
-                if not isinstance(given, Sequence | np.ndarray):
-                    raise _LostError(
-                        "raised", f"group_rewards returned {given!r:.200}, needs a reward for each episode"
-                    )
-                scores = [_number(score, "group_rewards returned") for score in given]
-                if len(scores) != len(kept):
-                    raise _LostError(
-                        "raised", f"group_rewards returned {len(scores)} rewards for {len(kept)} episodes"
-                    )
-                if self.answers is not None and known is None:
-                    self.answers.add(ordinal, -1, heard, Answer(tokens=None, scores=scores))
-            except _LostError as error:
-                for one in kept:
-                    one.lost, one.reason = error.lost, str(error)
-                scores = []
-            except (
-                Exception
-            ) as error:  # of an answer that raises when it is looked at: the run would wait for ever
-                for one in kept:
-                    one.lost, one.reason = "raised", f"group_rewards' answer raises {type(error).__name__}"
-                scores = []
+            scores = await self._compared(group_rewards, kept, ordinal=samples[0].prompt.ordinal)
             of_episode = dict(zip(map(id, kept), scores, strict=False))
             for one, verdict in zip(opened, found, strict=True):
                 verdict.set_result(_verdict(one, of_episode.get(id(one))))
             await self._closed(opened)
 
-        asyncio.run_coroutine_threadsafe(compare(), self._loop)
+        def settle(_: Future[None]) -> None:
+            for verdict in found:  # none has, if somebody else's code cancelled the task
+                if not verdict.done():
+                    said = "the task that compares the rewards of a group was cancelled"
+                    verdict.set_result(Verdict(correct=False, lost="raised", reason=said))
+
+        comparing = asyncio.run_coroutine_threadsafe(compare(), self._loop)
+        comparing.add_done_callback(settle)
+        self._farewells.append(comparing)
         return found
 
+    async def _compared(
+        self, group_rewards: Callable[..., Any], kept: list[_Open], *, ordinal: int
+    ) -> list[float]:
+        """What `group_rewards` gives the episodes that are not lost; those that cannot be told what they missed are taken out of `kept`, and without an answer
+        all are lost."""
+        heard = " ".join(one.heard.name for one in kept)
+        known = None if self.answers is None else self.answers.find(ordinal, -1, heard)
+        try:
+            if known is not None and known.scores is not None:
+                given = known.scores
+            else:
+                for one in list(kept):
+                    try:
+                        async with self._room:
+                            await self._caught_up(one)
+                    except _LostError as error:
+                        one.lost, one.reason = error.lost, str(error)
+                        kept.remove(one)
+                given = await self._called(group_rewards, [one.episode for one in kept])
+            if not isinstance(given, Sequence | np.ndarray):
+                raise _LostError(
+                    "raised", f"group_rewards returned {given!r:.200}, needs a reward for each episode"
+                )
+            scores = [_number(score, "group_rewards returned") for score in given]
+            if len(scores) != len(kept):
+                raise _LostError(
+                    "raised", f"group_rewards returned {len(scores)} rewards for {len(kept)} episodes"
+                )
+            if self.answers is not None and known is None:
+                self.answers.add(ordinal, -1, heard, Answer(tokens=None, scores=scores))
+            return scores
+        except _LostError as error:
+            lost, said = error.lost, str(error)
+        except (
+            Exception
+        ) as error:  # of an answer that raises when it is looked at: the run would wait for ever
+            lost, said = "raised", f"group_rewards' answer raises {type(error).__name__}"
+        for one in kept:
+            one.lost, one.reason = lost, said
+        return []
+
     def close(self) -> None:
-        """Ends the thread; calls that are under way are given up."""
+        """Ends the thread, once episodes were closed, as far as that ends soon; calls that are under way are given up."""
         if not self._closing:
+            left = list(self._open.values())
+            self._farewells.append(asyncio.run_coroutine_threadsafe(self._closed(left), self._loop))
+            wait(self._farewells, timeout=_ENDING_S / 2)
             self._closing = True
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_ENDING_S)
@@ -321,7 +349,17 @@ class Episodes:
                 )
             return None
 
-        return asyncio.run_coroutine_threadsafe(recorded(), self._loop)
+        answered: Future[Continuation | None] = Future()
+
+        def settle(done: Future[Continuation | None]) -> None:
+            if done.cancelled() or done.exception() is not None:  # before it began, by somebody else's code
+                opened.lost, opened.reason = "raised", "the environment's task was cancelled"
+                answered.set_result(None)
+            else:
+                answered.set_result(done.result())
+
+        asyncio.run_coroutine_threadsafe(recorded(), self._loop).add_done_callback(settle)
+        return answered
 
     async def _called(self, call: Callable[..., Any], *arguments: Any) -> Any:
         """The result of somebody else's function, async or not, within the limit.

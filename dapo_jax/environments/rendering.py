@@ -150,11 +150,13 @@ def _message(guarding: Guarding, message: Any) -> dict[str, Any]:
     """The message as the template is to see it.
 
     Raises:
-        RenderingError: it has no role, or no text.
-        ValueError: it cannot be guarded.
+        RenderingError: it has no role, or no text, or cannot be guarded.
     """
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise RenderingError(f"{message!r:.200} is no message: it needs a role and a content")
     if not isinstance(message.get("content"), str):
         raise RenderingError(f"{message!r:.200} is no message with a text: its content has to be a str")
-    return guarding.message(message)
+    try:
+        return guarding.message(message)
+    except ValueError as error:
+        raise RenderingError(f"a message was given that cannot be taken: {error}") from error

@@ -86,9 +86,11 @@ def what_is_wrong(arguments: Mapping[str, Any], parameters: Mapping[str, Any]) -
     for name in parameters.get("required", ()):
         if name not in arguments:
             return f"argument {name!r} is missing"
-    return next(
-        (said for name, value in arguments.items() if (said := _misfit(value, known[name], name))), ""
-    )
+    try:
+        misfits = (_misfit(value, known[name], name) for name, value in arguments.items())
+        return next(filter(None, misfits), "")
+    except RecursionError:
+        return "an argument has too many brackets inside one another"
 
 
 def _misfit(value: Any, schema: Mapping[str, Any], where: str) -> str:

@@ -106,7 +106,7 @@ class Run:
             config.reward,
             self.policy,
             episodes=episodes,
-            max_response_tokens=config.sampling.max_response_tokens,
+            max_response_tokens=config.episode_tokens,
             stop=config.sampling.stop,
             reward=reward,
             on_submit=lambda: watch.note("grading the responses to a prompt"),

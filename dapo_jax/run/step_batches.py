@@ -43,7 +43,7 @@ class StepBatches:
         weights = example_weights(
             examples,
             aggregation=config.loss.aggregation,
-            max_response_tokens=config.sampling.max_response_tokens,
+            max_response_tokens=config.episode_tokens,
         )
         return pack(
             examples,

@@ -172,14 +172,15 @@ def train(
             identity=run.identity,
             check=check,
         )
+        kept_answers: list[Observer] = []
+        if run.episodes is not None:
+            answers = RecordedAnswers(run_dir / "answers", process=jax.process_index())
+            stack.callback(answers.close)
+            kept_answers.append(KeptAnswers(config, answers, run.episodes, say=shown.message))
         # Traces end before the guard looks at a step; what the guard has found is written at the step's end.
         observers = (
             FolderCheck(check),
-            *(
-                []
-                if run.episodes is None
-                else [KeptAnswers(config, run_dir, run.episodes, say=shown.message)]
-            ),
+            *kept_answers,
             TracedSteps(profile),
             ratios,
             StepProgress(config, shown),
@@ -229,11 +230,11 @@ class KeptAnswers(Observer):
     """Writes down what environments answer while a step is sampled, so that it is heard again where the step is sampled again."""
 
     def __init__(
-        self, config: TrainConfig, run_dir: AnyPath, episodes: Episodes, *, say: Callable[[str], None]
+        self, config: TrainConfig, answers: RecordedAnswers, episodes: Episodes, *, say: Callable[[str], None]
     ) -> None:
         self._say, self._told = say, False
         self._every, self._episodes = config.checkpoint.every_steps, episodes
-        self._answers = RecordedAnswers(run_dir / "answers", process=jax.process_index())
+        self._answers = answers
 
     def before_sampling(self, position: Position, collector: Collecting) -> None:
         """Begins the record of the step. The last checkpoint may still be on its way to the disk; the one before is there."""
@@ -243,7 +244,7 @@ class KeptAnswers(Observer):
 
     def after_sampling(self, step: int, collected: Collected) -> None:
         """Ends it: an evaluation is repeated as a whole."""
-        self._answers.flush()
+        self._answers.end()
         self._episodes.answers = None
         if self._answers.failed and not self._told:
             self._told = True

@@ -73,7 +73,8 @@ class DecodeLoop:
     def resume(self, request: Request) -> bool:
         """Lines up one whose next turn begins, to be fed what its pages lack, before all that have none. False: it is to be read, and has no pages."""
         fed = len(request.fed)
-        if request.row is None or not 0 < fed <= self._engine.feed_tokens or fed * _DEARER > request.length:
+        long = not 0 < fed <= self._engine.feed_tokens or fed * _DEARER > request.length
+        if request.row is None or long or self.slots.others_idle(request):
             self.slots.forget(request)
             return False
         self.slots.aside.remove(request)

@@ -252,8 +252,9 @@ class DecoderEngine:
 
     @cached_property
     def _no_logits(self) -> Array:
+        """One row for all of them."""
         logits = self.state_structs.logits
-        return jax.device_put(np.zeros(logits.shape, logits.dtype), self._whole)
+        return jax.device_put(np.zeros((1, *logits.shape[1:]), logits.dtype), self._whole)
 
     def generate(
         self, params: SamplerWeights, state: DecodeState, decoding: Decoding, min_live: int,
@@ -296,7 +297,8 @@ class DecoderEngine:
             prefixes["paused"] = Prefix(layers=(), logits=logits, rows=column, starts=column, lengths=lengths)
             made["paused"] = partial(self._paused.lower, state.logits, state.lengths)
         if self.feed_tokens:
-            prefixes["parked"] = Prefix(layers=(), logits=logits, rows=column, starts=column, lengths=column)
+            one = self._struct((1, *state.logits.shape[1:]), state.logits.dtype)
+            prefixes["parked"] = Prefix(layers=(), logits=one, rows=column, starts=column, lengths=column)
         fed = jax.ShapeDtypeStruct((self.slots, self.feed_tokens), jnp.int32)
         feeding = (fed, column) if self.feed_tokens else ()
         for name, prefix in prefixes.items():
@@ -365,7 +367,7 @@ class DecoderEngine:
 
         return DecodeState(
             layers=(),
-            logits=put(state.logits, prefix.logits[prompts]),
+            logits=put(state.logits, prefix.logits[jnp.minimum(prompts, len(prefix.logits) - 1)]),
             lengths=put(state.lengths, prefix.lengths[prompts]),
             generated=put(state.generated, drawn),
             limits=put(state.limits, limits),

@@ -95,12 +95,6 @@ class Request:
             return self.prompt.tokens
         return np.concatenate([self.prompt.tokens, self.tokens[: self.drawn]])
 
-    def start(self, order: int) -> None:
-        """Lets go of the prefix, which goes when its last response has a slot."""
-        self.prefix = None
-        if self.order < 0:
-            self.order = order
-
     def append(self, tokens: Int[np.ndarray, " new"], logprobs: Float[np.ndarray, " new"]) -> None:
         """Takes new tokens."""
         if not len(self.tokens):  # room is made when the first are there, not for all that wait

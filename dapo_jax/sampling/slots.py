@@ -142,6 +142,11 @@ class Slots:
         """Frees a slot whose response keeps its pages, until others need them."""
         self.aside.append(self.leave(slot))
 
+    def others_idle(self, request: Request) -> bool:
+        """Whether there are free slots, but none where the request's pages are."""
+        assert request.row is not None
+        return not self._idle[self.pages.sizes.pool_of(request.row)] and any(self._idle)
+
     def forget(self, request: Request) -> None:
         """Frees the pages of one beside the slots, if it has any."""
         if request.row is not None:

@@ -253,7 +253,13 @@ class RequestLoop:
             except Exception as error:
                 taken.set_exception(error)
                 continue
-            self._loop.take(made)
+            try:
+                self._loop.take(made)
+            except BaseException as error:  # nothing goes on after that
+                for *_, each in waiting:
+                    if not each.done():
+                        each.set_exception(error)
+                raise
             self.version = version
             taken.set_result(None)
 

@@ -1,7 +1,7 @@
 """What environments answered is on disk, and is heard again by a step that is sampled again."""
 
-import itertools
 import random
+import time
 
 import numpy as np
 import pytest
@@ -48,13 +48,13 @@ class Die:
         return Step(reward=random.random(), append=told, context=anew, metrics={"luck": random.random()})
 
 
-def played(folder, texts, *, indices=(0,), environment=None):
+def played(folder, texts, *, indices=(0,), environment=None, to_its_end=True):
     """What is heard of episodes that say `texts`: all continuations, the verdicts, and the environment."""
     environment = environment or Dice()
     rendering, found = Rendering(tokenizer=TOKENIZER), []
     with Episodes(environment, rendering, text_of=TOKENIZER.decode, seed=0, max_turns=9) as episodes:
-        episodes.answers = RecordedAnswers(folder)
-        episodes.answers.begin(1, keep_from=0)
+        episodes.answers = answers = RecordedAnswers(folder)
+        answers.begin(1, keep_from=0)
         for index in indices:
             found.append(episodes.start(PROMPT, index).result(20))
             for text in texts:
@@ -71,7 +71,8 @@ def played(folder, texts, *, indices=(0,), environment=None):
         )
         samples = samples_of(PROMPT, [response for _ in indices], tokenizer=TOKENIZER)
         verdicts = [verdict.result(20) for verdict in episodes.verdicts(samples)]
-        episodes.answers.flush()
+        answers.end() if to_its_end else None
+        answers.close()
     said = [None if each is None else (each.tokens.tolist(), each.anew) for each in found]
     return said, verdicts, environment
 
@@ -113,6 +114,14 @@ def test_an_episode_that_was_lost_is_lost_again(tmp_path):
     assert again[2].heard == []
 
 
+def test_what_was_lost_in_a_step_that_did_not_end_is_asked_again(tmp_path):
+    """What stopped the run may be what lost it."""
+    first = played(tmp_path, ["a", "lost"], to_its_end=False)
+    again = played(tmp_path, ["a", "lost"])
+    assert again[0][:2] == first[0][:2]
+    assert again[2].heard == [["a", "lost"]]
+
+
 def test_damaged_pieces_count_as_not_written(tmp_path):
     first = played(tmp_path, ["a", "b"])
     [piece] = tmp_path.iterdir()
@@ -132,40 +141,56 @@ def test_damaged_pieces_count_as_not_written(tmp_path):
     assert environment.heard == [["a", "b"]]
 
 
-def test_pieces_go_once_a_checkpoint_has_their_step(tmp_path):
-    answers = RecordedAnswers(tmp_path)
+@pytest.fixture
+def recorded(tmp_path):
+    made = []
+
+    def make(folder=tmp_path):
+        made.append(RecordedAnswers(folder))
+        return made[-1]
+
+    yield make
+    for answers in made:
+        answers.close()
+
+
+def test_files_go_once_a_checkpoint_has_their_step(recorded, tmp_path):
+    answers = recorded()
     for step in range(1, 6):
         answers.begin(step, keep_from=step - 2)
         answers.add(step, 0, "", Answer(tokens=[step]))
-    answers.flush()
+        answers.end()
     steps = {int(path.name[5:11]) for path in tmp_path.iterdir()}
     assert steps == {3, 4, 5}
-    again = RecordedAnswers(tmp_path)
-    again.begin(4, keep_from=2)
-    assert [again.find(step, 0, "") is not None for step in range(1, 6)] == [False, False, True, True, True]
+    again, other = recorded(), recorded()
+    for one in (again, other):  # two processes, each of which may find that the other was first
+        one.begin(4, keep_from=4)
+        assert [one.find(step, 0, "") is not None for step in range(1, 6)] == [False, False, True, True, True]
+        assert not one.failed
     again.begin(6, keep_from=4)
     assert again.find(5, 0, "") is None, "nothing is remembered of steps that are over"
 
 
-def test_a_folder_that_cannot_be_written_costs_no_answer(tmp_path):
+def test_a_folder_that_cannot_be_written_costs_no_answer(recorded, tmp_path):
     blocked = tmp_path / "file"
     blocked.write_text("")
-    answers = RecordedAnswers(blocked / "answers")
+    answers = recorded(blocked / "answers")
     answers.begin(1, keep_from=0)
     answers.add(1, 0, "", Answer(tokens=None))
-    answers.flush()
+    answers.end()
     assert "file" in answers.failed
 
 
-@pytest.mark.parametrize("count", [1, 300])
-def test_answers_are_on_disk_soon(count, tmp_path, monkeypatch):
-    """In pieces of 256; and each second, whatever their number."""
-    clock = itertools.count(0.0, 0.6 if count == 1 else 0.0)
-    monkeypatch.setattr("dapo_jax.environments.recorded_answers.time.monotonic", lambda: next(clock))
-    answers = RecordedAnswers(tmp_path)
+def test_answers_are_on_disk_soon_and_a_step_that_ended_is_one_file(recorded, tmp_path, monkeypatch):
+    monkeypatch.setattr("dapo_jax.environments.recorded_answers._PIECE_S", 0.01)
+    answers = recorded()
     answers.begin(1, keep_from=0)
-    for index in range(count):
+    for index in range(3):
         answers.add(1, index, "", Answer(tokens=[]))
-    answers.add(1, count, "", Answer(tokens=[]))
-    written = sum(len(path.read_bytes().splitlines()) for path in tmp_path.iterdir())
-    assert written == (2 if count == 1 else 256)
+        deadline = time.monotonic() + 20
+        while len(list(tmp_path.glob("*.jsonl"))) <= index and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert len(list(tmp_path.glob("*.jsonl"))) == 3
+    answers.end()
+    [whole] = tmp_path.glob("*.jsonl")
+    assert len(whole.read_bytes().splitlines()) == 3

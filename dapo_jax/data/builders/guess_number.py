@@ -5,9 +5,9 @@ if it is lower, until the guess is right:
 
     08-70:39?>55?<47?
 
-The impatient player begins a search by taking the middle with the chance `BEGINS`, and goes on to take the middle of what the answers leave with the
-chance `GOES_ON` at each further guess. Once out of patience, any number of the range is as good as another, whatever the answers were. So the demonstrations
-know the format and what a middle is, and few are searches to their end; that patience finds every number within `GUESSES` guesses is for reinforcement to find.
+At each guess the impatient player takes the middle of what the answers leave with the chance `PATIENCE`; else any number of the range, after which the player gives
+up. So the demonstrations know the format and what a middle is, and a quarter of them find the number; that patience finds every number within `GUESSES`
+guesses is for reinforcement to find.
 
 The rows are pairs of a range and a number. Those of the test split have ranges and numbers that training knows, never together.
 Everything drawn is a pure function of (SPLIT_SEED, pair): change a constant and a new dataset is prepared beside the old one.
@@ -32,10 +32,8 @@ LOWS = range(0, 37, 4)
 """The numbers with which a range begins; the highest number of all is 36 + 62 = 98."""
 GUESSES = 6
 """The most guesses of a search: they find each of the 63 numbers if every guess is the middle."""
-BEGINS = 0.35
-"""Chance that a demonstration begins with the middle."""
-GOES_ON = 0.8
-"""Chance that one which has taken nothing but middles takes the next one, too."""
+PATIENCE = 0.75
+"""Chance that a guess of a demonstration is the middle."""
 SPLIT_SEED = 0
 TEST_PAIRS = 126
 """Pairs of a range and a number in the test split, of 10 x 63 = 630."""
@@ -62,35 +60,27 @@ def middle(low: int, high: int) -> int:
 
 
 def demonstration(
-    low: int,
-    number: int,
-    draw: int = 0,
-    *,
-    seed: int = SPLIT_SEED,
-    begins: float = BEGINS,
-    goes_on: float = GOES_ON,
+    low: int, number: int, draw: int = 0, *, seed: int = SPLIT_SEED, patience: float = PATIENCE
 ) -> str:
     """A search for `number` in the range from `low` by the impatient player.
 
-    >>> demonstration(8, 47, begins=1.0, goes_on=1.0)
+    >>> demonstration(8, 47, patience=1.0)
     '39?>55?<47?'
     """
-    left_low, left_high, text, patience = low, low + WIDTH - 1, "", begins
+    left_low, left_high, text = low, low + WIDTH - 1, ""
     for guess_number in range(GUESSES):
         luck = uniform("guess", seed, low, number, draw, guess_number)
-        if luck < patience:
-            guess, patience = middle(left_low, left_high), goes_on
-        else:
-            guess, patience = low + int((luck - patience) / (1 - patience) * WIDTH), 0.0
+        patient = luck < patience
+        at_random = low + int((luck - patience) / (1 - patience) * WIDTH) if not patient else 0
+        guess = middle(left_low, left_high) if patient else at_random
         text += f"{guess:02d}?"
         if guess == number:
             return text
-        if guess_number < GUESSES - 1:
-            text += ">" if guess < number else "<"
-        left_low, left_high = (
-            (max(left_low, guess + 1), left_high) if guess < number else (left_low, min(left_high, guess - 1))
-        )
-    return text
+        text += ">" if guess < number else "<"
+        if not patient:
+            return text
+        left_low, left_high = (guess + 1, left_high) if guess < number else (left_low, guess - 1)
+    raise AssertionError(f"{number} is not among the {WIDTH} numbers from {low} on")
 
 
 def split_pairs(seed: int = SPLIT_SEED) -> dict[str, list[tuple[int, int]]]:
@@ -108,8 +98,7 @@ def _fingerprint() -> str:
         [*LOWS],
         WIDTH,
         GUESSES,
-        BEGINS,
-        GOES_ON,
+        PATIENCE,
         TEST_PAIRS,
         DEMONSTRATIONS,
         demonstration(8, 47),

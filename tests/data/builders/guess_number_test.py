@@ -50,39 +50,34 @@ def test_splits_depend_on_the_seed_alone():
 
 def test_patience_finds_every_number():
     """63 = 2^6 - 1 numbers: each guess that is not right leaves 31, 15, 7, 3, 1."""
-    lengths = [len(guesses(demonstration(low, number, begins=1.0, goes_on=1.0))) for low, number in PAIRS]
+    lengths = [len(guesses(demonstration(low, number, patience=1.0))) for low, number in PAIRS]
     assert [lengths.count(length) for length in range(1, 8)] == [10 * 2**k for k in range(6)] + [0]
 
 
-def test_answers_are_true_and_a_search_ends_at_the_number_or_at_the_last_guess():
+def test_answers_are_true_and_a_search_ends_at_the_number_or_where_patience_does():
     for (low, number), draw in itertools.product(PAIRS, range(3)):
-        search = guesses(demonstration(low, number, draw))
-        for guess, answer in search[:-1]:
-            assert answer == (">" if guess < number else "<")
-            assert guess != number
-        last, answer = search[-1]
-        assert not answer
-        assert last == number or len(search) == GUESSES
-        assert all(low <= guess < low + WIDTH for guess, _ in search)
+        search, left = guesses(demonstration(low, number, draw)), (low, low + WIDTH - 1)
+        for place, (guess, answer) in enumerate(search):
+            assert low <= guess < low + WIDTH
+            assert answer == {guess < number: ">", guess > number: "<"}.get(True, "")
+            if guess != middle(*left):
+                assert place == len(search) - 1, "nothing follows a guess out of impatience"
+                break
+            left = (guess + 1, left[1]) if guess < number else (left[0], guess - 1)
+        assert len(search) <= GUESSES
 
 
-def test_patience_is_rare_and_once_gone_it_is_gone():
-    """35% begin with the middle; of those, 80% go on at the next guess if there is one; and 1/63 do by chance. Some 20% find the number."""
-    begun = went_on = found = total = could = 0
+def test_the_player_is_patient_three_times_in_four():
+    """And takes the middle in 1/63 of the rest by chance. A search of depth d is found by 0.75^d: 0.25 over all 63 numbers, and some by chance."""
+    patient = total = found = 0
     for (low, number), draw in itertools.product(PAIRS, range(20)):
         search = [guess for guess, _ in guesses(demonstration(low, number, draw))]
-        total, first = total + 1, middle(low, low + WIDTH - 1)
+        total, patient = total + 1, patient + (search[0] == middle(low, low + WIDTH - 1))
         found += search[-1] == number
-        if search[0] == first:
-            begun += 1
-            if len(search) > 1:
-                could += 1
-                left = (first + 1, low + WIDTH - 1) if number > first else (low, first - 1)
-                went_on += search[1] == middle(*left)
-    # Standard errors: sqrt(.35 x .65 / 12,600) = 0.004, sqrt(.8 x .2 / 4,400) = 0.006.
-    assert abs(begun / total - (0.35 + 0.65 / 63)) < 0.02
-    assert abs(went_on / could - 0.35 / (0.35 + 0.65 / 63) * (0.8 + 0.2 / 63)) < 0.03
-    assert 0.17 < found / total < 0.25
+    # Standard errors: sqrt(.75 x .25 / 12,600) = 0.004.
+    assert abs(patient / total - (0.75 + 0.25 / 63)) < 0.02
+    expected = sum(2**k / 63 * 0.75 ** (k + 1) for k in range(6))
+    assert expected < found / total < expected + 0.03
 
 
 def test_the_model_knows_every_character():
