@@ -204,8 +204,6 @@ class HuggingFaceTokenizer:
             ValueError: text with half a surrogate pair.
         """
         text.encode("utf-8")
-        if self._guards.restored(text) == text:
-            return self.encode(text)
         with self._library("cannot encode this text with"):
             found = self._tokenizer.encode(text, add_special_tokens=False)
         parts: list[Int32[np.ndarray, " tokens"]] = []
