@@ -28,7 +28,7 @@ ALPHABET = "0123456789-:?<>"
 """Every character of prompts and responses."""
 WIDTH = 63
 """Numbers of a range, 2**6 - 1."""
-LOWS = range(0, 37, 4)
+LOWS = range(0, 37, 2)
 """The numbers with which a range begins; the highest number of all is 36 + 62 = 98."""
 GUESSES = 6
 """The most guesses of a search: they find each of the 63 numbers if every guess is the middle."""
@@ -36,7 +36,7 @@ PATIENCE = 0.75
 """Chance that a guess of a demonstration is the middle."""
 SPLIT_SEED = 0
 TEST_PAIRS = 126
-"""Pairs of a range and a number in the test split, of 10 x 63 = 630."""
+"""Pairs of a range and a number in the test split, of 19 x 63 = 1197."""
 DEMONSTRATIONS = {"train": 64, "test": 1}
 """Demonstrations of each pair, by split."""
 
