@@ -39,6 +39,22 @@ def test_the_quickstart_learns_addition_from_under_half_to_nine_tenths(seed, tmp
     assert f"{after:.3f} after" in printed
 
 
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_quickstart_with_turns_learns_to_search(seed, tmp_path):
+    """From under 0.3 to nine tenths of the held-out pairs of a range and a number."""
+    config = CONFIGS / "turns_quickstart.yaml"
+    assert load_config(config).steps <= 300
+    run("train", config, f"seed={seed}", f"run_dir={tmp_path / 'run'}")
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert lines[0]["eval/guess_number/avg@4"] < 0.3
+    assert lines[-1]["eval/guess_number/avg@4"] >= 0.9
+
+
+def test_the_warm_start_of_turns_makes_a_base_model_that_knows_the_format(tmp_path):
+    run("sft", CONFIGS / "turns_quickstart_sft.yaml", f"run_dir={tmp_path / 'run'}", "steps=20")
+    assert (tmp_path / "run" / "model" / "model.safetensors").stat().st_size < 3_000_000
+
+
 def test_the_warm_start_makes_a_base_model_that_is_right_a_third_to_half_of_the_time(tmp_path):
     run("sft", CONFIGS / "quickstart_sft.yaml", f"run_dir={tmp_path / 'run'}")
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()

@@ -49,7 +49,7 @@ class DataConfig(Section, at="data"):
     """Where prompts come from."""
 
     source: str = key("arithmetic", not_empty=True, aliases=["train_files", "dataset_name"])
-    """A dataset builder of `dapo_jax.data.builders`: arithmetic and one_digit_arithmetic make their rows up; dapo_math_17k,
+    """A dataset builder of `dapo_jax.data.builders`: arithmetic, one_digit_arithmetic and guess_number make their rows up; dapo_math_17k,
     aime_2024, gsm8k, math_500 and jsonl (any file) read them from `path`. `reasoning_gym:TASK` for questions that the package
     reasoning-gym makes up; `mixture`; `rows` when rows are passed from Python."""
     path: str = ""
