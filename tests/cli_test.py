@@ -378,6 +378,7 @@ def test_config_prints_yaml_that_loads_back_equal(capsys, tmp_path):
 CONFIGS = {
     **{str(path): [] for path in sorted((ROOT / "configs").rglob("*.yaml"))},
     str(ROOT / "configs" / "quickstart_sft.yaml"): ["--sft"],
+    str(ROOT / "configs" / "turns_quickstart_sft.yaml"): ["--sft"],
     str(ROOT / "configs" / "study" / "base_model_sft.yaml"): ["--sft"],
     str(ROOT / "configs" / "aime_2024.yaml"): ["--eval"],
 }

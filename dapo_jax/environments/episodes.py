@@ -178,7 +178,7 @@ class Episodes:
     async def _compared(
         self, group_rewards: Callable[..., Any], kept: list[_Open], *, ordinal: int
     ) -> list[float]:
-        """What `group_rewards` gives the episodes that are not lost; those that cannot be told what they missed are taken out of `kept`, and without an answer
+        """Asks `group_rewards` for the rewards of the episodes that are not lost; those that cannot be told what they missed are taken out of `kept`, and without an answer
         all are lost."""
         heard = " ".join(one.heard.name for one in kept)
         known = None if self.answers is None else self.answers.find(ordinal, -1, heard)

@@ -26,10 +26,10 @@ _ENDING_S = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What became of one call of an environment."""
+    """The outcome of one call of an environment."""
 
     tokens: list[int] | None
-    """What stands before the next turn; None: the episode is over."""
+    """The tokens before the next turn; None: the episode is over."""
     anew: bool = False
     reward: float = 0.0
     correct: bool | None = None
@@ -75,11 +75,11 @@ class RecordedAnswers:
         self._folder, self._process, self._step = folder, process, 0
         self._known: dict[tuple[int, int, str], Answer] = {}
         self._files: list[tuple[int, AnyPath]] = []
-        """Of earlier steps."""
+        """Files of earlier steps."""
         self._of_step: list[dict[str, Any]] = []
         self._new: list[dict[str, Any]] = []
         self._pieces: list[AnyPath] = []
-        """Of this step."""
+        """Files of this step, which become one at its end."""
         self._lock, self._writing = threading.Lock(), threading.Lock()
         self.failed = ""
         try:

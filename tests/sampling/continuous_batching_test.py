@@ -274,6 +274,7 @@ class PoisonedEngine:
             engine.paused,
             None,
         )
+        self.feed_tokens, self.parked = engine.feed_tokens, engine.parked
         self.poisoned = 0
         self._new, self._written = (
             set(),
