@@ -9,7 +9,8 @@ At each guess the impatient player takes the middle of what the answers leave wi
 up. So the demonstrations know the format and what a middle is, and a quarter of them find the number; that patience finds every number within `GUESSES`
 guesses is for reinforcement to find.
 
-The rows are pairs of a range and a number. Those of the test split have ranges and numbers that training knows, never together.
+The rows are pairs of a range and a number. The pairs of `test` are not among those of `train`, which reinforcement asks; the split `demonstrations` has all pairs, with
+many searches for each.
 Everything drawn is a pure function of (SPLIT_SEED, pair): change a constant and a new dataset is prepared beside the old one.
 """
 
@@ -28,7 +29,7 @@ ALPHABET = "0123456789-:?<>"
 """Every character of prompts and responses."""
 WIDTH = 63
 """Numbers of a range, 2**6 - 1."""
-LOWS = range(0, 37, 2)
+LOWS = range(0, 37, 4)
 """The numbers with which a range begins; the highest number of all is 36 + 62 = 98."""
 GUESSES = 6
 """The most guesses of a search: they find each of the 63 numbers if every guess is the middle."""
@@ -36,8 +37,8 @@ PATIENCE = 0.75
 """Chance that a guess of a demonstration is the middle."""
 SPLIT_SEED = 0
 TEST_PAIRS = 126
-"""Pairs of a range and a number in the test split, of 19 x 63 = 1197."""
-DEMONSTRATIONS = {"train": 64, "test": 1}
+"""Pairs of a range and a number in the test split, of 10 x 63 = 630."""
+DEMONSTRATIONS = {"train": 1, "test": 1, "demonstrations": 64}
 """Demonstrations of each pair, by split."""
 
 
@@ -84,11 +85,11 @@ def demonstration(
 
 
 def split_pairs(seed: int = SPLIT_SEED) -> dict[str, list[tuple[int, int]]]:
-    """All pairs of a range's first number and a number within it, shuffled by `seed` and cut into `train` and `test`."""
+    """All pairs of a range's first number and a number within it, shuffled by `seed` and cut into `train` and `test`; `demonstrations` has them all."""
     pairs = [(low, low + place) for low, place in itertools.product(LOWS, range(WIDTH))]
     # Ordering by a hash shuffles the same way under every version of every library.
     pairs.sort(key=lambda pair: uniform("split", seed, *pair))
-    return {"train": pairs[:-TEST_PAIRS], "test": pairs[-TEST_PAIRS:]}
+    return {"train": pairs[:-TEST_PAIRS], "test": pairs[-TEST_PAIRS:], "demonstrations": pairs}
 
 
 def _fingerprint() -> str:

@@ -29,7 +29,12 @@ def guesses(text):
 
 def test_splits_are_disjoint_and_together_all_pairs():
     splits = split_pairs()
-    assert {name: len(pairs) for name, pairs in splits.items()} == {"train": 1071, "test": 126}
+    assert {name: len(pairs) for name, pairs in splits.items()} == {
+        "train": 504,
+        "test": 126,
+        "demonstrations": 630,
+    }
+    assert sorted(splits["demonstrations"]) == PAIRS
     assert sorted(splits["train"] + splits["test"]) == PAIRS
 
 
@@ -51,7 +56,7 @@ def test_splits_depend_on_the_seed_alone():
 def test_patience_finds_every_number():
     """63 = 2^6 - 1 numbers: each guess that is not right leaves 31, 15, 7, 3, 1."""
     lengths = [len(guesses(demonstration(low, number, patience=1.0))) for low, number in PAIRS]
-    assert [lengths.count(length) for length in range(1, 8)] == [19 * 2**k for k in range(6)] + [0]
+    assert [lengths.count(length) for length in range(1, 8)] == [10 * 2**k for k in range(6)] + [0]
 
 
 def test_answers_are_true_and_a_search_ends_at_the_number_or_where_patience_does():
@@ -74,7 +79,7 @@ def test_the_player_is_patient_three_times_in_four():
         search = [guess for guess, _ in guesses(demonstration(low, number, draw))]
         total, patient = total + 1, patient + (search[0] == middle(low, low + WIDTH - 1))
         found += search[-1] == number
-    # Standard errors: sqrt(.75 x .25 / 23,940) = 0.003.
+    # Standard errors: sqrt(.75 x .25 / 12,600) = 0.004.
     assert abs(patient / total - (0.75 + 0.25 / 63)) < 0.02
     expected = sum(2**k / 63 * 0.75 ** (k + 1) for k in range(6))
     assert expected < found / total < expected + 0.03
