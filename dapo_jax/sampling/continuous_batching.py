@@ -96,35 +96,38 @@ class Sampler:
             more=more,
             park=taking is not None and self._engine.feed_tokens > 0,
         )
-        while True:
-            if taking is not None:
-                taking.resume(loop.resume)
-            ended = loop.step()
-            if taking is None:
-                over = [EndedEpisode(*each, (), ()) for each in ended or ()]
-            else:
-                for each in ended or ():
-                    taking.turn_ended(*each)
-                over = taking.ended()
-                for episode in over:
-                    loop.slots.forget(episode.request)
-            for request, length, reason, turns, contexts in over:
-                group = groups[request.prompt.ordinal]
-                group[request.index] = Response(
-                    tokens=request.tokens[:length].copy(),
-                    logprobs=request.logprobs[:length].copy(),
-                    finish_reason=reason,
-                    spans=(Span(0, version),),
-                    turns=turns,
-                    contexts=contexts,
-                )
-                if len(group) == samples_per_prompt:
-                    del groups[request.prompt.ordinal]
-                    yield request.prompt, tuple(group[index] for index in range(samples_per_prompt))
-            if ended is None and not over:
-                if taking is None or not taking.busy:
-                    return
-                taking.wait()
+        try:
+            while True:
+                if taking is not None:
+                    taking.resume(loop.resume)
+                ended = loop.step()
+                if taking is None:
+                    over = [EndedEpisode(*each, (), ()) for each in ended or ()]
+                else:
+                    for each in ended or ():
+                        taking.turn_ended(*each)
+                    over = taking.ended()
+                    for episode in over:
+                        loop.slots.forget(episode.request)
+                for request, length, reason, turns, contexts in over:
+                    group = groups[request.prompt.ordinal]
+                    group[request.index] = Response(
+                        tokens=request.tokens[:length].copy(),
+                        logprobs=request.logprobs[:length].copy(),
+                        finish_reason=reason,
+                        spans=(Span(0, version),),
+                        turns=turns,
+                        contexts=contexts,
+                    )
+                    if len(group) == samples_per_prompt:
+                        del groups[request.prompt.ordinal]
+                        yield request.prompt, tuple(group[index] for index in range(samples_per_prompt))
+                if ended is None and not over:
+                    if taking is None or not taking.busy:
+                        return
+                    taking.wait()
+        finally:
+            loop.close()
 
 
 def check_prompts(prompts: Sequence[Prompt], *, capacity: int, max_response_tokens: int) -> None:

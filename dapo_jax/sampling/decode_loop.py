@@ -136,6 +136,10 @@ class DecodeLoop:
         if unread:
             self._reading.begin(unread)
 
+    def close(self) -> None:
+        """Forgets what gives more to read: a function that knows this loop, so that cache and weights would stay until cycles are collected."""
+        self._more = tuple
+
     def _decoding_now(self) -> Decoding:
         """The loop's, or of each slot its own."""
         options = [None if owner is None else owner.options for owner in self.slots.owners]
