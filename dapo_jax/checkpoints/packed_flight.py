@@ -1,12 +1,16 @@
 """Rollouts in flight as plain arrays, for a checkpoint: the clock, and what was drawn of the responses to groups without a verdict."""
 
 import json
+import math
 from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, get_args
 
 import numpy as np
 
 from dapo_jax.checkpoints.packed_spans import SPAN_ARRAYS, check_spans, span_arrays, spans_of
-from dapo_jax.dapo.in_flight import FINISH_REASONS, InFlight, ResponseSoFar
+from dapo_jax.dapo.in_flight import FINISH_REASONS, EpisodeSoFar, InFlight, ResponseSoFar, Standing
+from dapo_jax.dapo.rollouts import ContextSpan, FinishReason, Lost, TurnSpan
 from dapo_jax.dapo.virtual_clock import VirtualClock
 
 _PREFIX = "flight_"
@@ -31,6 +35,9 @@ def flight_arrays(in_flight: InFlight | None) -> dict[str, np.ndarray]:
             [empty.astype(np.float32), *(response.logprobs for response in responses)]
         ),
     }
+    episodes = [None if response.episode is None else asdict(response.episode) for response in responses]
+    if any(episodes):
+        arrays["episodes"] = np.frombuffer(json.dumps(episodes).encode(), np.uint8)
     return {f"{_PREFIX}{name}": array for name, array in arrays.items()}
 
 
@@ -66,6 +73,7 @@ def flight_of(arrays: Mapping[str, np.ndarray], *, vocabulary: int, version: int
     if clock.version != version:
         raise ValueError(f"the clock is of step {clock.version}")
     started = list(clock.started())
+    episodes = _episodes(arrays.get(f"{_PREFIX}episodes"), len(started))
     _check(found, len(started), vocabulary=vocabulary, version=version)
     ends, spans = np.cumsum(found["lengths"]), spans_of(found)
     responses = {}
@@ -76,13 +84,85 @@ def flight_of(arrays: Mapping[str, np.ndarray], *, vocabulary: int, version: int
             logprobs=found["logprobs"][part].astype(np.float32),
             spans=spans[place],
             finish_reason=FINISH_REASONS[found["reasons"][place]],
+            episode=episodes[place],
         )
         ended, left = responses[one].finish_reason is not None, clock.groups[one.ordinal].left
         if ended == (one.index in left):
             raise ValueError(
                 f"response {one.index} to prompt {one.ordinal} has ended, or not, other than the clock says"
             )
+        if (episode := episodes[place]) is not None and not _fits(episode, responses[one]):
+            raise ValueError(
+                f"'episodes' has turns of response {one.index} to prompt {one.ordinal} that it cannot have"
+            )
     return InFlight(clock=clock, responses=responses)
+
+
+def _episodes(array: np.ndarray | None, count: int) -> list[EpisodeSoFar | None]:
+    """The episodes of so many responses; older checkpoints, and those of runs without an environment, have none."""
+    if array is None:
+        return [None] * count
+    try:
+        said = json.loads(array.tobytes())
+        found = [None if each is None else _episode(**each) for each in said]
+    except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
+        raise ValueError(f"'episodes' cannot be read: {error}") from error
+    if len(found) != count or any((one is None) != (found[0] is None) for one in found):
+        raise ValueError(f"'episodes' are not those of {count:,} responses")
+    return found
+
+
+def _episode(
+    *,
+    due: int | None,
+    turns: list[list[int]],
+    reasons: list[FinishReason],
+    contexts: list[list[int]],
+    begun: int,
+    standing: dict[str, Any],
+) -> EpisodeSoFar:
+    """An episode as `asdict` has taken it apart.
+
+    Raises:
+        TypeError, ValueError: it is not.
+    """
+    found = EpisodeSoFar(
+        due=due,
+        turns=tuple(TurnSpan(*turn) for turn in turns),
+        reasons=tuple(reasons),
+        contexts=tuple(ContextSpan(*context) for context in contexts),
+        begun=begun,
+        standing=Standing.of(standing),
+    )
+    whole = [begun, *(edge for span in (*found.turns, *found.contexts) for edge in span)]
+    whole += [] if due is None else [due]
+    told = found.standing
+    numbers = [*told.rewards, *told.metrics.values()]
+    if (
+        not all(type(each) is int and each >= 0 for each in whole)
+        or not all(reason in FINISH_REASONS[1:] for reason in reasons)
+        or not all(type(each) in (int, float) and math.isfinite(each) for each in numbers)
+        or not all(isinstance(each, str) for each in (told.lost, told.reason, *told.metrics))
+        or told.lost not in ("", *get_args(Lost))
+        or not isinstance(told.correct, bool | None)
+    ):
+        raise ValueError(f"{standing!r:.80} with {due=}, {begun=}")
+    return found
+
+
+def _fits(episode: EpisodeSoFar, response: ResponseSoFar) -> bool:
+    """Whether a response of these tokens can have these turns."""
+    edges = [edge for span in sorted([*episode.turns, *episode.contexts]) for edge in span]
+    waits, over = episode.due is not None, response.finish_reason is not None
+    answered = len(episode.turns) - (waits and bool(episode.turns))
+    return (
+        edges == sorted(edges)
+        and len(episode.reasons) == len(episode.turns)
+        and len(episode.standing.rewards) == answered
+        and (edges or [0])[-1] <= len(response.tokens)
+        and episode.begun <= len(response.tokens)
+        and not (waits and over)
+    )
 
 
 def _check(arrays: Mapping[str, np.ndarray], count: int, *, vocabulary: int, version: int) -> None:

@@ -343,6 +343,8 @@ class RolloutConfig(Section, at="rollout"):
     """Tokens that each response in flight draws in a round; at its end what has ended is replaced and a step may end."""
     verdict_rounds: int = key(1, range=NOT_NEGATIVE)
     """Rounds from a group's last token to its verdict, while which graders work beside the sampler; 0: sampling waits for them."""
+    answer_rounds: int = key(1, range=NOT_NEGATIVE)
+    """Rounds from the end of an episode's turn to its environment's answer, while which others draw; 0: sampling waits for it. Without `environment.source` it has no meaning."""
     max_age_steps: int = key(
         0, range=NOT_NEGATIVE, aliases=["max_staleness", "staleness_threshold", "max_off_policy_steps"]
     )
@@ -936,9 +938,6 @@ def _check_environment(config: TrainConfig) -> None:
     source, reward = config.environment.source, config.reward
     if not source:
         return
-    if config.rollout.in_flight:
-        remedy = "episodes of several turns are sampled in waves: leave rollout.in_flight out"
-        refuse("environment.source", source, "rollout.in_flight = 0", remedy)
     if config.parallel.sampler_hosts > 1:
         remedy = "processes that share a sampler run its programs together, which an environment's own time would part: set parallel.sampler_hosts=1"
         refuse("environment.source", source, "a sampler for each process", remedy)

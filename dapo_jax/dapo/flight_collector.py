@@ -4,17 +4,33 @@ Pure bookkeeping on the host, the same in every process.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from dapo_jax.dapo.dynamic_sampling import Collected, ShortfallError, Tally, is_informative, nothing_to_learn
-from dapo_jax.dapo.in_flight import NOTHING, Drawn, InFlight, ResponseSoFar
-from dapo_jax.dapo.rollouts import Group, Response
+from dapo_jax.dapo.in_flight import NOTHING, Drawn, EpisodeSoFar, InFlight, ResponseSoFar, Standing
+from dapo_jax.dapo.rollouts import Continuation, FinishReason, Group, Response
 from dapo_jax.dapo.virtual_clock import ClockSizes, ResponseId, VirtualClock
+
+
+class RoundEnd(NamedTuple):
+    """The outcome of a round."""
+
+    ended: list[ResponseId]
+    """The responses that ended in it."""
+    whole: list[int]
+    """The groups of which the last response has ended in it, to be graded."""
+    due: list[int]
+    """The groups whose verdicts are due now, to be judged."""
 
 
 @dataclass
 class FlightCollector:
-    """The sampling of one step by the clock. In this order while `goes_on`: `start`; a round is sampled; `take`; `judge`. Then `finish`."""
+    """The sampling of one step by the clock. In this order while `goes_on`: `start`; a round is sampled; `take`; `end_round`; `judge`. Then `finish`.
+
+    Responses that are episodes have answers, too, each of them some rounds after the turn, or the start, that it answers: behind `start`, and behind `take`, `answer` takes
+    those of `answers_due`.
+    """
 
     clock: VirtualClock
     responses: dict[ResponseId, ResponseSoFar]
@@ -25,6 +41,8 @@ class FlightCollector:
     metric: str = "correct"
     enabled: bool = True
     """False: all groups are trained on."""
+    answer_rounds: int | None = None
+    """Rounds from the end of a turn to the one at whose end its environment's answer is taken; 0: at once. None: responses are no episodes."""
     tally: Tally = field(default_factory=Tally)
     """Counts of the groups whose verdicts came in this step."""
     rounds: int = 0
@@ -32,6 +50,10 @@ class FlightCollector:
     drawn_tokens: int = 0
     """Tokens that were drawn in this step."""
     _judged: list[Group] = field(default_factory=list)
+    _ended: list[ResponseId] = field(default_factory=list)
+    """Responses that ended since the last end of a round."""
+    _taken: bool = False
+    """Whether the present round is drawn."""
 
     @classmethod
     def of(
@@ -43,6 +65,7 @@ class FlightCollector:
         max_groups: int | None,
         metric: str,
         enabled: bool,
+        answer_rounds: int | None = None,
     ) -> "FlightCollector":
         """The collector of a step that begins with what is in flight; None: with nothing, as the first one does."""
         return cls(
@@ -52,6 +75,7 @@ class FlightCollector:
             max_groups=max_groups,
             metric=metric,
             enabled=enabled,
+            answer_rounds=answer_rounds,
         )
 
     @property
@@ -81,25 +105,60 @@ class FlightCollector:
         return within and not self.clock.step_ends
 
     def start(self) -> list[ResponseId]:
-        """The responses that start now, in order."""
+        """The responses that start now, in order. Episodes wait for what their environments put before the first turn."""
         started = self.clock.start()
-        self.responses.update(dict.fromkeys(started, NOTHING))
+        begins = NOTHING
+        if self.answer_rounds is not None:
+            begins = replace(NOTHING, episode=EpisodeSoFar(due=self._now + self.answer_rounds))
+        self.responses.update(dict.fromkeys(started, begins))
         return started
 
-    def take(self, drawn: Mapping[ResponseId, Drawn]) -> tuple[list[int], list[int]]:
-        """Takes a round: what every response in flight has drawn.
+    def waits(self, one: ResponseId) -> bool:
+        """Whether a response in flight draws nothing, because its environment works."""
+        episode = self.responses[one].episode
+        return episode is not None and episode.due is not None
 
-        Returned are the groups of which the last response has ended in it, to be graded, and those whose verdicts are due now, to be judged.
-        """
+    def take(self, drawn: Mapping[ResponseId, Drawn]) -> None:
+        """Takes a round: what every response in flight has drawn but those that wait."""
         self.rounds += 1
-        ended = []
+        self._taken = True
         for one, part in drawn.items():
-            self.responses[one] = self.responses[one].longer(part, self.clock.version)
+            longer = self.responses[one].longer(part, self.clock.version)
             self.drawn_tokens += len(part.tokens)
             if part.finish_reason is not None:
-                ended.append(one)
+                if self.answer_rounds is None:
+                    self._ended.append(one)
+                else:
+                    longer = longer.turn_ended(part, due=self._now + self.answer_rounds)
+            self.responses[one] = longer
+
+    def answers_due(self) -> list[ResponseId]:
+        """The responses whose environments' answers are taken now, in order."""
+        found = []
+        for one in self.clock.in_flight():
+            episode = self.responses[one].episode
+            if episode is not None and episode.due is not None and episode.due <= self._now:
+                found.append(one)
+        return found
+
+    def answer(
+        self, one: ResponseId, before: Continuation | None, standing: Standing, *, end: FinishReason | None
+    ) -> None:
+        """Takes an environment's answer, and what it says of the episode so far. The episode has come to its `end`, or its next turn begins behind `before`."""
+        self.responses[one] = self.responses[one].answered(before, standing, end, self.clock.version)
+        if end is not None:
+            self._ended.append(one)
+
+    def end_round(self) -> RoundEnd:
+        """Ends a round that was taken."""
+        ended, self._ended, self._taken = self._ended, [], False
         due = self.clock.end_round(ended)
-        return self.clock.whole(one.ordinal for one in ended), due
+        return RoundEnd(ended, self.clock.whole(one.ordinal for one in ended), due)
+
+    @property
+    def _now(self) -> int:
+        """Rounds that are drawn."""
+        return self.clock.rounds + self._taken
 
     def responses_to(self, ordinal: int) -> tuple[Response, ...]:
         """The responses of a whole group."""

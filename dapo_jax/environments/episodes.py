@@ -8,15 +8,16 @@ import inspect
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
 from jaxtyping import Int
 
+from dapo_jax.dapo.in_flight import Standing
 from dapo_jax.dapo.rollouts import Continuation, DrawnTurn, Lost, Prompt, Verdict, as_float
 from dapo_jax.environments.protocol import Context, Environment, Step, Turn
 from dapo_jax.environments.recorded_answers import Answer, Heard, RecordedAnswers
@@ -120,17 +121,41 @@ class Episodes:
 
         return self._on_record(opened) or self._submit(opened, begin)
 
+    def reopen(self, prompt: Prompt, index: int, turns: Sequence[DrawnTurn], standing: Standing) -> None:
+        """Opens an episode of an earlier process, whose environment has answered these turns: it is told them before the next one."""
+        opened = self._open[prompt.ordinal, index] = _Open(prompt, index)
+        for turn in turns:
+            opened.heard.add(turn.tokens)
+            opened.unheard.append(self._said(turn, number=len(opened.unheard)))
+        opened.rewards, opened.metrics = list(standing.rewards), dict(standing.metrics)
+        opened.correct, opened.lost, opened.reason = standing.correct, standing.lost, standing.reason
+
+    def standing(self, prompt: Prompt, index: int) -> Standing:
+        """All that the environment has said of an episode so far."""
+        opened = self._open[prompt.ordinal, index]
+        return Standing(
+            rewards=tuple(opened.rewards),
+            correct=opened.correct,
+            metrics=dict(opened.metrics),
+            lost=opened.lost,
+            reason=opened.reason,
+        )
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Within, episodes are others than those that are open, whatever their ordinals, and no answer is written down: those of an evaluation, say."""
+        opened, answers = self._open, self.answers
+        self._open, self.answers = {}, None
+        try:
+            yield
+        finally:
+            self._open, self.answers = opened, answers
+
     def step(self, prompt: Prompt, index: int, turn: DrawnTurn) -> Future[Continuation | None]:
         """Hands over a turn: what stands before the next one; None: the episode is over, or was lost."""
         opened = self._open[prompt.ordinal, index]
         opened.heard.add(turn.tokens)
-        said = Turn(
-            tokens=read_only(turn.tokens),
-            logprobs=read_only(turn.logprobs),
-            text=self._text_of(turn.tokens),
-            finish_reason=turn.finish_reason,
-            number=len(opened.rewards),
-        )
+        said = self._said(turn, number=len(opened.rewards))
         opened.rewards.append(0.0)
         if (known := self._on_record(opened)) is not None:
             opened.unheard.append(said)
@@ -225,6 +250,15 @@ class Episodes:
             self._closing = True
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_ENDING_S)
+
+    def _said(self, turn: DrawnTurn, *, number: int) -> Turn:
+        return Turn(
+            tokens=read_only(turn.tokens),
+            logprobs=read_only(turn.logprobs),
+            text=self._text_of(turn.tokens),
+            finish_reason=turn.finish_reason,
+            number=number,
+        )
 
     async def _begun(self, opened: _Open) -> object:
         """Makes the episode, and begins it: what it says before the first turn.

@@ -96,9 +96,15 @@ class RecordedAnswers:
 
     def begin(self, step: int, *, keep_from: int) -> None:
         """Begins a step; answers of steps before `keep_from` are removed."""
-        self._step, self._of_step, self._pieces = step, [], []
-        if step > self._last:
+        if (
+            self._step and step > self._last
+        ):  # in the first one, an episode in flight may wait for an answer of long ago
             self._known = {}
+        with self._writing, self._lock:
+            self._files += [
+                (self._step, piece) for piece in self._pieces
+            ]  # of answers that came after the end
+            self._step, self._of_step, self._pieces = step, [], []
         for _, path in [file for file in self._files if file[0] < keep_from]:
             self._remove(path)
         self._files = [file for file in self._files if file[0] >= keep_from]

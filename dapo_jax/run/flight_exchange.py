@@ -1,14 +1,15 @@
-"""The exchange of processes whose rollouts are in flight: at the end of a round, what each response has drawn; and the verdicts that are due."""
+"""The exchange of processes whose rollouts are in flight: at the end of a round, what each response has drawn; the verdicts that are due, and what environments have said."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import jax
 import numpy as np
 
-from dapo_jax.dapo.in_flight import FINISH_REASONS, Drawn
-from dapo_jax.dapo.rollouts import Group, Response
+from dapo_jax.dapo.in_flight import FINISH_REASONS, Drawn, Standing
+from dapo_jax.dapo.rollouts import Continuation, Group, Response
 from dapo_jax.dapo.virtual_clock import ResponseId
 from dapo_jax.health.stopping import Stop, StoppedError
 from dapo_jax.rewards.functions import RewardError
@@ -16,6 +17,15 @@ from dapo_jax.run.group_exchange import PromptAt, SamplerShare, exchanged, trave
 
 _HEAD_BYTES = 1024
 """For what is said beside the tokens. What does not fit, such as a long error, travels in further buffers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Said:
+    """What an environment has said of an episode."""
+
+    before: Continuation | None
+    """The tokens before the next turn; None: the episode is over, or was lost."""
+    standing: Standing
 
 
 class FlightExchange:
@@ -43,7 +53,7 @@ class FlightExchange:
 
     @contextmanager
     def grading(self) -> Iterator[None]:
-        """Within, a reward function may fail, or be waited for. Of several processes all hear at the next exchange that it has failed.
+        """Within, a reward function may fail, or be waited for, as an environment may. Of several processes all hear at the next exchange that it has failed.
 
         Raises:
             StoppedError: this process was told to stop, and there is no other.
@@ -85,6 +95,22 @@ class FlightExchange:
                 found.update(zip(asked[said["sampler"]], _unpacked(body), strict=True))
         return found
 
+    def answers(self, said: Mapping[ResponseId, Said]) -> dict[ResponseId, Said]:
+        """What the environments of all processes have said.
+
+        Raises:
+            StoppedError: one of the processes was told to stop; in all of them.
+            RewardError: a reward function failed in one of them; in all.
+        """
+        if self._share.alone:
+            return dict(said)
+        head = {"answers": [[*one, *_told(answer)] for one, answer in said.items()]}
+        found: dict[ResponseId, Said] = {}
+        for heard, _ in exchanged(head, b"", stop=self._stop, failed=self._failed):
+            for ordinal, index, tokens, anew, standing in heard["answers"]:
+                found[ResponseId(ordinal, index)] = _heard(tokens, anew, standing)
+        return found
+
     def verdicts(
         self,
         groups: Sequence[Group],
@@ -102,6 +128,16 @@ class FlightExchange:
         texts = max((len(group.rollouts) for group in groups), default=0)
         found = travelled(groups, prompt_at, brief=True, texts=texts, stop=self._stop, failed=self._failed)
         return [_with(group, responses_to(group.prompt.ordinal)) for group in found]
+
+
+def _told(said: Said) -> tuple[list[int] | None, bool, dict[str, Any]]:
+    tokens, anew = (None, False) if said.before is None else (said.before.tokens.tolist(), said.before.anew)
+    return tokens, anew, asdict(said.standing)
+
+
+def _heard(tokens: list[int] | None, anew: bool, standing: dict[str, Any]) -> Said:
+    before = None if tokens is None else Continuation(np.array(tokens, np.int32), anew)
+    return Said(before=before, standing=Standing.of(standing))
 
 
 def _with(group: Group, responses: Sequence[Response]) -> Group:

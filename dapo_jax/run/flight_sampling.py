@@ -4,7 +4,7 @@ Between two ends of a round no process waits for another. At the end each gets w
 and the verdicts that are due; so each decides alike what starts, which groups are whole and when the step ends.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from dapo_jax.dapo.in_flight import Drawn
 from dapo_jax.dapo.rollouts import Group, Prompt
 from dapo_jax.dapo.virtual_clock import ClockSizes, ResponseId
 from dapo_jax.rewards.grading import Pending
+from dapo_jax.run.flight_episodes import FlightEpisodes
 from dapo_jax.run.flight_exchange import FlightExchange
 from dapo_jax.run.group_sampling import FOR_OTHERS, GroupSampling
 from dapo_jax.run.position import Position
@@ -45,6 +46,16 @@ class FlightSampling(GroupSampling):
         """Groups whose verdicts this process waits for, by ordinal."""
         self._asked: dict[int, Prompt] = {}
         """The prompts of groups without a verdict, by ordinal."""
+        self._talk: FlightEpisodes | None = None
+        if self._episodes is not None:
+            self._talk = FlightEpisodes(
+                self._episodes,
+                self._sampler.limits(self._episodes),
+                share=self._share,
+                exchange=self._exchange,
+                prompt_at=self._prompt_at,
+                on_wait=lambda: self._watch.note("waiting for environments"),
+            )
 
     def collector(self, position: Position) -> FlightCollector:
         """The sampling of the step after `position`."""
@@ -56,6 +67,7 @@ class FlightSampling(GroupSampling):
             max_groups=config.prompts_per_wave * dynamic.max_waves if dynamic.enabled else None,
             metric=dynamic.metric,
             enabled=dynamic.enabled,
+            answer_rounds=config.rollout.answer_rounds if self._talk else None,
         )
 
     def groups(self, weights: PyTree, collector: FlightCollector) -> Iterator[Group]:
@@ -68,26 +80,41 @@ class FlightSampling(GroupSampling):
         sampler: RoundSampler | None = None
         drawn_before = {one: len(collector.responses[one].tokens) for one in collector.clock.in_flight()}
         places = Places(self._sizes.in_flight, self._share.count, drawn_before)
+        if self._talk is not None:
+            self._talk.ask(collector)  # before groups are handed over whose episodes it does not know
         for ordinal in collector.waiting_for_verdicts():
             self._hand_over(ordinal, collector)
-        while collector.goes_on:
-            if sampler is None:  # not where enough groups wait: nothing is read again for no round
-                sampler = self._sampler.rounds(
-                    weights,
-                    decoding=decoding(temperature=self._config.sampling.temperature),
-                    domain=TRAINING,
-                )
-            places.give(collector.start())
-            drawn = self._round(sampler, collector, places)
-            whole, due = collector.take(drawn)
-            places.leave(one for one, part in drawn.items() if part.finish_reason is not None)
-            for ordinal in whole:
-                self._hand_over(ordinal, collector)
-            groups = self._verdicts(due, collector)
-            collector.judge(groups)
-            for ordinal in due:
-                self._asked.pop(ordinal, None)
-            yield from groups
+        try:
+            while collector.goes_on:
+                if sampler is None:  # not where enough groups wait: nothing is read again for no round
+                    sampler = self._sampler.rounds(
+                        weights,
+                        decoding=decoding(temperature=self._config.sampling.temperature),
+                        domain=TRAINING,
+                        episodes=self._episodes,
+                    )
+                places.give(collector.start())
+                self._converse(collector)
+                collector.take(self._round(sampler, collector, places))
+                self._converse(collector)
+                ended, whole, due = collector.end_round()
+                places.leave(ended)
+                for ordinal in whole:
+                    self._hand_over(ordinal, collector)
+                groups = self._verdicts(due, collector)
+                collector.judge(groups)
+                for ordinal in due:
+                    self._asked.pop(ordinal, None)
+                yield from groups
+        finally:
+            if sampler is not None:
+                sampler.close()
+
+    def _converse(self, collector: FlightCollector) -> None:
+        """Hands new turns over to environments, and takes the answers that are due."""
+        if self._talk is not None:
+            self._talk.ask(collector)
+            self._talk.hear(collector)
 
     def finish(self, collector: FlightCollector) -> Collected:
         """The groups that a step trains on, those that wait, and what goes on; every process has them whole.
@@ -100,23 +127,28 @@ class FlightSampling(GroupSampling):
     def _round(
         self, sampler: RoundSampler, collector: FlightCollector, places: "Places"
     ) -> dict[ResponseId, Drawn]:
-        """Samples a round: returns what each response in flight has drawn, in all processes."""
+        """Samples a round: returns what each response in flight has drawn, in all processes, but for those that wait for environments."""
         mine = places.of(self._share.index)
         going = [
             Going(
                 prompt=self._prompt_at(one.ordinal),
                 index=one.index,
                 tokens=collector.responses[one].tokens,
+                turn=collector.responses[one].present_turn,
             )
             for one in mine
+            if not collector.waits(one)
         ]
 
         def draw() -> Sequence[Drawn]:
-            return sampler.draw(going, self._config.rollout.round_tokens)
+            waiting = [one for one in mine if collector.waits(one)]
+            return sampler.draw(going, self._config.rollout.round_tokens, waiting=waiting)
 
         drawn = self._exchange.drawn(draw)
         self._watch.note(FOR_OTHERS, for_others=True)
-        return self._exchange.round([places.of(sampler) for sampler in range(self._share.count)], drawn)
+        of_samplers = map(places.of, range(self._share.count))
+        asked = [[one for one in of_sampler if not collector.waits(one)] for of_sampler in of_samplers]
+        return self._exchange.round(asked, drawn)
 
     def _hand_over(self, ordinal: int, collector: FlightCollector) -> None:
         """Gives a whole group to the graders, if it is this process that grades it."""
@@ -178,7 +210,7 @@ class Places:
         for one, sampler in zip(started, free, strict=False):
             self._at[sampler].add(one)
 
-    def leave(self, ended: Iterator[ResponseId]) -> None:
+    def leave(self, ended: Iterable[ResponseId]) -> None:
         """Lets go of those that ended."""
         gone = set(ended)
         for at in self._at:

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from jaxtyping import PyTree
@@ -85,10 +86,11 @@ class GroupSampling(ABC):
             StoppedError: the run was told to stop; in every process.
         """
         weights = self.transfer(params)
-        return {
-            name: self._evaluated(weights, prompts, name=name, step=step)
-            for name, prompts in self._held_out.items()
-        }
+        with nullcontext() if self._episodes is None else self._episodes.apart():
+            return {
+                name: self._evaluated(weights, prompts, name=name, step=step)
+                for name, prompts in self._held_out.items()
+            }
 
     def close(self) -> None:
         """Ends the grading workers and their event loop."""

@@ -10,6 +10,7 @@ import jax
 from jaxtyping import PRNGKeyArray, PyTree
 
 from dapo_jax.config import ConfigError, EvalConfig, SamplingConfig
+from dapo_jax.dapo.episode_limits import EpisodeLimits
 from dapo_jax.dapo.rollouts import Group, Prompt, Response
 from dapo_jax.parallel.device_memory import bytes_on_device, least_device_bytes
 from dapo_jax.parallel.mesh import Meshes
@@ -20,7 +21,7 @@ from dapo_jax.sampling.continuous_batching import Sampler
 from dapo_jax.sampling.decoding import Decoding, decoding
 from dapo_jax.sampling.prompt_packing import PrefillShape, prefill_shape
 from dapo_jax.sampling.rounds import RoundSampler
-from dapo_jax.sampling.turns import Environments
+from dapo_jax.sampling.turns import Environments, limits_of
 from dapo_jax.text.stop_strings import StopStrings, stop_ids
 
 _TURNS_AT_ONCE = 16
@@ -186,8 +187,15 @@ class ResponseSampler:
             environments=environments,
         )
 
-    def rounds(self, weights: PyTree, *, decoding: Decoding, domain: int) -> RoundSampler:
-        """Draws for responses in flight, round by round, as long as these are the weights; keys are those of `domain`."""
+    def limits(self, episodes: Environments) -> EpisodeLimits:
+        """The limits of episodes in this sampler."""
+        most, capacity = self.max_response_tokens, self._engine.capacity
+        return limits_of(episodes, max_response_tokens=most, capacity=capacity)
+
+    def rounds(
+        self, weights: PyTree, *, decoding: Decoding, domain: int, episodes: Environments | None = None
+    ) -> RoundSampler:
+        """Draws for responses in flight, round by round, as long as these are the weights; keys are those of `domain`. With `episodes` responses are episodes."""
         return RoundSampler(
             self._engine,
             weights,
@@ -196,6 +204,7 @@ class ResponseSampler:
             max_response_tokens=self.max_response_tokens,
             stop=self._stop,
             on_look=self._on_look,
+            limits=None if episodes is None else self.limits(episodes),
         )
 
     def evaluate(

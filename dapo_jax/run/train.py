@@ -239,7 +239,9 @@ class KeptAnswers(Observer):
     def before_sampling(self, position: Position, collector: Collecting) -> None:
         """Begins the record of the step. The last checkpoint may still be on its way to the disk; the one before is there."""
         done = position.step // self._every * self._every if self._every else 0
-        self._answers.begin(position.step + 1, keep_from=done - self._every + 1)
+        going = () if position.in_flight is None else position.in_flight.clock.groups.values()
+        oldest = min((group.version for group in going), default=done)
+        self._answers.begin(position.step + 1, keep_from=min(done - self._every, oldest) + 1)
         self._episodes.answers = self._answers
 
     def after_sampling(self, step: int, collected: Collected) -> None:

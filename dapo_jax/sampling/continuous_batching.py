@@ -10,7 +10,7 @@ from dapo_jax.sampling.decode_loop import DecodeLoop, StopRule
 from dapo_jax.sampling.decoding import Decoding
 from dapo_jax.sampling.interface import Engine
 from dapo_jax.sampling.requests import Request
-from dapo_jax.sampling.turns import EndedEpisode, Environments, TurnTaking
+from dapo_jax.sampling.turns import EndedEpisode, Environments, TurnTaking, limits_of
 
 Draw = Callable[[int], Sequence[Prompt]]
 """n -> up to n prompts. After none it is asked again while responses are in flight; with none in flight sampling ends."""
@@ -59,10 +59,11 @@ class Sampler:
             ValueError: a prompt is empty, or leaves no room for `max_response_tokens` in a slot.
         """
         groups: dict[int, dict[int, Response]] = {}
-        episode_tokens = environments.episode_tokens if environments is not None else 0
-        taking = (
-            None if environments is None else TurnTaking(environments, self._engine.capacity, self._on_look)
-        )
+        taking, most = None, 0
+        if environments is not None:
+            capacity = self._engine.capacity
+            limits = limits_of(environments, max_response_tokens=max_response_tokens, capacity=capacity)
+            taking, most = TurnTaking(environments, limits, self._on_look), limits.episode_tokens
 
         def more() -> list[list[Request]]:
             if taking is not None:
@@ -74,7 +75,7 @@ class Sampler:
             groups.update({prompt.ordinal: {} for prompt in prompts})
             asked = [
                 [
-                    Request(prompt, index, max_response_tokens, most=episode_tokens)
+                    Request(prompt, index, max_response_tokens, most=most)
                     for index in range(samples_per_prompt)
                 ]
                 for prompt in prompts

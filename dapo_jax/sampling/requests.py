@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from jaxtyping import Float, Int, PRNGKeyArray, PyTree
 
+from dapo_jax.dapo.episode_limits import EpisodeLimits
 from dapo_jax.dapo.rollouts import Continuation, Prompt
 from dapo_jax.sampling.decoding import DecodingOptions
 from dapo_jax.sampling.interface import Engine
@@ -103,8 +104,8 @@ class Request:
         self.tokens[place], self.logprobs[place] = tokens, logprobs
         self.drawn = place.stop
 
-    def begin_turn(self, turn: int, before: Continuation, *, most: int, capacity: int) -> None:
-        """Begins a turn behind what an environment puts before it; it has `most` tokens, as far as the response and a context of `capacity` may have so many more."""
+    def begin_turn(self, turn: int, before: Continuation, limits: EpisodeLimits) -> None:
+        """Begins a turn behind what an environment puts before it."""
         if before.anew:
             self.anew = self.drawn
         last = self.drawn - 1
@@ -112,7 +113,7 @@ class Request:
         # The last token that was drawn is in the pages only if others had to go on.
         self.fed = self.tokens[last : self.drawn].copy() if turn and not before.anew else NOTHING
         self.turn, self.begun = turn, self.drawn
-        self.limit = self.target = min(self.most, self.drawn + most, capacity - self.ahead)
+        self.limit = self.target = limits.turn_end(self.begun, ahead=self.ahead)
         self.prefix = None
 
 

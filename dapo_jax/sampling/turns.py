@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from dapo_jax.dapo.episode_limits import EpisodeLimits
 from dapo_jax.dapo.rollouts import ContextSpan, Continuation, DrawnTurn, FinishReason, Prompt, TurnSpan
 from dapo_jax.sampling.requests import Request
 
@@ -36,6 +37,16 @@ class Environments(Protocol):
         ...
 
 
+def limits_of(environments: Environments, *, max_response_tokens: int, capacity: int) -> EpisodeLimits:
+    """The limits of episodes that are sampled in contexts of up to `capacity` tokens."""
+    return EpisodeLimits(
+        max_turns=environments.max_turns,
+        turn_tokens=environments.turn_tokens,
+        episode_tokens=environments.episode_tokens or max_response_tokens,
+        capacity=capacity,
+    )
+
+
 class EndedEpisode(NamedTuple):
     """An episode that is over."""
 
@@ -51,8 +62,7 @@ class TurnTaking:
     """The episodes of one sampler that wait for their environments."""
 
     environments: Environments
-    capacity: int
-    """The most tokens of a context."""
+    limits: EpisodeLimits
     on_look: Callable[[], None]
     """Called while it waits."""
     pending: int = 0
@@ -126,25 +136,13 @@ class TurnTaking:
         self.pending -= 1
         self.starting -= first
         before, turns, contexts = answer.result(), self._turns[id(request)], self._contexts[id(request)]
-        if first and before is not None and not self._has_room(request, before):
-            raise ValueError(
-                f"the environment begins with {len(before.tokens)} tokens, which leaves no room for a turn in an episode of up to {request.most} "
-                f"and a context of up to {self.capacity}: raise sampling.max_response_tokens, or begin with less"
-            )
-        if before is None or len(turns) == self.environments.max_turns or not self._has_room(request, before):
-            whole = (before is None and request.most > request.drawn) or not turns
+        reason = self.limits.end(before, turns=len(turns), drawn=request.drawn, length=request.length)
+        if reason is not None:
             del self._turns[id(request)], self._contexts[id(request)]
-            reason = "stop" if whole else "length"
             self._ended.append(EndedEpisode(request, request.drawn, reason, tuple(turns), tuple(contexts)))
             return
+        assert before is not None
         if before.anew:
             contexts.append(ContextSpan(request.drawn, request.drawn + len(before.tokens)))
-        request.begin_turn(
-            len(turns), before, most=self.environments.turn_tokens or request.most, capacity=self.capacity
-        )
+        request.begin_turn(len(turns), before, self.limits)
         self._going.append(request)
-
-    def _has_room(self, request: Request, before: Continuation) -> bool:
-        """Whether a turn behind `before` could have a token."""
-        context = len(before.tokens) + (0 if before.anew else request.length)
-        return len(before.tokens) < request.most - request.drawn and context < self.capacity

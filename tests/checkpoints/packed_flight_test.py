@@ -1,12 +1,14 @@
 """Rollouts in flight survive as arrays, and forged ones are refused."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from dapo_jax.checkpoints.packed_flight import flight_arrays, flight_of, split_flight
-from dapo_jax.dapo.in_flight import NOTHING, Drawn, InFlight
+from dapo_jax.dapo.in_flight import NOTHING, Drawn, EpisodeSoFar, InFlight, Standing
+from dapo_jax.dapo.rollouts import Continuation
 from dapo_jax.dapo.virtual_clock import ClockSizes, ResponseId, VirtualClock
 
 
@@ -87,3 +89,85 @@ def a_clock(**changes):
 def test_forged_arrays_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         restored(flight_arrays(in_flight()), **changes)
+
+
+def talking():
+    """Two groups of two, at version 0. Of group 0 one episode is over after two turns, the second of which began a context anew, and one is in its first turn; of group 1 one waits to begin, and one for the
+    answer to its first turn."""
+    clock = VirtualClock(ClockSizes(in_flight=4, samples_per_prompt=2, needed=1))
+    over, first, start, waits = clock.start()
+    clock.end_round([over])
+
+    def said(count):
+        return Drawn(tokens=np.arange(count), logprobs=-np.ones(count, np.float32), finish_reason="stop")
+
+    def told(*tokens, anew=False):
+        return Continuation(np.array(tokens, np.int32), anew)
+
+    begins = replace(NOTHING, episode=EpisodeSoFar(due=1))
+    begun = begins.answered(told(7), Standing(), None, 0)
+    heard = begun.longer(said(2), 0).turn_ended(said(2), due=2)
+    standing = Standing(rewards=(0.5,), correct=False, metrics={"luck": 0.1})
+    anew = heard.answered(told(8, 9, anew=True), standing, None, 0)
+    last = anew.longer(said(3), 0).turn_ended(said(3), due=3)
+    standing = Standing(rewards=(0.5, 0.0), correct=True, lost="raised", reason="it broke")
+    ended = last.answered(None, standing, "stop", 0)
+    middle = begun.longer(replace(said(1), finish_reason=None), 0)
+    return InFlight(clock=clock, responses={over: ended, first: middle, start: begins, waits: heard})
+
+
+def test_episodes_survive_as_arrays():
+    given = talking()
+    found = flight_of(flight_arrays(given), vocabulary=16, version=0)
+    for one, response in given.responses.items():
+        assert found.responses[one].episode == response.episode
+        np.testing.assert_array_equal(found.responses[one].tokens, response.tokens)
+    ended, middle, begins, heard = (found.responses[one] for one in given.clock.started())
+    assert ended.whole.turns == ((1, 3), (5, 8))
+    assert ended.whole.contexts == ((3, 5),)
+    assert ended.tokens.tolist() == [7, 0, 1, 8, 9, 0, 1, 2]
+    assert ended.logprobs.tolist() == [0, -1, -1, 0, 0, -1, -1, -1]
+    assert middle.present_turn == (0, 1, None)
+    assert ended.present_turn == (2, 5, 3), "tokens before its context are not in it"
+    assert ended.context_tokens == 5
+    assert (begins.episode.due, heard.episode.due) == (1, 2)
+    assert [turn.tokens.tolist() for turn in ended.drawn_turns] == [[0, 1], [0, 1, 2]]
+
+
+def forged(place, **changes):
+    arrays = flight_arrays(talking())
+    said = json.loads(arrays["flight_episodes"].tobytes())
+    said[place] |= changes
+    return {**arrays, "flight_episodes": np.frombuffer(json.dumps(said).encode(), np.uint8)}
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        (forged(0, due=5), "response 0 to prompt 0 that it cannot have"),
+        (forged(0, due="x"), "'episodes' cannot be read"),
+        (forged(0, turns=[[1, 3], [5, 9]]), "response 0 to prompt 0 that it cannot have"),
+        (forged(0, turns=[[1, 4], [5, 8]]), "response 0 to prompt 0 that it cannot have"),
+        (forged(0, turns=[[1, 3]]), "response 0 to prompt 0 that it cannot have"),
+        (forged(0, turns=[[1, 3, 5]]), "'episodes' cannot be read"),
+        (forged(0, reasons=["stop", "gone"]), "'episodes' cannot be read"),
+        (forged(1, begun=3), "response 1 to prompt 0 that it cannot have"),
+        (forged(1, begun=-1), "'episodes' cannot be read"),
+        (forged(3, standing={"rewards": [1.0]}), "response 1 to prompt 1 that it cannot have"),
+        (forged(3, standing={"rewards": [], "lost": "bored"}), "'episodes' cannot be read"),
+        (forged(0, standing={"rewards": [1.0, float("inf")]}), "'episodes' cannot be read"),
+        (forged(0, standing={"correct": True}), "'episodes' cannot be read"),
+        (forged(0, mood="fine"), "'episodes' cannot be read"),
+        (
+            {**flight_arrays(talking()), "flight_episodes": np.frombuffer(b"[null]", np.uint8)},
+            "'episodes' are not those of 4",
+        ),
+        (
+            {**flight_arrays(talking()), "flight_episodes": np.frombuffer(b"7", np.uint8)},
+            "'episodes' cannot be read",
+        ),
+    ],
+)
+def test_forged_episodes_are_refused(arrays, message):
+    with pytest.raises(ValueError, match=message):
+        flight_of(arrays, vocabulary=16, version=0)

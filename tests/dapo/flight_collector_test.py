@@ -43,7 +43,8 @@ def one_round(found, lengths, *, right=(True, False)):
         have = len(found.responses[one].tokens)
         ends = have + 1 >= lengths[one.ordinal]
         parts[one] = drawn(10 * one.ordinal + have, "stop" if ends else None)
-    whole, due = found.take(parts)
+    found.take(parts)
+    _, whole, due = found.end_round()
     groups = [graded(ordinal, found.responses_to(ordinal), right=right) for ordinal in due]
     found.judge(groups)
     return whole
@@ -99,7 +100,8 @@ def test_a_step_that_finds_too_little_says_what_it_found():
         found.finish(on_shortfall="train_fewer")
     one = collector(max_groups=2)
     one.start()
-    _, due = one.take({each: drawn(1, "stop") for each in one.clock.in_flight()})
+    one.take({each: drawn(1, "stop") for each in one.clock.in_flight()})
+    due = one.end_round().due
     one.judge([graded(at, one.responses_to(at), right=(True, not at)) for at in due])
     with pytest.raises(ShortfallError, match="found 1 of the 2"):
         one.finish()

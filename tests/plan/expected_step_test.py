@@ -265,7 +265,8 @@ class Flown:
                 found |= dict(zip(mine, drawing.draw(asked, self.round_tokens), strict=True))
                 took.append(len(engine.live_slots) - first)
             steps += max(took)
-            _, due = collector.take(found)
+            collector.take(found)
+            due = collector.end_round().due
             places.leave(one for one, part in found.items() if part.finish_reason is not None)
             collector.judge([self.graded(collector, ordinal) for ordinal in due])
         version, live = collector.clock.version, sum(

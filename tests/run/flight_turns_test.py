@@ -1,0 +1,205 @@
+"""Runs whose episodes stay in flight: the same whatever environments wait for, and the turns that waves would draw."""
+
+import shutil
+
+import numpy as np
+import pytest
+
+from dapo_jax.config import EnvironmentConfig, RolloutConfig
+from dapo_jax.text.tokenizers import CharTokenizer
+from dapo_jax.trackers import read_metrics
+from dapo_jax.trackers.rollout_log import read_rollouts
+from tests import several
+from tests.run.flight_sampling_test import same_run_but_for_evaluations
+from tests.run.group_exchange_test import assert_the_same
+from tests.run.turns_test import ENVIRONMENT
+
+CHANCE = ENVIRONMENT.replace("digits = sum(", "digits = random.randrange(10) + sum(").replace(
+    "Sums", "Chance"
+)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("environment")
+    (folder / "sums.py").write_text(ENVIRONMENT)
+    (folder / "chance.py").write_text(CHANCE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def flying(micro, place):
+    """Makes configurations with 16 episodes in flight, of three turns of two tokens, drawn one token a round: a turn goes on from round to round, and from step to step."""
+
+    def make(run_dir=None, **changes):
+        rollout = {"in_flight": 16, "round_tokens": 1, "answer_rounds": 1}
+        for name in list(rollout):
+            rollout[name] = changes.pop(f"rollout__{name}", rollout[name])
+        told = {"source": f"{place}/sums.py:Sums", "max_turns": 3, "turn_tokens": 2}
+        for name in [name for name in changes if name.startswith("environment__")]:
+            told[name.removeprefix("environment__")] = changes.pop(name)
+        return micro(
+            run_dir,
+            **{
+                "environment": EnvironmentConfig(**told),
+                "dynamic_sampling__surplus": "discard",
+                "rollout": RolloutConfig(**rollout),
+                "batch__row_tokens": 40,
+                "sampling__max_response_tokens": 14,
+                "sampling__slots": 16,
+                "optimizer__epsilon": 0.1,
+                "log__rollouts_every_steps": 1,
+                "checkpoint__every_steps": 1,
+                "checkpoint__keep": 9,
+                "steps": 5,
+                **changes,
+            },
+        )
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def flown(flying, run_micro, rows):
+    return run_micro(flying(), reward=None, eval_rows=rows)
+
+
+def rollouts_of(result, steps):
+    return [
+        row for step in steps for row in read_rollouts(result.run_dir / "rollouts" / f"step_{step:06d}.jsonl")
+    ]
+
+
+def test_episodes_go_on_from_step_to_step_and_their_environment_is_not_trained_on(flown):
+    assert any(line["rollout/age_max"] > 0 for line in flown.metrics[1:]), "some go on"
+    assert any(len(row["spans"]) > 1 for row in rollouts_of(flown, range(1, 6))), "drawn by several weights"
+    assert any(row.get("contexts") for row in rollouts_of(flown, range(1, 6)))
+    lines = [line for line in flown.metrics[1:] if "rollout/turns" in line]
+    assert len(lines) > 2, "the other steps train on what waited: no verdict came in them"
+    for line in lines:
+        assert 1 < line["rollout/turns"] <= 3
+        assert line["rollout/response_tokens"] <= 6
+        assert line["reward/lost"] == 0
+        assert line["reward/parts/total"] > 0
+    for row in rollouts_of(flown, range(1, 6)):
+        sampled = np.zeros(len(row["response_token_ids"]), bool)
+        for first, stop in row["turns"]:
+            sampled[first:stop] = True
+        assert [value < 0 for value in row["logprobs"]] == sampled.tolist()
+        assert row["score"] == sum(row["turn_rewards"])
+        assert len(row["turn_rewards"]) == len(row["turns"])
+
+
+def test_the_first_weights_draw_what_waves_draw(flown, flying, run_micro, rows):
+    """An episode is known by its ordinal and index. In waves all of the first step is drawn by the first weights; in flight, what ended in time is."""
+    waves = run_micro(
+        flying(rollout__in_flight=0, dynamic_sampling__prompts_per_wave=8, steps=1),
+        reward=None,
+        eval_rows=rows,
+    )
+    told = {(row["ordinal"], row["index"]): row for row in rollouts_of(waves, [1])}
+    same = [
+        (row, told[row["ordinal"], row["index"]])
+        for row in rollouts_of(flown, [1])
+        if (row["ordinal"], row["index"]) in told
+    ]
+    assert len(same) >= 8
+    for one, other in same:
+        for name in (
+            "response_token_ids",
+            "turns",
+            "contexts",
+            "turn_rewards",
+            "reward",
+            "correct",
+            "finish_reason",
+        ):
+            assert one.get(name) == other.get(name), name
+        np.testing.assert_allclose(one["logprobs"], other["logprobs"], atol=2e-5)
+
+
+@pytest.mark.parametrize("calls", [2, 64])
+def test_the_time_that_an_environment_takes_changes_no_bit(calls, flying, flown, run_micro, rows, same_run):
+    """It takes another time in each run. Rounds decide what is read together, so sums are rounded alike, too."""
+    same_run(run_micro(flying(environment__calls=calls), reward=None, eval_rows=rows), flown)
+
+
+@pytest.mark.parametrize("answer_rounds", [0, 3])
+def test_any_number_of_rounds_repeats(answer_rounds, flying, run_micro, rows, same_run):
+    one, other = (
+        run_micro(flying(rollout__answer_rounds=answer_rounds), reward=None, eval_rows=rows) for _ in range(2)
+    )
+    same_run(other, one)
+
+
+@pytest.mark.parametrize(("slots", "invariant"), [(8, False), (32, False), (64, True)])
+def test_slots_change_nothing(slots, invariant, flying, flown, run_micro, rows):
+    """Episodes that take turns in fewer slots than are in flight; and where nothing is fed, and all is read again."""
+    changes = {"sampling__slots": slots, "sampling__batch_invariant": invariant}
+    found = run_micro(flying(**changes), reward=None, eval_rows=rows)
+    assert_the_same(found.run_dir, flown.run_dir, steps=range(1, 6))
+
+
+def test_evaluations_between_steps_change_nothing(flying, flown, run_micro, rows):
+    """The ordinals of an evaluation are those of episodes in flight."""
+    found = run_micro(flying(eval__every_steps=1), reward=None, eval_rows=rows)
+    for ours, theirs in zip(found.metrics[1:], flown.metrics[1:], strict=True):
+        for name, value in theirs.items():
+            if not name.startswith(("time/", "speed/", "memory/", "eval/")):
+                assert ours[name] == value, name
+
+
+@pytest.mark.parametrize("answer_rounds", [0, 1, 3])
+def test_a_run_interrupted_after_every_step_in_turn_is_the_uninterrupted_run(
+    answer_rounds, flying, flown, run_micro, rows, same_run
+):
+    """Episodes in the middle of a turn, and such whose environment works, are opened again in each life."""
+    rounds = {"rollout__answer_rounds": answer_rounds}
+    whole = flown if answer_rounds == 1 else run_micro(flying(**rounds), reward=None, eval_rows=rows)
+    config = flying(**rounds)
+    for steps in range(1, 6):
+        made = flying(config.run_dir, steps=steps, **rounds)
+        found = run_micro(made, reward=None, resume=steps > 1, eval_rows=rows)
+    same_run_but_for_evaluations(found, whole, same_run)
+
+
+def test_what_was_heard_before_a_checkpoint_is_in_it(flying, run_micro, rows, place):
+    """An environment that answers by chance, and whose record is removed. It appends the last digit of a sum, and its reward is 1 for an even one: of each turn
+    that it went on from, reward and tokens are those of one answer."""
+    told = {"environment__source": f"{place}/chance.py:Chance"}
+    config = flying(steps=2, **told)
+    run_micro(config, reward=None, eval_rows=rows)
+    shutil.rmtree(config.run_dir + "/answers")
+    found = run_micro(flying(config.run_dir, steps=4, **told), reward=None, resume=True, eval_rows=rows)
+    decode, answered = CharTokenizer("0123456789+=:,?").decode, 0
+    for row in rollouts_of(found, (3, 4)):
+        for (_, stop), reward in zip(row["turns"], row["turn_rewards"], strict=True):
+            if said := decode(np.array(row["response_token_ids"][stop:], np.int32)).lstrip("+"):
+                assert reward == (int(said[0]) % 2 == 0)
+                answered += row["spans"][0][1] < 2
+    assert answered > 4, "some were heard before the checkpoint"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("processes", "sampler_hosts"), [(2, 1), (4, 1)])
+def test_several_processes_train_what_one_trains(processes, sampler_hosts, on_disk, place, tmp_path):
+    make = on_disk(tmp_path, "def none(sample):\n    return 0\n", "none")
+    turns = [
+        "reward.grader=exact", f"environment.source={place}/sums.py:Sums", "environment.max_turns=3", "environment.turn_tokens=2",
+        f"parallel.sampler_hosts={sampler_hosts}",
+    ]  # fmt: skip
+    flying = {
+        "dynamic_sampling__surplus": "discard",
+        "rollout": RolloutConfig(in_flight=20, round_tokens=2),
+        "batch__row_tokens": 40,
+        "sampling__max_response_tokens": 14,
+    }
+    for count in (1, processes):
+        _, path = make(f"by_{count}", sampling__slots=24 if count == 1 else 8, **flying)
+        several.run(
+            several.CHECKED + several.COMMAND, "train", path, *turns, processes=count, devices=8 // count, within_s=900
+        )  # fmt: skip
+    lines = read_metrics(tmp_path / "by_1" / "metrics.jsonl")[1:]
+    assert any(line["rollout/turns"] > 1 for line in lines)
+    assert any(line["rollout/age_max"] for line in lines)
+    assert_the_same(tmp_path / f"by_{processes}", tmp_path / "by_1")
