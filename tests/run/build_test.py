@@ -12,7 +12,7 @@ import pytest
 
 from dapo_jax.checkpoints.checkpointer import Checkpointer
 from dapo_jax.checkpoints.manifest import META
-from dapo_jax.config import ConfigError
+from dapo_jax.config import ConfigError, RolloutConfig
 from dapo_jax.dapo.dynamic_sampling import InformativeShare, ShortfallError
 from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
 from dapo_jax.models.folder import load_model
@@ -333,12 +333,21 @@ def wider_model(model, tmp_path_factory):
     return str(folder)
 
 
-@pytest.mark.parametrize("kl_coef", [pytest.param(0.0, marks=pytest.mark.slow), 0.1])
+@pytest.mark.parametrize(
+    ("kl_coef", "in_flight"),
+    [*(pytest.param(0.0, in_flight, marks=pytest.mark.slow) for in_flight in (0, 8)), (0.1, 0)],
+)
 def test_during_an_update_the_devices_hold_the_train_state_and_one_gradient(
-    kl_coef, wider_model, micro, rows, even_sum, tmp_path
+    kl_coef, in_flight, wider_model, micro, rows, even_sum, tmp_path
 ):
-    """No initial weights, no sampler's weights, and with a KL penalty one reference. An update of one program makes its gradient inside of it."""
-    config = micro(steps=2, model__source=wider_model, loss__kl_coef=kl_coef)
+    """No initial weights, no sampler's weights or cache, and with a KL penalty one reference. An update of one program makes its gradient inside of it."""
+    config = micro(
+        steps=2,
+        model__source=wider_model,
+        loss__kl_coef=kl_coef,
+        dynamic_sampling__surplus="discard" if in_flight else "carry",
+        rollout=RolloutConfig(in_flight=in_flight, round_tokens=2),
+    )
     before, held = held_bytes(), Held()
     run = Run(config, prompts=rows, reward=even_sum)
     with Checkpointer(tmp_path) as checkpointer:
