@@ -142,7 +142,10 @@ def serve(arguments: argparse.Namespace) -> int:
     mine, other = (HttpOptions, ServeOptions) if arguments.http else (ServeOptions, HttpOptions)
     known, others = ({field.name for field in fields(kind)} for kind in (mine, other))
     given = {name: value for name, value in vars(arguments).items() if value is not None}
-    if wrong := sorted(name for name in given.keys() & (others - known) if given[name]):
+    told_others = given.keys() & (others - known)
+    if wrong := sorted(
+        name for name in told_others if given[name] is not False and given[name] not in ([], "")
+    ):
         option = "--" + wrong[0].replace("_", "-")
         raise ConfigError(
             f"{option} is of the other server: {'leave it out' if arguments.http else 'give --http too'}"

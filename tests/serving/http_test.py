@@ -68,6 +68,7 @@ def test_an_option_out_of_range_is_a_configuration_error(options, message):
         (["--http", "--chat"], "--chat is of the other server: leave it out"),
         (["--http", "--system-prompt", "a"], "--system-prompt is of the other server: leave it out"),
         (["--queue", "5"], "--queue is of the other server: give --http too"),
+        (["--queue", "0"], "--queue is of the other server: give --http too"),
         (["--batch-invariant"], "--batch-invariant is of the other server: give --http too"),
     ],
 )
