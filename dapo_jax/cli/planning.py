@@ -31,6 +31,12 @@ def add_to(commands: Commands) -> None:
         help="of groups that are mixed (default 0.5)",
     )
     made.add_argument(
+        "--turns",
+        metavar="MEAN",
+        type=float,
+        help="of an episode, with an environment (default: its limit)",
+    )
+    made.add_argument(
         "--sweep", action="store_true", help="try every mesh of fsdp x tensor, and rank those that fit"
     )
     made.add_argument(
@@ -64,6 +70,7 @@ def plan(arguments: argparse.Namespace) -> int:
         response_tokens_std=std,
         prompt_tokens=arguments.prompt_tokens,
         informative=arguments.informative,
+        turns=arguments.turns,
     )
     console = Console(stderr=arguments.json == "-", width=None if sys.stdout.isatty() else 160)
 

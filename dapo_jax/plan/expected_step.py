@@ -30,6 +30,9 @@ TOKEN_BYTES = 8
 _STEPS = 4
 """Steps whose mean is told, after those in which the pipe fills."""
 
+_EXACT = 1e-9
+"""So that three thirds are one in floating point, too."""
+
 _ROUNDS = 1500
 """Beyond so many rounds no further step is begun."""
 
@@ -47,6 +50,8 @@ class Samplers:
     """Tokens that the pages of each hold."""
     spare_tokens: float = 0.0
     """Tokens of its last page that a response leaves empty."""
+    readings: float = 0.0
+    """Times that an episode is read again between its turns, which are alike; 0 where none is."""
 
 
 @dataclass(kw_only=True)
@@ -147,6 +152,7 @@ def expected_step(
         time=time or IN_STEPS,
         cache_tokens=pages.pools * pages.pool_pages * pages.page_tokens if pages.runs_out else math.inf,
         spare_tokens=pages.page_tokens / 2 if pages.runs_out else 0.0,
+        readings=work.readings,
     )
     in_flight = config.rollout.in_flight or suggested(config, places, samplers=samplers)
     round_tokens = min(config.rollout.round_tokens, limit)
@@ -320,6 +326,10 @@ def _sample_wave(
     took = decoded(starts_of(lengths, samplers.places), lengths, held, samplers.time.decode)
     prompts = np.bincount(of, minlength=samplers.count).astype(float)
     read = samplers.time.read(*_sequences(prompts, prompts * samplers.prompt_tokens, samplers.prompt_tokens))
+    every = found.reshape(-1)
+    read += _read_between_turns(
+        step, np.repeat(of, found.shape[1]), np.zeros(len(every)), every, every, samplers
+    )
     step.seconds += float((took.seconds + read).max())
     step.read_s += float(read.mean())
     step.live_s += float(took.live_s.sum())
@@ -336,7 +346,8 @@ def _sample_round(
     held = going.drawn + samplers.prompt_tokens
     lengths, before = by_sampler(going.sampler, samplers.count, left, held)
     took = decoded(starts_of(lengths, samplers.places), lengths, before, samplers.time.decode)
-    going.drawn = going.drawn + left
+    before_round, going.drawn = going.drawn, going.drawn + left
+    busy = busy + _read_between_turns(step, going.sampler, before_round, going.drawn, going.length, samplers)
     # What the pages do not hold gives way, and is read again for its turn.
     count = np.bincount(going.sampler, minlength=samplers.count)
     there = np.bincount(going.sampler, held + left + samplers.spare_tokens, minlength=samplers.count)
@@ -350,6 +361,36 @@ def _sample_round(
     step.rounds += 1
     step.drawn_tokens += int(left.sum())
     step.read_again_tokens += float(over.sum())
+
+
+def _read_between_turns(
+    step: Step,
+    sampler: Int[np.ndarray, " responses"],
+    before: np.ndarray,
+    drawn: np.ndarray,
+    length: np.ndarray,
+    samplers: Samplers,
+) -> Float[np.ndarray, " samplers"]:
+    """Seconds in which each sampler reads its episodes again, at the ends of turns that they come to from `before` to `drawn` of `length` tokens."""
+    if not samplers.readings:
+        return np.zeros(samplers.count)
+    turn = length / (samplers.readings + 1)
+
+    def read_until(tokens: np.ndarray) -> np.ndarray:
+        """Sequences, tokens and query-key pairs: the sums over k = 1 ... n of 1, of c = prompt + k turns, and of c (c + 1) / 2."""
+        n, prompt = np.minimum(np.floor(tokens / turn + _EXACT), samplers.readings), samplers.prompt_tokens
+        firsts, squares = n * (n + 1) / 2, n * (n + 1) * (2 * n + 1) / 6
+        held = n * prompt + turn * firsts
+        return np.stack(
+            [n, held, (n * prompt**2 + 2 * prompt * turn * firsts + turn**2 * squares + held) / 2]
+        )
+
+    count, tokens, pairs = (
+        np.bincount(sampler, each, minlength=samplers.count)
+        for each in read_until(drawn) - read_until(before)
+    )
+    step.read_again_tokens += float(tokens.sum())
+    return samplers.time.read(tokens, pairs, count)
 
 
 def _read_again(step: Step, going: _Going, samplers: Samplers) -> Float[np.ndarray, " samplers"]:

@@ -143,24 +143,25 @@ def _prefill(
     config: TrainConfig, decoder: DecoderConfig, work: Workload, layout: Layout, received: float
 ) -> Work:
     """Each prompt once, as many as a call's rows hold; the devices of a sampler share its prompts. What is in flight is read again in each step,
-    each response as if it had the mean context."""
+    each response as if it had the mean context, and so are episodes between turns that read them again."""
     shape, devices = _prefill_shape(config), layout.sampler_devices
-    prompts, again = (
+    read = [
         (length, sequences / layout.samplers)
         for length, sequences in (
             (work.prompt_mean, work.prompts),
             (work.context, config.rollout.in_flight),
+            (work.between, work.responses * work.readings),
         )
-    )
-    once, more = (
+    ]
+    once, *more = (
         count * forward_flops(decoder, tokens=length, pairs=length * (length + 1) / 2, logits=1)
-        for length, count in (prompts, again)
+        for length, count in read
     )
-    runs = sum(count * _calls(shape, length) for length, count in (prompts, again))
+    runs = sum(count * _calls(shape, length) for length, count in read)
     return Work(
         phase="prefill",
         runs=runs,
-        flops=(once + more) / devices,
+        flops=(once + sum(more)) / devices,
         useful_flops=once / devices,
         hbm_bytes=runs * decode_weight_bytes(config, decoder, layout),
         ici_bytes=runs * received,

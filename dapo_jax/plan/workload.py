@@ -18,6 +18,8 @@ class Assumptions:
     """The mean; None: every prompt is as long as it may be."""
     informative: int | float = 0.5
     """The share of groups that are neither all correct nor all wrong."""
+    turns: int | float | None = None
+    """The mean of an episode; None: every episode has as many as it may have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +48,8 @@ class Workload:
     """Tokens of one microbatch with its padding."""
     informative: float
     """The share of groups that are; 1 without dynamic sampling."""
+    readings: float
+    """Times that an episode is read again between its turns, with its prompt and all that was before; 0 where none is."""
     notes: tuple[str, ...]
     """The assumptions, in words."""
 
@@ -62,6 +66,11 @@ class Workload:
         """
         mean, square = self.response_mean, self.response_mean**2 + self.response_std**2
         return self.prompt_mean + (square - mean) / (2 * mean)
+
+    @property
+    def between(self) -> float:
+        """Mean tokens of an episode between two turns, its prompt among them: of T turns that are alike prompt + L k / T for k = 1 ... T - 1."""
+        return self.prompt_mean + self.response_mean / 2
 
     @property
     def attended(self) -> float:
@@ -81,6 +90,7 @@ def workload_of(config: TrainConfig, assumed: Assumptions) -> Workload:
     prompt = _length("--prompt-tokens", assumed.prompt_tokens, "data.max_prompt_tokens", config.data.max_prompt_tokens, notes)  # fmt: skip
     prompts, waves = _sampled(config, assumed.informative, notes)
     batch = config.batch
+    readings = _between_turns(config, assumed.turns, prompts * batch.group_size * (prompt + mean / 2), notes)
     each, rows = batch.groups_per_update * batch.group_size, batch.rows_per_microbatch
     packed = math.ceil(each * (prompt + mean) / config.row_tokens)
     # At the limit a row holds so many rollouts.
@@ -100,8 +110,39 @@ def workload_of(config: TrainConfig, assumed: Assumptions) -> Workload:
         room=stack_capacity(most),
         microbatch_tokens=rows * config.row_tokens,
         informative=float(assumed.informative) if config.dynamic_sampling.enabled else 1.0,
+        readings=readings,
         notes=tuple(notes),
     )
+
+
+def _between_turns(config: TrainConfig, given: int | float | None, tokens: float, notes: list[str]) -> float:
+    """Times that each episode is read again; `tokens` are those of all responses of a step, read once between two turns."""
+    most = config.environment.max_turns
+    if not config.environment.source:
+        if given is not None:
+            raise ConfigError(f"--turns={given:g}: without an environment.source there are no turns")
+        return 0.0
+    if given is not None and not 1 <= given <= most:
+        raise ConfigError(f"--turns={given:g} must be at least 1 and at most environment.max_turns = {most}")
+    turns = most if given is None else given
+    told = (
+        f"--turns was not given: an episode has environment.max_turns = {most}, which is the most"
+        if given is None
+        else f"--turns {given:g}"
+    )
+    again = f"{(turns - 1) * tokens:,.0f} tokens a step"
+    if config.sampling.batch_invariant:
+        how = (
+            f"each but the first reads the episode again with its prompt (sampling.batch_invariant), {again}"
+        )
+    else:
+        how = f"what is appended is fed to the pages that an episode keeps; if none kept them, {again} more would be read"
+    notes.append(f"{told}; {how}")
+    notes.append(
+        "the tokens of a response are those of an episode, and count as sampled where the environment appends them, too; not counted are the time of its answers, "
+        "and contexts that it begins anew"
+    )
+    return float(turns - 1) if config.sampling.batch_invariant else 0.0
 
 
 def _length(option: str, given: int | float | None, key: str, limit: int, notes: list[str]) -> float:

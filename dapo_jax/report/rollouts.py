@@ -170,7 +170,8 @@ class Laying:
                 self._seen[key] = self._seen[key] or row.get(key) is not None
 
     def _group(self, group: Sequence[Mapping[str, Any]], states: Sequence[str | None]) -> dict[str, Any]:
-        """The entry of a group in a chunk; a response's `lengths` are its tokens', in UTF-16 units, and its `ages` what `_ages` says."""
+        """The entry of a group in a chunk; a response's `lengths` are its tokens', in UTF-16 units, and its `ages` what `_ages` says. An episode
+        has its `turns`, its `contexts` and its `size`, the tokens of its environment among them."""
         return {
             "prompt": group[0]["prompt"],
             "answer": group[0]["answer"],
@@ -192,9 +193,9 @@ class Laying:
         if states is not None or _fits(row, "ratios"):
             said["ratios"] = [None if value is None else round(10_000 * value) for value in row["ratios"]]
         if (turns := _turns(row)) is not None:
-            said["turns"] = turns
-            if begins := _contexts(row):
-                said["contexts"] = begins
+            said |= {"turns": turns, "size": len(row["response_token_ids"])}
+            if contexts := _contexts(row, turns):
+                said["contexts"] = contexts
             if "nats" in said:
                 said["nats"] = _of_turns(said["nats"], turns)
         if (ages := _ages(row)) is not None:
@@ -277,16 +278,23 @@ def _turns(row: Mapping[str, Any]) -> list[tuple[int, int, float | None]] | None
     ]
 
 
-def _contexts(row: Mapping[str, Any]) -> list[int]:
-    """The first tokens of an episode's contexts that begin anew; none if they cannot be."""
+def _contexts(
+    row: Mapping[str, Any], turns: Sequence[tuple[int, int, float | None]]
+) -> list[tuple[int, int]]:
+    """(first token, token behind the last) of each context of an episode that begins anew; none if they cannot be."""
     contexts = row.get("contexts")
     if not isinstance(contexts, list) or any(
         not isinstance(one, list) or list(map(type, one)) != [int, int] for one in contexts
     ):
         return []
-    begins = [first for first, _ in contexts]
-    fits = begins == sorted(begins) and all(0 <= first <= len(row["response_token_ids"]) for first in begins)
-    return begins if fits else []
+    found = [(first, stop) for first, stop in contexts]
+    # What was sampled is of no context.
+    edges = [edge for each in sorted([*found, *(turn[:2] for turn in turns)]) for edge in each]
+    rising = all(low < high for low, high in pairwise(edge for each in found for edge in each))
+    within = (
+        rising and edges == sorted(edges) and 0 <= edges[0] <= edges[-1] <= len(row["response_token_ids"])
+    )
+    return found if within else []
 
 
 def _of_turns(nats: Sequence[int | None], turns: Sequence[tuple[int, int, float | None]]) -> list[int | None]:

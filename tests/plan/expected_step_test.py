@@ -113,6 +113,34 @@ def test_what_the_pages_do_not_hold_is_read_again_in_each_round():
     assert step.seconds == pytest.approx(4 + 301 + 200 + 2 / 5 + 600 + 6 / 7)
 
 
+PAIRS = SamplingTime(decode=IN_STEPS.decode, read=lambda tokens, pairs, sequences: pairs)
+
+
+@pytest.mark.parametrize(("time", "read"), [(READING, 301 + 2 * (501 + 701)), (PAIRS, 6 + 2 * (15 + 28))])
+@pytest.mark.parametrize("round_tokens", [1, 2, 3, 6])
+def test_between_turns_an_episode_is_read_again(time, read, round_tokens):
+    """Two episodes of 6 tokens, each in three turns of 2, behind a prompt of 3: read again with 3 + 2 and 3 + 4 tokens, in whichever round a turn ends. Pairs are 3 x 4 / 2 of the
+    prompt, which is read once, 5 x 6 / 2 and 7 x 8 / 2."""
+    responses, held = responses_of([[6, 6]]), samplers(time=time, readings=2.0)
+    [wave] = waved(responses, held, 1, wave=1)
+    [flight] = clocked(responses, held, 1, in_flight=2, round_tokens=round_tokens)
+    for step in (wave, flight):
+        assert step.read_again_tokens == 2 * (5 + 7)
+        assert step.read_s == read
+        assert step.seconds == 6 + read
+
+
+def test_every_sampler_reads_its_own_episodes_again():
+    """Prompts 0 and 2 are those of the first sampler, whose four episodes of two turns have 3 + 2, 3 + 2, 3 + 1 and 3 + 1 tokens between these; the other has two of 3 + 3."""
+    responses = responses_of([[4, 4], [6, 6], [2, 2]])
+    [step] = waved(responses, samplers(count=2, time=READING, readings=1.0), 1, wave=3, needed=3)
+    assert step.read_again_tokens == 2 * 5 + 2 * 4 + 2 * 6
+    # Of the prompts two and one are read: 602 and 301. The first sampler decodes 4 steps and 2, and is the last.
+    first, second = 602 + 2 * 501 + 2 * 401, 301 + 2 * 601
+    assert step.read_s == (first + second) / 2
+    assert step.seconds == 6 + first
+
+
 def test_the_waves_of_a_step_follow_each_other_and_carried_groups_are_older():
     """Every second group is informative. Of waves of one prompt a step that needs a group has two, and nothing is left. With surplus groups carried, two at a time of
     which all are informative leave the second for the next step, which samples nothing."""
@@ -371,3 +399,12 @@ def test_without_dynamic_sampling_nothing_is_thrown_away():
     for way in (found.waves, found.flight):
         assert way.thrown_away_tokens == 0
         assert way.drawn_tokens == pytest.approx(64 * 16 * 16, rel=0.1)
+
+
+def test_turns_of_the_configuration_are_read_again_where_no_bit_may_depend_on_how():
+    """192 x 16 episodes of 16 tokens on average behind 8 of a prompt, of two turns: 3072 x (8 + 8) tokens."""
+    turns = ["environment.source=guess", "environment.max_turns=2"]
+    fed, plain, again = told(*turns), told(), told(*turns, "sampling.batch_invariant=true")
+    assert fed.waves == plain.waves
+    assert again.waves.read_again_tokens == pytest.approx(3072 * 16, rel=0.05)
+    assert again.flight.read_again_tokens > fed.flight.read_again_tokens

@@ -104,6 +104,19 @@ def test_a_step_is_told_in_waves_and_in_flight(capsys):
     assert told["flight"]["decode_steps"] < told["waves"]["decode_steps"]
 
 
+def test_the_turns_of_an_episode_are_told(capsys):
+    """32 x 16 episodes of 6 + 28 tokens: of seven turns six read 6 + 14 tokens on average, 61,440 in all; of three, two."""
+    name = str(CONFIGS / "turns_quickstart.yaml")
+    asked = ["plan", name, "--informative", "1", "sampling.batch_invariant=true"]
+    for options, again in ([], 61_440), (["--turns", "3"], 20_480):
+        assert main([*asked, *options, "--json", "-"]) == 0
+        output = capsys.readouterr()
+        expected = json.loads(output.out)["expected_step"]
+        assert [expected[way]["read_again_tokens"] for way in ("waves", "flight")] == [again, again]
+        assert f"{again:,} tokens a step" in " ".join(output.err.split())
+        assert "not counted are the time of its answers" in " ".join(output.err.split())
+
+
 def test_with_a_slice_a_step_is_told_in_seconds():
     """Nothing compiled: the roofline's times, without what is received."""
     config = load_config(CONFIGS / "gsm8k_qwen3_0.6b.yaml")
@@ -130,6 +143,7 @@ def test_with_a_slice_a_step_is_told_in_seconds():
         (["--topology", "v5e:2x2"], r"pip install -e '.[tpu]'"),
         (["--sweep"], "name it with --topology"),
         (["--informative", "0"], "above 0 and at most 1"),
+        (["--turns", "2"], "without an environment.source there are no turns"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_message(options, message, capsys, monkeypatch):

@@ -8,6 +8,7 @@ from dapo_jax.config import (
     BatchConfig,
     DataConfig,
     DynamicSamplingConfig,
+    EnvironmentConfig,
     LoraConfig,
     LossConfig,
     ModelConfig,
@@ -98,6 +99,20 @@ def test_eight_bits_read_less():
     loss = LossConfig(importance_cap=2.0)
     _, phases = works(TrainConfig(**{**vars(CONFIG), "sampling": sampling, "loss": loss}))
     assert phases["decode"].hbm_bytes == 3840 * (3136 / 2 + 4 * 10.5 * (72 + 48) / 2)
+
+
+def test_what_is_read_again_between_turns_is_no_useful_work():
+    """Of three turns 3072 episodes of a sampler are read again twice, with 6 + 5 tokens on average, which are 66 pairs; each is a call."""
+    sampling = replace(CONFIG.sampling, batch_invariant=True)
+    _, plain = works(replace(CONFIG, sampling=sampling))
+    environment = EnvironmentConfig(source="guess", max_turns=3)
+    work, turns = works(replace(CONFIG, sampling=sampling, environment=environment))
+    assert (work.readings, work.between) == (2, 11)
+    one, again = plain["prefill"], turns["prefill"]
+    assert again.flops - one.flops == 6144 * (11 * 5760 + 66 * 288 + 512) / 4
+    assert again.useful_flops == one.useful_flops
+    assert again.runs - one.runs == 6144
+    assert turns["decode"] == plain["decode"]
 
 
 def test_what_is_in_flight_decodes_without_waves_and_is_read_again():

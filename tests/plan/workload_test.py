@@ -9,6 +9,7 @@ from dapo_jax.config import (
     ConfigError,
     DataConfig,
     DynamicSamplingConfig,
+    EnvironmentConfig,
     OverlongConfig,
     RewardConfig,
     RolloutConfig,
@@ -90,3 +91,45 @@ def test_waves_that_are_not_told_are_three_times_the_step():
 def test_lengths_beyond_the_configuration_are_refused(tokens):
     with pytest.raises(ConfigError, match=r"at most sampling.max_response_tokens = 48"):
         workload_of(CONFIG, Assumptions(response_tokens=tokens))
+
+
+def with_turns(**sampling):
+    sampling = replace(CONFIG.sampling, **sampling)
+    return replace(CONFIG, environment=EnvironmentConfig(source="guess", max_turns=5), sampling=sampling)
+
+
+def test_an_episode_is_read_again_between_its_turns_where_no_bit_may_depend_on_how_it_is_read():
+    """64 episodes of 16 + 48 tokens: between two turns they have 16 + 24 on average, four times 64 x 40 = 2560; of three turns two times."""
+    invariant = with_turns(batch_invariant=True)
+    work = workload_of(invariant, Assumptions())
+    assert (work.readings, work.between) == (4, 40)
+    told = "\n".join(work.notes)
+    assert (
+        "--turns was not given: an episode has environment.max_turns = 5, which is the most; each but" in told
+    )
+    assert "(sampling.batch_invariant), 10,240 tokens a step" in told
+    assert "not counted are the time of its answers" in told
+    work = workload_of(invariant, Assumptions(turns=3))
+    assert work.readings == 2
+    assert "--turns 3; each but the first reads the episode again" in "\n".join(work.notes)
+    assert "5,120 tokens a step" in "\n".join(work.notes)
+
+
+def test_what_is_fed_is_not_read_again_and_the_most_that_could_be_is_said():
+    work = workload_of(with_turns(), Assumptions())
+    assert work.readings == 0
+    assert "is fed to the pages that an episode keeps; if none kept them, 10,240 tokens a step more" in "\n".join(work.notes)  # fmt: skip
+
+
+def test_without_an_environment_nothing_is_said_of_turns():
+    work = workload_of(replace(CONFIG, sampling=with_turns(batch_invariant=True).sampling), Assumptions())
+    assert work.readings == 0
+    assert "turn" not in " ".join(work.notes)
+
+
+@pytest.mark.parametrize("turns", [0.5, 5.5])
+def test_turns_beyond_the_configuration_are_refused(turns):
+    with pytest.raises(ConfigError, match=r"at least 1 and at most environment.max_turns = 5"):
+        workload_of(with_turns(), Assumptions(turns=turns))
+    with pytest.raises(ConfigError, match=r"without an environment.source there are no turns"):
+        workload_of(CONFIG, Assumptions(turns=turns))

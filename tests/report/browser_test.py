@@ -15,6 +15,7 @@ from dapo_jax.text.tokenizers import ByteTokenizer, save_tokenizer
 from dapo_jax.trackers.run_status import write_status
 from tests.report.chromium import PANEL, Shown, complaints, missing, opened
 from tests.report.made import (
+    TOKENIZER,
     problem_line,
     rollout_line,
     write_evaluation,
@@ -241,7 +242,7 @@ def test_an_episode_is_read_turn_by_turn(shown, tmp_path):
     shown.click("#tab-rollouts")
     kinds = shown.kinds()
     assert [kind == "environment" for kind in kinds] == [False] * 2 + [True] * 3 + [False] * 3
-    assert shown.texts(".response .since") == ["turn 1, reward +0.00", "turn 2, reward +1.00"]
+    assert shown.texts(".response .since") == ["turn 1, reward +0.00", "environment", "turn 2, reward +1.00"]
     shown.driver.execute_script("arguments[0].focus()", shown.one(".response .tokens"))
     for _ in range(3):
         shown.press(Keys.ARROW_RIGHT)
@@ -249,6 +250,113 @@ def test_an_episode_is_read_turn_by_turn(shown, tmp_path):
     for _ in range(3):
         shown.press(Keys.ARROW_RIGHT)
     assert shown.texts(".tip div")[:2] == ["token 6", "turn 2 of 2"]
+
+
+def episode(*parts):
+    """What is on file of an episode: its parts are (`turn`, text, reward), whose last token is an end token, (`environment`, text) and (`context`, text)."""
+    ids, found = [], {"turns": [], "turn_rewards": [], "contexts": []}
+    for kind, text, *reward in parts:
+        new = TOKENIZER.encode(text).tolist() + [TOKENIZER.eos_id] * (kind == "turn")
+        if kind != "environment":
+            found[f"{kind}s"].append([len(ids), len(ids) + len(new)])
+        found["turn_rewards"] += reward
+        ids += new
+    logprobs, ratios = [-0.125] * len(ids), [1.0] * len(ids)
+    text = "".join(text for _, text, *_ in parts)
+    return found | {"response": text, "response_token_ids": ids, "logprobs": logprobs, "ratios": ratios}
+
+
+def opened_episode(shown, folder, *parts, **how):
+    run = write_run(folder / "run", steps=1, **how)
+    write_rollouts(run, 1, [rollout_line(1, 0, 0, rng=random.Random(0), correct=True, **episode(*parts))])
+    opened(shown.driver, report(run).save(folder / "page.html"))
+    shown.click("#tab-rollouts")
+
+
+def test_a_context_that_begins_anew_stands_apart_and_so_does_the_turn_behind_it(shown, tmp_path):
+    """A context of 2 tokens, a turn of 2 and its end token, 3 tokens of the environment, a turn of 1 and its end token, a context of 4, and a turn of 3 and its end token."""
+    opened_episode(
+        shown, tmp_path,
+        ("context", "go"), ("turn", "31", 0.0), ("environment", ">>>"), ("turn", "4", -0.25), ("context", "then"), ("turn", "so7", 1.5),
+    )  # fmt: skip
+    assert shown.texts(".response .since") == [
+        "new context, in place of the prompt",
+        "turn 1, reward +0.00",
+        "environment",
+        "turn 2, reward \u22120.25",
+        "new context, in place of all before",
+        "turn 3, reward +1.50",
+    ]
+    assert shown.texts(".part .said") == ["go", "31end", ">>>", "4end", "then", "so7end"]
+    counts = [2, 3, 3, 2, 4, 4]
+    assert [kind == "environment" for kind in shown.kinds()] == [
+        part % 2 == 0 for part, count in enumerate(counts) for _ in range(count)
+    ]
+    assert [each.get_attribute("class") for each in shown.all(".part .since b")] == ["", "bad", "good"]
+    facts = shown.texts(".response .fact")
+    assert [fact for fact in facts if fact.startswith(("tokens", "in ", "the env"))] == [
+        "tokens 9",
+        "in 3 turns",
+        "the environment's 9 tokens",
+    ]
+    shown.driver.execute_script("arguments[0].focus()", shown.one(".response .tokens"))
+    told = []
+    for _ in range(sum(counts)):
+        shown.press(Keys.ARROW_RIGHT)
+        told.append(shown.texts(".tip div")[:2])
+    of_context, appended = "of a context that the environment began anew", "appended by the environment"
+    kinds = [of_context, "turn 1 of 3", appended, "turn 2 of 3", of_context, "turn 3 of 3"]
+    expected = [kind for kind, count in zip(kinds, counts, strict=True) for _ in range(count)]
+    assert told == [[f"token {place + 1}", kind] for place, kind in enumerate(expected)]
+
+
+def test_the_environment_is_on_another_ground_than_the_policy_in_both_themes(shown, tmp_path):
+    opened_episode(shown, tmp_path, ("turn", "31", 0.0), ("environment", ">>>"), ("turn", "4", 1.0))
+    grounds = []
+    for _ in range(2):
+        ground, own = (
+            shown.one(f".part.{kind}").value_of_css_property("background-color")
+            for kind in ("environment", "turn")
+        )
+        assert ground != own
+        grounds.append(ground)
+        shown.click("#theme")
+    assert grounds[0] != grounds[1]
+
+
+def test_the_middle_of_a_long_context_is_folded_and_every_turn_is_seen(shown, tmp_path):
+    """Of three parts the environment's shows 120 tokens, two thirds of them before the fold: of 500 those from 81 to 460 are hidden. Of the second turn and its end token, 1001, there is room for 900 over two turns."""
+    context = "".join(f"{place:05d}" for place in range(100))
+    opened_episode(shown, tmp_path, ("turn", "31", 0.0), ("context", context), ("turn", "7" * 1000, 1.0))
+    first, middle, last = shown.texts(".part .said")
+    assert (first, middle) == ("31end", f"{context[:80]}\nShow 380 more tokens\n{context[460:]}")
+    # 1001 less 450, of which 300 are before the fold and 150 behind it.
+    assert last == f"{'7' * 300}\nShow 551 more tokens\n{'7' * 149}end"
+    shown.driver.execute_script("arguments[0].focus()", shown.one(".response .tokens"))
+    for _ in range(3 + 80 + 1):
+        shown.press(Keys.ARROW_RIGHT)
+    assert shown.texts(".tip div")[0] == "token 464", "three of the first turn, 460 of the context"
+    shown.click(".part.context .more")
+    shown.until(lambda: shown.texts(".part .said")[1] == context)
+    assert len(shown.all(".part .more")) == 1, "the other part is folded as before"
+
+
+def test_a_context_that_is_hardly_longer_than_what_is_shown_is_not_folded(shown, tmp_path):
+    """120 tokens are shown; 150 are a quarter more."""
+    for count, folded in ((150, 0), (151, 1)):
+        opened_episode(
+            shown, tmp_path / str(count), ("turn", "31", 0.0), ("context", "7" * count), ("turn", "4", 1.0)
+        )
+        assert len(shown.all(".part .more")) == folded
+
+
+def test_without_a_tokenizer_an_episode_has_all_its_parts(shown, tmp_path):
+    """Nine tokens share seven characters, so that the borders are near where they were."""
+    opened_episode(
+        shown, tmp_path, ("turn", "31", 0.0), ("context", ">>>"), ("turn", "47", 1.0), tokenizer=False
+    )
+    assert shown.texts(".part .since")[::2] == ["turn 1, reward +0.00", "turn 2, reward +1.00"]
+    assert "".join(shown.texts(".part .said")) == "31>>>47"
 
 
 def test_tokens_are_shaded_by_the_age_of_the_weights_that_drew_them(shown, tmp_path):

@@ -175,6 +175,51 @@ def test_an_episode_says_which_tokens_its_environment_appended(tmp_path):
     assert columns_of(laid)["tokens"].tolist() == [3]
 
 
+def test_an_episode_says_where_its_environment_began_a_context_anew(tmp_path):
+    """Of seven tokens the first is a context in place of the prompt, the next two are sampled, two more are a context, and the last two are sampled."""
+    run = write_run(tmp_path / "run", steps=1, groups=1)
+    told = {"turns": [[1, 3], [5, 7]], "turn_rewards": [0.5, -0.25], "contexts": [[0, 1], [3, 5]]}
+    ratios = [None, 1.3, 1.0, None, None, 1.0, 1.3]
+    rows = [
+        line(1, 0, 0, response="abcdef", correct=True, logprobs=[-0.5] * 7, ratios=ratios, **told),
+        line(1, 0, 1, response="abcdef"),
+    ]
+    write_rollouts(run, 1, rows)
+    laid = laid_out(run)
+    episode, other = chunks_of(laid)[0][0]["responses"]
+    assert episode["contexts"] == [[0, 1], [3, 5]]
+    assert episode["turns"] == [[1, 3, 0.5], [5, 7, -0.25]]
+    assert episode["nats"] == [None, 500, 500, None, None, 500, 500]
+    assert episode["clips"] == "-^.--.^", "1.3 is over 1.28, and nothing is known of what was not sampled"
+    assert episode["size"] == 7
+    assert not {"contexts", "turns", "size"} & set(other)
+    columns = columns_of(laid)
+    assert columns["tokens"].tolist() == [4, 7]
+    assert columns["clipped"][0] == 2
+
+
+@pytest.mark.parametrize(
+    "contexts",
+    [None, [], "ab", {"0": 2}, [[2]], [2, 3], [[2, 3.0]], [[2, True]], [[-1, 0]], [[2, 2]], [[3, 2]], [[5, 6]],
+     [[1, 3]], [[3, 5]], [[0, 2]], [[2, 3], [2, 4]], [[3, 4], [2, 3]]],
+    ids=str,
+)  # fmt: skip
+def test_contexts_that_cannot_be_are_as_if_there_were_none(contexts, tmp_path):
+    """Of five tokens the first two and the last are sampled."""
+    run = write_run(tmp_path / "run", steps=1, groups=1)
+    told = {"turns": [[0, 2], [4, 5]], "turn_rewards": [0.0, 1.0]}
+    write_rollouts(run, 1, [line(1, 0, 0, response="abcd", contexts=contexts, **told)])
+    [response] = chunks_of(laid_out(run))[0][0]["responses"]
+    assert "contexts" not in response
+    assert response["turns"] == [[0, 2, 0.0], [4, 5, 1.0]]
+
+
+def test_contexts_without_turns_are_of_no_episode(tmp_path):
+    run = write_run(tmp_path / "run", steps=1, groups=1)
+    write_rollouts(run, 1, [line(1, 0, 0, response="abcd", contexts=[[2, 4]])])
+    assert "contexts" not in chunks_of(laid_out(run))[0][0]["responses"][0]
+
+
 @pytest.mark.parametrize(
     "turns",
     [None, [], "ab", {"0": 0}, [[0]], [0, 5], [[0, 5.0]], [[0, True]], [[-1, 2]], [[0, 6]], [[2, 1]], [[0, 3], [2, 4]]],

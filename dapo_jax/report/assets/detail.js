@@ -136,6 +136,8 @@ class GroupView {
       fact("reward", byScore ? figure(columns.reward[i]) : signed(columns.reward[i]), "wide"),
       fact("advantage", signed(columns.advantage[i]), "wide"),
       fact("tokens", columns.tokens[i].toLocaleString("en-US"), "wide"),
+      response.turns ? fact("in", counted(response.turns.length, "turn")) : null,
+      response.size > columns.tokens[i] ? fact("the environment's", counted(response.size - columns.tokens[i], "token")) : null,
       fact("ended by", response.finish === "length" ? "the length limit" : response.finish === "stop" ? "itself" : "not recorded", response.finish === "length" ? "warn" : ""),
       columns.penalty[i] ? fact("overlong penalty", signed(columns.penalty[i])) : null,
       columns.clipped[i] ? fact("clipped", String(columns.clipped[i])) : null,
@@ -148,7 +150,7 @@ class GroupView {
       "article",
       { class: beside ? "response beside" : "response", "aria-label": `Response ${k}` },
       el("header", {}, el("span", { class: "index" }, `#${response.index ?? k}`), ...facts),
-      ...showTokens(response, columns.tokens[i], { shading, words, hint: this.hint, step }),
+      ...showTokens(response, response.size ?? columns.tokens[i], { shading, words, hint: this.hint, step }),
       el("p", { class: "why" }, whyOf(byScore, response)),
     );
   }

@@ -1,6 +1,10 @@
 // A response as tokens, shaded by what is known of each, with one hint for the token under the pointer or the cursor.
 
 const TOKENS_AT_FIRST = 600;
+/** Of an episode its turns share these, each with so many at least, and a part of the environment's has as many as its share and at most so many. */
+const EPISODE = { tokens: 900, turn: 60, environment: 120, least: 24 };
+/** A part that is longer than what is shown of it by less than this share stays whole. */
+const NOT_WORTH_HIDING = 0.25;
 const PROBABILITIES = [0.01, 0.1, 0.3, 0.5, 0.7, 0.9, 0.99];
 const CLIPS = {
   "^": ["up", "clipped from above: no gradient"],
@@ -12,9 +16,11 @@ const CLIPS = {
 /** Shades of ages: a0 is this step's weights, a1 those of the step before; the last is for what is older than all of these. */
 const AGES = [0, 1, 2, 4, 8];
 
-/** Text and place of each piece: {text, from, to, start}, where tokens that make up one character are one piece. */
+/** Text and place of each piece: {text, from, to, start}, where tokens that make up one character are one piece. None reaches from a turn of an episode into
+ * what its environment said, or the other way: a token without text that ends either is a piece of its own. */
 function piecesOf(response, count) {
   const { text } = response;
+  const borders = new Set([...(response.turns ?? []), ...(response.contexts ?? [])].flatMap(([first, stop]) => [first, stop]));
   if (!response.lengths) {
     const border = (i) => Math.round((i * text.length) / Math.max(1, count));
     const even = Array.from({ length: count }, (_, i) => ({ text: text.slice(border(i), border(i + 1)), from: i, to: i + 1, start: border(i) }));
@@ -22,14 +28,18 @@ function piecesOf(response, count) {
   }
   const pieces = [];
   let [start, from] = [0, 0];
+  const close = (stop) => {
+    for (; from < stop; from += 1) pieces.push({ text: "", from, to: from + 1, start });
+  };
   response.lengths.forEach((length, i) => {
+    if (borders.has(i)) close(i);
     if (!length) return;
     pieces.push({ text: text.slice(start, start + length), from, to: i + 1, start });
     start += length;
     from = i + 1;
   });
   // What follows the text is the end token, which has none.
-  for (let i = from; i < response.lengths.length; i += 1) pieces.push({ text: "", from: i, to: i + 1, start });
+  close(response.lengths.length);
   return pieces;
 }
 
@@ -59,6 +69,32 @@ const isOlder = (response) => (response.ages?.[0][1] ?? 0) > 0;
 /** Which turn of an episode a token is of; -1 if the environment appended it, null where there are no turns. */
 function turnAt(response, token) {
   return response.turns ? response.turns.findIndex(([first, stop]) => first <= token && token < stop) : null;
+}
+
+/** The number of the context of an episode, of those that begin anew, that a token stands in; -1 if in none. */
+function contextAt(response, token) {
+  return response.contexts?.findIndex(([first, stop]) => first <= token && token < stop) ?? -1;
+}
+
+/** The parts of an episode in their order, {turn, context, from, to} with places of pieces: turns, and what the environment said before each. */
+function partsOf(response, pieces) {
+  const parts = [];
+  pieces.forEach((piece, place) => {
+    const [turn, context] = [turnAt(response, piece.from), contextAt(response, piece.from)];
+    const last = parts.at(-1);
+    if (last && last.turn === turn && last.context === context) last.to = place + 1;
+    else parts.push({ turn, context, from: place, to: place + 1 });
+  });
+  return parts;
+}
+
+/** How many pieces of each part are shown at first. */
+function shares(parts) {
+  const turns = parts.filter((part) => part.turn >= 0).length;
+  const { tokens, turn, environment, least } = EPISODE;
+  const ofTurn = Math.max(turn, Math.floor(tokens / Math.max(1, turns)));
+  const ofOther = Math.max(least, Math.min(environment, Math.floor(tokens / parts.length)));
+  return (part) => (part.turn >= 0 ? ofTurn : ofOther);
 }
 
 /** The shade of a piece: p0 is the least probable. */
@@ -102,57 +138,84 @@ function showTokens(response, count, { shading, words, hint, step }) {
     if (place && age === ageOf(response, pieces[place - 1])) return null;
     return el("small", { class: "since" }, `step ${step - age}`);
   };
-  /** Where a turn begins: which, and what it was worth. */
-  const turnOf = (piece, place) => {
-    const turn = turnAt(response, piece.from);
-    if (turn === null || turn < 0 || (place && turnAt(response, pieces[place - 1].from) === turn)) return null;
-    const reward = response.turns[turn][2];
-    return el("small", { class: "since" }, `turn ${turn + 1}${reward === null ? "" : `, reward ${signed(reward)}`}`);
-  };
-  /** Where the environment began a context anew, in place of all before it. */
-  const contextOf = (piece) =>
-    response.contexts?.some((first) => piece.from <= first && first < piece.to) ? el("small", { class: "since" }, "new context") : null;
-  const node = (piece, place) => {
+  const node = (place) => {
+    const piece = pieces[place];
     const kinds = ["token", shadeOf(response, piece, shading)];
     if (hit(piece)) kinds.push("hit");
     if (piece.start >= graded) kinds.push("ungraded");
     if (/\n$/.test(piece.text)) kinds.push("newline");
     if (!piece.text) kinds.push("end");
-    return el("span", { class: kinds.join(" "), "data-place": place }, contextOf(piece), turnOf(piece, place), change(piece, place), piece.text || "end");
+    return el("span", { class: kinds.join(" "), "data-place": place }, change(piece, place), piece.text || (turnAt(response, piece.from) === -1 ? "special" : "end"));
   };
-  const fill = (limit) => body.replaceChildren(...pieces.slice(0, limit).map(node));
-  fill(TOKENS_AT_FIRST);
-  if (!pieces.length) body.append(el("span", { class: "none" }, "(no tokens)"));
+  const nodes = (from, to) => Array.from({ length: to - from }, (_, i) => node(from + i));
 
-  let at = -1;
-  const show = (place) => {
-    body.querySelector(".at")?.classList.remove("at");
-    at = place;
-    const span = at < 0 ? null : body.children[at];
-    span?.classList.add("at");
-    hint.show(span, span && describe(response, pieces[at], step));
+  let at = null;
+  const show = (span) => {
+    at?.classList.remove("at");
+    at = span ?? null;
+    at?.classList.add("at");
+    hint.show(at, at && describe(response, pieces[at.dataset.place], step));
   };
   body.addEventListener("pointerover", (event) => {
     const span = event.target.closest(".token");
-    if (span) show(Number(span.dataset.place));
+    if (span) show(span);
   });
-  body.addEventListener("pointerleave", () => show(-1));
-  body.addEventListener("blur", () => show(-1));
+  body.addEventListener("pointerleave", () => show(null));
+  body.addEventListener("blur", () => show(null));
   body.addEventListener("keydown", (event) => {
-    const to = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: body.children.length - 1 }[event.key];
-    if (to === undefined || !pieces.length) return;
+    const spans = [...body.querySelectorAll(".token")];
+    const place = spans.indexOf(at);
+    const to = { ArrowRight: place + 1, ArrowLeft: place - 1, Home: 0, End: spans.length - 1 }[event.key];
+    if (to === undefined || !spans.length) return;
     event.preventDefault();
-    show(Math.min(body.children.length - 1, Math.max(0, to)));
+    show(spans[Math.min(spans.length - 1, Math.max(0, to))]);
   });
-  const more = pieces.length - TOKENS_AT_FIRST;
-  if (more <= 0) return [body];
-  const button = el("button", { type: "button", class: "more" }, `Show ${counted(more, "more token")}`);
-  button.addEventListener("click", () => {
-    fill(pieces.length);
-    button.remove();
-    body.focus();
-  });
-  return [body, button];
+  /** A button that shows more in place of itself. */
+  const more = (hidden, fill) => {
+    const button = el("button", { type: "button", class: "more" }, `Show ${counted(hidden, "more token")}`);
+    button.addEventListener("click", () => {
+      fill();
+      button.remove();
+      body.focus();
+    });
+    return button;
+  };
+  if (!pieces.length) body.append(el("span", { class: "none" }, "(no tokens)"));
+  if (response.turns) {
+    const parts = partsOf(response, pieces);
+    const share = shares(parts);
+    body.classList.add("episode");
+    body.append(...parts.map((part) => partNode(response, part, { nodes, more, share: share(part) })));
+    return [body];
+  }
+  body.append(...nodes(0, Math.min(pieces.length, TOKENS_AT_FIRST)));
+  const hidden = pieces.length - TOKENS_AT_FIRST;
+  return hidden > 0 ? [body, more(hidden, () => body.append(...nodes(TOKENS_AT_FIRST, pieces.length)))] : [body];
+}
+
+/** A part of an episode under its name, the middle of a long one folded away; `share` pieces of it are shown at first. */
+function partNode(response, { turn, context, from, to }, { nodes, more, share }) {
+  const size = to - from;
+  const whole = size <= share * (1 + NOT_WORTH_HIDING);
+  const [head, tail] = [from + Math.ceil((share * 2) / 3), to - Math.floor(share / 3)];
+  const kind = turn >= 0 ? "turn" : context >= 0 ? "environment context" : "environment";
+  const inside = whole ? nodes(from, to) : nodes(from, head);
+  if (!whole) {
+    const button = more(tail - head, () => button.replaceWith(...nodes(head, tail)));
+    inside.push(button, ...nodes(tail, to));
+  }
+  return el("div", { class: `part ${kind}` }, nameOf(response, turn, context), el("div", { class: "said" }, ...inside));
+}
+
+/** Which turn it is and what it was worth; or that the environment speaks, and whether in place of all before. */
+function nameOf(response, turn, context) {
+  if (turn < 0) {
+    const replaced = context < 0 ? null : response.contexts[context][0] ? "all before" : "the prompt";
+    return el("small", { class: "since" }, replaced ? `new context, in place of ${replaced}` : "environment");
+  }
+  const reward = response.turns[turn][2];
+  if (reward === null) return el("small", { class: "since" }, `turn ${turn + 1}`);
+  return el("small", { class: "since" }, `turn ${turn + 1}, reward `, el("b", { class: reward > 0 ? "good" : reward < 0 ? "bad" : "" }, signed(reward)));
 }
 
 /** What is known of a piece, as lines. */
@@ -161,7 +224,7 @@ function describe(response, piece, step) {
   const whole = response.lengths ? "" : " (borders not known)";
   lines.push(piece.to - piece.from > 1 ? `tokens ${piece.from + 1} to ${piece.to}, one character` : `token ${piece.from + 1}${whole}`);
   const turn = turnAt(response, piece.from);
-  if (turn === -1) return [...lines, "appended by the environment"];
+  if (turn === -1) return [...lines, contextAt(response, piece.from) < 0 ? "appended by the environment" : "of a context that the environment began anew"];
   if (turn !== null) lines.push(`turn ${turn + 1} of ${response.turns.length}`);
   for (let i = piece.from; i < piece.to; i += 1) {
     const nats = response.nats?.[i];
