@@ -214,7 +214,7 @@ def in_waves(
             _sample_wave(step, np.array(ordinals), responses, samplers)
             for ordinal in ordinals:
                 collector.add(_graded(ordinal, responses.informative(ordinal), version))
-        found = collector.finish()
+        found = collector.finish(on_shortfall=dynamic.on_shortfall)
         cursor, share = found.cursor, found.share
         used = {group.prompt.ordinal for group in (*found.groups, *found.carry)}
         known = {group.prompt.ordinal for group in (*carried, *found.sampled)}

@@ -164,6 +164,13 @@ def _sampled(config: TrainConfig, informative: int | float, notes: list[str]) ->
     if not 0 < informative <= 1:
         raise ConfigError(f"--informative={informative} must be above 0 and at most 1")
     waves = math.ceil(needed / (informative * wave))
+    if waves > dynamic.max_waves and dynamic.on_shortfall == "train_fewer" and not flight:
+        waves = dynamic.max_waves
+        notes.append(
+            f"with --informative {informative:g} a step of {waves} x {wave} prompts trains on about {informative * wave * waves:g} of {needed} groups "
+            "(dynamic_sampling.on_shortfall=train_fewer); its updates are counted as if on all"
+        )
+        return waves * wave, waves
     if waves > dynamic.max_waves:
         raise ConfigError(
             f"with --informative {informative:g} a wave of {wave} prompts gives "

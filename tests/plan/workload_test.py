@@ -50,6 +50,15 @@ def test_waves_follow_from_the_share_of_mixed_groups():
         workload_of(CONFIG, Assumptions(informative=0.125))
 
 
+def test_where_fewer_groups_do_too_few_waves_are_no_error():
+    """Three waves of 16 at an eighth: 6 of the 8 groups."""
+    fewer = replace(CONFIG, dynamic_sampling=replace(CONFIG.dynamic_sampling, on_shortfall="train_fewer"))
+    work = workload_of(fewer, Assumptions(informative=0.125))
+    assert (work.prompts, work.waves, work.responses) == (48, 3, 192)
+    assert "trains on about 6 of 8 groups" in " ".join(work.notes)
+    assert workload_of(fewer, Assumptions(informative=0.25)).waves == 2
+
+
 def test_where_surplus_is_carried_a_step_draws_what_it_needs_and_no_whole_waves():
     """8 of 3/8: 21.3 prompts, 22, in two waves of at most 16; whole ones would be 32."""
     carry = replace(CONFIG, dynamic_sampling=replace(CONFIG.dynamic_sampling, surplus="carry"))
