@@ -149,6 +149,8 @@ class TinyStep:
         episodes = episodes_of(environment, self._whole, self._run.policy)
         assert episodes is not None
         with episodes:
+            examples: list[str] = []
+            decode = self._run.policy.tokenizer.decode
 
             def first_turns() -> list[Verdict]:
                 verdicts = []
@@ -160,8 +162,14 @@ class TinyStep:
                             logprobs=response.logprobs,
                             finish_reason=response.finish_reason,
                         )
-                        if episodes.start(group.prompt, index).result() is not None:
-                            episodes.step(group.prompt, index, turn).result()
+                        if (before := episodes.start(group.prompt, index).result()) is None:
+                            continue
+                        after = episodes.step(group.prompt, index, turn).result()
+                        ends = "is the end" if after is None else f"hears {decode(after.tokens)!r:.200}"
+                        examples.append(
+                            f"behind {(group.prompt.text if not before.anew else '') + decode(before.tokens)!r:.200} "
+                            f"the turn {decode(turn.tokens)!r:.200} {ends}"
+                        )
                     responses = [rollout.response for rollout in group.rollouts]
                     samples = samples_of(group.prompt, responses, tokenizer=self._run.policy.tokenizer)
                     verdicts += [verdict.result() for verdict in episodes.verdicts(samples)]
@@ -174,7 +182,9 @@ class TinyStep:
                 state="failed" if len(lost) == len(verdicts) else "warning",
                 remedy="mend environment.source, or raise environment.timeout_s",
             )
-        return Found(message=f"the environment answered {len(verdicts)} first turns, {seconds:.1f} s")
+        return Found(
+            message=f"the environment answered {len(verdicts)} first turns, {seconds:.1f} s; {examples[0]}"
+        )
 
     def update(self) -> Found:
         """Two updates: the second is to a policy that is no longer the one that sampled."""

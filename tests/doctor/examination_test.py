@@ -1,5 +1,6 @@
 """A healthy configuration is found to be so, and of an injected fault exactly its own check fails, with what to do."""
 
+import re
 import shutil
 from collections import namedtuple
 
@@ -164,6 +165,7 @@ def test_an_environment_is_asked_and_no_grader(examined, tmp_path):
     found = examined(environment__source="guess")
     assert found["grader"].message == "guess says what an episode is worth, and no grader is asked"
     assert "the environment answered 8 first turns" in found["grade"].message
+    assert re.search("; behind '.+' the turn '.*' (hears '[<>]'|is the end)$", found["grade"].message)
     place = tmp_path / "failing.py"
     place.write_text(
         """
