@@ -71,6 +71,7 @@ class Episodes:
         episode_tokens: int = 0,
         timeout_s: float = 30.0,
         calls: int = 64,
+        on_close: Callable[[], None] = lambda: None,
     ) -> None:
         """Starts the thread.
 
@@ -84,10 +85,11 @@ class Episodes:
             episode_tokens: the most tokens of an episode; 0: as many as a response may have.
             timeout_s: seconds for one call, from when it is under way.
             calls: the most that are under way at one time; the others wait.
+            on_close: called when the thread has ended.
         """
         self._environment, self._rendering, self._text_of, self._seed = environment, rendering, text_of, seed
         self.max_turns, self.turn_tokens, self.episode_tokens = max_turns, turn_tokens, episode_tokens
-        self._timeout_s = timeout_s
+        self._timeout_s, self._on_close = timeout_s, on_close
         self.answers: RecordedAnswers | None = None
         """Where answers are written down, and found again; None: nowhere."""
         self._open: dict[tuple[int, int], _Open] = {}
@@ -214,6 +216,7 @@ class Episodes:
             self._closing = True
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_ENDING_S)
+        self._on_close()
 
     async def _begun(self, opened: _Open) -> object:
         """Makes the episode, and begins it: what it says before the first turn.
