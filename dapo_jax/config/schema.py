@@ -287,6 +287,11 @@ class EnvironmentConfig(Section, at="environment"):
     """Seconds for one answer of the environment. An episode whose environment takes longer, or raises, is lost: its verdict is the worst of its group."""
     calls: int = key(64, range=SIZE, may_change=True)
     """Calls of the environment that are under way at one time in each process."""
+    workers: int = key(0, range=NOT_NEGATIVE, may_change=True)
+    """Processes for the environment in each process of the run; 0: that process itself. In workers an environment that blocks, takes all memory or ends its process costs only its own
+    episode. A worker that is replaced is told the turns of its episodes again."""
+    worker_memory_mb: int = key(2048, range=SIZE)
+    """Memory in MiB that a worker may take beyond what the loaded environment needs; a call that takes more fails. (Linux)"""
     credit: str = key("episode", choices=["episode", "turn"])
     """episode: all turns have the advantage of the episode's reward. turn: each has that of the rewards from it on (reward-to-go), beside the other episodes of the group that have such a turn."""
 
@@ -294,7 +299,8 @@ class EnvironmentConfig(Section, at="environment"):
         """Checks what its values say about each other."""
         if self.source:
             return
-        for name in ("max_turns", "turn_tokens", "episode_tokens", "timeout_s", "calls", "credit"):
+        limits = ("max_turns", "turn_tokens", "episode_tokens", "timeout_s", "calls")
+        for name in (*limits, "workers", "worker_memory_mb", "credit"):
             if getattr(self, name) != getattr(EnvironmentConfig, name):
                 remedy = "without an environment there are no turns: name one, or leave it out"
                 refuse(f"environment.{name}", getattr(self, name), "an environment.source", remedy)

@@ -4,11 +4,9 @@ The loop runs in a thread of this process while others are sampled. An episode t
 """
 
 import asyncio
-import inspect
-import math
 import threading
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -18,12 +16,19 @@ import numpy as np
 from jaxtyping import Int
 
 from dapo_jax.dapo.in_flight import Standing
-from dapo_jax.dapo.rollouts import Continuation, DrawnTurn, Lost, Prompt, Verdict, as_float
+from dapo_jax.dapo.rollouts import Continuation, DrawnTurn, Lost, Prompt, Verdict
+from dapo_jax.environments.calls import (
+    LostError,
+    answer_raises,
+    called,
+    checked_episode,
+    checked_scores,
+    checked_step,
+)
 from dapo_jax.environments.protocol import Context, Environment, Step, Turn
 from dapo_jax.environments.recorded_answers import Answer, Heard, RecordedAnswers
 from dapo_jax.environments.rendering import Rendering, RenderingError
 from dapo_jax.rewards.async_calls import DaemonThreads
-from dapo_jax.rewards.functions import MAX_SCORE
 from dapo_jax.rewards.sample import Sample, copied, read_only
 
 _Value = TypeVar("_Value")
@@ -33,14 +38,6 @@ _FAREWELLS = 4096
 
 _ENDING_S = 5.0
 """Seconds for which closing waits for episodes that go on after they were cancelled."""
-
-
-class _LostError(Exception):
-    """The episode is lost, and why."""
-
-    def __init__(self, lost: Lost, reason: str) -> None:
-        super().__init__(reason)
-        self.lost: Lost = lost
 
 
 @dataclass
@@ -75,6 +72,7 @@ class Episodes:
         episode_tokens: int = 0,
         timeout_s: float = 30.0,
         calls: int = 64,
+        on_close: Callable[[], None] = lambda: None,
     ) -> None:
         """Starts the thread.
 
@@ -88,10 +86,11 @@ class Episodes:
             episode_tokens: the most tokens of an episode; 0: as many as a response may have.
             timeout_s: seconds for one call, from when it is under way.
             calls: the most that are under way at one time; the others wait.
+            on_close: called when the thread has ended.
         """
         self._environment, self._rendering, self._text_of, self._seed = environment, rendering, text_of, seed
         self.max_turns, self.turn_tokens, self.episode_tokens = max_turns, turn_tokens, episode_tokens
-        self._timeout_s = timeout_s
+        self._timeout_s, self._on_close = timeout_s, on_close
         self.answers: RecordedAnswers | None = None
         """Where answers are written down, and found again; None: nowhere."""
         self._open: dict[tuple[int, int], _Open] = {}
@@ -164,7 +163,7 @@ class Episodes:
         async def answer() -> Continuation | None:
             await self._caught_up(opened)
             answered = await self._called(opened.episode.step, said)
-            step = _checked(answered)
+            step = checked_step(answered)
             opened.rewards[-1] = step.reward
             opened.metrics.update(step.metrics)
             opened.correct = opened.correct if step.correct is None else step.correct
@@ -215,23 +214,15 @@ class Episodes:
                     try:
                         async with self._room:
                             await self._caught_up(one)
-                    except _LostError as error:
+                    except LostError as error:
                         one.lost, one.reason = error.lost, str(error)
                         kept.remove(one)
                 given = await self._called(group_rewards, [one.episode for one in kept])
-            if not isinstance(given, Sequence | np.ndarray):
-                raise _LostError(
-                    "raised", f"group_rewards returned {given!r:.200}, needs a reward for each episode"
-                )
-            scores = [_number(score, "group_rewards returned") for score in given]
-            if len(scores) != len(kept):
-                raise _LostError(
-                    "raised", f"group_rewards returned {len(scores)} rewards for {len(kept)} episodes"
-                )
+            scores = checked_scores(given, count=len(kept))
             if self.answers is not None and known is None:
                 self.answers.add(ordinal, -1, heard, Answer(tokens=None, scores=scores))
             return scores
-        except _LostError as error:
+        except LostError as error:
             lost, said = error.lost, str(error)
         except (
             Exception
@@ -250,6 +241,7 @@ class Episodes:
             self._closing = True
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_ENDING_S)
+        self._on_close()
 
     def _said(self, turn: DrawnTurn, *, number: int) -> Turn:
         return Turn(
@@ -264,16 +256,14 @@ class Episodes:
         """Makes the episode, and begins it: what it says before the first turn.
 
         Raises:
-            _LostError: it is none, raises or takes too long.
+            LostError: it is none, raises or takes too long.
         """
         prompt = opened.prompt
         seed = int(np.random.SeedSequence((self._seed, prompt.ordinal)).generate_state(1)[0])
         own = {name: copied(value) for name, value in prompt.row.items()}
         row = {"prompt": prompt.text, "answer": prompt.answer, **own}
         opened.episode = await self._called(self._environment.episode, row, seed)
-        if not callable(getattr(opened.episode, "step", None)):
-            said = f"{opened.episode!r:.200} ({type(opened.episode).__name__}) has no method step(turn), which answers a turn"
-            raise _LostError("raised", said)
+        checked_episode(opened.episode)
         start = getattr(opened.episode, "start", None)
         return None if start is None else await self._called(start)
 
@@ -281,7 +271,7 @@ class Episodes:
         """Tells an episode whose answers were on record the turns that it has not heard; what it says to them is on record.
 
         Raises:
-            _LostError: it raises or takes too long.
+            LostError: it raises or takes too long.
         """
         if opened.episode is None:
             await self._begun(opened)
@@ -366,7 +356,7 @@ class Episodes:
             try:
                 async with self._room:
                     return await work()
-            except _LostError as error:
+            except LostError as error:
                 opened.lost, opened.reason = error.lost, str(error)
             except RenderingError as error:
                 opened.lost, opened.reason = "raised", str(error)
@@ -374,13 +364,8 @@ class Episodes:
                 if self._closing:
                     raise
                 opened.lost, opened.reason = "raised", "the environment's task was cancelled"
-            except (
-                Exception
-            ) as error:  # of an answer whose fields, or whose text, raise when they are asked for
-                opened.lost, opened.reason = (
-                    "raised",
-                    f"the environment's answer raises {type(error).__name__}",
-                )
+            except Exception as error:
+                opened.lost, opened.reason = "raised", str(answer_raises(error))
             return None
 
         answered: Future[Continuation | None] = Future()
@@ -396,74 +381,8 @@ class Episodes:
         return answered
 
     async def _called(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """The result of somebody else's function, async or not, within the limit.
-
-        Raises:
-            _LostError: it raised, or took too long.
-        """
-
-        async def result() -> tuple[Any, BaseException | None]:
-            try:
-                # A function that is not async may block, so it has a thread.
-                is_async = inspect.iscoroutinefunction(call)
-                found = call(*arguments) if is_async else await asyncio.to_thread(call, *arguments)
-                return await found if inspect.isawaitable(found) else found, None
-            except BaseException as error:  # SystemExit among them, which would end the loop
-                return None, error
-
-        task = asyncio.ensure_future(result())
-        done, _ = await asyncio.wait([task], timeout=self._timeout_s)
-        if not done:
-            task.cancel()
-            raise _LostError("timeout", f"no answer of the environment within {self._timeout_s:g} s")
-        found, error = task.result()
-        if error is not None:
-            raise _LostError("raised", f"{type(error).__name__}: {error!s:.500}")
-        return found
-
-
-def _checked(step: Any) -> Step:
-    """A step with fields that are what they have to be, but for what it appends, which is for the rendering to check.
-
-    Raises:
-        _LostError: one of them is not.
-    """
-    if not isinstance(step, Step):
-        raise _LostError(
-            "raised", f"the episode answered {step!r:.200} ({type(step).__name__}), needs a Step"
-        )
-    if not isinstance(step.metrics, Mapping):
-        raise _LostError(
-            "raised", f"a step has metrics={step.metrics!r:.200}, needs a mapping of names to numbers"
-        )
-    if not (step.correct is None or isinstance(step.correct, bool | np.bool_)) or not isinstance(
-        step.done, bool | np.bool_
-    ):
-        raise _LostError(
-            "raised",
-            f"a step has correct={step.correct!r:.80} and done={step.done!r:.80}, needs True or False",
-        )
-    return Step(
-        reward=_number(step.reward, "a step has the reward"),
-        done=bool(step.done),
-        correct=None if step.correct is None else bool(step.correct),
-        metrics={
-            str(name): _number(value, f"a step has the metric {name!r}:")
-            for name, value in step.metrics.items()
-        },
-    )
-
-
-def _number(value: Any, said: str) -> float:
-    try:
-        number = as_float(value)
-    except ValueError:
-        number = math.nan
-    if not abs(number) <= MAX_SCORE:
-        raise _LostError(
-            "nonfinite", f"{said} {value!r:.80}, needs a finite number of at most {MAX_SCORE:g} in size"
-        )
-    return number
+        """The result of somebody else's function within the limit; what is raised is that of `called`."""
+        return await called(call, *arguments, timeout_s=self._timeout_s)
 
 
 def _verdict(one: _Open, score: float | None = None) -> Verdict:

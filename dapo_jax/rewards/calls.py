@@ -64,24 +64,47 @@ def _plain_sample(sample: Sample) -> dict[str, Any]:
         "prompt_token_ids": prompt.tokens.tolist(),
         "prompt": prompt.text,
         "answer": prompt.answer,
-        "row": {name: _plain(value, name) for name, value in prompt.row.items()},
+        "row": plain_row(prompt.row, instead="grade in this process with reward.workers=0"),
         "response": sample.response,
         "response_token_ids": sample.tokens.tolist(),
         "finish_reason": sample.finish_reason,
     }
 
 
-def _plain(value: Any, name: str) -> Any:
-    """Numpy values as Python's, at any depth."""
+def plain_row(row: Mapping[str, Any], *, instead: str) -> dict[str, Any]:
+    """A row of the data with numpy values as Python's and tuples as lists, for a worker.
+
+    Args:
+        row: as it was read.
+        instead: what to do about a field that cannot be handed over, other than to leave it out.
+
+    Raises:
+        TypeError: a field holds what JSON has no name for.
+    """
+    found = {}
+    for name, value in row.items():
+        try:
+            found[name] = plain(value)
+        except TypeError as error:
+            raise TypeError(
+                f"the row's field {name!r} holds {error}, which JSON cannot hand to a worker; leave it out of the row, or {instead}"
+            ) from error
+    return found
+
+
+def plain(value: Any) -> Any:
+    """Numpy values as Python's and tuples as lists, at any depth.
+
+    Raises:
+        TypeError: somewhere is what JSON has no name for; the message is its text and type.
+        RecursionError: it is nested too deep, or in itself.
+    """
     if isinstance(value, np.ndarray | np.generic):
-        return _plain(value.tolist(), name)
+        return plain(value.tolist())
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {key: _plain(item, name) for key, item in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item, name) for item in value]
+        return [plain(item) for item in value]
     if value is None or isinstance(value, str | int | float | bool):
         return value
-    raise TypeError(
-        f"the row's field {name!r} holds {value!r:.60} ({type(value).__name__}), which JSON cannot hand to a grading worker; leave it out of "
-        "the row, or grade in this process with reward.workers=0"
-    )
+    raise TypeError(f"{value!r:.60} ({type(value).__name__})")

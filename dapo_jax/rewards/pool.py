@@ -9,13 +9,8 @@ workers go on dying, it is the grader that is wrong, and not a response: then a 
 
 import contextlib
 import json
-import os
 import queue
-import select
-import signal
-import subprocess
 import sys
-import sysconfig
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -27,12 +22,10 @@ from dapo_jax.rewards.calls import MAX_ANSWER_BYTES, call_of, verdicts_of
 from dapo_jax.rewards.functions import RewardError, calls_of
 from dapo_jax.rewards.futures import each
 from dapo_jax.rewards.sample import Sample
+from dapo_jax.rewards.worker_process import WorkerProcess
 
 START_S = 120.0
 """Seconds that a worker may take to load the grader; importing a symbolic package on a busy machine is slow."""
-
-ENDING_S = 1.0
-"""Seconds that a worker that has closed its pipe is given to end by itself, before it is killed."""
 
 DEATHS_BORNE = 2
 """Workers may die this often, and for one in `CALLS_A_DEATH` calls beyond that, before it is called an error."""
@@ -75,7 +68,7 @@ class GradingPool:
                 f"{memory_mb=}"
             )
         setup = {"grader": grader, "answer_marker": answer_marker, "memory_mb": memory_mb}
-        self._setup = {**setup, "on_nonfinite": on_nonfinite, "parent": os.getpid()}
+        self._setup = {**setup, "on_nonfinite": on_nonfinite}
         self._grader = grader
         self._lock = threading.Lock()
         self._asked = self._deaths = 0
@@ -241,26 +234,7 @@ class _Worker:
             ValueError: the grader cannot be loaded there.
             RewardError: the process ended or hung before it was ready.
         """
-        # It finds what this process finds, the package and the user's modules, and in the same order once it has loaded its own. Till
-        # then the standard library comes first (and with -P no current folder): a user's token.py would end it.
-        path = [place for place in sys.path if isinstance(place, str)]
-        library = [sysconfig.get_path("stdlib"), sysconfig.get_config_var("DESTSHARED")]
-        first = os.pathsep.join(place for place in [*library, *path] if place)
-        command = [sys.executable, "-P", "-m", "dapo_jax.rewards.worker", json.dumps({**setup, "path": path})]
-        # A session of its own: what a grader started goes with it.
-        self._process = subprocess.Popen(
-            command,
-            bufsize=0,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": first},
-            start_new_session=True,
-        )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._calls, self._answers = self._process.stdin.fileno(), self._process.stdout.fileno()
-        os.set_blocking(self._calls, False)
-        self._read = bytearray()
+        self._process = WorkerProcess("dapo_jax.rewards.worker", setup, most_bytes=2 * MAX_ANSWER_BYTES)
         self._number = 0
         self.gone = False
         try:
@@ -284,8 +258,8 @@ class _Worker:
             _ProtocolError: what came is no answer to this call; the process has ended.
             RewardError: the grader raised.
         """
-        if self._process.poll() is not None:
-            self._lose("died", f"the worker had ended ({self._ending()})")
+        if self._process.has_ended:
+            self._lose("died", f"the worker had ended ({self._process.ending()})")
         deadline = time.monotonic() + timeout_s
         self._number += 1
         self._send(json.dumps({"id": self._number, "samples": call}).encode() + b"\n", deadline, timeout_s)
@@ -304,41 +278,26 @@ class _Worker:
     def end(self) -> None:
         """Ends the process and all that it started, and closes the pipes."""
         self.gone = True
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            with contextlib.suppress(BrokenPipeError):
-                pipe.close()
+        self._process.end()
 
     def _send(self, message: bytes, deadline: float, timeout_s: float) -> None:
-        left = memoryview(message)
-        while left:
-            if not _ready(self._calls, select.POLLOUT, deadline):
-                self._lose("timeout", f"the worker did not take the call within {timeout_s:g} s")
-            try:
-                left = left[os.write(self._calls, left) :]
-            except BlockingIOError:
-                continue
-            except BrokenPipeError:
-                self._lose("died", f"the worker had ended ({self._ending()})")
+        try:
+            self._process.send(message, deadline)
+        except TimeoutError:
+            self._lose("timeout", f"the worker did not take the call within {timeout_s:g} s")
+        except BrokenPipeError:
+            self._lose("died", f"the worker had ended ({self._process.ending()})")
 
     def _answer(self, deadline: float, timeout_s: float) -> dict[str, Any]:
         """The answer to the last call; the time holds while data arrive, too."""
-        searched = 0
-        while (end := self._read.find(b"\n", searched)) < 0:
-            searched = len(self._read)
-            if searched > 2 * MAX_ANSWER_BYTES:
-                self._break(f"its worker sent more than {MAX_ANSWER_BYTES:,} bytes without an end")
-            if not _ready(self._answers, select.POLLIN, deadline):
-                self._lose("timeout", f"no verdict within {timeout_s:g} s")
-            part = os.read(self._answers, 1 << 16)
-            if not part:
-                self._lose("died", f"the grader ended its process ({self._ending()})")
-            self._read += part
-        line = bytes(self._read[:end])
-        del self._read[: end + 1]
+        try:
+            line = self._process.line(deadline)
+        except TimeoutError:
+            self._lose("timeout", f"no verdict within {timeout_s:g} s")
+        except EOFError:
+            self._lose("died", f"the grader ended its process ({self._process.ending()})")
+        except ValueError:
+            self._break(f"its worker sent more than {MAX_ANSWER_BYTES:,} bytes without an end")
         try:
             answer = json.loads(line)
             number = answer["id"]
@@ -356,13 +315,6 @@ class _Worker:
             )
         return answer
 
-    def _ending(self) -> str:
-        try:
-            code = self._process.wait(ENDING_S)
-        except subprocess.TimeoutExpired:
-            return "its pipe closed, the process going on"
-        return signal.Signals(-code).name if code < 0 else f"exit status {code}"
-
     def _lose(self, kind: Lost, reason: str) -> NoReturn:
         self.end()
         raise _LostError(kind, reason)
@@ -370,11 +322,3 @@ class _Worker:
     def _break(self, reason: str) -> NoReturn:
         self.end()
         raise _ProtocolError(reason)
-
-
-def _ready(descriptor: int, event: int, deadline: float) -> bool:
-    """True once the descriptor can be read or written, or has ended; False if the deadline passes first."""
-    poll = select.poll()  # select.select takes no descriptor above 1,023
-    poll.register(descriptor, event)
-    left = deadline - time.monotonic()
-    return left > 0 and bool(poll.poll(1000 * left))

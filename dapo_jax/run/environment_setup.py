@@ -1,10 +1,12 @@
 """The environment of a run, made from its configuration."""
 
+import math
 from datetime import date
 
 from dapo_jax.config import ConfigError, EnvironmentConfig, EvaluateConfig, TrainConfig
 from dapo_jax.environments import Environment, Episodes, load_environment
 from dapo_jax.environments.rendering import Rendering
+from dapo_jax.environments.workers import WorkerEnvironment, worker_environment
 from dapo_jax.rewards.functions import Rewards
 from dapo_jax.run.policy import Policy
 from dapo_jax.text.stop_strings import StopStrings
@@ -23,6 +25,13 @@ def environment_of(config: EnvironmentConfig, *, reward: Rewards | None = None) 
             f"environment.source={config.source!r} says what an episode is worth, and a reward was given, too: leave one of the two out"
         )
     try:
+        if config.workers:
+            return worker_environment(
+                config.source,
+                workers=config.workers,
+                timeout_s=config.timeout_s,
+                memory_mb=config.worker_memory_mb,
+            )
         return load_environment(config.source)
     except ValueError as error:
         raise ConfigError(f"environment.source: {error}") from error
@@ -35,6 +44,7 @@ def episodes_of(
     if environment is None:
         return None
     told, data, tokenizer = config.environment, config.data, policy.tokenizer
+    in_workers = isinstance(environment, WorkerEnvironment)
     text = StopStrings(tokenizer, config.sampling.stop) if config.sampling.stop else tokenizer
     return Episodes(
         environment,
@@ -48,6 +58,7 @@ def episodes_of(
         max_turns=told.max_turns,
         turn_tokens=told.turn_tokens,
         episode_tokens=told.episode_tokens,
-        timeout_s=told.timeout_s,
+        timeout_s=math.inf if in_workers else told.timeout_s,  # workers know when a call is under way
         calls=told.calls,
+        on_close=environment.close if in_workers else lambda: None,
     )

@@ -118,10 +118,13 @@ def test_the_first_weights_draw_what_waves_draw(flown, flying, run_micro, rows):
         np.testing.assert_allclose(one["logprobs"], other["logprobs"], atol=2e-5)
 
 
-@pytest.mark.parametrize("calls", [2, 64])
-def test_the_time_that_an_environment_takes_changes_no_bit(calls, flying, flown, run_micro, rows, same_run):
+@pytest.mark.parametrize(("calls", "workers"), [(2, 0), (64, 2)])
+def test_the_time_that_an_environment_takes_changes_no_bit(
+    calls, workers, flying, flown, run_micro, rows, same_run
+):
     """It takes another time in each run. Rounds decide what is read together, so sums are rounded alike, too."""
-    same_run(run_micro(flying(environment__calls=calls), reward=None, eval_rows=rows), flown)
+    config = flying(environment__calls=calls, environment__workers=workers)
+    same_run(run_micro(config, reward=None, eval_rows=rows), flown)
 
 
 @pytest.mark.parametrize("answer_rounds", [0, 3])

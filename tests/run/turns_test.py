@@ -109,6 +109,20 @@ def test_the_time_that_an_environment_takes_changes_nothing(trained, turning, ru
     same_run(run_micro(turning(environment__calls=3), reward=None, eval_rows=rows), trained)
 
 
+def test_the_processes_that_an_environment_is_in_change_nothing(trained, turning, run_micro, rows, same_run):
+    found = run_micro(turning(environment__workers=2), reward=None, eval_rows=rows)
+    same_run(found, trained)
+    for step in range(1, 5):
+        name = f"rollouts/step_{step:06d}.jsonl"
+        assert (found.run_dir / name).read_bytes() == (trained.run_dir / name).read_bytes()
+
+
+def test_an_environment_that_workers_cannot_make_is_refused_at_the_start(turning, run_micro, place):
+    told = {"environment__source": f"{place}/sums.py:Sum", "environment__workers": 1}
+    with pytest.raises(ConfigError, match=r"environment\.source: .*sums\.py has no 'Sum'.*Sums"):
+        run_micro(turning(**told), reward=None)
+
+
 def test_a_step_that_is_sampled_again_hears_what_it_heard(
     turning, run_micro, rows, place, tmp_path, same_run
 ):

@@ -1,0 +1,129 @@
+"""An environment that does what the turn says, for workers: what its process suffers must be nobody else's business."""
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+from dapo_jax.environments import Context, Step
+
+
+class Scripted:
+    """Appends all that an episode has heard, so that an answer is right only if every turn before was heard in its order."""
+
+    def episode(self, row, seed):
+        if row.get("says") == "no":
+            raise ValueError("no such task")
+        return ScriptedEpisode(row, seed)
+
+
+class Compared(Scripted):
+    """The longest history is worth most."""
+
+    async def group_rewards(self, episodes):
+        if episodes[0].row.get("compare") == "exit":
+            os._exit(4)
+        return [float(len(each.heard)) for each in episodes]
+
+
+class ScriptedEpisode:
+    def __init__(self, row, seed):
+        self.row, self.seed, self.heard = row, seed, []
+
+    async def start(self):
+        match self.row.get("says"):
+            case "a context":
+                return Context("c" * self.row["level"])
+            case "nothing":
+                return None
+        return "?"
+
+    async def step(self, turn):
+        command, _, rest = turn.text.partition(" ")
+        match command:
+            case "sleep":
+                await asyncio.sleep(float(rest))
+            case "stall":  # and with it the event loop
+                time.sleep(float(rest))
+            case "hold":  # Python's lock, for hours
+                re.match("(a+)+$", "a" * 60 + "b")
+            case "exit":
+                os._exit(3)
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "once":  # the worker dies of it the first time
+                if not Path(rest).exists():
+                    Path(rest).write_text("")
+                    os._exit(5)
+            case "take":
+                return Step(append=str(len(bytearray(int(rest) << 20)) >> 20))
+            case "huge":
+                return Step(append="x" * int(rest))
+            case "flood":
+                flood()
+            case "row":
+                return Step(append=json.dumps(self.row, sort_keys=True))
+            case "told":
+                arrays = turn.tokens, turn.logprobs
+                said = [*(each.tolist() for each in arrays), *(str(each.dtype) for each in arrays)]
+                return Step(append=json.dumps([*said, turn.finish_reason, turn.number, self.seed]))
+            case "pid":
+                return Step(append=str(os.getpid()))
+            case "print":
+                print("a line on the standard output", flush=True)
+            case "context":
+                return Step(context=Context([*map(ord, rest)]))
+            case "done":
+                return Step(
+                    reward=1.0,
+                    done=True,
+                    correct=True,
+                    append=b"no JSON",
+                    metrics={"heard": float(len(self.heard))},
+                )
+        self.heard.append(turn.text)
+        return Step(append="|".join(self.heard), reward=0.5)
+
+    async def close(self):
+        if "closed" in self.row:
+            with open(self.row["closed"], "a") as file:
+                file.write(f"{'|'.join(self.heard)}\n")
+
+
+class Blocking(Scripted):
+    """Its functions are not async, so each call has a thread."""
+
+    def episode(self, row, seed):
+        return BlockingEpisode()
+
+
+class BlockingEpisode:
+    def __init__(self):
+        self.heard = []
+
+    def step(self, turn):
+        match turn.text.partition(" "):
+            case "sleep", _, rest:
+                time.sleep(float(rest))
+            case "spin", _, _:
+                while True:
+                    pass
+            case "pid", _, _:
+                return Step(append=str(os.getpid()))
+            case "exit", _, _:
+                os._exit(3)
+        self.heard.append(turn.text)
+        return Step(append="|".join(self.heard))
+
+
+def flood():
+    """Writes to whatever pipe of the worker takes it, without an end of a line."""
+    for _ in range(2000):
+        for descriptor in range(3, 16):
+            with contextlib.suppress(OSError):
+                os.write(descriptor, b"x" * (1 << 16))
+    time.sleep(60)
