@@ -118,7 +118,7 @@ def test_the_first_weights_draw_what_waves_draw(flown, flying, run_micro, rows):
         np.testing.assert_allclose(one["logprobs"], other["logprobs"], atol=2e-5)
 
 
-@pytest.mark.parametrize(("calls", "workers"), [(2, 0), (64, 2)])
+@pytest.mark.parametrize(("calls", "workers"), [pytest.param(2, 0, marks=pytest.mark.slow), (64, 2)])
 def test_the_time_that_an_environment_takes_changes_no_bit(
     calls, workers, flying, flown, run_micro, rows, same_run
 ):
@@ -127,6 +127,7 @@ def test_the_time_that_an_environment_takes_changes_no_bit(
     same_run(run_micro(config, reward=None, eval_rows=rows), flown)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("answer_rounds", [0, 3])
 def test_any_number_of_rounds_repeats(answer_rounds, flying, run_micro, rows, same_run):
     one, other = (
@@ -135,7 +136,10 @@ def test_any_number_of_rounds_repeats(answer_rounds, flying, run_micro, rows, sa
     same_run(other, one)
 
 
-@pytest.mark.parametrize(("slots", "invariant"), [(8, False), (32, False), (64, True)])
+@pytest.mark.parametrize(
+    ("slots", "invariant"),
+    [(8, False), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((32, False), (64, True)))],
+)
 def test_slots_change_nothing(slots, invariant, flying, flown, run_micro, rows):
     """Episodes that take turns in fewer slots than are in flight; and where nothing is fed, and all is read again."""
     changes = {"sampling__slots": slots, "sampling__batch_invariant": invariant}
@@ -152,7 +156,9 @@ def test_evaluations_between_steps_change_nothing(flying, flown, run_micro, rows
                 assert ours[name] == value, name
 
 
-@pytest.mark.parametrize("answer_rounds", [0, 1, 3])
+@pytest.mark.parametrize(
+    "answer_rounds", [1, *(pytest.param(rounds, marks=pytest.mark.slow) for rounds in (0, 3))]
+)
 def test_a_run_interrupted_after_every_step_in_turn_is_the_uninterrupted_run(
     answer_rounds, flying, flown, run_micro, rows, same_run
 ):
