@@ -13,6 +13,9 @@ from dapo_jax.dapo.in_flight import FINISH_REASONS, EpisodeSoFar, InFlight, Resp
 from dapo_jax.dapo.rollouts import ContextSpan, FinishReason, Lost, TurnSpan
 from dapo_jax.dapo.virtual_clock import VirtualClock
 
+_LONGEST_WAIT = 1 << 16
+"""Rounds that an answer may be waited for: a run would go through all of those that a file asks for."""
+
 _PREFIX = "flight_"
 """The beginning of the arrays' names: in a checkpoint they lie beside those of carried groups."""
 
@@ -91,7 +94,7 @@ def flight_of(arrays: Mapping[str, np.ndarray], *, vocabulary: int, version: int
             raise ValueError(
                 f"response {one.index} to prompt {one.ordinal} has ended, or not, other than the clock says"
             )
-        if (episode := episodes[place]) is not None and not _fits(episode, responses[one]):
+        if (episode := episodes[place]) is not None and not _fits(episode, responses[one], clock.rounds):
             raise ValueError(
                 f"'episodes' has turns of response {one.index} to prompt {one.ordinal} that it cannot have"
             )
@@ -150,18 +153,25 @@ def _episode(
     return found
 
 
-def _fits(episode: EpisodeSoFar, response: ResponseSoFar) -> bool:
-    """Whether a response of these tokens can have these turns."""
+def _fits(episode: EpisodeSoFar, response: ResponseSoFar, rounds: int) -> bool:
+    """Whether a response of these tokens can have these turns after so many rounds."""
     edges = [edge for span in sorted([*episode.turns, *episode.contexts]) for edge in span]
     waits, over = episode.due is not None, response.finish_reason is not None
     answered = len(episode.turns) - (waits and bool(episode.turns))
+    spans, tokens = [*episode.turns, *episode.contexts], len(response.tokens)
+    begins = max([stop for _, stop in spans], default=0)
+    if waits:  # to begin, or with its last turn said to its end
+        begins, ends = episode.turns[-1] if episode.turns else (0, 0)
+        if (episode.begun, tokens) != (begins, ends):
+            return False
     return (
         edges == sorted(edges)
         and len(episode.reasons) == len(episode.turns)
         and len(episode.standing.rewards) == answered
-        and (edges or [0])[-1] <= len(response.tokens)
-        and episode.begun <= len(response.tokens)
+        and all(first < stop <= tokens for first, stop in spans)
+        and (over or begins <= episode.begun <= tokens)
         and not (waits and over)
+        and (episode.due is None or episode.due <= rounds + _LONGEST_WAIT)
     )
 
 

@@ -118,6 +118,10 @@ class FlightCollector:
         episode = self.responses[one].episode
         return episode is not None and episode.due is not None
 
+    def draws(self, one: ResponseId) -> bool:
+        """Whether a response in flight draws in the next round: it does not wait, and is not over, as an episode may be that was lost before its first turn."""
+        return self.responses[one].finish_reason is None and not self.waits(one)
+
     def take(self, drawn: Mapping[ResponseId, Drawn]) -> None:
         """Takes a round: what every response in flight has drawn but those that wait."""
         self.rounds += 1

@@ -148,6 +148,8 @@ class Episodes:
         try:
             yield
         finally:
+            if left := list(self._open.values()):  # it was cut short
+                self._farewells.append(asyncio.run_coroutine_threadsafe(self._closed(left), self._loop))
             self._open, self.answers = opened, answers
 
     def step(self, prompt: Prompt, index: int, turn: DrawnTurn) -> Future[Continuation | None]:
@@ -179,10 +181,17 @@ class Episodes:
             self._farewells.append(asyncio.run_coroutine_threadsafe(self._closed(opened), self._loop))
             return [_done(_verdict(one)) for one in opened]
         found: list[Future[Verdict]] = [Future() for _ in opened]
+        kept = [one for one in opened if not one.lost]
+        place, answers = (
+            (samples[0].prompt.ordinal, -1, " ".join(one.heard.name for one in kept)),
+            self.answers,
+        )
+        known = None if answers is None else answers.find(*place)
 
         async def compare() -> None:
-            kept = [one for one in opened if not one.lost]
-            scores = await self._compared(group_rewards, kept, ordinal=samples[0].prompt.ordinal)
+            scores = await self._compared(group_rewards, kept, known)
+            if answers is not None and known is None and len(scores) == len(kept):
+                answers.add(*place, Answer(tokens=None, scores=scores))
             of_episode = dict(zip(map(id, kept), scores, strict=False))
             for one, verdict in zip(opened, found, strict=True):
                 verdict.set_result(_verdict(one, of_episode.get(id(one))))
@@ -200,12 +209,10 @@ class Episodes:
         return found
 
     async def _compared(
-        self, group_rewards: Callable[..., Any], kept: list[_Open], *, ordinal: int
+        self, group_rewards: Callable[..., Any], kept: list[_Open], known: Answer | None
     ) -> list[float]:
-        """Asks `group_rewards` for the rewards of the episodes that are not lost; those that cannot be told what they missed are taken out of `kept`, and without an answer
+        """The rewards that are on record, or asks `group_rewards` for the rewards of the episodes that are not lost; those that cannot be told what they missed are taken out of `kept`, and without an answer
         all are lost."""
-        heard = " ".join(one.heard.name for one in kept)
-        known = None if self.answers is None else self.answers.find(ordinal, -1, heard)
         try:
             if known is not None and known.scores is not None:
                 given = known.scores
@@ -218,10 +225,7 @@ class Episodes:
                         one.lost, one.reason = error.lost, str(error)
                         kept.remove(one)
                 given = await self._called(group_rewards, [one.episode for one in kept])
-            scores = checked_scores(given, count=len(kept))
-            if self.answers is not None and known is None:
-                self.answers.add(ordinal, -1, heard, Answer(tokens=None, scores=scores))
-            return scores
+            return checked_scores(given, count=len(kept))
         except LostError as error:
             lost, said = error.lost, str(error)
         except (

@@ -96,15 +96,13 @@ class RecordedAnswers:
 
     def begin(self, step: int, *, keep_from: int) -> None:
         """Begins a step; answers of steps before `keep_from` are removed."""
-        if (
-            self._step and step > self._last
-        ):  # in the first one, an episode in flight may wait for an answer of long ago
+        # In the first step an episode in flight may wait for an answer of long ago.
+        if self._step and step > self._last:
             self._known = {}
         with self._writing, self._lock:
-            self._files += [
-                (self._step, piece) for piece in self._pieces
-            ]  # of answers that came after the end
-            self._step, self._of_step, self._pieces = step, [], []
+            # Answers that came after the end of the step before are in pieces of their own.
+            self._files += [(self._step, piece) for piece in self._pieces]
+            self._step, self._pieces = step, []
         for _, path in [file for file in self._files if file[0] < keep_from]:
             self._remove(path)
         self._files = [file for file in self._files if file[0] >= keep_from]
@@ -126,7 +124,7 @@ class RecordedAnswers:
         """The step is sampled: all its answers become one file."""
         with self._writing:
             with self._lock:
-                some, self._new = self._of_step, []
+                some, self._of_step, self._new = self._of_step, [], []
             path = self._folder / f"step_{self._step:06d}.p{self._process}.{time.time_ns():x}.jsonl"
             if some and self._written(path, some):
                 self._files.append((self._step, path))

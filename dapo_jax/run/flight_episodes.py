@@ -12,8 +12,10 @@ from dapo_jax.dapo.flight_collector import FlightCollector
 from dapo_jax.dapo.rollouts import Continuation, Prompt
 from dapo_jax.dapo.virtual_clock import ResponseId
 from dapo_jax.environments import Episodes
+from dapo_jax.health.stalls import Watch
 from dapo_jax.run.flight_exchange import FlightExchange, Said
 from dapo_jax.run.group_exchange import SamplerShare
+from dapo_jax.run.group_sampling import FOR_OTHERS
 
 _LOOK_S = 1.0
 
@@ -29,12 +31,12 @@ class FlightEpisodes:
         share: SamplerShare,
         exchange: FlightExchange,
         prompt_at: Callable[[int], Prompt],
-        on_wait: Callable[[], None],
+        watch: Watch,
     ) -> None:
-        """`on_wait` is called, each second at least, while environments are waited for."""
+        """`watch` is told, each second at least, that environments are waited for."""
         self._episodes, self.limits = episodes, limits
         self._share, self._exchange = share, exchange
-        self._prompt_at, self._on_wait = prompt_at, on_wait
+        self._prompt_at, self._watch = prompt_at, watch
         self._asked: dict[ResponseId, Future[Continuation | None]] = {}
         self._known: set[ResponseId] = set()
         """The episodes of this process that are open."""
@@ -66,12 +68,12 @@ class FlightEpisodes:
         with self._exchange.grading():
             mine = {one: self._asked[one] for one in due if self._takes(one)}
             while wait(mine.values(), timeout=_LOOK_S).not_done:
-                self._on_wait()
+                self._watch.note("waiting for environments")
             for one, answer in mine.items():
                 standing = self._episodes.standing(self._prompt_at(one.ordinal), one.index)
                 said[one] = Said(before=answer.result(), standing=standing)
                 del self._asked[one]
-        self._on_wait()
+        self._watch.note(FOR_OTHERS, for_others=True)
         answers = self._exchange.answers(said)
         for one in due:
             response, answer = collector.responses[one], answers[one]

@@ -54,7 +54,7 @@ class FlightSampling(GroupSampling):
                 share=self._share,
                 exchange=self._exchange,
                 prompt_at=self._prompt_at,
-                on_wait=lambda: self._watch.note("waiting for environments"),
+                watch=self._watch,
             )
 
     def collector(self, position: Position) -> FlightCollector:
@@ -127,7 +127,7 @@ class FlightSampling(GroupSampling):
     def _round(
         self, sampler: RoundSampler, collector: FlightCollector, places: "Places"
     ) -> dict[ResponseId, Drawn]:
-        """Samples a round: returns what each response in flight has drawn, in all processes, but for those that wait for environments."""
+        """Samples a round: returns what each response in flight has drawn, in all processes, but for those that wait for environments, and those that are over."""
         mine = places.of(self._share.index)
         going = [
             Going(
@@ -137,7 +137,7 @@ class FlightSampling(GroupSampling):
                 turn=collector.responses[one].present_turn,
             )
             for one in mine
-            if not collector.waits(one)
+            if collector.draws(one)
         ]
 
         def draw() -> Sequence[Drawn]:
@@ -147,7 +147,7 @@ class FlightSampling(GroupSampling):
         drawn = self._exchange.drawn(draw)
         self._watch.note(FOR_OTHERS, for_others=True)
         of_samplers = map(places.of, range(self._share.count))
-        asked = [[one for one in of_sampler if not collector.waits(one)] for of_sampler in of_samplers]
+        asked = [list(filter(collector.draws, of_sampler)) for of_sampler in of_samplers]
         return self._exchange.round(asked, drawn)
 
     def _hand_over(self, ordinal: int, collector: FlightCollector) -> None:

@@ -21,11 +21,15 @@ class StepBatches:
         split = split_minibatches(
             groups, groups_per_update=config.batch.groups_per_update, seed=(config.seed, step)
         )
-        # Where overlong filtering left nothing, an update would only decay the weights.
+        # Where overlong filtering left nothing, or every episode was lost before its first turn, an update would only decay the weights.
         return [
             minibatch
             for minibatch in split
-            if any(not (filtered and rollout.truncated) for group in minibatch for rollout in group.rollouts)
+            if any(
+                rollout.response_tokens and not (filtered and rollout.truncated)
+                for group in minibatch
+                for rollout in group.rollouts
+            )
         ]
 
     def minibatches(self, groups: Sequence[Group], step: int) -> list[list[Microbatch]]:

@@ -235,13 +235,18 @@ class KeptAnswers(Observer):
         self._say, self._told = say, False
         self._every, self._episodes = config.checkpoint.every_steps, episodes
         self._answers = answers
+        self._needed_from: dict[int, int] = {}
+        """Step after which a checkpoint may be written -> the first step whose answers it needs."""
 
     def before_sampling(self, position: Position, collector: Collecting) -> None:
         """Begins the record of the step. The last checkpoint may still be on its way to the disk; the one before is there."""
         done = position.step // self._every * self._every if self._every else 0
         going = () if position.in_flight is None else position.in_flight.clock.groups.values()
-        oldest = min((group.version for group in going), default=done)
-        self._answers.begin(position.step + 1, keep_from=min(done - self._every, oldest) + 1)
+        self._needed_from[position.step] = 1 + min((group.version for group in going), default=position.step)
+        before = done - self._every
+        needed = [first for step, first in self._needed_from.items() if step >= before]
+        self._needed_from = {step: first for step, first in self._needed_from.items() if step >= before}
+        self._answers.begin(position.step + 1, keep_from=min(before + 1, *needed))
         self._episodes.answers = self._answers
 
     def after_sampling(self, step: int, collected: Collected) -> None:

@@ -1,7 +1,10 @@
 """What environments answered is on disk, and is heard again by a step that is sampled again."""
 
+import asyncio
+import json
 import random
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -194,3 +197,65 @@ def test_answers_are_on_disk_soon_and_a_step_that_ended_is_one_file(recorded, tm
     answers.end()
     [whole] = tmp_path.glob("*.jsonl")
     assert len(whole.read_bytes().splitlines()) == 3
+
+
+def test_what_is_said_between_two_steps_is_on_record(tmp_path):
+    """With rollouts in flight an answer, or a group's rewards, may come when a step is sampled and the next has not begun; and one that was lost is known only then."""
+
+    class Slow(Dice):
+        async def group_rewards(self, episodes):
+            await asyncio.sleep(0.3)
+            return [random.random() for _ in episodes]
+
+    with Episodes(
+        Slow(), Rendering(tokenizer=TOKENIZER), text_of=TOKENIZER.decode, seed=0, max_turns=9
+    ) as episodes:
+        episodes.answers = answers = RecordedAnswers(tmp_path)
+        answers.begin(1, keep_from=0)
+        episodes.start(PROMPT, 0).result(20)
+        response = Response(
+            tokens=np.array([1], np.int32), logprobs=np.zeros(1, np.float32), finish_reason="stop"
+        )
+        verdicts = episodes.verdicts(samples_of(PROMPT, [response], tokenizer=TOKENIZER))
+        answers.end()
+        episodes.answers = None
+        [verdict] = [each.result(20) for each in verdicts]
+        answers.add(8, 0, "heard", Answer(tokens=None, lost="timeout", reason="late"))
+        answers.begin(2, keep_from=1)
+        answers.end()
+        answers.close()
+    found = RecordedAnswers(tmp_path)
+    assert found.find(8, 0, "heard").lost == "timeout"
+    [scores] = [
+        each["scores"]
+        for path in tmp_path.iterdir()
+        for each in map(json.loads, path.read_text().splitlines())
+        if each["index"] == -1
+    ][-1:]
+    assert scores == [verdict.score]
+    found.close()
+
+
+def test_episodes_of_an_evaluation_that_is_cut_short_are_closed():
+    closed = []
+
+    class Closing(Dice):
+        def episode(self, row, seed):
+            die = Die(self)
+            die.close = lambda: closed.append(row["prompt"])
+            return die
+
+    with Episodes(
+        Closing(), Rendering(tokenizer=TOKENIZER), text_of=TOKENIZER.decode, seed=0, max_turns=9
+    ) as episodes:
+        episodes.start(PROMPT, 0).result(20)
+
+        def interrupted():
+            with episodes.apart():
+                episodes.start(replace(PROMPT, text="evaluated"), 0).result(20)
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            interrupted()
+        assert episodes.standing(PROMPT, 0).lost == "", "the one behind is there"
+    assert sorted(closed) == ["?", "evaluated"]

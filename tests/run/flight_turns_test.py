@@ -32,7 +32,7 @@ def flying(micro, place):
     """Makes configurations with 16 episodes in flight, of three turns of two tokens, drawn one token a round: a turn goes on from round to round, and from step to step."""
 
     def make(run_dir=None, **changes):
-        rollout = {"in_flight": 16, "round_tokens": 1, "answer_rounds": 1}
+        rollout = {"in_flight": 16, "round_tokens": 1, "answer_rounds": 1, "verdict_rounds": 1}
         for name in list(rollout):
             rollout[name] = changes.pop(f"rollout__{name}", rollout[name])
         told = {"source": f"{place}/sums.py:Sums", "max_turns": 3, "turn_tokens": 2}
@@ -187,6 +187,41 @@ def test_what_was_heard_before_a_checkpoint_is_in_it(flying, run_micro, rows, pl
                 assert reward == (int(said[0]) % 2 == 0)
                 answered += row["spans"][0][1] < 2
     assert answered > 4, "some were heard before the checkpoint"
+
+
+@pytest.mark.slow
+def test_what_was_heard_before_the_checkpoint_before_the_last_is_on_record(flying, run_micro, rows, place):
+    """A run that is killed while its last checkpoint is written goes on from the one before. Answers there are waited for over several rounds, by an environment that
+    answers by chance: they are heard again."""
+    told = {
+        "environment__source": f"{place}/chance.py:Chance",
+        "dynamic_sampling__enabled": False,
+        "rollout__in_flight": 4,
+        "rollout__answer_rounds": 3,
+        "rollout__verdict_rounds": 6,
+        "steps": 4,
+    }
+    config = flying(**told)
+    first = run_micro(config, reward=None, eval_rows=rows)
+    expected = rollouts_of(first, (1, 2, 3))
+    for step in (3, 4):
+        shutil.rmtree(f"{config.run_dir}/checkpoints/{step}")
+    again = run_micro(flying(config.run_dir, **told), reward=None, resume=True, eval_rows=rows)
+    assert rollouts_of(again, (1, 2, 3)) == expected
+
+
+@pytest.mark.parametrize("answer_rounds", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_an_episode_that_is_lost_before_its_first_turn_is_over(answer_rounds, flying, run_micro, rows, place):
+    (place / "closed.py").write_text(
+        ENVIRONMENT.replace(
+            '        return "?"', '        if self.seed % 5 == 0:\n            1 / 0\n        return "?"'
+        ).replace("        self.total = 0\n", "        self.total, self.seed = 0, seed\n", 1)
+    )
+    told = {"environment__source": f"{place}/closed.py:Sums", "dynamic_sampling__enabled": False, "steps": 3}
+    found = run_micro(flying(rollout__answer_rounds=answer_rounds, **told), reward=None, eval_rows=rows)
+    lost = [row for row in rollouts_of(found, (1, 2, 3)) if "ZeroDivisionError" in row["reason"]]
+    assert lost
+    assert all(row["response_token_ids"] == [] == row.get("turns", []) for row in lost)
 
 
 @pytest.mark.slow
