@@ -28,7 +28,13 @@ PAGES = [
     README,
     *sorted(page for page in set(ROOT.glob("docs/**/*.md")) - {OWN_TEST} if "```python" in page.read_text()),
 ]
-TRAINS = ("bring_your_data.md", "bring_your_model.md", "write_a_reward.md", "write_an_objective.md")
+TRAINS = (
+    "bring_your_data.md",
+    "bring_your_model.md",
+    "write_a_reward.md",
+    "write_an_environment.md",
+    "write_an_objective.md",
+)
 """Pages whose programs train a model: minutes together."""
 RUN_ELSEWHERE = {
     ("serve.md", "import json"): "tests/serving/http_test.py::test_the_client_that_the_page_prints_works",

@@ -42,7 +42,7 @@ ADAPTERS = ["lora.rank=2", "optimizer.learning_rate=1e-2"]
 @pytest.mark.parametrize(
     ("options", "kills", "steps"),
     [
-        ([*IN_FLIGHT, *ADAPTERS], 1, 30),
+        pytest.param([*IN_FLIGHT, *ADAPTERS], 1, 30, marks=pytest.mark.slow),
         pytest.param(IN_FLIGHT, 30, 900, marks=pytest.mark.slow),
         pytest.param(ADAPTERS, 30, 900, marks=pytest.mark.slow),
     ],

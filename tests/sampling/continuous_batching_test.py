@@ -186,11 +186,11 @@ def test_batch_invariant_sampling_draws_the_same_responses():
 @pytest.mark.parametrize(
     ("slots", "steps", "devices", "order", "at_once"),
     [
-        (16, 8, 1, [0, 1, 2, 3, 4], 4),
-        (24, 3, 1, [4, 2, 0, 3, 1], 1),
-        (64, 1, 1, [0, 1, 2, 3, 4], 2),
         (16, 8, 2, [3, 1, 4, 0, 2], 4),
-        (64, 5, 4, [0, 1, 2, 3, 4], 1),
+        (24, 3, 1, [4, 2, 0, 3, 1], 1),
+        pytest.param(16, 8, 1, [0, 1, 2, 3, 4], 4, marks=pytest.mark.slow),
+        pytest.param(64, 1, 1, [0, 1, 2, 3, 4], 2, marks=pytest.mark.slow),
+        pytest.param(64, 5, 4, [0, 1, 2, 3, 4], 1, marks=pytest.mark.slow),
     ],
 )
 def test_batch_invariant_sampling_changes_no_bit(slots, steps, devices, order, at_once):
@@ -235,7 +235,15 @@ def test_reading_in_parts_changes_no_response():
 
 @pytest.mark.parametrize(
     ("slots", "steps", "page_tokens", "cache_tokens"),
-    [(16, 8, 1, 40), (16, 1, 5, 50), (4, 8, 7, 28), (16, 3, 4, 96), (16, 8, 24, 24), (4, 8, 4, 0)],
+    [
+        (16, 8, 1, 40),
+        (4, 8, 7, 28),
+        (4, 8, 4, 0),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in ((16, 1, 5, 50), (16, 3, 4, 96), (16, 8, 24, 24))
+        ),
+    ],
 )
 def test_pages_change_no_response(slots, steps, page_tokens, cache_tokens):
     """Down to a pool that holds one sequence alone: responses give way again and again, and are read again."""
@@ -373,7 +381,11 @@ def test_new_weights_and_numbers_compile_nothing(caplog):
 @pytest.mark.parametrize(
     ("how", "most"),
     # A cache in float8 keeps 3 bits behind the leading one, int8 about 7 of the largest.
-    [({"cache_dtype": "int8"}, 0.02), ({"cache_dtype": "float8_e4m3fn"}, 0.1), ({"weights": "int8"}, 0.05)],
+    [
+        ({"cache_dtype": "int8"}, 0.02),
+        pytest.param({"cache_dtype": "float8_e4m3fn"}, 0.1, marks=pytest.mark.slow),
+        ({"weights": "int8"}, 0.05),
+    ],
     ids=str,
 )
 def test_eight_bits_sample_another_policy_by_little(how, most):

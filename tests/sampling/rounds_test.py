@@ -94,7 +94,14 @@ def assert_the_same(flight, expected, *, tolerance=1e-5):
 
 @pytest.mark.parametrize(
     ("slots", "cache_tokens", "tokens"),
-    [(16, 0, 5), (12, 0, 1), (4, 0, 5), (4, 0, 16), (3, 0, 3), (16, 96, 5), (4, 48, 5)],
+    [
+        (3, 0, 3),
+        (4, 48, 5),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in ((16, 0, 5), (12, 0, 1), (4, 0, 5), (4, 0, 16), (16, 96, 5))
+        ),
+    ],
 )
 def test_rounds_draw_what_is_drawn_at_once(at_once, slots, cache_tokens, tokens):
     """Twelve in flight: in as many slots or more; in turns of four or three; with pages for four of the longest sequences, or for two."""

@@ -149,7 +149,12 @@ def test_each_turn_draws_with_numbers_of_its_own():
 
 
 @pytest.mark.parametrize(
-    ("slots", "steps", "how"), [(16, 8, {}), (4, 1, {}), (16, 3, {"page_tokens": 4, "cache_tokens": 48})]
+    ("slots", "steps", "how"),
+    [
+        (4, 1, {}),
+        pytest.param(16, 8, {}, marks=pytest.mark.slow),
+        pytest.param(16, 3, {"page_tokens": 4, "cache_tokens": 48}, marks=pytest.mark.slow),
+    ],
 )
 def test_slots_and_the_time_of_environments_change_no_episode(slots, steps, how, expected, expected_anew):
     for seed, answer, same in ((0, two_more, expected), (1, anew, expected_anew)):

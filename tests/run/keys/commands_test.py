@@ -72,7 +72,11 @@ def score(config):
                 {**SFT, "model.source": "hf:org/name", "steps": 0},
             ],
         ),
-        (EvaluateConfig, score, [EVALUATE, {**EVALUATE, **GRADERS}, {**EVALUATE, **GUESS}]),
+        (
+            EvaluateConfig,
+            score,
+            [EVALUATE, {**EVALUATE, **GRADERS}, {**EVALUATE, **GUESS, "environment.workers": 1}],
+        ),
     ],
 )
 def test_every_key_of_the_other_commands_is_read(schema, command, ways, look):

@@ -5,6 +5,7 @@ import numpy as np
 from flax import nnx
 
 from dapo_jax.run.policy import description_of, load_policy
+from dapo_jax.run.position import Position
 from tests.run.keys.looking import ROWS, refusal, rounded
 from tests.run.keys.watching import differs, watch
 
@@ -134,6 +135,15 @@ def flight(look):
     return found.in_flight and [found.rounds, found.cursor]
 
 
+def first_answer(look):
+    """The round at whose end the environment's first answer is taken, which is asked for before the first round."""
+    run = look.run()
+    collector = run.sampling.collector(Position())
+    first, *_ = collector.start()
+    run.close()
+    return collector.responses[first].episode.due
+
+
 WATCHERS = [
     # With 8: groups 0 and 1 at first, then 2, then 3 and half of 4. With 4: 0, half of 1 after a round, all of it and half of 2 after two, the rest of 2 after three,
     # half of 3 after four; group 1 has its verdict after five.
@@ -141,6 +151,14 @@ WATCHERS = [
     # In rounds of 6 all end in their first.
     watch("rollout.round_tokens", flight, (3, [3, 5]), (6, [2, 4]), also=FLYING),
     watch("rollout.verdict_rounds", flight, (1, [3, 5]), (0, [2, 3]), (2, [4, 6]), also=FLYING),
+    watch(
+        "rollout.answer_rounds",
+        first_answer,
+        (1, 1),
+        (0, 0),
+        (3, 3),
+        also={**FLYING, "environment.source": "guess"},
+    ),
     # Of 32 responses 16 end in the first round, and in the second 16 and 8 of those that took their places. With a bound of 1 no more than two steps' groups begin.
     watch(
         "rollout.max_age_steps", flight, (0, [3, 18]), (1, [3, 4]), also={**FLYING, "rollout.in_flight": 32}
