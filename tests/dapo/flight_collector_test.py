@@ -7,8 +7,8 @@ import pytest
 
 from dapo_jax.dapo.dynamic_sampling import Collecting, ShortfallError
 from dapo_jax.dapo.flight_collector import FlightCollector
-from dapo_jax.dapo.in_flight import NOTHING, Drawn
-from dapo_jax.dapo.rollouts import Group, Prompt, Rollout, Span, Verdict
+from dapo_jax.dapo.in_flight import NOTHING, Drawn, Standing
+from dapo_jax.dapo.rollouts import Continuation, Group, Prompt, Rollout, Span, Verdict
 from dapo_jax.dapo.virtual_clock import ClockSizes, ResponseId
 
 SIZES = ClockSizes(in_flight=4, samples_per_prompt=2, needed=2, verdict_rounds=0)
@@ -114,3 +114,49 @@ def test_spans_begin_where_the_version_changes_and_only_with_a_token():
     nothing = replace(drawn(3), tokens=np.empty(0, np.int32), logprobs=np.empty(0, np.float32))
     assert some.longer(nothing, 5).spans == (Span(0, 4),)
     assert some.longer(drawn(3, "stop"), 6).whole.spans == (Span(0, 4), Span(2, 6))
+
+
+@pytest.mark.parametrize(("answer_rounds", "rounds_of_turns"), [(0, [0, 1]), (1, [1, 3]), (2, [2, 5])])
+def test_answers_of_environments_are_taken_so_many_rounds_after_what_they_answer(
+    answer_rounds, rounds_of_turns
+):
+    """Turns of one token, two of them. With an answer k rounds later the first is drawn after k rounds, the second after 1 + 2 k."""
+    found = collector()
+    found.answer_rounds = answer_rounds
+    drew = []
+
+    def answer():
+        for one in found.answers_due():
+            over = len(found.responses[one].episode.turns) == 2
+            before = None if over else Continuation(np.array([9], np.int32))
+            found.answer(one, before, Standing(), end="stop" if over else None)
+
+    one = ResponseId(0, 0)
+    for number in range(9):
+        found.start()
+        answer()
+        drawing = [each for each in found.clock.in_flight() if found.draws(each)]
+        drew += [number] * (one in drawing)
+        found.take({each: drawn(5, "stop") for each in drawing})
+        answer()
+        ended, whole, due = found.end_round()
+        if one in ended:
+            break
+        assert not whole
+        assert not due
+    assert drew == rounds_of_turns
+    assert number == rounds_of_turns[-1] + answer_rounds
+    assert found.responses[one].whole.turns == ((1, 2), (3, 4))
+    assert found.drawn_tokens == 2 * 4, "what environments say is not drawn"
+
+
+def test_an_episode_that_is_over_before_its_first_turn_draws_nothing():
+    found = collector()
+    found.answer_rounds = 0
+    first, *others = found.start()
+    for one in found.answers_due():
+        end = "stop" if one == first else None
+        found.answer(one, None if end else Continuation(np.array([9], np.int32)), Standing(), end=end)
+    assert [found.draws(one) for one in (first, *others)] == [False, True, True, True]
+    found.take({one: drawn(5) for one in others})
+    assert found.end_round().ended == [first]
