@@ -39,7 +39,7 @@ class Standing:
     """All that an environment has said of an episode so far, but for the tokens."""
 
     rewards: tuple[float, ...] = ()
-    """Of each turn that it has answered."""
+    """The reward of each turn that it has answered."""
     correct: bool | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     lost: Lost | str = ""
@@ -74,7 +74,7 @@ class EpisodeSoFar:
     due: int | None
     """The round at whose end the environment's answer is taken; None: a turn is drawn, or the episode is over."""
     turns: tuple[TurnSpan, ...] = ()
-    """Those that have ended."""
+    """The turns that have ended."""
     reasons: tuple[FinishReason, ...] = ()
     """The reason for which each of them did."""
     contexts: tuple[ContextSpan, ...] = ()

@@ -21,7 +21,7 @@ _HEAD_BYTES = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Said:
-    """What an environment has said of an episode."""
+    """The answer of an environment, and what it has said of the episode."""
 
     before: Continuation | None
     """The tokens before the next turn; None: the episode is over, or was lost."""
@@ -96,7 +96,7 @@ class FlightExchange:
         return found
 
     def answers(self, said: Mapping[ResponseId, Said]) -> dict[ResponseId, Said]:
-        """What the environments of all processes have said.
+        """The answers of the environments of all processes.
 
         Raises:
             StoppedError: one of the processes was told to stop; in all of them.
