@@ -155,24 +155,19 @@ def _episode(
 
 def _fits(episode: EpisodeSoFar, response: ResponseSoFar, rounds: int) -> bool:
     """Whether a response of these tokens can have these turns after so many rounds."""
-    edges = [edge for span in sorted([*episode.turns, *episode.contexts]) for edge in span]
-    waits, over = episode.due is not None, response.finish_reason is not None
-    answered = len(episode.turns) - (waits and bool(episode.turns))
-    spans, tokens = [*episode.turns, *episode.contexts], len(response.tokens)
-    begins = max([stop for _, stop in spans], default=0)
-    if waits:  # to begin, or with its last turn said to its end
-        begins, ends = episode.turns[-1] if episode.turns else (0, 0)
-        if (episode.begun, tokens) != (begins, ends):
-            return False
-    return (
-        edges == sorted(edges)
-        and len(episode.reasons) == len(episode.turns)
-        and len(episode.standing.rewards) == answered
-        and all(first < stop <= tokens for first, stop in spans)
-        and (over or begins <= episode.begun <= tokens)
-        and not (waits and over)
-        and (episode.due is None or episode.due <= rounds + _LONGEST_WAIT)
-    )
+    turns, tokens = episode.turns, len(response.tokens)
+    spans = sorted([*turns, *episode.contexts])
+    edges = [edge for span in spans for edge in span]
+    if edges != sorted(edges) or not all(first < stop <= tokens for first, stop in spans):
+        return False
+    answered, over = len(turns), response.finish_reason is not None
+    if episode.due is None:
+        stands = over or (edges or [0])[-1] <= episode.begun <= tokens
+    else:  # it has yet to begin, or its last turn is said to its end
+        answered -= bool(turns)
+        stands = not over and (episode.begun, tokens) == (turns[-1] if turns else (0, 0))
+        stands = stands and episode.due <= rounds + _LONGEST_WAIT
+    return stands and len(episode.reasons) == len(turns) and len(episode.standing.rewards) == answered
 
 
 def _check(arrays: Mapping[str, np.ndarray], count: int, *, vocabulary: int, version: int) -> None:

@@ -146,7 +146,7 @@ def example_weights(
         masks[number].append(one.mask)
         groups[number] = one.group
     whole = [np.concatenate(parts) for parts in masks]
-    longest = max(1, *map(len, whole))  # episodes that were lost before their first turn have no token
+    longest = max([1, *map(len, whole)])  # episodes that were lost before their first turn have no token
     weights = token_weights(
         np.stack([np.pad(mask, (0, longest - len(mask))) for mask in whole]),
         aggregation=aggregation,

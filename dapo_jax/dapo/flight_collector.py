@@ -166,8 +166,9 @@ class FlightCollector:
 
     def responses_to(self, ordinal: int) -> tuple[Response, ...]:
         """The responses of a whole group."""
+        version = self.clock.groups[ordinal].version
         return tuple(
-            self.responses[ResponseId(ordinal, index)].whole
+            self.responses[ResponseId(ordinal, index)].whole(version)
             for index in range(self.clock.sizes.samples_per_prompt)
         )
 

@@ -159,15 +159,14 @@ class ResponseSoFar:
             finish_reason=drawn.finish_reason,
         )
 
-    @property
-    def whole(self) -> Response:
-        """The response, which has ended."""
+    def whole(self, version: int) -> Response:
+        """The response, which has ended. One without a token, an episode that was lost before its first turn, is of the `version` at which its group began."""
         assert self.finish_reason is not None
         return Response(
             tokens=self.tokens,
             logprobs=self.logprobs,
             finish_reason=self.finish_reason,
-            spans=self.spans or (Span(0, 0),),
+            spans=self.spans or (Span(0, version),),
             turns=self.episode.turns if self.episode else (),
             contexts=self.episode.contexts if self.episode else (),
         )

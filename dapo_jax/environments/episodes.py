@@ -28,7 +28,7 @@ from dapo_jax.environments.calls import (
 from dapo_jax.environments.protocol import Context, Environment, Step, Turn
 from dapo_jax.environments.recorded_answers import Answer, Heard, RecordedAnswers
 from dapo_jax.environments.rendering import Rendering, RenderingError
-from dapo_jax.rewards.async_calls import DaemonThreads
+from dapo_jax.rewards.async_calls import DaemonThreads, run_until
 from dapo_jax.rewards.sample import Sample, copied, read_only
 
 _Value = TypeVar("_Value")
@@ -182,15 +182,14 @@ class Episodes:
             return [_done(_verdict(one)) for one in opened]
         found: list[Future[Verdict]] = [Future() for _ in opened]
         kept = [one for one in opened if not one.lost]
-        place, answers = (
-            (samples[0].prompt.ordinal, -1, " ".join(one.heard.name for one in kept)),
-            self.answers,
-        )
+        place = samples[0].prompt.ordinal, -1, " ".join(one.heard.name for one in kept)
+        answers = self.answers
         known = None if answers is None else answers.find(*place)
 
         async def compare() -> None:
+            asked = len(kept)
             scores = await self._compared(group_rewards, kept, known)
-            if answers is not None and known is None and len(scores) == len(kept):
+            if answers is not None and known is None and len(scores) == asked:
                 answers.add(*place, Answer(tokens=None, scores=scores))
             of_episode = dict(zip(map(id, kept), scores, strict=False))
             for one, verdict in zip(opened, found, strict=True):
@@ -211,8 +210,8 @@ class Episodes:
     async def _compared(
         self, group_rewards: Callable[..., Any], kept: list[_Open], known: Answer | None
     ) -> list[float]:
-        """The rewards that are on record, or asks `group_rewards` for the rewards of the episodes that are not lost; those that cannot be told what they missed are taken out of `kept`, and without an answer
-        all are lost."""
+        """The rewards of the episodes that are not lost, where none are `known` by `group_rewards`. Those that cannot be told what they missed are taken out of `kept`;
+        without an answer all are lost."""
         try:
             if known is not None and known.scores is not None:
                 given = known.scores
@@ -228,9 +227,8 @@ class Episodes:
             return checked_scores(given, count=len(kept))
         except LostError as error:
             lost, said = error.lost, str(error)
-        except (
-            Exception
-        ) as error:  # of an answer that raises when it is looked at: the run would wait for ever
+        # An answer may raise when it is looked at, and the run would wait for ever.
+        except Exception as error:
             lost, said = "raised", f"group_rewards' answer raises {type(error).__name__}"
         for one in kept:
             one.lost, one.reason = lost, said
@@ -321,14 +319,8 @@ class Episodes:
 
     def _serve(self) -> None:
         """Runs the loop until it is closed, whatever ends it in between."""
-        while not self._closing:
-            try:
-                self._loop.run_forever()
-            except (
-                BaseException
-            ) as error:  # SystemExit or KeyboardInterrupt, of a task that an environment made
-                said = "a task of an environment raised; the episodes go on"
-                self._loop.call_exception_handler({"message": said, "exception": error})
+        said = "a task of an environment raised; the episodes go on"
+        run_until(self._loop, lambda: self._closing, said=said)
         left = asyncio.all_tasks(self._loop)
         for task in left:
             task.cancel()

@@ -23,7 +23,7 @@ from dapo_jax.environments.calls import (
 from dapo_jax.environments.loading import load_environment
 from dapo_jax.environments.messages import MOST_BYTES, appended_as_json, step_as_json, turn_of
 from dapo_jax.environments.protocol import Environment
-from dapo_jax.rewards.async_calls import DaemonThreads
+from dapo_jax.rewards.async_calls import DaemonThreads, run_until
 from dapo_jax.rewards.worker_process import bound_memory, private_pipes, say, setup_of_worker
 from dapo_jax.terminal import lasting_streams
 
@@ -74,14 +74,8 @@ class _Serving:
     def run(self) -> None:
         """Runs the loop, whatever ends it in between."""
         asyncio.set_event_loop(self._loop)
-        while True:
-            try:
-                self._loop.run_forever()
-            except (
-                BaseException
-            ) as error:  # SystemExit or KeyboardInterrupt, of a task that an environment made
-                said = "a task of an environment raised; the episodes go on"
-                self._loop.call_exception_handler({"message": said, "exception": error})
+        said = "a task of an environment raised; the episodes go on"
+        run_until(self._loop, lambda: False, said=said)
 
     def _begin(self, call: Mapping[str, Any]) -> None:
         number = call["id"]

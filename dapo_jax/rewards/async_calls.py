@@ -87,12 +87,12 @@ class AsyncCalls:
 
     def _serve(self) -> None:
         """Runs the loop until it is closed and no task is left, whatever ends it in between."""
-        while not (self._closing.is_set() and self._all_answered.is_set() and not self._tasks()):
-            try:
-                self._loop.run_forever()
-            except BaseException as error:  # SystemExit or KeyboardInterrupt, of what a function made
-                said = "a task or callback of an async reward function raised; the other calls go on"
-                self._loop.call_exception_handler({"message": said, "exception": error})
+
+        def ended() -> bool:
+            return self._closing.is_set() and self._all_answered.is_set() and not self._tasks()
+
+        said = "a task or callback of an async reward function raised; the other calls go on"
+        run_until(self._loop, ended, said=said)
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         self._loop.close()
 
@@ -179,6 +179,15 @@ class _Call(NamedTuple):
     reward: LoadedReward
     samples: Sequence[Sample]
     answer: Future[list[Verdict]]
+
+
+def run_until(loop: asyncio.AbstractEventLoop, ended: Callable[[], bool], *, said: str) -> None:
+    """Runs a loop until it was stopped and has `ended`. What ends it before, SystemExit or KeyboardInterrupt of a task that somebody else's code made, is `said` and no more."""
+    while not ended():
+        try:
+            loop.run_forever()
+        except BaseException as error:
+            loop.call_exception_handler({"message": said, "exception": error})
 
 
 class DaemonThreads(ThreadPoolExecutor):

@@ -34,7 +34,7 @@ class FlightEpisodes:
         watch: Watch,
     ) -> None:
         """`watch` is told, each second at least, that environments are waited for."""
-        self._episodes, self.limits = episodes, limits
+        self._episodes, self._limits = episodes, limits
         self._share, self._exchange = share, exchange
         self._prompt_at, self._watch = prompt_at, watch
         self._asked: dict[ResponseId, Future[Continuation | None]] = {}
@@ -79,7 +79,7 @@ class FlightEpisodes:
             response, answer = collector.responses[one], answers[one]
             assert response.episode is not None
             behind_prompt = 0 if response.episode.contexts else len(self._prompt_at(one.ordinal).tokens)
-            end = self.limits.end(
+            end = self._limits.end(
                 answer.before,
                 turns=len(response.episode.turns),
                 drawn=len(response.tokens),
@@ -91,11 +91,9 @@ class FlightEpisodes:
         response, prompt = collector.responses[one], self._prompt_at(one.ordinal)
         assert response.episode is not None
         turns = response.drawn_turns
-        if one not in self._known and turns:
+        if one not in self._known and (turns or not waits):
             answered = turns[:-1] if waits else turns
             self._episodes.reopen(prompt, one.index, answered, response.episode.standing)
-        elif one not in self._known and not waits:
-            self._episodes.reopen(prompt, one.index, (), response.episode.standing)
         self._known.add(one)
         if not waits:
             return

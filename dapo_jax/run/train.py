@@ -244,9 +244,8 @@ class KeptAnswers(Observer):
         going = () if position.in_flight is None else position.in_flight.clock.groups.values()
         self._needed_from[position.step] = 1 + min((group.version for group in going), default=position.step)
         before = done - self._every
-        needed = [first for step, first in self._needed_from.items() if step >= before]
         self._needed_from = {step: first for step, first in self._needed_from.items() if step >= before}
-        self._answers.begin(position.step + 1, keep_from=min(before + 1, *needed))
+        self._answers.begin(position.step + 1, keep_from=min(before + 1, *self._needed_from.values()))
         self._episodes.answers = self._answers
 
     def after_sampling(self, step: int, collected: Collected) -> None:

@@ -123,8 +123,8 @@ def test_episodes_survive_as_arrays():
         assert found.responses[one].episode == response.episode
         np.testing.assert_array_equal(found.responses[one].tokens, response.tokens)
     ended, middle, begins, heard = (found.responses[one] for one in given.clock.started())
-    assert ended.whole.turns == ((1, 3), (5, 8))
-    assert ended.whole.contexts == ((3, 5),)
+    assert ended.whole(0).turns == ((1, 3), (5, 8))
+    assert ended.whole(0).contexts == ((3, 5),)
     assert ended.tokens.tolist() == [7, 0, 1, 8, 9, 0, 1, 2]
     assert ended.logprobs.tolist() == [0, -1, -1, 0, 0, -1, -1, -1]
     assert middle.present_turn == (0, 1, None)

@@ -125,6 +125,11 @@ def test_a_prompt_without_a_response_in_the_loss_is_no_prompt():
     np.testing.assert_allclose(example_weights(rows, aggregation="prompt_mean"), [1 / 4, 0])
 
 
+def test_examples_without_a_token_have_no_weight():
+    """Two episodes that were lost before their first turns."""
+    assert example_weights([make_row(3, 0), make_row(3, 0)]).tolist() == [0, 0]
+
+
 lengths = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 10)), min_size=1, max_size=12)
 
 

@@ -113,7 +113,7 @@ def test_spans_begin_where_the_version_changes_and_only_with_a_token():
     assert some.spans == (Span(0, 4),)
     nothing = replace(drawn(3), tokens=np.empty(0, np.int32), logprobs=np.empty(0, np.float32))
     assert some.longer(nothing, 5).spans == (Span(0, 4),)
-    assert some.longer(drawn(3, "stop"), 6).whole.spans == (Span(0, 4), Span(2, 6))
+    assert some.longer(drawn(3, "stop"), 6).whole(0).spans == (Span(0, 4), Span(2, 6))
 
 
 @pytest.mark.parametrize(("answer_rounds", "rounds_of_turns"), [(0, [0, 1]), (1, [1, 3]), (2, [2, 5])])
@@ -146,7 +146,7 @@ def test_answers_of_environments_are_taken_so_many_rounds_after_what_they_answer
         assert not due
     assert drew == rounds_of_turns
     assert number == rounds_of_turns[-1] + answer_rounds
-    assert found.responses[one].whole.turns == ((1, 2), (3, 4))
+    assert found.responses[one].whole(0).turns == ((1, 2), (3, 4))
     assert found.drawn_tokens == 2 * 4, "what environments say is not drawn"
 
 
@@ -160,3 +160,16 @@ def test_an_episode_that_is_over_before_its_first_turn_draws_nothing():
     assert [found.draws(one) for one in (first, *others)] == [False, True, True, True]
     found.take({one: drawn(5) for one in others})
     assert found.end_round().ended == [first]
+
+
+def test_an_episode_without_a_token_is_as_old_as_its_group():
+    """Both of group 0 are lost before their first turns in a run that has made five steps."""
+    found = collector()
+    found.answer_rounds, found.clock.version = 0, 5
+    started = found.start()
+    for one in found.answers_due():
+        found.answer(one, None, Standing(lost="raised"), end="stop")
+    found.take({})
+    assert found.end_round().whole == [0, 1]
+    assert len(started) == 4
+    assert graded(0, found.responses_to(0)).oldest == 5

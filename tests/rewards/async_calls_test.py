@@ -1,6 +1,7 @@
 """Async reward functions: many at a time, each with its time, in order, and none left behind."""
 
 import asyncio
+import gc
 import subprocess
 import sys
 import textwrap
@@ -17,6 +18,13 @@ from dapo_jax.rewards.async_calls import AsyncCalls
 from dapo_jax.rewards.functions import RewardError, load_reward
 
 HERE = Path(__file__)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def tasks_that_nobody_asked():
+    """Of those that raised asyncio tells when they are collected. It parses source for that, which must not happen while another test's import does (CPython's gh-106905)."""
+    yield
+    gc.collect()
 
 
 def samples(*responses, ordinal=7):

@@ -5,14 +5,14 @@ import shutil
 import numpy as np
 import pytest
 
-from dapo_jax.config import EnvironmentConfig, RolloutConfig
+from dapo_jax.config import RolloutConfig
 from dapo_jax.text.tokenizers import CharTokenizer
 from dapo_jax.trackers import read_metrics
 from dapo_jax.trackers.rollout_log import read_rollouts
 from tests import several
 from tests.run.flight_sampling_test import same_run_but_for_evaluations
 from tests.run.group_exchange_test import assert_the_same
-from tests.run.turns_test import ENVIRONMENT
+from tests.run.turns_test import ENVIRONMENT, with_turns
 
 CHANCE = ENVIRONMENT.replace("digits = sum(", "digits = random.randrange(10) + sum(").replace(
     "Sums", "Chance"
@@ -35,26 +35,13 @@ def flying(micro, place):
         rollout = {"in_flight": 16, "round_tokens": 1, "answer_rounds": 1, "verdict_rounds": 1}
         for name in list(rollout):
             rollout[name] = changes.pop(f"rollout__{name}", rollout[name])
-        told = {"source": f"{place}/sums.py:Sums", "max_turns": 3, "turn_tokens": 2}
-        for name in [name for name in changes if name.startswith("environment__")]:
-            told[name.removeprefix("environment__")] = changes.pop(name)
-        return micro(
-            run_dir,
-            **{
-                "environment": EnvironmentConfig(**told),
-                "dynamic_sampling__surplus": "discard",
-                "rollout": RolloutConfig(**rollout),
-                "batch__row_tokens": 40,
-                "sampling__max_response_tokens": 14,
-                "sampling__slots": 16,
-                "optimizer__epsilon": 0.1,
-                "log__rollouts_every_steps": 1,
-                "checkpoint__every_steps": 1,
-                "checkpoint__keep": 9,
-                "steps": 5,
-                **changes,
-            },
-        )
+        own = {
+            "dynamic_sampling__surplus": "discard",
+            "rollout": RolloutConfig(**rollout),
+            "sampling__slots": 16,
+            "steps": 5,
+        }
+        return micro(run_dir, **with_turns(place, own | changes))
 
     return make
 
@@ -225,12 +212,11 @@ def test_an_episode_that_is_lost_before_its_first_turn_is_over(answer_rounds, fl
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("processes", "sampler_hosts"), [(2, 1), (4, 1)])
-def test_several_processes_train_what_one_trains(processes, sampler_hosts, on_disk, place, tmp_path):
+@pytest.mark.parametrize("processes", [2, 4])
+def test_several_processes_train_what_one_trains(processes, on_disk, place, tmp_path):
     make = on_disk(tmp_path, "def none(sample):\n    return 0\n", "none")
     turns = [
         "reward.grader=exact", f"environment.source={place}/sums.py:Sums", "environment.max_turns=3", "environment.turn_tokens=2",
-        f"parallel.sampler_hosts={sampler_hosts}",
     ]  # fmt: skip
     flying = {
         "dynamic_sampling__surplus": "discard",

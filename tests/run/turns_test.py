@@ -55,26 +55,31 @@ def turning(micro, place):
     take batch-invariant sampling: eight slots on each of eight devices."""
 
     def make(run_dir=None, **changes):
-        told = {"source": f"{place}/sums.py:Sums", "max_turns": 3, "turn_tokens": 2}
-        for name in [name for name in changes if name.startswith("environment__")]:
-            told[name.removeprefix("environment__")] = changes.pop(name)
-        return micro(
-            run_dir,
-            **{
-                "environment": EnvironmentConfig(**told),
-                "batch__row_tokens": 40,
-                "sampling__max_response_tokens": 14,
-                "sampling__slots": 64,
-                "sampling__batch_invariant": True,
-                "optimizer__epsilon": 0.1,
-                "log__rollouts_every_steps": 1,
-                "checkpoint__every_steps": 1,
-                "checkpoint__keep": 9,
-                **changes,
-            },
-        )
+        own = {"sampling__slots": 64, "sampling__batch_invariant": True}
+        return micro(run_dir, **with_turns(place, own | changes))
 
     return make
+
+
+def with_turns(place, changes):
+    """The changes to a micro run whose episodes have three turns of two tokens, and these: `environment__key=value` changes one of its environment."""
+    told = {"source": f"{place}/sums.py:Sums", "max_turns": 3, "turn_tokens": 2}
+    told |= {
+        name.removeprefix("environment__"): value
+        for name, value in changes.items()
+        if name.startswith("environment__")
+    }
+    others = {name: value for name, value in changes.items() if not name.startswith("environment__")}
+    return {
+        "environment": EnvironmentConfig(**told),
+        "batch__row_tokens": 40,
+        "sampling__max_response_tokens": 14,
+        "optimizer__epsilon": 0.1,
+        "log__rollouts_every_steps": 1,
+        "checkpoint__every_steps": 1,
+        "checkpoint__keep": 9,
+        **others,
+    }
 
 
 @pytest.fixture(scope="module")
