@@ -144,7 +144,7 @@ class SamplingConfig(Section, at="sampling"):
     prefill_tokens: int = key(
         4096, range=SIZE, aliases=["max_num_batched_tokens", "chunked_prefill_size"], may_change=True
     )
-    """Tokens of prompts that are read at a time, between two calls that decode. A longer prompt is read in parts."""
+    """Prompt tokens per prefill. A longer prompt is prefilled in parts."""
     page_tokens: int = key(0, range=NOT_NEGATIVE, aliases=["block_size", "page_size"], may_change=True)
     """Tokens of a page of the key/value cache: a response takes pages as it grows, and the responses to a prompt share its full ones.
     0: what suits the platform; on CPU that is no pages, each slot has room for the longest prompt and response."""

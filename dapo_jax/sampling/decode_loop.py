@@ -54,16 +54,20 @@ class DecodeLoop:
         refill_frac: float,
         on_look: Callable[[], None],
         more: Callable[[], Unread],
-        read_first: bool = False,
+        prefill_first: bool = True,
         park: bool = False,
     ) -> None:
-        """`more` gives what to read next when nobody is in line; after nothing it is asked again at the next call. With `read_first` all that has a
-        slot is read before tokens are drawn; else only until more slots draw than are free. With `park` a response that ended keeps its pages beside the slots until
-        it goes on (`resume`) or is forgotten (`slots.forget`).
+        """`more` gives what to read next when nobody is in line; after nothing it is asked again at the next call.
+
+        With `prefill_first`, prompts are prefilled until every slot is taken, and only then are tokens sampled. This gives the best throughput: a prompt costs the
+        same whenever it is prefilled, and a slot that is idle meanwhile costs decoding steps. Without it, each call of the engine comes after one prefill at most, and samples
+        one token while slots are idle and prompts wait, so that running responses stream on.
+
+        With `park` a response that ended keeps its pages beside the slots until it goes on (`resume`) or is forgotten (`slots.forget`).
         `decoding`, `stop` and `key` are those of requests without options of their own; either all requests have some, or none."""
         self._engine, self._params, self._key, self._decoding = engine, params, key, decoding
         self._stop, self._refill_frac, self._on_look = stop, refill_frac, on_look
-        self._more, self._read_first, self._park = more, read_first, park
+        self._more, self._prefill_first, self._park = more, prefill_first, park
         self._state = engine.init_decode_state()
         self.slots = Slots(engine)
         self.waiting: deque[Request] = deque()
@@ -89,12 +93,14 @@ class DecodeLoop:
         self._put_aside()
         self._release()
         self._start()
-        self._read()
+        interrupted = self._prefill()
         if not slots.live:
             return None
         # With work waiting, come back once enough slots are free; without, run on to the end of the call.
         live = slots.live
         min_live = live - max(1, round(live * self._refill_frac)) + 1 if self._has_work else 1
+        if interrupted:
+            min_live = live + 1  # The call ends after one token.
         self._on_look()
         self._state, result = self._engine.generate(
             self._params, self._state, self._decoding_now(), min_live, slots.tables, slots.until
@@ -150,10 +156,18 @@ class DecodeLoop:
     @property
     def _has_work(self) -> bool:
         """Whether somebody waits for a slot, as far as is known."""
-        return bool(self.waiting) or self._reading.busy or self._again.busy
+        return bool(self.waiting) or self._prefilling
 
-    def _read(self) -> None:
-        """Reads until one more is in line than can start at once: with nobody in line, `generate` would not come back for a freed slot."""
+    @property
+    def _prefilling(self) -> bool:
+        """Whether the prefill of some sequence has begun and has not ended."""
+        return self._reading.busy or self._again.busy
+
+    def _prefill(self) -> bool:
+        """Prefills until one more response is in line than can start now: with an empty line, `generate` would not return for a freed slot.
+
+        Returns whether it stopped for running responses to sample a token, while slots are idle and prompts wait.
+        """
         slots, waiting = self.slots, self.waiting
         while not waiting or waiting[0].prefix is None:
             if waiting:
@@ -174,10 +188,10 @@ class DecodeLoop:
                     self._reading.begin(unread)
                 waiting.extend(request for request in self._reading.go_on() if not request.dropped)
             self._start()
-            # What is left to read can wait for the next call, unless more slots are idle than decode.
-            busy = self._reading.busy or self._again.busy
-            if busy and not self._read_first and slots.live >= self._engine.slots - slots.live:
-                break
+            idle = slots.live < self._engine.slots
+            if self._prefilling and slots.live and not (idle and self._prefill_first):
+                return idle
+        return False
 
     def _start(self) -> None:
         """Starts those at the head of the line that were read, as many as there are slots and pages for: one `insert` for each prefix."""

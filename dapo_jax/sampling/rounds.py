@@ -65,7 +65,6 @@ class RoundSampler:
             refill_frac=refill_frac,
             on_look=on_look,
             more=self._more,
-            read_first=True,
             park=limits is not None and engine.feed_tokens > 0,
         )
 

@@ -130,6 +130,7 @@ class RequestLoop:
             refill_frac=_REFILL_FRAC,
             on_look=lambda: None,
             more=self._more,
+            prefill_first=False,
         )
         self._thread = threading.Thread(target=self._run, name="request loop")
 

@@ -1,5 +1,6 @@
 """How the sampler keeps its slots full: driven by an engine without a model, so every response is known."""
 
+import heapq
 import itertools
 import weakref
 from collections import Counter
@@ -269,36 +270,75 @@ def test_where_pages_run_out_few_responses_give_way():
     assert 0 < sum(started.values()) - 256 < 100
 
 
-class ReadingSlowly(ScriptedEngine):
-    """Reads a prompt of 6 tokens in three parts; keeps the order in which it reads and decodes."""
+class PrefillsSlowly(ScriptedEngine):
+    """Prefills `at_a_time` prompts in one part, and a prompt of 6 tokens in three parts; keeps the order of its calls."""
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args, at_a_time=1, **kwargs):
         super().__init__(*args, **kwargs)
-        self.order = []
+        self.order, self.at_a_time = [], at_a_time
 
     def prefill(self, params, asked):
-        done = dict.fromkeys(range(len(asked)))
-        for index, lengths, place in next(super().prefill(params, asked)):
-            done[index] = (index, lengths, place)
-        for index, tokens in enumerate(asked):
-            for part in range(3 if len(tokens) == 6 else 1):
-                self.order.append("read")
-                yield [] if len(tokens) == 6 and part < 2 else [done[index]]
+        done = next(super().prefill(params, asked))
+        for start in range(0, len(done), self.at_a_time):
+            some = done[start : start + self.at_a_time]
+            for _ in range(2 if any(len(asked[index]) == 6 for index, *_ in some) else 0):
+                self.order.append("prefill")
+                yield []
+            self.order.append("prefill")
+            yield some
 
     def generate(self, params, state, how, min_live, tables, until=None):
-        self.order.append("decode")
-        return super().generate(params, state, how, min_live, tables, until)
+        before = len(self.live_slots)
+        found = super().generate(params, state, how, min_live, tables, until)
+        self.order.append(f"{len(self.live_slots) - before} steps")
+        return found
 
 
-def test_slots_decode_between_the_parts_of_a_long_prompt():
-    """Four slots, three of them busy: what is read for the fourth holds them up by one part at a time. At first nobody is held up."""
-    engine = ReadingSlowly(
-        lambda o, i: response(o, i, 30), slots=4, capacity=46, steps_per_call=4, stop_ids=[EOS]
+def ideal_steps(lengths, slots):
+    """Decoding steps if each slot takes the next response as soon as it is free: nobody who does not know the lengths beforehand can do better."""
+    ends = [0] * slots
+    for length in lengths:
+        heapq.heapreplace(ends, ends[0] + length)
+    return max(ends)
+
+
+def equal(ordinal, index):
+    return LIMIT
+
+
+@pytest.mark.parametrize("length_of", [equal, lambda o, i: 3 + (7 * o + 5 * i) % 31, long_tailed])
+@pytest.mark.parametrize("at_a_time", [1, 2, 16])
+@pytest.mark.parametrize("steps", [1, 4, 64])
+@pytest.mark.parametrize(("slots", "count", "samples"), [(1, 3, 2), (4, 7, 3), (8, 5, 8), (8, 40, 1)])
+def test_sampling_takes_the_ideal_steps_and_one_call_at_most(
+    slots, count, samples, steps, at_a_time, length_of
+):
+    """However few prompts one prefill has, no slot idles through a call while prompts wait. Up to 8 slots, one free slot is enough to be refilled."""
+    engine = PrefillsSlowly(
+        lambda o, i: response(o, i, length_of(o, i)),
+        slots=slots, capacity=6 + LIMIT, steps_per_call=steps, stop_ids=[EOS], at_a_time=at_a_time,
+    )  # fmt: skip
+    list(sample(engine, drawing(prompts(count)), samples=samples))
+    lengths = [length_of(ordinal, index) for ordinal in range(count) for index in range(samples)]
+    assert len(engine.live_slots) <= ideal_steps(lengths, slots) + steps
+
+
+def test_all_slots_are_taken_before_a_call_that_could_run_to_the_end():
+    """64 responses of 64 tokens in 64 slots, and a prefill has 32 of them: 64 steps, and not 128."""
+    engine = PrefillsSlowly(
+        lambda o, i: [2] * 64, slots=64, capacity=128, steps_per_call=64, stop_ids=[EOS], at_a_time=2
     )
-    asked = [prompt(0, (2,) * 6), prompt(1), prompt(2), prompt(3, (2,) * 6)]
-    list(sample(engine, drawing(asked), samples=1, prefill_prompts=1))
-    assert engine.order[:5] == ["read"] * 5, "more slots are idle than decode"
-    assert engine.order[5:12] == ["read", "decode", "read", "decode", "read", "decode", "decode"]
+    list(sample(engine, drawing(prompts(4)), samples=16, limit=64))
+    assert engine.live_slots == [64] * 64
+
+
+def test_slots_are_not_held_up_by_a_long_prompt_that_has_no_slot_yet():
+    """Both slots are busy: the third prompt is prefilled one part at a time, between calls."""
+    engine = PrefillsSlowly(
+        lambda o, i: response(o, i, 30), slots=2, capacity=46, steps_per_call=4, stop_ids=[EOS]
+    )
+    list(sample(engine, drawing([prompt(0), prompt(1), prompt(2, (2,) * 6)]), samples=1, prefill_prompts=1))
+    assert engine.order[:7] == ["prefill", "prefill", "prefill", "4 steps", "prefill", "4 steps", "prefill"]
 
 
 @pytest.mark.parametrize(

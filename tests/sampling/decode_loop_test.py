@@ -18,6 +18,7 @@ from dapo_jax.sampling.engine import DecoderEngine
 from dapo_jax.sampling.pages import PageSizes
 from dapo_jax.sampling.requests import OwnOptions, Request
 from dapo_jax.testing import ScriptedEngine, tiny_decoder_config, tiny_params
+from tests.sampling.continuous_batching_schedule_test import PrefillsSlowly
 
 EOS, LIMIT = 1, 16
 
@@ -96,6 +97,18 @@ def test_other_weights_lose_no_response_and_draw_no_token_twice(when, pool_pages
     assert pages.free_of(0) == pages.sizes.pool_pages
     read_again = [len(prompt) for prompts in engine.prefills for prompt in prompts if len(prompt) > 4]
     assert read_again, "nothing was read again"
+
+
+def test_running_responses_stream_on_while_other_prompts_are_prefilled():
+    """Without `prefill_first`, a call samples one token after each prefill until the slots are taken; then all that it may."""
+    engine = PrefillsSlowly(
+        lambda o, i: [o + 20] * 9 + [EOS], slots=4, capacity=24, steps_per_call=3, stop_ids=[EOS]
+    )
+    loop = loop_of(engine, [[request(at, tokens=(2,) * 6)] for at in range(4)], prefill_first=False)
+    run(loop)
+    calls = "".join("p" if each == "prefill" else each[0] for each in engine.order)
+    # Four prompts of three parts. The end of one prompt and the first part of the next come together.
+    assert calls == "ppp1p1p1pp1p1p1p1p1p3331"
 
 
 CONFIG = tiny_decoder_config(layers=1)

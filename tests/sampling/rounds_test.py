@@ -11,6 +11,7 @@ from dapo_jax.sampling.engine import DecoderEngine
 from dapo_jax.sampling.pages import PageSizes
 from dapo_jax.sampling.rounds import Going, RoundSampler
 from dapo_jax.testing import ScriptedEngine
+from tests.sampling.continuous_batching_schedule_test import PrefillsSlowly
 from tests.sampling.continuous_batching_test import (
     CONFIG,
     EOS,
@@ -225,6 +226,24 @@ def test_in_one_round_all_that_are_in_flight_draw_side_by_side():
         rounds_of(engine, weights={}, limit=40), 10
     )
     assert engine.live_slots == [8] * 40
+
+
+@pytest.mark.parametrize("at_a_time", [1, 2, 16])
+@pytest.mark.parametrize("steps", [1, 3, 64])
+@pytest.mark.parametrize(("slots", "in_flight"), [(1, 3), (4, 4), (4, 8), (8, 6), (8, 24)])
+def test_a_round_takes_the_ideal_steps_and_one_call_at_most(slots, in_flight, steps, at_a_time):
+    """Each of the responses in flight samples 10 tokens a round, so slots take it in turn ceil(in_flight / slots) times."""
+    engine = PrefillsSlowly(
+        lambda o, i: [5] * 40, slots=slots, capacity=48, steps_per_call=steps, stop_ids=[EOS], at_a_time=at_a_time,
+        page_sizes=PageSizes(holders=max(slots, in_flight), capacity=48, page_tokens=4, pools=1, pool_pages=12 * max(slots, in_flight)),
+    )  # fmt: skip
+    sampler, flight = (
+        rounds_of(engine, weights={}, limit=40),
+        Flight(scripted_prompts(24), in_flight=in_flight, samples=1),
+    )
+    for done in range(4):
+        flight.round(sampler, 10)
+        assert len(engine.live_slots) <= (done + 1) * (10 * -(-in_flight // slots) + steps)
 
 
 def test_a_response_that_pauses_must_go_on():
