@@ -293,7 +293,8 @@ class EnvironmentConfig(Section, at="environment"):
     worker_memory_mb: int = key(2048, range=SIZE)
     """Memory in MiB that a worker may take beyond what the loaded environment needs; a call that takes more fails. (Linux)"""
     credit: str = key("episode", choices=["episode", "turn"])
-    """episode: all turns have the advantage of the episode's reward. turn: each has that of the rewards from it on (reward-to-go), beside the other episodes of the group that have such a turn."""
+    """episode: all turns have the advantage of the episode's reward. turn: each has that of the rewards from it on (reward-to-go), beside the other episodes of the group that have such a turn.
+    Where an environment compares rewards (`group_rewards`), the compared reward replaces the rewards of the turns, and comes after the last one: each turn has all of it."""
 
     def check_together(self) -> None:
         """Checks what its values say about each other."""

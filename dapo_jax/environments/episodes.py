@@ -384,9 +384,11 @@ class Episodes:
 def _verdict(one: _Open, score: float | None = None) -> Verdict:
     if one.lost:
         return Verdict(correct=False, lost=one.lost, reason=one.reason, parts=one.metrics)
-    total = sum(one.rewards) if score is None else score
+    # A compared reward replaces the rewards by turn, and is there only once the last turn has ended.
+    rewards = one.rewards if score is None else [*[0.0] * len(one.rewards[1:]), score]
+    total = sum(rewards)
     correct = total > 0 if one.correct is None else one.correct
-    return Verdict(correct=correct, score=total, parts=one.metrics, turn_rewards=tuple(one.rewards))
+    return Verdict(correct=correct, score=total, parts=one.metrics, turn_rewards=tuple(rewards))
 
 
 def _done(value: _Value) -> Future[_Value]:

@@ -138,6 +138,21 @@ def test_rewards_may_be_compared_within_the_group():
     assert scores == [0.0, 1.0, 0.0]
 
 
+def test_a_compared_reward_replaces_the_rewards_of_the_turns():
+    """Each episode heard two turns worth 0.5. The compared reward counts as the last turn's, so a score is always the sum over its turns."""
+
+    def last_is_best(episodes):
+        return [float(place == 1) for place in range(len(episodes))]
+
+    with started(Making(Echo, last_is_best)) as episodes:
+        for index in range(2):
+            episodes.start(PROMPT, index).result(5)
+            for text in "ab":
+                episodes.step(PROMPT, index, turn(text)).result(5)
+        verdicts = [future.result(5) for future in episodes.verdicts(samples(2))]
+    assert [(each.score, each.turn_rewards) for each in verdicts] == [(0.0, (0.0, 0.0)), (1.0, (0.0, 1.0))]
+
+
 def raising(error):
     def raises(*_):
         raise error

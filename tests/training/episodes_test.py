@@ -255,3 +255,42 @@ def test_advantages_by_turn_by_hand():
     np.testing.assert_allclose(found[2], [-2 / 3 / scale, 0], rtol=1e-5)
     flat = Group(prompt=prompt, rollouts=tuple(map(rollout, [(1.0, 0.0), (0.0, 1.0)])))
     assert all((values == 0).all() for values in turn_advantages(flat).values())
+
+
+def test_a_compared_reward_that_replaced_the_turns_is_the_return_of_every_turn():
+    """Compared rewards 1 and 0, rewards by turn (+1, 0) and (-1, 0), which add up to the score of the first episode alone. The mean is a half and the deviation
+    0.70711, so each turn of the better episode has +0.70711, and each turn of the other -0.70711."""
+
+    def rollout(score, rewards):
+        response = Response(
+            tokens=np.array([2, 3], np.int32), logprobs=np.zeros(2, np.float32), finish_reason="stop",
+            turns=(TurnSpan(0, 1), TurnSpan(1, 2)),
+        )  # fmt: skip
+        verdict = Verdict(correct=score > 0, score=score, turn_rewards=rewards)
+        return Rollout(response=response, text="", verdict=verdict, reward=score)
+
+    prompt = Prompt(ordinal=0, tokens=np.array([2], np.int32), text="", answer="")
+    group = Group(prompt=prompt, rollouts=(rollout(1.0, (1.0, 0.0)), rollout(0.0, (-1.0, 0.0))))
+    found = turn_advantages(group)
+    np.testing.assert_allclose(found[0], [0.70711] * 2, rtol=1e-4)
+    np.testing.assert_allclose(found[1], [-0.70711] * 2, rtol=1e-4)
+
+
+def test_a_penalty_for_length_is_in_the_return_of_every_turn():
+    """Rewards (1, 0) and (0, 0), the first with a penalty of -1/2: rewards 1/2 and 0, returns (1/2, -1/2) and (0, 0). The deviation is 0.35355."""
+
+    def rollout(rewards, penalty):
+        response = Response(
+            tokens=np.array([2, 3], np.int32), logprobs=np.zeros(2, np.float32), finish_reason="stop",
+            turns=(TurnSpan(0, 1), TurnSpan(1, 2)),
+        )  # fmt: skip
+        verdict = Verdict(correct=True, score=sum(rewards), turn_rewards=rewards)
+        return Rollout(
+            response=response, text="", verdict=verdict, reward=sum(rewards) + penalty, overlong_penalty=penalty
+        )  # fmt: skip
+
+    prompt = Prompt(ordinal=0, tokens=np.array([2], np.int32), text="", answer="")
+    group = Group(prompt=prompt, rollouts=(rollout((1.0, 0.0), -0.5), rollout((0.0, 0.0), 0.0)))
+    found = turn_advantages(group)
+    np.testing.assert_allclose(found[0], [0.70711, -0.70711], rtol=1e-4)
+    np.testing.assert_allclose(found[1], [-0.70711, 0.70711], rtol=1e-4)
