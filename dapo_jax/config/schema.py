@@ -284,7 +284,8 @@ class EnvironmentConfig(Section, at="environment"):
     """The most tokens of an episode, what the environment appends among them; 0: `sampling.max_response_tokens`. More than `sampling.max_response_tokens` fit only where the environment begins
     contexts anew: each context is no longer than `data.max_prompt_tokens` + `sampling.max_response_tokens`. Overlong rules go by this limit."""
     timeout_s: float = key(30.0, range=POSITIVE)
-    """Seconds for one answer of the environment. An episode whose environment takes longer, or raises, is lost: its verdict is the worst of its group."""
+    """Seconds for one answer of the environment. An episode whose environment takes longer, or raises, is lost: it counts as wrong, and is worth the worst of its group, but no more than
+    `reward.incorrect` (or `reward.lost`)."""
     calls: int = key(64, range=SIZE, may_change=True)
     """Calls of the environment that are under way at one time in each process."""
     workers: int = key(0, range=NOT_NEGATIVE, may_change=True)
@@ -488,7 +489,7 @@ class LossConfig(Section, at="loss"):
         },
     )
     """Importance weights for tokens that earlier or rounded weights have drawn, of each token's ratio pi_old / pi_sampler: truncate (min(ratio, `importance_cap`)),
-    mask (the ratio, or 0 outside `importance_range`), mask_responses (the geometric mean over the response, or 0) or none.
+    mask (the ratio, or 0 outside `importance_range`), mask_responses (the geometric mean over the response, or 0; of an episode with several contexts over each context's part) or none.
     auto: truncate if `rollout.in_flight` or `importance_cap` is set, else none; none with `old_logprobs: sampler`, whose ratio corrects already."""
     importance_cap: float | None = key(
         None,

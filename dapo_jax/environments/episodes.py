@@ -40,6 +40,12 @@ _ENDING_S = 5.0
 """Seconds for which closing waits for episodes that go on after they were cancelled."""
 
 
+_NO_ROOM = (
+    "the episode begins{begins}, which leaves no room for a turn: an episode has up to sampling.max_response_tokens tokens behind the prompt (or "
+    "environment.episode_tokens), and a Context up to data.max_prompt_tokens + sampling.max_response_tokens; begin with less, or raise these"
+)
+
+
 @dataclass
 class _Open:
     """An episode, and what is known of it."""
@@ -55,6 +61,8 @@ class _Open:
     correct: bool | None = None
     lost: Lost | str = ""
     reason: str = ""
+    begins: str = ""
+    """The number of tokens that it begins with, in words; empty if this process does not know it."""
 
 
 class Episodes:
@@ -114,9 +122,12 @@ class Episodes:
 
         async def begin() -> Continuation:
             found = await self._begun(opened)
-            if isinstance(found, Context):
-                return Continuation(self._rendering.context_ids(found), anew=True)
-            return Continuation(self._rendering.ids("" if found is None else found, after=None))
+            if anew := isinstance(found, Context):
+                ids = self._rendering.context_ids(found)
+            else:
+                ids = self._rendering.ids("" if found is None else found, after=None)
+            opened.begins = f" with {len(ids)} tokens"
+            return Continuation(ids, anew=anew)
 
         return self._on_record(opened) or self._submit(opened, begin)
 
@@ -176,6 +187,9 @@ class Episodes:
     def verdicts(self, samples: Sequence[Sample]) -> list[Future[Verdict]]:
         """The verdicts of the episodes of one prompt, in the order of their indices: `rewards.grading.Submit`."""
         opened = [self._open.pop((sample.prompt.ordinal, index)) for index, sample in enumerate(samples)]
+        for one in opened:
+            if not one.lost and not one.rewards:
+                one.lost, one.reason = "raised", _NO_ROOM.format(begins=one.begins)
         group_rewards = getattr(self._environment, "group_rewards", None)
         if group_rewards is None:
             self._farewells.append(asyncio.run_coroutine_threadsafe(self._closed(opened), self._loop))

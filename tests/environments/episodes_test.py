@@ -153,6 +153,25 @@ def test_a_compared_reward_replaces_the_rewards_of_the_turns():
     assert [(each.score, each.turn_rewards) for each in verdicts] == [(0.0, (0.0, 0.0)), (1.0, (0.0, 1.0))]
 
 
+@pytest.mark.parametrize("compare", [None, lambda episodes: [1.0] * len(episodes)])
+def test_an_episode_that_is_over_without_a_turn_is_lost_and_not_compared(compare):
+    """The sampler found no room for a turn behind the three bytes that the first episode begins with."""
+
+    class Beginning(Echo):
+        async def start(self):
+            return "abc"
+
+    made = iter([Beginning, Echo])
+    with started(Making(lambda row, seed: next(made)(row, seed), compare)) as episodes:
+        for index in range(2):
+            episodes.start(PROMPT, index).result(5)
+        episodes.step(PROMPT, 1, turn("a")).result(5)
+        first, second = [future.result(5) for future in episodes.verdicts(samples(2))]
+    assert (first.lost, first.score, second.lost) == ("raised", None, "")
+    assert "with 3 tokens" in first.reason
+    assert "sampling.max_response_tokens" in first.reason
+
+
 def raising(error):
     def raises(*_):
         raise error

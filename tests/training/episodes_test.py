@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from dapo_jax.dapo.batching import example_weights, pack, training_examples, turn_advantages
+from dapo_jax.dapo.importance import importance_weights
 from dapo_jax.dapo.rollouts import ContextSpan, Group, Prompt, Response, Rollout, TurnSpan, Verdict
 from dapo_jax.models.decoder import graph_of
 from dapo_jax.parallel.training_layout import layout_of
@@ -229,6 +230,24 @@ def test_an_episode_weighs_the_same_in_however_many_rows_it_is():
     expected = [1 / (len(lengths) * length) for length, rows in lengths for _ in range(rows)]
     np.testing.assert_allclose(example_weights(examples, aggregation="sequence_mean"), expected, rtol=1e-6)
     assert sum(float(m.weights.sum()) for m in packed(given)) == pytest.approx(1.0, rel=1e-6)
+
+
+def test_mask_responses_weighs_the_part_behind_each_context_by_itself():
+    """Two turns of two tokens, the second behind a context of its own. Ratios 2, 1/2 have the mean 1 and are kept; 4, 4 are beyond the range. Over all four
+    tokens the mean would be 2, and the whole episode left out."""
+    response = Response(
+        tokens=np.array([5, 6, 7, 5, 6], np.int32), logprobs=np.zeros(5, np.float32), finish_reason="stop",
+        turns=(TurnSpan(0, 2), TurnSpan(3, 5)), contexts=(ContextSpan(2, 3),),
+    )  # fmt: skip
+    prompt = Prompt(ordinal=0, tokens=np.array([2], np.int32), text="", answer="")
+    rollout = Rollout(response=response, text="", verdict=Verdict(correct=True), reward=1.0)
+    examples = training_examples([Group(prompt=prompt, rollouts=(rollout,))])
+    [row] = pack(examples, example_weights(examples), row_tokens=8, rows_per_microbatch=1)
+    assert row.segment_ids.tolist() == [[1, 1, 1, 2, 2, 2, 0, 0]]
+    ratios = np.array([[1.0, 2.0, 0.5, 1.0, 4.0, 4.0, 1.0, 1.0]], np.float32)
+    arrays = map(jnp.asarray, (np.log(ratios), row.sampler_logprobs, row.mask, row.segment_ids))
+    weights, _ = importance_weights(*arrays, correction="mask_responses", low=0.9, high=1.1)
+    assert np.asarray(weights)[row.mask].round(4).tolist() == [1.0, 1.0, 0.0, 0.0]
 
 
 def test_advantages_by_turn_by_hand():
