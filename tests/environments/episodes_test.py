@@ -96,6 +96,34 @@ def test_the_episodes_of_a_prompt_have_one_seed_and_others_another():
     assert seeds[0] == seeds[1] == seeds[2] != seeds[3]
 
 
+def test_another_seed_of_the_run_gives_the_episodes_other_seeds():
+    environment = Making(Echo)
+    for seed in (1, 2, 1):
+        with started(environment, seed=seed) as episodes:
+            episodes.start(PROMPT, 0).result(5)
+    first, other, again = [echo.seed for echo in environment.made]
+    assert first == again != other
+
+
+def test_what_a_turn_leaves_out_stays_as_an_earlier_turn_had_it():
+    """The first turn is right, the second has no opinion on that, and a reward with which the sum is below 0."""
+    steps = [
+        Step(reward=0.5, correct=True, metrics={"a": 1.0, "b": 1.0}),
+        Step(reward=-2.0, done=True, metrics={"b": 2.0}),
+    ]
+
+    class Told(Echo):
+        async def step(self, turn):
+            return steps[turn.number]
+
+    with started(Making(Told)) as episodes:
+        episodes.start(PROMPT, 0).result(5)
+        for _ in steps:
+            episodes.step(PROMPT, 0, turn("a")).result(5)
+        verdict = one_verdict(episodes)
+    assert (verdict.correct, verdict.score, verdict.parts) == (True, -1.5, {"a": 1.0, "b": 2.0})
+
+
 def test_functions_that_are_not_async_have_threads_of_their_own():
     class Blocking(Echo):
         def step(self, turn):
@@ -151,6 +179,29 @@ def test_a_compared_reward_replaces_the_rewards_of_the_turns():
                 episodes.step(PROMPT, index, turn(text)).result(5)
         verdicts = [future.result(5) for future in episodes.verdicts(samples(2))]
     assert [(each.score, each.turn_rewards) for each in verdicts] == [(0.0, (0.0, 0.0)), (1.0, (0.0, 1.0))]
+
+
+def test_a_comparison_is_of_the_episodes_that_are_not_lost():
+    """The second of three is lost; the rewards of the others are their places in the comparison."""
+
+    class Refusing(Echo):
+        async def step(self, turn):
+            raise ValueError("no")
+
+    compared = []
+
+    def places(episodes):
+        compared.append([type(each) for each in episodes])
+        return [float(place) for place in range(len(episodes))]
+
+    made = iter([Echo, Refusing, Echo])
+    with started(Making(lambda row, seed: next(made)(row, seed), places)) as episodes:
+        for index in range(3):
+            episodes.start(PROMPT, index).result(5)
+            episodes.step(PROMPT, index, turn("a")).result(5)
+        verdicts = [future.result(5) for future in episodes.verdicts(samples(3))]
+    assert compared == [[Echo, Echo]]
+    assert [(each.lost, each.score) for each in verdicts] == [("", 0.0), ("raised", None), ("", 1.0)]
 
 
 @pytest.mark.parametrize("compare", [None, lambda episodes: [1.0] * len(episodes)])
