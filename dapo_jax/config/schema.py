@@ -862,13 +862,18 @@ class TrainConfig(Section):
                     "2 or more with dynamic sampling",
                     "a group of one is never mixed and all would be dropped: raise it, or set dynamic_sampling.enabled=false",
                 )
-        overlong, limit = self.reward.overlong, self.sampling.max_response_tokens
-        if overlong.enabled and overlong.buffer_tokens > limit:
+        overlong, limit, most = self.reward.overlong, self.sampling.max_response_tokens, self.episode_tokens
+        if overlong.enabled and overlong.buffer_tokens > most:
+            of = (
+                "environment.episode_tokens"
+                if self.environment.episode_tokens
+                else "sampling.max_response_tokens"
+            )
             refuse(
                 "reward.overlong.buffer_tokens",
                 overlong.buffer_tokens,
-                f"at most sampling.max_response_tokens = {limit}",
-                f"{overlong.buffer_tokens} > {limit}: the paper's is a fifth of the limit, here {max(1, limit // 5)}; "
+                f"at most {of} = {most}",
+                f"{overlong.buffer_tokens} > {most}: the paper's is a fifth of the limit, here {max(1, most // 5)}; "
                 "or set reward.overlong.enabled=false",
             )
         _check_rollout(self)

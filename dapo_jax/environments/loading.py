@@ -36,7 +36,15 @@ def load_environment(source: str) -> Environment:
         raise ValueError(
             f"{source}: making the environment fails with {type(error).__name__}: {error}; it is called without arguments"
         ) from error
-    if not callable(getattr(made, "episode", None)):
+    try:
+        has_episode = callable(getattr(made, "episode", None))
+        getattr(made, "group_rewards", None)
+    except Exception as error:  # of somebody else's property
+        raise ValueError(
+            f"{source}: a {type(made).__name__} whose methods cannot be looked up: {type(error).__name__}: {error}; it needs a method "
+            "episode(row, seed), which makes the episode of a response"
+        ) from error
+    if not has_episode:
         raise ValueError(
             f"{source}: a {type(made).__name__} has no method episode(row, seed), which makes the episode of a response"
         )

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from concurrent.futures import wait
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ import pytest
 from dapo_jax.dapo.rollouts import DrawnTurn, Prompt
 from dapo_jax.environments import Episodes, Step, load_environment
 from dapo_jax.environments.rendering import Rendering
-from dapo_jax.environments.workers import LEFT_BEHIND, worker_environment
+from dapo_jax.environments.workers import LEFT_BEHIND, THREADS_LEFT, worker_environment
 from dapo_jax.rewards.sample import Sample
 from dapo_jax.text.tokenizers import ByteTokenizer
 from tests.environments import bad_environments_test, episodes_test
@@ -471,6 +472,35 @@ def test_a_worker_in_which_many_calls_go_on_is_replaced_and_the_others_hear_all_
             assert episodes.step(asked, index, turn("sleep 60")).result(60) is None
         assert_ended(before)
         assert tell(episodes, asked, 0, "b") == "a|b"
+
+
+@pytest.mark.parametrize(("memory_mb", "per_turn"), [(4096, THREADS_LEFT // 2), (160, 8)])
+def test_a_worker_that_threads_of_its_episodes_exhaust_is_replaced_and_no_episode_is_lost(
+    memory_mb, per_turn
+):
+    """With much memory after two episodes, which leave so many threads; with little at the first thread that has no room for its stack."""
+    pids, lost = [], []
+    with playing(workers(f"{SCRIPTED}:Leaving", timeout_s=20.0, memory_mb=memory_mb)) as episodes:
+        for _ in range(6):
+            asked = prompt()
+            episodes.start(asked, 0).result(60)
+            pids.append(tell(episodes, asked, 0, str(per_turn)))
+            lost += [each.reason for each in verdicts(episodes, asked, 1)]
+            wait(episodes._farewells, timeout=60)
+    assert lost == [""] * 6
+    assert len(set(pids)) > 1
+
+
+def test_a_turn_for_whose_threads_no_worker_has_room_is_lost():
+    with playing(workers(f"{SCRIPTED}:Leaving", timeout_s=20.0, memory_mb=96)) as episodes:
+        asked, other = prompt(), prompt()
+        for each in (asked, other):
+            episodes.start(each, 0).result(60)
+        assert episodes.step(asked, 0, turn("100")).result(60) is None
+        [verdict] = verdicts(episodes, asked, 1)
+        assert verdict.lost == "died"
+        assert "leaves threads behind" in verdict.reason
+        assert tell(episodes, other, 0, "1").isdigit()
 
 
 # --- Loading ---
