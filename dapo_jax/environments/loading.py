@@ -36,18 +36,16 @@ def load_environment(source: str) -> Environment:
         raise ValueError(
             f"{source}: making the environment fails with {type(error).__name__}: {error}; it is called without arguments"
         ) from error
-    try:
-        has_episode = callable(getattr(made, "episode", None))
-        getattr(made, "group_rewards", None)
-    except Exception as error:  # of somebody else's property
-        raise ValueError(
-            f"{source}: a {type(made).__name__} whose methods cannot be looked up: {type(error).__name__}: {error}; it needs a method "
-            "episode(row, seed), which makes the episode of a response"
-        ) from error
-    if not has_episode:
+    if not callable(getattr(made, "episode", None)):
         raise ValueError(
             f"{source}: a {type(made).__name__} has no method episode(row, seed), which makes the episode of a response"
         )
+    try:
+        getattr(made, "group_rewards", None)
+    except Exception as error:  # of somebody else's property
+        raise ValueError(
+            f"{source}: its attribute `group_rewards` fails with {type(error).__name__}: {error}"
+        ) from error
     return made
 
 

@@ -270,6 +270,8 @@ def test_rewards_are_compared_where_the_environment_does(scripted):
         for each in (asked, dying, all_lost):
             for index in range(3):
                 episodes.start(each, index).result(60)
+        for index in range(3):
+            tell(episodes, dying, index, "a")
         tell(episodes, asked, 0, "a", "b")
         tell(episodes, asked, 1, "a")
         tell(episodes, asked, 2, "huge 3000000")
