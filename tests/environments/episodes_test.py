@@ -1,9 +1,11 @@
 """Episodes on their event loop: what good environments give, and what bad ones cost."""
 
 import asyncio
+import inspect
 import re
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from dapo_jax.dapo.rollouts import DrawnTurn, Prompt, Verdict
 from dapo_jax.environments import Episodes, Step, load_environment
 from dapo_jax.environments.rendering import Rendering
+from dapo_jax.rewards.functions import RewardError
 from dapo_jax.rewards.sample import Sample
 from dapo_jax.text.tokenizers import ByteTokenizer
 
@@ -234,6 +237,75 @@ def test_an_episode_that_is_over_without_a_turn_is_lost_and_not_compared(compare
     assert "sampling.max_response_tokens" in first.reason
 
 
+@pytest.mark.parametrize("compared", [False, True])
+def test_an_environment_that_loses_every_episode_ends_the_run_with_its_own_file_and_line(compared):
+    """Groups of 16: at four prompts, and not before, which are more than 32 episodes."""
+
+    class Broken(Echo):
+        async def step(self, turn):
+            raise KeyError("answr")
+
+    line = inspect.getsourcelines(Broken)[1] + 2
+    environment = Making(Broken, (lambda episodes: []) if compared else None)
+    with started(environment, name="my.py:Broken", calls=64) as episodes:
+        for ordinal in range(4):
+            asked = replace(PROMPT, ordinal=ordinal)
+            for index in range(16):
+                episodes.start(asked, index).result(5)
+                episodes.step(asked, index, turn("a")).result(5)
+            verdicts = episodes.verdicts([replace(one, prompt=asked) for one in samples(16)])
+            if ordinal < 3:
+                assert {verdict.result(5).lost for verdict in verdicts} == {"raised"}
+    said = (
+        rf"my\.py:Broken: all 64 episodes.* 4 prompts.*KeyError: 'answr' \(episodes_test\.py, line {line}\)"
+    )
+    for verdict in verdicts:
+        with pytest.raises(RewardError, match=said):
+            verdict.result(5)
+
+
+def test_an_environment_that_has_answered_once_ends_no_run():
+    """The first episode is good; what fails later may be a server that is away for a while."""
+
+    class Breaking(Echo):
+        async def step(self, turn):
+            if len(environment.made) > 1:
+                raise OSError("away")
+            return Step(done=True)
+
+    environment = Making(Breaking)
+    with started(environment) as episodes:
+        for ordinal in range(40):
+            asked = replace(PROMPT, ordinal=ordinal)
+            episodes.start(asked, 0).result(5)
+            episodes.step(asked, 0, turn("a")).result(5)
+            [verdict] = episodes.verdicts([replace(one, prompt=asked) for one in samples(1)])
+            assert verdict.result(5).lost == ("raised" if ordinal else "")
+
+
+def test_an_environment_that_holds_the_event_loop_is_named_with_the_seconds_and_the_line(monkeypatch, capfd):
+    monkeypatch.setattr("dapo_jax.environments.episodes.HELD_S", 0.3)
+
+    class Holding(Echo):
+        async def step(self, turn):
+            time.sleep(1.0 if turn.text == "a" else 0.1)
+            return Step(append="b")
+
+    line = inspect.getsourcelines(Holding)[1] + 2
+    with started(Making(Holding), name="my.py:Holding", timeout_s=5.0) as episodes:
+        episodes.start(PROMPT, 0).result(5)
+        for text in "bbbb":
+            episodes.step(PROMPT, 0, turn(text)).result(5)
+        assert capfd.readouterr().err == ""
+        episodes.step(PROMPT, 0, turn("a")).result(5)
+        said = capfd.readouterr().err.splitlines()
+    assert 1 <= len(said) <= 2, "after 0.3 s and after 0.6 s; a busy machine may look less often"
+    assert all(
+        f"my.py:Holding: it has held the event loop for {s} s (episodes_test.py, line {line})" in one
+        for s, one in zip("01", said, strict=False)
+    )
+
+
 def raising(error):
     def raises(*_):
         raise error
@@ -300,7 +372,7 @@ BAD_STEPS = {
     "cancels itself": (cancels_itself, "raised", "CancelledError"),
     "raises": (raising(ValueError("no such tool")), "raised", "ValueError: no such tool"),
     "raises what has no text": (raising(KeyError()), "raised", "KeyError"),
-    "raises an endless text": (raising(ValueError("x" * 10**6)), "raised", "x{500}$"),
+    "raises an endless text": (raising(ValueError("x" * 10**6)), "raised", r"x{500} \(episodes_test\.py, line \d+\)$"),
     "exits": (raising(SystemExit(3)), "raised", "SystemExit: 3"),
     "interrupts": (raising(KeyboardInterrupt()), "raised", "KeyboardInterrupt"),
     "runs out of memory": (raising(MemoryError()), "raised", "MemoryError"),

@@ -33,7 +33,7 @@ def test_a_text_and_ids_are_appended_as_they_stand():
         ([300], "ids from 300 to 300"),
         ("\ud800", "cannot be tokenized"),
         ("a" * (1 << 20) + "b", "1,048,577 characters"),
-        ([{"role": "tool", "content": "4"}], "the model has no chat template: give a text or ids"),
+        ([{"role": "tool", "content": "4"}], "the model has no chat template: .* or give a text or ids"),
     ],
 )
 def test_what_cannot_be_appended_is_named(appended, message):
