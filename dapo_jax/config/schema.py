@@ -284,7 +284,8 @@ class EnvironmentConfig(Section, at="environment"):
     """The most tokens of an episode, what the environment appends among them; 0: `sampling.max_response_tokens`. More than `sampling.max_response_tokens` fit only where the environment begins
     contexts anew: each context is no longer than `data.max_prompt_tokens` + `sampling.max_response_tokens`. Overlong rules go by this limit."""
     timeout_s: float = key(30.0, range=POSITIVE)
-    """Seconds for one answer of the environment. An episode whose environment takes longer, or raises, is lost: its verdict is the worst of its group."""
+    """Seconds for one answer of the environment. An episode whose environment takes longer, or raises, is lost: it counts as wrong, and is worth the worst of its group, but no more than
+    `reward.incorrect` (or `reward.lost`)."""
     calls: int = key(64, range=SIZE, may_change=True)
     """Calls of the environment that are under way at one time in each process."""
     workers: int = key(0, range=NOT_NEGATIVE, may_change=True)
@@ -293,7 +294,8 @@ class EnvironmentConfig(Section, at="environment"):
     worker_memory_mb: int = key(2048, range=SIZE)
     """Memory in MiB that a worker may take beyond what the loaded environment needs; a call that takes more fails. (Linux)"""
     credit: str = key("episode", choices=["episode", "turn"])
-    """episode: all turns have the advantage of the episode's reward. turn: each has that of the rewards from it on (reward-to-go), beside the other episodes of the group that have such a turn."""
+    """episode: all turns have the advantage of the episode's reward. turn: each has that of the rewards from it on (reward-to-go), beside the other episodes of the group that have such a turn.
+    Where an environment compares rewards (`group_rewards`), the compared reward replaces the rewards of the turns, and comes after the last one: each turn has all of it."""
 
     def check_together(self) -> None:
         """Checks what its values say about each other."""
@@ -487,7 +489,7 @@ class LossConfig(Section, at="loss"):
         },
     )
     """Importance weights for tokens that earlier or rounded weights have drawn, of each token's ratio pi_old / pi_sampler: truncate (min(ratio, `importance_cap`)),
-    mask (the ratio, or 0 outside `importance_range`), mask_responses (the geometric mean over the response, or 0) or none.
+    mask (the ratio, or 0 outside `importance_range`), mask_responses (the geometric mean over the response, or 0; of an episode with several contexts over each context's part) or none.
     auto: truncate if `rollout.in_flight` or `importance_cap` is set, else none; none with `old_logprobs: sampler`, whose ratio corrects already."""
     importance_cap: float | None = key(
         None,
@@ -860,13 +862,18 @@ class TrainConfig(Section):
                     "2 or more with dynamic sampling",
                     "a group of one is never mixed and all would be dropped: raise it, or set dynamic_sampling.enabled=false",
                 )
-        overlong, limit = self.reward.overlong, self.sampling.max_response_tokens
-        if overlong.enabled and overlong.buffer_tokens > limit:
+        overlong, limit, most = self.reward.overlong, self.sampling.max_response_tokens, self.episode_tokens
+        if overlong.enabled and overlong.buffer_tokens > most:
+            of = (
+                "environment.episode_tokens"
+                if self.environment.episode_tokens
+                else "sampling.max_response_tokens"
+            )
             refuse(
                 "reward.overlong.buffer_tokens",
                 overlong.buffer_tokens,
-                f"at most sampling.max_response_tokens = {limit}",
-                f"{overlong.buffer_tokens} > {limit}: the paper's is a fifth of the limit, here {max(1, limit // 5)}; "
+                f"at most {of} = {most}",
+                f"{overlong.buffer_tokens} > {most}: the paper's is a fifth of the limit, here {max(1, most // 5)}; "
                 "or set reward.overlong.enabled=false",
             )
         _check_rollout(self)

@@ -4,6 +4,7 @@ Every token's weight in the loss is computed here from its whole minibatch, so p
 change nothing in the gradient.
 """
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from dapo_jax.dapo.advantages import group_advantages
 from dapo_jax.dapo.losses import token_weights
 from dapo_jax.dapo.microbatch import Microbatch
-from dapo_jax.dapo.rollouts import Group
+from dapo_jax.dapo.rollouts import Group, Verdict
 from dapo_jax.dapo.row_packing import PackedRow, Piece, share_out
 from dapo_jax.moved import renamed
 
@@ -102,18 +103,20 @@ def training_examples(
 def turn_advantages(group: Group, *, normalize_std: bool = True) -> dict[int, Float[np.ndarray, " response"]]:
     """The advantage of each token of a group's episodes by reward-to-go: index of the rollout -> one number for each token.
 
-    The return of turn k is what the rewards from that turn on add up to, with all that the episode's reward has beside them (overlong penalty, comparison
-    within the group). Its advantage is the return less the mean over the group's episodes that have a turn k, over the deviation of the
-    episodes' rewards (Eq. 9 of a group whose episodes have one turn); 0 in a group of equal rewards. Rollouts without rewards by turn are left out.
+    The return of turn k is the sum of the rewards from that turn on, and the overlong penalty. If rewards by turn do not add up to the scores, as where rewards
+    were compared within the group, they count as 0: every turn has the episode's reward. The advantage is the return less the mean over the group's episodes that
+    have a turn k, over the deviation of the episodes' rewards (Eq. 9 of a group whose episodes have one turn); 0 in a group of equal rewards. Rollouts without
+    rewards by turn are left out.
     """
     told = {
         place: rollout
         for place, rollout in enumerate(group.rollouts)
         if rollout.response.turns and len(rollout.verdict.turn_rewards) == len(rollout.response.turns)
     }
+    add_up = all(_add_up(each.verdict) for each in told.values())
     returns = {}
     for place, rollout in told.items():
-        rewards = np.array(rollout.verdict.turn_rewards, np.float64)
+        rewards = np.array(rollout.verdict.turn_rewards, np.float64) * add_up
         returns[place] = rollout.reward - np.concatenate([[0.0], np.cumsum(rewards)[:-1]])
     rewards = group.rewards
     differ = bool((rewards != rewards[0]).any())
@@ -126,6 +129,12 @@ def turn_advantages(group: Group, *, normalize_std: bool = True) -> dict[int, Fl
             advantages[first:stop] = (returns[place][turn] - mean) / spread if differ else 0.0
         found[place] = advantages
     return found
+
+
+def _add_up(verdict: Verdict) -> bool:
+    """Whether the rewards by turn add up to the score, up to the rounding of a sum."""
+    score, total = verdict.score, sum(verdict.turn_rewards)
+    return score is not None and math.isclose(score, total, rel_tol=1e-9, abs_tol=1e-9)
 
 
 def example_weights(

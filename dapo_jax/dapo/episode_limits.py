@@ -1,5 +1,6 @@
 """The limits of episodes of several turns: whether another turn has room, how many tokens it may have, and why an episode ended."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dapo_jax.dapo.rollouts import Continuation, FinishReason
@@ -17,28 +18,26 @@ class EpisodeLimits:
     capacity: int
     """The most tokens of a context."""
 
-    def end(self, before: Continuation | None, *, turns: int, drawn: int, length: int) -> FinishReason | None:
+    def end(
+        self, before: Continuation | None, *, reasons: Sequence[FinishReason], drawn: int, length: int
+    ) -> FinishReason | None:
         """The reason for which an episode is over; None: its next turn begins behind `before`.
+
+        An episode that its environment ends is cut off if its last turn was, at the last token that the episode may have; as a response without an environment is. One that
+        leaves no room for a first turn is over at once.
 
         Args:
             before: what its environment puts before the next turn; None: the environment says that it is over, or it was lost.
-            turns: turns so far.
+            reasons: the reason for which each turn so far has ended.
             drawn: tokens so far.
             length: tokens of its present context.
-
-        Raises:
-            ValueError: what an environment begins with leaves no room for a first turn.
         """
-        has_room = before is not None and self._has_room(before, drawn=drawn, length=length)
-        if before is not None and not turns and not has_room:
-            raise ValueError(
-                f"the environment begins with {len(before.tokens)} tokens, which leaves no room for a turn in an episode of up to {self.episode_tokens} "
-                f"and a context of up to {self.capacity}: raise sampling.max_response_tokens, or begin with less"
-            )
-        if has_room and turns < self.max_turns:
-            return None
-        whole = (before is None and self.episode_tokens > drawn) or not turns
-        return "stop" if whole else "length"
+        if before is None:
+            cut = drawn >= self.episode_tokens and bool(reasons) and reasons[-1] == "length"
+            return "length" if cut else "stop"
+        if self._has_room(before, drawn=drawn, length=length):
+            return None if len(reasons) < self.max_turns else "length"
+        return "length" if reasons else "stop"
 
     def turn_end(self, begun: int, *, ahead: int) -> int:
         """The number of the episode's tokens at which the turn behind the first `begun` of them ends at the latest; in its context they have `ahead` more before them."""

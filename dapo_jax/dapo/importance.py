@@ -11,6 +11,8 @@ two ratios.)
 | `mask` | $e^d$ where $\text{low} \le e^d \le \text{high}$, else 0 | IcePop (Ling Team 2025) |
 | `mask_responses` | $g$, the geometric mean of $e^d$ over its response, where $\text{low} \le g \le \text{high}$, else 0 | the mean is that of GSPO (Zheng et al. 2025) |
 
+An episode with several contexts is a row for each context; `mask_responses` takes the mean over the part in each row by itself.
+
 Weights are constants: nothing here is differentiated. What stands where the mask is False is never looked at and may be NaN.
 
 References:

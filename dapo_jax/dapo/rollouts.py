@@ -160,7 +160,7 @@ class Verdict:
     parts: Mapping[str, float] = field(default_factory=dict)
     """In a sum of several graders, each one's reward before its weight. `correct` is then the first one's, `score` the sum. Of an episode, its environment's metrics."""
     turn_rewards: tuple[float, ...] = ()
-    """The reward that an environment gave for each turn of an episode; `score` is the sum, unless rewards were compared within the group."""
+    """The reward of each turn of an episode; `score` is the sum. A reward that was compared within the group counts as the reward of the last turn."""
 
     def __init__(
         self,

@@ -3,7 +3,11 @@
 import asyncio
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -11,6 +15,8 @@ import numpy as np
 from dapo_jax.dapo.rollouts import Lost, as_float
 from dapo_jax.environments.protocol import Step
 from dapo_jax.rewards.functions import MAX_SCORE
+
+_PACKAGE = Path(__file__).parents[1]
 
 
 class LostError(Exception):
@@ -55,8 +61,27 @@ def result(found: Any, error: BaseException | None) -> Any:
     if isinstance(error, LostError):
         raise error
     if error is not None:
-        raise LostError("raised", f"{type(error).__name__}: {error!s:.500}")
+        place = place_of(traceback.walk_tb(error.__traceback__))
+        raise LostError("raised", f"{type(error).__name__}: {error!s:.500}{place}")
     return found
+
+
+def place_of(frames: Iterable[tuple[FrameType, int]]) -> str:
+    """File and line of the innermost frame of the environment, in parentheses; empty if there is none. `frames` are from the outermost one on.
+
+    Frames of this package and of the standard library are left out, and frames of installed packages if there are others.
+    """
+    files = [(Path(frame.f_code.co_filename), line) for frame, line in frames]
+    places = [place for place in files if not place[0].is_relative_to(_PACKAGE)]
+    installed = [place for place in places if _is_in(place[0], "purelib", "platlib")]
+    standard = [place for place in places if _is_in(place[0], "stdlib", "platstdlib")]
+    own = [place for place in places if place not in [*standard, *installed]]
+    theirs = own or installed
+    return f" ({theirs[-1][0].name}, line {theirs[-1][1]})" if theirs else ""
+
+
+def _is_in(file: Path, *libraries: str) -> bool:
+    return any(file.is_relative_to(sysconfig.get_path(name)) for name in libraries)
 
 
 def too_late(timeout_s: float) -> LostError:

@@ -4,9 +4,11 @@ The loop runs in a thread of this process while others are sampled. An episode t
 """
 
 import asyncio
+import sys
 import threading
+import traceback
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -24,20 +26,34 @@ from dapo_jax.environments.calls import (
     checked_episode,
     checked_scores,
     checked_step,
+    place_of,
 )
 from dapo_jax.environments.protocol import Context, Environment, Step, Turn
 from dapo_jax.environments.recorded_answers import Answer, Heard, RecordedAnswers
 from dapo_jax.environments.rendering import Rendering, RenderingError
 from dapo_jax.rewards.async_calls import DaemonThreads, run_until
+from dapo_jax.rewards.functions import RewardError
 from dapo_jax.rewards.sample import Sample, copied, read_only
 
 _Value = TypeVar("_Value")
+
+HELD_S = 10.0
+"""Seconds for which an environment may hold the event loop before that is reported; it is reported again whenever they have doubled."""
+
+_PROMPTS, _EPISODES = 4, 32
+"""Prompts, and episodes, at the least, of a run that ends because every episode so far was lost."""
 
 _FAREWELLS = 4096
 """Groups whose episodes may still be at their `close`, at the most."""
 
 _ENDING_S = 5.0
 """Seconds for which closing waits for episodes that go on after they were cancelled."""
+
+
+_NO_ROOM = (
+    "the episode begins{begins}, which leaves no room for a turn: an episode has up to sampling.max_response_tokens tokens behind the prompt (or "
+    "environment.episode_tokens), and a Context up to data.max_prompt_tokens + sampling.max_response_tokens; begin with less, or raise these"
+)
 
 
 @dataclass
@@ -55,6 +71,8 @@ class _Open:
     correct: bool | None = None
     lost: Lost | str = ""
     reason: str = ""
+    begins: str = ""
+    """The number of tokens that it begins with, in words; empty if this process does not know it."""
 
 
 class Episodes:
@@ -72,6 +90,7 @@ class Episodes:
         episode_tokens: int = 0,
         timeout_s: float = 30.0,
         calls: int = 64,
+        name: str = "of this run",
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
         """Starts the thread.
@@ -86,21 +105,25 @@ class Episodes:
             episode_tokens: the most tokens of an episode; 0: as many as a response may have.
             timeout_s: seconds for one call, from when it is under way.
             calls: the most that are under way at one time; the others wait.
+            name: of the environment, for messages.
             on_close: called when the thread has ended.
         """
         self._environment, self._rendering, self._text_of, self._seed = environment, rendering, text_of, seed
         self.max_turns, self.turn_tokens, self.episode_tokens = max_turns, turn_tokens, episode_tokens
-        self._timeout_s, self._on_close = timeout_s, on_close
+        self._timeout_s, self._name, self._on_close = timeout_s, name, on_close
+        self._judged, self._prompts_judged, self._all_lost = 0, 0, True
+        self._beats = 0
         self.answers: RecordedAnswers | None = None
         """Where answers are written down, and found again; None: nowhere."""
         self._open: dict[tuple[int, int], _Open] = {}
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(DaemonThreads())
         self._room = asyncio.Semaphore(calls)
-        self._closing = False
+        self._closing = threading.Event()
         self._farewells: deque[Future[None]] = deque(maxlen=_FAREWELLS)
         self._thread = threading.Thread(target=self._serve, daemon=True, name="environments")
         self._thread.start()
+        threading.Thread(target=self._watch, daemon=True, name="environments watch").start()
 
     def __enter__(self) -> "Episodes":
         return self
@@ -114,9 +137,12 @@ class Episodes:
 
         async def begin() -> Continuation:
             found = await self._begun(opened)
-            if isinstance(found, Context):
-                return Continuation(self._rendering.context_ids(found), anew=True)
-            return Continuation(self._rendering.ids("" if found is None else found, after=None))
+            if anew := isinstance(found, Context):
+                ids = self._rendering.context_ids(found)
+            else:
+                ids = self._rendering.ids("" if found is None else found, after=None)
+            opened.begins = f" with {len(ids)} tokens"
+            return Continuation(ids, anew=anew)
 
         return self._on_record(opened) or self._submit(opened, begin)
 
@@ -174,13 +200,20 @@ class Episodes:
         return self._submit(opened, answer)
 
     def verdicts(self, samples: Sequence[Sample]) -> list[Future[Verdict]]:
-        """The verdicts of the episodes of one prompt, in the order of their indices: `rewards.grading.Submit`."""
+        """The verdicts of the episodes of one prompt, in the order of their indices: `rewards.grading.Submit`.
+
+        A result raises RewardError if every episode so far was lost: then it is the environment that is at fault.
+        """
+        found: list[Future[Verdict]] = [Future() for _ in samples]
         opened = [self._open.pop((sample.prompt.ordinal, index)) for index, sample in enumerate(samples)]
+        for one in opened:
+            if not one.lost and not one.rewards:
+                one.lost, one.reason = "raised", _NO_ROOM.format(begins=one.begins)
         group_rewards = getattr(self._environment, "group_rewards", None)
         if group_rewards is None:
             self._farewells.append(asyncio.run_coroutine_threadsafe(self._closed(opened), self._loop))
-            return [_done(_verdict(one)) for one in opened]
-        found: list[Future[Verdict]] = [Future() for _ in opened]
+            self._judge(opened, found)
+            return found
         kept = [one for one in opened if not one.lost]
         place = samples[0].prompt.ordinal, -1, " ".join(one.heard.name for one in kept)
         answers = self.answers
@@ -191,9 +224,7 @@ class Episodes:
             scores = await self._compared(group_rewards, kept, known)
             if answers is not None and known is None and len(scores) == asked:
                 answers.add(*place, Answer(tokens=None, scores=scores))
-            of_episode = dict(zip(map(id, kept), scores, strict=False))
-            for one, verdict in zip(opened, found, strict=True):
-                verdict.set_result(_verdict(one, of_episode.get(id(one))))
+            self._judge(opened, found, dict(zip(map(id, kept), scores, strict=False)))
             await self._closed(opened)
 
         def settle(_: Future[None]) -> None:
@@ -206,6 +237,27 @@ class Episodes:
         comparing.add_done_callback(settle)
         self._farewells.append(comparing)
         return found
+
+    def _judge(
+        self,
+        opened: Sequence[_Open],
+        found: Sequence[Future[Verdict]],
+        scores: Mapping[int, float] | None = None,
+    ) -> None:
+        """Settles the verdicts of the episodes of one prompt; `scores` are compared rewards, by the identity of the episode."""
+        self._judged, self._prompts_judged = self._judged + len(opened), self._prompts_judged + 1
+        self._all_lost = self._all_lost and all(one.lost for one in opened)
+        at_fault = self._all_lost and self._prompts_judged >= _PROMPTS and self._judged >= _EPISODES
+        for one, verdict in zip(opened, found, strict=True):
+            if at_fault:
+                verdict.set_exception(
+                    RewardError(
+                        f"environment {self._name}: all {self._judged} episodes so far, of {self._prompts_judged} prompts, were lost, the last one: "
+                        f"{one.reason}; mend the environment"
+                    )
+                )
+            else:
+                verdict.set_result(_verdict(one, None if scores is None else scores.get(id(one))))
 
     async def _compared(
         self, group_rewards: Callable[..., Any], kept: list[_Open], known: Answer | None
@@ -236,11 +288,11 @@ class Episodes:
 
     def close(self) -> None:
         """Ends the thread, once episodes were closed, as far as that ends soon; calls that are under way are given up."""
-        if not self._closing:
+        if not self._closing.is_set():
             left = list(self._open.values())
             self._farewells.append(asyncio.run_coroutine_threadsafe(self._closed(left), self._loop))
             wait(self._farewells, timeout=_ENDING_S / 2)
-            self._closing = True
+            self._closing.set()
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_ENDING_S)
         self._on_close()
@@ -319,14 +371,40 @@ class Episodes:
 
     def _serve(self) -> None:
         """Runs the loop until it is closed, whatever ends it in between."""
+        self._loop.call_soon(self._beat)
         said = "a task of an environment raised; the episodes go on"
-        run_until(self._loop, lambda: self._closing, said=said)
+        run_until(self._loop, self._closing.is_set, said=said)
         left = asyncio.all_tasks(self._loop)
         for task in left:
             task.cancel()
         with suppress(BaseException):
             self._loop.run_until_complete(asyncio.wait(left, timeout=_ENDING_S / 2)) if left else None
         self._loop.close()
+
+    def _beat(self) -> None:
+        self._beats += 1
+        self._loop.call_later(HELD_S / 30, self._beat)
+
+    def _watch(self) -> None:
+        """Reports an environment that holds the event loop. It counts its own looks and not the clock, since a process may have been suspended."""
+        seen, held, due = -1, 0.0, HELD_S
+        while not self._closing.wait(HELD_S / 10):
+            if self._beats != seen:
+                seen, held, due = self._beats, 0.0, HELD_S
+                continue
+            held += HELD_S / 10
+            if held < due:
+                continue
+            due *= 2
+            frame = sys._current_frames().get(self._thread.ident or 0)
+            place = "" if frame is None else place_of(reversed([*traceback.walk_stack(frame)]))
+            with suppress(OSError, ValueError, AttributeError):  # there may be no standard error
+                print(
+                    f"environment {self._name}: it has held the event loop for {held:.0f} s{place}, and no other episode can continue: await what takes "
+                    "long, write a function that blocks without `async`, or set environment.workers=1 or more",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
     def _submit(
         self, opened: _Open, work: Callable[[], Coroutine[Any, Any, Continuation | None]]
@@ -357,7 +435,7 @@ class Episodes:
             except RenderingError as error:
                 opened.lost, opened.reason = "raised", str(error)
             except asyncio.CancelledError:  # by somebody else's code on this loop
-                if self._closing:
+                if self._closing.is_set():
                     raise
                 opened.lost, opened.reason = "raised", "the environment's task was cancelled"
             except Exception as error:
@@ -384,9 +462,11 @@ class Episodes:
 def _verdict(one: _Open, score: float | None = None) -> Verdict:
     if one.lost:
         return Verdict(correct=False, lost=one.lost, reason=one.reason, parts=one.metrics)
-    total = sum(one.rewards) if score is None else score
+    # A compared reward replaces the rewards by turn, and is there only once the last turn has ended.
+    rewards = one.rewards if score is None else [*[0.0] * len(one.rewards[1:]), score]
+    total = sum(rewards)
     correct = total > 0 if one.correct is None else one.correct
-    return Verdict(correct=correct, score=total, parts=one.metrics, turn_rewards=tuple(one.rewards))
+    return Verdict(correct=correct, score=total, parts=one.metrics, turn_rewards=tuple(rewards))
 
 
 def _done(value: _Value) -> Future[_Value]:

@@ -40,6 +40,12 @@ def load_environment(source: str) -> Environment:
         raise ValueError(
             f"{source}: a {type(made).__name__} has no method episode(row, seed), which makes the episode of a response"
         )
+    try:
+        getattr(made, "group_rewards", None)
+    except Exception as error:  # of somebody else's property
+        raise ValueError(
+            f"{source}: its attribute `group_rewards` fails with {type(error).__name__}: {error}"
+        ) from error
     return made
 
 

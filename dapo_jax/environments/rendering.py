@@ -141,7 +141,7 @@ class Rendering:
     def _template(self) -> ChatTemplate:
         if self.tokenizer.chat_template is None:
             raise RenderingError(
-                "messages were given, and the model has no chat template: give a text or ids"
+                "messages were given, and the model has no chat template: choose a model or a model.tokenizer that has one, or give a text or ids"
             )
         return self.tokenizer.chat_template
 

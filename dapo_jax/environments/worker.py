@@ -27,6 +27,9 @@ from dapo_jax.rewards.async_calls import DaemonThreads, run_until
 from dapo_jax.rewards.worker_process import bound_memory, private_pipes, say, setup_of_worker
 from dapo_jax.terminal import lasting_streams
 
+THREADS = 4
+"""Threads that an open episode may have of its own."""
+
 _MOMENT_S = 0.1
 """Seconds that a call which is given up has to end by itself."""
 
@@ -48,6 +51,16 @@ def main() -> None:
         serving.run()
 
 
+class _ExhaustedError(Exception):
+    """This process can start no further thread."""
+
+
+def _result(found: Any, error: BaseException | None) -> Any:
+    if type(error) is RuntimeError and error.args == ("can't start new thread",):
+        raise _ExhaustedError("it could start no further thread: the environment leaves threads behind")
+    return result(found, error)
+
+
 class _Serving:
     """The event loop, and the episodes on it."""
 
@@ -59,6 +72,7 @@ class _Serving:
         self._blocking: set[int] = set()
         """Calls whose function is in a thread."""
         self._given_up: set[int] = set()
+        self._own_threads = threading.active_count() + 1  # and `read`
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(DaemonThreads())
 
@@ -92,6 +106,8 @@ class _Serving:
             answer = {"lost": error.lost, "reason": str(error)}
         except asyncio.CancelledError:
             answer = {"lost": "raised", "reason": "the environment's task was cancelled"}
+        except _ExhaustedError as error:
+            answer = {"ended": str(error)}
         except Exception as error:
             answer = {"lost": "raised", "reason": str(answer_raises(error))}
         if os.getpid() != self._process:
@@ -126,16 +142,23 @@ class _Serving:
                 self._episodes.pop(call["episode"], None)
                 if callable(end := getattr(episode, "close", None)):
                     await called(end)
+                return self._left_threads()
         return None
+
+    def _left_threads(self) -> int:
+        """Threads that episodes which were closed have left behind, where each open episode may have `THREADS` of its own."""
+        own = self._own_threads + len(self._blocking) + THREADS * len(self._episodes)
+        return threading.active_count() - own
 
     async def _called(self, number: int, function: Callable[..., Any], *arguments: Any) -> Any:
         """The result of somebody else's function.
 
         Raises:
             LostError: it raised.
+            _ExhaustedError: this process can start no further thread.
         """
         if inspect.iscoroutinefunction(function):
-            return result(*await outcome(function, *arguments))
+            return _result(*await outcome(function, *arguments))
 
         def blocking(*arguments: Any) -> Any:
             try:
@@ -144,7 +167,7 @@ class _Serving:
                 self._blocking.discard(number)
 
         self._blocking.add(number)
-        return result(*await outcome(blocking, *arguments))
+        return _result(*await outcome(blocking, *arguments))
 
     async def _give_up(self, number: int) -> int:
         """Cancels a call; the number of those that were given up and go on all the same."""

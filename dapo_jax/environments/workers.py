@@ -35,6 +35,9 @@ HELD_UP_S = 0.2
 LEFT_BEHIND = 8
 """Calls of a worker that go on after they were given up, as a function that blocks does; a worker with so many is replaced."""
 
+THREADS_LEFT = 64
+"""Threads that closed episodes have left in a worker; a worker with so many is replaced, before it can start no further one."""
+
 _ENDING_S = 2.0
 _ARENAS = {"MALLOC_ARENA_MAX": "2"}
 """Each thread would else reserve address space of its own, which counts as memory that was taken."""
@@ -156,8 +159,10 @@ class WorkerEpisode:
         """Closes the episode where it is."""
 
         async def closed(worker: _Worker) -> None:
-            if worker is self._worker:
-                await self.seat.asked(worker, {"do": "close", "episode": self.number})
+            if worker is not self._worker:
+                return
+            if await self.seat.asked(worker, {"do": "close", "episode": self.number}) >= THREADS_LEFT:
+                worker.retire()
 
         try:
             if self._worker is not None and self._worker.ended is None:
@@ -272,8 +277,7 @@ class _Seat:
                 if time.monotonic() - began < HELD_UP_S:
                     break  # else another call held this one up, which has its time once more
         if await _at_once(worker, {"do": "give up", "call": number}, late) >= LEFT_BEHIND:
-            worker.retired = True
-            worker.end(_EndedError("died", "the worker of the environment was replaced"))
+            worker.retire()
         raise late
 
     def close(self) -> None:
@@ -340,6 +344,11 @@ class _Worker:
             answer.set_exception(ended)
         return number, answer
 
+    def retire(self) -> None:
+        """Ends the process; the calls that are under way are asked of the next one."""
+        self.retired = True
+        self.end(_EndedError("died", "the worker of the environment was replaced"))
+
     def end(self, why: _EndedError) -> None:
         """Ends the process; who waits for an answer is told why, unless it had ended before."""
         with self._lock:
@@ -380,8 +389,9 @@ class _Worker:
         """Takes answers; how it came that there are no more."""
         try:
             self._take_ready(json.loads(process.line(time.monotonic() + START_S)))
-            while True:
-                self._take(process.line())
+            while (ended := self._take(process.line())) is None:
+                pass
+            return ended
         except TimeoutError:
             return f"it was not ready within {START_S:g} s"
         except EOFError:
@@ -395,12 +405,16 @@ class _Worker:
         else:
             self.ready.set_result(said)
 
-    def _take(self, line: bytes) -> None:
+    def _take(self, line: bytes) -> str | None:
+        """Takes an answer; the reason for which the process can answer no further call, if it gives one."""
         answer = json.loads(line)
+        if "ended" in answer:
+            return str(answer["ended"])
         with self._lock:
             future = self._asked.pop(answer["id"], None)
         if future is not None:
             future.set_result(answer)
+        return None
 
     def _over(self, how: str) -> None:
         self.end(_EndedError("died", f"the worker of the environment died ({how})"))

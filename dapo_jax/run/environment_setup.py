@@ -60,5 +60,6 @@ def episodes_of(
         episode_tokens=told.episode_tokens,
         timeout_s=math.inf if in_workers else told.timeout_s,  # workers know when a call is under way
         calls=told.calls,
+        name=told.source,
         on_close=environment.close if in_workers else lambda: None,
     )

@@ -59,7 +59,6 @@ class FlightEpisodes:
         Raises:
             StoppedError: one of the processes was told to stop; in all of them.
             RewardError: a reward function failed in one of them; in all.
-            ValueError: what an environment begins with leaves no room for a turn.
         """
         due = collector.answers_due()
         if not due:
@@ -81,7 +80,7 @@ class FlightEpisodes:
             behind_prompt = 0 if response.episode.contexts else len(self._prompt_at(one.ordinal).tokens)
             end = self._limits.end(
                 answer.before,
-                turns=len(response.episode.turns),
+                reasons=response.episode.reasons,
                 drawn=len(response.tokens),
                 length=behind_prompt + response.context_tokens,
             )

@@ -69,8 +69,9 @@ class TurnTaking:
     """Episodes whose environment works."""
     starting: int = 0
     """The number of them that have not begun."""
-    _arrived: SimpleQueue[tuple[Request, Future[Any], bool]] = field(default_factory=SimpleQueue)
+    _arrived: SimpleQueue[tuple[Request, Future[Any]]] = field(default_factory=SimpleQueue)
     _turns: dict[int, list[TurnSpan]] = field(default_factory=dict)
+    _reasons: dict[int, list[FinishReason]] = field(default_factory=dict)
     _contexts: dict[int, list[ContextSpan]] = field(default_factory=dict)
     _ended: list[EndedEpisode] = field(default_factory=list)
     _going: list[Request] = field(default_factory=list)
@@ -83,19 +84,21 @@ class TurnTaking:
     def start(self, requests: Sequence[Request]) -> None:
         """Begins episodes."""
         for request in requests:
-            self._turns[id(request)], self._contexts[id(request)] = [], []
+            for parts in (self._turns, self._reasons, self._contexts):
+                parts[id(request)] = []
             self.starting += 1
-            self._await(request, self.environments.start(request.prompt, request.index), first=True)
+            self._await(request, self.environments.start(request.prompt, request.index))
 
     def turn_ended(self, request: Request, length: int, reason: FinishReason) -> None:
         """Hands the turn with which a response now has `length` tokens to its environment."""
         request.drawn = length
         self._turns[id(request)].append(TurnSpan(request.begun, length))
+        self._reasons[id(request)].append(reason)
         drawn = slice(request.begun, length)
         turn = DrawnTurn(
             tokens=request.tokens[drawn].copy(), logprobs=request.logprobs[drawn].copy(), finish_reason=reason
         )
-        self._await(request, self.environments.step(request.prompt, request.index, turn), first=False)
+        self._await(request, self.environments.step(request.prompt, request.index, turn))
 
     def resume(self, resumed: Callable[[Request], bool]) -> None:
         """Lets those go on whose next turn begins and that `resumed` takes; the others are to be read."""
@@ -124,21 +127,27 @@ class TurnTaking:
             except Empty:
                 self.on_look()
 
-    def _await(self, request: Request, answer: Future[Any], *, first: bool) -> None:
+    def _await(self, request: Request, answer: Future[Any]) -> None:
         self.pending += 1
-        answer.add_done_callback(lambda done: self._arrived.put((request, done, first)))
+        answer.add_done_callback(lambda done: self._arrived.put((request, done)))
 
     def _take(self) -> None:
         while not self._arrived.empty():
             self._took(*self._arrived.get())
 
-    def _took(self, request: Request, answer: Future[Any], first: bool) -> None:
+    def _took(self, request: Request, answer: Future[Any]) -> None:
+        one = id(request)
+        before, turns, reasons, contexts = (
+            answer.result(),
+            self._turns[one],
+            self._reasons[one],
+            self._contexts[one],
+        )
         self.pending -= 1
-        self.starting -= first
-        before, turns, contexts = answer.result(), self._turns[id(request)], self._contexts[id(request)]
-        reason = self.limits.end(before, turns=len(turns), drawn=request.drawn, length=request.length)
+        self.starting -= not turns
+        reason = self.limits.end(before, reasons=reasons, drawn=request.drawn, length=request.length)
         if reason is not None:
-            del self._turns[id(request)], self._contexts[id(request)]
+            del self._turns[one], self._reasons[one], self._contexts[one]
             self._ended.append(EndedEpisode(request, request.drawn, reason, tuple(turns), tuple(contexts)))
             return
         assert before is not None

@@ -196,6 +196,10 @@ REFUSED = [
         ["buffer_tokens: found 4096", "4096 > 64", "here 12", "enabled=false"],
     ),
     (
+        "environment.source=guess environment.episode_tokens=64",
+        ["buffer_tokens: found 4096", "environment.episode_tokens = 64", "4096 > 64", "here 12"],
+    ),
+    (
         "reward.overlong.buffer_tokens=0",
         ["buffer_tokens: found 0", "1 or more", "reward.overlong.enabled=false"],
     ),
@@ -337,6 +341,7 @@ def test_waves_are_three_times_what_a_step_trains_on_unless_told_otherwise():
         "batch.group_size=2",
         "reward.overlong.enabled=false sampling.max_response_tokens=64",
         "reward.overlong.buffer_tokens=20480",
+        "environment.source=guess environment.episode_tokens=30000 reward.overlong.buffer_tokens=30000",
         "batch.row_tokens=22528",
         "steps=0 eval.every_steps=0 checkpoint.every_steps=0 log.rollouts_every_steps=0",
         "eval.temperature=0 eval.top_p=1 eval.top_k=-1 eval.prompts=5",

@@ -14,29 +14,41 @@ def said(count, *, anew=False):
 
 
 @pytest.mark.parametrize(
-    ("before", "turns", "drawn", "length", "expected"),
+    ("before", "reasons", "drawn", "length", "expected"),
     [
-        (said(2), 1, 5, 9, None),
-        (None, 1, 5, 9, "stop"),  # the environment says so
-        (None, 2, 20, 24, "length"),  # it says so of an episode that has all its tokens: the turn was cut off
-        (None, 0, 0, 4, "stop"),  # lost at its beginning
-        (said(2), 3, 12, 16, "length"),  # three turns are the most
-        (said(7), 1, 12, 16, None),  # 7 of the 8 tokens that are left
-        (said(8), 1, 12, 16, "length"),
-        (said(4), 1, 5, 19, None),  # a context of 19 + 4 = 23 of 24
-        (said(5), 1, 5, 19, "length"),
-        (said(5, anew=True), 1, 5, 19, None),  # in place of those 19
-        (said(24, anew=True), 1, 0, 19, "length"),
+        (said(2), ["stop"], 5, 9, None),
+        (None, ["stop"], 5, 9, "stop"),  # the environment says so
+        (
+            None,
+            ["length"],
+            5,
+            9,
+            "stop",
+        ),  # the turn was cut off by its own limit, which the environment took for an end
+        (None, ["stop", "length"], 20, 24, "length"),  # the limit of the episode cut off its last turn
+        (
+            None,
+            ["length", "stop"],
+            20,
+            24,
+            "stop",
+        ),  # the last turn ended with the last token, as a response may
+        (None, [], 0, 4, "stop"),  # lost at its beginning
+        (said(2), ["stop"] * 3, 12, 16, "length"),  # three turns are the most
+        (said(2), ["stop"], 20, 24, "length"),  # it goes on, and has no room
+        (said(7), ["stop"], 12, 16, None),  # 7 of the 8 tokens that are left
+        (said(8), ["stop"], 12, 16, "length"),
+        (said(4), ["stop"], 5, 19, None),  # a context of 19 + 4 = 23 of 24
+        (said(5), ["stop"], 5, 19, "length"),
+        (said(5, anew=True), ["stop"], 5, 19, None),  # in place of those 19
+        (said(24, anew=True), ["stop"], 0, 19, "length"),
+        (said(20), [], 0, 1, "stop"),  # no room for a first turn: the episode is over at once
+        (said(3), [], 0, 21, "stop"),
+        (said(24, anew=True), [], 0, 1, "stop"),
     ],
 )
-def test_what_ends_an_episode(before, turns, drawn, length, expected):
-    assert LIMITS.end(before, turns=turns, drawn=drawn, length=length) == expected
-
-
-@pytest.mark.parametrize(("count", "length"), [(20, 1), (3, 21)])
-def test_an_environment_that_leaves_no_room_for_a_first_turn_is_refused(count, length):
-    with pytest.raises(ValueError, match=f"begins with {count} tokens, which leaves no room for a turn"):
-        LIMITS.end(said(count), turns=0, drawn=0, length=length)
+def test_what_ends_an_episode(before, reasons, drawn, length, expected):
+    assert LIMITS.end(before, reasons=reasons, drawn=drawn, length=length) == expected
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ import pytest
 
 from dapo_jax.dapo.dynamic_sampling import Collecting, ShortfallError
 from dapo_jax.dapo.flight_collector import FlightCollector
-from dapo_jax.dapo.in_flight import NOTHING, Drawn, Standing
-from dapo_jax.dapo.rollouts import Continuation, Group, Prompt, Rollout, Span, Verdict
-from dapo_jax.dapo.virtual_clock import ClockSizes, ResponseId
+from dapo_jax.dapo.in_flight import NOTHING, Drawn, EpisodeSoFar, PresentTurn, Standing
+from dapo_jax.dapo.rollouts import ContextSpan, Continuation, Group, Prompt, Rollout, Span, Verdict
+from dapo_jax.dapo.virtual_clock import ClockSizes, ResponseId, VirtualClock
 
 SIZES = ClockSizes(in_flight=4, samples_per_prompt=2, needed=2, verdict_rounds=0)
 
@@ -77,6 +77,42 @@ def test_groups_go_on_from_step_to_step_and_know_their_weights():
     # The snapshot of the step before is as it was.
     assert len(found.in_flight.responses[ResponseId(0, 0)].tokens) == 2
     assert found.in_flight.clock.version == 1
+
+
+def test_what_was_sampled_is_in_the_order_of_ordinals_and_not_of_verdicts():
+    """Group 0 takes three rounds, 1 and 2 one each, in the place beside it. The step needs three groups."""
+    found = collector()
+    found.clock = VirtualClock(replace(SIZES, needed=3))
+    while found.goes_on:
+        one_round(found, {0: 3, 1: 1, 2: 1, 3: 1, 4: 9})
+    ordinals = [group.prompt.ordinal for group in found.finish().sampled]
+    assert ordinals == sorted(ordinals) == [0, 1, 2, 3]
+
+
+def test_the_cursor_is_behind_a_group_that_has_half_begun():
+    """Four places, and groups of two: once one response of group 0 has ended, the first of group 2 has started and its second has not."""
+    found = collector()
+    found.start()
+    found.take(
+        {one: drawn(5, "stop" if one == ResponseId(0, 0) else None) for one in found.clock.in_flight()}
+    )
+    found.end_round()
+    assert found.start() == [ResponseId(2, 0)]
+    assert found.cursor == 3
+
+
+def test_the_present_context_is_the_last_one_that_began():
+    """Contexts of two and three tokens begin anew with tokens 1 and 4; behind the second one token is drawn: it has four."""
+    begun = replace(NOTHING, episode=EpisodeSoFar(due=None))
+    for token, context in ((5, 2), (6, 3)):
+        part = drawn(token, "stop")
+        anew = Continuation(np.full(context, 9, np.int32), anew=True)
+        begun = begun.longer(part, 0).turn_ended(part, due=0).answered(anew, Standing(), None, 0)
+    begun = begun.longer(drawn(7), 0)
+    assert begun.tokens.tolist() == [5, 9, 9, 6, 9, 9, 9, 7]
+    assert begun.episode.contexts == (ContextSpan(1, 3), ContextSpan(4, 7))
+    assert begun.context_tokens == 4
+    assert begun.present_turn == PresentTurn(number=2, begun=7, anew=4)
 
 
 def test_what_teaches_nothing_is_counted_and_left_out():

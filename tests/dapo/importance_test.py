@@ -115,6 +115,16 @@ def test_a_truncated_weight_is_the_ratio_up_to_its_cap():
     assert weights == pytest.approx([0.5, 1.0, 2.0])
 
 
+@pytest.mark.parametrize("correction", KINDS)
+def test_a_weight_at_a_bound_is_not_cut(correction):
+    """e^0 is 1 to the bit."""
+    zeros = np.zeros((1, 2), np.float32)
+    arrays = zeros, zeros, np.ones((1, 2), bool), np.ones((1, 2), np.int32)
+    weights, metrics = weighted(correction, arrays, low=1.0, high=1.0)
+    assert np.asarray(weights).tolist() == [[1.0, 1.0]]
+    assert to_scalars(metrics)["importance/cut_frac"] == 0.0
+
+
 def test_both_bounds_of_a_mask_are_kept_and_what_is_no_number_stays_so():
     """e^0 is 1 to the bit. A NaN is no token that was left out: the update must find it."""
     weights = masked_importance_weight(jnp.array([0.0, -1e-6, 1e-6, jnp.nan]), 1.0, 1.0)

@@ -1,9 +1,11 @@
 """Episodes on their event loop: what good environments give, and what bad ones cost."""
 
 import asyncio
+import inspect
 import re
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from dapo_jax.dapo.rollouts import DrawnTurn, Prompt, Verdict
 from dapo_jax.environments import Episodes, Step, load_environment
 from dapo_jax.environments.rendering import Rendering
+from dapo_jax.rewards.functions import RewardError
 from dapo_jax.rewards.sample import Sample
 from dapo_jax.text.tokenizers import ByteTokenizer
 
@@ -47,6 +50,17 @@ class Making:
     def episode(self, row, seed):
         self.made.append(self._make(row, seed))
         return self.made[-1]
+
+
+class Locked(Making):
+    """An environment whose property raises."""
+
+    def __init__(self):
+        super().__init__(Echo)
+
+    @property
+    def group_rewards(self):
+        raise PermissionError("not yet")
 
 
 def started(environment, **how):
@@ -96,6 +110,34 @@ def test_the_episodes_of_a_prompt_have_one_seed_and_others_another():
     assert seeds[0] == seeds[1] == seeds[2] != seeds[3]
 
 
+def test_another_seed_of_the_run_gives_the_episodes_other_seeds():
+    environment = Making(Echo)
+    for seed in (1, 2, 1):
+        with started(environment, seed=seed) as episodes:
+            episodes.start(PROMPT, 0).result(5)
+    first, other, again = [echo.seed for echo in environment.made]
+    assert first == again != other
+
+
+def test_what_a_turn_leaves_out_stays_as_an_earlier_turn_had_it():
+    """The first turn is right, the second has no opinion on that, and a reward with which the sum is below 0."""
+    steps = [
+        Step(reward=0.5, correct=True, metrics={"a": 1.0, "b": 1.0}),
+        Step(reward=-2.0, done=True, metrics={"b": 2.0}),
+    ]
+
+    class Told(Echo):
+        async def step(self, turn):
+            return steps[turn.number]
+
+    with started(Making(Told)) as episodes:
+        episodes.start(PROMPT, 0).result(5)
+        for _ in steps:
+            episodes.step(PROMPT, 0, turn("a")).result(5)
+        verdict = one_verdict(episodes)
+    assert (verdict.correct, verdict.score, verdict.parts) == (True, -1.5, {"a": 1.0, "b": 2.0})
+
+
 def test_functions_that_are_not_async_have_threads_of_their_own():
     class Blocking(Echo):
         def step(self, turn):
@@ -136,6 +178,132 @@ def test_rewards_may_be_compared_within_the_group():
             episodes.step(PROMPT, index, turn(text)).result(5)
         scores = [future.result(5).score for future in episodes.verdicts(samples(3))]
     assert scores == [0.0, 1.0, 0.0]
+
+
+def test_a_compared_reward_replaces_the_rewards_of_the_turns():
+    """Each episode heard two turns worth 0.5. The compared reward counts as the last turn's, so a score is always the sum over its turns."""
+
+    def last_is_best(episodes):
+        return [float(place == 1) for place in range(len(episodes))]
+
+    with started(Making(Echo, last_is_best)) as episodes:
+        for index in range(2):
+            episodes.start(PROMPT, index).result(5)
+            for text in "ab":
+                episodes.step(PROMPT, index, turn(text)).result(5)
+        verdicts = [future.result(5) for future in episodes.verdicts(samples(2))]
+    assert [(each.score, each.turn_rewards) for each in verdicts] == [(0.0, (0.0, 0.0)), (1.0, (0.0, 1.0))]
+
+
+def test_a_comparison_is_of_the_episodes_that_are_not_lost():
+    """The second of three is lost; the rewards of the others are their places in the comparison."""
+
+    class Refusing(Echo):
+        async def step(self, turn):
+            raise ValueError("no")
+
+    compared = []
+
+    def places(episodes):
+        compared.append([type(each) for each in episodes])
+        return [float(place) for place in range(len(episodes))]
+
+    made = iter([Echo, Refusing, Echo])
+    with started(Making(lambda row, seed: next(made)(row, seed), places)) as episodes:
+        for index in range(3):
+            episodes.start(PROMPT, index).result(5)
+            episodes.step(PROMPT, index, turn("a")).result(5)
+        verdicts = [future.result(5) for future in episodes.verdicts(samples(3))]
+    assert compared == [[Echo, Echo]]
+    assert [(each.lost, each.score) for each in verdicts] == [("", 0.0), ("raised", None), ("", 1.0)]
+
+
+@pytest.mark.parametrize("compare", [None, lambda episodes: [1.0] * len(episodes)])
+def test_an_episode_that_is_over_without_a_turn_is_lost_and_not_compared(compare):
+    """The sampler found no room for a turn behind the three bytes that the first episode begins with."""
+
+    class Beginning(Echo):
+        async def start(self):
+            return "abc"
+
+    made = iter([Beginning, Echo])
+    with started(Making(lambda row, seed: next(made)(row, seed), compare)) as episodes:
+        for index in range(2):
+            episodes.start(PROMPT, index).result(5)
+        episodes.step(PROMPT, 1, turn("a")).result(5)
+        first, second = [future.result(5) for future in episodes.verdicts(samples(2))]
+    assert (first.lost, first.score, second.lost) == ("raised", None, "")
+    assert "with 3 tokens" in first.reason
+    assert "sampling.max_response_tokens" in first.reason
+
+
+@pytest.mark.parametrize("compared", [False, True])
+def test_an_environment_that_loses_every_episode_ends_the_run_with_its_own_file_and_line(compared):
+    """Groups of 16: at four prompts, and not before, which are more than 32 episodes."""
+
+    class Broken(Echo):
+        async def step(self, turn):
+            raise KeyError("answr")
+
+    line = inspect.getsourcelines(Broken)[1] + 2
+    environment = Making(Broken, (lambda episodes: []) if compared else None)
+    with started(environment, name="my.py:Broken", calls=64) as episodes:
+        for ordinal in range(4):
+            asked = replace(PROMPT, ordinal=ordinal)
+            for index in range(16):
+                episodes.start(asked, index).result(5)
+                episodes.step(asked, index, turn("a")).result(5)
+            verdicts = episodes.verdicts([replace(one, prompt=asked) for one in samples(16)])
+            if ordinal < 3:
+                assert {verdict.result(5).lost for verdict in verdicts} == {"raised"}
+    said = (
+        rf"my\.py:Broken: all 64 episodes.* 4 prompts.*KeyError: 'answr' \(episodes_test\.py, line {line}\)"
+    )
+    for verdict in verdicts:
+        with pytest.raises(RewardError, match=said):
+            verdict.result(5)
+
+
+def test_an_environment_that_has_answered_once_ends_no_run():
+    """The first episode is good; what fails later may be a server that is away for a while."""
+
+    class Breaking(Echo):
+        async def step(self, turn):
+            if len(environment.made) > 1:
+                raise OSError("away")
+            return Step(done=True)
+
+    environment = Making(Breaking)
+    with started(environment) as episodes:
+        for ordinal in range(40):
+            asked = replace(PROMPT, ordinal=ordinal)
+            episodes.start(asked, 0).result(5)
+            episodes.step(asked, 0, turn("a")).result(5)
+            [verdict] = episodes.verdicts([replace(one, prompt=asked) for one in samples(1)])
+            assert verdict.result(5).lost == ("raised" if ordinal else "")
+
+
+def test_an_environment_that_holds_the_event_loop_is_named_with_the_seconds_and_the_line(monkeypatch, capfd):
+    monkeypatch.setattr("dapo_jax.environments.episodes.HELD_S", 0.3)
+
+    class Holding(Echo):
+        async def step(self, turn):
+            time.sleep(1.0 if turn.text == "a" else 0.1)
+            return Step(append="b")
+
+    line = inspect.getsourcelines(Holding)[1] + 2
+    with started(Making(Holding), name="my.py:Holding", timeout_s=5.0) as episodes:
+        episodes.start(PROMPT, 0).result(5)
+        for text in "bbbb":
+            episodes.step(PROMPT, 0, turn(text)).result(5)
+        assert capfd.readouterr().err == ""
+        episodes.step(PROMPT, 0, turn("a")).result(5)
+        said = capfd.readouterr().err.splitlines()
+    assert 1 <= len(said) <= 2, "after 0.3 s and after 0.6 s; a busy machine may look less often"
+    assert all(
+        f"my.py:Holding: it has held the event loop for {s} s (episodes_test.py, line {line})" in one
+        for s, one in zip("01", said, strict=False)
+    )
 
 
 def raising(error):
@@ -204,7 +372,7 @@ BAD_STEPS = {
     "cancels itself": (cancels_itself, "raised", "CancelledError"),
     "raises": (raising(ValueError("no such tool")), "raised", "ValueError: no such tool"),
     "raises what has no text": (raising(KeyError()), "raised", "KeyError"),
-    "raises an endless text": (raising(ValueError("x" * 10**6)), "raised", "x{500}$"),
+    "raises an endless text": (raising(ValueError("x" * 10**6)), "raised", r"x{500} \(episodes_test\.py, line \d+\)$"),
     "exits": (raising(SystemExit(3)), "raised", "SystemExit: 3"),
     "interrupts": (raising(KeyboardInterrupt()), "raised", "KeyboardInterrupt"),
     "runs out of memory": (raising(MemoryError()), "raised", "MemoryError"),
@@ -340,6 +508,7 @@ def test_closing_gives_up_what_is_under_way():
         ("tests.environments.episodes_test:Ech", "did you mean 'Echo'"),
         ("tests.environments.episodes_test:Echo", "making the environment fails with TypeError"),
         ("builtins:dict", r"a dict has no method episode\(row, seed\)"),
+        ("tests.environments.episodes_test:Locked", "`group_rewards` fails with PermissionError: not yet"),
     ],
 )
 def test_an_environment_that_cannot_be_made_is_named(source, message):

@@ -34,6 +34,12 @@ class Dice:
         return [random.random() for _ in episodes]
 
 
+class Alone(Dice):
+    """Does not compare."""
+
+    group_rewards = None
+
+
 class Die:
     def __init__(self, dice):
         self.heard = []
@@ -92,11 +98,10 @@ def test_answers_are_heard_again_and_nobody_is_asked(tmp_path):
 
 
 def test_what_was_not_answered_is_asked_by_an_environment_that_has_heard_all_before(tmp_path):
-    first = played(tmp_path, ["a", "b"])
-    said, verdicts, environment = played(tmp_path, ["a", "b", "c", "d"])
+    first = played(tmp_path, ["a", "b"], environment=Alone())
+    said, verdicts, environment = played(tmp_path, ["a", "b", "c", "d"], environment=Alone())
     assert said[:3] == first[0]
     assert environment.heard == [["a", "b", "c", "d"]]
-    assert environment.compared == 1
     assert len(verdicts[0].turn_rewards) == 4
     assert verdicts[0].turn_rewards[:2] == first[1][0].turn_rewards
 
@@ -123,6 +128,24 @@ def test_what_was_lost_in_a_step_that_did_not_end_is_asked_again(tmp_path):
     again = played(tmp_path, ["a", "lost"])
     assert again[0][:2] == first[0][:2]
     assert again[2].heard == [["a", "lost"]]
+
+
+def test_a_comparison_that_missed_an_episode_is_not_on_record(tmp_path):
+    """Of two episodes whose turns are on record, the first cannot be told them in the second process, so one alone is compared. The third process compares both."""
+
+    class Forgetful(Dice):
+        def episode(self, row, seed):
+            if not self.heard:
+                self.heard.append([])
+                raise ValueError("full")
+            return Die(self)
+
+    played(tmp_path, ["a"], indices=(0, 1), environment=Alone())
+    _, verdicts, _ = played(tmp_path, ["a"], indices=(0, 1), environment=Forgetful())
+    assert [each.lost for each in verdicts] == ["raised", ""]
+    _, verdicts, environment = played(tmp_path, ["a"], indices=(0, 1))
+    assert [each.lost for each in verdicts] == ["", ""]
+    assert environment.compared == 1
 
 
 def test_damaged_pieces_count_as_not_written(tmp_path):
@@ -213,9 +236,13 @@ def test_what_is_said_between_two_steps_is_on_record(tmp_path):
         episodes.answers = answers = RecordedAnswers(tmp_path)
         answers.begin(1, keep_from=0)
         episodes.start(PROMPT, 0).result(20)
-        response = Response(
-            tokens=np.array([1], np.int32), logprobs=np.zeros(1, np.float32), finish_reason="stop"
-        )
+        one = {
+            "tokens": np.array([1], np.int32),
+            "logprobs": np.zeros(1, np.float32),
+            "finish_reason": "stop",
+        }
+        episodes.step(PROMPT, 0, DrawnTurn(**one)).result(20)
+        response = Response(**one)
         verdicts = episodes.verdicts(samples_of(PROMPT, [response], tokenizer=TOKENIZER))
         answers.end()
         episodes.answers = None

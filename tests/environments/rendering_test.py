@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 
+from dapo_jax.environments import Context
 from dapo_jax.environments.rendering import Rendering, RenderingError
 from dapo_jax.text.huggingface import HuggingFaceTokenizer
 from dapo_jax.text.tokenizers import ByteTokenizer, CharTokenizer
-from tests.text.folders import files_of
+from tests.text.folders import byte_level_json, files_of, with_beginning
 
 NOTHING = np.zeros(0, np.int32)
 
@@ -32,7 +33,7 @@ def test_a_text_and_ids_are_appended_as_they_stand():
         ([300], "ids from 300 to 300"),
         ("\ud800", "cannot be tokenized"),
         ("a" * (1 << 20) + "b", "1,048,577 characters"),
-        ([{"role": "tool", "content": "4"}], "the model has no chat template: give a text or ids"),
+        ([{"role": "tool", "content": "4"}], "the model has no chat template: .* or give a text or ids"),
     ],
 )
 def test_what_cannot_be_appended_is_named(appended, message):
@@ -64,6 +65,23 @@ def test_a_message_is_rendered_behind_the_turn(chat):
     assert chat._tokenizer.decode([*said, *appended], skip_special_tokens=False) == whole[len(before) :]
     cut = rendering.ids([message], after=said[:-1])
     assert cut.tolist() == [chat.eos_id, *appended], "a turn that was cut off is ended"
+
+
+def test_a_message_behind_another_end_token_keeps_the_one_that_the_template_writes():
+    """The model may end a turn with either of two tokens; the template writes <|im_end|> (2) behind an answer."""
+    tokenizer = HuggingFaceTokenizer(files_of(generation={"eos_token_id": [2, 0]}))
+    rendering, message = Rendering(tokenizer=tokenizer), [{"role": "user", "content": "4"}]
+    by_its_own, by_another = (rendering.ids(message, after=np.array([9, end], np.int32)) for end in (2, 0))
+    assert by_another.tolist() == [2, *by_its_own]
+
+
+def test_a_context_given_as_a_text_begins_as_a_prompt_does():
+    """With the token that Llama 3 puts before a text (3); a text that is appended has none."""
+    files = files_of(with_beginning(byte_level_json()), bos_token="<|begin_of_text|>")
+    rendering = Rendering(tokenizer=HuggingFaceTokenizer(files))
+    appended = rendering.ids("2+2", after=None).tolist()
+    assert 3 not in appended
+    assert rendering.context_ids(Context("2+2")).tolist() == [3, *appended]
 
 
 def test_nothing_in_a_message_becomes_a_special_token(chat):

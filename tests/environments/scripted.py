@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -92,6 +93,20 @@ class ScriptedEpisode:
         if "closed" in self.row:
             with open(self.row["closed"], "a") as file:
                 file.write(f"{'|'.join(self.heard)}\n")
+
+
+class Leaving(Scripted):
+    """Each turn starts as many threads as it says, which never end."""
+
+    def episode(self, row, seed):
+        return LeavingEpisode()
+
+
+class LeavingEpisode:
+    async def step(self, turn):
+        for _ in range(int(turn.text)):
+            threading.Thread(target=threading.Event().wait, daemon=True).start()
+        return Step(append=str(os.getpid()))
 
 
 class Blocking(Scripted):

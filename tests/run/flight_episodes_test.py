@@ -201,14 +201,16 @@ def test_what_was_heard_before_the_checkpoint_before_the_last_is_on_record(flyin
 def test_an_episode_that_is_lost_before_its_first_turn_is_over(answer_rounds, flying, run_micro, rows, place):
     (place / "closed.py").write_text(
         ENVIRONMENT.replace(
-            '        return "?"', '        if self.seed % 5 == 0:\n            1 / 0\n        return "?"'
+            '        return "?"',
+            '        if self.seed % 5 == 0:\n            1 / 0\n        return "?" * (99 if self.seed % 5 == 1 else 1)',
         ).replace("        self.total = 0\n", "        self.total, self.seed = 0, seed\n", 1)
     )
     told = {"environment__source": f"{place}/closed.py:Sums", "dynamic_sampling__enabled": False, "steps": 3}
     found = run_micro(flying(rollout__answer_rounds=answer_rounds, **told), reward=None, eval_rows=rows)
-    lost = [row for row in rollouts_of(found, (1, 2, 3)) if "ZeroDivisionError" in row["reason"]]
-    assert lost
-    assert all(row["response_token_ids"] == [] == row.get("turns", []) for row in lost)
+    for reason in ("ZeroDivisionError", "begins with 99 tokens, which leaves no room"):
+        lost = [row for row in rollouts_of(found, (1, 2, 3)) if reason in row["reason"]]
+        assert lost
+        assert all(row["response_token_ids"] == [] == row.get("turns", []) for row in lost)
 
 
 @pytest.mark.slow

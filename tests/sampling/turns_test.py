@@ -313,13 +313,27 @@ def test_an_episode_that_is_lost_at_its_beginning_costs_no_other():
         )
 
 
-def test_a_beginning_that_leaves_no_room_is_refused():
-    environments = Appending(lambda ordinal, index, turns: [5] * LIMIT)
-    with pytest.raises(
-        ValueError,
-        match=r"begins with 16 tokens, .*no room for a turn .* up to 16 .* up to 24: raise sampling\.max_response",
-    ):
-        episodes(engine_of(4, 4), environments, prompts(0))
+def test_a_beginning_that_leaves_no_room_ends_its_episode_and_no_other():
+    def answer(ordinal, index, turns):
+        return [5] * LIMIT if index == 2 and not turns else two_more(ordinal, index, turns)
+
+    [responses] = episodes(engine_of(4, 4), Appending(answer, turn_tokens=3), prompts(0)).values()
+    assert [bool(each.turns) for each in responses] == [index != 2 for index in range(GROUP)]
+    assert (len(responses[2].tokens), responses[2].finish_reason) == (0, "stop")
+
+
+def test_a_turn_that_ends_with_the_last_token_of_the_episode_is_not_cut_off():
+    """Turns of four tokens in episodes of four: with an end token the response is whole, without it the limit cut it off, whatever the environment does."""
+
+    def script(ordinal, index, turn=0):
+        return [5, 6, 7, EOS] if index else [5, 6, 7, 8, EOS]
+
+    found = {}
+    for environments in (Appending(lambda ordinal, index, turns: None if turns else [], max_turns=1), None):
+        engine = ScriptedEngine(script, slots=2, capacity=MAX_PROMPT + 4, stop_ids=[EOS])
+        [responses] = episodes(engine, environments, prompts(0), samples=2, limit=4, weights={}).values()
+        found[environments is None] = [(len(each.tokens), each.finish_reason) for each in responses]
+    assert found[False] == found[True] == [(4, "length"), (4, "stop")]
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -380,7 +394,8 @@ def test_random_environments_get_every_script(seed):
                 context += len(tokens) - first
                 said = answer(ordinal, index, turns)
                 if said is None:
-                    over = "stop" if len(tokens) < limit else "length"
+                    cut = len(tokens) == limit and tokens[-1] != EOS
+                    over = "length" if cut else "stop"
                     continue
                 more = len(said if isinstance(said, list) else said.tokens)
                 whole = more + (context if isinstance(said, list) else 0)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from dapo_jax.dapo.batching import example_weights, pack, training_examples, turn_advantages
+from dapo_jax.dapo.importance import importance_weights
 from dapo_jax.dapo.rollouts import ContextSpan, Group, Prompt, Response, Rollout, TurnSpan, Verdict
 from dapo_jax.models.decoder import graph_of
 from dapo_jax.parallel.training_layout import layout_of
@@ -231,6 +232,24 @@ def test_an_episode_weighs_the_same_in_however_many_rows_it_is():
     assert sum(float(m.weights.sum()) for m in packed(given)) == pytest.approx(1.0, rel=1e-6)
 
 
+def test_mask_responses_weighs_the_part_behind_each_context_by_itself():
+    """Two turns of two tokens, the second behind a context of its own. Ratios 2, 1/2 have the mean 1 and are kept; 4, 4 are beyond the range. Over all four
+    tokens the mean would be 2, and the whole episode left out."""
+    response = Response(
+        tokens=np.array([5, 6, 7, 5, 6], np.int32), logprobs=np.zeros(5, np.float32), finish_reason="stop",
+        turns=(TurnSpan(0, 2), TurnSpan(3, 5)), contexts=(ContextSpan(2, 3),),
+    )  # fmt: skip
+    prompt = Prompt(ordinal=0, tokens=np.array([2], np.int32), text="", answer="")
+    rollout = Rollout(response=response, text="", verdict=Verdict(correct=True), reward=1.0)
+    examples = training_examples([Group(prompt=prompt, rollouts=(rollout,))])
+    [row] = pack(examples, example_weights(examples), row_tokens=8, rows_per_microbatch=1)
+    assert row.segment_ids.tolist() == [[1, 1, 1, 2, 2, 2, 0, 0]]
+    ratios = np.array([[1.0, 2.0, 0.5, 1.0, 4.0, 4.0, 1.0, 1.0]], np.float32)
+    arrays = map(jnp.asarray, (np.log(ratios), row.sampler_logprobs, row.mask, row.segment_ids))
+    weights, _ = importance_weights(*arrays, correction="mask_responses", low=0.9, high=1.1)
+    assert np.asarray(weights)[row.mask].round(4).tolist() == [1.0, 1.0, 0.0, 0.0]
+
+
 def test_advantages_by_turn_by_hand():
     """Rewards 1, 0 | 0, 1 | 0: returns (1, 0), (1, 1), (0). Of turn 0 the mean is 2/3, of turn 1 a half; rewards 1, 1, 0 deviate by 0.57735."""
 
@@ -255,3 +274,42 @@ def test_advantages_by_turn_by_hand():
     np.testing.assert_allclose(found[2], [-2 / 3 / scale, 0], rtol=1e-5)
     flat = Group(prompt=prompt, rollouts=tuple(map(rollout, [(1.0, 0.0), (0.0, 1.0)])))
     assert all((values == 0).all() for values in turn_advantages(flat).values())
+
+
+def test_a_compared_reward_that_replaced_the_turns_is_the_return_of_every_turn():
+    """Compared rewards 1 and 0, rewards by turn (+1, 0) and (-1, 0), which add up to the score of the first episode alone. The mean is a half and the deviation
+    0.70711, so each turn of the better episode has +0.70711, and each turn of the other -0.70711."""
+
+    def rollout(score, rewards):
+        response = Response(
+            tokens=np.array([2, 3], np.int32), logprobs=np.zeros(2, np.float32), finish_reason="stop",
+            turns=(TurnSpan(0, 1), TurnSpan(1, 2)),
+        )  # fmt: skip
+        verdict = Verdict(correct=score > 0, score=score, turn_rewards=rewards)
+        return Rollout(response=response, text="", verdict=verdict, reward=score)
+
+    prompt = Prompt(ordinal=0, tokens=np.array([2], np.int32), text="", answer="")
+    group = Group(prompt=prompt, rollouts=(rollout(1.0, (1.0, 0.0)), rollout(0.0, (-1.0, 0.0))))
+    found = turn_advantages(group)
+    np.testing.assert_allclose(found[0], [0.70711] * 2, rtol=1e-4)
+    np.testing.assert_allclose(found[1], [-0.70711] * 2, rtol=1e-4)
+
+
+def test_a_penalty_for_length_is_in_the_return_of_every_turn():
+    """Rewards (1, 0) and (0, 0), the first with a penalty of -1/2: rewards 1/2 and 0, returns (1/2, -1/2) and (0, 0). The deviation is 0.35355."""
+
+    def rollout(rewards, penalty):
+        response = Response(
+            tokens=np.array([2, 3], np.int32), logprobs=np.zeros(2, np.float32), finish_reason="stop",
+            turns=(TurnSpan(0, 1), TurnSpan(1, 2)),
+        )  # fmt: skip
+        verdict = Verdict(correct=True, score=sum(rewards), turn_rewards=rewards)
+        return Rollout(
+            response=response, text="", verdict=verdict, reward=sum(rewards) + penalty, overlong_penalty=penalty
+        )  # fmt: skip
+
+    prompt = Prompt(ordinal=0, tokens=np.array([2], np.int32), text="", answer="")
+    group = Group(prompt=prompt, rollouts=(rollout((1.0, 0.0), -0.5), rollout((0.0, 0.0), 0.0)))
+    found = turn_advantages(group)
+    np.testing.assert_allclose(found[0], [0.70711, -0.70711], rtol=1e-4)
+    np.testing.assert_allclose(found[1], [-0.70711, 0.70711], rtol=1e-4)
