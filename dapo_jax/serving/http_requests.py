@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from dapo_jax.plain_json import read_numbers
 from dapo_jax.sampling.decoding import DecodingOptions
 from dapo_jax.serving.http_fields import Fields, RequestError, shown
 from dapo_jax.text.conversations import conversation_ids
@@ -306,66 +305,23 @@ def _template_variables(body: Fields, limits: Limits) -> dict[str, Any]:
     return {**limits.template_kwargs, **given, **shown_tools}
 
 
-def _messages(body: Fields) -> list[dict[str, Any]]:
-    """Messages as a chat template takes them: with contents of one text, and calls of tools whose arguments are objects."""
-    given = body.items("messages", where=lambda index: f"messages[{index}]")
+def _messages(body: Fields) -> list[Any]:
+    """The messages as they were given: they are made canonical where they are rendered."""
+    given = body.take("messages")
     if not given:
         raise RequestError(
             'the body has no messages: give some, such as [{"role": "user", "content": "1+1"}]',
             code="missing",
         )
-    messages = [_message(each, f"messages[{index}]") for index, each in enumerate(given)]
-    if messages[-1]["role"] == "assistant":
+    if not isinstance(given, list):
+        raise RequestError(f"messages must be a list of objects; found {shown(given)}", code="invalid_type")
+    roles = [Fields(each, f"messages[{index}]").text("role") for index, each in enumerate(given)]
+    if unknown := [index for index, role in enumerate(roles) if role not in _ROLES]:
+        raise RequestError(
+            f"messages[{unknown[0]}]: role is {shown(roles[unknown[0]])}; the server takes {', '.join(_ROLES)}"
+        )
+    if roles[-1] == "assistant":
         raise RequestError(
             "the last message is the assistant's: the response would be a second answer in a row; end with another"
         )
-    return messages
-
-
-def _message(given: Fields, where: str) -> dict[str, Any]:
-    role, content = given.text("role"), given.take("content")
-    if role not in _ROLES:
-        raise RequestError(f"{where}: role is {shown(role)}; the server takes {', '.join(_ROLES)}")
-    calls = given.items("tool_calls", where=lambda index: f"{where}: tool_calls[{index}]")
-    message: dict[str, Any] = {"role": role, "content": _content(content, where, required=not calls)}
-    if calls:
-        message["tool_calls"] = [
-            _tool_call(call, f"{where}: tool_calls[{at}]") for at, call in enumerate(calls)
-        ]
-    return {**given.rest, **message}
-
-
-def _content(content: Any, where: str, *, required: bool) -> str:
-    if content is None and not required:
-        return ""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise RequestError(
-            f"{where}: content must be a text or a list of parts of text; found {shown(content)}",
-            code="invalid_type",
-        )
-    for part in content:
-        if (
-            not isinstance(part, Mapping)
-            or part.get("type") != "text"
-            or not isinstance(part.get("text"), str)
-        ):
-            raise RequestError(
-                f'{where}: content has the part {shown(part)}; the server takes {{"type": "text", "text": "..."}} alone'
-            )
-    return "".join(part["text"] for part in content)
-
-
-def _tool_call(call: Fields, where: str) -> dict[str, Any]:
-    described = call.rest
-    function = described.get("function")
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise RequestError(f"{where} is {shown(described)}; a function with a name is needed")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = read_numbers(arguments) if arguments else {}
-        except (ValueError, RecursionError) as error:
-            raise RequestError(f"{where}: arguments are not JSON: {error!s:.200}") from error
-    return {**described, "function": {**function, "arguments": arguments}}
+    return given
