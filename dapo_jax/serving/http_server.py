@@ -211,7 +211,8 @@ class HttpServer:
             async for each in progress:
                 answers[each.index].add(each)
         name = asked.request_id or f"generate-{uuid.uuid4().hex}"
-        return _json(generate_json(asked, answers, request_id=name, model=self._limits.model))
+        limits = self._limits
+        return _json(generate_json(asked, answers, limits.tokenizer, request_id=name, model=limits.model))
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         body = await _body(request)

@@ -121,6 +121,10 @@ class ByteTokenizer:
         """
         return bytes(_ordinary(ids, self.vocab_size)).decode("utf-8", errors="replace")
 
+    def token_bytes(self, token: int) -> bytes | None:
+        """Returns the byte; None for an id outside the vocabulary."""
+        return bytes(_ordinary(np.array([token]), self.vocab_size)) if 0 <= token < self.vocab_size else None
+
 
 @dataclass(frozen=True)
 class CharTokenizer:
@@ -194,6 +198,10 @@ class CharTokenizer:
         """
         return "".join(self.alphabet[place] for place in _ordinary(ids, self.vocab_size))
 
+    def token_bytes(self, token: int) -> bytes | None:
+        """Returns the character's bytes; None for an id outside the vocabulary."""
+        return self.decode(np.array([token])).encode("utf-8") if 0 <= token < self.vocab_size else None
+
 
 def named_tokenizer(name: str) -> ByteTokenizer | CharTokenizer:
     """The tokenizer of a preset.
@@ -241,6 +249,15 @@ def token_ids(tokenizer: Tokenizer) -> Mapping[str, int | list[int]]:
     from dapo_jax.text.huggingface import HuggingFaceTokenizer  # loads the library `tokenizers`
 
     return tokenizer.token_ids if isinstance(tokenizer, HuggingFaceTokenizer) else {}
+
+
+def token_bytes(tokenizer: Tokenizer, token: int) -> bytes | None:
+    """Returns the bytes that a token adds to a text, which may be a part of a character; a special token adds none.
+
+    None: they are not known. The id is outside the vocabulary, the token's text depends on its neighbours, or the tokenizer has no method `token_bytes`.
+    """
+    own = getattr(tokenizer, "token_bytes", None)
+    return None if own is None else own(token)
 
 
 def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:

@@ -308,6 +308,27 @@ def test_a_conversation_is_the_prompt_that_training_reads(address):
     assert "token_ids" not in chat(address)["choices"][0]
 
 
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_the_bytes_of_log_probabilities_are_those_of_the_tokens_however_they_are_called(as_ids, address):
+    """A random model draws halves of characters, end tokens, and ids that pad the vocabulary."""
+    unknown = set()
+    for seed in range(12):
+        answer = chat(
+            address, seed=seed, logprobs=True, return_token_ids=True, return_tokens_as_token_ids=as_ids
+        )
+        [choice] = answer["choices"]
+        same = generate(address, answer["prompt_token_ids"], seed=seed)[0]["logprobs"]["content"]
+        entries = choice["logprobs"]["content"]
+        assert [entry["bytes"] for entry in entries] == [entry["bytes"] for entry in same]
+        unknown |= {
+            token for token, entry in zip(choice["token_ids"], entries, strict=True) if entry["bytes"] is None
+        }
+        joined = b"".join(bytes(entry["bytes"] or []) for entry in entries)
+        assert joined.decode("utf-8", "replace") == choice["message"]["content"]
+        assert as_ids == entries[0]["token"].startswith("token_id:")
+    assert unknown == {token for token in unknown if token >= TOKENIZER.vocab_size}
+
+
 @pytest.mark.parametrize("stop", [[], ["e"], ["a", "th"]])
 @pytest.mark.parametrize("seed", range(3))
 def test_streaming_is_the_whole_answer_in_pieces(seed, stop, address):

@@ -156,3 +156,23 @@ def test_a_folder_with_a_sentencepiece_file_says_how_to_convert_it(tmp_path):
 def test_missing_file_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"cannot read a tokenizer from .*tokenizer\.json"):
         load_tokenizer(tmp_path)
+
+
+def test_bytes_of_tokens_are_those_of_the_characters():
+    chars = CharTokenizer("1+é")
+    assert [chars.token_bytes(token) for token in range(-1, 6)] == [
+        None,
+        b"",
+        b"",
+        b"1",
+        b"+",
+        "é".encode(),
+        None,
+    ]
+    assert [ByteTokenizer().token_bytes(token) for token in (-1, 1, 2, 257, 258)] == [
+        None,
+        b"",
+        b"\0",
+        b"\xff",
+        None,
+    ]
