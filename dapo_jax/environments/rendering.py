@@ -104,7 +104,7 @@ class Rendering:
                 told = _guarded(guard, contents)
                 tools = [guard.value(tool) for tool in context.tools] or None
                 kwargs = {**self.template_kwargs, "tools": tools}
-                found = guard.ids(template.render(told, today=self.today, **kwargs))
+                found = guard.ids(template.render(told, kwargs, today=self.today))
             except RenderingError:
                 raise
             except (ValueError, TypeError) as error:
@@ -123,7 +123,7 @@ class Rendering:
         template, guard = self._template(), Guarding(self.tokenizer)
         told = _guarded(guard, messages)
         said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SAID}]
-        rendered = template.render([*said, *told], today=self.today, **self.template_kwargs)
+        rendered = template.render([*said, *told], self.template_kwargs, today=self.today)
         before, _, new = rendered.rpartition(_SAID)
         if not before:
             raise RenderingError(

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from dapo_jax.sampling.decoding import DecodingOptions
+from dapo_jax.sampling.decoding import LEAST_TEMPERATURE, MOST_TEMPERATURE, MOST_TOP_K, DecodingOptions
 from dapo_jax.serving.http_fields import Fields, RequestError, shown
 from dapo_jax.text.conversations import conversation_ids
 from dapo_jax.text.stop_strings import StopStrings
@@ -21,11 +21,15 @@ _MOST_STOPS = 16
 """Stop strings and stop tokens of one request: each is looked for in every response."""
 _LONGEST_STOP = 256
 """Characters of a stop string."""
-_LEAST_TEMPERATURE, _MOST_TEMPERATURE = 1e-3, 1e3
-"""Bounds of a temperature that is not 0, within which logits divided by it are finite."""
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-_OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt", "strftime_now")
-"""Variables of a chat template that a request cannot set by `chat_template_kwargs`."""
+_OWN_VARIABLES = frozenset(
+    {
+        *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize", "today"),
+        *("self", "super", "loop", "caller", "varargs", "kwargs"),
+        *("raise_exception", "strftime_now", "namespace", "dict", "range", "cycler", "joiner"),
+    }
+)  # fmt: skip
+"""Names that a request cannot set by `chat_template_kwargs`: the request's other fields, words of Jinja, and functions that templates call."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,15 +209,15 @@ def _sample(
 ) -> SampleRequest:
     """The options that both kinds of requests have."""
     usual = limits.decoding
-    temperature = options.number("temperature", usual.temperature, least=0.0, most=_MOST_TEMPERATURE)
-    if 0 < temperature < _LEAST_TEMPERATURE:
+    temperature = options.number("temperature", usual.temperature, least=0.0, most=MOST_TEMPERATURE)
+    if 0 < temperature < LEAST_TEMPERATURE:
         raise RequestError(
-            f"temperature is {temperature}; the server takes 0, which is greedy, or {_LEAST_TEMPERATURE} to {_MOST_TEMPERATURE:g}"
+            f"temperature is {temperature}; the server takes 0, which is greedy, or {LEAST_TEMPERATURE} to {MOST_TEMPERATURE:g}"
         )
     top_p = options.number("top_p", usual.top_p, least=0.0, most=1.0)
     if not top_p:
         raise RequestError("top_p is 0; the server takes more than 0 to 1 (1 is off)")
-    top_k = options.integer("top_k", usual.top_k, least=-1, most=(1 << 31) - 1, why=" (0 and -1 are off)")
+    top_k = options.integer("top_k", usual.top_k, least=-1, most=MOST_TOP_K, why=" (0 and -1 are off)")
     count = options.integer("n", 1, least=1, most=limits.most_responses, why=", its slots and its --queue")
     seed = options.integer("seed", None, least=0, most=(1 << 63) - 1)
     stop = options.texts("stop", most=_MOST_STOPS)
@@ -283,9 +287,11 @@ def _refuse_other_chats(body: Fields) -> None:
 def _template_variables(body: Fields, limits: Limits) -> dict[str, Any]:
     """Variables of the chat template: those of the server, of the request, and its tools."""
     given = body.part("chat_template_kwargs").rest
-    if wrong := [name for name in given if name in _OWN_VARIABLES or name.endswith("_token")]:
+    if wrong := [
+        name for name in given if name in _OWN_VARIABLES or name.endswith("_token") or not name.isidentifier()
+    ]:
         raise RequestError(
-            f"chat_template_kwargs has {shown(wrong[0])}, which is not the request's to set: leave it out"
+            f"chat_template_kwargs has {shown(wrong[0])}, which is not a variable that a request can set: leave it out"
         )
     tools = []
     for tool in body.items("tools", where=lambda index: f"tools[{index}]"):

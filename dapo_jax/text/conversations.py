@@ -105,4 +105,4 @@ def conversation_ids(
     told = [guarding.message(message) for message in canonical_messages(messages)]
     # Names of variables are the template's.
     known = {name: guarding.value(value) for name, value in (variables or {}).items()}
-    return guarding.ids(template.render(told, today=today, **known))
+    return guarding.ids(template.render(told, known, today=today))

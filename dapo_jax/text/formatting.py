@@ -100,7 +100,7 @@ class PromptFormat:
                     "data.system_prompt or take the message out of the row"
                 )
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
-        return tokenizer.chat_template.render(messages, today=self.today, **self.chat_template_kwargs)
+        return tokenizer.chat_template.render(messages, self.chat_template_kwargs, today=self.today)
 
     def _turns(self) -> list[Message]:
         """The examples as turns of a conversation."""
