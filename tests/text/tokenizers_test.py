@@ -15,6 +15,7 @@ from dapo_jax.text.tokenizers import (
     load_tokenizer,
     save_tokenizer,
 )
+from tests.text.folders import write
 
 SUMS = CharTokenizer("0123456789+=")
 
@@ -123,6 +124,25 @@ def test_the_end_token_is_the_only_one_that_ends_a_response_and_nothing_begins_a
     assert tokenizer.stop_ids == (tokenizer.eos_id,)
     assert tokenizer.chat_template is None
     np.testing.assert_array_equal(tokenizer.encode_prompt("1+2"), tokenizer.encode("1+2"))
+
+
+@pytest.mark.parametrize("kind", ["dapo_jax.byte", "dapo_jax.char"])
+def test_a_folder_s_chat_template_is_read_and_written_back(kind, tmp_path):
+    write(tmp_path / "a", {"tokenizer.json": json.dumps({"type": kind, "alphabet": "1+2"}).encode()})
+    assert load_tokenizer(tmp_path / "a").chat_template is None
+    write(tmp_path / "a", {"chat_template.jinja": b"{{ messages[0].content }}+\r\n"})
+    tokenizer = load_tokenizer(tmp_path / "a")
+    save_tokenizer(tokenizer, tmp_path / "b")
+    for folder in ("a", "b"):
+        assert (
+            load_tokenizer(tmp_path / folder).chat_template.render([{"role": "user", "content": "1"}]) == "1+"
+        )
+    assert (tmp_path / "b" / "chat_template.jinja").read_bytes() == (
+        tmp_path / "a" / "chat_template.jinja"
+    ).read_bytes()
+    write(tmp_path / "a", {"chat_template.jinja": b"\xff"})
+    with pytest.raises(ValueError, match=r"chat_template\.jinja is not UTF-8"):
+        load_tokenizer(tmp_path / "a")
 
 
 def test_a_model_may_have_more_rows_than_the_tokenizer_ids_but_not_fewer():
