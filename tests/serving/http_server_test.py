@@ -396,6 +396,8 @@ def test_new_weights_are_taken_while_requests_run(address, engine, loop, transfe
     taking = []
 
     def before():
+        if engine.calls == third - 2:
+            until(lambda: loop.under_way >= SLOTS, "requests for all slots")
         if engine.calls == third and not taking:
             taking.append(Thread(target=loop.take, args=(lambda: transfer(PARAMS[1]), 6)))
             taking[0].start()
