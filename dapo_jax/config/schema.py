@@ -17,6 +17,7 @@ from dapo_jax.config.keys import (
     NOT_NEGATIVE,
     POSITIVE,
     SIZE,
+    TEMPERATURE,
     TOP_K,
     TOP_P,
     Range,
@@ -125,7 +126,7 @@ class LoraConfig(Section, at="lora"):
 class SamplingConfig(Section, at="sampling"):
     """The sampling of responses for training."""
 
-    temperature: float = key(1.0, range=NOT_NEGATIVE)
+    temperature: float = key(1.0, range=TEMPERATURE)
     """Softmax temperature, of the policy that samples and of the one that is trained alike. (Section 4.1)"""
     top_p: float = key(1.0, range=TOP_P)
     """Nucleus sampling; in training it must be 1 (off), since the loss takes the ratio to the whole distribution."""
@@ -617,7 +618,7 @@ class EvalConfig(Section, at="eval"):
     """Prompts of each dataset, counted from the first; 0: all."""
     samples_per_prompt: int = key(32, range=SIZE, aliases=["val_kwargs.n"])
     """k of avg@k. (Section 4.1)"""
-    temperature: float = key(1.0, range=Range("0 (greedy) or more", lambda v: v >= 0))
+    temperature: float = key(1.0, range=TEMPERATURE)
     """0: greedy. (Section 4.1)"""
     top_p: float = key(0.7, range=TOP_P)
     """The smallest set of tokens with this share of the probability; 1: off. (Section 4.1)"""

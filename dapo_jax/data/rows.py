@@ -47,7 +47,10 @@ def place_of(row: Mapping[str, Any], index: int) -> str:
 
 def _prompt_field(row: Mapping[str, Any]) -> str | list[Message]:
     value = _field(row, "prompt")
-    return _not_empty(value, "prompt") if isinstance(value, str) else checked_messages(value)
+    if isinstance(value, str):
+        return _not_empty(value, "prompt")
+    checked_messages(value)
+    return list(value)  # as they were given: they are made canonical where they are rendered
 
 
 def _answer_field(row: Mapping[str, Any]) -> str:

@@ -18,6 +18,7 @@ from dapo_jax.environments.protocol import Context
 from dapo_jax.text.chat import ChatTemplate
 from dapo_jax.text.conversations import MOST_CHARACTERS, Guarding
 from dapo_jax.text.guards import FIRST_GUARD
+from dapo_jax.text.messages import canonical_messages
 from dapo_jax.text.tokenizers import Tokenizer
 
 _SAID = f"{FIRST_GUARD}said{FIRST_GUARD}"
@@ -100,10 +101,10 @@ class Rendering:
                     f"chat template {template.name} tells of no tools: write them into the system message, and give a Context without tools"
                 )
             try:
-                told = [_message(guard, message) for message in contents]
+                told = _guarded(guard, contents)
                 tools = [guard.value(tool) for tool in context.tools] or None
                 kwargs = {**self.template_kwargs, "tools": tools}
-                found = guard.ids(template.render(told, today=self.today, **kwargs))
+                found = guard.ids(template.render(told, kwargs, today=self.today))
             except RenderingError:
                 raise
             except (ValueError, TypeError) as error:
@@ -120,9 +121,9 @@ class Rendering:
         self, messages: Sequence[Any], after: Int[np.ndarray, " turn"] | None
     ) -> Int[np.ndarray, " new"]:
         template, guard = self._template(), Guarding(self.tokenizer)
-        told = [_message(guard, message) for message in messages]
+        told = _guarded(guard, messages)
         said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SAID}]
-        rendered = template.render([*said, *told], today=self.today, **self.template_kwargs)
+        rendered = template.render([*said, *told], self.template_kwargs, today=self.today)
         before, _, new = rendered.rpartition(_SAID)
         if not before:
             raise RenderingError(
@@ -146,17 +147,13 @@ class Rendering:
         return self.tokenizer.chat_template
 
 
-def _message(guarding: Guarding, message: Any) -> dict[str, Any]:
-    """The message as the template is to see it.
+def _guarded(guarding: Guarding, messages: Sequence[Any]) -> list[dict[str, Any]]:
+    """Returns the messages as the template is to see them.
 
     Raises:
-        RenderingError: it has no role, or no text, or cannot be guarded.
+        RenderingError: one of them is not a message, or cannot be guarded.
     """
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise RenderingError(f"{message!r:.200} is no message: it needs a role and a content")
-    if not isinstance(message.get("content"), str):
-        raise RenderingError(f"{message!r:.200} is no message with a text: its content has to be a str")
     try:
-        return guarding.message(message)
+        return [guarding.message(message) for message in canonical_messages(messages)]
     except ValueError as error:
         raise RenderingError(f"a message was given that cannot be taken: {error}") from error

@@ -15,6 +15,7 @@ from dapo_jax.environments.protocol import Context, Message, Step, Turn
 from dapo_jax.environments.tool_calls import BrokenCall, ToolCall, tool_calls
 from dapo_jax.environments.tool_schemas import schema_of, what_is_wrong
 from dapo_jax.rewards.functions import as_verdict
+from dapo_jax.text.messages import content_text
 
 Grade = Callable[[str, Mapping[str, Any]], Any]
 """From the answer's text and the row to a bool, a number or a Verdict, as reward functions return them; `async def` or not."""
@@ -174,7 +175,7 @@ def conversation(row: Mapping[str, Any], added: str = "") -> list[Message]:
         added: put behind the last message, such as the first observation.
 
     Raises:
-        ValueError: there is no prompt, or it is neither.
+        ValueError: there is no prompt, it is neither, or its last message has no text to add to.
     """
     asked = row.get("prompt", "")
     messages = (
@@ -182,8 +183,9 @@ def conversation(row: Mapping[str, Any], added: str = "") -> list[Message]:
     )
     if not messages:
         raise ValueError("the row's prompt has no messages")
-    last = messages[-1]
-    return [*messages[:-1], {**last, "content": f"{last.get('content', '')}{added}"}]
+    if not added:
+        return [*messages]
+    return [*messages[:-1], {**messages[-1], "content": content_text(messages[-1].get("content")) + added}]
 
 
 def _text(value: Any) -> str | None:

@@ -189,6 +189,11 @@ def sample(
     Raises:
         ConfigError: no such model, an empty prompt, or a text that the model's tokenizer cannot take.
     """
+    config = EvalConfig(
+        samples_per_prompt=samples_per_prompt, temperature=temperature, top_p=top_p, top_k=top_k
+    )
+    if not 0 <= seed < 1 << 32:
+        raise ConfigError(f"seed={seed} must be from 0 to 2**32 - 1")
     use_compilation_cache(compilation_cache)
     mesh = mesh_of(ParallelConfig())
     meshes = meshes_of(ParallelConfig(), mesh)
@@ -224,9 +229,6 @@ def sample(
         compute_dtype="float32",
         group_size=samples_per_prompt,
         beside=bytes_on_device((policy.params, policy.unshared), mesh.shape),
-    )
-    config = EvalConfig(
-        samples_per_prompt=samples_per_prompt, temperature=temperature, top_p=top_p, top_k=top_k
     )
     ungraded = grading(
         RewardConfig(overlong=_NO_SHAPING),

@@ -13,6 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray, UInt32
 
+LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-3, 1e3
+"""Bounds of a temperature that is not 0, within which logits divided by it are finite."""
+MOST_TOP_K = 2**31 - 1
+"""It is a 32-bit integer on the devices."""
+
 _FIRST_TURN = np.uint32(1 << 31)
 """The number that is added to that of a turn: no position is as large."""
 
@@ -39,7 +44,7 @@ def decoding(*, temperature: float = 1.0, top_p: float | None = 1.0, top_k: int 
     """Temperature 0 is greedy. Disabled top-p (None, 1) and top-k (None, 0, -1) keep the whole distribution.
 
     Raises:
-        ValueError: a negative temperature, top-p outside (0, 1], top-k below -1.
+        ValueError: as `DecodingOptions`.
     """
     options = DecodingOptions(
         temperature=temperature, top_p=1.0 if top_p is None else top_p, top_k=0 if top_k is None else top_k
@@ -57,7 +62,7 @@ class DecodingOptions:
     """The options of one response, on the host. Temperature 0 is greedy; top-p 1 and top-k 0 or -1 keep the whole distribution.
 
     Raises:
-        ValueError: a negative temperature, top-p outside (0, 1], top-k below -1.
+        ValueError: a temperature that is neither 0 nor in [1e-3, 1e3], top-p outside (0, 1], top-k below -1 or from 2^31 on.
     """
 
     temperature: float = 1.0
@@ -65,12 +70,14 @@ class DecodingOptions:
     top_k: int = 0
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0.0:
-            raise ValueError(f"temperature={self.temperature} must be at least 0 (0 is greedy)")
+        if not (self.temperature == 0.0 or LEAST_TEMPERATURE <= self.temperature <= MOST_TEMPERATURE):
+            raise ValueError(
+                f"temperature={self.temperature} must be 0, which is greedy, or {LEAST_TEMPERATURE:g} to {MOST_TEMPERATURE:g}"
+            )
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p={self.top_p} must be in (0, 1]; 1 disables it")
-        if self.top_k < -1:
-            raise ValueError(f"top_k={self.top_k} must be at least 1, or 0 or -1 to disable it")
+        if not -1 <= self.top_k <= MOST_TOP_K:
+            raise ValueError(f"top_k={self.top_k} must be 1 to {MOST_TOP_K}, or 0 or -1 to disable it")
 
 
 def decoding_of_slots(options: Sequence[DecodingOptions | None]) -> Decoding:

@@ -112,7 +112,7 @@ def limits_of(source: str, policy: Policy, options: HttpOptions) -> Limits:
     """The limits of requests: lengths as given, or as far as the model has room.
 
     Raises:
-        ConfigError: the model has no room for them, or tokens cannot be drawn so.
+        ConfigError: the model has no room for them.
     """
     positions, prompt, response = (
         policy.decoder.max_positions,
@@ -126,10 +126,6 @@ def limits_of(source: str, policy: Policy, options: HttpOptions) -> Limits:
             f"--max-prompt-tokens {options.max_prompt_tokens or prompt} and --max-response-tokens {options.max_response_tokens or response} are "
             f"{prompt + response} positions; the model has {positions}: lower one"
         )
-    try:
-        usual = DecodingOptions(temperature=options.temperature, top_p=options.top_p, top_k=options.top_k)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
     return Limits(
         model=options.model_name or source,
         tokenizer=policy.tokenizer,
@@ -137,7 +133,7 @@ def limits_of(source: str, policy: Policy, options: HttpOptions) -> Limits:
         max_prompt_tokens=prompt,
         max_response_tokens=response,
         most_responses=options.slots + options.queue,
-        decoding=usual,
+        decoding=DecodingOptions(temperature=options.temperature, top_p=options.top_p, top_k=options.top_k),
         template_kwargs=options.chat_template_kwargs,
         today=prompt_format(dated(DataConfig(), like=data_of_run(source))).today,
     )

@@ -14,7 +14,7 @@ from dapo_jax.serving.http_fields import RequestError
 from dapo_jax.serving.http_requests import ChatRequest, GenerateRequest, SampleRequest
 from dapo_jax.serving.request_loop import Progress
 from dapo_jax.serving.text import GrowingText, decoded
-from dapo_jax.text.tokenizers import Tokenizer
+from dapo_jax.text.tokenizers import Tokenizer, token_bytes
 
 
 @dataclass(kw_only=True)
@@ -70,14 +70,16 @@ def error_json(error: RequestError) -> dict[str, Any]:
 
 
 def generate_json(
-    request: GenerateRequest, answers: Sequence[Answer], *, request_id: str, model: str
+    request: GenerateRequest, answers: Sequence[Answer], tokenizer: Tokenizer, *, request_id: str, model: str
 ) -> dict[str, Any]:
     """The answer of `/inference/v1/generate`."""
     choices = [
         {
             "index": index,
             "token_ids": answer.tokens,
-            "logprobs": {"content": _entries(answer.tokens, answer.logprobs)} if request.logprobs else None,
+            "logprobs": {"content": _entries(answer.tokens, answer.logprobs, tokenizer)}
+            if request.logprobs
+            else None,
             "finish_reason": answer.finish_reason,
             "spans": _spans(answer.spans),
         }
@@ -167,8 +169,8 @@ class ChatAnswer:
     def _parts(self, tokens: list[int], logprobs: list[float]) -> dict[str, Any]:
         parts: dict[str, Any] = {"logprobs": None}
         if self._request.logprobs:
-            names = None if self._request.tokens_as_ids else self._tokenizer
-            parts["logprobs"] = {"content": _entries(tokens, logprobs, names)}
+            named = not self._request.tokens_as_ids
+            parts["logprobs"] = {"content": _entries(tokens, logprobs, self._tokenizer, named=named)}
         return {**parts, "token_ids": tokens} if self._request.return_token_ids else parts
 
 
@@ -182,17 +184,17 @@ def _finite(logprobs: Float[np.ndarray, " tokens"]) -> list[float]:
 
 
 def _entries(
-    tokens: Sequence[int], logprobs: Sequence[float], tokenizer: Tokenizer | None = None
+    tokens: Sequence[int], logprobs: Sequence[float], tokenizer: Tokenizer, *, named: bool = False
 ) -> list[dict[str, Any]]:
-    """Each token with its log-probability, called by its text or by its id."""
+    """Returns each token with its log-probability and its bytes; it is called by its id, or by its text if it is `named`."""
     entries = []
     for token, logprob in zip(tokens, logprobs, strict=True):
-        text = f"token_id:{token}" if tokenizer is None else decoded(tokenizer, [token])
+        content = token_bytes(tokenizer, token)
         entries.append(
             {
-                "token": text,
+                "token": decoded(tokenizer, [token]) if named else f"token_id:{token}",
                 "logprob": logprob,
-                "bytes": list(text.encode("utf-8", "replace")),
+                "bytes": None if content is None else list(content),
                 "top_logprobs": [],
             }
         )

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from dapo_jax.plain_json import read_numbers
-from dapo_jax.sampling.decoding import DecodingOptions
+from dapo_jax.sampling.decoding import LEAST_TEMPERATURE, MOST_TEMPERATURE, MOST_TOP_K, DecodingOptions
 from dapo_jax.serving.http_fields import Fields, RequestError, shown
 from dapo_jax.text.conversations import conversation_ids
 from dapo_jax.text.stop_strings import StopStrings
@@ -22,11 +21,15 @@ _MOST_STOPS = 16
 """Stop strings and stop tokens of one request: each is looked for in every response."""
 _LONGEST_STOP = 256
 """Characters of a stop string."""
-_LEAST_TEMPERATURE, _MOST_TEMPERATURE = 1e-3, 1e3
-"""Bounds of a temperature that is not 0, within which logits divided by it are finite."""
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-_OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt", "strftime_now")
-"""Variables of a chat template that a request cannot set by `chat_template_kwargs`."""
+_OWN_VARIABLES = frozenset(
+    {
+        *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize", "today"),
+        *("self", "super", "loop", "caller", "varargs", "kwargs"),
+        *("raise_exception", "strftime_now", "namespace", "dict", "range", "cycler", "joiner"),
+    }
+)  # fmt: skip
+"""Names that a request cannot set by `chat_template_kwargs`: the request's other fields, words of Jinja, and functions that templates call."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,15 +209,15 @@ def _sample(
 ) -> SampleRequest:
     """The options that both kinds of requests have."""
     usual = limits.decoding
-    temperature = options.number("temperature", usual.temperature, least=0.0, most=_MOST_TEMPERATURE)
-    if 0 < temperature < _LEAST_TEMPERATURE:
+    temperature = options.number("temperature", usual.temperature, least=0.0, most=MOST_TEMPERATURE)
+    if 0 < temperature < LEAST_TEMPERATURE:
         raise RequestError(
-            f"temperature is {temperature}; the server takes 0, which is greedy, or {_LEAST_TEMPERATURE} to {_MOST_TEMPERATURE:g}"
+            f"temperature is {temperature}; the server takes 0, which is greedy, or {LEAST_TEMPERATURE} to {MOST_TEMPERATURE:g}"
         )
     top_p = options.number("top_p", usual.top_p, least=0.0, most=1.0)
     if not top_p:
         raise RequestError("top_p is 0; the server takes more than 0 to 1 (1 is off)")
-    top_k = options.integer("top_k", usual.top_k, least=-1, most=(1 << 31) - 1, why=" (0 and -1 are off)")
+    top_k = options.integer("top_k", usual.top_k, least=-1, most=MOST_TOP_K, why=" (0 and -1 are off)")
     count = options.integer("n", 1, least=1, most=limits.most_responses, why=", its slots and its --queue")
     seed = options.integer("seed", None, least=0, most=(1 << 63) - 1)
     stop = options.texts("stop", most=_MOST_STOPS)
@@ -284,9 +287,11 @@ def _refuse_other_chats(body: Fields) -> None:
 def _template_variables(body: Fields, limits: Limits) -> dict[str, Any]:
     """Variables of the chat template: those of the server, of the request, and its tools."""
     given = body.part("chat_template_kwargs").rest
-    if wrong := [name for name in given if name in _OWN_VARIABLES or name.endswith("_token")]:
+    if wrong := [
+        name for name in given if name in _OWN_VARIABLES or name.endswith("_token") or not name.isidentifier()
+    ]:
         raise RequestError(
-            f"chat_template_kwargs has {shown(wrong[0])}, which is not the request's to set: leave it out"
+            f"chat_template_kwargs has {shown(wrong[0])}, which is not a variable that a request can set: leave it out"
         )
     tools = []
     for tool in body.items("tools", where=lambda index: f"tools[{index}]"):
@@ -306,66 +311,23 @@ def _template_variables(body: Fields, limits: Limits) -> dict[str, Any]:
     return {**limits.template_kwargs, **given, **shown_tools}
 
 
-def _messages(body: Fields) -> list[dict[str, Any]]:
-    """Messages as a chat template takes them: with contents of one text, and calls of tools whose arguments are objects."""
-    given = body.items("messages", where=lambda index: f"messages[{index}]")
+def _messages(body: Fields) -> list[Any]:
+    """The messages as they were given: they are made canonical where they are rendered."""
+    given = body.take("messages")
     if not given:
         raise RequestError(
             'the body has no messages: give some, such as [{"role": "user", "content": "1+1"}]',
             code="missing",
         )
-    messages = [_message(each, f"messages[{index}]") for index, each in enumerate(given)]
-    if messages[-1]["role"] == "assistant":
+    if not isinstance(given, list):
+        raise RequestError(f"messages must be a list of objects; found {shown(given)}", code="invalid_type")
+    roles = [Fields(each, f"messages[{index}]").text("role") for index, each in enumerate(given)]
+    if unknown := [index for index, role in enumerate(roles) if role not in _ROLES]:
+        raise RequestError(
+            f"messages[{unknown[0]}]: role is {shown(roles[unknown[0]])}; the server takes {', '.join(_ROLES)}"
+        )
+    if roles[-1] == "assistant":
         raise RequestError(
             "the last message is the assistant's: the response would be a second answer in a row; end with another"
         )
-    return messages
-
-
-def _message(given: Fields, where: str) -> dict[str, Any]:
-    role, content = given.text("role"), given.take("content")
-    if role not in _ROLES:
-        raise RequestError(f"{where}: role is {shown(role)}; the server takes {', '.join(_ROLES)}")
-    calls = given.items("tool_calls", where=lambda index: f"{where}: tool_calls[{index}]")
-    message: dict[str, Any] = {"role": role, "content": _content(content, where, required=not calls)}
-    if calls:
-        message["tool_calls"] = [
-            _tool_call(call, f"{where}: tool_calls[{at}]") for at, call in enumerate(calls)
-        ]
-    return {**given.rest, **message}
-
-
-def _content(content: Any, where: str, *, required: bool) -> str:
-    if content is None and not required:
-        return ""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise RequestError(
-            f"{where}: content must be a text or a list of parts of text; found {shown(content)}",
-            code="invalid_type",
-        )
-    for part in content:
-        if (
-            not isinstance(part, Mapping)
-            or part.get("type") != "text"
-            or not isinstance(part.get("text"), str)
-        ):
-            raise RequestError(
-                f'{where}: content has the part {shown(part)}; the server takes {{"type": "text", "text": "..."}} alone'
-            )
-    return "".join(part["text"] for part in content)
-
-
-def _tool_call(call: Fields, where: str) -> dict[str, Any]:
-    described = call.rest
-    function = described.get("function")
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise RequestError(f"{where} is {shown(described)}; a function with a name is needed")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = read_numbers(arguments) if arguments else {}
-        except (ValueError, RecursionError) as error:
-            raise RequestError(f"{where}: arguments are not JSON: {error!s:.200}") from error
-    return {**described, "function": {**function, "arguments": arguments}}
+    return given

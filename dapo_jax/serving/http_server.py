@@ -11,9 +11,11 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from dapo_jax.sampling.requests import OwnOptions
 from dapo_jax.serving.http_answers import Answer, ChatAnswer, error_json, generate_json, to_json
+from dapo_jax.serving.http_connections import Connections
 from dapo_jax.serving.http_fields import Fields, RequestError, read_body
 from dapo_jax.serving.http_requests import Limits, SampleRequest, read_chat, read_generate
 from dapo_jax.serving.request_loop import Progress, QueueFullError, RequestLoop, seeded_key, stop_rule
@@ -29,6 +31,9 @@ _BODY_BYTES, _BODY_BYTES_PER_TOKEN = 1 << 20, 64
 _RETRY_S = 1
 _MORE_OPEN = 256
 """Requests that may be open beyond the responses that the server takes: their bodies are in memory."""
+
+_MORE_CONNECTIONS = 64
+"""Connections beyond the requests that may be open, whose clients are told so."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -53,6 +58,12 @@ class HttpServer:
         self._requests, self._limits, self._say = requests, limits, say
         self._host, self._port, self._api_key = host, port, api_key.encode()
         self._created, self._stopping, self._open = int(time.time()), False, 0
+        most = limits.most_responses + _MORE_OPEN + _MORE_CONNECTIONS
+        self._connections = Connections(
+            most,
+            lambda status, said: _error(_own_failure() if status >= 500 else _malformed(said, status)),
+            say,
+        )
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="http server", daemon=True)
         self._runner: web.AppRunner | None = None
@@ -96,45 +107,54 @@ class HttpServer:
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
         # A client that leaves cancels its handler, and so its responses.
-        self._runner = web.AppRunner(
-            app, access_log=None, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_S, auto_decompress=False
-        )  # fmt: skip
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_S)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, self._host.strip("[]"), self._port)
+        assert self._runner.server is not None
+        asyncio.get_running_loop().set_exception_handler(self._failed)
         try:
-            await site.start()
+            port = self._connections.listen(self._host.strip("[]"), self._port, self._runner.server)
         except OSError as error:
             await self._runner.cleanup()
             raise OSError(
                 f"cannot listen at {self.address}: {error.strerror or error}; --port 0 takes a free port"
             ) from error
-        self.address = f"{self._host}:{self._runner.addresses[0][1]}"
+        self.address = f"{self._host}:{port}"
 
     async def _close(self) -> None:
+        await self._connections.close()
         if self._runner is not None:
             await self._runner.cleanup()
         await self._loop.shutdown_default_executor()
+
+    def _failed(self, loop: asyncio.AbstractEventLoop, context: Mapping[str, Any]) -> None:
+        """Logs in one line what no request is to blame for."""
+        error = context.get("exception")
+        if not isinstance(error, ConnectionError):
+            self._say(visible(f"the HTTP server: {context.get('message')}: {error!r:.200}"))
 
     # Who may ask, and how errors are told.
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         self._open += 1
+        self._connections.waits(request.protocol, _PATIENCE_S + 1.0)
         try:
             self._check(request)
             return await handler(request)
         except RequestError as error:
             return _error(error)
+        except (web.RequestPayloadError, HttpProcessingError) as error:
+            return _error(_malformed(f"{type(error).__name__} {error}"))
         except web.HTTPException as error:
             return _error(self._of_aiohttp(request, error))
         except (ConnectionError, asyncio.CancelledError):
             raise  # nobody is there to be told
         except Exception as error:
             self._say(visible(f"{request.method} {request.path} failed with {type(error).__name__}: {error}"))
-            text = "the server has failed at this request; its own messages say how"
-            return _error(RequestError(text, status=500, code="internal_error", kind="server_error"))
+            return _error(_own_failure())
         finally:
             self._open -= 1
+            self._connections.idles(request.protocol)
 
     def _check(self, request: web.Request) -> None:
         """Refuses who may not ask."""
@@ -205,16 +225,17 @@ class HttpServer:
         return _json({"object": "list", "data": [card]})
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        asked = read_generate(await _body(request), self._limits)
+        asked = read_generate(await self._body(request), self._limits)
         answers = [Answer() for _ in range(asked.sample.count)]
         async with self._sampled(asked.sample) as progress:
             async for each in progress:
                 answers[each.index].add(each)
         name = asked.request_id or f"generate-{uuid.uuid4().hex}"
-        return _json(generate_json(asked, answers, request_id=name, model=self._limits.model))
+        limits = self._limits
+        return _json(generate_json(asked, answers, limits.tokenizer, request_id=name, model=limits.model))
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        body = await _body(request)
+        body = await self._body(request)
         # In a thread: a prompt of megabytes takes long, and others are answered meanwhile.
         asked = await asyncio.to_thread(read_chat, body, self._limits)
         name, tokenizer = f"chatcmpl-{uuid.uuid4().hex}", self._limits.tokenizer
@@ -225,6 +246,11 @@ class HttpServer:
             async for each in progress:
                 answer.answers[each.index].add(each)
         return _json(answer.whole())
+
+    async def _body(self, request: web.Request) -> Fields:
+        body = await _body(request)
+        self._connections.works(request.protocol)
+        return body
 
     @asynccontextmanager
     async def _sampled(
@@ -283,6 +309,17 @@ def is_loopback(host: str) -> bool:
     with suppress(ValueError):
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     return False
+
+
+def _own_failure() -> RequestError:
+    text = "the server has failed at this request; its own messages say how"
+    return RequestError(text, status=500, code="internal_error", kind="server_error")
+
+
+def _malformed(said: str, status: int = 400) -> RequestError:
+    return RequestError(
+        f"the request is not HTTP that can be read: {visible(said)!s:.200}", status=status, code="malformed"
+    )
 
 
 def _name_of(host: str) -> str:

@@ -5,6 +5,10 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from dapo_jax.config import ConfigError
+from dapo_jax.sampling.decoding import DecodingOptions
+
+_LONGEST_FOLLOW_S = 86_400
+"""A day."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +51,12 @@ class ServingOptions:
         for name in ("max_prompt_tokens", "max_response_tokens"):
             if getattr(self, name) < self.least_length:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least {self.least_length}")
+        if not 0 <= self.seed < 1 << 32:
+            raise ConfigError(f"seed={self.seed} must be from 0 to 2**32 - 1")
+        try:
+            DecodingOptions(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
         if self.page_tokens < 0:
             raise ConfigError(
                 f"page_tokens={self.page_tokens} must be 0, which is what suits the platform, or more"
@@ -55,5 +65,7 @@ class ServingOptions:
             raise ConfigError(f"port={self.port} must be from 0, which takes a free one, to {(1 << 16) - 1}")
         if self.compute_dtype not in ("float32", "bfloat16"):
             raise ConfigError(f"compute_dtype={self.compute_dtype!r} must be float32 or bfloat16")
-        if self.follow_s is not None and not self.follow_s > 0:
-            raise ConfigError(f"follow={self.follow_s} must be more than 0 seconds")
+        if self.follow_s is not None and not 0 < self.follow_s <= _LONGEST_FOLLOW_S:
+            raise ConfigError(
+                f"follow={self.follow_s} must be more than 0 seconds, and at most {_LONGEST_FOLLOW_S}"
+            )

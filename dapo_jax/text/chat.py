@@ -49,23 +49,32 @@ class ChatTemplate:
         self.source, self.name = source, name
         self._special_tokens = dict(special_tokens or {})
 
-    def render(self, messages: Sequence[Message], *, today: date | None = None, **variables: Any) -> str:
+    def render(
+        self,
+        messages: Sequence[Message],
+        variables: Mapping[str, Any] | None = None,
+        /,
+        *,
+        today: date | None = None,
+        **named: Any,
+    ) -> str:
         """The text of a conversation, up to and including the opening of the answer that is to be sampled.
 
         Args:
             messages: the turns, oldest first.
+            variables: what else the template reads, such as Qwen3's `enable_thinking`, by any names.
             today: the day that a template prints which asks for one, at midnight. The clock is never asked: one conversation
                 has one text.
-            variables: what else the template reads, such as Qwen3's `enable_thinking`.
+            named: more variables.
 
         Raises:
             ValueError: the template is no Jinja, refuses these messages, fails, tries to leave the sandbox, or does not come to
                 an end within it.
         """
-        known = {"tools": None, "documents": None, **self._special_tokens, **variables}
+        known = {"tools": None, "documents": None, **self._special_tokens, **(variables or {}), **named}
         dated = {"strftime_now": lambda pattern: _printed(pattern, today)}
         try:
-            told = {key: _plain(value) for key, value in known.items()}
+            told = {str(key): _plain(value) for key, value in known.items()}
             told |= {"messages": [_plain(message) for message in messages], "add_generation_prompt": True}
             return self._sandbox.rendered(self._compiled, {**dated, **told})
         except TooMuchError as error:

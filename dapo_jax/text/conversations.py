@@ -13,11 +13,11 @@ import numpy as np
 from jaxtyping import Int32
 
 from dapo_jax.text.chat import Message
+from dapo_jax.text.messages import DEEPEST, canonical_messages
 from dapo_jax.text.tokenizers import Tokenizer
 
 MOST_CHARACTERS = 1 << 20
 """Longer texts are refused before they are tokenized."""
-_DEEPEST = 64
 _ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
 """A role's name, which templates compare and print, so nothing may stand in its place."""
 _ESCAPED_GUARD = re.compile(r"\\udbf[c-f]\\ud[c-f]", re.IGNORECASE)
@@ -57,8 +57,8 @@ class Guarding:
             return self._tokenizer.guarded(value)
         if not isinstance(value, Mapping | list | tuple):
             return value  # a number, or nothing; the template refuses all else
-        if depth == _DEEPEST:
-            raise ValueError(f"a message is nested more than {_DEEPEST} deep")
+        if depth == DEEPEST:
+            raise ValueError(f"a message is nested more than {DEEPEST} deep")
         if isinstance(value, Mapping):
             return {self.value(str(name)): self.value(one, depth + 1) for name, one in value.items()}
         return [self.value(one, depth + 1) for one in value]
@@ -89,7 +89,7 @@ def conversation_ids(
     is encoded as the characters that it has.
 
     Args:
-        messages: the turns, oldest first.
+        messages: the turns, oldest first, in any form that `canonical_messages` takes.
         tokenizer: with a chat template.
         today: the day that a template prints.
         variables: what else the template reads, such as `tools`; texts in them are taken as those of messages.
@@ -102,7 +102,7 @@ def conversation_ids(
         raise ValueError(
             "the model has no chat template, so it knows no conversations; send token ids, or serve a model with a chat_template.jinja"
         )
-    told = [guarding.message(message) for message in messages]
+    told = [guarding.message(message) for message in canonical_messages(messages)]
     # Names of variables are the template's.
     known = {name: guarding.value(value) for name, value in (variables or {}).items()}
-    return guarding.ids(template.render(told, today=today, **known))
+    return guarding.ids(template.render(told, known, today=today))

@@ -10,6 +10,7 @@ from jaxtyping import Int32
 
 from dapo_jax.config.prompt_templates import TEMPLATES
 from dapo_jax.text.chat import Message
+from dapo_jax.text.messages import canonical_messages
 from dapo_jax.text.tokenizers import Tokenizer
 
 
@@ -99,7 +100,7 @@ class PromptFormat:
                     "data.system_prompt or take the message out of the row"
                 )
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
-        return tokenizer.chat_template.render(messages, today=self.today, **self.chat_template_kwargs)
+        return tokenizer.chat_template.render(messages, self.chat_template_kwargs, today=self.today)
 
     def _turns(self) -> list[Message]:
         """The examples as turns of a conversation."""
@@ -125,8 +126,8 @@ def unwrapped(text: str, template: str = "dapo") -> str:
     return text
 
 
-def checked_messages(messages: object) -> list[Message]:
-    """Messages as a list, each with a `role` and a `content` of text; other fields are kept.
+def checked_messages(messages: object) -> list[dict[str, Any]]:
+    """Returns the messages of a prompt in their canonical form (`text.messages`).
 
     Raises:
         ValueError: no messages, none of them a user's, a field that is missing or of another type, an empty
@@ -139,23 +140,16 @@ def checked_messages(messages: object) -> list[Message]:
             f"'prompt' must be a string or a list of messages such as "
             f'[{{"role": "user", "content": "1+1"}}]; got {messages!r:.80} ({type(messages).__name__})'
         )
-    for place, message in enumerate(messages):
-        if not isinstance(message, Mapping):
-            raise ValueError(
-                f"message {place} is {message!r:.80}; it must be a mapping with 'role' and 'content'"
-            )
-        for name in ("role", "content"):
-            if not isinstance(message.get(name), str):
-                raise ValueError(f"message {place}: {name!r} must be a string; got {message.get(name)!r:.80}")
-    asked = [message["content"] for message in messages if message["role"] == "user"]
+    checked = canonical_messages(messages)
+    asked = [message["content"] for message in checked if message["role"] == "user"]
     if not asked:
         raise ValueError(
-            f"no message is of role 'user'; the roles are {[message['role'] for message in messages]!r:.200}"
+            f"no message is of role 'user'; the roles are {[message['role'] for message in checked]!r:.200}"
         )
     if not asked[-1].strip():
         raise ValueError("the last user message is empty; drop the row or fill it")
-    if messages[-1]["role"] == "assistant":
+    if checked[-1]["role"] == "assistant":
         raise ValueError(
             "the last message is the assistant's: the response would be a second answer in a row; end with the question"
         )
-    return list(messages)
+    return checked

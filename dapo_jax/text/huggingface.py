@@ -25,6 +25,7 @@ from jaxtyping import Int, Int32
 from dapo_jax.plain_json import read_object
 from dapo_jax.storage import files_of, path_of, write_whole
 from dapo_jax.text.chat import ChatTemplate
+from dapo_jax.text.decoders import bytes_of_token
 from dapo_jax.text.expansion import check_expansion
 from dapo_jax.text.guards import Guards
 
@@ -61,6 +62,7 @@ class HuggingFaceTokenizer:
         self.files = {name: files[name] for name in TOKENIZER_FILES if name in files}
         self._place = place
         described = self._json(_TOKENIZER)
+        self._decoder = described.get("decoder")
         _check_normalizer(described.get("normalizer"), f"{place}/{_TOKENIZER}")
         for part in ("normalizer", "decoder"):
             check_expansion(described.get(part), f"{place}/{_TOKENIZER}, {part}")
@@ -247,6 +249,22 @@ class HuggingFaceTokenizer:
             raise ValueError(f"token {int(ids[ids < 0][0])} is negative; ids count from 0")
         with self._library("cannot decode these ids with"):
             return self._tokenizer.decode(ids.tolist(), skip_special_tokens=True)
+
+    def token_bytes(self, token: int) -> bytes | None:
+        """Returns the bytes that a token adds to a text, which may be a part of a character; a special token adds none.
+
+        None: the id is outside the vocabulary, or the decoder of tokenizer.json is one whose tokens depend on their neighbours.
+        """
+        text = self._tokenizer.id_to_token(token) if 0 <= token <= _LARGEST_ID else None
+        if text is None:
+            return None
+        return b"" if token in self._special_ids else bytes_of_token(text, self._decoder)
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        """The ids that `decode` leaves out."""
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        return frozenset(number for number, token in added if token.special)
 
     @contextmanager
     def _library(self, deed: str) -> Iterator[None]:

@@ -63,7 +63,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self._spent.work = 0
         pieces: list[str] = []
         length = 0
-        for piece in template.generate(**variables):
+        for piece in template.generate(variables):
             length += len(piece)
             if length > LARGEST:
                 raise TooMuchError(f"it prints more than {LARGEST:,} characters")

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Int, Int32
 
 from dapo_jax.plain_json import read_object
-from dapo_jax.storage import AnyPath, file_bytes, path_of, write_whole
+from dapo_jax.storage import AnyPath, file_bytes, files_of, path_of, write_whole
 from dapo_jax.text.chat import ChatTemplate
 
 PAD_ID = 0
@@ -22,7 +22,7 @@ EOS_ID = 1
 _SPECIALS = 2
 """Ordinary tokens start after the padding and the end token."""
 
-_FILE_NAME = "tokenizer.json"
+_FILE_NAME, _TEMPLATE_NAME = "tokenizer.json", "chat_template.jinja"
 
 
 @runtime_checkable
@@ -90,7 +90,7 @@ class ByteTokenizer:
     pad_id: int = field(default=PAD_ID, init=False)
     eos_id: int = field(default=EOS_ID, init=False)
     stop_ids: tuple[int, ...] = field(default=(EOS_ID,), init=False)
-    chat_template: None = field(default=None, init=False)
+    chat_template: ChatTemplate | None = field(default=None, compare=False, kw_only=True)
     vocab_size: int = field(default=_SPECIALS + 256, init=False)
 
     def encode(self, text: str) -> Int32[np.ndarray, " tokens"]:
@@ -121,6 +121,10 @@ class ByteTokenizer:
         """
         return bytes(_ordinary(ids, self.vocab_size)).decode("utf-8", errors="replace")
 
+    def token_bytes(self, token: int) -> bytes | None:
+        """Returns the byte; None for an id outside the vocabulary."""
+        return bytes(_ordinary(np.array([token]), self.vocab_size)) if 0 <= token < self.vocab_size else None
+
 
 @dataclass(frozen=True)
 class CharTokenizer:
@@ -137,7 +141,7 @@ class CharTokenizer:
     pad_id: int = field(default=PAD_ID, init=False)
     eos_id: int = field(default=EOS_ID, init=False)
     stop_ids: tuple[int, ...] = field(default=(EOS_ID,), init=False)
-    chat_template: None = field(default=None, init=False)
+    chat_template: ChatTemplate | None = field(default=None, compare=False, kw_only=True)
 
     def __post_init__(self) -> None:
         repeated = sorted({char for char in self.alphabet if self.alphabet.count(char) > 1})
@@ -194,6 +198,10 @@ class CharTokenizer:
         """
         return "".join(self.alphabet[place] for place in _ordinary(ids, self.vocab_size))
 
+    def token_bytes(self, token: int) -> bytes | None:
+        """Returns the character's bytes; None for an id outside the vocabulary."""
+        return self.decode(np.array([token])).encode("utf-8") if 0 <= token < self.vocab_size else None
+
 
 def named_tokenizer(name: str) -> ByteTokenizer | CharTokenizer:
     """The tokenizer of a preset.
@@ -234,6 +242,8 @@ def save_tokenizer(tokenizer: Tokenizer, folder: str | os.PathLike[str]) -> None
         )
     text = json.dumps(content, ensure_ascii=False, indent=2) + "\n"
     write_whole(place / _FILE_NAME, text.encode("utf-8"))
+    if tokenizer.chat_template is not None:
+        write_whole(place / _TEMPLATE_NAME, tokenizer.chat_template.source.encode("utf-8"))
 
 
 def token_ids(tokenizer: Tokenizer) -> Mapping[str, int | list[int]]:
@@ -241,6 +251,15 @@ def token_ids(tokenizer: Tokenizer) -> Mapping[str, int | list[int]]:
     from dapo_jax.text.huggingface import HuggingFaceTokenizer  # loads the library `tokenizers`
 
     return tokenizer.token_ids if isinstance(tokenizer, HuggingFaceTokenizer) else {}
+
+
+def token_bytes(tokenizer: Tokenizer, token: int) -> bytes | None:
+    """Returns the bytes that a token adds to a text, which may be a part of a character; a special token adds none.
+
+    None: they are not known. The id is outside the vocabulary, the token's text depends on its neighbours, or the tokenizer has no method `token_bytes`.
+    """
+    own = getattr(tokenizer, "token_bytes", None)
+    return None if own is None else own(token)
 
 
 def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
@@ -252,6 +271,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
     path = path_of(folder) / _FILE_NAME
     try:
         content = file_bytes(path)
+        template = files_of(path.parent, (_TEMPLATE_NAME,)).get(_TEMPLATE_NAME)
     except OSError as error:
         raise ValueError(
             f"cannot read a tokenizer from {path}: {error.strerror or error}; a model folder needs this file{_instead(path.parent)}"
@@ -262,8 +282,9 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
 
         return HuggingFaceTokenizer.load(folder)
     kind = described.get("type")
+    chat_template = None if template is None else _template(template, path.parent / _TEMPLATE_NAME)
     if kind == "dapo_jax.byte":
-        return ByteTokenizer()
+        return ByteTokenizer(chat_template=chat_template)
     if kind != "dapo_jax.char":
         raise ValueError(
             f"{path} has the tokenizer type {kind!r}; known are 'dapo_jax.byte', 'dapo_jax.char', and the files of Hugging "
@@ -272,7 +293,14 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
     alphabet = described.get("alphabet")
     if not isinstance(alphabet, str):
         raise ValueError(f"{path}: 'alphabet' must be a string; got {alphabet!r}")
-    return CharTokenizer(alphabet)
+    return CharTokenizer(alphabet, chat_template=chat_template)
+
+
+def _template(content: bytes, path: AnyPath) -> ChatTemplate:
+    try:
+        return ChatTemplate(content.decode("utf-8"), name=str(path))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8: {error}") from error
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:

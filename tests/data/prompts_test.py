@@ -147,7 +147,7 @@ def test_rows_are_not_changed_in_place():
         ),
         (
             {"prompt": [{"role": "user"}], "answer": "1"},
-            "row 1: message 0: 'content' must be a string; got None",
+            "row 1: message 0: 'content' must be a string or a list of parts of text; got None",
         ),
         ({"prompt": "1", "answer": 1.0}, "row 1: 'answer' must be a string or an integer; got 1.0"),
         ({"prompt": "1", "answer": True}, "row 1: 'answer' must be .* got True"),

@@ -30,6 +30,7 @@ NOT_HERE = {
     "gcloud": "Google's client, which asks a service; tests/launch has a stand-in that knows its options",
     "vf-eval": "verifiers' command; tests/serving/http_verifiers_test.py runs it where it is",
     "hf": "the hub's client, which would fetch 65 GB",
+    "curl": "it asks a server; tests/serving/shipped_chat_test.py makes the prompt of the body that docs/serve.md sends",
 }
 """Programs that no test can run -> why."""
 

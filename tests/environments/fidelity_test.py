@@ -88,7 +88,7 @@ def text(rng, most=6):
 def value(rng, depth=0):
     kind = rng.randrange(6 if depth < 3 else 3)
     if kind < 3:
-        return [text(rng), rng.randrange(-5, 5), rng.choice([None, True, 0.5])][kind]
+        return [text(rng), rng.randrange(-5, 5), rng.choice([False, True, 0.5])][kind]
     if kind == 3:
         return [value(rng, depth + 1) for _ in range(rng.randrange(3))]
     return {text(rng) or "a": value(rng, depth + 1) for _ in range(rng.randrange(3))}

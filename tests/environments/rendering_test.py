@@ -112,9 +112,9 @@ def test_nothing_beside_the_content_of_a_message_becomes_a_special_token_either(
 @pytest.mark.parametrize(
     ("message", "said"),
     [
-        ({"content": "4"}, "needs a role"),
-        ({"role": "tool"}, "content has to be a str"),
-        ({"role": "tool", "content": ["4"]}, "content has to be a str"),
+        ({"content": "4"}, "'role' must be a string"),
+        ({"role": "tool"}, "'content' must be a string"),
+        ({"role": "tool", "content": ["4"]}, "'content' has the part '4'"),
         ({"role": "tool", "content": "x" * (1 << 21)}, r"2,097,1\d\d characters"),
     ],
 )

@@ -1,6 +1,7 @@
 """Evaluating and sampling without training, and the keys that keep the two apart from it."""
 
 import itertools
+import math
 from dataclasses import replace
 
 import pytest
@@ -62,6 +63,9 @@ def test_greedy_responses_to_a_prompt_are_all_the_same(model, compiled):
         (("1+x",), {}, "character 'x' at position 2"),
         (("1" * 125,), {}, "125 tokens, not 1 to data.max_prompt_tokens=122"),
         (("1",), {"temperature": -1.0}, "temperature"),
+        (("1",), {"temperature": math.inf}, "temperature"),
+        (("1",), {"top_k": 2**31}, "top_k"),
+        (("1",), {"seed": 2**70}, "seed"),
     ],
 )
 def test_what_cannot_be_sampled_is_a_configuration_error(prompts, how, message, model, compiled):

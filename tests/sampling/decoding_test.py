@@ -276,12 +276,16 @@ def test_other_values_compile_nothing():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"temperature": -0.1}, r"temperature=-0\.1 must be at least 0"),
-        ({"temperature": math.nan}, "temperature=nan must be at least 0"),
+        ({"temperature": -0.1}, r"temperature=-0\.1 must be 0"),
+        ({"temperature": math.nan}, "temperature=nan must be 0"),
+        ({"temperature": math.inf}, "temperature=inf must be 0"),
+        ({"temperature": 1e-9}, "temperature=1e-09 must be 0"),
+        ({"temperature": 1e9}, "temperature=1000000000.0 must be 0"),
+        ({"top_k": 2**31}, "top_k=2147483648 must be 1 to 2147483647"),
         ({"top_p": 0.0}, r"top_p=0\.0 must be in \(0, 1\]; 1 disables it"),
         ({"top_p": 1.5}, r"top_p=1\.5 must be in"),
         ({"top_p": math.nan}, "top_p=nan must be in"),
-        ({"top_k": -2}, "top_k=-2 must be at least 1, or 0 or -1 to disable it"),
+        ({"top_k": -2}, "top_k=-2 must be 1 to 2147483647, or 0 or -1"),
     ],
     ids=str,
 )

@@ -3,11 +3,13 @@
 import json
 import os
 import re
+import resource
 import socket
 import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from functools import partial
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -75,7 +77,7 @@ def left_alone(address, path, body):
 class Running:
     """`dapo-jax serve --http` in a process of its own."""
 
-    def __init__(self, folder, model, *arguments):
+    def __init__(self, folder, model, *arguments, key="", descriptors=None):
         self.out, self.err = folder / "out", folder / "err"
         command = [
             sys.executable,
@@ -92,8 +94,11 @@ class Running:
             "",
             *arguments,
         ]
-        environment = {**os.environ, "JAX_LOG_COMPILES": "1"}
+        environment = {**os.environ, "JAX_LOG_COMPILES": "0" if descriptors else "1"}
         environment.pop("DAPO_JAX_API_KEY", None)
+        if key:
+            environment["DAPO_JAX_API_KEY"] = key
+        limit = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (descriptors, descriptors))
         with self.out.open("w") as out, self.err.open("w") as err:
             self.process = subprocess.Popen(
                 list(map(str, command)),
@@ -102,6 +107,7 @@ class Running:
                 stderr=err,
                 env=environment,
                 start_new_session=True,
+                preexec_fn=limit if descriptors else None,
             )
 
     def until(self, text):
@@ -119,9 +125,9 @@ class Running:
 
 
 @contextmanager
-def running(folder, model, *arguments):
+def running(folder, model, *arguments, **how):
     """A server that is ready, and is gone in the end."""
-    server = Running(folder, model, *arguments)
+    server = Running(folder, model, *arguments, **how)
     try:
         server.until("serving")
         yield server

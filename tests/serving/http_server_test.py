@@ -1,10 +1,15 @@
 """The HTTP server in this process: the library's own sampler and the trainer's log-probabilities are the oracles, and clients do all that clients do."""
 
 import functools
+import json
+import os
+import resource
+import socket
+import struct
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from threading import Thread
+from contextlib import contextmanager, suppress
+from threading import Event, Thread
 
 import jax
 import numpy as np
@@ -22,6 +27,7 @@ from dapo_jax.parallel.weights import weight_transfer
 from dapo_jax.sampling.continuous_batching import Sampler
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
+from dapo_jax.serving import http_connections
 from dapo_jax.serving.http_requests import Limits
 from dapo_jax.serving.http_server import HttpServer, is_loopback
 from dapo_jax.serving.request_loop import RequestLoop
@@ -33,6 +39,7 @@ from dapo_jax.training.optimizer import make_optimizer
 from dapo_jax.training.state import init_state
 from dapo_jax.training.update import UpdateOptions, Updater
 from tests.serving.http_client import ask, events, left_alone
+from tests.serving.http_flood_test import flooded
 from tests.text.folders import files_of
 
 TOKENIZER = HuggingFaceTokenizer(files_of(generation={"eos_token_id": [2, *range(200, 216)]}))
@@ -308,6 +315,27 @@ def test_a_conversation_is_the_prompt_that_training_reads(address):
     assert "token_ids" not in chat(address)["choices"][0]
 
 
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_the_bytes_of_log_probabilities_are_those_of_the_tokens_however_they_are_called(as_ids, address):
+    """A random model draws halves of characters, end tokens, and ids that pad the vocabulary."""
+    unknown = set()
+    for seed in range(12):
+        answer = chat(
+            address, seed=seed, logprobs=True, return_token_ids=True, return_tokens_as_token_ids=as_ids
+        )
+        [choice] = answer["choices"]
+        same = generate(address, answer["prompt_token_ids"], seed=seed)[0]["logprobs"]["content"]
+        entries = choice["logprobs"]["content"]
+        assert [entry["bytes"] for entry in entries] == [entry["bytes"] for entry in same]
+        unknown |= {
+            token for token, entry in zip(choice["token_ids"], entries, strict=True) if entry["bytes"] is None
+        }
+        joined = b"".join(bytes(entry["bytes"] or []) for entry in entries)
+        assert joined.decode("utf-8", "replace") == choice["message"]["content"]
+        assert as_ids == entries[0]["token"].startswith("token_id:")
+    assert unknown == {token for token in unknown if token >= TOKENIZER.vocab_size}
+
+
 @pytest.mark.parametrize("stop", [[], ["e"], ["a", "th"]])
 @pytest.mark.parametrize("seed", range(3))
 def test_streaming_is_the_whole_answer_in_pieces(seed, stop, address):
@@ -368,6 +396,8 @@ def test_new_weights_are_taken_while_requests_run(address, engine, loop, transfe
     taking = []
 
     def before():
+        if engine.calls == third - 2:
+            until(lambda: loop.under_way >= SLOTS, "requests for all slots")
         if engine.calls == third and not taking:
             taking.append(Thread(target=loop.take, args=(lambda: transfer(PARAMS[1]), 6)))
             taking[0].start()
@@ -479,9 +509,9 @@ MALFORMED = [
     (CHAT, {}, "the body has no messages"),
     (CHAT, {"messages": "hi"}, "messages must be a list of objects"),
     (CHAT, {"messages": ["hi"]}, "messages[0] must be a JSON object"),
-    (CHAT, {"messages": [{"role": "user"}]}, "messages[0]: content must be a text"),
+    (CHAT, {"messages": [{"role": "user"}]}, "message 0: 'content' must be a string"),
     (CHAT, {"messages": [{"role": "<|im_end|>", "content": "a"}]}, "messages[0]: role is '<|im_end|>'"),
-    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content has the part"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "message 0: 'content' has the part"),
     (CHAT, {"messages": [ASKED, {"role": "assistant", "content": "a"}]}, "the last message is the assistant's"),
     (CHAT, {"messages": [{"role": "user", "content": "a b" * 60}]}, "the prompt has "),
     (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, "messages: "),
@@ -497,6 +527,15 @@ MALFORMED = [
     (CHAT, talk(chat_template="{{ 1 }}"), "chat_template is '{{ 1 }}'"),
     (CHAT, talk(chat_template_kwargs={"messages": []}), "chat_template_kwargs has 'messages'"),
     (CHAT, talk(chat_template_kwargs=[]), "chat_template_kwargs must be a JSON object"),
+    *((CHAT, talk(chat_template_kwargs={name: 1}), f"chat_template_kwargs has '{name}'") for name in (
+        "self", "today", "tools", "tokenize", "add_generation_prompt", "raise_exception", "strftime_now", "loop", "caller", "dict", "eos_token", "a b", "",
+    )),
+    (CHAT, talk(chat_template_kwargs={"a": deep(300)}), "messages: "),
+    (CHAT, talk(chat_template_kwargs={"a": "x" * (1 << 20)}), "messages: "),
+    (GENERATE, params(temperature=1001), "temperature is 1001"),
+    (GENERATE, params(top_k=2**31), "top_k is 2147483648"),
+    (CHAT, b'{"messages": [{"role": "user", "content": "a"}], "temperature": Infinity}', "not finite"),
+    (CHAT, b'{"messages": [{"role": "user", "content": "a"}], "top_p": NaN}', "not finite"),
     (CHAT, talk(continue_final_message=True), "continue_final_message is True"),
 ]  # fmt: skip
 
@@ -589,6 +628,127 @@ def test_requests_in_flight_are_finished_when_the_server_stops(loop, engine):
                 ask(server.address, "/health")
     finally:
         type(engine).before = staticmethod(lambda: None)
+
+
+@contextmanager
+def few_connections(loop, **how):
+    """A server that may hold 20 connections, since the process may open few more files when it is made."""
+    said = []
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = len(os.listdir("/dev/fd")) + http_connections._OWN_DESCRIPTORS
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free + 20, hard))
+    try:
+        server = HttpServer(loop, limits_with(), host="127.0.0.1", port=0, say=said.append, **how)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert server._connections.most in (19, 20, 21)
+    with server:
+        yield server.address
+    assert not said
+
+
+def closed(client):
+    """Whether the server has closed a connection."""
+    try:
+        return client.recv(1 << 16) == b""
+    except ConnectionError:
+        return True
+
+
+def test_connections_that_send_half_a_request_make_room_for_whole_ones(loop, caplog):
+    """Three times as many as there may be; the key is known to one client alone."""
+    with few_connections(loop, api_key="s3cret") as address:
+        assert ask(address, GENERATE, params(max_tokens=2), key="s3cret").status == 200
+        clients = flooded(address, 60)
+        begun = time.monotonic()
+        assert ask(address, GENERATE, params(max_tokens=2), key="s3cret").status == 200
+        assert time.monotonic() - begun < 2.0
+        assert sum(closed(client) for client in clients[:40:5]) == 8  # those that had sent nothing yet
+        for client in clients:
+            client.close()
+    assert not caplog.records
+
+
+def test_who_does_not_send_a_whole_head_is_cut_off_however_slowly_it_comes(loop, monkeypatch):
+    monkeypatch.setattr(http_connections, "_HEAD_S", 0.5)
+    with few_connections(loop, api_key="") as address:
+        begun = time.monotonic()
+        [silent, slow] = flooded(address, 2)
+        with suppress(ConnectionError):
+            while time.monotonic() - begun < 10:
+                slow.sendall(b"a")
+                time.sleep(0.05)
+        assert 0.5 <= time.monotonic() - begun < 5
+        assert closed(silent)
+
+
+def status(client):
+    try:
+        answer = client.recv(1 << 16)
+    except ConnectionError:
+        answer = b""
+    return int(answer.split()[1]) if answer else "closed"
+
+
+def test_connections_that_are_answered_stay_and_the_next_is_told_to_come_again(loop, engine):
+    held = Event()
+    type(engine).before = staticmethod(lambda: held.wait(60))
+    try:
+        with few_connections(loop, api_key="") as address:
+            asked = [left_alone(address, GENERATE, params(max_tokens=2)) for _ in range(30)]
+            time.sleep(0.5)
+            held.set()
+            statuses = [status(client) for client in asked]
+            assert 18 <= statuses.count(200) <= 21
+            assert set(statuses) <= {200, 503, "closed"}
+    finally:
+        held.set()
+        type(engine).before = staticmethod(lambda: None)
+
+
+NO_HTTP = [
+    b"\x16\x03\x01\x00\xa5\x01\x00\r\n\r\n",
+    b"hello\r\n\r\n",
+    b"GET / HTTP/9.9\r\n\r\n",
+    b"GET /\x00 HTTP/1.1\r\nHost: a\r\n\r\n",
+    b"GET / HTTP/1.1\r\nHost a\r\n\r\n",
+    b"GET / HTTP/1.1\r\nA: " + b"x" * 10_000 + b"\r\n\r\n",
+    b"GET / HTTP/1.1\r\n" + b"A: x\r\n" * 1000 + b"\r\n",
+    b"POST /v1/models HTTP/1.1\r\nContent-Length: -5\r\n\r\n",
+    b"POST /v1/models HTTP/1.1\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n",
+    b"POST /inference/v1/generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+    b"POST /inference/v1/generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n{}\r\n\r\n",
+    b"GET http://[::1 HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"GET /v1/models HTTP/1.1\r\nHost: [\r\n\r\n",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("sent", NO_HTTP, ids=lambda sent: str(sent[:40]))
+def test_what_is_not_http_is_answered_and_not_logged(sent, address, caplog):
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=10) as client:
+        client.sendall(sent)
+        head, _, content = client.recv(1 << 16).partition(b"\r\n\r\n")
+    assert 400 <= int(head.split()[1]) < 500
+    assert json.loads(content)["error"].keys() == {"message", "type", "code"}
+    assert not caplog.records
+
+
+def test_nothing_is_logged_of_clients_that_leave_streams(loop, caplog):
+    """At once, between two chunks, and after some; by an end, and by a reset, which a write may find first."""
+    rng = np.random.default_rng(0)
+    with serving(loop) as server:
+        for number in range(60):
+            client = left_alone(server.address, CHAT, talk(stream=True, n=4, seed=number))
+            if number % 3 == 1:
+                time.sleep(rng.uniform(0, 0.03))
+            elif number % 3 == 2:
+                assert client.recv(50)
+            if number % 4:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            client.close()
+        until(lambda: loop.under_way == 0, "the slots")
+    assert not caplog.records
 
 
 def test_a_port_that_is_taken_is_an_error_that_names_it(loop, address):

@@ -1,5 +1,6 @@
 """`dapo-jax serve --http` as a command: what it refuses, and one process that follows a run, is asked, and is ended by SIGTERM."""
 
+import math
 import re
 import signal
 import sys
@@ -55,6 +56,13 @@ def test_beyond_this_machine_nothing_is_served_without_a_key(host):
         ({"queue": -1}, "queue=-1 must be at least 0"),
         ({"max_prompt_tokens": -1}, "max_prompt_tokens=-1 must be at least 0"),
         ({"port": 65536}, "port=65536 must be from 0"),
+        ({"temperature": math.inf}, "temperature=inf must be 0"),
+        ({"temperature": math.nan}, "temperature=nan must be 0"),
+        ({"temperature": 1e-9}, "temperature=1e-09 must be 0"),
+        ({"top_p": math.nan}, "top_p=nan must be in"),
+        ({"top_k": 2**31}, "top_k=2147483648 must be 1 to"),
+        ({"seed": 2**32}, "seed=4294967296 must be from 0"),
+        ({"follow_s": math.inf}, "follow=inf must be more than 0"),
     ],
 )
 def test_an_option_out_of_range_is_a_configuration_error(options, message):

@@ -1,11 +1,13 @@
 """Tokenizers of real models: special tokens, what begins and ends a text, and the files they are kept in."""
 
 import json
+from functools import cache
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders
 from tokenizers import Tokenizer as Library
 
 from dapo_jax.text.huggingface import HuggingFaceTokenizer
@@ -61,6 +63,51 @@ def test_half_a_character_is_the_replacement_character():
     assert len(ids) == 4
     assert PLAIN.decode(ids[:3]) == "\ufffd"
     assert PLAIN.decode(ids) == "🜂"
+
+
+@pytest.mark.parametrize("tokenizer", [byte_level_json, byte_fallback_json])
+@given(text=st.text(), cut=st.integers(0, 20))
+def test_the_bytes_of_tokens_are_those_of_their_text_wherever_it_is_cut(tokenizer, text, cut):
+    """Two halves of a character are no text, but their bytes are. The oracle is UTF-8; Llama 2's normalizer puts a space first."""
+    read, space = _decoding(tokenizer), b" " * (tokenizer is byte_fallback_json)
+    written = "".join(part for part in _without_specials(text)).replace("\N{LOWER ONE EIGHTH BLOCK}", " ")
+    for special in ("<unk>", "<s>", "</s>"):
+        written = written.replace(special, "")
+    ids = read.encode_plain(written).tolist()
+    found = [read.token_bytes(token) for token in [*ids[:cut], read.eos_id, *ids[cut:]]]
+    assert b"".join(found) == (space + written.encode("utf-8") if written else b"")
+
+
+@cache
+def _decoding(tokenizer):
+    config = {"eos_token": "</s>", "pad_token": "<unk>"} if tokenizer is byte_fallback_json else {}
+    return made(tokenizer(), **config)
+
+
+def test_special_tokens_have_no_bytes_and_ids_that_pad_a_vocabulary_none_that_are_known():
+    assert [PLAIN.token_bytes(token) for token in (END_OF_TEXT, IM_START, IM_END)] == [b"", b"", b""]
+    assert [PLAIN.token_bytes(token) for token in (-1, PLAIN.vocab_size, 2**40)] == [None] * 3
+
+
+def test_an_added_token_that_is_not_special_has_the_bytes_of_its_text():
+    library = Library.from_str(byte_level_json())
+    library.add_tokens(
+        [AddedToken(mark, normalized=False, special=False) for mark in ("<think>", "\u65e5 x")]
+    )
+    tokenizer = made(library.to_str())
+    for mark in ("<think>", "\u65e5 x"):
+        [token] = tokenizer.encode(mark).tolist()
+        assert tokenizer.token_bytes(token) == mark.encode("utf-8")
+
+
+@pytest.mark.parametrize("decoder", [None, decoders.WordPiece(), decoders.BPEDecoder(), decoders.CTC()])
+def test_bytes_that_depend_on_the_tokens_around_are_not_known(decoder):
+    library = Library.from_str(byte_level_json())
+    described = {
+        **json.loads(library.to_str()),
+        "decoder": None if decoder is None else json.loads(decoder.__getstate__()),
+    }
+    assert made(json.dumps(described)).token_bytes(50) is None
 
 
 def test_a_negative_id_is_refused():

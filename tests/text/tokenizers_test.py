@@ -15,6 +15,7 @@ from dapo_jax.text.tokenizers import (
     load_tokenizer,
     save_tokenizer,
 )
+from tests.text.folders import write
 
 SUMS = CharTokenizer("0123456789+=")
 
@@ -125,6 +126,25 @@ def test_the_end_token_is_the_only_one_that_ends_a_response_and_nothing_begins_a
     np.testing.assert_array_equal(tokenizer.encode_prompt("1+2"), tokenizer.encode("1+2"))
 
 
+@pytest.mark.parametrize("kind", ["dapo_jax.byte", "dapo_jax.char"])
+def test_a_folder_s_chat_template_is_read_and_written_back(kind, tmp_path):
+    write(tmp_path / "a", {"tokenizer.json": json.dumps({"type": kind, "alphabet": "1+2"}).encode()})
+    assert load_tokenizer(tmp_path / "a").chat_template is None
+    write(tmp_path / "a", {"chat_template.jinja": b"{{ messages[0].content }}+\r\n"})
+    tokenizer = load_tokenizer(tmp_path / "a")
+    save_tokenizer(tokenizer, tmp_path / "b")
+    for folder in ("a", "b"):
+        assert (
+            load_tokenizer(tmp_path / folder).chat_template.render([{"role": "user", "content": "1"}]) == "1+"
+        )
+    assert (tmp_path / "b" / "chat_template.jinja").read_bytes() == (
+        tmp_path / "a" / "chat_template.jinja"
+    ).read_bytes()
+    write(tmp_path / "a", {"chat_template.jinja": b"\xff"})
+    with pytest.raises(ValueError, match=r"chat_template\.jinja is not UTF-8"):
+        load_tokenizer(tmp_path / "a")
+
+
 def test_a_model_may_have_more_rows_than_the_tokenizer_ids_but_not_fewer():
     check_vocabulary(SUMS, 14)
     check_vocabulary(SUMS, 64)
@@ -156,3 +176,23 @@ def test_a_folder_with_a_sentencepiece_file_says_how_to_convert_it(tmp_path):
 def test_missing_file_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"cannot read a tokenizer from .*tokenizer\.json"):
         load_tokenizer(tmp_path)
+
+
+def test_bytes_of_tokens_are_those_of_the_characters():
+    chars = CharTokenizer("1+é")
+    assert [chars.token_bytes(token) for token in range(-1, 6)] == [
+        None,
+        b"",
+        b"",
+        b"1",
+        b"+",
+        "é".encode(),
+        None,
+    ]
+    assert [ByteTokenizer().token_bytes(token) for token in (-1, 1, 2, 257, 258)] == [
+        None,
+        b"",
+        b"\0",
+        b"\xff",
+        None,
+    ]

@@ -1,0 +1,136 @@
+"""One canonical form of messages, so that rows of the data, environments and HTTP requests render the same prompt from the same list.
+
+| given | canonical |
+|---|---|
+| a field that is null, at any depth | absent. Arrow gives every object of a column the fields of all others, as nulls |
+| `content` as a list of `{"type": "text", "text": ...}` | the texts, joined |
+| no `content` next to tool calls | an empty text |
+| `tool_calls` that are empty | absent |
+| a call `{"name": ..., "arguments": ...}` | `{"type": "function", "function": {"name": ..., "arguments": ...}}` |
+| the arguments of a call as JSON text | the object that the text states. Its nulls stay: the model wrote them |
+| the arguments of a call that are absent or an empty text | an empty object |
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from dapo_jax.plain_json import read_numbers
+
+DEEPEST = 64
+"""Lists and objects that may be inside one another."""
+
+
+def canonical_messages(messages: Iterable[object]) -> list[dict[str, Any]]:
+    """Returns the messages in their canonical form, each with a `role` and a `content` that are texts; unknown fields are kept.
+
+    Apply it once, where messages are rendered: a second time it would remove the nulls that JSON text stated.
+
+    >>> canonical_messages([{"role": "user", "name": None, "content": [{"type": "text", "text": "1+1"}]}])
+    [{'role': 'user', 'content': '1+1'}]
+
+    Raises:
+        ValueError: one is not a message, a field has another type, or the arguments of a call are not a JSON object.
+    """
+    return [_message(message, f"message {place}") for place, message in enumerate(messages)]
+
+
+def content_text(content: object, where: str = "a message") -> str:
+    """Returns the text of a message's `content`: a text, or a list of parts that are texts.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if isinstance(content, str):
+        return content
+    parts = _without_nulls(content)
+    if not isinstance(parts, list):
+        raise ValueError(
+            f"{where}: 'content' must be a string or a list of parts of text; got {content!r:.80}"
+        )
+    for part in parts:
+        if not (
+            isinstance(part, dict)
+            and part.keys() == {"type", "text"}
+            and part["type"] == "text"
+            and isinstance(part["text"], str)
+        ):
+            raise ValueError(
+                f'{where}: \'content\' has the part {part!r:.80}; a part must be {{"type": "text", "text": "..."}}'
+            )
+    return "".join(part["text"] for part in parts)
+
+
+def _message(given: object, where: str) -> dict[str, Any]:
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{where} is {given!r:.80}; it must be a mapping with 'role' and 'content'")
+    message = _without_nulls(given)
+    role, content, calls = (
+        message.pop("role", None),
+        message.pop("content", None),
+        message.pop("tool_calls", []),
+    )
+    if not isinstance(role, str):
+        raise ValueError(f"{where}: 'role' must be a string; got {role!r:.80}")
+    if not isinstance(calls, list):
+        raise ValueError(f"{where}: 'tool_calls' must be a list; got {calls!r:.80}")
+    content = "" if content is None and calls else content_text(content, where)
+    called = {"tool_calls": [_call(call, f"{where}: tool call {at}") for at, call in enumerate(calls)]}
+    return {"role": role, "content": content, **message, **(called if calls else {})}
+
+
+def _call(given: Any, where: str) -> dict[str, Any]:
+    if not isinstance(given, dict):
+        raise ValueError(f"{where} is {given!r:.80}; it must be a mapping with 'function'")
+    call = {key: value for key, value in given.items() if key not in ("type", "function")}
+    function = given.get("function")
+    if function is None:
+        function = {key: call.pop(key) for key in ("name", "arguments") if key in call}
+    if given.get("type", "function") != "function" or not isinstance(function, dict):
+        raise ValueError(
+            f'{where} is {given!r:.80}; a call must be {{"type": "function", "function": {{"name": ..., "arguments": ...}}}}'
+        )
+    if not isinstance(name := function.get("name"), str):
+        raise ValueError(f"{where}: the name of its function must be a string; got {name!r:.80}")
+    arguments = _arguments(function.get("arguments", {}), where)
+    return {
+        **call,
+        "type": "function",
+        "function": {"name": name, "arguments": arguments, **_others(function)},
+    }
+
+
+def _others(function: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in function.items() if key not in ("name", "arguments")}
+
+
+def _arguments(given: Any, where: str) -> dict[str, Any]:
+    read = given
+    if isinstance(given, str):
+        try:
+            read = read_numbers(given) if given.strip() else {}
+        except (ValueError, RecursionError) as error:
+            raise ValueError(
+                f"{where}: its arguments are not JSON: {error!s:.200}; got {given!r:.80}"
+            ) from error
+    if not isinstance(read, dict):
+        raise ValueError(f"{where}: its arguments must be a JSON object; got {given!r:.80}")
+    return read
+
+
+def _without_nulls(value: Any, depth: int = 0) -> Any:
+    """Returns a copy in which no object has a null, arrays are lists, and numpy's numbers are Python's.
+
+    Raises:
+        ValueError: the value is nested too deep, or in itself.
+    """
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
+    if not isinstance(value, Mapping | list | tuple):
+        return value
+    if depth == DEEPEST:
+        raise ValueError(f"a message is nested more than {DEEPEST} deep")
+    if isinstance(value, Mapping):
+        return {str(key): _without_nulls(item, depth + 1) for key, item in value.items() if item is not None}
+    return [_without_nulls(item, depth + 1) for item in value]
