@@ -4,6 +4,7 @@ import json
 import os
 import pty
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from dapo_jax.config import ConfigError, EvaluateConfig, SftConfig, TrainConfig,
 from dapo_jax.run.policy import Policy
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 from dapo_jax.text.tokenizers import CharTokenizer
-from dapo_jax.trackers import read_metrics
+from dapo_jax.trackers import progress, read_metrics
 from dapo_jax.trackers.rollout_log import read_rollouts
 
 ROOT = Path(__file__).parents[1]
@@ -468,6 +469,22 @@ def test_training_prints_where_it_got_and_where_things_are(trained, cut, capsys,
         f"ask the model: dapo-jax sample {run} --prompt TEXT -n 4",
     ]
     assert [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 2]
+
+
+def test_a_run_resumed_with_another_k_compares_what_both_evaluations_have(
+    trained, cut, capsys, tmp_path, monkeypatch
+):
+    """The run of two steps has avg@4 on file; avg@2 of step 3 is on its own, and the reward is in both."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(trained, run_dir)
+    monkeypatch.setattr(progress, "_QUIET_S", 0.0)
+    assert main([*cut(run_dir), "steps=3", "eval.samples_per_prompt=2", "--resume"]) == 0
+    out = capsys.readouterr().out
+    assert re.findall(r"^eval/arithmetic/(.*?): .*after step 3$", out, re.MULTILINE) == ["avg@2", "reward"]
+    assert re.search(r"^eval/arithmetic/avg@2: \d\.\d+ after step 3$", out, re.MULTILINE)
+    assert re.search(r"^eval/arithmetic/reward: \S+ before \(step 0\), \S+ after step 3$", out, re.MULTILINE)
+    # Of the display: the first step of the resumed run is the third.
+    assert set(re.findall(r"^step (\d)  sampling", out, re.MULTILINE)) == {"3"}
 
 
 def test_a_run_of_numbers_speaks_of_rewards_and_of_nothing_correct(cut, capsys, tmp_path):
