@@ -23,7 +23,7 @@ from dapo_jax.plan.plan import Plan, plan_for
 from dapo_jax.plan.workload import Assumptions
 from dapo_jax.run.disk_space import gib, written_by
 from dapo_jax.run.folders import place_of
-from dapo_jax.run.policy import base_model, description_of, lora_of, mesh_of, meshes_of
+from dapo_jax.run.policy import description_of, lora_of, mesh_of, meshes_of, read_base
 from dapo_jax.run.run_dir import check_run_dir
 from dapo_jax.storage import AnyPath, entries, in_bucket, size_of
 from dapo_jax.text.tokenizers import Tokenizer
@@ -54,7 +54,7 @@ class Configured:
                     cache_dir=model.cache_dir or None,
                 )
                 return (*description_of(ModelConfig(source=str(folder))), size)
-            decoder, tokenizer, folder = description_of(base_model(model))
+            decoder, tokenizer, folder = read_base(model, description_of)
             if folder is not None:
                 _ = SafetensorsFolder(
                     folder
