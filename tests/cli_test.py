@@ -487,6 +487,16 @@ def test_a_run_resumed_with_another_k_compares_what_both_evaluations_have(
     assert set(re.findall(r"^step (\d)  sampling", out, re.MULTILINE)) == {"3"}
 
 
+def test_a_library_that_exits_when_it_is_imported_does_not_pass_for_success(
+    cut, capsys, tmp_path, monkeypatch
+):
+    (tmp_path / "skyrl_gym.py").write_text("import sys\nsys.exit(0)\n")
+    monkeypatch.delitem(sys.modules, "skyrl_gym", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main([*cut(tmp_path / "run"), "environment.source=skyrl_gym:gsm8k"]) == 1
+    assert "skyrl_gym.py, line 2, called sys.exit(0)" in one_message(capsys, "train")
+
+
 def test_a_run_of_numbers_speaks_of_rewards_and_of_nothing_correct(cut, capsys, tmp_path):
     """Every score is 0 or less, so shares of correct responses would be 0.00 throughout, whatever is learnt."""
     run_dir = tmp_path / "run"

@@ -74,7 +74,7 @@ def _run(arguments: argparse.Namespace) -> int:
         print(f"dapo-jax {arguments.name}: {_noted(f'stopped by {error}', error)}", file=sys.stderr)
         processes.leave()
         return STOPPED
-    except (Exception, KeyboardInterrupt) as error:
+    except BaseException as error:
         found = _outcome(error, arguments.name)
         status, shown = (1, traceback.format_exc()) if found is None else (found[0], printable(found[1]))
         if joined:
@@ -99,6 +99,12 @@ def _outcome(error: BaseException, name: str) -> tuple[int, str] | None:
         return 2, f"dapo-jax {name}: {error}"
     if isinstance(error, KeyboardInterrupt):
         return 1, f"dapo-jax {name}: interrupted"
+    if isinstance(error, SystemExit):
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        return (
+            1,
+            f"dapo-jax {name}: {_noted(f'{last.filename}, line {last.lineno}, called sys.exit({error.code!r})', error)}",
+        )
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return 1, f"dapo-jax {name}: {_noted(f'{error}: make room; what was written before is whole', error)}"
     if said := _without_devices(error):
