@@ -70,7 +70,7 @@ for option in restarts poll worker; do
 done
 [[ ${#capacity[@]} -le 1 ]] || die "${capacity[*]}: choose one"
 case $command in
-  train | watch) check_type && check_training ${training[@]+"${training[@]}"} ;;
+  train | watch) check_type && check_training ${training[@]+"${training[@]}"} && check_mesh ;;
   up) check_type ;;
 esac
 [[ $command == train || $command == watch || ${#training[@]} -eq 0 ]] || die "$command takes no ${training[0]}"
