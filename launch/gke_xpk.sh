@@ -7,6 +7,8 @@
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=common.sh
 . "$(dirname "$0")/common.sh"
+# shellcheck source-path=SCRIPTDIR source=slices.sh
+. "$(dirname "$0")/slices.sh"
 
 usage() {
   cat <<'END'

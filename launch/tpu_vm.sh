@@ -4,6 +4,8 @@
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=common.sh
 . "$(dirname "$0")/common.sh"
+# shellcheck source-path=SCRIPTDIR source=slices.sh
+. "$(dirname "$0")/slices.sh"
 # shellcheck source-path=SCRIPTDIR source=tpu_slice.sh
 . "$(dirname "$0")/tpu_slice.sh"
 
