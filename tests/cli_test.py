@@ -298,7 +298,10 @@ def test_a_missing_file_is_one_message_and_names_the_nearest(capsys):
     ("arguments", "message"),
     [
         (["eval", "shipped:quikstart"], "these are: quickstart"),
-        (["eval", "no/such/folder"], "cannot read a model from"),
+        (["eval", "no/such/folder"], "no/such/folder is neither a run nor a model: there is no such folder"),
+        (["sample", "runs/nosuch", "--prompt", "1"], "give the run_dir of a training run, a model folder"),
+        (["convert", "runs/nosuch", "out"], "runs/nosuch is neither a run nor a model"),
+        (["sample", str(ROOT / "docs"), "--prompt", "1"], "docs is neither a run, with config.yaml and checkpoints, nor a model"),
         (["eval", "shipped:quickstart", "--data", "arithmetik"], "did you mean 'arithmetic'"),
         (["eval", "shipped:quickstart", "--top-p", "1.5"], "eval.top_p: found 1.5"),
         (["eval", "shipped:quickstart", "eval.top_q=1"], "or `eval.top_p`"),

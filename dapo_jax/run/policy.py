@@ -335,12 +335,19 @@ def run_at(source: str) -> AnyPath | None:
     """The training run's folder that `source` names, if it names one.
 
     Raises:
-        ConfigError: it lies in a bucket and cannot be read, or there is neither a run nor a model.
+        ConfigError: the folder cannot be read, or is neither a run nor a model.
     """
     folder = place_of(source, key="model", write=False)
     if (folder / "config.yaml").is_file() and (folder / "checkpoints").is_dir():
         return folder
-    if in_bucket(folder) and not (folder / CONFIG).is_file() and not is_adapter(folder):
+    if source.startswith(("preset:", "shipped:", "hf:")) or folder.is_file():
+        return None
+    if not in_bucket(folder) and not folder.exists():
+        raise ConfigError(
+            f"{source} is neither a run nor a model: there is no such folder; give the run_dir of a training run, a model folder, "
+            "preset:NAME, shipped:NAME or hf:ORG/NAME"
+        )
+    if not (folder / CONFIG).is_file() and not is_adapter(folder):
         raise ConfigError(
             f"{source} is neither a run, with config.yaml and checkpoints, nor a model, with {CONFIG}: look at the name, or wait for the "
             "run's first checkpoint"

@@ -110,7 +110,7 @@ def test_nothing_is_written_over(gguf_file, tmp_path):
 @pytest.mark.parametrize(
     ("source", "dtype", "message"),
     [
-        ("nowhere", "float32", r"nowhere: cannot read a model from nowhere/config\.json"),
+        ("nowhere", "float32", "nowhere is neither a run nor a model: there is no such folder"),
         ("nowhere.gguf", "float32", r"nowhere\.gguf: cannot read nowhere\.gguf"),
         ("shipped:none", "float32", "no model 'none' is shipped; these are: quickstart"),
         ("preset:tyni", "float32", "nearest is 'tiny'"),
