@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
 import jax
 
@@ -9,6 +10,7 @@ from dapo_jax.checkpoints.checkpointer import Checkpointer
 from dapo_jax.config import ConfigError, ModelConfig, TrainConfig
 from dapo_jax.doctor.check import Found
 from dapo_jax.doctor.machine import host_bytes, not_writable
+from dapo_jax.locks import LockedError, check_free
 from dapo_jax.models.hub import look_up
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.safetensors_files import SafetensorsFolder
@@ -161,6 +163,15 @@ class Configured:
                 state="failed",
                 remedy="set run_dir to a folder that can be written to",
             )
+        if not in_bucket(folder):
+            try:
+                check_free(Path(folder))
+            except LockedError as error:
+                return Found(
+                    message=f"{config.run_dir}: {error}",
+                    state="failed",
+                    remedy="train again when the run has ended, or set another run_dir",
+                )
         if not (folder / "config.yaml").exists():
             check_run_dir(folder, config, resume=False)
             return Found(message=f"{config.run_dir} is free")

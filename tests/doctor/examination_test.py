@@ -12,6 +12,7 @@ from dapo_jax.config import to_yaml
 from dapo_jax.doctor import examination as module
 from dapo_jax.doctor.check import Finding
 from dapo_jax.doctor.examination import verdict
+from dapo_jax.locks import take
 from dapo_jax.parallel.weights import WeightTransfer
 from dapo_jax.run import response_sampler, step_batches
 from tests.doctor.conftest import write_model
@@ -264,6 +265,14 @@ def test_a_folder_that_holds_the_run_of_another_configuration(examined, configur
     found = only_fails(examined(quick=True, run_dir=tmp_path), "run_dir")
     assert "seed was 7, is 0" in found.message
     assert "choose another run_dir" in found.remedy
+
+
+def test_a_folder_in_which_a_run_is_at_work_is_called_live(examined, configure, tmp_path):
+    (tmp_path / "config.yaml").write_text(to_yaml(configure(run_dir=tmp_path)))
+    with take(tmp_path, lost=lambda *_: None):
+        found = only_fails(examined(quick=True, run_dir=tmp_path), "run_dir")
+        assert "a run is at work there, by this process itself" in found.message
+    assert examined(quick=True, run_dir=tmp_path)["run_dir"].state == "warning"  # it can be resumed
 
 
 def test_a_folder_that_holds_this_run_can_be_resumed(examined, configure, tmp_path):
