@@ -490,6 +490,20 @@ def test_a_run_resumed_with_another_k_compares_what_both_evaluations_have(
     assert set(re.findall(r"^step (\d)  sampling", out, re.MULTILINE)) == {"3"}
 
 
+def test_libtpu_prints_nothing_where_there_is_no_tpu():
+    pytest.importorskip("libtpu")
+    if any(Path("/dev").glob("accel*")) or any(Path("/dev").glob("vfio/[0-9]*")):
+        pytest.skip("there is a TPU")
+    plain = {
+        name: value for name, value in os.environ.items() if not name.startswith(("TPU_", "JAX_PLATFORMS"))
+    }
+    plain.pop("ALLOW_MULTIPLE_LIBTPU_LOAD", None)
+    code = "import sys; from dapo_jax.cli import main; sys.exit(main(sys.argv[1:]))"
+    words = [sys.executable, "-c", code, "sample", "shipped:quickstart", "--prompt", "1+1="]
+    done = subprocess.run(words, env=plain, capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+
+
 def test_a_library_that_exits_when_it_is_imported_does_not_pass_for_success(
     cut, capsys, tmp_path, monkeypatch
 ):

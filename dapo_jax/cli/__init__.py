@@ -22,6 +22,7 @@ from dapo_jax.config.section import leaf_types
 from dapo_jax.health.stopping import STOPPED, StoppedError, stopped_by_signals
 from dapo_jax.nearest import nearest
 from dapo_jax.parallel import processes
+from dapo_jax.parallel.libtpu import keep_quiet
 from dapo_jax.terminal import lasting_streams
 
 TOGETHER = ("train",)
@@ -66,6 +67,8 @@ def _run(arguments: argparse.Namespace) -> int:
             joined = True
         if arguments.name in ALONE and sys.stderr.isatty():
             print(f"dapo-jax {arguments.name}: loading", file=sys.stderr, flush=True)
+        if arguments.name in TOGETHER + ALONE:
+            keep_quiet()
         status = arguments.command(arguments)
         sys.stdout.flush()  # where a full disk is still said
         processes.leave()
