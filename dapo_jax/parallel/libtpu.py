@@ -11,7 +11,7 @@ WITHOUT_TPU = {
     "TPU_WORKER_ID": "0",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-"""With these it asks no metadata server either."""
+"""Values that describe a slice to libtpu, so that it asks no metadata server."""
 
 _DEVICES = ("accel*", "vfio/[0-9]*")
 """Files in /dev, one for each chip of a TPU."""
