@@ -87,6 +87,26 @@ def take(folder: AnyPath, *, lost: Lost) -> "Lock":
     return _Lease(folder, lost) if in_bucket(folder) else _FileLock(Path(folder))
 
 
+def check_free(folder: Path) -> None:
+    """Refuses a local folder in which a run is at work. Makes and writes nothing.
+
+    Raises:
+        LockedError: names the process.
+    """
+    try:
+        file = os.open(folder / NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:  # there is no lock, or none that can be read
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise _taken_by(_holder(os.pread(file, _HOLDER_BYTES, 0))) from None
+    except OSError:  # of a place without locks
+        return
+    finally:
+        os.close(file)
+
+
 class Lock(ABC):
     """A lock that this process holds. A process that is forked off does not."""
 

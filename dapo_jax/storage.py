@@ -68,12 +68,13 @@ def in_bucket(path: str | PathLike[str]) -> bool:
 def check_access(folder: AnyPath, *, write: bool) -> None:
     """Tries what a run will do: ask about the bucket, list `folder`, and with `write` write an object there and delete it.
 
-    Of a local folder that is to be written to, the system is asked whether it can be.
+    A local folder must have a name that the system takes. With `write` the system is asked whether the folder can be written to.
 
     Raises:
         ValueError: one of these was refused; says which, and why.
     """
     if not in_bucket(folder):
+        _check_name(Path(folder))
         if write:
             _check_writable(Path(folder))
         return
@@ -101,6 +102,19 @@ def check_access(folder: AnyPath, *, write: bool) -> None:
         ) from error
 
 
+def _check_name(folder: Path) -> None:
+    """Refuses a name that no local folder can have, such as one of 300 letters."""
+    try:
+        os.lstat(folder)
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        raise ValueError(
+            f"the system takes no such name of {len(str(folder))} characters ({why}); choose another"
+        ) from error
+
+
 def _check_writable(folder: Path) -> None:
     """Refuses a local folder in which nothing can be made, or that cannot be made where it is to be."""
     place = next((place for place in (folder, *folder.parents) if os.path.lexists(place)), Path())
@@ -111,6 +125,10 @@ def _check_writable(folder: Path) -> None:
     if os.path.isdir(folder) and not os.access(folder, os.R_OK):
         raise ValueError(
             f"{folder.absolute()} cannot be listed: this user may not read there; choose another folder"
+        )
+    if place.is_symlink() and not place.exists():
+        raise ValueError(
+            f"{place} is a link to {os.readlink(place)}, which is not there; make that folder, or choose another one"
         )
     if place != folder and not place.is_dir():
         raise ValueError(f"{place} is no folder, so {folder} cannot be made; choose another folder")

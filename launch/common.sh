@@ -6,6 +6,7 @@ readonly TOKENS=(HF_TOKEN WANDB_API_KEY)
 readonly EXTRAS="gcs,hub,tpu,wandb"
 dry_run=""
 data_axis=1 # parallel.data of the configuration
+mesh=""     # parallel of the configuration, a line for each axis
 shared=()   # what the workers need besides the library: paths inside the current folder
 
 say() { echo "$(basename "$0"): $*" >&2; }
@@ -74,6 +75,13 @@ check_training() { # CONFIG [key=value ...] [--resume]
   command -v dapo-jax >/dev/null || die "dapo-jax is not on PATH; it reads CONFIG before anything is paid for: pip install -e ."
   resolved=$(dapo-jax config "$1" ${overrides[@]+"${overrides[@]}"}) || exit
   data_axis=$(sed -n '/^parallel:/,/^[^ ]/s/^  data: //p' <<<"$resolved")
+  mesh=$(sed -n '/^parallel:/,/^[^ ]/p' <<<"$resolved")
+  if grep -q "^  wandb: true$" <<<"$resolved"; then
+    [[ -z $extras || ,$extras, == *,wandb,* ]] ||
+      die "log.wandb=true needs the extra wandb on the workers; add it to --extras=$extras, or set log.wandb=false"
+    [[ -n ${WANDB_API_KEY:-} ]] ||
+      die "log.wandb=true, and WANDB_API_KEY, which the workers would get, is not set here; set it, or log.wandb=false"
+  fi
   run_dir=$(sed -n "s/^run_dir: //p" <<<"$resolved" | tr -d "'\"")
   [[ $run_dir == gs://?* ]] ||
     die "run_dir=$run_dir would be on the workers' disks, which go when a worker is preempted; set run_dir=gs://BUCKET/FOLDER"

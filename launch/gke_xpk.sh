@@ -7,6 +7,8 @@
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=common.sh
 . "$(dirname "$0")/common.sh"
+# shellcheck source-path=SCRIPTDIR source=slices.sh
+. "$(dirname "$0")/slices.sh"
 
 usage() {
   cat <<'END'
@@ -67,10 +69,13 @@ submit() {
   local program flags source=(--base-docker-image=python:3.12 --script-dir=.) environment=$HOME/.cache/dapo_jax/launch/$name.env
   [[ $type =~ ^(v4|v5p|tpu7x|v5litepod|v6e)-[1-9][0-9]*$ ]] ||
     die "--type=$type is none of v4-N, v5p-N, tpu7x-N, v5litepod-N, v6e-N"
+  check_size "$type"
   share . # all of it goes into the image
+  [[ -z $image ]] || extras="" # the image has them
   check_training ${training[@]+"${training[@]}"}
   [[ $slices -le 1 || $data_axis == -1 || $((data_axis % slices)) -eq 0 ]] ||
     die "--slices=$slices, parallel.data=$data_axis: only data may cross the network between slices; set parallel.data=$slices or a multiple of it"
+  check_mesh
   flags=LIBTPU_INIT_ARGS=$(libtpu_args "$type" "$slices")
   program="dapo-jax train $(quoted "${training[@]}" --resume)"
   if [[ -n $image ]]; then

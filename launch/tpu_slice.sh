@@ -24,6 +24,7 @@ check_type() {
     die "--type=$type is a topology; ${shape//x/ x } chips x $cores cores are --type=$generation-$((${shape//x/*} * cores))"
   fi
   [[ $type =~ ^[a-z0-9]+-[1-9][0-9]*$ ]] || die "--type=$type has no size, such as $generation-8"
+  check_size "$type"
   type=$generation-${type##*-} image=${runtime:-$image}
 }
 

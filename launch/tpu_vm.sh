@@ -4,6 +4,8 @@
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=common.sh
 . "$(dirname "$0")/common.sh"
+# shellcheck source-path=SCRIPTDIR source=slices.sh
+. "$(dirname "$0")/slices.sh"
 # shellcheck source-path=SCRIPTDIR source=tpu_slice.sh
 . "$(dirname "$0")/tpu_slice.sh"
 
@@ -70,7 +72,7 @@ for option in restarts poll worker; do
 done
 [[ ${#capacity[@]} -le 1 ]] || die "${capacity[*]}: choose one"
 case $command in
-  train | watch) check_type && check_training ${training[@]+"${training[@]}"} ;;
+  train | watch) check_type && check_training ${training[@]+"${training[@]}"} && check_mesh ;;
   up) check_type ;;
 esac
 [[ $command == train || $command == watch || ${#training[@]} -eq 0 ]] || die "$command takes no ${training[0]}"

@@ -4,6 +4,7 @@ import json
 import os
 import pty
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from dapo_jax.config import ConfigError, EvaluateConfig, SftConfig, TrainConfig,
 from dapo_jax.run.policy import Policy
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 from dapo_jax.text.tokenizers import CharTokenizer
-from dapo_jax.trackers import read_metrics
+from dapo_jax.trackers import progress, read_metrics
 from dapo_jax.trackers.rollout_log import read_rollouts
 
 ROOT = Path(__file__).parents[1]
@@ -297,7 +298,10 @@ def test_a_missing_file_is_one_message_and_names_the_nearest(capsys):
     ("arguments", "message"),
     [
         (["eval", "shipped:quikstart"], "these are: quickstart"),
-        (["eval", "no/such/folder"], "cannot read a model from"),
+        (["eval", "no/such/folder"], "no/such/folder is neither a run nor a model: there is no such folder"),
+        (["sample", "runs/nosuch", "--prompt", "1"], "give the run_dir of a training run, a model folder"),
+        (["convert", "runs/nosuch", "out"], "runs/nosuch is neither a run nor a model"),
+        (["sample", str(ROOT / "docs"), "--prompt", "1"], "docs is neither a run, with config.yaml and checkpoints, nor a model"),
         (["eval", "shipped:quickstart", "--data", "arithmetik"], "did you mean 'arithmetic'"),
         (["eval", "shipped:quickstart", "--top-p", "1.5"], "eval.top_p: found 1.5"),
         (["eval", "shipped:quickstart", "eval.top_q=1"], "or `eval.top_p`"),
@@ -468,6 +472,54 @@ def test_training_prints_where_it_got_and_where_things_are(trained, cut, capsys,
         f"ask the model: dapo-jax sample {run} --prompt TEXT -n 4",
     ]
     assert [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 2]
+
+
+def test_a_run_resumed_with_another_k_compares_what_both_evaluations_have(
+    trained, cut, capsys, tmp_path, monkeypatch
+):
+    """The run of two steps has avg@4 on file; avg@2 of step 3 is on its own, and the reward is in both."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(trained, run_dir)
+    monkeypatch.setattr(progress, "_QUIET_S", 0.0)
+    assert main([*cut(run_dir), "steps=3", "eval.samples_per_prompt=2", "--resume"]) == 0
+    out = capsys.readouterr().out
+    assert re.findall(r"^eval/arithmetic/(.*?): .*after step 3$", out, re.MULTILINE) == ["avg@2", "reward"]
+    assert re.search(r"^eval/arithmetic/avg@2: \d\.\d+ after step 3$", out, re.MULTILINE)
+    assert re.search(r"^eval/arithmetic/reward: \S+ before \(step 0\), \S+ after step 3$", out, re.MULTILINE)
+    # Of the display: the first step of the resumed run is the third.
+    assert set(re.findall(r"^step (\d)  sampling", out, re.MULTILINE)) == {"3"}
+
+
+def test_libtpu_prints_nothing_where_there_is_no_tpu():
+    pytest.importorskip("libtpu")
+    if any(Path("/dev").glob("accel*")) or any(Path("/dev").glob("vfio/[0-9]*")):
+        pytest.skip("there is a TPU")
+    plain = {
+        name: value for name, value in os.environ.items() if not name.startswith(("TPU_", "JAX_PLATFORMS"))
+    }
+    plain.pop("ALLOW_MULTIPLE_LIBTPU_LOAD", None)
+    code = "import sys; from dapo_jax.cli import main; sys.exit(main(sys.argv[1:]))"
+    words = [sys.executable, "-c", code, "sample", "shipped:quickstart", "--prompt", "1+1="]
+    done = subprocess.run(words, env=plain, capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+
+
+def test_a_library_that_exits_when_it_is_imported_does_not_pass_for_success(
+    cut, capsys, tmp_path, monkeypatch
+):
+    (tmp_path / "skyrl_gym.py").write_text("import sys\nsys.exit(0)\n")
+    monkeypatch.delitem(sys.modules, "skyrl_gym", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert (
+        main(
+            [
+                *[word for word in cut(tmp_path / "run") if not word.startswith("reward.grader")],
+                "environment.source=skyrl_gym:gsm8k",
+            ]
+        )
+        == 1
+    )
+    assert "skyrl_gym.py, line 2, called sys.exit(0)" in one_message(capsys, "train")
 
 
 def test_a_run_of_numbers_speaks_of_rewards_and_of_nothing_correct(cut, capsys, tmp_path):

@@ -22,6 +22,7 @@ from dapo_jax.config.section import leaf_types
 from dapo_jax.health.stopping import STOPPED, StoppedError, stopped_by_signals
 from dapo_jax.nearest import nearest
 from dapo_jax.parallel import processes
+from dapo_jax.parallel.libtpu import keep_quiet
 from dapo_jax.terminal import lasting_streams
 
 TOGETHER = ("train",)
@@ -66,6 +67,8 @@ def _run(arguments: argparse.Namespace) -> int:
             joined = True
         if arguments.name in ALONE and sys.stderr.isatty():
             print(f"dapo-jax {arguments.name}: loading", file=sys.stderr, flush=True)
+        if arguments.name in TOGETHER + ALONE:
+            keep_quiet()
         status = arguments.command(arguments)
         sys.stdout.flush()  # where a full disk is still said
         processes.leave()
@@ -74,7 +77,7 @@ def _run(arguments: argparse.Namespace) -> int:
         print(f"dapo-jax {arguments.name}: {_noted(f'stopped by {error}', error)}", file=sys.stderr)
         processes.leave()
         return STOPPED
-    except (Exception, KeyboardInterrupt) as error:
+    except BaseException as error:
         found = _outcome(error, arguments.name)
         status, shown = (1, traceback.format_exc()) if found is None else (found[0], printable(found[1]))
         if joined:
@@ -99,6 +102,12 @@ def _outcome(error: BaseException, name: str) -> tuple[int, str] | None:
         return 2, f"dapo-jax {name}: {error}"
     if isinstance(error, KeyboardInterrupt):
         return 1, f"dapo-jax {name}: interrupted"
+    if isinstance(error, SystemExit):
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        return (
+            1,
+            f"dapo-jax {name}: {_noted(f'{last.filename}, line {last.lineno}, called sys.exit({error.code!r})', error)}",
+        )
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return 1, f"dapo-jax {name}: {_noted(f'{error}: make room; what was written before is whole', error)}"
     if said := _without_devices(error):

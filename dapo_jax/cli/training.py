@@ -3,6 +3,7 @@
 import argparse
 import re
 import shlex
+from collections.abc import Iterator, Mapping, Sequence
 
 from dapo_jax.cli.arguments import CONFIG, Commands, add_overrides, command
 from dapo_jax.config import EvaluateConfig, SftConfig, TrainConfig, load_config, to_yaml
@@ -40,20 +41,29 @@ def train(arguments: argparse.Namespace) -> int:
     from dapo_jax.storage import path_of
 
     result = train(config, resume=arguments.resume, stop=arguments.stop)
-    scored = [line for line in result.metrics if any(key.startswith("eval/") for key in line)]
-    shown = r"eval/.+/(avg@\d+|reward)" if config.dynamic_sampling.metric == "correct" else "eval/.+/reward"
-    for name in scored[0] if scored else ():
-        if re.fullmatch(shown, name):
-            (before, after), figures = (scored[0], scored[-1]), ".4g" if name.endswith("reward") else ".3f"
-            print(
-                f"{name}: {before[name]:{figures}} before (step {before['step']}), {after[name]:{figures}} after step {after['step']}"
-            )
+    for line in _held_out(result.metrics, metric=config.dynamic_sampling.metric):
+        print(line)
     if is_first():
         run = path_of(config.run_dir)
         print(f"metrics, rollouts, evaluations, checkpoints and the trained model are in {run}")
         print(f"look inside:   dapo-jax report {shlex.quote(str(run))}")
         print(f"ask the model: dapo-jax sample {shlex.quote(str(run))} --prompt TEXT -n 4")
     return 0
+
+
+def _held_out(lines: Sequence[Mapping[str, float | int]], *, metric: str) -> Iterator[str]:
+    """The scores of the last evaluation, each next to the same score of the first one.
+
+    A run that was resumed with other evaluations has scores that the first one lacks. They stand alone.
+    """
+    evaluations = [line for line in lines if any(key.startswith("eval/") for key in line)]
+    shown = r"eval/.+/(avg@\d+|reward)" if metric == "correct" else "eval/.+/reward"
+    for name, score in evaluations[-1].items() if evaluations else ():
+        if re.fullmatch(shown, name):
+            figures = ".4g" if name.endswith("reward") else ".3f"
+            before = evaluations[0].get(name)
+            earlier = "" if before is None else f" {before:{figures}} before (step {evaluations[0]['step']}),"
+            yield f"{name}:{earlier} {score:{figures}} after step {evaluations[-1]['step']}"
 
 
 def sft(arguments: argparse.Namespace) -> int:

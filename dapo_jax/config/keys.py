@@ -30,6 +30,10 @@ TOP_P = Range("more than 0 and at most 1 (1: off)", lambda v: 0 < v <= 1)
 TOP_K = Range("1 to 2**31 - 1, or 0 or -1 (both: off)", lambda v: -1 <= v < 2**31)
 TEMPERATURE = Range("0 (greedy), or 0.001 to 1000", lambda v: v == 0 or 1e-3 <= v <= 1e3)
 FRACTION = Range("from 0 to 1", lambda v: 0 <= v <= 1)
+ROUNDS = Range(
+    "0 to 1000: responses that wait pass these rounds one by one, though nothing may be left to sample",
+    lambda v: 0 <= v <= 1000,
+)
 AXIS = Range("1 or more devices, or -1 for those that the other axes leave", lambda v: v >= 1 or v == -1)
 
 

@@ -16,6 +16,7 @@ from dapo_jax.config.keys import (
     FRACTION,
     NOT_NEGATIVE,
     POSITIVE,
+    ROUNDS,
     SIZE,
     TEMPERATURE,
     TOP_K,
@@ -350,9 +351,9 @@ class RolloutConfig(Section, at="rollout"):
     with the next step's weights, and surplus groups wait: no step waits for its longest response. 0: waves, each sampled to its end."""
     round_tokens: int = key(256, range=SIZE)
     """Tokens that each response in flight draws in a round; at its end what has ended is replaced and a step may end."""
-    verdict_rounds: int = key(1, range=NOT_NEGATIVE)
+    verdict_rounds: int = key(1, range=ROUNDS)
     """Rounds from a group's last token to its verdict, while which graders work beside the sampler; 0: sampling waits for them."""
-    answer_rounds: int = key(1, range=NOT_NEGATIVE)
+    answer_rounds: int = key(1, range=ROUNDS)
     """Rounds from the end of an episode's turn to its environment's answer, while which others draw; 0: sampling waits for it. Without `environment.source` it has no meaning."""
     max_age_steps: int = key(
         0, range=NOT_NEGATIVE, aliases=["max_staleness", "staleness_threshold", "max_off_policy_steps"]

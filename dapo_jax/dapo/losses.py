@@ -6,6 +6,7 @@ from the logits at `t - 1`, and the caller has already lined the two up. What st
 is never looked at and may be NaN. Equation numbers refer to DAPO, https://arxiv.org/abs/2503.14476.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -94,7 +95,7 @@ def dapo_loss(
         "policy/clip_high_frac": tokens.mean(clipped_high),
         "policy/clip_low_frac": tokens.mean(clipped_low),
         # What the clip holds back: unlikely tokens (the paper's Fig. 3a).
-        "policy/clipped_high_prob": tokens.mean(probability, where=clipped_high),
+        "policy/clipped_high_prob": replace(tokens.mean(probability, where=clipped_high), rare=True),
         "policy/dual_clip_frac": tokens.mean(dual_clipped),
         # Two estimates of KL(old || new), http://joschu.net/blog/kl-approx.html
         "policy/kl_old_k1": tokens.mean(-log_ratio),

@@ -6,7 +6,7 @@ host. Names are `where/what`, with the unit at the end (`_s`, `_tokens`, `_frac`
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -33,9 +33,11 @@ class Mean:
 
     total: Any
     count: Any
+    rare: bool = field(default=False, metadata={"static": True})
+    """True: `to_scalars` leaves it out if nothing was counted, since that is no fault."""
 
     def __add__(self, other: "Mean") -> "Mean":
-        return Mean(self.total + other.total, self.count + other.count)
+        return Mean(self.total + other.total, self.count + other.count, self.rare)
 
 
 @jax.tree_util.register_dataclass
@@ -89,7 +91,7 @@ def to_scalars(metrics: Mapping[str, Metric] | Sequence[Mapping[str, Metric]]) -
     float64: float32 token counts are inexact beyond 2^24 = 16.7 million, which a few updates reach.
 
     Returns:
-        One float per name: total / count of a `Mean`, the value of a `Max`; `nan` where nothing was counted.
+        One float per name: total / count of a `Mean`, the value of a `Max`; `nan` where nothing was counted. A `rare` mean is then absent.
 
     Raises:
         ValueError: the dicts differ in keys, or a name is a mean in one and a maximum in another.
@@ -98,7 +100,12 @@ def to_scalars(metrics: Mapping[str, Metric] | Sequence[Mapping[str, Metric]]) -
     if not records:
         return {}
     on_host = [_in_float64(record) for record in jax.device_get(records)]
-    return {name: _scalar(metric) for name, metric in functools.reduce(add_metrics, on_host).items()}
+    added = functools.reduce(add_metrics, on_host)
+    return {
+        name: _scalar(metric)
+        for name, metric in added.items()
+        if not (isinstance(metric, Mean) and metric.rare and metric.count == 0)
+    }
 
 
 def _in_float64(record: Mapping[str, Metric]) -> dict[str, Metric]:

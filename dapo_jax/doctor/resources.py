@@ -1,11 +1,8 @@
 """The resources that a configuration names: the model and the memory it takes, the folders it writes to, the services it reports to."""
 
-import importlib.util
-import netrc
-import os
 from dataclasses import dataclass, replace
 from functools import cached_property
-from urllib.parse import urlsplit
+from pathlib import Path
 
 import jax
 
@@ -13,7 +10,7 @@ from dapo_jax.checkpoints.checkpointer import Checkpointer
 from dapo_jax.config import ConfigError, ModelConfig, TrainConfig
 from dapo_jax.doctor.check import Found
 from dapo_jax.doctor.machine import host_bytes, not_writable
-from dapo_jax.extras import how_to_install
+from dapo_jax.locks import LockedError, check_free
 from dapo_jax.models.hub import look_up
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.safetensors_files import SafetensorsFolder
@@ -23,10 +20,11 @@ from dapo_jax.plan.plan import Plan, plan_for
 from dapo_jax.plan.workload import Assumptions
 from dapo_jax.run.disk_space import gib, written_by
 from dapo_jax.run.folders import place_of
-from dapo_jax.run.policy import base_model, description_of, lora_of, mesh_of, meshes_of
+from dapo_jax.run.policy import description_of, lora_of, mesh_of, meshes_of, read_base
 from dapo_jax.run.run_dir import check_run_dir
 from dapo_jax.storage import AnyPath, entries, in_bucket, size_of
 from dapo_jax.text.tokenizers import Tokenizer
+from dapo_jax.trackers.ready import missing, wandb_mode
 
 CROWDED = 0.8
 """Share of the memory beyond which a warning is given: activations are not counted."""
@@ -54,7 +52,7 @@ class Configured:
                     cache_dir=model.cache_dir or None,
                 )
                 return (*description_of(ModelConfig(source=str(folder))), size)
-            decoder, tokenizer, folder = description_of(base_model(model))
+            decoder, tokenizer, folder = read_base(model, description_of)
             if folder is not None:
                 _ = SafetensorsFolder(
                     folder
@@ -165,6 +163,15 @@ class Configured:
                 state="failed",
                 remedy="set run_dir to a folder that can be written to",
             )
+        if not in_bucket(folder):
+            try:
+                check_free(Path(folder))
+            except LockedError as error:
+                return Found(
+                    message=f"{config.run_dir}: {error}",
+                    state="failed",
+                    remedy="train again when the run has ended, or set another run_dir",
+                )
         if not (folder / "config.yaml").exists():
             check_run_dir(folder, config, resume=False)
             return Found(message=f"{config.run_dir} is free")
@@ -179,21 +186,13 @@ class Configured:
     def reports(self) -> Found:
         """Whether metrics can go where the configuration wants them."""
         log = self.config.log
-        if log.tensorboard and importlib.util.find_spec("tensorboardX") is None:
-            return _missing("log.tensorboard", "tensorboardX", "tensorboard")
+        what, remedy = missing(log)
+        if what:
+            return Found(message=what, state="failed", remedy=remedy)
         if not log.wandb:
             return Found(message="metrics.jsonl" + (" and TensorBoard" if log.tensorboard else ""))
-        if importlib.util.find_spec("wandb") is None:
-            return _missing("log.wandb", "wandb", "wandb")
-        mode = os.environ.get("WANDB_MODE", "online")
-        if mode != "online":
+        if (mode := wandb_mode()) != "online":
             return Found(message=f"Weights & Biases, with WANDB_MODE={mode}")
-        if not _wandb_key():
-            return Found(
-                message="log.wandb=true, and there is no API key of Weights & Biases",
-                state="failed",
-                remedy="run `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline",
-            )
         return Found(
             message=f"Weights & Biases, project {log.wandb_project}; an API key is there (not tried)"
         )
@@ -213,25 +212,6 @@ def _resumable(folder: AnyPath, config: TrainConfig) -> Found:
     else:
         said = f"{config.run_dir} holds this run; it goes on after step {step}"
     return Found(message=said, state="warning", remedy="start it with --resume, or choose another run_dir")
-
-
-def _missing(key: str, package: str, extra: str) -> Found:
-    return Found(
-        message=f"{key}=true needs the package {package}, which is not installed",
-        state="failed",
-        remedy=f"{how_to_install(extra)}, or set {key}=false",
-    )
-
-
-def _wandb_key() -> bool:
-    """True if the environment or the netrc file holds a key; which is not asked after."""
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
-    try:
-        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
-    except (OSError, netrc.NetrcParseError):
-        return False
 
 
 def _sizes(mesh: jax.sharding.Mesh) -> str:

@@ -7,7 +7,7 @@ from dapo_jax.environments.adapters import ADAPTERS
 from dapo_jax.environments.guess import GuessTheNumber
 from dapo_jax.environments.protocol import Environment
 from dapo_jax.nearest import nearest
-from dapo_jax.rewards.functions import load_function
+from dapo_jax.rewards.functions import load_function, loading
 
 ENVIRONMENTS = {"guess": GuessTheNumber}
 """The environments that come with the package, by name."""
@@ -30,13 +30,9 @@ def load_environment(source: str) -> Environment:
     if kind in ADAPTERS:
         return ADAPTERS[kind](rest)
     make = ENVIRONMENTS.get(source) or _loaded(source, kind)
-    try:
-        made = make()
-    except Exception as error:  # of somebody else's code
-        raise ValueError(
-            f"{source}: making the environment fails with {type(error).__name__}: {error}; it is called without arguments"
-        ) from error
-    if not callable(getattr(made, "episode", None)):
+    made = loading(source, "making the environment", make, remedy="; it is called without arguments")
+    episode = loading(source, "its attribute `episode`", lambda: getattr(made, "episode", None))
+    if not callable(episode):
         raise ValueError(
             f"{source}: a {type(made).__name__} has no method episode(row, seed), which makes the episode of a response"
         )

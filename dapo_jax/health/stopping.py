@@ -135,6 +135,8 @@ def stopped_by_signals(end: Callable[[int, str], None]) -> Iterator[Stop]:
     """SIGTERM, SIGINT and SIGHUP stop the run within this block; a second SIGTERM or SIGINT, or the end of the time of grace, ends the
     process.
 
+    After a stop SIGHUP stays ignored: a repeated one must not change the exit status while the interpreter shuts down.
+
     A thread sees to the latter two, since no handler runs while the main thread is in compiled code. SIGHUP stays ignored where it
     was when the program began: nohup asks for that.
 
@@ -145,7 +147,13 @@ def stopped_by_signals(end: Callable[[int, str], None]) -> Iterator[Stop]:
     main = threading.get_ident()
     stop.woken_by(lambda: signal.pthread_kill(main, _TOLD))
 
+    hung_up = False
+
     def handle(number: int, _: FrameType | None) -> None:
+        nonlocal hung_up
+        if number == HANGUP and hung_up:
+            return  # an exception now would interrupt the stop itself
+        hung_up = hung_up or number == HANGUP
         stop.note("" if number == _TOLD else signal.Signals(number).name)
 
     seen, awake = socket.socketpair()
@@ -159,7 +167,8 @@ def stopped_by_signals(end: Callable[[int, str], None]) -> Iterator[Stop]:
         yield stop
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            late = stop.reason and number in (HANGUP, _TOLD)
+            signal.signal(number, signal.SIG_IGN if late else handler)
         signal.set_wakeup_fd(former)
         awake.close()  # which ends the listener
         listener.join()

@@ -206,5 +206,9 @@ def _write_file(path: AnyPath, tensors: Sequence[Tensor], dtype: str) -> int:
             value = np.ascontiguousarray(tensor.fetch().astype(kind, copy=False))
             if value.shape != tensor.shape:
                 raise ValueError(f"{tensor.name} has shape {value.shape}, announced was {tensor.shape}")
+            if not np.isfinite(value).all():
+                raise ValueError(
+                    f"{tensor.name} would hold NaN or infinity in {dtype}; weights must be finite"
+                )
             file.write(value.reshape(-1).view(np.uint8).data)
     return offset

@@ -277,7 +277,7 @@ def place_adapters(
     made = {}
     for name, leaf in pure.items():
         whole = (slice(None), slice(None))
-        layers = [file.read(adapter_name(name, layer), whole) for layer in range(config.layers)]
+        layers = [_finite(file, adapter_name(name, layer), whole) for layer in range(config.layers)]
         stack = np.stack([part.astype(np.float32).reshape(leaf.shape[1:]) for part in layers])
         made[name] = (
             jnp.asarray(stack)
@@ -354,7 +354,7 @@ def _put(
             beyond = (
                 name in _TABLES and cut[0].start == cut[0].stop
             )  # all that a device holds may be what fills up
-            stored = np.zeros((0, wanted[1])) if beyond else file.read(theirs, cut)
+            stored = np.zeros((0, wanted[1])) if beyond else _finite(file, theirs, cut)
             stored = stored.astype(jnp.dtype(dtype), copy=False)
             missing = wanted[0] - len(stored) if name in _TABLES else 0
             parts[ranges] = np.pad(stored, ((0, missing), (0, 0))) if missing else stored.reshape(wanted)
@@ -365,6 +365,21 @@ def _put(
     return jax.make_array_from_callback(shape, sharding, part)
 
 
+def _finite(file: TensorFile, name: str, cut: Cut) -> np.ndarray:
+    """A part of a tensor.
+
+    Raises:
+        ValueError: it holds NaN or infinity, with which every response would be noise.
+    """
+    values = file.read(name, cut)
+    if not np.isfinite(values).all():
+        raise ValueError(
+            f"{file.where}: {name} holds NaN or infinity, and weights must be finite; the file is damaged, or its training diverged: take "
+            "an earlier checkpoint"
+        )
+    return values
+
+
 def _rows(file: TensorFile, name: str, dtype: str) -> Rows:
     """The rows of a tensor; zeros beyond its last."""
     there, *others = file.shapes[name]
@@ -373,8 +388,8 @@ def _rows(file: TensorFile, name: str, dtype: str) -> Rows:
         found = np.zeros((stop - start, *others), jnp.dtype(dtype))
         first, last = min(start, there), min(stop, there)
         if first < last:
-            found[: last - first] = file.read(
-                name, (slice(first, last), *(slice(0, size) for size in others))
+            found[: last - first] = _finite(
+                file, name, (slice(first, last), *(slice(0, size) for size in others))
             )
         return found
 

@@ -85,7 +85,12 @@ def _topology(plan: Plan) -> dict[str, Any] | None:
 def _expected(plan: Plan) -> dict[str, Any]:
     found = plan.expected
     ways = {
-        name: {**asdict(way), "kept_bytes": way.kept_bytes}
+        name: {
+            **asdict(way),
+            "kept_bytes": way.kept_bytes,
+            "checkpoint_bytes": plan.checkpoint_bytes(way),
+            "chip_hours": plan.chip_hours(way),
+        }
         for name, way in (("waves", found.waves), ("flight", found.flight))
     }
     return {**asdict(found), **ways}

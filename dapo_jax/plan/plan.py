@@ -14,7 +14,7 @@ from dapo_jax.parallel.device_memory import device_bytes
 from dapo_jax.plan.cache_fit import CacheFit, cache_fit
 from dapo_jax.plan.collectives import Traffic, collectives
 from dapo_jax.plan.estimate import Cost, Estimated, cost_of, estimates
-from dapo_jax.plan.expected_step import ExpectedStep, expected_step
+from dapo_jax.plan.expected_step import ExpectedStep, Sampling, expected_step
 from dapo_jax.plan.memory import MARGIN, Phase, ProgramMemory, Resident, as_compiled, memory_of, phases
 from dapo_jax.plan.mesh_sizes import Layout, batch_shards, described
 from dapo_jax.plan.programs import Programs
@@ -24,6 +24,7 @@ from dapo_jax.plan.sampling_time import SamplingTime, sampling_time
 from dapo_jax.plan.sizes import decoder_of
 from dapo_jax.plan.topologies import Slice, devices_of
 from dapo_jax.plan.workload import Assumptions, Workload, workload_of
+from dapo_jax.run.disk_space import STATE_BYTES
 from dapo_jax.run.policy import lora_of
 from dapo_jax.sampling.pages import PageSizes
 
@@ -100,6 +101,16 @@ class Plan:
     def in_flight(self) -> float:
         """Responses that a sampler decodes side by side."""
         return in_flight(self.config, self.work, self.pages, self.layout.samplers)
+
+    def checkpoint_bytes(self, way: Sampling) -> float:
+        """Bytes of a checkpoint on disk: weights and moments that are trained, and the tokens of responses that wait."""
+        return STATE_BYTES * self.decoder.trained_parameters + way.kept_bytes
+
+    def chip_hours(self, way: Sampling) -> float | None:
+        """Hours of a chip that all steps of the run take together, without evaluations; None without a slice."""
+        if self.slice is None or way.step_s is None:
+            return None
+        return self.config.steps * way.step_s * self.slice.chips / 3600
 
     @property
     def cache_fit(self) -> CacheFit | None:

@@ -8,7 +8,7 @@ from dapo_jax.models.config_json import FAMILIES
 from dapo_jax.models.folder import read_config
 from dapo_jax.models.presets import PRESETS, DecoderConfig, preset
 from dapo_jax.nearest import nearest
-from dapo_jax.run.policy import base_model, folder_of
+from dapo_jax.run.policy import folder_of, read_base
 
 _PUBLISHERS = {"smollm2": "HuggingFaceTB/SmolLM2", "llama": "meta-llama/Llama", "qwen": "Qwen/Qwen"}
 _KINDS = ("", "-base", "-instruct")
@@ -30,8 +30,10 @@ def decoder_of(model: ModelConfig) -> DecoderConfig:
         # The vocabulary of a preset is its tokenizer's in a run; what is planned is the published model.
         if kind == "preset":
             return preset(name)
-        base = base_model(model)
-        return read_config(folder_of(model, weights=False)) if base == model else decoder_of(base)
+        return read_base(
+            model,
+            lambda base: read_config(folder_of(model, weights=False)) if base == model else decoder_of(base),
+        )
     except ValueError as error:
         raise ConfigError(f"model.source={model.source!r}: {error}") from error
 

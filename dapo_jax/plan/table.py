@@ -218,6 +218,7 @@ def _show_expected(plan: Plan, console: Console) -> None:
         row("sampling, s", lambda way: f"{way.seconds or 0:,.1f}"),
         row("of these reading, s", lambda way: f"{way.read_s or 0:,.1f}"),
         row("the whole step, with the roofline of the other phases, s", lambda way: f"{way.step_s or 0:,.1f}"),
+        row(f"the run of {plan.config.steps:,} steps without its evaluations, chip-hours", lambda way: f"{plan.chip_hours(way) or 0:,.1f}"),
     ]  # fmt: skip
     _rows(
         console,
@@ -234,6 +235,7 @@ def _show_expected(plan: Plan, console: Console) -> None:
                 "age of a group's oldest token in steps: mean, 95%, most",
                 lambda way: f"{way.age_mean:.2f}, {way.age_p95:.0f}, {way.age_max}",
             ),
+            row("a checkpoint on disk", lambda way: size(plan.checkpoint_bytes(way))),
             row("tokens and log-probabilities that go on or wait, in a checkpoint", lambda way: size(way.kept_bytes)),
         ],
     )  # fmt: skip

@@ -11,6 +11,7 @@ import jax
 from dapo_jax.config import ConfigError
 from dapo_jax.extras import how_to_install
 from dapo_jax.nearest import nearest
+from dapo_jax.parallel.libtpu import WITHOUT_TPU
 from dapo_jax.plan.chips import CHIPS, Chip
 
 _SQUARES = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
@@ -20,15 +21,6 @@ _CUBES = (
 )
 _SHAPES = {2: _SQUARES, 3: _CUBES}
 """The shapes of Google's pages, smallest first: a slice that is named by its size alone has one of these."""
-
-_DESCRIBED = {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_WORKER_ID": "0",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-}
-"""Variables with which libtpu looks for no TPU and asks no metadata server. It reads them when it is loaded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +107,7 @@ def devices_of(made: Slice) -> list[jax.Device]:
 
 def describe_only() -> None:
     """Makes this process one that uses the CPU and only compiles for TPUs; to be called before JAX has looked for devices."""
-    os.environ.update(_DESCRIBED)
+    os.environ.update(WITHOUT_TPU)
     os.environ["JAX_PLATFORMS"] = "cpu"
     jax.config.update("jax_platforms", "cpu")
 

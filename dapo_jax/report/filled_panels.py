@@ -53,7 +53,7 @@ def _matching(patterns: Sequence[Series], names: Sequence[str]) -> Iterator[Seri
 
 
 def _held_out(panel: Panel, series: tuple[Series, ...], tables: Sequence[Table]) -> Panel:
-    """Leaves out the name of the only dataset, which says nothing; of pass@2, pass@4, ... only the last that all runs have is drawn at first."""
+    """Leaves out the name of the only dataset, which says nothing; of pass@2, pass@4, ... only the last that all evaluations have is drawn at first."""
     if len({_dataset(each) for each in series}) == 1:
         only = f" {_dataset(series[0])}"
         series = tuple(
@@ -62,7 +62,11 @@ def _held_out(panel: Panel, series: tuple[Series, ...], tables: Sequence[Table])
     drawn, fell_back = set[str](), set[str]()
     for dataset, kind in dict.fromkeys((_dataset(each), _kind(each)) for each in series):
         counted = [each for each in series if (_dataset(each), _kind(each)) == (dataset, kind)]
-        there = [{each.key for each in counted if each.key in table.columns} for table in tables]
+        lines = [(table.columns, line) for table in tables for line in range(len(table.axes["step"]))]
+        there = [
+            {each.key for each in counted if each.key in columns and columns[each.key][line] is not None}
+            for columns, line in lines
+        ]
         common = set.intersection(*(keys for keys in there if keys))
         if kind == "cons" or not common:
             continue
@@ -78,7 +82,7 @@ def _held_out(panel: Panel, series: tuple[Series, ...], tables: Sequence[Table])
     return replace(
         panel,
         title=f"{panel.title}, {at}",
-        note=f"{panel.note}; runs differ in k: {at} is the largest that all have, and avg@k has the same mean for every k",
+        note=f"{panel.note}; evaluations differ in k: {at} is the largest that all have, and avg@k has the same mean for every k",
     )
 
 

@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
@@ -56,7 +56,7 @@ def table_of(run: RunFiles) -> Table:
 
 
 def comparable(tables: Sequence[Table]) -> Sequence[Table]:
-    """The tables with one name for what is the same: the mean of avg@k is that for every k, so where runs differ in k it is `avg@k`."""
+    """Gives avg@k one name wherever evaluations differ in k, between runs or within a run that was resumed: its mean is the same for every k."""
     of_dataset: dict[str, set[str]] = {}
     for match in (match for table in tables for name in table.columns if (match := _AVERAGE.fullmatch(name))):
         of_dataset.setdefault(match[1], set()).add(match[2])
@@ -66,17 +66,16 @@ def comparable(tables: Sequence[Table]) -> Sequence[Table]:
         match = _AVERAGE.fullmatch(name)
         return f"{match[1]}avg@k{match[3]}" if match and match[1] in differing else name
 
-    def of_one(table: Table) -> bool:
-        """A run that was resumed with another k has both: they stay apart."""
-        names = [renamed(name) for name in table.columns]
-        return len(set(names)) == len(names)
+    return [replace(table, columns=_merged(table.columns, renamed)) for table in tables]
 
-    if not differing or not all(map(of_one, tables)):
-        return tables
-    return [
-        replace(table, columns={renamed(name): values for name, values in table.columns.items()})
-        for table in tables
-    ]
+
+def _merged(columns: Mapping[str, Column], renamed: Callable[[str], str]) -> dict[str, Column]:
+    """The columns under their new names. Columns that get the same name never have a value in the same row, and become one."""
+    found: dict[str, Column] = {}
+    for name, values in columns.items():
+        before = found.get(renamed(name), [None] * len(values))
+        found[renamed(name)] = [old if new is None else new for old, new in zip(before, values, strict=True)]
+    return found
 
 
 def configurations(runs: Sequence[RunFiles]) -> list[dict[str, Any]]:

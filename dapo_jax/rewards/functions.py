@@ -10,12 +10,14 @@ import sys
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from dapo_jax.dapo.rollouts import Verdict, as_float, plain_scalar
+from dapo_jax.health.stopping import StoppedError
 from dapo_jax.nearest import nearest
 from dapo_jax.rewards.adapters import ADAPTERS
 from dapo_jax.rewards.graders import GRADERS, exact_grader
@@ -36,6 +38,11 @@ GradeFunction = Callable[[Sequence[Sample]], list[Verdict]]
 
 _NEEDS_A_ROW = {"reasoning_gym": "dapo_jax.rewards.reasoning_gym_grader:grade"}
 """Graders by name that need more than the text and the answer; loaded when they are asked for."""
+
+_ABSENT = object()
+
+_OF_THE_RUN = (KeyboardInterrupt, StoppedError)
+"""Raised by Ctrl-C and by signals that stop the run, while a user's code runs in the main thread. All else comes from that code."""
 
 MAX_SCORE = 1e30
 """The largest score, and the largest sum of several: beyond it, differences and their squares would leave the floats of training."""
@@ -77,9 +84,9 @@ class LoadedReward:
         """The verdicts on the samples of a group, in their order; see `grade_function` for what is raised."""
         try:
             return [verdict for call in self.calls(samples) for verdict in self._graded(call)]
-        except (RewardError, MemoryError):
+        except (RewardError, MemoryError, *_OF_THE_RUN):
             raise
-        except (Exception, SystemExit) as error:  # of what the function left behind, such as a tracer
+        except BaseException as error:  # of what the function left behind, such as a tracer
             raise self._failure(error, samples) from error
 
     async def graded(self, call: Sequence[Sample]) -> list[Verdict]:
@@ -95,9 +102,9 @@ class LoadedReward:
     def _graded(self, call: Sequence[Sample]) -> list[Verdict]:
         try:
             result = self.function(self._argument(call))
-        except MemoryError:
-            raise  # there is none left to say more
-        except (Exception, SystemExit) as error:
+        except (MemoryError, *_OF_THE_RUN):
+            raise  # of memory there is none left to say more
+        except BaseException as error:
             raise self._failure(error, call) from error
         return self._verdicts(result, call)
 
@@ -113,11 +120,11 @@ class LoadedReward:
     def _verdicts(self, result: Any, call: Sequence[Sample]) -> list[Verdict]:
         try:
             return self._checked(result, call)
-        except RewardError:
+        except (RewardError, *_OF_THE_RUN):
             raise
         except ValueError as error:
             raise RewardError(f"{error}; {_named(call)}") from error
-        except (Exception, SystemExit) as error:  # of the result's own methods
+        except BaseException as error:  # of the result's own methods
             raise RewardError(
                 f"reward function {self.name} returned a {type(result).__name__} that cannot be read: {type(error).__name__}: "
                 f"{_said(error):.2000}; {_named(call)}"
@@ -168,7 +175,9 @@ def _said(error: BaseException) -> str:
     """An exception's text; a user's may fail to give one."""
     try:
         return str(error)
-    except (Exception, SystemExit) as second:
+    except _OF_THE_RUN:
+        raise
+    except BaseException as second:
         return f"(its text raises {type(second).__name__})"
 
 
@@ -313,26 +322,52 @@ def load_function(spec: str) -> Callable[..., Any]:
     module = (
         _load_file(Path(place).expanduser(), spec) if place.endswith(".py") else _load_module(place, spec)
     )
-    if not hasattr(module, name):
+    found = loading(spec, place, lambda: getattr(module, name, _ABSENT))
+    if found is _ABSENT:
         near = nearest(name, [known for known in vars(module) if known[0] != "_"])
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"{spec}: {place} has no {name!r}{hint}")
-    function = getattr(module, name)
-    if not callable(function):
-        raise ValueError(f"{spec}: {name!r} is of type {type(function).__name__}, which cannot be called")
-    return function
+    if not callable(found):
+        raise ValueError(f"{spec}: {name!r} is of type {type(found).__name__}, which cannot be called")
+    return found
+
+
+def loading(spec: str, place: str, load: Callable[[], Any], *, fails: str = "", remedy: str = "") -> Any:
+    """The result of `load`, which runs a user's code before anything is sampled.
+
+    Args:
+        spec: the value of the configuration, for the message.
+        place: the file, module or call whose code runs, for the message.
+        load: called without arguments.
+        fails: the words before the exception; "" is `place` with "fails with".
+        remedy: the words after it.
+
+    Raises:
+        ValueError: the code raised, or called sys.exit.
+    """
+    try:
+        return load()
+    except _OF_THE_RUN:
+        raise
+    except SystemExit as error:
+        code = "" if error.code is None else repr(error.code)[:200]
+        raise ValueError(
+            f"{spec}: {place} calls sys.exit({code}) while it is loaded; put what is to run as a program behind "
+            '`if __name__ == "__main__":`'
+        ) from error
+    except BaseException as error:  # an exception of a library may be no Exception, such as pytest's Skipped
+        said = f"{fails or f'{place} fails with'} {type(error).__name__}: {_said(error)}{remedy}"
+        raise ValueError(f"{spec}: {said}") from error
 
 
 def _load_module(name: str, spec: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except SystemExit as error:
-        raise ValueError(f"{spec}: the module {name!r} {_exits(error)}") from error
-    except Exception as error:
-        raise ValueError(
-            f"{spec}: cannot import the module {name!r}: {type(error).__name__}: {error}; a module must be on "
-            "Python's path, a file is given as path/to/file.py:function"
-        ) from error
+    return loading(
+        spec,
+        f"the module {name!r}",
+        lambda: importlib.import_module(name),
+        fails=f"cannot import the module {name!r}:",
+        remedy="; a module must be on Python's path, a file is given as path/to/file.py:function",
+    )
 
 
 def _load_file(path: Path, spec: str) -> ModuleType:
@@ -347,17 +382,8 @@ def _load_file(path: Path, spec: str) -> ModuleType:
     module = importlib.util.module_from_spec(found)
     sys.modules[name] = module  # dataclasses in the file look their module up while it runs
     try:
-        found.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
+        loading(spec, str(path), partial(found.loader.exec_module, module), fails=f"{path} fails to run:")
+    except BaseException:
         sys.modules.pop(name, None)
-        if isinstance(error, SystemExit):
-            raise ValueError(f"{spec}: {path} {_exits(error)}") from error
-        raise ValueError(f"{spec}: {path} fails to run: {type(error).__name__}: {error}") from error
+        raise
     return module
-
-
-def _exits(error: SystemExit) -> str:
-    return (
-        f"calls sys.exit({'' if error.code is None else repr(error.code)[:200]}) while it is loaded; put what is to run as a program "
-        'behind `if __name__ == "__main__":`'
-    )

@@ -54,7 +54,7 @@ def convert(source: str, target: str, *, dtype: str = "float32", merge: bool = F
         merge: add the adapters of a run or of an adapter folder to their base, and write a whole model.
 
     Raises:
-        ConfigError: there is no such model, it is damaged or not covered, or `target` holds something.
+        ConfigError: there is no such model, it is damaged or not covered, or `target` holds something or cannot be written.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype={dtype!r} must be one of {', '.join(DTYPES)}")
@@ -81,6 +81,10 @@ def convert(source: str, target: str, *, dtype: str = "float32", merge: bool = F
             config, written = _from_folder(found, folder, dtype)
     except BaseException as error:
         _remove_half(folder, made=made)
+        if isinstance(error, OSError):
+            raise ConfigError(
+                f"{source} cannot be written to {target}: {error}; make room there, or choose another target"
+            ) from error
         if isinstance(error, ConfigError) or not isinstance(error, ValueError):
             raise
         raise ConfigError(f"{source}: {error}") from error

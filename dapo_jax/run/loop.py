@@ -134,8 +134,6 @@ def run_steps(
             measured.append(of_update)
         scalars = with_effective_share(to_scalars(measured))
         minibatches = minibatch = ()  # or they would lie on the devices while the next step samples
-        if scalars.get("policy/clip_high_frac") == 0.0:
-            scalars.pop("policy/clipped_high_prob", None)  # a mean of no tokens
 
         position = Position(
             step=step,

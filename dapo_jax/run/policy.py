@@ -1,13 +1,14 @@
 """A policy as the commands know it: sizes, weights, tokenizer, found by name."""
 
 import math
+import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import resources
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +58,11 @@ from dapo_jax.text.tokenizers import (
 from dapo_jax.training.optimizer import make_optimizer
 from dapo_jax.training.state import TrainState
 from dapo_jax.training.state import state_structs as structs_of
+
+_Read = TypeVar("_Read")
+
+_ON_HUB = re.compile(r"([\w.-]+/)?[\w.-]+")
+"""The name of a repository; a moved folder may be written like one too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +150,7 @@ def load_policy(
         if adapter is not None and lora is not None and lora != adapter.shape:
             raise ValueError(_another_shape(adapter.shape, lora))
         source, lora = (model, lora) if adapter is None else (adapter.base, adapter.shape)
-        decoder, tokenizer, base_folder = description_of(source, weights=weights)
+        decoder, tokenizer, base_folder = _read_base(model, adapter, partial(description_of, weights=weights))
         decoder = replace(
             for_mesh(decoder, *(each for each in (mesh, sampler) if each is not None)), lora=lora
         )
@@ -211,14 +217,22 @@ def _weights_of(
     return load_model(folder, decoder, shardings=where, dtype=dtype, by_rows=by_rows, apart=apart)[1]
 
 
-def base_model(model: ModelConfig) -> ModelConfig:
-    """The model below the adapter that `model.source` names; `model` itself if it is a whole one.
+def read_base(model: ModelConfig, read: Callable[[ModelConfig], _Read]) -> _Read:
+    """The result of `read` for the model below the adapter that `model.source` names; for `model` itself if it is a whole one.
 
     Raises:
         ValueError: there is no such model, or it is an adapter that is not covered.
     """
-    adapter = _adapter_of(model, weights=False)
-    return model if adapter is None else adapter.base
+    return _read_base(model, _adapter_of(model, weights=False), read)
+
+
+def _read_base(model: ModelConfig, adapter: "_Adapter | None", read: Callable[[ModelConfig], _Read]) -> _Read:
+    if adapter is None:
+        return read(model)
+    try:
+        return read(adapter.base)
+    except ValueError as error:
+        raise ValueError(_no_base(adapter.key, str(error))) from error
 
 
 class _Adapter(NamedTuple):
@@ -228,6 +242,8 @@ class _Adapter(NamedTuple):
     file: TensorFile
     base: ModelConfig
     """The model below it."""
+    key: str
+    """The place of its name: file, key and value."""
 
 
 def _adapter_of(model: ModelConfig, *, weights: bool) -> _Adapter | None:
@@ -238,15 +254,20 @@ def _adapter_of(model: ModelConfig, *, weights: bool) -> _Adapter | None:
     if not is_adapter(folder):
         return None
     found, file = read_adapter(folder)
+    key = f"{folder / ADAPTER_CONFIG}: base_model_name_or_path={found.base!r}"
     if found.base.startswith("preset:") or not found.base:
-        raise ValueError(
-            f"{folder / ADAPTER_CONFIG}: base_model_name_or_path={found.base!r} names no model whose weights can be read again; write one there"
-        )
+        raise ValueError(f"{key} names no model whose weights can be read again; write one there")
     there = (
         found.base.startswith(("shipped:", "hf:")) or in_bucket(found.base) or path_of(found.base).is_dir()
     )
-    source = found.base if there else f"hf:{found.base}"
-    return _Adapter(found.shape, file, replace(model, source=source, revision=found.revision))
+    base = replace(model, source=found.base if there else f"hf:{found.base}", revision=found.revision)
+    if not there and not _ON_HUB.fullmatch(found.base):
+        raise ValueError(_no_base(key, "there is no such folder"))
+    return _Adapter(found.shape, file, base, key)
+
+
+def _no_base(key: str, why: str) -> str:
+    return f"{key}: {why}; write the folder of the model below the adapter there, or its name ORG/NAME on the hub"
 
 
 def _another_shape(found: LoraShape, asked: LoraShape) -> str:
@@ -314,12 +335,19 @@ def run_at(source: str) -> AnyPath | None:
     """The training run's folder that `source` names, if it names one.
 
     Raises:
-        ConfigError: it lies in a bucket and cannot be read, or there is neither a run nor a model.
+        ConfigError: the folder cannot be read, or is neither a run nor a model.
     """
     folder = place_of(source, key="model", write=False)
     if (folder / "config.yaml").is_file() and (folder / "checkpoints").is_dir():
         return folder
-    if in_bucket(folder) and not (folder / CONFIG).is_file() and not is_adapter(folder):
+    if source.startswith(("preset:", "shipped:", "hf:")) or folder.is_file():
+        return None
+    if not in_bucket(folder) and not folder.exists():
+        raise ConfigError(
+            f"{source} is neither a run nor a model: there is no such folder; give the run_dir of a training run, a model folder, "
+            "preset:NAME, shipped:NAME or hf:ORG/NAME"
+        )
+    if not (folder / CONFIG).is_file() and not is_adapter(folder):
         raise ConfigError(
             f"{source} is neither a run, with config.yaml and checkpoints, nor a model, with {CONFIG}: look at the name, or wait for the "
             "run's first checkpoint"

@@ -20,6 +20,7 @@ from dapo_jax.parallel.gather import all_gather_bytes, by_first
 from dapo_jax.run.folders import locked, place_of
 from dapo_jax.run.prompt_sets import dated
 from dapo_jax.storage import AnyPath, entries, in_bucket
+from dapo_jax.trackers.ready import check_trackers
 
 OF_A_RUN = (
     locks.NAME,
@@ -74,6 +75,7 @@ def claim_run_dir(
     taken: list[Lock] = []
 
     def checked() -> bytes:
+        check_trackers(config.log)  # before the lock, which makes the folder
         place = place_of(config.run_dir, key="run_dir", write=True)
         # First of all: what is looked for below, another run could be writing.
         taken.append(held.enter_context(locked(place, value=config.run_dir, key="run_dir", lost=lost)))

@@ -135,6 +135,7 @@ def train(
         )
         stack.push(tell_others)
         start = run.start(checkpointer, resume=resume, say=shown.message)
+        shown.begin(start.position.step)
         if resume:
             shown.message(_begins_at(start.position.step, checkpointer.folder))
         if first:  # only now: a run that is refused leaves the folder as it was

@@ -69,7 +69,7 @@ def sizes_for(
         room_tokens: tokens that there is room for on a device, beside what else lies there; None: as many as all holders may come to.
 
     Raises:
-        ValueError: a pool would not hold a single sequence of `capacity` tokens, or pages do not suit the kernel.
+        ValueError: a pool would not hold a single sequence of `capacity` tokens, pages do not suit the kernel, or a page is longer than any sequence.
     """
     if kind == "slots":
         return slot_pages(holders, capacity)
@@ -85,6 +85,11 @@ def sizes_for(
     if kind == "gpu" and (size < gpu_cache.SMALLEST_PAGE or size & (size - 1)):
         raise ValueError(
             f"sampling.page_tokens={size} must be a power of two from {gpu_cache.SMALLEST_PAGE} on for the kernel on a GPU; 64 is"
+        )
+    if page_tokens > (longest := max(capacity, tpu_cache.LANES)):
+        raise ValueError(
+            f"sampling.page_tokens={page_tokens} must be at most {longest}: the longest prompt and response have {capacity} tokens together, "
+            "and the rest of a page would stay empty; lower it, or leave it out for the size that suits the platform"
         )
     most = pages_for(capacity, size)
     all_of_them = holders // pools * most

@@ -102,6 +102,10 @@ class Progress:
         if not _can_redraw(self._console):
             self._print(f"{what} ...")
 
+    def begin(self, step: int) -> None:
+        """Takes the last step that is done: a resumed run starts with the step after it."""
+        self._step = step
+
     def wave(self, words: str) -> None:
         """Takes how sampling goes, until the step ends; plain output has it once in a while."""
         self._wave = words

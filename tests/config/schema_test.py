@@ -238,6 +238,14 @@ REFUSED = [
     ("data.chat_template_kwargs.messages=1", ["chat_template_kwargs.messages: found 1", "remove it"]),
     ("data.chat_template_kwargs.add_generation_prompt=false", ["add_generation_prompt: found false"]),
     # one number out of its range
+    (
+        "rollout.in_flight=16 rollout.answer_rounds=1001",
+        ["rollout.answer_rounds: found 1001", "0 to 1000", "one by one"],
+    ),
+    (
+        "rollout.in_flight=16 rollout.verdict_rounds=1000000000",
+        ["rollout.verdict_rounds: found 1000000000", "0 to 1000", "one by one"],
+    ),
     ("steps=-1", ["steps: found -1", "0: evaluate only"]),
     ("seed=-1", ["seed: found -1", "0 or more"]),
     ("seed=4294967296", ["less than 2**32 = 4294967296"]),

@@ -132,7 +132,7 @@ def test_log_ratio_is_clamped_before_exp(logprob, old_logprob, advantage, expect
     loss, gradient, metrics = one_token(logprob - old_logprob, advantage, old_logprob)
     np.testing.assert_allclose(loss, expected, rtol=1e-6)
     assert gradient == 0.0
-    assert all(math.isfinite(value) for name, value in metrics.items() if name != "policy/clipped_high_prob")
+    assert all(math.isfinite(value) for value in metrics.values())
 
 
 def test_long_responses_weigh_more_in_the_token_mean():
@@ -170,6 +170,17 @@ def test_metrics_are_means_over_masked_in_tokens():
         "policy/sampled_prob": (0.2 + 0.1 + 0.3 + 0.2 + 0.8) / 5,
     }
     assert to_scalars(metrics) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+def test_a_probability_of_clipped_tokens_is_there_only_if_tokens_were_clipped(clipped):
+    """Two tokens of probability 0.2. A ratio of e is above 1 + 0.28; a ratio of 1 is not, and a mean of no tokens is no number."""
+    new = jnp.full((1, 2), math.log(0.2))
+    _, metrics = dapo_loss(new, new - float(clipped), jnp.ones((1, 2)), jnp.ones((1, 2), bool))
+    for measured in (metrics, [metrics, metrics], jax.jit(lambda m: m)(metrics)):
+        found = to_scalars(measured)
+        assert found["policy/clip_high_frac"] == clipped
+        assert found.get("policy/clipped_high_prob") == (pytest.approx(0.2) if clipped else None)
 
 
 def test_a_mask_without_tokens_gives_zero_not_nan():

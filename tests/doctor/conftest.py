@@ -15,13 +15,13 @@ from dapo_jax.text.tokenizers import CharTokenizer
 SUMS = [{"prompt": f"{a}+{b}", "answer": str(a + b)} for a in range(3) for b in range(3)]
 
 
-def write_model(folder, *, spoil=lambda params: params):
+def write_model(folder):
     tokenizer = CharTokenizer("0123456789+=:,?")
     decoder = tiny_decoder_config(
         vocab_size=tokenizer.vocab_size, embed_dim=16, layers=1, heads=2, kv_heads=1, head_dim=8, mlp_dim=16,
         max_positions=128,
     )  # fmt: skip
-    Policy(decoder=decoder, params=spoil(tiny_params(decoder, seed=5)), tokenizer=tokenizer).save(folder)
+    Policy(decoder=decoder, params=tiny_params(decoder, seed=5), tokenizer=tokenizer).save(folder)
     return folder
 
 

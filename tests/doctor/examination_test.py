@@ -5,13 +5,15 @@ import shutil
 from collections import namedtuple
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from dapo_jax.config import to_yaml
 from dapo_jax.doctor import examination as module
 from dapo_jax.doctor.check import Finding
 from dapo_jax.doctor.examination import verdict
+from dapo_jax.locks import take
 from dapo_jax.parallel.weights import WeightTransfer
 from dapo_jax.run import response_sampler, step_batches
 from tests.doctor.conftest import write_model
@@ -122,15 +124,13 @@ def test_a_model_in_a_bucket_is_looked_at_there(examined, settings, bucket):
 def test_weights_that_are_not_numbers(examined, tmp_path):
     """One NaN in one array of many."""
 
-    def spoil(params):
-        leaves, structure = jax.tree.flatten(params)
-        leaves[3] = leaves[3].at[(0,) * leaves[3].ndim].set(jnp.nan)
-        return jax.tree.unflatten(structure, leaves)
-
-    folder = write_model(tmp_path / "spoilt", spoil=spoil)
+    folder = write_model(tmp_path / "spoilt")
+    tensors = load_file(folder / "model.safetensors")
+    name = sorted(tensors)[3]
+    tensors[name][(0,) * tensors[name].ndim] = np.nan
+    save_file(tensors, folder / "model.safetensors")
     found = only_fails(examined(model__source=folder), "weights")
-    assert "1 values of blocks." in found.message
-    assert "get them anew" in found.remedy
+    assert f"{name} holds NaN or infinity" in found.message
 
 
 def test_training_data_that_is_not_there(examined, tmp_path):
@@ -264,6 +264,14 @@ def test_a_folder_that_holds_the_run_of_another_configuration(examined, configur
     found = only_fails(examined(quick=True, run_dir=tmp_path), "run_dir")
     assert "seed was 7, is 0" in found.message
     assert "choose another run_dir" in found.remedy
+
+
+def test_a_folder_in_which_a_run_is_at_work_is_called_live(examined, configure, tmp_path):
+    (tmp_path / "config.yaml").write_text(to_yaml(configure(run_dir=tmp_path)))
+    with take(tmp_path, lost=lambda *_: None):
+        found = only_fails(examined(quick=True, run_dir=tmp_path), "run_dir")
+        assert "a run is at work there, by this process itself" in found.message
+    assert examined(quick=True, run_dir=tmp_path)["run_dir"].state == "warning"  # it can be resumed
 
 
 def test_a_folder_that_holds_this_run_can_be_resumed(examined, configure, tmp_path):

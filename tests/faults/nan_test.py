@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,16 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from dapo_jax.cli import _outcome
-from dapo_jax.config import GuardConfig, load_config
+from dapo_jax.config import ConfigError, GuardConfig, load_config
 from dapo_jax.dapo.losses import dapo_loss
-from dapo_jax.models.folder import load_model
 from dapo_jax.rewards.functions import RewardError
 from dapo_jax.run.guard import GuardError
-from dapo_jax.run.policy import Policy
 from dapo_jax.run.response_sampler import ResponseSampler
-from dapo_jax.text.tokenizers import load_tokenizer
 from dapo_jax.trackers import read_metrics
 from dapo_jax.trackers.post_mortem import read_post_mortem
 from dapo_jax.training.update import Updater
@@ -185,23 +184,16 @@ def test_no_skipped_update_may_be_asked_for(micro, run_micro):
 
 
 def test_weights_that_are_not_finite_are_named_before_anything_is_sampled(model, micro, run_micro, tmp_path):
-    decoder, params = load_model(model)
-    leaves, tree = jax.tree.flatten(params)
-    names = [
-        jax.tree_util.keystr(path, simple=True, separator=".")
-        for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]
-    ]
-    bad = next(index for index, name in enumerate(names) if "embedding" in name)
-    leaves[bad] = leaves[bad].at[0, 0].set(jnp.nan)
-    Policy(
-        decoder=decoder, params=jax.tree.unflatten(tree, leaves), tokenizer=load_tokenizer(model)
-    ).save(tmp_path / "bad")  # fmt: skip
+    shutil.copytree(model, tmp_path / "bad")
+    tensors = load_file(tmp_path / "bad" / "model.safetensors")
+    tensors["model.embed_tokens.weight"][0, 0] = np.nan
+    save_file(tensors, tmp_path / "bad" / "model.safetensors")
     config = micro(model__source=str(tmp_path / "bad"))
 
     def never(sample):
         raise AssertionError("a response was sampled")
 
-    with pytest.raises(GuardError, match=r"the weights of model\.source=.*bad are not finite: \S*embedding"):
+    with pytest.raises(ConfigError, match=r"model\.source=.*bad.*: model\.embed_tokens\.weight holds NaN"):
         run_micro(config, reward=never)
 
 

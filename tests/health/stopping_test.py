@@ -41,6 +41,24 @@ def closed_terminal():
     assert stop.reason == "SIGHUP"
 
 
+def test_a_second_hangup_interrupts_neither_the_stop_nor_what_follows_it():
+    """What follows is the shutdown of the interpreter, which takes seconds once jax is loaded; the default action would end it with 129."""
+    code = """
+import signal, sys
+from dapo_jax.health.stopping import STOPPED, StoppedError, stopped_by_signals
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+with stopped_by_signals(lambda status, message: None):
+    try:
+        signal.raise_signal(signal.SIGHUP)
+    except StoppedError:
+        signal.raise_signal(signal.SIGHUP)
+        status = STOPPED
+signal.raise_signal(signal.SIGHUP)
+sys.exit(status)
+"""
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == STOPPED
+
+
 def test_where_hangups_were_ignored_they_are():
     """As by nohup."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)

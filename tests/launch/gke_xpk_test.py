@@ -111,6 +111,13 @@ def test_every_generation_is_taken(laptop, typed):
     [
         (["--type=h100-8"], "--type=h100-8 is none of"),
         (["--slices=two"], "--slices=two must be a whole number"),
+        (["--type=v6e-63"], "--type=v6e-63 is no slice"),
+        # Two slices of 128 devices.
+        (
+            ["--slices=2", "parallel.data=2", "parallel.fsdp=32"],
+            "make a mesh of 64 devices, and --type=v5p-256 --slices=2 has 256",
+        ),
+        (["log.wandb=true"], "WANDB_API_KEY, which the workers would get, is not set here"),
         (["--name=Pod"], "--name=Pod must be"),
         (["--cluster", ""], "--cluster needs a value"),
         (["run_dir=runs/pod"], "run_dir=runs/pod would be on the workers' disks"),

@@ -69,6 +69,16 @@ def test_the_image_and_further_flags_of_the_request_can_be_given(laptop):
         (["model.source=models/qwen"], "do not have models/qwen, which CONFIG names; add --file"),
         (["sampling.slotz=3"], "sampling.slotz"),
         (["--file=no.txt"], "no.txt does not exist"),
+        (["--type=v6e-63"], "--type=v6e-63 is no slice; v6e has 1, 4, 8, 16, 32, 64, 128 or 256 chips"),
+        (["--type=v5litepod-512"], "--type=v5litepod-512 is no slice"),
+        (["--type=v5p-24"], "--type=v5p-24 is no slice; v5p has 4, 8, 16, 32 or a multiple of 64 chips"),
+        (["--type=v4-9"], "--type=v4-9 is no slice"),
+        # v5p-256 has 128 chips, and each is a device.
+        (["parallel.fsdp=256"], "make a mesh of 256 devices, and --type=v5p-256 has 128"),
+        (["parallel.tensor=3"], "make a mesh of a multiple of 3 devices, and --type=v5p-256 has 128"),
+        (["--type=v6e-64", "parallel.fsdp=32"], "make a mesh of 32 devices, and --type=v6e-64 has 64"),
+        (["log.wandb=true"], "WANDB_API_KEY, which the workers would get, is not set here"),
+        (["log.wandb=true", "--extras=gcs,tpu"], "needs the extra wandb on the workers"),
     ],
 )
 def test_what_cannot_work_ends_before_anything_is_paid_for(laptop, words, message):
@@ -76,6 +86,23 @@ def test_what_cannot_work_ends_before_anything_is_paid_for(laptop, words, messag
     assert done.returncode == 2, done.stderr
     assert message in done.stderr
     assert laptop.calls("gcloud") == []
+
+
+@pytest.mark.parametrize("dry", [(), ("--dry-run",)])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--type=v5p-384", "parallel.fsdp=192"),
+        ("--type=v5e-8", "parallel.tensor=2"),
+        ("--type=v4-8", "parallel.fsdp=4"),
+        ("--type=v4-8", "parallel.fsdp=8"),
+        ("log.wandb=true",),
+    ],
+)
+def test_slices_meshes_and_trackers_that_fit_are_taken(laptop, words, dry):
+    """v5p-384 has 192 devices. Those of v4 are not counted: they are chips or cores, by the version of libtpu."""
+    done = train(laptop, *words, *dry, WANDB_API_KEY="key")
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(

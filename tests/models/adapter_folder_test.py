@@ -1,6 +1,7 @@
 """Adapter folders: PEFT's read with PEFT's numbers, ours with PEFT's names, and what is not covered refused by its name."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -11,11 +12,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from dapo_jax.config import ConfigError, ModelConfig
 from dapo_jax.config.schema import LORA_TARGETS
 from dapo_jax.models.adapter_folder import read_adapter, save_adapter
 from dapo_jax.models.folder import load_model
 from dapo_jax.models.lora import MATRICES, SETS, lora_shape, parted, put_together
 from dapo_jax.models.tensors import exported, place_adapters
+from dapo_jax.run.convert import convert
+from dapo_jax.run.policy import load_policy
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 from dapo_jax.text.tokenizers import CharTokenizer, save_tokenizer
 from tests.models.parity_test import ALPHABET, TOLERANCE, greedy_by_sampler, logits_of
@@ -255,3 +259,55 @@ def test_targets_name_matrices(targets, expected):
 def test_shapes_that_are_none(how, said):
     with pytest.raises(ValueError, match=said):
         lora_shape(**{"rank": 2, "alpha": 1.0, "targets": ["all"], **how})
+
+
+@pytest.mark.parametrize("moved", ["/gone/base", "../gone/base", "gone base", "a/b/c", "runs/gone"])
+def test_an_adapter_whose_base_moved_is_refused_by_file_key_and_value(moved, adapter, monkeypatch):
+    """A folder such as runs/gone has the form of a name on the hub, which is asked and does not have it either."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    edit(adapter, base_model_name_or_path=moved)
+    with pytest.raises(ConfigError) as caught:
+        load_policy(ModelConfig(source=str(adapter)))
+    for said in (str(adapter / "adapter_config.json"), f"base_model_name_or_path={moved!r}", "ORG/NAME"):
+        assert said in str(caught.value)
+    asked_the_hub = moved == "runs/gone"
+    assert ("HF_HUB_OFFLINE" in str(caught.value) or "the hub cannot" in str(caught.value)) == asked_the_hub
+
+
+@pytest.fixture
+def on_a_base(adapter, tmp_path):
+    """An adapter whose base is a whole model with a tokenizer."""
+    base = tmp_path / "base"
+    shutil.copytree(GOLDEN[0], base, ignore=shutil.ignore_patterns("adapter"))
+    save_tokenizer(CharTokenizer(ALPHABET), base)
+    edit(adapter, base_model_name_or_path=str(base))
+    return adapter
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("matrix", ["lora_A", "lora_B"])
+def test_an_adapter_that_is_not_finite_is_neither_sampled_from_nor_merged(matrix, value, on_a_base, tmp_path):
+    """Every command that takes a model reads it by `load_policy`."""
+    tensors = load_file(on_a_base / "adapter_model.safetensors")
+    name = next(name for name in tensors if matrix in name)
+    tensors[name][0, 0] = value
+    save_file(tensors, on_a_base / "adapter_model.safetensors")
+    with pytest.raises(
+        ConfigError, match=rf"adapter_model\.safetensors: {re.escape(name)} holds NaN or infinity"
+    ):
+        load_policy(ModelConfig(source=str(on_a_base)))
+    with pytest.raises(ConfigError, match=rf"{re.escape(name)} holds NaN or infinity"):
+        convert(str(on_a_base), str(tmp_path / "out"), merge=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_adapters_whose_product_overflows_are_not_merged(on_a_base, tmp_path):
+    """1e30 times 1e30 is infinite in float32, though both are finite."""
+    tensors = load_file(on_a_base / "adapter_model.safetensors")
+    save_file(
+        {name: np.full_like(tensor, 1e30) for name, tensor in tensors.items()},
+        on_a_base / "adapter_model.safetensors",
+    )
+    with pytest.raises(ConfigError, match="would hold NaN or infinity in float32"):
+        convert(str(on_a_base), str(tmp_path / "out"), merge=True)
+    assert not (tmp_path / "out").exists()

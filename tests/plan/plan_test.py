@@ -81,6 +81,10 @@ def test_the_command_writes_tables_or_json(capsys):
     assert main(["plan", name, "--json", "-"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["expected_step"]["waves"]["seconds"] is None
+    assert told["expected_step"]["waves"]["chip_hours"] is None
+    # Weights and two moments in float32; in waves no response waits.
+    assert told["expected_step"]["waves"]["checkpoint_bytes"] == 12 * told["model"]["parameters"]
+    assert "a checkpoint on disk" in printed
     assert told["schema_version"] == 3
     assert told["fits"] is None
     assert told["workload"]["response_mean"] == 20480
@@ -134,6 +138,10 @@ def test_with_a_slice_a_step_is_told_in_seconds():
     assert waves.read_s == pytest.approx(prefill.compute_s / 0.4, rel=0.01)
     printed = as_data(found)["expected_step"]
     assert printed["waves"]["step_s"] == waves.step_s
+    # All steps on 8 chips; an hour has 3,600 seconds.
+    for way in ("waves", "flight"):
+        hours = config.steps * printed[way]["step_s"] * 8 / 3600
+        assert printed[way]["chip_hours"] == pytest.approx(hours)
 
 
 @pytest.mark.parametrize(

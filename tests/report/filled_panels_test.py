@@ -90,7 +90,7 @@ def test_runs_that_differ_in_k_are_compared_at_the_largest_that_all_have():
     eight.columns["eval/x/pass@4"] = [0.5]
     [panel], _ = panels_of(comparable([evaluated(4), eight]))
     assert panel.title == "Held-out accuracy, pass@4"
-    assert "runs differ in k" in panel.note
+    assert "evaluations differ in k" in panel.note
     assert [each.key for each in panel.series if each.key not in panel.hidden] == [
         "eval/x/avg@k",
         "eval/x/pass@4",
@@ -109,10 +109,16 @@ def test_runs_of_one_k_and_runs_of_different_datasets_keep_their_title():
         ]
 
 
-def test_a_run_that_changed_its_k_keeps_both_apart():
-    changed = table({"step": 0, "eval/x/avg@4": 0.5}, {"step": 9, "eval/x/avg@8": 0.25})
-    [panel], _ = panels_of(comparable([changed, evaluated(8)]))
-    assert [each.key for each in panel.series if "avg" in each.key] == ["eval/x/avg@4", "eval/x/avg@8"]
+def test_a_run_that_changed_its_k_is_drawn_at_what_all_its_evaluations_have():
+    """Of k = 4 there is no pass@8, so pass@4 is the largest that both evaluations have; the mean of avg@k is the same for every k."""
+    first = {"eval/x/avg@4": 0.5, "eval/x/pass@2": 0.5, "eval/x/pass@4": 0.5}
+    later = {"eval/x/avg@8": 0.25, "eval/x/pass@2": 0.5, "eval/x/pass@4": 0.5, "eval/x/pass@8": 0.5}
+    changed = table({"step": 0, **first}, {"step": 1}, {"step": 9, **later})
+    tables = comparable([changed])
+    [panel], _ = panels_of(tables)
+    assert tables[0].columns["eval/x/avg@k"] == [0.5, None, 0.25]
+    drawn = {each.key for each in panel.series if each.key not in panel.hidden}
+    assert drawn == {"eval/x/avg@k", "eval/x/pass@4"}
 
 
 def test_metrics_of_later_versions_and_missing_ones_are_no_error():

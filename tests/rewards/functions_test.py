@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from dapo_jax.dapo.rollouts import Prompt, Verdict
+from dapo_jax.health.stopping import StoppedError
 from dapo_jax.rewards import Sample, as_verdict, grade_function, load_function, whole_group
 from dapo_jax.rewards.functions import RewardError
 
@@ -455,6 +456,36 @@ def test_a_file_or_module_that_exits_while_it_is_loaded_is_named_and_ends_nothin
     with pytest.raises(ValueError, match=re.escape(f"the module 'leaves' calls sys.exit({code})")):
         load_function("leaves:f")
     assert not {name for name in set(sys.modules) - before if "leaves" in name}
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("class Stop(BaseException): pass\nraise Stop('no')", r"mine\.py fails to run: Stop: no"),
+        ("raise GeneratorExit", r"mine\.py fails to run: GeneratorExit"),
+        ("class C:\n    raise SystemExit(0)", r"mine\.py calls sys\.exit\(0\)"),
+        ("def __getattr__(name):\n    raise SystemExit(0)", r"mine\.py calls sys\.exit\(0\)"),
+    ],
+)
+def test_a_file_that_raises_what_is_no_exception_is_named(code, said, tmp_path):
+    path = reward_file(tmp_path, code + "\n", name="mine.py")
+    with pytest.raises(ValueError, match=said):
+        load_function(f"{path}:f")
+
+
+def test_a_function_that_raises_what_is_no_exception_is_named_and_a_stop_of_the_run_passes():
+    def raising(error):
+        def reward(sample):
+            raise error
+
+        return reward
+
+    for error in (GeneratorExit(), BaseException("x"), SystemExit(0)):
+        with pytest.raises(RewardError, match=f"raised {type(error).__name__}.*; prompt 7"):
+            graded(raising(error))
+    for error in (KeyboardInterrupt(), StoppedError("SIGTERM")):
+        with pytest.raises(type(error)):
+            graded(raising(error))
 
 
 def test_importing_the_rewards_stays_light():

@@ -3,6 +3,9 @@
 import errno
 import json
 import os
+import re
+import subprocess
+import sys
 from functools import partial
 
 import jax
@@ -107,7 +110,7 @@ def test_nothing_is_written_over(gguf_file, tmp_path):
 @pytest.mark.parametrize(
     ("source", "dtype", "message"),
     [
-        ("nowhere", "float32", r"nowhere: cannot read a model from nowhere/config\.json"),
+        ("nowhere", "float32", "nowhere is neither a run nor a model: there is no such folder"),
         ("nowhere.gguf", "float32", r"nowhere\.gguf: cannot read nowhere\.gguf"),
         ("shipped:none", "float32", "no model 'none' is shipped; these are: quickstart"),
         ("preset:tyni", "float32", "nearest is 'tiny'"),
@@ -164,6 +167,42 @@ def test_a_gguf_file_in_a_bucket_is_to_be_copied_to_a_disk_first(bucket, tmp_pat
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("link", r"link is a link to .*gone, which is not there"),
+        ("link/below", r"link is a link to .*gone, which is not there"),
+        ("a" * 300, "no such name of .* characters"),
+        ("nul\0nul", "no such name of .* characters"),
+        ("loop", "loop is a link to .*loop"),
+    ],
+)
+def test_a_target_that_cannot_be_made_is_a_usage_error(name, said, tmp_path, capsys):
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    assert main(["convert", "shipped:quickstart", str(tmp_path / name)]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert re.search(said, line)
+    assert {path.name for path in tmp_path.iterdir()} == {"link", "loop"}
+
+
+def test_a_source_with_a_name_that_the_system_refuses_is_a_usage_error(tmp_path):
+    for command in (["convert", "a" * 300, str(tmp_path / "out")], ["sample", "a" * 300, "--prompt", "1"]):
+        assert main(command) == 2
+
+
+def test_a_file_that_grows_too_large_leaves_nothing_behind(tmp_path):
+    """A limit of the system on the size of a file stands for a quota: EFBIG, as ENOSPC, in the middle of a write."""
+    limited = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)); "
+    code = limited + "from dapo_jax.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "convert", "shipped:quickstart", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "File too large" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("room", [0, 1, 2])
 @pytest.mark.parametrize("there", [False, True], ids=["made", "empty"])
 @pytest.mark.parametrize("kind", ["gguf", "shipped", "folder"])
@@ -176,7 +215,7 @@ def test_a_full_disk_leaves_nothing_behind(kind, there, room, full_disk, gguf_fi
     if kind == "folder":
         source = str(convert(source, str(tmp_path / "first")).folder)
     full_disk(room)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(ConfigError, match="No space left"):
         convert(source, str(target))
     assert target.exists() == there
     assert not there or not list(target.iterdir())

@@ -163,20 +163,6 @@ def test_one_step_flows_from_prompts_to_metrics():
     assert {name: result.metrics[name] for name in expected} == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("clipped", [0.0, 1.0])
-def test_a_probability_of_clipped_tokens_is_there_only_if_tokens_were_clipped(clipped):
-    """Of 4 tokens none or one: a mean of no tokens is no number, and null in a file that others read."""
-    script = Script()
-    script.measured = {
-        "policy/clip_high_frac": Mean(np.float32(clipped), np.float32(4.0)),
-        "policy/clipped_high_prob": Mean(np.float32(0.2 * clipped), np.float32(clipped)),
-    }
-    script.run(steps=1)
-    metrics = script.results[0].metrics
-    assert metrics["policy/clip_high_frac"] == clipped / 4
-    assert metrics.get("policy/clipped_high_prob") == (pytest.approx(0.2) if clipped else None)
-
-
 def test_weights_stay_fixed_while_a_step_samples_and_then_move_on():
     script = Script()
     script.run(steps=3)

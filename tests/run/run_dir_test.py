@@ -1,15 +1,19 @@
 """A run's folder before it begins: what is there is not written over, not mixed with another run, and removed only if a run wrote it."""
 
+import importlib.util
 import os
 from pathlib import Path
 
 import pytest
 
 from dapo_jax.config import ConfigError, TrainConfig, load_config, to_yaml
+from dapo_jax.config.schema import LogConfig
 from dapo_jax.locks import NAME
 from dapo_jax.run.folders import place_of
 from dapo_jax.run.run_dir import OF_A_RUN, check_run_dir, remove_run
+from dapo_jax.run.train import train
 from dapo_jax.storage import path_of
+from dapo_jax.trackers.ready import check_trackers
 
 
 @pytest.fixture
@@ -160,3 +164,41 @@ def test_a_relative_run_dir_stays_where_it_was_when_a_grader_changes_the_working
     monkeypatch.chdir(tmp_path / "here")
     again = run_micro(micro("run", steps=3, checkpoint__every_steps=1), reward=wandering, resume=True)
     assert [line["step"] for line in again.metrics] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("log", "package", "said"),
+    [
+        (LogConfig(wandb=True), "wandb", "log.wandb=true needs the package wandb"),
+        (LogConfig(tensorboard=True), "tensorboardX", "log.tensorboard=true needs the package tensorboardX"),
+    ],
+)
+def test_a_tracker_without_its_extra_is_refused_before_the_folder_is_made(
+    log, package, said, tmp_path, monkeypatch
+):
+    """A folder would count as a run, and the next start would need --resume."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name, *rest: None if name == package else find(name)
+    )
+    with pytest.raises(ConfigError, match=said):
+        train(TrainConfig(run_dir=str(tmp_path / "run"), log=log))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_and_biases_without_a_key_are_refused_before_the_folder_is_made(tmp_path, monkeypatch):
+    (tmp_path / "packages").mkdir()
+    (tmp_path / "packages" / "wandb.py").touch()
+    monkeypatch.syspath_prepend(tmp_path / "packages")
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    log = LogConfig(wandb=True)
+    with pytest.raises(ConfigError, match=r"no API key .*wandb login"):
+        train(TrainConfig(run_dir=str(tmp_path / "run"), log=log))
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password key\n")
+    check_trackers(log)
+    (tmp_path / "netrc").unlink()
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    check_trackers(log)

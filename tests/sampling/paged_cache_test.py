@@ -314,6 +314,18 @@ def test_pages_for_the_kernels_are_whole_tiles():
         sizes_for("gpu", mesh, holders=10, capacity=100, page_tokens=48)
 
 
+@pytest.mark.parametrize("kind", ["pages", "tpu", "gpu"])
+def test_a_page_longer_than_any_sequence_is_refused(kind):
+    """Whole tiles of 128 tokens are taken where sequences are shorter than that."""
+    mesh = make_mesh(devices=jax.devices("cpu")[:1])
+    how = {"holders": 10, "capacity": 300}
+    assert sizes_for(kind, mesh, **how, page_tokens=256).table_pages == 2
+    assert sizes_for(kind, mesh, holders=10, capacity=30, page_tokens=128).table_pages == 1
+    for size in (512, 2**30):
+        with pytest.raises(ValueError, match=rf"sampling\.page_tokens={size} must be at most 300"):
+            sizes_for(kind, mesh, **how, page_tokens=size)
+
+
 def test_heads_that_do_not_spread_over_the_mesh_are_refused():
     mesh = make_mesh(data=1, fsdp=1, tensor=4, devices=jax.devices("cpu")[:4])
     sizes = sizes_for("pages", mesh, holders=4, capacity=24, page_tokens=16)
