@@ -14,7 +14,7 @@ _PIECE = r"(?:(?![^\W\d_])(?:\\[A-Za-z]+|[.,:](?=[0-9])|[^\s=<>.,;:!?#|\"'`~])|(
 _RUN = re.compile(rf"{_PIECE}+(?: {_PIECE}+)*")
 """Figures with all that is written in one piece with them: `3-5`, `1/2` and `1 000` are one run each, `48 = 48` is two."""
 _CHANGED_BEFORE = re.compile(
-    rf"\b(?i:{'|'.join(CHANGING_BEFORE)})\s*\Z|(?<![A-Za-z])[A-Za-zπ]\Z|(?<![<>])[<>≤≥]\s*\Z"
+    rf"\b(?i:(?:divided|multiplied) by|{'|'.join(CHANGING_BEFORE)})\s*\Z|(?<![A-Za-z])[A-Za-zπ]\Z|(?<![<>])[<>≤≥]\s*\Z"
 )
 _CHANGED_AFTER = re.compile(
     rf"[\s-]*(?:and an? )?(?i:{'|'.join(CHANGING_AFTER)})\b|[xyznkKMBπ](?![^\W\d_])|[A-Za-z]?[\^_]"
@@ -68,7 +68,7 @@ def unread_by_gsm8k(answer: str) -> bool:
 
 def _stated(text: str, *, alone: bool) -> tuple[str, Fraction | None] | None:
     """The last run of figures as text, and its value if it is a number; `alone`: if it is the only run."""
-    text = plain(text)
+    text = re.sub(r"(?<=[0-9])\s*[xX]\s*(?=[0-9])", "*", plain(text))
     runs = [run for run in _RUN.finditer(text) if re.search("[0-9]", run[0])]
     if not runs:
         return None
@@ -77,7 +77,9 @@ def _stated(text: str, *, alone: bool) -> tuple[str, Fraction | None] | None:
     cleaned = cleaned.lstrip("([{*:, ").rstrip(")]}([{*_°%¢\\-+/ ")
     cleaned = re.sub(r"^[-*+] +", "", cleaned).strip()
     before, after = _CHANGED_BEFORE.search(text[: last.start()]), _CHANGED_AFTER.match(text, last.end())
-    if alone and len(runs) > 1:
+    if (alone and len(runs) > 1) or re.search(
+        r"[A-Za-z]-", text[max(0, last.start() - 1) : last.start() + 1]
+    ):
         whole = text
     elif before or after:
         whole = text[before.start() if before else last.start() : after.end() if after else last.end()]

@@ -112,7 +112,7 @@ _GREEK = _each(
 )
 _SIGNS = str.maketrans({"≃": "≈", "⩽": "≤", "⩾": "≥"})
 _SMALL_UNITS = _each(
-    "cm mm km kg mg ml mL ft in lb lbs oz yd mi mph kph kmh hr hrs min sec day men deg rad cc gal mol Hz kHz MHz GHz kW kWh USD EUR "
+    "cm mm km kg mg ml mL ft in lb lbs oz yd mi mph kph kmh hr hrs min sec day men deg rad cc gal mol Hz kHz MHz GHz kW kWh US USD EUR "
     "GBP st nd rd th pts pcs sq cup egg hen bus box car boy way row ton bag dog cat pen man",
     "",
 )
@@ -126,7 +126,7 @@ _ONE_DOLLAR = re.compile(r"^\s*([-+]?)\s*\$|(?<=[\s(])\$(?=[0-9.])|\$\s*$")
 _JOINED_THOUSANDS = re.compile(
     r"(?<![0-9.,])[1-9][0-9]{0,2}(?:(?:\{,\}|,\\!\s?|\\[,;:! ]|~)[0-9]{3})+(?![0-9])|(?<![0-9.,])[1-9][0-9]{0,2}(?: [0-9]{3})+(?![0-9]|\s*/)"
 )
-_SPACING = re.compile(r"\\[,;:! ]|~|\s+")
+_SPACING = re.compile(r"(?:\\[,;:! ]|~|\s)+")
 _REPEATING = re.compile(r"([0-9]*)\.([0-9]*)\\(?:overline|bar|dot)\s*(?:\{([0-9]+)\}|([0-9]))")
 _UPRIGHT = re.compile(
     r"\\(text|textbf|textrm|textit|mbox|mathrm|mathbf|mathit|mathsf|boldsymbol|operatorname)\s*\{([^{}]*)\}"
@@ -141,7 +141,8 @@ _MARKS = re.compile(r"\$\$?|\\[()\[\]]")
 _UNIT_POWER = re.compile(
     "\0(?:\\s*\\^\\s*\\{?[23]\\}?)?(?:\\s*/\\s*(?:\0|[A-Za-z](?![A-Za-z]))(?:\\^\\{?[23]\\}?)?)?"
 )
-_CHANGING = frozenset(CHANGING_BEFORE + CHANGING_AFTER)
+_BOUNDS = ("least", "most", "between", "below", "above", "under", "except", "without")
+_CHANGING = frozenset(CHANGING_BEFORE + CHANGING_AFTER + _BOUNDS)
 
 
 def text_form(text: str) -> str:
@@ -168,7 +169,7 @@ def _simplified(text: str) -> str:
     text = re.sub(r"(?<=[0-9])\s*[xX]\s*(?=10\s*\^)", "*", _MONEY.sub(" ", text))
     text = _JOINED_THOUSANDS.sub(lambda match: re.sub("[^0-9]", "", match[0]), text)
     text = _COMMAND.sub(lambda match: _COMMANDS.get(match[1], match[0]), text)
-    text = re.sub(r"\.{3,}", "…", _PERCENT.sub("%", text))
+    text = re.sub(r"\.{3,}", "…", re.sub(r"\s!=", "≠", _PERCENT.sub("%", text)))
     if text.count("$") == 1:
         text = _ONE_DOLLAR.sub(r" \1", text)  # money, too
     return _SPACING.sub(" ", text)
@@ -204,7 +205,8 @@ def _core(text: str) -> tuple[str, bool]:
     else:
         prose = bool(_PROSE.search(text))
         text = _WORDS.sub(lambda match: _letters(match, prose), text)
-    text = re.sub("\0'(?:[a-z]|\0)", "\0", text)
+    # The end of a word such as Brandon's, and words in brackets.
+    text = re.sub("\0'(?:[a-z]|\0)|\\(\\s*\0[\0\\s]*\\)", "\0", text)
     if not any(rf"\{name}" in text for name in _FUNCTIONS):
         text = re.sub(r"\^\s*\{?\s*\\circ\s*\}?|°", "", text)
     pieces = [piece.strip(' "`,;:?').rstrip(". ") for piece in _UNIT_POWER.split(text)]

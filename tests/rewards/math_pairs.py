@@ -62,6 +62,8 @@ SAME = [  # statements that mean the same as the reference
     ("17", "0017"), ("4210_5", "4210_{5}"), ("1+274i", "1 + 274 i"), (r"(-\sqrt3,\sqrt3)", r"(-\sqrt{3}, \sqrt{3})"),
     (r"\cos^2 x+\sin^2 x-1", "0"), ("0", r"\sqrt{8}-2\sqrt2"), (r"\sqrt{3+2\sqrt{2}}", r"1+\sqrt2"), ("x/x", "1"),
     (r"\frac{x^2-1}{x-1}", "x+1"),
+    ("5 (five)", "5"), ("_34_", "34"), (r"3\times 10^8\text{ m/s}", "3e8"), (r"90^\circ\text{C}", "90"), (r"12 \, 345", "12345"),
+    (r"US\$18.00", "18"), (r"\$ 18", "18"), ("18 USD", "18"), ("x=5, y=6", "(5,6)"), ("3/4 = 0.75", "3/4"), ("75%", "3/4"), ("(3,4),(1,2)", "(1,2),(3,4)"), ("5!=120", "120"),
 ]  # fmt: skip
 
 DIFFERENT = [  # statements that do not; many hold the reference as a fragment, or are a fragment of it
@@ -118,6 +120,8 @@ DIFFERENT = [  # statements that do not; many hold the reference as a fragment, 
     ("5th root of 6", "6"), (r"\sqrt{5}", "5"), ("root 5", "5"), ("5 percent of 6", "5"), ("5 to 6", "5"), ("ten 5", "50"),
     (r"\sqrt2 10^{-98}", "0"), ("x", r"\tan(\pi/2)"), ("0", r"\sqrt2 \cdot 10^{-98}"), ("(x+y+z+w)^{50}=1", "(x+y+z+w)^{50}=2"),
     ("|x|", "x"),
+    ("at least 5", "5"), ("5 != 6", "6"), ("x != 6", "6"), ("3/4 = 0.7", "3/4"), ("5 degrees below zero", "5"), ("0.(3)", "0.3"), ("2 hours 30 minutes", "2"), ("5'10", "5"),
+    (r"2516_{\text{eight}}", "2516"), ("2516 base 8", "2516"), (r"0.333\ldots", "0.333"), (r"3.14\dots", "3.14"), ("1,2,3", "6"), (r"\lim_{x\to 0} 5", "5"),
 ]  # fmt: skip
 
 SAME_RESPONSES = [  # whole responses

@@ -29,6 +29,7 @@ pytestmark = [
 # A second reader that knows no more than Python's notation disagrees about these. They are right: white space, thousands set apart by
 # spaces, marks around the value, money, words of a unit, the name of a command without its backslash or with two, a factor 2! = 2.
 _EXPLAINED = (
+    (r"\\\\(?=[a-z])|~", lambda found: found[0][:-1]),
     (r"\\(?:text|mbox)\{[a-z ,.:;()]*\}", "unit"),
     (r"\\*(sqrt|infty|pi|cot|in|text)(?![a-z])", r"\1"),
     (r"\{p?matrix\}|\\[,;:! ]|[\s$~]", ""),
