@@ -250,6 +250,8 @@ def _letters(match: re.Match[str], prose: bool) -> str:
     letters = match[0]
     if letters.startswith("\\"):
         return letters
+    if letters == "sec" and not match.string[match.end() :].strip(" .$"):
+        return "\0"  # seconds; anywhere else it is the secant
     if letters in _FUNCTIONS or letters == "sqrt":
         return rf"\{letters}"
     if letters in ("pi", "infinity", "infty"):
