@@ -609,6 +609,32 @@ def test_evals_options_are_keys_and_its_dataset_may_be_a_file(trained, capsys, t
     assert all(row["extracted"] == (row["response"] or None) for row in rows)
 
 
+def test_data_prepare_names_references_that_a_grader_cannot_read_as_a_whole(capsys, tmp_path):
+    answers = ["34", "2516_8", "1/2", r"\sqrt{2}", *[f"{place}_7" for place in range(5)]]
+    rows = [json.dumps({"prompt": f"{place}?", "answer": answer}) for place, answer in enumerate(answers)]
+    (tmp_path / "own.jsonl").write_text("\n".join(rows))
+    assert (
+        main(
+            [
+                "data",
+                "prepare",
+                "jsonl",
+                "--from",
+                str(tmp_path / "own.jsonl"),
+                "--data-dir",
+                str(tmp_path / "kept"),
+            ]
+        )
+        == 0
+    )
+    math, gsm8k = capsys.readouterr().out.splitlines()[1:3]
+    assert math.startswith(
+        "train: 6 references that math cannot read as a whole: '2516_8' (own.jsonl, line 2), '0_7' (own.jsonl, line 5), "
+    )
+    assert math.endswith("'3_7' (own.jsonl, line 8), ...")
+    assert gsm8k.startswith("train: 7 references that gsm8k cannot")
+
+
 def test_data_is_prepared_and_shown(trained, capsys, tmp_path):
     lines = ['{"q": "3+3", "a": "6"}', '{"q": "3+3", "a": "6"}', '{"q": "10+1", "a": "11"}', "{"]
     (tmp_path / "own.jsonl").write_text("\n".join(lines))

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 from dapo_jax.dapo.rollouts import Verdict
 from dapo_jax.rewards.dapo_grader import dapo_boxed_grader, dapo_grader
-from dapo_jax.rewards.gsm8k_grader import gsm8k_grader
-from dapo_jax.rewards.math_grader import math_grader
+from dapo_jax.rewards.gsm8k_grader import gsm8k_grader, unread_by_gsm8k
+from dapo_jax.rewards.math_grader import math_grader, unread_by_math
 
 Grader = Callable[[str, str], Verdict]
 """grader(response_text, answer) -> Verdict."""
@@ -51,6 +51,9 @@ GRADERS: dict[str, Grader] = {
     "gsm8k": gsm8k_grader,
 }
 """Graders by the name that a configuration gives them."""
+
+UNREAD_BY: dict[str, Callable[[str], bool]] = {"math": unread_by_math, "gsm8k": unread_by_gsm8k}
+"""For each grader that reads references: whether it cannot read this one as a whole, and so compares it as text."""
 
 TEXT_RULES = frozenset(GRADERS) - {"math"}
 """The graders that only compare text: they take microseconds and cannot hang, so they need no worker."""

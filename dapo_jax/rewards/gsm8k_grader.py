@@ -4,21 +4,36 @@ A file of its own: each grader has its rule to itself.
 """
 
 import re
-from decimal import Decimal
+from fractions import Fraction
 
 from dapo_jax.dapo.rollouts import Verdict
-
-_NUMBER = re.compile(r"(?:(?<![\w).])-)?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)", re.ASCII)
-"""A minus counts where it is no subtraction; thousands may be set apart by commas, and a dollar sign may come first."""
+from dapo_jax.rewards.numerals import CHANGING_AFTER, CHANGING_BEFORE, number, plain
 
 _MARK = "####"
+_PIECE = r"(?:(?![^\W\d_])(?:\\[A-Za-z]+|[.,:](?=[0-9])|[^\s=<>.,;:!?#|\"'`~])|(?<=[0-9])[eE][-+]?(?=[0-9]))"
+_RUN = re.compile(rf"{_PIECE}+(?: {_PIECE}+)*")
+"""Figures with all that is written in one piece with them: `3-5`, `1/2` and `1 000` are one run each, `48 = 48` is two."""
+_CHANGED_BEFORE = re.compile(
+    rf"\b(?i:(?:divided|multiplied) by|{'|'.join(CHANGING_BEFORE)})\s*\Z|(?<![A-Za-z])[A-Za-zπ]\Z|(?<![<>])[<>≤≥]\s*\Z"
+)
+_CHANGED_AFTER = re.compile(
+    rf"[\s-]*(?:and an? )?(?i:{'|'.join(CHANGING_AFTER)})\b|[xyznkKMBπ](?![^\W\d_])|[A-Za-z]?[\^_]"
+)
+"""Words and letters that make another number of a run: minus 5, 5 thousand, 2x, 5k, 2π. Other words and letters are units: 72 km."""
+_CURRENCY = re.compile(r"(?<![0-9])\\?[$€£¥₹]|\\?[$€£¥₹](?![0-9])")
+_WRAPPER = re.compile(r"\\(?:boxed|text|mathrm|mathbf|left|right)(?![A-Za-z])|\\[()\[\]]")
+_FRACTION = re.compile(r"\\[dtc]?frac\{([0-9]+)\}\{([0-9]+)\}")
 
 
 def gsm8k_grader(response: str, answer: str) -> Verdict:
-    """Compares numbers: 72, 72.0 and $72 are equal, and so are 1,200 and 1200.
+    """Compares numbers exactly: 72, 72.0 and $72 are equal, and so are 1,200 and 1200, 1/2 and 0.5.
 
     The reference is a number, or a worked solution that ends in `#### number` as in the dataset's files
     (Cobbe et al. 2021, "Training Verifiers to Solve Math Word Problems", https://arxiv.org/abs/2110.14168).
+    A response states the number on the line of its last `####`, which may have words but no second number, or
+    else its last number. A number is read with all that is joined to it: -5, 3e8, 1/2 and 2 2/3 are numbers; 3-5, 3:30,
+    5^2, 2x and 5 thousand are not. What is not a number is compared as text. Signs of money, percent and degree, and units, do
+    not count.
 
     >>> [gsm8k_grader(response, "72").correct for response in ("3 * 24 = 72\\n#### 72", "That is $72.00.", "#### 7")]
     [True, True, False]
@@ -26,23 +41,50 @@ def gsm8k_grader(response: str, answer: str) -> Verdict:
     Raises:
         ValueError: the reference has no number.
     """
-    expected = _numbers(answer.rpartition(_MARK)[2])
-    if not expected:
+    expected = _stated(answer.rpartition(_MARK)[2], alone=False)
+    if expected is None:
         raise ValueError(f"the grader gsm8k needs a reference with a number; got {answer!r}")
     _, marked, after = response.rpartition(_MARK)
-    found = _numbers(after)
-    if not found:
+    where = f"after the last {_MARK!r}" if marked else "the last number"
+    # The line of the mark; the next one if nothing stands there.
+    found = _stated(after.strip().partition("\n")[0] if marked else after, alone=bool(marked))
+    if found is None:
         where = f"after the last {_MARK!r}" if marked else "in the response"
         return Verdict(correct=False, reason=f"no number {where}")
-    extracted = found[0] if marked else found[-1]
-    where = f"after the last {_MARK!r}" if marked else "the last number"
-    correct = Decimal(extracted) == Decimal(expected[-1])
-    return Verdict(
-        correct=correct,
-        extracted=extracted,
-        reason=f"{where}: equal" if correct else f"{where}: expected {expected[-1]}",
-    )
+    text, exact = found
+    if exact is None or expected[1] is None:
+        correct, how = text == expected[0], "equal as text"
+    else:
+        correct, how = exact == expected[1], "equal"
+    reason = f"{where}: {how if correct else f'expected {expected[0]}'}"
+    return Verdict(correct=correct, extracted=text, reason=reason)
 
 
-def _numbers(text: str) -> list[str]:
-    return [found.replace(",", "").replace("$", "") for found in _NUMBER.findall(text)]
+def unread_by_gsm8k(answer: str) -> bool:
+    """Whether the reference is no number as a whole, so that it is compared as text."""
+    expected = _stated(answer.rpartition(_MARK)[2], alone=False)
+    return expected is None or expected[1] is None
+
+
+def _stated(text: str, *, alone: bool) -> tuple[str, Fraction | None] | None:
+    """The last run of figures as text, and its value if it is a number; `alone`: if it is the only run."""
+    text = re.sub(r"(?<=[0-9])\s*[xX]\s*(?=[0-9])", "*", plain(text))
+    runs = [run for run in _RUN.finditer(text) if re.search("[0-9]", run[0])]
+    if not runs:
+        return None
+    last = runs[-1]
+    cleaned = _FRACTION.sub(r" \1/\2", _WRAPPER.sub("", _CURRENCY.sub("", last[0])))
+    cleaned = cleaned.lstrip("([{*:, ").rstrip(")]}([{*_°%¢\\-+/ ")
+    cleaned = re.sub(r"^[-*+] +", "", cleaned).strip()
+    before, after = _CHANGED_BEFORE.search(text[: last.start()]), _CHANGED_AFTER.match(text, last.end())
+    if (alone and len(runs) > 1) or re.search(
+        r"[A-Za-z]-", text[max(0, last.start() - 1) : last.start() + 1]
+    ):
+        whole = text
+    elif before or after:
+        whole = text[before.start() if before else last.start() : after.end() if after else last.end()]
+    elif (exact := number(cleaned)) is not None:
+        return cleaned.replace(",", ""), exact
+    else:
+        whole = cleaned
+    return " ".join(whole.split()), None

@@ -3,27 +3,48 @@
 A file of its own: it looks at rows, and loads no weights.
 """
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import numpy as np
 
 from dapo_jax.config import ConfigError, DataConfig, ModelConfig
 from dapo_jax.data.prompts import measured_prompts
+from dapo_jax.rewards.graders import UNREAD_BY
 from dapo_jax.run.policy import folder_of
 from dapo_jax.run.prompt_sets import dated, every_split, prompt_format
 from dapo_jax.terminal import visible
 from dapo_jax.text.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
 
+SHOWN = 5
+"""So many references are shown of those that a grader cannot read."""
+
 
 def prepare(data: DataConfig) -> str:
-    """Prepares the dataset if it is not, and says what each of its splits has and what was left out.
+    """Prepares the dataset if it is not, and reports for each split its rows, rows left out, and references not read as a whole.
 
     Raises:
         ConfigError: the dataset cannot be had; a bad row is named with its file and line.
     """
     splits = every_split(data)
-    lines = [
-        f"{split}: {rows.note or f'{data.source}: {len(rows):,} prompts'}" for split, rows in splits.items()
-    ]
+    lines = []
+    for split, rows in splits.items():
+        lines.append(f"{split}: {rows.note or f'{data.source}: {len(rows):,} prompts'}")
+        if rows.note:  # read from files; others make their rows and references up
+            lines += [f"{split}: {line}" for line in _unread_references(rows)]
     return visible("\n".join([*lines, f"kept in {data.data_dir}"]) + "\n")
+
+
+def _unread_references(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line for each grader that cannot read some references as a whole, with the first of them."""
+    lines = []
+    for grader, unread_by in UNREAD_BY.items():
+        unread = [row for row in rows if row.get("answer") and unread_by(row["answer"])]
+        if unread:
+            first = ", ".join(f"{row['answer']!r:.60} ({row['source_row']})" for row in unread[:SHOWN])
+            more = ", ..." if len(unread) > SHOWN else ""
+            lines.append(f"{len(unread):,} references that {grader} cannot read as a whole: {first}{more}")
+    return lines
 
 
 def show(data: DataConfig, *, split: str = "", model: str = "", count: int = 3) -> str:

@@ -1,5 +1,7 @@
 """The grader `gsm8k`: numbers, after `####` or the last of the response."""
 
+import time
+
 import pytest
 
 from dapo_jax.rewards import GRADERS
@@ -17,11 +19,12 @@ grade = GRADERS["gsm8k"]
         ("#### -5", "-5", "-5", True),
         ("#### 5", "-5", "5", False),
         ("#### 7\n#### 72", "72", "72", True),  # the last mark
-        ("#### 72 of 100", "72", "72", True),  # the first number behind it
+        ("#### 72 clips in total.", "72", "72", True),
+        ("#### 72 of 100", "72", "72 of 100", False),  # two numbers: neither is the statement
         ("72 ####", "72", None, False),  # nothing behind it
         ("She has 72 clips.", "72", "72", True),  # no mark: the last number
         ("72, no: 73", "72", "73", False),
-        ("10-3", "3", "3", True),  # a minus between numbers is no sign
+        ("10-3", "3", "10-3", False),  # a difference, or a range
         ("It costs $.50", "0.5", ".50", True),
         ("none", "72", None, False),
         ("", "72", None, False),
@@ -38,3 +41,65 @@ def test_numbers(response, answer, extracted, correct):
 def test_a_reference_without_a_number_is_refused():
     with pytest.raises(ValueError, match="the grader gsm8k needs a reference with a number; got 'blue'"):
         grade("#### 7", "blue")
+
+
+READ = [
+    *[("1/2", "0.5"), ("½", "0.5"), (r"\frac{1}{2}", "0.5"), ("2 1/2", "2.5"), ("2½", "2.5"), (r"2\frac{1}{2}", "2.5")],
+    *[("1e3", "1000"), ("1.5e-3", "0.0015"), ("3E+2", "300"), ("1 000", "1000"), ("1\u202f000", "1000"), ("1,234,567", "1234567")],
+    *[("\u22125", "-5"), ("\u20135", "-5"), ("-$5", "-5"), ("$-5", "-5"), ("$1,200.50", "1200.5"), (r"\$72", "72"), ("€72", "72")],
+    *[("(5)", "5"), ("10%", "10"), ("10\\%", "10"), ("1.", "1"), ("**72**", "72"), (r"$\boxed{72}$.", "72"), (r"\(72\)", "72")],
+    *[("72km", "72"), ("72 km/h", "72"), ("5m", "5"), ("Total: 72!", "72"), ("`72`", "72"), ("72/1", "72")],
+    *[("no: 73", "73"), ("12 more", "12"), ("3-5", "3-5"), ("3:30", "3:30")],  # the last two are equal as text
+]  # fmt: skip
+FRAGMENTS = [
+    *[("1/2", "1"), ("1/2", "2"), (r"\frac{1}{2}", "2"), ("2 1/2", "2"), ("2½", "2"), ("2 and a half", "2"), ("1/0", "0")],
+    *[("1e3", "1"), ("1e3", "3"), ("1 000", "1"), ("1 000", "0"), ("1,20", "20"), ("1,20", "120"), ("1.2.3", "1.2")],
+    *[("\u22125", "5"), ("-5", "5"), ("minus 5", "5"), ("negative 5", "5"), ("d-5", "-5"), ("x_5", "5"), ("x5", "5"), (">5", "5")],
+    *[("3-5", "3"), ("3-5", "5"), ("3:30", "3"), ("3:30", "30"), ("2020-12-25", "25"), ("12/25/2020", "2020"), ("0 + 4", "4")],
+    *[("5^2", "5"), ("5²", "5"), ("5²", "52"), ("5_8", "5"), ("2π", "2"), ("√16", "16"), (r"\sqrt{16}", "16"), ("2x", "2")],
+    *[("5 thousand", "5"), ("2 dozen", "2"), ("5k", "5"), ("5 x 3", "3"), ("COVID-19", "-19"), ("5 divided by 3", "3"), ("3x10^3", "3"), ("1 or 2 ####", "2"), ("more than 72", "72")],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("written", ["#### {}", "So it is {}"])
+@pytest.mark.parametrize(("number", "answer"), READ)
+def test_a_number_is_read_with_all_that_is_joined_to_it(written, number, answer):
+    verdict = grade(written.format(number), answer)
+    assert verdict.correct, verdict
+
+
+@pytest.mark.parametrize("written", ["#### {}", "So it is {}"])
+@pytest.mark.parametrize(("number", "answer"), FRAGMENTS)
+def test_a_fragment_does_not_stand_for_the_whole(written, number, answer):
+    verdict = grade(written.format(number), answer)
+    assert not verdict.correct, verdict
+
+
+def test_one_of_two_numbers_after_the_mark_is_no_answer():
+    assert not grade("#### 1 or 2", "1").correct
+    assert not grade("#### 1 or 2", "2").correct
+    assert grade("#### 2\n\nThat was 1 + 1.", "2").correct  # only the line of the mark counts
+    assert grade("####\n2", "2").correct
+
+
+@pytest.mark.parametrize(
+    ("number", "answer"), [("0.0000002", "0.0000001"), ("0.333333", "1/3"), ("33.9999999", "34")]
+)
+def test_numbers_are_compared_exactly(number, answer):
+    assert not grade(f"#### {number}", answer).correct
+    assert grade(f"#### {number}", number).correct
+
+
+def test_hostile_text_takes_no_time():
+    for text in (
+        "9 " * 20_000,
+        "(" * 40_000,
+        "1-" * 20_000,
+        "\\frac{1" * 5_000,
+        "minus " * 7_000 + "5",
+        " " * 40_000 + "1",
+        "1e99999",
+    ):
+        start = time.perf_counter()
+        grade(text, "5")
+        assert time.perf_counter() - start < 2

@@ -1,11 +1,16 @@
 r"""The grader `math`: what a statement is, and when two of them mean the same."""
 
+import random
 import threading
+import time
 
 import pytest
 
 from dapo_jax.rewards import GRADERS
 from dapo_jax.rewards.math_grader import TAIL_CHARACTERS
+from tests.rewards import second_reader
+from tests.rewards.math_pairs import DIFFERENT as DIFFERENT_STATEMENTS
+from tests.rewards.math_pairs import DIFFERENT_RESPONSES, SAME, SAME_RESPONSES
 
 grade = GRADERS["math"]
 
@@ -126,10 +131,82 @@ def test_it_works_in_a_thread_where_no_signal_arrives():
     assert [verdict.correct for verdict in verdicts] == [True]
 
 
-def test_a_reference_that_could_not_be_read_in_time_is_read_again(monkeypatch):
-    from dapo_jax.rewards import math_grader
+def unlike(pairs, *, correct, written="{}"):
+    """The pairs whose verdict is another one."""
+    return [pair for pair in pairs if grade(written.format(pair[0]), pair[1]).correct != correct]
 
-    with monkeypatch.context() as late:
-        late.setattr(math_grader, "_parsed", lambda text: [])
-        assert math_grader._gold("6/17") == ()
-    assert math_grader._gold("6/17")
+
+@pytest.mark.parametrize("written", ["Answer: {}", "So it is\n$\\boxed{{{}}}$."])
+def test_a_statement_is_read_as_a_whole(written):
+    boxable = [pair for pair in SAME if "$" not in pair[0] and r"\(" not in pair[0] and r"\[" not in pair[0]]
+    assert not unlike(SAME if written.startswith("Answer") else boxable, correct=True, written=written)
+
+
+def test_a_fragment_does_not_stand_for_the_whole():
+    assert not unlike(DIFFERENT_STATEMENTS, correct=False, written="Answer: {}")
+
+
+def test_the_last_statement_counts_and_one_that_is_cut_off_is_no_statement():
+    assert not unlike(SAME_RESPONSES, correct=True)
+    assert not unlike(DIFFERENT_RESPONSES, correct=False)
+
+
+def test_a_decimal_stands_for_a_number_that_rounds_to_it_at_its_last_digit():
+    """2/3 = 0.6666666...: at six digits and more the last one is rounded up, and one more or less is another number."""
+    for places in range(1, 20):
+        rounded = "0." + "6" * (places - 1) + "7"
+        assert grade(f"Answer: {rounded}", "2/3").correct == (places >= 6), rounded
+        assert grade("Answer: 2/3", rounded).correct == (places >= 6), rounded
+        for other in ("0." + "6" * places, "0." + "6" * (places - 1) + "8"):
+            assert not grade(f"Answer: {other}", "2/3").correct, other
+    # The first 0.5, and all of 1/8: no decimal that is only near a number with an end is that number.
+    assert grade("Answer: 0.500000", "1/2").correct
+    assert not grade("Answer: 0.500001", "1/2").correct
+    assert not grade("Answer: 0.1249999999", "1/8").correct
+
+
+@pytest.mark.parametrize("power", [10, 98, 300, 1000])
+def test_exact_numbers_are_compared_exactly_whatever_their_size(power):
+    small = f"0.{'0' * power}1"
+    for one, other in [
+        (f"2^{{-{power}}}", f"2^{{-{power + 1}}}"),
+        (f"10^{{{power}}}", f"10^{{{power}}}+1"),
+        (small, small[:-1] + "2"),
+        ("9" * power, "9" * (power - 1) + "8"),
+        (rf"\sqrt{{2}} + 10^{{-{power}}}", r"\sqrt{2}"),
+        (rf"x + 2^{{-{power}}}", rf"x + 2^{{-{power + 1}}}"),
+        (f"(1, 2^{{-{power}}})", f"(1, 2^{{-{power + 1}}})"),
+    ]:
+        assert not unlike([(one, one), (other, other)], correct=True, written="Answer: {}")
+        assert not unlike([(one, other), (other, one)], correct=False, written="Answer: {}")
+
+
+NUMBERS = ["{a}", "-{a}", "{a}.{b}", "{a}/{c}", r"\frac{{{a}}}{{{c}}}", "{a} {b}/{c}", r"{a}\frac{{{b}}}{{{c}}}", "{a}e{b}", "{a}{b}%",
+           r"{a}\times 10^{{{b}}}", r"0.\overline{{{a}}}", "{a}_{b}", "{a},{c}00", r"\${a}.{b}", r"{a}^{{{b}}}", "({a},{c})", "{a}!"]  # fmt: skip
+
+
+def test_of_changed_references_only_those_are_right_that_a_second_reader_calls_equal():
+    """A character of a number is replaced, left out or inserted. What both call equal are spaces, zeros, marks around it, and units."""
+    generator = random.Random(0)
+    right = 0
+    for _ in range(800):
+        b, c = generator.sample(range(1, 10), 2)
+        answer = generator.choice(NUMBERS).format(a=generator.randrange(1, 400), b=min(b, c), c=max(b, c))
+        place, new = generator.randrange(len(answer)), generator.choice([*"0123456789.,/+-^_!%e{}()", ""])
+        changed = answer[:place] + new + answer[place + generator.randrange(2) :]
+        if changed.strip() and grade(f"Answer: {changed}", answer).correct:
+            right += 1
+            assert second_reader.same_number(changed, answer), (changed, answer)
+    assert right > 20  # where nothing changed but a zero, a space or a mark
+
+
+def test_hostile_mathematics_is_refused_or_quick():
+    grade("Answer: x", "y")  # sympy is loaded
+    for text in (
+        *("9^{9^{9^9}}", "10^{10^{10}}", "((2^{9999})^{9999})^{9999}", "1000!!", "(1000!)!", "x^{99999}", "(x+y+z+w)^{50}", "e^{e^{10^{4000}}}"),
+        *("(" * 900 + "1" + ")" * 900, "1e9999", "1" + "+1" * 900, "\\frac{1" * 250, "\\boxed{" * 250, "**" * 900, "1 000 " * 300),
+    ):  # fmt: skip
+        for response, answer in ((f"Answer: {text}", "34"), ("Answer: x+1", text)):
+            start = time.perf_counter()
+            assert not grade(response, answer).correct
+            assert time.perf_counter() - start < 2, text

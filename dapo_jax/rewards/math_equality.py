@@ -1,0 +1,188 @@
+"""Whether two readings of the grader `math` mean the same.
+
+Numbers are compared exactly. A decimal stands for a number that it is not (1/3, the root of 2) only if it has six significant digits or
+more and the number rounds to it at its last digit. Irrational numbers are equal if 50 of their digits are, and expressions with variables
+if they are equal at three points. Undefined functions, such as f(x), are left to math-verify (https://github.com/huggingface/Math-Verify).
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import starmap
+from typing import Any
+
+import sympy
+from math_verify import verify
+from sympy.core.evalf import PrecisionExhausted
+from sympy.core.function import AppliedUndef
+
+from dapo_jax.rewards.math_reader import UNION, Reading, Relation, Several, is_name
+
+DIGITS = 50
+"""Irrational numbers are equal if so many of their digits are."""
+
+_FLIPPED = {">": "<", "≥": "≤"}
+
+
+def same_meaning(gold: Reading, found: Reading) -> bool:
+    """Whether both mean the same; a percentage is its number, or a hundredth of it where the other is none."""
+    compare = _Comparison(gold.decimals | found.decimals).equal
+    if compare(gold.value, found.value):
+        return True
+    if gold.percent == found.percent:
+        return False
+    one, other = (gold.value, found.value) if gold.percent else (found.value, gold.value)
+    return not isinstance(one, Several | Relation) and compare(one / 100, other)
+
+
+class _Comparison:
+    def __init__(self, decimals: dict[Any, Any]) -> None:
+        self.decimals = decimals
+
+    def equal(self, gold: Any, found: Any) -> bool:
+        if isinstance(gold, Relation) and isinstance(found, Relation):
+            return self._same_relation(gold, found)
+        if isinstance(gold, Relation):
+            gold = _value_of(gold, interval=isinstance(found, Several))
+        if isinstance(found, Relation):
+            found = _value_of(found, interval=isinstance(gold, Several))
+        if gold is None or found is None:
+            return False
+        if isinstance(gold, Several) and isinstance(found, Several):
+            return self._same_items(gold, found)
+        if isinstance(gold, Several) or isinstance(found, Several):
+            several, one = (gold, found) if isinstance(gold, Several) else (found, gold)
+            return several.opened == r"\{" and len(several.items) == 1 and self.equal(several.items[0], one)
+        return self._same_number(gold, found)
+
+    def _same_items(self, gold: Several, found: Several) -> bool:
+        # Square brackets around anything but two values are no interval.
+        kinds = {
+            "()" if several.opened == "[" and len(several.items) != 2 else several.opened + several.closed
+            for several in (gold, found)
+        }
+        if kinds <= {r"\{\}", ""} or kinds == {UNION}:
+            if kinds == {r"\{\}"}:
+                return self._within(gold, found) and self._within(found, gold)
+            return len(gold.items) == len(found.items) and self._paired(gold, found)
+        ordered = len(kinds) == 1 or kinds == {"()", ""}
+        return (
+            ordered and len(gold.items) == len(found.items) and all(map(self.equal, gold.items, found.items))
+        )
+
+    def _within(self, one: Several, other: Several) -> bool:
+        return all(any(self.equal(a, b) for b in other.items) for a in one.items)
+
+    def _paired(self, gold: Several, found: Several) -> bool:
+        left = list(found.items)
+        for item in gold.items:
+            place = next((place for place, other in enumerate(left) if self.equal(item, other)), None)
+            if place is None:
+                return False
+            del left[place]
+        return True
+
+    def _same_relation(self, gold: Relation, found: Relation) -> bool:
+        gold, found = _oriented(gold), _oriented(found)
+        if gold.signs != found.signs:
+            return False
+        if all(map(self.equal, gold.sides, found.sides)):
+            return True
+        sides = (*gold.sides, *found.sides)
+        if len(sides) != 4 or not all(isinstance(side, sympy.Expr) for side in sides):
+            return False
+        # One equation is a multiple of the other; by a positive number, for an inequality.
+        ratios = [
+            sympy.N((one - other) / (third - fourth), DIGITS)
+            for one, other, third, fourth in _at_points(sides)
+        ]
+        if not all(ratio.is_finite and _are_close(ratio, ratios[0]) for ratio in ratios):
+            return False
+        return bool(ratios[0].is_positive if gold.signs[0] in "<≤" else ratios[0].is_nonzero)
+
+    def _same_number(self, gold: Any, found: Any) -> bool:
+        if gold == found:
+            return True
+        if gold.has(sympy.oo) or found.has(sympy.oo):
+            return False
+        difference = gold - found
+        if difference.has(AppliedUndef):
+            with _unlimited():
+                return verify(
+                    gold, found, numeric_precision=DIGITS, timeout_seconds=None, raise_on_error=True
+                )
+        if difference.free_symbols:
+            # To work both out may take very long: (x + y + z)^50 has 1,326 terms.
+            return all(starmap(_are_close, _at_points((gold, found))))
+        for one, other in ((gold, found), (found, gold)):
+            last = self.decimals.get(abs(one))
+            if last is not None and abs(other) not in self.decimals:
+                return bool(sympy.N(sympy.Abs(difference), DIGITS) <= last / 2)
+        return not (gold.is_Rational and found.is_Rational) and _are_close(gold, found)
+
+
+def _are_close(one: Any, other: Any) -> bool:
+    """Whether two numbers agree to `DIGITS` digits."""
+    difference: Any = sympy.Abs(one - other)
+    if difference.is_Rational:
+        return bool(difference == 0)
+    try:
+        difference = difference.evalf(DIGITS, strict=True)
+    except PrecisionExhausted:  # no digit of the difference is known to differ from 0
+        return True
+    return bool(difference <= sympy.N(sympy.Abs(one), DIGITS) * sympy.Rational(1, 10**DIGITS))
+
+
+def _at_points(expressions: tuple[Any, ...]) -> list[list[Any]]:
+    """The expressions' values where their variables have three sets of values, positive and negative."""
+    names = sorted(set().union(*(expression.free_symbols for expression in expressions)), key=str)
+    points = [
+        {name: sympy.Rational(sign * (17 + 10 * place), 29) for place, name in enumerate(names)}
+        for sign in (1, -1)
+    ]
+    points.append({name: sympy.Rational(7 - 13 * place, 11) for place, name in enumerate(names)})
+    return [[expression.subs(point) for expression in expressions] for point in points]
+
+
+def _value_of(relation: Relation, *, interval: bool) -> Any:
+    """The value that a relation states: 5 for x = 5, 5 = x and 2 + 3 = 5; for a < x < b the interval. None if it states no value."""
+    first, last = relation.sides[0], relation.sides[-1]
+    if set(relation.signs) == {"="}:
+        if is_name(last) and not is_name(first):
+            return first
+        return last if is_name(first) or (isinstance(first, sympy.Expr) and first.is_number) else None
+    if not interval:
+        return None
+    sides, signs = _oriented(relation).sides, _oriented(relation).signs
+    if not set(signs) <= {"<", "≤"} or not all(isinstance(side, sympy.Expr) for side in sides):
+        return None
+    if len(sides) == 2:
+        sides = (-sympy.oo, *sides) if sides[0].is_Symbol else (*sides, sympy.oo)
+        signs = ("<", *signs) if sides[0] == -sympy.oo else (*signs, "<")
+    if len(sides) != 3 or not sides[1].is_Symbol:
+        return None
+    return Several("(["[signs[0] == "≤"], (sides[0], sides[2]), ")]"[signs[1] == "≤"])
+
+
+def _oriented(relation: Relation) -> Relation:
+    """From the lesser to the greater; of a chain of equal numbers only the ends."""
+    sides, signs = relation.sides, relation.signs
+    if set(signs) == {"="} and all(
+        isinstance(side, sympy.Expr) and not side.free_symbols for side in sides[1:-1]
+    ):
+        return Relation((sides[0], sides[-1]), ("=",))
+    if set(signs) <= {">", "≥"}:
+        return Relation(sides[::-1], tuple(_FLIPPED[sign] for sign in signs[::-1]))
+    return relation
+
+
+@contextmanager
+def _unlimited() -> Iterator[None]:
+    """math-verify warns where it is to keep no time; a pool keeps it."""
+    logger = logging.getLogger("math_verify.grader")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
