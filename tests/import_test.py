@@ -21,7 +21,7 @@ HEAVY = {
         "tensorflow",
         "tensorflow_datasets",
         "array_record",
-        "math_verify",
+        "sympy",
     ),
     *(
         "jetstream",

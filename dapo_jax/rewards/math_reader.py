@@ -4,7 +4,7 @@ These notations are read; whatever else an answer holds makes it unreadable, so 
 
 * numbers as in `numerals.py`, mixed numbers (`2 2/3`, `2\frac23`), repeating decimals (`0.\overline{3}`), thousands set apart by
   `,`, `{,}`, `,\!` or thin spaces;
-* `+ - \pm * / ^ !`, fractions, roots, absolute values, sine and its like, exponentials and logarithms, `\pi`, `e`, `i`, letters with
+* `+ - \pm * / ^ !`, fractions, binomial coefficients, roots, absolute values, sine and its like, exponentials and logarithms, `\pi`, `e`, `i`, letters with
   indices;
 * `=`, `\approx` and inequalities; intervals, tuples, sets, unions, lists, matrices.
 
@@ -400,6 +400,11 @@ class _Reader:
             if under == 0:
                 raise UnreadableError("a division by zero")
             return over / under
+        if self._take(r"\\binom(?![A-Za-z])"):
+            above, below = self._argument(), self._argument()
+            if not all(each.is_Integer and 0 <= each <= 1000 for each in (above, below)):
+                raise UnreadableError("a binomial coefficient that is not worked out")
+            return sympy.binomial(above, below)
         if self._take(r"\\sqrt(?![A-Za-z])|√"):
             root = sympy.Integer(2)
             if self._take(r"\["):
