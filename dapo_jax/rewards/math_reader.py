@@ -73,6 +73,7 @@ _COMMANDS = {
     **_each("left right displaystyle textstyle limits big Big bigg Bigg bigl bigr Bigl Bigr boxed fbox", ""),
     **_each("quad qquad thinspace", " "),
     **_each("dfrac tfrac cfrac", r"\frac"),
+    **_each("dbinom tbinom", r"\binom"),
     **_each("times cdot ast", "*"),
     **_each("div", "/"),
     **_each("lt", "<"),
