@@ -101,7 +101,9 @@ def next_to_a_clone(tmp_path_factory):
     python, packages = environment(place / "venv")
     run(python, "-m", "pip", "install", "--no-index", "--no-deps", place / wheel, cwd=place)
     add_dependencies(packages)
-    (place / "mine.py").write_text("from dapo_jax import dapo_loss, token_weights\nprint(dapo_loss.__name__)\n")
+    (place / "mine.py").write_text(
+        "from dapo_jax import dapo_loss, token_weights\nprint(dapo_loss.__name__)\n"
+    )
     return place, python
 
 
