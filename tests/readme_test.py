@@ -93,6 +93,8 @@ def test_the_programs_of_a_page_run_as_they_stand(page, tmp_path):
         [sys.executable, script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+    promised = re.findall(r"^print\(.*\)  # (-?[\d.]+)$", program(page), re.MULTILINE)
+    assert set(promised) <= set(done.stdout.splitlines())
 
 
 @pytest.mark.parametrize(

@@ -172,6 +172,15 @@ def test_metrics_are_means_over_masked_in_tokens():
     assert to_scalars(metrics) == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.parametrize("advantage", [0.0, 1.0], ids=["all zero", "cancelling"])
+@pytest.mark.parametrize("counts", [True, False])
+def test_a_loss_of_nothing_is_zero_and_not_minus_zero(advantage, counts):
+    """A ratio of 1 everywhere: advantages of one response cancel those of the other."""
+    same, mask = jnp.log(jnp.full((2, 2), 0.5)), jnp.full((2, 2), counts)
+    loss, _ = dapo_loss(same, same, jnp.array([advantage, -advantage]), mask)
+    assert str(loss) == "0.0"
+
+
 def test_a_mask_without_tokens_gives_zero_not_nan():
     nans = jnp.full(SHAPE, jnp.nan)
     batch = {"logprobs": nans, "old_logprobs": nans, "advantages": nans, "mask": jnp.zeros(SHAPE, bool)}
