@@ -209,16 +209,19 @@ def test_a_field_that_is_no_name_is_one_message(tmp_path, capsys):
 @pytest.mark.parametrize("verb", ["prepare", "show"])
 def test_the_remedies_of_data_are_its_options(verb, tmp_path, capsys):
     """None speaks of a key: there is no configuration in which to set one."""
-    file = tmp_path / "data.jsonl"
+    file, other = tmp_path / "data.jsonl", tmp_path / "other.jsonl"
     file.write_text('{"prompt": "1", "answer": ""}\n')
+    other.write_text('{"question": "1", "answer": "2"}\n')
     read = ["jsonl", "--from", str(file), "--data-dir", str(tmp_path / "kept")]
+    unnamed = ["jsonl", "--from", str(other), "--data-dir", str(tmp_path / "kept")]
     said = []
-    for arguments in (["gsm8k"], read, ["gsm8q"], [*read, "--options", '{"question": "q"}']):
+    for arguments in (["gsm8k"], read, ["gsm8q"], [*read, "--options", '{"question": "q"}'], unnamed):
         assert main(["data", verb, *arguments]) == 2
         said.append(one_message(capsys, "data"))
     assert "dataset 'gsm8k'" in said[0]
     assert "name it in --from" in said[0]
     assert "(--on-bad-row skip leaves such rows out and counts them)" in said[1]
+    assert """--options '{"prompt": "FIELD", "answer": "FIELD.INSIDE"}'""" in said[4]
     assert not any("data." in text.replace("data.jsonl", "") for text in said)
 
 
