@@ -36,6 +36,7 @@ def train(arguments: argparse.Namespace) -> int:
     if not wanted():
         # Before what takes seconds to import; of several processes nobody knows yet which is the first.
         print(f"{config.steps} steps in {config.run_dir}: starting ...", flush=True)
+    from dapo_jax.evaluation import score_text
     from dapo_jax.run import train
     from dapo_jax.storage import path_of
 
@@ -44,9 +45,11 @@ def train(arguments: argparse.Namespace) -> int:
     shown = r"eval/.+/(avg@\d+|reward)" if config.dynamic_sampling.metric == "correct" else "eval/.+/reward"
     for name in scored[0] if scored else ():
         if re.fullmatch(shown, name):
-            (before, after), figures = (scored[0], scored[-1]), ".4g" if name.endswith("reward") else ".3f"
+            before, after = (
+                score_text(line[name], line.get(f"{name}_stderr")) for line in (scored[0], scored[-1])
+            )
             print(
-                f"{name}: {before[name]:{figures}} before (step {before['step']}), {after[name]:{figures}} after step {after['step']}"
+                f"{name}: {before} before (step {scored[0]['step']}), {after} after step {scored[-1]['step']}"
             )
     if is_first():
         run = path_of(config.run_dir)
