@@ -67,7 +67,7 @@ def check_objective(objective: Objective, *, rows: int, row_tokens: int) -> None
 
 
 def _problem_of(result: Any) -> str | None:
-    """What an objective returned in place of a loss and metrics."""
+    """Names an objective's result if it is not a loss and metrics; None if it is."""
     if not isinstance(result, tuple):
         return f"{_kind(result)} alone, not a loss and a dict of metrics: return loss, {{}}"
     if len(result) != 2:
