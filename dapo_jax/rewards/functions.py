@@ -375,7 +375,7 @@ def _neighbours(path: Path, found: dict[str, Path]) -> dict[str, Path]:
                 imported.append(node.module)
     for name in {each.partition(".")[0] for each in imported} - found.keys():
         places = (path.parent / name / "__init__.py", path.parent / f"{name}.py")
-        if place := next((each for each in places if each.is_file()), None):
+        if place := next((each for each in places if each.is_file() and each != path), None):
             found[name] = place
             _neighbours(place if place.parent == path.parent else path, found)
     return found
@@ -399,7 +399,9 @@ def _check_names(neighbours: dict[str, Path], spec: str) -> None:
 
 @contextlib.contextmanager
 def _folder_on_path(folder: str, *, first: bool) -> Iterator[None]:
-    """Puts a folder on Python's path: to the front meanwhile, as of a script, if `first`, and then to the end, where it hides no module from others."""
+    """Puts a folder at the end of Python's path, where it hides no module, and, if `first`, meanwhile at its front, as of a script."""
+    if folder not in sys.path:
+        sys.path.append(folder)
     if first:
         sys.path.insert(0, folder)
     try:
@@ -407,8 +409,6 @@ def _folder_on_path(folder: str, *, first: bool) -> Iterator[None]:
     finally:
         if first:
             sys.path.remove(folder)
-        if folder not in sys.path:
-            sys.path.append(folder)
 
 
 def _exits(error: SystemExit) -> str:

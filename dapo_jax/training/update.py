@@ -68,10 +68,10 @@ def check_objective(objective: Objective, *, rows: int, row_tokens: int) -> None
 
 def _problem_of(result: Any) -> str | None:
     """Names an objective's result if it is not a loss and metrics; None if it is."""
-    if not isinstance(result, tuple):
+    if not isinstance(result, tuple | list):
         return f"{_kind(result)} alone, not a loss and a dict of metrics: return loss, {{}}"
     if len(result) != 2:
-        return f"a tuple of {len(result)}, not of a loss and a dict of metrics"
+        return f"{_kind(result)} of {len(result)}, not of a loss and a dict of metrics"
     loss, metrics = result
     is_float = isinstance(loss, float) or jnp.issubdtype(getattr(loss, "dtype", np.object_), jnp.floating)
     if not is_float or jnp.shape(loss) != ():

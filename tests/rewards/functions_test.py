@@ -406,13 +406,14 @@ def own_imports(monkeypatch):
 
 NEIGHBOURS = """
 import hints
+from bare.more import more
 from parts.scale import scale
 
 def f(sample):
     from late import offset
-    return hints.base * scale + offset
+    return hints.base * scale + offset + more
 """
-"""Imports a file, a file of a package, and a file when it is called."""
+"""Imports a file, files of a package and of a plain folder, and a file when it is called."""
 
 
 @pytest.mark.usefixtures("own_imports")
@@ -420,10 +421,12 @@ def test_a_file_imports_the_files_next_to_it(tmp_path):
     (tmp_path / "parts").mkdir()
     (tmp_path / "parts" / "__init__.py").write_text("")
     (tmp_path / "parts" / "scale.py").write_text("scale = 10")
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "more.py").write_text("more = 100")
     (tmp_path / "hints.py").write_text("from deeper import base")
     (tmp_path / "deeper.py").write_text("base = 2")
     (tmp_path / "late.py").write_text("offset = 3")
-    assert load_function(f"{reward_file(tmp_path, NEIGHBOURS)}:f")(SAMPLE) == 2 * 10 + 3
+    assert load_function(f"{reward_file(tmp_path, NEIGHBOURS)}:f")(SAMPLE) == 2 * 10 + 3 + 100
 
 
 @pytest.mark.usefixtures("own_imports")
@@ -433,6 +436,15 @@ def test_a_neighbour_that_a_file_imports_comes_before_a_module_of_its_name(tmp_p
     (tmp_path / "colorsys.py").write_text("own = 5")
     text = "import colorsys\ndef f(sample):\n    return colorsys.own\n"
     assert load_function(f"{reward_file(tmp_path, text)}:f")(SAMPLE) == 5
+
+
+@pytest.mark.usefixtures("own_imports")
+def test_a_file_that_is_named_like_a_package_imports_the_package_and_not_itself(tmp_path, monkeypatch):
+    (tmp_path / "installed").mkdir()
+    (tmp_path / "installed" / "scales.py").write_text("value = 7")
+    monkeypatch.syspath_prepend(tmp_path / "installed")
+    text = "from scales import value\ndef f(sample):\n    return value\n"
+    assert load_function(f"{reward_file(tmp_path, text, name='scales.py')}:f")(SAMPLE) == 7
 
 
 @pytest.mark.usefixtures("own_imports")
