@@ -194,8 +194,8 @@ def table(scores: Mapping[str, float | int | None], *, metric: str = "correct") 
         rows.append(
             [
                 name,
-                *(_score(metrics.get(key), metrics.get(f"{key}_stderr")) for key in columns),
-                *([_score(metrics.get("reward"), metrics.get("reward_stderr"))] if rewarded else []),
+                *(score_text(metrics.get(key), metrics.get(f"{key}_stderr")) for key in columns),
+                *([score_text(metrics.get("reward"), metrics.get("reward_stderr"))] if rewarded else []),
                 _decimal(metrics.get("response_tokens"), 1),
                 _decimal(metrics.get("truncated_frac"), 3),
                 _decimal(metrics.get("problems"), 0),
@@ -215,7 +215,8 @@ def _column(key: str) -> tuple[int, int]:
     return ("avg", "pass", "cons").index(kind), int(number)
 
 
-def _score(value: float | int | None, error: float | int | None) -> str:
+def score_text(value: float | int | None, error: float | int | None) -> str:
+    """A score with its standard error, where there is one: `0.434 ± 0.071`."""
     shown = _decimal(error, 3)
     return _decimal(value, 3) + (f" ± {shown}" if shown != "-" else "")
 

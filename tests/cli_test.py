@@ -210,16 +210,19 @@ def test_a_field_that_is_no_name_is_one_message(tmp_path, capsys):
 @pytest.mark.parametrize("verb", ["prepare", "show"])
 def test_the_remedies_of_data_are_its_options(verb, tmp_path, capsys):
     """None speaks of a key: there is no configuration in which to set one."""
-    file = tmp_path / "data.jsonl"
+    file, other = tmp_path / "data.jsonl", tmp_path / "other.jsonl"
     file.write_text('{"prompt": "1", "answer": ""}\n')
+    other.write_text('{"question": "1", "answer": "2"}\n')
     read = ["jsonl", "--from", str(file), "--data-dir", str(tmp_path / "kept")]
+    unnamed = ["jsonl", "--from", str(other), "--data-dir", str(tmp_path / "kept")]
     said = []
-    for arguments in (["gsm8k"], read, ["gsm8q"], [*read, "--options", '{"question": "q"}']):
+    for arguments in (["gsm8k"], read, ["gsm8q"], [*read, "--options", '{"question": "q"}'], unnamed):
         assert main(["data", verb, *arguments]) == 2
         said.append(one_message(capsys, "data"))
     assert "dataset 'gsm8k'" in said[0]
     assert "name it in --from" in said[0]
     assert "(--on-bad-row skip leaves such rows out and counts them)" in said[1]
+    assert """--options '{"prompt": "FIELD", "answer": "FIELD.INSIDE"}'""" in said[4]
     assert not any("data." in text.replace("data.jsonl", "") for text in said)
 
 
@@ -462,16 +465,19 @@ def test_data_without_a_signal_is_one_message_with_counts_and_status_1(grader, c
 def test_training_prints_where_it_got_and_where_things_are(trained, cut, capsys, tmp_path):
     assert main(cut(tmp_path / "run")) == 0
     out = capsys.readouterr().out
-    assert re.search(
-        r"^eval/arithmetic/avg@4: 0\.\d+ before \(step 0\), 0\.\d+ after step 2$", out, re.MULTILINE
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    before, after = (
+        f"{line['eval/arithmetic/avg@4']:.3f} ± {line['eval/arithmetic/avg@4_stderr']:.3f}"
+        for line in (lines[0], lines[-1])
     )
+    assert f"eval/arithmetic/avg@4: {before} before (step 0), {after} after step 2" in out.splitlines()
     run = tmp_path / "run"
     assert out.splitlines()[-3:] == [
         f"metrics, rollouts, evaluations, checkpoints and the trained model are in {run}",
         f"look inside:   dapo-jax report {run}",
         f"ask the model: dapo-jax sample {run} --prompt TEXT -n 4",
     ]
-    assert [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 2]
+    assert [line["step"] for line in lines] == [0, 1, 2]
 
 
 def test_a_run_resumed_with_another_k_compares_what_both_evaluations_have(
@@ -535,8 +541,9 @@ def test_a_run_of_numbers_speaks_of_rewards_and_of_nothing_correct(cut, capsys, 
     assert main([*cut(run_dir, "brief"), *settings]) == 0
     out = capsys.readouterr().out
     number = r"-\d[-.\de]*"
+    score = rf"{number} ± [.\d]+"
     assert re.search(
-        rf"^eval/arithmetic/reward: {number} before \(step 0\), {number} after step 2$", out, re.MULTILINE
+        rf"^eval/arithmetic/reward: {score} before \(step 0\), {score} after step 2$", out, re.MULTILINE
     )
     assert re.search(rf"^step 1/2  reward {number}  len ", out, re.MULTILINE)
     assert re.search(rf"^eval  arithmetic  reward {number} ± ", out, re.MULTILINE)

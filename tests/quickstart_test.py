@@ -35,8 +35,8 @@ def test_the_quickstart_learns_addition_from_under_half_to_nine_tenths(seed, tmp
     assert after >= 0.9
     assert "Usual causes" not in printed
     assert not any(value for line in lines for name, value in line.items() if name.startswith("watchdog/"))
-    assert f"{before:.3f} before" in printed
-    assert f"{after:.3f} after" in printed
+    assert f" {before:.3f} ± " in printed
+    assert f" {after:.3f} ± " in printed
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])

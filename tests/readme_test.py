@@ -1,6 +1,7 @@
 """README.md and the pages of docs/ say what is true: their programs run, their files, functions, tests and commands exist."""
 
 import importlib
+import json
 import os
 import re
 import shutil
@@ -16,6 +17,8 @@ from dapo_jax.config import TrainConfig, load_config
 from dapo_jax.config.section import leaf_types
 from dapo_jax.config.suggestions import unknown_key
 from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
+from dapo_jax.data.sources import load_rows
+from dapo_jax.trackers import read_metrics
 from dapo_jax.trackers.rollout_log import write_rollouts
 from tests.docs.blocks import PAGES as ALL_PAGES
 from tests.docs.blocks import blocks
@@ -84,7 +87,6 @@ def leave_a_run(folder):
 )
 def test_the_programs_of_a_page_run_as_they_stand(page, tmp_path):
     """In a process of its own, as a reader's would be: without the strictness of the tests, run from the checkout."""
-    (tmp_path / "configs").symlink_to(ROOT / "configs")
     leave_a_run(tmp_path / "runs" / "quickstart")
     script = tmp_path / f"{page.stem}.py"
     script.write_text(program(page))
@@ -93,6 +95,8 @@ def test_the_programs_of_a_page_run_as_they_stand(page, tmp_path):
         [sys.executable, script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+    promised = re.findall(r"^print\(.*\)  # (-?[\d.]+)$", program(page), re.MULTILINE)
+    assert set(promised) <= set(done.stdout.splitlines())
 
 
 @pytest.mark.parametrize(
@@ -103,6 +107,49 @@ def test_the_yaml_of_a_page_is_a_configuration(page, tmp_path):
         path = tmp_path / f"{number}.yaml"
         path.write_text(block.text if "run_dir:" in block.text else f"run_dir: out\n{block.text}")
         load_config(path)
+
+
+def own_files(folder, rows):
+    """`my.yaml` as README has it, and a file of so many rows in the form that README gives."""
+    text = README.read_text().split("## Your model, your data, your reward")[1]
+    row = json.loads(re.search(r"`(\{.*?\})`", text)[1])
+    sums = [
+        row | {"question": f"{10 + place}+{11 + place}", "answer": str(21 + 2 * place)}
+        for place in range(rows)
+    ]
+    (folder / "problems.jsonl").write_text("".join(json.dumps(each) + "\n" for each in sums))
+    (folder / "my.yaml").write_text(re.search(r"```yaml\n(.*?)```", text, re.DOTALL)[1])
+    return load_config(folder / "my.yaml", ["run_dir=runs/mine"])
+
+
+@pytest.mark.parametrize("rows", [5, 36, 1000])
+def test_the_example_with_ones_own_files_has_rows_for_both_splits_however_few_there_are(
+    rows, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    data = own_files(tmp_path, rows).data
+    train, held_out = (
+        load_rows(data.source, split, path=data.path, options=data.source_options, data_dir="kept")
+        for split in (data.train_split, data.eval_split)
+    )
+    assert len(held_out) == rows // 5
+    assert len(train) == rows - rows // 5
+
+
+def test_the_example_with_ones_own_files_trains_at_the_full_rate_for_most_of_its_steps(tmp_path):
+    config = own_files(tmp_path, 1)
+    assert config.optimizer.warmup_steps <= config.steps / 10
+    assert config.optimizer.learning_rate >= 1e-6
+
+
+@pytest.mark.slow  # a minute: it compiles and trains
+def test_the_example_with_ones_own_files_trains(tmp_path, monkeypatch):
+    """With the model that comes with the package in place of that on the hub; it has no chat template."""
+    monkeypatch.chdir(tmp_path)
+    own_files(tmp_path, 36)
+    settings = ["run_dir=runs/mine", "steps=2", "model.source=shipped:quickstart", "data.chat=false"]
+    assert main(["train", "my.yaml", *settings]) == 0
+    assert [line["step"] for line in read_metrics("runs/mine/metrics.jsonl")] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: str(page.relative_to(ROOT)))

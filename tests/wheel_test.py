@@ -22,32 +22,45 @@ def run(*command, cwd):
     return done.stdout
 
 
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory):
-    """The scripts' folder of an environment with the wheel, which was made from the source distribution.
-
-    Its dependencies are those of the environment that runs the tests, except for this package.
-    """
-    place = tmp_path_factory.mktemp("wheel")
-    source = place / "source"
+def copy_checkout(source):
+    """Copies the part of the checkout that builds the package."""
     for folder in ("dapo_jax", "configs"):
         shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for name in SHIPPED:
         shutil.copy(ROOT / name, source / name)
+
+
+def environment(place):
+    """Makes an environment without this package, and returns its Python and its folder of packages."""
+    venv.create(place, with_pip=True)
+    python = place / "bin" / "python"
+    where = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    return python, Path(run(python, "-c", where, cwd=place).strip())
+
+
+def add_dependencies(packages):
+    """Adds the packages of the environment that runs the tests, except for this one.
+
+    A folder that a .pth file names is searched after `packages`. Python does not read the .pth files in it, so an editable checkout stays hidden.
+    """
+    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """The scripts' folder of an environment with the wheel, which was made from the source distribution."""
+    place = tmp_path_factory.mktemp("wheel")
+    source = place / "source"
+    copy_checkout(source)
     build = "from setuptools import build_meta; print(build_meta.build_sdist('..'))"
     sdist = run(sys.executable, "-c", build, cwd=source).splitlines()[-1]
     shutil.unpack_archive(place / sdist, place)
     unpacked = place / sdist.removesuffix(".tar.gz")
     build = "from setuptools import build_meta; print(build_meta.build_wheel('..'))"
     wheel = run(sys.executable, "-c", build, cwd=unpacked).splitlines()[-1]
-    venv.create(place / "venv", with_pip=True)
-    python = place / "venv" / "bin" / "python"
+    python, packages = environment(place / "venv")
     run(python, "-m", "pip", "install", "--no-index", "--no-deps", place / wheel, cwd=place)
-    folder = Path(
-        run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=place).strip()
-    )
-    # A folder that a .pth names is searched after this one, and .pth files inside it are not read: an editable checkout is not seen.
-    (folder / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    add_dependencies(packages)
     assert run(python, "-c", "import dapo_jax; print(dapo_jax.__file__)", cwd=place).startswith(str(place))
     return python.parent
 
@@ -76,3 +89,41 @@ def test_it_has_every_configuration_of_the_checkout(installed, tmp_path):
     assert run(installed / "dapo-jax", "config", "study/dapo", cwd=tmp_path) == run(
         Path(sys.executable).with_name("dapo-jax"), "config", ROOT / "configs/study/dapo.yaml", cwd=tmp_path
     )
+
+
+@pytest.fixture(scope="module")
+def next_to_a_clone(tmp_path_factory):
+    """A folder with the clone `dapo_jax`, and the Python of an environment that has it by the two steps of `pip install -e`."""
+    place = tmp_path_factory.mktemp("editable")
+    copy_checkout(place / "dapo_jax")
+    build = "from setuptools import build_meta; print(build_meta.build_editable('..'))"
+    wheel = run(sys.executable, "-c", build, cwd=place / "dapo_jax").splitlines()[-1]
+    python, packages = environment(place / "venv")
+    run(python, "-m", "pip", "install", "--no-index", "--no-deps", place / wheel, cwd=place)
+    add_dependencies(packages)
+    (place / "mine.py").write_text(
+        "from dapo_jax import dapo_loss, token_weights\nprint(dapo_loss.__name__)\n"
+    )
+    return place, python
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("mine.py",), ("-c", "from dapo_jax import dapo_loss; print(dapo_loss.__name__)")],
+    ids=["a script", "-c"],
+)
+def test_what_runs_next_to_a_clone_imports_the_library_and_not_the_clones_folder(next_to_a_clone, arguments):
+    """Python searches the current or the script's folder first, where `dapo_jax` is the clone."""
+    place, python = next_to_a_clone
+    assert run(python, *arguments, cwd=place) == "dapo_loss\n"
+
+
+def test_a_module_of_the_library_runs_next_to_a_clone(next_to_a_clone):
+    place, python = next_to_a_clone
+    assert "quickstart" in run(python, "-m", "dapo_jax.cli", "config", "quickstart", cwd=place)
+
+
+def test_the_configurations_are_those_of_the_clone(next_to_a_clone):
+    place, python = next_to_a_clone
+    where = "from dapo_jax.config.shipped import shipped_configs; print(shipped_configs()['quickstart'])"
+    assert run(python, "-c", where, cwd=place).strip() == str(place / "dapo_jax/configs/quickstart.yaml")

@@ -56,14 +56,18 @@ def _held_out(lines: Sequence[Mapping[str, float | int]], *, metric: str) -> Ite
 
     A run that was resumed with other evaluations has scores that the first one lacks. They stand alone.
     """
+    from dapo_jax.evaluation import score_text
+
     evaluations = [line for line in lines if any(key.startswith("eval/") for key in line)]
     shown = r"eval/.+/(avg@\d+|reward)" if metric == "correct" else "eval/.+/reward"
-    for name, score in evaluations[-1].items() if evaluations else ():
+    for name in evaluations[-1] if evaluations else ():
         if re.fullmatch(shown, name):
-            figures = ".4g" if name.endswith("reward") else ".3f"
-            before = evaluations[0].get(name)
-            earlier = "" if before is None else f" {before:{figures}} before (step {evaluations[0]['step']}),"
-            yield f"{name}:{earlier} {score:{figures}} after step {evaluations[-1]['step']}"
+            before, after = (
+                score_text(line[name], line.get(f"{name}_stderr")) if name in line else ""
+                for line in (evaluations[0], evaluations[-1])
+            )
+            earlier = f" {before} before (step {evaluations[0]['step']})," if before else ""
+            yield f"{name}:{earlier} {after} after step {evaluations[-1]['step']}"
 
 
 def sft(arguments: argparse.Namespace) -> int:

@@ -20,7 +20,7 @@ from dapo_jax.config.schema import TrainConfig
 from dapo_jax.config.section import Section, field_types, leaf_types
 from dapo_jax.config.sft_schema import SftConfig
 from dapo_jax.config.shipped import shipped_configs
-from dapo_jax.config.suggestions import alias_of, unknown_key
+from dapo_jax.config.suggestions import alias_of, instead_of, unknown_key
 from dapo_jax.config.values import refuse, shown
 from dapo_jax.storage import AnyPath, path_of
 
@@ -189,7 +189,8 @@ def _refuse_unknown(key: str, value: object, kinds: Mapping[str, Any]) -> NoRetu
         nested = ": ".join(key.split("."))
         raise ConfigError(f"{key}: dotted keys are for overrides; in a file write it nested, {nested}: ...")
     inside = dict(_walk(key, value))
-    key = next((each for each in inside if alias_of(each, kinds)), next(iter(inside)))
+    answered = (each for each in inside if alias_of(each, kinds) or instead_of(each, kinds))
+    key = next(answered, next(iter(inside)))
     value = inside[key]
     parent = key.rpartition(".")[0]
     if parent in kinds:

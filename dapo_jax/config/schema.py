@@ -49,6 +49,7 @@ class ModelConfig(Section, at="model"):
             "dtype": "float32 or bfloat16",
             "torch_dtype": "float32 or bfloat16",
             "bf16": "float32 or bfloat16",
+            "fp16": "float32 or bfloat16",
         },
     )
     """Dtype of activations and matrix products: float32 or bfloat16. Master weights are always float32."""
@@ -98,7 +99,11 @@ LORA_TARGETS = (
 class LoraConfig(Section, at="lora"):
     """Low-rank adapters: small matrices beside frozen ones, which alone are trained (LoRA, https://arxiv.org/abs/2106.09685)."""
 
-    rank: int = key(0, range=NOT_NEGATIVE, aliases=["lora_rank", "lora_r"])
+    rank: int = key(
+        0,
+        range=NOT_NEGATIVE,
+        aliases={"lora_rank": "", "lora_r": "", "peft_config": "and lora.alpha, lora.targets"},
+    )
     """The rank of each adapter. What is trained, and saved, is then about rank / width of the model; its weights are frozen in `model.compute_dtype`, and a KL penalty's reference
     policy is the model without adapters. 0: no adapters, all weights are trained."""
     alpha: float = key(32.0, range=POSITIVE, aliases=["lora_alpha"])
@@ -150,7 +155,15 @@ class SamplingConfig(Section, at="sampling"):
     page_tokens: int = key(0, range=NOT_NEGATIVE, aliases=["block_size", "page_size"], may_change=True)
     """Tokens of a page of the key/value cache: a response takes pages as it grows, and the responses to a prompt share its full ones.
     0: what suits the platform; on CPU that is no pages, each slot has room for the longest prompt and response."""
-    cache_tokens: int = key(0, range=NOT_NEGATIVE, may_change=True)
+    cache_tokens: int = key(
+        0,
+        range=NOT_NEGATIVE,
+        aliases={
+            "vllm_gpu_memory_utilization": "tokens, not a share of the memory; 0 takes what is free",
+            "gpu_memory_utilization": "tokens, not a share of the memory; 0 takes what is free",
+        },
+        may_change=True,
+    )
     """Tokens that the key/value cache of a sampler holds, over all of its devices. When it is full, the response that started last gives way and is read again later.
     0: as many as fit in the device's memory beside the run's weights and state, which a run says at its start; on CPU as many as all slots may come to."""
     cache_dtype: str = key(
@@ -228,7 +241,9 @@ class RewardConfig(Section, at="reward"):
     grader: str = key("exact", not_empty=True, aliases=["reward_funcs", "custom_reward_function"])
     """A name in `dapo_jax.rewards.GRADERS` (exact, dapo, dapo_boxed, math, gsm8k), `reasoning_gym` (the task's own scorer),
     `module:function`, or `path/to/file.py:function`; `trl:` or `verl:` before it for a function written for these."""
-    graders: list[dict[str, Any]] = key(default_factory=list)
+    graders: list[dict[str, Any]] = key(
+        default_factory=list, aliases={"reward_weights": "each entry has its weight"}
+    )
     """Several instead of `grader`: [{grader: math}, {grader: "my.py:brief", weight: 0.5}]. The reward is the sum of weight x reward;
     the first alone says whether a response is correct, the others shape."""
     answer_marker: str = "="
@@ -369,7 +384,13 @@ class BatchConfig(Section, at="batch"):
     prompts_per_step: int = key(
         512,
         range=SIZE,
-        aliases={"train_batch_size": "both count prompts, not responses", "num_unique_prompts_rollout": ""},
+        aliases={
+            "train_batch_size": "both count prompts, not responses",
+            "num_unique_prompts_rollout": "",
+            "generation_batch_size": "ours counts prompts: divide TRL's by num_generations",
+            "steps_per_generation": "TRL samples per_device_train_batch_size x processes x steps_per_generation responses at a time: "
+            "divide that by num_generations",
+        },
     )
     """Groups that a step trains on. (Section 4.1)"""
     group_size: int = key(
@@ -456,7 +477,7 @@ class LossConfig(Section, at="loss"):
     clip_ratio_high: float = key(0.28, range=POSITIVE, aliases=["epsilon_high", "clip_higher"])
     """eps_high of Eq. 8; equal to `clip_ratio_low` it is the plain PPO clip."""
     dual_clip: float | None = key(
-        None, range=Range("more than 1, or null (off)", lambda v: v > 1), aliases=["clip_ratio_c"]
+        None, range=Range("more than 1, or null (off)", lambda v: v > 1), aliases=["clip_ratio_c", "delta"]
     )
     """c of the dual clip: for a negative advantage the token loss is at most c |A|. None: off."""
     aggregation: str = key(
@@ -611,13 +632,17 @@ class OptimizerConfig(Section, at="optimizer"):
 class EvalConfig(Section, at="eval"):
     """Evaluation on held-out prompts."""
 
-    every_steps: int = key(10, range=NOT_NEGATIVE, aliases=["eval_steps", "test_freq"])
+    every_steps: int = key(
+        10,
+        range=NOT_NEGATIVE,
+        aliases={"eval_steps": "", "test_freq": "", "eval_strategy": "a number of steps"},
+    )
     """0: only before the first and after the last step."""
     datasets: list[dict[str, Any]] = key(default_factory=list)
     """{source: aime_2024, path: ...} for each dataset, see `SourceConfig`; empty: `data.eval_split` of `data.source`."""
     prompts: int = key(0, range=Range("1 or more, or 0 for the whole split", lambda v: v >= 0))
     """Prompts of each dataset, counted from the first; 0: all."""
-    samples_per_prompt: int = key(32, range=SIZE, aliases=["val_kwargs.n"])
+    samples_per_prompt: int = key(32, range=SIZE, aliases=["val_kwargs.n", "num_generations_eval"])
     """k of avg@k. (Section 4.1)"""
     temperature: float = key(1.0, range=TEMPERATURE)
     """0: greedy. (Section 4.1)"""
@@ -653,7 +678,11 @@ class EvalConfig(Section, at="eval"):
 class CheckpointConfig(Section, at="checkpoint"):
     """Checkpoints stand at step boundaries."""
 
-    every_steps: int = key(10, range=NOT_NEGATIVE, aliases=["save_steps", "save_freq"])
+    every_steps: int = key(
+        10,
+        range=NOT_NEGATIVE,
+        aliases={"save_steps": "", "save_freq": "", "save_strategy": "a number of steps"},
+    )
     """0: only after the last step."""
     keep: int = key(3, range=SIZE, aliases=["save_total_limit"])
     """The number of last checkpoints that stay."""
@@ -668,7 +697,7 @@ class CheckpointConfig(Section, at="checkpoint"):
 class LogConfig(Section, at="log"):
     """Logs beside metrics.jsonl."""
 
-    rollouts_every_steps: int = key(10, range=NOT_NEGATIVE)
+    rollouts_every_steps: int = key(10, range=NOT_NEGATIVE, aliases=["log_completions"])
     """Write readable rollout samples every so many steps, and of the first and the last step; 0: never."""
     rollout_groups: int = key(4, range=SIZE)
     """Groups in one sample."""
@@ -698,7 +727,9 @@ class ParallelConfig(Section, at="parallel"):
     context: int = key(1, range=SIZE, aliases=["ulysses_sequence_parallel_size"])
     """Devices over which a row of tokens is split, for long responses."""
     sampler_tensor: int = key(
-        0, range=Range("1 or more, or 0 for the size of parallel.tensor", lambda v: v >= 0)
+        0,
+        range=Range("1 or more, or 0 for the size of parallel.tensor", lambda v: v >= 0),
+        aliases=["vllm_tensor_parallel_size"],
     )
     """Devices over which a sampler's weights are split; its slots are spread over its other devices. 0: as `tensor`."""
     sampler_hosts: int = key(1, range=SIZE)
@@ -765,7 +796,13 @@ class TrainConfig(Section):
     steps: int = key(
         100,
         range=Range("0 or more (0: evaluate only)", lambda v: v >= 0),
-        aliases=["max_steps", "total_training_steps", "num_training_steps"],
+        aliases={
+            "max_steps": "",
+            "total_training_steps": "",
+            "num_training_steps": "",
+            "num_train_epochs": "in steps: an epoch has prompts / batch.prompts_per_step of them, fewer with dynamic sampling",
+            "total_epochs": "in steps: an epoch has prompts / batch.prompts_per_step of them, fewer with dynamic sampling",
+        },
         may_change=True,
     )
     """Passes of the pipe: sample, grade, choose, learn."""

@@ -83,7 +83,7 @@ def dapo_loss(
         floor = dual_clip * advantages
         dual_clipped = (advantages < 0) & (surrogate < floor)
         surrogate = jnp.where(dual_clipped, floor, surrogate)
-    loss = -jnp.sum(tokens.weights(weights) * surrogate)
+    loss = jnp.sum(tokens.weights(weights) * -surrogate)  # the sum of zeros is 0.0, not -0.0
 
     # Clipping wins the min only on the side that the advantage pushes to: there the gradient is gone.
     clipped_high = (advantages > 0) & (ratio > 1.0 + clip_ratio_high)

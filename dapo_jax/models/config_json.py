@@ -12,6 +12,7 @@ from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.rope import RopeScaling
 
 FAMILIES = ("llama", "qwen2", "qwen3")
+WHAT_LOADS = "docs/bring_your_model.md lists what loads"
 
 _FIELDS = {
     "vocab_size": "vocab_size",
@@ -121,7 +122,7 @@ def understand(described: Mapping[str, Any], where: object) -> DecoderConfig:
     family = described.get("model_type")
     if family not in FAMILIES:
         raise ValueError(
-            f"{where}: model_type {family!r} is not covered; llama, qwen2 and qwen3 are{_architecture(described)}"
+            f"{where}: model_type {family!r} is not covered; llama, qwen2 and qwen3 are{_architecture(described)}; {WHAT_LOADS}"
         )
     _check_containers(described, where)
     _refuse_what_is_not_covered(described, family, where)
@@ -201,13 +202,15 @@ def _refuse_what_is_not_covered(described: Mapping[str, Any], family: str, where
         value = described.get(key)
         if value is not None and value not in covered:
             known = f"; {' or '.join(map(repr, covered))} is" if covered else "; the key must be absent"
-            raise ValueError(f"{where}: {key}={value!r} is not covered{known}")
+            raise ValueError(f"{where}: {key}={value!r} is not covered{known}; {WHAT_LOADS}")
     if odd := [kind for kind in described.get("layer_types") or () if kind != "full_attention"]:
-        raise ValueError(f"{where}: layer_types has {odd[0]!r}, which is not covered; 'full_attention' is")
+        raise ValueError(
+            f"{where}: layer_types has {odd[0]!r}, which is not covered; 'full_attention' is; {WHAT_LOADS}"
+        )
     named = described.get("architectures") or [f"{family.capitalize()}ForCausalLM"]
     if named != [f"{family.capitalize()}ForCausalLM"]:
         raise ValueError(
-            f"{where}: architectures {named!r} is not covered; {family.capitalize()}ForCausalLM is"
+            f"{where}: architectures {named!r} is not covered; {family.capitalize()}ForCausalLM is; {WHAT_LOADS}"
         )
 
 

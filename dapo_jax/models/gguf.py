@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from dapo_jax.extras import how_to_install
-from dapo_jax.models.config_json import FAMILIES
+from dapo_jax.models.config_json import FAMILIES, WHAT_LOADS
 from dapo_jax.models.gguf_header import check_header
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.rope import RopeScaling, rope_frequencies
@@ -100,7 +100,7 @@ class GgufFile:
         found = self.metadata.get("general.architecture")
         if found not in FAMILIES:
             raise ValueError(
-                f"{self._path}: architecture {found!r} is not covered; llama, qwen2 and qwen3 are"
+                f"{self._path}: architecture {found!r} is not covered; llama, qwen2 and qwen3 are; {WHAT_LOADS}"
             )
         return found
 
@@ -172,7 +172,9 @@ class GgufFile:
                 )
         for key in ("expert_count", "attention.sliding_window"):
             if self.number(key, 0):
-                raise ValueError(f"{self._path}: {family}.{key}={self.number(key)} is not covered")
+                raise ValueError(
+                    f"{self._path}: {family}.{key}={self.number(key)} is not covered; {WHAT_LOADS}"
+                )
         if "model.embed_tokens.weight" not in self._shapes:
             raise ValueError(f"{self._path} lacks the tensor 'token_embd.weight'")
         theta = self._positive("rope.freq_base", 10_000.0)

@@ -4,7 +4,7 @@ A file of its own: it finds sizes without a network, where the library would fet
 """
 
 from dapo_jax.config import ConfigError, ModelConfig
-from dapo_jax.models.config_json import FAMILIES
+from dapo_jax.models.config_json import FAMILIES, WHAT_LOADS
 from dapo_jax.models.folder import read_config
 from dapo_jax.models.presets import PRESETS, DecoderConfig, preset
 from dapo_jax.nearest import nearest
@@ -50,7 +50,7 @@ def _of_repository(name: str) -> DecoderConfig:
     near = nearest(name, repositories, least=0.0)[0]
     raise ValueError(
         f"the sizes of {name} are not known here, and planning fetches nothing; the nearest that is known is {near}. "
-        f"If it is a model of a family that is covered ({', '.join(FAMILIES)}), name a folder with its config.json as model.source instead"
+        f"If it is a model of a family that is covered ({', '.join(FAMILIES)}), name a folder with its config.json as model.source instead; {WHAT_LOADS}"
     )
 
 

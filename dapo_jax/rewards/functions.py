@@ -1,6 +1,8 @@
 """Rewards as functions: what they are handed, what they may return, how they are found by name."""
 
+import ast
 import asyncio
+import contextlib
 import hashlib
 import importlib
 import importlib.util
@@ -8,7 +10,7 @@ import inspect
 import math
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import islice
@@ -43,6 +45,9 @@ _ABSENT = object()
 
 _OF_THE_RUN = (KeyboardInterrupt, StoppedError)
 """Raised by Ctrl-C and by signals that stop the run, while a user's code runs in the main thread. All else comes from that code."""
+
+_FILE = "dapo_jax_file_"
+"""The start of the module names of loaded files."""
 
 MAX_SCORE = 1e30
 """The largest score, and the largest sum of several: beyond it, differences and their squares would leave the floats of training."""
@@ -375,15 +380,65 @@ def _load_file(path: Path, spec: str) -> ModuleType:
         raise ValueError(f"{spec}: there is no file {path} (looked from {Path.cwd()})")
     # The name is derived from the path: two files of one name stay two modules.
     digest = hashlib.blake2b(str(path.resolve()).encode(), digest_size=6).hexdigest()
-    name = f"dapo_jax_file_{path.stem}_{digest}"
+    name = f"{_FILE}{path.stem}_{digest}"
     found = importlib.util.spec_from_file_location(name, path)
     assert found is not None
     assert found.loader is not None
     module = importlib.util.module_from_spec(found)
+    neighbours = _neighbours(path.resolve(), {})
+    _check_names(neighbours, spec)
     sys.modules[name] = module  # dataclasses in the file look their module up while it runs
     try:
-        loading(spec, str(path), partial(found.loader.exec_module, module), fails=f"{path} fails to run:")
+        with _folder_on_path(str(path.resolve().parent), first=bool(neighbours)):
+            loading(spec, str(path), partial(found.loader.exec_module, module), fails=f"{path} fails to run:")
     except BaseException:
         sys.modules.pop(name, None)
         raise
     return module
+
+
+def _neighbours(path: Path, found: dict[str, Path]) -> dict[str, Path]:
+    """The modules in a file's folder that the file imports, by name, with the modules that these import from the folder."""
+    imported: list[str] = []
+    with contextlib.suppress(OSError, SyntaxError, ValueError):  # importing the file raises it again
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.Import):
+                imported += [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                imported.append(node.module)
+    for name in {each.partition(".")[0] for each in imported} - found.keys():
+        places = (path.parent / name / "__init__.py", path.parent / f"{name}.py")
+        if place := next((each for each in places if each.is_file() and each != path), None):
+            found[name] = place
+            _neighbours(place if place.parent == path.parent else path, found)
+    return found
+
+
+def _check_names(neighbours: dict[str, Path], spec: str) -> None:
+    """Refuses a neighbour whose name another module has: Python has one module for a name, so a function would compute with the wrong one."""
+    taken: dict[str, Path] = {}
+    for module, one in list(sys.modules.items()):
+        if module.startswith(_FILE) and one.__file__:  # it may import a neighbour later, when it is called
+            _neighbours(Path(one.__file__).resolve(), taken)
+        elif module in neighbours and getattr(one, "__file__", None):
+            taken[module] = Path(one.__file__).resolve()
+    for name, place in neighbours.items():
+        if taken.get(name, place) != place and name not in sys.stdlib_module_names:
+            raise ValueError(
+                f"{spec}: it imports {name!r}, which is {place}, but {taken[name]} has this name in this process already; rename one of "
+                "the two, or start a new process"
+            )
+
+
+@contextlib.contextmanager
+def _folder_on_path(folder: str, *, first: bool) -> Iterator[None]:
+    """Puts a folder at the end of Python's path, where it hides no module, and, if `first`, meanwhile at its front, as of a script."""
+    if folder not in sys.path:
+        sys.path.append(folder)
+    if first:
+        sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        if first:
+            sys.path.remove(folder)

@@ -37,7 +37,7 @@ from dapo_jax.storage import AnyPath, write_whole
 from dapo_jax.trackers.profile import Profile
 from dapo_jax.trackers.progress import Progress
 from dapo_jax.trackers.run_status import status_kept, write_status
-from dapo_jax.training.update import Objective
+from dapo_jax.training.update import Objective, check_objective
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +84,7 @@ def train(
 
     Raises:
         ConfigError: something does not fit, or another process trains in that folder; nothing was started.
+        ValueError: `objective` raises, or does not return a loss and metrics; nothing was started.
         LockLostError: this run was away for so long that another has taken over its folder in a bucket.
         ShortfallError: dynamic sampling found too few informative groups.
         GuardError: too much was not finite, or `config.guard` stops a run whose sampler drifts.
@@ -95,6 +96,8 @@ def train(
     nothing more; a save under way is finished.
     """
     config = config if isinstance(config, TrainConfig) else load_config(config)
+    if objective is not None:
+        check_objective(objective, rows=config.batch.rows_per_microbatch, row_tokens=config.row_tokens)
     end = interrupt if stop is None else processes.end
     watch = Watch(config.stall_timeout_s, end=end, broadcast=processes.broadcast, received=processes.received)
     stop = stop or Stop()

@@ -24,5 +24,5 @@ def supervised_loss(
     `old_logprobs` and `advantages` have no part in it.
     """
     live = jnp.where(mask, logprobs, 0.0)
-    loss = -(jnp.where(mask, weights, 0.0) * live).sum()
-    return loss, {"sft/token_loss": Mean(-live.sum(), mask.sum(dtype=jnp.float32))}
+    loss = (jnp.where(mask, weights, 0.0) * -live).sum()  # the sum of zeros is 0.0, not -0.0
+    return loss, {"sft/token_loss": Mean((-live).sum(), mask.sum(dtype=jnp.float32))}

@@ -26,6 +26,7 @@ from dapo_jax.dapo.metrics import Max, Mean, Metric, token_mean
 from dapo_jax.dapo.microbatch import Microbatch, microbatch_structs
 from dapo_jax.parallel.sharding import by_row, replicated
 from dapo_jax.parallel.together import Together
+from dapo_jax.rewards.signatures import name_of
 from dapo_jax.training.minibatch import Minibatch, Placing, Stack
 from dapo_jax.training.old_logprobs import OldLogprobs, PolicyLogprobs, Weights
 from dapo_jax.training.state import TrainState, state_shardings
@@ -33,6 +34,63 @@ from dapo_jax.training.sync_metrics import mismatch_metrics
 
 Objective = Callable[..., tuple[Array, Mapping[str, Metric]]]
 """A function with the signature of `dapo_loss`: (logprobs, old_logprobs, advantages, mask, *, weights) -> (loss, metrics)."""
+
+
+def check_objective(objective: Objective, *, rows: int, row_tokens: int) -> None:
+    """Calls an objective once with shapes alone, so that a wrong one is refused before anything is sampled.
+
+    Args:
+        objective: the function.
+        rows: the rows of a microbatch.
+        row_tokens: the tokens of a row.
+
+    Raises:
+        ValueError: it raises, or it does not return a loss and metrics.
+    """
+    signature = "(logprobs, old_logprobs, advantages, mask, *, weights) -> (loss, metrics)"
+
+    def call(values: Array, mask: Array) -> None:
+        try:
+            result = objective(values, values, values, mask, weights=values)
+        except Exception as error:
+            reason = f"raised {type(error).__name__}: {error}"
+            raise ValueError(
+                f"objective {name_of(objective)} {reason}; it is called as {signature}"
+            ) from error
+        if problem := _problem_of(result):
+            raise ValueError(
+                f"objective {name_of(objective)} returned {problem}; it must be a function {signature}"
+            )
+
+    values = jax.ShapeDtypeStruct((rows, row_tokens), jnp.float32)
+    jax.eval_shape(call, values, jax.ShapeDtypeStruct(values.shape, jnp.bool_))
+
+
+def _problem_of(result: Any) -> str | None:
+    """Names an objective's result if it is not a loss and metrics; None if it is."""
+    if not isinstance(result, tuple | list):
+        return f"{_kind(result)} alone, not a loss and a dict of metrics: return loss, {{}}"
+    if len(result) != 2:
+        return f"{_kind(result)} of {len(result)}, not of a loss and a dict of metrics"
+    loss, metrics = result
+    is_float = isinstance(loss, float) or jnp.issubdtype(getattr(loss, "dtype", np.object_), jnp.floating)
+    if not is_float or jnp.shape(loss) != ():
+        return f"{_kind(loss)} as the loss, not a scalar of floats: add up weights * token_loss"
+    if not isinstance(metrics, Mapping):
+        return f"{_kind(metrics)} as the metrics, not a dict: return loss, {{}} where there are none"
+    for name, metric in metrics.items():
+        if not isinstance(metric, Mean | Max):
+            return f"{_kind(metric)} as the metric {name!r}, not a dapo_jax.Mean(total, count) or dapo_jax.Max(value)"
+        if any(jnp.shape(leaf) != () for leaf in jax.tree.leaves(metric)):
+            return f"the metric {name!r} of arrays with more than one number, not of scalars: add them up"
+    return None
+
+
+def _kind(value: Any) -> str:
+    """A type, of an array also its dtype and shape."""
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return f"an array {value.dtype}{list(value.shape)}"
+    return "None" if value is None else f"a {type(value).__name__}"
 
 
 @dataclass(frozen=True, kw_only=True)

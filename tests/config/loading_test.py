@@ -132,6 +132,7 @@ WRONG = [
     ("actor: {x: {}, rollout: {n: 8}}", None, ["actor.rollout.n = 8", "`batch.group_size`"]),
     ("rollout: {n: 8}", None, ["rollout.n = 8", "`batch.group_size`"]),
     ("rollout: {temperature: 1, n: 8}", None, ["rollout.temperature = 1", "`sampling.temperature`"]),
+    ("trainer: {x: 1, push_to_hub: true}", None, ["trainer.push_to_hub = ", "model"]),
     ("epsilon: 0.2", None, ["`loss.clip_ratio_low`"]),
     ("loss: {epsilon_high: 0.3}", None, ["loss.epsilon_high = 0.3", "`loss.clip_ratio_high`"]),
     ("clip_ratio_c: 10", None, ["`loss.dual_clip`"]),

@@ -1,10 +1,13 @@
 """What an unknown key is answered with."""
 
+import re
+
 import pytest
 
 from dapo_jax.config import SftConfig, TrainConfig
+from dapo_jax.config.evaluate_schema import EvaluateConfig
 from dapo_jax.config.section import leaf_types
-from dapo_jax.config.suggestions import ALIASES, NOTES, alias_of, nearest_keys, unknown_key
+from dapo_jax.config.suggestions import ALIASES, NO_KEY, NOTES, alias_of, nearest_keys, unknown_key
 
 KEYS = leaf_types(TrainConfig)
 
@@ -31,6 +34,43 @@ def test_the_longest_ending_of_a_dotted_alias_wins():
 def test_an_alias_for_a_key_of_the_other_schema_is_not_offered():
     assert alias_of("num_generations", leaf_types(SftConfig)) is None
     assert "group_size" not in unknown_key("num_generations", leaf_types(SftConfig))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("steps_per_generation", "`batch.prompts_per_step`"),
+        ("generation_batch_size", "`batch.prompts_per_step`"),
+        ("logging_steps", "`log.rollouts_every_steps`"),
+        ("reward_weights", "`reward.graders`"),
+        ("num_iterations", "`batch.groups_per_update`"),
+        ("actor_rollout_ref.actor.ppo_epochs", "`batch.groups_per_update`"),
+        ("num_train_epochs", "`steps`"),
+        ("trainer.total_epochs", "`steps`"),
+        ("use_vllm", "`sampling`"),
+        ("vllm_gpu_memory_utilization", "`sampling.cache_tokens`"),
+        ("vllm_server_host", "`sampling`"),
+        ("lr_scheduler_type", "`optimizer.warmup_steps`"),
+        ("push_to_hub", "model"),
+        ("hub_model_id", "model"),
+        ("resume_from_checkpoint", "--resume"),
+    ],
+)
+def test_a_key_that_trl_or_verl_alone_has_is_answered_with_what_to_do_instead(theirs, ours):
+    answer = unknown_key(theirs, KEYS)
+    assert ours in answer
+    assert "did you mean" not in answer
+
+
+def test_what_to_do_instead_names_keys_and_sections_that_exist():
+    places = {place for key in KEYS for place in (key, key.rpartition(".")[0])}
+    named = {name for answer in NO_KEY.values() for name in re.findall("`([^`]+)`", answer)}
+    assert named - places == set()
+    assert NO_KEY.keys() & {*ALIASES, *KEYS} == set()
+
+
+def test_keys_that_another_schema_lacks_are_not_named_for_it():
+    assert "batch.groups_per_update" not in unknown_key("num_iterations", leaf_types(EvaluateConfig))
 
 
 def test_a_right_name_in_the_wrong_section_is_found():

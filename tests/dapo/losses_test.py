@@ -183,6 +183,15 @@ def test_a_probability_of_clipped_tokens_is_there_only_if_tokens_were_clipped(cl
         assert found.get("policy/clipped_high_prob") == (pytest.approx(0.2) if clipped else None)
 
 
+@pytest.mark.parametrize("advantage", [0.0, 1.0], ids=["all zero", "cancelling"])
+@pytest.mark.parametrize("counts", [True, False])
+def test_a_loss_of_nothing_is_zero_and_not_minus_zero(advantage, counts):
+    """A ratio of 1 everywhere: advantages of one response cancel those of the other."""
+    same, mask = jnp.log(jnp.full((2, 2), 0.5)), jnp.full((2, 2), counts)
+    loss, _ = dapo_loss(same, same, jnp.array([advantage, -advantage]), mask)
+    assert str(loss) == "0.0"
+
+
 def test_a_mask_without_tokens_gives_zero_not_nan():
     nans = jnp.full(SHAPE, jnp.nan)
     batch = {"logprobs": nans, "old_logprobs": nans, "advantages": nans, "mask": jnp.zeros(SHAPE, bool)}

@@ -27,6 +27,8 @@ READERS_OWN = ("dapo-math-17k.parquet", "aime-2024.parquet")
 """Published files that a reader has fetched; here they are empty, since nothing reads them."""
 
 NOT_HERE = {
+    "git": "it clones this repository, whose address is the reader's",
+    "cd": "of the shell; it goes into the clone",
     "gcloud": "Google's client, which asks a service; tests/launch has a stand-in that knows its options",
     "vf-eval": "verifiers' command; tests/serving/http_verifiers_test.py runs it where it is",
     "hf": "the hub's client, which would fetch 65 GB",
@@ -112,7 +114,7 @@ SMALL = [
 ]
 FEW = "eval.prompts=4 eval.samples_per_prompt=2 data.max_prompt_tokens=8 sampling.max_response_tokens=48"
 AT_A_SMALLER_SIZE = {"train": SMALL, "eval": FEW.split()}
-READERS_FILES = ("gguf", "aime_2024.yaml")
+READERS_FILES = ("gguf", "aime-2024.parquet")
 OF_THEIR_OWN = {"doctor": "tests/cli/doctor_test.py", "serve": "tests/serving/serve_test.py"}
 
 

@@ -160,6 +160,19 @@ def test_answers_are_those_of_the_environment_in_this_process():
     assert told[1][-2][0].score == 2.0
 
 
+def test_an_environments_file_imports_its_neighbours_in_a_worker(tmp_path):
+    (tmp_path / "words.py").write_text("answer = 'seven'\n")
+    (tmp_path / "mine.py").write_text(
+        "import words\nfrom dapo_jax.environments import Step\n"
+        "class Mine:\n    def episode(self, row, seed):\n        return self\n"
+        "    def step(self, turn):\n        return Step(append=words.answer)\n"
+    )
+    with playing(workers(f"{tmp_path}/mine.py:Mine")) as episodes:
+        asked = prompt()
+        said(episodes.start(asked, 0))
+        assert tell(episodes, asked, 0, "?") == "seven"
+
+
 def test_a_row_arrives_as_it_is_with_arrays_and_tuples_as_lists(scripted):
     row = {
         "level": 3,

@@ -1,6 +1,7 @@
 """Reward functions: what they get, what they may return, and how they are found."""
 
 import dataclasses
+import importlib
 import re
 import subprocess
 import sys
@@ -392,6 +393,105 @@ def test_files_of_one_name_in_two_folders_stay_apart(tmp_path):
         path = reward_file(tmp_path / str(value), f"def f(sample):\n    return {value}\n")
         functions.append(load_function(f"{path}:f"))
     assert [function(SAMPLE) for function in functions] == [1, 2]
+
+
+@pytest.fixture
+def own_imports(monkeypatch):
+    """Takes back what a test adds to Python's path and modules."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+NEIGHBOURS = """
+import hints
+from bare.more import more
+from parts.scale import scale
+
+def f(sample):
+    from late import offset
+    return hints.base * scale + offset + more
+"""
+"""Imports a file, files of a package and of a plain folder, and a file when it is called."""
+
+
+@pytest.mark.usefixtures("own_imports")
+def test_a_file_imports_the_files_next_to_it(tmp_path):
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "__init__.py").write_text("")
+    (tmp_path / "parts" / "scale.py").write_text("scale = 10")
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "more.py").write_text("more = 100")
+    (tmp_path / "hints.py").write_text("from deeper import base")
+    (tmp_path / "deeper.py").write_text("base = 2")
+    (tmp_path / "late.py").write_text("offset = 3")
+    assert load_function(f"{reward_file(tmp_path, NEIGHBOURS)}:f")(SAMPLE) == 2 * 10 + 3 + 100
+
+
+@pytest.mark.usefixtures("own_imports")
+def test_a_neighbour_that_a_file_imports_comes_before_a_module_of_its_name(tmp_path, monkeypatch):
+    """As of a script, whose folder is the first on Python's path."""
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    (tmp_path / "colorsys.py").write_text("own = 5")
+    text = "import colorsys\ndef f(sample):\n    return colorsys.own\n"
+    assert load_function(f"{reward_file(tmp_path, text)}:f")(SAMPLE) == 5
+
+
+@pytest.mark.usefixtures("own_imports")
+def test_a_file_that_is_named_like_a_package_imports_the_package_and_not_itself(tmp_path, monkeypatch):
+    (tmp_path / "installed").mkdir()
+    (tmp_path / "installed" / "scales.py").write_text("value = 7")
+    monkeypatch.syspath_prepend(tmp_path / "installed")
+    text = "from scales import value\ndef f(sample):\n    return value\n"
+    assert load_function(f"{reward_file(tmp_path, text, name='scales.py')}:f")(SAMPLE) == 7
+
+
+@pytest.mark.usefixtures("own_imports")
+def test_a_neighbour_hides_no_module_that_others_import_later(tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    (tmp_path / "colorsys.py").write_text("own = 5")
+    (tmp_path / "hints.py").write_text("base = 2")
+    text = "import hints\ndef f(sample):\n    return hints.base\n"
+    assert load_function(f"{reward_file(tmp_path, text)}:f")(SAMPLE) == 2
+    assert not hasattr(importlib.import_module("colorsys"), "own")
+
+
+def two_folders(tmp_path, text):
+    """The places of two functions `f`, with a file `helper.py` of another value next to each."""
+    for value in (1, 2):
+        folder = tmp_path / str(value)
+        folder.mkdir()
+        (folder / "helper.py").write_text(f"value = {value}\n")
+        (folder / f"between_{value}.py").write_text("from helper import value\n")
+        yield f"{reward_file(folder, text.format(value))}:f"
+
+
+@pytest.mark.usefixtures("own_imports")
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from helper import value\ndef f(sample):\n    return value\n",
+        "def f(sample):\n    from helper import value\n    return value\n",
+        "from between_{} import value\ndef f(sample):\n    return value\n",
+    ],
+    ids=["when loaded", "when called", "through another"],
+)
+def test_two_files_that_import_different_neighbours_of_one_name_are_refused(tmp_path, text):
+    """Python has one module for a name, so the second file would compute with the first one's neighbour."""
+    first, second = two_folders(tmp_path, text)
+    load_function(first)
+    with pytest.raises(ValueError, match="'helper'") as refused:
+        load_function(second)
+    assert str(tmp_path / "1" / "helper.py") in str(refused.value)
+    assert str(tmp_path / "2" / "helper.py") in str(refused.value)
+
+
+@pytest.mark.usefixtures("own_imports")
+def test_a_neighbour_of_one_name_that_is_not_imported_is_no_matter(tmp_path):
+    first, second = two_folders(tmp_path, "def f(sample):\n    return 1\n")
+    assert load_function(first)(SAMPLE) == load_function(second)(SAMPLE) == 1
 
 
 def test_function_is_loaded_from_a_module(monkeypatch):

@@ -505,6 +505,20 @@ def test_a_worker_finds_the_module_that_this_process_finds(tmp_path, monkeypatch
         assert graders.grade([sample("34")])[0].correct
 
 
+def test_a_file_imports_its_neighbours_in_a_worker(tmp_path):
+    """When it is loaded and when it is called; another file's neighbour of the same name is another worker's."""
+    for answer in ("34", "35"):
+        folder = tmp_path / answer
+        folder.mkdir()
+        (folder / "late.py").write_text(f"answer = {answer!r}\n")
+        (folder / "early.py").write_text("def right(sample, answer):\n    return sample.response == answer\n")
+        text = "import early\ndef f(sample):\n    from late import answer\n    return early.right(sample, answer)\n"
+        (folder / "mine.py").write_text(text)
+        with pool(f"{folder}/mine.py:f", workers=1) as graders:
+            found = graders.grade([sample("34"), sample("35")])
+        assert [verdict.correct for verdict in found] == [answer == "34", answer == "35"]
+
+
 def test_a_whole_group_is_one_call_and_lost_as_one():
     with pool(f"{HERE}:hostile_in_company", whole_group=True, timeout_s=1.0) as graders:
         groups = [["1", "22", "333"], ["1", "hang", "2"], ["die", "1"], ["4444", "1"]]

@@ -236,6 +236,16 @@ def test_what_does_not_fit_is_said_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
+def test_an_objective_that_does_not_fit_is_refused_before_anything_is_written(micro, run_micro, tmp_path):
+    with pytest.raises(ValueError, match=r"objective scalar .*float32.*\(loss, metrics\)"):
+        run_micro(micro(tmp_path / "run"), objective=scalar)
+    assert not (tmp_path / "run").exists()
+
+
+def scalar(logprobs, old_logprobs, advantages, mask, *, weights):
+    return (logprobs * weights).sum()
+
+
 def test_a_run_keeps_the_day_on_which_it_began(micro, run_micro):
     """The file is set back to another day: that of a run that is resumed later."""
     config = micro(steps=0)

@@ -1,6 +1,7 @@
 """One optimizer update: the gradient of the whole minibatch, the right old policy, and AdamW as written down."""
 
 import math
+import re
 from dataclasses import replace
 
 import jax
@@ -12,13 +13,14 @@ from flax import nnx
 
 from dapo_jax.dapo.batching import Example, pack
 from dapo_jax.dapo.losses import dapo_loss
-from dapo_jax.dapo.metrics import Mean, to_scalars
+from dapo_jax.dapo.metrics import Max, Mean, to_scalars
 from dapo_jax.models.decoder import Decoder
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 from dapo_jax.training.optimizer import make_optimizer, warmed_up
 from dapo_jax.training.state import init_state
-from dapo_jax.training.update import UpdateOptions, Updater
+from dapo_jax.training.supervised import supervised_loss
+from dapo_jax.training.update import UpdateOptions, Updater, check_objective
 
 CONFIG = tiny_decoder_config(layers=1, embed_dim=16, mlp_dim=16, heads=2, kv_heads=2)
 GRAPH = nnx.split(nnx.eval_shape(lambda: Decoder(CONFIG, rngs=nnx.Rngs(0))))[0]
@@ -103,6 +105,51 @@ def plain_logprobs(params, tokens):
     logprobs = jax.nn.log_softmax(logits[:, :-1], axis=-1)
     chosen = jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1)[..., 0]
     return jnp.pad(chosen, ((0, 0), (1, 0)))
+
+
+def raises(logprobs, old_logprobs, advantages, mask, *, weights):
+    return logprobs.no_such_name, {}
+
+
+OBJECTIVES = {
+    "a scalar": (lambda logprobs, *_, weights: logprobs.sum(), "an array float32[] alone"),
+    "nothing": (lambda *_, weights: None, "None alone"),
+    "three": (lambda logprobs, *_, weights: (logprobs.sum(), {}, {}), "a tuple of 3"),
+    "an axis": (lambda logprobs, *_, weights: (logprobs.sum()[None], {}), "float32[1] as the loss"),
+    "a loss for each token": (lambda logprobs, *_, weights: (logprobs, {}), "float32[2, 5] as the loss"),
+    "an integer": (lambda *_, weights: (jnp.zeros((), jnp.int32), {}), "int32[] as the loss"),
+    "a text": (lambda *_, weights: ("low", {}), "a str as the loss"),
+    "metrics in a list": (lambda logprobs, *_, weights: (logprobs.sum(), []), "a list as the metrics"),
+    "a number as a metric": (
+        lambda logprobs, *_, weights: (logprobs.sum(), {"my/mean": logprobs.mean()}),
+        "float32[] as the metric 'my/mean'",
+    ),
+    "an array in a metric": (
+        lambda logprobs, *_, weights: (logprobs.sum(), {"my/max": Max(logprobs)}),
+        "the metric 'my/max' of arrays",
+    ),
+    "without weights": (lambda logprobs, *_: (logprobs.sum(), {}), "raised TypeError"),
+    "an error of its own": (raises, "objective raises raised AttributeError"),
+}
+"""What it returns or does -> the function, and a part of the message."""
+
+
+@pytest.mark.parametrize("what", OBJECTIVES)
+def test_an_objective_that_returns_no_loss_and_metrics_is_refused_by_name(what):
+    objective, found = OBJECTIVES[what]
+    with pytest.raises(ValueError, match=re.escape(found)) as refused:
+        check_objective(objective, rows=2, row_tokens=5)
+    assert objective.__qualname__ in str(refused.value)
+    assert "(loss, metrics)" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [dapo_loss, supervised_loss, lambda logprobs, *_, weights: (0.0, {})],
+    ids=["dapo", "sft", "0"],
+)
+def test_objectives_that_fit_are_taken(objective):
+    check_objective(objective, rows=2, row_tokens=5)
 
 
 @pytest.fixture(scope="module")

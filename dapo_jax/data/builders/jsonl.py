@@ -14,4 +14,8 @@ class Builder(FileBuilder):
 
     def example(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """See `FileBuilder.example`."""
-        return {name: field_of(fields, self._options.get(name, name)) for name in self.OPTIONS}
+        try:
+            return {name: field_of(fields, self._options.get(name, name)) for name in self.OPTIONS}
+        except ValueError as error:
+            example = """data.source_options='{"prompt": "FIELD", "answer": "FIELD.INSIDE"}'"""
+            raise ValueError(f"{error}; name the fields of prompt and answer: {example}") from None
