@@ -144,7 +144,7 @@ def test_the_example_with_ones_own_files_trains_at_the_full_rate_for_most_of_its
 
 @pytest.mark.slow  # a minute: it compiles and trains
 def test_the_example_with_ones_own_files_trains(tmp_path, monkeypatch):
-    """With the model that comes with the package in place of that on the hub; it has no chat template."""
+    """With the model that comes with the package instead of the one on the hub, whose template takes any text."""
     monkeypatch.chdir(tmp_path)
     own_files(tmp_path, 36)
     settings = ["run_dir=runs/mine", "steps=2", "model.source=shipped:quickstart", "data.chat=false"]
