@@ -311,7 +311,7 @@ class EnvironmentConfig(Section, at="environment"):
     worker_memory_mb: int = key(2048, range=SIZE)
     """Memory in MiB that a worker may take beyond what the loaded environment needs; a call that takes more fails. (Linux)"""
     credit: str = key("episode", choices=["episode", "turn"])
-    """episode: all turns have the advantage of the episode's reward. turn: each has that of the rewards from it on (reward-to-go), beside the other episodes of the group that have such a turn.
+    """episode: all turns have the advantage of the episode's reward. turn: the advantage of each turn is its reward-to-go, compared with the other episodes of the group that have this turn.
     Where an environment compares rewards (`group_rewards`), the compared reward replaces the rewards of the turns, and comes after the last one: each turn has all of it."""
 
     def check_together(self) -> None:
@@ -367,9 +367,9 @@ class RolloutConfig(Section, at="rollout"):
     round_tokens: int = key(256, range=SIZE)
     """Tokens that each response in flight draws in a round; at its end what has ended is replaced and a step may end."""
     verdict_rounds: int = key(1, range=ROUNDS)
-    """Rounds from a group's last token to its verdict, while which graders work beside the sampler; 0: sampling waits for them."""
+    """Rounds that graders have before a group's reward is needed; sampling continues meanwhile. 0: sampling waits for the graders."""
     answer_rounds: int = key(1, range=ROUNDS)
-    """Rounds from the end of an episode's turn to its environment's answer, while which others draw; 0: sampling waits for it. Without `environment.source` it has no meaning."""
+    """Rounds that an environment has to answer a turn; other responses are sampled meanwhile. 0: sampling waits for the answer. Without `environment.source` it has no meaning."""
     max_age_steps: int = key(
         0, range=NOT_NEGATIVE, aliases=["max_staleness", "staleness_threshold", "max_off_policy_steps"]
     )

@@ -51,7 +51,7 @@ _ENDING_S = 5.0
 
 
 _NO_ROOM = (
-    "the episode begins{begins}, which leaves no room for a turn: an episode has up to sampling.max_response_tokens tokens behind the prompt (or "
+    "the episode begins{begins}, which leaves no room for a turn: an episode has up to sampling.max_response_tokens tokens after the prompt (or "
     "environment.episode_tokens), and a Context up to data.max_prompt_tokens + sampling.max_response_tokens; begin with less, or raise these"
 )
 

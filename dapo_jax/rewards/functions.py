@@ -357,7 +357,7 @@ def loading(spec: str, place: str, load: Callable[[], Any], *, fails: str = "", 
     except SystemExit as error:
         code = "" if error.code is None else repr(error.code)[:200]
         raise ValueError(
-            f"{spec}: {place} calls sys.exit({code}) while it is loaded; put what is to run as a program behind "
+            f"{spec}: {place} calls sys.exit({code}) while it is loaded; put code that runs as a program after "
             '`if __name__ == "__main__":`'
         ) from error
     except BaseException as error:  # an exception of a library may be no Exception, such as pytest's Skipped

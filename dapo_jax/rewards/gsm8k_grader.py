@@ -32,7 +32,7 @@ def gsm8k_grader(response: str, answer: str) -> Verdict:
     (Cobbe et al. 2021, "Training Verifiers to Solve Math Word Problems", https://arxiv.org/abs/2110.14168).
     A response states the number on the line of its last `####`, which may have words but no second number, or
     else its last number. A number is read with all that is joined to it: -5, 3e8, 1/2 and 2 2/3 are numbers; 3-5, 3:30,
-    5^2, 2x and 5 thousand are not. What is not a number is compared as text. Signs of money, percent and degree, and units, do
+    5^2, 2x and 5 thousand are not. Other answers are compared as text. Signs of money, percent and degree, and units, do
     not count.
 
     >>> [gsm8k_grader(response, "72").correct for response in ("3 * 24 = 72\\n#### 72", "That is $72.00.", "#### 7")]

@@ -21,7 +21,7 @@ _FLIPPED = {">": "<", "≥": "≤"}
 
 
 def same_meaning(gold: Reading, found: Reading) -> bool:
-    """Whether both mean the same; a percentage is its number, or a hundredth of it where the other is none."""
+    """Whether both mean the same; a percentage is its number, or a hundredth of it where the other is not a percentage."""
     compare = _Comparison(gold.decimals | found.decimals).equal
     if compare(gold.value, found.value):
         return True

@@ -24,7 +24,7 @@ def math_grader(response: str, answer: str) -> Verdict:
     Stated is what the last `Answer:` says, or else the last `\boxed{}`, or else the response if it is one line of mathematics and nothing
     else, or else what follows words such as "the answer is". A number that just happens to stand in the text is no
     answer: of responses that state nothing, some would be right by accident. A last `\boxed{` that does not end, or a last `Answer:` with
-    nothing behind it, was cut off: nothing is stated.
+    nothing after it, was cut off: nothing is stated.
 
     Equal text is correct without further ado. Otherwise both are read as mathematics, and the whole of each must be read
     (`math_reader.py` lists what can be): 6/8 is 3/4, 34% is 34, \frac12 is 0.5. If one of the two cannot be read, other text is
@@ -73,17 +73,17 @@ def _statement(text: str) -> tuple[str | None, str]:
     """The answer that the response gives, and where it says so. None if there is none, or if it was cut off."""
     answer = last[-1].end() if (last := list(_ANSWER.finditer(text))) else None
     line_end = -1 if answer is None else text.find("\n", answer) % (len(text) + 1)
-    # What comes last counts: a box behind the line of the last `Answer:`, or else that line.
+    # The last statement counts: a box after the line of the last `Answer:`, or else that line.
     boxed, found = _last_box(text[line_end + 1 :])
     if found:
         return boxed, r"in the last \boxed{}"
     if answer is not None:
-        # Emphasis as in **Answer: 34** is opened before the word and closed behind the value.
+        # Emphasis as in **Answer: 34** opens before the word and closes after the value.
         return text[answer:line_end].strip().strip("*").strip() or None, "after the last 'Answer:'"
     whole = text.strip()
     if whole and "\n" not in whole and not _SENTENCE.search(whole):
         return whole, "the whole response"
-    where = "behind words such as 'the answer is'"
+    where = "after words such as 'the answer is'"
     announced = list(_THE_ANSWER_IS.finditer(text))
     if not announced:
         return None, where

@@ -57,13 +57,13 @@ class DecodeLoop:
         prefill_first: bool = True,
         park: bool = False,
     ) -> None:
-        """`more` gives what to read next when nobody is in line; after nothing it is asked again at the next call.
+        """`more` returns the requests to prefill next; it is called when the line is empty, and again at the next call if it returned none.
 
         With `prefill_first`, prompts are prefilled until every slot is taken, and only then are tokens sampled. This gives the best throughput: a prompt costs the
         same whenever it is prefilled, and a slot that is idle meanwhile costs decoding steps. Without it, each call of the engine comes after one prefill at most, and samples
         one token while slots are idle and prompts wait, so that running responses stream on.
 
-        With `park` a response that ended keeps its pages beside the slots until it goes on (`resume`) or is forgotten (`slots.forget`).
+        With `park` a response that ended keeps its pages, without a slot, until it continues (`resume`) or is forgotten (`slots.forget`).
         `decoding`, `stop` and `key` are those of requests without options of their own; either all requests have some, or none."""
         self._engine, self._params, self._key, self._decoding = engine, params, key, decoding
         self._stop, self._refill_frac, self._on_look = stop, refill_frac, on_look

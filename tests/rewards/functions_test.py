@@ -547,7 +547,7 @@ def test_a_file_or_module_that_exits_while_it_is_loaded_is_named_and_ends_nothin
         tmp_path, f"import sys\ndef f(sample):\n    return True\nsys.exit({code})\n", name="leaves.py"
     )
     before = set(sys.modules)
-    remedy = 'put what is to run as a program behind `if __name__ == "__main__":`'
+    remedy = 'put code that runs as a program after `if __name__ == "__main__":`'
     with pytest.raises(
         ValueError, match=re.escape(f"{path} calls sys.exit({code}) while it is loaded; {remedy}")
     ):

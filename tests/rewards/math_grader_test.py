@@ -108,7 +108,7 @@ def test_the_reason_tells_text_from_meaning():
     assert grade("Answer: 34", "34").reason == "after the last 'Answer:': equal as text"
     assert grade("Answer: 34.0", "34").reason == "after the last 'Answer:': equal to '34' in meaning"
     assert grade("Answer: 8 + 2", "10").reason == "after the last 'Answer:': left to be worked out"
-    nothing = "behind words such as 'the answer is': nothing that can be read as mathematics"
+    nothing = "after words such as 'the answer is': nothing that can be read as mathematics"
     assert grade("no idea", "34").reason == nothing
 
 
