@@ -187,7 +187,7 @@ def dapo_jax(words):
         return config(words)
     if words[:1] == ["plan"]:
         record("dapo-jax", words)
-        return 0 if re.fullmatch(r"configs/\S+ --topology v\w+:[\dx]+", " ".join(words[1:])) else 2
+        return 0 if re.fullmatch(r"[\w.]+ --topology v\w+:[\dx]+", " ".join(words[1:])) else 2
     where = "laptop" if "STUB_PYTHON" in os.environ else "worker"
     names = (
         *("DAPO_JAX_DISTRIBUTED", "HF_TOKEN", "WANDB_API_KEY", "JAX_LOCAL_DEVICE_IDS", "SLURM_PROCID"),
