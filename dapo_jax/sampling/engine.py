@@ -326,7 +326,9 @@ class DecoderEngine:
         return jax.jit(rope_tables, static_argnums=1, out_shardings=self._whole)(positions, self._config)
 
     def _padded(self, values: np.ndarray) -> np.ndarray:
-        return np.pad(values.astype(np.int32), (0, self.slots - len(values)))
+        padded = np.zeros(self.slots, np.int32)
+        padded[: len(values)] = values
+        return padded
 
     # The programs. Pure functions of their arguments; the wrappers above only convert.
 

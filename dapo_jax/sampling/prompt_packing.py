@@ -12,6 +12,9 @@ from jaxtyping import Int
 _NARROWEST = 16
 """Below this many tokens a narrower row would only hold less."""
 
+_CALL = 128
+"""Tokens that take about as long as the call of a program."""
+
 _ALONE = 256
 """Tokens of a row that has one prompt at most: what is longer is read in parts, and what is shorter leaves no more of it empty."""
 
@@ -39,7 +42,7 @@ class PrefillShape:
 def prefill_shape(
     *, longest: int, capacity: int, prompts: int, tokens: int, alone: bool = False
 ) -> PrefillShape:
-    """Rows that hold a prompt of `longest` tokens, as far as `tokens` at a time allow, and as many as `prompts` may take; one row, and no wide one, if each is read `alone`."""
+    """Returns rows that hold a prompt of `longest` tokens, as far as `tokens` at a time allow, and at most `prompts` rows. With `alone` there is one row, which is not wide."""
     width = min(max(_NARROWEST, _power_of_two(longest)), capacity, max(tokens, 1))
     if alone:
         return PrefillShape(rows=1, width=min(width, _ALONE), longest=longest, alone=True)
@@ -68,8 +71,9 @@ def pack_prompts(
     """Packs those of the prompts that `indices` name, each no longer than a row; first fit, longest first. A call has all rows or one."""
     lines = _first_fit({index: len(prompts[index]) for index in indices}, shape)
     calls = [lines[start : start + shape.rows] for start in range(0, len(lines), shape.rows)]
-    # The last few rows one by one, if that reads less than a call that is mostly padding.
-    if len(calls[-1]) <= shape.rows // 2:
+    # The last few rows one by one, if that is less work than a call that is mostly padding.
+    last = len(calls[-1])
+    if last <= shape.rows // 2 and last * max(shape.width, _CALL) < shape.rows * shape.width:
         calls[-1:] = [[line] for line in calls[-1]]
     return [_packed(prompts, call, shape) for call in calls]
 

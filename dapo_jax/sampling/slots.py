@@ -112,6 +112,8 @@ class Slots:
 
         Where pages run out, those that pause give way first, then those in line, then the one that started last: it goes to the head of the line.
         """
+        if self.pages.sizes.table_pages == 1:
+            return  # Each response has a page for all of its tokens.
         running = sorted(
             (owner.order, slot)
             for slot, owner in enumerate(self.owners)

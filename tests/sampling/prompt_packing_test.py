@@ -46,7 +46,7 @@ def test_each_prompt_is_whole_where_it_is_said_to_be_once(lengths, rows):
         ([3], [1]),
         ([16] * 4, [4]),
         ([16] * 5, [4, 1]),  # a row is left over
-        ([16] * 6, [4, 1, 1]),  # half a call or less: one by one
+        ([16] * 6, [4, 4]),  # a call of 64 tokens takes as long as one of 16
         ([16] * 7, [4, 4]),
         ([10, 8, 8, 6, 1], [4]),  # 10 + 6 | 8 + 8 | 1: three rows
     ],
@@ -55,6 +55,15 @@ def test_each_prompt_is_whole_where_it_is_said_to_be_once(lengths, rows):
 def test_a_call_has_all_rows_or_one(lengths, shapes):
     shape = PrefillShape(rows=4, width=16, longest=16)
     calls = pack_prompts(numbered(lengths), range(len(lengths)), shape)
+    assert [len(call.tokens) for call in calls] == shapes
+
+
+@pytest.mark.parametrize(
+    ("rows", "shapes"), [(1, [1]), (2, [1, 1]), (3, [4]), (5, [4, 1]), (6, [4, 1, 1]), (7, [4, 4])]
+)
+def test_the_last_few_rows_are_read_one_by_one_where_rows_are_wide(rows, shapes):
+    """Half a call or less, of rows of 128 tokens."""
+    calls = pack_prompts(numbered([128] * rows), range(rows), PrefillShape(rows=4, width=128, longest=128))
     assert [len(call.tokens) for call in calls] == shapes
 
 

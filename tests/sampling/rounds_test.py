@@ -111,14 +111,18 @@ def test_rounds_draw_what_is_drawn_at_once(at_once, slots, cache_tokens, tokens)
     assert_the_same(flight, at_once)
 
 
-def test_turns_change_no_bit():
-    """Slots enough for all, and four for twelve: the same numbers, since a response goes on from the logits that it paused with."""
+def test_turns_change_no_token():
+    """Slots enough for all, and four for twelve: a response continues from the logits that it paused with. Products of another width round otherwise, so log-probabilities
+    are equal to rounding."""
     whole, turns = (
         Flight(prompts(0, 1, 2), in_flight=12).to_the_end(rounds_of(engine_for(slots, 12)))
         for slots in (12, 4)
     )
-    assert whole.drawn == turns.drawn
     assert whole.parts == turns.parts
+    assert whole.reasons == turns.reasons
+    for name, (tokens, logprobs) in whole.drawn.items():
+        assert turns.drawn[name][0] == tokens
+        np.testing.assert_allclose(turns.drawn[name][1], logprobs, rtol=0, atol=1e-5)
 
 
 def test_new_weights_read_again_what_is_in_flight(at_once):
