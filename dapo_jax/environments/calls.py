@@ -67,7 +67,7 @@ def result(found: Any, error: BaseException | None) -> Any:
 
 
 def place_of(frames: Iterable[tuple[FrameType, int]]) -> str:
-    """File and line of the innermost frame of the environment, in parentheses; empty if there is none. `frames` are from the outermost one on.
+    """Returns file and line of the environment's innermost frame, in parentheses, or an empty text without such a frame. `frames` begin with the outermost one.
 
     Frames of this package and of the standard library are left out, and frames of installed packages if there are others.
     """

@@ -116,16 +116,6 @@ def last_stated(text: str) -> str | None:
     return found[-1] if found else None
 
 
-def behind_stated(text: str) -> str:
-    r"""The text after the line of the last `Answer:`; the whole text if there is none.
-
-    >>> behind_stated("Answer: 3. No.\nanswer : 4 or so\nBye"), behind_stated("It is 4")
-    ('\nBye', 'It is 4')
-    """
-    found = list(_ANSWER.finditer(text))
-    return text[found[-1].end() :] if found else text
-
-
 def last_boxed(text: str) -> str | None:
     r"""The text between the braces of the last `\boxed{`; None if there is none or it does not end.
 

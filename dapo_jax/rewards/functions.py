@@ -108,7 +108,7 @@ class LoadedReward:
         try:
             result = self.function(self._argument(call))
         except (MemoryError, *_OF_THE_RUN):
-            raise  # of memory there is none left to say more
+            raise  # no memory is left for a message
         except BaseException as error:
             raise self._failure(error, call) from error
         return self._verdicts(result, call)

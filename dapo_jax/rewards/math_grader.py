@@ -70,7 +70,7 @@ def unread_by_math(answer: str) -> bool:
 
 
 def _statement(text: str) -> tuple[str | None, str]:
-    """The answer that the response gives, and where it says so. None if there is none, or if it was cut off."""
+    """Returns the answer that the response states, and where; the answer is None if it is missing or was cut off."""
     answer = last[-1].end() if (last := list(_ANSWER.finditer(text))) else None
     line_end = -1 if answer is None else text.find("\n", answer) % (len(text) + 1)
     # The last statement counts: a box after the line of the last `Answer:`, or else that line.

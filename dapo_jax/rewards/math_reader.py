@@ -8,7 +8,7 @@ These notations are read; whatever else an answer holds makes it unreadable, so 
   indices;
 * `=`, `\approx` and inequalities; intervals, tuples, sets, unions, lists, matrices.
 
-What does not count: wrapping (`$`, `\boxed`, `\left`, the words of a sentence), units (words, `\text{}`, degrees, money), punctuation.
+These do not count: wrapping (`$`, `\boxed`, `\left`, the words of a sentence), units (words, `\text{}`, degrees, money), punctuation.
 A percentage is read as its number and as its hundredth.
 
 Some things are not read because they are lost or have another meaning in a fragment: bases (`2516_8`), overlines, lists with dots, primes,

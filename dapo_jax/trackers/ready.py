@@ -1,6 +1,6 @@
-"""Whether the trackers of a configuration can be opened: their packages, and the key of Weights & Biases. Opens none.
+"""Checks whether the trackers of a configuration can be opened: their packages, and the key of Weights & Biases. It opens no tracker.
 
-A file of its own: a run asks before it makes its folder, and `dapo-jax doctor` reports the answer.
+A run checks before it makes its folder, and `dapo-jax doctor` reports the result.
 """
 
 import importlib.util

@@ -77,7 +77,7 @@ def _problem_of(result: Any) -> str | None:
     if not is_float or jnp.shape(loss) != ():
         return f"{_kind(loss)} as the loss, not a scalar of floats: add up weights * token_loss"
     if not isinstance(metrics, Mapping):
-        return f"{_kind(metrics)} as the metrics, not a dict: return loss, {{}} where there are none"
+        return f"{_kind(metrics)} as the metrics, not a dict: return loss, {{}} without metrics"
     for name, metric in metrics.items():
         if not isinstance(metric, Mean | Max):
             return f"{_kind(metric)} as the metric {name!r}, not a dapo_jax.Mean(total, count) or dapo_jax.Max(value)"

@@ -125,6 +125,18 @@ def test_turns_change_no_token():
         np.testing.assert_allclose(turns.drawn[name][1], logprobs, rtol=0, atol=1e-5)
 
 
+def test_turns_change_no_bit_where_sampling_is_batch_invariant():
+    """Slots enough for all, and eight for sixteen: the same numbers, since a response continues from the logits that it paused with."""
+    whole, turns = (
+        Flight(prompts(0, 1, 2), in_flight=16).to_the_end(
+            rounds_of(engine_for(slots, 16, batch_invariant=True))
+        )
+        for slots in (16, 8)
+    )
+    assert whole.drawn == turns.drawn
+    assert whole.parts == turns.parts
+
+
 def test_new_weights_read_again_what_is_in_flight(at_once):
     """After two rounds another sampler with the same weights goes on: as if nothing had been. With other weights the first tokens stay."""
     for seed in (0, 1):
