@@ -70,6 +70,8 @@ class LoadedReward:
     """Its name in messages."""
     on_nonfinite: str = "error"
     """The outcome of a score that is NaN, infinite or beyond `MAX_SCORE`: error, or lost, which loses that response's verdict alone."""
+    shipped: bool = False
+    """True for a grader of this library: it changes no sample and returns a valid `Verdict`, so nothing is copied or checked."""
 
     @property
     def is_async(self) -> bool:
@@ -114,7 +116,7 @@ class LoadedReward:
         return self._verdicts(result, call)
 
     def _argument(self, call: Sequence[Sample]) -> Sample | list[Sample]:
-        own = handed_over(call)
+        own = list(call) if self.shipped else handed_over(call)
         return own if self.is_whole_group else own[0]
 
     def _failure(self, error: BaseException, call: Sequence[Sample]) -> RewardError:
@@ -159,6 +161,8 @@ class LoadedReward:
         return [self._judged(*pair) for pair in zip(held, call, strict=True)]
 
     def _judged(self, result: Any, sample: Sample) -> Verdict:
+        if self.shipped:
+            return result
         try:
             return as_verdict(result, name=self.name)
         except NonFiniteScoreError as error:
@@ -251,7 +255,9 @@ def load_reward(
             f"no grader is named {spec!r}; {hint} An own one is module:function or path/to/file.py:function"
         )
     grader = exact_grader(answer_marker) if spec == "exact" else GRADERS[spec]
-    return LoadedReward(function=lambda sample: grader(sample.response, sample.answer), name=spec)
+    return LoadedReward(
+        function=lambda sample: grader(sample.response, sample.answer), name=spec, shipped=True
+    )
 
 
 def as_verdict(result: Any, *, name: str) -> Verdict:

@@ -28,7 +28,7 @@ from dapo_jax.parallel.weights import SamplerWeights
 from dapo_jax.sampling.caches import Kind, cache_for, kind_for, sizes_for, token_bytes
 from dapo_jax.sampling.decoding import Decoding, draw, response_keys
 from dapo_jax.sampling.interface import Insertion, ResultTokens
-from dapo_jax.sampling.pages import PageSizes
+from dapo_jax.sampling.pages import Fill, PageSizes
 from dapo_jax.sampling.prefill import Prefill, Prefix, Read
 from dapo_jax.sampling.prompt_packing import PrefillShape, prefill_shape
 
@@ -174,9 +174,7 @@ class DecoderEngine:
         )
         self._init = jax.jit(self._init_program, out_shardings=state)
         self._fill = jax.jit(self._fill_program, donate_argnums=1, out_shardings=state.layers)
-        self._insert = jax.jit(
-            self._insert_program, donate_argnums=1, out_shardings=replace(state, layers=())
-        )
+        self._insert = jax.jit(self._insert_program, donate_argnums=1, out_shardings=state)
         self._paused = jax.jit(self._paused_program, out_shardings=(whole, whole))
         self._release = jax.jit(self._release_program, donate_argnums=0, out_shardings=state)
         self._generate = jax.jit(self._generate_program, donate_argnums=1, out_shardings=(state, whole))
@@ -201,24 +199,22 @@ class DecoderEngine:
     def insert(
         self, prefix: Prefix, state: DecodeState, insertion: Insertion, key: PRNGKeyArray
     ) -> DecodeState:
-        """Puts prefilled prompts into slots; two programs for any number of responses up to `slots`, and of pages."""
-        layers, fills = state.layers, insertion.fills
-        for start in range(0, len(fills), self.slots):
-            some = fills[start : start + self.slots]
-            columns = (
-                [place for place, _ in some],
-                [page.first for _, page in some],
-                [page.page for _, page in some],
-            )
-            arrays = tuple(self._padded(np.array(column, np.int32)) for column in columns)
-            layers = self._fill(prefix, layers, arrays, np.int32(len(some)))
+        """Puts prefilled prompts into slots: one program for any number of responses up to `slots`, another for pages beyond as many."""
+        fills = insertion.fills
+        for start in range(self.slots, len(fills), self.slots):
+            pages = self._pages(fills[start : start + self.slots])
+            state = replace(state, layers=self._fill(prefix, state.layers, *pages))
         columns = (
             insertion.slots, insertion.prompts, insertion.ordinals, insertion.indices, insertion.limits, insertion.drawn, insertion.turns,
         )  # fmt: skip
         count = np.int32(len(insertion.slots))
-        state, rest = replace(state, layers=()), replace(prefix, layers=())
-        arrays = (*map(self._padded, columns), *self._feeding(insertion.fed))
-        return replace(self._insert(rest, state, arrays, count, key), layers=layers)
+        pages, rows = self._pages(fills[: self.slots]), self._padded(np.stack(columns))
+        return self._insert(prefix, state, pages, (rows, *self._feeding(insertion.fed)), count, key)
+
+    def _pages(self, fills: Sequence[tuple[int, Fill]]) -> tuple[np.ndarray, np.int32]:
+        """The prompts, first tokens and pages of up to as many fills as there are slots, in one array, and their number."""
+        columns = [(prompt, fill.first, fill.page) for prompt, fill in fills]
+        return self._padded(np.array(columns, np.int32).reshape(-1, 3).T), np.int32(len(fills))
 
     def _feeding(self, fed: Sequence[Int[np.ndarray, " _"]]) -> tuple[np.ndarray, ...]:
         """The tokens that are fed, in the last columns, and their number; nothing in an engine that feeds none."""
@@ -270,9 +266,15 @@ class DecoderEngine:
     def programs(self, params: SamplerWeights, decoding: Decoding) -> dict[str, Callable[[], Lowered]]:
         """All programs that sampling runs, by name, and what lowers each; `params` and `decoding` may be shapes."""
         again = self.page_sizes.runs_out or self._reads_again
-        number, column, tables = (
+        number, column, fills, rows, tables = (
             jax.ShapeDtypeStruct(shape, jnp.int32)  # of the host, which places nothing
-            for shape in ((), (self.slots,), (self.slots, self.page_sizes.table_pages))
+            for shape in (
+                (),
+                (self.slots,),
+                (3, self.slots),
+                (7, self.slots),
+                (self.slots, self.page_sizes.table_pages),
+            )
         )
         key = jax.eval_shape(lambda: jax.random.key(0))
         state = self.state_structs
@@ -302,11 +304,11 @@ class DecoderEngine:
         fed = jax.ShapeDtypeStruct((self.slots, self.feed_tokens), jnp.int32)
         feeding = (fed, column) if self.feed_tokens else ()
         for name, prefix in prefixes.items():
+            pages = fills, number
             if prefix.layers:
-                made[f"fill_{name}"] = partial(self._fill.lower, prefix, state.layers, (column,) * 3, number)
-            slots_alone, logits_alone = replace(state, layers=()), replace(prefix, layers=())
+                made[f"fill_{name}"] = partial(self._fill.lower, prefix, state.layers, *pages)
             made[f"insert_{name}"] = partial(
-                self._insert.lower, logits_alone, slots_alone, (*(column,) * 7, *feeding), number, key
+                self._insert.lower, prefix, state, pages, (rows, *feeding), number, key
             )
         return made
 
@@ -326,8 +328,8 @@ class DecoderEngine:
         return jax.jit(rope_tables, static_argnums=1, out_shardings=self._whole)(positions, self._config)
 
     def _padded(self, values: np.ndarray) -> np.ndarray:
-        padded = np.zeros(self.slots, np.int32)
-        padded[: len(values)] = values
+        padded = np.zeros((*values.shape[:-1], self.slots), np.int32)
+        padded[..., : values.shape[-1]] = values
         return padded
 
     # The programs. Pure functions of their arguments; the wrappers above only convert.
@@ -346,9 +348,9 @@ class DecoderEngine:
         )  # fmt: skip
 
     def _fill_program(
-        self, prefix: Prefix, layers: tuple[Any, ...], arrays: tuple[Array, ...], count: Array
+        self, prefix: Prefix, layers: tuple[Any, ...], fills: Int[Array, "3 slots"], count: Array
     ) -> tuple[Any, ...]:
-        prompts, firsts, pages = arrays
+        prompts, firsts, pages = fills
         rows, starts = prefix.rows[prompts], prefix.starts[prompts] + firsts
 
         def one(i: Array, layers: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -359,16 +361,22 @@ class DecoderEngine:
         return lax.fori_loop(0, count, one, layers)
 
     def _insert_program(
-        self, prefix: Prefix, state: DecodeState, arrays: tuple[Array, ...], count: Array, key: PRNGKeyArray
+        self,
+        prefix: Prefix,
+        state: DecodeState,
+        pages: tuple[Int[Array, "3 slots"], Array],
+        arrays: tuple[Array, ...],
+        count: Array,
+        key: PRNGKeyArray,
     ) -> DecodeState:
-        slots, prompts, ordinals, indices, limits, drawn, turns, *feeding = arrays
+        (slots, prompts, ordinals, indices, limits, drawn, turns), *feeding = arrays
         at = self._first(slots, count)
 
         def put(old: Array, new: Array) -> Array:
             return old.at[at].set(new, mode="drop")
 
         return DecodeState(
-            layers=(),
+            layers=self._fill_program(prefix, state.layers, *pages) if prefix.layers else state.layers,
             logits=put(state.logits, prefix.logits[jnp.minimum(prompts, len(prefix.logits) - 1)]),
             lengths=put(state.lengths, prefix.lengths[prompts]),
             generated=put(state.generated, drawn),
