@@ -11,6 +11,7 @@ _ANSWER = re.compile(r"answer\s*:[\s*]*", re.IGNORECASE)
 _THE_ANSWER_IS = re.compile(r"\banswers?\b[^\n.:=]{0,100}?(?:\b(?:is|are)\b:?|:|=)", re.IGNORECASE)
 _BOLD = re.compile(r"(?<![\w)}])\*\*([^*]+)\*\*|^_([^_]+)_$")
 _BOX = re.compile(r"\\f?boxed\s*\{|\\fbox\s*\{")
+_LEADING_EQUALS = re.compile(r"^((?:\\\(|\\\[|\$|\s)*)=(?![=>])")
 _SENTENCE = re.compile(r"(?<!\\)\b[A-Za-z]{2,}\s+[A-Za-z]{2,}")
 _SENTENCE_END = re.compile(r"[.!?](?=\s|\Z)")
 # A thousands separator is followed by three digits; another comma parts the entries of a list.
@@ -39,7 +40,7 @@ def math_grader(response: str, answer: str) -> Verdict:
     from dapo_jax.rewards.math_reader import read, text_form
 
     stated, where = _statement(response[-TAIL_CHARACTERS:])
-    stated = None if stated is None else _BOLD.sub(r"\1\2", stated)
+    stated = None if stated is None else _LEADING_EQUALS.sub(r"\1", _BOLD.sub(r"\1\2", stated))
     if stated is None:
         return Verdict(correct=False, reason=f"{where}: nothing that can be read as mathematics")
     extracted = text_form(stated)

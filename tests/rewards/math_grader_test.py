@@ -23,6 +23,9 @@ EQUAL = [
     ("Answer: 1,234", "1234"),
     (r"Answer: 80^\circ", "80"),
     ("Answer: x = 3", "3"),
+    ("=36", "36"),  # a response that continues the question "12+24"
+    ("$= 36$", "36"),
+    (r"\boxed{=\frac12}", "0.5"),
     ("Answer: {2, 1}", r"\{1, 2\}"),
     ("Answer: The answer is 34.", "34"),
     ("**Answer:** 34", "34"),
@@ -50,6 +53,9 @@ DIFFERENT = [
     ("Answer: (1, 2)", "(2, 1)"),
     ("Answer: x + 1", "x - 1"),
     ("34, 35", "34"),
+    ("=35", "34"),
+    ("==36", "36"),
+    ("= 8 + 2", "10"),
     ("Answer: $8 + 2$", "10"),  # the question again
     ("8 + 2", "10"),
     (
