@@ -54,12 +54,12 @@ class Observer:
         """The groups that the step trains on are chosen; every process has them whole."""
 
     def before_updates(self, minibatches: Sequence[Minibatch]) -> Sequence[Minibatch]:
-        """The step's minibatches are on the device, with the log-probabilities that updates compare with (`Updater.prepare`).
+        """Called when the step's minibatches are on the device, with old and reference log-probabilities (`Updater.prepare`).
 
-        The first minibatch has old ones only if they are the sampler's or were asked for (`UpdateOptions.score_first`).
+        The first minibatch has old log-probabilities only if they are the sampler's.
 
         Returns:
-            The minibatches to update on: these, or corrected ones.
+            The minibatches to update on: these, or others.
         """
         return minibatches
 
