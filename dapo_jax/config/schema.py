@@ -759,11 +759,8 @@ class GuardConfig(Section, at="guard"):
     responses as text. 0: none."""
     max_mismatch_kl: float | None = key(None, range=Range("0 or more, or null (no limit)", lambda v: v >= 0))
     """Most that KL(sampler || trainer) may be, `sync/sampler_trainer_kl` in nats a token. null: no limit."""
-    on_mismatch: str = key("warn", choices=["warn", "stop", "correct"])
-    """Over that limit: warn, stop, or correct: all tokens of the step get truncated importance weights
-    min(pi_trainer / pi_sampler, `mismatch_cap`)."""
-    mismatch_cap: float = key(2.0, range=SIZE)
-    """The largest of the weights with on_mismatch: correct. `loss.correction` weighs in every step, whatever the mismatch."""
+    on_mismatch: str = key("warn", choices=["warn", "stop"])
+    """Action above that limit: warn, or stop the run. `loss.correction` weights tokens by pi_trainer / pi_sampler in every step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -940,28 +937,12 @@ def check_merging(lora: LoraConfig, sampling: SamplingConfig) -> None:
 
 
 def _check_guard(config: TrainConfig) -> None:
-    guard, loss, correction = config.guard, config.loss, config.correction.kind
+    guard = config.guard
     if guard.on_mismatch != "warn" and guard.max_mismatch_kl is None:
         remedy = "write the limit, such as 0.01"
         refuse(
             "guard.max_mismatch_kl", None, f"a number for guard.on_mismatch = {guard.on_mismatch!r}", remedy
         )
-    if guard.on_mismatch != "correct":
-        return
-    if loss.old_logprobs == "sampler":
-        remedy = "the ratio to the sampler's log-probabilities corrects already: set guard.on_mismatch=warn"
-        refuse("guard.on_mismatch", "correct", "loss.old_logprobs = 'trainer'", remedy)
-    if loss.importance_cap is not None:
-        needs = f"loss.importance_cap = null, found {loss.importance_cap}"
-        refuse("guard.on_mismatch", "correct", needs, "that corrects every step already: set one of the two")
-    if correction != "none":
-        found = (
-            f"{loss.correction!r}"
-            if loss.correction == correction
-            else f"{correction!r} (auto, with rollout.in_flight)"
-        )
-        remedy = "that corrects every step already: set guard.on_mismatch=warn"
-        refuse("guard.on_mismatch", "correct", f"no loss.correction, found {found}", remedy)
 
 
 def _check_rollout(config: TrainConfig) -> None:

@@ -1,11 +1,11 @@
-"""The training loop. One step is one pass down a straight pipe:
+"""The training loop. One step is a straight pipe:
 
     prompts -> sampler -> rewards -> informative groups -> advantages -> minibatches -> updates
                  ^                                                                         |
                  +------------------------------- weights ---------------------------------+
 
-The loop is handed the objects of a run (`dapo_jax.run.build`); it builds nothing and reads no configuration. Whoever wants to
-know or to change something on the way is an `Observer`.
+The loop receives the objects of a run (`dapo_jax.run.build`); it makes no objects and reads no configuration. To watch or
+change a step, pass an `Observer`.
 """
 
 import time
@@ -36,43 +36,43 @@ class StepResult:
 
 
 class Observer:
-    """Watches the steps of a run. A hook does nothing unless a subclass defines it; its docstring says when it is called.
+    """Watches the steps of a run. Each hook does nothing unless a subclass defines it.
 
-    Of several observers each hook is called in their order; of several processes, in every one. An exception of a hook ends the run.
+    Hooks are called in the order of the observers, in every process. An exception in a hook ends the run.
     """
 
     def before_sampling(self, position: Position, collector: Collecting) -> None:
-        """A step begins: `position` is where the step before has ended, and nothing has been drawn from `collector`."""
+        """Called when a step begins: `position` is the end of the previous step, and `collector` is empty."""
 
     def on_group(self, group: Group, collector: Collecting) -> None:
-        """A group has been sampled, graded and added to `collector`, in the order in which verdicts come."""
+        """Called when a group was sampled, graded and added to `collector`, in the order of the verdicts."""
 
     def on_shortfall(self, error: ShortfallError) -> None:
-        """Sampling has ended with too few informative groups. `error` is raised next, unless this raises another."""
+        """Called when sampling ended with too few informative groups. `error` is raised next, unless this raises another one."""
 
     def after_sampling(self, step: int, collected: Collected) -> None:
-        """The groups that the step trains on are chosen; every process has them whole."""
+        """Called when the step's groups are chosen. Every process has them in full."""
 
     def before_updates(self, minibatches: Sequence[Minibatch]) -> Sequence[Minibatch]:
-        """The step's minibatches are on the device, with the log-probabilities that updates compare with (`Updater.prepare`).
+        """Called when the step's minibatches are on the device, with old and reference log-probabilities (`Updater.prepare`).
 
-        The first minibatch has old ones only if they are the sampler's or were asked for (`UpdateOptions.score_first`).
+        The first minibatch has old log-probabilities only if they are the sampler's.
 
         Returns:
-            The minibatches to update on: these, or corrected ones.
+            The minibatches to update on: these, or others.
         """
         return minibatches
 
     def before_update(self, state: TrainState, minibatch: Minibatch, *, index: int, count: int) -> None:
-        """Update `index` of the step's `count` comes next; it takes `state`, whose arrays are gone afterwards."""
+        """Called before update `index` of the step's `count`; the update donates `state`."""
 
     def after_update(
         self, minibatch: Minibatch, metrics: Mapping[str, Metric], *, learning_rate: float
     ) -> None:
-        """An update has been dispatched; to look at `metrics` is to wait for the device."""
+        """Called after an update was dispatched. Reading `metrics` waits for the device."""
 
     def after_step(self, result: StepResult) -> None:
-        """The step has ended and its metrics are on the host. Observers that come later see what is added to `result.metrics`."""
+        """Called when the step has ended and its metrics are on the host. Later observers see additions to `result.metrics`."""
 
 
 def run_steps(
@@ -90,15 +90,15 @@ def run_steps(
     """Runs DAPO from `position` to step `steps`, and returns the final state; `state` is donated.
 
     Args:
-        state: parameters and moments to begin with.
-        position: where they stand in the run.
+        state: initial parameters and optimizer moments.
+        position: the position of `state` in the run.
         steps: the last step to run.
-        sampling: graded groups, sampled with given weights.
-        batches: a step's groups as minibatches.
-        updater: minibatches as changes of the state.
+        sampling: samples and grades groups with given weights.
+        batches: turns a step's groups into minibatches.
+        updater: applies minibatches to the state.
         learning_rate: step -> its learning rate.
-        observers: told what happens, in this order.
-        clock: seconds; only for metrics.
+        observers: called in this order.
+        clock: seconds, for metrics only.
     """
     while position.step < steps:
         step = position.step + 1
@@ -133,7 +133,7 @@ def run_steps(
                 observer.after_update(minibatch, of_update, learning_rate=rate)
             measured.append(of_update)
         scalars = with_effective_share(to_scalars(measured))
-        minibatches = minibatch = ()  # or they would lie on the devices while the next step samples
+        minibatches = minibatch = ()  # frees device memory before the next step samples
 
         position = Position(
             step=step,
@@ -156,7 +156,7 @@ def run_steps(
 
 
 def _times(collected: Collected, began: float, sampled: float, ended: float) -> dict[str, float]:
-    """The clock's metrics; the device has finished, since the step's metrics are on the host."""
+    """Returns the timing metrics. The device has finished: the step's metrics are on the host."""
     drawn = collected.drawn_tokens
     if drawn is None:
         drawn = sum(rollout.response_tokens for group in collected.sampled for rollout in group.rollouts)

@@ -1,7 +1,4 @@
-"""The quantities that were not finite: in a skipped update, from what its program flagged and from what is on the host; and in weights.
-
-A file of its own: it finds names for flags, and decides nothing; the guard decides.
-"""
+"""Names the quantities that are not finite, in a skipped update or in weights. The guard decides about them."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -27,7 +24,7 @@ WORDS = {
     "loss": "loss",
     "gradient": "gradient",
 }
-"""In the order in which a step makes them: what comes first is usually what made the rest."""
+"""In the order in which a step computes them: the first one usually caused the others."""
 
 _FLAG = "nonfinite/"
 _SHOWN = 3
@@ -35,14 +32,14 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class Update:
-    """One update of a step, as it was made."""
+    """One update of a step: its minibatch, learning rate and metrics."""
 
     minibatch: Minibatch
     learning_rate: float
     metrics: Mapping[str, Metric]
 
     def flags(self) -> dict[str, list[int]]:
-        """Places of what was not finite, by name: microbatches, or parameters of the gradient. Empty if the update was applied."""
+        """Returns the places that are not finite, by quantity: microbatches, or parameters of the gradient. Empty if the update was applied."""
         found = jax.device_get(
             {name: metric for name, metric in self.metrics.items() if name.startswith(_FLAG)}
         )
@@ -54,7 +51,7 @@ class Update:
         return {name: places[name] for name in WORDS if places.get(name)}
 
     def stacks(self) -> list[dict[str, np.ndarray]]:
-        """Its microbatches on the host. Of several processes all must ask."""
+        """Returns its microbatches on the host. Every process must call this."""
         return [
             {name: array[: int(stack.count)] for name, array in vars(on_host(stack.microbatches)).items()}
             for stack in self.minibatch
@@ -63,7 +60,7 @@ class Update:
     def named(
         self, flags: Mapping[str, Sequence[int]], groups: Sequence[Group], parameters: Sequence[str]
     ) -> dict[str, dict[str, Any]]:
-        """The places of `flags` by their names: prompts, responses and tokens, (stack, microbatch), parameters."""
+        """Returns the places of `flags` by name: prompts, responses and tokens, (stack, microbatch), parameters."""
         found: dict[str, dict[str, Any]] = {}
         for name, places in flags.items():
             if name == "gradient":
@@ -84,11 +81,11 @@ class Update:
             if place < capacity:
                 return [index, place]
             place -= capacity
-        raise AssertionError("a flag for each microbatch that there is room for")
+        raise AssertionError("there is a flag for each microbatch")
 
 
 def strange_responses(groups: Sequence[Group]) -> list[dict[str, Any]]:
-    """The responses that the sampler gave a log-probability that is not finite: prompt, index in the group, tokens."""
+    """Returns the responses with a log-probability from the sampler that is not finite: prompt, index in the group, tokens."""
     return [
         {"ordinal": group.prompt.ordinal, "index": index, "tokens": tokens.tolist()}
         for group in groups
@@ -98,7 +95,7 @@ def strange_responses(groups: Sequence[Group]) -> list[dict[str, Any]]:
 
 
 def in_words(named: Mapping[str, Mapping[str, Any]]) -> str:
-    """One line: the quantities, with the first few prompts or parameters of each."""
+    """Returns one line: the quantities, with the first few prompts or parameters of each."""
     return ", ".join(WORDS[name] + _where(places) for name, places in named.items()) or "nothing flagged"
 
 
@@ -110,7 +107,7 @@ def _where(places: Mapping[str, Any]) -> str:
 
 
 def some(names: Sequence[object]) -> str:
-    """The first few, and how many more.
+    """Returns the first few names, and the number of the others.
 
     >>> some([4, 8, 15, 16, 23])
     '4, 8, 15 and 2 more'
@@ -120,7 +117,7 @@ def some(names: Sequence[object]) -> str:
 
 
 def leaf_names(tree: PyTree) -> list[str]:
-    """The dotted path of each leaf, in the order of `jax.tree.leaves`, as in a checkpoint: without the box flax puts around it."""
+    """Returns the dotted path of each leaf, in the order of `jax.tree.leaves`, as in a checkpoint."""
     names = [
         jax.tree_util.keystr(keys, simple=True, separator=".")
         for keys, _ in jax.tree_util.tree_flatten_with_path(tree)[0]
@@ -129,11 +126,7 @@ def leaf_names(tree: PyTree) -> list[str]:
 
 
 def nonfinite_leaves(tree: PyTree) -> list[str]:
-    """The dotted paths of the leaves that are not finite throughout. Of several processes all must ask, and all are told the same.
-
-    Args:
-        tree: arrays on one mesh.
-    """
+    """Returns the dotted paths of the leaves of `tree` (arrays on one mesh) with a value that is not finite. Every process must call this."""
     bad = np.asarray(_program(jax.tree.leaves(tree)[0].sharding.mesh)(tree))
     return [name for name, one in zip(leaf_names(tree), bad, strict=True) if one]
 

@@ -1,4 +1,4 @@
-"""A policy as the commands know it: sizes, weights, tokenizer, found by name."""
+"""Finds or makes a policy by name: model sizes, weights and tokenizer."""
 
 import math
 import re
@@ -62,7 +62,7 @@ from dapo_jax.training.state import state_structs as structs_of
 _Read = TypeVar("_Read")
 
 _ON_HUB = re.compile(r"([\w.-]+/)?[\w.-]+")
-"""The name of a repository; a moved folder may be written like one too."""
+"""The name of a repository; the path of a moved folder may look the same."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,43 +71,43 @@ class Policy:
 
     decoder: DecoderConfig
     params: nnx.State
-    """The parameters that are trained: adapters, if the decoder has some, else all."""
+    """The trained parameters: adapters with LoRA, else all parameters."""
     tokenizer: Tokenizer
     frozen: nnx.State = field(default_factory=lambda: nnx.State({}))
-    """The base below adapters: layers stacked, or apart where a sampler shares it (`parallel.weights.shares_base`)."""
+    """The base of LoRA adapters: layers stacked, or apart if the sampler uses the same arrays (`parallel.weights.shares_base`)."""
     base: str = ""
-    """Below adapters, what `model.source` names."""
+    """With LoRA, the `model.source` of the base."""
     revision: str = ""
-    """The version of the base that the hub was asked for."""
+    """The revision of the base that was requested from the hub."""
     step: int = 0
-    """The steps that the weights of a run's checkpoint were trained for."""
+    """Number of training steps of the checkpoint that the weights are from."""
     folder: AnyPath | None = None
-    """The model folder that it was read from, or that described it; None for a preset."""
+    """The model folder of the weights or sizes; None for a preset."""
 
     @property
     def unshared(self) -> nnx.State:
-        """The frozen weights of which a sampler has a copy of its own; none where it has the same arrays."""
+        """The frozen weights that the sampler copies; empty if it uses the same arrays."""
         return nnx.State({}) if self.frozen and is_apart(self.frozen) else self.frozen
 
     def graph(self, *, compute_dtype: str, remat: str, layout: Layout = WHOLE) -> nnx.GraphDef[Any]:
-        """The structure that `nnx.merge` makes a module of, together with parameters."""
+        """Returns the structure from which `nnx.merge` makes a module, together with parameters."""
         apart = bool(self.frozen) and is_apart(self.frozen)
         return graph_of(self.decoder, compute_dtype=compute_dtype, remat=remat, layout=layout, apart=apart)
 
     def save(self, folder: str | AnyPath, *, dtype: str = "float32", merge: bool = False) -> int:
-        """Writes a model folder that `load_policy` and transformers read; returns the bytes of its tensors.
+        """Writes a model folder that `load_policy` and transformers read. Returns the bytes of its tensors.
 
-        Of a policy with adapters it is an adapter folder, which PEFT reads, too; with `merge` a whole model, to which they are added. Of several
-        processes all call it, and the first one writes.
+        With LoRA it is an adapter folder that PEFT reads too; with `merge` it is a whole model with the adapters added. Every process
+        must call this; the first one writes.
         """
         decoder, path = self.decoder, path_of(folder)
         base, adapters = (self.params, None) if decoder.lora is None else (self.frozen, self.params)
         alone = adapters is not None and not merge
         if not is_first():
-            # Each takes part in gathering a tensor.
+            # Every process takes part in gathering a tensor.
             tensors = adapter_tensors(decoder, adapters) if alone else exported(decoder, base, adapters)
             return sum(tensor.fetch().size for tensor in tensors) * jnp.dtype(dtype).itemsize
-        # First the tokenizer: config.json or adapter_config.json, which makes the folder a model, is written last of all.
+        # The tokenizer comes first. config.json or adapter_config.json makes the folder a model, so it is written last.
         path.mkdir(parents=True, exist_ok=True)
         save_tokenizer(self.tokenizer, folder)
         if alone:
@@ -134,16 +134,16 @@ def load_policy(
 
     Args:
         model: the source and, for a preset, the tokenizer.
-        lora: adapters to train in place of the weights, which are frozen in `model.compute_dtype`. Those of an adapter folder must be the same. None: what the
-            source has, and of a whole model none.
-        seed: of a preset's random weights, and of new adapters.
-        mesh: on which each weight goes at once where training has it; None puts all on the default device.
-        sampler: the mesh that samples; the vocabulary is filled up so that both can split it.
-        weights: False: no weight is made, fetched or read, and `params` are shapes alone.
-        shares: whether a sampler takes a base of these shapes as it is (`parallel.weights.shares_base`).
+        lora: adapters to train; the base is then frozen in `model.compute_dtype`. Must equal the adapters of an adapter folder. None: the
+            adapters of the source, if any.
+        seed: seed of a preset's random weights and of new adapters.
+        mesh: mesh for the weights, as training shards them; None: the default device.
+        sampler: the sampler's mesh; the vocabulary is padded so that both meshes can split it.
+        weights: False: no weight is made, downloaded or read, and `params` has shapes only.
+        shares: whether the sampler uses a base of these shapes without a copy (`parallel.weights.shares_base`).
 
     Raises:
-        ConfigError: there is no such preset, shipped model or folder, or an adapter is another one; the message names what there is.
+        ConfigError: there is no such preset, shipped model or folder (the message lists them), or the adapter differs from `lora`.
     """
     try:
         adapter = _adapter_of(model, weights=weights)
@@ -184,7 +184,7 @@ def check_trains(policy: Policy, config: LoraConfig, source: str) -> None:
     """Refuses to train all weights of a model whose `source` is an adapter folder.
 
     Raises:
-        ConfigError: says which adapters it has.
+        ConfigError: the message names its adapters.
     """
     found = policy.decoder.lora
     if found is not None and not config.rank:
@@ -195,7 +195,7 @@ def check_trains(policy: Policy, config: LoraConfig, source: str) -> None:
 
 
 def lora_of(config: LoraConfig) -> LoraShape | None:
-    """The adapters that `config` describes; None: there are none."""
+    """Returns the adapters that `config` describes; None without LoRA."""
     if not config.rank:
         return None
     return lora_shape(rank=config.rank, alpha=config.alpha, targets=config.targets)
@@ -210,7 +210,7 @@ def _weights_of(
     dtype: str = "float32",
     apart: bool = False,
 ) -> nnx.State:
-    """All parameters but adapters; random ones if there is no folder."""
+    """Returns all parameters except adapters; random ones if there is no folder."""
     if folder is None:
         return _random(decoder.base, seed, where, partial(_held, dtype=dtype, apart=apart))
     by_rows = read_by_rows if in_bucket(folder) else None
@@ -218,10 +218,10 @@ def _weights_of(
 
 
 def read_base(model: ModelConfig, read: Callable[[ModelConfig], _Read]) -> _Read:
-    """The result of `read` for the model below the adapter that `model.source` names; for `model` itself if it is a whole one.
+    """Calls `read` with the base of the adapter that `model.source` names, or with `model` itself if it is a whole model.
 
     Raises:
-        ValueError: there is no such model, or it is an adapter that is not covered.
+        ValueError: there is no such model, or the adapter is not supported.
     """
     return _read_base(model, _adapter_of(model, weights=False), read)
 
@@ -236,18 +236,18 @@ def _read_base(model: ModelConfig, adapter: "_Adapter | None", read: Callable[[M
 
 
 class _Adapter(NamedTuple):
-    """An adapter that `model.source` names."""
+    """The adapter that `model.source` names."""
 
     shape: LoraShape
     file: TensorFile
     base: ModelConfig
-    """The model below it."""
+    """The base model."""
     key: str
-    """The place of its name: file, key and value."""
+    """The place of the base's name: file, key and value."""
 
 
 def _adapter_of(model: ModelConfig, *, weights: bool) -> _Adapter | None:
-    """None where `model.source` is a whole model."""
+    """Returns the adapter; None if `model.source` is a whole model."""
     if model.source.startswith(("preset:", "shipped:")):
         return None
     folder = folder_of(model, weights=weights)
@@ -285,17 +285,17 @@ def find_policy(
     mesh: jax.sharding.Mesh | None = None,
     shares: Callable[[nnx.State], bool] = lambda frozen: False,
 ) -> Policy:
-    """The policy of a model (as `model.source`) or of a run folder, whose latest checkpoint is taken.
+    """Returns the policy of a model (as in `model.source`), or of a run folder's latest checkpoint.
 
-    Weights go onto `mesh`; with None, a model's onto the default device and a run's spread over all devices. `shares` is `load_policy`'s.
+    Weights go onto `mesh`; None: a model's onto the default device, a run's spread over all devices. `shares` as in `load_policy`.
     """
     if (run := run_at(source)) is None:
         return load_policy(ModelConfig(source=source), mesh=mesh, shares=shares)
     config = load_config(run / "config.yaml")
-    # Shapes alone: the run's own weights are in its checkpoint, which is read onto the devices that are here and not
-    # onto the mesh that it was trained on.
+    # Shapes only: the run's weights come from its checkpoint, which is read onto the devices here
+    # and not onto the mesh that it was trained on.
     mesh = mesh_of(ParallelConfig()) if mesh is None else mesh
-    # Below adapters it is the model's.
+    # With LoRA, the base's weights come from the model.
     policy = load_policy(
         config.model,
         lora=lora_of(config.lora),
@@ -325,14 +325,14 @@ def find_policy(
 
 
 def check_of_readers(config: TrainConfig, policy: Policy) -> Check:
-    """Refuses checkpoints of other runs than that of `config` and the model `policy`; prompts are not looked at."""
+    """Returns a check that refuses checkpoints of other runs than `config` with the model `policy`. It ignores prompts."""
     files = model_files(policy.folder, weights=policy.decoder.lora is not None)
     own = {**identity_of(config, prompts=(), model=files), "prompts": None}
     return partial(check_identity, own=own, say=lambda _: None)
 
 
 def run_at(source: str) -> AnyPath | None:
-    """The training run's folder that `source` names, if it names one.
+    """Returns the folder of the training run that `source` names; None if it names a model.
 
     Raises:
         ConfigError: the folder cannot be read, or is neither a run nor a model.
@@ -356,20 +356,20 @@ def run_at(source: str) -> AnyPath | None:
 
 
 def data_of_run(source: str) -> DataConfig | None:
-    """The data section of the training run that `source` names, if it names one."""
+    """Returns the data section of the training run that `source` names; None if it names a model."""
     run = run_at(source)
     return None if run is None else load_config(run / "config.yaml").data
 
 
 def folder_of(model: ModelConfig, *, weights: bool) -> AnyPath:
-    """The folder that holds the model.
+    """Returns the folder that holds the model.
 
     Args:
         model: the source.
-        weights: whether those of a model of the hub are fetched too.
+        weights: True: weights of a model on the hub are downloaded too.
 
     Raises:
-        ValueError: no such model is shipped, the hub or the bucket does not have it or cannot be reached, or the source is a file.
+        ValueError: no such model is shipped, hub or bucket do not have it or cannot be reached, or the source is a file.
     """
     kind, _, name = model.source.partition(":")
     if kind == "shipped":
@@ -388,7 +388,7 @@ def folder_of(model: ModelConfig, *, weights: bool) -> AnyPath:
 
 
 def optimizer_of(config: OptimizerConfig) -> optax.GradientTransformation:
-    """The optimizer that `config` describes."""
+    """Returns the optimizer that `config` describes."""
     return make_optimizer(
         beta1=config.beta1,
         beta2=config.beta2,
@@ -404,7 +404,7 @@ def mesh_of(
     rows_per_microbatch: int | None = None,
     devices: Sequence[jax.Device] | None = None,
 ) -> jax.sharding.Mesh:
-    """The mesh that `axes` describes, of `devices`; None: all there are.
+    """Returns the mesh that `axes` describes, over `devices`; None: all devices.
 
     Raises:
         ConfigError: the axes do not fit the devices, or the rows of a microbatch do not spread over the mesh.
@@ -425,10 +425,10 @@ def mesh_of(
 
 
 def meshes_of(axes: ParallelConfig, mesh: jax.sharding.Mesh) -> Meshes:
-    """The meshes of training and of the samplers that `axes` describes, over the devices of `mesh`.
+    """Returns the meshes of trainer and samplers that `axes` describes, over the devices of `mesh`.
 
     Raises:
-        ConfigError: the samplers do not fit the processes, or their devices.
+        ConfigError: the samplers do not fit the processes or their devices.
     """
     try:
         return make_meshes(mesh, sampler_tensor=axes.sampler_tensor, sampler_hosts=axes.sampler_hosts)
@@ -443,18 +443,18 @@ def state_structs(
     *,
     offload: bool = False,
 ) -> TrainState:
-    """The shape, dtype and place of every array of the train state: what a checkpoint is restored into."""
+    """Returns shape, dtype and sharding of every array of the train state, as the target of restoring a checkpoint."""
     return structs_of(parted(shapes_of(policy.decoder))[0], optimizer, mesh, offload=offload)
 
 
 def _held(params: nnx.State, *, dtype: str, apart: bool) -> nnx.State:
-    """Stacked float32 parameters as they are held: in `dtype`, layers stacked or apart."""
+    """Converts stacked float32 parameters to `dtype`, with layers stacked or apart."""
     rounded = rounded_to(dtype, params)
     return unstacked(rounded) if apart else rounded
 
 
 def frozen_structs(decoder: DecoderConfig, mesh: jax.sharding.Mesh, *, dtype: str, apart: bool) -> nnx.State:
-    """The shape, dtype and place of every frozen array below adapters; layers stacked, or apart."""
+    """Returns shape, dtype and sharding of every frozen array of a LoRA base, with layers stacked or apart."""
     shapes = jax.eval_shape(partial(_held, dtype=dtype, apart=apart), parted(shapes_of(decoder))[1])
     return jax.tree.map(
         lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
@@ -466,8 +466,8 @@ def frozen_structs(decoder: DecoderConfig, mesh: jax.sharding.Mesh, *, dtype: st
 def description_of(
     model: ModelConfig, *, weights: bool = True
 ) -> tuple[DecoderConfig, Tokenizer, AnyPath | None]:
-    """Sizes and tokenizer, and the folder with the weights, which are not read; a preset has none, and its vocabulary is
-    cut to the tokenizer's. With `weights` False those of a model of the hub are not fetched either.
+    """Returns sizes, tokenizer and the folder of the weights, without reading weights. A preset has no folder, and its vocabulary is
+    the tokenizer's. With `weights` False, weights on the hub are not downloaded.
 
     Raises:
         ValueError: there is no such model, or its configuration or tokenizer cannot be read.
@@ -488,7 +488,7 @@ def _random(
     where: Callable[[nnx.State], PyTree] | None,
     made: Callable[[nnx.State], nnx.State],
 ) -> nnx.State:
-    """The part of random parameters that `made` makes of them."""
+    """Returns the part of random parameters that `made` selects."""
 
     def program() -> nnx.State:
         return made(nnx.state(Decoder(decoder, rngs=nnx.Rngs(seed))))

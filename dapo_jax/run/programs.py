@@ -1,7 +1,7 @@
-"""The compiled programs of a run, which the runs of one process share: where shapes and options are the same, the second one traces and compiles nothing.
+"""The compiled programs of a run. Runs in one process share them: with the same shapes and options, the second run traces and compiles nothing.
 
-A notebook that trains again with another learning rate, another seed or other data starts at once. Kept are the last few of each kind; what they
-were made of is shapes and numbers, so they hold no weights; `jax.clear_caches()` gives back the memory that compiled programs take on a device.
+So a notebook that trains again with another learning rate, seed or dataset starts at once. The last few programs of each kind are kept.
+They hold no weights. `jax.clear_caches()` frees the memory that compiled programs take on a device.
 """
 
 from collections.abc import Callable, Iterable
@@ -35,66 +35,32 @@ from dapo_jax.parallel.weights import (
 from dapo_jax.run.policy import Policy
 from dapo_jax.sampling.decoding import Decoding
 from dapo_jax.sampling.engine import DecoderEngine
-from dapo_jax.sampling.prompt_packing import PrefillShape
 from dapo_jax.training.update import Objective, UpdateOptions, Updater
 
 _KEPT = 4
 
 _AT_ONCE = 8
-"""Programs that are compiled at the same time: a large one takes gigabytes of the host's memory while it is compiled."""
+"""Number of programs compiled at the same time: compiling a large one takes gigabytes of host memory."""
 
 
-@lru_cache(maxsize=_KEPT)
-def engine_of(
-    decoder: DecoderConfig,
-    mesh: Mesh,
-    *,
-    slots: int,
-    capacity: int,
-    steps_per_call: int,
-    stop_ids: tuple[int, ...],
-    compute_dtype: str,
-    page_tokens: int,
-    cache_tokens: int,
-    cache_dtype: str,
-    cache_bytes: int | None,
-    prefill: PrefillShape,
-    in_flight: int = 0,
-    batch_invariant: bool = False,
-    has_turns: bool = False,
-) -> DecoderEngine:
-    """The sampler's engine: see `DecoderEngine`."""
-    return DecoderEngine(
-        decoder,
-        slots=slots,
-        capacity=capacity,
-        steps_per_call=steps_per_call,
-        stop_ids=stop_ids,
-        mesh=mesh,
-        compute_dtype=compute_dtype,
-        page_tokens=page_tokens,
-        cache_tokens=cache_tokens,
-        cache_dtype=cache_dtype,
-        cache_bytes=cache_bytes,
-        in_flight=in_flight,
-        prefill=prefill,
-        batch_invariant=batch_invariant,
-        has_turns=has_turns,
-    )
+engine_of = lru_cache(maxsize=_KEPT)(DecoderEngine)
+"""The sampler's engine; see `DecoderEngine`."""
 
 
 @runtime_checkable
 class Lowering(Protocol):
-    """An engine whose programs can be lowered before they are called."""
+    """An engine whose programs can be lowered before the first call."""
 
     def programs(self, params: SamplerWeights, decoding: Decoding) -> dict[str, Callable[[], Lowered]]:
-        """The programs of sampling by name, and what lowers each; see `DecoderEngine.programs`."""
+        """Returns the name of each sampling program, with a function that lowers it; see `DecoderEngine.programs`."""
         ...
 
 
 def compile_sampling(engine: Lowering, weights: SamplerWeights, decodings: Iterable[Decoding]) -> None:
-    """Compiles all programs with which `engine` samples, several at a time; `weights` and `decodings` may be shapes. What is left to compile
-    while slots wait are tables of angles, and of several processes none reaches a collective long before the others."""
+    """Compiles all sampling programs of `engine`, several at a time. `weights` and `decodings` may be shapes.
+
+    Compiling before sampling also keeps the processes together: none waits long in a collective for another one that compiles.
+    """
     for each in decodings:
         leaves, structure = jax.tree.flatten((weights, each))
         _compiled(engine, structure, tuple(leaves))
@@ -103,19 +69,19 @@ def compile_sampling(engine: Lowering, weights: SamplerWeights, decodings: Itera
 
 @lru_cache(maxsize=2 * _KEPT)
 def _compiled(engine: Lowering, structure: Any, leaves: tuple[Any, ...]) -> None:
-    # What was compiled for another `decoding` is found again: only the program that draws depends on it.
+    # Programs compiled for another `decoding` are found in the cache: only the one that samples depends on it.
     lowered = [lower() for lower in engine.programs(*jax.tree.unflatten(structure, leaves)).values()]
     with ThreadPoolExecutor(max_workers=_AT_ONCE) as threads:
         for _ in threads.map(Lowered.compile, lowered):
-            pass  # or an error of the compiler would not be heard
+            pass  # raises the compiler's errors
 
 
 Transfer = WeightTransfer | AdapterTransfer | MergingTransfer
-"""A function of the parameters that are trained which gives sampler weights."""
+"""A function from trained parameters to sampler weights."""
 
 
 def transfer_of(policy: Policy, meshes: Meshes, sampling: SamplingConfig, *, dtype: str) -> Transfer:
-    """The way of weights from the trainer to the sampler: see `WeightTransfer`, and `AdapterTransfer` of a policy with adapters."""
+    """Returns the transfer of weights from trainer to sampler: a `WeightTransfer`, or with LoRA an `AdapterTransfer` or `MergingTransfer`."""
     decoder, how = policy.decoder, {"dtype": dtype, "eight_bit": sampling.weight_dtype == "int8"}
     if decoder.lora is None:
         return _transfer(decoder, meshes, "all", **how)
@@ -139,10 +105,10 @@ def _transfer(
 def sharing(
     meshes: Meshes, sampling: SamplingConfig, *, dtype: str, remat: str = "none"
 ) -> Callable[[nnx.State], bool]:
-    """Says of the shapes of a base below adapters whether a sampler that computes in `dtype` takes it as the trainer has it: see `shares_base`.
+    """Returns a predicate on the shapes of a LoRA base: whether the sampler, which computes in `dtype`, can use the trainer's own arrays (see `shares_base`).
 
-    One whose adapters are merged, or whose weights have eight bits, never does. Nor is a base shared on a CPU that is to compute activations again: of layers that are not in
-    a loop XLA keeps them there all the same, which takes more memory than a second copy (SmolLM2-135M, 1,024 tokens: 2.3 GB for 0.7).
+    It cannot if adapters are merged or weights are int8. On CPU a base is also not shared with rematerialization: for layers outside a
+    loop XLA keeps the activations anyway, which takes more memory than a second copy (SmolLM2-135M, 1,024 tokens: 2.3 GB instead of 0.7).
     """
     in_a_loop = remat != "none" and meshes.train.devices.flat[0].platform == "cpu"
     if sampling.merge_lora or sampling.weight_dtype or in_a_loop:
@@ -151,7 +117,7 @@ def sharing(
 
 
 def sampled_decoder(decoder: DecoderConfig, sampling: SamplingConfig) -> DecoderConfig:
-    """The decoder of a sampler: one whose adapters are merged has none."""
+    """Returns the sampler's decoder, which has no adapters if they are merged."""
     return decoder.base if sampling.merge_lora else decoder
 
 
@@ -166,10 +132,10 @@ def updater_of(
     reference: nnx.State | None = None,
     frozen: nnx.State | None = None,
 ) -> Updater:
-    """The update that `config` describes. One with an own objective, or with the parameters of a reference policy or below adapters, is not shared.
+    """Returns the update that `config` describes. It is shared between runs unless it has its own objective, a reference policy or a LoRA base.
 
     Raises:
-        ValueError: `loss.kl_coef` without a reference policy, or the other way round.
+        ValueError: `loss.kl_coef` without a reference policy, or a reference policy without `loss.kl_coef`.
     """
     loss, model, correction = config.loss, config.model, config.correction
     options = UpdateOptions(
@@ -179,7 +145,6 @@ def updater_of(
         correction=correction.kind,
         importance_range=(correction.low, correction.high),
         kl_coef=loss.kl_coef,
-        score_first=config.guard.on_mismatch == "correct",
         offload=config.optimizer.offload,
     )
     clips = (loss.clip_ratio_low, loss.clip_ratio_high, loss.dual_clip)

@@ -1,4 +1,4 @@
-"""Prompts built from a configuration: those of training, of evaluation, of a warm start."""
+"""Makes the prompts of training, evaluation and supervised fine-tuning from a configuration."""
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,20 +27,20 @@ GivenRows = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """The rows to train on, as `PromptSource` and `PairSource` take them."""
+    """The rows to train on, for `PromptSource` and `PairSource`."""
 
     rows: GivenRows
     parts: Sequence[Sequence[int]]
-    """The places in `rows` of each dataset's rows, over-long prompts left out."""
+    """For each dataset, the places of its rows in `rows`, without over-long prompts."""
     weights: Sequence[float]
     notes: Sequence[str]
-    """Remarks for people on what was left out."""
+    """Messages about rows that are left out."""
     identity: Sequence[Mapping[str, Any]]
-    """For each dataset its name, and number and sha256 of the prompts that are asked: what a checkpoint keeps of them."""
+    """For each dataset its name, and number and sha256 of its prompts. Checkpoints keep this."""
 
 
 def prompt_format(data: DataConfig) -> PromptFormat:
-    """The format that the configuration puts around a question."""
+    """Returns the format that the configuration puts around a question."""
     return PromptFormat(
         template=data.prompt_template,
         examples=tuple(Example(prompt=each["prompt"], response=each["response"]) for each in data.few_shot),
@@ -53,16 +53,16 @@ def prompt_format(data: DataConfig) -> PromptFormat:
 
 
 def dated(data: DataConfig, *, like: DataConfig | None = None) -> DataConfig:
-    """The same with a day for chat templates that print one: its own, else that of `like`, else today."""
+    """Returns `data` with the day that chat templates print: its own, else that of `like`, else today."""
     day = data.template_date or (like.template_date if like else "") or date.today().isoformat()
     return replace(data, template_date=day)
 
 
 def training_rows(data: DataConfig, tokenizer: Tokenizer, *, rows: GivenRows | None = None) -> Asked:
-    """The rows of the configured dataset or mixture, or those given, without the over-long ones.
+    """Returns the rows of the configured dataset or mixture, or the given rows, without over-long prompts.
 
     Raises:
-        ConfigError: a dataset cannot be had, or none of its prompts is short enough.
+        ConfigError: a dataset cannot be read, or all of its prompts are too long.
     """
     sources = _training_sources(data) if rows is None else [_own_source(data, data.train_split)]
     given: list[GivenRows] = []
@@ -95,7 +95,7 @@ def training_rows(data: DataConfig, tokenizer: Tokenizer, *, rows: GivenRows | N
 
 
 def drawn_too_often(config: TrainConfig, rows: int) -> tuple[str, str] | None:
-    """The problem and the remedy where a step draws more prompts at once than there are; None where it does not."""
+    """Returns problem and remedy if a step samples more prompts at once than there are; else None."""
     drawn = config.prompts_per_wave if config.dynamic_sampling.enabled else config.batch.prompts_per_step
     if drawn <= rows:
         return None
@@ -108,10 +108,10 @@ def drawn_too_often(config: TrainConfig, rows: int) -> tuple[str, str] | None:
 def training_prompts(
     data: DataConfig, tokenizer: Tokenizer, *, seed: int, rows: GivenRows | None = None
 ) -> tuple[PromptSource, Asked]:
-    """The prompts to train on, and the rows that they are made of.
+    """Returns the prompts to train on, and their rows.
 
     Raises:
-        ConfigError: as `training_rows`.
+        ConfigError: as in `training_rows`.
     """
     asked = training_rows(data, tokenizer, rows=rows)
     source = PromptSource(
@@ -130,10 +130,10 @@ def training_prompts(
 def held_out_prompts(
     data: DataConfig, config: EvalConfig, tokenizer: Tokenizer, *, rows: GivenRows | None = None
 ) -> dict[str, list[Prompt]]:
-    """Name -> prompts of each dataset to evaluate on: `eval.datasets`, or the eval split of `data.source`, or the rows given.
+    """Returns name -> prompts of each evaluation dataset: `eval.datasets`, or the eval split of `data.source`, or the given rows.
 
     Raises:
-        ConfigError: a dataset cannot be had, or a prompt is too long: a score of fewer questions would be another score.
+        ConfigError: a dataset cannot be read, or a prompt is too long (a score over fewer questions would be another score).
     """
     found: dict[str, list[Prompt]] = {}
     own = [_own_source(data, data.eval_split)]
@@ -151,10 +151,10 @@ def held_out_prompts(
 
 
 def every_split(data: DataConfig) -> dict[str, LoadedRows]:
-    """All splits of the configured dataset by name, which is prepared if it was not.
+    """Returns all splits of the configured dataset by name, and prepares it if needed.
 
     Raises:
-        ConfigError: it cannot be had; a bad row is named with its file and line.
+        ConfigError: it cannot be read; the message names a bad row with its file and line.
     """
     whole = _own_source(data, "")
     with _named(whole):
@@ -163,7 +163,7 @@ def every_split(data: DataConfig) -> dict[str, LoadedRows]:
 
 
 class Joined(Sequence[Mapping[str, Any]]):
-    """Several lists of rows as one, without copying them."""
+    """Several lists of rows as one, without a copy."""
 
     def __init__(self, lists: Sequence[GivenRows]) -> None:
         self._lists = lists
@@ -211,7 +211,7 @@ def _load(data: DataConfig, source: SourceConfig, *, role: str) -> LoadedRows:
 
 
 def _reading(data: DataConfig, source: SourceConfig) -> dict[str, Any]:
-    """How a dataset is read, for `load_rows` and `dataset_splits`."""
+    """Returns the arguments of `load_rows` and `dataset_splits`."""
     return {
         "options": source.source_options,
         "path": source.path,
@@ -223,7 +223,7 @@ def _reading(data: DataConfig, source: SourceConfig) -> dict[str, Any]:
 def _short_enough(
     data: DataConfig, tokenizer: Tokenizer, rows: GivenRows
 ) -> tuple[Int64[np.ndarray, " kept"], list[bytes]]:
-    """The places of the rows to ask, and a digest of every row."""
+    """Returns the places of the rows with short enough prompts, and a digest of every row."""
     lengths, digests = measured_prompts(rows, tokenizer, prompt_format(data))
     kept = np.flatnonzero(lengths <= data.max_prompt_tokens)
     if len(rows) and not len(kept):
@@ -236,10 +236,10 @@ def _short_enough(
 
 @contextmanager
 def _named(source: SourceConfig, *, given: bool = False) -> Iterator[None]:
-    """Errors name the dataset that they are about, or that its rows were given from Python."""
+    """Makes errors name their dataset, or that the rows were given from Python."""
     try:
         yield
-    except (ValueError, RuntimeError) as error:  # a RuntimeError: the folder of prepared datasets
+    except (ValueError, RuntimeError) as error:  # a RuntimeError comes from the folder of prepared datasets
         if given:
             raise ConfigError(f"the rows given from Python: {error}") from error
         split = f", split {source.split!r}" if source.split else ""

@@ -125,7 +125,7 @@ class ResponseSampler:
         try:
             self._engine = engine_of(
                 decoder,
-                meshes.sampler,
+                mesh=meshes.sampler,
                 slots=sampling.slots,
                 capacity=max_prompt_tokens + sampling.max_response_tokens,
                 steps_per_call=sampling.steps_per_call,

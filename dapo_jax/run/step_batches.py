@@ -1,4 +1,4 @@
-"""A step's groups as the minibatches of its updates, by the rules of a configuration."""
+"""Turns a step's groups into the minibatches of its updates."""
 
 from collections.abc import Sequence
 
@@ -16,12 +16,12 @@ class StepBatches:
         self._config, self._pass, self._pad_id = config, training_pass, pad_id
 
     def split(self, groups: Sequence[Group], step: int) -> list[list[Group]]:
-        """The groups of each update of a step."""
+        """Returns the groups of each update of a step."""
         config, filtered = self._config, self._config.reward.overlong.filter_truncated
         split = split_minibatches(
             groups, groups_per_update=config.batch.groups_per_update, seed=(config.seed, step)
         )
-        # Where overlong filtering left nothing, or every episode was lost before its first turn, an update would only decay the weights.
+        # If overlong filtering left no token, or every episode was lost before its first turn, an update would only apply weight decay.
         return [
             minibatch
             for minibatch in split
@@ -33,7 +33,7 @@ class StepBatches:
         ]
 
     def minibatches(self, groups: Sequence[Group], step: int) -> list[list[Microbatch]]:
-        """The microbatches of each update of a step, on the host."""
+        """Returns the microbatches of each update of a step, on the host."""
         return [self._packed(minibatch) for minibatch in self.split(groups, step)]
 
     def _packed(self, groups: Sequence[Group]) -> list[Microbatch]:

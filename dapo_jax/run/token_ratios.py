@@ -1,6 +1,6 @@
-"""The ratio pi / pi_old of every token of the rollouts that are written down, as the update that trains on it takes it."""
+"""The ratio pi / pi_old of every token in the rollouts that a run writes, as the update computes it."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 from jaxtyping import Float
@@ -16,14 +16,11 @@ from dapo_jax.training.state import TrainState
 from dapo_jax.training.update import Updater
 
 TokenRatios = Mapping[tuple[int, int], Float[np.ndarray, " response"] | None]
-"""(ordinal, response index) -> a ratio for each token of a rollout that was trained on; None if it was left out of the loss."""
+"""(ordinal, response index) -> the ratio of each token of a trained rollout; None if the rollout is not in the loss."""
 
 
 class Ratios(Observer):
-    """Computes the ratios of one run's steps: a forward pass over the minibatches concerned, in steps whose rollouts are written.
-
-    All processes make the same calls.
-    """
+    """Computes the ratios by a forward pass over the minibatches with written rollouts. All processes make the same calls."""
 
     def __init__(self, config: TrainConfig, *, batches: StepBatches, updater: Updater) -> None:
         self._config, self._batches, self._updater = config, batches, updater
@@ -32,11 +29,11 @@ class Ratios(Observer):
         self._found: dict[tuple[int, int], Float[np.ndarray, " response"] | None] = {}
 
     def of_step(self) -> TokenRatios:
-        """The ratios of the last step; empty if its rollouts are not written."""
+        """Returns the ratios of the last step; empty if its rollouts are not written."""
         return self._found
 
     def after_sampling(self, step: int, collected: Collected) -> None:
-        """Finds the rollouts that are written, and the updates that train on them."""
+        """Finds the rollouts to write, and the updates that train on them."""
         due, logged = self._config.logs_rollouts(step), self._config.log.rollout_groups
         self._wanted = {group.prompt.ordinal for group in collected.logged(logged)}
         trained = [group for group in collected.groups if due and group.prompt.ordinal in self._wanted]
@@ -44,16 +41,13 @@ class Ratios(Observer):
         self._groups = self._batches.split(collected.groups, step) if trained else []
 
     def before_update(self, state: TrainState, minibatch: Minibatch, *, index: int, count: int) -> None:
-        """Takes the ratios under the weights that the update begins with."""
-        if self._groups:
-            self._look(state, minibatch, self._groups[index], first=index == 0)
-
-    def _look(self, state: TrainState, minibatch: Minibatch, groups: Sequence[Group], *, first: bool) -> None:
+        """Computes the ratios under the weights before the update."""
+        groups = self._groups[index] if self._groups else []
         wanted = [group for group in groups if group.prompt.ordinal in self._wanted]
         if not wanted:
             return
-        ratios = self._updater.ratios(state, minibatch, first=first)
-        # The same response to the same question has the same ratios, wherever in the minibatch it stands.
+        ratios = self._updater.ratios(state, minibatch, first=index == 0)
+        # The same response to the same prompt has the same ratios at every place of the minibatch.
         of_text = {
             tokens.tobytes(): values
             for stack, found in zip(minibatch, on_host(ratios), strict=True)
@@ -67,7 +61,7 @@ class Ratios(Observer):
 def _of_rollout(
     group: Group, rollout: Rollout, of_text: Mapping[bytes, np.ndarray]
 ) -> Float[np.ndarray, " response"] | None:
-    """The values of a rollout's tokens, NaN where they were not sampled; None if it is not in the loss."""
+    """Returns the values of a rollout's tokens, NaN for tokens that were not sampled; None if it is not in the loss."""
     response, found = rollout.response, None
     for context, first, stop in response.parts(group.prompt.tokens):
         tokens = np.concatenate([context, response.tokens[first:stop]]).astype(np.int32)
@@ -82,7 +76,7 @@ def _of_rollout(
 def responses_in(
     stack: Microbatch, values: Float[np.ndarray, "capacity rows seq"]
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(tokens of prompt and response, the part of `values` of the sampled ones) of each response in the loss of a stack [capacity, rows, seq]."""
+    """Yields for each response in the loss of a stack [capacity, rows, seq]: tokens of prompt and response, values of the sampled tokens."""
     for place in np.ndindex(stack.mask.shape[:2]):
         tokens, mask = np.asarray(stack.tokens[place]), np.asarray(stack.mask[place])
         segments, prefixes = np.asarray(stack.segment_ids[place]), np.asarray(stack.prefix_ids[place])

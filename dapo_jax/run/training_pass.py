@@ -1,4 +1,4 @@
-"""How a training pass runs on a mesh: which attention, rows of how many tokens, and what may be packed into one."""
+"""The training pass on a mesh: its attention, the tokens of a row, and the rules of packing."""
 
 import math
 from dataclasses import dataclass, replace
@@ -14,17 +14,17 @@ from dapo_jax.parallel.mesh import BATCH_AXES
 from dapo_jax.parallel.training_layout import layout_of
 
 SHORTEST_ROW = 1024
-"""Rows are halved down to this many tokens, four times at most: a program each, which pays off where rows are long."""
+"""Rows are halved down to this many tokens, at most four times. Each length is a program of its own, which pays off for long rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingPass:
-    """The shapes that the update and what fills its rows agree on."""
+    """The shapes shared by the update and the packing of its rows."""
 
     layout: Layout
     row_tokens: int
     packing: dict[str, Any]
-    """For `batching.pack`: over how many devices rows are spread, what the attention can tell apart, and how short rows may be."""
+    """Arguments of `batching.pack`: the devices that rows are spread over, whether prompts may be shared, and the shorter row lengths."""
 
 
 def training_pass(
@@ -35,12 +35,14 @@ def training_pass(
     row_tokens: int,
     platform: str | None = None,
 ) -> TrainingPass:
-    """The pass that `model` and `batch` ask for; `row_tokens` is what a row needs at least, `platform` that of the mesh's devices.
+    """Returns the pass for `model` and `batch`.
 
-    Where `batch.row_tokens` leaves it open, rows are filled up to what the mesh and the attention can cut.
+    Args:
+        row_tokens: the least number of tokens of a row. Without `batch.row_tokens` it is rounded up to a multiple that mesh and attention can split.
+        platform: the platform of the mesh's devices; None: ask them.
 
     Raises:
-        ConfigError: rows, mesh and attention do not go together.
+        ConfigError: rows, mesh and attention do not fit together.
     """
     platform = platform or mesh.devices.flat[0].platform
     attention = _attention(model, batch, platform, whole_rows=mesh.shape["context"] == 1)
@@ -71,7 +73,7 @@ def training_pass(
 
 
 def for_mesh(decoder: DecoderConfig, *meshes: Mesh) -> DecoderConfig:
-    """The decoder with its vocabulary filled up so that each of the meshes can split it."""
+    """Returns the decoder with its vocabulary padded so that each of the meshes can split it."""
     for mesh in meshes:
         tensor = mesh.shape["tensor"]
         if decoder.vocab_rows % tensor:

@@ -1,7 +1,8 @@
-"""The key/value cache of the decoding slots, opaque behind the functions of `Cache`; and its plain form, in which each slot is one page.
+"""The KV cache of the decoding slots: the interface `Cache`, and its plain form, in which each slot is one page.
 
-The plain form is the one for CPU; `paged_cache`, `tpu_cache` and `gpu_cache` are the others, and `caches` chooses. The axes are in the order in which both products of attention read them row by row: over
-[slots, capacity, kv_heads, head_dim] attention was 12 times slower on CPU, and scores over keys with head_dim last 2 times.
+The plain form is for CPU. The others are `paged_cache`, `tpu_cache` and `gpu_cache`; `caches` chooses. Both products of attention read
+the axes row by row in this order: over [slots, capacity, kv_heads, head_dim] attention was 12 times slower on CPU, and scores
+over keys with head_dim last 2 times.
 """
 
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from dapo_jax.models.attention import cached_attention
 
 @dataclass(frozen=True, kw_only=True)
 class Cache:
-    """A way to keep the keys and values of one layer: functions, which this file documents. What they pass among them is their own affair."""
+    """The functions of one kind of KV cache, each documented in this file. The types that they pass to each other belong to the kind."""
 
     empty: Callable[..., Any]
     of_rows: Callable[..., Any]
@@ -35,14 +36,14 @@ class LayerCache:
     keys: Num[Array, "pages kv_heads head_dim page_tokens"] | Any
     values: Num[Array, "pages kv_heads page_tokens head_dim"] | Any
     key_scales: Float[Array, "pages kv_heads page_tokens"] | Any = None
-    """The factor of each token's key, where keys are in eight bits; else None."""
+    """Scale of each token's key if keys have eight bits; else None."""
     value_scales: Float[Array, "pages kv_heads page_tokens"] | Any = None
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Reading:
-    """The state of all slots at one decoding step: the same in all layers."""
+class DenseStep:
+    """The state of all slots at one decoding step, equal in all layers."""
 
     lengths: Int[Array, " slots"] | Any
     live: Bool[Array, " slots"] | Any
@@ -55,7 +56,7 @@ EIGHT_BITS = {"int8": 127.0, "float8_e4m3fn": 448.0}
 def stored(
     x: Float[Array, "kv_heads head_dim *tokens"], dtype: str
 ) -> tuple[Num[Array, "kv_heads head_dim *tokens"], Any]:
-    """Keys or values in the dtype of a cache, and what they are to be multiplied with, [kv_heads, ...]: None but for eight bits."""
+    """Returns keys or values in the cache's dtype, and their scales [kv_heads, ...] (None unless the dtype has eight bits)."""
     if dtype not in EIGHT_BITS:
         return x.astype(dtype), None
     x = x.astype(jnp.float32)
@@ -66,7 +67,7 @@ def stored(
 
 
 def empty(pages: int, kv_heads: int, page_tokens: int, head_dim: int, dtype: str) -> LayerCache:
-    """A cache in which nothing is written yet."""
+    """Returns an empty cache."""
     keys, scales = jnp.zeros((pages, kv_heads, head_dim, page_tokens), dtype), None
     if dtype in EIGHT_BITS:
         scales = jnp.zeros((pages, kv_heads, page_tokens), jnp.float32)
@@ -79,7 +80,7 @@ def of_rows(
     rows: int,
     dtype: str,
 ) -> LayerCache:
-    """The keys and values of rows of tokens that were read end to end."""
+    """Returns the keys and values of prefilled rows, given end to end."""
     (keys, key_scales), (values, value_scales) = stored(keys, dtype), stored(values, dtype)
     return LayerCache(
         of_row(keys, rows), of_row(values, rows).swapaxes(2, 3), of_row(key_scales, rows), of_row(value_scales, rows)
@@ -87,7 +88,7 @@ def of_rows(
 
 
 def of_row(part: Any, rows: int) -> Any:
-    """[kv_heads, ..., tokens] of rows that lie end to end as [rows, kv_heads, ..., row tokens]; None of None."""
+    """Reshapes [kv_heads, ..., tokens] of rows end to end into [rows, kv_heads, ..., row tokens]. None stays None."""
     if part is None:
         return None
     return jnp.moveaxis(part.reshape(*part.shape[:-1], rows, -1), -2, 0)
@@ -96,7 +97,7 @@ def of_row(part: Any, rows: int) -> Any:
 def fill(
     cache: LayerCache, read: LayerCache, page: Int[Array, ""], row: Int[Array, ""], start: Int[Array, ""]
 ) -> LayerCache:
-    """Copies what begins at `start` of row `row` to a page; all of the page is written, behind the row's end with zeros."""
+    """Copies the tokens of row `row` from `start` on into a page. All of the page is written, with zeros after the row's end."""
 
     def filled(into: Any, source: Any, axis: int) -> Any:
         return fill_page(into, source, page, row, start, axis=axis)
@@ -112,8 +113,10 @@ def fill(
 def fill_page(
     into: Any, source: Any, page: Int[Array, ""], row: Int[Array, ""], start: Int[Array, ""], *, axis: int
 ) -> Any:
-    """`into`, [pages, kv_heads, ...], with a row of `source`, [rows, kv_heads, ...], from `start` on, in a page; `axis` is that of the
-    tokens. None of None."""
+    """Returns `into` [pages, kv_heads, ...] with a page replaced by a row of `source` [rows, kv_heads, ...] from `start` on. `axis` is the
+    tokens' axis.
+    None stays None.
+    """
     if into is None:
         return None
     tokens = into.shape[axis]
@@ -126,9 +129,9 @@ def fill_page(
 
 def reading(
     tables: Int[Array, "slots table_pages"], lengths: Int[Array, " slots"], live: Bool[Array, " slots"]
-) -> Reading:
-    """The part of a step that its layers share. A slot is its own page here, so nothing is looked up in `tables`."""
-    return Reading(lengths, live)
+) -> DenseStep:
+    """Returns the part of a step that all layers share. Each slot is its own page here, so `tables` is not used."""
+    return DenseStep(lengths, live)
 
 
 def page_of_new(
@@ -138,13 +141,15 @@ def page_of_new(
     *,
     page_tokens: int,
 ) -> Int[Array, " slots"]:
-    """The page that each slot's new token goes to; a number that no page has where the slot is not live."""
+    """Returns the page of each slot's new token; for slots that are not live, a number beyond all pages."""
     page = jnp.take_along_axis(tables, lengths[:, None] // page_tokens, axis=1, mode="clip")[:, 0]
     return jnp.where(live, page, jnp.iinfo(jnp.int32).max)
 
 
 def put_new(into: Any, new: Any, at: tuple[Any, ...]) -> Any:
-    """`into`, [pages, kv_heads, ...], with a token of each slot, `new` [kv_heads, ..., slots], at `at`; what goes to no page is dropped. None of None."""
+    """Returns `into` [pages, kv_heads, ...] with one token of each slot, `new` [kv_heads, ..., slots], written at `at`. Places outside are
+    dropped. None stays None.
+    """
     return None if into is None else into.at[at].set(jnp.moveaxis(new, -1, 0), mode="drop")
 
 
@@ -154,7 +159,7 @@ def append(
     value: Float[Array, "kv_heads head_dim slots"],
     lengths: Int[Array, " slots"],
 ) -> LayerCache:
-    """Writes one token per slot behind the `lengths` tokens that are there."""
+    """Writes one token per slot after its `lengths` tokens."""
 
     def write(into: Array, new: Array, axis: int) -> Array:
         def one_slot(into: Array, new: Array, at: Array) -> Array:
@@ -168,18 +173,18 @@ def append(
 def attend(
     cache: LayerCache, query: Float[Array, "heads head_dim slots"], lengths: Int[Array, " slots"]
 ) -> Float[Array, "heads head_dim slots"]:
-    """Attention of one query per slot over the first `lengths` tokens of the slot."""
+    """Returns the attention of one query per slot over the slot's first `lengths` tokens."""
     return cached_attention(query, cache.keys, cache.values, lengths)
 
 
 def extend(
     cache: LayerCache,
-    now: Reading,
+    now: DenseStep,
     query: Float[Array, "heads head_dim slots"],
     key: Float[Array, "kv_heads head_dim slots"],
     value: Float[Array, "kv_heads head_dim slots"],
 ) -> tuple[Float[Array, "heads head_dim slots"], LayerCache]:
-    """Appends a token to each slot; its query attends to the slot's tokens and to itself, or to nothing where the slot is not live."""
+    """Appends a token to each slot. Its query attends to the slot's tokens and to itself, or to nothing in a slot that is not live."""
     grown = append(cache, key, value, now.lengths)
     return attend(grown, query, (now.lengths + 1) * now.live.astype(jnp.int32)), grown
 

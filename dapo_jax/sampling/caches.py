@@ -1,4 +1,4 @@
-"""Which cache a mesh gets: the one place where the platform decides."""
+"""Chooses the KV cache of a mesh by its platform."""
 
 from functools import partial
 from typing import Any, Literal
@@ -14,17 +14,18 @@ from dapo_jax.sampling.cache import DENSE, Cache
 from dapo_jax.sampling.pages import PageSizes, pages_for, slot_pages
 
 Kind = Literal["slots", "pages", "tpu", "gpu"]
-"""slots: each slot is one page, as long as the longest sequence. pages: pages, by XLA's own operations. tpu, gpu: pages, by a kernel for that platform."""
+"""slots: each slot is one page, as long as the longest sequence. pages: pages by XLA's operations. tpu, gpu: pages by a kernel for that
+platform.
+"""
 
 DEFAULT_PAGE_TOKENS = {"tpu": 128}
-"""By platform; elsewhere 64. On TPU a page is as many tokens as a register has lanes."""
+"""By platform; elsewhere 64. On TPU a page has as many tokens as a register has lanes."""
 
 
 def kind_for(
     mesh: Mesh, *, page_tokens: int = 0, cache_tokens: int = 0, dtype: str = "float32", turns: bool = False
 ) -> Kind:
-    """The cache for a mesh: pages, but on CPU only if they are asked for (0, 0: they are not), in eight bits, or where responses may take `turns` in
-    the slots."""
+    """Returns the kind of cache for a mesh: pages, but on CPU only if asked for, with eight bits, or if responses take `turns` in the slots."""
     platform = mesh.devices.flat[0].platform
     if platform == "tpu":
         return "tpu"
@@ -35,7 +36,7 @@ def kind_for(
 
 
 def without_kernel(mesh: Mesh) -> str:
-    """A note for a run that decodes without a kernel where there should be one; else empty."""
+    """Returns a note for a run that decodes without a kernel on a GPU; else an empty string."""
     device = mesh.devices.flat[0]
     if device.platform != "gpu" or gpu_cache.kernel() is not None:
         return ""
@@ -46,7 +47,7 @@ def without_kernel(mesh: Mesh) -> str:
 
 
 def token_bytes(config: DecoderConfig, mesh: Mesh, *, dtype: str, kind: Kind) -> int:
-    """Bytes of one token's keys and values in all layers, with their scales, on each of the devices that share its heads."""
+    """Bytes of one token's keys, values and scales in all layers, on each of the devices that share its heads."""
     heads, tokens = -(-config.kv_heads // mesh.shape["tensor"]), tpu_cache.LANES
     page = jax.eval_shape(lambda: _module(kind).empty(1, heads, tokens, config.head_dim, dtype))
     return config.layers * sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(page)) // tokens
@@ -56,20 +57,21 @@ def sizes_for(
     kind: Kind, mesh: Mesh, *, holders: int, capacity: int, page_tokens: int = 0, cache_tokens: int = 0, dtype: str = "float32",
     room_tokens: int | None = None,
 ) -> PageSizes:  # fmt: skip
-    """The sizes of the cache's pools.
+    """Returns the sizes of the cache's pools.
 
     Args:
-        kind: what `kind_for` gave.
-        mesh: that of the sampler.
-        holders: sequences that may have pages: as many as slots, or more where they take turns.
+        kind: the result of `kind_for`.
+        mesh: the sampler's mesh.
+        holders: number of sequences that may hold pages: the slots, or more if sequences take turns.
         capacity: tokens of the longest prompt and response together.
-        page_tokens: tokens of a page; 0: what suits the platform.
+        page_tokens: tokens per page; 0: the platform's default.
         cache_tokens: tokens in all pools together; 0: as many as there is room for.
-        dtype: in which keys and values are kept.
-        room_tokens: tokens that there is room for on a device, beside what else lies there; None: as many as all holders may come to.
+        dtype: dtype of keys and values.
+        room_tokens: tokens that fit on a device next to its other arrays; None: enough for all holders at full length.
 
     Raises:
-        ValueError: a pool would not hold a single sequence of `capacity` tokens, pages do not suit the kernel, or a page is longer than any sequence.
+        ValueError: a pool would not hold one sequence of `capacity` tokens, pages do not suit the kernel, or a page is longer than any
+            sequence.
     """
     if kind == "slots":
         return slot_pages(holders, capacity)
@@ -117,7 +119,7 @@ def sizes_for(
 def cache_for(
     kind: Kind, mesh: Mesh, sizes: PageSizes, *, kv_heads: int, head_dim: int, dtype: str, compute_dtype: str
 ) -> Cache:
-    """The functions of that kind of cache: keys and values in `dtype`, products in `compute_dtype`. Off its platform a kernel is
+    """Returns the functions of that kind of cache: keys and values in `dtype`, products in `compute_dtype`. On another platform a kernel is
     interpreted, slowly.
 
     Raises:
@@ -146,7 +148,7 @@ def cache_for(
             partial(gpu_cache.extend, interpret=platform != "gpu"),
         ),
     }[kind]
-    # Page numbers are those within a device's own pool, and XLA cannot divide a kernel: each device is given its slots and its heads.
+    # Page numbers count within a device's own pool, and XLA cannot split a kernel: so each device gets its slots and its heads.
     spread = partial(jax.shard_map, mesh=mesh, check_vma=False)
     return Cache(
         empty=kept.empty,

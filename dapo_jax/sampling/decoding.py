@@ -1,7 +1,7 @@
-"""How a token is drawn from logits: temperature, top-k, top-p, for all slots alike or for each its own, and one key for each token.
+"""Sampling a token from logits: temperature, top-k, top-p, for all slots or for each slot, and one key for each token.
 
-The key of a token is folded from (the run's key, the prompt's ordinal, the response index, the position in the response),
-so the same response comes out whatever slot it sits in and whoever its neighbours are.
+The key of a token is folded from the run's key, the prompt's ordinal, the response index and the position in the
+response. So a response is the same in any slot, next to any other responses.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,25 +14,26 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray, UInt32
 
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-3, 1e3
-"""Bounds of a temperature that is not 0, within which logits divided by it are finite."""
+"""Bounds of a temperature other than 0: logits divided by it stay finite."""
 MOST_TOP_K = 2**31 - 1
-"""It is a 32-bit integer on the devices."""
+"""A 32-bit integer on the devices."""
 
 _FIRST_TURN = np.uint32(1 << 31)
-"""The number that is added to that of a turn: no position is as large."""
+"""Added to the number of a turn: no position is as large."""
 
 _BLOCK = 256
-"""Entries of the vocabulary summed at a time when a token is drawn."""
+"""Entries of the vocabulary summed at a time when a token is sampled."""
 
 _SHORTLIST = 512
-"""The number of likeliest tokens that are sorted to find the end of a nucleus (top-p); the whole vocabulary is sorted only where these do not reach it."""
+"""Number of likeliest tokens sorted to find the end of a nucleus (top-p). The whole vocabulary is sorted only if these do not reach it."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Decoding:
-    """Temperature and truncation of the distribution: numbers, or arrays [slots] where each slot has its own. Values are traced: changing them
-    compiles nothing, but for `truncated`, which says whether top-k and top-p are computed at all."""
+    """Temperature and truncation of the distribution: numbers, or arrays [slots]. Values are traced, so changing them compiles
+    nothing, except `truncated`, which decides whether top-k and top-p are computed at all.
+    """
 
     temperature: Float[Array, ""] | Any
     top_p: Float[Array, ""] | Any
@@ -62,7 +63,7 @@ class DecodingOptions:
     """The options of one response, on the host. Temperature 0 is greedy; top-p 1 and top-k 0 or -1 keep the whole distribution.
 
     Raises:
-        ValueError: a temperature that is neither 0 nor in [1e-3, 1e3], top-p outside (0, 1], top-k below -1 or from 2^31 on.
+        ValueError: a temperature that is neither 0 nor in [1e-3, 1e3], top-p outside (0, 1], top-k below -1 or at least 2^31.
     """
 
     temperature: float = 1.0
@@ -81,9 +82,9 @@ class DecodingOptions:
 
 
 def decoding_of_slots(options: Sequence[DecodingOptions | None]) -> Decoding:
-    """The options of each slot; None: it is free.
+    """Returns the options of all slots; None for a free slot.
 
-    One program draws for whatever the slots have, so that no slot's options change a bit of what another draws.
+    One program samples for all slots, so no slot's options change a bit of another slot's tokens.
     """
     free = DecodingOptions()
     of_slots = [each or free for each in options]
@@ -101,14 +102,15 @@ def response_keys(
     indices: Int[Array, " responses"],
     turns: Int[Array, " responses"] | None = None,
 ) -> Key[Array, " responses"]:
-    """One key per response, folded from the prompt's ordinal and the response's index in its group; of an episode one per turn, the first of which
-    is that of a response without turns."""
+    """Returns one key per response, folded from the prompt's ordinal and the response's index in its group. Each turn of an episode
+    has a key of its own; the first turn's is that of a response without turns.
+    """
     keys = jax.vmap(lambda ordinal, index: jax.random.fold_in(jax.random.fold_in(key, ordinal), index))(
         ordinals, indices
     )
     if turns is None:
         return keys
-    # Behind the numbers of positions, which are folded into the key next.
+    # After the numbers of positions, which are folded into the key next.
     later = jax.vmap(jax.random.fold_in)(keys, _FIRST_TURN + turns.astype(jnp.uint32))
     return jnp.where(turns > 0, later, keys)
 
@@ -118,9 +120,9 @@ def truncate(
     top_p: Float[Array, ""] | Float[Array, " slots"],
     top_k: Int[Array, ""] | Int[Array, " slots"],
 ) -> Float[Array, "slots vocab"]:
-    """Sets the logits outside top-k and outside the nucleus to -inf; the likeliest token always stays, and all of a slot where both are off.
+    """Sets logits outside top-k and outside the nucleus to -inf. The likeliest token always stays; so do all tokens if both are off.
 
-    Top-k acts first, top-p on what top-k left, renormalised. The nucleus is the smallest set of likeliest tokens
+    Top-k acts first, then top-p on the renormalized rest. The nucleus is the smallest set of likeliest tokens
     whose probability reaches `top_p` (Holtzman et al. 2020). Ties are broken by token id.
     """
     # Sorting 49,152 entries takes longer than a model of 135M parameters; a threshold is enough.
@@ -129,7 +131,7 @@ def truncate(
     logits = jax.lax.cond(
         few.any(), lambda: jnp.where(few[:, None], _likeliest(logits, top_k), logits), lambda: logits
     )
-    # A nucleus of nothing is found at once.
+    # An empty nucleus is found at once.
     reached = jnp.where(cut, top_p, 0.0)
     return jax.lax.cond(
         cut.any(), lambda: jnp.where(cut[:, None], _nucleus(logits, reached), logits), lambda: logits
@@ -151,7 +153,7 @@ def _nucleus(
     probabilities = jax.nn.softmax(logits, axis=-1)
     crossing = _crossing(probabilities, top_p)
     above, equal = probabilities > crossing[:, None], probabilities == crossing[:, None]
-    # The token that crosses top-p is in: of equals as many as are needed to reach it.
+    # The token that crosses top-p is included; of equal tokens, as many as are needed to reach it.
     missing = top_p - jnp.where(above, probabilities, 0.0).sum(-1)
     wanted = jnp.ceil(missing / jnp.maximum(crossing, jnp.finfo(jnp.float32).tiny))
     return _kept(logits, above, equal, jnp.minimum(wanted, logits.shape[-1]).astype(jnp.int32))
@@ -160,7 +162,7 @@ def _nucleus(
 def _crossing(
     probabilities: Float[Array, "slots vocab"], top_p: Float[Array, " slots"]
 ) -> Float[Array, " slots"]:
-    """The probability of the token with which the likeliest reach `top_p`: most often it is among the first few hundred."""
+    """Returns the probability of the token at which the likeliest tokens reach `top_p`. It is usually among the first few hundred."""
     listed, _ = jax.lax.top_k(probabilities, min(_SHORTLIST, probabilities.shape[-1]))
     mass = jnp.cumsum(listed, axis=-1)
 
@@ -180,7 +182,7 @@ def _crossing(
 
 
 def _ordered(values: Float[Array, "slots vocab"]) -> UInt32[Array, "slots vocab"]:
-    """Whole numbers in the order of the values: the bits of a float, but for the sign, order it."""
+    """Integers in the order of the values: the bits of a float, except the sign, sort like the float."""
     bits = jax.lax.bitcast_convert_type(jnp.where(values == 0.0, 0.0, values), jnp.uint32)  # -0 is 0
     sign = jnp.uint32(1 << 31)
     return jnp.where(bits >= sign, ~bits, bits | sign)
@@ -190,7 +192,7 @@ def _threshold(
     keys: UInt32[Array, "slots vocab"],
     enough: Callable[[Bool[Array, "slots vocab"]], Bool[Array, " slots"]],
 ) -> UInt32[Array, " slots"]:
-    """The highest key such that it and all above it are `enough`, bit by bit from the highest; 0 if all are not."""
+    """Returns the highest key for which it and all keys above are `enough`, bit by bit from the highest; 0 if all keys are not enough."""
 
     def next_bit(place: Array, found: UInt32[Array, " slots"]) -> UInt32[Array, " slots"]:
         trial = found | jnp.uint32(1 << 31) >> place.astype(jnp.uint32)
@@ -205,7 +207,7 @@ def _kept(
     equal: Bool[Array, "slots vocab"],
     wanted: Int[Array, " slots"],
 ) -> Float[Array, "slots vocab"]:
-    """The logits above the threshold, and of those equal to it the first `wanted`, one or more; the others -inf."""
+    """Keeps the logits above the threshold, and the first `wanted` (1 or more) of those equal to it; the others become -inf."""
     wanted = jnp.maximum(wanted, 1)
 
     def first() -> Bool[Array, "slots vocab"]:
@@ -222,15 +224,15 @@ def draw(
     positions: Int[Array, " slots"],
     decoding: Decoding,
 ) -> tuple[Int[Array, " slots"], Float[Array, " slots"]]:
-    """One token per slot, and its log-probability under the whole tempered distribution, in nats.
+    """Returns one token per slot, and its log-probability under the whole tempered distribution, in nats.
 
-    `keys` are the responses' keys; `positions` count the response's tokens from 0. The log-probability is that
-    of the tempered softmax before top-k and top-p; when greedy, of the untempered one.
+    `keys` are the responses' keys; `positions` count the response's tokens from 0. The log-probability is of the
+    tempered softmax before top-k and top-p; for greedy decoding, of the untempered one.
 
-    Two uniform numbers per token are turned into a token by the inverse of the distribution function: one into a block of
-    the vocabulary, the other into an entry of it. One number for both would have to be cut at the edges of blocks, where its rounding is as
-    large as the mass of thousands of unlikely tokens. (Gumbel noise needs a random number for every entry of the
-    vocabulary: at 49,152 entries that took longer than a model of 135M parameters.)
+    Two uniform numbers per token become a token by inverting the distribution function: one selects a block of the
+    vocabulary, the other an entry of the block. A single number would have to be cut at the edges of blocks, where its
+    rounding is as large as the mass of thousands of unlikely tokens. (Gumbel noise needs a random number for every entry of
+    the vocabulary: at 49,152 entries that took longer than a model of 135M parameters.)
     """
     given = jnp.broadcast_to(decoding.temperature, logits.shape[:1])
     greedy = given == 0.0
@@ -245,12 +247,12 @@ def draw(
 
         def shortened() -> tuple[Array, Array]:
             left = _blocks(truncate(scaled, decoding.top_p, decoding.top_k))
-            # Slots of which nothing is cut off keep their masses to the bit.
+            # Slots without truncation keep their masses to the bit.
             return left, jnp.where(cut[:, None], jnp.exp(left - top[:, None, None]).sum(-1), mass)
 
         candidates, masses = jax.lax.cond(cut.any(), shortened, lambda: (tempered, mass))
     folded = jax.vmap(jax.random.fold_in)(keys, positions)
-    # Multiples of 2^-23 from 0 on; in the middle between two of them, 0 does not stand for all that lies below 2^-23.
+    # Multiples of 2^-23 from 0. Their midpoints are used, so that 0 does not stand for everything below 2^-23.
     uniform = jax.vmap(lambda key: jax.random.uniform(key, (2,)))(folded) + jnp.float32(2**-24)
     block = _reached(masses, uniform[:, 0])
     inside = jnp.exp(_pick(candidates, block) - top[:, None])
@@ -263,7 +265,7 @@ def draw(
 
 
 def _blocks(scores: Float[Array, "slots vocab"]) -> Float[Array, "slots blocks block"]:
-    """The vocabulary cut into blocks, the last one filled up with what cannot be drawn."""
+    """Returns the vocabulary in blocks; the last block is padded with entries that cannot be sampled."""
     slots, vocab = scores.shape
     padded = jnp.pad(scores, ((0, 0), (0, -vocab % _BLOCK)), constant_values=-jnp.inf)
     return padded.reshape(slots, -1, _BLOCK)
@@ -272,12 +274,12 @@ def _blocks(scores: Float[Array, "slots vocab"]) -> Float[Array, "slots blocks b
 def _pick(
     rows: Float[Array, " slots count *rest"], index: Int[Array, " slots"]
 ) -> Float[Array, " slots *rest"]:
-    """The entry `index` of each slot."""
+    """Returns entry `index` of each slot."""
     return jax.vmap(lambda row, at: row[at])(rows, index)
 
 
 def _reached(mass: Float[Array, "slots count"], share: Float[Array, " slots"]) -> Int[Array, " slots"]:
-    """The first entry at which the running sum of mass exceeds `share`, in (0, 1), of the whole; never one without mass."""
+    """Returns the first entry at which the running sum of mass exceeds `share`, in (0, 1), of the whole; never one without mass."""
     running = jnp.where(mass > 0, jnp.cumsum(mass, axis=-1), 0.0)
     whole = running.max(-1)
     target = jnp.minimum(share * whole, jnp.nextafter(whole, jnp.zeros_like(whole)))

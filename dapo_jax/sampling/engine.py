@@ -1,8 +1,8 @@
-"""A decoder with slots, in the verbs of JetStream's engine: prefill, insert, generate.
+"""A decoder with slots, with the operations of JetStream's engine: prefill, insert, generate.
 
-State is passed in and handed back; weights are an argument of every call, so swapping them compiles nothing. The order
-is sample-then-forward: a slot keeps the logits of its next token, so one prefill serves all responses to a prompt and
-each draws its own first token.
+State is passed in and returned. Weights are an argument of every call, so new weights compile nothing. The order is
+sample, then forward: a slot keeps the logits of its next token. So one prefill serves all responses to a prompt, and
+each samples its own first token.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -36,56 +36,67 @@ from dapo_jax.sampling.prompt_packing import PrefillShape, prefill_shape
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class DecodeState:
-    """Everything the slots hold; donated by `insert` and `generate`."""
+    """The state of all slots; donated by `insert` and `generate`."""
 
     layers: tuple[Any, ...]
-    """The cache of each layer, in pages."""
+    """The KV cache of each layer, in pages."""
     logits: Float[Array, "slots vocab"] | Any
     """Logits of each slot's next token."""
     lengths: Int[Array, " slots"] | Any
-    """Tokens in the cache: the prompt's and the response's."""
+    """Number of tokens in the KV cache: prompt and response."""
     generated: Int[Array, " slots"] | Any
     limits: Int[Array, " slots"] | Any
-    """Response tokens at which the slot stops."""
+    """Number of response tokens at which the slot stops."""
     live: Bool[Array, " slots"] | Any
     keys: Key[Array, " slots"] | Any
     """The key of each slot's response."""
     fed: Int[Array, "slots feed_tokens"] | Any = ()
-    """Tokens that a slot takes before it draws, the last of them in the last column; () in an engine that feeds none."""
+    """Tokens that a slot is fed before it samples, the last one in the last column; () in an engine without feeding."""
     to_feed: Int[Array, " slots"] | Any = ()
-    """How many of them it has not taken yet."""
+    """Number of tokens still to be fed."""
 
 
 _ROWS, _TOKENS = 4, 4096
-"""Rows and tokens that are read at a time, unless told otherwise."""
+"""Default rows and tokens of one prefill call."""
 
 FEED_TOKENS = 64
-"""The most tokens that a response is fed between two turns: each takes a decoding step, so where there are more, all is read again."""
+"""Most tokens that a response is fed between two turns. Each takes a decoding step, so longer inputs are re-prefilled."""
 
 BLOCK_SLOTS = 8
-"""Slots of each device that a batch-invariant engine decodes at a time. The shapes of a program decide in which order its sums are added up, so all slots go through programs of one."""
+"""Slots per device that a batch-invariant engine decodes at a time. A program's shapes decide the order of its sums, so all slots use programs
+of one shape.
+"""
 
 _Carry = tuple[Array, DecodeState, dict[str, Array]]
 
 
 class DecoderEngine:
-    """The engine over `dapo_jax.models.decoder`, on one mesh."""
+    """The engine for `dapo_jax.models.decoder`, on one mesh."""
 
     def __init__(
         self, config: DecoderConfig, *, slots: int, capacity: int, steps_per_call: int, stop_ids: Sequence[int], mesh: Mesh,
         compute_dtype: str = "float32", page_tokens: int = 0, cache_tokens: int = 0, cache_dtype: str = "", in_flight: int = 0,
         cache_bytes: int | None = None, cache: Kind | None = None, prefill: PrefillShape | None = None, batch_invariant: bool = False, has_turns: bool = False,
     ) -> None:  # fmt: skip
-        """Programs for one mesh. `page_tokens` and `cache_tokens` are `sizes_for`'s; where `cache_tokens` is 0, `cache_bytes` of a device are
-        for the cache, None: as many as all slots may come to; `cache_dtype` is "" for `compute_dtype`; `cache` takes the choice from the
-        platform; `prefill` says how much is read at a time, by default up to 4 rows and 4,096 tokens. With `in_flight` as many responses
-        may have pages, in turns if there are fewer slots, and are read again by new weights. `batch_invariant`: no bit of a response depends
-        on the number of slots, nor on what is sampled or read beside it; `prefill` has to read prompts alone then. `has_turns`: responses are episodes. While an environment works,
-        its episode keeps its pages if no other needs them, as many episodes as there are slots beside those in slots; then it is fed what was appended. `batch_invariant` reads all again, since feeding rounds otherwise.
+        """Makes the programs for one mesh.
+
+        Args:
+            page_tokens, cache_tokens: as in `sizes_for`.
+            cache_bytes: bytes for the cache on each device if `cache_tokens` is 0; None: enough for all slots at full length.
+            cache_dtype: dtype of keys and values; "": `compute_dtype`.
+            cache: the kind of cache; None: the platform's.
+            prefill: rows and tokens of one prefill call; None: up to 4 rows and 4,096 tokens.
+            in_flight: number of responses that may hold pages. They take turns if there are fewer slots, and are re-prefilled with new
+                weights.
+            batch_invariant: no bit of a response depends on the number of slots or on other requests. `prefill` must then take prompts
+                alone.
+            has_turns: responses are episodes. While an environment works, its episode keeps its pages until others need them (as many more
+                episodes as there are slots). Then it is fed the appended tokens. A batch-invariant engine re-prefills instead, since
+                feeding rounds differently.
 
         Raises:
-            ValueError: slots do not spread over the mesh, sequences are longer than the model's, no sequence would fit the cache, or with
-                `batch_invariant` not all of them.
+            ValueError: slots do not spread over the mesh, sequences are longer than the model's positions, or no sequence fits the cache
+                (with `batch_invariant`: not all of them fit).
         """
         spread = int(np.prod([mesh.shape[axis] for axis in BATCH_AXES]))
         if slots % spread:
@@ -119,7 +130,7 @@ class DecoderEngine:
         self._takes_turns, self._reads_again = in_flight > slots, in_flight > 0 or has_turns
         self.feed_tokens: int = FEED_TOKENS if parks else 0
         self.token_bytes: int = token_bytes(config, mesh, dtype=self._cache_dtype, kind=kind)
-        """Bytes of one token in the cache, on each of the devices that share its heads."""
+        """Bytes of one token in the KV cache, on each of the devices that share its heads."""
         room = None if cache_bytes is None else cache_bytes // self.token_bytes
         self.page_sizes: PageSizes = sizes_for(
             kind, mesh, holders=holders, capacity=capacity, room_tokens=room, **asked
@@ -155,14 +166,14 @@ class DecoderEngine:
             compute_dtype=compute_dtype,
         )
         rows, whole = NamedSharding(mesh, PartitionSpec(BATCH_AXES)), NamedSharding(mesh, PartitionSpec())
-        # Each device draws for a share of the slots, from whole rows of logits: all that goes between the devices is the logits, once.
+        # Each device samples for a share of the slots, from whole rows of logits. So the logits move between devices once, and nothing else does.
         share = (*BATCH_AXES, "tensor") if slots % (spread * mesh.shape["tensor"]) == 0 else BATCH_AXES
         self._rows, self._shares = rows, NamedSharding(mesh, PartitionSpec(share))
         self._columns = NamedSharding(mesh, PartitionSpec(None, BATCH_AXES))
         self._halves = NamedSharding(mesh, PartitionSpec(BATCH_AXES, "tensor"))
         slot_cache = NamedSharding(mesh, PartitionSpec(BATCH_AXES, "tensor"))
         self._whole = whole
-        # Pinned: a state that came back with another layout would compile `insert` and `generate` a second time.
+        # Pinned: a state returned with another layout would compile `insert` and `generate` a second time.
         shapes = jax.eval_shape(self._init_program)
         state = replace(
             jax.tree.map(lambda _: rows, shapes),
@@ -180,11 +191,11 @@ class DecoderEngine:
         self._generate = jax.jit(self._generate_program, donate_argnums=1, out_shardings=(state, whole))
 
     def init_decode_state(self) -> DecodeState:
-        """A state in which every slot is free."""
+        """Returns a state in which every slot is free."""
         return self._init()
 
     def prefill(self, params: SamplerWeights, prompts: Sequence[Int[np.ndarray, " _"]]) -> Iterator[Read]:
-        """Reads prompts; see `Prefill`.
+        """Prefills prompts; see `Prefill`.
 
         Raises:
             ValueError: a prompt is empty or longer than a slot.
@@ -199,7 +210,7 @@ class DecoderEngine:
     def insert(
         self, prefix: Prefix, state: DecodeState, insertion: Insertion, key: PRNGKeyArray
     ) -> DecodeState:
-        """Puts prefilled prompts into slots: one program for any number of responses up to `slots`, another for pages beyond as many."""
+        """Inserts prefilled prompts into slots. One program takes up to `slots` responses and pages; another writes further pages."""
         fills = insertion.fills
         for start in range(self.slots, len(fills), self.slots):
             pages = self._pages(fills[start : start + self.slots])
@@ -212,12 +223,12 @@ class DecoderEngine:
         return self._insert(prefix, state, pages, (rows, *self._feeding(insertion.fed)), count, key)
 
     def _pages(self, fills: Sequence[tuple[int, Fill]]) -> tuple[np.ndarray, np.int32]:
-        """The prompts, first tokens and pages of up to as many fills as there are slots, in one array, and their number."""
+        """Returns prompts, first tokens and pages of up to `slots` fills in one array, and their number."""
         columns = [(prompt, fill.first, fill.page) for prompt, fill in fills]
         return self._padded(np.array(columns, np.int32).reshape(-1, 3).T), np.int32(len(fills))
 
     def _feeding(self, fed: Sequence[Int[np.ndarray, " _"]]) -> tuple[np.ndarray, ...]:
-        """The tokens that are fed, in the last columns, and their number; nothing in an engine that feeds none."""
+        """Returns the tokens to feed, in the last columns, and their number; () in an engine without feeding."""
         if not self.feed_tokens:
             return ()
         tokens, counts = np.zeros((self.slots, self.feed_tokens), np.int32), np.zeros(self.slots, np.int32)
@@ -226,17 +237,19 @@ class DecoderEngine:
         return tokens, counts
 
     def release(self, state: DecodeState, slots: Sequence[int]) -> DecodeState:
-        """Ends the responses in some slots where they are."""
+        """Ends the responses in some slots."""
         return self._release(state, self._padded(np.array(slots, np.int32)), np.int32(len(slots)))
 
     def paused(self, state: DecodeState) -> Prefix:
-        """A prefix from which `insert` gives a response of any slot a slot again; its place there is the number of the slot."""
+        """Returns a prefix from which `insert` gives a paused response a slot again. Its place in the prefix is its slot's number."""
         logits, lengths = self._paused(state.logits, state.lengths)
         zeros = np.zeros(self.slots, np.int32)
         return Prefix(layers=(), logits=logits, rows=zeros, starts=zeros, lengths=lengths)
 
     def parked(self, lengths: Sequence[int]) -> Prefix:
-        """A prefix from which `insert` gives responses whose pages hold `lengths` tokens a slot. It has no logits: these follow the tokens that are fed."""
+        """Returns a prefix from which `insert` gives a slot to responses whose pages hold `lengths` tokens. It has no logits: feeding tokens
+        makes them.
+        """
         zeros = np.zeros(self.slots, np.int32)
         return Prefix(
             layers=(),
@@ -256,18 +269,20 @@ class DecoderEngine:
         self, params: SamplerWeights, state: DecodeState, decoding: Decoding, min_live: int,
         tables: Int[np.ndarray, "slots table_pages"], until: Int[np.ndarray, " slots"] | None = None,
     ) -> tuple[DecodeState, ResultTokens]:  # fmt: skip
-        """Decodes up to `steps_per_call` tokens per live slot, and no further than `until`; returns early when fewer than `min_live` slots draw."""
+        """Decodes up to `steps_per_call` tokens per live slot, but no further than `until`. Returns early when fewer than `min_live` slots
+        sample.
+        """
         until = np.full(self.slots, np.iinfo(np.int32).max, np.int32) if until is None else until
-        # Copies: the caller goes on to write into its own while the device may still read them.
+        # Copies: the caller changes its own arrays while the device may still read them.
         return self._generate(
             params, state, self._rope, decoding, np.int32(min_live), tables.copy(), until.copy()
         )
 
     def programs(self, params: SamplerWeights, decoding: Decoding) -> dict[str, Callable[[], Lowered]]:
-        """All programs that sampling runs, by name, and what lowers each; `params` and `decoding` may be shapes."""
+        """Returns the name of each sampling program, with a function that lowers it. `params` and `decoding` may be shapes."""
         again = self.page_sizes.runs_out or self._reads_again
         number, column, fills, rows, tables = (
-            jax.ShapeDtypeStruct(shape, jnp.int32)  # of the host, which places nothing
+            jax.ShapeDtypeStruct(shape, jnp.int32)  # host arrays, without a sharding
             for shape in (
                 (),
                 (self.slots,),
@@ -320,9 +335,9 @@ class DecoderEngine:
 
     @cached_property
     def _rope(self) -> RopeTables:
-        """An argument of the programs: within them, XLA takes the cosines again in every layer, and there for every head.
+        """An argument of the programs. Inside them, XLA would compute the cosines again in every layer and for every head.
 
-        Made when first used: an engine that is only compiled for its mesh holds no array.
+        Made at first use: an engine that is only compiled holds no array.
         """
         positions = jnp.arange(self.capacity, dtype=jnp.int32)
         return jax.jit(rope_tables, static_argnums=1, out_shardings=self._whole)(positions, self._config)
@@ -332,7 +347,7 @@ class DecoderEngine:
         padded[..., : values.shape[-1]] = values
         return padded
 
-    # The programs. Pure functions of their arguments; the wrappers above only convert.
+    # The programs are pure functions of their arguments; the methods above only convert.
 
     def _init_program(self) -> DecodeState:
         config, slots, sizes = self._config, self.slots, self.page_sizes
@@ -390,14 +405,14 @@ class DecoderEngine:
         )
 
     def _paused_program(self, logits: Array, lengths: Array) -> tuple[Array, Array]:
-        """Copies: the state that they are of is donated next."""
+        """Copies, since their state is donated next."""
         return jnp.copy(logits), jnp.copy(lengths)
 
     def _release_program(self, state: DecodeState, slots: Array, count: Array) -> DecodeState:
         return replace(state, live=state.live.at[self._first(slots, count)].set(False, mode="drop"))
 
     def _first(self, slots: Array, count: Array) -> Array:
-        """Entries beyond `count` go to an index outside the state, where "drop" drops them."""
+        """Entries beyond `count` get an index outside the state, which "drop" ignores."""
         return jnp.where(jnp.arange(self.slots, dtype=jnp.int32) < count, slots, self.slots)
 
     def _generate_program(
@@ -415,7 +430,7 @@ class DecoderEngine:
             return state, ResultTokens(**drawn, live=state.live)
         drawing = self._drawing(state, until)
         total = jnp.maximum(drawing.sum(dtype=jnp.int32), 1)
-        # Blocks are counted when the program runs: of one block, known before, XLA would make another program than of several.
+        # The number of blocks is known only at run time: with a static number, XLA would compile one block differently from several.
         used = drawing.reshape(self._spread, self._blocks, -1).any((0, 2))
         count = jnp.where(used, jnp.arange(1, self._blocks + 1, dtype=jnp.int32), 0).max()
 
@@ -427,7 +442,7 @@ class DecoderEngine:
             slots = replace(jax.tree.map(mine, replace(state, layers=())), layers=state.layers)
             own = jax.tree.map(lambda leaf: mine(leaf) if jnp.ndim(leaf) else leaf, decoding)
             share = self._drawing(slots, mine(until)).sum(dtype=jnp.int32)
-            # Each block comes back when as large a part of it is free as would be of all slots.
+            # A block returns when the free share of its slots is as large as the share required of all slots.
             least = (share * min_live + total - 1) // total
             slots, new = self._generated(params, slots, rope, own, least, mine(tables), mine(until))
             put = partial(self._with_block, index=index)
@@ -438,13 +453,13 @@ class DecoderEngine:
         return state, ResultTokens(**drawn, live=state.live)
 
     def _of_block(self, slots: Array, index: Array) -> Array:
-        """The part of an array over all slots that one block has: its slots of each device, side by side."""
+        """Returns one block's part of an array over all slots: its slots on each device, next to each other."""
         devices = slots.reshape(self._spread, -1, *slots.shape[1:])
         part = lax.dynamic_slice_in_dim(devices, index * BLOCK_SLOTS, BLOCK_SLOTS, axis=1)
         return part.reshape(-1, *slots.shape[1:])
 
     def _with_block(self, slots: Array, part: Array, index: Array) -> Array:
-        """An array over all slots with that of one block in its place."""
+        """Returns an array over all slots with one block's part replaced."""
         devices, block = (whole.reshape(self._spread, -1, *whole.shape[1:]) for whole in (slots, part))
         whole = lax.dynamic_update_slice_in_dim(devices, block, index * BLOCK_SLOTS, axis=1)
         return whole.reshape(slots.shape)
@@ -463,7 +478,7 @@ class DecoderEngine:
         tables: Array,
         until: Array,
     ) -> tuple[DecodeState, dict[str, Array]]:
-        """One call for the slots of `state`: they as it leaves them, and what they have drawn."""
+        """One call for the slots of `state`. Returns the new state and the sampled tokens."""
 
         def going(carry: _Carry) -> Array:
             step, state, _ = carry
@@ -492,12 +507,12 @@ class DecoderEngine:
         return state, drawn
 
     def _behind(self, buffer: Array, column: Array, valid: Array, state: DecodeState) -> Array:
-        """`buffer` with a token of each slot behind those that it has drawn in this call; one that is fed has drawn none."""
+        """Returns `buffer` with one token per slot after its sampled tokens of this call; a slot that is fed has none."""
         count = jnp.where(state.to_feed > 0, buffer.shape[1], valid.sum(1, dtype=jnp.int32))
         return buffer.at[jnp.arange(len(buffer)), count].set(column, mode="drop")
 
     def _drawing(self, state: DecodeState, until: Array) -> Bool[Array, " slots"]:
-        """The slots that draw: not those that are free or pause."""
+        """Returns the slots that sample: live and not paused."""
         return state.live & (state.generated < until)
 
     def _take(
@@ -509,7 +524,7 @@ class DecoderEngine:
         until: Array,
         tokens: Array,
     ) -> DecodeState:
-        """The state after the slots that draw, or are fed, have taken their tokens: stopped, or with the logits of their next ones."""
+        """Returns the state after the sampling or fed slots have taken their tokens: stopped, or with the logits of their next tokens."""
         drawing, fed = self._drawing(state, until), {}
         taken = drawing.astype(jnp.int32)
         stopped = drawing & (tokens[:, None] == jnp.asarray(self.stop_ids, jnp.int32)[None]).any(-1)
@@ -524,7 +539,7 @@ class DecoderEngine:
         else:
             generated = state.generated + taken
         live = state.live & ~stopped & (generated < state.limits)
-        # Once the last response has ended, nobody waits for logits. One that pauses here draws its next token from them.
+        # Once the last response has ended, no logits are needed. A slot that pauses here samples its next token from them.
         state = lax.cond(
             (live & drawing).any(),
             self._forward,
@@ -548,7 +563,7 @@ class DecoderEngine:
         drawing: Array,
         tokens: Array,
     ) -> DecodeState:
-        """The state with the tokens behind what the cache of each slot that draws holds, and the logits that follow."""
+        """Returns the state with the tokens appended to the KV cache of each sampling slot, and the logits that follow."""
         outer = nnx.merge(self._ends, params["ends"])
         cos, sin = (part[:, state.lengths] for part in rope)
         x, layers = outer.embed(tokens), []

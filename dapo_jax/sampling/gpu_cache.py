@@ -1,7 +1,7 @@
-"""The key/value cache in pages on NVIDIA GPUs: attention by the kernel for pages that comes with jax (Pallas, Triton).
+"""The paged KV cache on NVIDIA GPUs: attention by jax's own kernel for pages (Pallas, Triton).
 
-The kernel would give NaN if a page held a NaN behind a slot's tokens, since 0 x NaN is NaN; so keys and values that are NaN are written as 0. The NaN
-is noticed all the same: the logits of its own token are NaN.
+The kernel would return NaN if a page held a NaN after a slot's tokens, since 0 x NaN is NaN. So NaN in keys and values is written as 0.
+It is noticed all the same: the logits of its own token are NaN.
 """
 
 import warnings
@@ -15,13 +15,13 @@ from jaxtyping import Array, Bool, Float, Int, Num
 from dapo_jax.sampling.cache import EIGHT_BITS, fill_page, of_row, page_of_new, put_new, stored
 
 SMALLEST_PAGE = 16
-"""Tokens; the kernel's blocks are powers of two from here on."""
+"""Tokens; the kernel's blocks are powers of two, at least this."""
 
 _BLOCK_TOKENS = 128
-"""Read at a time."""
+"""Pages read at a time."""
 
 _PART_TOKENS = 2048
-"""A longer sequence is read in parts side by side, so that a few long ones still fill the device."""
+"""A longer sequence is read in parallel parts, so that a few long ones still fill the device."""
 
 
 @jax.tree_util.register_dataclass
@@ -32,25 +32,25 @@ class Pool:
     keys: Num[Array, "pages kv_heads page_tokens head_dim"] | Any
     values: Num[Array, "pages kv_heads page_tokens head_dim"] | Any
     key_scales: Float[Array, "pages kv_heads page_tokens"] | Any = None
-    """The factors of `cache.LayerCache`."""
+    """The scales of `cache.LayerCache`."""
     value_scales: Float[Array, "pages kv_heads page_tokens"] | Any = None
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Reading:
-    """The state of all slots at one decoding step: the same in all layers."""
+class GpuStep:
+    """The state of all slots at one decoding step, equal in all layers."""
 
     tables: Int[Array, "slots table_pages"] | Any
     lengths: Int[Array, " slots"] | Any
-    """Tokens that are there; 0 where the slot is not live."""
+    """Number of tokens in the cache; 0 if the slot is not live."""
     live: Bool[Array, " slots"] | Any
     page: Int[Array, " slots"] | Any
-    """Where each slot's new token goes; nowhere if it is not live."""
+    """Page of each slot's new token; beyond all pages if it is not live."""
 
 
 def kernel() -> Any:
-    """jax's kernel, or None where this jax has none: it has announced that it will drop it."""
+    """Returns jax's kernel, or None if this jax has none: it has announced that it will drop it."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -61,7 +61,7 @@ def kernel() -> Any:
 
 
 def empty(pages: int, kv_heads: int, page_tokens: int, head_dim: int, dtype: str) -> Pool:
-    """A cache in which nothing is written yet."""
+    """Returns an empty cache."""
     whole, scales = jnp.zeros((pages, kv_heads, page_tokens, head_dim), dtype), None
     if dtype in EIGHT_BITS:
         scales = jnp.zeros((pages, kv_heads, page_tokens), jnp.float32)
@@ -74,7 +74,7 @@ def of_rows(
     rows: int,
     dtype: str,
 ) -> Pool:
-    """The keys and values of rows of tokens that were read end to end."""
+    """Returns the keys and values of prefilled rows, given end to end."""
     (keys, key_scales), (values, value_scales) = (
         stored(jnp.nan_to_num(part), dtype) for part in (keys, values)
     )
@@ -84,7 +84,7 @@ def of_rows(
 
 
 def fill(cache: Pool, read: Pool, page: Int[Array, ""], row: Int[Array, ""], start: Int[Array, ""]) -> Pool:
-    """Does what `cache.fill` does: what begins at `start` of row `row` comes to a page."""
+    """Implements `cache.fill`: copies the tokens of row `row` from `start` on into a page."""
 
     def filled(name: str) -> Any:
         return fill_page(getattr(cache, name), getattr(read, name), page, row, start, axis=2)
@@ -98,15 +98,15 @@ def reading(
     live: Bool[Array, " slots"],
     *,
     page_tokens: int,
-) -> Reading:
-    """The step as the kernel looks it up."""
+) -> GpuStep:
+    """Returns a step in the form that the kernel reads."""
     page = page_of_new(tables, lengths, live, page_tokens=page_tokens)
-    return Reading(tables, jnp.where(live, lengths, 0), live, page)
+    return GpuStep(tables, jnp.where(live, lengths, 0), live, page)
 
 
 def extend(
     cache: Pool,
-    now: Reading,
+    now: GpuStep,
     query: Float[Array, "heads head_dim slots"],
     key: Float[Array, "kv_heads head_dim slots"],
     value: Float[Array, "kv_heads head_dim slots"],
@@ -114,7 +114,7 @@ def extend(
     dtype: str,
     interpret: bool = False,
 ) -> tuple[Float[Array, "heads head_dim slots"], Pool]:
-    """Does what `paged_cache.extend` does. Products are in `dtype` with sums in float32."""
+    """Implements `paged_cache.extend`. Products are in `dtype` with sums in float32."""
     (pages, kv_heads, page_tokens, head_dim), slots = cache.keys.shape, len(now.live)
     at = (now.page, slice(None), now.lengths % page_tokens)
 
@@ -125,7 +125,7 @@ def extend(
         put_new(cache.keys, key, at), put_new(cache.values, value, at),
         put_new(cache.key_scales, key_scale, at), put_new(cache.value_scales, value_scale, at),
     )  # fmt: skip
-    # Every key head of a slot is a sequence of its own, and every page holds one head: so the heads need not come first in memory.
+    # Every key head of a slot is a sequence of its own, and every page holds one head, so the heads need not come first in memory.
     at_once, parts, tables = _parts(now.tables, page_tokens)
     head = jnp.arange(kv_heads, dtype=jnp.int32)
     tables = (tables[:, None] * kv_heads + head[None, :, None]).reshape(slots * kv_heads, -1)
@@ -153,7 +153,7 @@ def extend(
 
 
 def _parts(tables: Int[Array, "slots table_pages"], page_tokens: int) -> tuple[int, int, Array]:
-    """Pages that are read at a time, parts that a sequence is read in, and the tables filled up to a multiple of both."""
+    """Returns the pages read at a time, the parallel parts of a sequence, and the tables padded to a multiple of both."""
     at_once = max(1, _BLOCK_TOKENS // page_tokens)
     each = max(1, _PART_TOKENS // page_tokens // at_once) * at_once
     parts = -(-tables.shape[1] // each)

@@ -1,4 +1,4 @@
-"""The interface of sampler and engine: the verbs, what goes in and what comes out."""
+"""The interface between sampler and engine."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,18 +15,18 @@ from dapo_jax.sampling.pages import Fill, PageSizes
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class ResultTokens:
-    """The result of one `generate`; the valid tokens of a slot come first in its row."""
+    """The result of one `generate`. A slot's valid tokens come first in its row."""
 
     tokens: Int[Array, "slots steps"] | Any
     logprobs: Float[Array, "slots steps"] | Any
     valid: Bool[Array, "slots steps"] | Any
     live: Bool[Array, " slots"] | Any
-    """True where the slot goes on, perhaps after a pause."""
+    """True if the response continues, perhaps after a pause."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Insertion:
-    """Which prefilled prompt goes into which slot, for which response. Host arrays of one length."""
+    """The prefilled prompt, slot and response of each insertion: host arrays of one length."""
 
     slots: Int[np.ndarray, " responses"] | Any
     prompts: Int[np.ndarray, " responses"] | Any
@@ -35,18 +35,20 @@ class Insertion:
     indices: Int[np.ndarray, " responses"] | Any
     limits: Int[np.ndarray, " responses"] | Any
     drawn: Int[np.ndarray, " responses"] | Any
-    """Tokens of the response with which the prompt ends: 0, or those drawn before it lost its pages. Of an episode those of its present turn, as `limits` are."""
+    """Number of sampled tokens at the end of the prompt: 0, or the tokens sampled before a preemption. For an episode, of its present turn, as
+    in `limits`.
+    """
     turns: Int[np.ndarray, " responses"] | Any
     """The present turn of an episode, from 0; 0 where there are no turns."""
     fills: Sequence[tuple[int, Fill]]
-    """(place of a prompt, a page to be written with tokens of it)."""
+    """(place of a prompt, a page to write with its tokens)."""
     fed: Sequence[Int[np.ndarray, " _"]] = ()
-    """Tokens that each response takes, one at a step, before it draws; none: all are in its prompt."""
+    """Tokens that each response is fed, one per step, before it samples; (): all tokens are in its prompt."""
 
 
 @runtime_checkable
 class Engine(Protocol):
-    """The operations that the sampler needs of a decoder. `dapo_jax.testing` has one without a model."""
+    """The operations that a sampler needs of a decoder. `dapo_jax.testing` has one without a model."""
 
     slots: int
     capacity: int
@@ -54,25 +56,27 @@ class Engine(Protocol):
     stop_ids: tuple[int, ...]
     """Tokens that end a response."""
     steps_per_call: int
-    """The most tokens that one `generate` draws for a slot."""
+    """Most tokens that one `generate` samples for a slot."""
     page_sizes: PageSizes
-    """The sizes of its cache, whose pages the caller hands out."""
+    """The sizes of the KV cache. The caller assigns its pages."""
     feed_tokens: int
-    """The most tokens that a response may be fed when it is given a slot again, its pages being there; 0: it is read again."""
+    """Most tokens that a response whose pages are kept may be fed when it gets a slot again; 0: it is re-prefilled."""
 
     def init_decode_state(self) -> PyTree:
-        """A state in which every slot is free."""
+        """Returns a state in which every slot is free."""
         ...
 
     def prefill(
         self, params: PyTree, prompts: Sequence[Int[np.ndarray, " _"]]
     ) -> Iterator[list[tuple[int, PyTree, int]]]:
-        """Reads prompts, some at a time: gives after each part of the work what it has finished, which may be nothing: (which prompt, the
-        prefix that has it, its place there)."""
+        """Prefills prompts, some at a time. Yields the finished ones after each part, possibly none: (index of the prompt, its prefix, its
+        place
+        in the prefix).
+        """
         ...
 
     def insert(self, prefix: PyTree, state: PyTree, insertion: Insertion, key: PRNGKeyArray) -> PyTree:
-        """Puts prefilled prompts into slots, dropping whatever was there, and writes the pages that the insertion names."""
+        """Inserts prefilled prompts into slots, replacing their content, and writes the pages that the insertion names."""
         ...
 
     def generate(
@@ -84,22 +88,25 @@ class Engine(Protocol):
         tables: Int[np.ndarray, "slots table_pages"],
         until: Int[np.ndarray, " slots"] | None = None,
     ) -> tuple[PyTree, ResultTokens]:
-        """Decodes until `steps_per_call` tokens are drawn or fewer than `min_live` slots draw.
+        """Decodes until `steps_per_call` tokens are sampled, or fewer than `min_live` slots sample.
 
-        `tables` are rows of those of `Pages`, in which each slot that draws has pages for what it holds and so many tokens more. A slot pauses
-        when its response has come to the number of tokens in `until`; None: it goes on.
+        `tables` are rows of `Pages.tables`; each sampling slot has pages for its tokens and for `steps_per_call` more. A slot pauses
+        when its response has the number of tokens in `until`; None: it never pauses.
         """
         ...
 
     def paused(self, state: PyTree) -> PyTree:
-        """A prefix from which `insert`, with no page to write, gives a response of any slot a slot again; its place there is the number of the
-        slot."""
+        """Returns a prefix from which `insert`, without pages to write, gives a paused response a slot again. Its place in the prefix is its
+        slot's number.
+        """
         ...
 
     def parked(self, lengths: Sequence[int]) -> PyTree:
-        """A prefix from which `insert`, with no page to write, gives responses a slot whose pages hold so many tokens, each of which is fed at least one."""
+        """Returns a prefix from which `insert`, without pages to write, gives a slot to responses whose pages hold so many tokens. Each is fed
+        at least one token.
+        """
         ...
 
     def release(self, state: PyTree, slots: Sequence[int]) -> PyTree:
-        """Ends the responses in some slots where they are."""
+        """Ends the responses in some slots."""
         ...

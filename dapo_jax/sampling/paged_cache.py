@@ -1,8 +1,8 @@
-"""The key/value cache in pages, by operations that every platform has: a slot's tokens lie in the pages that its table names.
+"""The paged KV cache by operations of every platform: a slot's tokens are in the pages that its table names.
 
-Pages are empty, read and filled as slots are in `cache`; only how a token is appended and attended differs.
-A step passes page after page over the slots that have so many, the longest slots first, and reads no page that nobody has filled. Each
-slot meets its pages in their order and none of its neighbours', so its result depends on itself alone, to the last bit.
+Empty, prefilled and filled pages are those of `cache`; only append and attend differ. A step goes page by page over the slots
+with so many pages, the longest slots first, and reads no empty page. Each slot reads its own pages in order, so its result depends on
+itself alone, to the last bit.
 """
 
 from dataclasses import dataclass
@@ -18,26 +18,26 @@ from dapo_jax.models.attention import MASKED
 from dapo_jax.sampling.cache import LayerCache, page_of_new, put_new, stored
 
 _AT_ONCE = 16
-"""Slots whose pages are read together: fewer, and the loop costs more than what it reads; more, and the last part of them is idle."""
+"""Slots whose pages are read together. With fewer, the loop costs more than the reads; with more, the last part is mostly idle."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Reading:
-    """One decoding step: where each slot stands, and in which order pages are read."""
+class PagedStep:
+    """One decoding step: the lengths of the slots, and the order in which pages are read."""
 
     lengths: Int[Array, " slots"] | Any
     live: Bool[Array, " slots"] | Any
     tables: Int[Array, "padded table_pages"] | Any
-    """The tables in the order of `order`, padded to a multiple of what is read at once."""
+    """The tables in the order of `order`, padded to a multiple of the slots read at once."""
     order: Int[Array, " padded"] | Any
-    """The slots, those with the most pages first; then any."""
+    """The slots with the most pages first, then padding."""
     counts: Int[Array, " padded"] | Any
-    """Tokens of each slot with the new one, in that order; 0 where it is not live."""
+    """Tokens of each slot including the new one, in that order; 0 if it is not live."""
     ends: Int[Array, " table_pages"] | Any
-    """Parts that have been read once the first, second, ... pages of all slots have."""
+    """Number of parts read once the first, second, ... pages of all slots are read."""
     page: Int[Array, " slots"] | Any
-    """Where each slot's new token goes; nowhere if it is not live."""
+    """Page of each slot's new token; beyond all pages if it is not live."""
 
 
 def reading(
@@ -46,8 +46,8 @@ def reading(
     live: Bool[Array, " slots"],
     *,
     page_tokens: int,
-) -> Reading:
-    """The order of a step, the same in all layers."""
+) -> PagedStep:
+    """Returns the order of a step, equal in all layers."""
     slots, most = tables.shape
     counts = jnp.where(live, lengths + 1, 0)
     order = jnp.argsort(-counts).astype(jnp.int32)
@@ -56,7 +56,7 @@ def reading(
     at_once = min(_AT_ONCE, slots)
     reaching = (filled[None] > jnp.arange(most, dtype=jnp.int32)[:, None]).sum(-1, dtype=jnp.int32)
     extra = (0, -slots % at_once)
-    return Reading(
+    return PagedStep(
         lengths=lengths,
         live=live,
         tables=jnp.pad(tables[order], (extra, (0, 0))),
@@ -69,11 +69,11 @@ def reading(
 
 def append(
     cache: LayerCache,
-    now: Reading,
+    now: PagedStep,
     key: Float[Array, "kv_heads head_dim slots"],
     value: Float[Array, "kv_heads head_dim slots"],
 ) -> LayerCache:
-    """Writes one token per live slot behind those that are there."""
+    """Writes one token per live slot after its tokens."""
     dtype, offset = cache.keys.dtype.name, now.lengths % cache.keys.shape[3]
     (key, key_scale), (value, value_scale) = stored(key, dtype), stored(value, dtype)
     of_head = (now.page, slice(None), offset)
@@ -87,10 +87,11 @@ def append(
 
 
 def attend(
-    cache: LayerCache, now: Reading, query: Float[Array, "heads head_dim slots"], dtype: str
+    cache: LayerCache, now: PagedStep, query: Float[Array, "heads head_dim slots"], dtype: str
 ) -> Float[Array, "heads head_dim slots"]:
-    """Attention of one query per slot over the slot's tokens; 0 where it is not live. What lies in a page behind them is never
-    multiplied with, so that not even a NaN of the page's former owner comes through."""
+    """Returns the attention of one query per slot over the slot's tokens; 0 if it is not live. Entries of a page after these tokens are never
+    multiplied, so a NaN of the page's former owner has no effect.
+    """
     heads, head_dim, slots = query.shape
     kv_heads, page_tokens = cache.values.shape[1], cache.values.shape[2]
     at_once = min(_AT_ONCE, slots)
@@ -136,13 +137,13 @@ def attend(
 
 def extend(
     cache: LayerCache,
-    now: Reading,
+    now: PagedStep,
     query: Float[Array, "heads head_dim slots"],
     key: Float[Array, "kv_heads head_dim slots"],
     value: Float[Array, "kv_heads head_dim slots"],
     *,
     dtype: str,
 ) -> tuple[Float[Array, "heads head_dim slots"], LayerCache]:
-    """Does what `cache.extend` does, but that nothing is written to a slot that is not live. Products are in `dtype`."""
+    """Implements `cache.extend`, but writes nothing to a slot that is not live. Products are in `dtype`."""
     grown = append(cache, now, key, value)
     return attend(grown, now, query, dtype), grown

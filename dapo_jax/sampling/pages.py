@@ -1,11 +1,11 @@
-"""The pages of the key/value cache on the host: which are free, who holds which, and how often.
+"""The pages of the KV cache, on the host: free pages, owners and reference counts.
 
-A holder has a row in `tables` that names the pages of its tokens in order, so memory follows what is in it and not how long a response may get: a
-slot, or a response that takes turns with others in the slots.
-The full pages of a prompt are held by all of its responses together; a page goes back to the free ones when its last holder lets go.
+A holder's row in `tables` names the pages of its tokens in order, so memory follows the tokens present, not the longest
+possible response. A holder is a slot, or a response that takes turns with others in the slots.
+All responses to a prompt share its full pages (prefix caching). A page is freed when its last holder releases it.
 
-Where slots are spread over devices there is a pool for each: a slot's pages are those of its own device. A cache without pages is one in
-which every slot has a pool of its own with a single page as long as a slot.
+If slots are spread over devices, each device has its own pool of pages. A cache without pages gives every slot a pool
+with a single page as long as the slot.
 """
 
 from collections.abc import Hashable
@@ -16,7 +16,7 @@ from jaxtyping import Int
 
 
 def pages_for(tokens: int, page_tokens: int) -> int:
-    """The pages that hold so many tokens."""
+    """Returns the number of pages for so many tokens."""
     return -(-tokens // page_tokens)
 
 
@@ -25,38 +25,38 @@ class PageSizes:
     """The sizes of a cache's pools."""
 
     holders: int
-    """Rows of the table of pages: one for each slot, or more where responses take turns in the slots."""
+    """Rows of the page table: one for each slot, or more if responses take turns in the slots."""
     capacity: int
-    """Tokens that a holder may come to, prompt and response together."""
+    """Most tokens of a holder, prompt and response together."""
     page_tokens: int
     pools: int
-    """Pools that know nothing of each other; the holders are divided among them in order."""
+    """Number of independent pools; the holders are divided among them in order."""
     pool_pages: int
-    """Pages of one pool."""
+    """Pages per pool."""
 
     @property
     def table_pages(self) -> int:
-        """The most pages of a holder."""
+        """Most pages of a holder."""
         return pages_for(self.capacity, self.page_tokens)
 
     @property
     def runs_out(self) -> bool:
-        """Whether all holders together may come to more than there are pages."""
+        """True if all holders together may need more pages than exist."""
         return self.pools * self.pool_pages < self.holders * self.table_pages
 
     def pool_of(self, holder: int) -> int:
-        """The pool that a holder takes its pages from."""
+        """Returns the pool of a holder."""
         return holder * self.pools // self.holders
 
 
 def slot_pages(slots: int, capacity: int) -> PageSizes:
-    """A cache without pages: each slot has room for all that it may come to."""
+    """Returns the sizes of a cache without pages: each slot has room for its longest sequence."""
     return PageSizes(holders=slots, capacity=capacity, page_tokens=capacity, pools=slots, pool_pages=1)
 
 
 @dataclass(frozen=True)
 class Fill:
-    """A page to be written with tokens that were read: those from `first` on of the sequence."""
+    """A page to write with prefilled tokens, from token `first` of the sequence."""
 
     first: int
     page: int
@@ -70,31 +70,31 @@ class _Held:
 
 
 class Pages:
-    """Hands out the pages of a cache and takes them back. Pages are told by their number within their pool."""
+    """Assigns the pages of a cache and takes them back. Pages are numbered within their pool."""
 
     def __init__(self, sizes: PageSizes) -> None:
-        """All pages are free."""
+        """Starts with all pages free."""
         self.sizes = sizes
         self.tables: Int[np.ndarray, "holders table_pages"] = np.zeros(
             (sizes.holders, sizes.table_pages), np.int32
         )
-        """The pages of each holder, in the order of its tokens. What stands behind a holder's last page has no meaning."""
-        # The lowest number on top, so that a run that needs little touches little.
+        """The pages of each holder, in the order of its tokens. Entries after a holder's last page have no meaning."""
+        # The lowest number on top, so that a small run touches little memory.
         self._free = [list(range(sizes.pool_pages - 1, -1, -1)) for _ in range(sizes.pools)]
         self._holders = np.zeros((sizes.pools, sizes.pool_pages), np.int32)
         self._held = [_Held() for _ in range(sizes.holders)]
         self._prompts: dict[tuple[int, Hashable], list[int]] = {}
 
     def free(self, holder: int) -> int:
-        """Pages of the holder's pool that nobody holds."""
+        """Returns the number of free pages in the holder's pool."""
         return len(self._free[self.sizes.pool_of(holder)])
 
     def free_of(self, pool: int) -> int:
-        """Pages of a pool that nobody holds."""
+        """Returns the number of free pages in a pool."""
         return len(self._free[pool])
 
     def count(self, holder: int) -> int:
-        """The number of pages that it holds."""
+        """Returns the number of pages that it holds."""
         return len(self._held[holder].pages)
 
     def start(
@@ -107,10 +107,10 @@ class Pages:
         prompt_tokens: int = 0,
         spare: int = 0,
     ) -> list[Fill] | None:
-        """Gives a holder that holds nothing the pages for `tokens` tokens, `read` of which are there to be written.
+        """Gives a new holder pages for `tokens` tokens, of which `read` are prefilled and written now.
 
-        Holders that name the same `prompt` begin with the same `prompt_tokens` tokens: its full pages are theirs together. Returned are the
-        pages to be written: shared ones for the first of them alone. None, and nothing has changed, if fewer than `spare` free ones would be left.
+        Holders with the same `prompt` begin with the same `prompt_tokens` tokens and share its full pages. Returns the pages to write;
+        shared pages are written by their first holder. Returns None, without any change, if fewer than `spare` free pages would be left.
         """
         sizes, held = self.sizes, self._held[holder]
         assert not held.pages, "the holder was not released"
@@ -129,7 +129,7 @@ class Pages:
         return [Fill(at * sizes.page_tokens, pool * sizes.pool_pages + pages[at]) for at in written]
 
     def grow(self, holder: int, tokens: int) -> bool:
-        """Gives the holder pages until it has room for `tokens`; False, and nothing has changed, if there are not enough."""
+        """Gives the holder pages up to `tokens` tokens. Returns False, without any change, if there are not enough."""
         held = self._held[holder]
         more = pages_for(tokens, self.sizes.page_tokens) - len(held.pages)
         if more > self.free(holder):
@@ -139,21 +139,21 @@ class Pages:
         return True
 
     def release(self, holder: int) -> None:
-        """Takes back what the holder has; pages that another has too stay where they are."""
+        """Releases the holder's pages; pages with other holders stay."""
         held, pool = self._held[holder], self.sizes.pool_of(holder)
         holders, gone = self._holders[pool], []
         for page in held.pages:
             holders[page] -= 1
             if not holders[page]:
                 gone.append(page)
-        # The first page of a prompt goes with all of its full pages: their holders are the same.
+        # The first page of a prompt is released with all of its full pages: they have the same holders.
         if held.shared is not None and held.pages[0] in gone:
             del self._prompts[pool, held.shared]
         self._free[pool].extend(reversed(gone))
         self._held[holder] = _Held()
 
     def held(self, holder: int) -> tuple[int, ...]:
-        """The pages of a holder, in the order of its tokens."""
+        """Returns the pages of a holder, in the order of its tokens."""
         return tuple(self._held[holder].pages)
 
     def _shared(self, holder: int, prompt: Hashable, prompt_tokens: int) -> list[int]:

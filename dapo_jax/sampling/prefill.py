@@ -1,7 +1,7 @@
-"""Reading prompts: rows of them, and what is longer than a row part by part.
+"""Prefill: rows of prompts at once; prompts longer than a row in chunks.
 
-The programs are those of one layer, called for each: what takes minutes to compile with all layers in it takes seconds so. There are three shapes of
-them, whatever comes: all rows, one row, and a part of a sequence beside what was read of it before.
+Each program is one layer and is called for every layer, so it compiles in seconds instead of minutes. There are
+three shapes: all rows, one row, and one chunk of a sequence with its earlier chunks.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,10 +29,10 @@ from dapo_jax.sampling.prompt_packing import PackedPrompts, PrefillShape, pack_p
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Prefix:
-    """Prefilled prompts: never donated, so one prompt can be inserted into many slots."""
+    """Prefilled prompts. They are never donated, so one prompt can be inserted into many slots."""
 
     layers: tuple[Any, ...]
-    """Keys and values of each layer; prompts lie in rows as `PackedPrompts` has them."""
+    """Keys and values of each layer, in the rows of `PackedPrompts`."""
     logits: Float[Array, "prompts vocab"] | Any
     """Logits of the first response token."""
     rows: Int[Array, " prompts"] | Any
@@ -41,18 +41,23 @@ class Prefix:
 
 
 Read = list[tuple[int, Prefix, int]]
-"""The prompts that one call has finished: (which one, the prefix that has it, its place there)."""
+"""The prompts that one call has finished: (index of the prompt, its prefix, its place in the prefix)."""
 
 
 class Prefill:
-    """The programs that read prompts on one mesh."""
+    """The prefill programs on one mesh."""
 
     def __init__(
         self, config: DecoderConfig, mesh: Mesh, *, block: nnx.GraphDef[Block], ends: nnx.GraphDef[EmbeddingAndHead],
         shape: PrefillShape, capacity: int, cache: Cache, cache_dtype: str, compute_dtype: str,
     ) -> None:  # fmt: skip
-        """`block` and `ends` are the structure of a layer and of what is around them; `capacity` is the longest sequence; keys and values are
-        kept as `cache` has them, in `cache_dtype`."""
+        """Makes the programs.
+
+        Args:
+            block, ends: the structure of a layer, and of embedding and head.
+            capacity: tokens of the longest sequence.
+            cache: the kind of KV cache; keys and values are in `cache_dtype`.
+        """
         self.shape, self._config, self._cache, self._block, self._ends = shape, config, cache, block, ends
         self._dtype, self._cache_dtype = compute_dtype, cache_dtype
         # The CPU's runtime may hang with many collective programs in its queue.
@@ -75,7 +80,7 @@ class Prefill:
         self._empty = jax.jit(self._empty_program, out_shardings=(buffer, buffer))
 
     def __call__(self, params: SamplerWeights, prompts: Sequence[Int[np.ndarray, " _"]]) -> Iterator[Read]:
-        """Reads prompts, those longer than a row last; gives after each call what it has finished, which may be nothing."""
+        """Prefills prompts, those longer than a row last. Yields after each call the finished ones, possibly none."""
         short = [index for index, prompt in enumerate(prompts) if len(prompt) <= self.shape.width]
         for packed in pack_prompts(prompts, short, self.shape) if short else ():
             prefix = self._rows(params, packed)
@@ -87,8 +92,10 @@ class Prefill:
                 )
 
     def programs(self, params: SamplerWeights, *, again: bool) -> dict[str, Callable[[], Lowered]]:
-        """The programs that are used, by name, and what lowers each; `params` may be shapes with their places. `again` says whether responses
-        that gave way are read again, which may be longer than any prompt."""
+        """Returns the name of each program in use, with a function that lowers it. `params` may be shapes with their shardings.
+
+        With `again`, preempted responses are re-prefilled; these may be longer than any prompt.
+        """
         made: dict[str, Callable[[], Lowered]] = {}
         layer, ends = params["layers"][0], params["ends"]
         half, embed, width = self._config.head_dim // 2, self._config.embed_dim, self.shape.width
@@ -100,7 +107,7 @@ class Prefill:
         for name, rows, _ in (shape for shape in self._used(again) if shape[0] != "part"):
             x, rope = of_tokens(rows * width)
             tokens, segments, last = (
-                jax.ShapeDtypeStruct(shape, jnp.int32)  # of the host, which places nothing
+                jax.ShapeDtypeStruct(shape, jnp.int32)  # host arrays, without a sharding
                 for shape in ((rows * width,), (rows, width), (rows * self.shape.row_prompts,))
             )
             made[f"prefill_{name}_embed"] = partial(self._embed.lower, ends, tokens)
@@ -117,7 +124,7 @@ class Prefill:
         return made
 
     def prefixes(self, params: SamplerWeights, *, again: bool) -> dict[str, Prefix]:
-        """The results of calls of every shape that is used, as shapes with their places; `again` is that of `programs`."""
+        """Returns the results of each shape of call, as shapes with their shardings; `again` as in `programs`."""
         ends, made = params["ends"], {}
         for name, rows, width in self._used(again):
             x = jax.ShapeDtypeStruct((self._config.embed_dim, rows * width), self._flowing(ends))
@@ -139,7 +146,7 @@ class Prefill:
         return made
 
     def _used(self, again: bool) -> list[tuple[str, int, int]]:
-        """(name, rows, width) of what is read."""
+        """Yields (name, rows, width) of each shape of call."""
         several = [("rows", self.shape.rows, self.shape.width)] if self.shape.rows > 1 else []
         longest = self._room if again else self.shape.longest
         parts = [("part", 1, self._room)] if longest > self.shape.width else []
@@ -164,7 +171,7 @@ class Prefill:
         return Prefix(layers=tuple(layers), logits=logits, rows=rows, starts=starts, lengths=lengths)
 
     def _parts(self, params: SamplerWeights, prompt: Int[np.ndarray, " _"]) -> Iterator[Prefix | None]:
-        """One sequence, a row's width at a time: nothing after each but the last."""
+        """Prefills one sequence, a row's width at a time. Yields an empty result after each chunk but the last."""
         width, buffers, x = self.shape.width, [self._empty() for _ in params["layers"]], None
         starts = range(0, len(prompt), width)
         for start in starts:
@@ -188,7 +195,7 @@ class Prefill:
     def _awaited(self, made: Any) -> Any:
         return jax.block_until_ready(made) if self._waits else made
 
-    # The programs. Pure functions of their arguments.
+    # The programs are pure functions of their arguments.
 
     def _embed_program(self, ends: nnx.State, tokens: Array) -> Array:
         return nnx.merge(self._ends, ends).embed(tokens)

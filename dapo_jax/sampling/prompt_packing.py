@@ -1,7 +1,4 @@
-"""Prompts of different lengths in rows of one width: what prefill reads, in programs of which there are few.
-
-A file of its own: it is host code over lengths, tested without an engine.
-"""
+"""Packs prompts of different lengths into rows of one width, so that prefill needs few programs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,39 +7,41 @@ import numpy as np
 from jaxtyping import Int
 
 _NARROWEST = 16
-"""Below this many tokens a narrower row would only hold less."""
+"""Rows narrower than this would only hold less, at the same cost."""
 
 _CALL = 128
-"""Tokens that take about as long as the call of a program."""
+"""Tokens whose prefill takes about as long as the call of a program."""
 
 _ALONE = 256
-"""Tokens of a row that has one prompt at most: what is longer is read in parts, and what is shorter leaves no more of it empty."""
+"""Most tokens of a row with one prompt. Longer prompts are prefilled in chunks; no row pads more than this."""
 
 _ROW_PROMPTS = 16
-"""No row has more prompts: the logits of all of them are kept."""
+"""Most prompts per row: the logits of all of them are kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillShape:
-    """The rows that are read together. A run has three programs: for all of these rows, for one, and for a part of what is longer than a row."""
+    """The rows of one prefill call. A run has three programs: for all rows, for one row, and for one chunk of a longer prompt."""
 
     rows: int
     width: int
     longest: int
-    """Tokens of the longest prompt, which may be longer than a row. A response that is read again may come to more."""
+    """Tokens of the longest prompt, which may exceed a row. A re-prefilled response may be longer."""
     alone: bool = False
-    """Each prompt is read alone, so that what else is to be read changes no bit of it."""
+    """True: each prompt is prefilled alone, so that no bit of it depends on other prompts."""
 
     @property
     def row_prompts(self) -> int:
-        """The most prompts in a row."""
+        """Most prompts per row."""
         return 1 if self.alone else min(_ROW_PROMPTS, self.width)
 
 
 def prefill_shape(
     *, longest: int, capacity: int, prompts: int, tokens: int, alone: bool = False
 ) -> PrefillShape:
-    """Returns rows that hold a prompt of `longest` tokens, as far as `tokens` at a time allow, and at most `prompts` rows. With `alone` there is one row, which is not wide."""
+    """Returns rows that hold a prompt of `longest` tokens, if `tokens` per call allow it, and at most `prompts` rows. With `alone` there is
+    one row, of limited width.
+    """
     width = min(max(_NARROWEST, _power_of_two(longest)), capacity, max(tokens, 1))
     if alone:
         return PrefillShape(rows=1, width=min(width, _ALONE), longest=longest, alone=True)
@@ -51,27 +50,27 @@ def prefill_shape(
 
 @dataclass(frozen=True, kw_only=True)
 class PackedPrompts:
-    """Prompts side by side in padded rows, for one call."""
+    """Prompts next to each other in padded rows, for one call."""
 
     indices: tuple[int, ...]
-    """Which of the prompts they are, in the order of the arrays below."""
+    """The indices of the prompts, in the order of the arrays below."""
     tokens: Int[np.ndarray, "rows width"]
     positions: Int[np.ndarray, "rows width"]
     segment_ids: Int[np.ndarray, "rows width"]
     """1, 2, ... for the prompts of a row; 0 is padding."""
     rows: Int[np.ndarray, " prompts"]
     starts: Int[np.ndarray, " prompts"]
-    """Where in its row a prompt begins."""
+    """Each prompt's first position in its row."""
     lengths: Int[np.ndarray, " prompts"]
 
 
 def pack_prompts(
     prompts: Sequence[Int[np.ndarray, " _"]], indices: Sequence[int], shape: PrefillShape
 ) -> list[PackedPrompts]:
-    """Packs those of the prompts that `indices` name, each no longer than a row; first fit, longest first. A call has all rows or one."""
+    """Packs the prompts of `indices`, each no longer than a row: first fit, longest first. A call has all rows or one."""
     lines = _first_fit({index: len(prompts[index]) for index in indices}, shape)
     calls = [lines[start : start + shape.rows] for start in range(0, len(lines), shape.rows)]
-    # The last few rows one by one, if that is less work than a call that is mostly padding.
+    # The last few rows go one by one, if that is less work than a call that is mostly padding.
     last = len(calls[-1])
     if last <= shape.rows // 2 and last * max(shape.width, _CALL) < shape.rows * shape.width:
         calls[-1:] = [[line] for line in calls[-1]]
@@ -103,7 +102,7 @@ def _packed(
 
 
 def _first_fit(sizes: dict[int, int], shape: PrefillShape) -> list[list[int]]:
-    """The keys of `sizes`, longest first, each in the first row that still has room for it; none is over the width."""
+    """Packs the keys of `sizes`, longest first, each into the first row with room. No size exceeds the width."""
     lines: list[list[int]] = []
     left: list[int] = []
     for index in sorted(sizes, key=lambda index: -sizes[index]):
@@ -123,5 +122,5 @@ def _first_fit(sizes: dict[int, int], shape: PrefillShape) -> list[list[int]]:
 
 
 def _power_of_two(number: int) -> int:
-    """The least that is not less than `number`."""
+    """Returns the smallest power of two that is at least `number`."""
     return 1 << max(number - 1, 0).bit_length()

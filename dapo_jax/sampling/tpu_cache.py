@@ -1,9 +1,9 @@
-"""The key/value cache in pages on TPU: one kernel appends a token to every live slot and attends, as `paged_cache.extend` does.
+"""The paged KV cache on TPU: one kernel appends a token to every live slot and attends, like `paged_cache.extend`.
 
-A key and its value lie side by side, [pages, kv_heads, page_tokens, 2 head_dim]: both come in one transfer, and heads of 64 fill the 128
-lanes of a register. The kernel (Pallas) walks over a list of blocks of pages that live slots have filled, so that a step reads what
-is there and not what there is room for; while it works on a block, the pages of the next are on their way. It writes one tile of rows
-per slot in place: XLA's own updates are loops over the slots.
+A key and its value are stored next to each other, [pages, kv_heads, page_tokens, 2 head_dim]: one transfer brings both, and heads
+of 64 fill the 128 lanes of a register. The kernel (Pallas) walks over a list of blocks of filled pages of live slots, so a step
+reads the tokens present, not the capacity. While it computes one block, the pages of the next are transferred. It writes one
+tile of rows per slot in place: XLA's own updates are loops over the slots.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from dapo_jax.models.attention import MASKED
 from dapo_jax.sampling.cache import EIGHT_BITS, fill_page, of_row, stored
 
 LANES = 128
-"""A page of a cache in eight bits is a multiple of this: its tokens' scales lie side by side."""
+"""A page with eight bits is a multiple of this, since the scales of its tokens fill lanes."""
 
 _BLOCK_BYTES = 1 << 20
 
@@ -34,43 +34,43 @@ class Pairs:
     pairs: Num[Array, "pages kv_heads page_tokens pair"] | Any
     """The key, then the value, of each token."""
     scales: Float[Array, "pages kv_heads 2 page_tokens"] | Any = None
-    """The factors of each token's key and value, where they are in eight bits; else None."""
+    """The scales of each token's key and value if they have eight bits; else None."""
 
 
 def tile_rows(dtype: str) -> int:
-    """The rows that are written together, as many as a register has of the dtype; a page is a multiple of it."""
+    """Returns the rows written together: as many as a register has in this dtype. A page is a multiple of it."""
     return 32 if dtype in EIGHT_BITS else 16
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Reading:
-    """The state of all slots at one decoding step: the same in all layers."""
+class TpuStep:
+    """The state of all slots at one decoding step, equal in all layers."""
 
     tables: Int[Array, "slots table_pages"] | Any
     lengths: Int[Array, " slots"] | Any
     live: Bool[Array, " slots"] | Any
     count: Int[Array, "1"] | Any
-    """Steps that the kernel takes: one for each block of pages that a live slot has begun, and at least one."""
+    """Number of the kernel's steps: one for each block of pages that a live slot has begun, at least one."""
     slot_of: Int[Array, " most"] | Any
     """The slot of each step."""
     starts: Int[Array, " slots"] | Any
-    """Each slot's first step."""
+    """The first step of each slot."""
 
 
 def pages_at_once(kv_heads: int, page_tokens: int, head_dim: int, dtype: str) -> int:
-    """The pages of one device that a step of the kernel reads: much beside what a step costs, little beside a core's fast memory."""
+    """Returns the pages of one device that a step of the kernel reads: large next to a step's overhead, small next to a core's fast memory."""
     heads = kv_heads // _parts(kv_heads)
     return max(1, _BLOCK_BYTES // (heads * page_tokens * 2 * head_dim * jnp.dtype(dtype).itemsize))
 
 
 def _parts(kv_heads: int) -> int:
-    """Into how many parts the heads are divided: halves for the cores of a chip that has two; elsewhere they come one after the other."""
+    """Returns the parts into which heads are split: halves for a chip with two cores; elsewhere they run one after the other."""
     return 2 - kv_heads % 2
 
 
 def empty(pages: int, kv_heads: int, page_tokens: int, head_dim: int, dtype: str) -> Pairs:
-    """A cache in which nothing is written yet."""
+    """Returns an empty cache."""
     scales = jnp.zeros((pages, kv_heads, 2, page_tokens), jnp.float32) if dtype in EIGHT_BITS else None
     return Pairs(jnp.zeros((pages, kv_heads, page_tokens, 2 * head_dim), dtype), scales)
 
@@ -81,13 +81,13 @@ def of_rows(
     rows: int,
     dtype: str,
 ) -> Pairs:
-    """The keys and values of rows of tokens that were read end to end."""
+    """Returns the keys and values of prefilled rows, given end to end."""
     pairs, scales = _paired(keys, values, dtype)
     return Pairs(of_row(pairs, rows).swapaxes(2, 3), of_row(scales, rows))
 
 
 def _paired(key: Array, value: Array, dtype: str) -> tuple[Array, Array | None]:
-    """[kv_heads, 2 head_dim, tokens] and their scales, [kv_heads, 2, tokens]."""
+    """Returns [kv_heads, 2 head_dim, tokens] and the scales, [kv_heads, 2, tokens]."""
     (key, key_scale), (value, value_scale) = stored(key, dtype), stored(value, dtype)
     scales = None if key_scale is None else jnp.stack([key_scale, value_scale], axis=1)
     return jnp.concatenate([key, value], axis=1), scales
@@ -96,7 +96,7 @@ def _paired(key: Array, value: Array, dtype: str) -> tuple[Array, Array | None]:
 def fill(
     cache: Pairs, read: Pairs, page: Int[Array, ""], row: Int[Array, ""], start: Int[Array, ""]
 ) -> Pairs:
-    """Does what `cache.fill` does: what begins at `start` of row `row` comes to a page."""
+    """Implements `cache.fill`: copies the tokens of row `row` from `start` on into a page."""
     return Pairs(
         fill_page(cache.pairs, read.pairs, page, row, start, axis=2),
         fill_page(cache.scales, read.scales, page, row, start, axis=3),
@@ -110,28 +110,28 @@ def reading(
     *,
     page_tokens: int,
     at_once: int,
-) -> Reading:
-    """The step as the kernel looks it up; `at_once` is `pages_at_once`."""
+) -> TpuStep:
+    """Returns a step in the form that the kernel reads; `at_once` is `pages_at_once`."""
     slots, most = tables.shape
     lengths, at_once = jnp.where(live, lengths, 0), min(at_once, most)
     blocks = jnp.where(live, lengths // (at_once * page_tokens) + 1, 0)
     count, slot_of, starts = _walk(blocks, slots * pl.cdiv(most, at_once))
-    return Reading(tables, lengths, live, count, slot_of, starts)
+    return TpuStep(tables, lengths, live, count, slot_of, starts)
 
 
 def _walk(
     blocks: Int[Array, " slots"], most: int
 ) -> tuple[Int[Array, "1"], Int[Array, " most"], Int[Array, " slots"]]:
-    """How many steps there are, the slot of each step, and each slot's first step. There is always one."""
+    """Returns the number of steps (at least one), the slot of each step, and each slot's first step."""
     ends = jnp.cumsum(blocks, dtype=jnp.int32)
-    # A slot begins where the one before it ends; what ends at the end of the list begins nothing.
+    # A slot begins at the end of the slot before it; a slot without blocks begins nothing.
     passed = jnp.cumsum(jnp.zeros(most, jnp.int32).at[ends].add(1, mode="drop"), dtype=jnp.int32)
     return jnp.maximum(ends[-1:], 1), jnp.minimum(passed, len(blocks) - 1), ends - blocks
 
 
 def extend(
     cache: Pairs,
-    now: Reading,
+    now: TpuStep,
     query: Float[Array, "heads head_dim slots"],
     key: Float[Array, "kv_heads head_dim slots"],
     value: Float[Array, "kv_heads head_dim slots"],
@@ -139,10 +139,10 @@ def extend(
     dtype: str,
     interpret: bool = False,
 ) -> tuple[Float[Array, "heads head_dim slots"], Pairs]:
-    """Does what `paged_cache.extend` does.
+    """Implements `paged_cache.extend`.
 
-    The new token is not looked for in the cache: the running softmax begins with it, so it never is empty. Products are in `dtype` with
-    sums in float32.
+    The running softmax begins with the new token, so it is never empty and the token is not read from the cache. Products are in `dtype`
+    with sums in float32.
     """
     pairs, kv_heads, live = cache.pairs, len(key), now.live
     slots, kept = len(live), pairs.dtype.name
@@ -157,7 +157,7 @@ def extend(
         return slot_of[step], part, 0, 0
 
     def page_of(step: Any, slot_of: Any, lengths: Any, tables: Any) -> tuple[Any, Any]:
-        """The page that a slot's new token goes to, and where in it."""
+        """Returns the page of a slot's new token, and the token's place in it."""
         slot = slot_of[step]
         return tables[slot, lengths[slot] // page_tokens], lengths[slot] % page_tokens
 
@@ -222,7 +222,7 @@ def extend(
         *news,
         *pools,
     )  # fmt: skip
-    # Nothing was computed for the others.
+    # Nothing was computed for slots that are not live.
     attended = jnp.where(live[:, None, None, None], attended, 0.0)
     return attended.transpose(1, 2, 3, 0).reshape(query.shape).astype(query.dtype), Pairs(*grown)
 
@@ -230,9 +230,10 @@ def extend(
 def _kernel(
     slot_of: Any, starts: Any, lengths: Any, tables: Any, any_live: Any, query: Any, *refs: Any, heads: int, page_tokens: int, pools: int,
 ) -> None:  # fmt: skip
-    """One block of one slot: `out`, `top` and `total` are its running softmax, `tiles` the rows (and scales) in which the new token lies.
+    """Computes one block of one slot: `out`, `top` and `total` are its running softmax, `tiles` the rows (and scales) that contain the new
+    token.
 
-    `pages` have room for two blocks: the one at hand and the next, whose pages come meanwhile.
+    `pages` have room for two blocks: the present one, and the next, whose pages arrive meanwhile.
     """
     (new, *new_scales), sources, refs = refs[:pools], refs[pools : 2 * pools], refs[2 * pools :]
     out, tiles, (top, total, arrived, *pages) = refs[0], refs[1 : 1 + pools], refs[1 + pools :]
@@ -241,7 +242,7 @@ def _kernel(
     at_once = block // page_tokens
 
     def transfers(step: Any, do: str) -> None:
-        """Starts or awaits the transfer of a step's pages, of those that its slot has filled."""
+        """Starts or awaits the transfer of a step's filled pages."""
         slot = slot_of[step]
         first = (step - starts[slot]) * at_once
         for place in range(at_once):
@@ -295,7 +296,7 @@ def _kernel(
     if new_scales:
         weights = jnp.where(position < length, weights * pages[1][step % 2, :, 1:], 0.0)
     values = there[..., head_dim:]
-    # What lies behind the slot's tokens is anything, and 0 x NaN is NaN.
+    # Rows after the slot's tokens hold anything, and 0 x NaN is NaN.
     row = index * block + lax.broadcasted_iota(jnp.int32, values.shape, 1)
     values = jnp.where(row < length, values, jnp.zeros_like(values))
     out[0] = out[0] * shrink + product("hgc,hcd->hgd", weights.astype(values.dtype), values)
@@ -309,5 +310,5 @@ def _kernel(
             begin = pl.multiple_of(offset // size * size, size)
             beside = pages[axis][(step % 2, *[slice(None)] * (1 + axis), pl.ds(begin, size))]
             place = lax.broadcasted_iota(jnp.int32, beside.shape, 1 + axis)
-            # Where no slot is live a step is taken all the same, and must leave what it finds.
+            # Without a live slot one step runs all the same, and must change nothing.
             tile[0] = jnp.where((place == offset - begin) & (any_live[0] > 0), own[0], beside)

@@ -63,7 +63,6 @@ class OldLogprobs:
         logprobs: PolicyLogprobs,
         *,
         source: str,
-        score_first: bool,
         reference: nnx.State | None,
         frozen: nnx.State,
         sharding: NamedSharding,
@@ -73,12 +72,11 @@ class OldLogprobs:
         Args:
             logprobs: the function that the update uses.
             source: `trainer` recomputes the old log-probabilities by that function; `sampler` takes those recorded while sampling.
-            score_first: recompute those of the first minibatch too, whose old policy is the policy itself.
             reference: the reference policy's parameters in place of those that are trained, if there is one.
             frozen: parameters that are not trained.
             sharding: where arrays [capacity, rows, seq] lie.
         """
-        self._logprobs, self._source, self._score_first = logprobs, source, score_first
+        self._logprobs, self._source = logprobs, source
         self._reference, self._frozen = reference, frozen
         self._score = Together(jax.jit(self._score_program, out_shardings=sharding))
         self._ratio = jax.jit(_ratio, out_shardings=sharding)
@@ -95,8 +93,8 @@ class OldLogprobs:
             filled = [with_array(m, "old_logprobs", _recorded) for m in filled]
         else:
             score = partial(self._score, (params, self._frozen))
-            first = 0 if self._score_first else 1
-            filled[first:] = [with_array(m, "old_logprobs", score) for m in filled[first:]]
+            # The old policy of the first update is the policy itself.
+            filled[1:] = [with_array(m, "old_logprobs", score) for m in filled[1:]]
         if self._reference is None:
             return filled
         score = partial(self._score, (self._reference, self._frozen))

@@ -106,8 +106,6 @@ class UpdateOptions:
     importance_range: tuple[float, float] = (0.0, math.inf)
     """The smallest and the largest weight that is kept; of truncate the largest is the cap."""
     kl_coef: float = 0.0
-    score_first: bool = False
-    """Score the old log-probabilities of the first minibatch too: its update needs none, but a comparison of sampler and trainer before it does."""
     offload: bool = False
     """The optimizer's moments lie in the host's memory and come to the device only to be applied."""
 
@@ -152,7 +150,6 @@ class Updater:
         self._old = OldLogprobs(
             self._logprobs,
             source=self._options.old_logprobs,
-            score_first=self._options.score_first,
             reference=reference,
             frozen=self._frozen,
             sharding=self._rows,

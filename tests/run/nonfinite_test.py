@@ -7,7 +7,26 @@ from dapo_jax.dapo.metrics import Max, Mean
 from dapo_jax.dapo.microbatch import Microbatch
 from dapo_jax.run.nonfinite import Update, in_words
 from dapo_jax.training.minibatch import Stack
-from tests.training.sync_metrics_test import stack
+
+
+def stack(sampler, old, mask, weights, advantages=None):
+    """One microbatch of one row, in room for two; what is not in the mask is NaN."""
+
+    def whole(values):
+        values = np.where(mask, np.array(values, np.float32), np.float32("nan"))
+        return jnp.asarray(np.stack([values[None], np.zeros_like(values)[None]]))
+
+    ids = jnp.zeros((2, 1, len(mask)), jnp.int32)
+    room = jnp.asarray(np.stack([np.array(mask)[None], np.zeros((1, len(mask)), bool)]))
+    blank = jnp.zeros((2, 1, len(mask)), jnp.float32)
+    given = [0.0] * len(mask) if advantages is None else advantages
+    microbatches = Microbatch(
+        tokens=ids, segment_ids=ids, prefix_ids=ids, previous=ids, positions=ids, mask=room,
+        advantages=jnp.asarray(np.stack([np.array(given, np.float32)[None], np.zeros((1, len(mask)), np.float32)])),
+        weights=jnp.asarray(np.stack([np.array(weights, np.float32)[None], np.zeros((1, len(mask)), np.float32)])),
+        sampler_logprobs=whole(sampler), old_logprobs=whole(old), ref_logprobs=blank,
+    )  # fmt: skip
+    return Stack(microbatches, np.int32(1))
 
 
 def room_for(count, tokens):

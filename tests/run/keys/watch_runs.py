@@ -88,15 +88,6 @@ def post_mortems(look):
     return len(look.files("post_mortem"))
 
 
-def corrected(look):
-    """The largest advantage of a token; corrected ones are multiplied by up to `guard.mismatch_cap`, as their old log-probabilities are
-    far above the sampler's."""
-    look.train(measured=DRIFTS)
-    return rounded(
-        [max(float(stack.microbatches.advantages.max()) for m in look.updates.minibatches for stack in m)]
-    )
-
-
 WATCHERS = [
     watch("run_dir", folders, ("out_a", ["out_a"]), ("out_b", ["out_b"]), also=AT_ONCE),
     watch("steps", steps, (1, [1]), (2, [1, 2])),
@@ -167,21 +158,6 @@ WATCHERS = [
         also={"guard.on_mismatch": "stop"},
     ),
     watch("guard.on_mismatch", refusal(drifting), ("warn", ""), ("stop", "GuardError"), also=STRICT),
-    watch(
-        "guard.on_mismatch",
-        corrected,
-        ("warn", [1.1619]),
-        ("correct", [2.3238]),
-        what="the correction",
-        also=STRICT,
-    ),
-    watch(
-        "guard.mismatch_cap",
-        corrected,
-        (2.0, [2.3238]),
-        (3.0, [3.4857]),
-        also={**STRICT, "guard.on_mismatch": "correct"},
-    ),
     watch(
         "watchdogs.enabled",
         lambda look: look.received("Watchdogs") is not None,
