@@ -19,7 +19,7 @@ from dapo_jax.run.policy import Policy
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 from dapo_jax.text.conversations import conversation_ids
 from dapo_jax.text.huggingface import HuggingFaceTokenizer
-from tests.serving.http_client import ask, running
+from tests.serving.servers import ask, running
 from tests.text.folders import files_of
 
 PYTHON = os.environ.get("DAPO_JAX_VERIFIERS") or (
