@@ -24,7 +24,7 @@ class TrainingPass:
     layout: Layout
     row_tokens: int
     packing: dict[str, Any]
-    """For `batching.pack`: over how many devices rows are spread, what the attention can tell apart, and how short rows may be."""
+    """For `row_packing.pack`: over how many devices rows are spread, what the attention can tell apart, and how short rows may be."""
 
 
 def training_pass(

@@ -171,7 +171,7 @@ class HttpServer:
             raise _busy(f"{self._open} requests are open; the server takes {self._most_open}")
 
     def _of_aiohttp(self, request: web.Request, error: web.HTTPException) -> RequestError:
-        path = request.path[:80]
+        path = visible(request.path[:80])
         if isinstance(error, web.HTTPRequestEntityTooLarge):
             return RequestError(
                 f"the body is larger than {request._client_max_size} bytes, the most that a prompt of {self._limits.max_prompt_tokens} tokens may take: "
@@ -209,7 +209,7 @@ class HttpServer:
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         limits = self._limits
-        asked = await self._read(request, read_generate)
+        asked = read_generate(await self._body(request), limits)
         answers = [Answer() for _ in range(asked.count)]
         async with self._sampled(asked) as arriving:
             async for new in arriving:
@@ -219,7 +219,8 @@ class HttpServer:
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         limits = self._limits
-        asked = await self._read(request, read_chat)
+        # In a thread: tokenizing a prompt of megabytes must not delay other requests.
+        asked = await asyncio.to_thread(read_chat, await self._body(request), limits)
         answer = ChatAnswer(asked, limits.tokenizer, name=f"chatcmpl-{uuid.uuid4().hex}", model=limits.model)
         async with self._sampled(asked) as arriving:
             if asked.stream:
@@ -228,14 +229,10 @@ class HttpServer:
                 answer.answers[new.index].add(new)
         return _json(answer.whole())
 
-    async def _read(
-        self, request: web.Request, read: Callable[[bytes, ServedLimits], HttpRequest]
-    ) -> HttpRequest:
-        """Returns the request that the body describes."""
+    async def _body(self, request: web.Request) -> bytes:
         content = await _body(request)
         self._connections.works(request.protocol)
-        # In a thread: tokenizing a prompt of megabytes must not delay other requests.
-        return await asyncio.to_thread(read, content, self._limits)
+        return content
 
     @asynccontextmanager
     async def _sampled(self, asked: HttpRequest) -> AsyncIterator[AsyncIterator[NewTokens]]:

@@ -118,7 +118,7 @@ class Server:
         self._tokenizer = engine.build_tokenizer(engine.get_tokenizer())
         self._max_prompt_tokens, self._max_response_tokens = max_prompt_tokens, max_response_tokens
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="grpc server")
+        self._thread = threading.Thread(target=self._loop.run_forever, name="grpc server", daemon=True)
         self._thread.start()
         try:
             asyncio.run_coroutine_threadsafe(self._bind(), self._loop).result()

@@ -1,4 +1,4 @@
-"""What both servers share: options, the model, the engine, and following a run's checkpoints. Imports no server."""
+"""The parts that both servers share: options, the model, the engine, and following a run's checkpoints. Imports no server."""
 
 import threading
 from collections.abc import Callable, Iterator, Mapping

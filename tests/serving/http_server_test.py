@@ -17,8 +17,7 @@ import pytest
 from flax import nnx
 
 pytest.importorskip("aiohttp", reason="needs the extra http")
-
-from dapo_jax.dapo.batching import Example, pack
+from dapo_jax.dapo.batching import Example
 from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.models.decoder import Decoder
 from dapo_jax.models.folder import shapes_of
@@ -36,6 +35,7 @@ from dapo_jax.text.conversations import conversation_ids
 from dapo_jax.text.huggingface import HuggingFaceTokenizer
 from dapo_jax.text.stop_strings import StopStrings
 from dapo_jax.training.optimizer import make_optimizer
+from dapo_jax.training.row_packing import pack
 from dapo_jax.training.state import init_state
 from dapo_jax.training.update import UpdateOptions, Updater
 from tests.serving.http_flood_test import flooded
@@ -657,6 +657,8 @@ NO_HTTP = [
     b"POST /inference/v1/generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n{}\r\n\r\n",
     b"GET http://[::1 HTTP/1.1\r\nHost: localhost\r\n\r\n",
     b"GET /v1/models HTTP/1.1\r\nHost: [\r\n\r\n",
+    b"GET /\xff HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"GET /v1/models HTTP/1.1\r\nHost: \xff\r\n\r\n",
 ]  # fmt: skip
 
 

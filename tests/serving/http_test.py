@@ -135,6 +135,7 @@ def test_greedy_tokens_equal_those_of_the_sample_command(server, greedy):
     assert {str(choice["spans"]) for choice in found.values()} == {"[{'first': 0, 'version': 1}]"}
 
 
+@pytest.mark.slow  # compiles for eight devices; tests/sampling has the same of the sampler
 def test_several_devices_sample_the_same_tokens(policies, greedy):
     """The loop that the command makes, on the eight devices of this process."""
     options = HttpOptions(slots=16, max_prompt_tokens=9, max_response_tokens=LIMIT)
