@@ -9,7 +9,7 @@ size-invariance for policy optimization", 2021, decouple the two ratios.)
 |---|---|---|
 | `truncate` | $\min(e^d, C)$ | Ionides 2008; Yao et al. 2025 |
 | `mask` | $e^d$ where $\text{low} \le e^d \le \text{high}$, else 0 | IcePop (Ling Team 2025) |
-| `mask_responses` | $g$, the geometric mean of $e^d$ over its response, where $\text{low} \le g \le \text{high}$, else 0 | the mean is that of GSPO (Zheng et al. 2025) |
+| `mask_responses` | $g$, the geometric mean of $e^d$ over its response, where $\text{low} \le g \le \text{high}$, else 0 | the mean is as in GSPO (Zheng et al. 2025) |
 
 An episode with several contexts is one row per context; `mask_responses` takes a separate mean in each row.
 

@@ -172,7 +172,7 @@ class JetStreamEngine(engine_api.Engine):
     def bulk_insert(
         self, prefix: ServedPrefix, decode_state: ServedState, slots: Sequence[int]
     ) -> ServedState:
-        """Inserts one prompt into several slots, each of which samples its own response."""
+        """Inserts one prompt into several slots; each samples its own response."""
         count, ordinal, length = len(slots), next(self._ordinals), prefix.prompt_tokens
         fills = []
         for slot in slots:

@@ -221,7 +221,10 @@ def read_chat(content: bytes, limits: ServedLimits) -> HttpRequest:
 
 def shown(value: object) -> str:
     """Returns a value as errors quote it."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except RecursionError:
+        return "a value that is nested too deeply"
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 

@@ -327,7 +327,7 @@ def test_microbatches_add_up_to_the_minibatch(aggregation):
             "token_mean",
             [[1 / 7, 1 / 7, 1 / 7], [1 / 7, 0, 0], [1 / 7, 1 / 7, 1 / 7], [0, 0, 0]],
         ),  # 3 + 1 + 3 tokens
-        # Two prompts with 3 + 1 and 3 tokens: 1 / 2 / 4 and 1 / 2 / 3. The fourth response is none, and no prompt.
+        # Two prompts with 3 + 1 and 3 tokens: 1 / 2 / 4 and 1 / 2 / 3. The fourth response is empty, and so is its prompt.
         ("prompt_mean", [[1 / 8, 1 / 8, 1 / 8], [1 / 8, 0, 0], [1 / 6, 1 / 6, 1 / 6], [0, 0, 0]]),
         (
             "sequence_mean",

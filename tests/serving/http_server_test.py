@@ -200,12 +200,12 @@ def test_an_answer_has_usage_spans_and_the_weights_version(address):
         "sampling_params": {"max_tokens": 5, "n": 2},
     }
     answer = ask(address, GENERATE, body).json
-    drawn = sum(map(len, tokens(answer["choices"])))
+    sampled = sum(map(len, tokens(answer["choices"])))
     assert answer["request_id"] == "mine"
     assert answer["usage"] == {
         "prompt_tokens": len(PROMPTS[3]),
-        "completion_tokens": drawn,
-        "total_tokens": len(PROMPTS[3]) + drawn,
+        "completion_tokens": sampled,
+        "total_tokens": len(PROMPTS[3]) + sampled,
     }
     assert [choice["logprobs"] for choice in answer["choices"]] == [None, None]
     assert [choice["spans"] for choice in answer["choices"]] == [[{"first": 0, "version": 5}]] * 2
@@ -258,8 +258,8 @@ def test_200_at_once_are_all_answered_right(address):
 
 
 def test_stop_tokens_and_stop_strings_end_a_response(address):
-    drawn = ((seed, generate(address, PROMPTS[4], seed=seed)[0]["token_ids"]) for seed in range(100))
-    seed, ids = next((seed, ids) for seed, ids in drawn if len(ids) > 8)
+    sampled = ((seed, generate(address, PROMPTS[4], seed=seed)[0]["token_ids"]) for seed in range(100))
+    seed, ids = next((seed, ids) for seed, ids in sampled if len(ids) > 8)
     [cut] = generate(address, PROMPTS[4], seed=seed, stop_token_ids=[ids[5], ids[3]])
     first = 1 + min(ids.index(ids[5]), ids.index(ids[3]))
     assert (cut["token_ids"], cut["finish_reason"]) == (ids[:first], "stop")
@@ -434,6 +434,7 @@ MALFORMED = [
     (GENERATE, b"\xff\xfe", "not JSON"),
     (GENERATE, b"[1, 2]", "the body: Expected `object`, got `array`"),
     (GENERATE, nested(100_000), "nested too deeply"),
+    (GENERATE, nested(900), "token_ids[0]: Expected `int`, got `array`"),
     (GENERATE, b'{"token_ids": [5], "sampling_params": {"temperature": NaN}}', "not JSON"),
     (GENERATE, b'{"token_ids": [5], "sampling_params": {"temperature": 1e999}}', "out of range"),
     (GENERATE, b'{"token_ids": [1' + b"0" * 30 + b"]}", "vocabulary of 324"),

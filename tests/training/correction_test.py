@@ -112,13 +112,13 @@ class Batch:
         ends = [len(p) + len(r) for p, r in zip(self.prompts, self.responses, strict=True)]
         self.tokens = np.zeros((COUNT, max(ends)), np.int32)
         column = np.arange(max(ends))
-        drawn = np.stack(
+        sampled = np.stack(
             [(column >= len(p)) & (column < end) for p, end in zip(self.prompts, ends, strict=True)]
         )
         for row, (p, r) in enumerate(zip(self.prompts, self.responses, strict=True)):
             self.tokens[row, : ends[row]] = [*p, *r]
         self.in_loss = np.arange(COUNT) != 6
-        self.mask = drawn & self.in_loss[:, None]
+        self.mask = sampled & self.in_loss[:, None]
         self.advantages = rng.normal(0.8, 1.0, COUNT)
         self.weights = (rng.uniform(0.5, 1.5, COUNT) * self.in_loss / 120).astype(np.float32)
         # The three versions sampled one part of each response after the other.
@@ -130,8 +130,8 @@ class Batch:
                 for p, (a, b) in zip(self.prompts, cuts, strict=True)
             ]
         )
-        assert all(len(set(version[row][drawn[row]])) == 3 for row in range(COUNT))
-        self.sampler = np.where(drawn, np.choose(version, by), 0.0).astype(np.float32)
+        assert all(len(set(version[row][sampled[row]])) == 3 for row in range(COUNT))
+        self.sampler = np.where(sampled, np.choose(version, by), 0.0).astype(np.float32)
 
     def packed(self):
         """Returns microbatches of two rows of 48 tokens."""

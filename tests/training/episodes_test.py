@@ -54,12 +54,12 @@ def episode(rng, prompt, *, anew=0.0):
     begin()
     tokens = np.array(tokens, np.int32)
     # Log-probabilities of an older policy; the sampler records 0 for tokens of the environment.
-    drawn = np.zeros(len(tokens), np.float32)
+    recorded = np.zeros(len(tokens), np.float32)
     for first, stop, context in with_context(prompt.tokens, tokens, turns, contexts):
         whole = np.concatenate([context, tokens[first:stop]])[None]
-        drawn[first:stop] = exact_logprobs(OLDER[0], whole)[0, len(context) :]
+        recorded[first:stop] = exact_logprobs(OLDER[0], whole)[0, len(context) :]
     response = Response(
-        tokens=tokens, logprobs=drawn, finish_reason="stop", turns=tuple(turns), contexts=tuple(contexts)
+        tokens=tokens, logprobs=recorded, finish_reason="stop", turns=tuple(turns), contexts=tuple(contexts)
     )
     verdict = Verdict(correct=sum(rewards) > 0, score=sum(rewards), turn_rewards=rewards)
     return Rollout(response=response, text="", verdict=verdict, reward=sum(rewards))
@@ -235,7 +235,7 @@ def test_an_episode_weighs_the_same_in_however_many_rows_it_is():
 
 
 def test_mask_responses_weighs_the_part_behind_each_context_by_itself():
-    """Two turns of two tokens, the second behind a context of its own. Ratios 2, 1/2 have the mean 1 and are kept; 4, 4 are beyond the range. Over all four
+    """Two turns of two tokens, the second in a new context. Ratios 2, 1/2 have the mean 1 and are kept; 4, 4 are beyond the range. Over all four
     tokens the mean would be 2, and the whole episode left out."""
     response = Response(
         tokens=np.array([5, 6, 7, 5, 6], np.int32), logprobs=np.zeros(5, np.float32), finish_reason="stop",

@@ -74,12 +74,12 @@ def table():
     """Returns tokens, the mask of responses, and the other policy's log-probabilities, each [24, longest]."""
     rows = [np.array([*each.prompt_tokens, *each.response_tokens]) for each in rollouts()]
     shape = (24, max(map(len, rows)))
-    tokens, drawn, logprobs = np.zeros(shape, np.int32), np.zeros(shape, bool), np.zeros(shape)
+    tokens, sampled, logprobs = np.zeros(shape, np.int32), np.zeros(shape, bool), np.zeros(shape)
     for row, (each, both) in enumerate(zip(rollouts(), rows, strict=True)):
         tokens[row, : len(both)] = both
-        drawn[row, len(each.prompt_tokens) : len(both)] = True
-        logprobs[row, drawn[row]] = each.logprobs
-    return tokens, drawn, logprobs
+        sampled[row, len(each.prompt_tokens) : len(both)] = True
+        logprobs[row, sampled[row]] = each.logprobs
+    return tokens, sampled, logprobs
 
 
 def exact(adapters):
@@ -95,13 +95,13 @@ def exact(adapters):
 @cache
 def by_the_chain_rule():
     """Returns the gradients of y = W x + 2 B A x (alpha 6, rank 3): dA = 2 B^T dW and dB = 2 dW A^T, with dW the gradient of the whole matrix."""
-    tokens, drawn, other = table()
+    tokens, sampled, other = table()
     advantages = np.array([each.advantage for each in rollouts()])[:, None]
 
     def loss(p):
-        ratio = jnp.exp(jnp.where(drawn, logprobs_of(p, tokens, BASE), 0.0) - other)
+        ratio = jnp.exp(jnp.where(sampled, logprobs_of(p, tokens, BASE), 0.0) - other)
         gain = jnp.minimum(ratio * advantages, jnp.clip(ratio, 1 - LOW, 1 + HIGH) * advantages)
-        return -jnp.where(drawn, gain, 0.0).sum() / float(drawn.sum())
+        return -jnp.where(sampled, gain, 0.0).sum() / float(sampled.sum())
 
     with jax.enable_x64(True):
         whole = jax.jit(jax.grad(loss))(exact(ADAPTERS))
@@ -180,10 +180,10 @@ def test_a_base_with_separate_layers_can_be_sharded():
 
 
 def test_some_ratios_are_clipped():
-    tokens, drawn, other = table()
+    tokens, sampled, other = table()
     with jax.enable_x64(True):
         logprobs = jax.jit(logprobs_of, static_argnums=2)(exact(ADAPTERS), tokens, BASE)
-    ratio = np.exp(np.asarray(logprobs) - other)[drawn]
+    ratio = np.exp(np.asarray(logprobs) - other)[sampled]
     assert 0.1 < ((ratio > 1 + HIGH) | (ratio < 1 - LOW)).mean() < 0.9
 
 

@@ -42,12 +42,12 @@ def as_in_the_paper(seed, *, groups, mean, sigma):
 
 
 @given(
-    drawn=st.lists(st.tuples(st.integers(0, 4), st.integers(1, 30)), min_size=1, max_size=40),
+    sizes=st.lists(st.tuples(st.integers(0, 4), st.integers(1, 30)), min_size=1, max_size=40),
     room=st.integers(35, 90),
     multiple=st.integers(1, 6),
 )
-def test_every_piece_is_in_one_row_and_every_row_fits(drawn, room, multiple):
-    pieces = [piece(i, tokens, prompt=p, prompt_tokens=p + 1) for i, (p, tokens) in enumerate(drawn)]
+def test_every_piece_is_in_one_row_and_every_row_fits(sizes, room, multiple):
+    pieces = [piece(i, tokens, prompt=p, prompt_tokens=p + 1) for i, (p, tokens) in enumerate(sizes)]
     packed = even_rows(pieces, room=room, multiple=multiple)
     assert len(packed) % multiple == 0
     assert max(map(filled_tokens, packed)) <= room
@@ -57,8 +57,8 @@ def test_every_piece_is_in_one_row_and_every_row_fits(drawn, room, multiple):
         for p in row
         for i, tokens in zip(p.rollouts, p.responses, strict=True)
     }
-    assert found == {i: (p, tokens) for i, (p, tokens) in enumerate(drawn)}
-    assert sum(len(p.rollouts) for row in packed for p in row) == len(drawn)
+    assert found == {i: (p, tokens) for i, (p, tokens) in enumerate(sizes)}
+    assert sum(len(p.rollouts) for row in packed for p in row) == len(sizes)
 
 
 def test_responses_to_a_prompt_are_chosen_to_fill_a_row():
@@ -152,17 +152,17 @@ def test_less_than_a_twentieth_of_a_step_is_padding_and_devices_are_balanced(mea
 
 
 @given(
-    drawn=st.lists(st.tuples(st.integers(0, 4), st.integers(1, 30)), min_size=1, max_size=40),
+    sizes=st.lists(st.tuples(st.integers(0, 4), st.integers(1, 30)), min_size=1, max_size=40),
     rows=st.integers(1, 6),
     alone=st.booleans(),
 )
-def test_with_several_lengths_every_piece_is_in_one_row_that_fits(drawn, rows, alone):
-    pieces = [piece(i, tokens, prompt=p, prompt_tokens=p + 1) for i, (p, tokens) in enumerate(drawn)]
+def test_with_several_lengths_every_piece_is_in_one_row_that_fits(sizes, rows, alone):
+    pieces = [piece(i, tokens, prompt=p, prompt_tokens=p + 1) for i, (p, tokens) in enumerate(sizes)]
     made = share_out(pieces, lengths=(64, 40, 16, 8), rows_per_microbatch=rows, spread=1, alone=alone)
     assert all(len(packed) == rows for _, packed in made)
     assert all(filled_tokens(row) <= length for length, packed in made for row in packed)
     found = [i for _, packed in made for row in packed for p in row for i in p.rollouts]
-    assert sorted(found) == list(range(len(drawn)))
+    assert sorted(found) == list(range(len(sizes)))
     assert [length for length, _ in made] == sorted((length for length, _ in made), reverse=True)
 
 
