@@ -104,8 +104,8 @@ def turn_advantages(group: Group, *, normalize_std: bool = True) -> dict[int, Fl
     The return of turn k is the sum of the rewards from that turn on, plus the overlong penalty. Rewards by turn may not add up to the scores, for
     example if rewards are compared within the group. Then they count as 0, and every turn has the episode's reward as its return.
 
-    The advantage of turn k is its return, normalized over the episodes of the group that have a turn k: the mean return is subtracted, and the difference
-    is divided by the standard deviation of the episodes' rewards. With one turn this is Eq. 9. In a group of equal rewards it is 0.
+    The advantage of turn k is its return minus the mean return over the episodes of the group that have a turn k. The difference is divided by the
+    standard deviation of the episodes' rewards. With one turn this is Eq. 9. In a group of equal rewards it is 0.
     Rollouts without rewards by turn are left out.
     """
     by_turn = {

@@ -113,8 +113,8 @@ def kl_penalty(
 ) -> tuple[Float[Array, ""], dict[str, Metric]]:
     r"""KL(policy || reference), estimated from the sampled tokens; DAPO leaves it out (Section 2.3).
 
-    With $d = \log \pi_\text{ref} - \log \pi_\theta$ of a token sampled by the policy, `k1` is $-d$ (unbiased,
-    may be negative) and `k3` is $e^d - 1 - d$ (unbiased, never negative, less noisy). The *gradient* of `k1`
+    With $d = \log \pi_\text{ref} - \log \pi_\theta$ of a token sampled by the policy, `k1` is $-d$: unbiased,
+    but possibly negative. `k3` is $e^d - 1 - d$: unbiased, never negative and less noisy. The *gradient* of `k1`
     is a constant 1 per token, zero on average: it does not depend on the reference. Add `coefficient * penalty`
     with `k3` to the loss.
 

@@ -10,7 +10,7 @@ from dapo_jax.training.row_packing import Piece, even_rows, filled_tokens, seen_
 ROW = 2048 + 20_480
 PAIRS = 2 * 487_587_840 / (4 * 40 * 128)
 """Number of attention pairs that cost as much as a token's products with the weights. Qwen2.5-32B has 5120 x (2 x 128 x (40 + 8) + 3 x 27,648) =
-487,587,840 weights a layer, two operations each; a pair takes a product and a sum, twice, in each of 40 heads of 128."""
+487,587,840 weights a layer, two operations each. A pair takes a product and a sum, twice, in each of 40 heads of 128."""
 
 
 def piece(index, response, *, prompt=0, prompt_tokens=1):
