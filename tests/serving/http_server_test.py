@@ -192,21 +192,11 @@ def test_greedy_tokens_equal_the_samplers(address, engine, transfer):
 
 
 def test_an_answer_has_usage_spans_and_the_weights_version(address):
-    body = {
-        "token_ids": PROMPTS[3],
-        "model": "tiny",
-        "request_id": "mine",
-        "cache_salt": "5",
-        "sampling_params": {"max_tokens": 5, "n": 2},
-    }
+    body = {"token_ids": PROMPTS[3], "model": "tiny", "request_id": "mine", "cache_salt": "5", "sampling_params": {"max_tokens": 5, "n": 2}}  # fmt: skip
     answer = ask(address, GENERATE, body).json
-    sampled = sum(map(len, tokens(answer["choices"])))
-    assert answer["request_id"] == "mine"
-    assert answer["usage"] == {
-        "prompt_tokens": len(PROMPTS[3]),
-        "completion_tokens": sampled,
-        "total_tokens": len(PROMPTS[3]) + sampled,
-    }
+    prompt, sampled = len(PROMPTS[3]), sum(map(len, tokens(answer["choices"])))
+    usage = {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+    assert (answer["request_id"], answer["usage"]) == ("mine", usage)
     assert [choice["logprobs"] for choice in answer["choices"]] == [None, None]
     assert [choice["spans"] for choice in answer["choices"]] == [[{"first": 0, "version": 5}]] * 2
     assert answer["weights_version"] == 5
@@ -227,10 +217,10 @@ def test_a_seed_repeats_among_other_requests(address):
         return tokens(generate(address, PROMPTS[2], seed=seed, n=n, temperature=1.0))
 
     alone = asked(7)
-    with ThreadPoolExecutor(30) as pool:
+    with ThreadPoolExecutor(60) as pool:
         others = [
             pool.submit(generate, address, PROMPTS[i % 8], temperature=0.3 * (i % 4), top_p=0.5)
-            for i in range(30)
+            for i in range(60)
         ]
         among = [pool.submit(asked, 7) for _ in range(6)]
         assert all(each.result() == alone for each in among)
@@ -239,22 +229,6 @@ def test_a_seed_repeats_among_other_requests(address):
     assert len({str(each) for each in (*alone, *asked(8), *asked((1 << 40) + 7))}) == 9
     without = [str(generate(address, PROMPTS[2])[0]["token_ids"]) for _ in range(4)]
     assert len(set(without)) == 4
-
-
-def test_200_at_once_are_all_answered_right(address):
-    """25 different requests, eight times each, at eight slots. Each answer equals the answer to the request alone."""
-    asked = [
-        (prompt, {"seed": seed, "temperature": (0, 0.6, 1.0, 1.3, 1.0)[seed], "top_p": (1, 1, 1, 0.8, 0.5)[seed], "max_tokens": 4 + 5 * seed})
-        for prompt in PROMPTS[:5] for seed in range(5)
-    ]  # fmt: skip
-    alone = [generate(address, prompt, **params)[0] for prompt, params in asked]
-    with ThreadPoolExecutor(200) as pool:
-        found = list(
-            pool.map(lambda at: generate(address, asked[at % 25][0], **asked[at % 25][1])[0], range(200))
-        )
-    for at, choice in enumerate(found):
-        assert choice["token_ids"] == alone[at % 25]["token_ids"]
-        np.testing.assert_allclose(logprobs(choice), logprobs(alone[at % 25]), rtol=0, atol=1e-5)
 
 
 def test_stop_tokens_and_stop_strings_end_a_response(address):
@@ -322,21 +296,10 @@ def test_logprobs_have_the_bytes_of_their_tokens(as_ids, address):
 @pytest.mark.parametrize("stop", [[], ["e"], ["a", "th"]])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_stream_adds_up_to_the_whole_answer(seed, stop, address):
-    body = {
-        "n": 3,
-        "seed": seed,
-        "stop": stop,
-        "logprobs": True,
-        "return_token_ids": True,
-        "temperature": 1.2,
-    }
+    body = talk(n=3, seed=seed, stop=stop, logprobs=True, return_token_ids=True, temperature=1.2)
     whole = chat(address, **body)
-    answered = ask(
-        address,
-        CHAT,
-        {"messages": [ASKED], **body, "stream": True, "stream_options": {"include_usage": True}},
-    )
-    chunks = events(answered)
+    stream = {"stream": True, "stream_options": {"include_usage": True}}
+    chunks = events(ask(address, CHAT, {**body, **stream}))
     assert len(chunks) > 6
     assert chunks[0]["prompt_token_ids"] == whole["prompt_token_ids"]
     assert chunks.pop()["usage"] == whole["usage"]
@@ -346,12 +309,10 @@ def test_a_stream_adds_up_to_the_whole_answer(seed, stop, address):
         assert "".join(each["delta"].get("content", "") for each in own) == expected["message"]["content"]
         assert [token for each in own for token in each.get("token_ids", [])] == expected["token_ids"]
         entries = [entry for each in own if each.get("logprobs") for entry in each["logprobs"]["content"]]
-        assert [entry["token"] for entry in entries] == [
-            entry["token"] for entry in expected["logprobs"]["content"]
-        ]
-        assert [each["finish_reason"] for each in own] == [None] * (len(own) - 1) + [
-            expected["finish_reason"]
-        ]
+        names = [entry["token"] for entry in expected["logprobs"]["content"]]
+        assert [entry["token"] for entry in entries] == names
+        reasons = [each["finish_reason"] for each in own]
+        assert reasons == [None] * (len(own) - 1) + [expected["finish_reason"]]
         text = StopStrings(TOKENIZER, stop).decode(np.array(expected["token_ids"], np.int32))
         assert text == expected["message"]["content"]
 
