@@ -157,7 +157,7 @@ class Verdict:
     lost: Lost | Literal[""] = ""
     """Why there is no verdict, so that the response counts as wrong; empty if there is one."""
     parts: Mapping[str, float] = field(default_factory=dict)
-    """With several graders, the reward of each before weighting; `correct` is then the first grader's, and `score` the sum. In an episode, the environment's metrics."""
+    """The reward of each of several graders before weighting; `correct` is then the first grader's, and `score` the sum. In an episode, the environment's metrics."""
     turn_rewards: tuple[float, ...] = ()
     """The reward of each turn of an episode; `score` is the sum. A reward from a comparison within the group belongs to the last turn."""
 
