@@ -15,7 +15,7 @@ MOVED = {
     "losses": "dapo.losses",
     "metrics": "dapo.metrics",
     "microbatch": "dapo.microbatch",
-    "packing": "dapo.row_packing",
+    "packing": "training.row_packing",
     "parallel.exchange": "parallel.gather",
     "parallel.layout": "parallel.training_layout",
     "products": "dapo.precision",

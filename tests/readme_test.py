@@ -40,8 +40,8 @@ TRAINS = (
 )
 """Pages whose programs train a model: minutes together."""
 RUN_ELSEWHERE = {
-    ("serve.md", "import json"): "tests/serving/http_test.py::test_the_client_that_the_page_prints_works",
-    ("use_a_model.md", "import grpc"): "tests/serving/serve_test.py::test_the_client_that_it_prints_works",
+    ("serve.md", "import json"): "tests/serving/http_test.py::test_the_client_in_the_docs_works",
+    ("use_a_model.md", "import grpc"): "tests/serving/serve_test.py::test_the_client_in_the_greeting_works",
     (
         "adapters.md",
         "from transformers import AutoModelForCausalLM",

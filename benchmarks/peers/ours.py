@@ -10,7 +10,7 @@ from flax import nnx
 
 import dapo_jax
 from benchmarks.workload import Workload, reward_of
-from dapo_jax.dapo.batching import example_weights, pack, training_examples
+from dapo_jax.dapo.batching import example_weights, training_examples
 from dapo_jax.dapo.losses import dapo_loss
 from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
 from dapo_jax.models.decoder import Decoder
@@ -21,6 +21,7 @@ from dapo_jax.sampling.continuous_batching import Sampler
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
 from dapo_jax.training.optimizer import make_optimizer
+from dapo_jax.training.row_packing import pack
 from dapo_jax.training.state import init_state
 from dapo_jax.training.update import UpdateOptions, Updater
 

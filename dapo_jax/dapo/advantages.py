@@ -1,7 +1,7 @@
 """Group-relative advantages, on the host in float64.
 
-In float32 the mean of sixteen equal rewards is off by a rounding error, the standard deviation is a rounding
-error too, and their quotient is an advantage of up to 0.26 out of nothing.
+In float32, the mean of sixteen equal rewards has a rounding error, and so has their standard deviation. The quotient of the two errors is an
+advantage of up to 0.26 where it should be 0.
 """
 
 import numpy as np
@@ -12,17 +12,16 @@ from jaxtyping import Array, Float
 def group_advantages(
     rewards: npt.ArrayLike | Array, *, normalize_std: bool = True, eps: float = 1e-6
 ) -> Float[np.ndarray, "prompts group"]:
-    r"""How much better each response did than the other responses to its prompt (DAPO Eq. 9).
+    r"""Normalizes rewards within the group of responses to a prompt (DAPO Eq. 9).
 
     $$ \hat A_i = \frac{R_i - \mathrm{mean}(R)}{\mathrm{std}(R) + \mathrm{eps}} $$
 
-    The standard deviation is the unbiased one (ddof = 1). A group of one response has no other to be
-    compared with: its mean is taken as 0 and its standard deviation as 1.
+    The standard deviation is the unbiased one (ddof = 1). A group of one response has mean 0 and standard deviation 1 by definition.
 
     Args:
         rewards: `[prompts, group]`, the shaped rewards of each prompt's responses; any real dtype.
-        normalize_std: False leaves the standard deviation out: the advantage is R_i - mean(R).
-        eps: keeps the quotient finite for a group of nearly equal rewards.
+        normalize_std: divide by the standard deviation. False: the advantage is R_i - mean(R).
+        eps: keeps the quotient finite in a group of nearly equal rewards.
 
     Returns:
         float64 advantages of the same shape; exactly 0 in a group of equal rewards.
@@ -43,7 +42,7 @@ def group_advantages(
     if values.shape[1] == 1:
         return values / (1.0 + eps) if normalize_std else values.copy()
 
-    # Measured from the group's first reward, equal rewards are exact zeros, and so is all that follows.
+    # Relative to the first reward, equal rewards are exactly zero, and so are their advantages.
     shifted = values - values[:, :1]
     centered = shifted - shifted.mean(axis=1, keepdims=True)
     if not normalize_std:

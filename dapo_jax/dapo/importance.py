@@ -1,19 +1,19 @@
-r"""Importance weights of tokens that another policy has drawn than the one that the ratio of the loss is taken to.
+r"""Importance weights of off-policy tokens.
 
-The objective's ratio is $\pi_\theta / \pi_\text{prox}$, to the policy at the step's start. Tokens that an earlier version of the weights, or rounded
-ones, have drawn need a factor $\pi_\text{prox} / \pi_\text{sampler}$ besides: with $d = \log \pi_\text{prox} - \log \pi_\text{sampler}$ of a token,
-the weight is made of $e^d$, by one of three rules that bound it. (Hilton et al., "Batch size-invariance for policy optimization", 2021, decouple the
-two ratios.)
+The ratio of the objective is $\pi_\theta / \pi_\text{prox}$, with the policy at the start of the step in the denominator. Tokens that were sampled
+by earlier or rounded weights need another factor, $\pi_\text{prox} / \pi_\text{sampler}$. With
+$d = \log \pi_\text{prox} - \log \pi_\text{sampler}$ of a token, this factor is $e^d$, and one of three rules bounds it. (Hilton et al., "Batch
+size-invariance for policy optimization", 2021, decouple the two ratios.)
 
 | correction | weight of a token | |
 |---|---|---|
 | `truncate` | $\min(e^d, C)$ | Ionides 2008; Yao et al. 2025 |
 | `mask` | $e^d$ where $\text{low} \le e^d \le \text{high}$, else 0 | IcePop (Ling Team 2025) |
-| `mask_responses` | $g$, the geometric mean of $e^d$ over its response, where $\text{low} \le g \le \text{high}$, else 0 | the mean is that of GSPO (Zheng et al. 2025) |
+| `mask_responses` | $g$, the geometric mean of $e^d$ over its response, where $\text{low} \le g \le \text{high}$, else 0 | the mean is as in GSPO (Zheng et al. 2025) |
 
-An episode with several contexts is a row for each context; `mask_responses` takes the mean over the part in each row by itself.
+An episode with several contexts is one row per context; `mask_responses` takes a separate mean in each row.
 
-Weights are constants: nothing here is differentiated. What stands where the mask is False is never looked at and may be NaN.
+Weights are constants: nothing here is differentiated. Values where the mask is False are ignored and may be NaN.
 
 References:
     Ionides, "Truncated Importance Sampling", 2008. Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", 2025,
@@ -34,7 +34,7 @@ from dapo_jax.nearest import nearest
 CORRECTIONS = ("none", "truncate", "mask", "mask_responses")
 
 _SQUARE = "importance/weight_square"
-"""The mean of squared weights: not a metric of its own, but with that of the weights it gives the effective sample size."""
+"""The mean of squared weights. It is not logged; with the mean of the weights it gives the effective sample size."""
 
 
 def importance_weights(
@@ -47,19 +47,19 @@ def importance_weights(
     low: float,
     high: float,
 ) -> tuple[Float[Array, "rows seq"], dict[str, Metric]]:
-    r"""The weight of each token by one of three rules, and the metrics `importance/*`.
+    r"""Returns the weight of each token by one of three rules, and the metrics `importance/*`.
 
     Args:
         logprobs: $\log \pi_\text{prox}$ of each token, in nats.
-        sampler_logprobs: $\log \pi_\text{sampler}$, as recorded when the token was drawn.
+        sampler_logprobs: $\log \pi_\text{sampler}$, recorded when the token was sampled.
         mask: True on response tokens that enter the loss.
-        segment_ids: which response of its row a token belongs to; the tokens of a segment lie side by side. Only `mask_responses` needs them.
+        segment_ids: number of a token's response in its row; the tokens of a segment are adjacent. Only `mask_responses` needs them.
         correction: truncate, mask or mask_responses.
-        low: the smallest weight that is kept; `truncate` has none.
-        high: the largest, and with `truncate` the cap C.
+        low: smallest weight that is kept; `truncate` ignores it.
+        high: largest weight that is kept; for `truncate` the cap C.
 
     Returns:
-        The weights, 0 outside the mask, and metrics over the tokens in it: `with_effective_share` makes scalars of these complete.
+        The weights, 0 outside the mask, and metrics over the tokens in the mask; `with_effective_share` completes their scalars.
 
     Raises:
         ValueError: an unknown correction, or none.
@@ -86,10 +86,10 @@ def importance_weights(
 
 
 def with_effective_share(scalars: Mapping[str, float]) -> dict[str, float]:
-    r"""The scalars of a step, with `importance/ess_frac` in the place of what it is made of; the same where there are no weights.
+    r"""Returns the scalars of a step with `importance/ess_frac` in place of the mean of squared weights; unchanged if there are no weights.
 
-    The effective sample size of n weighted tokens is $(\sum w)^2 / \sum w^2$ (Kong 1992), and its share of n is the square of the mean weight over the
-    mean square. Both means are those of all microbatches and updates, so the share is exact, not a mean of shares. It is 0 where every weight is 0.
+    The effective sample size of n weighted tokens is $(\sum w)^2 / \sum w^2$ (Kong 1992). Its share of n is the square of the mean weight, divided by
+    the mean of squared weights. Both means are over all microbatches and updates, so the share is exact. It is 0 if every weight is 0.
     """
     rest = {name: value for name, value in scalars.items() if name != _SQUARE}
     if (square := scalars.get(_SQUARE)) is not None:
@@ -100,11 +100,11 @@ def with_effective_share(scalars: Mapping[str, float]) -> dict[str, float]:
 def truncated_importance_weight(
     log_ratio: Float[Array, "*shape"], cap: float | Float[Array, ""]
 ) -> Float[Array, "*shape"]:
-    r"""The weight $\min(e^d, \text{cap})$ of a token that another policy has drawn (Ionides 2008).
+    r"""Returns the weight $\min(e^d, \text{cap})$ of a token that another policy sampled (Ionides 2008).
 
     Args:
-        log_ratio: $d = \log \pi - \log \mu$, of the policy that learns and of the one that sampled, in nats; beyond +-20 it counts as that.
-        cap: the largest weight.
+        log_ratio: $d = \log \pi - \log \mu$ of the trained policy and the sampling policy, in nats; clamped to +-20.
+        cap: largest weight.
     """
     return jnp.minimum(_ratio(log_ratio), cap)
 
@@ -112,29 +112,29 @@ def truncated_importance_weight(
 def masked_importance_weight(
     log_ratio: Float[Array, "*shape"], low: float, high: float
 ) -> Float[Array, "*shape"]:
-    r"""The weight $e^d$ where it is from `low` to `high`, both included, and 0 elsewhere (IcePop: Ling Team 2025).
+    r"""Returns the weight $e^d$ if it is from `low` to `high`, both included, and otherwise 0 (IcePop: Ling Team 2025).
 
     Args:
-        log_ratio: d of a token, or its mean over a response, in nats; beyond +-20 it counts as that.
-        low: the smallest weight that is kept.
-        high: the largest.
+        log_ratio: d of a token, or its mean over a response, in nats; clamped to +-20.
+        low: smallest weight that is kept.
+        high: largest weight that is kept.
     """
     ratio = _ratio(log_ratio)
-    # A NaN stays one: it must not pass for a token that is left out.
+    # A NaN stays NaN; it must not become a weight of 0.
     return jnp.where((ratio < low) | (ratio > high), 0.0, ratio)
 
 
 def response_mean(
     values: Float[Array, "rows seq"], mask: Bool[Array, "rows seq"], segment_ids: Int[Array, "rows seq"]
 ) -> Float[Array, "rows seq"]:
-    """The mean over the tokens of a response that are in the mask, at each of its tokens the same bits; 0 where it has none.
+    """Returns the mean over the masked-in tokens of each response, at each of its tokens with the same bits; 0 if it has no such token.
 
-    Of log-ratios it is the logarithm of their ratios' geometric mean.
+    The mean of log-ratios is the logarithm of the geometric mean of the ratios.
 
     Args:
-        values: of each token.
+        values: one value per token.
         mask: True on the tokens that count; a prompt may have the segment of its response.
-        segment_ids: which response of its row a token belongs to; the tokens of a segment lie side by side.
+        segment_ids: number of a token's response in its row; the tokens of a segment are adjacent.
     """
     total = _segment_sums(jnp.where(mask, values, 0.0), segment_ids)
     count = _segment_sums(mask.astype(values.dtype), segment_ids)
@@ -146,20 +146,20 @@ def _ratio(log_ratio: Array) -> Array:
 
 
 def _segment_sums(values: Array, segment_ids: Array) -> Array:
-    """The sum over each segment, at every token of it.
+    """Returns the sum over each segment, at each of its tokens.
 
-    By shifts alone, in an order that is written down: a scatter would add in any order on a GPU, and a row may be split over devices.
+    It uses shifts only, so the order of additions is fixed. A scatter adds in any order on a GPU, and a row may be split over devices.
     """
     sums = _running_sums(values, segment_ids, 1)
     follows = _shifted(segment_ids, -1, fill=-1)
     whole = jnp.where(
         segment_ids != follows, sums, 0.0
-    )  # at the last token; the others get it by adding zeros to it
+    )  # the sum at the last token; the other tokens get it by adding zeros
     return _running_sums(whole, segment_ids, -1)
 
 
 def _running_sums(values: Array, segment_ids: Array, direction: int) -> Array:
-    """At each token the sum over its segment up to there, from the left (direction 1) or from the right (-1). (Hillis and Steele 1986)"""
+    """Returns running sums over each segment, from the left (direction 1) or from the right (-1) (Hillis and Steele 1986)."""
     reach = 1
     while reach < values.shape[1]:
         same = segment_ids == _shifted(segment_ids, direction * reach, fill=-1)
@@ -169,7 +169,7 @@ def _running_sums(values: Array, segment_ids: Array, direction: int) -> Array:
 
 
 def _shifted(array: Array, by: int, *, fill: int) -> Array:
-    """The columns moved to the right by `by`, or to the left if it is negative; what comes in is `fill`."""
+    """Shifts the columns to the right by `by`, or to the left if it is negative. New columns are `fill`."""
     kept = array[:, :-by] if by > 0 else array[:, -by:]
     sides = (by, 0) if by > 0 else (0, -by)
     return jnp.pad(kept, ((0, 0), sides), constant_values=fill)

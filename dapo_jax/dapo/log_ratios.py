@@ -1,4 +1,4 @@
-r"""An estimate made of the log-ratio of two policies' probabilities for the same token; the weights made of it are in `importance`.
+r"""An estimate of the KL divergence from log-ratios of two policies' probabilities. Importance weights are in `importance`.
 
 References:
     Schulman, "Approximating KL Divergence", 2020, http://joschu.net/blog/kl-approx.html
@@ -9,10 +9,10 @@ from jaxtyping import Array, Float
 
 
 def k3(log_ratio: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    r"""The estimate k3 of a Kullback-Leibler divergence, $e^d - 1 - d$: unbiased if the token was drawn from p, and never negative.
+    r"""The estimate k3 of a Kullback-Leibler divergence, $e^d - 1 - d$: unbiased if the token was sampled from p, and never negative.
 
-    Near 0 it is $d^2 / 2$, far below the rounding of $e^d$, so `expm1` takes the place of $e^d - 1$: the mean over tokens that differ by 1e-5 nats
-    is right to 1e-4 in float32, where the plain formula is off by more than itself.
+    Near 0 it is $d^2 / 2$, far below the rounding error of $e^d$, so `expm1` replaces $e^d - 1$. In float32, the mean over tokens that differ by 1e-5
+    nats is then accurate to 1e-4; the error of the plain formula is larger than the value.
 
     Args:
         log_ratio: $d = \log q - \log p$ of a token, in nats.

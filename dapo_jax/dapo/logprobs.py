@@ -1,6 +1,6 @@
-"""Log-probabilities of given tokens: from logits, or from hidden states without ever holding all logits.
+"""Log-probabilities of given tokens: from logits, or from hidden states without materializing all logits.
 
-Both are of the *tempered* policy, softmax(logits / temperature): the one that sampling draws from.
+Both are under the *tempered* policy softmax(logits / temperature), from which tokens are sampled.
 """
 
 from dataclasses import dataclass
@@ -23,14 +23,12 @@ def token_logprobs(
 ) -> Float[Array, "*batch"]:
     """Log-probability of each target under softmax(logits / temperature), in nats.
 
-    For people who hold the logits; `chunked_logprobs` needs far less memory. The softmax is taken in float32
-    whatever the logits are (float64 stays float64).
+    `chunked_logprobs` needs much less memory. The softmax is computed in float32 for any dtype of the logits, and in float64 for float64.
 
     Args:
-        logits: scores of the next token. The logits at position t - 1 belong to the token at t: lining the two
-            up is the caller's part.
-        targets: token ids. Where they are padding, any id in the vocabulary will do.
-        temperature: of the policy whose log-probabilities these are; above 0.
+        logits: scores of the next token. The logits at position t - 1 belong to the token at t; the caller must align them.
+        targets: token ids; for padding any id in the vocabulary.
+        temperature: temperature of the policy; above 0.
 
     Raises:
         ValueError: a temperature (as a Python number) that is not above 0.
@@ -54,27 +52,25 @@ def chunked_logprobs(
 ) -> tuple[Float[Array, " tokens"], Float[Array, " tokens"]]:
     """Log-probability and entropy per token under softmax(hidden @ unembedding.T / temperature).
 
-    Neither the forward nor the backward pass holds more than `chunk_vocab` logits of each token: sums over the vocabulary
-    are kept while its chunks pass by, relative to the largest logit so far (Milakov and Gimelshein 2018), and the backward
-    pass computes each chunk's logits again. On CPU a chunk stays in the cache, which is faster than all logits at once, too.
-    Products are in the compute dtype and give float32 (see `dapo_jax.dapo.precision`).
+    Neither the forward nor the backward pass holds more than `chunk_vocab` logits per token. The forward pass keeps running sums over the chunks of
+    the vocabulary, relative to the largest logit so far (Milakov and Gimelshein 2018). The backward pass recomputes the logits of each chunk. On CPU
+    this is also faster, since a chunk fits the cache. Products are in the compute dtype with float32 results (see `dapo_jax.dapo.precision`).
 
-    A chunk is made of entries that are far apart rather than of neighbours, so that a vocabulary sharded over devices
-    leaves every device its share of each chunk.
+    A chunk consists of entries that are far apart, so that every device has a part of each chunk if the vocabulary is sharded.
 
     Args:
-        hidden: final hidden states, the one that predicts `targets[i]` in row i.
+        hidden: final hidden states; row i predicts `targets[i]`.
         unembedding: the output matrix, one row per vocabulary entry.
         targets: token ids.
-        temperature: of the policy; above 0. May be traced; has no gradient.
-        chunk_vocab: the most vocabulary entries at one time.
-        compute_dtype: of the products with `unembedding`; None is the dtype of `hidden`.
-        vocab_size: rows of `unembedding` that are entries, if it is padded; None: all.
-        vocab_axis: inside `shard_map`, the mesh axis over which the rows of `unembedding` are split. Every device along it
-            is given the same `hidden` and returns the same values; gradients of `hidden` are each device's part of a sum.
+        temperature: temperature of the policy; above 0. It may be traced, and has no gradient.
+        chunk_vocab: largest number of vocabulary entries at a time.
+        compute_dtype: dtype of the products with `unembedding`; None is the dtype of `hidden`.
+        vocab_size: number of rows of `unembedding` that are not padding; None: all.
+        vocab_axis: inside `shard_map`, the mesh axis over which the rows of `unembedding` are split. Every device along it must have the same
+            `hidden` and returns the same values; its gradient of `hidden` is its part of a sum.
 
     Returns:
-        Log-probabilities, differentiable, and entropies, a metric without gradient; both in nats, float32 or wider.
+        Differentiable log-probabilities, and entropies without gradient; both in nats, float32 or wider.
 
     Raises:
         ValueError: a temperature (as a Python number) that is not above 0, or chunks of less than one entry.
@@ -92,7 +88,7 @@ def chunked_logprobs(
 
 @dataclass(frozen=True)
 class _Chunks:
-    """How the vocabulary is cut: row i of the part that is here belongs to chunk i modulo `count`."""
+    """How the vocabulary is split: row i of this device's part belongs to chunk i modulo `count`."""
 
     rows: int
     """Rows of the unembedding on this device."""
@@ -103,7 +99,7 @@ class _Chunks:
 
     @property
     def count(self) -> int:
-        """The number of chunks: as few as possible, but a few more if these come out even: then no padded copy is made."""
+        """Number of chunks: as few as possible, or a few more if they divide the rows evenly, which avoids a padded copy."""
         fewest = -(-self.rows // self.most)
         return next((n for n in range(fewest, 2 * fewest) if self.rows % n == 0), fewest)
 
@@ -112,11 +108,11 @@ class _Chunks:
         return jnp.pad(unembedding, ((0, padding), (0, 0))).reshape(-1, self.count, unembedding.shape[1])
 
     def first(self) -> Int[Array, ""]:
-        """The vocabulary entry of the first row that is here."""
+        """Returns the vocabulary entry of this device's first row."""
         return jnp.int32(0) if self.axis is None else lax.axis_index(self.axis) * self.rows
 
     def row(self, index: Int[Array, ""], like: Array) -> Int[Array, "tokens entries"]:
-        """The row of each of a chunk's logits."""
+        """Returns the row of each logit of a chunk."""
         return lax.broadcasted_iota(jnp.int32, like.shape, 1) * self.count + index
 
     def is_target(
@@ -131,7 +127,7 @@ class _Chunks:
         hidden: Float[Array, "tokens embed"],
         temperature: Float[Array, ""],
     ) -> Float[Array, "tokens entries"]:
-        """Tempered logits of one chunk; those of padding have no share in any sum."""
+        """Returns the tempered logits of one chunk; logits of padding do not contribute to sums."""
         logits = product("ve,te->tv", weight, hidden, self.dtype) / temperature
         row = self.row(index, logits)
         if self.rows % self.count:
@@ -143,7 +139,7 @@ class _Chunks:
     def together(
         self, top: Array, total: Array, moment: Array, chosen: Array
     ) -> tuple[Array, Array, Array, Array]:
-        """The sums over the whole vocabulary of the sums over each device's part."""
+        """Combines the sums over the parts of all devices."""
         if self.axis is None:
             return top, total, moment, chosen
         highest = lax.pmax(top, self.axis)
@@ -167,7 +163,7 @@ def _scores(
 def _scan_vocabulary(
     how: _Chunks, hidden: Array, unembedding: Array, targets: Array, temperature: Array
 ) -> tuple[Array, Array, Array]:
-    """Log-probabilities, entropies, and the log of the sum of exp(logit), each [tokens]."""
+    """Returns log-probabilities, entropies, and the log of the sum of exp(logit), each [tokens]."""
     chunks = how.split(unembedding)
 
     def add(index: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -185,7 +181,7 @@ def _scan_vocabulary(
             chosen + jnp.sum(logits, axis=-1, where=is_target),
         )
 
-    # With its marks inside `shard_map`, which plain zeros would not have.
+    # Made from `hidden` so that they are marked as varying over the same mesh axes inside `shard_map`.
     zeros = jnp.full_like(hidden, 0.0, shape=targets.shape)
     sums = lax.fori_loop(0, how.count, add, (zeros + _NEVER, zeros, zeros, zeros))
     top, total, moment, chosen = how.together(*sums)
@@ -203,11 +199,11 @@ def _scores_forward(
 def _scores_backward(
     how: _Chunks, saved: tuple[Array, ...], cotangents: tuple[Array, Array]
 ) -> tuple[Array, Array, None, None]:
-    """d logprob / d logits = (one at the target - softmax) / temperature, chunk by chunk; entropy is only a metric."""
+    """d logprob / d logits = (one at the target - softmax) / temperature, chunk by chunk. Entropy has no gradient."""
     hidden, unembedding, targets, temperature, log_sum = saved
     chunks, cotangent = how.split(unembedding), cotangents[0][:, None]
     if how.axis is not None:
-        cotangent = lax.psum(cotangent, how.axis)  # whichever devices' results were used
+        cotangent = lax.psum(cotangent, how.axis)  # whichever device's result was used
 
     def add(index: Array, gradients: tuple[Array, Array]) -> tuple[Array, Array]:
         logits, pull = jax.vjp(
@@ -232,17 +228,16 @@ def _chunk(chunks: Float[Array, "entries chunks embed"], index: Array) -> Float[
 
 
 def _pick(scores: Float[Array, "*batch vocab"], targets: Int[Array, "*batch"]) -> Float[Array, "*batch"]:
-    """The score of each target. A masked sum rather than a gather: it stays on each device of a sharded
-    vocabulary, and its gradient is no scatter into a second [tokens, vocab] array."""
+    """Returns the score of each target. A masked sum works on the shards of a vocabulary, and its gradient needs no scatter, unlike a gather."""
     vocab = lax.broadcasted_iota(targets.dtype, scores.shape, scores.ndim - 1)
     return jnp.sum(scores, axis=-1, where=vocab == targets[..., None])
 
 
 def _vary_with(array: Array, other: Array) -> Array:
-    """`array`, marked inside `shard_map` as different on the devices on which `other` differs.
+    """Returns `array`, marked inside `shard_map` as varying over the mesh axes over which `other` varies.
 
-    A custom gradient must have its operand's marks; the mark's own gradient is the sum over those devices. The
-    condition is a constant False that carries `other`'s marks, so the compiler drops the choice.
+    A custom gradient must vary as its operand does; the gradient of the mark is the sum over these axes. The condition is a constant False that varies
+    as `other` does, so the compiler removes the choice.
     """
     never = jnp.zeros_like(other, shape=(), dtype=bool)
     return jnp.where(never, jnp.zeros((), array.dtype), array)

@@ -1,9 +1,8 @@
 """The DAPO objective and the weights of its mean, as pure functions of arrays.
 
-Nothing here knows of models, optimizers, meshes or configs: arrays in, arrays out, safe under `jit`, `grad`,
-`vmap` and `shard_map`. Column `t` of every argument is about the token *at* `t`; its log-probability comes
-from the logits at `t - 1`, and the caller has already lined the two up. What stands where the mask is False
-is never looked at and may be NaN. Equation numbers refer to DAPO, https://arxiv.org/abs/2503.14476.
+Nothing here depends on models, optimizers, meshes or configurations; all functions are safe under `jit`, `grad`, `vmap` and `shard_map`. Column `t` of
+every argument belongs to the token *at* `t`; its log-probability comes from the logits at `t - 1`, and the caller has already aligned the two. Values
+where the mask is False are ignored and may be NaN. Equation numbers refer to DAPO, https://arxiv.org/abs/2503.14476.
 """
 
 from dataclasses import replace
@@ -94,7 +93,7 @@ def dapo_loss(
         "policy/ratio_max": tokens.max(ratio),
         "policy/clip_high_frac": tokens.mean(clipped_high),
         "policy/clip_low_frac": tokens.mean(clipped_low),
-        # What the clip holds back: unlikely tokens (the paper's Fig. 3a).
+        # The probability of clipped tokens (the paper's Fig. 3a).
         "policy/clipped_high_prob": replace(tokens.mean(probability, where=clipped_high), rare=True),
         "policy/dual_clip_frac": tokens.mean(dual_clipped),
         # Two estimates of KL(old || new), http://joschu.net/blog/kl-approx.html
@@ -114,9 +113,9 @@ def kl_penalty(
 ) -> tuple[Float[Array, ""], dict[str, Metric]]:
     r"""KL(policy || reference), estimated from the sampled tokens; DAPO leaves it out (Section 2.3).
 
-    With $d = \log \pi_\text{ref} - \log \pi_\theta$ of a token sampled by the policy, `k1` is $-d$ (unbiased,
-    may be negative) and `k3` is $e^d - 1 - d$ (unbiased, never negative, less noisy). The *gradient* of `k1`
-    is a constant 1 per token, zero on average: it says nothing of the reference. Add `coefficient * penalty`
+    With $d = \log \pi_\text{ref} - \log \pi_\theta$ of a token sampled by the policy, `k1` is $-d$: unbiased,
+    but possibly negative. `k3` is $e^d - 1 - d$: unbiased, never negative and less noisy. The *gradient* of `k1`
+    is a constant 1 per token, zero on average: it does not depend on the reference. Add `coefficient * penalty`
     with `k3` to the loss.
 
     Args:
@@ -161,9 +160,8 @@ def token_weights(
     | `sequence_mean` | 1 / (responses) / (tokens of response i) | GRPO |
     | `token_sum_norm` | 1 / (responses * max_response_tokens) | Dr. GRPO |
 
-    A response without a token in the mask is no response, and a prompt without such a response no prompt.
-    With these weights the losses and gradients of microbatches and shards add up to those of the minibatch:
-    sum them, do not average them.
+    A response without a token in the mask is not counted, nor is a prompt without a counted response. With these weights, the losses and gradients of
+    microbatches and shards add up to the loss and gradient of the minibatch: sum them, do not average them.
 
     Args:
         mask: True on response tokens; one row per response, all responses of the minibatch.
@@ -208,9 +206,9 @@ def token_weights(
 
 
 def _count_groups(xp: Any, tokens: Any, group_ids: Any) -> tuple[Any, Any]:
-    """The number of groups with live tokens, and for each row the tokens of its group.
+    """Returns the number of groups with tokens in the mask, and for each row the tokens of its group.
 
-    Compares all pairs of rows, so that shapes do not depend on how many groups there are.
+    Compares all pairs of rows, so that shapes do not depend on the number of groups.
     """
     if group_ids is None or group_ids.shape != tokens.shape:
         found = "none" if group_ids is None else f"shape {group_ids.shape}"
@@ -224,7 +222,7 @@ def _count_groups(xp: Any, tokens: Any, group_ids: Any) -> tuple[Any, Any]:
 
 
 class _MaskedTokens:
-    """One mask and one dtype, and what the losses do with them: nothing from outside the mask gets past it."""
+    """A mask and a dtype, and the operations of the losses on them. No value from outside the mask has an effect."""
 
     def __init__(self, logprobs: Array, mask: Array, **others: Array | None) -> None:
         _check_mask(mask)
@@ -235,28 +233,28 @@ class _MaskedTokens:
         self._dtype = np.promote_types(logprobs.dtype, jnp.float32)
 
     def clean(self, array: Array, where: Array | None = None) -> Array:
-        """`array` with zeros outside the mask. Must come before any arithmetic: 0 * inf is NaN, and so is its gradient."""
+        """Returns `array` with zeros outside the mask. Must precede any arithmetic: 0 * inf is NaN, and so is its gradient."""
         chosen = self._mask if where is None else self._mask & where
         return jnp.where(chosen, array.astype(self._dtype), jnp.zeros((), self._dtype))
 
     def constant(self, array: Array) -> Array:
-        """`clean`, and not differentiated."""
+        """Returns `clean(array)` without a gradient."""
         return self.clean(lax.stop_gradient(array))
 
     def weights(self, weights: Array | None) -> Array:
-        """The given weights, or those of the plain mean over the mask."""
+        """Returns the given weights, or the weights of the plain mean over the mask."""
         if weights is not None:
             return self.constant(weights)
         live = self._mask.astype(self._dtype)
         return live / jnp.maximum(live.sum(), 1.0)
 
     def mean(self, array: Array, where: Array | None = None) -> Mean:
-        """The mean over the mask, or over its part `where`."""
+        """Returns the mean over the mask, or over its part `where`."""
         chosen = self._mask if where is None else self._mask & where
         return Mean(lax.stop_gradient(self.clean(array, where)).sum(), chosen.sum(dtype=self._dtype))
 
     def max(self, array: Array) -> Max:
-        """The maximum over the mask."""
+        """Returns the maximum over the mask."""
         chosen = jnp.where(self._mask, lax.stop_gradient(array), -jnp.inf)
         return Max(chosen.max(initial=-jnp.inf))
 

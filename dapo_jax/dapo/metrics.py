@@ -1,7 +1,7 @@
-"""Metrics that stay correct when they are added across microbatches, updates and devices.
+"""Metrics that can be added across microbatches, updates and devices.
 
-A metric is a small pair of arrays that lives on the device; only `to_scalars` brings numbers to the
-host. Names are `where/what`, with the unit at the end (`_s`, `_tokens`, `_frac`).
+A metric is a small pair of arrays on the device; only `to_scalars` copies numbers to the host. Names are `area/quantity` and end with the unit (`_s`,
+`_tokens`, `_frac`).
 """
 
 import functools
@@ -14,17 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-# The fields are scalar arrays, but JAX also rebuilds a registered dataclass around shapes, shardings and
-# batches of scalars (`eval_shape`, `tree.map`, `vmap`), so an annotation of shape () would be wrong.
+# The fields are scalar arrays, but JAX also builds registered dataclasses of shapes, shardings and batches of scalars (`eval_shape`, `tree.map`,
+# `vmap`), so an annotation of shape () would be wrong.
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Mean:
-    """A mean kept as (total, count), so that adding two of them is exact.
+    """A mean, stored as (total, count) so that means can be added exactly.
 
-    A mean of means is wrong as soon as two microbatches hold different numbers of tokens. Both parts
-    add up under `+` and under `lax.psum`; they are divided once, on the host.
+    A mean of means is wrong if two microbatches have different numbers of tokens. Total and count add up under `+` and `lax.psum`; the division is
+    made once, on the host.
 
     >>> halves = Mean(jnp.array(3.0), jnp.array(1.0)) + Mean(jnp.array(1.0), jnp.array(3.0))
     >>> to_scalars({"policy/ratio": halves})  # (3 + 1) / (1 + 3), not (3 / 1 + 1 / 3) / 2
@@ -34,7 +34,7 @@ class Mean:
     total: Any
     count: Any
     rare: bool = field(default=False, metadata={"static": True})
-    """True: `to_scalars` leaves it out if nothing was counted, since that is no fault."""
+    """True: `to_scalars` omits it if nothing was counted."""
 
     def __add__(self, other: "Mean") -> "Mean":
         return Mean(self.total + other.total, self.count + other.count, self.rare)
@@ -43,7 +43,7 @@ class Mean:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Max:
-    """A maximum; -inf where nothing was looked at. `+` takes the larger, and across devices `lax.pmax` does."""
+    """A maximum; -inf if there was no value. `+` takes the larger one, as `lax.pmax` does across devices."""
 
     value: Any
 
@@ -57,12 +57,12 @@ Metric = Mean | Max
 
 
 def token_mean(values: Float[Array, "batch seq"], mask: Bool[Array, "batch seq"]) -> Mean:
-    """The mean of `values` over the tokens at which `mask` is True."""
+    """Returns the mean of `values` over the tokens where `mask` is True."""
     return Mean(jnp.where(mask, values, 0.0).sum(), mask.sum(dtype=jnp.float32))
 
 
 def add_metrics(a: Mapping[str, Metric], b: Mapping[str, Metric]) -> dict[str, Metric]:
-    """Adds two metric dicts of the same names; safe under `jit`.
+    """Adds two dicts of metrics with the same names; safe under `jit`.
 
     Raises:
         ValueError: the keys differ, or a name is a mean in one and a maximum in the other.
@@ -85,13 +85,13 @@ def _add(name: str, a: Metric, b: Metric) -> Metric:
 
 
 def to_scalars(metrics: Mapping[str, Metric] | Sequence[Mapping[str, Metric]]) -> dict[str, float]:
-    """Copies one metric dict, or a list of them to be added, to the host in one transfer.
+    """Copies a dict of metrics to the host in one transfer; several dicts are added.
 
-    A metric may hold several values of its kind, one a microbatch; these are added too. The adding is done in
-    float64: float32 token counts are inexact beyond 2^24 = 16.7 million, which a few updates reach.
+    A metric may hold one value per microbatch; these are added too. Sums are in float64: float32 counts are inexact beyond 2^24 = 16.7 million tokens,
+    which a few updates reach.
 
     Returns:
-        One float per name: total / count of a `Mean`, the value of a `Max`; `nan` where nothing was counted. A `rare` mean is then absent.
+        One float per name: total / count of a `Mean`, the value of a `Max`; `nan` if nothing was counted. A `rare` mean is then absent.
 
     Raises:
         ValueError: the dicts differ in keys, or a name is a mean in one and a maximum in another.
@@ -109,7 +109,7 @@ def to_scalars(metrics: Mapping[str, Metric] | Sequence[Mapping[str, Metric]]) -
 
 
 def _in_float64(record: Mapping[str, Metric]) -> dict[str, Metric]:
-    """The same metrics as float64 numpy numbers, on which `+` is float64 too; several values of one metric are added."""
+    """Returns the metrics as float64 numpy numbers; several values of one metric are added."""
 
     def added(metric: Metric) -> Metric:
         join = np.max if isinstance(metric, Max) else np.sum

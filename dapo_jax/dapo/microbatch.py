@@ -1,7 +1,6 @@
-"""The batch that crosses from the host to the device: rollouts packed into rows of one static shape.
+"""The batch that is transferred from the host to the device: rollouts packed into rows of one static shape.
 
-The fields are annotated `... | Any` because on the host they are numpy, and JAX rebuilds a registered dataclass around shapes
-and shardings too.
+The fields are annotated `... | Any` because they are numpy arrays on the host, and JAX also builds registered dataclasses of shapes and shardings.
 """
 
 from dataclasses import dataclass, fields
@@ -17,36 +16,34 @@ from jaxtyping import Array, Bool, Float, Int
 class Microbatch:
     """Arrays for one forward and backward pass: rollouts packed into rows of one static length.
 
-    A row may hold several rollouts, told apart by `segment_ids`, and several responses may follow one prompt. Column `t` of
-    `old_logprobs`, `mask`, `advantages` and `weights` is about the token *at* `t`; its log-probability comes from
-    the logits at `previous[t]`.
+    A row may hold several rollouts, which `segment_ids` distinguishes, and several responses may share one prompt. Column `t` of `old_logprobs`,
+    `mask`, `advantages` and `weights` belongs to the token *at* `t`; its log-probability comes from the logits at `previous[t]`.
     """
 
     tokens: Int[Array, "rows seq"] | Any
     segment_ids: Int[Array, "rows seq"] | Any
-    """1, 2, ... for the rollouts of a row; 0 is padding, which attends to nothing that counts. A prompt that several
-    responses follow is a segment of its own."""
+    """1, 2, ... for the rollouts of a row; 0 is padding. A prompt that several responses share is a segment of its own."""
     prefix_ids: Int[Array, "rows seq"] | Any
-    """The segment that a token sees beside its own: that of its prompt. Its own where prompt and response are one."""
+    """The other segment that a token sees: the segment of its prompt, or its own if prompt and response are one segment."""
     previous: Int[Array, "rows seq"] | Any
-    """The column whose logits predict the token: the one before it, or the last of its prompt."""
+    """The column whose logits predict the token: the previous column, or the last column of its prompt."""
     positions: Int[Array, "rows seq"] | Any
     """Position of each token inside its own rollout, from 0."""
     mask: Bool[Array, "rows seq"] | Any
     """True on response tokens that enter the loss."""
     advantages: Float[Array, "rows seq"] | Any
     weights: Float[Array, "rows seq"] | Any
-    """Each token's weight in the loss, computed from the whole minibatch: microbatch losses add up to the minibatch's."""
+    """Weight of each token in the loss of the whole minibatch: the losses of microbatches add up to the minibatch's."""
     sampler_logprobs: Float[Array, "rows seq"] | Any
-    """Log-probabilities recorded while sampling."""
+    """Log-probabilities recorded during sampling."""
     old_logprobs: Float[Array, "rows seq"] | Any
-    """Log-probabilities that the importance ratio is taken to; zeros until they are scored."""
+    """Log-probabilities in the denominator of the importance ratio; zeros until they are computed."""
     ref_logprobs: Float[Array, "rows seq"] | Any
-    """Log-probabilities under the reference policy; zeros when there is none."""
+    """Log-probabilities under the reference policy; zeros if there is none."""
 
 
 def microbatch_structs(shape: tuple[int, ...], sharding: jax.sharding.Sharding) -> Microbatch:
-    """Microbatches of `shape` ([rows, seq], or stacked) as shapes alone: what a program is compiled for."""
+    """Returns the shapes of microbatches of `shape`, [rows, seq] or stacked, to compile a program for."""
     integers = ("tokens", "segment_ids", "prefix_ids", "previous", "positions")
     kinds = {"mask": jnp.bool_, **dict.fromkeys(integers, jnp.int32)}
     return Microbatch(

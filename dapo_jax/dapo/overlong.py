@@ -1,4 +1,4 @@
-"""Length shaping of the reward. Token counts in, penalties out."""
+"""Length shaping of the reward: from numbers of tokens to penalties."""
 
 import numpy as np
 
@@ -12,14 +12,14 @@ def overlong_penalty(
 ) -> float | np.ndarray:
     r"""Soft overlong punishment (DAPO Eq. 13), to be added to the reward.
 
-    Nothing up to `max_response_tokens - buffer_tokens`, then a straight line down to `-penalty_factor` at
-    `max_response_tokens`, and no further beyond it.
+    The penalty is 0 up to `max_response_tokens - buffer_tokens` tokens, then falls linearly to `-penalty_factor` at `max_response_tokens`, and is
+    constant beyond.
 
     Args:
         response_tokens: length of the response in *tokens*, the end token included; one or an array of them.
-        max_response_tokens: L_max, where the full penalty is reached.
-        buffer_tokens: L_cache, the length of the ramp before it.
-        penalty_factor: the full penalty, as a positive number.
+        max_response_tokens: L_max, the length with the full penalty.
+        buffer_tokens: L_cache, the length of the ramp before L_max.
+        penalty_factor: the full penalty, a positive number.
 
     Returns:
         A float in [-penalty_factor, 0]; a float64 array for an array.

@@ -1,7 +1,7 @@
-"""The types that flow through the pipe on the host: prompts become groups of graded rollouts.
+"""The types of rollouts on the host: prompts, responses, verdicts and groups.
 
-All hold numpy and Python values of natural length, and nothing here loads jax: grading workers import these types too.
-What crosses to the device is a `dapo_jax.dapo.microbatch.Microbatch`.
+They hold numpy arrays of their natural length. This module does not import jax, because grading workers use these types too.
+`dapo_jax.dapo.microbatch.Microbatch` is the type for the device.
 """
 
 import math
@@ -19,7 +19,7 @@ FinishReason = Literal["stop", "length"]
 
 
 Lost = Literal["timeout", "memory", "died", "nonfinite", "raised"]
-"""Why a grader gave no verdict: its time, its memory, its process, or a score that is NaN, infinite or beyond all use; or that the environment of an episode raised."""
+"""Why there is no verdict: the grader exceeded its time or memory, its process died, its score is not finite, or the episode's environment raised an error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,60 +27,60 @@ class Prompt:
     """One question, ready for the sampler."""
 
     ordinal: int
-    """The prompt's place in the run's prompt sequence: never repeats, though a question may."""
+    """Position in the run's sequence of prompts. It is unique, even if a question repeats."""
     tokens: Int[np.ndarray, " prompt"]
     text: str
     answer: str
-    """The reference answer that a grader compares with."""
+    """Reference answer for the grader."""
     row: Mapping[str, Any] = field(default_factory=dict)
-    """The data row that the prompt was made from, for reward functions that need more than the answer."""
+    """The data row of the prompt, for reward functions that need more than the answer."""
 
 
 class Span(NamedTuple):
-    """Tokens of a response that were drawn by the same weights: those from `first` on, up to the next span."""
+    """Tokens of a response that the same weights sampled: from `first` up to the next span."""
 
     first: int
     version: int
-    """Steps of the run that had been done; 0: the weights that it began with."""
+    """Number of steps done; 0: the initial weights."""
 
 
 class TurnSpan(NamedTuple):
-    """One turn of an episode: the tokens from `first` up to `stop` were sampled. Those between two turns, and before the first, are the environment's."""
+    """One turn of an episode: the tokens from `first` up to `stop` were sampled. The tokens between turns and before the first are the environment's."""
 
     first: int
     stop: int
 
 
 class ContextSpan(NamedTuple):
-    """A context that an environment put in place of all before it, the prompt included: the tokens from `first` up to `stop`."""
+    """A new context that replaces the prompt and all tokens before it: the tokens from `first` up to `stop`."""
 
     first: int
     stop: int
 
 
 class Continuation(NamedTuple):
-    """The tokens that an environment puts before a turn."""
+    """The tokens of an environment before a turn."""
 
     tokens: Int[np.ndarray, " new"]
     anew: bool = False
-    """They stand in place of all before them; else they are appended to it."""
+    """True: they are a new context, which replaces all tokens before; False: they are appended."""
 
 
 class ResponsePart(NamedTuple):
-    """The part of a response that was drawn behind one context."""
+    """The part of a response that was sampled in one context."""
 
     context: Int[np.ndarray, " context"]
     first: int
-    """Its first token behind the context."""
+    """Index of its first token after the context."""
     stop: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class DrawnTurn:
-    """One turn as it was drawn."""
+    """One sampled turn."""
 
     tokens: Int[np.ndarray, " turn"]
-    """The end token included, if there is one."""
+    """Tokens, including the end token if there is one."""
     logprobs: Float[np.ndarray, " turn"]
     """In nats, at the sampling temperature."""
     finish_reason: FinishReason
@@ -91,19 +91,19 @@ class Response:
     """The sampler's result for one slot, not graded yet: a response, or with an environment a whole episode."""
 
     tokens: Int[np.ndarray, " response"]
-    """The sampled tokens, the end token included when there is one; of an episode those that its environment appended, too."""
+    """Sampled tokens, including the end token if there is one. An episode also has the tokens of its environment."""
     logprobs: Float[np.ndarray, " response"]
-    """Log-probability of each token in nats, at the sampling temperature, under the weights that sampled it; 0 where it was not sampled."""
+    """Log-probability of each token in nats, at the sampling temperature, under the weights that sampled it; 0 for tokens of an environment."""
     finish_reason: FinishReason
     spans: tuple[Span, ...] = (Span(0, 0),)
-    """The weights that drew its tokens: their versions rise, and the first span begins with token 0."""
+    """The weights that sampled its tokens, in order of their versions. The first span begins at token 0."""
     turns: tuple[TurnSpan, ...] = ()
-    """The turns of an episode, in order; none: all tokens were sampled at once."""
+    """The turns of an episode, in order; empty: a response without an environment."""
     contexts: tuple[ContextSpan, ...] = ()
-    """The contexts that begin anew, in order; none: every token was drawn behind the prompt and all tokens before it."""
+    """The new contexts of an episode, in order; empty: every token follows the prompt and all tokens before it."""
 
     def parts(self, prompt: Int[np.ndarray, " prompt"]) -> list[ResponsePart]:
-        """The parts that were drawn behind one context each, those left out in which nothing was sampled: each is a row of its own in training."""
+        """Returns the part of each context, except parts without a sampled token. Each part is a training example."""
         if not self.contexts:
             return [ResponsePart(prompt, 0, len(self.tokens))]
         begins = [(prompt, 0), *((self.tokens[first:stop], stop) for first, stop in self.contexts)]
@@ -127,40 +127,39 @@ class Response:
 
     @property
     def sampled_tokens(self) -> int:
-        """The number of tokens that the policy sampled: the length that all rules and means go by."""
+        """Number of tokens that the policy sampled: the length for all rules and means."""
         return sum(stop - first for first, stop in self.turns) if self.turns else len(self.tokens)
 
     @property
     def versions(self) -> Int[np.ndarray, " response"]:
-        """The version of the weights that drew each token."""
+        """Version of the weights that sampled each token."""
         firsts, versions = zip(*self.spans, strict=True)
         return np.repeat(np.array(versions, np.int32), np.diff((*firsts, len(self.tokens))))
 
 
 @dataclass(frozen=True, kw_only=True, init=False)
 class Verdict:
-    """A grader's answer on one response, before any shaping.
+    """A grader's verdict on one response, before any shaping.
 
-    Scalars of numpy, arrays without dimensions of any library, fractions and decimals are taken as Python's bool, number
-    or text; `correct` may be 0 or 1.
+    Numpy scalars, zero-dimensional arrays of any library, fractions and decimals are converted to Python's bool, number or text. `correct` may be 0 or 1.
 
     Raises:
-        ValueError: a field holds something else, such as the text "no" in `correct`; it names field and value.
+        ValueError: a field has another type, such as the text "no" in `correct`; the message names field and value.
     """
 
     correct: bool
     extracted: str | None = None
-    """The answer found in the response; None if there was none."""
+    """The answer found in the response, if there is one."""
     reason: str = ""
-    """Why the verdict is what it is, for a person who reads rollouts."""
+    """Explanation of the verdict for readers of rollouts."""
     score: float | None = None
-    """A graded score that replaces the +1 / -1 of the rule reward; None for a plain verdict."""
+    """A score that replaces the rule reward of +1 or -1; None: the rule reward."""
     lost: Lost | Literal[""] = ""
-    """Why the grader gave no verdict, so that the response counts as wrong; empty if it gave one."""
+    """Why there is no verdict, so that the response counts as wrong; empty if there is one."""
     parts: Mapping[str, float] = field(default_factory=dict)
-    """In a sum of several graders, each one's reward before its weight. `correct` is then the first one's, `score` the sum. Of an episode, its environment's metrics."""
+    """The reward of each of several graders before weighting; `correct` is then the first grader's, and `score` the sum. In an episode, the environment's metrics."""
     turn_rewards: tuple[float, ...] = ()
-    """The reward of each turn of an episode; `score` is the sum. A reward that was compared within the group counts as the reward of the last turn."""
+    """The reward of each turn of an episode; `score` is the sum. A reward from a comparison within the group belongs to the last turn."""
 
     def __init__(
         self,
@@ -185,21 +184,21 @@ class Verdict:
 
 
 def plain_scalar(value: Any) -> Any:
-    """Python's own value of a numpy scalar, or of an array without dimensions of any library; all else as it is."""
+    """Returns the Python value of a numpy scalar or a zero-dimensional array of any library; other values are returned unchanged."""
     if getattr(value, "ndim", None) == 0 and callable(getattr(value, "item", None)):
         return value.item()
     return value
 
 
 def as_float(value: Any) -> float:
-    """The float of a real number, a decimal or an array without dimensions: an infinity for one beyond all floats.
+    """Returns the float of a real number, a decimal or a zero-dimensional array; numbers beyond all floats become infinite.
 
     Raises:
-        ValueError: it is no number.
+        ValueError: the value is not a number.
     """
     number = plain_scalar(value)
     if not isinstance(number, Real | Decimal):
-        raise ValueError(f"{value!r:.200} is no number")
+        raise ValueError(f"{value!r:.200} is not a number")
     try:
         return float(number)
     except OverflowError:
@@ -247,7 +246,7 @@ _VERDICT_FIELDS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "parts": (lambda value: _as_parts(dict(value)), "a mapping of names to numbers"),
     "turn_rewards": (lambda value: tuple(as_float(reward) for reward in value), "numbers"),
 }
-"""The reading of each field of a verdict, and what it needs."""
+"""The conversion of each field of a verdict, and the description of its type."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,12 +255,12 @@ class Rollout:
 
     response: Response
     text: str
-    """The response decoded without special tokens: what the grader saw."""
+    """The response decoded without special tokens, as the grader gets it."""
     verdict: Verdict
     reward: float
-    """The number that the advantage is computed from: the verdict's reward plus the overlong penalty."""
+    """The verdict's reward plus the overlong penalty; the advantage is computed from it."""
     overlong_penalty: float = 0.0
-    """The part of `reward` that is length shaping (DAPO Eq. 13), in [-penalty_factor, 0]."""
+    """The overlong penalty in `reward` (DAPO Eq. 13), in [-penalty_factor, 0]."""
 
     @property
     def correct(self) -> bool:
@@ -275,7 +274,7 @@ class Rollout:
 
     @property
     def response_tokens(self) -> int:
-        """Length of the response in tokens that were sampled, the end token included."""
+        """Number of sampled tokens, including the end token."""
         return self.response.sampled_tokens
 
 
@@ -288,20 +287,20 @@ class Group:
 
     @property
     def oldest(self) -> int:
-        """The version of the weights that drew its oldest token."""
+        """Version of the weights that sampled its oldest token."""
         return min(rollout.response.spans[0].version for rollout in self.rollouts)
 
     @property
     def newest(self) -> int:
-        """The version of the weights that drew its newest token."""
+        """Version of the weights that sampled its newest token."""
         return max(rollout.response.spans[-1].version for rollout in self.rollouts)
 
     @property
     def rewards(self) -> Float[np.ndarray, " group"]:
-        """One shaped reward per rollout, in float64."""
+        """The shaped reward of each rollout, in float64."""
         return np.array([rollout.reward for rollout in self.rollouts], dtype=np.float64)
 
     @property
     def accuracy(self) -> float:
-        """The fraction of rollouts that are correct."""
+        """Fraction of correct rollouts."""
         return sum(rollout.correct for rollout in self.rollouts) / len(self.rollouts)

@@ -9,7 +9,7 @@ from pathlib import Path
 from jaxtyping import PyTree
 
 from dapo_jax.config import ConfigError, SftConfig, load_config, to_yaml
-from dapo_jax.dapo.batching import Example, example_weights, pack
+from dapo_jax.dapo.batching import Example, example_weights
 from dapo_jax.dapo.metrics import to_scalars
 from dapo_jax.dapo.microbatch import Microbatch
 from dapo_jax.dapo.rollouts import Prompt
@@ -42,6 +42,7 @@ from dapo_jax.storage import AnyPath, write_whole
 from dapo_jax.trackers import JsonlTracker
 from dapo_jax.trackers.progress import Progress
 from dapo_jax.training.optimizer import warmed_up
+from dapo_jax.training.row_packing import pack
 from dapo_jax.training.state import init_state
 from dapo_jax.training.supervised import supervised_loss
 from dapo_jax.training.update import UpdateOptions, Updater

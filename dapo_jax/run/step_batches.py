@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 
 from dapo_jax.config import TrainConfig
-from dapo_jax.dapo.batching import example_weights, pack, split_minibatches, training_examples
+from dapo_jax.dapo.batching import example_weights, split_minibatches, training_examples
 from dapo_jax.dapo.microbatch import Microbatch
 from dapo_jax.dapo.rollouts import Group
 from dapo_jax.run.training_pass import TrainingPass
+from dapo_jax.training.row_packing import pack
 
 
 class StepBatches:

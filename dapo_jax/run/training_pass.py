@@ -24,7 +24,7 @@ class TrainingPass:
     layout: Layout
     row_tokens: int
     packing: dict[str, Any]
-    """Arguments of `batching.pack`: the devices that rows are spread over, whether prompts may be shared, and the shorter row lengths."""
+    """Arguments of `row_packing.pack`: the devices that rows are spread over, whether prompts may be shared, and the shorter row lengths."""
 
 
 def training_pass(

@@ -1,9 +1,6 @@
-"""The engine behind servers: JetStream's, with an `Engine` of its interface, its orchestrator and gRPC server, and one of our own over HTTP.
-
-The first needs the extra `jetstream`, the second `http`; neither needs the other's.
-"""
+"""Servers on the engine that training samples from: JetStream's over gRPC (extra `jetstream`), and an HTTP server (extra `http`)."""
 
 import os
 
-# JetStream imports TensorFlow, for tokenizers that are not used here; it would tell about its GPU libraries.
+# JetStream imports TensorFlow, which would log messages about GPU libraries.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")

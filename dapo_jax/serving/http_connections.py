@@ -1,7 +1,7 @@
-"""The connections of the HTTP server: how many there may be, and how long each may take to send a request.
+"""The connections of the HTTP server: their number, and the time that each has to send a request.
 
-A connection is *waiting* until its request is there as a whole, and again once it is answered. The server needs no key to hold such a connection, so
-these make room: the one that has waited longest is closed when there are too many. A connection whose request is being answered stays.
+A connection is *waiting* until its whole request has arrived, and again once the request is answered. A client needs no key to hold a waiting
+connection. So if there are too many connections, the one that has waited longest is closed. A connection whose request is being answered stays.
 """
 
 import asyncio
@@ -21,47 +21,44 @@ _HEAD_S = 10.0
 _IDLE_S = 75.0
 """Seconds that a client may take to fetch an answer, or to send the next request."""
 _LOOK_S = 0.5
-"""Seconds between two looks for connections that have waited too long."""
+"""Seconds between two searches for connections that have waited too long."""
 _OWN_DESCRIPTORS = 48
-"""Descriptors that stay free for files of the process: checkpoints, caches, libraries."""
+"""File descriptors reserved for the rest of the process: checkpoints, caches, libraries."""
 _TURNS = 5
-"""Turns of the event loop in which whole requests that have arrived are read, before a connection that waits is closed."""
+"""Iterations of the event loop that read arrived requests before a waiting connection is closed."""
 _LEAST = 8
 _BACKLOG = 1024
 _REFUSAL = (
     b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 )
 
-Answer = Callable[[int, str], web.Response]
-"""The answer to a request that is not HTTP, of a status and a reason."""
-
 
 class Connections:
-    """Accepts connections for an aiohttp server, up to a number of them."""
+    """Accepts a limited number of connections for an aiohttp server.
 
-    def __init__(self, most: int, answer: Answer, say: Callable[[str], None]) -> None:
-        """Accepts nothing yet.
+    Args:
+        most: largest number of connections; lower if the process may not open as many files.
+        answer: returns the answer to a request that is not HTTP, given a status and a reason.
+        say: logs errors of aiohttp itself.
+    """
 
-        Args:
-            most: connections at once, or fewer if the process may not open as many files.
-            answer: to a request that is not HTTP.
-            say: logs what fails in aiohttp itself.
-        """
+    def __init__(
+        self, most: int, answer: Callable[[int, str], web.Response], say: Callable[[str], None]
+    ) -> None:
         free = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/dev/fd")) - _OWN_DESCRIPTORS
         self.most = max(_LEAST, min(most, free))
-        """Connections at once."""
         self.answer, self.say = answer, say
         self._waiting: dict[_Handler, float] = {}
-        """Until when each may wait; in the order in which they began to."""
+        """The time until which each may wait, in the order in which they began to wait."""
         self._working: set[_Handler] = set()
         self._tasks: list[asyncio.Task[None]] = []
         self._listener: socket.socket | None = None
 
     def listen(self, host: str, port: int, server: web.Server) -> int:
-        """Accepts connections at an address from now on, and returns the port.
+        """Starts to accept connections at an address, and returns the port.
 
         Raises:
-            OSError: nothing can listen there.
+            OSError: the address cannot be bound.
         """
         [family, *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         self._listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
@@ -73,7 +70,7 @@ class Connections:
         return self._listener.getsockname()[1]
 
     async def close(self) -> None:
-        """Accepts no more connections; those that are there stay."""
+        """Stops accepting connections. Open connections stay."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -81,19 +78,19 @@ class Connections:
             self._listener.close()
 
     def waits(self, handler: Any, seconds: float) -> None:
-        """Notes that a connection waits for its client from now on, for at most so long."""
+        """Marks a connection as waiting for its client, for at most `seconds`."""
         self._working.discard(handler)
         self._waiting.pop(handler, None)
         if handler.transport is not None:
             self._waiting[handler] = asyncio.get_running_loop().time() + seconds
 
     def works(self, handler: Any) -> None:
-        """Notes that the whole request of a connection is there."""
+        """Marks a connection whose whole request has arrived."""
         if self._waiting.pop(handler, None) is not None:
             self._working.add(handler)
 
     def idles(self, handler: Any) -> None:
-        """Notes that the request of a connection is answered."""
+        """Marks a connection whose request is answered."""
         self.waits(handler, _IDLE_S)
 
     def gone(self, handler: Any) -> None:
@@ -110,7 +107,7 @@ class Connections:
         while True:
             try:
                 accepted, _ = await loop.sock_accept(listener)
-            except OSError:  # the client is gone, or the process has no descriptor left
+            except OSError:  # the client has left, or no file descriptor is free
                 self._make_room()
                 await asyncio.sleep(_LOOK_S / 10)
                 continue
@@ -120,14 +117,14 @@ class Connections:
             if self._full and not self._make_room():
                 with suppress(OSError):
                     accepted.send(_REFUSAL)
-                    accepted.recv(1 << 16)  # a request that stays unread would take the refusal back
+                    accepted.recv(1 << 16)  # closing with an unread request would discard the refusal
                 accepted.close()
                 continue
             with suppress(OSError):
                 await loop.connect_accepted_socket(lambda: _Handler(self, server, loop), accepted)
 
     def _make_room(self) -> bool:
-        """Closes the connection that has waited longest; False if none waits."""
+        """Closes the connection that has waited longest. Returns False if no connection waits."""
         oldest = next(iter(self._waiting), None)
         if oldest is None:
             return False
@@ -153,7 +150,7 @@ class _Handler(web.RequestHandler):
     __slots__ = ("_connections",)
 
     def __init__(self, connections: Connections, server: web.Server, loop: asyncio.AbstractEventLoop) -> None:
-        # The server's own look at connections without a request comes first.
+        # `Connections` closes idle connections before aiohttp does.
         super().__init__(server, loop=loop, auto_decompress=False, keepalive_timeout=2 * _IDLE_S)
         self._connections = connections
 
@@ -172,7 +169,7 @@ class _Handler(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Answers a request that is not HTTP; nothing is logged of a client that has left."""
+        """Answers a request that is not HTTP. Logs nothing if the client has left."""
         if request.writer.output_size > 0 or isinstance(exc, ConnectionError):
             raise ConnectionError("the client has left")
         if status >= 500:

@@ -1,333 +1,341 @@
-"""The requests that the HTTP server takes, as arguments: vLLM's of token ids, OpenAI's of messages.
+"""The bodies of HTTP requests: vLLM's of token ids and OpenAI's of messages, as `msgspec` structs, and the errors that name what is wrong with them.
 
-A field that would change what is sampled and is not supported is refused by its name, unless it has the value that changes nothing.
+A field that this server does not support is accepted with a value that changes nothing, and refused otherwise.
 """
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import date
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar
 
+import msgspec
 import numpy as np
 from jaxtyping import Int
+from msgspec import Meta
 
-from dapo_jax.sampling.decoding import LEAST_TEMPERATURE, MOST_TEMPERATURE, MOST_TOP_K, DecodingOptions
-from dapo_jax.serving.http_fields import Fields, RequestError, shown
+from dapo_jax.nearest import nearest
+from dapo_jax.sampling.decoding import DecodingOptions
 from dapo_jax.text.conversations import conversation_ids
 from dapo_jax.text.stop_strings import StopStrings
 from dapo_jax.text.tokenizers import Tokenizer
 
-_MOST_STOPS = 16
-"""Stop strings and stop tokens of one request: each is looked for in every response."""
-_LONGEST_STOP = 256
-"""Characters of a stop string."""
+_SHOWN = 80
+"""Characters of a value that an error quotes."""
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-_OWN_VARIABLES = frozenset(
+_RESERVED = frozenset(
     {
         *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize", "today"),
         *("self", "super", "loop", "caller", "varargs", "kwargs"),
         *("raise_exception", "strftime_now", "namespace", "dict", "range", "cycler", "joiner"),
     }
 )  # fmt: skip
-"""Names that a request cannot set by `chat_template_kwargs`: the request's other fields, words of Jinja, and functions that templates call."""
+"""Names that `chat_template_kwargs` cannot set: other fields of the request, words of Jinja, and functions that templates call."""
+_IGNORED = frozenset(
+    {
+        "cache_salt", "user", "metadata", "safety_identifier", "prompt_cache_key", "parallel_tool_calls",
+        "routed_experts_prompt_start", "skip_special_tokens", "spaces_between_special_tokens", "detokenize", "include_stop_str_in_output",
+    }
+)  # fmt: skip
+"""Fields that do not change the answer of this server."""
+_NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "add_generation_prompt": (True,), "add_special_tokens": (False,), "bad_words": ([],), "best_of": (1,), "continue_final_message": (False,),
+    "continuous_usage_stats": (False,), "echo": (False,), "features": ({},), "frequency_penalty": (0,), "ignore_eos": (False,),
+    "include_obfuscation": (False,), "logit_bias": ({},), "min_p": (0,), "min_tokens": (0,), "modalities": (["text"],), "presence_penalty": (0,),
+    "priority": (0,), "repetition_penalty": (1,), "response_format": ({"type": "text"},), "service_tier": ("auto", "default"), "store": (False,),
+    "stream": (False,), "top_logprobs": (0,), "use_beam_search": (False,),
+}  # fmt: skip
+"""Values of fields that are not supported, with which they change nothing."""
+
+_Struct = TypeVar("_Struct", bound=msgspec.Struct)
+_Stop = Annotated[str, Meta(min_length=1, max_length=256)]
+
+
+class RequestError(Exception):
+    """A request that is answered with an error.
+
+    Args:
+        message: the value found, the value needed, and the remedy.
+        status: the HTTP status.
+        code: a name for programs.
+        retry_after_s: seconds after which the same request may succeed.
+    """
+
+    def __init__(
+        self, message: str, *, status: int = 400, code: str = "invalid_value", retry_after_s: int | None = None
+    ) -> None:  # fmt: skip
+        super().__init__(message)
+        self.status, self.code, self.retry_after_s = status, code, retry_after_s
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """OpenAI's error object."""
+        kind = "authentication_error" if self.status == 401 else "invalid_request_error"
+        kind = "server_error" if self.status >= 500 else kind
+        return {"error": {"message": str(self), "type": kind, "code": self.code}}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
-    """The limits of a server, and what requests are read with."""
+class ServedLimits:
+    """The limits of a server's requests, and the objects that requests are read with."""
 
     model: str
-    """The name of the model, which requests may leave out."""
+    """Name of the model. Requests may leave it out."""
     tokenizer: Tokenizer
     vocabulary: int
-    """Token ids of the model, of which the tokenizer may know fewer: what was sampled may come back in a prompt."""
+    """Number of the model's token ids. The tokenizer may know fewer."""
     max_prompt_tokens: int
     max_response_tokens: int
     most_responses: int
-    """Responses that may be under way or waiting, and so the most of one request."""
+    """Number of responses that may run or wait, and so the largest `n` of a request."""
     decoding: DecodingOptions = field(default_factory=DecodingOptions)
-    """The options of requests that do not name them."""
+    """Defaults of requests."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Variables of the chat template, unless a request has others."""
+    """Defaults of `chat_template_kwargs`."""
     today: date | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampleRequest:
-    """The prompt of a request, and how it is answered."""
+class HttpRequest:
+    """A request whose prompt is tokenized and whose values are within the server's limits."""
 
     prompt: Int[np.ndarray, " prompt"]
     max_tokens: int
     count: int
-    """Responses."""
+    """Number of responses."""
     decoding: DecodingOptions
     seed: int | None
-    """None: the numbers drawn are those of no other request."""
+    """None: every request is sampled with other random numbers."""
     stop: tuple[str, ...]
     stop_token_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerateRequest:
-    """A request of `/inference/v1/generate`."""
-
-    sample: SampleRequest
-    request_id: str
-    """Empty: the server makes one up."""
     logprobs: bool
+    request_id: str = ""
+    return_token_ids: bool = False
+    tokens_as_ids: bool = False
+    """Log-probabilities name tokens by their ids instead of their texts."""
+    stream: bool = False
+    include_usage: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class ChatRequest:
-    """A request of `/v1/chat/completions`."""
+class _Sampling(msgspec.Struct, kw_only=True, frozen=True):
+    """The sampling options of both kinds of requests."""
 
-    sample: SampleRequest
-    logprobs: bool
-    return_token_ids: bool
-    tokens_as_ids: bool
-    """Log-probabilities name tokens by their ids."""
-    stream: bool
-    include_usage: bool
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    n: int = 1
+    seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None = None
+    stop: _Stop | Annotated[tuple[_Stop, ...], Meta(max_length=16)] = ()
+    stop_token_ids: Annotated[tuple[int, ...], Meta(max_length=16)] = ()
 
 
-def read_generate(body: Fields, limits: Limits) -> GenerateRequest:
-    """Reads a request of token ids.
+class _SamplingParams(_Sampling, kw_only=True, frozen=True):
+    """`sampling_params` of `/inference/v1/generate`."""
+
+    logprobs: Annotated[int, Meta(ge=0, le=1)] | None = None
+
+
+class _GenerateBody(msgspec.Struct, kw_only=True, frozen=True):
+    """The body of `/inference/v1/generate`."""
+
+    token_ids: list[int]
+    model: str = ""
+    request_id: str = ""
+    return_token_ids: bool = False
+    sampling_params: dict[str, Any] = {}
+
+
+class _Tool(msgspec.Struct, frozen=True):
+    """The fields that a tool must have."""
+
+    type: Literal["function"]
+    function: dict[str, Any]
+
+
+class _ChatBody(_Sampling, kw_only=True, frozen=True):
+    """The body of `/v1/chat/completions`."""
+
+    messages: Annotated[list[dict[str, Any]], Meta(min_length=1)]
+    model: str = ""
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    stream: bool = False
+    stream_options: dict[str, Any] = {}
+    tools: list[_Tool] = []
+    tool_choice: Literal["auto", "none"] = "auto"
+    chat_template_kwargs: dict[str, Any] = {}
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+
+
+class _StreamOptions(msgspec.Struct, kw_only=True, frozen=True):
+    """`stream_options` of `/v1/chat/completions`."""
+
+    include_usage: bool = False
+
+
+def read_generate(content: bytes, limits: ServedLimits) -> HttpRequest:
+    """Reads the body of `/inference/v1/generate`.
 
     Raises:
-        RequestError: it cannot be served; the message names the field.
+        RequestError: the request cannot be served; the message names the field.
     """
-    _check_model(body, limits)
-    if "token_ids" not in body.rest:
-        raise RequestError("the body has no token_ids: give the prompt's, a list of integers", code="missing")
-    ids = body.ids("token_ids", vocabulary=limits.vocabulary)
-    prompt = _checked_prompt(np.array(ids, np.int32), limits)
-    request_id = body.text("request_id")
-    body.ignored("cache_salt")  # nothing of a prompt is kept for another request
-    body.flag("return_token_ids")
-    body.neutral("priority", 0)
-    body.neutral("stream", False)
-    body.neutral("features", {})
-    for name in ("stream_options", "content_parts", "kv_transfer_params"):
-        body.neutral(name)
-    options = body.part("sampling_params")
-    body.finish()
-    logprobs = (
-        options.integer("logprobs", None, least=0, most=1, why=", that of the token itself") is not None
-    )
-    # The answer has no text.
-    for name in (
-        "skip_special_tokens",
-        "spaces_between_special_tokens",
-        "detokenize",
-        "include_stop_str_in_output",
-    ):
-        options.flag(name)
-    options.ignored("routed_experts_prompt_start")  # of experts, which no model here routes to
-    options.neutral("best_of", 1)
-    for name in (
-        "prompt_logprobs",
-        "extra_args",
-        "truncate_prompt_tokens",
-        "structured_outputs",
-        "guided_decoding",
-    ):
-        options.neutral(name)
-    sample = _sample(options, prompt, options.integer("max_tokens", None, **_max_tokens(limits)), limits)
-    options.finish()
-    return GenerateRequest(sample=sample, request_id=request_id[:200], logprobs=logprobs)
+    body = _struct(_json(content), _GenerateBody, "the body")
+    _check_model(body.model, limits)
+    prompt = np.array(_checked_ids("token_ids", body.token_ids, limits), np.int32)
+    options = _struct(body.sampling_params, _SamplingParams, "sampling_params")
+    logprobs = options.logprobs is not None
+    return _request(options, prompt, limits, logprobs=logprobs, request_id=body.request_id[:200])
 
 
-def read_chat(body: Fields, limits: Limits) -> ChatRequest:
-    """Reads a request of messages, and makes its prompt. Takes as long as its texts are to be tokenized.
+def read_chat(content: bytes, limits: ServedLimits) -> HttpRequest:
+    """Reads the body of `/v1/chat/completions` and renders its prompt. Takes as long as tokenizing its texts.
 
     Raises:
-        RequestError: it cannot be served; the message names the field.
+        RequestError: the request cannot be served; the message names the field.
     """
-    _check_model(body, limits)
-    messages = _messages(body)
-    variables = _template_variables(body, limits)
-    logprobs = body.flag("logprobs")
-    body.neutral("top_logprobs", 0)
-    asked = [
-        body.integer(name, None, **_max_tokens(limits)) for name in ("max_completion_tokens", "max_tokens")
-    ]
-    stream = body.flag("stream")
-    stream_options = body.part("stream_options")
-    include_usage = stream_options.flag("include_usage")
-    stream_options.neutral("continuous_usage_stats", False)
-    stream_options.neutral("include_obfuscation", False)
-    stream_options.finish()
-    shape = {name: body.flag(name) for name in ("return_token_ids", "return_tokens_as_token_ids")}
-    _refuse_other_chats(body)
-    sample = _sample(body, np.zeros(0, np.int32), next((each for each in asked if each), None), limits)
-    body.finish()
+    given = _json(content)
+    body = _struct(given, _ChatBody, "the body")
+    _check_model(body.model, limits)
+    streaming = _struct(body.stream_options, _StreamOptions, "stream_options")
+    for index, message in enumerate(body.messages):
+        if message.get("role") not in _ROLES:
+            raise RequestError(
+                f"messages[{index}].role is {shown(message.get('role'))}; the server takes {', '.join(_ROLES)}"
+            )
+    if body.messages[-1]["role"] == "assistant":
+        raise RequestError("messages: the last one is the assistant's; end with a message of another role")
+    variables = _template_variables(body, given.get("tools"), limits)
     try:
-        prompt = conversation_ids(messages, limits.tokenizer, today=limits.today, variables=variables)
+        prompt = conversation_ids(body.messages, limits.tokenizer, today=limits.today, variables=variables)
     except ValueError as error:
         raise RequestError(f"messages: {error!s:.1000}") from error
     except RecursionError as error:
-        raise RequestError("messages: too many objects inside one another") from error
-    _checked_prompt(prompt, limits)
-    return ChatRequest(
-        sample=replace(sample, prompt=prompt),
-        logprobs=logprobs,
-        return_token_ids=shape["return_token_ids"],
-        tokens_as_ids=shape["return_tokens_as_token_ids"],
-        stream=stream,
-        include_usage=include_usage,
-    )
+        raise RequestError("messages: objects are nested too deeply") from error
+    return _request(
+        body, prompt, limits, logprobs=body.logprobs, return_token_ids=body.return_token_ids, tokens_as_ids=body.return_tokens_as_token_ids,
+        stream=body.stream, include_usage=streaming.include_usage,
+    )  # fmt: skip
 
 
-def _check_model(body: Fields, limits: Limits) -> None:
-    if (name := body.text("model", limits.model)) != limits.model:
-        raise RequestError(
-            f"model is {shown(name)}; this server has {shown(limits.model)}, which is also taken where the field is left out",
-            status=404,
-            code="model_not_found",
-        )
+def shown(value: object) -> str:
+    """Returns a value as errors quote it."""
+    try:
+        text = repr(value)
+    except RecursionError:
+        return "a value that is nested too deeply"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
-def _checked_prompt(prompt: Int[np.ndarray, " prompt"], limits: Limits) -> Int[np.ndarray, " prompt"]:
+def _json(content: bytes) -> Any:
+    try:
+        return msgspec.json.decode(content)
+    except RecursionError as error:
+        raise RequestError("the body is not JSON: it is nested too deeply", code="invalid_json") from error
+    except msgspec.DecodeError as error:
+        raise RequestError(f"the body is not JSON: {error!s:.200}", code="invalid_json") from error
+
+
+def _struct(given: object, kind: type[_Struct], where: str) -> _Struct:
+    """Returns a JSON object as a struct. A field that is null counts as missing.
+
+    Raises:
+        RequestError: a field is missing, unknown, not supported, of another type or out of its range.
+    """
+    if isinstance(given, dict):
+        given = {name: value for name, value in given.items() if value is not None and name not in _IGNORED}
+        for name in given.keys() - set(kind.__struct_fields__):
+            value, neutral = given[name], _NEUTRAL.get(name, ())
+            if any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral):
+                continue
+            remedy = f", or set it to {' or '.join(map(shown, neutral))}" if neutral else ""
+            if not neutral and (known := nearest(name[:_SHOWN], kind.__struct_fields__, least=0.7)):
+                remedy = f"; did you mean {known[0]!r}?"
+            raise RequestError(
+                f"{where} has the field {shown(name)}={shown(value)}, which this server does not support: leave it out{remedy}",
+                code="unsupported_parameter",
+            )
+    try:
+        return msgspec.convert(given, kind)
+    except msgspec.ValidationError as error:
+        needed, _, path = str(error).partition(" - at `$")
+        value: Any = given
+        for step in re.findall(r"\w+", path):  # names of fields and indices of lists
+            value = value[int(step) if isinstance(value, list) else step]
+        name = path.strip(".`") or where
+        raise RequestError(f"{name}: {needed}; found {shown(value)}") from error
+
+
+def _request(
+    options: _Sampling, prompt: Int[np.ndarray, " prompt"], limits: ServedLimits, **others: Any
+) -> HttpRequest:  # fmt: skip
+    """Returns the request, after checking it against the server's limits."""
     if not 0 < len(prompt) <= limits.max_prompt_tokens:
         raise RequestError(
             f"the prompt has {len(prompt)} tokens; the server takes 1 to {limits.max_prompt_tokens}: shorten it, or serve with a larger --max-prompt-tokens",
             code="context_length_exceeded" if len(prompt) else "invalid_value",
         )
-    return prompt
-
-
-def _max_tokens(limits: Limits) -> dict[str, Any]:
-    return {
-        "least": 1,
-        "most": limits.max_response_tokens,
-        "why": ": lower it, or serve with a larger --max-response-tokens",
-    }
-
-
-def _sample(
-    options: Fields, prompt: Int[np.ndarray, " prompt"], max_tokens: int | None, limits: Limits
-) -> SampleRequest:
-    """The options that both kinds of requests have."""
-    usual = limits.decoding
-    temperature = options.number("temperature", usual.temperature, least=0.0, most=MOST_TEMPERATURE)
-    if 0 < temperature < LEAST_TEMPERATURE:
-        raise RequestError(
-            f"temperature is {temperature}; the server takes 0, which is greedy, or {LEAST_TEMPERATURE} to {MOST_TEMPERATURE:g}"
-        )
-    top_p = options.number("top_p", usual.top_p, least=0.0, most=1.0)
-    if not top_p:
-        raise RequestError("top_p is 0; the server takes more than 0 to 1 (1 is off)")
-    top_k = options.integer("top_k", usual.top_k, least=-1, most=MOST_TOP_K, why=" (0 and -1 are off)")
-    count = options.integer("n", 1, least=1, most=limits.most_responses, why=", its slots and its --queue")
-    seed = options.integer("seed", None, least=0, most=(1 << 63) - 1)
-    stop = options.texts("stop", most=_MOST_STOPS)
-    _check_stop(stop, limits)
-    stop_token_ids = options.ids("stop_token_ids", vocabulary=limits.vocabulary, most=_MOST_STOPS)
-    options.neutral("min_tokens", 0)
-    options.neutral("ignore_eos", False)
-    options.neutral("min_p", 0)
-    options.neutral("presence_penalty", 0)
-    options.neutral("frequency_penalty", 0)
-    options.neutral("repetition_penalty", 1)
-    options.neutral("logit_bias", {})
-    options.neutral("bad_words", [])
-    options.neutral("allowed_token_ids")
-    return SampleRequest(
-        prompt=prompt,
-        max_tokens=limits.max_response_tokens if max_tokens is None else max_tokens,
-        count=count,
-        decoding=DecodingOptions(temperature=temperature, top_p=top_p, top_k=top_k),
-        seed=seed,
-        stop=stop,
-        stop_token_ids=tuple(stop_token_ids),
-    )
-
-
-def _check_stop(stop: Sequence[str], limits: Limits) -> None:
-    if long := [each for each in stop if len(each) > _LONGEST_STOP]:
-        raise RequestError(
-            f"stop has a text of {len(long[0])} characters; the server takes up to {_LONGEST_STOP}"
-        )
+    asked = [(name, getattr(options, name, None)) for name in ("max_completion_tokens", "max_tokens")]
+    given = [(name, value) for name, value in asked if value is not None]
+    named, max_tokens = (*given, ("max_tokens", limits.max_response_tokens))[0]
+    for name, value, most, remedy in (
+        (named, max_tokens, limits.max_response_tokens, "--max-response-tokens"),
+        ("n", options.n, limits.most_responses, "--queue"),
+    ):
+        if not 0 < value <= most:
+            raise RequestError(
+                f"{name} is {value}; the server takes 1 to {most}: lower it, or serve with a larger {remedy}"
+            )
+    changed = {name: getattr(options, name) for name in ("temperature", "top_p", "top_k")}
+    stop = (options.stop,) if isinstance(options.stop, str) else options.stop
     try:
-        for each in stop:
-            each.encode("utf-8")  # half of a surrogate pair is no text
+        decoding = replace(
+            limits.decoding, **{name: value for name, value in changed.items() if value is not None}
+        )
         StopStrings(limits.tokenizer, stop)
         if stop:
             limits.tokenizer.decode(np.array([limits.vocabulary - 1], np.int32))  # which may be sampled
     except ValueError as error:
-        raise RequestError(f"stop: {error}") from error
+        raise RequestError(str(error)) from error
+    return HttpRequest(
+        prompt=prompt,
+        max_tokens=max_tokens,
+        count=options.n,
+        decoding=decoding,
+        seed=options.seed,
+        stop=stop,
+        stop_token_ids=tuple(_checked_ids("stop_token_ids", options.stop_token_ids, limits)),
+        **others,
+    )
 
 
-def _refuse_other_chats(body: Fields) -> None:
-    """Refuses what would make another answer of a conversation."""
-    body.neutral("add_generation_prompt", True)
-    body.neutral("continue_final_message", False)
-    body.neutral("add_special_tokens", False)
-    body.neutral("skip_special_tokens", True)
-    body.neutral("spaces_between_special_tokens", True)
-    body.neutral("include_stop_str_in_output", False)
-    body.neutral("echo", False)
-    body.neutral("store", False)
-    body.neutral("priority", 0)
-    body.neutral("response_format", {"type": "text"})
-    body.neutral("modalities", ["text"])
-    body.neutral("best_of", 1)
-    body.neutral("use_beam_search", False)
-    body.neutral("service_tier", "auto", "default")
-    for name in (
-        "chat_template", "documents", "functions", "function_call", "audio", "prediction", "prompt_logprobs", "reasoning_effort",
-        "truncate_prompt_tokens", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "web_search_options",
-    ):  # fmt: skip
-        body.neutral(name)
-    body.ignored(
-        "user", "metadata", "safety_identifier", "prompt_cache_key", "cache_salt", "request_id", "parallel_tool_calls"
-    )  # fmt: skip
-
-
-def _template_variables(body: Fields, limits: Limits) -> dict[str, Any]:
-    """Variables of the chat template: those of the server, of the request, and its tools."""
-    given = body.part("chat_template_kwargs").rest
-    if wrong := [
-        name for name in given if name in _OWN_VARIABLES or name.endswith("_token") or not name.isidentifier()
-    ]:
+def _checked_ids(name: str, ids: Any, limits: ServedLimits) -> Any:
+    if outside := [token for token in ids if not 0 <= token < limits.vocabulary]:
         raise RequestError(
-            f"chat_template_kwargs has {shown(wrong[0])}, which is not a variable that a request can set: leave it out"
+            f"{name} has the token id {outside[0]}, which is not in the vocabulary of {limits.vocabulary} ids, 0 to {limits.vocabulary - 1}"
         )
-    tools = []
-    for tool in body.items("tools", where=lambda index: f"tools[{index}]"):
-        described = tool.rest
-        if described.get("type") != "function" or not isinstance(described.get("function"), Mapping):
+    return ids
+
+
+def _check_model(name: str, limits: ServedLimits) -> None:
+    if name not in ("", limits.model):
+        raise RequestError(
+            f"model is {shown(name)}; this server has {shown(limits.model)}: name it, or leave the field out",
+            status=404, code="model_not_found",
+        )  # fmt: skip
+
+
+def _template_variables(body: _ChatBody, tools: Any, limits: ServedLimits) -> dict[str, Any]:
+    """Returns the variables of the chat template: the server's, the request's, and `tools` with all their fields."""
+    given = {name: value for name, value in body.chat_template_kwargs.items() if value is not None}
+    for name in given:
+        if name in _RESERVED or name.endswith("_token") or not name.isidentifier():
             raise RequestError(
-                f'a tool is {shown(described)}; the server takes {{"type": "function", "function": {{...}}}}'
+                f"chat_template_kwargs has {shown(name)}, which is not a variable that a request can set: leave it out"
             )
-        tools.append(described)
-    choice = body.take("tool_choice")
-    if choice not in (None, "auto", "none"):
-        raise RequestError(
-            f'tool_choice is {shown(choice)}, and this server does not support it: leave it out, or set it to "auto" or "none"',
-            code="unsupported_parameter",
-        )
-    shown_tools = {"tools": tools} if tools and choice != "none" else {}
-    return {**limits.template_kwargs, **given, **shown_tools}
-
-
-def _messages(body: Fields) -> list[Any]:
-    """The messages as they were given: they are made canonical where they are rendered."""
-    given = body.take("messages")
-    if not given:
-        raise RequestError(
-            'the body has no messages: give some, such as [{"role": "user", "content": "1+1"}]',
-            code="missing",
-        )
-    if not isinstance(given, list):
-        raise RequestError(f"messages must be a list of objects; found {shown(given)}", code="invalid_type")
-    roles = [Fields(each, f"messages[{index}]").text("role") for index, each in enumerate(given)]
-    if unknown := [index for index, role in enumerate(roles) if role not in _ROLES]:
-        raise RequestError(
-            f"messages[{unknown[0]}]: role is {shown(roles[unknown[0]])}; the server takes {', '.join(_ROLES)}"
-        )
-    if roles[-1] == "assistant":
-        raise RequestError(
-            "the last message is the assistant's: the response would be a second answer in a row; end with another"
-        )
-    return given
+    if body.tools and body.tool_choice != "none":
+        given["tools"] = [
+            {name: value for name, value in tool.items() if value is not None} for tool in tools
+        ]
+    return {**limits.template_kwargs, **given}

@@ -1,7 +1,7 @@
-"""Responses to requests that come at any time, through an engine whose slots are kept full: the loop of sampling in a thread of its own.
+"""The decode loop of the HTTP server, in a thread of its own: continuous batching of requests that arrive at any time.
 
-The thread is the only one that sends programs to the devices. Others hand it requests, take them back, and bring new weights; it does so between two
-calls of the engine.
+Only this thread sends programs to the devices. Other threads submit and cancel requests and bring new weights; the loop takes them between two calls
+of the engine.
 """
 
 import itertools
@@ -24,65 +24,66 @@ from dapo_jax.sampling.interface import Engine
 from dapo_jax.sampling.requests import OwnOptions, Request, StopRule
 
 _REFILL_FRAC = 0.125
-"""Slots are refilled once this share of those that were live is free."""
+"""Slots are refilled once this fraction of the live slots has become free."""
 
 
 class QueueFullError(Exception):
-    """There are as many responses under way and waiting as the server takes."""
+    """The server has as many running and waiting responses as it takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
+class NewTokens:
     """New tokens of a response."""
 
     index: int
-    """Which of its request's responses it is."""
+    """Index of the response within its request."""
     tokens: Int[np.ndarray, " new"]
     logprobs: Float[np.ndarray, " new"]
-    """In nats, at the sampling temperature, under the weights that drew each token."""
+    """In nats, at the sampling temperature, under the weights that sampled each token."""
     spans: tuple[Span, ...]
-    """The weights that drew all tokens so far."""
+    """Versions of the weights that sampled all tokens so far."""
     finish_reason: FinishReason | None
-    """None: the response goes on."""
+    """None: the response continues."""
 
 
-Listener = Callable[[Progress | BaseException], None]
-"""Told of what a request's responses have come to, or why they cannot go on. Called in the loop's thread; must not wait."""
+Listener = Callable[[NewTokens | BaseException], None]
+"""Receives new tokens, or the error that ended the loop. Called in the loop's thread; must not block."""
 
 
 @dataclass(eq=False)
-class Served:
+class ServedRequest:
     """The responses to one request."""
 
     requests: list[Request]
     listener: Listener
     streams: bool
-    """The listener is told after every call of the engine, not only of the ends."""
+    """The listener is called after every call of the engine, not only at the end of a response."""
 
 
 @dataclass(eq=False)
 class _Growing:
-    """One response on its way."""
+    """A running response."""
 
-    served: Served
+    served: ServedRequest
     request: Request
     sent: int = 0
+    """Number of tokens that the listener has received."""
     noted: int = 0
+    """Number of tokens in `spans`."""
     spans: list[Span] = field(default_factory=list)
 
     def note(self, length: int, version: int) -> None:
-        """Notes that all tokens up to `length` which are new were drawn by the weights `version`."""
+        """Notes that the weights of `version` sampled the new tokens up to `length`."""
         if length > self.noted and (not self.spans or self.spans[-1].version != version):
             self.spans.append(Span(self.noted, version))
         self.noted = max(length, self.noted)
 
-    def tell(self, length: int, reason: FinishReason | None) -> None:
-        """Tells the listener of the tokens up to `length` that it does not know."""
-        new = slice(self.sent, length)
+    def send(self, length: int, reason: FinishReason | None) -> None:
+        """Sends the listener its missing tokens up to `length`."""
+        new, request = slice(self.sent, length), self.request
         self.sent = length
-        request = self.request
         self.served.listener(
-            Progress(
+            NewTokens(
                 index=request.index,
                 tokens=request.tokens[new].copy(),
                 logprobs=request.logprobs[new].copy(),
@@ -93,14 +94,14 @@ class _Growing:
 
 
 class RequestLoop:
-    """Serves requests from `start` to `stop`; a context manager.
+    """Serves requests inside its context.
 
     Args:
         engine: prefills and decodes.
-        weights: for it.
-        key: draws for requests without a seed, together with the order in which they come.
-        version: of the weights.
-        most_responses: under way and waiting; more are refused.
+        weights: weights of the engine.
+        key: seeds requests without a seed, together with the order of their arrival.
+        version: version of the weights.
+        most_responses: largest number of running and waiting responses.
     """
 
     def __init__(
@@ -108,16 +109,17 @@ class RequestLoop:
     ) -> None:
         self._engine, self._most = engine, most_responses
         self.version = version
-        """The version of the weights that draw now."""
+        """Version of the served weights."""
         self.failure: BaseException | None = None
-        """The error that ended the thread."""
+        """Error that ended the thread."""
         self.ended = threading.Event()
         """Set once the thread has ended."""
         self._ordinals = itertools.count()
         self._changed = threading.Condition()
-        self._new: deque[Served] = deque()
-        self._dropped: list[Request] = []
-        self._weights: deque[tuple[Callable[[], PyTree], int, Future[None]]] = deque()
+        self._new: deque[ServedRequest] = deque()
+        self._actions: list[Callable[[], None]] = []
+        """Calls that other threads asked for."""
+        self._taking: list[Future[None]] = []
         self._stopping = False
         self._under_way = 0
         self._growing: dict[int, _Growing] = {}
@@ -136,136 +138,123 @@ class RequestLoop:
 
     @property
     def under_way(self) -> int:
-        """Responses under way and waiting."""
+        """Number of running and waiting responses."""
         return self._under_way
 
     def submit(
         self, prompt: Int[np.ndarray, " prompt"], options: OwnOptions, *, count: int, max_tokens: int, listener: Listener,
         streams: bool = False,
-    ) -> Served:  # fmt: skip
-        """Asks for `count` responses of up to `max_tokens` tokens. Returns at once; may be called from any thread.
+    ) -> ServedRequest:  # fmt: skip
+        """Queues a request for `count` responses of up to `max_tokens` tokens, and returns at once. May be called from any thread.
 
         Raises:
-            QueueFullError: there is no room for them.
-            RuntimeError: the loop has ended, or is ending.
+            QueueFullError: too many responses run or wait.
+            RuntimeError: the loop is ending.
         """
         with self._changed:
-            if self._stopping or self.failure is not None:
+            if self._stopping:
                 raise RuntimeError("the server is stopping")
             if self._under_way + count > self._most:
                 raise QueueFullError(
-                    f"{self._under_way} responses are under way and waiting, and {count} more are asked for; the server takes {self._most}"
+                    f"{self._under_way} responses are running or waiting, and this request needs {count} more; the server takes {self._most}"
                 )
             asked = Prompt(ordinal=next(self._ordinals), tokens=prompt, text="", answer="")
             requests = [Request(asked, index, max_tokens, options=options) for index in range(count)]
-            served = Served(requests, listener, streams)
+            served = ServedRequest(requests, listener, streams)
             self._under_way += count
             self._new.append(served)
             self._changed.notify()
         return served
 
-    def cancel(self, served: Served) -> None:
-        """Ends what is left of a request's responses, and tells nobody; may be called from any thread, also when all have ended."""
+    def cancel(self, served: ServedRequest) -> None:
+        """Ends the unfinished responses of a request without calling its listener. May be called from any thread, and after the request has ended."""
         with self._changed:
-            self._dropped += served.requests
+            self._actions.append(partial(self._drop, served))
             self._changed.notify()
 
     def take(self, weights: Callable[[], PyTree], version: int) -> None:
-        """Serves other weights from the next call of the engine on, and returns when it does. Responses under way go on with these.
+        """Serves the weights that `weights` returns from the next call of the engine on; returns once they are in use.
 
-        `weights` is called in the loop's thread, since only one thread may send programs to the devices.
+        Running responses are re-prefilled and continue with them. `weights` is called in the loop's thread, since only one thread may send
+        programs to the devices.
 
         Raises:
-            Exception: that of `weights`; those of before go on being served.
+            Exception: `weights` raised it; the old weights are served on.
             RuntimeError: the loop has ended.
         """
         taken: Future[None] = Future()
         with self._changed:
-            if self._stopping or self.failure is not None:
+            if self._stopping:
                 raise RuntimeError("the server is stopping")
-            self._weights.append((weights, version, taken))
+            self._taking.append(taken)
+            self._actions.append(partial(self._take, weights, version, taken))
             self._changed.notify()
-        taken.result()
+        try:
+            taken.result()
+        finally:
+            self._taking.remove(taken)
 
-    def start(self) -> None:
-        """Starts the thread."""
+    def __enter__(self) -> "RequestLoop":
         self._thread.start()
+        return self
 
-    def stop(self) -> None:
-        """Ends the thread; responses that are under way are not finished."""
+    def __exit__(self, *_: object) -> None:
+        """Ends the thread. Running responses are not finished."""
         with self._changed:
             self._stopping = True
             self._changed.notify()
         self._thread.join()
 
-    def __enter__(self) -> "RequestLoop":
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    # The thread.
-
     def _run(self) -> None:
         error: BaseException = RuntimeError("the server has stopped")
         try:
             while self._wait():
-                self._drop()
-                self._take()
-                self._tell(self._loop.step() or [])
-        except BaseException as failure:  # whatever it is, those that wait have to hear of it
+                self._send(self._loop.step() or [])
+        except BaseException as failure:  # whatever it is, all listeners must get it
             self.failure = error = failure
         with self._changed:
             self._stopping = True
             left = [*self._new, *dict.fromkeys(each.served for each in self._growing.values())]
-            for *_, taken in self._weights:
-                taken.set_exception(RuntimeError(str(error)))
+            for taken in self._taking:
+                if not taken.done():
+                    taken.set_exception(RuntimeError(str(error)))
         for served in left:
             with suppress(Exception):
                 served.listener(error)
         self.ended.set()
 
     def _wait(self) -> bool:
-        """Waits until there is something to do; False: it is to stop."""
+        """Waits for work, and does what other threads asked for. Returns False if the loop is to stop."""
         with self._changed:
-            while not (self._stopping or self._new or self._growing or self._dropped or self._weights):
+            while not (self._stopping or self._new or self._growing or self._actions):
                 self._changed.wait()
-            return not self._stopping
+            actions, self._actions = self._actions, []
+        for action in actions:
+            action()
+        return not self._stopping
 
-    def _drop(self) -> None:
+    def _drop(self, served: ServedRequest) -> None:
         with self._changed:
-            dropped, self._dropped = self._dropped, []
-            gone = {id(request) for request in dropped}
-            unread = [served for served in self._new if id(served.requests[0]) in gone]
-            for served in unread:
+            if served in self._new:
                 self._new.remove(served)
-            left = [request for request in dropped if self._growing.pop(id(request), None) is not None]
-            self._under_way -= len(left) + sum(len(served.requests) for served in unread)
+                self._under_way -= len(served.requests)
+            left = [each for each in served.requests if self._growing.pop(id(each), None) is not None]
+            self._under_way -= len(left)
         if left:
             self._loop.drop(left)
 
-    def _take(self) -> None:
-        with self._changed:
-            waiting, self._weights = self._weights, deque()
-        for weights, version, taken in waiting:
-            try:
-                made = jax.block_until_ready(weights())
-            except Exception as error:
-                taken.set_exception(error)
-                continue
-            try:
-                self._loop.take(made)
-            except BaseException as error:  # nothing goes on after that
-                for *_, each in waiting:
-                    if not each.done():
-                        each.set_exception(error)
-                raise
-            self.version = version
-            taken.set_result(None)
+    def _take(self, weights: Callable[[], PyTree], version: int, taken: Future[None]) -> None:
+        try:
+            made = jax.block_until_ready(weights())
+        except Exception as error:
+            taken.set_exception(error)
+            return
+        self._loop.take(made)
+        self.version = version
+        taken.set_result(None)
 
     def _more(self) -> list[Sequence[Request]]:
-        """The requests that are read next: no more than may start at once."""
+        """Returns the requests to prefill next, at most one per slot."""
         taken: list[Sequence[Request]] = []
         with self._changed:
             while self._new and len(taken) < self._engine.slots:
@@ -274,7 +263,7 @@ class RequestLoop:
                 taken.append(served.requests)
         return taken
 
-    def _tell(self, ended: Sequence[tuple[Request, int, FinishReason]]) -> None:
+    def _send(self, ended: Sequence[tuple[Request, int, FinishReason]]) -> None:
         over = {id(request): (length, reason) for request, length, reason in ended}
         for name, growing in list(self._growing.items()):
             length, reason = over.get(name, (growing.request.drawn, None))
@@ -284,11 +273,11 @@ class RequestLoop:
                 with self._changed:
                     self._under_way -= 1
             if reason is not None or (growing.served.streams and length > growing.sent):
-                growing.tell(length, reason)
+                growing.send(length, reason)
 
 
 def seeded_key(seed: int) -> PRNGKeyArray:
-    """The key of a request with a seed of up to 64 bits, whatever the server's own is."""
+    """Returns the key of a request with a seed of up to 64 bits. It does not depend on the server's seed."""
     high, low = divmod(seed & ((1 << 64) - 1), 1 << 32)
     return _folded(np.uint32(high), np.uint32(low))
 
@@ -299,7 +288,7 @@ def _folded(high: jax.Array, low: jax.Array) -> PRNGKeyArray:
 
 
 def stop_rule(strings: StopRule | None, ids: Sequence[int]) -> StopRule | None:
-    """Ends a response at the first token that completes a stop string or is one of `ids`."""
+    """Returns a rule that ends a response at the first token that completes a stop string or is in `ids`."""
     if not ids:
         return strings
     return partial(_first_stop, strings, np.array(ids, np.int32))

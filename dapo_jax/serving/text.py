@@ -1,38 +1,38 @@
-"""Text that grows as tokens come. Imports no JetStream."""
+"""Text that grows token by token."""
 
 import numpy as np
 
 from dapo_jax.text.tokenizers import Tokenizer
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
-"""Bytes decode to this that are no whole character, or not yet."""
+"""The decoded form of bytes that are not a whole character, or not yet."""
 
 
 def decoded(tokenizer: Tokenizer, ids: list[int]) -> str:
-    """The text of `ids`; those that the tokenizer does not know are left out (a model may have spare ones)."""
+    """Returns the text of `ids`, without ids outside the tokenizer's vocabulary; a model may have such spare ids."""
     known = [token for token in ids if 0 <= token < tokenizer.vocab_size]
     return tokenizer.decode(np.array(known, np.int32))
 
 
 class GrowingText:
-    """The text of a response whose tokens come piece by piece.
+    """The text of a response that arrives in blocks of tokens.
 
-    A token may be a part of a character, and some tokenizers decode a token differently where a text begins: each piece
-    is decoded behind the one before it, and an unfinished character waits for the rest of it.
+    A token may be a part of a character, and some tokenizers decode a token differently at the start of a text. So each block is decoded
+    together with the block before it, and an unfinished character is held back until it is complete.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._window: list[int] = []
-        """The tokens from the last piece on that ended in a whole character."""
+        """The last block that ended with a whole character, and all tokens after it."""
         self._shown = 0
-        """How many characters of the window's text are out."""
+        """Number of characters of the window's text that were returned."""
 
     def add(self, ids: list[int]) -> str:
-        """The text that these tokens complete."""
+        """Returns the text that these tokens complete."""
         self._window += ids
         text = decoded(self._tokenizer, self._window)
-        # Bytes that begin a character decode to one such character, whatever their number.
+        # Any number of bytes that begin a character decode to one replacement character.
         whole = text.removesuffix(_BROKEN)
         new, self._shown = whole[self._shown :], len(whole)
         if ids and whole == text:
@@ -40,5 +40,5 @@ class GrowingText:
         return new
 
     def rest(self) -> str:
-        """The text that is left when the response has ended, whole or not."""
+        """Returns the remaining text once the response has ended, including an unfinished character."""
         return decoded(self._tokenizer, self._window)[self._shown :]

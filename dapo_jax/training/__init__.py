@@ -1,1 +1,1 @@
-"""Train state, the jitted update, and the loop."""
+"""The train state, the packing of examples into rows, and the jitted update."""

@@ -1,4 +1,4 @@
-"""The microbatches of an update on the mesh: those of one shape in one array, so that one program goes through them."""
+"""The microbatches of an update on the mesh. Microbatches of one shape are stacked in one array, so that one program loops over them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -22,52 +22,52 @@ class Stack:
     microbatches: Microbatch
     """Each array is [capacity, rows, seq]."""
     count: Int[Array, ""] | Any
-    """How many there are; the rest is room that nothing reads."""
+    """Number of microbatches; the rest of the capacity is not read."""
 
     def at(self, index: Int[Array, ""]) -> Microbatch:
-        """One of them."""
+        """Returns one microbatch."""
         return jax.tree.map(
             lambda leaf: lax.dynamic_index_in_dim(leaf, index, keepdims=False), self.microbatches
         )
 
     def with_arrays(self, **arrays: Float[Array, "capacity rows seq"]) -> "Stack":
-        """The same with some arrays of its microbatches replaced."""
+        """Returns a copy with some arrays of its microbatches replaced."""
         return replace(self, microbatches=replace(self.microbatches, **arrays))
 
 
 Minibatch = tuple[Stack, ...]
-"""The microbatches of one update: a stack for each length of rows, the longest first."""
+"""The microbatches of one update: one stack per length of rows, the longest first."""
 
 
 def with_array(minibatch: Minibatch, name: str, made: Callable[[Stack], Array]) -> Minibatch:
-    """The minibatch with the array `name` made of each stack."""
+    """Returns the minibatch with the array `name` of each stack replaced by `made(stack)`."""
     return tuple(stack.with_arrays(**{name: made(stack)}) for stack in minibatch)
 
 
 def on_host(arrays: Any) -> Any:
-    """A minibatch, or any other tree of arrays on the mesh, as numpy arrays. Of several processes all must ask."""
+    """Returns a minibatch, or any other tree of arrays on the mesh, as numpy arrays. All processes must call it."""
     return jax.tree.map(
         lambda array: np.asarray(multihost_utils.process_allgather(array, tiled=True)), arrays
     )
 
 
 def stack_capacity(microbatches: int) -> int:
-    """The number of microbatches for which a program is compiled that goes through so many: a power of 2, since steps differ in how many they have."""
+    """Returns the capacity of the stack for so many microbatches: the next power of 2, so that few programs are compiled."""
     return 1 << (microbatches - 1).bit_length()
 
 
 class Placing:
-    """Puts microbatches on the mesh: the host/device boundary."""
+    """Transfers microbatches from the host to the mesh."""
 
     def __init__(self, sharding: jax.sharding.Sharding) -> None:
-        """`sharding` is that of an array [capacity, rows, seq]."""
+        """`sharding` is the sharding of an array [capacity, rows, seq]."""
         self._sharding = sharding
         self._capacity: dict[int, int] = {}
 
     def put(self, minibatches: Sequence[Sequence[Microbatch]]) -> list[Minibatch]:
-        """The stacks of each minibatch; those of one row length have the same capacity in all of them."""
+        """Returns the stacks of each minibatch. All stacks of one row length have the same capacity."""
         stacks = [_by_length(minibatch) for minibatch in minibatches]
-        # Capacity only grows: a program is compiled for each.
+        # The capacity only grows, since each capacity costs a compilation.
         for tokens, same in chain.from_iterable(by_length.items() for by_length in stacks):
             self._capacity[tokens] = max(self._capacity.get(tokens, 1), stack_capacity(len(same)))
         return [
@@ -79,13 +79,13 @@ class Placing:
         def place(*parts: np.ndarray) -> Array:
             whole = np.zeros((capacity, *parts[0].shape), parts[0].dtype)
             whole[: len(parts)] = parts
-            # Of several processes each has the whole array, and puts what is its devices' there.
+            # Every process has the whole array, and transfers the shards of its own devices.
             return jax.make_array_from_callback(whole.shape, self._sharding, lambda index: whole[index])
 
         return Stack(jax.tree.map(place, *microbatches), np.int32(len(microbatches)))
 
 
 def _by_length(minibatch: Sequence[Microbatch]) -> dict[int, list[Microbatch]]:
-    """The microbatches of each row length, the longest first."""
+    """Returns the microbatches of each row length, the longest first."""
     lengths = sorted({one.tokens.shape[1] for one in minibatch}, reverse=True)
     return {tokens: [one for one in minibatch if one.tokens.shape[1] == tokens] for tokens in lengths}

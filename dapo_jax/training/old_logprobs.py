@@ -1,4 +1,4 @@
-"""Log-probabilities under the policy that learns, and the old ones that its ratio is taken to: recomputed by the trainer, or as the sampler recorded them."""
+"""Log-probabilities under the trained policy, and the old log-probabilities of its importance ratio: recomputed by the trainer, or recorded by the sampler."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -18,18 +18,18 @@ from dapo_jax.parallel.together import Together
 from dapo_jax.training.minibatch import Minibatch, Stack, with_array
 
 Weights = tuple[nnx.State, nnx.State]
-"""Parameters that are trained, and those that are frozen: the base below adapters, else none."""
+"""Trained parameters and frozen ones: the base model of adapters, otherwise none."""
 
 
 class PolicyLogprobs:
-    """The function of weights and a microbatch that gives every token its log-probability: the update differentiates it, `OldLogprobs` calls it."""
+    """Computes the log-probability of every token of a microbatch. The update differentiates it; `OldLogprobs` calls it."""
 
     def __init__(self, graph: nnx.GraphDef[Any], *, temperature: float, chunk_vocab: int) -> None:
-        """`chunk_vocab` entries of the vocabulary have logits at one time; `temperature` is that of sampling."""
+        """`temperature` is the sampling temperature; logits are computed for `chunk_vocab` entries of the vocabulary at a time."""
         self._graph, self._temperature, self._chunk_vocab = graph, temperature, chunk_vocab
 
     def __call__(self, weights: Weights, microbatch: Microbatch) -> tuple[Array, Array]:
-        """Log-probability and entropy [rows, seq] of each token given what it follows; without meaning in the first column."""
+        """Returns log-probability and entropy [rows, seq] of each token given the tokens before it. The first column has no meaning."""
 
         def program(weights: Weights, m: Microbatch) -> tuple[Array, Array]:
             decoder = self._decoder(weights)
@@ -56,7 +56,7 @@ class PolicyLogprobs:
 
 
 class OldLogprobs:
-    """Fills in the log-probabilities that the updates of a step compare with."""
+    """Fills in the old and reference log-probabilities of a step's minibatches."""
 
     def __init__(
         self,
@@ -70,11 +70,11 @@ class OldLogprobs:
         """Compiles nothing yet.
 
         Args:
-            logprobs: the function that the update uses.
-            source: `trainer` recomputes the old log-probabilities by that function; `sampler` takes those recorded while sampling.
-            reference: the reference policy's parameters in place of those that are trained, if there is one.
+            logprobs: function that the update uses.
+            source: `trainer` recomputes the old log-probabilities with this function; `sampler` uses the recorded ones.
+            reference: parameters of the reference policy, if there is one.
             frozen: parameters that are not trained.
-            sharding: where arrays [capacity, rows, seq] lie.
+            sharding: sharding of arrays [capacity, rows, seq].
         """
         self._logprobs, self._source = logprobs, source
         self._reference, self._frozen = reference, frozen
@@ -82,11 +82,11 @@ class OldLogprobs:
         self._ratio = jax.jit(_ratio, out_shardings=sharding)
 
     def fill(self, params: nnx.State, minibatches: Sequence[Minibatch]) -> list[Minibatch]:
-        """The minibatches with `old_logprobs`, and with `ref_logprobs` where there is a reference policy.
+        """Returns the minibatches with `old_logprobs`, and with `ref_logprobs` if there is a reference policy.
 
         Args:
-            params: the weights that sampled, before the first update of the step.
-            minibatches: of the step, on the mesh.
+            params: weights before the first update of the step.
+            minibatches: minibatches of the step, on the mesh.
         """
         filled = list(minibatches)
         if self._source == "sampler":
@@ -101,14 +101,14 @@ class OldLogprobs:
         return [with_array(m, "ref_logprobs", score) for m in filled]
 
     def ratios(self, params: nnx.State, minibatch: Minibatch, *, first: bool) -> list[Array]:
-        """pi / pi_old of each token: for each stack [capacity, rows, seq]; 1 if `first`, where the old policy is the policy itself."""
+        """Returns the ratio pi / pi_old of each token, [capacity, rows, seq] per stack. It is 1 if `first`: the old policy is the policy itself."""
         if first and self._source == "trainer":
             return [jnp.ones_like(stack.microbatches.old_logprobs) for stack in minibatch]
         score = partial(self._score, (params, self._frozen))
         return [self._ratio(score(stack), stack.microbatches.old_logprobs) for stack in minibatch]
 
     def lower(self, params: nnx.State, stack: Stack) -> Lowered:
-        """The program that recomputes log-probabilities; both may be shapes with their places."""
+        """Lowers the program that recomputes log-probabilities. Both arguments may be shapes with shardings."""
         return self._score.lower((params, self._frozen), stack)
 
     def _score_program(self, weights: Weights, stack: Stack) -> Float[Array, "capacity rows seq"]:

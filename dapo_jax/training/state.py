@@ -1,4 +1,4 @@
-"""The state that training carries from update to update, and the optimizer that moves it."""
+"""The state of training: master weights and optimizer moments."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +25,7 @@ class TrainState:
 def state_shardings(
     params: nnx.State, optimizer: optax.GradientTransformation, mesh: Mesh, *, offload: bool = False
 ) -> TrainState:
-    """Where each array of the train state lies; `params` may be shapes alone. With `offload`, the moments lie in the host's memory."""
+    """Returns the sharding of each array of the train state. `params` may be shapes. With `offload`, the moments are in host memory."""
     moments = shardings(jax.eval_shape(optimizer.init, params), mesh)
     if offload:
         moments = jax.tree.map(lambda place: place.with_memory_kind(OFFLOADED), moments)
@@ -35,7 +35,7 @@ def state_shardings(
 def state_structs(
     params: nnx.State, optimizer: optax.GradientTransformation, mesh: Mesh, *, offload: bool = False
 ) -> TrainState:
-    """The shape, dtype and place of every array of the train state; `params` may be shapes alone."""
+    """Returns shape, dtype and sharding of every array of the train state. `params` may be shapes."""
     shapes = TrainState(params, jax.eval_shape(optimizer.init, params))
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
@@ -45,7 +45,7 @@ def state_structs(
 
 
 def own_copy(params: nnx.State, mesh: Mesh) -> nnx.State:
-    """A copy on the mesh, which stays alive when what it was made of is donated, and the other way round."""
+    """Returns a copy on the mesh that shares no memory with `params`, so that either can be donated."""
     return jax.jit(_copied, out_shardings=shardings(params, mesh))(params)
 
 
@@ -61,15 +61,14 @@ def init_state(
     offload: bool = False,
     copy: bool = True,
 ) -> TrainState:
-    """Places `params` on the mesh and makes fresh moments beside them.
+    """Places `params` on the mesh and initializes the optimizer's moments.
 
     Args:
-        params: the weights that training starts from.
-        optimizer: makes the moments.
-        mesh: where the state lies.
-        offload: the moments lie in the host's memory.
-        copy: False: `params` are taken over and gone with the first update, which is handed the state to keep; that saves
-            4 bytes a parameter.
+        params: initial weights.
+        optimizer: initializes the moments.
+        mesh: mesh of the state.
+        offload: keep the moments in host memory.
+        copy: False: the state takes over the arrays of `params`, which the first update donates. This saves 4 bytes per parameter.
     """
     placed = state_shardings(params, optimizer, mesh, offload=offload)
     own = own_copy(params, mesh) if copy else jax.device_put(params, placed.params)

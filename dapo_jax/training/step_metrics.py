@@ -1,8 +1,6 @@
-"""Metrics of a step's rollouts: everything sampled, and what was trained on, kept apart.
+"""Metrics of a step's rollouts, computed on the host without jax.
 
-After the filter only mixed groups are left, so metrics of the trained set alone are biased; both are logged.
-
-A file of its own: it computes from groups on the host, without jax.
+Only groups with mixed verdicts are trained on, so metrics of the trained groups are biased. Both sampled and trained groups are measured.
 """
 
 from collections.abc import Sequence
@@ -14,10 +12,10 @@ from dapo_jax.dapo.rollouts import Group, Rollout
 
 
 def rollout_metrics(collected: Collected) -> dict[str, float | int]:
-    """Metrics of one step's sampling, from host values in float64.
+    """Returns the metrics `rollout/*` and `reward/*` of a step, computed in float64.
 
-    Lengths in tokens, end token included. Keys that speak of sampled responses are absent in a step that
-    sampled nothing because carried groups were enough.
+    Lengths are in tokens, including the end token. Metrics of sampled responses are absent in a step that sampled nothing because carried
+    groups were enough.
     """
     sampled = [rollout for group in collected.sampled for rollout in group.rollouts]
     trained = [rollout for group in collected.groups for rollout in group.rollouts]
@@ -37,13 +35,12 @@ def rollout_metrics(collected: Collected) -> dict[str, float | int]:
 
 
 def _of_rounds(collected: Collected) -> dict[str, int]:
-    """The work of a step whose rollouts are in flight."""
+    """Returns the work of a step with rollouts in flight."""
     return {"rollout/rounds": collected.rounds, "rollout/drawn_tokens": collected.drawn_tokens or 0}
 
 
 def _ages(collected: Collected) -> dict[str, float | int]:
-    """The number of steps since the oldest and since the newest token of the groups that are trained on was drawn; and the share of their
-    tokens that earlier weights drew."""
+    """Returns the staleness of the trained groups: the age in steps of their oldest and newest tokens, and the share of tokens from earlier weights."""
     now, groups = collected.version, collected.groups
     oldest, newest = [now - group.oldest for group in groups], [now - group.newest for group in groups]
     responses = [rollout.response for group in groups for rollout in group.rollouts]
@@ -90,6 +87,6 @@ def _sampled_metrics(groups: Sequence[Group], rollouts: Sequence[Rollout]) -> di
 
 
 def _mean_of_part(name: str, rollouts: Sequence[Rollout]) -> float:
-    """The mean over those that have the part; the metrics of an environment need not be in every episode."""
+    """Returns the mean over the rollouts that have the part; an environment may omit a metric in some episodes."""
     given = [rollout.verdict.parts[name] for rollout in rollouts if name in rollout.verdict.parts]
     return float(np.mean(given))

@@ -1,7 +1,4 @@
-"""Supervised warm start: the policy's update with another objective.
-
-A file of its own: a second objective, beside those of the paper.
-"""
+"""The objective of supervised fine-tuning."""
 
 from collections.abc import Mapping
 
@@ -19,10 +16,7 @@ def supervised_loss(
     *,
     weights: Float[Array, "batch seq"],
 ) -> tuple[Float[Array, ""], Mapping[str, Metric]]:
-    """Weighted negative log-likelihood of demonstrations, in nats; has the signature of an objective.
-
-    `old_logprobs` and `advantages` have no part in it.
-    """
+    """Weighted negative log-likelihood of demonstrations, in nats. It has the signature of an objective, and ignores `old_logprobs` and `advantages`."""
     live = jnp.where(mask, logprobs, 0.0)
     loss = (jnp.where(mask, weights, 0.0) * -live).sum()  # the sum of zeros is 0.0, not -0.0
     return loss, {"sft/token_loss": Mean((-live).sum(), mask.sum(dtype=jnp.float32))}

@@ -1,7 +1,7 @@
 """One optimizer update: gradients summed over microbatches, then checked and applied by the optimizer, which clips them.
 
-Each microbatch carries its tokens' weights in the whole minibatch's loss, so their gradients are summed. (Averaging
-them, as gradient accumulation usually does, would divide the gradient by their number.)
+Each token has its weight in the loss of the whole minibatch, so the gradients of microbatches are summed. Averaging them, as gradient accumulation
+usually does, would divide the gradient by their number.
 """
 
 import math
@@ -37,15 +37,15 @@ Objective = Callable[..., tuple[Array, Mapping[str, Metric]]]
 
 
 def check_objective(objective: Objective, *, rows: int, row_tokens: int) -> None:
-    """Calls an objective once with shapes alone, so that a wrong one is refused before anything is sampled.
+    """Traces an objective once, so that an invalid one is refused before sampling starts.
 
     Args:
-        objective: the function.
-        rows: the rows of a microbatch.
-        row_tokens: the tokens of a row.
+        objective: the function to check.
+        rows: number of rows of a microbatch.
+        row_tokens: number of tokens of a row.
 
     Raises:
-        ValueError: it raises, or it does not return a loss and metrics.
+        ValueError: it raises an error, or does not return a loss and metrics.
     """
     signature = "(logprobs, old_logprobs, advantages, mask, *, weights) -> (loss, metrics)"
 
@@ -67,7 +67,7 @@ def check_objective(objective: Objective, *, rows: int, row_tokens: int) -> None
 
 
 def _problem_of(result: Any) -> str | None:
-    """Names an objective's result if it is not a loss and metrics; None if it is."""
+    """Returns a description of an objective's result if it is not a loss and metrics; None if it is."""
     if not isinstance(result, tuple | list):
         return f"{_kind(result)} alone, not a loss and a dict of metrics: return loss, {{}}"
     if len(result) != 2:
@@ -87,7 +87,7 @@ def _problem_of(result: Any) -> str | None:
 
 
 def _kind(value: Any) -> str:
-    """A type, of an array also its dtype and shape."""
+    """Returns the type of a value, with dtype and shape if it is an array."""
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"an array {value.dtype}{list(value.shape)}"
     return "None" if value is None else f"a {type(value).__name__}"
@@ -102,16 +102,16 @@ class UpdateOptions:
     old_logprobs: str = "trainer"
     """trainer or sampler: see `OldLogprobs`."""
     correction: str = "none"
-    """Importance weights of every step: one of `dapo_jax.dapo.importance.CORRECTIONS`."""
+    """Importance weights: one of `dapo_jax.dapo.importance.CORRECTIONS`."""
     importance_range: tuple[float, float] = (0.0, math.inf)
-    """The smallest and the largest weight that is kept; of truncate the largest is the cap."""
+    """The smallest and the largest weight that is kept; for `truncate` the largest is the cap."""
     kl_coef: float = 0.0
     offload: bool = False
-    """The optimizer's moments lie in the host's memory and come to the device only to be applied."""
+    """Keep the optimizer's moments in host memory, and copy them to the device for each update."""
 
 
 Sums = tuple[nnx.State, Float[Array, ""]]
-"""Gradient and loss of the microbatches so far."""
+"""Sums of gradients and losses over the microbatches so far."""
 
 
 class Updater:
@@ -129,8 +129,21 @@ class Updater:
         reference: nnx.State | None = None,
         frozen: nnx.State | None = None,
     ) -> None:
-        """`params`, those that are trained, may be shapes alone; `optimizer` is one for a learning rate of 1, by which an update multiplies what it gives;
-        `reference` are the reference policy's parameters in their place if `kl_coef` is above 0; `frozen` are the decoder's others, if it has adapters."""
+        """Compiles nothing yet.
+
+        Args:
+            graph: structure of the decoder.
+            params: trained parameters, or their shapes.
+            optimizer: an optimizer with learning rate 1, such as `make_optimizer` returns; an update multiplies by the step's learning rate.
+            mesh: mesh of the update.
+            objective: the loss.
+            options: other options.
+            reference: parameters of the reference policy; needed if `kl_coef` is above 0.
+            frozen: parameters of the base model, if `params` are adapters.
+
+        Raises:
+            ValueError: `reference` and `kl_coef` do not fit together.
+        """
         self._frozen = nnx.State({}) if frozen is None else frozen
         self._optimizer, self._objective, self._options = optimizer, objective, options or UpdateOptions()
         if (reference is None) != (self._options.kl_coef == 0.0):
@@ -162,32 +175,31 @@ class Updater:
         self._join = Together(jax.jit(_joined, out_shardings=self._whole))
 
     def prepare(self, state: TrainState, minibatches: Sequence[Sequence[Microbatch]]) -> list[Minibatch]:
-        """Puts a step's microbatches on the mesh, with the log-probabilities that its updates compare with (`OldLogprobs`).
+        """Transfers a step's microbatches to the mesh and fills in their old log-probabilities (`OldLogprobs`).
 
-        Called before the first update of the step, with the weights that it samples by; groups that are carried were sampled by earlier ones.
+        Must be called before the first update of the step, with the weights that sampled. Carried groups were sampled by earlier weights.
         """
         return self._old.fill(state.params, self._placing.put(minibatches))
 
     def update(
         self, state: TrainState, minibatch: Minibatch, *, learning_rate: float, first: bool
     ) -> tuple[TrainState, dict[str, Metric]]:
-        """One optimizer update over a prepared minibatch; `state` is donated.
+        """Makes one optimizer update over a prepared minibatch; `state` is donated.
 
         Args:
             state: parameters and moments.
-            minibatch: one of what `prepare` gave.
-            learning_rate: of this step.
-            first: it is the step's first update, so the old policy is the policy itself.
+            minibatch: a minibatch that `prepare` returned.
+            learning_rate: learning rate of this step.
+            first: True for the first update of a step, whose old policy is the policy itself.
 
         Returns:
-            The new state (the old one if anything was not finite), and metrics for `to_scalars`. Those of `nonfinite/` are 1
-            where something was not: for log-probabilities, advantages and loss a value for each microbatch, for the gradient
-            one for each parameter in the order of `state.params`.
+            The new state, or the old one if a value was not finite, and metrics for `to_scalars`. The metrics `nonfinite/*` are 1 where a value was
+            not finite: one per microbatch for log-probabilities, advantages and loss, and one per parameter of `state.params` for the gradient.
         """
         rate, is_first = np.float32(learning_rate), np.bool_(first)
         if len(minibatch) == 1:
             return self._update(state, self._frozen, *minibatch, rate, is_first)
-        # A program for each shape, and what one of them needs is gone before the next.
+        # One program per shape; the temporary arrays of each are freed before the next.
         sums, measured = self._nothing(state.params), []
         for same_length in minibatch:
             sums, metrics = self._add((state.params, self._frozen), sums, same_length, is_first)
@@ -196,32 +208,31 @@ class Updater:
         return state, {**self._join(*measured), **applied}
 
     def ratios(self, state: TrainState, minibatch: Minibatch, *, first: bool) -> list[Array]:
-        """pi / pi_old of each token as `update` would take it now: for each stack [capacity, rows, seq]; 1 if `first`."""
+        """Returns the ratio pi / pi_old of each token that `update` would use now, [capacity, rows, seq] per stack; 1 if `first`."""
         return self._old.ratios(state.params, minibatch, first=first)
 
     def lower_update(self, state: TrainState, *, capacity: int, rows: int, row_tokens: int) -> Lowered:
-        """The program of `update` for `capacity` microbatches of one shape; `state` may be shapes with their places."""
+        """Lowers the program of `update` for `capacity` microbatches of one shape. `state` may be shapes with shardings."""
         stack = self.stack_structs(capacity, rows, row_tokens)
         return self._update.lower(state, self._frozen, stack, *self._scalars())
 
     def lower_score(self, params: nnx.State, *, capacity: int, rows: int, row_tokens: int) -> Lowered:
-        """The program with which `prepare` computes log-probabilities; `params` may be shapes with their places."""
+        """Lowers the program with which `prepare` computes log-probabilities. `params` may be shapes with shardings."""
         return self._old.lower(params, self.stack_structs(capacity, rows, row_tokens))
 
     def programs(
         self, state: TrainState, *, capacity: int, rows: int, lengths: Sequence[int]
     ) -> dict[str, Callable[[], Lowered]]:
-        """All programs that an update runs, by name, and what lowers each; `state` may be shapes with their places.
+        """Returns the programs that an update runs: name -> function that lowers the program. `state` may be shapes with shardings.
 
-        `update` is for microbatches of one shape. Where rows may have several `lengths`, an update of more than one of them is a sequence of
-        programs: `update_begin`, then one for each length, of which the longest and the shortest are here (`update_add_longest`,
-        `update_add_shortest`), then `update_apply`.
+        `update` is for microbatches of one shape. An update with rows of several `lengths` is a sequence of programs: `update_begin`, one program per
+        length, and `update_apply`. The programs of the longest and the shortest length are `update_add_longest` and `update_add_shortest`.
 
         Args:
             state: parameters and moments.
-            capacity: of a stack of the longest rows; one of the shortest has a single microbatch.
-            rows: of a microbatch.
-            lengths: of rows, the longest first.
+            capacity: capacity of a stack of the longest rows; a stack of the shortest has one microbatch.
+            rows: number of rows of a microbatch.
+            lengths: lengths of rows, the longest first.
         """
         whole = {"capacity": capacity, "rows": rows, "row_tokens": lengths[0]}
         made: dict[str, Callable[[], Lowered]] = {"update": partial(self.lower_update, state, **whole)}
@@ -238,7 +249,7 @@ class Updater:
         return made
 
     def sums_structs(self, state: TrainState) -> PyTree:
-        """The gradient and the loss that lie on the devices between the programs of an update of several row lengths, as shapes with their places."""
+        """Returns shapes and shardings of the sums that are kept between the programs of an update with several row lengths."""
         scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=self._whole)
         grads = jax.tree.map(
             lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
@@ -248,12 +259,12 @@ class Updater:
         return grads, scalar
 
     def stack_structs(self, capacity: int, rows: int, row_tokens: int) -> Stack:
-        """The microbatches of one length of an update, as shapes with their places."""
+        """Returns shapes and shardings of a stack."""
         count = jax.ShapeDtypeStruct((), jnp.int32, sharding=self._whole)
         return Stack(microbatch_structs((capacity, rows, row_tokens), self._rows), count)
 
     def _scalars(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-        """The learning rate, and whether an update is a step's first."""
+        """Returns the shapes of the learning rate and of `first`."""
         rate, first = (
             jax.ShapeDtypeStruct((), kind, sharding=self._whole) for kind in (jnp.float32, jnp.bool_)
         )
@@ -265,7 +276,7 @@ class Updater:
     def _add_program(
         self, weights: Weights, sums: Sums, stack: Stack, first: Bool[Array, ""]
     ) -> tuple[Sums, dict[str, Metric]]:
-        """All microbatches of a shape in one program: each one's temporary arrays lie where the last one's did."""
+        """Adds all microbatches of a shape in one loop, which reuses the memory of temporary arrays."""
         params, frozen = weights
 
         def loss(params: nnx.State, i: Array) -> tuple[Float[Array, ""], dict[str, Metric]]:
@@ -275,7 +286,7 @@ class Updater:
             (grads, total), metrics = so_far
             (value, measured), new = jax.value_and_grad(loss, has_aux=True)(params, i)
             grads = lax.with_sharding_constraint(jax.tree.map(jnp.add, grads, new), self._shardings)
-            # Kept apart until they are added on the host, in float64: float32 counts are inexact beyond 2^24 tokens.
+            # Metrics are added on the host in float64: float32 counts are inexact beyond 2^24 tokens.
             kept = jax.tree.map(lambda all_, one: all_.at[i].set(one), metrics, measured)
             return (grads, total + value), kept
 
@@ -291,7 +302,7 @@ class Updater:
         learning_rate: Float[Array, ""],
         first: Bool[Array, ""],
     ) -> tuple[TrainState, dict[str, Metric]]:
-        """Gradient and change in one."""
+        """Computes and applies the gradient in one program."""
         nothing, total = self._nothing_program(state.params)
         start = (lax.with_sharding_constraint(nothing, self._shardings), total)
         sums, metrics = self._add_program((state.params, frozen), start, stack, first)
@@ -318,7 +329,7 @@ class Updater:
                 high=high,
             )
             of_tokens = of_tokens * ratios
-        # Where the sampler's are the old ones, only the first update has the weights that sampled to compare with.
+        # If the old log-probabilities are the sampler's, they are compared in the first update only: later updates have newer weights.
         compared, trainers = (mask, old) if by_trainer else (mask & first, current)
         loss, metrics = self._objective(logprobs, old, microbatch.advantages, mask, weights=of_tokens)
         metrics = {
@@ -328,7 +339,7 @@ class Updater:
             **mismatch_metrics(trainers, microbatch.sampler_logprobs, compared),
         }
         if options.kl_coef:
-            # Its mean is over the policy's tokens too, so those that another one has drawn weigh there what they weigh in the objective.
+            # The KL estimate is a mean over the policy's tokens too, so it needs the same importance weights as the objective.
             penalty, kl_metrics = kl_penalty(logprobs, microbatch.ref_logprobs, mask, weights=of_tokens)
             loss, metrics = loss + options.kl_coef * penalty, {**metrics, **kl_metrics}
         scored = (current, old) if by_trainer else (current,)
@@ -338,8 +349,8 @@ class Updater:
             "nonfinite/trainer_logprobs": _not_finite(mask, *scored),
             "nonfinite/loss": ~jnp.isfinite(loss),
         }
-        # Clipping can hide what is not finite from the loss, and with old log-probabilities of the trainer's it never sees the
-        # sampler's: made NaN, the loss says so to what applies the gradient.
+        # Clipping can hide a value that is not finite from the loss, and the loss does not depend on the sampler's log-probabilities
+        # if the old ones are the trainer's. So the loss becomes NaN, and `_apply_program` skips the update.
         loss = jnp.where(jnp.stack(list(found.values())).any(), jnp.nan, loss)
         return loss, metrics | {name: Max(bad.astype(jnp.float32)) for name, bad in found.items()}
 
@@ -352,11 +363,11 @@ class Updater:
         squares = [jnp.sum(leaf * leaf) for leaf in jax.tree.leaves(grads)]
         norm = jnp.sqrt(sum(squares))
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
-        with jax.numpy_dtype_promotion("standard"):  # optax raises a float to an integer count
+        with jax.numpy_dtype_promotion("standard"):  # optax raises a float to the power of an integer
             changes, opt_state = self._optimizer.update(grads, state.opt_state, state.params)
         params = jax.tree.map(lambda leaf, change: leaf + learning_rate * change, state.params, changes)
         new = TrainState(params, opt_state)
-        # Neither weights nor moments take anything of an update that is not finite.
+        # An update that is not finite changes neither weights nor moments.
         kept = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
         one = jnp.ones((), jnp.float32)
         return kept, {
@@ -368,16 +379,16 @@ class Updater:
 
 
 def _joined(*measured: dict[str, Metric]) -> dict[str, Metric]:
-    """The values of every stack in one array for each metric."""
+    """Joins the values of all stacks, for each metric."""
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), *measured)
 
 
 def _not_finite(mask: Array, *values: Array) -> Bool[Array, ""]:
-    """True if one of the values is not finite where the mask is True."""
+    """Returns whether a value is not finite where the mask is True."""
     return (mask & ~jnp.stack([jnp.isfinite(array) for array in values]).all(axis=0)).any()
 
 
 def _blank(metric: Metric, count: int) -> Metric:
-    """`count` metrics of the same shape that add nothing."""
+    """Returns `count` neutral metrics of the same shape."""
     nothing = -jnp.inf if isinstance(metric, Max) else 0.0
     return jax.tree.map(lambda leaf: jnp.full((count, *leaf.shape), nothing, leaf.dtype), metric)

@@ -1,4 +1,4 @@
-"""`group_advantages`: Eq. 9 by hand, and the rounding traps it is computed in float64 for."""
+"""`group_advantages`: Eq. 9 by hand, and the rounding errors that float64 avoids."""
 
 import math
 
@@ -24,13 +24,13 @@ def test_two_of_four_by_hand():
     assert advantages.dtype == np.float64
 
 
-def test_a_lone_right_answer_in_sixteen_stands_out_by_the_papers_group_size():
+def test_one_right_answer_in_sixteen():
     """Mean -7/8, deviations 15/8 and -1/8, variance (225 + 15) / 64 / 15 = 1/4: 3.75 and -0.25, less eps."""
     advantages = group_advantages(np.array([[1.0] + [-1.0] * 15]))
     np.testing.assert_allclose(advantages[0, :2], [1.875 / (0.5 + 1e-6), -0.125 / (0.5 + 1e-6)], rtol=1e-14)
 
 
-def test_groups_do_not_look_at_each_other():
+def test_groups_are_independent():
     both = group_advantages(np.array([[1.0, -1.0, 0.0], [5.0, 5.0, 9.0]]))
     np.testing.assert_array_equal(both[0], group_advantages(np.array([[1.0, -1.0, 0.0]]))[0])
 
@@ -66,7 +66,7 @@ def test_equal_rewards_give_exactly_zero(group, dtype, reward):
 
 
 def test_float32_arithmetic_would_make_advantages_of_equal_rewards():
-    """The trap: a float32 mean of seven rewards of 0.1 is not 0.1, and the standard deviation is as small."""
+    """A float32 mean of seven rewards of 0.1 is not 0.1, and the standard deviation is as small as the error."""
     rewards = np.full((1, 7), 0.1, np.float32)
     centered = rewards - rewards.mean(axis=1, keepdims=True, dtype=np.float32)
     in_float32 = centered / (rewards.std(axis=1, ddof=1, keepdims=True) + np.float32(1e-6))
@@ -93,13 +93,13 @@ def test_advantages_of_a_group_sum_to_zero(rewards):
 
 
 @pytest.mark.parametrize("kind", [np.float32, jnp.asarray, np.ndarray.tolist])
-def test_any_array_of_rewards_will_do(kind):
+def test_rewards_may_be_any_array(kind):
     rewards = np.array([[1.0, -1.0, 0.5], [0.25, 1.0, 1.0]])
     np.testing.assert_array_equal(group_advantages(kind(rewards)), group_advantages(rewards))
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_a_reward_that_is_not_finite_is_named_by_its_place(bad):
+def test_a_reward_that_is_not_finite_is_named_by_its_index(bad):
     rewards = np.zeros((4, 8))
     rewards[3, 7] = bad
     with pytest.raises(ValueError, match=rf"rewards\[3, 7\] is {bad}, the first of 1"):

@@ -1,4 +1,4 @@
-"""From groups to microbatches: nothing is lost, nothing is mixed up, and weights are the whole minibatch's."""
+"""From groups to packed microbatches."""
 
 from dataclasses import replace
 
@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapo_jax.dapo.batching import Example, example_weights, pack, split_minibatches, training_examples
+from dapo_jax.dapo.batching import Example, example_weights, split_minibatches, training_examples
 from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
+from dapo_jax.training.row_packing import pack
 
 
 def make_group(ordinal, rewards, *, truncated=(), lengths=None):
@@ -29,7 +30,7 @@ def make_group(ordinal, rewards, *, truncated=(), lengths=None):
 
 
 def make_row(prompt, response, *, start=1, advantage=1.0, in_loss=True, group=0):
-    """Tokens count up from `start`, log-probabilities are minus the token: a test sees whether they stay together."""
+    """Returns an example whose tokens count up from `start`, with the negated tokens as log-probabilities."""
     tokens = np.arange(start, start + prompt + response, dtype=np.int32)
     return Example(
         prompt_tokens=tokens[:prompt],
@@ -41,7 +42,7 @@ def make_row(prompt, response, *, start=1, advantage=1.0, in_loss=True, group=0)
     )
 
 
-def test_shuffling_moves_whole_groups_and_loses_none():
+def test_shuffling_keeps_whole_groups():
     groups = [make_group(ordinal, [1.0, -1.0]) for ordinal in range(12)]
     minibatches = split_minibatches(groups, groups_per_update=4, seed=(0, 1))
     moved = [group for minibatch in minibatches for group in minibatch]
@@ -50,7 +51,7 @@ def test_shuffling_moves_whole_groups_and_loses_none():
     assert sorted(map(id, moved)) == sorted(map(id, groups))
 
 
-def test_the_key_alone_decides_the_order():
+def test_the_order_depends_on_the_key_only():
     groups = [make_group(ordinal, [1.0]) for ordinal in range(12)]
 
     def order(seed):
@@ -92,7 +93,7 @@ def test_overlong_filtering_keeps_the_reward_in_the_mean_but_the_tokens_out_of_t
     assert all(row.in_loss for row in plain)
 
 
-def test_rows_carry_what_was_sampled():
+def test_examples_have_the_sampled_tokens_and_logprobs():
     group = make_group(5, [1.0, -1.0], lengths=[2, 4])
     for row, rollout in zip(training_examples([group]), group.rollouts, strict=True):
         np.testing.assert_array_equal(row.prompt_tokens, [7, 8, 9])
@@ -119,14 +120,14 @@ def test_weights_are_those_of_the_whole_minibatch(aggregation, expected):
     np.testing.assert_allclose(weights, expected, rtol=1e-12)
 
 
-def test_a_prompt_without_a_response_in_the_loss_is_no_prompt():
-    """Group 1 is left out whole: `prompt_mean` divides by one prompt, not by two."""
+def test_a_prompt_without_a_response_in_the_loss_is_not_counted():
+    """Group 1 is not in the loss: `prompt_mean` divides by one prompt instead of two."""
     rows = [make_row(2, 4), make_row(2, 3, group=1, in_loss=False)]
     np.testing.assert_allclose(example_weights(rows, aggregation="prompt_mean"), [1 / 4, 0])
 
 
 def test_examples_without_a_token_have_no_weight():
-    """Two episodes that were lost before their first turns."""
+    """Two episodes that were lost before their first turn."""
     assert example_weights([make_row(3, 0), make_row(3, 0)]).tolist() == [0, 0]
 
 
@@ -134,7 +135,7 @@ lengths = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 10)), min_size=1,
 
 
 @given(lengths=lengths, row_tokens=st.integers(16, 40), per=st.integers(1, 4))
-def test_packing_loses_and_doubles_nothing(lengths, row_tokens, per):
+def test_every_example_is_packed_exactly_once(lengths, row_tokens, per):
     rows, start = [], 1
     for index, (prompt, response) in enumerate(lengths):
         made = make_row(prompt, response, start=start, advantage=float(index), in_loss=index % 3 != 2)
@@ -148,7 +149,7 @@ def test_packing_loses_and_doubles_nothing(lengths, row_tokens, per):
         for row in range(per):
             for segment in range(1, m.segment_ids[row].max() + 1):
                 at = np.flatnonzero(m.segment_ids[row] == segment)
-                assert (np.diff(at) == 1).all()  # in one piece
+                assert (np.diff(at) == 1).all()  # without gaps
                 found[int(m.tokens[row, at[0]])] = {
                     name: getattr(m, name)[row, at] for name in m.__dataclass_fields__
                 }
@@ -170,8 +171,8 @@ def test_packing_loses_and_doubles_nothing(lengths, row_tokens, per):
         assert not got["ref_logprobs"].any()
 
 
-def test_packing_fills_lines_longest_first():
-    """Lengths 2, 3, 6, 5 in rows of 8: 6 + 2 and 5 + 3. First come, first served needs three: 2 + 3, 6, 5."""
+def test_packing_fills_rows_longest_first():
+    """Lengths 2, 3, 6, 5 in rows of 8: 6 + 2 and 5 + 3. In the given order it would be three rows: 2 + 3, 6, 5."""
     rows = [make_row(1, n, start=start) for n, start in ((1, 1), (2, 11), (5, 21), (4, 31))]
     [microbatch] = pack(rows, np.ones(4), row_tokens=8, rows_per_microbatch=2)
     assert microbatch.segment_ids.tolist() == [[1] * 6 + [2] * 2, [1] * 5 + [2] * 3]
@@ -194,8 +195,8 @@ def test_responses_to_one_prompt_follow_it_in_one_row():
 
 @given(groups=st.lists(st.tuples(st.integers(1, 6), st.lists(st.integers(1, 10), min_size=1, max_size=5)), min_size=1, max_size=5),
        row_tokens=st.integers(16, 60))  # fmt: skip
-def test_what_a_token_sees_is_its_prompt_and_its_response_up_to_it(groups, row_tokens):
-    """Walking back from the last token of each response by `previous`, and by what attention shows it."""
+def test_a_token_sees_its_prompt_and_its_response_up_to_itself(groups, row_tokens):
+    """Following `previous` back from the last token of each response finds the tokens that attention shows it."""
     rows, start = [], 1
     for prompt_length, lengths in groups:
         prompt = np.arange(start, start + prompt_length, dtype=np.int32)
@@ -222,7 +223,7 @@ def test_what_a_token_sees_is_its_prompt_and_its_response_up_to_it(groups, row_t
 
 
 def one_prompt(*responses):
-    """Responses of these lengths to the prompt [1, 2]; their tokens are 10, 20, ... and up."""
+    """Returns responses of these lengths to the prompt [1, 2], whose tokens count up from 10, 20, ..."""
     prompt = np.array([1, 2], np.int32)
     return [
         replace(make_row(2, n, start=10 * k - 2), prompt_tokens=prompt) for k, n in enumerate(responses, 1)
@@ -230,7 +231,7 @@ def one_prompt(*responses):
 
 
 def test_prompts_that_are_not_shared_are_repeated():
-    """Each response after its own prompt, one segment, for attention that shows a token nothing else."""
+    """Each response and its own prompt are one segment, for attention that cannot see other segments."""
     rows = one_prompt(2, 3)
     [shared] = pack(rows, np.ones(2), row_tokens=9, rows_per_microbatch=1)
     [m] = pack(rows, np.ones(2), row_tokens=9, rows_per_microbatch=1, share_prompts=False)
@@ -241,7 +242,7 @@ def test_prompts_that_are_not_shared_are_repeated():
     assert m.previous.tolist() == [[0, 0, 1, 2, 3, 0, 5, 6, 7]]
 
 
-def test_alone_each_rollout_has_a_row():
+def test_with_alone_every_example_has_its_own_row():
     microbatches = pack(one_prompt(2, 3, 1), np.ones(3), row_tokens=20, rows_per_microbatch=2, alone=True)
     assert [m.tokens[:, :6].tolist() for m in microbatches] == [
         [[1, 2, 20, 21, 22, 0], [1, 2, 10, 11, 0, 0]], [[1, 2, 30, 0, 0, 0], [0] * 6]
@@ -252,8 +253,8 @@ def test_alone_each_rollout_has_a_row():
 
 
 @given(lengths=lengths, share=st.booleans(), spread=st.sampled_from([1, 2, 4]))
-def test_what_attention_sees_is_what_packing_counts(lengths, share, spread):
-    """Pairs counted one by one in the arrays; and rows are dealt by them: in order within a part, as much for each."""
+def test_packing_balances_the_pairs_of_attention(lengths, share, spread):
+    """Pairs are counted in the arrays. Within a part rows are sorted by them, and the parts have about the same sum."""
     prompts = [np.arange(100 * prompt, 100 * prompt + prompt, dtype=np.int32) for prompt in range(7)]
     rows = [replace(make_row(1, response, start=9), prompt_tokens=prompts[p]) for p, response in lengths]
     options = {"row_tokens": 20, "rows_per_microbatch": 4, "spread": spread, "share_prompts": share}
@@ -263,12 +264,12 @@ def test_what_attention_sees_is_what_packing_counts(lengths, share, spread):
         visible = (at <= at[:, None]) & ((own == m.segment_ids[:, None]) | (prefix == m.segment_ids[:, None]))
         pairs = (visible & (own > 0)).sum((1, 2)).reshape(spread, -1)
         assert (np.diff(pairs, axis=1) <= 0).all()
-        # The last dealing can put the sums no further apart than its rows are; all others together no more than the first did.
+        # The sums differ by at most the largest row.
         assert np.ptp(pairs.sum(1)) <= pairs.max()
 
 
-def test_thirteen_groups_on_eight_devices_end_in_an_update_of_one_group_that_uses_all_of_them():
-    """Thirteen groups, four at a time: 4, 4, 4 and 1. Its 16 responses of 2 tokens would fit in two rows of 20; there are eight."""
+def test_a_last_minibatch_of_one_group_uses_all_devices():
+    """Thirteen groups, four at a time: 4, 4, 4 and 1. The last 16 responses of 2 tokens would fit into two rows of 20, but are spread over eight."""
     groups = [make_group(ordinal, [1.0, -1.0] * 8) for ordinal in range(13)]
     split = split_minibatches(groups, groups_per_update=4, seed=(0,))
     assert [len(part) for part in split] == [4, 4, 4, 1]
@@ -276,9 +277,7 @@ def test_thirteen_groups_on_eight_devices_end_in_an_update_of_one_group_that_use
         rows = training_examples(part)
         packed = pack(rows, example_weights(rows), row_tokens=20, rows_per_microbatch=8, spread=8)
         weights = np.concatenate([m.weights for m in packed])
-        assert weights.sum() == pytest.approx(
-            1
-        )  # token_mean: each of the minibatch's tokens weighs 1 / their number
+        assert weights.sum() == pytest.approx(1)  # token_mean
         assert sum(m.mask.sum() for m in packed) == 2 * len(rows)
     assert packed[0].mask.sum(axis=1).tolist() == [4] * 8
 
@@ -289,20 +288,20 @@ def test_rows_that_cannot_be_spread_evenly_are_refused():
         pack([make_row(1, 1)], np.ones(1), row_tokens=4, rows_per_microbatch=12, spread=8)
 
 
-def test_a_response_that_does_not_fit_is_an_error_with_its_arithmetic():
+def test_a_response_that_does_not_fit_is_refused():
     rows = [make_row(3, 5), make_row(30, 70)]
     message = r"rollout 1 has 30 prompt \+ 70 response = 100 tokens, over batch.row_tokens=99"
     with pytest.raises(ValueError, match=message):
         pack(rows, np.ones(2), row_tokens=99, rows_per_microbatch=1)
 
 
-def test_padding_bears_the_pad_id():
+def test_padding_has_the_pad_id():
     [microbatch] = pack([make_row(1, 2)], np.ones(1), row_tokens=5, rows_per_microbatch=2, pad_id=99)
     assert microbatch.tokens.tolist() == [[1, 2, 3, 99, 99], [99] * 5]
 
 
-def test_what_is_left_over_is_packed_into_a_microbatch_of_shorter_rows():
-    """Prompts of 1, responses of 7, 7, 3 and 2: two rows of 8 are full, and 4 + 3 tokens lie in two rows of 4 and not of 8."""
+def test_remaining_examples_are_packed_into_shorter_rows():
+    """Prompts of 1 and responses of 7, 7, 3 and 2 tokens: two rows of 8 are full, and the other two have 4 tokens instead of 8."""
     rows = [make_row(1, count) for count in (7, 3, 7, 2)]
     packed = pack(
         rows, np.ones(4), row_tokens=8, rows_per_microbatch=2, shorter_rows=(2, 4), share_prompts=False
@@ -311,7 +310,7 @@ def test_what_is_left_over_is_packed_into_a_microbatch_of_shorter_rows():
     assert [m.mask.sum(axis=1).tolist() for m in packed] == [[7, 7], [3, 2]]
 
 
-def test_rollouts_alone_in_their_rows_have_the_shortest_rows_that_hold_them():
+def test_with_alone_rows_are_as_short_as_possible():
     rows = [make_row(1, count) for count in (2, 7, 3, 7, 1)]
     packed = pack(rows, np.ones(5), row_tokens=8, rows_per_microbatch=2, shorter_rows=(4, 2), alone=True)
     assert [m.tokens.shape for m in packed] == [(2, 8), (2, 4), (2, 2)]

@@ -1,4 +1,4 @@
-"""Importance weights against numbers by hand and against loops in float64; what is outside the mask, how a row is split and who else is in it never count."""
+"""Importance weights compared with numbers by hand and with loops in float64."""
 
 import math
 
@@ -41,7 +41,7 @@ BY_HAND = {
 
 
 def one_row(ratios=RATIOS):
-    """Log-probabilities of trainer and sampler with these ratios in the mask, NaN elsewhere; mask and segments."""
+    """Returns log-probabilities of trainer and sampler with these ratios in the mask and NaN elsewhere, the mask, and segments."""
     mask = np.array([MASK])
     trainer, sampler = np.full(mask.shape, np.nan, np.float32), np.full(mask.shape, np.nan, np.float32)
     trainer[mask], sampler[mask] = -3.0, -3.0 - np.log(ratios)
@@ -54,7 +54,7 @@ def weighted(correction, arrays, low=0.49, high=2.0):
 
 
 @pytest.mark.parametrize("correction", KINDS)
-def test_the_weights_are_those_worked_out_by_hand_and_0_outside_the_mask(correction):
+def test_weights_by_hand(correction):
     weights, _ = weighted(correction, one_row())
     np.testing.assert_allclose(weights[0][np.array(MASK)], BY_HAND[correction], rtol=2e-6)
     assert not np.asarray(weights[0])[~np.array(MASK)].any()
@@ -71,7 +71,7 @@ def test_the_weights_are_those_worked_out_by_hand_and_0_outside_the_mask(correct
         ("mask_responses", 5.4 / 7, 1.2, 2 / 7, 5.88 / 7),
     ],
 )
-def test_the_metrics_are_of_the_tokens_in_the_mask(correction, weight, largest, cut, square):
+def test_metrics_by_hand(correction, weight, largest, cut, square):
     _, metrics = weighted(correction, one_row())
     assert with_effective_share(to_scalars(metrics)) == pytest.approx(
         {
@@ -84,7 +84,7 @@ def test_the_metrics_are_of_the_tokens_in_the_mask(correction, weight, largest, 
     )
 
 
-def test_the_effective_share_is_that_of_all_tokens_not_a_mean_of_shares():
+def test_the_effective_share_is_over_all_tokens_not_a_mean_of_shares():
     """Ratios 1/2, 1/2, 1/2 and 2, which is not cut: (3.5)^2 / (4 x 4.75) of them together. Apart, as 1 and 3 tokens, each part's share is 1."""
     three, one = (0.5, 0.5, 0.5), (2.0,)
 
@@ -100,7 +100,7 @@ def test_the_effective_share_is_that_of_all_tokens_not_a_mean_of_shares():
     assert both["importance/ess_frac"] == pytest.approx(3.5**2 / (4 * 4.75), rel=1e-6)
 
 
-def test_where_all_is_left_out_the_effective_share_is_0_and_where_there_are_no_weights_there_is_none():
+def test_the_effective_share_is_0_if_all_weights_are_0_and_missing_without_weights():
     _, metrics = weighted("mask", one_row([9.0] * 7))
     scalars = with_effective_share(to_scalars(metrics))
     assert (scalars["importance/ess_frac"], scalars["importance/cut_frac"]) == (0.0, 1.0)
@@ -125,8 +125,8 @@ def test_a_weight_at_a_bound_is_not_cut(correction):
     assert to_scalars(metrics)["importance/cut_frac"] == 0.0
 
 
-def test_both_bounds_of_a_mask_are_kept_and_what_is_no_number_stays_so():
-    """e^0 is 1 to the bit. A NaN is no token that was left out: the update must find it."""
+def test_weights_at_the_bounds_are_kept_and_nan_stays_nan():
+    """e^0 is exactly 1. A NaN must reach the update, which skips it."""
     weights = masked_importance_weight(jnp.array([0.0, -1e-6, 1e-6, jnp.nan]), 1.0, 1.0)
     np.testing.assert_array_equal(weights, [1.0, 0.0, 0.0, np.nan])
 
@@ -144,12 +144,12 @@ def test_a_correction_that_gives_no_weights_is_refused(correction):
         weighted(correction, one_row())
 
 
-def test_the_choices_of_the_configuration_are_those_there_are():
+def test_the_configuration_offers_all_corrections():
     assert rules_by_key(TrainConfig)["loss.correction"].choices == ("auto", *CORRECTIONS)
 
 
 def packed_rows(rng, rows=4, seq=64, longest=12):
-    """Rows with segments of random lengths side by side, some of them prompts, and what is outside the mask NaN."""
+    """Returns rows with adjacent segments of random lengths, some of them prompts, and NaN outside the mask."""
     ids, mask = np.zeros((rows, seq), np.int32), np.zeros((rows, seq), bool)
     for row in range(rows):
         stop, segment = 0, 0
@@ -169,7 +169,7 @@ def packed_rows(rng, rows=4, seq=64, longest=12):
 @pytest.mark.parametrize("correction", KINDS)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_the_weights_agree_with_loops_in_float64(correction, seed):
-    """float32: a log-ratio is right to 1e-6, so what is nearer to a bound may fall on either side of it."""
+    """A log-ratio has an error of 1e-6 in float32, so a value nearer to a bound may be on either side of it."""
     low, high = (0.0, 1.5) if correction == "truncate" else (0.7, 1.5)
     arrays = packed_rows(np.random.default_rng(seed))
     found = np.asarray(weighted(correction, arrays, low, high)[0])
@@ -181,8 +181,8 @@ def test_the_weights_agree_with_loops_in_float64(correction, seed):
     np.testing.assert_allclose(found[sure], expected[sure], rtol=3e-6)
 
 
-def test_all_tokens_of_a_response_get_the_same_bits_however_long_it_is():
-    """Or the first half of a response at the edge of the range would be in and the second out."""
+def test_all_tokens_of_a_response_have_the_same_bits():
+    """Otherwise a response at a bound could be masked in part."""
     rng = np.random.default_rng(0)
     ids = np.repeat([1, 2, 3, 0], [700, 2900, 300, 196]).astype(np.int32)[None]
     values = rng.normal(0.0, 0.3, ids.shape).astype(np.float32)
@@ -193,8 +193,8 @@ def test_all_tokens_of_a_response_get_the_same_bits_however_long_it_is():
 
 
 @pytest.mark.parametrize("correction", KINDS)
-def test_a_response_is_weighed_alike_whoever_shares_its_row_and_wherever_it_lies(correction):
-    """Alone in a row and between two others, its prompt before it or elsewhere; to the rounding of another order."""
+def test_the_weight_of_a_response_does_not_depend_on_its_row(correction):
+    """Alone in a row and between two others, with its prompt before it or elsewhere, apart from rounding."""
     rng = np.random.default_rng(3)
     trainer, sampler = (rng.normal(-2.0, 0.2, 5).astype(np.float32) for _ in range(2))
 
@@ -215,7 +215,7 @@ def test_a_response_is_weighed_alike_whoever_shares_its_row_and_wherever_it_lies
 
 
 @pytest.mark.parametrize("correction", KINDS)
-def test_they_are_constants_and_go_through_vmap(correction):
+def test_weights_have_no_gradient_and_support_vmap(correction):
     arrays = [jnp.asarray(array) for array in packed_rows(np.random.default_rng(1), rows=6)]
 
     def total(trainer, sampler):
@@ -231,8 +231,8 @@ def test_they_are_constants_and_go_through_vmap(correction):
 
 
 @pytest.mark.parametrize("correction", KINDS)
-def test_rows_that_are_split_over_devices_get_the_same_bits(correction):
-    """Over `context` a response lies on several devices: its sum is taken in the same order."""
+def test_rows_split_over_devices_have_the_same_bits(correction):
+    """With `context`, a response is on several devices, but its sum has the same order."""
     arrays = packed_rows(np.random.default_rng(2), longest=40)
     mesh = make_mesh(data=2, context=4, fsdp=1)
     place = NamedSharding(mesh, PartitionSpec("data", "context"))

@@ -1,4 +1,4 @@
-"""`token_logprobs` and `chunked_logprobs` against a float64 oracle, each other, and a limit on memory."""
+"""`token_logprobs` and `chunked_logprobs` compared with a float64 oracle and each other, and their memory."""
 
 import functools
 
@@ -114,7 +114,7 @@ def test_the_gradient_is_target_minus_softmax():
     np.testing.assert_allclose(d_unembedding, d_logits.T @ h, rtol=1e-4, atol=1e-5)
 
 
-def test_chunks_change_nothing():
+def test_chunks_do_not_change_the_result():
     head = random_head(1)
     whole = chunked(*head, 1.0, 64)
     for chunk_vocab in (1, 4):
@@ -149,7 +149,7 @@ def test_bfloat16_hidden_states_give_float32_scores_and_a_float32_gradient_of_th
         assert error < 0.05 * np.linalg.norm(np.asarray(exact, np.float64))
 
 
-def test_no_tokens_are_no_trouble():
+def test_zero_tokens_are_accepted():
     logprobs, entropy = chunked_logprobs(
         jnp.zeros((0, EMBED)), jnp.ones((VOCAB, EMBED)), jnp.zeros(0, jnp.int32)
     )
@@ -165,7 +165,7 @@ def test_a_temperature_that_is_not_above_zero_is_refused(temperature):
         chunked_logprobs(hidden, unembedding, targets, temperature=temperature)
 
 
-def test_a_chunk_of_nothing_is_refused():
+def test_an_empty_chunk_is_refused():
     with pytest.raises(ValueError, match="chunk_vocab must be 1 or more, got 0"):
         chunked_logprobs(*random_head(0), chunk_vocab=0)
 
@@ -186,7 +186,7 @@ def temporary_bytes(score, tokens, vocab=151_936, embed=8):
 
 
 def test_memory_does_not_grow_with_tokens_times_vocabulary():
-    """1,024 more tokens are 622 MB of float32 logits. The plain form pays for them, the chunked one for none."""
+    """1,024 more tokens have 622 MB of float32 logits, which only the plain form needs."""
     more_logits = 1024 * 151_936 * 4
 
     def plain(hidden, unembedding, targets):
@@ -204,8 +204,8 @@ def test_memory_does_not_grow_with_tokens_times_vocabulary():
 
 
 @pytest.mark.parametrize("sharded", ["tokens", "vocabulary"])
-def test_what_is_sharded_stays_on_its_devices(sharded):
-    """Each of four devices computes a quarter, and no array is gathered: 64 entries in four chunks cut across the shards."""
+def test_a_sharded_vocabulary_is_not_gathered(sharded):
+    """Each of four devices computes a quarter of each chunk: 64 entries in four chunks."""
     mesh = jax.make_mesh((4,), ("part",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
 
     @functools.partial(jax.value_and_grad, argnums=(0, 1))

@@ -1,4 +1,4 @@
-"""`dapo_loss`, `kl_penalty` and `token_weights` against hand-worked numbers, a float64 oracle and their invariants."""
+"""`dapo_loss`, `kl_penalty` and `token_weights` compared with numbers by hand, a float64 oracle and their invariants."""
 
 import functools
 import math
@@ -173,8 +173,8 @@ def test_metrics_are_means_over_masked_in_tokens():
 
 
 @pytest.mark.parametrize("clipped", [False, True])
-def test_a_probability_of_clipped_tokens_is_there_only_if_tokens_were_clipped(clipped):
-    """Two tokens of probability 0.2. A ratio of e is above 1 + 0.28; a ratio of 1 is not, and a mean of no tokens is no number."""
+def test_the_probability_of_clipped_tokens_is_missing_without_clipped_tokens(clipped):
+    """Two tokens of probability 0.2. A ratio of e is above 1 + 0.28; a ratio of 1 is not, and a mean over no token is missing."""
     new = jnp.full((1, 2), math.log(0.2))
     _, metrics = dapo_loss(new, new - float(clipped), jnp.ones((1, 2)), jnp.ones((1, 2), bool))
     for measured in (metrics, [metrics, metrics], jax.jit(lambda m: m)(metrics)):
@@ -186,7 +186,7 @@ def test_a_probability_of_clipped_tokens_is_there_only_if_tokens_were_clipped(cl
 @pytest.mark.parametrize("advantage", [0.0, 1.0], ids=["all zero", "cancelling"])
 @pytest.mark.parametrize("counts", [True, False])
 def test_a_loss_of_nothing_is_zero_and_not_minus_zero(advantage, counts):
-    """A ratio of 1 everywhere: advantages of one response cancel those of the other."""
+    """With a ratio of 1 everywhere, the advantages of the two responses cancel."""
     same, mask = jnp.log(jnp.full((2, 2), 0.5)), jnp.full((2, 2), counts)
     loss, _ = dapo_loss(same, same, jnp.array([advantage, -advantage]), mask)
     assert str(loss) == "0.0"
@@ -327,7 +327,7 @@ def test_microbatches_add_up_to_the_minibatch(aggregation):
             "token_mean",
             [[1 / 7, 1 / 7, 1 / 7], [1 / 7, 0, 0], [1 / 7, 1 / 7, 1 / 7], [0, 0, 0]],
         ),  # 3 + 1 + 3 tokens
-        # Two prompts with 3 + 1 and 3 tokens: 1 / 2 / 4 and 1 / 2 / 3. The fourth response is none, and no prompt.
+        # Two prompts with 3 + 1 and 3 tokens: 1 / 2 / 4 and 1 / 2 / 3. The fourth response is empty, and so is its prompt.
         ("prompt_mean", [[1 / 8, 1 / 8, 1 / 8], [1 / 8, 0, 0], [1 / 6, 1 / 6, 1 / 6], [0, 0, 0]]),
         (
             "sequence_mean",
@@ -410,7 +410,7 @@ def test_an_unknown_estimator_is_refused():
 
 
 class unchecked_annotations:  # noqa: N801
-    """What a user sees, whose annotations nobody checks."""
+    """Turns off the checks of annotations, as for a user."""
 
     def __enter__(self):
         jaxtyping.config.update("jaxtyping_disable", True)
@@ -422,7 +422,7 @@ class unchecked_annotations:  # noqa: N801
 @pytest.mark.parametrize("name", ["logprobs", "old_logprobs", "advantages", "weights"])
 def test_a_wrong_shape_is_caught_at_the_boundary(name):
     batch = on_device(random_batch(0))
-    wrong = batch | {name: batch[name][:1]}  # [1, seq] would broadcast without a word
+    wrong = batch | {name: batch[name][:1]}  # [1, seq] would broadcast silently
     with pytest.raises(jaxtyping.TypeCheckError):
         dapo_loss(**wrong)
     with unchecked_annotations(), pytest.raises(ValueError, match=rf"{name} has shape \(1, 6\).*\(8, 6\)"):

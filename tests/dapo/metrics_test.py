@@ -27,11 +27,11 @@ def test_a_sum_of_maxima_is_their_maximum():
     }
 
 
-def test_an_empty_maximum_is_passed_over():
+def test_an_empty_maximum_is_ignored():
     assert to_scalars([{"m": Max(jnp.float32(-jnp.inf))}, {"m": Max(jnp.float32(-3.0))}]) == {"m": -3.0}
 
 
-def test_where_nothing_was_counted_stands_nan():
+def test_an_empty_metric_is_nan():
     scalars = to_scalars({"mean": mean(0.0, 0), "max": Max(jnp.float32(-jnp.inf))})
     assert all(math.isnan(value) for value in scalars.values())
 
@@ -48,7 +48,7 @@ def test_one_dict_and_a_list_of_one_are_the_same():
 
 
 def test_token_counts_beyond_float32_are_added_exactly():
-    """2^24 + 1 is no float32: a token at a time, a float32 count stands still at 16.7 million."""
+    """float32 cannot represent 2^24 + 1: counted one token at a time, a float32 count stops at 16.7 million."""
     records = [{"m": mean(2**24, 2**24)}, *[{"m": mean(0.0, 1)}] * 3]
     assert np.float32(2**24) + np.float32(1) == 2**24
     assert to_scalars(records) == {"m": 2**24 / (2**24 + 3)}
@@ -78,12 +78,12 @@ def test_metrics_pass_through_jit_vmap_scan_and_eval_shape():
     assert jax.tree.map(lambda _: PartitionSpec(), start)["max"] == Max(PartitionSpec())
 
 
-def test_dicts_of_other_names_are_not_added():
+def test_dicts_with_different_names_cannot_be_added():
     for add in (add_metrics, lambda a, b: to_scalars([a, b])):
         with pytest.raises(ValueError, match=r"differ in keys: \['b', 'c'\]"):
             add({"a": mean(1, 1), "b": mean(1, 1)}, {"a": mean(1, 1), "c": mean(1, 1)})
 
 
-def test_a_mean_is_not_added_to_a_maximum():
+def test_a_mean_and_a_maximum_cannot_be_added():
     with pytest.raises(ValueError, match="'a' is a Mean in one dict and a Max in the other"):
         add_metrics({"a": mean(1, 1)}, {"a": Max(jnp.float32(1))})

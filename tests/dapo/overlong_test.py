@@ -1,4 +1,4 @@
-"""`overlong_penalty`: the three branches of Eq. 13, and lengths that cannot be."""
+"""`overlong_penalty`: the three branches of Eq. 13, and invalid lengths."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The types of the pipe: a verdict takes what means the same, and refuses the rest by name."""
+"""The conversion of a verdict's fields."""
 
 import math
 import re
@@ -18,12 +18,12 @@ from dapo_jax.rewards.pool import GradingPool
 @pytest.mark.parametrize(
     "right", [True, np.True_, np.isclose(1.0, 1.0), np.array(True), jnp.array(True), 1, np.int64(1), 1.0]
 )
-def test_what_means_right_is_right(right):
+def test_values_that_mean_true(right):
     assert Verdict(correct=right).correct is True
 
 
 @pytest.mark.parametrize("wrong", [False, np.False_, np.array(False), jnp.array(False), 0, Fraction(0)])
-def test_what_means_wrong_is_wrong(wrong):
+def test_values_that_mean_false(wrong):
     assert Verdict(correct=wrong).correct is False
 
 
@@ -66,7 +66,7 @@ def test_numbers_of_any_kind_are_scores(quarter):
         ("parts", 3, "int"),
     ],
 )
-def test_what_means_nothing_is_refused_by_function_field_and_value(field, value, kind):
+def test_other_values_are_refused_by_function_field_and_value(field, value, kind):
     with pytest.raises(ValueError, match=rf"Verdict: {field}=.*\({kind}\), needs ") as raised:
         Verdict(**{"correct": True, field: value})
     assert repr(value)[:40] in str(raised.value)
@@ -90,7 +90,7 @@ def test_text_may_be_a_number_or_left_out():
     assert Verdict(correct=True, extracted=Fraction(1, 3)).extracted == "1/3"
 
 
-def test_a_number_beyond_all_floats_is_an_infinity_and_named_so():
+def test_a_number_beyond_all_floats_is_infinite():
     assert Verdict(correct=True, score=-(10**400)).score == -math.inf
     with pytest.raises(ValueError, match="f returned inf; a score must be a finite number"):
         as_verdict(10**400, name="f")

@@ -10,7 +10,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec
 
-from dapo_jax.dapo.batching import Example, pack
+from dapo_jax.dapo.batching import Example
 from dapo_jax.dapo.losses import dapo_loss
 from dapo_jax.dapo.metrics import to_scalars
 from dapo_jax.models.decoder import graph_of
@@ -19,6 +19,7 @@ from dapo_jax.parallel.training_layout import ROWS as ROWS_SPLIT
 from dapo_jax.parallel.training_layout import layout_of
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 from dapo_jax.training.optimizer import make_optimizer
+from dapo_jax.training.row_packing import pack
 from dapo_jax.training.state import init_state, state_shardings
 from dapo_jax.training.update import UpdateOptions, Updater
 

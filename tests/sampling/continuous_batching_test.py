@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from dapo_jax.dapo.batching import Example, pack
+from dapo_jax.dapo.batching import Example
 from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.models.decoder import Decoder
 from dapo_jax.models.folder import shapes_of
@@ -31,6 +31,7 @@ from dapo_jax.sampling.pages import pages_for
 from dapo_jax.sampling.prompt_packing import PrefillShape
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 from dapo_jax.training.optimizer import make_optimizer
+from dapo_jax.training.row_packing import pack
 from dapo_jax.training.state import init_state
 from dapo_jax.training.update import UpdateOptions, Updater
 

@@ -1,4 +1,4 @@
-"""Clients that hold connections and send nothing whole, against a server in a process of its own that may open few files."""
+"""Clients that hold connections without a complete request, against a server in a process that may open few files."""
 
 import resource
 import socket
@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("aiohttp", reason="needs the extra http")
 
-from tests.serving.http_client import PATIENCE_S, ask, running
+from tests.serving.servers import PATIENCE_S, ask, running
 
 GENERATE, KEY = "/inference/v1/generate", "s3cret"
 HALVES = [
@@ -19,7 +19,7 @@ HALVES = [
     b"POST /inference/v1/generate HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 90\r\n\r\n{",
     b"\x16\x03\x01 no HTTP at all\r\n\r\n",
 ]
-"""All that a client without a key sends."""
+"""Incomplete requests."""
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def many_sockets():
 
 
 def flooded(address, count):
-    """Connections that stay open, on each of which one of `HALVES` was sent."""
+    """Returns open connections, on each of which one of `HALVES` was sent."""
     host, _, port = address.rpartition(":")
     clients = []
     for number in range(count):
@@ -50,10 +50,10 @@ def seconds_of(address, prompt=(3, 12, 4)):
 
 @pytest.mark.slow  # two servers, thousands of connections
 @pytest.mark.parametrize(("halves", "requests", "descriptors"), [(2000, 200, 1024), (400, 40, 200)])
-def test_a_request_with_the_key_is_answered_while_others_send_half_of_one(
+def test_whole_requests_are_answered_during_a_flood_of_incomplete_ones(
     halves, requests, descriptors, tmp_path, many_sockets
 ):
-    """Within 2 s, before the deadline of the others has passed; what is logged are fewer than 100 lines."""
+    """Within 2 s, before the incomplete ones reach their deadline, and with less than 100 lines of log."""
     with running(tmp_path, "shipped:quickstart", "--slots", 16, key=KEY, descriptors=descriptors) as server:
         assert seconds_of(server.address)[0] == 200
         clients = flooded(server.address, halves)

@@ -1,4 +1,4 @@
-"""The HTTP server in this process: the library's own sampler and the trainer's log-probabilities are the oracles, and clients do all that clients do."""
+"""The HTTP server in this process, compared with the library's own sampler and the trainer's log-probabilities."""
 
 import functools
 import json
@@ -17,8 +17,7 @@ import pytest
 from flax import nnx
 
 pytest.importorskip("aiohttp", reason="needs the extra http")
-
-from dapo_jax.dapo.batching import Example, pack
+from dapo_jax.dapo.batching import Example
 from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.models.decoder import Decoder
 from dapo_jax.models.folder import shapes_of
@@ -28,7 +27,7 @@ from dapo_jax.sampling.continuous_batching import Sampler
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
 from dapo_jax.serving import http_connections
-from dapo_jax.serving.http_requests import Limits
+from dapo_jax.serving.http_requests import ServedLimits
 from dapo_jax.serving.http_server import HttpServer, is_loopback
 from dapo_jax.serving.request_loop import RequestLoop
 from dapo_jax.testing import tiny_decoder_config, tiny_params
@@ -36,14 +35,15 @@ from dapo_jax.text.conversations import conversation_ids
 from dapo_jax.text.huggingface import HuggingFaceTokenizer
 from dapo_jax.text.stop_strings import StopStrings
 from dapo_jax.training.optimizer import make_optimizer
+from dapo_jax.training.row_packing import pack
 from dapo_jax.training.state import init_state
 from dapo_jax.training.update import UpdateOptions, Updater
-from tests.serving.http_client import ask, events, left_alone
 from tests.serving.http_flood_test import flooded
+from tests.serving.servers import ask, events, left_alone
 from tests.text.folders import files_of
 
 TOKENIZER = HuggingFaceTokenizer(files_of(generation={"eos_token_id": [2, *range(200, 216)]}))
-"""One token in twenty ends a response, so that a random model's responses end in both ways."""
+"""One token in twenty ends a response, so that responses of a random model end by stop and by length."""
 CONFIG = tiny_decoder_config(vocab_size=TOKENIZER.vocab_size + 4, layers=1, max_positions=128)
 LIMIT, LONGEST, SLOTS, MOST = 32, 64, 8, 260
 GENERATE, CHAT = "/inference/v1/generate", "/v1/chat/completions"
@@ -51,10 +51,13 @@ PROMPTS = [np.random.default_rng(n).integers(4, 200, 1 + 5 * n % 23).tolist() fo
 PARAMS = [tiny_params(CONFIG, seed=seed) for seed in (8, 3)]
 MESH = make_mesh(devices=jax.devices()[:1])
 ASKED = {"role": "user", "content": "12 + 34"}
+LIMITS = ServedLimits(
+    model="tiny", tokenizer=TOKENIZER, vocabulary=CONFIG.vocab_size, max_prompt_tokens=LONGEST, max_response_tokens=LIMIT, most_responses=MOST,
+)  # fmt: skip
 
 
 class WatchedEngine(DecoderEngine):
-    """The engine, with what its calls are told to do before."""
+    """The engine, with a hook before each call."""
 
     calls = 0
     before = staticmethod(lambda: None)
@@ -65,16 +68,14 @@ class WatchedEngine(DecoderEngine):
         return super().generate(*arguments)
 
 
-def limits_with(**changes):
-    given = {
-        "model": "tiny",
-        "tokenizer": TOKENIZER,
-        "vocabulary": CONFIG.vocab_size,
-        "max_prompt_tokens": LONGEST,
-        "max_response_tokens": LIMIT,
-        "most_responses": MOST,
-    }
-    return Limits(**{**given, **changes})  # fmt: skip
+@contextmanager
+def before_calls(hook):
+    """Calls `hook` before each call of the engine inside the block."""
+    WatchedEngine.before = staticmethod(hook)
+    try:
+        yield
+    finally:
+        WatchedEngine.before = staticmethod(lambda: None)
 
 
 @pytest.fixture(scope="module")
@@ -85,13 +86,8 @@ def transfer():
 @pytest.fixture(scope="module")
 def engine():
     return WatchedEngine(
-        CONFIG,
-        slots=SLOTS,
-        capacity=LONGEST + LIMIT,
-        steps_per_call=4,
-        stop_ids=TOKENIZER.stop_ids,
-        mesh=MESH,
-    )
+        CONFIG, slots=SLOTS, capacity=LONGEST + LIMIT, steps_per_call=4, stop_ids=TOKENIZER.stop_ids, mesh=MESH
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -104,13 +100,11 @@ def loop(engine, transfer):
 
 
 @contextmanager
-def serving(loop, *, api_key="", limits=None):
-    said = []
-    with HttpServer(
-        loop, limits or limits_with(), host="127.0.0.1", port=0, api_key=api_key, say=said.append
-    ) as server:
+def serving(loop, *, api_key=""):
+    logged = []
+    with HttpServer(loop, LIMITS, host="127.0.0.1", port=0, api_key=api_key, say=logged.append) as server:
         yield server
-    assert not said
+    assert not logged
 
 
 @pytest.fixture(scope="module")
@@ -169,8 +163,8 @@ def until(found, what):
 @pytest.mark.parametrize(
     "options", [{"temperature": 1.0}, {"temperature": 0.7}, {"temperature": 1.0, "top_p": 0.6, "top_k": 9}]
 )
-def test_logprobs_are_those_of_the_trainer(options, address):
-    """Token by token to 2e-5, the end token included; before top-p and top-k cut anything off."""
+def test_logprobs_equal_the_trainers(options, address):
+    """To 2e-5 for each token and the end token, without regard to top-p and top-k."""
     found = [(prompt, each) for prompt in PROMPTS for each in generate(address, prompt, n=2, **options)]
     expected = trained(
         [(prompt, each["token_ids"]) for prompt, each in found], temperature=options["temperature"]
@@ -185,7 +179,7 @@ def test_logprobs_are_those_of_the_trainer(options, address):
         assert each["finish_reason"] == "stop" or len(each["token_ids"]) == LIMIT
 
 
-def test_greedy_is_the_samplers(address, engine, transfer):
+def test_greedy_tokens_equal_the_samplers(address, engine, transfer):
     left = [
         Prompt(ordinal=i, text="", tokens=np.array(p, np.int32), answer="") for i, p in enumerate(PROMPTS)
     ]
@@ -197,57 +191,36 @@ def test_greedy_is_the_samplers(address, engine, transfer):
     assert {i: tokens(generate(address, p, temperature=0))[0] for i, p in enumerate(PROMPTS)} == expected
 
 
-def test_an_answer_names_its_prompt_its_tokens_and_its_weights(address):
-    body = {
-        "token_ids": PROMPTS[3],
-        "model": "tiny",
-        "request_id": "mine",
-        "cache_salt": "5",
-        "sampling_params": {"max_tokens": 5, "n": 2},
-    }
+def test_an_answer_has_usage_spans_and_the_weights_version(address):
+    body = {"token_ids": PROMPTS[3], "model": "tiny", "request_id": "mine", "cache_salt": "5", "sampling_params": {"max_tokens": 5, "n": 2}}  # fmt: skip
     answer = ask(address, GENERATE, body).json
-    drawn = sum(map(len, tokens(answer["choices"])))
-    assert answer["request_id"] == "mine"
-    assert answer["usage"] == {
-        "prompt_tokens": len(PROMPTS[3]),
-        "completion_tokens": drawn,
-        "total_tokens": len(PROMPTS[3]) + drawn,
-    }
+    prompt, sampled = len(PROMPTS[3]), sum(map(len, tokens(answer["choices"])))
+    usage = {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+    assert (answer["request_id"], answer["usage"]) == ("mine", usage)
     assert [choice["logprobs"] for choice in answer["choices"]] == [None, None]
     assert [choice["spans"] for choice in answer["choices"]] == [[{"first": 0, "version": 5}]] * 2
     assert answer["weights_version"] == 5
 
 
-def test_what_the_client_of_renderers_sends_is_taken(address):
-    """Its fields beside the usual ones, as in version 0.1.12."""
-    params = {
-        "temperature": 0.8,
-        "max_tokens": 6,
-        "stop_token_ids": [2, 3],
-        "logprobs": 1,
-        "skip_special_tokens": False,
-        "routed_experts_prompt_start": 3,
-    }
-    answer = ask(
-        address,
-        GENERATE,
-        {"model": "tiny", "token_ids": PROMPTS[1], "sampling_params": params},
-        **{"X-Session-ID": "a"},
-    )
+def test_the_fields_of_the_renderers_client_are_accepted(address):
+    """As version 0.1.12 sends them."""
+    params = {"temperature": 0.8, "max_tokens": 6, "stop_token_ids": [2, 3], "logprobs": 1, "skip_special_tokens": False, "routed_experts_prompt_start": 3}  # fmt: skip
+    body = {"model": "tiny", "token_ids": PROMPTS[1], "sampling_params": params}
+    answer = ask(address, GENERATE, body, **{"X-Session-ID": "a"})
     assert answer.status == 200
     [choice] = answer.json["choices"]
     assert len(logprobs(choice)) == len(choice["token_ids"]) > 0
 
 
-def test_a_seed_repeats_whatever_else_is_served(address):
+def test_a_seed_repeats_among_other_requests(address):
     def asked(seed, n=3):
         return tokens(generate(address, PROMPTS[2], seed=seed, n=n, temperature=1.0))
 
     alone = asked(7)
-    with ThreadPoolExecutor(30) as pool:
+    with ThreadPoolExecutor(60) as pool:
         others = [
             pool.submit(generate, address, PROMPTS[i % 8], temperature=0.3 * (i % 4), top_p=0.5)
-            for i in range(30)
+            for i in range(60)
         ]
         among = [pool.submit(asked, 7) for _ in range(6)]
         assert all(each.result() == alone for each in among)
@@ -258,25 +231,9 @@ def test_a_seed_repeats_whatever_else_is_served(address):
     assert len(set(without)) == 4
 
 
-def test_200_at_once_are_all_answered_right(address):
-    """25 different requests, eight times each, at eight slots; each answer is that which it has alone."""
-    asked = [
-        (prompt, {"seed": seed, "temperature": (0, 0.6, 1.0, 1.3, 1.0)[seed], "top_p": (1, 1, 1, 0.8, 0.5)[seed], "max_tokens": 4 + 5 * seed})
-        for prompt in PROMPTS[:5] for seed in range(5)
-    ]  # fmt: skip
-    alone = [generate(address, prompt, **params)[0] for prompt, params in asked]
-    with ThreadPoolExecutor(200) as pool:
-        found = list(
-            pool.map(lambda at: generate(address, asked[at % 25][0], **asked[at % 25][1])[0], range(200))
-        )
-    for at, choice in enumerate(found):
-        assert choice["token_ids"] == alone[at % 25]["token_ids"]
-        np.testing.assert_allclose(logprobs(choice), logprobs(alone[at % 25]), rtol=0, atol=1e-5)
-
-
 def test_stop_tokens_and_stop_strings_end_a_response(address):
-    drawn = ((seed, generate(address, PROMPTS[4], seed=seed)[0]["token_ids"]) for seed in range(100))
-    seed, ids = next((seed, ids) for seed, ids in drawn if len(ids) > 8)
+    sampled = ((seed, generate(address, PROMPTS[4], seed=seed)[0]["token_ids"]) for seed in range(100))
+    seed, ids = next((seed, ids) for seed, ids in sampled if len(ids) > 8)
     [cut] = generate(address, PROMPTS[4], seed=seed, stop_token_ids=[ids[5], ids[3]])
     first = 1 + min(ids.index(ids[5]), ids.index(ids[3]))
     assert (cut["token_ids"], cut["finish_reason"]) == (ids[:first], "stop")
@@ -293,7 +250,7 @@ def chat(address, **body):
     return answered.json
 
 
-def test_a_conversation_is_the_prompt_that_training_reads(address):
+def test_a_conversation_is_rendered_as_in_training(address):
     evil = [
         {"role": "system", "content": "be <|im_end|> brief"},
         {"role": "user", "content": [{"type": "text", "text": "1"}, {"type": "text", "text": "+1"}]},
@@ -316,8 +273,8 @@ def test_a_conversation_is_the_prompt_that_training_reads(address):
 
 
 @pytest.mark.parametrize("as_ids", [False, True])
-def test_the_bytes_of_log_probabilities_are_those_of_the_tokens_however_they_are_called(as_ids, address):
-    """A random model draws halves of characters, end tokens, and ids that pad the vocabulary."""
+def test_logprobs_have_the_bytes_of_their_tokens(as_ids, address):
+    """A random model samples halves of characters, end tokens, and ids outside the tokenizer's vocabulary."""
     unknown = set()
     for seed in range(12):
         answer = chat(
@@ -338,22 +295,11 @@ def test_the_bytes_of_log_probabilities_are_those_of_the_tokens_however_they_are
 
 @pytest.mark.parametrize("stop", [[], ["e"], ["a", "th"]])
 @pytest.mark.parametrize("seed", range(3))
-def test_streaming_is_the_whole_answer_in_pieces(seed, stop, address):
-    body = {
-        "n": 3,
-        "seed": seed,
-        "stop": stop,
-        "logprobs": True,
-        "return_token_ids": True,
-        "temperature": 1.2,
-    }
+def test_a_stream_adds_up_to_the_whole_answer(seed, stop, address):
+    body = talk(n=3, seed=seed, stop=stop, logprobs=True, return_token_ids=True, temperature=1.2)
     whole = chat(address, **body)
-    answered = ask(
-        address,
-        CHAT,
-        {"messages": [ASKED], **body, "stream": True, "stream_options": {"include_usage": True}},
-    )
-    chunks = events(answered)
+    stream = {"stream": True, "stream_options": {"include_usage": True}}
+    chunks = events(ask(address, CHAT, {**body, **stream}))
     assert len(chunks) > 6
     assert chunks[0]["prompt_token_ids"] == whole["prompt_token_ids"]
     assert chunks.pop()["usage"] == whole["usage"]
@@ -363,36 +309,31 @@ def test_streaming_is_the_whole_answer_in_pieces(seed, stop, address):
         assert "".join(each["delta"].get("content", "") for each in own) == expected["message"]["content"]
         assert [token for each in own for token in each.get("token_ids", [])] == expected["token_ids"]
         entries = [entry for each in own if each.get("logprobs") for entry in each["logprobs"]["content"]]
-        assert [entry["token"] for entry in entries] == [
-            entry["token"] for entry in expected["logprobs"]["content"]
-        ]
-        assert [each["finish_reason"] for each in own] == [None] * (len(own) - 1) + [
-            expected["finish_reason"]
-        ]
+        names = [entry["token"] for entry in expected["logprobs"]["content"]]
+        assert [entry["token"] for entry in entries] == names
+        reasons = [each["finish_reason"] for each in own]
+        assert reasons == [None] * (len(own) - 1) + [expected["finish_reason"]]
         text = StopStrings(TOKENIZER, stop).decode(np.array(expected["token_ids"], np.int32))
         assert text == expected["message"]["content"]
 
 
 def test_clients_that_leave_free_their_slots(address, engine, loop):
-    """Sixty requests of 32 tokens would take eight slots 60 calls of the engine or so; they end long before."""
-    type(engine).before = staticmethod(lambda: time.sleep(0.02))
-    try:
+    """Sixty requests of 32 tokens would take eight slots about 60 calls of the engine; here they end much earlier."""
+    with before_calls(lambda: time.sleep(0.02)):
         before = engine.calls
         long = {"token_ids": PROMPTS[0], "sampling_params": {"seed": 11, "stop": ["never this"]}}
-        talk = {"messages": [ASKED], "stream": True, "seed": 3}
-        clients = [left_alone(address, *(GENERATE, long) if at % 2 else (CHAT, talk)) for at in range(60)]
+        stream = {"messages": [ASKED], "stream": True, "seed": 3}
+        clients = [left_alone(address, *(GENERATE, long) if at % 2 else (CHAT, stream)) for at in range(60)]
         until(lambda: loop.under_way > 40, "the requests")
         for client in clients:
             client.close()
         until(lambda: loop.under_way == 0, "the slots")
         assert engine.calls - before < 40
-    finally:
-        type(engine).before = staticmethod(lambda: None)
     assert generate(address, PROMPTS[0], seed=2) == generate(address, PROMPTS[0], seed=2)
 
 
 def test_new_weights_are_taken_while_requests_run(address, engine, loop, transfer):
-    """Each token has the log-probability under the weights that drew it, which have read all before it; nobody is dropped."""
+    """Each token has the log-probability under the weights that sampled it, which have prefilled all tokens before it. No request is dropped."""
     taking = []
 
     def before():
@@ -401,19 +342,17 @@ def test_new_weights_are_taken_while_requests_run(address, engine, loop, transfe
         if engine.calls == third and not taking:
             taking.append(Thread(target=loop.take, args=(lambda: transfer(PARAMS[1]), 6)))
             taking[0].start()
-            until(lambda: loop._weights, "the weights")
+            until(lambda: loop._taking, "the weights")
 
     third = engine.calls + 3
-    type(engine).before = staticmethod(before)
     try:
-        with ThreadPoolExecutor(20) as pool:
+        with before_calls(before), ThreadPoolExecutor(20) as pool:
             asked = [(PROMPTS[at % 8], {"seed": 20 + at}) for at in range(20)]
             found = list(pool.map(lambda each: generate(address, each[0], **each[1])[0], asked))
         taking[0].join()
         assert [each["version"] for each in generate(address, PROMPTS[0])[0]["spans"]] == [6]
         assert ask(address, "/v1/models").json["data"][0]["weights_version"] == 6
     finally:
-        type(engine).before = staticmethod(lambda: None)
         loop.take(lambda: transfer(PARAMS[0]), 5)
     examples = [(prompt, choice["token_ids"]) for (prompt, _), choice in zip(asked, found, strict=True)]
     by_old, by_new = (trained(examples, params=params) for params in range(2))
@@ -423,13 +362,12 @@ def test_new_weights_are_taken_while_requests_run(address, engine, loop, transfe
         assert versions in ([5], [6], [5, 6])
         first_new = next((span["first"] for span in choice["spans"] if span["version"] == 6), len(old))
         both += 0 < first_new < len(old)
-        np.testing.assert_allclose(
-            logprobs(choice), np.concatenate([old[:first_new], new[first_new:]]), rtol=0, atol=2e-5
-        )
+        expected = np.concatenate([old[:first_new], new[first_new:]])
+        np.testing.assert_allclose(logprobs(choice), expected, rtol=0, atol=2e-5)
     assert both >= 2
 
 
-def test_weights_that_cannot_be_made_leave_those_that_are_served(address, loop):
+def test_weights_that_cannot_be_made_change_nothing(address, loop):
     before = generate(address, PROMPTS[0], seed=2)
     with pytest.raises(ValueError, match="no such weights"):
         loop.take(lambda: (_ for _ in ()).throw(ValueError("no such weights")), 9)
@@ -453,107 +391,81 @@ def talk(**given):
 
 
 MALFORMED = [
-    (GENERATE, b"", "the body is not JSON"),
-    (GENERATE, b"{", "the body is not JSON"),
-    (GENERATE, b"\xff\xfe", "the body is not JSON"),
-    (GENERATE, b"[1, 2]", "the body must be a JSON object"),
-    (GENERATE, b"null", "the body must be a JSON object"),
-    (GENERATE, nested(100_000), "too many brackets"),
-    (GENERATE, b'{"token_ids": [5], "sampling_params": {"temperature": NaN}}', "not finite"),
-    (GENERATE, b'{"token_ids": [5], "sampling_params": {"temperature": 1e999}}', "not finite"),
-    (GENERATE, b'{"token_ids": [1' + b"0" * 30 + b"]}", "does not fit 64 bits"),
-    (GENERATE, {}, "the body has no token_ids"),
-    (GENERATE, {"token_ids": []}, "the prompt has 0 tokens; the server takes 1 to 64"),
-    (GENERATE, {"token_ids": [5] * 65}, "the prompt has 65 tokens; the server takes 1 to 64: shorten it, or serve with a larger --max-prompt-tokens"),
-    (GENERATE, {"token_ids": "5"}, "token_ids must be a list of token ids"),
-    (GENERATE, {"token_ids": [5, "6"]}, "token_ids must be a list of token ids"),
-    (GENERATE, {"token_ids": [5.0]}, "token_ids must be a list of token ids"),
-    (GENERATE, {"token_ids": [True]}, "token_ids must be a list of token ids"),
+    (GENERATE, b"", "not JSON"),
+    (GENERATE, b"\xff\xfe", "not JSON"),
+    (GENERATE, b"[1, 2]", "the body: Expected `object`, got `array`"),
+    (GENERATE, nested(100_000), "nested too deeply"),
+    (GENERATE, nested(900), "token_ids[0]: Expected `int`, got `array`"),
+    (GENERATE, b'{"token_ids": [5], "sampling_params": {"temperature": NaN}}', "not JSON"),
+    (GENERATE, b'{"token_ids": [5], "sampling_params": {"temperature": 1e999}}', "out of range"),
+    (GENERATE, b'{"token_ids": [1' + b"0" * 30 + b"]}", "vocabulary of 324"),
+    (GENERATE, {}, "`token_ids`"),
+    (GENERATE, {"token_ids": []}, "0 tokens; the server takes 1 to 64"),
+    (GENERATE, {"token_ids": [5] * 65}, "65 tokens; the server takes 1 to 64: shorten it, or serve with a larger --max-prompt-tokens"),
+    (GENERATE, {"token_ids": "5"}, "token_ids: Expected `array`, got `str`; found '5'"),
+    (GENERATE, {"token_ids": [5, "6"]}, "token_ids[1]: Expected `int`, got `str`; found '6'"),
+    (GENERATE, {"token_ids": [True]}, "token_ids[0]: Expected `int`, got `bool`"),
     (GENERATE, {"token_ids": [-1]}, "the token id -1, which is not in the vocabulary of 324 ids, 0 to 323"),
     (GENERATE, {"token_ids": [324]}, "the token id 324"),
     (GENERATE, {"token_ids": [5], "model": "other"}, "model is 'other'; this server has 'tiny'"),
-    (GENERATE, {"token_ids": [5], "model": 5}, "model must be a text"),
-    (GENERATE, {"token_ids": [5], "sampling_params": [1]}, "sampling_params must be a JSON object"),
+    (GENERATE, {"token_ids": [5], "sampling_params": [1]}, "sampling_params: Expected `object`, got `array`"),
     (GENERATE, {"token_ids": [5], "sampling_param": {}}, "did you mean 'sampling_params'"),
-    (GENERATE, {"token_ids": [5], "stream": True}, "stream is True, and this server does not support it"),
-    (GENERATE, {"token_ids": [5], "features": {"a": 1}}, "features is {'a': 1}"),
-    (GENERATE, {"token_ids": [5], "priority": 3}, "priority is 3"),
+    (GENERATE, {"token_ids": [5], "stream": True}, "'stream'=True, which this server does not support: leave it out, or set it to False"),
+    (GENERATE, {"token_ids": [5], "features": {"a": 1}}, "'features'={'a': 1}"),
     (GENERATE, params(max_tokens=0), "max_tokens is 0; the server takes 1 to 32: lower it, or serve with a larger --max-response-tokens"),
     (GENERATE, params(max_tokens=33), "max_tokens is 33"),
-    (GENERATE, params(max_tokens="9"), "max_tokens must be an integer; found '9'"),
-    (GENERATE, params(max_tokens=1.5), "max_tokens must be an integer"),
-    (GENERATE, params(temperature=-0.1), "temperature is -0.1; the server takes 0 to 1000"),
-    (GENERATE, params(temperature=1e-9), "temperature is 1e-09; the server takes 0, which is greedy"),
-    (GENERATE, params(temperature=True), "temperature must be a number"),
-    (GENERATE, params(top_p=0), "top_p is 0"),
-    (GENERATE, params(top_p=1.1), "top_p is 1.1"),
-    (GENERATE, params(top_k=-2), "top_k is -2"),
+    (GENERATE, params(max_tokens="9"), "max_tokens: Expected `int"),
+    (GENERATE, params(temperature=-0.1), "temperature=-0.1"),
+    (GENERATE, params(temperature=1e-9), "temperature=1e-09"),
+    (GENERATE, params(temperature=1001), "temperature=1001"),
+    (GENERATE, params(temperature=True), "temperature: Expected `float"),
+    (GENERATE, params(top_p=0), "top_p=0"),
+    (GENERATE, params(top_k=2**31), "top_k=2147483648"),
     (GENERATE, params(n=0), "n is 0"),
-    (GENERATE, params(n=MOST + 1), f"n is {MOST + 1}; the server takes 1 to {MOST}, its slots and its --queue"),
-    (GENERATE, params(seed=-1), "seed is -1"),
-    (GENERATE, params(logprobs=5), "logprobs is 5; the server takes 0 to 1"),
-    (GENERATE, params(stop=""), "stop: a stop string is empty"),
-    (GENERATE, params(stop=[1]), "stop must be a text or a list of texts"),
-    (GENERATE, params(stop=["a"] * 17), "stop has 17 texts; the server takes up to 16"),
-    (GENERATE, params(stop="a" * 257), "stop has a text of 257 characters"),
-    (GENERATE, params(stop="\ud800"), "stop: 'utf-8' codec can't encode"),
+    (GENERATE, params(n=MOST + 1), f"n is {MOST + 1}; the server takes 1 to {MOST}: lower it, or serve with a larger --queue"),
+    (GENERATE, params(seed=-1), "seed: Expected `int` >= 0; found -1"),
+    (GENERATE, params(logprobs=5), "logprobs: Expected `int` <= 1; found 5"),
+    (GENERATE, params(stop=""), "stop: Expected `str` of length >= 1"),
+    (GENERATE, params(stop=[1]), "stop[0]: Expected `str`, got `int`; found 1"),
+    (GENERATE, params(stop=["a"] * 17), "stop: Expected `array` of length <= 16"),
+    (GENERATE, params(stop="a" * 257), "stop: Expected `str` of length <= 256"),
+    (GENERATE, params(stop="\ufffd"), "U+FFFD"),
     (GENERATE, params(stop_token_ids=[999]), "stop_token_ids has the token id 999"),
-    (GENERATE, params(min_tokens=2), "min_tokens is 2, and this server does not support it: leave it out, or set it to 0"),
-    (GENERATE, params(ignore_eos=True), "ignore_eos is True"),
-    (GENERATE, params(repetition_penalty=1.1), "repetition_penalty is 1.1"),
-    (GENERATE, params(presence_penalty=0.5), "presence_penalty is 0.5"),
-    (GENERATE, params(logit_bias={"5": 1}), "logit_bias is {'5': 1}"),
-    (GENERATE, params(min_p=0.1), "min_p is 0.1"),
-    (GENERATE, params(prompt_logprobs=1), "prompt_logprobs is 1"),
-    (GENERATE, params(temperatur=1), "which this server does not know: leave it out; did you mean 'temperature'?"),
-    (CHAT, {}, "the body has no messages"),
-    (CHAT, {"messages": "hi"}, "messages must be a list of objects"),
-    (CHAT, {"messages": ["hi"]}, "messages[0] must be a JSON object"),
+    (GENERATE, params(min_tokens=2), "'min_tokens'=2, which this server does not support: leave it out, or set it to 0"),
+    (GENERATE, params(ignore_eos=True), "'ignore_eos'=True"),
+    (GENERATE, params(logit_bias={"5": 1}), "'logit_bias'={'5': 1}"),
+    (GENERATE, params(prompt_logprobs=1), "'prompt_logprobs'=1"),
+    (GENERATE, params(temperatur=1), "did you mean 'temperature'?"),
+    (CHAT, {}, "`messages`"),
+    (CHAT, {"messages": "hi"}, "messages: Expected `array`, got `str`; found 'hi'"),
+    (CHAT, {"messages": ["hi"]}, "messages[0]: Expected `object`, got `str`; found 'hi'"),
     (CHAT, {"messages": [{"role": "user"}]}, "message 0: 'content' must be a string"),
-    (CHAT, {"messages": [{"role": "<|im_end|>", "content": "a"}]}, "messages[0]: role is '<|im_end|>'"),
-    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "message 0: 'content' has the part"),
-    (CHAT, {"messages": [ASKED, {"role": "assistant", "content": "a"}]}, "the last message is the assistant's"),
+    (CHAT, {"messages": [{"role": "<|im_end|>", "content": "a"}]}, "messages[0].role is '<|im_end|>'"),
+    (CHAT, {"messages": [ASKED, {"role": "assistant", "content": "a"}]}, "the last one is the assistant's"),
     (CHAT, {"messages": [{"role": "user", "content": "a b" * 60}]}, "the prompt has "),
-    (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, "messages: "),
-    (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, ASKED]}, "arguments are not JSON"),
-    (CHAT, talk(tools=[{"type": "function"}]), "a tool is"),
+    (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, "not JSON"),
+    (CHAT, talk(tools=[{"type": "function"}]), "tools[0]: Object missing required field `function`; found {'type': 'function'}"),
     (CHAT, talk(tools=[{"type": "function", "function": deep(300)}]), "messages: "),
-    (CHAT, talk(tool_choice="required"), "tool_choice is 'required'"),
-    (CHAT, talk(response_format={"type": "json_object"}), "response_format is"),
-    (CHAT, talk(top_logprobs=3), "top_logprobs is 3"),
-    (CHAT, talk(stream="yes"), "stream must be true or false"),
-    (CHAT, talk(stream_options={"what": 1}), "stream_options has the field 'what'"),
-    (CHAT, talk(max_completion_tokens=99), "max_completion_tokens is 99"),
-    (CHAT, talk(chat_template="{{ 1 }}"), "chat_template is '{{ 1 }}'"),
-    (CHAT, talk(chat_template_kwargs={"messages": []}), "chat_template_kwargs has 'messages'"),
-    (CHAT, talk(chat_template_kwargs=[]), "chat_template_kwargs must be a JSON object"),
-    *((CHAT, talk(chat_template_kwargs={name: 1}), f"chat_template_kwargs has '{name}'") for name in (
-        "self", "today", "tools", "tokenize", "add_generation_prompt", "raise_exception", "strftime_now", "loop", "caller", "dict", "eos_token", "a b", "",
-    )),
+    (CHAT, talk(tool_choice="required"), "tool_choice: Invalid enum value 'required'"),
+    (CHAT, talk(response_format={"type": "json_object"}), "'response_format'="),
+    (CHAT, talk(stream="yes"), "stream: Expected `bool`, got `str`; found 'yes'"),
+    (CHAT, talk(stream_options={"what": 1}), "stream_options has the field 'what'=1"),
+    (CHAT, talk(max_completion_tokens=99, max_tokens=3), "max_completion_tokens is 99"),
+    (CHAT, talk(chat_template="{{ 1 }}"), "'chat_template'='{{ 1 }}'"),
+    *((CHAT, talk(chat_template_kwargs={name: 1}), f"chat_template_kwargs has '{name}'") for name in ("messages", "self", "eos_token", "raise_exception", "a b")),
     (CHAT, talk(chat_template_kwargs={"a": deep(300)}), "messages: "),
     (CHAT, talk(chat_template_kwargs={"a": "x" * (1 << 20)}), "messages: "),
-    (GENERATE, params(temperature=1001), "temperature is 1001"),
-    (GENERATE, params(top_k=2**31), "top_k is 2147483648"),
-    (CHAT, b'{"messages": [{"role": "user", "content": "a"}], "temperature": Infinity}', "not finite"),
-    (CHAT, b'{"messages": [{"role": "user", "content": "a"}], "top_p": NaN}', "not finite"),
-    (CHAT, talk(continue_final_message=True), "continue_final_message is True"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("path", "body", "message"), MALFORMED, ids=lambda value: str(value)[:40])
-def test_what_cannot_be_served_is_refused_by_its_name(path, body, message, address):
-    answered = ask(address, path, body)
-    assert answered.status == (404 if "model is" in message else 400)
-    assert message in answered.message
-    assert len(answered.message) < 1500
-
-
-def test_after_all_that_answers_are_right(address, loop):
-    assert len(MALFORMED) >= 30
+def test_a_request_that_cannot_be_served_is_refused_by_field_value_and_need(address, loop):
+    for path, body, message in MALFORMED:
+        answered = ask(address, path, body)
+        assert answered.status == (404 if "model is" in message else 400), (path, body, answered)
+        assert message in answered.message
+        assert len(answered.message) < 1500
     assert loop.under_way == 0
-    assert tokens(generate(address, PROMPTS[2], temperature=0)) == tokens(
-        generate(address, PROMPTS[2], temperature=0)
-    )
+    assert generate(address, PROMPTS[2], temperature=0) == generate(address, PROMPTS[2], temperature=0)
 
 
 @pytest.mark.parametrize(
@@ -562,30 +474,29 @@ def test_after_all_that_answers_are_right(address, loop):
         ("/nothing", "GET", None, {}, 404, "there is nothing at /nothing; there are /inference/v1/generate"),
         (GENERATE, "GET", None, {}, 405, "/inference/v1/generate takes POST; found GET"),
         (GENERATE, "POST", {}, {"Content-Type": "text/plain"}, 415, "the server takes application/json"),
-        (GENERATE, "POST", {}, {"Content-Encoding": "gzip"}, 415, "the server takes bodies as they are"),
+        (GENERATE, "POST", {}, {"Content-Encoding": "gzip"}, 415, "the server takes identity"),
         (GENERATE, "POST", b" " * (2 << 20), {}, 413, "the body is larger than"),
         ("/v1/models", "GET", None, {"Host": "evil.example"}, 403, "the header Host is 'evil.example'"),
     ],
 )  # fmt: skip
-def test_requests_of_another_kind_are_refused(path, method, body, headers, status, message, address):
+def test_other_paths_methods_types_and_hosts_are_refused(
+    path, method, body, headers, status, message, address
+):
     answered = ask(address, path, body, method=method, **headers)
     assert answered.status == status
     assert message in answered.message
 
 
-def test_when_the_queue_is_full_a_request_is_told_to_come_again(address, loop, engine):
-    type(engine).before = staticmethod(lambda: time.sleep(0.05))
-    try:
-        whole = left_alone(address, GENERATE, params(n=MOST, seed=1))
+def test_a_full_queue_refuses_requests_with_retry_after(address, loop):
+    with before_calls(lambda: time.sleep(0.05)):
+        first = left_alone(address, GENERATE, params(n=MOST, seed=1))
         until(lambda: loop.under_way == MOST, "the queue")
         answered = ask(address, GENERATE, params(n=SLOTS * 8))
         assert (answered.status, answered.headers["retry-after"]) == (503, "1")
-        assert f"and {SLOTS * 8} more are asked for; the server takes {MOST}" in answered.message
+        assert f"{SLOTS * 8} more; the server takes {MOST}" in answered.message
         assert answered.json["error"]["code"] == "queue_full"
-        whole.close()
+        first.close()
         until(lambda: loop.under_way == 0, "the slots")
-    finally:
-        type(engine).before = staticmethod(lambda: None)
 
 
 def test_with_a_key_every_route_but_health_needs_it(loop):
@@ -604,47 +515,37 @@ def test_with_a_key_every_route_but_health_needs_it(loop):
         assert ask(server.address, "/health", Host="anywhere").json == {"status": "ok", "weights_version": 5}
 
 
-def test_models_are_told_with_their_lengths(address):
+def test_models_are_listed_with_their_lengths(address):
     [card] = ask(address, "/v1/models").json["data"]
-    assert (card["id"], card["max_model_len"], card["max_prompt_tokens"], card["max_response_tokens"]) == (
-        "tiny",
-        96,
-        64,
-        32,
-    )
+    lengths = (card["max_model_len"], card["max_prompt_tokens"], card["max_response_tokens"])
+    assert (card["id"], *lengths) == ("tiny", 96, 64, 32)
 
 
-def test_requests_in_flight_are_finished_when_the_server_stops(loop, engine):
-    type(engine).before = staticmethod(lambda: time.sleep(0.02))
-    try:
-        with ThreadPoolExecutor(1) as pool, serving(loop) as server:
-            pool.submit(ask, server.address, "/health").result()
+def test_running_requests_are_finished_when_the_server_stops(loop):
+    with before_calls(lambda: time.sleep(0.02)), ThreadPoolExecutor(1) as pool:
+        with serving(loop) as server:
             answer = pool.submit(ask, server.address, GENERATE, params(seed=3))
             until(lambda: loop.under_way == 1, "the request")
-            server.stop()
-            assert answer.result().status == 200
-            server.stop = lambda: None
-            with pytest.raises(OSError, match="refused"):
-                ask(server.address, "/health")
-    finally:
-        type(engine).before = staticmethod(lambda: None)
+        assert answer.result().status == 200
+        with pytest.raises(OSError, match="refused"):
+            ask(server.address, "/health")
 
 
 @contextmanager
 def few_connections(loop, **how):
-    """A server that may hold 20 connections, since the process may open few more files when it is made."""
-    said = []
+    """A server that holds 20 connections, because the process may open few more files when it starts."""
+    logged = []
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = len(os.listdir("/dev/fd")) + http_connections._OWN_DESCRIPTORS
     resource.setrlimit(resource.RLIMIT_NOFILE, (free + 20, hard))
     try:
-        server = HttpServer(loop, limits_with(), host="127.0.0.1", port=0, say=said.append, **how)
+        server = HttpServer(loop, LIMITS, host="127.0.0.1", port=0, say=logged.append, **how)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert server._connections.most in (19, 20, 21)
     with server:
         yield server.address
-    assert not said
+    assert not logged
 
 
 def closed(client):
@@ -656,20 +557,20 @@ def closed(client):
 
 
 def test_connections_that_send_half_a_request_make_room_for_whole_ones(loop, caplog):
-    """Three times as many as there may be; the key is known to one client alone."""
+    """Three times as many connections as the server holds, and one client with the key."""
     with few_connections(loop, api_key="s3cret") as address:
         assert ask(address, GENERATE, params(max_tokens=2), key="s3cret").status == 200
         clients = flooded(address, 60)
         begun = time.monotonic()
         assert ask(address, GENERATE, params(max_tokens=2), key="s3cret").status == 200
         assert time.monotonic() - begun < 2.0
-        assert sum(closed(client) for client in clients[:40:5]) == 8  # those that had sent nothing yet
+        assert sum(closed(client) for client in clients[:40:5]) == 8  # connections that had sent nothing
         for client in clients:
             client.close()
     assert not caplog.records
 
 
-def test_who_does_not_send_a_whole_head_is_cut_off_however_slowly_it_comes(loop, monkeypatch):
+def test_a_client_that_does_not_complete_its_headers_is_disconnected(loop, monkeypatch):
     monkeypatch.setattr(http_connections, "_HEAD_S", 0.5)
     with few_connections(loop, api_key="") as address:
         begun = time.monotonic()
@@ -690,11 +591,10 @@ def status(client):
     return int(answer.split()[1]) if answer else "closed"
 
 
-def test_connections_that_are_answered_stay_and_the_next_is_told_to_come_again(loop, engine):
+def test_connections_with_running_requests_stay_and_further_ones_get_503(loop):
     held = Event()
-    type(engine).before = staticmethod(lambda: held.wait(60))
     try:
-        with few_connections(loop, api_key="") as address:
+        with before_calls(lambda: held.wait(60)), few_connections(loop, api_key="") as address:
             asked = [left_alone(address, GENERATE, params(max_tokens=2)) for _ in range(30)]
             time.sleep(0.5)
             held.set()
@@ -703,7 +603,6 @@ def test_connections_that_are_answered_stay_and_the_next_is_told_to_come_again(l
             assert set(statuses) <= {200, 503, "closed"}
     finally:
         held.set()
-        type(engine).before = staticmethod(lambda: None)
 
 
 NO_HTTP = [
@@ -720,22 +619,24 @@ NO_HTTP = [
     b"POST /inference/v1/generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n{}\r\n\r\n",
     b"GET http://[::1 HTTP/1.1\r\nHost: localhost\r\n\r\n",
     b"GET /v1/models HTTP/1.1\r\nHost: [\r\n\r\n",
+    b"GET /\xff HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"GET /v1/models HTTP/1.1\r\nHost: \xff\r\n\r\n",
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("sent", NO_HTTP, ids=lambda sent: str(sent[:40]))
-def test_what_is_not_http_is_answered_and_not_logged(sent, address, caplog):
+def test_a_request_that_is_not_http_gets_400_and_is_not_logged(address, caplog):
     host, _, port = address.rpartition(":")
-    with socket.create_connection((host, int(port)), timeout=10) as client:
-        client.sendall(sent)
-        head, _, content = client.recv(1 << 16).partition(b"\r\n\r\n")
-    assert 400 <= int(head.split()[1]) < 500
-    assert json.loads(content)["error"].keys() == {"message", "type", "code"}
+    for sent in NO_HTTP:
+        with socket.create_connection((host, int(port)), timeout=10) as client:
+            client.sendall(sent)
+            head, _, content = client.recv(1 << 16).partition(b"\r\n\r\n")
+        assert 400 <= int(head.split()[1]) < 500
+        assert json.loads(content)["error"].keys() == {"message", "type", "code"}
     assert not caplog.records
 
 
 def test_nothing_is_logged_of_clients_that_leave_streams(loop, caplog):
-    """At once, between two chunks, and after some; by an end, and by a reset, which a write may find first."""
+    """Immediately, between two chunks and after a chunk; by closing the connection and by a reset."""
     rng = np.random.default_rng(0)
     with serving(loop) as server:
         for number in range(60):
@@ -753,9 +654,9 @@ def test_nothing_is_logged_of_clients_that_leave_streams(loop, caplog):
 
 def test_a_port_that_is_taken_is_an_error_that_names_it(loop, address):
     port = int(address.rpartition(":")[2])
-    server = HttpServer(loop, limits_with(), host="127.0.0.1", port=port, api_key="", say=print)
-    with pytest.raises(OSError, match=f"cannot listen at 127.0.0.1:{port}: .*--port 0"):
-        server.start()
+    server = HttpServer(loop, LIMITS, host="127.0.0.1", port=port, api_key="", say=print)
+    with pytest.raises(OSError, match=f"127.0.0.1:{port}: .*--port 0"), server:
+        pass
 
 
 @pytest.mark.parametrize(
@@ -763,7 +664,7 @@ def test_a_port_that_is_taken_is_an_error_that_names_it(loop, address):
     [("127.0.0.1", True), ("127.9.0.1", True), ("localhost", True), ("[::1]", True), ("::1", True), ("0.0.0.0", False),
      ("[::]", False), ("10.0.0.1", False), ("example.org", False), ("", False), ("localhost.example.org", False)],
 )  # fmt: skip
-def test_what_only_this_machine_reaches(host, loopback):
+def test_loopback_addresses_are_recognized(host, loopback):
     assert is_loopback(host) == loopback
 
 
@@ -774,7 +675,7 @@ def resident_mib():
 
 @pytest.mark.slow  # twelve rounds of everything at once, half a minute
 def test_memory_is_flat_over_rounds(address, loop):
-    """Answers, streams, refusals, clients that leave: after two rounds nothing grows any more."""
+    """Answers, streams, refusals and clients that leave: memory does not grow after two rounds."""
 
     def round_of(number):
         with ThreadPoolExecutor(40) as pool:

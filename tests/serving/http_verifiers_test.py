@@ -1,8 +1,8 @@
-"""The package `verifiers`, as it is on the index and in an environment of its own, evaluates a served model: rollouts of a trainer, and over chat completions.
+"""The package `verifiers`, unchanged and in an environment of its own, evaluates a served model: with its training client and over chat completions.
 
     DAPO_JAX_VERIFIERS=PYTHON pytest -n 0 tests/serving/http_verifiers_test.py
 
-PYTHON is that of an environment with `pip install verifiers==0.4.0`. Nothing is fetched.
+PYTHON is the interpreter of an environment with `pip install verifiers==0.4.0`. The test needs no network.
 """
 
 import importlib.util
@@ -19,7 +19,7 @@ from dapo_jax.run.policy import Policy
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 from dapo_jax.text.conversations import conversation_ids
 from dapo_jax.text.huggingface import HuggingFaceTokenizer
-from tests.serving.http_client import ask, running
+from tests.serving.servers import ask, running
 from tests.text.folders import files_of
 
 PYTHON = os.environ.get("DAPO_JAX_VERIFIERS") or (
@@ -49,7 +49,7 @@ def server(model, tmp_path_factory):
 
 
 def evaluated(server, folder, kind, *options):
-    """The traces that `vf-eval` writes."""
+    """Returns the traces that `vf-eval` writes."""
     arguments = [
         "sums_for_verifiers", "--env.agent.harness.id", "sums_for_verifiers", "--env.agent.runtime.type", "subprocess",
         "--model", "tiny", "--client.type", kind, "--client.base-url", f"http://{server.address}/v1", "--client.api-key-var", "NO_KEY",
@@ -72,7 +72,7 @@ def evaluated(server, folder, kind, *options):
 
 
 def test_a_trainers_rollouts_carry_the_servers_tokens_and_logprobs(server, model, tmp_path):
-    """Groups of four, two turns each. Tokens and log-probabilities in the traces are drawn tokens with what this server says of them."""
+    """Groups of four with two turns each. Tokens and log-probabilities in the traces are the server's."""
     traces = evaluated(
         server,
         tmp_path,
@@ -82,16 +82,16 @@ def test_a_trainers_rollouts_carry_the_servers_tokens_and_logprobs(server, model
         "--client.renderer-model-name",
         str(model),
     )
-    drawn = set()
+    sampled = set()
     for trace in traces:
-        said = [node for node in trace["nodes"] if node["sampled"]]
-        assert len(said) == TURNS
-        for node in said:
+        answers = [node for node in trace["nodes"] if node["sampled"]]
+        assert len(answers) == TURNS
+        for node in answers:
             tokens = [token for token, mask in zip(node["token_ids"], node["mask"], strict=True) if mask]
             assert 0 < len(tokens) == len(node["logprobs"]) <= LIMIT
             assert (np.array(node["logprobs"]) < 0).all()
-            drawn.add(tuple(tokens))
-    assert len(drawn) == len(traces) * TURNS, "two rollouts are the same"
+            sampled.add(tuple(tokens))
+    assert len(sampled) == len(traces) * TURNS, "two rollouts are the same"
     first = traces[0]["nodes"][0]
     prompt = conversation_ids([first["message"]], TOKENIZER).tolist()
     opening = traces[0]["nodes"][1]["token_ids"]

@@ -1,4 +1,4 @@
-"""Conversations with the models that come with the package: the prompt is what the model was trained on."""
+"""Conversations with the shipped models are rendered as the prompts that they were trained on."""
 
 import json
 import re
@@ -7,11 +7,9 @@ import pytest
 
 from dapo_jax.config import ModelConfig
 from dapo_jax.run.policy import folder_of
-from dapo_jax.serving.http_answers import to_json
-from dapo_jax.serving.http_fields import RequestError, read_body
-from dapo_jax.serving.http_requests import Limits, read_chat
+from dapo_jax.serving.http_requests import RequestError, ServedLimits, read_chat
 from dapo_jax.text.tokenizers import load_tokenizer
-from tests.serving.http_client import ROOT
+from tests.serving.servers import ROOT
 
 
 def user(text):
@@ -24,11 +22,10 @@ def guess(text):
 
 def prompt_of(name, *messages):
     tokenizer = load_tokenizer(folder_of(ModelConfig(source=f"shipped:{name}"), weights=False))
-    limits = Limits(
+    limits = ServedLimits(
         model=name, tokenizer=tokenizer, vocabulary=64, max_prompt_tokens=64, max_response_tokens=64, most_responses=1
     )  # fmt: skip
-    asked = read_chat(read_body(to_json({"messages": messages})), limits)
-    return tokenizer.decode(asked.sample.prompt)
+    return tokenizer.decode(read_chat(json.dumps({"messages": messages}).encode(), limits).prompt)
 
 
 @pytest.mark.parametrize(
@@ -42,24 +39,25 @@ def prompt_of(name, *messages):
         ("turns_quickstart", [user("08-70:"), guess("39?"), user(">"), guess("55"), user("<")], "08-70:39?>55?<"),
     ],
 )  # fmt: skip
-def test_a_conversation_is_the_prompt_that_the_model_was_trained_on(name, messages, prompt):
+def test_a_conversation_is_rendered_as_a_prompt_of_training(name, messages, prompt):
     assert prompt_of(name, *messages) == prompt
 
 
-def test_the_body_that_the_page_sends_is_such_a_conversation():
+def test_the_request_in_the_docs_is_such_a_conversation():
     [body] = re.findall(r"-d '(.*)'", (ROOT / "docs" / "serve.md").read_text())
     assert prompt_of("quickstart", *json.loads(body)["messages"]) == "47+85"
 
 
 @pytest.mark.parametrize("name", ["quickstart", "turns_quickstart"])
 @pytest.mark.parametrize(
-    ("messages", "said"),
+    ("messages", "reason"),
     [
         ([user("hello")], "character 'h'"),
         ([{"role": "system", "content": "1"}, user("1+1")], "of the role system"),
     ],
 )
-def test_what_the_model_cannot_read_is_refused_by_its_name(name, messages, said):
+def test_a_message_that_the_model_cannot_read_is_refused(name, messages, reason):
     with pytest.raises(RequestError) as refused:
         prompt_of(name, *messages)
-    assert (refused.value.status, said in str(refused.value)) == (400, True)
+    assert refused.value.status == 400
+    assert reason in str(refused.value)

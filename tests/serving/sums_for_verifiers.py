@@ -1,6 +1,6 @@
-"""An environment of the package `verifiers` (0.4), which the test of it runs in an environment of Python of its own: sums in two turns.
+"""An environment of the package `verifiers` (0.4): sums in two turns. `http_verifiers_test` runs it in a Python environment of its own.
 
-Nothing here is imported by the library or by its tests.
+Neither the library nor its tests import this module.
 """
 
 import verifiers.v1 as vf
@@ -14,23 +14,23 @@ class SumData(vf.TaskData):
 
 
 class SumTask(vf.Task[SumData]):
-    """Counts how often the answer stands in what the model said."""
+    """Rewards responses that contain the answer."""
 
     @vf.reward(weight=1.0)
     async def right(self, trace: vf.Trace) -> float:
-        """The share of right answers."""
+        """Returns 1 if the last reply contains the answer, else 0."""
         return float(self.data.answer in str(trace.last_reply))
 
 
 class SumsConfig(vf.TasksetConfig):
-    """No knobs."""
+    """The options; there are none."""
 
 
 class SumsTaskset(vf.Taskset[SumTask, SumsConfig]):
     """Three sums."""
 
     def load(self) -> list[SumTask]:
-        """All of them."""
+        """Returns all tasks."""
         asked = [(1, 2), (3, 4), (20, 22)]
         return [
             SumTask(SumData(idx=at, prompt=f"{a} + {b}", answer=str(a + b)), self.config.task)
@@ -39,19 +39,19 @@ class SumsTaskset(vf.Taskset[SumTask, SumsConfig]):
 
 
 class TwoTurns(vf.Harness[vf.HarnessConfig]):
-    """Asks, and asks again behind the answer."""
+    """Asks twice in one conversation."""
 
     APPENDS_SYSTEM_PROMPT = True
     EXECUTES_CODE = False
     NEEDS_CONTAINER = False
 
     async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):
-        """Two calls of the model, by OpenAI's own client."""
+        """Calls the model twice with OpenAI's client."""
         messages = [{"role": "user", "content": data.prompt}]
         async with AsyncOpenAI(base_url=endpoint, api_key=secret) as client:
             for _ in range(2):
-                said = await client.chat.completions.create(model=ctx.model, messages=messages)
-                content = said.choices[0].message.content
+                answer = await client.chat.completions.create(model=ctx.model, messages=messages)
+                content = answer.choices[0].message.content
                 messages += [
                     {"role": "assistant", "content": content or ""},
                     {"role": "user", "content": "once more"},

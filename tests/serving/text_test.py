@@ -1,4 +1,4 @@
-"""Text put together piece by piece is the text of the whole."""
+"""Text that is decoded in blocks equals the text of all tokens."""
 
 from dataclasses import dataclass
 
@@ -15,15 +15,15 @@ def grown(tokenizer, pieces):
     return [*(text.add(piece) for piece in pieces), text.rest()]
 
 
-def test_half_a_character_waits_for_the_other_half():
-    """é is two bytes, € three; the end comes in the middle of the second."""
+def test_half_a_character_is_held_back():
+    """é has two bytes, € three; the response ends inside the second character."""
     ids = ByteTokenizer().encode("aé€").tolist()
     assert grown(ByteTokenizer(), [[token] for token in ids[:-1]]) == ["a", "", "é", "", "", "\ufffd"]
     assert grown(ByteTokenizer(), [ids[:2], ids[2:]]) == ["a", "é€", ""]
 
 
-def test_a_token_may_be_decoded_differently_where_a_text_begins():
-    """As with tokenizers that drop the first space of a text."""
+def test_a_token_may_be_decoded_differently_at_the_start_of_a_text():
+    """Some tokenizers drop the first space of a text."""
 
     @dataclass(frozen=True)
     class Spaced(CharTokenizer):
@@ -41,10 +41,10 @@ def test_pieces_of_any_bytes_add_up_to_the_whole(data, size):
     assert "".join(grown(ByteTokenizer(), pieces)) == ByteTokenizer().decode(np.array(ids, np.int32))
 
 
-def test_a_piece_without_tokens_has_no_text():
+def test_a_block_without_tokens_has_no_text():
     assert grown(ByteTokenizer(), [[67], [], [68]]) == ["A", "", "B", ""]
 
 
-def test_ids_that_only_the_model_has_are_left_out():
-    """Models often have a larger vocabulary than their tokenizer."""
+def test_ids_outside_the_tokenizers_vocabulary_are_left_out():
+    """Many models have a larger vocabulary than their tokenizer."""
     assert decoded(CharTokenizer("ab"), [2, 99, 3, -1]) == "ab"

@@ -13,8 +13,7 @@ from dapo_jax.environments import Context
 from dapo_jax.environments.messages import appended_as_json, appended_of
 from dapo_jax.environments.rendering import Rendering, RenderingError
 from dapo_jax.environments.tools import conversation
-from dapo_jax.serving.http_fields import RequestError, read_body
-from dapo_jax.serving.http_requests import Limits, read_chat
+from dapo_jax.serving.http_requests import RequestError, ServedLimits, read_chat
 from dapo_jax.text.formatting import PromptFormat
 from dapo_jax.text.huggingface import HuggingFaceTokenizer
 from dapo_jax.text.messages import canonical_messages
@@ -91,10 +90,10 @@ def as_data(messages, tokenizer, folder):
 
 
 def as_request(messages, tokenizer):
-    limits = Limits(
+    limits = ServedLimits(
         model="m", tokenizer=tokenizer, vocabulary=tokenizer.vocab_size, max_prompt_tokens=4096, max_response_tokens=8, most_responses=1,
     )  # fmt: skip
-    return read_chat(read_body(json.dumps({"messages": messages}).encode()), limits).sample.prompt.tolist()
+    return read_chat(json.dumps({"messages": messages}).encode(), limits).prompt.tolist()
 
 
 @pytest.mark.parametrize("template", [QWEN, LLAMA], ids=["qwen", "llama"])

@@ -1,7 +1,7 @@
-"""The corrected gradient of a minibatch whose tokens several versions of the weights have drawn, against float64.
+"""The corrected gradient of a minibatch whose tokens several versions of the weights sampled, compared with float64.
 
-The oracle shares no code with the library: each response alone in a row, a Llama written out, the loss by its formulas, weights by loops
-(`tests/oracle.py`). The library has float32 and packed rows in which responses share their prompts.
+The oracle shares no code with the library: one response per row, a Llama written out, the loss by its formulas, and weights by loops (`tests/oracle.py`).
+The library computes in float32, with packed rows and shared prompts.
 """
 
 from functools import cache
@@ -12,19 +12,20 @@ import numpy as np
 import optax
 import pytest
 
-from dapo_jax.dapo.batching import Example, pack
+from dapo_jax.dapo.batching import Example
 from dapo_jax.dapo.importance import with_effective_share
 from dapo_jax.dapo.metrics import to_scalars
 from dapo_jax.models.decoder import graph_of
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.training_layout import layout_of
 from dapo_jax.testing import tiny_decoder_config, tiny_params
+from dapo_jax.training.row_packing import pack
 from dapo_jax.training.state import init_state
 from dapo_jax.training.update import UpdateOptions, Updater
 from tests import oracle
 
 CONFIG = tiny_decoder_config(layers=1, embed_dim=16, mlp_dim=24, heads=2, kv_heads=1)
-"""One layer: what float32 rounds stays below half of the tolerance (at most 4.4e-7, with XLA's optimizations or without; with two layers it comes to 1.5e-6)."""
+"""One layer, so that float32 rounding is below half of the tolerance: at most 4.4e-7, with and without XLA's optimizations. With two layers it is 1.5e-6."""
 COUNT = 24
 KEEP_GRADIENT = optax.trace(decay=0.0)
 LOW, HIGH, KL = 0.2, 0.28, 0.3
@@ -34,11 +35,11 @@ CASES = {
     "mask_responses": ("mask_responses", (0.97, 1.05)),
     "bypass": ("none", (0.0, np.inf)),
 }
-"""What is corrected, and within which bounds; bypass has the sampler's own log-probabilities in the place of the trainer's, and no weights."""
+"""Correction and bounds. `bypass` uses the sampler's log-probabilities as the old ones, without weights."""
 
 
 def moved(seed, by):
-    """The parameters at the step's start, each a little elsewhere."""
+    """Returns perturbed parameters."""
     rng = np.random.default_rng(seed)
     return jax.tree.map(
         lambda leaf: leaf + jnp.asarray(by * rng.standard_normal(leaf.shape), leaf.dtype), PARAMS
@@ -47,19 +48,19 @@ def moved(seed, by):
 
 PARAMS = tiny_params(CONFIG)
 OLDER = [moved(seed, by) for seed, by in ((1, 0.02), (2, 0.015), (3, 0.01))]
-"""Three versions of the weights, each of which has drawn a part of every response."""
+"""Three versions of the weights; each sampled a part of every response."""
 LATER, REFERENCE = moved(4, 0.03), moved(5, 0.03)
-"""The weights before a later update of the step, and the policy that the KL is taken to."""
+"""The weights before a later update of the step, and the reference policy."""
 
 
 def in_float64(params):
-    """Numbers by their names: `query` is [layers, heads, head_dim, embed]."""
+    """Returns arrays by name: `query` is [layers, heads, head_dim, embed]."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     return {jax.tree_util.keystr(path).split("'")[3]: np.asarray(leaf, np.float64) for path, leaf in leaves}
 
 
 def logprobs_of(p, tokens, config=CONFIG):
-    """The log-probability of each token [n, seq] given those before it, 0 in the first column: Llama (Touvron et al. 2023) in the dtype of `p`."""
+    """Returns the log-probability of each token [n, seq] given the tokens before it, 0 in the first column: Llama (Touvron et al. 2023) in the dtype of `p`."""
     seq = tokens.shape[1]
     half = config.head_dim // 2
     angles = np.arange(seq)[:, None] * config.rope_theta ** (-np.arange(half) / half)[None]
@@ -97,7 +98,7 @@ def exact_logprobs(params, tokens):
 
 
 class Batch:
-    """A minibatch: six prompts with four responses each, one of them left out of the loss; as examples, and each in a row of its own."""
+    """A minibatch of six prompts with four responses each; one response is not in the loss. It has packed rows, and one row per response."""
 
     def __init__(self, seed):
         rng = np.random.default_rng(seed)
@@ -111,16 +112,16 @@ class Batch:
         ends = [len(p) + len(r) for p, r in zip(self.prompts, self.responses, strict=True)]
         self.tokens = np.zeros((COUNT, max(ends)), np.int32)
         column = np.arange(max(ends))
-        drawn = np.stack(
+        sampled = np.stack(
             [(column >= len(p)) & (column < end) for p, end in zip(self.prompts, ends, strict=True)]
         )
         for row, (p, r) in enumerate(zip(self.prompts, self.responses, strict=True)):
             self.tokens[row, : ends[row]] = [*p, *r]
         self.in_loss = np.arange(COUNT) != 6
-        self.mask = drawn & self.in_loss[:, None]
+        self.mask = sampled & self.in_loss[:, None]
         self.advantages = rng.normal(0.8, 1.0, COUNT)
         self.weights = (rng.uniform(0.5, 1.5, COUNT) * self.in_loss / 120).astype(np.float32)
-        # Each response was begun by the first version, went on with the second from a cut, and was ended by the third from another.
+        # The three versions sampled one part of each response after the other.
         by = [exact_logprobs(params, self.tokens) for params in OLDER]
         cuts = [sorted(rng.choice(np.arange(1, len(r)), 2, replace=False)) for r in self.responses]
         version = np.stack(
@@ -129,11 +130,11 @@ class Batch:
                 for p, (a, b) in zip(self.prompts, cuts, strict=True)
             ]
         )
-        assert all(len(set(version[row][drawn[row]])) == 3 for row in range(COUNT))
-        self.sampler = np.where(drawn, np.choose(version, by), 0.0).astype(np.float32)
+        assert all(len(set(version[row][sampled[row]])) == 3 for row in range(COUNT))
+        self.sampler = np.where(sampled, np.choose(version, by), 0.0).astype(np.float32)
 
     def packed(self):
-        """Rows of 48 tokens, two in a microbatch."""
+        """Returns microbatches of two rows of 48 tokens."""
         examples = [
             Example(
                 prompt_tokens=prompt,
@@ -154,7 +155,7 @@ def batches():
 
 
 def prox_of(case, batch):
-    """What the ratio of a later minibatch is taken to, and the weights are made of: the log-probabilities at the step's start."""
+    """Returns the old log-probabilities of a later minibatch, at the start of the step."""
     return batch.sampler.astype(np.float64) if case == "bypass" else exact_logprobs(PARAMS, batch.tokens)
 
 
@@ -165,7 +166,7 @@ def exact_weights(case, batch):
 
 
 def exact_gradient(case, batch, params, *, kl):
-    r"""Of $-\sum w c \min(r A, \mathrm{clip}(r) A) + \beta \sum w c (e^\delta - 1 - \delta)$, with c the importance weight and $\delta = \log \pi_\text{ref} - \log \pi_\theta$."""
+    r"""Returns the gradient of $-\sum w c \min(r A, \mathrm{clip}(r) A) + \beta \sum w c (e^\delta - 1 - \delta)$, with c the importance weight and $\delta = \log \pi_\text{ref} - \log \pi_\theta$."""
     prox, weight = (
         prox_of(case, batch),
         exact_weights(case, batch) * batch.weights.astype(np.float64)[:, None],
@@ -189,7 +190,7 @@ def one_device():
 
 
 def measured(case, *, kl, mesh=None):
-    """The library's gradients of a first and of a later minibatch, and the scalars of both updates together."""
+    """Returns the library's gradients of a first and a later minibatch, and the scalars of both updates."""
     kind, bounds = CASES[case]
     options = UpdateOptions(
         logprob_chunk_vocab=8,
@@ -212,13 +213,14 @@ def measured(case, *, kl, mesh=None):
 
 
 def clipped(params, batch, case):
-    """The share of tokens whose ratio is outside the clip."""
+    """Returns the share of tokens whose ratio is clipped."""
     ratio = np.exp(exact_logprobs(params, batch.tokens) - prox_of(case, batch))[batch.mask]
     return ((ratio > 1 + HIGH) | (ratio < 1 - LOW)).mean()
 
 
-def test_the_cases_have_something_to_correct():
-    """Rows hold several responses to a prompt, every rule cuts some tokens and not all, none is so near to a bound that rounding decides, and clips act."""
+def test_the_cases_are_not_trivial():
+    """Rows hold several responses to a prompt, every rule changes some tokens but not all, no weight is within rounding of a bound, and some ratios are
+    clipped."""
     for batch, params in zip(batches(), (PARAMS, LATER), strict=True):
         parts = batch.packed()
         assert len(parts) > 1
@@ -243,7 +245,7 @@ def test_the_cases_have_something_to_correct():
 
 @pytest.mark.parametrize("kl", [0.0, KL], ids=["no KL", "KL"])
 @pytest.mark.parametrize("case", CASES)
-def test_the_corrected_gradient_is_that_of_the_formulas(case, kl):
+def test_the_corrected_gradient_equals_the_formulas(case, kl):
     gradients, scalars = measured(case, kl=kl)
     for batch, params, found in zip(batches(), (PARAMS, LATER), gradients, strict=True):
         expected = exact_gradient(case, batch, params, kl=kl)
@@ -267,8 +269,9 @@ def test_the_corrected_gradient_is_that_of_the_formulas(case, kl):
 
 
 @pytest.mark.slow  # importance_test has the weights of such rows, bit for bit
-def test_a_response_that_lies_on_several_devices_is_weighed_as_a_whole():
-    """Rows over two devices, and each row over four. Other sums are taken in another order: float32, as in `tests/parallel/training_layout_test.py`."""
+def test_a_response_on_several_devices_has_one_weight():
+    """Rows over two devices, and each row over four. Sums have another order, so the tolerance is that of float32 in
+    `tests/parallel/training_layout_test.py`."""
     expected, of_one = measured("mask_responses", kl=KL)
     found, of_eight = measured("mask_responses", kl=KL, mesh=make_mesh(data=2, context=4, fsdp=1))
     for ours, theirs in zip(found, expected, strict=True):

@@ -1,6 +1,6 @@
-"""The gradient of a minibatch of episodes against float64: what the environment said is context, and nothing else.
+"""The gradient of a minibatch of episodes compared with float64: tokens of the environment are context only.
 
-The oracle is that of `correction_test`: each episode alone in a row, a Llama written out. Here are groups, whose advantages, weights and packed rows the library makes.
+The oracle is the Llama of `correction_test`, with one turn per row. The library computes advantages, weights and packed rows of groups.
 """
 
 from dataclasses import replace
@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dapo_jax.dapo.batching import example_weights, pack, training_examples, turn_advantages
+from dapo_jax.dapo.batching import example_weights, training_examples, turn_advantages
 from dapo_jax.dapo.importance import importance_weights
 from dapo_jax.dapo.rollouts import ContextSpan, Group, Prompt, Response, Rollout, TurnSpan, Verdict
 from dapo_jax.models.decoder import graph_of
 from dapo_jax.parallel.training_layout import layout_of
+from dapo_jax.training.row_packing import pack
 from dapo_jax.training.state import init_state
 from dapo_jax.training.update import UpdateOptions, Updater
 from tests.training.correction_test import (
@@ -32,8 +33,9 @@ from tests.training.correction_test import (
 
 
 def episode(rng, prompt, *, anew=0.0):
-    """Two to four turns of one to four tokens, up to two of the environment before each, and behind the last; `anew` is the chance that a turn
-    is drawn behind a context of its own, and at the end a context stands that no turn follows."""
+    """Returns an episode with two to four turns of one to four tokens, and up to two tokens of the environment before each turn and after the last.
+
+    `anew` is the probability of a new context before each turn and at the end."""
     tokens, turns, rewards = rng.integers(2, CONFIG.vocab_size, rng.integers(0, 3)).tolist(), [], []
     contexts = []
 
@@ -51,20 +53,20 @@ def episode(rng, prompt, *, anew=0.0):
         tokens += rng.integers(2, CONFIG.vocab_size, rng.integers(0, 3)).tolist()
     begin()
     tokens = np.array(tokens, np.int32)
-    # What an older policy recorded; the environment's tokens have 0, as the sampler writes them.
-    drawn = np.zeros(len(tokens), np.float32)
-    for first, stop, context in drawn_behind(prompt.tokens, tokens, turns, contexts):
+    # Log-probabilities of an older policy; the sampler records 0 for tokens of the environment.
+    recorded = np.zeros(len(tokens), np.float32)
+    for first, stop, context in with_context(prompt.tokens, tokens, turns, contexts):
         whole = np.concatenate([context, tokens[first:stop]])[None]
-        drawn[first:stop] = exact_logprobs(OLDER[0], whole)[0, len(context) :]
+        recorded[first:stop] = exact_logprobs(OLDER[0], whole)[0, len(context) :]
     response = Response(
-        tokens=tokens, logprobs=drawn, finish_reason="stop", turns=tuple(turns), contexts=tuple(contexts)
+        tokens=tokens, logprobs=recorded, finish_reason="stop", turns=tuple(turns), contexts=tuple(contexts)
     )
     verdict = Verdict(correct=sum(rewards) > 0, score=sum(rewards), turn_rewards=rewards)
     return Rollout(response=response, text="", verdict=verdict, reward=sum(rewards))
 
 
-def drawn_behind(prompt, tokens, turns, contexts):
-    """Each turn with all that it was drawn behind: from the last context that began anew, or from the prompt."""
+def with_context(prompt, tokens, turns, contexts):
+    """Yields each turn with its context: from the last new context, or from the prompt."""
     for first, stop in turns:
         anew = [context.first for context in contexts if context.stop <= first]
         yield first, stop, tokens[anew[-1] : first] if anew else np.concatenate([prompt, tokens[:first]])
@@ -86,7 +88,7 @@ def packed(given, *, by_turn=False):
 
 
 def gradient(minibatch):
-    """The library's, of a minibatch whose ratio is to the sampler's log-probabilities, which clip here and there."""
+    """Returns the library's gradient of a minibatch, with the sampler's log-probabilities as the old ones, so that some ratios are clipped."""
     options = UpdateOptions(logprob_chunk_vocab=8, old_logprobs="sampler")
     mesh = one_device()
     graph = graph_of(CONFIG, layout=layout_of(mesh, attention="xla"))
@@ -98,7 +100,7 @@ def gradient(minibatch):
 
 
 def returns_by_hand(group, by_turn):
-    """The advantage of each turn of each episode, in loops."""
+    """Returns the advantage of each turn of each episode."""
     rewards = np.array([rollout.reward for rollout in group.rollouts])
     scale = rewards.std(ddof=1) + 1e-6
     if not by_turn:
@@ -117,11 +119,11 @@ def returns_by_hand(group, by_turn):
 def exact_gradient(given, by_turn):
     by_episode = [each for group in given for each in returns_by_hand(group, by_turn)]
     rollouts = [(group.prompt.tokens, rollout.response) for group in given for rollout in group.rollouts]
-    turns = [  # a row for each, with all that it was drawn behind
+    turns = [  # one row per turn, with its context
         (response, first, stop, context, value)
         for (prompt, response), values in zip(rollouts, by_episode, strict=True)
         for (first, stop, context), value in zip(
-            drawn_behind(prompt, response.tokens, response.turns, response.contexts), values, strict=False
+            with_context(prompt, response.tokens, response.turns, response.contexts), values, strict=False
         )
     ]
     width = max(len(context) + stop - first for _, first, stop, context, _ in turns)
@@ -145,12 +147,12 @@ def exact_gradient(given, by_turn):
 
 @pytest.mark.parametrize("by_turn", [False, True], ids=["episode", "turn"])
 @pytest.mark.parametrize(("seed", "anew"), [(3, 0.0), (7, 0.0), (5, 0.5)])
-def test_the_gradient_of_episodes_is_that_of_the_formulas(by_turn, seed, anew):
+def test_the_gradient_of_episodes_equals_the_formulas(by_turn, seed, anew):
     given = groups(seed, anew)
     rows = sum(
         len(rollout.response.parts(group.prompt.tokens)) for group in given for rollout in group.rollouts
     )
-    assert (rows > 20) == (anew > 0), "more rows than episodes where contexts begin anew"
+    assert (rows > 20) == (anew > 0), "new contexts make more rows than episodes"
     minibatch = packed(given, by_turn=by_turn)
     assert any(m.segment_ids.max() > 4 for m in minibatch), "episodes share their prompts"
     found, expected = gradient(minibatch), exact_gradient(given, by_turn)
@@ -160,7 +162,7 @@ def test_the_gradient_of_episodes_is_that_of_the_formulas(by_turn, seed, anew):
 
 
 def changed(given, change):
-    """The groups with other tokens, or other numbers, where the environment spoke."""
+    """Returns the groups with changed responses."""
 
     def of(rollout):
         return replace(rollout, response=change(rollout.response))
@@ -168,7 +170,7 @@ def changed(given, change):
     return [replace(group, rollouts=tuple(map(of, group.rollouts))) for group in given]
 
 
-def test_what_is_recorded_of_the_environment_changes_no_bit():
+def test_recorded_logprobs_of_the_environment_change_no_bit():
     given = groups(3)
 
     def garbage(response):
@@ -178,7 +180,7 @@ def test_what_is_recorded_of_the_environment_changes_no_bit():
         np.testing.assert_array_equal(leaf, gradient(packed(changed(given, garbage)))[name])
 
 
-def test_what_the_environment_says_last_has_no_influence_and_what_it_says_before_is_context():
+def test_tokens_of_the_environment_matter_only_as_context():
     given = groups(3)
 
     def other_end(response):
@@ -233,7 +235,7 @@ def test_an_episode_weighs_the_same_in_however_many_rows_it_is():
 
 
 def test_mask_responses_weighs_the_part_behind_each_context_by_itself():
-    """Two turns of two tokens, the second behind a context of its own. Ratios 2, 1/2 have the mean 1 and are kept; 4, 4 are beyond the range. Over all four
+    """Two turns of two tokens, the second in a new context. Ratios 2, 1/2 have the mean 1 and are kept; 4, 4 are beyond the range. Over all four
     tokens the mean would be 2, and the whole episode left out."""
     response = Response(
         tokens=np.array([5, 6, 7, 5, 6], np.int32), logprobs=np.zeros(5, np.float32), finish_reason="stop",
@@ -276,7 +278,7 @@ def test_advantages_by_turn_by_hand():
     assert all((values == 0).all() for values in turn_advantages(flat).values())
 
 
-def test_a_compared_reward_that_replaced_the_turns_is_the_return_of_every_turn():
+def test_a_compared_reward_is_the_return_of_every_turn():
     """Compared rewards 1 and 0, rewards by turn (+1, 0) and (-1, 0), which add up to the score of the first episode alone. The mean is a half and the deviation
     0.70711, so each turn of the better episode has +0.70711, and each turn of the other -0.70711."""
 

@@ -1,4 +1,4 @@
-"""The gradient of adapters against float64 and the chain rule, on one device and on eight; and what of a policy is trained at all."""
+"""The gradient of adapters compared with float64 and the chain rule, on one device and on eight."""
 
 from dataclasses import replace
 from functools import cache
@@ -10,7 +10,7 @@ import optax
 import pytest
 from flax import nnx
 
-from dapo_jax.dapo.batching import Example, pack
+from dapo_jax.dapo.batching import Example
 from dapo_jax.models.decoder import graph_of, unstacked
 from dapo_jax.models.lora import lora_shape, merged, parted, put_together
 from dapo_jax.parallel.mesh import make_mesh
@@ -18,12 +18,13 @@ from dapo_jax.parallel.sharding import shardings
 from dapo_jax.parallel.training_layout import layout_of
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 from dapo_jax.training.optimizer import make_optimizer
+from dapo_jax.training.row_packing import pack
 from dapo_jax.training.state import init_state
 from dapo_jax.training.update import UpdateOptions, Updater
 from tests.training.correction_test import KEEP_GRADIENT, in_float64, logprobs_of
 
 BASE = tiny_decoder_config(layers=1, embed_dim=16, mlp_dim=24, heads=4, kv_heads=2)
-"""One layer, so that what float32 rounds stays below half of the tolerance."""
+"""One layer, so that float32 rounding is below half of the tolerance."""
 CONFIG = replace(BASE, lora=lora_shape(rank=3, alpha=6.0, targets=["all"]))
 LOW, HIGH = 0.2, 0.28
 MESHES = {
@@ -41,7 +42,7 @@ def mesh_of(axes):
 
 
 def moved(params, seed, by):
-    """Parameters, each a little elsewhere."""
+    """Returns perturbed parameters."""
     rng = np.random.default_rng(seed)
     return jax.tree.map(
         lambda leaf: leaf + jnp.asarray(by * rng.standard_normal(leaf.shape), leaf.dtype), params
@@ -49,7 +50,7 @@ def moved(params, seed, by):
 
 
 ADAPTERS, FROZEN = parted(moved(tiny_params(CONFIG), 1, 0.1))
-"""B too is other than zero: at zero A would have no gradient."""
+"""B is not zero, so that A has a gradient."""
 
 
 @cache
@@ -70,19 +71,19 @@ def rollouts():
 
 @cache
 def table():
-    """(tokens, which of them are a response's, the other policy's log-probabilities), each [24, longest]."""
+    """Returns tokens, the mask of responses, and the other policy's log-probabilities, each [24, longest]."""
     rows = [np.array([*each.prompt_tokens, *each.response_tokens]) for each in rollouts()]
     shape = (24, max(map(len, rows)))
-    tokens, drawn, logprobs = np.zeros(shape, np.int32), np.zeros(shape, bool), np.zeros(shape)
+    tokens, sampled, logprobs = np.zeros(shape, np.int32), np.zeros(shape, bool), np.zeros(shape)
     for row, (each, both) in enumerate(zip(rollouts(), rows, strict=True)):
         tokens[row, : len(both)] = both
-        drawn[row, len(each.prompt_tokens) : len(both)] = True
-        logprobs[row, drawn[row]] = each.logprobs
-    return tokens, drawn, logprobs
+        sampled[row, len(each.prompt_tokens) : len(both)] = True
+        logprobs[row, sampled[row]] = each.logprobs
+    return tokens, sampled, logprobs
 
 
 def exact(adapters):
-    """The weights that base and adapters add up to, in float64, by their names."""
+    """Returns the sum of base and adapters in float64, by name."""
     whole = in_float64(put_together(adapters, FROZEN))
     for name in [name.removesuffix("_lora_a") for name in whole if name.endswith("_lora_a")]:
         a, b = whole.pop(f"{name}_lora_a"), whole.pop(f"{name}_lora_b")
@@ -93,14 +94,14 @@ def exact(adapters):
 
 @cache
 def by_the_chain_rule():
-    """Of y = W x + 2 B A x (alpha 6, rank 3): dA = 2 B^T dW and dB = 2 dW A^T, with dW the gradient of the whole matrix."""
-    tokens, drawn, other = table()
+    """Returns the gradients of y = W x + 2 B A x (alpha 6, rank 3): dA = 2 B^T dW and dB = 2 dW A^T, with dW the gradient of the whole matrix."""
+    tokens, sampled, other = table()
     advantages = np.array([each.advantage for each in rollouts()])[:, None]
 
     def loss(p):
-        ratio = jnp.exp(jnp.where(drawn, logprobs_of(p, tokens, BASE), 0.0) - other)
+        ratio = jnp.exp(jnp.where(sampled, logprobs_of(p, tokens, BASE), 0.0) - other)
         gain = jnp.minimum(ratio * advantages, jnp.clip(ratio, 1 - LOW, 1 + HIGH) * advantages)
-        return -jnp.where(drawn, gain, 0.0).sum() / float(drawn.sum())
+        return -jnp.where(sampled, gain, 0.0).sum() / float(sampled.sum())
 
     with jax.enable_x64(True):
         whole = jax.jit(jax.grad(loss))(exact(ADAPTERS))
@@ -115,7 +116,7 @@ def by_the_chain_rule():
 
 
 def microbatches(*, packed):
-    """Several responses in a row of 48, prompts shared; or one in a row."""
+    """Returns microbatches with packed rows of 48 tokens and shared prompts, or with one response per row."""
     weights = np.full(24, 1.0 / sum(len(each.response_tokens) for each in rollouts()))
     how = {"row_tokens": 48, "rows_per_microbatch": 8}
     if packed:
@@ -128,7 +129,7 @@ def microbatches(*, packed):
 
 
 def gradient(mesh, *, packed=True, apart=False, remat="none"):
-    """The library's, by the name of each adapter's part."""
+    """Returns the library's gradient, by name."""
     layout = layout_of(mesh, attention="xla")
     frozen = jax.device_put(FROZEN, shardings(FROZEN, mesh))
     updater = Updater(
@@ -162,32 +163,32 @@ def assert_exact(found):
         for how, packed in (("packed", True), ("apart", False))
     ],
 )
-def test_the_gradient_of_adapters_follows_by_the_chain_rule_from_that_of_whole_matrices(axes, packed):
+def test_the_gradient_of_adapters_follows_by_the_chain_rule(axes, packed):
     assert_exact(gradient(mesh_of(axes), packed=packed))
 
 
 @pytest.mark.parametrize(
     "remat", ["full", *(pytest.param(slow, marks=pytest.mark.slow) for slow in ("none", "dots"))]
 )
-def test_a_base_whose_layers_have_their_own_arrays_gives_the_same_gradient(remat):
-    """As where the sampler has the same arrays."""
+def test_a_base_with_separate_layers_gives_the_same_gradient(remat):
+    """Trainer and sampler share such arrays."""
     assert_exact(gradient(mesh_of(MESHES["1"]), apart=True, remat=remat))
 
 
-def test_a_base_whose_layers_are_apart_is_split_over_devices_too():
+def test_a_base_with_separate_layers_can_be_sharded():
     assert_exact(gradient(make_mesh(data=4, fsdp=1, tensor=2), apart=True))
 
 
 def test_some_ratios_are_clipped():
-    tokens, drawn, other = table()
+    tokens, sampled, other = table()
     with jax.enable_x64(True):
         logprobs = jax.jit(logprobs_of, static_argnums=2)(exact(ADAPTERS), tokens, BASE)
-    ratio = np.exp(np.asarray(logprobs) - other)[drawn]
+    ratio = np.exp(np.asarray(logprobs) - other)[sampled]
     assert 0.1 < ((ratio > 1 + HIGH) | (ratio < 1 - LOW)).mean() < 0.9
 
 
-def test_at_full_rank_with_a_the_identity_the_first_update_is_that_of_full_training():
-    """Where y = W x + 1 B I x, B moves as W would, and A, while B is zero, not at all. Every width is 16, weights do not decay, no gradient is scaled down."""
+def test_full_rank_adapters_with_identity_a_are_updated_as_in_full_training():
+    """In y = W x + 1 B I x, B changes as W would, and A does not change while B is zero. Every width is 16, without weight decay and clipping."""
     base = tiny_decoder_config(layers=2, embed_dim=16, mlp_dim=16, heads=2, kv_heads=2, head_dim=8)
     config = replace(base, lora=lora_shape(rank=16, alpha=16.0, targets=["all"]))
     optimizer = make_optimizer(weight_decay=0.0, max_grad_norm=1e9, epsilon=1e-3)
@@ -226,7 +227,7 @@ def test_at_full_rank_with_a_the_identity_the_first_update_is_that_of_full_train
 
 
 def test_gradients_of_the_base_are_not_computed():
-    """Per token, with N the parameters of a layer's matrices: forward 2 N, back to the activations 2 N, and to the weights 2 N more, if they are trained."""
+    """With N parameters in a layer's matrices, a token costs 2 N forward, 2 N for the gradient of activations, and 2 N for the gradient of trained weights."""
     base = tiny_decoder_config(layers=1, embed_dim=64, mlp_dim=128, heads=4, kv_heads=4, head_dim=16)
     config = replace(base, lora=lora_shape(rank=1, alpha=1.0, targets=["all"]))
     mesh, options = mesh_of(MESHES["1"]), UpdateOptions(old_logprobs="sampler", logprob_chunk_vocab=8)
@@ -248,7 +249,7 @@ def test_gradients_of_the_base_are_not_computed():
     assert saved >= 0.9 * 2 * matrices * 64
 
 
-def test_optax_is_given_adapters_alone():
+def test_the_optimizer_has_moments_of_adapters_only():
     shapes = jax.eval_shape(optax.adam(1.0).init, ADAPTERS)
     sizes = sum(leaf.size for leaf in jax.tree.leaves(shapes[0].mu))
     assert sizes == CONFIG.trained_parameters < BASE.parameters / 2

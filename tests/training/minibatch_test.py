@@ -1,10 +1,11 @@
-"""Host microbatches become one array for each row length."""
+"""Microbatches of one row length become one array on the mesh."""
 
 import jax
 import numpy as np
 
-from dapo_jax.dapo.batching import Example, pack
+from dapo_jax.dapo.batching import Example
 from dapo_jax.training.minibatch import Placing
+from dapo_jax.training.row_packing import pack
 
 
 def microbatches(count, row_tokens):
@@ -22,7 +23,7 @@ def placing():
     return Placing(jax.sharding.SingleDeviceSharding(jax.devices()[0]))
 
 
-def test_stacked_microbatches_are_followed_by_zeros():
+def test_the_unused_capacity_of_a_stack_is_zero():
     parts = microbatches(3, row_tokens=4)
     [[stack]] = placing().put([parts])
     assert stack.count == 3
@@ -34,7 +35,7 @@ def test_stacked_microbatches_are_followed_by_zeros():
         assert not np.asarray(whole[3]).any()
 
 
-def test_there_is_a_stack_for_each_row_length_the_longest_first_and_its_room_only_grows():
+def test_each_row_length_has_a_stack_whose_capacity_only_grows():
     first = placing()
     minibatch = [*microbatches(1, row_tokens=4), *microbatches(3, row_tokens=5)]
     assert [s.microbatches.tokens.shape for [*stacks] in first.put([minibatch]) for s in stacks] == [

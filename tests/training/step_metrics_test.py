@@ -1,4 +1,4 @@
-"""What a step logs of its rollouts, counted by hand."""
+"""Metrics of a step's rollouts, computed by hand."""
 
 from dataclasses import replace
 
@@ -45,8 +45,8 @@ def collected(**changes):
     return Collected(**{**values, **changes})
 
 
-def test_all_that_was_sampled_and_what_was_trained_on_are_counted_apart():
-    """Sampled: lengths 2, 4, 6, 8, 10, 10 (mean 40 / 6; the 95th percentile lies between the two tens), rewards 1, -1,
+def test_sampled_and_trained_groups_are_counted_separately():
+    """Sampled lengths 2, 4, 6, 8, 10, 10 (mean 40 / 6; the 95th percentile is between the two tens), rewards 1, -1,
     0.75, 1, -2, -2 with mean -2.25 / 6 = -0.375 and mean square (1 + 1 + 0.5625 + 1 + 4 + 4) / 6 = 1.9271."""
     assert rollout_metrics(collected(surplus=2, carry=[MIXED], dropped_old=1)) == pytest.approx(
         {
@@ -82,8 +82,8 @@ def test_all_that_was_sampled_and_what_was_trained_on_are_counted_apart():
     )
 
 
-def test_a_group_is_as_old_as_its_oldest_token_and_ends_with_its_newest():
-    """At version 5: two responses of 4 tokens, of which three of the first and one of the second were drawn before."""
+def test_ages_are_those_of_the_oldest_and_the_newest_token():
+    """At version 5, two responses of 4 tokens: earlier weights sampled three tokens of the first and one of the second."""
     early = make_group((True, 4, False, 1.0, 0.0), spans=(Span(0, 2), Span(1, 4), Span(3, 5)))
     late = make_group((False, 4, False, -1.0, 0.0), spans=(Span(0, 4), Span(1, 5)))
     both = replace(early, rollouts=(*early.rollouts, *late.rollouts))
@@ -93,8 +93,8 @@ def test_a_group_is_as_old_as_its_oldest_token_and_ends_with_its_newest():
     assert early.rollouts[0].response.versions.tolist() == [2, 4, 4, 5]
 
 
-def test_the_groups_whose_scores_differ_are_counted_where_there_are_scores():
-    """Of three groups the first has scores of 0.5 and 0.25, the second twice 0.5; the third's verdicts were lost, which is no difference."""
+def test_groups_with_different_scores_are_counted_if_there_are_scores():
+    """The first of three groups has scores 0.5 and 0.25, the second twice 0.5. The verdicts of the third are lost, which is not a difference."""
 
     def with_scores(group, *scores):
         rollouts = [
@@ -110,7 +110,7 @@ def test_the_groups_whose_scores_differ_are_counted_where_there_are_scores():
     assert "rollout/scores_differ_frac" not in rollout_metrics(collected())
 
 
-def test_the_parts_of_a_sum_are_logged_each_as_its_mean_over_what_was_sampled():
+def test_each_part_of_a_score_is_logged_as_its_mean_over_sampled_rollouts():
     def with_parts(group, *parts):
         rollouts = [
             replace(rollout, verdict=Verdict(correct=True, parts={"exact": exact, "brief": brief}))
@@ -126,7 +126,7 @@ def test_the_parts_of_a_sum_are_logged_each_as_its_mean_over_what_was_sampled():
     }
 
 
-def test_a_step_that_sampled_nothing_says_nothing_of_samples():
+def test_a_step_that_sampled_nothing_has_no_metrics_of_samples():
     metrics = rollout_metrics(collected(sampled=[], waves=0))
     assert "rollout/accuracy" not in metrics
     assert metrics["rollout/prompts"] == 0

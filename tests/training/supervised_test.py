@@ -18,14 +18,14 @@ def loss_of(logprobs, mask=MASK):
 
 
 def test_the_loss_is_the_weighted_negative_log_likelihood():
-    """0.5 * 1 + 0.5 * 2 + 0.25 * 3 = 2.25; the plain token mean is (1 + 2 + 3) / 3 = 2. Old policy and advantage are NaN:
-    they have no part in it."""
+    """0.5 * 1 + 0.5 * 2 + 0.25 * 3 = 2.25; the plain token mean is (1 + 2 + 3) / 3 = 2. Old policy and advantage are NaN,
+    since the loss ignores them."""
     loss, metrics = loss_of(LOGPROBS)
     np.testing.assert_allclose(loss, 2.25)
     assert to_scalars(metrics) == {"sft/token_loss": 2.0}
 
 
-def test_only_response_tokens_are_learnt_whatever_stands_elsewhere():
+def test_only_response_tokens_have_a_gradient():
     poisoned = jnp.where(MASK, LOGPROBS, jnp.nan)
     gradient = jax.grad(lambda logprobs: loss_of(logprobs)[0])(poisoned)
     np.testing.assert_array_equal(gradient, jnp.where(MASK, -WEIGHTS, 0.0))

@@ -1,4 +1,4 @@
-"""One optimizer update: the gradient of the whole minibatch, the right old policy, and AdamW as written down."""
+"""The optimizer update: the gradient of a minibatch, the old policy, and AdamW."""
 
 import math
 import re
@@ -11,13 +11,14 @@ import optax
 import pytest
 from flax import nnx
 
-from dapo_jax.dapo.batching import Example, pack
+from dapo_jax.dapo.batching import Example
 from dapo_jax.dapo.losses import dapo_loss
 from dapo_jax.dapo.metrics import Max, Mean, to_scalars
 from dapo_jax.models.decoder import Decoder
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 from dapo_jax.training.optimizer import make_optimizer, warmed_up
+from dapo_jax.training.row_packing import pack
 from dapo_jax.training.state import init_state
 from dapo_jax.training.supervised import supervised_loss
 from dapo_jax.training.update import UpdateOptions, Updater, check_objective
@@ -25,7 +26,7 @@ from dapo_jax.training.update import UpdateOptions, Updater, check_objective
 CONFIG = tiny_decoder_config(layers=1, embed_dim=16, mlp_dim=16, heads=2, kv_heads=2)
 GRAPH = nnx.split(nnx.eval_shape(lambda: Decoder(CONFIG, rngs=nnx.Rngs(0))))[0]
 KEEP_GRADIENT = optax.trace(decay=0.0)
-"""An optimizer whose state is the last gradient: no rounding between it and the test."""
+"""An optimizer whose state is the last gradient, without rounding."""
 SEQ = 16
 
 
@@ -34,8 +35,8 @@ def one_device():
 
 
 def make_rows(count=8, seed=0):
-    """Responses of 5 to 12 tokens after prompts of 4: no two fit into a row of 16. Old log-probabilities around those
-    of the model, so that some ratios are clipped; one row is out of the loss."""
+    """Responses of 5 to 12 tokens after prompts of 4, so that no two fit into a row of 16. Old log-probabilities are near the model's, so that some ratios
+    are clipped. One row is not in the loss."""
     rng = np.random.default_rng(seed)
     rows = []
     for index in range(count):
@@ -96,7 +97,7 @@ def assert_same_gradient(found, expected, tolerance=1e-6):
 
 
 def plain_logprobs(params, tokens):
-    """All logits of one response at a time, no packing, no chunks: column t is about the token at t."""
+    """Returns the log-probability of the token at t in column t, without packing and chunks."""
     decoder = nnx.merge(GRAPH, params)
     rows, seq = tokens.shape
     at = jnp.broadcast_to(jnp.arange(seq, dtype=jnp.int32)[None], (rows, seq))
@@ -131,12 +132,12 @@ OBJECTIVES = {
     "without weights": (lambda logprobs, *_: (logprobs.sum(), {}), "raised TypeError"),
     "an error of its own": (raises, "objective raises raised AttributeError"),
 }
-"""What it returns or does -> the function, and a part of the message."""
+"""Name -> objective, and a part of the error message."""
 
 
-@pytest.mark.parametrize("what", OBJECTIVES)
-def test_an_objective_that_returns_no_loss_and_metrics_is_refused_by_name(what):
-    objective, found = OBJECTIVES[what]
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_an_invalid_objective_is_refused_by_name(name):
+    objective, found = OBJECTIVES[name]
     with pytest.raises(ValueError, match=re.escape(found)) as refused:
         check_objective(objective, rows=2, row_tokens=5)
     assert objective.__qualname__ in str(refused.value)
@@ -148,7 +149,7 @@ def test_an_objective_that_returns_no_loss_and_metrics_is_refused_by_name(what):
     [dapo_loss, supervised_loss, lambda logprobs, *_, weights: (0.0, {})],
     ids=["dapo", "sft", "0"],
 )
-def test_objectives_that_fit_are_taken(objective):
+def test_valid_objectives_are_accepted(objective):
     check_objective(objective, rows=2, row_tokens=5)
 
 
@@ -185,7 +186,7 @@ def test_the_gradient_is_that_of_the_written_out_loss(whole):
     [
         pytest.param(SEQ, 1, 8, id="8 microbatches"),
         pytest.param(48, 1, 3, id="packed, 3 microbatches"),
-        # Each of the two differences alone, which the other cases have too.
+        # The other cases cover both differences.
         pytest.param(SEQ, 4, 2, id="2 microbatches", marks=pytest.mark.slow),
         pytest.param(48, 4, 1, id="packed", marks=pytest.mark.slow),
     ],
@@ -198,8 +199,8 @@ def test_the_gradient_does_not_depend_on_packing_or_microbatches(
     assert_same_gradient(gradient(sampler_updater, parts), whole)
 
 
-def test_responses_that_share_their_prompt_have_the_gradient_they_have_apart(sampler_updater):
-    """Lines of 16 tokens hold one response each, one of 128 holds all: the prompt is computed once, not 8 times."""
+def test_shared_prompts_do_not_change_the_gradient(sampler_updater):
+    """Rows of 16 tokens hold one response each. A row of 128 holds all: the prompt is computed once instead of 8 times."""
     rows = [replace(row, prompt_tokens=ROWS[0].prompt_tokens) for row in ROWS]
     apart, shared = packed(rows), packed(rows, row_tokens=128, per=1)
     assert len(shared) == 1
@@ -219,7 +220,7 @@ def test_the_gradient_does_not_depend_on_the_mesh(whole):
 
 
 def test_the_first_update_has_ratio_one_and_later_ones_the_weights_that_sampled(trainer_updater):
-    """Old log-probabilities are scored once, before the first update, whatever the sampler recorded."""
+    """The old log-probabilities are recomputed once, before the first update."""
     optimizer = optax.sgd(1.0)
     updater = make_updater(old_logprobs="trainer", optimizer=optimizer)
     minibatches = [packed(), packed(make_rows(seed=1))]
@@ -237,8 +238,8 @@ def test_the_first_update_has_ratio_one_and_later_ones_the_weights_that_sampled(
     assert abs(second["policy/ratio_max"] - 1.0) > 1e-3
 
 
-def test_a_second_look_with_unchanged_weights_has_the_same_gradient_as_the_first(trainer_updater):
-    """Scored log-probabilities and the stopped gradient of the same forward pass are the same old policy."""
+def test_recomputed_old_logprobs_give_the_gradient_of_the_first_update(trainer_updater):
+    """Without a change of weights, recomputed old log-probabilities equal the current ones."""
     state = fresh()
     _, second = trainer_updater.prepare(state, [packed(), packed()])
     later, _ = trainer_updater.update(state, second, learning_rate=0.0, first=False)
@@ -247,7 +248,7 @@ def test_a_second_look_with_unchanged_weights_has_the_same_gradient_as_the_first
     )
 
 
-def test_the_samplers_recorded_logprobs_are_the_old_ones_where_asked_for(sampler_updater):
+def test_with_old_logprobs_sampler_the_recorded_ones_are_used(sampler_updater):
     parts = packed()
     [prepared] = sampler_updater.prepare(fresh(), [parts])
     np.testing.assert_array_equal(prepared[0].microbatches.old_logprobs[0], parts[0].sampler_logprobs)
@@ -274,15 +275,15 @@ def test_the_sampler_is_compared_with_the_trainer_whichever_is_the_old_policy(
     assert scalars["sync/sampler_trainer_kl"] == pytest.approx((np.exp(delta) - 1 - delta).mean(), rel=1e-4)
 
 
-def test_weights_that_have_moved_are_not_compared_with_the_samplers(sampler_updater):
-    """After the first update the policy differs from the one that sampled, which says nothing of the sampler."""
+def test_later_updates_are_not_compared_with_the_sampler(sampler_updater):
+    """After the first update, the policy differs from the policy that sampled."""
     _, scalars = step(sampler_updater, fresh(), packed(), first=False)
     assert math.isnan(scalars["sync/logprob_diff_mean"])
     assert scalars["sync/logprob_diff_max"] == 0.0
 
 
 def probe(logprobs, old_logprobs, advantages, mask, *, weights):
-    """An objective that hands out what it was given: its loss is linear, its metrics are sums."""
+    """An objective with a linear loss whose metric is the sum of the weights."""
     loss = -(weights * jnp.where(mask, logprobs, 0.0)).sum() + jnp.where(mask, advantages, 0.0).max()
     return loss, {"probe/weights": Mean(jnp.where(mask, weights, 0.0).sum(), jnp.ones(()))}
 
@@ -296,8 +297,8 @@ def probe_updater():
 
 
 def test_importance_weights_are_capped(probe_updater):
-    """pi_old / pi_sampler = 0.5 for one response, 3 for another of as many tokens, capped at 2: with weight w a token the
-    weights come to n w (0.5 + 2)."""
+    """pi_old / pi_sampler is 0.5 for one response and 3, capped at 2, for another with as many tokens. With weight w per token, the weights add up to
+    n w (0.5 + 2)."""
     n, w = 6, 0.125
     tokens, blank = np.arange(2, 2 + n, dtype=np.int32), np.zeros(n, np.float32)
     rows = [replace(row, response_tokens=tokens, logprobs=blank) for row in ROWS[:2]]
@@ -312,8 +313,8 @@ def test_importance_weights_are_capped(probe_updater):
     assert scalars["probe/weights"] == pytest.approx(n * w * (0.5 + 2.0), rel=1e-5)
 
 
-def test_without_a_correction_nothing_of_it_is_in_the_program_or_among_the_metrics():
-    """Bounds that are given all the same change not a letter of it, and with weights there is more."""
+def test_without_a_correction_the_program_and_the_metrics_do_not_contain_it():
+    """Bounds without a correction do not change the program; with a correction it is longer."""
     state = jax.eval_shape(lambda params: fresh(params=params), PARAMS)
 
     def program(**options):
@@ -428,14 +429,14 @@ def test_a_small_gradient_is_not_clipped_and_a_large_one_is_cut_to_the_norm():
 
 
 def test_the_learning_rate_warms_up_over_steps_and_stays():
-    """Step k of the warm-up, from 1, runs at k / warmup_steps."""
+    """Step k of the warm-up, counted from 1, has the factor k / warmup_steps."""
     rates = [warmed_up(2e-6, step=k, warmup_steps=20) for k in (1, 5, 20, 21, 1000)]
     assert rates == pytest.approx([1e-7, 5e-7, 2e-6, 2e-6, 2e-6])
     assert warmed_up(2e-6, step=1, warmup_steps=0) == 2e-6
 
 
 def test_the_callers_parameters_survive_the_first_update():
-    """`update` donates its state; the parameters it was made of belong to the caller."""
+    """`update` donates its state, but not the initial parameters."""
     before = on_host(PARAMS)
     state = init_state(PARAMS, KEEP_GRADIENT, one_device())
     jax.tree.map(lambda leaf: leaf.delete(), state.params)
@@ -444,8 +445,8 @@ def test_the_callers_parameters_survive_the_first_update():
 
 
 def test_the_programs_that_can_be_lowered_are_those_that_an_update_calls():
-    """By their names in the text: one for rows of one length; for several one that begins, one for each length, and one that ends. Between
-    these lies a gradient of the parameters' size, and the loss."""
+    """Rows of one length need one program. Several lengths need a program at the begin, one per length, and one at the end. A gradient of the parameters'
+    size and the loss are kept between them."""
     updater = make_updater()
     state = jax.eval_shape(lambda params: fresh(params=params), PARAMS)
     one = updater.programs(state, capacity=2, rows=2, lengths=(32,))
@@ -462,14 +463,13 @@ def test_the_programs_that_can_be_lowered_are_those_that_an_update_calls():
     begun = several["update_begin"]().compile().memory_analysis().output_size_in_bytes
     sums = jax.tree.leaves(updater.sums_structs(state))
     assert sum(leaf.size * 4 for leaf in sums) == sum(leaf.size * 4 for leaf in jax.tree.leaves(PARAMS)) + 4
-    # Some versions of XLA count the table of a tuple's pointers, too.
+    # Some versions of XLA also count the pointers of a tuple.
     assert 0 <= begun - sum(leaf.size * 4 for leaf in sums) <= 8 * len(sums)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # compiles four large programs
 def test_the_peak_memory_of_an_update_does_not_grow_with_vocabulary_times_tokens():
-    """From 512 to 2048 tokens at a vocabulary of 151,936: logits alone would add 1536 x 151,936 x 4 bytes = 933 MB.
-    Compiled, not run."""
+    """From 512 to 2048 tokens with a vocabulary of 151,936, all logits would add 1536 x 151,936 x 4 bytes = 933 MB. Compiled, not run."""
     vocab = 151_936
     config = tiny_decoder_config(
         vocab_size=vocab, embed_dim=16, layers=1, heads=2, kv_heads=1, head_dim=8, mlp_dim=16, max_positions=4096
@@ -497,8 +497,8 @@ def test_microbatch_metrics_are_means_over_all_tokens_not_means_of_means(sampler
         assert parts[name] == pytest.approx(value, rel=1e-5, abs=1e-7, nan_ok=True), name
 
 
-def test_steps_of_other_numbers_of_microbatches_compile_nothing_once_there_was_room_for_as_many():
-    """3, 4, 2 and 1 microbatches lie in arrays with room for 4; what is beyond them is not read."""
+def test_steps_with_fewer_microbatches_compile_nothing():
+    """3, 4, 2 and 1 microbatches are stored in arrays with capacity 4, whose rest is not read."""
     updater = make_updater()
     whole = gradient(updater, packed(per=2)[:3])
     for count in (4, 2, 1, 3):

@@ -1,4 +1,4 @@
-"""Starting a server and asking it over HTTP, with the standard library alone."""
+"""Server processes, a run to serve, and an HTTP client of the standard library."""
 
 import json
 import os
@@ -14,9 +14,33 @@ from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+
+from dapo_jax.checkpoints.checkpointer import Checkpointer
+from dapo_jax.config import TrainConfig
+from dapo_jax.parallel.mesh import make_mesh
+from dapo_jax.run.policy import optimizer_of
+from dapo_jax.testing import tiny_decoder_config
+from dapo_jax.text.tokenizers import CharTokenizer
+from dapo_jax.training.state import init_state
+
 ROOT = Path(__file__).absolute().parents[2]
 PATIENCE_S = 240
-"""What works comes in seconds, but a loaded machine may take long to compile."""
+"""Usually seconds suffice, but a loaded machine may take long to compile."""
+
+
+TOKENIZER = CharTokenizer("0123456789+=:,?")
+CONFIG = tiny_decoder_config(vocab_size=TOKENIZER.vocab_size, layers=1)
+LIMIT = 10
+PROMPTS = ("1+2", "40+2", "7", "12345+678", "0=0,1=1", "9:?")
+
+
+def save(folder, step, policy):
+    """Writes a checkpoint of a run."""
+    optimizer = optimizer_of(TrainConfig(run_dir="unused").optimizer)
+    with Checkpointer(folder / "checkpoints") as checkpointer:
+        state = init_state(policy.params, optimizer, make_mesh(devices=jax.devices()[:1]))
+        checkpointer.save(step, state, {"cursor": 0}, {})
 
 
 class Answered(NamedTuple):
@@ -33,14 +57,14 @@ class Answered(NamedTuple):
 
     @property
     def message(self) -> str:
-        """What is wrong; the shape of the error object is checked."""
+        """The error message, after a check of the error object's shape."""
         error = self.json["error"]
         assert error.keys() == {"message", "type", "code"}
         return error["message"]
 
 
 def ask(address, path, body=None, *, method=None, key=None, **headers):
-    """One request; `body` is JSON-like, or bytes as they are."""
+    """Sends one request. `body` is JSON-like, or raw bytes."""
     host, _, port = address.rpartition(":")
     connection = HTTPConnection(host, int(port), timeout=PATIENCE_S)
     try:
@@ -57,7 +81,7 @@ def ask(address, path, body=None, *, method=None, key=None, **headers):
 
 
 def events(answered):
-    """The chunks of a stream; its end is checked."""
+    """Returns the chunks of a complete stream."""
     assert answered.headers["content-type"].startswith("text/event-stream")
     *chunks, last, rest = answered.content.decode().split("\n\n")
     assert (last, rest) == ("data: [DONE]", "")
@@ -65,7 +89,7 @@ def events(answered):
 
 
 def left_alone(address, path, body):
-    """A socket on which a request was sent, and whose answer nobody has read."""
+    """Returns a socket on which a request was sent, and whose answer is unread."""
     host, _, port = address.rpartition(":")
     content = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: {address}\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
@@ -75,25 +99,11 @@ def left_alone(address, path, body):
 
 
 class Running:
-    """`dapo-jax serve --http` in a process of its own."""
+    """`dapo-jax serve` in a process of its own."""
 
-    def __init__(self, folder, model, *arguments, key="", descriptors=None):
+    def __init__(self, folder, model, *arguments, http=True, key="", descriptors=None):
         self.out, self.err = folder / "out", folder / "err"
-        command = [
-            sys.executable,
-            "-m",
-            "dapo_jax.cli",
-            "serve",
-            model,
-            "--http",
-            "--port",
-            0,
-            "--slots",
-            4,
-            "--compilation-cache",
-            "",
-            *arguments,
-        ]
+        command = [sys.executable, "-m", "dapo_jax.cli", "serve", model, *["--http"] * http, "--port", 0, "--slots", 4, "--compilation-cache", "", *arguments]  # fmt: skip
         environment = {**os.environ, "JAX_LOG_COMPILES": "0" if descriptors else "1"}
         environment.pop("DAPO_JAX_API_KEY", None)
         if key:
@@ -101,17 +111,12 @@ class Running:
         limit = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (descriptors, descriptors))
         with self.out.open("w") as out, self.err.open("w") as err:
             self.process = subprocess.Popen(
-                list(map(str, command)),
-                cwd=ROOT,
-                stdout=out,
-                stderr=err,
-                env=environment,
-                start_new_session=True,
+                list(map(str, command)), cwd=ROOT, stdout=out, stderr=err, env=environment, start_new_session=True,
                 preexec_fn=limit if descriptors else None,
-            )
+            )  # fmt: skip
 
     def until(self, text):
-        """Waits until it has printed this."""
+        """Waits until the server has printed `text`."""
         deadline = time.monotonic() + PATIENCE_S
         while text not in self.out.read_text():
             assert self.process.poll() is None, self.err.read_text()[-2000:]
@@ -121,16 +126,19 @@ class Running:
     @property
     def address(self):
         """HOST:PORT."""
-        return re.search(r"http://(127\.0\.0\.1:\d+)", self.out.read_text())[1]
+        return re.search(r"at (?:http://)?(127\.0\.0\.1:\d+)", self.out.read_text())[1]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.kill()
+        self.process.wait()
 
 
 @contextmanager
 def running(folder, model, *arguments, **how):
-    """A server that is ready, and is gone in the end."""
-    server = Running(folder, model, *arguments, **how)
-    try:
+    """Yields a server that is ready, and kills it at the end."""
+    with Running(folder, model, *arguments, **how) as server:
         server.until("serving")
         yield server
-    finally:
-        server.process.kill()
-        server.process.wait()

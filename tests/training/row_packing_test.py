@@ -1,16 +1,16 @@
-"""Which rollouts share a row: nothing is lost, few rows, even rows; on lengths as in the paper's runs."""
+"""Packing of pieces into rows, with lengths as in the paper's runs."""
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapo_jax.dapo.row_packing import Piece, even_rows, filled_tokens, seen_pairs, share_out, side_by_side
+from dapo_jax.training.row_packing import Piece, even_rows, filled_tokens, seen_pairs, share_out, side_by_side
 
 ROW = 2048 + 20_480
 PAIRS = 2 * 487_587_840 / (4 * 40 * 128)
-"""How many pairs cost as much as a token's way through the weights: Qwen2.5-32B has 5120 x (2 x 128 x (40 + 8) + 3 x 27,648) =
-487,587,840 weights a layer, two operations each; a pair takes a product and a sum, twice, in each of 40 heads of 128."""
+"""Number of attention pairs that cost as much as a token's products with the weights. Qwen2.5-32B has 5120 x (2 x 128 x (40 + 8) + 3 x 27,648) =
+487,587,840 weights a layer, two operations each. A pair takes a product and a sum, twice, in each of 40 heads of 128."""
 
 
 def piece(index, response, *, prompt=0, prompt_tokens=1):
@@ -26,7 +26,7 @@ def responses_of(packed):
 
 
 def as_in_the_paper(seed, *, groups, mean, sigma):
-    """Prompts of about 250 tokens (at most 2048), each with 16 responses around a length of its own (at most 20,480)."""
+    """Returns pieces of prompts of about 250 tokens (at most 2048), each with 16 responses around a length of its own (at most 20,480)."""
     rng = np.random.default_rng(seed)
 
     def draw(around, deviation, low, high):
@@ -42,12 +42,12 @@ def as_in_the_paper(seed, *, groups, mean, sigma):
 
 
 @given(
-    drawn=st.lists(st.tuples(st.integers(0, 4), st.integers(1, 30)), min_size=1, max_size=40),
+    sizes=st.lists(st.tuples(st.integers(0, 4), st.integers(1, 30)), min_size=1, max_size=40),
     room=st.integers(35, 90),
     multiple=st.integers(1, 6),
 )
-def test_every_rollout_is_in_one_line_and_every_line_fits(drawn, room, multiple):
-    pieces = [piece(i, tokens, prompt=p, prompt_tokens=p + 1) for i, (p, tokens) in enumerate(drawn)]
+def test_every_piece_is_in_one_row_and_every_row_fits(sizes, room, multiple):
+    pieces = [piece(i, tokens, prompt=p, prompt_tokens=p + 1) for i, (p, tokens) in enumerate(sizes)]
     packed = even_rows(pieces, room=room, multiple=multiple)
     assert len(packed) % multiple == 0
     assert max(map(filled_tokens, packed)) <= room
@@ -57,58 +57,58 @@ def test_every_rollout_is_in_one_line_and_every_line_fits(drawn, room, multiple)
         for p in row
         for i, tokens in zip(p.rollouts, p.responses, strict=True)
     }
-    assert found == {i: (p, tokens) for i, (p, tokens) in enumerate(drawn)}
-    assert sum(len(p.rollouts) for row in packed for p in row) == len(drawn)
+    assert found == {i: (p, tokens) for i, (p, tokens) in enumerate(sizes)}
+    assert sum(len(p.rollouts) for row in packed for p in row) == len(sizes)
 
 
-def test_responses_to_a_prompt_are_chosen_to_fill_a_line():
+def test_responses_to_a_prompt_are_chosen_to_fill_a_row():
     """6 + 4 + 2 and 5 + 4 + 3 are 12 and 12; longest first would make 6 + 5, 4 + 4 + 3 and 2."""
     packed = even_rows(of_one_prompt(6, 5, 4, 4, 3, 2), room=13, multiple=1)
     assert sorted(responses_of(packed)) == [[5, 4, 3], [6, 4, 2]]
 
 
-def test_two_prompts_with_all_their_responses_share_a_line_that_has_room_for_both():
-    """Each is 4 + 3 x 2 = 10 of 20 tokens. Response by response they would mix prompts, and there would be seven packed."""
+def test_responses_to_a_prompt_stay_together_if_that_saves_rows():
+    """Each prompt with its responses has 4 + 3 x 2 = 10 tokens, so two fit into a row of 20. Packed one by one, responses would need seven rows."""
     pieces = [piece(i, 2, prompt=i % 8, prompt_tokens=4) for i in range(24)]
     packed = even_rows(pieces, room=20, multiple=1)
     assert [filled_tokens(row) for row in packed] == [20] * 4
 
 
-def test_what_does_not_fill_a_line_goes_where_it_fits():
-    """Lines of 10, prompts of 1: 9 and 5 of the first, 4 of the second. The 5 and the 4 share a row with a prompt each."""
+def test_bundles_that_do_not_fill_a_row_are_packed_one_by_one():
+    """Rows of 10 tokens, prompts of 1: responses of 9 and 4 to the first prompt, of 4 to the second. The last two share a row with both prompts."""
     pieces = [*of_one_prompt(9, 4), piece(2, 4, prompt=1)]
     assert sorted(responses_of(even_rows(pieces, room=10, multiple=1))) == [[4, 4], [9]]
 
 
-def test_responses_spread_into_rows_that_are_left_over():
-    """All four fit in one row, but there must be four: one each, with its own copy of the prompt."""
+def test_responses_spread_over_all_rows():
+    """All four fit into one row, but there must be four rows: each has one response and a copy of the prompt."""
     packed = even_rows(of_one_prompt(5, 5, 5, 5, prompt_tokens=2), room=64, multiple=4)
     assert responses_of(packed) == [[5]] * 4
     assert even_rows(of_one_prompt(5), room=64, multiple=3)[1:] == [[], []]
 
 
-def test_without_room_each_has_a_line_of_its_own():
+def test_without_room_every_piece_has_its_own_row():
     assert responses_of(even_rows(of_one_prompt(1, 7, 3), room=0, multiple=2)) == [[7], [3], [1], []]
 
 
-def test_like_rows_stand_side_by_side_and_the_parts_of_a_microbatch_get_as_much():
-    """Sorted: 8, 7, 6, 5 | 4, 3, 2, 1. Of the first four the parts get 8 and 7, then 7's the 6 and 8's the 5."""
+def test_similar_rows_share_a_microbatch_with_balanced_parts():
+    """Sorted: 8, 7, 6, 5 | 4, 3, 2, 1. The two parts of the first microbatch get 8 and 5, and 7 and 6."""
     packed = [[piece(i, tokens)] for i, tokens in enumerate((3, 8, 5, 1, 7, 2, 6, 4))]
     dealt = side_by_side(packed, rows_per_microbatch=4, spread=2)
     assert responses_of(dealt) == [[8], [5], [7], [6], [4], [1], [3], [2]]
 
 
 SHAPES = [(32, 32), (64, 32), (32, 8), (8, 8)]
-"""Rows in a microbatch, groups of devices over which they are spread."""
+"""Rows of a microbatch, and groups of devices that share it."""
 
 
 @pytest.mark.parametrize(("rows", "spread"), SHAPES)
 @pytest.mark.parametrize(("mean", "sigma"), [(3000, 0.6), (5000, 0.7), (8000, 0.7), (8000, 1.0)])
 def test_an_update_of_512_rollouts_has_the_fewest_microbatches_and_even_rows(mean, sigma, rows, spread):
-    """No microbatch could be saved even if every prompt stood only once and responses could be cut at will.
+    """No microbatch could be saved even if every prompt occurred once and responses could be split.
 
-    What is padding then is unavoidable: with 32 rows of 22,528 tokens a microbatch has 0.72M, and 512 responses are 2 to 5 of
-    these and some of another. A row costs its tokens, padding too, and its pairs; a microbatch as much as its slowest devices.
+    The remaining padding is unavoidable: 32 rows of 22,528 tokens are 0.72M tokens, and 512 responses fill 2 to 5 such microbatches and a part of
+    another. A row costs its tokens, including padding, and its pairs. A microbatch costs as much as its slowest devices.
     """
     pieces = as_in_the_paper(0, groups=32, mean=mean, sigma=sigma)
     packed = side_by_side(even_rows(pieces, room=ROW, multiple=rows), rows_per_microbatch=rows, spread=spread)
@@ -121,7 +121,7 @@ def test_an_update_of_512_rollouts_has_the_fewest_microbatches_and_even_rows(mea
 
 
 LENGTHS = (ROW, ROW // 2, ROW // 4, 3072, 1536)
-"""As `training_pass` halves a row of 22,528 that splash attention cuts over 4 devices, into multiples of 512."""
+"""The lengths that `training_pass` makes of rows of 22,528 tokens for splash attention on 4 devices: multiples of 512."""
 
 
 @pytest.mark.parametrize(
@@ -130,17 +130,16 @@ LENGTHS = (ROW, ROW // 2, ROW // 4, 3072, 1536)
         (5000, 0.7),
         (8000, 1.0),
         *(
-            pytest.param(*lengths, marks=pytest.mark.slow)  # seconds each, and none has failed alone
+            pytest.param(*lengths, marks=pytest.mark.slow)  # seconds each; the other cases cover them
             for lengths in [(1500, 0.6), (3000, 0.6), (8000, 0.7), (10_000, 0.6)]
         ),
     ],
 )
-def test_less_than_a_twentieth_of_a_step_is_padding_and_the_devices_have_as_much(mean, sigma):
-    """16 updates of 32 groups on 32 places; without shorter rows up to 47% of an update was padding.
+def test_less_than_a_twentieth_of_a_step_is_padding_and_devices_are_balanced(mean, sigma):
+    """16 updates of 32 groups on 32 devices. Without shorter rows, up to 47% of an update is padding.
 
-    Programs compute padding too, and so the same on every device. Of tokens that are none, the device that has most has less
-    than 5% above the mean of all. (Where most responses reach their limit no packing helps: 20,480 and a prompt of 250 are 92% of
-    a row; with a mean of 12,000 and a deviation of 0.5, 5.1% of a step is padding.)
+    The busiest device has less than 5% more tokens than the mean. Packing cannot help if most responses reach their limit: a response of 20,480 tokens
+    and a prompt of 250 fill 92% of a row. With a mean of 12,000 and a deviation of 0.5, 5.1% of a step is padding.
     """
     rows, computed, used, most = 32, 0, 0, 0.0
     for seed in range(16):
@@ -153,25 +152,25 @@ def test_less_than_a_twentieth_of_a_step_is_padding_and_the_devices_have_as_much
 
 
 @given(
-    drawn=st.lists(st.tuples(st.integers(0, 4), st.integers(1, 30)), min_size=1, max_size=40),
+    sizes=st.lists(st.tuples(st.integers(0, 4), st.integers(1, 30)), min_size=1, max_size=40),
     rows=st.integers(1, 6),
     alone=st.booleans(),
 )
-def test_rows_of_several_lengths_lose_nothing_and_overflow_nowhere(drawn, rows, alone):
-    pieces = [piece(i, tokens, prompt=p, prompt_tokens=p + 1) for i, (p, tokens) in enumerate(drawn)]
+def test_with_several_lengths_every_piece_is_in_one_row_that_fits(sizes, rows, alone):
+    pieces = [piece(i, tokens, prompt=p, prompt_tokens=p + 1) for i, (p, tokens) in enumerate(sizes)]
     made = share_out(pieces, lengths=(64, 40, 16, 8), rows_per_microbatch=rows, spread=1, alone=alone)
     assert all(len(packed) == rows for _, packed in made)
     assert all(filled_tokens(row) <= length for length, packed in made for row in packed)
     found = [i for _, packed in made for row in packed for p in row for i in p.rollouts]
-    assert sorted(found) == list(range(len(drawn)))
+    assert sorted(found) == list(range(len(sizes)))
     assert [length for length, _ in made] == sorted((length for length, _ in made), reverse=True)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_where_there_are_rollouts_enough_less_than_a_twentieth_is_padding(seed):
-    """128 groups in microbatches of 8 rows: what the last microbatch lacks is less than 2% of about 450 rows."""
+def test_with_many_rollouts_less_than_a_twentieth_is_padding(seed):
+    """128 groups in microbatches of 8 rows: the padding of the last microbatch is less than 2% of about 450 rows."""
     pieces = as_in_the_paper(seed, groups=128, mean=5000, sigma=0.7)
     packed = even_rows(pieces, room=ROW, multiple=8)
     assert sum(map(filled_tokens, packed)) > 0.95 * len(packed) * ROW
     once = sum(p.response_tokens for p in pieces) + sum({p.prompt: p.prompt_tokens for p in pieces}.values())
-    assert once > 0.95 * len(packed) * ROW  # not by repeating prompts
+    assert once > 0.95 * len(packed) * ROW  # also without repeated prompts

@@ -1,0 +1,380 @@
+"""Packs examples into rows, and rows into microbatches.
+
+Padding costs as much as tokens, so the rows have as few tokens as possible. Rows differ in the cost of attention, the number of pairs of a token and a
+token that it sees. A microbatch takes as long as its slowest row, so its rows have similar lengths and similar numbers of pairs.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from itertools import chain, combinations, pairwise
+
+import numpy as np
+from jaxtyping import Float
+
+from dapo_jax.dapo.batching import Example
+from dapo_jax.dapo.microbatch import Microbatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Responses to one prompt that are packed together."""
+
+    rollouts: tuple[int, ...]
+    """Indices of the responses."""
+    responses: tuple[int, ...]
+    """Lengths of the responses in tokens."""
+    prompt: Hashable
+    """Pieces with the same prompt share it if they are in one row."""
+    prompt_tokens: int
+
+    @property
+    def response_tokens(self) -> int:
+        """Total length of the responses."""
+        return sum(self.responses)
+
+    @property
+    def tokens(self) -> int:
+        """Total length with the prompt."""
+        return self.prompt_tokens + self.response_tokens
+
+
+PackedRow = list[Piece]
+
+
+def pack(
+    examples: Sequence[Example],
+    weights: Float[np.ndarray, " examples"],
+    *,
+    row_tokens: int,
+    rows_per_microbatch: int,
+    shorter_rows: Sequence[int] = (),
+    spread: int = 1,
+    share_prompts: bool = True,
+    alone: bool = False,
+    pad_id: int = 0,
+) -> list[Microbatch]:
+    """Packs examples into rows of `row_tokens` tokens and rows into microbatches of a few static shapes, the longest rows first.
+
+    Responses to one prompt share it if they are in one row: the prompt is computed once, and gets the gradients of all of them. Padding has no weight.
+
+    Args:
+        examples: all examples of a minibatch.
+        weights: weight of each example's tokens, from `example_weights`.
+        row_tokens: length of a row.
+        rows_per_microbatch: number of rows of a microbatch.
+        shorter_rows: other lengths that the rows of a microbatch may have, so that the last microbatch is not mostly padding. Each costs a compiled
+            program.
+        spread: number of groups of devices that share a microbatch. The first `rows_per_microbatch / spread` rows go to the first group; all groups get
+            about the same cost of attention.
+        share_prompts: False if attention cannot show a response another segment: then every example has its own prompt.
+        alone: one example per row, for attention without segments.
+        pad_id: token id of padding.
+
+    Raises:
+        ValueError: an example is longer than a row, or `spread` does not divide `rows_per_microbatch`.
+    """
+    if rows_per_microbatch % spread:
+        raise ValueError(
+            f"rows_per_microbatch={rows_per_microbatch} must be a multiple of the {spread} groups of devices it is spread "
+            f"over; {-(-rows_per_microbatch // spread) * spread} is"
+        )
+    for index, one in enumerate(examples):
+        if one.tokens > row_tokens:
+            raise ValueError(
+                f"rollout {index} has {len(one.prompt_tokens)} prompt + {len(one.response_tokens)} response = {one.tokens} "
+                f"tokens, over batch.row_tokens={row_tokens}; raise batch.row_tokens or lower sampling.max_response_tokens"
+            )
+    shared = share_prompts and not alone
+    pieces = [
+        Piece(
+            rollouts=(index,),
+            responses=(len(one.response_tokens),),
+            prompt=one.prompt_tokens.tobytes() if shared else index,
+            prompt_tokens=len(one.prompt_tokens),
+        )
+        for index, one in enumerate(examples)
+    ]
+    lengths = sorted({row_tokens, *shorter_rows}, reverse=True)
+    return [
+        _microbatch(
+            [
+                [[(examples[i], float(weights[i])) for i in bundle] for bundle in _bundles(row)]
+                for row in rows
+            ],
+            shape=(rows_per_microbatch, length),
+            pad_id=pad_id,
+        )
+        for length, rows in share_out(
+            pieces, lengths=lengths, rows_per_microbatch=rows_per_microbatch, spread=spread, alone=alone
+        )
+    ]
+
+
+def _bundles(row: PackedRow) -> list[list[int]]:
+    """Returns the indices of a row's examples, grouped by prompt."""
+    of_prompt: dict[Hashable, list[int]] = {}
+    for piece in row:
+        of_prompt.setdefault(piece.prompt, []).extend(piece.rollouts)
+    return list(of_prompt.values())
+
+
+def _microbatch(
+    rows: Sequence[Sequence[Sequence[tuple[Example, float]]]], *, shape: tuple[int, int], pad_id: int
+) -> Microbatch:
+    """Writes packed rows into arrays. A row is a list of bundles; a bundle is a list of examples with one prompt, each with its weight."""
+    tokens = np.full(shape, pad_id, np.int32)
+    segment_ids, prefix_ids, positions, previous = (np.zeros(shape, np.int32) for _ in range(4))
+    mask = np.zeros(shape, bool)
+    advantages, weighted, logprobs = (np.zeros(shape, np.float32) for _ in range(3))
+    for row, bundles in enumerate(rows):
+        stop, segment = 0, 0
+        for bundle in bundles:
+            prompt = bundle[0][0].prompt_tokens
+            start, stop, segment = stop, stop + len(prompt), segment + 1
+            head, prefix = stop - 1, segment
+            tokens[row, start:stop], positions[row, start:stop] = prompt, np.arange(len(prompt))
+            segment_ids[row, start:stop] = prefix_ids[row, start:stop] = segment
+            previous[row, start + 1 : stop] = np.arange(start, head)
+            for one, weight in bundle:
+                count = len(one.response_tokens)
+                segment += len(bundle) > 1
+                place, stop = slice(stop, stop + count), stop + count
+                tokens[row, place], logprobs[row, place] = one.response_tokens, one.logprobs
+                positions[row, place] = len(prompt) + np.arange(count)
+                segment_ids[row, place], prefix_ids[row, place] = segment, prefix
+                previous[row, place] = [head, *range(place.start, stop - 1)][:count]
+                mask[row, place] = one.mask
+                advantages[row, place] = one.advantage
+                weighted[row, place] = weight if one.sampled is None else weight * one.sampled
+    return Microbatch(
+        tokens=tokens,
+        segment_ids=segment_ids,
+        prefix_ids=prefix_ids,
+        previous=previous,
+        positions=positions,
+        mask=mask,
+        advantages=advantages,
+        weights=weighted,
+        sampler_logprobs=logprobs,
+        old_logprobs=np.zeros(shape, np.float32),
+        ref_logprobs=np.zeros(shape, np.float32),
+    )
+
+
+def share_out(
+    pieces: Sequence[Piece],
+    *,
+    lengths: Sequence[int],
+    rows_per_microbatch: int,
+    spread: int,
+    alone: bool = False,
+) -> list[tuple[int, list[PackedRow]]]:
+    """Returns microbatches of `rows_per_microbatch` rows with one length each, the longest first.
+
+    With a single length, the last microbatch may be mostly padding. With shorter lengths, some pieces are packed into microbatches of shorter
+    rows if that reduces the number of computed tokens.
+
+    Args:
+        pieces: the pieces to pack.
+        lengths: possible lengths of rows, the longest first, which holds every piece.
+        rows_per_microbatch: number of rows of one forward and backward pass.
+        spread: number of groups of devices that share a microbatch.
+        alone: every piece has its own row.
+    """
+    parts = (
+        [even_rows(pieces, room=0, multiple=rows_per_microbatch)]
+        if alone
+        else _least_padding(pieces, lengths, rows_per_microbatch)
+    )
+    made = []
+    for rows in parts:
+        ordered = side_by_side(rows, rows_per_microbatch=rows_per_microbatch, spread=spread)
+        made += [
+            ordered[start : start + rows_per_microbatch]
+            for start in range(0, len(ordered), rows_per_microbatch)
+        ]
+    return sorted(((_length(rows, lengths), rows) for rows in made), key=lambda one: -one[0])
+
+
+def even_rows(pieces: Sequence[Piece], *, room: int, multiple: int) -> list[PackedRow]:
+    """Returns rows of at most `room` tokens or one piece, as few as are found. Their number is a multiple of `multiple`.
+
+    Responses are spread evenly over these rows: the limit of a row is lowered as far as the number of rows allows.
+    """
+    rows = _fewest(pieces, room)
+    count = -(-len(rows) // multiple) * multiple
+    too_low, limit = sum(map(filled_tokens, rows)) // count, room
+    while limit - too_low > 1 + room // 64:
+        lower = (too_low + limit) // 2
+        tried = _fewest(pieces, lower)
+        if len(tried) <= count:
+            rows, limit = tried, lower
+        else:
+            too_low = lower
+    return rows + [[] for _ in range(count - len(rows))]
+
+
+def side_by_side(rows: Sequence[PackedRow], *, rows_per_microbatch: int, spread: int) -> list[PackedRow]:
+    """Orders rows so that the rows of a microbatch are similar, and its `spread` parts cost about the same.
+
+    Rows are sorted by their attention pairs and split into microbatches. In each, the next `spread` rows go to the parts, the most expensive row to
+    the part with the least cost so far.
+    """
+    ordered = sorted(rows, key=seen_pairs, reverse=True)
+    out: list[PackedRow] = []
+    for start in range(0, len(ordered), rows_per_microbatch):
+        parts: list[list[PackedRow]] = [[] for _ in range(spread)]
+        pairs = [0] * spread
+        for first in range(start, start + rows_per_microbatch, spread):
+            least_first = sorted(range(spread), key=pairs.__getitem__)
+            for part, row in zip(least_first, ordered[first : first + spread], strict=True):
+                parts[part].append(row)
+                pairs[part] += seen_pairs(row)
+        out += [row for part in parts for row in part]
+    return out
+
+
+def filled_tokens(row: PackedRow) -> int:
+    """Returns the number of tokens of a row, in which pieces with the same prompt share it."""
+    prompts = {piece.prompt: piece.prompt_tokens for piece in row}
+    return sum(prompts.values()) + sum(piece.response_tokens for piece in row)
+
+
+def seen_pairs(row: PackedRow) -> int:
+    """Returns the number of pairs of a token and a token that it sees, including itself.
+
+    >>> seen_pairs([Piece(rollouts=(0, 1), responses=(2, 1), prompt="p", prompt_tokens=3)])  # 1+2+3, then 4+5, then 4
+    19
+    """
+    prompts = {piece.prompt: piece.prompt_tokens for piece in row}
+    of_prompts = sum(tokens * (tokens + 1) // 2 for tokens in prompts.values())
+    return of_prompts + sum(
+        tokens * piece.prompt_tokens + tokens * (tokens + 1) // 2
+        for piece in row
+        for tokens in piece.responses
+    )
+
+
+def _length(rows: Sequence[PackedRow], lengths: Sequence[int]) -> int:
+    """Returns the shortest of `lengths` that holds all rows."""
+    return min(length for length in lengths if length >= max(map(filled_tokens, rows)))
+
+
+def _least_padding(
+    pieces: Sequence[Piece], lengths: Sequence[int], rows_per_microbatch: int
+) -> list[list[PackedRow]]:
+    """Returns the rows of the longest length, then the rows of each shorter microbatch. Every list has a multiple of `rows_per_microbatch` rows."""
+    room = lengths[0]
+    even = even_rows(pieces, room=room, multiple=rows_per_microbatch)
+    if len(lengths) == 1:
+        return [even]
+    # Every microbatch gathers the weights again, so a short one must save about 1/64 of a full one.
+    fee = room // 64
+    ordered = sorted(even, key=filled_tokens, reverse=True)
+    most = sum(
+        _length(ordered[start : start + rows_per_microbatch], lengths)
+        for start in range(0, len(even), rows_per_microbatch)
+    )
+    least = (
+        filled_tokens(list(pieces)) / rows_per_microbatch
+    )  # if every prompt occurred once, without padding
+    ways = (pieces, _bundled(pieces, room, least=room - room // 32))
+    mixes = []
+    for short in chain.from_iterable(combinations(lengths[1:], count) for count in range(1, len(lengths))):
+        fewest = max(0, -int((sum(short) - least) // room))
+        mixes += [(full * room + sum(short) + fee * len(short), full, short) for full in (fewest, fewest + 1)]
+    for cost, full, short in sorted(mixes):
+        if cost >= most:
+            break
+        opened = [room] * full * rows_per_microbatch + [
+            length for length in short for _ in range(rows_per_microbatch)
+        ]
+        for way in ways:
+            rows = _best_fit(way, room, opened)
+            if len(rows) == len(opened):
+                cuts = [0, *range(full * rows_per_microbatch, len(rows) + 1, rows_per_microbatch)]
+                return [rows[a:b] for a, b in pairwise(cuts) if b > a]
+    return [even]
+
+
+def _fewest(pieces: Sequence[Piece], room: int) -> list[PackedRow]:
+    """Returns the better of two packings: all responses to a prompt are kept together, or only bundles that almost fill a row."""
+    ways = (_best_fit(_bundled(pieces, room, least=least), room) for least in (0, room - room // 32))
+    return min(ways, key=lambda rows: (len(rows), sum(map(filled_tokens, rows))))
+
+
+def _bundled(pieces: Sequence[Piece], room: int, *, least: int) -> list[Piece]:
+    """Joins pieces with the same prompt into bundles that fill a row as well as possible, if a bundle has at least `least` tokens."""
+    of_prompt: dict[Hashable, list[Piece]] = {}
+    for piece in pieces:
+        of_prompt.setdefault(piece.prompt, []).append(piece)
+    bundles = []
+    for same in of_prompt.values():
+        rest = same
+        while rest:
+            sizes = [piece.response_tokens for piece in rest]
+            chosen = _fullest(sizes, room - rest[0].prompt_tokens) or [0]
+            parts = [rest[i] for i in chosen]
+            rest = [piece for i, piece in enumerate(rest) if i not in chosen]
+            bundle = Piece(
+                rollouts=tuple(index for part in parts for index in part.rollouts),
+                responses=tuple(tokens for part in parts for tokens in part.responses),
+                prompt=parts[0].prompt,
+                prompt_tokens=parts[0].prompt_tokens,
+            )
+            bundles += [bundle] if bundle.tokens >= least else parts
+    return bundles
+
+
+def _fullest(sizes: Sequence[int], room: int) -> list[int]:
+    """Returns the indices of the `sizes` with the largest sum up to `room`, the largest size first.
+
+    >>> _fullest([5, 4, 3], 7)
+    [1, 2]
+    """
+    order = sorted(range(len(sizes)), key=lambda i: sizes[i])
+    within = (1 << max(room + 1, 1)) - 1
+    sums = [1]  # bit n of sums[k] is set if some of the k smallest sizes add up to n
+    for index in order:
+        sums.append((sums[-1] | sums[-1] << sizes[index]) & within)
+    total, chosen = sums[-1].bit_length() - 1, []
+    for place in reversed(range(len(order))):
+        if not sums[place] >> total & 1:
+            chosen.append(order[place])
+            total -= sizes[order[place]]
+    return chosen
+
+
+def _best_fit(pieces: Sequence[Piece], room: int, opened: Sequence[int] = ()) -> list[PackedRow]:
+    """Packs pieces, longest first, each into the row with the least remaining room: a row that has its prompt, or else any other.
+
+    Rows have the lengths `opened`; as many rows of `room` tokens as needed are added.
+    """
+    rows: list[PackedRow] = [[] for _ in opened]
+    left = list(opened)
+    free = sorted((tokens, row) for row, tokens in enumerate(opened))
+    """(tokens left, row), sorted."""
+    having: dict[Hashable, list[int]] = {}
+    for piece in sorted(pieces, key=lambda piece: -piece.tokens):
+        need = piece.response_tokens
+        homes = [(left[row], row) for row in having.get(piece.prompt, ()) if left[row] >= need]
+        if homes:
+            place = min(homes)
+        else:
+            need = piece.tokens
+            at = bisect_left(free, (need, -1))
+            if at < len(free):
+                place = free[at]
+            else:
+                place = (max(room, need), len(rows))
+                rows.append([])
+                left.append(place[0])
+                insort(free, place)
+            having.setdefault(piece.prompt, []).append(place[1])
+        free.pop(bisect_left(free, place))
+        tokens, row = place
+        left[row] = tokens - need
+        insort(free, (left[row], row))
+        rows[row].append(piece)
+    return rows
