@@ -1,4 +1,4 @@
-"""README.md and the pages of docs/ say what is true: their programs run, their files, functions, tests and commands exist."""
+"""README.md and the pages of docs/ are true: their programs run, and their files, functions, tests and commands exist."""
 
 import importlib
 import json
@@ -34,6 +34,7 @@ PAGES = [
 TRAINS = (
     "bring_your_data.md",
     "bring_your_model.md",
+    "start.md",
     "write_a_reward.md",
     "write_an_environment.md",
     "write_an_objective.md",
@@ -48,7 +49,7 @@ RUN_ELSEWHERE = {
     ): "tests/models/adapter_folder_test.py::test_what_the_page_prints_opens_an_adapter",
     ("guards.md", "import numpy as np"): "tests/faults/nan_test.py::test_the_page_opens_a_post_mortem",
 }
-"""Programs that stand indented, not in a fence, since they need a server or a failed run: page and first line -> what runs them."""
+"""Programs that are indented instead of fenced, because they need a server or a failed run: page and first line -> the test that runs them."""
 
 
 def program(page):
@@ -61,15 +62,15 @@ def program(page):
     return "\n".join(lines)
 
 
-def table(heading):
-    """The cells of the table below a heading of the README, without its two header rows."""
-    section = README.read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
+def table(page, heading):
+    """The cells of the table below a heading of a page, without its two header rows."""
+    section = page.read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
     rows = [line for line in section.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]] for row in rows[2:]]
 
 
 def leave_a_run(folder):
-    """The files of a finished quickstart that pages read: the metrics of a run of ours, one rollout."""
+    """Writes the files of a finished quickstart that pages read: the metrics of a real run, and one rollout."""
     folder.mkdir(parents=True)
     shutil.copy(ROOT / "docs" / "results" / "smollm2_135m_arithmetic" / "metrics.jsonl", folder)
     prompt = Prompt(ordinal=0, tokens=np.array([1], np.int32), text="1+2", answer="3")
@@ -110,8 +111,8 @@ def test_the_yaml_of_a_page_is_a_configuration(page, tmp_path):
 
 
 def own_files(folder, rows):
-    """`my.yaml` as README has it, and a file of so many rows in the form that README gives."""
-    text = README.read_text().split("## Your model, your data, your reward")[1]
+    """Writes `my.yaml` as the page has it, and a file of that many rows in the page's form; returns the configuration."""
+    text = (ROOT / "docs" / "start.md").read_text().split("## Your model, your data, your reward")[1]
     row = json.loads(re.search(r"`(\{.*?\})`", text)[1])
     sums = [
         row | {"question": f"{10 + place}+{11 + place}", "answer": str(21 + 2 * place)}
@@ -189,9 +190,9 @@ def test_the_stages_of_the_pipe_are_those_of_the_loop():
     assert rows == [*stages, "weights"]
 
 
-@pytest.mark.parametrize("row", table("Coming from TRL or verl"), ids=lambda row: row[0])
-def test_a_key_of_another_library_is_answered_with_the_one_that_stands_beside_it(row):
-    """`key=value` stands where the value has another name, too."""
+@pytest.mark.parametrize("row", table(ROOT / "docs" / "from_trl_or_verl.md", "Keys"), ids=lambda row: row[0])
+def test_a_key_of_another_library_is_answered_with_ours_in_the_same_row(row):
+    """The table has `key=value` if the value has another name, too."""
     ours, *theirs = [[key.partition("=")[0] for key in re.findall(r"`([^`]+)`", cell)] for cell in row]
     known = leaf_types(TrainConfig)
     assert set(ours) <= known.keys()
@@ -204,7 +205,7 @@ def test_the_commands_are_those_of_the_command_line(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
     there = re.findall(r"^    ([a-z]+) ", capsys.readouterr().out, re.MULTILINE)
-    assert sorted(row[0].split()[1] for row in table("Commands")) == sorted(there)
+    assert sorted(row[0].split()[1] for row in table(README, "Commands")) == sorted(there)
 
 
 def test_the_two_commands_stand_as_promised():
