@@ -24,7 +24,7 @@ BANNED = (
     r"what (?:is|was|are|were|has|had)",
     r"(?:says|said|told|tells)",
     r"(?:those|that) of",
-    r"(?:is|are) none|are no",
+    r"(?:is|are) none|(?<!there )are no",
     r"one (?:that|which)",
     r"drawn|draws|drew",
     r"nobody|somebody|whoever",
@@ -35,7 +35,7 @@ BANNED = (
     r"(?:of|while) which|which so|but for",
     r"read again|anew|(?:gives?|gave|giving) way",
 )
-"""Phrases that a reader has to decode; each is followed by a plain way to write it in CONTRIBUTING.md, "Words to avoid"."""
+"""Phrases that a reader has to decode; the table at the end of CONTRIBUTING.md has plain words for each."""
 _BANNED = re.compile(rf"\b(?:{'|'.join(BANNED)})\b", re.IGNORECASE)
 
 
