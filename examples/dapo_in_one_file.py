@@ -3,7 +3,7 @@
     python examples/dapo_in_one_file.py            # 40 steps
     python examples/dapo_in_one_file.py --steps 2  # a short try
 
-`dapo-jax train quickstart` is the same in full: with checkpoints, several processes, and rows that hold several responses. Equations are those of the paper
+`dapo-jax train quickstart` is the same in full: with checkpoints, several processes, and rows that hold several responses. Equations are numbered as in the paper
 (DAPO, https://arxiv.org/abs/2503.14476).
 """
 
@@ -132,7 +132,7 @@ def main() -> float:
     config, params = load_model(folder)
     graph = graph_of(config)
 
-    # The data: every prompt of the run has an ordinal, and what is drawn for it follows from that and from the seed.
+    # The data: every prompt of the run has an ordinal. Ordinal and seed determine the row and all random numbers of its responses.
     prompts = PromptSource(
         load_rows("arithmetic", "train", data_dir=options.data_dir),
         tokenizer,
@@ -204,7 +204,7 @@ def main() -> float:
         def draw(count: int, collector: Collector = collector) -> list[Prompt]:
             return [prompts[ordinal] for ordinal in collector.draw(count)]
 
-        # The sampler draws while groups are added, so another wave begins as soon as it is needed. Keys are folded from ordinals.
+        # Groups are added while the sampler runs, so another wave begins as soon as it is needed. Keys are folded from ordinals.
         for prompt, responses in sample(sampler_weights, draw, key=train_key, samples_per_prompt=GROUP_SIZE):
             collector.add(rewarded(prompt, responses, tokenizer))
         collected = collector.finish()
