@@ -60,6 +60,6 @@ def test_cited_files_and_tests_of_this_library_exist(number):
         assert not test or re.search(rf"^def {test}\(", file.read_text(), re.MULTILINE), reference
 
 
-def test_links_lead_somewhere():
+def test_linked_files_exist():
     for target in re.findall(r"\]\(([^)#]+)", TEXT):
         assert (PAGE.parent / target).exists(), target

@@ -26,7 +26,7 @@ from tests.docs.blocks import blocks
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 OWN_TEST = ROOT / "docs" / "your_own_training_loop.md"
-"""Run by own_stack_test.py."""
+"""own_stack_test.py runs this page."""
 PAGES = [
     README,
     *sorted(page for page in set(ROOT.glob("docs/**/*.md")) - {OWN_TEST} if "```python" in page.read_text()),
@@ -39,7 +39,7 @@ TRAINS = (
     "write_an_environment.md",
     "write_an_objective.md",
 )
-"""Pages whose programs train a model: minutes together."""
+"""Pages whose programs train a model, which takes minutes together."""
 RUN_ELSEWHERE = {
     ("serve.md", "import json"): "tests/serving/http_test.py::test_the_client_that_the_page_prints_works",
     ("use_a_model.md", "import grpc"): "tests/serving/serve_test.py::test_the_client_that_it_prints_works",
@@ -53,7 +53,7 @@ RUN_ELSEWHERE = {
 
 
 def program(page):
-    """The page with everything but its python blocks blanked: a traceback's line is the page's line."""
+    """Returns the page with everything except its Python blocks blanked, so a traceback has the page's line numbers."""
     lines, inside = [], False
     for line in page.read_text().splitlines():
         if line.startswith("```"):
@@ -86,8 +86,8 @@ def leave_a_run(folder):
     [pytest.param(page, marks=pytest.mark.slow) if page.name in TRAINS else page for page in PAGES],
     ids=lambda page: page.name,
 )
-def test_the_programs_of_a_page_run_as_they_stand(page, tmp_path):
-    """In a process of its own, as a reader's would be: without the strictness of the tests, run from the checkout."""
+def test_the_programs_of_a_page_run_unchanged(page, tmp_path):
+    """The program runs in a separate process from the checkout, without the strict settings of the tests."""
     leave_a_run(tmp_path / "runs" / "quickstart")
     script = tmp_path / f"{page.stem}.py"
     script.write_text(program(page))
@@ -124,9 +124,7 @@ def own_files(folder, rows):
 
 
 @pytest.mark.parametrize("rows", [5, 36, 1000])
-def test_the_example_with_ones_own_files_has_rows_for_both_splits_however_few_there_are(
-    rows, tmp_path, monkeypatch
-):
+def test_the_example_with_own_files_has_rows_for_both_splits_however_few(rows, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     data = own_files(tmp_path, rows).data
     train, held_out = (
@@ -145,7 +143,7 @@ def test_the_example_with_ones_own_files_trains_at_the_full_rate_for_most_of_its
 
 @pytest.mark.slow  # a minute: it compiles and trains
 def test_the_example_with_ones_own_files_trains(tmp_path, monkeypatch):
-    """With the model that comes with the package instead of the one on the hub, whose template takes any text."""
+    """It uses the model of the package instead of the model on the hub."""
     monkeypatch.chdir(tmp_path)
     own_files(tmp_path, 36)
     settings = ["run_dir=runs/mine", "steps=2", "model.source=shipped:quickstart", "data.chat=false"]
@@ -154,7 +152,7 @@ def test_the_example_with_ones_own_files_trains(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_file_that_is_named_exists(page):
+def test_every_file_on_a_page_exists(page):
     text = page.read_text()
     folders = r"(?:dapo_jax|configs|constraints|docs|tests|launch|notebooks|benchmarks|\.ci|\.github)"
     named = re.findall(rf"(?<![\w/.]){folders}/[\w./-]*\w", text)
@@ -165,8 +163,8 @@ def test_every_file_that_is_named_exists(page):
 
 
 @pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_section_that_a_link_leads_to_exists(page):
-    """As code hosts and the site name them: words in lower case, joined by hyphens."""
+def test_every_linked_section_exists(page):
+    """An anchor is the heading in lower case, joined by hyphens, as on code hosts and the site."""
     linked = re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text())
     missing = [f"{target}#{name}" for target, name in linked if name not in sections(page, target)]
     assert not missing, f"{page.name} leads to {missing}, which do not exist"
@@ -178,8 +176,8 @@ def sections(page, target):
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_the_stages_of_the_pipe_are_those_of_the_loop():
-    """The diagram is the one in the loop's docstring, and the table of the stages' files goes through it in order."""
+def test_diagram_and_table_of_stages_agree_with_the_loop():
+    """The diagram equals the loop's docstring, and the table of files has its stages in order."""
     diagram = re.search(r"^ +prompts -> .*(?:\n .*)*", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
     assert diagram is not None
     assert diagram[0] in importlib.import_module("dapo_jax.run.loop").__doc__
@@ -201,20 +199,20 @@ def test_a_key_of_another_library_is_answered_with_ours_in_the_same_row(row):
             assert f"`{expected}`" in unknown_key(key, known), key
 
 
-def test_the_commands_are_those_of_the_command_line(capsys):
+def test_the_table_lists_the_commands_of_the_command_line(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
     there = re.findall(r"^    ([a-z]+) ", capsys.readouterr().out, re.MULTILINE)
     assert sorted(row[0].split()[1] for row in table(README, "Commands")) == sorted(there)
 
 
-def test_the_two_commands_stand_as_promised():
+def test_the_readme_has_the_two_commands():
     text = README.read_text()
     assert "pip install -e . && dapo-jax train quickstart" in text
     assert "pip install -e '.[dev]' && pytest" in text
 
 
-def test_programs_outside_of_fences_are_run_elsewhere():
+def test_indented_programs_are_run_elsewhere():
     found = [
         (page.name, block.text.splitlines()[0])
         for page in ALL_PAGES

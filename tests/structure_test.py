@@ -23,7 +23,7 @@ def name_of(path):
 
 
 def text_files():
-    """Every file of ours that a person could read: no caches, no runs, no builds."""
+    """Returns every text file of the project, without caches, runs and builds."""
     folders = (
         "dapo_jax", "examples", "tests", "configs", "docs", "notebooks", "launch", "benchmarks", ".ci", ".github",
     )  # fmt: skip
@@ -38,7 +38,7 @@ def is_text(path):
 def test_no_type_error_is_ignored():
     ignored = re.compile(r"#\s*(?:type|pyrefly|pyright|mypy|ty)\s*:\s*ignore")
     found = [name_of(path) for path in SOURCES if ignored.search(path.read_text())]
-    assert not found, f"{found} silence the type checker; say the type instead"
+    assert not found, f"{found} silence the type checker; write the type instead"
 
 
 def test_rooms_import_only_from_the_floors_below():
@@ -48,13 +48,13 @@ def test_rooms_import_only_from_the_floors_below():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_every_room_stands_on_a_floor():
+def test_every_room_is_in_the_layers_contract():
     """A module that no contract knows could import whatever it likes."""
     contract = (ROOT / "pyproject.toml").read_text()
     rooms = {path.relative_to(ROOT / "dapo_jax").parts[0].removesuffix(".py") for path in SOURCES}
     # __init__ offers the light names; testing holds doubles that may stand in for anything.
-    loose = [room for room in rooms - {"__init__", "testing"} if f"dapo_jax.{room}" not in contract]
-    assert not loose, f"{sorted(loose)} are on no floor of the layers contract in pyproject.toml"
+    missing = [room for room in rooms - {"__init__", "testing"} if f"dapo_jax.{room}" not in contract]
+    assert not missing, f"{sorted(missing)} are not in the layers contract of pyproject.toml"
 
 
 def imports():
@@ -80,7 +80,7 @@ def imports():
 
 
 def test_no_modules_import_each_other_in_a_circle():
-    """Modules whose imports are all done are taken away until none is left, or only circles are."""
+    """Modules without unresolved imports are removed until only circles are left."""
     left = imports()
     while done := [name for name, wanted in left.items() if not wanted & left.keys() - {name}]:
         for name in done:
@@ -93,8 +93,8 @@ def test_the_house_has_few_rooms():
     assert len(rooms) <= 28, sorted(rooms)
 
 
-def test_a_docstring_begins_with_the_thing_it_speaks_of():
-    """Not with a word that continues a sentence which is not there."""
+def test_a_docstring_begins_with_its_subject():
+    """It must not begin with a word that continues a missing sentence."""
     found = [
         f"{name_of(path)}:{line}: {text.splitlines()[0]}"
         for path in SOURCES
