@@ -204,7 +204,7 @@ def main() -> float:
         def draw(count: int, collector: Collector = collector) -> list[Prompt]:
             return [prompts[ordinal] for ordinal in collector.draw(count)]
 
-        # Groups are added while the sampler runs, so another wave begins as soon as it is needed. Keys are folded from ordinals.
+        # The sampler draws while groups are added, so another wave begins as soon as it is needed. Keys are folded from ordinals.
         for prompt, responses in sample(sampler_weights, draw, key=train_key, samples_per_prompt=GROUP_SIZE):
             collector.add(rewarded(prompt, responses, tokenizer))
         collected = collector.finish()
