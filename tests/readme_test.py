@@ -143,10 +143,11 @@ def test_the_example_with_ones_own_files_trains_at_the_full_rate_for_most_of_its
 
 @pytest.mark.slow  # a minute: it compiles and trains
 def test_the_example_with_ones_own_files_trains(tmp_path, monkeypatch):
-    """It uses the model of the package instead of the model on the hub."""
+    """It uses the model of the package instead of the model on the hub; this one writes its answers after `=`, which `exact` reads."""
     monkeypatch.chdir(tmp_path)
     own_files(tmp_path, 36)
-    settings = ["run_dir=runs/mine", "steps=2", "model.source=shipped:quickstart", "data.chat=false"]
+    shipped = ["model.source=shipped:quickstart", "data.chat=false", "reward.grader=exact"]
+    settings = ["run_dir=runs/mine", "steps=2", *shipped]
     assert main(["train", "my.yaml", *settings]) == 0
     assert [line["step"] for line in read_metrics("runs/mine/metrics.jsonl")] == [0, 1, 2]
 
