@@ -3,7 +3,7 @@
     python examples/dapo_in_one_file.py            # 40 steps
     python examples/dapo_in_one_file.py --steps 2  # a short try
 
-`dapo-jax train quickstart` is the same in full: with checkpoints, several processes, and rows that hold several responses. Equations are those of the paper
+`dapo-jax train quickstart` is the same in full: with checkpoints, several processes, and rows that hold several responses. Equations are numbered as in the paper
 (DAPO, https://arxiv.org/abs/2503.14476).
 """
 
@@ -132,7 +132,7 @@ def main() -> float:
     config, params = load_model(folder)
     graph = graph_of(config)
 
-    # The data: every prompt of the run has an ordinal, and what is drawn for it follows from that and from the seed.
+    # The data: every prompt of the run has an ordinal. Ordinal and seed determine the row and all random numbers of its responses.
     prompts = PromptSource(
         load_rows("arithmetic", "train", data_dir=options.data_dir),
         tokenizer,

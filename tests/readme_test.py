@@ -1,4 +1,4 @@
-"""README.md and the pages of docs/ say what is true: their programs run, their files, functions, tests and commands exist."""
+"""README.md and the pages of docs/ are true: their programs run, and their files, functions, tests and commands exist."""
 
 import importlib
 import json
@@ -26,7 +26,7 @@ from tests.docs.blocks import blocks
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 OWN_TEST = ROOT / "docs" / "your_own_training_loop.md"
-"""Run by own_stack_test.py."""
+"""own_stack_test.py runs this page."""
 PAGES = [
     README,
     *sorted(page for page in set(ROOT.glob("docs/**/*.md")) - {OWN_TEST} if "```python" in page.read_text()),
@@ -34,11 +34,12 @@ PAGES = [
 TRAINS = (
     "bring_your_data.md",
     "bring_your_model.md",
+    "start.md",
     "write_a_reward.md",
     "write_an_environment.md",
     "write_an_objective.md",
 )
-"""Pages whose programs train a model: minutes together."""
+"""Pages whose programs train a model, which takes minutes together."""
 RUN_ELSEWHERE = {
     ("serve.md", "import json"): "tests/serving/http_test.py::test_the_client_in_the_docs_works",
     ("use_a_model.md", "import grpc"): "tests/serving/serve_test.py::test_the_client_in_the_greeting_works",
@@ -48,11 +49,11 @@ RUN_ELSEWHERE = {
     ): "tests/models/adapter_folder_test.py::test_what_the_page_prints_opens_an_adapter",
     ("guards.md", "import numpy as np"): "tests/faults/nan_test.py::test_the_page_opens_a_post_mortem",
 }
-"""Programs that stand indented, not in a fence, since they need a server or a failed run: page and first line -> what runs them."""
+"""Programs that are indented instead of fenced, because they need a server or a failed run: page and first line -> the test that runs them."""
 
 
 def program(page):
-    """The page with everything but its python blocks blanked: a traceback's line is the page's line."""
+    """Returns the page with everything except its Python blocks blanked, so a traceback has the page's line numbers."""
     lines, inside = [], False
     for line in page.read_text().splitlines():
         if line.startswith("```"):
@@ -61,15 +62,15 @@ def program(page):
     return "\n".join(lines)
 
 
-def table(heading):
-    """The cells of the table below a heading of the README, without its two header rows."""
-    section = README.read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
+def table(page, heading):
+    """The cells of the table below a heading of a page, without its two header rows."""
+    section = page.read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
     rows = [line for line in section.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]] for row in rows[2:]]
 
 
 def leave_a_run(folder):
-    """The files of a finished quickstart that pages read: the metrics of a run of ours, one rollout."""
+    """Writes the files of a finished quickstart that pages read: the metrics of a real run, and one rollout."""
     folder.mkdir(parents=True)
     shutil.copy(ROOT / "docs" / "results" / "smollm2_135m_arithmetic" / "metrics.jsonl", folder)
     prompt = Prompt(ordinal=0, tokens=np.array([1], np.int32), text="1+2", answer="3")
@@ -85,8 +86,8 @@ def leave_a_run(folder):
     [pytest.param(page, marks=pytest.mark.slow) if page.name in TRAINS else page for page in PAGES],
     ids=lambda page: page.name,
 )
-def test_the_programs_of_a_page_run_as_they_stand(page, tmp_path):
-    """In a process of its own, as a reader's would be: without the strictness of the tests, run from the checkout."""
+def test_the_programs_of_a_page_run_unchanged(page, tmp_path):
+    """The program runs in a separate process from the checkout, without the strict settings of the tests."""
     leave_a_run(tmp_path / "runs" / "quickstart")
     script = tmp_path / f"{page.stem}.py"
     script.write_text(program(page))
@@ -110,8 +111,8 @@ def test_the_yaml_of_a_page_is_a_configuration(page, tmp_path):
 
 
 def own_files(folder, rows):
-    """`my.yaml` as README has it, and a file of so many rows in the form that README gives."""
-    text = README.read_text().split("## Your model, your data, your reward")[1]
+    """Writes `my.yaml` as the page has it, and a file of that many rows in the page's form; returns the configuration."""
+    text = (ROOT / "docs" / "start.md").read_text().split("## Your model, your data, your reward")[1]
     row = json.loads(re.search(r"`(\{.*?\})`", text)[1])
     sums = [
         row | {"question": f"{10 + place}+{11 + place}", "answer": str(21 + 2 * place)}
@@ -123,9 +124,7 @@ def own_files(folder, rows):
 
 
 @pytest.mark.parametrize("rows", [5, 36, 1000])
-def test_the_example_with_ones_own_files_has_rows_for_both_splits_however_few_there_are(
-    rows, tmp_path, monkeypatch
-):
+def test_the_example_with_own_files_has_rows_for_both_splits_however_few(rows, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     data = own_files(tmp_path, rows).data
     train, held_out = (
@@ -144,16 +143,17 @@ def test_the_example_with_ones_own_files_trains_at_the_full_rate_for_most_of_its
 
 @pytest.mark.slow  # a minute: it compiles and trains
 def test_the_example_with_ones_own_files_trains(tmp_path, monkeypatch):
-    """With the model that comes with the package instead of the one on the hub, whose template takes any text."""
+    """It uses the model of the package instead of the model on the hub; this one writes its answers after `=`, which `exact` reads."""
     monkeypatch.chdir(tmp_path)
     own_files(tmp_path, 36)
-    settings = ["run_dir=runs/mine", "steps=2", "model.source=shipped:quickstart", "data.chat=false"]
+    shipped = ["model.source=shipped:quickstart", "data.chat=false", "reward.grader=exact"]
+    settings = ["run_dir=runs/mine", "steps=2", *shipped]
     assert main(["train", "my.yaml", *settings]) == 0
     assert [line["step"] for line in read_metrics("runs/mine/metrics.jsonl")] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_file_that_is_named_exists(page):
+def test_every_file_on_a_page_exists(page):
     text = page.read_text()
     folders = r"(?:dapo_jax|configs|constraints|docs|tests|launch|notebooks|benchmarks|\.ci|\.github)"
     named = re.findall(rf"(?<![\w/.]){folders}/[\w./-]*\w", text)
@@ -164,8 +164,8 @@ def test_every_file_that_is_named_exists(page):
 
 
 @pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_section_that_a_link_leads_to_exists(page):
-    """As code hosts and the site name them: words in lower case, joined by hyphens."""
+def test_every_linked_section_exists(page):
+    """An anchor is the heading in lower case, joined by hyphens, as on code hosts and the site."""
     linked = re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text())
     missing = [f"{target}#{name}" for target, name in linked if name not in sections(page, target)]
     assert not missing, f"{page.name} leads to {missing}, which do not exist"
@@ -177,8 +177,8 @@ def sections(page, target):
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_the_stages_of_the_pipe_are_those_of_the_loop():
-    """The diagram is the one in the loop's docstring, and the table of the stages' files goes through it in order."""
+def test_diagram_and_table_of_stages_agree_with_the_loop():
+    """The diagram equals the loop's docstring, and the table of files has its stages in order."""
     diagram = re.search(r"^ +prompts -> .*(?:\n .*)*", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
     assert diagram is not None
     assert diagram[0] in importlib.import_module("dapo_jax.run.loop").__doc__
@@ -189,9 +189,9 @@ def test_the_stages_of_the_pipe_are_those_of_the_loop():
     assert rows == [*stages, "weights"]
 
 
-@pytest.mark.parametrize("row", table("Coming from TRL or verl"), ids=lambda row: row[0])
-def test_a_key_of_another_library_is_answered_with_the_one_that_stands_beside_it(row):
-    """`key=value` stands where the value has another name, too."""
+@pytest.mark.parametrize("row", table(ROOT / "docs" / "from_trl_or_verl.md", "Keys"), ids=lambda row: row[0])
+def test_a_key_of_another_library_is_answered_with_ours_in_the_same_row(row):
+    """The table has `key=value` if the value has another name, too."""
     ours, *theirs = [[key.partition("=")[0] for key in re.findall(r"`([^`]+)`", cell)] for cell in row]
     known = leaf_types(TrainConfig)
     assert set(ours) <= known.keys()
@@ -200,20 +200,20 @@ def test_a_key_of_another_library_is_answered_with_the_one_that_stands_beside_it
             assert f"`{expected}`" in unknown_key(key, known), key
 
 
-def test_the_commands_are_those_of_the_command_line(capsys):
+def test_the_table_lists_the_commands_of_the_command_line(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
     there = re.findall(r"^    ([a-z]+) ", capsys.readouterr().out, re.MULTILINE)
-    assert sorted(row[0].split()[1] for row in table("Commands")) == sorted(there)
+    assert sorted(row[0].split()[1] for row in table(README, "Commands")) == sorted(there)
 
 
-def test_the_two_commands_stand_as_promised():
+def test_the_readme_has_the_two_commands():
     text = README.read_text()
     assert "pip install -e . && dapo-jax train quickstart" in text
     assert "pip install -e '.[dev]' && pytest" in text
 
 
-def test_programs_outside_of_fences_are_run_elsewhere():
+def test_indented_programs_are_run_elsewhere():
     found = [
         (page.name, block.text.splitlines()[0])
         for page in ALL_PAGES

@@ -1,4 +1,4 @@
-"""The pages that people read, and the code that stands in them."""
+"""The pages of the documentation, and the code blocks in them."""
 
 import re
 import shlex
@@ -15,7 +15,7 @@ PAGES = [
     *sorted(ROOT.glob("docs/**/*.md")),
 ]
 NO_CODE = ("text", "mermaid")
-"""Languages of what is shown and not run."""
+"""Languages of blocks that are shown and not run."""
 
 _FENCE = re.compile(
     r"^(?P<fence>`{3,})(?P<language>[^\n`]*)\n(?P<text>.*?)^(?P=fence)$", re.MULTILINE | re.DOTALL
@@ -31,18 +31,18 @@ class Block:
 
     page: Path
     language: str
-    """Of a fence; of an indented block what it looks like: python, sh, or text."""
+    """The language of a fence; for an indented block a guess: python, sh, or text."""
     text: str
     fenced: bool = True
 
     @property
     def name(self) -> str:
-        """For the names of tests."""
+        """The path of the page, for names of tests."""
         return str(self.page.relative_to(ROOT))
 
 
 def blocks(page: Path) -> list[Block]:
-    """All code of a page: in fences, and indented by four."""
+    """Returns all code of a page: in fences, and indented by four."""
     text = page.read_text()
     found = [Block(page, match["language"].strip(), match["text"]) for match in _FENCE.finditer(text)]
     plain = _FENCE.sub("\n", text)
@@ -54,7 +54,7 @@ def blocks(page: Path) -> list[Block]:
 
 
 def shell_lines(page: Path) -> list[str]:
-    """Each command of a page in one line: without comments, what `&&` joins apart."""
+    """Returns each command of a page in one line, without comments; commands joined by `&&` are separate."""
     lines = []
     for block in blocks(page):
         if block.language in ("sh", "bash", "console"):
@@ -75,7 +75,7 @@ def _parts(words: list[str]) -> list[list[str]]:
 
 
 def _in_a_list(text: str, at: int) -> bool:
-    """Whether the last line of text before is of a list, whose items go on indented."""
+    """Returns whether the last line of text before belongs to a list, whose items have indented continuations."""
     before = [line for line in text[:at].splitlines() if line.strip() and not line.startswith("    ")]
     return bool(before) and re.match(r"\s*(?:[*-]|\d+\.) |\[\^", before[-1]) is not None
 

@@ -1,4 +1,4 @@
-"""The page of commands has what the parsers take."""
+"""The page of commands lists every command and option of the parsers."""
 
 import argparse
 
@@ -20,14 +20,14 @@ def test_every_command_and_every_option_is_on_the_page():
                 assert (action.help or "").replace("<", r"\<") in section
 
 
-def test_the_commands_are_those_that_are_called():
+def test_the_page_lists_the_commands_of_the_command_line():
     [kinds] = [action for action in cli._parser()._actions if isinstance(action, argparse._SubParsersAction)]
     found = {parser.prog.split()[1] for parser in commands.parsers()}
     assert found == set(kinds.choices)
     assert "dapo-jax data show" in {parser.prog for parser in commands.parsers()}
 
 
-def test_usage_defaults_and_what_must_be_given_are_said():
+def test_usage_defaults_and_required_options_are_on_the_page():
     page = commands.markdown()
     assert "dapo-jax train CONFIG [key=value ...] [--resume]" in page
     assert "| `--max-response-tokens MAX_RESPONSE_TOKENS` | (default 64) |" in page

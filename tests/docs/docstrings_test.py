@@ -1,4 +1,4 @@
-"""Docstrings are written in Markdown and shown by a reader of reStructuredText."""
+"""Docstrings are written in Markdown, and Sphinx reads them as reStructuredText."""
 
 from _made.docstrings import restructured
 from _made.formulas import plain
@@ -10,7 +10,7 @@ def test_code_formulas_and_links_are_translated():
     ]
 
 
-def test_a_word_may_go_on_behind_code():
+def test_a_word_may_continue_after_code():
     assert restructured(["Two `Array`s, `a`."]) == ["Two ``Array``\\ s, ``a``."]
 
 
@@ -29,7 +29,7 @@ def test_a_formula_of_several_lines_is_one():
     assert restructured(["$$ a", "   + b $$"]) == ["", ".. math:: a    + b".replace("    ", " "), ""]
 
 
-def test_formulas_are_said_in_the_words_that_are_understood():
+def test_formulas_use_commands_that_the_site_understands():
     assert plain(r"\big( \hat A_i \big)", block=False) == "( Â_i )"
     assert plain(r"a, \qquad b", block=True) == r"\begin{aligned}a, \\ b\end{aligned}"
     assert plain(r"\texttt{old\_logprobs}", block=False) == r"\text{old_logprobs}"

@@ -1,4 +1,4 @@
-"""The page of keys has every key, and says what the dataclasses say."""
+"""The page of keys has every key, and agrees with the dataclasses."""
 
 import dataclasses
 import re
@@ -14,7 +14,7 @@ SCHEMAS = ("TrainConfig", "SftConfig", "EvaluateConfig")
 
 
 def names_below(value, name=""):
-    """Dotted names of an object's fields, by walking over the object rather than over its class."""
+    """Returns the dotted names of an object's fields, from the object and not from its class."""
     found = []
     for field in dataclasses.fields(value):
         inner, of = f"{name}.{field.name}".lstrip("."), getattr(value, field.name)
@@ -54,7 +54,7 @@ def test_the_entries_of_every_list_of_mappings_are_described(schema):
             assert f"{schema.place}.{field.name}" in keys.ENTRIES
 
 
-def test_every_range_and_choice_is_said_at_its_key():
+def test_every_range_and_choice_is_on_the_page():
     described = {
         name: key for schema in SCHEMAS for name, key in keys.all_keys(getattr(config, schema)).items()
     }
@@ -64,7 +64,7 @@ def test_every_range_and_choice_is_said_at_its_key():
     assert "more than 0 and less than 1" in described["loss.clip_ratio_low"].needs
 
 
-def test_a_key_carries_what_stands_below_its_field_and_where_it_is_in_the_paper():
+def test_a_key_has_the_text_below_its_field_and_its_place_in_the_paper():
     key = keys.all_keys(config.TrainConfig)["loss.clip_ratio_low"]
     assert (key.kind, key.default, key.text, key.paper) == ("number", "0.2", "eps_low of Eq. 8.", ("Eq. 8",))
 

@@ -1,4 +1,4 @@
-"""What is made in a page stands there as it would be made now, so that a checkout has what the site has."""
+"""The generated parts of pages are up to date, so a checkout has the same text as the site."""
 
 import subprocess
 import sys
@@ -11,20 +11,20 @@ from dapo_jax.data.builders.arithmetic import response_text
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
-def test_what_is_made_in_a_page_is_up_to_date(page):
+def test_the_generated_parts_of_a_page_are_up_to_date(page):
     text = page.read_text(encoding="utf-8")
-    assert text == made(text), f"what {page.name} says is not up to date: run `python docs/renew.py`"
+    assert text == made(text), f"{page.name} is not up to date: run `python docs/renew.py`"
 
 
-def test_keys_and_commands_stand_in_their_pages():
-    """A reader of the repository finds them without building the site."""
+def test_keys_and_commands_are_in_their_pages():
+    """Readers of the repository find them without building the site."""
     assert [page.name for page in pages()] == ["commands.md", "config.md"]
     keys, commands = ((DOCS / name).read_text(encoding="utf-8") for name in ("config.md", "commands.md"))
     assert "| `loss.clip_ratio_low` | number | `0.2` | eps_low of Eq. 8. " in keys
     assert "| `--resume` | go on from the last checkpoint in run_dir |" in commands
 
 
-def test_a_part_is_made_anew_and_what_is_around_it_stays():
+def test_a_part_is_generated_again_and_the_text_around_it_stays():
     kept = (
         "a\n<!-- made: keys SftConfig -->\n{}<!-- end -->\nb\n<!-- made: command_line -->\n{}<!-- end -->\n"
     )
@@ -32,7 +32,7 @@ def test_a_part_is_made_anew_and_what_is_around_it_stays():
     assert made(kept.format("", "")) == made(kept.format("old\n", "older\n\n")) == made(expected) == expected
 
 
-def test_marks_that_cannot_be_followed_are_not_passed_over():
+def test_wrong_marks_are_errors():
     with pytest.raises(KeyError, match="nothing"):
         made("<!-- made: nothing -->\n<!-- end -->")
     for text in ("<!-- made: command_line -->", "<!-- end -->", "a <!-- made: command_line -->\n<!-- end -->",
@@ -47,15 +47,15 @@ def test_the_command_that_renews_finds_nothing_to_do():
     assert done.stdout == ""
 
 
-def test_cells_of_a_table_end_where_they_end():
-    """A bar would begin another cell, a line break another row, and `<` an element; code shows what it holds."""
+def test_special_characters_in_cells_are_escaped():
+    """A bar would begin another cell, a line break another row, and `<` an element; code stays as it is."""
     rows = [["`a|<b>`", "one <r>\n two |x|"]]
     assert table(["key", "meaning"], rows) == (
         "| key | meaning |\n|---|---|\n| `a\\|<b>` | one \\<r> two \\|x\\| |\n"
     )
 
 
-def test_a_drawing_is_put_into_the_page():
+def test_a_drawing_is_embedded_in_the_page():
     shown = drawn("a\n\n![the pipe](_static/pipe.svg)\n\n![a](_static/no.png)\n")
     assert shown.startswith("a\n\n```{raw} html\n<svg ")
     assert shown.endswith("</svg>\n```\n\n![a](_static/no.png)\n")

@@ -1,4 +1,4 @@
-"""What the table from paper to code names exists, with the defaults it says."""
+"""Functions, keys, defaults and tests on the page about the paper exist."""
 
 import importlib
 import re
@@ -36,7 +36,7 @@ def test_every_function_of_the_table_exists(row):
 @pytest.mark.parametrize(
     "row", [*table("The table"), *table("Hyperparameters")], ids=lambda row: f"{row[0]} {row[1][:20]}"
 )
-def test_every_key_has_the_default_that_the_table_says(row):
+def test_every_key_has_the_default_of_the_table(row):
     named = code(row[-1])
     assert named
     for text in named:
@@ -56,7 +56,7 @@ def test_every_key_in_the_text_exists():
     assert not keys_named - KEYS.keys()
 
 
-def test_every_test_that_is_named_exists():
+def test_every_test_on_the_page_exists():
     named = re.findall(r"(tests/[\w/]+\.py)::(\w+)", PAGE)
     assert len(named) > 20
     missing = [

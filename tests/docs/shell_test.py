@@ -1,4 +1,4 @@
-"""The commands in README and the pages: each is run, or read by what would run it, or named here with the reason why not."""
+"""The commands in README and the pages: each is run, or parsed by its program, or listed here with the reason why not."""
 
 import importlib.util
 import json
@@ -21,16 +21,16 @@ STANDS_FOR = {
     "MODEL": "shipped:quickstart",
     "ROLLOUTS": "kept",
 }
-"""What a page writes for a reader's own -> one of ours."""
+"""Placeholders on the pages -> a value for the tests."""
 
 READERS_OWN = ("dapo-math-17k.parquet", "aime-2024.parquet")
-"""Published files that a reader has fetched; here they are empty, since nothing reads them."""
+"""Published files that readers download; here they are empty, because no test reads them."""
 
 NOT_HERE = {
-    "git": "it clones this repository, whose address is the reader's",
-    "cd": "of the shell; it goes into the clone",
-    "gcloud": "Google's client, which asks a service; tests/launch has a stand-in that knows its options",
-    "vf-eval": "verifiers' command; tests/serving/http_verifiers_test.py runs it where it is",
+    "git": "it clones this repository from the reader's address",
+    "cd": "a command of the shell, to enter the clone",
+    "gcloud": "Google's client, which asks a service; tests/launch has a stand-in with its options",
+    "vf-eval": "verifiers' command; tests/serving/http_verifiers_test.py runs it if it is installed",
     "hf": "the hub's client, which would fetch 65 GB",
     "curl": "it asks a server; tests/serving/shipped_chat_test.py makes the prompt of the body that docs/serve.md sends",
 }
@@ -41,7 +41,7 @@ LINES = sorted({(page.relative_to(ROOT).as_posix(), line) for page in PAGES for 
 
 
 def without_environment(words):
-    """The words behind `NAME=value ...`, which must name variables that JAX, pytest or this library read."""
+    """Returns the words after `NAME=value ...`; JAX, pytest or this library must read each NAME."""
     while re.fullmatch(r"[A-Z][A-Z_]*=.*", words[0]):
         assert words[0].partition("=")[0] in (
             "JAX_PLATFORMS",
@@ -56,7 +56,7 @@ def without_environment(words):
 
 @pytest.fixture(autouse=True)
 def checkout(tmp_path, monkeypatch):
-    """A folder in which the paths that pages name lead to ours."""
+    """Makes a folder in which the paths on the pages lead to this checkout."""
     for name in ("configs", "launch", "constraints", "tests", "benchmarks", "docs", "pyproject.toml"):
         (tmp_path / name).symlink_to(ROOT / name)
     for name in READERS_OWN:
@@ -65,14 +65,14 @@ def checkout(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_block_says_what_it_is(page):
+def test_every_block_has_a_known_language(page):
     languages = {block.language for block in blocks(page)}
     plain = {language for language in languages if not language.startswith("{")}
     assert plain <= {"python", "sh", "yaml", "text"}, f"{page.name}: {plain}"
 
 
 @pytest.mark.parametrize(("page", "line"), LINES)
-def test_a_command_is_understood_by_what_would_run_it(page, line):
+def test_a_command_is_understood_by_its_program(page, line):
     words = without_environment(shlex.split(line))
     program, rest = words[0], words[1:]
     if program in NOT_HERE:
@@ -94,7 +94,7 @@ def test_a_command_is_understood_by_what_would_run_it(page, line):
     check(program, rest)
 
 
-def test_what_is_not_run_is_on_a_page():
+def test_programs_that_are_not_run_are_on_a_page():
     programs = {without_environment(shlex.split(line))[0] for _, line in LINES}
     assert programs >= NOT_HERE.keys()
 
@@ -120,7 +120,7 @@ OF_THEIR_OWN = {"doctor": "tests/cli/doctor_test.py", "serve": "tests/serving/se
 
 @pytest.mark.slow
 def test_the_commands_for_a_first_day_run_one_after_the_other(tmp_path, capsys):
-    """Those of two pages, in their order, at smaller sizes: what one leaves the next one takes."""
+    """The commands of two pages, in their order, at smaller sizes; each uses the files of the previous ones."""
     question = {"prompt": "1+2", "answer": "3", "question": "1+2", "solution": "3"}
     (tmp_path / "problems.jsonl").write_text(json.dumps(question) + "\n")
     (tmp_path / "kept").symlink_to(tmp_path / "runs" / "quickstart" / "rollouts")
@@ -192,7 +192,7 @@ def checks(program, words):
 
 
 def tried_dry(program, words):
-    """The launch scripts with --dry-run: they read the configuration and print what they would do."""
+    """Runs a launch script with --dry-run: it reads the configuration and prints its commands."""
     if program in ("bash", "sbatch"):
         place = words.index("launch/slurm.sbatch")
         words = [

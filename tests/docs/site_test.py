@@ -1,4 +1,4 @@
-"""The site is made without a warning and without the network, and every link in it leads somewhere."""
+"""The site builds without a warning and without the network, and no link in it is broken."""
 
 import html
 import os
@@ -19,8 +19,8 @@ pytest.importorskip("sphinx", reason="the site needs the extra `docs`")
 BUILD = """
 import socket, sys
 
-def refuse(*told, **more):
-    raise OSError(f"the site asked the network: {told}")
+def refuse(*address, **more):
+    raise OSError(f"the site asked the network: {address}")
 
 socket.socket.connect = socket.getaddrinfo = refuse
 from sphinx.cmd.build import main
@@ -30,7 +30,7 @@ sys.exit(main(sys.argv[1:]))
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """Made as `sphinx-build -W docs SITE` makes it, with every way out of the machine closed."""
+    """Builds the site like `sphinx-build -W docs SITE`, without access to the network."""
     folder = tmp_path_factory.mktemp("site")
     words = ["-W", "--keep-going", "-q", "-d", folder / "doctrees", ROOT / "docs", folder / "html"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -46,7 +46,7 @@ def site(tmp_path_factory):
 
 
 class Page(HTMLParser):
-    """The places of a page that a link may lead to, and its links."""
+    """The anchors of a page, and its links."""
 
     def __init__(self, path):
         super().__init__()
@@ -54,12 +54,12 @@ class Page(HTMLParser):
         self.feed(path.read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag, attributes):
-        told = dict(attributes)
-        self.places |= {told[name] for name in ("id", "name") if told.get(name)}
-        if tag == "a" and "href" in told:
-            self.links.append(told["href"])
-        if tag in ("script", "link", "img") and (told.get("src") or told.get("href")):
-            self.fetched.append(told.get("src") or told["href"])
+        given = dict(attributes)
+        self.places |= {given[name] for name in ("id", "name") if given.get(name)}
+        if tag == "a" and "href" in given:
+            self.links.append(given["href"])
+        if tag in ("script", "link", "img") and (given.get("src") or given.get("href")):
+            self.fetched.append(given.get("src") or given["href"])
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,7 @@ def test_formulas_are_in_the_page_itself(pages):
     assert {"paper.html", "math.html"} <= shown
 
 
-def test_signatures_are_those_of_the_source(site):
+def test_signatures_equal_the_source(site):
     text = (site / "api" / "math.html").read_text(encoding="utf-8")
     shown = html.unescape(re.sub(r"<[^>]+>", "", text))
     assert "logprobs: Float[Array, 'batch seq']" in shown

@@ -1,4 +1,4 @@
-"""The messages that the page of troubleshooting begins with are those of the library."""
+"""The messages in the headings of the troubleshooting page are in the library."""
 
 import re
 
@@ -14,13 +14,13 @@ MESSAGES = [
 
 @pytest.fixture(scope="module")
 def source():
-    """All of the library, with texts that go on in the next line put together."""
+    """Returns the source of the library, with strings that continue on the next line joined."""
     text = "\n".join(path.read_text() for path in (ROOT / "dapo_jax").rglob("*.py"))
     return re.sub(r'"\s*\n\s*f?"', "", text)
 
 
 @pytest.mark.parametrize("message", MESSAGES)
-def test_a_message_on_the_page_is_one_that_is_said(message, source):
+def test_a_message_on_the_page_is_in_the_library(message, source):
     parts = [part.strip() for part in message.split("...")]
     assert all(part in source for part in parts), [part for part in parts if part not in source]
 
