@@ -68,10 +68,10 @@ def test_a_loop_that_begins_later_runs_less_often():
     assert [kind.count for kind in collectives(text)] == [5, 5, 5]
 
 
-def test_a_loop_without_a_known_end_runs_as_often_as_told():
+def test_a_loop_without_a_known_end_runs_as_often_as_the_caller_says():
     text = LOOP.replace("constant(7)", "parameter(1)")
     assert [kind.count for kind in collectives(text)] == [1, 1, 1]
-    assert [kind.count for kind in collectives(text, unknown_trips=(12,))] == [12, 12, 12]
+    assert [kind.count for kind in collectives(text, trips=(12,))] == [12, 12, 12]
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_a_compiled_program_has_the_collectives_that_were_written():
         inside, mesh=mesh, in_specs=(split, whole, whole), out_specs=whole, check_vma=False
     )
     text = jax.jit(mapped).lower(jnp.ones((5, 32)), jnp.float32(0), jnp.int32(3)).compile().as_text()
-    assert collectives(text, unknown_trips=(3,)) == [
+    assert collectives(text, trips=(3,)) == [
         Traffic(kind="all-gather", count=5, received_bytes=5 * 112),
         Traffic(kind="all-reduce", count=3, received_bytes=3 * 28),
     ]
