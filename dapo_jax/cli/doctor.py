@@ -35,7 +35,7 @@ def doctor(arguments: argparse.Namespace) -> int:
     """Makes the checks; returns 1 if training cannot start."""
     if arguments.right and "{answer}" not in arguments.right:
         raise ConfigError(
-            f"--right: found {arguments.right!r}, needs {{answer}} in it, which stands for the reference answer"
+            f"--right: found {arguments.right!r}, needs {{answer}} in it, in place of the reference answer"
         )
     if arguments.config and "=" in arguments.config and not Path(arguments.config).exists():
         raise ConfigError(

@@ -28,7 +28,6 @@ _STEP = "a run would end with this error: check that jax fits the driver, and ru
 
 CHECKS = (
     Check("versions", lambda _: machine.versions(), about="machine"),
-    Check("extras", lambda _: machine.extras(), about="machine"),
     Check("devices", lambda _: machine.devices(), remedy=_DRIVER, about="machine"),
     Check("host memory", lambda _: machine.host_memory(), about="machine"),
     Check("disk", lambda subject: machine.disk(resources.written(subject)), about="machine"),

@@ -40,22 +40,17 @@ _NVIDIA = Path("/proc/driver/nvidia/version")
 
 
 def versions() -> Found:
-    """Lists the versions of Python and of the packages that train."""
+    """Lists the versions of Python and of the packages that train, and which extras are installed."""
     found = [f"Python {platform.python_version()}"]
     for package in PACKAGES:
         try:
             found.append(f"{package} {version(package)}")
         except PackageNotFoundError:
             found.append(f"{package} not installed")
-    return Found(", ".join(found))
-
-
-def extras() -> Found:
-    """Lists the package's extras that are installed, and those that are not."""
     missing = [name for name, module in EXTRAS.items() if importlib.util.find_spec(module) is None]
     installed = ", ".join(name for name in EXTRAS if name not in missing) or "none"
-    rest = f"; not installed: {', '.join(missing)} ({how_to_install('NAME')})" if missing else ""
-    return Found(installed + rest)
+    rest = f", not {', '.join(missing)} ({how_to_install('NAME')})" if missing else ""
+    return Found(f"{', '.join(found)}; extras: {installed}{rest}")
 
 
 def devices() -> Found:

@@ -29,7 +29,7 @@ STAND_IN = TrainConfig(
 
 @dataclass(frozen=True)
 class Subject:
-    """A configuration; what it names is loaded when a check first asks for it."""
+    """A configuration. Model and data are loaded when a check first needs them."""
 
     config: TrainConfig = STAND_IN
     rows: GivenRows | None = None

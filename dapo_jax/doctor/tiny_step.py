@@ -55,7 +55,7 @@ _NUMBERS = (
 
 
 class TinyStep(ExitStack):
-    """One step, phase by phase; each phase needs the earlier ones. As a context manager it ends and removes what it made."""
+    """One step, phase by phase; each phase needs the earlier ones. As a context manager it removes its files at the end."""
 
     def weights(self, subject: Subject) -> Found:
         """Loads the model onto the run's mesh, as a run does. It refuses weights with NaN or infinity."""
@@ -155,7 +155,7 @@ class TinyStep(ExitStack):
         return Found(f"the environment answered {len(verdicts)} first turns in {seconds:.1f} s, such as {examples[0]}")  # fmt: skip
 
     def update(self) -> Found:
-        """Makes two updates; at the second the policy differs from the one that sampled."""
+        """Makes two updates; at the second the policy is no longer the sampling policy."""
         run, began, measured = self._run, time.monotonic(), []
         rate = run.learning_rate(1)
         minibatches = run.updater.prepare(self._state, run.batches.minibatches(self._collected.groups, 1))
@@ -241,7 +241,7 @@ def graded(rollouts: Sequence[Rollout], seconds: float, *, by_score: bool, cut: 
     return Found(
         message,
         "warning",
-        "so few responses may all be wrong by chance; read what the model writes (dapo-jax sample), and check that the grader accepts it: "
+        "so few responses may all be wrong by chance; read its responses (dapo-jax sample), and check that the grader accepts it: "
         "a run in which all responses are wrong learns nothing. First warm up a model that does not know the task (dapo-jax sft)",
     )
 

@@ -115,7 +115,7 @@ def _way(tries: Changes, note: str = "", *, does: str = "", frees: int | None = 
 
 
 def _more_devices(made: Plan, held: int) -> Way:
-    """Shards over twice as many devices: the replicas of `parallel.data`, or those of a larger slice."""
+    """Shards over twice as many devices: the replicas of `parallel.data`, or more chips of a larger slice."""
     train, rows = made.sizes.train, made.config.batch.rows_per_microbatch
     if train["data"] % 2 == 0:
         tries = {"parallel.fsdp": 2 * train["fsdp"], "parallel.data": train["data"] // 2}

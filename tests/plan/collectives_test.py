@@ -77,12 +77,12 @@ def test_a_loop_without_a_known_end_runs_as_often_as_the_caller_says():
 @pytest.mark.parametrize(
     ("line", "kind", "received"),
     [
-        # Both halves of an asynchronous all-gather are in its type: 32 of the operand, 128 of the result, of which 96 are others'.
+        # Both halves of an asynchronous all-gather are in its type: 32 of the operand, 128 of the result; 96 are received.
         ("(f32[8]{0}, f32[32]{0}) all-gather-start(%p), replica_groups={{0,1,2,3}}, dimensions={0}", "all-gather", 96),
         ("(f32[8]{0}, f32[8]{0}, u32[], u32[]) collective-permute-start(%p), source_target_pairs={{0,1}}",
          "collective-permute", 36),
         ("f32[8]{0} collective-permute(%p), source_target_pairs={{0,1},{1,0}}", "collective-permute", 32),
-        # A result of 32 bytes is the sum of 8 devices' parts, 7 of which are received.
+        # A result of 32 bytes is the sum of the parts of 8 devices; 7 parts are received.
         ("f32[8]{0} reduce-scatter(%p), replica_groups={}, dimensions={0}, to_apply=%add", "reduce-scatter", 224),
         ("(f32[4]{0}, f32[4]{0}) all-reduce(%p, %p), replica_groups={{0,1},{2,3}}, to_apply=%add", "all-reduce", 32),
         ("bf16[16]{0} all-to-all(%p), replica_groups=[1,8]<=[8], dimensions={0}", "all-to-all", 28),

@@ -75,10 +75,12 @@ def counted(tmp_path_factory):
 def test_frozen_weights_below_adapters_are_counted(changes, frozen, tmp_path):
     """The sampler's copy stays between steps."""
     made, found = observed(tmp_path, "lora.rank=4", *changes)
-    beside = parts(made, "update")
-    assert list(beside) == ["train state", *frozen, "reference policy", "rotations", "minibatches"]
-    assert max(found["updates"]) == pytest.approx(sum(beside.values()), abs=SMALLS)
-    assert max(found["between"]) == pytest.approx(sum(beside.values()) - beside["minibatches"], abs=SMALLS)
+    resident = parts(made, "update")
+    assert list(resident) == ["train state", *frozen, "reference policy", "rotations", "minibatches"]
+    assert max(found["updates"]) == pytest.approx(sum(resident.values()), abs=SMALLS)
+    assert max(found["between"]) == pytest.approx(
+        sum(resident.values()) - resident["minibatches"], abs=SMALLS
+    )
     check_while_sampling(made, found)
 
 
@@ -109,25 +111,27 @@ def parts(made, program):
 def test_arrays_during_updates_and_between_steps_are_counted(counted):
     """State, reference policy, rotations, and during updates the minibatches of a step."""
     made, found = counted
-    beside = parts(made, "update")
-    assert list(beside) == ["train state", "reference policy", "rotations", "minibatches"]
-    assert max(found["updates"]) == pytest.approx(sum(beside.values()), abs=SMALLS)
-    assert max(found["between"]) == pytest.approx(sum(beside.values()) - beside["minibatches"], abs=SMALLS)
+    resident = parts(made, "update")
+    assert list(resident) == ["train state", "reference policy", "rotations", "minibatches"]
+    assert max(found["updates"]) == pytest.approx(sum(resident.values()), abs=SMALLS)
+    assert max(found["between"]) == pytest.approx(
+        sum(resident.values()) - resident["minibatches"], abs=SMALLS
+    )
 
 
 def check_while_sampling(made, found):
     """The plan counts the recorded maximum. Whether a whole row of prompts is there at the same time depends on the sampled tokens, and so on the machine."""
-    beside = parts(made, "generate")
-    total = sum(beside.values())
-    assert total - beside["prefilled prompts"] - SMALLS <= max(found["sampling"]) <= total + SMALLS
-    return beside, total
+    resident = parts(made, "generate")
+    total = sum(resident.values())
+    assert total - resident["prefilled prompts"] - SMALLS <= max(found["sampling"]) <= total + SMALLS
+    return resident, total
 
 
 def test_arrays_while_sampling_are_counted(counted):
     """Weights and cache, and a prompt in prefill while the previous one waits for slots."""
     made, found = counted
-    beside, total = check_while_sampling(made, found)
-    assert list(beside)[3:] == [
+    resident, total = check_while_sampling(made, found)
+    assert list(resident)[3:] == [
         "sampler weights",
         "decode state",
         "prefilled prompts",
@@ -135,7 +139,7 @@ def test_arrays_while_sampling_are_counted(counted):
         "sequence that waits for its slot",
     ]
     # At the end of sampling nothing is in prefill.
-    least = total - sum(list(beside.values())[5:])
+    least = total - sum(list(resident.values())[5:])
     assert min(found["sampling"]) == pytest.approx(least, abs=SMALLS)
 
 
@@ -149,8 +153,8 @@ FLYING = [
 def test_arrays_with_rollouts_in_flight_are_counted(tmp_path):
     """A re-prefilled response waits for its slot while another is in prefill, and prompts are there."""
     made, found = observed(tmp_path, *FLYING)
-    beside, _ = check_while_sampling(made, found)
-    assert list(beside)[4:] == [
+    resident, _ = check_while_sampling(made, found)
+    assert list(resident)[4:] == [
         "decode state",
         "paused responses",
         "prefilled prompts",
