@@ -65,7 +65,7 @@ def as_data(plan: Plan) -> dict[str, Any]:
         "roofline": slice and {
             "step_s": plan.step_s,
             "mfu_bound": plan.mfu_bound,
-            "xla_estimates": {phase: {**asdict(one), "seconds": one.seconds} for phase, one in plan.estimates.items()},
+            "xla_estimates_s": plan.estimates,
             "phases": [
                 {
                     "phase": bound.work.phase,
@@ -137,7 +137,7 @@ def show(plan: Plan, console: Console) -> None:
     _rows(console, "Collectives of one run", ("program", "kind", "count", "GB received by a device"), traffic)
     roofline = [
         (bound.work.phase, f"{bound.work.runs:,.0f}", f"{bound.compute_s:,.2f}", f"{bound.hbm_s:,.2f}", f"{bound.ici_s:,.2f}",
-         f"{bound.seconds:,.2f}", bound.limit, f"{one.seconds:,.2f}" if (one := plan.estimates.get(bound.work.phase)) else "-")
+         f"{bound.seconds:,.2f}", bound.limit, f"{one:,.2f}" if (one := plan.estimates.get(bound.work.phase)) is not None else "-")
         for bound in plan.bounds
     ]  # fmt: skip
     title = "Roofline, seconds per step (a bound by the chip's peaks), and XLA's estimate (cycles, one operation after another); not measured"

@@ -12,7 +12,7 @@ from dapo_jax.plan.compiled import Program, compile_program
 from dapo_jax.plan.memory import MARGIN, CacheFit, Phase, Resident, as_compiled, cache_fit, phases
 from dapo_jax.plan.mesh_sizes import MeshSizes, batch_shards, described
 from dapo_jax.plan.programs import Programs
-from dapo_jax.plan.roofline import Bound, Estimated, Work, bound, calls_of, estimates, in_flight, work_of
+from dapo_jax.plan.roofline import Bound, Work, bound, calls_of, estimates, in_flight, work_of
 from dapo_jax.plan.sizes import decoder_of
 from dapo_jax.plan.topologies import Slice, devices_of
 from dapo_jax.plan.workload import Assumptions, Workload, workload_of
@@ -46,8 +46,8 @@ class Plan:
         return [] if self.slice is None else [bound(work, self.slice.chip) for work in self.works]
 
     @property
-    def estimates(self) -> dict[str, Estimated]:
-        """XLA's estimate of each phase whose programs were compiled; empty without a slice."""
+    def estimates(self) -> dict[str, float]:
+        """XLA's estimate in seconds of each phase whose programs were compiled; empty without a slice."""
         calls = calls_of(self.config, self.decoder)
         return {} if self.slice is None else estimates(self.works, calls, self.programs, self.slice.chip)
 

@@ -61,23 +61,6 @@ class Bound:
         return max(("compute", "hbm", "ici"), key=lambda name: getattr(self, f"{name}_s"))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Estimated:
-    """XLA's estimate of one phase in a step."""
-
-    phase: str
-    operations_s: float
-    copies_s: float
-    kernels_s: float
-    """The roofline of the kernels, whose cost XLA does not know."""
-    ici_s: float
-
-    @property
-    def seconds(self) -> float:
-        """The sum, as if nothing on the device overlapped; at least the time of the collectives."""
-        return max(self.operations_s + self.copies_s + self.kernels_s, self.ici_s)
-
-
 def bound(work: Work, chip: Chip) -> Bound:
     """Divides `work` by the peaks of `chip`."""
     return Bound(
@@ -89,12 +72,12 @@ def bound(work: Work, chip: Chip) -> Bound:
 
 
 def estimates(
-    works: Sequence[Work],
-    calls: Mapping[str, Sequence[tuple[str, int]]],
-    programs: Sequence[Program],
-    chip: Chip,
-) -> dict[str, Estimated]:
-    """Returns XLA's estimate of each phase whose programs were all compiled.
+    works: Sequence[Work], calls: Mapping[str, Sequence[tuple[str, int]]], programs: Sequence[Program], chip: Chip
+) -> dict[str, float]:  # fmt: skip
+    """Returns XLA's estimate in seconds of each phase whose programs were all compiled.
+
+    It is the sum of operations, copies and kernels, as if nothing on the device overlapped, and at least the time of the collectives. XLA
+    does not know the cost of kernels: they count with their roofline.
 
     Args:
         works: the phases of a step.
@@ -108,17 +91,12 @@ def estimates(
         if any(name not in costs for name, _ in calls[work.phase]):
             continue
         runs = [(work.runs * times, costs[name]) for name, times in calls[work.phase]]
-        kernels_s = 0.0
+        seconds = sum(times * cost.cycles for times, cost in runs) / chip.cycles_s
+        seconds += sum(times * cost.copied_bytes for times, cost in runs) / chip.device_hbm_bytes_s
         if any(cost.kernels for _, cost in runs):
             kernel_hbm_s = work.kernel_hbm_bytes / chip.device_hbm_bytes_s
-            kernels_s = max(work.kernel_flops / chip.device_flops, kernel_hbm_s)
-        made[work.phase] = Estimated(
-            phase=work.phase,
-            operations_s=sum(times * cost.cycles for times, cost in runs) / chip.cycles_s,
-            copies_s=sum(times * cost.copied_bytes for times, cost in runs) / chip.device_hbm_bytes_s,
-            kernels_s=kernels_s,
-            ici_s=bound(work, chip).ici_s,
-        )
+            seconds += max(work.kernel_flops / chip.device_flops, kernel_hbm_s)
+        made[work.phase] = max(seconds, bound(work, chip).ici_s)
     return made
 
 

@@ -278,8 +278,8 @@ def test_xlas_estimate_is_a_sum_and_at_least_the_time_of_the_collectives():
         compiled("b", copied_bytes=819 * 10**9 // 2),
     ]
     calls = {"x": [("a", 1), ("b", 3)]}
-    assert estimates([phase("x", runs=2)], calls, programs, chip)["x"].seconds == pytest.approx(2 + 3)
-    assert estimates([phase("x", runs=2, ici_bytes=2e12)], calls, programs, chip)["x"].seconds == 10
+    assert estimates([phase("x", runs=2)], calls, programs, chip)["x"] == pytest.approx(2 + 3)
+    assert estimates([phase("x", runs=2, ici_bytes=2e12)], calls, programs, chip)["x"] == 10
     assert estimates([phase("x")], calls, programs[:1], chip) == {}, "a program was not compiled"
 
 
@@ -288,4 +288,4 @@ def test_a_kernel_counts_with_its_roofline(kernels, seconds):
     """197e12 operations and 819e9 bytes per second: the longer of both, if there is a kernel."""
     work = phase("x", kernel_flops=197e12, kernel_hbm_bytes=3 * 819e9)
     found = estimates([work], {"x": [("a", 1)]}, [compiled("a", kernels=kernels)], CHIPS["v5e"])
-    assert found["x"].kernels_s == seconds
+    assert found["x"] == seconds
