@@ -1,7 +1,7 @@
 """Scores of a policy on held-out prompts: avg@k, pass@j, cons@k and the reward, each a mean over problems with its standard error.
 
-A problem is one held-out prompt with all its graded responses. `problem_scores` is where the estimators are applied;
-`summarize` averages it, `problem_record` writes it beside what the numbers came from, `table` shows averages to a person.
+A problem is one held-out prompt with all its graded responses. `problem_scores` applies the estimators; `summarize` averages them,
+`problem_record` logs them with their inputs, and `table` formats the averages.
 """
 
 import math
@@ -19,9 +19,12 @@ _COUNTED = re.compile(r"(avg|pass|cons)@(\d+)")
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """The chance that k of the samples, drawn without putting back, hold a correct one: 1 - C(n - c, k) / C(n, k).
+    """Returns the chance that k of the samples, chosen without replacement, contain a correct one: 1 - C(n - c, k) / C(n, k).
 
-    Unbiased for the chance that k fresh samples do (Chen et al. 2021, "Evaluating Large Language Models Trained on Code").
+    It is unbiased for the chance that k fresh samples do (Chen et al. 2021, "Evaluating Large Language Models Trained on Code").
+
+    Raises:
+        ValueError: the numbers are impossible, such as k above samples.
 
     >>> pass_at_k(4, 1, 2), pass_at_k(4, 0, 4), pass_at_k(4, 3, 2)
     (0.5, 0.0, 1.0)
@@ -34,10 +37,10 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 
 
 def consensus_answers(group: Group) -> list[str]:
-    """The most frequent extracted answers: one, or those that are equally frequent, in the order they first appear.
+    """Returns the most frequent extracted answers, in the order they first appear; several if they are equally frequent.
 
-    Responses without an answer do not vote; with no answer at all the list is empty. A vote is for a text: answers that
-    were extracted as different texts, such as 1/2 and 0.5, are different votes even where the grader takes both.
+    Responses without an answer do not vote; without any answer the list is empty. Votes are for texts: 1/2 and 0.5 are different votes
+    even if the grader accepts both.
     """
     votes = Counter(r.verdict.extracted for r in group.rollouts if r.verdict.extracted is not None)
     top = max(votes.values(), default=0)
@@ -45,10 +48,10 @@ def consensus_answers(group: Group) -> list[str]:
 
 
 def consensus(group: Group) -> float:
-    """1 if the most frequent extracted answer is correct, else 0; equally frequent ones share.
+    """Returns 1 if the most frequent extracted answer (`consensus_answers`) is correct, else 0.
 
-    It is the chance that a vote is won by a correct answer when ties are broken by chance, each leader as likely as the
-    others. With no answer at all the consensus is wrong. What counts as the same answer: see `consensus_answers`.
+    If several answers are equally frequent, it is the share of correct ones: the chance that a random one of them is correct. Without any
+    answer it is 0.
     """
     leaders = consensus_answers(group)
     right = {rollout.verdict.extracted for rollout in group.rollouts if rollout.correct}
@@ -56,10 +59,10 @@ def consensus(group: Group) -> float:
 
 
 def problem_scores(group: Group) -> dict[str, float]:
-    """`avg@k`, `pass@j`, `cons@k` and `reward` of one problem of k responses.
+    """Returns `avg@k`, `pass@j`, `cons@k` and `reward` of one problem with k responses.
 
     j is every power of two below k, and k itself: 2, 4 and 8 for k = 8. pass@1 equals avg@k, so only k = 1 has it. The reward is the
-    mean over the responses, without length shaping: what the grader gave, or what its verdict is worth.
+    mean over the responses, without length shaping.
     """
     k = len(group.rollouts)
     correct = sum(rollout.correct for rollout in group.rollouts)
@@ -73,12 +76,11 @@ def problem_scores(group: Group) -> dict[str, float]:
 
 
 def summarize(groups: Sequence[Group], *, name: str) -> dict[str, float]:
-    """The metrics of one evaluation, all called `eval/NAME/...`.
+    """Returns the metrics of one evaluation, with names `eval/NAME/...`.
 
     `avg@k`, `pass@j`, `cons@k` and `reward` are means of `problem_scores`; with `_stderr`, the standard error of that mean over
-    problems (nan for a single one). `response_tokens` and `truncated_frac` are means over responses, `problems` is how
-    many problems there were. `cons@k` is missing where no response at all had an extracted answer: then nobody voted, as
-    with a reward function that returns only a bool.
+    problems (NaN for a single one). `response_tokens` and `truncated_frac` are means over responses, `problems` is the number of
+    problems. `cons@k` is missing if no response had an extracted answer, as with a reward function that returns only a bool.
 
     Raises:
         ValueError: there are no groups, or they differ in size.
@@ -102,7 +104,7 @@ def summarize(groups: Sequence[Group], *, name: str) -> dict[str, float]:
 
 
 def lost_verdicts(groups: Sequence[Group]) -> str:
-    """How many responses got no verdict, and why the first did not, for a person; empty if all got one."""
+    """Returns a message with the number of responses without a verdict and the first reason; empty if all have one."""
     lost = [rollout.verdict for group in groups for rollout in group.rollouts if rollout.verdict.lost]
     if not lost:
         return ""
@@ -111,7 +113,7 @@ def lost_verdicts(groups: Sequence[Group]) -> str:
 
 
 def responses_kept(problems: int, responses: int) -> list[int]:
-    """How many responses are kept of each problem, first ones first, where `responses` may be kept of all together.
+    """Returns how many responses to log of each problem, so that `responses` are logged in all.
 
     >>> responses_kept(3, 7), responses_kept(3, 2)
     ([3, 2, 2], [1, 1, 0])
@@ -121,11 +123,11 @@ def responses_kept(problems: int, responses: int) -> list[int]:
 
 
 def problem_record(group: Group, responses: int = 0) -> dict[str, Any]:
-    """All that an evaluation says of one problem, as plain values for a log: its scores and what they were computed from.
+    """Returns the scores of one problem with their inputs, as plain values for a log.
 
-    `place` is where the row stands in its file, else None. `extracted` holds every extracted answer, the most frequent first,
-    with how many responses gave it and how many of those are correct; None is no answer. `responses` has the first so many of
-    them with their verdicts.
+    `place` is the row's place in its file, or None. `extracted` has every extracted answer, the most frequent first, with the number of
+    responses that gave it and the number of correct ones; None is a missing answer. `responses` has the first `responses` responses with
+    their verdicts; a score that is not finite is None.
     """
     rollouts = group.rollouts
     given = Counter(rollout.verdict.extracted for rollout in rollouts)
@@ -151,7 +153,6 @@ def problem_record(group: Group, responses: int = 0) -> dict[str, Any]:
 
 
 def _response_record(rollout: Rollout) -> dict[str, Any]:
-    """A response and what its grader said of it; a score that is not finite is None."""
     verdict = rollout.verdict
     score = verdict.score
     return {
@@ -166,14 +167,13 @@ def _response_record(rollout: Rollout) -> dict[str, Any]:
 
 
 def table(scores: Mapping[str, float | int | None], *, metric: str = "correct") -> str:
-    """The metrics of one or several evaluations as aligned text: one row per dataset, scores as `0.434 ± 0.071`.
+    """Formats the metrics of one or several evaluations as text: one row per dataset, scores as `0.434 ± 0.071`.
 
-    A score's standard error is left out where there is none. What a dataset lacks (datasets may differ in k) is a dash.
+    A missing score is a dash, since datasets may differ in k. A missing standard error is left out.
 
     Args:
-        scores: what `summarize` returns, of several datasets merged into one, or a line of metrics.jsonl; other metrics in
-            it are passed over.
-        metric: as `dynamic_sampling.metric`; with `score` the reward stands alone, for no response is correct or wrong then.
+        scores: results of `summarize`, merged for several datasets, or a line of metrics.jsonl; other metrics are ignored.
+        metric: as `dynamic_sampling.metric`; with `score` only the reward is shown, since no response is correct or wrong.
 
     Raises:
         ValueError: there is no evaluation among the metrics.
@@ -185,20 +185,19 @@ def table(scores: Mapping[str, float | int | None], *, metric: str = "correct") 
     counted = {key for metrics in datasets.values() for key in metrics if _COUNTED.fullmatch(key)}
     if not counted:
         raise ValueError(
-            f"none of the {len(scores)} metrics is a score such as eval/NAME/avg@8; pass what `summarize` returned"
+            f"none of the {len(scores)} metrics is a score such as eval/NAME/avg@8; pass the result of `summarize`"
         )
     columns = [] if metric == "score" else sorted(counted, key=_column)
-    rewarded = any("reward" in metrics for metrics in datasets.values())
-    rows = [["dataset", *columns, *(["reward"] if rewarded else []), "tokens", "truncated", "problems"]]
+    if any("reward" in metrics for metrics in datasets.values()):
+        columns.append("reward")
+    rows = [["dataset", *columns, "tokens", "truncated", "problems"]]
     for name, metrics in datasets.items():
+        numbers = (("response_tokens", 1), ("truncated_frac", 3), ("problems", 0))
         rows.append(
             [
                 name,
                 *(score_text(metrics.get(key), metrics.get(f"{key}_stderr")) for key in columns),
-                *([score_text(metrics.get("reward"), metrics.get("reward_stderr"))] if rewarded else []),
-                _decimal(metrics.get("response_tokens"), 1),
-                _decimal(metrics.get("truncated_frac"), 3),
-                _decimal(metrics.get("problems"), 0),
+                *(_decimal(metrics.get(key), digits) for key, digits in numbers),
             ]
         )
     widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
@@ -206,7 +205,7 @@ def table(scores: Mapping[str, float | int | None], *, metric: str = "correct") 
 
 
 def _standard_error(values: Sequence[float]) -> float:
-    """The standard error of the mean of independent values: their standard deviation (n - 1 below) over sqrt(n)."""
+    """Returns the standard error of the mean of independent values: their standard deviation (with n - 1) over sqrt(n)."""
     return float(np.std(values, ddof=1) / math.sqrt(len(values))) if len(values) > 1 else math.nan
 
 
@@ -216,7 +215,7 @@ def _column(key: str) -> tuple[int, int]:
 
 
 def score_text(value: float | int | None, error: float | int | None) -> str:
-    """A score with its standard error, where there is one: `0.434 ± 0.071`."""
+    """Formats a score with its standard error, if there is one: `0.434 ± 0.071`."""
     shown = _decimal(error, 3)
     return _decimal(value, 3) + (f" ± {shown}" if shown != "-" else "")
 
@@ -226,7 +225,7 @@ def _decimal(value: float | int | None, digits: int) -> str:
 
 
 def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    """Names and scores stand on the left of their columns, the three plain numbers at the end on the right."""
+    """Aligns names and scores to the left, the last three columns to the right."""
     last = len(cells) - 3
     padded = [
         cell.ljust(width) if place < last else cell.rjust(width)

@@ -1,4 +1,4 @@
-"""`doctor`: whether this machine, with this configuration, can train."""
+"""`doctor`: checks whether a configuration can train on this machine."""
 
 import argparse
 from pathlib import Path
@@ -32,10 +32,10 @@ def add_to(commands: Commands) -> None:
 
 
 def doctor(arguments: argparse.Namespace) -> int:
-    """Examines; 1 if training cannot start."""
+    """Makes the checks; returns 1 if training cannot start."""
     if arguments.right and "{answer}" not in arguments.right:
         raise ConfigError(
-            f"--right: found {arguments.right!r}, needs {{answer}} in it, which stands for the reference answer"
+            f"--right: found {arguments.right!r}, needs {{answer}} in it, in place of the reference answer"
         )
     if arguments.config and "=" in arguments.config and not Path(arguments.config).exists():
         raise ConfigError(
@@ -44,8 +44,7 @@ def doctor(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides) if arguments.config else None
     from rich.console import Console
 
-    from dapo_jax.doctor import output
-    from dapo_jax.doctor.examination import examination
+    from dapo_jax.doctor.examination import as_data, examination, show
 
     console = Console(stderr=arguments.json == "-")
     with console.status("starting") as status:
@@ -56,8 +55,8 @@ def doctor(arguments: argparse.Namespace) -> int:
             right=arguments.right,
             before=lambda check: status.update(f"{check.name} ..."),
         )
-    output.show(findings, console, configured=config is not None)
-    found = output.as_data(findings, configured=config is not None)
+    show(findings, console, configured=config is not None)
+    found = as_data(findings, configured=config is not None)
     if arguments.json:
         write_json(arguments.json, found)
     return 0 if found["can_train"] else 1

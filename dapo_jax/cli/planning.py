@@ -1,4 +1,4 @@
-"""`plan`: what a run would need, before there is a machine to run it on."""
+"""`plan`: the needs of a run, before there is a machine to run it on."""
 
 import argparse
 import sys
@@ -9,59 +9,35 @@ from dapo_jax.config import ConfigError, load_config
 
 def add_to(commands: Commands) -> None:
     """Adds the command."""
-    made = command(
-        commands, "plan", plan, "Memory, traffic and least time of a run, compiled for a TPU slice."
-    )
-    made.add_argument("config", help=CONFIG)
+    text = "Memory, traffic and least time of a run, compiled for a TPU slice."
+    made = command(commands, "plan", plan, text)
+    add = made.add_argument
+    add("config", help=CONFIG)
     add_overrides(made)
-    made.add_argument(
-        "--topology",
-        metavar="T",
-        help="a TPU slice: v5p:4x4x8, v5p-256, v5litepod-64, v6e-8, ... (extra tpu)",
-    )
-    made.add_argument(
-        "--response-tokens", metavar="MEAN[,STD]", type=_lengths, help="of responses (default: their limit)"
-    )
-    made.add_argument("--prompt-tokens", metavar="MEAN", type=float, help="of prompts (default: their limit)")
-    made.add_argument(
-        "--informative",
-        metavar="SHARE",
-        type=float,
-        default=0.5,
-        help="of groups that are mixed (default 0.5)",
-    )
-    made.add_argument(
-        "--turns",
-        metavar="MEAN",
-        type=float,
-        help="of an episode, with an environment (default: its limit)",
-    )
-    made.add_argument(
-        "--sweep", action="store_true", help="try every mesh of fsdp x tensor, and rank those that fit"
-    )
-    made.add_argument(
+    add("--topology", metavar="T", help="a TPU slice: v5p:4x4x8, v5p-256, v5litepod-64, v6e-8, ... (extra tpu)")  # fmt: skip
+    add("--response-tokens", metavar="MEAN[,STD]", type=_lengths, help="of responses (default: their limit)")
+    add("--prompt-tokens", metavar="MEAN", type=float, help="of prompts (default: their limit)")
+    add("--informative", metavar="SHARE", type=float, default=0.5, help="of groups that are neither all correct nor all wrong (default 0.5)")  # fmt: skip
+    add("--turns", metavar="MEAN", type=float, help="of an episode, with an environment (default: its limit)")
+    add("--sweep", action="store_true", help="try every mesh of fsdp x tensor, and rank those that fit")
+    add(
         "--only", metavar="PROGRAM", action="append", choices=("generate", "prefill", "fill", "insert", "transfer", "update", "score"),
-        help="compile the programs alone whose names begin with this word (may be given several times; default all)",
+        help="compile only the programs whose names begin with this word (repeatable; default: all)",
     )  # fmt: skip
-    made.add_argument(
+    add(
         "--suggest-s", metavar="SECONDS", type=float, default=600.0,
-        help="for trying what would fit if it does not (default 600; 0: not at all)",
+        help="time to try changes if the run does not fit (default 600; 0: none)",
     )  # fmt: skip
-    made.add_argument(
-        "--json",
-        metavar="FILE",
-        help="write it as JSON too; -: to standard output, and the tables to standard error",
-    )
+    add("--json", metavar="FILE", help="write it as JSON too; -: to standard output, and the tables to standard error")  # fmt: skip
 
 
 def plan(arguments: argparse.Namespace) -> int:
-    """Plans; 1 if something does not fit."""
+    """Plans a run; returns 1 if something does not fit."""
     config = load_config(arguments.config, arguments.overrides)
     from rich.console import Console
 
-    from dapo_jax.plan import json_output, suggest, table, topologies
+    from dapo_jax.plan import output, remedies, topologies
     from dapo_jax.plan import plan as planning
-    from dapo_jax.plan.sweep import sweep
     from dapo_jax.plan.workload import Assumptions
 
     mean, std = arguments.response_tokens or (None, 0.0)
@@ -81,28 +57,25 @@ def plan(arguments: argparse.Namespace) -> int:
     if arguments.sweep:
         if made is None:
             raise ConfigError("--sweep compares meshes of a slice: name it with --topology")
-        found = sweep(config, made, assumed=assumed, only=arguments.only, say=say)
-        table.show_sweep(found, console)
+        found = remedies.sweep(config, made, assumed=assumed, only=arguments.only, say=say)
+        output.show_sweep(found, console)
         if arguments.json:
-            write_json(arguments.json, json_output.swept_as_data(found))
+            write_json(arguments.json, output.swept_as_data(found))
         return 0 if any(not isinstance(one, str) for _, one in found) else 1
     result = planning.plan(config, slice=made, assumed=assumed, only=arguments.only, say=say)
-    tried = []
-    if made is not None and not result.fits:
-        devices = topologies.devices_of(made)
-        tried = suggest.suggestions(
-            result, devices, assumed=assumed, seconds=arguments.suggest_s, say=say
-        ) if arguments.suggest_s else []  # fmt: skip
-    table.show(result, console)
-    table.show_failures(result, tried, console)
+    seconds, tried = arguments.suggest_s, list[remedies.Tried]()
+    if seconds and not result.fits:
+        tried = remedies.suggestions(result, assumed=assumed, seconds=seconds, say=say)
+    output.show(result, console)
+    output.show_failures(result, tried, console)
     if arguments.json:
         alternatives = [{"overrides": list(one.overrides), "fits": one.fits} for one in tried]
-        write_json(arguments.json, {**json_output.as_data(result), "tried": alternatives})
+        write_json(arguments.json, {**output.as_data(result), "tried": alternatives})
     return 0 if result.fits else 1
 
 
 def _lengths(text: str) -> tuple[float, float]:
-    """MEAN or MEAN,STD."""
+    """Parses MEAN or MEAN,STD."""
     try:
         mean, _, std = text.partition(",")
         return float(mean), float(std or 0)

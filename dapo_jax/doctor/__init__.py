@@ -1,5 +1,4 @@
-"""Whether this machine, with this configuration, can train: what `dapo-jax doctor` finds out, before a run does.
+"""`dapo-jax doctor`: checks whether a configuration can train on this machine, before a run does.
 
-`machine` looks at the machine, `configured` at what a configuration names, `asked` at its prompts and graders; `tiny_step` runs
-every phase of a step once, small. Nothing is written into the run's folder, and what is written elsewhere is removed again.
+The list of checks is `examination.CHECKS`. Nothing is written into the run's folder; files written elsewhere are removed again.
 """

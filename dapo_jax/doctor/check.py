@@ -1,4 +1,4 @@
-"""The parts of an examination: checks that each find one thing out, and what depends on what."""
+"""A check, its result, and the run of a list of checks."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dapo_jax.config import ConfigError
+from dapo_jax.doctor.subject import Subject
 
 State = Literal["ok", "warning", "failed", "skipped"]
 
@@ -13,49 +14,45 @@ _MOST = 700
 """Characters of an error that are shown: compilers write pages."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Found:
-    """The finding of a check, in words for a person."""
+    """The result of a check, in words for a person."""
 
     message: str
     state: State = "ok"
     remedy: str = ""
-    """The action to take; empty where `message` holds it, as the messages of a `ConfigError` do."""
+    """The action to take; empty if `message` names it, as a `ConfigError` does."""
     details: tuple[str, ...] = ()
-    """Lines that are shown below the table."""
+    """Lines that are printed below the table."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Check:
-    """One thing to find out."""
+    """One check."""
 
     name: str
-    look: Callable[[], Found]
-    """Finds out; an exception is a failure."""
-    remedy: str = ""
-    """The remedy for a failure whose message does not hold one."""
+    look: Callable[[Subject], Found]
+    """Makes the check; an exception is a failure."""
     needs: tuple[str, ...] = ()
-    """Checks that come before, without which it makes no sense."""
+    """Earlier checks without which this one makes no sense."""
+    remedy: str = ""
+    """The remedy for an exception other than ConfigError."""
+    about: Literal["machine", "configuration", "step"] = "configuration"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Finding:
-    """A check's outcome."""
+    """A check's result and the time it took."""
 
     name: str
     found: Found
     seconds: float
 
-    @property
-    def state(self) -> State:
-        """The state that was found."""
-        return self.found.state
-
 
 def examine(
-    checks: Sequence[Check], *, before: Callable[[Check], object] = lambda check: None
+    checks: Sequence[Check], subject: Subject, *, before: Callable[[Check], object] = lambda check: None
 ) -> list[Finding]:
-    """The outcome of every check, in their order; one that fails ends none but those that need it.
+    """Makes every check in order; after a failure only the checks that need it are skipped.
 
     `before` is called with each check that is about to be made.
     """
@@ -65,34 +62,32 @@ def examine(
         found = _skipped(check, findings)
         if found is None:
             before(check)
-            found = _looked(check)
-        findings[check.name] = Finding(name=check.name, found=found, seconds=time.monotonic() - began)
+            found = _looked(check, subject)
+        findings[check.name] = Finding(check.name, found, time.monotonic() - began)
     return list(findings.values())
 
 
 def _skipped(check: Check, findings: dict[str, Finding]) -> Found | None:
     for name in check.needs:
-        needed = findings[name].found
+        needed = findings[name].found if name in findings else Found("")
         if needed.state == "failed":
-            return Found(state="skipped", message=f"because '{name}' failed")
+            return Found(f"because '{name}' failed", "skipped")
         if needed.state == "skipped":
-            return Found(state="skipped", message=needed.message)
+            return Found(needed.message, "skipped")
     return None
 
 
-def _looked(check: Check) -> Found:
+def _looked(check: Check, subject: Subject) -> Found:
     try:
-        return check.look()
+        return check.look(subject)
     except ConfigError as error:
-        return Found(state="failed", message=shortened(str(error)))
-    except Exception as error:  # whatever a phase raises is what a run would end with
-        return Found(
-            state="failed", message=shortened(f"{type(error).__name__}: {error}"), remedy=check.remedy
-        )
+        return Found(shortened(str(error)), "failed")
+    except Exception as error:  # a run would end with the same error
+        return Found(shortened(f"{type(error).__name__}: {error}"), "failed", check.remedy)
 
 
 def shortened(text: str, most: int = _MOST) -> str:
-    """The text in one line of at most `most` characters.
+    """Returns the text in one line of at most `most` characters.
 
     >>> shortened("a  b\\nc"), shortened("abcdef", 5)
     ('a b c', 'ab...')

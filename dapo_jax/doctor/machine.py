@@ -1,4 +1,4 @@
-"""The machine: what is installed, its devices, its memory, its disks."""
+"""Checks of the machine: installed packages, devices, memory, disks."""
 
 import importlib.util
 import os
@@ -30,127 +30,106 @@ EXTRAS = {
     "tensorboard": "tensorboardX",
     "wandb": "wandb",
 }
-"""Extra of the package -> a module that it brings."""
+"""Extra of the package -> a module that it installs."""
 
-_PLUGINS = {"libtpu": "tpu", "jax-cuda12-plugin": "gpu", "jax-cuda13-plugin": "gpu"}
-"""Distribution -> the devices that it is for."""
+_PLUGINS = {"jax-cuda12-plugin": "cuda", "jax-cuda13-plugin": "cuda", "libtpu": "tpu"}
+"""Distribution -> the platform that it adds to JAX."""
 
 _NVIDIA = Path("/proc/driver/nvidia/version")
-"""There where a driver of NVIDIA is loaded."""
+"""Exists if an NVIDIA driver is loaded."""
 
 
 def versions() -> Found:
-    """The versions of Python and of what trains."""
+    """Lists the versions of Python and of the packages that train, and which extras are installed."""
     found = [f"Python {platform.python_version()}"]
     for package in PACKAGES:
         try:
             found.append(f"{package} {version(package)}")
         except PackageNotFoundError:
             found.append(f"{package} not installed")
-    return Found(message=", ".join(found))
-
-
-def extras() -> Found:
-    """Which of the package's extras are there."""
-    there = [name for name, module in EXTRAS.items() if importlib.util.find_spec(module) is not None]
-    missing = [name for name in EXTRAS if name not in there]
-    said = ", ".join(there) or "none"
-    if missing:
-        said += f"; not installed: {', '.join(missing)} ({how_to_install('NAME')})"
-    return Found(message=said)
+    missing = [name for name, module in EXTRAS.items() if importlib.util.find_spec(module) is None]
+    installed = ", ".join(name for name in EXTRAS if name not in missing) or "none"
+    rest = f", not {', '.join(missing)} ({how_to_install('NAME')})" if missing else ""
+    return Found(f"{', '.join(found)}; extras: {installed}{rest}")
 
 
 def devices() -> Found:
-    """Kind, number and memory; a warning where there should be others."""
+    """Lists kind, number and memory of the devices; warns if an accelerator seems to be unused."""
     here = jax.devices()
-    kinds = Counter(device.device_kind for device in here)
     limit = device_bytes(here[0])
-    memory = f", {gib(limit)} each" if limit is not None else ", which share the host's memory"
-    said = ", ".join(f"{count} x {kind}" for kind, count in kinds.items()) + (
-        memory if len(here) > 1 or limit else ""
+    message = ", ".join(
+        f"{count} x {kind}" for kind, count in Counter(one.device_kind for one in here).items()
     )
-    if here[0].platform != "cpu":
-        return Found(message=said)
-    missed, remedy = _missed()
-    return (
-        Found(message=f"{said}; {missed}", state="warning", remedy=remedy) if missed else Found(message=said)
-    )
+    if limit is not None:
+        message += f", {gib(limit)} each"
+    elif len(here) > 1:
+        message += ", which share the host's memory"
+    if here[0].platform != "cpu" or not (missed := _unused_accelerator()):
+        return Found(message)
+    return Found(f"{message}; {missed[0]}", "warning", missed[1])
 
 
-def _missed() -> tuple[str, str]:
-    """The sign of an accelerator although JAX shows only CPUs, and the remedy; empty if nothing does."""
+def _unused_accelerator() -> tuple[str, str] | None:
+    """Returns the sign of an accelerator that JAX does not use, and the remedy."""
     names = {distribution.metadata["Name"].lower() for distribution in distributions()}
-    plugins = sorted(name for name in _PLUGINS if name in names)
+    plugins = [name for name in _PLUGINS if name in names]
     asked = os.environ.get("JAX_PLATFORMS", "")
     if plugins and asked and not {"tpu", "cuda", "gpu"} & set(asked.split(",")):
-        return (
-            f"JAX_PLATFORMS={asked} keeps JAX from using {', '.join(plugins)}",
-            "to use an accelerator, unset it",
-        )
+        unset = "to use an accelerator, unset it"
+        return f"JAX_PLATFORMS={asked} keeps JAX from using {', '.join(plugins)}", unset
     if plugins:
-        wanted = "tpu" if _PLUGINS[plugins[0]] == "tpu" else "cuda"
         return (
             f"{', '.join(plugins)} is installed, but JAX sees only CPUs",
-            f"if an accelerator is here, start with JAX_PLATFORMS={wanted},cpu, which says why it cannot be used; if not, this is as "
-            "it should be",
+            f"if this machine has an accelerator, start with JAX_PLATFORMS={_PLUGINS[plugins[0]]},cpu, which reports why it cannot be "
+            "used; otherwise ignore this",
         )
     if _NVIDIA.exists():
-        return "there is a driver of NVIDIA, but no plugin of JAX for it", how_to_install("cuda")
-    return "", ""
+        return "there is an NVIDIA driver, but no plugin of JAX for it", how_to_install("cuda")
+    return None
 
 
 def host_memory() -> Found:
-    """Total, and what is available now."""
+    """Reports the host's total and available memory."""
     total, available = host_bytes()
-    said = f"{gib(available)} available of {gib(total)}"
+    message = f"{gib(available)} available of {gib(total)}"
     if available < 2 * SPARE:
-        return Found(
-            message=said,
-            state="warning",
-            remedy="end other programs: loading JAX and a small model takes 2 GiB",
-        )
-    return Found(message=said)
+        return Found(message, "warning", "end other programs: loading JAX and a small model takes 2 GiB")
+    return Found(message)
 
 
 def host_bytes() -> tuple[int, int]:
-    """The host's memory, and what of it can be had; in a container, what the container may take (Linux, cgroup 2)."""
-    page = os.sysconf("SC_PAGE_SIZE")
-    total = page * os.sysconf("SC_PHYS_PAGES")
-    available = total
+    """Returns the host's total and available memory; in a container its limit counts (Linux, cgroup 2)."""
+    total = available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
         available = int(lines["MemAvailable"].split()[0]) * 1024
     limit, used = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
     if limit.exists() and (most := limit.read_text().strip()).isdecimal():
-        total = min(total, int(most))
-        available = min(available, int(most) - int(used.read_text()))
+        total, available = min(total, int(most)), min(available, int(most) - int(used.read_text()))
     return total, available
 
 
 def disk(places: Mapping[str, tuple[str, int]]) -> Found:
-    """Free space where things are written; see `room_for`."""
+    """Reports free space for each key -> (folder, bytes to be written); see `room_for`."""
     room = room_for(places)
-    return Found(message=room.message, state=room.state, remedy=room.remedy)
+    return Found(room.message, room.state, room.remedy)
 
 
 def compilation_cache(folder: str) -> Found:
-    """Whether compiled programs can be kept; from here on they are."""
+    """Checks that compiled programs can be cached, and caches them from here on."""
     if not folder:
-        return Found(message="none: compilation_cache is empty, and every start compiles anew")
+        return Found("none: compilation_cache is empty, so every start compiles all programs")
     place = path_of(folder)
     if not in_bucket(folder) and (why := not_writable(place)):
-        return Found(
-            state="failed",
-            message=f"{place}: {why}",
-            remedy="set compilation_cache to a folder that can be written to, or to ''",
-        )
+        remedy = "set compilation_cache to a folder that can be written to, or to ''"
+        return Found(f"{place}: {why}", "failed", remedy)
     use_compilation_cache(folder)
-    return Found(message=f"{folder} can be written to")
+    return Found(f"{folder} can be written to")
 
 
 def not_writable(folder: AnyPath) -> str:
-    """Why nothing can be written in a local folder, or in the nearest above it that is there; empty if it can."""
+    """Returns why a local folder, or its nearest existing parent, cannot be written to; empty if it can."""
     try:
         with tempfile.TemporaryFile(dir=nearest(folder)):
             return ""

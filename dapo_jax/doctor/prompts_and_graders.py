@@ -1,21 +1,16 @@
-"""The prompts of a run and its graders: prompts as the model reads them, graders on answers that are known to be right."""
+"""Checks of prompts and graders: prompts as the model reads them, and graders on answers that are known to be right."""
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 
-import numpy as np
-from jaxtyping import Int
-
-from dapo_jax.config import ConfigError, TrainConfig
+from dapo_jax.config import ConfigError, RewardConfig
 from dapo_jax.dapo.rollouts import Prompt, Verdict
-from dapo_jax.data.prompts import PromptSource
 from dapo_jax.doctor.check import Found, shortened
+from dapo_jax.doctor.subject import Subject
 from dapo_jax.rewards.sample import Sample
 from dapo_jax.run.environment_setup import environment_of
 from dapo_jax.run.grader_setup import submit_of
-from dapo_jax.run.prompt_sets import GivenRows, dated, drawn_too_often, held_out_prompts, training_prompts
+from dapo_jax.run.prompt_sets import dated, drawn_too_often, held_out_prompts
 from dapo_jax.text.tokenizers import Tokenizer
 
 FORMS = (
@@ -26,195 +21,146 @@ FORMS = (
     "#### {answer}",
     "<answer>{answer}</answer>",
 )
-"""How a right response may be written; `{marker}` is `reward.answer_marker`."""
+"""Forms of a right response; `{marker}` is `reward.answer_marker`."""
 
 GRADED = 8
-"""Prompts whose answers are graded; a grader may ask a service that is paid by the call."""
+"""Prompts whose answers are graded. A grader may call a paid service."""
 
 SHOWN, LAST = 2, 8
 """Prompts that are shown, and how many of their last tokens."""
 
 
-@dataclass(frozen=True)
-class Asked:
-    """The prompts and graders of a configuration, for a model's tokenizer."""
+def training_data(subject: Subject) -> Found:
+    """Checks that there are prompts to train on, and shows some as the model reads them."""
+    source, notes = subject.training
+    details = tuple(line for prompt in subject.prompts(SHOWN) for line in _shown(prompt, subject.tokenizer))
+    message = "; ".join([f"{source.rows_per_epoch:,} prompts to train on", *notes])
+    if found := drawn_too_often(subject.config, source.rows_per_epoch):
+        often, remedy = found
+        return Found(f"{message}; {often}", "warning", remedy, details)
+    return Found(message, details=details)
 
-    config: TrainConfig
-    tokenizer: Tokenizer
-    rows: GivenRows | None = None
-    """Instead of the configured dataset."""
-    form: str = ""
-    """How a right response is written, with `{answer}` in it; empty: in one of `FORMS`."""
 
-    @cached_property
-    def source(self) -> tuple[PromptSource, Sequence[str]]:
-        """The prompts to train on, and what is to be said of them."""
-        source, asked = training_prompts(
-            dated(self.config.data), self.tokenizer, seed=self.config.seed, rows=self.rows
-        )
-        return source, asked.notes
+def _shown(prompt: Prompt, tokenizer: Tokenizer) -> list[str]:
+    """Shows a prompt and its last tokens, where mistakes of chat templates become visible."""
+    tokens = prompt.tokens
+    places = range(max(0, len(tokens) - LAST), len(tokens))
+    pieces = " ".join(repr(tokenizer.decode(tokens[at : at + 1])) for at in places)
+    return [
+        f"prompt {prompt.ordinal}, {len(tokens)} tokens, answer {prompt.answer!r}:",
+        f"    {shortened(repr(prompt.text), 240)}",
+        f"    it ends with the tokens {'... ' if len(tokens) > LAST else ''}{pieces}",
+    ]
 
-    def prompts(self, count: int) -> list[Prompt]:
-        """The first that a run would ask."""
-        source = self.source[0]
-        return [source[ordinal] for ordinal in range(min(count, source.rows_per_epoch))]
 
-    def data(self) -> Found:
-        """Whether the prompts to train on can be had, with some as the model reads them."""
-        source, notes = self.source
-        details = [line for prompt in self.prompts(SHOWN) for line in self._shown(prompt)]
-        said = "; ".join([f"{source.rows_per_epoch:,} prompts to train on", *notes])
-        if found := drawn_too_often(self.config, source.rows_per_epoch):
-            often, remedy = found
-            return Found(message=f"{said}; {often}", state="warning", remedy=remedy, details=tuple(details))
-        return Found(message=said, details=tuple(details))
+def evaluation_data(subject: Subject) -> Found:
+    """Checks that there are prompts to evaluate on."""
+    data, evaluation = dated(subject.config.data), subject.config.eval
+    found = held_out_prompts(data, evaluation, subject.tokenizer, rows=subject.rows)
+    return Found(", ".join(f"{name}: {len(prompts):,} prompts" for name, prompts in found.items()))
 
-    def held_out(self) -> Found:
-        """Whether the prompts to evaluate on can be had."""
-        rows = self.rows
-        found = held_out_prompts(dated(self.config.data), self.config.eval, self.tokenizer, rows=rows)
-        return Found(
-            message=", ".join(f"{name}: {len(prompts):,} prompts" for name, prompts in found.items())
-        )
 
-    def grader(self) -> Found:
-        """Whether the graders call reference answers right, and no answer wrong; or whether the environment can be made."""
-        if source := self.config.environment.source:
-            environment_of(self.config.environment)
-            return Found(message=f"{source} says what an episode is worth, and no grader is asked")
-        prompts, limit = self.prompts(GRADED), self.config.reward.timeout_s
-        submit, close = submit_of(self.config.reward)
+def grader(subject: Subject) -> Found:
+    """Checks that reference answers are right and an empty response is wrong; of an environment, that it can be made."""
+    config = subject.config
+    if source := config.environment.source:
+        environment_of(config.environment)
+        return Found(f"the environment {source} gives the rewards; no grader is used")
+    asked = [_samples(subject, prompt) for prompt in subject.prompts(GRADED)]
+    verdicts: list[list[Verdict]] = []
+    submit, close = submit_of(config.reward)
+    try:
+        began = time.monotonic()
+        for samples in asked:
+            verdicts.append([future.result() for future in submit(samples)])
+            if lost := next((verdict for verdict in verdicts[-1] if verdict.lost), None):
+                return _lost(lost, config.reward)  # further prompts would take as long
+        seconds = time.monotonic() - began
+    finally:
+        if close is not None:
+            close()
+    took = f"{sum(map(len, asked))} responses in {seconds:.1f} s, the limit per call is {config.reward.timeout_s:g} s"
+    if config.dynamic_sampling.metric == "score":
+        return _scored(verdicts, took)
+    return _judged(asked, verdicts, took, own_form=bool(subject.right))
+
+
+def _samples(subject: Subject, prompt: Prompt) -> list[Sample]:
+    """Returns the right answer in all forms that the tokenizer can write, and last an empty response."""
+    marker = subject.config.reward.answer_marker
+    forms = (subject.right,) if subject.right else FORMS
+    written = dict.fromkeys(
+        form.replace("{marker}", marker).replace("{answer}", prompt.answer) for form in forms
+    )
+    samples = []
+    for text in (*written, ""):
         try:
-            began = time.monotonic()
-            asked = [self._samples(prompt) for prompt in prompts]
-            verdicts: list[list[Verdict]] = []
-            for samples in asked:
-                verdicts.append([future.result() for future in submit(samples)])
-                if lost := next((verdict for verdict in verdicts[-1] if verdict.lost), None):
-                    return self._lost(lost)  # the others would take their time too
-            seconds = time.monotonic() - began
-        finally:
-            if close is not None:
-                close()
-        took = f"{sum(map(len, asked))} responses in {seconds:.1f} s, where one call may take {limit:g} s"
-        if self.config.dynamic_sampling.metric == "score":
-            return _scored(asked, verdicts, took=took)
-        return _judged(asked, verdicts, took=took, own_form=bool(self.form))
-
-    def _lost(self, verdict: Verdict) -> Found:
-        reward = self.config.reward
-        return Found(
-            message=f"a response got no verdict: {verdict.reason}",
-            state="failed",
-            remedy=f"mend the grader, or raise reward.timeout_s (now {reward.timeout_s:g}) or reward.worker_memory_mb (now "
-            f"{reward.worker_memory_mb})",
+            tokens = subject.tokenizer.encode(text)
+        except ValueError:
+            continue  # a tokenizer of few characters
+        samples.append(Sample(prompt=prompt, response=text, tokens=tokens, finish_reason="stop"))
+    if len(samples) < 2:
+        raise ConfigError(
+            f"model.source={subject.config.model.source!r}: its tokenizer cannot write the answer {prompt.answer!r} in any of the forms "
+            f"{', '.join(map(repr, written))}; take another model or dataset"
         )
-
-    def _samples(self, prompt: Prompt) -> list[Sample]:
-        """Responses to a prompt: the right answer in all ways in which the model can write it, and last an empty one."""
-        marker = self.config.reward.answer_marker
-        written = [
-            form.replace("{marker}", marker).replace("{answer}", prompt.answer)
-            for form in ((self.form,) if self.form else FORMS)
-        ]
-        samples = []
-        for text in dict.fromkeys(written):
-            try:
-                tokens = self.tokenizer.encode(text)
-            except ValueError:
-                continue  # a tokenizer of few characters
-            samples.append(_sample(prompt, text, tokens))
-        if not samples:
-            raise ConfigError(
-                f"model.source={self.config.model.source!r}: its tokenizer cannot write the answer {prompt.answer!r} in any of the forms "
-                f"{', '.join(map(repr, written))}; take another model or dataset"
-            )
-        return [*samples, _sample(prompt, "", np.zeros(0, np.int32))]
-
-    def _shown(self, prompt: Prompt) -> list[str]:
-        """A prompt as the model reads it, and its last tokens one by one: what a chat template leaves at the end is easily wrong."""
-        tokens = prompt.tokens
-        pieces = [
-            repr(self.tokenizer.decode(tokens[at : at + 1]))
-            for at in range(max(0, len(tokens) - LAST), len(tokens))
-        ]
-        dots = "... " if len(tokens) > LAST else ""
-        return [
-            f"prompt {prompt.ordinal}, {len(tokens)} tokens, answer {prompt.answer!r}:",
-            f"    {shortened(repr(prompt.text), 240)}",
-            f"    it ends with the tokens {dots}{' '.join(pieces)}",
-        ]
+    return samples
 
 
-def _sample(prompt: Prompt, text: str, tokens: Int[np.ndarray, " response"]) -> Sample:
-    return Sample(prompt=prompt, response=text, tokens=tokens, finish_reason="stop")
+def _lost(verdict: Verdict, reward: RewardConfig) -> Found:
+    return Found(
+        f"a response got no verdict: {verdict.reason}",
+        "failed",
+        f"mend the grader, or raise reward.timeout_s (now {reward.timeout_s:g}) or reward.worker_memory_mb "
+        f"(now {reward.worker_memory_mb})",
+    )
 
 
 def _judged(
-    asked: Sequence[Sequence[Sample]],
-    verdicts: Sequence[Sequence[Verdict]],
-    *,
-    took: str,
-    own_form: bool,
+    asked: Sequence[Sequence[Sample]], verdicts: Sequence[Sequence[Verdict]], took: str, *, own_form: bool
 ) -> Found:
-    """The finding on graders whose verdicts count."""
+    """Checks verdicts: right or wrong."""
     numbers = any(one.score is not None for each in verdicts for one in each)
-    by_score = (
-        "; a score counts as right above 0: if these numbers are the reward itself, set dynamic_sampling.metric=score"
-        if numbers
-        else ""
-    )
-    empty = [samples[-1] for samples, each in zip(asked, verdicts, strict=True) if each[-1].correct]
-    if empty:
-        return Found(
-            message=f"an empty response to {_named(empty[0].prompt)} is called right",
-            state="failed",
-            remedy=f"mend the grader: a policy would learn to say nothing{by_score}",
-        )
-    wrong = [
-        (samples, each)
-        for samples, each in zip(asked, verdicts, strict=True)
-        if not any(one.correct for one in each[:-1])
-    ]
+    by_score = "; a score counts as right above 0: if the numbers are the reward, set dynamic_sampling.metric=score"  # fmt: skip
+    by_score = by_score if numbers else ""
+    pairs = list(zip(asked, verdicts, strict=True))
+    for samples, each in pairs:
+        if each[-1].correct:
+            message = f"an empty response to {_named(samples[0].prompt)} is graded as right"
+            remedy = f"mend the grader: a policy would learn to write nothing{by_score}"
+            return Found(message, "failed", remedy)
+    wrong = [(samples, each) for samples, each in pairs if not any(verdict.correct for verdict in each[:-1])]
     if not wrong:
-        form = next(sample.response for sample, one in zip(asked[0], verdicts[0], strict=True) if one.correct)
+        form = next(sample.response for sample, one in zip(*pairs[0], strict=True) if one.correct)
         return Found(
-            message=f"{len(asked)} of {len(asked)} reference answers are right when written like {form!r}, and an empty response is wrong; "
-            f"{took}"
+            f"{len(asked)} of {len(asked)} reference answers are right, written like {form!r}, and an empty response is wrong; {took}"
         )
     samples, each = wrong[0]
     reason = f" ({each[0].reason})" if each[0].reason else ""
-    told = (
-        ""
-        if own_form
-        else "; if it wants them written in a way of its own, say in which: --right '<result>{answer}</result>'"
-    )
+    form = "" if own_form else "; if it needs another form, name it: --right '<result>{answer}</result>'"
     return Found(
-        message=f"{len(wrong)} of {len(asked)} reference answers are called wrong, such as {samples[0].prompt.answer!r} to "
+        f"{len(wrong)} of {len(asked)} reference answers are graded as wrong, such as {samples[0].prompt.answer!r} to "
         f"{_named(samples[0].prompt)}, written as {', '.join(repr(sample.response) for sample in samples[:-1])}{reason}",
-        state="failed" if 2 * len(wrong) >= len(asked) else "warning",
-        remedy=f"take the grader that fits these answers (reward.grader){told}{by_score}",
+        "failed" if 2 * len(wrong) >= len(asked) else "warning",
+        f"set reward.grader to a grader that fits these answers{form}{by_score}",
     )
 
 
-def _scored(asked: Sequence[Sequence[Sample]], verdicts: Sequence[Sequence[Verdict]], *, took: str) -> Found:
-    """The finding on reward functions whose scores count: there may be no right answer, but silence must not be the best one."""
+def _scored(verdicts: Sequence[Sequence[Verdict]], took: str) -> Found:
+    """Checks scores: there may be no right answer, but an empty response must not have the best score."""
     scores = [[one.score for one in each if one.score is not None] for each in verdicts]
     if any(len(known) < len(each) for known, each in zip(scores, verdicts, strict=True)):
         return Found(
-            message="a plain verdict was given, and dynamic_sampling.metric=score needs scores",
-            state="failed",
-            remedy="return a number from the reward function, or set dynamic_sampling.metric=correct",
+            "the grader returned a verdict without a score, and dynamic_sampling.metric=score needs scores",
+            "failed",
+            "return a number from the reward function, or set dynamic_sampling.metric=correct",
         )
     best, empty = [max(known[:-1]) for known in scores], [known[-1] for known in scores]
-    said = f"reference answers score {_span(best)}, an empty response {_span(empty)}; {took}"
+    message = f"reference answers score {_span(best)}, an empty response {_span(empty)}; {took}"
     if any(nothing >= answer for nothing, answer in zip(empty, best, strict=True)):
-        return Found(
-            message=said,
-            state="warning",
-            remedy="where an empty response scores as much as an answer, a policy may learn to say nothing: see that this is what you mean",
-        )
-    return Found(message=said)
+        remedy = "an empty response scores as much as an answer, so a policy may learn to write nothing: see that this is intended"
+        return Found(message, "warning", remedy)
+    return Found(message)
 
 
 def _span(values: Sequence[float]) -> str:

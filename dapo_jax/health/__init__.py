@@ -1,1 +1,1 @@
-"""The health of a run: told to stop (`stopping`), without progress (`stalls`), going on without learning (`watchdogs`)."""
+"""The health of a run: stop requests (`stopping`), runs without progress (`stalls`), runs that learn nothing (`watchdogs`)."""

@@ -1,7 +1,7 @@
-"""Warnings about runs that go on and learn nothing, from the metrics of their steps. Numbers in, words out: no jax, no files.
+"""Warnings about runs that continue without learning, from the metrics of their steps. Pure functions of numbers.
 
-Several may hold at one time, since one brings the next: a policy without entropy gives flat groups, and flat groups a reward that
-stays. Only the first in the order of `NAMES` is then raised.
+Several conditions may hold at once, since one causes the next: a policy without entropy gives flat groups, and flat groups a constant
+reward. Then only the first in the order of `NAMES` is raised.
 """
 
 import math
@@ -9,13 +9,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 NAMES = ("length_collapse", "entropy_collapse", "truncation", "flat_groups", "reward_stuck")
-"""In the order of cause."""
+"""The warnings, causes first."""
 
 START, RECENT = 3, 3
-"""Steps whose mean is what entropy and lengths were at first, and what they are now."""
+"""Number of steps whose mean is the first, or the present, value of a metric."""
 
 NEARLY_ALL_RIGHT = 0.9
-"""An accuracy at which a policy may well be sure of itself, and its reward has no room left."""
+"""Accuracy above which low entropy and a constant reward are expected."""
 
 SEEN = (
     "policy/entropy",
@@ -30,18 +30,17 @@ SEEN = (
     "rollout/truncated_frac",
     "update/learning_rate",
 )
-"""The metrics that are looked at."""
+"""The metrics that the warnings use."""
 
-Step = Mapping[str, Any]
-"""Metrics of a step; what was not measured is absent, None or NaN."""
+StepMetrics = Mapping[str, Any]
+"""Metrics of a step. A value that was not measured is absent, None or NaN."""
 
 Seen = Mapping[str, Sequence[float]]
-"""The values of each metric of `SEEN` that were measured, step by step."""
+"""The measured values of each metric of `SEEN`, step by step."""
 
 
 class Watchdogs:
-    """Takes the steps of a run one by one. What it says depends on their metrics alone, so a resumed run that is given the lines of
-    the steps before goes on as the uninterrupted one would."""
+    """Raises warnings step by step. They depend on metrics alone, so a resumed run that is given the earlier lines raises the same ones."""
 
     def __init__(
         self,
@@ -52,9 +51,9 @@ class Watchdogs:
         max_truncated_frac: float = 0.5,
         min_mixed_frac: float = 0.02,
         metric: str = "correct",
-        history: Iterable[Step] = (),
+        history: Iterable[StepMetrics] = (),
     ) -> None:
-        """`WatchdogsConfig` says what the limits are, `dynamic_sampling.metric` what counts; `history` are the metrics of the steps so far."""
+        """Takes the limits of `WatchdogsConfig`, `dynamic_sampling.metric`, and the metrics of earlier steps as `history`."""
         self._metric = metric
         self._limits = {
             "window": window,
@@ -70,20 +69,20 @@ class Watchdogs:
                 self._see(step)
         self._raised = next(iter(self._holds()), "")
 
-    def step(self, metrics: Step) -> tuple[dict[str, int], list[str]]:
-        """Takes a finished step.
+    def step(self, metrics: StepMetrics) -> tuple[dict[str, int], list[str]]:
+        """Adds a finished step.
 
         Returns:
-            `watchdog/NAME` for each, 1 while it is raised; and the warning, if it was not raised at the step before.
+            `watchdog/NAME` for each warning, 1 while it is raised; and the text of a warning that was not raised at the previous step.
         """
         self._see(metrics)
         holds = self._holds()
         before, self._raised = self._raised, next(iter(holds), "")
-        said = [holds[self._raised]] if self._raised not in ("", before) else []
-        return {f"watchdog/{name}": int(name == self._raised) for name in NAMES}, said
+        new = [holds[self._raised]] if self._raised not in ("", before) else []
+        return {f"watchdog/{name}": int(name == self._raised) for name in NAMES}, new
 
-    def _see(self, step: Step) -> None:
-        """Keeps of a long run only what is looked at: the first values of each metric and the last."""
+    def _see(self, step: StepMetrics) -> None:
+        """Keeps the first and the last values of each metric; the warnings need no others."""
         for name, values in self._seen.items():
             value = step.get(name)
             if value is not None and math.isfinite(value):
@@ -105,62 +104,63 @@ def warnings(
     min_mixed_frac: float,
     metric: str = "correct",
 ) -> dict[str, str]:
-    """Name and text of each warning that holds after the last of what was `seen`, in the order of `NAMES`.
+    """Returns the name and text of each warning that holds after the last step, in the order of `NAMES`.
 
-    * `length_collapse`: responses are shorter than `min_length_frac` of what they were.
-    * `entropy_collapse`: the entropy is below `min_entropy` and below a tenth of what it was, and not nearly all is right.
-    * `truncation`: more than `max_truncated_frac` of the responses are cut off, and 0.25 more than were.
+    * `length_collapse`: responses are shorter than `min_length_frac` of their first length.
+    * `entropy_collapse`: the entropy is below `min_entropy` and below a tenth of its first value, and accuracy is below 0.9.
+    * `truncation`: more than `max_truncated_frac` of the responses are truncated, and 0.25 more than at first.
     * `flat_groups`: for half of `window`, less than `min_mixed_frac` of the groups had both right and wrong responses; with the
-      `metric` score, scores that differ.
-    * `reward_stuck`: after `window` steps at the full learning rate the mean reward of the last half of them is not above that
-      of the run's first steps by twice the noise, and not nearly all is right.
+      `metric` score, different scores.
+    * `reward_stuck`: after `window` steps at the full learning rate, the mean reward of their last half is not above the mean reward of
+      the run's first steps by twice the noise, and accuracy is below 0.9.
 
-    What something was is its mean over the first three steps, what it is its mean over the last three. With the `metric` score nothing
-    is ever nearly all right: a score may have no highest value.
+    A first value is the mean over the first three steps, a present value the mean over the last three. With the `metric` score the
+    accuracy is ignored, since a score may have no highest value.
     """
-    done = metric == "correct" and _nearly_all_right(seen)
+    accuracy = seen["rollout/accuracy"][-RECENT:]
+    done = metric == "correct" and bool(accuracy) and _mean(accuracy) >= NEARLY_ALL_RIGHT
     flat = _equal_scores if metric == "score" else _flat_groups
     found = {
         "length_collapse": _length_collapse(seen, min_length_frac),
-        "entropy_collapse": _entropy_collapse(seen, min_entropy, done=done),
+        "entropy_collapse": "" if done else _entropy_collapse(seen, min_entropy),
         "truncation": _truncation(seen, max_truncated_frac),
         "flat_groups": flat(seen, window // 2, min_mixed_frac),
-        "reward_stuck": _reward_stuck(seen, window, done=done),
+        "reward_stuck": "" if done else _reward_stuck(seen, window),
     }
     return {name: found[name] for name in NAMES if found[name]}
 
 
 def _length_collapse(seen: Seen, least: float) -> str:
-    pair = _then_and_now(seen, "rollout/response_tokens")
-    if pair is None or pair[1] >= least * pair[0]:
+    first, now = _first_and_now(seen, "rollout/response_tokens")
+    if not now < least * first:
         return ""
     return (
-        f"length collapse: responses have {pair[1]:.1f} tokens on average, at first {pair[0]:.1f}. Usual causes: the reward prefers "
+        f"length collapse: responses have {now:.1f} tokens on average, at first {first:.1f}. Usual causes: the reward prefers "
         "brevity (an overlong penalty that begins too early, a grader that accepts an empty or guessed answer); "
         "loss.aggregation=sequence_mean. Read the rollouts; raise sampling.max_response_tokens or lower "
-        "reward.overlong.buffer_tokens; make the grader ask for what is missing"
+        "reward.overlong.buffer_tokens; make the grader require the missing part"
     )
 
 
-def _entropy_collapse(seen: Seen, least: float, *, done: bool) -> str:
-    pair = _then_and_now(seen, "policy/entropy")
-    if pair is None or done or pair[1] >= min(least, 0.1 * pair[0]):
+def _entropy_collapse(seen: Seen, least: float) -> str:
+    first, now = _first_and_now(seen, "policy/entropy")
+    if not now < min(least, 0.1 * first):
         return ""
     return (
-        f"entropy collapse: {pair[1]:.2g} nats a token, at first {pair[0]:.2g}: the policy hardly tries anything new. Usual causes: "
+        f"entropy collapse: {now:.2g} nats per token, at first {first:.2g}: the policy hardly explores. Usual causes: "
         "a learning rate that is too high; an upper clip as low as the lower; many updates on one step's responses. Lower "
-        "optimizer.learning_rate, raise loss.clip_ratio_high, raise batch.groups_per_update; go on from an earlier checkpoint"
+        "optimizer.learning_rate, raise loss.clip_ratio_high, raise batch.groups_per_update; resume from an earlier checkpoint"
     )
 
 
 def _truncation(seen: Seen, most: float) -> str:
-    pair = _then_and_now(seen, "rollout/truncated_frac")
-    if pair is None or pair[1] <= max(most, pair[0] + 0.25):
+    first, now = _first_and_now(seen, "rollout/truncated_frac")
+    if not now > max(most, first + 0.25):
         return ""
     return (
-        f"truncation: {pair[1]:.0%} of the responses are cut off at the length limit, at first {pair[0]:.0%}. Usual causes: the "
-        "reward grows with length; responses repeat themselves; a stop token or stop string that the policy no longer writes. Read "
-        "the rollouts; enable reward.overlong, check sampling.stop, or raise sampling.max_response_tokens if they need the room"
+        f"truncation: {now:.0%} of the responses are truncated at the length limit, at first {first:.0%}. Usual causes: the "
+        "reward grows with length; responses repeat themselves; the policy no longer writes a stop token or stop string. Read "
+        "the rollouts; enable reward.overlong, check sampling.stop, or raise sampling.max_response_tokens if the task needs it"
     )
 
 
@@ -168,18 +168,18 @@ def _flat_groups(seen: Seen, span: int, least: float) -> str:
     mixed = seen["rollout/mixed_frac"][-span:]
     if len(mixed) < span or _mean(mixed) >= least:
         return ""
-    right = _mean(seen["rollout/all_correct_frac"][-span:])
+    head = f"flat groups: in the last {span} steps {_mean(mixed):.1%} of the groups had both right and wrong responses"
     differ = seen["rollout/scores_differ_frac"][-span:]
     if differ and _mean(differ) >= least:
         return (
-            f"flat groups: in the last {span} steps {_mean(mixed):.1%} of the groups had scores both above 0, which count as right, and not; "
-            f"yet the scores differ in {_mean(differ):.0%}. If the reward is a number rather than a verdict, set dynamic_sampling.metric=score"
+            f"{head}, where a score counts as right above 0; yet the scores differ in {_mean(differ):.0%} of them. "
+            "If the reward is a number rather than a verdict, set dynamic_sampling.metric=score"
         )
+    right = _mean(seen["rollout/all_correct_frac"][-span:])
     return (
-        f"flat groups: in the last {span} steps {_mean(mixed):.1%} of the groups had both right and wrong responses; {right:.0%} were "
-        "all right, the rest all wrong, and these teach nothing. Usual causes: all right: the prompts are too easy; all wrong: too "
-        "hard, or the grader never matches (dapo-jax score shows what it extracts); one verdict for whatever is written. Change "
-        "data, model or grader, or raise batch.group_size"
+        f"{head}; {right:.0%} were all right, the rest all wrong, and the policy learns nothing from these. Usual causes: the prompts are "
+        "too easy (all right) or too hard (all wrong); the grader never matches (dapo-jax score shows what it extracts), or returns one "
+        "verdict for every response. Change data, model or grader, or raise batch.group_size"
     )
 
 
@@ -188,45 +188,40 @@ def _equal_scores(seen: Seen, span: int, least: float) -> str:
     if len(differ) < span or _mean(differ) >= least:
         return ""
     return (
-        f"flat groups: in the last {span} steps the scores differed in {_mean(differ):.1%} of the groups; one score for all responses to a "
-        "prompt teaches nothing. Usual causes: a reward function that gives the same whatever is written, or only a few values; responses "
-        "that have become alike. Read the rollouts; change data or reward function, or raise batch.group_size"
+        f"flat groups: in the last {span} steps the scores differed in {_mean(differ):.1%} of the groups; the policy learns nothing from a "
+        "group with equal scores. Usual causes: a reward function that returns one value for every response, or only a few values; "
+        "responses that have become alike. Read the rollouts; change data or reward function, or raise batch.group_size"
     )
 
 
-def _reward_stuck(seen: Seen, window: int, *, done: bool) -> str:
+def _reward_stuck(seen: Seen, window: int) -> str:
     rates = seen["update/learning_rate"][-window:]
     rewards, half = seen["reward/mean"], window // 2
-    still_warming_up = len(rates) < window or max(rates) != min(rates)
-    if still_warming_up or len(rewards) < 2 * half or done:
+    warming_up = len(rates) < window or max(rates) != min(rates)
+    if warming_up or len(rewards) < 2 * half:
         return ""
-    then, now = _mean(rewards[:half]), _mean(rewards[-half:])
+    first, now = _mean(rewards[:half]), _mean(rewards[-half:])
     spread, prompts = seen["reward/std"], seen["rollout/prompts"]
     noise = math.hypot(_error(spread[:half], prompts[:half]), _error(spread[-half:], prompts[-half:]))
-    if now > then + 2 * noise:
+    if now > first + 2 * noise:
         return ""
     return (
-        f"reward stuck: {now:.3g} on average in the last {half} steps, {then:.3g} in the first {half}, with a standard error of "
-        f"{noise:.2g}: it has not risen. Usual causes: a learning rate that is too low (or updates that are skipped: "
-        "update/skipped_frac); a reward that does not depend on what is written. Read the rollouts; raise "
+        f"reward stuck: {now:.3g} on average in the last {half} steps, {first:.3g} in the first {half}, with a standard error of "
+        f"{noise:.2g}: it has not risen. Usual causes: a learning rate that is too low (or skipped updates: "
+        "update/skipped_frac); a reward that does not depend on the response. Read the rollouts; raise "
         "optimizer.learning_rate; if the run is only slow, raise watchdogs.window"
     )
 
 
 def _error(spread: Sequence[float], prompts: Sequence[float]) -> float:
-    """Standard error of the mean reward, as if all responses to a prompt had the same: then it is not less than this."""
+    """Returns an upper bound of the standard error of the mean reward, as if the responses to a prompt had equal rewards."""
     return math.sqrt(_mean([one * one for one in spread]) / max(sum(prompts), 1.0))
 
 
-def _nearly_all_right(seen: Seen) -> bool:
-    accuracy = seen["rollout/accuracy"][-RECENT:]
-    return bool(accuracy) and _mean(accuracy) >= NEARLY_ALL_RIGHT
-
-
-def _then_and_now(seen: Seen, name: str) -> tuple[float, float] | None:
-    """The means over the first and the last steps, once these are not the same ones."""
+def _first_and_now(seen: Seen, name: str) -> tuple[float, float]:
+    """Returns the means over the first and the last steps; NaN until these are different steps."""
     values = seen[name]
-    return (_mean(values[:START]), _mean(values[-RECENT:])) if len(values) >= START + RECENT else None
+    return (_mean(values[:START]), _mean(values[-RECENT:])) if len(values) >= START + RECENT else (math.nan,) * 2  # fmt: skip
 
 
 def _mean(values: Sequence[float]) -> float:

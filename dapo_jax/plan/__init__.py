@@ -1,4 +1,1 @@
-"""The needs of a run: memory, traffic and time by roofline, from shapes or from programs compiled for a TPU slice.
-
-Nothing runs, and nothing of size is allocated.
-"""
+"""The memory, traffic and least time of a run, from shapes or from programs compiled for a TPU slice. Nothing runs."""

@@ -1,114 +1,94 @@
-"""Bytes on one device: of arrays by their places, of compiled programs, and of all that is there at the same time."""
+"""Bytes on one device: the arrays that are resident while each program runs, and the KV cache that would fit."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-import jax
+from dapo_jax.config import TrainConfig
+from dapo_jax.models.presets import DecoderConfig
+from dapo_jax.plan.compiled import ProgramMemory
+from dapo_jax.plan.workload import Workload
+from dapo_jax.run.cache_room import logits_bytes
+from dapo_jax.sampling.pages import PageSizes
 
 MARGIN = 0.05
-"""Part of a device's memory that a plan leaves free: for fragments, and for what is on the device beside the programs' arrays."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProgramMemory:
-    """One compiled program, as the compiler assigned its buffers."""
-
-    arguments: int
-    outputs: int
-    aliased: int
-    """Outputs that lie where donated arguments lay."""
-    temporaries: int
-    code: int
-
-    @property
-    def needed(self) -> int:
-        """All of it."""
-        return self.arguments + self.outputs - self.aliased + self.temporaries + self.code
-
-    @property
-    def beside_arguments(self) -> int:
-        """The bytes that it adds to what is there already."""
-        return self.needed - self.arguments
-
-    @property
-    def kept(self) -> int:
-        """Arguments that are not handed back."""
-        return self.arguments - self.aliased
+"""Share of a device's memory that a plan leaves free for fragmentation and for buffers outside the programs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """A time at which certain things are on a device together."""
+    """The arrays that are on a device while a program runs."""
 
     name: str
     program: str
     parts: dict[str, int] = field(default_factory=dict)
+    """Kind of array -> bytes."""
 
     @property
     def total(self) -> int:
-        """Bytes."""
+        """The sum in bytes."""
         return sum(self.parts.values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resident:
-    """Bytes of what outlives a program; of one device."""
+    """Bytes of arrays that outlive a program, on one device."""
 
     state: int
     """Parameters and moments."""
     moments: int = 0
-    """The part of it that `optimizer.offload` keeps in the host's memory; 0 where they are there already."""
+    """The moments' part of `state`, which `optimizer.offload` keeps in the host's memory; 0 if they are there already."""
     reference: int = 0
     """The reference policy's parameters, with `loss.kl_coef`."""
     base: int = 0
-    """The frozen weights below adapters."""
+    """Frozen weights below adapters."""
     shares_base: bool = False
-    """Whether the sampler has the same arrays."""
+    """Whether trainer and sampler share these arrays."""
     sampler_base: int = 0
-    """The sampler's own copy of them; 0 where it has none."""
+    """The sampler's own copy of the frozen weights; 0 if it has none."""
     weights: int = 0
-    """The sampler's, but for these."""
+    """The sampler's other weights."""
     rotations: int = 0
-    """Cosines and sines of all positions of a slot. Once a run has sampled they stay."""
+    """Cosines and sines of all positions. They stay after the first sampling."""
     minibatch: int = 0
     """The arrays of one update."""
     shorter: int = 0
-    """The part of them whose rows are shorter than the longest."""
+    """The part of `minibatch` whose rows are shorter than the longest."""
     gradient: int = 0
-    """The sum of the gradients so far, between the programs of an update of several row lengths; 0 where every update is one program."""
+    """The accumulated gradient between the programs of an update with several row lengths; 0 if each update is one program."""
     prefix: int = 0
-    """The prompts that one call of prefill has read."""
+    """Prefilled prompts of one call."""
     buffers: int = 0
-    """Keys and values of a sequence that is read part by part, and what flows through the layers of a part; 0 where none is."""
+    """KV cache and activations of a sequence that is prefilled in chunks; 0 if there is none."""
     reread: int = 0
-    """The same sequence once it is read, for its slot."""
+    """The same sequence after its prefill, for its slot."""
     waiting: int = 0
-    """Where rollouts stay in flight, or prompts are longer than a row, one more such sequence: it waits for its slot while another one is read part by part."""
+    """A second such sequence, which waits for its slot: with rollouts in flight, or if prompts are longer than a row of prefill."""
     decode_state: int = 0
-    """The cache, and the logits of every slot."""
+    """The KV cache, and the logits of every slot."""
     paused: int = 0
-    """The logits of responses that pause beside the slots; 0 where no more are in flight than there are slots."""
+    """Logits of paused responses; 0 unless more responses are in flight than there are slots."""
 
 
-def memory_of(compiled: jax.stages.Compiled) -> ProgramMemory:
-    """The memory that the compiler states; the host's is left out."""
-    told: Any = compiled.memory_analysis()
-    return ProgramMemory(
-        arguments=told.argument_size_in_bytes,
-        outputs=told.output_size_in_bytes,
-        aliased=told.alias_size_in_bytes,
-        temporaries=told.temp_size_in_bytes,
-        code=told.generated_code_size_in_bytes,
-    )
+@dataclass(frozen=True, kw_only=True)
+class CacheFit:
+    """The KV cache that fits a sampler's devices."""
+
+    tokens: int
+    """Tokens of all pages, over all devices of a sampler: a value for `sampling.cache_tokens`."""
+    slots: int
+    """A value for `sampling.slots`, so that each of these responses has a slot."""
+    in_flight: float
+    """Number of responses decoded in parallel, at the assumed mean context."""
 
 
 def as_compiled(there: Resident, programs: Mapping[str, ProgramMemory]) -> Resident:
-    """The same with what the compiled programs say of their arguments: on a TPU arrays are padded to tiles of 8 x 128, which can
-    double a cache whose heads have 64 dimensions."""
+    """Replaces sizes from shapes by the sizes of the compiled programs' arguments.
+
+    TPUs pad arrays to tiles of 8 x 128, which can double a cache whose heads have 64 dimensions.
+    """
     generate, update, add = (programs.get(name) for name in ("generate", "update", "update_add_longest"))
     if generate is not None:
-        # What it is given back is the decode state, the rest of its arguments the weights and the rotations.
+        # It donates the decode state. Its other arguments are the weights and the rotations.
         frozen = there.base if there.shares_base else there.sampler_base
         weights = generate.kept - there.rotations - frozen
         there = replace(there, decode_state=generate.aliased, weights=weights)
@@ -117,24 +97,19 @@ def as_compiled(there: Resident, programs: Mapping[str, ProgramMemory]) -> Resid
         there = replace(there, state=update.aliased, minibatch=minibatch)
     if add is not None:
         there = replace(there, gradient=add.aliased)
-    # Keys and values are read where a cache is filled, logits where a response starts.
-    prefix, reread = _read(programs, "rows") or _read(programs, "row"), _read(programs, "part")
-    waiting = (reread or there.waiting) if there.waiting else 0
-    return replace(there, prefix=prefix or there.prefix, reread=reread or there.reread, waiting=waiting)
-
-
-def _read(programs: Mapping[str, ProgramMemory], shape: str) -> int:
-    """Bytes of what prefill reads in this shape; 0 if the programs that take it are not compiled."""
-    fill, insert = programs.get(f"fill_{shape}"), programs.get(f"insert_{shape}")
-    return 0 if fill is None or insert is None else fill.kept + insert.kept
+    if (insert := programs.get("insert_rows") or programs.get("insert_row")) is not None:
+        there = replace(there, prefix=insert.kept)
+    if (insert := programs.get("insert_part")) is not None:
+        there = replace(there, reread=insert.kept, waiting=insert.kept if there.waiting else 0)
+    return there
 
 
 def together(program: str, there: Resident, *, updates: int) -> tuple[str, dict[str, int]] | None:
-    """The time at which a program runs, in words, and what lies on a device beside what the program adds; None if that is less than beside others.
+    """Returns the phase in which a program runs, and the bytes that are resident then without the program's own.
 
-    Between steps the sampler's weights are gone, but for frozen ones. While it samples, the weights, the cache and up to two batches of prefilled prompts lie
-    beside the train state: the responses of one call still wait for slots when the next one reads; and a response that had given its
-    pages back lies there once more. The minibatches of all updates are put on the device before the first, and are gone after the last.
+    Returns None for a small program that runs while others need more. Between steps the sampler's weights are gone, except frozen ones.
+    While it samples, up to two calls of prefilled prompts are there: responses of the first still wait for slots when the second
+    is prefilled. The minibatches of all updates are on the device from before the first update until after the last.
     """
     between = {
         "train state": there.state,
@@ -144,44 +119,42 @@ def together(program: str, there: Resident, *, updates: int) -> tuple[str, dict[
         "rotations": there.rotations,
     }
     updating = {**between, "minibatches": updates * there.minibatch}
+    accumulating = {**updating, "gradient": there.gradient}
     sampler = {**between, "sampler weights": there.weights}
     cache = {**sampler, "decode state": there.decode_state, "paused responses": there.paused}
-    reading = {**cache, "prefilled prompts": 2 * there.prefix}
-    one, buffers, again = (
-        {"prefilled prompts": there.prefix},
-        {"sequence read in parts": there.buffers},
-        {"sequence that waits for its slot": there.reread},
-    )
-    # A long sequence may be read to its end, or half read, while others are decoded.
-    longer = {**cache, **one, **(buffers if there.waiting or there.buffers > there.reread else again)}
+    prompts = {**cache, "prefilled prompts": 2 * there.prefix}
+    chunk = {**cache, "prefilled prompts": there.prefix}
+    chunks = {**chunk, "sequence prefilled in chunks": there.buffers}
+    ended = {"sequence that waits for its slot": there.reread}
+    # While others decode, a long sequence may be in prefill, or at its end.
+    longer = chunks if there.waiting or there.buffers > there.reread else {**chunk, **ended}
     longer |= {"sequence that waits for its slot": there.waiting} if there.waiting else {}
-    gradient = {**updating, "gradient": there.gradient}
     known: dict[str, tuple[str, dict[str, int]]] = {
         "transfer": ("transfer: its last layer", sampler),
         "transfer_ends": ("transfer: embeddings", sampler),
-        "prefill_part": ("sampling: a part of a long sequence", {**cache, **one, **buffers}),
-        "prefill_kept": ("sampling: the end of a long sequence", {**cache, **one, **buffers, **again}),
-        "fill_part": ("sampling: a response starts again", {**cache, **one, **again}),
-        "insert_part": ("sampling: a response starts again", {**cache, **one, **again}),
-        "paused": ("sampling: responses pause", {**reading, "paused responses": 0}),
-        "generate": ("sampling: decode", max(reading, longer, key=lambda parts: sum(parts.values()))),
+        "prefill_part": ("sampling: a chunk of a long sequence", chunks),
+        "prefill_kept": ("sampling: the end of a long sequence", {**chunks, **ended}),
+        "fill_part": ("sampling: a response resumes", {**chunk, **ended}),
+        "insert_part": ("sampling: a response resumes", {**chunk, **ended}),
+        "paused": ("sampling: responses pause", {**prompts, "paused responses": 0}),
+        "generate": ("sampling: decode", max(prompts, longer, key=lambda parts: sum(parts.values()))),
         "score": ("log-probabilities", updating),
         "score_shortest": ("log-probabilities, shortest rows", updating),
         "update": ("update", updating),
         "update_begin": ("update of several row lengths: begins", updating),
-        "update_add_longest": ("update of several row lengths: longest rows", gradient),
-        "update_add_shortest": ("update of several row lengths: shortest rows", gradient),
-        "update_apply": ("update of several row lengths: change", gradient),
+        "update_add_longest": ("update of several row lengths: longest rows", accumulating),
+        "update_add_shortest": ("update of several row lengths: shortest rows", accumulating),
+        "update_apply": ("update of several row lengths: change", accumulating),
     }
     if program in known:
         return known[program]
     if program.startswith("prefill") and program != "prefill_empty":
-        return "sampling: prefill", reading
-    return ("sampling: a response starts", reading) if program.startswith(("fill", "insert")) else None
+        return "sampling: prefill", prompts
+    return ("sampling: a response starts", prompts) if program.startswith(("fill", "insert")) else None
 
 
 def phases(programs: Mapping[str, ProgramMemory], there: Resident, *, updates: int) -> list[Phase]:
-    """The arrays that are resident together, for each program that was compiled (`together`). A program's code stays on the device once it has run."""
+    """Returns the phase of each compiled program (see `together`). The code of all programs stays on the device."""
     code = sum(memory.code for memory in programs.values())
     return [
         Phase(
@@ -190,9 +163,55 @@ def phases(programs: Mapping[str, ProgramMemory], there: Resident, *, updates: i
             parts={
                 **{part: size for part, size in found[1].items() if size},
                 "programs": code,
-                f"added by {program}": memory.beside_arguments - memory.code,
+                f"added by {program}": memory.added,
             },
         )
         for program, memory in programs.items()
         if (found := together(program, there, updates=updates)) is not None
     ]
+
+
+def cache_fit(
+    config: TrainConfig,
+    decoder: DecoderConfig,
+    work: Workload,
+    pages: PageSizes,
+    found: Sequence[Phase],
+    *,
+    limit: int,
+    token_bytes: int,
+    spread: int,
+) -> CacheFit | None:
+    """Returns the largest KV cache with which every compiled phase stays within `limit`.
+
+    Returns None if no phase has a cache, or if not even one sequence would fit. Responses beyond the configured slots need
+    their own slots, each with its logits.
+
+    Args:
+        config: of the run.
+        decoder: the model's sizes.
+        work: of a step.
+        pages: sizes of the configured cache.
+        found: phases with their parts.
+        limit: bytes of a device.
+        token_bytes: bytes per token on each of the devices that share its heads.
+        spread: number of such groups of devices, over which the slots are sharded.
+    """
+    sampling = [phase.total for phase in found if "decode state" in phase.parts]
+    if not sampling:
+        return None
+    left = limit - max(sampling) + pages.pools * pages.pool_pages * pages.page_tokens // spread * token_bytes
+    held, logits = work.context + pages.page_tokens / 2, logits_bytes(decoder, 1)
+    slots = config.sampling.slots // spread
+    tokens, responses = left / token_bytes, left / token_bytes / held
+    if responses > slots:
+        responses = (left + slots * logits) / (held * token_bytes + logits)
+        tokens = responses * held
+    whole = int(tokens) // pages.page_tokens * pages.page_tokens
+    if whole < pages.table_pages * pages.page_tokens:
+        return None
+    return CacheFit(
+        tokens=whole * spread,
+        slots=max(config.sampling.slots, int(responses) * spread),
+        in_flight=responses * spread,
+    )

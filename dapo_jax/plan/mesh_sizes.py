@@ -1,19 +1,19 @@
-"""Sizes of the meshes of a run, whether their devices are there or not."""
+"""The sizes of a run's meshes, whether their devices are present or not."""
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 
 from dapo_jax.config import ConfigError, ParallelConfig
 from dapo_jax.parallel.mesh import AXES, BATCH_AXES, Meshes
 
 HOST_DEVICES = 4
-"""Devices of a host, where there are none to count: those of a TPU VM."""
+"""Devices per host if none are present to count: as on a TPU VM."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
-    """Mesh axis -> its size."""
+class MeshSizes:
+    """The size of each mesh axis."""
 
     train: Mapping[str, int]
     sampler: Mapping[str, int]
@@ -30,26 +30,26 @@ class Layout:
         return math.prod(self.sampler.values())
 
     def share_of(self, in_flight: int) -> int:
-        """The most that one sampler has of so many responses in flight."""
+        """Returns the largest share of `in_flight` responses that one sampler has."""
         return -(-in_flight // self.samplers)
 
 
 def batch_shards(sizes: Mapping[str, int]) -> int:
-    """Over how many devices rows or slots are spread."""
+    """Returns the number of devices over which rows or slots are sharded."""
     return math.prod(sizes[axis] for axis in BATCH_AXES)
 
 
-def layout_of(meshes: Meshes) -> Layout:
-    """The sizes of meshes that exist."""
+def layout_of(meshes: Meshes) -> MeshSizes:
+    """Returns the sizes of existing meshes."""
     train, sampler = ({axis: mesh.shape[axis] for axis in AXES} for mesh in (meshes.train, meshes.sampler))
-    return Layout(train=train, sampler=sampler, samplers=meshes.count)
+    return MeshSizes(train=train, sampler=sampler, samplers=meshes.count)
 
 
-def described(parallel: ParallelConfig) -> Layout | None:
-    """The sizes that `parallel` names, on hosts of 4 devices; None if one of them is -1 and depends on the devices.
+def described(parallel: ParallelConfig) -> MeshSizes | None:
+    """Returns the sizes in `parallel`, on hosts of 4 devices; None if one of them is -1 and depends on the devices.
 
     Raises:
-        ConfigError: the devices do not make up samplers.
+        ConfigError: the devices cannot be divided into samplers.
     """
     train = {axis: getattr(parallel, axis) for axis in AXES}
     if -1 in train.values():
@@ -63,10 +63,9 @@ def described(parallel: ParallelConfig) -> Layout | None:
             f"parallel.sampler_tensor={tensor}"
         )
     sampler = {**dict.fromkeys(AXES, 1), "data": each // tensor, "tensor": tensor}
-    return Layout(train=train, sampler=sampler, samplers=devices // each)
+    return MeshSizes(train=train, sampler=sampler, samplers=devices // each)
 
 
 def one_device(parallel: ParallelConfig) -> ParallelConfig:
-    """The same with every axis of size 1: where only the names of the axes matter."""
-    sizes = {field.name: getattr(parallel, field.name) for field in fields(parallel)}
-    return ParallelConfig(**{**sizes, **dict.fromkeys(AXES, 1), "sampler_tensor": 1, "sampler_hosts": 1})
+    """Returns `parallel` with all sizes 1, for shapes that only need the names of the axes."""
+    return replace(parallel, data=1, fsdp=1, tensor=1, context=1, sampler_tensor=1, sampler_hosts=1)

@@ -1,27 +1,18 @@
-"""The least time that a step's phases can take: work over the chip's peaks, whichever of compute, memory and interconnect is longest.
+"""The least time of each phase of a step: operations and bytes divided by the chip's peaks (a roofline).
 
-A roofline, not a measurement: it knows no latency, no dependence of one product on the last, no host. What it gives is a bound, and
-how phases compare.
+It is a lower bound, not a measurement: it ignores latency, the order of operations, and the host. XLA's estimate of the compiled
+programs is computed next to it (`estimates`).
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from dapo_jax.config import TrainConfig
+from dapo_jax.config import SamplingConfig, TrainConfig
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.plan.chips import Chip
-from dapo_jax.plan.collectives import Traffic
-from dapo_jax.plan.costs import (
-    cache_bytes_per_token,
-    decode_weight_parameters,
-    forward_flops,
-    item,
-    matrix_parameters,
-    unembedding_parameters,
-    weight_bytes,
-)
-from dapo_jax.plan.mesh_sizes import Layout, batch_shards
+from dapo_jax.plan.compiled import Program
+from dapo_jax.plan.mesh_sizes import MeshSizes, batch_shards
 from dapo_jax.plan.workload import Workload
 from dapo_jax.run.programs import sampled_decoder
 from dapo_jax.run.response_sampler import prefill_of
@@ -35,19 +26,19 @@ class Work:
 
     phase: str
     runs: int | float
-    """Runs of its program in a step."""
+    """Runs of its program per step."""
     flops: int | float
-    """Operations of all runs, with what is computed twice and with padding."""
+    """Operations of all runs, with recomputation and padding."""
     useful_flops: int | float
-    """Operations of the model's own products over the tokens that count, computed once: what model FLOPs utilisation is taken from."""
+    """Operations of the model's products over real tokens, each counted once; used for model FLOPs utilisation."""
     hbm_bytes: int | float
-    """The least that its products read and write."""
+    """The least bytes that its products read and write."""
     ici_bytes: int | float
-    """Received in its collectives; 0 if the program was not compiled."""
+    """Bytes received in its collectives; 0 if the program was not compiled."""
     kernel_flops: int | float = 0
-    """The part of `flops` that a kernel for attention does, where there is one."""
+    """The part of `flops` in an attention kernel, if there is one."""
     kernel_hbm_bytes: int | float = 0
-    """The part of `hbm_bytes` that it reads."""
+    """The part of `hbm_bytes` in that kernel."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,17 +52,17 @@ class Bound:
 
     @property
     def seconds(self) -> float:
-        """The longest of the three: as if they overlapped entirely."""
+        """The longest of the three, as if they overlapped entirely."""
         return max(self.compute_s, self.hbm_s, self.ici_s)
 
     @property
     def limit(self) -> str:
-        """Which of the three it is."""
+        """The name of the longest: compute, hbm or ici."""
         return max(("compute", "hbm", "ici"), key=lambda name: getattr(self, f"{name}_s"))
 
 
 def bound(work: Work, chip: Chip) -> Bound:
-    """`work` over the peaks of `chip`."""
+    """Divides `work` by the peaks of `chip`."""
     return Bound(
         work=work,
         compute_s=work.flops / chip.device_flops,
@@ -80,32 +71,62 @@ def bound(work: Work, chip: Chip) -> Bound:
     )
 
 
+def estimates(
+    works: Sequence[Work], calls: Mapping[str, Sequence[tuple[str, int]]], programs: Sequence[Program], chip: Chip
+) -> dict[str, float]:  # fmt: skip
+    """Returns XLA's estimate in seconds of each phase whose programs were all compiled.
+
+    It is the sum of operations, copies and kernels, as if nothing on the device overlapped, and at least the time of the collectives. XLA
+    does not know the cost of kernels: they count with their roofline.
+
+    Args:
+        works: the phases of a step.
+        calls: phase -> its programs, and the calls of each per run (`calls_of`).
+        programs: compiled programs.
+        chip: the chip that runs them.
+    """
+    costs = {program.name: program.cost for program in programs if program.cost is not None}
+    made = {}
+    for work in works:
+        if any(name not in costs for name, _ in calls[work.phase]):
+            continue
+        runs = [(work.runs * times, costs[name]) for name, times in calls[work.phase]]
+        seconds = sum(times * cost.cycles for times, cost in runs) / chip.cycles_s
+        seconds += sum(times * cost.copied_bytes for times, cost in runs) / chip.device_hbm_bytes_s
+        if any(cost.kernels for _, cost in runs):
+            kernel_hbm_s = work.kernel_hbm_bytes / chip.device_hbm_bytes_s
+            seconds += max(work.kernel_flops / chip.device_flops, kernel_hbm_s)
+        made[work.phase] = max(seconds, bound(work, chip).ici_s)
+    return made
+
+
 def work_of(
     config: TrainConfig,
     decoder: DecoderConfig,
     work: Workload,
-    layout: Layout,
+    sizes: MeshSizes,
     pages: PageSizes,
-    traffic: Mapping[str, Sequence[Traffic]],
+    programs: Sequence[Program] = (),
 ) -> list[Work]:
-    """The phases of a step in their order; `pages` are those of a sampler's cache, `traffic` is what one run of each compiled program receives."""
-    of_program = {name: float(sum(kind.received_bytes for kind in kinds)) for name, kinds in traffic.items()}
+    """Returns the phases of a step in order. `pages` has the sizes of a sampler's cache; `programs` are compiled, for their traffic."""
+    traffic = {one.name: float(sum(kind.received_bytes for kind in one.traffic)) for one in programs}
     received = {
-        phase: sum(times * of_program.get(name, 0.0) for name, times in calls)
+        phase: sum(times * traffic.get(name, 0.0) for name, times in calls)
         for phase, calls in calls_of(config, decoder).items()
     }
     sampled = sampled_decoder(decoder, config.sampling)
     return [
-        _transfer(config, decoder, layout, received["transfer"]),
-        _prefill(config, sampled, work, layout, received["prefill"]),
-        _decode(config, sampled, work, layout, pages, received["decode"]),
-        *_trained(config, decoder, work, layout, received),
+        _transfer(config, decoder, sizes, received["transfer"]),
+        _prefill(config, sampled, work, sizes, received["prefill"]),
+        _decode(config, sampled, work, sizes, pages, received["decode"]),
+        *_trained(config, decoder, work, sizes, received),
     ]
 
 
 def calls_of(config: TrainConfig, decoder: DecoderConfig) -> dict[str, list[tuple[str, int]]]:
-    """Phase -> its programs, and how often each is called in one of its runs."""
-    prefill = _prefill_program(config)
+    """Returns the programs of each phase, and the calls of each per run of the phase."""
+    # The program of a layer that prefills most of the prompts.
+    prefill = "prefill_rows" if prefill_shape_of(config).rows > 1 else "prefill_row"
     return {
         "transfer": [("transfer", decoder.layers), ("transfer_ends", 1)],
         "prefill": [(f"{prefill}_embed", 1), (prefill, decoder.layers), (f"{prefill}_head", 1)],
@@ -115,42 +136,110 @@ def calls_of(config: TrainConfig, decoder: DecoderConfig) -> dict[str, list[tupl
     }
 
 
-def _prefill_shape(config: TrainConfig) -> PrefillShape:
-    how = {"in_flight": config.rollout.in_flight, "has_turns": bool(config.environment.source)}
+def prefill_shape_of(config: TrainConfig) -> PrefillShape:
+    """Returns the rows of one call of prefill."""
     return prefill_of(
-        config.sampling, config.batch.group_size, max_prompt_tokens=config.data.max_prompt_tokens, **how
+        config.sampling,
+        config.batch.group_size,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        in_flight=config.rollout.in_flight,
+        has_turns=bool(config.environment.source),
     )
 
 
-def _prefill_program(config: TrainConfig) -> str:
-    """The program of a layer that reads most of the prompts."""
-    return "prefill_rows" if _prefill_shape(config).rows > 1 else "prefill_row"
+def room(config: TrainConfig, work: Workload, pages: PageSizes) -> float:
+    """Returns the number of responses that a sampler can decode in parallel.
+
+    It is the number of slots, or of responses that the pages hold: each has its mean context and half an empty page. Pages that the
+    responses of a group share are counted for each response.
+    """
+    slots = float(config.sampling.slots)
+    if not pages.runs_out:
+        return slots  # every slot has room for the longest response
+    held = work.context + pages.page_tokens / 2
+    return min(slots, pages.pools * pages.pool_pages * pages.page_tokens / held)
 
 
-def _transfer(config: TrainConfig, decoder: DecoderConfig, layout: Layout, received: float) -> Work:
-    """Reads the float32 parameters that are trained where they lie, and a base that they are merged with; writes the sampler's share of what it is given."""
-    train, tensor, dtype = layout.train, layout.sampler["tensor"], config.model.compute_dtype
-    merged = item(dtype) * decoder.parameters if config.sampling.merge_lora else 0
-    reads = (4 * decoder.trained_parameters + merged) / (train["fsdp"] * train["tensor"])
-    written = decoder.parameters if merged else decoder.trained_parameters
-    writes = weight_bytes(written, config.sampling, compute_dtype=dtype) / tensor
-    return Work(
-        phase="transfer", runs=1, flops=0, useful_flops=0, hbm_bytes=reads + writes, ici_bytes=received
-    )
+def in_flight(config: TrainConfig, work: Workload, pages: PageSizes, samplers: int) -> float:
+    """Returns the number of responses that a sampler decodes in parallel: `room`, or its share of `rollout.in_flight`."""
+    most = room(config, work, pages)
+    return min(most, config.rollout.in_flight / samplers) if config.rollout.in_flight else most
+
+
+def decode_steps(work: Workload, samplers: int, parallel: float) -> float:
+    """Returns the decode steps of a sampler with `parallel` responses; in waves at least the longest response's tokens."""
+    tokens = work.responses * work.response_mean / samplers
+    return max(tokens / parallel, work.longest if work.waves else 0.0)
+
+
+def matrix_parameters(decoder: DecoderConfig) -> int:
+    """Returns the weights in the layers' matrices and adapters; embedding and unembedding are not among them."""
+    heads = decoder.head_dim * (2 * decoder.heads + 2 * decoder.kv_heads)
+    adapters = 0 if decoder.lora is None else decoder.trained_parameters
+    return decoder.layers * decoder.embed_dim * (heads + 3 * decoder.mlp_dim) + adapters
+
+
+def forward_flops(
+    decoder: DecoderConfig, *, tokens: int | float = 0, pairs: int | float = 0, logits: int | float = 0
+) -> int | float:
+    """Returns the operations of a forward pass. A product of [m, k] and [k, n] has 2 m k n.
+
+    Args:
+        decoder: the model's sizes.
+        tokens: tokens that pass the layers.
+        pairs: query-key pairs: each is a product with a key and with a value in every head.
+        logits: tokens whose logits are computed.
+    """
+    attention = 4 * decoder.layers * decoder.heads * decoder.head_dim
+    unembedding = _unembedding_parameters(decoder)
+    return 2 * matrix_parameters(decoder) * tokens + attention * pairs + 2 * unembedding * logits
+
+
+def cache_bytes_per_token(decoder: DecoderConfig, sampling: SamplingConfig, *, compute_dtype: str) -> int:
+    """Returns the bytes of one token's keys and values in all layers, with their scales in eight bits."""
+    each = decoder.head_dim * item(compute_dtype) if not sampling.cache_dtype else decoder.head_dim + 4
+    return 2 * decoder.layers * decoder.kv_heads * each
+
+
+def item(dtype: str) -> int:
+    """Returns the bytes of a number in a compute dtype."""
+    return 2 if dtype == "bfloat16" else 4
+
+
+def decode_weight_parameters(decoder: DecoderConfig) -> int:
+    """Returns the weights that a decode step reads: all matrices and the unembedding. Of an embedding it reads one row per token."""
+    return matrix_parameters(decoder) + _unembedding_parameters(decoder)
+
+
+def _unembedding_parameters(decoder: DecoderConfig) -> int:
+    return decoder.vocab_size * decoder.embed_dim
+
+
+def _sampler_bytes(parameters: int | float, config: TrainConfig, sizes: MeshSizes) -> float:
+    """Returns the bytes of the sampler's weights on each device, without the few scales of weights in eight bits."""
+    each = 1 if config.sampling.weight_dtype else item(config.model.compute_dtype)
+    return parameters * each / sizes.sampler["tensor"]
+
+
+def _transfer(config: TrainConfig, decoder: DecoderConfig, sizes: MeshSizes, received: float) -> Work:
+    """Reads the float32 trained parameters, and a base to merge them with; writes the sampler's share."""
+    merged = item(config.model.compute_dtype) * decoder.parameters if config.sampling.merge_lora else 0
+    reads = (4 * decoder.trained_parameters + merged) / (sizes.train["fsdp"] * sizes.train["tensor"])
+    writes = _sampler_bytes(decoder.parameters if merged else decoder.trained_parameters, config, sizes)
+    return Work(phase="transfer", runs=1, flops=0, useful_flops=0, hbm_bytes=reads + writes, ici_bytes=received)  # fmt: skip
 
 
 def _prefill(
-    config: TrainConfig, decoder: DecoderConfig, work: Workload, layout: Layout, received: float
+    config: TrainConfig, decoder: DecoderConfig, work: Workload, sizes: MeshSizes, received: float
 ) -> Work:
-    """Each prompt once, as many as a call's rows hold; the devices of a sampler share its prompts. What is in flight is read again in each step,
-    each response as if it had the mean context, and so are episodes between turns that read them again."""
-    shape, devices = _prefill_shape(config), layout.sampler_devices
+    """Prefills each prompt once. Responses in flight are re-prefilled in each step, at their mean context; episodes between turns."""
+    shape, devices = prefill_shape_of(config), sizes.sampler_devices
     read = [
-        (length, sequences / layout.samplers)
+        (length, sequences / sizes.samplers)
         for length, sequences in (
             (work.prompt_mean, work.prompts),
             (work.context, config.rollout.in_flight),
-            (work.between, work.responses * work.readings),
+            (work.between, work.responses * work.reprefills),
         )
     ]
     once, *more = (
@@ -163,115 +252,76 @@ def _prefill(
         runs=runs,
         flops=(once + sum(more)) / devices,
         useful_flops=once / devices,
-        hbm_bytes=runs * decode_weight_bytes(config, decoder, layout),
+        hbm_bytes=runs * _sampler_bytes(decode_weight_parameters(decoder), config, sizes),
         ici_bytes=runs * received,
     )
 
 
 def _calls(shape: PrefillShape, length: float) -> float:
-    """Calls of prefill that read a sequence: one of those for all rows of which each holds several, or one for each part of a longer one."""
+    """Returns the calls of prefill per sequence: a share of a call, or one for each chunk of a sequence longer than a row."""
     if length > shape.width:
         return float(math.ceil(length / shape.width))
     return 1 / (shape.rows * max(1.0, min(float(shape.row_prompts), shape.width // length)))
 
 
-def room(config: TrainConfig, work: Workload, pages: PageSizes) -> float:
-    """Responses that a sampler can decode side by side: as many as it has slots, or as its pages hold, each half a page more than its mean
-    context. Prompts whose pages a group shares are counted for each response."""
-    held, slots = work.context + pages.page_tokens / 2, float(config.sampling.slots)
-    if not pages.runs_out:
-        return slots  # there is room for the longest in every slot
-    return min(slots, pages.pools * pages.pool_pages * pages.page_tokens / held)
-
-
-def in_flight(config: TrainConfig, work: Workload, pages: PageSizes, samplers: int) -> float:
-    """Responses that a sampler decodes side by side: those that it has room for, or its share of `rollout.in_flight`."""
-    most = room(config, work, pages)
-    return min(most, config.rollout.in_flight / samplers) if config.rollout.in_flight else most
-
-
-def decode_steps(work: Workload, samplers: int, together: float) -> float:
-    """Tokens that a sampler decodes one after another: its share of all over what is in flight; and in waves no less than the longest response."""
-    tokens = work.responses * work.response_mean / samplers
-    return max(tokens / together, work.longest if work.waves else 0.0)
-
-
 def _decode(
-    config: TrainConfig, decoder: DecoderConfig, work: Workload, layout: Layout, pages: PageSizes, received: float
+    config: TrainConfig, decoder: DecoderConfig, work: Workload, sizes: MeshSizes, pages: PageSizes, received: float
 ) -> Work:  # fmt: skip
-    """Weights are read once a step for all responses of a device, and of each what its pages hold, as the kernels do."""
-    sampler, steps_per_call, dtype = (
-        layout.sampler,
-        config.sampling.steps_per_call,
-        config.model.compute_dtype,
-    )
-    together = in_flight(config, work, pages, layout.samplers)
-    steps = decode_steps(work, layout.samplers, together)
-    tokens = work.responses * work.response_mean / layout.samplers
-    flops = forward_flops(decoder, tokens=tokens, pairs=tokens * work.context, logits=tokens)
-    flops /= layout.sampler_devices
-    # The heads are split over `tensor`, the slots over the other axes. Where fewer are left than slots, each step reads less.
-    each = cache_bytes_per_token(decoder, config.sampling, compute_dtype=dtype) / sampler["tensor"]
-    cache = tokens / batch_shards(sampler) * work.context * each
+    """Each step reads the weights once for all responses of a device, and of each response its cached tokens."""
+    steps = decode_steps(work, sizes.samplers, in_flight(config, work, pages, sizes.samplers))
+    calls = steps / config.sampling.steps_per_call
+    tokens = work.responses * work.response_mean / sizes.samplers
+    attention = forward_flops(decoder, pairs=tokens * work.context) / sizes.sampler_devices
+    flops = forward_flops(decoder, tokens=tokens, logits=tokens) / sizes.sampler_devices + attention
+    # The heads are split over `tensor`, the slots over the other axes.
+    each = cache_bytes_per_token(decoder, config.sampling, compute_dtype=config.model.compute_dtype)
+    cache = tokens / batch_shards(sizes.sampler) * work.context * each / sizes.sampler["tensor"]
+    weights = _sampler_bytes(decode_weight_parameters(decoder), config, sizes)
     return Work(
         phase="decode",
-        runs=steps / steps_per_call,
+        runs=calls,
         flops=flops,
         useful_flops=flops,
-        hbm_bytes=steps * decode_weight_bytes(config, decoder, layout) + cache,
-        ici_bytes=steps / steps_per_call * received,
-        kernel_flops=forward_flops(decoder, tokens=0, pairs=tokens * work.context, logits=0)
-        / layout.sampler_devices,
+        hbm_bytes=steps * weights + cache,
+        ici_bytes=calls * received,
+        kernel_flops=attention,
         kernel_hbm_bytes=cache,
     )
 
 
-def decode_weight_bytes(config: TrainConfig, decoder: DecoderConfig, layout: Layout) -> float:
-    """The bytes of the weights that a device reads for one decode step."""
-    parameters, dtype = decode_weight_parameters(decoder), config.model.compute_dtype
-    return weight_bytes(parameters, config.sampling, compute_dtype=dtype) / layout.sampler["tensor"]
-
-
 def _trained(
-    config: TrainConfig,
-    decoder: DecoderConfig,
-    work: Workload,
-    layout: Layout,
-    received: Mapping[str, float],
-) -> list[Work]:
-    """Log-probabilities of all updates but the first (and of all under a reference policy), then the updates."""
-    trainer, devices = config.loss.old_logprobs == "trainer", layout.devices
-    scored = (work.updates - 1 if trainer else 0) + (work.updates if config.loss.kl_coef else 0)
-    own = forward_flops(
-        decoder,
-        tokens=work.trained * work.sequence,
-        pairs=work.trained * work.attended,
-        logits=work.trained * work.sequence,
-    )
-    # With its padding; a row's attention is causal over the whole row.
-    row, tokens = config.row_tokens, float(work.microbatches * work.microbatch_tokens)
-    pairs = tokens * (row + 1) / 2
+    config: TrainConfig, decoder: DecoderConfig, work: Workload, sizes: MeshSizes, received: Mapping[str, float]
+) -> list[Work]:  # fmt: skip
+    """Log-probabilities of all updates but the first, or of all under a reference policy; then the updates."""
+    devices, count = sizes.devices, work.trained * work.sequence
+    scored = work.updates - 1 if config.loss.old_logprobs == "trainer" else 0
+    scored += work.updates if config.loss.kl_coef else 0
+    own = forward_flops(decoder, tokens=count, pairs=work.trained * work.attended, logits=count)
+    # With padding; attention is causal over the whole row.
+    tokens = float(work.microbatches * work.microbatch_tokens)
+    pairs = tokens * (config.row_tokens + 1) / 2
     one = forward_flops(decoder, tokens=tokens, pairs=pairs, logits=tokens)
-    attention = forward_flops(decoder, tokens=0, pairs=pairs, logits=0)
-    # The gradient is two products for each of the forward pass; rematerialising all computes the forward pass again.
+    attention = forward_flops(decoder, pairs=pairs)
+    # The gradient has two products for each in the forward pass; full rematerialisation repeats the forward pass.
     passes = 4 if config.model.remat == "full" else 3
-    weights = _microbatch_weight_bytes(config, decoder, layout)
-    held = decoder.trained_parameters / (layout.train["fsdp"] * layout.train["tensor"])
-    # Gradients are read, added to and written in float32 for each microbatch; AdamW reads 4 arrays and writes 3.
+    # Each pass over a microbatch reads the weights in the compute dtype, split over the tensor axis alone.
+    used = decoder.parameters - (0 if decoder.tied_embeddings else _unembedding_parameters(decoder))
+    used += 0 if decoder.lora is None else decoder.trained_parameters
+    weights = item(config.model.compute_dtype) * used / sizes.train["tensor"]
+    held = decoder.trained_parameters / (sizes.train["fsdp"] * sizes.train["tensor"])
+    # Each microbatch reads, adds to and writes float32 gradients; AdamW reads 4 arrays and writes 3.
     optimizer = work.microbatches * 3 * 4 * held + 7 * 4 * held
-    made = [
-        Work(
-            phase="update",
-            runs=work.updates,
-            flops=work.updates * (passes * one - _not_differentiated(decoder, tokens)) / devices,
-            useful_flops=(3 * own - _not_differentiated(decoder, work.trained * work.sequence)) / devices,
-            hbm_bytes=work.updates * (work.microbatches * passes * weights + optimizer),
-            ici_bytes=work.updates * received["update"],
-            kernel_flops=work.updates * passes * attention / devices,
-        )
-    ]
-    if not scored:
-        return made
+    # The gradients of frozen matrices below adapters are not computed.
+    frozen = 0 if decoder.lora is None else matrix_parameters(decoder.base) + _unembedding_parameters(decoder)
+    update = Work(
+        phase="update",
+        runs=work.updates,
+        flops=work.updates * (passes * one - 2 * frozen * tokens) / devices,
+        useful_flops=(3 * own - 2 * frozen * count) / devices,
+        hbm_bytes=work.updates * (work.microbatches * passes * weights + optimizer),
+        ici_bytes=work.updates * received["update"],
+        kernel_flops=work.updates * passes * attention / devices,
+    )
     score = Work(
         phase="score",
         runs=scored,
@@ -281,18 +331,4 @@ def _trained(
         ici_bytes=scored * received["score"],
         kernel_flops=scored * attention / devices,
     )
-    return [score, *made]
-
-
-def _not_differentiated(decoder: DecoderConfig, tokens: float) -> float:
-    """Operations of the gradients of frozen matrices, which are not computed: below adapters those of all others."""
-    if decoder.lora is None:
-        return 0.0
-    return 2 * (matrix_parameters(decoder.base) + unembedding_parameters(decoder)) * tokens
-
-
-def _microbatch_weight_bytes(config: TrainConfig, decoder: DecoderConfig, layout: Layout) -> float:
-    """The bytes that one pass over a microbatch reads: the weights, whole but for the tensor axis, in the compute dtype."""
-    used = decoder.parameters - (0 if decoder.tied_embeddings else unembedding_parameters(decoder))
-    used += 0 if decoder.lora is None else decoder.trained_parameters
-    return item(config.model.compute_dtype) * used / layout.train["tensor"]
+    return [score, update] if scored else [update]

@@ -1,7 +1,4 @@
-"""The decoder that a configuration names, without its weights and without a tokenizer.
-
-A file of its own: it finds sizes without a network, where the library would fetch.
-"""
+"""The sizes of the model that a configuration names, found without its weights, a tokenizer or the network."""
 
 from dapo_jax.config import ConfigError, ModelConfig
 from dapo_jax.models.config_json import FAMILIES, WHAT_LOADS
@@ -11,23 +8,29 @@ from dapo_jax.nearest import nearest
 from dapo_jax.run.policy import folder_of, read_base
 
 _PUBLISHERS = {"smollm2": "HuggingFaceTB/SmolLM2", "llama": "meta-llama/Llama", "qwen": "Qwen/Qwen"}
-_KINDS = ("", "-base", "-instruct")
-"""The text behind the size in the name of a repository whose weights have these shapes."""
+_REPOSITORIES = {
+    f"{repository}{known.removeprefix(family)}{kind}".lower(): known
+    for family, repository in _PUBLISHERS.items()
+    for known in PRESETS
+    if known.startswith(family)
+    for kind in ("", "-base", "-instruct")
+}
+"""Repository on the hub, in lower case -> the preset with the same shapes."""
 
 
 def decoder_of(model: ModelConfig) -> DecoderConfig:
-    """The sizes of `model.source`, the vocabulary as wide as the model's embedding.
+    """Returns the sizes of `model.source`; the vocabulary is as wide as the model's embedding.
 
-    A model on the hub is known by its preset, and nothing is fetched.
+    Models on the hub are known by their presets; nothing is fetched.
 
     Raises:
-        ConfigError: there is no such preset or folder, or nothing is known about the repository.
+        ConfigError: there is no such preset or folder, or the repository is unknown.
     """
     kind, _, name = model.source.partition(":")
     try:
         if kind == "hf":
             return _of_repository(name)
-        # The vocabulary of a preset is its tokenizer's in a run; what is planned is the published model.
+        # In a run the vocabulary of a preset is its tokenizer's. The plan is for the published model.
         if kind == "preset":
             return preset(name)
         return read_base(
@@ -39,24 +42,10 @@ def decoder_of(model: ModelConfig) -> DecoderConfig:
 
 
 def _of_repository(name: str) -> DecoderConfig:
-    repositories = {
-        f"{_publisher(known)}{known.removeprefix(_family(known))}{kind}".lower(): known
-        for known in PRESETS
-        if _family(known)
-        for kind in _KINDS
-    }
-    if name.lower() in repositories:
-        return PRESETS[repositories[name.lower()]]
-    near = nearest(name, repositories, least=0.0)[0]
+    if known := _REPOSITORIES.get(name.lower()):
+        return PRESETS[known]
     raise ValueError(
-        f"the sizes of {name} are not known here, and planning fetches nothing; the nearest that is known is {near}. "
-        f"If it is a model of a family that is covered ({', '.join(FAMILIES)}), name a folder with its config.json as model.source instead; {WHAT_LOADS}"
+        f"the sizes of {name} are unknown, and planning fetches nothing; the nearest that is known is "
+        f"{nearest(name, _REPOSITORIES, least=0.0)[0]}. If it is a model of a family that is covered ({', '.join(FAMILIES)}), "
+        f"set model.source to a folder with its config.json; {WHAT_LOADS}"
     )
-
-
-def _family(known: str) -> str:
-    return next((family for family in _PUBLISHERS if known.startswith(family)), "")
-
-
-def _publisher(known: str) -> str:
-    return _PUBLISHERS[_family(known)]

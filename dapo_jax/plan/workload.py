@@ -1,4 +1,4 @@
-"""The workload of a step: how many prompts, responses, tokens and microbatches, under stated assumptions."""
+"""The work of one step: prompts, responses, tokens and microbatches, under stated assumptions."""
 
 import math
 from dataclasses import dataclass
@@ -9,49 +9,49 @@ from dapo_jax.training.minibatch import stack_capacity
 
 @dataclass(frozen=True, kw_only=True)
 class Assumptions:
-    """Quantities that a configuration does not say. Each has a default that is said in the report."""
+    """Quantities that a configuration leaves open. The plan lists each value that it assumes."""
 
     response_tokens: int | float | None = None
-    """The mean; None: every response is as long as it may be."""
+    """Mean tokens per response; None: `sampling.max_response_tokens`."""
     response_tokens_std: int | float = 0.0
     prompt_tokens: int | float | None = None
-    """The mean; None: every prompt is as long as it may be."""
+    """Mean tokens per prompt; None: `data.max_prompt_tokens`."""
     informative: int | float = 0.5
-    """The share of groups that are neither all correct nor all wrong."""
+    """Share of groups that are neither all correct nor all wrong."""
     turns: int | float | None = None
-    """The mean of an episode; None: every episode has as many as it may have."""
+    """Mean turns per episode; None: `environment.max_turns`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """One step."""
+    """The work of one step."""
 
     prompts: int
-    """Sampled, over all waves."""
+    """Sampled prompts, over all waves."""
     waves: int
-    """0 where rollouts stay in flight (`rollout.in_flight`)."""
+    """Number of waves; 0 with rollouts in flight (`rollout.in_flight`)."""
     responses: int
-    """Sampled."""
+    """Sampled responses."""
     response_mean: float
     response_std: float
     longest: float
-    """The longest response: two standard deviations above the mean, at most the limit."""
+    """Tokens of the longest response: two standard deviations above the mean, at most the limit."""
     prompt_mean: float
     trained: int
-    """Responses that are trained on."""
+    """Responses in the training batch."""
     updates: int
     microbatches: int
-    """The microbatches of one update, if rows are packed without a gap."""
+    """Microbatches per update if rows are packed without gaps."""
     room: int
-    """Microbatches that an update's program has room for when all responses are as long as they may be."""
+    """Microbatches per update if all responses have the maximum length. The update is compiled for so many."""
     microbatch_tokens: int
-    """Tokens of one microbatch with its padding."""
+    """Tokens per microbatch with padding."""
     informative: float
-    """The share of groups that are; 1 without dynamic sampling."""
-    readings: float
-    """Times that an episode is read again between its turns, with its prompt and all that was before; 0 where none is."""
+    """Share of informative groups; 1 without dynamic sampling."""
+    reprefills: float
+    """Number of re-prefills per episode, between its turns; 0 if its KV cache is kept."""
     notes: tuple[str, ...]
-    """The assumptions, in words."""
+    """The assumptions in words."""
 
     @property
     def sequence(self) -> float:
@@ -60,7 +60,7 @@ class Workload:
 
     @property
     def context(self) -> float:
-        """Mean entries of the cache that a decoded token attends to.
+        """Mean number of cached tokens that a decoded token attends to.
 
         A response of L tokens attends to prompt + 0, 1, ... L - 1: over all tokens prompt + E[L(L-1)/2] / E[L].
         """
@@ -69,7 +69,7 @@ class Workload:
 
     @property
     def between(self) -> float:
-        """Mean tokens of an episode between two turns, its prompt among them: of T turns that are alike prompt + L k / T for k = 1 ... T - 1."""
+        """Mean tokens of an episode between two turns, with its prompt, if all turns have the same length."""
         return self.prompt_mean + self.response_mean / 2
 
     @property
@@ -79,23 +79,22 @@ class Workload:
 
 
 def workload_of(config: TrainConfig, assumed: Assumptions) -> Workload:
-    """The step that `config` describes.
+    """Returns the work of a step that `config` describes.
 
     Raises:
-        ConfigError: assumed lengths are beyond the configuration's, or so few groups would be informative that dynamic sampling
-            runs out of waves.
+        ConfigError: an assumed length exceeds the configuration's limit, or dynamic sampling would run out of waves.
     """
-    limit, notes = config.sampling.max_response_tokens, []
+    batch, notes = config.batch, list[str]()
+    limit, prompt_limit = config.sampling.max_response_tokens, config.data.max_prompt_tokens
     mean = _length("--response-tokens", assumed.response_tokens, "sampling.max_response_tokens", limit, notes)
-    prompt = _length("--prompt-tokens", assumed.prompt_tokens, "data.max_prompt_tokens", config.data.max_prompt_tokens, notes)  # fmt: skip
+    prompt = _length("--prompt-tokens", assumed.prompt_tokens, "data.max_prompt_tokens", prompt_limit, notes)
     prompts, waves = _sampled(config, assumed.informative, notes)
-    batch = config.batch
-    readings = _between_turns(config, assumed.turns, prompts * batch.group_size * (prompt + mean / 2), notes)
-    each, rows = batch.groups_per_update * batch.group_size, batch.rows_per_microbatch
-    packed = math.ceil(each * (prompt + mean) / config.row_tokens)
-    # At the limit a row holds so many rollouts.
-    fits = max(1, config.row_tokens // (config.data.max_prompt_tokens + limit))
-    most = math.ceil(math.ceil(each / fits) / rows)
+    again = prompts * batch.group_size * (prompt + mean / 2)
+    reprefills = _reprefills(config, assumed.turns, again, notes)
+    per_update, rows = batch.groups_per_update * batch.group_size, batch.rows_per_microbatch
+    packed = math.ceil(per_update * (prompt + mean) / config.row_tokens)
+    longest_per_row = max(1, config.row_tokens // (prompt_limit + limit))
+    most = math.ceil(math.ceil(per_update / longest_per_row) / rows)
     return Workload(
         prompts=prompts,
         waves=waves,
@@ -110,44 +109,36 @@ def workload_of(config: TrainConfig, assumed: Assumptions) -> Workload:
         room=stack_capacity(most),
         microbatch_tokens=rows * config.row_tokens,
         informative=float(assumed.informative) if config.dynamic_sampling.enabled else 1.0,
-        readings=readings,
+        reprefills=reprefills,
         notes=tuple(notes),
     )
 
 
-def _between_turns(config: TrainConfig, given: int | float | None, tokens: float, notes: list[str]) -> float:
-    """Times that each episode is read again; `tokens` are those of all responses of a step, read once between two turns."""
+def _reprefills(config: TrainConfig, turns: int | float | None, again: float, notes: list[str]) -> float:
+    """Returns the re-prefills per episode. One of all episodes of a step takes `again` tokens."""
     most = config.environment.max_turns
     if not config.environment.source:
-        if given is not None:
-            raise ConfigError(f"--turns={given:g}: without an environment.source there are no turns")
+        if turns is not None:
+            raise ConfigError(f"--turns={turns:g}: without an environment.source there are no turns")
         return 0.0
-    if given is not None and not 1 <= given <= most:
-        raise ConfigError(f"--turns={given:g} must be at least 1 and at most environment.max_turns = {most}")
-    turns = most if given is None else given
-    told = (
-        f"--turns was not given: an episode has environment.max_turns = {most}, which is the most"
-        if given is None
-        else f"--turns {given:g}"
-    )
-    again = f"{(turns - 1) * tokens:,.0f} tokens a step"
-    if config.sampling.batch_invariant:
-        how = (
-            f"each but the first reads the episode again with its prompt (sampling.batch_invariant), {again}"
-        )
-    else:
-        how = f"what is appended is fed to the pages that an episode keeps; if none kept them, {again} more would be read"
-    notes.append(f"{told}; {how}")
+    if turns is not None and not 1 <= turns <= most:
+        raise ConfigError(f"--turns={turns:g} must be at least 1 and at most environment.max_turns = {most}")
+    count = most if turns is None else turns
+    default = f" (--turns was not given: environment.max_turns = {most})" if turns is None else ""
+    tokens = f"{(count - 1) * again:,.0f} tokens per step"
+    kept = not config.sampling.batch_invariant
     notes.append(
-        "the tokens of a response are those of an episode, and count as sampled where the environment appends them, too; not counted are the time of its answers, "
-        "and contexts that it begins anew"
-    )
-    return float(turns - 1) if config.sampling.batch_invariant else 0.0
+        f"{count:g} turns per episode{default}; "
+        + (f"the KV cache is kept between turns; re-prefilling all episodes would take {tokens} more" if kept
+           else f"sampling.batch_invariant re-prefills the episode before each turn but the first, {tokens}")
+    )  # fmt: skip
+    notes.append("all tokens of an episode count as sampled; the environment's own time is not counted")
+    return 0.0 if kept else float(count - 1)
 
 
 def _length(option: str, given: int | float | None, key: str, limit: int, notes: list[str]) -> float:
     if given is None:
-        notes.append(f"{option} was not given: all are as long as {key} = {limit} allows, which is the most")
+        notes.append(f"{option} was not given: the maximum, {key} = {limit}")
         return float(limit)
     if not 0 < given <= limit:
         raise ConfigError(f"{option}={given} must be above 0 and at most {key} = {limit}")
@@ -156,38 +147,35 @@ def _length(option: str, given: int | float | None, key: str, limit: int, notes:
 
 
 def _sampled(config: TrainConfig, informative: int | float, notes: list[str]) -> tuple[int, int]:
+    """Returns the number of prompts and of waves of a step."""
     dynamic, needed, wave = config.dynamic_sampling, config.batch.prompts_per_step, config.prompts_per_wave
     flight = config.rollout.in_flight
     if not dynamic.enabled:
-        notes.append(f"no dynamic sampling:{'' if flight else ' one wave,'} all groups are trained on")
+        notes.append(f"no dynamic sampling:{'' if flight else ' one wave,'} every group is trained on")
         return needed, 0 if flight else 1
     if not 0 < informative <= 1:
         raise ConfigError(f"--informative={informative} must be above 0 and at most 1")
-    waves = math.ceil(needed / (informative * wave))
-    if waves > dynamic.max_waves and dynamic.on_shortfall == "train_fewer" and not flight:
+    share, waves = f"--informative {informative:g}", math.ceil(needed / (informative * wave))
+    if waves > dynamic.max_waves and (flight or dynamic.on_shortfall != "train_fewer"):
+        raise ConfigError(
+            f"with {share} a wave of {wave} prompts gives {informative * wave:g} groups; {needed} need {waves} waves, over "
+            f"dynamic_sampling.max_waves={dynamic.max_waves}: raise it or dynamic_sampling.prompts_per_wave"
+        )
+    if waves > dynamic.max_waves:
         waves = dynamic.max_waves
         notes.append(
-            f"with --informative {informative:g} a step of {waves} x {wave} prompts trains on about {informative * wave * waves:g} of {needed} groups "
+            f"with {share} a step of {waves} x {wave} prompts trains on about {informative * wave * waves:g} of {needed} groups "
             "(dynamic_sampling.on_shortfall=train_fewer); its updates are counted as if on all"
         )
         return waves * wave, waves
-    if waves > dynamic.max_waves:
-        raise ConfigError(
-            f"with --informative {informative:g} a wave of {wave} prompts gives "
-            f"{informative * wave:g} groups; {needed} need {waves} waves, over "
-            f"dynamic_sampling.max_waves={dynamic.max_waves}: raise it or dynamic_sampling.prompts_per_wave"
-        )
+    prompts = math.ceil(needed / informative)
     if flight:
-        prompts = math.ceil(needed / informative)
-        notes.append(
-            f"--informative {informative:g}: {prompts} prompts a step, of which {flight} responses stay in flight and none is thrown away"
-        )
+        notes.append(f"{share}: {prompts} prompts per step, with {flight} responses in flight")
         return prompts, 0
     if dynamic.surplus == "carry":
-        prompts = math.ceil(needed / informative)
         notes.append(
-            f"--informative {informative:g}: {prompts} prompts a step, since what is left over is carried, in waves of at most {wave}"
+            f"{share}: {prompts} prompts per step in waves of up to {wave}; surplus groups are carried over"
         )
         return prompts, waves
-    notes.append(f"--informative {informative:g}: {waves} waves of {wave} prompts a step")
+    notes.append(f"{share}: {waves} waves of {wave} prompts per step")
     return waves * wave, waves

@@ -32,15 +32,15 @@ def file(tmp_path):
     return str(config)
 
 
-def test_what_is_fine_ends_with_0_and_a_sentence(file, capsys):
+def test_a_healthy_configuration_ends_with_0(file, capsys):
     assert main(["doctor", file, "--quick"]) == 0
     out = capsys.readouterr().out
-    assert out.splitlines()[0].split() == ["check", "┃", "state", "┃", "what", "was", "found"]
+    assert out.splitlines()[0].split() == ["check", "┃", "state", "┃", "result"]
     assert "prompt 0, 3 tokens, answer '2':" in out
-    assert "Nothing was found that keeps this configuration from training here" in out.splitlines()[-1]
+    assert "No check keeps this configuration from training here" in out.splitlines()[-1]
 
 
-def test_what_fails_ends_with_1_and_its_name(file, capsys):
+def test_a_failure_ends_with_1_and_its_name(file, capsys):
     assert main(["doctor", file, "model.source=preset:tinny", "--quick"]) == 1
     out = capsys.readouterr().out
     assert "the nearest is 'tiny'" in " ".join(out.split())

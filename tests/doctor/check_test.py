@@ -1,47 +1,48 @@
-"""An examination goes on after a failure, and says what it could not look at, and why."""
+"""An examination continues after a failure and names the checks that it skipped."""
 
 from dapo_jax.config import ConfigError
 from dapo_jax.doctor.check import Check, Found, examine
+from dapo_jax.doctor.subject import Subject
 
 
 def fails(error):
-    def look():
+    def look(subject):
         raise error
 
     return look
 
 
 def outcomes(*checks):
-    return {finding.name: finding.found for finding in examine(checks)}
+    return {finding.name: finding.found for finding in examine(checks, Subject())}
 
 
-def test_what_needs_a_failed_check_is_skipped_because_of_it_and_all_else_is_looked_at():
+def test_checks_that_need_a_failed_check_are_skipped_and_others_are_made():
     looked = []
     found = outcomes(
-        Check(name="a", look=fails(RuntimeError("no\n  disk")), remedy="buy one"),
-        Check(name="b", look=lambda: looked.append("b") or Found(message="fine"), needs=("a",)),
-        Check(name="c", look=lambda: looked.append("c") or Found(message="fine"), needs=("b",)),
-        Check(name="d", look=lambda: looked.append("d") or Found(message="fine")),
+        Check("a", fails(RuntimeError("no\n  disk")), remedy="buy one"),
+        Check("b", lambda _: looked.append("b") or Found("fine"), needs=("a",)),
+        Check("c", lambda _: looked.append("c") or Found("fine"), needs=("b",)),
+        Check("d", lambda _: looked.append("d") or Found("fine")),
     )
-    assert found["a"] == Found(state="failed", message="RuntimeError: no disk", remedy="buy one")
-    assert found["b"] == found["c"] == Found(state="skipped", message="because 'a' failed")
+    assert found["a"] == Found("RuntimeError: no disk", "failed", "buy one")
+    assert found["b"] == found["c"] == Found("because 'a' failed", "skipped")
     assert looked == ["d"]
 
 
-def test_the_message_of_a_configuration_error_stands_alone_as_it_holds_its_remedy():
-    found = outcomes(Check(name="a", look=fails(ConfigError("x=1 must be 2; set x=2")), remedy="buy one"))
-    assert found["a"] == Found(state="failed", message="x=1 must be 2; set x=2")
+def test_a_configuration_error_holds_its_own_remedy():
+    found = outcomes(Check("a", fails(ConfigError("x=1 must be 2; set x=2")), remedy="buy one"))
+    assert found["a"] == Found("x=1 must be 2; set x=2", "failed")
 
 
-def test_a_warning_stops_nothing():
+def test_a_warning_skips_nothing():
     found = outcomes(
-        Check(name="a", look=lambda: Found(message="close", state="warning")),
-        Check(name="b", look=lambda: Found(message="fine"), needs=("a",)),
+        Check("a", lambda _: Found("close", "warning")),
+        Check("b", lambda _: Found("fine"), needs=("a", "a check that is not in the list")),
     )
     assert found["b"].state == "ok"
 
 
-def test_an_error_of_pages_is_cut():
-    found = outcomes(Check(name="a", look=fails(ValueError("x" * 5000))))
+def test_a_long_error_is_cut():
+    found = outcomes(Check("a", fails(ValueError("x" * 5000))))
     assert len(found["a"].message) == 700
     assert found["a"].message.endswith("x...")

@@ -1,4 +1,4 @@
-"""A micro model, a file of sums, and a configuration of both: what the examinations of these tests are of."""
+"""A micro model, a file of sums, and a configuration of both, which these tests examine."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def write_model(folder):
 
 @pytest.fixture(scope="session")
 def settings(tmp_path_factory):
-    """`key=value` of a configuration that is healthy."""
+    """The keys of a healthy configuration."""
     folder = tmp_path_factory.mktemp("healthy")
     write_model(folder / "model")
     data = folder / "sums.jsonl"
@@ -52,21 +52,21 @@ def settings(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def configure(settings):
-    """Makes the configuration, some of it changed."""
+    """Returns a function that makes the configuration with some keys changed."""
 
     file = settings["run_dir"].parent.with_name("config.yaml")
     file.write_text("seed: 0\n")
 
     def make(**changes):
-        told = settings | {key.replace("__", "."): value for key, value in changes.items()}
-        return load_config(file, [f"{key}={value}" for key, value in told.items()])
+        keys = settings | {key.replace("__", "."): value for key, value in changes.items()}
+        return load_config(file, [f"{key}={value}" for key, value in keys.items()])
 
     return make
 
 
 @pytest.fixture(scope="session")
 def examined(configure):
-    """Examines the configuration, some of it changed: check -> what was found."""
+    """Returns a function that examines the configuration with some keys changed: check -> result."""
 
     def examine(*, right="", full=False, quick=False, **changes):
         findings = examination(configure(**changes), full=full, quick=quick, right=right)
@@ -77,7 +77,7 @@ def examined(configure):
 
 @pytest.fixture(scope="session")
 def healthy(examined, temporary):
-    """Of the configuration as it is."""
+    """The results for the unchanged configuration."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tempfile, "tempdir", str(temporary))
         return examined()

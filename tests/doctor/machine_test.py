@@ -1,4 +1,4 @@
-"""What is said of the machine."""
+"""Checks of the machine."""
 
 import shutil
 from collections import namedtuple
@@ -13,12 +13,11 @@ GIB = 2**30
 
 
 def test_versions_and_extras_name_what_is_installed():
-    said = machine.versions().message
-    assert f"jax {jax.__version__}" in said
-    assert all(f" {package} " in said for package in ("jaxlib", "flax", "optax", "orbax-checkpoint", "grain"))
-    assert "not installed" not in said
-    known = machine.extras().message
-    assert all(name in known for name in machine.EXTRAS)
+    versions = machine.versions().message
+    assert f"jax {jax.__version__}" in versions
+    assert all(f" {package} " in versions for package in machine.PACKAGES)
+    assert "not installed" not in versions
+    assert all(name in versions for name in machine.EXTRAS)
 
 
 @pytest.mark.parametrize(
@@ -39,37 +38,31 @@ def test_a_disk_needs_room_for_the_run_and_some_to_spare(free, needed, state, mo
     )
     assert found.state == state
     assert found.message.startswith(f"{machine.gib(free)} free for run_dir, data.data_dir")
-    assert ("or set run_dir or data.data_dir to a folder on another disk" in found.remedy) == (state != "ok")
+    assert ("run_dir or data.data_dir" in found.remedy) == (state != "ok")
 
 
-def test_what_lies_in_a_bucket_takes_no_disk(monkeypatch):
-    def asked(path):
-        raise AssertionError(path)
-
-    monkeypatch.setattr(shutil, "disk_usage", asked)
-    found = machine.disk({"run_dir": ("gs://bucket/run", 2**60)})
-    assert (found.state, found.message) == ("ok", "run_dir lies in a bucket")
+def test_a_bucket_takes_no_disk():
+    assert machine.disk({"run_dir": ("gs://bucket/run", 2**60)}).state == "ok"
 
 
 def test_a_cache_that_cannot_be_written_to_is_a_failure(tmp_path):
-    """Below a file there can be no folder, whoever asks."""
+    """A file cannot contain a folder, even for root."""
     (tmp_path / "file").write_text("")
     found = machine.compilation_cache(str(tmp_path / "file" / "xla"))
     assert found.state == "failed"
-    assert "set compilation_cache to a folder that can be written to, or to ''" in found.remedy
+    assert "compilation_cache" in found.remedy
     assert machine.compilation_cache("").state == "ok"
 
 
-def test_a_plugin_whose_devices_are_not_seen_is_a_warning_with_the_reason(monkeypatch):
+def test_an_unused_plugin_is_a_warning_with_the_reason(monkeypatch):
     installed = namedtuple("Distribution", "metadata")
     monkeypatch.setattr(machine, "distributions", lambda: [installed({"Name": "jax-cuda12-plugin"})])
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     found = machine.devices()
     assert found.state == "warning"
     assert "JAX_PLATFORMS=cpu keeps JAX from using jax-cuda12-plugin" in found.message
-    assert "unset it" in found.remedy
     monkeypatch.delenv("JAX_PLATFORMS")
-    assert "start with JAX_PLATFORMS=cuda,cpu" in machine.devices().remedy
+    assert "JAX_PLATFORMS=cuda,cpu" in machine.devices().remedy
 
 
 def test_a_driver_without_a_plugin_is_a_warning(monkeypatch, tmp_path):
@@ -81,11 +74,8 @@ def test_a_driver_without_a_plugin_is_a_warning(monkeypatch, tmp_path):
 
 
 def test_little_memory_is_a_warning(monkeypatch):
+    total, available = machine.host_bytes()
+    assert 0 < available <= total
     monkeypatch.setattr(machine, "host_bytes", lambda: (16 * GIB, GIB))
     found = machine.host_memory()
     assert (found.state, found.message) == ("warning", "1.0 GiB available of 16.0 GiB")
-
-
-def test_the_hosts_memory_is_more_than_what_is_available():
-    total, available = machine.host_bytes()
-    assert 0 < available <= total

@@ -1,4 +1,4 @@
-"""A wait without progress ends the run, and says what every thread and process was doing."""
+"""A wait without progress ends the run with a report of every thread and process."""
 
 import json
 import threading
@@ -10,7 +10,7 @@ from dapo_jax.health.stalls import Watch, interrupt
 
 
 class Ended(list):
-    """What a watch ended the run with; a real end does not return, so it is waited for here."""
+    """Records how a watch ended the run. It waits, since a real end does not return."""
 
     def __init__(self):
         super().__init__()
@@ -31,7 +31,7 @@ def hang(seconds):
     time.sleep(seconds)
 
 
-def test_a_wait_beyond_the_limit_names_the_wait_the_line_and_the_key(ended, capfd):
+def test_a_wait_beyond_the_limit_reports_the_wait_the_line_and_the_key(ended, capfd):
     with Watch(0.2, end=ended) as watch:
         thread = threading.Thread(target=hang, args=(1.0,), name="a reader of prompts")
         thread.start()
@@ -41,7 +41,7 @@ def test_a_wait_beyond_the_limit_names_the_wait_the_line_and_the_key(ended, capf
     status, why = ended[0]
     assert status == 1
     assert "while reading prompts" in why
-    assert "raise stall_timeout_s (now 0.2" in why
+    assert "stall_timeout_s (now 0.2" in why
     report = capfd.readouterr().err
     assert "thread a reader of prompts:" in report
     assert "thread MainThread:" in report
@@ -49,8 +49,8 @@ def test_a_wait_beyond_the_limit_names_the_wait_the_line_and_the_key(ended, capf
     assert " hang: time.sleep(seconds)" in report
 
 
-def test_in_a_notebook_the_main_thread_is_interrupted_and_the_process_goes_on(capfd):
-    """In the middle of its sleep, not after it."""
+def test_in_a_notebook_the_main_thread_is_interrupted_and_the_process_continues(capfd):
+    """During its sleep, not after it."""
     began = time.monotonic()
     with Watch(0.2, end=interrupt), pytest.raises(KeyboardInterrupt):
         time.sleep(60)
@@ -58,8 +58,8 @@ def test_in_a_notebook_the_main_thread_is_interrupted_and_the_process_goes_on(ca
     assert "stalled: no progress" in capfd.readouterr().err
 
 
-def test_progress_puts_the_limit_off(ended):
-    """Six notes 0.1 s apart are 0.6 s, twice the limit."""
+def test_progress_defers_the_limit(ended):
+    """Six reports 0.1 s apart take 0.6 s, twice the limit."""
     with Watch(0.3, end=ended) as watch:
         for number in range(6):
             watch.phase("update", number, 6)
@@ -80,30 +80,30 @@ def test_after_the_block_nothing_watches(ended):
     assert not ended
 
 
-def said(count, what, *, for_others=False, stalled=False):
+def sent(count, what, *, for_others=False, stalled=False):
     return json.dumps([count, what, for_others, stalled])
 
 
-def test_to_wait_for_others_is_no_stall_as_long_as_one_of_them_gets_on(ended):
+def test_waiting_for_others_is_no_stall_as_long_as_one_of_them_makes_progress(ended):
     counts = iter(range(10**6))
-    with Watch(0.2, end=ended, received=lambda: {1: said(next(counts), "sampling")}) as watch:
+    with Watch(0.2, end=ended, received=lambda: {1: sent(next(counts), "sampling")}) as watch:
         watch.note("waiting for the others", for_others=True)
         time.sleep(0.8)
         assert not ended
-        # A wait of its own is one whatever the others do.
+        # Its own wait is a stall whatever the others do.
         watch.note("reading prompts")
         assert ended.event.wait(5)
 
 
-def test_to_wait_for_others_who_do_not_get_on_is_a_stall_and_says_where_they_are(ended, capfd):
-    with Watch(0.2, end=ended, received=lambda: {1: said(7, "reading prompts")}) as watch:
+def test_waiting_for_others_without_progress_is_a_stall_and_reports_them(ended, capfd):
+    with Watch(0.2, end=ended, received=lambda: {1: sent(7, "reading prompts")}) as watch:
         watch.note("waiting for the others", for_others=True)
         assert ended.event.wait(5)
     assert "process 1: reading prompts, for 0 s" in capfd.readouterr().err
 
 
-def test_a_process_that_hears_of_anothers_stall_reports_its_own_threads_and_goes_on(ended, capfd):
-    with Watch(0.4, end=ended, received=lambda: {0: said(1, "reading prompts", stalled=True)}) as watch:
+def test_a_process_reports_its_threads_when_another_stalls_and_continues(ended, capfd):
+    with Watch(0.4, end=ended, received=lambda: {0: sent(1, "reading prompts", stalled=True)}) as watch:
         for _ in range(6):
             watch.note("sampling")
             time.sleep(0.1)
@@ -113,7 +113,7 @@ def test_a_process_that_hears_of_anothers_stall_reports_its_own_threads_and_goes
     assert "this process: sampling" in report
 
 
-def test_what_a_process_does_is_posted(ended):
+def test_activities_are_broadcast(ended):
     posts = []
     with Watch(0.4, end=ended, broadcast=posts.append) as watch:
         watch.note("waiting for the others", for_others=True)

@@ -1,4 +1,4 @@
-"""What a signal does where, and what ends a process that does not stop."""
+"""Signals stop a run where it may be interrupted, and end a process that does not stop."""
 
 import signal
 import subprocess
@@ -16,22 +16,23 @@ def never(status, message):
     raise AssertionError((status, message))
 
 
-def test_where_nothing_is_held_a_signal_raises_at_once():
+def test_a_signal_raises_at_once_unless_held():
     with stopped_by_signals(never) as stop, pytest.raises(StoppedError, match="SIGTERM"):
         signal.raise_signal(signal.SIGTERM)
     assert stop.reason == "SIGTERM"
 
 
-def test_a_terminal_that_is_closed_stops_the_run_and_does_not_end_it_by_being_told_twice():
-    """The system sends SIGHUP, and so may the shell; whoever asks for an end at once sends another signal."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may have been started by nohup
-    try:
-        closed_terminal()
-    finally:
-        signal.signal(signal.SIGHUP, before)
+@pytest.fixture
+def hangups():
+    """Sets how SIGHUP is handled before the run: the tests may have been started by nohup."""
+    before = signal.getsignal(signal.SIGHUP)
+    yield lambda handler: signal.signal(signal.SIGHUP, handler)
+    signal.signal(signal.SIGHUP, before)
 
 
-def closed_terminal():
+def test_a_closed_terminal_stops_the_run_and_repeated_hangups_do_not_end_it(hangups):
+    """System and shell may both send SIGHUP."""
+    hangups(signal.SIG_DFL)
     with stopped_by_signals(never) as stop, stop.held():
         for _ in range(3):
             signal.raise_signal(signal.SIGHUP)
@@ -41,8 +42,8 @@ def closed_terminal():
     assert stop.reason == "SIGHUP"
 
 
-def test_a_second_hangup_interrupts_neither_the_stop_nor_what_follows_it():
-    """What follows is the shutdown of the interpreter, which takes seconds once jax is loaded; the default action would end it with 129."""
+def test_a_second_hangup_interrupts_neither_the_stop_nor_the_shutdown():
+    """The shutdown of the interpreter takes seconds once jax is loaded; the default action would end it with 129."""
     code = """
 import signal, sys
 from dapo_jax.health.stopping import STOPPED, StoppedError, stopped_by_signals
@@ -59,55 +60,44 @@ sys.exit(status)
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == STOPPED
 
 
-def test_where_hangups_were_ignored_they_are():
-    """As by nohup."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with stopped_by_signals(never) as stop:
-            signal.raise_signal(signal.SIGHUP)
-            assert not stop.reason
-    finally:
-        signal.signal(signal.SIGHUP, before)
+def test_hangups_stay_ignored_as_nohup_asks(hangups):
+    hangups(signal.SIG_IGN)
+    with stopped_by_signals(never) as stop:
+        signal.raise_signal(signal.SIGHUP)
+        assert not stop.reason
 
 
-def test_where_it_is_held_a_signal_waits_for_what_may_be_abandoned():
+def test_a_held_signal_waits_for_a_phase_that_may_be_interrupted():
     with stopped_by_signals(never) as stop, stop.held():
         signal.raise_signal(signal.SIGINT)
         assert stop.reason == "SIGINT"
         with pytest.raises(StoppedError), stop.abandonable():
-            pytest.fail("entered although the run was told to stop")
+            pytest.fail("entered after a request to stop")
         signal.raise_signal(signal.SIGUSR1)  # held again
 
 
-def test_items_are_abandoned_while_they_are_waited_for_and_not_while_they_are_used():
+@pytest.mark.parametrize("waiting", [True, False])
+def test_waiting_for_an_item_may_be_interrupted_and_using_it_not(waiting):
     stop = Stop()
 
     def items():
         yield 1
-        stop.note("told while waiting")
+        if waiting:
+            stop.note("SIGTERM")
         yield 2
 
     with stop.held():
         watched = stop.watched(items())
         assert next(watched) == 1
-        with pytest.raises(StoppedError, match="told while waiting"):
+        if not waiting:
+            stop.note("SIGTERM")  # does not raise here
+        with pytest.raises(StoppedError, match="SIGTERM"):
             next(watched)
 
 
-def test_what_is_used_is_not_abandoned():
-    stop = Stop()
-    with stop.held():
-        watched = stop.watched([1, 2])
-        assert next(watched) == 1
-        stop.note("told while using")
-        with pytest.raises(StoppedError):
-            next(watched)
-
-
-def test_another_thread_interrupts_the_main_one_and_a_signal_after_it_is_the_first():
+def test_another_thread_interrupts_the_main_one_and_the_next_signal_is_the_first():
     with stopped_by_signals(never) as stop:
-        teller = threading.Timer(0.1, stop.tell, ["another process"])
-        teller.start()
+        threading.Timer(0.1, stop.tell, ["another process"]).start()
         with pytest.raises(StoppedError, match="another process"):
             time.sleep(20)
         with stop.held():
@@ -116,16 +106,16 @@ def test_another_thread_interrupts_the_main_one_and_a_signal_after_it_is_the_fir
         assert stop.reason == "another process"
 
 
-def test_the_failure_of_another_process_interrupts_and_nobody_was_told_to_stop(capfd):
+def test_the_failure_of_another_process_interrupts_without_a_request_to_stop(capfd):
     with stopped_by_signals(never) as stop:
         threading.Timer(0.1, stop.fail, ["process 1 failed"]).start()
         with pytest.raises(KeyboardInterrupt, match="process 1 failed"):
             time.sleep(20)
         with stop.held():
             stop.fail("process 2 failed")
-            time.sleep(0.2)  # for the thread that would speak
+            time.sleep(0.2)  # for the thread that would print
             with pytest.raises(KeyboardInterrupt, match="process 2 failed"), stop.abandonable():
-                pytest.fail("entered although another process has failed")
+                pytest.fail("entered after another process failed")
         assert stop.reason == ""
     assert "told to stop" not in capfd.readouterr().err
 
@@ -135,14 +125,14 @@ def test_without_handlers_the_failure_of_another_process_is_an_interrupt():
     threading.Timer(0.1, stop.fail, ["process 1 failed"]).start()
 
     def wait():
-        for _ in range(2000):  # in Python: a loop in C hears of no interrupt
+        for _ in range(2000):  # in Python: a loop in C is not interrupted
             time.sleep(0.01)
 
     with pytest.raises(KeyboardInterrupt):
         wait()
 
 
-def test_handlers_are_what_they_were_afterwards():
+def test_former_handlers_are_restored():
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
     before = [signal.getsignal(number) for number in numbers]
     with stopped_by_signals(never):
@@ -164,15 +154,15 @@ with stopped_by_signals(end) as stop, stop.held():
 
 
 @pytest.mark.parametrize(
-    ("grace_s", "again", "status", "said"),
+    ("grace_s", "again", "status", "message"),
     [
-        (0.5, None, STOPPED, "did not stop within 0.5 s of SIGTERM: ends with what was saved before"),
-        (60, signal.SIGINT, 130, "a second signal (SIGINT): ended at once"),
-        # `timeout` tells the process and then its group, at once.
-        (2, signal.SIGTERM, STOPPED, "did not stop within 2 s of SIGTERM: ends with what was saved before"),
+        (0.5, None, STOPPED, "did not stop within 0.5 s of SIGTERM"),
+        (60, signal.SIGINT, 130, "a second signal (SIGINT)"),
+        # `timeout` signals the process and its group at the same time.
+        (2, signal.SIGTERM, STOPPED, "did not stop within 2 s of SIGTERM"),
     ],
 )
-def test_a_process_that_cannot_stop_is_ended(grace_s, again, status, said):
+def test_a_process_that_cannot_stop_is_ended(grace_s, again, status, message):
     started = subprocess.Popen(
         [sys.executable, "-c", BUSY, str(grace_s)],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -181,26 +171,26 @@ def test_a_process_that_cannot_stop_is_ended(grace_s, again, status, said):
         assert started.stdout.readline() == "ready\n"
         started.send_signal(signal.SIGTERM)
         if again is not None:
-            assert "told to stop by SIGTERM" in started.stderr.readline()
+            assert "SIGTERM" in started.stderr.readline()
             started.send_signal(again)
         _, shown = started.communicate(timeout=20)
     finally:
         started.kill()
     assert started.returncode == status
-    assert said in shown
+    assert message in shown
 
 
 @pytest.mark.parametrize(
-    ("reasons", "process", "said"),
+    ("reasons", "process", "reported"),
     [
         (["", ""], 0, ""),
         (["", "SIGTERM", ""], 1, "SIGTERM"),
         (["", "SIGTERM", ""], 0, "SIGTERM (process 1)"),
         (["", "SIGTERM", ""], 2, "SIGTERM (process 1)"),
         (["SIGTERM", "SIGINT"], 1, "SIGTERM (process 0)"),
-        # Process 0 has heard of it from process 1, and process 2 of nothing yet.
+        # Process 0 knows it from process 1, and process 2 does not know it yet.
         (["SIGTERM (process 1)", "SIGTERM", ""], 2, "SIGTERM (process 1)"),
     ],
 )
-def test_every_process_says_which_one_was_told(reasons, process, said):
-    assert first_reason(dict(enumerate(reasons)), process) == said
+def test_every_process_reports_which_one_was_stopped(reasons, process, reported):
+    assert first_reason(dict(enumerate(reasons)), process) == reported

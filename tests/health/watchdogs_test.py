@@ -1,4 +1,4 @@
-"""Each warning on sequences of metrics: what raises it, what does not, and which one of several."""
+"""Each warning on sequences of metrics: when it is raised, when not, and which one of several."""
 
 import json
 import tracemalloc
@@ -18,7 +18,7 @@ RECORDED = {
 
 
 def healthy(count=20, **series):
-    """Steps of a run whose reward rises from -0.2 by 0.1 a step; `series` are a value, or one for each step."""
+    """Steps of a run whose reward rises from -0.2 by 0.1 per step; `series` has one value, or a list with one per step."""
     steps = []
     for index in range(count):
         step = {
@@ -40,11 +40,11 @@ def healthy(count=20, **series):
 
 
 def raised(steps, **limits):
-    """Name and first step (from 1) of each warning, in the order in which they are said."""
+    """Name and first step (from 1) of each warning, in order."""
     dogs, found = Watchdogs(**limits), []
     for number, step in enumerate(steps, start=1):
-        flags, said = dogs.step(step)
-        found += [(next(name for name in NAMES if flags[f"watchdog/{name}"]), number) for _ in said]
+        flags, texts = dogs.step(step)
+        found += [(next(name for name in NAMES if flags[f"watchdog/{name}"]), number) for _ in texts]
     return found
 
 
@@ -54,18 +54,17 @@ def test_a_run_that_learns_raises_nothing():
 
 @pytest.mark.parametrize("name", RECORDED)
 def test_the_recorded_healthy_runs_raise_nothing(name):
-    """What the warnings look at in `dapo-jax train configs/quickstart.yaml` (60 steps, rounded to five decimals) and in the
-    result that docs/ describes.
+    """Metrics of `dapo-jax train configs/quickstart.yaml` (60 steps, rounded to five decimals) and of a result in docs/.
 
-    The quickstart's entropy ends at a sixth of its start, the real model's at a hundredth, with nearly all right."""
+    The quickstart's entropy ends at a sixth of its start, the real model's at a hundredth, with a high accuracy."""
     steps = [line for line in read_metrics(RECORDED[name]) if line["step"]]
     assert len(steps) >= 20
     assert raised(steps) == []
     assert raised(steps, window=4) == []
 
 
-def test_entropy_has_collapsed_below_both_limits_unless_nearly_all_is_right():
-    """From 0.4 to 0.03: below 0.05 and below 0.04 from the step at which all three of the last are there, the 8th."""
+def test_entropy_has_collapsed_below_both_limits_unless_accuracy_is_high():
+    """From 0.4 to 0.03: below 0.05 and below 0.04 from the third such step, the 8th."""
     falls = [0.4] * 5 + [0.03] * 15
     assert raised(healthy(policy__entropy=falls)) == [("entropy_collapse", 8)]
     assert raised(healthy(policy__entropy=falls, rollout__accuracy=0.95)) == []
@@ -84,42 +83,39 @@ def test_truncation_is_more_than_half_and_more_than_at_first():
     assert raised(healthy(rollout__truncated_frac=[0.6] * 5 + [0.7] * 15)) == []
 
 
-def test_groups_are_flat_after_half_a_window_and_the_message_says_which():
-    steps = healthy(rollout__mixed_frac=0.0, rollout__all_correct_frac=0.0)
-    assert raised(steps) == [("flat_groups", 5)]
-    dogs = Watchdogs()
-    [said] = [text for step in steps for text in dogs.step(step)[1]]
-    assert (
-        "in the last 5 steps 0.0% of the groups had both right and wrong responses; 0% were all right" in said
-    )
-    assert raised(healthy(rollout__mixed_frac=0.03)) == []
-
-
-def said_by(steps, **how):
+def texts_of(steps, **how):
     dogs = Watchdogs(**how)
     return [text for step in steps for text in dogs.step(step)[1]]
 
 
-def test_where_scores_count_groups_are_flat_by_score_and_the_message_speaks_of_scores():
-    """All scores are above 0, so everything is called right; they differ in all groups, or later in none."""
+def test_groups_are_flat_after_half_a_window():
+    steps = healthy(rollout__mixed_frac=0.0, rollout__all_correct_frac=0.0)
+    assert raised(steps) == [("flat_groups", 5)]
+    [text] = texts_of(steps)
+    assert "last 5 steps 0.0% of the groups" in text
+    assert raised(healthy(rollout__mixed_frac=0.03)) == []
+
+
+def test_with_the_metric_score_groups_are_flat_by_score():
+    """All scores are above 0 and count as right; they differ in all groups, and later in none."""
     above = {"rollout__accuracy": 1.0, "rollout__all_correct_frac": 1.0, "rollout__mixed_frac": 0.0}
     assert raised(healthy(**above, rollout__scores_differ_frac=1.0), metric="score") == []
     steps = healthy(**above, rollout__scores_differ_frac=[1.0] * 10 + [0.0] * 10)
     assert raised(steps, metric="score") == [("flat_groups", 15)]
-    [said] = said_by(steps, metric="score")
-    assert "in the last 5 steps the scores differed in 0.0% of the groups" in said
-    assert not {"right", "wrong", "correct"} & set(said.split())
+    [text] = texts_of(steps, metric="score")
+    assert "last 5 steps the scores differed in 0.0%" in text
+    assert not {"right", "wrong", "correct"} & set(text.split())
 
 
 def test_flat_verdicts_whose_scores_differ_name_the_remedy():
     below = {"rollout__accuracy": 0.0, "rollout__all_correct_frac": 0.0, "rollout__mixed_frac": 0.0}
-    [said] = said_by(healthy(**below, rollout__scores_differ_frac=0.9))
-    assert "the scores differ in 90%" in said
-    assert "dynamic_sampling.metric=score" in said
+    [text] = texts_of(healthy(**below, rollout__scores_differ_frac=0.9))
+    assert "90%" in text
+    assert "dynamic_sampling.metric=score" in text
 
 
-def test_where_scores_count_an_accuracy_silences_nothing():
-    """Scores that are all above 0 make an accuracy of 1, which says nothing of how good they could be."""
+def test_with_the_metric_score_accuracy_is_ignored():
+    """Scores that are all above 0 give an accuracy of 1, although they could be higher."""
     above = {"rollout__accuracy": 1.0, "rollout__scores_differ_frac": 1.0}
     stuck, sure = (
         healthy(**above, reward__mean=0.3),
@@ -130,8 +126,8 @@ def test_where_scores_count_an_accuracy_silences_nothing():
     assert raised(sure, metric="score") == [("entropy_collapse", 8)]
 
 
-def test_a_reward_is_stuck_after_a_window_at_the_full_rate_without_a_rise_beyond_the_noise():
-    """500 responses' worth of prompts in 5 steps: a standard error of 1 / sqrt(500) = 0.045 each, 0.063 for the difference."""
+def test_a_reward_is_stuck_after_a_window_at_the_full_rate_without_a_rise_above_the_noise():
+    """500 prompts in 5 steps: a standard error of 1 / sqrt(500) = 0.045 each, 0.063 for the difference."""
     assert raised(healthy(reward__mean=0.3)) == [("reward_stuck", 10)]
     rise = [0.3] * 5 + [0.42] * 15
     assert raised(healthy(reward__mean=rise)) == [("reward_stuck", 10)]  # by 0.12 < 2 x 0.063
@@ -143,14 +139,14 @@ def test_a_reward_is_stuck_after_a_window_at_the_full_rate_without_a_rise_beyond
 
 
 def test_of_several_only_the_cause_is_raised():
-    """A policy without entropy has flat groups and a reward that stays."""
+    """A policy without entropy has flat groups and a constant reward."""
     steps = healthy(
         policy__entropy=[0.5] * 3 + [0.001] * 17, rollout__mixed_frac=[0.8] * 3 + [0.0] * 17, reward__mean=0.3
     )
     assert raised(steps) == [("entropy_collapse", 6)]
 
 
-def test_a_warning_is_said_again_once_it_has_cleared():
+def test_a_warning_is_raised_a_second_time_after_it_cleared():
     lengths = [30.0] * 5 + [5.0] * 5 + [30.0] * 5 + [5.0] * 5
     assert raised(healthy(rollout__response_tokens=lengths)) == [
         ("length_collapse", 8),
@@ -158,7 +154,7 @@ def test_a_warning_is_said_again_once_it_has_cleared():
     ]
 
 
-def test_steps_that_sampled_nothing_and_what_was_not_measured_count_for_nothing():
+def test_missing_values_do_not_count():
     steps = healthy(policy__entropy=[0.4] * 5 + [0.01] * 15)
     gaps = [
         {"update/learning_rate": 1e-4, "policy/entropy": None},
@@ -167,22 +163,18 @@ def test_steps_that_sampled_nothing_and_what_was_not_measured_count_for_nothing(
     assert raised([*steps[:6], *gaps, *steps[6:]]) == [("entropy_collapse", 10)]
 
 
-def test_a_resumed_run_says_what_the_uninterrupted_one_says():
-    """From its lines, evaluation before the first step among them; and not again what was said before."""
+def test_a_resumed_run_raises_the_warnings_of_an_uninterrupted_one():
+    """From its lines, with an evaluation before the first step; and no warning that was raised before."""
     steps = healthy(policy__entropy=[0.4] * 5 + [0.01] * 15)
     for cut in (3, 7, 8, 12):
         lines = [{"step": 0, "eval/x/avg@8": 0.5}, *steps[:cut]]
         again = Watchdogs(history=json.loads(json.dumps(lines)))
-        said = [
-            (number, text)
-            for number, step in enumerate(steps[cut:], start=cut + 1)
-            for text in again.step(step)[1]
-        ]
-        assert [number for number, _ in said] == ([8] if cut < 8 else [])
+        numbers = [number for number, step in enumerate(steps[cut:], start=cut + 1) if again.step(step)[1]]
+        assert numbers == ([8] if cut < 8 else [])
 
 
 def test_a_long_run_is_judged_by_all_its_steps():
-    """What is kept of 400 steps that go up and down, some values absent, raises what the whole of them would."""
+    """The values kept of 400 varying steps, some values missing, raise the same warnings as all values."""
     rng, dogs, whole, names = np.random.default_rng(3), Watchdogs(), {name: [] for name in SEEN}, []
     limits = {
         "window": 10, "min_entropy": 0.05, "min_length_frac": 0.333, "max_truncated_frac": 0.5, "min_mixed_frac": 0.02,

@@ -68,21 +68,21 @@ def test_a_loop_that_begins_later_runs_less_often():
     assert [kind.count for kind in collectives(text)] == [5, 5, 5]
 
 
-def test_a_loop_without_a_known_end_runs_as_often_as_told():
+def test_a_loop_without_a_known_end_runs_as_often_as_the_caller_says():
     text = LOOP.replace("constant(7)", "parameter(1)")
     assert [kind.count for kind in collectives(text)] == [1, 1, 1]
-    assert [kind.count for kind in collectives(text, unknown_trips=(12,))] == [12, 12, 12]
+    assert [kind.count for kind in collectives(text, trips=(12,))] == [12, 12, 12]
 
 
 @pytest.mark.parametrize(
     ("line", "kind", "received"),
     [
-        # Both halves of an asynchronous all-gather are in its type: 32 of the operand, 128 of the result, of which 96 are others'.
+        # Both halves of an asynchronous all-gather are in its type: 32 of the operand, 128 of the result; 96 are received.
         ("(f32[8]{0}, f32[32]{0}) all-gather-start(%p), replica_groups={{0,1,2,3}}, dimensions={0}", "all-gather", 96),
         ("(f32[8]{0}, f32[8]{0}, u32[], u32[]) collective-permute-start(%p), source_target_pairs={{0,1}}",
          "collective-permute", 36),
         ("f32[8]{0} collective-permute(%p), source_target_pairs={{0,1},{1,0}}", "collective-permute", 32),
-        # A result of 32 bytes is the sum of 8 devices' parts, 7 of which are received.
+        # A result of 32 bytes is the sum of the parts of 8 devices; 7 parts are received.
         ("f32[8]{0} reduce-scatter(%p), replica_groups={}, dimensions={0}, to_apply=%add", "reduce-scatter", 224),
         ("(f32[4]{0}, f32[4]{0}) all-reduce(%p, %p), replica_groups={{0,1},{2,3}}, to_apply=%add", "all-reduce", 32),
         ("bf16[16]{0} all-to-all(%p), replica_groups=[1,8]<=[8], dimensions={0}", "all-to-all", 28),
@@ -120,7 +120,7 @@ def test_a_compiled_program_has_the_collectives_that_were_written():
         inside, mesh=mesh, in_specs=(split, whole, whole), out_specs=whole, check_vma=False
     )
     text = jax.jit(mapped).lower(jnp.ones((5, 32)), jnp.float32(0), jnp.int32(3)).compile().as_text()
-    assert collectives(text, unknown_trips=(3,)) == [
+    assert collectives(text, trips=(3,)) == [
         Traffic(kind="all-gather", count=5, received_bytes=5 * 112),
         Traffic(kind="all-reduce", count=3, received_bytes=3 * 28),
     ]

@@ -10,15 +10,15 @@ pytest.importorskip("libtpu", reason="the extra tpu")
 from dapo_jax.cli import main
 from dapo_jax.config import load_config
 from dapo_jax.parallel.device_memory import bytes_on_device
-from dapo_jax.plan.plan import plan, plan_for
+from dapo_jax.plan.output import show_failures
+from dapo_jax.plan.plan import plan
 from dapo_jax.plan.programs import Programs
+from dapo_jax.plan.remedies import suggestions
 from dapo_jax.plan.sizes import decoder_of
-from dapo_jax.plan.suggest import suggestions
-from dapo_jax.plan.table import show_failures
 from dapo_jax.plan.topologies import devices_of, parse
 from dapo_jax.plan.workload import Assumptions, workload_of
 
-# 256 wide: libtpu 0.0.50 compiles no update of a model of 128 that is cut in two ("AllReduceScatterFusion not implemented").
+# 256 wide: libtpu 0.0.50 cannot compile the update of a sharded model that is 128 wide ("AllReduceScatterFusion not implemented").
 DESCRIBED = {
     "model_type": "qwen3", "vocab_size": 512, "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 2, "head_dim": 128, "intermediate_size": 256, "rms_norm_eps": 1e-6,
@@ -48,7 +48,7 @@ def file(tmp_path_factory):
 
 @pytest.fixture
 def folder(tmp_path):
-    """The model with as many positions as long rows need."""
+    """The model with enough positions for long rows."""
     (tmp_path / "config.json").write_text(json.dumps({**DESCRIBED, "max_position_embeddings": 65_536}))
     return tmp_path
 
@@ -69,7 +69,7 @@ def test_every_program_of_a_step_compiles_and_fits(compiled):
 
 
 def test_the_arguments_are_what_the_shapes_say(file, compiled):
-    """But for rotations, scalars, and padding to tiles of 8 x 128, which these shapes nearly are multiples of."""
+    """Except rotations, scalars, and padding to tiles of 8 x 128; these shapes nearly are multiples of a tile."""
     config = load_config(file)
     work = compiled.work
     programs = Programs(config, compiled.decoder, work, devices_of(parse("v5e:2x2")))
@@ -95,7 +95,7 @@ LONG = [
 ]
 
 
-def test_rows_of_several_lengths_have_their_programs_and_so_have_sequences_that_are_read_again(folder, file):
+def test_rows_of_several_lengths_and_chunked_prefill_have_their_programs(folder, file):
     """Rows of 2048 tokens, and of 1024; 8 slots of 2048 tokens in pages of half as many."""
     config = load_config(file, [f"model.source={folder}", *LONG])
     work = workload_of(config, Assumptions())
@@ -111,22 +111,22 @@ def test_rows_of_several_lengths_have_their_programs_and_so_have_sequences_that_
     assert found.fits
     phases = {phase.program: phase.parts for phase in found.phases}
     assert set(parts) < set(phases)
-    # The gradient of a third of the state is what the first program makes, and lies there until the last has run.
+    # The first program makes the gradient, a third of the state. It stays until the last has run.
     needed = {program.name: program.memory for program in found.programs}
     gradient = found.resident.state / 3
     assert needed["update_begin"].outputs == pytest.approx(gradient, rel=0.01)
     assert needed["update_add_shortest"].aliased == pytest.approx(gradient, rel=0.01)
     for name in ("update_add_shortest", "update_apply"):
         assert phases[name]["gradient"] == pytest.approx(gradient, rel=0.01)
-    # Keys and values of a token on one of two devices: 2 layers x 1 head x 128 x 2 x 2 bytes; 256 tokens flow with 256 features and the
-    # angles of 128.
+    # Keys and values of a token on one of two devices: 2 layers x 1 head x 128 x 2 x 2 bytes; 256 tokens have 256 activations and 128
+    # rotations.
     assert found.resident.buffers == 2048 * 1024 + 256 * (256 + 128) * 4
-    assert phases["prefill_kept"]["sequence read in parts"] == found.resident.buffers
+    assert phases["prefill_kept"]["sequence prefilled in chunks"] == found.resident.buffers
     assert found.resident.reread == pytest.approx(2048 * 1024, rel=0.05)
 
 
-def test_rollouts_in_flight_have_their_programs_and_an_expected_step_in_seconds(file):
-    """32 in flight take turns in 8 slots. A row of prefill has 128 of the 256 tokens that a response is read again with."""
+def test_rollouts_in_flight_have_their_programs(file):
+    """32 responses in flight share 8 slots. A row of prefill has 128 of the 256 tokens of a re-prefilled response."""
     config = load_config(
         file, ["rollout.in_flight=32", "rollout.round_tokens=16", "sampling.prefill_tokens=128"]
     )
@@ -134,15 +134,13 @@ def test_rollouts_in_flight_have_their_programs_and_an_expected_step_in_seconds(
     found = plan(config, slice=parse("v5e:2x2"), only=names)
     assert {program.name for program in found.programs} == set(names)
     assert found.fits
-    # Logits of 24 that pause, three times those of the slots: 512 each in float32.
+    # 24 paused responses: three times the logits of the 8 slots, 512 each in float32.
     parts = {phase.program: phase.parts for phase in found.phases}
     assert parts["insert_paused"]["paused responses"] == 3 * 8 * 512 * 4
-    assert found.expected.in_flight == 32
-    assert found.expected.flight.step_s > found.expected.flight.seconds > 0
 
 
 def test_moments_in_the_hosts_memory_are_not_on_the_device(file, compiled):
-    """8 of 12 bytes a parameter."""
+    """8 of 12 bytes per parameter."""
     config = load_config(file, ["optimizer.offload=true"])
     found = plan(config, slice=parse("v5e:2x2"), only=("update",))
     [update] = found.phases
@@ -152,8 +150,8 @@ def test_moments_in_the_hosts_memory_are_not_on_the_device(file, compiled):
     assert compiled.resident.moments == pytest.approx(before * 2 / 3, rel=0.01)
 
 
-def test_the_cache_that_is_said_to_fit_fits_and_leaves_little(file, folder):
-    """An eighth of what 1024 slots may come to are 4 GiB on each device; taken at its word, the cache that fits leaves no hundredth of the memory."""
+def test_the_reported_cache_fits_and_leaves_little(file, folder):
+    """An eighth of the most that 1024 slots may need is 4 GiB on each device; the reported cache leaves less than a hundredth of the memory."""
     slots, capacity = 1024, 65_536
     options = [
         f"model.source={folder}",
@@ -173,8 +171,8 @@ def test_the_cache_that_is_said_to_fit_fits_and_leaves_little(file, folder):
     assert found.phases[0].total > 0.99 * found.limit
 
 
-def test_weights_cut_over_two_devices_are_summed_in_every_layer_of_a_decode_step(compiled):
-    """Attention's and the MLP's outputs are sums over the tensor axis: 2 all-reduces in each of 2 layers, 16 tokens a call."""
+def test_weights_over_two_devices_are_summed_in_every_layer_of_a_decode_step(compiled):
+    """The outputs of attention and MLP are sums over the tensor axis: 2 all-reduces in each of 2 layers, 16 tokens per call."""
     counts = {kind.kind: kind.count for p in compiled.programs if p.name == "generate" for kind in p.traffic}
     assert counts["all-reduce"] >= 2 * 2 * 16
 
@@ -186,8 +184,8 @@ def test_the_programs_have_a_roofline(compiled):
 
 
 def test_what_does_not_fit_is_named_and_what_would_is_compiled(file, folder, capsys):
-    """A token's cache on one of its 2 devices has 2 layers x 1 head x 128 x 2 x 2 bytes = 1 KiB. 1024 slots of 16,384 on each of 2 places are
-    16 GiB of the 15.75; three quarters of the pages are 12."""
+    """A cached token on one of its 2 devices has 2 layers x 1 head x 128 x 2 x 2 bytes = 1 KiB. 1024 slots of 16,384 on each of 2 groups of
+    devices are 16 GiB of the 15.75. The suggestion is as many tokens as the limit leaves."""
     config = load_config(
         file,
         [
@@ -198,38 +196,41 @@ def test_what_does_not_fit_is_named_and_what_would_is_compiled(file, folder, cap
             "sampling.cache_tokens=33554432",
         ],
     )
-    devices, slice_ = devices_of(parse("v5e:2x2")), parse("v5e:2x2")
-    assumed = Assumptions()
-    found = plan_for(config, devices, slice=slice_, assumed=assumed, only=("generate",))
+    found = plan(config, slice=parse("v5e:2x2"), only=("generate",))
     assert found.failures == ["generate"]
     assert "15.75G" in found.programs[0].refusal
     assert "decode state" in {array.operation for array in found.programs[0].largest}
     show_failures(found, [], Console(width=160))
     assert "DOES NOT FIT: generate alone needs" in capsys.readouterr().out
-    tried = suggestions(found, devices, assumed=assumed, seconds=300.0)
-    assert [(one.overrides, one.fits) for one in tried] == [
-        ((f"sampling.cache_tokens={2048 * 16_384 * 3 // 4}",), True)
-    ]
+    tried = suggestions(found, assumed=Assumptions(), seconds=300.0)
+    assert tried[-1].fits
+    [override] = tried[-1].overrides
+    key, _, tokens = override.partition("=")
+    assert key == "sampling.cache_tokens"
+    assert 0.85 < int(tokens) / (2048 * 16_384) < 0.95
 
 
+# Slow: compiles every program of a second slice, which takes a minute.
 @pytest.mark.slow
-def test_each_host_of_a_slice_has_a_sampler_of_its_own(file):
-    """v5p:2x2x2 is two hosts of 4 chips; the trainer's mesh is over all 8, the sampler's over one host's."""
+def test_each_host_of_a_slice_has_its_own_sampler(file):
+    """v5p:2x2x2 has two hosts of 4 chips; the trainer's mesh is over all 8, the sampler's over one host."""
     config = load_config(file, ["parallel.fsdp=4"])
     found = plan(config, slice=parse("v5p:2x2x2"))
-    assert found.layout.samplers == 2
-    assert found.layout.sampler_devices == 4
+    assert found.sizes.samplers == 2
+    assert found.sizes.sampler_devices == 4
     assert found.fits
 
 
+# Slow: compiles every program for three meshes.
 @pytest.mark.slow
 def test_the_command_compiles_and_sweeps(file, capsys):
     assert main(["plan", str(file), "--topology", "v5e:2x2", "--sweep", "--json", "-"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert {one["mesh"] for one in told} == {"fsdp 4 x tensor 1", "fsdp 2 x tensor 2", "fsdp 1 x tensor 4"}
-    assert told[0]["roofline"]["step_s"] <= told[1]["roofline"]["step_s"]
+    data = json.loads(capsys.readouterr().out)
+    assert {one["mesh"] for one in data} == {"fsdp 4 x tensor 1", "fsdp 2 x tensor 2", "fsdp 1 x tensor 4"}
+    assert data[0]["roofline"]["step_s"] <= data[1]["roofline"]["step_s"]
 
 
+# Slow: up to 20 minutes each on two cores.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "slice", "responses"),
@@ -241,20 +242,20 @@ def test_the_command_compiles_and_sweeps(file, capsys):
     ],
 )
 def test_the_recipes_fit_their_slices(name, slice, responses):
-    """Up to 20 minutes each on two cores. The commands of docs/results/plans."""
+    """The commands of docs/results/plans."""
     mean, std = responses
     assumed = Assumptions(response_tokens=mean, response_tokens_std=std)
     found = plan(load_config(f"configs/{name}.yaml"), slice=parse(slice), assumed=assumed)
     assert found.fits
-    if name.startswith(
-        "dapo_qwen2.5_32b"
-    ):  # a tied embedding's gradient, or a bias split too fine, is all-reduced
+    if name.startswith("dapo_qwen2.5_32b"):
+        # The gradient of a tied embedding, or of a bias that is sharded too finely, is all-reduced.
         traffic = next(program.traffic for program in found.programs if program.name == "update")
         trained = {kind.kind: kind for kind in traffic}
         assert trained.keys() <= {"all-gather", "reduce-scatter", "all-reduce"}
         assert trained["all-reduce"].received_bytes < 0.01 * trained["reduce-scatter"].received_bytes
 
 
+# Slow: compiles a decode step of 64 layers for 256 chips.
 @pytest.mark.slow
 def test_32b_on_a_slice_with_too_little_memory_is_refused_with_the_numbers():
     """fsdp 32 x tensor 8 on 256 chips of 16 GB."""
@@ -273,4 +274,4 @@ def test_nothing_of_size_is_allocated(file):
     work = workload_of(config, Assumptions())
     made = Programs(config, decoder_of(config.model), work, devices_of(parse("v5p-256")))
     assert made.resident.weights > 15 * 2**30
-    assert bytes_on_device(made.state, made.layout.train) == made.resident.state
+    assert bytes_on_device(made.state, made.sizes.train) == made.resident.state

@@ -1,4 +1,4 @@
-"""What a plan counts as resident beside the arrays that a tiny run really holds, phase by phase."""
+"""Compares the resident arrays of a plan with the live arrays of a tiny run, phase by phase."""
 
 import gc
 
@@ -9,8 +9,7 @@ from dapo_jax.checkpoints.checkpointer import Checkpointer
 from dapo_jax.config import load_config
 from dapo_jax.health.stalls import Watch
 from dapo_jax.plan.memory import together
-from dapo_jax.plan.plan import plan_for
-from dapo_jax.plan.workload import Assumptions
+from dapo_jax.plan.plan import plan
 from dapo_jax.run.build import Run
 from dapo_jax.run.loop import Observer, run_steps
 from dapo_jax.run.programs import engine_of
@@ -20,18 +19,18 @@ SMALL = [
     "batch.rows_per_microbatch=8", "batch.packing=false", "eval.every_steps=0", "loss.kl_coef=0.1", "sampling.prefill_tokens=4",
     "sampling.page_tokens=16", "sampling.cache_tokens=4096", "parallel.fsdp=2", "parallel.data=4",
 ]  # fmt: skip
-"""A prompt is longer than a row, a microbatch has eight responses; the cache has room for all slots."""
+"""A prompt is longer than a row, a microbatch has eight responses, and the cache has room for all slots."""
 
 SMALLS = 4096
-"""Bytes of what is there beside: random keys, metrics, the tokens of the last call."""
+"""Bytes of small arrays: random keys, metrics, the tokens of the last call."""
 
 
 class Seen(Observer, Watch):
-    """The bytes on the first device at each look, by phase, of arrays that were not there before the run."""
+    """Records the bytes on the first device, by phase, of arrays that the run made."""
 
     def __init__(self):
         Watch.__init__(self, 0.0, end=lambda status, why: None)
-        # Held: another array might be given the place in memory, and with it the number, of one that is gone.
+        # Keeps references: a new array could get the address, and so the id, of a deleted one.
         self.before, self.found = jax.live_arrays(), {}
 
     def look(self, phase):
@@ -59,7 +58,7 @@ class Seen(Observer, Watch):
 
 @pytest.fixture(scope="module")
 def counted(tmp_path_factory):
-    """(the plan of a run of two steps, what was seen of it)"""
+    """The plan of a run of two steps, and the recorded bytes."""
     return observed(tmp_path_factory.mktemp("run"))
 
 
@@ -74,18 +73,20 @@ def counted(tmp_path_factory):
     ids=["a copy for each", "one copy", "merged"],
 )
 def test_frozen_weights_below_adapters_are_counted(changes, frozen, tmp_path):
-    """The sampler's copy of them stays between steps."""
+    """The sampler's copy stays between steps."""
     made, found = observed(tmp_path, "lora.rank=4", *changes)
-    beside = parts(made, "update")
-    assert list(beside) == ["train state", *frozen, "reference policy", "rotations", "minibatches"]
-    assert max(found["updates"]) == pytest.approx(sum(beside.values()), abs=SMALLS)
-    assert max(found["between"]) == pytest.approx(sum(beside.values()) - beside["minibatches"], abs=SMALLS)
+    resident = parts(made, "update")
+    assert list(resident) == ["train state", *frozen, "reference policy", "rotations", "minibatches"]
+    assert max(found["updates"]) == pytest.approx(sum(resident.values()), abs=SMALLS)
+    assert max(found["between"]) == pytest.approx(
+        sum(resident.values()) - resident["minibatches"], abs=SMALLS
+    )
     check_while_sampling(made, found)
 
 
 def observed(folder, *changes):
     config = load_config("quickstart", [*SMALL, f"run_dir={folder}", *changes])
-    engine_of.cache_clear()  # or the rotations of a run of before would serve this one, too
+    engine_of.cache_clear()  # an engine of an earlier run has its rotations already
     seen = Seen()
     run = Run(config, watch=seen)
     try:
@@ -99,7 +100,7 @@ def observed(folder, *changes):
         )  # fmt: skip
     finally:
         run.close()
-    return plan_for(config, jax.devices(), assumed=Assumptions()), seen.found
+    return plan(config), seen.found
 
 
 def parts(made, program):
@@ -107,54 +108,56 @@ def parts(made, program):
     return {name: size for name, size in found[1].items() if size}
 
 
-def test_what_lies_on_a_device_during_updates_and_between_steps_is_counted(counted):
+def test_arrays_during_updates_and_between_steps_are_counted(counted):
     """State, reference policy, rotations, and during updates the minibatches of a step."""
     made, found = counted
-    beside = parts(made, "update")
-    assert list(beside) == ["train state", "reference policy", "rotations", "minibatches"]
-    assert max(found["updates"]) == pytest.approx(sum(beside.values()), abs=SMALLS)
-    assert max(found["between"]) == pytest.approx(sum(beside.values()) - beside["minibatches"], abs=SMALLS)
+    resident = parts(made, "update")
+    assert list(resident) == ["train state", "reference policy", "rotations", "minibatches"]
+    assert max(found["updates"]) == pytest.approx(sum(resident.values()), abs=SMALLS)
+    assert max(found["between"]) == pytest.approx(
+        sum(resident.values()) - resident["minibatches"], abs=SMALLS
+    )
 
 
 def check_while_sampling(made, found):
-    """What was seen at most is what is counted. Whether prompts of a whole row lie there at the same time depends on the tokens that are drawn, and these on the machine."""
-    beside = parts(made, "generate")
-    total = sum(beside.values())
-    assert total - beside["prefilled prompts"] - SMALLS <= max(found["sampling"]) <= total + SMALLS
-    return beside, total
+    """The plan counts the recorded maximum. Whether a whole row of prompts is there at the same time depends on the sampled tokens, and so on the machine."""
+    resident = parts(made, "generate")
+    total = sum(resident.values())
+    assert total - resident["prefilled prompts"] - SMALLS <= max(found["sampling"]) <= total + SMALLS
+    return resident, total
 
 
-def test_what_lies_on_a_device_while_it_samples_is_counted(counted):
-    """The weights and the cache too; and a prompt that is half read while the one before it waits for slots."""
+def test_arrays_while_sampling_are_counted(counted):
+    """Weights and cache, and a prompt in prefill while the previous one waits for slots."""
     made, found = counted
-    beside, total = check_while_sampling(made, found)
-    assert list(beside)[3:] == [
+    resident, total = check_while_sampling(made, found)
+    assert list(resident)[3:] == [
         "sampler weights",
         "decode state",
         "prefilled prompts",
-        "sequence read in parts",
+        "sequence prefilled in chunks",
         "sequence that waits for its slot",
     ]
-    # At the end of a step's sampling nothing is read any more.
-    least = total - sum(list(beside.values())[5:])
+    # At the end of sampling nothing is in prefill.
+    least = total - sum(list(resident.values())[5:])
     assert min(found["sampling"]) == pytest.approx(least, abs=SMALLS)
 
 
 FLYING = [
     "rollout.in_flight=48", "rollout.round_tokens=8", "dynamic_sampling.surplus=discard", "sampling.prefill_tokens=32", "sampling.cache_tokens=2048",
 ]  # fmt: skip
-"""Three responses take turns in a slot. A row of prefill has 32 of a sequence's 56 tokens, a page 16."""
+"""Three responses share a slot. A row of prefill has 32 of a sequence's 56 tokens, a page 16."""
 
 
 @pytest.mark.slow
-def test_what_lies_on_a_device_while_rollouts_are_in_flight_is_counted(tmp_path):
-    """A response that has been read again waits for its slot while another one is half read, and prompts are there."""
+def test_arrays_with_rollouts_in_flight_are_counted(tmp_path):
+    """A re-prefilled response waits for its slot while another is in prefill, and prompts are there."""
     made, found = observed(tmp_path, *FLYING)
-    beside, _ = check_while_sampling(made, found)
-    assert list(beside)[4:] == [
+    resident, _ = check_while_sampling(made, found)
+    assert list(resident)[4:] == [
         "decode state",
         "paused responses",
         "prefilled prompts",
-        "sequence read in parts",
+        "sequence prefilled in chunks",
         "sequence that waits for its slot",
     ]

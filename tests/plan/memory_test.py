@@ -1,14 +1,27 @@
-"""What is on a device together."""
+"""The arrays that are on a device together, and the KV cache that would fit."""
+
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dapo_jax.config import ConfigError
+from dapo_jax.config import (
+    ConfigError,
+    DataConfig,
+    ModelConfig,
+    OverlongConfig,
+    RewardConfig,
+    SamplingConfig,
+    TrainConfig,
+)
+from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.parallel.device_memory import bytes_on_device
-from dapo_jax.plan.memory import ProgramMemory, Resident, as_compiled, phases
-from dapo_jax.plan.refusals import largest_arrays, needed_bytes, of_scalars, refused
+from dapo_jax.plan.compiled import ProgramMemory
+from dapo_jax.plan.memory import Phase, Resident, as_compiled, cache_fit, phases
+from dapo_jax.plan.workload import Assumptions, workload_of
+from dapo_jax.sampling.pages import PageSizes
 
 SIZES = {"data": 1, "fsdp": 4, "tensor": 2, "context": 1}
 
@@ -18,8 +31,8 @@ def struct(shape, *spec, dtype=jnp.float32):
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
 
 
-def test_bytes_of_arrays_by_their_places():
-    """16 x 6 floats cut 4 x 2 ways: 4 x 3 x 4 bytes; whole: 20 bytes; 8 rows over data and fsdp: 2 x 2 bytes; 8 keys of 8 bytes."""
+def test_bytes_of_sharded_arrays():
+    """16 x 6 floats over 4 x 2 devices: 4 x 3 x 4 bytes; whole: 20 bytes; 8 rows over data and fsdp: 2 x 2 bytes; 8 keys of 8 bytes."""
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 8))
     tree = [
         struct((16, 6), "fsdp", "tensor"),
@@ -31,14 +44,13 @@ def test_bytes_of_arrays_by_their_places():
 
 
 def test_an_axis_that_does_not_divide_is_named():
-    with pytest.raises(ConfigError, match=r"dimension of 6, which the mesh axes fsdp = 4 do not divide"):
+    with pytest.raises(ConfigError, match=r"6.*fsdp = 4"):
         bytes_on_device(struct((6,), "fsdp"), SIZES)
 
 
-def held(**bytes_):
-    return Resident(
-        **{"state": 100, "weights": 10, "minibatch": 2, "prefix": 5, "decode_state": 40, **bytes_}
-    )
+def held(**changes):
+    sizes = {"state": 100, "weights": 10, "minibatch": 2, "prefix": 5, "decode_state": 40, **changes}
+    return Resident(**sizes)
 
 
 def memory(arguments=0, outputs=0, aliased=0, temporaries=0, code=0):
@@ -47,120 +59,105 @@ def memory(arguments=0, outputs=0, aliased=0, temporaries=0, code=0):
     )
 
 
-def test_phases_add_up_what_is_there_at_the_same_time():
-    """While sampling: state 100, weights 10, cache 40, two calls of prompts 2 x 5, and what decoding
-    adds: 7 of outputs and temporaries beyond its arguments. In training: state, minibatches and 29 of temporaries. The
-    update's code, 1, is there all the time."""
+def totals(programs, there, updates=1):
+    return {phase.program: phase.total for phase in phases(programs, there, updates=updates)}
+
+
+def test_phases_add_up_the_arrays_that_are_there_at_the_same_time():
+    """While sampling: state 100, weights 10, cache 40, two calls of prompts 2 x 5, and 7 bytes of outputs and temporaries that decoding adds.
+    In training: state, minibatches and 29 bytes of temporaries. The update's code, 1 byte, is always there."""
     decode = memory(arguments=50, outputs=41, aliased=40, temporaries=6)
     update = memory(arguments=102, outputs=100, aliased=100, temporaries=29, code=1)
-    found = {
-        phase.program: phase for phase in phases({"generate": decode, "update": update}, held(), updates=3)
+    assert totals({"generate": decode, "update": update}, held(), updates=3) == {
+        "generate": 100 + 10 + 40 + 10 + 7 + 1,
+        "update": 100 + 6 + 29 + 1,
     }
-    assert found["generate"].total == 100 + 10 + 40 + 10 + 7 + 1
-    assert found["update"].total == 100 + 6 + 29 + 1
-    assert list(found) == ["generate", "update"]
 
 
-def test_the_gradient_lies_between_the_programs_of_an_update_of_several_row_lengths():
-    """Of 33 bytes it is what the first program makes, what those that add to it are given, and what the last one takes."""
+def test_the_gradient_is_there_between_the_programs_of_an_update_of_several_row_lengths():
     names = ("update_begin", "update_add_longest", "update_add_shortest", "update_apply", "update")
     programs = {name: memory() for name in names} | {"update_begin": memory(outputs=33)}
-    found = {phase.program: phase.total for phase in phases(programs, held(gradient=33), updates=1)}
-    assert found == {name: 100 + 2 + (0 if name == "update" else 33) for name in names}
+    expected = {name: 100 + 2 + (0 if name == "update" else 33) for name in names}
+    assert totals(programs, held(gradient=33)) == expected
 
 
-def test_a_response_that_is_read_again_lies_beside_one_call_of_prompts():
-    """Its keys and values so far, 20, then also as its slot takes them, 19, then these alone; while others are decoded the larger of both."""
+def test_a_re_prefilled_response_is_there_together_with_one_call_of_prompts():
+    """Its chunks so far, 20 bytes, then also the arrays for its slot, 19, then these alone; while others are decoded the larger of both."""
     programs = {name: memory() for name in ("prefill_part", "prefill_kept", "fill_part", "generate", "init")}
-    found = {
-        phase.program: phase.total
-        for phase in phases(programs, held(minibatch=0, buffers=20, reread=19), updates=1)
-    }
-    beside = 100 + 10 + 40 + 5
-    assert found == {
-        "prefill_part": beside + 20,
-        "prefill_kept": beside + 39,
-        "fill_part": beside + 19,
-        "generate": beside + 20,
+    base = 100 + 10 + 40 + 5
+    assert totals(programs, held(minibatch=0, buffers=20, reread=19)) == {
+        "prefill_part": base + 20,
+        "prefill_kept": base + 39,
+        "fill_part": base + 19,
+        "generate": base + 20,
     }
 
 
-def test_where_rollouts_are_in_flight_a_response_that_is_read_waits_while_another_is_half_read():
-    """Cache 40 and logits of those that pause, 8; prompts 5, a sequence so far, 20, and one that is read, 19."""
+def test_with_rollouts_in_flight_a_prefilled_response_waits_while_another_is_in_prefill():
+    """Cache 40 and logits of paused responses, 8; prompts 5, chunks 20, and a prefilled response, 19."""
     there = held(minibatch=0, buffers=20, reread=19, waiting=19, paused=8)
-    [found] = phases({"generate": memory()}, there, updates=1)
-    assert found.total == 100 + 10 + 40 + 8 + 5 + 20 + 19
-    read = {"fill_part": memory(arguments=65, aliased=40), "insert_part": memory(arguments=3, aliased=2)}
-    assert as_compiled(there, read).waiting == as_compiled(there, read).reread == 26
+    assert totals({"generate": memory()}, there) == {"generate": 100 + 10 + 40 + 8 + 5 + 20 + 19}
+    found = as_compiled(there, {"insert_part": memory(arguments=66, aliased=40)})
+    assert found.waiting == found.reread == 26
 
 
-def test_padding_is_counted_once_programs_are_compiled():
-    """The compiler's decode state is twice as large as its shapes; what is not compiled stays as it was."""
+def test_compiled_programs_replace_sizes_from_shapes():
+    """The compiler's decode state is twice as large as its shapes; the rest stays as it was."""
     decode = memory(arguments=95, outputs=81, aliased=80)
-    assert as_compiled(held(rotations=3), {"generate": decode}) == held(
-        rotations=3, weights=12, decode_state=80
-    )
+    expected = held(rotations=3, weights=12, decode_state=80)
+    assert as_compiled(held(rotations=3), {"generate": decode}) == expected
     update, add = memory(arguments=128, aliased=120), memory(arguments=160, aliased=50)
-    assert as_compiled(held(shorter=1, gradient=40), {"update": update, "update_add_longest": add}) == held(
-        state=120, minibatch=9, shorter=1, gradient=50
-    )
-    read = {"fill_rows": memory(arguments=47, aliased=40), "insert_rows": memory(arguments=3, aliased=2)}
-    assert as_compiled(held(), read) == held(prefix=8)
+    expected = held(state=120, minibatch=9, shorter=1, gradient=50)
+    programs = {"update": update, "update_add_longest": add}
+    assert as_compiled(held(shorter=1, gradient=40), programs) == expected
+    insert = memory(arguments=48, aliased=40)
+    assert as_compiled(held(), {"insert_row": memory(arguments=9), "insert_rows": insert}) == held(prefix=8)
 
 
 def test_a_reference_policy_is_always_there():
     there = held(reference=30, minibatch=0, prefix=0, decode_state=0)
-    found = phases({name: memory() for name in ("transfer", "generate", "update")}, there, updates=1)
-    assert [phase.total for phase in found] == [140, 140, 130]
+    found = totals({name: memory() for name in ("transfer", "generate", "update")}, there)
+    assert list(found.values()) == [140, 140, 130]
 
 
-SUM = "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (32.12G) exceeds available HBM (15.75G)."
-LIST = """RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 17.63G of 15.75G hbm. Exceeded hbm capacity by 1.88G.
-
-Largest program allocations in hbm:
-
-  1. Size: 2.50G
-     Operator: op_name="jit(step)/while/body/dot_general"
-     Shape: f32[22528,27648]{1,0:T(8,128)}
-     Unpadded size: 2.32G
-
-  2. Size: 512.0M
-     Shape: bf16[64,8,128]{2,1,0}
-"""  # fmt: skip
+SMALL = DecoderConfig(vocab_size=32, embed_dim=8, layers=3, heads=4, kv_heads=2, head_dim=6, mlp_dim=16)
+CONFIG = TrainConfig(
+    run_dir="out",
+    model=ModelConfig(compute_dtype="bfloat16"),
+    data=DataConfig(max_prompt_tokens=6),
+    sampling=SamplingConfig(max_response_tokens=10, slots=64),
+    reward=RewardConfig(overlong=OverlongConfig(buffer_tokens=2)),
+)
+PAGES = PageSizes(holders=64, capacity=16, page_tokens=4, pools=2, pool_pages=30)
 
 
-def test_a_refusal_is_read_in_both_of_its_forms():
-    message, largest = refused(RuntimeError(SUM))
-    assert largest == []
-    assert needed_bytes(message) == 34488587387  # 32.12 x 2^30 = 34488587386.9
-    message, largest = refused(RuntimeError(LIST))
-    assert needed_bytes(message) == 18930068358  # 17.63 x 2^30 = 18930068357.1
-    assert [(one.bytes, one.shape) for one in largest] == [
-        (5 * 2**29, "f32[22528,27648]{1,0:T(8,128)}"),
-        (2**29, "bf16[64,8,128]{2,1,0}"),
-    ]
-    assert largest[0].operation == "jit(step)/while/body/dot_general"
-    assert refused(RuntimeError("INVALID_ARGUMENT: something else")) is None
+def fit(limit, slots=64, part="decode state"):
+    """A phase of 2500 bytes; a token has 10, and each of 2 devices 30 pages of 4."""
+    config = replace(CONFIG, sampling=replace(CONFIG.sampling, slots=slots))
+    phase = Phase(name="decode", program="generate", parts={part: 2500})
+    work = workload_of(config, Assumptions(informative=0.5))
+    return cache_fit(config, SMALL, work, PAGES, [phase], limit=limit, token_bytes=10, spread=2)
 
 
-def test_a_full_memory_for_scalars_is_told_apart():
-    scalars = "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space smem. Used 1.08M of 1.00M smem."
-    assert of_scalars(scalars)
-    assert not of_scalars(LIST.splitlines()[0])
+@pytest.mark.parametrize(("limit", "tokens"), [(3000, 168), (2500, 120), (2000, 68)])
+def test_free_memory_is_filled_with_whole_pages(limit, tokens):
+    """1200 bytes of the phase are the present 120 tokens. With 500 more they are 170, in pages of 4 168; on two devices. A response
+    has a mean context of 6 + 4.5 tokens and half a page."""
+    found = fit(limit)
+    assert (found.tokens, found.slots) == (2 * tokens, 64)
+    assert found.in_flight == pytest.approx(2 * (limit - 1300) / 10 / 12.5)
 
 
-def test_the_largest_arrays_are_those_outside_of_fusions():
-    text = """HloModule m
-%fused_computation.1 (p: f32[64]) -> f32[4096] {
-  %inside = f32[4096]{0} broadcast(%p), dimensions={}
-}
-ENTRY %main (p: f32[64]) -> f32[512] {
-  %p = f32[9999]{0} parameter(0)
-  %a = f32[512]{0:T(128)} fusion(%p), kind=kLoop, calls=%fused_computation.1, metadata={op_name="jit(f)/mul"}
-  %b = bf16[512]{0} convert(%a)
-}
-"""
-    assert [(one.bytes, one.operation) for one in largest_arrays(text)] == [
-        (2048, "jit(f)/mul"),
-        (1024, "convert"),
-    ]
+def test_responses_beyond_the_slots_need_logits_too():
+    """4 slots of a device hold 4 responses. Each further one takes 125 bytes of cache and 4 copies of 32 logits of 4 bytes: of 1700 free bytes
+    and the present 4 x 512, (1700 + 2048) / 637 = 5.88 responses of 12.5 tokens: 73, in whole pages 72."""
+    found = fit(3000, slots=8)
+    assert found.in_flight == pytest.approx(2 * 3748 / 637)
+    assert (found.tokens, found.slots) == (2 * 72, 10)
+
+
+def test_no_cache_fits_below_one_sequence_and_none_is_known_without_a_phase():
+    """A slot may need 16 tokens, 160 bytes."""
+    assert fit(1300 + 159) is None
+    assert fit(1300 + 160).tokens == 32
+    assert fit(3000, part="train state") is None

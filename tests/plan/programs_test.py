@@ -1,4 +1,4 @@
-"""The programs and the memory that a plan counts are those of a run."""
+"""The plan counts the programs and the memory of a run."""
 
 from functools import partial
 
@@ -6,7 +6,8 @@ import jax
 import pytest
 
 from dapo_jax.config import load_config
-from dapo_jax.plan.memory import ProgramMemory, phases
+from dapo_jax.plan.compiled import ProgramMemory
+from dapo_jax.plan.memory import phases
 from dapo_jax.plan.programs import Programs
 from dapo_jax.plan.sizes import decoder_of
 from dapo_jax.plan.workload import Assumptions, workload_of
@@ -28,7 +29,7 @@ def programs_of(*changes):
 
 
 def sampler_of(planned):
-    """The sampler as a run makes it, of shapes alone."""
+    """The sampler of a run, made from shapes."""
     config = planned.config
     mesh = mesh_of(config.parallel, rows_per_microbatch=8, devices=jax.devices()[:1])
     policy = Policy(decoder=planned.decoder, params=planned.state.params, tokenizer=ByteTokenizer())
@@ -46,7 +47,7 @@ def sampler_of(planned):
 
 @pytest.mark.parametrize("in_flight", [0, 8, 24, 48])
 @pytest.mark.parametrize("pages", [(), ("sampling.page_tokens=16", "sampling.cache_tokens=512")])
-def test_the_programs_that_sample_and_their_cache_are_those_of_a_run(in_flight, pages):
+def test_sampling_programs_and_cache_equal_those_of_a_run(in_flight, pages):
     planned = programs_of(f"rollout.in_flight={in_flight}", *pages)
     engine = sampler_of(planned)._engine
     ours = {name for name in planned.lowered() if not name.startswith(("update", "score", "transfer"))}
@@ -58,8 +59,8 @@ def test_the_programs_that_sample_and_their_cache_are_those_of_a_run(in_flight, 
     assert ("prefill_part" in ours) == bool(in_flight or pages)
 
 
-def test_logits_of_those_that_pause_lie_beside_the_cache_while_it_samples():
-    """Of 48 responses 32 pause beside 16 slots: two copies of the slots' logits, 151,936 each in float32."""
+def test_logits_of_paused_responses_are_resident_while_sampling():
+    """32 of 48 responses pause next to 16 slots: two copies of the slots' logits, 151,936 each in float32."""
     planned = programs_of("rollout.in_flight=48")
     assert planned.resident.paused == 2 * 16 * planned.decoder.vocab_rows * 4
     assert programs_of("rollout.in_flight=16").resident.paused == 0

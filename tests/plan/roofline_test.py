@@ -1,8 +1,13 @@
-"""The least time of a step's phases, each number derived by hand."""
+"""Operations, bytes and the least time of a step's phases. Each number is derived by hand."""
 
+import math
 from dataclasses import replace
 
+import jax
+import jax.extend
+import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 from dapo_jax.config import (
     BatchConfig,
@@ -18,19 +23,32 @@ from dapo_jax.config import (
     SamplingConfig,
     TrainConfig,
 )
+from dapo_jax.models.decoder import Decoder
 from dapo_jax.models.lora import lora_shape
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.plan.chips import CHIPS
 from dapo_jax.plan.collectives import Traffic
-from dapo_jax.plan.mesh_sizes import Layout
-from dapo_jax.plan.roofline import Work, bound, decode_steps, in_flight, work_of
+from dapo_jax.plan.compiled import Cost, Program
+from dapo_jax.plan.mesh_sizes import MeshSizes
+from dapo_jax.plan.roofline import (
+    Work,
+    bound,
+    cache_bytes_per_token,
+    decode_steps,
+    decode_weight_parameters,
+    estimates,
+    forward_flops,
+    in_flight,
+    matrix_parameters,
+    work_of,
+)
 from dapo_jax.plan.workload import Assumptions, workload_of
 from dapo_jax.sampling.pages import PageSizes, slot_pages
 
-# A layer has 8 x (6 x 12 + 48) = 960 weights, 3 layers 2880, the unembedding 256; a pair costs 288; a token's cache in bfloat16
-# has 144 bytes. All parameters: 3 x (960 + 16 of norms) + 256 + 8 = 3192.
+# A layer has 8 x (6 x 12 + 48) = 960 weights, 3 layers 2880, the unembedding 256. A query-key pair costs 288 operations. A cached token in
+# bfloat16 has 144 bytes. All parameters: 3 x (960 + 16 of norms) + 256 + 8 = 3192.
 SMALL = DecoderConfig(vocab_size=32, embed_dim=8, layers=3, heads=4, kv_heads=2, head_dim=6, mlp_dim=16)
-LAYOUT = Layout(
+SIZES = MeshSizes(
     train={"data": 1, "fsdp": 4, "tensor": 2, "context": 1},
     sampler={"data": 2, "fsdp": 1, "tensor": 2, "context": 1},
     samplers=2,
@@ -46,16 +64,59 @@ CONFIG = TrainConfig(
 )
 
 
-def works(config=CONFIG, traffic=None, pages=None, decoder=SMALL):
-    work, pages = (
-        workload_of(config, Assumptions(informative=1.0)),
-        pages or slot_pages(config.sampling.slots, 16),
-    )
-    return work, {one.phase: one for one in work_of(config, decoder, work, LAYOUT, pages, traffic or {})}
+def works(config=CONFIG, programs=(), pages=None, decoder=SMALL):
+    work = workload_of(config, Assumptions(informative=1.0))
+    pages = pages or slot_pages(config.sampling.slots, 16)
+    return work, {one.phase: one for one in work_of(config, decoder, work, SIZES, pages, programs)}
+
+
+def products(jaxpr):
+    """Operations of all matrix products of a program; a loop counts as often as it runs."""
+    total = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            left = equation.invars[0].aval.shape
+            inner = math.prod(left[axis] for axis in contracted)
+            total += 2 * math.prod(equation.outvars[0].aval.shape) * inner
+        times = equation.params["length"] if equation.primitive.name == "scan" else 1
+        for inside in jax.extend.core.jaxprs_in_params(equation.params):
+            total += times * products(inside)
+    return total
+
+
+def test_operations_equal_those_of_the_decoders_own_products():
+    """20 tokens in one row are a single block of attention: all 20 x 20 pairs are computed, masked or not."""
+    tokens = jnp.zeros((1, 20), jnp.int32)
+    graph, params = nnx.split(nnx.eval_shape(lambda: Decoder(SMALL, rngs=nnx.Rngs(0))))
+
+    def logits(params):
+        decoder = nnx.merge(graph, params)
+        return decoder.ends.logits(decoder(tokens, tokens, tokens))
+
+    counted = products(jax.make_jaxpr(logits)(params).jaxpr)
+    assert counted == forward_flops(SMALL, tokens=20, pairs=400, logits=20)
+
+
+def test_operations_by_hand():
+    """2 x 2880 x 10 + 288 x 55 + 2 x 256 x 1."""
+    assert matrix_parameters(SMALL) == 2880
+    assert decode_weight_parameters(SMALL) == 2880 + 256
+    assert forward_flops(SMALL, tokens=10, pairs=55, logits=1) == 57_600 + 15_840 + 512
+
+
+@pytest.mark.parametrize(
+    ("cache_dtype", "compute_dtype", "bytes_per_token"),
+    [("", "bfloat16", 144), ("", "float32", 288), ("int8", "bfloat16", 120)],
+)
+def test_bytes_of_a_cached_token(cache_dtype, compute_dtype, bytes_per_token):
+    """Keys and values, 3 layers, 2 heads of 6: 72 numbers; in eight bits each of the 12 heads has a scale of 4 bytes."""
+    sampling = SamplingConfig(cache_dtype=cache_dtype)
+    assert cache_bytes_per_token(SMALL, sampling, compute_dtype=compute_dtype) == bytes_per_token
 
 
 def test_the_longest_of_three_times_bounds_a_phase():
-    """v5e: 197e12 operations, 819e9 and 200e9 bytes a second."""
+    """v5e: 197e12 operations, 819e9 and 200e9 bytes per second."""
     work = Work(phase="x", runs=1, flops=394e12, useful_flops=0, hbm_bytes=819e9, ici_bytes=600e9)
     found = bound(work, CHIPS["v5e"])
     assert (found.compute_s, found.hbm_s, found.ici_s) == (2, 1, 3)
@@ -69,45 +130,38 @@ def test_decoding_by_hand():
     decode = phases["decode"]
     assert in_flight(CONFIG, work, slot_pages(8, 16), 2) == 8
     assert decode_steps(work, 2, 8.0) == 3840
+    assert decode_steps(work, 2, 1e6) == 10, "a wave is as long as its longest response"
     assert decode.hbm_bytes == 3840 * (3136 + 288 * 10.5)
-    # 2 x 3136 + 288 x 10.5 operations a token, over 4 devices.
+    # 2 x 3136 + 288 x 10.5 operations per token, over 4 devices.
     assert decode.flops == 30_720 * (6272 + 3024) / 4
     assert decode.runs == 768
 
 
-def test_a_sampler_decodes_at_least_as_long_as_its_longest_response():
-    work, _ = works()
-    assert decode_steps(work, 2, 1e6) == 10
-
-
-def test_pages_hold_as_many_responses_as_their_mean_context_and_half_a_page_goes_into_them():
-    """30 pages of 4 tokens in each of 2 pools are 240 tokens; a response holds 10.5 and 2 more: 19.2 of them. 30,720 tokens are 1600 steps."""
+def test_pages_hold_as_many_responses_as_their_mean_context_and_half_a_page_fit():
+    """30 pages of 4 tokens in each of 2 pools are 240 tokens; a response has 10.5 and 2 more: 19.2 of them. 30,720 tokens are 1600 steps."""
     pages = PageSizes(holders=64, capacity=16, page_tokens=4, pools=2, pool_pages=30)
     config = replace(CONFIG, sampling=replace(CONFIG.sampling, slots=64))
     work, phases = works(config, pages=pages)
     assert in_flight(config, work, pages, 2) == 19.2
     assert phases["decode"].hbm_bytes == pytest.approx(1600 * 3136 + 30_720 / 2 * 10.5 * 72)
     full = PageSizes(holders=8, capacity=16, page_tokens=4, pools=2, pool_pages=16)
-    assert in_flight(CONFIG, work, full, 2) == 8, "where every slot has room for the longest, all are taken"
+    assert in_flight(CONFIG, work, full, 2) == 8, "every slot has room for the longest response"
 
 
 def test_eight_bits_read_less():
-    """Weights of a byte each; a token's 72 numbers of a byte, and 12 scales of 4, over the 2 devices that have its heads."""
-    sampling = SamplingConfig(
-        max_response_tokens=10, slots=8, steps_per_call=5, weight_dtype="int8", cache_dtype="int8"
-    )
-    loss = LossConfig(importance_cap=2.0)
-    _, phases = works(TrainConfig(**{**vars(CONFIG), "sampling": sampling, "loss": loss}))
+    """Weights of one byte; 72 numbers per token of one byte, and 12 scales of 4, over the 2 devices that share its heads."""
+    sampling = replace(CONFIG.sampling, weight_dtype="int8", cache_dtype="int8")
+    _, phases = works(replace(CONFIG, sampling=sampling, loss=LossConfig(importance_cap=2.0)))
     assert phases["decode"].hbm_bytes == 3840 * (3136 / 2 + 4 * 10.5 * (72 + 48) / 2)
 
 
-def test_what_is_read_again_between_turns_is_no_useful_work():
-    """Of three turns 3072 episodes of a sampler are read again twice, with 6 + 5 tokens on average, which are 66 pairs; each is a call."""
+def test_re_prefills_between_turns_are_not_useful_work():
+    """3072 episodes per sampler with three turns are re-prefilled twice, with 6 + 5 tokens on average, which are 66 pairs; one per call."""
     sampling = replace(CONFIG.sampling, batch_invariant=True)
     _, plain = works(replace(CONFIG, sampling=sampling))
     environment = EnvironmentConfig(source="guess", max_turns=3)
     work, turns = works(replace(CONFIG, sampling=sampling, environment=environment))
-    assert (work.readings, work.between) == (2, 11)
+    assert (work.reprefills, work.between) == (2, 11)
     one, again = plain["prefill"], turns["prefill"]
     assert again.flops - one.flops == 6144 * (11 * 5760 + 66 * 288 + 512) / 4
     assert again.useful_flops == one.useful_flops
@@ -115,10 +169,10 @@ def test_what_is_read_again_between_turns_is_no_useful_work():
     assert turns["decode"] == plain["decode"]
 
 
-def test_what_is_in_flight_decodes_without_waves_and_is_read_again():
-    """All of 8 groups are mixed: 8 prompts x 4 responses of 10 tokens are 320 tokens, 160 on each of 2 samplers, each with its 6 of the 12 responses in
-    flight: 26.67 steps. A step of a sampler reads its 4 prompts of 6 tokens, of which a row of 16 has two and a call two rows, and its 6 responses as if each had
-    the mean context of 10.5, one to a row."""
+def test_responses_in_flight_decode_without_waves_and_are_re_prefilled():
+    """All 8 groups are mixed: 8 prompts x 4 responses of 10 tokens are 320 tokens, 160 on each of 2 samplers, each with 6 of the 12 responses
+    in flight: 26.67 steps. Per step a sampler prefills 4 prompts of 6 tokens, two per row of 16 and two rows per call, and its 6 responses
+    at the mean context of 10.5, one per row."""
     flying = replace(CONFIG, rollout=RolloutConfig(in_flight=12, round_tokens=8))
     work, phases = works(flying)
     assert (work.prompts, work.waves, work.responses) == (8, 0, 32)
@@ -132,7 +186,7 @@ def test_what_is_in_flight_decodes_without_waves_and_is_read_again():
     assert phases["prefill"].runs == 4 / 4 + 6 / 2
 
 
-def test_more_in_flight_than_slots_take_turns():
+def test_more_responses_in_flight_than_slots_share_the_slots():
     flying = replace(CONFIG, rollout=RolloutConfig(in_flight=64, round_tokens=8))
     work, _ = works(flying)
     pages = PageSizes(holders=32, capacity=16, page_tokens=4, pools=2, pool_pages=64)
@@ -140,7 +194,7 @@ def test_more_in_flight_than_slots_take_turns():
 
 
 def test_prefill_and_transfer_by_hand():
-    """768 prompts of 6 tokens to each sampler, 2 in each of 2 rows of 16: 21 pairs and one row of logits each. The transfer reads
+    """768 prompts of 6 tokens on each sampler, 2 in each of 2 rows of 16: 21 pairs and one row of logits each. The transfer reads
     3192 x 4 / 8 bytes and writes 3192 x 2 / 2."""
     _, phases = works()
     assert phases["prefill"].flops == 768 * (2 * 2880 * 6 + 288 * 21 + 512) / 4
@@ -150,21 +204,22 @@ def test_prefill_and_transfer_by_hand():
 
 def test_training_by_hand():
     """An update has 16 rows of 16 tokens, 4 microbatches of 64: 256 tokens, each with 8.5 pairs and its logits: 256 x (5760 + 288 x
-    8.5 + 512) operations forward, 4 times that with the forward pass computed again; 2 updates, 8 devices. The first update's
-    old log-probabilities are its own, so one forward pass is scored."""
+    8.5 + 512) operations forward, 4 times that with full rematerialisation; 2 updates, 8 devices. The first update needs no old
+    log-probabilities, so one forward pass is scored."""
     _, phases = works()
     forward = 256 * (5760 + 2448 + 512)
     assert phases["update"].flops == 2 * 4 * forward / 8
     assert phases["update"].useful_flops == 2 * 3 * forward / 8
     assert (phases["score"].flops, phases["score"].runs) == (forward / 8, 1)
-    # Each of 4 passes over a microbatch reads 3192 x 2 / 2 bytes. A device holds 3192 / 8 = 399 parameters: their gradients pass 3
-    # times for each microbatch, and parameters, gradients and moments 7 times at the end.
+    # Each of 4 passes over a microbatch reads 3192 x 2 / 2 bytes. A device holds 3192 / 8 = 399 parameters: their gradients are accessed 3
+    # times per microbatch, and parameters, gradients and moments 7 times at the end.
     assert phases["update"].hbm_bytes == 2 * (4 * 4 * 3192 + 4 * 12 * 399 + 28 * 399)
 
 
 def test_adapters_by_hand():
-    """Of rank 2 they have 2 x (32 + 20 + 20 + 32 + 3 x 24) = 352 weights a layer, 1056 in all, which every token passes, too. The gradients of the 2880 + 256 frozen weights are not
-    computed, and the optimizer holds 1056 / 8 = 132 parameters a device. Per step 1056 of them move; merged, all 3192 do, added up from bfloat16."""
+    """Rank 2: 2 x (32 + 20 + 20 + 32 + 3 x 24) = 352 weights per layer, 1056 in all, which every token passes. The gradients of the
+    2880 + 256 frozen weights are not computed, and the optimizer has 1056 / 8 = 132 parameters per device. A transfer moves the 1056
+    adapter weights; merged, it moves all 3192, summed from bfloat16."""
     decoder = replace(SMALL, lora=lora_shape(rank=2, alpha=1.0, targets=["all"]))
     assert decoder.trained_parameters == 1056
     _, phases = works(decoder=decoder)
@@ -179,25 +234,58 @@ def test_adapters_by_hand():
     assert merged["transfer"].hbm_bytes == 4 * 132 + 2 * 399 + 3192
 
 
-def test_options_change_what_is_computed():
+def test_options_change_the_work():
     def without(**sections):
-        return works(TrainConfig(**{**vars(CONFIG), **sections}))[1]
+        return works(replace(CONFIG, **sections))[1]
 
     _, phases = works()
-    plain = without(model=ModelConfig(compute_dtype="bfloat16", remat="none"))
+    plain = without(model=replace(CONFIG.model, remat="none"))
     assert plain["update"].flops == 3 / 4 * phases["update"].flops
     assert "score" not in without(loss=LossConfig(old_logprobs="sampler"))
     assert without(loss=LossConfig(kl_coef=0.1))["score"].runs == 3
-    float32 = without(model=ModelConfig(compute_dtype="float32", remat="full"))
+    float32 = without(model=replace(CONFIG.model, compute_dtype="float32"))
     assert float32["decode"].hbm_bytes == 2 * phases["decode"].hbm_bytes
 
 
-def test_traffic_is_taken_as_often_as_a_program_runs():
-    """A call decodes 5 tokens, so 3840 steps are 768 calls; an update's is received twice."""
-    one = [Traffic(kind="all-gather", count=1, received_bytes=100)]
-    _, phases = works(traffic={"generate": one, "update": one * 2, "transfer": one, "transfer_ends": one})
+def compiled(name, received=0, **cost):
+    traffic = [Traffic(kind="all-gather", count=1, received_bytes=received)]
+    cost = Cost(**{"cycles": 0, "copied_bytes": 0, "kernels": 0, **cost})
+    return Program(name=name, compile_s=1.0, memory=None, traffic=traffic, cost=cost)
+
+
+def test_traffic_counts_as_often_as_a_program_runs():
+    """A call decodes 5 tokens, so 3840 steps are 768 calls; an update's traffic is received twice."""
+    bytes_of = {"generate": 100, "update": 200, "transfer": 100, "transfer_ends": 100}
+    _, phases = works(programs=[compiled(name, received) for name, received in bytes_of.items()])
     assert phases["decode"].ici_bytes == pytest.approx(76_800)
     assert phases["update"].ici_bytes == 400
     assert phases["score"].ici_bytes == 0
     # The transfer has a program for each of 3 layers, and one for the ends.
     assert phases["transfer"].ici_bytes == 400
+
+
+def phase(name, **changes):
+    return Work(**{"phase": name, "runs": 1, "flops": 0, "useful_flops": 0, "hbm_bytes": 0, "ici_bytes": 0, **changes})  # fmt: skip
+
+
+def test_xlas_estimate_is_a_sum_and_at_least_the_time_of_the_collectives():
+    """A v5e has 1.5e9 cycles, 819e9 and 200e9 bytes per second. Two runs of a program of one second of cycles, and three of a program that
+    copies for half a second; then 10 seconds of collectives."""
+    chip = CHIPS["v5e"]
+    assert chip.cycles_s == pytest.approx(1.503e9, rel=1e-3)
+    programs = [
+        compiled("a", cycles=round(chip.cycles_s)),
+        compiled("b", copied_bytes=819 * 10**9 // 2),
+    ]
+    calls = {"x": [("a", 1), ("b", 3)]}
+    assert estimates([phase("x", runs=2)], calls, programs, chip)["x"] == pytest.approx(2 + 3)
+    assert estimates([phase("x", runs=2, ici_bytes=2e12)], calls, programs, chip)["x"] == 10
+    assert estimates([phase("x")], calls, programs[:1], chip) == {}, "a program was not compiled"
+
+
+@pytest.mark.parametrize(("kernels", "seconds"), [(64, 3), (0, 0)])
+def test_a_kernel_counts_with_its_roofline(kernels, seconds):
+    """197e12 operations and 819e9 bytes per second: the longer of both, if there is a kernel."""
+    work = phase("x", kernel_flops=197e12, kernel_hbm_bytes=3 * 819e9)
+    found = estimates([work], {"x": [("a", 1)]}, [compiled("a", kernels=kernels)], CHIPS["v5e"])
+    assert found["x"] == seconds

@@ -23,13 +23,20 @@ from dapo_jax.plan.sizes import decoder_of
     ],
 )
 def test_known_models_are_found_without_the_hub(source, known):
-    """The vocabulary is the embedding's, also of a preset, which takes its tokenizer's in a run."""
+    """The vocabulary is the embedding's, also for a preset, which has its tokenizer's vocabulary in a run."""
     assert decoder_of(ModelConfig(source=source)) == PRESETS[known]
 
 
-def test_an_unknown_repository_is_answered_with_the_nearest_and_fetches_nothing():
-    with pytest.raises(ConfigError, match=r"nearest that is known is qwen/qwen2\.5-7b.*folder"):
-        decoder_of(ModelConfig(source="hf:Qwen/Qwen2.5-7C"))
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("hf:Qwen/Qwen2.5-7C", r"qwen/qwen2\.5-7b.*folder"),
+        ("hf:mistralai/Mistral-7B-v0.3", r"\(llama, qwen2, qwen3\)"),
+    ],
+)
+def test_an_unknown_repository_is_answered_with_the_nearest_and_the_families(source, message):
+    with pytest.raises(ConfigError, match=message):
+        decoder_of(ModelConfig(source=source))
 
 
 def test_a_folder_needs_only_its_config(tmp_path):
@@ -43,22 +50,13 @@ def test_a_folder_needs_only_its_config(tmp_path):
 
 
 @pytest.mark.parametrize("options", [[], ["--sweep"]])
-def test_an_architecture_that_is_not_covered_is_named_before_anything_else(
-    options, tmp_path, capsys, monkeypatch
-):
-    """Also where the mesh would not fit the devices, and where there is no libtpu."""
+def test_an_architecture_that_is_not_covered_is_reported_first(options, tmp_path, capsys, monkeypatch):
+    """Even if the mesh does not fit the devices and libtpu is missing."""
     described = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(described))
     monkeypatch.setitem(sys.modules, "libtpu", None)
     arguments = [f"model.source={tmp_path}", "parallel.fsdp=3", "--topology", "v5p:4x4x8", *options]
     assert main(["plan", "configs/dapo_qwen2.5_32b.yaml", *arguments]) == 2
-    said = capsys.readouterr().err
-    assert (
-        "model_type 'mistral' is not covered; llama, qwen2 and qwen3 are; its architecture is MistralForCausalLM"
-        in said
-    )
-
-
-def test_a_repository_that_is_not_known_is_told_which_families_are_covered():
-    with pytest.raises(ConfigError, match=r"a family that is covered \(llama, qwen2, qwen3\)"):
-        decoder_of(ModelConfig(source="hf:mistralai/Mistral-7B-v0.3"))
+    error = capsys.readouterr().err
+    assert "model_type 'mistral' is not covered" in error
+    assert "MistralForCausalLM" in error

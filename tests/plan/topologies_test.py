@@ -12,11 +12,11 @@ from dapo_jax.plan.topologies import devices_of, parse
 @pytest.mark.parametrize(
     ("name", "full", "chips", "hosts"),
     [
-        # v4 and v5p count cores, two to a chip; 4 chips to a host.
+        # The numbers of v4 and v5p count cores, two per chip; 4 chips per host.
         ("v5p-256", "v5p:4x4x8", 128, 32),
         ("v4-8", "v4:2x2x1", 4, 1),
         ("v5p:4x4x8", "v5p:4x4x8", 128, 32),
-        # The flat ones count chips; up to 8 of them are on one host.
+        # The numbers of flat slices count chips; up to 8 chips are on one host.
         ("v5litepod-64", "v5e:8x8", 64, 16),
         ("v5e-64", "v5e:8x8", 64, 16),
         ("v6e-8", "v6e:2x4", 8, 1),
@@ -25,7 +25,7 @@ from dapo_jax.plan.topologies import devices_of, parse
         ("tpu7x:2x2x1", "tpu7x:2x2x1", 4, 1),
     ],
 )
-def test_the_names_people_type(name, full, chips, hosts):
+def test_known_names_are_parsed(name, full, chips, hosts):
     made = parse(name)
     assert (made.name, made.chips, made.hosts) == (full, chips, hosts)
 
@@ -47,7 +47,7 @@ def test_an_unknown_name_is_answered_with_the_nearest(name, nearest):
     assert nearest in str(error.value)
 
 
-def test_peaks_of_a_device_are_those_of_its_share_of_the_chip():
+def test_the_peaks_of_a_device_are_its_share_of_the_chip():
     assert CHIPS["v5e"].device_flops == 197e12
     assert CHIPS["tpu7x"].device_flops == 2307e12 / 2
     assert CHIPS["tpu7x"].device_hbm_bytes == int(94.75 * 2**30)
@@ -68,6 +68,6 @@ def test_without_libtpu_the_extra_is_named(monkeypatch):
         ("v5p-256", "v5p:2x2x1"),
     ],
 )
-def test_a_host_is_a_slice_of_its_own(name, host):
+def test_a_host_is_a_separate_slice(name, host):
     assert parse(name).one_host.name == host
     assert parse(name).one_host.hosts == 1

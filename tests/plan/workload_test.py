@@ -1,4 +1,4 @@
-"""What a step has to do, under assumptions."""
+"""The work of a step under assumptions."""
 
 from dataclasses import replace
 
@@ -28,8 +28,12 @@ CONFIG = TrainConfig(
 )
 
 
+def dynamic(**changes):
+    return replace(CONFIG, dynamic_sampling=replace(CONFIG.dynamic_sampling, **changes))
+
+
 def test_a_step_at_the_limit_by_hand():
-    """Half of 16 groups are mixed: one wave. An update has 16 responses of 16 + 48 = 64 tokens, a row each, 2 rows to a
+    """Half of 16 groups are mixed: one wave. An update has 16 responses of 16 + 48 = 64 tokens, one per row, 2 rows per
     microbatch: 8 of them, and room for as many."""
     work = workload_of(CONFIG, Assumptions(informative=0.5))
     assert (work.prompts, work.waves, work.responses, work.trained, work.updates) == (16, 1, 64, 32, 2)
@@ -37,48 +41,38 @@ def test_a_step_at_the_limit_by_hand():
     assert len([note for note in work.notes if "not given" in note]) == 2
 
 
-def test_shorter_responses_pack_but_room_stays_for_the_longest():
+def test_shorter_responses_are_packed_but_room_stays_for_the_longest():
     """16 x (6 + 10) = 256 tokens are 4 rows of 64, 2 microbatches."""
     work = workload_of(CONFIG, Assumptions(response_tokens=10, prompt_tokens=6))
     assert (work.microbatches, work.room) == (2, 8)
 
 
-def test_waves_follow_from_the_share_of_mixed_groups():
-    """A quarter of 16 is 4 of the 8 that are needed."""
-    assert workload_of(CONFIG, Assumptions(informative=0.25)).waves == 2
-    with pytest.raises(ConfigError, match=r"need 4 waves, over dynamic_sampling.max_waves=3"):
-        workload_of(CONFIG, Assumptions(informative=0.125))
+@pytest.mark.parametrize(
+    ("config", "informative", "prompts", "waves"),
+    [
+        (CONFIG, 0.25, 32, 2),  # a quarter of 16 is 4 of the 8 that are needed
+        (CONFIG, 0.375, 32, 2),
+        (dynamic(on_shortfall="train_fewer"), 0.125, 48, 3),  # 6 of 8 groups
+        (dynamic(on_shortfall="train_fewer"), 0.25, 32, 2),
+        (dynamic(surplus="carry"), 0.375, 22, 2),  # 8 of 3/8 are 21.3, in waves of at most 16
+        (replace(CONFIG, rollout=RolloutConfig(in_flight=32, round_tokens=8)), 0.375, 22, 0),
+        (replace(CONFIG, dynamic_sampling=DynamicSamplingConfig()), 1 / 3, 24, 1),  # a wave is three times the step
+    ],
+)  # fmt: skip
+def test_prompts_and_waves_follow_from_the_share_of_mixed_groups(config, informative, prompts, waves):
+    work = workload_of(config, Assumptions(informative=informative))
+    assert (work.prompts, work.waves, work.responses) == (prompts, waves, 4 * prompts)
 
 
-def test_where_fewer_groups_do_too_few_waves_are_no_error():
-    """Three waves of 16 at an eighth: 6 of the 8 groups."""
-    fewer = replace(CONFIG, dynamic_sampling=replace(CONFIG.dynamic_sampling, on_shortfall="train_fewer"))
-    work = workload_of(fewer, Assumptions(informative=0.125))
-    assert (work.prompts, work.waves, work.responses) == (48, 3, 192)
-    assert "trains on about 6 of 8 groups" in " ".join(work.notes)
-    assert workload_of(fewer, Assumptions(informative=0.25)).waves == 2
+@pytest.mark.parametrize("in_flight", [0, 32])
+def test_too_few_mixed_groups_are_refused(in_flight):
+    config = replace(CONFIG, rollout=RolloutConfig(in_flight=in_flight, round_tokens=8))
+    with pytest.raises(ConfigError, match=r"4 waves.*dynamic_sampling\.max_waves=3"):
+        workload_of(config, Assumptions(informative=0.125))
 
 
-def test_where_surplus_is_carried_a_step_draws_what_it_needs_and_no_whole_waves():
-    """8 of 3/8: 21.3 prompts, 22, in two waves of at most 16; whole ones would be 32."""
-    carry = replace(CONFIG, dynamic_sampling=replace(CONFIG.dynamic_sampling, surplus="carry"))
-    work = workload_of(carry, Assumptions(informative=0.375))
-    assert (work.prompts, work.waves, work.responses) == (22, 2, 88)
-    assert workload_of(CONFIG, Assumptions(informative=0.375)).prompts == 32
-
-
-def test_what_stays_in_flight_draws_what_it_needs_in_no_waves():
-    """8 of 3/8: 22 prompts, and no more than dynamic sampling allows."""
-    flying = replace(CONFIG, rollout=RolloutConfig(in_flight=32, round_tokens=8))
-    work = workload_of(flying, Assumptions(informative=0.375))
-    assert (work.prompts, work.waves, work.responses) == (22, 0, 88)
-    assert "32 responses stay in flight" in " ".join(work.notes)
-    with pytest.raises(ConfigError, match=r"over dynamic_sampling.max_waves=3"):
-        workload_of(flying, Assumptions(informative=0.125))
-
-
-def test_the_mean_context_is_taken_over_tokens():
-    """Responses of 3 tokens behind 2 of a prompt attend to 2, 3, 4: mean 3. Of lengths 1 and 5 (mean 3, deviation 2) the six
+def test_the_mean_context_is_over_tokens():
+    """Responses of 3 tokens after 2 of a prompt attend to 2, 3, 4: mean 3. With lengths 1 and 5 (mean 3, deviation 2) the six
     tokens attend to 2; 2, 3, 4, 5, 6: mean 22 / 6."""
     one = workload_of(CONFIG, Assumptions(response_tokens=3, prompt_tokens=2))
     assert one.context == 3
@@ -88,17 +82,9 @@ def test_the_mean_context_is_taken_over_tokens():
     assert two.attended == (6 + 28) / 2  # 1 + 2 + 3, and 1 + ... + 7
 
 
-def test_waves_that_are_not_told_are_three_times_the_step():
-    """A third of 24 is the 8 that are needed."""
-    work = workload_of(
-        replace(CONFIG, dynamic_sampling=DynamicSamplingConfig()), Assumptions(informative=1 / 3)
-    )
-    assert (work.prompts, work.waves) == (24, 1)
-
-
 @pytest.mark.parametrize("tokens", [0.0, 49.0])
 def test_lengths_beyond_the_configuration_are_refused(tokens):
-    with pytest.raises(ConfigError, match=r"at most sampling.max_response_tokens = 48"):
+    with pytest.raises(ConfigError, match=r"sampling\.max_response_tokens = 48"):
         workload_of(CONFIG, Assumptions(response_tokens=tokens))
 
 
@@ -107,38 +93,25 @@ def with_turns(**sampling):
     return replace(CONFIG, environment=EnvironmentConfig(source="guess", max_turns=5), sampling=sampling)
 
 
-def test_an_episode_is_read_again_between_its_turns_where_no_bit_may_depend_on_how_it_is_read():
-    """64 episodes of 16 + 48 tokens: between two turns they have 16 + 24 on average, four times 64 x 40 = 2560; of three turns two times."""
-    invariant = with_turns(batch_invariant=True)
-    work = workload_of(invariant, Assumptions())
-    assert (work.readings, work.between) == (4, 40)
-    told = "\n".join(work.notes)
-    assert (
-        "--turns was not given: an episode has environment.max_turns = 5, which is the most; each but" in told
-    )
-    assert "(sampling.batch_invariant), 10,240 tokens a step" in told
-    assert "not counted are the time of its answers" in told
-    work = workload_of(invariant, Assumptions(turns=3))
-    assert work.readings == 2
-    assert "--turns 3; each but the first reads the episode again" in "\n".join(work.notes)
-    assert "5,120 tokens a step" in "\n".join(work.notes)
+@pytest.mark.parametrize(("turns", "reprefills", "tokens"), [(None, 4, "10,240"), (3, 2, "5,120")])
+def test_batch_invariant_episodes_are_re_prefilled_between_turns(turns, reprefills, tokens):
+    """64 episodes of 16 + 48 tokens: between two turns they have 16 + 24 on average, four times 64 x 40 = 2560; with three turns two times."""
+    work = workload_of(with_turns(batch_invariant=True), Assumptions(turns=turns))
+    assert (work.reprefills, work.between) == (reprefills, 40)
+    assert f"sampling.batch_invariant re-prefills the episode before each turn but the first, {tokens} tokens" in work.notes[-2]  # fmt: skip
 
 
-def test_what_is_fed_is_not_read_again_and_the_most_that_could_be_is_said():
+def test_kept_episodes_are_not_re_prefilled_and_the_largest_cost_is_named():
     work = workload_of(with_turns(), Assumptions())
-    assert work.readings == 0
-    assert "is fed to the pages that an episode keeps; if none kept them, 10,240 tokens a step more" in "\n".join(work.notes)  # fmt: skip
-
-
-def test_without_an_environment_nothing_is_said_of_turns():
-    work = workload_of(replace(CONFIG, sampling=with_turns(batch_invariant=True).sampling), Assumptions())
-    assert work.readings == 0
-    assert "turn" not in " ".join(work.notes)
+    assert work.reprefills == 0
+    assert "10,240 tokens per step more" in work.notes[-2]
+    plain = workload_of(replace(CONFIG, sampling=with_turns(batch_invariant=True).sampling), Assumptions())
+    assert plain.reprefills == 0, "there is no environment"
 
 
 @pytest.mark.parametrize("turns", [0.5, 5.5])
 def test_turns_beyond_the_configuration_are_refused(turns):
-    with pytest.raises(ConfigError, match=r"at least 1 and at most environment.max_turns = 5"):
+    with pytest.raises(ConfigError, match=r"environment\.max_turns = 5"):
         workload_of(with_turns(), Assumptions(turns=turns))
-    with pytest.raises(ConfigError, match=r"without an environment.source there are no turns"):
+    with pytest.raises(ConfigError, match=r"--turns=.*environment\.source"):
         workload_of(CONFIG, Assumptions(turns=turns))

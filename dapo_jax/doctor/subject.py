@@ -1,0 +1,86 @@
+"""The configuration that the checks are about, with everything that several checks need of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from dapo_jax.config import ConfigError, ModelConfig, TrainConfig
+from dapo_jax.config.data_schema import DataConfig
+from dapo_jax.dapo.rollouts import Prompt
+from dapo_jax.data.prompts import PromptSource
+from dapo_jax.models.hub import look_up
+from dapo_jax.models.presets import DecoderConfig
+from dapo_jax.models.safetensors_files import SafetensorsFolder
+from dapo_jax.plan.plan import Plan, plan
+from dapo_jax.plan.workload import Assumptions
+from dapo_jax.run.policy import description_of, read_base
+from dapo_jax.run.prompt_sets import GivenRows, dated, training_prompts
+from dapo_jax.storage import AnyPath, entries, size_of
+from dapo_jax.text.tokenizers import Tokenizer
+
+SUMS = [{"prompt": f"{a}+{b}", "answer": str(a + b)} for a in range(5) for b in range(5)]
+STAND_IN = TrainConfig(
+    run_dir=".",
+    model=ModelConfig(source="preset:tiny", tokenizer="char:0123456789+="),
+    data=DataConfig(source="rows", prompt_template="{prompt}="),
+)
+"""A tiny model that adds."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A configuration. Model and data are loaded when a check first needs them."""
+
+    config: TrainConfig = STAND_IN
+    rows: GivenRows | None = None
+    """Rows instead of the configured dataset."""
+    right: str = ""
+    """How a right response is written, with `{answer}` in it; empty: in one of several ways."""
+    full: bool = False
+    """Whether the tiny step takes the run's own model, however large."""
+
+    @cached_property
+    def described(self) -> tuple[DecoderConfig, Tokenizer, AnyPath | None, int]:
+        """The model's sizes, tokenizer, folder and bytes of weights; no weights are fetched or read.
+
+        Raises:
+            ConfigError: there is no such model, or it cannot be used.
+        """
+        model, size = self.config.model, 0
+        try:
+            if model.source.startswith("hf:"):
+                revision, cache = model.revision or None, model.cache_dir or None
+                folder, size = look_up(model.source.removeprefix("hf:"), revision=revision, cache_dir=cache)
+                return (*description_of(ModelConfig(source=str(folder))), size)
+            decoder, tokenizer, folder = read_base(model, description_of)
+            if folder is not None:
+                SafetensorsFolder(folder)  # reads names and shapes: a missing or truncated file is found
+                size = sum(size_of(file) for file in entries(folder) if file.suffix == ".safetensors")
+        except ValueError as error:
+            raise ConfigError(f"model.source={model.source!r}: {error}") from error
+        return decoder, tokenizer, folder, size
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self.described[1]
+
+    @cached_property
+    def planned(self) -> Plan:
+        """The plan of the run from shapes alone, on the devices that are present."""
+        model, folder = self.config.model, self.described[2]
+        if folder is not None:  # the plan of a preset or repository is for the published model
+            model = replace(model, source=str(folder), revision="")
+        return plan(replace(self.config, model=model), assumed=Assumptions(informative=1.0))
+
+    @cached_property
+    def training(self) -> tuple[PromptSource, Sequence[str]]:
+        """The prompts to train on, and remarks about them."""
+        data, seed = dated(self.config.data), self.config.seed
+        source, asked = training_prompts(data, self.tokenizer, seed=seed, rows=self.rows)
+        return source, asked.notes
+
+    def prompts(self, count: int) -> list[Prompt]:
+        """Returns the first prompts that a run would sample."""
+        source = self.training[0]
+        return [source[ordinal] for ordinal in range(min(count, source.rows_per_epoch))]

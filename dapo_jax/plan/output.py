@@ -1,0 +1,288 @@
+"""A plan as tables for people, and as data for programs."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from dapo_jax.plan.compiled import Program, needed_bytes, of_scalars
+from dapo_jax.plan.memory import MARGIN, Phase
+from dapo_jax.plan.plan import Plan
+from dapo_jax.plan.remedies import Tried, Way, held_in
+from dapo_jax.plan.roofline import cache_bytes_per_token
+
+SCHEMA_VERSION = 4
+"""The version of the JSON. It rises when a field is removed or changes its meaning."""
+
+_NAMES = {
+    "train state": "the train state",
+    "sampler weights": "the sampler's weights",
+    "decode state": "the decode state (the KV cache, and logits of the slots)",
+    "minibatches": "the minibatches of a step",
+    "gradient": "the accumulated gradient",
+    "reference policy": "the reference policy",
+    "paused responses": "the logits of paused responses",
+}
+_COLUMNS = ("arguments", "outputs", "aliased", "temporaries", "code", "needed")
+
+
+def as_data(plan: Plan) -> dict[str, Any]:
+    """Returns the content of `--json`, in bytes, seconds and operations; all memory and work is per device."""
+    slice, fits = plan.slice, plan.cache_fit
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "model": {
+            "source": plan.config.model.source,
+            "parameters": plan.decoder.parameters,
+            "trained_parameters": plan.decoder.trained_parameters,
+        },
+        "layout": asdict(plan.sizes),
+        "topology": slice and {
+            "name": slice.name,
+            "chips": slice.chips,
+            "hosts": slice.hosts,
+            "devices": slice.chips * slice.chip.devices,
+            "hbm_bytes": slice.chip.device_hbm_bytes,
+            "margin": MARGIN,
+        },
+        "workload": {**asdict(plan.work), "context": plan.work.context},
+        "cache": {**_cache(plan), "fits": fits and asdict(fits)},
+        "resident_bytes": asdict(plan.resident),
+        "work": [asdict(work) for work in plan.works],
+        "programs": [
+            {**asdict(one), "memory": one.memory and {**asdict(one.memory), "needed": one.memory.needed}}
+            for one in plan.programs
+        ],
+        "phases": [{**asdict(phase), "total": phase.total} for phase in plan.phases],
+        "limit_bytes": plan.limit,
+        "failures": plan.failures,
+        "held": {name: [asdict(held) for held in held_in(plan, name)] for name in plan.failures},
+        "fits": plan.fits if plan.programs else None,
+        "checkpoint_bytes": plan.checkpoint_bytes,
+        "chip_hours": plan.chip_hours,
+        "roofline": slice and {
+            "step_s": plan.step_s,
+            "mfu_bound": plan.mfu_bound,
+            "xla_estimates_s": plan.estimates,
+            "phases": [
+                {
+                    "phase": bound.work.phase,
+                    **{name: getattr(bound, name) for name in ("compute_s", "hbm_s", "ici_s", "seconds", "limit")},
+                }
+                for bound in plan.bounds
+            ],
+        },
+    }  # fmt: skip
+
+
+def swept_as_data(found: Sequence[tuple[str, Plan | str]]) -> list[dict[str, Any]]:
+    """Returns the content of `--json` for a sweep: the plan of each mesh, or the reason why it has none; best first."""
+    return [{"mesh": name, **({"reason": one} if isinstance(one, str) else as_data(one))} for name, one in found]  # fmt: skip
+
+
+def _cache(plan: Plan) -> dict[str, int | float]:
+    """Returns the sizes of a sampler's KV cache, over all its devices."""
+    sampling, dtype = plan.config.sampling, plan.config.model.compute_dtype
+    token = cache_bytes_per_token(plan.decoder, sampling, compute_dtype=dtype)
+    return {
+        "bytes_per_token": token,
+        "tokens": plan.cache_tokens,
+        "bytes": token * plan.cache_tokens,
+        "page_tokens": plan.pages.page_tokens,
+        "slots": sampling.slots,
+        "holders": plan.pages.holders,
+        "slot_tokens": plan.pages.capacity,
+        "in_flight": plan.in_flight,
+    }
+
+
+def show(plan: Plan, console: Console) -> None:
+    """Prints a plan."""
+    console.print(_heading(plan), highlight=False)
+    _rows(console, "Sizes", ("what", "of one device"), _sizes(plan))
+    if plan.slice is None:
+        console.print("Without --topology: shapes alone. With one, the programs are compiled for it.")
+        return
+    memory = [
+        (
+            one.name,
+            *("refused" if one.memory is None else size(getattr(one.memory, name)) for name in _COLUMNS),
+            f"{one.compile_s:.0f} s",
+        )
+        for one in plan.programs
+    ]
+    _rows(console, "Programs, on each device", ("program", *_COLUMNS, "compiled in"), memory)
+    limit, hbm = plan.limit or 0, plan.slice.chip.device_hbm_bytes
+    resident = [
+        (phase.name, " + ".join(f"{name} {size(count)}" for name, count in phase.parts.items()), size(phase.total),
+         "yes" if phase.total <= limit else "NO")
+        for phase in _fullest(plan.phases)
+    ]  # fmt: skip
+    title = f"Resident together, on each device; limit {size(limit)} = {size(hbm)} less {MARGIN:.0%}"
+    _rows(console, title, ("phase", "parts", "total", "fits"), resident)
+    if (fits := plan.cache_fit) is not None:
+        slots = f" sampling.slots={fits.slots}" if fits.tokens > plan.cache_tokens else ""
+        console.print(
+            f"KV cache: {plan.cache_tokens:,} tokens are configured, {plan.in_flight:,.0f} responses in parallel; {fits.tokens:,} "
+            f"tokens fit, {fits.in_flight:,.0f} responses (sampling.cache_tokens={fits.tokens}{slots})",
+            highlight=False,
+        )
+    traffic = [
+        (one.name, kind.kind, f"{kind.count:,}", f"{kind.received_bytes / 1e9:,.3f}")
+        for one in plan.programs
+        for kind in one.traffic
+    ]
+    _rows(console, "Collectives of one run", ("program", "kind", "count", "GB received by a device"), traffic)
+    roofline = [
+        (bound.work.phase, f"{bound.work.runs:,.0f}", f"{bound.compute_s:,.2f}", f"{bound.hbm_s:,.2f}", f"{bound.ici_s:,.2f}",
+         f"{bound.seconds:,.2f}", bound.limit, f"{one:,.2f}" if (one := plan.estimates.get(bound.work.phase)) is not None else "-")
+        for bound in plan.bounds
+    ]  # fmt: skip
+    title = "Roofline, seconds per step (a bound by the chip's peaks), and XLA's estimate (cycles, one operation after another); not measured"
+    columns = ("phase", "runs", "compute", "memory", "interconnect", "longest", "which", "XLA's estimate")
+    _rows(console, title, columns, roofline)
+    console.print(
+        f"a step takes {plan.step_s:,.1f} s or more, {plan.config.steps:,} steps {plan.chip_hours:,.1f} chip-hours or more; "
+        f"model FLOPs utilisation is {plan.mfu_bound:.1%} or less",
+        highlight=False,
+    )
+
+
+def show_failures(plan: Plan, tried: Sequence[Tried], console: Console) -> None:
+    """Prints the programs that do not fit, what takes the memory, and the changes that were compiled."""
+    limit = size(plan.limit or 0)
+    for program in plan.programs:
+        if program.name not in plan.failures:
+            continue
+        phase = next((phase for phase in plan.phases if phase.program == program.name), None)
+        if program.memory is None or phase is None:
+            needs = _refused(program)
+        else:
+            over = size(phase.total - (plan.limit or 0))
+            needs = f"{phase.name} needs {size(phase.total)}, {over} over the limit of {limit}"
+        console.print(f"DOES NOT FIT: {needs}", style="bold", highlight=False)
+        if of_scalars(program.refusal):
+            continue
+        for held in held_in(plan, program.name):
+            ways = "".join(f"; {_in_words(way)}" for way in held.ways)
+            part = _NAMES.get(held.part, held.part)
+            console.print(f"    {part}: {size(held.bytes)} of {limit}{ways}", highlight=False)
+        if program.largest:
+            console.print(f"  the largest arrays of {program.name}:", highlight=False)
+        for array in program.largest:
+            console.print(f"    {size(array.bytes)} {array.shape} {array.operation}", highlight=False)
+    for one in tried:
+        verdict = "fits" if one.fits else "does not fit"
+        console.print(f"compiled: {' '.join(one.overrides)}: {verdict}", highlight=False)
+    if tried and not any(one.fits for one in tried):
+        console.print("None of these fits. A larger slice or shorter responses would help.")
+
+
+def show_sweep(plans: Sequence[tuple[str, Plan | str]], console: Console) -> None:
+    """Prints the meshes of a sweep, best first."""
+    rows = [
+        (name, "-", "-", found) if isinstance(found, str)
+        else (name, f"{found.step_s:,.0f}", size(max(phase.total for phase in found.phases)), "fits")
+        for name, found in plans
+    ]  # fmt: skip
+    _rows(console, "Meshes, best first", ("mesh", "roofline s per step", "memory at most", ""), rows)
+
+
+def size(count: int | float) -> str:
+    """Formats bytes in a unit in which they are at least 1.
+
+    >>> size(3 * 2**29), size(2048), size(7)
+    ('1.50 GiB', '2.0 KiB', '7 B')
+    """
+    for unit, power, digits in (("GiB", 30, 2), ("MiB", 20, 1), ("KiB", 10, 1)):
+        if count >= 2**power:
+            return f"{count / 2**power:,.{digits}f} {unit}"
+    return f"{count:,.0f} B"
+
+
+def _heading(plan: Plan) -> str:
+    decoder, slice = plan.decoder, plan.slice
+    mesh = " x ".join(f"{axis} {count}" for axis, count in plan.sizes.train.items())
+    sampler = " x ".join(f"{axis} {count}" for axis, count in plan.sizes.sampler.items() if count > 1)
+    adapters = f", {decoder.trained_parameters:,} more in adapters, which are trained" if decoder.lora else ""
+    where = "the devices of the configuration, or those present"
+    if slice is not None:
+        where = f"{slice.name}: {slice.chips} chips on {slice.hosts} hosts"
+    lines = [
+        f"{plan.config.model.source}: {decoder.parameters:,} parameters{adapters}",
+        f"{where}; mesh {mesh}; {plan.sizes.samplers} samplers, each {sampler or '1 device'}",
+        *(f"assumed: {note}" for note in plan.work.notes),
+    ]
+    if slice is not None and slice.chip.name == "v4":
+        lines.append(
+            "libtpu describes the two cores of a v4 chip as two devices; a v4 host joins them to one"
+        )
+    return "\n".join(lines)
+
+
+def _sizes(plan: Plan) -> list[tuple[str, str]]:
+    there, work, cache = plan.resident, plan.work, _cache(plan)
+    arrays = [
+        ("train state (parameters and moments)", there.state),
+        ("the moments' part of it, which optimizer.offload keeps in the host's memory", there.moments),
+        ("frozen weights", there.base),
+        ("the sampler's own copy of the frozen weights", there.sampler_base),
+        ("reference policy", there.reference),
+        ("sampler's weights", there.weights),
+        ("rotations of all positions", there.rotations),
+        (f"decode state of {plan.config.sampling.slots} slots per sampler", there.decode_state),
+        ("cached token, over a sampler's devices", cache["bytes_per_token"]),
+        (f"KV cache of {cache['tokens']:,} tokens in pages of {cache['page_tokens']:,}, over a sampler's devices", cache["bytes"]),
+        ("prefilled prompts of one call", there.prefix),
+        ("a longer sequence while it is prefilled in chunks", there.buffers),
+        ("the same after its prefill", there.reread),
+        ("arrays of one update", there.minibatch),
+        ("the part of them in shorter rows", there.shorter),
+        ("gradient between programs of one update", there.gradient),
+        ("trained weights and moments in a checkpoint on disk", plan.checkpoint_bytes),
+    ]  # fmt: skip
+    return [
+        *((name, size(count)) for name, count in arrays if count),
+        (f"responses in parallel, of up to {cache['slot_tokens']:,} tokens each with the prompt", f"{plan.in_flight:,.0f}"),
+        ("tokens sampled per step", f"{work.responses * work.response_mean:,.0f}"),
+        ("tokens trained on per step, with prompts", f"{work.trained * work.sequence:,.0f}"),
+        ("updates per step x microbatches", f"{work.updates} x {work.microbatches}"),
+        *((f"operations per step, {one.phase}, TFLOP", f"{one.flops / 1e12:,.3f}") for one in plan.works if one.flops),
+    ]  # fmt: skip
+
+
+def _fullest(found: Sequence[Phase]) -> list[Phase]:
+    """Returns one phase of each name: the one with the most bytes on a device."""
+    by_name: dict[str, Phase] = {}
+    for phase in found:
+        by_name[phase.name] = max(by_name.get(phase.name, phase), phase, key=lambda one: one.total)
+    return list(by_name.values())
+
+
+def _in_words(way: Way) -> str:
+    freed = "" if way.frees is None else f"frees {size(way.frees)}"
+    return f"{way.change} {' and '.join(filter(None, (way.does, freed)))}".rstrip()
+
+
+def _refused(program: Program) -> str:
+    """Returns why the compiler refused a program."""
+    needs = needed_bytes(program.refusal)
+    if of_scalars(program.refusal):
+        return (
+            f"{program.name}: the page tables of all slots take {size(needs or 0)} of a core's memory for scalars, which is too much: "
+            "set fewer sampling.slots, or larger sampling.page_tokens"
+        )
+    return f"{program.name} alone needs {size(needs)}" if needs else f"{program.name}: {program.refusal}"
+
+
+def _rows(console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    if not rows:
+        return
+    made = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
+    for index, column in enumerate(columns):
+        made.add_column(column, justify="left" if index == 0 or column in ("parts", "kind") else "right")
+    for row in rows:
+        made.add_row(*row)
+    console.print(made)

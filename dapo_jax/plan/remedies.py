@@ -1,0 +1,259 @@
+"""Configurations that fit: the keys that would free memory, changes checked by compiling, and a sweep of meshes."""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from dapo_jax.config import ConfigError, TrainConfig
+from dapo_jax.plan.compiled import needed_bytes
+from dapo_jax.plan.memory import together
+from dapo_jax.plan.plan import Plan, plan
+from dapo_jax.plan.roofline import item
+from dapo_jax.plan.sizes import decoder_of
+from dapo_jax.plan.topologies import Slice, devices_of
+from dapo_jax.plan.workload import Assumptions
+
+_LEAST = 0.005
+"""Smallest share of a device's memory that a message lists."""
+
+Say = Callable[[str], None]
+Changes = dict[str, Any]
+"""Key of the configuration -> its new value."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """A change of the configuration that needs less memory."""
+
+    change: str
+    """Keys with their values."""
+    does: str = ""
+    frees: int | None = None
+    """Bytes of a device; None: only compiling shows it."""
+    tries: Changes = field(default_factory=dict)
+    """The values that `suggestions` may try: they fit the same slice and leave the method as it is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResidentPart:
+    """One kind of array on a device, with the ways to make it smaller."""
+
+    part: str
+    bytes: int
+    ways: tuple[Way, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tried:
+    """Changes, and whether the programs that failed fit with them."""
+
+    overrides: tuple[str, ...]
+    fits: bool
+
+
+def held_in(made: Plan, program: str) -> list[ResidentPart]:
+    """Returns the arrays on a device while `program` runs: resident ones, the largest first, then those it adds.
+
+    The last entry of a program that was refused alone is everything that it needs.
+    """
+    phase = next((phase for phase in made.phases if phase.program == program), None)
+    found = together(program, made.resident, updates=made.work.updates)
+    resident = {} if found is None else found[1]
+    if phase is not None:
+        added = {part: size for part, size in phase.parts.items() if part not in resident}
+        total = phase.total
+    else:
+        refusal = next((one.refusal for one in made.programs if one.name == program), "")
+        total = needed_bytes(refusal) or 0
+        added = {f"all of {program}": total}
+    ranked, limit = sorted(resident.items(), key=lambda part: -part[1]), made.limit or 0
+    return [
+        ResidentPart(part=part, bytes=size, ways=tuple(_ways(made, part, size, total - limit)))
+        for part, size in (*ranked, *added.items())
+        if size > _LEAST * limit
+    ]
+
+
+def _ways(made: Plan, part: str, held: int, over: int) -> Iterator[Way]:
+    """Yields the ways to make a part of `held` bytes smaller, where a program is `over` the limit by so many."""
+    config, sizes = made.config, made.sizes
+    match part:
+        case "train state" | "gradient" | "frozen weights":
+            if part == "train state" and made.resident.moments:
+                does, tries = "keeps the moments in the host's memory", {"optimizer.offload": True}
+                yield _way(tries, does=does, frees=made.resident.moments)
+            yield _more_devices(made, held)
+        case "reference policy":
+            yield Way(change="loss.kl_coef=0", does="needs none", frees=held)
+        case "decode state":
+            yield from _smaller_cache(made, held, over)
+        case "sampler weights" | "sampler's frozen weights":
+            yield from _smaller_weights(made, held)
+        case "paused responses":
+            slots, group = config.sampling.slots * sizes.samplers, config.batch.group_size
+            if slots >= group:
+                change = f"rollout.in_flight={slots // group * group} (of {config.rollout.in_flight})"
+                yield Way(change=change, does="gives each response a slot", frees=held)
+        case "prefilled prompts":
+            if (half := config.sampling.prefill_tokens // 2) >= config.data.max_prompt_tokens:
+                yield _way({"sampling.prefill_tokens": half}, frees=held // 2)
+        case "minibatches":
+            if made.work.updates > 1:
+                change = f"batch.prompts_per_step={config.batch.prompts_per_step // 2}"
+                yield Way(change=change, does="has half as many updates per step", frees=held // 2)
+        case "sequence prefilled in chunks" | "sequence that waits for its slot":
+            limit = config.sampling.max_response_tokens
+            yield Way(change=f"a lower sampling.max_response_tokens (now {limit})")
+        case _ if part.startswith(("added by update", "all of update", "added by score", "all of score")):
+            yield from _fewer_activations(made)
+
+
+def _way(tries: Changes, note: str = "", *, does: str = "", frees: int | None = None) -> Way:
+    return Way(change=" ".join(_overrides(tries)) + note, does=does, frees=frees, tries=tries)
+
+
+def _more_devices(made: Plan, held: int) -> Way:
+    """Shards over twice as many devices: the replicas of `parallel.data`, or more chips of a larger slice."""
+    train, rows = made.sizes.train, made.config.batch.rows_per_microbatch
+    if train["data"] % 2 == 0:
+        tries = {"parallel.fsdp": 2 * train["fsdp"], "parallel.data": train["data"] // 2}
+        return _way(tries, frees=held // 2)
+    over = 2 * train["fsdp"] * train["data"]
+    filled = f" batch.rows_per_microbatch={-(-rows // over) * over}" if rows % over else ""
+    change = f"parallel.fsdp={2 * train['fsdp']}{filled} on a slice of twice the chips"
+    return Way(change=change, frees=held // 2)
+
+
+def _smaller_cache(made: Plan, held: int, over: int) -> Iterator[Way]:
+    config, pages, tokens = made.config.sampling, made.pages, made.cache_tokens
+    spread = made.sizes.sampler_devices // made.sizes.sampler["tensor"]
+    fits, least = made.cache_fit, pages.table_pages * pages.page_tokens * pages.pools
+    fewer = tokens - -(-over // made.token_bytes) * spread if fits is None else fits.tokens
+    fewer = max(least, fewer if fewer < tokens else tokens // 2)
+    fewer -= fewer % (pages.page_tokens * pages.pools)
+    if pages.table_pages > 1 and fewer < tokens:
+        frees = (tokens - fewer) // spread * made.token_bytes
+        yield _way({"sampling.cache_tokens": fewer}, f" (of {tokens})", frees=frees)
+    elif config.slots > spread:
+        half = config.slots // 2 // spread * spread
+        frees = held * (config.slots - half) // config.slots
+        yield _way({"sampling.slots": half}, f" (of {config.slots})", frees=frees)
+    if not config.cache_dtype:
+        # Each number becomes a byte; each head has a scale of 4 bytes.
+        head_dim = made.decoder.head_dim
+        share = 1 - (head_dim + 4) / (item(made.config.model.compute_dtype) * head_dim)
+        frees = int(tokens // spread * made.token_bytes * share)
+        yield Way(change=f"sampling.cache_dtype=int8{_correction(made.config)}", frees=frees)
+
+
+def _smaller_weights(made: Plan, held: int) -> Iterator[Way]:
+    devices, tensor, heads = made.sizes.sampler_devices, made.sizes.sampler["tensor"], made.decoder.kv_heads
+    wider = [more for more in range(tensor + 1, devices + 1) if devices % more == 0 and heads % more == 0]
+    if wider:
+        frees = held - held * tensor // wider[-1]
+        yield _way({"parallel.sampler_tensor": wider[-1]}, f" (now {tensor})", frees=frees)
+    if not made.config.sampling.weight_dtype:
+        change = f"sampling.weight_dtype=int8{_correction(made.config)}"
+        yield Way(change=change, frees=held - held // item(made.config.model.compute_dtype))
+    if not wider and made.sizes.samplers > 1 and heads % (2 * tensor) == 0:
+        hosts = 2 * made.config.parallel.sampler_hosts
+        change = f"parallel.sampler_hosts={hosts} parallel.sampler_tensor={2 * tensor}"
+        yield Way(change=change, does=f"has one sampler on {hosts} hosts", frees=held // 2)
+
+
+def _correction(config: TrainConfig) -> str:
+    """Returns a note on the importance weights that eight bits need, empty if they are configured."""
+    return " (with loss.importance_cap)" if config.correction.kind == "none" else ""
+
+
+def _fewer_activations(made: Plan) -> Iterator[Way]:
+    model, rows, train = made.config.model, made.config.batch.rows_per_microbatch, made.sizes.train
+    tensor, fsdp, least = train["tensor"], train["fsdp"], train["data"] * train["fsdp"]
+    if model.remat != "full":
+        yield _way({"model.remat": "full"}, does="recomputes activations")
+    if model.compute_dtype != "bfloat16":
+        yield Way(change="model.compute_dtype=bfloat16")
+    if rows > least:
+        yield _way({"batch.rows_per_microbatch": least}, f" (now {rows})")
+    elif model.remat == "full" and tensor < 8 and fsdp % 2 == 0:
+        half = {"parallel.fsdp": fsdp // 2, "parallel.tensor": 2 * tensor}
+        does = "has fewer tokens on a device"
+        yield _way({**half, "batch.rows_per_microbatch": least // 2}, does=does)
+
+
+def suggestions(
+    made: Plan, *, assumed: Assumptions, seconds: float, say: Say = lambda text: None
+) -> list[Tried]:
+    """Changes what takes the most memory, compiles the programs that failed, and repeats this until they fit or the time is over.
+
+    Returns all changes that were compiled, in order. A compilation that has begun is finished, so this may exceed `seconds` by one.
+    """
+    began, tried, changes, current = time.monotonic(), list[Tried](), Changes(), made
+    useless = list[Changes]()
+    while not current.fits and time.monotonic() - began <= seconds:
+        parts = [part for program in current.failures for part in held_in(current, program)]
+        parts.sort(key=lambda part: -part.bytes)
+        ways = [way.tries for part in parts for way in part.ways if way.tries and way.tries not in useless]
+        if not ways:
+            break
+        useless.append(ways[0])
+        overrides = tuple(_overrides({**changes, **ways[0]}))
+        say(f"trying {' '.join(overrides)}")
+        try:
+            config = _changed(current.config, ways[0])
+            current = plan(config, slice=made.slice, assumed=assumed, only=made.failures, say=say)
+        except ConfigError:
+            continue  # a size does not divide
+        changes |= ways[0]
+        tried.append(Tried(overrides=overrides, fits=current.fits))
+    return tried
+
+
+def _overrides(changes: Changes) -> list[str]:
+    return [f"{key}={str(value).lower()}" for key, value in changes.items()]
+
+
+def _changed(config: TrainConfig, changes: Changes) -> TrainConfig:
+    sections: dict[str, Changes] = {}
+    for key, value in changes.items():
+        section, _, name = key.partition(".")
+        sections.setdefault(section, {})[name] = value
+    return replace(config, **{name: replace(getattr(config, name), **new) for name, new in sections.items()})
+
+
+def sweep(
+    config: TrainConfig,
+    slice: Slice,
+    *,
+    assumed: Assumptions,
+    only: Sequence[str] | None = None,
+    say: Say = lambda text: None,
+) -> list[tuple[str, Plan | str]]:
+    """Plans every division of the slice into fsdp and tensor: first those that fit, by roofline, then the others with the reason.
+
+    A microbatch has one row per device of the batch axes, or a multiple if the configuration's has more.
+    """
+    decoder_of(config.model)  # before libtpu, so that a model that is not covered is reported first
+    found: list[tuple[str, Plan | str]] = []
+    for name, changes in _meshes(config, len(devices_of(slice))):
+        say(f"mesh {name}")
+        try:
+            made = plan(_changed(config, changes), slice=slice, assumed=assumed, only=only, say=say)
+        except ConfigError as error:
+            found.append((name, str(error)))
+            continue
+        found.append((name, made if made.fits else f"does not fit: {', '.join(made.failures)}"))
+    return sorted(found, key=lambda one: math.inf if isinstance(one[1], str) else one[1].step_s)
+
+
+def _meshes(config: TrainConfig, devices: int) -> Iterator[tuple[str, Changes]]:
+    context, data = config.parallel.context, max(config.parallel.data, 1)
+    for tensor in (1, 2, 4, 8, 16):
+        fsdp, rest = divmod(devices, tensor * context * data)
+        if fsdp and not rest:
+            over = data * fsdp
+            rows = over * max(1, config.batch.rows_per_microbatch // over)
+            sizes = {"parallel.data": data, "parallel.fsdp": fsdp, "parallel.tensor": tensor}
+            yield f"fsdp {fsdp} x tensor {tensor}", {**sizes, "batch.rows_per_microbatch": rows}

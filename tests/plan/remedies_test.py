@@ -1,0 +1,101 @@
+"""The arrays on a device if a plan does not fit, and the keys that would free memory."""
+
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from dapo_jax.config import load_config
+from dapo_jax.plan.compiled import Program, ProgramMemory
+from dapo_jax.plan.memory import phases
+from dapo_jax.plan.output import show, show_failures
+from dapo_jax.plan.plan import plan
+from dapo_jax.plan.remedies import held_in
+from dapo_jax.plan.topologies import parse
+
+GIB = 2**30
+
+
+def failed(overrides=(), program="generate", temporaries=80 * GIB, refused=False):
+    """The plan of the 32B recipe from shapes, with a program that takes too much of a v5p's memory."""
+    made = replace(plan(load_config("dapo_qwen2.5_32b", list(overrides))), slice=parse("v5p:4x4x8"))
+    memory = ProgramMemory(arguments=0, outputs=0, aliased=0, temporaries=temporaries, code=0)
+    refusal = "Used 95.00G of 90.00G hbm"
+    compiled = Program(name=program, compile_s=1.0, memory=None if refused else memory, refusal=refusal)
+    found = [] if refused else phases({program: memory}, made.resident, updates=made.work.updates)
+    return replace(made, programs=[compiled], phases=found)
+
+
+def ways(made, program="generate"):
+    return {held.part: [way.change for way in held.ways] for held in held_in(made, program)}
+
+
+def test_the_largest_part_comes_first_with_the_bytes_that_a_key_would_free():
+    """Weights, gradients and moments are 32.8e9 x 12 bytes on 128 chips, two thirds of them moments; the cache 272 GiB on 4."""
+    *resident, added = held_in(failed(), "generate")
+    assert added.part == "added by generate"
+    assert [one.bytes for one in resident] == sorted((one.bytes for one in resident), reverse=True)
+    by_part = {one.part: one for one in resident}
+    assert list(by_part)[:3] == ["decode state", "sampler weights", "train state"]
+    offload, wider = by_part["train state"].ways
+    assert offload.tries == {"optimizer.offload": True}
+    assert offload.frees == pytest.approx(32_763_876_352 * 8 / 128, rel=0.01)
+    assert wider.change.startswith("parallel.fsdp=64 batch.rows_per_microbatch=64")
+    assert not wider.tries, "it needs a larger slice"
+
+
+def test_a_program_that_is_refused_alone_is_listed_with_the_resident_arrays():
+    made = failed(refused=True)
+    parts = ["decode state", "sampler weights", "train state", "sequence prefilled in chunks"]
+    assert list(ways(made)) == [*parts, "all of generate"]
+    assert held_in(made, "generate")[-1].bytes == 95 * GIB
+
+
+def test_keys_that_are_set_already_are_not_named():
+    plain = ways(failed())
+    assert "sampling.weight_dtype=int8 (with loss.importance_cap)" in plain["sampler weights"]
+    assert "sampling.cache_dtype=int8 (with loss.importance_cap)" in plain["decode state"]
+    corrected = ways(failed(["loss.correction=mask"]))
+    assert "sampling.weight_dtype=int8" in corrected["sampler weights"]
+    eight = ["sampling.weight_dtype=int8", "sampling.cache_dtype=int8", "loss.importance_cap=2"]
+    used = ways(failed([*eight, "optimizer.offload=true"]))
+    assert not any("dtype" in way or "offload" in way for part in used.values() for way in part)
+
+
+def test_fewer_cache_tokens_are_named_if_there_are_pages_else_fewer_slots():
+    assert ways(failed())["decode state"][0].startswith("sampling.cache_tokens=")
+    whole = failed(["sampling.cache_tokens=0", "sampling.page_tokens=22528"])
+    assert ways(whole)["decode state"][0] == "sampling.slots=144 (of 288)"
+
+
+def test_fewer_responses_in_flight_need_no_logits_of_paused_ones():
+    """32,768 are 1,024 on each of 32 samplers, more than three times its 288 slots; 9,216 have a slot each."""
+    paused = ways(failed(["rollout.in_flight=32768"]))["paused responses"]
+    assert paused == ["rollout.in_flight=9216 (of 32768)"]
+    assert "paused responses" not in ways(failed(["rollout.in_flight=9216"]))
+
+
+def test_an_update_is_answered_with_fewer_rows_and_rematerialisation():
+    update = failed(["model.remat=none", "batch.rows_per_microbatch=64"], program="update")
+    changes = ways(update, "update")["added by update"]
+    assert changes == ["model.remat=full", "batch.rows_per_microbatch=32 (now 64)"]
+    [last] = ways(failed(program="update"), "update")["added by update"]
+    assert last == "parallel.fsdp=16 parallel.tensor=8 batch.rows_per_microbatch=16"
+
+
+def test_a_phase_of_several_programs_is_one_line_with_the_fullest(capsys):
+    made = failed()
+    programs = dict.fromkeys(("prefill_row", "prefill_row_head"), made.programs[0].memory)
+    programs["prefill_row"] = replace(programs["prefill_row"], temporaries=GIB)
+    found = phases(programs, made.resident, updates=made.work.updates)
+    show(replace(made, phases=found), Console(width=300))
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("sampling: prefill")]
+    assert "added by prefill_row_head" in line
+
+
+def test_the_message_lists_resident_arrays_with_sizes_and_keys(capsys):
+    show_failures(failed(), [], Console(width=300))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("DOES NOT FIT: sampling: decode needs")
+    assert "decode state" in lines[1]
+    assert "68.04 GiB of 90.95 GiB; sampling.cache_tokens=" in lines[1]
