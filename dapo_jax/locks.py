@@ -106,7 +106,7 @@ class Lock(ABC):
 class _FileLock(Lock):
     def __init__(self, folder: Path) -> None:
         self._path = folder.absolute() / NAME  # the working folder may change
-        self._made, self._file = not folder.exists(), -1
+        self._made, self._file = not os.path.exists(folder), -1
         try:
             while not self._locked():  # the file was removed between opening and locking it
                 self._close()

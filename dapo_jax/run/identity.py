@@ -77,7 +77,7 @@ def check_identity(where: str, progress: Mapping[str, Any], own: Mapping[str, An
     kept = progress[IDENTITY]
     problems = [
         f"{key} was {shown(kept['config'].get(key))}, is {shown(own['config'].get(key))}"
-        for key in sorted(kept["config"].keys() | own["config"].keys())
+        for key in kept["config"] | own["config"]
         if kept["config"].get(key) != own["config"].get(key)
     ]
     if own["prompts"] is not None and kept["prompts"] != own["prompts"]:

@@ -1,15 +1,13 @@
-"""A run's folder before it begins: what is there is not written over, not mixed with another run, and removed only if a run wrote it."""
+"""The checks of a run's folder: a run is neither overwritten nor mixed with another, and only files of a run are removed."""
 
 import importlib.util
 import os
-from pathlib import Path
 
 import pytest
 
 from dapo_jax.config import ConfigError, TrainConfig, load_config, to_yaml
 from dapo_jax.config.schema import LogConfig
 from dapo_jax.locks import NAME
-from dapo_jax.run.folders import place_of
 from dapo_jax.run.run_dir import OF_A_RUN, check_run_dir, remove_run
 from dapo_jax.run.train import train
 from dapo_jax.storage import path_of
@@ -37,7 +35,7 @@ def check(folder, **how):
 
 def test_overwriting_is_offered_and_removes_what_a_run_wrote(make_run):
     run = make_run("run")
-    with pytest.raises(ConfigError, match="overwrite=True to begin anew"):
+    with pytest.raises(ConfigError, match="overwrite=True"):
         check(run)
     check(run, overwrite=True)
     remove_run(path_of(run))
@@ -57,7 +55,7 @@ def test_a_folder_in_a_bucket_is_removed_too(bucket):
 def test_a_folder_with_other_things_in_it_is_not_touched(name, make_run):
     run = make_run("run")
     (run / name).mkdir()
-    with pytest.raises(ConfigError, match=rf"it holds '{name}', which no run wrote"):
+    with pytest.raises(ConfigError, match=rf"'{name}'"):
         check(run, overwrite=True)
 
 
@@ -67,7 +65,7 @@ def test_nothing_is_overwritten_where_there_is_no_run(tmp_path):
 
 
 def test_going_on_and_beginning_anew_exclude_each_other(make_run):
-    with pytest.raises(ConfigError, match="give one of them"):
+    with pytest.raises(ConfigError, match=r"resume=True .*overwrite=True"):
         check(make_run("run"), resume=True, overwrite=True)
 
 
@@ -77,7 +75,7 @@ def test_all_that_a_run_writes_may_be_removed(finished):
 
 def test_a_misspelt_run_is_not_begun_anew_when_it_is_to_go_on(make_run, tmp_path):
     run = make_run("quickstart")
-    with pytest.raises(ConfigError, match=rf"there is no run to resume, but one in {run}; name that one"):
+    with pytest.raises(ConfigError, match=rf"no run to resume, but one in {run}"):
         check(tmp_path / "quikstart", resume=True)
 
 
@@ -108,7 +106,7 @@ def test_a_link_to_a_disk_that_is_not_mounted_is_no_empty_folder(name, how, tmp_
     run, disk = tmp_path / "run", tmp_path / "disk"
     run.mkdir()
     (run / name).symlink_to(disk)
-    with pytest.raises(ConfigError, match=f"{name} is a link to {disk}, which is not there: mount its disk"):
+    with pytest.raises(ConfigError, match=rf"run_dir={run}: {name} .*mount"):
         check(run, **how)
     disk.mkdir()
     check(run, **how)
@@ -119,29 +117,9 @@ def test_a_run_whose_checkpoints_are_not_mounted_keeps_its_metrics(make_run, mic
     (run / "metrics.jsonl").write_text('{"step": 1}\n')
     (run / "checkpoints").rename(tmp_path / "away")
     (run / "checkpoints").symlink_to(tmp_path / "unmounted")
-    with pytest.raises(ConfigError, match="checkpoints is a link to"):
+    with pytest.raises(ConfigError, match=r"checkpoints .*mount"):
         run_micro(micro(run), resume=True)
     assert (run / "metrics.jsonl").read_text() == '{"step": 1}\n'
-
-
-def test_a_pipe_in_the_place_of_a_folder_is_refused(tmp_path):
-    os.mkfifo(tmp_path / "checkpoints")
-    with pytest.raises(ConfigError, match="checkpoints is a file, and the run needs a folder there"):
-        check(tmp_path)
-
-
-def test_a_folder_that_may_not_be_listed_is_said(make_run, monkeypatch):
-    """The system's answer is made up: whoever runs the tests may be allowed everything."""
-    run, real = make_run("run"), os.access
-    closed = run / "checkpoints"
-    monkeypatch.setattr(
-        os, "access", lambda path, mode: real(path, mode) and not (Path(path) == closed and mode & os.R_OK)
-    )
-    with pytest.raises(ConfigError, match="checkpoints cannot be listed by this user"):
-        check(run, resume=True)
-    closed = run
-    with pytest.raises(ConfigError, match=f"run_dir={run}: {run} cannot be listed: this user may not read"):
-        place_of(str(run), key="run_dir", write=True)
 
 
 def test_a_relative_run_dir_stays_where_it_was_when_a_grader_changes_the_working_folder(
