@@ -1,4 +1,4 @@
-"""Processes that are one run: none is left waiting for one that is gone, and each says why it ended."""
+"""Processes of one run: none waits forever for another that is gone, and each prints why it ended."""
 
 import re
 import signal
@@ -9,7 +9,7 @@ import pytest
 from dapo_jax.cli import main
 from dapo_jax.config import ConfigError
 from dapo_jax.health.stopping import STOPPED
-from dapo_jax.parallel.processes import JAX_HEARTBEAT_S, SILENCE_S, described, wanted
+from dapo_jax.parallel.processes import described, wanted
 from tests import several
 
 WAITING = """
@@ -50,25 +50,6 @@ with stopped_by_signals(processes.end) as stop:
     except Exception as error:
         configured = isinstance(error, ConfigError)
         processes.fail(2 if configured else 1, processes.described(error), by_all=configured)
-"""
-
-
-HOLDING = """
-import sys
-import ctypes
-from dapo_jax.health.stopping import stopped_by_signals
-from dapo_jax.parallel import processes
-from dapo_jax.parallel.gather import all_gather_bytes
-
-with stopped_by_signals(processes.end) as stop:
-    processes.start(stop=stop)
-    import jax
-    all_gather_bytes(b"all are here")
-    if jax.process_index() == int(sys.argv[1]):
-        assert ctypes.PyDLL(None).sleep(30) == 0, "a signal ended it"
-    print(*all_gather_bytes(b"still here"), flush=True)
-    assert not stop.reason, stop.reason
-    processes.leave()
 """
 
 
@@ -144,57 +125,31 @@ def test_a_process_that_is_told_to_stop_tells_the_others_and_none_waits_beyond_i
     assert f"told to stop by {kill.name} (process 1)" in done[0][1]
 
 
-FIRST = "process 0, through which all hear of each other,"
-GONE = {
-    (
-        signal.SIGKILL,
-        0,
-    ): rf"{FIRST} is gone \(nothing answers at localhost:\d+\): it was killed, or it crashed",
-    (
-        signal.SIGKILL,
-        1,
-    ): r"process 1 has not been heard of for \d+ s: it was killed, or its machine is gone( \(found as .*\))?",
-    (signal.SIGSTOP, 0): rf"{FIRST} did not answer for \d+ s",
-    (signal.SIGSTOP, 1): r"process 1 has not been heard of for \d+ s: it was killed, or its machine is gone",
-}
+GONE = r"another process is gone: .*Start all processes again, with --resume"
+BY_JAX = "coordination service|JAX distributed service"
 
 
 @pytest.mark.parametrize(
     ("kill", "failing"),
-    # A stopped one is found by its signs of life, which have to be missed.
-    [pytest.param(*case, marks=[pytest.mark.slow] * (case[0] == signal.SIGSTOP)) for case in GONE],
+    [
+        (signal.SIGKILL, 1),
+        (signal.SIGKILL, 0),
+        # Slow: JAX waits for 20 s of heartbeats.
+        pytest.param(signal.SIGSTOP, 1, marks=pytest.mark.slow),
+        pytest.param(signal.SIGSTOP, 0, marks=pytest.mark.slow),
+    ],
 )
-def test_a_process_that_dies_or_stops_without_a_word_ends_the_others_who_say_which_one_is_gone(kill, failing):
-    """That is the first line of each, also before what JAX logs. A killed one is seen before JAX sees it, and there is no stack of C++ addresses; of one that
-    is stopped JAX misses the heartbeats, and aborts."""
+def test_a_process_that_dies_or_stops_without_an_error_ends_the_others(kill, failing):
+    """The message is this library's, or JAX's when its service died with the first process or heartbeats were missed."""
     processes = 3 if kill == signal.SIGSTOP else 2
-    done, took = ended("wait", failing, processes=processes, kill=kill, within_s=60)
+    done, took = ended("wait", failing, processes=processes, kill=kill, within_s=90)
     for index, (status, output) in enumerate(done):
         if index != failing:
-            assert status == 1 or kill == signal.SIGSTOP, output
-            said = [line for line in output.splitlines() if not re.search(r"ready|\[Gloo\] Rank", line)]
-            way_on = "Start all processes again, with --resume"
-            assert re.fullmatch(
-                rf"process {index} of {processes} ends: {GONE[kill, failing]}\. {way_on}", said[0]
-            )
-            assert kill == signal.SIGSTOP or not re.search(r"@ +0x", output)
+            assert status != 0
+            expected = GONE if (kill, failing) == (signal.SIGKILL, 1) else f"{GONE}|{BY_JAX}"
+            assert re.search(expected, output), output
             assert "told to stop" not in output
-    assert took < 40
-    if kill == signal.SIGKILL:
-        assert "it was killed or it crashed; the run's other processes end too" in done[failing][1]
-
-
-@pytest.mark.slow  # the half minute itself
-@pytest.mark.parametrize("holding", [0, 1])
-def test_a_process_in_which_no_other_thread_of_python_runs_for_half_a_minute_ends_nobody(holding):
-    """`PyDLL` keeps the interpreter's lock while it calls, as a long regular expression does: for longer than JAX waits for a heartbeat, which C++
-    sends all the same, and for shorter than signs of life from a thread of Python may be missed."""
-    assert JAX_HEARTBEAT_S < 30 < SILENCE_S
-    began = time.monotonic()
-    for output in several.run(HOLDING, holding, processes=2, devices=1):
-        assert "b'still here' b'still here'\n" in output
-        assert not re.search("has not been heard of|did not answer", output)
-    assert time.monotonic() - began > 30
+    assert took < 60
 
 
 def test_the_environment_says_whether_there_are_several():
