@@ -36,10 +36,10 @@ def check_room(config: TrainConfig, parameters: int) -> str:
 
     def checked() -> bytes:
         room = room_for(written_by(config, parameters))
-        said = f"room for this run: {room.message}: {room.remedy}"
+        said = f"{room.message}: {room.remedy}"
         if room.state == "failed":
-            raise ConfigError(f"the disk has too little {said}")
-        return f"the disk has little {said}".encode() if room.state == "warning" else b""
+            raise ConfigError(f"the disk has too little room for this run: {said}")
+        return f"the disk has little room for this run: {said}".encode() if room.state == "warning" else b""
 
     return by_first(checked).decode()
 
