@@ -62,7 +62,7 @@ def with_weights_of(own: Mapping[str, Any], progress: Mapping[str, Any]) -> dict
 
 
 def check_identity(where: str, progress: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Refuses a checkpoint of another run.
+    """Refuses a checkpoint of another run. A checkpoint without an identity, from a training loop of the user, is accepted.
 
     Args:
         where: the checkpoint, for messages.
@@ -72,9 +72,8 @@ def check_identity(where: str, progress: Mapping[str, Any], own: Mapping[str, An
     Raises:
         ConfigError: names the differences and the remedy.
     """
-    if IDENTITY not in progress:
-        raise ConfigError(f"{where} was not saved by a training run: move it away")
-    kept = progress[IDENTITY]
+    if (kept := progress.get(IDENTITY)) is None:
+        return
     problems = [
         f"{key} was {shown(kept['config'].get(key))}, is {shown(own['config'].get(key))}"
         for key in kept["config"] | own["config"]

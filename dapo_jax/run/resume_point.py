@@ -11,6 +11,7 @@ from dapo_jax.checkpoints.checkpointer import Restored
 from dapo_jax.checkpoints.manifest import DamagedError, step_folders
 from dapo_jax.checkpoints.packed_flight import flight_of, split_flight
 from dapo_jax.checkpoints.packed_groups import carry_groups, check_carry
+from dapo_jax.config import ConfigError
 from dapo_jax.dapo.dynamic_sampling import InformativeShare
 from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.parallel.gather import broadcast_from_first
@@ -68,8 +69,11 @@ def resume_point(
         vocabulary: number of the model's tokens.
 
     Raises:
+        ConfigError: no training run has saved it.
         DamagedError: its carried groups are inconsistent.
     """
+    if IDENTITY not in found.progress:
+        raise ConfigError(f"{where} was not saved by `dapo-jax train`, so it cannot be resumed: move it away")
     cursor, unfinished = found.progress["cursor"], found.progress.get(UNFINISHED)
     carry, flight = split_flight(found.carry)
     try:

@@ -63,13 +63,13 @@ assert not processes._member._listener.is_alive()
 """
 
 
-def test_who_has_taken_leave_no_longer_listens():
+def test_after_leave_no_thread_listens():
     """A thread that is in a call of the coordination service at the interpreter's end aborts the process."""
     several.run(LEAVING, processes=2, devices=1)
 
 
 def ended(how, failing, *, processes=2, kill=None, within_s=60):
-    """Outputs and statuses once one process has failed, and the seconds that it took from then."""
+    """Returns [(status, output)] after one process has failed, and the seconds from then to the end."""
     started = several.start(WAITING, how, failing, processes=processes, devices=1)
     began = time.monotonic()
     if kill is not None:
@@ -92,7 +92,7 @@ def ended(how, failing, *, processes=2, kill=None, within_s=60):
 
 
 @pytest.mark.parametrize("failing", [pytest.param(0, marks=pytest.mark.slow), 2])
-def test_an_exception_in_one_process_ends_the_others_who_say_whose_it_was(failing):
+def test_an_exception_in_one_process_ends_the_others_with_its_message(failing):
     done, _ = ended("raise", failing, processes=3, within_s=140)
     assert [status for status, _ in done] == [1, 1, 1]
     for index, (_, output) in enumerate(done):
@@ -102,22 +102,22 @@ def test_an_exception_in_one_process_ends_the_others_who_say_whose_it_was(failin
 
 
 @pytest.mark.slow
-def test_what_is_unwound_does_not_wait_for_those_who_wait_for_it():
+def test_unwinding_does_not_wait_for_processes_that_wait_for_it():
     done, _ = ended("unwind", 1, within_s=145)
     assert [status for status, _ in done] == [1, 1]
     assert all("seven is no prompt" in output for _, output in done)
 
 
 @pytest.mark.slow
-def test_a_configuration_error_of_one_process_is_said_by_it_and_ends_all_with_status_2():
+def test_a_configuration_error_of_one_process_ends_all_with_status_2():
     done, _ = ended("config", 1, within_s=145)
     assert [status for status, _ in done] == [2, 2]
     assert all("model.layers: found 0" in output for _, output in done)
 
 
 @pytest.mark.parametrize("kill", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-def test_a_process_that_is_told_to_stop_tells_the_others_and_none_waits_beyond_its_grace(kill):
-    """The other one is in a collective, where it cannot hear: the end of its time of grace is its own."""
+def test_a_stop_of_one_process_stops_the_others_within_the_time_of_grace(kill):
+    """The other one is in a collective, so it ends by its own time of grace."""
     done, took = ended("wait", 1, kill=kill, within_s=145)
     assert [status for status, _ in done] == [STOPPED, STOPPED]
     assert took < 30
@@ -152,12 +152,12 @@ def test_a_process_that_dies_or_stops_without_an_error_ends_the_others(kill, fai
     assert took < 60
 
 
-def test_the_environment_says_whether_there_are_several():
+def test_the_environment_decides_whether_there_are_several():
     assert not wanted({})
     assert wanted({"JAX_COORDINATOR_ADDRESS": "localhost:1"})
     assert wanted({"DAPO_JAX_DISTRIBUTED": "1"})
     assert not wanted({"DAPO_JAX_DISTRIBUTED": "0", "JAX_COORDINATOR_ADDRESS": "localhost:1"})
-    with pytest.raises(ConfigError, match=r"DAPO_JAX_DISTRIBUTED='yes' must be 1 .*, 0 or not set"):
+    with pytest.raises(ConfigError, match=r"DAPO_JAX_DISTRIBUTED='yes'"):
         wanted({"DAPO_JAX_DISTRIBUTED": "yes"})
 
 
@@ -169,7 +169,7 @@ def test_a_configuration_error_that_all_see_is_printed_once():
     assert [output.count("configs/nope.yaml: no such file") for _, output in done] == [1, 0, 0]
 
 
-def test_what_several_print_has_no_tokens_and_nothing_that_a_terminal_would_obey():
+def test_output_has_no_tokens_and_no_control_characters():
     secret = "hf_ThisIsNotToBeSeen0123456789"
     started = several.start(
         several.COMMAND, "train", f"{secret}\x1b[31m.yaml", processes=2, devices=1, HF_TOKEN=secret
@@ -180,21 +180,21 @@ def test_what_several_print_has_no_tokens_and_nothing_that_a_terminal_would_obey
     assert "\x1b" not in first
 
 
-def test_what_the_others_are_told_has_neither(monkeypatch):
+def test_messages_for_the_others_have_neither(monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
     error = ValueError("0123456789abcdef at https://me:word@host \x1b[31m")
     assert described(error) == r"ValueError: $WANDB_API_KEY at https://me:...@host \x1b[31m"
 
 
 @pytest.mark.parametrize("name", ["sft", "eval", "sample", "serve", "convert"])
-def test_commands_for_one_process_say_so_to_several(name, monkeypatch, capsys):
+def test_commands_for_one_process_refuse_several(name, monkeypatch, capsys):
     monkeypatch.setenv("DAPO_JAX_DISTRIBUTED", "1")
     others = {"sample": ["--prompt", "1+1"], "convert": ["folder"]}.get(name, [])
     assert main([name, "shipped:quickstart", *others]) == 2
     assert "needs to be the only one" in capsys.readouterr().err
 
 
-def test_a_place_among_the_processes_that_is_not_said_is_asked_for():
+def test_a_missing_number_of_processes_is_named():
     [(status, output)] = several.finish(
         several.start(
             several.COMMAND, "train", "configs/quickstart.yaml", processes=1, devices=1, JAX_NUM_PROCESSES=""
@@ -206,7 +206,7 @@ def test_a_place_among_the_processes_that_is_not_said_is_asked_for():
     assert "set all three" in output
 
 
-def test_a_place_that_is_no_number_is_refused():
+def test_a_number_of_processes_that_is_text_is_refused():
     [(status, output)] = several.finish(
         several.start(several.COMMAND, "train", "x.yaml", processes=1, devices=1, JAX_NUM_PROCESSES="two"),
         within_s=60,
