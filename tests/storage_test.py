@@ -41,7 +41,7 @@ def names(folder):
     return [path.name for path in entries(folder)]
 
 
-def test_a_local_path_is_pathlibs_and_a_buckets_keeps_its_name(bucket):
+def test_a_local_path_is_pathlibs_and_a_path_in_a_bucket_keeps_its_name(bucket):
     assert path_of("~/run") == Path.home() / "run"
     assert isinstance(path_of("run"), Path)
     place = path_of("gs://bucket/run/")
@@ -99,14 +99,14 @@ def test_a_large_file_goes_into_a_bucket_in_pieces(bucket):
 
 
 @pytest.mark.parametrize("size", [3, 12_000_000])
-def test_an_error_while_a_file_is_written_leaves_the_one_before(folder, size, bucket):
+def test_an_error_while_a_file_is_written_leaves_the_old_one(folder, size, bucket):
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "a", b"before")
     with pytest.raises(KeyboardInterrupt), new_file(folder / "a") as file:  # noqa: PT012 - the error is in the block
         file.write(bytes(size))
         raise KeyboardInterrupt
     assert (folder / "a").read_bytes() == b"before"
-    assert not bucket.uploads  # nothing is kept waiting for its end
+    assert not bucket.uploads  # no upload stays open
 
 
 def test_a_link_stays_and_the_file_it_leads_to_is_replaced(tmp_path):
@@ -150,7 +150,7 @@ def test_folders_are_listed_and_a_missing_one_is_empty(folder):
     assert stored_files(folder) == {"a": (0, empty), "b/c/three": (0, empty), "b/two": (1, two)}
 
 
-def test_ranges_of_a_file_are_read_and_no_other_is_taken(folder, bucket):
+def test_only_the_ranges_of_a_file_are_fetched(folder, bucket):
     folder.mkdir(parents=True, exist_ok=True)
     data = os.urandom(1000)
     write_whole(folder / "a", data)
@@ -162,7 +162,7 @@ def test_ranges_of_a_file_are_read_and_no_other_is_taken(folder, bucket):
         assert sorted(size for _, size in bucket.handed_out) == [1, 8, 10, 200]
 
 
-def test_a_long_range_of_an_object_is_fetched_in_pieces_and_put_together(bucket, monkeypatch):
+def test_a_long_range_of_an_object_is_fetched_in_pieces(bucket, monkeypatch):
     monkeypatch.setattr(storage, "_PIECE_BYTES", 100)
     data, path = os.urandom(1050), path_of("gs://bucket/a")
     write_whole(path, data)
@@ -171,7 +171,7 @@ def test_a_long_range_of_an_object_is_fetched_in_pieces_and_put_together(bucket,
     assert sorted(size for _, size in bucket.handed_out) == [30, *[100] * 10]
 
 
-def test_a_range_beyond_the_end_of_a_file_is_an_error_and_so_is_one_of_a_file_that_is_not_there(folder):
+def test_a_range_beyond_the_end_of_a_file_and_a_missing_file_are_errors(folder):
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "a", b"three")
     with pytest.raises(OSError, match="it ends at byte 5, needed was 9"):
@@ -181,14 +181,14 @@ def test_a_range_beyond_the_end_of_a_file_is_an_error_and_so_is_one_of_a_file_th
             read(folder / "none")
 
 
-def test_of_named_files_those_that_are_there_are_read(folder):
+def test_of_named_files_the_existing_ones_are_read(folder):
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "a", b"1")
     write_whole(folder / "c", b"3")
     assert files_of(folder, ("a", "b", "c")) == {"a": b"1", "c": b"3"}
 
 
-def test_an_object_that_may_not_be_read_is_said_with_the_role_that_is_missing(bucket):
+def test_an_object_that_may_not_be_read_is_reported_with_the_missing_role(bucket):
     path = path_of("gs://bucket/a")
     write_whole(path, b"1")
     bucket.granted = {"storage.buckets.get", "storage.objects.list"}
@@ -201,8 +201,8 @@ def test_an_object_that_may_not_be_read_is_said_with_the_role_that_is_missing(bu
         files_of(path.parent, ("a",))
 
 
-def test_what_another_client_writes_is_seen_at_once(bucket):
-    """tensorstore writes a checkpoint's arrays; a listing that was kept from before would not have them."""
+def test_objects_of_another_client_are_seen_at_once(bucket):
+    """tensorstore writes a checkpoint's arrays; a cached listing would not have them."""
     folder = path_of("gs://bucket/run")
     write_whole(folder / "a", b"x")
     assert (names(folder), [path.name for path in folder.iterdir()]) == (["a"], ["a"])
@@ -216,7 +216,7 @@ def kvstore(path):
 
 
 def test_the_stand_in_holds_to_preconditions(bucket):
-    """tensorstore's writers take turns by them: one that read an older generation must not win."""
+    """tensorstore's writers depend on them: a writer that read an older generation must not win."""
     arrays = kvstore("")
     first = arrays.write("x", b"1").result()
     second = arrays.write("x", b"2", if_equal=first.generation).result()
@@ -248,7 +248,7 @@ def test_access_is_tried_and_leaves_nothing(bucket):
         ("objects.delete", "deleting from gs://bucket/run"),
     ],
 )
-def test_a_permission_that_lacks_is_named_with_the_role_that_has_it(bucket, permission, deed):
+def test_a_missing_permission_is_named_with_its_role(bucket, permission, deed):
     bucket.granted = bucket.granted - {f"storage.{permission}"}
     with pytest.raises(
         ValueError, match=rf"^{deed} failed: .*storage\.{permission} .*roles/storage\.objectUser"
@@ -256,7 +256,7 @@ def test_a_permission_that_lacks_is_named_with_the_role_that_has_it(bucket, perm
         check_access(path_of("gs://bucket/run"), write=True)
 
 
-def test_reading_asks_for_less(bucket):
+def test_reading_needs_fewer_permissions(bucket):
     bucket.granted = {"storage.buckets.get", "storage.objects.list", "storage.objects.get"}
     check_access(path_of("gs://bucket/run"), write=False)
     bucket.granted = {"storage.buckets.get"}
@@ -264,12 +264,12 @@ def test_reading_asks_for_less(bucket):
         check_access(path_of("gs://bucket/run"), write=False)
 
 
-def test_a_bucket_that_is_not_there_is_said(bucket):
+def test_a_missing_bucket_is_named(bucket):
     with pytest.raises(ValueError, match="asking about the bucket 'no-such-bucket' failed: 404"):
         check_access(path_of("gs://no-such-bucket/run"), write=True)
 
 
-def test_what_cannot_be_written_names_the_object(bucket):
+def test_a_failed_write_names_the_object(bucket):
     bucket.granted = bucket.granted - {"storage.objects.create"}
     with pytest.raises(OSError, match=r"cannot write gs://bucket/a: .*storage\.objects\.create"):
         write_whole(path_of("gs://bucket/a"), b"x")

@@ -37,7 +37,7 @@ def test_a_run_that_would_fill_the_disk_is_refused_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_that_leaves_little_is_warned(micro, run_micro, monkeypatch):
+def test_a_run_that_leaves_little_room_is_warned(micro, run_micro, monkeypatch):
     free(monkeypatch, GIB // 2)
     config, shown = micro(steps=0), io.StringIO()
     run_micro(config, progress=Progress(config.steps, console=Console(file=shown, width=10_000)))
@@ -47,17 +47,17 @@ def test_a_run_that_leaves_little_is_warned(micro, run_micro, monkeypatch):
 @pytest.mark.parametrize(
     ("steps", "every", "keep", "best", "evaluated", "checkpoints"),
     [
-        (100, 10, 3, False, 10, 4),  # three stay while a fourth is written
-        (100, 10, 3, True, 10, 5),  # and the best one may be older than these
-        (100, 10, 3, True, 0, 4),  # nothing tells which is the best
-        (100, 0, 3, False, 10, 1),  # the last step's alone
+        (100, 10, 3, False, 10, 4),  # three are kept while a fourth is written
+        (100, 10, 3, True, 10, 5),  # and the best one may be older
+        (100, 10, 3, True, 0, 4),  # without scores none is the best
+        (100, 0, 3, False, 10, 1),  # only the last step's
         (5, 10, 3, True, 2, 3),  # of steps 2, 4 and 5
     ],
 )
-def test_what_a_run_writes_is_its_checkpoints_and_its_model(
+def test_a_run_writes_its_checkpoints_and_its_model(
     steps, every, keep, best, evaluated, checkpoints, tmp_path
 ):
-    """12 bytes of a parameter for weights and two moments, 4 for the model; less what is there already."""
+    """12 bytes per parameter for weights and two moments, 4 for the model; minus the files that exist."""
     config = TrainConfig(
         run_dir=str(tmp_path), steps=steps, eval=EvalConfig(every_steps=evaluated),
         checkpoint=CheckpointConfig(every_steps=every, keep=keep, keep_best=best),
@@ -77,7 +77,7 @@ def test_folders_on_one_disk_share_it(monkeypatch, tmp_path):
     assert (room.state, room.message) == ("failed", "3.0 GiB free for run_dir, data.data_dir, 4.0 GiB needed")
 
 
-def test_what_a_remedy_asks_for_suffices(monkeypatch, tmp_path):
+def test_the_remedy_suffices(monkeypatch, tmp_path):
     """60 MiB are enough for 36, and 12 are 24 too few: a gibibyte to spare is advice."""
     places, mib = {"run_dir": (str(tmp_path), 36 << 20)}, 1 << 20
     free(monkeypatch, 12 * mib)

@@ -17,7 +17,7 @@ STEP = 2
 
 @pytest.fixture(scope="module")
 def trained(micro, run_micro, rows):
-    """Two steps with carried groups, a checkpoint at each."""
+    """A run of two steps with a checkpoint at each."""
     config = micro(steps=STEP, checkpoint__every_steps=1)
     return run_micro(config, eval_rows=rows)
 
@@ -29,7 +29,7 @@ def run_dir(trained, tmp_path):
 
 @pytest.fixture
 def resumed(run_dir, micro, run_micro):
-    """Resumes the copy under changed keys; there is nothing left to train."""
+    """Resumes the copy with changed keys; no step is left to train."""
 
     def resume(rows_changed=None, **changes):
         more = {} if rows_changed is None else {"prompts": rows_changed}
@@ -87,12 +87,12 @@ def test_other_prompts_are_refused(change, rows, resumed):
         resumed(change(rows))
 
 
-def test_where_rows_were_read_does_not_matter(trained, rows, resumed, same_run):
+def test_the_place_of_rows_does_not_matter(trained, rows, resumed, same_run):
     same_run(resumed([{**row, "source_row": "elsewhere"} for row in rows]), trained)
 
 
 def test_a_checkpoint_of_another_run_is_refused_and_stays(trained, run_dir, micro, run_micro, resumed):
-    """Beside a config.yaml that has not changed."""
+    """Next to an unchanged config.yaml."""
     other = run_micro(micro(steps=STEP, checkpoint__every_steps=1, seed=3))
     shutil.rmtree(step_folder(run_dir))
     shutil.copytree(step_folder(other.run_dir), step_folder(run_dir))
@@ -104,7 +104,7 @@ def test_a_checkpoint_of_another_run_is_refused_and_stays(trained, run_dir, micr
 
 
 def test_a_model_folder_whose_files_were_changed_is_refused(model, micro, run_micro, rows, tmp_path):
-    """The weights that a run began with matter to its KL penalty alone."""
+    """The initial weights matter to the KL penalty alone."""
     begun = shutil.copytree(model, tmp_path / "model")
     configs = [
         micro(tmp_path / name, steps=1, model__source=str(begun), loss__kl_coef=kl_coef)
@@ -127,8 +127,8 @@ def test_a_model_folder_whose_files_were_changed_is_refused(model, micro, run_mi
         find_policy(configs[0].run_dir)
 
 
-def test_weights_are_told_apart_without_being_read_whole(tmp_path):
-    """Every 4th number is another one, as after a step of training all are."""
+def test_the_digest_of_weights_differs_without_reading_them_whole(tmp_path):
+    """Every 4th number differs; after a step of training all do."""
     found = set()
     for value in (0.0, 1e-6):
         numbers = np.zeros(1 << 20, np.float32)

@@ -16,7 +16,7 @@ from dapo_jax.trackers.ready import check_trackers
 
 @pytest.fixture
 def make_run(tmp_path):
-    """A folder as a run leaves it, without running one."""
+    """Makes a folder as a run leaves it."""
 
     def make(name):
         folder = tmp_path / name
@@ -33,13 +33,13 @@ def check(folder, **how):
     check_run_dir(path_of(folder), TrainConfig(run_dir=str(folder)), **{"resume": False, **how})
 
 
-def test_overwriting_is_offered_and_removes_what_a_run_wrote(make_run):
+def test_overwrite_is_offered_and_removes_the_files_of_a_run(make_run):
     run = make_run("run")
     with pytest.raises(ConfigError, match="overwrite=True"):
         check(run)
     check(run, overwrite=True)
     remove_run(path_of(run))
-    assert [place.name for place in run.iterdir()] == [NAME]  # it is held
+    assert [place.name for place in run.iterdir()] == [NAME]  # the lock is held
 
 
 def test_a_folder_in_a_bucket_is_removed_too(bucket):
@@ -59,12 +59,12 @@ def test_a_folder_with_other_things_in_it_is_not_touched(name, make_run):
         check(run, overwrite=True)
 
 
-def test_nothing_is_overwritten_where_there_is_no_run(tmp_path):
+def test_overwrite_without_a_run_does_nothing(tmp_path):
     check(tmp_path / "new", overwrite=True)
     assert not list(tmp_path.iterdir())
 
 
-def test_going_on_and_beginning_anew_exclude_each_other(make_run):
+def test_resume_and_overwrite_exclude_each_other(make_run):
     with pytest.raises(ConfigError, match=r"resume=True .*overwrite=True"):
         check(make_run("run"), resume=True, overwrite=True)
 
@@ -73,21 +73,21 @@ def test_all_that_a_run_writes_may_be_removed(finished):
     assert {place.name for place in finished.run_dir.iterdir()} <= set(OF_A_RUN)
 
 
-def test_a_misspelt_run_is_not_begun_anew_when_it_is_to_go_on(make_run, tmp_path):
+def test_resume_of_a_misspelt_run_does_not_start_over(make_run, tmp_path):
     run = make_run("quickstart")
     with pytest.raises(ConfigError, match=rf"no run to resume, but one in {run}"):
         check(tmp_path / "quikstart", resume=True)
 
 
 @pytest.mark.parametrize("beside", ["seed0", "arithmetic", "lr_0.1"])
-def test_a_run_that_is_another_is_begun_where_it_was_to_go_on(beside, make_run, tmp_path):
-    """Whoever starts the same command again and again says --resume from the first time on."""
+def test_resume_of_a_run_with_another_name_begins_it(beside, make_run, tmp_path):
+    """One command with --resume serves the first start and every restart."""
     make_run(beside)
     check(tmp_path / {"seed0": "seed1", "lr_0.1": "lr_0.2"}.get(beside, "run"), resume=True)
 
 
-def test_what_is_changed_before_the_first_checkpoint_changes_no_run(make_run):
-    """The remedy of a run that learnt nothing, such as another metric, is taken by `--resume`; also where a save was cut short."""
+def test_the_configuration_may_change_before_the_first_checkpoint(make_run):
+    """Also if a save was interrupted."""
     run = make_run("run")
     other = TrainConfig(run_dir=str(run), seed=5)
     with pytest.raises(ConfigError, match="seed was 0, is 5"):
@@ -102,7 +102,7 @@ def test_what_is_changed_before_the_first_checkpoint_changes_no_run(make_run):
 @pytest.mark.parametrize("name", ["checkpoints", "evaluations", "model", "rollouts"])
 @pytest.mark.parametrize("how", [{"resume": True}, {"resume": False}, {"overwrite": True}], ids=str)
 def test_a_link_to_a_disk_that_is_not_mounted_is_no_empty_folder(name, how, tmp_path):
-    """A run would begin anew, and cut the metrics of what it had learnt."""
+    """A run would start over and cut its metrics."""
     run, disk = tmp_path / "run", tmp_path / "disk"
     run.mkdir()
     (run / name).symlink_to(disk)
