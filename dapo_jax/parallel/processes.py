@@ -296,9 +296,9 @@ class _Member:
         sys.stdout.flush()
         sys.stderr.flush()
         self.put(_LEFT, "")
-        # The service ends with the first process, so the others read their message first.
-        end = time.monotonic() + 4 * GRACE_S
-        while self._index == 0 and len(self._all(_LEFT)) < self._count and time.monotonic() < end:
+        # The service ends with the first process, so all others that are alive read their message first.
+        end, alive = time.monotonic() + 4 * GRACE_S, self._count - bool(self._cause)
+        while self._index == 0 and len(self._all(_LEFT)) < alive and time.monotonic() < end:
             time.sleep(_POLL_S / 5)
         os._exit(status)
 
