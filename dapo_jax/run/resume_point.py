@@ -87,7 +87,7 @@ def resume_point(
     groups = carry_groups(carry, prompt_at, version=found.step)
     if in_flight is not None and {group.prompt.ordinal for group in groups} != in_flight.clock.ready.keys():
         raise DamagedError(f"{where} is damaged: it does not carry the groups that wait to be trained on")
-    share = InformativeShare(**found.progress[SHARE])
+    share = InformativeShare(**found.progress.get(SHARE, {}))
     return ResumePoint(
         state=found.state,
         position=Position(

@@ -48,7 +48,7 @@ def test_what_lies_in_a_bucket_takes_no_disk(monkeypatch):
 
     monkeypatch.setattr(shutil, "disk_usage", asked)
     found = machine.disk({"run_dir": ("gs://bucket/run", 2**60)})
-    assert (found.state, found.message) == ("ok", "run_dir lies in a bucket")
+    assert (found.state, found.message) == ("ok", "run_dir is in a bucket")
 
 
 def test_a_cache_that_cannot_be_written_to_is_a_failure(tmp_path):
