@@ -171,7 +171,7 @@ def test_a_place_that_is_read_only_is_one_message_before_anything_is_done(
 def test_a_place_below_a_file_is_one_message(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert main(["convert", "shipped:quickstart", f"{tmp_path}/file/out"]) == 2
-    assert f"{tmp_path}/file is no folder" in one_message(capsys, "convert")
+    assert f"nothing can be written to {tmp_path}/file" in one_message(capsys, "convert")
 
 
 def test_a_json_file_that_cannot_be_written_is_one_message(tmp_path):

@@ -1,9 +1,9 @@
 """A small stand-in for Google Cloud Storage on 127.0.0.1: the part of its JSON API that a run uses, objects in memory.
 
-Three clients of one run speak to it: gcsfs (the run's own files), tensorstore (arrays of a checkpoint) and
-google-cloud-storage (what orbax and the check of permissions ask of the bucket). As in the service, an object has a
-generation that rises with every write, writes and deletions hold to preconditions on it, it has the server's time of its
-writing, it is there whole or not at all, names are one flat list in which a folder is but a common prefix, and nothing can be appended to.
+Three clients of one run use it: gcsfs (the run's files), tensorstore (arrays of a checkpoint) and google-cloud-storage (leases, orbax
+and the check of permissions). As in the service, an object is complete or missing, cannot be appended to, and has the server's time
+of writing and a generation that rises with every write. Writes and deletions respect preconditions on the generation. Names are one
+flat list, in which a folder is a common prefix.
 """
 
 import base64
@@ -24,35 +24,35 @@ from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 PERMISSIONS = ("buckets.get", "objects.create", "objects.delete", "objects.get", "objects.list")
 PAGE = 7
-"""Names in one answer to a listing: so few that every reader must ask for more pages."""
+"""Names per page of a listing: so few that every reader must fetch several pages."""
 
 
 @dataclass
 class Storage:
-    """What is stored, and what was asked of it."""
+    """The stored objects and the requests."""
 
     address: str = ""
     buckets: dict = field(default_factory=dict)
     """Bucket -> name -> (bytes, generation)."""
     granted: set = field(default_factory=lambda: {f"storage.{name}" for name in PERMISSIONS})
     busy: int = 0
-    """How many of the next requests are answered 503, try again."""
+    """Number of the next requests that are answered 503."""
     requests: list = field(default_factory=list)
     """(method, path, query) of each, in order."""
     handed_out: list = field(default_factory=list)
-    """(gs://... name, bytes) of each answer with the content of an object, or a part of it."""
+    """(gs://... name, bytes) of each answer with the content of an object or a range."""
     uploads: dict = field(default_factory=dict)
     """Identity of an upload in pieces -> [bucket, name, query, bytes so far]; gone once it is complete."""
     generations: itertools.count = field(default_factory=lambda: itertools.count(1))
     written: dict = field(default_factory=dict)
-    """Generation -> when that was, in seconds of this server's clock."""
+    """Generation -> time of writing in seconds, by this server's clock."""
     ahead_s: float = 0.0
-    """How far its clock is ahead of this machine's; a test that waits for a lease's end sets it forward."""
+    """Seconds that its clock is ahead of this machine's."""
     lock: threading.RLock = field(default_factory=threading.RLock)
 
     @property
     def environment(self):
-        """The variables that send the three clients here, without credentials."""
+        """Environment variables that redirect the three clients to this server, without credentials."""
         return {
             "STORAGE_EMULATOR_HOST": self.address,
             "TENSORSTORE_GCS_HTTP_URL": self.address,
@@ -63,14 +63,14 @@ class Storage:
         }
 
     def store(self, folder, place):
-        """Puts the files of a local folder below `place`, gs://BUCKET/NAME."""
+        """Stores the files of a local folder below `place`, gs://BUCKET/NAME."""
         bucket, _, name = place.removeprefix("gs://").partition("/")
         with self.lock:
             for path in folder.iterdir():
                 self.buckets[bucket][f"{name}/{path.name}"] = (path.read_bytes(), next(self.generations))
 
     def files(self, prefix=""):
-        """gs://... name -> bytes of all objects below `prefix`."""
+        """Returns gs://... name -> bytes of all objects below `prefix`."""
         with self.lock:
             found = {f"gs://{bucket}/{name}": data for bucket, names in self.buckets.items()
                      for name, (data, _) in names.items()}  # fmt: skip
@@ -78,7 +78,7 @@ class Storage:
 
 
 class RefusedError(Exception):
-    """An HTTP status with which a request is answered instead."""
+    """The HTTP status of a refused request."""
 
 
 @contextlib.contextmanager
@@ -102,7 +102,7 @@ class _Server(ThreadingHTTPServer):
     request_queue_size = 128
 
     def handle_error(self, request, client_address):
-        """Says nothing of clients that end before their connection does."""
+        """Ignores clients that end before their connection."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
@@ -243,7 +243,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self._json(self._write(bucket, name, data, self.query))
 
     def _piece(self, identity):
-        """A piece of an upload: 308 and what is there so far, until the piece that says how long the whole is."""
+        """Handles a piece of an upload: answers 308 with the range so far, until a piece gives the total length."""
         if identity not in self.storage.uploads:
             raise RefusedError(404, f"No such upload: {identity}")
         if self.command == "DELETE":
@@ -315,7 +315,7 @@ class _Handler(BaseHTTPRequestHandler):
         for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
             if status not in (204, 304) or name != "Content-Length":
                 self.send_header(name, value)
-        with contextlib.suppress(ConnectionError):  # who asked has read enough
+        with contextlib.suppress(ConnectionError):  # the client has read enough
             self.end_headers()
             if status not in (204, 304):
                 self.wfile.write(body)
@@ -326,7 +326,7 @@ def _md5(data):
 
 
 def _two_parts(content_type, body):
-    """The JSON that describes an object, and its bytes, of one multipart/related body."""
+    """Returns the JSON that describes an object, and its bytes, from a multipart/related body."""
     boundary = email.message_from_string(f"Content-Type: {content_type}\n\n").get_boundary().encode()
     _, about, rest = body.split(b"--" + boundary, 2)
     data = re.split(rb"\r?\n\r?\n", rest, maxsplit=1)[1]

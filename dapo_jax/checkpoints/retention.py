@@ -1,7 +1,4 @@
-"""The retention of checkpoints, in orbax's words: which stay, and that it is quiet about it.
-
-A file of its own: what orbax is told is apart from what checkpoints are.
-"""
+"""Which checkpoints orbax keeps, and filters for its log."""
 
 import logging
 import sys
@@ -13,46 +10,42 @@ from orbax.checkpoint.checkpoint_managers import PreservationPolicy
 
 
 class Keeping(PreservationPolicy):
-    """The last `count` checkpoints stay, and the best one."""
+    """Keeps the last `count` checkpoints and the best one."""
 
-    def __init__(self, count: int, best: Callable[[], int | None]) -> None:
+    def __init__(self, count: int, best: Callable[[], tuple[int, float] | None]) -> None:
         self._count, self._best = count, best
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        """One flag a checkpoint; each has a `step` (orbax's protocols cannot be checked at run time)."""
+        """Returns one flag per checkpoint; each has a `step` (orbax's protocols cannot be checked at run time)."""
         steps = [checkpoint.step for checkpoint in checkpoints]
-        kept = {*sorted(steps)[-self._count :], self._best()}
+        kept = {*sorted(steps)[-self._count :], *(self._best() or ())[:1]}
         return [step in kept for step in steps]
 
 
 def quiet_orbax() -> None:
-    """Keeps orbax's log out of the terminal: remarks about its own defaults, and tracebacks of errors that it raises too.
+    """Keeps orbax's log out of the terminal: remarks about its defaults, and tracebacks of errors that it also raises.
 
-    Of a save that fails, other writes go on and fail too. What they say is left out as well: asyncio logs errors that
-    nobody waits for any more, and tensorstore cannot report to an event loop that is closed.
+    After a save has failed, its other writes fail too: asyncio logs their errors, and tensorstore cannot report to a closed event
+    loop. These messages are dropped as well.
     """
     absl = logging.getLogger("absl")
     if _not_from_orbax not in absl.filters:
         absl.addFilter(_not_from_orbax)
         logging.getLogger("asyncio").addFilter(_not_raised_in_orbax)
-        sys.unraisablehook = _but_for_closed_loops(sys.unraisablehook)
+        sys.unraisablehook = _without_closed_loops(sys.unraisablehook)
 
 
 def _not_from_orbax(record: logging.LogRecord) -> bool:
-    return not _is_orbax(record.pathname)
+    return "/orbax/" not in record.pathname
 
 
 def _not_raised_in_orbax(record: logging.LogRecord) -> bool:
     trace = record.exc_info[2] if record.exc_info else None
-    return not any(_is_orbax(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(trace))
+    return not any("/orbax/" in frame.f_code.co_filename for frame, _ in traceback.walk_tb(trace))
 
 
-def _is_orbax(path: str) -> bool:
-    return "/orbax/" in path.replace("\\", "/")
-
-
-def _but_for_closed_loops(shown: Callable[[Any], Any]) -> Callable[[Any], None]:
-    """`shown` for all errors nobody can catch but those of C code, which bear no object, about a closed loop."""
+def _without_closed_loops(shown: Callable[[Any], Any]) -> Callable[[Any], None]:
+    """Wraps an unraisable hook so that it ignores errors about a closed loop raised from C code, which have no object."""
 
     def hook(unraisable: Any) -> None:
         error = unraisable.exc_value

@@ -1,4 +1,4 @@
-"""Bytes on devices: what one may hold, and what arrays that are spread over a mesh take on each."""
+"""The memory limit of a device, and the bytes per device of arrays that are sharded over a mesh."""
 
 import math
 from collections.abc import Mapping
@@ -14,28 +14,31 @@ from dapo_jax.parallel.gather import all_gather_bytes
 from dapo_jax.parallel.together import meet
 
 OFFLOADED = "pinned_host"
-"""JAX's name for the host's memory from which a device reads by itself."""
+"""JAX's memory kind for host memory that a device can read."""
 
 
 def device_bytes(device: jax.Device) -> int | None:
-    """Bytes that programs may take on an accelerator; None for a CPU, or where the device does not say."""
-    told = device.memory_stats() if device.platform != "cpu" else None
-    return int(told["bytes_limit"]) if told and "bytes_limit" in told else None
+    """Returns the bytes that programs may use on an accelerator; None for a CPU, or if the device does not report them."""
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    return int(stats["bytes_limit"]) if stats and "bytes_limit" in stats else None
 
 
 def least_device_bytes(mesh: Mesh) -> int | None:
-    """The least `device_bytes` of the mesh's devices; None if one of them does not say. Every process of the run must call it."""
+    """Returns the least `device_bytes` of the mesh's devices; None if one does not report them. Every process must call it."""
     if mesh.devices.flat[0].platform == "cpu":
         return None
     own = [device_bytes(device) for device in mesh.local_devices]
     least = 0 if None in own else min(filter(None, own), default=0)
-    meet()  # what each process has read until here may have taken longer than a collective waits
-    return min(int(told) for told in all_gather_bytes(b"%d" % least)) or None
+    meet()  # one process may have read files for longer than a collective waits
+    return min(map(int, all_gather_bytes(b"%d" % least))) or None
 
 
 def bytes_on_device(structs: PyTree, sizes: Mapping[str, int]) -> int:
-    """Bytes of arrays on each of their devices: their shapes say over which mesh axes they are cut, `sizes` into how many parts.
-    Those that lie in the host's memory take none.
+    """Returns the bytes of arrays on each device. Arrays in host memory count 0.
+
+    Args:
+        structs: arrays or shapes with a `NamedSharding`.
+        sizes: the size of each mesh axis.
 
     Raises:
         ConfigError: an axis does not divide a dimension.

@@ -1,7 +1,7 @@
-"""Bytes from every process to every process.
+"""Exchanges bytes between all processes.
 
-An all-gather needs one shape everywhere, and a shape that was not seen before is compiled for: so whatever the lengths, what
-travels are buffers of one size, as many as the longest message needs.
+An all-gather needs one shape in all processes, and compiles for each new shape. So messages of any length travel in buffers of
+one size, as many as the longest message needs.
 """
 
 import math
@@ -15,14 +15,14 @@ from dapo_jax.config import ConfigError
 from dapo_jax.parallel.together import meet
 
 BUFFER_BYTES = 1 << 20
-"""The bytes that one process sends in a round. Each device holds as much from all of them for that long: 32 MiB with 32 processes."""
+"""Bytes that one process sends per round. Each device holds the buffers of all processes meanwhile: 32 MiB with 32 processes."""
 
 _HEAD = 8
-"""Bytes in front of a message that say how long it is."""
+"""Bytes before a message that hold its length."""
 
 
 def all_gather_bytes(message: bytes, *, buffer_bytes: int = BUFFER_BYTES) -> list[bytes]:
-    """The messages of all processes, by process index. Every process must call it, in the same order of calls."""
+    """Returns the messages of all processes, by process index. Every process must call it, in the same order of calls."""
     if jax.process_count() == 1:
         return [message]
     framed = len(message).to_bytes(_HEAD, "little") + message
@@ -35,7 +35,7 @@ def all_gather_bytes(message: bytes, *, buffer_bytes: int = BUFFER_BYTES) -> lis
 
 
 def _round(framed: bytes, number: int, buffer_bytes: int) -> list[bytearray]:
-    """Every process's buffer of one round; beyond the end of a message it holds zeros."""
+    """Returns every process's buffer of one round, filled up with zeros."""
     part = framed[number * buffer_bytes : (number + 1) * buffer_bytes]
     buffer = np.frombuffer(part.ljust(buffer_bytes, b"\0"), np.uint8)
     gathered = np.asarray(multihost_utils.process_allgather(buffer))
@@ -43,17 +43,17 @@ def _round(framed: bytes, number: int, buffer_bytes: int) -> list[bytearray]:
 
 
 def broadcast_from_first(value: bytes) -> bytes:
-    """The first process's value, in every process."""
+    """Returns the first process's value in every process."""
     return all_gather_bytes(value)[0]
 
 
 def by_first(work: Callable[[], bytes]) -> bytes:
-    """Calls `work` in the first process alone, and returns its result in every process; none is left waiting for one that failed.
+    """Calls `work` in the first process alone, and returns its result, or raises its error, in every process.
 
     Raises:
-        Exception: in the first process, what `work` raised.
-        ConfigError: in the others, if it was one.
-        RuntimeError: in the others, if it was something else.
+        Exception: in the first process, the error of `work`.
+        ConfigError: in the others, if it was a ConfigError.
+        RuntimeError: in the others, if it was another error.
     """
     kind, result, error = b"", b"", None
     if jax.process_index() == 0:
@@ -63,11 +63,11 @@ def by_first(work: Callable[[], bytes]) -> bytes:
             kind, error = (b"c" if isinstance(found, ConfigError) else b"e"), found
             result = (str(found) if kind == b"c" else f"{type(found).__name__}: {found}").encode()
     meet()  # the work may take longer than a collective waits
-    said = broadcast_from_first(kind.ljust(1) + result)
+    outcome = broadcast_from_first(kind.ljust(1) + result)
     if error is not None:
         raise error
-    if said[:1] == b"c":
-        raise ConfigError(said[1:].decode())
-    if said[:1] == b"e":
-        raise RuntimeError(f"the first process failed: {said[1:].decode()}")
-    return said[1:]
+    if outcome[:1] == b"c":
+        raise ConfigError(outcome[1:].decode())
+    if outcome[:1] == b"e":
+        raise RuntimeError(f"the first process failed: {outcome[1:].decode()}")
+    return outcome[1:]

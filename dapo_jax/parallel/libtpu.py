@@ -1,4 +1,4 @@
-"""The variables by which libtpu looks for no TPU. It reads them when it is loaded. Imports no jax."""
+"""Environment variables that keep libtpu from searching for a TPU when it is loaded. Imports no jax."""
 
 import importlib.util
 import os
@@ -11,16 +11,16 @@ WITHOUT_TPU = {
     "TPU_WORKER_ID": "0",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-"""Values that describe a slice to libtpu, so that it asks no metadata server."""
+"""A description of a slice, so that libtpu does not ask a metadata server."""
 
 _DEVICES = ("accel*", "vfio/[0-9]*")
-"""Files in /dev, one for each chip of a TPU."""
+"""Device files of TPU chips in /dev."""
 
 
 def keep_quiet() -> None:
-    """Keeps libtpu, where it is installed, from printing that this machine has no TPU; to be called before jax is imported.
+    """Keeps an installed libtpu from printing that this machine has no TPU. Call it before jax is imported.
 
-    Where there is one, or the environment names platforms or a TPU, nothing is changed.
+    Changes nothing if there is a TPU, or if the environment names platforms or a TPU.
     """
     asked = bool(os.environ.get("JAX_PLATFORMS")) or any(name in os.environ for name in WITHOUT_TPU)
     there = any(next(Path("/dev").glob(pattern), None) for pattern in _DEVICES)

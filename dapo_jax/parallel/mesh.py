@@ -1,8 +1,8 @@
-"""The device meshes: one with four named axes that trains, and one for each sampler.
+"""The device meshes: one with four named axes for training, and one for each sampler.
 
-All are over one flat order of the devices, the devices of a process side by side: a jitted function can move arrays between
-meshes only if they have the same devices in the same order. On a TPU slice it is an order in which neighbours are linked
-(`torus`). Several slices, joined by the data-centre network, stand one behind the other, and only `data` reaches from one to the next.
+All have one flat order of the devices, in which the devices of a process are adjacent: a jitted function can move arrays between
+meshes only if they have the same devices in the same order. On a TPU slice neighbours in this order are linked (`torus`). Several
+slices, joined by the data-centre network, follow one after the other, and only the axis `data` crosses from one to the next.
 """
 
 import math
@@ -17,7 +17,7 @@ from dapo_jax.parallel.torus import along_links
 
 AXES = ("data", "fsdp", "tensor", "context")
 BATCH_AXES = ("data", "fsdp")
-"""Mesh axes over which the rows of a batch and the slots of the sampler are spread."""
+"""Mesh axes over which the rows of a batch and the slots of the sampler are sharded."""
 
 
 def make_mesh(
@@ -28,10 +28,10 @@ def make_mesh(
     context: int = 1,
     devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
-    """A mesh with the axes `data`, `fsdp`, `tensor`, `context`; one size may be -1 and takes the remaining devices.
+    """Returns a mesh with the axes `data`, `fsdp`, `tensor`, `context`; one size may be -1 and takes the remaining devices.
 
     Raises:
-        ValueError: the sizes do not multiply to the number of devices, or another axis than `data` would reach from slice to slice.
+        ValueError: the sizes do not multiply to the number of devices, or another axis than `data` would cross slices.
     """
     devices = jax.devices() if devices is None else devices
     sizes = dict(zip(AXES, (data, fsdp, tensor, context), strict=True))
@@ -52,16 +52,16 @@ def make_mesh(
 
 @dataclass(frozen=True, kw_only=True)
 class Meshes:
-    """Where a run trains and where it samples."""
+    """The meshes on which a run trains and samples."""
 
     train: Mesh
     """All devices of all processes."""
     publish: Mesh
-    """The same devices with an axis `sampler` in front of the others: a row is the devices of one sampler."""
+    """The same devices with a leading axis `sampler`: a row has the devices of one sampler."""
     sampler: Mesh
-    """The row of `publish` that has this process's devices, with the axes `AXES`. No other sampler takes part in its programs."""
+    """The row of `publish` with this process's devices and the axes `AXES`. Its programs run without the other samplers."""
     index: int
-    """Which row that is: the sampler takes the ordinals that are `index` modulo `count`."""
+    """The number of that row: the sampler takes the ordinals that are `index` modulo `count`."""
 
     @property
     def count(self) -> int:
@@ -70,16 +70,17 @@ class Meshes:
 
 
 def make_meshes(train: Mesh, *, sampler_tensor: int = 0, sampler_hosts: int = 1) -> Meshes:
-    """A sampler for every `sampler_hosts` processes: its weights split over `sampler_tensor` devices, its slots over the rest.
+    """Returns meshes with a sampler for every `sampler_hosts` processes.
 
     Args:
         train: from `make_mesh`.
-        sampler_tensor: 0 is the trainer's tensor axis, as far as the sampler's devices go.
+        sampler_tensor: number of devices over which a sampler's weights are split; its slots are split over the rest. 0 is the
+            largest divisor of the sampler's devices and the trainer's tensor axis.
         sampler_hosts: 1 unless the weights do not fit the devices of one process.
 
     Raises:
-        ValueError: the processes do not make up samplers, one would reach from slice to slice, or the devices of a sampler are no multiple
-            of `sampler_tensor`.
+        ValueError: the processes do not divide into samplers, a sampler would cross slices, or `sampler_tensor` does not divide
+            its devices.
     """
     flat = train.devices.reshape(-1)
     hosts = len({device.process_index for device in flat})
@@ -115,7 +116,7 @@ def make_meshes(train: Mesh, *, sampler_tensor: int = 0, sampler_hosts: int = 1)
 
 
 def _slices(devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
-    """The devices of each slice, process by process; of other devices than TPUs all are one."""
+    """Returns the devices of each slice, process by process; devices other than TPUs are one slice."""
     found: dict[int, list[jax.Device]] = {}
     for device in sorted(devices, key=lambda device: (_slice_of(device), device.process_index, device.id)):
         found.setdefault(_slice_of(device), []).append(device)
@@ -123,12 +124,12 @@ def _slices(devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
 
 
 def _slice_of(device: jax.Device) -> int:
-    # A GPU tells the same of its machine: between machines is the network that all axes are made for.
+    # A GPU reports its machine as a slice, but all axes may cross machines.
     return getattr(device, "slice_index", 0) if device.platform == "tpu" else 0
 
 
 def _flat(slices: Sequence[Sequence[jax.Device]], sizes: Mapping[str, int]) -> list[jax.Device]:
-    """One order of all devices: slice by slice, and where a slice tells the places of its chips along their links."""
+    """Returns all devices slice by slice, each along the links of its chips if they report coordinates."""
     count, data = len(slices), sizes["data"]
     if len({len(each) for each in slices}) > 1:
         raise ValueError(
@@ -141,11 +142,11 @@ def _flat(slices: Sequence[Sequence[jax.Device]], sizes: Mapping[str, int]) -> l
             f"set parallel.data={count} or a multiple of it, and the other axes for the {len(slices[0])} devices of a slice"
         )
     each = (data // count, *(sizes[axis] for axis in AXES[1:]))
-    told = all(hasattr(device, "coords") for device in slices[0]) and slices[0][0].platform == "tpu"
-    return [device for one in slices for device in (along_links(one, each) if told else one)]
+    has_places = all(hasattr(device, "coords") for device in slices[0]) and slices[0][0].platform == "tpu"
+    return [device for one in slices for device in (along_links(one, each) if has_places else one)]
 
 
 def _row_of_this_process(rows: np.ndarray) -> int:
-    """0 for devices that are only described (a topology to compile for)."""
+    """Returns the row of this process; the first row for devices that are only described (a topology to compile for)."""
     here = jax.process_index() if rows[0, 0] in jax.devices() else rows[0, 0].process_index
     return next(i for i, row in enumerate(rows) if any(device.process_index == here for device in row))

@@ -1,4 +1,4 @@
-"""Which logical axis of an array lies on which mesh axis: one table, one function for parameters and optimizer."""
+"""The mesh axis of each logical axis of an array: one table and one function for parameters and optimizer."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -24,11 +24,11 @@ TRAINER_RULES: Mapping[str, str | None] = {
 """Logical axis -> mesh axis, for master weights and optimizer moments."""
 
 SAMPLER_RULES: Mapping[str, str | None] = {**TRAINER_RULES, "embed": None}
-"""The same for the sampler's copy: whole along `embed`, so that a decode step gathers no weights."""
+"""The table for the sampler's copy: whole along `embed`, so that a decode step gathers no weights."""
 
 
 def shardings(tree: PyTree, mesh: Mesh, rules: Mapping[str, str | None] = TRAINER_RULES) -> PyTree:
-    """A `NamedSharding` for every leaf of `tree`, from the logical axes its `nnx.Variable` carries.
+    """Returns a `NamedSharding` for every leaf of `tree`, from the logical axes of its `nnx.Variable`.
 
     Leading dimensions beyond the named axes (stacked layers) are not sharded; a leaf without axes is replicated.
 
@@ -58,10 +58,10 @@ def shardings(tree: PyTree, mesh: Mesh, rules: Mapping[str, str | None] = TRAINE
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """The same value on every device."""
+    """Returns the sharding with the whole array on every device."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def by_row(mesh: Mesh) -> NamedSharding:
-    """The first dimension (rows of a batch, slots of a sampler) spread over the batch axes."""
+    """Returns the sharding of the first dimension (rows of a batch, slots of a sampler) over the batch axes."""
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))

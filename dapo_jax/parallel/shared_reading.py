@@ -1,7 +1,7 @@
-"""Tensors that the processes of a run read together: each some of the rows, which then change places on the mesh.
+"""Reads tensors by all processes of a run together: each process reads a share of the rows, which are then resharded.
 
-The trainer's matrices are mostly split along their columns, and the rows of a stored matrix lie side by side: a process that fetched the columns of its own
-devices would have to fetch all rows, so that every process fetched the whole model.
+The trainer's matrices are mostly split along their columns, and a stored matrix is contiguous by rows. If each process fetched the
+columns of its own devices, it would fetch the whole model.
 """
 
 import functools
@@ -17,13 +17,13 @@ from dapo_jax.parallel.together import Together, meet
 
 
 def read_by_rows(rows: Rows, stored: Shape, shape: Shape, target: NamedSharding) -> jax.Array:
-    """An array on `target`, of which each process reads as large a share of the rows as it has of the mesh's devices. Every process calls it.
+    """Returns an array on `target`; each process reads a share of the rows, by its share of the devices. Every process must call it.
 
     Args:
         rows: reads rows; zeros beyond the last.
-        stored: the shape that rows have together.
-        shape: the array's, of as many values in the same order: an axis of `stored` may be two axes here.
-        target: where the array lies.
+        stored: shape of the tensor in the file.
+        shape: of the array, with the same values in the same order: an axis of `stored` may be two axes here.
+        target: the array's sharding.
     """
     mesh = target.mesh
     whole = (-(-stored[0] // mesh.size) * mesh.size, *stored[1:])
@@ -33,7 +33,7 @@ def read_by_rows(rows: Rows, stored: Shape, shape: Shape, target: NamedSharding)
 
     by_device = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     held = [range_of(index) for index in by_device.addressable_devices_indices_map(whole).values()]
-    # The devices of a process are side by side on the mesh, so what they hold is one range.
+    # The devices of a process are adjacent on the mesh, so their rows are one range.
     first, last = min(start for start, _ in held), max(stop for _, stop in held)
     own = rows(first, last)
 
@@ -43,13 +43,13 @@ def read_by_rows(rows: Rows, stored: Shape, shape: Shape, target: NamedSharding)
 
     spread = jax.make_array_from_callback(whole, by_device, part)
     meet()  # one process may read for longer than a collective waits
-    # Waits, so that the host does not run ahead and fill its memory with tensors under way.
+    # Waits, so that the host does not fill its memory with tensors in transfer.
     return jax.block_until_ready(_mover(stored, shape, target)(spread))
 
 
 @functools.lru_cache(maxsize=64)
 def _mover(stored: Shape, shape: Shape, target: NamedSharding) -> Together:
-    """Takes rows that are spread over all devices to where the array lies."""
+    """Returns the program that moves rows from all devices to the target."""
     stages = [NamedSharding(target.mesh, spec) for spec in _stages(stored, shape, target)]
 
     def move(spread: Array) -> Array:
@@ -61,7 +61,7 @@ def _mover(stored: Shape, shape: Shape, target: NamedSharding) -> Together:
 
 
 def _stages(stored: Shape, shape: Shape, target: NamedSharding) -> list[PartitionSpec]:
-    """The way to the target, so that pieces change places and no device is handed the whole: the axes that split columns first leave the rows."""
+    """Returns the shardings on the way to the target, so that no device gathers the whole: first the axes of the columns leave the rows."""
     spec = [*target.spec, *[None] * (len(shape) - len(target.spec))]
     if len(shape) > len(stored):
         merged = next(axis for axis, size in enumerate(stored) if shape[axis] != size)

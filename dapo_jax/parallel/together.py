@@ -1,7 +1,7 @@
-"""Processes that wait for each other before a collective, and programs that are compiled in all of them before any of them runs one.
+"""Barriers before collectives, and programs that all processes compile before any of them runs.
 
-A collective waits only so long for the others (half a minute on CPU, Gloo). What one process does alone may take longer, and so may compilations of one program
-differ where machines or caches do.
+A collective waits for a limited time (half a minute on CPU, Gloo). Work of one process alone may take longer, and so may one
+process's compilation, if machines or caches differ.
 """
 
 import itertools
@@ -11,16 +11,16 @@ from typing import Any
 import jax
 
 _PATIENCE_S = 3600
-"""A process may take so long; one that fails or ends is heard of at once."""
+"""Seconds to wait for the others; a failure of one is noticed at once."""
 
 _numbers = itertools.count()
 
 
 class Together:
-    """A jitted program that every process calls, in the same order of calls. Where there is one process it is the program itself."""
+    """A jitted program that every process calls, in the same order of calls. It adds nothing if there is one process."""
 
     def __init__(self, program: Any, *, compiled: Callable[[], None] | None = None) -> None:
-        """`compiled` is called when this process has compiled; None: the others are waited for."""
+        """`compiled` is called after this process has compiled; None waits for the others."""
         self._program, self._compiled = program, compiled or meet
         self._known: set[Any] = set()
 
@@ -32,7 +32,7 @@ class Together:
         return self._program(*arguments)
 
     def lower(self, *arguments: Any) -> jax.stages.Lowered:
-        """The program for arguments of these shapes."""
+        """Returns the lowered program for arguments of these shapes."""
         return self._program.lower(*arguments)
 
 
@@ -42,7 +42,7 @@ def _shapes(arguments: tuple[Any, ...]) -> Any:
 
 
 def meet() -> None:
-    """Waits until all processes have come here as often as this one; for nobody where it is alone."""
+    """Waits until all processes have called this as often as this one."""
     if jax.process_count() == 1:
         return
     from jax._src import distributed  # JAX has no public name for its coordination service

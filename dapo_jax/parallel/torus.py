@@ -1,9 +1,10 @@
 """An order of a TPU slice's devices in which neighbours along the axes of a mesh are few links apart.
 
-The chips of a slice form a grid, in which a chip is linked to the next ones, and each device tells its place (`coords`). A run
-needs the devices of a process side by side in one flat order (`mesh`). So two things are free: the way through a process's block
-of chips, the same in every block, and the way through the grid of these blocks. All of a few hundred are tried, and the one with
-the fewest links between neighbours is taken: along `tensor` first, where most goes to and fro, then `context`, `fsdp` and `data`.
+The chips of a slice form a grid with links between neighbours, and each device has coordinates. A run needs the devices of a
+process next to each other in one flat order (`mesh`), which `jax.experimental.mesh_utils` does not give. Two choices remain: the
+path through a process's block of chips, the same in every block, and the path through the grid of blocks. This module tries a few
+hundred and takes the one with the fewest links between neighbours: along `tensor` first, which has most traffic, then `context`,
+`fsdp` and `data`.
 """
 
 import itertools
@@ -16,11 +17,11 @@ import numpy as np
 from jaxtyping import Int
 
 _DIGIT = tuple[int, int, int]
-"""A part of the way along one dimension of the grid: (dimension, step, how many steps)."""
+"""A part of the path along one dimension of the grid: (dimension, step, number of steps)."""
 
 
 def along_links(devices: Sequence[jax.Device], shape: Sequence[int]) -> list[jax.Device]:
-    """The devices of one TPU slice, given process by process, in the order for a mesh of `shape`."""
+    """Returns the devices of one TPU slice, given process by process, in the order for a mesh of `shape`."""
     places = np.array([(*device.coords, device.core_on_chip) for device in devices])
     processes = np.array([device.process_index for device in devices])
     return [devices[index] for index in linked_order(places, processes, shape)]
@@ -29,16 +30,16 @@ def along_links(devices: Sequence[jax.Device], shape: Sequence[int]) -> list[jax
 def linked_order(
     places: Int[np.ndarray, "devices 4"], processes: Int[np.ndarray, " devices"], shape: Sequence[int]
 ) -> Int[np.ndarray, " devices"]:
-    """The order of devices in which neighbours along the axes of a mesh are fewest links apart, those of a process side by side.
+    """Returns the order of devices with the fewest links between neighbours along the axes of a mesh.
 
     Args:
-        places: of each device that of its chip, x, y, z, and its own on the chip.
-        processes: the process of each; they come process by process.
+        places: x, y, z of each device's chip, and its core on the chip.
+        processes: the process of each device; devices are given process by process.
         shape: the sizes of `data`, `fsdp`, `tensor`, `context`.
 
     Returns:
-        The order as it was given if no other has fewer links, or if the blocks of the processes are no boxes of one shape that fill a box: of
-        such devices nothing is known.
+        Indices, with the devices of a process adjacent. The given order if no other is better, or if the blocks of the processes
+        are not boxes of one shape that fill a box.
     """
     given = np.arange(len(places))
     grid = _grid_of(places, processes)
@@ -49,9 +50,9 @@ def linked_order(
 
 
 def _cost(places: Int[np.ndarray, "data fsdp tensor context 4"]) -> tuple[float, ...]:
-    """Mean numbers of links between neighbours along each axis, the last one's next being the first.
+    """Returns the mean number of links between neighbours along each axis; the last neighbour of an axis is its first device.
 
-    A device does not tell whether its slice has links from one end of the grid to the other, so they are not counted on.
+    Links from one end of the grid to the other are not counted: devices do not report them.
     """
     chips = places[..., :3]  # devices of one chip need no link
 
@@ -64,21 +65,20 @@ def _cost(places: Int[np.ndarray, "data fsdp tensor context 4"]) -> tuple[float,
 
 @dataclass(frozen=True, kw_only=True)
 class _Grid:
-    """Devices by their places, and the blocks of the processes in it."""
+    """Devices by place, and the size of a process's block."""
 
     index: Int[np.ndarray, "x y z core"]
-    """The number of the device at each place, counted from the grid's corner."""
+    """Index of the device at each place."""
     block: tuple[int, ...]
-    """The size of a process's block."""
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        """The number of blocks along each dimension."""
+        """Number of blocks along each dimension."""
         return tuple(whole // part for whole, part in zip(self.index.shape, self.block, strict=True))
 
 
 def _grid_of(places: Int[np.ndarray, "devices 4"], processes: Int[np.ndarray, " devices"]) -> _Grid | None:
-    """None if the processes' blocks are no boxes of one shape that fill a box."""
+    """Returns None if the processes' blocks are not boxes of one shape that fill a box."""
     places = places - places.min(0)
     corners, blocks = [], set()
     for process in np.unique(processes):
@@ -91,13 +91,12 @@ def _grid_of(places: Int[np.ndarray, "devices 4"], processes: Int[np.ndarray, " 
         return None
     index = np.full(whole, -1)
     index[tuple(places.T)] = np.arange(len(places))
-    # As many devices as places, and in each block as many as it has places: none is there twice.
     filled = (index >= 0).all() and math.prod(block) * len(corners) == len(places)
     return _Grid(index=index, block=block) if filled else None
 
 
 def _orders(grid: _Grid, shape: Sequence[int]) -> Iterator[Int[np.ndarray, " devices"]]:
-    """Ways through the grid: by each order of dimensions within a block and of blocks, and each way to turn round at their ends."""
+    """Yields paths through the grid: each order of dimensions in a block and of blocks, and each way to turn at their ends."""
     inside = [(dimension, 1, size) for dimension, size in enumerate(grid.block) if size > 1]
     between = [
         (dimension, grid.block[dimension], size) for dimension, size in enumerate(grid.blocks) if size > 1
@@ -116,9 +115,9 @@ def _orders(grid: _Grid, shape: Sequence[int]) -> Iterator[Int[np.ndarray, " dev
 
 
 def _shared_out(digits: list[_DIGIT], shape: Sequence[int]) -> list[list[_DIGIT]] | None:
-    """The parts of the way for each axis of the mesh, fastest first; the last axis takes the first ones, and a part of one where it needs no more.
+    """Distributes the parts of the path to the axes of the mesh, the fastest parts to the last axis. Parts may be split.
 
-    None if what is left over does not divide the next axis.
+    Returns None if the sizes do not divide.
     """
     axes: list[list[_DIGIT]] = []
     left = list(digits)
@@ -139,13 +138,13 @@ def _shared_out(digits: list[_DIGIT], shape: Sequence[int]) -> list[list[_DIGIT]
 def _way(
     digits: list[_DIGIT], grid: _Grid, *, back: bool, mirrored: bool
 ) -> Int[np.ndarray, "size dimensions"]:
-    """The places along one axis, which goes to and fro within a block, so that the next one is always linked.
+    """Returns the places along one axis, which turns at each end within a block, so that neighbours are linked.
 
     Args:
         digits: fastest first.
-        grid: says which of them are within a block.
-        back: also from block to block it goes to and fro; otherwise it begins at the same side again.
-        mirrored: the way through a block is that of the block before from its end; otherwise it is the same.
+        grid: decides which digits are within a block.
+        back: also turn at each end from block to block; otherwise start at the same side again.
+        mirrored: reverse the path in every second block; otherwise repeat it.
     """
     number = np.arange(math.prod(steps for _, _, steps in digits))
     places = np.zeros((len(number), len(grid.block)), int)

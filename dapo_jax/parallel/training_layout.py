@@ -1,10 +1,10 @@
-"""Where the arrays of a training pass lie on a mesh, and what moves between devices; all of it is written out here.
+"""The sharding of a training pass on a mesh, with its collectives written out.
 
 The pass is one `shard_map`: rows of tokens are split over `data` and `fsdp`, and each row over `context`. Weights are split over
-`fsdp` and `tensor`; over `fsdp` they are gathered for each product, in the compute dtype, and their gradients are summed and
-split again in float32. Heads, the MLP and the vocabulary stay split over `tensor` in products; in between, tokens are
-(sequence parallelism), so that each product over `tensor` is preceded by a gather and followed by a reduce-scatter. Attention
-gathers keys and values over `context`.
+`fsdp` and `tensor`; over `fsdp` they are gathered for each product, in the compute dtype, and their gradients are
+reduce-scattered in float32. Heads, the MLP and the vocabulary stay split over `tensor` in products. Between products, tokens are
+split over `tensor` (sequence parallelism): a gather precedes each product, and a reduce-scatter follows it. Attention gathers
+keys and values over `context`.
 """
 
 from collections.abc import Callable
@@ -32,13 +32,13 @@ ROWS = PartitionSpec(BATCH_AXES, "context")
 
 
 def layout_of(mesh: Mesh, *, attention: str = "xla") -> Layout:
-    """The layout for a mesh; with one device and no kernel there is nothing to say."""
+    """Returns the layout for a mesh; the default one for a single device without a kernel."""
     return MeshLayout(mesh, attention) if mesh.size > 1 or attention != "xla" else Layout()
 
 
 @dataclass(frozen=True)
 class MeshLayout(Layout):
-    """Axes `data`, `fsdp`, `tensor` and `context`, each of any size. All methods but `shard` are called inside `shard`."""
+    """A layout for the axes `data`, `fsdp`, `tensor` and `context`, each of any size. Call all other methods inside `shard`."""
 
     mesh: Mesh
     attention: str = "xla"
@@ -52,7 +52,7 @@ class MeshLayout(Layout):
         def whole(params: PyTree, arrays: PyTree) -> tuple[Array, Array]:
             placed = jax.tree.map(lambda sharding: sharding.spec, shardings(params, self.mesh))
             results = PartitionSpec("tensor", *ROWS)
-            # check_vma: kernels do not say over which axes their results differ.
+            # check_vma: kernels do not declare over which axes their results differ.
             mapped = jax.shard_map(
                 part, mesh=self.mesh, in_specs=(placed, ROWS), out_specs=results, check_vma=False
             )
@@ -86,7 +86,7 @@ class MeshLayout(Layout):
     def lookup(
         self, table: Float[Array, "entries shard"], tokens: Int[Array, " tokens"], dtype: str
     ) -> Float[Array, "embed part"]:
-        """Each device along `tensor` looks up what is in its part of the table; the parts are summed where they are wanted."""
+        """Each device along `tensor` looks up the tokens in its part of the table; a reduce-scatter sums the parts."""
         rows = self._table(table, dtype)
         place = tokens - lax.axis_index("tensor") * len(rows)
         here = (place >= 0) & (place < len(rows))
@@ -130,7 +130,7 @@ class MeshLayout(Layout):
         chunk_vocab: int,
         dtype: str,
     ) -> tuple[Float[Array, " tokens"], Float[Array, " tokens"]]:
-        """Each device along `tensor` takes its part of the vocabulary, for all tokens."""
+        """Each device along `tensor` computes its part of the vocabulary, for all tokens."""
         table = self._table(unembedding, dtype)
         padded = len(table) * self.mesh.shape["tensor"] != vocab_size
         return chunked_logprobs(
@@ -148,13 +148,13 @@ class MeshLayout(Layout):
         return _widened(weight, self.weight_sharding(("vocab", "embed")), dtype)
 
     def _share(self, result: Float[Array, "rows part"]) -> Float[Array, "rows part"]:
-        """This device's share of an array that all devices along `tensor` have, with zeros elsewhere: the sum of the shares is the array."""
+        """Zeroes all but this device's share of an array that is equal along `tensor`: the sum of the shares is the array."""
         flat, tensor = result.reshape(-1), self.mesh.shape["tensor"]
         mine = jnp.arange(flat.size, dtype=jnp.int32) * tensor // flat.size == lax.axis_index("tensor")
         return jnp.where(mine, flat, 0.0).reshape(result.shape)
 
     def _of_this_part(self, kernel: Any) -> Any:
-        """The kernel for the queries that are here: its tables are split over `context` as they are."""
+        """Returns the kernel for the local queries: its tables are split over `context`, as the queries are."""
         if self.mesh.shape["context"] == 1:
             return kernel
         specs = kernel.manual_sharding_spec(
@@ -173,7 +173,7 @@ class MeshLayout(Layout):
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def _gather(x: Array, axis: str, dim: int, dtype: str) -> Array:
-    """The parts of all devices along a mesh axis; the gradient is the sum of theirs, split again."""
+    """All-gathers along a mesh axis; its gradient is a reduce-scatter."""
     return _all_gather(x, axis, dim, dtype)
 
 
@@ -190,7 +190,7 @@ _gather.defvjp(_gather_forward, _gather_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def _scatter(x: Array, axis: str, dim: int, dtype: str) -> Array:
-    """The sum over all devices along a mesh axis, split; the gradient is the parts of all."""
+    """Reduce-scatters along a mesh axis; its gradient is an all-gather."""
     return _sum_scatter(x, axis, dim, dtype)
 
 
@@ -206,7 +206,7 @@ _scatter.defvjp(_scatter_forward, _scatter_backward)
 
 
 def _all_gather(x: Array, axis: str, dim: int, dtype: str) -> Array:
-    """Gathers an array. It goes into products, which round it to their dtype: so it moves in that, where they do (`product`)."""
+    """All-gathers an array in the dtype to which the products round it (see `product`)."""
 
     def narrow(x: Array) -> Array:
         return lax.all_gather(x.astype(dtype), axis, axis=dim, tiled=True).astype(x.dtype)
@@ -220,7 +220,7 @@ def _all_gather(x: Array, axis: str, dim: int, dtype: str) -> Array:
 
 
 def _sum_scatter(x: Array, axis: str, dim: int, dtype: str) -> Array:
-    """Sums an array over the devices, each of which keeps its part. It moves, and is added, in the products' dtype, as what is gathered does."""
+    """Reduce-scatters an array in the products' dtype."""
 
     def narrow(x: Array) -> Array:
         return in_full(x.astype(dtype)).astype(x.dtype)
@@ -235,7 +235,7 @@ def _sum_scatter(x: Array, axis: str, dim: int, dtype: str) -> Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _widened(weight: Array, sharding: WeightSharding | None, dtype: str) -> Array:
-    """A weight as `gathered`, with a float32 gradient."""
+    """Gathers a weight as `gathered` does, with a float32 gradient."""
     return gathered(weight, dtype, sharding).astype(np.promote_types(dtype, np.float32))
 
 

@@ -1,8 +1,8 @@
-"""Weights from the trainer to the samplers: cast, unstacked, resharded, by one jitted program that is called for each layer.
+"""Weight transfer from the trainer to the samplers: cast, unstacked and resharded by one jitted program, called once per layer.
 
 A scan over stacked layers copies each layer's weights on every decode step (measured 1.5 times slower on CPU), so the
-sampler's copy has its layers apart. The program takes the whole stack and the number of a layer: what one layer needs on its
-way is all that lies in memory beside the trainer's arrays and the sampler's.
+sampler's copy has separate layers. The program takes the whole stack and the number of a layer, so the transfer needs memory for
+one layer in addition to the trainer's and the sampler's arrays.
 """
 
 import math
@@ -23,7 +23,7 @@ from dapo_jax.parallel.sharding import SAMPLER_RULES, TRAINER_RULES, shardings
 from dapo_jax.parallel.together import Together
 
 SamplerWeights = dict[str, PyTree]
-"""`layers`: a tuple with one block's state each; `ends`: embedding, final norm, unembedding."""
+"""`layers`: a tuple of the blocks' states; `ends`: embedding, final norm, unembedding."""
 
 
 def weight_transfer(
@@ -34,15 +34,15 @@ def weight_transfer(
     eight_bit: bool = False,
     merged_by: float | None = None,
 ) -> "WeightTransfer":
-    """The program that makes sampler weights of trainer parameters; `params` may be shapes alone.
+    """Returns the program that converts trainer parameters to sampler weights.
 
     Args:
-        params: of the decoder, blocks stacked; of adapters alone, too, or of a base without them.
+        params: parameters of the decoder or their shapes, blocks stacked; may be adapters alone, or a base without them.
         where: all meshes of the run, or the one mesh on which a single process trains and samples.
-        dtype: of the sampler's weights, but for those of norms: they stay in float32, in which the trainer applies them too.
-            Rounded, they would double the distance between the sampler's log-probabilities and the trainer's.
-        eight_bit: matrices as int8 with a scale for each output, `Quantized`; biases and adapters stay in `dtype`.
-        merged_by: adapters are added to their matrices, in float32, by this factor; None: they stay what they are.
+        dtype: of the sampler's weights. Norms stay in float32, as in the trainer: rounded, they would double the distance between
+            the sampler's log-probabilities and the trainer's.
+        eight_bit: store matrices as int8 with a scale for each output, `Quantized`; biases and adapters stay in `dtype`.
+        merged_by: add adapters to their matrices, in float32, with this factor; None keeps them separate.
 
     Raises:
         ValueError: a dimension is not divisible by its mesh axis.
@@ -52,14 +52,14 @@ def weight_transfer(
 
 
 def both_on(mesh: Mesh) -> Meshes:
-    """The meshes of a single process that trains and samples on one mesh."""
+    """Returns the meshes of a single process that trains and samples on one mesh."""
     types = (mesh.axis_types[0], *mesh.axis_types)
     publish = Mesh(mesh.devices[None], ("sampler", *AXES), axis_types=types)
     return Meshes(train=mesh, publish=publish, sampler=mesh, index=0)
 
 
 class WeightTransfer:
-    """Trainer parameters -> this process's sampler weights. Every process makes the call, each with the same parameters."""
+    """Converts trainer parameters to this process's sampler weights. Every process calls it with the same parameters."""
 
     def __init__(
         self, params: nnx.State, meshes: Meshes, *, dtype: str, eight_bit: bool, merged_by: float | None
@@ -79,14 +79,14 @@ class WeightTransfer:
         self._sampler = shardings(shapes, meshes.sampler, SAMPLER_RULES)
         out = jax.tree.map(_shaped, shapes, self._sampler)
         self.shapes: SamplerWeights = {"layers": (out["layer"],) * self._count, "ends": out["ends"]}
-        """The result of a call, as shapes with shardings."""
+        """Shapes and shardings of a call's result."""
         self._layer = Together(jax.jit(self._layer_program, out_shardings=self._target["layer"]))
         self._ends = Together(jax.jit(self._ends_program, out_shardings=self._target["ends"]))
 
     def __call__(self, params: nnx.State) -> SamplerWeights:
-        """A collective call: cast and reshard on all devices, then give the local shards the sampler's mesh, without a copy.
+        """Casts and reshards on all devices, a collective call, and wraps the local shards on the sampler's mesh without a copy.
 
-        Compiles nothing the second time. What it returns outlives `params`, which an update may donate.
+        The second call compiles nothing. The result stays valid when an update donates `params`.
         """
         layers = []
         for index in range(self._count):
@@ -96,12 +96,12 @@ class WeightTransfer:
         return {"layers": tuple(layers), "ends": ends}
 
     def shared(self, params: nnx.State) -> SamplerWeights:
-        """The same as a call would give, without a copy, of parameters whose layers are apart and lie as the sampler's do (`shares_base`)."""
+        """Returns the result of a call without a copy, for separate layers with the sampler's shardings (`shares_base`)."""
         layers = tuple(local(params["blocks"][index], self._sampler["layer"]) for index in range(self._count))
         return {"layers": layers, "ends": local(_ends(params), self._sampler["ends"])}
 
     def lower(self, params: nnx.State) -> dict[str, jax.stages.Lowered]:
-        """The two programs of a call, `layer` (run for every layer) and `ends`, for parameters of the shapes of `params`."""
+        """Returns the two lowered programs of a call, `layer` (run for every layer) and `ends`, for the shapes of `params`."""
         placed = jax.tree.map(_shaped, params, self._placed)
         return {
             "layer": self._layer.lower(placed["blocks"], np.int32(0)),
@@ -115,7 +115,7 @@ class WeightTransfer:
         return self._move("ends", ends)
 
     def _made(self, blocks: nnx.State, index: int | Int[Array, ""]) -> nnx.State:
-        """A layer, with its adapters merged if they are to be."""
+        """Returns a layer, with its adapters merged if `merged_by` is set."""
         layer = jax.tree.map(lambda leaf: leaf[index], blocks)
         return layer if self._merged_by is None else merged(layer, self._merged_by)
 
@@ -135,18 +135,18 @@ class WeightTransfer:
 
 
 class AdapterTransfer:
-    """Adapters -> this process's sampler weights: the base below them is moved at the first call, and never again."""
+    """Converts adapters to this process's sampler weights; the base is transferred in the first call only."""
 
     def __init__(self, adapters: WeightTransfer, base: WeightTransfer, frozen: nnx.State) -> None:
-        """`frozen` is the base, layers stacked; or apart where `shares_base`: then the sampler's are the same arrays."""
+        """`frozen` is the base with stacked layers; with separate layers if `shares_base`: then the sampler uses the same arrays."""
         self._adapters, self._base, self._frozen = adapters, base, frozen
         self._moved: SamplerWeights | None = None
         self.base_shapes: SamplerWeights = base.shapes
         self.shapes: SamplerWeights = _joined(base.shapes, adapters.shapes)
-        """The result of a call, as shapes with shardings; the part of it that is the base is `base_shapes`."""
+        """Shapes and shardings of a call's result; `base_shapes` is its part without adapters."""
 
     def __call__(self, params: nnx.State) -> SamplerWeights:
-        """A collective call. `params` are adapters; of what it returns, the base outlives the next call."""
+        """A collective call with adapters as `params`. The base in the result is the same in every call."""
         if self._moved is None:
             self._moved = (
                 self._base.shared(self._frozen) if is_apart(self._frozen) else self._base(self._frozen)
@@ -154,29 +154,29 @@ class AdapterTransfer:
         return _joined(self._moved, self._adapters(params))
 
     def lower(self, params: nnx.State) -> dict[str, jax.stages.Lowered]:
-        """The program that every call runs for each layer, for adapters of the shapes of `params`."""
+        """Returns the lowered program that every call runs for each layer, for adapters of the shapes of `params`."""
         return {"layer": self._adapters.lower(params)["layer"]}
 
 
 class MergingTransfer:
-    """Adapters -> sampler weights without adapters: every call adds them to the base, in float32, and moves the sum."""
+    """Converts adapters to sampler weights without adapters: every call adds them to the base in float32 and transfers the sum."""
 
     def __init__(self, whole: WeightTransfer, frozen: nnx.State) -> None:
-        """`whole` is for base and adapters, `merged_by` their scale; `frozen` is the base, layers stacked."""
+        """`whole` takes base and adapters, and merges by their scale; `frozen` is the base, layers stacked."""
         self._whole, self._frozen, self.shapes = whole, frozen, whole.shapes
 
     def __call__(self, params: nnx.State) -> SamplerWeights:
-        """A collective call; `params` are adapters."""
+        """A collective call with adapters as `params`."""
         return self._whole(put_together(params, self._frozen))
 
     def lower(self, params: nnx.State) -> dict[str, jax.stages.Lowered]:
-        """The two programs of a call; see `WeightTransfer.lower`."""
+        """Returns the two lowered programs of a call; see `WeightTransfer.lower`."""
         return self._whole.lower(put_together(params, self._frozen))
 
 
 def shares_base(frozen: nnx.State, meshes: Meshes, *, dtype: str) -> bool:
-    """Whether trainer and sampler hold a base alike, so that one copy serves both: one sampler with all devices, every array whole or cut in the same way
-    for both, in the sampler's `dtype`. `frozen` may be shapes, layers stacked."""
+    """Returns whether one copy of a base serves trainer and sampler: one sampler with all devices, the same sharding of every array, and
+    the sampler's `dtype`. `frozen` may be shapes, layers stacked."""
     variables = jax.tree.leaves(frozen, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
     kinds = {each.dtype.name for each in variables if each.get_metadata()["axes"] != ("norm",)}
     if meshes.count > 1 or meshes.train.size != meshes.sampler.size or kinds != {dtype}:
@@ -198,9 +198,9 @@ def _joined(base: SamplerWeights, adapters: SamplerWeights) -> SamplerWeights:
 
 
 def local(tree: PyTree, placed: PyTree) -> PyTree:
-    """The same buffers under other shardings, of a mesh that has this process's devices: no jitted program can go there.
+    """Returns the same buffers with shardings of a mesh of this process's devices, which no jitted program can do.
 
-    The caller forgets `tree`: to delete or donate one of the two is to delete the other.
+    The caller must drop `tree`: deleting or donating one of the two deletes the other.
     """
 
     def wrap(whole: Array, sharding: NamedSharding) -> Array:
@@ -211,12 +211,12 @@ def local(tree: PyTree, placed: PyTree) -> PyTree:
 
 
 def _summed(axes: tuple[str, ...]) -> tuple[int, ...]:
-    """The dimensions of a matrix that a product sums over: those behind its outputs, which are a head's or one. None of a bias."""
+    """Returns the dimensions of a matrix that a product sums over, which follow its output dimensions; none for a bias."""
     return tuple(range(output_dimensions(axes), len(axes)))
 
 
 def _ends(params: nnx.State) -> nnx.State:
-    """The parameters before and after the blocks, of which adapters have none."""
+    """Returns the parameters before and after the blocks; empty for adapters."""
     return params["ends"] if "ends" in params else nnx.State({})
 
 
@@ -231,11 +231,11 @@ def _carry(array: Array, source: NamedSharding, target: NamedSharding) -> Array:
 
 
 def stages(shape: tuple[int, ...], source: NamedSharding, target: NamedSharding) -> list[NamedSharding]:
-    """The shardings that an array takes from `source` to `target`, two meshes over the same devices in the same order.
+    """Returns the shardings that an array takes from `source` to `target`, two meshes over the same devices in the same order.
 
-    Left to itself the compiler gathers whole arrays, or adds them up with zeros elsewhere, where the meshes do not match. So the
-    dimension that the target wants whole is first cut into as many pieces as there are devices, while the other dimension takes
-    the target's axis: pieces change places, none is doubled. Then the pieces are gathered, inside a sampler and between samplers.
+    Otherwise the compiler gathers whole arrays, or adds them up with zeros elsewhere, if the meshes do not match. So the dimension
+    that the target needs whole is first split over all devices, while the other dimension takes the target's axis: pieces change
+    places without copies. Then the pieces are gathered, inside a sampler and between samplers.
     """
     have, want = _cut(source, len(shape)), _cut(target, len(shape))
     gathered = [d for d in range(len(shape)) if _busy(source, have[d : d + 1]) - set(want[d])]
@@ -259,7 +259,7 @@ def stages(shape: tuple[int, ...], source: NamedSharding, target: NamedSharding)
 
 
 def _cut(sharding: NamedSharding, dimensions: int) -> list[tuple[str, ...]]:
-    """The mesh axes over which each dimension is cut."""
+    """Returns the mesh axes over which each dimension is split."""
     entries = (*sharding.spec, *[None] * (dimensions - len(sharding.spec)))
     return [
         () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in entries
@@ -267,12 +267,12 @@ def _cut(sharding: NamedSharding, dimensions: int) -> list[tuple[str, ...]]:
 
 
 def _busy(sharding: NamedSharding, cut: list[tuple[str, ...]]) -> set[str]:
-    """The axes of more than one device among those of `cut`."""
+    """Returns the axes of `cut` with more than one device."""
     return {axis for axes in cut for axis in axes if sharding.mesh.shape[axis] > 1}
 
 
 def _free(sharding: NamedSharding, cut: list[tuple[str, ...]]) -> tuple[str, ...]:
-    """The axes of more than one device over which an array so cut is replicated."""
+    """Returns the axes with more than one device over which an array with this split is replicated."""
     used = _busy(sharding, cut)
     return tuple(axis for axis, size in sharding.mesh.shape.items() if size > 1 and axis not in used)
 

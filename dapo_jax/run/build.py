@@ -1,9 +1,8 @@
 """The objects of a training run, made from its configuration: the one place where all rooms meet."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +37,7 @@ from dapo_jax.run.position import Position
 from dapo_jax.run.programs import sharing, updater_of
 from dapo_jax.run.prompt_sets import GivenRows, drawn_too_often, held_out_prompts, training_prompts
 from dapo_jax.run.response_sampler import ResponseSampler
-from dapo_jax.run.resume_point import ResumePoint, check_progress, has_checkpoint, resume_point
+from dapo_jax.run.resume_point import ResumePoint, has_checkpoint, resume_point
 from dapo_jax.run.step_batches import StepBatches
 from dapo_jax.run.training_pass import training_pass
 from dapo_jax.run.wave_sampling import WaveSampling
@@ -181,7 +180,7 @@ class Run:
         if resume and has_checkpoint(checkpointer.folder):
             del initial
             target = state_structs(self.policy, self._optimizer, self._mesh, offload=offload)
-            check = partial(self._check, say=say)
+            check = partial(check_identity, own=self.identity)
 
             def restore(step: int) -> ResumePoint:
                 found = checkpointer.restore(target, step, rows=decoder.vocab_size, check=check)
@@ -211,10 +210,6 @@ class Run:
         state = state_structs(self.policy, self._optimizer, self._mesh, offload=config.optimizer.offload)
         held = bytes_on_device((state, self.policy.unshared), sizes)
         return held + bytes_on_device(state.params, sizes) if config.loss.kl_coef else held
-
-    def _check(self, where: str, progress: Mapping[str, Any], *, say: Callable[[str], None]) -> None:
-        check_identity(where, progress, self.identity, say=say)
-        check_progress(where, progress)
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of a step, after warm-up."""

@@ -1,4 +1,4 @@
-"""Folders that a configuration or a command names: found, and tried before anything that takes long."""
+"""Folders that a configuration or a command names: checked before any long work."""
 
 from pathlib import Path
 
@@ -8,11 +8,11 @@ from dapo_jax.storage import AnyPath, check_access, in_bucket, path_of
 
 
 def place_of(value: str | AnyPath, *, key: str, write: bool) -> AnyPath:
-    """The folder that `value` names, tried out at once. A local one is absolute: a reward function may change the working folder.
+    """Returns the folder that `value` names, and checks access. A local one is absolute: a reward function may change the working folder.
 
     Args:
         value: a local path, or `gs://BUCKET/FOLDER`.
-        key: what it is the value of, for the message.
+        key: names the value in the message.
         write: whether something will be written there.
 
     Raises:
@@ -22,18 +22,18 @@ def place_of(value: str | AnyPath, *, key: str, write: bool) -> AnyPath:
         folder = path_of(value)
         check_access(folder, write=write)
         return folder if in_bucket(folder) else Path(folder).absolute()
-    except (ValueError, FileNotFoundError) as error:  # of the working folder, which was removed
+    except (ValueError, FileNotFoundError) as error:  # the working folder was removed
         raise ConfigError(f"{key}={value}: {error}") from error
 
 
 def locked(folder: AnyPath, *, value: str, key: str, lost: Lost) -> Lock:
-    """The lock of a folder that `place_of` has found, which is made if it is not there; to be taken before anything is looked for in it.
+    """Takes the lock of a folder from `place_of`, before anything is read or written in it; makes the folder if necessary.
 
     Args:
-        folder: where nobody else may write.
-        value: how it was named, for the message.
-        key: what that is the value of, for the message.
-        lost: called with an exit status and a message if a lease in a bucket is lost.
+        folder: to lock.
+        value: names it in the message.
+        key: names the value in the message.
+        lost: see `dapo_jax.locks.Lost`.
 
     Raises:
         ConfigError: another process has it, or the folder cannot be written.

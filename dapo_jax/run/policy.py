@@ -327,8 +327,7 @@ def find_policy(
 def check_of_readers(config: TrainConfig, policy: Policy) -> Check:
     """Returns a check that refuses checkpoints of other runs than `config` with the model `policy`. It ignores prompts."""
     files = model_files(policy.folder, weights=policy.decoder.lora is not None)
-    own = {**identity_of(config, prompts=(), model=files), "prompts": None}
-    return partial(check_identity, own=own, say=lambda _: None)
+    return partial(check_identity, own=identity_of(config, prompts=None, model=files))
 
 
 def run_at(source: str) -> AnyPath | None:

@@ -1,4 +1,4 @@
-"""The folder of a run: who may write there, what a run may find there, and what `overwrite` removes."""
+"""The folder of a run: its lock, the checks before a run begins there, and its removal by `overwrite`."""
 
 import json
 import os
@@ -40,11 +40,11 @@ OF_A_RUN = (
     "wandb",
     "wandb_run_id",
 )
-"""Names of all that a run writes into its folder, and of a report's page."""
+"""Names of all files and folders that a run writes into its folder, and of a report's page."""
 
 
 def remove_run(run_dir: AnyPath) -> bytes:
-    """Removes what a run wrote to `run_dir`, which was checked to hold nothing else; the lock that this run holds stays."""
+    """Removes everything except the lock from `run_dir`, in which `check_run_dir` has found only files of a run."""
     for place in entries(run_dir):
         if place.name in OF_A_RUN and place.name != locks.NAME:
             if place.is_dir():
@@ -57,17 +57,17 @@ def remove_run(run_dir: AnyPath) -> bytes:
 def claim_run_dir(
     config: TrainConfig, *, resume: bool, overwrite: bool, held: ExitStack, lost: Lost
 ) -> tuple[AnyPath, TrainConfig, Lock | None]:
-    """Locks and checks the run's folder in the first process, which is the one that writes there, and compares all processes' configurations.
+    """Locks and checks the run's folder in the first process, which writes there, and compares all processes' configurations.
 
     Args:
-        config: the run's.
-        resume: go on with the run in the folder.
-        overwrite: the run in the folder is to be removed, by `remove_run`.
-        held: takes the lock, which it releases when it is closed.
-        lost: called with an exit status and a message if a lease in a bucket is lost.
+        config: of the run.
+        resume: continue the run in the folder.
+        overwrite: the run in the folder will be removed by `remove_run`.
+        held: takes the lock, and releases it when it is closed.
+        lost: see `dapo_jax.locks.Lost`.
 
     Returns:
-        The folder; the configuration with the day on which the run began and the size of its waves; the lock, which only the first process has.
+        The folder; the configuration with the day on which the run began and the size of its waves; the lock, in the first process.
 
     Raises:
         ConfigError: in every process.
@@ -77,7 +77,7 @@ def claim_run_dir(
     def checked() -> bytes:
         check_trackers(config.log)  # before the lock, which makes the folder
         place = place_of(config.run_dir, key="run_dir", write=True)
-        # First of all: what is looked for below, another run could be writing.
+        # Before the checks below: another run could be writing.
         taken.append(held.enter_context(locked(place, value=config.run_dir, key="run_dir", lost=lost)))
         begun = resume and (place / "config.yaml").exists()
         day = dated(
@@ -103,50 +103,54 @@ def _dated(config: TrainConfig, day: str) -> TrainConfig:
 
 
 def check_run_dir(run_dir: AnyPath, config: TrainConfig, *, resume: bool, overwrite: bool = False) -> None:
-    """Refuses to write over a run unless told to, or to resume one under another configuration, or one that is not there.
+    """Checks that a run may begin or resume in `run_dir`.
 
     Raises:
-        ConfigError: `run_dir` holds a run and neither `resume` nor `overwrite` is True, or with `overwrite` what no run wrote; `resume`
-            would change what the run learns, or there is none and one of almost this name lies beside; TensorBoard's events
-            would have to be appended to in a bucket; or something that is no folder, or a link to nothing, lies where the run needs one.
+        ConfigError: `run_dir` holds a run and neither `resume` nor `overwrite` is True; with `overwrite`, it holds a file that no run
+            wrote; with `resume`, the configuration would change what the run learns, or the folder is empty and a run of almost
+            this name exists; or a file, or a link to nothing, has the name of a folder that the run needs.
     """
     if resume and overwrite:
-        raise ConfigError("resume=True goes on with a run and overwrite=True removes it; give one of them")
+        raise ConfigError("resume=True continues a run and overwrite=True removes it; give one of them")
     if config.log.tensorboard and in_bucket(run_dir):
         raise ConfigError(
             f"log.tensorboard=true with run_dir={config.run_dir}: TensorBoard's events are appended to a file, and objects "
             "in a bucket cannot be; set log.tensorboard=false (metrics are kept all the same) or log.wandb=true"
         )
     for name in ("checkpoints", "evaluations", "model", "rollouts"):
-        if problem := _unusable(run_dir / name):
-            raise ConfigError(f"run_dir={config.run_dir}: {name} {problem}")
+        if not (run_dir / name).is_dir() and os.path.lexists(run_dir / name):
+            raise ConfigError(
+                f"run_dir={config.run_dir}: {name} is a file or a link to a missing folder, and the run needs a folder there: mount "
+                "its disk, or move it away"
+            )
     kept = run_dir / "config.yaml"
     if overwrite:
         if strange := [place.name for place in entries(run_dir) if place.name not in OF_A_RUN]:
             raise ConfigError(
-                f"overwrite=True with run_dir={config.run_dir}: it holds {strange[0]!r}, which no run wrote; move that away, or "
+                f"overwrite=True with run_dir={config.run_dir}: it holds {strange[0]!r}, which no run wrote; move it away, or "
                 "choose another run_dir"
             )
         return
-    begun = kept.exists() or any(path.name.isdigit() for path in entries(run_dir / "checkpoints"))
-    if begun and not resume:
+    saved = [path.name.removesuffix(".damaged") for path in entries(run_dir / "checkpoints")]
+    has_saved = any(map(str.isdigit, saved))
+    if (kept.exists() or has_saved) and not resume:
         raise ConfigError(
             f"run_dir={config.run_dir} already holds a run; resume it with --resume (from Python: resume=True, or "
-            "overwrite=True to begin anew), or choose another run_dir"
+            "overwrite=True to start over), or choose another run_dir"
         )
     empty = all(place.name == locks.NAME for place in entries(run_dir))
-    if resume and empty and (near := _run_beside(run_dir)):
+    if resume and empty and (near := _similar_run(run_dir)):
         raise ConfigError(
             f"run_dir={config.run_dir}: there is no run to resume, but one in {near}; name that one, or leave --resume out "
             "to begin a new run"
         )
-    learnt = any(path.name.removesuffix(".damaged").isdigit() for path in entries(run_dir / "checkpoints"))
-    if kept.exists() and learnt:  # before the first checkpoint nothing was learnt under another configuration
+    if (
+        kept.exists() and has_saved
+    ):  # before the first checkpoint nothing was learnt under another configuration
         changed = changed_keys(load_config(kept).resolved(), config.resolved())
         bad = {key: pair for key, pair in changed.items() if not key.startswith(FREE_TO_CHANGE)}
         if "" in bad.get("data.template_date", ()):
-            # A run of before days were kept has none, and who only asks has none yet.
-            del bad["data.template_date"]
+            del bad["data.template_date"]  # doctor asks before the day is known
         if bad:
             lines = "; ".join(f"{key} was {old!r}, is {new!r}" for key, (old, new) in bad.items())
             raise ConfigError(
@@ -154,19 +158,8 @@ def check_run_dir(run_dir: AnyPath, config: TrainConfig, *, resume: bool, overwr
             )
 
 
-def _unusable(place: AnyPath) -> str:
-    """Why a run cannot use the folder `place`, which may not be there yet; empty if it can."""
-    if os.path.islink(place) and not os.path.exists(place):
-        return f"is a link to {os.readlink(place)}, which is not there: mount its disk, or remove the link to do without what it led to"
-    if place.is_file() or (os.path.lexists(place) and not os.path.isdir(place)):
-        return "is a file, and the run needs a folder there: move it away"
-    if os.path.isdir(place) and not os.access(place, os.R_OK | os.X_OK):
-        return "cannot be listed by this user: let it read there"
-    return ""
-
-
-def _run_beside(run_dir: AnyPath) -> AnyPath | None:
-    """The run beside `run_dir` whose name is almost the same; another number, as of a seed, is another run."""
+def _similar_run(run_dir: AnyPath) -> AnyPath | None:
+    """Returns a run in the same folder whose name is almost the same; another number, as of a seed, makes another run."""
     runs = {place.name: place for place in entries(run_dir.parent) if (place / "config.yaml").is_file()}
     alike = [name for name in runs if re.findall(r"\d+", name) == re.findall(r"\d+", run_dir.name)]
     return next((runs[name] for name in nearest(run_dir.name, alike, least=0.75)), None)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from etils import epath
 
-from dapo_jax.checkpoints.manifest import check_manifest
+from dapo_jax.checkpoints.manifest import check_digests, sealed_files
 from dapo_jax.models.adapter_folder import is_adapter, read_adapter
 from dapo_jax.models.folder import load_model
 from dapo_jax.run.policy import Policy
@@ -151,7 +151,7 @@ def assert_the_same_run(found, expected):
         np.testing.assert_array_equal(one, other)
     for step in (found / "checkpoints").iterdir():
         assert step.name.isdigit(), f"left behind: {step}"
-        check_manifest(epath.Path(step))
+        check_digests(epath.Path(step), sealed_files(epath.Path(step)))
 
 
 def learnt(run_dir):

@@ -1,11 +1,10 @@
 """A run that is killed (-9) while an environment works, and resumed, is the run that was not."""
 
-import numpy as np
 import pytest
 
 from dapo_jax.trackers import read_metrics
 from tests.faults.kill_test import IN_FLIGHT
-from tests.faults.micro import assert_the_same_run, kill_often, make_run
+from tests.faults.micro import assert_the_same_run, make_run
 
 ENVIRONMENT = '''
 import time
@@ -84,15 +83,3 @@ def test_a_run_killed_in_the_middle_of_a_tool_call_is_the_uninterrupted_one(how,
     lines = read_metrics(whole.run_dir / "metrics.jsonl")[1:]
     assert any(line.get("rollout/turns", 0) > 1 for line in lines)
     assert not any(line.get("reward/lost") for line in lines)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", HOW)
-def test_a_run_with_an_environment_killed_ten_times_is_the_uninterrupted_one(how, tmp_path):
-    whole, killed = a_run(tmp_path / "whole", steps=900), a_run(tmp_path / "killed", steps=900)
-    start = lambda: killed.start("--resume", *options(killed, how))  # noqa: E731
-    kill_often(start, killed.run_dir, kills=10, rng=np.random.default_rng(3), longest_s=0.5)
-    steps = f"steps={max(killed.steps()) + 3}"
-    killed.finish("--resume", *options(killed, how), steps, within_s=900)
-    whole.finish(*options(whole, how), steps, within_s=3600)
-    assert_the_same_run(killed.run_dir, whole.run_dir)

@@ -1,4 +1,4 @@
-"""Messages of any lengths reach every process whole, and nothing is compiled for a length."""
+"""Messages of any length reach every process, and no length compiles a new program."""
 
 import pytest
 
@@ -16,7 +16,7 @@ jax.monitoring.register_event_duration_secs_listener(
     lambda name, seconds, **kinds: compiled.append(name) if "backend_compile" in name else None
 )
 for round, lengths in enumerate([(0, 5, 3), (8, 24, 25), (1000, 0, 1), (0, 0, 0)]):
-    # A message of one byte value says who sent it and when; 8 + 8, 8 + 24, 8 + 25 end on a buffer's edge and beyond it.
+    # The byte value names sender and round; 8 + 8, 8 + 24, 8 + 25 end at a buffer's edge and beyond it.
     messages = [bytes([16 * round + sender]) * length for sender, length in enumerate(lengths)]
     assert module.all_gather_bytes(messages[index], buffer_bytes=16) == messages, round
     compiled_first = len(compiled) if round == 0 else compiled_first
@@ -27,7 +27,7 @@ processes.leave()
 
 
 @pytest.mark.slow
-def test_messages_of_uneven_lengths_arrive_whole():
+def test_messages_of_uneven_lengths_arrive_complete():
     several.run(UNEVEN, processes=3, devices=2)
 
 
@@ -37,7 +37,7 @@ def test_one_process_has_its_own_message():
     assert by_first(lambda: b"own") == b"own"
 
 
-def test_an_error_of_one_process_that_does_something_for_all_is_its_own():
+def test_an_error_in_by_first_is_raised_as_it_is():
     def fails():
         raise KeyError("own")
 

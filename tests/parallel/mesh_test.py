@@ -1,4 +1,4 @@
-"""The mesh takes the devices it is given, or says what does not multiply. Eight virtual CPU devices."""
+"""Meshes over eight virtual CPU devices, and over described TPU slices."""
 
 import jax
 import pytest
@@ -18,7 +18,7 @@ from dapo_jax.parallel.mesh import make_mesh, make_meshes
         ({"fsdp": -1, "tensor": 8}, (1, 1, 8, 1)),
     ],
 )
-def test_one_axis_takes_what_the_others_leave(sizes, shape):
+def test_one_axis_takes_the_remaining_devices(sizes, shape):
     mesh = make_mesh(**sizes)
     assert mesh.axis_names == ("data", "fsdp", "tensor", "context")
     assert mesh.devices.shape == shape
@@ -33,12 +33,10 @@ def test_a_mesh_may_be_of_some_of_the_devices():
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"fsdp": 2, "tensor": 2}, "data 1 x fsdp 2 x tensor 2 x context 1 need 4 devices, 8 are there"),
-        ({"fsdp": 16}, "need 16 devices, 8 are there; set one of parallel.data, parallel.fsdp"),
-        ({"tensor": 3}, "fsdp -1 x tensor 3 x context 1 need a multiple of 3 devices, 8 are there"),
-        ({"data": -1, "fsdp": -1}, "at most one of them -1; got data -1 x fsdp -1 x tensor 1"),
-        ({"tensor": 0}, "must be positive, .*; got data 1 x fsdp -1 x tensor 0"),
-        ({"fsdp": -2}, "must be positive, .*; got data 1 x fsdp -2"),
+        ({"fsdp": 2, "tensor": 2}, "data 1 x fsdp 2 x tensor 2 x context 1 .* 4 devices, 8"),
+        ({"tensor": 3}, "fsdp -1 x tensor 3 x context 1 .* 3 devices, 8"),
+        ({"data": -1, "fsdp": -1}, "data -1 x fsdp -1 x tensor 1"),
+        ({"tensor": 0}, "data 1 x fsdp -1 x tensor 0"),
     ],
 )  # fmt: skip
 def test_sizes_that_do_not_fit_are_refused_with_the_product(sizes, message):
@@ -57,9 +55,9 @@ def test_one_process_has_one_sampler_over_all_its_devices():
 
 def test_the_weights_of_a_sampler_may_be_split_otherwise_than_the_trainers():
     assert make_meshes(make_mesh(fsdp=8), sampler_tensor=4).sampler.shape["tensor"] == 4
-    with pytest.raises(ValueError, match=r"sampler_tensor=3 must divide the 8 devices of a sampler"):
+    with pytest.raises(ValueError, match=r"sampler_tensor=3 .* 8 devices"):
         make_meshes(make_mesh(fsdp=8), sampler_tensor=3)
-    with pytest.raises(ValueError, match=r"sampler_hosts=2 must divide the 1 processes"):
+    with pytest.raises(ValueError, match=r"sampler_hosts=2 .* 1 processes"):
         make_meshes(make_mesh(fsdp=8), sampler_hosts=2)
 
 
@@ -82,21 +80,15 @@ def test_only_data_reaches_from_slice_to_slice(sizes):
     parts = mesh.devices.reshape(2, -1)
     assert [{device.slice_index for device in part} for part in parts] == [{0}, {1}]
     for one, other in zip(*parts, strict=True):
-        assert (one.coords, one.core_on_chip) == (
-            other.coords,
-            other.core_on_chip,
-        )  # the same way through both
+        assert (one.coords, one.core_on_chip) == (other.coords, other.core_on_chip)  # one path for both
     assert list(make_meshes(mesh).publish.devices.flat) == list(mesh.devices.flat)
 
 
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        (
-            {},
-            r"2 slices, parallel.data=1: fsdp would cross the data-centre network .*; set parallel.data=2 or a multiple of it",
-        ),
-        ({"fsdp": 1, "tensor": -1}, r"parallel.data=1: tensor would cross .* for the 8 devices of a slice"),
+        ({}, r"2 slices, parallel\.data=1: fsdp .*parallel\.data=2"),
+        ({"fsdp": 1, "tensor": -1}, r"parallel\.data=1: tensor .* 8 devices of a slice"),
     ],
 )
 def test_a_mesh_that_would_cross_the_network_between_slices_is_refused(sizes, message):
@@ -107,15 +99,12 @@ def test_a_mesh_that_would_cross_the_network_between_slices_is_refused(sizes, me
 def test_slices_of_different_sizes_are_refused():
     devices = slices(2)
     some = [device for device in devices if device.slice_index == 0 or device.coords[2] == 0]
-    with pytest.raises(ValueError, match="the slices have 8, 4 devices, and need as many each"):
+    with pytest.raises(ValueError, match="8, 4 devices"):
         make_mesh(data=2, devices=some)
 
 
 def test_a_sampler_has_processes_of_one_slice():
     mesh = make_mesh(data=2, devices=slices(2))
     assert make_meshes(mesh, sampler_hosts=2).count == 2
-    with pytest.raises(
-        ValueError,
-        match=r"sampler_hosts=4 puts processes of the slices 0 and 1 into one sampler.* divisor of the 2 processes",
-    ):
+    with pytest.raises(ValueError, match=r"sampler_hosts=4 .*slices 0 and 1 .* 2 processes"):
         make_meshes(mesh, sampler_hosts=4)

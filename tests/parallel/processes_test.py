@@ -1,4 +1,4 @@
-"""Processes that are one run: none is left waiting for one that is gone, and each says why it ended."""
+"""Processes of one run: none waits forever for another that is gone, and each prints why it ended."""
 
 import re
 import signal
@@ -9,7 +9,7 @@ import pytest
 from dapo_jax.cli import main
 from dapo_jax.config import ConfigError
 from dapo_jax.health.stopping import STOPPED
-from dapo_jax.parallel.processes import JAX_HEARTBEAT_S, SILENCE_S, described, wanted
+from dapo_jax.parallel.processes import described, wanted
 from tests import several
 
 WAITING = """
@@ -53,25 +53,6 @@ with stopped_by_signals(processes.end) as stop:
 """
 
 
-HOLDING = """
-import sys
-import ctypes
-from dapo_jax.health.stopping import stopped_by_signals
-from dapo_jax.parallel import processes
-from dapo_jax.parallel.gather import all_gather_bytes
-
-with stopped_by_signals(processes.end) as stop:
-    processes.start(stop=stop)
-    import jax
-    all_gather_bytes(b"all are here")
-    if jax.process_index() == int(sys.argv[1]):
-        assert ctypes.PyDLL(None).sleep(30) == 0, "a signal ended it"
-    print(*all_gather_bytes(b"still here"), flush=True)
-    assert not stop.reason, stop.reason
-    processes.leave()
-"""
-
-
 LEAVING = """
 import sys
 from dapo_jax.parallel import processes
@@ -82,13 +63,13 @@ assert not processes._member._listener.is_alive()
 """
 
 
-def test_who_has_taken_leave_no_longer_listens():
+def test_after_leave_no_thread_listens():
     """A thread that is in a call of the coordination service at the interpreter's end aborts the process."""
     several.run(LEAVING, processes=2, devices=1)
 
 
 def ended(how, failing, *, processes=2, kill=None, within_s=60):
-    """Outputs and statuses once one process has failed, and the seconds that it took from then."""
+    """Returns [(status, output)] after one process has failed, and the seconds from then to the end."""
     started = several.start(WAITING, how, failing, processes=processes, devices=1)
     began = time.monotonic()
     if kill is not None:
@@ -111,7 +92,7 @@ def ended(how, failing, *, processes=2, kill=None, within_s=60):
 
 
 @pytest.mark.parametrize("failing", [pytest.param(0, marks=pytest.mark.slow), 2])
-def test_an_exception_in_one_process_ends_the_others_who_say_whose_it_was(failing):
+def test_an_exception_in_one_process_ends_the_others_with_its_message(failing):
     done, _ = ended("raise", failing, processes=3, within_s=140)
     assert [status for status, _ in done] == [1, 1, 1]
     for index, (_, output) in enumerate(done):
@@ -121,22 +102,22 @@ def test_an_exception_in_one_process_ends_the_others_who_say_whose_it_was(failin
 
 
 @pytest.mark.slow
-def test_what_is_unwound_does_not_wait_for_those_who_wait_for_it():
+def test_unwinding_does_not_wait_for_processes_that_wait_for_it():
     done, _ = ended("unwind", 1, within_s=145)
     assert [status for status, _ in done] == [1, 1]
     assert all("seven is no prompt" in output for _, output in done)
 
 
 @pytest.mark.slow
-def test_a_configuration_error_of_one_process_is_said_by_it_and_ends_all_with_status_2():
+def test_a_configuration_error_of_one_process_ends_all_with_status_2():
     done, _ = ended("config", 1, within_s=145)
     assert [status for status, _ in done] == [2, 2]
     assert all("model.layers: found 0" in output for _, output in done)
 
 
 @pytest.mark.parametrize("kill", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-def test_a_process_that_is_told_to_stop_tells_the_others_and_none_waits_beyond_its_grace(kill):
-    """The other one is in a collective, where it cannot hear: the end of its time of grace is its own."""
+def test_a_stop_of_one_process_stops_the_others_within_the_time_of_grace(kill):
+    """The other one is in a collective, so it ends by its own time of grace."""
     done, took = ended("wait", 1, kill=kill, within_s=145)
     assert [status for status, _ in done] == [STOPPED, STOPPED]
     assert took < 30
@@ -144,65 +125,39 @@ def test_a_process_that_is_told_to_stop_tells_the_others_and_none_waits_beyond_i
     assert f"told to stop by {kill.name} (process 1)" in done[0][1]
 
 
-FIRST = "process 0, through which all hear of each other,"
-GONE = {
-    (
-        signal.SIGKILL,
-        0,
-    ): rf"{FIRST} is gone \(nothing answers at localhost:\d+\): it was killed, or it crashed",
-    (
-        signal.SIGKILL,
-        1,
-    ): r"process 1 has not been heard of for \d+ s: it was killed, or its machine is gone( \(found as .*\))?",
-    (signal.SIGSTOP, 0): rf"{FIRST} did not answer for \d+ s",
-    (signal.SIGSTOP, 1): r"process 1 has not been heard of for \d+ s: it was killed, or its machine is gone",
-}
+GONE = r"another process is gone: .*Start all processes again, with --resume"
+BY_JAX = "coordination service|JAX distributed service"
 
 
 @pytest.mark.parametrize(
     ("kill", "failing"),
-    # A stopped one is found by its signs of life, which have to be missed.
-    [pytest.param(*case, marks=[pytest.mark.slow] * (case[0] == signal.SIGSTOP)) for case in GONE],
+    [
+        (signal.SIGKILL, 1),
+        (signal.SIGKILL, 0),
+        # Slow: JAX waits for 20 s of heartbeats.
+        pytest.param(signal.SIGSTOP, 1, marks=pytest.mark.slow),
+        pytest.param(signal.SIGSTOP, 0, marks=pytest.mark.slow),
+    ],
 )
-def test_a_process_that_dies_or_stops_without_a_word_ends_the_others_who_say_which_one_is_gone(kill, failing):
-    """That is the first line of each, also before what JAX logs. A killed one is seen before JAX sees it, and there is no stack of C++ addresses; of one that
-    is stopped JAX misses the heartbeats, and aborts."""
+def test_a_process_that_dies_or_stops_without_an_error_ends_the_others(kill, failing):
+    """The message is this library's, or JAX's when its service died with the first process or heartbeats were missed."""
     processes = 3 if kill == signal.SIGSTOP else 2
-    done, took = ended("wait", failing, processes=processes, kill=kill, within_s=60)
+    done, took = ended("wait", failing, processes=processes, kill=kill, within_s=90)
     for index, (status, output) in enumerate(done):
         if index != failing:
-            assert status == 1 or kill == signal.SIGSTOP, output
-            said = [line for line in output.splitlines() if not re.search(r"ready|\[Gloo\] Rank", line)]
-            way_on = "Start all processes again, with --resume"
-            assert re.fullmatch(
-                rf"process {index} of {processes} ends: {GONE[kill, failing]}\. {way_on}", said[0]
-            )
-            assert kill == signal.SIGSTOP or not re.search(r"@ +0x", output)
+            assert status != 0
+            expected = GONE if (kill, failing) == (signal.SIGKILL, 1) else f"{GONE}|{BY_JAX}"
+            assert re.search(expected, output), output
             assert "told to stop" not in output
-    assert took < 40
-    if kill == signal.SIGKILL:
-        assert "it was killed or it crashed; the run's other processes end too" in done[failing][1]
+    assert took < 60
 
 
-@pytest.mark.slow  # the half minute itself
-@pytest.mark.parametrize("holding", [0, 1])
-def test_a_process_in_which_no_other_thread_of_python_runs_for_half_a_minute_ends_nobody(holding):
-    """`PyDLL` keeps the interpreter's lock while it calls, as a long regular expression does: for longer than JAX waits for a heartbeat, which C++
-    sends all the same, and for shorter than signs of life from a thread of Python may be missed."""
-    assert JAX_HEARTBEAT_S < 30 < SILENCE_S
-    began = time.monotonic()
-    for output in several.run(HOLDING, holding, processes=2, devices=1):
-        assert "b'still here' b'still here'\n" in output
-        assert not re.search("has not been heard of|did not answer", output)
-    assert time.monotonic() - began > 30
-
-
-def test_the_environment_says_whether_there_are_several():
+def test_the_environment_decides_whether_there_are_several():
     assert not wanted({})
     assert wanted({"JAX_COORDINATOR_ADDRESS": "localhost:1"})
     assert wanted({"DAPO_JAX_DISTRIBUTED": "1"})
     assert not wanted({"DAPO_JAX_DISTRIBUTED": "0", "JAX_COORDINATOR_ADDRESS": "localhost:1"})
-    with pytest.raises(ConfigError, match=r"DAPO_JAX_DISTRIBUTED='yes' must be 1 .*, 0 or not set"):
+    with pytest.raises(ConfigError, match=r"DAPO_JAX_DISTRIBUTED='yes'"):
         wanted({"DAPO_JAX_DISTRIBUTED": "yes"})
 
 
@@ -214,7 +169,7 @@ def test_a_configuration_error_that_all_see_is_printed_once():
     assert [output.count("configs/nope.yaml: no such file") for _, output in done] == [1, 0, 0]
 
 
-def test_what_several_print_has_no_tokens_and_nothing_that_a_terminal_would_obey():
+def test_output_has_no_tokens_and_no_control_characters():
     secret = "hf_ThisIsNotToBeSeen0123456789"
     started = several.start(
         several.COMMAND, "train", f"{secret}\x1b[31m.yaml", processes=2, devices=1, HF_TOKEN=secret
@@ -225,21 +180,21 @@ def test_what_several_print_has_no_tokens_and_nothing_that_a_terminal_would_obey
     assert "\x1b" not in first
 
 
-def test_what_the_others_are_told_has_neither(monkeypatch):
+def test_messages_for_the_others_have_neither(monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
     error = ValueError("0123456789abcdef at https://me:word@host \x1b[31m")
     assert described(error) == r"ValueError: $WANDB_API_KEY at https://me:...@host \x1b[31m"
 
 
 @pytest.mark.parametrize("name", ["sft", "eval", "sample", "serve", "convert"])
-def test_commands_for_one_process_say_so_to_several(name, monkeypatch, capsys):
+def test_commands_for_one_process_refuse_several(name, monkeypatch, capsys):
     monkeypatch.setenv("DAPO_JAX_DISTRIBUTED", "1")
     others = {"sample": ["--prompt", "1+1"], "convert": ["folder"]}.get(name, [])
     assert main([name, "shipped:quickstart", *others]) == 2
     assert "needs to be the only one" in capsys.readouterr().err
 
 
-def test_a_place_among_the_processes_that_is_not_said_is_asked_for():
+def test_a_missing_number_of_processes_is_named():
     [(status, output)] = several.finish(
         several.start(
             several.COMMAND, "train", "configs/quickstart.yaml", processes=1, devices=1, JAX_NUM_PROCESSES=""
@@ -251,7 +206,7 @@ def test_a_place_among_the_processes_that_is_not_said_is_asked_for():
     assert "set all three" in output
 
 
-def test_a_place_that_is_no_number_is_refused():
+def test_a_number_of_processes_that_is_text_is_refused():
     [(status, output)] = several.finish(
         several.start(several.COMMAND, "train", "x.yaml", processes=1, devices=1, JAX_NUM_PROCESSES="two"),
         within_s=60,

@@ -1,6 +1,6 @@
 """One of two processes with four devices each, for `weights_test.py`: `python publishing.py PORT INDEX`.
 
-One trainer over all devices; a sampler for each process, or one for both. Says in the end that all was as it should be.
+One trainer over all devices; a sampler for each process, or one for both. Prints a line after all checks have passed.
 """
 
 import sys
@@ -21,7 +21,7 @@ from dapo_jax.testing import tiny_decoder_config, tiny_params
 CONFIG = tiny_decoder_config(qkv_bias=True, qk_norm=True, tied_embeddings=False)
 SHAPES = shapes_of(CONFIG)
 COMPILED = []
-"""An entry for every program that was compiled."""
+"""An entry per compiled program."""
 
 
 @cache
@@ -30,7 +30,7 @@ def numbers(seed):
 
 
 def placed(seed, mesh):
-    """The same numbers in every process, each with its own shards."""
+    """Returns the same numbers in every process, each with its own shards."""
 
     def put(array, sharding):
         return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
@@ -47,7 +47,7 @@ def expected(seed, dtype):
 
 
 def assert_exact(weights, seed, dtype):
-    """Every shard that lies here, bit for bit."""
+    """Compares every local shard bit for bit."""
 
     def same(found, whole):
         assert found.dtype == whole.dtype
@@ -58,7 +58,7 @@ def assert_exact(weights, seed, dtype):
 
 
 def pointers(tree):
-    """Address -> bytes of every buffer of `tree` on this process's devices."""
+    """Returns address -> bytes of every buffer of `tree` on this process's devices."""
     shards = [shard for leaf in jax.tree.leaves(tree) for shard in leaf.addressable_shards]
     return {shard.data.unsafe_buffer_pointer(): shard.data.nbytes for shard in shards}
 
@@ -78,7 +78,7 @@ def check(sizes, *, dtype, sampler_tensor=0, sampler_hosts=1):
     before = pointers(jax.live_arrays())
     again = transfer(second)
     assert not COMPILED
-    # What has come is the sampler's own shards: nothing else of the model stays on this process's devices.
+    # Only the sampler's own shards are new on this process's devices.
     new = {at: size for at, size in pointers(jax.live_arrays()).items() if at not in before}
     assert new == pointers(again)
 
@@ -92,7 +92,7 @@ def check(sizes, *, dtype, sampler_tensor=0, sampler_hosts=1):
 
 
 def check_that_local_means_local(meshes, weights, index):
-    """Programs on the sampler's mesh need no other process: this one runs as many as it likes."""
+    """Programs on the sampler's mesh need no other process: the processes run different numbers of them."""
     total = jax.jit(lambda ends: sum(jnp.sum(leaf.astype(jnp.float32)) for leaf in jax.tree.leaves(ends)))
     for _ in range(1 + 4 * index):
         found = float(total(weights["ends"]))

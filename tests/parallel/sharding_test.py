@@ -1,4 +1,4 @@
-"""One table of rules places parameters and moments, and a sharded decoder computes what a whole one does."""
+"""One table of rules places parameters and moments, and a sharded decoder has the logits of a whole one."""
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ def specs(tree):
     return jax.tree.map(lambda sharding: sharding.spec, nnx.to_pure_dict(tree))
 
 
-def test_each_parameter_lies_where_its_logical_axes_say(mesh):
+def test_each_parameter_is_sharded_by_its_logical_axes(mesh):
     placed = specs(shardings(shapes_of(EVERYTHING), mesh))
     norm, into, out = P(None, None), P(None, "tensor", "fsdp"), P(None, "fsdp", "tensor")
     heads, bias = P(None, "tensor", None, "fsdp"), P(None, "tensor", None)
@@ -40,7 +40,7 @@ def test_each_parameter_lies_where_its_logical_axes_say(mesh):
     }  # fmt: skip
 
 
-def test_moments_lie_where_their_parameters_lie(mesh):
+def test_moments_are_sharded_as_their_parameters(mesh):
     params = shapes_of(EVERYTHING)
     moments = jax.eval_shape(optax.adam(1e-3).init, params)[0]
     placed = shardings(moments, mesh)
@@ -57,9 +57,9 @@ def test_the_sampler_keeps_the_embedding_axis_whole(mesh):
 @pytest.mark.parametrize(
     ("changes", "axes", "message"),
     [
-        ({"vocab_size": 19}, {"tensor": 2}, r"embedding.*\(19, 32\) has a dimension of 19, which parallel\.tensor=2"),
-        ({"kv_heads": 2}, {"tensor": 4}, r"'key'.*\(2, 2, 8, 32\) has a dimension of 2, which parallel\.tensor=4"),
-        ({"embed_dim": 36}, {"fsdp": 8}, r"dimension of 36, which parallel\.fsdp=8 does not divide; of up to 8 devices 1, 2, 3, 4, 6 do"),
+        ({"vocab_size": 19}, {"tensor": 2}, r"embedding.*\(19, 32\).* 19, .*parallel\.tensor=2"),
+        ({"kv_heads": 2}, {"tensor": 4}, r"'key'.*\(2, 2, 8, 32\).* 2, .*parallel\.tensor=4"),
+        ({"embed_dim": 36}, {"fsdp": 8}, r" 36, .*parallel\.fsdp=8 .* 1, 2, 3, 4, 6"),
     ],
 )  # fmt: skip
 def test_a_dimension_that_does_not_divide_is_refused_with_the_arithmetic(changes, axes, message):
@@ -73,7 +73,7 @@ def test_rows_are_spread_over_the_batch_axes(mesh):
     assert replicated(mesh).is_fully_replicated
 
 
-def test_a_sharded_decoder_computes_what_a_whole_one_does(mesh):
+def test_a_sharded_decoder_has_the_logits_of_a_whole_one(mesh):
     graph, _ = nnx.split(nnx.eval_shape(lambda: Decoder(EVERYTHING, rngs=nnx.Rngs(0))))
     params = tiny_params(EVERYTHING)
     rng = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""A model in a bucket: bit for bit the one on a disk, read once by all processes together, whatever the mesh."""
+"""A model in a bucket equals the one on a disk bit for bit, and all processes together read it once, on any mesh."""
 
 import json
 import math
@@ -32,7 +32,7 @@ def folder(tmp_path_factory):
 
 
 def file_bytes(folder):
-    """(bytes of tensors, bytes of headers and of the index)."""
+    """Returns (bytes of tensors, bytes of headers and of the index)."""
     tensors = 4 * CONFIG.parameters
     files = sum(path.stat().st_size for path in folder.iterdir() if path.name != "config.json")
     return tensors, files - tensors
@@ -57,7 +57,7 @@ AXES = [
 
 @pytest.mark.parametrize("axes", AXES, ids=str)
 def test_a_model_in_a_bucket_is_the_one_on_a_disk_and_is_fetched_once(axes, folder, bucket):
-    """Each device for itself would fetch all rows of a matrix whose columns are split."""
+    """If each device read for itself, it would fetch all rows of a matrix with split columns."""
     bucket.store(folder, "gs://bucket/model")
     del bucket.handed_out[:]
     mesh = make_mesh(**axes)
@@ -70,7 +70,7 @@ def test_a_model_in_a_bucket_is_the_one_on_a_disk_and_is_fetched_once(axes, fold
     assert fetched(bucket, "gs://bucket/model") == tensors + headers
 
 
-def test_a_vocabulary_that_is_filled_up_is_so_from_a_bucket_too(bucket, tmp_path):
+def test_a_padded_vocabulary_is_the_same_from_a_bucket(bucket, tmp_path):
     """20 rows on 8 devices that split the vocabulary: 24, the last 4 of them zeros."""
     config = tiny_decoder_config(heads=8, kv_heads=8, embed_dim=32)
     mesh = make_mesh(fsdp=1, tensor=8)
@@ -85,7 +85,7 @@ def test_a_vocabulary_that_is_filled_up_is_so_from_a_bucket_too(bucket, tmp_path
 
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
-def test_whatever_the_type_that_is_stored_the_weights_are_those_of_a_disk(stored, bucket, tmp_path):
+def test_any_stored_dtype_gives_the_weights_of_a_disk(stored, bucket, tmp_path):
     save_model(tmp_path, CONFIG, tiny_params(CONFIG), dtype=stored)
     bucket.store(tmp_path, "gs://bucket/model")
     where = lambda shapes: shardings(shapes, make_mesh(fsdp=8))  # noqa: E731
@@ -95,7 +95,7 @@ def test_whatever_the_type_that_is_stored_the_weights_are_those_of_a_disk(stored
         jax.tree.map(np.testing.assert_array_equal, params, local)
 
 
-def test_on_one_device_the_model_of_a_bucket_is_read_too(folder, bucket):
+def test_one_device_reads_a_model_of_a_bucket(folder, bucket):
     bucket.store(folder, "gs://bucket/model")
     del bucket.handed_out[:]
     jax.tree.map(np.testing.assert_array_equal, load_model("gs://bucket/model")[1], tiny_params(CONFIG))
@@ -103,8 +103,7 @@ def test_on_one_device_the_model_of_a_bucket_is_read_too(folder, bucket):
 
 
 @pytest.mark.parametrize("rows", [5, 8, 17])
-def test_rows_that_the_devices_do_not_divide_are_read_once_and_come_whole(rows):
-    """What lies beyond the last is not of the array."""
+def test_rows_that_the_devices_do_not_divide_are_read_once(rows):
     asked = []
     values = np.arange(rows * 8, dtype=np.float32).reshape(rows, 8).astype(ml_dtypes.bfloat16)
 
@@ -119,8 +118,8 @@ def test_rows_that_the_devices_do_not_divide_are_read_once_and_come_whole(rows):
 
 
 @pytest.mark.parametrize("axes", AXES, ids=str)
-def test_on_its_way_no_device_gathers_more_than_it_will_hold(axes):
-    """A matrix of 16 heads by 64 columns; left to itself the compiler may gather it whole on every device."""
+def test_no_device_gathers_more_than_its_part_of_the_target(axes):
+    """A matrix of 16 heads by 64 columns, which the compiler could otherwise gather whole on every device."""
     mesh = make_mesh(**axes)
     target = NamedSharding(mesh, PartitionSpec("tensor", None, "fsdp"))
     spread = jax.ShapeDtypeStruct(
@@ -163,7 +162,7 @@ processes.leave()
     "axes", [{"fsdp": 4}, pytest.param({"fsdp": 2, "tensor": 2}, marks=pytest.mark.slow)], ids=str
 )
 def test_each_of_two_processes_fetches_half_of_the_model(axes, folder, bucket):
-    """Each from a copy of its own, by which the server tells them apart. The headers and the index both read; four devices divide the rows of every tensor."""
+    """Each reads its own copy, so that the server can count; both read headers and index. Four devices divide the rows of every tensor."""
     for process in range(2):
         bucket.store(folder, f"gs://bucket/{process}")
     del bucket.handed_out[:]

@@ -1,4 +1,4 @@
-"""Processes whose compilations take differently long do not lose each other."""
+"""Processes whose compilations take different times wait for each other."""
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ processes.leave()
 
 @pytest.mark.slow
 def test_two_processes_whose_compilations_differ_by_a_minute_run_together():
-    """Gloo waits for half a minute: without the others' being waited for, the first process ends in an error."""
+    """Slow: Gloo waits for half a minute, so without a barrier the first process ends with an error."""
     several.run(LATE, 60, processes=2, devices=1, within_s=240)
 
 
@@ -45,7 +45,7 @@ def test_two_processes_meet_before_a_program_runs():
     several.run(LATE, 1, processes=2, devices=1)
 
 
-def test_a_program_is_compiled_and_waited_for_once_for_each_shape(monkeypatch):
+def test_a_program_is_compiled_and_waited_for_once_per_shape(monkeypatch):
     met = []
     program = Together(jax.jit(lambda x: x + 1), compiled=lambda: met.append(len(met)))
     monkeypatch.setattr(together.jax, "process_count", lambda: 2)
@@ -54,26 +54,7 @@ def test_a_program_is_compiled_and_waited_for_once_for_each_shape(monkeypatch):
     assert met == [0, 1]
 
 
-def test_one_process_waits_for_nobody():
+def test_one_process_does_not_wait():
     met = []
     assert Together(jax.jit(lambda x: x + 1), compiled=lambda: met.append(0))(jnp.zeros(2)).sum() == 2
     assert not met
-
-
-ALONE = """
-import sys, time
-from dapo_jax.parallel import processes
-processes.start()
-from dapo_jax.parallel.gather import by_first
-def work():
-    time.sleep(float(sys.argv[1]))
-    return b"done"
-assert by_first(work) == b"done"
-processes.leave()
-"""
-
-
-@pytest.mark.slow
-def test_what_the_first_process_does_alone_may_take_longer_than_a_collective_waits():
-    """Such as to wait for the lease on a folder, whose holder is gone, to run out."""
-    several.run(ALONE, 40, processes=2, devices=1, within_s=200)

@@ -1,6 +1,6 @@
-"""Neighbours along the axes of a mesh are few links apart, the devices of a process side by side. Slices as libtpu describes them, without a TPU.
+"""Neighbours along the axes of a mesh are few links apart, and the devices of a process are adjacent; on slices that libtpu describes.
 
-Links are counted here anew, from the places of the chips.
+The tests count the links themselves, from the coordinates of the chips.
 """
 
 import jax
@@ -19,18 +19,18 @@ def described(topology):
 
 
 def process_by_process(devices):
-    """The order without places."""
+    """Returns the order without coordinates."""
     return sorted(devices, key=lambda device: (device.process_index, device.id))
 
 
 def links(devices, axis):
-    """Links between neighbours along an axis, the last one's next being the first."""
+    """Returns the number of links between neighbours along an axis; the last is a neighbour of the first."""
     chips = np.array([device.coords for device in devices.flat]).reshape(*devices.shape, 3)
     return np.abs(chips - np.roll(chips, -1, axis)).sum(-1)
 
 
 def mean_links(devices):
-    """Axis -> mean number of links, of axes with more than one device."""
+    """Returns axis -> mean number of links, for axes with more than one device."""
     sizes = dict(zip(AXES, devices.shape, strict=True))
     return {
         name: round(float(links(devices, axis).mean()), 2)
@@ -75,7 +75,7 @@ def test_neighbours_are_fewer_links_apart_than_process_by_process(topology, size
 
 @pytest.mark.parametrize("topology", ["v5p:4x4x8", "v5e:8x8", "v6e:16x16"])
 @pytest.mark.parametrize("sizes", [{"tensor": 4}, {}])
-def test_all_meshes_have_one_order_and_a_sampler_the_ring_of_its_host(topology, sizes):
+def test_all_meshes_have_one_order_and_a_sampler_is_the_ring_of_its_host(topology, sizes):
     """0-1-3-2 in a block of 2x2: of 0-1-2-3 every second step would be two links."""
     train = make_mesh(**sizes, devices=described(topology))
     meshes = make_meshes(train, sampler_tensor=4)
@@ -96,7 +96,7 @@ def test_samplers_of_several_hosts_have_hosts_that_are_linked():
 
 
 def order(places, shape, processes=None):
-    """Of chips at these places, given process by process."""
+    """Returns the order for chips at these places, given process by process."""
     processes = [0] * len(places) if processes is None else processes
     found = linked_order(np.array([(*place, 0) for place in places]), np.array(processes), shape)
     assert sorted(found) == list(range(len(places)))
@@ -107,7 +107,7 @@ GRID = [(x, y, 0) for y in range(2) for x in range(4)]
 """Numbered row by row: 0 1 2 3 / 4 5 6 7."""
 
 
-def test_a_grid_is_gone_through_to_and_fro():
+def test_the_path_turns_at_each_end_of_the_grid():
     assert order(GRID, (1, 8, 1, 1)) == [0, 1, 2, 3, 7, 6, 5, 4]
     assert order(GRID, (1, 2, 4, 1)) == [0, 4, 5, 1, 2, 6, 7, 3]  # two rings, side by side
 
@@ -117,20 +117,20 @@ def test_a_grid_is_gone_through_to_and_fro():
     [[0, 0, 0, 1, 1, 1, 2, 2], [0, 0, 1, 1, 2, 3, 2, 3], [0, 1, 0, 1, 0, 1, 0, 1]],
     ids=["sizes differ", "shapes differ", "holes"],
 )
-def test_blocks_that_are_no_boxes_of_one_shape_stay_as_they_are(processes):
+def test_blocks_that_are_not_boxes_of_one_shape_keep_their_order(processes):
     numbers = sorted(range(8), key=lambda number: processes[number])
     places = [GRID[number] for number in numbers]
     assert order(places, (1, 8, 1, 1), sorted(processes)) == list(range(8))
 
 
-def test_some_of_the_chips_stay_as_they_are():
+def test_an_incomplete_grid_keeps_its_order():
     assert order(GRID[:7], (1, 7, 1, 1)) == list(range(7))
 
 
-def test_axes_that_do_not_divide_the_grid_stay_as_they_are():
+def test_axes_that_do_not_divide_the_grid_keep_the_order():
     places = [(x, 0, z) for z in range(3) for x in range(4)]
     assert order(places, (1, 2, 6, 1), [z for _, _, z in places]) == list(range(12))
 
 
-def test_devices_without_places_come_process_by_process():
+def test_devices_without_coordinates_are_ordered_process_by_process():
     assert list(make_mesh(data=2, tensor=4, fsdp=1).devices.flat) == jax.devices()

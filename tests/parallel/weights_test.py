@@ -1,4 +1,4 @@
-"""Weights reach the sampler exact, unstacked and where they belong, by one program."""
+"""One program transfers weights to the sampler: exact, unstacked and resharded."""
 
 import os
 import socket
@@ -34,7 +34,7 @@ def eight_devices():
 
 
 def assert_exact(weights, params, dtype):
-    """Layer i is row i of every stack, rounded to `dtype` but for the norms."""
+    """Compares layer i with row i of every stack, rounded to `dtype` except norms."""
     stacked, ends = nnx.to_pure_dict(params)["blocks"], nnx.to_pure_dict(params)["ends"]
     assert len(weights["layers"]) == CONFIG.layers
     parts = [(weights["ends"], ends)]
@@ -69,7 +69,7 @@ def test_the_transfer_between_shardings_is_exact(eight_devices):
 
 @pytest.mark.parametrize("mesh", ["one_device", "eight_devices"])
 def test_matrices_in_eight_bits_have_a_scale_for_each_output(mesh, request):
-    """Off by at most half of a 127th of the largest weight of the output; biases and norms are as without. Wherever the weights lay."""
+    """The error is at most half of 1/127 of the largest weight of the output; biases and norms are not quantized."""
     mesh = request.getfixturevalue(mesh)
     params = jax.device_put(tiny_params(CONFIG), shardings(shapes_of(CONFIG), mesh))
     made = weight_transfer(shapes_of(CONFIG), mesh, dtype="bfloat16", eight_bit=True)
@@ -91,7 +91,7 @@ def test_matrices_in_eight_bits_have_a_scale_for_each_output(mesh, request):
 
 
 def compiled(caplog):
-    """The programs of a transfer that were compiled since the log was cleared."""
+    """Returns the programs of a transfer that were compiled since the log was cleared."""
     messages = [record.getMessage() for record in caplog.records]
     return {
         name
@@ -117,7 +117,7 @@ def test_new_weights_compile_nothing_and_leave_the_old_alive(one_device, caplog)
 
 def test_a_head_count_that_does_not_divide_is_refused():
     mesh = make_mesh(fsdp=2, tensor=4)
-    with pytest.raises(ValueError, match=r"has a dimension of 2, which parallel\.tensor=4 does not divide"):
+    with pytest.raises(ValueError, match=r" 2, .*parallel\.tensor=4"):
         weight_transfer(shapes_of(CONFIG), mesh, dtype="float32")
 
 
@@ -125,7 +125,7 @@ def test_a_head_count_that_does_not_divide_is_refused():
     ("sizes", "sampler_tensor"),
     [({"data": 2, "fsdp": 4}, 2), ({"fsdp": 2, "tensor": 2, "context": 2}, 1)],
 )
-def test_the_trainers_mesh_may_be_another_than_the_samplers(sizes, sampler_tensor):
+def test_trainer_and_sampler_may_have_different_meshes(sizes, sampler_tensor):
     meshes = make_meshes(make_mesh(**sizes), sampler_tensor=sampler_tensor)
     transfer = weight_transfer(shapes_of(CONFIG), meshes, dtype="bfloat16")
     weights = transfer(jax.device_put(tiny_params(CONFIG), shardings(shapes_of(CONFIG), meshes.train)))
@@ -152,7 +152,7 @@ def test_pieces_change_places_before_they_are_gathered():
     assert [stage.shard_shape((48, 36)) for stage in stages((48, 36), source, target)][1] == (24, 9)
 
 
-def test_what_the_sampler_does_not_want_whole_goes_there_at_once():
+def test_a_split_that_both_share_needs_no_stages():
     meshes = make_meshes(make_mesh(fsdp=4, tensor=2))
     source, target = (NamedSharding(mesh, P("tensor", None)) for mesh in (meshes.train, meshes.publish))
     assert stages((48, 32), source, target) == [source, target]
@@ -160,7 +160,7 @@ def test_what_the_sampler_does_not_want_whole_goes_there_at_once():
 
 @pytest.mark.slow  # two processes sample and train in group_exchange_test
 def test_two_processes_have_a_copy_each_without_copying():
-    """What is compared in each process is in `publishing.py`."""
+    """`publishing.py` has the checks of each process."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]

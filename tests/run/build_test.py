@@ -278,10 +278,11 @@ def test_the_weights_that_training_starts_from_are_not_kept_beside_the_state(
     config = micro(loss__kl_coef=kl_coef)
     with Checkpointer(tmp_path) as checkpointer:
         if resume:
-            begun = Run(config, prompts=rows, reward=bool).start(checkpointer, resume=False, say=print)
-            checkpointer.save(1, begun.state, {"cursor": 0}, {})
+            run = Run(config, prompts=rows, reward=bool)
+            begun = run.start(checkpointer, resume=False, say=print)
+            checkpointer.save(1, begun.state, begun.progress(run.identity), {})
             checkpointer.wait()
-            del begun
+            del begun, run
         before = held_bytes()
         run = Run(config, prompts=rows, reward=bool)
         state = run.start(checkpointer, resume=resume, say=print).state

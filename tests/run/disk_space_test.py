@@ -1,4 +1,4 @@
-"""Whether the disks have room for a run is found out before it begins."""
+"""A run is refused before it begins if the disks have too little room."""
 
 import io
 import shutil
@@ -9,15 +9,9 @@ import pytest
 from rich.console import Console
 
 from dapo_jax.config import (
-    BatchConfig,
     CheckpointConfig,
     ConfigError,
-    DynamicSamplingConfig,
     EvalConfig,
-    OverlongConfig,
-    RewardConfig,
-    RolloutConfig,
-    SamplingConfig,
     TrainConfig,
 )
 from dapo_jax.run.disk_space import room_for, written_by
@@ -37,33 +31,33 @@ def test_a_run_that_would_fill_the_disk_is_refused_before_anything_is_written(
     free(monkeypatch, 0)
     with pytest.raises(
         ConfigError,
-        match=r"too little room for this run: 0 MiB free for run_dir, .*: free 1 MiB more, or set",
+        match=r"0 MiB free for run_dir, .*: free 1 MiB more",
     ):
         run_micro(micro(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_that_leaves_little_is_warned(micro, run_micro, monkeypatch):
+def test_a_run_that_leaves_little_room_is_warned(micro, run_micro, monkeypatch):
     free(monkeypatch, GIB // 2)
     config, shown = micro(steps=0), io.StringIO()
     run_micro(config, progress=Progress(config.steps, console=Console(file=shown, width=10_000)))
-    assert "the disk has little room for this run: 512 MiB free for run_dir" in shown.getvalue()
+    assert "512 MiB free for run_dir" in shown.getvalue()
 
 
 @pytest.mark.parametrize(
     ("steps", "every", "keep", "best", "evaluated", "checkpoints"),
     [
-        (100, 10, 3, False, 10, 4),  # three stay while a fourth is written
-        (100, 10, 3, True, 10, 5),  # and the best one may be older than these
-        (100, 10, 3, True, 0, 4),  # nothing tells which is the best
-        (100, 0, 3, False, 10, 1),  # the last step's alone
+        (100, 10, 3, False, 10, 4),  # three are kept while a fourth is written
+        (100, 10, 3, True, 10, 5),  # and the best one may be older
+        (100, 10, 3, True, 0, 4),  # without scores none is the best
+        (100, 0, 3, False, 10, 1),  # only the last step's
         (5, 10, 3, True, 2, 3),  # of steps 2, 4 and 5
     ],
 )
-def test_what_a_run_writes_is_its_checkpoints_and_its_model(
+def test_a_run_writes_its_checkpoints_and_its_model(
     steps, every, keep, best, evaluated, checkpoints, tmp_path
 ):
-    """12 bytes of a parameter for weights and two moments, 4 for the model; less what is there already."""
+    """12 bytes per parameter for weights and two moments, 4 for the model; minus the files that exist."""
     config = TrainConfig(
         run_dir=str(tmp_path), steps=steps, eval=EvalConfig(every_steps=evaluated),
         checkpoint=CheckpointConfig(every_steps=every, keep=keep, keep_best=best),
@@ -75,29 +69,6 @@ def test_what_a_run_writes_is_its_checkpoints_and_its_model(
     assert written_by(config, 1000)["run_dir"] == (str(tmp_path), size - 12_000)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "responses"),
-    [
-        # In flight, and 4 groups of 2 that wait; 3 prompts a wave x 2 responses, kept; in waves nothing is.
-        ({"rollout": RolloutConfig(in_flight=6, round_tokens=2)}, 6 + 4 * 2),
-        ({"dynamic_sampling": DynamicSamplingConfig(prompts_per_wave=3, surplus="carry")}, 3 * 2),
-        ({}, 0),
-    ],
-)
-def test_responses_that_are_not_trained_on_yet_are_counted(tmp_path, overrides, responses):
-    """8 bytes for each of at most 10 tokens, in a checkpoint beside 12 a parameter."""
-    config = TrainConfig(
-        run_dir=str(tmp_path),
-        steps=1,
-        batch=BatchConfig(prompts_per_step=4, group_size=2, groups_per_update=4),
-        sampling=SamplingConfig(max_response_tokens=10),
-        reward=RewardConfig(overlong=OverlongConfig(enabled=False)),
-        checkpoint=CheckpointConfig(every_steps=0, keep_best=False),
-        **overrides,
-    )
-    assert written_by(config, 1000)["run_dir"][1] == 1000 * (12 + 4) + 10 * 8 * responses
-
-
 def test_folders_on_one_disk_share_it(monkeypatch, tmp_path):
     free(monkeypatch, 3 * GIB)
     room = room_for(
@@ -106,7 +77,7 @@ def test_folders_on_one_disk_share_it(monkeypatch, tmp_path):
     assert (room.state, room.message) == ("failed", "3.0 GiB free for run_dir, data.data_dir, 4.0 GiB needed")
 
 
-def test_what_a_remedy_asks_for_suffices(monkeypatch, tmp_path):
+def test_the_remedy_suffices(monkeypatch, tmp_path):
     """60 MiB are enough for 36, and 12 are 24 too few: a gibibyte to spare is advice."""
     places, mib = {"run_dir": (str(tmp_path), 36 << 20)}, 1 << 20
     free(monkeypatch, 12 * mib)
@@ -114,6 +85,4 @@ def test_what_a_remedy_asks_for_suffices(monkeypatch, tmp_path):
     free(monkeypatch, 36 * mib)
     assert room_for(places).state == "warning"
     free(monkeypatch, 60 * mib)
-    assert room_for(places).remedy.startswith(
-        "1.0 GiB beyond what is needed is advised: free 1,000 MiB, or set run_dir"
-    )
+    assert room_for(places).remedy.startswith("1.0 GiB to spare is advised: free 1,000 MiB, or set run_dir")

@@ -153,7 +153,7 @@ def removed(bucket, name):
         (
             "gs://bucket/models/char",
             "rights",
-            r"storage\.objects\.get access; whoever runs this needs roles/storage",
+            r"storage\.objects\.get access; .* needs roles/storage",
         ),
     ],
 )

@@ -1,15 +1,13 @@
-"""A run's folder before it begins: what is there is not written over, not mixed with another run, and removed only if a run wrote it."""
+"""The checks of a run's folder: a run is neither overwritten nor mixed with another, and only files of a run are removed."""
 
 import importlib.util
 import os
-from pathlib import Path
 
 import pytest
 
 from dapo_jax.config import ConfigError, TrainConfig, load_config, to_yaml
 from dapo_jax.config.schema import LogConfig
 from dapo_jax.locks import NAME
-from dapo_jax.run.folders import place_of
 from dapo_jax.run.run_dir import OF_A_RUN, check_run_dir, remove_run
 from dapo_jax.run.train import train
 from dapo_jax.storage import path_of
@@ -18,7 +16,7 @@ from dapo_jax.trackers.ready import check_trackers
 
 @pytest.fixture
 def make_run(tmp_path):
-    """A folder as a run leaves it, without running one."""
+    """Makes a folder as a run leaves it."""
 
     def make(name):
         folder = tmp_path / name
@@ -35,13 +33,13 @@ def check(folder, **how):
     check_run_dir(path_of(folder), TrainConfig(run_dir=str(folder)), **{"resume": False, **how})
 
 
-def test_overwriting_is_offered_and_removes_what_a_run_wrote(make_run):
+def test_overwrite_is_offered_and_removes_the_files_of_a_run(make_run):
     run = make_run("run")
-    with pytest.raises(ConfigError, match="overwrite=True to begin anew"):
+    with pytest.raises(ConfigError, match="overwrite=True"):
         check(run)
     check(run, overwrite=True)
     remove_run(path_of(run))
-    assert [place.name for place in run.iterdir()] == [NAME]  # it is held
+    assert [place.name for place in run.iterdir()] == [NAME]  # the lock is held
 
 
 def test_a_folder_in_a_bucket_is_removed_too(bucket):
@@ -57,17 +55,17 @@ def test_a_folder_in_a_bucket_is_removed_too(bucket):
 def test_a_folder_with_other_things_in_it_is_not_touched(name, make_run):
     run = make_run("run")
     (run / name).mkdir()
-    with pytest.raises(ConfigError, match=rf"it holds '{name}', which no run wrote"):
+    with pytest.raises(ConfigError, match=rf"'{name}'"):
         check(run, overwrite=True)
 
 
-def test_nothing_is_overwritten_where_there_is_no_run(tmp_path):
+def test_overwrite_without_a_run_does_nothing(tmp_path):
     check(tmp_path / "new", overwrite=True)
     assert not list(tmp_path.iterdir())
 
 
-def test_going_on_and_beginning_anew_exclude_each_other(make_run):
-    with pytest.raises(ConfigError, match="give one of them"):
+def test_resume_and_overwrite_exclude_each_other(make_run):
+    with pytest.raises(ConfigError, match=r"resume=True .*overwrite=True"):
         check(make_run("run"), resume=True, overwrite=True)
 
 
@@ -75,21 +73,21 @@ def test_all_that_a_run_writes_may_be_removed(finished):
     assert {place.name for place in finished.run_dir.iterdir()} <= set(OF_A_RUN)
 
 
-def test_a_misspelt_run_is_not_begun_anew_when_it_is_to_go_on(make_run, tmp_path):
+def test_resume_of_a_misspelt_run_does_not_start_over(make_run, tmp_path):
     run = make_run("quickstart")
-    with pytest.raises(ConfigError, match=rf"there is no run to resume, but one in {run}; name that one"):
+    with pytest.raises(ConfigError, match=rf"no run to resume, but one in {run}"):
         check(tmp_path / "quikstart", resume=True)
 
 
 @pytest.mark.parametrize("beside", ["seed0", "arithmetic", "lr_0.1"])
-def test_a_run_that_is_another_is_begun_where_it_was_to_go_on(beside, make_run, tmp_path):
-    """Whoever starts the same command again and again says --resume from the first time on."""
+def test_resume_of_a_run_with_another_name_begins_it(beside, make_run, tmp_path):
+    """One command with --resume serves the first start and every restart."""
     make_run(beside)
     check(tmp_path / {"seed0": "seed1", "lr_0.1": "lr_0.2"}.get(beside, "run"), resume=True)
 
 
-def test_what_is_changed_before_the_first_checkpoint_changes_no_run(make_run):
-    """The remedy of a run that learnt nothing, such as another metric, is taken by `--resume`; also where a save was cut short."""
+def test_the_configuration_may_change_before_the_first_checkpoint(make_run):
+    """Also if a save was interrupted."""
     run = make_run("run")
     other = TrainConfig(run_dir=str(run), seed=5)
     with pytest.raises(ConfigError, match="seed was 0, is 5"):
@@ -104,11 +102,11 @@ def test_what_is_changed_before_the_first_checkpoint_changes_no_run(make_run):
 @pytest.mark.parametrize("name", ["checkpoints", "evaluations", "model", "rollouts"])
 @pytest.mark.parametrize("how", [{"resume": True}, {"resume": False}, {"overwrite": True}], ids=str)
 def test_a_link_to_a_disk_that_is_not_mounted_is_no_empty_folder(name, how, tmp_path):
-    """A run would begin anew, and cut the metrics of what it had learnt."""
+    """A run would start over and cut its metrics."""
     run, disk = tmp_path / "run", tmp_path / "disk"
     run.mkdir()
     (run / name).symlink_to(disk)
-    with pytest.raises(ConfigError, match=f"{name} is a link to {disk}, which is not there: mount its disk"):
+    with pytest.raises(ConfigError, match=rf"run_dir={run}: {name} .*mount"):
         check(run, **how)
     disk.mkdir()
     check(run, **how)
@@ -119,29 +117,9 @@ def test_a_run_whose_checkpoints_are_not_mounted_keeps_its_metrics(make_run, mic
     (run / "metrics.jsonl").write_text('{"step": 1}\n')
     (run / "checkpoints").rename(tmp_path / "away")
     (run / "checkpoints").symlink_to(tmp_path / "unmounted")
-    with pytest.raises(ConfigError, match="checkpoints is a link to"):
+    with pytest.raises(ConfigError, match=r"checkpoints .*mount"):
         run_micro(micro(run), resume=True)
     assert (run / "metrics.jsonl").read_text() == '{"step": 1}\n'
-
-
-def test_a_pipe_in_the_place_of_a_folder_is_refused(tmp_path):
-    os.mkfifo(tmp_path / "checkpoints")
-    with pytest.raises(ConfigError, match="checkpoints is a file, and the run needs a folder there"):
-        check(tmp_path)
-
-
-def test_a_folder_that_may_not_be_listed_is_said(make_run, monkeypatch):
-    """The system's answer is made up: whoever runs the tests may be allowed everything."""
-    run, real = make_run("run"), os.access
-    closed = run / "checkpoints"
-    monkeypatch.setattr(
-        os, "access", lambda path, mode: real(path, mode) and not (Path(path) == closed and mode & os.R_OK)
-    )
-    with pytest.raises(ConfigError, match="checkpoints cannot be listed by this user"):
-        check(run, resume=True)
-    closed = run
-    with pytest.raises(ConfigError, match=f"run_dir={run}: {run} cannot be listed: this user may not read"):
-        place_of(str(run), key="run_dir", write=True)
 
 
 def test_a_relative_run_dir_stays_where_it_was_when_a_grader_changes_the_working_folder(

@@ -176,9 +176,7 @@ def test_a_file_in_the_place_of_a_folder_is_refused_before_anything_is_trained(
     name, micro, run_micro, tmp_path
 ):
     (tmp_path / name).touch()
-    with pytest.raises(
-        ConfigError, match=f"{name} is a file, and the run needs a folder there: move it away"
-    ):
+    with pytest.raises(ConfigError, match=f"{name} is a file .* needs a folder"):
         run_micro(micro(tmp_path))
 
 
