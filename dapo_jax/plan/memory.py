@@ -117,16 +117,10 @@ def as_compiled(there: Resident, programs: Mapping[str, ProgramMemory]) -> Resid
         there = replace(there, state=update.aliased, minibatch=minibatch)
     if add is not None:
         there = replace(there, gradient=add.aliased)
-    # Keys and values are read where a cache is filled, logits where a response starts.
-    prefix, reread = _read(programs, "rows") or _read(programs, "row"), _read(programs, "part")
-    waiting = (reread or there.waiting) if there.waiting else 0
-    return replace(there, prefix=prefix or there.prefix, reread=reread or there.reread, waiting=waiting)
-
-
-def _read(programs: Mapping[str, ProgramMemory], shape: str) -> int:
-    """Bytes of what prefill reads in this shape; 0 if the programs that take it are not compiled."""
-    fill, insert = programs.get(f"fill_{shape}"), programs.get(f"insert_{shape}")
-    return 0 if fill is None or insert is None else fill.kept + insert.kept
+    for shape, kept in (("row", "prefix"), ("rows", "prefix"), ("part", "reread")):
+        if (insert := programs.get(f"insert_{shape}")) is not None:
+            there = replace(there, **{kept: insert.kept})
+    return replace(there, waiting=there.reread if there.waiting else 0)
 
 
 def together(program: str, there: Resident, *, updates: int) -> tuple[str, dict[str, int]] | None:
