@@ -320,7 +320,7 @@ class DecoderEngine:
         feeding = (fed, column) if self.feed_tokens else ()
         for name, prefix in prefixes.items():
             pages = fills, number
-            if prefix.layers:
+            if prefix.layers and self.page_sizes.table_pages > 1:
                 made[f"fill_{name}"] = partial(self._fill.lower, prefix, state.layers, *pages)
             made[f"insert_{name}"] = partial(
                 self._insert.lower, prefix, state, pages, (rows, *feeding), number, key

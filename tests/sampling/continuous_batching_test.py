@@ -39,7 +39,7 @@ CONFIG = tiny_decoder_config(qkv_bias=True, qk_norm=True, tied_embeddings=False)
 EOS, MAX_PROMPT, LIMIT, GROUP = 1, 8, 16, 6
 KEY = jax.random.key(10)
 PROGRAMS = [
-    "_embed_program", "_fill_program", "_generate_program", "_head_program", "_init_program", "_insert_program", "_layer_program",
+    "_embed_program", "_generate_program", "_head_program", "_init_program", "_insert_program", "_layer_program",
 ]  # fmt: skip
 
 
