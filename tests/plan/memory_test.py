@@ -90,7 +90,7 @@ def test_where_rollouts_are_in_flight_a_response_that_is_read_waits_while_anothe
     there = held(minibatch=0, buffers=20, reread=19, waiting=19, paused=8)
     [found] = phases({"generate": memory()}, there, updates=1)
     assert found.total == 100 + 10 + 40 + 8 + 5 + 20 + 19
-    read = {"fill_part": memory(arguments=65, aliased=40), "insert_part": memory(arguments=3, aliased=2)}
+    read = {"insert_part": memory(arguments=66, aliased=40)}
     assert as_compiled(there, read).waiting == as_compiled(there, read).reread == 26
 
 
@@ -104,7 +104,7 @@ def test_padding_is_counted_once_programs_are_compiled():
     assert as_compiled(held(shorter=1, gradient=40), {"update": update, "update_add_longest": add}) == held(
         state=120, minibatch=9, shorter=1, gradient=50
     )
-    read = {"fill_rows": memory(arguments=47, aliased=40), "insert_rows": memory(arguments=3, aliased=2)}
+    read = {"insert_row": memory(arguments=9), "insert_rows": memory(arguments=48, aliased=40)}
     assert as_compiled(held(), read) == held(prefix=8)
 
 
