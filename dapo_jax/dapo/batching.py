@@ -16,9 +16,6 @@ from dapo_jax.dapo.losses import token_weights
 from dapo_jax.dapo.microbatch import Microbatch
 from dapo_jax.dapo.rollouts import Group, Verdict
 from dapo_jax.dapo.row_packing import PackedRow, Piece, share_out
-from dapo_jax.moved import renamed
-
-__getattr__ = renamed(__name__, Row="Example", rows_of="training_examples", row_weights="example_weights")
 
 
 @dataclass(frozen=True, kw_only=True)
