@@ -74,7 +74,7 @@ def _add_dataset(made: argparse.ArgumentParser) -> None:
 
 def prepare(arguments: argparse.Namespace) -> int:
     """Prepares and says what each split has."""
-    from dapo_jax.run.datasets import prepare
+    from dapo_jax.commands.datasets import prepare
 
     with _in_options():
         print(prepare(_dataset(arguments)), end="")
@@ -83,7 +83,7 @@ def prepare(arguments: argparse.Namespace) -> int:
 
 def show(arguments: argparse.Namespace) -> int:
     """Shows the dataset."""
-    from dapo_jax.run.datasets import show
+    from dapo_jax.commands.datasets import show
 
     data = replace(
         _dataset(arguments),
@@ -125,7 +125,7 @@ def _dataset(arguments: argparse.Namespace) -> DataConfig:
 
 def score(arguments: argparse.Namespace) -> int:
     """Grades again and prints the comparison."""
-    from dapo_jax.run.score import describe, score
+    from dapo_jax.commands.score import describe, score
 
     scores = score(
         arguments.rollouts,

@@ -42,8 +42,8 @@ def add_to(commands: Commands) -> None:
 
 def evaluate(arguments: argparse.Namespace) -> int:
     """Evaluates and prints the table."""
+    from dapo_jax.commands import evaluate
     from dapo_jax.evaluation import lost_verdicts, table
-    from dapo_jax.run import evaluate
 
     told = [
         f"{key}={value}" for name, key in SHORT.items() if (value := getattr(arguments, name)) is not None
@@ -86,7 +86,7 @@ def _add_eval(made: argparse.ArgumentParser) -> None:
 
 def sample(arguments: argparse.Namespace) -> int:
     """Samples and prints the responses."""
-    from dapo_jax.run import sample
+    from dapo_jax.commands import sample
 
     groups = sample(
         arguments.model,

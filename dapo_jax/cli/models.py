@@ -23,7 +23,7 @@ def add_to(commands: Commands) -> None:
 
 def convert(arguments: argparse.Namespace) -> int:
     """Converts and says what was written."""
-    from dapo_jax.run.convert import convert
+    from dapo_jax.commands.convert import convert
 
     done = convert(arguments.source, arguments.target, dtype=arguments.dtype, merge=arguments.merge)
     what = f"an adapter for a {done.family}, with" if done.adapter else f"a {done.family} of"

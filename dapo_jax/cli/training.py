@@ -74,8 +74,8 @@ def sft(arguments: argparse.Namespace) -> int:
     """Warms up, and says how evaluation ended."""
     config = load_config(arguments.config, arguments.overrides, schema=SftConfig)
     print(f"warm start of {config.model.source}, {config.steps} steps, in {config.run_dir}", flush=True)
+    from dapo_jax.commands import sft
     from dapo_jax.evaluation import table
-    from dapo_jax.run import sft
 
     result = sft(config)
     if any(key.startswith("eval/") for key in result.metrics):

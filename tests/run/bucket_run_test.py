@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from dapo_jax import locks
+from dapo_jax.commands import evaluate
+from dapo_jax.commands.convert import convert
+from dapo_jax.commands.score import score
 from dapo_jax.config import ConfigError, to_yaml
 from dapo_jax.locks import LockLostError
-from dapo_jax.run import evaluate
-from dapo_jax.run.convert import convert
 from dapo_jax.run.policy import find_policy
-from dapo_jax.run.score import score
 from dapo_jax.storage import path_of
 from dapo_jax.trackers import read_metrics
 from tests.run.conftest import learnt

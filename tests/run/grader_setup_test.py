@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from dapo_jax.commands import inference
 from dapo_jax.config import ConfigError, EvaluateConfig, RewardConfig
 from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.rewards import Sample, whole_group
 from dapo_jax.rewards.functions import RewardError
-from dapo_jax.run import build, inference
+from dapo_jax.run import build
 from dapo_jax.run.grader_setup import check_graders, submit_of, weighted
 from dapo_jax.trackers.progress import Progress
 

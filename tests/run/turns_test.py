@@ -6,8 +6,8 @@ import shutil
 import numpy as np
 import pytest
 
+from dapo_jax.commands import evaluate
 from dapo_jax.config import ConfigError, EnvironmentConfig, EvaluateConfig
-from dapo_jax.run import evaluate
 from dapo_jax.trackers import read_metrics
 from dapo_jax.trackers.rollout_log import read_rollouts
 from tests import several

@@ -15,9 +15,9 @@ import pytest
 
 from dapo_jax.checkpoints.checkpointer import Checkpointer
 from dapo_jax.cli import main
+from dapo_jax.commands import sample
 from dapo_jax.config import ConfigError, ModelConfig, TrainConfig, to_yaml
 from dapo_jax.parallel.mesh import make_mesh
-from dapo_jax.run import sample
 from dapo_jax.run.policy import Policy, optimizer_of
 from dapo_jax.sampling.decoding import DecodingOptions
 from dapo_jax.sampling.requests import OwnOptions

@@ -3,9 +3,9 @@
 import pytest
 from rich.console import Console
 
+from dapo_jax.commands import evaluate, sft
 from dapo_jax.config import EvaluateConfig, SftConfig
 from dapo_jax.config.section import leaf_types
-from dapo_jax.run import evaluate, sft
 from dapo_jax.trackers.progress import Progress
 from tests.run.keys.watching import noting_reads
 

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from dapo_jax.cli import main
+from dapo_jax.commands.convert import convert
+from dapo_jax.commands.inference import sample
 from dapo_jax.config import ConfigError, ModelConfig
 from dapo_jax.models.folder import load_model, read_config
-from dapo_jax.run.convert import convert
-from dapo_jax.run.inference import sample
 from dapo_jax.run.policy import Policy, find_policy, load_policy
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 from dapo_jax.text.huggingface import HuggingFaceTokenizer

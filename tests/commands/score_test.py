@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from dapo_jax.cli import main
+from dapo_jax.commands.score import describe, score
 from dapo_jax.config import ConfigError
 from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
 from dapo_jax.rewards import whole_group
-from dapo_jax.run.score import describe, score
 from dapo_jax.trackers.evaluation_log import write_problems
 from dapo_jax.trackers.rollout_log import write_rollouts
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from dapo_jax.cli import main
+from dapo_jax.commands import evaluate, sample
 from dapo_jax.config import (
     ConfigError,
     DataConfig,
@@ -20,7 +21,6 @@ from dapo_jax.config import (
 )
 from dapo_jax.data.prompts import held_out
 from dapo_jax.data.rows import checked_rows
-from dapo_jax.run import evaluate, sample
 from dapo_jax.run.grader_setup import grading
 from dapo_jax.run.policy import load_policy, mesh_of, meshes_of
 from dapo_jax.run.response_sampler import EVALUATION, TRAINING, ResponseSampler
