@@ -110,7 +110,11 @@ def lost_verdicts(groups: Sequence[Group]) -> str:
     return f"{len(lost)} of {count} responses got no verdict and count as wrong: {lost[0].reason or lost[0].lost}"
 
 
-def responses_kept(problems: int, responses: int) -> list[int]:
+LOGGED_RESPONSES = 64
+"""Responses to each held-out dataset that an evaluation writes."""
+
+
+def responses_kept(problems: int, responses: int = LOGGED_RESPONSES) -> list[int]:
     """How many responses are kept of each problem, first ones first, where `responses` may be kept of all together.
 
     >>> responses_kept(3, 7), responses_kept(3, 2)

@@ -6,6 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from dapo_jax.config import TrainConfig
+from dapo_jax.config.section import leaf_types
+
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "dapo_jax").rglob("*.py"))
 TEXT = {".py", ".md", ".toml", ".yaml", ".yml", ".txt", ".json", ".ipynb", ".sh", ".sbatch", ""}
@@ -119,3 +122,9 @@ def test_no_file_names_a_folder_of_one_machine():
         if MACHINE_PATH.search(line)
     }
     assert not found, "\n".join(sorted(found))
+
+
+def test_the_configuration_has_at_most_120_keys():
+    """A key that no published run, configuration or how-to sets differently becomes a constant."""
+    keys = leaf_types(TrainConfig)
+    assert len(keys) <= 120, f"{len(keys)} keys: {', '.join(keys)}"

@@ -34,8 +34,7 @@ from dapo_jax.run.prompt_sets import GivenRows, dated, held_out_prompts, prompt_
 from dapo_jax.run.records import use_compilation_cache
 from dapo_jax.run.response_sampler import ResponseSampler
 from dapo_jax.storage import AnyPath
-from dapo_jax.trackers.evaluation_log import write_problems
-from dapo_jax.trackers.rollout_log import write_rollouts
+from dapo_jax.trackers.rollout_log import write_problems, write_rollouts
 
 _NO_SHAPING = OverlongConfig(enabled=False)
 

@@ -105,7 +105,6 @@ def _trained(config: SftConfig, run_dir: AnyPath, lock: Lock, progress: Progress
         mesh,
         objective=supervised_loss,
         options=UpdateOptions(
-            logprob_chunk_vocab=config.model.logprob_chunk_vocab,
             old_logprobs="sampler",
             offload=config.optimizer.offload,
         ),

@@ -1,4 +1,4 @@
-"""Configurations: the dataclasses, reading them from YAML, and the rules they obey. Imports no jax."""
+"""Configurations: the dataclasses, their checks, and loading them from YAML. Imports no jax."""
 
 from dapo_jax.config.data_schema import DataConfig, SourceConfig
 from dapo_jax.config.evaluate_schema import EvaluateConfig, evaluation_of
@@ -23,7 +23,6 @@ from dapo_jax.config.schema import (
     RolloutConfig,
     SamplingConfig,
     TrainConfig,
-    WatchdogsConfig,
 )
 from dapo_jax.config.sft_schema import SftBatchConfig, SftConfig
 
@@ -52,7 +51,6 @@ __all__ = [
     "SftConfig",
     "SourceConfig",
     "TrainConfig",
-    "WatchdogsConfig",
     "changed_keys",
     "evaluation_of",
     "load_config",

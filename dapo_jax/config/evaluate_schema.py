@@ -1,12 +1,10 @@
-"""The dataclass that an evaluation without training is read into, and how one follows from a run's own configuration.
+"""The configuration of an evaluation without training, and how it follows from the configuration of a run. Imports no jax."""
 
-Imports no jax.
-"""
-
+import dataclasses
 from dataclasses import dataclass
 
 from dapo_jax.config.data_schema import DataConfig
-from dapo_jax.config.keys import Range, key
+from dapo_jax.config.keys import SEED, key
 from dapo_jax.config.schema import (
     EnvironmentConfig,
     EvalConfig,
@@ -21,18 +19,18 @@ from dapo_jax.config.sft_schema import SftConfig
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateConfig(Section):
-    """Everything that decides an evaluation but the model."""
+    """The complete configuration of an evaluation, except the model."""
 
-    seed: int = key(0, range=Range("0 or more and less than 2**32 = 4294967296", lambda v: 0 <= v < 2**32))
-    """Seed of what is sampled."""
+    seed: int = key(0, range=SEED)
+    """Seed of sampling."""
     compilation_cache: str = "~/.cache/dapo_jax/xla"
     """Folder, local or `gs://...`, of compiled programs that later runs reuse; empty: none."""
     compute_dtype: str = key("float32", choices=["float32", "bfloat16"])
     """Dtype of activations and matrix products: float32 or bfloat16."""
     data: DataConfig = key(default_factory=DataConfig)
     sampling: SamplingConfig = key(default_factory=lambda: SamplingConfig(slots=32, max_response_tokens=1024))
-    """Slots, limits and stops; temperature, top-p and top-k are those of `eval`. 32 slots of 1024 tokens unless told otherwise:
-    the paper's 20,480 fill any small machine."""
+    """Slots, limits and stops; temperature, top-p and top-k are in `eval`. The default is 32 slots of 1024 tokens,
+    because the paper's 20,480 tokens fill the memory of small machines."""
     reward: RewardConfig = key(default_factory=RewardConfig)
     """The grader; the overlong penalty changes no score."""
     environment: EnvironmentConfig = key(default_factory=EnvironmentConfig)
@@ -41,17 +39,9 @@ class EvaluateConfig(Section):
 
 
 def evaluation_of(config: TrainConfig | SftConfig | EvaluateConfig) -> EvaluateConfig:
-    """The evaluation that a run does while it trains."""
+    """Returns the evaluation that a run with this configuration does while it trains."""
     if isinstance(config, EvaluateConfig):
         return config
-    return EvaluateConfig(
-        seed=config.seed,
-        compilation_cache=config.compilation_cache,
-        compute_dtype=config.model.compute_dtype,
-        data=config.data,
-        sampling=config.sampling,
-        reward=config.reward,
-        environment=config.environment if isinstance(config, TrainConfig) else EnvironmentConfig(),
-        eval=config.eval,
-        parallel=config.parallel,
-    )
+    names = {field.name for field in dataclasses.fields(EvaluateConfig)} - {"compute_dtype"}
+    shared = {name: value for name, value in vars(config).items() if name in names}
+    return EvaluateConfig(compute_dtype=config.model.compute_dtype, **shared)

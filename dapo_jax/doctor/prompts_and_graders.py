@@ -106,8 +106,7 @@ class Asked:
         return Found(
             message=f"a response got no verdict: {verdict.reason}",
             state="failed",
-            remedy=f"mend the grader, or raise reward.timeout_s (now {reward.timeout_s:g}) or reward.worker_memory_mb (now "
-            f"{reward.worker_memory_mb})",
+            remedy=f"mend the grader, or raise reward.timeout_s (now {reward.timeout_s:g})",
         )
 
     def _samples(self, prompt: Prompt) -> list[Sample]:

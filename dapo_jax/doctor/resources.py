@@ -24,7 +24,8 @@ from dapo_jax.run.policy import description_of, lora_of, mesh_of, meshes_of, rea
 from dapo_jax.run.run_dir import check_run_dir
 from dapo_jax.storage import AnyPath, entries, in_bucket, size_of
 from dapo_jax.text.tokenizers import Tokenizer
-from dapo_jax.trackers.ready import missing, wandb_mode
+from dapo_jax.trackers import missing_requirement
+from dapo_jax.trackers.wandb import wandb_mode, wandb_project
 
 CROWDED = 0.8
 """Share of the memory beyond which a warning is given: activations are not counted."""
@@ -49,7 +50,6 @@ class Configured:
                 folder, size = look_up(
                     model.source.removeprefix("hf:"),
                     revision=model.revision or None,
-                    cache_dir=model.cache_dir or None,
                 )
                 return (*description_of(ModelConfig(source=str(folder))), size)
             decoder, tokenizer, folder = read_base(model, description_of)
@@ -186,16 +186,14 @@ class Configured:
     def reports(self) -> Found:
         """Whether metrics can go where the configuration wants them."""
         log = self.config.log
-        what, remedy = missing(log)
+        what, remedy = missing_requirement(log)
         if what:
             return Found(message=what, state="failed", remedy=remedy)
         if not log.wandb:
             return Found(message="metrics.jsonl" + (" and TensorBoard" if log.tensorboard else ""))
         if (mode := wandb_mode()) != "online":
             return Found(message=f"Weights & Biases, with WANDB_MODE={mode}")
-        return Found(
-            message=f"Weights & Biases, project {log.wandb_project}; an API key is there (not tried)"
-        )
+        return Found(message=f"Weights & Biases, project {wandb_project()}; an API key is there (not tried)")
 
 
 def _resumable(folder: AnyPath, config: TrainConfig) -> Found:

@@ -253,9 +253,7 @@ def graded(rollouts: Sequence[Rollout], seconds: float, *, by_score: bool, cut: 
     )
     said = f"{found}, {lost} got no verdict, {seconds:.1f} s"
     if lost:
-        return Found(
-            message=said, state="warning", remedy="raise reward.timeout_s or reward.worker_memory_mb"
-        )
+        return Found(message=said, state="warning", remedy="raise reward.timeout_s")
     if by_score or right:
         return Found(message=said)
     if random:

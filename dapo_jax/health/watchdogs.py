@@ -54,7 +54,7 @@ class Watchdogs:
         metric: str = "correct",
         history: Iterable[Step] = (),
     ) -> None:
-        """`WatchdogsConfig` says what the limits are, `dynamic_sampling.metric` what counts; `history` are the metrics of the steps so far."""
+        """`metric` is `dynamic_sampling.metric`; `history` has the metrics of earlier steps."""
         self._metric = metric
         self._limits = {
             "window": window,
@@ -209,7 +209,7 @@ def _reward_stuck(seen: Seen, window: int, *, done: bool) -> str:
         f"reward stuck: {now:.3g} on average in the last {half} steps, {then:.3g} in the first {half}, with a standard error of "
         f"{noise:.2g}: it has not risen. Usual causes: a learning rate that is too low (or updates that are skipped: "
         "update/skipped_frac); a reward that does not depend on what is written. Read the rollouts; raise "
-        "optimizer.learning_rate; if the run is only slow, raise watchdogs.window"
+        "optimizer.learning_rate"
     )
 
 

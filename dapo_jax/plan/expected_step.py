@@ -160,7 +160,7 @@ def expected_step(
         in_flight=in_flight,
         samples_per_prompt=group,
         needed=batch.prompts_per_step,
-        verdict_rounds=config.rollout.verdict_rounds,
+        verdict_rounds=config.rollout.answer_rounds,
         max_age_steps=config.rollout.max_age_steps,
     )
     responses = Responses(draw, informative=work.informative)
@@ -207,7 +207,7 @@ def in_waves(
     for version in range(1 << 31):
         collector = Collector(
             needed=needed, cursor=cursor, prompts_per_wave=prompts_per_wave, version=version, max_waves=dynamic.max_waves,
-            carried=carried, share=share, surplus=dynamic.surplus, max_age_steps=dynamic.max_age_steps, enabled=dynamic.enabled,
+            carried=carried, share=share, surplus=dynamic.surplus, enabled=dynamic.enabled,
         )  # fmt: skip
         step = Step()
         while ordinals := list(chain.from_iterable(iter(partial(collector.draw, 1024), []))):

@@ -9,7 +9,7 @@ from typing import Any
 
 from dapo_jax.config import TrainConfig, to_yaml
 from dapo_jax.dapo.dynamic_sampling import Collected, Collecting, ShortfallError
-from dapo_jax.dapo.metrics import Metric, to_scalars
+from dapo_jax.dapo.metrics import Metric
 from dapo_jax.dapo.rollouts import Group
 from dapo_jax.health.watchdogs import Watchdogs
 from dapo_jax.parallel.gather import all_gather_bytes, broadcast_from_first
@@ -21,13 +21,17 @@ from dapo_jax.run.records import Records
 from dapo_jax.run.resume_point import ResumePoint
 from dapo_jax.run.step_batches import StepBatches
 from dapo_jax.storage import AnyPath, entries, path_of
-from dapo_jax.trackers.post_mortem import write_post_mortem
 from dapo_jax.trackers.progress import Progress
+from dapo_jax.trackers.rollout_log import write_post_mortem
 from dapo_jax.training.minibatch import Minibatch
-from dapo_jax.training.sync_metrics import importance_weighted, mismatch_kl
 
 IN_A_ROW = "update/skipped_in_a_row"
 KL = "sync/sampler_trainer_kl"
+
+MAX_SKIPPED_UPDATES = 3
+"""More skipped updates in a row stop the run."""
+POST_MORTEMS = 5
+"""Number of skipped updates that a run writes to its folder."""
 
 
 class GuardError(RuntimeError):
@@ -37,21 +41,6 @@ class GuardError(RuntimeError):
         """`whole` is the finished step with its metrics, if its state is one to go on from."""
         super().__init__(message)
         self.whole = whole
-
-
-def _watchdogs(of_run: TrainConfig, history: Sequence[Mapping[str, Any]]) -> Watchdogs | None:
-    config = of_run.watchdogs
-    if not config.enabled:
-        return None
-    return Watchdogs(
-        window=config.window,
-        min_entropy=config.min_entropy,
-        min_length_frac=config.min_length_frac,
-        max_truncated_frac=config.max_truncated_frac,
-        min_mixed_frac=config.min_mixed_frac,
-        metric=of_run.dynamic_sampling.metric,
-        history=history,
-    )
 
 
 class Guard(Observer):
@@ -71,14 +60,14 @@ class Guard(Observer):
         self._config, self._run_dir, self._batches = config, run_dir, batches
         self._records, self._shown = records, shown
         self._updates: list[Update] = []
-        self._corrected = self._over = False
+        self._over = False
         self._strange: list[Group] = []
         written = records.read() if records is not None else []
         history = [*written, start.unfinished] if start.unfinished is not None else written
         dumped = len(entries(run_dir / "post_mortem")) if is_first() else 0
         before = history[-1].get(IN_A_ROW, 0) if history else 0
         self._dumped, self._in_a_row = json.loads(broadcast_from_first(json.dumps([dumped, before]).encode()))
-        self._watchdogs = _watchdogs(config, history)
+        self._watchdogs = Watchdogs(metric=config.dynamic_sampling.metric, history=history)
         if bad := nonfinite_leaves(start.state.params):
             step = start.position.step
             whose = f"of the checkpoint of step {step}" if step else f"of model.source={config.model.source}"
@@ -96,11 +85,10 @@ class Guard(Observer):
         ruined = f"the weights are not finite after step {result.position.step}: {some(bad)}" if bad else ""
         metrics[IN_A_ROW] = self._in_a_row
         self._say_lost(result.collected)
-        if self._watchdogs is not None:
-            raised, warnings = self._watchdogs.step(metrics)
-            metrics |= raised
-            for warning in warnings:
-                self._say(result.position.step, warning)
+        raised, warnings = self._watchdogs.step(metrics)
+        metrics |= raised
+        for warning in warnings:
+            self._say(result.position.step, warning)
         if found := "; ".join(filter(None, (ruined, skipped, drifted))):
             self._shown.step(result.position.step, metrics)
             if self._records is not None:
@@ -127,13 +115,8 @@ class Guard(Observer):
             ) from error
 
     def before_updates(self, minibatches: Sequence[Minibatch]) -> Sequence[Minibatch]:
-        """Corrects the step's minibatches by importance weights, if sampler and trainer differ by too much."""
-        self._updates, self._corrected, guard = [], False, self._config.guard
-        if guard.on_mismatch == "correct" and guard.max_mismatch_kl is not None and minibatches:
-            # Before anything is learnt, so that all updates of the step are corrected or none.
-            self._corrected = to_scalars(mismatch_kl(minibatches))["kl"] > guard.max_mismatch_kl
-            if self._corrected:
-                return importance_weighted(minibatches, cap=guard.mismatch_cap)
+        """Forgets the updates of the step before."""
+        self._updates = []
         return minibatches
 
     def after_update(
@@ -145,7 +128,7 @@ class Guard(Observer):
     def _skipped(self, result: StepResult) -> str:
         """Counts, names and keeps the updates that were skipped; why the run stops, if it does."""
         updates, self._updates = self._updates, []
-        most, longest, last = self._config.guard.max_skipped_updates, 0, ""
+        most, longest, last = MAX_SKIPPED_UPDATES, 0, ""
         for index, update in enumerate(updates):
             if not (flags := update.flags()):
                 self._in_a_row = 0
@@ -161,7 +144,7 @@ class Guard(Observer):
         if longest <= most:
             return ""
         return (
-            f"{longest} updates in a row were skipped up to step {result.position.step}, guard.max_skipped_updates={most}; the last "
+            f"{longest} updates in a row were skipped up to step {result.position.step}, at most {most} may be; the last "
             f"one: {last}"
         )
 
@@ -174,7 +157,7 @@ class Guard(Observer):
         groups: Sequence[Group],
     ) -> str:
         """Writes the update down unless enough are; where."""
-        if self._dumped >= self._config.guard.post_mortems:
+        if self._dumped >= POST_MORTEMS:
             return ""
         self._dumped += 1
         step = result.position.step
@@ -203,9 +186,6 @@ class Guard(Observer):
         if guard.max_mismatch_kl is None:
             return ""
         before, self._over = self._over, kl is not None and kl > guard.max_mismatch_kl
-        if guard.on_mismatch == "correct":
-            metrics["sync/corrected"] = int(self._corrected)
-            self._over = self._corrected
         if not self._over:
             return ""
         found = (
@@ -213,13 +193,9 @@ class Guard(Observer):
             "tokens of earlier steps (dynamic_sampling.surplus=carry, rollout.in_flight); rounding to bfloat16; kernels that differ"
         )
         if guard.on_mismatch == "stop":
-            return f"step {step}: {found}. Set dynamic_sampling.surplus=discard, raise the limit, or set guard.on_mismatch=correct"
+            return f"step {step}: {found}. Set dynamic_sampling.surplus=discard, raise the limit, or set loss.correction=truncate"
         if not before:
-            corrected = guard.on_mismatch == "correct"
-            remedy = (
-                f"corrected by weights of at most {guard.mismatch_cap:g}" if corrected else "not corrected"
-            )
-            self._say(step, f"{found}. It is {remedy}")
+            self._say(step, found)
         return ""
 
     def _say_lost(self, collected: Collected) -> None:

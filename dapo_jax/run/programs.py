@@ -174,12 +174,10 @@ def updater_of(
     loss, model, correction = config.loss, config.model, config.correction
     options = UpdateOptions(
         temperature=config.sampling.temperature,
-        logprob_chunk_vocab=model.logprob_chunk_vocab,
         old_logprobs=loss.old_logprobs,
         correction=correction.kind,
         importance_range=(correction.low, correction.high),
         kl_coef=loss.kl_coef,
-        score_first=config.guard.on_mismatch == "correct",
         offload=config.optimizer.offload,
     )
     clips = (loss.clip_ratio_low, loss.clip_ratio_high, loss.dual_clip)

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from dapo_jax.config import DataConfig
 from dapo_jax.run import train
-from dapo_jax.trackers.evaluation_log import read_problems
 from dapo_jax.trackers.progress import Progress
+from dapo_jax.trackers.rollout_log import read_problems
 
 
 @pytest.fixture

@@ -25,8 +25,7 @@ from dapo_jax.run.grader_setup import grading
 from dapo_jax.run.policy import load_policy, mesh_of, meshes_of
 from dapo_jax.run.response_sampler import EVALUATION, TRAINING, ResponseSampler
 from dapo_jax.sampling.decoding import decoding
-from dapo_jax.trackers.evaluation_log import read_problems
-from dapo_jax.trackers.rollout_log import read_rollouts
+from dapo_jax.trackers.rollout_log import read_problems, read_rollouts
 
 SMALL = {"max_response_tokens": 6, "slots": 8}
 

@@ -11,8 +11,7 @@ from dapo_jax.commands.score import describe, score
 from dapo_jax.config import ConfigError
 from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
 from dapo_jax.rewards import whole_group
-from dapo_jax.trackers.evaluation_log import write_problems
-from dapo_jax.trackers.rollout_log import write_rollouts
+from dapo_jax.trackers.rollout_log import write_problems, write_rollouts
 
 HERE = Path(__file__)
 RESPONSES = ["Answer: 34", "Answer: 34.0", "**Answer: 34**", "Answer: 35"]

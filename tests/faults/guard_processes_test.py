@@ -6,7 +6,7 @@ import pytest
 
 from dapo_jax.config import DataConfig, to_yaml
 from dapo_jax.trackers import read_metrics
-from dapo_jax.trackers.post_mortem import read_post_mortem
+from dapo_jax.trackers.rollout_log import read_post_mortem
 from tests import several
 
 pytestmark = pytest.mark.slow
@@ -73,7 +73,7 @@ def test_all_stop_and_the_first_writes_what_was_in_the_update(written):
     config, run = written()
     done = several.finish(several.start(NAN_LOSS, "train", config, processes=2, devices=4), within_s=600)
     assert [status for status, _ in done] == [1, 1], done
-    message = "dapo-jax train: 4 updates in a row were skipped up to step 2, guard.max_skipped_updates=3"
+    message = "dapo-jax train: 4 updates in a row were skipped up to step 2"
     assert [output.count(message) for _, output in done] == [1, 0]
     assert "the last good checkpoint is that of step 2" in done[0][1]
     lines = read_metrics(run / "metrics.jsonl")
@@ -85,14 +85,3 @@ def test_all_stop_and_the_first_writes_what_was_in_the_update(written):
         [stack] = found.stacks
         assert stack["tokens"].shape[1:] == (8, 12)
         assert stack["mask"].sum() == sum(row["response_tokens"] for row in found.rollouts)
-
-
-def test_all_correct(written):
-    """As tests/faults/mismatch_test.py has it: every token is off by 0.5 nats."""
-    limit = {"guard__max_mismatch_kl": 0.1, "guard__on_mismatch": "correct", "guard__mismatch_cap": 1.5}
-    config, run = written(steps=2, dynamic_sampling__surplus="discard", **limit)
-    outputs = several.run(DRIFTING, "train", config, processes=2, devices=4, within_s=600)
-    assert ["It is corrected by weights of at most 1.5" in output for output in outputs] == [True, False]
-    lines = [line for line in read_metrics(run / "metrics.jsonl") if line["step"]]
-    assert [line["sync/corrected"] for line in lines] == [1, 1]
-    assert [line["sync/sampler_trainer_kl"] for line in lines] == pytest.approx([0.1487] * 2, rel=1e-3)

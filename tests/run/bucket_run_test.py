@@ -40,7 +40,7 @@ def one_process(config, folder, *last):
 def config(request, micro, storage_server):
     """In one process for speed; in two, each with a disk of its own and the first killed, for certainty."""
     storage_server.buckets["runs"].clear()
-    made = micro(RUN, checkpoint__every_steps=2, log__rollouts_every_steps=2, log__rollout_groups=1)
+    made = micro(RUN, checkpoint__every_steps=2, log__rollouts_every_steps=2)
     return request.param == "two processes", made
 
 

@@ -39,7 +39,7 @@ def general(name):
 
 @pytest.fixture(scope="module")
 def logged(micro, run_micro, rows, even_sum):
-    """Everything that only some configurations log, in two runs: the guard corrects only what nothing else does."""
+    """Everything that only some configurations log, in two runs."""
     config = micro(
         steps=1,
         loss__kl_coef=0.1,
@@ -47,7 +47,6 @@ def logged(micro, run_micro, rows, even_sum):
         loss__clip_ratio_low=1e-4,
         loss__clip_ratio_high=1e-4,
         guard__max_mismatch_kl=1.0,
-        guard__on_mismatch="correct",
         eval__every_steps=1,
     )
 

@@ -8,8 +8,7 @@ import pytest
 
 from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
 from dapo_jax.evaluation import problem_record
-from dapo_jax.trackers.evaluation_log import read_problems, write_problems
-from dapo_jax.trackers.rollout_log import read_rollouts, write_rollouts
+from dapo_jax.trackers.rollout_log import read_problems, read_rollouts, write_problems, write_rollouts
 
 
 def group(ordinal=7, row=None):

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from dapo_jax.trackers import JsonlTracker, read_metrics
-from dapo_jax.trackers.jsonl import LINES_PER_OBJECT
+from dapo_jax.trackers.json_lines import LINES_PER_OBJECT
 
 PATH = "gs://bucket/run/metrics.jsonl"
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dapo_jax.trackers import JsonlTracker, MultiTracker, Tracker, jsonl, read_metrics
-from dapo_jax.trackers.jsonl import LineFollower
+from dapo_jax.trackers.json_lines import LineFollower
 
 
 def write(path, steps, resume_step=None):

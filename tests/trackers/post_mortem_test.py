@@ -8,7 +8,7 @@ import pytest
 
 from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
 from dapo_jax.storage import path_of
-from dapo_jax.trackers.post_mortem import read_post_mortem, write_post_mortem
+from dapo_jax.trackers.rollout_log import read_post_mortem, write_post_mortem
 
 STACKS = [
     {"mask": np.array([[[True, False]]]), "advantages": np.array([[[np.nan, 0.0]]], np.float32)},

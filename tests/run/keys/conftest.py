@@ -62,8 +62,8 @@ def watched():
         received["updates"] = doubles.Updates(*arguments, **options)
         return received["updates"]
 
-    def download(name, *, revision, cache_dir, weights):
-        received["download"] = {"revision": revision, "cache_dir": cache_dir}
+    def download(name, *, revision, weights):
+        received["download"] = {"revision": revision}
         return policy.Path("model")
 
     with pytest.MonkeyPatch.context() as patch:

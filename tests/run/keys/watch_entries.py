@@ -15,7 +15,7 @@ SCHEMAS = {
 }
 OPTIONS = {"prompt": "question", "answer": "solution"}
 MANY = {**MIXTURE, "dynamic_sampling.prompts_per_wave": 20, "dynamic_sampling.enabled": True}
-SHOWN = {**IN_ORDER, "data.max_prompt_tokens": 20, "data.few_shot_separator": ","}
+SHOWN = {**IN_ORDER, "data.max_prompt_tokens": 20}
 
 
 def notes(look):
