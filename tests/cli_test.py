@@ -35,7 +35,7 @@ def wrong(sample):
     return False
 
 def even(sample):
-    """About half are; stops the run at once while a file called `stop` lies beside this one."""
+    """About half are right; stops the run at once if there is a file called `stop` in this folder."""
     if Path(__file__).with_name("stop").exists():
         raise KeyboardInterrupt
     return int(sample.tokens.sum()) % 2 == 0
@@ -162,9 +162,9 @@ def test_a_place_that_is_read_only_is_one_message_before_anything_is_done(
     place.mkdir()
     read_only(place)
     assert main([argument.format(place) for argument in arguments]) == 2
-    said = one_message(capsys, arguments[0])
-    assert key in said
-    assert f"nothing can be written to {place}: this user may not write there" in said
+    output = one_message(capsys, arguments[0])
+    assert key in output
+    assert f"nothing can be written to {place}: this user may not write there" in output
     assert not list(place.iterdir())
 
 
@@ -193,9 +193,9 @@ def test_a_platform_that_is_not_here_is_one_message(platforms, tmp_path):
         text=True,
         timeout=120,
     )
-    [said] = [line for line in done.stderr.splitlines() if "dapo-jax" in line]
+    [output] = [line for line in done.stderr.splitlines() if "dapo-jax" in line]
     assert done.returncode == 2
-    assert f"JAX_PLATFORMS={platforms}: Unable to initialize backend" in said
+    assert f"JAX_PLATFORMS={platforms}: Unable to initialize backend" in output
     assert "Traceback" not in done.stderr
 
 
@@ -207,15 +207,15 @@ def test_the_remedies_of_data_are_its_options(verb, tmp_path, capsys):
     other.write_text('{"question": "1", "answer": "2"}\n')
     read = ["jsonl", "--from", str(file), "--data-dir", str(tmp_path / "kept")]
     unnamed = ["jsonl", "--from", str(other), "--data-dir", str(tmp_path / "kept")]
-    said = []
+    output = []
     for arguments in (["gsm8k"], read, ["gsm8q"], [*read, "--options", '{"question": "q"}'], unnamed):
         assert main(["data", verb, *arguments]) == 2
-        said.append(one_message(capsys, "data"))
-    assert "dataset 'gsm8k'" in said[0]
-    assert "name it in --from" in said[0]
-    assert "(--on-bad-row skip leaves such rows out and counts them)" in said[1]
-    assert """--options '{"prompt": "FIELD", "answer": "FIELD.INSIDE"}'""" in said[4]
-    assert not any("data." in text.replace("data.jsonl", "") for text in said)
+        output.append(one_message(capsys, "data"))
+    assert "dataset 'gsm8k'" in output[0]
+    assert "name it in --from" in output[0]
+    assert "(--on-bad-row skip leaves such rows out and counts them)" in output[1]
+    assert """--options '{"prompt": "FIELD", "answer": "FIELD.INSIDE"}'""" in output[4]
+    assert not any("data." in text.replace("data.jsonl", "") for text in output)
 
 
 @pytest.mark.parametrize(
@@ -247,8 +247,8 @@ def test_an_unknown_argument_is_answered_with_the_nearest(arguments, hint, capsy
 def test_only_required_arguments_are_reported_as_missing(command, missing, capsys):
     with pytest.raises(SystemExit):
         main([command])
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert said.endswith(f"the following arguments are required: {missing}")
+    output = capsys.readouterr().err.splitlines()[-1]
+    assert output.endswith(f"the following arguments are required: {missing}")
 
 
 STARTS = """
@@ -279,9 +279,9 @@ def test_control_characters_in_data_are_escaped(tmp_path, capsys, model):
     assert main(["sample", "shipped:quickstart", "--prompt", "\x1b[2J"]) == 2  # the message quotes the prompt
     (tmp_path / "data.jsonl").write_text(json.dumps({"\x1b[2J": 1}) + "\n")
     assert main(["data", "prepare", *read]) == 2
-    said = "".join(capsys.readouterr())
-    assert "\\x1b[2J\\x1b]0;owned\\x07\\u202e1+1" in said
-    assert not set("\x1b\x07\x9b\u202e") & set(said)
+    output = "".join(capsys.readouterr())
+    assert "\\x1b[2J\\x1b]0;owned\\x07\\u202e1+1" in output
+    assert not set("\x1b\x07\x9b\u202e") & set(output)
 
 
 @pytest.mark.parametrize(
@@ -338,12 +338,12 @@ def test_a_usage_error_is_status_2(arguments, capsys):
     ],
 )
 def test_config_prints_changed_keys_as_a_file_of_the_same_configuration(name, schema, capsys, tmp_path):
-    told = ["seed=3", 'data.prompt_template=Q: {prompt}\n"no: yes"']
+    given = ["seed=3", 'data.prompt_template=Q: {prompt}\n"no: yes"']
     kind = {SftConfig: ["--sft"], EvaluateConfig: ["--eval"]}.get(schema, [])
-    assert main(["config", name, *told, "--changed", *kind]) == 0
+    assert main(["config", name, *given, "--changed", *kind]) == 0
     printed = tmp_path / "printed.yaml"
     printed.write_text(capsys.readouterr().out)
-    expected = load_config(name, told, schema=schema)
+    expected = load_config(name, given, schema=schema)
     assert load_config(printed, schema=schema) == expected
     assert len(printed.read_text().splitlines()) < len(to_yaml(expected).splitlines()) / 2
 
@@ -508,7 +508,7 @@ def test_eval_takes_a_run_with_its_own_configuration_or_its_model_with_a_file(tr
     assert re.search(r"^arithmetic +[01]\.\d{3} ± 0\.\d{3} ", from_run, re.MULTILINE), from_run
     arguments = ["eval", str(trained / "model"), "--config", str(trained / "config.yaml")]
     assert main([*arguments, "--keep", str(tmp_path / "again")]) == 0
-    # A model folder does not know after which step it was written, so its evaluation draws other numbers.
+    # A model folder has no step, so its evaluation uses other random numbers.
     assert capsys.readouterr().out.split()[:4] == from_run.split()[:4]
     kept, again = (
         read_rollouts(tmp_path / name / "arithmetic" / "step_000000.jsonl") for name in ("kept", "again")
@@ -546,12 +546,12 @@ def test_data_prepare_names_references_that_a_grader_cannot_read_as_a_whole(caps
 def test_data_is_prepared_and_shown(trained, capsys, tmp_path):
     lines = ['{"q": "3+3", "a": "6"}', '{"q": "3+3", "a": "6"}', '{"q": "10+1", "a": "11"}', "{"]
     (tmp_path / "own.jsonl").write_text("\n".join(lines))
-    told = ["jsonl", "--from", str(tmp_path / "own.jsonl"), "--options", '{"prompt": "q", "answer": "a"}']
-    assert main(["data", "prepare", *told]) == 2
+    given = ["jsonl", "--from", str(tmp_path / "own.jsonl"), "--options", '{"prompt": "q", "answer": "a"}']
+    assert main(["data", "prepare", *given]) == 2
     assert "own.jsonl, line 4: not JSON" in one_message(capsys, "data")
-    assert main(["data", "prepare", *told, "--on-bad-row", "skip"]) == 0
-    said = "jsonl: 2 prompts of 4 rows (1 repeated; 1 bad: own.jsonl, line 4: not JSON"
-    assert capsys.readouterr().out.startswith(f"train: {said}")
+    assert main(["data", "prepare", *given, "--on-bad-row", "skip"]) == 0
+    output = "jsonl: 2 prompts of 4 rows (1 repeated; 1 bad: own.jsonl, line 4: not JSON"
+    assert capsys.readouterr().out.startswith(f"train: {output}")
     how = [
         "--on-bad-row",
         "skip",
@@ -562,9 +562,9 @@ def test_data_is_prepared_and_shown(trained, capsys, tmp_path):
         "-n",
         "1",
     ]
-    assert main(["data", "show", *told, *how]) == 0
+    assert main(["data", "show", *given, *how]) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith(said)
+    assert shown.startswith(output)
     assert "min 4 median 4 p95 4 p99 4 max 5" in shown
     assert "--- own.jsonl, line 1, 4 tokens, answer '6'\n?3+3\n" in shown
     assert "10+1" not in shown

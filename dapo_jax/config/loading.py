@@ -12,12 +12,10 @@ from typing import Any, NoReturn, TypeAlias, TypeVar, cast, get_args, get_origin
 
 import yaml
 
-from dapo_jax.config.evaluate_schema import EvaluateConfig, evaluation_of
 from dapo_jax.config.keys import ConfigError, needed
 from dapo_jax.config.reading import read_file, read_yaml, shipped_configs, write_yaml
-from dapo_jax.config.schema import TrainConfig
+from dapo_jax.config.schema import EvaluateConfig, SftConfig, TrainConfig, evaluation_of
 from dapo_jax.config.section import Section, field_types, leaf_types
-from dapo_jax.config.sft_schema import SftConfig
 from dapo_jax.config.suggestions import alias_of, instead_of, unknown_key
 from dapo_jax.config.values import refuse, shown
 from dapo_jax.storage import AnyPath, path_of

@@ -1,11 +1,11 @@
-"""The configuration of a training run, a dataclass for each section. `data_schema` has the section `data`. Imports no jax.
+"""The configurations of training, a warm start and an evaluation, a dataclass for each section. `data_schema` has the section `data`. Imports no jax.
 
 Each key is defined once: its default, its rules (`keys.key`), and its documentation below it. Defaults are the paper's if the paper gives a value
 (DAPO, https://arxiv.org/abs/2503.14476), with the equation or section. Checks raise `ConfigError` and never change a value.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 from dapo_jax.config.data_schema import DataConfig, SourceConfig, check_source
@@ -831,6 +831,61 @@ class TrainConfig(RunConfig):
         if self.reward.graders or self.reward.grader != RewardConfig.grader:
             remedy = "the environment gives the rewards: leave reward.grader and reward.graders out"
             self.refuse("environment.source", "no reward.grader", remedy)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftBatchConfig(PackedRowsConfig):
+    """The size of one supervised update."""
+
+    pairs_per_step: int = key(256, range=SIZE)
+    """Demonstrations in one update, which is a step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftConfig(RunConfig):
+    """A supervised warm start from prompt / response pairs."""
+
+    max_response_tokens: int = key(64, range=SIZE)
+    """Most tokens of a demonstration, including its end token; a longer one is an error."""
+    batch: SftBatchConfig = key(default_factory=SftBatchConfig)
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens in a packed row: `batch.row_tokens`, or the longest possible pair."""
+        return self.batch.row_tokens or self.data.max_prompt_tokens + self.max_response_tokens
+
+    def check_together(self) -> None:
+        self.check_shared(self.max_response_tokens, "max_response_tokens")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateConfig(Section):
+    """The complete configuration of an evaluation, except the model."""
+
+    seed: int = key(0, range=SEED)
+    """Seed of sampling."""
+    compilation_cache: str = "~/.cache/dapo_jax/xla"
+    """Folder, local or `gs://...`, of compiled programs that later runs reuse; empty: none."""
+    compute_dtype: str = key("float32", choices=["float32", "bfloat16"])
+    """Dtype of activations and matrix products: float32 or bfloat16."""
+    data: DataConfig = key(default_factory=DataConfig)
+    sampling: SamplingConfig = key(default_factory=lambda: SamplingConfig(slots=32, max_response_tokens=1024))
+    """Slots, limits and stops; temperature, top-p and top-k are in `eval`. The default is 32 slots of 1024 tokens,
+    because the paper's 20,480 tokens fill the memory of small machines."""
+    reward: RewardConfig = key(default_factory=RewardConfig)
+    """The grader; the overlong penalty changes no score."""
+    environment: EnvironmentConfig = key(default_factory=EnvironmentConfig)
+    eval: EvalConfig = key(default_factory=EvalConfig)
+    parallel: ParallelConfig = key(default_factory=ParallelConfig)
+
+
+def evaluation_of(config: TrainConfig | SftConfig | EvaluateConfig) -> EvaluateConfig:
+    """Returns the evaluation that a run with this configuration does while it trains."""
+    if isinstance(config, EvaluateConfig):
+        return config
+    names = {field.name for field in fields(EvaluateConfig)} - {"compute_dtype"}
+    shared = {name: value for name, value in vars(config).items() if name in names}
+    return EvaluateConfig(compute_dtype=config.model.compute_dtype, **shared)
 
 
 FREE_TO_CHANGE = tuple(

@@ -135,11 +135,11 @@ def test_a_gguf_file_cannot_be_trained_directly(gguf_file):
 
 def test_the_command_says_what_it_wrote(gguf_file, tmp_path, capsys):
     assert main(["convert", str(gguf_file), str(tmp_path / "out"), "--dtype", "bfloat16"]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith(
+    output = capsys.readouterr().out
+    assert output.startswith(
         f"{tmp_path}/out: a llama of {CONFIG.parameters:,} parameters, {2 * CONFIG.parameters:,} bytes in bfloat16"
     )
-    assert "tokenizer.json" in said
+    assert "tokenizer.json" in output
     assert main(["convert", str(gguf_file), str(tmp_path / "out")]) == 2
     assert capsys.readouterr().err.startswith("dapo-jax convert: ")
 
@@ -166,17 +166,17 @@ def test_a_gguf_file_in_a_bucket_is_to_be_copied_to_a_disk_first(bucket, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "output"),
     [
         ("link", r"link is a link to .*gone, which is not there"),
         ("a" * 300, "no such name of .* characters"),
     ],
 )
-def test_a_target_that_cannot_be_made_is_a_usage_error(name, said, tmp_path, capsys):
+def test_a_target_that_cannot_be_made_is_a_usage_error(name, output, tmp_path, capsys):
     (tmp_path / "link").symlink_to(tmp_path / "gone")
     assert main(["convert", "shipped:quickstart", str(tmp_path / name)]) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert re.search(said, line)
+    assert re.search(output, line)
     assert {path.name for path in tmp_path.iterdir()} == {"link"}
 
 

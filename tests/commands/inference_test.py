@@ -106,7 +106,7 @@ def test_a_run_is_evaluated_as_it_was_while_it_trained(finished, rows, even_sum)
 
 
 def brief(sample):
-    """A number of 0 or less, of which none is correct."""
+    """A number of 0 or less, so no response is correct."""
     return -float(len(sample.tokens))
 
 
@@ -209,14 +209,14 @@ def test_evaluation_and_training_use_different_random_numbers(model, rows):
     prompts = held_out(checked_rows(rows), policy.tokenizer, max_prompt_tokens=4, limit=2)
     weights = rollouts.transfer(policy.params)
 
-    def drawn(domain):
+    def tokens_by_ordinal(domain):
         left = list(prompts)
         found = rollouts.sample(
             weights, lambda count: [left.pop(0) for _ in prompts if left], decoding=decoding(), samples=4, domain=domain
         )  # fmt: skip
         return {prompt.ordinal: [r.tokens.tolist() for r in responses] for prompt, responses in found}
 
-    training, evaluation = drawn(TRAINING), drawn(EVALUATION)
+    training, evaluation = tokens_by_ordinal(TRAINING), tokens_by_ordinal(EVALUATION)
     assert training[0] != evaluation[0]
     assert training[1] != evaluation[1]
 

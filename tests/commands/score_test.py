@@ -18,7 +18,7 @@ RESPONSES = ["Answer: 34", "Answer: 34.0", "**Answer: 34**", "Answer: 35"]
 
 
 def long_ones(sample):
-    """A reward function that reads what a saved rollout must still have."""
+    """A reward function that reads fields of a saved rollout."""
     assert sample.prompt.row["level"] == 2
     assert (sample.finish_reason, sample.response_tokens) == ("stop", 3)
     return len(sample.response) > len("Answer: 34")
@@ -31,7 +31,7 @@ def brief(sample):
 
 @whole_group
 def longest(group):
-    """Right is the longest of its own group of four, of which each step has one."""
+    """The longest response of a group of four is right; each step has one group."""
     assert len(group) == 4
     most = max(len(sample.response) for sample in group)
     return [len(sample.response) == most for sample in group]
@@ -63,7 +63,7 @@ def rollouts(tmp_path):
 
 
 def test_graders_are_compared_with_the_record_and_with_each_other(rollouts):
-    """Of four: dapo says 1 of 4 as recorded, math 3 of 4; they differ on the second and the third."""
+    """In each group dapo accepts 1 of 4, as recorded, and math 3 of 4; they differ on the second and the third."""
     scores = score(rollouts, ["dapo", "math"])
     assert [scores.accuracy(name) for name in ("recorded", "dapo", "math")] == [0.25, 0.25, 0.75]
     assert scores.agreement("recorded", "dapo") == 1.0
@@ -95,7 +95,7 @@ def test_an_own_function_gets_the_row_and_the_tokens(rollouts):
 
 
 def scored(sample):
-    """A verdict with an answer, which is right or wrong, and a score beside it."""
+    """A verdict with an answer and a score."""
     return Verdict(correct=sample.response == "Answer: 34", extracted="34", score=len(sample.response) / 10)
 
 
@@ -167,7 +167,7 @@ def test_what_cannot_be_scored_is_named(rollouts, tmp_path, capsys):
 
 
 def test_the_problems_beside_kept_rollouts_are_no_rollouts(rollouts):
-    """`eval --keep` writes them to a folder below; who names that file is told what is in it."""
+    """`eval --keep` writes them to a subfolder."""
     problems = write_problems(rollouts / "problems", [{"samples": 4}], name="arithmetic", step=0)
     assert len(score(rollouts, ["dapo"]).rows) == 8
     with pytest.raises(ConfigError, match=r"arithmetic\.jsonl, line 1 is not a rollout"):

@@ -1,4 +1,4 @@
-"""A supervised warm start: it learns, it is logged, and what it writes is a model."""
+"""A supervised warm start: it learns, logs, and writes a model."""
 
 from dataclasses import replace
 

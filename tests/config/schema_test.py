@@ -173,9 +173,9 @@ def test_a_wave_has_three_times_the_prompts_that_a_step_trains_on():
     """The recipe's ratio, 1536 to 512, at 8: so a small run does not sample 1536 prompts at once."""
     small = TrainConfig(run_dir="a", batch=BatchConfig(prompts_per_step=8, groups_per_update=8))
     assert small.prompts_per_wave == small.resolved().dynamic_sampling.prompts_per_wave == 24
-    told = dataclasses.replace(small, dynamic_sampling=DynamicSamplingConfig(prompts_per_wave=10))
-    assert told.prompts_per_wave == 10
-    assert told.resolved() == told
+    changed = dataclasses.replace(small, dynamic_sampling=DynamicSamplingConfig(prompts_per_wave=10))
+    assert changed.prompts_per_wave == 10
+    assert changed.resolved() == changed
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,7 @@ import re
 
 import pytest
 
-from dapo_jax.config import SftConfig, TrainConfig
-from dapo_jax.config.evaluate_schema import EvaluateConfig
+from dapo_jax.config import EvaluateConfig, SftConfig, TrainConfig
 from dapo_jax.config.section import leaf_types
 from dapo_jax.config.suggestions import ALIASES, NO_KEY, NOTES, alias_of, nearest_keys, unknown_key
 
