@@ -168,12 +168,6 @@ def test_a_place_that_is_read_only_is_one_message_before_anything_is_done(
     assert not list(place.iterdir())
 
 
-def test_a_place_below_a_file_is_one_message(tmp_path, capsys):
-    (tmp_path / "file").write_text("")
-    assert main(["convert", "shipped:quickstart", f"{tmp_path}/file/out"]) == 2
-    assert f"{tmp_path}/file is no folder" in one_message(capsys, "convert")
-
-
 def test_a_json_file_that_cannot_be_written_is_one_message(tmp_path):
     from dapo_jax.cli.arguments import write_json
 

@@ -167,10 +167,7 @@ def test_a_gguf_file_in_a_bucket_is_to_be_copied_to_a_disk_first(bucket, tmp_pat
 
 @pytest.mark.parametrize(
     ("name", "output"),
-    [
-        ("link", r"link is a link to .*gone, which is not there"),
-        ("a" * 300, "no such name of .* characters"),
-    ],
+    [("link", r"link is a link to .*gone, which is not there"), ("a" * 300, "no such name of .* characters")],
 )
 def test_a_target_that_cannot_be_made_is_a_usage_error(name, output, tmp_path, capsys):
     (tmp_path / "link").symlink_to(tmp_path / "gone")

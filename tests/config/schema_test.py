@@ -335,12 +335,7 @@ def test_building_a_section_in_python_is_checked_too(build, key):
 @pytest.mark.parametrize(
     ("config", "name", "value", "words"),
     [
-        (
-            RewardConfig(),
-            "overlong",
-            {"enabled": False},
-            "overlong: found {'enabled': False}",
-        ),
+        (RewardConfig(), "overlong", {"enabled": False}, "overlong: found {'enabled': False}"),
         (TrainConfig(run_dir="a"), "loss", BatchConfig(), "loss: found BatchConfig("),
         (BatchConfig(), "group_size", [16], "batch.group_size: found [16], needs a whole number"),
         (OptimizerConfig(), "learning_rate", "1e-6", "optimizer.learning_rate: found '1e-6', needs a number"),

@@ -4,7 +4,6 @@ import shutil
 
 import pytest
 
-from dapo_jax import cli
 from dapo_jax.config import ConfigError, SftConfig, load_config, load_evaluation
 from dapo_jax.config.reading import shipped_configs
 
@@ -39,10 +38,6 @@ def test_a_file_that_is_there_wins_and_a_folder_does_not(tmp_path):
     assert load_config(tmp_path / "quickstart").run_dir == "mine"
 
 
-def test_a_path_into_a_folder_of_another_name_is_no_name(tmp_path):
-    assert f"no folder {tmp_path / 'nowhere'}" in message_of(tmp_path / "nowhere" / "quickstart")
-
-
 def test_an_unknown_name_is_answered_with_the_nearest(tmp_path):
     assert "did you mean quickstart?" in message_of("quickstrat")
     assert "give a YAML file, or one of aime_2024, dapo_qwen2.5_32b," in message_of("zzz")
@@ -50,12 +45,6 @@ def test_an_unknown_name_is_answered_with_the_nearest(tmp_path):
         assert "give its name: quickstart" in message_of(path)
     shutil.copy(shipped_configs()["quickstart"], tmp_path / "mine.yaml")
     assert "did you mean mine.yaml?" in message_of("mine")
-
-
-def test_the_command_prints_a_configuration_by_name_that_loads_again(tmp_path, capsys):
-    assert cli.main(["config", "quickstart"]) == 0
-    (tmp_path / "my.yaml").write_text(capsys.readouterr().out)
-    assert load_config("my.yaml") == load_config("quickstart")
 
 
 def test_a_preemption_of_a_run_on_a_slice_costs_one_step_at_most():

@@ -7,7 +7,7 @@ import signal
 import pytest
 from rich.console import Console
 
-from dapo_jax.trackers.progress import Progress, _thousands
+from dapo_jax.trackers.progress import Progress
 
 METRICS = {
     "rollout/accuracy": 0.609,
@@ -90,12 +90,6 @@ def test_time_left_follows_recent_steps():
         clock.now += 100.0 if step < 39 else 1.0
         progress.step(step, {})
     assert progress.line().endswith("eta 41s")  # 41 steps at the last 20 steps' 1 s
-
-
-def test_the_last_step_has_no_time_left():
-    progress = Progress(3, console=plain())
-    progress.step(3, METRICS)
-    assert progress.line().endswith("eta 0s")
 
 
 @pytest.mark.parametrize("metrics", [{}, dict.fromkeys(METRICS, math.nan), dict.fromkeys(METRICS, math.inf)])
@@ -234,14 +228,6 @@ def test_the_live_view_can_be_drawn_before_anything_is_known():
     assert "held out" in text
 
 
-def test_a_phase_may_have_a_count_without_a_total():
-    progress = Progress(10, console=terminal())
-    progress.phase("sampling", 17)
-    assert "17" in view_of(progress)
-    progress.phase("sampling", 0, 0)
-    assert "0" in view_of(progress)
-
-
 def test_leaving_by_an_exception_gives_the_cursor_back_and_no_signal_is_touched():
     console = terminal()
     handler = signal.getsignal(signal.SIGINT)
@@ -273,22 +259,6 @@ def test_a_notebook_without_widgets_gets_plain_lines(monkeypatch):
     with Progress(9, console=console) as progress:
         progress.step(1, {})
     assert shown == ["step 1/9  reward -  acc -  len -  entropy -  - tok/s  - s/step  eta -"]
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0.4, "0"),
-        (87.2, "87"),
-        (999.4, "999"),
-        (999.6, "1.0k"),
-        (9949, "9.9k"),
-        (9951, "10k"),
-        (1.3e6, "1.3M"),
-    ],
-)
-def test_speeds_are_short(value, text):
-    assert _thousands(value) == text
 
 
 def test_who_listens_hears_of_every_phase():

@@ -227,10 +227,7 @@ def test_every_problem_is_one_complete_line(tmp_path):
         "cons@2": 1.0,
         "reward": 0.0,
         "consensus_answers": ["34"],
-        "extracted": [
-            {"answer": "34", "count": 1, "correct": 1},
-            {"answer": None, "count": 1, "correct": 0},
-        ],
+        "extracted": [{"answer": "34", "count": 1, "correct": 1}, {"answer": None, "count": 1, "correct": 0}],
         "response_tokens": 3.5,
         "truncated": 1,
         "lost": 0,

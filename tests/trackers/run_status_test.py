@@ -80,13 +80,7 @@ def test_a_later_process_of_the_same_number_is_not_the_run(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "{",
-        '{"state": "running"}',
-        '{"state": 1, "at": "now", "reason": "", "process": {}}',
-    ],
+    "text", ["", "{", '{"state": "running"}', '{"state": 1, "at": "now", "reason": "", "process": {}}']
 )
 def test_a_damaged_file_is_no_status(tmp_path, text):
     (tmp_path / FILE).write_text(text)
