@@ -20,8 +20,6 @@ __all__ = [
     "TensorBoardTracker",
     "Tracker",
     "WandbTracker",
-    "check_trackers",
-    "missing_requirement",
     "read_metrics",
 ]
 

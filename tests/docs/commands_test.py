@@ -30,5 +30,5 @@ def test_the_commands_are_those_that_are_called():
 def test_usage_defaults_and_what_must_be_given_are_said():
     page = commands.markdown()
     assert "dapo-jax train CONFIG [key=value ...] [--resume]" in page
-    assert "| `--max-response-tokens MAX_RESPONSE_TOKENS` | (default 64) |" in page
+    assert "| `--answer-marker TEXT` | of the exact grader (default =) |" in page
     assert "may be given several times; it must be given" in page  # sample --prompt
