@@ -104,10 +104,7 @@ def _trained(config: SftConfig, run_dir: AnyPath, lock: Lock, progress: Progress
         optimizer,
         mesh,
         objective=supervised_loss,
-        options=UpdateOptions(
-            old_logprobs="sampler",
-            offload=config.optimizer.offload,
-        ),
+        options=UpdateOptions(old_logprobs="sampler", offload=config.optimizer.offload),
         frozen=policy.frozen,
     )
     state = init_state(policy.params, optimizer, mesh, offload=config.optimizer.offload, copy=False)

@@ -14,14 +14,7 @@ from dapo_jax.trackers.json_lines import JsonlTracker, read_metrics
 from dapo_jax.trackers.tensorboard import TensorBoardTracker
 from dapo_jax.trackers.wandb import WandbTracker, has_wandb_key, wandb_mode
 
-__all__ = [
-    "JsonlTracker",
-    "MultiTracker",
-    "TensorBoardTracker",
-    "Tracker",
-    "WandbTracker",
-    "read_metrics",
-]
+__all__ = ["JsonlTracker", "MultiTracker", "TensorBoardTracker", "Tracker", "WandbTracker", "read_metrics"]
 
 
 @runtime_checkable

@@ -260,7 +260,11 @@ def _figures(value: float | int | None) -> str:
 
 
 def _thousands(value: float | int | None) -> str:
-    """Formats two or three figures: 87, 940, 4.1k, 12k, 1.3M."""
+    """Formats two or three figures.
+
+    >>> [_thousands(value) for value in (0.4, 87.2, 999.4, 999.6, 9949, 9951, 1.3e6)]
+    ['0', '87', '999', '1.0k', '9.9k', '10k', '1.3M']
+    """
     if value is None or not math.isfinite(value):
         return "-"
     for size, letter in ((1e6, "M"), (1e3, "k")):
