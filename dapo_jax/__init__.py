@@ -3,8 +3,6 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from dapo_jax.moved import answer_old_names
-
 if TYPE_CHECKING:
     from dapo_jax.dapo.advantages import group_advantages
     from dapo_jax.dapo.logprobs import chunked_logprobs, token_logprobs
@@ -38,9 +36,6 @@ _HOMES = {
     "dapo.overlong": ("overlong_penalty",),
     "run": ("train",),
 }
-
-
-answer_old_names()
 
 
 def __getattr__(name: str) -> Any:

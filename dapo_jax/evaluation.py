@@ -112,7 +112,11 @@ def lost_verdicts(groups: Sequence[Group]) -> str:
     return f"{len(lost)} of {count} responses got no verdict and count as wrong: {lost[0].reason or lost[0].lost}"
 
 
-def responses_kept(problems: int, responses: int) -> list[int]:
+LOGGED_RESPONSES = 64
+"""Number of responses per held-out dataset that an evaluation writes."""
+
+
+def responses_kept(problems: int, responses: int = LOGGED_RESPONSES) -> list[int]:
     """Returns how many responses to log of each problem, so that `responses` are logged in all.
 
     >>> responses_kept(3, 7), responses_kept(3, 2)

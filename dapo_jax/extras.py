@@ -1,13 +1,10 @@
-"""How what an extra of the package brings is installed: one place that says it."""
+"""How to install an extra of the package."""
 
 from pathlib import Path
 
 
 def how_to_install(extra: str) -> str:
-    """The command that installs an extra.
-
-    The package is on no index: it is installed from its checkout, or as a wheel.
-    """
+    """Returns the command that installs an extra, from the checkout or the wheel: the package is on no index."""
     checkout = Path(__file__).resolve().parents[1]
     if not (checkout / "pyproject.toml").is_file():
         return f"pip install 'WHEEL[{extra}]', with the wheel's path for WHEEL"

@@ -1,17 +1,17 @@
-"""The known names most like one that is not known: what every "did you mean" of the library goes by."""
+"""The names most similar to an unknown name, for every "did you mean"."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
 
 
 def nearest(word: str, known: Iterable[str], *, count: int = 1, least: float = 0.5) -> list[str]:
-    """At most `count` of the `known` names that are most like `word`, best first; upper and lower case are the same.
+    """Returns at most `count` of the `known` names most similar to `word`, best first, ignoring case.
 
     Args:
-        word: what was written.
-        known: the names there are.
-        count: how many to offer.
-        least: the likeness, from 0 to 1, below which a name is not offered; 0 always offers one.
+        word: the unknown name.
+        known: the valid names.
+        count: most names to return.
+        least: similarity, from 0 to 1, below which a name is left out; 0 always returns one.
 
     >>> nearest("Adapo", ["exact", "dapo", "math"]), nearest("xyz", ["exact", "dapo"])
     (['dapo'], [])

@@ -1,4 +1,4 @@
-"""JSON that somebody else wrote: whatever is wrong with it is a ValueError that names the place."""
+"""JSON from others: every problem with it is a ValueError that names the place."""
 
 import json
 import math
@@ -6,20 +6,15 @@ from typing import Any
 
 
 def read_numbers(text: str | bytes) -> Any:
-    """The value that JSON states, if all its numbers are finite and its integers fit 64 bits: arrays and JavaScript hold no others.
+    """Parses JSON whose numbers are finite and whose integers fit 64 bits, as in arrays and JavaScript.
 
     Raises:
-        ValueError: it is no JSON, or a number is another.
+        ValueError: it is not JSON, or contains another number.
     """
-    return json.loads(text, parse_int=integer, parse_float=_finite, parse_constant=_finite)
+    return json.loads(text, parse_int=_integer, parse_float=_finite, parse_constant=_finite)
 
 
-def integer(digits: str) -> int:
-    """An integer of JSON, for `json.loads(parse_int=)`.
-
-    Raises:
-        ValueError: it does not fit 64 bits.
-    """
+def _integer(digits: str) -> int:
     number = int(digits)
     if not -(1 << 63) <= number < 1 << 63:
         raise ValueError(f"an integer of {len(digits)} digits does not fit 64 bits")
@@ -33,20 +28,18 @@ def _finite(text: str) -> float:
 
 
 def read_object(content: bytes, where: object) -> dict[str, Any]:
-    """The JSON object that `content` holds.
+    """Parses a JSON object.
 
     Args:
         content: a file's bytes, UTF-8 with or without a byte order mark.
-        where: they are from, for the message.
+        where: the file, for the message.
 
     Raises:
-        ValueError: it is no UTF-8, no JSON or no object, or more deeply nested than Python can follow.
+        ValueError: it is not UTF-8, not JSON, or not an object.
     """
     try:
         read = json.loads(content.decode("utf-8-sig"))
-    except RecursionError as error:
-        raise ValueError(f"{where} is not a JSON file: too many brackets inside one another") from error
-    except ValueError as error:  # JSONDecodeError, UnicodeDecodeError, an integer of thousands of digits
+    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
         raise ValueError(f"{where} is not a JSON file: {error}") from error
     if not isinstance(read, dict):
         raise ValueError(f"{where} holds a {type(read).__name__}; it must be an object with named values")

@@ -1,9 +1,7 @@
-"""Standard streams that cannot end a program, and text of others that cannot command a terminal.
+"""Standard streams that cannot end a program, and text that cannot control a terminal.
 
-What is printed may be lost; what is computed and saved must not be.
-
-A reader that has left (`| head`), a terminal that was closed, a descriptor that was never there (`>&-`) and a character that the
-terminal does not know would each be an exception at the next line that anything prints.
+Printed lines may be lost; results must not be. A reader that exits (`| head`), a closed terminal, a missing descriptor (`>&-`) and a character
+that the terminal's encoding lacks would each raise an exception at the next line that is printed.
 """
 
 import contextlib
@@ -17,29 +15,30 @@ from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 _NO_READER = (errno.EPIPE, errno.ECONNRESET, errno.EBADF)
-"""The system's errors for a write for which there is no reader; of a terminal that was closed it says EIO."""
-
-_RAISE = ("strict", "surrogateescape")
-"""Ways of encoding by which a character can raise."""
+"""Errors of a write without a reader; for a closed terminal it is EIO."""
 
 _KEPT = "\n\t\u200c\u200d"
-"""Line ends and tabs; and the joiners without width that Persian, Indic scripts and emoji are written with."""
+"""Line ends and tabs; and the zero-width joiners of Persian, Indic scripts and emoji."""
 _HIDDEN = ("Cc", "Cf", "Cs", "Zl", "Zp")
-"""Categories of Unicode: control characters, formats such as marks of direction, halves of surrogate pairs, line and paragraph separators."""
+"""Unicode categories: control and format characters, surrogates, line and paragraph separators."""
 
 
 @contextlib.contextmanager
 def lasting_streams(gone: Callable[[str], None] = lambda name: None) -> Iterator[None]:
-    """Within, standard output and standard error take whatever is written, and drop it once nobody reads them.
+    """Within, standard output and standard error accept all writes, and drop them once there is no reader.
 
-    A character that the encoding does not have becomes a question mark. Descriptors 0 to 2 that are closed are opened on the null
-    device, for good: the next file to be opened would else get such a number, and what a library prints would be written into it.
-    Streams that are not the interpreter's own (a notebook's, a test's) stay as they are.
+    A character that the encoding lacks becomes a question mark. Closed descriptors 0 to 2 are opened on the null device, permanently:
+    otherwise the next file to be opened would get such a number, and a library's output would be written into it.
+    Streams that are not the interpreter's own (in a notebook or a test) are unchanged.
 
     Args:
-        gone: called once with `standard output` or `standard error` when nobody reads it any more. It must not print there.
+        gone: called once with `standard output` or `standard error` when it has no reader any more. It must not print there.
     """
-    _fill_descriptors()
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            _discard(number)
     before = (sys.stdin, sys.stdout, sys.stderr)
     if sys.stdin is None:
         sys.stdin = open(os.devnull)  # noqa: SIM115 - for as long as the program may read it
@@ -54,16 +53,8 @@ def lasting_streams(gone: Callable[[str], None] = lambda name: None) -> Iterator
         sys.stdin, sys.stdout, sys.stderr = before
 
 
-def _fill_descriptors() -> None:
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:
-            _discard(number)
-
-
 def _discard(number: int) -> None:
-    """Makes the descriptor the null device's."""
+    """Opens the null device as this descriptor."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     if nowhere == number:
         os.set_inheritable(number, True)
@@ -83,37 +74,35 @@ def _lasting(stream: Any, own: TextIO | None, number: int, gone: Callable[[], No
     return io.TextIOWrapper(
         lasting if stream.write_through else io.BufferedWriter(lasting),
         encoding=stream.encoding,
-        errors="replace" if stream.errors in _RAISE else stream.errors,
+        errors="replace" if stream.errors in ("strict", "surrogateescape") else stream.errors,
         line_buffering=stream.line_buffering,
         write_through=stream.write_through,
     )
 
 
 class _Descriptor(io.FileIO):
-    """A descriptor to write to, which becomes the null device's once nobody reads."""
+    """A descriptor for writing, which becomes the null device once it has no reader."""
 
     def __init__(self, number: int, gone: Callable[[], None]) -> None:
         super().__init__(number, "w", closefd=False)
         self._gone = gone
-        device = stat.S_ISCHR(
-            os.fstat(number).st_mode
-        )  # a terminal that is closed by now is no terminal any more
-        self._none = (*_NO_READER, errno.EIO) if device else _NO_READER
+        device = stat.S_ISCHR(os.fstat(number).st_mode)  # a closed terminal does not count as one any more
+        self._no_reader = (*_NO_READER, errno.EIO) if device else _NO_READER
 
     def write(self, data: Any) -> int | None:
         try:
             return super().write(data)
         except OSError as error:
-            if error.errno not in self._none:
+            if error.errno not in self._no_reader:
                 raise
-        # The descriptor itself: libraries that are not Python's write to it too, and programs inherit it.
+        # The descriptor itself: C libraries write to it too, and child processes inherit it.
         _discard(self.fileno())
         self._gone()
         return len(memoryview(data).cast("B"))
 
 
 def visible(text: str) -> str:
-    r"""`text` with each character that a terminal would obey, or that hides or reorders others, written as Python writes it.
+    r"""Escapes each character of `text` that controls a terminal, or that hides or reorders others.
 
     >>> visible("red: \x1b[31m")
     'red: \\x1b[31m'

@@ -1,6 +1,6 @@
 # shellcheck shell=bash disable=SC2034
-# What tpu_vm.sh and gke_xpk.sh have in common; sourced, not run: they use what is set here. Nothing that came
-# with bash 4: macOS has 3.2.
+# Shared code of tpu_vm.sh and gke_xpk.sh, which source it and use its variables. Uses no features of
+# bash 4, because macOS has 3.2.
 
 readonly TOKENS=(HF_TOKEN WANDB_API_KEY)
 readonly EXTRAS="gcs,hub,tpu,wandb"
@@ -53,7 +53,7 @@ flag() {
   [[ $1 != *=* ]] || die "${1%%=*} takes no value"
 }
 
-# Adds a path to what the workers get, under the same name relative to where the run starts.
+# Adds a path to the files for the workers, under the same name relative to where the run starts.
 share() {
   case $1 in
     /* | "~"* | .. | ../* | */.. | */../*)
@@ -63,7 +63,7 @@ share() {
   shared+=("$1")
 }
 
-# Refuses what would fail on the workers: reads the configuration as they will, and finds the files it names.
+# Refuses arguments that would fail on the workers: loads the configuration as they will, and finds its files.
 check_training() { # CONFIG [key=value ...] [--resume]
   [[ $# -gt 0 && $1 != -* && $1 != *=* ]] || die "CONFIG is missing: a YAML file, then key=value ..., then --resume"
   local word resolved run_dir path overrides=()
@@ -102,8 +102,8 @@ is_shared() {
   return 1
 }
 
-# What LIBTPU_INIT_ARGS is to be on the workers: as it is set here, or else the flags with which TPUs are used to train language
-# models. All are in JAX's "List of XLA compiler flags" (docs/xla_flags.md) and in MaxText's benchmarks/xla_flags_library.py.
+# Sets LIBTPU_INIT_ARGS for the workers: its value here, or the usual flags for training language models on
+# TPUs. All are in JAX's "List of XLA compiler flags" (docs/xla_flags.md) and in MaxText's benchmarks/xla_flags_library.py.
 libtpu_args() { # TYPE SLICES
   if [[ -n ${LIBTPU_INIT_ARGS+set} ]]; then
     printf '%s\n' "$LIBTPU_INIT_ARGS"
@@ -128,7 +128,7 @@ libtpu_args() { # TYPE SLICES
   printf '%s\n' "${flags[*]}"
 }
 
-# Names of the tokens that are set here. Their values never stand in an argument or a message.
+# Names of the tokens that are set here. Their values never appear in an argument or a message.
 tokens_set() {
   local token
   for token in "${TOKENS[@]}"; do

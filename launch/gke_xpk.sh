@@ -3,7 +3,7 @@
 # Tested with stubbed clients; not yet run against the real service.
 #
 # XPK has no place for a Kubernetes secret: the tokens go from this environment into the workload's manifest, which all who
-# may read JobSets in the cluster's namespace can read. They stand in no command and in no file here.
+# may read JobSets in the cluster's namespace can read. They appear in no command and in no file here.
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=common.sh
 . "$(dirname "$0")/common.sh"

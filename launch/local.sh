@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# One run as several processes on this machine, each with simulated CPU devices: what a pod does, without a pod.
+# One run as several processes on this machine, each with simulated CPU devices, like a pod.
 #
 #   launch/local.sh [--dry-run] PROCESSES DEVICES_EACH COMMAND...
 #   launch/local.sh 2 4 train configs/quickstart.yaml run_dir=runs/two_processes
 #
-# COMMAND is what stands behind `dapo-jax`. Lines are printed with the process they come from. When a process ends with an error
+# COMMAND is the text after `dapo-jax`. Lines are printed with their process. When a process fails
 # the others are ended, and the script ends with its status. --dry-run prints the commands. PYTHON names another interpreter;
 # XLA_FLAGS, if set, is passed on.
 set -euo pipefail

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# What tpu_vm.sh runs on every worker of a slice. A run is a process of its own session: it goes on when the
-# connection to the worker, or the laptop at its other end, is gone. Each verb may be repeated, as gcloud does.
+# Commands that tpu_vm.sh runs on every worker of a slice. A run has its own session: it continues when the
+# connection to the worker is lost. Each verb may be repeated, as gcloud does.
 #
-#   tpu_worker.sh setup EXTRAS    unpack what was copied, install Python and the library
-#   tpu_worker.sh start ARGS      `dapo-jax train ARGS`, unless it is under way
+#   tpu_worker.sh setup EXTRAS    unpack the copied files, install Python and the library
+#   tpu_worker.sh start ARGS      `dapo-jax train ARGS`, unless it is running
 #   tpu_worker.sh follow          the log until the run ends; exits as it did
 #
 # Tested with stubbed clients; not yet run against the real service.

@@ -1,4 +1,4 @@
-"""The command line: what it prints, and that an error is one message and an exit status."""
+"""The command line: its output, and its errors, each with one message and an exit status."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def wrong(sample):
     return False
 
 def even(sample):
-    """About half are; stops the run at once while a file called `stop` lies beside this one."""
+    """About half are right; stops the run at once if there is a file called `stop` in this folder."""
     if Path(__file__).with_name("stop").exists():
         raise KeyboardInterrupt
     return int(sample.tokens.sum()) % 2 == 0
@@ -105,7 +105,7 @@ def trained(cut, tmp_path_factory):
 
 
 def one_message(capsys, command):
-    """What stands on standard error, which is one line that names the command."""
+    """Returns standard error, which is one line that names the command."""
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1, lines
     assert lines[0].startswith(f"dapo-jax {command}: ")
@@ -162,16 +162,10 @@ def test_a_place_that_is_read_only_is_one_message_before_anything_is_done(
     place.mkdir()
     read_only(place)
     assert main([argument.format(place) for argument in arguments]) == 2
-    said = one_message(capsys, arguments[0])
-    assert key in said
-    assert f"nothing can be written to {place}: this user may not write there" in said
+    output = one_message(capsys, arguments[0])
+    assert key in output
+    assert f"nothing can be written to {place}: this user may not write there" in output
     assert not list(place.iterdir())
-
-
-def test_a_place_below_a_file_is_one_message(tmp_path, capsys):
-    (tmp_path / "file").write_text("")
-    assert main(["convert", "shipped:quickstart", f"{tmp_path}/file/out"]) == 2
-    assert f"nothing can be written to {tmp_path}/file" in one_message(capsys, "convert")
 
 
 def test_a_json_file_that_cannot_be_written_is_one_message(tmp_path):
@@ -193,37 +187,29 @@ def test_a_platform_that_is_not_here_is_one_message(platforms, tmp_path):
         text=True,
         timeout=120,
     )
-    [said] = [line for line in done.stderr.splitlines() if "dapo-jax" in line]
+    [output] = [line for line in done.stderr.splitlines() if "dapo-jax" in line]
     assert done.returncode == 2
-    assert f"JAX_PLATFORMS={platforms}: Unable to initialize backend" in said
+    assert f"JAX_PLATFORMS={platforms}: Unable to initialize backend" in output
     assert "Traceback" not in done.stderr
-
-
-def test_a_field_that_is_no_name_is_one_message(tmp_path, capsys):
-    (tmp_path / "data.jsonl").write_text('{"prompt": "1", "answer": "2"}\n')
-    read = ["jsonl", "--from", str(tmp_path / "data.jsonl"), "--data-dir", str(tmp_path / "kept")]
-    for options in ('{"prompt": {"a": 1}}', '{"answer": null}', '{"prompt": ""}'):
-        assert main(["data", "show", *read, "--options", options]) == 2
-        assert "must be a field's name, a text" in one_message(capsys, "data")
 
 
 @pytest.mark.parametrize("verb", ["prepare", "show"])
 def test_the_remedies_of_data_are_its_options(verb, tmp_path, capsys):
-    """None speaks of a key: there is no configuration in which to set one."""
+    """Without a configuration no message names a key."""
     file, other = tmp_path / "data.jsonl", tmp_path / "other.jsonl"
     file.write_text('{"prompt": "1", "answer": ""}\n')
     other.write_text('{"question": "1", "answer": "2"}\n')
     read = ["jsonl", "--from", str(file), "--data-dir", str(tmp_path / "kept")]
     unnamed = ["jsonl", "--from", str(other), "--data-dir", str(tmp_path / "kept")]
-    said = []
+    output = []
     for arguments in (["gsm8k"], read, ["gsm8q"], [*read, "--options", '{"question": "q"}'], unnamed):
         assert main(["data", verb, *arguments]) == 2
-        said.append(one_message(capsys, "data"))
-    assert "dataset 'gsm8k'" in said[0]
-    assert "name it in --from" in said[0]
-    assert "(--on-bad-row skip leaves such rows out and counts them)" in said[1]
-    assert """--options '{"prompt": "FIELD", "answer": "FIELD.INSIDE"}'""" in said[4]
-    assert not any("data." in text.replace("data.jsonl", "") for text in said)
+        output.append(one_message(capsys, "data"))
+    assert "dataset 'gsm8k'" in output[0]
+    assert "name it in --from" in output[0]
+    assert "(--on-bad-row skip leaves such rows out and counts them)" in output[1]
+    assert """--options '{"prompt": "FIELD", "answer": "FIELD.INSIDE"}'""" in output[4]
+    assert not any("data." in text.replace("data.jsonl", "") for text in output)
 
 
 @pytest.mark.parametrize(
@@ -242,7 +228,7 @@ def test_the_remedies_of_data_are_its_options(verb, tmp_path, capsys):
     ],
     ids=lambda value: " ".join(map(str, value[-2:])) if isinstance(value, list) else "",
 )
-def test_what_was_meant_is_said_of_arguments_that_there_are_none_of(arguments, hint, capsys):
+def test_an_unknown_argument_is_answered_with_the_nearest(arguments, hint, capsys):
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2
@@ -252,16 +238,16 @@ def test_what_was_meant_is_said_of_arguments_that_there_are_none_of(arguments, h
 @pytest.mark.parametrize(
     ("command", "missing"), [("train", "config"), ("sft", "config"), ("config", "config"), ("eval", "model")]
 )
-def test_only_what_must_be_given_is_said_to_be_missing(command, missing, capsys):
+def test_only_required_arguments_are_reported_as_missing(command, missing, capsys):
     with pytest.raises(SystemExit):
         main([command])
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert said.endswith(f"the following arguments are required: {missing}")
+    output = capsys.readouterr().err.splitlines()[-1]
+    assert output.endswith(f"the following arguments are required: {missing}")
 
 
 STARTS = """
 import sys
-sys.modules["dapo_jax.run"] = None  # all that takes seconds to import is behind this
+sys.modules["dapo_jax.run"] = None  # all slow imports come after this one
 from dapo_jax.cli import main
 try:
     main(sys.argv[1:])
@@ -271,7 +257,7 @@ except ImportError:
 
 
 def test_the_first_line_comes_before_what_takes_long_to_import(tmp_path):
-    """Whoever runs it into a pipe or a log sees at once that something is going on."""
+    """A pipe or a log shows at once that the command runs."""
     command = [sys.executable, "-c", STARTS, "train", QUICKSTART, f"run_dir={tmp_path}/run"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.splitlines() == [f"60 steps in {tmp_path}/run: starting ...", "[]"]
@@ -280,21 +266,16 @@ def test_the_first_line_comes_before_what_takes_long_to_import(tmp_path):
 ESCAPE = {"prompt": "\x1b[2J\x1b]0;owned\x07\u202e1+1", "answer": "2\x9b31m"}
 
 
-def test_what_a_terminal_would_obey_in_data_is_shown_and_not_obeyed(tmp_path, capsys, model):
+def test_control_characters_in_data_are_escaped(tmp_path, capsys, model):
     (tmp_path / "data.jsonl").write_text(json.dumps(ESCAPE) + "\n")
     read = ["jsonl", "--from", str(tmp_path / "data.jsonl"), "--data-dir", str(tmp_path / "kept")]
     assert main(["data", "show", *read]) == 0
     assert main(["sample", "shipped:quickstart", "--prompt", "\x1b[2J"]) == 2  # the message quotes the prompt
     (tmp_path / "data.jsonl").write_text(json.dumps({"\x1b[2J": 1}) + "\n")
     assert main(["data", "prepare", *read]) == 2
-    said = "".join(capsys.readouterr())
-    assert "\\x1b[2J\\x1b]0;owned\\x07\\u202e1+1" in said
-    assert not set("\x1b\x07\x9b\u202e") & set(said)
-
-
-def test_a_missing_file_is_one_message_and_names_the_nearest(capsys):
-    assert main(["train", str(ROOT / "configs" / "quickstrat.yaml")]) == 2
-    assert "quickstart.yaml?" in one_message(capsys, "train")
+    output = "".join(capsys.readouterr())
+    assert "\\x1b[2J\\x1b]0;owned\\x07\\u202e1+1" in output
+    assert not set("\x1b\x07\x9b\u202e") & set(output)
 
 
 @pytest.mark.parametrize(
@@ -302,9 +283,6 @@ def test_a_missing_file_is_one_message_and_names_the_nearest(capsys):
     [
         (["eval", "shipped:quikstart"], "these are: quickstart"),
         (["eval", "no/such/folder"], "no/such/folder is neither a run nor a model: there is no such folder"),
-        (["sample", "runs/nosuch", "--prompt", "1"], "give the run_dir of a training run, a model folder"),
-        (["convert", "runs/nosuch", "out"], "runs/nosuch is neither a run nor a model"),
-        (["sample", str(ROOT / "docs"), "--prompt", "1"], "docs is neither a run, with config.yaml and checkpoints, nor a model"),
         (["eval", "shipped:quickstart", "--data", "arithmetik"], "did you mean 'arithmetic'"),
         (["eval", "shipped:quickstart", "--top-p", "1.5"], "eval.top_p: found 1.5"),
         (["eval", "shipped:quickstart", "eval.top_q=1"], "or `eval.top_p`"),
@@ -313,19 +291,15 @@ def test_a_missing_file_is_one_message_and_names_the_nearest(capsys):
         (["data", "prepare", "gsm8k"], "name it in --from"),
         (["data", "show", "gsn8k"], "did you mean 'gsm8k'?"),
         (["data", "show", "nosuch"], "'one_digit_arithmetic'], and reasoning_gym:TASK for questions"),
-        (["data", "prepare", "nosuch"], "'one_digit_arithmetic'], and reasoning_gym:TASK for questions"),
         (["data", "show", "arithmetic", "--model", "no/such/folder"], "cannot read a tokenizer from"),
         (["sample", "shipped:quickstart", "--prompt", "1+x"], "character 'x'"),
         (["sample", "shipped:quickstart", "--prompt", "1", "--system-prompt", "S"], "data.chat=true (--chat)"),
         (["sample", "shipped:quickstart", "--prompt", "1", "--chat-template-kwargs", '{"a": 1}'], "--chat"),
         (["sample", "shipped:quickstart", "--prompt", "1", "--stop", ""], "sampling.stop: found ['']"),
-        (["eval", "shipped:quickstart", "sampling.stop_token_ids=[3, -1]"], "sampling.stop_token_ids: found [3, -1]"),
-        (["eval", "shipped:quickstart", "--prompt-template", "Q"], "data.prompt_template: found 'Q'"),
-        (["eval", "shipped:quickstart", "data.source_options={a: 1}"], "data.source_options: found {'a': 1}"),
         (["sft", QUICKSTART], "quickstart.yaml"),
     ],
 )  # fmt: skip
-def test_other_commands_say_their_errors_the_same_way(arguments, message, capsys):
+def test_errors_of_other_commands_are_one_message(arguments, message, capsys):
     assert main(arguments) == 2
     assert message in one_message(capsys, arguments[0])
 
@@ -334,17 +308,11 @@ def test_other_commands_say_their_errors_the_same_way(arguments, message, capsys
     "arguments",
     [
         [],
-        ["trian"],
-        ["train"],
-        ["sample", "shipped:quickstart"],
-        ["eval"],
         ["data"],
-        ["data", "prepare"],
         ["eval", "x", "--kk", "2"],
         ["eval", "x", "--k", "2", "word"],
         ["sample", "x", "--prompt", "1", "seed=1"],
         ["data", "show", "gsm8k", "--on-bad-row", "ignore"],
-        ["sample", "x", "--prompt", "1", "--chat-template-kwargs", "{"],
         ["sample", "x", "--prompt", "1", "--chat-template-kwargs", "[1]"],
     ],
 )
@@ -355,53 +323,26 @@ def test_a_usage_error_is_status_2(arguments, capsys):
     assert "usage: dapo-jax" in capsys.readouterr().err
 
 
-def test_a_process_says_the_same(tmp_path):
-    """From outside: the exit status, one line, no traceback."""
-    command = [
-        sys.executable,
-        "-m",
-        "dapo_jax.cli",
-        "train",
-        QUICKSTART,
-        f"run_dir={tmp_path}/run",
-        "stepz=3",
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=dict(os.environ))
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert len(done.stderr.splitlines()) == 1
-    assert "steps" in done.stderr
-
-
-def test_config_prints_yaml_that_loads_back_equal(capsys, tmp_path):
-    assert main(["config", QUICKSTART, "seed=3", "loss.dual_clip=10.0"]) == 0
-    (tmp_path / "printed.yaml").write_text(capsys.readouterr().out)
-    expected = load_config(QUICKSTART, ["seed=3", "loss.dual_clip=10.0"])
-    assert load_config(tmp_path / "printed.yaml") == expected
-
-
-CONFIGS = {
-    **{str(path): [] for path in sorted((ROOT / "configs").rglob("*.yaml"))},
-    str(ROOT / "configs" / "quickstart_sft.yaml"): ["--sft"],
-    str(ROOT / "configs" / "turns_quickstart_sft.yaml"): ["--sft"],
-    str(ROOT / "configs" / "study" / "base_model_sft.yaml"): ["--sft"],
-    str(ROOT / "configs" / "aime_2024.yaml"): ["--eval"],
-}
-
-
-@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: Path(file).stem)
-def test_config_prints_what_differs_from_the_defaults_as_a_file_of_the_same(file, capsys, tmp_path):
-    schema = {"--sft": SftConfig, "--eval": EvaluateConfig, "": TrainConfig}["".join(CONFIGS[file])]
-    told = ["seed=3", 'data.prompt_template=Q: {prompt}\n"no: yes"']
-    assert main(["config", file, *told, "--changed", *CONFIGS[file]]) == 0
+@pytest.mark.parametrize(
+    ("name", "schema"),
+    [
+        ("smollm2_135m_arithmetic", TrainConfig),
+        ("study/base_model_sft", SftConfig),
+        ("aime_2024", EvaluateConfig),
+    ],
+)
+def test_config_prints_changed_keys_as_a_file_of_the_same_configuration(name, schema, capsys, tmp_path):
+    given = ["seed=3", 'data.prompt_template=Q: {prompt}\n"no: yes"']
+    kind = {SftConfig: ["--sft"], EvaluateConfig: ["--eval"]}.get(schema, [])
+    assert main(["config", name, *given, "--changed", *kind]) == 0
     printed = tmp_path / "printed.yaml"
     printed.write_text(capsys.readouterr().out)
-    expected = load_config(file, told, schema=schema)
+    expected = load_config(name, given, schema=schema)
     assert load_config(printed, schema=schema) == expected
     assert len(printed.read_text().splitlines()) < len(to_yaml(expected).splitlines()) / 2
 
 
-def test_what_has_no_default_is_printed_and_what_has_its_default_is_not(capsys, tmp_path):
+def test_required_and_changed_keys_are_printed(capsys, tmp_path):
     (tmp_path / "mine.yaml").write_text(
         "run_dir: runs/mine\nseed: 0\nloss: {clip_ratio_high: 0.3, clip_ratio_low: 0.2}\n"
     )
@@ -440,16 +381,12 @@ def test_a_terminal_sees_a_line_before_a_model_s_libraries_are_loaded(where, fir
     assert lines[-1].startswith("dapo-jax sample: ")
 
 
-def test_config_prints_a_warm_starts_too(capsys):
-    assert main(["config", str(ROOT / "configs" / "quickstart_sft.yaml"), "--sft"]) == 0
-    assert "pairs_per_step: 512" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("grader", "counts"),
     [
         ("right", "of 8 groups 8 were all correct, 0 all wrong, 0 mixed"),
         ("wrong", "of 8 groups 0 were all correct, 8 all wrong, 0 mixed"),
+        ("brief", "set dynamic_sampling.metric=score"),
     ],
 )
 def test_data_without_a_signal_is_one_message_with_counts_and_status_1(grader, counts, cut, capsys, tmp_path):
@@ -460,7 +397,7 @@ def test_data_without_a_signal_is_one_message_with_counts_and_status_1(grader, c
     assert counts in message
 
 
-def test_training_prints_where_it_got_and_where_things_are(trained, cut, capsys, tmp_path):
+def test_training_prints_the_scores_and_the_places(trained, cut, capsys, tmp_path):
     assert main(cut(tmp_path / "run")) == 0
     out = capsys.readouterr().out
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
@@ -514,28 +451,16 @@ def test_a_library_that_exits_when_it_is_imported_does_not_pass_for_success(
     (tmp_path / "skyrl_gym.py").write_text("import sys\nsys.exit(0)\n")
     monkeypatch.delitem(sys.modules, "skyrl_gym", raising=False)
     monkeypatch.syspath_prepend(tmp_path)
-    assert (
-        main(
-            [
-                *[word for word in cut(tmp_path / "run") if not word.startswith("reward.grader")],
-                "environment.source=skyrl_gym:gsm8k",
-            ]
-        )
-        == 1
-    )
+    words = [word for word in cut(tmp_path / "run") if not word.startswith("reward.grader")]
+    assert main([*words, "environment.source=skyrl_gym:gsm8k"]) == 1
     assert "skyrl_gym.py, line 2, called sys.exit(0)" in one_message(capsys, "train")
 
 
 def test_a_run_of_numbers_speaks_of_rewards_and_of_nothing_correct(cut, capsys, tmp_path):
     """Every score is 0 or less, so shares of correct responses would be 0.00 throughout, whatever is learnt."""
     run_dir = tmp_path / "run"
-    settings = [
-        "dynamic_sampling.metric=score",
-        "log.rollouts_every_steps=1",
-        "checkpoint.every_steps=0",
-        "eval.every_steps=1",
-        "dynamic_sampling.max_waves=20",
-    ]
+    settings = ["log.rollouts_every_steps=1", "checkpoint.every_steps=0", "eval.every_steps=1"]
+    settings += ["dynamic_sampling.metric=score", "dynamic_sampling.max_waves=20"]
     assert main([*cut(run_dir, "brief"), *settings]) == 0
     out = capsys.readouterr().out
     number = r"-\d[-.\de]*"
@@ -551,13 +476,6 @@ def test_a_run_of_numbers_speaks_of_rewards_and_of_nothing_correct(cut, capsys, 
     assert all(line["rollout/accuracy"] == 0.0 < line["rollout/scores_differ_frac"] for line in lines[1:])
     with Checkpointer(run_dir / "checkpoints", keep=9) as checkpointer:
         assert checkpointer.best()[1] == max(line["eval/arithmetic/reward"] for line in lines[1:])
-
-
-def test_numbers_without_a_signal_by_verdict_name_the_remedy(cut, capsys, tmp_path):
-    assert main(cut(tmp_path / "run", "brief")) == 1
-    message = one_message(capsys, "train")
-    assert "of 8 groups 0 were all correct, 8 all wrong, 0 mixed" in message
-    assert "set dynamic_sampling.metric=score" in message
 
 
 def test_an_interrupted_run_is_resumed_from_the_command_line(trained, cut, graders, capsys, tmp_path):
@@ -584,7 +502,7 @@ def test_eval_takes_a_run_with_its_own_configuration_or_its_model_with_a_file(tr
     assert re.search(r"^arithmetic +[01]\.\d{3} ± 0\.\d{3} ", from_run, re.MULTILINE), from_run
     arguments = ["eval", str(trained / "model"), "--config", str(trained / "config.yaml")]
     assert main([*arguments, "--keep", str(tmp_path / "again")]) == 0
-    # A model folder does not know after which step it was written, so its evaluation draws other numbers.
+    # A model folder has no step, so its evaluation uses other random numbers.
     assert capsys.readouterr().out.split()[:4] == from_run.split()[:4]
     kept, again = (
         read_rollouts(tmp_path / name / "arithmetic" / "step_000000.jsonl") for name in ("kept", "again")
@@ -595,17 +513,8 @@ def test_eval_takes_a_run_with_its_own_configuration_or_its_model_with_a_file(tr
 
 def test_evals_options_are_keys_and_its_dataset_may_be_a_file(trained, capsys, tmp_path):
     (tmp_path / "own.jsonl").write_text('{"prompt": "3+3", "answer": "6"}\n')
-    how = [
-        "--k",
-        "2",
-        "--grader",
-        "exact",
-        "--prompt-template",
-        "?{prompt}",
-        "reward.answer_marker=",
-        "--keep",
-        str(tmp_path),
-    ]
+    how = ["--k", "2", "--grader", "exact", "--prompt-template", "?{prompt}", "--keep", str(tmp_path)]
+    how.append("reward.answer_marker=")
     assert main(["eval", str(trained), "--path", str(tmp_path / "own.jsonl"), *how]) == 0
     assert "avg@2" in capsys.readouterr().out
     rows = read_rollouts(tmp_path / "own" / "step_000000.jsonl")
@@ -618,20 +527,8 @@ def test_data_prepare_names_references_that_a_grader_cannot_read_as_a_whole(caps
     answers = ["34", "2516_8", "1/2", r"\sqrt{2}", *[f"{place}_7" for place in range(5)]]
     rows = [json.dumps({"prompt": f"{place}?", "answer": answer}) for place, answer in enumerate(answers)]
     (tmp_path / "own.jsonl").write_text("\n".join(rows))
-    assert (
-        main(
-            [
-                "data",
-                "prepare",
-                "jsonl",
-                "--from",
-                str(tmp_path / "own.jsonl"),
-                "--data-dir",
-                str(tmp_path / "kept"),
-            ]
-        )
-        == 0
-    )
+    where = ["--from", str(tmp_path / "own.jsonl"), "--data-dir", str(tmp_path / "kept")]
+    assert main(["data", "prepare", "jsonl", *where]) == 0
     math, gsm8k = capsys.readouterr().out.splitlines()[1:3]
     assert math.startswith(
         "train: 6 references that math cannot read as a whole: '2516_8' (own.jsonl, line 2), '0_7' (own.jsonl, line 5), "
@@ -643,12 +540,12 @@ def test_data_prepare_names_references_that_a_grader_cannot_read_as_a_whole(caps
 def test_data_is_prepared_and_shown(trained, capsys, tmp_path):
     lines = ['{"q": "3+3", "a": "6"}', '{"q": "3+3", "a": "6"}', '{"q": "10+1", "a": "11"}', "{"]
     (tmp_path / "own.jsonl").write_text("\n".join(lines))
-    told = ["jsonl", "--from", str(tmp_path / "own.jsonl"), "--options", '{"prompt": "q", "answer": "a"}']
-    assert main(["data", "prepare", *told]) == 2
+    given = ["jsonl", "--from", str(tmp_path / "own.jsonl"), "--options", '{"prompt": "q", "answer": "a"}']
+    assert main(["data", "prepare", *given]) == 2
     assert "own.jsonl, line 4: not JSON" in one_message(capsys, "data")
-    assert main(["data", "prepare", *told, "--on-bad-row", "skip"]) == 0
-    said = "jsonl: 2 prompts of 4 rows (1 repeated; 1 bad: own.jsonl, line 4: not JSON"
-    assert capsys.readouterr().out.startswith(f"train: {said}")
+    assert main(["data", "prepare", *given, "--on-bad-row", "skip"]) == 0
+    output = "jsonl: 2 prompts of 4 rows (1 repeated; 1 bad: own.jsonl, line 4: not JSON"
+    assert capsys.readouterr().out.startswith(f"train: {output}")
     how = [
         "--on-bad-row",
         "skip",
@@ -659,9 +556,9 @@ def test_data_is_prepared_and_shown(trained, capsys, tmp_path):
         "-n",
         "1",
     ]
-    assert main(["data", "show", *told, *how]) == 0
+    assert main(["data", "show", *given, *how]) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith(said)
+    assert shown.startswith(output)
     assert "min 4 median 4 p95 4 p99 4 max 5" in shown
     assert "--- own.jsonl, line 1, 4 tokens, answer '6'\n?3+3\n" in shown
     assert "10+1" not in shown

@@ -82,7 +82,7 @@ def test_it_trains_two_steps_of_the_quickstart_by_name(installed, tmp_path):
 
 
 def test_it_has_every_configuration_of_the_checkout(installed, tmp_path):
-    names = "from dapo_jax.config.shipped import shipped_configs; print(*shipped_configs())"
+    names = "from dapo_jax.config.reading import shipped_configs; print(*shipped_configs())"
     there = sorted((ROOT / "configs").rglob("*.yaml"))
     found = run(installed / "python", "-c", names, cwd=tmp_path).split()
     assert found == sorted(path.relative_to(ROOT / "configs").with_suffix("").as_posix() for path in there)
@@ -125,5 +125,5 @@ def test_a_module_of_the_library_runs_next_to_a_clone(next_to_a_clone):
 
 def test_the_configurations_are_those_of_the_clone(next_to_a_clone):
     place, python = next_to_a_clone
-    where = "from dapo_jax.config.shipped import shipped_configs; print(shipped_configs()['quickstart'])"
+    where = "from dapo_jax.config.reading import shipped_configs; print(shipped_configs()['quickstart'])"
     assert run(python, "-c", where, cwd=place).strip() == str(place / "dapo_jax/configs/quickstart.yaml")

@@ -12,11 +12,11 @@ from dapo_jax.config.values import without_secrets
 from dapo_jax.terminal import visible
 
 LONGEST_MESSAGE = 1800
-"""Characters: a message quotes what was found, and a file may hold anything."""
+"""Characters of an error message, which may quote a file's content."""
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
-CONFIG = "a YAML file, or the name of a configuration that comes with the package, such as quickstart"
+CONFIG = "a YAML file, or the name of a configuration in the package, such as quickstart"
 
 MODEL = "preset:NAME, shipped:NAME, hf:ORG/NAME, a model folder, or a run folder; folders are local or gs://BUCKET/FOLDER"
 
@@ -30,33 +30,49 @@ def command(
     return made
 
 
+def option(
+    made: argparse.ArgumentParser, name: str, text: str, metavar: str | None = None, **how: Any
+) -> None:
+    """Adds an option with its help text. Without a metavar and other settings it is a flag."""
+    given: dict[str, Any] = {"metavar": metavar, **how} if metavar or how else {"action": "store_true"}
+    made.add_argument(name, help=text, **given)
+
+
+def add_config(made: argparse.ArgumentParser) -> None:
+    """Adds `CONFIG key=value ...`."""
+    made.add_argument("config", help=CONFIG)
+    add_overrides(made)
+
+
 def add_overrides(made: argparse.ArgumentParser) -> None:
     """Adds `key=value ...`."""
     made.add_argument("overrides", nargs="*", metavar="key=value", help="replaces a key of the configuration")
 
 
 def add_conversation(made: argparse.ArgumentParser) -> None:
-    """Adds how a prompt becomes a conversation."""
-    made.add_argument(
-        "--chat", action="store_true", help="a prompt is a user's message, through the chat template"
+    """Adds the options that turn a prompt into a conversation."""
+    option(made, "--chat", "a prompt is a user's message, through the chat template")
+    option(made, "--system-prompt", "of every conversation", "TEXT", default="")
+    option(
+        made, "--chat-template-kwargs", "variables of the chat template", "JSON", type=json_object, default={}
     )
-    made.add_argument("--system-prompt", default="", metavar="TEXT", help="of every conversation")
-    made.add_argument("--chat-template-kwargs", type=json_object, default={}, metavar="JSON")
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """A JSON object as an argument's value."""
+    """Parses a JSON object as an argument's value."""
     try:
         read = json.loads(text)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise argparse.ArgumentTypeError(f"{printable(repr(text))} is not JSON: {error}") from error
     if not isinstance(read, dict):
-        raise argparse.ArgumentTypeError(f'{text!r} is no JSON object such as {{"enable_thinking": false}}')
+        raise argparse.ArgumentTypeError(
+            f'{text!r} is not a JSON object such as {{"enable_thinking": false}}'
+        )
     return read
 
 
 def write_json(where: str, content: Any) -> None:
-    """Writes `content` to the file `where`, or to standard output if that is `-`.
+    """Writes `content` to the file `where`, or to standard output if it is `-`.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -65,7 +81,7 @@ def write_json(where: str, content: Any) -> None:
     if where == "-":
         sys.stdout.write(text)
         return
-    # Imported late: usage errors answer without loading etils.
+    # Imported here because usage errors need no etils.
     from dapo_jax.storage import write_whole
 
     try:
@@ -75,9 +91,9 @@ def write_json(where: str, content: Any) -> None:
 
 
 def printable(message: str) -> str:
-    """A message without tokens and passwords, without what a terminal would obey, and without its middle if it is very long.
+    """Returns a message without tokens, passwords and control characters, and without its middle if it is very long.
 
-    The place stands at a message's beginning, the remedy at its end.
+    The beginning names the place, and the end the remedy.
     """
     message = visible(without_secrets(message))
     if len(message) <= LONGEST_MESSAGE:

@@ -1,4 +1,4 @@
-"""`data` and `score`: what is asked, and how answers are graded, without a model."""
+"""`data` and `score`: datasets and graders, without a model."""
 
 import argparse
 import re
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from dapo_jax.cli.arguments import Commands, add_conversation, command, json_object
+from dapo_jax.cli.arguments import Commands, add_conversation, command, json_object, option
 from dapo_jax.config import ConfigError, DataConfig
 
 OPTIONS = {
@@ -28,53 +28,38 @@ OPTIONS = {
 
 def add_to(commands: Commands) -> None:
     """Adds the commands."""
-    made = commands.add_parser(
-        "data", help="Prepare a dataset, or look at one.", description="Prepare a dataset, or look at one."
-    )
-    verbs = made.add_subparsers(dest="verb", required=True, metavar="VERB")
-    _add_dataset(
-        command(
-            verbs, "prepare", prepare, "Read, check and keep a dataset's rows, and say what was left out."
-        )
-    )
+    text = "Prepare a dataset, or look at one."
+    verbs = commands.add_parser("data", help=text, description=text)
+    verbs = verbs.add_subparsers(dest="verb", required=True, metavar="VERB")
+    text = "Read, check and store a dataset's rows, and report the rows left out."
+    _add_dataset(command(verbs, "prepare", prepare, text))
     shown = command(
         verbs, "show", show, "Counts, lengths in tokens, and a few prompts as a model reads them."
     )
     _add_dataset(shown)
-    shown.add_argument("--split", default="", help="(default train, or the only one)")
-    shown.add_argument(
-        "--model", default="", help="whose tokenizer counts and whose chat template is used (default: bytes)"
-    )
-    shown.add_argument(
-        "--prompt-template", default="{prompt}", metavar="TEXT", help="around the question {prompt}; or dapo"
-    )
+    option(shown, "--split", "(default train, or the only one)", default="")
+    option(shown, "--model", "its tokenizer and chat template are used (default: bytes)", default="")
+    option(shown, "--prompt-template", "around the question {prompt}; or dapo", "TEXT", default="{prompt}")
     add_conversation(shown)
-    shown.add_argument("-n", type=int, default=3, help="prompts shown (default 3)")
+    option(shown, "-n", "prompts shown (default 3)", type=int, default=3)
     _add_score(
         command(commands, "score", score, "Grade saved rollouts again, and show where graders disagree.")
     )
 
 
 def _add_dataset(made: argparse.ArgumentParser) -> None:
-    made.add_argument(
-        "source",
-        metavar="NAME",
-        help="dapo_math_17k, aime_2024, gsm8k, math_500, jsonl, arithmetic, reasoning_gym:TASK, ...",
-    )
-    made.add_argument(
-        "--from", dest="path", default="", metavar="PATH", help="the file or folder it is read from"
-    )
-    made.add_argument(
-        "--options", type=json_object, default={}, metavar="JSON", help='of jsonl: {"prompt": "question"}'
-    )
-    made.add_argument("--on-bad-row", choices=("error", "skip"), default="error", help="(default error)")
-    made.add_argument("--keep-repeated", action="store_true", help="do not drop rows that ask the same")
-    made.add_argument("--data-dir", default="~/.cache/dapo_jax/datasets", help="where it is kept")
+    text = "dapo_math_17k, aime_2024, gsm8k, math_500, jsonl, arithmetic, reasoning_gym:TASK, ..."
+    made.add_argument("source", metavar="NAME", help=text)
+    option(made, "--from", "the dataset's file or folder", "PATH", dest="path", default="")
+    option(made, "--options", 'of jsonl: {"prompt": "question"}', "JSON", type=json_object, default={})
+    option(made, "--on-bad-row", "(default error)", choices=("error", "skip"), default="error")
+    option(made, "--keep-repeated", "keep rows with the same question")
+    option(made, "--data-dir", "folder of prepared datasets", default="~/.cache/dapo_jax/datasets")
 
 
 def prepare(arguments: argparse.Namespace) -> int:
-    """Prepares and says what each split has."""
-    from dapo_jax.run.datasets import prepare
+    """Prepares the dataset and prints the content of each split."""
+    from dapo_jax.commands.datasets import prepare
 
     with _in_options():
         print(prepare(_dataset(arguments)), end="")
@@ -83,7 +68,7 @@ def prepare(arguments: argparse.Namespace) -> int:
 
 def show(arguments: argparse.Namespace) -> int:
     """Shows the dataset."""
-    from dapo_jax.run.datasets import show
+    from dapo_jax.commands.datasets import show
 
     data = replace(
         _dataset(arguments),
@@ -99,14 +84,14 @@ def show(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def _in_options() -> Iterator[None]:
-    """Errors speak of options, where those of a run speak of keys."""
+    """Replaces keys in error messages by options."""
     try:
         yield
     except ConfigError as error:
         message = str(error)
-        for key, option in OPTIONS.items():
-            message = re.sub(rf"\b{re.escape(key)}(?![\w.])", option, message)
-            message = message.replace(f"{option}=", f"{option} ")
+        for key, name in OPTIONS.items():
+            message = re.sub(rf"\b{re.escape(key)}(?![\w.])", name, message)
+            message = message.replace(f"{name}=", f"{name} ")
         if "no dataset builder is named" in message and "did you mean" not in message:
             message += ", and reasoning_gym:TASK for questions that the package reasoning-gym makes up"
         raise ConfigError(message) from error
@@ -125,7 +110,7 @@ def _dataset(arguments: argparse.Namespace) -> DataConfig:
 
 def score(arguments: argparse.Namespace) -> int:
     """Grades again and prints the comparison."""
-    from dapo_jax.run.score import describe, score
+    from dapo_jax.commands.score import describe, score
 
     scores = score(
         arguments.rollouts,
@@ -140,8 +125,8 @@ def score(arguments: argparse.Namespace) -> int:
 
 def _add_score(made: argparse.ArgumentParser) -> None:
     made.add_argument("rollouts", help="a JSONL file of rollouts, or a folder of them")
-    made.add_argument("--grader", action="append", required=True, help="may be given several times")
-    made.add_argument("--answer-marker", default="=", metavar="TEXT", help="of the exact grader")
-    made.add_argument("--show", type=int, default=5, help="disagreements shown for each pair (default 5)")
-    made.add_argument("--workers", type=int, default=2, help="grading processes (default 2)")
-    made.add_argument("--timeout-s", type=float, default=10.0, help="for one response (default 10)")
+    option(made, "--grader", "may be given several times", action="append", required=True)
+    option(made, "--answer-marker", "of the exact grader", "TEXT", default="=")
+    option(made, "--show", "disagreements shown for each pair (default 5)", type=int, default=5)
+    option(made, "--workers", "grading processes (default 2)", type=int, default=2)
+    option(made, "--timeout-s", "for one response (default 10)", type=float, default=10.0)

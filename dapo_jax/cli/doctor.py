@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from dapo_jax.cli.arguments import CONFIG, Commands, add_overrides, command, write_json
+from dapo_jax.cli.arguments import CONFIG, Commands, add_overrides, command, option, write_json
 from dapo_jax.config import ConfigError, load_config
 
 
@@ -12,23 +12,13 @@ def add_to(commands: Commands) -> None:
     made = command(
         commands, "doctor", doctor, "Find out whether this machine, with this configuration, can train."
     )
-    made.add_argument("config", nargs="?", help=f"{CONFIG}; without one the machine alone is examined")
+    made.add_argument("config", nargs="?", help=f"{CONFIG}; without it only the machine is examined")
     add_overrides(made)
-    made.add_argument(
-        "--full", action="store_true", help="make the tiny step with the run's own model, however large"
-    )
-    made.add_argument("--quick", action="store_true", help="leave the tiny step out")
-    made.add_argument(
-        "--right",
-        metavar="TEXT",
-        default="",
-        help="how a right response is written, for an own grader: '<result>{answer}</result>' (default: several ways are tried)",
-    )
-    made.add_argument(
-        "--json",
-        metavar="FILE",
-        help="write it as JSON too; -: to standard output, and the table to standard error",
-    )
+    option(made, "--full", "make the tiny step with the run's own model, however large")
+    option(made, "--quick", "leave the tiny step out")
+    text = "how a right response is written, for your own grader: '<result>{answer}</result>' (default: several ways are tried)"
+    option(made, "--right", text, "TEXT", default="")
+    option(made, "--json", "also write JSON; -: to standard output, and the table to standard error", "FILE")
 
 
 def doctor(arguments: argparse.Namespace) -> int:

@@ -3,36 +3,36 @@
 import argparse
 import sys
 
-from dapo_jax.cli.arguments import CONFIG, Commands, add_overrides, command, write_json
+from dapo_jax.cli.arguments import Commands, add_config, command, option, write_json
 from dapo_jax.config import ConfigError, load_config
+
+PROGRAMS = ("generate", "prefill", "fill", "insert", "transfer", "update", "score")
 
 
 def add_to(commands: Commands) -> None:
     """Adds the command."""
     text = "Memory, traffic and least time of a run, compiled for a TPU slice."
     made = command(commands, "plan", plan, text)
-    add = made.add_argument
-    add("config", help=CONFIG)
-    add_overrides(made)
-    add("--topology", metavar="T", help="a TPU slice: v5p:4x4x8, v5p-256, v5litepod-64, v6e-8, ... (extra tpu)")  # fmt: skip
-    add("--response-tokens", metavar="MEAN[,STD]", type=_lengths, help="of responses (default: their limit)")
-    add("--prompt-tokens", metavar="MEAN", type=float, help="of prompts (default: their limit)")
-    add("--informative", metavar="SHARE", type=float, default=0.5, help="of groups that are neither all correct nor all wrong (default 0.5)")  # fmt: skip
-    add("--turns", metavar="MEAN", type=float, help="of an episode, with an environment (default: its limit)")
-    add("--sweep", action="store_true", help="try every mesh of fsdp x tensor, and rank those that fit")
-    add(
-        "--only", metavar="PROGRAM", action="append", choices=("generate", "prefill", "fill", "insert", "transfer", "update", "score"),
-        help="compile only the programs whose names begin with this word (repeatable; default: all)",
-    )  # fmt: skip
-    add(
-        "--suggest-s", metavar="SECONDS", type=float, default=600.0,
-        help="time to try changes if the run does not fit (default 600; 0: none)",
-    )  # fmt: skip
-    add("--json", metavar="FILE", help="write it as JSON too; -: to standard output, and the tables to standard error")  # fmt: skip
+    add_config(made)
+    option(made, "--topology", "a TPU slice: v5p:4x4x8, v5p-256, v5litepod-64, v6e-8, ... (extra tpu)", "T")
+    option(
+        made, "--response-tokens", "length of responses (default: their limit)", "MEAN[,STD]", type=_lengths
+    )
+    option(made, "--prompt-tokens", "length of prompts (default: their limit)", "MEAN", type=float)
+    option(made, "--informative", "share of mixed groups (default 0.5)", "SHARE", type=float, default=0.5)
+    option(
+        made, "--turns", "turns of an episode, with an environment (default: its limit)", "MEAN", type=float
+    )
+    option(made, "--sweep", "try every mesh of fsdp x tensor, and rank those that fit")
+    text = "compile only programs whose names begin with this word (may be given several times; default all)"
+    option(made, "--only", text, "PROGRAM", action="append", choices=PROGRAMS)
+    text = "time to search for changes with which a run that does not fit would fit (default 600; 0: none)"
+    option(made, "--suggest-s", text, "SECONDS", type=float, default=600.0)
+    option(made, "--json", "also write JSON; -: to standard output, and the tables to standard error", "FILE")
 
 
 def plan(arguments: argparse.Namespace) -> int:
-    """Plans a run; returns 1 if something does not fit."""
+    """Plans; returns 1 if something does not fit."""
     config = load_config(arguments.config, arguments.overrides)
     from rich.console import Console
 

@@ -1,46 +1,31 @@
-"""`report`: a page to look into runs with."""
+"""`report`: a page for looking into runs."""
 
 import argparse
 import errno
 
-from dapo_jax.cli.arguments import Commands, command
+from dapo_jax.cli.arguments import Commands, command, option
 from dapo_jax.config import ConfigError
 
 LARGE_BYTES = 100_000_000
-"""A page over this is slow to open."""
+"""Size above which a page opens slowly."""
 
 
 def add_to(commands: Commands) -> None:
     """Adds the command."""
-    made = command(
-        commands,
-        "report",
-        report,
-        "Make one HTML page of runs: curves, rollouts, configuration. It needs no network.",
-    )
-    made.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder, finished or going on")
-    made.add_argument(
-        "--out", metavar="FILE", help="where the page goes (default RUN/report.html of the first run)"
-    )
-    made.add_argument("--png", metavar="FOLDER", help="write the figures as PNGs too (extra report)")
-    made.add_argument(
-        "--rollout-steps",
-        metavar="N",
-        type=int,
-        help="show the rollouts of at most N logged steps and the responses of at most N evaluations, evenly spaced (default all)",
-    )
-    made.add_argument(
-        "--watch",
-        action="store_true",
-        help="serve the page to this machine's browser instead, and keep it current while the runs go on",
-    )
-    made.add_argument(
-        "--port", metavar="N", type=int, help="with --watch: the port of 127.0.0.1 (default a free one)"
-    )
+    text = "Make one HTML page of runs: curves, rollouts, configuration. It needs no network."
+    made = command(commands, "report", report, text)
+    made.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder, finished or live")
+    option(made, "--out", "file of the page (default RUN/report.html of the first run)", "FILE")
+    option(made, "--png", "also write the figures as PNGs (extra report)", "FOLDER")
+    text = "show the rollouts of at most N logged steps and the responses of at most N evaluations, evenly spaced (default all)"
+    option(made, "--rollout-steps", text, "N", type=int)
+    text = "serve the page to this machine's browser instead, and update it while the runs are live"
+    option(made, "--watch", text)
+    option(made, "--port", "with --watch: the port of 127.0.0.1 (default a free one)", "N", type=int)
 
 
 def report(arguments: argparse.Namespace) -> int:
-    """Makes the page and says where it is, or serves it."""
+    """Makes the page and prints its path, or serves it."""
     if arguments.watch:
         return _watch(arguments)
     if arguments.port is not None:
@@ -54,9 +39,8 @@ def report(arguments: argparse.Namespace) -> int:
         size = len(made.html.encode())
         print(f"{out}: {size / 1e6:.1f} MB")
         if size > LARGE_BYTES:
-            print(
-                f"    over {LARGE_BYTES / 1e6:.0f} MB it opens slowly; --rollout-steps shows fewer steps' rollouts"
-            )
+            limit = f"{LARGE_BYTES / 1e6:.0f} MB"
+            print(f"    over {limit} it opens slowly; --rollout-steps shows fewer steps' rollouts")
         if arguments.png:
             written = made.save_figures(arguments.png)
             print(f"{arguments.png}: {len(written)} PNGs")
@@ -78,7 +62,7 @@ def _watch(arguments: argparse.Namespace) -> int:
     for name in ("out", "png", "rollout_steps"):
         if getattr(arguments, name) is not None:
             raise ConfigError(
-                f"--{name.replace('_', '-')} {getattr(arguments, name)} goes with a page that is written, and --watch writes none: leave out one of the two"
+                f"--{name.replace('_', '-')} {getattr(arguments, name)} is for a page in a file, and --watch writes none: leave out one of the two"
             )
     watch(*arguments.runs, port=arguments.port or 0)
     return 0

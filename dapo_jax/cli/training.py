@@ -1,11 +1,11 @@
-"""`train`, `sft`, and `config`, which shows what they would read."""
+"""`train`, `sft`, and `config`, which prints the configuration that they would read."""
 
 import argparse
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 
-from dapo_jax.cli.arguments import CONFIG, Commands, add_overrides, command
+from dapo_jax.cli.arguments import Commands, add_config, command, option
 from dapo_jax.config import EvaluateConfig, SftConfig, TrainConfig, load_config, to_yaml
 from dapo_jax.config.loading import changed_yaml
 
@@ -13,29 +13,24 @@ from dapo_jax.config.loading import changed_yaml
 def add_to(commands: Commands) -> None:
     """Adds the commands."""
     made = command(commands, "train", train, "Train a policy by DAPO.")
-    _configured(made)
-    made.add_argument("--resume", action="store_true", help="go on from the last checkpoint in run_dir")
-    _configured(command(commands, "sft", sft, "Warm a model up on prompt / response pairs."))
+    add_config(made)
+    option(made, "--resume", "continue from the last checkpoint in run_dir")
+    add_config(command(commands, "sft", sft, "Warm a model up on prompt / response pairs."))
     made = command(commands, "config", config, "Print a configuration with every default filled in.")
-    _configured(made)
-    made.add_argument("--changed", action="store_true", help="only what differs from the defaults")
+    add_config(made)
+    option(made, "--changed", "only keys that differ from the defaults")
     kinds = made.add_mutually_exclusive_group()
-    kinds.add_argument("--sft", action="store_true", help="the file is a warm start's")
-    kinds.add_argument("--eval", action="store_true", help="the file is an evaluation's")
-
-
-def _configured(made: argparse.ArgumentParser) -> None:
-    made.add_argument("config", help=CONFIG)
-    add_overrides(made)
+    kinds.add_argument("--sft", action="store_true", help="the file is for a warm start")
+    kinds.add_argument("--eval", action="store_true", help="the file is for an evaluation")
 
 
 def train(arguments: argparse.Namespace) -> int:
-    """Trains, and says how evaluation changed."""
+    """Trains, and prints how the evaluation changed."""
     config = load_config(arguments.config, arguments.overrides)
     from dapo_jax.parallel.processes import is_first, wanted
 
     if not wanted():
-        # Before what takes seconds to import; of several processes nobody knows yet which is the first.
+        # Before imports that take seconds; with several processes the first is not known yet.
         print(f"{config.steps} steps in {config.run_dir}: starting ...", flush=True)
     from dapo_jax.run import train
     from dapo_jax.storage import path_of
@@ -52,9 +47,9 @@ def train(arguments: argparse.Namespace) -> int:
 
 
 def _held_out(lines: Sequence[Mapping[str, float | int]], *, metric: str) -> Iterator[str]:
-    """The scores of the last evaluation, each next to the same score of the first one.
+    """Yields the scores of the last evaluation, each with the same score of the first one.
 
-    A run that was resumed with other evaluations has scores that the first one lacks. They stand alone.
+    A run that was resumed with other evaluations has scores that the first one lacks.
     """
     from dapo_jax.evaluation import score_text
 
@@ -71,11 +66,11 @@ def _held_out(lines: Sequence[Mapping[str, float | int]], *, metric: str) -> Ite
 
 
 def sft(arguments: argparse.Namespace) -> int:
-    """Warms up, and says how evaluation ended."""
+    """Warms a model up, and prints the last evaluation."""
     config = load_config(arguments.config, arguments.overrides, schema=SftConfig)
     print(f"warm start of {config.model.source}, {config.steps} steps, in {config.run_dir}", flush=True)
+    from dapo_jax.commands import sft
     from dapo_jax.evaluation import table
-    from dapo_jax.run import sft
 
     result = sft(config)
     if any(key.startswith("eval/") for key in result.metrics):

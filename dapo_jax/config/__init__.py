@@ -1,7 +1,6 @@
-"""Configurations: the dataclasses, reading them from YAML, and the rules they obey. Imports no jax."""
+"""Configurations: the dataclasses, their checks, and loading them from YAML. Imports no jax."""
 
 from dapo_jax.config.data_schema import DataConfig, SourceConfig
-from dapo_jax.config.evaluate_schema import EvaluateConfig, evaluation_of
 from dapo_jax.config.keys import ConfigError
 from dapo_jax.config.loading import changed_keys, load_config, load_evaluation, to_yaml
 from dapo_jax.config.schema import (
@@ -10,6 +9,7 @@ from dapo_jax.config.schema import (
     DynamicSamplingConfig,
     EnvironmentConfig,
     EvalConfig,
+    EvaluateConfig,
     GraderConfig,
     GuardConfig,
     LogConfig,
@@ -22,10 +22,11 @@ from dapo_jax.config.schema import (
     RewardConfig,
     RolloutConfig,
     SamplingConfig,
+    SftBatchConfig,
+    SftConfig,
     TrainConfig,
-    WatchdogsConfig,
+    evaluation_of,
 )
-from dapo_jax.config.sft_schema import SftBatchConfig, SftConfig
 
 __all__ = [
     "BatchConfig",
@@ -52,7 +53,6 @@ __all__ = [
     "SftConfig",
     "SourceConfig",
     "TrainConfig",
-    "WatchdogsConfig",
     "changed_keys",
     "evaluation_of",
     "load_config",

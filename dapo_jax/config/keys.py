@@ -1,4 +1,4 @@
-"""One key of a configuration: its default and the rules for its value, which stand at its field; the text below the field says what it does."""
+"""One key of a configuration: a dataclass field with its default and the rules for its value. The text below the field documents it."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
@@ -7,16 +7,16 @@ from typing import Any, NamedTuple, cast
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be run; the message names the key, the value and the remedy."""
+    """The configuration cannot be run. The message names the key, the value and the remedy."""
 
     def __init__(self, message: str, *, key: str = "") -> None:
-        """`key` is the one whose value alone is wrong; empty if it is several, or none."""
+        """`key` is the dotted name if a single value is wrong by itself, else empty."""
         super().__init__(message)
         self.key = key
 
 
 class Range(NamedTuple):
-    """Numbers that a key may hold."""
+    """A set of numbers that a key may hold, in words and as a predicate."""
 
     needs: str
     holds: Callable[[float], bool]
@@ -29,28 +29,25 @@ BETA = Range("0 or more and less than 1", lambda v: 0 <= v < 1)
 TOP_P = Range("more than 0 and at most 1 (1: off)", lambda v: 0 < v <= 1)
 TOP_K = Range("1 to 2**31 - 1, or 0 or -1 (both: off)", lambda v: -1 <= v < 2**31)
 TEMPERATURE = Range("0 (greedy), or 0.001 to 1000", lambda v: v == 0 or 1e-3 <= v <= 1e3)
-FRACTION = Range("from 0 to 1", lambda v: 0 <= v <= 1)
-ROUNDS = Range(
-    "0 to 1000: responses that wait pass these rounds one by one, though nothing may be left to sample",
-    lambda v: 0 <= v <= 1000,
+ROUNDS = Range("0 to 1000", lambda v: 0 <= v <= 1000)
+AXIS = Range(
+    "1 or more devices, or -1 for all devices that the other axes leave", lambda v: v >= 1 or v == -1
 )
-AXIS = Range("1 or more devices, or -1 for those that the other axes leave", lambda v: v >= 1 or v == -1)
+SEED = Range("0 or more and less than 2**32 = 4294967296", lambda v: 0 <= v < 2**32)
+STEPS = Range("0 or more (0: evaluate only)", lambda v: v >= 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """The rules for the value of one key, beside its type."""
+    """The rules for the value of one key, in addition to its type."""
 
     range: Range | None = None
     choices: tuple[str, ...] = ()
     not_empty: bool = False
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """A name of verl, TRL or open-instruct -> what else to know where it is not the same quantity, or easily taken for another."""
+    """Name in verl, TRL or open-instruct -> a note if it is not the same quantity, or is easily confused with another."""
     may_change: bool = False
-    """True if `--resume` may go on with another value: what the run learns does not depend on it."""
-
-
-_RULES = "rules"
+    """True if `--resume` accepts another value, because the key does not affect the training result."""
 
 
 def key(
@@ -60,34 +57,35 @@ def key(
     range: Range | None = None,
     choices: Iterable[str] = (),
     not_empty: bool = False,
-    aliases: Iterable[str] | Mapping[str, str] = (),
+    aliases: str | Mapping[str, str] = "",
     may_change: bool = False,
 ) -> Any:
-    """A field of a configuration's dataclass, with the rules for its value.
+    """Makes a field of a configuration's dataclass with the rules for its value.
 
     Args:
-        default: its value unless one is given; without it and `default_factory` it must be given.
+        default: the default value. Without it and `default_factory` the key is required.
         default_factory: makes the default of a list, a mapping or a section.
-        range: numbers that it may hold.
-        choices: texts that it may hold.
-        not_empty: whether it may not be an empty text.
-        aliases: other libraries' names for it, or each with what else to know of it.
-        may_change: whether `--resume` may go on with another value; of a section, for all keys in it.
+        range: allowed numbers.
+        choices: allowed texts.
+        not_empty: refuse an empty text.
+        aliases: names of other libraries for the key, separated by spaces; or a mapping from such names to a note.
+        may_change: `--resume` accepts another value; on a section, for all of its keys.
     """
-    notes = dict(aliases) if isinstance(aliases, Mapping) else dict.fromkeys(aliases, "")
+    noted = {aliases: ""} if isinstance(aliases, str) else aliases
+    notes = {name: note for names, note in noted.items() for name in names.split()}
     rules = Rules(
         range=range, choices=tuple(choices), not_empty=not_empty, aliases=notes, may_change=may_change
     )
     options: dict[str, Any] = {"default": default, "default_factory": default_factory}
     given = {name: value for name, value in options.items() if value is not dataclasses.MISSING}
-    return cast(Any, field)(**given, metadata={_RULES: rules})
+    return cast(Any, field)(**given, metadata={"rules": rules})
 
 
 def rules_of(one: "dataclasses.Field[Any]") -> Rules:
-    """The rules that stand at a field."""
-    return one.metadata.get(_RULES, Rules())
+    """Returns the rules of a field."""
+    return one.metadata.get("rules", Rules())
 
 
 def needed(one: "dataclasses.Field[Any]") -> bool:
-    """True if a value must be given."""
+    """Returns True if the field has no default."""
     return one.default is dataclasses.MISSING and one.default_factory is dataclasses.MISSING

@@ -1,9 +1,9 @@
-"""Sections of a configuration: dataclasses whose keys are checked when an object is built, from a file or in Python."""
+"""Sections of a configuration: dataclasses that check their values when an object is built, from a file or in Python."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any, ClassVar, TypeVar, cast, get_type_hints
+from typing import Any, ClassVar, NoReturn, TypeVar, cast, get_type_hints
 
 from dapo_jax.config.keys import ConfigError, Rules, needed, rules_of
 from dapo_jax.config.values import check_value, refuse
@@ -13,10 +13,10 @@ _Entry = TypeVar("_Entry")
 
 
 class Section:
-    """The base of every section, and of a whole configuration: an object that exists has passed every check."""
+    """Base class of every section and of a whole configuration. An existing object has passed every check."""
 
     place: ClassVar[str] = ""
-    """The dotted name of the section in a configuration; empty for a whole one."""
+    """Dotted name of the section in a configuration; empty for a whole configuration."""
 
     def __init_subclass__(cls, *, at: str | None = None) -> None:
         """`at` is the section's dotted name."""
@@ -25,7 +25,7 @@ class Section:
             cls.place = at
 
     def __post_init__(self) -> None:
-        """Raises ConfigError if a value is of the wrong type, out of its range, or contradicts another."""
+        """Raises ConfigError if a value has the wrong type, is out of range, or contradicts another."""
         kinds = field_types(type(self))
         for field in dataclasses.fields(cast(Any, self)):
             name, expected, value = field.name, kinds[field.name], getattr(self, field.name)
@@ -36,28 +36,35 @@ class Section:
                 except ConfigError as error:
                     raise ConfigError(str(error), key=key) from None
             elif not isinstance(value, cast(type, expected)):
-                what = cast(type, expected).__name__
-                refuse(name, value, f"a {what}", f"write {name}={what}(...)")
+                kind = cast(type, expected).__name__
+                refuse(name, value, f"a {kind}", f"write {name}={kind}(...)")
         self.check_together()
 
     def check_together(self) -> None:
-        """Checks what the values of this object say about each other; sections with such rules define it."""
+        """Checks values of this object against each other; overridden by sections with such rules."""
+
+    def refuse(self, key: str, needs: str, remedy: str) -> NoReturn:
+        """Raises ConfigError for the value of `key`, a dotted name below this section."""
+        value: Any = self
+        for name in key.split("."):
+            value = getattr(value, name)
+        refuse(f"{self.place}.{key}".lstrip("."), value, needs, remedy)
 
 
 def due(step: int, every: int) -> bool:
-    """True if what happens `every` so many steps happens after the step, counted from 1; 0: never."""
+    """Returns True if an action every `every` steps is due after `step`, counted from 1; 0: never."""
     return every > 0 and step % every == 0
 
 
 @cache
 def field_types(section: type) -> dict[str, Any]:
-    """Name and annotation of each field of a configuration class."""
+    """Returns the annotation of each field of a configuration class."""
     hints = get_type_hints(section)
     return {field.name: hints[field.name] for field in dataclasses.fields(section)}
 
 
 def leaf_types(schema: type, prefix: str = "") -> dict[str, Any]:
-    """Every dotted key of a configuration class that holds a value, with its annotation."""
+    """Returns the annotation of each dotted key of a configuration class, sections left out."""
     leaves = {}
     for name, kind in field_types(schema).items():
         key = prefix + name
@@ -66,7 +73,7 @@ def leaf_types(schema: type, prefix: str = "") -> dict[str, Any]:
 
 
 def rules_by_key(schema: type, prefix: str = "") -> dict[str, Rules]:
-    """Every dotted key of a configuration class, sections among them, with its rules."""
+    """Returns the rules of each dotted key of a configuration class, sections included."""
     kinds, found = field_types(schema), {}
     for field in dataclasses.fields(schema):
         key = prefix + field.name
@@ -77,10 +84,10 @@ def rules_by_key(schema: type, prefix: str = "") -> dict[str, Rules]:
 
 
 def entries(key: str, values: Sequence[Mapping[str, Any]], schema: type[_Entry]) -> list[_Entry]:
-    """The mappings that a list key holds, as objects of `schema`.
+    """Returns the mappings in a list as objects of `schema`.
 
     Raises:
-        ConfigError: an unknown or missing name, or a value of the wrong type or out of its range; says which entry.
+        ConfigError: an unknown or missing name, or a value of the wrong type or out of range; names the entry.
     """
     return [_entry(f"{key}[{place}]", value, schema) for place, value in enumerate(values)]
 
@@ -92,10 +99,9 @@ def _entry(key: str, value: Mapping[str, Any], schema: type[_Entry]) -> _Entry:
         if name not in fields:
             near = nearest(name, fields)
             remedy = f"did you mean {near[0]}?" if near else f"its names are {', '.join(fields)}"
-            refuse(f"{key}.{name}", item, "a name that is known there", remedy)
+            refuse(f"{key}.{name}", item, "a known name", remedy)
         check_value(f"{key}.{name}", item, hints[name], rules_of(fields[name]))
     for name, field in fields.items():
         if needed(field) and name not in value:
             refuse(key, dict(value), f"a {name}", f"write {name}: ... in it")
-    # An integer stands for a number, as everywhere in a configuration.
     return schema(**{name: float(item) if hints[name] is float else item for name, item in value.items()})

@@ -1,4 +1,4 @@
-"""The check of one value: its type, its range, its choices. Nothing here looks at a second key."""
+"""The check of a single value: its type, its range, its choices."""
 
 import math
 import os
@@ -9,45 +9,47 @@ from typing import Any, NoReturn, get_args, get_origin
 from dapo_jax.config.keys import ConfigError, Rules
 from dapo_jax.nearest import nearest
 
-_PLACES = ("run_dir", "compilation_cache", "source", "path", "cache_dir", "data_dir")
-"""Last names of the keys that hold a folder, a file or a model's name."""
+_PLACES = ("run_dir", "compilation_cache", "source", "path", "data_dir")
+"""Last names of the keys that hold a folder, a file or the name of a model."""
 _PASSWORD = re.compile(r"(://[^/\s:@]*:)[^/\s@]+@")
 _NO_RULES = Rules()
 
-
 SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY")
-"""Variables of the environment whose values are never printed, whoever put them into a message."""
+"""Environment variables whose values are never printed."""
 SHORTEST_SECRET = 8
-"""Characters; a shorter value would be found in ordinary words."""
+"""Characters; a shorter value occurs in ordinary words."""
 
 
 def without_secrets(text: str) -> str:
-    """`text` with the names of `SECRETS` for their values, and without passwords."""
+    """Returns `text` with the values of `SECRETS` replaced by their names, and without passwords in URLs."""
     for name in SECRETS:
         if len(value := os.environ.get(name, "")) >= SHORTEST_SECRET:
             text = text.replace(value, f"${name}")
-    return without_password(text)
+    return _without_password(text)
 
 
-def without_password(text: str) -> str:
-    """`text` with `...` for the password of every `scheme://user:password@host` in it."""
+def _without_password(text: str) -> str:
     return _PASSWORD.sub(r"\1...@", text)
 
 
 def refuse(key: str, value: object, needs: str, remedy: str) -> NoReturn:
-    """Raises the one message that all configuration errors share."""
+    """Raises the ConfigError that all checks share: value found, value needed, remedy."""
     raise ConfigError(f"{key}: found {shown(value)}, needs {needs}; {remedy}")
 
 
 def shown(value: object) -> str:
-    """A value as a message shows it, shortened to 80 characters."""
+    """Returns a value as messages show it, at most 80 characters."""
     text = {True: "true", False: "false", None: "null"}.get(value) if isinstance(value, bool | None) else None
     text = repr(value) if text is None else text
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def check_value(key: str, value: object, expected: Any, rules: Rules = _NO_RULES) -> None:
-    """Checks the type of one value, then its range or its choices."""
+    """Checks the type of a value, then its range or its choices.
+
+    Raises:
+        ConfigError: names the key, the value and the remedy.
+    """
     if get_origin(expected) is list:
         _check_list(key, value, get_args(expected)[0])
     elif get_origin(expected) is dict:
@@ -65,7 +67,7 @@ def check_value(key: str, value: object, expected: Any, rules: Rules = _NO_RULES
 
 
 def _check_type(key: str, value: object, expected: Any) -> None:
-    """Accepts exactly the annotated type, and an integer for a float: nothing is converted silently."""
+    """Accepts the annotated type, and an integer for a float: nothing is converted silently."""
     optional = NoneType in get_args(expected)
     kind = next(arg for arg in get_args(expected) or (expected,) if arg is not NoneType)
     needs = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[kind]
@@ -73,86 +75,71 @@ def _check_type(key: str, value: object, expected: Any) -> None:
     if value is None:
         if not optional:
             refuse(key, value, needs, "write one, or leave the key out if it has a default")
-    elif isinstance(value, str) and ("${" in value or value == "???"):
-        refuse(
-            key,
-            value,
-            f"{needs}, written out",
-            "interpolations and placeholders are not resolved: write the value",
-        )
     elif isinstance(value, dict | list | tuple):
         noun = "section" if isinstance(value, dict) else "list"
         refuse(key, value, needs, f"{key} is one value, not a {noun}: write the value itself")
-    elif kind is str and isinstance(value, bool):
-        refuse(key, value, needs, "unquoted yes, no, on and off are true and false in YAML: quote the word")
-    elif kind is str and not isinstance(value, str):
-        refuse(key, value, needs, f"quote it: '{value}'")
-    elif kind is str and key.rpartition(".")[2] in _PLACES and _PASSWORD.search(str(value)):
-        needs, remedy = (
-            "a place without a password",
-            "it would be written into config.yaml and to trackers: leave it out",
-        )
-        refuse(key, without_password(str(value)), needs, remedy)
+    elif kind is str:
+        _check_text(key, value, needs)
     elif kind is bool and not isinstance(value, bool):
-        refuse(
-            key, value, needs, "write true or false, unquoted (1, 0 and other numbers are not taken for them)"
-        )
-    elif kind in (int, float) and not _is_number(value, kind):
+        refuse(key, value, needs, "write true or false, unquoted (1 and 0 are not accepted)")
+    elif kind in (int, float) and (isinstance(value, bool) or not isinstance(value, int | kind)):
         refuse(key, value, needs, _number_remedy(value, kind))
-    elif isinstance(value, int) and abs(value) >= 1 << 63:
-        refuse(key, value, f"{needs} of at most 63 bits", f"write one up to {(1 << 63) - 1}")
     elif isinstance(value, float) and not math.isfinite(value):
         refuse(key, value, f"a finite number{' or null' if optional else ''}", "write a number such as 1e-6")
 
 
+def _check_text(key: str, value: object, needs: str) -> None:
+    if isinstance(value, bool):
+        refuse(key, value, needs, "unquoted yes, no, on and off are true and false in YAML: quote the word")
+    if not isinstance(value, str):
+        refuse(key, value, needs, f"quote it: '{value}'")
+    if key.rpartition(".")[2] in _PLACES:
+        if "${" in value:
+            refuse(key, value, needs, "interpolations are not resolved: write the value")
+        if _PASSWORD.search(value):
+            remedy = "it would be written into config.yaml and to trackers: leave it out"
+            refuse(key, _without_password(value), "a place without a password", remedy)
+
+
 def _check_list(key: str, value: object, kind: Any) -> None:
-    of = {str: "text", int: "whole numbers", float: "numbers"}.get(kind, "mappings")
-    needs = f"a list of {of}"
     if not isinstance(value, list):
-        refuse(
-            key, value, needs, f"put it in brackets: [{value}]" if value is not None else "write [] for none"
-        )
+        needs = f"a list of { ({str: 'text', int: 'whole numbers', float: 'numbers'}.get(kind, 'mappings')) }"
+        refuse(key, value, needs, "write [] for none" if value is None else f"put it in brackets: [{value}]")
     for place, item in enumerate(value):
         check_value(f"{key}[{place}]", item, kind)
 
 
 def _check_mapping(key: str, value: object) -> None:
-    """Accepts whatever JSON can say, by names that are text."""
     if not isinstance(value, dict):
         refuse(key, value, "a mapping", "write `name: value` lines under it, or {} for none")
     for name, item in value.items():
         if not isinstance(name, str):
             refuse(key, name, "names that are text", f"quote it: '{name}'")
-        check_plain(f"{key}.{name}", item)
+        _check_plain(f"{key}.{name}", item)
 
 
-def check_plain(key: str, value: object) -> None:
-    """Checks a value inside a mapping: whatever JSON can say, written out."""
+def _check_plain(key: str, value: object) -> None:
+    """Checks a value inside a mapping: anything that JSON can express."""
     if isinstance(value, dict):
         _check_mapping(key, value)
     elif isinstance(value, list):
         for place, item in enumerate(value):
-            check_plain(f"{key}[{place}]", item)
+            _check_plain(f"{key}[{place}]", item)
     elif isinstance(value, bool | int | float | str):
         _check_type(key, value, type(value))
     elif value is not None:
         refuse(key, value, "text, a number, true or false, a list or a mapping", "write one of these")
 
 
-def _is_number(value: object, kind: type) -> bool:
-    """True for an integer, and for a float where one is asked for; a bool is no number."""
-    return not isinstance(value, bool) and isinstance(value, int | kind)
-
-
 def _number_remedy(value: object, kind: type) -> str:
-    """The remedy for something that is no number of this kind."""
+    """Returns the remedy for a value that is not a number of this kind."""
     if isinstance(value, float) and math.isfinite(value):
         near = dict.fromkeys(f"{bound}" for bound in (math.floor(value), math.ceil(value)))
         return f"write {' or '.join(near)}"
     if not isinstance(value, str):
-        return "write a number: true and false are not taken for 1 and 0"
+        return "write a number: true and false do not stand for 1 and 0"
     if value.lower() in ("none", "off", "false", ""):
-        return "to switch off a key that allows it, write null"
+        return "write null to switch off a key that allows it"
     try:
         return f"remove the quotes: {value}" if math.isfinite(kind(value)) else "write a finite number"
     except ValueError:

@@ -111,8 +111,7 @@ def _lost(verdict: Verdict, reward: RewardConfig) -> Found:
     return Found(
         f"a response got no verdict: {verdict.reason}",
         "failed",
-        f"mend the grader, or raise reward.timeout_s (now {reward.timeout_s:g}) or reward.worker_memory_mb "
-        f"(now {reward.worker_memory_mb})",
+        f"correct the grader, or raise reward.timeout_s (now {reward.timeout_s:g})",
     )
 
 

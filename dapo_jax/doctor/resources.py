@@ -18,7 +18,8 @@ from dapo_jax.run.folders import place_of
 from dapo_jax.run.policy import lora_of, mesh_of, meshes_of
 from dapo_jax.run.run_dir import check_run_dir
 from dapo_jax.storage import AnyPath, in_bucket
-from dapo_jax.trackers.ready import missing, wandb_mode
+from dapo_jax.trackers import missing_requirement
+from dapo_jax.trackers.wandb import wandb_mode, wandb_project
 
 CROWDED = 0.8
 """Share of the memory above which a warning is given, since activations are not counted."""
@@ -116,11 +117,11 @@ def _resumable(folder: AnyPath, config: TrainConfig) -> Found:
 def metrics(subject: Subject) -> Found:
     """Checks that metrics can be sent to the configured services."""
     log = subject.config.log
-    problem, remedy = missing(log)
+    problem, remedy = missing_requirement(log)
     if problem:
         return Found(problem, "failed", remedy)
     if not log.wandb:
         return Found("metrics.jsonl" + (" and TensorBoard" if log.tensorboard else ""))
     if (mode := wandb_mode()) != "online":
         return Found(f"Weights & Biases, with WANDB_MODE={mode}")
-    return Found(f"Weights & Biases, project {log.wandb_project}; an API key is there (not tried)")
+    return Found(f"Weights & Biases, project {wandb_project()}; an API key is there (not tried)")

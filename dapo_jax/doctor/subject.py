@@ -49,8 +49,7 @@ class Subject:
         model, size = self.config.model, 0
         try:
             if model.source.startswith("hf:"):
-                revision, cache = model.revision or None, model.cache_dir or None
-                folder, size = look_up(model.source.removeprefix("hf:"), revision=revision, cache_dir=cache)
+                folder, size = look_up(model.source.removeprefix("hf:"), revision=model.revision or None)
                 return (*description_of(ModelConfig(source=str(folder))), size)
             decoder, tokenizer, folder = read_base(model, description_of)
             if folder is not None:

@@ -53,7 +53,7 @@ class Watchdogs:
         metric: str = "correct",
         history: Iterable[StepMetrics] = (),
     ) -> None:
-        """Takes the limits of `WatchdogsConfig`, `dynamic_sampling.metric`, and the metrics of earlier steps as `history`."""
+        """`metric` is `dynamic_sampling.metric`; `history` has the metrics of earlier steps."""
         self._metric = metric
         self._limits = {
             "window": window,
@@ -209,7 +209,7 @@ def _reward_stuck(seen: Seen, window: int) -> str:
         f"reward stuck: {now:.3g} on average in the last {half} steps, {first:.3g} in the first {half}, with a standard error of "
         f"{noise:.2g}: it has not risen. Usual causes: a learning rate that is too low (or skipped updates: "
         "update/skipped_frac); a reward that does not depend on the response. Read the rollouts; raise "
-        "optimizer.learning_rate; if the run is only slow, raise watchdogs.window"
+        "optimizer.learning_rate"
     )
 
 

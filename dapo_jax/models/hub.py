@@ -148,7 +148,7 @@ def _unreachable(name: str, at: str, cache_dir: str | os.PathLike[str] | None) -
     offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
     why = "HF_HUB_OFFLINE is set" if offline else "the hub cannot be reached"
     remedy = "unset it" if offline else "check the connection"
-    where = f"model.cache_dir={str(cache_dir)!r}" if cache_dir else "the cache (HF_HOME)"
+    where = f"the cache {cache_dir}" if cache_dir else "the cache (HF_HOME)"
     return (
         f"{why}, and {name}{at} is not, or not wholly, in {where}; {remedy}, fetch the model beforehand, or name the "
         "folder of a copy"

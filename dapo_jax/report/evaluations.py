@@ -16,7 +16,7 @@ from dapo_jax.report.index import compressed
 from dapo_jax.report.questions import question_key
 from dapo_jax.report.rollouts import Laid, as_float, heads, spaced
 from dapo_jax.storage import AnyPath
-from dapo_jax.trackers.evaluation_log import read_problems
+from dapo_jax.trackers.rollout_log import read_problems
 
 ABSENT = 0xFFFF
 """Where an evaluation did not ask a problem."""

@@ -13,7 +13,7 @@ from typing import Any
 from dapo_jax.config import ConfigError, SftConfig, TrainConfig, load_config
 from dapo_jax.report.run_states import State, state_of
 from dapo_jax.storage import AnyPath, check_access, files_below, path_of
-from dapo_jax.trackers.jsonl import LineFollower
+from dapo_jax.trackers.json_lines import LineFollower
 
 _LOGGED = re.compile(r"step_(\d+)\.jsonl")
 _EVALUATED = re.compile(r"step_(\d+)/[^/]+\.jsonl")

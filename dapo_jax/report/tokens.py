@@ -52,8 +52,7 @@ def _folder(model: ModelConfig) -> AnyPath | None:
         return path_of(model.source)
     try:
         hub = importlib.import_module("huggingface_hub")
-        where = {"revision": model.revision or None, "cache_dir": model.cache_dir or None}
-        return Path(hub.snapshot_download(name, local_files_only=True, **where))
+        return Path(hub.snapshot_download(name, local_files_only=True, revision=model.revision or None))
     except Exception:  # not installed, or not in the cache: each has its own kinds
         return None
 

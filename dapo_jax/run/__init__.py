@@ -1,7 +1,5 @@
-"""The only place that turns a configuration into objects: train, sft, evaluate, sample."""
+"""A training run: the only room that makes objects from a configuration."""
 
-from dapo_jax.run.inference import evaluate, sample
-from dapo_jax.run.sft import sft
 from dapo_jax.run.train import train
 
-__all__ = ["evaluate", "sample", "sft", "train"]
+__all__ = ["train"]

@@ -29,8 +29,8 @@ from dapo_jax.run.records import Records
 from dapo_jax.run.resume_point import ResumePoint
 from dapo_jax.run.token_ratios import TokenRatios
 from dapo_jax.storage import AnyPath, path_of
-from dapo_jax.trackers.evaluation_log import write_problems
 from dapo_jax.trackers.progress import Progress
+from dapo_jax.trackers.rollout_log import write_problems
 
 Evaluate = Callable[[PyTree, int], Mapping[str, Sequence[Group]]]
 """(parameters, step) -> the graded groups of each held-out dataset."""
@@ -210,7 +210,7 @@ class EndOfStep(Observer):
         for name, groups in graded.items():
             if is_first():
                 folder = self._run_dir / "evaluations" / f"step_{step:06d}"
-                kept = responses_kept(len(groups), self._config.log.eval_responses)
+                kept = responses_kept(len(groups))
                 records = [problem_record(*each) for each in zip(groups, kept, strict=True)]
                 write_problems(folder, records, name=name, step=step)
             found = summarize(groups, name=name)

@@ -8,6 +8,7 @@ from dapo_jax.environments import Environment, Episodes, load_environment
 from dapo_jax.environments.rendering import Rendering
 from dapo_jax.environments.workers import WorkerEnvironment, worker_environment
 from dapo_jax.rewards.functions import Rewards
+from dapo_jax.run.grader_setup import WORKER_MEMORY_MB
 from dapo_jax.run.policy import Policy
 from dapo_jax.text.stop_strings import StopStrings
 
@@ -30,7 +31,7 @@ def environment_of(config: EnvironmentConfig, *, reward: Rewards | None = None) 
                 config.source,
                 workers=config.workers,
                 timeout_s=config.timeout_s,
-                memory_mb=config.worker_memory_mb,
+                memory_mb=WORKER_MEMORY_MB,
             )
         return load_environment(config.source)
     except ValueError as error:
@@ -59,7 +60,6 @@ def episodes_of(
         turn_tokens=told.turn_tokens,
         episode_tokens=told.episode_tokens,
         timeout_s=math.inf if in_workers else told.timeout_s,  # workers know when a call is under way
-        calls=told.calls,
         name=told.source,
         on_close=environment.close if in_workers else lambda: None,
     )

@@ -36,7 +36,7 @@ class FlightSampling(GroupSampling):
             in_flight=config.rollout.in_flight,
             samples_per_prompt=config.batch.group_size,
             needed=config.batch.prompts_per_step,
-            verdict_rounds=config.rollout.verdict_rounds,
+            verdict_rounds=config.rollout.answer_rounds,
             max_age_steps=config.rollout.max_age_steps,
         )
         self._exchange = FlightExchange(

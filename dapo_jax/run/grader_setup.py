@@ -21,6 +21,12 @@ from dapo_jax.text.stop_strings import StopStrings
 IN_THIS_PROCESS = TEXT_RULES | {"reasoning_gym"}
 """Graders that no worker is needed for, or whose rows would not be the same on the other side of a pipe."""
 
+ASYNC_CALLS = 64
+"""Most concurrent calls of async reward functions."""
+
+WORKER_MEMORY_MB = 2048
+"""Memory in MiB that a worker may use in addition to the loaded grader or environment. (Linux)"""
+
 Close = Callable[[], None]
 
 
@@ -52,7 +58,6 @@ def grading(
     shaping = Shaping(
         correct=config.correct,
         incorrect=config.incorrect,
-        lost=config.lost,
         overlong=overlong.enabled,
         max_response_tokens=max_response_tokens,
         buffer_tokens=overlong.buffer_tokens,
@@ -75,7 +80,7 @@ def submit_of(config: RewardConfig, *, reward: Rewards | None = None) -> tuple[S
     closing: list[Close] = []
     loop = None
     if any(grader.loaded.is_async for grader in graders):
-        loop = AsyncCalls(at_once=config.async_calls, timeout_s=config.timeout_s)
+        loop = AsyncCalls(at_once=ASYNC_CALLS, timeout_s=config.timeout_s)
         closing.append(loop.close)
     submits = []
     for grader in graders:
@@ -173,7 +178,7 @@ def _started(grader: _Grader, config: RewardConfig, loop: AsyncCalls | None) -> 
         grader.spec,
         workers=config.workers,
         timeout_s=config.timeout_s,
-        memory_mb=config.worker_memory_mb,
+        memory_mb=WORKER_MEMORY_MB,
         answer_marker=config.answer_marker,
         whole_group=grader.loaded.is_whole_group,
         on_nonfinite=config.on_nonfinite,
@@ -188,7 +193,7 @@ def _together(graders: Sequence[_Grader], submits: Sequence[Submit], config: Rew
         for name, grader, submit in zip(names, graders, submits, strict=True)
         if grader.weight is not None
     ]
-    rule = Shaping(correct=config.correct, incorrect=config.incorrect, lost=config.lost)
+    rule = Shaping(correct=config.correct, incorrect=config.incorrect)
     return weighted_sum(parts, rule) if parts else submits[0]
 
 

@@ -110,7 +110,7 @@ class GroupSampling(ABC):
             self._stop.check()
             return groups
         by_ordinal = {prompt.ordinal: prompt for prompt in prompts}
-        kept = responses_kept(len(prompts), self._config.log.eval_responses)
+        kept = responses_kept(len(prompts))
         return self._gathered(groups, by_ordinal.__getitem__, texts=max(kept, default=0))
 
     def _gathered(self, groups: Sequence[Group], prompt_at: PromptAt, *, texts: int = 0) -> list[Group]:

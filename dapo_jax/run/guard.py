@@ -21,12 +21,17 @@ from dapo_jax.run.records import Records
 from dapo_jax.run.resume_point import ResumePoint
 from dapo_jax.run.step_batches import StepBatches
 from dapo_jax.storage import AnyPath, entries, path_of
-from dapo_jax.trackers.post_mortem import write_post_mortem
 from dapo_jax.trackers.progress import Progress
+from dapo_jax.trackers.rollout_log import write_post_mortem
 from dapo_jax.training.minibatch import Minibatch
 
 IN_A_ROW = "update/skipped_in_a_row"
 KL = "sync/sampler_trainer_kl"
+
+MAX_SKIPPED_UPDATES = 3
+"""More skipped updates in a row stop the run."""
+POST_MORTEMS = 5
+"""Number of skipped updates that a run writes to its folder."""
 
 
 class GuardError(RuntimeError):
@@ -63,20 +68,7 @@ class Guard(Observer):
         dumped = len(entries(run_dir / "post_mortem")) if is_first() else 0
         before = history[-1].get(IN_A_ROW, 0) if history else 0
         self._dumped, self._in_a_row = json.loads(broadcast_from_first(json.dumps([dumped, before]).encode()))
-        watch = config.watchdogs
-        self._watchdogs = (
-            Watchdogs(
-                window=watch.window,
-                min_entropy=watch.min_entropy,
-                min_length_frac=watch.min_length_frac,
-                max_truncated_frac=watch.max_truncated_frac,
-                min_mixed_frac=watch.min_mixed_frac,
-                metric=config.dynamic_sampling.metric,
-                history=history,
-            )
-            if watch.enabled
-            else None
-        )
+        self._watchdogs = Watchdogs(metric=config.dynamic_sampling.metric, history=history)
         if bad := nonfinite_leaves(start.state.params):
             step = start.position.step
             whose = f"of the checkpoint of step {step}" if step else f"of model.source={config.model.source}"
@@ -94,11 +86,10 @@ class Guard(Observer):
         ruined = f"the weights are not finite after step {step}: {some(bad)}" if bad else ""
         metrics[IN_A_ROW] = self._in_a_row
         self._warn_lost(result.collected)
-        if self._watchdogs is not None:
-            raised, warnings = self._watchdogs.step(metrics)
-            metrics |= raised
-            for warning in warnings:
-                self._warn(step, warning)
+        raised, warnings = self._watchdogs.step(metrics)
+        metrics |= raised
+        for warning in warnings:
+            self._warn(step, warning)
         if found := "; ".join(filter(None, (ruined, skipped, drifted))):
             self._shown.step(step, metrics)
             if self._records is not None:
@@ -132,7 +123,7 @@ class Guard(Observer):
     def _skipped(self, result: StepResult) -> str:
         """Counts, names and writes the skipped updates. Returns the reason to stop the run, or an empty string."""
         updates, self._updates = self._updates, []
-        most, longest, last, step = self._config.guard.max_skipped_updates, 0, "", result.position.step
+        longest, last, step = 0, "", result.position.step
         for index, update in enumerate(updates):
             if not (flags := update.flags()):
                 self._in_a_row = 0
@@ -141,13 +132,13 @@ class Guard(Observer):
             groups = self._batches.split(result.collected.groups, step)[index]
             named = update.named(flags, groups, leaf_names(result.state.params))
             last = f"update {index + 1} of {len(updates)} was skipped: not finite: {in_words(named)}"
-            if self._dumped < self._config.guard.post_mortems:
+            if self._dumped < POST_MORTEMS:
                 last += f"; {self._post_mortem(step, index + 1, update, named, groups)} has the batch"
             self._warn(step, last)
             longest = max(longest, self._in_a_row)
-        if longest <= most:
+        if longest <= MAX_SKIPPED_UPDATES:
             return ""
-        return f"{longest} updates in a row were skipped up to step {step}, guard.max_skipped_updates={most}; the last one: {last}"
+        return f"{longest} updates in a row were skipped up to step {step}, at most {MAX_SKIPPED_UPDATES} may be; the last one: {last}"
 
     def _post_mortem(
         self, step: int, number: int, update: Update, named: Mapping[str, Any], groups: Sequence[Group]

@@ -374,9 +374,7 @@ def folder_of(model: ModelConfig, *, weights: bool) -> AnyPath:
     if kind == "shipped":
         return _shipped(name)
     if kind == "hf":
-        return download(
-            name, revision=model.revision or None, cache_dir=model.cache_dir or None, weights=weights
-        )
+        return download(name, revision=model.revision or None, weights=weights)
     folder = path_of(model.source)
     if folder.suffix == ".gguf":
         raise ValueError("a GGUF file is no model folder; `dapo-jax convert FILE FOLDER` makes one of it")

@@ -140,7 +140,6 @@ def updater_of(
     loss, model, correction = config.loss, config.model, config.correction
     options = UpdateOptions(
         temperature=config.sampling.temperature,
-        logprob_chunk_vocab=model.logprob_chunk_vocab,
         old_logprobs=loss.old_logprobs,
         correction=correction.kind,
         importance_range=(correction.low, correction.high),

@@ -44,7 +44,6 @@ def prompt_format(data: DataConfig) -> PromptFormat:
     return PromptFormat(
         template=data.prompt_template,
         examples=tuple(Example(prompt=each["prompt"], response=each["response"]) for each in data.few_shot),
-        separator=data.few_shot_separator,
         chat=data.chat,
         system_prompt=data.system_prompt,
         chat_template_kwargs=data.chat_template_kwargs,

@@ -23,7 +23,7 @@ from dapo_jax.trackers import (
     WandbTracker,
     read_metrics,
 )
-from dapo_jax.trackers.rollout_log import format_rollouts, write_rollouts
+from dapo_jax.trackers.rollout_log import LOGGED_GROUPS, format_rollouts, write_rollouts
 
 _RUN_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 """W&B names folders by it."""
@@ -85,7 +85,7 @@ class Records:
             raise ConfigError(
                 f"{kept} holds {run_id!r:.80}, which is no id of a W&B run; remove the file, and a new run is started there"
             )
-        tracker = WandbTracker(config.log.wandb_project, self._run_dir, run_id, {"yaml": to_yaml(config)})
+        tracker = WandbTracker(self._run_dir, run_id, {"yaml": to_yaml(config)})
         write_whole(kept, tracker.run_id.encode())
         return tracker
 
@@ -97,7 +97,7 @@ class Records:
         """Writes a step's rollouts when they are due: JSON lines for programs, text for people."""
         if not self._config.logs_rollouts(step):
             return
-        groups = collected.logged(self._log.rollout_groups)
+        groups = collected.logged(LOGGED_GROUPS)
         advantages = [
             group_advantages(group.rewards[None], normalize_std=self._normalize_std)[0] for group in groups
         ]

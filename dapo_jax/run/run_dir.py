@@ -20,7 +20,7 @@ from dapo_jax.parallel.gather import all_gather_bytes, by_first
 from dapo_jax.run.folders import locked, place_of
 from dapo_jax.run.prompt_sets import dated
 from dapo_jax.storage import AnyPath, entries, in_bucket
-from dapo_jax.trackers.ready import check_trackers
+from dapo_jax.trackers import check_trackers
 
 OF_A_RUN = (
     locks.NAME,

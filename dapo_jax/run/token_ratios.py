@@ -11,6 +11,7 @@ from dapo_jax.dapo.microbatch import Microbatch
 from dapo_jax.dapo.rollouts import Group, Rollout
 from dapo_jax.run.loop import Observer
 from dapo_jax.run.step_batches import StepBatches
+from dapo_jax.trackers.rollout_log import LOGGED_GROUPS
 from dapo_jax.training.minibatch import Minibatch, on_host
 from dapo_jax.training.state import TrainState
 from dapo_jax.training.update import Updater
@@ -34,8 +35,8 @@ class Ratios(Observer):
 
     def after_sampling(self, step: int, collected: Collected) -> None:
         """Finds the rollouts to write, and the updates that train on them."""
-        due, logged = self._config.logs_rollouts(step), self._config.log.rollout_groups
-        self._wanted = {group.prompt.ordinal for group in collected.logged(logged)}
+        due = self._config.logs_rollouts(step)
+        self._wanted = {group.prompt.ordinal for group in collected.logged(LOGGED_GROUPS)}
         trained = [group for group in collected.groups if due and group.prompt.ordinal in self._wanted]
         self._found = {(g.prompt.ordinal, index): None for g in trained for index in range(len(g.rollouts))}
         self._groups = self._batches.split(collected.groups, step) if trained else []

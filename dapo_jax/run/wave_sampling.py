@@ -12,6 +12,7 @@ from dapo_jax.run.group_sampling import FOR_OTHERS, GroupSampling
 from dapo_jax.run.position import Position
 from dapo_jax.run.response_sampler import TRAINING, Sampled
 from dapo_jax.sampling.decoding import decoding
+from dapo_jax.trackers.rollout_log import LOGGED_GROUPS
 
 _SampledFrom = Callable[[Callable[[int], list[Prompt]]], Sampled]
 """(count -> so many prompts) -> prompts with their responses, as they end."""
@@ -32,7 +33,6 @@ class WaveSampling(GroupSampling):
             carried=position.carry,
             share=position.share,
             surplus=dynamic.surplus,
-            max_age_steps=dynamic.max_age_steps,
             metric=dynamic.metric,
             enabled=dynamic.enabled,
         )
@@ -62,7 +62,7 @@ class WaveSampling(GroupSampling):
         Raises:
             ShortfallError: there are too few informative groups.
         """
-        dynamic, logged = self._config.dynamic_sampling, self._config.log.rollout_groups
+        dynamic, logged = self._config.dynamic_sampling, LOGGED_GROUPS
         collected = collector.finish(on_shortfall=dynamic.on_shortfall)
         if self._share.alone:
             return collected

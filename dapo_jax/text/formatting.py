@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32
 
-from dapo_jax.config.prompt_templates import TEMPLATES
+from dapo_jax.config.data_schema import TEMPLATES
 from dapo_jax.text.chat import Message
 from dapo_jax.text.messages import canonical_messages
 from dapo_jax.text.tokenizers import Tokenizer

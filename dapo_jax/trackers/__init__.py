@@ -1,45 +1,77 @@
-"""Where metrics go: JSON lines always, TensorBoard and Weights & Biases when asked for.
+"""Trackers of metrics: JSON lines always, TensorBoard and Weights & Biases on request.
 
-A tracker takes one dict of numbers per step. Packages of the optional ones are imported when one is made.
+A tracker gets one dict of numbers per step. The packages of the optional trackers are imported when one is made.
 """
 
+import importlib.util
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from typing import Protocol, runtime_checkable
 
-from dapo_jax.trackers.jsonl import JsonlTracker, read_metrics
+from dapo_jax.config import ConfigError, LogConfig
+from dapo_jax.extras import how_to_install
+from dapo_jax.trackers.json_lines import JsonlTracker, read_metrics
 from dapo_jax.trackers.tensorboard import TensorBoardTracker
-from dapo_jax.trackers.wandb import WandbTracker
+from dapo_jax.trackers.wandb import WandbTracker, has_wandb_key, wandb_mode
 
 __all__ = ["JsonlTracker", "MultiTracker", "TensorBoardTracker", "Tracker", "WandbTracker", "read_metrics"]
 
 
 @runtime_checkable
 class Tracker(Protocol):
-    """Somewhere that keeps metrics. Steps only go up, and each is logged once."""
+    """Keeps metrics. Steps only increase, and each is logged once."""
 
     def log(self, step: int, metrics: Mapping[str, float | int]) -> None:
         """Keeps the metrics of one step."""
         ...
 
     def close(self) -> None:
-        """Writes out what is buffered and lets go of files; may be called twice."""
+        """Writes buffered metrics and closes files; may be called twice."""
         ...
 
 
 class MultiTracker:
-    """Passes everything on to several trackers, in order."""
+    """Passes metrics to several trackers, in order."""
 
     def __init__(self, trackers: Iterable[Tracker]) -> None:
         self.trackers = tuple(trackers)
 
     def log(self, step: int, metrics: Mapping[str, float | int]) -> None:
-        """Logs to each; an error ends the call, so put the tracker that must not miss a step first."""
+        """Logs to each. An error ends the call, so the tracker that must not miss a step comes first."""
         for tracker in self.trackers:
             tracker.log(step, metrics)
 
     def close(self) -> None:
-        """Closes all of them, also those after one that fails; then raises what was raised."""
+        """Closes all of them, also after an error, which is then raised."""
         with ExitStack() as stack:
             for tracker in reversed(self.trackers):  # a stack unwinds from its end
                 stack.callback(tracker.close)
+
+
+def missing_requirement(log: LogConfig) -> tuple[str, str]:
+    """Returns the package or key that a configured tracker lacks, and the remedy; two empty texts if nothing is missing.
+
+    No tracker is opened.
+    """
+    for key, wanted, package, extra in (
+        ("log.tensorboard", log.tensorboard, "tensorboardX", "tensorboard"),
+        ("log.wandb", log.wandb, "wandb", "wandb"),
+    ):
+        if wanted and importlib.util.find_spec(package) is None:
+            found = f"{key}=true needs the package {package}, which is not installed"
+            return found, f"{how_to_install(extra)}, or set {key}=false"
+    if log.wandb and wandb_mode() == "online" and not has_wandb_key():
+        found = "log.wandb=true, and there is no API key of Weights & Biases"
+        return found, "run `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline"
+    return "", ""
+
+
+def check_trackers(log: LogConfig) -> None:
+    """Refuses a configuration whose trackers cannot be opened.
+
+    Raises:
+        ConfigError: names the key and the remedy.
+    """
+    found, remedy = missing_requirement(log)
+    if found:
+        raise ConfigError(f"{found}: {remedy}")

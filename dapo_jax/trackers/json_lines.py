@@ -1,25 +1,39 @@
-"""Files of JSON lines that are written whole: what the logs of rollouts and of problems share."""
+"""Files of JSON lines: metrics.jsonl, which grows by a line per step, and logs that are written at once.
+
+Each line is a strictly valid JSON object. JSON has no nan and no infinity: metrics.jsonl has null instead.
+
+An object in a bucket cannot be appended to. There the lines of metrics.jsonl are in metrics/000001.jsonl and so on. Each object is named by its first step
+and holds up to `LINES_PER_OBJECT` lines; every step replaces the last object by one with another line. `read_metrics` reads the file and the objects alike.
+"""
 
 import json
+import math
 from collections.abc import Iterable, Mapping
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dapo_jax.plain_json import integer
-from dapo_jax.storage import AnyPath, file_bytes, write_whole
+from dapo_jax.storage import AnyPath, entries, file_bytes, in_bucket, path_of, size_of, write_whole
+
+LINES_PER_OBJECT = 32
+"""A line of a training step is about 2 kB, so a step sends 32 kB on average; 10,000 steps are 313 objects."""
+
+SCHEMA_VERSION = 1
+"""Version of the logs of rollouts and evaluations and of post-mortems; raised if older readers could not use a newer file."""
 
 
 def write_lines(path: AnyPath, rows: Iterable[Mapping[str, Any]], *, what: str) -> None:
-    """Writes one row a line, all of them or none; a file of that name is replaced, its folder created if needed.
+    """Writes one row per line, all of them or none. Creates the folder if needed and replaces an existing file.
 
     Args:
         path: the file.
-        rows: what JSON cannot say in them is written as its text.
-        what: what the rows are, in the plural, for the message.
+        rows: values that JSON cannot express are written as text.
+        what: name of the rows, in the plural, for the message.
 
     Raises:
-        ValueError: a number is nan or infinite; JSON has none.
+        ValueError: a number is nan or infinite.
         OSError: it cannot be written; the message names the file.
     """
     text = "".join(
@@ -33,40 +47,225 @@ def write_lines(path: AnyPath, rows: Iterable[Mapping[str, Any]], *, what: str) 
         raise OSError(error.errno, f"cannot write {what} ({error.strerror or error})", str(path)) from error
 
 
-def read_lines(path: AnyPath, *, what: str, version: int, needs: str) -> list[dict[str, Any]]:
-    """The rows that `write_lines` wrote, in order.
+def read_lines(path: AnyPath, *, what: str, needs: str) -> list[dict[str, Any]]:
+    """Returns the rows that `write_lines` wrote, in order.
 
     Args:
         path: the file.
-        what: what a row is, with its article, for the message.
-        version: the highest `schema_version` that the caller knows.
-        needs: a key that tells these rows from others.
+        what: name of a row, with its article, for the message.
+        needs: a key that every such row has.
 
     Raises:
-        ValueError: a line is no such row, or is of a newer version; the message names file and line number.
+        ValueError: a line is not such a row, or has a newer version; the message names the file and the line.
     """
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(file_bytes(path).split(b"\n"), start=1):
         if not line:
             continue
         try:
-            row = json.loads(line, parse_int=integer)
-            newer = row["schema_version"] > version
-            if not newer and needs not in row:
-                raise KeyError(needs)
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            row = json.loads(line)
+            version, _ = row["schema_version"], row[needs]
+        except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path}, line {number} is not {what} ({error!r}): {line[:80]!r}") from error
-        if newer:
-            raise ValueError(
-                f"{path}, line {number} has schema_version {row['schema_version']}; this version of dapo_jax reads up "
-                f"to {version}: upgrade dapo_jax"
-            )
+        check_version(f"{path}, line {number}", version)
         rows.append(row)
     return rows
 
 
+def check_version(where: str, version: int) -> None:
+    """Raises ValueError for a file of a newer version."""
+    if version > SCHEMA_VERSION:
+        raise ValueError(
+            f"{where} has schema_version {version}; this version of dapo_jax reads up to {SCHEMA_VERSION}: upgrade dapo_jax"
+        )
+
+
 def _plain(value: Any) -> Any:
-    """A data row may hold numpy values; what JSON cannot say becomes its text."""
+    """Converts numpy values and bytes of a data row; other types become their text."""
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
     return value.decode("utf-8", errors="replace") if isinstance(value, bytes) else str(value)
+
+
+class JsonlTracker:
+    """Writes the metrics of each step as a line of metrics.jsonl. The line is written, or stored in the bucket, when `log` returns.
+
+    Args:
+        path: the file; its folder is created. In a bucket the lines are in a folder next to it.
+        resume_step: the step of the checkpoint from which a run continues; -1 keeps nothing. Lines of later steps and an incomplete last line are
+            removed, because the run writes those steps again. None is a new run, which must not have lines yet.
+
+    Raises:
+        FileExistsError: a new run would append to another run's metrics.
+        ValueError: the file of a resumed run is damaged.
+        OSError: it cannot be written; the message names the file.
+    """
+
+    def __init__(self, path: str | PathLike[str], resume_step: int | None = None) -> None:
+        self.path = path_of(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._last_step: int | None = None
+        if resume_step is not None:
+            self._last_step = _cut_after(self.path, resume_step)
+        else:
+            for file in _files_of(self.path):
+                if size := size_of(file):
+                    raise FileExistsError(
+                        f"{file} already holds {size} bytes of metrics: resume that run, or choose another run_dir"
+                    )
+        self._lines = _Objects(self.path) if in_bucket(self.path) else _File(self.path)
+
+    def log(self, step: int, metrics: Mapping[str, float | int]) -> None:
+        """Appends one line.
+
+        Raises:
+            ValueError: `step` is not above the last one, or a metric is called "step".
+            OSError: the line could not be written; the message names the step and the file.
+        """
+        if self._last_step is not None and step <= self._last_step:
+            raise ValueError(
+                f"{self.path} already has step {self._last_step}, got step {step}: log each step once, all its "
+                "metrics (evaluation too) in one call"
+            )
+        if "step" in metrics:
+            raise ValueError('a metric may not be called "step": the line has this key already')
+        line = {"step": step} | {name: _number(value) for name, value in metrics.items()}
+        try:
+            self._lines.append(step, json.dumps(line, allow_nan=False).encode() + b"\n")
+        except OSError as error:
+            reason = error.strerror or error
+            raise OSError(
+                error.errno, f"cannot write the metrics of step {step} ({reason})", str(self.path)
+            ) from error
+        self._last_step = step
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._lines.close()
+
+
+class _File:
+    """Lines appended to one file."""
+
+    def __init__(self, path: AnyPath) -> None:
+        # Unbuffered: after an error for lack of space, closing the file must not try the line again.
+        self._file: Any = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by `close`
+
+    def append(self, step: int, line: bytes) -> None:
+        view = memoryview(line)
+        while view:
+            view = view[self._file.write(view) :]
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _Objects:
+    """Lines in objects; the last object is replaced by a longer one until it is full."""
+
+    def __init__(self, path: AnyPath) -> None:
+        self._folder, self._name, self._lines = _folder_of(path), "", list[bytes]()
+
+    def append(self, step: int, line: bytes) -> None:
+        if len(self._lines) % LINES_PER_OBJECT == 0:
+            self._name, self._lines = f"{step:06d}.jsonl", []
+        lines = [*self._lines, line]
+        write_whole(self._folder / self._name, b"".join(lines))
+        self._lines = lines
+
+    def close(self) -> None:
+        pass
+
+
+def read_metrics(path: str | PathLike[str]) -> list[dict[str, Any]]:
+    """Returns every line of a metrics file, in order; null is returned as None.
+
+    An incomplete last line (after a kill, or while a run writes it) is left out.
+
+    Args:
+        path: RUN/metrics.jsonl, also if the lines are in the objects of RUN/metrics.
+
+    Raises:
+        ValueError: another line is not a JSON object with an integer `step`; names the file and the line.
+        FileNotFoundError: neither the file nor the objects exist.
+    """
+    path = path_of(path)
+    rows = [row for file in _files_of(path) or [path] for row, _ in _parsed(file, file.read_bytes())]
+    return sorted(rows, key=lambda row: row["step"])
+
+
+class LineFollower:
+    """`read_metrics` of a live run: a local file is read incrementally."""
+
+    def __init__(self, path: str | PathLike[str]) -> None:
+        self._path = path_of(path)
+        self._rows: list[dict[str, Any]] = []
+        self._read, self._file = 0, 0
+        """Bytes of `_rows`, and the inode of their file: a resumed run may replace it."""
+
+    def read(self) -> list[dict[str, Any]]:
+        """Returns the lines that `read_metrics` returns."""
+        path = self._path
+        if not isinstance(path, Path) or _files_of(path) != [path]:
+            return read_metrics(path)
+        about = path.stat()
+        if about.st_ino != self._file or about.st_size < self._read:
+            self._rows, self._read, self._file = [], 0, about.st_ino
+        with path.open("rb") as file:
+            file.seek(self._read)
+            content = file.read()
+        rows = _parsed(path, content, before=len(self._rows))
+        whole = content.count(b"\n", 0, content.rfind(b"\n") + 1)  # the last line may still grow
+        self._rows += [row for row, _ in rows[:whole]]
+        self._read += sum(len(line) + 1 for _, line in rows[:whole])
+        return sorted([*self._rows, *(row for row, _ in rows[whole:])], key=lambda row: row["step"])
+
+
+def _folder_of(path: AnyPath) -> AnyPath:
+    return path.with_name(path.stem)
+
+
+def _files_of(path: AnyPath) -> list[AnyPath]:
+    """Returns the file and the objects that exist; a run that was copied between a bucket and a disk may have both."""
+    folder = _folder_of(path)
+    objects = [file for file in entries(folder) if file.suffix == path.suffix] if folder.is_dir() else []
+    return [path, *objects] if path.exists() else objects
+
+
+def _parsed(path: AnyPath, content: bytes, *, before: int = 0) -> list[tuple[dict[str, Any], bytes]]:
+    """Parses each whole line of `content`, which follows `before` lines of the file. Returns (object, line) pairs."""
+    found: list[tuple[dict[str, Any], bytes]] = []
+    lines = content.rstrip(b"\n").split(b"\n")
+    for number, line in enumerate(lines, start=before + 1):
+        try:
+            row = json.loads(line)
+            if not (isinstance(row, dict) and isinstance(row.get("step"), int)):
+                raise ValueError('not an object with an integer "step"')
+        except ValueError as error:
+            if number == before + len(lines):
+                break
+            raise ValueError(f"{path}, line {number} is damaged ({error}): {line[:80]!r}") from error
+        found.append((row, line))
+    return found
+
+
+def _number(value: float | int) -> float | int | None:
+    if isinstance(value, int):
+        return +value  # turns True into 1
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+def _cut_after(path: AnyPath, step: int) -> int | None:
+    """Removes lines of steps above `step`, later files first, and returns the last remaining step."""
+    steps: list[int] = []
+    for file in reversed(_files_of(path)):
+        content = file.read_bytes()
+        kept = [(row["step"], line) for row, line in _parsed(file, content) if row["step"] <= step]
+        whole = b"".join(line + b"\n" for _, line in kept)
+        if not kept and file != path:
+            file.unlink()
+        elif whole != content:
+            write_whole(file, whole)
+        steps += [number for number, _ in kept]
+    return max(steps, default=None)

@@ -1,7 +1,4 @@
-"""Traces of chosen steps, to be opened with xprof or TensorBoard's profile page: what every device did, and when.
-
-A file of its own: only here the profiler is known.
-"""
+"""Traces of chosen steps, for xprof or TensorBoard's profile page."""
 
 import shutil
 from collections.abc import Collection
@@ -16,21 +13,21 @@ from dapo_jax.storage import AnyPath, files_below, path_of, write_whole
 
 
 class Profile(AbstractContextManager["Profile"]):
-    """Traces each of `steps` into a folder of its own, `FOLDER/step_000010`; every process writes its own files there."""
+    """Traces each of `steps` into its folder, `FOLDER/step_000010`; every process writes its own files there."""
 
     def __init__(self, steps: Collection[int], folder: AnyPath) -> None:
         self._steps, self._folder = frozenset(steps), folder
         self._local: Path | None = None
 
     def begin(self, step: int) -> None:
-        """Called before `step`; does nothing if that is not to be traced."""
+        """Starts the trace if `step` is one of the steps."""
         if step in self._steps:
-            # The profiler writes to local files only, and the folder may lie in a bucket.
+            # The profiler only writes local files, and the folder may be in a bucket.
             self._local = Path(mkdtemp(prefix="dapo_jax_profile_"))
             jax.profiler.start_trace(str(self._local))
 
     def end(self, step: int) -> None:
-        """Called after `step`, when its last program has ended."""
+        """Ends the trace and copies its files; called when the last program of `step` has ended."""
         if self._local is None:
             return
         local, self._local = self._local, None
@@ -46,7 +43,7 @@ class Profile(AbstractContextManager["Profile"]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """A step that failed leaves no trace."""
+        """Discards the trace of a failed step."""
         if self._local is not None:
             local, self._local = self._local, None
             jax.profiler.stop_trace()

@@ -1,4 +1,4 @@
-"""The display of a run that goes on: a live view in a terminal or notebook, else one short line a step.
+"""The display of a live run: a view that is redrawn in a terminal or notebook, otherwise one short line per step.
 
 step  12/120  reward 0.218  acc 0.61  len 18.2  entropy 0.41  4.1k tok/s  1.9 s/step  eta 3m20s
 """
@@ -30,25 +30,24 @@ SAMPLED_PER_S = "speed/sampled_tokens_per_s"
 STEP_S = "time/step_s"
 
 _COUNTED = re.compile(r"[^/]+@(\d+)")
-"""Metrics that count over so many samples; their standard errors do not match."""
+"""Metrics over a number of samples; their standard errors do not match."""
 
 _RECENT_STEPS = 20
 _QUIET_S = 15.0
-"""Seconds of silence after which plain output says how a wave goes."""
+"""Seconds without a line after which plain output reports the progress of sampling."""
 _WIDTH = 78
 
 
 class Progress:
-    """Shows where a run stands. A context manager; calls outside it print plain lines.
+    """Shows the progress of a run. A context manager; calls outside it print plain lines.
 
-    A metric that is absent or nan shows as "-". No signal handler is installed, and leaving by an exception
-    (an interrupt too) puts the terminal back.
+    A metric that is absent or nan shows as "-". No signal handler is installed, and an exception or an interrupt restores the terminal.
 
     Args:
-        total_steps: the step the run ends at.
-        metric: `dynamic_sampling.metric`. With score, no share of correct responses is shown: there may be no such thing as correct.
-        console: where to; None is standard output.
-        clock: seconds that only go up, for the time left.
+        total_steps: the last step of the run.
+        metric: `dynamic_sampling.metric`. With score, no share of correct responses is shown.
+        console: the output; None is standard output.
+        clock: seconds that only increase, for the remaining time.
     """
 
     def __init__(
@@ -67,9 +66,9 @@ class Progress:
         self._metrics: dict[str, float | int] = {}
         self._evaluations: dict[str, str] = {}
         self._phase: tuple[str, int | None, int | None] = ("starting", None, None)
-        self._phase_start = self._said = clock()
+        self._phase_start = self._printed = clock()
         self._wave = ""
-        # When steps ended; evaluations and checkpoints between them count, compilation before the first does not.
+        # Ends of steps: the time between them includes evaluations and checkpoints, but not the compilation before the first.
         self._step_ends: deque[float] = deque(maxlen=_RECENT_STEPS + 1)
         self._listener: Callable[[str, int | None, int | None], None] = lambda name, done, total: None
         self._live = Live(get_renderable=self._view, console=self._console, refresh_per_second=4)
@@ -86,34 +85,34 @@ class Progress:
             self._live.stop()
 
     def listen(self, listener: Callable[[str, int | None, int | None], None]) -> None:
-        """`listener` hears of every phase."""
+        """Calls `listener` for every phase."""
         self._listener = listener
 
     def phase(self, name: str, done: int | None = None, total: int | None = None) -> None:
-        """Says what the run is doing, and how far it is; plain output leaves it out."""
+        """Sets the current phase and its progress; plain output leaves it out."""
         self._listener(name, done, total)
         if name != self._phase[0]:
             self._phase_start = self._clock()
         self._phase = (name, done, total)
 
     def starting(self, what: str) -> None:
-        """Says what is done before the first step, which may take a minute: a line where nothing is redrawn, else a phase."""
+        """Shows the work before the first step, which may take a minute: as a line, or in a live view as a phase."""
         self.phase(what)
         if not _can_redraw(self._console):
             self._print(f"{what} ...")
 
     def begin(self, step: int) -> None:
-        """Takes the last step that is done: a resumed run starts with the step after it."""
+        """Sets the last finished step, with which a resumed run begins."""
         self._step = step
 
     def wave(self, words: str) -> None:
-        """Takes how sampling goes, until the step ends; plain output has it once in a while."""
+        """Shows the progress of sampling until the step ends; plain output has it after `_QUIET_S` seconds of silence."""
         self._wave = words
-        if not self._live.is_started and self._clock() - self._said >= _QUIET_S:
+        if not self._live.is_started and self._clock() - self._printed >= _QUIET_S:
             self._print(f"step {self._step + 1}  sampling: {words}")
 
     def step(self, step: int, metrics: Mapping[str, float | int]) -> None:
-        """Takes the metrics of a finished step; steps count from 1, so the last one is `total_steps`."""
+        """Shows the metrics of a finished step, counted from 1 to `total_steps`."""
         self._step = step
         self._metrics, self._wave = dict(metrics), ""
         self._step_ends.append(self._clock())
@@ -121,14 +120,14 @@ class Progress:
             self._print(self.line())
 
     def evaluation(self, name: str, metrics: Mapping[str, float | int], step: int) -> None:
-        """Takes held-out results: those metrics of `name` that count over all k samples, `eval/NAME/avg@8`, and the mean reward.
+        """Shows the results on the dataset `name`: the metrics over all k samples, such as `eval/NAME/avg@8`, and the mean reward.
 
-        pass@j for fewer than k is left to the files: the line is to stay short.
+        pass@j for smaller j is only in the files.
         """
         found = {key.removeprefix(f"eval/{name}/"): value for key, value in metrics.items()}
         counted = [key for key in found if self._counts and _COUNTED.fullmatch(key)]
         most = max((_samples(key) for key in counted), default=0)
-        # avg@k is the number that papers report: it comes first.
+        # avg@k comes first because papers report it.
         ordered = sorted(
             (key for key in counted if _samples(key) == most),
             key=lambda key: (not key.startswith("avg@"), key),
@@ -136,17 +135,17 @@ class Progress:
         shown = [_with_error(key, found, _decimal) for key in ordered]
         shown += [_with_error("reward", found, _figures)] if "reward" in found else []
         result = "  ".join(shown) or "-"
-        # A new dict each time: the drawing thread may be walking through the old one.
+        # A new dict, because the drawing thread may be iterating over the old one.
         self._evaluations = self._evaluations | {name: f"{result}  (step {step})"}
         if not self._live.is_started:
             self._print(f"eval  {name}  {self._evaluations[name]}")
 
     def message(self, text: str) -> None:
-        """Prints a line that stays, above the live view."""
+        """Prints a permanent line, above the live view."""
         self._print(text)
 
     def line(self) -> str:
-        """The last step in one short line."""
+        """Returns the last step in one short line."""
         width = len(str(self.total_steps))
         return "  ".join(
             [
@@ -175,7 +174,7 @@ class Progress:
         return format_seconds((self.total_steps - self._step) * step_s)
 
     def _view(self) -> RenderableType:
-        """The content of the live view now: where the run is, what the last step gave, what evaluation gave."""
+        """Returns the live view: the progress, the last step's metrics, and the last evaluations."""
         name, done, total = self._phase
         bars = Table.grid(padding=(0, 2, 0, 0))
         bars.add_row(
@@ -216,13 +215,13 @@ class Progress:
         )
 
     def _print(self, text: str) -> None:
-        self._said = self._clock()
-        # Plain text as it is: brackets are no markup, numbers get no colour, long lines are not broken.
+        self._printed = self._clock()
+        # Plain text: without markup, highlighting and line breaks.
         self._console.print(visible(without_secrets(text)), markup=False, highlight=False, soft_wrap=True)
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration in its two largest units.
+    """Formats a duration in its two largest units.
 
     >>> [format_seconds(s) for s in (7.4, 200.0, 3900.0, 183600.0)]
     ['7s', '3m20s', '1h05m', '2d03h']
@@ -246,7 +245,7 @@ def _samples(key: str) -> int:
 def _with_error(
     key: str, found: Mapping[str, float | int], written: Callable[[float | int | None], str]
 ) -> str:
-    """`avg@8 0.72 ± 0.01`, the standard error left out where there is none."""
+    """Formats `avg@8 0.72 ± 0.01`, with the standard error if there is one."""
     error = found.get(f"{key}_stderr")
     return f"{key} {written(found[key])}" + (f" ± {written(error)}" if error is not None else "")
 
@@ -256,12 +255,16 @@ def _decimal(value: float | int | None, digits: int = 2) -> str:
 
 
 def _figures(value: float | int | None) -> str:
-    """Three of them: rewards may be of any size."""
+    """Formats three significant figures, for rewards of any size."""
     return f"{value:.3g}" if value is not None and math.isfinite(value) else "-"
 
 
 def _thousands(value: float | int | None) -> str:
-    """Three figures or so: 87, 940, 4.1k, 12k, 1.3M."""
+    """Formats two or three figures.
+
+    >>> [_thousands(value) for value in (0.4, 87.2, 999.4, 999.6, 9949, 9951, 1.3e6)]
+    ['0', '87', '999', '1.0k', '9.9k', '10k', '1.3M']
+    """
     if value is None or not math.isfinite(value):
         return "-"
     for size, letter in ((1e6, "M"), (1e3, "k")):
@@ -273,7 +276,5 @@ def _thousands(value: float | int | None) -> str:
 
 def _can_redraw(console: Console) -> bool:
     if console.is_jupyter:
-        return (
-            importlib.util.find_spec("ipywidgets") is not None
-        )  # rich draws through it, and only warns without
+        return importlib.util.find_spec("ipywidgets") is not None  # without it rich only warns
     return console.is_terminal and not console.is_dumb_terminal

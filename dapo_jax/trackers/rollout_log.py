@@ -1,21 +1,33 @@
-"""Rollouts to read: JSON lines for programs, plain text for a person."""
+"""The readable records of a run: rollouts, evaluated problems and post-mortems of skipped updates, as JSON lines and text.
 
+A post-mortem is a folder:
+
+report.json         what was not finite, and where; written last, so a folder without it is incomplete
+arrays.safetensors  the update's microbatches as they were on the device; 0/tokens is [microbatches, rows, tokens] of stack 0
+step_*.jsonl        its responses, as in RUN/rollouts
+config.yaml         the run's configuration
+"""
+
+import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from os import PathLike
 from types import MappingProxyType
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 from jaxtyping import Float
+from safetensors.numpy import load, save
 
 from dapo_jax.dapo.rollouts import Group, Rollout
-from dapo_jax.storage import AnyPath, path_of
+from dapo_jax.storage import AnyPath, file_bytes, path_of, write_whole
 from dapo_jax.terminal import visible
-from dapo_jax.trackers.json_lines import read_lines, write_lines
+from dapo_jax.trackers.json_lines import SCHEMA_VERSION, check_version, read_lines, write_lines
 
-SCHEMA_VERSION = 1
-"""Version of a line's keys; raised when a reader of the older ones could not use a line."""
+LOGGED_GROUPS = 4
+"""Groups of a step whose rollouts are written."""
 
 
 def write_rollouts(
@@ -26,20 +38,20 @@ def write_rollouts(
     advantages: Float[np.ndarray, "..."] | None = None,
     ratios: Mapping[tuple[int, int], Float[np.ndarray, " response"] | None] = MappingProxyType({}),
 ) -> AnyPath:
-    """Writes one line per rollout to FOLDER/step_000010.jsonl, whole or not at all, and returns its path.
+    """Writes one line per rollout to FOLDER/step_000010.jsonl, all or none, and returns the path.
 
-    A file of the same step is replaced: a resumed run writes what it wrote before.
+    A file of the same step is replaced: a resumed run repeats it.
 
     Args:
         folder: usually RUN_DIR/rollouts; created if needed.
         step: names the file.
-        groups: in the order they are to be read.
+        groups: in the order of the file.
         advantages: one per rollout in the order of `groups`, flat or as [groups, group size].
-        ratios: (ordinal, response index) -> pi / pi_old of each token in the update that trained on the rollout, None if its loss
+        ratios: (ordinal, response index) -> pi / pi_old of each token in the update that trained on the rollout, None if the loss
             left it out; no entry for rollouts that were not trained on.
 
     Raises:
-        ValueError: there are not as many advantages as rollouts.
+        ValueError: the number of advantages is not the number of rollouts.
         OSError: it cannot be written; the message names the file.
     """
     count = sum(len(group.rollouts) for group in groups)
@@ -63,19 +75,114 @@ def write_rollouts(
 
 
 def read_rollouts(path: str | PathLike[str]) -> list[dict[str, Any]]:
-    """The lines of a file that `write_rollouts` wrote, in order.
+    """Returns the lines of a file that `write_rollouts` wrote, in order.
 
     Raises:
-        ValueError: a line is not a rollout, or is of a newer version; the message names file and line number.
+        ValueError: a line is not a rollout, or has a newer version; the message names the file and the line.
     """
-    return read_lines(path_of(path), what="a rollout", version=SCHEMA_VERSION, needs="response")
+    return read_lines(path_of(path), what="a rollout", needs="response")
+
+
+def write_problems(
+    folder: str | PathLike[str], problems: Iterable[Mapping[str, Any]], *, name: str, step: int
+) -> AnyPath:
+    """Writes one line per evaluated problem to FOLDER/NAME.jsonl, all or none, and returns the path.
+
+    In the file's name all characters except letters, digits and `_.-~` are percent-encoded: `hf:ORG/NAME` becomes
+    hf%3AORG%2FNAME.jsonl. An existing file is replaced.
+
+    Args:
+        folder: usually RUN_DIR/evaluations/step_000010; created if needed.
+        problems: one `dapo_jax.evaluation.problem_record` each, in the order of the file.
+        name: the dataset's.
+        step: number of steps that the policy was trained for; 0 before training, or outside it.
+
+    Raises:
+        OSError: it cannot be written; the message names the file.
+    """
+    path = path_of(folder) / f"{quote(name, safe='')}.jsonl"
+    head = {"schema_version": SCHEMA_VERSION, "step": step, "dataset": name}
+    write_lines(path, [{**head, **problem} for problem in problems], what="the problems of an evaluation")
+    return path
+
+
+def read_problems(path: str | PathLike[str]) -> list[dict[str, Any]]:
+    """Returns the lines of a file that `write_problems` wrote, in order.
+
+    Raises:
+        ValueError: a line is not a problem, or has a newer version; the message names the file and the line.
+    """
+    return read_lines(path_of(path), what="a problem", needs="samples")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PostMortem:
+    """One skipped update."""
+
+    report: dict[str, Any]
+    stacks: list[dict[str, np.ndarray]]
+    """A dict of arrays for each length of rows, named as the fields of `dapo_jax.dapo.microbatch.Microbatch`."""
+    rollouts: list[dict[str, Any]]
+
+
+def write_post_mortem(
+    folder: AnyPath,
+    *,
+    report: Mapping[str, Any],
+    stacks: Sequence[Mapping[str, np.ndarray]],
+    groups: Sequence[Group],
+    config: str,
+) -> None:
+    """Writes a post-mortem, or replaces it.
+
+    Args:
+        folder: created if needed.
+        report: plain values, including `step`.
+        stacks: arrays by name, for each length of rows.
+        groups: the groups of the update.
+        config: the run's configuration as YAML.
+
+    Raises:
+        OSError: it cannot be written; the message names the file.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    write_rollouts(folder, report["step"], groups)
+    write_whole(folder / "config.yaml", config.encode())
+    arrays = {
+        f"{index}/{name}": np.ascontiguousarray(array)
+        for index, stack in enumerate(stacks)
+        for name, array in stack.items()
+    }
+    write_whole(folder / "arrays.safetensors", save(arrays))
+    whole = {"schema_version": SCHEMA_VERSION, **report}
+    write_whole(folder / "report.json", json.dumps(whole, indent=1, allow_nan=False).encode())
+
+
+def read_post_mortem(folder: str | PathLike[str]) -> PostMortem:
+    """Reads a folder that `write_post_mortem` wrote.
+
+    Raises:
+        ValueError: the post-mortem is missing, incomplete, or of a newer version.
+    """
+    place = path_of(folder)
+    if not (place / "report.json").exists():
+        raise ValueError(f"{place} has no report.json: it is not a post-mortem, or is incomplete")
+    report = json.loads(file_bytes(place / "report.json"))
+    check_version(str(place), report["schema_version"])
+    stacks: dict[int, dict[str, np.ndarray]] = {}
+    for key, array in load(file_bytes(place / "arrays.safetensors")).items():
+        index, _, name = key.partition("/")
+        stacks.setdefault(int(index), {})[name] = array
+    return PostMortem(
+        report=report,
+        stacks=[stacks[index] for index in sorted(stacks)],
+        rollouts=read_rollouts(place / f"step_{report['step']:06d}.jsonl"),
+    )
 
 
 def format_rollouts(groups: Sequence[Group], limit: int, *, metric: str = "correct") -> str:
-    """Up to `limit` rollouts as text: each group's question and answer, then its responses with their verdicts, or with the `metric`
-    score their scores.
-
-    Characters that a terminal would obey are written out, so that it may be printed.
+    """Formats up to `limit` rollouts as text: each group's question and answer, then its responses with their verdicts, or with the `metric`
+    score their scores. Control characters are escaped for printing.
     """
     parts: list[str] = []
     shown = 0
@@ -98,7 +205,7 @@ def format_rollouts(groups: Sequence[Group], limit: int, *, metric: str = "corre
 
 
 def _row(step: int, group: Group, index: int, rollout: Rollout) -> dict[str, Any]:
-    """The line of one rollout; reading order first, long lists last."""
+    """Returns the line of one rollout, with long lists last."""
     return {
         "schema_version": SCHEMA_VERSION,
         "step": step,
@@ -125,7 +232,7 @@ def _row(step: int, group: Group, index: int, rollout: Rollout) -> dict[str, Any
 
 
 def _of_turns(rollout: Rollout) -> dict[str, Any]:
-    """The turns of an episode as [first token, token behind the last], and what each was worth."""
+    """Returns the turns of an episode as [first token, end) and their rewards."""
     if not rollout.response.turns:
         return {}
     return {
@@ -138,7 +245,7 @@ def _of_turns(rollout: Rollout) -> dict[str, Any]:
 def _in_update(
     ratios: Mapping[tuple[int, int], Float[np.ndarray, " response"] | None], rollout: tuple[int, int]
 ) -> dict[str, Any]:
-    """The part of a rollout in training: `in_loss` is null if it was not trained on."""
+    """Returns the ratios of a rollout; `in_loss` is null if it was not trained on."""
     found = ratios.get(rollout)
     return {
         "in_loss": found is not None if rollout in ratios else None,
@@ -147,7 +254,7 @@ def _in_update(
 
 
 def _rounded(value: float | None) -> float | None:
-    """Six decimals are more than a reader needs; JSON has no nan and no infinity, so those become null."""
+    """Rounds to six decimals; nan and infinity become None."""
     return round(float(value), 6) if value is not None and math.isfinite(value) else None
 
 

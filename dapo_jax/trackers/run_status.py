@@ -1,4 +1,7 @@
-"""RUN/status.json: whether a run runs, or when and why it ended. One that is killed cannot say so: its file says `running` for ever."""
+"""RUN/status.json: the state of a run, and the time and reason of its end.
+
+The file of a killed run keeps the state `running`; `RunStatus.is_alive` then tells whether its process exists.
+"""
 
 import contextlib
 import json
@@ -8,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from dapo_jax.config.values import without_secrets
 from dapo_jax.health.stopping import StoppedError
@@ -22,31 +26,31 @@ _LONGEST_REASON = 500
 
 @dataclass(frozen=True, kw_only=True)
 class Process:
-    """The marks that tell a process from all others, also from a later one of its number."""
+    """Identifies a process, also among later processes with the same number."""
 
     host: str
     boot: str
-    """The mark of the machine's start; empty where the system does not say."""
+    """Id of the machine's boot; empty if the system has none."""
     pid: int
     started: str
-    """The process's start, in the system's ticks; empty where it does not say."""
+    """Start of the process, in the system's ticks; empty if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunStatus:
-    """The status that a run wrote last."""
+    """The last status that a run wrote."""
 
     state: str
-    """`running`, `finished`, `stopped` (it was told to) or `failed`."""
+    """`running`, `finished`, `stopped` (by a signal) or `failed`."""
     at: str
-    """When it said so: ISO 8601, UTC."""
+    """Time of writing: ISO 8601, UTC."""
     reason: str
-    """Who told it to stop, or its error."""
+    """The signal or the error; empty otherwise."""
     process: Process
 
     @property
     def is_alive(self) -> bool | None:
-        """Whether its process runs on this machine; None if that cannot be known, as of another machine's."""
+        """True if its process exists on this machine; None if unknown, as for a run of another machine."""
         mine = _this_process()
         if not self.process.boot or (self.process.host, self.process.boot) != (mine.host, mine.boot):
             return None
@@ -55,21 +59,20 @@ class RunStatus:
 
 @contextlib.contextmanager
 def status_kept(run_dir: AnyPath, *, check: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Says `running`, and at an error or a stop what it was. Who gets to the end says `finished` with `write_status`, after the last file.
+    """Writes `running`, and `stopped` or `failed` after an error. The caller writes `finished` with `write_status`, after the last file.
 
-    `check` raises LockLostError if the folder is another run's by now, whose status then stays.
+    `check` raises LockLostError if another run has taken over the folder, whose status is then kept.
     """
     write_status(run_dir, "running")
     try:
         yield
-    except StoppedError as stopped:
-        _last_words(run_dir, check, "stopped", str(stopped))
-        raise
-    except KeyboardInterrupt:
-        _last_words(run_dir, check, "stopped", "KeyboardInterrupt")
-        raise
     except BaseException as error:
-        _last_words(run_dir, check, "failed", f"{type(error).__name__}: {error}")
+        stopped = isinstance(error, StoppedError | KeyboardInterrupt)
+        reason = f"{type(error).__name__}: {error}".removeprefix("StoppedError: ").removesuffix(": ")
+        # This error matters more than a full disk or a lost lock while it is written.
+        with contextlib.suppress(OSError, LockLostError):
+            check()
+            write_status(run_dir, "stopped" if stopped else "failed", reason)
         raise
 
 
@@ -89,26 +92,13 @@ def write_status(run_dir: AnyPath, state: str, reason: str = "") -> None:
 
 
 def read_status(run_dir: AnyPath) -> RunStatus | None:
-    """The status in the file; None if there is none, or it is not what `write_status` writes: a run from before has none."""
+    """Returns the status in the file; None if the file is missing or damaged."""
     try:
-        said = json.loads(file_bytes(run_dir / FILE))
-        told = said["process"]
-        process = Process(
-            host=str(told["host"]), boot=str(told["boot"]), pid=int(told["pid"]), started=str(told["started"])
-        )
-        at = datetime.fromisoformat(said["at"])
-        if at.tzinfo is None:
-            return None
-        return RunStatus(state=str(said["state"]), at=said["at"], reason=str(said["reason"]), process=process)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        read: dict[str, Any] = json.loads(file_bytes(run_dir / FILE))
+        process = Process(**read.pop("process"))
+        return RunStatus(process=process, **read)
+    except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def _last_words(run_dir: AnyPath, check: Callable[[], None], state: str, reason: str) -> None:
-    """The error that ends the run is worth more than that of a full disk, or of a lost lock, which comes of writing it down."""
-    with contextlib.suppress(OSError, LockLostError):
-        check()
-        write_status(run_dir, state, reason)
 
 
 def _this_process() -> Process:
@@ -122,7 +112,7 @@ def _this_process() -> Process:
 
 
 def _started(pid: int) -> str:
-    """Empty if there is no such process, or the system does not say."""
+    """Returns the start of a process; empty if there is no such process, or the system does not tell."""
     try:
         # The second field is the program's name in parentheses, which may hold spaces; the start is the 22nd.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]

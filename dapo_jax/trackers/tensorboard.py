@@ -1,7 +1,4 @@
-"""Metrics as TensorBoard scalars, through tensorboardX (which needs no TensorFlow).
-
-A file of its own: its package is an extra.
-"""
+"""Metrics as TensorBoard scalars, through tensorboardX (which needs no TensorFlow)."""
 
 import importlib
 import math
@@ -14,15 +11,14 @@ from dapo_jax.extras import how_to_install
 
 
 class TensorBoardTracker:
-    """Writes one event file into a folder; a step is on file when `log` returns.
+    """Writes one event file into a folder; a step is written when `log` returns.
 
-    Events are written here and now rather than through tensorboardX's `SummaryWriter`: its queue waits for ever
-    once its writing thread has died of a full disk.
+    Events do not pass through tensorboardX's `SummaryWriter`, whose queue blocks forever after its thread has died of a full disk.
 
     Args:
-        folder: where TensorBoard is pointed to; created if needed.
-        resume_step: the step of the checkpoint a run goes on from: TensorBoard then drops what earlier event
-            files say of later steps. None for a new run.
+        folder: the log directory of TensorBoard; created if needed.
+        resume_step: the step of the checkpoint from which a run continues; TensorBoard then ignores later steps of earlier event files.
+            None for a new run.
 
     Raises:
         ImportError: tensorboardX is not installed.
@@ -41,7 +37,7 @@ class TensorBoardTracker:
             ) from error
         self.folder = str(folder)
         records.directory_check(self.folder)
-        # The file's name holds whole seconds only: a quick resume must not overwrite the file before it.
+        # The default name has whole seconds only, so a quick resume would overwrite the file before it.
         suffix = f".{os.getpid()}.{time.time_ns()}"
         self._writer = files.EventsWriter(os.path.join(self.folder, "events"), suffix)
         self._closed = False
@@ -50,7 +46,7 @@ class TensorBoardTracker:
             self._write(self._events.Event(wall_time=time.time(), step=resume_step + 1, session_log=start))
 
     def log(self, step: int, metrics: Mapping[str, float | int]) -> None:
-        """Writes one scalar per metric; nan and infinity are left out, which TensorBoard draws as gaps."""
+        """Writes one scalar per metric; nan and infinity are left out, which TensorBoard shows as gaps."""
         values = [
             self._summaries.Summary.Value(tag=name, simple_value=float(value))
             for name, value in metrics.items()

@@ -1,12 +1,12 @@
-"""Metrics to Weights & Biases. The environment variable WANDB_MODE (online, offline, disabled) is respected.
-
-A file of its own: its package is an extra.
-"""
+"""Metrics to Weights & Biases. The environment variables WANDB_MODE (online, offline, disabled) and WANDB_PROJECT apply."""
 
 import importlib
+import netrc
+import os
 from collections.abc import Mapping
 from os import PathLike
 from typing import Any
+from urllib.parse import urlsplit
 
 from dapo_jax.extras import how_to_install
 from dapo_jax.storage import in_bucket, path_of
@@ -15,23 +15,19 @@ from dapo_jax.storage import in_bucket, path_of
 class WandbTracker:
     """One Weights & Biases run, new or continued.
 
-    Charts run over a metric `step` rather than over wandb's own counter: that counter refuses to go back, and
-    a resumed run replays the steps after its checkpoint.
+    Charts use a metric `step` rather than wandb's own counter, which cannot go back: a resumed run repeats the steps after its checkpoint.
 
     Args:
-        project: name of the project.
-        run_dir: wandb keeps its files in RUN_DIR/wandb; the folder's name becomes the run's name. Of a run in a bucket
-            they are local all the same: in WANDB_DIR, or else in ./wandb.
-        run_id: the run to continue, from `WandbTracker.run_id` of the run before; None starts a new one.
-        config: the resolved configuration, shown beside the charts.
+        run_dir: wandb keeps its files in RUN_DIR/wandb; the folder's name becomes the run's name. For a run in a bucket
+            they are in WANDB_DIR, or else in ./wandb.
+        run_id: `WandbTracker.run_id` of the run to continue; None starts a new one.
+        config: the resolved configuration, shown with the charts.
 
     Raises:
         ImportError: wandb is not installed.
     """
 
-    def __init__(
-        self, project: str, run_dir: str | PathLike[str], run_id: str | None, config: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, run_dir: str | PathLike[str], run_id: str | None, config: Mapping[str, Any]) -> None:
         try:
             wandb = importlib.import_module("wandb")
         except ImportError as error:
@@ -39,20 +35,22 @@ class WandbTracker:
         folder = path_of(run_dir)
         folder.mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(
-            project=project,
+            project=wandb_project(),
             dir=None if in_bucket(folder) else str(folder),
             id=run_id,
             name=folder.name if in_bucket(folder) else folder.resolve().name,
             resume=None if run_id is None else "allow",
             config=dict(config),
-            settings=wandb.Settings(console="off"),  # or every redraw of the progress view lands in its log
+            settings=wandb.Settings(
+                console="off"
+            ),  # otherwise its log gets every redraw of the progress view
         )
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
 
     @property
     def run_id(self) -> str:
-        """The id that is remembered, so that a resumed run goes on in the same charts."""
+        """The id with which a resumed run continues the same charts."""
         return self._run.id
 
     def log(self, step: int, metrics: Mapping[str, float | int]) -> None:
@@ -60,5 +58,26 @@ class WandbTracker:
         self._run.log({"step": step, **metrics})
 
     def close(self) -> None:
-        """Waits until everything queued is written or sent."""
+        """Waits until all rows are written or sent."""
         self._run.finish()
+
+
+def wandb_mode() -> str:
+    """Returns WANDB_MODE; online is the default."""
+    return os.environ.get("WANDB_MODE") or "online"
+
+
+def wandb_project() -> str:
+    """Returns WANDB_PROJECT; dapo_jax is the default."""
+    return os.environ.get("WANDB_PROJECT") or "dapo_jax"
+
+
+def has_wandb_key() -> bool:
+    """Returns True if the environment or the netrc file has an API key. The key is not tried."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False

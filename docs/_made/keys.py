@@ -164,10 +164,12 @@ def _defaults(schema: type) -> dict[str, Any]:
 
 @cache
 def texts(schema: type) -> dict[str, str]:
-    """Field -> the text that stands below it in the source."""
+    """Field -> the text below it in the source, also of the classes that `schema` inherits from."""
+    inherited = [base for base in schema.__bases__ if dataclasses.is_dataclass(base)]
+    found = {name: text for base in inherited for name, text in texts(base).items()}
     tree = ast.parse(textwrap.dedent(inspect.getsource(schema)))
     [body] = [node.body for node in tree.body if isinstance(node, ast.ClassDef)]
-    return {
+    return found | {
         field.target.id: inspect.cleandoc(below.value.value)
         for field, below in itertools.pairwise(body)
         if isinstance(field, ast.AnnAssign)

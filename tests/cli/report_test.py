@@ -1,4 +1,4 @@
-"""`dapo-jax report`: what it writes and prints, and its errors."""
+"""`dapo-jax report`: its files, its output, and its errors."""
 
 import time
 
@@ -60,8 +60,8 @@ def test_a_run_in_a_bucket_has_its_page_there(run, bucket):
         (["RUN", "RUN"], "is named twice"),
         (["RUN", "--rollout-steps", "-2"], "rollout_steps: found -2"),
         (["RUN", "--port", "8000"], "--port 8000 goes with --watch"),
-        (["RUN", "--watch", "--out", "page.html"], "--out page.html goes with a page that is written"),
-        (["RUN", "--watch", "--rollout-steps", "3"], "--rollout-steps 3 goes with a page that is written"),
+        (["RUN", "--watch", "--out", "page.html"], "--out page.html"),
+        (["RUN", "--watch", "--rollout-steps", "3"], "--rollout-steps 3"),
         (["RUN", "--watch", "--port", "-1"], "port: found -1, needs 0 (any that is free) to 65535"),
         (["RUN/config.yaml", "--watch"], "config.yaml is no run: it is a file"),
         (["s3://x/y", "--watch"], "s3://x/y is neither a local path nor in a bucket"),

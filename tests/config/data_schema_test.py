@@ -1,4 +1,4 @@
-"""What the keys about data say about each other."""
+"""The checks of the section `data` and of datasets for evaluation."""
 
 import pytest
 
@@ -28,47 +28,36 @@ def test_a_dataset_to_evaluate_on_is_one_override(tmp_path):
     assert config.eval.datasets == [{"source": "aime_2024", "path": "aime.parquet"}]
 
 
+GSM8K = {"source": "gsm8k"}
+
+
 @pytest.mark.parametrize(
-    ("build", "message"),
+    ("schema", "values", "message"),
     [
-        (lambda: DataConfig(source="mixture"), r"data\.mixture: found \[\], needs datasets with data\.source = 'mixture'"),
-        (lambda: DataConfig(mixture=MIXED), r"data\.source is 'arithmetic': set data\.source=mixture"),
-        (lambda: DataConfig(source="mixture", mixture=MIXED, path="x"), r"data\.path: .* nothing beside data\.mixture"),
+        (DataConfig, {"source": "mixture"}, r"data\.mixture: found \[\], .*data\.source = 'mixture'"),
+        (DataConfig, {"mixture": MIXED}, r"data\.mixture: .*data\.source is 'arithmetic'"),
+        (DataConfig, {"source": "mixture", "mixture": MIXED, "path": "x"}, r"data\.path: found 'x'.*data\.mixture"),
+        (DataConfig, {"source": "mixture", "mixture": [GSM8K | {"weight": 0}]}, r"data\.mixture\[0\]\.weight: found 0"),
+        (DataConfig, {"source": "mixture", "mixture": [GSM8K | {"wieght": 1}]}, r"data\.mixture\[0\]\.wieght: .*weight\?"),
+        (DataConfig, {"source": "mixture", "mixture": [{"path": "x"}]}, r"data\.mixture\[0\]: .*needs a source"),
         (
-            lambda: DataConfig(source="mixture", mixture=[{"source": "gsm8k", "weight": 0}]),
-            r"data\.mixture\[0\]\.weight: found 0, needs more than 0",
+            DataConfig,
+            {"source": "mixture", "mixture": [GSM8K | {"source_options": {"a": 1}}]},
+            r"data\.mixture\[\]\.source_options: .*'gsm8k'",
         ),
-        (
-            lambda: DataConfig(source="mixture", mixture=[{"source": "gsm8k", "wieght": 1}]),
-            r"data\.mixture\[0\]\.wieght: found 1, .* did you mean weight\?",
-        ),
-        (lambda: DataConfig(source="mixture", mixture=[{"path": "x"}]), r"data\.mixture\[0\]: .*needs a source"),
-        (
-            lambda: DataConfig(source="mixture", mixture=[{"source": "gsm8k", "source_options": {"a": 1}}]),
-            r"data\.mixture\[\]\.source_options: .*'gsm8k' takes no options",
-        ),
-        (lambda: DataConfig(on_bad_row="ignore"), r"data\.on_bad_row: found 'ignore', needs error or skip"),
-        (lambda: DataConfig(prompt_template="dappo"), r"or the name of a template: dapo; put \{prompt\}"),
-        (lambda: DataConfig(few_shot=[{"prompt": "1"}]), r"data\.few_shot\[0\]: .*needs a response"),
-        (lambda: DataConfig(few_shot=[{"prompt": "1", "response": 2}]), r"data\.few_shot\[0\]\.response: found 2"),
-        (lambda: EvalConfig(datasets=[{"source": "mixture"}]), r"eval\.datasets\[0\]\.source: found 'mixture'"),
-        (
-            lambda: EvalConfig(datasets=[{"source": "gsm8k", "weight": 2}]),
-            r"eval\.datasets\[0\]\.weight: found 2.0, needs nothing; every prompt is evaluated",
-        ),
-        (
-            lambda: EvalConfig(datasets=[{"source": "gsm8k"}, {"source": "jsonl", "path": "x/gsm8k.jsonl"}]),
-            r"eval\.datasets\[1\]\.name: found 'gsm8k', needs a name of its own",
-        ),
-        (
-            lambda: EvalConfig(datasets=[{"source": "gsm8k", "name": "a/b"}]),
-            r"eval\.datasets\[0\]\.name: found 'a/b', needs a name without '/'",
-        ),
+        (DataConfig, {"on_bad_row": "ignore"}, r"data\.on_bad_row: found 'ignore', needs error or skip"),
+        (DataConfig, {"prompt_template": "dappo"}, r"data\.prompt_template: found 'dappo'.*dapo; put \{prompt\}"),
+        (DataConfig, {"few_shot": [{"prompt": "1"}]}, r"data\.few_shot\[0\]: .*needs a response"),
+        (DataConfig, {"few_shot": [{"prompt": "1", "response": 2}]}, r"data\.few_shot\[0\]\.response: found 2"),
+        (EvalConfig, {"datasets": [{"source": "mixture"}]}, r"eval\.datasets\[0\]\.source: found 'mixture'"),
+        (EvalConfig, {"datasets": [GSM8K | {"weight": 2}]}, r"eval\.datasets\[0\]\.weight: found 2.0"),
+        (EvalConfig, {"datasets": [GSM8K, GSM8K]}, r"eval\.datasets\[1\]\.name: found 'gsm8k'"),
+        (EvalConfig, {"datasets": [GSM8K | {"name": "a/b"}]}, r"eval\.datasets\[0\]\.name: found 'a/b'"),
     ],
 )  # fmt: skip
-def test_what_contradicts_itself_is_refused(build, message):
+def test_values_that_contradict_each_other_are_refused(schema, values, message):
     with pytest.raises(ConfigError, match=message):
-        build()
+        schema(**values)
 
 
 def test_an_entry_that_is_no_mapping_is_named_with_its_place(tmp_path):

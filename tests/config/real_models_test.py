@@ -15,7 +15,7 @@ LETTERS = CONFIGS / "smollm2_135m_letter_counting.yaml"
 
 
 def examples_of(template):
-    """The solved questions above the one that is asked: one a line."""
+    """Returns the solved questions before the asked question, one per line."""
     *examples, asked = template.split("\n")
     assert "{prompt}" in asked
     return examples

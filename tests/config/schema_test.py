@@ -1,4 +1,4 @@
-"""Every rule of a configuration, its message, and the values just inside it; from files and from Python."""
+"""The rules of a configuration, their messages, and values just inside them; from files and from Python."""
 
 import dataclasses
 import math
@@ -10,13 +10,11 @@ from dapo_jax.config import (
     ConfigError,
     DataConfig,
     DynamicSamplingConfig,
-    EvalConfig,
     EvaluateConfig,
     LogConfig,
     LossConfig,
     ModelConfig,
     OptimizerConfig,
-    OverlongConfig,
     ParallelConfig,
     RewardConfig,
     SamplingConfig,
@@ -72,236 +70,95 @@ def test_the_defaults_are_the_paper_s_recipe():
         True,
     )
     assert config.dynamic_sampling.enabled
-    assert (config.sampling.temperature, config.sampling.top_p) == (1.0, 1.0)
+    assert config.sampling.temperature == 1.0
     # "repeat the evaluation set for 32 times"; "temperature to 1.0, and topp to 0.7".
     assert (config.eval.samples_per_prompt, config.eval.temperature, config.eval.top_p) == (32, 1.0, 0.7)
 
 
-# overrides that must be refused | what the message names: key, value, need, remedy
-REFUSED = [
-    # two values that do not fit
-    (
-        "batch.prompts_per_step=100",
-        ["batch.prompts_per_step: found 100", "100 = 3 x 32 + 4", "use 96 or 128"],
-    ),
-    ("batch.prompts_per_step=8", ["= 32", "8 = 0 x 32 + 8", "use 32,", "divides 8"]),
-    (
-        "loss.clip_ratio_high=0.1",
-        ["loss.clip_ratio_high: found 0.1", "0.1 < 0.2", "lower loss.clip_ratio_low"],
-    ),
-    (
-        "sampling.cache_dtype=int8",
-        [
-            "sampling.cache_dtype: found 'int8'",
-            "loss.importance_cap or loss.correction for training",
-            "set loss.importance_cap=2 or another loss.correction",
-        ],
-    ),
-    (
-        "sampling.weight_dtype=int8",
-        ["sampling.weight_dtype: found 'int8'", "loss.importance_cap or loss.correction for training"],
-    ),
-    (
-        "loss.old_logprobs=sampler loss.importance_cap=2",
-        ["importance_cap: found 2.0", "pi_old / pi_sampler", "null"],
-    ),
-    (
-        "sampling.cache_dtype=int8 loss.correction=none",
-        ["sampling.cache_dtype: found 'int8'", "loss.importance_cap or loss.correction"],
-    ),
-    (
-        "loss.old_logprobs=sampler loss.correction=truncate",
-        ["loss.correction: found 'truncate'", "pi_old / pi_sampler", "loss.old_logprobs=trainer"],
-    ),
-    (
-        "loss.old_logprobs=sampler loss.correction=mask",
-        ["loss.correction: found 'mask'", "auto or none", "leave it out"],
-    ),
-    (
-        "loss.old_logprobs=sampler loss.correction=mask_responses",
-        ["loss.correction: found 'mask_responses'", "the ratio of the loss corrects already"],
-    ),
-    (
-        "rollout.in_flight=32 loss.correction=none",
-        [
-            "loss.correction: found 'none'",
-            "rollout.in_flight = 32",
-            "drawn by earlier weights",
-            "leave it out, or set loss.old_logprobs=sampler",
-        ],
-    ),
-    (
-        "rollout.in_flight=100",
-        ["rollout.in_flight: found 100", "a multiple of batch.group_size = 16, or 0 (waves)", "112 is"],
-    ),
-    ("rollout.in_flight=8", ["rollout.in_flight: found 8", "a multiple of batch.group_size = 16", "16 is"]),
-    ("rollout.in_flight=-16", ["rollout.in_flight: found -16", "0 or more"]),
-    (
-        "rollout.in_flight=32 rollout.round_tokens=20481",
-        ["rollout.round_tokens: found 20481", "at most sampling.max_response_tokens = 20480", "such as 1280"],
-    ),
-    (
-        "rollout.in_flight=32 dynamic_sampling.surplus=carry",
-        ["dynamic_sampling.surplus: found 'carry'", "surplus groups always wait", "leave it out"],
-    ),
-    (
-        "loss.correction=none loss.importance_cap=2",
-        ["loss.importance_cap: found 2.0", "loss.correction = 'none'", "set loss.correction=truncate"],
-    ),
-    (
-        "loss.correction=mask loss.importance_cap=2",
-        ["loss.importance_cap: found 2.0", "loss.correction = 'mask'", "leave it out"],
-    ),
-    (
-        "loss.importance_range=[0.5,2.0]",
-        ["loss.importance_range: found [0.5, 2.0]", "[] with loss.correction = 'auto'", "mask_responses"],
-    ),
-    (
-        "loss.correction=truncate loss.importance_range=[0.5,2.0]",
-        ["loss.importance_range: found [0.5, 2.0]", "[] with loss.correction = 'truncate'"],
-    ),
-    *(
-        (
-            f"loss.correction=mask loss.importance_range={bounds}",
-            ["loss.importance_range: found [", "more than 0 and at most 1, the second 1 or more"],
-        )
-        for bounds in ("[2]", "[0.5,1,2]", "[0,2]", "[-0.5,2]", "[1.1,2]", "[0.5,0.9]", "[2,0.5]")
-    ),
-    (
-        "loss.correction=mask loss.importance_range=[0.5,.inf]",
-        ["loss.importance_range[1]: found inf", "a finite number"],
-    ),
-    (
-        "loss.correction=mask loss.importance_range=[.nan,2]",
-        ["loss.importance_range[0]: found nan", "a finite number"],
-    ),
-    (
-        "loss.correction=mask loss.importance_range=2",
-        ["loss.importance_range: found 2", "a list of numbers", "[2.0]"],
-    ),
-    (
-        "loss.correction=mask loss.importance_range=[low,2]",
-        ["loss.importance_range[0]: found 'low'", "a number"],
-    ),
-    ("loss.correction=truncated", ["loss.correction: found 'truncated'", "did you mean truncate?"]),
-    ("reward.incorrect=1", ["reward.correct: found 1.0", "reward.incorrect = 1.0", "worth more"]),
-    ("reward.async_calls=0", ["reward.async_calls: found 0", "1 or more"]),
-    ("parallel.data=-1", ["parallel.fsdp: found -1", "parallel.data is -1 too", "only one axis"]),
-    ("dynamic_sampling.prompts_per_wave=50", ["max_waves: found 10", "10 x 50 = 500 < 512", "to 11 or more"]),
-    ("dynamic_sampling.prompts_per_wave=-1", ["prompts_per_wave: found -1", "0 or more"]),
-    ("dynamic_sampling.max_waves=0", ["max_waves: found 0", "dynamic_sampling.enabled=false"]),
-    ("batch.group_size=1", ["batch.group_size: found 1", "2 or more", "never mixed"]),
-    (
-        "sampling.max_response_tokens=64",
-        ["buffer_tokens: found 4096", "4096 > 64", "here 12", "enabled=false"],
-    ),
-    (
-        "environment.source=guess environment.episode_tokens=64",
-        ["buffer_tokens: found 4096", "environment.episode_tokens = 64", "4096 > 64", "here 12"],
-    ),
-    (
-        "reward.overlong.buffer_tokens=0",
-        ["buffer_tokens: found 0", "1 or more", "reward.overlong.enabled=false"],
-    ),
-    (
-        "batch.row_tokens=22527",
-        ["row_tokens: found 22527", "2048 + 20480 = 22528 > 22527", "raise it to 22528"],
-    ),
-    # the behaviour policy
-    ("sampling.temperature=0", ["sampling.temperature: found 0.0", "greedy", "eval.temperature"]),
-    ("sampling.top_p=0.7", ["sampling.top_p: found 0.7", "ratio", "eval.top_p"]),
-    ("sampling.top_k=20", ["sampling.top_k: found 20", "0 or -1", "eval.top_k"]),
-    # one of a few words
-    ("loss.aggregation=token-mean", ["loss.aggregation: found 'token-mean'", "did you mean token_mean?"]),
-    (
-        "loss.aggregation=xyz",
-        ["'xyz'", "token_mean or prompt_mean or sequence_mean or token_sum_norm", "write one"],
-    ),
-    ("loss.old_logprobs=trainr", ["loss.old_logprobs: found 'trainr'", "did you mean trainer?"]),
-    ("dynamic_sampling.on_shortfall=train-fewer", ["on_shortfall", "did you mean train_fewer?"]),
-    ("data.template_date=26.7.2024", ["data.template_date", "26.7.2024", "YEAR-MONTH-DAY"]),
-    ("dynamic_sampling.surplus=discrad", ["surplus", "did you mean discard?"]),
-    ("dynamic_sampling.metric=scores", ["metric", "did you mean score?"]),
-    ("model.remat=dot", ["model.remat", "did you mean dots?"]),
-    ("model.compute_dtype=bf16", ["model.compute_dtype: found 'bf16'", "did you mean bfloat16?"]),
-    # text
-    ("data.prompt_template=Solve", ["data.prompt_template: found 'Solve'", "{prompt}", "same text"]),
-    ("data.prompt_template={promt}", ["'{promt}'", "put {prompt} where"]),
-    ("model.source=", ["model.source: found ''", "a name"]),
-    ("model.revision=v1", ["model.revision: found 'v1'", "hf:ORG/NAME", "'preset:tiny' has no revisions"]),
-    ('sampling.stop=["x",""]', ["sampling.stop: found ['x', '']", "end at once"]),
-    ("sampling.stop_token_ids=[0,-1]", ["sampling.stop_token_ids: found [0, -1]", "0 or more"]),
-    (
-        "data.source_options.min_words=3",
-        ["data.source_options: found", "reasoning_gym:TASK", "takes no options"],
-    ),
-    ("data.chat_template_kwargs.messages=1", ["chat_template_kwargs.messages: found 1", "remove it"]),
-    ("data.chat_template_kwargs.add_generation_prompt=false", ["add_generation_prompt: found false"]),
-    # one number out of its range
-    (
-        "rollout.in_flight=16 rollout.answer_rounds=1001",
-        ["rollout.answer_rounds: found 1001", "0 to 1000", "one by one"],
-    ),
-    (
-        "rollout.in_flight=16 rollout.verdict_rounds=1000000000",
-        ["rollout.verdict_rounds: found 1000000000", "0 to 1000", "one by one"],
-    ),
-    ("steps=-1", ["steps: found -1", "0: evaluate only"]),
-    ("seed=-1", ["seed: found -1", "0 or more"]),
-    ("seed=4294967296", ["less than 2**32 = 4294967296"]),
-    ("loss.clip_ratio_low=0", ["loss.clip_ratio_low: found 0", "more than 0 and less than 1"]),
-    ("loss.clip_ratio_low=1", ["found 1", "less than 1"]),
-    ("loss.clip_ratio_high=0", ["loss.clip_ratio_high: found 0", "more than 0"]),
-    ("loss.dual_clip=1", ["loss.dual_clip: found 1", "more than 1, or null"]),
-    ("loss.importance_cap=0.5", ["loss.importance_cap: found 0.5", "1 or more, or null"]),
-    ("loss.kl_coef=-0.1", ["loss.kl_coef: found -0.1", "0 or more"]),
-    ("optimizer.learning_rate=0", ["optimizer.learning_rate: found 0", "more than 0"]),
-    ("optimizer.warmup_steps=-1", ["optimizer.warmup_steps", "0 or more"]),
-    ("optimizer.beta1=1", ["optimizer.beta1", "less than 1"]),
-    ("optimizer.beta2=-0.1", ["optimizer.beta2", "0 or more"]),
-    ("optimizer.epsilon=0", ["optimizer.epsilon", "more than 0"]),
-    ("optimizer.weight_decay=-0.1", ["optimizer.weight_decay", "0 or more"]),
-    ("optimizer.max_grad_norm=0", ["optimizer.max_grad_norm", "more than 0"]),
-    ("sampling.temperature=-1", ["sampling.temperature", "0 (greedy), or 0.001 to 1000"]),
-    ("sampling.temperature=.inf", ["sampling.temperature"]),
-    ("eval.temperature=1e-9", ["eval.temperature", "0 (greedy), or 0.001 to 1000"]),
-    ("eval.top_k=2147483648", ["eval.top_k", "1 to 2**31 - 1"]),
-    ("sampling.slots=0", ["sampling.slots", "1 or more"]),
-    ("sampling.steps_per_call=0", ["sampling.steps_per_call", "1 or more"]),
-    ("eval.temperature=-0.1", ["eval.temperature", "0 (greedy), or 0.001 to 1000"]),
-    ("eval.top_p=0", ["eval.top_p", "more than 0 and at most 1"]),
-    ("eval.top_p=1.1", ["eval.top_p", "at most 1"]),
-    ("eval.top_k=-2", ["eval.top_k", "0 or -1"]),
-    ("eval.every_steps=-1", ["eval.every_steps", "0 or more"]),
-    ("log.rollouts_every_steps=-1", ["log.rollouts_every_steps", "0 or more"]),
-    ("log.eval_responses=-1", ["log.eval_responses", "0 or more"]),
-    ("checkpoint.every_steps=-1", ["checkpoint.every_steps", "0 or more"]),
-    ("checkpoint.keep=0", ["checkpoint.keep", "1 or more"]),
-    ("batch.rows_per_microbatch=0", ["batch.rows_per_microbatch", "1 or more"]),
-    ("batch.row_tokens=-1", ["batch.row_tokens", "0 for the longest"]),
-    ("parallel.tensor=0", ["parallel.tensor: found 0", "-1 for those that the other axes leave"]),
-    ("parallel.context=-2", ["parallel.context: found -2", "1 or more"]),
-    ("model.attention=cudnn", ["model.attention: found 'cudnn'", "one rollout", "batch.packing=false"]),
-    ("model.attention=cudnn batch.packing=false", ["model.compute_dtype: found 'float32'", "bfloat16"]),
-    # guards
-    ("guard.max_skipped_updates=-1", ["guard.max_skipped_updates: found -1", "0 or more"]),
-    ("guard.on_mismatch=stop", ["guard.max_mismatch_kl: found null", "guard.on_mismatch = 'stop'", "0.01"]),
-    ("watchdogs.window=3", ["watchdogs.window: found 3", "4 or more"]),
-    ("watchdogs.min_mixed_frac=2", ["watchdogs.min_mixed_frac: found 2", "from 0 to 1"]),
-    ("reward.on_nonfinite=loose", ["reward.on_nonfinite: found 'loose'", "did you mean lost?"]),
-    ("parallel.sampler_hosts=0", ["parallel.sampler_hosts: found 0", "1 or more"]),
-    (
-        "parallel.sampler_tensor=-1",
-        ["parallel.sampler_tensor: found -1", "or 0 for the size of parallel.tensor"],
-    ),
-]
+REFUSED = """
+batch.prompts_per_step=100 -> batch.prompts_per_step: found 100; 100 = 3 x 32 + 4; use 96 or 128
+batch.prompts_per_step=8 -> 8 = 0 x 32 + 8; use 32,; divides 8
+batch.group_size=1 -> batch.group_size: found 1; dynamic_sampling.enabled=false
+batch.row_tokens=22527 -> row_tokens: found 22527; 2048 + 20480 = 22528 > 22527; raise it to 22528
+loss.clip_ratio_high=0.1 -> loss.clip_ratio_high: found 0.1; 0.1 < 0.2; loss.clip_ratio_low
+sampling.cache_dtype=int8 -> sampling.cache_dtype: found 'int8'; loss.importance_cap=2; loss.correction
+sampling.cache_dtype=int8 loss.correction=none -> sampling.cache_dtype: found 'int8'
+sampling.weight_dtype=int8 -> sampling.weight_dtype: found 'int8'; loss.importance_cap
+loss.old_logprobs=sampler loss.importance_cap=2 -> importance_cap: found 2.0; pi_old / pi_sampler; null
+loss.old_logprobs=sampler loss.correction=truncate -> loss.correction: found 'truncate'; loss.old_logprobs=trainer
+loss.old_logprobs=sampler loss.correction=mask -> loss.correction: found 'mask'; auto or none
+rollout.in_flight=32 loss.correction=none -> loss.correction: found 'none'; rollout.in_flight = 32; loss.old_logprobs=sampler
+rollout.in_flight=100 -> rollout.in_flight: found 100; batch.group_size = 16; 0 (waves); use 112
+rollout.in_flight=8 -> rollout.in_flight: found 8; use 16
+rollout.in_flight=32 rollout.round_tokens=20481 -> rollout.round_tokens: found 20481; max_response_tokens = 20480; such as 1280
+rollout.in_flight=32 dynamic_sampling.surplus=carry -> dynamic_sampling.surplus: found 'carry'
+loss.correction=none loss.importance_cap=2 -> loss.importance_cap: found 2.0; loss.correction = 'none'; loss.correction=truncate
+loss.correction=mask loss.importance_cap=2 -> loss.importance_cap: found 2.0; loss.correction = 'mask'
+loss.importance_range=[0.5,2.0] -> loss.importance_range: found [0.5, 2.0]; loss.correction = 'auto'; mask_responses
+loss.correction=truncate loss.importance_range=[0.5,2.0] -> loss.importance_range: found [0.5, 2.0]; 'truncate'
+loss.correction=mask loss.importance_range=[2] -> loss.importance_range: found [2.0]; two numbers
+loss.correction=mask loss.importance_range=[0,2] -> loss.importance_range: found [0.0, 2.0]; two numbers
+loss.correction=mask loss.importance_range=[1.1,2] -> loss.importance_range: found [1.1, 2.0]; two numbers
+loss.correction=mask loss.importance_range=[0.5,0.9] -> loss.importance_range: found [0.5, 0.9]; two numbers
+loss.correction=mask loss.importance_range=[0.5,.inf] -> loss.importance_range[1]: found inf; finite
+loss.correction=mask loss.importance_range=2 -> loss.importance_range: found 2; a list of numbers; [2.0]
+loss.correction=mask loss.importance_range=[low,2] -> loss.importance_range[0]: found 'low'; a number
+loss.correction=truncated -> loss.correction: found 'truncated'; did you mean truncate?
+reward.incorrect=1 -> reward.correct: found 1.0; reward.incorrect = 1.0
+parallel.data=-1 -> parallel.fsdp: found -1; parallel.data is -1 too
+parallel.tensor=0 -> parallel.tensor: found 0; -1
+parallel.context=-2 -> parallel.context: found -2; 1 or more
+parallel.sampler_tensor=-1 -> parallel.sampler_tensor: found -1; parallel.tensor
+dynamic_sampling.prompts_per_wave=50 -> max_waves: found 10; 10 x 50 = 500 < 512; to 11 or more
+dynamic_sampling.max_waves=0 -> max_waves: found 0; dynamic_sampling.enabled=false
+sampling.max_response_tokens=64 -> buffer_tokens: found 4096; 4096 > 64; here 12; enabled=false
+environment.source=guess environment.episode_tokens=64 -> buffer_tokens: found 4096; environment.episode_tokens = 64; here 12
+environment.max_turns=3 -> environment.max_turns: found 3; environment.source
+reward.overlong.buffer_tokens=0 -> buffer_tokens: found 0; 1 or more; reward.overlong.enabled=false
+sampling.temperature=0 -> sampling.temperature: found 0.0; eval.temperature
+sampling.merge_lora=true -> sampling.merge_lora: found true; lora.rank=16
+lora.rank=2 lora.targets=[qproj] -> lora.targets: found ['qproj']; write q_proj
+lora.alpha=16 -> lora.alpha: found 16.0; lora.rank=16
+loss.aggregation=token-mean -> loss.aggregation: found 'token-mean'; did you mean token_mean?
+loss.aggregation=xyz -> 'xyz'; token_mean or prompt_mean or sequence_mean or token_sum_norm; write one
+model.compute_dtype=bf16 -> model.compute_dtype: found 'bf16'; did you mean bfloat16?
+model.attention=cudnn -> model.attention: found 'cudnn'; batch.packing=false
+model.attention=cudnn batch.packing=false -> model.compute_dtype: found 'float32'; bfloat16
+model.source= -> model.source: found ''
+model.revision=v1 -> model.revision: found 'v1'; hf:ORG/NAME; 'preset:tiny'
+data.template_date=26.7.2024 -> data.template_date; 26.7.2024; YEAR-MONTH-DAY
+data.prompt_template=Solve -> data.prompt_template: found 'Solve'; {prompt}
+data.prompt_template={promt} -> '{promt}'; put {prompt} where
+data.source_options.min_words=3 -> data.source_options: found; reasoning_gym:TASK
+data.chat_template_kwargs.messages=1 -> chat_template_kwargs.messages: found 1; remove it
+sampling.stop=["x",""] -> sampling.stop: found ['x', '']
+sampling.stop_token_ids=[0,-1] -> sampling.stop_token_ids: found [0, -1]; 0 or more
+rollout.in_flight=16 rollout.answer_rounds=1001 -> rollout.answer_rounds: found 1001; 0 to 1000
+steps=-1 -> steps: found -1; 0: evaluate only
+seed=4294967296 -> seed: found 4294967296; less than 2**32
+loss.clip_ratio_low=1 -> loss.clip_ratio_low: found 1.0; less than 1
+loss.dual_clip=1 -> loss.dual_clip: found 1.0; more than 1, or null
+loss.importance_cap=0.5 -> loss.importance_cap: found 0.5; 1 or more, or null
+optimizer.learning_rate=0 -> optimizer.learning_rate: found 0; more than 0
+optimizer.beta1=1 -> optimizer.beta1; less than 1
+optimizer.weight_decay=-0.1 -> optimizer.weight_decay; 0 or more
+sampling.temperature=.inf -> sampling.temperature
+eval.temperature=1e-9 -> eval.temperature; 0 (greedy), or 0.001 to 1000
+eval.top_k=2147483648 -> eval.top_k; 1 to 2**31 - 1
+eval.top_k=-2 -> eval.top_k; 0 or -1
+eval.top_p=0 -> eval.top_p; more than 0 and at most 1
+sampling.slots=0 -> sampling.slots; 1 or more
+guard.on_mismatch=stop -> guard.max_mismatch_kl: found null; guard.on_mismatch = 'stop'; 0.01
+"""
+"""Overrides -> words of the message: key and value, need, remedy."""
 
 
-@pytest.mark.parametrize(("overrides", "words"), REFUSED)
-def test_what_cannot_be_run_is_refused_with_the_arithmetic(path, overrides, words):
+@pytest.mark.parametrize("line", REFUSED.strip().splitlines())
+def test_a_configuration_that_cannot_run_is_refused_with_the_arithmetic(path, line):
+    overrides, words = line.split(" -> ")
     with pytest.raises(ConfigError) as caught:
         load_config(path, overrides.split(" "))
-    assert [word for word in words if word not in str(caught.value)] == []
+    assert [word for word in words.split("; ") if word not in str(caught.value)] == []
 
 
 @pytest.mark.parametrize(
@@ -312,13 +169,13 @@ def test_rollouts_of_the_first_and_the_last_step_are_logged_whatever_the_interva
     assert [step for step in range(1, steps + 1) if config.logs_rollouts(step)] == logged
 
 
-def test_waves_are_three_times_what_a_step_trains_on_unless_told_otherwise():
-    """The recipe's ratio, 1536 to 512, at 8: so a small run does not draw 1536 prompts at once."""
+def test_a_wave_has_three_times_the_prompts_that_a_step_trains_on():
+    """The recipe's ratio, 1536 to 512, at 8: so a small run does not sample 1536 prompts at once."""
     small = TrainConfig(run_dir="a", batch=BatchConfig(prompts_per_step=8, groups_per_update=8))
     assert small.prompts_per_wave == small.resolved().dynamic_sampling.prompts_per_wave == 24
-    told = dataclasses.replace(small, dynamic_sampling=DynamicSamplingConfig(prompts_per_wave=10))
-    assert told.prompts_per_wave == 10
-    assert told.resolved() == told
+    changed = dataclasses.replace(small, dynamic_sampling=DynamicSamplingConfig(prompts_per_wave=10))
+    assert changed.prompts_per_wave == 10
+    assert changed.resolved() == changed
 
 
 @pytest.mark.parametrize(
@@ -339,12 +196,12 @@ def test_waves_are_three_times_what_a_step_trains_on_unless_told_otherwise():
         "batch.row_tokens=22528",
         "steps=0 eval.every_steps=0 checkpoint.every_steps=0 log.rollouts_every_steps=0",
         "eval.temperature=0 eval.top_p=1 eval.top_k=-1 eval.prompts=5",
-        "sampling.top_k=-1 sampling.temperature=0.6",
+        "sampling.temperature=0.6",
         "parallel.fsdp=4 parallel.tensor=-1",
         "optimizer.beta1=0 optimizer.weight_decay=0 optimizer.warmup_steps=0",
         "seed=4294967295",
         "reward.incorrect=0",
-        "model.source=hf:org/name model.revision=v1 model.cache_dir=here",
+        "model.source=hf:org/name model.revision=v1",
         "sampling.stop=['x'] sampling.stop_token_ids=[0]",
         "compilation_cache= reward.answer_marker=",
     ],
@@ -379,7 +236,7 @@ OFF, IN_FLIGHT = ("none", 0.0, math.inf), "rollout.in_flight=32"
         # The ratio of the loss is to the sampler already.
         (f"{IN_FLIGHT} loss.old_logprobs=sampler", OFF),
         (f"{IN_FLIGHT} loss.old_logprobs=sampler loss.correction=none", OFF),
-        # What weighs at all makes good that the sampler is rounded.
+        # Any importance weights correct a rounded sampler.
         ("sampling.cache_dtype=int8 loss.importance_cap=2", ("truncate", 0.0, 2.0)),
         ("sampling.cache_dtype=int8 loss.correction=truncate", ("truncate", 0.0, 2.0)),
         ("sampling.weight_dtype=int8 loss.correction=mask_responses", ("mask_responses", 0.99, 1.01)),
@@ -410,15 +267,14 @@ def test_a_list_of_graders_that_cannot_be_summed_is_refused(graders, words):
     assert [word for word in words if word not in str(caught.value)] == []
 
 
-def test_a_grader_beside_a_list_of_graders_is_refused_since_it_would_not_be_asked(path):
-    words = r"reward\.grader: found 'math', needs no value beside reward\.graders; .* put it into the list"
-    with pytest.raises(ConfigError, match=words):
+def test_a_grader_and_a_list_of_graders_are_refused(path):
+    with pytest.raises(ConfigError, match=r"reward\.grader: found 'math', .*reward\.graders"):
         load_config(path, ["reward.grader=math", "reward.graders=[{grader: exact}]"])
     with pytest.raises(ConfigError, match=r"reward\.graders\[0\]: found 'exact', needs a mapping"):
         load_config(path, ["reward.graders=[exact]"])
 
 
-def test_several_graders_are_read_from_a_file_and_written_back(path):
+def test_several_graders_survive_yaml(path):
     path.write_text(
         "run_dir: out\nreward:\n  graders:\n  - grader: math\n  - {grader: 'my.py:brief', weight: -0.5}\n"
     )
@@ -430,10 +286,9 @@ def test_several_graders_are_read_from_a_file_and_written_back(path):
 
 @pytest.mark.parametrize(("key", "words"), sorted(CHOICES.items()))
 def test_every_choice_of_a_key_loads(path, key, words):
-    limit = ["guard.max_mismatch_kl=0.01"]
     needs = {
         "cudnn": ["batch.packing=false", "model.compute_dtype=bfloat16"],
-        "stop": limit,
+        "stop": ["guard.max_mismatch_kl=0.01"],
         "turn": ["environment.source=guess"],
         "int8": ["loss.importance_cap=2"],
         "float8_e4m3fn": ["loss.importance_cap=2"],
@@ -451,7 +306,7 @@ def test_the_choices_of_the_loss_are_those_that_it_knows():
 
 @pytest.mark.parametrize("schema", [TrainConfig, SftConfig])
 def test_every_number_has_a_range_or_is_known_to_need_none(schema):
-    free = {"reward.correct", "reward.incorrect", "reward.lost"}
+    free = {"reward.correct", "reward.incorrect"}
     numbers = {key for key, kind in leaf_types(schema).items() if kind in (int, float, float | None)}
     assert numbers - free <= {key for key, rules in RULES.items() if rules.range}
 
@@ -461,19 +316,12 @@ def test_every_number_has_a_range_or_is_known_to_need_none(schema):
     [
         (lambda: LossConfig(clip_ratio_low=1.5), "loss.clip_ratio_low: found 1.5"),
         (lambda: LossConfig(kl_coef=float("nan")), "loss.kl_coef: found nan"),
-        (lambda: ModelConfig(remat="some"), "model.remat: found 'some'"),
-        (lambda: DataConfig(prompt_template=""), "data.prompt_template: found ''"),
-        (lambda: DataConfig(prompt_template="${x} {prompt}"), "data.prompt_template: found '${x} {prompt}'"),
-        (lambda: OverlongConfig(buffer_tokens=-1), "reward.overlong.buffer_tokens: found -1"),
         (lambda: RewardConfig(correct=-1.0), "reward.correct: found -1.0"),
         (lambda: BatchConfig(group_size=True), "batch.group_size: found true"),
         (lambda: SftBatchConfig(pairs_per_step=0), "batch.pairs_per_step: found 0"),
-        (lambda: SamplingConfig(slots=0), "sampling.slots: found 0"),
-        (lambda: EvalConfig(top_p=0.0), "eval.top_p: found 0.0"),
         (lambda: DynamicSamplingConfig(max_waves=0), "dynamic_sampling.max_waves: found 0"),
         (lambda: ParallelConfig(data=-1), "parallel.fsdp: found -1"),
         (lambda: TrainConfig(run_dir=""), "run_dir: found ''"),
-        (lambda: TrainConfig(run_dir="a", sampling=SamplingConfig(top_p=0.9)), "sampling.top_p: found 0.9"),
         (lambda: SftConfig(run_dir="a", batch=SftBatchConfig(row_tokens=2111)), "2048 + 64 = 2112 > 2111"),
         (lambda: dataclasses.replace(TrainConfig(run_dir="a"), steps=-1), "steps: found -1"),
     ],
@@ -487,12 +335,7 @@ def test_building_a_section_in_python_is_checked_too(build, key):
 @pytest.mark.parametrize(
     ("config", "name", "value", "words"),
     [
-        (
-            RewardConfig(),
-            "overlong",
-            {"enabled": False},
-            "needs a OverlongConfig; write overlong=OverlongConfig(",
-        ),
+        (RewardConfig(), "overlong", {"enabled": False}, "overlong: found {'enabled': False}"),
         (TrainConfig(run_dir="a"), "loss", BatchConfig(), "loss: found BatchConfig("),
         (BatchConfig(), "group_size", [16], "batch.group_size: found [16], needs a whole number"),
         (OptimizerConfig(), "learning_rate", "1e-6", "optimizer.learning_rate: found '1e-6', needs a number"),
@@ -511,10 +354,6 @@ def test_values_of_the_wrong_type_are_refused_in_python_too(config, name, value,
     with pytest.raises(ConfigError) as caught:
         dataclasses.replace(config, **{name: value})
     assert words in str(caught.value)
-
-
-def test_a_sampling_section_for_evaluation_may_cut_the_distribution():
-    assert SamplingConfig(temperature=0.0, top_p=0.7, top_k=20).top_k == 20
 
 
 def test_a_supervised_run_needs_no_room_for_the_overlong_buffer():

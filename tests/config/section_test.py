@@ -1,4 +1,4 @@
-"""Lists of mappings become objects; what does not fit is named with its place in the list."""
+"""Lists of mappings become objects; an invalid entry is named with its place in the list."""
 
 from dataclasses import dataclass, field
 
@@ -31,6 +31,6 @@ def test_each_mapping_becomes_an_object_with_the_defaults_filled_in():
         ({"source": "a", "weight": "2"}, r"data.mixture\[1\].weight: found '2', needs a number"),
     ],
 )
-def test_what_does_not_fit_is_named_with_its_place(wrong, message):
+def test_an_invalid_entry_is_named_with_its_place(wrong, message):
     with pytest.raises(ConfigError, match=message):
         entries("data.mixture", [{"source": "a"}, wrong], Part)

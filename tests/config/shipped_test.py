@@ -1,17 +1,16 @@
-"""Configurations that come with the package are found by name from anywhere."""
+"""The configurations in the package are found by name from any folder."""
 
 import shutil
 
 import pytest
 
-from dapo_jax import cli
 from dapo_jax.config import ConfigError, SftConfig, load_config, load_evaluation
-from dapo_jax.config.shipped import shipped_configs
+from dapo_jax.config.reading import shipped_configs
 
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path, monkeypatch):
-    """A folder without configurations, as a user of the installed package stands in one."""
+    """Runs in a folder without configurations, like a user of the installed package."""
     monkeypatch.chdir(tmp_path)
 
 
@@ -21,7 +20,7 @@ def message_of(*arguments, **options):
     return str(error.value)
 
 
-def test_a_name_is_the_file_that_comes_with_the_package():
+def test_a_name_loads_the_file_in_the_package():
     assert {"quickstart", "quickstart_sft", "gsm8k_qwen3_0.6b", "study/dapo"} <= shipped_configs().keys()
     file = shipped_configs()["quickstart"]
     assert load_config("quickstart", ["seed=3"]) == load_config(file, ["seed=3"])
@@ -39,23 +38,13 @@ def test_a_file_that_is_there_wins_and_a_folder_does_not(tmp_path):
     assert load_config(tmp_path / "quickstart").run_dir == "mine"
 
 
-def test_a_path_into_a_folder_of_another_name_is_no_name(tmp_path):
-    assert f"no folder {tmp_path / 'nowhere'}" in message_of(tmp_path / "nowhere" / "quickstart")
-
-
-def test_what_is_neither_a_file_nor_a_name_is_answered_with_the_nearest(tmp_path):
+def test_an_unknown_name_is_answered_with_the_nearest(tmp_path):
     assert "did you mean quickstart?" in message_of("quickstrat")
     assert "give a YAML file, or one of aime_2024, dapo_qwen2.5_32b," in message_of("zzz")
     for path in ("quickstart.yaml", "configs/quickstart.yaml"):
-        assert "comes with the package, so give its name: quickstart" in message_of(path)
+        assert "give its name: quickstart" in message_of(path)
     shutil.copy(shipped_configs()["quickstart"], tmp_path / "mine.yaml")
     assert "did you mean mine.yaml?" in message_of("mine")
-
-
-def test_the_command_prints_a_configuration_by_name_that_loads_again(tmp_path, capsys):
-    assert cli.main(["config", "quickstart"]) == 0
-    (tmp_path / "my.yaml").write_text(capsys.readouterr().out)
-    assert load_config("my.yaml") == load_config("quickstart")
 
 
 def test_a_preemption_of_a_run_on_a_slice_costs_one_step_at_most():

@@ -1,27 +1,25 @@
-"""What an unknown key is answered with."""
+"""The remedies for unknown keys."""
 
 import re
 
 import pytest
 
-from dapo_jax.config import SftConfig, TrainConfig
-from dapo_jax.config.evaluate_schema import EvaluateConfig
+from dapo_jax.config import EvaluateConfig, SftConfig, TrainConfig
 from dapo_jax.config.section import leaf_types
 from dapo_jax.config.suggestions import ALIASES, NO_KEY, NOTES, alias_of, nearest_keys, unknown_key
 
 KEYS = leaf_types(TrainConfig)
 
 
-def test_every_alias_stands_for_a_key_that_exists_and_is_none_itself():
+def test_every_alias_stands_for_an_existing_key_and_is_not_a_key():
     sections = {key.rpartition(".")[0] for key in KEYS}
     assert {ours for ours in ALIASES.values() if ours not in KEYS and ours not in sections} == set()
     assert ALIASES.keys() & KEYS.keys() == set()
     assert NOTES.keys() <= ALIASES.keys()
 
 
-@pytest.mark.parametrize(("theirs", "ours"), sorted(ALIASES.items()))
-def test_every_alias_is_answered_with_our_name(theirs, ours):
-    assert f"`{ours}`" in unknown_key(theirs, KEYS)
+def test_every_alias_is_answered_with_our_name():
+    assert [theirs for theirs, ours in ALIASES.items() if f"`{ours}`" not in unknown_key(theirs, KEYS)] == []
 
 
 def test_the_longest_ending_of_a_dotted_alias_wins():
@@ -56,13 +54,13 @@ def test_an_alias_for_a_key_of_the_other_schema_is_not_offered():
         ("resume_from_checkpoint", "--resume"),
     ],
 )
-def test_a_key_that_trl_or_verl_alone_has_is_answered_with_what_to_do_instead(theirs, ours):
+def test_a_key_that_only_trl_or_verl_has_is_answered_with_a_remedy(theirs, ours):
     answer = unknown_key(theirs, KEYS)
     assert ours in answer
     assert "did you mean" not in answer
 
 
-def test_what_to_do_instead_names_keys_and_sections_that_exist():
+def test_remedies_name_existing_keys_and_sections():
     places = {place for key in KEYS for place in (key, key.rpartition(".")[0])}
     named = {name for answer in NO_KEY.values() for name in re.findall("`([^`]+)`", answer)}
     assert named - places == set()

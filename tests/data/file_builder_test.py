@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dapo_jax.config.prompt_templates import TEMPLATES
+from dapo_jax.config.data_schema import TEMPLATES
 from dapo_jax.data.sources import load_rows
 
 WRAPPED = TEMPLATES["dapo"].replace("{prompt}", "What is 1+1?")

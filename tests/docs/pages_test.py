@@ -21,7 +21,7 @@ def test_keys_and_commands_are_in_their_pages():
     assert [page.name for page in pages()] == ["commands.md", "config.md"]
     keys, commands = ((DOCS / name).read_text(encoding="utf-8") for name in ("config.md", "commands.md"))
     assert "| `loss.clip_ratio_low` | number | `0.2` | eps_low of Eq. 8. " in keys
-    assert "| `--resume` | go on from the last checkpoint in run_dir |" in commands
+    assert "| `--resume` | continue from the last checkpoint in run_dir |" in commands
 
 
 def test_a_part_is_generated_again_and_the_text_around_it_stays():

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from dapo_jax.commands.convert import convert
 from dapo_jax.config import ConfigError, ModelConfig
 from dapo_jax.config.schema import LORA_TARGETS
 from dapo_jax.models.adapter_folder import read_adapter, save_adapter
 from dapo_jax.models.folder import load_model
 from dapo_jax.models.lora import MATRICES, SETS, lora_shape, parted, put_together
 from dapo_jax.models.tensors import exported, place_adapters
-from dapo_jax.run.convert import convert
 from dapo_jax.run.policy import load_policy
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 from dapo_jax.text.tokenizers import CharTokenizer, save_tokenizer

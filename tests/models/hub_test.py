@@ -116,7 +116,7 @@ def test_the_revision_asked_for_is_the_one_requested(tmp_path):
         ({"name": "a/b/c"}, ["is no name of a repository", "hf:ORG/NAME"]),
         (
             {"HF_HUB_OFFLINE": "1"},
-            ["HF_HUB_OFFLINE is set", "org/model is not", "model.cache_dir=", "unset it"],
+            ["HF_HUB_OFFLINE is set", "org/model is not", "the cache", "unset it"],
         ),
         ({"HF_ENDPOINT": "http://127.0.0.1:9"}, ["the hub cannot be reached", "check the connection"]),
     ],

@@ -15,12 +15,12 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file
 
+from dapo_jax.commands.convert import convert
+from dapo_jax.commands.inference import sample
 from dapo_jax.models.decoder import Decoder
 from dapo_jax.models.folder import load_model, save_model
 from dapo_jax.models.rope import RopeScaling
 from dapo_jax.parallel.mesh import make_mesh
-from dapo_jax.run.convert import convert
-from dapo_jax.run.inference import sample
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 from dapo_jax.text.tokenizers import CharTokenizer, save_tokenizer
 
@@ -179,7 +179,7 @@ def test_the_real_smollm2_agrees_with_transformers(smollm2, monkeypatch):
     transformers, torch = transformers_and_torch()
     # Eight simulated devices would hold eight copies of what the sampler needs whole.
     one = make_mesh(devices=jax.devices()[:1])
-    monkeypatch.setattr("dapo_jax.run.inference.mesh_of", lambda axes: one)
+    monkeypatch.setattr("dapo_jax.commands.inference.mesh_of", lambda axes: one)
     tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
     config, params = load_model(smollm2)

@@ -6,7 +6,7 @@ import random
 
 from dapo_jax.config import TrainConfig, to_yaml
 from dapo_jax.text.tokenizers import CharTokenizer, save_tokenizer
-from dapo_jax.trackers.evaluation_log import write_problems
+from dapo_jax.trackers.rollout_log import write_problems
 
 ALPHABET = "0123456789+=:,? abcdefghijklmnopqrstuvwxyz<>/\"'&!-()\n"
 TOKENIZER = CharTokenizer(ALPHABET)

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from dapo_jax import locks
+from dapo_jax.commands import evaluate
+from dapo_jax.commands.convert import convert
+from dapo_jax.commands.score import score
 from dapo_jax.config import ConfigError, to_yaml
 from dapo_jax.locks import LockLostError
-from dapo_jax.run import evaluate
-from dapo_jax.run.convert import convert
 from dapo_jax.run.policy import find_policy
-from dapo_jax.run.score import score
 from dapo_jax.storage import path_of
 from dapo_jax.trackers import read_metrics
 from tests.run.conftest import learnt
@@ -40,7 +40,7 @@ def one_process(config, folder, *last):
 def config(request, micro, storage_server):
     """In one process for speed; in two, each with a disk of its own and the first killed, for certainty."""
     storage_server.buckets["runs"].clear()
-    made = micro(RUN, checkpoint__every_steps=2, log__rollouts_every_steps=2, log__rollout_groups=1)
+    made = micro(RUN, checkpoint__every_steps=2, log__rollouts_every_steps=2)
     return request.param == "two processes", made
 
 

@@ -158,16 +158,6 @@ def test_without_dynamic_sampling_flat_groups_are_trained_on_and_no_further_prom
         run_micro(on, reward=lambda sample: True)
 
 
-@pytest.mark.parametrize(("most", "carried"), [(1, []), (2, [2])])
-def test_carried_groups_are_kept_for_as_many_steps_as_the_configuration_says(micro, rows, most, carried):
-    """Two of three are trained on; the third was sampled in the step before."""
-    groups = [make_group(ordinal, "x...", [1, 1, 1, 1]) for ordinal in range(3)]
-    run = Run(micro(dynamic_sampling__max_age_steps=most), prompts=rows, reward=bool)
-    collected = run.sampling.finish(run.sampling.collector(Position(step=1, cursor=3, carry=groups)))
-    assert [group.prompt.ordinal for group in collected.carry] == carried
-    assert collected.dropped_old == 1 - len(carried)
-
-
 def test_where_surplus_is_carried_a_step_draws_by_the_share_of_the_steps_before(micro, rows):
     """Two groups: (2 + sqrt(2)) x (120 / 2 + 1) / (60 / 2 + 1) = 6.7 prompts of the 9 that a whole wave has."""
     share = InformativeShare(informative=60.0, sampled=120.0)

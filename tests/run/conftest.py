@@ -145,7 +145,6 @@ def on_disk(micro, rows):
                 checkpoint__every_steps=1,
                 checkpoint__keep=9,
                 log__rollouts_every_steps=2,
-                log__rollout_groups=2,
                 **changes,
             )  # fmt: skip
             (folder / f"{name}.yaml").write_text(to_yaml(config))
@@ -186,7 +185,7 @@ def steps_seen():
 @pytest.fixture(scope="session")
 def finished(micro, run_micro, rows, steps_seen):
     """The uninterrupted run: four steps with carried groups, evaluated before and after, a checkpoint at every step."""
-    config = micro(checkpoint__every_steps=1, log__rollouts_every_steps=2, log__rollout_groups=1)
+    config = micro(checkpoint__every_steps=1, log__rollouts_every_steps=2)
     return run_micro(
         config, eval_rows=rows, on_step=lambda step, metrics: steps_seen.append((step, dict(metrics)))
     )

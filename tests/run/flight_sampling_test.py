@@ -22,7 +22,7 @@ def flying(micro):
     """Makes configurations with 16 responses in flight, four groups of which a step trains on two."""
 
     def make(run_dir=None, **changes):
-        rollout = {"in_flight": 16, "round_tokens": ROUND, "verdict_rounds": 1, "max_age_steps": 0}
+        rollout = {"in_flight": 16, "round_tokens": ROUND, "answer_rounds": 1, "max_age_steps": 0}
         for name in list(rollout):
             rollout[name] = changes.pop(f"rollout__{name}", rollout[name])
         return micro(

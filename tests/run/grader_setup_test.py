@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from dapo_jax.commands import inference
 from dapo_jax.config import ConfigError, EvaluateConfig, RewardConfig
 from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.rewards import Sample, whole_group
 from dapo_jax.rewards.functions import RewardError
-from dapo_jax.run import build, inference
+from dapo_jax.run import build, grader_setup
 from dapo_jax.run.grader_setup import check_graders, submit_of, weighted
 from dapo_jax.trackers.progress import Progress
 
@@ -137,7 +138,7 @@ def test_functions_and_names_with_weights_are_summed_from_python_too():
     assert verdict.parts == {"exact": 2.0, "<lambda>": 2.0, "judge": 20.0}
 
 
-def test_an_async_grader_is_held_to_its_limits():
+def test_an_async_grader_is_held_to_its_limits(monkeypatch):
     most, under_way = 0, 0
 
     async def counted(sample):
@@ -148,7 +149,8 @@ def test_an_async_grader_is_held_to_its_limits():
         under_way -= 1
         return True
 
-    verdicts = graded(RewardConfig(async_calls=2, timeout_s=0.3), *"abcd", "hang", reward=counted)
+    monkeypatch.setattr(grader_setup, "ASYNC_CALLS", 2)
+    verdicts = graded(RewardConfig(timeout_s=0.3), *"abcd", "hang", reward=counted)
     assert [verdict.lost for verdict in verdicts] == ["", "", "", "", "timeout"]
     assert most == 2
 

@@ -23,9 +23,8 @@ from dapo_jax.parallel.mesh import make_mesh, make_meshes
 from dapo_jax.run import train
 from dapo_jax.run.group_exchange import SamplerShare
 from dapo_jax.trackers import read_metrics
-from dapo_jax.trackers.evaluation_log import read_problems
 from dapo_jax.trackers.progress import Progress
-from dapo_jax.trackers.rollout_log import read_rollouts
+from dapo_jax.trackers.rollout_log import read_problems, read_rollouts
 from dapo_jax.training.step_metrics import rollout_metrics
 from tests import several
 from tests.checkpoints.packed_groups_test import make_rollout, prompt_at, rollouts

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from dapo_jax.commands.convert import convert
+from dapo_jax.commands.inference import evaluate, sample
 from dapo_jax.config import (
     ConfigError,
     EvaluateConfig,
@@ -22,8 +24,6 @@ from dapo_jax.models.decoder import is_apart
 from dapo_jax.models.folder import save_model
 from dapo_jax.models.lora import lora_shape, parted
 from dapo_jax.models.tensors import shapes_of
-from dapo_jax.run.convert import convert
-from dapo_jax.run.inference import evaluate, sample
 from dapo_jax.run.policy import find_policy, load_policy, mesh_of, meshes_of
 from dapo_jax.run.programs import sharing, transfer_of
 from dapo_jax.run.train import train

@@ -39,7 +39,7 @@ def general(name):
 
 @pytest.fixture(scope="module")
 def logged(micro, run_micro, rows, even_sum):
-    """Everything that only some configurations log, in two runs: the guard corrects only what nothing else does."""
+    """Everything that only some configurations log, in two runs."""
     config = micro(
         steps=1,
         loss__kl_coef=0.1,

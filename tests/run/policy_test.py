@@ -191,10 +191,10 @@ ASK = """
 import sys
 from dapo_jax.config import ModelConfig
 from dapo_jax.run.policy import load_policy
-policy = load_policy(ModelConfig(source="hf:org/model", revision="main", cache_dir=sys.argv[1]))
+policy = load_policy(ModelConfig(source="hf:org/model", revision="main"))
 print(policy.decoder.vocab_size, policy.tokenizer.stop_ids)
 try:
-    load_policy(ModelConfig(source="hf:org/other", cache_dir=sys.argv[1]))
+    load_policy(ModelConfig(source="hf:org/other"))
 except ValueError as error:
     print(error)
 """
@@ -207,7 +207,7 @@ def test_a_model_is_read_from_the_hub_and_fetched_once(chat_model, tmp_path):
     with serve_hub({"org/model": files}) as (address, requests):
         environment = os.environ | {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path), "no_proxy": "127.0.0.1"}
         done = subprocess.run(
-            [sys.executable, "-c", ASK, str(tmp_path / "cache")],
+            [sys.executable, "-c", ASK],
             env=environment,
             capture_output=True,
             text=True,
@@ -221,6 +221,7 @@ def test_a_model_is_read_from_the_hub_and_fetched_once(chat_model, tmp_path):
 
 
 RESUME = """
+import os
 import shutil
 import sys
 from dataclasses import replace
@@ -241,7 +242,7 @@ config = load_config(sys.argv[1])
 def run(steps):
     quiet = Progress(steps, console=Console(quiet=True))
     train(replace(config, steps=steps), reward=correct_by_even_sum, prompts=ROWS, resume=True, progress=quiet)
-    shutil.rmtree(config.model.cache_dir)
+    shutil.rmtree(os.environ["HF_HOME"])
     print("fetched", flush=True)
 
 run(1)
@@ -254,9 +255,7 @@ def test_a_run_that_goes_on_fetches_no_weights_from_the_hub(model, micro, tmp_pa
     """On a machine whose cache is empty: of the three files of the model, all at the start; then, and for what reads the run, the two small ones."""
     pytest.importorskip("huggingface_hub")
     files = {path.name: path.read_bytes() for path in Path(model).iterdir()}
-    config = micro(
-        tmp_path / "run", model__source="hf:org/model", model__cache_dir=str(tmp_path / "cache"), steps=1
-    )
+    config = micro(tmp_path / "run", model__source="hf:org/model", steps=1)
     (tmp_path / "run.yaml").write_text(to_yaml(config))
     with serve_hub({"org/model": files}) as (address, requests):
         environment = os.environ | {

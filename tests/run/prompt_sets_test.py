@@ -125,11 +125,10 @@ def test_every_prompt_option_reaches_the_format():
     shown = DataConfig(
         prompt_template="Q{prompt}",
         few_shot=[{"prompt": "1+1", "response": "2"}],
-        few_shot_separator="; ",
         **told,
     )
     examples = (Example(prompt="1+1", response="2"),)
-    expected = PromptFormat(template="Q{prompt}", examples=examples, separator="; ", **told)
+    expected = PromptFormat(template="Q{prompt}", examples=examples, **told)
     assert prompt_format(shown) == expected
     assert prompt_format(DataConfig()) == PromptFormat()
 

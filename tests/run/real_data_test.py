@@ -23,7 +23,7 @@ from dapo_jax.config import (
 )
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.run import train
-from dapo_jax.trackers.evaluation_log import read_problems
+from dapo_jax.trackers.rollout_log import read_problems
 
 SMOLLM2, DATA = os.environ.get("DAPO_JAX_SMOLLM2"), os.environ.get("DAPO_JAX_DATA")
 

@@ -8,10 +8,10 @@ import jax
 import numpy as np
 import pytest
 
+from dapo_jax.commands import sample
 from dapo_jax.config import EvalConfig, ModelConfig, OverlongConfig, RewardConfig, SamplingConfig
 from dapo_jax.dapo.rollouts import Group, Prompt, Response
 from dapo_jax.parallel.mesh import make_mesh, make_meshes
-from dapo_jax.run import sample
 from dapo_jax.run.grader_setup import grading
 from dapo_jax.run.policy import load_policy
 from dapo_jax.run.response_sampler import TRAINING, ResponseSampler

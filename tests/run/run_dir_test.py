@@ -11,7 +11,7 @@ from dapo_jax.locks import NAME
 from dapo_jax.run.run_dir import OF_A_RUN, check_run_dir, remove_run
 from dapo_jax.run.train import train
 from dapo_jax.storage import path_of
-from dapo_jax.trackers.ready import check_trackers
+from dapo_jax.trackers import check_trackers
 
 
 @pytest.fixture

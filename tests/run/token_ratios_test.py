@@ -11,10 +11,9 @@ LOW, HIGH = 0.2, 0.28
 
 @pytest.fixture(scope="module")
 def logged(micro, run_micro):
-    """Two updates a step, at a rate at which the second is clipped; every rollout of every step is written."""
+    """Two updates a step, at a rate at which the second is clipped; the first four groups of every step are written, among them the two that are trained on."""
     config = micro(
         log__rollouts_every_steps=1,
-        log__rollout_groups=1000,
         dynamic_sampling__surplus="discard",
         reward__overlong__filter_truncated=True,
     )

@@ -13,9 +13,8 @@ from dapo_jax.config import ConfigError, load_config
 from dapo_jax.models.folder import load_model
 from dapo_jax.run.run_dir import check_run_dir
 from dapo_jax.trackers import read_metrics
-from dapo_jax.trackers.evaluation_log import read_problems
 from dapo_jax.trackers.progress import Progress
-from dapo_jax.trackers.rollout_log import read_rollouts
+from dapo_jax.trackers.rollout_log import read_problems, read_rollouts
 from dapo_jax.trackers.run_status import read_status
 
 STEP_METRICS = {

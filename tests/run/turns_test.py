@@ -6,8 +6,8 @@ import shutil
 import numpy as np
 import pytest
 
+from dapo_jax.commands import evaluate
 from dapo_jax.config import ConfigError, EnvironmentConfig, EvaluateConfig
-from dapo_jax.run import evaluate
 from dapo_jax.trackers import read_metrics
 from dapo_jax.trackers.rollout_log import read_rollouts
 from tests import several
@@ -111,7 +111,7 @@ def test_episodes_are_trained_on_and_their_environment_is_not(trained):
 
 
 def test_the_time_that_an_environment_takes_changes_nothing(trained, turning, run_micro, rows, same_run):
-    same_run(run_micro(turning(environment__calls=3), reward=None, eval_rows=rows), trained)
+    same_run(run_micro(turning(), reward=None, eval_rows=rows), trained)
 
 
 def test_the_processes_that_an_environment_is_in_change_nothing(trained, turning, run_micro, rows, same_run):

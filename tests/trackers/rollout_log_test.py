@@ -1,4 +1,4 @@
-"""Rollouts on file say what was sampled and why it was graded as it was."""
+"""The readable records of a run: rollouts, problems of an evaluation, post-mortems."""
 
 import json
 import math
@@ -10,7 +10,17 @@ import numpy as np
 import pytest
 
 from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Span, Verdict
-from dapo_jax.trackers.rollout_log import format_rollouts, read_rollouts, write_rollouts
+from dapo_jax.evaluation import problem_record
+from dapo_jax.storage import path_of
+from dapo_jax.trackers.rollout_log import (
+    format_rollouts,
+    read_post_mortem,
+    read_problems,
+    read_rollouts,
+    write_post_mortem,
+    write_problems,
+    write_rollouts,
+)
 
 
 def rollout(text, *, correct, penalty=0.0, finish_reason="stop", extracted="34", logprobs=(-0.5, -0.1234567)):
@@ -41,7 +51,7 @@ def group(ordinal=7, row=None):
     )
 
 
-def test_every_rollout_is_one_line_with_all_that_is_known(tmp_path):
+def test_every_rollout_is_one_complete_line(tmp_path):
     path = write_rollouts(tmp_path / "rollouts", 10, [group()], advantages=np.array([[0.75, -0.75]]))
     assert path == tmp_path / "rollouts" / "step_000010.jsonl"
     right, wrong = (json.loads(line) for line in path.read_text().splitlines())
@@ -75,7 +85,7 @@ def test_every_rollout_is_one_line_with_all_that_is_known(tmp_path):
     assert read_rollouts(path) == [right, wrong]
 
 
-def test_a_response_that_several_weights_drew_says_where_each_began(tmp_path):
+def test_spans_give_the_first_token_of_each_version(tmp_path):
     first, second = group().rollouts
     spans = (Span(0, 7), Span(1, 9))
     in_flight = replace(first, response=replace(first.response, spans=spans))
@@ -83,7 +93,7 @@ def test_a_response_that_several_weights_drew_says_where_each_began(tmp_path):
     assert [row["spans"] for row in rows] == [[[0, 7], [1, 9]], [[0, 0]]]
 
 
-def test_ratios_tell_what_was_trained_on_from_what_the_loss_left_out(tmp_path):
+def test_ratios_and_in_loss_distinguish_trained_rollouts(tmp_path):
     ratios = {(7, 0): np.array([1.0, 1.2345678]), (7, 1): None}
     rows = read_rollouts(write_rollouts(tmp_path, 1, [group(), group(8)], ratios=ratios))
     assert [(row["in_loss"], row["ratios"]) for row in rows] == [
@@ -101,7 +111,7 @@ def test_advantages_are_optional_and_must_fit(tmp_path):
         write_rollouts(tmp_path, 1, [group(), group(8)], advantages=np.zeros(3))
 
 
-def test_whatever_a_row_or_a_response_holds_comes_out_as_valid_lines(tmp_path):
+def test_any_row_and_response_become_valid_lines(tmp_path):
     row = {
         "level": np.int64(3),
         "vector": np.zeros(2),
@@ -140,17 +150,6 @@ def test_writing_a_step_again_replaces_it_whole(tmp_path, monkeypatch):
     assert len(read_rollouts(write_rollouts(tmp_path, 1, [group()]))) == 2
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [('{"schema_version": 2}', "has schema_version 2"), ("{}", "is not a rollout"), ("x", "is not")],
-)
-def test_a_line_that_cannot_be_read_is_named(tmp_path, line, message):
-    path = write_rollouts(tmp_path, 1, [group()])
-    path.write_text(path.read_text() + line + "\n")
-    with pytest.raises(ValueError, match=f"step_000001.jsonl, line 3 {message}"):
-        read_rollouts(path)
-
-
 def test_the_text_view_shows_question_answer_and_verdicts():
     assert format_rollouts([group()], limit=9) == (
         "prompt 7: 1/2 correct, mean reward -0.125\n"
@@ -164,8 +163,8 @@ def test_the_text_view_shows_question_answer_and_verdicts():
     )
 
 
-def test_the_text_view_of_scores_speaks_of_scores():
-    """Nothing is called correct or wrong, and no answer is missed, where a reward function only gives numbers."""
+def test_the_text_view_of_scores_has_no_verdicts():
+    """A reward function that gives only numbers has no verdicts and no extracted answers."""
     scored = [
         replace(one, verdict=Verdict(correct=score > 0, score=score), reward=score)
         for one, score in zip(group().rollouts, (-0.25, 0.0015), strict=True)
@@ -177,10 +176,129 @@ def test_the_text_view_of_scores_speaks_of_scores():
     assert not re.search("correct|wrong|no answer", text)
 
 
-def test_the_text_view_stops_at_its_limit_and_says_what_is_left():
+def test_the_text_view_stops_at_its_limit():
     text = format_rollouts([group(7), group(8), group(9)], limit=3)
     assert text.count("| reward") == 3
     assert "prompt 8" in text
     assert "prompt 9" not in text
     assert text.endswith("(3 more rollouts)\n")
     assert format_rollouts([], limit=3) == "\n"
+
+
+def problem(ordinal=7, row=None):
+    """Two responses: one right, one cut off without an answer."""
+    prompt = Prompt(
+        ordinal=ordinal, tokens=np.array([1, 2], np.int32), text="12+22\n=", answer="34", row=row or {}
+    )
+    rollouts = tuple(
+        Rollout(
+            response=Response(
+                tokens=np.ones(length, np.int32),
+                logprobs=np.zeros(length, np.float32),
+                finish_reason=finish_reason,
+            ),
+            text="",
+            verdict=Verdict(correct=extracted == "34", extracted=extracted),
+            reward=0.0,
+        )
+        for extracted, length, finish_reason in (("34", 2, "stop"), (None, 5, "length"))
+    )
+    return Group(prompt=prompt, rollouts=rollouts)
+
+
+def test_every_problem_is_one_complete_line(tmp_path):
+    """One of two right: avg 1/2, pass@2 1; the only vote is right."""
+    problems = [problem_record(problem(row={"source_row": "own.jsonl, line 3"})), problem_record(problem(8))]
+    path = write_problems(tmp_path / "step_000010", problems, name="arithmetic", step=10)
+    assert path == tmp_path / "step_000010" / "arithmetic.jsonl"
+    first, second = (json.loads(line) for line in path.read_text().splitlines())
+    assert first == {
+        "schema_version": 1,
+        "step": 10,
+        "dataset": "arithmetic",
+        "ordinal": 7,
+        "place": "own.jsonl, line 3",
+        "prompt": "12+22\n=",
+        "answer": "34",
+        "samples": 2,
+        "correct": 1,
+        "avg@2": 0.5,
+        "pass@2": 1.0,
+        "cons@2": 1.0,
+        "reward": 0.0,
+        "consensus_answers": ["34"],
+        "extracted": [{"answer": "34", "count": 1, "correct": 1}, {"answer": None, "count": 1, "correct": 0}],
+        "response_tokens": 3.5,
+        "truncated": 1,
+        "lost": 0,
+        "responses": [],
+    }
+    assert (second["ordinal"], second["place"]) == (8, None)
+    assert read_problems(path) == [first, second]
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("gsm8k-v1.0_a", "gsm8k-v1.0_a.jsonl"),
+        ("hf:org/set", "hf%3Aorg%2Fset.jsonl"),
+        ("../up", "..%2Fup.jsonl"),
+    ],
+)
+def test_a_dataset_of_any_name_gets_its_own_file_in_the_folder(tmp_path, name, file):
+    path = write_problems(tmp_path, [problem_record(problem())], name=name, step=0)
+    assert [found.name for found in tmp_path.iterdir()] == [path.name] == [file]
+    assert read_problems(path)[0]["dataset"] == name
+
+
+def test_problems_and_rollouts_are_not_taken_for_each_other(tmp_path):
+    problems = write_problems(tmp_path, [problem_record(problem())], name="a", step=1)
+    rollouts = write_rollouts(tmp_path, 1, [problem()])
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 1 is not a rollout"):
+        read_rollouts(problems)
+    with pytest.raises(ValueError, match=r"step_000001\.jsonl, line 1 is not a problem"):
+        read_problems(rollouts)
+
+
+STACKS = [
+    {"mask": np.array([[[True, False]]]), "advantages": np.array([[[np.nan, 0.0]]], np.float32)},
+    {"tokens": np.arange(6, dtype=np.int32).reshape(3, 2, 1)[:2]},
+]
+
+
+def written(folder):
+    report = {"step": 3, "update": 2, "nonfinite": {"loss": {"microbatches": [[0, 1]]}}}
+    write_post_mortem(folder, report=report, stacks=STACKS, groups=[group(3)], config="run_dir: x\n")
+    return report
+
+
+@pytest.mark.parametrize("where", ["disk", "bucket"])
+def test_a_post_mortem_is_read_back(where, bucket, tmp_path):
+    folder = (
+        path_of("gs://bucket/run" if where == "bucket" else tmp_path) / "post_mortem" / "step_000003_update_2"
+    )
+    report = written(folder)
+    found = read_post_mortem(folder)
+    assert found.report == {"schema_version": 1, **report}
+    for stack, expected in zip(found.stacks, STACKS, strict=True):
+        assert stack.keys() == expected.keys()
+        for name, array in expected.items():
+            assert stack[name].dtype == array.dtype
+            np.testing.assert_array_equal(stack[name], array)
+    assert [row["response"] for row in found.rollouts] == ["34", "35?"]
+    assert (folder / "config.yaml").read_text() == "run_dir: x\n"
+
+
+def test_an_incomplete_post_mortem_is_refused(tmp_path):
+    """The report is written last."""
+    written(tmp_path)
+    (tmp_path / "report.json").unlink()
+    with pytest.raises(ValueError, match=r"no report\.json"):
+        read_post_mortem(tmp_path)
+
+
+def test_a_post_mortem_of_a_newer_version_is_refused(tmp_path):
+    report = written(tmp_path)
+    (tmp_path / "report.json").write_text(json.dumps({"schema_version": 2, **report}))
+    with pytest.raises(ValueError, match="has schema_version 2"):
+        read_post_mortem(tmp_path)

@@ -1,4 +1,4 @@
-"""TensorBoard event files hold what was logged."""
+"""TensorBoard event files contain the logged metrics."""
 
 import math
 import os
@@ -54,7 +54,7 @@ def test_a_full_disk_surfaces_with_the_folder(tmp_path):
     tracker.close()
     with open("/dev/full", "wb", buffering=0) as full:
         tracker._writer._py_recordio_writer._writer = full
-        for step in (1, 2):  # it goes on saying so, and does not hang
+        for step in (1, 2):  # the error repeats, and nothing hangs
             with pytest.raises(OSError, match=f"No space left on device.*{tmp_path}"):
                 tracker.log(step, {"reward/mean": 0.5})
 

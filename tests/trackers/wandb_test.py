@@ -20,13 +20,13 @@ def wandb_mode(monkeypatch):
 def test_a_run_is_continued_under_its_id(tmp_path, wandb_mode):
     wandb_mode("offline")
     run_dir = tmp_path / "run"
-    first = WandbTracker("dapo_jax", run_dir, None, {"seed": 0, "batch": {"group_size": 16}})
+    first = WandbTracker(run_dir, None, {"seed": 0, "batch": {"group_size": 16}})
     assert isinstance(first, Tracker)
     for step in (1, 2, 3):
         first.log(step, {"reward/mean": 0.5, "rollout/waves": 2})
     first.close()
     first.close()
-    again = WandbTracker("dapo_jax", run_dir, first.run_id, {"seed": 0})
+    again = WandbTracker(run_dir, first.run_id, {"seed": 0})
     again.log(2, {"reward/mean": 0.25})  # the steps after the checkpoint come a second time
     again.close()
     assert again.run_id == first.run_id
@@ -39,7 +39,7 @@ def test_files_of_a_run_in_a_bucket_are_local(tmp_path, wandb_mode, monkeypatch,
     """wandb writes them by the operating system, for which gs://bucket would be a folder called `gs:`."""
     wandb_mode("offline")
     monkeypatch.chdir(tmp_path)
-    tracker = WandbTracker("dapo_jax", "gs://bucket/some/run", None, {})
+    tracker = WandbTracker("gs://bucket/some/run", None, {})
     tracker.log(1, {"reward/mean": 0.5})
     tracker.close()
     assert [path.name for path in tmp_path.iterdir()] == ["wandb"]
@@ -47,7 +47,7 @@ def test_files_of_a_run_in_a_bucket_are_local(tmp_path, wandb_mode, monkeypatch,
 
 def test_the_mode_of_the_environment_is_respected(tmp_path, wandb_mode):
     wandb_mode("disabled")
-    tracker = WandbTracker("dapo_jax", tmp_path / "run", None, {})
+    tracker = WandbTracker(tmp_path / "run", None, {})
     tracker.log(1, {"reward/mean": 0.5})
     tracker.close()
     assert not (tmp_path / "run" / "wandb").exists()
@@ -56,5 +56,5 @@ def test_the_mode_of_the_environment_is_respected(tmp_path, wandb_mode):
 def test_a_missing_package_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ImportError, match=r"pip install -e '\.\[wandb\]'"):
-        WandbTracker("dapo_jax", tmp_path / "run", None, {})
+        WandbTracker(tmp_path / "run", None, {})
     assert not (tmp_path / "run").exists()

@@ -9,8 +9,6 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from dapo_jax.environments.protocol import Context, Step, Turn
 from dapo_jax.environments.tools import conversation
 from dapo_jax.extras import how_to_install
@@ -33,7 +31,8 @@ class SkyRLEnvironment:
         """The episode of a response. A row without `reward_spec` has its `answer` as the ground truth."""
         spec = {"method": "rule", "ground_truth": row.get("answer")}
         extras = {"reward_spec": spec, **{name: value for name, value in row.items() if name != "prompt"}}
-        config = OmegaConf.create(dict(row.get("env_config") or {}))
+        # The package brings omegaconf.
+        config = importlib.import_module("omegaconf").OmegaConf.create(dict(row.get("env_config") or {}))
         return SkyRLEpisode(self._make(env_config=config, extras=extras), row)
 
 

@@ -170,7 +170,7 @@ function startProblems(root, data, { stores, openGroup }) {
     );
     if (given.length > EXTRACTED_AT_FIRST) chips.push(el("li", {}, `and ${counted(given.length - EXTRACTED_AT_FIRST, "more answer")}`));
     const responses = record?.responses ?? [];
-    const kept = responses.length ? `${counted(responses.length, "response")} kept of ${of}` : "No response was kept: log.eval_responses says how many are.";
+    const kept = responses.length ? `${counted(responses.length, "response")} kept of ${of}` : "No response was kept.";
     return el(
       "div",
       { class: "evaluation" },

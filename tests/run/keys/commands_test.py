@@ -3,18 +3,18 @@
 import pytest
 from rich.console import Console
 
+from dapo_jax.commands import evaluate, sft
 from dapo_jax.config import EvaluateConfig, SftConfig
 from dapo_jax.config.section import leaf_types
-from dapo_jax.run import evaluate, sft
 from dapo_jax.trackers.progress import Progress
 from tests.run.keys.watching import noting_reads
 
-DRAWN_AS_EVAL_SAYS = {"sampling.temperature", "sampling.top_p", "sampling.top_k"}
+SAMPLED_BY_EVAL_KEYS = {"sampling.temperature"}
 NOTHING_SAMPLED_IS_LEARNT = {"reward.overlong.filter_truncated"}
 GUESS = {"environment.source": "guess"}
 NOT_READ = {
-    SftConfig: DRAWN_AS_EVAL_SAYS | NOTHING_SAMPLED_IS_LEARNT,
-    EvaluateConfig: DRAWN_AS_EVAL_SAYS
+    SftConfig: SAMPLED_BY_EVAL_KEYS | NOTHING_SAMPLED_IS_LEARNT,
+    EvaluateConfig: SAMPLED_BY_EVAL_KEYS
     | NOTHING_SAMPLED_IS_LEARNT
     | {"eval.every_steps", "data.train_split", "data.shuffle", "environment.credit"},
 }

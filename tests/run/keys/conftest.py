@@ -62,16 +62,16 @@ def watched():
         received["updates"] = doubles.Updates(*arguments, **options)
         return received["updates"]
 
-    def download(name, *, revision, cache_dir, weights):
-        received["download"] = {"revision": revision, "cache_dir": cache_dir}
+    def download(name, *, revision, weights):
+        received["download"] = {"revision": revision}
         return policy.Path("model")
 
     with pytest.MonkeyPatch.context() as patch:
         # Made anew for each run, and not shared with runs that have no doubles.
         patch.setattr("dapo_jax.run.response_sampler.engine_of", engine)
         patch.setattr(programs, "_shared_updater", programs._new_updater)
-        for place in ("programs", "sft"):
-            patch.setattr(import_module(f"dapo_jax.run.{place}"), "Updater", updates)
+        for place in ("run.programs", "commands.sft"):
+            patch.setattr(import_module(f"dapo_jax.{place}"), "Updater", updates)
         patch.setattr("dapo_jax.run.policy.download", download)
         patch.setattr(WeightTransfer, "__call__", lambda self, params: self.shapes)
         patch.setattr(import_module("dapo_jax.run.train"), "to_yaml", doubles.once(to_yaml))

@@ -134,19 +134,8 @@ WATCHERS = [
         "data.few_shot",
         first_text,
         ([], "0+1"),
-        ([{"prompt": "2+3", "response": "=5"}], "2+3=5,0+1"),
-        also={**IN_ORDER, "data.max_prompt_tokens": 20, "data.few_shot_separator": ","},
-    ),
-    watch(
-        "data.few_shot_separator",
-        first_text,
-        (",", "2+3=5,0+1"),
-        ("::", "2+3=5::0+1"),
-        also={
-            **IN_ORDER,
-            "data.max_prompt_tokens": 20,
-            "data.few_shot": [{"prompt": "2+3", "response": "=5"}],
-        },
+        ([{"prompt": "2+3", "response": "=5"}], "2+3=5\n\n0+1"),
+        also={**IN_ORDER, "data.max_prompt_tokens": 40, "model.source": "chat_model"},
     ),
     watch("data.chat", first_text, (False, "0+1"), (True, ASKED), also=CHAT),
     watch(

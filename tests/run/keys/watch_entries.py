@@ -15,7 +15,7 @@ SCHEMAS = {
 }
 OPTIONS = {"prompt": "question", "answer": "solution"}
 MANY = {**MIXTURE, "dynamic_sampling.prompts_per_wave": 20, "dynamic_sampling.enabled": True}
-SHOWN = {**IN_ORDER, "data.max_prompt_tokens": 20, "data.few_shot_separator": ","}
+SHOWN = {**IN_ORDER, "data.max_prompt_tokens": 40, "model.source": "chat_model"}
 
 
 def notes(look):
@@ -70,7 +70,7 @@ WATCHERS = [
         "data.few_shot",
         "prompt",
         first_text,
-        (("2+3", "2+3=5,0+1"), ("4+1", "4+1=5,0+1")),
+        (("2+3", "2+3=5\n\n0+1"), ("4+1", "4+1=5\n\n0+1")),
         entry={"response": "=5"},
         also=SHOWN,
     ),
@@ -78,7 +78,7 @@ WATCHERS = [
         "data.few_shot",
         "response",
         first_text,
-        (("=5", "2+3=5,0+1"), (":5", "2+3:5,0+1")),
+        (("=5", "2+3=5\n\n0+1"), (":5", "2+3:5\n\n0+1")),
         entry={"prompt": "2+3"},
         also=SHOWN,
     ),

@@ -51,15 +51,7 @@ WATCHERS = [
     watch("environment.turn_tokens", of_episodes("turn_tokens"), (0, 0), (5, 5), also=GUESS),
     watch("environment.episode_tokens", of_episodes("episode_tokens"), (0, 0), (99, 99), also=GUESS),
     watch("environment.timeout_s", of_episodes("timeout_s"), (30.0, 30.0), (2.5, 2.5), also=GUESS),
-    watch("environment.calls", of_episodes("calls"), (64, 64), (3, 3), also=GUESS),
     watch("environment.workers", of_workers("workers"), (0, None), (1, 1), (2, 2), also=GUESS),
-    watch(
-        "environment.worker_memory_mb",
-        of_workers("memory_mb"),
-        (2048, 2048),
-        (512, 512),
-        also={**GUESS, "environment.workers": 1},
-    ),
     # Two episodes, one of which had its reward for the first turn: behind it both are alike.
     watch("environment.credit", advantages_of_turns, ("episode", 2), ("turn", 3), also=GUESS),
 ]

@@ -153,12 +153,6 @@ WATCHERS = [
         (3, 3),
         what="unless set",
     ),
-    watch(
-        "dynamic_sampling.max_age_steps",
-        lambda look: look.run().sampling.collector(Position()).max_age_steps,
-        (1, 1),
-        (3, 3),
-    ),
     watch("dynamic_sampling.max_waves", waves, (3, 9), (2, 6)),
     watch(
         "dynamic_sampling.on_shortfall",

@@ -96,10 +96,8 @@ WATCHERS = [
         also={**PLAIN, "dynamic_sampling.enabled": False},
     ),
     watch("reward.workers", of_pool("workers"), (0, None), (3, 3), also=POOL),
-    watch("reward.async_calls", of_calls("at_once"), (64, 64), (5, 5)),
     watch("reward.timeout_s", of_pool("timeout_s"), (10.0, 10.0), (3.0, 3.0), what="of workers", also=POOL),
     watch("reward.timeout_s", of_calls("timeout_s"), (10.0, 10.0), (3.0, 3.0), what="of async functions"),
-    watch("reward.worker_memory_mb", of_pool("memory_mb"), (2048, 2048), (512, 512), also=POOL),
     watch(
         "reward.answer_marker", of_pool("answer_marker"), ("=", "="), ("+", "+"), what="of workers", also=POOL
     ),
@@ -130,10 +128,22 @@ WATCHERS = [
         what="in a sum",
         also=WEIGHTED,
     ),
-    # Without it a lost one is worth -1 beside scores of 2.
-    watch("reward.lost", lost, (None, [2, -1, 2, 2]), (-5.0, [2, -5, 2, 2]), also=PLAIN),
+    # The others have scores of 2.
     watch(
-        "reward.lost", lost_of_sum, (None, [6, -3, 6, 6]), (-5.0, [6, -15, 6, 6]), what="in a sum", also=PLAIN
+        "reward.incorrect",
+        lost,
+        (-1.0, [2, -1, 2, 2]),
+        (-5.0, [2, -5, 2, 2]),
+        what="of a lost one",
+        also=PLAIN,
+    ),
+    watch(
+        "reward.incorrect",
+        lost_of_sum,
+        (-1.0, [6, -3, 6, 6]),
+        (-5.0, [6, -15, 6, 6]),
+        what="of a lost one in a sum",
+        also=PLAIN,
     ),
     # Limit 6: of a buffer of 2 or 4 tokens all is used up.
     watch("reward.overlong.enabled", rewards, (True, [1, -1, 0, -2]), (False, RIGHT)),

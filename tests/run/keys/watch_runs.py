@@ -1,11 +1,11 @@
-"""Who watches the keys of a run as a whole, `checkpoint`, `log`, `guard` and `watchdogs`: seen in what it writes, and how it ends."""
+"""Who watches the keys of a run as a whole, `checkpoint`, `log` and `guard`: seen in what it writes, and how it ends."""
 
 import json
 import os
 
 import jax
 
-from tests.run.keys.doubles import NOT_FINITE, mean
+from tests.run.keys.doubles import mean
 from tests.run.keys.looking import ROWS, refusal, rounded
 from tests.run.keys.watching import watch
 
@@ -67,25 +67,8 @@ def rollouts(look):
         return [json.loads(line) for line in file]
 
 
-def responses_kept(look):
-    """How many responses the evaluation before training keeps of all its problems."""
-    look.train(eval_rows=ROWS)
-    [file] = look.files("evaluations/step_000000")
-    with open(f"run/evaluations/step_000000/{file}") as lines:
-        return sum(len(json.loads(line)["responses"]) for line in lines)
-
-
 def drifting(look):
     return look.train(measured=DRIFTS)
-
-
-def skipping(look):
-    return look.train(measured={**DRIFTS, **NOT_FINITE})
-
-
-def post_mortems(look):
-    skipping(look)
-    return len(look.files("post_mortem"))
 
 
 WATCHERS = [
@@ -114,8 +97,6 @@ WATCHERS = [
     ),
     watch("checkpoint.grace_s", lambda look: look.stopped().grace_s, (25.0, 25.0), (3.0, 3.0), also=AT_ONCE),
     watch("log.rollouts_every_steps", logged, (0, False), (2, True), also={"steps": 3}),
-    watch("log.rollout_groups", lambda look: len(rollouts(look)), (4, 12), (1, 4), also=LOGGED),
-    watch("log.eval_responses", responses_kept, (0, 0), (3, 3), also=AT_ONCE),
     # Rewards, with the penalty, of 1, -1, 0 and -2: the first is 1.5 above their mean, with a deviation of (5 / 3) ** 0.5 = 1.291.
     watch(
         "loss.normalize_std",
@@ -141,16 +122,6 @@ WATCHERS = [
         also=AT_ONCE,
     ),
     watch(
-        "log.wandb_project",
-        of("WandbTracker", "project"),
-        ("dapo_jax", "dapo_jax"),
-        ("mine", "mine"),
-        also={**AT_ONCE, "log.wandb": True},
-    ),
-    # Two updates a step, all skipped.
-    watch("guard.max_skipped_updates", refusal(skipping), (3, ""), (1, "GuardError")),
-    watch("guard.post_mortems", post_mortems, (5, 2), (1, 1)),
-    watch(
         "guard.max_mismatch_kl",
         refusal(drifting),
         (1.0, ""),
@@ -158,21 +129,4 @@ WATCHERS = [
         also={"guard.on_mismatch": "stop"},
     ),
     watch("guard.on_mismatch", refusal(drifting), ("warn", ""), ("stop", "GuardError"), also=STRICT),
-    watch(
-        "watchdogs.enabled",
-        lambda look: look.received("Watchdogs") is not None,
-        (True, True),
-        (False, False),
-        also=AT_ONCE,
-    ),
-    *(
-        watch(f"watchdogs.{name}", of("Watchdogs", name), (default, default), (other, other), also=AT_ONCE)
-        for name, default, other in (
-            ("window", 10, 20),
-            ("min_entropy", 0.05, 0.1),
-            ("min_length_frac", 0.333, 0.5),
-            ("max_truncated_frac", 0.5, 0.7),
-            ("min_mixed_frac", 0.02, 0.1),
-        )
-    ),
 ]

@@ -150,13 +150,16 @@ WATCHERS = [
     watch("rollout.in_flight", flight, (0, None), (8, [3, 5]), (4, [5, 4]), also=FLYING),
     # In rounds of 6 all end in their first.
     watch("rollout.round_tokens", flight, (3, [3, 5]), (6, [2, 4]), also=FLYING),
-    watch("rollout.verdict_rounds", flight, (1, [3, 5]), (0, [2, 3]), (2, [4, 6]), also=FLYING),
+    watch(
+        "rollout.answer_rounds", flight, (1, [3, 5]), (0, [2, 3]), (2, [4, 6]), what="of graders", also=FLYING
+    ),
     watch(
         "rollout.answer_rounds",
         first_answer,
         (1, 1),
         (0, 0),
         (3, 3),
+        what="of environments",
         also={**FLYING, "environment.source": "guess"},
     ),
     # Of 32 responses 16 end in the first round, and in the second 16 and 8 of those that took their places. With a bound of 1 no more than two steps' groups begin.
@@ -166,7 +169,6 @@ WATCHERS = [
     # Vocabularies of 15 characters and 2 special ids, and of the chat model.
     watch("model.source", lambda look: policy(look).decoder.vocab_size, ("model", 17), ("chat_model", 336)),
     watch("model.revision", downloaded("revision"), ("", None), ("main", "main"), also=HUB),
-    watch("model.cache_dir", downloaded("cache_dir"), ("", None), ("hub", "hub"), also=HUB),
     # Bytes and 2 special ids; 12 characters and these.
     watch(
         "model.tokenizer",
@@ -198,12 +200,8 @@ WATCHERS = [
     ),
     watch("model.attention", refusal(policy), ("auto", ""), ("splash", "ConfigError")),
     watch("model.remat", lambda look: decoder(look).remat, ("none", "none"), ("full", "full")),
-    watch("model.logprob_chunk_vocab", option("logprob_chunk_vocab"), (2048, 2048), (64, 64)),
     watch("sampling.temperature", option("temperature"), (1.0, 1.0), (0.5, 0.5), what="of the trainer"),
     watch("sampling.temperature", sampled_with, (1.0, [1, 1, 0]), (0.5, [0.5, 1, 0]), what="of the sampler"),
-    # Only what is off can be trained with.
-    watch("sampling.top_p", refusal(sampled_with), (1.0, ""), (0.5, "ConfigError")),
-    watch("sampling.top_k", refusal(sampled_with), (0, ""), (3, "ConfigError")),
     watch("sampling.max_response_tokens", tokens, (6, [3, 3, 6, 6]), (9, [3, 3, 6, 9])),
     watch("sampling.max_response_tokens", of_engine("capacity"), (6, 10), (9, 13), what="room in a slot"),
     watch("sampling.slots", of_engine("slots"), (8, 8), (16, 16)),

@@ -1,4 +1,4 @@
-"""A supervised warm start from a configuration: what `dapo-jax sft` calls."""
+"""A supervised warm start from a configuration."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -54,17 +54,17 @@ class SftResult:
 
     policy: Policy
     metrics: dict[str, float]
-    """The metrics of the last step, the evaluation included."""
+    """The metrics of the last step, including the evaluation."""
 
 
 def sft(config: SftConfig | str | Path, *, progress: Progress | None = None) -> SftResult:
     """Trains a model on prompt / response pairs and writes it to `run_dir/model`.
 
-    The loss is the token mean of the negative log-likelihood of the responses, end token included.
+    The loss is the token mean of the negative log-likelihood of the responses, including the end token.
 
     Raises:
-        ConfigError: something does not fit, or another process trains in that folder; nothing was started.
-        LockLostError: this run was away for so long that another has taken over its folder in a bucket.
+        ConfigError: the configuration cannot be run, or another process trains in that folder; nothing was started.
+        LockLostError: this run was suspended for so long that another has taken over its folder in a bucket.
     """
     config = config if isinstance(config, SftConfig) else load_config(config, schema=SftConfig)
     use_compilation_cache(config.compilation_cache)
@@ -85,7 +85,7 @@ def _trained(config: SftConfig, run_dir: AnyPath, lock: Lock, progress: Progress
     how = training_pass(config.model, config.batch, mesh, row_tokens=config.row_tokens)
     optimizer = optimizer_of(config.optimizer)
     pairs = _pairs(config, policy)
-    # Scores count verdicts: the length limit of a later training run is no matter here.
+    # Scores count verdicts, so the length penalty of a later training run does not apply.
     reward = replace(config.reward, overlong=replace(config.reward.overlong, enabled=False))
     limit, stop = config.sampling.max_response_tokens, config.sampling.stop
     graders = grading(reward, policy, max_response_tokens=limit, stop=stop)
@@ -105,11 +105,7 @@ def _trained(config: SftConfig, run_dir: AnyPath, lock: Lock, progress: Progress
         optimizer,
         mesh,
         objective=supervised_loss,
-        options=UpdateOptions(
-            logprob_chunk_vocab=config.model.logprob_chunk_vocab,
-            old_logprobs="sampler",
-            offload=config.optimizer.offload,
-        ),
+        options=UpdateOptions(old_logprobs="sampler", offload=config.optimizer.offload),
         frozen=policy.frozen,
     )
     state = init_state(policy.params, optimizer, mesh, offload=config.optimizer.offload, copy=False)
@@ -129,7 +125,7 @@ def _trained(config: SftConfig, run_dir: AnyPath, lock: Lock, progress: Progress
                 config.optimizer.learning_rate, step=step, warmup_steps=config.optimizer.warmup_steps
             )
             state, measured = updater.update(state, minibatch, learning_rate=rate, first=False)
-            # Metrics of sampling have no meaning here: nothing was sampled.
+            # Nothing was sampled, so metrics of sampling have no meaning.
             scalars = {
                 key: value for key, value in to_scalars(measured).items() if not key.startswith("sync/")
             }
@@ -168,7 +164,7 @@ def _pairs(config: SftConfig, policy: Policy) -> PairSource:
 def _minibatch(
     config: SftConfig, policy: Policy, how: TrainingPass, pairs: PairSource, step: int
 ) -> list[Microbatch]:
-    """The pairs of step `step`, counted from 1, packed."""
+    """Returns the packed pairs of step `step`, counted from 1."""
     size = config.batch.pairs_per_step
     examples: list[Example] = []
     for place in range((step - 1) * size, step * size):
@@ -194,8 +190,10 @@ def _evaluation(
     *,
     beside: int,
 ) -> Callable[[PyTree, int], dict[str, float]]:
-    """The function that scores parameters on the held-out prompts of each dataset, sampled as `config.eval` says, with `beside`
-    bytes of other arrays on each device."""
+    """Returns the function that scores parameters on the held-out prompts of each dataset, sampled by `config.eval`.
+
+    `beside` is the size in bytes of other arrays on each device.
+    """
     rollouts = ResponseSampler(
         policy,
         meshes,

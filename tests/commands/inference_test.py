@@ -1,12 +1,12 @@
-"""Evaluating and sampling without training, and the keys that keep the two apart from it."""
+"""Evaluation and sampling without training, and their random keys, which differ from the keys of training."""
 
 import itertools
-import math
 from dataclasses import replace
 
 import pytest
 
 from dapo_jax.cli import main
+from dapo_jax.commands import evaluate, sample
 from dapo_jax.config import (
     ConfigError,
     DataConfig,
@@ -20,13 +20,11 @@ from dapo_jax.config import (
 )
 from dapo_jax.data.prompts import held_out
 from dapo_jax.data.rows import checked_rows
-from dapo_jax.run import evaluate, sample
 from dapo_jax.run.grader_setup import grading
 from dapo_jax.run.policy import load_policy, mesh_of, meshes_of
 from dapo_jax.run.response_sampler import EVALUATION, TRAINING, ResponseSampler
 from dapo_jax.sampling.decoding import decoding
-from dapo_jax.trackers.evaluation_log import read_problems
-from dapo_jax.trackers.rollout_log import read_rollouts
+from dapo_jax.trackers.rollout_log import read_problems, read_rollouts
 
 SMALL = {"max_response_tokens": 6, "slots": 8}
 
@@ -37,13 +35,6 @@ def sample_small(model, compiled, prompts=("1+2", "2+2"), **how):
 
 def tokens_of(groups):
     return [rollout.response.tokens.tolist() for group in groups for rollout in group.rollouts]
-
-
-def test_prompts_are_answered_in_their_order(model, compiled):
-    groups = sample_small(model, compiled, prompts=("2+2", "1+2", "0+1"))
-    assert [group.prompt.text for group in groups] == ["2+2", "1+2", "0+1"]
-    assert [len(group.rollouts) for group in groups] == [4, 4, 4]
-    assert all(1 <= rollout.response_tokens <= 6 for group in groups for rollout in group.rollouts)
 
 
 def test_the_seed_decides_the_responses(model, compiled):
@@ -63,12 +54,11 @@ def test_greedy_responses_to_a_prompt_are_all_the_same(model, compiled):
         (("1+x",), {}, "character 'x' at position 2"),
         (("1" * 125,), {}, "125 tokens, not 1 to data.max_prompt_tokens=122"),
         (("1",), {"temperature": -1.0}, "temperature"),
-        (("1",), {"temperature": math.inf}, "temperature"),
         (("1",), {"top_k": 2**31}, "top_k"),
         (("1",), {"seed": 2**70}, "seed"),
     ],
 )
-def test_what_cannot_be_sampled_is_a_configuration_error(prompts, how, message, model, compiled):
+def test_invalid_prompts_and_settings_are_configuration_errors(prompts, how, message, model, compiled):
     with pytest.raises(ConfigError, match=message):
         sample_small(model, compiled, prompts=prompts, **how)
 
@@ -92,13 +82,13 @@ def small(compiled, data_dir):
     return make
 
 
-def test_a_run_is_evaluated_on_the_held_out_prompts_and_what_it_said_is_kept(finished, small, tmp_path):
+def test_a_run_is_evaluated_on_held_out_prompts_and_its_responses_are_kept(finished, small, tmp_path):
     found = evaluate(str(finished.run_dir), small(), keep=tmp_path / "kept")
     rows = read_rollouts(tmp_path / "kept" / "arithmetic" / "step_000000.jsonl")
     assert [row["ordinal"] for row in rows] == [0] * 4 + [1] * 4 + [2] * 4
     assert found.scores["eval/arithmetic/avg@4"] == sum(row["correct"] for row in rows) / 12
     assert "eval/arithmetic/pass@4" in found.scores
-    # A consensus there is if a response gave an answer to vote for.
+    # There is a consensus if a response has an answer.
     voted = any(row["extracted"] is not None for row in rows)
     assert ("eval/arithmetic/cons@4" in found.scores) is voted
     assert {row["reward"] for row in rows} <= {1.0, -1.0}  # no length shaping
@@ -116,14 +106,14 @@ def test_a_run_is_evaluated_as_it_was_while_it_trained(finished, rows, even_sum)
 
 
 def brief(sample):
-    """A number of 0 or less, of which none is correct."""
+    """A number of 0 or less, so no response is correct."""
     return -float(len(sample.tokens))
 
 
 def test_an_evaluation_says_whether_scores_or_verdicts_count(
     finished, micro, run_micro, rows, even_sum, tmp_path
 ):
-    """As the run's file has it, or the file that is given, overrides included; a grader without scores leaves only verdicts."""
+    """From the run's file or the given file, including overrides; a grader without scores has only verdicts."""
     by_score = micro(steps=1, dynamic_sampling__metric="score", dynamic_sampling__on_shortfall="train_fewer")
     scored = str(run_micro(by_score, reward=brief).run_dir)
     judged = str(finished.run_dir)
@@ -170,13 +160,7 @@ def test_several_datasets_are_evaluated_one_after_the_other(model, small, tmp_pa
     assert alone.scores["eval/own/response_tokens"] == found.scores["eval/own/response_tokens"]
 
 
-def test_an_own_grader_is_loaded_from_a_file(model, small, tmp_path):
-    (tmp_path / "mine.py").write_text("def right(sample):\n    return True\n")
-    found = evaluate(model, small(reward__grader=f"{tmp_path / 'mine.py'}:right"))
-    assert found.scores["eval/arithmetic/avg@4"] == 1.0
-
-
-def test_template_and_marker_decide_what_is_asked_and_what_is_read(model, small):
+def test_template_and_marker_are_used(model, small):
     """The tokenizer's alphabet has no space."""
     config = small(
         data__prompt_template="1+1=2,{prompt}", data__max_prompt_tokens=11, reward__answer_marker=""
@@ -198,17 +182,17 @@ def test_template_and_marker_decide_what_is_asked_and_what_is_read(model, small)
         ({"sampling__slots": 12}, "slots=12"),
     ],
 )
-def test_what_cannot_be_evaluated_is_a_configuration_error(change, message, model, small):
+def test_invalid_evaluations_are_configuration_errors(change, message, model, small):
     with pytest.raises(ConfigError, match=message):
         evaluate(model, small(**change))
 
 
 def test_overrides_need_a_file(model, small):
-    with pytest.raises(ConfigError, match="which only a file takes"):
+    with pytest.raises(ConfigError, match="seed=1"):
         evaluate(model, small(), overrides=["seed=1"])
 
 
-def test_evaluation_never_draws_the_numbers_that_training_draws(model, rows):
+def test_evaluation_and_training_use_different_random_numbers(model, rows):
     """The same prompts at the same ordinals, sampled in both key domains."""
     policy = load_policy(ModelConfig(source=model))
     sampling = SamplingConfig(max_response_tokens=6, slots=8, steps_per_call=3)
@@ -225,14 +209,14 @@ def test_evaluation_never_draws_the_numbers_that_training_draws(model, rows):
     prompts = held_out(checked_rows(rows), policy.tokenizer, max_prompt_tokens=4, limit=2)
     weights = rollouts.transfer(policy.params)
 
-    def drawn(domain):
+    def tokens_by_ordinal(domain):
         left = list(prompts)
         found = rollouts.sample(
             weights, lambda count: [left.pop(0) for _ in prompts if left], decoding=decoding(), samples=4, domain=domain
         )  # fmt: skip
         return {prompt.ordinal: [r.tokens.tolist() for r in responses] for prompt, responses in found}
 
-    training, evaluation = drawn(TRAINING), drawn(EVALUATION)
+    training, evaluation = tokens_by_ordinal(TRAINING), tokens_by_ordinal(EVALUATION)
     assert training[0] != evaluation[0]
     assert training[1] != evaluation[1]
 

@@ -1,11 +1,9 @@
-"""`dapo-jax convert`: what goes in comes out bit for bit, with its tokenizer, and nothing is written over."""
+"""`dapo-jax convert`: weights are equal bit for bit, with their tokenizer, and nothing is overwritten."""
 
 import errno
 import json
 import os
 import re
-import subprocess
-import sys
 from functools import partial
 
 import jax
@@ -13,10 +11,10 @@ import numpy as np
 import pytest
 
 from dapo_jax.cli import main
+from dapo_jax.commands.convert import convert
+from dapo_jax.commands.inference import sample
 from dapo_jax.config import ConfigError, ModelConfig
 from dapo_jax.models.folder import load_model, read_config
-from dapo_jax.run.convert import convert
-from dapo_jax.run.inference import sample
 from dapo_jax.run.policy import Policy, find_policy, load_policy
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 from dapo_jax.text.huggingface import HuggingFaceTokenizer
@@ -60,8 +58,8 @@ def test_a_gguf_file_becomes_a_folder_that_can_be_sampled(gguf_file, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_folder_becomes_a_folder_in_the_type_asked_for(dtype, gguf_file, tmp_path):
-    """What config.json says beyond the decoder stays, and so do all files of the tokenizer."""
+def test_a_folder_becomes_a_folder_of_the_given_dtype(dtype, gguf_file, tmp_path):
+    """Other fields of config.json and all files of the tokenizer are kept."""
     first = convert(str(gguf_file), str(tmp_path / "first")).folder
     described = json.loads((first / "config.json").read_text()) | {
         "_name_or_path": "a/name",
@@ -95,13 +93,13 @@ def test_a_shipped_model_and_a_preset_become_folders(tmp_path):
     assert read_config(made.folder).vocab_size == load_tokenizer(made.folder).vocab_size
 
 
-def test_nothing_is_written_over(gguf_file, tmp_path):
+def test_nothing_is_overwritten(gguf_file, tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")
-    with pytest.raises(ConfigError, match=r"full is there and not empty; choose another target"):
+    with pytest.raises(ConfigError, match=r"full exists and is not empty"):
         convert(str(gguf_file), str(tmp_path / "full"))
     assert [path.name for path in (tmp_path / "full").iterdir()] == ["notes.txt"]
-    with pytest.raises(ConfigError, match=r"notes\.txt is there and not empty"):
+    with pytest.raises(ConfigError, match=r"notes\.txt exists and is not empty"):
         convert(str(gguf_file), str(tmp_path / "full" / "notes.txt"))
     (tmp_path / "empty").mkdir()
     convert(str(gguf_file), str(tmp_path / "empty"))
@@ -117,7 +115,7 @@ def test_nothing_is_written_over(gguf_file, tmp_path):
         ("shipped:quickstart", "int8", "dtype='int8' must be one of float32, bfloat16"),
     ],
 )
-def test_a_source_that_is_none_leaves_no_target(source, dtype, message, tmp_path):
+def test_an_invalid_source_leaves_no_target(source, dtype, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
         convert(source, str(tmp_path / "out"), dtype=dtype)
     assert not (tmp_path / "out").exists()
@@ -137,18 +135,18 @@ def test_a_gguf_file_cannot_be_trained_directly(gguf_file):
 
 def test_the_command_says_what_it_wrote(gguf_file, tmp_path, capsys):
     assert main(["convert", str(gguf_file), str(tmp_path / "out"), "--dtype", "bfloat16"]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith(
+    output = capsys.readouterr().out
+    assert output.startswith(
         f"{tmp_path}/out: a llama of {CONFIG.parameters:,} parameters, {2 * CONFIG.parameters:,} bytes in bfloat16"
     )
-    assert "tokenizer.json" in said
+    assert "tokenizer.json" in output
     assert main(["convert", str(gguf_file), str(tmp_path / "out")]) == 2
     assert capsys.readouterr().err.startswith("dapo-jax convert: ")
 
 
 @pytest.fixture
 def full_disk(monkeypatch):
-    """From the given file on, counted from 1, no file is flushed for lack of room: a write of Python's goes as far as a buffer."""
+    """Flushing fails for lack of space after the given number of files."""
     from dapo_jax import storage
 
     flushed = []
@@ -168,46 +166,29 @@ def test_a_gguf_file_in_a_bucket_is_to_be_copied_to_a_disk_first(bucket, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("link", r"link is a link to .*gone, which is not there"),
-        ("link/below", r"link is a link to .*gone, which is not there"),
-        ("a" * 300, "no such name of .* characters"),
-        ("nul\0nul", "no such name of .* characters"),
-        ("loop", "loop is a link to .*loop"),
-    ],
+    ("name", "output"),
+    [("link", r"link is a link to .*gone, which is not there"), ("a" * 300, "no such name of .* characters")],
 )
-def test_a_target_that_cannot_be_made_is_a_usage_error(name, said, tmp_path, capsys):
+def test_a_target_that_cannot_be_made_is_a_usage_error(name, output, tmp_path, capsys):
     (tmp_path / "link").symlink_to(tmp_path / "gone")
-    (tmp_path / "loop").symlink_to(tmp_path / "loop")
     assert main(["convert", "shipped:quickstart", str(tmp_path / name)]) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert re.search(said, line)
-    assert {path.name for path in tmp_path.iterdir()} == {"link", "loop"}
+    assert re.search(output, line)
+    assert {path.name for path in tmp_path.iterdir()} == {"link"}
 
 
-def test_a_source_with_a_name_that_the_system_refuses_is_a_usage_error(tmp_path):
-    for command in (["convert", "a" * 300, str(tmp_path / "out")], ["sample", "a" * 300, "--prompt", "1"]):
-        assert main(command) == 2
-
-
-def test_a_file_that_grows_too_large_leaves_nothing_behind(tmp_path):
-    """A limit of the system on the size of a file stands for a quota: EFBIG, as ENOSPC, in the middle of a write."""
-    limited = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)); "
-    code = limited + "from dapo_jax.cli import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", code, "convert", "shipped:quickstart", str(tmp_path / "out")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "File too large" in done.stderr.splitlines()[-1]
-    assert "Traceback" not in done.stderr
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("room", [0, 1, 2])
-@pytest.mark.parametrize("there", [False, True], ids=["made", "empty"])
-@pytest.mark.parametrize("kind", ["gguf", "shipped", "folder"])
+@pytest.mark.parametrize(
+    ("kind", "there", "room"),
+    [
+        ("gguf", False, 0),
+        ("gguf", True, 2),
+        ("shipped", True, 0),
+        ("shipped", False, 1),
+        ("folder", False, 2),
+    ],
+)
 def test_a_full_disk_leaves_nothing_behind(kind, there, room, full_disk, gguf_file, tmp_path):
-    """Not an empty tokenizer.json, nor a folder that the next attempt would refuse."""
+    """Neither an empty tokenizer.json nor a folder that the next attempt would refuse."""
     target = tmp_path / "out"
     if there:
         target.mkdir()
@@ -230,7 +211,7 @@ def test_a_tokenizer_is_there_whole_or_not_at_all(full_disk, tmp_path):
 
 @pytest.mark.parametrize("where", ["config.json", "generation_config.json", "tokenizer_config.json"])
 def test_a_policy_keeps_the_tokens_that_its_folder_names(where, tmp_path):
-    """As a run's `model` is written: transformers takes `bos_token_id` from there, and generates from nothing without it."""
+    """A run's `model` is written like this: transformers needs its `bos_token_id` to generate without a prompt."""
     tokenizer = HuggingFaceTokenizer(
         files_of(bos_token="<|im_start|>" if where.startswith("tokenizer_") else None)
     )

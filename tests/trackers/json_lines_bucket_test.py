@@ -6,7 +6,7 @@ import os
 import pytest
 
 from dapo_jax.trackers import JsonlTracker, read_metrics
-from dapo_jax.trackers.jsonl import LINES_PER_OBJECT
+from dapo_jax.trackers.json_lines import LINES_PER_OBJECT
 
 PATH = "gs://bucket/run/metrics.jsonl"
 
@@ -37,7 +37,7 @@ def test_the_lines_are_those_of_a_file(bucket, tmp_path):
 
 
 def test_a_step_is_stored_before_log_returns_by_one_request(bucket):
-    """Neither the number of requests nor what they send grows with the steps before.
+    """Neither the number nor the size of requests grows with earlier steps.
 
     The objects are looked at in the server: a reader's client asks several questions at once, takes the first answer, and
     the others may arrive while the next step is logged.
@@ -121,7 +121,7 @@ def test_a_run_copied_from_a_disk_goes_on_in_a_bucket(bucket, tmp_path):
 
 
 def test_a_run_copied_from_a_bucket_goes_on_on_a_disk(bucket, tmp_path):
-    """The file's lines are then later than those of the folder beside it."""
+    """The file's lines are then later than the lines in the folder."""
     write(PATH, [1, 2, 3])
     os.makedirs(tmp_path / "metrics")
     (tmp_path / "metrics" / "000001.jsonl").write_bytes(objects(bucket)["metrics/000001.jsonl"])

@@ -1,4 +1,4 @@
-"""A supervised warm start: it learns, it is logged, and what it writes is a model."""
+"""A supervised warm start: it learns, logs, and writes a model."""
 
 from dataclasses import replace
 
@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from dapo_jax.commands import sft
+from dapo_jax.commands.sft import _pairs
 from dapo_jax.config import (
     ConfigError,
     DataConfig,
@@ -19,9 +21,7 @@ from dapo_jax.config import (
     SftConfig,
 )
 from dapo_jax.locks import take
-from dapo_jax.run import sft
 from dapo_jax.run.policy import load_policy
-from dapo_jax.run.sft import _pairs
 from dapo_jax.trackers import read_metrics
 from dapo_jax.trackers.progress import Progress
 

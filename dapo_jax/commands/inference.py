@@ -1,4 +1,4 @@
-"""Evaluating and sampling a model or a run, without training: what `dapo-jax eval` and `dapo-jax sample` call."""
+"""Evaluates and samples a model or a run, without training."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
@@ -34,8 +34,7 @@ from dapo_jax.run.prompt_sets import GivenRows, dated, held_out_prompts, prompt_
 from dapo_jax.run.records import use_compilation_cache
 from dapo_jax.run.response_sampler import ResponseSampler
 from dapo_jax.storage import AnyPath
-from dapo_jax.trackers.evaluation_log import write_problems
-from dapo_jax.trackers.rollout_log import write_rollouts
+from dapo_jax.trackers.rollout_log import write_problems, write_rollouts
 
 _NO_SHAPING = OverlongConfig(enabled=False)
 
@@ -45,12 +44,11 @@ class Evaluation:
     """The result of `evaluate`."""
 
     scores: dict[str, float]
-    """`eval/NAME/avg@32` and the like, see `evaluation.summarize`."""
+    """`eval/NAME/avg@32` and so on, see `evaluation.summarize`."""
     groups: dict[str, list[Group]]
     """Name of each dataset -> its graded prompts."""
     metric: str = "correct"
-    """`score` where the training run's `dynamic_sampling.metric` is that and its grader gave numbers, which say nothing of
-    correct or wrong."""
+    """`score` if this is the training run's `dynamic_sampling.metric` and its grader gave numbers, else `correct`."""
 
 
 def evaluate(
@@ -62,25 +60,25 @@ def evaluate(
     reward: Rewards | None = None,
     keep: str | AnyPath | None = None,
 ) -> Evaluation:
-    """avg@k, pass@k and cons@k of a model or a run on held-out prompts, as they are measured during training.
+    """Measures avg@k, pass@k and cons@k of a model or a run on held-out prompts, as training does.
 
     Args:
-        model: `preset:NAME`, `shipped:NAME`, `hf:ORG/NAME`, a model folder, or a run folder, whose last checkpoint is taken.
-        config: an `EvaluateConfig`, or the file of one, of a training run or of a warm start. None: the run's own, or the defaults.
+        model: `preset:NAME`, `shipped:NAME`, `hf:ORG/NAME`, a model folder, or a run folder (its last checkpoint).
+        config: an `EvaluateConfig`, or the file of an evaluation, a training run or a warm start. None: the run's own, or the defaults.
         overrides: `key=value` each.
         rows: rows with `prompt` and `answer` to evaluate on, instead of a dataset.
         reward: grades one `rewards.Sample`. None: `config.reward.grader`.
-        keep: a folder, made if needed, for every rollout (FOLDER/NAME/step_000000.jsonl) and every problem
+        keep: a folder, created if needed, for every rollout (FOLDER/NAME/step_000000.jsonl) and every problem
             (FOLDER/problems/NAME.jsonl).
 
     Raises:
-        ConfigError: no such model, dataset or grader, or a value that cannot be used.
+        ConfigError: there is no such model, dataset or grader, or a value cannot be used.
     """
     metric = _metric(model, config, overrides)
     config = evaluation_config(model, config, overrides)
     kept = None if keep is None else place_of(keep, key="keep", write=True)
     use_compilation_cache(config.compilation_cache)
-    check_graders(config.reward, reward=reward)  # a model may take long to load
+    check_graders(config.reward, reward=reward)  # before the model, which may take long to load
     environment = environment_of(config.environment, reward=reward)
     mesh = mesh_of(config.parallel)
     meshes = meshes_of(config.parallel, mesh)
@@ -99,7 +97,7 @@ def evaluate(
         has_turns=bool(config.environment.source),
         beside=bytes_on_device((policy.params, policy.unshared), mesh.shape),
     )
-    # Scores count verdicts; how much longer a training response might have been is no matter here.
+    # Scores count verdicts, so the length penalty of training does not apply.
     unshaped = replace(config.reward, overlong=_NO_SHAPING)
     limit, stop = config.sampling.max_response_tokens, config.sampling.stop
     found: dict[str, list[Group]] = {}
@@ -119,7 +117,8 @@ def evaluate(
                 environments=episodes,
             )
             if kept is not None:
-                _keep(kept, name, found[name])
+                write_rollouts(kept / quote(name, safe=""), 0, found[name])
+                write_problems(kept / "problems", map(problem_record, found[name]), name=name, step=0)
     scores = {
         key: value for name, groups in found.items() for key, value in summarize(groups, name=name).items()
     }
@@ -134,15 +133,15 @@ def evaluate(
 def evaluation_config(
     model: str, config: EvaluateConfig | str | Path | None = None, overrides: Sequence[str] = ()
 ) -> EvaluateConfig:
-    """The evaluation's configuration: as given, or else that of the run which the model is of.
+    """Returns the given configuration of an evaluation, or the one of the model's run.
 
     Raises:
-        ConfigError: as `load_evaluation`; or overrides beside a configuration that is no file.
+        ConfigError: as `load_evaluation`; or overrides with a configuration that is not a file.
     """
     if isinstance(config, EvaluateConfig):
         if overrides:
             raise ConfigError(
-                f"overrides: found {list(overrides)}, which only a file takes; change the EvaluateConfig"
+                f"overrides: found {list(overrides)}, which need a file; change the EvaluateConfig"
             )
         return config
     run = run_at(model) if config is None else None
@@ -150,19 +149,13 @@ def evaluation_config(
 
 
 def _metric(model: str, config: EvaluateConfig | str | Path | None, overrides: Sequence[str]) -> str:
-    """`dynamic_sampling.metric` of the training run whose file is given, or else of which the model is; `correct` without a run."""
+    """Returns `dynamic_sampling.metric` of the training run in the given file, or of the model's run; `correct` without a run."""
     if isinstance(config, str | Path):
         with suppress(ConfigError):  # the file of an evaluation or a warm start has no such key
             return load_config(config, overrides).dynamic_sampling.metric
     if (run := run_at(model)) is None:
         return "correct"
-    told = overrides if config is None else ()
-    return load_config(run / "config.yaml", told).dynamic_sampling.metric
-
-
-def _keep(folder: AnyPath, name: str, groups: Sequence[Group]) -> None:
-    write_rollouts(folder / quote(name, safe=""), 0, groups)
-    write_problems(folder / "problems", map(problem_record, groups), name=name, step=0)
+    return load_config(run / "config.yaml", overrides if config is None else ()).dynamic_sampling.metric
 
 
 def sample(
@@ -183,11 +176,10 @@ def sample(
     seed: int = 0,
     compilation_cache: str = "~/.cache/dapo_jax/xla",
 ) -> list[Group]:
-    """Responses of a model or run folder to prompts of the caller's, each a text or a list of messages; the verdicts say
-    nothing.
+    """Samples responses of a model or run folder to prompts, each a text or a list of messages. The responses are not graded.
 
     Raises:
-        ConfigError: no such model, an empty prompt, or a text that the model's tokenizer cannot take.
+        ConfigError: there is no such model, a prompt is empty, or the model's tokenizer cannot encode it.
     """
     config = EvalConfig(
         samples_per_prompt=samples_per_prompt, temperature=temperature, top_p=top_p, top_k=top_k
@@ -198,12 +190,9 @@ def sample(
     mesh = mesh_of(ParallelConfig())
     meshes = meshes_of(ParallelConfig(), mesh)
     policy = find_policy(source, mesh=mesh, shares=sharing(meshes, SamplingConfig(), dtype="float32"))
-    asked = dated(
-        DataConfig(
-            chat=chat, system_prompt=system_prompt, chat_template_kwargs=dict(chat_template_kwargs or {})
-        ),
-        like=data_of_run(source),
-    )
+    variables = dict(chat_template_kwargs or {})
+    data = DataConfig(chat=chat, system_prompt=system_prompt, chat_template_kwargs=variables)
+    asked = dated(data, like=data_of_run(source))
     sampling = SamplingConfig(
         max_response_tokens=max_response_tokens,
         slots=slots,

@@ -1,4 +1,4 @@
-"""Models from one form into another: what `dapo-jax convert` calls."""
+"""Converts models from one form into another."""
 
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,55 +30,56 @@ class Converted:
 
     folder: AnyPath
     family: str
-    """model_type in config.json; of an adapter that of its base."""
+    """model_type in config.json; for an adapter its base's."""
     adapter: bool
-    """True if what was written is an adapter folder."""
+    """True for an adapter folder."""
     parameters: int
     dtype: str
     tensor_bytes: int
     files: tuple[str, ...]
-    """Names of all files, sorted."""
+    """Names of all written files, sorted."""
 
 
 def convert(source: str, target: str, *, dtype: str = "float32", merge: bool = False) -> Converted:
-    """Writes the model `source` as a Hugging Face folder with its tokenizer, which transformers and this library read.
+    """Writes the model `source` with its tokenizer as a Hugging Face folder, which transformers and this library read.
 
-    Of a run that trained adapters it is an adapter folder, which PEFT reads, too.
-
-    A GGUF file and a folder go through one tensor at a time, however large they are.
+    A run that trained adapters becomes an adapter folder, which PEFT reads too. A GGUF file and a folder are converted one tensor at a
+    time, whatever their size.
 
     Args:
         source: a local .gguf file, a Hugging Face folder, a run folder (its latest checkpoint), an adapter folder, preset:NAME or shipped:NAME.
         target: a folder that does not exist or is empty.
-        dtype: float32 or bfloat16, of the tensors written.
-        merge: add the adapters of a run or of an adapter folder to their base, and write a whole model.
+        dtype: float32 or bfloat16, of the written tensors.
+        merge: write a whole model, with the adapters of a run or of an adapter folder added to their base.
 
     Raises:
-        ConfigError: there is no such model, it is damaged or not covered, or `target` holds something or cannot be written.
+        ConfigError: there is no such model, it is damaged or not supported, or `target` is not empty or cannot be written.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype={dtype!r} must be one of {', '.join(DTYPES)}")
     folder = place_of(target, key="target", write=True)
     if folder.exists() and (not folder.is_dir() or entries(folder)):
-        raise ConfigError(f"{target} is there and not empty; choose another target, or remove it")
+        raise ConfigError(f"{target} exists and is not empty; choose another target, or remove it")
     path = Path(source).expanduser()
     made = not folder.exists()
     try:
         if path.suffix == ".gguf" and in_bucket(source):
             raise ConfigError(f"{source}: a GGUF file is read from a local disk; copy it there")
-        alone = False
-        if path.suffix == ".gguf":
+        plain = None
+        if path.suffix != ".gguf" and not source.startswith("preset:") and run_at(source) is None:
+            found = folder_of(ModelConfig(source=source), weights=True)
+            plain = None if is_adapter(found) else found
+        if path.suffix == ".gguf" or plain is not None:
             _check_merge(source, merge, adapted=False)
-            config, written = _from_gguf(path, folder, dtype)
-        elif source.startswith("preset:") or run_at(source) is not None:
-            config, written = _from_policy(source, folder, dtype, merge)
-            alone = config.lora is not None and not merge
-        elif is_adapter(found := folder_of(ModelConfig(source=source), weights=True)):
-            config, written = _from_policy(source, folder, dtype, merge)
-            alone = not merge
+            config, written = (
+                _from_gguf(path, folder, dtype) if plain is None else _from_folder(plain, folder, dtype)
+            )
         else:
-            _check_merge(source, merge, adapted=False)
-            config, written = _from_folder(found, folder, dtype)
+            policy = find_policy(source)
+            config = policy.decoder
+            _check_merge(source, merge, adapted=config.lora is not None)
+            written = policy.save(folder, dtype=dtype, merge=merge)
+        adapter = config.lora is not None and not merge
     except BaseException as error:
         _remove_half(folder, made=made)
         if isinstance(error, OSError):
@@ -91,8 +92,8 @@ def convert(source: str, target: str, *, dtype: str = "float32", merge: bool = F
     return Converted(
         folder=folder,
         family=family_of(config),
-        adapter=alone,
-        parameters=config.trained_parameters if alone else config.parameters,
+        adapter=adapter,
+        parameters=config.trained_parameters if adapter else config.parameters,
         dtype=dtype,
         tensor_bytes=written,
         files=tuple(sorted(file.name for file in entries(folder))),
@@ -100,7 +101,7 @@ def convert(source: str, target: str, *, dtype: str = "float32", merge: bool = F
 
 
 def _remove_half(folder: AnyPath, *, made: bool) -> None:
-    """Removes what a conversion that failed had written to `folder`, which was empty or, if `made`, was not there."""
+    """Removes the files of a failed conversion from `folder`, and the folder itself if `made`."""
     with suppress(OSError):
         for file in entries(folder):
             file.unlink()
@@ -129,7 +130,7 @@ def _from_gguf(path: Path, folder: AnyPath, dtype: str) -> tuple[DecoderConfig, 
 
 
 def _from_folder(source: AnyPath, folder: AnyPath, dtype: str) -> tuple[DecoderConfig, int]:
-    """config.json stays as it is, but for the type of the tensors."""
+    """Keeps config.json, except the type of the tensors."""
     config = read_config(source)
     tensors = _tensors(config, SafetensorsFolder(source))
     folder.mkdir(parents=True, exist_ok=True)
@@ -139,19 +140,13 @@ def _from_folder(source: AnyPath, folder: AnyPath, dtype: str) -> tuple[DecoderC
     return config, write_model(folder, described, tensors, dtype=dtype)
 
 
-def _from_policy(source: str, folder: AnyPath, dtype: str, merge: bool) -> tuple[DecoderConfig, int]:
-    policy = find_policy(source)
-    _check_merge(source, merge, adapted=policy.decoder.lora is not None)
-    return policy.decoder, policy.save(folder, dtype=dtype, merge=merge)
-
-
 def _check_merge(source: str, merge: bool, *, adapted: bool) -> None:
     if merge and not adapted:
         raise ConfigError(f"{source} has no adapter to merge: leave merge out")
 
 
 def _tensors(config: DecoderConfig, file: TensorFile) -> list[Tensor]:
-    """The decoder's tensors, fetched when they are written."""
+    """Returns the decoder's tensors, which are read when they are written."""
     checked(config, file)
     return [
         Tensor(

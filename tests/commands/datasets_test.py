@@ -10,8 +10,8 @@ from rich.console import Console
 
 from dapo_jax.config import DataConfig
 from dapo_jax.run import train
-from dapo_jax.trackers.evaluation_log import read_problems
 from dapo_jax.trackers.progress import Progress
+from dapo_jax.trackers.rollout_log import read_problems
 
 
 @pytest.fixture
@@ -65,11 +65,11 @@ def test_a_mixture_is_trained_on_and_each_dataset_judged_apart(config, even_sum)
         assert [problem["place"].partition(",")[0] for problem in problems] == [
             {"first": "first.jsonl", "nines": "second.jsonl"}[name]
         ] * count
-    said = text.getvalue()
-    assert "jsonl: 4 prompts of 5 rows (1 repeated)" in said
-    assert "second: 1 of 4 prompts are longer than data.max_prompt_tokens=4 and left out" in said
-    assert "eval  first" in said
-    assert "eval  nines" in said
+    output = text.getvalue()
+    assert "jsonl: 4 prompts of 5 rows (1 repeated)" in output
+    assert "second: 1 of 4 prompts are longer than data.max_prompt_tokens=4 and left out" in output
+    assert "eval  first" in output
+    assert "eval  nines" in output
 
 
 @pytest.mark.slow

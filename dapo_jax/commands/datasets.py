@@ -1,7 +1,4 @@
-"""Datasets prepared and looked at, without a model: what `dapo-jax data` calls.
-
-A file of its own: it looks at rows, and loads no weights.
-"""
+"""Prepares and shows datasets, without loading weights."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,26 +14,26 @@ from dapo_jax.terminal import visible
 from dapo_jax.text.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
 
 SHOWN = 5
-"""So many references are shown of those that a grader cannot read."""
+"""References shown of the ones that a grader cannot read."""
 
 
 def prepare(data: DataConfig) -> str:
-    """Prepares the dataset if it is not, and reports for each split its rows, rows left out, and references not read as a whole.
+    """Prepares the dataset if needed, and returns a report of each split: its rows, rows left out, and references that graders cannot read.
 
     Raises:
-        ConfigError: the dataset cannot be had; a bad row is named with its file and line.
+        ConfigError: the dataset cannot be read; a bad row is named with its file and line.
     """
     splits = every_split(data)
     lines = []
     for split, rows in splits.items():
         lines.append(f"{split}: {rows.note or f'{data.source}: {len(rows):,} prompts'}")
-        if rows.note:  # read from files; others make their rows and references up
+        if rows.note:  # a dataset in files; others generate their rows and references
             lines += [f"{split}: {line}" for line in _unread_references(rows)]
     return visible("\n".join([*lines, f"kept in {data.data_dir}"]) + "\n")
 
 
 def _unread_references(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A line for each grader that cannot read some references as a whole, with the first of them."""
+    """Returns a line for each grader that cannot read some references completely, with the first of them."""
     lines = []
     for grader, unread_by in UNREAD_BY.items():
         unread = [row for row in rows if row.get("answer") and unread_by(row["answer"])]
@@ -48,16 +45,16 @@ def _unread_references(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def show(data: DataConfig, *, split: str = "", model: str = "", count: int = 3) -> str:
-    """Counts, lengths in tokens, and the first `count` prompts of a split as a model reads them.
+    """Returns counts, lengths in tokens, and the first `count` prompts of a split as a model reads them.
 
     Args:
-        data: the dataset, and what is put around its questions.
+        data: the dataset and the format of its prompts.
         split: empty: train, or the only one.
-        model: whose tokenizer and chat template are used, as `model.source`; empty: bytes.
+        model: a `model.source`, whose tokenizer and chat template are used; empty: bytes.
         count: prompts to show.
 
     Raises:
-        ConfigError: no such dataset, split or model, or a prompt that cannot be tokenized.
+        ConfigError: there is no such dataset, split or model, or a prompt cannot be tokenized.
     """
     data = dated(data)
     splits = every_split(data)

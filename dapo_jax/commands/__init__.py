@@ -1,0 +1,6 @@
+"""The functions behind the commands other than `train`: sft, evaluate, sample, convert, score and the ones for datasets."""
+
+from dapo_jax.commands.inference import evaluate, sample
+from dapo_jax.commands.sft import sft
+
+__all__ = ["evaluate", "sample", "sft"]

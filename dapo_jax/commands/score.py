@@ -1,0 +1,176 @@
+"""Grades saved rollouts again, without a model."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from itertools import combinations, groupby
+from typing import Any
+
+import numpy as np
+
+from dapo_jax.config import ConfigError, RewardConfig
+from dapo_jax.dapo.rollouts import Verdict
+from dapo_jax.rewards.calls import sample_of
+from dapo_jax.run.folders import place_of
+from dapo_jax.run.grader_setup import submit_of
+from dapo_jax.storage import AnyPath, files_below
+from dapo_jax.terminal import visible
+from dapo_jax.trackers.rollout_log import read_rollouts
+
+RECORDED = "recorded"
+"""Name of the verdicts in the file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """The verdicts of several graders on the same responses."""
+
+    rows: Sequence[Mapping[str, Any]]
+    """The rollouts, as `read_rollouts` returns them."""
+    verdicts: Mapping[str, Sequence[Verdict]]
+    """Grader -> one verdict for each row; includes `recorded`."""
+
+    def accuracy(self, grader: str) -> float:
+        """Returns the share of responses that a grader calls correct; for a grader that only returns numbers the share above 0."""
+        return float(np.mean([verdict.correct for verdict in self.verdicts[grader]]))
+
+    def numbers(self, grader: str) -> list[float]:
+        """Returns the scores of a grader; plain and lost verdicts have none."""
+        return [verdict.score for verdict in self.verdicts[grader] if verdict.score is not None]
+
+    def only_numbers(self, grader: str) -> bool:
+        """Returns True if a grader only returns numbers, so that `correct` means above 0."""
+        return bool(self.numbers(grader)) and all(
+            verdict.extracted is None and verdict.correct == ((verdict.score or 0.0) > 0.0)
+            for verdict in self.verdicts[grader]
+        )
+
+    def agreement(self, one: str, other: str) -> float:
+        """Returns the share of responses with the same verdict of two graders."""
+        return 1.0 - len(self.disagreements(one, other)) / len(self.rows)
+
+    def disagreements(self, one: str, other: str) -> list[int]:
+        """Returns the indices of the responses with different verdicts of two graders."""
+        pairs = zip(self.verdicts[one], self.verdicts[other], strict=True)
+        return [place for place, (a, b) in enumerate(pairs) if a.correct != b.correct]
+
+
+def score(
+    rollouts: str | AnyPath,
+    graders: Sequence[str],
+    *,
+    answer_marker: str = "=",
+    workers: int = 2,
+    timeout_s: float = 10.0,
+) -> Scores:
+    """Grades saved rollouts with each of `graders`.
+
+    Args:
+        rollouts: a JSONL file, or a folder of such files: a run's `rollouts/`, or the folder of `dapo-jax eval --keep`.
+        graders: as `reward.grader`.
+        answer_marker: of the grader `exact`.
+        workers: processes for graders that may hang; 0: this process.
+        timeout_s: seconds for one response.
+
+    Raises:
+        ConfigError: there are no rollouts, a line is not a rollout, or there is no such grader.
+    """
+    rows = _rows(rollouts)
+    try:
+        groups = [
+            [sample_of(row) for row in group]
+            for _, group in groupby(rows, key=lambda row: (row["step"], row["ordinal"]))
+        ]
+        known = ("correct", "extracted", "reason", "score")
+        verdicts = {RECORDED: [Verdict(**{name: row[name] for name in known}) for row in rows]}
+    except KeyError as error:
+        raise ConfigError(f"{rollouts} holds a rollout without {error}") from error
+    for grader in graders:
+        config = RewardConfig(
+            grader=grader, answer_marker=answer_marker, workers=workers, timeout_s=timeout_s
+        )
+        submit, close = submit_of(config)
+        try:
+            futures = [future for group in groups for future in submit(group)]
+            verdicts[grader] = [future.result() for future in futures]
+        finally:
+            if close is not None:
+                close()
+    return Scores(rows=rows, verdicts=verdicts)
+
+
+def describe(scores: Scores, *, show: int = 5) -> str:
+    """Formats the mean scores, each grader's share of correct responses, the agreement of each pair, and up to `show` disagreements."""
+    names = list(scores.verdicts)
+    width = max(len(name) for name in names)
+    lines = []
+    for name in names:
+        if given := scores.numbers(name):
+            missing = len(scores.rows) - len(given)
+            rest = f"; {missing} of {len(scores.rows)} responses have none" if missing else ""
+            mean = sum(given) / len(given)
+            lines.append(
+                f"{name:{width}}  mean score {mean:.4g}, from {min(given):.4g} to {max(given):.4g}{rest}"
+            )
+    lines += ["", *_shares(scores, names, width)] if lines else _shares(scores, names, width)
+    for one, other in combinations(names, 2):
+        lines += _differences(scores, one, other, show)
+    return visible("\n".join(lines) + "\n")
+
+
+def _shares(scores: Scores, names: Sequence[str], width: int) -> list[str]:
+    """Returns a row for each grader: its share of correct responses, or of scores above 0, and its agreement with each grader."""
+    kinds = {name: "above 0" if scores.only_numbers(name) else "correct" for name in names}
+    numbers = "above 0" in kinds.values()
+    calls = "calls correct, or scores above 0 if it only gives numbers" if numbers else "calls correct"
+    columns = ["share" if numbers else "correct", *names]
+    lines = [
+        f"{len(scores.rows)} responses; the share that a grader {calls}, and the share on which two agree",
+        "",
+        "  ".join([" " * width, *([" " * 7] * numbers), *(f"{name:>7}" for name in columns)]),
+    ]
+    for one in names:
+        shares = [scores.accuracy(one), *(scores.agreement(one, other) for other in names)]
+        cells = [f"{share:.1%}".rjust(max(7, len(name))) for name, share in zip(columns, shares, strict=True)]
+        lines.append("  ".join([f"{one:{width}}", *([kinds[one]] * numbers), *cells]))
+    return lines
+
+
+def _differences(scores: Scores, one: str, other: str, show: int) -> list[str]:
+    differing = scores.disagreements(one, other)
+    if not differing:
+        return []
+    only = [
+        f"only {name} {'scores above 0' if scores.only_numbers(name) else 'says correct'}: "
+        f"{sum(scores.verdicts[name][place].correct for place in differing)}"
+        for name in (one, other)
+    ]
+    lines = ["", f"{one} and {other} differ on {len(differing)} of {len(scores.rows)}; {', '.join(only)}"]
+    for place in differing[:show]:
+        row = scores.rows[place]
+        ending = " ".join(row["response"][-120:].split())
+        asked = row["row"].get("source_row", f"prompt {row['ordinal']}")
+        lines.append(
+            f"  step {row['step']}, {asked}, response {row['index']}, answer {row['answer']!r}: ...{ending}"
+        )
+        for name in (one, other):
+            verdict = scores.verdicts[name][place]
+            judged = "correct" if verdict.correct else "wrong"
+            judged = judged if verdict.score is None else f"score {verdict.score:.4g}"
+            lines.append(f"    {name}: {judged}; {verdict.reason}")
+    return lines
+
+
+def _rows(named: str | AnyPath) -> list[dict[str, Any]]:
+    path = place_of(named, key="rollouts", write=False)
+    try:
+        files = files_below(path) if path.is_dir() else [path]
+        files = [file for file in files if file == path or fnmatch(file.name, "step_*.jsonl")]
+        rows = [row for file in files for row in read_rollouts(file)]
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read rollouts: {error}") from error
+    if not rows:
+        raise ConfigError(
+            f"{named} holds no rollouts; give a run's rollouts/ folder, one of its JSONL files, or the folder of eval --keep"
+        )
+    return rows

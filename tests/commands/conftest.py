@@ -1,0 +1,15 @@
+"""The micro model and the micro run of tests/run."""
+
+from tests.run.conftest import (  # noqa: F401 - fixtures
+    chat_model,
+    compiled,
+    data_dir,
+    even_sum,
+    finished,
+    micro,
+    model,
+    rows,
+    run_micro,
+    same_run,
+    steps_seen,
+)
