@@ -4,7 +4,7 @@ Tokens go in and tokens come out. What an episode appends follows the turn's own
 context, the turn and what was appended, word for word; nothing that was sampled is tokenized a second time.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -84,7 +84,7 @@ class Episode(Protocol):
 class Environment(Protocol):
     """Makes episodes. A class of which `environment.source` names the constructor, called without arguments, or a function that returns one."""
 
-    def episode(self, row: Mapping[str, Any], seed: int) -> Episode:
+    def episode(self, row: Mapping[str, Any], seed: int) -> Episode | Awaitable[Episode]:
         """An episode for a row of the data; `seed` is the same for all responses to its prompt, which so have the same task.
 
         An episode may have `async start() -> Appended | Context`, too: what follows the prompt before the first turn, or what is there in the prompt's place.

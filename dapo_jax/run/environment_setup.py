@@ -6,7 +6,7 @@ from datetime import date
 from dapo_jax.config import ConfigError, EnvironmentConfig, EvaluateConfig, TrainConfig
 from dapo_jax.environments import Environment, Episodes, load_environment
 from dapo_jax.environments.rendering import Rendering
-from dapo_jax.environments.workers import WorkerEnvironment, worker_environment
+from dapo_jax.environments.worker_environment import WorkerEnvironment, worker_environment
 from dapo_jax.rewards.functions import Rewards
 from dapo_jax.run.policy import Policy
 from dapo_jax.text.stop_strings import StopStrings

@@ -245,7 +245,7 @@ def test_what_is_no_ordinary_exception_is_the_calls_alone(raised):
         assert submitted(loop, strange, "b")[0].result(timeout=20.0).correct
 
 
-def test_a_function_that_stops_the_loop_or_cancels_everything_ends_no_other_call():
+def test_a_function_that_stops_the_loop_or_cancels_tasks_ends_no_later_call():
     async def meddling(sample):
         match sample.response:
             case "stop":
@@ -253,16 +253,18 @@ def test_a_function_that_stops_the_loop_or_cancels_everything_ends_no_other_call
             case "cancel all":
                 for task in asyncio.all_tasks() - {asyncio.current_task()}:
                     task.cancel()
+            case "cancel itself":
+                asyncio.current_task().cancel()
             case "cancelled":
                 raise asyncio.CancelledError
         await asyncio.sleep(0.05)
         return True
 
     with AsyncCalls(at_once=8, timeout_s=20.0) as loop:
-        for what in ("stop", "cancel all"):
-            assert submitted(loop, meddling, what)[0].result(timeout=20.0).correct
-        with pytest.raises(RewardError, match="meddling: a call was cancelled"):
-            submitted(loop, meddling, "cancelled")[0].result(timeout=20.0)
+        assert submitted(loop, meddling, "stop")[0].result(timeout=20.0).correct
+        for what in ("cancel all", "cancel itself", "cancelled"):
+            with pytest.raises(RewardError, match="meddling: a call was cancelled"):
+                submitted(loop, meddling, what)[0].result(timeout=20.0)
         assert submitted(loop, meddling, "a")[0].result(timeout=20.0).correct
 
 
@@ -320,18 +322,6 @@ def test_an_exit_in_a_task_or_callback_of_a_function_ends_no_other_call(where, l
             assert own.result(timeout=10).correct
         assert other.result(timeout=10).correct
         assert submitted(loop, meddling, "b")[0].result(timeout=10).correct
-
-
-@pytest.mark.parametrize("at_once", [True, False])
-def test_a_function_that_cancels_itself_is_named(at_once):
-    async def gives_up(sample):
-        asyncio.current_task().cancel()
-        if not at_once:
-            await asyncio.sleep(1)
-        return True
-
-    with pytest.raises(RewardError, match="gives_up: a call was cancelled"):
-        graded(gives_up, "a", timeout_s=5.0)
 
 
 def test_a_function_that_blocks_the_loop_costs_its_neighbour_no_verdict():
