@@ -1,4 +1,4 @@
-"""Graders: a response's text and the reference answer in, a verdict out. No shaping here."""
+"""Graders by name: they compare a response's text with the reference answer and return a verdict."""
 
 import re
 from collections.abc import Callable
@@ -15,10 +15,10 @@ _INTEGER = re.compile(r"(-?)([0-9]+)")
 
 
 def exact_grader(marker: str = "=") -> Grader:
-    """A grader that compares what follows the last `marker` with the answer; empty marker: the whole response.
+    """Returns a grader that compares the text after the last `marker` with the answer; without marker the whole response.
 
-    Both are trimmed of white space. They match as equal strings, or as equal integers if both are written as
-    an optional minus and ASCII digits: "0132" is 132; "+132", "132.0" and "1,320" are only themselves.
+    Both are compared without surrounding white space, as strings, or as integers if both are an optional minus and ASCII
+    digits: "0132" is 132; "+132", "132.0" and "1,320" are only themselves.
 
     >>> grade = exact_grader("=")
     >>> grade("40+80=120=132", "132").correct, grade("132", "132").correct
@@ -31,8 +31,8 @@ def exact_grader(marker: str = "=") -> Grader:
             return Verdict(correct=False, reason=f"no {marker!r} in the response")
         extracted = after.strip()
         if not extracted:
-            what = f"nothing after the last {marker!r}" if marker else "the response is empty"
-            return Verdict(correct=False, reason=what)
+            reason = f"nothing after the last {marker!r}" if marker else "the response is empty"
+            return Verdict(correct=False, reason=reason)
         expected = answer.strip()
         if extracted == expected:
             return Verdict(correct=True, extracted=extracted, reason="equal")
@@ -50,17 +50,17 @@ GRADERS: dict[str, Grader] = {
     "math": math_grader,
     "gsm8k": gsm8k_grader,
 }
-"""Graders by the name that a configuration gives them."""
+"""Graders by their name in a configuration."""
 
 UNREAD_BY: dict[str, Callable[[str], bool]] = {"math": unread_by_math, "gsm8k": unread_by_gsm8k}
-"""For each grader that reads references: whether it cannot read this one as a whole, and so compares it as text."""
+"""For each grader that reads references: returns whether it cannot read a reference as a whole, and so compares it as text."""
 
 TEXT_RULES = frozenset(GRADERS) - {"math"}
-"""The graders that only compare text: they take microseconds and cannot hang, so they need no worker."""
+"""Graders that only compare text: they take microseconds and cannot hang, so they need no worker."""
 
 
 def _integer(text: str) -> str | None:
-    """The canonical text of an integer. Text, because `int` refuses the thousands of digits a model may write."""
+    """Returns the canonical text of an integer. `int` would refuse the thousands of digits that a model may write."""
     match = _INTEGER.fullmatch(text)
     if not match:
         return None

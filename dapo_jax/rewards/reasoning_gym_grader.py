@@ -1,4 +1,4 @@
-"""The grader `reasoning_gym`: a task's own `score_answer`, for rows of `data.source: reasoning_gym:TASK`."""
+"""The grader `reasoning_gym`: a task's own `score_answer`, for rows of `data.source=reasoning_gym:TASK`."""
 
 import importlib
 import json
@@ -10,13 +10,13 @@ from dapo_jax.dapo.rollouts import Verdict
 from dapo_jax.rewards.sample import Sample
 
 CORRECT_FROM = 0.99
-"""Scores below it are wrong answers: tasks give 0.01 for an answer in the right format, or a share for a near miss."""
+"""The lowest score of a correct answer. Tasks give 0.01 for an answer in the right format, and a fraction for a near miss."""
 
 
 def grade(sample: Sample) -> Verdict:
-    """The whole response, trimmed of white space, is correct if its task scores it at least 0.99.
+    """Grades the whole response, without surrounding white space: correct if its task scores it at least 0.99.
 
-    An answer on which `score_answer` raises is wrong: tasks parse what the model wrote.
+    An answer on which `score_answer` raises is wrong, since tasks parse the answer.
 
     Raises:
         ValueError: the row is not one of `reasoning_gym:TASK`.
@@ -24,7 +24,7 @@ def grade(sample: Sample) -> Verdict:
     row = sample.prompt.row
     if not {"task", "options", "entry"} <= set(row):
         raise ValueError(
-            f"reward.grader=reasoning_gym needs rows of data.source=reasoning_gym:TASK; this one has only {sorted(row)}"
+            f"reward.grader=reasoning_gym needs rows of data.source=reasoning_gym:TASK; found a row of {sorted(row)}"
         )
     answer = sample.response.strip()
     if not answer:
@@ -45,5 +45,5 @@ def grade(sample: Sample) -> Verdict:
 
 @cache
 def _score_answer(task: str, options: str) -> Callable[[str, Mapping[str, Any]], float]:
-    package = importlib.import_module("reasoning_gym")  # an extra, installed where the rows came from
+    package = importlib.import_module("reasoning_gym")  # an extra, which made the rows
     return package.create_dataset(task, seed=0, size=1, **json.loads(options)).score_answer
