@@ -1,7 +1,7 @@
-"""Guess a number: the policy asks, and hears whether the number is higher or lower.
+"""The environment `guess`: the policy guesses a number and learns whether the number is higher or lower.
 
-A small task with all that episodes have: the answer depends on every turn before, the fewest turns need a search that no
-single turn shows, and the reward comes at the end.
+It is a small task with all properties of episodes: the answer depends on every earlier turn, the fewest turns need a binary search,
+and the reward comes at the end.
 """
 
 import re
@@ -13,19 +13,18 @@ from dapo_jax.environments.protocol import Step, Turn
 HIGHER, LOWER = ">", "<"
 """Answers to a guess: the number is higher, or it is lower."""
 
-
 HIGHEST = 99
-"""Guesses have two digits at most: more of them would name no number, and yet be answered."""
+"""The highest number. Guesses have at most two digits."""
 
 
 class GuessTheNumber:
-    """Each row's `answer` is the number, from 0 to 99; a turn is a guess, such as `31`, which an end token or a stop string ends."""
+    """The number is each row's `answer`, from 0 to 99. A turn is a guess such as `31`, ended by an end token or a stop string."""
 
     def episode(self, row: Mapping[str, Any], seed: int) -> "GuessEpisode":
-        """The search for one number.
+        """Returns the episode of a response.
 
         Raises:
-            ValueError: the answer is no number from 0 to 99.
+            ValueError: the answer is not a number from 0 to 99.
         """
         if not 0 <= (number := int(row["answer"])) <= HIGHEST:
             raise ValueError(f"the answer is {number}, needs a number from 0 to {HIGHEST}")
@@ -39,7 +38,7 @@ class GuessEpisode:
         self._number = number
 
     async def step(self, turn: Turn) -> Step:
-        """Right: 1, and over. A guess that is no number ends the search."""
+        """Returns reward 1 for the right number. A turn that is not a number ends the episode, too."""
         found = re.fullmatch(r"[0-9]{1,2}", turn.text)
         if found is None or turn.finish_reason == "length":
             return Step(done=True, correct=False, metrics={"guesses": turn.number + 1.0, "malformed": 1.0})

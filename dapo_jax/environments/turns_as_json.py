@@ -17,26 +17,19 @@ MOST_BYTES = 1 << 24
 """Length of the longest answer. The longest text that can be appended fits, whatever its characters are."""
 
 
+_FIELDS = ("reward", "done", "correct", "metrics")
+
+
 def turn_as_json(turn: Turn) -> dict[str, Any]:
     """Returns a turn as JSON."""
-    return {
-        "tokens": turn.tokens.tolist(),
-        "logprobs": turn.logprobs.tolist(),
-        "text": turn.text,
-        "finish_reason": turn.finish_reason,
-        "number": turn.number,
-    }
+    return {**vars(turn), "tokens": turn.tokens.tolist(), "logprobs": turn.logprobs.tolist()}
 
 
 def turn_of(found: Mapping[str, Any]) -> Turn:
     """Inverse of `turn_as_json`."""
-    return Turn(
-        tokens=read_only(np.array(found["tokens"], np.int32)),
-        logprobs=read_only(np.array(found["logprobs"], np.float32)),
-        text=found["text"],
-        finish_reason=found["finish_reason"],
-        number=found["number"],
-    )
+    tokens, logprobs = np.array(found["tokens"], np.int32), np.array(found["logprobs"], np.float32)
+    fields: dict[str, Any] = {**found, "tokens": read_only(tokens), "logprobs": read_only(logprobs)}
+    return Turn(**fields)
 
 
 def step_as_json(step: Any) -> dict[str, Any]:
@@ -47,14 +40,13 @@ def step_as_json(step: Any) -> dict[str, Any]:
     """
     checked = checked_step(step)
     follows = {} if checked.done else appended_as_json(step.append if step.context is None else step.context)
-    fields = {"reward": checked.reward, "done": checked.done, "correct": checked.correct}
-    return {**fields, "metrics": checked.metrics, **follows}
+    return {**{name: getattr(checked, name) for name in _FIELDS}, **follows}
 
 
 def step_of(found: Mapping[str, Any]) -> Step:
     """Inverse of `step_as_json`."""
     follows = appended_of(found)
-    step = Step(**{name: found[name] for name in ("reward", "done", "correct", "metrics")})
+    step = Step(**{name: found[name] for name in _FIELDS})
     object.__setattr__(step, "context" if isinstance(follows, Context) else "append", follows)  # unchecked
     return step
 

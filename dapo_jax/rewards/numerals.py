@@ -38,9 +38,7 @@ _NUMBER = re.compile(
     rf"(?:\s*/\s*(?P<under>{GROUPED.pattern}))?"
 )  # fmt: skip
 
-CHANGING_BEFORE = tuple(
-    ["not", "minus", "plus", "negative", "times", "than", "half", "twice", "double", "root", "over"]
-)
+CHANGING_BEFORE = ("not", "minus", "plus", "negative", "times", "than", "half", "twice", "double", "root", "over")  # fmt: skip
 CHANGING_AFTER = (
     *[
         "half",

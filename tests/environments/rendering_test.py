@@ -24,16 +24,16 @@ def test_a_text_and_ids_are_appended_as_they_stand():
 @pytest.mark.parametrize(
     ("appended", "message"),
     [
-        (7, r"7 \(int\) cannot be appended; a text, a list of messages or ids can"),
+        (7, r"7 \(int\) cannot be appended"),
         (None, r"None \(NoneType\) cannot be appended"),
         ([1, "a"], "neither messages nor a list of ids"),
         ([[1], [2]], "neither messages nor a list of ids"),
         ([1.5], "neither messages nor a list of ids"),
-        ([-1], "ids from -1 to -1 were appended; those of the tokenizer are from 0 to 257"),
+        ([-1], "ids from -1 to -1 .* from 0 to 257"),
         ([300], "ids from 300 to 300"),
         ("\ud800", "cannot be tokenized"),
         ("a" * (1 << 20) + "b", "1,048,577 characters"),
-        ([{"role": "tool", "content": "4"}], "the model has no chat template: .* or give a text or ids"),
+        ([{"role": "tool", "content": "4"}], "chat template"),
     ],
 )
 def test_what_cannot_be_appended_is_named(appended, message):

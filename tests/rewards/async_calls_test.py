@@ -54,17 +54,6 @@ def test_verdicts_are_in_the_order_of_the_responses_whichever_comes_first():
     assert [verdict.score for verdict in graded(judge, "1", "2222", "-3")] == [1.0, 2222.0, -3.0]
 
 
-def test_bools_and_verdicts_are_read_as_those_of_plain_functions():
-    async def right(sample):
-        return sample.response == sample.answer
-
-    async def reasoned(sample):
-        return Verdict(correct=True, reason="the judge says so")
-
-    assert graded(right, "42", "41") == [Verdict(correct=True), Verdict(correct=False)]
-    assert graded(reasoned, "42") == [Verdict(correct=True, reason="the judge says so")]
-
-
 def test_calls_overlap_up_to_the_limit_and_all_run_in_one_other_thread():
     under_way, most, threads = 0, 0, set()
 
@@ -137,14 +126,6 @@ def test_an_exception_names_the_prompt_and_other_calls_go_on():
         assert fine.result().correct
 
 
-def test_what_is_no_verdict_is_refused_with_the_functions_name():
-    async def nothing(sample):
-        return None
-
-    with pytest.raises(RewardError, match=r"reward function .*nothing returned None"):
-        graded(nothing, "a")
-
-
 def test_a_whole_group_is_judged_in_one_call_which_is_lost_as_one():
     calls = []
 
@@ -161,21 +142,6 @@ def test_a_whole_group_is_judged_in_one_call_which_is_lost_as_one():
         assert [future.result().score for future in first] == [1.0, 0.0, 2.0]
         assert [future.result().lost for future in second] == ["timeout", "timeout"]
     assert calls == [3, 2]
-
-
-def test_one_event_loop_serves_all_calls_of_a_run():
-    """Clients keep their connections on the loop that they were first used on."""
-    loops = set()
-
-    async def remembered(sample):
-        loops.add(id(asyncio.get_running_loop()))
-        return True
-
-    with AsyncCalls(at_once=2, timeout_s=20.0) as loop:
-        for _ in range(3):
-            [future] = submitted(loop, remembered, "a")
-            assert future.result().correct
-    assert len(loops) == 1
 
 
 def test_closing_cancels_what_waits_and_what_is_under_way_and_ends_the_thread():
@@ -197,6 +163,8 @@ def test_closing_cancels_what_waits_and_what_is_under_way_and_ends_the_thread():
     start = time.monotonic()
     loop.close()
     loop.close()  # a second time changes nothing
+    with pytest.raises(RuntimeError, match="was closed"):
+        submitted(loop, endless, "d")
     assert all(future.cancelled() for future in futures)
     assert ended == ["a"]
     assert not own.is_alive()
@@ -212,37 +180,12 @@ def test_the_callers_own_event_loop_is_left_alone():
 
     verdict, running = asyncio.run(caller())
     assert (verdict.score, running) == (1.0, True)
-    own = asyncio.new_event_loop()
-    asyncio.set_event_loop(own)
-    try:
-        with AsyncCalls(at_once=2, timeout_s=20.0):
-            assert asyncio.get_event_loop() is own
-    finally:
-        asyncio.set_event_loop(None)
-        own.close()
 
 
 @pytest.mark.parametrize("wrong", [{"at_once": 0}, {"timeout_s": 0.0}])
 def test_limits_that_make_no_sense_are_refused(wrong):
     with pytest.raises(ValueError, match=f"{next(iter(wrong))}=0"):
         AsyncCalls(**{"at_once": 1, "timeout_s": 1.0, **wrong})
-
-
-@pytest.mark.parametrize("raised", [KeyboardInterrupt, SystemExit, GeneratorExit])
-def test_what_is_no_ordinary_exception_is_the_calls_alone(raised):
-    """Each of these ends a thread or a loop that lets it through, and all other calls with it."""
-
-    async def strange(sample):
-        if sample.response == "strange":
-            raise raised("by hand")
-        return True
-
-    with AsyncCalls(at_once=1, timeout_s=20.0) as loop:
-        first, second = submitted(loop, strange, "strange", "a")
-        with pytest.raises(RewardError, match=f"strange raised {raised.__name__}: by hand"):
-            first.result(timeout=20.0)
-        assert second.result(timeout=20.0).correct
-        assert submitted(loop, strange, "b")[0].result(timeout=20.0).correct
 
 
 def test_a_function_that_stops_the_loop_or_cancels_tasks_ends_no_later_call():
@@ -293,8 +236,9 @@ def test_a_function_that_swallows_its_cancellation_is_lost_at_the_limit_and_clos
     told.set()
 
 
-@pytest.mark.parametrize("left", [SystemExit, KeyboardInterrupt])
-@pytest.mark.parametrize("where", ["callback", "task", "awaited"])
+@pytest.mark.parametrize(
+    ("where", "left"), [("callback", SystemExit), ("task", KeyboardInterrupt), ("awaited", SystemExit)]
+)
 def test_an_exit_in_a_task_or_callback_of_a_function_ends_no_other_call(where, left):
     def leave():
         raise left("by hand")
@@ -356,21 +300,3 @@ def test_a_thread_that_a_function_waits_for_does_not_hold_up_the_end_of_the_proc
         command, cwd=HERE.parents[2], capture_output=True, text=True, timeout=40, check=False
     )
     assert (done.stdout, done.returncode) == ("timeout\n", 0), done.stderr
-
-
-def test_a_thread_gives_its_result_or_its_error_to_the_function_that_waits():
-    async def threaded(sample):
-        return await asyncio.to_thread(int, sample.response)
-
-    with AsyncCalls(at_once=2, timeout_s=20.0) as loop:
-        fine, failed = submitted(loop, threaded, "3", "three")
-        assert fine.result(timeout=10).score == 3.0
-        with pytest.raises(RewardError, match="threaded raised ValueError: invalid literal"):
-            failed.result(timeout=10)
-
-
-def test_submitting_after_the_end_is_refused():
-    loop = AsyncCalls(at_once=1, timeout_s=1.0)
-    loop.close()
-    with pytest.raises(RuntimeError, match="was closed"):
-        submitted(loop, judge, "1")

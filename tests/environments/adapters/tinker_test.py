@@ -136,7 +136,7 @@ def test_the_responses_to_a_prompt_share_a_builder_that_compares_them():
 
 
 def test_a_first_observation_that_would_be_too_long_is_said():
-    with pytest.raises(ValueError, match="gave no first observation"):
+    with pytest.raises(ValueError, match="no first observation"):
         asyncio.run(playing(load_environment(f"tinker:{__name__}:Overlong"), ROW, "5"))
 
 
