@@ -19,7 +19,7 @@ from dapo_jax.dapo.rollouts import Verdict, as_float, plain_scalar
 from dapo_jax.health.stopping import StoppedError
 from dapo_jax.nearest import nearest
 from dapo_jax.rewards.adapters import ADAPTERS
-from dapo_jax.rewards.graders import GRADERS, exact_grader
+from dapo_jax.rewards.graders import GRADERS, ROW_GRADERS, exact_grader
 from dapo_jax.rewards.sample import Sample, handed_over
 from dapo_jax.rewards.signatures import is_async, is_whole_group, name_of
 
@@ -34,9 +34,6 @@ Rewards = RewardFunction | Sequence[tuple[str | RewardFunction, int | float]]
 """The argument `reward` of `train`: a function, or pairs of a function or a grader's name and its weight, which are summed."""
 GradeFunction = Callable[[Sequence[Sample]], list[Verdict]]
 """The function that `grade_group` calls: all responses to one prompt in, a verdict for each out."""
-
-_NEEDS_A_ROW = {"reasoning_gym": "dapo_jax.rewards.reasoning_gym_grader:grade"}
-"""Graders by name that need the row as well as text and answer. They are loaded when they are first used."""
 
 _ABSENT = object()
 
@@ -196,13 +193,14 @@ def load_reward(
     """
     if not isinstance(spec, str):
         return LoadedReward(function=spec, name=name_of(spec), on_nonfinite=on_nonfinite)
-    place = _NEEDS_A_ROW.get(spec, spec)
-    if ":" in place:
-        kind, _, rest = place.partition(":")
-        function = ADAPTERS[kind](load_function(rest)) if kind in ADAPTERS else load_function(place)
+    if ":" in spec:
+        kind, _, rest = spec.partition(":")
+        function = ADAPTERS[kind](load_function(rest)) if kind in ADAPTERS else load_function(spec)
         return LoadedReward(function=function, name=spec, on_nonfinite=on_nonfinite)
+    if spec in ROW_GRADERS:
+        return LoadedReward(function=ROW_GRADERS[spec], name=spec)
     if spec not in GRADERS:
-        names = [*GRADERS, *_NEEDS_A_ROW]
+        names = [*GRADERS, *ROW_GRADERS]
         near = nearest(spec, names)
         hint = f"did you mean {near[0]!r}?" if near else f"there are {sorted(names)}."
         raise ValueError(

@@ -1,15 +1,23 @@
 """Graders by name: they compare a response's text with the reference answer and return a verdict."""
 
+import importlib
+import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
 
 from dapo_jax.dapo.rollouts import Verdict
 from dapo_jax.rewards.dapo_grader import dapo_boxed_grader, dapo_grader
 from dapo_jax.rewards.gsm8k_grader import gsm8k_grader, unread_by_gsm8k
 from dapo_jax.rewards.math_grader import math_grader, unread_by_math
+from dapo_jax.rewards.sample import Sample
 
 Grader = Callable[[str, str], Verdict]
 """grader(response_text, answer) -> Verdict."""
+
+CORRECT_FROM = 0.99
+"""The lowest score of a correct answer to a task of reasoning-gym. Tasks give a fraction for a near miss or the right format."""
 
 _INTEGER = re.compile(r"(-?)([0-9]+)")
 
@@ -43,6 +51,42 @@ def exact_grader(marker: str = "=") -> Grader:
     return grade
 
 
+def reasoning_gym_grader(sample: Sample) -> Verdict:
+    """Grades the whole response, without surrounding white space, by the `score_answer` of its reasoning-gym task.
+
+    It is correct from a score of 0.99. An answer on which `score_answer` raises is wrong, since tasks parse the answer.
+
+    Raises:
+        ValueError: the row is not one of `reasoning_gym:TASK`.
+    """
+    row = sample.prompt.row
+    if not {"task", "options", "entry"} <= set(row):
+        raise ValueError(
+            f"reward.grader=reasoning_gym needs rows of data.source=reasoning_gym:TASK; found a row of {sorted(row)}"
+        )
+    answer = sample.response.strip()
+    if not answer:
+        return Verdict(correct=False, reason="the response is empty")
+    score_answer = _score_answer(row["task"], json.dumps(row["options"], sort_keys=True))
+    try:
+        score = float(score_answer(answer, row["entry"]))
+    except Exception as error:
+        return Verdict(
+            correct=False,
+            extracted=answer,
+            reason=f"{row['task']} cannot read it: {type(error).__name__}: {error}",
+        )
+    return Verdict(
+        correct=score >= CORRECT_FROM, extracted=answer, reason=f"{row['task']} scores it {score:.3g}"
+    )
+
+
+@cache
+def _score_answer(task: str, options: str) -> Callable[[str, Mapping[str, Any]], float]:
+    package = importlib.import_module("reasoning_gym")  # an extra, which made the rows
+    return package.create_dataset(task, seed=0, size=1, **json.loads(options)).score_answer
+
+
 GRADERS: dict[str, Grader] = {
     "exact": exact_grader("="),
     "dapo": dapo_grader,
@@ -57,6 +101,9 @@ UNREAD_BY: dict[str, Callable[[str], bool]] = {"math": unread_by_math, "gsm8k": 
 
 TEXT_RULES = frozenset(GRADERS) - {"math"}
 """Graders that only compare text: they take microseconds and cannot hang, so they need no worker."""
+
+ROW_GRADERS = {"reasoning_gym": reasoning_gym_grader}
+"""Graders by name that need the row of the data, and so take a `Sample`."""
 
 
 def _integer(text: str) -> str | None:

@@ -11,13 +11,14 @@ from dapo_jax.environments import Episodes
 from dapo_jax.rewards import TEXT_RULES
 from dapo_jax.rewards.async_calls import AsyncCalls
 from dapo_jax.rewards.functions import LoadedReward, RewardFunction, Rewards, load_reward
+from dapo_jax.rewards.graders import ROW_GRADERS
 from dapo_jax.rewards.grading import Grading, Part, Submit, immediately, part_names, weighted_sum
 from dapo_jax.rewards.pool import GradingPool
 from dapo_jax.rewards.shaping import Shaping
 from dapo_jax.run.policy import Policy
 from dapo_jax.text.stop_strings import StopStrings
 
-IN_THIS_PROCESS = TEXT_RULES | {"reasoning_gym"}
+IN_THIS_PROCESS = TEXT_RULES | ROW_GRADERS.keys()
 """Graders that need no worker, or whose rows JSON cannot represent."""
 
 Close = Callable[[], None]
