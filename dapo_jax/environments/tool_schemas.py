@@ -1,6 +1,6 @@
 """Makes the JSON schema of a Python function for a chat template, and checks a call against it.
 
-The schema is that of OpenAI's and transformers' tools: names are the function's, types its annotations, descriptions its docstring.
+The schema has the format of OpenAI's and transformers' tools: names are the function's, types its annotations, descriptions its docstring.
 """
 
 import inspect

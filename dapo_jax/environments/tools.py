@@ -153,7 +153,7 @@ class ToolEnvironment:
     """Functions that the policy may call, and a grade for its answer."""
 
     def __init__(self, functions: Sequence[Callable[..., Any]], grade: Grade, **limits: Any) -> None:
-        """Reads the functions' schemas; `limits` and errors are those of `Tools`."""
+        """Reads the functions' schemas; `Tools` describes `limits` and errors."""
         self._tools, self._grade = Tools(functions, **limits), grade
 
     def episode(self, row: Mapping[str, Any], seed: int) -> ToolEpisode:

@@ -183,7 +183,7 @@ def read(text: str) -> ReadAnswer | None:
         return None
     try:
         core, percent = _core(_simplified(text))
-        reader = _Reader(core)
+        reader = _FormulaParser(core)
         found = reader.statement()
         return ReadAnswer(core, found, percent, reader.decimals)
     except (UnreadableError, RecursionError, ArithmeticError, TypeError, ValueError):
@@ -267,7 +267,7 @@ def _letters(match: re.Match[str], prose: bool) -> str:
     return _word(match)
 
 
-class _Reader:
+class _FormulaParser:
     """A recursive descent parser with one method per rule. Text that fits no rule raises UnreadableError."""
 
     def __init__(self, text: str) -> None:

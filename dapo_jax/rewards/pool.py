@@ -128,7 +128,7 @@ class GradingPool:
                 is_fresh = worker.answered == 0
                 try:
                     return self._answer(worker, message)
-                except _LostError as lost:
+                except _NoVerdictError as lost:
                     is_last_try = lost.kind != "died" or is_fresh or not is_first_try
                     if lost.kind == "died":
                         self._count_death(call, str(lost), is_first_try=is_first_try, is_last_try=is_last_try)
@@ -142,7 +142,7 @@ class GradingPool:
         """Returns a worker's verdicts on one call.
 
         Raises:
-            _LostError: it has none. The worker was ended.
+            _NoVerdictError: it has none. The worker was ended.
             RewardError: the grader raised, or the worker could not start.
             ValueError: the grader cannot be loaded.
         """
@@ -154,12 +154,12 @@ class GradingPool:
             answer = worker.ask(message).result(self._timeout_s)
         except TimeoutError:
             worker.end(EndedError("timeout", "a call took too long"))
-            raise _LostError("timeout", f"no verdict within {self._timeout_s:g} s") from None
+            raise _NoVerdictError("timeout", f"no verdict within {self._timeout_s:g} s") from None
         except EndedError as error:
-            raise _LostError("died", str(error)) from error
+            raise _NoVerdictError("died", str(error)) from error
         if "memory" in answer:
             worker.end(EndedError("died", "the grader ran out of memory"))
-            raise _LostError("memory", "the grader ran out of memory")
+            raise _NoVerdictError("memory", "the grader ran out of memory")
         if "failed" in answer:
             raise RewardError(answer["failed"])
         return verdicts_of(answer)
@@ -188,7 +188,7 @@ class GradingPool:
                 print(f"reward function {self._grader}, on {where}: {how}; {then}", file=sys.stderr)
 
 
-class _LostError(Exception):
+class _NoVerdictError(Exception):
     """A call without a verdict."""
 
     def __init__(self, kind: Lost, reason: str) -> None:

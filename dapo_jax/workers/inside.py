@@ -45,7 +45,7 @@ def main() -> None:
         while left:
             left = left[os.write(answers, left) :]
 
-    with lasting_streams():  # user's code may print although nobody reads the output any more
+    with lasting_streams():  # the user's code may print after the output was closed
         module, _, name = arguments["load"].partition(":")
         load: Load = getattr(importlib.import_module(module), name)
         try:
