@@ -221,6 +221,8 @@ def test_closing_closes_episodes_and_ends_the_processes(tmp_path):
     assert (tmp_path / "closed").read_text() == "a|b\n"
 
 
+# Two processes load the package; `tests/rewards/pool_test.py` has the same test of the same code for graders.
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_workers_end_with_a_run_that_is_killed(tmp_path):
     program = textwrap.dedent(f"""
@@ -337,6 +339,8 @@ def test_functions_that_block_run_in_parallel_and_too_many_that_do_not_end_repla
         assert int(tell(episodes, asked, 0, "pid")) != before
 
 
+# Starts many workers one after another.
+@pytest.mark.slow
 @pytest.mark.parametrize(("memory_mb", "per_turn"), [(4096, THREADS_LEFT // 2), (160, 8)])
 def test_a_worker_that_threads_of_its_episodes_exhaust_is_replaced_and_no_episode_is_lost(
     memory_mb, per_turn
