@@ -145,9 +145,9 @@ class Conversation:
             "function": {"name": "f", "description": text(rng), "parameters": described},
         }
         self.tools = [tool] if knows_tools and rng.random() < 0.7 else []
-        self.said = [text(rng) for _ in range(rng.randrange(1, 4))]
-        self.appended = [appended(rng) for _ in self.said]
-        self.marks = [f"said{place}:{rng.random()}" for place, _ in enumerate(self.said)]
+        self.answers = [text(rng) for _ in range(rng.randrange(1, 4))]
+        self.appended = [appended(rng) for _ in self.answers]
+        self.marks = [f"said{place}:{rng.random()}" for place, _ in enumerate(self.answers)]
 
     def render(self, messages, of=lambda tool: tool):
         tools = {"tools": [of(tool) for tool in self.tools]} if self.tools else {}
@@ -155,18 +155,18 @@ class Conversation:
 
     def between(self, *, of=lambda message: message):
         """Returns the template's text up to the first answer, and from each answer to the beginning of the next."""
-        told = [of(each) for each in self.first]
-        texts = [self.render(told, of)]
+        messages_so_far = [of(each) for each in self.first]
+        texts = [self.render(messages_so_far, of)]
         for mark, messages in zip(self.marks, self.appended, strict=True):
-            told += [{"role": "assistant", "content": mark}, *map(of, messages)]
-            texts.append(self.render(told, of).rpartition(mark)[2])
+            messages_so_far += [{"role": "assistant", "content": mark}, *map(of, messages)]
+            texts.append(self.render(messages_so_far, of).rpartition(mark)[2])
         return texts
 
     def turns(self):
         """Returns the sampled ids: the tokenized answer and an end token."""
         return [
-            np.append(self.tokenizer.encode(said), self.tokenizer.eos_id).astype(np.int32)
-            for said in self.said
+            np.append(self.tokenizer.encode(answer), self.tokenizer.eos_id).astype(np.int32)
+            for answer in self.answers
         ]
 
     def spelled(self, place):
@@ -200,10 +200,10 @@ def parts_of(conversation):
     """Returns the ids before each turn and at the end: first the context, then the ids appended after each turn."""
     rendering = Rendering(tokenizer=conversation.tokenizer, template_kwargs=conversation.kwargs)
     context = Context(conversation.first, tools=conversation.tools)
-    behind = zip(conversation.appended, conversation.turns(), strict=True)
+    after_turns = zip(conversation.appended, conversation.turns(), strict=True)
     return [
         rendering.context_ids(context),
-        *(rendering.ids(messages, after=turn) for messages, turn in behind),
+        *(rendering.ids(messages, after=turn) for messages, turn in after_turns),
     ]
 
 
@@ -229,20 +229,21 @@ def test_an_episode_has_the_sampled_tokens_and_the_templates_tokens_between_them
                 plain += 1
                 assert ids.tolist() == tokenizer.encode(expected).tolist(), (seed, place)
         # The whole episode, if the template keeps the answers and each begins where the tokenizer splits.
-        cut = all(said == "" or not said[0].isspace() for said in conversation.said)
-        kept = not any(mark in said for said in conversation.said for mark in ("</think>", "<think>"))
+        cut = all(answer == "" or not answer[0].isspace() for answer in conversation.answers)
+        kept = not any(mark in answer for answer in conversation.answers for mark in ("</think>", "<think>"))
         spelled = any(map(conversation.spelled, range(len(parts))))
         if cut and kept and not spelled and not kwargs.get("hide_thoughts"):
-            told = list(conversation.first)
-            for said, messages in zip(conversation.said, conversation.appended, strict=True):
-                told += [{"role": "assistant", "content": said}, *messages]
+            messages_so_far = list(conversation.first)
+            for answer, messages in zip(conversation.answers, conversation.appended, strict=True):
+                messages_so_far += [{"role": "assistant", "content": answer}, *messages]
             episode = [
                 parts[0],
                 *(ids for pair in zip(conversation.turns(), parts[1:], strict=True) for ids in pair),
             ]
-            assert np.concatenate(episode).tolist() == tokenizer.encode(conversation.render(told)).tolist(), (
-                seed
-            )
+            assert (
+                np.concatenate(episode).tolist()
+                == tokenizer.encode(conversation.render(messages_so_far)).tolist()
+            ), seed
             whole += 1
     assert plain > 100
     assert whole > 5 or kwargs.get("hide_thoughts")
@@ -273,19 +274,19 @@ def test_thoughts_of_a_turn_stay_whatever_the_template_does_to_them():
     """With a template that hides earlier thoughts: sampled thoughts stay in the episode, and the text after them is the same."""
     tokenizer, kwargs = own(True)
     rendering = Rendering(tokenizer=tokenizer, template_kwargs=kwargs)
-    for said in ("<think>so</think>4", "4"):
-        turn = np.append(tokenizer.encode(said), tokenizer.eos_id).astype(np.int32)
+    for answer in ("<think>so</think>4", "4"):
+        turn = np.append(tokenizer.encode(answer), tokenizer.eos_id).astype(np.int32)
         found = rendering.ids([{"role": "tool", "content": "5"}], after=turn)
         assert (
             decoded(tokenizer, found)
             == "\n<|im_start|>user\n<tool_response>\n5\n</tool_response><|im_end|>\n<|im_start|>assistant\n<think>\n"
         )
-    told = [
+    messages_so_far = [
         {"role": "user", "content": "q"},
         {"role": "assistant", "content": "<think>so</think>4"},
         {"role": "tool", "content": "5"},
     ]
-    assert "so" not in tokenizer.chat_template.render(told, **kwargs)
+    assert "so" not in tokenizer.chat_template.render(messages_so_far, **kwargs)
 
 
 def merging():

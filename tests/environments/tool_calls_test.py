@@ -1,4 +1,4 @@
-"""Tool calls, out of what models write."""
+"""Tool calls in the formats of models."""
 
 import json
 
@@ -36,9 +36,9 @@ def test_calls_are_read_in_the_formats_of_qwen_and_llama_3(text, calls):
 
 def test_the_marks_may_stand_in_an_argument():
     """A program that cuts at the first end mark would read half an object."""
-    said = {"name": "say", "arguments": {"t": "<tool_call></tool_call> </think> ü"}}
-    text = f"<tool_call>{json.dumps(said)}</tool_call><tool_call>{json.dumps(said)}</tool_call>"
-    assert tool_calls(text) == [ToolCall("say", said["arguments"])] * 2
+    call = {"name": "say", "arguments": {"t": "<tool_call></tool_call> </think> ü"}}
+    text = f"<tool_call>{json.dumps(call)}</tool_call><tool_call>{json.dumps(call)}</tool_call>"
+    assert tool_calls(text) == [ToolCall("say", call["arguments"])] * 2
 
 
 @pytest.mark.parametrize(

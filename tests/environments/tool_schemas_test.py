@@ -1,4 +1,4 @@
-"""From functions to schemas, and from schemas to what is wrong with a call."""
+"""Schemas of functions, and errors in calls."""
 
 from typing import Any, Literal, Optional, Union
 
@@ -66,7 +66,7 @@ def test_a_schema_has_the_types_and_what_the_docstring_says():
 
 
 def test_a_schema_is_the_one_that_transformers_makes():
-    """Compared with `get_json_schema`, which models were shown in their training; ours leaves out what is returned."""
+    """Compared with `get_json_schema`, which models know from their training; ours has no return type."""
     transformers = pytest.importorskip("transformers.utils", reason="transformers is not installed")
     theirs = transformers.get_json_schema(look_up)
     theirs["function"].pop("return")
@@ -79,8 +79,8 @@ def test_a_method_has_no_self_and_a_function_without_arguments_none():
             """Tells the time."""
 
     parameters = {"type": "object", "properties": {}}
-    said = {"name": "now", "description": "Tells the time.", "parameters": parameters}
-    assert schema_of(Clock().now) == {"type": "function", "function": said}
+    function = {"name": "now", "description": "Tells the time.", "parameters": parameters}
+    assert schema_of(Clock().now) == {"type": "function", "function": function}
 
 
 def bare(a):

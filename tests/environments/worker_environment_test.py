@@ -106,23 +106,29 @@ def scripted():
 
 def test_answers_are_those_of_the_environment_in_this_process():
     asked, beginning = prompt(), prompt(begins="a context", level=4)
-    told = []
+    answers = []
     for environment in (Scripted(), workers()):
         with playing(environment) as episodes:
             found = [appended(episodes.start(asked, index)) for index in range(2)]
             found += [tell(episodes, asked, 0, "a", "b", "told"), tell(episodes, asked, 1, "c")]
             found.append(tell(episodes, asked, 0, "context abc"))
-            anew = episodes.start(beginning, 0).result(60)
-            found += [anew.tokens.tolist(), anew.anew]
+            context = episodes.start(beginning, 0).result(60)
+            found += [context.tokens.tolist(), context.anew]
             assert episodes.step(asked, 0, turn("done")).result(60) is None
             found += [verdicts(episodes, asked, 2), verdicts(episodes, beginning, 1)]
-            told.append(found)
-    assert told[0] == told[1]
-    tokens, logprobs, *rest = json.loads(told[1][2])
+            answers.append(found)
+    assert answers[0] == answers[1]
+    tokens, logprobs, *rest = json.loads(answers[1][2])
     assert (tokens, rest[:4]) == (TOKENIZER.encode("told").tolist(), ["int32", "float32", "stop", 2])
     assert np.array(logprobs, np.float32).tolist() == turn("told").logprobs.tolist(), "to the bit"
-    assert told[1][:5] == ["?", "?", told[1][2], "c", TOKENIZER.decode(np.array([97, 98, 99], np.int32))]
-    assert told[1][-2][0].score == 2.0
+    assert answers[1][:5] == [
+        "?",
+        "?",
+        answers[1][2],
+        "c",
+        TOKENIZER.decode(np.array([97, 98, 99], np.int32)),
+    ]
+    assert answers[1][-2][0].score == 2.0
 
 
 def test_a_row_arrives_as_it_is_with_arrays_and_tuples_as_lists(scripted):

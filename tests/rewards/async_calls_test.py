@@ -1,4 +1,4 @@
-"""Async reward functions: many at a time, each with its time, in order, and none left behind."""
+"""Async reward functions: many at a time, each with its time, and their verdicts in order."""
 
 import asyncio
 import gc
@@ -21,8 +21,8 @@ HERE = Path(__file__)
 
 
 @pytest.fixture(autouse=True, scope="module")
-def tasks_that_nobody_asked():
-    """Of those that raised asyncio tells when they are collected. It parses source for that, which must not happen while another test's import does (CPython's gh-106905)."""
+def collected_tasks():
+    """asyncio logs a task that raised when it is collected. This parses source, which must not happen during an import (CPython's gh-106905)."""
     yield
     gc.collect()
 
@@ -212,11 +212,11 @@ def test_a_function_that_stops_the_loop_or_cancels_tasks_ends_no_later_call():
 
 
 def test_a_function_that_swallows_its_cancellation_is_lost_at_the_limit_and_closing_does_not_wait_for_it():
-    """A retry loop with a bare `except`, as many have it; here it ends once it is told to."""
-    told = threading.Event()
+    """A retry loop with a bare `except`, which is common; here an event ends it."""
+    stop = threading.Event()
 
     async def stubborn(sample):
-        while sample.response == "stubborn" and not told.is_set():
+        while sample.response == "stubborn" and not stop.is_set():
             try:
                 await asyncio.sleep(0.02)
                 raise ConnectionError
@@ -233,7 +233,7 @@ def test_a_function_that_swallows_its_cancellation_is_lost_at_the_limit_and_clos
     start = time.monotonic()
     loop.close()
     assert time.monotonic() - start < 2.0
-    told.set()
+    stop.set()
 
 
 @pytest.mark.parametrize(
@@ -269,7 +269,7 @@ def test_an_exit_in_a_task_or_callback_of_a_function_ends_no_other_call(where, l
 
 
 def test_a_function_that_blocks_the_loop_costs_its_neighbour_no_verdict():
-    """The neighbour is ready after 0.05 s, which nobody sees before the limit of 0.2 s has passed, too."""
+    """The other call is ready after 0.05 s, but the loop notices only after the limit of 0.2 s."""
 
     async def blocks(sample):
         if sample.response == "block":

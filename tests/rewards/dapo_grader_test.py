@@ -100,7 +100,7 @@ BOXED = [
     (r"\boxed{34}" + " " * (BOX_CHARACTERS - 10), "34", "34", True),  # 10 characters and 90 of space
     (r"\boxed{34}" + " " * (BOX_CHARACTERS - 9), "34", None, False),
 ]
-"""What `dapo_boxed` finds beside that."""
+"""Further cases of `dapo_boxed`."""
 
 KNOWN_FALSE_NEGATIVES = [
     ("**Answer: 34**", "34"),

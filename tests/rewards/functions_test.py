@@ -93,7 +93,7 @@ def test_a_verdict_that_is_lost_and_correct_is_refused():
     with pytest.raises(RewardError, match="<lambda> returned a verdict with correct=True and lost='timeout'"):
         graded(lambda sample: Verdict(correct=True, lost="timeout"))
     assert graded(lambda sample: Verdict(correct=False, lost="timeout")).lost == "timeout"
-    # A sum of several may be: the first says what is correct, and another was lost.
+    # A sum of several graders may be both: the first decides what is correct, and another was lost.
     assert graded(lambda sample: Verdict(correct=True, lost="timeout", parts={"a": 1.0, "b": -1.0})).correct
 
 
@@ -414,7 +414,7 @@ def test_a_file_or_module_that_exits_while_it_is_loaded_is_named_and_ends_nothin
 
 
 @pytest.mark.parametrize(
-    ("code", "said"),
+    ("code", "message"),
     [
         ("class Stop(BaseException): pass\nraise Stop('no')", r"mine\.py fails to run: Stop: no"),
         ("raise GeneratorExit", r"mine\.py fails to run: GeneratorExit"),
@@ -422,9 +422,9 @@ def test_a_file_or_module_that_exits_while_it_is_loaded_is_named_and_ends_nothin
         ("def __getattr__(name):\n    raise SystemExit(0)", r"mine\.py calls sys\.exit\(0\)"),
     ],
 )
-def test_a_file_that_raises_what_is_no_exception_is_named(code, said, tmp_path):
+def test_a_file_that_raises_what_is_no_exception_is_named(code, message, tmp_path):
     path = reward_file(tmp_path, code + "\n", name="mine.py")
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         load_function(f"{path}:f")
 
 

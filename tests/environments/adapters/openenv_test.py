@@ -72,7 +72,7 @@ def test_without_the_package_it_is_said_how_to_get_it(monkeypatch):
 
 @contextmanager
 def serving(two_fields):
-    """The package's own server with a small environment: it says what it hears, and ends at 12."""
+    """The package's own server with a small environment: it repeats the action, and ends at 12."""
     pytest.importorskip("openenv.core", reason="openenv is not installed")
     import uvicorn
     from openenv.core.env_server.http_server import create_fastapi_app
