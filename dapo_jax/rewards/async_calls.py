@@ -106,17 +106,10 @@ class AsyncCalls:
                 ) from None
             self._given_up.add(task)
             task.add_done_callback(self._given_up.discard)
-            task.add_done_callback(_retrieve)
             task.cancel()
         return [
             Verdict(correct=False, reason=f"no verdict within {self._timeout_s:g} s", lost="timeout")
         ] * len(call)
-
-
-def _retrieve(task: "asyncio.Task[Any]") -> None:
-    """Retrieves the exception of a task that was given up, which asyncio would log otherwise."""
-    if not task.cancelled():
-        task.exception()
 
 
 async def ends_in_time(task: "asyncio.Task[Any]", timeout_s: float) -> bool:
@@ -126,7 +119,11 @@ async def ends_in_time(task: "asyncio.Task[Any]", timeout_s: float) -> bool:
     await asyncio.wait([task], timeout=timeout_s)
     if not task.done() and (late := loop.time() - due) > LATE_S:
         await asyncio.wait([task], timeout=late)
-    return task.done()
+    if task.done():
+        return True
+    # asyncio logs exceptions that nothing retrieves, and the caller gives this task up.
+    task.add_done_callback(lambda task: task.cancelled() or task.exception())
+    return False
 
 
 def run_until(loop: asyncio.AbstractEventLoop, ended: Callable[[], bool], *, said: str) -> None:
