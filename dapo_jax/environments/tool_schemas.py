@@ -108,14 +108,14 @@ def _misfit(value: Any, schema: Mapping[str, Any], where: str) -> str:
         for kind in kinds
     )
     if kinds and not fits:
-        return f"{where} must be {' or '.join(kinds)}; got {value!r:.80}"
+        return f"{where} has to be {' or '.join(kinds)}; got {value!r:.80}"
     if "enum" in schema and value not in schema["enum"]:
-        return f"{where} must be one of {schema['enum']}; got {value!r:.80}"
+        return f"{where} has to be one of {schema['enum']}; got {value!r:.80}"
     inner: list[tuple[Any, Any, str]] = []
     if isinstance(value, list):
         each = schema.get("prefixItems")
         if each is not None and len(each) != len(value):
-            return f"{where} must have {len(each)} items; got {len(value)}"
+            return f"{where} has to have {len(each)} items; got {len(value)}"
         each = [schema.get("items", {})] * len(value) if each is None else each
         inner = [
             (item, one, f"{where}[{place}]")
