@@ -70,7 +70,8 @@ class Rendering:
             )
         if not 0 <= int(found.min()) <= int(found.max()) < self.tokenizer.vocab_size:
             raise RenderingError(
-                f"ids from {found.min()} to {found.max()} were appended; the tokenizer has ids from 0 to {self.tokenizer.vocab_size - 1}"
+                f"ids from {found.min()} to {found.max()} were appended; the tokenizer has ids from 0 to "
+                f"{self.tokenizer.vocab_size - 1}"
             )
         return found.astype(np.int32)
 
@@ -98,7 +99,8 @@ class Rendering:
             template, guard = self._template(), Guarding(self.tokenizer)
             if context.tools and not re.search(r"\btools\b", template.source):
                 raise RenderingError(
-                    f"chat template {template.name} has no variable `tools`: write the tools into the system message, and return a Context without tools"
+                    f"chat template {template.name} has no variable `tools`: write the tools into the system message, and return a Context "
+                    "without tools"
                 )
             try:
                 messages = _guarded(guard, contents)
@@ -132,7 +134,8 @@ class Rendering:
         if after is None:
             # The text of a prompt ends with the opening of an answer.
             raise RenderingError(
-                "messages cannot follow a prompt, which ends with the beginning of an answer: return a Context, append a text or ids, or write them into the row's prompt"
+                "messages cannot follow a prompt, which ends with the beginning of an answer: return a Context, append a text or ids, or "
+                "write them into the row's prompt"
             )
         ids = guard.ids(new)
         # The turn may contain its end token already.
@@ -142,7 +145,8 @@ class Rendering:
     def _template(self) -> ChatTemplate:
         if self.tokenizer.chat_template is None:
             raise RenderingError(
-                "messages were given, and the model has no chat template: choose a model or a model.tokenizer that has one, or append a text or ids"
+                "messages were given, and the model has no chat template: choose a model or a model.tokenizer that has one, or append a "
+                "text or ids"
             )
         return self.tokenizer.chat_template
 

@@ -113,10 +113,6 @@ KNOWN_FALSE_NEGATIVES = [
 """Right answers that the released rule calls wrong; `math` accepts them."""
 
 
-def test_there_are_enough_cases():
-    assert len({*EXTRACTION, *NORMAL_FORM, *BOXED}) + len(KNOWN_FALSE_NEGATIVES) >= 80
-
-
 @pytest.mark.parametrize(("response", "answer", "extracted", "correct"), [*EXTRACTION, *NORMAL_FORM])
 @pytest.mark.parametrize("grader", ["dapo", "dapo_boxed"])
 def test_both_graders_follow_the_released_rule(grader, response, answer, extracted, correct):
