@@ -10,8 +10,6 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from dapo_jax.environments.protocol import Context, Step, Turn
 from dapo_jax.environments.tools import conversation
 from dapo_jax.extras import how_to_install
@@ -34,7 +32,8 @@ class SkyRLEnvironment:
         """Returns the episode of a response. Without `reward_spec` in the row, its `answer` is the ground truth."""
         spec = {"method": "rule", "ground_truth": row.get("answer")}
         extras = {"reward_spec": spec, **{name: value for name, value in row.items() if name != "prompt"}}
-        config = OmegaConf.create(dict(row.get("env_config") or {}))
+        omegaconf = importlib.import_module("omegaconf")  # a dependency of skyrl-gym
+        config = omegaconf.OmegaConf.create(dict(row.get("env_config") or {}))
         return SkyRLEpisode(self._make(env_config=config, extras=extras), row)
 
 
