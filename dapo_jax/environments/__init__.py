@@ -1,7 +1,7 @@
-"""Environments: what answers a turn of the policy, so that a response becomes an episode of several turns."""
+"""Environments: they answer the turns of the policy, so a response becomes an episode of several turns."""
 
+from dapo_jax.environments.by_name import load_environment
 from dapo_jax.environments.episodes import Episodes
-from dapo_jax.environments.loading import load_environment
 from dapo_jax.environments.protocol import Appended, Context, Environment, Episode, Message, Step, Turn
 from dapo_jax.environments.tools import ToolEnvironment, ToolEpisode, Tools
 

@@ -1,8 +1,8 @@
-"""From what an environment appends to ids: only what is new, never what was sampled.
+"""Turns appended values into token ids. Sampled tokens are never rendered or tokenized again.
 
-Of messages, the chat template is asked for the text behind an answer of the assistant. Whatever a template does to earlier turns (Qwen3's
-strips their thinking) so has no effect: they stay the tokens that they were. What is rendered is tokenized as the template's own text is, but for one thing: only what the template
-itself writes becomes a special token, nothing in a message, however deep, does.
+For messages, the chat template renders the text that follows an answer of the assistant. So a template that rewrites earlier turns, as
+Qwen3's removes their thinking, does not change their tokens. Only text that the template itself writes becomes special tokens; text in a
+message never does, at any depth.
 """
 
 import re
@@ -21,29 +21,29 @@ from dapo_jax.text.guards import FIRST_GUARD
 from dapo_jax.text.messages import canonical_messages
 from dapo_jax.text.tokenizers import Tokenizer
 
-_SAID = f"{FIRST_GUARD}said{FIRST_GUARD}"
-"""Stands for what the assistant said: no template writes it, and no message may hold it."""
+_ANSWER = f"{FIRST_GUARD}said{FIRST_GUARD}"
+"""Placeholder for the assistant's answer. No template writes it, and messages that contain it are refused."""
 
 
 class RenderingError(ValueError):
-    """No tokens can be made of what was appended."""
+    """The appended value cannot become tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rendering:
-    """Turns what is appended to episodes into ids."""
+    """Turns values that episodes append into token ids."""
 
     tokenizer: Tokenizer
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Variables of the chat template, those of `data.chat_template_kwargs`."""
+    """Variables of the chat template, from `data.chat_template_kwargs`."""
     today: date | None = None
-    """The day that a template prints."""
+    """The date that a template prints."""
 
     def ids(self, appended: object, *, after: Int[np.ndarray, " turn"] | None) -> Int[np.ndarray, " new"]:
-        """The ids of what an environment appended (`protocol.Appended`) behind a turn, or behind the prompt (None).
+        """Returns the ids of an appended value (`protocol.Appended`) after a turn, or after the prompt (None).
 
         Raises:
-            RenderingError: it is nothing that can be appended, has ids outside the vocabulary, or the model has no chat template.
+            RenderingError: it cannot be appended, has ids outside the vocabulary, or the model has no chat template.
         """
         if isinstance(appended, str):
             return self._text(appended)
@@ -57,7 +57,7 @@ class Rendering:
             return self._ids(appended)
         except RenderingError:
             raise
-        except (ValueError, TypeError, OverflowError) as error:  # of numpy, or of the chat template
+        except (ValueError, TypeError, OverflowError) as error:  # from NumPy or the chat template
             raise RenderingError(f"{appended!r:.200} cannot be appended: {error}") from error
 
     def _ids(self, appended: Any) -> Int[np.ndarray, " new"]:
@@ -70,7 +70,8 @@ class Rendering:
             )
         if not 0 <= int(found.min()) <= int(found.max()) < self.tokenizer.vocab_size:
             raise RenderingError(
-                f"ids from {found.min()} to {found.max()} were appended; those of the tokenizer are from 0 to {self.tokenizer.vocab_size - 1}"
+                f"ids from {found.min()} to {found.max()} were appended; the tokenizer has ids from 0 to "
+                f"{self.tokenizer.vocab_size - 1}"
             )
         return found.astype(np.int32)
 
@@ -80,16 +81,16 @@ class Rendering:
                 f"a text of {len(text):,} characters was appended; {MOST_CHARACTERS:,} are the most"
             )
         try:
-            text.encode("utf-8")  # half of a surrogate pair is no text
+            text.encode("utf-8")  # half of a surrogate pair is not text
             return self.tokenizer.encode_plain(text)
         except ValueError as error:
             raise RenderingError(f"a text was appended that cannot be tokenized: {error}") from error
 
     def context_ids(self, context: Context) -> Int[np.ndarray, " context"]:
-        """The ids of a whole context: a text as a prompt begins, ids as they are, messages up to where the assistant's answer begins.
+        """Returns the ids of a new context: a text like a prompt, ids unchanged, messages up to the beginning of the assistant's answer.
 
         Raises:
-            RenderingError: it is nothing that can stand there, or empty.
+            RenderingError: it cannot be a context, or is empty.
         """
         contents = context.contents
         if isinstance(contents, str):
@@ -98,13 +99,14 @@ class Rendering:
             template, guard = self._template(), Guarding(self.tokenizer)
             if context.tools and not re.search(r"\btools\b", template.source):
                 raise RenderingError(
-                    f"chat template {template.name} tells of no tools: write them into the system message, and give a Context without tools"
+                    f"chat template {template.name} has no variable `tools`: write the tools into the system message, and return a Context "
+                    "without tools"
                 )
             try:
-                told = _guarded(guard, contents)
+                messages = _guarded(guard, contents)
                 tools = [guard.value(tool) for tool in context.tools] or None
                 kwargs = {**self.template_kwargs, "tools": tools}
-                found = guard.ids(template.render(told, kwargs, today=self.today))
+                found = guard.ids(template.render(messages, kwargs, today=self.today))
             except RenderingError:
                 raise
             except (ValueError, TypeError) as error:
@@ -113,7 +115,7 @@ class Rendering:
             found = self.ids(contents, after=None)
         if not len(found):
             raise RenderingError(
-                "a context has no token: it stands in place of all before, so a turn would have nothing to follow"
+                "a context has no token: it replaces everything before it, so a turn would have nothing to follow"
             )
         return found
 
@@ -121,34 +123,36 @@ class Rendering:
         self, messages: Sequence[Any], after: Int[np.ndarray, " turn"] | None
     ) -> Int[np.ndarray, " new"]:
         template, guard = self._template(), Guarding(self.tokenizer)
-        told = _guarded(guard, messages)
-        said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SAID}]
-        rendered = template.render([*said, *told], self.template_kwargs, today=self.today)
-        before, _, new = rendered.rpartition(_SAID)
-        if not before:
+        before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
+        whole = [*before, *_guarded(guard, messages)]
+        rendered = template.render(whole, self.template_kwargs, today=self.today)
+        _, found, new = rendered.rpartition(_ANSWER)
+        if not found:
             raise RenderingError(
-                f"chat template {template.name} leaves out what the assistant said, so nothing can follow it"
+                f"chat template {template.name} leaves out the assistant's answer, so nothing can follow it"
             )
         if after is None:
-            # Behind a prompt, whose text ends with the opening of an answer.
+            # The text of a prompt ends with the opening of an answer.
             raise RenderingError(
-                "messages cannot follow a prompt, which ends with the beginning of an answer: give a Context, append a text or ids, or write them into the row's prompt"
+                "messages cannot follow a prompt, which ends with the beginning of an answer: return a Context, append a text or ids, or "
+                "write them into the row's prompt"
             )
-        whole = guard.ids(new)
-        # The end token that the turn was ended with is there already.
-        ended = len(after) > 0 and len(whole) > 0 and int(after[-1]) in self.tokenizer.stop_ids
-        return whole[1:] if ended and int(whole[0]) == int(after[-1]) else whole
+        ids = guard.ids(new)
+        # The turn may contain its end token already.
+        ended = len(after) > 0 and len(ids) > 0 and int(after[-1]) in self.tokenizer.stop_ids
+        return ids[1:] if ended and int(ids[0]) == int(after[-1]) else ids
 
     def _template(self) -> ChatTemplate:
         if self.tokenizer.chat_template is None:
             raise RenderingError(
-                "messages were given, and the model has no chat template: choose a model or a model.tokenizer that has one, or give a text or ids"
+                "messages were given, and the model has no chat template: choose a model or a model.tokenizer that has one, or append a "
+                "text or ids"
             )
         return self.tokenizer.chat_template
 
 
 def _guarded(guarding: Guarding, messages: Sequence[Any]) -> list[dict[str, Any]]:
-    """Returns the messages as the template is to see them.
+    """Returns the messages with guarded text, for the template.
 
     Raises:
         RenderingError: one of them is not a message, or cannot be guarded.
@@ -156,4 +160,4 @@ def _guarded(guarding: Guarding, messages: Sequence[Any]) -> list[dict[str, Any]
     try:
         return [guarding.message(message) for message in canonical_messages(messages)]
     except ValueError as error:
-        raise RenderingError(f"a message was given that cannot be taken: {error}") from error
+        raise RenderingError(f"a message cannot be rendered: {error}") from error

@@ -1,12 +1,12 @@
-"""The tool calls in a turn, as Qwen and Llama 3 write them.
+"""Reads the tool calls in a turn, in the formats of Qwen and Llama 3.
 
-| model | what it writes |
+| model | format |
 |---|---|
 | Qwen2.5, Qwen3, Hermes | `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of times, between other text |
-| Llama 3 | `{"name": ..., "parameters": {...}}` and nothing else, several with `;` between, perhaps behind `<|python_tag|>` |
+| Llama 3 | `{"name": ..., "parameters": {...}}` and nothing else, several separated by `;`, optionally after `<|python_tag|>` |
 
-They are read from the turn's text and not from its ids: an environment has no tokenizer, and where the vocabulary has no `<tool_call>` (SmolLM2's), or a policy spells it in other
-tokens, it is a text like any other.
+Calls are read from text rather than ids: an environment has no tokenizer, and some vocabularies, such as SmolLM2's, have no token
+`<tool_call>`.
 """
 
 import json
@@ -17,14 +17,14 @@ from typing import Any
 from dapo_jax.plain_json import read_numbers
 
 MOST_CALLS = 16
-"""Calls that a turn may hold; the next one is a `BrokenCall`, and those behind it are not read."""
+"""Number of calls that a turn may contain. The next one becomes a `BrokenCall`, and later ones are ignored."""
 
 _BEGIN, _END, _TAG = "<tool_call>", "</tool_call>", "<|python_tag|>"
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call that was read."""
+    """A well-formed call. Its name and arguments are the model's and not trusted."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -32,70 +32,70 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class BrokenCall:
-    """A call that cannot be read, and why."""
+    """A malformed call, with the reason."""
 
     reason: str
 
 
 def tool_calls(text: str) -> list[ToolCall | BrokenCall]:
-    """The calls in a turn's text, in their order; none if it is an answer. Thoughts, up to `</think>`, hold no calls.
+    """Returns the calls in a turn's text, in their order; no calls if it is an answer. Thoughts, up to `</think>`, contain no calls.
 
     >>> tool_calls('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
     [ToolCall(name='add', arguments={'a': 1})]
     >>> tool_calls('{"name": "add", "parameters": {"a": 1}}')
     [ToolCall(name='add', arguments={'a': 1})]
     >>> tool_calls("<tool_call>add(1)</tool_call>")
-    [BrokenCall(reason='it is no JSON: Expecting value: line 1 column 1 (char 0)')]
+    [BrokenCall(reason='it is not JSON: Expecting value: line 1 column 1 (char 0)')]
     """
-    said = _behind_thoughts(text).strip()
-    found = _tagged(said) if _BEGIN in said else _bare(said)
+    answer = _after_thoughts(text).strip()
+    found = _tagged(answer) if _BEGIN in answer else _bare(answer)
     if len(found) <= MOST_CALLS:
         return found
     return [*found[:MOST_CALLS], BrokenCall(f"a turn may call at most {MOST_CALLS} times")]
 
 
-def _behind_thoughts(text: str) -> str:
-    """The text behind the thoughts; nothing if they do not end.
+def _after_thoughts(text: str) -> str:
+    """Returns the text after the thoughts, empty if they do not end.
 
-    A chat template may have opened them, so the mark of their end is enough, if it comes before the first call.
+    The chat template may have written `<think>` itself, so `</think>` alone ends thoughts, if it comes before the first call.
     """
-    before, ended, behind = text.partition("</think>")
+    before, ended, after = text.partition("</think>")
     opened = text.lstrip().startswith("<think>")
     if ended and (opened or _BEGIN not in before):
-        return behind
+        return after
     return "" if opened else text
 
 
-def _tagged(said: str) -> list[ToolCall | BrokenCall]:
+def _tagged(text: str) -> list[ToolCall | BrokenCall]:
     found: list[ToolCall | BrokenCall] = []
-    place = said.find(_BEGIN)
+    place = text.find(_BEGIN)
     while place >= 0 and len(found) <= MOST_CALLS:
         begin = place + len(_BEGIN)
-        # A text among the arguments may hold the marks, too.
-        end = said.find(_END, _behind_json(said, begin))
-        found.append(BrokenCall(f"it has no {_END}") if end < 0 else _read(said[begin:end], "arguments"))
-        place = said.find(_BEGIN, begin if end < 0 else end + len(_END))
+        # Text in the arguments may contain the marks.
+        end = text.find(_END, _after_json(text, begin))
+        found.append(BrokenCall(f"it has no {_END}") if end < 0 else _read(text[begin:end], "arguments"))
+        place = text.find(_BEGIN, begin if end < 0 else end + len(_END))
     return found
 
 
-def _bare(said: str) -> list[ToolCall | BrokenCall]:
-    meant = said.startswith(_TAG)
-    said = said.removeprefix(_TAG).strip()
+def _bare(text: str) -> list[ToolCall | BrokenCall]:
+    meant = text.startswith(_TAG)
+    text = text.removeprefix(_TAG).strip()
     # Any other object is an answer in JSON.
-    if not meant and not (said.startswith("{") and '"name"' in said and '"parameters"' in said):
+    if not meant and not (text.startswith("{") and '"name"' in text and '"parameters"' in text):
         return []
     found: list[ToolCall | BrokenCall] = []
-    while said and len(found) <= MOST_CALLS:
-        end = _behind_json(said, 0)
-        more = said[end:].lstrip()
+    while text and len(found) <= MOST_CALLS:
+        end = _after_json(text, 0)
+        more = text[end:].lstrip()
         whole = end > 0 and more[:1] in ("", ";")
-        found.append(_read(said[:end] if whole else said, "parameters"))
-        said = more[1:].strip() if whole else ""
+        found.append(_read(text[:end] if whole else text, "parameters"))
+        text = more[1:].strip() if whole else ""
     return found
 
 
-def _behind_json(text: str, begin: int) -> int:
-    """The place behind the JSON that begins at `begin`, or `begin` if none does."""
+def _after_json(text: str, begin: int) -> int:
+    """Returns the index after the JSON value that begins at `begin`, or `begin` if there is no JSON."""
     start = begin + len(text[begin:]) - len(text[begin:].lstrip())
     try:
         return json.JSONDecoder().raw_decode(text, start)[1]
@@ -111,13 +111,13 @@ def _read(content: str, usual: str) -> ToolCall | BrokenCall:
         if isinstance(given, str):
             given = read_numbers(given)
     except json.JSONDecodeError as error:
-        return BrokenCall(f"it is no JSON: {error}")
+        return BrokenCall(f"it is not JSON: {error}")
     except ValueError as error:
         return BrokenCall(str(error))
     except RecursionError:
-        return BrokenCall("it has too many brackets inside one another")
+        return BrokenCall("it is nested too deep")
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        return BrokenCall(f'it has to be an object with a "name" and "{usual}"')
+        return BrokenCall(f'it must be an object with a "name" and "{usual}"')
     if not isinstance(given, dict):
-        return BrokenCall(f'its "{usual}" are no object')
+        return BrokenCall(f'its "{usual}" must be an object')
     return ToolCall(call["name"], given)

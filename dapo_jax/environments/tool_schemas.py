@@ -1,6 +1,6 @@
-"""From a Python function to the JSON schema that a chat template tells the model, and from the schema to what is wrong with a call.
+"""Makes the JSON schema of a Python function for a chat template, and checks a call against it.
 
-The schema is the one of OpenAI's and transformers' tools: name and arguments are the function's, types are its annotations, what is said of them stands in its docstring.
+The schema has the format of OpenAI's and transformers' tools: names are the function's, types its annotations, descriptions its docstring.
 """
 
 import inspect
@@ -35,12 +35,12 @@ _ARGUMENT = re.compile(r"^( +)\*{0,2}(\w+)(?: *\([^()\n]*\))?:(.*(?:\n\1 +.*|\n 
 
 
 def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """The schema of a function: `{"type": "function", "function": {"name", "description", "parameters"}}`.
+    """Returns the schema of a function: `{"type": "function", "function": {"name", "description", "parameters"}}`.
 
-    The docstring's text up to its first section is the description, the lines below `Args:` are those of the arguments.
+    The docstring up to its first section is the description, and the lines below `Args:` describe the arguments.
 
     Raises:
-        ValueError: an argument has no annotation, or one that JSON has no type for; or it can only be given by its place.
+        ValueError: an argument has no annotation, a type that JSON lacks, or is positional only.
 
     >>> def add(a: int, b: int = 0) -> int:
     ...     '''Adds.
@@ -54,31 +54,32 @@ def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
     name = getattr(function, "__name__", type(function).__name__)
     try:
         hints = get_type_hints(function)
-    except Exception as error:  # of evaluating somebody else's annotations
+    except Exception as error:  # from evaluating the user's annotations
         raise ValueError(f"tool {name}: its annotations cannot be read: {error}") from error
-    said, described = _docstring(inspect.getdoc(function) or "")
+    description, described = _docstring(inspect.getdoc(function) or "")
     properties: dict[str, Any] = {}
     required = []
     for argument in inspect.signature(function).parameters.values():
         if argument.kind not in (argument.POSITIONAL_OR_KEYWORD, argument.KEYWORD_ONLY):
             raise ValueError(
-                f"tool {name}: {argument} cannot be given by its name; a tool's arguments have names"
+                f"tool {name}: {argument} cannot be passed by name, but a tool's arguments must be"
             )
         if argument.name not in hints:
-            raise ValueError(
-                f"tool {name}: argument {argument.name} has no annotation, which says what it takes"
-            )
+            raise ValueError(f"tool {name}: argument {argument.name} has no annotation; annotate its type")
         properties[argument.name] = _schema(hints[argument.name], f"tool {name}: argument {argument.name}")
         if argument.name in described:
             properties[argument.name]["description"] = described[argument.name]
         if argument.default is argument.empty:
             required.append(argument.name)
     parameters = {"type": "object", "properties": properties} | ({"required": required} if required else {})
-    return {"type": "function", "function": {"name": name, "description": said, "parameters": parameters}}
+    return {
+        "type": "function",
+        "function": {"name": name, "description": description, "parameters": parameters},
+    }
 
 
 def what_is_wrong(arguments: Mapping[str, Any], parameters: Mapping[str, Any]) -> str:
-    """The first thing in the arguments of a call that the schema's `parameters` do not allow; empty if there is none."""
+    """Returns the first error in the arguments of a call by the schema's `parameters`; an empty text if there is no error."""
     known = parameters["properties"]
     for name in arguments:
         if name not in known:
@@ -90,7 +91,7 @@ def what_is_wrong(arguments: Mapping[str, Any], parameters: Mapping[str, Any]) -
         misfits = (_misfit(value, known[name], name) for name, value in arguments.items())
         return next(filter(None, misfits), "")
     except RecursionError:
-        return "an argument has too many brackets inside one another"
+        return "an argument is nested too deep"
 
 
 def _misfit(value: Any, schema: Mapping[str, Any], where: str) -> str:
@@ -101,7 +102,7 @@ def _misfit(value: Any, schema: Mapping[str, Any], where: str) -> str:
         return "" if "" in found else found[0]
     kinds = schema.get("type", [])
     kinds = [kinds] if isinstance(kinds, str) else kinds
-    # True is an int in Python, and none in JSON.
+    # True is an int in Python, but not in JSON.
     fits = any(
         isinstance(value, _PYTHON[kind]) and (kind == "boolean" or not isinstance(value, bool))
         for kind in kinds
@@ -125,11 +126,11 @@ def _misfit(value: Any, schema: Mapping[str, Any], where: str) -> str:
             (item, schema.get("additionalProperties", {}), f"{where}[{name!r:.40}]")
             for name, item in value.items()
         ]
-    return next((said for item, one, place in inner if (said := _misfit(item, one, place))), "")
+    return next((error for item, one, place in inner if (error := _misfit(item, one, place))), "")
 
 
 def _schema(hint: Any, where: str) -> dict[str, Any]:
-    """The schema of an annotation, in transformers' words."""
+    """Returns the schema of an annotation, as transformers writes it."""
     if hint is Any:
         return {}
     if hint in _TYPES:
@@ -151,13 +152,13 @@ def _schema(hint: Any, where: str) -> dict[str, Any]:
         found = several[0] if len(several) == 1 else {"type": kinds} if plain else {"anyOf": several}
         return found | ({"nullable": True} if type(None) in inside else {})
     raise ValueError(
-        f"{where} is annotated with {hint!r:.120}, which JSON has no type for; str, int, float, bool, list, tuple, dict, Literal, and unions of them are known"
+        f"{where} has the type {hint!r:.120}, which JSON lacks; use str, int, float, bool, list, tuple, dict, Literal, or unions of these"
     )
 
 
 def _docstring(text: str) -> tuple[str, dict[str, str]]:
-    """The description, and those of the arguments, of a docstring in Google's style."""
-    said, *sections = _SECTION.split(text)
+    """Returns the description and the descriptions of the arguments of a docstring in Google's style."""
+    description, *sections = _SECTION.split(text)
     inside = dict(zip(sections[::2], sections[1::2], strict=True))
     lines = inside.get("Args", inside.get("Arguments", ""))
-    return said.strip(), {name: " ".join(about.split()) for _, name, about in _ARGUMENT.findall(lines)}
+    return description.strip(), {name: " ".join(about.split()) for _, name, about in _ARGUMENT.findall(lines)}

@@ -1,4 +1,4 @@
-"""Rewards: graders, reward functions of one's own, and the shaping that is added to them. Plain Python on the host."""
+"""Rewards: graders, the user's reward functions, and the length shaping added to rewards. Plain Python on the host."""
 
 from dapo_jax.dapo.overlong import overlong_penalty
 from dapo_jax.rewards.functions import as_verdict, grade_function, load_function

@@ -1,7 +1,4 @@
-"""Reward functions written for other trainers, unchanged: `trl:PLACE:function` and `verl:PLACE:function`.
-
-A file of its own: the conventions of other trainers are kept out of ours.
-"""
+"""Runs reward functions written for other trainers, unchanged: `trl:PLACE:function` and `verl:PLACE:function`."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -15,11 +12,11 @@ _Given = TypeVar("_Given")
 
 
 def trl_reward(function: Callable[..., Any]) -> Callable[[Sequence[Sample]], Any]:
-    """A TRL reward function, `(prompts, completions, **columns) -> list of numbers`, as one of a whole group.
+    """Turns a TRL reward function, `(prompts, completions, **columns) -> list of numbers`, into a function of a whole group.
 
-    It is called with all responses to one prompt at once, in lists of one length, so a function may compare them. `columns` are
-    the fields of the row but its prompt, and `completion_ids`, the responses' tokens; as in TRL, what the function does not name
-    is left out unless it takes `**kwargs`. Where the row's prompt is a conversation, each response is one too:
+    It is called with all responses to one prompt, in lists of the same length, so it may compare them. `columns` are the other
+    fields of the row, and `completion_ids`, the tokens of the responses. As in TRL, columns that the function does not name are
+    left out unless it takes `**kwargs`. If the row's prompt is a conversation, each response is one too:
     `[{"role": "assistant", "content": ...}]`.
     """
 
@@ -50,10 +47,10 @@ def trl_reward(function: Callable[..., Any]) -> Callable[[Sequence[Sample]], Any
 
 
 def verl_reward(function: Callable[..., Any]) -> Callable[[Sample], Any]:
-    """A verl reward function, `compute_score(data_source, solution_str, ground_truth, extra_info)`, as one of a `Sample`.
+    """Turns a verl reward function, `compute_score(data_source, solution_str, ground_truth, extra_info)`, into one of a `Sample`.
 
-    It returns a number, or a mapping with `score` and perhaps `acc`, 0 or 1, which says whether the answer is correct; without
-    it a score above 0 is correct. `data_source` and `extra_info` are the row's fields of these names, if it has them.
+    It returns a number, or a mapping with `score` and optionally `acc`, 0 or 1, whether the answer is correct. Without `acc` a
+    score above 0 is correct. `data_source` and `extra_info` are the row's fields of these names, if it has them.
     """
 
     def arguments(sample: Sample) -> dict[str, Any]:
@@ -86,7 +83,7 @@ ADAPTERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "trl": trl_reward,
     "verl": verl_reward,
 }
-"""The text before the first colon of a function's name -> its adapter."""
+"""Adapters by the text before the first colon of a function's name."""
 
 
 def _adapted(
@@ -94,7 +91,7 @@ def _adapted(
     arguments: Callable[[_Given], Mapping[str, Any]],
     read: Callable[[Any, _Given], Any],
 ) -> Callable[[_Given], Any]:
-    """`function` called with the arguments made from what is given, and its result read; awaited if it is async."""
+    """Returns a function that calls `function(**arguments(given))` and reads its result; async if `function` is."""
     if is_async(function):
 
         async def awaited(given: _Given) -> Any:
@@ -109,7 +106,7 @@ def _message(text: str) -> list[dict[str, str]]:
 
 
 def named_arguments(function: Callable[..., Any], columns: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns that a function names, or all if it takes `**kwargs`."""
+    """Returns the columns that a function names, or all if it takes `**kwargs`."""
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return dict(columns)

@@ -1,8 +1,8 @@
-"""The graders `dapo` and `dapo_boxed`: what the released code of DAPO calls a correct answer, false negatives included.
+"""The graders `dapo` and `dapo_boxed`: the rule of DAPO's released code, with its false negatives.
 
-The rule is that of verl's recipe (`verl/utils/reward_score/math_dapo.py`): the last `Answer:` of a response's last 300
-characters, brought to a normal form and compared as text. Its normal form goes back to the appendix of Lewkowycz
-et al. 2022, "Solving Quantitative Reasoning Problems with Language Models" (Minerva). Use `math` to grade by meaning.
+It is the rule of verl's recipe (`verl/utils/reward_score/math_dapo.py`): the last `Answer:` in the last 300 characters of a
+response is normalized and compared as text. The normal form goes back to the appendix of Lewkowycz et al. 2022, "Solving
+Quantitative Reasoning Problems with Language Models" (Minerva). Use `math` to grade by meaning.
 """
 
 import re
@@ -11,9 +11,9 @@ from functools import lru_cache
 from dapo_jax.dapo.rollouts import Verdict
 
 TAIL_CHARACTERS = 300
-"""An `Answer:` further from the end is not seen."""
+"""Number of characters at the end of a response in which an `Answer:` counts."""
 BOX_CHARACTERS = 100
-"""A `\\boxed{}` further from the end is not seen; only `dapo_boxed` looks for one."""
+"""Number of characters at the end of a response in which a `\\boxed{}` counts, for `dapo_boxed`."""
 
 _ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _BOX = r"\boxed{"
@@ -22,7 +22,7 @@ _REWRITTEN = (
     ("an ", ""), ("a ", ""), (".$", "$"), (r"\$", ""), (r"\ ", ""), (" ", ""), ("mbox", "text"),
     (r",\text{and}", ","), (r"\text{and}", ","), (r"\text{m}", r"\text{}"),
 )  # fmt: skip
-"""Replaced everywhere, one after the other: articles, spaces and conjunctions."""
+"""Replacements made everywhere, in this order: articles, spaces and conjunctions."""
 
 _DROPPED = (
     *["square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units"],
@@ -43,20 +43,12 @@ _DROPPED = (
         "edges",
         "students",
         "childrentickets",
-    ],
-    *(
         "multiples",
-        r"\text{s}",
-        r"\text{.}",
-        "\\text{\ns}",
-        r"\text{}^2",
-        r"\text{}^3",
-        "\\text{\n}",
-        r"\text{}",
-    ),
+    ],
+    *(r"\text{s}", r"\text{.}", "\\text{\ns}", r"\text{}^2", r"\text{}^3", "\\text{\n}", r"\text{}"),
     *(r"\mathrm{th}", r"^\circ", r"^{\circ}", r"\;", r",\!", "{,}", '"', r"\dots"),
 )
-"""Removed everywhere after that, in this order: units, filler, spacing. Inside longer words too, as released."""
+"""Texts removed everywhere after that, in this order: units, filler, spacing. Also inside longer words, as in the released code."""
 
 _UNWRAPPED = (
     (re.compile(r".*?\$(.*?)\$.*"), r"$\1$"),
@@ -65,12 +57,12 @@ _UNWRAPPED = (
     (re.compile(r"frac([^{])(.)"), r"frac{\1}{\2}"),
     (re.compile(r"sqrt([^{])"), r"sqrt{\1}"),
 )
-"""Then rewritten: what stands between dollar signs, what stands inside a wrapper, and the arguments of \\frac12."""
+"""Rewrites made last: they keep the text between dollar signs and inside a wrapper, and put braces around the arguments of \\frac12."""
 
 
 @lru_cache(maxsize=4096)
 def normal_form(answer: str) -> str:
-    r"""The text that the released code compares.
+    r"""Returns the text that the released code compares.
 
     >>> normal_form(r"x = \$1,234 dollars"), normal_form(r"\frac12"), normal_form("$34$."), normal_form("34%")
     ('1234', '\\frac{1}{2}', '34', '34%')
@@ -86,7 +78,7 @@ def normal_form(answer: str) -> str:
 
 
 def dapo_grader(response: str, answer: str) -> Verdict:
-    """The rule of March 2025: without an `Answer:` a response is wrong."""
+    """Grades by the rule of March 2025: without an `Answer:` a response is wrong."""
     stated = last_stated(response[-TAIL_CHARACTERS:])
     if stated is None:
         return Verdict(correct=False, reason=f"no 'Answer:' in the last {TAIL_CHARACTERS} characters")
@@ -94,7 +86,7 @@ def dapo_grader(response: str, answer: str) -> Verdict:
 
 
 def dapo_boxed_grader(response: str, answer: str) -> Verdict:
-    r"""The later rule: without an `Answer:`, what stands in the last `\boxed{}` is compared."""
+    r"""Grades by the later rule: without an `Answer:`, the content of the last `\boxed{}` is compared."""
     verdict = dapo_grader(response, answer)
     if verdict.extracted is not None:
         return verdict
@@ -105,7 +97,7 @@ def dapo_boxed_grader(response: str, answer: str) -> Verdict:
 
 
 def last_stated(text: str) -> str | None:
-    r"""The text behind the last `Answer:` up to the end of its line, in any case; None if there is none.
+    r"""Returns the text between the last `Answer:`, in any case, and the end of its line; None if it is missing.
 
     Two on one line are one statement, as in the released code.
 
@@ -117,7 +109,7 @@ def last_stated(text: str) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The text between the braces of the last `\boxed{`; None if there is none or it does not end.
+    r"""Returns the text between the braces of the last `\boxed{`; None if it is missing or does not end.
 
     >>> last_boxed(r"\boxed{1} so \boxed{\frac{1}{2}}."), last_boxed(r"\boxed{1} and \boxed{2")
     ('\\frac{1}{2}', None)

@@ -1,4 +1,4 @@
-"""Futures of several verdicts: one answer taken apart, several answers put together."""
+"""Futures of several verdicts: splits one answer, joins several."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -10,9 +10,9 @@ _Whole = TypeVar("_Whole")
 
 
 def each(whole: Future[list[_Part]], count: int) -> list[Future[_Part]]:
-    """A future for each of the `count` elements that `whole` will hold; what it raises, each of them raises.
+    """Returns a future for each of the `count` elements of the result of `whole`. They raise the exception of `whole`.
 
-    They raise RuntimeError if it holds another number of elements. One that is cancelled gets nothing, and the others theirs.
+    They raise RuntimeError if the result has another number of elements. Cancelling one of them does not affect the others.
     """
     parts: list[Future[_Part]] = [Future() for _ in range(count)]
 
@@ -23,7 +23,7 @@ def each(whole: Future[list[_Part]], count: int) -> list[Future[_Part]]:
             return
         error = done.exception()
         if error is None and len(done.result()) != count:
-            # Raised here, it would be logged and each part waited for in vain.
+            # An exception here would only be logged, and nothing would ever settle the parts.
             error = RuntimeError(f"{len(done.result())} results for {count} parts")
         for place, part in enumerate(parts):
             if not part.set_running_or_notify_cancel():
@@ -38,7 +38,7 @@ def each(whole: Future[list[_Part]], count: int) -> list[Future[_Part]]:
 
 
 def joined(parts: Sequence[Future[_Part]], join: Callable[[list[_Part]], _Whole]) -> Future[_Whole]:
-    """A future of `join` of all parts, which is cancelled if one of them is; of several errors the first part's counts."""
+    """Returns a future of `join(results of all parts)`. It is cancelled if a part is, and raises the first part's exception."""
     whole: Future[_Whole] = Future()
     lock, waiting = threading.Lock(), len(parts)
 

@@ -1,24 +1,32 @@
-"""Graders: a response's text and the reference answer in, a verdict out. No shaping here."""
+"""Graders by name: they compare a response's text with the reference answer and return a verdict."""
 
+import importlib
+import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
 
 from dapo_jax.dapo.rollouts import Verdict
 from dapo_jax.rewards.dapo_grader import dapo_boxed_grader, dapo_grader
 from dapo_jax.rewards.gsm8k_grader import gsm8k_grader, unread_by_gsm8k
 from dapo_jax.rewards.math_grader import math_grader, unread_by_math
+from dapo_jax.rewards.sample import Sample
 
 Grader = Callable[[str, str], Verdict]
 """grader(response_text, answer) -> Verdict."""
+
+CORRECT_FROM = 0.99
+"""The lowest score of a correct answer to a task of reasoning-gym. Tasks give a fraction for a near miss or the right format."""
 
 _INTEGER = re.compile(r"(-?)([0-9]+)")
 
 
 def exact_grader(marker: str = "=") -> Grader:
-    """A grader that compares what follows the last `marker` with the answer; empty marker: the whole response.
+    """Returns a grader that compares the text after the last `marker` with the answer; without marker the whole response.
 
-    Both are trimmed of white space. They match as equal strings, or as equal integers if both are written as
-    an optional minus and ASCII digits: "0132" is 132; "+132", "132.0" and "1,320" are only themselves.
+    Both are compared without surrounding white space, as strings, or as integers if both are an optional minus and ASCII
+    digits: "0132" is 132; "+132", "132.0" and "1,320" are only themselves.
 
     >>> grade = exact_grader("=")
     >>> grade("40+80=120=132", "132").correct, grade("132", "132").correct
@@ -31,8 +39,8 @@ def exact_grader(marker: str = "=") -> Grader:
             return Verdict(correct=False, reason=f"no {marker!r} in the response")
         extracted = after.strip()
         if not extracted:
-            what = f"nothing after the last {marker!r}" if marker else "the response is empty"
-            return Verdict(correct=False, reason=what)
+            reason = f"nothing after the last {marker!r}" if marker else "the response is empty"
+            return Verdict(correct=False, reason=reason)
         expected = answer.strip()
         if extracted == expected:
             return Verdict(correct=True, extracted=extracted, reason="equal")
@@ -43,6 +51,42 @@ def exact_grader(marker: str = "=") -> Grader:
     return grade
 
 
+def reasoning_gym_grader(sample: Sample) -> Verdict:
+    """Grades the whole response, without surrounding white space, by the `score_answer` of its reasoning-gym task.
+
+    It is correct from a score of 0.99. An answer on which `score_answer` raises is wrong, since tasks parse the answer.
+
+    Raises:
+        ValueError: the row is not one of `reasoning_gym:TASK`.
+    """
+    row = sample.prompt.row
+    if not {"task", "options", "entry"} <= set(row):
+        raise ValueError(
+            f"reward.grader=reasoning_gym needs rows of data.source=reasoning_gym:TASK; found a row of {sorted(row)}"
+        )
+    answer = sample.response.strip()
+    if not answer:
+        return Verdict(correct=False, reason="the response is empty")
+    score_answer = _score_answer(row["task"], json.dumps(row["options"], sort_keys=True))
+    try:
+        score = float(score_answer(answer, row["entry"]))
+    except Exception as error:
+        return Verdict(
+            correct=False,
+            extracted=answer,
+            reason=f"{row['task']} cannot read it: {type(error).__name__}: {error}",
+        )
+    return Verdict(
+        correct=score >= CORRECT_FROM, extracted=answer, reason=f"{row['task']} scores it {score:.3g}"
+    )
+
+
+@cache
+def _score_answer(task: str, options: str) -> Callable[[str, Mapping[str, Any]], float]:
+    package = importlib.import_module("reasoning_gym")  # an extra, which made the rows
+    return package.create_dataset(task, seed=0, size=1, **json.loads(options)).score_answer
+
+
 GRADERS: dict[str, Grader] = {
     "exact": exact_grader("="),
     "dapo": dapo_grader,
@@ -50,17 +94,20 @@ GRADERS: dict[str, Grader] = {
     "math": math_grader,
     "gsm8k": gsm8k_grader,
 }
-"""Graders by the name that a configuration gives them."""
+"""Graders by their name in a configuration."""
 
 UNREAD_BY: dict[str, Callable[[str], bool]] = {"math": unread_by_math, "gsm8k": unread_by_gsm8k}
-"""For each grader that reads references: whether it cannot read this one as a whole, and so compares it as text."""
+"""For each grader that reads references: returns whether it cannot read a reference as a whole, and so compares it as text."""
 
 TEXT_RULES = frozenset(GRADERS) - {"math"}
-"""The graders that only compare text: they take microseconds and cannot hang, so they need no worker."""
+"""Graders that only compare text: they take microseconds and cannot hang, so they need no worker."""
+
+ROW_GRADERS = {"reasoning_gym": reasoning_gym_grader}
+"""Graders by name that need the row of the data, and so take a `Sample`."""
 
 
 def _integer(text: str) -> str | None:
-    """The canonical text of an integer. Text, because `int` refuses the thousands of digits a model may write."""
+    """Returns the canonical text of an integer. `int` would refuse the thousands of digits that a model may write."""
     match = _INTEGER.fullmatch(text)
     if not match:
         return None

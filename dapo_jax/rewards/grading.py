@@ -1,4 +1,4 @@
-"""Groups graded while sampling goes on: in this process, by the workers of a pool, or on an event loop."""
+"""Grades groups while sampling continues, in this process, in worker processes or on an event loop, and sums several graders."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -6,17 +6,17 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from dapo_jax.dapo.rollouts import Group, Prompt, Response, Verdict
-from dapo_jax.rewards.functions import GradeFunction
-from dapo_jax.rewards.futures import each
+from dapo_jax.rewards.functions import MAX_SCORE, GradeFunction, RewardError
+from dapo_jax.rewards.futures import each, joined
 from dapo_jax.rewards.sample import Sample
 from dapo_jax.rewards.shaping import Shaping, TextDecoder, samples_of, shaped_group
 
 Submit = Callable[[Sequence[Sample]], list[Future[Verdict]]]
-"""Hands over the responses to one prompt; the verdicts are in their order. `GradingPool.submit`, or `immediately(grade)`."""
+"""Submits the responses to one prompt; returns their verdicts in the same order. `GradingPool.submit`, or `immediately(grade)`."""
 
 
 def immediately(grade: GradeFunction) -> Submit:
-    """Grading in this process: the verdicts are there when the call returns, and the grader's exception is the caller's."""
+    """Returns a `Submit` that grades in this process before it returns. It raises the grader's exception."""
 
     def submit(samples: Sequence[Sample]) -> list[Future[Verdict]]:
         whole: Future[list[Verdict]] = Future()
@@ -28,13 +28,13 @@ def immediately(grade: GradeFunction) -> Submit:
 
 @dataclass(frozen=True, kw_only=True)
 class Grading:
-    """Turns sampled responses into groups: text, verdicts, rewards."""
+    """Turns sampled responses into graded groups: text, verdicts, rewards."""
 
     submit: Submit
     tokenizer: TextDecoder
     shaping: Shaping
     on_submit: Callable[[], None] = lambda: None
-    """Called before the responses to a prompt are handed over."""
+    """Called before the responses to a prompt are submitted."""
     on_close: Callable[[], None] | None = None
 
     def close(self) -> None:
@@ -43,9 +43,9 @@ class Grading:
             self.on_close()
 
     def groups(self, sampled: Iterable[tuple[Prompt, tuple[Response, ...]]]) -> Iterator[Group]:
-        """The graded groups in the order in which they were sampled.
+        """Yields the graded groups in the order of sampling.
 
-        Takes the next responses from `sampled` without waiting for verdicts that are still on their way.
+        Takes the next responses from `sampled` without waiting for verdicts that are still missing.
 
         Raises:
             RewardError: the grader raised, or returned no verdict.
@@ -59,7 +59,7 @@ class Grading:
             yield pending.popleft().graded()
 
     def begin(self, prompt: Prompt, responses: Sequence[Response]) -> "Pending":
-        """Hands over the responses to a prompt."""
+        """Submits the responses to a prompt."""
         samples = samples_of(prompt, responses, tokenizer=self.tokenizer)
         self.on_submit()
         return Pending(prompt, responses, samples, self.submit(samples), self.shaping)
@@ -67,7 +67,7 @@ class Grading:
 
 @dataclass(frozen=True)
 class Pending:
-    """A sampled group, some of whose verdicts may still be on their way."""
+    """A sampled group whose verdicts may still be missing."""
 
     prompt: Prompt
     responses: Sequence[Response]
@@ -76,14 +76,104 @@ class Pending:
     shaping: Shaping
 
     def done(self) -> bool:
-        """Whether all verdicts are there."""
+        """Returns whether it has all verdicts."""
         return all(verdict.done() for verdict in self.verdicts)
 
     def graded(self) -> Group:
-        """The graded group; waits for its verdicts.
+        """Waits for the verdicts; returns the graded group.
 
         Raises:
             RewardError: the grader raised, or returned no verdict.
         """
         verdicts = [verdict.result() for verdict in self.verdicts]
         return shaped_group(self.prompt, self.responses, self.samples, verdicts, self.shaping)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One of several reward functions whose weighted sum is the reward."""
+
+    name: str
+    """Its name in metrics and reasons."""
+    weight: float
+    submit: Submit
+
+
+def weighted_sum(parts: Sequence[Part], shaping: Shaping) -> Submit:
+    """Returns a `Submit` that grades with all parts and sums their rewards, see `summed`.
+
+    Args:
+        parts: one or more, of different names.
+        shaping: turns a part's verdicts into rewards.
+    """
+
+    def submit(samples: Sequence[Sample]) -> list[Future[Verdict]]:
+        submitted = [future for part in parts for future in part.submit(samples)]
+        count = len(samples)
+
+        def join(verdicts: list[Verdict]) -> list[Verdict]:
+            return summed(parts, [verdicts[i : i + count] for i in range(0, len(verdicts), count)], shaping)
+
+        return each(joined(submitted, join), count)
+
+    return submit
+
+
+def summed(parts: Sequence[Part], verdicts: Sequence[Sequence[Verdict]], shaping: Shaping) -> list[Verdict]:
+    """Returns the sums of the parts' verdicts on the responses to one prompt.
+
+    `correct` and `extracted` are the first part's, and `score` is the sum of weight x reward. `reason` is the first part's with the
+    terms of the sum, and `lost` is the first that is not empty. `parts` holds each part's reward before its weight.
+    `Shaping.rewards` gives the reward of a lost verdict.
+
+    Args:
+        parts: one or more.
+        verdicts: each part's, on all responses.
+        shaping: turns verdicts into rewards.
+
+    Raises:
+        RewardError: a sum exceeds `MAX_SCORE`, though no part's score does; it names the terms.
+    """
+    rewards = [
+        shaping.rewards(of_part, weight=part.weight) for part, of_part in zip(parts, verdicts, strict=True)
+    ]
+    responses = zip(zip(*verdicts, strict=True), zip(*rewards, strict=True), strict=True)
+    return [_sum(parts, *of_response) for of_response in responses]
+
+
+def _sum(parts: Sequence[Part], verdicts: Sequence[Verdict], rewards: Sequence[float]) -> Verdict:
+    terms = [
+        f"{part.name} {part.weight:g} x {value:g}{f' ({verdict.lost})' if verdict.lost else ''}"
+        for part, value, verdict in zip(parts, rewards, verdicts, strict=True)
+    ]
+    first = verdicts[0]
+    score = sum(part.weight * value for part, value in zip(parts, rewards, strict=True))
+    if not abs(score) <= MAX_SCORE:
+        raise RewardError(
+            f"the sum of rewards {', '.join(terms)} is {score:g}; it is at most {MAX_SCORE:g} in size, or advantages would overflow: "
+            "lower the weights or scale the scores down"
+        )
+    return Verdict(
+        correct=first.correct,
+        extracted=first.extracted,
+        reason="; ".join(filter(None, [first.reason, f"sum of {', '.join(terms)}"])),
+        score=score,
+        lost=next((verdict.lost for verdict in verdicts if verdict.lost), ""),
+        parts={part.name: value for part, value in zip(parts, rewards, strict=True)},
+    )
+
+
+def part_names(names: Sequence[str]) -> list[str]:
+    """Returns short, unique names: a function's name without its module or file, and a number if the name occurs again.
+
+    >>> part_names(["math", "rewards.py:brief", "trl:other.py:brief", "main.<locals>.judge"])
+    ['math', 'brief', 'brief_2', 'judge']
+    """
+    short: list[str] = []
+    for name in names:
+        wanted = base = name.rpartition(":")[2].rpartition("<locals>.")[2]
+        number = 2
+        while wanted in short:
+            wanted, number = f"{base}_{number}", number + 1
+        short.append(wanted)
+    return short

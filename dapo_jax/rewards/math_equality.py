@@ -1,8 +1,8 @@
-"""Whether two readings of the grader `math` mean the same.
+"""Compares the meaning of two answers for the grader `math`.
 
-Numbers are compared exactly. A decimal stands for a number that it is not (1/3, the root of 2) only if it has six significant digits or
-more and the number rounds to it at its last digit. Irrational numbers are equal if 50 of their digits are, and expressions with variables
-if they are equal at three points. An undefined function, such as f(x), counts as a variable.
+Numbers are compared exactly. A decimal also equals a number that rounds to it at its last digit, such as 1/3 or the root of 2, if it
+has at least six significant digits. Irrational numbers are equal if 50 of their digits are, and expressions with variables if they
+are equal at three points. An undefined function, such as f(x), counts as a variable.
 """
 
 from itertools import starmap
@@ -12,16 +12,16 @@ import sympy
 from sympy.core.evalf import PrecisionExhausted
 from sympy.core.function import AppliedUndef
 
-from dapo_jax.rewards.math_reader import UNION, Reading, Relation, Several, is_name
+from dapo_jax.rewards.math_reader import UNION, ReadAnswer, Relation, Several, is_name
 
 DIGITS = 50
-"""Irrational numbers are equal if so many of their digits are."""
+"""Number of equal digits that makes irrational numbers equal."""
 
 _FLIPPED = {">": "<", "≥": "≤"}
 
 
-def same_meaning(gold: Reading, found: Reading) -> bool:
-    """Whether both mean the same; a percentage is its number, or a hundredth of it where the other is not a percentage."""
+def same_meaning(gold: ReadAnswer, found: ReadAnswer) -> bool:
+    """Returns whether both mean the same. A percentage is its number, or a hundredth of it if the other is not a percentage."""
     compare = _Comparison(gold.decimals | found.decimals).equal
     if compare(gold.value, found.value):
         return True
@@ -87,7 +87,7 @@ class _Comparison:
         sides = (*gold.sides, *found.sides)
         if len(sides) != 4 or not all(isinstance(side, sympy.Expr) for side in sides):
             return False
-        # One equation is a multiple of the other; by a positive number, for an inequality.
+        # One equation must be a multiple of the other; for an inequality, by a positive number.
         ratios = [
             sympy.N((one - other) / (third - fourth), DIGITS)
             for one, other, third, fourth in _at_points(sides)
@@ -103,11 +103,11 @@ class _Comparison:
             return False
         difference = gold - found
         if applied := difference.atoms(AppliedUndef):
-            # f(x) is a name like any other: where its arguments are equal, so is its value.
+            # f(x) is a name: if its arguments are equal, its value is equal.
             names = {one: sympy.Symbol(f"{one}", real=True) for one in applied}
             return self._same_number(gold.xreplace(names), found.xreplace(names))
         if difference.free_symbols:
-            # To work both out may take very long: (x + y + z)^50 has 1,326 terms.
+            # Expanding both may take very long: (x + y + z)^50 has 1,326 terms.
             return all(starmap(_are_close, _at_points((gold, found))))
         for one, other in ((gold, found), (found, gold)):
             last = self.decimals.get(abs(one))
@@ -117,7 +117,7 @@ class _Comparison:
 
 
 def _are_close(one: Any, other: Any) -> bool:
-    """Whether two numbers agree to `DIGITS` digits."""
+    """Returns whether two numbers agree to `DIGITS` digits."""
     difference: Any = sympy.Abs(one - other)
     if difference.is_Rational:
         return bool(difference == 0)
@@ -129,7 +129,7 @@ def _are_close(one: Any, other: Any) -> bool:
 
 
 def _at_points(expressions: tuple[Any, ...]) -> list[list[Any]]:
-    """The expressions' values where their variables have three sets of values, positive and negative."""
+    """Returns the values of the expressions at three points, with positive and negative values of the variables."""
     names = sorted(set().union(*(expression.free_symbols for expression in expressions)), key=str)
     points = [
         {name: sympy.Rational(sign * (17 + 10 * place), 29) for place, name in enumerate(names)}
@@ -140,7 +140,7 @@ def _at_points(expressions: tuple[Any, ...]) -> list[list[Any]]:
 
 
 def _value_of(relation: Relation, *, interval: bool) -> Any:
-    """The value that a relation states: 5 for x = 5, 5 = x and 2 + 3 = 5; for a < x < b the interval. None if it states no value."""
+    """Returns the value that a relation states: 5 for x = 5, 5 = x and 2 + 3 = 5; the interval for a < x < b. None without a value."""
     first, last = relation.sides[0], relation.sides[-1]
     if set(relation.signs) == {"="}:
         if is_name(last) and not is_name(first):
@@ -160,7 +160,7 @@ def _value_of(relation: Relation, *, interval: bool) -> Any:
 
 
 def _oriented(relation: Relation) -> Relation:
-    """From the lesser to the greater; of a chain of equal numbers only the ends."""
+    """Orders the sides from the lesser to the greater; keeps only the ends of a chain of equal numbers."""
     sides, signs = relation.sides, relation.signs
     if set(signs) == {"="} and all(
         isinstance(side, sympy.Expr) and not side.free_symbols for side in sides[1:-1]

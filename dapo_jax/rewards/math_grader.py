@@ -1,11 +1,11 @@
-"""The grader `math`: equal in meaning. `math_reader.py` has what it reads, `math_equality.py` how that is compared."""
+"""The grader `math` compares answers by meaning. `math_reader.py` reads them, `math_equality.py` compares them."""
 
 import re
 
 from dapo_jax.dapo.rollouts import Verdict
 
 TAIL_CHARACTERS = 2000
-"""Only this much of a response's end is looked at: symbolic parsers are slow, and an answer comes last."""
+"""Number of characters read at the end of a response: symbolic parsers are slow, and the answer comes last."""
 
 _ANSWER = re.compile(r"answer\s*:[\s*]*", re.IGNORECASE)
 _THE_ANSWER_IS = re.compile(r"\banswers?\b[^\n.:=]{0,100}?(?:\b(?:is|are)\b:?|:|=)", re.IGNORECASE)
@@ -14,28 +14,28 @@ _BOX = re.compile(r"\\f?boxed\s*\{|\\fbox\s*\{")
 _LEADING_EQUALS = re.compile(r"^((?:\\\(|\\\[|\$|\s)*)=(?![=>])")
 _SENTENCE = re.compile(r"(?<!\\)\b[A-Za-z]{2,}\s+[A-Za-z]{2,}")
 _SENTENCE_END = re.compile(r"[.!?](?=\s|\Z)")
-# A thousands separator is followed by three digits; another comma parts the entries of a list.
+# Three digits follow a thousands separator; any other comma separates the entries of a list.
 _NUMBER = r"[-+]?\(?[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+|(?=\.\d))(?:\.\d+)?\)?"
 _LEFT_TO_DO = re.compile(rf"{_NUMBER}(?:[-+*]{_NUMBER})+")
 
 
 def math_grader(response: str, answer: str) -> Verdict:
-    r"""Takes what the response states, and compares it in meaning with the reference.
+    r"""Finds the answer that the response states, and compares its meaning with the reference.
 
-    Stated is what the last `Answer:` says, or else the last `\boxed{}`, or else the response if it is one line of mathematics and nothing
-    else, or else what follows words such as "the answer is". A number that just happens to stand in the text is no
-    answer: of responses that state nothing, some would be right by accident. A last `\boxed{` that does not end, or a last `Answer:` with
-    nothing after it, was cut off: nothing is stated.
+    The answer is the text of the last `Answer:`, or else the last `\boxed{}`, or else the response if it is a single line of
+    mathematics, or else the text after words such as "the answer is". Any other number in the text does not count, or some
+    responses would be right by accident. A last `\boxed{` that does not end, or a last `Answer:` without text, was cut off: there is
+    no answer.
 
-    Equal text is correct without further ado. Otherwise both are read as mathematics, and the whole of each must be read
-    (`math_reader.py` lists what can be): 6/8 is 3/4, 34% is 34, \frac12 is 0.5. If one of the two cannot be read, other text is
-    wrong. Numbers are compared exactly: 0.333 is not 1/3. A decimal of six digits or more is also equal to a number that rounds to it:
-    0.333333 is 1/3. A sum or product of numbers that is left to be worked out is wrong: 8 + 2 is the question again, and not 10.
+    Equal text is correct. Otherwise both are read as mathematics, as a whole (`math_reader.py` lists the notations): 6/8 is 3/4,
+    34% is 34, \frac12 is 0.5. If one of the two cannot be read, different text is wrong. Numbers are compared exactly: 0.333 is not
+    1/3. A decimal of six digits or more is also equal to a number that rounds to it: 0.333333 is 1/3. An unevaluated sum or product
+    of numbers is wrong: 8 + 2 repeats the question and is not 10.
 
-    It has no limit of time of its own, so that a comparison that was given up is never taken for a wrong answer: let a `GradingPool`
-    call it, whose limit makes such a response a lost one.
+    It has no time limit of its own, so a slow comparison is never taken for a wrong answer. A `GradingPool` has one, and loses the
+    verdict instead.
     """
-    # They load sympy.
+    # These load sympy.
     from dapo_jax.rewards.math_equality import same_meaning
     from dapo_jax.rewards.math_reader import read, text_form
 
@@ -64,7 +64,7 @@ def math_grader(response: str, answer: str) -> Verdict:
 
 
 def unread_by_math(answer: str) -> bool:
-    """Whether the reference cannot be read as a whole, so that it is compared as text."""
+    """Returns whether the reference cannot be read as a whole, so that it is compared as text."""
     from dapo_jax.rewards.math_reader import read
 
     return read(answer) is None
@@ -93,7 +93,7 @@ def _statement(text: str) -> tuple[str | None, str]:
 
 
 def _last_box(text: str) -> tuple[str | None, bool]:
-    r"""The content of the last `\boxed{}` that is in no other box, None if the box does not end; and whether there is a box."""
+    r"""Returns the content of the last outermost `\boxed{}`, None if it does not end, and whether there is a box."""
     content, at = None, 0
     while opened := _BOX.search(text, at):
         depth, content = 1, None

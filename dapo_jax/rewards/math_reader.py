@@ -1,18 +1,18 @@
-r"""Reads an answer as mathematics: the whole of it, or nothing.
+r"""Reads an answer as mathematics, as a whole or not at all.
 
-These notations are read; whatever else an answer holds makes it unreadable, so that no part of it stands for the whole:
+These notations are read. Anything else makes the answer unreadable, so a part of it never counts as the whole:
 
-* numbers as in `numerals.py`, mixed numbers (`2 2/3`, `2\frac23`), repeating decimals (`0.\overline{3}`), thousands set apart by
+* numbers as in `numerals.py`, mixed numbers (`2 2/3`, `2\frac23`), repeating decimals (`0.\overline{3}`), thousands separated by
   `,`, `{,}`, `,\!` or thin spaces;
-* `+ - \pm * / ^ !`, fractions, binomial coefficients, roots, absolute values, sine and its like, exponentials and logarithms, `\pi`, `e`, `i`, letters with
-  indices;
+* `+ - \pm * / ^ !`, fractions, binomial coefficients, roots, absolute values, trigonometric functions, exponentials and
+  logarithms, `\pi`, `e`, `i`, letters with indices;
 * `=`, `\approx` and inequalities; intervals, tuples, sets, unions, lists, matrices.
 
-These do not count: wrapping (`$`, `\boxed`, `\left`, the words of a sentence), units (words, `\text{}`, degrees, money), punctuation.
-A percentage is read as its number and as its hundredth.
+Wrapping (`$`, `\boxed`, `\left`, the words of a sentence), units (words, `\text{}`, degrees, money) and punctuation are ignored.
+A percentage is read as its number and as a hundredth of it.
 
-Some things are not read because they are lost or have another meaning in a fragment: bases (`2516_8`), overlines, lists with dots, primes,
-powers of powers without braces, and what has two readings (`1/2x`, `3 4`).
+Notations that are ambiguous out of context are not read: bases (`2516_8`), overlines, lists with dots, primes, powers of powers
+without braces, and text with two readings (`1/2x`, `3 4`).
 """
 
 import re
@@ -26,18 +26,18 @@ import sympy
 from dapo_jax.rewards.numerals import CHANGING_AFTER, CHANGING_BEFORE, GROUPED, NUMERAL, plain, value
 
 MOST_BITS = 20_000
-"""No power of numbers is worked out beyond this size."""
+"""Size in bits of the largest power of numbers that is evaluated."""
 SIGNIFICANT = 6
-"""A decimal of fewer digits stands for no number but its own."""
+"""Number of digits from which a decimal also equals numbers that round to it."""
 
 
 class UnreadableError(ValueError):
-    """Not all of the text can be read."""
+    """The text cannot be read as a whole."""
 
 
 @dataclass(frozen=True)
 class Several:
-    """Values in brackets: `(1,2]`, a set, a matrix (brackets `matrix`), a union (`UNION`), or a list without brackets."""
+    """Values in brackets: `(1,2]`, a set, a matrix (`opened="matrix"`), a union (`UNION`), or a list without brackets."""
 
     opened: str
     items: tuple[Any, ...]
@@ -46,15 +46,15 @@ class Several:
 
 @dataclass(frozen=True)
 class Relation:
-    """`sides` with a sign between each two: a < b <= c."""
+    """A relation with a sign between each two sides: a < b <= c."""
 
     sides: tuple[Any, ...]
     signs: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Reading:
-    """The meaning of a text. `decimals` has the last place of each decimal in it with six significant digits or more."""
+class ReadAnswer:
+    """The meaning of a text. `decimals` has the last place of each decimal in it with at least six significant digits."""
 
     text: str
     value: Any
@@ -96,7 +96,7 @@ _COMMANDS = {
     **_each("rbrace", r"\}"),
     **_each("varnothing", r"\emptyset"),
 }
-"""The sign that stands for a command; a command that is not here stays as it is."""
+"""Signs by the name of a command; other commands stay as they are."""
 _NATURAL = ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "exp", "asin", "acos", "atan")
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{name: getattr(sympy, name) for name in _NATURAL},
@@ -117,9 +117,9 @@ _SMALL_UNITS = _each(
     "GBP st nd rd th pts pcs sq cup egg hen bus box car boy way row ton bag dog cat pen man",
     "",
 )
-"""Words of two or three letters. Other short words are products of variables, unless they stand in a sentence."""
+"""Units of two or three letters. Other short words are products of variables, unless they are in a sentence."""
 _UNIT_LETTERS = frozenset("mgshLlJNWVACKF")
-"""Units of one letter, if they are set upright: \\text{m}. A letter without that is a variable."""
+"""Units of one letter in upright type: \\text{m}. A letter in italics is a variable."""
 
 _COMMAND = re.compile(r"\\([A-Za-z]+)")
 _MONEY = re.compile(r"(?<![0-9.,])(?:\\\$|[€£¥₹])|(?:\\\$|[€£¥₹¢])(?![0-9.,])")
@@ -147,7 +147,7 @@ _CHANGING = frozenset(CHANGING_BEFORE + CHANGING_AFTER + _BOUNDS)
 
 
 def text_form(text: str) -> str:
-    r"""The text without wrapping, white space and punctuation: what is compared where something cannot be read.
+    r"""Returns the text without wrapping, white space and punctuation, for comparison if one side cannot be read.
 
     >>> text_form(r"$\text{ Blue }.$"), text_form(r"2516_{8}"), text_form(r"\left( 3, 4 \right)")
     ('blue', '2516_8', '(3,4)')
@@ -162,9 +162,9 @@ def text_form(text: str) -> str:
 
 
 def _simplified(text: str) -> str:
-    """One sign for each thing that has several, no money, no spacing commands."""
+    """Replaces alternative notations by one sign, and removes money signs and spacing commands."""
     text = plain(text).translate(_SIGNS)
-    # Rows of a matrix; elsewhere a backslash that was escaped twice.
+    # In a matrix this separates rows; elsewhere it is a backslash that was escaped twice.
     text = text.replace("\\\\", "\1" if "matrix" in text else "\\")
     text = re.sub(r"\\begin\s*\{[pb]?matrix\}", "⟦", re.sub(r"\\end\s*\{[pb]?matrix\}", "⟧", text))
     text = re.sub(r"(?<=[0-9])\s*[xX]\s*(?=10\s*\^)", "*", _MONEY.sub(" ", text))
@@ -172,33 +172,33 @@ def _simplified(text: str) -> str:
     text = _COMMAND.sub(lambda match: _COMMANDS.get(match[1], match[0]), text)
     text = re.sub(r"\.{3,}", "…", re.sub(r"\s!=", "≠", _PERCENT.sub("%", text)))
     if text.count("$") == 1:
-        text = _ONE_DOLLAR.sub(r" \1", text)  # money, too
+        text = _ONE_DOLLAR.sub(r" \1", text)  # money
     return _SPACING.sub(" ", text)
 
 
 @lru_cache(maxsize=4096)
-def read(text: str) -> Reading | None:
-    """Reads the text; None if not all of it can be read."""
-    if re.search("[\0\1\2]", text):  # signs of this module's own
+def read(text: str) -> ReadAnswer | None:
+    """Reads the text; returns None if it cannot be read as a whole."""
+    if re.search("[\0\1\2]", text):  # this module uses these signs itself
         return None
     try:
         core, percent = _core(_simplified(text))
-        reader = _Reader(core)
+        reader = _FormulaParser(core)
         found = reader.statement()
-        return Reading(core, found, percent, reader.decimals)
+        return ReadAnswer(core, found, percent, reader.decimals)
     except (UnreadableError, RecursionError, ArithmeticError, TypeError, ValueError):
         return None
 
 
 def _core(text: str) -> tuple[str, bool]:
-    """The only piece of mathematics in a sentence, without units; and whether it is a percentage."""
+    """Returns the only piece of mathematics in a sentence, without units, and whether it is a percentage."""
     text = _CONJUNCTION.sub("\2", re.sub(r"\\(?:text|mbox|mathrm)\s*\{\s*(and|or)\s*\}", r" \1 ", text))
     text = _UPRIGHT.sub(_upright, text)
     parts = _MARKS.split(text)
     if len(parts) > 1:
         if len(parts) % 2 == 0:
             raise UnreadableError("a formula that is not closed")
-        # What stands between the marks is mathematics, and every letter outside of them is prose.
+        # Text between the marks is mathematics, and every letter outside is prose.
         text = "".join(
             f" {part} " if place % 2 else re.sub(r"[A-Za-z]+", _word, part)
             for place, part in enumerate(parts)
@@ -206,13 +206,13 @@ def _core(text: str) -> tuple[str, bool]:
     else:
         prose = bool(_PROSE.search(text))
         text = _WORDS.sub(lambda match: _letters(match, prose), text)
-    # The end of a word such as Brandon's, and words in brackets.
+    # Removes the end of a word such as Brandon's, and words in brackets.
     text = re.sub("\0'(?:[a-z]|\0)|\\(\\s*\0[\0\\s]*\\)", "\0", text)
     if not any(rf"\{name}" in text for name in _FUNCTIONS):
         text = re.sub(r"\^\s*\{?\s*\\circ\s*\}?|°", "", text)
     pieces = [piece.strip(' "`,;:?').rstrip(". ") for piece in _UNIT_POWER.split(text)]
     where = [place for place, piece in enumerate(pieces) if re.search(r"[^\s()\[\]{}-]", piece)]
-    # A letter may be a word too, or the name of what has the value: "the value of x is 5".
+    # A letter may also be a word, or the name of the value: "the value of x is 5".
     where = [place for place in where if place == where[-1] or not re.fullmatch("[A-Za-z]", pieces[place])]
     if len(where) != 1:
         raise UnreadableError("no mathematics, or several pieces")
@@ -231,7 +231,7 @@ def _word(match: re.Match[str]) -> str:
 
 
 def _upright(match: re.Match[str]) -> str:
-    """A function, a letter, or words."""
+    """Replaces upright text: a function, a letter, or words."""
     style, inner = match[1], match[2].strip()
     if inner in _FUNCTIONS:
         return rf"\{inner} "
@@ -247,12 +247,12 @@ def _upright(match: re.Match[str]) -> str:
 
 
 def _letters(match: re.Match[str], prose: bool) -> str:
-    """Letters without a mark: a command, a word, or a product of variables."""
+    """Replaces letters without marks: a command, a word, or a product of variables."""
     letters = match[0]
     if letters.startswith("\\"):
         return letters
     if letters == "sec" and not match.string[match.end() :].strip(" .$"):
-        return "\0"  # seconds; anywhere else it is the secant
+        return "\0"  # seconds; elsewhere the secant
     if letters in _FUNCTIONS or letters == "sqrt":
         return rf"\{letters}"
     if letters in ("pi", "infinity", "infty"):
@@ -267,8 +267,8 @@ def _letters(match: re.Match[str], prose: bool) -> str:
     return _word(match)
 
 
-class _Reader:
-    """A parser by recursive descent, each rule a method. A place that no rule fits is an error."""
+class _FormulaParser:
+    """A recursive descent parser with one method per rule. Text that fits no rule raises UnreadableError."""
 
     def __init__(self, text: str) -> None:
         self.text, self.at = text, 0
@@ -278,7 +278,7 @@ class _Reader:
         self.divided = False
 
     def statement(self) -> Any:
-        """The whole text; with a plus-minus sign both of its values."""
+        """Reads the whole text; with a plus-minus sign, both of its values."""
         found = self._all()
         if not set("±∓") & set(self.text):
             return found
@@ -319,7 +319,7 @@ class _Reader:
             signs.append({"<=": "≤", ">=": "≥", "∈": "="}.get(sign[0].strip(), sign[0].strip()))
             sides.append(self._union())
         if "≈" in signs:
-            # The exact value comes first, unless it is only a name.
+            # The exact value is the first side, unless this is only a name.
             exact = signs.index("≈")
             end = exact + 2 if exact == 0 and is_name(sides[0]) else exact + 1
             sides, signs = sides[:end], ["="] * (end - 1)
@@ -388,7 +388,7 @@ class _Reader:
         return sign * _number(self._base() if self._sees(r"[({\\A-Za-zπ]") else self._numeral())
 
     def _argument(self) -> Any:
-        r"""The argument of \frac or \sqrt: a group, a digit, a letter or a command."""
+        r"""Reads the argument of \frac or \sqrt: a group, a digit, a letter or a command."""
         if digit := self._take("[0-9]"):
             return sympy.Integer(digit[0].strip())
         if not self._sees(r"[{(A-Za-zπ\\]"):
@@ -524,7 +524,7 @@ class _Reader:
 
 
 def is_name(side: Any) -> bool:
-    """Whether this is only a name of a value, as in `x = 5`, `f(2) = 5`, `a + b = 5` or `x^2 = 5`, and not an equation as `2x = 5`."""
+    """Returns whether this only names a value, as in `x = 5`, `f(2) = 5`, `a + b = 5` or `x^2 = 5`, unlike the equation `2x = 5`."""
     if isinstance(side, Several):  # (x, y) = (1, 2)
         return all(isinstance(item, sympy.Symbol) for item in side.items)
     if not isinstance(side, sympy.Expr):
@@ -544,7 +544,7 @@ def _number(found: Any) -> Any:
 
 
 def _power(base: Any, exponent: Any) -> Any:
-    """A power, unless it would be very large: responses are not trusted."""
+    """Returns a power. Raises UnreadableError if it would be very large: responses are not trusted."""
     if exponent.is_Rational:
         size = abs(exponent)
         if base.is_Rational:

@@ -1,4 +1,4 @@
-"""Numbers as people write them, read exactly and as a whole. The graders `math` and `gsm8k` share this notation."""
+"""Reads numbers as people write them, exactly and as a whole, for the graders `math` and `gsm8k`."""
 
 import re
 from decimal import Decimal
@@ -28,39 +28,50 @@ _UNSHIFTED = str.maketrans(_RAISED + _LOWERED, "+-0123456789" * 2)
 
 _EXPONENT = r"(?:[eE][-+]?[0-9]{1,4}(?![0-9.]))?"
 NUMERAL = re.compile(rf"(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+){_EXPONENT}")
-"""Digits, with a decimal point and an exponent as in 3e8."""
+"""Matches digits, with a decimal point and an exponent as in 3e8."""
 GROUPED = re.compile(
     rf"[1-9][0-9]{{0,2}}(?:[, ][0-9]{{3}})+(?![0-9]|,[0-9])(?:\.[0-9]+)?{_EXPONENT}|{NUMERAL.pattern}"
 )
-"""The same, whose thousands may be set apart by commas or spaces."""
+"""Matches the same, with commas or spaces between thousands."""
 _NUMBER = re.compile(
     rf"(?P<sign>[-+]?)\s*(?:(?P<whole>[0-9]+)\s+(?=[0-9]+\s*/))?(?P<over>{GROUPED.pattern})"
     rf"(?:\s*/\s*(?P<under>{GROUPED.pattern}))?"
 )  # fmt: skip
 
-CHANGING_BEFORE = (
-    "not",
-    "minus",
-    "plus",
-    "negative",
-    "times",
-    "than",
-    "half",
-    "twice",
-    "double",
-    "root",
-    "over",
-)
+CHANGING_BEFORE = ("not", "minus", "plus", "negative", "times", "than", "half", "twice", "double", "root", "over")  # fmt: skip
 CHANGING_AFTER = (
-    *("half", "halves", "third", "thirds", "quarter", "quarters", "fourths", "fifths", "tenths", "hundredths"),
-    *("dozen", "hundred", "hundreds", "thousand", "thousands", "million", "millions", "billion", "billions", "trillion", "trillions"),
-    *("squared", "cubed", "base", "mod", "modulo", "divided", "multiplied", "factorial"),
-)  # fmt: skip
-"""Words before and after a number that make another number of it."""
+    *[
+        "half",
+        "halves",
+        "third",
+        "thirds",
+        "quarter",
+        "quarters",
+        "fourths",
+        "fifths",
+        "tenths",
+        "hundredths",
+    ],
+    *[
+        "dozen",
+        "hundred",
+        "hundreds",
+        "thousand",
+        "thousands",
+        "million",
+        "millions",
+        "billion",
+        "billions",
+        "trillion",
+        "trillions",
+    ],
+    *["squared", "cubed", "base", "mod", "modulo", "divided", "multiplied", "factorial"],
+)
+"""Words before and after a number that change it."""
 
 
 def plain(text: str) -> str:
-    """Unicode signs as ASCII or LaTeX: minus signs, spaces, products, fractions such as ½, raised and lowered digits."""
+    """Rewrites Unicode signs as ASCII or LaTeX: minus signs, spaces, products, fractions such as ½, superscripts and subscripts."""
 
     def unshifted(match: re.Match[str]) -> str:
         return ("^" if match["raised"] else "_") + "{" + match[0].translate(_UNSHIFTED) + "}"
@@ -69,12 +80,12 @@ def plain(text: str) -> str:
 
 
 def value(numeral: str) -> Fraction:
-    """The exact value of a text that `NUMERAL` or `GROUPED` matches. `int` would refuse 5,000 digits."""
+    """Returns the exact value of a text that `NUMERAL` or `GROUPED` matches. `int` would refuse 5,000 digits."""
     return Fraction(Decimal(numeral.replace(",", "").replace(" ", "")))
 
 
 def number(text: str) -> Fraction | None:
-    """The number that the whole text is: an integer, a decimal, 3e8, 1/2, or 2 2/3. None if it is anything else.
+    """Reads the whole text as a number: an integer, a decimal, 3e8, 1/2, or 2 2/3. Returns None if it is anything else.
 
     >>> number("-2 2/3"), number("1,200.50"), number("3-5")
     (Fraction(-8, 3), Fraction(2401, 2), None)

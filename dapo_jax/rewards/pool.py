@@ -1,10 +1,9 @@
-"""Grading in worker processes: a time limit for each call, bounded memory, and a dead or hung worker is replaced.
+"""Grades in worker processes: each call has a time limit and a memory limit, and a dead or hung worker is replaced.
 
-Each worker is a process of its own (`dapo_jax.rewards.worker`) that one thread here talks to. A call is
-one response, or all responses to a prompt for a grader that takes a whole group. One that runs out of time or memory, or that
-kills its worker, gets wrong verdicts which say so; the calls behind it go on with a fresh worker. A worker that dies after it has
-answered other calls may have died of what one of them left behind: the call that it died on is asked once more of a fresh one. Where
-workers go on dying, it is the grader that is wrong, and not a response: then a call raises.
+A call is one response, or all responses to a prompt for a grader that takes a whole group. If it exceeds a limit or kills its worker,
+its verdicts are lost and name the reason; a new worker takes the next call. A worker that dies after it answered earlier calls may have
+died of something that one of these left behind, such as a thread: the call is then sent once more, to a new worker. If workers keep
+dying, the grader is at fault rather than a response, and calls raise.
 """
 
 import contextlib
@@ -12,26 +11,26 @@ import json
 import queue
 import sys
 import threading
-import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 from dapo_jax.dapo.rollouts import Lost, Verdict
-from dapo_jax.rewards.calls import MAX_ANSWER_BYTES, call_of, verdicts_of
-from dapo_jax.rewards.functions import RewardError, calls_of
+from dapo_jax.rewards.functions import GradeFunction, RewardError, calls_of, grade_function
 from dapo_jax.rewards.futures import each
 from dapo_jax.rewards.sample import Sample
-from dapo_jax.rewards.worker_process import WorkerProcess
-
-START_S = 120.0
-"""Seconds that a worker may take to load the grader; importing a symbolic package on a busy machine is slow."""
+from dapo_jax.rewards.samples_as_json import call_of, samples_of, verdicts_of, verdicts_to_json
+from dapo_jax.workers import EndedError, Worker
+from dapo_jax.workers.inside import Answer, Serve
 
 DEATHS_BORNE = 2
-"""Workers may die this often, and for one in `CALLS_A_DEATH` calls beyond that, before it is called an error."""
+"""Number of workers that may always die before a death is an error."""
 
 CALLS_A_DEATH = 100
-"""A grader that ends its process on one response in a hundred or more is broken; on fewer, those responses may be at fault."""
+"""Number of calls per further death. A grader that kills its process on at least one response in a hundred is broken."""
+
+MAX_ANSWER_BYTES = 1 << 24
+"""Length of the longest answer to one call. Verdicts on a group take some kilobytes."""
 
 
 class GradingPool:
@@ -48,37 +47,34 @@ class GradingPool:
         whole_group: bool = False,
         on_nonfinite: str = "error",
     ) -> None:
-        """Starts the workers; they load the grader while the caller goes on.
+        """Starts the workers without waiting for them to load the grader.
 
         Args:
             grader: a name in `GRADERS`, `module:function` or `path/to/file.py:function`.
-            workers: processes.
-            timeout_s: seconds that one call may take.
-            memory_mb: megabytes a worker may take beyond what it has once the grader is loaded.
-            answer_marker: of the grader `exact`.
-            whole_group: one call takes all responses to a prompt, else one.
-            on_nonfinite: as of `load_reward`.
+            workers: number of processes.
+            timeout_s: seconds per call.
+            memory_mb: megabytes that a worker may allocate after it has loaded the grader.
+            answer_marker: for the grader `exact`.
+            whole_group: whether one call takes all responses to a prompt instead of one.
+            on_nonfinite: see `load_reward`.
 
         Raises:
-            ValueError: no workers, or a limit that is not positive.
+            ValueError: there are no workers, or a limit is not positive.
         """
         if workers < 1 or timeout_s <= 0 or memory_mb < 1:
             raise ValueError(
                 f"a grading pool needs workers >= 1, timeout_s > 0 and memory_mb >= 1; got {workers=}, {timeout_s=}, "
                 f"{memory_mb=}"
             )
-        setup = {"grader": grader, "answer_marker": answer_marker, "memory_mb": memory_mb}
-        self._setup = {**setup, "on_nonfinite": on_nonfinite}
-        self._grader = grader
+        self._setup = {"grader": grader, "answer_marker": answer_marker, "on_nonfinite": on_nonfinite}
+        self._grader, self._timeout_s, self._memory_mb = grader, timeout_s, memory_mb
+        self._whole_group = whole_group
         self._lock = threading.Lock()
         self._asked = self._deaths = 0
-        self._timeout_s = timeout_s
-        self._whole_group = whole_group
-        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
-        self._closing = threading.Event()
-        self._threads = [threading.Thread(target=self._serve, daemon=True) for _ in range(workers)]
-        for thread in self._threads:
-            thread.start()
+        self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+        for _ in range(workers):
+            self._idle.put(self._start())
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="grading")
 
     def __enter__(self) -> "GradingPool":
         return self
@@ -87,238 +83,150 @@ class GradingPool:
         self.close()
 
     def submit(self, samples: Sequence[Sample]) -> list[Future[Verdict]]:
-        """Queues the calls for the responses to one prompt; the verdicts are in their order.
+        """Queues the calls for the responses to one prompt; returns their verdicts in the same order.
 
-        A result raises RewardError if the grader raised, its answer was no verdict, its workers do not start or it ends them again and
-        again, ValueError if it cannot be loaded.
+        A result raises RewardError if the grader raised, returned no verdict, kills its workers again and again or cannot start one,
+        and ValueError if the grader cannot be loaded.
 
         Raises:
             RuntimeError: the pool was closed.
         """
-        calls = [
-            _Call(samples_of_call, Future())
-            for samples_of_call in calls_of(samples, whole_group=self._whole_group)
-        ]
-        with self._lock:  # behind what ends the threads, a call would wait for ever
-            if self._closing.is_set():
-                raise RuntimeError(f"the grading pool of {self._grader} was closed; submit before that")
-            for call in calls:
-                self._calls.put(call)
-        return [future for call in calls for future in each(call.answer, len(call.samples))]
+        found: list[Future[Verdict]] = []
+        for call in calls_of(samples, whole_group=self._whole_group):
+            try:
+                answer = self._threads.submit(self._verdicts, call)
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"the grading pool of {self._grader} was closed; submit before that"
+                ) from error
+            found += each(answer, len(call))
+        return found
 
     def grade(self, samples: Sequence[Sample]) -> list[Verdict]:
-        """The verdicts on the responses to one prompt, in their order."""
+        """Returns the verdicts on the responses to one prompt, in their order."""
         return [future.result() for future in self.submit(samples)]
 
-    @property
-    def waiting(self) -> int:
-        """Calls that no worker has taken yet."""
-        return self._calls.qsize()
-
     def close(self) -> None:
-        """Ends the workers. Calls that wait in the queue are cancelled; those that are being graded are waited for."""
+        """Cancels waiting calls, waits for the calls that are being graded, and ends the workers."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        while not self._idle.empty():
+            worker = self._idle.get()
+            worker.end(EndedError("died", "the grading pool was closed"))
+            worker.join()
+
+    def _start(self) -> Worker:
+        return Worker("dapo_jax.rewards.pool:load_grader", self._setup, memory_mb=self._memory_mb)
+
+    def _verdicts(self, call: Sequence[Sample]) -> list[Verdict]:
+        """Returns the verdicts of one call. There is one thread per worker, so a worker is always idle."""
         with self._lock:
-            self._closing.set()
-            for _ in self._threads:
-                self._calls.put(None)
-        for thread in self._threads:
-            thread.join()
-
-    def _serve(self) -> None:
-        """One worker's thread: takes a call, has it graded, takes the next."""
-        seat = _Seat(self._setup)
-        while (call := self._calls.get()) is not None:
-            if self._closing.is_set():
-                call.answer.cancel()
-                continue
-            with self._lock:
-                self._asked += 1
-            try:
-                call.answer.set_result(self._verdicts(seat, call))
-            except _ProtocolError as error:
-                call.answer.set_exception(RewardError(f"reward function {self._grader}: {error}"))
-            except Exception as error:
-                call.answer.set_exception(error)
-        seat.end()
-
-    def _verdicts(self, seat: "_Seat", call: "_Call", *, again: bool = False) -> list[Verdict]:
-        """The verdicts on a call's responses, asked for once more (`again`) if a worker died that had answered earlier calls."""
-        used = seat.used
+            self._asked += 1
+        message = {"samples": call_of(call)}
+        worker, is_first_try = self._idle.get(), True
         try:
-            return seat.ask(call_of(call.samples), self._timeout_s)
-        except _LostError as lost:
-            once_more = used and lost.kind == "died"
-            if lost.kind == "died":
-                then = "a new one is asked" if once_more else "it counts as wrong"
-                self._died(f"on {call.where}", f"{lost}", then, counts=not again)
-            if once_more:
-                return self._verdicts(seat, call, again=True)
-            verdict = Verdict(correct=False, reason=str(lost), lost=lost.kind)
-            return [verdict] * len(call.samples)
+            while True:
+                is_fresh = worker.answered == 0
+                try:
+                    return self._answer(worker, message)
+                except _NoVerdictError as lost:
+                    is_last_try = lost.kind != "died" or is_fresh or not is_first_try
+                    if lost.kind == "died":
+                        self._count_death(call, str(lost), is_first_try=is_first_try, is_last_try=is_last_try)
+                    if is_last_try:
+                        return [Verdict(correct=False, reason=str(lost), lost=lost.kind)] * len(call)
+                worker, is_first_try = self._start(), False
+        finally:
+            self._idle.put(worker if worker.ended is None else self._start())
 
-    def _died(self, where: str, how: str, then: str, *, counts: bool) -> None:
-        """Counts the death of a worker, one for each call, and says the first of them.
+    def _answer(self, worker: Worker, message: Mapping[str, Any]) -> list[Verdict]:
+        """Returns a worker's verdicts on one call.
 
         Raises:
-            RewardError: it is one too many.
+            _NoVerdictError: it has none. The worker was ended.
+            RewardError: the grader raised, or the worker could not start.
+            ValueError: the grader cannot be loaded.
+        """
+        try:
+            worker.ready.result()
+        except EndedError as error:
+            raise RewardError(f"reward function {self._grader}: {error}") from error
+        try:
+            answer = worker.ask(message).result(self._timeout_s)
+        except TimeoutError:
+            worker.end(EndedError("timeout", "a call took too long"))
+            raise _NoVerdictError("timeout", f"no verdict within {self._timeout_s:g} s") from None
+        except EndedError as error:
+            raise _NoVerdictError("died", str(error)) from error
+        if "memory" in answer:
+            worker.end(EndedError("died", "the grader ran out of memory"))
+            raise _NoVerdictError("memory", "the grader ran out of memory")
+        if "failed" in answer:
+            raise RewardError(answer["failed"])
+        return verdicts_of(answer)
+
+    def _count_death(
+        self, call: Sequence[Sample], how: str, *, is_first_try: bool, is_last_try: bool
+    ) -> None:
+        """Counts the death of a worker, once per call, and prints the first ones.
+
+        Raises:
+            RewardError: too many have died.
         """
         with self._lock:
-            self._deaths += counts
+            self._deaths += is_first_try
             asked, deaths = self._asked, self._deaths
-        if counts and deaths > DEATHS_BORNE and deaths * CALLS_A_DEATH >= asked:
+        where = f"prompt {call[0].prompt.ordinal}, response {call[0].response[:60]!r}"
+        if is_first_try and deaths > DEATHS_BORNE and deaths * CALLS_A_DEATH >= asked:
             raise RewardError(
-                f"reward function {self._grader}: its worker died {deaths} times in {asked} calls, the last time {where}: {how}; a "
-                "function must return, or raise, and neither end its process nor leave behind what ends it: call it on that response "
-                "by itself"
+                f"reward function {self._grader}: its worker died {deaths} times in {asked} calls, the last time on {where}: {how}; a "
+                "function must return or raise, and neither end its process nor leave behind a thread or timer that ends it: call it on "
+                "that response by itself"
             ) from None
         if deaths <= DEATHS_BORNE:
-            with contextlib.suppress(OSError, ValueError, AttributeError):  # no standard error to say it on
-                print(f"reward function {self._grader}, {where}: {how}; {then}", file=sys.stderr)
+            then = "it counts as wrong" if is_last_try else "a new worker is asked"
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # there may be no standard error
+                print(f"reward function {self._grader}, on {where}: {how}; {then}", file=sys.stderr)
 
 
-class _Call(NamedTuple):
-    """The responses that a worker is asked about at once, and where its answer goes."""
-
-    samples: Sequence[Sample]
-    answer: Future[list[Verdict]]
-
-    @property
-    def where(self) -> str:
-        """Which call this is, for messages."""
-        return f"prompt {self.samples[0].prompt.ordinal}, response {self.samples[0].response[:60]!r}"
-
-
-class _LostError(Exception):
-    """A call whose worker is gone."""
+class _NoVerdictError(Exception):
+    """A call without a verdict."""
 
     def __init__(self, kind: Lost, reason: str) -> None:
         super().__init__(reason)
-        self.kind = kind
+        self.kind: Lost = kind
 
 
-class _ProtocolError(Exception):
-    """A worker's pipe held something else than the answer to the call; the worker is gone."""
+def load_grader(setup: Mapping[str, Any]) -> tuple[dict[str, Any], Serve]:
+    """In a worker: loads the grader, which then runs in the main thread, where functions may use signals.
+
+    Raises:
+        ValueError: the grader cannot be loaded.
+    """
+    grade = grade_function(
+        setup["grader"], answer_marker=setup["answer_marker"], on_nonfinite=setup["on_nonfinite"]
+    )
+
+    def serve(calls: Iterable[dict[str, Any]], answer: Answer) -> None:
+        for call in calls:
+            answer(call["id"], _graded(grade, call["samples"], setup["grader"]))
+
+    return {}, serve
 
 
-class _Seat:
-    """Where one worker works after another: the next starts when it is asked."""
-
-    def __init__(self, setup: Mapping[str, Any]) -> None:
-        self._setup = setup
-        self._worker: _Worker | None = None
-
-    @property
-    def used(self) -> bool:
-        """True if the worker that would be asked has answered a call before."""
-        return self._worker is not None and not self._worker.gone
-
-    def ask(self, call: Sequence[Mapping[str, Any]], timeout_s: float) -> list[Verdict]:
-        """The worker's verdicts; `_Worker` says what is raised."""
-        if self._worker is None or self._worker.gone:
-            self._worker = _Worker(self._setup)
-        return self._worker.ask(call, timeout_s)
-
-    def end(self) -> None:
-        """Ends the worker, if there is one."""
-        if self._worker is not None and not self._worker.gone:
-            self._worker.end()
-
-
-class _Worker:
-    """A process and its two pipes; one question at a time."""
-
-    def __init__(self, setup: Mapping[str, Any]) -> None:
-        """Starts the process, and waits till it has loaded the grader.
-
-        Raises:
-            ValueError: the grader cannot be loaded there.
-            RewardError: the process ended or hung before it was ready.
-        """
-        self._process = WorkerProcess("dapo_jax.rewards.worker", setup, most_bytes=2 * MAX_ANSWER_BYTES)
-        self._number = 0
-        self.gone = False
-        try:
-            answer = self._answer(time.monotonic() + START_S, START_S)
-        except (_LostError, _ProtocolError) as lost:
-            hung = isinstance(lost, _LostError) and lost.kind == "timeout"
-            raise RewardError(
-                f"reward function {setup['grader']}: its worker did not start: "
-                f"{f'it was not ready within {START_S:g} s' if hung else lost}; a file or module must load in a process of its own, and "
-                "neither wait nor end the process meanwhile; the worker's standard error may say more"
-            ) from lost
-        if "failed" in answer:
-            self.end()
-            raise ValueError(answer["failed"])
-
-    def ask(self, call: Sequence[Mapping[str, Any]], timeout_s: float) -> list[Verdict]:
-        """The worker's verdicts.
-
-        Raises:
-            _LostError: none came; the process has ended.
-            _ProtocolError: what came is no answer to this call; the process has ended.
-            RewardError: the grader raised.
-        """
-        if self._process.has_ended:
-            self._lose("died", f"the worker had ended ({self._process.ending()})")
-        deadline = time.monotonic() + timeout_s
-        self._number += 1
-        self._send(json.dumps({"id": self._number, "samples": call}).encode() + b"\n", deadline, timeout_s)
-        answer = self._answer(deadline, timeout_s)
-        if "memory" in answer:
-            self._lose("memory", "the grader ran out of memory")
-        if "failed" in answer:
-            raise RewardError(answer["failed"])
-        try:
-            return verdicts_of(answer)
-        except (KeyError, TypeError, ValueError):
-            self._break(
-                f"its worker sent {f'{answer}':.200}, which holds no verdicts; something else writes to its pipe"
-            )
-
-    def end(self) -> None:
-        """Ends the process and all that it started, and closes the pipes."""
-        self.gone = True
-        self._process.end()
-
-    def _send(self, message: bytes, deadline: float, timeout_s: float) -> None:
-        try:
-            self._process.send(message, deadline)
-        except TimeoutError:
-            self._lose("timeout", f"the worker did not take the call within {timeout_s:g} s")
-        except BrokenPipeError:
-            self._lose("died", f"the worker had ended ({self._process.ending()})")
-
-    def _answer(self, deadline: float, timeout_s: float) -> dict[str, Any]:
-        """The answer to the last call; the time holds while data arrive, too."""
-        try:
-            line = self._process.line(deadline)
-        except TimeoutError:
-            self._lose("timeout", f"no verdict within {timeout_s:g} s")
-        except EOFError:
-            self._lose("died", f"the grader ended its process ({self._process.ending()})")
-        except ValueError:
-            self._break(f"its worker sent more than {MAX_ANSWER_BYTES:,} bytes without an end")
-        try:
-            answer = json.loads(line)
-            number = answer["id"]
-            if type(number) is not int:  # True equals 1
-                raise TypeError
-        except (ValueError, TypeError, KeyError, RecursionError):
-            self._break(
-                f"its worker sent {line[:200]!r}, which is no answer; something else writes to its pipe"
-            )
-        if "forked" in answer:
-            self._break(answer["forked"])
-        if number != self._number:
-            self._break(
-                f"its worker sent a surplus answer, to call {number} when it was asked call {self._number}: {line[:200]!r}"
-            )
-        return answer
-
-    def _lose(self, kind: Lost, reason: str) -> NoReturn:
-        self.end()
-        raise _LostError(kind, reason)
-
-    def _break(self, reason: str) -> NoReturn:
-        self.end()
-        raise _ProtocolError(reason)
+def _graded(grade: GradeFunction, call: list[Any], grader: str) -> dict[str, Any]:
+    try:
+        answer = verdicts_to_json(grade(samples_of(call)))
+        size = len(json.dumps(answer))
+    except MemoryError:
+        return {"memory": True}
+    except RewardError as error:  # the exception of a reward function, with the name of the prompt
+        is_memory = isinstance(error.__cause__, MemoryError)
+        return {"memory": True} if is_memory else {"failed": f"{error}"[:10_000]}
+    except BaseException as error:
+        return {"failed": f"reward function {grader}: {type(error).__name__}: {error}"[:10_000]}
+    if size > MAX_ANSWER_BYTES:
+        return {
+            "failed": f"reward function {grader} returned verdicts of {size:,} bytes, needs at most {MAX_ANSWER_BYTES:,}; shorten "
+            "`reason` and `extracted`"
+        }
+    return answer

@@ -12,13 +12,13 @@ from dapo_jax.dapo.rollouts import FinishReason, Prompt
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """A reward function's argument: one response, its prompt, and the row that the prompt was made from."""
+    """The argument of a reward function: one response, its prompt, and the row of the data."""
 
     prompt: Prompt
     response: str
-    """The response decoded without special tokens."""
+    """Text of the response, without special tokens."""
     tokens: Int[np.ndarray, " response"]
-    """The sampled tokens, the end token included when there is one. A function gets them read-only: they are what is trained on."""
+    """The sampled tokens, with the end token if there is one. Read-only for functions, since training uses the same array."""
     finish_reason: FinishReason
 
     @property
@@ -28,14 +28,14 @@ class Sample:
 
     @property
     def response_tokens(self) -> int:
-        """Length of the response in tokens, the end token included."""
+        """Number of tokens of the response, with the end token."""
         return len(self.tokens)
 
 
 def handed_over(call: Sequence[Sample]) -> list[Sample]:
-    """The samples of one call as a function gets them: it can change nothing that the run or another call goes on with.
+    """Returns the samples of one call for a function, which can change neither the run's data nor another call's.
 
-    Tokens are read-only views, so that nothing is copied of long responses; rows are copies.
+    Tokens are read-only views, so long responses are not copied. Rows are copies.
     """
     prompts = {id(sample.prompt): sample.prompt for sample in call}
     own = {
@@ -52,14 +52,14 @@ def handed_over(call: Sequence[Sample]) -> list[Sample]:
 
 
 def read_only(tokens: np.ndarray) -> np.ndarray:
-    """A view that cannot be written to."""
+    """Returns a read-only view."""
     view = np.asarray(tokens).view()
     view.flags.writeable = False
     return view
 
 
 def copied(value: Any) -> Any:
-    """Plain data, copied at any depth; other objects as they are."""
+    """Copies plain data at any depth; returns other objects as they are."""
     if isinstance(value, np.ndarray):
         return value.copy()
     if type(value) is dict:

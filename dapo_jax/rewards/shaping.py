@@ -1,4 +1,4 @@
-"""From the responses to one prompt to a group with verdicts and shaped rewards."""
+"""Turns the responses to one prompt into a group with verdicts and shaped rewards."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,15 +15,15 @@ from dapo_jax.rewards.sample import Sample
 
 @runtime_checkable
 class TextDecoder(Protocol):
-    """The half of a tokenizer that grading needs."""
+    """The part of a tokenizer that grading needs."""
 
     def decode(self, ids: Int[np.ndarray, " tokens"]) -> str:
-        """The text of `ids`, special tokens left out."""
+        """Returns the text of `ids` without special tokens."""
         ...
 
 
 def samples_of(prompt: Prompt, responses: Sequence[Response], *, tokenizer: TextDecoder) -> list[Sample]:
-    """The samples that a grader is handed: the responses as text, special tokens left out."""
+    """Returns the samples that a grader is called with: the responses as text, without special tokens."""
     return [
         Sample(
             prompt=prompt,
@@ -43,18 +43,18 @@ class Shaping:
     """Reward of a correct verdict without a score."""
     incorrect: float = -1.0
     lost: float | None = None
-    """The most that a lost verdict of a grader with scores is worth; None: the worse of `correct` and `incorrect`."""
+    """The highest reward of a lost verdict of a grader with scores; None: the lower of `correct` and `incorrect`."""
     overlong: bool = False
-    """Add the overlong penalty; the fields below are used only then."""
+    """Whether to add the overlong penalty; the fields below are used only then."""
     max_response_tokens: int = 0
-    """The length, end token included, at which the penalty is whole."""
+    """The length in tokens, with the end token, at which the penalty is full."""
     buffer_tokens: int = 0
-    """The stretch before it in which the penalty grows."""
+    """The number of tokens before it over which the penalty grows."""
     penalty_factor: float = 1.0
-    """The whole penalty."""
+    """The full penalty."""
 
     def penalty(self, response_tokens: int) -> float:
-        """The overlong penalty (DAPO Eq. 13) of a response, 0 if it is off.
+        """Returns the overlong penalty (DAPO Eq. 13) of a response, 0 if it is off.
 
         Raises:
             ValueError: the lengths do not fit together.
@@ -70,15 +70,15 @@ class Shaping:
         return float(punishment)
 
     def rewards(self, verdicts: Sequence[Verdict], *, weight: float = 1.0) -> list[float]:
-        """One grader's rewards of the responses to a prompt: the verdict's score, or else the rule reward.
+        """Returns one grader's rewards of the responses to a prompt: the verdict's score, or else the rule reward.
 
-        A lost verdict is worth the worst that this grader paid in the group, or `lost`, or without it the rule reward, whichever
-        is worst: a response gains nothing by hanging its grader. Where the grader gives no scores, the rule reward is always one of
-        these. Only the group is looked at, so the reward does not depend on what was graded before.
+        A response gains nothing by hanging its grader. A lost verdict gets the worst of two rewards: the worst that this grader gave
+        in the group, and `lost`. If `lost` is None or the grader gives no scores, the rule rewards count as well. Other groups have
+        no influence.
 
         Args:
             verdicts: of one grader, on all responses to a prompt.
-            weight: what these rewards will be multiplied by; below 0 the highest is the worst. They are returned before it.
+            weight: the factor that the caller multiplies the rewards with; if it is negative, the highest reward is the worst.
         """
         known = [
             self._rule(verdict) if verdict.score is None else verdict.score
@@ -98,7 +98,7 @@ class Shaping:
 
 
 def _is_unknown(verdict: Verdict) -> bool:
-    """True if the grader gave neither verdict nor score; a sum of several has a score even if one of its parts was lost."""
+    """Returns whether there is neither verdict nor score. A sum of several graders has a score even if one of them was lost."""
     return bool(verdict.lost) and verdict.score is None
 
 
@@ -113,10 +113,10 @@ def shaped_group(
     verdicts: Sequence[Verdict],
     shaping: Shaping,
 ) -> Group:
-    """The group of a prompt's graded responses, the overlong penalty added to their rewards.
+    """Returns the group of a prompt's graded responses, with the overlong penalty added to their rewards.
 
-    The verdict is taken before shaping: an answer stays correct however long it is. With the defaults and `overlong`, a wrong
-    answer at the length cap has the reward -1 - 1 = -2. Where the others have scores, a lost verdict gets its worth as one.
+    Shaping does not change the verdict: an answer stays correct however long it is. With the defaults and `overlong`, a wrong
+    answer at the length limit has the reward -1 - 1 = -2. If other verdicts have scores, a lost verdict gets its reward as score.
     """
     scored = any(verdict.score is not None for verdict in verdicts)
 
@@ -145,11 +145,11 @@ def grade_group(
     """Grades the responses to a prompt in this process and shapes the rewards.
 
     Args:
-        prompt: what was asked.
-        responses: what was sampled, in the order of their response index.
-        tokenizer: decodes the sampled tokens, special ones left out.
+        prompt: the prompt.
+        responses: the sampled responses, in the order of their response index.
+        tokenizer: decodes tokens without special tokens.
         grade: from `grade_function`.
-        shaping: how a verdict becomes a reward.
+        shaping: turns verdicts into rewards.
 
     Raises:
         ValueError: the penalty's lengths do not fit together.

@@ -1,4 +1,4 @@
-"""The environment of a run, made from its configuration."""
+"""Makes the environment of a run from its configuration."""
 
 import math
 from datetime import date
@@ -6,7 +6,7 @@ from datetime import date
 from dapo_jax.config import ConfigError, EnvironmentConfig, EvaluateConfig, TrainConfig
 from dapo_jax.environments import Environment, Episodes, load_environment
 from dapo_jax.environments.rendering import Rendering
-from dapo_jax.environments.workers import WorkerEnvironment, worker_environment
+from dapo_jax.environments.worker_environment import WorkerEnvironment, worker_environment
 from dapo_jax.rewards.functions import Rewards
 from dapo_jax.run.grader_setup import WORKER_MEMORY_MB
 from dapo_jax.run.policy import Policy
@@ -14,16 +14,16 @@ from dapo_jax.text.stop_strings import StopStrings
 
 
 def environment_of(config: EnvironmentConfig, *, reward: Rewards | None = None) -> Environment | None:
-    """The environment of a run, or None: to be made once, and before what takes long.
+    """Returns the environment of a run, or None if none is configured. Call it once, before slow work.
 
     Raises:
-        ConfigError: it cannot be made, or there is a `reward` beside it.
+        ConfigError: it cannot be made, or `reward` was given as well.
     """
     if not config.source:
         return None
     if reward is not None:
         raise ConfigError(
-            f"environment.source={config.source!r} says what an episode is worth, and a reward was given, too: leave one of the two out"
+            f"environment.source={config.source!r} gives the reward of an episode, and a reward function was given as well: leave one of the two out"
         )
     try:
         if config.workers:
@@ -41,10 +41,10 @@ def environment_of(config: EnvironmentConfig, *, reward: Rewards | None = None) 
 def episodes_of(
     environment: Environment | None, config: TrainConfig | EvaluateConfig, policy: Policy
 ) -> Episodes | None:
-    """The episodes of a run or an evaluation, which are to be closed; None without an environment."""
+    """Returns the episodes of a run or an evaluation, which the caller closes; None without an environment."""
     if environment is None:
         return None
-    told, data, tokenizer = config.environment, config.data, policy.tokenizer
+    limits, data, tokenizer = config.environment, config.data, policy.tokenizer
     in_workers = isinstance(environment, WorkerEnvironment)
     text = StopStrings(tokenizer, config.sampling.stop) if config.sampling.stop else tokenizer
     return Episodes(
@@ -56,10 +56,10 @@ def episodes_of(
         ),
         text_of=text.decode,
         seed=config.seed,
-        max_turns=told.max_turns,
-        turn_tokens=told.turn_tokens,
-        episode_tokens=told.episode_tokens,
-        timeout_s=math.inf if in_workers else told.timeout_s,  # workers know when a call is under way
-        name=told.source,
+        max_turns=limits.max_turns,
+        turn_tokens=limits.turn_tokens,
+        episode_tokens=limits.episode_tokens,
+        timeout_s=math.inf if in_workers else limits.timeout_s,  # workers keep the time limit
+        name=limits.source,
         on_close=environment.close if in_workers else lambda: None,
     )

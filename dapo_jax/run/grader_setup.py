@@ -1,4 +1,4 @@
-"""Graders from a configuration: one, or several that are summed; each in this process, in workers, or on an event loop."""
+"""Makes graders from a configuration: one, or several that are summed; in this process, in workers, or on an event loop."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -11,15 +11,15 @@ from dapo_jax.environments import Episodes
 from dapo_jax.rewards import TEXT_RULES
 from dapo_jax.rewards.async_calls import AsyncCalls
 from dapo_jax.rewards.functions import LoadedReward, RewardFunction, Rewards, load_reward
-from dapo_jax.rewards.grading import Grading, Submit, immediately
+from dapo_jax.rewards.graders import ROW_GRADERS
+from dapo_jax.rewards.grading import Grading, Part, Submit, immediately, part_names, weighted_sum
 from dapo_jax.rewards.pool import GradingPool
 from dapo_jax.rewards.shaping import Shaping
-from dapo_jax.rewards.weighted import Part, part_names, weighted_sum
 from dapo_jax.run.policy import Policy
 from dapo_jax.text.stop_strings import StopStrings
 
-IN_THIS_PROCESS = TEXT_RULES | {"reasoning_gym"}
-"""Graders that no worker is needed for, or whose rows would not be the same on the other side of a pipe."""
+IN_THIS_PROCESS = TEXT_RULES | ROW_GRADERS.keys()
+"""Graders that need no worker, or whose rows JSON cannot represent."""
 
 ASYNC_CALLS = 64
 """Most concurrent calls of async reward functions."""
@@ -40,16 +40,16 @@ def grading(
     episodes: Episodes | None = None,
     on_submit: Callable[[], None] = lambda: None,
 ) -> Grading:
-    """The grading of responses by their text before a `stop` string, which is to be closed.
+    """Returns the grading of a run; the caller closes it.
 
     Args:
         config: names the graders and the shape of the reward.
         policy: its tokenizer turns responses into text.
-        max_response_tokens: the limit that length shaping goes by.
-        stop: strings that end a response.
+        max_response_tokens: the limit for length shaping.
+        stop: strings that end a response; text from them on is not graded.
         reward: replaces the configured graders.
-        episodes: of an environment, which says what they were worth instead of a grader.
-        on_submit: called before the responses to a prompt are handed to the graders.
+        episodes: of an environment, which gives the rewards instead of graders.
+        on_submit: called before the responses to a prompt are submitted.
     """
     overlong = config.overlong
     submit, close = (
@@ -63,130 +63,49 @@ def grading(
         buffer_tokens=overlong.buffer_tokens,
         penalty_factor=overlong.penalty_factor,
     )
-    # In an episode a stop string ends a turn, and more follows.
+    # In an episode a stop string ends only a turn.
     tokenizer = StopStrings(policy.tokenizer, stop) if stop and episodes is None else policy.tokenizer
     return Grading(submit=submit, tokenizer=tokenizer, shaping=shaping, on_submit=on_submit, on_close=close)
 
 
 def submit_of(config: RewardConfig, *, reward: Rewards | None = None) -> tuple[Submit, Close | None]:
-    """The function that hands a group to the configured graders, and the one that ends their workers and event loop; None if there are none.
+    """Returns the function that submits a group to the graders, and a function that ends their workers and event loop, if there are any.
 
     `reward` replaces `reward.grader` and `reward.graders`.
 
     Raises:
-        ConfigError: one of them cannot be loaded, or has no weight; nothing was started.
+        ConfigError: a grader cannot be loaded, or has no weight; nothing was started.
     """
-    graders = _graders(config, reward)
+    graders = check_graders(config, reward=reward)
     closing: list[Close] = []
     loop = None
     if any(grader.loaded.is_async for grader in graders):
         loop = AsyncCalls(at_once=ASYNC_CALLS, timeout_s=config.timeout_s)
         closing.append(loop.close)
-    submits = []
+    submits: list[Submit] = []
     for grader in graders:
-        submit, close = _started(grader, config, loop)
-        submits.append(submit)
-        closing += [close] if close is not None else []
-    return _together(graders, submits, config), partial(_close_all, closing) if closing else None
+        if grader.loaded.is_async:
+            assert loop is not None
+            submits.append(partial(loop.submit, grader.loaded))
+        elif grader.spec is None or not config.workers or grader.spec in IN_THIS_PROCESS:
+            submits.append(immediately(grader.loaded.grade))
+        else:
+            pool = GradingPool(
+                grader.spec,
+                workers=config.workers,
+                timeout_s=config.timeout_s,
+                memory_mb=WORKER_MEMORY_MB,
+                answer_marker=config.answer_marker,
+                whole_group=grader.loaded.is_whole_group,
+                on_nonfinite=config.on_nonfinite,
+            )
+            submits.append(pool.submit)
+            closing.append(pool.close)
 
+    def close() -> None:
+        for end in closing:
+            end()
 
-def check_graders(config: RewardConfig, *, reward: Rewards | None = None) -> None:
-    """Finds each grader of `submit_of` and starts none: to be called before what takes long.
-
-    Raises:
-        ConfigError: one of them cannot be loaded, or has no weight.
-    """
-    _graders(config, reward)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Grader:
-    """A grader that was loaded, and not yet started."""
-
-    loaded: LoadedReward
-    spec: str | None
-    """Its name for a worker; None for a function of this process."""
-    weight: float | None = None
-    """None: the only one, whose verdict is taken as it is."""
-
-
-def _graders(config: RewardConfig, reward: Rewards | None) -> list[_Grader]:
-    if reward is None and not config.graders:
-        return [_loaded("reward.grader", config.grader, None, config)]
-    if reward is None:
-        listed = entries("reward.graders", config.graders, GraderConfig)
-        return [
-            _loaded(f"reward.graders[{place}].grader", entry.grader, entry.weight, config)
-            for place, entry in enumerate(listed)
-        ]
-    if callable(reward):
-        return [_loaded("reward", reward, None, config)]
-    return [
-        _loaded(f"reward[{place}]", spec, weight, config)
-        for place, (spec, weight) in enumerate(weighted(reward))
-    ]
-
-
-def weighted(reward: object) -> list[tuple[str | RewardFunction, float]]:
-    """Checks what was passed from Python as several rewards: a list of (function or grader's name, weight) pairs.
-
-    Raises:
-        ConfigError: it is none; the message names the place in the list.
-    """
-    if not isinstance(reward, list | tuple) or not reward:
-        raise ConfigError(
-            f"reward: found {reward!r:.80}, needs a function or a list of (function, weight) pairs; pass one of these, or "
-            "None for the configured grader"
-        )
-    return [_pair(f"reward[{place}]", pair) for place, pair in enumerate(reward)]
-
-
-def _pair(key: str, pair: object) -> tuple[str | RewardFunction, float]:
-    if (
-        not isinstance(pair, list | tuple)
-        or len(pair) != 2
-        or not (isinstance(pair[0], str) or callable(pair[0]))
-    ):
-        raise ConfigError(
-            f"{key}: found {pair!r:.80}, needs a pair of a function (or a grader's name) and its weight; write "
-            "(function, 1.0)"
-        )
-    function, weight = pair
-    number = isinstance(weight, int | float) and not isinstance(weight, bool)
-    if not number or not math.isfinite(weight) or weight == 0:
-        raise ConfigError(
-            f"{key}: found the weight {weight!r}, needs a finite number that is not 0; change it, or leave the pair out"
-        )
-    return function, float(weight)
-
-
-def _loaded(key: str, spec: str | RewardFunction, weight: float | None, config: RewardConfig) -> _Grader:
-    try:
-        loaded = load_reward(spec, answer_marker=config.answer_marker, on_nonfinite=config.on_nonfinite)
-    except ValueError as error:
-        raise ConfigError(f"{key}: {error}") from error
-    return _Grader(loaded=loaded, spec=spec if isinstance(spec, str) else None, weight=weight)
-
-
-def _started(grader: _Grader, config: RewardConfig, loop: AsyncCalls | None) -> tuple[Submit, Close | None]:
-    if grader.loaded.is_async:
-        assert loop is not None
-        return partial(loop.submit, grader.loaded), None
-    if grader.spec is None or not config.workers or grader.spec in IN_THIS_PROCESS:
-        return immediately(grader.loaded.grade), None
-    pool = GradingPool(
-        grader.spec,
-        workers=config.workers,
-        timeout_s=config.timeout_s,
-        memory_mb=WORKER_MEMORY_MB,
-        answer_marker=config.answer_marker,
-        whole_group=grader.loaded.is_whole_group,
-        on_nonfinite=config.on_nonfinite,
-    )
-    return pool.submit, pool.close
-
-
-def _together(graders: Sequence[_Grader], submits: Sequence[Submit], config: RewardConfig) -> Submit:
     names = part_names([grader.loaded.name for grader in graders])
     parts = [
         Part(name=name, weight=grader.weight, submit=submit)
@@ -194,9 +113,72 @@ def _together(graders: Sequence[_Grader], submits: Sequence[Submit], config: Rew
         if grader.weight is not None
     ]
     rule = Shaping(correct=config.correct, incorrect=config.incorrect)
-    return weighted_sum(parts, rule) if parts else submits[0]
+    return weighted_sum(parts, rule) if parts else submits[0], close if closing else None
 
 
-def _close_all(closing: Sequence[Close]) -> None:
-    for close in closing:
-        close()
+@dataclass(frozen=True, kw_only=True)
+class ConfiguredGrader:
+    """A grader that was loaded and not started."""
+
+    loaded: LoadedReward
+    spec: str | None
+    """Its name for a worker; None for a function of this process."""
+    weight: float | None
+    """None for a single grader, whose verdict is not weighted."""
+
+
+def check_graders(config: RewardConfig, *, reward: Rewards | None = None) -> list[ConfiguredGrader]:
+    """Loads the graders of `submit_of` without starting them.
+
+    Raises:
+        ConfigError: one of them cannot be loaded, or has no weight.
+    """
+
+    def loaded(key: str, spec: str | RewardFunction, weight: float | None = None) -> ConfiguredGrader:
+        try:
+            found = load_reward(spec, answer_marker=config.answer_marker, on_nonfinite=config.on_nonfinite)
+        except ValueError as error:
+            raise ConfigError(f"{key}: {error}") from error
+        return ConfiguredGrader(loaded=found, spec=spec if isinstance(spec, str) else None, weight=weight)
+
+    if reward is None and not config.graders:
+        return [loaded("reward.grader", config.grader)]
+    if reward is None:
+        listed = entries("reward.graders", config.graders, GraderConfig)
+        return [
+            loaded(f"reward.graders[{place}].grader", one.grader, one.weight)
+            for place, one in enumerate(listed)
+        ]
+    if callable(reward):
+        return [loaded("reward", reward)]
+    return [loaded(f"reward[{place}]", *pair) for place, pair in enumerate(weighted(reward))]
+
+
+def weighted(reward: object) -> list[tuple[str | RewardFunction, float]]:
+    """Checks several rewards passed from Python: a list of pairs of a function or a grader's name and its weight.
+
+    Raises:
+        ConfigError: it is not such a list; the message names the place in the list.
+    """
+    if not isinstance(reward, list | tuple) or not reward:
+        raise ConfigError(
+            f"reward: found {reward!r:.80}, needs a function or a list of (function, weight) pairs; pass one of these, or "
+            "None for the configured grader"
+        )
+    found = []
+    for place, pair in enumerate(reward):
+        key = f"reward[{place}]"
+        is_pair = isinstance(pair, list | tuple) and len(pair) == 2
+        if not is_pair or not (isinstance(pair[0], str) or callable(pair[0])):
+            raise ConfigError(
+                f"{key}: found {pair!r:.80}, needs a pair of a function (or a grader's name) and its weight; write "
+                "(function, 1.0)"
+            )
+        function, weight = pair
+        is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+        if not is_number or not math.isfinite(weight) or weight == 0:
+            raise ConfigError(
+                f"{key}: found the weight {weight!r}, needs a finite number that is not 0; change it, or leave the pair out"
+            )
+        found.append((function, float(weight)))
+    return found

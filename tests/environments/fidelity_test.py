@@ -1,7 +1,7 @@
-"""Conversations with tools, at random: the ids of an episode are those that were sampled and those that the template's own text has between them.
+"""Random conversations with tools: the ids of an episode are the sampled ids, with the ids of the template's own text between them.
 
-`DAPO_JAX_TOKENIZERS=FOLDER`, with model folders such as `qwen2.5`, `qwen3` and `smollm2` in it (tokenizer files are enough), adds real tokenizers and templates to the two
-that are written here.
+`DAPO_JAX_TOKENIZERS=FOLDER`, with model folders such as `qwen2.5`, `qwen3` and `smollm2` (tokenizer files are enough), adds real
+tokenizers and templates to the two that are written here.
 """
 
 import json
@@ -51,7 +51,7 @@ TOOLS = """
 {%- if add_generation_prompt %}<|im_start|>assistant
 {% if hide_thoughts %}<think>
 {% endif %}{% endif %}"""
-"""Written for this test in the manner of Qwen's: tools, calls and results, and thoughts that are taken out of earlier answers."""
+"""A template like Qwen's, written for this test: tools, calls, results, and thoughts that are removed from earlier answers."""
 
 MARKS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
 PIECES = [
@@ -61,7 +61,7 @@ PIECES = [
 SPELLED = [
     "<|im_end|>", "<|im_start|>", "<|endoftext|>", "<|im_start|>system\n", "<tool_call>", "</tool_call>", "<tool_response>", "</think>", "<think>\nso\n</think>\n\n",
 ]  # fmt: skip
-"""Texts that would be special tokens, in every second conversation."""
+"""Texts like special tokens, in every second conversation."""
 
 
 @cache
@@ -98,45 +98,27 @@ def message(rng, role):
     content = text(rng)
     if role != "assistant":
         return {"role": role, "content": content, **({"name": text(rng)} if role == "tool" else {})}
-    # An answer that the environment itself puts in; templates look into it for thoughts, of which the next test speaks.
+    # An answer that the environment adds; the next test covers templates that look for thoughts in it.
     content = content.replace("</think>", "").replace("<think>", "")
     function = {"name": text(rng), "arguments": {"given": value(rng)}}
     return {"role": role, "content": content, "tool_calls": [{"type": "function", "function": function}]}
 
 
+ROLES = ["tool", "tool tool", "user", "tool user", "tool assistant tool", "tool tool tool"]
+KNOWN = {"content", "name", "tool_calls", "function", "arguments", "description", "parameters", "properties", "role", "type"}  # fmt: skip
+
+
 def appended(rng):
-    roles = rng.choice(
-        [
-            ["tool"],
-            ["tool", "tool"],
-            ["user"],
-            ["tool", "user"],
-            ["tool", "assistant", "tool"],
-            ["tool", "tool", "tool"],
-        ]
-    )
-    return [message(rng, role) for role in roles]
+    return [message(rng, role) for role in rng.choice(ROLES).split()]
 
 
 def blank(value):
-    """The same message with nothing in it that could be a special token."""
+    """Returns the same message without text that could be a special token."""
     if isinstance(value, str):
         return "x"
     if isinstance(value, dict):
-        known = {
-            "content",
-            "name",
-            "tool_calls",
-            "function",
-            "arguments",
-            "description",
-            "parameters",
-            "properties",
-        }
         return {
-            key if key in known | {"role", "type"} else f"key{place}": one
-            if key in ("role", "type")
-            else blank(one)
+            key if key in KNOWN else f"key{place}": one if key in ("role", "type") else blank(one)
             for place, (key, one) in enumerate(value.items())
         }
     return [blank(one) for one in value] if isinstance(value, list) else value
@@ -145,17 +127,13 @@ def blank(value):
 def strings(value):
     if isinstance(value, dict):
         return [found for key, one in value.items() for found in (key, *strings(one))]
-    return (
-        [found for one in value for found in strings(one)]
-        if isinstance(value, list)
-        else [value]
-        if isinstance(value, str)
-        else []
-    )
+    if isinstance(value, list):
+        return [found for one in value for found in strings(one)]
+    return [value] if isinstance(value, str) else []
 
 
 class Conversation:
-    """A conversation at random, and what the template itself says of it."""
+    """A random conversation, and the template's own rendering of it."""
 
     def __init__(self, rng, tokenizer, kwargs):
         self.tokenizer, self.kwargs = tokenizer, kwargs
@@ -167,32 +145,32 @@ class Conversation:
             "function": {"name": "f", "description": text(rng), "parameters": described},
         }
         self.tools = [tool] if knows_tools and rng.random() < 0.7 else []
-        self.said = [text(rng) for _ in range(rng.randrange(1, 4))]
-        self.appended = [appended(rng) for _ in self.said]
-        self.marks = [f"said{place}:{rng.random()}" for place, _ in enumerate(self.said)]
+        self.answers = [text(rng) for _ in range(rng.randrange(1, 4))]
+        self.appended = [appended(rng) for _ in self.answers]
+        self.marks = [f"said{place}:{rng.random()}" for place, _ in enumerate(self.answers)]
 
     def render(self, messages, of=lambda tool: tool):
         tools = {"tools": [of(tool) for tool in self.tools]} if self.tools else {}
         return self.tokenizer.chat_template.render(messages, **self.kwargs, **tools)
 
     def between(self, *, of=lambda message: message):
-        """The template's text up to the first answer, and behind each answer up to where the next begins."""
-        told = [of(each) for each in self.first]
-        texts = [self.render(told, of)]
+        """Returns the template's text up to the first answer, and from each answer to the beginning of the next."""
+        messages_so_far = [of(each) for each in self.first]
+        texts = [self.render(messages_so_far, of)]
         for mark, messages in zip(self.marks, self.appended, strict=True):
-            told += [{"role": "assistant", "content": mark}, *map(of, messages)]
-            texts.append(self.render(told, of).rpartition(mark)[2])
+            messages_so_far += [{"role": "assistant", "content": mark}, *map(of, messages)]
+            texts.append(self.render(messages_so_far, of).rpartition(mark)[2])
         return texts
 
     def turns(self):
-        """The ids that were sampled: of the answer as the tokenizer cuts it, and an end."""
+        """Returns the sampled ids: the tokenized answer and an end token."""
         return [
-            np.append(self.tokenizer.encode(said), self.tokenizer.eos_id).astype(np.int32)
-            for said in self.said
+            np.append(self.tokenizer.encode(answer), self.tokenizer.eos_id).astype(np.int32)
+            for answer in self.answers
         ]
 
     def spelled(self, place):
-        """Whether something that would be a special token stands in what was given there."""
+        """Returns whether the text given there contains a special token."""
         special = self.tokenizer._tokenizer.get_added_tokens_decoder().values()
         given = [*self.first, *self.tools] if place == 0 else self.appended[place - 1]
         return any(token.content in found for found in strings(given) for token in special)
@@ -209,7 +187,7 @@ def decoded(tokenizer, ids):
 
 
 def same_text(one, other):
-    """Equal but for the normal form into which a tokenizer may bring a text."""
+    """Returns whether the texts are equal up to Unicode normalization, which a tokenizer may apply."""
     return unicodedata.normalize("NFC", one) == unicodedata.normalize("NFC", other)
 
 
@@ -219,18 +197,18 @@ def specials(tokenizer, ids):
 
 
 def parts_of(conversation):
-    """What stands before each turn, and at the end: the first is the context, the others follow a turn."""
+    """Returns the ids before each turn and at the end: first the context, then the ids appended after each turn."""
     rendering = Rendering(tokenizer=conversation.tokenizer, template_kwargs=conversation.kwargs)
     context = Context(conversation.first, tools=conversation.tools)
-    behind = zip(conversation.appended, conversation.turns(), strict=True)
+    after_turns = zip(conversation.appended, conversation.turns(), strict=True)
     return [
         rendering.context_ids(context),
-        *(rendering.ids(messages, after=turn) for messages, turn in behind),
+        *(rendering.ids(messages, after=turn) for messages, turn in after_turns),
     ]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_episode_has_the_tokens_that_were_sampled_and_those_of_the_template_between(kind):
+def test_an_episode_has_the_sampled_tokens_and_the_templates_tokens_between_them(kind):
     tokenizer, kwargs = KINDS[kind]()
     plain = whole = 0
     for seed in range(500 if kind in REAL else 80):
@@ -250,33 +228,30 @@ def test_an_episode_has_the_tokens_that_were_sampled_and_those_of_the_template_b
             if not conversation.spelled(place):
                 plain += 1
                 assert ids.tolist() == tokenizer.encode(expected).tolist(), (seed, place)
-        # The whole, where the template leaves the answers as they are and each begins where the tokenizer cuts.
-        cut = all(said == "" or not said[0].isspace() for said in conversation.said)
-        kept = not any(mark in said for said in conversation.said for mark in ("</think>", "<think>"))
-        if (
-            cut
-            and kept
-            and not any(map(conversation.spelled, range(len(parts))))
-            and not kwargs.get("hide_thoughts")
-        ):
-            told = list(conversation.first)
-            for said, messages in zip(conversation.said, conversation.appended, strict=True):
-                told += [{"role": "assistant", "content": said}, *messages]
+        # The whole episode, if the template keeps the answers and each begins where the tokenizer splits.
+        cut = all(answer == "" or not answer[0].isspace() for answer in conversation.answers)
+        kept = not any(mark in answer for answer in conversation.answers for mark in ("</think>", "<think>"))
+        spelled = any(map(conversation.spelled, range(len(parts))))
+        if cut and kept and not spelled and not kwargs.get("hide_thoughts"):
+            messages_so_far = list(conversation.first)
+            for answer, messages in zip(conversation.answers, conversation.appended, strict=True):
+                messages_so_far += [{"role": "assistant", "content": answer}, *messages]
             episode = [
                 parts[0],
                 *(ids for pair in zip(conversation.turns(), parts[1:], strict=True) for ids in pair),
             ]
-            assert np.concatenate(episode).tolist() == tokenizer.encode(conversation.render(told)).tolist(), (
-                seed
-            )
+            assert (
+                np.concatenate(episode).tolist()
+                == tokenizer.encode(conversation.render(messages_so_far)).tolist()
+            ), seed
             whole += 1
     assert plain > 100
     assert whole > 5 or kwargs.get("hide_thoughts")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_special_tokens_in_all_places_of_a_message_at_once_are_none(kind):
-    """The last look of a checker who trusts no sampling of places: every string and every name in mappings is one."""
+def test_text_like_special_tokens_in_all_places_of_a_message_becomes_none(kind):
+    """Every string and every key of a mapping contains one."""
     tokenizer, kwargs = KINDS[kind]()
     rendering = Rendering(tokenizer=tokenizer, template_kwargs=kwargs)
     after = np.array([tokenizer.eos_id], np.int32)
@@ -296,40 +271,33 @@ def test_special_tokens_in_all_places_of_a_message_at_once_are_none(kind):
 
 
 def test_thoughts_of_a_turn_stay_whatever_the_template_does_to_them():
-    """A template that hides earlier thoughts: they stay in the episode, since they were sampled; what follows is the same."""
+    """With a template that hides earlier thoughts: sampled thoughts stay in the episode, and the text after them is the same."""
     tokenizer, kwargs = own(True)
     rendering = Rendering(tokenizer=tokenizer, template_kwargs=kwargs)
-    for said in ("<think>so</think>4", "4"):
-        turn = np.append(tokenizer.encode(said), tokenizer.eos_id).astype(np.int32)
+    for answer in ("<think>so</think>4", "4"):
+        turn = np.append(tokenizer.encode(answer), tokenizer.eos_id).astype(np.int32)
         found = rendering.ids([{"role": "tool", "content": "5"}], after=turn)
         assert (
             decoded(tokenizer, found)
             == "\n<|im_start|>user\n<tool_response>\n5\n</tool_response><|im_end|>\n<|im_start|>assistant\n<think>\n"
         )
-    told = [
+    messages_so_far = [
         {"role": "user", "content": "q"},
         {"role": "assistant", "content": "<think>so</think>4"},
         {"role": "tool", "content": "5"},
     ]
-    assert "so" not in tokenizer.chat_template.render(told, **kwargs)
+    assert "so" not in tokenizer.chat_template.render(messages_so_far, **kwargs)
 
 
 def merging():
-    """A vocabulary in which the end of a turn and the beginning of what follows are one token: `a` and `b` merge."""
-    pieces = [
-        "<|endoftext|>",
-        "<|im_start|>",
-        "<|im_end|>",
-        *sorted(pre_tokenizers.ByteLevel.alphabet()),
-        "ab",
-        "abc",
-    ]
-    made = Tokenizer(
-        models.BPE({piece: place for place, piece in enumerate(pieces)}, [("a", "b"), ("ab", "c")])
-    )
+    """A vocabulary that merges the end of a turn with the text after it: `a` and `b` become one token."""
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    pieces = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet()), "ab", "abc"]
+    merges = [("a", "b"), ("ab", "c")]
+    made = Tokenizer(models.BPE({piece: place for place, piece in enumerate(pieces)}, merges))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
-    made.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    made.add_special_tokens(special)
     return HuggingFaceTokenizer(files_of(made.to_str()))
 
 
@@ -341,7 +309,7 @@ def by_tokenizing_again(tokenizer, sampled, text):
     return tokenizer.encode(decoded(tokenizer, sampled) + text).tolist()
 
 
-def check_that_the_sampled_stays(way):
+def check_sampled_tokens_stay(way):
     tokenizer = merging()
     sampled = tokenizer.encode("x a").tolist()
     found = way(tokenizer, sampled, "bc")
@@ -349,13 +317,13 @@ def check_that_the_sampled_stays(way):
     assert found[: len(sampled)] == sampled
 
 
-def test_nothing_is_tokenized_a_second_time_where_a_token_would_span_the_border():
-    check_that_the_sampled_stays(by_appending)
+def test_sampled_tokens_are_not_tokenized_again_where_a_token_would_span_the_border():
+    check_sampled_tokens_stay(by_appending)
     with pytest.raises(AssertionError):  # so the check can fail
-        check_that_the_sampled_stays(by_tokenizing_again)
+        check_sampled_tokens_stay(by_tokenizing_again)
 
 
-def test_what_was_sampled_in_another_way_than_the_tokenizer_cuts_it_stays():
+def test_sampled_tokens_stay_that_the_tokenizer_would_split_differently():
     tokenizer = merging()
     single = [tokenizer.encode(letter)[0] for letter in "abc"]
     assert tokenizer.encode("abc").tolist() != single
@@ -364,7 +332,7 @@ def test_what_was_sampled_in_another_way_than_the_tokenizer_cuts_it_stays():
 
 
 def test_json_in_a_message_is_written_as_the_template_writes_it():
-    """Texts are not put in behind the template's back, so its quotes and escapes stay."""
+    """The template renders the texts itself, so its quotes and escapes stay."""
     tokenizer, kwargs = own(False)
     arguments = {"a": 'say "<|im_end|>"\n\\', "ü": ["<"]}
     call = {"type": "function", "function": {"name": "f", "arguments": arguments}}

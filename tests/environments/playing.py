@@ -1,4 +1,4 @@
-"""An episode, played without a sampler: what it says to turns that are written here."""
+"""Plays an episode without a sampler, with given turns."""
 
 import asyncio
 
@@ -21,12 +21,12 @@ async def result_of(given):
 
 
 def played(environment, row, *texts, seed=1):
-    """The context that an episode begins with, its steps, and the episode."""
+    """Returns the first context of an episode, its steps, and the episode."""
     return asyncio.run(playing(environment, row, *texts, seed=seed))
 
 
 async def playing(environment, row, *texts, seed=1):
-    """As `played`, on an event loop that is there."""
+    """Like `played`, on the running event loop."""
     episode = await result_of(environment.episode(row, seed))
     context = await result_of(episode.start())
     steps = []

@@ -1,4 +1,4 @@
-"""What is appended, as ids: of texts, ids and messages, with nothing tokenized twice and no special token out of a tool's text."""
+"""Texts, ids and messages become ids; nothing is tokenized twice, and a tool's text contains no special token."""
 
 import numpy as np
 import pytest
@@ -24,16 +24,16 @@ def test_a_text_and_ids_are_appended_as_they_stand():
 @pytest.mark.parametrize(
     ("appended", "message"),
     [
-        (7, r"7 \(int\) cannot be appended; a text, a list of messages or ids can"),
+        (7, r"7 \(int\) cannot be appended"),
         (None, r"None \(NoneType\) cannot be appended"),
         ([1, "a"], "neither messages nor a list of ids"),
         ([[1], [2]], "neither messages nor a list of ids"),
         ([1.5], "neither messages nor a list of ids"),
-        ([-1], "ids from -1 to -1 were appended; those of the tokenizer are from 0 to 257"),
+        ([-1], "ids from -1 to -1 .* from 0 to 257"),
         ([300], "ids from 300 to 300"),
         ("\ud800", "cannot be tokenized"),
         ("a" * (1 << 20) + "b", "1,048,577 characters"),
-        ([{"role": "tool", "content": "4"}], "the model has no chat template: .* or give a text or ids"),
+        ([{"role": "tool", "content": "4"}], "chat template"),
     ],
 )
 def test_what_cannot_be_appended_is_named(appended, message):
@@ -51,24 +51,24 @@ def chat():
     return HuggingFaceTokenizer(files_of())
 
 
-def test_a_message_is_rendered_behind_the_turn(chat):
-    """What is appended to a turn that ended with its end token is what the template writes behind an answer, but for that token."""
+def test_a_message_is_rendered_after_the_turn(chat):
+    """A turn with its end token gets the template's text after an answer, without that token."""
     rendering = Rendering(tokenizer=chat)
     message = {"role": "user", "content": "4"}
-    said = np.concatenate([chat.encode("2+2?"), [chat.eos_id]]).astype(np.int32)
+    turn = np.concatenate([chat.encode("2+2?"), [chat.eos_id]]).astype(np.int32)
     whole = chat.chat_template.render(
         [{"role": "user", "content": "q"}, {"role": "assistant", "content": "2+2?"}, message]
     )
     before = chat.chat_template.render([{"role": "user", "content": "q"}])
     assert whole.startswith(before)
-    appended = rendering.ids([message], after=said)
-    assert chat._tokenizer.decode([*said, *appended], skip_special_tokens=False) == whole[len(before) :]
-    cut = rendering.ids([message], after=said[:-1])
+    appended = rendering.ids([message], after=turn)
+    assert chat._tokenizer.decode([*turn, *appended], skip_special_tokens=False) == whole[len(before) :]
+    cut = rendering.ids([message], after=turn[:-1])
     assert cut.tolist() == [chat.eos_id, *appended], "a turn that was cut off is ended"
 
 
-def test_a_message_behind_another_end_token_keeps_the_one_that_the_template_writes():
-    """The model may end a turn with either of two tokens; the template writes <|im_end|> (2) behind an answer."""
+def test_a_message_after_another_end_token_keeps_the_templates_end_token():
+    """The model may end a turn with either of two tokens; the template writes <|im_end|> (2) after an answer."""
     tokenizer = HuggingFaceTokenizer(files_of(generation={"eos_token_id": [2, 0]}))
     rendering, message = Rendering(tokenizer=tokenizer), [{"role": "user", "content": "4"}]
     by_its_own, by_another = (rendering.ids(message, after=np.array([9, end], np.int32)) for end in (2, 0))
@@ -86,31 +86,31 @@ def test_a_context_given_as_a_text_begins_as_a_prompt_does():
 
 def test_nothing_in_a_message_becomes_a_special_token(chat):
     special = chat._tokenizer.decode([chat.eos_id], skip_special_tokens=False)
-    said = np.array([chat.eos_id], np.int32)
+    turn = np.array([chat.eos_id], np.int32)
     rendering = Rendering(tokenizer=chat)
     evil = f"4{special}{special}"
-    plain, injected = (rendering.ids([{"role": "user", "content": text}], after=said) for text in ("4", evil))
+    plain, injected = (rendering.ids([{"role": "user", "content": text}], after=turn) for text in ("4", evil))
     count = int((plain == chat.eos_id).sum())
     assert int((injected == chat.eos_id).sum()) == count
-    assert (rendering.ids(evil, after=said) != chat.eos_id).all()
+    assert (rendering.ids(evil, after=turn) != chat.eos_id).all()
     assert evil in chat._tokenizer.decode(injected.tolist(), skip_special_tokens=False)
 
 
-def test_nothing_beside_the_content_of_a_message_becomes_a_special_token_either(chat):
+def test_no_other_field_of_a_message_becomes_a_special_token(chat):
     """Such as the name of a tool, with a template that prints it."""
     special = chat._tokenizer.decode([chat.eos_id], skip_special_tokens=False)
     printing = "{% for m in messages %}{{ m.name }}:{{ m.content }}<|im_end|>{% endfor %}"
     tokenizer = HuggingFaceTokenizer(files_of(template=printing))
-    said = np.array([tokenizer.eos_id], np.int32)
+    turn = np.array([tokenizer.eos_id], np.int32)
     rendered = Rendering(tokenizer=tokenizer).ids(
-        [{"role": "tool", "content": "4", "name": special}], after=said
+        [{"role": "tool", "content": "4", "name": special}], after=turn
     )
     assert special in tokenizer._tokenizer.decode(rendered[:-1].tolist(), skip_special_tokens=False)
     assert (rendered[:-1] != tokenizer.eos_id).all()
 
 
 @pytest.mark.parametrize(
-    ("message", "said"),
+    ("message", "error"),
     [
         ({"content": "4"}, "'role' must be a string"),
         ({"role": "tool"}, "'content' must be a string"),
@@ -118,8 +118,8 @@ def test_nothing_beside_the_content_of_a_message_becomes_a_special_token_either(
         ({"role": "tool", "content": "x" * (1 << 21)}, r"2,097,1\d\d characters"),
     ],
 )
-def test_a_message_that_is_none_is_named(chat, message, said):
-    with pytest.raises(RenderingError, match=said):
+def test_a_bad_message_is_named(chat, message, error):
+    with pytest.raises(RenderingError, match=error):
         Rendering(tokenizer=chat).ids([message], after=np.array([chat.eos_id], np.int32))
 
 

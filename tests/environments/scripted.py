@@ -1,7 +1,6 @@
-"""An environment that does what the turn says, for workers: what its process suffers must be nobody else's business."""
+"""An environment that does what the turn names, for tests of workers."""
 
 import asyncio
-import contextlib
 import json
 import os
 import re
@@ -14,16 +13,16 @@ from dapo_jax.environments import Context, Step
 
 
 class Scripted:
-    """Appends all that an episode has heard, so that an answer is right only if every turn before was heard in its order."""
+    """Appends all turns of an episode so far, so an answer is right only if every turn before arrived in its order."""
 
     def episode(self, row, seed):
-        if row.get("says") == "no":
+        if row.get("begins") == "not":
             raise ValueError("no such task")
         return ScriptedEpisode(row, seed)
 
 
 class Compared(Scripted):
-    """The longest history is worth most."""
+    """The longest episode is worth most."""
 
     async def group_rewards(self, episodes):
         if episodes[0].row.get("compare") == "exit":
@@ -36,10 +35,10 @@ class ScriptedEpisode:
         self.row, self.seed, self.heard = row, seed, []
 
     async def start(self):
-        match self.row.get("says"):
+        match self.row.get("begins"):
             case "a context":
                 return Context("c" * self.row["level"])
-            case "nothing":
+            case "with nothing":
                 return None
         return "?"
 
@@ -48,7 +47,7 @@ class ScriptedEpisode:
         match command:
             case "sleep":
                 await asyncio.sleep(float(rest))
-            case "stall":  # and with it the event loop
+            case "stall":  # blocks the event loop
                 time.sleep(float(rest))
             case "hold":  # Python's lock, for hours
                 re.match("(a+)+$", "a" * 60 + "b")
@@ -64,14 +63,25 @@ class ScriptedEpisode:
                 return Step(append=str(len(bytearray(int(rest) << 20)) >> 20))
             case "huge":
                 return Step(append="x" * int(rest))
-            case "flood":
-                flood()
+            case "raise":
+                raise ValueError("no such tool")
+            case "leave":
+                raise SystemExit(3)
+            case "cancel":
+                asyncio.current_task().cancel()
+                await asyncio.sleep(60)
+            case "answer":
+                return None
+            case "reward":
+                return Step(reward=float(rest))
+            case "append":
+                return Step(append={"bytes": b"\xff", "ids": [10**6], "deep": deep(10_000)}[rest])
             case "row":
                 return Step(append=json.dumps(self.row, sort_keys=True))
             case "told":
                 arrays = turn.tokens, turn.logprobs
-                said = [*(each.tolist() for each in arrays), *(str(each.dtype) for each in arrays)]
-                return Step(append=json.dumps([*said, turn.finish_reason, turn.number, self.seed]))
+                fields = [*(each.tolist() for each in arrays), *(str(each.dtype) for each in arrays)]
+                return Step(append=json.dumps([*fields, turn.finish_reason, turn.number, self.seed]))
             case "pid":
                 return Step(append=str(os.getpid()))
             case "print":
@@ -79,13 +89,8 @@ class ScriptedEpisode:
             case "context":
                 return Step(context=Context([*map(ord, rest)]))
             case "done":
-                return Step(
-                    reward=1.0,
-                    done=True,
-                    correct=True,
-                    append=b"no JSON",
-                    metrics={"heard": float(len(self.heard))},
-                )
+                metrics = {"heard": float(len(self.heard))}
+                return Step(reward=1.0, done=True, correct=True, append=b"no JSON", metrics=metrics)
         self.heard.append(turn.text)
         return Step(append="|".join(self.heard), reward=0.5)
 
@@ -96,7 +101,7 @@ class ScriptedEpisode:
 
 
 class Leaving(Scripted):
-    """Each turn starts as many threads as it says, which never end."""
+    """Each turn starts as many threads as it names, which never end."""
 
     def episode(self, row, seed):
         return LeavingEpisode()
@@ -124,21 +129,14 @@ class BlockingEpisode:
         match turn.text.partition(" "):
             case "sleep", _, rest:
                 time.sleep(float(rest))
-            case "spin", _, _:
-                while True:
-                    pass
             case "pid", _, _:
                 return Step(append=str(os.getpid()))
-            case "exit", _, _:
-                os._exit(3)
         self.heard.append(turn.text)
         return Step(append="|".join(self.heard))
 
 
-def flood():
-    """Writes to whatever pipe of the worker takes it, without an end of a line."""
-    for _ in range(2000):
-        for descriptor in range(3, 16):
-            with contextlib.suppress(OSError):
-                os.write(descriptor, b"x" * (1 << 16))
-    time.sleep(60)
+def deep(count):
+    found = []
+    for _ in range(count):
+        found = [found]
+    return found

@@ -1,4 +1,4 @@
-"""Tool calls, out of what models write."""
+"""Tool calls in the formats of models."""
 
 import json
 
@@ -36,29 +36,29 @@ def test_calls_are_read_in_the_formats_of_qwen_and_llama_3(text, calls):
 
 def test_the_marks_may_stand_in_an_argument():
     """A program that cuts at the first end mark would read half an object."""
-    said = {"name": "say", "arguments": {"t": "<tool_call></tool_call> </think> ü"}}
-    text = f"<tool_call>{json.dumps(said)}</tool_call><tool_call>{json.dumps(said)}</tool_call>"
-    assert tool_calls(text) == [ToolCall("say", said["arguments"])] * 2
+    call = {"name": "say", "arguments": {"t": "<tool_call></tool_call> </think> ü"}}
+    text = f"<tool_call>{json.dumps(call)}</tool_call><tool_call>{json.dumps(call)}</tool_call>"
+    assert tool_calls(text) == [ToolCall("say", call["arguments"])] * 2
 
 
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("<tool_call>add(1)</tool_call>", "no JSON"),
-        ("<tool_call></tool_call>", "no JSON"),
+        ("<tool_call>add(1)</tool_call>", "not JSON"),
+        ("<tool_call></tool_call>", "not JSON"),
         ('<tool_call>{"name": "add"', "has no </tool_call>"),
         ('<tool_call>{"name": 3}</tool_call>', 'an object with a "name" and "arguments"'),
         ("<tool_call>[]</tool_call>", 'an object with a "name"'),
         ("<tool_call>7</tool_call>", 'an object with a "name"'),
-        ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', '"arguments" are no object'),
-        ('<tool_call>{"name": "add", "arguments": "1"}</tool_call>', '"arguments" are no object'),
+        ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', '"arguments" must be an object'),
+        ('<tool_call>{"name": "add", "arguments": "1"}</tool_call>', '"arguments" must be an object'),
         ('<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', "NaN is not finite"),
         ('<tool_call>{"name": "add", "arguments": {"a": 1e999}}</tool_call>', "not finite"),
         ("<tool_call>" + "9" * 10_000 + "</tool_call>", "4300 digits|does not fit"),
-        ("<tool_call>" + "[" * 100_000 + "</tool_call>", "too many brackets"),
-        ("<|python_tag|>print(1)", "no JSON"),
-        ('{"name": "add", "parameters": {"a": 1', "no JSON"),
-        ('{"name": "add", "parameters": {}} and more', "no JSON"),
+        ("<tool_call>" + "[" * 100_000 + "</tool_call>", "too deep"),
+        ("<|python_tag|>print(1)", "not JSON"),
+        ('{"name": "add", "parameters": {"a": 1', "not JSON"),
+        ('{"name": "add", "parameters": {}} and more', "not JSON"),
     ],
 )
 def test_what_cannot_be_read_is_a_broken_call_that_says_why(text, reason):

@@ -29,7 +29,7 @@ def right(text, row):
     return text.strip() == row["answer"]
 
 
-def test_the_policy_calls_hears_and_answers():
+def test_the_policy_calls_gets_results_and_answers():
     environment = ToolEnvironment([add, wait], right)
     context, [first, last], _ = played(environment, ROW, call("add", a=2, b=2), " 4 ")
     assert context.contents == [{"role": "user", "content": "What is 2+2?"}]
@@ -85,23 +85,16 @@ def test_a_grade_may_be_async_and_may_be_left_to_a_class_of_its_own():
     assert (last.reward, last.metrics) == (1.0, {"tool_calls": 1.0, "tool_errors": 0.0, "own": 1.0})
 
 
-class SpeechlessError(Exception):
-    def __str__(self):
-        raise OSError("gone")
-
-
 def raises(kind: str) -> str:
     """Raises."""
-    raise {"value": ValueError("no such row"), "exit": SystemExit(3), "silent": SpeechlessError(), "endless": OSError("x" * 10**6),
-           "interrupt": KeyboardInterrupt(), "deep": RecursionError("deep"), "memory": MemoryError()}[kind]  # fmt: skip
+    raise {"value": ValueError("no such row"), "exit": SystemExit(3), "endless": OSError("x" * 10**6), "memory": MemoryError()}[kind]  # fmt: skip
 
 
 def gives(kind: str):
-    """Gives what is no text."""
+    """Returns values that are not text."""
     loop = []
     loop.append(loop)
-    return {"bytes": b"\xff", "surrogate": "a\ud800", "object": object(), "set": {1}, "loop": loop, "json": {"ü": [1, None]},
-            "nothing": None, "huge": "x" * 10**6, "nan": float("nan")}[kind]  # fmt: skip
+    return {"bytes": b"\xff", "surrogate": "a\ud800", "loop": loop, "json": {"ü": [1, None]}, "nothing": None, "huge": "x" * 10**6}[kind]  # fmt: skip
 
 
 def block(seconds: float) -> str:
@@ -121,51 +114,45 @@ LIMITED = Tools([add, wait, raises, gives, block, stop], most_characters=200, ti
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "begins"),
     [
-        (BrokenCall("it is no JSON"), "error: the call cannot be read: it is no JSON"),
+        (BrokenCall("it is not JSON"), "error: the call cannot be read: it is not JSON"),
         (ToolCall("ad", {}), "error: there is no tool 'ad'; there are ['add', 'block', 'gives', 'raises', 'stop', 'wait']"),
         (ToolCall("x" * 10**6, {}), "error: there is no tool 'xxx"),
         (ToolCall("__class__", {}), "error: there is no tool '__class__'"),
-        (ToolCall("add", {"a": 1}), "error: add: argument 'b' is missing"),
         (ToolCall("add", {"a": 1, "b": "2"}), "error: add: b has to be integer; got '2'"),
-        (ToolCall("add", {"a": 1, "b": 2, "c": 3}), "error: add: there is no argument 'c'"),
         (ToolCall("raises", {"kind": "value"}), "error: raises: ValueError: no such row"),
         (ToolCall("raises", {"kind": "exit"}), "error: raises: SystemExit: 3"),
-        (ToolCall("raises", {"kind": "interrupt"}), "error: raises: KeyboardInterrupt"),
-        (ToolCall("raises", {"kind": "silent"}), "error: raises: SpeechlessError: (it has no text)"),
         (ToolCall("raises", {"kind": "endless"}), "error: raises: OSError: xxxx"),
-        (ToolCall("raises", {"kind": "deep"}), "error: raises: RecursionError: deep"),
         (ToolCall("raises", {"kind": "memory"}), "error: raises: MemoryError"),
-        (ToolCall("gives", {"kind": "bytes"}), "error: gives gave a bytes that no text can be made of"),
-        (ToolCall("gives", {"kind": "surrogate"}), "error: gives gave a str that no text can be made of"),
-        (ToolCall("gives", {"kind": "object"}), "error: gives gave a object that no text"),
-        (ToolCall("gives", {"kind": "loop"}), "error: gives gave a list that no text"),
+        (ToolCall("gives", {"kind": "bytes"}), "error: gives returned a bytes"),
+        (ToolCall("gives", {"kind": "surrogate"}), "error: gives returned a str"),
+        (ToolCall("gives", {"kind": "loop"}), "error: gives returned a list"),
         (ToolCall("wait", {"seconds": 60}), "error: wait: no result within 0.2 s"),
         (ToolCall("block", {"seconds": 1}), "error: block: no result within 0.2 s"),
-        (ToolCall("stop", {}), "error: stop: it was cancelled"),
+        (ToolCall("stop", {}), "error: stop: CancelledError"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_with_a_call_is_told_in_bounds(call, said):
+def test_an_error_in_a_call_is_a_short_text(call, begins):
     text, is_error = asyncio.run(LIMITED.result(call))
     assert is_error
-    assert text.startswith(said), text
+    assert text.startswith(begins), text
     assert len(text) <= 300
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"),
+    ("kind", "text"),
     [
         ("json", '{"ü": [1, null]}'),
         ("nothing", "null"),
-        ("huge", "x" * 200 + "\n(999,800 more characters are left out)"),
+        ("huge", "x" * 200 + "\n(999,800 more characters were cut off)"),
     ],
 )
-def test_what_a_tool_gives_is_a_text_or_json_in_bounds(kind, said):
-    assert asyncio.run(LIMITED.result(ToolCall("gives", {"kind": kind}))) == (said, False)
+def test_a_tools_result_is_a_short_text_or_json(kind, text):
+    assert asyncio.run(LIMITED.result(ToolCall("gives", {"kind": kind}))) == (text, False)
 
 
-def test_an_error_is_counted_and_the_episode_goes_on():
+def test_an_error_is_counted_and_the_episode_continues():
     environment = ToolEnvironment([add, raises], right, timeout_s=0.2)
     turns = [
         call("nothing"),
@@ -187,12 +174,12 @@ def test_tools_of_one_name_are_refused():
         Tools([add, add])
 
 
-def test_an_episode_without_a_grade_says_so():
+def test_an_episode_without_a_grade_is_an_error():
     class Environment:
         def episode(self, row, seed):
             return ToolEpisode(Tools([add]), row)
 
-    with pytest.raises(ValueError, match="needs a grade"):
+    with pytest.raises(ValueError, match="`grade`"):
         played(Environment(), ROW, "4")
 
 

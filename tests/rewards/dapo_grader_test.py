@@ -100,7 +100,7 @@ BOXED = [
     (r"\boxed{34}" + " " * (BOX_CHARACTERS - 10), "34", "34", True),  # 10 characters and 90 of space
     (r"\boxed{34}" + " " * (BOX_CHARACTERS - 9), "34", None, False),
 ]
-"""What `dapo_boxed` finds beside that."""
+"""Further cases of `dapo_boxed`."""
 
 KNOWN_FALSE_NEGATIVES = [
     ("**Answer: 34**", "34"),
@@ -111,10 +111,6 @@ KNOWN_FALSE_NEGATIVES = [
     ("Answer: 6/8", "3/4"),
 ]
 """Right answers that the released rule calls wrong; `math` accepts them."""
-
-
-def test_there_are_enough_cases():
-    assert len({*EXTRACTION, *NORMAL_FORM, *BOXED}) + len(KNOWN_FALSE_NEGATIVES) >= 80
 
 
 @pytest.mark.parametrize(("response", "answer", "extracted", "correct"), [*EXTRACTION, *NORMAL_FORM])

@@ -77,44 +77,29 @@ class Noted(Verdict):
 
 
 def test_a_subclass_of_verdict_is_taken_as_a_verdict_and_checked_like_one():
-    """A dataclass of one's own has an `__init__` without the checks of Verdict's."""
+    """The `__init__` of a dataclass lacks the checks of Verdict's."""
     taken = as_verdict(Noted(correct=True, score=np.float32(0.5)), name="f")
     assert type(taken) is Verdict
     assert taken == Verdict(correct=True, score=0.5)
-    assert type(taken.score) is float
     for wrong, words in [
-        (
-            Noted(correct="no"),
-            r"a Noted with a field that is none; Verdict: correct='no' \(str\), needs a bool",
-        ),
-        (Noted(correct=False, score="5"), r"Verdict: score='5'"),
-        (Noted(correct=False, score=float("nan")), "a verdict with score nan"),
+        (Noted(correct="no"), r"correct='no'"),
+        (Noted(correct=False, score=float("nan")), "score nan"),
     ]:
-        with pytest.raises(RewardError, match=rf"reward function .*<lambda> returned .*{words}.*; prompt 7"):
+        with pytest.raises(RewardError, match=rf"<lambda> returned .*{words}.*; prompt 7"):
             graded(lambda sample, wrong=wrong: wrong)
-
-
-def test_a_field_that_was_set_past_the_checks_is_refused():
-    def forged(sample):
-        verdict = Verdict(correct=False)
-        object.__setattr__(verdict, "correct", "no")
-        return verdict
-
-    with pytest.raises(RewardError, match=r"forged returned a Verdict .*Verdict: correct='no' \(str\)"):
-        graded(forged)
 
 
 def test_a_verdict_that_is_lost_and_correct_is_refused():
     with pytest.raises(RewardError, match="<lambda> returned a verdict with correct=True and lost='timeout'"):
         graded(lambda sample: Verdict(correct=True, lost="timeout"))
     assert graded(lambda sample: Verdict(correct=False, lost="timeout")).lost == "timeout"
-    # A sum of several may be: the first says what is correct, and another was lost.
+    # A sum of several graders may be both: the first decides what is correct, and another was lost.
     assert graded(lambda sample: Verdict(correct=True, lost="timeout", parts={"a": 1.0, "b": -1.0})).correct
 
 
 @pytest.mark.parametrize("score", [1e200, -1e31, np.float64(1e308), Verdict(correct=True, score=1e200)])
 def test_a_score_whose_advantages_would_overflow_is_refused_by_name(score):
-    with pytest.raises(RewardError, match=r"<lambda> returned .*1e\+.*; a score is at most 1e\+30 in size"):
+    with pytest.raises(RewardError, match=r"<lambda> returned .*1e\+.*1e\+30"):
         graded(lambda sample: score)
     assert graded(lambda sample: score, on_nonfinite="lost").lost == "nonfinite"
     assert graded(lambda sample: -1e30).score == -1e30
@@ -220,11 +205,6 @@ def test_function_that_raises_names_the_prompt():
         graded(broken)
 
 
-def test_bad_result_is_an_error_when_graded():
-    with pytest.raises(RewardError, match="returned None"):
-        graded(lambda sample: None)
-
-
 def samples(*responses):
     return [dataclasses.replace(SAMPLE, response=response) for response in responses]
 
@@ -265,77 +245,9 @@ def test_a_wrong_number_of_verdicts_names_both_numbers(count, found):
         grade_function(reward)(samples(*"abc"[:count]))
 
 
-class Endless(list):
-    def __iter__(self):
-        while True:
-            yield True
-
-
-class Lying(list):
-    def __len__(self):
-        return 2
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        (Endless([True] * 2), "returned a Endless whose length is 2 and which gives more"),
-        (Lying([True]), "returned a Lying whose length is 2 and which gives 1"),
-    ],
-)
-def test_a_list_that_gives_another_number_than_its_length_is_refused_by_name(given, words):
-    with pytest.raises(RewardError, match=rf"reward function .*<lambda> {words}; .*; prompt 7 .*2 responses"):
-        grade_function(whole_group(lambda group: given))(samples("a", "b"))
-
-
-class ExitsInItsTextError(Exception):
-    def __str__(self):
-        sys.exit(0)
-
-
-class ExitsAsFloat(float):
-    def __float__(self):
-        sys.exit(0)
-
-
-def raises_what_exits_in_its_text(sample):
-    raise ExitsInItsTextError
-
-
-def returns_what_exits_as_a_float(sample):
-    return ExitsAsFloat(1)
-
-
-@pytest.mark.parametrize(
-    ("function", "words"),
-    [
-        (raises_what_exits_in_its_text, r"raised ExitsInItsTextError: \(its text raises SystemExit\)"),
-        (returns_what_exits_as_a_float, "returned a ExitsAsFloat that cannot be read: SystemExit"),
-    ],
-)
-def test_an_exit_in_a_method_of_what_a_function_gives_is_its_error(function, words):
-    with pytest.raises(RewardError, match=rf"{function.__name__} {words}.*; prompt 7"):
-        graded(function)
-
-
-def test_a_tracer_that_a_function_leaves_behind_and_that_raises_names_the_function():
-    def traced(sample):
-        sys.settrace(lambda *event: 1 / 0)
-        return True
-
-    before = sys.gettrace()
-    try:
-        with pytest.raises(RewardError, match=r"traced raised ZeroDivisionError: .*; prompt 7"):
-            graded(traced)
-    finally:
-        sys.settrace(before)
-
-
 @pytest.mark.parametrize("value", [1.0, True, None, "ab", Verdict(correct=True)])
 def test_one_verdict_for_a_whole_group_is_refused(value):
-    with pytest.raises(
-        RewardError, match=r"for 2 responses; one that takes a whole group must return a list"
-    ):
+    with pytest.raises(RewardError, match=r"for 2 responses; .* list"):
         grade_function(whole_group(lambda group: value))(samples("a", "b"))
 
 
@@ -431,24 +343,6 @@ def test_a_file_imports_the_files_next_to_it(tmp_path):
 
 
 @pytest.mark.usefixtures("own_imports")
-def test_a_neighbour_that_a_file_imports_comes_before_a_module_of_its_name(tmp_path, monkeypatch):
-    """As of a script, whose folder is the first on Python's path."""
-    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
-    (tmp_path / "colorsys.py").write_text("own = 5")
-    text = "import colorsys\ndef f(sample):\n    return colorsys.own\n"
-    assert load_function(f"{reward_file(tmp_path, text)}:f")(SAMPLE) == 5
-
-
-@pytest.mark.usefixtures("own_imports")
-def test_a_file_that_is_named_like_a_package_imports_the_package_and_not_itself(tmp_path, monkeypatch):
-    (tmp_path / "installed").mkdir()
-    (tmp_path / "installed" / "scales.py").write_text("value = 7")
-    monkeypatch.syspath_prepend(tmp_path / "installed")
-    text = "from scales import value\ndef f(sample):\n    return value\n"
-    assert load_function(f"{reward_file(tmp_path, text, name='scales.py')}:f")(SAMPLE) == 7
-
-
-@pytest.mark.usefixtures("own_imports")
 def test_a_neighbour_hides_no_module_that_others_import_later(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "colorsys", raising=False)
     (tmp_path / "colorsys.py").write_text("own = 5")
@@ -458,42 +352,6 @@ def test_a_neighbour_hides_no_module_that_others_import_later(tmp_path, monkeypa
     assert not hasattr(importlib.import_module("colorsys"), "own")
 
 
-def two_folders(tmp_path, text):
-    """The places of two functions `f`, with a file `helper.py` of another value next to each."""
-    for value in (1, 2):
-        folder = tmp_path / str(value)
-        folder.mkdir()
-        (folder / "helper.py").write_text(f"value = {value}\n")
-        (folder / f"between_{value}.py").write_text("from helper import value\n")
-        yield f"{reward_file(folder, text.format(value))}:f"
-
-
-@pytest.mark.usefixtures("own_imports")
-@pytest.mark.parametrize(
-    "text",
-    [
-        "from helper import value\ndef f(sample):\n    return value\n",
-        "def f(sample):\n    from helper import value\n    return value\n",
-        "from between_{} import value\ndef f(sample):\n    return value\n",
-    ],
-    ids=["when loaded", "when called", "through another"],
-)
-def test_two_files_that_import_different_neighbours_of_one_name_are_refused(tmp_path, text):
-    """Python has one module for a name, so the second file would compute with the first one's neighbour."""
-    first, second = two_folders(tmp_path, text)
-    load_function(first)
-    with pytest.raises(ValueError, match="'helper'") as refused:
-        load_function(second)
-    assert str(tmp_path / "1" / "helper.py") in str(refused.value)
-    assert str(tmp_path / "2" / "helper.py") in str(refused.value)
-
-
-@pytest.mark.usefixtures("own_imports")
-def test_a_neighbour_of_one_name_that_is_not_imported_is_no_matter(tmp_path):
-    first, second = two_folders(tmp_path, "def f(sample):\n    return 1\n")
-    assert load_function(first)(SAMPLE) == load_function(second)(SAMPLE) == 1
-
-
 def test_function_is_loaded_from_a_module(monkeypatch):
     module = types.ModuleType("my_rewards")
     module.always = lambda sample: True
@@ -501,20 +359,17 @@ def test_function_is_loaded_from_a_module(monkeypatch):
     assert graded("my_rewards:always").correct
 
 
-@pytest.mark.parametrize("spec", ["reward.py", ":f", "module:"])
-def test_spec_without_module_or_function_is_refused(spec):
-    with pytest.raises(ValueError, match="names no function; write module:function"):
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        *((spec, "names no function") for spec in ("reward.py", ":f", "module:")),
+        ("/absent.py:f", "/absent.py"),
+        ("no_such_module:f", "'no_such_module'"),
+    ],
+)
+def test_a_function_that_cannot_be_found_is_named(spec, words):
+    with pytest.raises(ValueError, match=words):
         load_function(spec)
-
-
-def test_missing_file_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"there is no file .*absent\.py"):
-        load_function(f"{tmp_path}/absent.py:f")
-
-
-def test_missing_module_is_named():
-    with pytest.raises(ValueError, match="cannot import the module 'no_such_module'"):
-        load_function("no_such_module:f")
 
 
 def test_missing_function_is_answered_with_the_nearest(tmp_path):
@@ -559,7 +414,7 @@ def test_a_file_or_module_that_exits_while_it_is_loaded_is_named_and_ends_nothin
 
 
 @pytest.mark.parametrize(
-    ("code", "said"),
+    ("code", "message"),
     [
         ("class Stop(BaseException): pass\nraise Stop('no')", r"mine\.py fails to run: Stop: no"),
         ("raise GeneratorExit", r"mine\.py fails to run: GeneratorExit"),
@@ -567,9 +422,9 @@ def test_a_file_or_module_that_exits_while_it_is_loaded_is_named_and_ends_nothin
         ("def __getattr__(name):\n    raise SystemExit(0)", r"mine\.py calls sys\.exit\(0\)"),
     ],
 )
-def test_a_file_that_raises_what_is_no_exception_is_named(code, said, tmp_path):
+def test_a_file_that_raises_what_is_no_exception_is_named(code, message, tmp_path):
     path = reward_file(tmp_path, code + "\n", name="mine.py")
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         load_function(f"{path}:f")
 
 

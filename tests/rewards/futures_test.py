@@ -1,4 +1,4 @@
-"""One answer taken apart, and several put together, whatever becomes of them."""
+"""One answer is split, and several are joined."""
 
 import random
 import threading
@@ -28,7 +28,7 @@ def test_an_error_or_a_cancellation_of_the_answer_is_each_elements():
     assert all(part.cancelled() for part in of_cancelled)
 
 
-def test_an_answer_of_another_length_is_an_error_and_nobody_waits_for_ever():
+def test_an_answer_of_another_length_is_an_error():
     whole = Future()
     parts = each(whole, 2)
     whole.set_result("abc")
@@ -38,7 +38,7 @@ def test_an_answer_of_another_length_is_an_error_and_nobody_waits_for_ever():
 
 
 def test_an_element_that_is_cancelled_keeps_nothing_from_the_others():
-    """Unlike the whole, each is in the hands of who asked for it."""
+    """Each part belongs to its caller."""
     fine, failed = Future(), Future()
     of_fine, of_failed = each(fine, 3), each(failed, 3)
     of_fine[0].cancel()

@@ -1,4 +1,4 @@
-"""Groups graded while sampling goes on."""
+"""Groups graded while sampling continues, and several graders summed by weight."""
 
 from concurrent.futures import Future
 
@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from dapo_jax.dapo.rollouts import Prompt, Response, Verdict
-from dapo_jax.rewards.grading import Grading, immediately
+from dapo_jax.rewards import Sample, grade_function, whole_group
+from dapo_jax.rewards.functions import RewardError
+from dapo_jax.rewards.grading import Grading, Part, immediately, part_names, summed, weighted_sum
 from dapo_jax.rewards.shaping import Shaping
 from dapo_jax.text.tokenizers import ByteTokenizer
 
@@ -90,3 +92,133 @@ def test_closing_ends_what_was_started():
         on_close=lambda: closed.append(True),
     ).close()
     assert closed == [True]
+
+
+RULE = Shaping(correct=1.0, incorrect=-1.0)
+
+
+def samples(*responses):
+    prompt = Prompt(ordinal=7, tokens=np.array([1], np.int32), text="1+1", answer="2")
+    return [
+        Sample(prompt=prompt, response=response, tokens=np.array([3], np.int32), finish_reason="stop")
+        for response in responses
+    ]
+
+
+def part(name, weight, reward=lambda sample: True):
+    return Part(name=name, weight=weight, submit=immediately(grade_function(reward)))
+
+
+def brevity(sample):
+    return 1.0 / len(sample.response)
+
+
+@whole_group
+def rank(group):
+    order = sorted(len(sample.response) for sample in group)
+    return [order.index(len(sample.response)) for sample in group]
+
+
+def test_the_score_is_the_sum_of_weight_times_reward_and_the_first_says_what_is_correct():
+    """`=2`: 2 x 1 + 0.5 / 2 = 2.25. `=002`: 2 x 1 + 0.5 / 4 = 2.125. `=3`: 2 x -1 + 0.25 = -1.75, wrong though brevity is above 0."""
+    submit = weighted_sum([part("exact", 2.0, "exact"), part("brevity", 0.5, brevity)], RULE)
+    verdicts = [future.result() for future in submit(samples("=2", "=002", "=3"))]
+    assert [verdict.score for verdict in verdicts] == [2.25, 2.125, -1.75]
+    assert [verdict.correct for verdict in verdicts] == [True, True, False]
+    assert [verdict.extracted for verdict in verdicts] == ["2", "002", "3"]
+    assert verdicts[1].parts == {"exact": 1.0, "brevity": 0.25}
+
+
+def test_the_order_decides_who_says_what_is_correct():
+    """Brevity first: every response is correct, since 1 / length is above 0."""
+    submit = weighted_sum([part("brevity", 0.5, brevity), part("exact", 2.0, "exact")], RULE)
+    verdicts = [future.result() for future in submit(samples("=2", "=3"))]
+    assert [verdict.score for verdict in verdicts] == [2.25, -1.75]
+    assert [verdict.correct for verdict in verdicts] == [True, True]
+
+
+def test_plain_verdicts_are_worth_the_configured_rewards():
+    parts = [part("a", 1.0), part("b", 10.0)]
+    verdicts = [[Verdict(correct=True)], [Verdict(correct=False)]]
+    [verdict] = summed(parts, verdicts, Shaping(correct=0.5, incorrect=-0.25))
+    assert verdict.score == -2.0
+
+
+def test_a_negative_weight_takes_away():
+    submit = weighted_sum([part("exact", 1.0, "exact"), part("long", -0.25, rank)], RULE)
+    scores = [future.result().score for future in submit(samples("=0002", "=2", "=02"))]
+    assert scores == [0.5, 1.0, 0.75]
+
+
+def test_the_reason_is_the_firsts_with_the_terms_of_the_sum():
+    [future] = weighted_sum([part("exact", 2.0, "exact"), part("brevity", 0.5, brevity)], RULE)(samples("=3"))
+    assert future.result().reason == "expected '2'; sum of exact 2 x -1, brevity 0.5 x 0.5"
+
+
+def test_a_lost_part_is_worth_the_wrong_reward_and_the_first_loss_is_kept():
+    parts = [part("exact", 1.0), part("judge", 0.5), part("other", 1.0)]
+    verdicts = [
+        [Verdict(correct=True)],
+        [Verdict(correct=False, lost="timeout", reason="no verdict within 1 s")],
+        [Verdict(correct=False, lost="memory")],
+    ]
+    [verdict] = summed(parts, verdicts, RULE)
+    assert (verdict.correct, verdict.lost, verdict.score) == (True, "timeout", 1.0 - 0.5 - 1.0)
+    assert verdict.reason == "sum of exact 1 x 1, judge 0.5 x -1 (timeout), other 1 x -1 (memory)"
+
+
+@pytest.mark.parametrize("lost", [None, 0.0, -5.0, 5.0])
+@pytest.mark.parametrize("weight", [2.0, -2.0])
+@pytest.mark.parametrize("scores", [(0.25, 1.0), (-7.0, 3.0), (None, None)])
+def test_a_lost_part_never_adds_more_than_the_worst_of_its_group(scores, weight, lost):
+    """Two graded responses and a lost one: what it adds, weight x reward, is at most what each of them adds."""
+    graded = [Verdict(correct=(score or 1) > 0, score=score) for score in scores]
+    verdicts = [*graded, Verdict(correct=False, lost="timeout")]
+    sums = summed([part("a", weight)], [verdicts], Shaping(correct=1.0, incorrect=-1.0, lost=lost))
+    assert sums[2].score <= min(sums[0].score, sums[1].score)
+
+
+def test_a_lost_part_of_negative_weight_is_no_windfall():
+    """Weights 1 and -1, rewards +1 or -1. With the second part lost it counts as +1, what it is there to avoid: 1 - 1 = 0, and not 2."""
+    parts = [part("right", 1.0), part("rambles", -1.0)]
+    right, rambles = Verdict(correct=True), Verdict(correct=False)
+    lost = Verdict(correct=False, lost="timeout")
+    sums = summed(parts, [[right, right], [rambles, lost]], RULE)
+    assert [verdict.score for verdict in sums] == [2.0, 0.0]
+    assert sums[1].parts == {"right": 1.0, "rambles": 1.0}
+
+
+def test_a_sum_is_there_when_its_last_part_is():
+    late = Future()
+    parts = [part("exact", 1.0, "exact"), Part(name="late", weight=1.0, submit=lambda group: [late])]
+    [future] = weighted_sum(parts, RULE)(samples("=2"))
+    assert not future.done()
+    late.set_result(Verdict(correct=False, score=0.5))
+    assert future.result().score == 1.5
+
+
+def test_the_error_of_a_part_is_the_sums():
+    late = Future()
+    parts = [part("exact", 1.0, "exact"), Part(name="late", weight=1.0, submit=lambda group: [late])]
+    [future] = weighted_sum(parts, RULE)(samples("=2"))
+    late.set_exception(RuntimeError("the judge raised"))
+    with pytest.raises(RuntimeError, match="the judge raised"):
+        future.result()
+
+
+def test_a_sum_that_would_overflow_is_refused_with_its_terms():
+    """Each score is within bounds: 10 x 1e30 is not, and 1e300 x 1e10 is an infinity."""
+    for weight, score, total in [(10.0, 1e30, r"1e\+31"), (1e300, 1e10, "inf"), (-1e300, 1e10, "-inf")]:
+        submit = weighted_sum(
+            [part("exact", 1.0, "exact"), part("big", weight, lambda sample, n=score: n)], RULE
+        )
+        [future] = submit(samples("=2"))
+        with pytest.raises(
+            RewardError, match=rf"sum of rewards exact 1 x 1, big .* is {total}; .*lower the weights"
+        ):
+            future.result()
+
+
+def test_names_are_short_and_each_is_there_once():
+    names = ["math", "a.py:f", "trl:b.py:f", "f_2", "module:f"]
+    assert part_names(names) == ["math", "f", "f_2", "f_2_2", "f_3"]

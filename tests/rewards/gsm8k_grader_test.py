@@ -21,7 +21,7 @@ grade = GRADERS["gsm8k"]
         ("#### 7\n#### 72", "72", "72", True),  # the last mark
         ("#### 72 clips in total.", "72", "72", True),
         ("#### 72 of 100", "72", "72 of 100", False),  # two numbers: neither is the statement
-        ("72 ####", "72", None, False),  # nothing behind it
+        ("72 ####", "72", None, False),  # nothing after it
         ("She has 72 clips.", "72", "72", True),  # no mark: the last number
         ("72, no: 73", "72", "73", False),
         ("10-3", "3", "10-3", False),  # a difference, or a range

@@ -33,7 +33,7 @@ EQUAL = [
     ("So the answer is 34.", "34"),
     ("The final answer is $\\frac{6}{8}$.", "3/4"),
     ("34%", "34"),
-    ("Answer: 2 - 0\nSo it is \\boxed{2}.", "2"),  # what is stated last
+    ("Answer: 2 - 0\nSo it is \\boxed{2}.", "2"),  # the last statement
     ("Answer: 3\nSo it is \\boxed{34}.", "34"),
     ("7 + 1 = 8", "8"),
     (r"Answer: \(0 + 4 = 4\)", "4"),
@@ -48,7 +48,7 @@ DIFFERENT = [
     ("Answer: 2^{10}", "10"),
     (r"\boxed{\frac{1}{2}}", "2"),
     ("Answer: 33.999", "34"),
-    ("Answer: 3\nNo: 34", "34"),  # what an Answer: says decides
+    ("Answer: 3\nNo: 34", "34"),  # the text of Answer: decides
     ("\\boxed{34}\nAnswer: 3", "34"),
     ("Answer: (1, 2)", "(2, 1)"),
     ("Answer: x + 1", "x - 1"),

@@ -70,7 +70,7 @@ def changes(answers, count):
 
 
 def disagreements(grade, written, equal, pairs):
-    """(class, reference, response) where the grader says right and the reader does not, or the other way round."""
+    """(class, reference, response) where the grader finds it right and the reader does not, or the other way round."""
     for answer, changed in pairs:
         for response, reference in ((changed, answer), (answer, changed)):
             try:

@@ -46,9 +46,7 @@ def test_answer_on_which_the_scorer_raises_is_wrong(installed):
 
 
 def test_rows_of_another_source_are_refused():
-    with pytest.raises(
-        RuntimeError, match=r"needs rows of data\.source=reasoning_gym:TASK; .* only \['answer'\]"
-    ):
+    with pytest.raises(RuntimeError, match=r"needs rows of data\.source=reasoning_gym:TASK; .*\['answer'\]"):
         graded("2", {"answer": "2"})
 
 

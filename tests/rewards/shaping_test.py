@@ -70,8 +70,8 @@ def verdicts_of(*scores):
     [
         (None, (-5.0, 3.0, None), -5.0),  # the worst of the group, and not -1
         (None, (2.0, 3.0, None), -1.0),  # `incorrect` is worse than the worst of the group
-        (0.0, (0.25, 0.5, None), 0.0),  # as told: scores of 0 to 1
-        (0.0, (-5.0, 0.5, None), -5.0),  # as told, but for the bound
+        (0.0, (0.25, 0.5, None), 0.0),  # as configured: scores of 0 to 1
+        (0.0, (-5.0, 0.5, None), -5.0),  # as configured, except for the bound
         (-9.0, (-5.0, 0.5, None), -9.0),
         (4.0, (None, None, None), -1.0),  # nothing shows that the grader gives scores
     ],

@@ -10,9 +10,9 @@ from pyarrow import parquet
 from dapo_jax.data.files import file_rows
 from dapo_jax.data.rows import checked_row
 from dapo_jax.environments import Context
-from dapo_jax.environments.messages import appended_as_json, appended_of
 from dapo_jax.environments.rendering import Rendering, RenderingError
 from dapo_jax.environments.tools import conversation
+from dapo_jax.environments.turns_as_json import appended_as_json, appended_of
 from dapo_jax.serving.http_requests import RequestError, ServedLimits, read_chat
 from dapo_jax.text.formatting import PromptFormat
 from dapo_jax.text.huggingface import HuggingFaceTokenizer

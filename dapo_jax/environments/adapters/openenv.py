@@ -1,8 +1,8 @@
 """OpenEnv's environments, which are servers: `openenv:URL`, or `openenv:PLACE:function` for a client that a function makes.
 
-Its convention, as of 0.10: a session over a WebSocket, `reset`, `step` of an action, which is an object, and an observation, which is one, too. Where the
-server's schema has one required field, and it is a text, the turn's text is that field; else the turn has to be the action, in JSON. Each episode has a
-session, so the server has to have room for as many as are sampled at a time (its `max_concurrent_envs`).
+Its convention, as of 0.10: a session over a WebSocket with `reset` and `step`; actions and observations are objects. If the only
+required field of the server's action schema is a text, the turn's text becomes that field. Otherwise the turn must be the action as
+JSON. Each episode has a session, so the server needs room for all episodes that are sampled at a time (`max_concurrent_envs`).
 """
 
 import importlib
@@ -31,11 +31,11 @@ class OpenEnvironment:
         try:
             package = importlib.import_module("openenv.core") if self._url else None
         except ImportError as error:
-            raise ValueError(f"openenv:{place} takes a package: {how_to_install('openenv')}") from error
+            raise ValueError(f"openenv:{place} needs a package: {how_to_install('openenv')}") from error
         self._client = load_function(place) if package is None else package.GenericEnvClient
 
     async def episode(self, row: Mapping[str, Any], seed: int) -> "OpenEpisode":
-        """The episode of a response; the server is asked once what an action is."""
+        """Returns the episode of a response. The first call reads the server's action schema."""
         if self._field is None:
             self._field = await _text_field(self._url)
         client = self._client(base_url=self._url) if self._url else self._client()
@@ -50,31 +50,31 @@ class OpenEpisode:
         self._errors = 0
 
     async def start(self) -> Context:
-        """The row's conversation, with the first observation behind it."""
+        """Returns the row's conversation, with the first observation added."""
         await self._client.connect()
         first = await self._client.reset(seed=self._seed)
-        return Context(conversation(self._row, f"\n\n{_told(first.observation)}"))
+        return Context(conversation(self._row, f"\n\n{_text_of(first.observation)}"))
 
     async def step(self, turn: Turn) -> Step:
-        """The answer to a turn. The policy is told if it is no action, which is counted as `action_errors`."""
+        """Returns the answer to a turn. An invalid action is returned to the policy as an error and counted as `action_errors`."""
         try:
             given = await self._client.step({self._field: turn.text} if self._field else _action(turn.text))
-            told, reward, done = _told(given.observation), given.reward or 0.0, bool(given.done)
+            text, reward, done = _text_of(given.observation), given.reward or 0.0, bool(given.done)
         except (ValueError, RuntimeError) as error:
             if type(error) is RuntimeError and "VALIDATION_ERROR" not in str(error):
-                raise  # of the server's own
+                raise  # an error of the server itself
             self._errors += 1
-            told, reward, done = f"error: this is no action: {error!s:.500}", 0.0, False
+            text, reward, done = f"error: this is not an action: {error!s:.500}", 0.0, False
         metrics = {"action_errors": float(self._errors)}
-        return Step(reward=reward, done=done, append=[{"role": "user", "content": told}], metrics=metrics)
+        return Step(reward=reward, done=done, append=[{"role": "user", "content": text}], metrics=metrics)
 
     async def close(self) -> None:
-        """Ends the session, whose place on the server others may wait for."""
+        """Ends the session and frees its place on the server."""
         await self._client.close()
 
 
 async def _text_field(url: str) -> str:
-    """The name of the one field that an action must have, if it is a text; else nothing."""
+    """Returns the name of the only required field of an action if it is a text, else an empty text."""
     async with importlib.import_module("httpx").AsyncClient() as http:
         action = (await http.get(f"{url.rstrip('/')}/schema")).raise_for_status().json()["action"]
     required = action.get("required", [])
@@ -84,12 +84,12 @@ async def _text_field(url: str) -> str:
 
 def _action(text: str) -> dict[str, Any]:
     if not isinstance(action := read_numbers(text), dict):
-        raise ValueError("it is no JSON object")
+        raise ValueError("it is not a JSON object")
     return action
 
 
-def _told(observation: Any) -> str:
-    """An observation as a text: its one field, or JSON."""
+def _text_of(observation: Any) -> str:
+    """Returns an observation as text: its only field, or JSON."""
     if isinstance(observation, Mapping):
         fields = {name: value for name, value in observation.items() if name != "metadata"}
         observation = next(iter(fields.values())) if len(fields) == 1 else fields

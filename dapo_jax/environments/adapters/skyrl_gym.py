@@ -1,7 +1,8 @@
-"""SkyRL-Gym's environments: `skyrl_gym:ID` for a registered one, `skyrl_gym:PLACE:Class` for one of your own.
+"""SkyRL-Gym's environments: `skyrl_gym:ID` for a registered one, `skyrl_gym:PLACE:Class` for your own.
 
-Its convention, as of 0.4.0: made with `env_config` and the row's fields as `extras`; `init(messages)` gives the messages to begin with; `step(text)` gives
-observations, which are messages, the turn's reward and whether that was all; `get_metrics()` and `close()` at the end.
+Its convention, as of 0.4.0: the class is made with `env_config` and the row's fields as `extras`. `init(messages)` returns the first
+messages. `step(text)` returns observations, which are messages, the turn's reward, and whether the episode is over. `get_metrics()` and
+`close()` are called at the end.
 """
 
 import asyncio
@@ -23,16 +24,16 @@ class SkyRLEnvironment:
         """Finds the environment of an id, or loads `PLACE:Class`.
 
         Raises:
-            ValueError: the package is missing, no environment is of this name, or the class cannot be loaded.
+            ValueError: the package is missing, no environment has this name, or the class cannot be loaded.
         """
         self._make: Callable[..., Any] = load_function(name) if ":" in name else _registered(name)
 
     def episode(self, row: Mapping[str, Any], seed: int) -> "SkyRLEpisode":
-        """The episode of a response. A row without `reward_spec` has its `answer` as the ground truth."""
+        """Returns the episode of a response. Without `reward_spec` in the row, its `answer` is the ground truth."""
         spec = {"method": "rule", "ground_truth": row.get("answer")}
         extras = {"reward_spec": spec, **{name: value for name, value in row.items() if name != "prompt"}}
-        # The package brings omegaconf.
-        config = importlib.import_module("omegaconf").OmegaConf.create(dict(row.get("env_config") or {}))
+        omegaconf = importlib.import_module("omegaconf")  # a dependency of skyrl-gym
+        config = omegaconf.OmegaConf.create(dict(row.get("env_config") or {}))
         return SkyRLEpisode(self._make(env_config=config, extras=extras), row)
 
 
@@ -43,31 +44,31 @@ class SkyRLEpisode:
         self._instance, self._row = instance, row
 
     async def start(self) -> Context | None:
-        """The messages that `init` gives, if they are others than the row's."""
+        """Returns the messages that `init` returns, or None if they equal the row's."""
         asked = conversation(self._row)
         messages, _ = await asyncio.to_thread(self._instance.init, [dict(message) for message in asked])
         return None if messages == asked else Context(messages)
 
     async def step(self, turn: Turn) -> Step:
-        """The answer to a turn.
+        """Returns the answer to a turn.
 
         Raises:
-            ValueError: the answer is none, or the environment rewrites what the policy said.
+            ValueError: there is no observation, or the environment rewrites the turn.
         """
         given = await asyncio.to_thread(self._instance.step, turn.text)
         if given.get("postprocessed_action") not in (None, turn.text):
             raise ValueError(
-                "the environment gave a postprocessed_action; what the policy said stays as it was sampled"
+                "the environment returned a postprocessed_action, but sampled tokens cannot be rewritten"
             )
         done = bool(given["done"])
         metrics = _numbers(given.get("metadata")) | (_numbers(self._instance.get_metrics()) if done else {})
         observed: Sequence[Any] = given["observations"]
         if not (done or observed):
-            raise ValueError("the environment gave no observation for a turn that was not the last")
+            raise ValueError("the environment returned no observation for a turn that was not the last")
         return Step(reward=float(given["reward"]), done=done, append=list(observed), metrics=metrics)
 
     async def close(self) -> None:
-        """Frees what the instance holds."""
+        """Closes the instance."""
         await asyncio.to_thread(self._instance.close)
 
 
@@ -76,11 +77,11 @@ def _registered(name: str) -> Callable[..., Any]:
         package = importlib.import_module("skyrl_gym")
     except ImportError as error:
         remedy = how_to_install("skyrl-gym")
-        raise ValueError(f"skyrl_gym:{name} takes the package skyrl-gym: {remedy}") from error
+        raise ValueError(f"skyrl_gym:{name} needs the package skyrl-gym: {remedy}") from error
     if name not in package.registry:
         near = nearest(name, package.registry)
         hint = f"did you mean {near[0]!r}?" if near else f"there are {sorted(package.registry)}."
-        raise ValueError(f"skyrl-gym has no environment {name!r}; {hint} An own one is skyrl_gym:PLACE:Class")
+        raise ValueError(f"skyrl-gym has no environment {name!r}; {hint} Your own is skyrl_gym:PLACE:Class")
     return lambda **given: package.make(name, **given)
 
 

@@ -1,8 +1,8 @@
-"""Environments of tinker-cookbook: `tinker:PLACE:Builder`, a function or class that makes an `EnvGroupBuilder` of a row.
+"""Environments of tinker-cookbook: `tinker:PLACE:Builder`, a function or class that makes an `EnvGroupBuilder` from a row.
 
-Its convention, as of 0.6.1: actions are ids and observations have `to_ints()`, so nothing is rendered here, and neither tinker nor torch is imported. An
-observation that begins with the context and the turn is what was appended to them; any other is a new context. Its stop conditions are not ours: a turn
-ends with the model's end tokens, or with `sampling.stop`.
+Its convention, as of 0.6.1: actions are ids and observations have `to_ints()`, so nothing is rendered here, and neither tinker nor torch
+is imported. An observation that begins with the context and the turn appends the rest; any other is a new context. Its stop conditions
+are ignored: a turn ends with the model's end tokens, or with `sampling.stop`.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from dapo_jax.rewards.functions import load_function
 
 
 class TinkerEnvironment:
-    """Asks a prompt's builder for the environments of its responses."""
+    """Makes the environments of a prompt's responses with the prompt's builder."""
 
     def __init__(self, place: str) -> None:
         """Loads `PLACE:Builder`.
@@ -25,20 +25,20 @@ class TinkerEnvironment:
             ValueError: it cannot be loaded.
         """
         self._make: Callable[[Mapping[str, Any]], Any] = load_function(place)
-        self._groups: WeakValueDictionary[int, _Group] = WeakValueDictionary()
+        self._groups: WeakValueDictionary[int, _BuilderEpisodes] = WeakValueDictionary()
 
     async def episode(self, row: Mapping[str, Any], seed: int) -> "TinkerEpisode":
-        """The episode of a response; those of a prompt have one seed, and so one builder."""
+        """Returns the episode of a response. Responses of a prompt have the same seed and share a builder."""
         group = self._groups.get(seed)
         if group is None:
-            group = self._groups[seed] = _Group(self._make(row))
+            group = self._groups[seed] = _BuilderEpisodes(self._make(row))
         async with group.making:
             group.free = group.free or list(await group.builder.make_envs())
             group.held += 1
             return TinkerEpisode(group.free.pop(0), group)
 
     async def group_rewards(self, episodes: Sequence["TinkerEpisode"]) -> list[float]:
-        """The rewards of the turns, and what the builder gives for the whole."""
+        """Returns the sums of the rewards of the turns and the builder's reward of the whole."""
         played = [SimpleNamespace(transitions=each.turns, final_ob=each.last) for each in episodes]
         envs = [each.env for each in episodes]
         given = await episodes[0].group.builder.compute_group_rewards(played, envs) if episodes else []
@@ -48,8 +48,8 @@ class TinkerEnvironment:
         ]
 
 
-class _Group:
-    """A prompt's builder, and its environments that nobody has yet."""
+class _BuilderEpisodes:
+    """A prompt's builder, and its environments that are not used yet."""
 
     def __init__(self, builder: Any) -> None:
         self.builder, self.making, self.held = builder, asyncio.Lock(), 0
@@ -59,25 +59,25 @@ class _Group:
 class TinkerEpisode:
     """An `Env`, as an episode."""
 
-    def __init__(self, env: Any, group: _Group) -> None:
+    def __init__(self, env: Any, group: _BuilderEpisodes) -> None:
         self.env, self.group, self.last = env, group, None
         self.turns: list[Any] = []
         self._context: list[int] = []
 
     async def start(self) -> Context:
-        """The first observation, in place of the row's prompt; an error if it would be too long, for which the environment gives another object."""
+        """Returns the first observation, which replaces the row's prompt. Raises ValueError if it would be too long."""
         given = await self.env.initial_observation()
         if not isinstance(given, tuple):
-            raise ValueError(f"the environment gave no first observation: {given!r:.300}")
+            raise ValueError(f"the environment returned no first observation: {given!r:.300}")
         self.last, self._context = given[0], given[0].to_ints()
         return Context(self._context)
 
     async def step(self, turn: Turn) -> Step:
-        """The answer to a turn. A metric `correct` says whether the episode is right."""
+        """Returns the answer to a turn. A metric `correct` marks a correct episode."""
         tokens = turn.tokens.tolist()
         given = await self.env.step(tokens, extra={"stop_reason": turn.finish_reason})
-        said = SimpleNamespace(tokens=tokens, maybe_logprobs=turn.logprobs.tolist())
-        self.turns.append(SimpleNamespace(ob=self.last, ac=said, **vars(given)))
+        action = SimpleNamespace(tokens=tokens, maybe_logprobs=turn.logprobs.tolist())
+        self.turns.append(SimpleNamespace(ob=self.last, ac=action, **vars(given)))
         metrics = {name: float(one) for name, one in given.metrics.items() if isinstance(one, int | float)}
         correct = bool(metrics["correct"]) if "correct" in metrics else None
         before, self.last = [*self._context, *tokens], given.next_observation
@@ -93,7 +93,7 @@ class TinkerEpisode:
         )
 
     async def close(self) -> None:
-        """Lets the builder free what its environments hold, when the last of them is closed."""
+        """Calls the builder's `cleanup` when the last episode is closed."""
         self.group.held -= 1
         if self.group.held == 0 and hasattr(self.group.builder, "cleanup"):
             await self.group.builder.cleanup()

@@ -1,7 +1,8 @@
-"""Environments written for TRL's `environment_factory`: `trl:PLACE:Class`, or `trl:PLACE:Class+function` with a reward function beside it.
+"""Environments written for TRL's `environment_factory`: `trl:PLACE:Class`, or `trl:PLACE:Class+function` with a reward function.
 
-TRL's convention, as of 1.16: the class is made without arguments; `reset(**row)` gives None, or a text that is put behind the last message; its other public
-methods are the tools; `get_reward()`, if there is one, gives a reward. A reward function is handed the instances as `environments`. The sum of both counts.
+TRL's convention, as of 1.16: the class is made without arguments. `reset(**row)` returns None, or a text to add to the last message. Its
+other public methods are the tools, except `get_reward()`, which returns a reward. A reward function gets the instances as
+`environments`. The reward is the sum of both.
 """
 
 import inspect
@@ -22,7 +23,7 @@ class TrlEnvironment:
         """Loads `PLACE:Class` or `PLACE:Class+function`.
 
         Raises:
-            ValueError: it cannot be loaded, has no `reset`, a method that can be no tool, or nothing that gives a reward.
+            ValueError: it cannot be loaded, has no `reset`, a method that cannot be a tool, or no reward.
         """
         named, _, reward = place.partition("+")
         self._class = load_function(named)
@@ -30,28 +31,28 @@ class TrlEnvironment:
         if not callable(getattr(self._class, "reset", None)):
             raise ValueError(f"trl:{place}: there is no method reset(**row)")
         if self._function is None and not hasattr(self._class, "get_reward"):
-            remedy = f"write a method get_reward(), or name a reward function beside the class: trl:{named}+function"
-            raise ValueError(f"trl:{place}: nothing gives a reward: {remedy}")
+            remedy = f"write a method get_reward(), or name a reward function of the same file: trl:{named}+function"
+            raise ValueError(f"trl:{place}: there is no reward: {remedy}")
 
     def episode(self, row: Mapping[str, Any], seed: int) -> "TrlEpisode":
-        """The episode of a response."""
+        """Returns the episode of a response."""
         return TrlEpisode(self._class(), row)
 
     async def group_rewards(self, episodes: Sequence["TrlEpisode"]) -> list[float]:
-        """The instances' own rewards and those of the function, whatever ended the episodes."""
+        """Returns the sums of the instances' own rewards and the function's, whatever ended the episodes."""
         owners = [getattr(each.instance, "get_reward", None) for each in episodes]
         totals = [0.0 if own is None else float(await _result(own())) for own in owners]
         if self._function is None or not episodes:
             return totals
         columns = {name: [value] * len(episodes) for name, value in episodes[0].row.items()} | {
             "prompts": [each.asked for each in episodes],
-            "completions": [each.said for each in episodes],
+            "completions": [each.answers for each in episodes],
             "completion_ids": [each.tokens for each in episodes],
             "environments": [each.instance for each in episodes],
         }
         columns.pop("prompt", None)
         given = await _result(self._function(**named_arguments(self._function, columns)))
-        # As in TRL, None says that the function has nothing to say of this one.
+        # As in TRL, None means that the function does not apply to this episode.
         return [total + float(score or 0.0) for total, score in zip(totals, given, strict=True)]
 
 
@@ -64,11 +65,11 @@ class TrlEpisode(ToolEpisode):
         super().__init__(Tools([getattr(instance, name) for name in tools]), row)
         self.instance = instance
         self.asked: list[Message] = []
-        self.said: list[Message] = []
+        self.answers: list[Message] = []
         self.tokens: list[int] = []
 
     async def start(self) -> Context:
-        """The row's conversation, with what `reset` says behind it."""
+        """Returns the row's conversation, with the text of `reset` added."""
         observed = await _result(self.instance.reset(**self.row))
         if not (observed is None or isinstance(observed, str)):
             raise ValueError(f"reset returned {observed!r:.200}; a text or None can be shown to the policy")
@@ -76,17 +77,17 @@ class TrlEpisode(ToolEpisode):
         return Context(self.asked, tools=self.tools.schemas)
 
     async def step(self, turn: Turn) -> Step:
-        """The results of the calls, or the end; `group_rewards` says what it is worth."""
+        """Returns the results of the calls, or the end; `group_rewards` gives the reward."""
         calls = [vars(call) for call in tool_calls(turn.text) if isinstance(call, ToolCall)]
         named = {"tool_calls": [{"type": "function", "function": call} for call in calls]} if calls else {}
-        self.said.append({"role": "assistant", "content": turn.text, **named})
+        self.answers.append({"role": "assistant", "content": turn.text, **named})
         self.tokens += turn.tokens.tolist()
         step = await super().step(turn)
-        self.said += [] if step.done else [one for one in step.append if isinstance(one, Mapping)]
+        self.answers += [] if step.done else [one for one in step.append if isinstance(one, Mapping)]
         return step
 
     async def finish(self, turn: Turn) -> Step:
-        """No more than the end."""
+        """Ends the episode without a reward."""
         return Step()
 
 

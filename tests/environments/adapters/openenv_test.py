@@ -51,7 +51,7 @@ def test_a_turn_is_an_action_in_json_where_a_client_says_no_more():
     assert episode._client.seed == 5
     assert steps[0].append == [{"role": "user", "content": '{"said": "1", "ü": [1]}'}]
     for step, count in zip(steps[1:4], (1.0, 2.0, 3.0), strict=True):
-        assert step.append[0]["content"].startswith("error: this is no action: ")
+        assert step.append[0]["content"].startswith("error: this is not an action: ")
         assert (step.done, step.reward, step.metrics) == (False, 0.0, {"action_errors": count})
     assert (steps[4].done, steps[4].reward) == (True, 1.0)
     before = Client.open
@@ -66,13 +66,13 @@ def test_an_error_of_the_servers_own_is_raised():
 
 def test_without_the_package_it_is_said_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "openenv.core", None)
-    with pytest.raises(ValueError, match=r"openenv:http://localhost:1 takes a package: pip install.*openenv"):
+    with pytest.raises(ValueError, match=r"openenv:http://localhost:1 needs a package: pip install.*openenv"):
         load_environment("openenv:http://localhost:1")
 
 
 @contextmanager
 def serving(two_fields):
-    """The package's own server with a small environment: it says what it hears, and ends at 12."""
+    """The package's own server with a small environment: it repeats the action, and ends at 12."""
     pytest.importorskip("openenv.core", reason="openenv is not installed")
     import uvicorn
     from openenv.core.env_server.http_server import create_fastapi_app

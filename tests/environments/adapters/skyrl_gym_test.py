@@ -65,7 +65,7 @@ def test_an_own_class_of_the_convention_is_played():
     ("name", "message"),
     [
         ("Silent", "no observation for a turn that was not the last"),
-        ("Rewriting", "gave a postprocessed_action"),
+        ("Rewriting", "postprocessed_action"),
     ],
 )
 def test_what_cannot_be_taken_over_is_said(name, message):
@@ -76,7 +76,7 @@ def test_what_cannot_be_taken_over_is_said(name, message):
 def test_without_the_package_it_is_said_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "skyrl_gym", None)
     with pytest.raises(
-        ValueError, match=r"skyrl_gym:gsm8k takes the package skyrl-gym: pip install.*skyrl-gym"
+        ValueError, match=r"skyrl_gym:gsm8k needs the package skyrl-gym: pip install.*skyrl-gym"
     ):
         load_environment("skyrl_gym:gsm8k")
 

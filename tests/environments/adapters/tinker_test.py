@@ -33,7 +33,7 @@ class StepResult:
 
 
 class Asking:
-    """Asks again until the answer comes; `forgetful`: with a context that begins anew."""
+    """Asks again until the answer comes; `forgetful`: with a new context."""
 
     def __init__(self, row, forgetful):
         self.row, self.forgetful, self.heard = row, forgetful, []
@@ -91,7 +91,7 @@ class Overlong(Builder):
         return [SimpleNamespace(initial_observation=initial_observation)]
 
 
-def test_an_observation_that_goes_on_is_appended():
+def test_an_observation_that_continues_is_appended():
     environment = load_environment(f"tinker:{__name__}:Builder")
     context, steps, episode = asyncio.run(playing(environment, ROW, "5", "4"))
     assert context == Context([7, *TOKENIZER.encode("2+2?").tolist()])
@@ -102,7 +102,7 @@ def test_an_observation_that_goes_on_is_appended():
     assert episode.env.heard[0] == (turn_of("5").tokens.tolist(), {"stop_reason": "stop"})
 
 
-def test_an_observation_that_begins_anew_is_a_context():
+def test_an_observation_that_begins_differently_is_a_new_context():
     environment = load_environment(f"tinker:{__name__}:Forgetful")
     _, [step], _ = asyncio.run(playing(environment, ROW, "5"))
     assert step.context == Context([7, *TOKENIZER.encode(" Again.").tolist()])
@@ -136,7 +136,7 @@ def test_the_responses_to_a_prompt_share_a_builder_that_compares_them():
 
 
 def test_a_first_observation_that_would_be_too_long_is_said():
-    with pytest.raises(ValueError, match="gave no first observation"):
+    with pytest.raises(ValueError, match="no first observation"):
         asyncio.run(playing(load_environment(f"tinker:{__name__}:Overlong"), ROW, "5"))
 
 

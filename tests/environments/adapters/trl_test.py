@@ -89,7 +89,7 @@ def test_methods_are_tools_reset_is_shown_and_the_instance_gives_the_reward():
     assert sorted(tool["function"]["name"] for tool in context.tools) == ["add", "double"]
     assert [message["content"] for message in steps[0].append] == ["6", "now 12"]
     assert steps[1].append[0]["content"] == "error: add: ValueError: only upwards"
-    assert (steps[2].done, steps[2].correct) == (True, None), "the sum says whether it is right"
+    assert (steps[2].done, steps[2].correct) == (True, None), "the sum decides whether it is right"
     assert steps[2].metrics == {"tool_calls": 3.0, "tool_errors": 1.0}
     assert episode.instance.row == {"prompt": ROW["prompt"], "level": 2}
     assert rewards(environment, texts, ["no"]) == [1.0, 0.0]
@@ -116,7 +116,7 @@ def test_a_reward_function_sees_what_was_said():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("Bare", r"nothing gives a reward: write a method get_reward\(\), or name a reward function"),
+        ("Bare", r"get_reward\(\)"),
         ("Resetless", r"there is no method reset\(\*\*row\)"),
         ("Count", "did you mean 'Counter'"),
         ("Counter+fa", "did you mean 'far'"),

@@ -26,22 +26,13 @@ def test_what_cannot_be_found_is_named_with_the_nearest(source, message):
         load_environment(source)
 
 
-@pytest.mark.parametrize(
-    ("code", "said"),
-    [
-        ("def __init__(self): raise SystemExit(0)", r"making the environment calls sys\.exit\(0\)"),
-        ("def __init__(self): raise GeneratorExit", "making the environment fails with GeneratorExit"),
-        ("episode = property(lambda self: sys.exit(0))", r"`episode` calls sys\.exit\(0\)"),
-        ("episode = property(lambda self: 1 / 0)", "`episode` fails with ZeroDivisionError"),
-    ],
-)
-def test_an_environment_that_exits_or_raises_while_it_is_made_is_named(code, said, tmp_path):
-    """An exit with status 0 would end the run as if it were done."""
+def test_an_environment_that_exits_while_it_is_made_is_named(tmp_path):
+    """An exit with status 0 would end the run as if it were finished."""
     file = tmp_path / "mine.py"
-    file.write_text(f"import sys\nclass Env:\n    {code}\n")
-    with pytest.raises(ValueError, match=said):
+    file.write_text("class Env:\n    def __init__(self):\n        raise SystemExit(0)\n")
+    with pytest.raises(ValueError, match=r"mine\.py:Env: .*sys\.exit\(0\)"):
         load_environment(f"{file}:Env")
 
 
 def test_the_libraries_have_the_names_that_the_documentation_gives():
-    assert sorted(ADAPTERS) == ["openenv", "reasoning_gym", "skyrl_gym", "tinker", "trl"]
+    assert sorted(ADAPTERS) == ["openenv", "skyrl_gym", "tinker", "trl"]

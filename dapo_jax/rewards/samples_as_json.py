@@ -1,7 +1,4 @@
-"""Messages between a grading pool and its workers, as JSON: a call is a list of samples, an answer a list of verdicts.
-
-Each message is a line with the number of the call it belongs to, so that an answer is never taken for that to another call.
-"""
+"""Samples and verdicts as JSON, for calls to worker processes and their answers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -12,26 +9,35 @@ import numpy as np
 from dapo_jax.dapo.rollouts import Prompt, Verdict
 from dapo_jax.rewards.sample import Sample
 
-MAX_ANSWER_BYTES = 1 << 24
-"""The most that a worker may answer one call with: verdicts on a group are some kilobytes."""
-
 
 def call_of(samples: Sequence[Sample]) -> list[dict[str, Any]]:
-    """All that a reward function may read; numpy values become Python's, tuples become lists.
+    """Returns all that a reward function may read. NumPy values become Python's, tuples become lists.
 
     Raises:
-        TypeError: a prompt's row holds what JSON has no name for.
+        TypeError: a prompt's row holds a value that JSON cannot represent.
     """
-    return [_plain_sample(sample) for sample in samples]
+    return [
+        {
+            "ordinal": sample.prompt.ordinal,
+            "prompt_token_ids": sample.prompt.tokens.tolist(),
+            "prompt": sample.prompt.text,
+            "answer": sample.prompt.answer,
+            "row": plain_row(sample.prompt.row, instead="grade in this process with reward.workers=0"),
+            "response": sample.response,
+            "response_token_ids": sample.tokens.tolist(),
+            "finish_reason": sample.finish_reason,
+        }
+        for sample in samples
+    ]
 
 
 def samples_of(call: Sequence[Mapping[str, Any]]) -> list[Sample]:
-    """The samples that `call_of` turned into JSON."""
+    """Inverse of `call_of`."""
     return [sample_of(part) for part in call]
 
 
 def sample_of(part: Mapping[str, Any]) -> Sample:
-    """One sample of a call, or the one that a saved rollout was made from: the names are the same."""
+    """Returns one sample of a call, or the sample of a saved rollout, which has the same names."""
     prompt = Prompt(
         ordinal=part["ordinal"],
         tokens=np.array(part["prompt_token_ids"], np.int32),
@@ -47,39 +53,25 @@ def sample_of(part: Mapping[str, Any]) -> Sample:
     )
 
 
-def answer_of(verdicts: Sequence[Verdict]) -> dict[str, Any]:
-    """Verdicts for the way back."""
+def verdicts_to_json(verdicts: Sequence[Verdict]) -> dict[str, Any]:
+    """Returns the answer to a call."""
     return {"verdicts": [asdict(verdict) for verdict in verdicts]}
 
 
 def verdicts_of(answer: Mapping[str, Any]) -> list[Verdict]:
-    """The verdicts that `answer_of` turned into JSON."""
+    """Inverse of `verdicts_to_json`."""
     return [Verdict(**verdict) for verdict in answer["verdicts"]]
 
 
-def _plain_sample(sample: Sample) -> dict[str, Any]:
-    prompt = sample.prompt
-    return {
-        "ordinal": prompt.ordinal,
-        "prompt_token_ids": prompt.tokens.tolist(),
-        "prompt": prompt.text,
-        "answer": prompt.answer,
-        "row": plain_row(prompt.row, instead="grade in this process with reward.workers=0"),
-        "response": sample.response,
-        "response_token_ids": sample.tokens.tolist(),
-        "finish_reason": sample.finish_reason,
-    }
-
-
 def plain_row(row: Mapping[str, Any], *, instead: str) -> dict[str, Any]:
-    """A row of the data with numpy values as Python's and tuples as lists, for a worker.
+    """Returns a row of the data with NumPy values as Python's and tuples as lists.
 
     Args:
-        row: as it was read.
-        instead: what to do about a field that cannot be handed over, other than to leave it out.
+        row: the row as it was read.
+        instead: a remedy for the error message, other than leaving the field out.
 
     Raises:
-        TypeError: a field holds what JSON has no name for.
+        TypeError: a field holds a value that JSON cannot represent.
     """
     found = {}
     for name, value in row.items():
@@ -93,11 +85,11 @@ def plain_row(row: Mapping[str, Any], *, instead: str) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Numpy values as Python's and tuples as lists, at any depth.
+    """Returns NumPy values as Python's and tuples as lists, at any depth.
 
     Raises:
-        TypeError: somewhere is what JSON has no name for; the message is its text and type.
-        RecursionError: it is nested too deep, or in itself.
+        TypeError: JSON cannot represent a value; the message is its text and type.
+        RecursionError: the value is nested too deep, or contains itself.
     """
     if isinstance(value, np.ndarray | np.generic):
         return plain(value.tolist())

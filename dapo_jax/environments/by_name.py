@@ -1,0 +1,88 @@
+"""Finds environments by name: in this package, in another library, as `module:name` or as `path/to/file.py:name`.
+
+The package has one, `guess`: the policy guesses a number and learns whether the number is higher or lower. It has all properties of
+episodes: the answer depends on every earlier turn, the fewest turns need a binary search, and the reward comes at the end.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dapo_jax.environments.adapters import ADAPTERS
+from dapo_jax.environments.protocol import Environment, Step, Turn
+from dapo_jax.nearest import nearest
+from dapo_jax.rewards.functions import load_function, loading
+
+HIGHER, LOWER = ">", "<"
+"""Answers to a guess: the number is higher, or it is lower."""
+
+HIGHEST = 99
+"""The highest number. Guesses have at most two digits."""
+
+
+class GuessTheNumber:
+    """The number is each row's `answer`, from 0 to 99. A turn is a guess such as `31`, ended by an end token or a stop string."""
+
+    def episode(self, row: Mapping[str, Any], seed: int) -> "GuessEpisode":
+        """Returns the episode of a response.
+
+        Raises:
+            ValueError: the answer is not a number from 0 to 99.
+        """
+        if not 0 <= (number := int(row["answer"])) <= HIGHEST:
+            raise ValueError(f"the answer is {number}, needs a number from 0 to {HIGHEST}")
+        return GuessEpisode(number)
+
+
+class GuessEpisode:
+    """The search for one number."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    async def step(self, turn: Turn) -> Step:
+        """Returns reward 1 for the right number. A turn that is not a number ends the episode, too."""
+        found = re.fullmatch(r"[0-9]{1,2}", turn.text)
+        if found is None or turn.finish_reason == "length":
+            return Step(done=True, correct=False, metrics={"guesses": turn.number + 1.0, "malformed": 1.0})
+        guess, seen = int(turn.text), {"guesses": turn.number + 1.0, "malformed": 0.0}
+        if guess == self._number:
+            return Step(reward=1.0, done=True, correct=True, metrics=seen)
+        return Step(append=HIGHER if guess < self._number else LOWER, correct=False, metrics=seen)
+
+
+ENVIRONMENTS = {"guess": GuessTheNumber}
+"""Environments of this package, by name."""
+
+
+def load_environment(source: str) -> Environment:
+    """Returns the environment that `environment.source` names.
+
+    Raises:
+        ValueError: the name is unknown, it cannot be loaded or made, or it has no method `episode`.
+    """
+    if ":" not in source and source not in ENVIRONMENTS:
+        known = [*ENVIRONMENTS, *ADAPTERS]
+        near = nearest(source, known)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {sorted(known)}."
+        raise ValueError(
+            f"no environment is named {source!r}; {hint} Your own is module:name or path/to/file.py:name, and another library's LIBRARY:NAME"
+        )
+    kind, _, rest = source.partition(":")
+    if kind in ADAPTERS:
+        return ADAPTERS[kind](rest)
+    make = ENVIRONMENTS.get(source) or _loaded(source, kind)
+    made = loading(source, "making the environment", make, remedy="; it is called without arguments")
+    if not callable(getattr(made, "episode", None)):
+        raise ValueError(
+            f"{source}: a {type(made).__name__} has no method episode(row, seed), which makes the episode of a response"
+        )
+    return made
+
+
+def _loaded(source: str, kind: str) -> Callable[[], Any]:
+    try:
+        return load_function(source)
+    except ValueError as error:
+        near = nearest(kind, ADAPTERS, least=0.7)
+        raise ValueError(f"{error}; did you mean {near[0]}:...?" if near else str(error)) from error

@@ -1,0 +1,79 @@
+"""Turns and steps as JSON, for the calls of an environment's workers and their answers.
+
+Appended values cross unchecked, so the rendering reports errors in them as it does without workers.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from dapo_jax.environments.calls import LostError, checked_step
+from dapo_jax.environments.protocol import Context, Step, Turn
+from dapo_jax.rewards.sample import read_only
+from dapo_jax.rewards.samples_as_json import plain
+
+MOST_BYTES = 1 << 24
+"""Length of the longest answer. The longest text that can be appended fits, whatever its characters are."""
+
+
+_FIELDS = ("reward", "done", "correct", "metrics")
+
+
+def turn_as_json(turn: Turn) -> dict[str, Any]:
+    """Returns a turn as JSON."""
+    return {**vars(turn), "tokens": turn.tokens.tolist(), "logprobs": turn.logprobs.tolist()}
+
+
+def turn_of(found: Mapping[str, Any]) -> Turn:
+    """Inverse of `turn_as_json`."""
+    tokens, logprobs = np.array(found["tokens"], np.int32), np.array(found["logprobs"], np.float32)
+    fields: dict[str, Any] = {**found, "tokens": read_only(tokens), "logprobs": read_only(logprobs)}
+    return Turn(**fields)
+
+
+def step_as_json(step: Any) -> dict[str, Any]:
+    """Returns a step as JSON, without appended values if the episode is over.
+
+    Raises:
+        LostError: it is not a step, or appends a value that JSON cannot represent.
+    """
+    checked = checked_step(step)
+    follows = {} if checked.done else appended_as_json(step.append if step.context is None else step.context)
+    return {**{name: getattr(checked, name) for name in _FIELDS}, **follows}
+
+
+def step_of(found: Mapping[str, Any]) -> Step:
+    """Inverse of `step_as_json`."""
+    follows = appended_of(found)
+    step = Step(**{name: found[name] for name in _FIELDS})
+    object.__setattr__(step, "context" if isinstance(follows, Context) else "append", follows)  # unchecked
+    return step
+
+
+def appended_as_json(given: Any) -> dict[str, Any]:
+    """Returns the beginning of an episode, or the values appended after a turn, as JSON.
+
+    Raises:
+        LostError: JSON cannot represent it.
+    """
+    try:
+        if isinstance(given, Context):
+            return {"contents": plain(given.contents), "tools": plain(given.tools)}
+        return {"append": plain(given)}
+    except TypeError as error:
+        raise LostError(
+            "raised", f"{error} cannot be appended: workers answer in JSON, which cannot represent it"
+        ) from error
+    except RecursionError as error:
+        raise LostError("raised", "the appended value is nested too deep, or contains itself") from error
+
+
+def appended_of(found: Mapping[str, Any]) -> Any:
+    """Inverse of `appended_as_json`: a Context, or another value to append."""
+    if "contents" not in found:
+        return found.get("append", "")
+    context = Context("")
+    for name in ("contents", "tools"):
+        object.__setattr__(context, name, found[name])  # unchecked
+    return context

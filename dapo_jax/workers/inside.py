@@ -1,0 +1,104 @@
+"""The program of a worker process: `python -m dapo_jax.workers.inside ARGUMENTS`; `Worker` starts it.
+
+It calls a function named `module:function` with the worker's setup. The function loads the user's code and returns the first answer and
+a function `serve(calls, answer)`, which reads calls and answers each by its number until there are no more.
+"""
+
+import ctypes
+import importlib
+import json
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from dapo_jax.terminal import lasting_streams
+
+Answer = Callable[[int, Mapping[str, Any]], None]
+"""answer(number of the call, answer)."""
+Serve = Callable[[Iterable[dict[str, Any]], Answer], None]
+"""serve(calls, answer)."""
+Load = Callable[[Mapping[str, Any]], tuple[Mapping[str, Any], Serve]]
+"""load(setup) -> (first answer, serve). ValueError if the user's code cannot be loaded."""
+
+_STATM = Path("/proc/self/statm")
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Loads the user's code, limits the memory and serves calls until their pipe ends."""
+    calls, answers = _private_pipes()
+    arguments = json.loads(sys.argv[1])
+    _end_with(arguments["parent"])
+    sys.path[:] = [*arguments["path"], ""]
+    worker = os.getpid()
+
+    def answer(number: int, content: Mapping[str, Any]) -> None:
+        if os.getpid() != worker:
+            os._exit(0)  # a child that the user's code forked came back from the call as well
+        left = memoryview(json.dumps({"id": number, **content}).encode() + b"\n")
+        while left:
+            left = left[os.write(answers, left) :]
+
+    with lasting_streams():  # the user's code may print after the output was closed
+        module, _, name = arguments["load"].partition(":")
+        load: Load = getattr(importlib.import_module(module), name)
+        try:
+            first, serve = load(arguments["setup"])
+        except ValueError as error:
+            answer(0, {"failed": str(error)})
+            return
+        _limit_memory(arguments["memory_mb"])
+        answer(0, first)
+        with os.fdopen(calls, "rb") as lines:
+            serve(map(json.loads, lines), answer)
+
+
+def _private_pipes() -> tuple[int, int]:
+    """Returns descriptors of calls and answers. The standard streams no longer lead there, so prints disturb no answer."""
+    # Ctrl-C reaches every process of a terminal; the main process decides when workers end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    try:
+        os.fstat(2)
+    except OSError:  # the main process was started without a standard error
+        os.dup2(nowhere, 2)
+    calls, answers = os.dup(0), os.dup(1)
+    os.dup2(nowhere, 0)
+    os.dup2(2, 1)
+    os.close(nowhere)
+    return calls, answers
+
+
+def _end_with(parent: int) -> None:
+    """Makes this process end with `parent`, even while the user's code is busy."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    else:
+        threading.Thread(target=_end_when_gone, args=(parent,), daemon=True).start()
+    if os.getppid() != parent:  # the parent ended before the line above
+        os._exit(1)
+
+
+def _end_when_gone(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
+
+
+def _limit_memory(memory_mb: int) -> None:
+    """Limits the address space to its present size plus `memory_mb`. Allocating more raises MemoryError."""
+    if not _STATM.exists():
+        return  # not Linux: only the time limit applies
+    pages = int(_STATM.read_text().split()[0])
+    limit = pages * resource.getpagesize() + memory_mb * 2**20
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,197 @@
+"""A worker process, as its parent sees it: it takes calls and answers them in any order.
+
+Calls and answers are JSON objects, one per line, on two pipes. `dapo_jax.workers.inside` is the other side.
+
+The pools of `concurrent.futures`, loky and Pebble do not fit. The first two cannot kill a single worker, and Pebble pickles its calls,
+runs the user's main program again in each worker and limits no memory.
+"""
+
+import contextlib
+import itertools
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import sysconfig
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import Any, Literal
+
+START_S = 120.0
+"""Seconds that a worker may take to load the user's code. Importing a large package on a busy machine is slow."""
+
+MOST_BYTES = 1 << 25
+"""Length of the longest answer. A longer line is no answer: something else writes to the pipe."""
+
+_ENDING_S = 2.0
+"""Seconds that a process whose pipe was closed may take to end by itself before it is killed."""
+
+
+class EndedError(Exception):
+    """The worker ended before it answered."""
+
+    def __init__(self, lost: Literal["died", "timeout"], reason: str) -> None:
+        super().__init__(reason)
+        self.lost: Literal["died", "timeout"] = lost
+
+
+class Worker:
+    """One process. A thread starts it and receives its answers; another thread sends its calls."""
+
+    def __init__(self, load: str, setup: Mapping[str, Any], *, memory_mb: int) -> None:
+        """Starts the process without waiting for it.
+
+        Args:
+            load: `module:function` that the process calls with `setup`, see `dapo_jax.workers.inside`.
+            setup: names and JSON values.
+            memory_mb: megabytes that the process may allocate after loading.
+        """
+        self.ready: Future[dict[str, Any]] = _running_future()
+        """The worker's first answer, once it has loaded the user's code. ValueError if that failed, EndedError if the process ended."""
+        self.ended: EndedError | None = None
+        """Why the process ended; None while it runs."""
+        self.answered = 0
+        """Number of calls that it has answered."""
+        self._asked: dict[int, Future[dict[str, Any]]] = {0: self.ready}
+        self._numbers = itertools.count(1)
+        self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+        arguments = {"load": load, "setup": setup, "memory_mb": memory_mb}
+        self._thread = threading.Thread(target=self._run, args=(arguments,), daemon=True, name="worker")
+        self._thread.start()
+
+    def ask(self, call: Mapping[str, Any]) -> Future[dict[str, Any]]:
+        """Sends a call. The future raises EndedError if the worker ends before it answers."""
+        answer = _running_future()
+        with self._lock:
+            number, ended = next(self._numbers), self.ended
+            if ended is None:
+                self._asked[number] = answer
+        if ended is None:
+            self._lines.put(json.dumps({**call, "id": number}).encode() + b"\n")
+        else:
+            answer.set_exception(ended)
+        return answer
+
+    def end(self, why: EndedError) -> None:
+        """Kills the process and all its children. Waiting calls raise `why`, unless the process had ended before."""
+        with self._lock:
+            if self.ended is not None:
+                return
+            if not self.ready.done():
+                remedy = "a file or module must load in a process of its own, without waiting or ending the process"
+                why = EndedError(why.lost, f"its worker did not start: {why}; {remedy}")
+            self.ended = why
+            asked, self._asked = self._asked, {}
+            if self._process is not None:
+                _kill(self._process)
+        self._lines.put(None)
+        for answer in asked.values():
+            answer.set_exception(why)
+
+    def join(self) -> None:
+        """Waits until the process has ended, for a few seconds at most."""
+        self._thread.join(2 * _ENDING_S)
+
+    def _run(self, arguments: Mapping[str, Any]) -> None:
+        """Starts the process and takes its answers. On Linux the process ends with this thread."""
+        try:
+            process = _started(arguments)
+        except OSError as error:
+            self.end(EndedError("died", f"the worker process cannot be started: {error}"))
+            return
+        with self._lock:
+            self._process = process
+            if self.ended is not None:
+                _kill(process)
+        sending = threading.Thread(target=self._send, args=(process,), daemon=True)
+        sending.start()
+        late = EndedError("timeout", f"it was not ready within {START_S:g} s")
+        timer = threading.Timer(START_S, self.end, [late])
+        timer.daemon = True
+        timer.start()
+        self.ready.add_done_callback(lambda _: timer.cancel())
+        how = self._take_answers(process)
+        self.end(EndedError("died", f"the worker process died ({how})"))
+        _kill(process)
+        process.wait()
+        sending.join(_ENDING_S)
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+
+    def _take_answers(self, process: subprocess.Popen[bytes]) -> str:
+        """Takes answers until there are no more; returns how the process ended."""
+        assert process.stdout is not None
+        line = b""
+        try:
+            while (line := process.stdout.readline(MOST_BYTES)).endswith(b"\n"):
+                self._take(json.loads(line))
+        except (ValueError, TypeError, KeyError, RecursionError):
+            return f"it sent {line[:200]!r}, which is no answer"
+        return f"it sent {MOST_BYTES:,} bytes without an end" if line else _ending(process)
+
+    def _take(self, answer: dict[str, Any]) -> None:
+        with self._lock:
+            future = self._asked.pop(answer["id"], None)
+        if future is None:
+            return
+        if "failed" in answer and future is self.ready:
+            future.set_exception(ValueError(answer["failed"]))
+        else:
+            self.answered += future is not self.ready
+            future.set_result(answer)
+
+    def _send(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdin is not None
+        with contextlib.suppress(OSError):  # the process has ended
+            while (line := self._lines.get()) is not None:
+                process.stdin.write(line)
+                process.stdin.flush()
+
+
+def _running_future() -> Future[Any]:
+    """A future that cannot be cancelled."""
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+    return future
+
+
+def _started(arguments: Mapping[str, Any]) -> subprocess.Popen[bytes]:
+    # The worker searches modules where this process does. Until it has loaded its own modules, the standard library comes first and
+    # the current folder is left out (-P): a user's token.py would otherwise end it.
+    path = [place for place in sys.path if isinstance(place, str)]
+    library = [sysconfig.get_path("stdlib"), sysconfig.get_config_var("DESTSHARED")]
+    variables = {
+        "PYTHONPATH": os.pathsep.join(place for place in [*library, *path] if place),
+        "MALLOC_ARENA_MAX": "2",  # otherwise each thread reserves address space, which counts against the memory limit
+    }
+    return subprocess.Popen(
+        [
+            *(sys.executable, "-P", "-m", "dapo_jax.workers.inside"),
+            json.dumps({**arguments, "parent": os.getpid(), "path": path}),
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, **variables},
+        start_new_session=True,  # so that children of the user's code can be killed with the worker
+    )
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _ending(process: subprocess.Popen[bytes]) -> str:
+    """Describes how a process ended whose pipe was closed."""
+    try:
+        code = process.wait(_ENDING_S)
+    except subprocess.TimeoutExpired:
+        return "it closed its pipe and kept running"
+    return signal.Signals(-code).name if code < 0 else f"exit status {code}"

@@ -1,0 +1,390 @@
+"""An environment in worker processes: the same answers as in this process, and an accident costs only the episode at fault."""
+
+import itertools
+import json
+import math
+import re
+import subprocess
+import sys
+import textwrap
+import time
+from concurrent.futures import wait
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dapo_jax.dapo.rollouts import DrawnTurn, Prompt
+from dapo_jax.environments import Episodes, load_environment
+from dapo_jax.environments.inside_worker import CALLS_LEFT, THREADS_LEFT
+from dapo_jax.environments.rendering import Rendering
+from dapo_jax.environments.worker_environment import worker_environment
+from dapo_jax.rewards.sample import Sample
+from dapo_jax.text.tokenizers import ByteTokenizer
+from tests.environments.scripted import Scripted
+from tests.rewards.pool_test import assert_ends, lives
+
+HERE = Path(__file__)
+SCRIPTED = HERE.with_name("scripted.py")
+TOKENIZER = ByteTokenizer()
+TIMEOUT_S = 2.0
+
+
+class Unmakeable:
+    def __init__(self):
+        raise OSError("no index")
+
+
+def workers(source=f"{SCRIPTED}:Scripted", *, count=1, timeout_s=TIMEOUT_S, memory_mb=512):
+    return worker_environment(source, workers=count, timeout_s=timeout_s, memory_mb=memory_mb)
+
+
+def playing(environment):
+    """Episodes as a run has them; workers end with them, and keep the time."""
+    return Episodes(
+        environment,
+        Rendering(tokenizer=TOKENIZER),
+        text_of=TOKENIZER.decode,
+        seed=1,
+        max_turns=9,
+        timeout_s=math.inf,
+        on_close=getattr(environment, "close", lambda: None),
+    )
+
+
+_ORDINALS = itertools.count()
+
+
+def prompt(**row):
+    """A new prompt."""
+    return Prompt(ordinal=next(_ORDINALS), tokens=TOKENIZER.encode("q"), text="q", answer="a", row=row)
+
+
+def turn(text):
+    tokens = TOKENIZER.encode(text)
+    logprobs = np.linspace(-3.1, -0.1, len(tokens)).astype(np.float32)
+    return DrawnTurn(tokens=tokens, logprobs=logprobs, finish_reason="stop")
+
+
+def appended(future):
+    """The text that an episode appended; None if it is over."""
+    found = future.result(60)
+    return None if found is None else TOKENIZER.decode(found.tokens)
+
+
+def begun(episodes, count, **row):
+    """A new prompt with so many episodes."""
+    asked = prompt(**row)
+    for index in range(count):
+        episodes.start(asked, index).result(60)
+    return asked
+
+
+def tell(episodes, asked, index, *texts):
+    """The answer to the last of these turns."""
+    return [appended(episodes.step(asked, index, turn(text))) for text in texts][-1]
+
+
+def verdicts(episodes, asked, count):
+    empty = Sample(prompt=asked, response="", tokens=np.zeros(0, np.int32), finish_reason="stop")
+    return [future.result(60) for future in episodes.verdicts([empty] * count)]
+
+
+def pid_of(episodes, asked, index=0):
+    return int(tell(episodes, asked, index, "pid"))
+
+
+@pytest.fixture(scope="module")
+def scripted():
+    """The episodes of one worker at a time."""
+    with playing(workers()) as episodes:
+        yield episodes
+
+
+# --- The same as in this process ---
+
+
+def test_answers_are_those_of_the_environment_in_this_process():
+    asked, beginning = prompt(), prompt(begins="a context", level=4)
+    answers = []
+    for environment in (Scripted(), workers()):
+        with playing(environment) as episodes:
+            found = [appended(episodes.start(asked, index)) for index in range(2)]
+            found += [tell(episodes, asked, 0, "a", "b", "told"), tell(episodes, asked, 1, "c")]
+            found.append(tell(episodes, asked, 0, "context abc"))
+            context = episodes.start(beginning, 0).result(60)
+            found += [context.tokens.tolist(), context.anew]
+            assert episodes.step(asked, 0, turn("done")).result(60) is None
+            found += [verdicts(episodes, asked, 2), verdicts(episodes, beginning, 1)]
+            answers.append(found)
+    assert answers[0] == answers[1]
+    tokens, logprobs, *rest = json.loads(answers[1][2])
+    assert (tokens, rest[:4]) == (TOKENIZER.encode("told").tolist(), ["int32", "float32", "stop", 2])
+    assert np.array(logprobs, np.float32).tolist() == turn("told").logprobs.tolist(), "to the bit"
+    assert answers[1][:5] == [
+        "?",
+        "?",
+        answers[1][2],
+        "c",
+        TOKENIZER.decode(np.array([97, 98, 99], np.int32)),
+    ]
+    assert answers[1][-2][0].score == 2.0
+
+
+def test_a_row_arrives_as_it_is_with_arrays_and_tuples_as_lists(scripted):
+    row = {"share": 0.1, "tags": ("ä", "\ud800"), "matrix": np.eye(2), "n": np.int64(5), "none": None}
+    asked, refused = begun(scripted, 1, **row), begun(scripted, 1, raw=b"bytes")
+    found = json.loads(tell(scripted, asked, 0, "row"))
+    [lost] = verdicts(scripted, refused, 1)
+    lists = {"tags": ["ä", "\ud800"], "matrix": [[1.0, 0.0], [0.0, 1.0]]}
+    assert found == {"prompt": "q", "answer": "a", **row, "n": 5, **lists}
+    assert re.search(r"'raw' .*environment\.workers=0", lost.reason)
+
+
+@pytest.mark.parametrize(
+    ("what", "lost", "reason"),
+    [
+        ("sleep 60", "timeout", "within 2 s"),
+        ("raise", "raised", r"ValueError: no such tool \(scripted.py, line \d+\)"),
+        ("leave", "raised", "SystemExit: 3"),
+        ("cancel", "raised", "CancelledError|cancelled"),
+        ("answer nothing", "raised", "needs a Step"),
+        ("reward nan", "nonfinite", "reward nan"),
+        ("append bytes", "raised", "bytes.*JSON"),
+        ("append deep", "raised", "nested too deep"),
+        ("append ids", "raised", "ids from 1000000"),
+        ("huge 3000000", "raised", "3,000,000 characters"),
+        ("huge 50000000", "raised", r"50,000,\d+ bytes"),
+    ],
+)
+def test_a_bad_step_loses_its_episode_alone_and_the_worker_stays(scripted, what, lost, reason):
+    asked = begun(scripted, 2)
+    before = pid_of(scripted, asked, 1)
+    assert scripted.step(asked, 0, turn(what)).result(60) is None
+    assert pid_of(scripted, asked, 1) == before
+    found, good = verdicts(scripted, asked, 2)
+    assert (found.lost, good.lost) == (lost, "")
+    assert re.search(reason, found.reason, re.DOTALL), found.reason[:500]
+
+
+def test_an_episode_that_cannot_begin_is_lost(scripted):
+    asked, silent = prompt(begins="not"), prompt(begins="with nothing")
+    assert scripted.start(asked, 0).result(60) is None
+    assert appended(scripted.start(silent, 0)) == ""
+    assert verdicts(scripted, asked, 1)[0].reason.startswith("ValueError: no such task (scripted.py, line ")
+
+
+# --- Placement, comparison, closing ---
+
+
+def test_a_prompts_episodes_are_in_one_worker_and_prompts_are_spread():
+    with playing(workers(count=2)) as episodes:
+        assert [seat._worker for seat in episodes._environment._seats] == [None, None]
+        asked = [begun(episodes, 3) for _ in range(4)]
+        pids = [{pid_of(episodes, each, index) for index in range(3)} for each in asked]
+        first, second, *_ = pids
+        assert len(first) == len(second) == 1
+        assert first != second
+        assert pids == [first, second, first, second]
+        for each in asked[::2]:  # the next prompts go to the first worker, whose episodes are closed
+            verdicts(episodes, each, 3)
+        deadline = time.monotonic() + 20
+        while len(episodes._environment._seats[0].groups) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        later = [begun(episodes, 1) for _ in range(2)]
+        assert [{pid_of(episodes, each)} for each in later] == [first] * 2
+
+
+def test_rewards_are_compared_if_the_environment_compares(scripted):
+    assert not hasattr(scripted._environment, "group_rewards")
+    with playing(workers(f"{SCRIPTED}:Compared")) as episodes:
+        asked, dying, all_lost = (
+            begun(episodes, 3, **row) for row in ({}, {"compare": "exit"}, {"begins": "not"})
+        )
+        for index in range(3):
+            tell(episodes, dying, index, "a")
+        tell(episodes, asked, 0, "a", "b")
+        tell(episodes, asked, 1, "a")
+        tell(episodes, asked, 2, "huge 3000000")
+        assert [(each.score, each.lost) for each in verdicts(episodes, dying, 3)] == [(None, "died")] * 3
+        assert [(each.score, each.lost) for each in verdicts(episodes, all_lost, 3)] == [(None, "raised")] * 3
+        found = verdicts(episodes, asked, 3)  # from a worker that had to be sent all turns again
+    assert [(each.score, each.lost) for each in found] == [(2.0, ""), (1.0, ""), (None, "raised")]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_closing_closes_episodes_and_ends_the_processes(tmp_path):
+    episodes = playing(workers(count=2))
+    asked, other = begun(episodes, 1, closed=str(tmp_path / "closed")), begun(episodes, 1)
+    pids = [pid_of(episodes, each) for each in (asked, other)]
+    assert len(set(pids)) == 2
+    assert all(map(lives, pids))
+    tell(episodes, asked, 0, "a", "b")
+    episodes.step(other, 0, turn("sleep 60"))
+    episodes.close()
+    for pid in pids:
+        assert_ends(pid)
+    assert (tmp_path / "closed").read_text() == "a|b\n"
+
+
+# Two processes load the package; `tests/rewards/pool_test.py` has the same test of the same code for graders.
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_workers_end_with_a_run_that_is_killed(tmp_path):
+    program = textwrap.dedent(f"""
+        from tests.environments.worker_environment_test import *
+        episodes = playing(workers(timeout_s=600.0))
+        asked = begun(episodes, 1)
+        pid = pid_of(episodes, asked)
+        busy = episodes.step(asked, 0, turn("hold"))
+        time.sleep(0.2)
+        open({str(tmp_path / "pid")!r}, "w").write(str(pid))
+        busy.result(600)
+    """)
+    run = subprocess.Popen([sys.executable, "-c", program], cwd=HERE.parents[2])
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "pid").exists() and run.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.1)
+    pid = int((tmp_path / "pid").read_text())
+    assert lives(pid)
+    run.kill()
+    run.wait()
+    assert_ends(pid)
+
+
+# --- Accidents of a worker ---
+
+
+@pytest.mark.parametrize(
+    ("what", "lost", "reason"),
+    [("hold", "timeout", "within 2 s"), ("exit", "died", "exit status 3"), ("kill", "died", "SIGKILL")],
+)
+def test_what_ends_a_worker_costs_its_own_episode_alone(what, lost, reason, scripted):
+    """In the same worker: an episode that waits for an answer, one of another prompt, and one between two turns."""
+    asked, other = begun(scripted, 3), begun(scripted, 1)
+    for index in range(3):
+        tell(scripted, asked, index, "a", f"b{index}")
+    before = pid_of(scripted, other)
+    assert tell(scripted, asked, 1, "print")
+    waiting = [scripted.step(*who, turn("sleep 0.5")) for who in ((asked, 1), (other, 0))]
+    time.sleep(0.1)
+    assert scripted.step(asked, 0, turn(what)).result(60) is None
+    assert [appended(answer) for answer in waiting] == ["a|b1|print|sleep 0.5", "sleep 0.5"]
+    assert tell(scripted, asked, 2, "c") == "a|b2|c", "the new worker was sent all turns"
+    assert tell(scripted, asked, 1, "d") == "a|b1|print|sleep 0.5|d"
+    assert pid_of(scripted, other) != before
+    found = verdicts(scripted, asked, 3)
+    assert [each.lost for each in found] == [lost, "", ""]
+    assert re.search(reason, found[0].reason), found[0].reason
+
+
+def test_a_call_is_sent_again_to_the_next_worker_if_one_died_of_it_by_chance(tmp_path, scripted):
+    asked = begun(scripted, 1)
+    once = f"once {tmp_path / 'tried'}"
+    assert tell(scripted, asked, 0, "a", once) == f"a|{once}"
+    assert [each.lost for each in verdicts(scripted, asked, 1)] == [""]
+
+
+def test_of_many_calls_under_way_only_those_that_end_workers_are_lost(scripted):
+    """Of eight calls at a time two end the process; sending them again one after another finds these."""
+    asked = begun(scripted, 8)
+    texts = ["sleep 0.2"] * 8
+    texts[2] = texts[5] = "exit"
+    answers = [scripted.step(asked, index, turn(text)) for index, text in enumerate(texts)]
+    assert [appended(answer) for answer in answers] == [None if text == "exit" else text for text in texts]
+
+
+def test_taking_too_much_memory_costs_its_own_episode_and_the_worker_stays():
+    with playing(workers(memory_mb=256)) as episodes:
+        asked = begun(episodes, 2)
+        before = pid_of(episodes, asked, 1)
+        assert episodes.step(asked, 0, turn("take 300")).result(60) is None
+        assert tell(episodes, asked, 1, "take 100") == "100"
+        assert pid_of(episodes, asked, 1) == before
+        lost, fine = verdicts(episodes, asked, 2)
+    assert (lost.lost, fine.lost) == ("raised", "")
+    assert lost.reason.startswith("MemoryError")
+
+
+def test_calls_that_end_when_they_are_given_up_replace_no_worker():
+    with playing(workers(timeout_s=0.5)) as episodes:
+        count = CALLS_LEFT + 2
+        asked = begun(episodes, count)
+        before = pid_of(episodes, asked)
+        answers = [episodes.step(asked, index, turn("sleep 60")) for index in range(1, count)]
+        assert [appended(answer) for answer in answers] == [None] * (count - 1)
+        assert pid_of(episodes, asked) == before
+        found = [each.lost for each in verdicts(episodes, asked, count)]
+    assert found == ["", *["timeout"] * (count - 1)]
+
+
+def test_a_call_that_another_one_held_up_has_its_time_once_more():
+    """The loop is blocked for longer than the time limit, but not long enough that the worker counts as blocked."""
+    with playing(workers(timeout_s=0.8)) as episodes:
+        asked = begun(episodes, 2)
+        waiting = episodes.step(asked, 1, turn("sleep 0.3"))
+        time.sleep(0.1)
+        episodes.step(asked, 0, turn("stall 1.6"))
+        assert appended(waiting) == "sleep 0.3"
+        assert verdicts(episodes, asked, 2)[1].lost == ""
+
+
+def test_functions_that_block_run_in_parallel_and_too_many_that_do_not_end_replace_the_worker():
+    with playing(workers(f"{SCRIPTED}:Blocking", timeout_s=1.5)) as episodes:
+        asked = begun(episodes, CALLS_LEFT + 1)
+        before = int(tell(episodes, asked, 0, "pid"))
+        tell(episodes, asked, 0, "a")
+        began = time.monotonic()
+        answers = [episodes.step(asked, index, turn("sleep 0.5")) for index in range(1, 6)]
+        assert [appended(answer) for answer in answers] == ["sleep 0.5"] * 5
+        assert time.monotonic() - began < 1.5
+        answers = [episodes.step(asked, index, turn("sleep 60")) for index in range(1, CALLS_LEFT + 1)]
+        assert [answer.result(60) for answer in answers] == [None] * CALLS_LEFT
+        assert tell(episodes, asked, 0, "b") == "a|b"
+        assert int(tell(episodes, asked, 0, "pid")) != before
+
+
+# Starts many workers one after another.
+@pytest.mark.slow
+@pytest.mark.parametrize(("memory_mb", "per_turn"), [(4096, THREADS_LEFT // 2), (160, 8)])
+def test_a_worker_that_threads_of_its_episodes_exhaust_is_replaced_and_no_episode_is_lost(
+    memory_mb, per_turn
+):
+    """With much memory after two episodes, which leave so many threads; with little memory at the first thread without room for its stack."""
+    pids, lost = [], []
+    with playing(workers(f"{SCRIPTED}:Leaving", timeout_s=20.0, memory_mb=memory_mb)) as episodes:
+        for _ in range(6):
+            asked = begun(episodes, 1)
+            pids.append(tell(episodes, asked, 0, str(per_turn)))
+            lost += [each.reason for each in verdicts(episodes, asked, 1)]
+            wait(episodes._farewells, timeout=60)
+    assert lost == [""] * 6
+    assert len(set(pids)) > 1
+
+
+def test_a_turn_for_whose_threads_no_worker_has_room_is_lost():
+    with playing(workers(f"{SCRIPTED}:Leaving", timeout_s=20.0, memory_mb=96)) as episodes:
+        asked, other = begun(episodes, 1), begun(episodes, 1)
+        assert episodes.step(asked, 0, turn("100")).result(60) is None
+        [verdict] = verdicts(episodes, asked, 1)
+        assert (verdict.lost, "thread" in verdict.reason) == ("died", True)
+        assert tell(episodes, other, 0, "1").isdigit()
+
+
+# --- Loading ---
+
+
+@pytest.mark.parametrize("source", ["gess", f"{SCRIPTED}:Scriptid", f"{HERE}:Unmakeable"])
+def test_an_environment_that_cannot_be_made_is_named_as_in_this_process(source):
+    with pytest.raises(ValueError) as here:  # noqa: PT011 - whatever the message is
+        load_environment(source)
+    with pytest.raises(ValueError, match=re.escape(str(here.value))):
+        workers(source)
+
+
+def test_an_environment_that_ends_its_process_while_it_is_loaded_is_named(tmp_path):
+    file = tmp_path / "ending.py"
+    file.write_text("import os\nos._exit(4)\n")
+    with pytest.raises(ValueError, match=r"ending.py:Env: .*not start.*exit status 4"):
+        workers(f"{file}:Env")
