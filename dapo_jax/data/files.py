@@ -91,7 +91,8 @@ def _parquet_rows(path: Path) -> Iterator[FileRow]:
         with parquet.ParquetFile(path) as file:
             for group in range(file.num_row_groups):
                 for batch in file.iter_batches(_ROWS_AT_ONCE, row_groups=[group], use_threads=False):
-                    for number, fields in enumerate(_python_rows(batch), start=number + 1):
+                    for fields in _python_rows(batch):
+                        number += 1
                         place = f"{path.name}, row {number}"
                         if isinstance(fields, Exception):
                             yield FileRow(place=place, problem=f"cannot be read: {fields}")
