@@ -1,4 +1,4 @@
-"""The decoder against an independent float64 network in numpy, and what packing, rematerialisation and depth change: nothing."""
+"""The decoder against an independent float64 network in numpy; packing and rematerialisation change nothing."""
 
 import functools
 import math
@@ -129,7 +129,7 @@ def test_packing_two_segments_equals_running_them_apart():
     np.testing.assert_allclose(together[0, 7:], hidden[1, :5], rtol=1e-5, atol=1e-6)
 
 
-def test_a_token_sees_nothing_of_what_follows():
+def test_a_token_does_not_depend_on_later_ones():
     params = tiny_params(FAMILIES["llama"])
     tokens, positions, segment_ids = packed([12], [12])
     before, _ = forward("llama")(params, tokens, positions, segment_ids)
@@ -202,7 +202,7 @@ def test_layers_start_with_different_weights():
 
 
 def test_no_parameter_is_weakly_typed():
-    """One that is becomes another type with the first update, and all programs compile again."""
+    """A weakly typed parameter changes its type with the first update, and all programs compile again."""
     config = tiny_decoder_config(qkv_bias=True, qk_norm=True)
     state = jax.eval_shape(lambda: nnx.state(Decoder(config, rngs=nnx.Rngs(0))))
     assert not [leaf for leaf in jax.tree.leaves(state) if leaf.weak_type]

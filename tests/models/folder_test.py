@@ -1,4 +1,4 @@
-"""Model folders: written and read bit for bit, named and turned as transformers has it, refused with the file and the key."""
+"""Model folders: bit-for-bit round trips, transformers' names and orientations, errors with file and key."""
 
 import json
 
@@ -72,7 +72,7 @@ def test_tensor_names_are_those_of_transformers(family, extra, tmp_path):
 
 
 def test_projections_are_stored_as_outputs_by_inputs(folder):
-    """y = W x with W [out, in], heads side by side: what torch.nn.Linear holds."""
+    """y = W x with W [out, in] and adjacent heads, as in torch.nn.Linear."""
     tensors = load_file(folder / "model.safetensors")
     blocks = nnx.to_pure_dict(tiny_params(FAMILIES["qwen2"]))["blocks"]
     x, mixed, hidden = (
@@ -111,7 +111,7 @@ def test_bfloat16_files_are_read_as_float32(folder):
 
 
 def test_published_configs_are_understood(folder):
-    """Qwen2.5 and SmolLM2 leave head_dim out, whole numbers have no point, transformers 5 moved rope_theta."""
+    """Qwen2.5 and SmolLM2 omit head_dim, whole numbers have no point, transformers 5 moved rope_theta."""
     written = read_config(folder)
     edit_config(
         folder, head_dim=..., rope_theta=..., rope_parameters={"rope_type": "default", "rope_theta": 10_000}
@@ -121,27 +121,26 @@ def test_published_configs_are_understood(folder):
     assert read_config(folder) == written
 
 
-def test_a_tied_matrix_may_be_there_twice_but_not_differ(tmp_path):
-    """The published Qwen3-0.6B is tied and has lm_head.weight all the same."""
+def test_a_tied_matrix_may_be_stored_twice_but_not_differ(tmp_path):
+    """The published Qwen3-0.6B is tied but has lm_head.weight."""
     save_model(tmp_path, FAMILIES["llama"], tiny_params(FAMILIES["llama"]))
     embedding = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
     edit_tensors(tmp_path, lm_head__weight=embedding)
     assert "lm_head" not in load_model(tmp_path)[1]["ends"]
     edit_tensors(tmp_path, lm_head__weight=embedding + 1)
-    with pytest.raises(ValueError, match=r"model\.safetensors: lm_head\.weight is not the embedding"):
+    with pytest.raises(ValueError, match=r"model\.safetensors: lm_head\.weight"):
         load_model(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gemma3"}, r"config\.json: model_type 'gemma3' is not covered; llama, qwen2 and qwen3 are"),
-        ({"model_type": ...}, "model_type None is not covered"),
+        ({"model_type": "gemma3"}, r"config\.json: model_type 'gemma3'"),
         ({"rms_norm_eps": ...}, r"config\.json lacks the key 'rms_norm_eps'"),
         ({"hidden_size": 40}, r"model\.safetensors: model\.embed_tokens\.weight has shape \(20, 32\), .* \(20, 40\)"),
         ({"num_hidden_layers": 3}, r"model\.safetensors lacks the tensor 'model\.layers\.2\."),
-        ({"num_hidden_layers": 1}, r"model\.safetensors holds \['model\.layers\.1\..*does not call for"),
-        ({"model_type": "llama", "architectures": ...}, r"holds \['model\.layers\.0\.self_attn\.k_proj\.bias'"),
+        ({"num_hidden_layers": 1}, r"model\.safetensors has the tensors \['model\.layers\.1\."),
+        ({"model_type": "llama", "architectures": ...}, r"has the tensors \['model\.layers\.0\.self_attn\.k_proj\.bias'"),
     ],
 )  # fmt: skip
 def test_a_config_that_does_not_fit_is_refused(folder, changes, message):
@@ -152,9 +151,7 @@ def test_a_config_that_does_not_fit_is_refused(folder, changes, message):
 
 def test_tensors_that_do_not_fit_are_refused(folder):
     edit_tensors(folder, model__norm__weight=np.zeros(31, np.float32))
-    with pytest.raises(
-        ValueError, match=r"safetensors: model\.norm\.weight has shape \(31,\).* calls for \(32,\)"
-    ):
+    with pytest.raises(ValueError, match=r"safetensors: model\.norm\.weight has shape \(31,\).*\(32,\)"):
         load_model(folder)
     edit_tensors(folder, model__norm__weight=...)
     with pytest.raises(ValueError, match=r"model\.safetensors lacks the tensor 'model\.norm\.weight'"):
