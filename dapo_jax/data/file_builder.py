@@ -30,6 +30,19 @@ _SPLITS = {"train": "train", "test": "test", "validation": "validation", "valid"
 _SPLIT = re.compile(rf"({'|'.join(_SPLITS)})(?![a-z])", re.IGNORECASE)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Files:
+    """The options of a builder that reads files."""
+
+    path: str = ""
+    """A parquet or JSON-lines file, or a folder of them."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    on_bad_row: str = "error"
+    """`error`, or `skip` to leave out bad rows and count them."""
+    deduplicate: bool = True
+    """Keep only the first row of a split with the same prompt."""
+
+
 @dataclass
 class SplitExamples:
     """The rows of a split's files, checked and counted."""
@@ -83,26 +96,18 @@ class FileBuilder(OwnBuilder, skip_registration=True):
     OPTIONS: ClassVar[tuple[str, ...]] = ()
     """Names of the options."""
 
-    def __init__(
-        self,
-        *,
-        path: Path,
-        options: Mapping[str, Any],
-        on_bad_row: str,
-        deduplicate: bool,
-        data_dir: str,
-        file_format: str,
-    ) -> None:
+    def __init__(self, files: Files, *, data_dir: str, file_format: str) -> None:
         """Finds the files and hashes their bytes for the dataset's name.
 
         Raises:
             ValueError: there is no such file or folder, or no file of a known kind.
         """
-        self._files = data_files(path)
-        self._options, self._on_bad_row, self._deduplicate = options, on_bad_row, deduplicate
+        path = Path(files.path).expanduser()
+        self._files, self._settings, self._options = data_files(path), files, files.options
         self._found: dict[str, SplitExamples] | None = None
-        settings = json.dumps([FORMAT, dict(options), on_bad_row, deduplicate], sort_keys=True)
-        name = f"{re.sub(r'[^A-Za-z0-9_-]', '_', path.stem)[:40]}_{_digest(self._files, settings)}"
+        settings = [FORMAT, dict(files.options), files.on_bad_row, files.deduplicate]
+        digest = _digest(self._files, json.dumps(settings, sort_keys=True))
+        name = f"{re.sub(r'[^A-Za-z0-9_-]', '_', path.stem)[:40]}_{digest}"
         super().__init__(config=_config(name), data_dir=data_dir, file_format=file_format)
 
     @classmethod
@@ -143,9 +148,9 @@ class FileBuilder(OwnBuilder, skip_registration=True):
                     raise ValueError(row.problem)
                 made = checked_row({**row.fields, **self.example(row.fields)})
                 whole = {**made, "source_name": self.name, "source_row": row.place}
-                into.add(whole, deduplicate=self._deduplicate)
+                into.add(whole, deduplicate=self._settings.deduplicate)
             except ValueError as error:
-                if self._on_bad_row == "error":
+                if self._settings.on_bad_row == "error":
                     raise ValueError(
                         f"{row.place}: {error} (data.on_bad_row=skip leaves such rows out and counts them)"
                     ) from error

@@ -7,7 +7,7 @@ A checkpoint stores this integer; of H hosts, host h takes the ordinals h, h + H
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -52,12 +52,9 @@ class PromptSource:
         Raises:
             ValueError: there are no rows, or the seed is negative.
         """
-        self._rows = rows
         parts = parts or [range(len(rows))]
         self._order = row_order(parts, weights=weights, seed=seed, shuffle=shuffle)
-        self._tokenizer = tokenizer
-        self._prompt_format = prompt_format
-        self._max_prompt_tokens = max_prompt_tokens
+        self._prompt = _maker(rows, tokenizer, prompt_format, max_prompt_tokens)
         self.rows_per_epoch = sum(len(part) for part in parts)
         """Number of rows in use; with one dataset, ordinal o is in epoch o // rows_per_epoch."""
 
@@ -86,16 +83,6 @@ class PromptSource:
             ValueError: the row's prompt is longer than `max_prompt_tokens` or cannot be tokenized.
         """
         return self._prompt(ordinal, self.row_index(ordinal))
-
-    def _prompt(self, ordinal: int, index: int) -> Prompt:
-        return make_prompt(
-            self._rows[index],
-            self._tokenizer,
-            index=index,
-            ordinal=ordinal,
-            prompt_format=self._prompt_format,
-            max_prompt_tokens=self._max_prompt_tokens,
-        )
 
 
 def row_order(
@@ -177,40 +164,29 @@ def held_out(
     """
     if not 0 <= limit <= len(rows):
         raise ValueError(f"asked for {limit} held-out prompts of {len(rows)} rows; give 0 for all of them")
-    return [
-        make_prompt(
-            rows[index],
-            tokenizer,
-            index=index,
-            ordinal=index,
-            prompt_format=prompt_format,
-            max_prompt_tokens=max_prompt_tokens,
-        )
-        for index in range(limit or len(rows))
-    ]
+    prompt = _maker(rows, tokenizer, prompt_format, max_prompt_tokens)
+    return [prompt(index, index) for index in range(limit or len(rows))]
 
 
-def make_prompt(
-    row: Mapping[str, Any],
+def _maker(
+    rows: Sequence[Mapping[str, Any]],
     tokenizer: Tokenizer,
-    *,
-    index: int,
-    ordinal: int,
     prompt_format: PromptFormat,
     max_prompt_tokens: int,
-) -> Prompt:
-    """Returns the prompt of one row; `index` is the row's number for errors.
+) -> Callable[[int, int], Prompt]:
+    """Returns a function of (ordinal, index of the row) that makes a prompt."""
 
-    Raises:
-        ValueError: the prompt is longer than `max_prompt_tokens`, empty, or cannot be tokenized.
-    """
-    text, tokens = _encoded(row, tokenizer, index, prompt_format)
-    if not 0 < len(tokens) <= max_prompt_tokens:
-        raise ValueError(
-            f"{place_of(row, index)}: the prompt has {len(tokens)} tokens, not 1 to data.max_prompt_tokens={max_prompt_tokens}; "
-            f"raise data.max_prompt_tokens or drop the row. It begins {text[:60]!r}"
-        )
-    return Prompt(ordinal=ordinal, tokens=tokens, text=text, answer=row["answer"], row=row)
+    def prompt(ordinal: int, index: int) -> Prompt:
+        row = rows[index]
+        text, tokens = _encoded(row, tokenizer, index, prompt_format)
+        if not 0 < len(tokens) <= max_prompt_tokens:
+            raise ValueError(
+                f"{place_of(row, index)}: the prompt has {len(tokens)} tokens, not 1 to data.max_prompt_tokens={max_prompt_tokens}; "
+                f"raise data.max_prompt_tokens or drop the row. It begins {text[:60]!r}"
+            )
+        return Prompt(ordinal=ordinal, tokens=tokens, text=text, answer=row["answer"], row=row)
+
+    return prompt
 
 
 def _encoded(

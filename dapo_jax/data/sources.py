@@ -44,7 +44,8 @@ def load_rows(
         if path:
             raise ValueError(f"dataset {source_name!r} reads no file; leave data.path={path!r} out")
         return LoadedRows(reasoning_gym_rows(source_name.removeprefix(PREFIX), split, options))
-    from dapo_jax.data.builders import Files, read_split  # imports TensorFlow Datasets
+    from dapo_jax.data.builders import read_split  # imports TensorFlow Datasets
+    from dapo_jax.data.file_builder import Files
 
     files = Files(path=path, options=options, on_bad_row=on_bad_row, deduplicate=deduplicate)
     return read_split(source_name, split, data_dir, files, or_only=or_only)
@@ -62,7 +63,8 @@ def dataset_splits(
     """Returns the names of a dataset's splits and prepares it if necessary; arguments and errors as in `load_rows`."""
     if source_name.startswith(PREFIX):
         return ["test", "train"]
-    from dapo_jax.data.builders import Files, prepared
+    from dapo_jax.data.builders import prepared
+    from dapo_jax.data.file_builder import Files
 
     files = Files(path=path, options=options, on_bad_row=on_bad_row, deduplicate=deduplicate)
     return sorted(prepared(source_name, data_dir, files).info.splits)

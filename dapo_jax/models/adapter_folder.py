@@ -55,7 +55,7 @@ def is_adapter(folder: AnyPath) -> bool:
 
 
 def read_adapter(folder: AnyPath) -> tuple[Adapter, SafetensorsFolder]:
-    """Returns the description of an adapter, and its tensors, of which names and shapes are read.
+    """Returns the description of an adapter and its tensors. Only names and shapes are read.
 
     Raises:
         ValueError: a file is missing or damaged, or a setting is not supported; the message names the key.

@@ -26,7 +26,7 @@ Cut = tuple[slice, ...]
 Rows = Callable[[int, int], np.ndarray]
 """A function of (start, stop) that returns these rows of a tensor."""
 ByRows = Callable[[Rows, Shape, Shape, NamedSharding], jax.Array]
-"""Makes an array of a tensor of which each process reads a share of the rows. The arguments are the rows, the tensor's shape, the array's
+"""Makes an array of a tensor; each process reads a share of its rows. The arguments are the rows, the tensor's shape, the array's
 shape (the same values in the same order) and its sharding. Every process makes the same calls."""
 
 _LAYER_TENSORS = {

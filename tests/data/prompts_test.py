@@ -151,11 +151,6 @@ def test_the_order_depends_on_the_seed_alone():
     assert [first[place] for place in range(COUNT)] != [other[place] for place in range(COUNT)]
 
 
-def test_without_shuffle_epochs_repeat_the_own_order():
-    row_at = row_order([range(3)], seed=0, shuffle=False)
-    assert [row_at[place] for place in range(7)] == [0, 1, 2, 0, 1, 2, 0]
-
-
 def test_far_places_are_reached_directly():
     assert 0 <= row_order([range(COUNT)], seed=3, shuffle=True)[10**12] < COUNT
 

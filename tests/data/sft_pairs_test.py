@@ -5,7 +5,6 @@ import pytest
 
 from dapo_jax.data.prompts import PromptSource
 from dapo_jax.data.sft_pairs import PairSource
-from dapo_jax.data.sources import load_rows
 from dapo_jax.text.formatting import PromptFormat
 from dapo_jax.text.tokenizers import ByteTokenizer, CharTokenizer
 
@@ -94,11 +93,3 @@ def test_end_token_counts_towards_the_response_limit():
 def test_row_without_a_usable_demonstration_is_refused(extra):
     with pytest.raises(ValueError, match="row 0 needs a demonstration"):
         source([{"prompt": "1", "answer": "1"} | extra])[0]
-
-
-def test_pairs_are_made_from_the_arithmetic_dataset(data_dir):
-    pairs = source(load_rows("arithmetic", "train", data_dir), max_response_tokens=96)
-    for i in range(50):
-        prompt, response = text(pairs[i])
-        left, right = prompt.split("+")
-        assert response.endswith(f"={int(left) + int(right)}")

@@ -53,12 +53,6 @@ def test_interruptions_do_not_change_the_sequence_of_three_epochs(whole, before,
         assert first + second == whole
 
 
-def test_four_hosts_take_the_ordinals_by_their_remainder():
-    streams = [PromptStream(source(), host=host, hosts=4) for host in range(4)]
-    taken = {host: [next(stream).ordinal for _ in range(5)] for host, stream in enumerate(streams)}
-    assert taken == {host: [host, host + 4, host + 8, host + 12, host + 16] for host in range(4)}
-
-
 def test_the_stream_continues_after_a_prompt_out_of_turn():
     stream = PromptStream(source(), cursor=40)
     assert [stream.at(ordinal).ordinal for ordinal in (40, 41, 7, 8, 60)] == [40, 41, 7, 8, 60]

@@ -26,7 +26,6 @@ CALLS = {
 BY_NAME = {
     "dapo_jax/rewards/functions.py",  # what the configuration names
     "dapo_jax/data/builders/__init__.py",  # one of the package's own builders
-    "dapo_jax/data/reasoning_gym.py",  # one of two names in the same line
     "dapo_jax/__init__.py",  # one of the package's own
 }
 """Files that import a module whose name is no constant."""

@@ -228,18 +228,3 @@ def test_bfloat16_computes_on_float32_parameters():
     # Weights of 8 bits of mantissa in two layers: a few roundings of 2^-8 on states of size about 1.
     error = np.abs(np.asarray(hidden) - np.asarray(exact))[batch[2] > 0]
     assert 0.0 < error.mean() < 0.03
-
-
-def test_gradients_of_a_bfloat16_decoder_are_float32():
-    graph, batch = graph_of(FAMILIES["llama"], compute_dtype="bfloat16", remat="dots"), packed([12], [12])
-
-    def loss(params):
-        return nnx.merge(graph, params)(*map(jnp.asarray, batch)).astype(jnp.float32).sum()
-
-    gradient = jax.eval_shape(jax.grad(loss), tiny_params(FAMILIES["llama"]))
-    assert {leaf.dtype for leaf in jax.tree.leaves(gradient)} == {np.dtype("float32")}
-
-
-def test_an_unknown_remat_names_the_known_ones():
-    with pytest.raises(ValueError, match="remat='half' must be one of none, full, dots"):
-        Decoder(tiny_decoder_config(), rngs=nnx.Rngs(0), remat="half")

@@ -155,14 +155,6 @@ def test_a_truncated_file_is_refused_with_its_path(kept, tmp_path):
         GgufFile(path)
 
 
-def test_a_file_of_something_else_is_refused(tmp_path):
-    (tmp_path / "model.gguf").write_bytes(b"PK" + bytes(5000))
-    with pytest.raises(ValueError, match=r"cannot read .*model\.gguf"):
-        GgufFile(tmp_path / "model.gguf")
-    with pytest.raises(ValueError, match=r"cannot read .*none\.gguf"):
-        GgufFile(tmp_path / "none.gguf")
-
-
 def test_without_the_package_the_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "gguf", None)
     with pytest.raises(ValueError, match=r"pip install -e '\.\[gguf\]'"):

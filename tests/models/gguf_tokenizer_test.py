@@ -77,12 +77,6 @@ def test_control_tokens_are_special_and_user_defined_ones_are_text(files):
     assert tokenizer.decode(ids) == "hi<think>"
 
 
-def test_unused_ids_are_not_tokens(files):
-    tokenizer = Tokenizer.from_str(files()["tokenizer.json"])
-    assert tokenizer.token_to_id("[PAD266]") is None
-    assert tokenizer.get_vocab_size() == len(TOKENS) - 2
-
-
 @pytest.mark.parametrize("adds", [False, True])
 def test_the_token_that_begins_a_text_is_added_if_the_file_has_it(adds, files):
     made = files(extra={"tokenizer.ggml.add_bos_token": adds}, pre="llama-bpe")

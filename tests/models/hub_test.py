@@ -99,19 +99,12 @@ def test_a_cached_model_is_found_offline_and_without_a_request(tmp_path):
         assert len(requests) == before
 
 
-def test_the_revision_asked_for_is_the_one_requested(tmp_path):
-    with serve_hub(REPOSITORIES) as (address, requests):
-        assert "has no revision 'v9'; name a branch" in ask(address, tmp_path, revision="v9")
-        assert any("/v9" in path for _, path in requests)
-        assert files_of(ask(address, tmp_path, revision="main")) == WANTED
-
-
 @pytest.mark.parametrize(
     ("how", "words"),
     [
         ({"name": "org/nothing"}, ["the hub has no repository org/nothing", "HF_TOKEN"]),
         ({"name": "gated/model"}, ["gated/model is gated", "accept its terms", "HF_TOKEN"]),
-        ({"name": "gated/model", "HF_TOKEN": "hf_wrong"}, ["gated/model is gated"]),
+        ({"revision": "v9"}, ["has no revision 'v9'", "name a branch"]),
         ({"name": "org/pickled"}, ["org/pickled has no safetensors", "pickles"]),
         ({"name": "a/b/c"}, ["is not a name of a repository", "hf:ORG/NAME"]),
         (

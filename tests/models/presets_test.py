@@ -39,8 +39,3 @@ def test_an_unknown_preset_names_the_nearest_and_all():
 def test_key_heads_must_divide_query_heads(kv_heads):
     with pytest.raises(ValueError, match=f"kv_heads={kv_heads} must divide heads=4"):
         tiny_decoder_config(heads=4, kv_heads=kv_heads)
-
-
-def test_an_odd_head_dimension_is_refused():
-    with pytest.raises(ValueError, match="head_dim=7 must be even"):
-        tiny_decoder_config(head_dim=7)

@@ -79,14 +79,6 @@ def test_the_template_cuts_earlier_thoughts():
     assert "<|im_start|>assistant\n2<|im_end|>" in render(THINKING, TALK)
 
 
-def test_blocks_on_lines_of_their_own_leave_no_white_space():
-    assert render("a\n  {% if true %}\nb\n  {% endif %}\nc\n") == "a\nb\nc"
-
-
-def test_loops_may_be_left():
-    assert render("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}") == "01"
-
-
 def test_json_is_plain_and_keeps_its_letters_and_its_order():
     source = (
         "{{ x | tojson }} {{ x | tojson(indent=1) }} {{ x | tojson(separators=(',', ':'), sort_keys=true) }}"

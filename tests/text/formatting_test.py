@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from dapo_jax.text.formatting import AS_IT_STANDS, Example, PromptFormat, checked_messages, unwrapped
+from dapo_jax.text.formatting import Example, PromptFormat, checked_messages, unwrapped
 from dapo_jax.text.huggingface import HuggingFaceTokenizer
 from dapo_jax.text.tokenizers import ByteTokenizer
 from tests.text.folders import byte_level_json, files_of, with_beginning
@@ -19,12 +19,6 @@ TALK = [
 
 def text_of(prompt, tokenizer, **options):
     return PromptFormat(**options).encode(prompt, tokenizer)[0]
-
-
-def test_by_default_the_question_is_the_prompt():
-    text, tokens = AS_IT_STANDS.encode("1+1", ByteTokenizer())
-    assert text == "1+1"
-    np.testing.assert_array_equal(tokens, ByteTokenizer().encode("1+1"))
 
 
 def test_chat_makes_a_question_a_user_s_message(chat_tokenizer):
@@ -55,11 +49,6 @@ def test_the_system_prompt_opens_every_conversation(chat_tokenizer):
     for prompt in ("1+1", ASKED):
         text = text_of(prompt, chat_tokenizer, chat=True, system_prompt="Be brief.")
         assert text == opening + OPENED.format("1+1")
-
-
-def test_keywords_reach_the_chat_template():
-    tokenizer = HuggingFaceTokenizer(files_of(template="{{ messages[0].content }}{{ enable_thinking }}"))
-    assert text_of("1", tokenizer, chat=True, chat_template_kwargs={"enable_thinking": False}) == "1False"
 
 
 def test_a_plain_prompt_gets_the_beginning_that_a_chat_template_writes_itself():
@@ -141,9 +130,9 @@ def test_examples_of_plain_text_come_before_the_question():
     assert text == "Q: 1+1\nA: 2\n---\nQ: 1+2\nA: 3\n---\nQ: 2+2\nA: "
 
 
-def turns(*said):
+def turns(*messages):
     """Messages as the template of `chat_tokenizer` writes them, before the response."""
-    written = "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in said)
+    written = "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in messages)
     return written + "<|im_start|>assistant\n"
 
 
@@ -155,7 +144,7 @@ def test_examples_of_a_conversation_are_turns_after_the_system_message(chat_toke
 
 
 def test_examples_come_before_an_earlier_conversation(chat_tokenizer):
-    said = [("system", "S"), ("user", "one?"), ("assistant", "1"), ("user", "two?")]
-    history = [{"role": role, "content": text} for role, text in said]
-    shown = [said[0], ("user", "1+1"), ("assistant", "2"), *said[1:]]
+    talk = [("system", "S"), ("user", "one?"), ("assistant", "1"), ("user", "two?")]
+    history = [{"role": role, "content": text} for role, text in talk]
+    shown = [talk[0], ("user", "1+1"), ("assistant", "2"), *talk[1:]]
     assert text_of(history, chat_tokenizer, examples=EXAMPLES[:1]) == turns(*shown)

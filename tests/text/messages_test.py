@@ -22,7 +22,7 @@ from tests.text.folders import files_of
 
 QWEN = """
 {%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}
-{%- if m.content is string %}{{ m.content }}{% else %}{{ raise_exception('a content is no text') }}{% endif %}
+{%- if m.content is string %}{{ m.content }}{% else %}{{ raise_exception('the content is not text') }}{% endif %}
 {%- if m.reasoning_content is defined %}<think>{{ m.reasoning_content }}</think>{% endif %}
 {%- if m.name is defined %}({{ m.name }}){% endif %}
 {%- if m.tool_calls %}{% for call in m.tool_calls %}{% if call.function %}{% set call = call.function %}{% endif %}
@@ -119,12 +119,12 @@ def test_appended_messages_are_made_canonical():
 
 def test_the_canonical_form_is_the_documented_one():
     call = {"type": "function", "function": {"name": "f", "arguments": {"a": None, "b": {}}}}
-    said = [
+    given = [
         {"role": "assistant", "tool_calls": ({"name": "f", "arguments": '{"a": null, "b": {}}'},), "refusal": None},
         {"role": "tool", "content": [{"type": "text", "text": "4", "image_url": None}], "extra": {"x": None, "y": [None]}},
         {"role": "assistant", "content": "2", "tool_calls": []},
     ]  # fmt: skip
-    assert canonical_messages(said) == [
+    assert canonical_messages(given) == [
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "content": "4", "extra": {"y": [None]}},
         {"role": "assistant", "content": "2"},
@@ -143,19 +143,19 @@ BROKEN = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("message", "said"), BROKEN, ids=lambda value: str(value)[:60])
-def test_messages_without_a_canonical_form_are_refused_everywhere(message, said):
+@pytest.mark.parametrize(("message", "words"), BROKEN, ids=lambda value: str(value)[:60])
+def test_messages_without_a_canonical_form_are_refused_everywhere(message, words):
     tokenizer = HuggingFaceTokenizer(files_of(template=QWEN))
     messages = talk(message)
     with pytest.raises(ValueError, match=r"message 1|64 deep") as refused:
         checked_row({"prompt": messages, "answer": "2"})
-    assert said in str(refused.value)
+    assert words in str(refused.value)
     with pytest.raises(RenderingError) as lost:
         Rendering(tokenizer=tokenizer).context_ids(Context(messages))
-    assert said in str(lost.value)
+    assert words in str(lost.value)
     with pytest.raises(RequestError) as answered:
         as_request(messages, tokenizer)
-    assert (answered.value.status, said in str(answered.value)) == (400, True)
+    assert (answered.value.status, words in str(answered.value)) == (400, True)
 
 
 def test_an_observation_is_added_to_the_text_of_the_last_message():

@@ -11,28 +11,13 @@ import json
 import os
 import pkgutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import tensorflow_datasets as tfds
 
-from dapo_jax.data.file_builder import FileBuilder
+from dapo_jax.data.file_builder import FileBuilder, Files
 from dapo_jax.data.rows import LoadedRows
 from dapo_jax.nearest import nearest
-
-
-@dataclass(frozen=True, kw_only=True)
-class Files:
-    """The options of a builder that reads files."""
-
-    path: str = ""
-    """A parquet or JSON-lines file, or a folder of them."""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    on_bad_row: str = "error"
-    """`error`, or `skip` to leave out bad rows and count them."""
-    deduplicate: bool = True
-    """Keep only the first row of a split with the same prompt."""
 
 
 def builder_names() -> list[str]:
@@ -101,18 +86,11 @@ def _builder(name: str, root: str, files: Files | None) -> tfds.core.GeneratorBa
         if option not in cls.OPTIONS:
             known = f"there are {', '.join(cls.OPTIONS)}" if cls.OPTIONS else "it has none"
             raise ValueError(f"dataset {name!r} has no option {option!r}; {known}")
-        if not isinstance(field := files.options[option], str) or not field:
+        if not isinstance(name_of := files.options[option], str) or not name_of:
             raise ValueError(
-                f"dataset {name!r}: the option {option!r} is {field!r:.60}; it must be a field's name, a text"
+                f"dataset {name!r}: the option {option!r} is {name_of!r:.60}; it must be a field's name, a text"
             )
-    return cls(
-        path=Path(files.path).expanduser(),
-        options=files.options,
-        on_bad_row=files.on_bad_row,
-        deduplicate=files.deduplicate,
-        data_dir=root,
-        file_format="array_record",
-    )
+    return cls(files, data_dir=root, file_format="array_record")
 
 
 def _prepare(builder: tfds.core.GeneratorBasedBuilder) -> None:

@@ -16,7 +16,6 @@ All random choices are pure functions of (SPLIT_SEED, pair of operands). A chang
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import tensorflow_datasets as tfds
@@ -36,16 +35,6 @@ RECHECK_AGAIN = 0.5
 MAX_RECHECKS = 4
 DEMONSTRATIONS = {"train": 4, "test": 1}
 """Demonstrations of each pair, by split."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Demonstration:
-    """One way to answer a prompt."""
-
-    style: str
-    rechecks: int
-    """Number of repetitions of the working; 0 unless the style is `rechecked`."""
-    response: str
 
 
 def prompt_text(left: int, right: int) -> str:
@@ -103,13 +92,10 @@ def draw_style(seed: int, pair: int, draw: int = 0) -> tuple[str, int]:
     return style, 1 + sum(luck < RECHECK_AGAIN**count for count in range(1, MAX_RECHECKS))
 
 
-def demonstrations(left: int, right: int, *, count: int, seed: int = SPLIT_SEED) -> list[Demonstration]:
-    """Returns the first `count` demonstrations of a pair; a larger count only lengthens the list."""
+def demonstrations(left: int, right: int, *, count: int, seed: int = SPLIT_SEED) -> list[tuple[str, str]]:
+    """Returns style and response of the first `count` demonstrations of a pair."""
     sampled = [draw_style(seed, pair_number(left, right), draw) for draw in range(count)]
-    return [
-        Demonstration(style=style, rechecks=rechecks, response=response_text(left, right, style, rechecks))
-        for style, rechecks in sampled
-    ]
+    return [(style, response_text(left, right, style, rechecks)) for style, rechecks in sampled]
 
 
 def pair_number(left: int, right: int) -> int:
@@ -155,7 +141,7 @@ def _rows(pairs: list[tuple[int, int]], count: int) -> Iterator[dict[str, Any]]:
         yield {
             "prompt": prompt_text(left, right),
             "answer": str(left + right),
-            "response": shown[0].response,
-            "style": shown[0].style,
-            "responses": [demonstration.response for demonstration in shown],
+            "response": shown[0][1],
+            "style": shown[0][0],
+            "responses": [response for _, response in shown],
         }

@@ -24,12 +24,6 @@ def test_splits_are_disjoint_and_together_all_pairs():
     assert sorted(splits["train"] + splits["test"]) == PAIRS
 
 
-def test_splits_depend_on_the_seed_alone():
-    assert split_pairs(0) == split_pairs(0)
-    assert split_pairs(0) != split_pairs(1)
-    assert split_pairs(0)["train"] != sorted(split_pairs(0)["train"])
-
-
 def test_working_carries_like_on_paper():
     assert working_text(47, 85) == "7+5=12,1+4+8=13"  # 7 + 5 = 12: carry 1; 1 + 4 + 8 = 13; answer 13|2
     assert working_text(13, 24) == "3+4=07,0+1+2=3"  # no carry is a carry of 0
@@ -93,13 +87,6 @@ def test_rechecks_halve_in_frequency_with_the_last_taking_the_rest(monkeypatch):
     assert shares == pytest.approx([0.5, 0.25, 0.125, 0.125], abs=0.02)
 
 
-@pytest.mark.parametrize("style", ["direct", "working", "rechecked"])
-def test_retuned_weights_are_obeyed(style, monkeypatch):
-    weights = dict.fromkeys(("direct", "working", "rechecked"), 0.0) | {style: 3.0}
-    monkeypatch.setattr(arithmetic, "STYLE_WEIGHTS", weights)
-    assert {draw_style(0, pair)[0] for pair in range(500)} == {style}
-
-
 def test_rows_on_disk_are_the_generated_ones_in_order(data_dir):
     for split, count in (("train", 4), ("test", 1)):
         rows = load_rows("arithmetic", split, data_dir)
@@ -111,9 +98,9 @@ def test_rows_on_disk_are_the_generated_ones_in_order(data_dir):
             assert rows[index] == {
                 "prompt": f"{left}+{right}",
                 "answer": str(left + right),
-                "response": shown[0].response,
-                "style": shown[0].style,
-                "responses": [demonstration.response for demonstration in shown],
+                "response": shown[0][1],
+                "style": shown[0][0],
+                "responses": [response for _, response in shown],
             }
 
 

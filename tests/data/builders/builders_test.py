@@ -18,13 +18,6 @@ def test_unknown_split_is_answered_with_the_known_ones(data_dir):
         read_split("arithmetic", "valid", data_dir)
 
 
-def test_part_of_a_split_is_that_part(data_dir):
-    whole = read_split("arithmetic", "train", data_dir)
-    part = read_split("arithmetic", "train[10:13]", data_dir)
-    assert list(part) == whole[10:13]
-    assert part[-1] == whole[12]
-
-
 def test_row_beyond_the_split_is_an_index_error(data_dir):
     rows = read_split("arithmetic", "train[:3]", data_dir)
     with pytest.raises(IndexError, match="row 3 of a split of 3 rows"):

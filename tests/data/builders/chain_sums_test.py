@@ -43,11 +43,6 @@ def test_splits_share_only_sums_of_two_terms_in_training(splits):
     assert {len(terms) for terms in train & warm_start} == {2}
 
 
-def test_splits_are_shuffled(splits):
-    for questions in splits.values():
-        assert {len(terms) > 7 for terms in questions[:20]} == {False, True}
-
-
 @pytest.mark.parametrize("style", STYLE_WEIGHTS)
 def test_every_style_ends_in_the_right_answer(splits, style):
     for terms in splits["test"]:

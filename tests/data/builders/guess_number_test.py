@@ -47,12 +47,6 @@ def test_held_out_pairs_have_ranges_and_numbers_that_are_trained_on():
     assert all(sum(number == other for _, other in PAIRS) <= 2 for number in alone)
 
 
-def test_splits_depend_on_the_seed_alone():
-    assert split_pairs(0) == split_pairs(0)
-    assert split_pairs(0) != split_pairs(1)
-    assert split_pairs(0)["train"] != sorted(split_pairs(0)["train"])
-
-
 def test_patience_finds_every_number():
     """63 = 2^6 - 1 numbers: each guess that is not right leaves 31, 15, 7, 3, 1."""
     lengths = [len(guesses(demonstration(low, number, patience=1.0))) for low, number in PAIRS]
