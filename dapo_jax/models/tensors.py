@@ -358,7 +358,7 @@ def _finite(file: TensorFile, name: str, cut: Cut) -> np.ndarray:
     values = file.read(name, cut)
     if not np.isfinite(values).all():
         raise ValueError(
-            f"{file.where}: {name} has NaN or infinity, and weights must be finite; the file is damaged, or its training diverged: use "
+            f"{file.where}: {name} holds NaN or infinity, and weights must be finite; the file is damaged, or its training diverged: use "
             "an earlier checkpoint"
         )
     return values

@@ -234,7 +234,7 @@ def watch(
         ConfigError: a path cannot be a run, a run is damaged, there are too many runs, or the port is not available.
     """
     if not 0 <= port <= 65535:
-        raise ConfigError(f"port: found {port}, needs 0 (any free port) to 65535")
+        raise ConfigError(f"port: found {port}, needs 0 (any that is free) to 65535")
     check_count(len(runs))
     try:
         _wait(runs)

@@ -269,8 +269,8 @@ def test_an_adapter_that_is_not_finite_is_neither_sampled_from_nor_merged(matrix
     name = next(name for name in tensors if matrix in name)
     tensors[name][0, 0] = value
     save_file(tensors, on_a_base / "adapter_model.safetensors")
-    with pytest.raises(ConfigError, match=rf"adapter_model\.safetensors: {re.escape(name)} has NaN"):
+    with pytest.raises(ConfigError, match=rf"adapter_model\.safetensors: {re.escape(name)} holds NaN"):
         load_policy(ModelConfig(source=str(on_a_base)))
-    with pytest.raises(ConfigError, match=rf"{re.escape(name)} has NaN or infinity"):
+    with pytest.raises(ConfigError, match=rf"{re.escape(name)} holds NaN or infinity"):
         convert(str(on_a_base), str(tmp_path / "out"), merge=True)
     assert not (tmp_path / "out").exists()
