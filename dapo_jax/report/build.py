@@ -9,9 +9,9 @@ from typing import Any
 
 import dapo_jax
 from dapo_jax.config import ConfigError
+from dapo_jax.report.chunks import Laid
 from dapo_jax.report.evaluations import lay_out_evaluations
 from dapo_jax.report.figures import figures
-from dapo_jax.report.layout import Laid
 from dapo_jax.report.page import packed_of, page_of
 from dapo_jax.report.panels import Panel, panels_of
 from dapo_jax.report.rollouts import lay_out

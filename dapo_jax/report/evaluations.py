@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dapo_jax.report.layout import (
+from dapo_jax.report.chunks import (
     Laid,
     as_float,
     compressed,

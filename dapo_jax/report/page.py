@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from importlib import resources
 from typing import Any
 
-from dapo_jax.report.layout import Laid
+from dapo_jax.report.chunks import Laid
 
 STYLES = ("style.css", "charts.css", "rollouts.css", "problems.css")
 SCRIPTS = (

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from dapo_jax.config import LossConfig
-from dapo_jax.report.layout import (
+from dapo_jax.report.chunks import (
     Laid,
     as_float,
     compressed,

@@ -18,8 +18,8 @@ from typing import Any
 
 from dapo_jax.config import ConfigError
 from dapo_jax.report.build import check_count, page_data, title_of
+from dapo_jax.report.chunks import Laid
 from dapo_jax.report.evaluations import Evaluations
-from dapo_jax.report.layout import Laid
 from dapo_jax.report.page import page_of
 from dapo_jax.report.panels import panels_of
 from dapo_jax.report.rollouts import Rollouts

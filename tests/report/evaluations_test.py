@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from dapo_jax.config import ConfigError
+from dapo_jax.report.chunks import question_key
 from dapo_jax.report.evaluations import ABSENT, Evaluations, lay_out_evaluations
-from dapo_jax.report.layout import question_key
 from dapo_jax.report.runs import read_runs
 from tests.report.made import problem_line, write_evaluation, write_run
 

@@ -11,7 +11,7 @@ import pytest
 from dapo_jax.config import ConfigError, DynamicSamplingConfig, LossConfig
 from dapo_jax.dapo.losses import dapo_loss
 from dapo_jax.report import rollouts
-from dapo_jax.report.layout import heads
+from dapo_jax.report.chunks import heads
 from dapo_jax.report.rollouts import CORRECT, FLIPPED, LEFT_OUT, TRAINED, TRUNCATED, clip_states, lay_out
 from dapo_jax.report.runs import read_runs
 from tests.report.made import rollout_line, write_rollouts, write_run
