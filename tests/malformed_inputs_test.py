@@ -61,11 +61,11 @@ def test_a_malformed_file_is_named(said, name):
 OTHER_FILES = {
     "a table": ("data.csv", b"prompt,answer\n1+1,2\n", "data.csv is of no known kind"),
     "a cut zip": (
-        "data.jsonl.gz", gzip.compress(json.dumps(GOOD).encode() * 999)[:-9], "data.jsonl.gz cannot be read behind line 0",
+        "data.jsonl.gz", gzip.compress(json.dumps(GOOD).encode() * 999)[:-9], "data.jsonl.gz cannot be read after line 0",
     ),
-    "no zip": ("data.jsonl.gz", b'{"prompt": "1"}', "data.jsonl.gz cannot be read behind line 0"),
-    "no parquet": ("data.parquet", b'{"prompt": "1"}', "data.parquet cannot be read as parquet behind row 0"),
-    "a cut parquet": ("data.parquet", None, "data.parquet cannot be read as parquet behind row 0"),
+    "no zip": ("data.jsonl.gz", b'{"prompt": "1"}', "data.jsonl.gz cannot be read after line 0"),
+    "no parquet": ("data.parquet", b'{"prompt": "1"}', "data.parquet cannot be read as parquet after row 0"),
+    "a cut parquet": ("data.parquet", None, "data.parquet cannot be read as parquet after row 0"),
 }  # fmt: skip
 
 
@@ -100,7 +100,7 @@ ROWS = {
     "DAPO-Math without its answer": ("dapo_math_17k", {**DAPO, "reward_model": {}}, "no field 'reward_model.ground_truth'"),
     "DAPO-Math with a number": ("dapo_math_17k", {**DAPO, "reward_model": {"ground_truth": 2}}, "must be text; got 2 (int)"),
     "AIME without a problem": ("aime_2024", {**DAPO, "extra_info": {"raw_problem": ""}}, "'extra_info.raw_problem' is empty"),
-    "GSM8K without its mark": ("gsm8k", {"question": "1+1?", "answer": "so 2"}, "nothing behind '####'; it ends 'so 2'"),
+    "GSM8K without its mark": ("gsm8k", {"question": "1+1?", "answer": "so 2"}, "nothing after '####'; it ends 'so 2'"),
     "MATH in GSM8K's form": ("math_500", {"question": "1+1?", "answer": "#### 2"}, "no field 'problem'"),
 }  # fmt: skip
 

@@ -1,6 +1,6 @@
-"""Where prompts and supervised pairs come from.
+"""Sources of prompts and supervised pairs.
 
-Importing this package is cheap: Grain and TensorFlow Datasets are loaded when rows are first asked for.
+Importing this package is cheap: Grain and TensorFlow Datasets are imported when rows are first read.
 """
 
 from dapo_jax.data.prompts import PromptSource, held_out

@@ -1,13 +1,13 @@
-"""The TFDS builder of files that a user names; a dataset's own module says what its question and its answer are.
+"""The TFDS builder of the user's files; each dataset's module picks question and answer of a row.
 
-Reading, checking and de-duplication come first, so that a bad row is said before anything is written. The prepared rows are
-kept under a name made from the files' bytes and the options: another file, or other options, is another dataset.
+Rows are read, checked and de-duplicated first, so that a bad row is reported before anything is written. The name of the prepared
+dataset depends on the files' bytes and the options: other files or other options are another dataset.
 """
 
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -15,19 +15,32 @@ from typing import Any, ClassVar
 
 import tensorflow_datasets as tfds
 
-from dapo_jax.data.builder_info import OwnInfo
 from dapo_jax.data.files import data_files, file_rows
+from dapo_jax.data.own_builder import OwnBuilder
 from dapo_jax.data.rows import checked_row
 
 ON_BAD_ROW = ("error", "skip")
-"""The consequences of a row that cannot be used: it ends the preparation, or it is left out and counted."""
+"""Consequences of a bad row: it ends the preparation, or it is left out and counted."""
 FORMAT = 1
-"""The format of the prepared rows; another number prepares anew."""
+"""Version of the format of prepared rows; a new number prepares all datasets again."""
 SHOWN = 5
-"""Skipped rows that are named; the others are only counted."""
+"""Number of skipped rows in the note; the others are only counted."""
 
 _SPLITS = {"train": "train", "test": "test", "validation": "validation", "valid": "validation", "val": "validation", "dev": "validation"}  # fmt: skip
 _SPLIT = re.compile(rf"({'|'.join(_SPLITS)})(?![a-z])", re.IGNORECASE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Files:
+    """The options of a builder that reads files."""
+
+    path: str = ""
+    """A parquet or JSON-lines file, or a folder of them."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    on_bad_row: str = "error"
+    """`error`, or `skip` to leave out bad rows and count them."""
+    deduplicate: bool = True
+    """Keep only the first row of a split with the same prompt."""
 
 
 @dataclass
@@ -37,21 +50,21 @@ class SplitExamples:
     rows: list[dict[str, str]] = field(default_factory=list)
     """Prepared rows, in the files' order."""
     total: int = 0
-    """Rows of the files, bad and repeated ones included."""
+    """Number of rows, including bad and repeated ones."""
     skipped: list[str] = field(default_factory=list)
     """Place and problem of each row that was left out."""
     repeated: int = 0
-    """Rows whose prompt came before."""
+    """Number of rows with the prompt of an earlier row."""
     conflicting: int = 0
-    """The number of these whose answer is another."""
+    """Number of repeated rows with another answer."""
     answers: dict[str, str] = field(default_factory=dict)
-    """Prompt -> answer of the rows so far."""
+    """The answer of each prompt so far."""
 
     def add(self, row: Mapping[str, Any], *, deduplicate: bool) -> None:
-        """Takes a row, unless it asks what another one asked before.
+        """Adds a row, unless it repeats an earlier prompt.
 
         Raises:
-            ValueError: it holds a text that is not UTF-8.
+            ValueError: a text of the row is not UTF-8.
         """
         asked = row["prompt"] if isinstance(row["prompt"], str) else json.dumps(row["prompt"])
         if deduplicate and asked in self.answers:
@@ -63,7 +76,7 @@ class SplitExamples:
 
     @property
     def counts(self) -> dict[str, Any]:
-        """For the metadata of the prepared dataset."""
+        """The counts in the metadata of the prepared dataset."""
         return {
             "rows": self.total,
             "skipped": len(self.skipped),
@@ -73,44 +86,37 @@ class SplitExamples:
         }
 
 
-class FileBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
-    """Rows with `prompt`, `answer`, their place in the files, and all fields that the files have."""
+class FileBuilder(OwnBuilder, skip_registration=True):
+    """Rows with `prompt`, `answer`, their place in the files, and all fields of the files."""
 
-    VERSION = tfds.core.Version("1.0.0")
+    DESCRIPTION = "Questions and answers of files, one JSON object a row."
+    TEXTS = ("row",)
     SPLIT: ClassVar[str] = "train"
-    """The split of a file whose name begins with none."""
+    """The split of a file whose name does not begin with a split."""
     OPTIONS: ClassVar[tuple[str, ...]] = ()
-    """Names that `options` may have."""
+    """Names of the options."""
 
-    def __init__(
-        self,
-        *,
-        path: Path,
-        options: Mapping[str, Any],
-        on_bad_row: str,
-        deduplicate: bool,
-        data_dir: str,
-        file_format: str,
-    ) -> None:
-        """Finds the files and reads their bytes for the dataset's name; no row is looked at yet.
+    def __init__(self, files: Files, *, data_dir: str, file_format: str) -> None:
+        """Finds the files and hashes their bytes for the dataset's name.
 
         Raises:
-            ValueError: no such file or folder, or none of a known kind.
+            ValueError: there is no such file or folder, or no file of a known kind.
         """
-        self._files = data_files(path)
-        self._options, self._on_bad_row, self._deduplicate = options, on_bad_row, deduplicate
+        path = Path(files.path).expanduser()
+        self._files, self._settings, self._options = data_files(path), files, files.options
         self._found: dict[str, SplitExamples] | None = None
-        told = json.dumps([FORMAT, dict(options), on_bad_row, deduplicate], sort_keys=True)
-        name = f"{re.sub(r'[^A-Za-z0-9_-]', '_', path.stem)[:40]}_{_digest(self._files, told)}"
+        settings = [FORMAT, dict(files.options), files.on_bad_row, files.deduplicate]
+        digest = _digest(self._files, json.dumps(settings, sort_keys=True))
+        name = f"{re.sub(r'[^A-Za-z0-9_-]', '_', path.stem)[:40]}_{digest}"
         super().__init__(config=_config(name), data_dir=data_dir, file_format=file_format)
 
     @classmethod
     def get_builder_config(cls, name: str, version: Any = None) -> tfds.core.BuilderConfig:
-        """The configuration of one content of the files: there is no list of them to look it up in."""
+        """Returns the configuration of a name. TFDS would search it in a list."""
         return _config(name)
 
     def example(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """A row's `prompt`, `answer` and whatever else its fields do not have yet.
+        """Returns a row's `prompt`, `answer` and any other new fields.
 
         Raises:
             ValueError: a field is missing or of another type.
@@ -118,10 +124,10 @@ class FileBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
         raise NotImplementedError
 
     def examples(self) -> dict[str, SplitExamples]:
-        """The rows of each split; they are read once.
+        """Returns the rows of each split, which are read once.
 
         Raises:
-            ValueError: a file is damaged, a row is bad and rows are not to be skipped, or no row is left.
+            ValueError: a file is damaged, a row is bad and `on_bad_row` is `error`, or no row is left.
         """
         if self._found is None:
             found: dict[str, SplitExamples] = {}
@@ -142,34 +148,23 @@ class FileBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
                     raise ValueError(row.problem)
                 made = checked_row({**row.fields, **self.example(row.fields)})
                 whole = {**made, "source_name": self.name, "source_row": row.place}
-                into.add(whole, deduplicate=self._deduplicate)
+                into.add(whole, deduplicate=self._settings.deduplicate)
             except ValueError as error:
-                if self._on_bad_row == "error":
+                if self._settings.on_bad_row == "error":
                     raise ValueError(
                         f"{row.place}: {error} (data.on_bad_row=skip leaves such rows out and counts them)"
                     ) from error
                 into.skipped.append(f"{row.place}: {error}")
 
-    def _info(self) -> tfds.core.DatasetInfo:
-        return OwnInfo(
-            builder=self,
-            description="Questions and answers of files, one JSON object a row.",
-            features=tfds.features.FeaturesDict({"row": tfds.features.Text()}),
-            metadata=tfds.core.MetadataDict(),
-            disable_shuffling=True,  # the files' order
-        )
-
-    def _split_generators(self, dl_manager: Any) -> dict[str, Iterator[tuple[int, dict[str, str]]]]:
+    def splits(self) -> dict[str, list[dict[str, str]]]:
+        """See `OwnBuilder.splits`."""
         found = self.examples()
         self.info.metadata.update({split: examples.counts for split, examples in found.items()})
-        return {split: enumerate(examples.rows) for split, examples in found.items()}
-
-    def _generate_examples(self, *_: Any) -> Iterator[tuple[int, dict[str, str]]]:
-        raise NotImplementedError  # the base class wants the name; the splits' rows are there already
+        return {split: examples.rows for split, examples in found.items()}
 
 
 def field_of(fields: Mapping[str, Any], name: str) -> Any:
-    """A field by its name; `reward_model.ground_truth` is a field inside a field.
+    """Returns a field by its name; `reward_model.ground_truth` is a nested field.
 
     Raises:
         ValueError: it is missing.
@@ -183,7 +178,7 @@ def field_of(fields: Mapping[str, Any], name: str) -> Any:
 
 
 def text_of(fields: Mapping[str, Any], name: str) -> str:
-    """A field that is text and not blank.
+    """Returns a field that is a text and not blank.
 
     Raises:
         ValueError: it is missing, empty, or of another type.
@@ -197,7 +192,7 @@ def text_of(fields: Mapping[str, Any], name: str) -> str:
 
 
 def _split_of(file: Path, default: str) -> str:
-    """`train-00000-of-00002.parquet` is of the train split; a name that begins with no split's is of the default one."""
+    """Returns the split that a file's name begins with, such as `train-00000-of-00002.parquet`, else the default."""
     found = _SPLIT.match(file.name)
     return _SPLITS[found[1].lower()] if found else default
 
@@ -207,8 +202,8 @@ def _config(name: str) -> tfds.core.BuilderConfig:
     return tfds.core.BuilderConfig(name=name)
 
 
-def _digest(files: list[Path], told: str) -> str:
-    hashed = hashlib.blake2b(told.encode(), digest_size=8)
+def _digest(files: list[Path], settings: str) -> str:
+    hashed = hashlib.blake2b(settings.encode(), digest_size=8)
     for file in files:
         hashed.update(f"\n{file.name} {file.stat().st_size}\n".encode())
         with file.open("rb") as content:
@@ -218,7 +213,7 @@ def _digest(files: list[Path], told: str) -> str:
 
 
 def _json(row: Mapping[str, Any]) -> str:
-    """A row as JSON; dates and the like, which a parquet file may hold, as their text."""
+    """Returns a row as JSON; other values of parquet files, such as dates, become texts."""
     try:
         text = json.dumps(row, ensure_ascii=False, default=str)
         text.encode()

@@ -1,8 +1,6 @@
-"""Rows of files that a user names: parquet and JSON lines, one file or a folder of them. Each row comes with its place.
+"""Reads rows of the user's files: parquet and JSON lines, one file or a folder of them. Each row has its place.
 
-What cannot be read is a row with a `problem` rather than an exception: the caller decides whether one bad row ends it all.
-
-A file of its own: it knows files and rows, and nothing of TensorFlow Datasets.
+A bad row has a `problem` instead of fields, so that the caller decides whether to stop or to skip it.
 """
 
 import gzip
@@ -10,34 +8,30 @@ import json
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from io import BufferedIOBase
 from pathlib import Path
 from typing import Any
 
-from dapo_jax.data.parquet_rows import MAX_ROW_BYTES, parquet_rows
-
 KINDS = (".parquet", ".jsonl", ".ndjson", ".jsonl.gz")
-
-MAX_LINE_BYTES = MAX_ROW_BYTES
-"""The largest line. A small .gz file may hold a line that fills any memory."""
+_ROWS_AT_ONCE = 1024
+"""Rows of a parquet file that are decoded at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileRow:
-    """One row of a file, or what is wrong with it."""
+    """One row of a file, or its problem."""
 
     place: str
-    """For messages: `train.jsonl, line 17` or `part.parquet, row 17`, counted from 1 as editors do."""
+    """For messages: `train.jsonl, line 17` or `part.parquet, row 17`, counted from 1."""
     fields: Mapping[str, Any] = field(default_factory=dict)
     problem: str = ""
-    """Why there are no fields; empty if there are."""
+    """The reason why there are no fields; empty if there are."""
 
 
 def data_files(path: Path) -> list[Path]:
-    """The files that `path` names: itself, or what its folder holds of `KINDS`, sorted by name.
+    """Returns the file `path`, or the files of `KINDS` in the folder `path`, sorted by name.
 
     Raises:
-        ValueError: nothing is there, or nothing of a known kind.
+        ValueError: there is no such file or folder, or no file of a known kind.
     """
     if path.is_dir():
         found = sorted(file for file in path.iterdir() if file.is_file() and file.name.endswith(KINDS))
@@ -52,10 +46,10 @@ def data_files(path: Path) -> list[Path]:
 
 
 def file_rows(path: Path) -> Iterator[FileRow]:
-    """All rows of one file.
+    """Yields all rows of one file, in their order.
 
     Raises:
-        ValueError: a file that is damaged as a whole, so that no row can be told apart.
+        ValueError: the file is damaged, such as a half-written one.
     """
     return _parquet_rows(path) if path.suffix == ".parquet" else _line_rows(path)
 
@@ -64,21 +58,11 @@ def _line_rows(path: Path) -> Iterator[FileRow]:
     number = 0
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
-            for number, line in enumerate(_lines(lines), start=1):
+            for number, line in enumerate(lines, start=1):
                 if line.strip():
                     yield _line_row(f"{path.name}, line {number}", line)
     except (EOFError, OSError, zlib.error) as error:
-        raise ValueError(f"{path} cannot be read behind line {number}: {error}") from error
-
-
-def _lines(file: BufferedIOBase) -> Iterator[bytes]:
-    """The lines of a file, none of which is read further than `MAX_LINE_BYTES`."""
-    while line := file.readline(MAX_LINE_BYTES + 1):
-        if len(line) > MAX_LINE_BYTES:
-            raise OSError(
-                f"the next line is longer than {MAX_LINE_BYTES:,} bytes; put each row on its own line"
-            )
-        yield line
+        raise ValueError(f"{path} cannot be read after line {number}: {error}") from error
 
 
 def _line_row(place: str, line: bytes) -> FileRow:
@@ -90,7 +74,7 @@ def _line_row(place: str, line: bytes) -> FileRow:
         )
     except json.JSONDecodeError as error:
         return FileRow(place=place, problem=f"not JSON: {error.msg} at column {error.colno}")
-    except (ValueError, RecursionError) as error:  # an integer of thousands of digits, brackets without end
+    except (ValueError, RecursionError) as error:  # such as an integer of thousands of digits
         return FileRow(place=place, problem=f"cannot be read: {error}")
     if not isinstance(value, dict):
         return FileRow(place=place, problem=f"needs a JSON object; this is a {type(value).__name__}")
@@ -98,16 +82,33 @@ def _line_row(place: str, line: bytes) -> FileRow:
 
 
 def _parquet_rows(path: Path) -> Iterator[FileRow]:
+    """Decodes one row group after the other, so that memory is bounded by the largest row group."""
+    import pyarrow
+    from pyarrow import parquet
+
     number = 0
     try:
-        for fields in parquet_rows(path):
-            number += 1
-            place = f"{path.name}, row {number}"
-            if isinstance(fields, UnicodeDecodeError):
-                yield FileRow(place=place, problem=f"a text is not UTF-8: {fields.reason}")
-            elif isinstance(fields, Exception):
-                yield FileRow(place=place, problem=f"a value that Python cannot hold: {fields}")
-            else:
-                yield FileRow(place=place, fields=fields)
-    except ValueError as error:
-        raise ValueError(f"{path} cannot be read as parquet behind row {number}: {error}") from error
+        with parquet.ParquetFile(path) as file:
+            for group in range(file.num_row_groups):
+                for batch in file.iter_batches(_ROWS_AT_ONCE, row_groups=[group], use_threads=False):
+                    for fields in _python_rows(batch):
+                        number += 1
+                        place = f"{path.name}, row {number}"
+                        if isinstance(fields, Exception):
+                            yield FileRow(place=place, problem=f"cannot be read: {fields}")
+                        else:
+                            yield FileRow(place=place, fields=fields)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{path} cannot be read as parquet after row {number}: {error}") from error
+
+
+def _python_rows(batch: Any) -> Iterator[Mapping[str, Any] | Exception]:
+    """Yields the rows of a record batch; a row with a text that is not UTF-8, or an impossible date, is an exception."""
+    try:
+        yield from batch.to_pylist()  # much faster than one by one
+    except (ValueError, OverflowError):
+        for place in range(batch.num_rows):
+            try:
+                yield from batch.slice(place, 1).to_pylist()
+            except (ValueError, OverflowError) as error:
+                yield error

@@ -1,13 +1,13 @@
-"""Rows become prompts, in an order that any host can compute for any place in the run.
+"""Turns rows into prompts, in an order that any host can compute for any position in the run.
 
-A prompt's `ordinal` is its place in the run's sequence of prompts. `PromptSource` is a pure function of
-(rows, seed, ordinal), so the whole state of the data pipeline is one integer: the ordinal of the next prompt.
-A checkpoint stores that integer; hosts that share the work take ordinals h, h + H, h + 2H, ...
+A prompt's `ordinal` is its position in the run's sequence of prompts. `PromptSource` is a pure function of
+(rows, seed, ordinal), so the state of the data pipeline is one integer: the ordinal of the next prompt.
+A checkpoint stores this integer; of H hosts, host h takes the ordinals h, h + H, h + 2H, ...
 """
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,39 +37,34 @@ class PromptSource:
         parts: Sequence[Sequence[int]] = (),
         weights: Sequence[float] = (),
     ) -> None:
-        """Builds the order of the rows; no row is read yet.
+        """Builds the order of the rows without reading one.
 
         Args:
             rows: mappings with a `prompt` and an `answer`, from `load_rows` or `checked_rows`.
             tokenizer: turns the prompt's text into tokens.
             seed: decides the order of every epoch.
-            max_prompt_tokens: longest prompt that is accepted, with all that is put around the question.
-            prompt_format: what is put around a row's question.
+            max_prompt_tokens: longest prompt that is accepted, including the template.
+            prompt_format: the text around a row's question.
             shuffle: visit the rows in a new order each epoch; False: in their own order.
-            parts: the places in `rows` of each dataset of a mixture; none: one dataset, all rows. Rows in no part are never asked.
-            weights: how often each part is drawn from; none: all alike.
+            parts: the indices in `rows` of each dataset of a mixture; empty: one dataset with all rows. Other rows are never used.
+            weights: the sampling weight of each part; empty: equal weights.
 
         Raises:
             ValueError: there are no rows, or the seed is negative.
         """
-        from dapo_jax.data.order import row_order  # Grain takes more than a second to import
-
-        self._rows = rows
         parts = parts or [range(len(rows))]
         self._order = row_order(parts, weights=weights, seed=seed, shuffle=shuffle)
-        self._tokenizer = tokenizer
-        self._prompt_format = prompt_format
-        self._max_prompt_tokens = max_prompt_tokens
+        self._prompt = _maker(rows, tokenizer, prompt_format, max_prompt_tokens)
         self.rows_per_epoch = sum(len(part) for part in parts)
-        """Rows that are asked; of one dataset, ordinal o is in epoch o // rows_per_epoch."""
+        """Number of rows in use; with one dataset, ordinal o is in epoch o // rows_per_epoch."""
 
     @property
     def dataset(self) -> "grain.MapDataset[Prompt]":
-        """The same sequence for Grain: shards, threads and iterators are its own."""
+        """The same sequence as a Grain dataset."""
         return self._order.map_with_index(self._prompt)
 
     def row_index(self, ordinal: int) -> int:
-        """Which row is asked at `ordinal`.
+        """Returns the index of the row at `ordinal`.
 
         Raises:
             IndexError: the ordinal is negative.
@@ -77,11 +72,11 @@ class PromptSource:
         if ordinal < 0:
             raise IndexError(f"ordinals count from 0; got {ordinal}")
         index = self._order[ordinal]
-        assert index is not None  # Grain's None stands for a filtered row, and nothing is filtered here
+        assert index is not None  # None is a filtered row in Grain, and nothing is filtered here
         return index
 
     def __getitem__(self, ordinal: int) -> Prompt:
-        """The prompt at `ordinal`.
+        """Returns the prompt at `ordinal`.
 
         Raises:
             IndexError: the ordinal is negative.
@@ -89,31 +84,58 @@ class PromptSource:
         """
         return self._prompt(ordinal, self.row_index(ordinal))
 
-    def _prompt(self, ordinal: int, index: int) -> Prompt:
-        return make_prompt(
-            self._rows[index],
-            self._tokenizer,
-            index=index,
-            ordinal=ordinal,
-            prompt_format=self._prompt_format,
-            max_prompt_tokens=self._max_prompt_tokens,
+
+def row_order(
+    parts: Sequence[Sequence[int]], *, weights: Sequence[float] = (), seed: int, shuffle: bool
+) -> "grain.MapDataset[int]":
+    """Returns the endless order of the rows: `order[place]` is the row at any place >= 0.
+
+    With one part, place p is in epoch p // len(part), and an epoch visits each row once. With `shuffle`, its order depends
+    on the seed and the epoch; otherwise it is the part's own. Of several parts each goes through its own epochs. Among any n
+    places a part has its share of the weights, to within one or two. The choice of the part depends on the weights alone.
+
+    Args:
+        parts: the row numbers of each dataset.
+        weights: one for each part; empty: equal weights.
+        seed: decides every epoch of every part.
+        shuffle: a new order each epoch.
+
+    Raises:
+        ValueError: a part has no rows, the weights are not one positive number for each part, or the seed is negative.
+    """
+    import grain  # takes more than a second
+
+    if not parts or not all(len(part) for part in parts):
+        raise ValueError("there are no rows to sample from; the split or the list of rows is empty")
+    if seed < 0:
+        raise ValueError(f"the seed must not be negative; got {seed}")
+    if weights and (len(weights) != len(parts) or min(weights) <= 0):
+        raise ValueError(
+            f"a mixture needs one weight above 0 for each of its {len(parts)} datasets; got {list(weights)}"
         )
+    orders = []
+    for number, part in enumerate(parts):
+        order = grain.MapDataset.source(part)
+        if shuffle:
+            order = order.seed(seed + number).shuffle()
+        orders.append(order.repeat())
+    return orders[0] if len(orders) == 1 else grain.MapDataset.mix(orders, list(weights) or None)
 
 
 def measured_prompts(
     rows: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, prompt_format: PromptFormat
 ) -> tuple[Int64[np.ndarray, " rows"], list[bytes]]:
-    """How many tokens each row's prompt has; and a digest of each, of its tokens and of what graders see of the row.
+    """Returns the number of tokens of each row's prompt, and a digest of its tokens and of the row that graders see.
 
     Raises:
-        ValueError: a prompt that cannot be tokenized.
+        ValueError: a prompt cannot be tokenized.
     """
     lengths, digests = np.zeros(len(rows), np.int64), []
     for index in range(len(rows)):
         row = rows[index]
         _, tokens = _encoded(row, tokenizer, index, prompt_format)
         lengths[index] = len(tokens)
-        # Where a row was read does not matter to what is learnt of it.
+        # The place of a row in a file does not affect training.
         seen = {name: row[name] for name in sorted(row) if name != "source_row"}
         content = json.dumps(seen, default=_plain, skipkeys=True).encode()
         digests.append(hashlib.sha256(tokens.tobytes() + content).digest())
@@ -121,7 +143,7 @@ def measured_prompts(
 
 
 def _plain(value: object) -> Any:
-    """Replaces what JSON lacks: numpy's numbers and arrays by their values; of other objects only their kind, as they may print addresses."""
+    """Replaces values that JSON lacks: arrays by lists, bytes by hex text, other objects by their type."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     return value.hex() if isinstance(value, bytes) else type(value).__name__
@@ -135,47 +157,36 @@ def held_out(
     prompt_format: PromptFormat = AS_IT_STANDS,
     limit: int = 0,
 ) -> list[Prompt]:
-    """The first `limit` rows (0: all) as prompts in their own order, with ordinals 0, 1, ...
+    """Returns the first `limit` rows (0: all) as prompts in their own order, with ordinals 0, 1, ...
 
     Raises:
-        ValueError: fewer than `limit` rows, or a prompt that is too long.
+        ValueError: there are fewer than `limit` rows, or a prompt is too long.
     """
     if not 0 <= limit <= len(rows):
         raise ValueError(f"asked for {limit} held-out prompts of {len(rows)} rows; give 0 for all of them")
-    return [
-        make_prompt(
-            rows[index],
-            tokenizer,
-            index=index,
-            ordinal=index,
-            prompt_format=prompt_format,
-            max_prompt_tokens=max_prompt_tokens,
-        )
-        for index in range(limit or len(rows))
-    ]
+    prompt = _maker(rows, tokenizer, prompt_format, max_prompt_tokens)
+    return [prompt(index, index) for index in range(limit or len(rows))]
 
 
-def make_prompt(
-    row: Mapping[str, Any],
+def _maker(
+    rows: Sequence[Mapping[str, Any]],
     tokenizer: Tokenizer,
-    *,
-    index: int,
-    ordinal: int,
     prompt_format: PromptFormat,
     max_prompt_tokens: int,
-) -> Prompt:
-    """The prompt of one row; `index`, the row's place among the rows, is only named in errors.
+) -> Callable[[int, int], Prompt]:
+    """Returns a function of (ordinal, index of the row) that makes a prompt."""
 
-    Raises:
-        ValueError: the prompt is longer than `max_prompt_tokens`, empty, or cannot be tokenized.
-    """
-    text, tokens = _encoded(row, tokenizer, index, prompt_format)
-    if not 0 < len(tokens) <= max_prompt_tokens:
-        raise ValueError(
-            f"{place_of(row, index)}: the prompt has {len(tokens)} tokens, not 1 to data.max_prompt_tokens={max_prompt_tokens}; "
-            f"raise data.max_prompt_tokens or drop the row. It begins {text[:60]!r}"
-        )
-    return Prompt(ordinal=ordinal, tokens=tokens, text=text, answer=row["answer"], row=row)
+    def prompt(ordinal: int, index: int) -> Prompt:
+        row = rows[index]
+        text, tokens = _encoded(row, tokenizer, index, prompt_format)
+        if not 0 < len(tokens) <= max_prompt_tokens:
+            raise ValueError(
+                f"{place_of(row, index)}: the prompt has {len(tokens)} tokens, not 1 to data.max_prompt_tokens={max_prompt_tokens}; "
+                f"raise data.max_prompt_tokens or drop the row. It begins {text[:60]!r}"
+            )
+        return Prompt(ordinal=ordinal, tokens=tokens, text=text, answer=row["answer"], row=row)
+
+    return prompt
 
 
 def _encoded(

@@ -1,21 +1,46 @@
-"""The fields that every row must have: a prompt and an answer."""
+"""Rows: mappings with a prompt and an answer."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from dapo_jax.text.chat import Message
 from dapo_jax.text.formatting import checked_messages
 
 
-def checked_rows(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Rows given from Python, each with a `prompt` and an `answer`; other fields are kept as they are.
+class LoadedRows(Sequence[Mapping[str, Any]]):
+    """The rows of a split, read on access."""
 
-    A prompt is a string, or a list of messages with a `role` and a `content` each. An integer answer is turned into its decimal text.
+    def __init__(
+        self, rows: Sequence[Any], note: str = "", read: Callable[[Any], Mapping[str, Any]] = lambda row: row
+    ) -> None:
+        """Keeps the rows.
+
+        Args:
+            rows: the stored rows.
+            note: a remark for users about rows that were left out.
+            read: turns a stored row into a mapping.
+        """
+        self._rows, self.note, self._read = rows, note, read
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"row {index} of a split of {len(self)} rows")
+        return self._read(self._rows[index % len(self)])
+
+
+def checked_rows(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Checks rows given from Python. Each needs a `prompt` and an `answer`; other fields are kept.
+
+    A prompt is a string, or a list of messages with `role` and `content`. An integer answer becomes its decimal text.
 
     Raises:
-        ValueError: no rows, or a field that is missing, empty or of another type; names the row and the field.
+        ValueError: there are no rows, or a field is missing, empty or of another type; names the row and the field.
     """
     if not rows:
         raise ValueError('no rows were given; each is a mapping such as {"prompt": "1+1", "answer": "2"}')
@@ -29,49 +54,34 @@ def checked_rows(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def checked_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """One row, as `checked_rows`.
+    """Checks one row, see `checked_rows`.
 
     Raises:
         ValueError: names the field.
     """
     if not isinstance(row, Mapping):
         raise ValueError(f"it is a {type(row).__name__}; a row is a mapping with 'prompt' and 'answer'")
-    return {**row, "prompt": _prompt_field(row), "answer": _answer_field(row)}
+    for name in ("prompt", "answer"):
+        if name not in row:
+            raise ValueError(f"no field {name!r}; its fields are {sorted(map(str, row))}")
+    prompt, answer = row["prompt"], row["answer"]
+    if not isinstance(prompt, str):
+        checked_messages(prompt)
+        prompt = list(prompt)  # messages are made canonical when they are rendered
+    # To Python, bool is an int, but no user means the answer "True" by it.
+    if isinstance(answer, int | np.integer) and not isinstance(answer, bool):
+        answer = str(int(answer))
+    if not isinstance(answer, str):
+        raise ValueError(
+            f"'answer' must be a string or an integer; got {answer!r:.60} ({type(answer).__name__})"
+        )
+    for name, value in (("prompt", prompt), ("answer", answer)):
+        if isinstance(value, str) and not value.strip():
+            raise ValueError(f"{name!r} is empty; drop the row or fill the field")
+    return {**row, "prompt": prompt, "answer": answer}
 
 
 def place_of(row: Mapping[str, Any], index: int) -> str:
-    """Where a row comes from, for messages: its place in a file, or its number."""
+    """Returns the place of a row for messages: its place in a file, or its number."""
     place = row.get("source_row")
     return place if isinstance(place, str) else f"row {index}"
-
-
-def _prompt_field(row: Mapping[str, Any]) -> str | list[Message]:
-    value = _field(row, "prompt")
-    if isinstance(value, str):
-        return _not_empty(value, "prompt")
-    checked_messages(value)
-    return list(value)  # as they were given: they are made canonical where they are rendered
-
-
-def _answer_field(row: Mapping[str, Any]) -> str:
-    value = _field(row, "answer")
-    # bool is an int to Python, but True is no answer that anybody meant to write as "True".
-    if isinstance(value, int | np.integer) and not isinstance(value, bool):
-        return str(int(value))
-    if not isinstance(value, str):
-        raise ValueError(
-            f"'answer' must be a string or an integer; got {value!r:.60} ({type(value).__name__})"
-        )
-    return _not_empty(value, "answer")
-
-
-def _field(row: Mapping[str, Any], name: str) -> Any:
-    if name not in row:
-        raise ValueError(f"no field {name!r}; its fields are {sorted(map(str, row))}")
-    return row[name]
-
-
-def _not_empty(value: str, name: str) -> str:
-    if not value.strip():
-        raise ValueError(f"{name!r} is empty; drop the row or fill the field")
-    return value

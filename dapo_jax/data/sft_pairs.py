@@ -1,4 +1,4 @@
-"""Supervised pairs for a warm start: a prompt, and one of its row's demonstrations ended by the end token."""
+"""Supervised pairs for a warm start: a prompt, and one of its row's demonstrations with the end token."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ class PairSource:
     """Random access to an endless sequence of pairs: `source[i]` for any i >= 0.
 
     Rows come in the order of `PromptSource` with the same seed. A row's demonstrations are its `responses`, or
-    its single `response`; which one place i shows depends on (seed, i) alone.
+    its single `response`; the choice for pair i depends on (seed, i) alone.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class PairSource:
         parts: Sequence[Sequence[int]] = (),
         weights: Sequence[float] = (),
     ) -> None:
-        """Takes what `PromptSource` takes; `max_response_tokens` counts the end token.
+        """Takes the arguments of `PromptSource`; `max_response_tokens` includes the end token.
 
         Raises:
             ValueError: there are no rows, or the seed is negative.
@@ -52,11 +52,11 @@ class PairSource:
         self._max_response_tokens = max_response_tokens
 
     def __getitem__(self, i: int) -> tuple[Int32[np.ndarray, " prompt"], Int32[np.ndarray, " response"]]:
-        """The tokens of pair `i`: the prompt's, and the response's with the end token.
+        """Returns the tokens of pair `i`: of the prompt, and of the response with the end token.
 
         Raises:
             IndexError: `i` is negative.
-            ValueError: the row has no demonstration, or a text that is too long or cannot be tokenized.
+            ValueError: the row has no demonstration, or a text is too long or cannot be tokenized.
         """
         prompt = self._prompts[i]
         index = self._prompts.row_index(i)

@@ -1,4 +1,4 @@
-"""Prompts in order, read and tokenized ahead of the sampler by threads."""
+"""Streams prompts in order; threads read and tokenize them ahead of the sampler."""
 
 from collections.abc import Iterator
 
@@ -9,14 +9,14 @@ from dapo_jax.data.prompts import PromptSource
 
 THREADS = 2
 AHEAD = 128
-"""Prompts kept ready; tokenized ones are small."""
+"""Number of prompts that are tokenized ahead."""
 
 
 class PromptStream:
-    """One host's share of a run's prompts: ordinals h, h + H, h + 2H, ... from a position on.
+    """One host's share of a run's prompts: ordinals h, h + H, h + 2H, ... from a cursor on.
 
-    The position is the only state, and it is the same integer on every host: the first ordinal that no host has taken. So a run
-    may go on with another number of hosts.
+    The cursor is the only state. It is the same integer on every host: the first ordinal that no host has taken. So a run
+    can be resumed with another number of hosts.
     """
 
     def __init__(
@@ -29,10 +29,10 @@ class PromptStream:
         threads: int = THREADS,
         ahead: int = AHEAD,
     ) -> None:
-        """Nothing is read yet.
+        """Opens the stream without reading a row.
 
         Raises:
-            ValueError: a cursor below 0, or a host that is none of 0 .. hosts - 1.
+            ValueError: the cursor is below 0, or the host is not in 0 .. hosts - 1.
         """
         if cursor < 0 or not 0 <= host < hosts:
             raise ValueError(
@@ -47,10 +47,10 @@ class PromptStream:
         return self
 
     def __next__(self) -> Prompt:
-        """The host's next prompt.
+        """Returns the host's next prompt.
 
         Raises:
-            ValueError: its row cannot be made a prompt.
+            ValueError: its row cannot be turned into a prompt.
         """
         if self._ahead is None:
             share = self._source.dataset[self._next :: self._hosts]
@@ -60,22 +60,22 @@ class PromptStream:
         return prompt
 
     def at(self, ordinal: int) -> Prompt:
-        """The prompt at `ordinal`; without waiting if it is the next one, else the stream goes on from there.
+        """Returns the prompt at `ordinal` and continues after it; the next prompt is ready without waiting.
 
         Raises:
-            ValueError: the ordinal is negative or another host's, or its row cannot be made a prompt.
+            ValueError: the ordinal is negative or another host's, or its row cannot be turned into a prompt.
         """
         if ordinal != self._next:
             if ordinal < 0 or ordinal % self._hosts != self._host:
                 raise ValueError(
-                    f"ordinal {ordinal} is not for host {self._host} of {self._hosts}, which takes those with ordinal mod "
-                    f"{self._hosts} = {self._host}"
+                    f"ordinal {ordinal} is not for host {self._host} of {self._hosts}, which takes ordinals with "
+                    f"ordinal mod {self._hosts} = {self._host}"
                 )
             self._next, self._ahead = ordinal, None
         return next(self)
 
     @property
     def state(self) -> dict[str, int]:
-        """Where the stream stands: the next ordinal of this host. The least over all hosts is the cursor to go on from
-        when every host has taken the same number of prompts."""
+        """The next ordinal of this host. If every host has taken the same number of prompts, the minimum over all hosts is
+        the cursor to resume from."""
         return {"next_ordinal": self._next}

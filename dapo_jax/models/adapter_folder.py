@@ -1,11 +1,9 @@
-"""Adapter folders as PEFT writes and reads them: adapter_config.json and adapter_model.safetensors.
+"""Reads and writes adapter folders of PEFT: adapter_config.json and adapter_model.safetensors.
 
-What the decoder's adapters do is a part of what PEFT's LoRA may be told to do. A key that asks for more is refused by its name.
+The decoder's adapters support a part of PEFT's LoRA. Other settings are refused by their key.
 """
 
-import math
 import re
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from flax import nnx
@@ -28,16 +26,16 @@ _COVERED_VALUES: dict[str, tuple[Any, ...]] = {
     "use_dora": (False,),
     "use_qalora": (False,),
     "lora_bias": (False,),
-    # PiSSA, OLoRA, CorDA and LoftQ change the base too when they start, and the adapter alone does not say how.
+    # PiSSA, OLoRA, CorDA and LoftQ also change the base when they start.
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
 }
-"""Keys that change the network, and the values that leave it as it is here; null, an empty list and an empty object always do."""
+"""Keys that change the network, and their supported values; null, an empty list and an empty object are always supported."""
 
 _SKIPPED = (
     "r", "lora_alpha", "target_modules", "base_model_name_or_path", "revision", "inference_mode", "lora_dropout", "auto_mapping", "peft_version",
     "megatron_core", "qalora_group_size", "loftq_config", "eva_config", "corda_config", "ensure_weight_tying",
 )  # fmt: skip
-"""Keys that are read, that count while an adapter is trained by PEFT, or that say where it comes from."""
+"""Keys that are read, that only affect training by PEFT, or that describe the origin."""
 
 _ADAPTED = re.compile(r"base_model\.model\.model\.layers\.\d+\.\w+\.(\w+)\.lora_[AB]\.weight")
 
@@ -52,15 +50,15 @@ class Adapter(NamedTuple):
 
 
 def is_adapter(folder: AnyPath) -> bool:
-    """Whether a folder holds an adapter."""
+    """Returns whether a folder has an adapter."""
     return (folder / ADAPTER_CONFIG).is_file()
 
 
 def read_adapter(folder: AnyPath) -> tuple[Adapter, SafetensorsFolder]:
-    """The description of an adapter, and its tensors, of which names and shapes are read.
+    """Returns the description of an adapter and its tensors. Only names and shapes are read.
 
     Raises:
-        ValueError: a file is missing or damaged, or it asks for what the decoder's adapters do not do; the message names the key.
+        ValueError: a file is missing or damaged, or a setting is not supported; the message names the key.
     """
     path = folder / ADAPTER_CONFIG
     found = read_json(path)
@@ -75,17 +73,18 @@ def read_adapter(folder: AnyPath) -> tuple[Adapter, SafetensorsFolder]:
     matched = {name: _ADAPTED.fullmatch(name) for name in file.shapes}
     if odd := sorted(name for name, match in matched.items() if match is None or match[1] not in MATRICES):
         raise ValueError(
-            f"{file.where} holds {odd[0]!r}; the decoder has adapters of {', '.join(MATRICES)} in its layers, and no others"
+            f"{file.where} has {odd[0]!r}; adapters are supported for {', '.join(MATRICES)} in the layers"
         )
     targets = {match[1] for match in matched.values() if match is not None}
+    rank, alpha = found.get("r"), found.get("lora_alpha")
+    if not isinstance(rank, int) or not isinstance(alpha, int | float):
+        raise ValueError(f"{path}: r={rank!r} must be an integer, and lora_alpha={alpha!r} a number")
     try:
-        rank, alpha = _number(found, "r"), _number(found, "lora_alpha")
-        shape = lora_shape(rank=int(rank), alpha=alpha, targets=sorted(targets))
+        shape = lora_shape(rank=rank, alpha=float(alpha), targets=sorted(targets))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    return Adapter(
-        shape, str(found.get("base_model_name_or_path") or ""), str(found.get("revision") or "")
-    ), file
+    base, revision = (str(found.get(key) or "") for key in ("base_model_name_or_path", "revision"))
+    return Adapter(shape, base, revision), file
 
 
 def save_adapter(
@@ -99,15 +98,15 @@ def save_adapter(
 ) -> int:
     """Writes an adapter folder that PEFT and `read_adapter` read; returns the bytes of its tensors.
 
-    A folder without adapter_config.json is no adapter: it is written last, so that one whose export was interrupted is never taken for a whole one.
+    adapter_config.json is written last, so that an interrupted export is not taken for an adapter.
 
     Args:
-        folder: created if need be; an adapter in it is replaced.
-        config: whose `lora` the adapters are.
+        folder: created if necessary; an adapter in it is replaced.
+        config: the decoder with the adapters in `lora`.
         adapters: on any devices; one tensor at a time is gathered on the host.
-        base: what PEFT has as base_model_name_or_path.
-        revision: of a base on the hub.
-        dtype: to store, float32, float16 or bfloat16.
+        base: base_model_name_or_path of PEFT.
+        revision: revision of a base on the hub.
+        dtype: stored type, float32, float16 or bfloat16.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / ADAPTER_CONFIG).unlink(missing_ok=True)
@@ -120,7 +119,7 @@ def save_adapter(
 
 
 def described(shape: LoraShape, *, base: str, revision: str) -> dict[str, Any]:
-    """adapter_config.json of adapters."""
+    """Returns the content of adapter_config.json."""
     alpha = int(shape.alpha) if shape.alpha.is_integer() else shape.alpha
     return {
         "peft_type": "LORA",
@@ -138,11 +137,3 @@ def described(shape: LoraShape, *, base: str, revision: str) -> dict[str, Any]:
         "init_lora_weights": True,
         "inference_mode": True,
     }
-
-
-def _number(found: Mapping[str, Any], key: str) -> float:
-    value = found.get(key)
-    number = not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value)
-    if not number or (key == "r" and value != int(value)):
-        raise ValueError(f"{key} must be a {'whole ' if key == 'r' else ''}number, got {value!r}")
-    return float(value)

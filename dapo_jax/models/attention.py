@@ -11,14 +11,14 @@ from jaxtyping import Array, Bool, Float, Int
 from dapo_jax.dapo.precision import product
 
 MASKED = -1e30
-"""Score of a position that may not be attended to: finite, so that a row with no live position is not NaN."""
+"""Score of a masked position: finite, so that a fully masked row is not NaN."""
 
 
 QUERY_BLOCKS, SMALLEST_BLOCK = 4, 64
-"""Into how many parts the queries of a row are cut, and what is not worth cutting."""
+"""Number of blocks into which the queries of a row are split, and the smallest block."""
 
 LONG_ROW, LONG_ROW_BLOCK = 4096, 1024
-"""Rows of more tokens are cut into blocks of so many queries, whose scores the backward pass computes again."""
+"""Longer rows are split into blocks of this many queries, whose scores the backward pass recomputes."""
 
 
 def causal_attention(
@@ -32,8 +32,8 @@ def causal_attention(
 ) -> Float[Array, "heads head_dim tokens"]:
     """Each token attends to the tokens of its own segment up to itself; `tokens` are the rows of `segment_ids`, joined.
 
-    It also sees the segment that `prefix_ids` names, if that comes before it: a prompt that several responses follow. Tokens
-    of other segments packed into one row never see each other. Padding (segment 0) sees only padding.
+    It also sees the segment `prefix_ids`, if this comes before it: a prompt that several responses follow. Tokens
+    of other segments in a row never see each other. Padding (segment 0) sees only padding.
     """
     q, k, v = (part.reshape(*part.shape[:2], *segment_ids.shape) for part in (query, key, value))
     prefix_ids = segment_ids if prefix_ids is None else prefix_ids
@@ -51,10 +51,10 @@ def row_attention(
     first: Int[Array, ""] | None = None,
     dtype: str = "float32",
 ) -> Float[Array, "heads head_dim batch part"]:
-    """`causal_attention` of a part of each row's queries, those from column `first` on; None: of all of them.
+    """Computes `causal_attention` for the queries of each row from column `first` on; None: for all of them.
 
-    Queries are taken a block at a time; of whole rows with the keys up to the block's end, so that nearly half of all scores
-    are never computed.
+    Queries are processed in blocks. Blocks of whole rows use only the keys up to the block's end, so that nearly half of all
+    scores are never computed.
     """
     (kv_heads, head_dim, _, seq), part = key.shape, query.shape[-1]
     grouped = (query * head_dim**-0.5).reshape(kv_heads, -1, *query.shape[1:])
@@ -82,7 +82,7 @@ def _attend(
 ) -> Float[Array, "kv_heads group head_dim batch block"]:
     scores = product("kdbt,kgdbs->bkgst", k, grouped, dtype)
     scores = jnp.where(mask[:, None, None], scores, MASKED)
-    # As in decoding: not yet divided by their sum when they are rounded.
+    # As in decoding, weights are rounded before they are divided by their sum.
     weights = jnp.exp(scores - lax.stop_gradient(scores.max(-1, keepdims=True)))
     total = weights.sum(-1).transpose(1, 2, 0, 3)[:, :, None]
     return product("kdbt,bkgst->kgdbs", v, weights, dtype) / total
@@ -96,9 +96,9 @@ def part_attention(
     *,
     dtype: str = "float32",
 ) -> Float[Array, "heads head_dim part"]:
-    """Causal attention of one part of a sequence, the tokens from `start` on, over all of it up to them. `room` is a multiple of the part.
+    """Computes causal attention of one part of a sequence, the tokens from `start` on, in chunked prefill. `room` is a multiple of the part.
 
-    Keys are taken a part at a time, up to the queries' own: what was read before is read once for all of them.
+    Keys are processed a part at a time, up to the queries' own part.
     """
     _, head_dim, part = query.shape
     grouped = (query * head_dim**-0.5).reshape(len(keys), -1, head_dim, part)
@@ -119,7 +119,7 @@ def part_attention(
 
     shape = grouped.shape
     rows = (*shape[:2], part)
-    # The first keys are those of the sequence's beginning, which every query sees: no row is without a live position.
+    # Every query sees the first keys, so no row is fully masked.
     carry = (jnp.full(rows, MASKED), jnp.zeros(rows), jnp.zeros(shape))
     _, total, out = lax.fori_loop(0, start // part + 1, attend, carry)
     return (out / total[:, :, None]).reshape(query.shape).astype(query.dtype)
@@ -135,8 +135,8 @@ def cached_attention(
 ) -> Float[Array, "heads head_dim slots"]:
     """One query per slot attends to the first `lengths` entries of its cache.
 
-    Reads only as many chunks as the longest slot needs. A chunk beyond a slot's length adds exact zeros, so a
-    slot's result does not depend on how long its neighbours are.
+    It reads only as many chunks as the longest slot needs. A chunk beyond a slot's length adds exact zeros, so a
+    slot's result does not depend on the lengths of other slots.
     """
     heads, head_dim, slots = query.shape
     kv_heads, capacity = values.shape[1], values.shape[2]
@@ -147,7 +147,7 @@ def cached_attention(
     )
 
     def attend(start: Int[Array, ""], carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        # The last chunk is moved back to end at the capacity; what it then repeats is masked out.
+        # The last chunk is moved back to end at the capacity; repeated positions are masked.
         begin = jnp.minimum(start, capacity - chunk)
         top, total, out = carry
         part_keys = lax.dynamic_slice_in_dim(keys, begin, chunk, axis=3)
@@ -169,6 +169,6 @@ def cached_attention(
     else:
         chunks = (lengths.max() + chunk - 1) // chunk
         _, total, out = lax.fori_loop(0, chunks, lambda i, c: attend(i * chunk, c), carry)
-    # A free slot has length 0 and total 0: its output is 0, and nobody reads it.
+    # A free slot has length 0 and total 0; its output is 0 and unused.
     out = out / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]
     return out.transpose(1, 2, 3, 0).reshape(query.shape).astype(query.dtype)

@@ -1,10 +1,9 @@
-"""config.json of the Hugging Face layout and `DecoderConfig`, both ways.
+"""Converts between config.json of the Hugging Face layout and `DecoderConfig`.
 
-transformers' Llama, Qwen2 and Qwen3 read a closed set of keys. Each of these is either carried over, or refused by
-name when its value asks for something this decoder does not do; what they do not read (names, versions) is skipped.
+transformers' Llama, Qwen2 and Qwen3 read a closed set of keys. Each of these is either converted, or refused by
+name if the decoder does not support its value. Other keys (names, versions) are ignored.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,7 +25,7 @@ _FIELDS = {
     "max_positions": "max_position_embeddings",
     "tied_embeddings": "tie_word_embeddings",
 }
-"""Our field -> the key of config.json."""
+"""The key of config.json for each field."""
 
 _COVERED_VALUES: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
@@ -37,10 +36,10 @@ _COVERED_VALUES: dict[str, tuple[Any, ...]] = {
     "rope_interleaved": (False,),
     "quantization_config": (),
     "auto_map": (),
-    # Dropout is for training only, and a policy whose log-probabilities are compared over updates has none.
+    # Importance ratios compare log-probabilities, which must not depend on dropout.
     "attention_dropout": (0.0,),
 }
-"""Keys that change the network, and the values that leave it as it is here; null always does."""
+"""Keys that change the network, and their supported values; null is always supported."""
 
 _SCALING_FIELDS = {
     "factor": "factor",
@@ -56,26 +55,16 @@ _SCALING_KINDS: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "original_max_positions", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor", "original_max_positions", "beta_fast", "beta_slow", "attention_factor"),
 }
-"""The fields of `RopeScaling` that count for each kind."""
-
-
-_CONTAINERS: dict[str, type] = {
-    "rope_parameters": dict,
-    "rope_scaling": dict,
-    "layer_types": list,
-    "architectures": list,
-}
-"""Keys that hold more than one value."""
-
-_LARGEST = (1 << 31) - 1
-"""The largest size: what indices on devices count to."""
+"""The fields of `RopeScaling` that each kind uses."""
+_NEUTRAL = {"partial_rotary_factor": 1.0, "truncate": True}
+"""Rotary settings that change nothing at this value."""
 
 
 def family_of(config: DecoderConfig) -> str:
-    """The model_type under which others know this decoder.
+    """Returns the model_type of a decoder.
 
     Raises:
-        ValueError: none of the families has this combination of switches.
+        ValueError: no family has this combination of switches.
     """
     if config.qkv_bias and config.qk_norm:
         raise ValueError(
@@ -92,7 +81,7 @@ def describe(
     bos_id: int | None = None,
     pad_id: int | None = None,
 ) -> dict[str, Any]:
-    """The content of config.json. Rotary settings are there in the notation of transformers 4 and in that of 5."""
+    """Returns the content of config.json, with rotary settings in the notations of transformers 4 and 5."""
     family = family_of(config)
     described = {theirs: getattr(config, ours) for ours, theirs in _FIELDS.items()}
     scaling = None if config.rope_scaling is None else _describe_scaling(config.rope_scaling)
@@ -114,17 +103,18 @@ def describe(
 
 
 def understand(described: Mapping[str, Any], where: object) -> DecoderConfig:
-    """The decoder that the content of a config.json describes; `where` it came from is for messages.
+    """Returns the decoder that the content of a config.json describes; `where` is its path for messages.
 
     Raises:
-        ValueError: a key is missing, or asks for what this decoder does not do.
+        ValueError: a key is missing, or the decoder does not support its value.
     """
     family = described.get("model_type")
     if family not in FAMILIES:
+        named = ", ".join(map(str, described.get("architectures") or ()))
+        its = f"; its architecture is {named}" if named else ""
         raise ValueError(
-            f"{where}: model_type {family!r} is not covered; llama, qwen2 and qwen3 are{_architecture(described)}; {WHAT_LOADS}"
+            f"{where}: model_type {family!r} is not covered; llama, qwen2 and qwen3 are{its}; {WHAT_LOADS}"
         )
-    _check_containers(described, where)
     _refuse_what_is_not_covered(described, family, where)
     rope = _rope(described, where)
     described = {**_family_defaults(described, family), **_present(described)}
@@ -132,13 +122,14 @@ def understand(described: Mapping[str, Any], where: object) -> DecoderConfig:
         raise ValueError(f"{where} lacks the key {missing[0]!r}")
     fields = {ours: described[theirs] for ours, theirs in _FIELDS.items()}
     for ours, value in fields.items():
-        if not _fits(ours, value):
-            raise ValueError(f"{where}: {_FIELDS[ours]} is {value!r}; it must be {_needed(ours)}")
-    theta = rope["rope_theta"]
-    fields |= {"norm_eps": float(fields["norm_eps"]), "rope_theta": float(theta)}
+        kind = bool if ours == "tied_embeddings" else float if ours == "norm_eps" else int
+        if type(value) is not kind or (kind is not bool and value <= 0):
+            noun = {bool: "true or false", float: "a positive number", int: "a positive integer"}[kind]
+            raise ValueError(f"{where}: {_FIELDS[ours]} is {value!r}; it must be {noun}")
     try:
         return DecoderConfig(
             **fields,
+            rope_theta=float(rope["rope_theta"]),
             rope_scaling=_scaling(rope, described["max_position_embeddings"]),
             qkv_bias=family == "qwen2",
             qk_norm=family == "qwen3",
@@ -147,53 +138,19 @@ def understand(described: Mapping[str, Any], where: object) -> DecoderConfig:
         raise ValueError(f"{where}: {error}") from error
 
 
-def _architecture(described: Mapping[str, Any]) -> str:
-    """A model's own name for what it is, for a message; nothing where it gives none."""
-    named = described.get("architectures")
-    told = ", ".join(map(str, named)) if isinstance(named, list) and named else ""
-    return f"; its architecture is {told}" if told else ""
-
-
-def _fits(field: str, value: Any) -> bool:
-    if field == "tied_embeddings":
-        return isinstance(value, bool)
-    return _positive(value) and (field == "norm_eps" or (isinstance(value, int) and value <= _LARGEST))
-
-
-def _needed(field: str) -> str:
-    return {"tied_embeddings": "a truth value", "norm_eps": "a positive number"}.get(
-        field, f"a positive integer of at most {_LARGEST}"
-    )
-
-
-def _positive(value: Any) -> bool:
-    """True for a finite number above 0, and one that a float can hold."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and 0 < value <= float(1 << 127) and math.isfinite(value)
-
-
-def _check_containers(described: Mapping[str, Any], where: object) -> None:
-    for key, kind in _CONTAINERS.items():
-        value = described.get(key)
-        if value is not None and not isinstance(value, kind):
-            noun = "an object with named values" if kind is dict else "a list"
-            raise ValueError(f"{where}: {key} is {value!r}; it must be {noun}")
-
-
 def _present(described: Mapping[str, Any]) -> dict[str, Any]:
-    """null means the same as absent."""
+    """Removes nulls, which mean the same as absent keys."""
     return {key: value for key, value in described.items() if value is not None}
 
 
 def _family_defaults(described: Mapping[str, Any], family: str) -> dict[str, Any]:
-    """The values that transformers takes for keys that older files leave out."""
+    """Returns transformers' defaults of keys that older files lack."""
     defaults: dict[str, Any] = {"tie_word_embeddings": False}
-    if isinstance(heads := described.get("num_attention_heads"), int) and heads > 0:
+    heads, width = described.get("num_attention_heads"), described.get("hidden_size")
+    if heads:
         defaults["num_key_value_heads"] = heads
-        if family == "qwen3":
-            defaults["head_dim"] = 128
-        elif isinstance(width := described.get("hidden_size"), int):
-            defaults["head_dim"] = width // heads
+        if width:
+            defaults["head_dim"] = 128 if family == "qwen3" else width // heads
     return defaults
 
 
@@ -207,55 +164,46 @@ def _refuse_what_is_not_covered(described: Mapping[str, Any], family: str, where
         raise ValueError(
             f"{where}: layer_types has {odd[0]!r}, which is not covered; 'full_attention' is; {WHAT_LOADS}"
         )
-    named = described.get("architectures") or [f"{family.capitalize()}ForCausalLM"]
-    if named != [f"{family.capitalize()}ForCausalLM"]:
-        raise ValueError(
-            f"{where}: architectures {named!r} is not covered; {family.capitalize()}ForCausalLM is; {WHAT_LOADS}"
-        )
+    covered = f"{family.capitalize()}ForCausalLM"
+    named = described.get("architectures") or [covered]
+    if named != [covered]:
+        raise ValueError(f"{where}: architectures {named!r} is not covered; {covered} is; {WHAT_LOADS}")
 
 
 def _rope(described: Mapping[str, Any], where: object) -> dict[str, Any]:
-    """All that is said of rotary embedding: under rope_parameters (transformers 5), or rope_theta and rope_scaling."""
+    """Returns the rotary settings under rope_parameters (transformers 5), or rope_theta and rope_scaling."""
     notations = [described.get(key) for key in ("rope_parameters", "rope_scaling")]
-    told = [_completed(rope, described) for rope in notations if rope] or [_completed({}, described)]
-    if told[0] != told[-1]:
+    found = [_completed(rope, described) for rope in notations if rope] or [_completed({}, described)]
+    if found[0] != found[-1]:
         raise ValueError(
-            f"{where}: rope_parameters {told[0]} and rope_scaling {told[1]} say different things; remove one of them"
+            f"{where}: rope_parameters {found[0]} and rope_scaling {found[1]} differ; remove one of them"
         )
-    rope = told[0]
+    rope = found[0]
     kind = rope["rope_type"]
-    if not isinstance(kind, str) or (kind != "default" and kind not in _SCALING_KINDS):
+    if kind != "default" and kind not in _SCALING_KINDS:
         raise ValueError(
             f"{where}: rope_type {kind!r} is not covered; default, {', '.join(_SCALING_KINDS)} are"
         )
     known = {_SCALING_FIELDS[field] for field in _SCALING_KINDS.get(kind, ())}
-    # A file may give the original context though this kind does not use it.
+    # Files may have the original context although their kind does not use it.
     known |= {"rope_type", "rope_theta", "original_max_position_embeddings", *_NEUTRAL}
     for key, value in rope.items():
         if key not in known or value != _NEUTRAL.get(key, value):
             raise ValueError(f"{where}: {key}={value!r} of rope_type {kind!r} is not covered")
-        if key not in ("rope_type", *_NEUTRAL) and not _positive(value):
-            raise ValueError(
-                f"{where}: {key} of rope_type {kind!r} is {value!r}; it must be a positive number"
-            )
     if kind != "default" and "factor" not in rope:
         raise ValueError(f"{where} lacks the key 'factor' of rope_type {kind!r}")
     return rope
 
 
-_NEUTRAL = {"partial_rotary_factor": 1.0, "truncate": True}
-"""Rotary settings which change nothing at this value."""
-
-
 def _completed(rope: Mapping[str, Any], described: Mapping[str, Any]) -> dict[str, Any]:
-    """One notation with what stands outside of it, or nowhere."""
-    told = _present(rope)
-    old_name = told.pop("type", "default")
+    """Returns one notation with the keys outside of it and the defaults."""
+    inside = _present(rope)
+    old_name = inside.pop("type", "default")
     elsewhere = _present(described.get("rope_parameters") or {}) | _present(described)
     kept = {
         key: elsewhere[key] for key in ("rope_theta", "original_max_position_embeddings") if key in elsewhere
     }
-    return {"rope_type": old_name, "rope_theta": 10_000.0, **kept, **told}
+    return {"rope_type": old_name, "rope_theta": 10_000.0, **kept, **inside}
 
 
 def _scaling(rope: Mapping[str, Any], max_positions: int) -> RopeScaling | None:

@@ -1,12 +1,12 @@
-"""One decoder for the Llama 3, Qwen2 and Qwen3 families, which learns and samples.
+"""One decoder for the Llama 3, Qwen2 and Qwen3 families, for training and sampling.
 
-A `Block` does not know how attention is done: it hands queries, keys and values to the `attend` function it is
-given. Training attends within a row, prefill does the same and keeps the keys and values, decoding attends to a cache.
-So there is one definition of the network, and what samples is what is trained. The sampler's weights may be `Quantized`.
+A `Block` does not implement attention: it passes queries, keys and values to the function `attend`. Training attends within
+a row, prefill also keeps keys and values, decoding attends to the KV cache. So trainer and sampler share one definition of
+the network. The sampler's weights may be `Quantized`.
 
-Activations have their features first and their tokens last, weights their outputs first, as transformers stores them.
-With a few tokens at a time, as in decoding, XLA on CPU multiplies such matrices about 1.15 times as fast as the other way
-round, and in training as fast.
+Activations have their features first and their tokens last. Weights have their outputs first, as in transformers.
+With few tokens, as in decoding, XLA on CPU multiplies such matrices about 1.15 times as fast as with the opposite order;
+in training the speed is equal.
 
 Layers are stacked along a leading axis and scanned, so compile time does not grow with depth. Every parameter names
 its logical axes; `parallel.sharding` maps these to mesh axes.
@@ -29,10 +29,10 @@ from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.rope import rope_frequencies
 
 Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
-"""(query, key, value), each [heads, head_dim, tokens] -> (attention output, whatever the caller wants back for this layer)."""
+"""(query, key, value), each [heads, head_dim, tokens] -> (attention output, any value of this layer that the caller needs)."""
 
 RopeTables = tuple[Array, Array]
-"""Cosine and sine of the angles by which queries and keys are turned, each [head_dim / 2, tokens]."""
+"""Cosine and sine of the rotation angles of queries and keys, each [head_dim / 2, tokens]."""
 
 WHOLE = Layout()
 
@@ -45,14 +45,14 @@ REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
 def rms_norm(
     x: Float[Array, "dim tokens"], weight: Float[Array, " dim"], eps: float
 ) -> Float[Array, "dim tokens"]:
-    """Root-mean-square norm over the first axis in float32, returned in the dtype of `x`."""
+    """Computes the root-mean-square norm over the first axis in float32; returns it in the dtype of `x`."""
     wide = x.astype(jnp.float32)
     scaled = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=0, keepdims=True) + eps)
     return (scaled * weight.astype(jnp.float32)[:, None]).astype(x.dtype)
 
 
 def rope_tables(positions: Int[Array, " tokens"], config: DecoderConfig) -> RopeTables:
-    """The turn of each position: the same in all layers, so made once."""
+    """Returns the rotation of each position, which all layers share."""
     scaling = config.rope_scaling
     frequencies = jnp.asarray(rope_frequencies(config.head_dim, config.rope_theta, scaling))
     angles = frequencies[:, None] * positions.astype(jnp.float32)[None]
@@ -63,7 +63,7 @@ def rope_tables(positions: Int[Array, " tokens"], config: DecoderConfig) -> Rope
 def rotary(
     x: Float[Array, "heads head_dim tokens"], rope: RopeTables
 ) -> Float[Array, "heads head_dim tokens"]:
-    """Rotary position embedding; dimension i is paired with i + head_dim / 2 (Su et al. 2021, in Llama's layout)."""
+    """Applies rotary position embedding; dimension i is paired with i + head_dim / 2 (Su et al. 2021, in Llama's layout)."""
     cos, sin = (part[None] for part in rope)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=1).astype(x.dtype)
@@ -74,15 +74,15 @@ def _weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], fan_i
 
 
 def _filled(value: float, shape: tuple[int, ...], axes: tuple[str, ...]) -> nnx.Param[Array]:
-    # With its dtype: weakly typed, every program over the parameters would compile again after the first update.
+    # Without the dtype, arrays are weakly typed and all programs compile again after the first update.
     return nnx.Param(jnp.full(shape, value, jnp.float32), axes=axes)
 
 
 def _table(rngs: nnx.Rngs, config: DecoderConfig) -> nnx.Param[Array]:
-    """A row for each entry of the vocabulary, the same whatever it is filled up to."""
-    drawn = jax.random.normal(rngs.params(), (config.vocab_size, config.embed_dim)) * config.embed_dim**-0.5
+    """Returns a row for each entry of the vocabulary; padding does not change the values."""
+    initial = jax.random.normal(rngs.params(), (config.vocab_size, config.embed_dim)) * config.embed_dim**-0.5
     rows = ((0, config.vocab_rows - config.vocab_size), (0, 0))
-    return nnx.Param(jnp.pad(drawn, rows), axes=("vocab", "embed"))
+    return nnx.Param(jnp.pad(initial, rows), axes=("vocab", "embed"))
 
 
 class Block(nnx.Module):
@@ -104,7 +104,7 @@ class Block(nnx.Module):
         self.query = _weight(rngs, (heads, dim, embed), ("heads", "head_dim", "embed"), embed)
         self.key = _weight(rngs, (kv_heads, dim, embed), ("kv_heads", "head_dim", "embed"), embed)
         self.value = _weight(rngs, (kv_heads, dim, embed), ("kv_heads", "head_dim", "embed"), embed)
-        # The two matrices that write to the residual stream start smaller the more layers add up there.
+        # The two matrices that write to the residual stream start smaller in deeper models.
         writers = 2 * config.layers
         self.output = _weight(
             rngs, (embed, heads, dim), ("embed", "heads", "head_dim"), heads * dim * writers
@@ -131,7 +131,7 @@ class Block(nnx.Module):
     ) -> tuple[
         Float[Array, "heads dim tokens"], Float[Array, "kv dim tokens"], Float[Array, "kv dim tokens"]
     ]:
-        """Queries, keys and values, positions already turned in."""
+        """Returns queries, keys and values, with rotary embedding applied."""
         config = self.config
         query, key, value = (
             self._project("hde,et->hdt", name, x, ("heads", "head_dim", "embed"))
@@ -151,7 +151,7 @@ class Block(nnx.Module):
     def __call__(
         self, x: Float[Array, "embed part"], rope: RopeTables, attend: Attend
     ) -> tuple[Float[Array, "embed part"], Any]:
-        """The layer's output, and what `attend` wants back; `rope` are the positions' `rope_tables`."""
+        """Returns the layer's output and the second value of `attend`; `rope` are the positions' `rope_tables`."""
         eps, dtype = self.config.norm_eps, self.compute_dtype
         inner, outer = partial(self.layout.inner, dtype=dtype), partial(self.layout.outer, dtype=dtype)
         normed = inner(rms_norm(x, self.attention_norm[...], eps))
@@ -170,11 +170,13 @@ class Block(nnx.Module):
     def _project(
         self, spec: str, name: str, x: Float[Array, "inputs tokens"], axes: tuple[str, ...]
     ) -> Array:
-        """A product with the weight `name`, and what its adapter adds, under the name by which rematerialisation knows what to keep. `axes` are
-        those of the weight, whose last one is summed over."""
+        """Multiplies by the weight `name` and adds its adapter's product, under the checkpoint name of rematerialisation.
+
+        `axes` are the weight's logical axes; the last one is summed over.
+        """
         weight, in_parts = getattr(self, name)[...], self.layout.in_parts(axes[-1])
         if name == "output":
-            # Heads and their dimensions as one axis: over two, XLA turns the weight around at every call.
+            # With heads and their dimensions as two axes, XLA would transpose the weight at every call.
             weight = weight.reshape(len(weight), -1)
         result = self._product(spec, weight, x, axes, in_parts=in_parts)
         if hasattr(self, f"{name}_{LORA_PARTS[0]}"):
@@ -184,7 +186,7 @@ class Block(nnx.Module):
     def _adapted(
         self, spec: str, name: str, x: Float[Array, "inputs tokens"], axes: tuple[str, ...]
     ) -> Array:
-        """(alpha / rank) B A x. Where devices have parts of the inputs, each has a part of the sum, as of the product with the weight."""
+        """Returns (alpha / rank) B A x. If inputs are split over devices, each has a partial sum, as for the weight itself."""
         a, b = (getattr(self, f"{name}_{part}")[...] for part in LORA_PARTS)
         outputs = spec.split("->")[1].removesuffix("t")
         low = self._product("ri,it->rt", a.reshape(len(a), -1), x, ("rank", axes[-1]))
@@ -218,24 +220,24 @@ class EmbeddingAndHead(nnx.Module):
             self.lm_head = _table(rngs, config)
 
     def embed(self, tokens: Int[Array, " tokens"]) -> Float[Array, "embed part"]:
-        """Token embeddings."""
+        """Returns the token embeddings."""
         table = self.embedding[...]
         if isinstance(table, Quantized):
             return rounded(table.rows(tokens), self.compute_dtype).T
         return self.layout.lookup(table, tokens, self.compute_dtype)
 
     def unembedding(self) -> Float[Array, "vocab embed"] | Quantized:
-        """The matrix whose products with a final hidden state are the logits."""
+        """Returns the matrix whose products with final hidden states are the logits."""
         return (self.embedding if self.config.tied_embeddings else self.lm_head)[...]
 
     def normed(self, x: Float[Array, "embed tokens"]) -> Float[Array, "tokens embed"]:
-        """The final norm; what comes out is turned, a token a row."""
+        """Applies the final norm and transposes: a row for each token."""
         normed = rms_norm(x, self.final_norm[...], self.config.norm_eps)
-        # Really turned: XLA would read the columns inside the product with the unembedding, which is slower on CPU.
+        # Without the barrier, XLA fuses the transposition into the product with the unembedding, which is slower on CPU.
         return jax.lax.optimization_barrier(normed.T)
 
     def logits(self, hidden: Float[Array, "*tokens embed"]) -> Float[Array, "*tokens vocab"]:
-        """Logits in float32 of hidden states that have passed the final norm; of what fills up the vocabulary, -inf."""
+        """Returns float32 logits of hidden states after the final norm; padding of the vocabulary has -inf."""
         flat = hidden.reshape(-1, hidden.shape[-1])
         logits = product("ve,te->tv", self.unembedding(), flat, self.compute_dtype)
         if logits.shape[1] != self.config.vocab_size:
@@ -245,7 +247,7 @@ class EmbeddingAndHead(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """EmbeddingAndHead and stacked blocks, over whole rows of tokens: what is trained."""
+    """The trained network over whole rows of tokens: EmbeddingAndHead and stacked blocks."""
 
     def __init__(
         self,
@@ -257,10 +259,15 @@ class Decoder(nnx.Module):
         layout: Layout = WHOLE,
         apart: bool = False,
     ) -> None:
-        """Random weights in float32.
+        """Initializes random weights in float32.
 
-        `remat` is none, full or dots: what the backward pass recomputes per layer. `layout` says how arrays are spread. With `apart` layers are not
-        stacked but each has its own arrays, as a sampler has them: one copy then serves both, and compile time grows with depth.
+        Args:
+            config: sizes and switches.
+            rngs: random keys.
+            compute_dtype: of matrix products.
+            remat: none, full or dots: the parts of a layer that the backward pass recomputes.
+            layout: of arrays over devices.
+            apart: each layer has its own arrays, as in a sampler, which can then share them; compile time grows with depth.
         """
         if remat != "none" and remat not in REMAT_POLICIES:
             raise ValueError(f"remat={remat!r} must be one of none, {', '.join(REMAT_POLICIES)}")
@@ -280,7 +287,7 @@ class Decoder(nnx.Module):
         segment_ids: Int[Array, "batch seq"],
         prefix_ids: Int[Array, "batch seq"] | None = None,
     ) -> Float[Array, "batch row embed"]:
-        """Final hidden states of whole rows; column t has seen what `causal_attention` shows it: its segment up to and including t."""
+        """Returns final hidden states of whole rows; column t depends on its segment up to and including t."""
         rope = rope_tables(positions.reshape(-1), self.ends.config)
 
         def attend(query: Array, key: Array, value: Array) -> tuple[Array, None]:
@@ -292,7 +299,7 @@ class Decoder(nnx.Module):
 
         if self.remat != "none":
             layer = jax.checkpoint(layer, policy=REMAT_POLICIES[self.remat], static_argnums=0)
-        # One axis of tokens: the backward pass is 1.6 times faster so on CPU than with two.
+        # With one axis of tokens, the backward pass is 1.6 times faster on CPU than with two.
         x = self.ends.embed(tokens.reshape(-1))
         if isinstance(self.blocks, nnx.List):
             for graph, weights in map(nnx.split, self.blocks):
@@ -311,13 +318,13 @@ def graph_of(
     layout: Layout = WHOLE,
     apart: bool = False,
 ) -> nnx.GraphDef[Any]:
-    """The structure that `nnx.merge` makes a `Decoder` of, together with parameters."""
+    """Returns the structure from which `nnx.merge` makes a `Decoder`, together with parameters."""
     how: dict[str, Any] = {"compute_dtype": compute_dtype, "remat": remat, "layout": layout, "apart": apart}
     return nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), **how)))[0]
 
 
 def unstacked(params: nnx.State) -> nnx.State:
-    """Parameters with stacked layers as those of a decoder whose layers are `apart`."""
+    """Converts parameters with stacked layers into parameters with layers `apart`."""
     blocks = params["blocks"]
     count = len(jax.tree.leaves(blocks)[0])
     layers = {index: jax.tree.map(lambda leaf, index=index: leaf[index], blocks) for index in range(count)}
@@ -325,5 +332,5 @@ def unstacked(params: nnx.State) -> nnx.State:
 
 
 def is_apart(params: nnx.State) -> bool:
-    """Whether each layer of a decoder's parameters has its own arrays."""
+    """Returns whether each layer of a decoder's parameters has its own arrays."""
     return 0 in params["blocks"]

@@ -1,6 +1,6 @@
-"""Model folders in the Hugging Face layout: config.json and safetensors files, read and written.
+"""Reads and writes model folders in the Hugging Face layout: config.json and safetensors files.
 
-Tensor names and orientations are those of transformers' Llama, Qwen2 and Qwen3, so a folder written here opens there.
+Tensor names and orientations are the same as in transformers' Llama, Qwen2 and Qwen3, so transformers opens these folders.
 """
 
 import os
@@ -32,19 +32,19 @@ def load_model(
     by_rows: ByRows | None = None,
     apart: bool = False,
 ) -> tuple[DecoderConfig, nnx.State]:
-    """Reads a model folder, tensor by tensor, whatever float type they are stored in.
+    """Reads a model folder tensor by tensor, stored in any float type.
 
     Args:
-        folder: holds config.json and model.safetensors, or several files and model.safetensors.index.json. It may lie in a bucket
-            (`dapo_jax.storage`), of which ranges are read.
-        config: what `read_config` gave, perhaps with a larger `vocab_multiple`; None: reads it.
-        shardings: makes of the parameters' shapes where each of them goes; None is the default device.
+        folder: has config.json and model.safetensors, or several files and model.safetensors.index.json. Of a folder in a bucket
+            (`dapo_jax.storage`), ranges are read.
+        config: the result of `read_config`, perhaps with a larger `vocab_multiple`; None: reads it.
+        shardings: returns the sharding of each parameter from their shapes; None: the default device.
         dtype: of the parameters in memory; norms are in float32.
         by_rows: `dapo_jax.parallel.shared_reading.read_by_rows` for a folder in a bucket, so that no two processes read the same rows.
         apart: each layer has its own arrays, as in `Decoder` with `apart`; False: they are stacked.
 
     Raises:
-        ValueError: a file is missing or damaged, or the model is of a kind this decoder does not cover; the message names
+        ValueError: a file is missing or damaged, or the decoder does not support the model; the message names
             the file and the key or tensor.
     """
     config = config or read_config(folder)
@@ -56,17 +56,17 @@ def read_config(folder: str | os.PathLike[str]) -> DecoderConfig:
     """Reads config.json.
 
     Raises:
-        ValueError: it is missing, is not JSON, lacks a key, or describes another kind of model.
+        ValueError: it is missing, is not JSON, lacks a key, or describes an unsupported model.
     """
     path = path_of(folder) / CONFIG
     return understand(read_json(path), path)
 
 
 def read_json(path: AnyPath) -> dict[str, Any]:
-    """The JSON object in `path`.
+    """Returns the JSON object in `path`.
 
     Raises:
-        ValueError: there is no such file, or it holds something else.
+        ValueError: there is no such file, or it is not a JSON object.
     """
     try:
         content = file_bytes(path)
@@ -91,15 +91,15 @@ def save_model(
     """Writes a model folder that `load_model` and transformers read; returns the bytes of its tensors.
 
     Args:
-        folder: created if need be; a model in it is replaced. It may lie in a bucket (`dapo_jax.storage`).
+        folder: created if necessary; a model in it is replaced. It may be in a bucket (`dapo_jax.storage`).
         config: sizes and switches.
         params: the decoder's parameters, on any devices; one tensor at a time is gathered on the host.
-        adapters: are added to the matrices that they belong to.
-        dtype: to store, float32, float16 or bfloat16.
-        max_shard_bytes: several files are written where one would be larger.
+        adapters: are added to their matrices.
+        dtype: stored type, float32, float16 or bfloat16.
+        max_shard_bytes: largest size of a file.
         eos_ids: tokens that end a text, for config.json.
         bos_id: the token that begins a text, if there is one.
-        pad_id: the token that fills unused places.
+        pad_id: the token that fills unused positions.
         token_ids: further tokens by their names in config.json.
     """
     described = describe(config, dtype=dtype, eos_ids=eos_ids, bos_id=bos_id, pad_id=pad_id) | dict(token_ids)
@@ -122,7 +122,7 @@ def write_model(
 ) -> int:
     """Writes tensors and then config.json with the content `described`; returns the bytes of the tensors.
 
-    A folder without config.json is no model, so one whose export was interrupted is never taken for a whole one.
+    config.json is written last, so that an interrupted export is not taken for a model.
     """
     path = path_of(folder)
     path.mkdir(parents=True, exist_ok=True)

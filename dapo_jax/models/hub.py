@@ -1,4 +1,4 @@
-"""Models from the Hugging Face hub: weights, configuration and tokenizer of a repository, once for a host."""
+"""Downloads models from the Hugging Face hub: weights, configuration and tokenizer, once per host."""
 
 import importlib
 import os
@@ -10,12 +10,12 @@ from typing import Any
 from dapo_jax.extras import how_to_install
 
 PATTERNS = ("*.safetensors", "*.json", "*.jinja")
-"""The files that are fetched: never code, never pickled weights."""
+"""The files that are downloaded: neither code nor pickled weights."""
 
 _SMALL = ("*.json", "*.jinja")
 
 _NOT_OURS = ("*/*",)
-"""Repositories keep exports and checkpoints of training in subfolders."""
+"""Repositories keep exports and training checkpoints in subfolders."""
 
 
 def download(
@@ -25,21 +25,20 @@ def download(
     cache_dir: str | os.PathLike[str] | None = None,
     weights: bool = True,
 ) -> Path:
-    """The folder of a repository's model, fetched if it is not in the cache yet.
+    """Returns the folder of a repository's model, which is downloaded if it is not in the cache.
 
-    A token for gated models is taken from the environment (HF_TOKEN, or what `hf auth login` left), and HF_HOME,
-    HF_ENDPOINT and HF_HUB_OFFLINE are obeyed. Processes of one host that ask at the same time fetch a file once:
-    huggingface_hub locks every file in its cache.
+    The token for gated models comes from the environment (HF_TOKEN, or `hf auth login`); HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE
+    apply. Processes of one host download a file only once, because huggingface_hub locks every file in its cache.
 
     Args:
         name: `ORG/NAME`.
         revision: a branch, a tag or a commit; None: the main branch.
         cache_dir: the cache; None: huggingface_hub's.
-        weights: False: its configuration and tokenizer are all that is asked for; weights lie beside them if they were fetched before.
+        weights: False: only configuration and tokenizer are needed.
 
     Raises:
         ValueError: huggingface_hub is missing, there is no such repository, revision or permission, the hub cannot
-            be reached and the model is not in the cache, or the repository has no safetensors, where weights are asked for.
+            be reached and the model is not in the cache, or the repository has no safetensors but needs weights.
     """
     hub = _client()
     with _explained(name, revision, cache_dir):
@@ -52,12 +51,12 @@ def download(
 def look_up(
     name: str, *, revision: str | None = None, cache_dir: str | os.PathLike[str] | None = None
 ) -> tuple[Path, int]:
-    """A folder with a repository's configuration and tokenizer, and the bytes of its weights, which are not fetched.
+    """Returns a folder with a repository's configuration and tokenizer, and the bytes of its weights, which are not downloaded.
 
-    Where the hub is not asked or cannot be reached, both are of the model in the cache; else as `download`.
+    If the hub cannot be reached, both come from the model in the cache.
 
     Raises:
-        ValueError: as `download`.
+        ValueError: see `download`.
     """
     hub = _client()
     try:
@@ -65,9 +64,7 @@ def look_up(
             listed = hub.HfApi().model_info(name, revision=revision, files_metadata=True).siblings or []
     except ValueError:
         raise
-    except (
-        Exception
-    ):  # no connection, or one that is not to be made: each client of the hub's has its own kinds
+    except Exception:  # offline: each HTTP client of the hub raises its own errors
         folder = download(name, revision=revision, cache_dir=cache_dir)
         return folder, sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     weights = [
@@ -95,26 +92,23 @@ def _snapshot(
     cache_dir: str | os.PathLike[str] | None,
     patterns: Sequence[str],
 ) -> Path:
-    return Path(
-        hub.snapshot_download(
-            name,
-            revision=revision,
-            cache_dir=Path(cache_dir).expanduser() if cache_dir else None,
-            allow_patterns=list(patterns),
-            ignore_patterns=list(_NOT_OURS),
-        )
+    cache = Path(cache_dir).expanduser() if cache_dir else None
+    patterns, ignored = list(patterns), list(_NOT_OURS)
+    found = hub.snapshot_download(
+        name, revision=revision, cache_dir=cache, allow_patterns=patterns, ignore_patterns=ignored
     )
+    return Path(found)
 
 
 @contextmanager
 def _explained(name: str, revision: str | None, cache_dir: str | os.PathLike[str] | None) -> Iterator[None]:
-    """The hub's errors as ValueErrors that say what to do."""
+    """Turns the hub's errors into ValueErrors with a remedy."""
     errors = importlib.import_module("huggingface_hub.errors")
     try:
         yield
     except errors.HFValidationError as error:
-        raise ValueError(f"{name!r} is no name of a repository ({error}); write hf:ORG/NAME") from error
-    # A gated repository counts as one that was not found, so it comes first.
+        raise ValueError(f"{name!r} is not a name of a repository ({error}); write hf:ORG/NAME") from error
+    # GatedRepoError is a RepositoryNotFoundError, so it comes first.
     except errors.GatedRepoError as error:
         raise ValueError(
             f"{name} is gated: accept its terms on the hub, and set HF_TOKEN to a token of that account"
@@ -128,9 +122,7 @@ def _explained(name: str, revision: str | None, cache_dir: str | os.PathLike[str
     except errors.LocalEntryNotFoundError as error:
         raise ValueError(_unreachable(name, _at(revision), cache_dir)) from error
     except errors.HfHubHTTPError as error:
-        raise ValueError(
-            f"the hub does not hand out {name}{_at(revision)}: {str(error).splitlines()[0]}"
-        ) from error
+        raise ValueError(f"the hub refuses {name}{_at(revision)}: {str(error).splitlines()[0]}") from error
 
 
 def _at(revision: str | None) -> str:
@@ -139,8 +131,8 @@ def _at(revision: str | None) -> str:
 
 def _without_weights(name: str, revision: str | None) -> str:
     return (
-        f"{name}{_at(revision)} has no safetensors files, and no others are read: weights as .bin or .pt are pickles, which "
-        "run code when they are opened; take a repository or a revision with safetensors"
+        f"{name}{_at(revision)} has no safetensors files. Weights as .bin or .pt are pickles, which "
+        "run code when they are opened, and are not read; use a repository or a revision with safetensors"
     )
 
 
@@ -150,6 +142,6 @@ def _unreachable(name: str, at: str, cache_dir: str | os.PathLike[str] | None) -
     remedy = "unset it" if offline else "check the connection"
     where = f"the cache {cache_dir}" if cache_dir else "the cache (HF_HOME)"
     return (
-        f"{why}, and {name}{at} is not, or not wholly, in {where}; {remedy}, fetch the model beforehand, or name the "
+        f"{why}, and {name}{at} is not, or not completely, in {where}; {remedy}, download the model before, or name the "
         "folder of a copy"
     )

@@ -1,7 +1,7 @@
-"""Attention by kernels that come with jax: splash attention for TPU, cuDNN's for NVIDIA GPUs.
+"""Attention with jax's kernels: splash attention for TPU, cuDNN's for NVIDIA GPUs.
 
-Neither holds scores in memory, and neither knows a prompt that several responses share: splash attention tells segments apart,
-cuDNN's takes one rollout a row.
+They do not hold scores in memory, and do not support a prompt that several responses share. Splash attention supports packed
+segments; cuDNN's attention needs one rollout per row.
 """
 
 from collections.abc import Callable
@@ -12,17 +12,17 @@ from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jaxtyping import Array, Float, Int
 
 _BLOCKS = (1024, 512, 256, 128)
-"""Tokens that splash attention takes at a time: as many as fit its memory on a TPU core, in what divides the row."""
+"""Block sizes of splash attention in tokens: the largest fits the memory of a TPU core and divides the row."""
 
 SPLASH_TOKENS = _BLOCKS[-1]
-"""Rows of splash attention are multiples of this."""
+"""Rows of splash attention have a multiple of this many tokens."""
 
 
 def splash_kernel(heads: int, seq: int, *, parts: int = 1, interpret: bool = False) -> Any:
-    """The kernel for causal attention of `heads` heads over rows of `seq` tokens, whose queries are cut into `parts`.
+    """Returns the kernel for causal attention of `heads` heads over rows of `seq` tokens, whose queries are split into `parts`.
 
     Raises:
-        ValueError: the rows cannot be cut into blocks.
+        ValueError: the rows cannot be split into blocks.
     """
     block = next((size for size in _BLOCKS if seq % (parts * size) == 0), None)
     if block is None:
@@ -50,7 +50,7 @@ def splash_attention(
     *,
     dtype: str,
 ) -> Float[Array, "heads head_dim batch part"]:
-    """Each token attends to its own segment up to itself. `kernel` is that of these queries."""
+    """Each token attends to its own segment up to itself. `splash_kernel` makes the kernel of these queries."""
     scaled = query * query.shape[1] ** -0.5
     q, k, v = (part.astype(dtype).transpose(2, 0, 3, 1) for part in (scaled, key, value))
     out = jax.vmap(kernel)(q, k, v, splash.SegmentIds(own_ids, segment_ids))
@@ -64,7 +64,7 @@ def cudnn_attention(
     *,
     dtype: str,
 ) -> Float[Array, "heads head_dim batch seq"]:
-    """Each token attends to all before it in its row and to itself; what follows a rollout is padding, which it does not see."""
+    """Each token attends to all earlier tokens of its row and to itself; padding follows the rollout, which does not see it."""
     q, k, v = (part.astype(dtype).transpose(2, 3, 0, 1) for part in (query, key, value))
     out = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
     return out.transpose(2, 3, 0, 1).astype(query.dtype)

@@ -1,4 +1,4 @@
-"""The layout of a decoder's arrays over devices: what the decoder asks of it, and the answers where nothing is spread."""
+"""The layout of a decoder's arrays over devices: the interface that the decoder uses, and the layout of a single device."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,44 +11,44 @@ from dapo_jax.models.attention import causal_attention
 
 
 def output_dimensions(axes: tuple[str, ...]) -> int:
-    """The leading dimensions of a matrix with these logical axes that are its outputs: those of a head, or one. A product sums over the others."""
+    """Returns the number of leading dimensions that are outputs of a matrix with these logical axes; a product sums over the others."""
     return 2 if axes[1] == "head_dim" else 1
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One device, or arrays that the compiler places as it sees fit; `parallel.training_layout.MeshLayout` says where all of them lie."""
+    """One device, or arrays that the compiler places; `parallel.training_layout.MeshLayout` places all arrays explicitly."""
 
     def shard(self, program: Callable[..., tuple[Array, Array]]) -> Callable[..., tuple[Array, Array]]:
-        """A function of (parameters, arrays of [rows, seq]) that returns two arrays of [rows, seq], made to run on all devices."""
+        """Makes `program` run on all devices: a function of (parameters, arrays of [rows, seq]) that returns two arrays of [rows, seq]."""
         return program
 
     def weight_sharding(self, axes: tuple[str, ...]) -> WeightSharding | None:
-        """The split of a weight with these logical axes between its uses; None: it is not split."""
+        """Returns how a weight with these logical axes is split between its uses, or None."""
         return None
 
     def in_parts(self, axis: str) -> bool:
-        """True if devices have parts of the logical axis `axis` that a product sums over, and the compiler adds up what they have."""
+        """Returns whether a product sums over the logical axis `axis`, which is split over devices, and the compiler adds the partial sums."""
         return False
 
     def inner(self, x: Float[Array, "features part"], dtype: str) -> Float[Array, "features tokens"]:
-        """The activations that are to be multiplied by weights in `dtype`."""
+        """Returns the activations to multiply by weights in `dtype`."""
         return x
 
     def outer(self, x: Float[Array, "features tokens"], dtype: str) -> Float[Array, "features part"]:
-        """The residual stream, and what is added to it: products in `dtype`."""
+        """Returns the part of a product in `dtype` that is added to the residual stream."""
         return x
 
     def rows(
         self, x: Float[Array, "part embed"], shape: tuple[int, ...], dtype: str
     ) -> Float[Array, "rows seq embed"]:
-        """Final hidden states of whole rows, to be multiplied by weights in `dtype`. `shape` is that of the tokens that are here."""
+        """Returns final hidden states of whole rows, to multiply by weights in `dtype`; `shape` is the shape of the local tokens."""
         return x.reshape(*shape, -1)
 
     def lookup(
         self, table: Float[Array, "entries shard"], tokens: Int[Array, " tokens"], dtype: str
     ) -> Float[Array, "embed part"]:
-        """The rows of `table` at `tokens`, rounded to `dtype`, and turned: the residual stream's beginning."""
+        """Returns the rows of `table` at `tokens`, rounded to `dtype` and transposed: the beginning of the residual stream."""
         return rounded(table[tokens], dtype).T
 
     def attend(
@@ -60,7 +60,7 @@ class Layout:
         prefix_ids: Int[Array, "batch seq"] | None,
         dtype: str,
     ) -> Float[Array, "heads head_dim tokens"]:
-        """The attention that `causal_attention` computes."""
+        """Computes `causal_attention`."""
         return causal_attention(query, key, value, segment_ids, prefix_ids, dtype=dtype)
 
     def logprobs(
@@ -74,7 +74,7 @@ class Layout:
         chunk_vocab: int,
         dtype: str,
     ) -> tuple[Float[Array, " tokens"], Float[Array, " tokens"]]:
-        """`chunked_logprobs`; `vocab_size` rows of the unembedding are entries, what follows them is padding."""
+        """Computes `chunked_logprobs`; the rows of the unembedding after `vocab_size` are padding."""
         return chunked_logprobs(
             before,
             unembedding,
@@ -88,10 +88,10 @@ class Layout:
 
 @dataclass(frozen=True)
 class PlacedLayout(Layout):
-    """Arrays that the compiler places, weights among them that are split over devices."""
+    """Arrays that the compiler places, including weights that are split over devices."""
 
     split: frozenset[str]
-    """The logical axes over which they are."""
+    """The logical axes over which weights are split."""
 
     def in_parts(self, axis: str) -> bool:
         return axis in self.split

@@ -1,6 +1,6 @@
-"""Low-rank adapters (LoRA): which matrices of a decoder have one, how they start, and how parameters part into adapters and base.
+"""Low-rank adapters (LoRA): the adapted matrices of a decoder, their initial values, and the split of parameters into adapters and base.
 
-An adapter adds to what a frozen matrix W gives: y = W x + (alpha / rank) B A x (Hu et al. 2021, https://arxiv.org/abs/2106.09685, Eq. 3).
+An adapter adds to the product with a frozen matrix W: y = W x + (alpha / rank) B A x (Hu et al. 2021, https://arxiv.org/abs/2106.09685, Eq. 3).
 """
 
 import math
@@ -24,10 +24,10 @@ MATRICES = {
     "up_proj": "up",
     "down_proj": "down",
 }
-"""The linear layers of a block by the names of transformers and PEFT, and what `Block` calls them."""
+"""The names of a block's linear layers in transformers and PEFT, and in `Block`."""
 
 LORA_PARTS = ("lora_a", "lora_b")
-"""The parameters of an adapter, behind the name of its matrix and a line below."""
+"""The parameters of an adapter, after the name of its matrix and an underscore."""
 
 ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
 
@@ -37,7 +37,7 @@ SETS = {"all": ATTENTION + MLP, "attention": ATTENTION, "mlp": MLP}
 
 @dataclass(frozen=True, kw_only=True)
 class LoraShape:
-    """The adapters of a decoder: `lora_shape` makes one."""
+    """The adapters of a decoder, made by `lora_shape`."""
 
     rank: int
     alpha: float
@@ -51,12 +51,12 @@ class LoraShape:
 
 
 def lora_shape(*, rank: int, alpha: float, targets: Sequence[str]) -> LoraShape:
-    """Adapters of the linear layers that `targets` name, each by a name of `MATRICES` or of `SETS`.
+    """Returns adapters of the linear layers `targets`, which are names of `MATRICES` or `SETS`.
 
     Raises:
-        ValueError: rank or alpha is not above 0, or there is no such layer; the message names those that there are.
+        ValueError: rank or alpha is not above 0 and finite, or there is no such layer; the message names the known ones.
     """
-    if rank < 1 or not alpha > 0:
+    if rank < 1 or not 0 < alpha < math.inf:
         raise ValueError(f"rank {rank} and alpha {alpha} must both be more than 0")
     known = [*SETS, *MATRICES]
     if unknown := [name for name in targets if name not in known]:
@@ -71,35 +71,35 @@ def lora_shape(*, rank: int, alpha: float, targets: Sequence[str]) -> LoraShape:
 def adapter(
     rngs: nnx.Rngs, rank: int, weight: Array, axes: tuple[str, ...]
 ) -> tuple[nnx.LoRAParam[Array], nnx.LoRAParam[Array]]:
-    """A [rank, *inputs] and B [*outputs, rank] beside a matrix with the logical axes `axes`, its outputs first.
+    """Returns A [rank, *inputs] and B [*outputs, rank] for a matrix with the logical axes `axes`, its outputs first.
 
-    A is uniform by He et al. 2015 (https://arxiv.org/abs/1502.01852, Eq. 15) with a negative slope of sqrt(5), that is within 1 / sqrt(inputs), as
-    in PEFT. B is zero: the policy begins as its base.
+    A is uniform within 1 / sqrt(inputs), as in PEFT (He et al. 2015, https://arxiv.org/abs/1502.01852, Eq. 15, with a
+    negative slope of sqrt(5)). B is zero, so the policy begins as its base.
     """
     outputs = output_dimensions(axes)
     inputs = weight.shape[outputs:]
     bound = math.prod(inputs) ** -0.5
-    drawn = jax.random.uniform(rngs.params(), (rank, *inputs), jnp.float32, -bound, bound)
+    initial = jax.random.uniform(rngs.params(), (rank, *inputs), jnp.float32, -bound, bound)
     zeros = jnp.zeros((*weight.shape[:outputs], rank), jnp.float32)
     return (
-        nnx.LoRAParam(drawn, axes=("rank", *axes[outputs:])),
+        nnx.LoRAParam(initial, axes=("rank", *axes[outputs:])),
         nnx.LoRAParam(zeros, axes=(*axes[:outputs], "rank")),
     )
 
 
 def parted(params: nnx.State) -> tuple[nnx.State, nnx.State]:
-    """(what is trained, what is frozen) of a decoder's parameters: the adapters and the base; without adapters all and nothing."""
+    """Returns (trained, frozen) parameters of a decoder: the adapters and the base; without adapters, all and none."""
     adapters, base = nnx.split_state(params, nnx.LoRAParam, ...)
     return (adapters, base) if adapters else (base, adapters)
 
 
 def put_together(trained: nnx.State, frozen: nnx.State) -> nnx.State:
-    """The parameters that `parted` took apart."""
+    """Joins the parameters that `parted` split."""
     return nnx.merge_state(frozen, trained)
 
 
 def merged(layer: nnx.State, scale: float) -> nnx.State:
-    """One layer's parameters without adapters: W + scale B A, in float32, in the place of each adapted matrix W."""
+    """Returns one layer's parameters with adapters merged: W + scale B A, in float32, for each adapted matrix W."""
     adapters, base = nnx.split_state(layer, nnx.LoRAParam, ...)
     whole: dict[Any, Any] = dict(base)
     pairs: dict[Any, Any] = dict(adapters)
@@ -114,7 +114,7 @@ def merged(layer: nnx.State, scale: float) -> nnx.State:
 
 
 def rounded_to(dtype: str, params: nnx.State) -> nnx.State:
-    """Parameters in `dtype`, but for those of norms, which are applied in float32 whatever the others are in."""
+    """Returns parameters in `dtype`, except norms, which are always applied in float32."""
 
     def cast(leaf: nnx.Variable) -> nnx.Variable:
         return leaf if leaf.get_metadata()["axes"] == ("norm",) else leaf.replace(leaf[...].astype(dtype))

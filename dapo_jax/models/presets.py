@@ -9,7 +9,7 @@ from dapo_jax.nearest import nearest
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """The sizes and switches of one decoder. Field names follow the paper trail of Llama: pre-norm, RoPE, SwiGLU."""
+    """The sizes and switches of one decoder. The architecture is Llama's: pre-norm, RoPE, SwiGLU."""
 
     vocab_size: int
     embed_dim: int
@@ -21,7 +21,7 @@ class DecoderConfig:
     mlp_dim: int
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
-    """The way in which rotary angles are stretched to longer contexts; None leaves them as they are."""
+    """How rotary angles are scaled for longer contexts; None: not at all."""
     norm_eps: float = 1e-6
     max_positions: int = 4096
     """Longest sequence (prompt plus response) in tokens."""
@@ -32,25 +32,25 @@ class DecoderConfig:
     qk_norm: bool = False
     """RMS norm of queries and keys per head (Qwen3)."""
     vocab_multiple: int = 1
-    """The rows of embedding and unembedding are filled up to a multiple of this, so that they can be split over devices."""
+    """The rows of embedding and unembedding are padded to a multiple of this, so that they can be split over devices."""
 
     lora: LoraShape | None = None
-    """The adapters beside the matrices of each block; None: there are none, and every parameter is trained."""
+    """The adapters of each block; None: every parameter is trained."""
 
     def __post_init__(self) -> None:
         if self.kv_heads < 1 or self.heads % self.kv_heads:
             raise ValueError(f"kv_heads={self.kv_heads} must divide heads={self.heads}")
         if self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} must be even: rotary embedding turns pairs")
+            raise ValueError(f"head_dim={self.head_dim} must be even: rotary embedding rotates pairs")
 
     @property
     def vocab_rows(self) -> int:
-        """Rows of embedding and unembedding; those beyond `vocab_size` are zeros that no token reaches."""
+        """Rows of embedding and unembedding; the rows after `vocab_size` are zeros that no token uses."""
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
     @property
     def parameters(self) -> int:
-        """Number of parameters, without adapters and what fills up the vocabulary."""
+        """Number of parameters, without adapters and padding of the vocabulary."""
         heads = self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         bias = self.head_dim * (self.heads + 2 * self.kv_heads) if self.qkv_bias else 0
         norms = 2 * self.embed_dim + (2 * self.head_dim if self.qk_norm else 0)
@@ -60,7 +60,7 @@ class DecoderConfig:
 
     @property
     def trained_parameters(self) -> int:
-        """Number of parameters that are trained: those of the adapters, if there are any."""
+        """Number of trained parameters: of the adapters, if there are any."""
         if self.lora is None:
             return self.parameters
         attended, kept = self.heads * self.head_dim, self.kv_heads * self.head_dim
@@ -75,7 +75,7 @@ class DecoderConfig:
 
     @property
     def base(self) -> "DecoderConfig":
-        """The same without adapters."""
+        """The same decoder without adapters."""
         return replace(self, lora=None)
 
 
@@ -104,10 +104,10 @@ def _qwen3(embed_dim: int, layers: int, heads: int, mlp_dim: int, *, tied_embedd
     )  # fmt: skip
 
 
-# Sizes are those of config.json in the publishers' repositories: HuggingFaceTB/SmolLM2-135M, meta-llama/Llama-3.2-1B,
+# Sizes are from config.json in the publishers' repositories: HuggingFaceTB/SmolLM2-135M, meta-llama/Llama-3.2-1B,
 # Qwen/Qwen2.5-*, Qwen/Qwen3-*. The tests count the parameters of each.
 PRESETS: dict[str, DecoderConfig] = {
-    # About half a million parameters over a character vocabulary: learns arithmetic on a laptop CPU.
+    # About half a million parameters with a character vocabulary: learns arithmetic on a laptop CPU.
     "tiny": DecoderConfig(
         vocab_size=32, embed_dim=128, layers=4, heads=4, kv_heads=2, head_dim=32, mlp_dim=256, max_positions=512
     ),
@@ -130,10 +130,10 @@ PRESETS: dict[str, DecoderConfig] = {
 
 
 def preset(name: str) -> DecoderConfig:
-    """The preset called `name`.
+    """Returns the preset called `name`.
 
     Raises:
-        ValueError: there is none; the message names the nearest.
+        ValueError: there is no such preset; the message names the nearest.
     """
     if name not in PRESETS:
         near = nearest(name, PRESETS, least=0.0)[0]

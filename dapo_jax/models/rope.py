@@ -1,4 +1,4 @@
-"""The angles of rotary position embedding: plain, or stretched for contexts longer than those trained on."""
+"""The angles of rotary position embedding: plain, or scaled for contexts longer than in training."""
 
 import math
 from dataclasses import dataclass
@@ -11,28 +11,28 @@ KINDS = ("linear", "llama3", "yarn")
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """How the angles of long contexts are made from those of short ones. Which fields count depends on `kind`.
+    """Scaling of the angles for long contexts. The kinds use different fields.
 
     `linear` slows every rotation by `factor` (Chen et al. 2023, https://arxiv.org/abs/2306.15595). `llama3` (section
     3.2 of https://arxiv.org/abs/2407.21783, formula in Meta's release of Llama 3.1) and `yarn` (Peng et al. 2023,
-    https://arxiv.org/abs/2309.00071) slow only those that turn a few times or never within the original context,
-    and blend in between.
+    https://arxiv.org/abs/2309.00071) slow only rotations that turn a few times or never within the original context,
+    with a smooth transition.
     """
 
     kind: str
     """linear, llama3 or yarn."""
     factor: float
-    """How many times slower: about how many times longer the context becomes."""
+    """How many times slower rotations become, and about how many times longer the context."""
     original_max_positions: int = 8192
-    """The context trained on before, in tokens (llama3, yarn)."""
+    """The context of the original training, in tokens (llama3, yarn)."""
     low_freq_factor: float = 1.0
     """Rotations that turn fewer times than this within the original context are slowed in full (llama3)."""
     high_freq_factor: float = 4.0
-    """Rotations that turn more often than this are left alone (llama3)."""
+    """Rotations that turn more often than this are not changed (llama3)."""
     beta_fast: float = 32.0
-    """Turns within the original context from which a rotation is left alone (yarn)."""
+    """Rotations with at least this many turns within the original context are not changed (yarn)."""
     beta_slow: float = 1.0
-    """Turns down to which a rotation is slowed only in part (yarn)."""
+    """Rotations with at most this many turns within the original context are slowed in full (yarn)."""
     attention_factor: float | None = None
     """Factor on cosine and sine; None is the paper's 0.1 ln(factor) + 1 (yarn)."""
 
@@ -61,9 +61,9 @@ class RopeScaling:
 def rope_frequencies(
     head_dim: int, theta: float, scaling: RopeScaling | None
 ) -> Float32[np.ndarray, " half"]:
-    """Radians per position of each of the head_dim / 2 rotations: theta^(-2i / head_dim), scaled.
+    """Returns radians per position of each of the head_dim / 2 rotations: theta^(-2i / head_dim), scaled.
 
-    Computed in float64 on the host, whatever device then turns by them.
+    They are computed in float64 on the host for all devices.
     """
     pairs = np.arange(head_dim // 2)
     frequencies = theta ** (-2.0 * pairs / head_dim)
@@ -81,7 +81,7 @@ def _kept(
     theta: float,
     scaling: RopeScaling,
 ) -> Float[np.ndarray, " half"]:
-    """The share of its own speed that each rotation keeps: 1 left alone, 0 slowed in full."""
+    """Returns the share of the original speed that each rotation keeps: 1 is unchanged, 0 is slowed in full."""
     if scaling.kind == "linear":
         return np.zeros_like(frequencies)
     if scaling.kind == "llama3":
@@ -90,12 +90,12 @@ def _kept(
         return np.clip((turns - low) / (high - low), 0.0, 1.0)
 
     def pair_of(turns: float) -> float:
-        """The (fractional) pair that turns `turns` times within the original context."""
+        """Returns the (fractional) pair that turns `turns` times within the original context."""
         ratio = math.log(scaling.original_max_positions / (turns * 2.0 * math.pi)) / math.log(theta)
         return head_dim * ratio / 2.0
 
     first = max(math.floor(pair_of(scaling.beta_fast)), 0)
     last = min(math.ceil(pair_of(scaling.beta_slow)), head_dim - 1)
-    # The published code avoids dividing by 0 so: a step at `first`.
+    # As in the published code, 0.001 avoids a division by 0.
     width = last - first if last != first else 0.001
     return 1.0 - np.clip((pairs - first) / width, 0.0, 1.0)

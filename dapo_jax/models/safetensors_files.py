@@ -1,6 +1,6 @@
-"""safetensors files, single or in shards with an index: read and written tensor by tensor.
+"""Reads and writes safetensors files, single or in shards with an index, tensor by tensor.
 
-A local file is read by the library safetensors, which maps it into memory; of one in a bucket ranges are fetched.
+The library safetensors maps local files into memory. Of files in a bucket, only the needed ranges are fetched.
 """
 
 import json
@@ -8,70 +8,127 @@ import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatch
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from dapo_jax.models.safetensors_ranges import STORED, StoredTensor, stored_tensors
 from dapo_jax.models.tensors import Cut, Shape, Tensor
 from dapo_jax.plain_json import read_object
-from dapo_jax.storage import AnyPath, check_file, entries, file_bytes, in_bucket, new_file, write_whole
+from dapo_jax.storage import (
+    AnyPath,
+    entries,
+    file_bytes,
+    in_bucket,
+    new_file,
+    range_bytes,
+    size_of,
+    write_whole,
+)
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
-"""Weights as torch saves them."""
+"""Suffixes of weights that torch saved."""
 A_PICKLE = (
-    "a pickle, which runs code when it is opened, and is not read; have the model as safetensors, which transformers "
-    "writes: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(FOLDER, safe_serialization=True)"
+    "a pickle, which runs code when it is opened, and is not read; convert the model to safetensors with transformers: "
+    "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(FOLDER, safe_serialization=True)"
 )
+STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""numpy's names of the types in a file."""
 _CODES = {name: code for code, name in STORED.items()}
+
+
+class StoredTensor(NamedTuple):
+    """The type and the shape of a tensor in a file, and the byte at which it begins."""
+
+    path: AnyPath
+    dtype: str
+    shape: Shape
+    start: int
+
+    def read(self, cut: Cut) -> np.ndarray:
+        """Returns a part of the tensor. Only its rows are fetched, but all columns of them.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
+        kind = jnp.dtype(self.dtype)
+        first, last, _ = cut[0].indices(self.shape[0]) if cut else (0, 1, 1)
+        row = math.prod(self.shape[1:]) * kind.itemsize
+        data = range_bytes(self.path, self.start + first * row, self.start + max(first, last) * row)
+        rows = np.frombuffer(data, kind)
+        return rows.reshape(-1, *self.shape[1:])[(slice(None), *cut[1:])] if cut else rows.reshape(())
+
+
+def stored_tensors(path: AnyPath) -> dict[str, StoredTensor]:
+    """Returns the tensors of a file by name. Only its header is fetched.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: the file is incomplete, or has another type than float32, float16 or bfloat16.
+    """
+    size = size_of(path)
+    begin = 8 + int.from_bytes(range_bytes(path, 0, min(8, size)), "little")
+    if not 8 < begin <= size:
+        raise ValueError(f"cannot read {path}: its header ends at byte {begin:,}, the file at byte {size:,}")
+    listed = read_object(range_bytes(path, 8, begin), path)
+    found, end = {}, begin
+    for name, entry in listed.items():
+        if name == "__metadata__":
+            continue
+        _check_stored(path, name, entry["dtype"])
+        first, last = entry["data_offsets"]
+        found[name] = StoredTensor(path, STORED[entry["dtype"]], tuple(entry["shape"]), begin + first)
+        end = max(end, begin + last)
+    if end != size:
+        raise ValueError(f"cannot read {path}: it has {size:,} bytes, but its tensors end at byte {end:,}")
+    return found
+
+
+def _check_stored(path: AnyPath, name: str, code: str) -> None:
+    if code not in STORED:
+        raise ValueError(f"{path}: {name} is stored as {code}, which is not covered; {', '.join(STORED)} are")
 
 
 class SafetensorsFolder:
     """The tensors of a model folder; implements `tensors.TensorFile`."""
 
     def __init__(self, folder: AnyPath, *, single: str = SINGLE) -> None:
-        """Reads names and shapes, no values. They are in the file `single`, or else in several of which there is an index.
+        """Reads names and shapes of the file `single`, or of several files with an index.
 
         Raises:
-            ValueError: a file is missing or damaged, or holds another type than float32, float16 or bfloat16.
+            ValueError: a file is missing or damaged, or has another type than float32, float16 or bfloat16.
         """
         only = folder / single
         listed = None if single != SINGLE or only.exists() else _read_index(folder)
-        self._path = only if listed is None else folder / INDEX
+        self.where = str(only if listed is None else folder / INDEX)
+        """The file, or the index of several."""
+        found: dict[str, Shape] = {}
         self._files: dict[str, AnyPath] = {}
-        self._shapes: dict[str, Shape] = {}
         self._ranges: dict[str, StoredTensor] = {}
         for path in [only] if listed is None else [folder / file for file in sorted(set(listed.values()))]:
-            ranges = _ranges(path) if in_bucket(path) else {}
+            try:
+                ranges = stored_tensors(path) if in_bucket(path) else {}
+                shapes = {name: tensor.shape for name, tensor in ranges.items()} or _local_shapes(path)
+            except (OSError, SafetensorError) as error:
+                raise ValueError(f"cannot read {path}: {error}") from error
             self._ranges |= ranges
-            shapes = {name: each.shape for name, each in ranges.items()} if in_bucket(path) else _header(path)
-            for name, shape in shapes.items():
-                self._files[name], self._shapes[name] = path, shape
+            found |= shapes
+            self._files |= dict.fromkeys(shapes, path)
+        self.shapes: Mapping[str, Shape] = found
+        """The shape of every tensor."""
         for name, file in (listed or {}).items():
             if self._files.get(name) != folder / file:
-                raise ValueError(f"{self._path} has the tensor {name!r} in {file}, which does not hold it")
-
-    @property
-    def where(self) -> str:
-        """The file, or the index of several."""
-        return str(self._path)
-
-    @property
-    def shapes(self) -> Mapping[str, Shape]:
-        """The shape of every tensor."""
-        return self._shapes
+                raise ValueError(f"{self.where} has the tensor {name!r} in {file}, which does not contain it")
 
     def read(self, name: str, cut: Cut) -> np.ndarray:
-        """A part of a tensor in the type that it is stored in."""
+        """Returns a part of a tensor in the type that it is stored in."""
         path = self._files[name]
         try:
             if name in self._ranges:
                 return self._ranges[name].read(cut)
-            # Opened anew for each tensor: what an open file has read stays mapped into memory until it is closed.
+            # Opened for each tensor: pages that were read stay in memory until the file is closed.
             with safe_open(path, framework="numpy") as file:
                 return file.get_slice(name)[cut]
         except (OSError, SafetensorError) as error:
@@ -79,60 +136,39 @@ class SafetensorsFolder:
 
 
 def _read_index(folder: AnyPath) -> dict[str, str]:
-    """Tensor name -> file name."""
+    """Returns the file name of each tensor."""
     path = folder / INDEX
-    try:
-        content = file_bytes(path)
-    except FileNotFoundError as error:
-        pickled = [file.name for file in entries(folder) if file.suffix in PICKLED]
+    there = {entry.name for entry in entries(folder)} if folder.exists() else set()
+    if INDEX not in there:
+        pickled = sorted(name for name in there if name.endswith(PICKLED))
         hint = f"; {pickled[0]} is {A_PICKLE}" if pickled else ""
-        raise ValueError(
-            f"cannot read {folder / SINGLE}: there is no such file, nor {INDEX}{hint}"
-        ) from error
+        raise ValueError(f"cannot read {folder / SINGLE}: there is no such file, nor {INDEX}{hint}")
+    try:
+        listed = read_object(file_bytes(path), path).get("weight_map")
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror or error}") from error
-    listed = read_object(content, path).get("weight_map")
     if not isinstance(listed, dict) or not listed:
         raise ValueError(f"{path}: weight_map must name a file for each tensor; got {listed!r}")
-    there = {entry.name for entry in entries(folder) if in_bucket(folder) or entry.is_file()}
     for name, file in listed.items():
-        if not isinstance(file, str) or Path(file).name != file:
-            raise ValueError(f"{path}: the file of {name!r} must be a name in this folder; got {file!r}")
         if file not in there:
-            raise ValueError(f"{path} has the tensor {name!r} in {file}, which is not there")
+            raise ValueError(f"{path} has the tensor {name!r} in {file!r}, which is not in this folder")
     return listed
 
 
-def _ranges(path: AnyPath) -> dict[str, StoredTensor]:
-    try:
-        return stored_tensors(path)
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror or error}") from error
-
-
-def _header(path: AnyPath) -> dict[str, Shape]:
-    shapes: dict[str, Shape] = {}
-    try:
-        check_file(Path(path))
-        with safe_open(path, framework="numpy") as file:
-            for name in file.keys():  # noqa: SIM118 - not a dict
-                part = file.get_slice(name)
-                if part.get_dtype() not in STORED:
-                    raise ValueError(
-                        f"{path}: {name} is stored as {part.get_dtype()}, which is not covered; {', '.join(STORED)} are"
-                    )
-                shapes[name] = tuple(part.get_shape())
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"cannot read {path}: {error}") from error
-    return shapes
+def _local_shapes(path: AnyPath) -> dict[str, Shape]:
+    with safe_open(path, framework="numpy") as file:
+        parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+        for name, part in parts.items():
+            _check_stored(path, name, part.get_dtype())
+        return {name: tuple(part.get_shape()) for name, part in parts.items()}
 
 
 def write_tensors(
     folder: AnyPath, tensors: Sequence[Tensor], *, dtype: str = "float32", max_shard_bytes: int = 5 * 2**30
 ) -> int:
-    """Writes the tensors into one file, or into several and an index if they need more than `max_shard_bytes`.
+    """Writes the tensors into one file, or into several with an index if they need more than `max_shard_bytes`.
 
-    One tensor at a time is on the host. A file gets its name when it is complete, and files of an earlier model go
+    One tensor at a time is on the host. A file gets its name when it is complete, and files of an earlier model are removed
     first. Returns the bytes of all tensors.
 
     Raises:
@@ -156,7 +192,7 @@ def write_tensors(
 
 
 def write_named(path: AnyPath, tensors: Sequence[Tensor], *, dtype: str = "float32") -> int:
-    """Writes one file with all tensors, and returns their bytes.
+    """Writes one file with all tensors and returns their bytes.
 
     Raises:
         ValueError: `dtype` is not float32, float16 or bfloat16.
@@ -171,13 +207,13 @@ def _check_dtype(dtype: str) -> None:
 
 
 def write_json(path: AnyPath, content: Any) -> None:
-    """Writes `path` in one piece: it is never there half."""
+    """Writes `path` atomically."""
     text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
     write_whole(path, text.encode())
 
 
 def _shards(tensors: Sequence[Tensor], itemsize: int, limit: int) -> Iterator[list[Tensor]]:
-    """Fills one shard after another; a tensor above the limit has one of its own."""
+    """Fills one shard after another; a tensor above the limit gets its own shard."""
     shard: list[Tensor] = []
     filled = 0
     for tensor in tensors:
@@ -191,7 +227,7 @@ def _shards(tensors: Sequence[Tensor], itemsize: int, limit: int) -> Iterator[li
 
 
 def _write_file(path: AnyPath, tensors: Sequence[Tensor], dtype: str) -> int:
-    """One file in the safetensors format: the header's length, the header in JSON, the bytes of all tensors."""
+    """Writes a file in the safetensors format: the header's length, the header in JSON, the bytes of all tensors."""
     kind, offset = jnp.dtype(dtype), 0
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     for tensor in tensors:
@@ -204,8 +240,7 @@ def _write_file(path: AnyPath, tensors: Sequence[Tensor], dtype: str) -> int:
         file.write(struct.pack("<Q", len(text)) + text)
         for tensor in tensors:
             value = np.ascontiguousarray(tensor.fetch().astype(kind, copy=False))
-            if value.shape != tensor.shape:
-                raise ValueError(f"{tensor.name} has shape {value.shape}, announced was {tensor.shape}")
+            assert value.shape == tensor.shape, (tensor.name, value.shape, tensor.shape)
             if not np.isfinite(value).all():
                 raise ValueError(
                     f"{tensor.name} would hold NaN or infinity in {dtype}; weights must be finite"

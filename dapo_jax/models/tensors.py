@@ -1,7 +1,7 @@
-"""Tensors under the names and in the orientation of transformers' Llama, Qwen2 and Qwen3, one at a time.
+"""Tensors with the names and orientations of transformers' Llama, Qwen2 and Qwen3, one at a time.
 
-`TensorFile` is what a checkpoint of any format looks like from here. `place` builds decoder parameters from one, and
-`exported` takes them apart again; neither holds more of the model on the host than one tensor.
+`TensorFile` is the interface of checkpoints of any format. `place` builds decoder parameters from one, and
+`exported` converts them back. Both hold at most one tensor on the host.
 """
 
 import functools
@@ -24,10 +24,10 @@ from dapo_jax.models.presets import DecoderConfig
 Shape = tuple[int, ...]
 Cut = tuple[slice, ...]
 Rows = Callable[[int, int], np.ndarray]
-"""A function of (start, stop) that gives these rows of a tensor."""
+"""A function of (start, stop) that returns these rows of a tensor."""
 ByRows = Callable[[Rows, Shape, Shape, NamedSharding], jax.Array]
-"""A function that makes an array of a tensor of which each process reads a share of the rows: of its rows, its shape, that of the array (the
-same values in the same order), and where that lies. Every process makes the same calls."""
+"""Makes an array of a tensor; each process reads a share of its rows. The arguments are the rows, the tensor's shape, the array's
+shape (the same values in the same order) and its sharding. Every process makes the same calls."""
 
 _LAYER_TENSORS = {
     "attention_norm": "input_layernorm.weight",
@@ -51,25 +51,20 @@ _END_TENSORS = {
     "lm_head": "lm_head.weight",
 }
 _TABLES = ("embedding", "lm_head")
-"""Have a row for each entry of the vocabulary, and perhaps more."""
+"""Parameters with a row for each entry of the vocabulary, and perhaps more rows."""
 
 
 @runtime_checkable
 class TensorFile(Protocol):
-    """Named tensors that are read when they are asked for."""
+    """Named tensors that are read on access."""
 
-    @property
-    def where(self) -> str:
-        """The path, for messages."""
-        ...
-
-    @property
-    def shapes(self) -> Mapping[str, Shape]:
-        """The shape of every tensor."""
-        ...
+    where: str
+    """The path, for messages."""
+    shapes: Mapping[str, Shape]
+    """The shape of every tensor."""
 
     def read(self, name: str, cut: Cut) -> np.ndarray:
-        """The part `cut` of a tensor, in whatever float type it is stored.
+        """Returns the part `cut` of a tensor in its stored float type.
 
         Raises:
             ValueError: it cannot be read; the message names the path.
@@ -78,7 +73,7 @@ class TensorFile(Protocol):
 
 
 class Tensor(NamedTuple):
-    """A tensor on its way out: its shape is known before its values are fetched."""
+    """A tensor to be written; its values are fetched by `fetch`."""
 
     name: str
     shape: Shape
@@ -86,12 +81,12 @@ class Tensor(NamedTuple):
 
 
 def shapes_of(config: DecoderConfig) -> nnx.State:
-    """The decoder's parameters as shapes, adapters among them: no memory is used."""
+    """Returns the shapes of the decoder's parameters, including adapters, without using memory."""
     return nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))[1]
 
 
 def tensor_shapes(config: DecoderConfig) -> dict[str, Shape]:
-    """Name and shape of every tensor of the decoder without adapters, in the order in which they are written."""
+    """Returns name and shape of every tensor of the decoder without adapters, in the order of writing."""
     pure = nnx.to_pure_dict(shapes_of(replace(config.base, vocab_multiple=1)))
     found = {_END_TENSORS[name]: _theirs_shape(name, like.shape) for name, like in pure["ends"].items()}
     for layer in range(config.layers):
@@ -101,15 +96,11 @@ def tensor_shapes(config: DecoderConfig) -> dict[str, Shape]:
 
 
 def checked(config: DecoderConfig, file: TensorFile) -> None:
-    """Checks that `file` holds the decoder's tensors and no others. Of a tied matrix that is there twice both are read.
+    """Checks that `file` has the decoder's tensors and no others. If it has both matrices of a tied model, they must be equal.
 
     Raises:
-        ValueError: a tensor is missing, misshapen, or not called for; the message names it.
+        ValueError: a tensor is missing, unexpected or has another shape; the message names it.
     """
-    if config.layers > len(file.shapes):  # before as many names are made
-        raise ValueError(
-            f"{file.where} holds {len(file.shapes)} tensors, the configuration calls for {config.layers} layers"
-        )
     # Some publishers write a tied matrix twice.
     twice = ["lm_head.weight"] if config.tied_embeddings and "lm_head.weight" in file.shapes else []
     _check_names(file, tensor_shapes(config), besides=twice)
@@ -118,36 +109,28 @@ def checked(config: DecoderConfig, file: TensorFile) -> None:
 
 
 def _check_names(file: TensorFile, wanted: Mapping[str, Shape], besides: Sequence[str] = ()) -> None:
-    """Checks that `file` holds tensors of these names and shapes and no others but those of `besides`."""
-    there = dict(file.shapes)
+    """Checks that `file` has tensors of these names and shapes, and no others except `besides`."""
     for name, shape in wanted.items():
-        if name not in there:
+        if name not in file.shapes:
             raise ValueError(f"{file.where} lacks the tensor {name!r}")
-        if there[name] != shape:
-            raise ValueError(
-                f"{file.where}: {name} has shape {there[name]}, the configuration calls for {shape}"
-            )
-    # Old checkpoints carry the rotary frequencies, which follow from the configuration.
-    extra = [
-        name
-        for name in there
-        if name not in wanted and name not in besides and not name.endswith("rotary_emb.inv_freq")
-    ]
-    if extra:
-        raise ValueError(f"{file.where} holds {sorted(extra)[:3]}, which the configuration does not call for")
+        if (found := file.shapes[name]) != shape:
+            raise ValueError(f"{file.where}: {name} has shape {found}, the configuration needs {shape}")
+    # Old checkpoints contain the rotary frequencies, which follow from the configuration.
+    names = (name for name in file.shapes if not name.endswith("rotary_emb.inv_freq"))
+    if extra := sorted(set(names) - set(wanted) - set(besides)):
+        raise ValueError(f"{file.where} has the tensors {extra[:3]}, which the configuration does not have")
 
 
 def _check_the_same(file: TensorFile, first: str, second: str) -> None:
-    same_shape = file.shapes[first] == file.shapes[second]
     rows = file.shapes[first][0]
-    # In parts: this is the largest matrix of most models.
+    # In parts, because this is the largest matrix of most models.
     cuts = [(slice(start, min(start + 8192, rows)), slice(None)) for start in range(0, rows, 8192)]
-    if not same_shape or any(
+    if file.shapes[first] != file.shapes[second] or any(
         (file.read(first, cut).astype(np.float32) != file.read(second, cut).astype(np.float32)).any()
         for cut in cuts
     ):
         raise ValueError(
-            f"{file.where}: {second} is not the embedding, though tie_word_embeddings says that it is"
+            f"{file.where}: {second} differs from the embedding, but tie_word_embeddings is true"
         )
 
 
@@ -160,41 +143,48 @@ def place(
     by_rows: ByRows | None = None,
     apart: bool = False,
 ) -> nnx.State:
-    """Decoder parameters, without adapters, made of `file`, each tensor put at once where `shardings` of the parameters' shapes says; layers stacked, or
-    `apart` (`Decoder`). Norms are in float32, all else in `dtype`.
+    """Returns decoder parameters without adapters, read from `file`; norms are in float32, all else in `dtype`.
 
-    Only what the devices of this process hold is read; with `by_rows`, where columns of a tensor cannot be read without its rows, as many
-    rows as are this process's share. One tensor is under way at a time: the host needs its bytes as stored, in `dtype`, and turned around,
-    and nothing of the others.
+    Each process reads only the parts that its devices hold. With `by_rows`, for files whose columns cannot be read without their rows,
+    it reads its share of the rows. The host holds one tensor at a time: as stored, in `dtype`, and transposed.
+
+    Args:
+        config: the decoder.
+        file: its tensors.
+        shardings: returns the sharding of each parameter from their shapes; None: the default device.
+        dtype: of all parameters except norms.
+        by_rows: reads a share of the rows.
+        apart: each layer has its own arrays, see `Decoder`; False: layers are stacked.
 
     Raises:
-        ValueError: a tensor is missing, misshapen or not called for, or cannot be read.
+        ValueError: a tensor is missing, unexpected, has another shape, or cannot be read.
     """
     checked(config, file)
     shapes = shapes_of(config.base)
     if apart:
         shapes = jax.eval_shape(unstacked, shapes)
     like, pure = nnx.to_pure_dict(shapes), {"ends": {}, "blocks": {}}
-    # None for all: on the default device and free to be moved, as an array that a jitted function made.
+    # Without shardings, arrays are on the default device but not committed to it, like results of jitted functions.
     where: Any = None if shardings is None else nnx.to_pure_dict(shardings(shapes))
+
+    def put(theirs: str, name: str, shape: Shape, sharding: Sharding | None) -> jax.Array:
+        # Waits, so that the host does not fill its memory with tensors in transfer.
+        return jax.block_until_ready(
+            _put(file, theirs, name, shape, sharding, _stored_as(name, dtype), by_rows)
+        )
+
     for name, leaf in like["ends"].items():
-        sharding = where and where["ends"][name]
-        kind = _stored_as(name, dtype)
-        pure["ends"][name] = _put(file, _END_TENSORS[name], name, leaf.shape, sharding, kind, by_rows)
+        pure["ends"][name] = put(_END_TENSORS[name], name, leaf.shape, where and where["ends"][name])
     for layer, leaves in like["blocks"].items() if apart else ():
-        pure["blocks"][layer] = {}
-        for name, leaf in leaves.items():
-            sharding, kind = where and where["blocks"][layer][name], _stored_as(name, dtype)
-            made = _put(file, _layer_name(name, layer), name, leaf.shape, sharding, kind, by_rows)
-            pure["blocks"][layer][name] = jax.block_until_ready(made)
+        pure["blocks"][layer] = {
+            name: put(_layer_name(name, layer), name, leaf.shape, where and where["blocks"][layer][name])
+            for name, leaf in leaves.items()
+        }
     for name, leaf in () if apart else like["blocks"].items():
-        sharding, kind = where and where["blocks"][name], _stored_as(name, dtype)
-        stack = jnp.zeros(leaf.shape, kind, device=sharding)
+        sharding = where and where["blocks"][name]
+        stack = jnp.zeros(leaf.shape, _stored_as(name, dtype), device=sharding)
         for layer in range(config.layers):
-            theirs = _layer_name(name, layer)
-            of_layer = sharding and _of_a_layer(sharding)
-            part = _put(file, theirs, name, leaf.shape[1:], of_layer, kind, by_rows)
-            # Waits, so that the host does not run ahead and fill its memory with tensors under way.
+            part = put(_layer_name(name, layer), name, leaf.shape[1:], sharding and _of_a_layer(sharding))
             stack = jax.block_until_ready(_filler(sharding)(stack, part, np.int32(layer)))
         pure["blocks"][name] = stack
     nnx.replace_by_pure_dict(shapes, pure)
@@ -202,12 +192,12 @@ def place(
 
 
 def exported(config: DecoderConfig, params: nnx.State, adapters: nnx.State | None = None) -> Iterator[Tensor]:
-    """The tensors of decoder parameters; fetching one gathers that one on the host, whatever its sharding.
+    """Yields the tensors of decoder parameters; `fetch` gathers one on the host, with any sharding.
 
     Args:
-        config: sizes, and of `adapters` the scale.
-        params: all but adapters; layers stacked, or apart.
-        adapters: are added to the matrices that they belong to, in float32.
+        config: sizes, and the scale of `adapters`.
+        params: all parameters except adapters; layers stacked, or apart.
+        adapters: are added to their matrices in float32.
     """
     pure = nnx.to_pure_dict(params)
     added = {} if adapters is None else nnx.to_pure_dict(adapters)["blocks"]
@@ -236,7 +226,7 @@ def exported(config: DecoderConfig, params: nnx.State, adapters: nnx.State | Non
 
 
 def adapter_tensors(config: DecoderConfig, adapters: nnx.State) -> Iterator[Tensor]:
-    """A and B of each adapted matrix, [rank, inputs] and [outputs, rank], under the names of `adapter_name`."""
+    """Yields A [rank, inputs] and B [outputs, rank] of each adapted matrix, with the names of `adapter_name`."""
     for layer in range(config.layers):
         for name, stack in nnx.to_pure_dict(adapters)["blocks"].items():
             shape = _adapter_shape(name, stack.shape[1:])
@@ -248,7 +238,7 @@ def adapter_tensors(config: DecoderConfig, adapters: nnx.State) -> Iterator[Tens
 
 
 def adapter_name(name: str, layer: int) -> str:
-    """The name that PEFT has for an adapter's parameter `name`, `query_lora_a` and the like, of a layer."""
+    """Returns PEFT's name of an adapter's parameter in a layer, such as `query_lora_a`."""
     matrix, part = name.removesuffix("_lora_a").removesuffix("_lora_b"), name[-1].upper()
     theirs = _LAYER_TENSORS[matrix].removesuffix("weight")
     return f"base_model.model.model.layers.{layer}.{theirs}lora_{part}.weight"
@@ -260,10 +250,10 @@ def place_adapters(
     *,
     shardings: Callable[[nnx.State], PyTree] | None = None,
 ) -> nnx.State:
-    """The adapters that `adapter_tensors` gave, in float32. They are small: all layers of one are stacked on the host.
+    """Returns adapters read from `file`, in float32. They are small, so all layers of one are stacked on the host.
 
     Raises:
-        ValueError: a tensor is missing, misshapen or not called for; the message names it.
+        ValueError: a tensor is missing, unexpected or has another shape; the message names it.
     """
     shapes = parted(shapes_of(config))[0]
     pure = nnx.to_pure_dict(shapes)["blocks"]
@@ -279,22 +269,18 @@ def place_adapters(
         whole = (slice(None), slice(None))
         layers = [_finite(file, adapter_name(name, layer), whole) for layer in range(config.layers)]
         stack = np.stack([part.astype(np.float32).reshape(leaf.shape[1:]) for part in layers])
-        made[name] = (
-            jnp.asarray(stack)
-            if where is None
-            else jax.make_array_from_callback(leaf.shape, where[name], stack.__getitem__)
-        )
+        made[name] = jnp.asarray(stack) if where is None else jax.device_put(stack, where[name])
     nnx.replace_by_pure_dict(shapes, {"blocks": made})
     return shapes
 
 
 def _adapter_shape(name: str, shape: Shape) -> Shape:
-    """The shape that PEFT has of A or B, from that of one layer here."""
+    """Returns PEFT's shape of A or B from the shape of one layer here."""
     return (shape[0], math.prod(shape[1:])) if name.endswith("_a") else (math.prod(shape[:-1]), shape[-1])
 
 
 def _stored_as(name: str, dtype: str) -> str:
-    """Norms are applied in float32, by whoever holds weights in another dtype too."""
+    """Returns float32 for norms, else `dtype`."""
     return "float32" if name.endswith("norm") else dtype
 
 
@@ -304,7 +290,7 @@ def _layer_name(name: str, layer: int) -> str:
 
 @functools.cache
 def _filler(sharding: Sharding | None) -> Callable[[Array, Array, np.int32], Array]:
-    """Puts a layer into a stack, in place."""
+    """Returns a program that writes a layer into a stack, in place."""
     return jax.jit(
         lambda stack, part, layer: jax.lax.dynamic_update_index_in_dim(stack, part, layer, 0),
         donate_argnums=0,
@@ -314,7 +300,7 @@ def _filler(sharding: Sharding | None) -> Callable[[Array, Array, np.int32], Arr
 
 @functools.cache
 def _picker(sharding: Sharding | None) -> Callable[[Array, np.int32], Array]:
-    """Takes a layer out of a stack."""
+    """Returns a program that takes a layer out of a stack."""
     return jax.jit(
         lambda stack, layer: jax.lax.dynamic_index_in_dim(stack, layer, keepdims=False),
         out_shardings=sharding,
@@ -322,7 +308,7 @@ def _picker(sharding: Sharding | None) -> Callable[[Array, np.int32], Array]:
 
 
 def _of_a_layer(sharding: Sharding) -> Sharding:
-    """Where one layer of a stack lies. The axis of layers itself is never split."""
+    """Returns the sharding of one layer of a stack, whose axis of layers is never split."""
     if isinstance(sharding, NamedSharding):
         return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
     return sharding
@@ -337,7 +323,7 @@ def _put(
     dtype: str,
     by_rows: ByRows | None,
 ) -> jax.Array:
-    """One tensor in our orientation, on the devices; each distinct part of it is read once."""
+    """Returns one tensor in our orientation on the devices; each distinct part is read once."""
     if by_rows is not None and isinstance(sharding, NamedSharding):
         return by_rows(_rows(file, theirs, dtype), _theirs_shape(name, shape), shape, sharding)
     parts: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
@@ -351,9 +337,7 @@ def _put(
             if name in _TABLES:
                 there = file.shapes[theirs][0]
                 cut = (slice(min(cut[0].start, there), min(cut[0].stop, there)), *cut[1:])
-            beyond = (
-                name in _TABLES and cut[0].start == cut[0].stop
-            )  # all that a device holds may be what fills up
+            beyond = name in _TABLES and cut[0].start == cut[0].stop  # the device holds only rows of padding
             stored = np.zeros((0, wanted[1])) if beyond else _finite(file, theirs, cut)
             stored = stored.astype(jnp.dtype(dtype), copy=False)
             missing = wanted[0] - len(stored) if name in _TABLES else 0
@@ -366,22 +350,22 @@ def _put(
 
 
 def _finite(file: TensorFile, name: str, cut: Cut) -> np.ndarray:
-    """A part of a tensor.
+    """Reads a part of a tensor.
 
     Raises:
-        ValueError: it holds NaN or infinity, with which every response would be noise.
+        ValueError: it has NaN or infinity.
     """
     values = file.read(name, cut)
     if not np.isfinite(values).all():
         raise ValueError(
-            f"{file.where}: {name} holds NaN or infinity, and weights must be finite; the file is damaged, or its training diverged: take "
+            f"{file.where}: {name} holds NaN or infinity, and weights must be finite; the file is damaged, or its training diverged: use "
             "an earlier checkpoint"
         )
     return values
 
 
 def _rows(file: TensorFile, name: str, dtype: str) -> Rows:
-    """The rows of a tensor; zeros beyond its last."""
+    """Returns a function of (start, stop) for the rows of a tensor, with zeros beyond its last row."""
     there, *others = file.shapes[name]
 
     def rows(start: int, stop: int) -> np.ndarray:
@@ -397,7 +381,7 @@ def _rows(file: TensorFile, name: str, dtype: str) -> Rows:
 
 
 def _gathered(value: Array, layer: int | None = None) -> np.ndarray:
-    """The array, or one layer of a stack, on the host."""
+    """Returns the array, or one layer of a stack, on the host."""
     sharding = value.sharding
     whole = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
     if layer is not None:
@@ -408,7 +392,7 @@ def _gathered(value: Array, layer: int | None = None) -> np.ndarray:
 
 
 def _merged(name: str) -> int | None:
-    """The axis which transformers has as one with the next: heads and their dimensions."""
+    """Returns the axis that transformers merges with the next one: heads and their dimensions."""
     return {"query": 0, "key": 0, "value": 0, "output": 1}.get(name.removesuffix("_bias"))
 
 
@@ -418,7 +402,7 @@ def _theirs_shape(name: str, shape: Shape) -> Shape:
 
 
 def _theirs_cut(name: str, shape: Shape, whole: Cut) -> Cut:
-    """The part of their tensor that is the part `whole` of ours."""
+    """Returns the part of their tensor that equals the part `whole` of ours."""
     axis = _merged(name)
     if axis is None:
         return whole

@@ -1,4 +1,4 @@
-"""From run folders to a report: what `dapo-jax report` and a notebook call."""
+"""Makes reports of run folders, for `dapo-jax report` and notebooks."""
 
 import html
 from collections.abc import Sequence
@@ -9,33 +9,33 @@ from typing import Any
 
 import dapo_jax
 from dapo_jax.config import ConfigError
+from dapo_jax.report.chunks import Laid
 from dapo_jax.report.evaluations import lay_out_evaluations
 from dapo_jax.report.figures import figures
-from dapo_jax.report.filled_panels import panels_of
 from dapo_jax.report.page import packed_of, page_of
-from dapo_jax.report.panels import Panel
-from dapo_jax.report.rollouts import Laid, lay_out
+from dapo_jax.report.panels import Panel, panels_of
+from dapo_jax.report.rollouts import lay_out
 from dapo_jax.report.runs import RunFiles, read_runs
 from dapo_jax.report.tables import AXES, Table, comparable, configurations, table_of
 from dapo_jax.storage import AnyPath, path_of, write_whole
 
 MAX_RUNS = 8
-"""More colours than this cannot be told apart."""
+"""Number of colours that can be distinguished."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """A report of runs as far as they had got; the last expression of a notebook's cell shows it."""
+    """A report of runs; as the last expression of a notebook's cell it is shown."""
 
     html: str
-    """The page: everything is in it, and it asks for nothing elsewhere."""
+    """The page, which is complete and loads nothing."""
     names: Sequence[str]
     """The names of the runs."""
     tables: Sequence[Table]
     panels: Sequence[Panel]
 
     def save(self, path: str | PathLike[str]) -> AnyPath:
-        """Writes the page, whole or not at all, and returns its path, which may be in a bucket.
+        """Writes the page atomically and returns its path, which may be in a bucket.
 
         Raises:
             OSError: it cannot be written.
@@ -46,11 +46,11 @@ class Report:
         return place
 
     def save_figures(self, folder: str | PathLike[str]) -> list[AnyPath]:
-        """Writes FOLDER/overview.png and a PNG of every panel, and returns their paths.
+        """Writes FOLDER/overview.png and a PNG of every panel; returns their paths.
 
         Raises:
             ConfigError: matplotlib is not installed.
-            OSError: one cannot be written.
+            OSError: a file cannot be written.
         """
         place = path_of(folder)
         place.mkdir(parents=True, exist_ok=True)
@@ -61,7 +61,7 @@ class Report:
         return written
 
     def _repr_html_(self) -> str:
-        """The page in a frame that may run the page's own script and do nothing else."""
+        """Returns the page in a frame that may only run the page's own script."""
         return (
             f'<iframe srcdoc="{html.escape(self.html)}" sandbox="allow-scripts" title="{html.escape(title_of(self.names))}" '
             'style="width: 100%; height: 780px; border: 1px solid #8884; border-radius: 6px"></iframe>'
@@ -69,14 +69,14 @@ class Report:
 
 
 def report(*runs: str | PathLike[str], rollout_steps: int | None = None) -> Report:
-    """Reads runs and makes a report of them.
+    """Makes a report of runs.
 
     Args:
-        runs: run folders, local or in a bucket, of runs that are finished or going on.
-        rollout_steps: of how many logged steps the rollouts are shown at most, and of how many evaluations the responses, evenly spaced, the last among them; None: all.
+        runs: run folders, local or in a bucket, of finished or current runs.
+        rollout_steps: the largest number of logged steps with rollouts, and of evaluations with responses, evenly spaced; None: all.
 
     Raises:
-        ConfigError: there is no such run, it has no metrics yet, something in it is damaged, or there are too many.
+        ConfigError: a run does not exist, has no metrics yet or is damaged, or there are too many runs.
     """
     check_count(len(runs))
     if rollout_steps is not None and rollout_steps < 0:
@@ -99,13 +99,15 @@ def report(*runs: str | PathLike[str], rollout_steps: int | None = None) -> Repo
 
 
 def check_count(runs: int) -> None:
-    """Refuses more runs than can be told apart.
+    """Checks the number of runs.
 
     Raises:
-        ConfigError: there are too many.
+        ConfigError: there are more runs than distinguishable colours.
     """
     if runs > MAX_RUNS:
-        raise ConfigError(f"found {runs} runs, needs at most {MAX_RUNS}, as many as colours can tell apart")
+        raise ConfigError(
+            f"found {runs} runs, needs at most {MAX_RUNS}, the number of distinguishable colours"
+        )
 
 
 def page_data(
@@ -116,7 +118,7 @@ def page_data(
     rollouts: Sequence[Laid],
     evaluations: Sequence[Laid],
 ) -> dict[str, Any]:
-    """The data that the scripts read at once; `zero` are the titles of what is not drawn."""
+    """Returns the data that the scripts read at once; `zero` are the titles of panels that are not drawn."""
     return {
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
         "version": dapo_jax.__version__,
@@ -144,5 +146,5 @@ def _described(run: RunFiles, table: Table, rollouts: Laid, evaluations: Laid) -
 
 
 def title_of(names: Sequence[str]) -> str:
-    """The title of the browser's window."""
+    """Returns the title of the browser's window."""
     return f"{', '.join(names)} · dapo_jax report"

@@ -1,9 +1,8 @@
-"""A run's evaluations as a browser opens them: for every problem how many responses were right each time, and compressed chunks of text.
+"""Lays a run's evaluations out for the browser: the number of correct responses to every problem each time, and chunks of text.
 
-A chunk holds either prompts and answers of problems, or what one evaluation says of each problem of a dataset.
+A chunk has either prompts and answers of problems, or one evaluation's results of each problem of a dataset.
 """
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,17 +10,22 @@ from typing import Any
 
 import numpy as np
 
-from dapo_jax.report.checked_lines import check_kinds, read_checked
-from dapo_jax.report.index import compressed
-from dapo_jax.report.questions import question_key
-from dapo_jax.report.rollouts import Laid, as_float, heads, spaced
+from dapo_jax.report.chunks import (
+    Laid,
+    as_float,
+    compressed,
+    compressed_json,
+    heads,
+    question_key,
+    read_checked,
+    spaced,
+)
 from dapo_jax.storage import AnyPath
 from dapo_jax.trackers.rollout_log import read_problems
 
 ABSENT = 0xFFFF
-"""Where an evaluation did not ask a problem."""
+"""Marks problems that an evaluation did not ask."""
 
-_LONGEST = ABSENT - 1
 _KINDS = {"step": int, "dataset": str, "prompt": str, "answer": str, "correct": int, "samples": int}
 
 
@@ -32,13 +36,11 @@ class _Dataset:
     keys: list[str] = field(default_factory=list)
     prompts: list[str] = field(default_factory=list)
     places: dict[tuple[str, int], int] = field(default_factory=dict)
-    """(question, how often it came before in the evaluation) -> its place among all problems."""
+    """The index among all problems of (question, number of earlier occurrences in the evaluation)."""
     texts: list[tuple[int, int]] = field(default_factory=list)
-    """(chunk, problems): of which chunk the texts of the next problems are."""
-    evaluations: list[tuple[int, int, dict[int, tuple[int, int]]]] = field(default_factory=list)
-    """(step, chunk, place -> (correct, samples))."""
-    rewards: list[dict[int, float]] = field(default_factory=list)
-    """For each evaluation: place -> mean reward, NaN where it is not on file."""
+    """(chunk, problems): the chunk with the texts of the next problems."""
+    evaluations: list[tuple[int, int, dict[int, tuple[int, int, float]]]] = field(default_factory=list)
+    """(step, chunk, (correct, samples, mean reward or NaN) of each problem)."""
 
 
 def lay_out_evaluations(
@@ -48,11 +50,11 @@ def lay_out_evaluations(
 
     Args:
         files: of problems, in the order of their steps.
-        steps: how many of them at most, evenly spaced, the first and the last among them; None: all.
-        by_score: rewards and scores are laid out, too.
+        steps: the largest number of evaluations, evenly spaced, including the first and the last; None: all.
+        by_score: include rewards and scores.
 
     Raises:
-        ConfigError: a file is damaged; names it and the line.
+        ConfigError: a file is damaged; the message names it and the line.
     """
     laying = Evaluations(by_score=by_score)
     for folder in spaced(list(dict.fromkeys(file.parent for file in files)), steps):
@@ -63,7 +65,7 @@ def lay_out_evaluations(
 
 
 class Evaluations:
-    """Evaluations of one run, one after the other, on their way to a page."""
+    """Lays out the evaluations of one run, one after the other."""
 
     def __init__(self, *, by_score: bool = False) -> None:
         self._by_score = by_score
@@ -74,14 +76,13 @@ class Evaluations:
         """Reads the problems of one evaluation of one dataset.
 
         Raises:
-            ConfigError: the file is damaged; names it and the line.
+            ConfigError: the file is damaged; the message names it and the line.
         """
-        problems = read_checked(file, read_problems, _check, what="problem")
+        problems = read_checked(file, read_problems, _KINDS, what="problem")
         if not problems:
             return
-        name, step = problems[0]["dataset"], problems[0]["step"]
-        dataset = self._datasets.setdefault(name, _Dataset())
-        before, seen = len(dataset.keys), Counter[str]()
+        dataset = self._datasets.setdefault(problems[0]["dataset"], _Dataset())
+        seen = Counter[str]()
         places, new = [], []
         for problem in problems:
             key = question_key(problem["prompt"], problem["answer"])
@@ -94,24 +95,19 @@ class Evaluations:
                 new.append([problem["prompt"], problem["answer"], problem.get("place")])
             places.append(dataset.places[identity])
         if new:
-            dataset.texts.append((self._chunk(new), len(dataset.keys) - before))
-        said = {place: self._record(problem) for place, problem in zip(places, problems, strict=True)}
+            dataset.texts.append((self._chunk(new), len(new)))
+        chunk = self._chunk(
+            {place: self._record(problem) for place, problem in zip(places, problems, strict=True)}
+        )
         numbers = {
-            place: (problem["correct"], problem["samples"])
+            place: (problem["correct"], problem["samples"], as_float(problem.get("reward")))
             for place, problem in zip(places, problems, strict=True)
         }
-        dataset.evaluations.append((step, self._chunk(said), numbers))
-        dataset.rewards.append(
-            {place: as_float(problem.get("reward")) for place, problem in zip(places, problems, strict=True)}
-        )
+        dataset.evaluations.append((problems[0]["step"], chunk, numbers))
 
     def laid(self, *, logged: int) -> Laid:
-        """All that was read so far; `logged` is how many evaluations the run has on file. A chunk that was handed out stays as it is."""
-        about = {"datasets": self._about(), "logged": logged}
-        return Laid(about=about, index=self._index(), chunks=tuple(self._chunks))
-
-    def _about(self) -> list[dict[str, Any]]:
-        return [
+        """Returns the layout so far; `logged` is the run's number of files. Chunks that were returned do not change."""
+        about = [
             {
                 "name": name,
                 "heads": heads(dataset.prompts),
@@ -121,30 +117,29 @@ class Evaluations:
             }
             for name, dataset in self._datasets.items()
         ]
+        return Laid(
+            about={"datasets": about, "logged": logged}, index=self._index(), chunks=tuple(self._chunks)
+        )
 
     def _index(self) -> bytes:
-        """For each dataset [evaluations, problems] of how many responses were correct and the same of samples, `ABSENT` where there are none:
-        two bytes each, one after the other, compressed. With `by_score` the mean rewards follow, four bytes each, NaN where there is none."""
+        """Returns, for each dataset, the numbers of correct responses and of samples, each [evaluations, problems] in two bytes.
+
+        `ABSENT` marks problems that were not asked. With `by_score`, mean rewards follow in four bytes each, NaN if unknown.
+        """
         arrays = []
         for dataset in self._datasets.values():
-            numbers = np.full((2, len(dataset.evaluations), len(dataset.keys)), ABSENT, dtype="<u2")
+            numbers = np.full((3, len(dataset.evaluations), len(dataset.keys)), np.nan)
             for line, (_, _, found) in enumerate(dataset.evaluations):
-                for place, pair in found.items():
-                    numbers[:, line, place] = pair
-            arrays.append(numbers.tobytes())
+                numbers[:, line, list(found)] = np.array(list(found.values())).T
+            counts = np.where(np.isnan(numbers[:2]), ABSENT, numbers[:2]).astype("<u2")
+            arrays.append(counts.tobytes())
             if self._by_score:
-                rewards = np.full(numbers.shape[1:], np.nan, dtype="<f4")
-                for line, of_places in enumerate(dataset.rewards):
-                    rewards[line, list(of_places)] = list(of_places.values())
-                arrays.append(rewards.tobytes())
+                arrays.append(numbers[2].astype("<f4").tobytes())
         return compressed(b"".join(arrays))
 
     def _record(self, problem: Mapping[str, Any]) -> dict[str, Any]:
         return {
-            "extracted": [
-                [each.get("answer"), each.get("count"), each.get("correct")]
-                for each in _objects(problem.get("extracted"))
-            ],
+            "extracted": [[each["answer"], each["count"], each["correct"]] for each in problem["extracted"]],
             "responses": [
                 {
                     "text": each["response"],
@@ -155,25 +150,10 @@ class Evaluations:
                     "finish": each.get("finish_reason"),
                     **({"score": each.get("score")} if self._by_score else {}),
                 }
-                for each in _objects(problem.get("responses"))
-                if isinstance(each.get("response"), str)
+                for each in problem["responses"]
             ],
         }
 
     def _chunk(self, value: Any) -> int:
-        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-        self._chunks.append(compressed(text.encode("utf-8", errors="replace")))
+        self._chunks.append(compressed_json(value))
         return len(self._chunks) - 1
-
-
-def _objects(value: Any) -> Sequence[Mapping[str, Any]]:
-    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
-
-
-def _check(problem: Mapping[str, Any], where: str) -> None:
-    check_kinds(problem, _KINDS, where)
-    if not 0 <= problem["correct"] <= problem["samples"] <= _LONGEST:
-        raise ValueError(
-            f"{where}: 'correct' is {problem['correct']!r:.60} of {problem['samples']!r:.60} samples; it must be 0 or more and at most "
-            f"these, and these at most {_LONGEST}"
-        )

@@ -1,4 +1,4 @@
-"""The curves of a report as PNGs. Needs matplotlib (extra `report`)."""
+"""Draws the curves of a report as PNGs with matplotlib (extra `report`)."""
 
 import importlib
 import io
@@ -9,22 +9,21 @@ from typing import Any
 
 from dapo_jax.config import ConfigError
 from dapo_jax.extras import how_to_install
-from dapo_jax.report.filled_panels import OTHER
-from dapo_jax.report.panels import Panel
+from dapo_jax.report.panels import OTHER, Panel
 from dapo_jax.report.tables import Column, Table
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#aa4499", "#b58900", "#56b4e9", "#882255", "#555555")
-"""Okabe and Ito's and Tol's, which the colour-blind tell apart; as in the page."""
+"""The page's colours, of Okabe and Ito and of Tol, which the colour-blind can distinguish."""
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (7, 2, 1.5, 2)))
 _SHARE_COLOURS = ("#009e73", "#56b4e9", "#d55e00")
 _WIDTH, _HEIGHT = 4.4, 2.7
-"""Inches of a panel."""
+"""Size of a panel in inches."""
 
 
 def figures(
     panels: Sequence[Panel], names: Sequence[str], tables: Sequence[Table]
 ) -> Iterator[tuple[str, bytes]]:
-    """(name, PNG) of all panels on one sheet, called `overview`, and of each one.
+    """Yields (name, PNG) of the sheet `overview` with all panels, and of each panel.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -88,17 +87,9 @@ def _line(axis: Any, table: Table, key: str, label: str, colour: str, dash: Any,
     if not points:
         return
     steps, values = zip(*points, strict=True)
-    few = len(points) <= 40
-    axis.plot(
-        steps,
-        values,
-        label=label,
-        color=colour,
-        linestyle=dash,
-        linewidth=1.3,
-        marker="o" if few else "",
-        markersize=2.2,
-    )
+    marker = "o" if len(points) <= 40 else ""
+    style = {"color": colour, "linestyle": dash, "linewidth": 1.3, "marker": marker, "markersize": 2.2}
+    axis.plot(steps, values, label=label, **style)
     if band in table.columns:
         error = dict(_points(table.axes["step"], table.columns[band]))
         low, high = ([value + sign * error.get(step, 0.0) for step, value in points] for sign in (-1, 1))

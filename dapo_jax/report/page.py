@@ -1,8 +1,8 @@
-"""Joins the data and the files of `assets` to one HTML page.
+"""Joins the data and the files of `assets` into one HTML page.
 
-Prompts and responses are what a model and a dataset say, so nothing of them is ever markup: they travel as JSON or as
-base64 in script elements that no browser runs, and the page's own script puts them into text nodes. The policy in the page's
-head allows that one script and that one style, by their hashes, and no connection to anywhere; a page that watches may ask the server it is from.
+Prompts and responses are not trusted, so they never become markup: they are JSON or base64 in script elements that are not run, and
+the page's own script puts them into text nodes. The page's policy allows this one script and this one style by their hashes, and no
+connections, except that a watching page may ask its own server.
 """
 
 import base64
@@ -13,41 +13,28 @@ from collections.abc import Iterable, Mapping
 from importlib import resources
 from typing import Any
 
-from dapo_jax.report.rollouts import Laid
+from dapo_jax.report.chunks import Laid
 
 STYLES = ("style.css", "charts.css", "rollouts.css", "problems.css")
 SCRIPTS = (
-    "base.js",
-    "scales.js",
-    "chart.js",
-    "store.js",
-    "heat.js",
-    "curves.js",
-    "filters.js",
-    "list.js",
-    "tokens.js",
-    "strip.js",
-    "detail.js",
-    "browser.js",
-    "problems.js",
-    "configuration.js",
-    "main.js",
-)
-"""In the order in which they are joined; together they are one function."""
+    "base.js", "scales.js", "chart.js", "store.js", "heat.js", "curves.js", "filters.js", "list.js", "tokens.js", "strip.js",
+    "detail.js", "browser.js", "problems.js", "configuration.js", "main.js",
+)  # fmt: skip
+"""In the order of joining; together they are one function."""
 WATCHING = "watch.js"
-"""The one script that asks for something; a page in a file does not have it."""
+"""The only script with requests; a page in a file does not have it."""
 
 
 def page_of(
     title: str, data: Mapping[str, Any], packed: Mapping[str, bytes], *, watching: bool = False
 ) -> str:
-    """The page as text.
+    """Returns the page as text.
 
     Args:
         title: of the browser's window.
-        data: what the scripts read at once; numbers must be finite.
-        packed: what `packed_of` gives, of all runs.
-        watching: the page asks whoever served it for what is new, and for what is not in `packed`.
+        data: the data that the scripts read at once; numbers must be finite.
+        packed: the results of `packed_of` for all runs.
+        watching: the page asks its server for new data, and for parts that are not in `packed`.
     """
     style = "\n".join(_asset(name) for name in STYLES)
     scripts = (*SCRIPTS[:-1], WATCHING, SCRIPTS[-1]) if watching else SCRIPTS
@@ -69,17 +56,17 @@ def page_of(
 
 
 def inert(value: Any) -> str:
-    """JSON that can stand in a script element: nothing in it ends the element or begins a comment.
+    """Returns JSON for a script element: nothing in it ends the element or begins a comment.
 
     >>> inert("</script><!-- & \\u2028")
     '"\\\\u003c/script\\\\u003e\\\\u003c!-- \\\\u0026 \\\\u2028"'
     """
-    text = json.dumps(value, allow_nan=False, separators=(",", ":"))  # all that is not ASCII is escaped
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"))  # escapes all characters beyond ASCII
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def packed_of(number: int, rollouts: Laid, evaluations: Laid) -> dict[str, bytes]:
-    """The compressed parts of one run by the names that the scripts ask for."""
+    """Returns the compressed parts of one run by the names that the scripts use."""
     parts = {f"index-{number}": rollouts.index, f"eval-index-{number}": evaluations.index}
     parts |= {f"chunk-{number}-{place}": chunk for place, chunk in enumerate(rollouts.chunks)}
     return parts | {f"eval-{number}-{place}": chunk for place, chunk in enumerate(evaluations.chunks)}

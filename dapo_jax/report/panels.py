@@ -1,9 +1,17 @@
-"""Which curves are drawn together, in the page and in PNGs alike."""
+"""The panels of the page and of the PNGs, and the series in each that some runs have."""
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-from dapo_jax.report.tables import EQUAL, REST
+from dapo_jax.report.tables import EQUAL, REST, Table
+
+OTHER = "Other metrics"
+"""The section of metrics without a panel."""
+
+_PARTS = re.compile(r"eval/.+_stderr|eval/.+/problems|time/(?:step|eval)_s")
+"""Metrics that are drawn as a part of another one, or never change."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -11,11 +19,11 @@ class Series:
     """One line, or one layer of a stack."""
 
     key: str
-    """The metric's name, in `PANELS` a pattern of it."""
+    """The metric's name; in `PANELS`, a pattern of it."""
     label: str
-    """The name in the legend; in `PANELS` it may have groups of the pattern, as `\\1`."""
+    """The name in the legend; in `PANELS`, it may have groups of the pattern, as `\\1`."""
     band: str = ""
-    """The metric with its standard error, drawn as a band; in `PANELS` as `label`."""
+    """The metric with its standard error, which is drawn as a band; in `PANELS`, like `label`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,335 +37,151 @@ class Panel:
     series: tuple[Series, ...]
     stacked: bool = False
     log: bool = False
-    """A logarithmic axis."""
+    """Draw a logarithmic axis."""
     note: str = ""
-    """A remark that one must know to read it."""
+    """A remark for the reader."""
     hidden: tuple[str, ...] = ()
-    """Keys that are drawn only when asked for."""
+    """Keys that are drawn only on demand."""
     quiet: bool = False
-    """Left out where all its values are 0, and so is each of its series."""
+    """Omit series that are 0 throughout, and the panel if all are."""
     exact: bool = False
-    """Drawn as measured, never smoothed: steps would become slopes."""
+    """Never smooth the values."""
 
 
-def _series(**labels: str) -> tuple[Series, ...]:
-    return tuple(Series(key=name.replace("__", "/"), label=label) for name, label in labels.items())
+def _panel(section: str, title: str, unit: str, labels: Mapping[str, str], **options: Any) -> Panel:
+    """Makes a panel from the label of each pattern."""
+    series = tuple(Series(key=key, label=label) for key, label in labels.items())
+    return Panel(section=section, title=title, unit=unit, series=series, **options)
 
 
-HELD_OUT = tuple(
-    Series(key=rf"eval/(.+)/({kind}@(?:\d+|k))", label=r"\2 \1", band=r"eval/\1/\2_stderr")
-    for kind in ("avg", "pass", "cons")
-)
-
-_ACCURACIES = (
-    Panel(
-        section="Learning",
-        title="Held-out accuracy",
-        unit="share",
-        series=HELD_OUT,
-        note="shaded: one standard error over problems",
+_HELD_OUT = Panel(
+    section="Learning",
+    title="Held-out accuracy",
+    unit="share",
+    series=tuple(
+        Series(key=rf"eval/(.+)/({kind}@(?:\d+|k))", label=r"\2 \1", band=r"eval/\1/\2_stderr")
+        for kind in ("avg", "pass", "cons")
     ),
-    Panel(
-        section="Learning",
-        title="Training accuracy",
-        unit="share",
-        series=_series(
-            rollout__accuracy="sampled, before the filter",
-            rollout__trained_accuracy="trained on, after the filter",
-        ),
-    ),
+    note="shaded: one standard error over problems",
 )
-"""Colours of what is right or wrong."""
-
+_TRAINING = {
+    "rollout/accuracy": "sampled, before the filter",
+    "rollout/trained_accuracy": "trained on, after the filter",
+}
+_ACCURACIES = (_HELD_OUT, _panel("Learning", "Training accuracy", "share", _TRAINING))
 _REWARDS = (
-    Panel(
-        section="Learning",
-        title="Reward",
-        unit="",
-        series=_series(reward__mean="mean", reward__std="standard deviation"),
-    ),
-    Panel(
-        section="Learning",
-        title="Overlong penalty",
-        unit="",
-        series=_series(reward__overlong_penalty="mean"),
-    ),
-    Panel(
-        section="Learning",
-        title="Reward parts",
-        unit="",
-        series=(Series(key=r"reward/parts/(.+)", label=r"\1"),),
-    ),
+    _panel("Learning", "Reward", "", {"reward/mean": "mean", "reward/std": "standard deviation"}),
+    _panel("Learning", "Overlong penalty", "", {"reward/overlong_penalty": "mean"}),
+    _panel("Learning", "Reward parts", "", {r"reward/parts/(.+)": r"\1"}),
 )
-"""The section of training."""
-
 _HELD_OUT_REWARD = Panel(
     section="Learning",
     title="Held-out reward",
     unit="",
     series=(Series(key=r"eval/(.+)/reward", label=r"\1", band=r"eval/\1/reward_stderr"),),
 )
-
-_BY_VERDICT = Panel(
-    section="Dynamic sampling",
-    title="Groups sampled",
-    unit="share",
+_VERDICTS = {
+    "rollout/mixed_frac": "mixed",
+    "rollout/all_correct_frac": "all correct",
+    "rollout/all_wrong_frac": "all wrong",
+}
+_BY_VERDICT = _panel("Dynamic sampling", "Groups sampled", "share", _VERDICTS, stacked=True)
+_DIFFER = "rollout/scores_differ_frac"
+_SCORES_DIFFER = _panel(
+    "Dynamic sampling", "Groups whose scores differ", "share", {_DIFFER: "of all sampled groups"}
+)
+_BY_SCORE = _panel(
+    "Dynamic sampling",
+    "Groups sampled",
+    "share",
+    {_DIFFER: "scores differ", EQUAL: "all scores equal"},
     stacked=True,
-    series=_series(
-        rollout__mixed_frac="mixed",
-        rollout__all_correct_frac="all correct",
-        rollout__all_wrong_frac="all wrong",
-    ),
 )
-
-_SCORES_DIFFER = Panel(
-    section="Dynamic sampling",
-    title="Groups whose scores differ",
-    unit="share",
-    series=_series(rollout__scores_differ_frac="of those sampled"),
-)
-
-_BY_SCORE = Panel(
-    section="Dynamic sampling",
-    title="Groups sampled",
-    unit="share",
-    stacked=True,
-    series=(
-        *_series(rollout__scores_differ_frac="scores differ"),
-        Series(key=EQUAL, label="all scores equal"),
-    ),
-)
+_QUIET, _EXACT = {"quiet": True}, {"exact": True}
 
 PANELS = (
     *_ACCURACIES,
     *_REWARDS,
     _HELD_OUT_REWARD,
-    Panel(
-        section="Responses",
-        title="Response length",
-        unit="tokens",
-        series=_series(
-            rollout__response_tokens="mean",
-            rollout__trained_response_tokens="mean, trained on",
-            rollout__response_tokens_p95="95th percentile",
-            rollout__response_tokens_max="longest",
-        ),
-    ),
-    Panel(
-        section="Responses",
-        title="Held-out response length",
-        unit="tokens",
-        series=(Series(key=r"eval/(.+)/response_tokens", label=r"\1"),),
-    ),
-    Panel(
-        section="Responses",
-        title="Truncated responses",
-        unit="share",
-        series=(
-            *_series(rollout__truncated_frac="cut off at the limit"),
-            Series(key=r"eval/(.+)/truncated_frac", label=r"held out: \1"),
-        ),
-    ),
-    Panel(
-        section="Responses",
-        title="Responses without a verdict",
-        unit="responses",
-        quiet=True,
-        series=_series(reward__lost="no verdict", reward__nonfinite="score not finite"),
-    ),
+    _panel("Responses", "Response length", "tokens", {
+        "rollout/response_tokens": "mean", "rollout/trained_response_tokens": "mean, trained on",
+        "rollout/response_tokens_p95": "95th percentile", "rollout/response_tokens_max": "longest",
+    }),
+    _panel("Responses", "Held-out response length", "tokens", {r"eval/(.+)/response_tokens": r"\1"}),
+    _panel("Responses", "Truncated responses", "share", {
+        "rollout/truncated_frac": "cut off at the limit", r"eval/(.+)/truncated_frac": r"held out: \1",
+    }),
+    _panel("Responses", "Responses without a verdict", "responses", {
+        "reward/lost": "no verdict", "reward/nonfinite": "score not finite",
+    }, **_QUIET),
     _BY_VERDICT,
-    Panel(
-        section="Dynamic sampling",
-        title="Prompts and groups",
-        unit="a step",
-        series=_series(
-            rollout__prompts="prompts drawn",
-            rollout__trained_groups="kept, trained on",
-            rollout__surplus_groups="beyond need",
-            rollout__carried_groups="carried over",
-            rollout__dropped_old="dropped, too old",
-        ),
-    ),
-    Panel(
-        section="Dynamic sampling",
-        title="Age of trained groups",
-        unit="steps",
-        quiet=True,
-        series=_series(
-            rollout__age_mean="oldest token, mean",
-            rollout__age_p95="oldest token, 95th percentile",
-            rollout__age_max="oldest token, largest",
-            rollout__newest_age_mean="newest token, mean",
-            rollout__newest_age_p95="newest token, 95th percentile",
-            rollout__newest_age_max="newest token, largest",
-        ),
-        hidden=("rollout/newest_age_p95", "rollout/newest_age_max"),
-        note="between the weights that drew a group's oldest or newest token and those that trained on it",
-    ),
-    Panel(
-        section="Dynamic sampling",
-        title="Tokens of earlier weights",
-        unit="share",
-        quiet=True,
-        series=_series(
-            rollout__earlier_tokens_frac="drawn by earlier weights",
-            importance__ess_frac="effective sample size",
-            importance__cut_frac="weight cut, or left out",
-        ),
-        note="of the tokens trained on; the last two are of their importance weights",
-    ),
-    Panel(
-        section="Dynamic sampling",
-        title="Importance weights",
-        unit="",
-        series=_series(importance__weight="mean", importance__weight_max="largest"),
-        note="of the tokens trained on",
-    ),
-    Panel(
-        section="Dynamic sampling",
-        title="Waves",
-        quiet=True,
-        exact=True,
-        unit="rounds of drawing",
-        series=_series(rollout__waves="waves"),
-    ),
-    Panel(
-        section="Dynamic sampling",
-        title="Rounds",
-        quiet=True,
-        exact=True,
-        unit="of rollouts in flight",
-        series=_series(rollout__rounds="rounds"),
-    ),
+    _panel("Dynamic sampling", "Prompts and groups", "a step", {
+        "rollout/prompts": "prompts sampled", "rollout/trained_groups": "kept, trained on", "rollout/surplus_groups": "beyond need",
+        "rollout/carried_groups": "carried over", "rollout/dropped_old": "dropped, too old",
+    }),
+    _panel("Dynamic sampling", "Age of trained groups", "steps", {
+        "rollout/age_mean": "oldest token, mean", "rollout/age_p95": "oldest token, 95th percentile",
+        "rollout/age_max": "oldest token, largest", "rollout/newest_age_mean": "newest token, mean",
+        "rollout/newest_age_p95": "newest token, 95th percentile", "rollout/newest_age_max": "newest token, largest",
+    }, hidden=("rollout/newest_age_p95", "rollout/newest_age_max"), **_QUIET,
+        note="staleness: steps between the weights that sampled a group's oldest or newest token and those that trained on it"),
+    _panel("Dynamic sampling", "Tokens of earlier weights", "share", {
+        "rollout/earlier_tokens_frac": "sampled by earlier weights", "importance/ess_frac": "effective sample size",
+        "importance/cut_frac": "weight cut, or left out",
+    }, note="of the tokens trained on; the last two are of their importance weights", **_QUIET),
+    _panel("Dynamic sampling", "Importance weights", "", {
+        "importance/weight": "mean", "importance/weight_max": "largest",
+    }, note="of the tokens trained on"),
+    _panel("Dynamic sampling", "Waves", "rounds of sampling", {"rollout/waves": "waves"}, **_QUIET, **_EXACT),
+    _panel("Dynamic sampling", "Rounds", "of rollouts in flight", {"rollout/rounds": "rounds"}, **_QUIET, **_EXACT),
     _SCORES_DIFFER,
-    Panel(section="Policy", title="Entropy", unit="nats a token", series=_series(policy__entropy="policy")),
-    Panel(
-        section="Policy",
-        title="Probability of sampled tokens",
-        unit="",
-        series=_series(
-            policy__sampled_prob="all tokens",
-            policy__clipped_high_prob="clipped from above",
-        ),
-    ),
-    Panel(
-        section="Policy",
-        title="Clipped tokens",
-        unit="share",
-        series=_series(
-            policy__clip_high_frac="from above, A > 0",
-            policy__clip_low_frac="from below, A < 0",
-            policy__dual_clip_frac="by the dual clip",
-        ),
-    ),
-    Panel(
-        section="Policy",
-        title="Change within a step",
-        unit="nats",
-        series=_series(policy__kl_old_k3="KL(old || new), k3", policy__kl_old_k1="KL(old || new), k1"),
-    ),
-    Panel(
-        section="Policy",
-        title="Distance from the reference",
-        unit="nats",
-        series=_series(policy__kl_ref_k3="KL, k3", policy__kl_ref_k1="KL, k1"),
-    ),
-    Panel(
-        section="Policy",
-        title="Ratio new / old",
-        unit="",
-        series=_series(policy__ratio_max="largest", policy__ratio="mean"),
-    ),
-    Panel(section="Updates", title="Loss", unit="", series=_series(update__loss="loss")),
-    Panel(
-        section="Updates",
-        title="Gradient norm",
-        unit="before clipping",
-        series=_series(update__grad_norm="gradient norm"),
-    ),
-    Panel(
-        section="Updates",
-        title="Learning rate",
-        unit="",
-        exact=True,
-        series=_series(update__learning_rate="learning rate"),
-    ),
-    Panel(
-        section="Updates",
-        title="Skipped updates",
-        unit="share",
-        quiet=True,
-        exact=True,
-        series=_series(update__skipped_frac="not finite, so skipped"),
-    ),
-    Panel(
-        section="Updates",
-        title="Not finite",
-        unit="updates",
-        quiet=True,
-        exact=True,
-        series=(Series(key=r"nonfinite/(.+)", label=r"\1"),),
-    ),
-    Panel(
-        section="Updates",
-        title="Watchdogs",
-        unit="1: raised",
-        quiet=True,
-        exact=True,
-        series=(Series(key=r"watchdog/(.+)", label=r"\1"),),
-    ),
-    Panel(
-        section="Updates",
-        title="Sampler against trainer",
-        unit="nats",
-        log=True,
-        series=_series(
-            sync__sampler_trainer_kl="KL(sampler || trainer)",
-            sync__logprob_diff_mean="mean |difference|",
-            sync__logprob_diff_max="largest |difference|",
-        ),
-        note="differences of log-probabilities; groups carried over were sampled with older weights",
-    ),
-    Panel(
-        section="Time and memory",
-        title="Time of a step",
-        unit="s",
-        stacked=True,
-        series=(
-            *_series(time__sample_s="sample", time__update_s="update"),
-            Series(key=REST, label="rest, evaluation"),
-        ),
-    ),
-    Panel(
-        section="Time and memory",
-        title="Throughput",
-        unit="tokens/s",
-        series=_series(
-            speed__sampled_tokens_per_s="sampled, while sampling",
-            speed__trained_tokens_per_s="trained on, while updating",
-        ),
-    ),
-    Panel(
-        section="Time and memory",
-        title="Memory",
-        unit="GiB",
-        series=_series(
-            memory__host_gib="host, the process",
-            memory__device_gib="fullest device, after the step",
-            memory__device_peak_gib="fullest device, at most so far",
-        ),
-    ),
-)
-"""In the order of the page. Keys are patterns that match a whole name."""
+    _panel("Policy", "Entropy", "nats a token", {"policy/entropy": "policy"}),
+    _panel("Policy", "Probability of sampled tokens", "", {
+        "policy/sampled_prob": "all tokens", "policy/clipped_high_prob": "clipped from above",
+    }),
+    _panel("Policy", "Clipped tokens", "share", {
+        "policy/clip_high_frac": "from above, A > 0", "policy/clip_low_frac": "from below, A < 0",
+        "policy/dual_clip_frac": "by the dual clip",
+    }),
+    _panel("Policy", "Change within a step", "nats", {
+        "policy/kl_old_k3": "KL(old || new), k3", "policy/kl_old_k1": "KL(old || new), k1",
+    }),
+    _panel("Policy", "Distance from the reference", "nats", {
+        "policy/kl_ref_k3": "KL, k3", "policy/kl_ref_k1": "KL, k1",
+    }),
+    _panel("Policy", "Ratio new / old", "", {"policy/ratio_max": "largest", "policy/ratio": "mean"}),
+    _panel("Updates", "Loss", "", {"update/loss": "loss"}),
+    _panel("Updates", "Gradient norm", "before clipping", {"update/grad_norm": "gradient norm"}),
+    _panel("Updates", "Learning rate", "", {"update/learning_rate": "learning rate"}, **_EXACT),
+    _panel("Updates", "Skipped updates", "share", {
+        "update/skipped_frac": "not finite, so skipped",
+    }, **_QUIET, **_EXACT),
+    _panel("Updates", "Not finite", "updates", {r"nonfinite/(.+)": r"\1"}, **_QUIET, **_EXACT),
+    _panel("Updates", "Watchdogs", "1: raised", {r"watchdog/(.+)": r"\1"}, **_QUIET, **_EXACT),
+    _panel("Updates", "Sampler against trainer", "nats", {
+        "sync/sampler_trainer_kl": "KL(sampler || trainer)", "sync/logprob_diff_mean": "mean |difference|",
+        "sync/logprob_diff_max": "largest |difference|",
+    }, log=True, note="differences of log-probabilities; groups carried over were sampled with older weights"),
+    _panel("Time and memory", "Time of a step", "s", {
+        "time/sample_s": "sample", "time/update_s": "update", REST: "rest, evaluation",
+    }, stacked=True),
+    _panel("Time and memory", "Throughput", "tokens/s", {
+        "speed/sampled_tokens_per_s": "sampled, while sampling", "speed/trained_tokens_per_s": "trained on, while updating",
+    }),
+    _panel("Time and memory", "Memory", "GiB", {
+        "memory/host_gib": "host, the process", "memory/device_gib": "fullest device, after the step",
+        "memory/device_peak_gib": "fullest device, peak so far",
+    }),
+)  # fmt: skip
+"""All panels in the order of the page. Keys are patterns that match a whole name."""
 
-KNOWN = tuple(series for panel in (*PANELS, _BY_SCORE) for series in panel.series)
-"""All that some panel is for, whether or not runs at hand need it."""
+_KNOWN = tuple(series for panel in (*PANELS, _BY_SCORE) for series in panel.series)
 
 
 def panels_for(by_score: Collection[bool]) -> Sequence[Panel]:
-    """`PANELS` as runs need them, of which each is judged by its scores or not.
+    """Returns the panels for runs, each of which is judged by scores or not.
 
-    Rewards come first where some are; where all are, nothing counts right and wrong.
+    If some are, rewards come first; if all are, panels of right and wrong are omitted.
     """
     if not any(by_score):
         return PANELS
@@ -365,5 +189,89 @@ def panels_for(by_score: Collection[bool]) -> Sequence[Panel]:
     rest = [panel for panel in PANELS if panel not in (*_ACCURACIES, *rewards)]
     if not all(by_score):
         return (*rewards, *_ACCURACIES, *rest)
-    rest.remove(_SCORES_DIFFER)  # it is in the one that takes the place of the verdicts'
+    rest.remove(_SCORES_DIFFER)  # `_BY_SCORE` contains it
     return (*rewards, *(_BY_SCORE if panel is _BY_VERDICT else panel for panel in rest))
+
+
+def panels_of(tables: Sequence[Table]) -> tuple[list[Panel], list[str]]:
+    """Returns the panels of the metrics that these runs have, with names for patterns; and the titles of quiet panels that are 0."""
+    names = list(dict.fromkeys(name for table in tables for name in table.columns))
+    found, zero = [], []
+    for panel in panels_for([table.by_score for table in tables]):
+        series = tuple(_matching(panel.series, names))
+        there = series
+        if panel.quiet:
+            there = tuple(each for each in series if any(_any(table, each.key) for table in tables))
+        if there:
+            found.append(
+                _held_out(panel, there, tables) if panel is _HELD_OUT else replace(panel, series=there)
+            )
+        elif series:
+            zero.append(panel.title)
+    known = {series.key for series in _matching(_KNOWN, names)}
+    left = [name for name in names if name not in known and not _PARTS.fullmatch(name)]
+    for name in sorted(left):
+        if any(_any(table, name) for table in tables):
+            found.append(_panel(OTHER, name, "", {name: "value"}))
+        else:
+            zero.append(name)
+    return found, zero
+
+
+def _any(table: Table, key: str) -> bool:
+    """Returns whether a metric has a value other than 0."""
+    return any(table.columns.get(key, ()))
+
+
+def _matching(patterns: Sequence[Series], names: Sequence[str]) -> Iterator[Series]:
+    for pattern in patterns:
+        for name in names:
+            if match := re.fullmatch(pattern.key, name):
+                band = match.expand(pattern.band)
+                yield Series(key=name, label=match.expand(pattern.label), band=band if band in names else "")
+
+
+def _held_out(panel: Panel, series: tuple[Series, ...], tables: Sequence[Table]) -> Panel:
+    """Omits the name of a single dataset, and hides all of pass@2, pass@4, ... except the largest that all evaluations have."""
+    if len({_dataset(each) for each in series}) == 1:
+        only = f" {_dataset(series[0])}"
+        series = tuple(replace(each, label=each.label.removesuffix(only)) for each in series)
+    drawn, fell_back = set[str](), set[str]()
+    for dataset, kind in dict.fromkeys((_dataset(each), _kind(each)) for each in series):
+        counted = [each for each in series if (_dataset(each), _kind(each)) == (dataset, kind)]
+        lines = [(table.columns, line) for table in tables for line in range(len(table.axes["step"]))]
+        there = [
+            {each.key for each in counted if each.key in columns and columns[each.key][line] is not None}
+            for columns, line in lines
+        ]
+        common = set.intersection(*(keys for keys in there if keys))
+        if kind == "cons" or not common:
+            continue
+        most = max(common, key=_count)
+        drawn.add(most)
+        if most != max((each.key for each in counted), key=_count):
+            fell_back.add(most.rpartition("/")[2])
+    hidden = tuple(each.key for each in series if each.key not in drawn)
+    panel = replace(panel, series=series, hidden=hidden)
+    if not fell_back:
+        return panel
+    at = ", ".join(sorted(fell_back))
+    return replace(
+        panel,
+        title=f"{panel.title}, {at}",
+        note=f"{panel.note}; evaluations differ in k: {at} is the largest of all, and avg@k has the same mean for every k",
+    )
+
+
+def _dataset(series: Series) -> str:
+    return series.key.removeprefix("eval/").rpartition("/")[0]
+
+
+def _kind(series: Series) -> str:
+    return series.key.rpartition("/")[2].partition("@")[0]
+
+
+def _count(key: str) -> int:
+    """Returns the k of a metric; 0 for avg@k itself."""
+    count = key.rpartition("@")[2]
+    return int(count) if count.isdecimal() else 0

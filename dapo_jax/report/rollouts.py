@@ -1,28 +1,38 @@
-"""A run's rollouts as a browser opens them: an index of numbers that is read at once, and compressed chunks of text.
+"""Lays a run's rollouts out for the browser: an index of numbers that is read at once, and compressed chunks of text.
 
-A chunk holds the groups of whole steps as JSON, compressed; `_group` says what is in it, and `Index` what the index has.
+A chunk has the groups of whole steps as compressed JSON, see `Rollouts._response`. `Index` describes the index.
 """
 
-import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import groupby, pairwise, takewhile
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, ClassVar
 
 import numpy as np
 
 from dapo_jax.config import LossConfig
-from dapo_jax.report.checked_lines import check_kinds, read_checked
-from dapo_jax.report.index import CORRECT, FLIPPED, LEFT_OUT, TRAINED, TRUNCATED, Index, compressed
-from dapo_jax.report.questions import question_key
+from dapo_jax.report.chunks import (
+    Laid,
+    as_float,
+    compressed,
+    compressed_json,
+    heads,
+    question_key,
+    read_checked,
+    spaced,
+)
 from dapo_jax.report.runs import RunFiles
 from dapo_jax.report.tokens import Pieces, tokenizer_of
 from dapo_jax.storage import AnyPath
 from dapo_jax.trackers.rollout_log import read_rollouts
 
 CHUNK_BYTES = 512 * 1024
-"""The size of a chunk's JSON, about, before it is compressed: a browser opens it in some milliseconds."""
+"""Approximate characters of a chunk's texts; a browser opens such a chunk in some milliseconds."""
+
+CORRECT, TRUNCATED, FLIPPED, TRAINED, LEFT_OUT = 1, 2, 4, 8, 16
+"""Bits of `Index.flags`. A flipped response is correct, and at an earlier logged step fewer than half of the responses to its
+question were correct. A response is left out if overlong filtering excluded it from the loss."""
 
 _KINDS = {
     "step": int,
@@ -30,42 +40,70 @@ _KINDS = {
     "prompt": str,
     "answer": str,
     "response": str,
+    "correct": bool,
     "response_token_ids": list,
 }
-_HEAD = 96
-"""Characters of a prompt that a list shows."""
-_FRAME = 16
-"""Characters that all prompts begin or end with are left out of a list where they are at least so many."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Laid:
-    """The rollouts of one run, or its evaluations."""
+@dataclass
+class Index:
+    """Numbers of every rollout and of every group, in the order of steps. Unknown floats are NaN."""
 
-    about: Mapping[str, Any]
-    """The page's description of them, as JSON can."""
-    index: bytes
-    chunks: Sequence[bytes]
+    flags: list[int] = field(default_factory=list)
+    reward: list[float] = field(default_factory=list)
+    advantage: list[float] = field(default_factory=list)
+    penalty: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    """Number of sampled tokens."""
+    clipped: list[int] = field(default_factory=list)
+    """Number of clipped tokens."""
+    group_step: list[int] = field(default_factory=list)
+    group_ordinal: list[int] = field(default_factory=list)
+    group_first: list[int] = field(default_factory=list)
+    """The number of a group's first rollout."""
+    group_question: list[int] = field(default_factory=list)
+    """The index in `heads`; groups with the same prompt and answer share it."""
+    group_before: list[int] = field(default_factory=list)
+    """The last group of an earlier logged step with the same question; -1 if there is none."""
+    group_chunk: list[int] = field(default_factory=list)
+    group_place: list[int] = field(default_factory=list)
+    """The index of a group in its chunk."""
+
+    TYPES: ClassVar = {
+        "flags": "u1", "clipped": "u4", "reward": "f4", "advantage": "f4", "penalty": "f4", "tokens": "u4",
+        "group_step": "u4", "group_ordinal": "u4", "group_first": "u4", "group_question": "u4",
+        "group_before": "i4", "group_chunk": "u4", "group_place": "u4",
+    }  # fmt: skip
+
+    def packed(self) -> tuple[bytes, list[tuple[str, str, int]]]:
+        """Returns the columns as compressed little-endian arrays, and (name, type, values) of each.
+
+        Columns of four bytes come first, so that all are aligned.
+        """
+        order = sorted(self.TYPES, key=lambda name: -int(self.TYPES[name][1]))
+        columns = [(name, self.TYPES[name], getattr(self, name)) for name in order]
+        content = b"".join(np.array(values, dtype=f"<{kind}").tobytes() for _, kind, values in columns)
+        return compressed(content), [(name, kind, len(values)) for name, kind, values in columns]
 
 
 def lay_out(run: RunFiles, *, steps: int | None = None) -> Laid:
     """Reads a run's rollouts.
 
     Args:
-        run: whose.
-        steps: how many logged steps at most, evenly spaced, the first and the last among them; None: all.
+        run: the run.
+        steps: the largest number of logged steps, evenly spaced, including the first and the last; None: all.
 
     Raises:
-        ConfigError: a file of rollouts is damaged; names it and the line.
+        ConfigError: a file of rollouts is damaged; the message names it and the line.
     """
-    laying = Laying(run)
+    laying = Rollouts(run)
     for file in spaced(run.logged, steps):
-        laying.step(file)
+        laying.add(file)
     return laying.laid(logged=len(run.logged))
 
 
-class Laying:
-    """Rollouts of one step after the other, on their way into index and chunks."""
+class Rollouts:
+    """Lays out the rollouts of one run, one step after the other."""
 
     def __init__(self, run: RunFiles) -> None:
         self._loss = None if run.config is None else run.config.loss
@@ -74,40 +112,48 @@ class Laying:
         self._pieces = None if tokenizer is None else Pieces(tokenizer)
         self._index, self._questions = Index(), dict[tuple[str, str], int]()
         self._latest: dict[int, tuple[int, float]] = {}
-        """Question -> its last group of the steps so far, and that one's accuracy."""
-        self._open: list[str] = []
+        """The last group of each question in earlier steps, and its accuracy."""
+        self._open: list[dict[str, Any]] = []
+        self._characters = 0
         self._chunks: list[bytes] = []
         self._steps: list[int] = []
         self._seen = dict.fromkeys(("advantage", "ratios", "in_loss", "pieces", "spans"), False)
 
-    def step(self, file: AnyPath) -> None:
+    def add(self, file: AnyPath) -> None:
         """Adds the groups of one step.
 
         Raises:
-            ConfigError: the file is damaged; names it and the line.
+            ConfigError: the file is damaged; the message names it and the line.
         """
-        rows = read_checked(file, read_rollouts, _check, what="rollout")
+        rows = read_checked(file, read_rollouts, _KINDS, what="rollout")
         latest: dict[int, tuple[int, float]] = {}
         for _, of_group in groupby(rows, key=lambda row: row["ordinal"]):
             group = list(of_group)
-            question = self._question(group[0])
-            before, was = self._latest.get(question, (-1, 1.0))
-            flipped = was < 0.5 and not self._by_score
+            question = self._questions.setdefault(
+                (group[0]["prompt"], group[0]["answer"]), len(self._questions)
+            )
+            before, accuracy = self._latest.get(question, (-1, 1.0))
+            flipped = accuracy < 0.5 and not self._by_score
             states = [self._states(row) for row in group]
-            self._numbers(group, states, question, before, flipped=flipped)
-            accuracy = sum(bool(row["correct"]) for row in group) / len(group)
+            self._add_numbers(group, states, question, before, flipped=flipped)
+            accuracy = sum(row["correct"] for row in group) / len(group)
             latest[question] = len(self._index.group_step) - 1, accuracy
+            responses = [self._response(row, state) for row, state in zip(group, states, strict=True)]
             self._open.append(
-                json.dumps(self._group(group, states), ensure_ascii=False, separators=(",", ":"))
+                {"prompt": group[0]["prompt"], "answer": group[0]["answer"], "responses": responses}
+            )
+            # A token has about five characters of numbers.
+            self._characters += sum(
+                len(row["response"]) + 20 * len(row["response_token_ids"]) for row in group
             )
         self._latest |= latest
         if rows:
             self._steps.append(rows[0]["step"])
-        if sum(map(len, self._open)) >= CHUNK_BYTES:
+        if self._characters >= CHUNK_BYTES:
             self._close()
 
     def laid(self, *, logged: int) -> Laid:
-        """All that was laid out so far; `logged` is how many steps the run has on file. A chunk that was handed out stays as it is."""
+        """Returns the layout so far; `logged` is the run's number of logged steps. Chunks that were returned do not change."""
         self._close()
         index, columns = self._index.packed()
         loss = self._loss
@@ -126,14 +172,10 @@ class Laying:
 
     def _close(self) -> None:
         if self._open:
-            text = "[" + ",".join(self._open) + "]"
-            self._chunks.append(compressed(text.encode("utf-8", errors="replace")))
-            self._open = []
+            self._chunks.append(compressed_json(self._open))
+            self._open, self._characters = [], 0
 
-    def _question(self, row: Mapping[str, Any]) -> int:
-        return self._questions.setdefault((row["prompt"], row["answer"]), len(self._questions))
-
-    def _numbers(
+    def _add_numbers(
         self,
         group: Sequence[Mapping[str, Any]],
         states: Sequence[str | None],
@@ -151,56 +193,53 @@ class Laying:
         index.group_chunk.append(len(self._chunks))
         index.group_place.append(len(self._open))
         for row, state in zip(group, states, strict=True):
-            correct, in_loss = bool(row["correct"]), row.get("in_loss")
+            in_loss = row.get("in_loss")
             index.flags.append(
-                CORRECT * correct
+                CORRECT * row["correct"]
                 | TRUNCATED * (row.get("finish_reason") == "length")
-                | FLIPPED * (correct and flipped)
+                | FLIPPED * (row["correct"] and flipped)
                 | TRAINED * (in_loss is not None or row.get("ratios") is not None)
                 | LEFT_OUT * (in_loss is False)
             )
             index.reward.append(as_float(row.get("reward")))
             index.advantage.append(as_float(row.get("advantage")))
             index.penalty.append(as_float(row.get("overlong_penalty")))
-            turns = _turns(row)
-            sampled = len(row["response_token_ids"])
-            index.tokens.append(sampled if turns is None else sum(stop - first for first, stop, _ in turns))
+            turns = row.get("turns") or [(0, len(row["response_token_ids"]))]
+            index.tokens.append(sum(stop - first for first, stop in turns))
             index.clipped.append(0 if state is None else sum(map(state.count, "^vd")))
-            for key in ("advantage", "ratios", "in_loss"):
-                self._seen[key] = self._seen[key] or row.get(key) is not None
-
-    def _group(self, group: Sequence[Mapping[str, Any]], states: Sequence[str | None]) -> dict[str, Any]:
-        """The entry of a group in a chunk; a response's `lengths` are its tokens', in UTF-16 units, and its `ages` what `_ages` says. An episode
-        has its `turns`, its `contexts` and its `size`, the tokens of its environment among them."""
-        return {
-            "prompt": group[0]["prompt"],
-            "answer": group[0]["answer"],
-            "responses": [self._response(row, state) for row, state in zip(group, states, strict=True)],
-        }
+            for key in ("advantage", "ratios", "in_loss", "spans"):
+                self._seen[key] = self._seen[key] or row.get(key) not in (None, [])
 
     def _response(self, row: Mapping[str, Any], states: str | None) -> dict[str, Any]:
-        text, said = row["response"], {}
-        if self._pieces is not None and (cut := self._pieces.of(row["response_token_ids"], text)):
-            whole, parts = cut
-            said["lengths"] = [_units(part) for part in parts]
+        """Returns the entry of a response in a chunk.
+
+        `lengths` are the lengths of its tokens in UTF-16 units, `ages` has (first token, age in steps) of each span. An episode has
+        `turns` as (first token, end, reward), `contexts` and `size`, its number of tokens including the environment's.
+        """
+        text, found = row["response"], {}
+        if self._pieces is not None and (pieces := self._pieces.of(row["response_token_ids"], text)):
+            whole, parts = pieces
+            found["lengths"] = [_units(part) for part in parts]
             self._seen["pieces"] = True
-            if whole != text:  # what a stop string took from it
-                said["graded"], text = _units(text), whole
-        if _fits(row, "logprobs"):
-            said["nats"] = [None if value is None else round(-1000 * value) for value in row["logprobs"]]
+            if whole != text:  # a stop string was cut off
+                found["graded"], text = _units(text), whole
+        if row.get("logprobs") is not None:
+            found["nats"] = _scaled(row["logprobs"], -1000)
         if states is not None:
-            said["clips"] = states
-        if states is not None or _fits(row, "ratios"):
-            said["ratios"] = [None if value is None else round(10_000 * value) for value in row["ratios"]]
-        if (turns := _turns(row)) is not None:
-            said |= {"turns": turns, "size": len(row["response_token_ids"])}
-            if contexts := _contexts(row, turns):
-                said["contexts"] = contexts
-            if "nats" in said:
-                said["nats"] = _of_turns(said["nats"], turns)
-        if (ages := _ages(row)) is not None:
-            said["ages"] = ages
-            self._seen["spans"] = True
+            found["clips"] = states
+        if row.get("ratios") is not None:
+            found["ratios"] = _scaled(row["ratios"], 10_000)
+        if turns := row.get("turns"):
+            rewards = row.get("turn_rewards") or [None] * len(turns)
+            found["turns"] = [[*turn, reward] for turn, reward in zip(turns, rewards, strict=True)]
+            found["size"] = len(row["response_token_ids"])
+            if row.get("contexts"):
+                found["contexts"] = row["contexts"]
+            if "nats" in found:  # tokens of the environment have none
+                sampled = {place for turn in turns for place in range(*turn)}
+                found["nats"] = [nats if at in sampled else None for at, nats in enumerate(found["nats"])]
+        if spans := row.get("spans"):
+            found["ages"] = [[first, row["step"] - 1 - version] for first, version in spans]
         return {
             "text": text,
             "extracted": row.get("extracted"),
@@ -208,22 +247,21 @@ class Laying:
             "index": row.get("index"),
             "finish": row.get("finish_reason"),
             **({"score": row.get("score")} if self._by_score else {}),
-            **said,
+            **found,
         }
 
     def _states(self, row: Mapping[str, Any]) -> str | None:
-        advantage = as_float(row.get("advantage"))
-        if self._loss is None or math.isnan(advantage) or not _fits(row, "ratios"):
+        if self._loss is None or row.get("advantage") is None or row.get("ratios") is None:
             return None
-        return clip_states(row["ratios"], advantage, self._loss)
+        return clip_states(row["ratios"], row["advantage"], self._loss)
 
 
 def clip_states(ratios: Iterable[float | None], advantage: float, loss: LossConfig) -> str:
-    """The effect of the clip on each token (Eq. 8 and 10): a character for each.
+    """Returns the effect of the clip on each token (Eq. 8 and 10) as a character.
 
     `^` the ratio is over 1 + clip_ratio_high and the advantage positive; `v` it is under 1 - clip_ratio_low and the advantage
     negative: such a token has no gradient. `d` the advantage is negative and the ratio over the dual clip. `.` none of
-    these, `-` no ratio is known.
+    these, `-` the ratio is unknown.
 
     >>> clip_states([1.3, 1.2, None], 1.0, LossConfig()), clip_states([1.3, 0.7], -1.0, LossConfig())
     ('^.-', '.v')
@@ -243,121 +281,10 @@ def clip_states(ratios: Iterable[float | None], advantage: float, loss: LossConf
     return "".join(map(state, ratios))
 
 
-def _check(row: Mapping[str, Any], where: str) -> None:
-    check_kinds(row, _KINDS, where)
-    for name in ("step", "ordinal"):
-        if not 0 <= row[name] < 1 << 32:
-            raise ValueError(f"{where}: {name!r} is {row[name]}; it must be from 0 to {(1 << 32) - 1}")
-    if not isinstance(row.get("correct"), bool):
-        raise ValueError(f"{where}: 'correct' is {row.get('correct')!r:.60}; it must be true or false")
-
-
-def _fits(row: Mapping[str, Any], key: str) -> bool:
-    """True if there is a number, or null, for every token."""
-    values = row.get(key)
-    if not isinstance(values, list) or len(values) != len(row["response_token_ids"]):
-        return False
-    return set(map(type, values)) <= {int, float, type(None)} and math.isfinite(sum(filter(None, values)))
-
-
-def _turns(row: Mapping[str, Any]) -> list[tuple[int, int, float | None]] | None:
-    """(first token, token behind the last, reward) of each turn of an episode; None of a response without turns, or if they cannot be."""
-    turns, rewards = row.get("turns"), row.get("turn_rewards")
-    if not isinstance(turns, list) or not turns:
-        return None
-    if any(not isinstance(turn, list) or list(map(type, turn)) != [int, int] for turn in turns):
-        return None
-    edges = [edge for turn in turns for edge in turn]
-    if edges != sorted(edges) or not 0 <= edges[0] <= edges[-1] <= len(row["response_token_ids"]):
-        return None
-    known = isinstance(rewards, list) and len(rewards) == len(turns)
-    given = [as_float(reward) for reward in rewards] if known else [math.nan] * len(turns)
-    return [
-        (first, stop, None if math.isnan(reward) else reward)
-        for (first, stop), reward in zip(turns, given, strict=True)
-    ]
-
-
-def _contexts(
-    row: Mapping[str, Any], turns: Sequence[tuple[int, int, float | None]]
-) -> list[tuple[int, int]]:
-    """(first token, token behind the last) of each context of an episode that begins anew; none if they cannot be."""
-    contexts = row.get("contexts")
-    if not isinstance(contexts, list) or any(
-        not isinstance(one, list) or list(map(type, one)) != [int, int] for one in contexts
-    ):
-        return []
-    found = [(first, stop) for first, stop in contexts]
-    # What was sampled is of no context.
-    edges = [edge for each in sorted([*found, *(turn[:2] for turn in turns)]) for edge in each]
-    rising = all(low < high for low, high in pairwise(edge for each in found for edge in each))
-    within = (
-        rising and edges == sorted(edges) and 0 <= edges[0] <= edges[-1] <= len(row["response_token_ids"])
-    )
-    return found if within else []
-
-
-def _of_turns(nats: Sequence[int | None], turns: Sequence[tuple[int, int, float | None]]) -> list[int | None]:
-    """The numbers of the tokens that were sampled; None for those of the environment."""
-    found: list[int | None] = [None] * len(nats)
-    for first, stop, _ in turns:
-        found[first:stop] = nats[first:stop]
-    return found
-
-
-def _ages(row: Mapping[str, Any]) -> list[tuple[int, int]] | None:
-    """(first token, age) of each span of a response: how many steps before this one the weights were that drew it. None if that is not
-    on file, or cannot be."""
-    spans, now = row.get("spans"), row["step"] - 1
-    if not isinstance(spans, list) or not spans:
-        return None
-    if any(not isinstance(span, list) or list(map(type, span)) != [int, int] for span in spans):
-        return None
-    firsts, versions = zip(*spans, strict=True)
-    rising = all(low < high for values in (firsts, versions) for low, high in pairwise(values))
-    within = firsts[-1] < max(1, len(row["response_token_ids"])) and 0 <= versions[0] <= versions[-1] <= now
-    return (
-        [(first, now - version) for first, version in spans] if firsts[0] == 0 and rising and within else None
-    )
-
-
-def spaced(files: Sequence[AnyPath], count: int | None) -> Iterator[AnyPath]:
-    """`count` of the files at most, evenly spaced, the first and the last among them; None: all."""
-    if count is None or count >= len(files):
-        return iter(files)
-    # From the end, so that one alone is the last.
-    places = np.linspace(len(files) - 1, 0, count).round().astype(int)[::-1]
-    return (files[place] for place in places)
-
-
-def heads(prompts: Sequence[str]) -> list[str]:
-    """One line for each prompt that tells it apart: without what is put around every question.
-
-    >>> heads(["Solve this task, please: 1+1", "Solve this task, please: 2+3"])
-    ['1+1', '2+3']
-    """
-    several = len(set(prompts)) > 1
-    before = _common(prompts) if several else ""
-    before = before[: before.rfind(" ") + 1] if len(before) >= _FRAME else ""
-    rest = [prompt[len(before) :] for prompt in prompts]
-    after = _common([text[::-1] for text in rest]) if several else ""
-    after = after[: after.rfind(" ") + 1] if len(after) >= _FRAME else ""
-    lines = [" ".join(text[: len(text) - len(after)][: 4 * _HEAD].split()) for text in rest]
-    return [line if len(line) <= _HEAD else line[: _HEAD - 1] + "…" for line in lines]
-
-
-def _common(texts: Sequence[str]) -> str:
-    """The beginning that all texts share."""
-    low, high = min(texts), max(texts)  # whatever these two share, all that lie between them share
-    same = takewhile(lambda pair: pair[0] == pair[1], zip(low, high, strict=False))
-    return low[: sum(1 for _ in same)]
+def _scaled(values: Sequence[float | None], factor: int) -> list[int | None]:
+    return [None if value is None else round(factor * value) for value in values]
 
 
 def _units(text: str) -> int:
-    """Length as JavaScript counts it."""
+    """Returns the length in JavaScript's units."""
     return len(text) if text.isascii() else len(text.encode("utf-16-le", errors="replace")) // 2
-
-
-def as_float(value: Any) -> float:
-    """A number of a file; NaN where there is none."""
-    return float(value) if isinstance(value, int | float) else math.nan

@@ -1,7 +1,7 @@
-"""A report that is kept current while its runs go on, served to this machine's browser: what `dapo-jax report RUN --watch` calls.
+"""Serves a report to this machine's browser and keeps it current, for `dapo-jax report RUN --watch`.
 
-Files are read when the page asks, at most once a second, and of what only grows only what was added. Nobody but this machine's own
-programs can connect, and a page from elsewhere that has its own name resolved to this machine is refused by the name it calls for.
+Files are read when the page asks, at most once a second, and incrementally. Only programs of this machine can connect. A page from
+elsewhere whose name resolves to this machine (DNS rebinding) is refused by its host name.
 """
 
 import base64
@@ -18,10 +18,11 @@ from typing import Any
 
 from dapo_jax.config import ConfigError
 from dapo_jax.report.build import check_count, page_data, title_of
+from dapo_jax.report.chunks import Laid
 from dapo_jax.report.evaluations import Evaluations
-from dapo_jax.report.filled_panels import panels_of
 from dapo_jax.report.page import page_of
-from dapo_jax.report.rollouts import Laid, Laying
+from dapo_jax.report.panels import panels_of
+from dapo_jax.report.rollouts import Rollouts
 from dapo_jax.report.runs import Reader, RunFiles, has_begun, readers
 from dapo_jax.report.tables import comparable, table_of
 from dapo_jax.storage import AnyPath
@@ -29,37 +30,37 @@ from dapo_jax.storage import AnyPath
 HOST = "127.0.0.1"
 
 LOOK_S = 1.0
-"""Files are looked at once in so many seconds, and new rollouts read for about as long at a time."""
+"""Seconds between looks at the files, and the longest time for reading new rollouts at once."""
 
 _PACKED = re.compile(r"/packed/(chunk|eval)-(\d{1,3})-(\d{1,9})")
 
 
 class _Followed:
-    """One run, and what has been read of it."""
+    """One run and its layouts so far."""
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
         self.run: RunFiles = reader.read()
-        self._laying: Laying | None = None
+        self._laying: Rollouts | None = None
         self._evaluations = Evaluations(by_score=self.run.by_score)
         self._done: set[AnyPath] = set()
-        self.rollouts, self.evaluations = Laying(self.run).laid(logged=0), self._evaluations.laid(logged=0)
+        self.rollouts, self.evaluations = Rollouts(self.run).laid(logged=0), self._evaluations.laid(logged=0)
 
     def look(self, until: float) -> bool:
-        """Reads what is new, rollouts and evaluations till about `until`; True if there was something."""
+        """Reads new files, rollouts and evaluations until about `until`; returns whether there was anything new."""
         before = self.run
         self.run = self._reader.read()
         rollouts = self._read(self.run.logged, self._step, until)
         evaluations = self._read(self.run.evaluations, self._evaluations.add, until)
         if rollouts or self.run.logged != before.logged:
-            laying = self._laying or Laying(self.run)
+            laying = self._laying or Rollouts(self.run)
             self.rollouts = laying.laid(logged=len(self.run.logged))
         if evaluations or self.run.evaluations != before.evaluations:
             self.evaluations = self._evaluations.laid(logged=len(self.run.evaluations))
         return rollouts or evaluations or self.run != before
 
     def _read(self, files: Sequence[AnyPath], read: Callable[[AnyPath], None], until: float) -> bool:
-        """At least one file, so that it gets on however slow they are."""
+        """Reads new files, at least one, so that slow files make progress too."""
         found = False
         for file in files:
             if file in self._done:
@@ -72,19 +73,19 @@ class _Followed:
         return found
 
     def _step(self, file: AnyPath) -> None:
-        """The tokenizer is looked for when there is something to cut."""
-        self._laying = self._laying or Laying(self.run)
-        self._laying.step(file)
+        # Searches the run's tokenizer, which may not exist earlier.
+        self._laying = self._laying or Rollouts(self.run)
+        self._laying.add(file)
 
 
 class Watched:
-    """The runs of a page that is served. Its methods may be called from several threads."""
+    """The runs of a served page. Its methods are thread-safe."""
 
     def __init__(self, places: Sequence[str | PathLike[str]]) -> None:
-        """Reads them for the first time.
+        """Reads the runs for the first time.
 
         Raises:
-            ConfigError: there is no such run, or something in it is damaged, or there are too many.
+            ConfigError: a run does not exist or is damaged, or there are too many runs.
         """
         check_count(len(places))
         self._lock = threading.Lock()
@@ -94,26 +95,26 @@ class Watched:
         self._made: tuple[int, dict[str, Any]] = (0, {})
 
     def state(self) -> bytes:
-        """{version, error} as JSON: `data` has changed if the version has."""
+        """Returns {version, error} as JSON. A new version means new `data`."""
         with self._lock:
             self._look()
             return json.dumps({"version": self._version, "error": self._error}).encode()
 
     def data(self) -> bytes:
-        """The data of the page's scripts, as JSON, with the indices of rollouts and evaluations."""
+        """Returns the data of the page's scripts as JSON, with the indices of rollouts and evaluations."""
         with self._lock:
             indices = {name: base64.b64encode(content).decode() for name, content in self._indices().items()}
             return json.dumps({**self._data(), "packed": indices}, allow_nan=False).encode()
 
     def page(self) -> bytes:
-        """The page as of now; texts of rollouts and evaluations are asked for as they are opened."""
+        """Returns the current page; the browser requests texts of rollouts and evaluations on demand."""
         with self._lock:
             self._look()
             page = page_of(title_of(self.names), self._data(), self._indices(), watching=True)
             return page.encode("utf-8")
 
     def packed(self, kind: str, run: int, number: int) -> bytes | None:
-        """A `chunk` of rollouts or of an `eval`uation; None if there is none."""
+        """Returns a `chunk` of rollouts or of an evaluation (`eval`), or None."""
         with self._lock:
             if run >= len(self._runs):
                 return None
@@ -153,37 +154,37 @@ class Watched:
 
 
 class _Server(ThreadingHTTPServer):
-    """Listens on this machine's own address alone."""
+    """Listens on this machine's loopback address."""
 
     daemon_threads = True
 
     def __init__(self, port: int, watched: Watched) -> None:
         super().__init__((HOST, port), _Handler)
         self.watched = watched
-        shown = "" if self.server_port == 80 else f":{self.server_port}"  # browsers leave this one out
+        shown = "" if self.server_port == 80 else f":{self.server_port}"  # browsers omit port 80
         self.hosts = {f"{name}{shown}" for name in (HOST, "localhost")}
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that goes away in the middle is no matter."""
+        """Ignores browsers that disconnect; prints other errors."""
         error = sys.exc_info()[1]
         if not isinstance(error, ConnectionError | TimeoutError):
             print(f"dapo-jax report: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Four addresses, and no files."""
+    """Answers four addresses and serves no files."""
 
     server_version, sys_version = "dapo_jax", ""
     timeout = 60
-    """Seconds that a connection may be silent."""
+    """Seconds of silence before a connection is closed."""
 
     def do_GET(self) -> None:
-        """Answers the page and what it asks for."""
+        """Answers requests for the page and its data."""
         server = self.server
-        assert isinstance(server, _Server), "it is only made by one"
+        assert isinstance(server, _Server)
         watched = server.watched
         if self.headers.get("Host") not in server.hosts:
-            # A name of someone else's that was made to mean this machine: her page must not read what is here.
+            # DNS rebinding: a foreign page must not read the data.
             self._answer(HTTPStatus.FORBIDDEN, "text/plain", b"ask for 127.0.0.1 or localhost\n")
         elif self.path == "/":
             self._answer(HTTPStatus.OK, "text/html; charset=utf-8", watched.page())
@@ -214,7 +215,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        """Says nothing: a page that watches asks every other second."""
+        """Logs nothing: a watching page asks every other second."""
 
 
 def watch(
@@ -222,15 +223,15 @@ def watch(
     port: int = 0,
     say: Callable[[str], None] = lambda text: print(text, flush=True),
 ) -> None:
-    """Serves a report of runs that go on, and keeps it current, until it is interrupted (Ctrl-C).
+    """Serves a report of running runs and keeps it current until it is interrupted (Ctrl-C).
 
     Args:
-        runs: run folders, local or in a bucket. One may have no metrics yet, and one that is not there yet is waited for.
-        port: of 127.0.0.1; 0: a free one.
-        say: told where the page is, and that it ends.
+        runs: run folders, local or in a bucket. It waits for runs that have not begun.
+        port: of 127.0.0.1; 0: any free port.
+        say: receives the address of the page and a last line.
 
     Raises:
-        ConfigError: one can be no run, something in it is damaged, there are too many, or the port cannot be had.
+        ConfigError: a path cannot be a run, a run is damaged, there are too many runs, or the port is not available.
     """
     if not 0 <= port <= 65535:
         raise ConfigError(f"port: found {port}, needs 0 (any that is free) to 65535")
@@ -245,11 +246,11 @@ def watch(
         server = _Server(port, watched)
     except OSError as error:
         raise ConfigError(
-            f"port: cannot listen at {HOST}:{port} ({error.strerror or error}); choose another one, or leave it out for a free one"
+            f"port: cannot listen at {HOST}:{port} ({error.strerror or error}); choose another port, or leave it out for a free one"
         ) from error
     with server:
         say(
-            f"watching {', '.join(watched.names)}: http://{HOST}:{server.server_port}/ (open to programs of this machine alone; Ctrl-C ends it)"
+            f"watching {', '.join(watched.names)}: http://{HOST}:{server.server_port}/ (only for programs of this machine; Ctrl-C ends it)"
         )
         try:
             server.serve_forever(poll_interval=0.2)
@@ -258,14 +259,10 @@ def watch(
 
 
 def _wait(runs: Sequence[str | PathLike[str]]) -> None:
-    """Returns when all have begun: a run makes its folder a moment after it was started."""
+    """Waits until all runs have begun."""
     late = [run for run in runs if not has_begun(run)]
     if late:
         names = ", ".join(map(str, late))
-        print(
-            f"waiting for {names}, where no run has begun yet; Ctrl-C ends",
-            file=sys.stderr,
-            flush=True,
-        )
+        print(f"waiting for {names}, where no run has begun yet; Ctrl-C ends", file=sys.stderr, flush=True)
     while not all(map(has_begun, late)):
         time.sleep(LOOK_S)

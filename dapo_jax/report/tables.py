@@ -1,4 +1,4 @@
-"""A run's metrics as columns, the axes they can be drawn against, and configurations side by side."""
+"""A run's metrics as columns, the horizontal axes, and the comparison of configurations."""
 
 import json
 import math
@@ -20,31 +20,31 @@ AXES = {
     "sampled_tokens": "sampled tokens",
     "clock_s": "time in steps and evaluations",
 }
-"""Name of an axis -> what it counts, from the beginning of the run to the end of a step."""
+"""Titles of the axes, which count from the beginning of the run to the end of a step."""
 
 _AVERAGE = re.compile(r"(eval/.+/)avg@(\d+)((?:_stderr)?)")
 
 REST = "time/rest_s"
-"""The time that a step took beside sampling and updating: mostly the evaluation after it."""
+"""The time of a step without sampling and updating: mostly the evaluation."""
 
 EQUAL = "rollout/scores_equal_frac"
-"""The share of groups whose scores do not differ, of runs whose groups are judged by them."""
+"""The share of groups with equal scores, in runs whose groups are judged by scores."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """The metrics of a run, one value a line of metrics.jsonl, None where a line has none."""
+    """The metrics of a run, one value for each line of metrics.jsonl; None if the line lacks it."""
 
     axes: Mapping[str, Column]
     """Some of `AXES`; `step` is always there."""
     columns: Mapping[str, Column]
-    """Name of a metric -> its values. A metric without any number is left out."""
+    """The values of each metric with at least one number."""
     by_score: bool = False
-    """True where scores count, see `RunFiles.by_score`."""
+    """See `RunFiles.by_score`."""
 
 
 def table_of(run: RunFiles) -> Table:
-    """The columns of a run, `REST` and `EQUAL` among them."""
+    """Returns the columns of a run, including `REST` and `EQUAL`."""
     rows = [{**row, **_rest(row), **(_equal(row) if run.by_score else {})} for row in run.rows]
     names = dict.fromkeys(name for row in rows for name in row if name != "step")
     columns = {name: [_number(row.get(name)) for row in rows] for name in names}
@@ -56,7 +56,7 @@ def table_of(run: RunFiles) -> Table:
 
 
 def comparable(tables: Sequence[Table]) -> Sequence[Table]:
-    """Gives avg@k one name wherever evaluations differ in k, between runs or within a run that was resumed: its mean is the same for every k."""
+    """Renames avg@4, avg@8, ... to avg@k if evaluations of a dataset differ in k: the mean is the same for every k."""
     of_dataset: dict[str, set[str]] = {}
     for match in (match for table in tables for name in table.columns if (match := _AVERAGE.fullmatch(name))):
         of_dataset.setdefault(match[1], set()).add(match[2])
@@ -70,7 +70,7 @@ def comparable(tables: Sequence[Table]) -> Sequence[Table]:
 
 
 def _merged(columns: Mapping[str, Column], renamed: Callable[[str], str]) -> dict[str, Column]:
-    """The columns under their new names. Columns that get the same name never have a value in the same row, and become one."""
+    """Renames columns and merges columns with the same new name, which never have values in the same row."""
     found: dict[str, Column] = {}
     for name, values in columns.items():
         before = found.get(renamed(name), [None] * len(values))
@@ -79,11 +79,11 @@ def _merged(columns: Mapping[str, Column], renamed: Callable[[str], str]) -> dic
 
 
 def configurations(runs: Sequence[RunFiles]) -> list[dict[str, Any]]:
-    """Every key of the configuration with its default and each run's value, as text.
+    """Returns every key of the configuration with its default and each run's value, as text.
 
     Returns:
-        {key, default, values, departs, differs} for each key in the order of the schema: `values` has None for a run
-        without config.yaml, `departs` says that some run's is not the default, `differs` that runs do not agree.
+        {key, default, values, departs, differs} for each key in the order of the schema. `values` has None for a run
+        without config.yaml, `departs` is true if a run differs from the default, `differs` if runs differ.
     """
     default = _leaves(TrainConfig(run_dir="RUN"))
     leaves = [None if run.config is None else _leaves(run.config) for run in runs]
@@ -111,7 +111,7 @@ def _leaves(config: TrainConfig) -> dict[str, Any]:
 
 
 def _shown(value: Any) -> str:
-    """A value as a configuration file would have it, in one line."""
+    """Returns a value in one line as in a configuration file."""
     return value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False, default=str)
 
 
@@ -127,7 +127,7 @@ def _axes(rows: Sequence[Mapping[str, Any]], config: TrainConfig | None) -> dict
 
 
 def _updates(row: Mapping[str, Any], groups_per_update: int) -> int:
-    """The last minibatch of a step may be smaller, where dynamic sampling fell short."""
+    """Returns the number of updates; the last minibatch may be smaller if dynamic sampling fell short."""
     return math.ceil((row.get("rollout/trained_groups") or 0) / groups_per_update)
 
 
@@ -156,7 +156,7 @@ def _sums(values: Sequence[float | int]) -> Column:
 
 
 def _number(value: Any) -> float | int | None:
-    """Six digits are more than a curve shows."""
+    """Rounds to six digits; None for values that are not finite numbers."""
     if not isinstance(value, int | float) or not math.isfinite(value):
         return None
     short = float(f"{value:.6g}")

@@ -1,4 +1,4 @@
-"""Where one token of a response ends and the next begins, in its text."""
+"""Splits the text of a response into its tokens."""
 
 import importlib
 from collections.abc import Sequence
@@ -13,15 +13,15 @@ from dapo_jax.storage import AnyPath, path_of
 from dapo_jax.text.tokenizers import Tokenizer, load_tokenizer, named_tokenizer
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-"""The first bytes of a character decode to this."""
+"""The text of an incomplete character."""
 _LONGEST = 4
-"""Bytes of a character, so as many tokens can lie in one."""
+"""A character has at most this many bytes and so at most this many tokens."""
 
 
 def tokenizer_of(run: RunFiles) -> Tokenizer | None:
-    """The run's tokenizer: of RUN/model, which a finished run has, or of the model it started from; None if it is not here.
+    """Returns the run's tokenizer, from RUN/model of a finished run or from its initial model; None if neither is there.
 
-    No model is fetched: of one from the hub the cache is looked into.
+    It downloads nothing: models of the hub are only searched in the cache.
     """
     found = _read(run.place / "model")
     if found is not None or run.config is None:
@@ -30,7 +30,7 @@ def tokenizer_of(run: RunFiles) -> Tokenizer | None:
         return named_tokenizer(run.config.model.tokenizer)
     try:
         folder = _folder(run.config.model)
-    except ValueError:  # of a bucket whose client is not installed
+    except ValueError:  # in a bucket whose client is not installed
         return None
     return None if folder is None else _read(folder)
 
@@ -40,7 +40,7 @@ def _read(folder: AnyPath) -> Tokenizer | None:
         return None
     try:
         return load_tokenizer(folder)
-    except ValueError:  # a run that trained has read it; a damaged copy costs the borders of tokens alone
+    except ValueError:  # without it, only the borders of tokens are missing
         return None
 
 
@@ -58,7 +58,7 @@ def _folder(model: ModelConfig) -> AnyPath | None:
 
 
 class Pieces:
-    """Cuts texts into the parts that single tokens stand for."""
+    """Splits texts into the parts of single tokens."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -67,10 +67,9 @@ class Pieces:
         self._before: tuple[int, str] | None = None
 
     def of(self, ids: Sequence[int], text: str) -> tuple[str, list[str]] | None:
-        """All that the ids say, and the part of each; None if that does not begin with `text`, or cannot be cut.
+        """Returns the text of all ids, and the part of each; None if it does not begin with `text` or cannot be split.
 
-        A token that ends a response stands for nothing. Where several tokens make one character, the last of them has it
-        and the others nothing.
+        An end token has an empty part. If several tokens make one character, the last one has it, and the others are empty.
 
         >>> from dapo_jax.text.tokenizers import ByteTokenizer
         >>> Pieces(ByteTokenizer()).of([67, 197, 171, 1], "Aé")
@@ -88,7 +87,7 @@ class Pieces:
         return (whole, parts) if "".join(parts) == whole else None
 
     def _part(self, number: int, *, first: bool) -> str:
-        """A token alone; or behind another one, since some tokenizers drop a space that begins a text."""
+        """Returns the text of one token; a later one is decoded after another, since some tokenizers drop the first space of a text."""
         known = self._first if first else self._later
         if number not in known:
             alone = self._decoded([number])
@@ -97,12 +96,12 @@ class Pieces:
             if first or self._before is None:
                 known[number] = alone
             else:
-                anchor, said = self._before
-                known[number] = self._decoded([anchor, number])[len(said) :]
+                anchor, text = self._before
+                known[number] = self._decoded([anchor, number])[len(text) :]
         return known[number]
 
     def _one_by_one(self, ids: Sequence[int]) -> list[str]:
-        """Each token behind those before it, as long as a character is unfinished."""
+        """Decodes each token after the previous ones, while a character is unfinished."""
         parts, start, given = [], 0, 0
         for end in range(1, len(ids) + 1):
             now, before = self._decoded(ids[start:end]), self._decoded(ids[start:given])

@@ -16,8 +16,8 @@ from dapo_jax.config.data_schema import SourceConfig
 from dapo_jax.config.section import entries
 from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.data.prompts import PromptSource, held_out, measured_prompts
-from dapo_jax.data.rows import checked_rows
-from dapo_jax.data.sources import LoadedRows, dataset_splits, load_rows
+from dapo_jax.data.rows import LoadedRows, checked_rows
+from dapo_jax.data.sources import dataset_splits, load_rows
 from dapo_jax.text.formatting import Example, PromptFormat
 from dapo_jax.text.tokenizers import Tokenizer
 

@@ -1,4 +1,4 @@
-"""How text becomes tokens and back: tokenizers, chat templates, what is put around a question, where a response ends."""
+"""Text and tokens: tokenizers, chat templates, prompt templates and stop strings."""
 
 from dapo_jax.text.chat import ChatTemplate
 from dapo_jax.text.formatting import PromptFormat

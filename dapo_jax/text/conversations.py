@@ -1,7 +1,7 @@
-"""Conversations of others as ids: nothing that stands in a message becomes a special token.
+"""Tokenizes conversations from outside, such as HTTP requests: no text in a message becomes a special token.
 
-A chat template mixes its own text, whose special tokens are meant, with contents, whose are not. So these are guarded (`text.guards`) while the template is
-rendered, and what is rendered is tokenized as the template's own text is.
+The template's own special tokens are meant, special tokens spelled out in a message are not. Messages are guarded
+(`text.guards`) while the template is rendered.
 """
 
 import re
@@ -19,22 +19,22 @@ from dapo_jax.text.tokenizers import Tokenizer
 MOST_CHARACTERS = 1 << 20
 """Longer texts are refused before they are tokenized."""
 _ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
-"""A role's name, which templates compare and print, so nothing may stand in its place."""
+"""Roles are not guarded, because templates compare and print them."""
 _ESCAPED_GUARD = re.compile(r"\\udbf[c-f]\\ud[c-f]", re.IGNORECASE)
-"""How JSON without characters beyond ASCII writes what stands in a special token's place."""
+"""A guard in JSON that is limited to ASCII."""
 
 
 class Guarding:
-    """Messages as a template is to see them: nothing in them can become a special token, and there are bounds to their size."""
+    """Guards messages for a chat template and limits their size."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer, self._characters = tokenizer, 0
 
     def message(self, message: Message) -> dict[str, Any]:
-        """The message, with all its texts guarded but its role, which can hold no special token.
+        """Returns the message with all its texts guarded except its role, which cannot hold a special token.
 
         Raises:
-            ValueError: it is too long or too deep, or has a role that is no name.
+            ValueError: the message is too long or too deep, or its role is not a name.
         """
         if not _ROLE.fullmatch(message["role"]):
             raise ValueError(
@@ -43,36 +43,38 @@ class Guarding:
         return {**self.value({**message, "role": ""}), "role": message["role"]}
 
     def value(self, value: Any, depth: int = 0) -> Any:
-        """A value with each text in it guarded, the names in mappings among them.
+        """Returns a value with each text in it guarded, including the names in mappings.
 
         Raises:
-            ValueError: it is too long or too deep, or has a text that is none, or that holds what stands for special tokens.
+            ValueError: it is too long or too deep, is not JSON, or has a text with half a surrogate pair or a guard.
         """
+        if value is None or isinstance(value, bool | int | float):
+            return value
         if isinstance(value, str):
             self._characters += len(value)
             if self._characters > MOST_CHARACTERS:
                 raise ValueError(
-                    f"messages of {self._characters:,} characters were given; {MOST_CHARACTERS:,} are the most"
+                    f"messages of {self._characters:,} characters were given; the limit is {MOST_CHARACTERS:,}"
                 )
             return self._tokenizer.guarded(value)
         if not isinstance(value, Mapping | list | tuple):
-            return value  # a number, or nothing; the template refuses all else
+            raise ValueError(
+                f"{value!r:.80} ({type(value).__name__}) is not text, a number, a list or a mapping"
+            )
         if depth == DEEPEST:
             raise ValueError(f"a message is nested more than {DEEPEST} deep")
         if isinstance(value, Mapping):
-            return {self.value(str(name)): self.value(one, depth + 1) for name, one in value.items()}
-        return [self.value(one, depth + 1) for one in value]
+            return {self.value(str(name)): self.value(item, depth + 1) for name, item in value.items()}
+        return [self.value(item, depth + 1) for item in value]
 
     def ids(self, rendered: str) -> Int32[np.ndarray, " tokens"]:
-        """The ids of what a template made of guarded messages.
+        """Returns the ids of the text that a template made of guarded messages.
 
         Raises:
-            ValueError: it writes what stands for special tokens in another way.
+            ValueError: the template wrote guards as JSON escapes.
         """
         if _ESCAPED_GUARD.search(rendered):
-            raise ValueError(
-                "the chat template, or a message, writes characters beyond Unicode's planes in use as \\u escapes"
-            )
+            raise ValueError("the chat template writes characters beyond U+10EFFF as \\u escapes")
         return self._tokenizer.encode_guarded(rendered)
 
 
@@ -83,26 +85,25 @@ def conversation_ids(
     today: date | None = None,
     variables: Mapping[str, Any] | None = None,
 ) -> Int32[np.ndarray, " prompt"]:
-    """The prompt that a conversation of somebody else is, up to and including the opening of the answer.
+    """Returns the prompt of a conversation from outside, up to and including the opening of the answer.
 
-    Where no text spells a token that was added to the vocabulary, it is the prompt that `PromptFormat` makes of the same messages. Where one does, it
-    is encoded as the characters that it has.
+    If no text spells an added token, the prompt equals the one that `PromptFormat` makes of the same messages. A text that
+    spells one is encoded as ordinary characters.
 
     Args:
         messages: the turns, oldest first, in any form that `canonical_messages` takes.
-        tokenizer: with a chat template.
-        today: the day that a template prints.
-        variables: what else the template reads, such as `tools`; texts in them are taken as those of messages.
+        tokenizer: a tokenizer with a chat template.
+        today: the day that the template prints.
+        variables: further variables of the template, such as `tools`; their texts are guarded too.
 
     Raises:
-        ValueError: there is no chat template, it fails, or the messages are none that it could be given.
+        ValueError: there is no chat template, it fails, or the messages are not a conversation.
     """
     template, guarding = tokenizer.chat_template, Guarding(tokenizer)
     if template is None:
         raise ValueError(
             "the model has no chat template, so it knows no conversations; send token ids, or serve a model with a chat_template.jinja"
         )
-    told = [guarding.message(message) for message in canonical_messages(messages)]
-    # Names of variables are the template's.
+    guarded = [guarding.message(message) for message in canonical_messages(messages)]
     known = {name: guarding.value(value) for name, value in (variables or {}).items()}
-    return guarding.ids(template.render(told, known, today=today))
+    return guarding.ids(template.render(guarded, known, today=today))

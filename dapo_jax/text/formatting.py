@@ -1,4 +1,4 @@
-"""How a row's question becomes the text and the tokens that the model reads: as it stands, or as a conversation."""
+"""Turns the question of a row into the text and the tokens of the prompt, plain or as a conversation."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from dapo_jax.text.tokenizers import Tokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """A question and its response, shown before the question that is asked."""
+    """A question and its response, shown before the question that is asked (few-shot)."""
 
     prompt: str
     response: str
@@ -24,28 +24,28 @@ class Example:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptFormat:
-    """The text and the messages that are put around a question.
+    """The text and the messages around a question.
 
     Raises:
-        ValueError: the template has no `{prompt}` and is no name of `TEMPLATES`.
+        ValueError: the template has no `{prompt}` and is not a name of `TEMPLATES`.
     """
 
     template: str = "{prompt}"
-    """A name in `TEMPLATES`, or a text in which every `{prompt}` stands for the question; of a conversation, for what the
-    user said last."""
+    """A name in `TEMPLATES`, or a text in which every `{prompt}` is replaced by the question. In a conversation, the
+    question is the user's last message."""
     examples: tuple[Example, ...] = ()
-    """Asked and answered before the question: as text with `separator` between, in a conversation as turns of their own."""
+    """Asked and answered before the question: as text joined by `separator`, or as turns of a conversation."""
     separator: str = "\n\n"
-    """Between the examples and the question, where both are plain text."""
+    """Separates the examples and the question in plain text."""
     chat: bool = False
-    """Ask a question that is plain text as a user's message; rows that hold messages are conversations anyway."""
+    """Ask a plain-text question as a user's message. Rows with messages are always conversations."""
     system_prompt: str = ""
-    """The system message of every conversation; empty: what the row or the chat template itself has."""
+    """The system message of every conversation; empty: the system message of the row or of the chat template."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Further variables of the chat template, such as Qwen3's `enable_thinking`."""
 
     today: date | None = None
-    """The day that a chat template prints which asks for the date; None: such a template is refused."""
+    """The day that chat templates print; None: a template that prints a date is refused."""
 
     def __post_init__(self) -> None:
         if self.template not in TEMPLATES and "{prompt}" not in self.template:
@@ -57,27 +57,27 @@ class PromptFormat:
     def encode(
         self, prompt: str | Sequence[Message], tokenizer: Tokenizer
     ) -> tuple[str, Int32[np.ndarray, " prompt"]]:
-        """The text that the model reads, and its tokens.
+        """Returns the text of the prompt and its tokens.
 
         Raises:
-            ValueError: messages that are no conversation, a conversation for a tokenizer without a chat template,
-                a system prompt without a conversation, or a text that cannot be tokenized.
+            ValueError: the messages are not a conversation, the tokenizer has no chat template for a conversation,
+                there is a system prompt without a conversation, or the text cannot be tokenized.
         """
         if isinstance(prompt, str) and not self.chat:
             if self.system_prompt or self.chat_template_kwargs:
                 raise ValueError(
                     "the prompt is plain text, but data.system_prompt or data.chat_template_kwargs is set, which only "
-                    "a conversation has; set data.chat=true (--chat) to ask it as a user's message"
+                    "conversations use; set data.chat=true (--chat) to ask it as a user's message"
                 )
             shown = [self._around(each.prompt) + each.response for each in self.examples]
             text = self.separator.join([*shown, self._around(prompt)])
             return text, tokenizer.encode_prompt(text)
         text = self._conversation(prompt, tokenizer)
-        # The template writes the special tokens itself, the beginning of the text included.
+        # The template itself writes the special tokens, including the beginning of the text.
         return text, tokenizer.encode(text)
 
     def _around(self, question: str) -> str:
-        # A plain replacement: str.format would trip over the braces that questions about sets or code hold.
+        # str.format would fail on the braces of questions about sets or code.
         return TEMPLATES.get(self.template, self.template).replace("{prompt}", question)
 
     def _conversation(self, prompt: str | Sequence[Message], tokenizer: Tokenizer) -> str:
@@ -103,7 +103,7 @@ class PromptFormat:
         return tokenizer.chat_template.render(messages, self.chat_template_kwargs, today=self.today)
 
     def _turns(self) -> list[Message]:
-        """The examples as turns of a conversation."""
+        """Returns the examples as turns of a conversation."""
         return [
             message
             for each in self.examples
@@ -115,11 +115,11 @@ class PromptFormat:
 
 
 AS_IT_STANDS = PromptFormat()
-"""The question is the prompt."""
+"""The prompt is the question alone."""
 
 
 def unwrapped(text: str, template: str = "dapo") -> str:
-    """The question inside a template of `TEMPLATES`, or the text itself if it is not wrapped in it."""
+    """Returns the question inside a template of `TEMPLATES`, or the text itself if it is not wrapped in it."""
     before, _, after = TEMPLATES[template].partition("{prompt}")
     if text.startswith(before) and text.endswith(after):
         return text[len(before) : len(text) - len(after)]
@@ -130,8 +130,8 @@ def checked_messages(messages: object) -> list[dict[str, Any]]:
     """Returns the messages of a prompt in their canonical form (`text.messages`).
 
     Raises:
-        ValueError: no messages, none of them a user's, a field that is missing or of another type, an empty
-            question, or an assistant's message at the end.
+        ValueError: there are no messages or no user's message, a field is missing or has another type, the question
+            is empty, or the last message is the assistant's.
     """
     if isinstance(messages, np.ndarray):  # a column of a parquet file
         messages = messages.tolist()

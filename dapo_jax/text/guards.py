@@ -1,18 +1,17 @@
-"""Characters that stand for others while a chat template is at work, so that no text from outside becomes a special token.
+"""Guards keep texts of messages from becoming special tokens while a chat template is rendered.
 
-A special token begins with its first character. Where a text from outside has such a character, the template sees another in its place: what is
-spelled like a special token in what the template made then is one that the template wrote itself.
+A special token begins with its first character. In texts from outside, a private character stands for each such character
+during rendering. A special token in the rendered text was therefore written by the template itself.
 """
 
-from collections.abc import Iterable, Mapping
-from functools import cached_property
+from collections.abc import Iterable
 
 FIRST_GUARD = "\U0010f000"
-"""The first of the characters that stand for others; no text from outside may hold it or a later one. Nobody uses them: the plane is private."""
+"""The first private character used as a guard. Texts from outside may hold neither this one nor a later one."""
 
 
 class Guards:
-    """The characters that stand for those which the special tokens of a vocabulary begin with.
+    """Replaces the characters that a vocabulary's special tokens begin with, and restores them.
 
     >>> guards = Guards(["<|im_end|>", "</s>"])
     >>> guards.guarded("1 < 2"), guards.restored(guards.guarded("1 < 2"))
@@ -20,25 +19,23 @@ class Guards:
     """
 
     def __init__(self, special: Iterable[str]) -> None:
-        self._firsts = sorted({text[0] for text in special if text})
+        firsts = sorted({text[0] for text in special if text})
+        self._guards = {ord(first): ord(FIRST_GUARD) + 1 + place for place, first in enumerate(firsts)}
+        self._firsts = {guard: first for first, guard in self._guards.items()}
 
     def guarded(self, text: str) -> str:
-        """The text with other characters in place of those that special tokens begin with.
+        """Returns the text with guards in place of first characters.
 
         Raises:
-            ValueError: half a surrogate pair, or a character from `FIRST_GUARD` on.
+            ValueError: the text has half a surrogate pair, or a character from `FIRST_GUARD` on.
         """
-        text.encode("utf-8")  # which says where the surrogate is
+        text.encode("utf-8")  # raises, with the position of the surrogate
         if (last := max(text, default="")) >= FIRST_GUARD:
             raise ValueError(
-                f"a text holds the private character U+{ord(last):X}; those from U+{ord(FIRST_GUARD):X} on are taken for other use"
+                f"a text holds the private character U+{ord(last):X}; characters from U+{ord(FIRST_GUARD):X} on are reserved"
             )
         return text.translate(self._guards)
 
     def restored(self, text: str) -> str:
-        """The text with the characters back in their places."""
-        return text.translate({ord(guard): chr(first) for first, guard in self._guards.items()})
-
-    @cached_property
-    def _guards(self) -> Mapping[int, str]:
-        return {ord(first): chr(ord(FIRST_GUARD) + 1 + place) for place, first in enumerate(self._firsts)}
+        """Returns the text with the original characters."""
+        return text.translate(self._firsts)

@@ -1,21 +1,20 @@
 """Tokenizers of real models: the files of a Hugging Face folder, run by the library `tokenizers`. No code of the folder runs.
 
-What a folder says twice or in two ways is settled here:
+Rules for values that several files state:
 
-* The end token is tokenizer_config.json's `eos_token`, which is what instruction-tuned models end a turn with; every
-  other end token of generation_config.json and config.json ends a response as well.
-* A prompt of plain text begins with the token that begins a text if tokenizer.json's post-processor puts one there, as
-  Llama 3's does; `add_bos_token` in tokenizer_config.json counts for nothing beside it, as in transformers 5. It is
-  never put there twice.
-* Special tokens that are spelled out in a text are encoded as such: that is how chat templates write them.
+* The end token is `eos_token` of tokenizer_config.json, with which instruction-tuned models end a turn. All other end
+  tokens of generation_config.json and config.json end a response too.
+* A plain-text prompt begins with the token that tokenizer.json's post-processor adds, as in Llama 3. As in
+  transformers 5, `add_bos_token` in tokenizer_config.json is ignored. The token is never added twice.
+* Special tokens that are spelled out in a text are encoded as special tokens, because chat templates write them so.
 """
 
-import base64
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -25,21 +24,18 @@ from jaxtyping import Int, Int32
 from dapo_jax.plain_json import read_object
 from dapo_jax.storage import files_of, path_of, write_whole
 from dapo_jax.text.chat import ChatTemplate
-from dapo_jax.text.decoders import bytes_of_token
-from dapo_jax.text.expansion import check_expansion
 from dapo_jax.text.guards import Guards
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja", "special_tokens_map.json"
 )  # fmt: skip
-"""The files that a tokenizer is read from, as far as a model folder has them; and the model's config.json, which belongs to the weights."""
+"""The files that a tokenizer is read from and written to byte for byte. The model's config.json is read too."""
 
 _TOKENIZER, _CONFIG, _GENERATION, _TEMPLATE, _SPECIAL_TOKENS = TOKENIZER_FILES
-"""The files that are written back byte for byte."""
 _OWN_IDS = ("eos_token_id", "pad_token_id")
-"""Settled here from all files, see `stop_ids` and `pad_id`."""
+"""Decided from all files, see `stop_ids` and `pad_id`."""
 _LARGEST_ID = 2**31 - 1
-"""Ids are 32-bit integers with a sign."""
+"""Ids are signed 32-bit integers."""
 
 
 class HuggingFaceTokenizer:
@@ -51,10 +47,9 @@ class HuggingFaceTokenizer:
         """Reads the files' contents.
 
         Args:
-            files: contents by name: `tokenizer.json` and what there is of `tokenizer_config.json`,
-                `generation_config.json`, `chat_template.jinja` and `special_tokens_map.json`.
-            model: the model's config.json, for end and padding tokens that are named nowhere else.
-            place: where the files are from, for errors.
+            files: contents by name: `tokenizer.json` and any other of `TOKENIZER_FILES`.
+            model: the model's config.json, for end and padding tokens that no other file names.
+            place: the folder's name for errors.
 
         Raises:
             ValueError: a file cannot be read, a special token is not in the vocabulary, or no end token is named.
@@ -63,16 +58,13 @@ class HuggingFaceTokenizer:
         self._place = place
         described = self._json(_TOKENIZER)
         self._decoder = described.get("decoder")
-        _check_normalizer(described.get("normalizer"), f"{place}/{_TOKENIZER}")
-        for part in ("normalizer", "decoder"):
-            check_expansion(described.get(part), f"{place}/{_TOKENIZER}, {part}")
-        with self._library("is no file of"):
+        with self._library("is not a file of"):
             self._tokenizer = tokenizers.Tokenizer.from_str(self.files[_TOKENIZER].decode("utf-8"))
         if dropout := getattr(self._tokenizer.model, "dropout", None):
             raise ValueError(
-                f"{place}/{_TOKENIZER}: its dropout is {dropout}, so one text has other tokens each time; set it to null there"
+                f"{place}/{_TOKENIZER}: its dropout is {dropout}, so the tokens of a text are random; set it to null there"
             )
-        # Some files were saved with the lengths of a training script.
+        # Files of a training script may limit or pad lengths.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         config = {**self._json(_SPECIAL_TOKENS), **self._json(_CONFIG)}
@@ -81,10 +73,6 @@ class HuggingFaceTokenizer:
             key: text for key, value in config.items() if key.endswith("_token") and (text := _content(value))
         }
         self._vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
-        if self._vocab_size > _LARGEST_ID:
-            raise ValueError(
-                f"{place}/{_TOKENIZER} has the id {self._vocab_size - 1}; ids are at most {_LARGEST_ID - 1}"
-            )
         self._token_ids = self._named_ids(generation, model)
         self._stop_ids = self._end_tokens(generation, model)
         self._pad_id = self._padding(generation, model)
@@ -96,7 +84,7 @@ class HuggingFaceTokenizer:
         """Reads a model folder.
 
         Raises:
-            ValueError: as the constructor, or there is no tokenizer.json.
+            ValueError: see the constructor, or tokenizer.json is missing.
         """
         place, described = path_of(folder), "config.json"
         try:
@@ -110,7 +98,7 @@ class HuggingFaceTokenizer:
         return cls(files, model=read, place=str(place))
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Writes the files as they were read. End tokens that only config.json named go into a generation_config.json."""
+        """Writes the files unchanged. End tokens that only config.json named are added in a generation_config.json."""
         place = path_of(folder)
         place.mkdir(parents=True, exist_ok=True)
         named = {**self.token_ids, "eos_token_id": list(self.stop_ids), "pad_token_id": self.pad_id}
@@ -130,17 +118,17 @@ class HuggingFaceTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id. Models often have more rows: see `check_vocabulary`."""
+        """The largest id plus one. Models often have more rows, see `check_vocabulary`."""
         return self._vocab_size
 
     @property
     def pad_id(self) -> int:
-        """The padding token, or the end token where the folder names none."""
+        """The padding token, or the end token if the folder names no padding."""
         return self._pad_id
 
     @property
     def eos_id(self) -> int:
-        """The end token that supervised responses are ended with."""
+        """The end token of supervised responses."""
         return self._stop_ids[0]
 
     @property
@@ -150,60 +138,58 @@ class HuggingFaceTokenizer:
 
     @property
     def token_ids(self) -> Mapping[str, int | list[int]]:
-        """Ids by their names in config.json, such as `bos_token_id`, but for the end and the padding."""
+        """Ids by their names in config.json, such as `bos_token_id`, without the end and the padding."""
         return self._token_ids
 
     @property
     def chat_template(self) -> ChatTemplate | None:
-        """The folder's chat template, of several the one named `default`."""
+        """The folder's chat template; if it has several, the one named `default`."""
         return self._chat_template
 
     def encode(self, text: str) -> Int32[np.ndarray, " tokens"]:
-        """The ids of `text`; none is added, and special tokens spelled out in it are encoded as such.
+        """Returns the ids of `text`; special tokens spelled out in it are encoded as such, and none is added.
 
         Raises:
-            ValueError: text with half a surrogate pair, which is not Unicode.
+            ValueError: the text has half a surrogate pair.
         """
-        text.encode("utf-8")  # which says where the surrogate is
-        with self._library("cannot encode this text with"):
-            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return np.array(ids, dtype=np.int32)
+        return self._encoded(self._tokenizer, text)
 
     def encode_plain(self, text: str) -> Int32[np.ndarray, " tokens"]:
-        """The ids of a text from outside. What is spelled like a special token, or like any other that was added to the vocabulary, such as `<tool_call>`, is
-        encoded as the characters that it has.
+        """Returns the ids of a text from outside. Special and other added tokens, such as `<tool_call>`, are encoded as characters.
 
         Raises:
-            ValueError: text with half a surrogate pair.
+            ValueError: the text has half a surrogate pair.
         """
-        text.encode("utf-8")
+        return self._encoded(self._plain, text)
+
+    def _encoded(self, library: tokenizers.Tokenizer, text: str) -> Int32[np.ndarray, " tokens"]:
+        text.encode("utf-8")  # raises, with the position of the surrogate
         with self._library("cannot encode this text with"):
-            ids = self._plain.encode(text, add_special_tokens=False).ids
-        return np.array(ids, dtype=np.int32)
+            return np.array(library.encode(text, add_special_tokens=False).ids, dtype=np.int32)
 
     @cached_property
     def _plain(self) -> tokenizers.Tokenizer:
-        """The tokenizer without the tokens that were added to its vocabulary."""
+        """The tokenizer without added tokens."""
         described = {**self._json(_TOKENIZER), "added_tokens": [], "post_processor": None}
-        with self._library("without its added tokens is no file of"):
+        with self._library("without its added tokens is not a file of"):
             plain = tokenizers.Tokenizer.from_str(json.dumps(described))
         plain.no_truncation()
         plain.no_padding()
         return plain
 
     def guarded(self, text: str) -> str:
-        """The text with other characters in place of those that added tokens begin with; `encode_guarded` puts them back.
+        """Returns the text with guards for the first characters of added tokens (`text.guards`).
 
         Raises:
-            ValueError: half a surrogate pair, or a character that stands for others, see `text.guards`.
+            ValueError: the text has half a surrogate pair or a guard.
         """
         return self._guards.guarded(text)
 
     def encode_guarded(self, text: str) -> Int32[np.ndarray, " tokens"]:
-        """The ids of a text in which parts are `guarded`: added tokens are only those that begin with their own character.
+        """Returns the ids of a text with `guarded` parts, in which added tokens are encoded as characters.
 
         Raises:
-            ValueError: text with half a surrogate pair.
+            ValueError: the text has half a surrogate pair.
         """
         text.encode("utf-8")
         with self._library("cannot encode this text with"):
@@ -211,7 +197,7 @@ class HuggingFaceTokenizer:
         parts: list[Int32[np.ndarray, " tokens"]] = []
         done = 0
         for number, (begin, end) in zip(found.ids, found.offsets, strict=True):
-            # One that only the normalizer makes of other characters is none that was written.
+            # Ignores special tokens that only Unicode normalization produces; only literal ones count.
             if number in self._added and self._added[number] == text[begin:end].strip():
                 parts += [
                     self.encode_plain(self._guards.restored(text[done:begin])),
@@ -222,28 +208,25 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def _added(self) -> Mapping[int, str]:
-        """The tokens that were added to the vocabulary, by their ids."""
-        with self._library("has no added tokens that can be read with"):
-            return {
-                number: token.content for number, token in self._tokenizer.get_added_tokens_decoder().items()
-            }
+        """The added tokens by id."""
+        return {number: token.content for number, token in self._tokenizer.get_added_tokens_decoder().items()}
 
     @cached_property
     def _guards(self) -> Guards:
         return Guards(self._added.values())
 
     def encode_prompt(self, text: str) -> Int32[np.ndarray, " tokens"]:
-        """The ids of a prompt that is plain text, behind the token that begins a text if the model knows one."""
+        """Returns the ids of a plain-text prompt after the token that begins a text, if the model has one."""
         ids, first = self.encode(text), np.array(self._beginning, dtype=np.int32)
         return ids if np.array_equal(ids[: len(first)], first) else np.concatenate([first, ids])
 
     def decode(self, ids: Int[np.ndarray, " tokens"]) -> str:
-        """The text of `ids`: special tokens, and ids with which a model pads its vocabulary, stand for nothing.
+        """Returns the text of `ids` without special tokens and without ids that pad a model's vocabulary.
 
-        Bytes that are no valid UTF-8 become U+FFFD, and no white space is tidied.
+        Bytes that are not valid UTF-8 become U+FFFD. White space is not changed.
 
         Raises:
-            ValueError: a negative id.
+            ValueError: an id is negative.
         """
         if (ids < 0).any():
             raise ValueError(f"token {int(ids[ids < 0][0])} is negative; ids count from 0")
@@ -251,9 +234,9 @@ class HuggingFaceTokenizer:
             return self._tokenizer.decode(ids.tolist(), skip_special_tokens=True)
 
     def token_bytes(self, token: int) -> bytes | None:
-        """Returns the bytes that a token adds to a text, which may be a part of a character; a special token adds none.
+        """Returns the bytes that a token adds to a text, possibly a part of a character; a special token adds none.
 
-        None: the id is outside the vocabulary, or the decoder of tokenizer.json is one whose tokens depend on their neighbours.
+        Returns None if the id is outside the vocabulary, or if the decoder makes tokens depend on their neighbours.
         """
         text = self._tokenizer.id_to_token(token) if 0 <= token <= _LARGEST_ID else None
         if text is None:
@@ -262,7 +245,7 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def _special_ids(self) -> frozenset[int]:
-        """The ids that `decode` leaves out."""
+        """The ids that `decode` omits."""
         added = self._tokenizer.get_added_tokens_decoder().items()
         return frozenset(number for number, token in added if token.special)
 
@@ -270,7 +253,7 @@ class HuggingFaceTokenizer:
     def _library(self, deed: str) -> Iterator[None]:
         """Turns the library's errors into a ValueError that names the file.
 
-        It raises plain Exceptions; where its Rust panics it is a PanicException, which is none of them.
+        A panic of its Rust code is a PanicException, which is not an Exception.
         """
         try:
             yield
@@ -285,7 +268,7 @@ class HuggingFaceTokenizer:
         self, generation: Mapping[str, Any], model: Mapping[str, Any]
     ) -> Mapping[str, int | list[int]]:
         found: dict[str, int | list[int]] = {}
-        for config in (generation, model):  # config.json last: the names are of its own
+        for config in (generation, model):  # config.json wins
             for key, value in config.items():
                 ids = value if isinstance(value, list) else [value]
                 named = key.endswith("_token_id") and key not in _OWN_IDS and bool(ids)
@@ -315,14 +298,8 @@ class HuggingFaceTokenizer:
         with self._library("cannot encode this text with"):
             probe = self._tokenizer.encode("a", add_special_tokens=True)
         added = probe.special_tokens_mask
-        # What a post-processor puts behind the text would end the prompt; only what stands before it is taken.
-        found = tuple(probe.ids[: added.index(0) if 0 in added else 0])
-        if any(number >= self._vocab_size for number in found):
-            raise ValueError(
-                f"{self._place}/{_TOKENIZER} begins a text with the ids {found}, not all of which are in its vocabulary of "
-                f"{self._vocab_size}"
-            )
-        return found
+        # Tokens that a post-processor adds after the text would end the prompt.
+        return tuple(probe.ids[: added.index(0) if 0 in added else 0])
 
     def _template(self, config: Any) -> ChatTemplate | None:
         if _TEMPLATE in self.files:
@@ -343,8 +320,8 @@ class HuggingFaceTokenizer:
         found = self._tokenizer.token_to_id(token)
         if found is None:
             raise ValueError(
-                f"{self._place}/{_CONFIG}: {name} {token!r} is not in the vocabulary of {_TOKENIZER}; the two files must "
-                "be of one tokenizer"
+                f"{self._place}/{_CONFIG}: {name} {token!r} is not in the vocabulary of {_TOKENIZER}; both files must "
+                "belong to one tokenizer"
             )
         return found
 
@@ -352,44 +329,67 @@ class HuggingFaceTokenizer:
         return read_object(self.files[name], f"{self._place}/{name}") if name in self.files else {}
 
 
-def _check_normalizer(normalizer: Any, where: str) -> None:
-    """Refuses SentencePiece's precompiled tables that are not as long as they say: the library would end the process.
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+"""A single byte in a vocabulary with byte fallback."""
 
-    Raises:
-        ValueError: there is one.
+
+def bytes_of_token(token: str, decoder: Any) -> bytes | None:
+    """Returns the bytes that a token adds to a text, or None if they depend on the tokens around it.
+
+    The library `tokenizers` decodes to texts only, in which a part of a character is U+FFFD. If a decoder strips the first
+    space of a text, the space still belongs to the token.
+
+    Args:
+        token: the token in the vocabulary.
+        decoder: the part `decoder` of tokenizer.json.
+
+    >>> bytes_of_token("\u0120\u00e6", {"type": "ByteLevel"})
+    b' \\xe6'
     """
-    left = [normalizer]
-    while left:
-        one = left.pop()
-        if isinstance(one, list):
-            left += one
-        elif isinstance(one, Mapping):
-            left += [value for value in one.values() if isinstance(value, list | Mapping)]
-            if one.get("type") == "Precompiled":
-                _check_table(one.get("precompiled_charsmap"), where)
+    steps = decoder.get("decoders", []) if _kind(decoder) == "Sequence" else [decoder]
+    text, joined = token, False
+    for step in steps:
+        kind = _kind(step)
+        joined = joined or kind in ("Fuse", "Metaspace")
+        if kind == "ByteLevel":
+            known = _byte_level()
+            # A token with any other character, such as an added one, stands for its own text.
+            return bytes(known[char] for char in text) if known.keys() >= set(text) else text.encode("utf-8")
+        if kind == "ByteFallback" and (match := _BYTE_TOKEN.fullmatch(text)):
+            return bytes([int(match[1], 16)])
+        if kind == "Replace" and (pattern := step["pattern"].get("String")):
+            text = text.replace(pattern, step["content"])
+        elif kind == "Metaspace":
+            text = text.replace(step["replacement"], " ")
+        elif kind not in ("Fuse", "ByteFallback") and not (kind == "Strip" and joined):
+            return None
+    # Without a joining step, tokens are separated by spaces.
+    return text.encode("utf-8") if joined else None
 
 
-def _check_table(encoded: Any, where: str) -> None:
-    """A table is the length of its first part in 4 bytes, that part in units of 4 bytes, and a text."""
-    try:
-        table = base64.b64decode(encoded or "", validate=True)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{where}: precompiled_charsmap is not base64: {error}") from error
-    said = int.from_bytes(table[:4], "little")
-    if table and (said % 4 or said > len(table) - 4):
-        raise ValueError(
-            f"{where}: precompiled_charsmap says that its first part has {said} bytes; there are {max(len(table) - 4, 0)}"
-        )
+def _kind(step: Any) -> str:
+    return str(step.get("type")) if isinstance(step, Mapping) else ""
+
+
+@cache
+def _byte_level() -> Mapping[str, int]:
+    """Returns the byte of each character of byte-level vocabularies: printable bytes are themselves, the others start at U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {
+        **{chr(byte): byte for byte in printable},
+        **{chr(0x100 + place): byte for place, byte in enumerate(others)},
+    }
 
 
 def _content(value: Any) -> str | None:
-    """A special token's text, which older files wrap into an object."""
+    """Returns the text of a special token, which older files wrap into an object."""
     text = value.get("content") if isinstance(value, Mapping) else value
     return text if isinstance(text, str) and text else None
 
 
 def _ids(config: Mapping[str, Any], key: str) -> list[int]:
-    """One id, several, or none."""
+    """Returns the ids of a key that holds one id, a list, or nothing."""
     value = config.get(key)
     values = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(each, int) and not isinstance(each, bool) for each in values):

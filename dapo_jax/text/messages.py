@@ -1,4 +1,4 @@
-"""One canonical form of messages, so that rows of the data, environments and HTTP requests render the same prompt from the same list.
+"""The canonical form of messages: data rows, environments and HTTP requests render the same prompt from the same list.
 
 | given | canonical |
 |---|---|
@@ -7,7 +7,7 @@
 | no `content` next to tool calls | an empty text |
 | `tool_calls` that are empty | absent |
 | a call `{"name": ..., "arguments": ...}` | `{"type": "function", "function": {"name": ..., "arguments": ...}}` |
-| the arguments of a call as JSON text | the object that the text states. Its nulls stay: the model wrote them |
+| the arguments of a call as JSON text | the object in the text. Its nulls stay: the model wrote them |
 | the arguments of a call that are absent or an empty text | an empty object |
 """
 
@@ -19,28 +19,28 @@ import numpy as np
 from dapo_jax.plain_json import read_numbers
 
 DEEPEST = 64
-"""Lists and objects that may be inside one another."""
+"""Limit of nested lists and objects."""
 
 
 def canonical_messages(messages: Iterable[object]) -> list[dict[str, Any]]:
-    """Returns the messages in their canonical form, each with a `role` and a `content` that are texts; unknown fields are kept.
+    """Returns the messages in their canonical form, each with the texts `role` and `content`; unknown fields are kept.
 
-    Apply it once, where messages are rendered: a second time it would remove the nulls that JSON text stated.
+    Apply it only once, before rendering: a second call would remove nulls that came from JSON text.
 
     >>> canonical_messages([{"role": "user", "name": None, "content": [{"type": "text", "text": "1+1"}]}])
     [{'role': 'user', 'content': '1+1'}]
 
     Raises:
-        ValueError: one is not a message, a field has another type, or the arguments of a call are not a JSON object.
+        ValueError: an entry is not a message, a field has another type, or the arguments of a call are not a JSON object.
     """
     return [_message(message, f"message {place}") for place, message in enumerate(messages)]
 
 
 def content_text(content: object, where: str = "a message") -> str:
-    """Returns the text of a message's `content`: a text, or a list of parts that are texts.
+    """Returns the text of a message's `content`, which is a text or a list of text parts.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: another content.
     """
     if isinstance(content, str):
         return content
@@ -66,11 +66,8 @@ def _message(given: object, where: str) -> dict[str, Any]:
     if not isinstance(given, Mapping):
         raise ValueError(f"{where} is {given!r:.80}; it must be a mapping with 'role' and 'content'")
     message = _without_nulls(given)
-    role, content, calls = (
-        message.pop("role", None),
-        message.pop("content", None),
-        message.pop("tool_calls", []),
-    )
+    role, content = message.pop("role", None), message.pop("content", None)
+    calls = message.pop("tool_calls", [])
     if not isinstance(role, str):
         raise ValueError(f"{where}: 'role' must be a string; got {role!r:.80}")
     if not isinstance(calls, list):
@@ -94,15 +91,8 @@ def _call(given: Any, where: str) -> dict[str, Any]:
     if not isinstance(name := function.get("name"), str):
         raise ValueError(f"{where}: the name of its function must be a string; got {name!r:.80}")
     arguments = _arguments(function.get("arguments", {}), where)
-    return {
-        **call,
-        "type": "function",
-        "function": {"name": name, "arguments": arguments, **_others(function)},
-    }
-
-
-def _others(function: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in function.items() if key not in ("name", "arguments")}
+    ordered = {"name": name, "arguments": {}} | function | {"arguments": arguments}
+    return {**call, "type": "function", "function": ordered}
 
 
 def _arguments(given: Any, where: str) -> dict[str, Any]:
@@ -120,10 +110,10 @@ def _arguments(given: Any, where: str) -> dict[str, Any]:
 
 
 def _without_nulls(value: Any, depth: int = 0) -> Any:
-    """Returns a copy in which no object has a null, arrays are lists, and numpy's numbers are Python's.
+    """Returns a copy without nulls in objects, with lists for arrays and Python numbers for numpy's.
 
     Raises:
-        ValueError: the value is nested too deep, or in itself.
+        ValueError: the value is nested too deep.
     """
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()

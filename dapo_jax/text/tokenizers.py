@@ -1,7 +1,7 @@
-"""Text to token ids and back: what the library needs of a tokenizer, the two that need no training, and files.
+"""Turns text into token ids and back: the protocol of tokenizers, two tokenizers without training, and their files.
 
-`encode` adds no special token and `decode` shows none: who wants an end token appends `eos_id`. Ids 0 and 1 are the
-padding and the end token of the two tokenizers here; those of real models are in `dapo_jax.text.huggingface`.
+`encode` adds no special tokens and `decode` leaves them out; callers append `eos_id` themselves. Ids 0 and 1 are the
+padding and the end token of the two tokenizers here. `dapo_jax.text.huggingface` has the tokenizers of real models.
 """
 
 import json
@@ -31,17 +31,17 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids, special ones included: every id is in [0, vocab_size)."""
+        """Number of ids, including special ones: every id is in [0, vocab_size)."""
         ...
 
     @property
     def pad_id(self) -> int:
-        """Fills unused places; never part of a text."""
+        """The id that fills unused positions."""
         ...
 
     @property
     def eos_id(self) -> int:
-        """Ends a response; what a supervised response is ended with."""
+        """The id that ends a response, also in supervised training."""
         ...
 
     @property
@@ -51,37 +51,57 @@ class Tokenizer(Protocol):
 
     @property
     def chat_template(self) -> ChatTemplate | None:
-        """Makes a text of messages; None if the model knows no conversations."""
+        """Turns messages into text; None if the model knows no conversations."""
         ...
 
     def encode(self, text: str) -> Int32[np.ndarray, " tokens"]:
-        """The ids of `text`; none is added."""
+        """Returns the ids of `text`, without additional ones."""
         ...
 
     def encode_plain(self, text: str) -> Int32[np.ndarray, " tokens"]:
-        """The ids of a text from outside: what is spelled like a special token in it does not become one."""
+        """Returns the ids of a text from outside; special tokens spelled out in it are encoded as characters."""
         ...
 
     def guarded(self, text: str) -> str:
-        """A text from outside as a chat template may see it: with other characters in place of those that special tokens begin with."""
+        """Returns a text from outside for use in a chat template, with guards for the first characters of special tokens."""
         ...
 
     def encode_guarded(self, text: str) -> Int32[np.ndarray, " tokens"]:
-        """The ids of a text in which parts are `guarded`: what is spelled like a special token there does not become one, all else is as `encode` has it."""
+        """Returns the ids of a text with `guarded` parts, as `encode`; special tokens in guarded parts are encoded as characters."""
         ...
 
     def encode_prompt(self, text: str) -> Int32[np.ndarray, " tokens"]:
-        """The ids of a prompt that is plain text: with the token that begins a text, where the model knows one."""
+        """Returns the ids of a plain-text prompt, including the token that begins a text, if the model has one."""
         ...
 
     def decode(self, ids: Int[np.ndarray, " tokens"]) -> str:
-        """The text of `ids`, special tokens left out."""
+        """Returns the text of `ids` without special tokens."""
         ...
 
 
+class _Plain:
+    """The methods of tokenizers in which no text spells a special token."""
+
+    def encode_plain(self: "Tokenizer", text: str) -> Int32[np.ndarray, " tokens"]:
+        """Returns the same as `encode`."""
+        return self.encode(text)
+
+    def guarded(self, text: str) -> str:
+        """Returns the same text."""
+        return text
+
+    def encode_guarded(self: "Tokenizer", text: str) -> Int32[np.ndarray, " tokens"]:
+        """Returns the same as `encode`."""
+        return self.encode(text)
+
+    def encode_prompt(self: "Tokenizer", text: str) -> Int32[np.ndarray, " tokens"]:
+        """Returns the same as `encode`."""
+        return self.encode(text)
+
+
 @dataclass(frozen=True)
-class ByteTokenizer:
-    """One token per UTF-8 byte: 2 special ids and 256 bytes, any text, no training.
+class ByteTokenizer(_Plain):
+    """One token per UTF-8 byte: 2 special ids and 256 bytes. It encodes any text and needs no training.
 
     >>> ByteTokenizer().encode("A=").tolist()
     [67, 63]
@@ -94,27 +114,11 @@ class ByteTokenizer:
     vocab_size: int = field(default=_SPECIALS + 256, init=False)
 
     def encode(self, text: str) -> Int32[np.ndarray, " tokens"]:
-        """The bytes of `text`, shifted past the special ids."""
+        """Returns the bytes of `text`, shifted past the special ids."""
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int32) + np.int32(_SPECIALS)
 
-    def encode_plain(self, text: str) -> Int32[np.ndarray, " tokens"]:
-        """The same as `encode`: no text spells a special token."""
-        return self.encode(text)
-
-    def guarded(self, text: str) -> str:
-        """The same text: none spells a special token."""
-        return text
-
-    def encode_guarded(self, text: str) -> Int32[np.ndarray, " tokens"]:
-        """The same as `encode`: no text spells a special token."""
-        return self.encode(text)
-
-    def encode_prompt(self, text: str) -> Int32[np.ndarray, " tokens"]:
-        """The same as `encode`: nothing begins a text."""
-        return self.encode(text)
-
     def decode(self, ids: Int[np.ndarray, " tokens"]) -> str:
-        """The text of `ids`; bytes that are no valid UTF-8 become U+FFFD, since a model may sample any bytes.
+        """Returns the text of `ids`. Bytes that are not valid UTF-8 become U+FFFD.
 
         Raises:
             ValueError: an id outside the vocabulary.
@@ -122,12 +126,12 @@ class ByteTokenizer:
         return bytes(_ordinary(ids, self.vocab_size)).decode("utf-8", errors="replace")
 
     def token_bytes(self, token: int) -> bytes | None:
-        """Returns the byte; None for an id outside the vocabulary."""
+        """Returns the byte, or None for an id outside the vocabulary."""
         return bytes(_ordinary(np.array([token]), self.vocab_size)) if 0 <= token < self.vocab_size else None
 
 
 @dataclass(frozen=True)
-class CharTokenizer:
+class CharTokenizer(_Plain):
     """One token per character of a fixed alphabet, in the alphabet's order after the special ids.
 
     >>> CharTokenizer("0123456789+=").encode("1+2").tolist()
@@ -145,13 +149,11 @@ class CharTokenizer:
 
     def __post_init__(self) -> None:
         repeated = sorted({char for char in self.alphabet if self.alphabet.count(char) > 1})
-        if repeated:
+        if repeated or not self.alphabet:
             raise ValueError(
-                f"alphabet {self.alphabet!r} repeats {repeated}: two ids would mean one character"
-            )
-        if not self.alphabet:
-            raise ValueError(
-                "the alphabet is empty; give every character that prompts and responses may hold"
+                f"alphabet {self.alphabet!r} repeats {repeated}; give every character of prompts and responses once"
+                if repeated
+                else "the alphabet is empty; give every character of prompts and responses"
             )
 
     @property
@@ -160,7 +162,7 @@ class CharTokenizer:
         return _SPECIALS + len(self.alphabet)
 
     def encode(self, text: str) -> Int32[np.ndarray, " tokens"]:
-        """The ids of the characters of `text`.
+        """Returns the ids of the characters of `text`.
 
         Raises:
             ValueError: a character that is not in the alphabet.
@@ -174,24 +176,8 @@ class CharTokenizer:
             )
         return np.array(places, dtype=np.int32) + np.int32(_SPECIALS)
 
-    def encode_plain(self, text: str) -> Int32[np.ndarray, " tokens"]:
-        """The same as `encode`: no text spells a special token."""
-        return self.encode(text)
-
-    def guarded(self, text: str) -> str:
-        """The same text: none spells a special token."""
-        return text
-
-    def encode_guarded(self, text: str) -> Int32[np.ndarray, " tokens"]:
-        """The same as `encode`: no text spells a special token."""
-        return self.encode(text)
-
-    def encode_prompt(self, text: str) -> Int32[np.ndarray, " tokens"]:
-        """The same as `encode`: nothing begins a text."""
-        return self.encode(text)
-
     def decode(self, ids: Int[np.ndarray, " tokens"]) -> str:
-        """The text of `ids`.
+        """Returns the text of `ids`.
 
         Raises:
             ValueError: an id outside the vocabulary.
@@ -199,18 +185,15 @@ class CharTokenizer:
         return "".join(self.alphabet[place] for place in _ordinary(ids, self.vocab_size))
 
     def token_bytes(self, token: int) -> bytes | None:
-        """Returns the character's bytes; None for an id outside the vocabulary."""
+        """Returns the bytes of the character, or None for an id outside the vocabulary."""
         return self.decode(np.array([token])).encode("utf-8") if 0 <= token < self.vocab_size else None
 
 
 def named_tokenizer(name: str) -> ByteTokenizer | CharTokenizer:
-    """The tokenizer of a preset.
-
-    Args:
-        name: `byte`, or `char:ALPHABET`.
+    """Returns the tokenizer called `byte` or `char:ALPHABET`.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: another name.
     """
     kind, _, alphabet = name.partition(":")
     if kind not in ("byte", "char"):
@@ -219,10 +202,10 @@ def named_tokenizer(name: str) -> ByteTokenizer | CharTokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: str | os.PathLike[str]) -> None:
-    """Writes the tokenizer's files into `folder`, which is created if need be.
+    """Writes the tokenizer's files into `folder`, which is created if necessary.
 
     Raises:
-        ValueError: a tokenizer that is neither of this module nor read from a Hugging Face folder.
+        ValueError: the tokenizer is neither from this module nor from a Hugging Face folder.
     """
     from dapo_jax.text.huggingface import HuggingFaceTokenizer  # loads the library `tokenizers`
 
@@ -247,26 +230,27 @@ def save_tokenizer(tokenizer: Tokenizer, folder: str | os.PathLike[str]) -> None
 
 
 def token_ids(tokenizer: Tokenizer) -> Mapping[str, int | list[int]]:
-    """The ids that a model's files name beside the end and the padding, such as `bos_token_id`; nothing for a tokenizer of this module."""
+    """Returns the ids that a model's files name in addition to the end and the padding, such as `bos_token_id`."""
     from dapo_jax.text.huggingface import HuggingFaceTokenizer  # loads the library `tokenizers`
 
     return tokenizer.token_ids if isinstance(tokenizer, HuggingFaceTokenizer) else {}
 
 
 def token_bytes(tokenizer: Tokenizer, token: int) -> bytes | None:
-    """Returns the bytes that a token adds to a text, which may be a part of a character; a special token adds none.
+    """Returns the bytes that a token adds to a text, possibly a part of a character; a special token adds none.
 
-    None: they are not known. The id is outside the vocabulary, the token's text depends on its neighbours, or the tokenizer has no method `token_bytes`.
+    Returns None if the id is outside the vocabulary, the token's text depends on its neighbours, or the tokenizer has no
+    method `token_bytes`.
     """
     own = getattr(tokenizer, "token_bytes", None)
     return None if own is None else own(token)
 
 
 def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
-    """Reads a model folder's tokenizer: one that `save_tokenizer` wrote, or a Hugging Face one.
+    """Reads the tokenizer of a model folder: files of `save_tokenizer`, or of Hugging Face.
 
     Raises:
-        ValueError: there is no tokenizer.json, it is not JSON, or of a type that is not known.
+        ValueError: tokenizer.json is missing, is not JSON, or has an unknown type.
     """
     path = path_of(folder) / _FILE_NAME
     try:
@@ -304,7 +288,7 @@ def _template(content: bytes, path: AnyPath) -> ChatTemplate:
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Refuses a tokenizer with more ids than the model has rows. Fewer are usual: models pad their vocabulary.
+    """Checks that the model has a row for each id. More rows are usual: models pad their vocabulary.
 
     Raises:
         ValueError: `tokenizer.vocab_size` is over `vocab_size`.
@@ -312,23 +296,23 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
     if tokenizer.vocab_size > vocab_size:
         raise ValueError(
             f"the tokenizer has {tokenizer.vocab_size} ids and the model's vocabulary {vocab_size} rows: ids from "
-            f"{vocab_size} on would have no embedding; take the tokenizer that the model was trained with"
+            f"{vocab_size} on would have no embedding; use the tokenizer that the model was trained with"
         )
 
 
 def _instead(folder: AnyPath) -> str:
-    """The remedy for a folder that holds a tokenizer in an older form."""
+    """Returns the remedy for a folder with a tokenizer in an older format."""
     older = [name for name in ("tokenizer.model", "spiece.model", "vocab.json") if (folder / name).is_file()]
     if not older:
         return ""
     return (
-        f". It has {older[0]}, which is not read here; transformers makes the file of it: "
+        f". It has {older[0]}, which is not read here; convert it with transformers: "
         "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
     )
 
 
 def _ordinary(ids: Int[np.ndarray, " tokens"], vocab_size: int) -> Iterable[int]:
-    """The ids that are not special, counted from 0."""
+    """Returns the ids that are not special, counted from 0."""
     outside = ids[(ids < 0) | (ids >= vocab_size)]
     if outside.size:
         raise ValueError(

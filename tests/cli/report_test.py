@@ -56,14 +56,14 @@ def test_a_run_in_a_bucket_has_its_page_there(run, bucket):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere"], "nowhere is no run: there is no such folder"),
+        (["nowhere"], "nowhere is not a run: there is no such folder"),
         (["RUN", "RUN"], "is named twice"),
         (["RUN", "--rollout-steps", "-2"], "rollout_steps: found -2"),
         (["RUN", "--port", "8000"], "--port 8000 goes with --watch"),
         (["RUN", "--watch", "--out", "page.html"], "--out page.html"),
         (["RUN", "--watch", "--rollout-steps", "3"], "--rollout-steps 3"),
         (["RUN", "--watch", "--port", "-1"], "port: found -1, needs 0 (any that is free) to 65535"),
-        (["RUN/config.yaml", "--watch"], "config.yaml is no run: it is a file"),
+        (["RUN/config.yaml", "--watch"], "config.yaml is not a run: it is a file"),
         (["s3://x/y", "--watch"], "s3://x/y is neither a local path nor in a bucket"),
         (["RUN", "--out", "s3://x/y"], "s3://x/y is neither a local path nor in a bucket"),
     ],

@@ -1,4 +1,4 @@
-"""What all tests of the data package share: the arithmetic dataset, prepared once."""
+"""The arithmetic dataset for all tests of the folder, prepared once."""
 
 import pytest
 

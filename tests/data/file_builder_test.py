@@ -1,4 +1,4 @@
-"""Datasets of the user's files: what is a question and an answer, what is repeated, what is bad, and where it stands."""
+"""Datasets of the user's files: questions and answers, repeated rows, bad rows and their places."""
 
 import json
 import os
@@ -26,18 +26,20 @@ def lines(path, *rows):
 
 @pytest.fixture
 def load(tmp_path):
-    """`load_rows` of the train split, or the only one, into a folder of the test's own."""
+    """`load_rows` of the train split, or the only split, into the test's folder."""
 
-    def of(source, path, split="train", **told):
-        options = told.pop("options", {})
+    def of(source, path, split="train", **settings):
+        options = settings.pop("options", {})
         data_dir = tmp_path / "prepared"
-        return load_rows(source, split, data_dir, options, path=str(path), or_only=split == "train", **told)
+        return load_rows(
+            source, split, data_dir, options, path=str(path), or_only=split == "train", **settings
+        )
 
     return of
 
 
 @pytest.mark.parametrize("asked", ["What is 1+1?", WRAPPED])
-def test_dapo_math_is_asked_bare_whether_the_file_has_the_instructions_or_not(tmp_path, load, asked):
+def test_dapo_math_questions_have_no_instructions(tmp_path, load, asked):
     row = {**DAPO_ROW, "prompt": [{"role": "user", "content": asked}]}
     [found] = load("dapo_math_17k", lines(tmp_path / "dapo.jsonl", row))
     assert (found["prompt"], found["answer"]) == ("What is 1+1?", "2")
@@ -54,7 +56,7 @@ def test_aime_takes_the_raw_problem_and_each_problem_once(tmp_path, load):
     assert found.note == "aime_2024: 2 prompts of 33 rows (31 repeated)"
 
 
-def test_gsm8k_answers_stand_behind_the_mark_and_the_working_is_a_demonstration(tmp_path, load):
+def test_gsm8k_answers_follow_the_mark_and_the_working_is_a_demonstration(tmp_path, load):
     worked = "1 + 1 = <<1+1=2>>2\n#### 1,200"
     lines(tmp_path / "train.jsonl", {"question": "How many?", "answer": worked})
     lines(tmp_path / "test.jsonl", {"question": "And now?", "answer": "#### 3"})
@@ -69,7 +71,7 @@ def test_math_500_is_problem_and_answer_and_keeps_the_rest(tmp_path, load):
     assert (found["prompt"], found["answer"], found["level"]) == ("Solve.", r"\frac12", 3)
 
 
-def test_any_file_says_which_fields_are_question_and_answer(tmp_path, load):
+def test_options_name_the_fields_of_any_file(tmp_path, load):
     path = lines(tmp_path / "own.jsonl", {"q": "1+1", "deep": {"a": 2}})
     [found] = load("jsonl", path, options={"prompt": "q", "answer": "deep.a"})
     assert (found["prompt"], found["answer"], found["q"]) == ("1+1", "2", "1+1")
@@ -92,17 +94,11 @@ def test_the_files_name_is_the_split(tmp_path, load):
     found = {
         split: [row["prompt"] for row in load("jsonl", tmp_path, split)] for split in ("train", "validation")
     }
-    # `trained` names no split: it is of the default one.
+    # `trained` does not name a split and is in the default one.
     assert found == {"train": ["a", "b", "d"], "validation": ["c"]}
 
 
-def test_rows_keep_the_files_order(tmp_path, load):
-    rows = [{"prompt": str(number), "answer": "1"} for number in range(300)]
-    found = load("jsonl", lines(tmp_path / "own.jsonl", *rows))
-    assert [row["prompt"] for row in found] == [row["prompt"] for row in rows]
-
-
-def test_repeated_prompts_are_dropped_with_the_count_said_and_conflicts_counted(tmp_path, load):
+def test_repeated_prompts_are_dropped_and_counted(tmp_path, load):
     rows = [{"prompt": "1+1", "answer": answer} for answer in ("2", "2", "3")]
     path = lines(tmp_path / "own.jsonl", *rows, {"prompt": "2+2", "answer": "4"})
     found = load("jsonl", path)
@@ -111,30 +107,19 @@ def test_repeated_prompts_are_dropped_with_the_count_said_and_conflicts_counted(
     assert len(load("jsonl", path, deduplicate=False)) == 4
 
 
-def test_the_counts_are_said_again_when_the_dataset_is_found_prepared(tmp_path, load):
-    path = lines(tmp_path / "own.jsonl", *[{"prompt": "1+1", "answer": "2"}] * 3)
-    assert load("jsonl", path).note == load("jsonl", path).note == "jsonl: 1 prompts of 3 rows (2 repeated)"
-
-
 BAD = [
     ({"answer": "1"}, "line 2: no field 'prompt'; the row's fields are ['answer']"),
     ({"prompt": "1"}, "line 2: no field 'answer'"),
-    ({"prompt": "", "answer": "1"}, "line 2: 'prompt' is empty"),
-    ({"prompt": "1", "answer": "  "}, "line 2: 'answer' is empty"),
-    ({"prompt": 3, "answer": "1"}, "line 2: 'prompt' must be a string or a list of messages"),
-    ({"prompt": "1", "answer": 1.5}, "line 2: 'answer' must be a string or an integer; got 1.5"),
     ({"prompt": "1", "answer": None}, "line 2: 'answer' must be a string or an integer; got None"),
-    ({"prompt": [], "answer": "1"}, "line 2: 'prompt' must be a string or a list of messages"),
     ({"prompt": [{"role": "user"}], "answer": "1"}, "line 2: message 0: 'content' must be a string"),
     ({"prompt": "\ud800", "answer": "1"}, "line 2: a text holds half a surrogate pair"),
     (b'{"prompt": "\xff", "answer": "1"}', "line 2: byte 13 of the line is not UTF-8"),
     (b'{"prompt": ', "line 2: not JSON"),
-    (b"null", "line 2: needs a JSON object; this is a NoneType"),
 ]
 
 
 @pytest.mark.parametrize(("bad", "message"), BAD)
-def test_a_bad_row_ends_it_with_file_and_line_or_is_skipped_and_counted(tmp_path, load, bad, message):
+def test_a_bad_row_is_an_error_with_its_line_or_is_skipped_and_counted(tmp_path, load, bad, message):
     path = lines(
         tmp_path / "own.jsonl", {"prompt": "1+1", "answer": "2"}, bad, {"prompt": "2+2", "answer": "4"}
     )
@@ -152,37 +137,24 @@ def test_a_bad_row_ends_it_with_file_and_line_or_is_skipped_and_counted(tmp_path
     [
         ("dapo_math_17k", {"prompt": "x", "reward_model": {}}, "no field 'reward_model.ground_truth'"),
         ("dapo_math_17k", {"prompt": "x", "reward_model": {"ground_truth": 3}}, "must be text; got 3"),
-        ("dapo_math_17k", {"reward_model": {"ground_truth": "3"}}, "no field 'prompt'"),
         ("aime_2024", {**DAPO_ROW, "extra_info": {"raw_problem": " "}}, "'extra_info.raw_problem' is empty"),
-        (
-            "gsm8k",
-            {"question": "How?", "answer": "it is 3"},
-            "'answer' has nothing behind '####'; it ends 'it is 3'",
-        ),
-        ("gsm8k", {"question": "How?", "answer": "so\n#### "}, "'answer' has nothing behind '####'"),
+        ("gsm8k", {"question": "How?", "answer": "it is 3"}, "'####'; it ends 'it is 3'"),
         ("math_500", {"question": "How?", "answer": "3"}, "no field 'problem'"),
     ],
 )
-def test_each_dataset_says_what_its_rows_lack(tmp_path, load, source, row, message):
+def test_each_dataset_names_missing_fields(tmp_path, load, source, row, message):
     with pytest.raises(ValueError, match=r"^own\.jsonl, line 1: ") as refused:
         load(source, lines(tmp_path / "own.jsonl", row))
     assert message in str(refused.value)
 
 
-def test_nothing_but_bad_rows_is_no_dataset(tmp_path, load):
+def test_a_dataset_of_bad_rows_only_is_refused(tmp_path, load):
     path = lines(tmp_path / "own.jsonl", b"{", b"[")
-    with pytest.raises(
-        ValueError, match=r"own\.jsonl: no rows; all of its rows are bad, the first: own\.jsonl, line 1"
-    ):
+    with pytest.raises(ValueError, match=r"own\.jsonl: no rows.* own\.jsonl, line 1"):
         load("jsonl", path, on_bad_row="skip")
 
 
-def test_an_empty_file_has_no_rows(tmp_path, load):
-    with pytest.raises(ValueError, match=r"^own\.jsonl: no rows$"):
-        load("jsonl", lines(tmp_path / "own.jsonl"))
-
-
-def test_another_content_is_another_dataset_and_the_same_is_found_wherever_it_lies(tmp_path, load):
+def test_a_dataset_is_found_by_content_not_by_folder(tmp_path, load):
     path = lines(tmp_path / "own.jsonl", {"prompt": "1", "answer": "1"})
     assert load("jsonl", path)[0]["answer"] == "1"
     lines(path, {"prompt": "1", "answer": "2"})
@@ -201,33 +173,28 @@ def test_a_bad_file_leaves_nothing_prepared(tmp_path, load):
 
 
 @pytest.mark.parametrize(
-    ("source", "told", "message"),
+    ("source", "settings", "message"),
     [
-        ("gsm8k", {}, "dataset 'gsm8k' is read from a file or folder of yours: name it in data.path"),
-        (
-            "jsonl",
-            {"path": "own.jsonl", "options": {"promt": "q"}},
-            "no option 'promt'; there are prompt, answer",
-        ),
-        ("gsm8k", {"path": "own.jsonl", "options": {"prompt": "q"}}, "no option 'prompt'; it has none"),
+        ("gsm8k", {}, "data.path"),
+        ("jsonl", {"path": "own.jsonl", "options": {"promt": "q"}}, "'promt'; there are prompt, answer"),
         ("arithmetic", {"path": "own.jsonl"}, "'arithmetic' reads no files"),
-        ("reasoning_gym:gcd", {"path": "own.jsonl"}, "'reasoning_gym:gcd' reads no file; leave data.path"),
+        ("reasoning_gym:gcd", {"path": "own.jsonl"}, "data.path"),
     ],
 )
-def test_what_a_source_takes_is_checked(tmp_path, monkeypatch, source, told, message):
+def test_settings_of_sources_are_checked(tmp_path, monkeypatch, source, settings, message):
     monkeypatch.chdir(tmp_path)
     lines(tmp_path / "own.jsonl", {"prompt": "1", "answer": "1"})
     with pytest.raises(ValueError) as refused:  # noqa: PT011 - compared below, as plain text
-        load_rows(source, "train", tmp_path / "prepared", told.pop("options", {}), **told)
+        load_rows(source, "train", tmp_path / "prepared", settings.pop("options", {}), **settings)
     assert message in str(refused.value)
 
 
 REAL = os.environ.get("DAPO_JAX_DATA")
 
 
-@pytest.mark.skipif(not REAL, reason="DAPO_JAX_DATA names no folder with the four published datasets")
+@pytest.mark.skipif(not REAL, reason="DAPO_JAX_DATA does not name a folder with the four published datasets")
 @pytest.mark.parametrize(
-    ("source", "folder", "split", "count", "said"),
+    ("source", "folder", "split", "count", "note"),
     [
         ("dapo_math_17k", "dapo_math_17k", "train", 17_290, "17,290 prompts of 17,917 rows (627 repeated, 11 of them with another answer)"),
         ("aime_2024", "aime_2024", "test", 30, "30 prompts of 960 rows (930 repeated)"),
@@ -236,7 +203,7 @@ REAL = os.environ.get("DAPO_JAX_DATA")
         ("math_500", "math_500", "test", 500, "500 prompts of 500 rows"),
     ],
 )  # fmt: skip
-def test_the_published_files_have_their_known_counts(load, source, folder, split, count, said):
+def test_the_published_files_have_their_known_counts(load, source, folder, split, count, note):
     found = load(source, Path(str(REAL)) / folder, split)
     assert len(found) == count
-    assert found.note == f"{source}: {said}"
+    assert found.note == f"{source}: {note}"

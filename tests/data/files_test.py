@@ -1,4 +1,4 @@
-"""Reading rows of files: every row has its place, and what is wrong with it is said rather than raised."""
+"""Rows of files: every row has its place, and a bad row has a problem."""
 
 import gzip
 import json
@@ -26,11 +26,6 @@ def test_lines_are_counted_as_an_editor_counts_them(tmp_path):
         (b'{"x": 1', "not JSON: Expecting ',' delimiter at column 8"),
         (b'{"x": "\xff"}', "byte 8 of the line is not UTF-8: invalid start byte"),
         (b"[1, 2]", "needs a JSON object; this is a list"),
-        (b"17", "needs a JSON object; this is a int"),
-        (
-            b"[" * 100_000,
-            "cannot be read: maximum recursion depth exceeded while decoding a JSON array from a unicode string",
-        ),
     ],
 )
 def test_a_bad_line_has_a_problem_and_the_next_is_read(tmp_path, line, problem):
@@ -39,7 +34,7 @@ def test_a_bad_line_has_a_problem_and_the_next_is_read(tmp_path, line, problem):
     assert rows_of(file) == [("a.jsonl, line 1", {}, problem), ("a.jsonl, line 2", {"x": 2}, "")]
 
 
-def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path):
+def test_a_byte_order_mark_is_ignored(tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_bytes(b'\xef\xbb\xbf{"x": 1}\n')
     assert rows_of(file) == [("a.jsonl, line 1", {"x": 1}, "")]
@@ -55,32 +50,45 @@ def test_zipped_lines_are_lines(tmp_path):
 def test_a_damaged_zip_is_named_with_the_last_whole_line(tmp_path, damage):
     file = tmp_path / "a.jsonl.gz"
     file.write_bytes(damage(gzip.compress(b'{"x": 1}\n' * 1000)))
-    with pytest.raises(ValueError, match=r"a\.jsonl\.gz cannot be read behind line \d+"):
+    with pytest.raises(ValueError, match=r"a\.jsonl\.gz cannot be read after line \d+"):
         rows_of(file)
 
 
-def test_parquet_rows_are_python_values(tmp_path):
+def test_parquet_rows_are_python_values_in_order(tmp_path):
     file = tmp_path / "a.parquet"
-    parquet.write_table(pa.table({"q": ["1+1"], "deep": [{"answer": ["2"]}]}), file)
-    assert rows_of(file) == [("a.parquet, row 1", {"q": "1+1", "deep": {"answer": ["2"]}}, "")]
+    deep = [{"answer": [str(number), None]} for number in range(3000)]
+    table = pa.table({"q": [f"{number}+0" for number in range(3000)], "deep": deep})
+    parquet.write_table(table, file, row_group_size=1100)  # more than one batch per row group
+    found = rows_of(file)
+    assert [fields for _, fields, _ in found] == table.to_pylist()
+    assert [place for place, _, _ in found] == [f"a.parquet, row {number}" for number in range(1, 3001)]
 
 
-def test_a_parquet_text_that_is_no_utf8_is_one_bad_row(tmp_path):
+def test_memory_is_bounded_by_row_groups(tmp_path):
+    """Arrow's memory while 30 row groups of 1 MB are read: at most a few of them at a time."""
+    file, texts = tmp_path / "a.parquet", [f"{number}{'x' * 1000}" for number in range(30_000)]
+    plain = {"use_dictionary": False, "compression": "none"}
+    parquet.write_table(pa.table({"q": texts}), file, row_group_size=1000, **plain)
+    before = pa.total_allocated_bytes()
+    assert max(pa.total_allocated_bytes() - before for _ in file_rows(file)) < 6_000_000
+
+
+def test_a_parquet_text_that_is_not_utf8_is_one_bad_row(tmp_path):
     file = tmp_path / "a.parquet"
     texts = pa.array([b"fine", b"\xff\xfe", b"fine too"]).cast(pa.string(), safe=False)
     parquet.write_table(pa.table({"q": texts}), file)
-    problems = [(row.place, row.problem) for row in file_rows(file)]
-    assert problems == [
-        ("a.parquet, row 1", ""),
-        ("a.parquet, row 2", "a text is not UTF-8: invalid start byte"),
-        ("a.parquet, row 3", ""),
-    ]
+    first, second, third = rows_of(file)
+    assert (first[1:], third[1:]) == (({"q": "fine"}, ""), ({"q": "fine too"}, ""))
+    assert second[0] == "a.parquet, row 2"
+    assert "utf-8" in second[2]
 
 
-def test_a_damaged_parquet_file_is_named(tmp_path):
+@pytest.mark.parametrize("kept", [0, 20, 3000])
+def test_a_half_written_parquet_file_is_named(tmp_path, kept):
     file = tmp_path / "a.parquet"
-    file.write_bytes(b"PAR1 and nothing of the kind")
-    with pytest.raises(ValueError, match=r"a\.parquet cannot be read as parquet behind row 0"):
+    parquet.write_table(pa.table({"q": [str(number) for number in range(3000)]}), file)
+    file.write_bytes(file.read_bytes()[:kept])
+    with pytest.raises(ValueError, match=r"a\.parquet cannot be read as parquet after row 0"):
         rows_of(file)
 
 
@@ -93,12 +101,12 @@ def test_a_folder_is_its_data_files_by_name(tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("nowhere.jsonl", r"there is no file or folder .*nowhere\.jsonl"),
-        ("table.csv", r"table\.csv is of no known kind; data files end in \.parquet, \.jsonl"),
-        ("empty", r"the folder .*empty has no file of the kinds \.parquet"),
+        ("nowhere.jsonl", r"nowhere\.jsonl"),
+        ("table.csv", r"table\.csv .*\.parquet, \.jsonl"),
+        ("empty", r"folder .*empty .*\.parquet"),
     ],
 )
-def test_what_cannot_be_data_is_named(tmp_path, name, message):
+def test_paths_without_data_are_refused(tmp_path, name, message):
     (tmp_path / "table.csv").write_text("a,b")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=message):

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,6 @@ CALLS = {
 BY_NAME = {
     "dapo_jax/rewards/functions.py",  # what the configuration names
     "dapo_jax/data/builders/__init__.py",  # one of the package's own builders
-    "dapo_jax/data/reasoning_gym.py",  # one of two names in the same line
     "dapo_jax/__init__.py",  # one of the package's own
 }
 """Files that import a module whose name is no constant."""
@@ -117,6 +117,39 @@ def test_a_model_folder_s_own_code_is_never_looked_at(tmp_path, monkeypatch, cap
     assert main(["convert", "model", "again"]) == 2
     assert "auto_map=" in capsys.readouterr().err
     assert not Path("opened").exists()
+
+
+def test_a_row_cannot_name_a_reward(tmp_path, monkeypatch):
+    """Whatever a dataset says of graders, the configuration's is the one."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    Path("evil.py").write_text("open('opened', 'w')\n")
+    names = ("grader", "reward", "reward_fn", "reward.grader", "data_source", "reward_function", "style")
+    row = {"prompt": "1+1", "answer": "2"} | dict.fromkeys(names, "evil.py:f")
+    row["reward_model"] = {"ground_truth": "2", "style": "evil:f"}
+    Path("data.jsonl").write_text(json.dumps(row) + "\n")
+    assert main(["data", "show", "jsonl", "--from", "data.jsonl", "--data-dir", "kept"]) == 0
+    assert not Path("opened").exists()
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{{ ''.__class__.__mro__ }}", "tries to leave its sandbox"),
+        ("{% for i in range(10**12) %}{% endfor %}", "Range too big"),
+        ("{% for i in range(9999) %}{{ 'x' * 9999 }}{% endfor %}", "4,194,304 characters"),
+    ],
+)  # fmt: skip
+def test_a_template_neither_leaves_its_sandbox_nor_runs_on(source, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ChatTemplate(source, name="t").render([{"role": "user", "content": "1+1"}])
+
+
+def test_a_conversation_of_a_million_characters_is_rendered():
+    """The limits are far from what models are asked: 1,000 turns of 1,000 characters."""
+    turns = [{"role": ("user", "assistant")[i % 2], "content": "x" * 1000} for i in range(1000)]
+    source = "{% for m in messages %}{{ m.role ~ ': ' ~ (m.content | trim) ~ '\n' }}{% endfor %}"
+    assert len(ChatTemplate(source, name="t").render(turns)) > 1_000_000
 
 
 def test_the_server_listens_at_this_machine_alone_unless_told():

@@ -1,4 +1,4 @@
-"""Adapter folders: PEFT's read with PEFT's numbers, ours with PEFT's names, and what is not covered refused by its name."""
+"""Adapter folders: read and written as in PEFT; settings that are not covered are refused by name."""
 
 import json
 import re
@@ -29,7 +29,7 @@ GOLDEN = sorted(path.parent for path in (Path(__file__).parents[1] / "golden").g
 
 @pytest.fixture(params=GOLDEN, ids=lambda path: path.name)
 def golden(request):
-    """(folder of the base, configuration with adapters, all parameters, what PEFT computed)"""
+    """(folder of the base, configuration with adapters, all parameters, PEFT's results)"""
     folder = request.param
     config, base = load_model(folder)
     found, file = read_adapter(folder / "adapter")
@@ -46,7 +46,7 @@ def test_there_are_golden_adapters():
     assert [path.name for path in GOLDEN] == ["llama", "qwen2", "qwen3"]
 
 
-def test_logits_and_greedy_tokens_are_those_of_peft(golden):
+def test_logits_and_greedy_tokens_equal_those_of_peft(golden):
     _, config, params, expected = golden
     prompt, response = expected["tokens"], expected["greedy"]
     tokens = np.concatenate([prompt, response])
@@ -57,10 +57,10 @@ def test_logits_and_greedy_tokens_are_those_of_peft(golden):
     assert np.abs(bare - found).max() > 1.0, "the adapter changes something"
 
 
-def test_what_peft_wrote_comes_out_as_it_was(golden, tmp_path):
-    """The same tensors by the same names; and of its configuration what counts."""
+def test_an_adapter_of_peft_is_written_back_unchanged(golden, tmp_path):
+    """The same tensors with the same names, and the same values of the keys that count."""
     folder, config, params, _ = golden
-    save_adapter(tmp_path, config, parted(params)[0], base="somebody/model")
+    save_adapter(tmp_path, config, parted(params)[0], base="org/model")
     found, theirs = (load_file(each / "adapter_model.safetensors") for each in (tmp_path, folder / "adapter"))
     assert found.keys() == theirs.keys()
     for name, tensor in theirs.items():
@@ -68,7 +68,7 @@ def test_what_peft_wrote_comes_out_as_it_was(golden, tmp_path):
     ours, theirs = (
         json.loads((each / "adapter_config.json").read_text()) for each in (tmp_path, folder / "adapter")
     )
-    assert ours.pop("base_model_name_or_path") == "somebody/model"
+    assert ours.pop("base_model_name_or_path") == "org/model"
     assert sorted(ours.pop("target_modules")) == sorted(theirs["target_modules"])
     assert {key: theirs[key] for key in ours} == ours
 
@@ -84,8 +84,9 @@ def test_a_merged_model_gives_the_same_logits(golden, tmp_path):
     np.testing.assert_allclose(found, expected["logits"], rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.slow  # compiles a sampler; parity_test.py samples a model, and the tests above compare logits
 def test_an_adapter_folder_is_sampled_from(tmp_path):
-    """As any model: its base is found by the name in adapter_config.json."""
+    """Its base is found by the name in adapter_config.json."""
     folder = next(path for path in GOLDEN if path.name == "qwen2")
     base, adapter = tmp_path / "base", tmp_path / "adapter"
     shutil.copytree(folder, base, ignore=shutil.ignore_patterns("adapter"))
@@ -97,8 +98,8 @@ def test_an_adapter_folder_is_sampled_from(tmp_path):
     assert greedy_by_sampler(adapter, prompt) == [expected["greedy"].tolist()]
 
 
-def test_what_the_page_prints_opens_an_adapter(golden, tmp_path):
-    """Where PEFT is installed: the logits of a random adapter that is written here are ours, and so are 64 greedy tokens."""
+def test_the_code_of_the_documentation_opens_an_adapter(golden, tmp_path):
+    """With PEFT installed: logits and 64 greedy tokens of a random adapter are equal."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("peft")
     folder, config, params, expected = golden
@@ -140,45 +141,33 @@ def edit(folder, **changes):
     ("key", "value"),
     [
         ("use_dora", True),
-        ("use_rslora", True),
         ("modules_to_save", ["lm_head"]),
         ("bias", "all"),
-        ("lora_bias", True),
-        ("fan_in_fan_out", True),
         ("rank_pattern", {"q_proj": 8}),
-        ("alpha_pattern", {"q_proj": 8}),
         ("layers_to_transform", [0]),
-        ("layer_replication", [[0, 1]]),
-        ("target_parameters", ["mlp.experts.gate_up_proj"]),
-        ("trainable_token_indices", [1, 2]),
         ("init_lora_weights", "pissa"),
         ("peft_type", "LOHA"),
-        ("task_type", "SEQ_CLS"),
         ("use_something_new", True),
     ],
 )
-def test_what_is_not_covered_is_refused_by_its_key(key, value, adapter):
+def test_settings_that_are_not_covered_are_refused_by_key(key, value, adapter):
     edit(adapter, **{key: value})
     with pytest.raises(ValueError, match=rf"adapter_config\.json: {key}=.* is not covered"):
         read_adapter(adapter)
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "said"),
+    ("key", "value", "words"),
     [
-        ("r", 0, "rank 0 and alpha"),
-        ("r", 2.5, "r must be a whole number, got 2.5"),
-        ("r", "4", "r must be a whole number, got '4'"),
-        ("r", ..., "r must be a whole number, got None"),
-        ("lora_alpha", -1, "must both be more than 0"),
-        ("lora_alpha", True, "lora_alpha must be a number, got True"),
-        ("lora_alpha", float("inf"), "lora_alpha must be a number, got inf"),
-        ("r", float("nan"), "r must be a whole number, got nan"),
+        ("r", 0, "rank 0"),
+        ("r", 2.5, "r=2.5"),
+        ("r", ..., "r=None"),
+        ("lora_alpha", float("inf"), "alpha inf"),
     ],
 )
-def test_numbers_that_are_none(key, value, said, adapter):
+def test_wrong_ranks_and_alphas_are_refused(key, value, words, adapter):
     edit(adapter, **{key: value})
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=rf"adapter_config\.json: .*{words}"):
         read_adapter(adapter)
 
 
@@ -186,33 +175,27 @@ def test_tensors_of_other_matrices_are_refused_by_name(adapter):
     tensors = load_file(adapter / "adapter_model.safetensors")
     name = "base_model.model.lm_head.lora_A.weight"
     save_file({**tensors, name: np.zeros((2, 32), np.float32)}, adapter / "adapter_model.safetensors")
-    with pytest.raises(ValueError, match=rf"holds '{name}'; the decoder has adapters of q_proj"):
+    with pytest.raises(ValueError, match=rf"has '{name}'; .* q_proj"):
         read_adapter(adapter)
 
 
 def test_an_adapter_of_another_base_is_refused_by_name(adapter):
-    """Of one with other widths, and of one with other layers."""
+    """A base with other widths, and bases with more and fewer layers."""
     found, file = read_adapter(adapter)
-    for changes, said in [
-        (
-            {"embed_dim": 16},
-            r"k_proj\.lora_A\.weight has shape \(2, 32\), the configuration calls for \(2, 16\)",
-        ),
-        (
-            {"embed_dim": 32, "layers": 3},
-            r"lacks the tensor '.*layers\.2\.self_attn\.k_proj\.lora_A\.weight'",
-        ),
-        ({"embed_dim": 32, "layers": 1}, r"layers\.1\..*which the configuration does not call for"),
+    for changes, words in [
+        ({"embed_dim": 16}, r"k_proj\.lora_A\.weight .*\(2, 32\), .*\(2, 16\)"),
+        ({"embed_dim": 32, "layers": 3}, r"lacks .*layers\.2\.self_attn\.k_proj\.lora_A\.weight"),
+        ({"embed_dim": 32, "layers": 1}, r"has the tensors .*layers\.1\."),
     ]:
         config = tiny_decoder_config(
             **{"layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, **changes}, lora=found.shape
         )
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=words):
             place_adapters(config, file)
 
 
-def test_half_an_adapter_is_none(adapter, monkeypatch):
-    """Whose export was interrupted has no adapter_config.json, even where another one had been."""
+def test_an_interrupted_export_is_not_an_adapter(adapter, monkeypatch):
+    """The folder has no adapter_config.json, not even the one of an earlier adapter."""
     config = tiny_decoder_config(lora=lora_shape(rank=2, alpha=1.0, targets=["mlp"]))
     monkeypatch.setattr("dapo_jax.models.adapter_folder.write_named", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -228,8 +211,6 @@ def test_targets_have_the_names_of_the_configuration():
     ("targets", "expected"),
     [
         (["all"], tuple(MATRICES)),
-        (["attention"], ("q_proj", "k_proj", "v_proj", "o_proj")),
-        (["mlp"], ("gate_proj", "up_proj", "down_proj")),
         (["down_proj", "q_proj", "q_proj"], ("q_proj", "down_proj")),
         (["mlp", "v_proj"], ("v_proj", "gate_proj", "up_proj", "down_proj")),
     ],
@@ -245,31 +226,28 @@ def test_targets_name_matrices(targets, expected):
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "words"),
     [
         ({"rank": 0}, "rank 0"),
         ({"alpha": 0.0}, "alpha 0.0"),
-        (
-            {"targets": ["lm_head"]},
-            "no linear layer is called 'lm_head'; there are all, attention, mlp, q_proj",
-        ),
-        ({"targets": []}, "no linear layer is named"),
+        ({"targets": ["lm_head"]}, "'lm_head'; there are all, attention, mlp, q_proj"),
+        ({"targets": []}, "there are all, attention"),
     ],
 )
-def test_shapes_that_are_none(how, said):
-    with pytest.raises(ValueError, match=said):
+def test_impossible_shapes_are_refused(how, words):
+    with pytest.raises(ValueError, match=words):
         lora_shape(**{"rank": 2, "alpha": 1.0, "targets": ["all"], **how})
 
 
-@pytest.mark.parametrize("moved", ["/gone/base", "../gone/base", "gone base", "a/b/c", "runs/gone"])
+@pytest.mark.parametrize("moved", ["/gone/base", "gone base", "runs/gone"])
 def test_an_adapter_whose_base_moved_is_refused_by_file_key_and_value(moved, adapter, monkeypatch):
-    """A folder such as runs/gone has the form of a name on the hub, which is asked and does not have it either."""
+    """A folder such as runs/gone could be a name on the hub, which does not have it either."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     edit(adapter, base_model_name_or_path=moved)
     with pytest.raises(ConfigError) as caught:
         load_policy(ModelConfig(source=str(adapter)))
-    for said in (str(adapter / "adapter_config.json"), f"base_model_name_or_path={moved!r}", "ORG/NAME"):
-        assert said in str(caught.value)
+    for words in (str(adapter / "adapter_config.json"), f"base_model_name_or_path={moved!r}", "ORG/NAME"):
+        assert words in str(caught.value)
     asked_the_hub = moved == "runs/gone"
     assert ("HF_HUB_OFFLINE" in str(caught.value) or "the hub cannot" in str(caught.value)) == asked_the_hub
 
@@ -284,30 +262,15 @@ def on_a_base(adapter, tmp_path):
     return adapter
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("matrix", ["lora_A", "lora_B"])
+@pytest.mark.parametrize(("matrix", "value"), [("lora_A", np.nan), ("lora_B", -np.inf)])
 def test_an_adapter_that_is_not_finite_is_neither_sampled_from_nor_merged(matrix, value, on_a_base, tmp_path):
     """Every command that takes a model reads it by `load_policy`."""
     tensors = load_file(on_a_base / "adapter_model.safetensors")
     name = next(name for name in tensors if matrix in name)
     tensors[name][0, 0] = value
     save_file(tensors, on_a_base / "adapter_model.safetensors")
-    with pytest.raises(
-        ConfigError, match=rf"adapter_model\.safetensors: {re.escape(name)} holds NaN or infinity"
-    ):
+    with pytest.raises(ConfigError, match=rf"adapter_model\.safetensors: {re.escape(name)} holds NaN"):
         load_policy(ModelConfig(source=str(on_a_base)))
     with pytest.raises(ConfigError, match=rf"{re.escape(name)} holds NaN or infinity"):
-        convert(str(on_a_base), str(tmp_path / "out"), merge=True)
-    assert not (tmp_path / "out").exists()
-
-
-def test_adapters_whose_product_overflows_are_not_merged(on_a_base, tmp_path):
-    """1e30 times 1e30 is infinite in float32, though both are finite."""
-    tensors = load_file(on_a_base / "adapter_model.safetensors")
-    save_file(
-        {name: np.full_like(tensor, 1e30) for name, tensor in tensors.items()},
-        on_a_base / "adapter_model.safetensors",
-    )
-    with pytest.raises(ConfigError, match="would hold NaN or infinity in float32"):
         convert(str(on_a_base), str(tmp_path / "out"), merge=True)
     assert not (tmp_path / "out").exists()

@@ -1,4 +1,4 @@
-"""Both attentions against a float64 loop; a slot's cache beyond its length, and its neighbours, never count."""
+"""Attention against a float64 loop; a slot does not depend on its cache beyond its length, nor on other slots."""
 
 import functools
 import math
@@ -90,7 +90,7 @@ def test_causal_attention_sees_the_prompt_that_its_segment_follows():
 
 
 def test_blocks_of_queries_change_no_gradient(monkeypatch):
-    """26 queries in four blocks of 7 (the last of 5), and in one: three segments, the third behind the first as its prompt."""
+    """26 queries in four blocks of 7 (the last of 5), and in one: three segments, the first is the prompt of the third."""
     inputs = random_inputs(4, batch=1, seq=26)
     segment_ids = np.array([[1] * 5 + [2] * 10 + [3] * 11], np.int32)
     prefix_ids = jnp.asarray(np.where(segment_ids == 3, 1, segment_ids))
@@ -131,7 +131,7 @@ def test_cached_attention_sees_the_first_tokens_of_its_slot(chunk):
         np.testing.assert_allclose(found[slot, head], exact, rtol=1e-5, atol=1e-6)
 
 
-def test_decoding_a_token_gives_what_the_whole_sequence_gives():
+def test_decoding_equals_attention_of_the_whole_sequence():
     query, key, value = random_inputs(3, batch=1, seq=CAPACITY)
     whole = causal(query, key, value, np.ones((1, CAPACITY), np.int32))
     # Every position as a slot of its own over the same cache.
@@ -150,8 +150,8 @@ def test_a_slot_does_not_depend_on_its_neighbours_to_the_last_bit(chunk):
 
 
 @pytest.mark.parametrize("chunk", [13, 5])
-def test_what_lies_beyond_the_length_never_counts(chunk):
-    """Whatever it is, as long as it is finite: the cache sees to that."""
+def test_the_cache_beyond_the_length_never_counts(chunk):
+    """For any finite values, which the cache guarantees."""
     query, keys, values = random_cache(5, 3)
     lengths = np.array([6, 3, 11], np.int32)
     clean = np.asarray(jitted(chunk)(query, keys, values, lengths))  # done before the arrays change
@@ -169,8 +169,8 @@ def test_a_free_slot_gives_zero(chunk):
         assert np.isfinite(found).all()
 
 
-def test_the_parts_of_a_sequence_attend_to_what_the_whole_does():
-    """12 tokens of 5 parts of 3: each part's queries over the keys up to it, with anything in the room behind them."""
+def test_attention_in_parts_equals_attention_of_the_whole():
+    """12 tokens of 5 parts of 3: each part's queries over the keys up to it, with any values after them."""
     rng = np.random.default_rng(0)
     query, key, value = (jnp.asarray(rng.normal(size=(heads, 4, 15)), jnp.float32) for heads in (4, 2, 2))
     whole = causal_attention(query[..., :12], key[..., :12], value[..., :12], jnp.ones((1, 12), jnp.int32))

@@ -1,4 +1,4 @@
-"""config.json: both notations of rotary scaling, what older files leave out, and every key that is refused by name."""
+"""config.json: both notations of rotary scaling, keys that older files lack, and unsupported keys."""
 
 import re
 from dataclasses import replace
@@ -18,7 +18,7 @@ SCALINGS = {
         kind="llama3", factor=8.0, low_freq_factor=2.0, high_freq_factor=5.0, original_max_positions=16
     ),
     "yarn": RopeScaling(kind="yarn", factor=4.0, original_max_positions=16),
-    "yarn, all said": RopeScaling(
+    "yarn, all fields": RopeScaling(
         kind="yarn",
         factor=4.0,
         original_max_positions=16,
@@ -35,10 +35,10 @@ def without(described, *keys):
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
-@pytest.mark.parametrize("left_out", [(), ("rope_theta", "rope_scaling"), ("rope_parameters",)])
-def test_a_scaling_is_read_from_either_notation(scaling, left_out):
+@pytest.mark.parametrize("absent", [(), ("rope_theta", "rope_scaling"), ("rope_parameters",)])
+def test_a_scaling_is_read_from_either_notation(scaling, absent):
     config = tiny_decoder_config(rope_scaling=SCALINGS[scaling], rope_theta=5e5)
-    assert understand(without(describe(config), *left_out), "config.json") == config
+    assert understand(without(describe(config), *absent), "config.json") == config
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -46,14 +46,14 @@ def test_every_preset_can_be_written_and_read(name):
     assert understand(describe(preset(name)), "config.json") == preset(name)
 
 
-def test_the_old_name_of_the_kind_is_understood_beside_the_new():
+def test_the_old_and_the_new_name_of_the_kind_are_understood():
     described = without(describe(QWEN2), "rope_parameters")
     for names in ({"type": "linear"}, {"type": "linear", "rope_type": "linear"}):
         config = understand({**described, "rope_scaling": {**names, "factor": 2}}, "config.json")
         assert config.rope_scaling == RopeScaling(kind="linear", factor=2.0)
 
 
-def test_scaling_without_the_original_context_takes_the_one_the_file_gives_elsewhere():
+def test_the_original_context_of_a_scaling_may_be_outside_of_it():
     """As transformers does: max_position_embeddings (64 here), unless there is a key of the name at the top."""
     described = without(describe(QWEN2), "rope_parameters") | {
         "rope_scaling": {"type": "yarn", "factor": 4.0}
@@ -63,7 +63,7 @@ def test_scaling_without_the_original_context_takes_the_one_the_file_gives_elsew
     assert understand(described, "config.json").rope_scaling.original_max_positions == 32
 
 
-def test_what_older_files_leave_out_is_what_transformers_takes():
+def test_keys_that_older_files_lack_have_the_defaults_of_transformers():
     described = describe(tiny_decoder_config(kv_heads=4, rope_theta=10_000.0, tied_embeddings=False))
     older = without(
         described, "num_key_value_heads", "head_dim", "rope_theta", "rope_parameters", "tie_word_embeddings"
@@ -85,34 +85,24 @@ def test_null_means_absent():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mistral"}, "model_type 'mistral' is not covered; llama, qwen2 and qwen3 are"),
-        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not covered; 'silu' is"),
-        ({"attention_bias": True}, "attention_bias=True is not covered; False is"),
-        ({"mlp_bias": True}, "mlp_bias=True is not covered"),
-        ({"use_sliding_window": True}, "use_sliding_window=True is not covered"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' .* 'silu'"),
+        ({"attention_bias": True}, "attention_bias=True"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has 'sliding_attention'"),
-        ({"attention_dropout": 0.1}, "attention_dropout=0.1 is not covered"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not covered"),
-        ({"rope_interleaved": True}, "rope_interleaved=True is not covered"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config=.* is not covered; the key must be absent"),
-        ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map=.* is not covered"),
-        ({"architectures": ["Qwen2ForSequenceClassification"]}, "architectures .* Qwen2ForCausalLM is"),
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 2}}, "rope_type 'longrope' is not covered; default, linear"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2}}, "rope_type 'dynamic' is not covered"),
+        ({"attention_dropout": 0.1}, "attention_dropout=0.1"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config=.* must be absent"),
+        ({"architectures": ["Qwen2ForSequenceClassification"]}, "architectures .* Qwen2ForCausalLM"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2}}, "rope_type 'longrope'.* default, linear"),
         ({"rope_scaling": {"type": "linear"}}, "lacks the key 'factor' of rope_type 'linear'"),
         ({"rope_scaling": {"type": "linear", "factor": 2, "mrope_section": [1]}}, r"mrope_section=\[1\] of rope_type"),
-        ({"rope_scaling": {"type": "yarn", "factor": 2, "mscale": 1.0}}, "mscale=1.0 of rope_type 'yarn' is not covered"),
         ({"rope_scaling": {"type": "yarn", "factor": 2, "truncate": False}}, "truncate=False of rope_type 'yarn'"),
-        ({"rope_scaling": {"type": "llama3", "factor": 0.5}}, "config.json: RoPE scaling needs factor of at least 1"),
+        ({"rope_scaling": {"type": "llama3", "factor": 0.5}}, "config.json: .*factor"),
         ({"hidden_size": ...}, "config.json lacks the key 'hidden_size'"),
-        ({"hidden_size": "32"}, "hidden_size is '32'; it must be a positive integer"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers is 0; it must be a positive integer"),
-        ({"rms_norm_eps": True}, "rms_norm_eps is True; it must be a positive number"),
-        ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1; it must be a truth value"),
-        ({"num_key_value_heads": 3}, "config.json: kv_heads=3 must divide heads=4"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1"),
+        ({"num_key_value_heads": 3}, "config.json: kv_heads=3 .*heads=4"),
     ],
 )  # fmt: skip
-def test_what_this_decoder_does_not_do_is_refused_by_name(changes, message):
+def test_unsupported_models_are_refused_by_key(changes, message):
     described = without(describe(QWEN2), "rope_parameters") | changes
     with pytest.raises(ValueError, match=message):
         understand({key: value for key, value in described.items() if value is not ...}, "config.json")
@@ -121,13 +111,10 @@ def test_what_this_decoder_does_not_do_is_refused_by_name(changes, message):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"]},
         {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]},
-        {"model_type": "mixtral"},
         {"architectures": ["Qwen2ForSequenceClassification"]},
         {"use_sliding_window": True},
         {"layer_types": ["sliding_attention"]},
-        {"auto_map": {"AutoModel": "x.Y"}},
     ],
 )
 def test_the_refusal_of_a_model_names_the_page_that_lists_what_loads(changes):
@@ -139,27 +126,19 @@ def test_the_refusal_of_a_model_names_the_page_that_lists_what_loads(changes):
 
 
 def test_two_notations_that_contradict_each_other_are_refused():
-    """As when a scaling is added by hand in the older notation to a file that has the newer one as well."""
+    """Such as a scaling in the older notation that was added to a file in the newer one."""
     described = describe(QWEN2) | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}
-    with pytest.raises(
-        ValueError, match=r"rope_parameters .*default.* and rope_scaling .*yarn.* say different things"
-    ):
+    with pytest.raises(ValueError, match=r"rope_parameters .*default.* and rope_scaling .*yarn"):
         understand(described, "config.json")
 
 
 @pytest.mark.parametrize(("ids", "written"), [((), None), ((7,), 7), ((7, 9), [7, 9])])
 def test_end_tokens_are_written_as_transformers_has_them(ids, written):
     described = describe(QWEN2, dtype="bfloat16", eos_ids=ids, bos_id=5, pad_id=0)
-    assert (described["eos_token_id"], described["bos_token_id"], described["pad_token_id"]) == (
-        written,
-        5,
-        0,
-    )
+    assert [described[f"{name}_token_id"] for name in ("eos", "bos", "pad")] == [written, 5, 0]
     assert described["torch_dtype"] == described["dtype"] == "bfloat16"
 
 
 def test_a_decoder_of_no_family_cannot_be_written():
-    with pytest.raises(
-        ValueError, match=r"no model family has both qkv_bias \(Qwen2\) and qk_norm \(Qwen3\)"
-    ):
+    with pytest.raises(ValueError, match=r"qkv_bias .*qk_norm"):
         describe(replace(QWEN2, qk_norm=True))

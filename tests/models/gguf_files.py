@@ -1,4 +1,4 @@
-"""Writes small GGUF files as llama.cpp's converter does: names, row order, metadata."""
+"""Writes small GGUF files with the names, row order and metadata of llama.cpp's converter."""
 
 import gguf
 import numpy as np
@@ -34,7 +34,7 @@ TEMPLATE = "{% for message in messages %}<|im_start|>{{ message['content'] }}<|i
 
 
 def byte_characters():
-    """GPT-2's 256 characters for the bytes: printable Latin-1 stands for itself, the others begin at U+0100."""
+    """GPT-2's 256 characters for the bytes: printable Latin-1 characters are themselves, the others begin at U+0100."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(256, 512))
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
@@ -52,7 +52,7 @@ TYPES = (3, 3, 3, *[1] * (256 + len(MERGES)), 4, 5, 5)
 
 
 def interleaved(weight, heads):
-    """Rows i and i + dim / 2 of each head side by side: the inverse of what the reader does, index by index."""
+    """Interleaves the rows i and i + dim / 2 of each head, index by index: the inverse of the reader."""
     dim = weight.shape[0] // heads
     rows = [
         head * dim + half * dim // 2 + i for head in range(heads) for i in range(dim // 2) for half in (0, 1)
@@ -61,7 +61,7 @@ def interleaved(weight, heads):
 
 
 def write_gguf(path, config, params, *, pre="smollm", kinds=(), extra=None, tensors=None, types=TYPES):
-    """`kinds` says for the end of a tensor's name how it is stored; `extra` is metadata that is added, or replaced."""
+    """`kinds` has the stored type by the end of a tensor's name; `extra` is additional or replaced metadata."""
     family = family_of(config)
     writer = GGUFWriter(str(path), family)
     metadata = {

@@ -1,4 +1,4 @@
-"""GGUF files in: weights bit for bit, quantised ones as the `gguf` package has them, metadata into a configuration."""
+"""GGUF files: weights bit for bit, quantized ones as in the `gguf` package, and the configuration from metadata."""
 
 import jax
 import numpy as np
@@ -7,8 +7,6 @@ import pytest
 from dapo_jax.models.gguf import GgufFile
 from dapo_jax.models.rope import RopeScaling, rope_frequencies
 from dapo_jax.models.tensors import place
-from dapo_jax.parallel.mesh import make_mesh
-from dapo_jax.parallel.sharding import shardings
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 
 gguf = pytest.importorskip("gguf")
@@ -36,17 +34,11 @@ def written(tmp_path):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_float32_weights_come_in_bit_for_bit(family, written):
-    """And the configuration with 1e-5 as it was meant, though float32 has 9.99999975e-06."""
+    """The configuration has 1e-5, although float32 has 9.99999975e-06."""
     config = FAMILIES[family]
     file = written(config)
     assert file.config() == config
     jax.tree.map(np.testing.assert_array_equal, place(config, file), tiny_params(config))
-
-
-def test_weights_go_onto_a_mesh_part_by_part(written):
-    mesh = make_mesh(devices=jax.devices()[:4], fsdp=2, tensor=2)
-    params = place(LLAMA, written(), shardings=lambda shapes: shardings(shapes, mesh))
-    jax.tree.map(np.testing.assert_array_equal, params, tiny_params(LLAMA))
 
 
 def test_quantised_weights_are_dequantised(written):
@@ -108,26 +100,23 @@ def test_llama3_scaling_is_found_in_the_divisors_of_the_frequencies(factor, writ
     np.testing.assert_allclose(
         rope_frequencies(dim, theta, scaling), np.array(frequencies) / divisors, rtol=1e-6
     )
-    place(file.config(), file)  # rope_freqs.weight is no tensor of the decoder, and not in the way
+    place(file.config(), file)  # rope_freqs.weight is not a tensor of the decoder
 
 
 def test_divisors_that_are_not_llama3s_are_refused(written):
     file = written(tensors={"rope_freqs.weight": np.array([1.0, 2.0, 3.0, 8.0], np.float32)})
-    with pytest.raises(
-        ValueError, match=r"rope_freqs\.weight are not the divisors of Llama 3's scaling by 8 from 8192"
-    ):
+    with pytest.raises(ValueError, match=r"rope_freqs\.weight .* 8 from 8192"):
         file.config()
 
 
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ({"general.architecture": "gemma3"}, r"architecture 'gemma3' is not covered; .*docs/bring_your_model\.md"),
-        ({"llama.expert_count": 8}, r"llama\.expert_count=8 is not covered; docs/bring_your_model\.md"),
-        ({"llama.rope.dimension_count": 4}, r"llama\.rope\.dimension_count is 4, but heads are 8 wide"),
+        ({"general.architecture": "gemma3"}, r"'gemma3' .*docs/bring_your_model\.md"),
+        ({"llama.expert_count": 8}, r"llama\.expert_count=8 .*docs/bring_your_model\.md"),
         ({"llama.attention.value_length": 4}, r"llama\.attention\.value_length is 4, but heads are 8 wide"),
-        ({"llama.attention.head_count_kv": [2, 1]}, r"llama\.attention\.head_count_kv is \[2, 1\]; it must be one number"),
-        ({"llama.feed_forward_length": None}, r"llama\.feed_forward_length is None; it must be one number"),
+        ({"llama.attention.head_count_kv": [2, 1]}, r"llama\.attention\.head_count_kv is \[2, 1\]"),
+        ({"llama.feed_forward_length": None}, r"llama\.feed_forward_length is None"),
         ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}, "RoPE scaling 'longrope'"),
         (
             {
@@ -138,9 +127,9 @@ def test_divisors_that_are_not_llama3s_are_refused(written):
         ),
     ],
 )  # fmt: skip
-def test_what_this_decoder_does_not_do_is_refused_by_name(extra, message, written, tmp_path, monkeypatch):
+def test_unsupported_models_are_refused_by_name(extra, message, written, tmp_path, monkeypatch):
     if "general.architecture" in extra:
-        # The writer puts this one in itself.
+        # The writer adds this key itself.
         monkeypatch.setattr(
             "tests.models.gguf_files.GGUFWriter", lambda path, _: gguf.GGUFWriter(path, "gemma3")
         )
@@ -149,11 +138,11 @@ def test_what_this_decoder_does_not_do_is_refused_by_name(extra, message, writte
         written(extra=extra).config()
 
 
-def test_tensors_that_are_missing_or_not_called_for_are_named(written):
+def test_missing_and_unexpected_tensors_are_named(written):
     file = written(FAMILIES["qwen2"])
     with pytest.raises(ValueError, match=r"model\.gguf lacks the tensor 'model\.layers\.2\."):
         place(tiny_decoder_config(**SIZES, qkv_bias=True, tied_embeddings=False, layers=3), file)
-    with pytest.raises(ValueError, match=r"holds \['blk\.0\.attn_sinks\.weight'\]"):
+    with pytest.raises(ValueError, match=r"has the tensors \['blk\.0\.attn_sinks\.weight'\]"):
         place(LLAMA, written(tensors={"blk.0.attn_sinks.weight": np.ones(4, np.float32)}))
 
 
@@ -162,16 +151,8 @@ def test_a_truncated_file_is_refused_with_its_path(kept, tmp_path):
     path = write_gguf(tmp_path / "model.gguf", LLAMA, tiny_params(LLAMA))
     content = path.read_bytes()
     path.write_bytes(content[: int(len(content) * kept) if isinstance(kept, float) else kept])
-    with pytest.raises(ValueError, match=r"cannot read .*model\.gguf: it is no GGUF file, or not all of one"):
-        GgufFile(path)
-
-
-def test_a_file_of_something_else_is_refused(tmp_path):
-    (tmp_path / "model.gguf").write_bytes(b"PK" + bytes(5000))
     with pytest.raises(ValueError, match=r"cannot read .*model\.gguf"):
-        GgufFile(tmp_path / "model.gguf")
-    with pytest.raises(ValueError, match=r"cannot read .*none\.gguf"):
-        GgufFile(tmp_path / "none.gguf")
+        GgufFile(path)
 
 
 def test_without_the_package_the_extra_is_named(tmp_path, monkeypatch):

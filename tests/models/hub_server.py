@@ -15,8 +15,8 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 def serve_hub(repositories, *, token=None, delay_s=0.0):
     """Serves {name: {path: bytes}}; yields the address and the requests as (method, path).
 
-    A repository called "gated/..." wants the header of `token`. A file's content takes `delay_s`, so that two who ask at
-    once overlap.
+    A repository called "gated/..." needs the header of `token`. A file takes `delay_s`, so that simultaneous requests
+    overlap.
     """
     requests = []
 

@@ -78,7 +78,7 @@ def test_gradients_through_splash_attention_are_those_of_plain_attention(interpr
 
 @pytest.mark.gpu
 def test_cudnn_attention_sees_all_before_it():
-    """Rows of one rollout with padding behind it: what the padding sees is nobody's business."""
+    """Rows of one rollout and padding, whose outputs do not matter."""
     parts = inputs("bfloat16")
     segment_ids = np.broadcast_to(np.where(np.arange(SEQ) < 200, 1, 0), (ROWS, SEQ)).astype(np.int32)
     found = jax.jit(lambda *parts: cudnn_attention(*parts, dtype="bfloat16"))(*parts)

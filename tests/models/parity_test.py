@@ -74,7 +74,7 @@ def test_there_is_a_golden_model_of_each_family_and_each_scaling():
 
 
 def test_golden_logits_and_greedy_tokens_are_ours(golden):
-    """Every one of the 64 greedy tokens is the largest logit behind those before it, in one pass over all."""
+    """Each of the 64 greedy tokens has the largest logit, in one pass over all of them."""
     folder, expected = golden
     config, params = load_model(folder)
     prompt, response = expected["tokens"], expected["greedy"]
@@ -95,7 +95,7 @@ def test_golden_models_show_it_when_their_scaling_is_left_out(golden):
 
 @pytest.mark.parametrize(
     "name",
-    # What differs between families stands in the logits, which are compared above; here it is the way through the sampler.
+    # The logits of all families are compared above; this compares the sampler.
     [
         "qwen3",
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama3_scaling", "qwen2", "qwen2_yarn")),
@@ -166,7 +166,7 @@ def smollm2(tmp_path_factory):
     """The real SmolLM2-135M as a folder, converted if DAPO_JAX_SMOLLM2 is a GGUF file."""
     transformers_and_torch()
     if not SMOLLM2:
-        pytest.skip("DAPO_JAX_SMOLLM2 names no folder or GGUF file of SmolLM2-135M-Instruct")
+        pytest.skip("DAPO_JAX_SMOLLM2 does not name a folder or GGUF file of SmolLM2-135M-Instruct")
     if Path(SMOLLM2).is_dir():
         return Path(SMOLLM2)
     folder = tmp_path_factory.mktemp("smollm2") / "model"
@@ -177,7 +177,7 @@ def smollm2(tmp_path_factory):
 @pytest.mark.slow
 def test_the_real_smollm2_agrees_with_transformers(smollm2, monkeypatch):
     transformers, torch = transformers_and_torch()
-    # Eight simulated devices would hold eight copies of what the sampler needs whole.
+    # Eight simulated devices would hold eight copies of the weights.
     one = make_mesh(devices=jax.devices()[:1])
     monkeypatch.setattr("dapo_jax.commands.inference.mesh_of", lambda axes: one)
     tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2)

@@ -1,4 +1,4 @@
-"""Rotary frequencies against numbers worked by hand."""
+"""Rotary frequencies against numbers computed by hand."""
 
 import math
 
@@ -57,6 +57,6 @@ def test_yarn_scales_cosine_and_sine(given, expected):
         ),
     ],
 )
-def test_a_scaling_that_cannot_be_is_refused(fields, message):
+def test_impossible_scalings_are_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         RopeScaling(**{"kind": "llama3", "factor": 4.0, **fields})

@@ -1,4 +1,4 @@
-"""safetensors files, single and in shards: read back by the library itself, and refused with their path if damaged."""
+"""safetensors files, single, in shards and in a bucket: read back by the library itself, and refused if damaged."""
 
 import json
 import shutil
@@ -10,12 +10,13 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from dapo_jax.models.folder import load_model, save_model
-from dapo_jax.models.safetensors_files import INDEX
+from dapo_jax.models.safetensors_files import INDEX, stored_tensors
+from dapo_jax.storage import path_of
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 
 CONFIG = tiny_decoder_config(qk_norm=True, tied_embeddings=False)
 SHARD = 16_000
-"""Bytes: the 22,592 parameters need six such files or seven."""
+"""Bytes: the 22,592 parameters need six or seven such files."""
 
 
 def listed(folder):
@@ -74,7 +75,7 @@ def test_rounded_values_come_back_bit_for_bit(dtype, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, load_model(tmp_path)[1], rounded)
 
 
-def test_a_model_written_over_another_leaves_nothing_of_it(sharded):
+def test_a_model_replaces_an_earlier_one_completely(sharded):
     save_model(sharded, CONFIG, tiny_params(CONFIG, seed=1))
     assert {path.name for path in sharded.iterdir()} == {"config.json", "model.safetensors"}
     jax.tree.map(np.testing.assert_array_equal, load_model(sharded)[1], tiny_params(CONFIG, seed=1))
@@ -83,8 +84,8 @@ def test_a_model_written_over_another_leaves_nothing_of_it(sharded):
     jax.tree.map(np.testing.assert_array_equal, load_model(sharded)[1], tiny_params(CONFIG))
 
 
-def test_an_interrupted_export_is_no_model(sharded, monkeypatch):
-    """Over an older model as well, whose config.json would fit what is there of the new one."""
+def test_an_interrupted_export_is_not_a_model(sharded, monkeypatch):
+    """Even over an older model, whose config.json would fit the half-written files."""
     from dapo_jax.models import safetensors_files
 
     write, written = safetensors_files._write_file, []
@@ -111,12 +112,12 @@ def test_a_file_that_is_cut_short_never_has_its_name(tmp_path, monkeypatch):
     monkeypatch.setattr(storage.os, "fsync", lambda _: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         save_model(tmp_path, CONFIG, tiny_params(CONFIG))
-    assert list(tmp_path.iterdir()) == []  # what is half takes no room
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_index_that_names_a_missing_file_is_refused(sharded):
     (sharded / listed(sharded)["weight_map"]["model.norm.weight"]).unlink()
-    with pytest.raises(ValueError, match=r"index\.json has the tensor '.*' in model-.*, which is not there"):
+    with pytest.raises(ValueError, match=r"index\.json has the tensor '.*' in 'model-.*not in this folder"):
         load_model(sharded)
 
 
@@ -127,21 +128,12 @@ def test_an_index_that_names_the_wrong_file_is_refused(sharded):
         weight_map["model.layers.1.mlp.up_proj.weight"] = other
 
     edit_index(sharded, change)
-    with pytest.raises(
-        ValueError, match=r"'model\.layers\.1\.mlp\.up_proj\.weight' in .*, which does not hold it"
-    ):
+    with pytest.raises(ValueError, match=r"'model\.layers\.1\.mlp\.up_proj\.weight' in .*does not contain"):
         load_model(sharded)
 
 
-@pytest.mark.parametrize("name", ["../model.safetensors", "/model.safetensors", 3])
-def test_an_index_cannot_point_out_of_its_folder(name, sharded):
-    edit_index(sharded, lambda weight_map: weight_map.update({"model.norm.weight": name}))
-    with pytest.raises(ValueError, match=r"must be a name in this folder"):
-        load_model(sharded)
-
-
-@pytest.mark.parametrize("content", ["{", "{}", "[]", '{"weight_map": {}}', '{"weight_map": 3}'])
-def test_an_index_that_is_none_is_refused_with_its_path(content, sharded):
+@pytest.mark.parametrize("content", ["{", "{}"])
+def test_a_broken_index_is_refused_with_its_path(content, sharded):
     (sharded / INDEX).write_text(content)
     with pytest.raises(ValueError, match=r"sharded/model\.safetensors\.index\.json"):
         load_model(sharded)
@@ -149,7 +141,7 @@ def test_an_index_that_is_none_is_refused_with_its_path(content, sharded):
 
 @pytest.mark.parametrize("kept", [0, 5, 300, 0.5, -1], ids=str)
 def test_a_truncated_file_is_refused_with_its_path(kept, sharded):
-    """Without its header, in the header, behind it, in half, and short of one byte."""
+    """Without its header, in the header, after it, in half, and one byte short."""
     path = sorted(sharded.glob("*.safetensors"))[1]
     content = path.read_bytes()
     path.write_bytes(content[: int(len(content) * kept) if isinstance(kept, float) else kept])
@@ -162,22 +154,18 @@ def test_weights_that_are_quantised_are_refused(tmp_path):
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(np.int8)
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(
-        ValueError, match=r"model\.norm\.weight is stored as I8, which is not covered; F32, F16, BF16 are"
-    ):
+    with pytest.raises(ValueError, match=r"model\.norm\.weight is stored as I8.* F32, F16, BF16"):
         load_model(tmp_path)
 
 
 def test_a_folder_of_pickled_weights_says_so(tmp_path):
     save_model(tmp_path, CONFIG, tiny_params(CONFIG))
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
-    with pytest.raises(
-        ValueError, match=r"pytorch_model\.bin is a pickle, .* is not read; have the model as safetensors"
-    ):
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin is a pickle"):
         load_model(tmp_path)
 
 
-def test_rotary_frequencies_of_old_checkpoints_are_skipped_and_other_tensors_are_not(tmp_path):
+def test_only_rotary_frequencies_of_old_checkpoints_are_ignored(tmp_path):
     save_model(tmp_path, CONFIG, tiny_params(CONFIG))
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
@@ -185,10 +173,57 @@ def test_rotary_frequencies_of_old_checkpoints_are_skipped_and_other_tensors_are
     jax.tree.map(np.testing.assert_array_equal, load_model(tmp_path)[1], tiny_params(CONFIG))
     tensors["model.layers.0.self_attn.sinks"] = np.ones(4, np.float32)
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"holds \['model\.layers\.0\.self_attn\.sinks'\]"):
+    with pytest.raises(ValueError, match=r"has the tensors \['model\.layers\.0\.self_attn\.sinks'\]"):
         load_model(tmp_path)
 
 
-def test_an_unknown_dtype_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="dtype='int8' must be one of float32, float16, bfloat16"):
-        save_model(tmp_path, CONFIG, tiny_params(CONFIG), dtype="int8")
+@pytest.fixture(params=["local", "bucket"])
+def file(request, tmp_path):
+    """A file with a matrix, a vector, a cube and an empty tensor, each in another type."""
+    rng = np.random.default_rng(0)
+    shapes = {"matrix": (6, 5), "vector": (7,), "cube": (2, 3, 4), "empty": (0, 4)}
+    kinds = (np.float32, np.float16, ml_dtypes.bfloat16, np.float32)
+    tensors = {
+        name: rng.standard_normal(shape).astype(kind)
+        for (name, shape), kind in zip(shapes.items(), kinds, strict=True)
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    if request.param == "local":
+        return tmp_path / "model.safetensors"
+    request.getfixturevalue("bucket").store(tmp_path, "gs://bucket/model")
+    return path_of("gs://bucket/model/model.safetensors")
+
+
+def test_ranges_hold_the_parts_that_the_library_reads(file, tmp_path):
+    expected, found = load_file(tmp_path / "model.safetensors"), stored_tensors(file)
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        whole = expected[name]
+        assert tensor.shape == whole.shape
+        for cut in (slice(None),), (slice(1, 3),), (slice(1, 3), slice(2, 4)), (slice(2, 2),):
+            part = tensor.read(cut[: whole.ndim])
+            assert part.dtype == whole.dtype
+            np.testing.assert_array_equal(part, whole[cut[: whole.ndim]])
+
+
+def test_only_the_rows_of_a_part_are_fetched(tmp_path, bucket):
+    """The header's length and the header; then 2 rows of 5 float32, also for 2 of 5 columns."""
+    save_file({"w": np.zeros((6, 5), np.float32)}, tmp_path / "model.safetensors")
+    bucket.store(tmp_path, "gs://bucket/model")
+    del bucket.handed_out[:]
+    tensor = stored_tensors(path_of("gs://bucket/model/model.safetensors"))["w"]
+    sizes = [size for _, size in bucket.handed_out]
+    assert (sizes[0], sum(sizes)) == (8, (tmp_path / "model.safetensors").stat().st_size - 120)
+    for cut in (slice(3, 5), slice(None)), (slice(3, 5), slice(1, 3)):
+        del bucket.handed_out[:]
+        tensor.read(cut)
+        assert [size for _, size in bucket.handed_out] == [40]
+
+
+@pytest.mark.parametrize("kept", [0, 5, 30, -1])
+def test_a_truncated_file_of_a_bucket_is_refused_with_the_path(kept, tmp_path):
+    path = tmp_path / "model.safetensors"
+    save_file({"w": np.zeros(2, np.float32)}, path)
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(ValueError, match=f"cannot read {path}"):
+        stored_tensors(path)

@@ -1,4 +1,4 @@
-"""The page in a browser: what is clicked does what it says, and the console stays empty."""
+"""The page in a browser: every control works, and the console stays empty."""
 
 import json
 import random
@@ -9,12 +9,13 @@ from functools import partial
 
 import pytest
 
-from dapo_jax.config import DynamicSamplingConfig, LossConfig
+from dapo_jax.config import DynamicSamplingConfig
 from dapo_jax.report import report
 from dapo_jax.text.tokenizers import ByteTokenizer, save_tokenizer
 from dapo_jax.trackers.run_status import write_status
 from tests.report.chromium import PANEL, Shown, complaints, missing, opened
 from tests.report.made import (
+    HOSTILE,
     TOKENIZER,
     problem_line,
     rollout_line,
@@ -27,58 +28,8 @@ from tests.structure_test import ROOT
 
 Keys = pytest.importorskip("selenium.webdriver.common.keys", reason=missing() or None).Keys
 
-pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "there is a browser")
-
-HOSTILE = "</script><img src=x onerror=alert(1)> <!-- & \u2028"
-
-
-def line(step, ordinal, index, *, rng):
-    """Half are right; one response of all speaks of a walrus."""
-    text = f"the walrus said {HOSTILE}" if (step, index) == (7, 1) else None
-    row = rollout_line(
-        step, ordinal, index, rng=rng, response=text and text.replace("\u2028", " "), correct=index % 2 == 0
-    )
-    row["ratios"][2] = 1.3
-    return row
-
-
-@pytest.fixture(scope="module")
-def page(tmp_path_factory):
-    """Two runs: the first with flipped responses and hostile words, the second with another clip and without ratios."""
-    folder = tmp_path_factory.mktemp("runs")
-    first = write_run(folder / "first", steps=12, line=line)
-    asked = {"prompt": f"why? {HOSTILE}", "response": "no", "answer": HOSTILE}
-    for step, right in ((13, 0), (14, 3)):
-        rows = [
-            rollout_line(step, 99, i, rng=random.Random(i), **asked, correct=i < right, advantage=9.0 + i)
-            for i in range(4)
-        ]
-        write_rollouts(first, step, rows)
-
-    def old(step, ordinal, index, *, rng):
-        row = line(step, ordinal, index, rng=rng)
-        return {
-            key: value for key, value in row.items() if key not in ("ratios", "advantage", "in_loss", "spans")
-        }
-
-    second = write_run(folder / "second", steps=8, seed=1, line=old, loss=LossConfig(clip_ratio_high=0.2))
-    for step, rights in ((0, (0, 5, 8)), (5, (4, 5, 8)), (10, (7, 2, 8))):
-        hostile = {"prompt": f"which? {HOSTILE}", "answer": HOSTILE, "response": f"{HOSTILE} a heron"}
-        lines = [problem_line(place, right) for place, right in enumerate(rights[:2])]
-        write_evaluation(first, step, [*lines, problem_line(2, rights[2], kept=2, **hostile)])
-    write_evaluation(second, 4, [problem_line(1, 1, 4), problem_line(0, 3, 4)])
-    write_status(second, "failed", HOSTILE)
-    return report(first, second).save(folder / "report.html")
-
-
-@pytest.fixture
-def shown(driver, page):
-    """The freshly opened page, which must have nothing to complain of when the test is over."""
-    driver.get("about:blank")
-    complaints(driver)
-    opened(driver, page)
-    yield Shown(driver)
-    assert complaints(driver) == []
+# Slow: they drive Chromium for minutes; page_test.py opens one page in the default tier.
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing() or "there is a browser")]
 
 
 def test_curves_of_both_runs_are_drawn_and_switched(shown):
@@ -95,12 +46,6 @@ def test_curves_of_both_runs_are_drawn_and_switched(shown):
     assert shown.lines() == before
     shown.click('[data-value="sampled_tokens"]')
     assert shown.lines() != before
-
-
-def test_a_line_for_each_run_says_where_it_is(shown):
-    first, second = (row.text.replace("\n", " ") for row in shown.all(".summary tbody tr"))
-    assert re.match(r"first finished \d{4}-\d\d-\d\d \d\d:\d\d UTC 12 of 12 40\.0% → ", first)
-    assert re.match(r"second ended by an error .* 8 of 8 40\.0% → ", second)
 
 
 def test_raw_values_are_behind_smoothed_ones_and_alone_without_smoothing(shown, tmp_path):
@@ -192,28 +137,7 @@ def test_filters_leave_the_responses_that_meet_them(shown):
     assert shown.status() == "8 responses in 2 groups of 104 responses"
 
 
-def test_words_are_found_and_nothing_that_a_model_said_is_markup(shown):
-    shown.click("#tab-rollouts")
-    shown.one("#search").send_keys("WALRUS said </script><img")
-    shown.until(lambda: shown.status().startswith("2 responses in 2 groups with"))
-    shown.until(lambda: shown.one(".heading h2").text == "Step 7")
-    [response] = shown.texts("#rollouts .response .tokens")
-    assert "<img src=x onerror=alert(1)> <!-- &" in response
-    assert shown.all(".token.hit")
-    assert not shown.all("main img, main script")
-    shown.one("#search").clear()
-    shown.one("#search").send_keys("why? </script>")  # in the prompt
-    shown.until(lambda: shown.status().startswith("8 responses in 2 groups with"))
-    assert HOSTILE.replace("\u2028", "") in shown.one(".question pre").text.replace("\u2028", "").replace(
-        "\n", ""
-    )
-    shown.one("#search").clear()
-    shown.one("#search").send_keys("nowhere at all")
-    shown.until(lambda: shown.status().startswith("0 responses in 0 groups"))
-    assert shown.one(".group .empty").text == "No response meets these filters."
-
-
-def test_tokens_are_shaded_by_probability_and_by_what_the_clip_did(shown, page):
+def test_tokens_are_shaded_by_probability_and_clip(shown, page):
     rows = [
         json.loads(text)
         for text in (page.parent / "first" / "rollouts" / "step_000001.jsonl").read_text().splitlines()
@@ -231,29 +155,8 @@ def test_tokens_are_shaded_by_probability_and_by_what_the_clip_did(shown, page):
     assert shown.texts(".tip div")[2].startswith(f"ratio {rows[0]['ratios'][0]:.3f}")
 
 
-def test_an_episode_is_read_turn_by_turn(shown, tmp_path):
-    """Two characters of the policy, three of the environment, two of the policy and its end token."""
-    run = write_run(tmp_path / "run", steps=1)
-    turns = {"turns": [[0, 2], [5, 8]], "turn_rewards": [0.0, 1.0]}
-    write_rollouts(
-        run, 1, [rollout_line(1, 0, 0, rng=random.Random(0), response="31>>>47", correct=True, **turns)]
-    )
-    opened(shown.driver, report(run).save(tmp_path / "page.html"))
-    shown.click("#tab-rollouts")
-    kinds = shown.kinds()
-    assert [kind == "environment" for kind in kinds] == [False] * 2 + [True] * 3 + [False] * 3
-    assert shown.texts(".response .since") == ["turn 1, reward +0.00", "environment", "turn 2, reward +1.00"]
-    shown.driver.execute_script("arguments[0].focus()", shown.one(".response .tokens"))
-    for _ in range(3):
-        shown.press(Keys.ARROW_RIGHT)
-    assert shown.texts(".tip div") == ["token 3", "appended by the environment"]
-    for _ in range(3):
-        shown.press(Keys.ARROW_RIGHT)
-    assert shown.texts(".tip div")[:2] == ["token 6", "turn 2 of 2"]
-
-
 def episode(*parts):
-    """What is on file of an episode: its parts are (`turn`, text, reward), whose last token is an end token, (`environment`, text) and (`context`, text)."""
+    """The line of an episode with the parts (`turn`, text, reward), which ends with an end token, (`environment`, text) and (`context`, text)."""
     ids, found = [], {"turns": [], "turn_rewards": [], "contexts": []}
     for kind, text, *reward in parts:
         new = TOKENIZER.encode(text).tolist() + [TOKENIZER.eos_id] * (kind == "turn")
@@ -273,7 +176,7 @@ def opened_episode(shown, folder, *parts, **how):
     shown.click("#tab-rollouts")
 
 
-def test_a_context_that_begins_anew_stands_apart_and_so_does_the_turn_behind_it(shown, tmp_path):
+def test_parts_of_an_episode_are_separate(shown, tmp_path):
     """A context of 2 tokens, a turn of 2 and its end token, 3 tokens of the environment, a turn of 1 and its end token, a context of 4, and a turn of 3 and its end token."""
     opened_episode(
         shown, tmp_path,
@@ -300,28 +203,14 @@ def test_a_context_that_begins_anew_stands_apart_and_so_does_the_turn_behind_it(
         "the environment's 9 tokens",
     ]
     shown.driver.execute_script("arguments[0].focus()", shown.one(".response .tokens"))
-    told = []
+    shown_facts = []
     for _ in range(sum(counts)):
         shown.press(Keys.ARROW_RIGHT)
-        told.append(shown.texts(".tip div")[:2])
-    of_context, appended = "of a context that the environment began anew", "appended by the environment"
+        shown_facts.append(shown.texts(".tip div")[:2])
+    of_context, appended = "of a new context of the environment", "appended by the environment"
     kinds = [of_context, "turn 1 of 3", appended, "turn 2 of 3", of_context, "turn 3 of 3"]
     expected = [kind for kind, count in zip(kinds, counts, strict=True) for _ in range(count)]
-    assert told == [[f"token {place + 1}", kind] for place, kind in enumerate(expected)]
-
-
-def test_the_environment_is_on_another_ground_than_the_policy_in_both_themes(shown, tmp_path):
-    opened_episode(shown, tmp_path, ("turn", "31", 0.0), ("environment", ">>>"), ("turn", "4", 1.0))
-    grounds = []
-    for _ in range(2):
-        ground, own = (
-            shown.one(f".part.{kind}").value_of_css_property("background-color")
-            for kind in ("environment", "turn")
-        )
-        assert ground != own
-        grounds.append(ground)
-        shown.click("#theme")
-    assert grounds[0] != grounds[1]
+    assert shown_facts == [[f"token {place + 1}", kind] for place, kind in enumerate(expected)]
 
 
 def test_the_middle_of_a_long_context_is_folded_and_every_turn_is_seen(shown, tmp_path):
@@ -330,7 +219,7 @@ def test_the_middle_of_a_long_context_is_folded_and_every_turn_is_seen(shown, tm
     opened_episode(shown, tmp_path, ("turn", "31", 0.0), ("context", context), ("turn", "7" * 1000, 1.0))
     first, middle, last = shown.texts(".part .said")
     assert (first, middle) == ("31end", f"{context[:80]}\nShow 380 more tokens\n{context[460:]}")
-    # 1001 less 450, of which 300 are before the fold and 150 behind it.
+    # 1001 less 450, of which 300 are before the fold and 150 after it.
     assert last == f"{'7' * 300}\nShow 551 more tokens\n{'7' * 149}end"
     shown.driver.execute_script("arguments[0].focus()", shown.one(".response .tokens"))
     for _ in range(3 + 80 + 1):
@@ -341,25 +230,7 @@ def test_the_middle_of_a_long_context_is_folded_and_every_turn_is_seen(shown, tm
     assert len(shown.all(".part .more")) == 1, "the other part is folded as before"
 
 
-def test_a_context_that_is_hardly_longer_than_what_is_shown_is_not_folded(shown, tmp_path):
-    """120 tokens are shown; 150 are a quarter more."""
-    for count, folded in ((150, 0), (151, 1)):
-        opened_episode(
-            shown, tmp_path / str(count), ("turn", "31", 0.0), ("context", "7" * count), ("turn", "4", 1.0)
-        )
-        assert len(shown.all(".part .more")) == folded
-
-
-def test_without_a_tokenizer_an_episode_has_all_its_parts(shown, tmp_path):
-    """Nine tokens share seven characters, so that the borders are near where they were."""
-    opened_episode(
-        shown, tmp_path, ("turn", "31", 0.0), ("context", ">>>"), ("turn", "47", 1.0), tokenizer=False
-    )
-    assert shown.texts(".part .since")[::2] == ["turn 1, reward +0.00", "turn 2, reward +1.00"]
-    assert "".join(shown.texts(".part .said")) == "31>>>47"
-
-
-def test_tokens_are_shaded_by_the_age_of_the_weights_that_drew_them(shown, tmp_path):
+def test_tokens_are_shaded_by_the_age_of_their_weights(shown, tmp_path):
     """At step 9, whose weights have done 8 steps; the responses have seven characters and an end token."""
     run = write_run(tmp_path / "run", steps=1, every=2)
     spans = [[[0, 5], [3, 6], [5, 8]], [[0, 8]], [[0, 6]], [[0, 0], [2, 1], [4, 3], [6, 7]], None]
@@ -374,7 +245,7 @@ def test_tokens_are_shaded_by_the_age_of_the_weights_that_drew_them(shown, tmp_p
     shown.click("#tab-rollouts")
     assert not shown.all(".since")
     assert [
-        drawn[1] if (drawn := re.search(r"drawn by (.+)", text)) else None
+        drawn[1] if (drawn := re.search(r"sampled by (.+)", text)) else None
         for text in shown.texts("#rollouts .response header")
     ] == [
         "3 versions of the weights, steps 6 to 9",
@@ -395,7 +266,7 @@ def test_tokens_are_shaded_by_the_age_of_the_weights_that_drew_them(shown, tmp_p
         ["a4"] * 2 + ["a4"] * 2 + ["a4"] * 2 + ["a1"] * 2,
         ["unknown"] * 8,
     ]
-    # Where other weights take over a word says so: what is seen does not hang on colours.
+    # Where the weights change, a label names their step, so that shades do not depend on colours alone.
     assert shown.texts("#rollouts .since") == [
         *("step 6", "step 7", "step 9"), "step 7", *("step 1", "step 2", "step 4", "step 8"),
     ]  # fmt: skip
@@ -404,12 +275,12 @@ def test_tokens_are_shaded_by_the_age_of_the_weights_that_drew_them(shown, tmp_p
     assert shown.one("#rollouts .key").text.endswith("more\nnot recorded")
     shown.driver.execute_script("arguments[0].focus()", shown.one("#rollouts .tokens"))
     shown.press(Keys.ARROW_RIGHT)
-    assert shown.texts(".tip div")[-1] == "drawn by the weights of step 6, 3 steps before"
+    assert shown.texts(".tip div")[-1] == "sampled by the weights of step 6, 3 steps before"
     shown.press(Keys.END)
-    shown.until(lambda: shown.texts(".tip div")[-1] == "drawn by the weights of this step")
+    shown.until(lambda: shown.texts(".tip div")[-1] == "sampled by the weights of this step")
     shown.driver.execute_script("arguments[0].focus()", shown.all("#rollouts .tokens")[4])
     shown.press(Keys.ARROW_RIGHT)
-    assert not [text for text in shown.texts(".tip div") if "drawn" in text]
+    assert not [text for text in shown.texts(".tip div") if "sampled by" in text]
     shown.click("#group-1")
     shown.until(lambda: shown.one(".heading h2").text == "Step 10")
     assert shown.one("#rollouts .key").text.endswith("All tokens of this group are this step's.")
@@ -432,18 +303,18 @@ def test_a_character_of_several_tokens_is_as_old_as_the_one_that_ends_it(shown, 
     assert shown.texts("#rollouts .since") == ["step 1", "step 3"]
     shown.driver.execute_script("arguments[0].focus()", shown.one("#rollouts .tokens"))
     shown.press(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
-    assert [text.removeprefix("drawn by the weights of ") for text in shown.texts(".tip div") if "drawn" in text] == [
+    assert [text.removeprefix("sampled by the weights of ") for text in shown.texts(".tip div") if "sampled by" in text] == [
         "step 1, 2 steps before", "step 2, 1 step before", "this step",
     ]  # fmt: skip
 
 
-def test_rollouts_that_do_not_say_whose_tokens_they_are_show_as_before(shown):
+def test_rollouts_without_spans_have_no_ages(shown):
     shown.click("#tab-rollouts")
     shades = '#rollouts [aria-label="Shade tokens by"] button'
     assert shown.texts(shades) == ["Probability", "Clip", "Age", "None"]
     shown.choose("Run", "1")
     shown.until(lambda: shown.texts(shades) == ["Probability", "Clip", "None"])
-    assert "drawn by" not in shown.one("#rollouts .pair").text
+    assert "sampled by" not in shown.one("#rollouts .pair").text
     shown.choose("Run", "0")
     shown.until(lambda: "Age" in shown.texts(shades))
     shown.click('#rollouts [data-value="age"]')
@@ -453,7 +324,7 @@ def test_rollouts_that_do_not_say_whose_tokens_they_are_show_as_before(shown):
     assert shown.one(f'{shades}[aria-pressed="true"]').text == "Age"
 
 
-def test_the_other_run_is_chosen_and_what_it_did_not_record_is_said(shown):
+def test_the_other_run_is_chosen_and_missing_records_are_shown(shown):
     shown.click("#tab-rollouts")
     shown.choose("Run", "1")
     shown.until(lambda: shown.status() == "64 responses in 16 groups")
@@ -517,7 +388,7 @@ def test_nothing_is_wider_than_the_window(width, shown, wide, tmp_path):
 
 
 @pytest.mark.parametrize("runs", [1, 2])
-def test_on_a_phone_all_that_is_said_of_a_run_and_its_configuration_is_seen(runs, shown, wide, tmp_path):
+def test_on_a_phone_runs_and_configurations_are_visible(runs, shown, wide, tmp_path):
     made = [
         write_run(tmp_path / name, steps=3, compilation_cache="/a/rather/long/path/of/a/folder" * 2)
         for name in ("one", "two")[:runs]
@@ -533,17 +404,6 @@ def test_on_a_phone_all_that_is_said_of_a_run_and_its_configuration_is_seen(runs
     shown.click('#configuration [data-value="departs"]')
     assert "compilation_cache" in shown.settings()
     assert not shown.driver.execute_script(hidden, "#configuration .scroll, .keys, .keys td, .keys code")
-
-
-def test_titles_are_whole_and_steps_are_whole_numbers(shown, tmp_path):
-    run = write_run(tmp_path / "run", steps=8)
-    opened(shown.driver, report(run).save(tmp_path / "page.html"))
-    cut = "return [...document.querySelectorAll('figcaption b, figcaption .unit')].filter((each) => each.scrollWidth > each.clientWidth).map((each) => each.textContent)"
-    shown.driver.execute_script("arguments[0].focus()", shown.one(f"{PANEL} svg[role=img]"))
-    shown.press(Keys.END)  # the cursor's place stands in every title
-    shown.until(lambda: shown.one(f"{PANEL} .where").text == "step 8")
-    assert shown.driver.execute_script(cut) == []
-    assert shown.texts(f'{PANEL} text[text-anchor="middle"], {PANEL} text[y="165"]')[:3] == ["0", "2", "4"]
 
 
 def scored(step, ordinal, index, *, rng):
@@ -582,7 +442,7 @@ def judged(tmp_path):
     return run
 
 
-def test_of_a_run_that_is_judged_by_scores_rewards_are_shown_and_no_verdicts(shown, judged, tmp_path):
+def test_a_run_judged_by_scores_has_rewards_and_no_verdicts(shown, judged, tmp_path):
     opened(shown.driver, report(judged).save(tmp_path / "page.html"))
     heads = dict(zip(shown.texts(".summary th"), shown.texts(".summary td"), strict=True))
     assert heads["Held-out reward"] == "\u22121.45 \u2192 \u22120.810"
@@ -624,7 +484,7 @@ def test_of_a_run_that_is_judged_by_scores_rewards_are_shown_and_no_verdicts(sho
     assert "correct" not in shown.one(view).text.lower()
 
 
-def test_a_run_that_is_judged_by_scores_is_compared_with_one_that_has_verdicts(shown, judged, page, tmp_path):
+def test_runs_with_scores_and_with_verdicts_are_compared(shown, judged, page, tmp_path):
     opened(shown.driver, report(judged, page.parent / "first").save(tmp_path / "page.html"))
     scores, verdicts = (row.text.replace("\n", " ") for row in shown.all(".summary tbody tr"))
     assert "reward \u22121.45 \u2192 \u22120.810 \u22120.810 at step 4 reward \u22120.600" in scores
@@ -643,18 +503,7 @@ def test_a_run_that_is_judged_by_scores_is_compared_with_one_that_has_verdicts(s
     shown.until(lambda: shown.one("#evaluations .status").text == "3 problems, 70.8% correct at step 10")
 
 
-def test_every_section_begins_a_row_of_its_own(shown):
-    shown.until(lambda: shown.all(".distribution"))
-    at = "return arguments[0].getBoundingClientRect()"
-    left = shown.driver.execute_script(at, shown.one("#curves .panels"))["left"]
-    names = shown.all("#curves .panels > h2")
-    assert [name.text for name in names][:3] == ["Learning", "Responses", "Dynamic sampling"]
-    for name in names:
-        first = shown.driver.execute_script("return arguments[0].nextElementSibling", name)
-        assert shown.driver.execute_script(at, first)["left"] == left, name.text
-
-
-def test_how_runs_ended_is_said_and_their_errors_are_no_markup(shown):
+def test_the_end_of_runs_is_shown_and_errors_are_not_markup(shown):
     first, second = (each.text for each in shown.all(".summary .state"))
     assert first.startswith("finished ")
     assert second.startswith("ended by an error ")
@@ -745,7 +594,7 @@ def test_problems_of_evaluations_are_read_one_by_one_over_time_and_in_two_runs(s
     assert "3 of 4 correct" in shown.all(f"{view} .sides section")[1].text
 
 
-def test_what_was_said_in_an_evaluation_is_found_and_is_no_markup(shown):
+def test_responses_of_evaluations_are_found_and_are_not_markup(shown):
     shown.click("#tab-evaluations")
     shown.one("#evaluations input").send_keys("A HERON")
     shown.until(lambda: shown.one("#evaluations .status").text.startswith("1 problem of 3"))
@@ -770,7 +619,7 @@ def test_runs_that_differ_in_k_are_compared_at_what_both_have(shown, tmp_path):
     assert [row.text.split()[-2:] for row in shown.all(".summary td:nth-child(4)")] == [["→", "50.0%"]] * 2
 
 
-def test_in_a_notebooks_frame_it_works_without_a_memory(driver, page, tmp_path):
+def test_the_page_works_in_the_frame_of_a_notebook(driver, page, tmp_path):
     made = report(page.parent / "first")
     notebook = tmp_path / "notebook.html"
     notebook.write_text(f"<!doctype html><meta charset=utf-8><body>{made._repr_html_()}", encoding="utf-8")
@@ -787,16 +636,16 @@ def test_in_a_notebooks_frame_it_works_without_a_memory(driver, page, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("every", "how", "said"),
+    ("every", "how", "words"),
     [(9, {}, "No rollouts were logged yet"), (1, {"rollout_steps": 0}, "made without the rollouts")],
 )
-def test_a_page_without_rollouts_says_why(every, how, said, shown, tmp_path):
+def test_a_page_without_rollouts_shows_why(every, how, words, shown, tmp_path):
     opened(
         shown.driver,
         report(write_run(tmp_path / "run", steps=2, every=every), **how).save(tmp_path / "page.html"),
     )
     shown.click("#tab-rollouts")
-    assert said in shown.one("#rollouts .empty").text
+    assert words in shown.one("#rollouts .empty").text
 
 
 @pytest.mark.parametrize(
@@ -816,7 +665,7 @@ def test_a_page_without_rollouts_says_why(every, how, said, shown, tmp_path):
     ],
     ids=["an evaluation", "what is missing", "zero on a logarithmic axis", "extremes"],
 )
-def test_metrics_that_hardly_make_a_curve_are_drawn_all_the_same(lines, shown, tmp_path):
+def test_unusual_metrics_are_drawn(lines, shown, tmp_path):
     opened(shown.driver, report(write_metrics(tmp_path / "run", *lines)).save(tmp_path / "page.html"))
     for box in shown.all("details"):
         box.click()
@@ -838,9 +687,8 @@ def test_a_browser_that_cannot_read_base64_itself_is_helped(driver, page):
         driver.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", added)
 
 
-@pytest.mark.slow
 def test_a_thousand_steps_of_64_rollouts_open_in_less_than_3_seconds():
-    """As the benchmark measures it, in a process of its own: without the checks of types that tests switch on."""
+    """As in the benchmark, in its own process without the type checks of tests."""
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.report_page", "--repeat", "1"],
         cwd=ROOT, capture_output=True, text=True, check=True,

@@ -13,7 +13,7 @@ PANEL = '[data-title="Training accuracy"]'
 
 
 def missing():
-    """What keeps Chromium from being started here; empty if nothing does."""
+    """Returns why Chromium cannot be started, or an empty text."""
     try:
         import selenium  # noqa: F401
     except ImportError:
@@ -36,7 +36,7 @@ def chromium(profile, *, width=1366, height=768):
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     driver = webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
     try:
-        # A window's own frame takes some of its size, even where none is seen.
+        # The frame of a window takes some of its size, even without a display.
         driver.execute_cdp_cmd(
             "Emulation.setDeviceMetricsOverride",
             {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False},
@@ -47,7 +47,7 @@ def chromium(profile, *, width=1366, height=768):
 
 
 def opened(driver, path, *, seconds=30):
-    """Opens a page and waits until its first rollouts are shown; returns the milliseconds that took in the browser."""
+    """Opens a page and waits for its first rollouts; returns the milliseconds in the browser."""
     from selenium.webdriver.support.wait import WebDriverWait
 
     driver.get(path.resolve().as_uri())
@@ -58,7 +58,7 @@ def opened(driver, path, *, seconds=30):
 
 
 def complaints(driver):
-    """What the console holds: errors of scripts, refusals of the page's policy, missing files."""
+    """Returns the messages of the console: errors of scripts, violations of the policy, missing files."""
     return [entry["message"] for entry in driver.get_log("browser")]
 
 
@@ -67,7 +67,7 @@ def _chromium():
 
 
 class Shown:
-    """What a person does with the page."""
+    """Actions of a reader on the page."""
 
     def __init__(self, driver):
         self.driver = driver
@@ -87,7 +87,7 @@ class Shown:
             self.one(selector).click()
             return True
 
-        self.until(clicked)  # an element that was made anew since it was found takes no click
+        self.until(clicked)  # an element that was replaced takes no click
 
     def press(self, *keys):
         from selenium.webdriver.common.action_chains import ActionChains
@@ -95,7 +95,7 @@ class Shown:
         ActionChains(self.driver).send_keys(*keys).perform()
 
     def until(self, true):
-        """Waits for it; elements may come, go and be made anew meanwhile."""
+        """Waits until `true()`; elements may be replaced meanwhile."""
         from selenium.common.exceptions import StaleElementReferenceException
         from selenium.webdriver.support.wait import WebDriverWait
 
@@ -115,7 +115,7 @@ class Shown:
         return self.one("html").value_of_css_property("background-color")
 
     def kinds(self):
-        """How the tokens of the first response are shaded."""
+        """Returns the shades of the tokens of the first response."""
         tokens = self.all(".response:first-of-type .tokens .token")
         return [each.get_attribute("class").split()[1] for each in tokens]
 

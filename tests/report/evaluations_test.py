@@ -1,4 +1,4 @@
-"""Evaluations as the page gets them: which problem is which over time and across runs, and what is said where a file is damaged."""
+"""The layout of evaluations: problems over time and across runs, and errors of damaged files."""
 
 import gzip
 import json
@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from dapo_jax.config import ConfigError
+from dapo_jax.report.chunks import question_key
 from dapo_jax.report.evaluations import ABSENT, Evaluations, lay_out_evaluations
-from dapo_jax.report.questions import question_key
 from dapo_jax.report.runs import read_runs
 from tests.report.made import problem_line, write_evaluation, write_run
 
@@ -58,13 +58,13 @@ def test_the_same_prompt_twice_in_one_evaluation_is_two_problems(tmp_path):
     assert numbers[0].tolist() == [[1, 2], [1, 2]]
 
 
-def test_datasets_are_apart_and_an_empty_file_is_none(tmp_path):
+def test_datasets_are_separate_and_empty_files_are_ignored(tmp_path):
     files = [write_evaluation(tmp_path, 0, [problem_line(0, 1)], name=name) for name in ("a", "hf:b/c")]
     files.append(write_evaluation(tmp_path, 0, [], name="none"))
     assert list(opened(lay_out_evaluations(files))) == ["a", "hf:b/c"]
 
 
-def test_what_was_handed_out_stays_as_it_is_when_more_follows(tmp_path):
+def test_earlier_layouts_do_not_change(tmp_path):
     laying = Evaluations()
     laying.add(write_evaluation(tmp_path, 0, [problem_line(0, 1)]))
     before = laying.laid(logged=1)
@@ -74,7 +74,7 @@ def test_what_was_handed_out_stays_as_it_is_when_more_follows(tmp_path):
     assert opened(before)["aime_2024"][1].tolist() == [[[1]], [[8]]]
 
 
-def test_of_many_evaluations_some_are_taken_each_with_all_its_datasets(tmp_path):
+def test_some_of_many_evaluations_are_chosen_with_all_datasets(tmp_path):
     run = write_run(tmp_path / "run", steps=1)
     for step in range(9):
         for name in ("a", "b"):
@@ -89,11 +89,8 @@ def test_of_many_evaluations_some_are_taken_each_with_all_its_datasets(tmp_path)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"prompt": 1}, "'prompt' is 1; it must be str"),
-        ({"correct": 9}, "'correct' is 9 of 8 samples"),
-        ({"correct": -1}, "'correct' is -1 of 8 samples"),
-        ({"samples": 10**6}, "at most 65534"),
-        ({"samples": "8"}, "'samples' is '8'; it must be int"),
+        ({"prompt": 1}, "'prompt' is 1"),
+        ({"samples": "8"}, "'samples' is '8'"),
     ],
 )
 def test_a_damaged_problem_is_named_with_its_file(change, message, tmp_path):
@@ -102,20 +99,12 @@ def test_a_damaged_problem_is_named_with_its_file(change, message, tmp_path):
         lay_out_evaluations([file])
 
 
-@pytest.mark.parametrize("key", ["responses", "extracted", "place"])
-@pytest.mark.parametrize("value", [None, 3, [None, 1, {"response": 5}], {"a": 1}])
-def test_what_is_not_leant_on_may_be_missing_or_strange(key, value, tmp_path):
-    line = problem_line(0, 1)
-    laid = lay_out_evaluations([write_evaluation(tmp_path, 0, [{**line, key: value}])])
-    assert opened(laid)["aime_2024"][1].tolist() == [[[1]], [[8]]]
-
-
 def test_texts_with_half_a_surrogate_pair_have_a_key_too():
     assert question_key("\ud83d", "") != question_key("\ud83c", "")
 
 
-def test_of_a_run_that_is_judged_by_scores_mean_rewards_and_scores_are_there(tmp_path):
-    """After the counts, four bytes each; what an older version or a lost verdict has not is NaN."""
+def test_runs_judged_by_scores_have_mean_rewards_and_scores(tmp_path):
+    """After the counts, four bytes each; unknown rewards are NaN."""
     lines = [problem_line(0, 0, reward=-1.5), problem_line(1, 0)]
     lines[0]["responses"][0]["score"] = -0.25
     files = [

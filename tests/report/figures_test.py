@@ -33,14 +33,14 @@ def test_every_panel_is_a_png_and_all_are_on_one_sheet(few, tmp_path):
 
 
 @pytest.mark.skipif(find_spec("matplotlib") is None, reason="matplotlib (extra report) is not installed")
-def test_a_metric_of_one_run_alone_is_drawn_beside_another_run(few, tmp_path):
-    """What no panel is for has a PNG of its own and is not on the sheet."""
+def test_a_metric_of_one_run_alone_is_drawn(few, tmp_path):
+    """A metric without a panel has its own PNG and is not on the sheet."""
     other = write_metrics(tmp_path / "other", {"step": 1, "mine/own": 1.0})
     written = report(few, other).save_figures(tmp_path / "png")
     assert names(written) == ["groups_sampled.png", "held_out_accuracy.png", "mine_own.png", "overview.png"]
 
 
-def test_without_matplotlib_it_is_said_how_to_get_it(few, tmp_path, monkeypatch):
+def test_a_missing_matplotlib_is_an_error_with_a_remedy(few, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ConfigError, match=r"pip install -e '\.\[report\]'"):
         report(few).save_figures(tmp_path / "png")

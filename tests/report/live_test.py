@@ -1,4 +1,4 @@
-"""The page that is served, in a browser: it is kept current, and its reader stays where she is."""
+"""The served page in a browser: it is kept current, and the reader's position stays."""
 
 import json
 import random
@@ -18,7 +18,8 @@ from tests.report.server_test import served
 
 Keys = pytest.importorskip("selenium.webdriver.common.keys", reason=missing() or None).Keys
 
-pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "there is a browser")
+# Slow: each test starts a server and drives Chromium; server_test.py tests the answers, page_test.py opens one page.
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing() or "there is a browser")]
 
 
 @pytest.fixture
@@ -29,7 +30,7 @@ def run(tmp_path):
 
 
 def opened(driver, server):
-    driver.get("about:blank")  # a page before would go on asking
+    driver.get("about:blank")  # an earlier page would continue to ask
     complaints(driver)
     driver.get(f"http://127.0.0.1:{server.server_port}/")
     shown = Shown(driver)
@@ -37,7 +38,7 @@ def opened(driver, server):
     return shown
 
 
-def goes_on(run, step):
+def add_step(run, step):
     """One more step, with rollouts and an evaluation."""
     rng = random.Random(step)
     write_rollouts(run, step, [rollout_line(step, 900 + step, index, rng=rng) for index in range(4)])
@@ -46,7 +47,7 @@ def goes_on(run, step):
         file.write(json.dumps(metrics_line(step, rng)) + "\n")
 
 
-def test_what_is_new_comes_in_and_the_reader_stays_where_she_is(driver, run):
+def test_new_data_arrives_and_the_position_stays(driver, run):
     with served(run) as server:
         shown = opened(driver, server)
         shown.until(lambda: "30 of 30" in shown.one(".summary").text)
@@ -58,7 +59,7 @@ def test_what_is_new_comes_in_and_the_reader_stays_where_she_is(driver, run):
             shown.press(Keys.ARROW_RIGHT)
         shown.until(lambda: shown.one('[data-title="Entropy"] .where').text == "2 updates")
         before = driver.execute_script("return scrollY")
-        goes_on(run, 31)
+        add_step(run, 31)
         shown.until(lambda: "31 of 30" in shown.one(".summary").text)
         assert driver.execute_script("return scrollY") == before
         assert driver.execute_script("return document.activeElement === arguments[0]", shown.one(plot))
@@ -69,7 +70,7 @@ def test_what_is_new_comes_in_and_the_reader_stays_where_she_is(driver, run):
         assert complaints(driver) == []
 
 
-def test_a_group_that_is_read_stays_and_new_ones_are_listed(driver, run):
+def test_the_open_group_stays_and_new_ones_are_listed(driver, run):
     with served(run) as server:
         shown = opened(driver, server)
         shown.click("#tab-rollouts")
@@ -81,7 +82,7 @@ def test_a_group_that_is_read_stays_and_new_ones_are_listed(driver, run):
         shown.one("#search").send_keys("what is")
         shown.until(lambda: shown.status().startswith("240 responses in 60 groups with"))
         driver.execute_script("document.querySelector('#rollouts .groups').scrollTop = 700")
-        goes_on(run, 31)
+        add_step(run, 31)
         shown.until(lambda: shown.status().startswith("244 responses in 61 groups with"))
         assert shown.one("#rollouts .question pre").text == prompt
         assert driver.execute_script("return document.querySelector('#rollouts .groups').scrollTop") == 700
@@ -101,7 +102,7 @@ def test_a_run_that_has_just_begun_fills_its_page(driver, tmp_path):
         assert "0 of 1" in shown.one(".summary").text
         assert shown.texts("#rollouts .empty, #evaluations .empty") != []
         (run / "metrics.jsonl").write_text(lines)
-        goes_on(run, 2)
+        add_step(run, 2)
         shown.until(lambda: shown.all('[data-title="Entropy"]'))
         shown.click("#tab-rollouts")
         shown.until(lambda: shown.all("#rollouts .row"))
@@ -110,10 +111,10 @@ def test_a_run_that_has_just_begun_fills_its_page(driver, tmp_path):
         assert complaints(driver) == []
 
 
-def test_the_page_says_when_nobody_keeps_it_current_any_more(driver, run):
+def test_the_page_shows_when_its_server_has_ended(driver, run):
     with served(run) as server:
         shown = opened(driver, server)
         shown.until(lambda: shown.one("#made").text.startswith("kept current"))
     shown.until(lambda: "has ended" in shown.one("#made").text)
     assert shown.all('[data-title="Entropy"]')
-    complaints(driver)  # of a server that is not there
+    complaints(driver)

@@ -1,4 +1,4 @@
-"""Runs as `dapo-jax train` would leave them, written in a moment."""
+"""Writes run folders like those of `dapo-jax train`."""
 
 import json
 import math
@@ -10,6 +10,7 @@ from dapo_jax.trackers.rollout_log import write_problems
 
 ALPHABET = "0123456789+=:,? abcdefghijklmnopqrstuvwxyz<>/\"'&!-()\n"
 TOKENIZER = CharTokenizer(ALPHABET)
+HOSTILE = "</script><img src=x onerror=alert(1)> <!-- & \u2028"
 
 
 def metrics_line(step, rng, *, group_size=4, groups=4, **changes):
@@ -90,7 +91,7 @@ def write_run(
 
 
 def problem_line(place, right, samples=8, *, kept=1, response="thus \\boxed{2}", **changes):
-    """One problem of an evaluation, of which `right` responses are correct, the first ones first."""
+    """One problem of an evaluation; its first `right` responses are correct."""
     given = [
         {"answer": "2", "count": right, "correct": right},
         {"answer": None, "count": samples - right, "correct": 0},
@@ -110,18 +111,18 @@ def problem_line(place, right, samples=8, *, kept=1, response="thus \\boxed{2}",
 
 
 def write_evaluation(folder, step, problems, *, name="aime_2024"):
-    """The problems of one evaluation, as `dapo-jax train` leaves them."""
+    """Writes the problems of one evaluation."""
     return write_problems(folder / "evaluations" / f"step_{step:06d}", problems, name=name, step=step)
 
 
 def write_metrics(folder, *lines):
-    """A run of which the metrics alone were copied."""
+    """Writes a run that has only metrics."""
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
 
 
 def write_rollouts(folder, step, rows):
-    """The rollouts of one step, one line each."""
+    """Writes the rollouts of one step."""
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (folder / "rollouts" / f"step_{step:06d}.jsonl").write_text(text)

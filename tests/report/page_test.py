@@ -1,4 +1,4 @@
-"""The page as a file: nothing in it comes from elsewhere, and nothing that a model wrote is markup."""
+"""The page as a file: it loads nothing, and texts of models are never markup."""
 
 import base64
 import hashlib
@@ -15,6 +15,7 @@ from dapo_jax.report import report
 from dapo_jax.report.page import SCRIPTS, WATCHING, inert
 from dapo_jax.report.server import Watched
 from dapo_jax.trackers.run_status import write_status
+from tests.report.chromium import missing
 from tests.report.made import problem_line, rollout_line, write_evaluation, write_run
 from tests.structure_test import ROOT
 
@@ -22,7 +23,7 @@ HOSTILE = "</script><script>alert(1)</script><!--<script> \u2028 <img src=x oner
 
 
 class Elements(HTMLParser):
-    """Every element that a browser would see, with its attributes, and the content of scripts and styles."""
+    """All elements with their attributes, and the content of scripts and styles."""
 
     def __init__(self, text):
         super().__init__()
@@ -49,7 +50,7 @@ class Elements(HTMLParser):
 
 @pytest.fixture
 def hostile(tmp_path):
-    """A run in which whatever a model or a dataset may say, and its name, would break out of the page if it could."""
+    """A run whose texts and name try to break out of the page."""
 
     def line(step, ordinal, index, *, rng):
         return rollout_line(
@@ -70,7 +71,7 @@ def hostile(tmp_path):
     return run
 
 
-def test_text_of_models_is_never_markup(hostile, tmp_path):
+def test_texts_of_models_are_never_markup(hostile, tmp_path):
     same = write_run(tmp_path / "plain", steps=2)
     for step in (0, 1):
         write_evaluation(same, step, [problem_line(0, 0)])
@@ -82,7 +83,7 @@ def test_text_of_models_is_never_markup(hostile, tmp_path):
     assert found.of("title")[0][1].startswith("<b>run<!-- ")
 
 
-def test_the_page_asks_for_nothing_and_may_ask_for_nothing(hostile):
+def test_the_page_loads_nothing_and_may_load_nothing(hostile):
     text = report(hostile).html
     found = Elements(text)
     for tag, attributes in found.found:
@@ -99,7 +100,7 @@ def test_the_page_asks_for_nothing_and_may_ask_for_nothing(hostile):
     assert "http" not in policy
 
 
-def test_the_policy_allows_the_pages_own_script_and_style_alone(hostile):
+def test_the_policy_allows_only_the_pages_own_script_and_style(hostile):
     found = Elements(report(hostile).html)
     [policy] = [each["content"] for each, _ in found.of("meta") if "Security" in each.get("http-equiv", "")]
     allowed = re.findall(r"'sha256-([^']+)'", policy)
@@ -120,7 +121,7 @@ def test_json_in_a_script_element_is_the_same_json():
 
 
 def test_scripts_never_read_markup():
-    """Data goes into text nodes and attributes; these are the ways around that."""
+    """Data goes into text nodes and attributes; these functions would read markup."""
     folder = ROOT / "dapo_jax" / "report" / "assets"
     markup = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|DOMParser|XMLHttp|import\("
     assert {path.name for path in folder.glob("*.js")} == {*SCRIPTS, WATCHING}
@@ -168,3 +169,21 @@ def test_too_many_runs_are_said(tmp_path):
     with pytest.raises(ConfigError, match="rollout_steps: found -1"):
         report(runs[0], rollout_steps=-1)
     assert room.report is report
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing() or "there is a browser")
+def test_the_page_opens_in_a_browser_and_texts_of_models_are_not_markup(shown):
+    """The one test of the default tier that needs Chromium; browser_test.py has the others."""
+    assert len(shown.lines()) == 4  # two metrics of two runs
+    shown.click("#tab-rollouts")
+    shown.one("#search").send_keys("WALRUS said </script><img")
+    shown.until(lambda: shown.status().startswith("2 responses in 2 groups with"))
+    shown.until(lambda: shown.one(".heading h2").text == "Step 7")
+    [response] = shown.texts("#rollouts .response .tokens")
+    assert "<img src=x onerror=alert(1)> <!-- &" in response
+    assert shown.all(".token.hit")
+    assert not shown.all("main img, main script")
+    shown.one("#search").clear()
+    shown.one("#search").send_keys("nowhere at all")
+    shown.until(lambda: shown.status().startswith("0 responses in 0 groups"))
+    assert shown.one(".group .empty").text == "No response meets these filters."

@@ -1,12 +1,11 @@
-"""Columns, axes and configurations of a report, by hand."""
+"""Columns, axes and configurations of a report, computed by hand."""
 
 from pathlib import Path
 
 import pytest
 
 from dapo_jax.config import BatchConfig, DynamicSamplingConfig, LossConfig, TrainConfig
-from dapo_jax.report.run_states import State
-from dapo_jax.report.runs import RunFiles
+from dapo_jax.report.runs import RunFiles, State
 from dapo_jax.report.tables import EQUAL, REST, configurations, table_of
 
 
@@ -25,7 +24,7 @@ def run(rows, config=None, name="run"):
 SMALL = TrainConfig(run_dir="small", batch=BatchConfig(prompts_per_step=4, group_size=8, groups_per_update=2))
 
 
-def test_axes_count_what_was_done_up_to_the_end_of_a_step():
+def test_axes_count_up_to_the_end_of_a_step():
     """Step 1: 6 prompts x 8 responses of 10 tokens, 4 groups in updates of 2. Step 2 sampled nothing and trained on 3 groups."""
     rows = [
         {"step": 0, "time/eval_s": 5.0},
@@ -47,17 +46,17 @@ def test_axes_that_need_the_configuration_are_left_out_without_it():
     assert list(table_of(run([{"step": 1, "loss": 1.0}])).axes) == ["step"]
 
 
-def test_what_was_not_measured_is_none_and_a_metric_without_a_number_is_left_out():
+def test_missing_values_are_none_and_metrics_without_numbers_are_omitted():
     rows = [{"step": 1, "a": None, "b": None}, {"step": 2, "a": 0.123456789}, {"step": 3, "a": float("inf")}]
     assert table_of(run(rows)).columns == {"a": [None, 0.123457, None]}
 
 
-def test_the_rest_of_a_step_is_what_neither_sampling_nor_updates_took_and_the_evaluation():
+def test_the_rest_of_a_step_includes_the_evaluation():
     line = {"step": 1, "time/sample_s": 3.0, "time/update_s": 4.0, "time/step_s": 8.0, "time/eval_s": 10.0}
     assert table_of(run([line])).columns[REST] == [11]
 
 
-def test_configurations_say_what_departs_and_what_differs():
+def test_configurations_mark_departures_and_differences():
     other = TrainConfig(run_dir="other", loss=LossConfig(clip_ratio_high=0.2))
     rows = {row["key"]: row for row in configurations([run([], SMALL), run([], other), run([], None)])}
     assert rows["loss.clip_ratio_high"] == {
@@ -70,7 +69,7 @@ def test_configurations_say_what_departs_and_what_differs():
     assert rows["batch.group_size"]["values"] == ["8", "16", None]
     assert not rows["seed"]["departs"]
     assert not rows["seed"]["differs"]
-    # Every run has another, so it says nothing about the recipe.
+    # Every run has its own.
     assert not rows["run_dir"]["departs"]
     assert rows["run_dir"]["default"] == ""
 
@@ -84,7 +83,7 @@ def test_values_are_written_as_in_a_file(value, text):
     assert _shown(value) == text
 
 
-def test_of_a_run_that_is_judged_by_scores_the_share_of_equal_ones_is_known():
+def test_runs_judged_by_scores_have_the_share_of_equal_scores():
     rows = [{"step": 0, "eval/x/reward": 1.0}, {"step": 1, "rollout/scores_differ_frac": 0.75}]
     judged = TrainConfig(run_dir="run", dynamic_sampling=DynamicSamplingConfig(metric="score"))
     table = table_of(run(rows, judged))

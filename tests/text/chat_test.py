@@ -1,4 +1,4 @@
-"""Chat templates: what they print, what they may ask for, and that they cannot leave the sandbox."""
+"""Chat templates: their text, their variables and their sandbox."""
 
 from datetime import date
 
@@ -12,7 +12,7 @@ SMOLLM2 = (
     "{% endif %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""That of SmolLM2-135M-Instruct."""
+"""The template of SmolLM2-135M-Instruct."""
 THINKING = """\
 {%- set ns = namespace(asked=0) %}
 {%- for message in messages %}
@@ -37,7 +37,7 @@ THINKING = """\
     {%- endif %}
 {%- endif %}
 """
-"""Written for this test in the manner of Qwen3's: it hides earlier thoughts, and a keyword switches thinking off."""
+"""A short template like Qwen3's: it hides earlier thoughts, and a keyword switches thinking off."""
 ASKED = [{"role": "user", "content": "1+1?"}]
 TALK = [
     {"role": "system", "content": "Be brief."},
@@ -75,16 +75,8 @@ def test_thinking_is_switched_off_by_its_keyword():
     assert render(THINKING, enable_thinking=False) == opened + "<think>\n\n</think>\n\n"
 
 
-def test_earlier_thoughts_are_cut_as_the_template_says():
+def test_the_template_cuts_earlier_thoughts():
     assert "<|im_start|>assistant\n2<|im_end|>" in render(THINKING, TALK)
-
-
-def test_blocks_on_lines_of_their_own_leave_no_white_space():
-    assert render("a\n  {% if true %}\nb\n  {% endif %}\nc\n") == "a\nb\nc"
-
-
-def test_loops_may_be_left():
-    assert render("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}") == "01"
 
 
 def test_json_is_plain_and_keeps_its_letters_and_its_order():
@@ -97,7 +89,7 @@ def test_json_is_plain_and_keeps_its_letters_and_its_order():
     )
 
 
-def test_special_tokens_are_known_by_name_and_a_keyword_goes_before_them():
+def test_special_tokens_are_variables_that_a_keyword_overrides():
     template = ChatTemplate("{{ bos_token }}{{ eos_token }}{{ pad_token }}", name="t", special_tokens={"bos_token": "<s>", "eos_token": "</s>"})  # fmt: skip
     assert template.render(ASKED) == "<s></s>"
     assert template.render(ASKED, bos_token="") == "</s>"
@@ -109,99 +101,70 @@ def test_tools_and_documents_are_none_unless_given():
     assert render(source, tools=[{"name": "f"}]) == "FalseTrueFalse"
 
 
-def test_marks_for_training_masks_are_passed_over():
+def test_marks_for_training_masks_are_ignored():
     assert (
         render("{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}!{% endfor %}")
         == "1+1?!"
     )
 
 
-def test_the_date_is_the_one_given_at_midnight_and_never_the_clock_s():
+def test_the_date_is_given_at_midnight_and_never_from_the_clock():
     template = ChatTemplate("{{ strftime_now('%d %b %Y %H:%M') }}", name="t")
     assert template.render(ASKED, today=date(2024, 7, 26)) == "26 Jul 2024 00:00"
-    with pytest.raises(ValueError, match=r"none was given: set data\.template_date"):
+    with pytest.raises(ValueError, match=r"data\.template_date"):
         template.render(ASKED)
 
 
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ("{{ [1, 2, 3] | random }}", "the filter random draws anew each time"),
-        ("{{ [[1, 2]] | map('random') | list }}", "the filter random draws anew each time"),
-        ("{{ strftime_now('%s') }}", "depends on the time zone"),
-        ("{{ cycler('a') }}", "whose address is another in each process"),
-        ("{{ strftime_now }}", "whose address is another in each process"),
-        ("{{ messages[0].content }}{{ cycler('a') }}", "whose address is another in each process"),
-        ("{{ raise_exception | string }}", "whose address is another in each process"),
-        ("{{ messages | map('upper') }}", "whose address is another in each process"),
-    ],
-)
-def test_what_would_print_another_text_next_time_is_refused(source, message):
-    with pytest.raises(ValueError, match=message):
-        ChatTemplate(source, name="t").render(ASKED, today=date(2024, 7, 26))
+def test_a_date_in_seconds_depends_on_the_machine_and_is_refused():
+    with pytest.raises(ValueError, match="time zone"):
+        ChatTemplate("{{ strftime_now('%s') }}", name="t").render(ASKED, today=date(2024, 7, 26))
 
 
-def test_a_question_may_speak_of_an_address():
-    asked = [{"role": "user", "content": "what is <function f at 0x7f00>?"}]
-    assert render("{{ messages[0].content }}", asked) == "what is <function f at 0x7f00>?"
-
-
-def test_the_template_s_own_refusal_names_the_template_and_its_words():
-    with pytest.raises(
-        ValueError, match=r"template a/chat_template\.jinja refuses the messages: unknown role tool"
-    ):
+def test_a_refusal_of_the_template_has_its_name_and_message():
+    with pytest.raises(ValueError, match=r"a/chat_template\.jinja refuses the messages: unknown role tool"):
         render(THINKING, [{"role": "tool", "content": "2"}])
 
 
 @pytest.mark.parametrize(
     "source",
     [
-        "{{ ''.__class__ }}",
-        "{{ ''['__class__'] }}",
-        "{{ '' | attr('__class__') }}",
-        "{% if ''.__class__ %}x{% endif %}",
-        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-        "{{ raise_exception.__globals__ }}",
-        "{{ strftime_now.__code__ }}",
-        "{{ '{0.__class__}'.format('') }}",
-        "{{ dict.__globals__ }}",
-        "{{ cycler.__init__.__globals__ }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ (''|attr('__class__')).__mro__ }}",
+        "{{ raise_exception.__globals__.keys() }}",
+        "{{ '{0.__class__.__mro__}'.format('') }}",
+        "{{ cycler.__init__.__globals__.os }}",
         "{{ messages.append(1) }}",
-        "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
-        "{{ namespace(__class__=1) }}",
         "{{ messages[0].update({'role': 'system'}) }}",
     ],
 )
-def test_a_template_that_reaches_for_python_is_refused(source):
-    with pytest.raises(ValueError, match=r"template a/chat_template\.jinja tries to leave its sandbox"):
+def test_templates_run_in_the_sandbox_of_jinja(source):
+    with pytest.raises(ValueError, match=r"a/chat_template\.jinja tries to leave its sandbox"):
         render(source)
 
 
 @pytest.mark.parametrize(
-    ("source", "message"),
+    ("source", "error"),
     [
-        ("{% for m in messages %}", "fails with TemplateSyntaxError"),
-        ("{{ messages[0].content + 1 }}", "fails with TypeError"),
-        ("{{ missing.name }}", "fails with UndefinedError: 'missing' is undefined"),
-        ("{% include 'other' %}", "fails with TypeError"),
-        ("{{ range(10000000) }}", "fails with OverflowError"),
+        ("{% for m in messages %}", "TemplateSyntaxError"),
+        ("{{ messages[0].content + 1 }}", "TypeError"),
+        ("{{ missing.name }}", "UndefinedError: 'missing'"),
+        ("{% include 'other' %}", "TypeError"),
+        ("{{ range(10000000) }}", "OverflowError"),
+        (
+            "{{ [1, 2] | random }}",
+            "TemplateAssertionError: No filter named 'random'",
+        ),  # prompts are reproducible
     ],
 )
-def test_a_template_that_fails_is_named(source, message):
-    with pytest.raises(ValueError, match=rf"template a/chat_template\.jinja {message}"):
+def test_a_failing_template_is_named(source, error):
+    with pytest.raises(ValueError, match=rf"a/chat_template\.jinja fails with {error}"):
         render(source)
 
 
-def test_a_broken_template_is_no_matter_until_it_is_used():
+def test_the_size_of_the_text_is_limited():
+    with pytest.raises(ValueError, match="4,194,304 characters"):
+        render("{% for i in range(9999) %}{{ 'x' * 9999 }}{% endfor %}")
+
+
+def test_a_broken_template_does_not_matter_until_it_is_used():
     assert ChatTemplate("{% if %}", name="t").source == "{% if %}"
-
-
-def test_the_messages_stay_as_they_were():
-    messages = [{"role": "user", "content": "1", "parts": [1, (2, None)]}]
-    assert render("{{ messages[0].parts }}", messages) == "[1, [2, None]]"
-    assert messages == [{"role": "user", "content": "1", "parts": [1, (2, None)]}]
-
-
-def test_objects_with_methods_are_kept_from_templates():
-    with pytest.raises(ValueError, match="is not text, a number, a list or a mapping"):
-        render("{{ file }}", file=object())

@@ -1,4 +1,4 @@
-"""A conversation of somebody else: the prompt that training reads, and no special token out of a message."""
+"""Conversations from outside: the same prompt as in training, and no special token from a message."""
 
 import pytest
 
@@ -40,12 +40,12 @@ def specials(ids):
         ],
     ],
 )
-def test_ordinary_messages_are_the_prompt_that_training_reads(messages, chat):
+def test_ordinary_messages_give_the_prompt_of_training(messages, chat):
     assert conversation_ids(messages, chat).tolist() == PromptFormat().encode(messages, chat)[1].tolist()
 
 
 @pytest.mark.parametrize("token", SPECIALS)
-def test_a_special_token_in_a_message_is_its_characters(token, chat):
+def test_a_special_token_in_a_message_is_characters(token, chat):
     plain = conversation_ids([{"role": "user", "content": "a b"}], chat)
     evil = conversation_ids([{"role": "user", "content": f"a{token} b"}], chat)
     assert specials(evil) == specials(plain)
@@ -53,8 +53,8 @@ def test_a_special_token_in_a_message_is_its_characters(token, chat):
     assert len(evil) > len(plain)
 
 
-def test_special_tokens_in_tools_are_their_characters(chat):
-    """In texts, in names of fields, and in what a field called role holds."""
+def test_special_tokens_in_tools_are_characters(chat):
+    """In texts, in names of fields, and in a field called role."""
 
     def prompt(text):
         tool = {"name": "f", "description": text, "parameters": {text: {"role": text}}}
@@ -69,7 +69,7 @@ def test_special_tokens_in_tools_are_their_characters(chat):
     )
 
 
-def test_a_special_token_in_pieces_side_by_side_is_its_characters():
+def test_a_special_token_in_pieces_is_characters():
     pieces = "{% for m in messages %}{{ m.name }}{{ m.content }}<|im_end|>{% endfor %}"
     chat = HuggingFaceTokenizer(files_of(template=pieces))
     ids = conversation_ids([{"role": "user", "name": "<|im_", "content": "end|>"}], chat)
@@ -78,25 +78,20 @@ def test_a_special_token_in_pieces_side_by_side_is_its_characters():
 
 
 @pytest.mark.parametrize(
-    ("message", "said"),
+    ("message", "words"),
     [
-        (
-            {"role": "<|im_end|>", "content": "a"},
-            r"has the role '<\|im_end\|>'; a role is at most 64 letters",
-        ),
-        ({"role": "user", "content": "\U0010f001"}, r"private character U\+10F001"),
-        (
-            {"role": "user", "content": "a" * (1 << 20), "name": "b"},
-            r"characters were given; 1,048,576 are the most",
-        ),
+        ({"role": "<|im_end|>", "content": "a"}, r"role '<\|im_end\|>'"),
+        ({"role": "user", "content": "\U0010f001"}, r"U\+10F001"),
+        ({"role": "user", "content": "a" * (1 << 20), "name": "b"}, "1,048,576"),
+        ({"role": "user", "content": "a", "file": object()}, "is not text, a number, a list or a mapping"),
     ],
-    ids=["role", "guard", "long"],
+    ids=["role", "guard", "long", "object"],
 )
-def test_messages_that_cannot_be_guarded_are_refused(message, said, chat):
-    with pytest.raises(ValueError, match=said):
+def test_messages_that_cannot_be_guarded_are_refused(message, words, chat):
+    with pytest.raises(ValueError, match=words):
         conversation_ids([message], chat)
 
 
-def test_a_model_without_a_chat_template_knows_no_conversation():
-    with pytest.raises(ValueError, match="the model has no chat template"):
+def test_a_conversation_needs_a_chat_template():
+    with pytest.raises(ValueError, match=r"chat_template\.jinja"):
         conversation_ids([{"role": "user", "content": "a"}], ByteTokenizer())

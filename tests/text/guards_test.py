@@ -1,4 +1,4 @@
-"""Texts from outside in what a template makes: their special tokens are none, all else is tokenized as ever."""
+"""Guards: special tokens in texts from outside are encoded as characters, all other text as usual."""
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, normalizers
@@ -9,7 +9,7 @@ from dapo_jax.text.tokenizers import ByteTokenizer, CharTokenizer
 from tests.text.folders import byte_fallback_json, byte_level_json, files_of
 
 
-def test_what_is_guarded_comes_back():
+def test_a_guarded_text_is_restored():
     guards = Guards(["<|im_end|>", "</s>", "[INST]", ""])
     text = "a < b [c] <|im_end|> ü \ue000 \U000f0001"
     guarded = guards.guarded(text)
@@ -23,13 +23,12 @@ def test_what_is_guarded_comes_back():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (FIRST_GUARD, r"private character U\+10F000"),
-        ("a\U0010f001im_end|>", r"private character U\+10F001"),
-        ("\U0010ffff", r"private character U\+10FFFF"),
+        (FIRST_GUARD, r"U\+10F000"),
+        ("a\U0010f001im_end|>", r"U\+10F001"),
         ("a\ud800", "surrogates not allowed"),
     ],
 )
-def test_what_could_stand_for_a_special_token_is_no_text_from_outside(text, message):
+def test_texts_from_outside_cannot_hold_guards(text, message):
     with pytest.raises(ValueError, match=message):
         Guards(["<a>"]).guarded(text)
 
@@ -48,7 +47,7 @@ def test_only_the_text_that_is_not_guarded_has_special_tokens():
 @pytest.mark.parametrize(
     "text", ["", "the end", "<|im_start|>user\n\n\nthe end<|im_end|>\n", "a<b <|im_end|>", "日本 héllo"]
 )
-def test_without_a_special_token_from_outside_it_is_what_encode_gives(text):
+def test_without_special_tokens_guarding_does_not_change_the_ids(text):
     """Tokens span the border between what is guarded and what is not."""
     tokenizer = HuggingFaceTokenizer(files_of())
     for cut in range(len(text) + 1):
@@ -58,8 +57,8 @@ def test_without_a_special_token_from_outside_it_is_what_encode_gives(text):
         assert tokenizer.encode_guarded(guarded).tolist() == tokenizer.encode(text).tolist()
 
 
-def test_what_the_normalizer_makes_a_special_token_of_is_none_either():
-    """NFKC makes ASCII of the wide characters; an added token that is looked for behind it would be found."""
+def test_a_special_token_made_by_the_normalizer_does_not_count():
+    """NFKC turns wide characters into ASCII, in which an added token would be found."""
     made = Tokenizer.from_str(byte_level_json())
     made.normalizer = normalizers.NFKC()
     made.add_tokens([AddedToken("<tool>", normalized=True, special=False)])
@@ -71,13 +70,13 @@ def test_what_the_normalizer_makes_a_special_token_of_is_none_either():
     assert number in tokenizer.encode_guarded("<tool>" + tokenizer.guarded(wide))
 
 
-def test_a_tokenizer_that_spells_no_special_token_guards_nothing():
+def test_tokenizers_without_spelled_special_tokens_guard_nothing():
     for tokenizer in (ByteTokenizer(), CharTokenizer("<ab>")):
         assert tokenizer.guarded("<ab>") == "<ab>"
         assert tokenizer.encode_guarded("<ab>").tolist() == tokenizer.encode("<ab>").tolist()
 
 
-def test_sentencepiece_texts_too():
+def test_texts_of_sentencepiece_tokenizers_are_guarded():
     files = files_of(byte_fallback_json(), eos_token="</s>", pad_token="</s>")
     tokenizer = HuggingFaceTokenizer(files)
     ids = tokenizer.encode_guarded("<s>" + tokenizer.guarded("end</s>") + "</s>").tolist()

@@ -1,4 +1,4 @@
-"""Tokenizers of real models: special tokens, what begins and ends a text, and the files they are kept in."""
+"""Tokenizers of real models: special tokens, the beginning and end of a text, and their files."""
 
 import json
 from functools import cache
@@ -36,39 +36,27 @@ def _without_specials(text):
     return text
 
 
-def test_it_is_a_tokenizer_and_knows_its_largest_id():
+def test_the_vocabulary_ends_after_the_largest_id():
     assert isinstance(PLAIN, Tokenizer)
     assert PLAIN.vocab_size == 1 + max(Library.from_str(byte_level_json()).get_vocab().values())
 
 
-def test_encoding_adds_nothing_and_takes_special_tokens_that_are_spelled_out():
+def test_encoding_takes_spelled_out_special_tokens_and_adds_none():
     np.testing.assert_array_equal(
         PLAIN.encode("<|im_start|>1<|im_end|>"), [IM_START, *PLAIN.encode("1"), IM_END]
     )
     assert not {END_OF_TEXT, IM_START, IM_END, BEGIN} & set(PLAIN.encode("im_end").tolist())
 
 
-def test_decoding_leaves_out_special_tokens_and_the_ids_that_pad_a_model_s_vocabulary():
+def test_decoding_omits_special_tokens_and_padding_of_the_vocabulary():
     ids = [BEGIN, *PLAIN.encode(" a b"), PLAIN.vocab_size, 151_935, IM_END, END_OF_TEXT]
     assert PLAIN.decode(np.array(ids, np.int32)) == " a b"
 
 
-def test_no_white_space_is_tidied():
-    text = "a , b . It 's  two"
-    assert PLAIN.decode(PLAIN.encode(text)) == text
-
-
-def test_half_a_character_is_the_replacement_character():
-    ids = PLAIN.encode("🜂")  # four bytes that were never merged
-    assert len(ids) == 4
-    assert PLAIN.decode(ids[:3]) == "\ufffd"
-    assert PLAIN.decode(ids) == "🜂"
-
-
 @pytest.mark.parametrize("tokenizer", [byte_level_json, byte_fallback_json])
 @given(text=st.text(), cut=st.integers(0, 20))
-def test_the_bytes_of_tokens_are_those_of_their_text_wherever_it_is_cut(tokenizer, text, cut):
-    """Two halves of a character are no text, but their bytes are. The oracle is UTF-8; Llama 2's normalizer puts a space first."""
+def test_the_bytes_of_tokens_add_up_to_the_text(tokenizer, text, cut):
+    """Half a character is not text, but has bytes. The oracle is UTF-8; Llama 2's normalizer adds a space first."""
     read, space = _decoding(tokenizer), b" " * (tokenizer is byte_fallback_json)
     written = "".join(part for part in _without_specials(text)).replace("\N{LOWER ONE EIGHTH BLOCK}", " ")
     for special in ("<unk>", "<s>", "</s>"):
@@ -84,7 +72,7 @@ def _decoding(tokenizer):
     return made(tokenizer(), **config)
 
 
-def test_special_tokens_have_no_bytes_and_ids_that_pad_a_vocabulary_none_that_are_known():
+def test_special_tokens_have_no_bytes_and_unknown_ids_return_none():
     assert [PLAIN.token_bytes(token) for token in (END_OF_TEXT, IM_START, IM_END)] == [b"", b"", b""]
     assert [PLAIN.token_bytes(token) for token in (-1, PLAIN.vocab_size, 2**40)] == [None] * 3
 
@@ -101,7 +89,7 @@ def test_an_added_token_that_is_not_special_has_the_bytes_of_its_text():
 
 
 @pytest.mark.parametrize("decoder", [None, decoders.WordPiece(), decoders.BPEDecoder(), decoders.CTC()])
-def test_bytes_that_depend_on_the_tokens_around_are_not_known(decoder):
+def test_bytes_that_depend_on_neighbouring_tokens_are_unknown(decoder):
     library = Library.from_str(byte_level_json())
     described = {
         **json.loads(library.to_str()),
@@ -110,35 +98,12 @@ def test_bytes_that_depend_on_the_tokens_around_are_not_known(decoder):
     assert made(json.dumps(described)).token_bytes(50) is None
 
 
-def test_a_negative_id_is_refused():
-    with pytest.raises(ValueError, match="token -1 is negative"):
-        PLAIN.decode(np.array([5, -1], np.int32))
-
-
-def test_an_id_that_would_make_the_vocabulary_too_long_is_refused_with_the_largest_that_would_not():
-    """One more than the largest id, the length of the vocabulary, is a 32-bit integer with a sign too."""
-    content = json.loads(byte_level_json())
-    content["model"]["vocab"]["q"] = 2**31 - 1
-    files = {**files_of(), "tokenizer.json": json.dumps(content).encode()}
-    with pytest.raises(ValueError, match="has the id 2147483647; ids are at most 2147483646"):
-        HuggingFaceTokenizer(files)
-    content["model"]["vocab"]["q"] = 2**31 - 2
-    files["tokenizer.json"] = json.dumps(content).encode()
-    assert HuggingFaceTokenizer(files).vocab_size == 2**31 - 1
-
-
-def test_a_tokenizer_that_drops_merges_at_random_is_refused():
-    """BPE dropout is for training a tokenizer: encoding with it may give one text other tokens each time."""
+def test_a_tokenizer_with_dropout_is_refused():
     content = json.loads(byte_level_json())
     content["model"]["dropout"] = 0.5
     files = {**files_of(), "tokenizer.json": json.dumps(content).encode()}
-    with pytest.raises(ValueError, match=r"its dropout is 0\.5, so one text has other tokens each time"):
+    with pytest.raises(ValueError, match=r"dropout is 0\.5"):
         HuggingFaceTokenizer(files)
-
-
-def test_half_a_surrogate_pair_is_refused():
-    with pytest.raises(ValueError, match="surrogates not allowed"):
-        PLAIN.encode("a\ud800")
 
 
 @pytest.mark.parametrize(
@@ -146,14 +111,13 @@ def test_half_a_surrogate_pair_is_refused():
     [
         ({}, None, None, (IM_END,)),
         ({}, {"eos_token_id": END_OF_TEXT}, None, (IM_END, END_OF_TEXT)),
-        # Llama 3's instruction-tuned models: a list, of which the tokenizer's own comes first.
+        # Llama 3's instruction-tuned models have a list; the tokenizer's own id comes first.
         ({}, {"eos_token_id": [END_OF_TEXT, BEGIN, IM_END]}, {"eos_token_id": 1}, (IM_END, END_OF_TEXT, BEGIN, 1)),
-        ({"eos_token": None}, {"eos_token_id": [3, 0]}, {"eos_token_id": 0}, (3, 0)),
         ({"eos_token": None}, None, {"eos_token_id": [1, 2]}, (1, 2)),
         ({"eos_token": {"__type": "AddedToken", "content": "<|endoftext|>"}}, None, None, (END_OF_TEXT,)),
     ],
 )  # fmt: skip
-def test_every_end_token_that_the_folder_names_ends_a_response(config, generation, model, expected):
+def test_every_end_token_of_the_folder_ends_a_response(config, generation, model, expected):
     tokenizer = made(generation=generation, model=model, **config)
     assert tokenizer.stop_ids == expected
     assert tokenizer.eos_id == expected[0]
@@ -163,7 +127,6 @@ def test_every_end_token_that_the_folder_names_ends_a_response(config, generatio
     ("config", "generation", "model", "expected"),
     [
         ({}, {"pad_token_id": 1}, {"pad_token_id": 3}, END_OF_TEXT),
-        ({"pad_token": None}, {"pad_token_id": 1}, {"pad_token_id": 3}, 1),
         ({"pad_token": None}, None, {"pad_token_id": 3}, 3),
         ({"pad_token": None}, None, {"pad_token_id": -1}, IM_END),
         ({"pad_token": None}, None, None, IM_END),
@@ -193,18 +156,18 @@ def test_special_tokens_of_an_older_folder_are_read_from_their_map():
         ),
     ],
 )
-def test_plain_prompts_begin_with_the_token_that_the_folder_puts_there(tokenizer, config, first):
+def test_plain_prompts_begin_with_the_token_of_the_post_processor(tokenizer, config, first):
     found = made(tokenizer, **config)
     np.testing.assert_array_equal(found.encode_prompt("12 + 34"), [*first, *PLAIN.encode("12 + 34")])
     np.testing.assert_array_equal(found.encode("12 + 34"), PLAIN.encode("12 + 34"))
 
 
-def test_the_beginning_is_never_put_there_twice():
+def test_the_beginning_is_never_added_twice():
     found = made(with_beginning(byte_level_json()))
     np.testing.assert_array_equal(found.encode_prompt("<|begin_of_text|>1"), [BEGIN, *PLAIN.encode("1")])
 
 
-def test_lengths_of_a_training_script_in_the_file_do_not_count():
+def test_truncation_and_padding_in_the_file_are_ignored():
     library = Library.from_str(byte_level_json())
     library.enable_truncation(2)
     library.enable_padding(length=50)
@@ -212,13 +175,13 @@ def test_lengths_of_a_training_script_in_the_file_do_not_count():
     np.testing.assert_array_equal(made(library.to_str()).encode(text), PLAIN.encode(text))
 
 
-def test_the_template_file_goes_before_the_one_in_the_configuration():
+def test_the_template_file_overrides_the_configuration():
     messages = [{"role": "user", "content": "1"}]
     assert made(chat_template="old").chat_template.render(messages).startswith("<|im_start|>user")
     assert made(template=None, chat_template="old").chat_template.render(messages) == "old"
 
 
-def test_of_several_templates_the_default_is_taken():
+def test_of_several_templates_the_default_is_used():
     named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d{{ eos_token }}"}]
     found = made(template=None, chat_template=named)
     assert found.chat_template.render([{"role": "user", "content": "1"}]) == "d<|im_end|>"
@@ -246,14 +209,14 @@ def test_end_tokens_that_only_the_model_s_configuration_named_survive_saving(tmp
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        (files_of(eos_token=None), "names no end token, .* add eos_token to tokenizer_config.json"),
+        (files_of(eos_token=None), "add eos_token to tokenizer_config.json"),
         (files_of(eos_token="<|eot_id|>"), r"eos_token '<\|eot_id\|>' is not in the vocabulary"),
         (files_of(generation={"eos_token_id": "2"}), "eos_token_id must be a number or a list .* got '2'"),
         (files_of() | {"tokenizer_config.json": b"[1]"}, "tokenizer_config.json holds a list"),
         (files_of() | {"tokenizer_config.json": b"{"}, "tokenizer_config.json is not a JSON file"),
         (
             files_of() | {"tokenizer.json": b'{"model": {"type": "?"}}'},
-            "is no file of the library tokenizers",
+            "tokenizer.json is not a file of the library tokenizers",
         ),
     ],
 )
@@ -262,15 +225,15 @@ def test_files_that_do_not_fit_are_refused(files, message):
         HuggingFaceTokenizer(files)
 
 
-def test_the_first_space_that_a_decoder_drops_is_a_matter_of_the_text_s_edge():
-    """Written down because stop strings rely on it: Llama 2's decoder drops one leading space, whatever follows."""
+def test_the_decoder_drops_only_the_first_space_of_a_text():
+    """Stop strings rely on it: Llama 2's decoder drops one leading space, whatever follows."""
     found = HuggingFaceTokenizer(files_of(byte_fallback_json(), eos_token="</s>", pad_token=None))
     assert found.decode(found.encode("END é")) == "END é"
     assert found.decode(found.encode("END é")[1:]) == "D é"
 
 
 @pytest.mark.parametrize("name", ["byte_level", "beginning", "byte_fallback"])
-def test_ids_and_texts_are_those_of_transformers(name, tmp_path):
+def test_ids_and_texts_equal_those_of_transformers(name, tmp_path):
     transformers = pytest.importorskip("transformers")
     files = {
         "byte_level": files_of(bos_token="<|im_start|>"),

@@ -1,4 +1,4 @@
-"""Tokenizers: round trips, what is refused, and the file they are kept in."""
+"""The tokenizers without training: round trips, errors and their files."""
 
 import json
 
@@ -48,28 +48,13 @@ def test_decoding_leaves_special_tokens_out(tokenizer):
     assert tokenizer.decode(ids) == "1+2"
 
 
-@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), SUMS])
-def test_empty_text_is_no_tokens(tokenizer):
-    ids = tokenizer.encode("")
-    assert ids.shape == (0,)
-    assert ids.dtype == np.int32
-    assert tokenizer.decode(ids) == ""
-
-
-def test_vocabulary_is_the_specials_and_the_rest():
-    assert ByteTokenizer().vocab_size == 2 + 256
-    assert SUMS.vocab_size == 2 + 12
-
-
 def test_bytes_that_are_no_utf8_become_the_replacement_character():
     """0xC3 opens a two-byte character that "A" (0x41) does not close; ids are bytes + 2."""
     assert ByteTokenizer().decode(np.array([0xC3 + 2, 0x41 + 2], np.int32)) == "\ufffdA"
 
 
 def test_unknown_character_is_named_with_its_position_and_the_alphabet():
-    with pytest.raises(
-        ValueError, match=r"character 'x' at position 2 of '1\+x' .* alphabet '0123456789\+='"
-    ):
+    with pytest.raises(ValueError, match=r"'x' at position 2 of '1\+x' .* '0123456789\+='"):
         SUMS.encode("1+x")
 
 
@@ -80,14 +65,10 @@ def test_id_outside_the_vocabulary_is_refused(tokenizer, bad):
         tokenizer.decode(np.array([2, bad], np.int32))
 
 
-def test_alphabet_that_repeats_a_character_is_refused():
-    with pytest.raises(ValueError, match=r"repeats \['b'\]"):
-        CharTokenizer("abcb")
-
-
-def test_empty_alphabet_is_refused():
-    with pytest.raises(ValueError, match="empty"):
-        CharTokenizer("")
+@pytest.mark.parametrize(("alphabet", "words"), [("abcb", r"repeats \['b'\]"), ("", "empty")])
+def test_an_alphabet_has_every_character_once(alphabet, words):
+    with pytest.raises(ValueError, match=words):
+        CharTokenizer(alphabet)
 
 
 @pytest.mark.parametrize("tokenizer", [ByteTokenizer(), SUMS, CharTokenizer('é"\\\n中')])
@@ -96,19 +77,12 @@ def test_saved_tokenizer_comes_back_equal(tokenizer, tmp_path):
     assert load_tokenizer(tmp_path / "model") == tokenizer
 
 
-def test_file_says_its_type_in_plain_json(tmp_path):
-    save_tokenizer(SUMS, tmp_path)
-    content = json.loads((tmp_path / "tokenizer.json").read_text())
-    assert content == {"type": "dapo_jax.char", "alphabet": "0123456789+="}
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ('{"type": "dapo_jax.word"}', "type 'dapo_jax.word'; known are 'dapo_jax.byte'"),
-        ('{"model": {}}', "is no file of the library tokenizers"),
-        ('{"model": 1}', "type None"),
-        ("[1]", "holds a list; it must be an object with named values"),
+        ('{"model": {}}', "is not a file of the library tokenizers"),
+        ("[1]", "holds a list"),
         ("{", "not a JSON file"),
         ('{"type": "dapo_jax.char"}', "'alphabet' must be a string; got None"),
     ],
@@ -119,13 +93,6 @@ def test_file_that_is_no_tokenizer_is_refused(content, message, tmp_path):
         load_tokenizer(tmp_path)
 
 
-@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), SUMS])
-def test_the_end_token_is_the_only_one_that_ends_a_response_and_nothing_begins_a_text(tokenizer):
-    assert tokenizer.stop_ids == (tokenizer.eos_id,)
-    assert tokenizer.chat_template is None
-    np.testing.assert_array_equal(tokenizer.encode_prompt("1+2"), tokenizer.encode("1+2"))
-
-
 @pytest.mark.parametrize("kind", ["dapo_jax.byte", "dapo_jax.char"])
 def test_a_folder_s_chat_template_is_read_and_written_back(kind, tmp_path):
     write(tmp_path / "a", {"tokenizer.json": json.dumps({"type": kind, "alphabet": "1+2"}).encode()})
@@ -134,12 +101,9 @@ def test_a_folder_s_chat_template_is_read_and_written_back(kind, tmp_path):
     tokenizer = load_tokenizer(tmp_path / "a")
     save_tokenizer(tokenizer, tmp_path / "b")
     for folder in ("a", "b"):
-        assert (
-            load_tokenizer(tmp_path / folder).chat_template.render([{"role": "user", "content": "1"}]) == "1+"
-        )
-    assert (tmp_path / "b" / "chat_template.jinja").read_bytes() == (
-        tmp_path / "a" / "chat_template.jinja"
-    ).read_bytes()
+        template = load_tokenizer(tmp_path / folder).chat_template
+        assert template.render([{"role": "user", "content": "1"}]) == "1+"
+        assert (tmp_path / folder / "chat_template.jinja").read_bytes() == b"{{ messages[0].content }}+\r\n"
     write(tmp_path / "a", {"chat_template.jinja": b"\xff"})
     with pytest.raises(ValueError, match=r"chat_template\.jinja is not UTF-8"):
         load_tokenizer(tmp_path / "a")
@@ -167,32 +131,13 @@ def test_a_tokenizer_of_another_kind_cannot_be_saved(tmp_path):
 
 def test_a_folder_with_a_sentencepiece_file_says_how_to_convert_it(tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(b"")
-    with pytest.raises(
-        ValueError, match=r"It has tokenizer\.model, which is not read here; .*save_pretrained"
-    ):
-        load_tokenizer(tmp_path)
-
-
-def test_missing_file_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"cannot read a tokenizer from .*tokenizer\.json"):
+    with pytest.raises(ValueError, match=r"tokenizer\.model.*save_pretrained"):
         load_tokenizer(tmp_path)
 
 
 def test_bytes_of_tokens_are_those_of_the_characters():
     chars = CharTokenizer("1+é")
-    assert [chars.token_bytes(token) for token in range(-1, 6)] == [
-        None,
-        b"",
-        b"",
-        b"1",
-        b"+",
-        "é".encode(),
-        None,
-    ]
-    assert [ByteTokenizer().token_bytes(token) for token in (-1, 1, 2, 257, 258)] == [
-        None,
-        b"",
-        b"\0",
-        b"\xff",
-        None,
-    ]
+    found = [chars.token_bytes(token) for token in range(-1, 6)]
+    assert found == [None, b"", b"", b"1", b"+", "é".encode(), None]
+    found = [ByteTokenizer().token_bytes(token) for token in (-1, 1, 2, 257, 258)]
+    assert found == [None, b"", b"\0", b"\xff", None]

@@ -1,7 +1,7 @@
-"""Dataset builders: one module each, holding a TFDS builder class named `Builder`.
+"""Dataset builders: each module has a TFDS builder class named `Builder`.
 
-Every builder writes array_record files and is read through `as_data_source`: neither needs TensorFlow.
-Its rows have at least the text fields `prompt` and `answer`.
+Builders write array_record files and are read through `as_data_source`, which works without TensorFlow.
+Their rows have at least the text fields `prompt` and `answer`.
 """
 
 import contextlib
@@ -10,32 +10,18 @@ import io
 import json
 import os
 import pkgutil
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import tensorflow_datasets as tfds
 
-from dapo_jax.data.file_builder import FileBuilder
+from dapo_jax.data.file_builder import FileBuilder, Files
+from dapo_jax.data.rows import LoadedRows
 from dapo_jax.nearest import nearest
 
 
-@dataclass(frozen=True, kw_only=True)
-class Files:
-    """The options of a builder that reads files."""
-
-    path: str = ""
-    """A parquet or JSON-lines file, or a folder of them."""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    on_bad_row: str = "error"
-    """`error`, or `skip`: leave bad rows out and count them."""
-    deduplicate: bool = True
-    """Keep the first of the rows of a split that ask the same."""
-
-
 def builder_names() -> list[str]:
-    """The names that `read_split` knows."""
+    """Returns the names of all builders."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__))
 
 
@@ -46,13 +32,8 @@ def read_split(
     files: Files | None = None,
     *,
     or_only: bool = False,
-) -> "PreparedRows":
-    """The rows of a split of builder `name`: see `dapo_jax.data.sources.load_rows`.
-
-    Raises:
-        ValueError: no such builder or split, files for a builder that reads none, or files that cannot be used.
-        RuntimeError: the dataset cannot be written.
-    """
+) -> LoadedRows:
+    """Returns the rows of a split of builder `name`, see `dapo_jax.data.sources.load_rows`."""
     builder = prepared(name, data_dir, files)
     there = sorted(builder.info.splits)
     if or_only and len(there) == 1:
@@ -61,20 +42,20 @@ def read_split(
         source = builder.as_data_source(split=split)
     except ValueError as error:
         raise ValueError(
-            f"dataset {name!r} has no split {split!r}; it has {there}. To hold rows of one back, such as 100, write "
-            f"{there[0]}[:100] for those (data.eval_split) and {there[0]}[100:] for the others (data.train_split)"
+            f"dataset {name!r} has no split {split!r}; it has {there}. To hold back rows of a split, such as 100, write "
+            f"{there[0]}[:100] for these (data.eval_split) and {there[0]}[100:] for the others (data.train_split)"
         ) from error
     counts = (builder.info.metadata or {}).get(split.partition("[")[0], {})
-    return PreparedRows(source, counts)
+    return LoadedRows(source, _note(name, counts), _row)
 
 
 def prepared(
     name: str, data_dir: str | os.PathLike[str], files: Files | None = None
 ) -> tfds.core.GeneratorBasedBuilder:
-    """A builder whose dataset lies under `data_dir`, generated there if it was not.
+    """Returns a builder whose dataset is under `data_dir`, where it is generated if necessary.
 
     Raises:
-        ValueError: no builder of that name, or files that cannot be used.
+        ValueError: there is no builder of that name, or the files cannot be used.
         RuntimeError: the dataset cannot be written.
     """
     root = os.path.expanduser(data_dir)
@@ -83,13 +64,13 @@ def prepared(
         if builder.data_path.exists():
             return builder
         if isinstance(builder, FileBuilder):
-            builder.examples()  # what is wrong with the files is said before anything is written
+            builder.examples()  # raises errors of the files before anything is written
         _prepare(builder)
     except OSError as error:
         raise RuntimeError(
             f"cannot prepare dataset {name!r} under {root}: {error}; set data.data_dir to a folder that can be written"
         ) from error
-    # A fresh one reads the description from disk, whoever wrote it.
+    # A new builder reads the description from disk, whichever process wrote it.
     return _builder(name, root, files)
 
 
@@ -105,29 +86,22 @@ def _builder(name: str, root: str, files: Files | None) -> tfds.core.GeneratorBa
         if option not in cls.OPTIONS:
             known = f"there are {', '.join(cls.OPTIONS)}" if cls.OPTIONS else "it has none"
             raise ValueError(f"dataset {name!r} has no option {option!r}; {known}")
-        if not isinstance(field := files.options[option], str) or not field:
+        if not isinstance(name_of := files.options[option], str) or not name_of:
             raise ValueError(
-                f"dataset {name!r}: the option {option!r} is {field!r:.60}; it must be a field's name, a text"
+                f"dataset {name!r}: the option {option!r} is {name_of!r:.60}; it must be a field's name, a text"
             )
-    return cls(
-        path=Path(files.path).expanduser(),
-        options=files.options,
-        on_bad_row=files.on_bad_row,
-        deduplicate=files.deduplicate,
-        data_dir=root,
-        file_format="array_record",
-    )
+    return cls(files, data_dir=root, file_format="array_record")
 
 
 def _prepare(builder: tfds.core.GeneratorBasedBuilder) -> None:
-    """Generates the dataset in a temporary folder and renames it into place; a lost race is a success.
+    """Generates the dataset in a temporary folder and renames it.
 
-    Two processes may find the dataset missing at the same time. Both generate it, one renames first, and the
-    other's rename fails because the destination exists: by then the data is there, and it is the same data.
+    If two processes do so at the same time, the second rename fails because the destination exists. By then the same data
+    is there.
     """
     try:
         tfds.disable_progress_bar()
-        with contextlib.redirect_stdout(io.StringIO()):  # TFDS speaks of a download, and there is none
+        with contextlib.redirect_stdout(io.StringIO()):  # TFDS prints about a download
             builder.download_and_prepare()
     except OSError:
         if not (builder.data_path / "dataset_info.json").exists():
@@ -143,24 +117,9 @@ def _builder_class(name: str) -> type[tfds.core.GeneratorBasedBuilder]:
     return importlib.import_module(f"{__name__}.{name}").Builder
 
 
-class PreparedRows(Sequence[Mapping[str, Any]]):
-    """A TFDS data source with text as `str`, and with the counts of its preparation; rows are read on access."""
-
-    def __init__(self, source: Any, counts: Mapping[str, Any]) -> None:
-        self._source = source
-        self.counts = dict(counts)
-        """Counts of a split read from files, see `SplitExamples.counts`; else empty."""
-
-    def __len__(self) -> int:
-        return len(self._source)
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"row {index} of a split of {len(self)} rows")
-        row = _decoded(self._source[index % len(self)])
-        return json.loads(row["row"]) if row.keys() == {"row"} else row
+def _row(stored: Mapping[str, Any]) -> Mapping[str, Any]:
+    row = _decoded(stored)
+    return json.loads(row["row"]) if row.keys() == {"row"} else row
 
 
 def _decoded(value: Any) -> Any:
@@ -168,6 +127,19 @@ def _decoded(value: Any) -> Any:
         return value.decode("utf-8")
     if isinstance(value, Mapping):
         return {key: _decoded(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_decoded(item) for item in value]
-    return value
+    return [_decoded(item) for item in value] if isinstance(value, list) else value
+
+
+def _note(name: str, counts: Mapping[str, Any]) -> str:
+    """Returns a text such as `gsm8k: 7,473 prompts of 7,480 rows (7 repeated, 2 of them with another answer)`."""
+    if not counts:
+        return ""
+    left_out = []
+    if counts["repeated"]:
+        another = f", {counts['conflicting']:,} of them with another answer" if counts["conflicting"] else ""
+        left_out.append(f"{counts['repeated']:,} repeated{another}")
+    if counts["skipped"]:
+        left_out.append(f"{counts['skipped']:,} bad: {'; '.join(counts['skipped_rows'])}")
+    why = f" ({'; '.join(left_out)})" if left_out else ""
+    kept = counts["rows"] - counts["repeated"] - counts["skipped"]
+    return f"{name}: {kept:,} prompts of {counts['rows']:,} rows{why}"

@@ -1,31 +1,26 @@
-"""Generated arithmetic: all sums of two two-digit numbers, with demonstrations to warm a model up on.
+"""Generated arithmetic: all sums of two two-digit numbers, with demonstrations for a warm start.
 
-A prompt is `47+85`. A response ends in `=132`, and a grader takes what follows the last `=`. Written out, the
-working goes units first and carries the way one does on paper:
+A prompt is `47+85`. A response ends in `=132`, and a grader takes the text after the last `=`. The working adds the units
+first and carries as on paper:
 
     47+85:7+5=12,1+4+8=13=132
           units  carry+tens  answer: the tens' sum, then the last digit of the units' sum
 
 The units' sum always has two digits (`3+4=07`), so its first is the carry that opens the next step. Every
 character is then copied from a known place or is a one-digit sum, which a very small model can learn. A
-response cut off inside the working never shows the right answer by accident: the text after its last `=` is
+response cut off inside the working is never right by accident: the text after its last `=` is
 at most 19, a sum of two two-digit numbers at least 20.
 
-Everything drawn is a pure function of (SPLIT_SEED, pair of operands): change a constant and a new dataset is
-prepared beside the old one.
+All random choices are pure functions of (SPLIT_SEED, pair of operands). A changed constant prepares a new dataset.
 """
 
-import hashlib
 import itertools
-import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import tensorflow_datasets as tfds
 
-from dapo_jax.data.builder_info import OwnInfo
-from dapo_jax.data.uniform import uniform
+from dapo_jax.data.own_builder import OwnBuilder, fingerprint, uniform
 
 ALPHABET = "0123456789+=:,?"
 """Every character of prompts and responses."""
@@ -34,31 +29,21 @@ SPLIT_SEED = 0
 TRAIN_PAIRS = 7100
 """The pairs to train on, of 90 x 90 = 8100 ordered ones; the other 1000 are the test split."""
 STYLE_WEIGHTS = {"direct": 0.6, "working": 0.15, "rechecked": 0.25}
-"""Share of each style: only the answer, the working before it, or the working several times over."""
+"""Share of each style: the answer alone, the working before it, or the working several times."""
 RECHECK_AGAIN = 0.5
-"""Chance of one more recheck after each: the number of rechecks is geometric, a long tail of lengths."""
+"""Probability of another recheck after each: the number of rechecks is geometric, so lengths have a long tail."""
 MAX_RECHECKS = 4
 DEMONSTRATIONS = {"train": 4, "test": 1}
 """Demonstrations of each pair, by split."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Demonstration:
-    """One way to answer a prompt."""
-
-    style: str
-    rechecks: int
-    """How often the working is repeated; 0 unless the style is `rechecked`."""
-    response: str
-
-
 def prompt_text(left: int, right: int) -> str:
-    """The question, `47+85`."""
+    """Returns the question, `47+85`."""
     return f"{left}+{right}"
 
 
 def working_text(left: int, right: int) -> str:
-    """The two steps of a sum on paper, units first.
+    """Returns the two steps of a sum on paper, units first.
 
     >>> working_text(47, 85), working_text(13, 24)
     ('7+5=12,1+4+8=13', '3+4=07,0+1+2=3')
@@ -70,7 +55,7 @@ def working_text(left: int, right: int) -> str:
 
 
 def response_text(left: int, right: int, style: str, rechecks: int = 0) -> str:
-    """A response to `left+right` that ends in the right answer.
+    """Returns a response to `left+right` that ends in the right answer.
 
     >>> response_text(47, 85, "direct")
     '=132'
@@ -80,7 +65,7 @@ def response_text(left: int, right: int, style: str, rechecks: int = 0) -> str:
     ':7+5=12,1+4+8=13?7+5=12,1+4+8=13=132'
 
     Raises:
-        ValueError: an operand that has not two digits, an unknown style, or rechecks that do not fit the style.
+        ValueError: an operand does not have two digits, the style is unknown, or the rechecks do not fit the style.
     """
     if left not in OPERANDS or right not in OPERANDS:
         raise ValueError(f"operands must be in 10..99; got {left} and {right}")
@@ -95,10 +80,10 @@ def response_text(left: int, right: int, style: str, rechecks: int = 0) -> str:
 
 
 def draw_style(seed: int, pair: int, draw: int = 0) -> tuple[str, int]:
-    """The style and rechecks of demonstration number `draw` of a pair, `pair` being `pair_number(left, right)`."""
+    """Returns the style and rechecks of demonstration number `draw` of the pair `pair_number(left, right)`."""
     place = uniform("style", seed, pair, draw) * sum(STYLE_WEIGHTS.values())
     edges = itertools.accumulate(STYLE_WEIGHTS.values())
-    # Rounding may leave `place` on the last edge: the last style with a weight takes it.
+    # Rounding may put `place` on the last edge, which belongs to the last style with a weight.
     named = [name for name, weight in STYLE_WEIGHTS.items() if weight > 0]
     style = next((name for name, edge in zip(STYLE_WEIGHTS, edges, strict=True) if place < edge), named[-1])
     if style != "rechecked":
@@ -107,79 +92,56 @@ def draw_style(seed: int, pair: int, draw: int = 0) -> tuple[str, int]:
     return style, 1 + sum(luck < RECHECK_AGAIN**count for count in range(1, MAX_RECHECKS))
 
 
-def demonstrations(left: int, right: int, *, count: int, seed: int = SPLIT_SEED) -> list[Demonstration]:
-    """The first `count` demonstrations of a pair: more of them only lengthen the list."""
-    drawn = [draw_style(seed, pair_number(left, right), draw) for draw in range(count)]
-    return [
-        Demonstration(style=style, rechecks=rechecks, response=response_text(left, right, style, rechecks))
-        for style, rechecks in drawn
-    ]
+def demonstrations(left: int, right: int, *, count: int, seed: int = SPLIT_SEED) -> list[tuple[str, str]]:
+    """Returns style and response of the first `count` demonstrations of a pair."""
+    sampled = [draw_style(seed, pair_number(left, right), draw) for draw in range(count)]
+    return [(style, response_text(left, right, style, rechecks)) for style, rechecks in sampled]
 
 
 def pair_number(left: int, right: int) -> int:
-    """The pair's place among all ordered pairs, 0 to 8099."""
+    """Returns the pair's place among all ordered pairs, 0 to 8099."""
     return (left - OPERANDS.start) * len(OPERANDS) + right - OPERANDS.start
 
 
 def split_pairs(seed: int = SPLIT_SEED) -> dict[str, list[tuple[int, int]]]:
-    """All ordered pairs of operands, shuffled by `seed` and cut into `train` and `test`."""
+    """Returns all ordered pairs of operands, shuffled by `seed` and split into `train` and `test`."""
     pairs = list(itertools.product(OPERANDS, OPERANDS))
-    # Ordering by a hash shuffles the same way under every version of every library.
+    # A hash shuffles the same way under every version of every library.
     pairs.sort(key=lambda pair: uniform("split", seed, pair_number(*pair)))
     return {"train": pairs[:TRAIN_PAIRS], "test": pairs[TRAIN_PAIRS:]}
 
 
 def _fingerprint() -> str:
-    """Changes with every constant above and with the response formats, so that stale files are never read."""
+    """Returns a digest of all constants and formats, so that stale files are never read."""
     formats = [
         response_text(47, 85, style, rechecks) for style, rechecks in (("working", 0), ("rechecked", 2))
     ]
-    drawn = [SPLIT_SEED, TRAIN_PAIRS, STYLE_WEIGHTS, RECHECK_AGAIN, MAX_RECHECKS, DEMONSTRATIONS, formats]
-    return hashlib.blake2b(json.dumps(drawn).encode(), digest_size=4).hexdigest()
+    return fingerprint(
+        SPLIT_SEED, TRAIN_PAIRS, STYLE_WEIGHTS, RECHECK_AGAIN, MAX_RECHECKS, DEMONSTRATIONS, formats
+    )
 
 
-class Builder(tfds.core.GeneratorBasedBuilder):
+class Builder(OwnBuilder):
     """TFDS builder of the sums, in the order of `split_pairs`."""
 
     name = "arithmetic"
-    VERSION = tfds.core.Version("1.0.0")
+    DESCRIPTION = "Sums of two two-digit numbers with demonstrations in several styles."
+    TEXTS = ("prompt", "answer", "response", "style")
+    LISTS = ("responses",)
     BUILDER_CONFIGS: ClassVar = [tfds.core.BuilderConfig(name=f"mix_{_fingerprint()}")]
 
-    def _info(self) -> tfds.core.DatasetInfo:
-        text = tfds.features.Text()
-        return OwnInfo(
-            builder=self,
-            description="Sums of two two-digit numbers with demonstrations in several styles.",
-            features=tfds.features.FeaturesDict(
-                {
-                    "prompt": text,
-                    "answer": text,
-                    "response": text,  # the first of `responses`
-                    "style": text,  # the style of `response`
-                    "responses": tfds.features.Sequence(text),
-                }
-            ),
-            disable_shuffling=True,  # the pairs are shuffled already; row i stays pair i
-        )
+    def splits(self) -> dict[str, Iterator[dict[str, Any]]]:
+        """See `OwnBuilder.splits`; `response` is the first of `responses`, and `style` its style."""
+        return {split: _rows(pairs, DEMONSTRATIONS[split]) for split, pairs in split_pairs().items()}
 
-    def _split_generators(self, dl_manager: Any) -> dict[str, Iterator[tuple[int, dict[str, Any]]]]:
-        return {
-            split: self._generate_examples(pairs, DEMONSTRATIONS[split])
-            for split, pairs in split_pairs().items()
+
+def _rows(pairs: list[tuple[int, int]], count: int) -> Iterator[dict[str, Any]]:
+    for left, right in pairs:
+        shown = demonstrations(left, right, count=count)
+        yield {
+            "prompt": prompt_text(left, right),
+            "answer": str(left + right),
+            "response": shown[0][1],
+            "style": shown[0][0],
+            "responses": [response for _, response in shown],
         }
-
-    def _generate_examples(
-        self, pairs: list[tuple[int, int]], count: int
-    ) -> Iterator[tuple[int, dict[str, Any]]]:
-        for index, (left, right) in enumerate(pairs):
-            shown = demonstrations(left, right, count=count)
-            yield (
-                index,
-                {
-                    "prompt": prompt_text(left, right),
-                    "answer": str(left + right),
-                    "response": shown[0].response,
-                    "style": shown[0].style,
-                    "responses": [demonstration.response for demonstration in shown],
-                },
-            )

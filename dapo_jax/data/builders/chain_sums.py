@@ -1,44 +1,41 @@
-"""Generated sums of 2 to 12 labelled digits: from trivial to impossible for a very small model, with demonstrations to warm it up on.
+"""Generated sums of 2 to 12 labelled digits: from trivial to impossible for a very small model, with demonstrations for a warm start.
 
-A prompt is `a7b5c8`, and the answer the last digit of 7 + 5 + 8. A response ends in `=0`, and a grader takes what follows the
-`=`. There are four styles:
+A prompt is `a7b5c8`, and the answer is the last digit of 7 + 5 + 8. A response ends in `=0`, and a grader takes the text after
+the `=`. There are four styles:
 
-    direct      =0                     what the demonstrations mostly show; right by luck, 1 in 10, where there are many terms
+    direct      =0                     the most frequent style; with many terms right by luck, 1 in 10
     brief       :b2c0=0                the last digit of each running total, 2 characters a term
-    careful     :b7+5>2,c2+8>0=0       each addition written out, 7 characters a term
-    rambling    the careful working, several times over, with `?` in between
+    careful     :b7+5>2,c2+8>0=0       each addition in full, 7 characters a term
+    rambling    the careful working several times, with `?` in between
 
-Working out pays, and is rare in the demonstrations: most of all for long sums, which nearly always are answered at once. Under a limit
-of 48 tokens the careful working of 8 terms and more is cut off, and the brief one always fits. A response that is cut off has no `=`, so
+Working out helps, but is rare in the demonstrations, most of all for long sums. Under a limit of 48 tokens, the careful
+working of 8 or more terms is cut off, and the brief one always fits. A response that is cut off has no `=`, so
 it is never right by accident.
 
-Everything drawn is a pure function of (SPLIT_SEED, place): change a constant and a new dataset is prepared beside the old one.
+All random choices are pure functions of (SPLIT_SEED, place). A changed constant prepares a new dataset.
 """
 
-import hashlib
 import itertools
-import json
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import tensorflow_datasets as tfds
 
-from dapo_jax.data.builder_info import OwnInfo
-from dapo_jax.data.uniform import uniform
+from dapo_jax.data.own_builder import OwnBuilder, fingerprint, uniform
 
 LABELS = "abcdefghijkl"
 ALPHABET = f"0123456789{LABELS}+>=:,?"
 """Every character of prompts and responses."""
 DIGITS = range(1, 10)
 TERMS = range(2, 13)
-"""How many terms a sum may have. There are as many rows of each number; of two or three terms there are so few sums that they come
-again, and those of two terms are in `warm_start` and `train` alike."""
+"""Number of terms of a sum. Each number has equally many rows; sums of two or three terms are so few that they repeat, and sums of
+two terms are in both `warm_start` and `train`."""
 LONG = 9
-"""A sum of so many terms is long."""
+"""Least number of terms of a long sum."""
 SPLIT_SEED = 0
 QUESTIONS = {"warm_start": 3000, "train": 400, "test": 24}
-"""Rows of each number of terms. The questions of `warm_start` are not those of `train`: a model that has learnt answers by heart
-would be rewarded for remembering them, and hide whether working out pays."""
+"""Rows of each number of terms. `warm_start` and `train` have different questions: otherwise memorized answers would be
+rewarded, which would hide whether working out helps."""
 STYLE_WEIGHTS = {"direct": 0.75, "brief": 0.10, "careful": 0.10, "rambling": 0.05}
 LONG_STYLE_WEIGHTS = {"direct": 0.94, "brief": 0.04, "careful": 0.02}
 MAX_REPEATS = 2
@@ -50,7 +47,7 @@ Question = tuple[int, ...]
 
 
 def prompt_text(terms: Question) -> str:
-    """The question.
+    """Returns the question.
 
     >>> prompt_text((7, 5, 8))
     'a7b5c8'
@@ -59,12 +56,12 @@ def prompt_text(terms: Question) -> str:
 
 
 def answer_text(terms: Question) -> str:
-    """The last digit of the sum."""
+    """Returns the last digit of the sum."""
     return str(sum(terms) % 10)
 
 
 def response_text(terms: Question, style: str, repeats: int = 0) -> str:
-    """A response that ends in the right answer.
+    """Returns a response that ends in the right answer.
 
     >>> response_text((7, 5, 8), "direct"), response_text((7, 5, 8), "brief"), response_text((7, 5, 8), "careful")
     ('=0', ':b2c0=0', ':b7+5>2,c2+8>0=0')
@@ -72,7 +69,7 @@ def response_text(terms: Question, style: str, repeats: int = 0) -> str:
     ':b7+5>2?b7+5>2=2'
 
     Raises:
-        ValueError: an unknown style, or repeats that do not fit the style.
+        ValueError: the style is unknown, or the repeats do not fit the style.
     """
     if style not in STYLE_WEIGHTS:
         raise ValueError(f"style must be one of {', '.join(STYLE_WEIGHTS)}; got {style!r}")
@@ -90,7 +87,7 @@ def response_text(terms: Question, style: str, repeats: int = 0) -> str:
 
 
 def draw_style(terms: Question, draw: int) -> tuple[str, int]:
-    """Style and repeats of demonstration number `draw` of a question."""
+    """Returns the style and repeats of demonstration number `draw` of a question."""
     weights = LONG_STYLE_WEIGHTS if len(terms) >= LONG else STYLE_WEIGHTS
     place = uniform("style", SPLIT_SEED, prompt_text(terms), draw) * sum(weights.values())
     edges = itertools.accumulate(weights.values())
@@ -101,20 +98,20 @@ def draw_style(terms: Question, draw: int) -> tuple[str, int]:
 
 
 def split_questions() -> dict[str, list[Question]]:
-    """The questions of each split, shuffled; none of `test` is in another, and none of `train` with 3 terms or more."""
+    """Returns the shuffled questions of each split. No other split has questions of `test`; only sums of two terms are in both others."""
     found: dict[str, list[Question]] = {split: [] for split in QUESTIONS}
     for count in TERMS:
-        drawn = _questions_of(count)
-        found["test"] += itertools.islice(drawn, QUESTIONS["test"])
-        train = list(itertools.islice(drawn, QUESTIONS["train"]))
+        questions = _questions_of(count)
+        found["test"] += itertools.islice(questions, QUESTIONS["test"])
+        train = list(itertools.islice(questions, QUESTIONS["train"]))
         found["train"] += itertools.islice(itertools.cycle(train), QUESTIONS["train"])
-        others = list(itertools.islice(drawn, QUESTIONS["warm_start"])) or train
+        others = list(itertools.islice(questions, QUESTIONS["warm_start"])) or train
         found["warm_start"] += itertools.islice(itertools.cycle(others), QUESTIONS["warm_start"])
     return {split: sorted(questions, key=_place) for split, questions in found.items()}
 
 
 def _questions_of(count: int) -> Iterator[Question]:
-    """Different sums of `count` terms, in an order without meaning; all there are if those are few."""
+    """Yields different sums of `count` terms in a random order."""
     if count <= 3:
         yield from sorted(itertools.product(DIGITS, repeat=count), key=_place)
         return
@@ -134,46 +131,27 @@ def _place(terms: Question) -> float:
 
 
 def _fingerprint() -> str:
-    """Changes with every constant above and with the response formats, so that stale files are never read."""
+    """Returns a digest of all constants and formats, so that stale files are never read."""
     formats = [response_text((7, 5, 8), style) for style in ("direct", "brief", "careful")]
     sizes = [[*DIGITS], [*TERMS], LONG, SPLIT_SEED, QUESTIONS, MAX_REPEATS, DEMONSTRATIONS]
-    weights = [STYLE_WEIGHTS, LONG_STYLE_WEIGHTS]
-    return hashlib.blake2b(json.dumps([sizes, weights, formats]).encode(), digest_size=4).hexdigest()
+    return fingerprint(sizes, [STYLE_WEIGHTS, LONG_STYLE_WEIGHTS], formats)
 
 
-class Builder(tfds.core.GeneratorBasedBuilder):
+class Builder(OwnBuilder):
     """TFDS builder of the sums, in the order of `split_questions`."""
 
     name = "chain_sums"
-    VERSION = tfds.core.Version("1.0.0")
+    DESCRIPTION = "Sums of 2 to 12 labelled digits with demonstrations in several styles."
+    LISTS = ("responses",)
     BUILDER_CONFIGS: ClassVar = [tfds.core.BuilderConfig(name=f"mix_{_fingerprint()}")]
 
-    def _info(self) -> tfds.core.DatasetInfo:
-        text = tfds.features.Text()
-        return OwnInfo(
-            builder=self,
-            description="Sums of 2 to 12 labelled digits with demonstrations in several styles.",
-            features=tfds.features.FeaturesDict(
-                {"prompt": text, "answer": text, "responses": tfds.features.Sequence(text)}
-            ),
-            disable_shuffling=True,  # the questions are shuffled already
-        )
+    def splits(self) -> dict[str, Iterator[dict[str, Any]]]:
+        """See `OwnBuilder.splits`."""
+        found = split_questions()
+        return {split: _rows(questions, DEMONSTRATIONS[split]) for split, questions in found.items()}
 
-    def _split_generators(self, dl_manager: Any) -> dict[str, Iterator[tuple[int, dict[str, Any]]]]:
-        return {
-            split: self._generate_examples(questions, DEMONSTRATIONS[split])
-            for split, questions in split_questions().items()
-        }
 
-    def _generate_examples(
-        self, questions: Sequence[Question], count: int
-    ) -> Iterator[tuple[int, dict[str, Any]]]:
-        for index, terms in enumerate(questions):
-            yield (
-                index,
-                {
-                    "prompt": prompt_text(terms),
-                    "answer": answer_text(terms),
-                    "responses": [response_text(terms, *draw_style(terms, draw)) for draw in range(count)],
-                },
-            )
+def _rows(questions: Sequence[Question], count: int) -> Iterator[dict[str, Any]]:
+    for terms in questions:
+        shown = [response_text(terms, *draw_style(terms, draw)) for draw in range(count)]
+        yield {"prompt": prompt_text(terms), "answer": answer_text(terms), "responses": shown}

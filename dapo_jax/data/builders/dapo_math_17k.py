@@ -1,8 +1,8 @@
 """DAPO-Math-17k (https://huggingface.co/datasets/BytedTsinghua-SIA/DAPO-Math-17k, Apache-2.0): competition mathematics
 with whole numbers for answers.
 
-The published file repeats its prompts about a hundred times, so it is de-duplicated. Its prompts come with the instructions of
-the DAPO recipe or bare; here they are bare, and `data.prompt_template: dapo` puts the instructions back.
+The published file repeats its prompts about a hundred times, so it is de-duplicated. The instructions of the DAPO recipe are
+removed from prompts that have them; `data.prompt_template: dapo` adds them to all.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from dapo_jax.text.formatting import unwrapped
 
 
 class Builder(FileBuilder):
-    """The question is the last user message, the answer `reward_model.ground_truth`."""
+    """The question is the last user message, the answer is `reward_model.ground_truth`."""
 
     name = "dapo_math_17k"
 
@@ -26,7 +26,7 @@ class Builder(FileBuilder):
 
 
 def question_of(prompt: Any) -> Any:
-    """The bare question of a prompt that is text or one user message; anything else is left to `checked_row`."""
+    """Returns the question without instructions of a text or a single user message; `checked_row` judges anything else."""
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], Mapping):
         message = prompt[0]
         if message.get("role") == "user" and isinstance(message.get("content"), str):

@@ -1,40 +1,36 @@
-"""Generated searches for a number, with demonstrations of an impatient player to warm a model up on.
+"""Generated searches for a number, with demonstrations of an impatient player for a warm start.
 
-A prompt is the range, `08-70:`. What follows is a search: a guess of two digits, which `?` ends, and the answer, `>` if the number is higher, `<`
-if it is lower, until the guess is right:
+A prompt is the range, `08-70:`. A search follows: a guess of two digits with `?` at its end, and the answer, `>` if the number is
+higher, `<` if it is lower, until the guess is right:
 
     08-70:39?>55?<47?
 
-At each guess the impatient player takes the middle of what the answers leave with the chance `PATIENCE`; else any number of the range, after which the player gives
-up. So the demonstrations know the format and what a middle is, and a quarter of them find the number; that patience finds every number within `GUESSES`
-guesses is for reinforcement to find.
+At each guess the impatient player takes the middle of the remaining range with probability `PATIENCE`, else any number of the whole
+range, and then gives up. So the demonstrations show the format and the middle, and a quarter of them find the number.
+Reinforcement learning has to discover that patience finds every number within `GUESSES` guesses.
 
-The rows are pairs of a range and a number. The pairs of `test` are not among those of `train`, which reinforcement asks; the split `demonstrations` has all pairs, with
-many searches for each.
-Everything drawn is a pure function of (SPLIT_SEED, pair): change a constant and a new dataset is prepared beside the old one.
+The rows are pairs of a range and a number. `train` and `test` share no pair; `demonstrations` has all pairs, with
+many searches for each. All random choices are pure functions of (SPLIT_SEED, pair). A changed constant prepares a new dataset.
 """
 
-import hashlib
 import itertools
-import json
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import tensorflow_datasets as tfds
 
-from dapo_jax.data.builder_info import OwnInfo
-from dapo_jax.data.uniform import uniform
+from dapo_jax.data.own_builder import OwnBuilder, fingerprint, uniform
 
 ALPHABET = "0123456789-:?<>"
 """Every character of prompts and responses."""
 WIDTH = 63
 """Numbers of a range, 2**6 - 1."""
 LOWS = range(0, 37, 4)
-"""The numbers with which a range begins; the highest number of all is 36 + 62 = 98."""
+"""The first numbers of ranges; the highest number of all is 36 + 62 = 98."""
 GUESSES = 6
-"""The most guesses of a search: they find each of the 63 numbers if every guess is the middle."""
+"""Largest number of guesses: enough for each of the 63 numbers if every guess is the middle."""
 PATIENCE = 0.75
-"""Chance that a guess of a demonstration is the middle."""
+"""Probability that a guess of a demonstration is the middle."""
 SPLIT_SEED = 0
 TEST_PAIRS = 126
 """Pairs of a range and a number in the test split, of 10 x 63 = 630."""
@@ -43,7 +39,7 @@ DEMONSTRATIONS = {"train": 1, "test": 1, "demonstrations": 64}
 
 
 def prompt_text(low: int) -> str:
-    """The range that begins with `low`.
+    """Returns the range that begins with `low`.
 
     >>> prompt_text(8)
     '08-70:'
@@ -52,7 +48,7 @@ def prompt_text(low: int) -> str:
 
 
 def middle(low: int, high: int) -> int:
-    """The guess that leaves as many numbers below as above, or one fewer.
+    """Returns the guess that leaves as many numbers below as above, or one fewer.
 
     >>> middle(8, 70), middle(40, 70), middle(5, 5)
     (39, 55, 5)
@@ -63,7 +59,7 @@ def middle(low: int, high: int) -> int:
 def demonstration(
     low: int, number: int, draw: int = 0, *, seed: int = SPLIT_SEED, patience: float = PATIENCE
 ) -> str:
-    """A search for `number` in the range from `low` by the impatient player.
+    """Returns a search for `number` in the range from `low` by the impatient player.
 
     >>> demonstration(8, 47, patience=1.0)
     '39?>55?<47?'
@@ -85,68 +81,39 @@ def demonstration(
 
 
 def split_pairs(seed: int = SPLIT_SEED) -> dict[str, list[tuple[int, int]]]:
-    """All pairs of a range's first number and a number within it, shuffled by `seed` and cut into `train` and `test`; `demonstrations` has them all."""
+    """Returns the pairs of a range's first number and a number in it, shuffled by `seed`; `demonstrations` has all of them."""
     pairs = [(low, low + place) for low, place in itertools.product(LOWS, range(WIDTH))]
-    # Ordering by a hash shuffles the same way under every version of every library.
+    # A hash shuffles the same way under every version of every library.
     pairs.sort(key=lambda pair: uniform("split", seed, *pair))
     return {"train": pairs[:-TEST_PAIRS], "test": pairs[-TEST_PAIRS:], "demonstrations": pairs}
 
 
 def _fingerprint() -> str:
-    """Changes with every constant above and with the format, so that stale files are never read."""
-    drawn = [
-        SPLIT_SEED,
-        [*LOWS],
-        WIDTH,
-        GUESSES,
-        PATIENCE,
-        TEST_PAIRS,
-        DEMONSTRATIONS,
-        demonstration(8, 47),
-    ]
-    return hashlib.blake2b(json.dumps(drawn).encode(), digest_size=4).hexdigest()
+    """Returns a digest of all constants and the format, so that stale files are never read."""
+    sizes = (SPLIT_SEED, [*LOWS], WIDTH, GUESSES, PATIENCE, TEST_PAIRS, DEMONSTRATIONS)
+    return fingerprint(*sizes, demonstration(8, 47))
 
 
-class Builder(tfds.core.GeneratorBasedBuilder):
+class Builder(OwnBuilder):
     """TFDS builder of the searches, in the order of `split_pairs`."""
 
     name = "guess_number"
-    VERSION = tfds.core.Version("1.0.0")
+    DESCRIPTION = "Searches for a number within a range, with demonstrations of a careless player."
+    TEXTS = ("prompt", "answer", "response")
+    LISTS = ("responses",)
     BUILDER_CONFIGS: ClassVar = [tfds.core.BuilderConfig(name=f"range_{_fingerprint()}")]
 
-    def _info(self) -> tfds.core.DatasetInfo:
-        text = tfds.features.Text()
-        return OwnInfo(
-            builder=self,
-            description="Searches for a number within a range, with demonstrations of a careless player.",
-            features=tfds.features.FeaturesDict(
-                {
-                    "prompt": text,
-                    "answer": text,
-                    "response": text,  # the first of `responses`
-                    "responses": tfds.features.Sequence(text),
-                }
-            ),
-            disable_shuffling=True,  # the pairs are shuffled already; row i stays pair i
-        )
+    def splits(self) -> dict[str, Iterator[dict[str, Any]]]:
+        """See `OwnBuilder.splits`; `response` is the first of `responses`."""
+        return {split: _rows(pairs, DEMONSTRATIONS[split]) for split, pairs in split_pairs().items()}
 
-    def _split_generators(self, dl_manager: Any) -> dict[str, Iterator[tuple[int, dict[str, Any]]]]:
-        return {
-            split: self._generate_examples(pairs, DEMONSTRATIONS[split])
-            for split, pairs in split_pairs().items()
+
+def _rows(pairs: list[tuple[int, int]], count: int) -> Iterator[dict[str, Any]]:
+    for low, number in pairs:
+        shown = [demonstration(low, number, draw) for draw in range(count)]
+        yield {
+            "prompt": prompt_text(low),
+            "answer": str(number),
+            "response": shown[0],
+            "responses": shown,
         }
-
-    def _generate_examples(
-        self, pairs: list[tuple[int, int]], count: int
-    ) -> Iterator[tuple[int, dict[str, Any]]]:
-        for index, (low, number) in enumerate(pairs):
-            shown = [demonstration(low, number, draw) for draw in range(count)]
-            yield (
-                index,
-                {
-                    "prompt": prompt_text(low),
-                    "answer": str(number),
-                    "response": shown[0],
-                    "responses": shown,
-                },
-            )

@@ -7,7 +7,7 @@ from dapo_jax.data.file_builder import FileBuilder, field_of
 
 
 class Builder(FileBuilder):
-    """`source_options: {prompt: question, answer: reward_model.ground_truth}`; without it `prompt` and `answer`."""
+    """`source_options: {prompt: question, answer: reward_model.ground_truth}`; the default is `prompt` and `answer`."""
 
     name = "jsonl"
     OPTIONS = ("prompt", "answer")

@@ -1,6 +1,6 @@
 """MATH-500 (https://huggingface.co/datasets/HuggingFaceH4/MATH-500, MIT): 500 problems of MATH, with LaTeX answers.
 
-The grader `math` is the one for it: the same answer is written in many ways.
+Use the grader `math`: the same answer is written in many ways.
 """
 
 from collections.abc import Mapping

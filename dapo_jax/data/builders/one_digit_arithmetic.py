@@ -1,21 +1,21 @@
-"""Generated arithmetic for a model that can read already: every one-digit sum, difference and product.
+"""Generated arithmetic for pretrained models: every one-digit sum, difference and product.
 
-A prompt is `7+5`, `7-5` or `7*5`, and the answer its value. Differences are never negative. There are 100 + 55 + 100
-questions, few enough to be known by heart; the test split holds some that are never trained on. Since `3*4` may
-be trained on where `4*3` is held out, what the test split measures is whether a model has become reliable at what it
-learnt, not whether it discovered arithmetic.
+A prompt is `7+5`, `7-5` or `7*5`, and the answer is its value. Differences are never negative. There are 100 + 55 + 100
+questions, few enough to be memorized; the test split has questions that are never trained on. Since `3*4` may
+be in training and `4*3` held out, the test split measures whether a model has become reliable, not whether it discovered
+arithmetic.
 """
 
 import hashlib
 import itertools
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import tensorflow_datasets as tfds
 
-from dapo_jax.data.builder_info import OwnInfo
+from dapo_jax.data.own_builder import OwnBuilder
 
 OPERATIONS: dict[str, Callable[[int, int], int]] = {
     "+": operator.add,
@@ -25,7 +25,7 @@ OPERATIONS: dict[str, Callable[[int, int], int]] = {
 OPERANDS = range(10)
 SPLIT_SEED = 0
 TEST_QUESTIONS = 100
-"""The questions to evaluate on, of 255; the other 155 are the train split."""
+"""Number of questions in the test split, of 255; the other 155 are the train split."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class Question:
 
 
 def questions() -> list[Question]:
-    """All questions, operation by operation.
+    """Returns all questions, operation by operation.
 
     >>> len(questions()), questions()[0].text, questions()[-1].text
     (255, '0+0', '9*9')
@@ -61,39 +61,30 @@ def questions() -> list[Question]:
 
 
 def split_questions(seed: int = SPLIT_SEED) -> dict[str, list[Question]]:
-    """All questions, shuffled by `seed` and cut into `train` and `test`."""
+    """Returns all questions, shuffled by `seed` and split into `train` and `test`."""
 
     def place(question: Question) -> bytes:
-        # Ordering by a hash shuffles the same way under every version of every library.
+        # A hash shuffles the same way under every version of every library.
         return hashlib.blake2b(f"{seed} {question.text}".encode(), digest_size=8).digest()
 
     shuffled = sorted(questions(), key=place)
     return {"train": shuffled[TEST_QUESTIONS:], "test": shuffled[:TEST_QUESTIONS]}
 
 
-class Builder(tfds.core.GeneratorBasedBuilder):
+class Builder(OwnBuilder):
     """TFDS builder of the questions, in the order of `split_questions`."""
 
     name = "one_digit_arithmetic"
-    VERSION = tfds.core.Version("1.0.0")
-    # The name says all that the constants decide: changed ones prepare a new dataset beside the old one.
+    DESCRIPTION = "One-digit sums, differences and products."
+    TEXTS = ("prompt", "answer", "operation")
+    # The name has all constants: changed ones prepare a new dataset.
     BUILDER_CONFIGS: ClassVar = [
         tfds.core.BuilderConfig(name=f"seed_{SPLIT_SEED}_test_{TEST_QUESTIONS}"),
     ]
 
-    def _info(self) -> tfds.core.DatasetInfo:
-        text = tfds.features.Text()
-        return OwnInfo(
-            builder=self,
-            description="One-digit sums, differences and products.",
-            features=tfds.features.FeaturesDict({"prompt": text, "answer": text, "operation": text}),
-            disable_shuffling=True,  # the questions are shuffled already
-        )
-
-    def _split_generators(self, dl_manager: Any) -> dict[str, Iterator[tuple[int, dict[str, Any]]]]:
-        return {split: self._generate_examples(found) for split, found in split_questions().items()}
-
-    def _generate_examples(self, found: list[Question]) -> Iterator[tuple[int, dict[str, Any]]]:
-        for index, question in enumerate(found):
-            row = {"prompt": question.text, "answer": str(question.answer), "operation": question.operation}
-            yield index, row
+    def splits(self) -> dict[str, list[dict[str, str]]]:
+        """See `OwnBuilder.splits`."""
+        return {
+            split: [{"prompt": q.text, "answer": str(q.answer), "operation": q.operation} for q in found]
+            for split, found in split_questions().items()
+        }

@@ -141,7 +141,7 @@ class GroupView {
       fact("ended by", response.finish === "length" ? "the length limit" : response.finish === "stop" ? "itself" : "not recorded", response.finish === "length" ? "warn" : ""),
       columns.penalty[i] ? fact("overlong penalty", signed(columns.penalty[i])) : null,
       columns.clipped[i] ? fact("clipped", String(columns.clipped[i])) : null,
-      drawn ? fact("drawn by", drawn) : null,
+      drawn ? fact("sampled by", drawn) : null,
       flags & FLAG.flipped ? el("span", { class: "badge" }, "flipped to right") : null,
       store.about.recorded.in_loss && !(flags & FLAG.trained) ? fact("not trained on", "") : null,
       flags & FLAG.leftOut ? el("span", { class: "badge warn" }, "left out of the loss") : null,

@@ -224,7 +224,7 @@ function describe(response, piece, step) {
   const whole = response.lengths ? "" : " (borders not known)";
   lines.push(piece.to - piece.from > 1 ? `tokens ${piece.from + 1} to ${piece.to}, one character` : `token ${piece.from + 1}${whole}`);
   const turn = turnAt(response, piece.from);
-  if (turn === -1) return [...lines, contextAt(response, piece.from) < 0 ? "appended by the environment" : "of a context that the environment began anew"];
+  if (turn === -1) return [...lines, contextAt(response, piece.from) < 0 ? "appended by the environment" : "of a new context of the environment"];
   if (turn !== null) lines.push(`turn ${turn + 1} of ${response.turns.length}`);
   for (let i = piece.from; i < piece.to; i += 1) {
     const nats = response.nats?.[i];
@@ -234,7 +234,7 @@ function describe(response, piece, step) {
     const state = response.clips?.[i];
     if (ratio !== undefined && ratio !== null) lines.push(`ratio ${(ratio / 10000).toFixed(3)}${state ? `, ${CLIPS[state][1]}` : ""}`);
     const age = ageAt(response, i);
-    if (age !== null) lines.push(`drawn by the weights of ${ofStep(step, age)}`);
+    if (age !== null) lines.push(`sampled by the weights of ${ofStep(step, age)}`);
   }
   if (piece.start >= (response.graded ?? Infinity)) lines.push("not seen by the grader: the stop string");
   return lines;

@@ -14,7 +14,6 @@ from dapo_jax.data.builders.arithmetic import (
     split_pairs,
     working_text,
 )
-from dapo_jax.text import CharTokenizer
 
 PAIRS = list(itertools.product(range(10, 100), repeat=2))
 
@@ -23,12 +22,6 @@ def test_splits_are_disjoint_and_together_all_pairs():
     splits = split_pairs()
     assert {name: len(pairs) for name, pairs in splits.items()} == {"train": 7100, "test": 1000}
     assert sorted(splits["train"] + splits["test"]) == PAIRS
-
-
-def test_splits_depend_on_the_seed_alone():
-    assert split_pairs(0) == split_pairs(0)
-    assert split_pairs(0) != split_pairs(1)
-    assert split_pairs(0)["train"] != sorted(split_pairs(0)["train"])
 
 
 def test_working_carries_like_on_paper():
@@ -74,13 +67,13 @@ def test_response_cut_off_before_its_answer_never_ends_in_the_answer():
         ((10, 10, "rechecked"), "got 0 for 'rechecked'"),
     ],
 )
-def test_response_that_makes_no_sense_is_refused(arguments, message):
+def test_impossible_responses_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         response_text(*arguments)
 
 
 def test_styles_come_in_the_shares_of_their_weights():
-    """32,400 draws; the largest standard deviation is sqrt(0.25 / 32400) = 0.003; 4 of them allowed."""
+    """32,400 samples; the largest standard deviation is sqrt(0.25 / 32400) = 0.003; 4 of them allowed."""
     counts = Counter(draw_style(0, pair, draw)[0] for pair in range(8100) for draw in range(4))
     for style, weight in arithmetic.STYLE_WEIGHTS.items():
         assert counts[style] / 32400 == pytest.approx(weight, abs=0.012)
@@ -94,18 +87,6 @@ def test_rechecks_halve_in_frequency_with_the_last_taking_the_rest(monkeypatch):
     assert shares == pytest.approx([0.5, 0.25, 0.125, 0.125], abs=0.02)
 
 
-@pytest.mark.parametrize("style", ["direct", "working", "rechecked"])
-def test_retuned_weights_are_obeyed(style, monkeypatch):
-    weights = dict.fromkeys(("direct", "working", "rechecked"), 0.0) | {style: 3.0}
-    monkeypatch.setattr(arithmetic, "STYLE_WEIGHTS", weights)
-    assert {draw_style(0, pair)[0] for pair in range(500)} == {style}
-
-
-def test_more_demonstrations_only_lengthen_the_list():
-    assert demonstrations(47, 85, count=8)[:3] == demonstrations(47, 85, count=3)
-    assert demonstrations(47, 85, count=8, seed=1) != demonstrations(47, 85, count=8)
-
-
 def test_rows_on_disk_are_the_generated_ones_in_order(data_dir):
     for split, count in (("train", 4), ("test", 1)):
         rows = load_rows("arithmetic", split, data_dir)
@@ -117,21 +98,14 @@ def test_rows_on_disk_are_the_generated_ones_in_order(data_dir):
             assert rows[index] == {
                 "prompt": f"{left}+{right}",
                 "answer": str(left + right),
-                "response": shown[0].response,
-                "style": shown[0].style,
-                "responses": [demonstration.response for demonstration in shown],
+                "response": shown[0][1],
+                "style": shown[0][0],
+                "responses": [response for _, response in shown],
             }
 
 
-def test_alphabet_tokenizes_every_row(data_dir):
-    tokenizer = CharTokenizer(arithmetic.ALPHABET)
-    for row in load_rows("arithmetic", "train[:500]", data_dir):
-        for text in (row["prompt"], row["answer"], *row["responses"]):
-            assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
 def test_changed_constants_change_the_name_of_the_prepared_dataset(monkeypatch):
-    """Or a retuned mix would silently read yesterday's files."""
+    """Otherwise a changed mix would silently read stale files."""
     before = arithmetic._fingerprint()
     monkeypatch.setattr(arithmetic, "STYLE_WEIGHTS", {"direct": 1.0})
     assert arithmetic._fingerprint() != before

@@ -1,15 +1,11 @@
-"""Preparing datasets: at first use, once, by two processes at a time, and without TensorFlow."""
+"""Datasets are prepared at first use, once, by two processes at a time, and without TensorFlow."""
 
 import subprocess
 import sys
 
 import pytest
 
-from dapo_jax.data.builders import arithmetic, builder_names, prepared, read_split
-
-
-def test_arithmetic_is_a_builder():
-    assert "arithmetic" in builder_names()
+from dapo_jax.data.builders import arithmetic, prepared, read_split
 
 
 def test_unknown_builder_is_answered_with_the_nearest(tmp_path):
@@ -17,16 +13,9 @@ def test_unknown_builder_is_answered_with_the_nearest(tmp_path):
         read_split("aritmetic", "train", tmp_path)
 
 
-def test_unknown_split_is_answered_with_those_there_are(data_dir):
+def test_unknown_split_is_answered_with_the_known_ones(data_dir):
     with pytest.raises(ValueError, match=r"no split 'valid'; it has \['test', 'train'\]"):
         read_split("arithmetic", "valid", data_dir)
-
-
-def test_part_of_a_split_is_that_part(data_dir):
-    whole = read_split("arithmetic", "train", data_dir)
-    part = read_split("arithmetic", "train[10:13]", data_dir)
-    assert list(part) == whole[10:13]
-    assert part[-1] == whole[12]
 
 
 def test_row_beyond_the_split_is_an_index_error(data_dir):
@@ -45,9 +34,7 @@ def test_prepared_dataset_is_reused(data_dir, monkeypatch):
 
 def test_folder_that_cannot_be_written_is_named_with_the_remedy(tmp_path):
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(
-        RuntimeError, match=r"cannot prepare dataset 'arithmetic' under .*file.*set data\.data_dir"
-    ):
+    with pytest.raises(RuntimeError, match=r"'arithmetic' under .*file.*data\.data_dir"):
         read_split("arithmetic", "train", tmp_path / "file")
 
 
@@ -66,7 +53,7 @@ def test_failed_preparation_leaves_no_half_dataset(tmp_path, monkeypatch):
     assert len(read_split("arithmetic", "train", tmp_path)) == 1
 
 
-def test_loser_of_a_race_reads_what_the_winner_wrote(tmp_path, monkeypatch):
+def test_the_loser_of_a_race_reads_the_files_of_the_winner(tmp_path, monkeypatch):
     """The other process finishes while this one still generates: this one's rename then fails."""
 
     def overtaken():

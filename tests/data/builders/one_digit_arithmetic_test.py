@@ -1,4 +1,4 @@
-"""The one-digit questions: all of them, right, and none on both sides of the split."""
+"""The one-digit questions: complete, right, and in disjoint splits."""
 
 from collections import Counter
 

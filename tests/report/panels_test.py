@@ -1,11 +1,10 @@
-"""Which panels a report has: those of which some run has a metric."""
+"""The panels of a report: one for each metric of a run."""
 
 import random
 import re
 from dataclasses import replace
 
-from dapo_jax.report.filled_panels import OTHER, panels_of
-from dapo_jax.report.panels import PANELS
+from dapo_jax.report.panels import OTHER, PANELS, panels_of
 from dapo_jax.report.tables import EQUAL, Table, comparable
 from dapo_jax.trackers import read_metrics
 from tests.report.made import metrics_line
@@ -37,7 +36,7 @@ def test_every_metric_of_a_real_run_is_drawn_once():
     drawn += [series.band for panel in panels for series in panel.series if series.band]
     assert len(drawn) == len(set(drawn))
     left = {name for line in lines for name in line} - set(drawn) - {"step"}
-    # The parts of other things, and what is 0 throughout.
+    # Parts of other panels, and a metric that is 0 throughout.
     assert left == {"time/step_s", "time/eval_s", "update/skipped_frac"}
     assert zero == ["Skipped updates"]
 
@@ -55,7 +54,7 @@ def test_patterns_name_metrics_that_runs_write():
             assert any(re.fullmatch(series.key, name) for name in written), series.key
 
 
-def test_of_one_dataset_the_name_is_left_out_and_of_pass_at_j_the_last_is_drawn_first():
+def test_a_single_dataset_has_no_name_and_only_the_largest_pass_at_k_is_drawn():
     line = {
         "step": 0,
         "eval/x/avg@8": 0.1,
@@ -84,7 +83,7 @@ def evaluated(k, dataset="x"):
     )
 
 
-def test_runs_that_differ_in_k_are_compared_at_the_largest_that_all_have():
+def test_runs_that_differ_in_k_are_compared_at_the_largest_common_k():
     """Of k = 4 and k = 8 pass@2 and pass@4 are in both where the run of 8 has logged them; avg@k is one line for both."""
     eight = evaluated(8)
     eight.columns["eval/x/pass@4"] = [0.5]
@@ -109,7 +108,7 @@ def test_runs_of_one_k_and_runs_of_different_datasets_keep_their_title():
         ]
 
 
-def test_a_run_that_changed_its_k_is_drawn_at_what_all_its_evaluations_have():
+def test_a_run_that_changed_its_k_is_drawn_at_the_largest_common_k():
     """Of k = 4 there is no pass@8, so pass@4 is the largest that both evaluations have; the mean of avg@k is the same for every k."""
     first = {"eval/x/avg@4": 0.5, "eval/x/pass@2": 0.5, "eval/x/pass@4": 0.5}
     later = {"eval/x/avg@8": 0.25, "eval/x/pass@2": 0.5, "eval/x/pass@4": 0.5, "eval/x/pass@8": 0.5}
@@ -121,27 +120,7 @@ def test_a_run_that_changed_its_k_is_drawn_at_what_all_its_evaluations_have():
     assert drawn == {"eval/x/avg@k", "eval/x/pass@4"}
 
 
-def test_metrics_of_later_versions_and_missing_ones_are_no_error():
-    line = {
-        "step": 1,
-        "rollout/age_mean": 0.5,
-        "rollout/scores_differ_frac": 0.5,
-        "rollout/of_a_later_version": 0.5,
-        "eval/x/reward": 0.25,
-        "eval/x/reward_stderr": 0.1,
-    }
-    panels, _ = panels_of([table(line), table({"step": 1, "memory/host_gib": 2.0})])
-    assert titles(panels) == [
-        "Held-out reward",
-        "Age of trained groups",
-        "Groups whose scores differ",
-        "Memory",
-        "rollout/of_a_later_version",
-    ]
-    assert panels[0].series[0].band == "eval/x/reward_stderr"
-
-
-def test_what_is_zero_throughout_is_named_and_not_drawn():
+def test_quiet_panels_that_are_zero_are_named_and_not_drawn():
     lines = [{"step": step, "update/skipped_frac": 0.0} for step in (1, 2)]
     assert panels_of([table(*lines)]) == ([], ["Skipped updates"])
     panels, zero = panels_of([table(*lines), table({"step": 1, "update/skipped_frac": 0.25})])
@@ -155,7 +134,7 @@ FLIGHT = {
 }  # fmt: skip
 
 
-def test_of_rollouts_in_flight_ages_corrections_and_rounds_are_drawn_and_no_waves():
+def test_rollouts_in_flight_have_ages_corrections_and_rounds_but_no_waves():
     panels, zero = panels_of([table(FLIGHT, FLIGHT | {"step": 2})])
     assert titles(panels) == [
         "Age of trained groups", "Tokens of earlier weights", "Importance weights", "Rounds",
@@ -176,7 +155,7 @@ def test_of_rollouts_in_flight_ages_corrections_and_rounds_are_drawn_and_no_wave
     assert [series.key for series in weights.series] == ["importance/weight", "importance/weight_max"]
 
 
-def test_of_waves_no_rounds_and_no_ages_that_are_all_zero_are_drawn():
+def test_waves_have_no_rounds_and_no_ages_of_zero():
     line = dict.fromkeys(
         (name for name in FLIGHT if name.startswith("rollout/") and name != "rollout/rounds"), 0.0
     )
@@ -184,20 +163,20 @@ def test_of_waves_no_rounds_and_no_ages_that_are_all_zero_are_drawn():
     panels, zero = panels_of([waves])
     assert titles(panels) == ["Waves"]
     assert zero == ["Age of trained groups", "Tokens of earlier weights"]
-    # Beside a run in flight each has its own.
+    # Next to a run in flight, each has its own.
     panels, zero = panels_of([waves, table(FLIGHT)])
     assert titles(panels)[-2:] == ["Waves", "Rounds"]
     assert zero == []
 
 
-def test_of_watchdogs_those_that_were_raised_are_drawn():
+def test_raised_watchdogs_are_drawn():
     lines = [{"step": step, "watchdog/truncation": step > 1, "watchdog/flat_groups": 0} for step in (1, 2)]
     [panel], zero = panels_of([table(*lines)])
     assert [series.label for series in panel.series] == ["truncation"]
     assert zero == []
 
 
-def test_metrics_that_are_not_known_are_drawn_all_the_same():
+def test_unknown_metrics_are_drawn():
     [panel], _ = panels_of([table({"step": 1, "mine/own": 3.0})])
     assert (panel.section, panel.title) == (OTHER, "mine/own")
 
@@ -208,7 +187,7 @@ LEARNING = {
 }  # fmt: skip
 
 
-def test_of_runs_that_are_judged_by_scores_rewards_come_first_and_nothing_is_right_or_wrong():
+def test_runs_judged_by_scores_have_rewards_first_and_no_accuracies():
     judged = replace(table({**LEARNING, EQUAL: 0.25}), by_score=True)
     panels, zero = panels_of([judged, judged])
     assert titles(panels) == ["Held-out reward", "Reward", "Groups sampled"]
@@ -217,7 +196,7 @@ def test_of_runs_that_are_judged_by_scores_rewards_come_first_and_nothing_is_rig
     assert zero == []
 
 
-def test_beside_runs_with_verdicts_rewards_come_first_and_accuracies_stay():
+def test_rewards_come_first_and_accuracies_stay_for_mixed_runs():
     judged = replace(table({**LEARNING, EQUAL: 0.25}), by_score=True)
     panels, _ = panels_of([table(LEARNING), judged])
     assert titles(panels) == [

@@ -1,0 +1,122 @@
+"""Shared parts of the layouts of rollouts and evaluations: chunks of text, checked lines, and short forms of prompts."""
+
+import gzip
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+import numpy as np
+
+from dapo_jax.config import ConfigError
+from dapo_jax.storage import AnyPath
+
+_HEAD = 96
+"""Characters of a prompt in a list."""
+_FRAME = 16
+"""A list omits the common beginning or end of all prompts if it has at least this many characters."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Laid:
+    """The rollouts of one run, or its evaluations, as the page reads them."""
+
+    about: Mapping[str, Any]
+    """A description in JSON."""
+    index: bytes
+    """Numbers that are read at once."""
+    chunks: Sequence[bytes]
+    """Texts that are read on demand."""
+
+
+def compressed(content: bytes) -> bytes:
+    """Compresses with gzip; the same content gives the same bytes."""
+    return gzip.compress(content, compresslevel=6, mtime=0)
+
+
+def compressed_json(value: Any) -> bytes:
+    """Returns compressed JSON."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return compressed(text.encode("utf-8", errors="replace"))
+
+
+def read_checked(
+    file: AnyPath,
+    read: Callable[[AnyPath], list[dict[str, Any]]],
+    kinds: Mapping[str, type],
+    *,
+    what: str,
+) -> list[dict[str, Any]]:
+    """Reads a file with `read` and checks that its lines have the fields `kinds`.
+
+    Args:
+        file: the file.
+        read: returns its lines.
+        kinds: the type of each required field.
+        what: the name of a line in messages.
+
+    Raises:
+        ConfigError: the file cannot be read, or a line lacks a field; the message names the file and the line.
+    """
+    try:
+        lines = read(file)
+        for number, line in enumerate(lines, 1):
+            for name, kind in kinds.items():
+                if not isinstance(line.get(name), kind):
+                    raise ValueError(
+                        f"{file}, {what} {number}: {name!r} is {line.get(name)!r:.60}; it must be {kind.__name__}"
+                    )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{error}; repair that file, or move it away") from error
+    return lines
+
+
+def question_key(prompt: str, answer: str) -> str:
+    """Returns sixteen characters that identify a prompt with its answer; pages compare these instead of whole texts.
+
+    >>> question_key("1+1=", "2") == question_key("1+1=", "2"), question_key("1+1=", "2") == question_key("1+1=2", "")
+    (True, False)
+    """
+    # A text may have half a surrogate pair. The length of the prompt separates it from the answer.
+    text = f"{len(prompt)} {prompt}{answer}".encode("utf-8", errors="surrogatepass")
+    return hashlib.blake2b(text, digest_size=8).hexdigest()
+
+
+def spaced(files: Sequence[AnyPath], count: int | None) -> Iterator[AnyPath]:
+    """Returns at most `count` of the files, evenly spaced, including the first and the last; None: all."""
+    if count is None or count >= len(files):
+        return iter(files)
+    # From the end, so that a single one is the last.
+    places = np.linspace(len(files) - 1, 0, count).round().astype(int)[::-1]
+    return (files[place] for place in places)
+
+
+def heads(prompts: Sequence[str]) -> list[str]:
+    """Returns one distinctive line for each prompt, without the text around every question.
+
+    >>> heads(["Solve this task, please: 1+1", "Solve this task, please: 2+3"])
+    ['1+1', '2+3']
+    """
+    several = len(set(prompts)) > 1
+    before = _common(prompts) if several else ""
+    before = before[: before.rfind(" ") + 1] if len(before) >= _FRAME else ""
+    rest = [prompt[len(before) :] for prompt in prompts]
+    after = _common([text[::-1] for text in rest]) if several else ""
+    after = after[: after.rfind(" ") + 1] if len(after) >= _FRAME else ""
+    lines = [" ".join(text[: len(text) - len(after)][: 4 * _HEAD].split()) for text in rest]
+    return [line if len(line) <= _HEAD else line[: _HEAD - 1] + "…" for line in lines]
+
+
+def _common(texts: Sequence[str]) -> str:
+    """Returns the common beginning of all texts."""
+    low, high = min(texts), max(texts)  # all other texts are between these two
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(low, high, strict=False))
+    return low[: sum(1 for _ in same)]
+
+
+def as_float(value: float | None) -> float:
+    """Returns the number, or NaN for None."""
+    return math.nan if value is None else float(value)
