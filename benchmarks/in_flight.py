@@ -20,13 +20,13 @@ from benchmarks import report
 from benchmarks.long_tail import LimitedEngine
 from benchmarks.workload import Workload
 from dapo_jax.dapo.dynamic_sampling import Collected, Collector
-from dapo_jax.dapo.flight_collector import FlightCollector
 from dapo_jax.dapo.in_flight import InFlight
 from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
-from dapo_jax.dapo.virtual_clock import ClockSizes
 from dapo_jax.models.folder import load_model
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.weights import weight_transfer
+from dapo_jax.rollout.collector import FlightCollector
+from dapo_jax.rollout.virtual_clock import ClockSizes
 from dapo_jax.sampling.continuous_batching import Sampler
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine

@@ -337,14 +337,11 @@ class DynamicSamplingConfig(Section, at="dynamic_sampling"):
     """Prompts drawn in one round; 0: three times `batch.prompts_per_step`, as in the released recipe (1536 for 512). A run's config.yaml
     has the number."""
     max_waves: int = key(10, range=NOT_NEGATIVE, aliases=["max_num_gen_batches"])
-    """Waves of one step; the recipe's limit. With `surplus=carry`, where waves are smaller, as many prompts as these have when whole."""
+    """Waves of one step; the recipe's limit."""
     on_shortfall: str = key("error", choices=["error", "train_fewer"], may_change=True)
     """When `max_waves` gave too few groups: error, or train_fewer."""
     surplus: str = key("discard", choices=["discard", "carry"])
-    """Informative groups beyond those needed: discard (as released), or carry into the next step. With carry a wave has about as
-    many prompts as the missing groups ask for by the share that was informative lately, `prompts_per_wave` at most."""
-    max_age_steps: int = key(1, range=SIZE)
-    """The most steps, with `surplus=carry`, between sampling a group and training on it; older ones are dropped."""
+    """Informative groups beyond those needed: discard (as released), or carry into the next step, which then needs fewer new ones."""
     metric: str = key("correct", choices=["correct", "score"], aliases=["filter_groups.metric"])
     """The criterion that makes a group informative: correct (verdicts; of several graders the first's) or score (numbers, or the sum of several graders: a group is kept
     when they are not all equal). With score the terminal, the watchdogs and the best checkpoint go by rewards, also where `enabled` is

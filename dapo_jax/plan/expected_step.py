@@ -7,21 +7,18 @@ the others at the wave's end. In flight they go by the run's own clock. Decode s
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
 from itertools import chain, islice
 
 import numpy as np
 from jaxtyping import Float, Int
 
 from dapo_jax.config import DynamicSamplingConfig, TrainConfig
-from dapo_jax.dapo.dynamic_sampling import Collector, InformativeShare
-from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Span, Verdict
-from dapo_jax.dapo.virtual_clock import ClockSizes, ResponseId, VirtualClock
 from dapo_jax.plan.lengths import Responses, log_normal
 from dapo_jax.plan.sampling_time import IN_STEPS, READ_UTILISATION, SamplingTime
 from dapo_jax.plan.timeline import by_sampler, decoded, starts_of
 from dapo_jax.plan.workload import Workload
-from dapo_jax.run.flight_sampling import dealt
+from dapo_jax.rollout.group_sampling import dealt
+from dapo_jax.rollout.virtual_clock import ClockSizes, ResponseId, VirtualClock
 from dapo_jax.sampling.pages import PageSizes
 
 TOKEN_BYTES = 8
@@ -202,29 +199,28 @@ def in_waves(
     prompts_per_wave: int,
     dynamic: DynamicSamplingConfig,
 ) -> Iterator[Step]:
-    """Step after step in waves, of which those that are certain to be needed are sampled as one. Which ordinals they have is the run's own `Collector`'s to say."""
-    cursor, carried, share = 0, list[Group](), InformativeShare()
-    for version in range(1 << 31):
-        collector = Collector(
-            needed=needed, cursor=cursor, prompts_per_wave=prompts_per_wave, version=version, max_waves=dynamic.max_waves,
-            carried=carried, share=share, surplus=dynamic.surplus, max_age_steps=dynamic.max_age_steps, enabled=dynamic.enabled,
-        )  # fmt: skip
+    """Step after step in waves, of which those that are certain to be needed are sampled as one, by the run's own clock."""
+    group, wave = responses.lengths([0]).shape[1], prompts_per_wave if dynamic.enabled else needed
+    clock = VirtualClock(
+        ClockSizes(
+            in_flight=wave * group, samples_per_prompt=group, needed=needed, verdict_rounds=0, waves=True
+        )
+    )
+    while True:
         step = Step()
-        while ordinals := list(chain.from_iterable(iter(partial(collector.draw, 1024), []))):
+        while started := list(chain.from_iterable(iter(clock.start, []))):
+            ordinals = sorted({one.ordinal for one in started})
             _sample_wave(step, np.array(ordinals), responses, samplers)
             for ordinal in ordinals:
-                collector.add(_graded(ordinal, responses.informative(ordinal), version))
-        found = collector.finish(on_shortfall=dynamic.on_shortfall)
-        cursor, share = found.cursor, found.share
-        used = {group.prompt.ordinal for group in (*found.groups, *found.carry)}
-        known = {group.prompt.ordinal for group in (*carried, *found.sampled)}
-        wasted = [
-            ordinal for ordinal in sorted(known - used) if dynamic.enabled and responses.informative(ordinal)
-        ]
-        step.thrown_away_tokens = int(responses.lengths(wasted).sum())
-        step.ages = [version - group.oldest for group in found.groups]
-        carried = found.carry
-        step.kept_tokens = int(responses.lengths([group.prompt.ordinal for group in carried]).sum())
+                informative = not dynamic.enabled or responses.informative(ordinal)
+                clock.end_group(ordinal, informative=informative)
+        step.ages = list(clock.end_step().values())
+        left = int(responses.lengths(sorted(clock.ready)).sum())
+        if dynamic.surplus == "carry":
+            step.kept_tokens = left
+        else:
+            step.thrown_away_tokens = left
+            clock.ready.clear()
         yield step
 
 
@@ -469,27 +465,4 @@ def _assumed(
         f"each of {samplers.count} samplers decodes {samplers.places} responses side by side; waves do not overlap; what pages do not hold is read again in each round",
         f"{in_flight:,} responses in flight ({where}), in rounds of {round_tokens:,} tokens; what goes on is read again in each step",
         f"the mean of up to {_STEPS} steps, after those in which the pipe fills",
-    )
-
-
-def _graded(ordinal: int, informative: bool, version: int) -> Group:
-    """A group as far as dynamic sampling looks at one."""
-    prompt = Prompt(ordinal=ordinal, tokens=_NOTHING, text="", answer="")
-    return Group(prompt=prompt, rollouts=_rollouts(informative, version))
-
-
-_NOTHING = np.empty(0, np.int32)
-
-
-@lru_cache(maxsize=64)
-def _rollouts(informative: bool, version: int) -> tuple[Rollout, ...]:
-    response = Response(
-        tokens=_NOTHING,
-        logprobs=_NOTHING.astype(np.float32),
-        finish_reason="stop",
-        spans=(Span(0, version),),
-    )
-    return tuple(
-        Rollout(response=response, text="", verdict=Verdict(correct=correct), reward=0.0)
-        for correct in (True, not informative)
     )

@@ -24,7 +24,7 @@ from dapo_jax.plan.costs import (
 from dapo_jax.plan.mesh_sizes import Layout, batch_shards
 from dapo_jax.plan.workload import Workload
 from dapo_jax.run.programs import sampled_decoder
-from dapo_jax.run.response_sampler import prefill_of
+from dapo_jax.run.sampler_setup import prefill_of
 from dapo_jax.sampling.pages import PageSizes
 from dapo_jax.sampling.prompt_packing import PrefillShape
 

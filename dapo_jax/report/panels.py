@@ -175,7 +175,6 @@ PANELS = (
             rollout__trained_groups="kept, trained on",
             rollout__surplus_groups="beyond need",
             rollout__carried_groups="carried over",
-            rollout__dropped_old="dropped, too old",
         ),
     ),
     Panel(

@@ -12,18 +12,16 @@ from flax import nnx
 from dapo_jax.checkpoints.checkpointer import Checkpointer
 from dapo_jax.checkpoints.last_intact import restore_last
 from dapo_jax.config import TrainConfig
-from dapo_jax.data.stream import PromptStream
 from dapo_jax.health.stalls import Watch
 from dapo_jax.health.stopping import Stop
 from dapo_jax.models.lora import parted
 from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.device_memory import bytes_on_device
 from dapo_jax.rewards.functions import Rewards
+from dapo_jax.rollout.collector import Position
+from dapo_jax.rollout.group_sampling import GroupSampling
 from dapo_jax.run.environment_setup import environment_of, episodes_of
-from dapo_jax.run.flight_sampling import FlightSampling
 from dapo_jax.run.grader_setup import check_graders, grading
-from dapo_jax.run.group_exchange import SamplerShare
-from dapo_jax.run.group_sampling import GroupSampling
 from dapo_jax.run.identity import check_identity, identity_of, model_files, with_weights_of
 from dapo_jax.run.policy import (
     check_trains,
@@ -34,14 +32,12 @@ from dapo_jax.run.policy import (
     optimizer_of,
     state_structs,
 )
-from dapo_jax.run.position import Position
 from dapo_jax.run.programs import sharing, updater_of
 from dapo_jax.run.prompt_sets import GivenRows, drawn_too_often, held_out_prompts, training_prompts
-from dapo_jax.run.response_sampler import ResponseSampler
 from dapo_jax.run.resume_point import ResumePoint, check_progress, has_checkpoint, resume_point
+from dapo_jax.run.sampler_setup import response_sampler
 from dapo_jax.run.step_batches import StepBatches
 from dapo_jax.run.training_pass import training_pass
-from dapo_jax.run.wave_sampling import WaveSampling
 from dapo_jax.sampling.caches import without_kernel
 from dapo_jax.training.optimizer import warmed_up
 from dapo_jax.training.state import init_state
@@ -111,7 +107,7 @@ class Run:
             reward=reward,
             on_submit=lambda: watch.note("grading the responses to a prompt"),
         )
-        sampler = ResponseSampler(
+        sampler = response_sampler(
             self.policy,
             meshes,
             config.sampling,
@@ -133,15 +129,13 @@ class Run:
             if self.evaluates
             else {}
         )
-        sampling_of = FlightSampling if config.rollout.in_flight else WaveSampling
-        self.sampling: GroupSampling = sampling_of(
+        self.sampling = GroupSampling(
             config,
             sampler=sampler,
             grading=grader,
             prompts=self._prompts,
-            stream=PromptStream(self._prompts, host=meshes.index, hosts=meshes.count),
             held_out=self.held_out,
-            share=SamplerShare(meshes, stop),
+            meshes=meshes,
             stop=stop,
             watch=watch,
             episodes=episodes,
@@ -186,9 +180,7 @@ class Run:
             def restore(step: int) -> ResumePoint:
                 found = checkpointer.restore(target, step, rows=decoder.vocab_size, check=check)
                 where = f"checkpoint {checkpointer.folder / str(step)}"
-                point = resume_point(
-                    found, where, prompt_at=self._prompts.__getitem__, vocabulary=decoder.vocab_size
-                )
+                point = resume_point(found, where, prompt_at=self._prompts.__getitem__)
                 self.identity = with_weights_of(self.identity, found.progress)
                 return point
 

@@ -12,8 +12,6 @@ from jaxtyping import PyTree
 
 from dapo_jax.checkpoints.checkpointer import Checkpointer
 from dapo_jax.checkpoints.manifest import CheckpointError
-from dapo_jax.checkpoints.packed_flight import flight_arrays
-from dapo_jax.checkpoints.packed_groups import carry_arrays
 from dapo_jax.config import SftConfig, TrainConfig
 from dapo_jax.config.section import due
 from dapo_jax.dapo.rollouts import Group
@@ -22,6 +20,7 @@ from dapo_jax.health.stopping import Stop, StoppedError, first_reason
 from dapo_jax.parallel import processes
 from dapo_jax.parallel.gather import all_gather_bytes, broadcast_from_first
 from dapo_jax.parallel.processes import go_on_by, is_first
+from dapo_jax.rollout.packed import flight_arrays, group_arrays
 from dapo_jax.run.guard import GuardError
 from dapo_jax.run.loop import Observer, StepResult
 from dapo_jax.run.memory_metrics import memory_metrics
@@ -232,7 +231,7 @@ class EndOfStep(Observer):
         self._shown.phase("checkpoint")
         self._check()
         position, progress = self._now.position, self._now.progress(self._identity)
-        carry = {**carry_arrays(position.carry), **flight_arrays(position.in_flight)}
+        carry = {**group_arrays(position.carry), **flight_arrays(position.in_flight)}
         self._checkpointer.save(position.step, self._now.state, progress, carry, score=score)
         self._saved = position.step
         self._say_way_on()

@@ -36,7 +36,7 @@ from dapo_jax.run.policy import (
 from dapo_jax.run.programs import sharing
 from dapo_jax.run.prompt_sets import dated, held_out_prompts, prompt_format, training_rows
 from dapo_jax.run.records import use_compilation_cache
-from dapo_jax.run.response_sampler import ResponseSampler
+from dapo_jax.run.sampler_setup import response_sampler
 from dapo_jax.run.training_pass import TrainingPass, training_pass
 from dapo_jax.storage import AnyPath, write_whole
 from dapo_jax.trackers import JsonlTracker
@@ -195,7 +195,7 @@ def _evaluation(
 ) -> Callable[[PyTree, int], dict[str, float]]:
     """The function that scores parameters on the held-out prompts of each dataset, sampled as `config.eval` says, with `beside`
     bytes of other arrays on each device."""
-    rollouts = ResponseSampler(
+    rollouts = response_sampler(
         policy,
         meshes,
         config.sampling,

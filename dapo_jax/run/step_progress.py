@@ -5,10 +5,9 @@ A file of its own: it tells a person, and changes nothing.
 """
 
 from dapo_jax.config import TrainConfig
-from dapo_jax.dapo.dynamic_sampling import Collecting
 from dapo_jax.dapo.rollouts import Group, Rollout
+from dapo_jax.rollout.collector import Collector, Position
 from dapo_jax.run.loop import Observer
-from dapo_jax.run.position import Position
 from dapo_jax.trackers.progress import Progress
 from dapo_jax.training.minibatch import Minibatch
 from dapo_jax.training.state import TrainState
@@ -25,14 +24,14 @@ class StepProgress(Observer):
         self._by_score = config.dynamic_sampling.metric == "score"
         self._told = self._told_lost = False
 
-    def before_sampling(self, position: Position, collector: Collecting) -> None:
+    def before_sampling(self, position: Position, collector: Collector) -> None:
         """Shows that sampling begins."""
         self._step, self._began, self._now = position.step + 1, position.cursor, collector
         self._first_wave = 0
         self._example: tuple[Group, int] | None = None
         self._shown.phase("sample", 0, collector.needed)
 
-    def on_group(self, group: Group, collector: Collecting) -> None:
+    def on_group(self, group: Group, collector: Collector) -> None:
         """Shows what was found so far, and says what a person should know early."""
         self._first_wave = self._first_wave or self._drawn()
         self._example = self._example or _telling(group)

@@ -6,27 +6,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import jax
 from rich.console import Console
 
 from dapo_jax.checkpoints.checkpointer import Checkpointer
 from dapo_jax.config import TrainConfig, load_config, to_yaml
-from dapo_jax.dapo.dynamic_sampling import Collected, Collecting
-from dapo_jax.environments import Episodes
-from dapo_jax.environments.recorded_answers import RecordedAnswers
 from dapo_jax.health.stalls import Watch, interrupt
 from dapo_jax.health.stopping import Stop
 from dapo_jax.parallel import processes
 from dapo_jax.parallel.gather import by_first
 from dapo_jax.parallel.processes import is_first, tell_others
 from dapo_jax.rewards.functions import Rewards
+from dapo_jax.rollout.collector import Collector, Position
 from dapo_jax.run.build import Run
 from dapo_jax.run.disk_space import check_room
 from dapo_jax.run.end_of_step import EndOfStep, OnStep
 from dapo_jax.run.guard import Guard
 from dapo_jax.run.loop import Observer, StepResult, run_steps
 from dapo_jax.run.policy import Policy
-from dapo_jax.run.position import Position
 from dapo_jax.run.prompt_sets import GivenRows
 from dapo_jax.run.records import Records, use_compilation_cache
 from dapo_jax.run.resume_point import ResumePoint, has_checkpoint
@@ -176,15 +172,9 @@ def train(
             identity=run.identity,
             check=check,
         )
-        kept_answers: list[Observer] = []
-        if run.episodes is not None:
-            answers = RecordedAnswers(run_dir / "answers", process=jax.process_index())
-            stack.callback(answers.close)
-            kept_answers.append(KeptAnswers(config, answers, run.episodes, say=shown.message))
         # Traces end before the guard looks at a step; what the guard has found is written at the step's end.
         observers = (
             FolderCheck(check),
-            *kept_answers,
             TracedSteps(profile),
             ratios,
             StepProgress(config, shown),
@@ -230,46 +220,13 @@ class FolderCheck(Observer):
         self._check()
 
 
-class KeptAnswers(Observer):
-    """Writes down what environments answer while a step is sampled, so that it is heard again where the step is sampled again."""
-
-    def __init__(
-        self, config: TrainConfig, answers: RecordedAnswers, episodes: Episodes, *, say: Callable[[str], None]
-    ) -> None:
-        self._say, self._told = say, False
-        self._every, self._episodes = config.checkpoint.every_steps, episodes
-        self._answers = answers
-        self._needed_from: dict[int, int] = {}
-        """Step after which a checkpoint may be written -> the first step whose answers it needs."""
-
-    def before_sampling(self, position: Position, collector: Collecting) -> None:
-        """Begins the record of the step. The last checkpoint may still be on its way to the disk; the one before is there."""
-        done = position.step // self._every * self._every if self._every else 0
-        going = () if position.in_flight is None else position.in_flight.clock.groups.values()
-        self._needed_from[position.step] = 1 + min((group.version for group in going), default=position.step)
-        before = done - self._every
-        self._needed_from = {step: first for step, first in self._needed_from.items() if step >= before}
-        self._answers.begin(position.step + 1, keep_from=min(before + 1, *self._needed_from.values()))
-        self._episodes.answers = self._answers
-
-    def after_sampling(self, step: int, collected: Collected) -> None:
-        """Ends it: an evaluation is repeated as a whole."""
-        self._answers.end()
-        self._episodes.answers = None
-        if self._answers.failed and not self._told:
-            self._told = True
-            self._say(
-                f"what environments answer cannot be written down ({self._answers.failed}): a step that is interrupted will ask them again"
-            )
-
-
 class TracedSteps(Observer):
     """Begins and ends the traces of the steps that are profiled."""
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
 
-    def before_sampling(self, position: Position, collector: Collecting) -> None:
+    def before_sampling(self, position: Position, collector: Collector) -> None:
         """Begins the trace of the step."""
         self._profile.begin(position.step + 1)
 

@@ -15,7 +15,7 @@ from dapo_jax.doctor.check import Finding
 from dapo_jax.doctor.examination import verdict
 from dapo_jax.locks import take
 from dapo_jax.parallel.weights import WeightTransfer
-from dapo_jax.run import response_sampler, step_batches
+from dapo_jax.run import sampler_setup, step_batches
 from tests.doctor.conftest import write_model
 
 RANDOM_ANYWAY = {"devices", "grade"}
@@ -297,7 +297,7 @@ def test_a_mesh_that_the_devices_do_not_make_up(examined):
 
 def test_a_sampler_that_disagrees_with_the_trainer(examined, monkeypatch):
     """Its weights are a tenth larger."""
-    plain = response_sampler.transfer_of
+    plain = sampler_setup.transfer_of
 
     def enlarged(policy, meshes, sampling, **how):
         class Enlarged(WeightTransfer):
@@ -309,7 +309,7 @@ def test_a_sampler_that_disagrees_with_the_trainer(examined, monkeypatch):
         enlarged.__dict__.update(made.__dict__)
         return enlarged
 
-    monkeypatch.setattr(response_sampler, "transfer_of", enlarged)
+    monkeypatch.setattr(sampler_setup, "transfer_of", enlarged)
     found = only_fails(examined(), "agreement")
     assert "do not train" in found.remedy
 

@@ -31,7 +31,7 @@ DRIFTING = (
     several.CHECKED
     + """
 from dataclasses import replace
-from dapo_jax.run.response_sampler import ResponseSampler
+from dapo_jax.rollout.response_sampler import ResponseSampler
 honest = ResponseSampler.sample
 
 def sample(self, *of, **how):

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from dapo_jax.config import DynamicSamplingConfig, RolloutConfig, load_config
-from dapo_jax.dapo.flight_collector import FlightCollector
 from dapo_jax.dapo.rollouts import Group, Prompt, Rollout, Verdict
-from dapo_jax.dapo.virtual_clock import ClockSizes
 from dapo_jax.plan.expected_step import Samplers, by_clock, expected_step, in_waves, suggested
 from dapo_jax.plan.lengths import Responses, log_normal
 from dapo_jax.plan.sampling_time import IN_STEPS, SamplingTime
 from dapo_jax.plan.workload import Assumptions, workload_of
-from dapo_jax.run.flight_sampling import Places
+from dapo_jax.rollout.collector import FlightCollector
+from dapo_jax.rollout.group_sampling import Places
+from dapo_jax.rollout.virtual_clock import ClockSizes
 from dapo_jax.sampling.continuous_batching import Sampler
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.pages import PageSizes, slot_pages

@@ -10,7 +10,7 @@ import pytest
 from dapo_jax.checkpoints.checkpointer import Checkpointer
 from dapo_jax.health.stopping import StoppedError, stopped_by_signals
 from dapo_jax.rewards.grading import Grading
-from dapo_jax.run.group_sampling import GroupSampling
+from dapo_jax.rollout.group_sampling import GroupSampling
 from dapo_jax.run.resume_point import UNFINISHED
 from dapo_jax.sampling.engine import DecoderEngine
 from dapo_jax.trackers import read_metrics

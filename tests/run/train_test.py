@@ -22,7 +22,7 @@ STEP_METRICS = {
     "rollout/": [
         "response_tokens", "response_tokens_max", "response_tokens_p95", "truncated_frac", "prompts", "waves",
         "mixed_frac", "all_correct_frac", "all_wrong_frac", "accuracy", "trained_accuracy", "trained_groups",
-        "surplus_groups", "carried_groups", "dropped_old", "age_mean", "age_p95", "age_max",
+        "surplus_groups", "carried_groups", "age_mean", "age_p95", "age_max",
         "newest_age_mean", "newest_age_p95", "newest_age_max", "earlier_tokens_frac",
     ],
     "reward/": ["mean", "std", "overlong_penalty", "lost", "nonfinite"],

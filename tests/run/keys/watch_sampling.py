@@ -4,8 +4,8 @@ import jax
 import numpy as np
 from flax import nnx
 
+from dapo_jax.rollout.collector import Position
 from dapo_jax.run.policy import description_of, load_policy
-from dapo_jax.run.position import Position
 from tests.run.keys.looking import ROWS, refusal, rounded
 from tests.run.keys.watching import differs, watch
 

@@ -13,22 +13,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from dapo_jax.checkpoints.manifest import pack_arrays
-from dapo_jax.checkpoints.packed_groups import carry_arrays, carry_groups
 from dapo_jax.dapo.dynamic_sampling import Collected
-from dapo_jax.dapo.rollouts import Group, Span
-from dapo_jax.health.stopping import STOPPED, Stop
+from dapo_jax.dapo.rollouts import Group
+from dapo_jax.health.stopping import STOPPED
 from dapo_jax.models.folder import load_model
-from dapo_jax.parallel.mesh import make_mesh, make_meshes
+from dapo_jax.rollout.packed import group_arrays, groups_of
 from dapo_jax.run import train
-from dapo_jax.run.group_exchange import SamplerShare
 from dapo_jax.trackers import read_metrics
 from dapo_jax.trackers.evaluation_log import read_problems
 from dapo_jax.trackers.progress import Progress
 from dapo_jax.trackers.rollout_log import read_rollouts
 from dapo_jax.training.step_metrics import rollout_metrics
 from tests import several
-from tests.checkpoints.packed_groups_test import make_rollout, prompt_at, rollouts
+from tests.rollout.packed_test import make_rollout, prompt_at, rollouts
 
 GRADER = '''
 import os
@@ -80,7 +77,7 @@ def test_groups_in_brief_have_the_metrics_of_whole_ones(drawn):
         Group(prompt=prompt_at(ordinal), rollouts=tuple(map(make_rollout, group)))
         for ordinal, group in enumerate(drawn)
     ]
-    brief = carry_groups(carry_arrays(groups, brief=True), prompt_at)
+    brief = groups_of(group_arrays(groups, whole=[False] * len(groups)), prompt_at)
 
     def measured(groups):
         return rollout_metrics(
@@ -88,43 +85,6 @@ def test_groups_in_brief_have_the_metrics_of_whole_ones(drawn):
         )
 
     assert measured(brief) == measured(groups)
-    assert [[r.verdict.extracted for r in group.rollouts] for group in brief] == [
-        [r.verdict.extracted for r in group.rollouts] for group in groups
-    ]
-
-
-def test_a_group_that_travels_is_as_old_as_it_was():
-    values = {
-        "length": 2, "start": 0, "finish_reason": "stop", "text": "", "reward": 1.0, "overlong_penalty": 0.0, "verdict": {"correct": True},
-    }  # fmt: skip
-    groups = [
-        Group(prompt=prompt_at(ordinal), rollouts=(make_rollout(values, spans=(Span(0, 3 + ordinal),)),))
-        for ordinal in range(2)
-    ]
-    collected = Collected(groups=groups[:1], carry=groups[1:], sampled=groups, cursor=2, waves=1, surplus=1)
-    whole = SamplerShare(make_meshes(make_mesh()), Stop()).whole(collected, logged=1)
-    versions = [[group.oldest for group in part] for part in (whole.groups, whole.carry, whole.sampled)]
-    assert versions == [[3], [4], [3, 4]]
-
-
-def test_a_response_in_brief_takes_100_bytes_whatever_its_length():
-    values = {
-        "length": 20_000, "start": 0, "finish_reason": "stop", "text": "x" * 60_000, "reward": 1.0, "overlong_penalty": 0.0,
-        "verdict": {"correct": True, "extracted": "12", "reason": "because", "score": None, "lost": "", "parts": {}},
-    }  # fmt: skip
-    group = Group(prompt=prompt_at(3), rollouts=tuple(make_rollout(values) for _ in range(16)))
-    packed, _ = pack_arrays(carry_arrays([group], brief=True))
-    assert len(packed) < 16 * 100
-    [again] = carry_groups(carry_arrays([group], brief=True), prompt_at)
-    assert [rollout.response_tokens for rollout in again.rollouts] == [20_000] * 16
-
-    # An evaluation logs what the first responses to each problem say: two here, of 60,000 characters.
-    arrays = carry_arrays([group, group], brief=True, texts=2)
-    packed, _ = pack_arrays(arrays)
-    assert 4 * 60_000 < len(packed) < 4 * 60_000 + 32 * 100
-    for again in carry_groups(arrays, prompt_at):
-        assert [len(rollout.text) for rollout in again.rollouts] == [60_000] * 2 + [0] * 14
-        assert [rollout.verdict.reason for rollout in again.rollouts] == ["because"] * 2 + [""] * 14
 
 
 @pytest.fixture(scope="module")

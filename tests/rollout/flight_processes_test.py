@@ -12,7 +12,7 @@ from dapo_jax.run import train
 from dapo_jax.trackers import read_metrics
 from dapo_jax.trackers.progress import Progress
 from tests import several
-from tests.run.group_exchange_test import assert_the_same
+from tests.rollout.waves_processes_test import assert_the_same
 
 GRADER = '''
 import os
