@@ -1,6 +1,6 @@
-"""The episodes of a run: many at a time on one event loop, each with its limits, and what they were worth.
+"""The episodes of a run: many at a time on one event loop, each with its limits and rewards.
 
-The loop runs in a thread of this process while others are sampled. An episode that hangs, raises or answers nonsense is lost, and counted; no other suffers from it.
+The loop runs in a thread of this process, in parallel with sampling. An episode that hangs, raises or returns nonsense is lost, and counted; the others are not affected.
 """
 
 import asyncio
@@ -37,16 +37,16 @@ from dapo_jax.rewards.sample import Sample, copied, read_only
 _Value = TypeVar("_Value")
 
 HELD_S = 10.0
-"""Seconds for which an environment may hold the event loop before that is reported; it is reported again whenever they have doubled."""
+"""Seconds for which an environment may hold the event loop before a warning; the next warning follows when they have doubled."""
 
 _PROMPTS, _EPISODES = 4, 32
-"""Prompts, and episodes, at the least, of a run that ends because every episode so far was lost."""
+"""The least numbers of prompts and episodes after which a run ends because all episodes were lost."""
 
 _FAREWELLS = 4096
-"""Groups whose episodes may still be at their `close`, at the most."""
+"""The most groups whose episodes may be closing at the same time."""
 
 _ENDING_S = 5.0
-"""Seconds for which closing waits for episodes that go on after they were cancelled."""
+"""Seconds for which closing waits for episodes that continue after they were cancelled."""
 
 
 _NO_ROOM = (
@@ -63,7 +63,7 @@ class _Open:
     index: int
     standing: Standing = field(default_factory=Standing)
     episode: Any = None
-    """What the environment made; None: not begun in this process."""
+    """Object of the environment; None: it has not begun in this process."""
     unheard: list[Turn] = field(default_factory=list)
     """Turns of an earlier process, which the environment has not heard in this one."""
     begins: str = ""
@@ -75,7 +75,7 @@ class _Open:
 
 
 class Episodes:
-    """Episodes as the sampler and the grading see them. A context manager: leaving it ends the thread."""
+    """The episodes of a run, for the sampler and for grading. A context manager: leaving it ends the thread."""
 
     def __init__(
         self,
@@ -96,14 +96,14 @@ class Episodes:
 
         Args:
             environment: makes the episodes.
-            rendering: turns what they append into ids.
-            text_of: the text of a turn, up to its stop string.
-            seed: of the run; an episode's is made of it and the prompt's ordinal.
+            rendering: tokenizes what they append.
+            text_of: gives the text of a turn, up to its stop string.
+            seed: of the run; an episode's seed depends on it and on the prompt's ordinal.
             max_turns: the most turns of an episode.
             turn_tokens: the most tokens of a turn; 0: as many as the episode may have.
             episode_tokens: the most tokens of an episode; 0: as many as a response may have.
-            timeout_s: seconds for one call, from when it is under way.
-            calls: the most that are under way at one time; the others wait.
+            timeout_s: time limit of one call, without the wait before it.
+            calls: the most calls at the same time; the others wait.
             name: of the environment, for messages.
             on_close: called when the thread has ended.
         """
@@ -129,7 +129,7 @@ class Episodes:
         self.close()
 
     def start(self, prompt: Prompt, index: int) -> Future[Continuation | None]:
-        """Begins an episode: what stands before the first turn; None if it was lost."""
+        """Begins an episode. The result is put before the first turn; None if the episode was lost."""
         opened = self._open[prompt.ordinal, index] = _Open(prompt, index)
 
         async def begin() -> Continuation:
@@ -181,9 +181,9 @@ class Episodes:
         return self._submit(opened, answer)
 
     def verdicts(self, samples: Sequence[Sample]) -> list[Future[Verdict]]:
-        """The verdicts of the episodes of one prompt, in the order of their indices: `rewards.grading.Submit`.
+        """Returns the verdicts of the episodes of one prompt, in the order of their indices: `rewards.grading.Submit`.
 
-        A result raises RewardError if every episode so far was lost: then it is the environment that is at fault.
+        A result raises RewardError if every episode so far was lost: then the environment is at fault.
         """
         found: list[Future[Verdict]] = [Future() for _ in samples]
         opened = [self._open.pop((sample.prompt.ordinal, index)) for index, sample in enumerate(samples)]
@@ -255,7 +255,7 @@ class Episodes:
         return {}
 
     def close(self) -> None:
-        """Ends the thread, once episodes were closed, as far as that ends soon; calls that are under way are given up."""
+        """Closes the episodes, as far as that ends soon, and ends the thread; calls in progress are given up."""
         if not self._closing.is_set():
             self._farewell(list(self._open.values()))
             wait(self._farewells, timeout=_ENDING_S / 2)
@@ -274,10 +274,10 @@ class Episodes:
         )
 
     async def _begun(self, opened: _Open) -> object:
-        """Makes the episode, and begins it: what it says before the first turn.
+        """Makes the episode, and calls its `start`, whose result it returns.
 
         Raises:
-            LostError: it is none, raises or takes too long.
+            LostError: the environment returns no episode, raises or takes too long.
         """
         prompt = opened.prompt
         seed = int(np.random.SeedSequence((self._seed, prompt.ordinal)).generate_state(1)[0])
@@ -302,7 +302,7 @@ class Episodes:
             del opened.unheard[0]
 
     async def _closed(self, opened: Sequence[_Open]) -> None:
-        """Closes the episodes that have a `close`, whatever ended them; what it raises changes nothing any more."""
+        """Calls the `close` of the episodes that have one; an error in it changes nothing any more."""
 
         async def close(one: _Open) -> None:
             with suppress(Exception):
@@ -312,10 +312,10 @@ class Episodes:
         await asyncio.gather(*map(close, opened))
 
     def _continuation(self, step: Step, *, after: Int[np.ndarray, " turn"] | None) -> Continuation:
-        """The tokens of what a step puts before the next turn.
+        """Returns the tokens that a step puts before the next turn.
 
         Raises:
-            RenderingError: there can be none.
+            RenderingError: they cannot be rendered.
         """
         if step.context is None:
             return Continuation(self._rendering.ids(step.append, after=after))
@@ -340,7 +340,7 @@ class Episodes:
         self._loop.call_later(HELD_S / 30, self._beat)
 
     def _watch(self) -> None:
-        """Reports an environment that holds the event loop. It counts its own looks and not the clock, since a process may have been suspended."""
+        """Warns about an environment that holds the event loop. It counts its own looks instead of seconds, since a process may be suspended."""
         seen, held, due = -1, 0.0, HELD_S
         while not self._closing.wait(HELD_S / 10):
             if self._beats != seen:
@@ -396,7 +396,7 @@ class Episodes:
         return answered
 
     async def _called(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """The result of somebody else's function within the limit; what is raised is that of `called`."""
+        """Returns the result of the environment's function, within the time limit; raises as `called`."""
         return await called(call, *arguments, timeout_s=self._timeout_s)
 
 

@@ -60,9 +60,9 @@ class Run:
         say: Callable[[str], None] = lambda what: None,
         goes_on: bool = False,
     ) -> None:
-        """Reads the model and the data, and starts the graders; `say` is told what is done meanwhile.
+        """Reads the model and the data, and starts the graders; reports progress to `say`.
 
-        With `goes_on` the state will be that of a checkpoint: the weights that the run began with are not read, unless a KL penalty asks for them.
+        With `goes_on` a checkpoint gives the state, so the initial weights are read only if a KL penalty needs them.
         """
         self.config, model, data = config, config.model, config.data
         self._mesh = mesh_of(config.parallel, rows_per_microbatch=config.batch.rows_per_microbatch)
@@ -96,7 +96,7 @@ class Run:
             self.notes.append(slower)
         files = model_files(self.policy.folder, weights=self._has_weights)
         self.identity = identity_of(config, prompts=asked.identity, model=files)
-        """The identity of this run that a checkpoint keeps."""
+        """Identity of this run, which checkpoints keep."""
         self.episodes = episodes = episodes_of(environment, config, self.policy)
         grader = grading(
             config.reward,
@@ -153,21 +153,19 @@ class Run:
         )
 
     def _reference(self) -> nnx.State:
-        """The parameters that are trained, as the policy begins with them: of adapters ones that add nothing to their base."""
+        """Returns the parameters of the reference policy: the initial ones; of adapters, zeros, which add nothing to their base."""
         params = self.policy.params
         return params if self.config.lora.rank == 0 else jax.tree.map(jnp.zeros_like, params)
 
     def start(self, checkpointer: Checkpointer, *, resume: bool, say: Callable[[str], None]) -> ResumePoint:
-        """The last intact checkpoint if there is one to resume, else the beginning. Called once.
+        """Returns the last intact checkpoint if there is one to resume, else the beginning. Called once.
 
-        The initial weights become the state, or make room for that of a checkpoint: from here on `policy` has their shapes alone. With a
-        KL penalty they stay as the reference.
-
-        `say` is told of damaged checkpoints, which are set aside.
+        The initial weights become the state, or are dropped for those of a checkpoint: from here on `policy` has only their shapes. With a KL penalty they stay as the
+        reference. Damaged checkpoints are set aside, and reported to `say`.
 
         Raises:
             ConfigError: the checkpoint is of another run.
-            DamagedError: none is as it was written.
+            DamagedError: no checkpoint is intact.
         """
         offload = self.config.optimizer.offload
         initial, decoder = self.policy.params, self.policy.decoder
@@ -197,8 +195,8 @@ class Run:
 
     @property
     def _resident(self) -> int:
-        """Bytes on each device while the run samples, but for what sampling itself takes: the train state, the reference policy, and a base that the sampler
-        has its own copy of."""
+        """Bytes on each device while the run samples, without those of sampling itself: the train state, the reference policy, and a base of which the sampler has its own
+        copy."""
         config, sizes = self.config, self._mesh.shape
         state = state_structs(self.policy, self._optimizer, self._mesh, offload=config.optimizer.offload)
         held = bytes_on_device((state, self.policy.unshared), sizes)
@@ -209,7 +207,7 @@ class Run:
         check_progress(where, progress)
 
     def learning_rate(self, step: int) -> float:
-        """The learning rate of a step, after warm-up."""
+        """Returns the learning rate of a step, after warm-up."""
         config = self.config.optimizer
         return warmed_up(config.learning_rate, step=step, warmup_steps=config.warmup_steps)
 

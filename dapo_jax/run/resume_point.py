@@ -1,4 +1,4 @@
-"""The point between two steps that a run can go on from, and what a checkpoint keeps of it beside the train state."""
+"""A point between two steps from which a run can continue, and what a checkpoint keeps of it besides the train state."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -23,7 +23,7 @@ UNFINISHED = "unfinished_metrics"
 
 @dataclass(frozen=True, kw_only=True)
 class ResumePoint:
-    """A state that training can go on from."""
+    """A state from which training can continue."""
 
     state: TrainState
     position: Position
@@ -31,7 +31,7 @@ class ResumePoint:
     """The step's metrics, as long as they lack its evaluation."""
 
     def progress(self, identity: Mapping[str, Any]) -> dict[str, Any]:
-        """The progress that a checkpoint keeps, with the `identity` of the run; the carried groups lie beside it."""
+        """Returns the progress that a checkpoint keeps, with the `identity` of the run; groups are stored apart."""
         progress: dict[str, Any] = {
             "cursor": self.position.cursor,
             IDENTITY: dict(identity),
@@ -42,17 +42,17 @@ class ResumePoint:
 
 
 def has_checkpoint(folder: AnyPath) -> bool:
-    """Whether the folder holds a checkpoint, damaged ones included. All processes take the first one's answer: otherwise some would wait for
+    """Returns whether the folder holds a checkpoint, damaged ones included. All processes take the first one's answer: otherwise some would wait for
     others to restore while these read the initial weights.
 
     Raises:
-        CheckpointError: it cannot be listed, or is a link to nothing.
+        CheckpointError: the folder cannot be listed, or is a link to nothing.
     """
     return bool(broadcast_from_first(b"checkpoints" if step_folders(epath.Path(folder)) else b""))
 
 
 def resume_point(found: Restored, where: str, *, prompt_at: Callable[[int], Prompt]) -> ResumePoint:
-    """The point at which a restored checkpoint was written.
+    """Returns the point at which a restored checkpoint was written.
 
     Args:
         found: its content, whose progress `check_progress` has passed.
@@ -60,7 +60,7 @@ def resume_point(found: Restored, where: str, *, prompt_at: Callable[[int], Prom
         prompt_at: ordinal -> prompt.
 
     Raises:
-        DamagedError: the groups that it carries over are not as a run writes them.
+        DamagedError: groups or responses in flight do not fit together.
     """
     cursor, unfinished = found.progress["cursor"], found.progress.get(UNFINISHED)
     carry, flight = split_flight(found.carry)

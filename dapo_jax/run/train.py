@@ -72,8 +72,8 @@ def train(
         eval_rows: the same for evaluation. None: the dataset's held-out split, or no evaluation if `prompts` are given.
         on_step: called with (step, metrics) at the end of each step.
         objective: a function with the signature of `dapo_loss` that replaces it; the clip ratios are its own affair.
-        resume: go on from the last checkpoint in `config.run_dir`.
-        overwrite: begin anew where `config.run_dir` holds a run, which is removed; nothing is if there is anything that no run wrote.
+        resume: continue from the last checkpoint in `config.run_dir`.
+        overwrite: remove the run in `config.run_dir`, and begin again; nothing is removed if there is a file that no run wrote.
         progress: where progress is shown; None shows it on standard output.
         stop: by which it can be told to stop; `stopping.stopped_by_signals` has one for signals. With one, a run that stalls for
             `config.stall_timeout_s` ends the process; without, it raises KeyboardInterrupt.
@@ -122,7 +122,7 @@ def train(
         stack.callback(run.close)
         little_room = check_room(config, run.policy.decoder.trained_parameters)
         if overwrite:
-            by_first(lambda: remove_run(run_dir))  # nobody looks into the folder before it is empty
+            by_first(lambda: remove_run(run_dir))  # no process looks into the folder before it is empty
         stack.enter_context(shown)
         shown.listen(watch.phase)
         for said in filter(None, (note, *run.notes, little_room)):
@@ -209,7 +209,7 @@ def train(
 
 
 class FolderCheck(Observer):
-    """Asks after each step whether the run may still write to its folder."""
+    """Checks after each step that the run may still write to its folder."""
 
     def __init__(self, check: Callable[[], None]) -> None:
         """`check` raises LockLostError if it may not."""
@@ -236,9 +236,9 @@ class TracedSteps(Observer):
 
 
 def _written(start: ResumePoint) -> int:
-    """The last step whose metrics are final where a run goes on from `start`; -1 if none are.
+    """Returns the last step whose metrics are final if a run resumes at `start`; -1 if there is none.
 
-    Without a checkpoint to go on from, the evaluation before training is repeated too.
+    Without a checkpoint, the evaluation before training is repeated too.
     """
     return start.position.step - (start.unfinished is not None) if start.position.step else -1
 
