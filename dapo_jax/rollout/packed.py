@@ -6,7 +6,7 @@ back. A group in brief has everything that metrics and scores need, but neither 
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,7 @@ FINISH_REASONS: tuple[FinishReason | None, ...] = (None, "stop", "length")
 Arrays = dict[str, np.ndarray]
 PromptAt = Callable[[int], Prompt]
 
+_VERDICT = [field.name for field in fields(Verdict)]
 _FLIGHT = "flight_"
 """Prefix of the arrays of responses in flight: a checkpoint has groups next to them."""
 
@@ -221,51 +222,29 @@ def _fields(record: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _rollout_record(rollout: Rollout, with_text: bool) -> list[Any]:
-    verdict, response = rollout.verdict, rollout.response
-    text, reason = (rollout.text, verdict.reason) if with_text else ("", "")
+    verdict = rollout.verdict if with_text else replace(rollout.verdict, reason="")
     return [
-        *_record(response, len(response.tokens)),
-        text,
+        *_record(rollout.response, len(rollout.response.tokens)),
+        rollout.text if with_text else "",
         rollout.reward,
         rollout.overlong_penalty,
-        [
-            int(verdict.correct),
-            verdict.extracted,
-            reason,
-            verdict.score,
-            verdict.lost,
-            dict(verdict.parts),
-            verdict.turn_rewards,
-        ],
+        [getattr(verdict, name) for name in _VERDICT],
     ]
 
 
 def _rollout(record: Sequence[Any], take: _Parts, full: bool) -> Rollout:
     *kept, text, reward, penalty, verdict = record
-    correct, extracted, reason, score, lost, parts, turn_rewards = verdict
     length = kept[0]
     zeros = np.broadcast_to(np.int32(0), length), np.broadcast_to(np.float32(0), length)
     tokens, logprobs = take(length) if full else zeros
     finish_reason, spans, turns, contexts = _fields(kept)
-    return Rollout(
-        response=Response(
-            tokens=tokens,
-            logprobs=logprobs,
-            finish_reason=finish_reason,
-            spans=spans,
-            turns=turns,
-            contexts=contexts,
-        ),
-        text=text,
-        verdict=Verdict(
-            correct=correct,
-            extracted=extracted,
-            reason=reason,
-            score=score,
-            lost=lost,
-            parts=parts,
-            turn_rewards=turn_rewards,
-        ),
-        reward=reward,
-        overlong_penalty=penalty,
+    response = Response(
+        tokens=tokens,
+        logprobs=logprobs,
+        finish_reason=finish_reason,
+        spans=spans,
+        turns=turns,
+        contexts=contexts,
     )
+    given = Verdict(**dict(zip(_VERDICT, verdict, strict=True)))
+    return Rollout(response=response, text=text, verdict=given, reward=reward, overlong_penalty=penalty)

@@ -47,14 +47,6 @@ class ClockSizes:
                 f"in_flight={self.in_flight} must be a multiple of the {self.samples_per_prompt} responses of a group, which start together; "
                 f"{-(-max(self.in_flight, 1) // self.samples_per_prompt) * self.samples_per_prompt} is"
             )
-        for name, least in (
-            ("samples_per_prompt", 1),
-            ("needed", 1),
-            ("verdict_rounds", 0),
-            ("max_age_steps", 0),
-        ):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}={getattr(self, name)} must be {least} or more")
 
 
 @dataclass
