@@ -4,7 +4,8 @@
                  ^                                                                         |
                  +------------------------------- weights ---------------------------------+
 
-The loop gets the objects of a run (`dapo_jax.run.build`); it builds nothing and reads no configuration. An `Observer` watches or changes what happens on the way.
+The loop is handed the objects of a run (`dapo_jax.run.build`); it builds nothing and reads no configuration. Whoever wants to
+know or to change something on the way is an `Observer`.
 """
 
 import time
@@ -35,25 +36,25 @@ class StepResult:
 
 
 class Observer:
-    """Watches the steps of a run. A hook does nothing unless a subclass defines it; its docstring tells when it is called.
+    """Watches the steps of a run. A hook does nothing unless a subclass defines it; its docstring says when it is called.
 
-    Several observers are called in their order, and in every process. An exception of a hook ends the run.
+    Of several observers each hook is called in their order; of several processes, in every one. An exception of a hook ends the run.
     """
 
     def before_sampling(self, position: Position, collector: Collector) -> None:
-        """Called when a step begins: `position` is the end of the step before, and `collector` has started nothing."""
+        """A step begins: `position` is where the step before has ended, and nothing has been drawn from `collector`."""
 
     def on_group(self, group: Group, collector: Collector) -> None:
-        """Called when a group has been sampled, graded and added to `collector`, in the order of verdicts."""
+        """A group has been sampled, graded and added to `collector`, in the order in which verdicts come."""
 
     def on_shortfall(self, error: ShortfallError) -> None:
-        """Called when sampling has ended with too few informative groups. `error` is raised next, unless this raises another one."""
+        """Sampling has ended with too few informative groups. `error` is raised next, unless this raises another."""
 
     def after_sampling(self, step: int, collected: Collected) -> None:
-        """Called when the groups of the step are chosen; every process has them whole."""
+        """The groups that the step trains on are chosen; every process has them whole."""
 
     def before_updates(self, minibatches: Sequence[Minibatch]) -> Sequence[Minibatch]:
-        """Called when the step's minibatches are on the device, with the old log-probabilities (`Updater.prepare`).
+        """The step's minibatches are on the device, with the log-probabilities that updates compare with (`Updater.prepare`).
 
         The first minibatch has old ones only if they are the sampler's or were asked for (`UpdateOptions.score_first`).
 
@@ -63,15 +64,15 @@ class Observer:
         return minibatches
 
     def before_update(self, state: TrainState, minibatch: Minibatch, *, index: int, count: int) -> None:
-        """Called before update `index` of the step's `count`. The update takes `state`, whose arrays are gone afterwards."""
+        """Update `index` of the step's `count` comes next; it takes `state`, whose arrays are gone afterwards."""
 
     def after_update(
         self, minibatch: Minibatch, metrics: Mapping[str, Metric], *, learning_rate: float
     ) -> None:
-        """Called when an update has been dispatched; reading `metrics` waits for the device."""
+        """An update has been dispatched; to look at `metrics` is to wait for the device."""
 
     def after_step(self, result: StepResult) -> None:
-        """Called when the step has ended and its metrics are on the host. Later observers see what is added to `result.metrics`."""
+        """The step has ended and its metrics are on the host. Observers that come later see what is added to `result.metrics`."""
 
 
 def run_steps(
@@ -132,7 +133,7 @@ def run_steps(
                 observer.after_update(minibatch, of_update, learning_rate=rate)
             measured.append(of_update)
         scalars = with_effective_share(to_scalars(measured))
-        minibatches = minibatch = ()  # or they would stay on the devices while the next step samples
+        minibatches = minibatch = ()  # or they would lie on the devices while the next step samples
 
         position = Position(
             step=step,
@@ -154,7 +155,7 @@ def run_steps(
 
 
 def _times(collected: Collected, began: float, sampled: float, ended: float) -> dict[str, float]:
-    """Returns the metrics of time; the device has finished, since the step's metrics are on the host."""
+    """The clock's metrics; the device has finished, since the step's metrics are on the host."""
     drawn = collected.drawn_tokens
     if drawn is None:
         drawn = sum(rollout.response_tokens for group in collected.sampled for rollout in group.rollouts)
