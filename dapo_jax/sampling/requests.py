@@ -23,6 +23,9 @@ from dapo_jax.sampling.interface import Engine
 NOTHING = np.zeros(0, np.int32)
 """No tokens."""
 
+_NO_LOGPROBS = np.zeros(0, np.float32)
+_NO_STANDING = Standing()
+
 _FIRST_TOKENS = 256
 """The buffer of a response begins with room for so many tokens."""
 
@@ -105,13 +108,13 @@ class Request:
     """Contexts that environments put in place of everything before them."""
     due: int | None = None
     """In flight: the round at whose end the environment's answer is taken; None: a turn is being sampled, or the episode is over."""
-    standing: Standing = field(default_factory=Standing)
+    standing: Standing = field(default_factory=lambda: _NO_STANDING)
     """The environment's account of an episode in flight."""
     finish_reason: FinishReason | None = None
     """None until the response, or the whole episode, has ended."""
     tokens: Int[np.ndarray, " room"] = field(default_factory=lambda: NOTHING)
     """A buffer: the first `drawn` entries are the response."""
-    logprobs: Float[np.ndarray, " room"] = field(default_factory=lambda: np.zeros(0, np.float32))
+    logprobs: Float[np.ndarray, " room"] = field(default_factory=lambda: _NO_LOGPROBS)
     prefix: PyTree = None
     """The prefix that waits to be inserted; None: nothing is prefilled, or the prefix was inserted."""
     place: int = 0
@@ -177,9 +180,11 @@ class Request:
         """Takes new tokens."""
         place = slice(self.drawn, self.drawn + len(tokens))
         if place.stop > len(self.tokens):  # buffers grow with the response: most requests only wait
-            more = max(len(self.tokens), len(tokens), min(self.limit, _FIRST_TOKENS))
-            self.tokens = np.concatenate([self.tokens, np.empty(more, np.int32)])
-            self.logprobs = np.concatenate([self.logprobs, np.empty(more, np.float32)])
+            room = max(place.stop, 2 * len(self.tokens), min(self.limit, _FIRST_TOKENS))
+            old, self.tokens = self.tokens, np.empty(room, np.int32)
+            self.tokens[: self.drawn] = old[: self.drawn]
+            old, self.logprobs = self.logprobs, np.empty(room, np.float32)
+            self.logprobs[: self.drawn] = old[: self.drawn]
         if len(tokens) and (not self.spans or self.spans[-1].version != self.version):
             self.spans = (*self.spans, Span(self.drawn, self.version))
         self.tokens[place], self.logprobs[place] = tokens, logprobs
