@@ -158,7 +158,7 @@ def test_what_the_sampler_does_not_want_whole_goes_there_at_once():
     assert stages((48, 32), source, target) == [source, target]
 
 
-@pytest.mark.slow  # two processes sample and train in waves_processes_test
+@pytest.mark.slow  # two processes sample and train in rollout/processes_test
 def test_two_processes_have_a_copy_each_without_copying():
     """What is compared in each process is in `publishing.py`."""
     with socket.socket() as probe:

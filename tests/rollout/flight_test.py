@@ -11,7 +11,7 @@ from dapo_jax.health.stopping import Stop, StoppedError
 from dapo_jax.rollout.group_sampling import Places, dealt
 from dapo_jax.rollout.virtual_clock import ResponseId
 from dapo_jax.trackers.rollout_log import read_rollouts
-from tests.rollout.waves_processes_test import assert_the_same
+from tests.rollout.processes_test import assert_the_same
 
 ROUND = 2
 """A third of the six tokens that a response has at most."""

@@ -9,7 +9,7 @@ from dapo_jax.trackers import read_metrics
 from dapo_jax.trackers.rollout_log import read_rollouts
 from tests import several
 from tests.rollout.flight_test import same_run_but_for_evaluations
-from tests.rollout.waves_processes_test import assert_the_same
+from tests.rollout.processes_test import assert_the_same
 from tests.run.turns_test import ENVIRONMENT, with_turns
 
 CHANCE = ENVIRONMENT.replace("digits = sum(", "digits = random.randrange(10) + sum(").replace(

@@ -5,12 +5,11 @@ from functools import partial
 
 import numpy as np
 import pytest
-from tests.run.flight_processes_test import DELAYED, GRADER
 
 from dapo_jax.config import RolloutConfig
 from dapo_jax.trackers import read_metrics
 from tests import several
-from tests.rollout.waves_processes_test import weights_of
+from tests.rollout.processes_test import DELAYED, GRADER, weights_of
 from tests.run.conftest import learnt
 
 pytestmark = (

@@ -10,7 +10,7 @@ from dapo_jax.run import evaluate
 from dapo_jax.trackers import read_metrics
 from dapo_jax.trackers.rollout_log import read_rollouts
 from tests import several
-from tests.rollout.waves_processes_test import assert_the_same
+from tests.rollout.processes_test import assert_the_same
 
 ENVIRONMENT = '''
 import asyncio

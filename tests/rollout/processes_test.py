@@ -1,10 +1,11 @@
-"""Several processes train what one trains: the same groups, the same numbers, the same checkpoints."""
+"""Several processes train what one trains, in waves and in flight: the same groups, the same numbers, the same checkpoints."""
 
 import json
 import math
 import re
 import signal
 import time
+from functools import cache, partial
 
 import jax
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from dapo_jax.config import RolloutConfig
 from dapo_jax.dapo.dynamic_sampling import Collected
 from dapo_jax.dapo.rollouts import Group
 from dapo_jax.health.stopping import STOPPED
@@ -29,15 +31,47 @@ from tests.rollout.packed_test import make_rollout, prompt_at, rollouts
 
 GRADER = '''
 import os
+import random
+import time
 from pathlib import Path
 
-def eleventh(sample):
-    """About an eleventh are: often a further wave is needed; fails in the process that a file beside this one names."""
+def fails():
+    """Fails in the process that a file next to this one names."""
     named = Path(__file__).with_name("fails_in")
     if named.exists() and named.read_text() == os.environ.get("JAX_PROCESS_ID"):
         raise RuntimeError("no verdict today")
+
+def eleventh(sample):
+    """About an eleventh are right, so often a further wave is needed."""
+    fails()
     return int(sample.tokens.sum()) % 11 == 0
+
+def third(sample):
+    """About a third are right. Takes another time in each process."""
+    fails()
+    if os.environ.get("JAX_PROCESS_ID"):
+        time.sleep(random.choice([0.0, 0.0, 0.0, 0.03]))
+    return int(sample.tokens.sum()) % 3 == 0
 '''
+
+DELAYED = (
+    several.CHECKED
+    + """
+import random
+import time
+from dapo_jax.cli import main
+from dapo_jax.sampling.engine import DecoderEngine
+decode = DecoderEngine.generate
+
+def late(*arguments):
+    time.sleep(random.choice([0.0, 0.0, 0.02]))
+    return decode(*arguments)
+
+DecoderEngine.generate = late
+sys.exit(main(sys.argv[1:]))
+"""
+)
+"""The command with processes that are slow at random."""
 
 COUNTING = (
     several.CHECKED
@@ -87,32 +121,45 @@ def test_groups_in_brief_have_the_metrics_of_whole_ones(drawn):
     assert measured(brief) == measured(groups)
 
 
-@pytest.fixture(scope="module")
-def setting(on_disk, tmp_path_factory):
-    """Makes the configuration of a run for the command line, and writes it: three prompts in a wave are not shared evenly."""
-    return on_disk(tmp_path_factory.mktemp("several"), GRADER, "eleventh")
+FLYING = {"dynamic_sampling__surplus": "discard", "rollout": RolloutConfig(in_flight=20, round_tokens=2)}
+"""20 responses in flight, groups of four."""
+CODE = {"waves": several.CHECKED + several.COMMAND, "flight": DELAYED}
 
 
 @pytest.fixture(scope="module")
-def one(setting):
-    """What one process with all eight devices makes of it."""
-    config, _ = setting("one")
-    result = train(config, progress=Progress(config.steps, console=Console(quiet=True)))
-    waves = [line["rollout/waves"] for line in result.metrics[1:]]
-    assert max(waves) > 1  # else a further wave is never decided on
-    assert any(line["rollout/carried_groups"] for line in result.metrics[1:])
-    return result.run_dir
+def settings(on_disk, tmp_path_factory):
+    """Makes configurations for the command line, and writes them. In waves, three prompts of a wave are not shared evenly."""
+    folder = tmp_path_factory.mktemp("several")
+    (folder / "waves").mkdir()
+    (folder / "flight").mkdir()
+    return {
+        "waves": on_disk(folder / "waves", GRADER, "eleventh"),
+        "flight": partial(on_disk(folder / "flight", GRADER, "third"), **FLYING),
+    }
 
 
-def trained(path, processes, *options, code=several.CHECKED + several.COMMAND, within_s=900):
+@pytest.fixture(scope="module")
+def alone(settings):
+    """The run folder of one process with all eight devices, for each way of sampling; run when it is asked for."""
+
+    @cache
+    def run(how):
+        config, _ = settings[how]("one", **({"sampling__slots": 24} if how == "flight" else {}))
+        result = train(config, progress=Progress(config.steps, console=Console(quiet=True)))
+        lines = result.metrics[1:]
+        if how == "waves":
+            assert max(line["rollout/waves"] for line in lines) > 1, "else no further wave is decided on"
+            assert any(line["rollout/carried_groups"] for line in lines)
+        else:
+            assert any(line["rollout/age_max"] for line in lines)
+        return result.run_dir
+
+    return run
+
+
+def trained(path, processes, *options, code=CODE["waves"]):
     return several.run(
-        code,
-        "train",
-        path,
-        *options,
-        processes=processes,
-        devices=8 // processes,
-        within_s=within_s,
+        code, "train", path, *options, processes=processes, devices=8 // processes, within_s=900
     )
 
 
@@ -149,28 +196,39 @@ def weights_of(run):
     return [np.asarray(leaf) for leaf in jax.tree.leaves(load_model(run / "model")[1])]
 
 
-def test_two_processes_train_what_one_trains(setting, one):
+def test_two_processes_train_what_one_trains_in_waves(settings, alone):
     """With four slots each: of three prompts in a wave, each with four responses, one process has one and the other two."""
-    _, path = setting("two", sampling__slots=4)
+    _, path = settings["waves"]("two", sampling__slots=4)
     first, second = trained(path, 2, code=COUNTING)
     assert "step 4/4" in first
-    assert "step" not in second  # the first one speaks for all
+    assert "step" not in second, "only the first one prints"
     calls = [json.loads(re.search(r"decode calls: (.*)", output)[1]) for output in (first, second)]
     assert len(calls[0]) == len(calls[1])  # waves, and evaluations
-    assert calls[0] != calls[1]  # in one each samples its own prompts until it has done, in no lockstep
-    assert_the_same(one.with_name("two"), one)
+    assert calls[0] != calls[1]  # each samples its own prompts until it has done, in no lockstep
+    assert_the_same(path.with_name("two"), alone("waves"))
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_several_processes_train_what_one_trains_in_flight(processes, settings, alone):
+    """Two share 20 as 10 and 10, in eight slots each; four as five each."""
+    name = f"by_{processes}"
+    _, path = settings["flight"](name, sampling__slots=8)
+    trained(path, processes, code=DELAYED)
+    assert_the_same(path.with_name(name), alone("flight"))
+
+
+@pytest.mark.slow  # two runs of several processes each
 @pytest.mark.parametrize("processes", [1, 4])
-def test_a_run_of_two_processes_goes_on_with_one_and_with_four(setting, one, processes):
-    _, path = setting(f"resumed_{processes}")
-    trained(path, 2, "steps=2")
-    trained(path, processes, "--resume")
-    assert_the_same(one.with_name(f"resumed_{processes}"), one)
+@pytest.mark.parametrize("how", CODE)
+def test_a_run_of_two_processes_resumes_with_one_and_with_four(how, processes, settings, alone):
+    name = f"resumed_{processes}"
+    _, path = settings[how](name)
+    trained(path, 2, "steps=2", code=CODE[how])
+    trained(path, processes, "--resume", code=CODE[how])
+    assert_the_same(path.with_name(name), alone(how))
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # a run of several processes each
 @pytest.mark.parametrize(
     ("name", "processes", "changes"),
     [
@@ -179,69 +237,56 @@ def test_a_run_of_two_processes_goes_on_with_one_and_with_four(setting, one, pro
         ("spread", 2, {"parallel__data": 2, "parallel__sampler_tensor": 1, "sampling__slots": 4}),
     ],
 )
-def test_however_samplers_are_cut_out_of_the_devices(setting, one, name, processes, changes):
-    _, path = setting(name, **changes)
-    trained(path, processes)
-    assert_the_same(one.with_name(name), one)
+@pytest.mark.parametrize("how", CODE)
+def test_the_devices_of_samplers_change_nothing(how, settings, alone, name, processes, changes):
+    _, path = settings[how](name, **changes)
+    trained(path, processes, code=CODE[how])
+    assert_the_same(path.with_name(name), alone(how))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["raise", signal.SIGKILL])
-def test_a_process_that_fails_while_it_samples_ends_the_run_which_can_be_resumed(setting, one, how):
-    name = f"fails_{how}"
-    _, path = setting(name)
-    stop, metrics = path.with_name("fails_in"), path.with_name(name) / "metrics.jsonl"
-    due = ["checkpoint.every_steps=0", "checkpoint.keep_best=false"] if how == "raise" else []
-    started = several.start(several.COMMAND, "train", path, *due, processes=2, devices=4)
+@pytest.mark.slow  # two runs of several processes each
+@pytest.mark.parametrize("fault", ["raise", signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("how", CODE)
+def test_a_process_that_fails_ends_the_run_which_can_be_resumed(how, settings, alone, fault):
+    """In waves, no checkpoint is due: all processes hear of the failure or the stop, and save together."""
+    name = f"fails_{fault}"
+    _, path = settings[how](name, checkpoint__keep_best=False)
+    fails, run = path.with_name("fails_in"), path.with_name(name)
+    saves = how == "waves" and fault != signal.SIGKILL
+    due = ["checkpoint.every_steps=0"] if saves else []
+    started = several.start(CODE[how], "train", path, *due, processes=2, devices=4)
+    metrics = run / "metrics.jsonl"
     while not (metrics.exists() and '"step": 1,' in metrics.read_text()):
         assert started[0].poll() is None, started[0].communicate()
         time.sleep(0.1)
-    if how == "raise":
-        stop.write_text("1")
+    if fault == "raise":
+        fails.write_text("1")
     else:
-        started[1].send_signal(how)
+        started[1].send_signal(fault)
     done = several.finish(started, within_s=60)
-    stop.unlink(missing_ok=True)
-    assert all(status not in (0, None) for status, _ in done)
-    if how == "raise":
-        # All hear of it at the end of the wave, the first says it for all, and they save together.
+    fails.unlink(missing_ok=True)
+    assert all(status not in (0, None) for status, _ in done), done
+    if fault == "raise":
         assert "no verdict today" in done[0][1]
-        [saved] = (int(kept.name) for kept in (path.with_name(name) / "checkpoints").iterdir())
-        assert saved == read_metrics(metrics)[-1]["step"]
-        assert f"(process 1); the last good checkpoint is that of step {saved}" in done[0][1]
-    trained(path, 2, "--resume")
-    assert_the_same(one.with_name(name), one)
-
-
-@pytest.mark.slow
-def test_if_one_process_is_told_to_stop_all_save_and_the_run_can_be_resumed(setting, one):
-    """The one that is told need not be the one that writes."""
-    name = "stopped"
-    _, path = setting(name, checkpoint__keep_best=False)
-    metrics, run = path.with_name(name) / "metrics.jsonl", path.with_name(name)
-    never_due = "checkpoint.every_steps=0"
-    started = several.start(several.COMMAND, "train", path, never_due, processes=2, devices=4)
-    while not (metrics.exists() and '"step": 1,' in metrics.read_text()):
-        assert started[0].poll() is None, started[0].communicate()
-        time.sleep(0.1)
-    started[1].send_signal(signal.SIGTERM)
-    done = several.finish(started, within_s=30)
-    assert [status for status, _ in done] == [STOPPED, STOPPED], done
-    # Heard of from the listener, with a wave's groups, or at the step's end.
-    assert "stopped by SIGTERM (process 1); the last good checkpoint is that of step" in done[0][1]
-    [step] = (int(kept.name) for kept in (run / "checkpoints").iterdir())
-    assert step == read_metrics(metrics)[-1]["step"]
-    trained(path, 2, "--resume")
-    assert_the_same(run, one)
+        assert "(process 1)" in done[0][1]
+    if fault == signal.SIGTERM:
+        assert [status for status, _ in done] == [STOPPED, STOPPED], done
+        assert "stopped by SIGTERM (process 1); the last good checkpoint is that of step" in done[0][1]
+    saved = read_metrics(metrics)[-1]["step"]
+    assert saved >= 1
+    if saves:
+        assert [int(kept.name) for kept in (run / "checkpoints").iterdir()] == [saved]
+    trained(path, 2, "--resume", code=CODE[how])
+    assert_the_same(run, alone(how))
 
 
 @pytest.mark.slow
 def test_machines_that_are_gone_are_followed_by_others_with_empty_disks(
-    setting, one, storage_server, tmp_path
+    settings, alone, storage_server, tmp_path
 ):
     """Two processes killed with the first checkpoint stored; four on another mesh go on from the bucket, and know nothing else."""
     run, name = "gs://runs/several", "preempted"
-    _, path = setting(name)
+    _, path = settings["waves"](name)
     storage_server.buckets["runs"].clear()
 
     def process(count, *options):
@@ -271,4 +316,4 @@ def test_machines_that_are_gone_are_followed_by_others_with_empty_disks(
         kept = path.with_name(name) / file.removeprefix(f"{run}/")
         kept.parent.mkdir(parents=True, exist_ok=True)
         kept.write_bytes(data)
-    assert_the_same(path.with_name(name), one)
+    assert_the_same(path.with_name(name), alone("waves"))
