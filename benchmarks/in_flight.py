@@ -8,7 +8,7 @@ ask for, and throws nothing away. Nothing is trained; the seconds are those of s
 
 import argparse
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,18 +19,17 @@ import numpy as np
 from benchmarks import report
 from benchmarks.long_tail import LimitedEngine
 from benchmarks.workload import Workload
-from dapo_jax.dapo.dynamic_sampling import Collected, Collector
-from dapo_jax.dapo.flight_collector import FlightCollector
-from dapo_jax.dapo.in_flight import InFlight
+from dapo_jax.dapo.dynamic_sampling import Collected
 from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
-from dapo_jax.dapo.virtual_clock import ClockSizes
 from dapo_jax.models.folder import load_model
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.weights import weight_transfer
+from dapo_jax.rollout.collector import Collector, Position
+from dapo_jax.rollout.virtual_clock import ClockSizes
 from dapo_jax.sampling.continuous_batching import Sampler
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
-from dapo_jax.sampling.rounds import Going, RoundSampler
+from dapo_jax.sampling.rounds import RoundSampler
 
 
 @dataclass
@@ -64,7 +63,7 @@ class Way:
         self.drawn += self.engine.live_slot_steps
         self.trained += _tokens(found.groups)
         self.ages += [found.version - group.oldest for group in found.groups]
-        if found.in_flight is None:
+        if found.drawn_tokens is None:
             informative = [group for group in found.sampled if len({r.correct for r in group.rollouts}) == 2]
             self.discarded += _tokens(informative) - _tokens(found.groups)
 
@@ -130,30 +129,39 @@ class Task:
 def waves(task: Task, engine: LimitedEngine) -> Way:
     """Each step samples waves of prompts to their ends."""
     arguments = task.arguments
-    steps = _positions()
-    cursor = 0
+    sizes = ClockSizes(
+        in_flight=3 * arguments.groups * arguments.samples,
+        samples_per_prompt=arguments.samples,
+        needed=arguments.groups,
+        verdict_rounds=0,
+        waves=True,
+    )
+    position = Position()
 
     def step() -> Collected:
-        nonlocal cursor
-        collector = Collector(
-            needed=arguments.groups,
-            cursor=cursor,
-            prompts_per_wave=3 * arguments.groups,
-            version=next(steps),
-        )
+        nonlocal position
+        collector = Collector.after(position, sizes, keeps_surplus=False)
+        waiting: list[int] = []
+
+        def draw(count: int) -> list[Prompt]:
+            if not waiting:
+                waiting.extend(one.ordinal for one in collector.start() if one.index == 0)
+            taken, waiting[:] = waiting[:count], waiting[count:]
+            return [task.prompts[ordinal] for ordinal in taken]
+
         sampled = Sampler(engine, prefill_prompts=max(1, arguments.slots // arguments.samples)).sample(
             task.weights,
-            lambda count: [task.prompts[ordinal] for ordinal in collector.draw(count)],
+            draw,
             key=jax.random.key(0),
             decoding=decoding(),
             samples_per_prompt=arguments.samples,
             max_response_tokens=arguments.max_tokens,
-            version=collector.version,
+            version=position.step,
         )
         for prompt, responses in sampled:
-            collector.add(task.group(prompt.ordinal, responses))
+            collector.end_group(task.group(prompt.ordinal, responses))
         found = collector.finish()
-        cursor = found.cursor
+        position = Position(step=position.step + 1, cursor=found.cursor)
         return found
 
     return Way("waves", step, engine)
@@ -165,12 +173,11 @@ def in_flight(task: Task, engine: LimitedEngine) -> Way:
     sizes = ClockSizes(
         in_flight=arguments.in_flight, samples_per_prompt=arguments.samples, needed=arguments.groups
     )
-    before: InFlight | None = None
-    ready: list[Group] = []
+    position = Position()
 
     def step() -> Collected:
-        nonlocal before, ready
-        collector = FlightCollector.of(sizes, before, ready, max_groups=None, metric="correct", enabled=True)
+        nonlocal position
+        collector = Collector.after(position, sizes, prompt_at=task.prompts.__getitem__)
         sampler: RoundSampler | None = None
         while collector.goes_on:
             sampler = sampler or RoundSampler(
@@ -182,17 +189,17 @@ def in_flight(task: Task, engine: LimitedEngine) -> Way:
             )
             collector.start()
             ids = list(collector.clock.in_flight())
-            going = [
-                Going(
-                    prompt=task.prompts[one.ordinal], index=one.index, tokens=collector.responses[one].tokens
-                )
-                for one in ids
-            ]
-            drawn = sampler.draw(going, arguments.round_tokens)
-            _, due = collector.take(dict(zip(ids, drawn, strict=True)))
+            drawn = sampler.draw([collector.responses[one] for one in ids], arguments.round_tokens)
+            collector.take(dict(zip(ids, drawn, strict=True)), ids)
+            due = collector.end_round().due
             collector.judge([task.group(ordinal, collector.responses_to(ordinal)) for ordinal in due])
         found = collector.finish()
-        before, ready = found.in_flight, list(found.carry)
+        position = Position(
+            step=position.step + 1,
+            cursor=found.cursor,
+            carry=found.carry,
+            in_flight=collector.going_on(),
+        )
         return found
 
     return Way("in flight", step, engine)
@@ -298,13 +305,6 @@ def _arguments() -> argparse.Namespace:
 
 def _tokens(groups: Any) -> int:
     return sum(rollout.response_tokens for group in groups for rollout in group.rollouts)
-
-
-def _positions() -> Iterator[int]:
-    step = 0
-    while True:
-        yield step
-        step += 1
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ from flax import nnx
 
 from dapo_jax import dapo_loss, overlong_penalty, to_scalars, token_weights
 from dapo_jax.dapo.advantages import group_advantages
-from dapo_jax.dapo.dynamic_sampling import Collector
 from dapo_jax.dapo.log_ratios import k3
 from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
 from dapo_jax.data import load_rows
@@ -31,6 +30,8 @@ from dapo_jax.models.decoder import graph_of
 from dapo_jax.models.folder import load_model
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.weights import weight_transfer
+from dapo_jax.rollout.collector import Collector, Position
+from dapo_jax.rollout.virtual_clock import ClockSizes
 from dapo_jax.sampling.continuous_batching import Sampler
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
@@ -194,19 +195,28 @@ def main() -> float:
 
     print(f"before training: accuracy {accuracy():.3f}", flush=True)
     cursor = 0
+    waves = ClockSizes(  # a wave has as many prompts as a step trains on
+        in_flight=options.prompts_per_step * GROUP_SIZE,
+        samples_per_prompt=GROUP_SIZE,
+        needed=options.prompts_per_step,
+        verdict_rounds=0,
+        waves=True,
+    )
     for step in range(1, options.steps + 1):
         # 1. Sample until enough groups are neither all right nor all wrong (Eq. 11, Algorithm 1).
         sampler_weights = transfer(params)
-        collector = Collector(
-            needed=options.prompts_per_step, cursor=cursor, prompts_per_wave=options.prompts_per_step
-        )
+        collector = Collector.after(Position(step=step - 1, cursor=cursor), waves, keeps_surplus=False)
+        waiting: list[int] = []
 
-        def draw(count: int, collector: Collector = collector) -> list[Prompt]:
-            return [prompts[ordinal] for ordinal in collector.draw(count)]
+        def draw(count: int, collector: Collector = collector, waiting: list[int] = waiting) -> list[Prompt]:
+            if not waiting:  # the next wave, as soon as it is certain to be needed
+                waiting.extend(one.ordinal for one in collector.start() if one.index == 0)
+            taken, waiting[:] = waiting[:count], waiting[count:]
+            return [prompts[ordinal] for ordinal in taken]
 
-        # The sampler draws while groups are added, so another wave begins as soon as it is needed. Keys are folded from ordinals.
+        # The sampler asks for prompts while groups end, so waves overlap. Keys are folded from ordinals.
         for prompt, responses in sample(sampler_weights, draw, key=train_key, samples_per_prompt=GROUP_SIZE):
-            collector.add(rewarded(prompt, responses, tokenizer))
+            collector.end_group(rewarded(prompt, responses, tokenizer))
         collected = collector.finish()
         cursor = collected.cursor
 

@@ -32,7 +32,7 @@ from dapo_jax.run.policy import data_of_run, find_policy, mesh_of, meshes_of, ru
 from dapo_jax.run.programs import sharing
 from dapo_jax.run.prompt_sets import GivenRows, dated, held_out_prompts, prompt_format
 from dapo_jax.run.records import use_compilation_cache
-from dapo_jax.run.response_sampler import ResponseSampler
+from dapo_jax.run.sampler_setup import response_sampler
 from dapo_jax.storage import AnyPath
 from dapo_jax.trackers.rollout_log import write_problems, write_rollouts
 
@@ -86,7 +86,7 @@ def evaluate(
     policy = find_policy(model, mesh=mesh, shares=shares)
     config = replace(config, data=dated(config.data, like=data_of_run(model)))
     held_out = held_out_prompts(config.data, config.eval, policy.tokenizer, rows=rows)
-    rollouts = ResponseSampler(
+    rollouts = response_sampler(
         policy,
         meshes,
         config.sampling,
@@ -209,7 +209,7 @@ def sample(
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    rollouts = ResponseSampler(
+    rollouts = response_sampler(
         policy,
         meshes,
         sampling,

@@ -36,7 +36,7 @@ from dapo_jax.run.policy import (
 from dapo_jax.run.programs import sharing
 from dapo_jax.run.prompt_sets import dated, held_out_prompts, prompt_format, training_rows
 from dapo_jax.run.records import use_compilation_cache
-from dapo_jax.run.response_sampler import ResponseSampler
+from dapo_jax.run.sampler_setup import response_sampler
 from dapo_jax.run.training_pass import TrainingPass, training_pass
 from dapo_jax.storage import AnyPath, write_whole
 from dapo_jax.trackers import JsonlTracker
@@ -194,7 +194,7 @@ def _evaluation(
 
     `beside` is the size in bytes of other arrays on each device.
     """
-    rollouts = ResponseSampler(
+    rollouts = response_sampler(
         policy,
         meshes,
         config.sampling,

@@ -268,12 +268,11 @@ class DynamicSamplingConfig(Section, at="dynamic_sampling"):
     )
     """Prompts sampled in one wave; 0: three times `batch.prompts_per_step`, as in the released recipe (1536 for 512). A run's config.yaml has the number."""
     max_waves: int = key(10, range=NOT_NEGATIVE, aliases="max_num_gen_batches")
-    """Most waves of one step; the recipe's limit. With `surplus=carry`, where waves are smaller, the limit is the same number of prompts."""
+    """Most waves of one step; the recipe's limit."""
     on_shortfall: str = key("error", choices=["error", "train_fewer"], may_change=True)
     """Action if `max_waves` gave too few groups: error, or train_fewer."""
     surplus: str = key("discard", choices=["discard", "carry"])
-    """Informative groups that are not needed: discard (as released), or carry into the next step. With carry a wave has about as many
-    prompts as the missing groups require, judged by the recent share of informative groups, and at most `prompts_per_wave`."""
+    """Informative groups that are not needed: discard (as released), or carry into the next step, which then needs fewer new ones."""
     metric: str = key("correct", choices=["correct", "score"], aliases="filter_groups.metric")
     """The criterion for an informative group: correct (verdicts; with several graders the first's) or score (numbers; with several graders their sum): a group is kept
     if they are not all equal. With score the terminal, the watchdogs and the best checkpoint use rewards, also if `enabled` is

@@ -86,6 +86,24 @@ class DrawnTurn:
     finish_reason: FinishReason
 
 
+@dataclass(kw_only=True)
+class Standing:
+    """An environment's account of an episode so far, without its tokens."""
+
+    rewards: tuple[float, ...] = ()
+    """The reward of each turn that it has answered."""
+    correct: bool | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    lost: Lost | str = ""
+    reason: str = ""
+
+    @classmethod
+    def of(cls, kept: Mapping[str, Any]) -> "Standing":
+        """Returns the account that `dataclasses.asdict` and JSON took apart."""
+        fields: dict[str, Any] = {**kept, "rewards": tuple(kept["rewards"])}
+        return cls(**fields)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Response:
     """The sampler's result for one slot, not graded yet: a response, or with an environment a whole episode."""

@@ -35,13 +35,13 @@ from dapo_jax.parallel.mesh import BATCH_AXES
 from dapo_jax.rewards import whole_group
 from dapo_jax.rewards.sample import Sample
 from dapo_jax.rewards.shaping import samples_of
+from dapo_jax.rollout.collector import Position
 from dapo_jax.run.build import Run
 from dapo_jax.run.disk_space import SPARE, gib
 from dapo_jax.run.environment_setup import environment_of, episodes_of
 from dapo_jax.run.grader_setup import grading
 from dapo_jax.run.identity import IDENTITY
 from dapo_jax.run.policy import mesh_of, meshes_of
-from dapo_jax.run.position import Position
 from dapo_jax.sampling.engine import BLOCK_SLOTS
 from dapo_jax.training.state import TrainState
 

@@ -1,4 +1,4 @@
-"""Calls of an environment, which is somebody else's code: within a time limit, and with answers that are what they have to be."""
+"""Calls of an environment, which is foreign code: time limits, and checks of its answers."""
 
 import asyncio
 import inspect
@@ -20,7 +20,7 @@ _PACKAGE = Path(__file__).parents[1]
 
 
 class LostError(Exception):
-    """The episode is lost, and why."""
+    """The episode is lost; the message is the reason."""
 
     def __init__(self, lost: Lost, reason: str) -> None:
         super().__init__(reason)
@@ -28,7 +28,7 @@ class LostError(Exception):
 
 
 async def called(call: Callable[..., Any], *arguments: Any, timeout_s: float) -> Any:
-    """The result of somebody else's function, async or not, within the limit.
+    """Returns the result of an environment's function, async or not, within the time limit.
 
     Raises:
         LostError: it raised, or took too long.
@@ -42,9 +42,9 @@ async def called(call: Callable[..., Any], *arguments: Any, timeout_s: float) ->
 
 
 async def outcome(call: Callable[..., Any], *arguments: Any) -> tuple[Any, BaseException | None]:
-    """The result of somebody else's function, async or not, or what it raised."""
+    """Returns the result of an environment's function, async or not, or the exception that it raised."""
     try:
-        # A function that is not async may block, so it has a thread.
+        # A function that is not async may block, so it runs in a thread.
         is_async = inspect.iscoroutinefunction(call)
         found = call(*arguments) if is_async else await asyncio.to_thread(call, *arguments)
         return await found if inspect.isawaitable(found) else found, None
@@ -53,10 +53,10 @@ async def outcome(call: Callable[..., Any], *arguments: Any) -> tuple[Any, BaseE
 
 
 def result(found: Any, error: BaseException | None) -> Any:
-    """The result of an outcome.
+    """Returns the result of an outcome.
 
     Raises:
-        LostError: it is an error.
+        LostError: the outcome is an error.
     """
     if isinstance(error, LostError):
         raise error
@@ -85,17 +85,17 @@ def _is_in(file: Path, *libraries: str) -> bool:
 
 
 def too_late(timeout_s: float) -> LostError:
-    """The error of a call that took longer than it may."""
+    """Returns the error of a call that exceeds its time limit."""
     return LostError("timeout", f"no answer of the environment within {timeout_s:g} s")
 
 
 def answer_raises(error: Exception) -> LostError:
-    """The error of an answer whose fields, or whose text, raise when they are asked for."""
+    """Returns the error of an answer whose fields or text raise when they are read."""
     return LostError("raised", f"the environment's answer raises {type(error).__name__}")
 
 
 def checked_episode(made: Any) -> Any:
-    """The episode that an environment made, if it can be one.
+    """Returns the episode that an environment made, if it can be one.
 
     Raises:
         LostError: it cannot.
@@ -107,10 +107,10 @@ def checked_episode(made: Any) -> Any:
 
 
 def checked_step(step: Any) -> Step:
-    """A step with fields that are what they have to be, but for what it appends, which is for the rendering to check.
+    """Returns a step with checked fields, except for what it appends, which the rendering checks.
 
     Raises:
-        LostError: one of them is not.
+        LostError: a field has a wrong type or value.
     """
     if not isinstance(step, Step):
         raise LostError("raised", f"the episode answered {step!r:.200} ({type(step).__name__}), needs a Step")
@@ -137,10 +137,10 @@ def checked_step(step: Any) -> Step:
 
 
 def checked_scores(given: Any, *, count: int) -> list[float]:
-    """The rewards that `group_rewards` gave, if there is one for each of `count` episodes.
+    """Returns the rewards of `group_rewards`, if there is one for each of `count` episodes.
 
     Raises:
-        LostError: there is not, or one is no number that can be a reward.
+        LostError: there is not, or one of them cannot be a reward.
     """
     if not isinstance(given, Sequence | np.ndarray):
         raise LostError("raised", f"group_rewards returned {given!r:.200}, needs a reward for each episode")

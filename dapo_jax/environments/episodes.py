@@ -1,6 +1,6 @@
-"""The episodes of a run: many at a time on one event loop, each with its limits, and what they were worth.
+"""The episodes of a run: many at a time on one event loop, each with its limits and rewards.
 
-The loop runs in a thread of this process while others are sampled. An episode that hangs, raises or answers nonsense is lost, and counted; no other suffers from it.
+The loop runs in a thread of this process, in parallel with sampling. An episode that hangs, raises or returns nonsense is lost, and counted; the others are not affected.
 """
 
 import asyncio
@@ -11,14 +11,14 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 from jaxtyping import Int
 
-from dapo_jax.dapo.in_flight import Standing
-from dapo_jax.dapo.rollouts import Continuation, DrawnTurn, Lost, Prompt, Verdict
+from dapo_jax.dapo.rollouts import Continuation, DrawnTurn, Lost, Prompt, Standing, Verdict
 from dapo_jax.environments.calls import (
     LostError,
     answer_raises,
@@ -29,7 +29,6 @@ from dapo_jax.environments.calls import (
     place_of,
 )
 from dapo_jax.environments.protocol import Context, Environment, Step, Turn
-from dapo_jax.environments.recorded_answers import Answer, Heard, RecordedAnswers
 from dapo_jax.environments.rendering import Rendering, RenderingError
 from dapo_jax.rewards.async_calls import DaemonThreads, run_until
 from dapo_jax.rewards.functions import RewardError
@@ -38,16 +37,16 @@ from dapo_jax.rewards.sample import Sample, copied, read_only
 _Value = TypeVar("_Value")
 
 HELD_S = 10.0
-"""Seconds for which an environment may hold the event loop before that is reported; it is reported again whenever they have doubled."""
+"""Seconds for which an environment may hold the event loop before a warning; the next warning follows when they have doubled."""
 
 _PROMPTS, _EPISODES = 4, 32
-"""Prompts, and episodes, at the least, of a run that ends because every episode so far was lost."""
+"""The least numbers of prompts and episodes after which a run ends because all episodes were lost."""
 
 _FAREWELLS = 4096
-"""Groups whose episodes may still be at their `close`, at the most."""
+"""The most groups whose episodes may be closing at the same time."""
 
 _ENDING_S = 5.0
-"""Seconds for which closing waits for episodes that go on after they were cancelled."""
+"""Seconds for which closing waits for episodes that continue after they were cancelled."""
 
 
 _NO_ROOM = (
@@ -58,25 +57,25 @@ _NO_ROOM = (
 
 @dataclass
 class _Open:
-    """An episode, and what is known of it."""
+    """An episode and its state."""
 
     prompt: Prompt
     index: int
+    standing: Standing = field(default_factory=Standing)
     episode: Any = None
+    """Object of the environment; None: it has not begun in this process."""
     unheard: list[Turn] = field(default_factory=list)
-    """Turns whose answers were on record, so that the environment has not heard them in this process."""
-    heard: Heard = field(default_factory=Heard)
-    rewards: list[float] = field(default_factory=list)
-    metrics: dict[str, float] = field(default_factory=dict)
-    correct: bool | None = None
-    lost: Lost | str = ""
-    reason: str = ""
+    """Turns of an earlier process, which the environment has not heard in this one."""
     begins: str = ""
     """The number of tokens that it begins with, in words; empty if this process does not know it."""
 
+    def lose(self, lost: Lost, reason: str) -> None:
+        """Ends the episode without a reward."""
+        self.standing.lost, self.standing.reason = lost, reason
+
 
 class Episodes:
-    """Episodes as the sampler and the grading see them. A context manager: leaving it ends the thread."""
+    """The episodes of a run, for the sampler and for grading. A context manager: leaving it ends the thread."""
 
     def __init__(
         self,
@@ -97,14 +96,14 @@ class Episodes:
 
         Args:
             environment: makes the episodes.
-            rendering: turns what they append into ids.
-            text_of: the text of a turn, up to its stop string.
-            seed: of the run; an episode's is made of it and the prompt's ordinal.
+            rendering: tokenizes what they append.
+            text_of: gives the text of a turn, up to its stop string.
+            seed: of the run; an episode's seed depends on it and on the prompt's ordinal.
             max_turns: the most turns of an episode.
             turn_tokens: the most tokens of a turn; 0: as many as the episode may have.
             episode_tokens: the most tokens of an episode; 0: as many as a response may have.
-            timeout_s: seconds for one call, from when it is under way.
-            calls: the most that are under way at one time; the others wait.
+            timeout_s: time limit of one call, without the wait before it.
+            calls: the most calls at the same time; the others wait.
             name: of the environment, for messages.
             on_close: called when the thread has ended.
         """
@@ -113,8 +112,6 @@ class Episodes:
         self._timeout_s, self._name, self._on_close = timeout_s, name, on_close
         self._judged, self._prompts_judged, self._all_lost = 0, 0, True
         self._beats = 0
-        self.answers: RecordedAnswers | None = None
-        """Where answers are written down, and found again; None: nowhere."""
         self._open: dict[tuple[int, int], _Open] = {}
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(DaemonThreads())
@@ -132,7 +129,7 @@ class Episodes:
         self.close()
 
     def start(self, prompt: Prompt, index: int) -> Future[Continuation | None]:
-        """Begins an episode: what stands before the first turn; None if it was lost."""
+        """Begins an episode. The result is put before the first turn; None if the episode was lost."""
         opened = self._open[prompt.ordinal, index] = _Open(prompt, index)
 
         async def begin() -> Continuation:
@@ -144,99 +141,80 @@ class Episodes:
             opened.begins = f" with {len(ids)} tokens"
             return Continuation(ids, anew=anew)
 
-        return self._on_record(opened) or self._submit(opened, begin)
+        return self._submit(opened, begin)
 
     def reopen(self, prompt: Prompt, index: int, turns: Sequence[DrawnTurn], standing: Standing) -> None:
-        """Opens an episode of an earlier process, whose environment has answered these turns: it is told them before the next one."""
-        opened = self._open[prompt.ordinal, index] = _Open(prompt, index)
-        for turn in turns:
-            opened.heard.add(turn.tokens)
-            opened.unheard.append(self._said(turn, number=len(opened.unheard)))
-        opened.rewards, opened.metrics = list(standing.rewards), dict(standing.metrics)
-        opened.correct, opened.lost, opened.reason = standing.correct, standing.lost, standing.reason
+        """Opens an episode of an earlier process, whose environment has answered `turns`: it hears them again before the next turn."""
+        opened = self._open[prompt.ordinal, index] = _Open(prompt, index, replace(standing))
+        opened.unheard = [self._turn(turn, number) for number, turn in enumerate(turns)]
 
     def standing(self, prompt: Prompt, index: int) -> Standing:
-        """All that the environment has said of an episode so far."""
-        opened = self._open[prompt.ordinal, index]
-        return Standing(
-            rewards=tuple(opened.rewards),
-            correct=opened.correct,
-            metrics=dict(opened.metrics),
-            lost=opened.lost,
-            reason=opened.reason,
-        )
+        """Returns a copy of the environment's account of an episode so far."""
+        return replace(self._open[prompt.ordinal, index].standing)
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Within, episodes are others than those that are open, whatever their ordinals, and no answer is written down: those of an evaluation, say."""
-        opened, answers = self._open, self.answers
-        self._open, self.answers = {}, None
+        """Within, all episodes are new ones, whatever their ordinals, as in an evaluation."""
+        opened, self._open = self._open, {}
         try:
             yield
         finally:
-            if left := list(self._open.values()):  # it was cut short
-                self._farewells.append(asyncio.run_coroutine_threadsafe(self._closed(left), self._loop))
-            self._open, self.answers = opened, answers
+            self._farewell(list(self._open.values()))  # some are left if it was cut short
+            self._open = opened
 
     def step(self, prompt: Prompt, index: int, turn: DrawnTurn) -> Future[Continuation | None]:
-        """Hands over a turn: what stands before the next one; None: the episode is over, or was lost."""
+        """Hands over a turn. The result is put before the next turn; None: the episode is over, or was lost."""
         opened = self._open[prompt.ordinal, index]
-        opened.heard.add(turn.tokens)
-        said = self._said(turn, number=len(opened.rewards))
-        opened.rewards.append(0.0)
-        if (known := self._on_record(opened)) is not None:
-            opened.unheard.append(said)
-            return known
+        standing = opened.standing
+        given = self._turn(turn, len(standing.rewards))
+        standing.rewards = (*standing.rewards, 0.0)
 
         async def answer() -> Continuation | None:
-            await self._caught_up(opened)
-            answered = await self._called(opened.episode.step, said)
+            await self._catch_up(opened)
+            answered = await self._called(opened.episode.step, given)
             step = checked_step(answered)
-            opened.rewards[-1] = step.reward
-            opened.metrics.update(step.metrics)
-            opened.correct = opened.correct if step.correct is None else step.correct
+            standing.rewards = (*standing.rewards[:-1], step.reward)
+            standing.metrics = {**standing.metrics, **step.metrics}
+            standing.correct = standing.correct if step.correct is None else step.correct
             return None if step.done else self._continuation(answered, after=turn.tokens)
 
         return self._submit(opened, answer)
 
     def verdicts(self, samples: Sequence[Sample]) -> list[Future[Verdict]]:
-        """The verdicts of the episodes of one prompt, in the order of their indices: `rewards.grading.Submit`.
+        """Returns the verdicts of the episodes of one prompt, in the order of their indices: `rewards.grading.Submit`.
 
-        A result raises RewardError if every episode so far was lost: then it is the environment that is at fault.
+        A result raises RewardError if every episode so far was lost: then the environment is at fault.
         """
         found: list[Future[Verdict]] = [Future() for _ in samples]
         opened = [self._open.pop((sample.prompt.ordinal, index)) for index, sample in enumerate(samples)]
         for one in opened:
-            if not one.lost and not one.rewards:
-                one.lost, one.reason = "raised", _NO_ROOM.format(begins=one.begins)
+            if not one.standing.lost and not one.standing.rewards:
+                one.lose("raised", _NO_ROOM.format(begins=one.begins))
         group_rewards = getattr(self._environment, "group_rewards", None)
         if group_rewards is None:
-            self._farewells.append(asyncio.run_coroutine_threadsafe(self._closed(opened), self._loop))
+            self._farewell(opened)
             self._judge(opened, found)
             return found
-        kept = [one for one in opened if not one.lost]
-        place = samples[0].prompt.ordinal, -1, " ".join(one.heard.name for one in kept)
-        answers = self.answers
-        known = None if answers is None else answers.find(*place)
 
         async def compare() -> None:
-            asked = len(kept)
-            scores = await self._compared(group_rewards, kept, known)
-            if answers is not None and known is None and len(scores) == asked:
-                answers.add(*place, Answer(tokens=None, scores=scores))
-            self._judge(opened, found, dict(zip(map(id, kept), scores, strict=False)))
+            self._judge(opened, found, await self._compared(group_rewards, opened))
             await self._closed(opened)
 
         def settle(_: Future[None]) -> None:
-            for verdict in found:  # none has, if somebody else's code cancelled the task
+            for verdict in found:  # left without a verdict if the environment's code cancelled the task
                 if not verdict.done():
-                    said = "the task that compares the rewards of a group was cancelled"
-                    verdict.set_result(Verdict(correct=False, lost="raised", reason=said))
+                    reason = "the task that compares the rewards of a group was cancelled"
+                    verdict.set_result(Verdict(correct=False, lost="raised", reason=reason))
 
         comparing = asyncio.run_coroutine_threadsafe(compare(), self._loop)
         comparing.add_done_callback(settle)
         self._farewells.append(comparing)
         return found
+
+    def _farewell(self, opened: Sequence[_Open]) -> None:
+        """Closes episodes on the event loop."""
+        if opened:
+            self._farewells.append(asyncio.run_coroutine_threadsafe(self._closed(opened), self._loop))
 
     def _judge(
         self,
@@ -246,58 +224,47 @@ class Episodes:
     ) -> None:
         """Settles the verdicts of the episodes of one prompt; `scores` are compared rewards, by the identity of the episode."""
         self._judged, self._prompts_judged = self._judged + len(opened), self._prompts_judged + 1
-        self._all_lost = self._all_lost and all(one.lost for one in opened)
+        self._all_lost = self._all_lost and all(one.standing.lost for one in opened)
         at_fault = self._all_lost and self._prompts_judged >= _PROMPTS and self._judged >= _EPISODES
         for one, verdict in zip(opened, found, strict=True):
             if at_fault:
                 verdict.set_exception(
                     RewardError(
                         f"environment {self._name}: all {self._judged} episodes so far, of {self._prompts_judged} prompts, were lost, the last one: "
-                        f"{one.reason}; mend the environment"
+                        f"{one.standing.reason}; mend the environment"
                     )
                 )
             else:
-                verdict.set_result(_verdict(one, None if scores is None else scores.get(id(one))))
+                verdict.set_result(_verdict(one.standing, None if scores is None else scores.get(id(one))))
 
-    async def _compared(
-        self, group_rewards: Callable[..., Any], kept: list[_Open], known: Answer | None
-    ) -> list[float]:
-        """The rewards of the episodes that are not lost, where none are `known` by `group_rewards`. Those that cannot be told what they missed are taken out of `kept`;
-        without an answer all are lost."""
+    async def _compared(self, group_rewards: Callable[..., Any], opened: Sequence[_Open]) -> dict[int, float]:
+        """Returns the compared rewards of the episodes that are not lost, by the identity of the episode. Without an answer all of them are lost."""
+        for one in opened:
+            await self._guarded(one, partial(self._catch_up, one))
+        kept = [one for one in opened if not one.standing.lost]
         try:
-            if known is not None and known.scores is not None:
-                given = known.scores
-            else:
-                for one in list(kept):
-                    try:
-                        async with self._room:
-                            await self._caught_up(one)
-                    except LostError as error:
-                        one.lost, one.reason = error.lost, str(error)
-                        kept.remove(one)
-                given = await self._called(group_rewards, [one.episode for one in kept])
-            return checked_scores(given, count=len(kept))
+            given = await self._called(group_rewards, [one.episode for one in kept])
+            scores = checked_scores(given, count=len(kept))
+            return {id(one): score for one, score in zip(kept, scores, strict=True)}
         except LostError as error:
-            lost, said = error.lost, str(error)
-        # An answer may raise when it is looked at, and the run would wait for ever.
-        except Exception as error:
-            lost, said = "raised", f"group_rewards' answer raises {type(error).__name__}"
+            lost, reason = error.lost, str(error)
+        except Exception as error:  # an answer may raise when it is looked at
+            lost, reason = "raised", f"group_rewards' answer raises {type(error).__name__}"
         for one in kept:
-            one.lost, one.reason = lost, said
-        return []
+            one.lose(lost, reason)
+        return {}
 
     def close(self) -> None:
-        """Ends the thread, once episodes were closed, as far as that ends soon; calls that are under way are given up."""
+        """Closes the episodes, as far as that ends soon, and ends the thread; calls in progress are given up."""
         if not self._closing.is_set():
-            left = list(self._open.values())
-            self._farewells.append(asyncio.run_coroutine_threadsafe(self._closed(left), self._loop))
+            self._farewell(list(self._open.values()))
             wait(self._farewells, timeout=_ENDING_S / 2)
             self._closing.set()
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_ENDING_S)
         self._on_close()
 
-    def _said(self, turn: DrawnTurn, *, number: int) -> Turn:
+    def _turn(self, turn: DrawnTurn, number: int) -> Turn:
         return Turn(
             tokens=read_only(turn.tokens),
             logprobs=read_only(turn.logprobs),
@@ -307,10 +274,10 @@ class Episodes:
         )
 
     async def _begun(self, opened: _Open) -> object:
-        """Makes the episode, and begins it: what it says before the first turn.
+        """Makes the episode, and calls its `start`, whose result it returns.
 
         Raises:
-            LostError: it is none, raises or takes too long.
+            LostError: the environment returns no episode, raises or takes too long.
         """
         prompt = opened.prompt
         seed = int(np.random.SeedSequence((self._seed, prompt.ordinal)).generate_state(1)[0])
@@ -321,8 +288,8 @@ class Episodes:
         start = getattr(opened.episode, "start", None)
         return None if start is None else await self._called(start)
 
-    async def _caught_up(self, opened: _Open) -> None:
-        """Tells an episode whose answers were on record the turns that it has not heard; what it says to them is on record.
+    async def _catch_up(self, opened: _Open) -> None:
+        """Tells an episode of an earlier process the turns that it has not heard in this one.
 
         Raises:
             LostError: it raises or takes too long.
@@ -334,21 +301,8 @@ class Episodes:
             await self._called(opened.episode.step, opened.unheard[0])
             del opened.unheard[0]
 
-    def _on_record(self, opened: _Open) -> Future[Continuation | None] | None:
-        """The answer to the turns of an episode that is on record; None if there is none."""
-        if self.answers is None:
-            return None
-        found = self.answers.find(opened.prompt.ordinal, opened.index, opened.heard.name)
-        if found is None:
-            return None
-        if opened.rewards:
-            opened.rewards[-1] = found.reward
-        opened.metrics.update(found.metrics)
-        opened.correct, opened.lost, opened.reason = found.correct, found.lost, found.reason
-        return _done(found.continuation)
-
     async def _closed(self, opened: Sequence[_Open]) -> None:
-        """Closes the episodes that have a `close`, whatever ended them; what it raises changes nothing any more."""
+        """Calls the `close` of the episodes that have one; an error in it changes nothing any more."""
 
         async def close(one: _Open) -> None:
             with suppress(Exception):
@@ -358,10 +312,10 @@ class Episodes:
         await asyncio.gather(*map(close, opened))
 
     def _continuation(self, step: Step, *, after: Int[np.ndarray, " turn"] | None) -> Continuation:
-        """The tokens of what a step puts before the next turn.
+        """Returns the tokens that a step puts before the next turn.
 
         Raises:
-            RenderingError: there can be none.
+            RenderingError: they cannot be rendered.
         """
         if step.context is None:
             return Continuation(self._rendering.ids(step.append, after=after))
@@ -386,7 +340,7 @@ class Episodes:
         self._loop.call_later(HELD_S / 30, self._beat)
 
     def _watch(self) -> None:
-        """Reports an environment that holds the event loop. It counts its own looks and not the clock, since a process may have been suspended."""
+        """Warns about an environment that holds the event loop. It counts its own looks instead of seconds, since a process may be suspended."""
         seen, held, due = -1, 0.0, HELD_S
         while not self._closing.wait(HELD_S / 10):
             if self._beats != seen:
@@ -406,70 +360,50 @@ class Episodes:
                     flush=True,
                 )
 
+    async def _guarded(self, opened: _Open, work: Callable[[], Coroutine[Any, Any, _Value]]) -> _Value | None:
+        """Returns the result of `work`, or None if the episode is lost in it, or was lost before."""
+        if opened.standing.lost:
+            return None
+        try:
+            async with self._room:
+                return await work()
+        except LostError as error:
+            opened.lose(error.lost, str(error))
+        except RenderingError as error:
+            opened.lose("raised", str(error))
+        except asyncio.CancelledError:  # by the environment's code on this loop
+            if self._closing.is_set():
+                raise
+            opened.lose("raised", "the environment's task was cancelled")
+        except Exception as error:  # an answer may raise when it is looked at
+            lost = answer_raises(error)
+            opened.lose(lost.lost, str(lost))
+        return None
+
     def _submit(
         self, opened: _Open, work: Callable[[], Coroutine[Any, Any, Continuation | None]]
     ) -> Future[Continuation | None]:
-        heard, answers = opened.heard.name, self.answers
-
-        async def recorded() -> Continuation | None:
-            found = await kept()
-            if answers is not None:
-                answer = Answer(
-                    tokens=None if found is None else found.tokens.tolist(),
-                    anew=found is not None and found.anew,
-                    reward=opened.rewards[-1] if opened.rewards else 0.0,
-                    correct=opened.correct,
-                    metrics=dict(opened.metrics),
-                    lost=opened.lost,
-                    reason=opened.reason,
-                )
-                answers.add(opened.prompt.ordinal, opened.index, heard, answer)
-            return found
-
-        async def kept() -> Continuation | None:
-            try:
-                async with self._room:
-                    return await work()
-            except LostError as error:
-                opened.lost, opened.reason = error.lost, str(error)
-            except RenderingError as error:
-                opened.lost, opened.reason = "raised", str(error)
-            except asyncio.CancelledError:  # by somebody else's code on this loop
-                if self._closing.is_set():
-                    raise
-                opened.lost, opened.reason = "raised", "the environment's task was cancelled"
-            except Exception as error:
-                opened.lost, opened.reason = "raised", str(answer_raises(error))
-            return None
-
         answered: Future[Continuation | None] = Future()
 
         def settle(done: Future[Continuation | None]) -> None:
-            if done.cancelled() or done.exception() is not None:  # before it began, by somebody else's code
-                opened.lost, opened.reason = "raised", "the environment's task was cancelled"
+            if done.cancelled() or done.exception() is not None:  # before it began, by the environment's code
+                opened.lose("raised", "the environment's task was cancelled")
                 answered.set_result(None)
             else:
                 answered.set_result(done.result())
 
-        asyncio.run_coroutine_threadsafe(recorded(), self._loop).add_done_callback(settle)
+        asyncio.run_coroutine_threadsafe(self._guarded(opened, work), self._loop).add_done_callback(settle)
         return answered
 
     async def _called(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """The result of somebody else's function within the limit; what is raised is that of `called`."""
+        """Returns the result of the environment's function, within the time limit; raises as `called`."""
         return await called(call, *arguments, timeout_s=self._timeout_s)
 
 
-def _verdict(one: _Open, score: float | None = None) -> Verdict:
+def _verdict(one: Standing, score: float | None = None) -> Verdict:
     if one.lost:
         return Verdict(correct=False, lost=one.lost, reason=one.reason, parts=one.metrics)
-    # A compared reward replaces the rewards by turn, and is there only once the last turn has ended.
-    rewards = one.rewards if score is None else [*[0.0] * len(one.rewards[1:]), score]
-    total = sum(rewards)
-    correct = total > 0 if one.correct is None else one.correct
-    return Verdict(correct=correct, score=total, parts=one.metrics, turn_rewards=tuple(rewards))
-
-
-def _done(value: _Value) -> Future[_Value]:
-    future: Future[_Value] = Future()
-    future.set_result(value)
-    return future
+    # A compared reward replaces the rewards by turn, and counts as the reward of the last turn.
+    rewards = one.rewards if score is None else (*[0.0] * len(one.rewards[1:]), score)
+    correct = sum(rewards) > 0 if one.correct is None else one.correct
+    return Verdict(correct=correct, score=sum(rewards), parts=one.metrics, turn_rewards=rewards)

@@ -7,7 +7,7 @@ from dapo_jax.config import TrainConfig
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.plan.compiled import ProgramMemory
 from dapo_jax.plan.workload import Workload
-from dapo_jax.run.cache_room import logits_bytes
+from dapo_jax.run.sampler_setup import logits_bytes
 from dapo_jax.sampling.pages import PageSizes
 
 MARGIN = 0.05

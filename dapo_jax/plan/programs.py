@@ -21,9 +21,9 @@ from dapo_jax.plan.memory import Resident
 from dapo_jax.plan.mesh_sizes import MeshSizes, batch_shards, described, layout_of, one_device
 from dapo_jax.plan.roofline import item, prefill_shape_of
 from dapo_jax.plan.workload import Workload
-from dapo_jax.run.cache_room import prefix_bytes, room_for_cache
 from dapo_jax.run.policy import Policy, frozen_structs, mesh_of, optimizer_of
 from dapo_jax.run.programs import sampled_decoder, sharing, transfer_of, updater_of
+from dapo_jax.run.sampler_setup import prefix_bytes, room_for_cache
 from dapo_jax.run.training_pass import TrainingPass, for_mesh, training_pass
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine

@@ -15,7 +15,7 @@ from dapo_jax.plan.compiled import Program
 from dapo_jax.plan.mesh_sizes import MeshSizes, batch_shards
 from dapo_jax.plan.workload import Workload
 from dapo_jax.run.programs import sampled_decoder
-from dapo_jax.run.response_sampler import prefill_of
+from dapo_jax.run.sampler_setup import prefill_of
 from dapo_jax.sampling.pages import PageSizes
 from dapo_jax.sampling.prompt_packing import PrefillShape
 

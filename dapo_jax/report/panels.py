@@ -117,7 +117,7 @@ PANELS = (
     _BY_VERDICT,
     _panel("Dynamic sampling", "Prompts and groups", "a step", {
         "rollout/prompts": "prompts sampled", "rollout/trained_groups": "kept, trained on", "rollout/surplus_groups": "beyond need",
-        "rollout/carried_groups": "carried over", "rollout/dropped_old": "dropped, too old",
+        "rollout/carried_groups": "carried over",
     }),
     _panel("Dynamic sampling", "Age of trained groups", "steps", {
         "rollout/age_mean": "oldest token, mean", "rollout/age_p95": "oldest token, 95th percentile",

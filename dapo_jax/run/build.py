@@ -11,18 +11,16 @@ from flax import nnx
 from dapo_jax.checkpoints.checkpointer import Checkpointer
 from dapo_jax.checkpoints.last_intact import restore_last
 from dapo_jax.config import TrainConfig
-from dapo_jax.data.stream import PromptStream
 from dapo_jax.health.stalls import Watch
 from dapo_jax.health.stopping import Stop
 from dapo_jax.models.lora import parted
 from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.device_memory import bytes_on_device
 from dapo_jax.rewards.functions import Rewards
+from dapo_jax.rollout.collector import Position
+from dapo_jax.rollout.group_sampling import GroupSampling
 from dapo_jax.run.environment_setup import environment_of, episodes_of
-from dapo_jax.run.flight_sampling import FlightSampling
 from dapo_jax.run.grader_setup import check_graders, grading
-from dapo_jax.run.group_exchange import SamplerShare
-from dapo_jax.run.group_sampling import GroupSampling
 from dapo_jax.run.identity import check_identity, identity_of, model_files, with_weights_of
 from dapo_jax.run.policy import (
     check_trains,
@@ -33,14 +31,12 @@ from dapo_jax.run.policy import (
     optimizer_of,
     state_structs,
 )
-from dapo_jax.run.position import Position
 from dapo_jax.run.programs import sharing, updater_of
 from dapo_jax.run.prompt_sets import GivenRows, drawn_too_often, held_out_prompts, training_prompts
-from dapo_jax.run.response_sampler import ResponseSampler
 from dapo_jax.run.resume_point import ResumePoint, has_checkpoint, resume_point
+from dapo_jax.run.sampler_setup import response_sampler
 from dapo_jax.run.step_batches import StepBatches
 from dapo_jax.run.training_pass import training_pass
-from dapo_jax.run.wave_sampling import WaveSampling
 from dapo_jax.sampling.caches import without_kernel
 from dapo_jax.training.optimizer import warmed_up
 from dapo_jax.training.state import init_state
@@ -63,9 +59,9 @@ class Run:
         say: Callable[[str], None] = lambda what: None,
         goes_on: bool = False,
     ) -> None:
-        """Reads the model and the data, and starts the graders; `say` is told what is done meanwhile.
+        """Reads the model and the data, and starts the graders; reports progress to `say`.
 
-        With `goes_on` the state will be that of a checkpoint: the weights that the run began with are not read, unless a KL penalty asks for them.
+        With `goes_on` a checkpoint gives the state, so the initial weights are read only if a KL penalty needs them.
         """
         self.config, model, data = config, config.model, config.data
         self._mesh = mesh_of(config.parallel, rows_per_microbatch=config.batch.rows_per_microbatch)
@@ -99,7 +95,7 @@ class Run:
             self.notes.append(slower)
         files = model_files(self.policy.folder, weights=self._has_weights)
         self.identity = identity_of(config, prompts=asked.identity, model=files)
-        """The identity of this run that a checkpoint keeps."""
+        """Identity of this run, which checkpoints keep."""
         self.episodes = episodes = episodes_of(environment, config, self.policy)
         grader = grading(
             config.reward,
@@ -110,7 +106,7 @@ class Run:
             reward=reward,
             on_submit=lambda: watch.note("grading the responses to a prompt"),
         )
-        sampler = ResponseSampler(
+        sampler = response_sampler(
             self.policy,
             meshes,
             config.sampling,
@@ -132,15 +128,13 @@ class Run:
             if self.evaluates
             else {}
         )
-        sampling_of = FlightSampling if config.rollout.in_flight else WaveSampling
-        self.sampling: GroupSampling = sampling_of(
+        self.sampling = GroupSampling(
             config,
             sampler=sampler,
             grading=grader,
             prompts=self._prompts,
-            stream=PromptStream(self._prompts, host=meshes.index, hosts=meshes.count),
             held_out=self.held_out,
-            share=SamplerShare(meshes, stop),
+            meshes=meshes,
             stop=stop,
             watch=watch,
             episodes=episodes,
@@ -158,21 +152,19 @@ class Run:
         )
 
     def _reference(self) -> nnx.State:
-        """The parameters that are trained, as the policy begins with them: of adapters ones that add nothing to their base."""
+        """Returns the parameters of the reference policy: the initial ones; of adapters, zeros, which add nothing to their base."""
         params = self.policy.params
         return params if self.config.lora.rank == 0 else jax.tree.map(jnp.zeros_like, params)
 
     def start(self, checkpointer: Checkpointer, *, resume: bool, say: Callable[[str], None]) -> ResumePoint:
-        """The last intact checkpoint if there is one to resume, else the beginning. Called once.
+        """Returns the last intact checkpoint if there is one to resume, else the beginning. Called once.
 
-        The initial weights become the state, or make room for that of a checkpoint: from here on `policy` has their shapes alone. With a
-        KL penalty they stay as the reference.
-
-        `say` is told of damaged checkpoints, which are set aside.
+        The initial weights become the state, or are dropped for those of a checkpoint: from here on `policy` has only their shapes. With a KL penalty they stay as the
+        reference. Damaged checkpoints are set aside, and reported to `say`.
 
         Raises:
             ConfigError: the checkpoint is of another run.
-            DamagedError: none is as it was written.
+            DamagedError: no checkpoint is intact.
         """
         offload = self.config.optimizer.offload
         initial, decoder = self.policy.params, self.policy.decoder
@@ -185,9 +177,7 @@ class Run:
             def restore(step: int) -> ResumePoint:
                 found = checkpointer.restore(target, step, rows=decoder.vocab_size, check=check)
                 where = f"checkpoint {checkpointer.folder / str(step)}"
-                point = resume_point(
-                    found, where, prompt_at=self._prompts.__getitem__, vocabulary=decoder.vocab_size
-                )
+                point = resume_point(found, where, prompt_at=self._prompts.__getitem__)
                 self.identity = with_weights_of(self.identity, found.progress)
                 return point
 
@@ -204,15 +194,15 @@ class Run:
 
     @property
     def _resident(self) -> int:
-        """Bytes on each device while the run samples, but for what sampling itself takes: the train state, the reference policy, and a base that the sampler
-        has its own copy of."""
+        """Bytes on each device while the run samples, without those of sampling itself: the train state, the reference policy, and a base of which the sampler has its own
+        copy."""
         config, sizes = self.config, self._mesh.shape
         state = state_structs(self.policy, self._optimizer, self._mesh, offload=config.optimizer.offload)
         held = bytes_on_device((state, self.policy.unshared), sizes)
         return held + bytes_on_device(state.params, sizes) if config.loss.kl_coef else held
 
     def learning_rate(self, step: int) -> float:
-        """The learning rate of a step, after warm-up."""
+        """Returns the learning rate of a step, after warm-up."""
         config = self.config.optimizer
         return warmed_up(config.learning_rate, step=step, warmup_steps=config.warmup_steps)
 

@@ -1,4 +1,4 @@
-"""The end of a step: its metrics are written, the policy is evaluated, a checkpoint is saved; and where a run that ends early is left."""
+"""The end of a step: metrics, evaluation, checkpoint; and the checkpoint of a run that ends early."""
 
 import json
 import time
@@ -12,8 +12,6 @@ from jaxtyping import PyTree
 
 from dapo_jax.checkpoints.checkpointer import Checkpointer
 from dapo_jax.checkpoints.manifest import CheckpointError
-from dapo_jax.checkpoints.packed_flight import flight_arrays
-from dapo_jax.checkpoints.packed_groups import carry_arrays
 from dapo_jax.config import SftConfig, TrainConfig
 from dapo_jax.config.section import due
 from dapo_jax.dapo.rollouts import Group
@@ -22,6 +20,7 @@ from dapo_jax.health.stopping import Stop, StoppedError, first_reason
 from dapo_jax.parallel import processes
 from dapo_jax.parallel.gather import all_gather_bytes, broadcast_from_first
 from dapo_jax.parallel.processes import go_on_by, is_first
+from dapo_jax.rollout.packed import flight_arrays, group_arrays
 from dapo_jax.run.guard import GuardError
 from dapo_jax.run.loop import Observer, StepResult
 from dapo_jax.run.memory_metrics import memory_metrics
@@ -33,17 +32,17 @@ from dapo_jax.trackers.progress import Progress
 from dapo_jax.trackers.rollout_log import write_problems
 
 Evaluate = Callable[[PyTree, int], Mapping[str, Sequence[Group]]]
-"""(parameters, step) -> the graded groups of each held-out dataset."""
+"""(parameters, step) -> graded groups of each held-out dataset."""
 OnStep = Callable[[int, Mapping[str, float | int]], None]
 
 
 def evaluates_after(config: TrainConfig | SftConfig, step: int) -> bool:
-    """True if the policy is evaluated after the step: after every `eval.every_steps` steps and after the last."""
+    """Returns whether the policy is evaluated after the step: after every `eval.every_steps` steps and after the last."""
     return step == config.steps or due(step, config.eval.every_steps)
 
 
 def saves_after(config: TrainConfig, step: int) -> bool:
-    """True if a checkpoint is saved after the step: after every `checkpoint.every_steps` steps and after the last."""
+    """Returns whether a checkpoint is saved after the step: after every `checkpoint.every_steps` steps and after the last."""
     return step == config.steps or due(step, config.checkpoint.every_steps)
 
 
@@ -65,8 +64,8 @@ class EndOfStep(Observer):
         identity: Mapping[str, Any],
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """`identity` is what checkpoints keep of the run. `evaluate` gives the graded groups of each held-out dataset, `ratios` those of
-        the last step; `records` are those of the process that writes; `check` raises if nothing may be written any more."""
+        """`identity` is stored in checkpoints. `evaluate` gives the graded groups of each held-out dataset, `ratios` the ratios of the last step. `records` is None in
+        processes that do not write. `check` raises if nothing may be written any more."""
         self._config, self._run_dir, self._evaluate = config, run_dir, evaluate
         self._ratios = ratios
         self._checkpointer, self._records, self._shown = checkpointer, records, shown
@@ -75,7 +74,7 @@ class EndOfStep(Observer):
         self._saved = 0
 
     def start(self, now: ResumePoint) -> None:
-        """Called with the point that a run starts or goes on from, before its first step; evaluates if that is still to be done.
+        """Called with the point from which a run starts or resumes, before its first step. Evaluates if that is still to be done.
 
         Raises:
             StoppedError: the run was told to stop.
@@ -107,7 +106,7 @@ class EndOfStep(Observer):
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Within, a run that stops or fails saves its last point to resume at first; a note of the error says what `--resume` goes on from.
+        """Within, a run that stops or fails saves its last point first; a note of the error names the checkpoint that `--resume` continues from.
 
         Raises:
             CheckpointError: a run that was told to stop could not save.
@@ -137,9 +136,9 @@ class EndOfStep(Observer):
         self._checkpointer.wait()
 
     def _rescued(self, error: Exception) -> str:
-        """`_leave` of a run that fails; why it cannot be, empty if it is done or needs not be done.
+        """Saves the last point of a run that fails. Returns why that is impossible; an empty text if it is done or not needed.
 
-        Of several processes, a save needs them all: none is tried unless every one of them failed after this step by this error.
+        All processes are needed to save, so they only try if every one of them failed after this step with this error.
         """
         assert self._now is not None
         step = self._now.position.step
@@ -198,7 +197,7 @@ class EndOfStep(Observer):
             self._records.step(step, metrics)
 
     def _evaluated(self, evaluate: Evaluate, now: ResumePoint) -> tuple[dict[str, float], float | None]:
-        """The metrics, and the one by which the best checkpoint is known: avg@k on the first dataset, or its mean reward where scores count."""
+        """Returns the metrics, and the one that chooses the best checkpoint: avg@k on the first dataset, or its mean reward where scores count."""
         self._shown.phase("evaluate")
         began, step = time.perf_counter(), now.position.step
         counts = self._config.dynamic_sampling.metric == "correct"
@@ -223,7 +222,7 @@ class EndOfStep(Observer):
         return {**scores, "time/eval_s": time.perf_counter() - began}, score
 
     def _is_best(self, score: float) -> bool:
-        """The first process decides: all save or none, and one may be unable to read what another can."""
+        """Lets the first process decide, so that all save or none: one may be unable to read what another can."""
         best = self._checkpointer.best()
         return broadcast_from_first(b"best" if best is None or score > best[1] else b"") != b""
 
@@ -232,13 +231,13 @@ class EndOfStep(Observer):
         self._shown.phase("checkpoint")
         self._check()
         position, progress = self._now.position, self._now.progress(self._identity)
-        carry = {**carry_arrays(position.carry), **flight_arrays(position.in_flight)}
+        carry = {**group_arrays(position.carry), **flight_arrays(position.in_flight)}
         self._checkpointer.save(position.step, self._now.state, progress, carry, score=score)
         self._saved = position.step
         self._say_way_on()
 
     def _say_way_on(self) -> None:
-        """For the others, and for this process, if one of them dies without a word."""
+        """Prepares the message about how to resume, in case a process dies without one."""
         begun = (
             f"the last checkpoint that was begun is that of step {self._saved} in {self._checkpointer.folder}, and --resume takes the "
             "last whole one"
@@ -246,7 +245,7 @@ class EndOfStep(Observer):
         go_on_by(f"Start all processes again: {begun if self._saved else 'there is no checkpoint yet'}")
 
     def _stop_if_told(self) -> None:
-        """Raises in every process StoppedError if one of them was told, CheckpointError if its last save has failed."""
+        """Raises StoppedError in every process if one of them was told to stop, and CheckpointError if its last save has failed."""
         own = json.dumps([self._stop.reason, self._checkpointer.failure()]).encode()
         said = [json.loads(message) for message in all_gather_bytes(own, buffer_bytes=1024)]
         if reason := first_reason(

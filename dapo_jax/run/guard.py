@@ -8,15 +8,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dapo_jax.config import TrainConfig, to_yaml
-from dapo_jax.dapo.dynamic_sampling import Collected, Collecting, ShortfallError
+from dapo_jax.dapo.dynamic_sampling import Collected, ShortfallError
 from dapo_jax.dapo.metrics import Metric
 from dapo_jax.dapo.rollouts import Group
 from dapo_jax.health.watchdogs import Watchdogs
 from dapo_jax.parallel.gather import all_gather_bytes, broadcast_from_first
 from dapo_jax.parallel.processes import is_first
+from dapo_jax.rollout.collector import Collector, Position
 from dapo_jax.run.loop import Observer, StepResult
 from dapo_jax.run.nonfinite import Update, in_words, leaf_names, nonfinite_leaves, some, strange_responses
-from dapo_jax.run.position import Position
 from dapo_jax.run.records import Records
 from dapo_jax.run.resume_point import ResumePoint
 from dapo_jax.run.step_batches import StepBatches
@@ -96,11 +96,11 @@ class Guard(Observer):
                 self._records.step(step, metrics)
             raise GuardError(found, whole=None if ruined or drifted else result)
 
-    def before_sampling(self, position: Position, collector: Collecting) -> None:
+    def before_sampling(self, position: Position, collector: Collector) -> None:
         """Forgets the groups of the previous step."""
         self._strange = []
 
-    def on_group(self, group: Group, collector: Collecting) -> None:
+    def on_group(self, group: Group, collector: Collector) -> None:
         """Notes a group whose log-probabilities are not finite."""
         if strange_responses([group]):
             self._strange.append(group.prompt.ordinal)

@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from dapo_jax.dapo.dynamic_sampling import Collected, Collecting, ShortfallError
+from dapo_jax.dapo.dynamic_sampling import Collected, ShortfallError
 from dapo_jax.dapo.importance import with_effective_share
 from dapo_jax.dapo.metrics import Metric, to_scalars
 from dapo_jax.dapo.rollouts import Group
-from dapo_jax.run.group_sampling import GroupSampling
-from dapo_jax.run.position import Position
+from dapo_jax.rollout.collector import Collector, Position
+from dapo_jax.rollout.group_sampling import GroupSampling
 from dapo_jax.run.step_batches import StepBatches
 from dapo_jax.training.minibatch import Minibatch
 from dapo_jax.training.state import TrainState
@@ -41,10 +41,10 @@ class Observer:
     Hooks are called in the order of the observers, in every process. An exception in a hook ends the run.
     """
 
-    def before_sampling(self, position: Position, collector: Collecting) -> None:
+    def before_sampling(self, position: Position, collector: Collector) -> None:
         """Called when a step begins: `position` is the end of the previous step, and `collector` is empty."""
 
-    def on_group(self, group: Group, collector: Collecting) -> None:
+    def on_group(self, group: Group, collector: Collector) -> None:
         """Called when a group was sampled, graded and added to `collector`, in the order of the verdicts."""
 
     def on_shortfall(self, error: ShortfallError) -> None:
@@ -139,8 +139,7 @@ def run_steps(
             step=step,
             cursor=collected.cursor,
             carry=collected.carry,
-            share=collected.share,
-            in_flight=collected.in_flight,
+            in_flight=collector.going_on(),
         )
         times = _times(collected, began, sampled, clock())
         metrics = {

@@ -1,4 +1,4 @@
-"""The records of a run beside its checkpoints: metrics to the trackers, readable rollouts; and the compilation cache."""
+"""The records of a run: metrics to the trackers, readable rollouts; and the compilation cache."""
 
 import re
 from collections.abc import Mapping
@@ -26,24 +26,24 @@ from dapo_jax.trackers import (
 from dapo_jax.trackers.rollout_log import LOGGED_GROUPS, format_rollouts, write_rollouts
 
 _RUN_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
-"""W&B names folders by it."""
+"""W&B names folders after it."""
 
 
 def use_compilation_cache(folder: str) -> None:
-    """Keeps compiled programs in `folder`, which may lie in a bucket, for later processes; empty: does nothing.
+    """Keeps compiled programs in `folder`, which may be in a bucket, for later processes; an empty name does nothing.
 
     Raises:
-        ConfigError: the folder lies in a bucket and cannot be written to.
+        ConfigError: the folder is in a bucket and cannot be written to.
     """
     if not folder:
         return
-    # Of a local folder that cannot be written to, jax warns and goes on.
+    # For a local folder that cannot be written to, jax only warns.
     place = place_of(folder, key="compilation_cache", write=in_bucket(folder))
     jax.config.update("jax_compilation_cache_dir", str(place))
     if in_bucket(place):
-        # XLA keeps a cache of its own beside jax's, on GPUs, and knows local files only.
+        # On GPUs, XLA keeps a cache of its own, in local files only.
         jax.config.update("jax_persistent_cache_enable_xla_caches", None)
-    # Also what compiles in a moment: a small run has dozens of these. Who asked for more still is not asked for less.
+    # Also programs that compile in a moment: a small run has dozens of them. A lower setting of the user stays.
     shortest = "jax_persistent_cache_min_compile_time_secs"
     jax.config.update(shortest, min(0.1, getattr(jax.config, shortest)))
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
@@ -53,10 +53,10 @@ class Records:
     """The trackers and the rollout log of one run; a context manager."""
 
     def __init__(self, config: TrainConfig, run_dir: AnyPath, *, resume_step: int | None) -> None:
-        """Opens the trackers; with `resume_step`, lines past it are cut from metrics.jsonl.
+        """Opens the trackers; with `resume_step`, later lines are cut from metrics.jsonl.
 
         Raises:
-            ConfigError: what is there of metrics.jsonl is damaged, or of another run.
+            ConfigError: metrics.jsonl is damaged, or of another run.
         """
         self._config = config
         self._log, self._run_dir, self._normalize_std = config.log, run_dir, config.loss.normalize_std
@@ -78,7 +78,7 @@ class Records:
         self._trackers = MultiTracker(trackers)
 
     def _wandb(self, config: TrainConfig) -> WandbTracker:
-        """The W&B run of this folder: its id is kept there, so a resumed run goes on in it."""
+        """Opens the W&B run of this folder: its id is kept there, so a resumed run continues it."""
         kept = self._run_dir / "wandb_run_id"
         run_id = kept.read_text().strip() if kept.exists() else None
         if run_id is not None and not _RUN_ID.fullmatch(run_id):
@@ -94,7 +94,7 @@ class Records:
         self._trackers.log(step, metrics)
 
     def rollouts(self, step: int, collected: Collected, ratios: TokenRatios) -> None:
-        """Writes a step's rollouts when they are due: JSON lines for programs, text for people."""
+        """Writes a step's rollouts if they are due: JSON lines for programs, text for people."""
         if not self._config.logs_rollouts(step):
             return
         groups = collected.logged(LOGGED_GROUPS)
@@ -113,7 +113,7 @@ class Records:
         write_whole(written.with_suffix(".txt"), text.encode("utf-8", errors="replace"))
 
     def read(self) -> list[dict[str, Any]]:
-        """All that metrics.jsonl holds; in a bucket there is none before the first line."""
+        """Returns all lines of metrics.jsonl; a bucket has no such file before the first line."""
         try:
             return read_metrics(self._path)
         except FileNotFoundError:

@@ -24,7 +24,6 @@ from dapo_jax.trackers import check_trackers
 
 OF_A_RUN = (
     locks.NAME,
-    "answers",
     "checkpoints",
     "config.yaml",
     "evaluations",

@@ -1,14 +1,9 @@
-"""Messages for a person while a step goes on: how far sampling and updates are; once that a whole wave has nothing to learn from, and
-once that a response got no verdict.
-
-A file of its own: it tells a person, and changes nothing.
-"""
+"""Messages about a step in progress: how far sampling and updates are, and warnings about groups without signal and responses without a verdict."""
 
 from dapo_jax.config import TrainConfig
-from dapo_jax.dapo.dynamic_sampling import Collecting
 from dapo_jax.dapo.rollouts import Group, Rollout
+from dapo_jax.rollout.collector import Collector, Position
 from dapo_jax.run.loop import Observer
-from dapo_jax.run.position import Position
 from dapo_jax.trackers.progress import Progress
 from dapo_jax.training.minibatch import Minibatch
 from dapo_jax.training.state import TrainState
@@ -18,22 +13,22 @@ _SHOWN = 200
 
 
 class StepProgress(Observer):
-    """Shows the steps of one run as they go on."""
+    """Shows the progress of the steps of one run."""
 
     def __init__(self, config: TrainConfig, shown: Progress) -> None:
         self._shown = shown
         self._by_score = config.dynamic_sampling.metric == "score"
         self._told = self._told_lost = False
 
-    def before_sampling(self, position: Position, collector: Collecting) -> None:
+    def before_sampling(self, position: Position, collector: Collector) -> None:
         """Shows that sampling begins."""
         self._step, self._began, self._now = position.step + 1, position.cursor, collector
         self._first_wave = 0
         self._example: tuple[Group, int] | None = None
         self._shown.phase("sample", 0, collector.needed)
 
-    def on_group(self, group: Group, collector: Collecting) -> None:
-        """Shows what was found so far, and says what a person should know early."""
+    def on_group(self, group: Group, collector: Collector) -> None:
+        """Shows the groups so far, and warns early."""
         self._first_wave = self._first_wave or self._drawn()
         self._example = self._example or _telling(group)
         self._shown.phase("sample", collector.kept, collector.needed)
@@ -68,7 +63,7 @@ class StepProgress(Observer):
         return f"{stage}prompts {tally.groups}/{self._drawn()}  {found}"
 
     def _fruitless(self) -> str:
-        """Why there is nothing to learn from in all groups so far; empty if there is something, or all is right."""
+        """Returns why no group so far has a signal; an empty text if one has, or if everything is right."""
         tally = self._now.tally
         if self._by_score:
             if tally.differing:
@@ -93,7 +88,7 @@ class StepProgress(Observer):
 
 
 def _telling(group: Group) -> tuple[Group, int] | None:
-    """Group and index of a response from which an answer was extracted; groups in brief have no texts."""
+    """Returns group and index of a response from which an answer was extracted; groups in brief have no texts."""
     for index, rollout in enumerate(group.rollouts):
         if rollout.text and rollout.verdict.extracted is not None:
             return group, index
@@ -116,5 +111,5 @@ def _judged(rollout: Rollout) -> str:
 
 
 def _last(text: str) -> str:
-    """The end of a text, where answers stand."""
+    """Returns the end of a text, where answers are."""
     return repr(text if len(text) <= _SHOWN else f"...{text[-_SHOWN:]}")

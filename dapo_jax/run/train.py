@@ -6,27 +6,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import jax
 from rich.console import Console
 
 from dapo_jax.checkpoints.checkpointer import Checkpointer
 from dapo_jax.config import TrainConfig, load_config, to_yaml
-from dapo_jax.dapo.dynamic_sampling import Collected, Collecting
-from dapo_jax.environments import Episodes
-from dapo_jax.environments.recorded_answers import RecordedAnswers
 from dapo_jax.health.stalls import Watch, interrupt
 from dapo_jax.health.stopping import Stop
 from dapo_jax.parallel import processes
 from dapo_jax.parallel.gather import by_first
 from dapo_jax.parallel.processes import is_first, tell_others
 from dapo_jax.rewards.functions import Rewards
+from dapo_jax.rollout.collector import Collector, Position
 from dapo_jax.run.build import Run
 from dapo_jax.run.disk_space import check_room
 from dapo_jax.run.end_of_step import EndOfStep, OnStep
 from dapo_jax.run.guard import Guard
 from dapo_jax.run.loop import Observer, StepResult, run_steps
 from dapo_jax.run.policy import Policy
-from dapo_jax.run.position import Position
 from dapo_jax.run.prompt_sets import GivenRows
 from dapo_jax.run.records import Records, use_compilation_cache
 from dapo_jax.run.resume_point import ResumePoint, has_checkpoint
@@ -76,8 +72,8 @@ def train(
         eval_rows: the same for evaluation. None: the dataset's held-out split, or no evaluation if `prompts` are given.
         on_step: called with (step, metrics) at the end of each step.
         objective: a function with the signature of `dapo_loss` that replaces it; the clip ratios are its own affair.
-        resume: go on from the last checkpoint in `config.run_dir`.
-        overwrite: begin anew where `config.run_dir` holds a run, which is removed; nothing is if there is anything that no run wrote.
+        resume: continue from the last checkpoint in `config.run_dir`.
+        overwrite: remove the run in `config.run_dir`, and begin again; nothing is removed if there is a file that no run wrote.
         progress: where progress is shown; None shows it on standard output.
         stop: by which it can be told to stop; `stopping.stopped_by_signals` has one for signals. With one, a run that stalls for
             `config.stall_timeout_s` ends the process; without, it raises KeyboardInterrupt.
@@ -126,7 +122,7 @@ def train(
         stack.callback(run.close)
         little_room = check_room(config, run.policy.decoder.trained_parameters)
         if overwrite:
-            by_first(lambda: remove_run(run_dir))  # nobody looks into the folder before it is empty
+            by_first(lambda: remove_run(run_dir))  # no process looks into the folder before it is empty
         stack.enter_context(shown)
         shown.listen(watch.phase)
         for said in filter(None, (note, *run.notes, little_room)):
@@ -176,15 +172,9 @@ def train(
             identity=run.identity,
             check=check,
         )
-        kept_answers: list[Observer] = []
-        if run.episodes is not None:
-            answers = RecordedAnswers(run_dir / "answers", process=jax.process_index())
-            stack.callback(answers.close)
-            kept_answers.append(KeptAnswers(config, answers, run.episodes, say=shown.message))
         # Traces end before the guard looks at a step; what the guard has found is written at the step's end.
         observers = (
             FolderCheck(check),
-            *kept_answers,
             TracedSteps(profile),
             ratios,
             StepProgress(config, shown),
@@ -219,7 +209,7 @@ def train(
 
 
 class FolderCheck(Observer):
-    """Asks after each step whether the run may still write to its folder."""
+    """Checks after each step that the run may still write to its folder."""
 
     def __init__(self, check: Callable[[], None]) -> None:
         """`check` raises LockLostError if it may not."""
@@ -230,46 +220,13 @@ class FolderCheck(Observer):
         self._check()
 
 
-class KeptAnswers(Observer):
-    """Writes down what environments answer while a step is sampled, so that it is heard again where the step is sampled again."""
-
-    def __init__(
-        self, config: TrainConfig, answers: RecordedAnswers, episodes: Episodes, *, say: Callable[[str], None]
-    ) -> None:
-        self._say, self._told = say, False
-        self._every, self._episodes = config.checkpoint.every_steps, episodes
-        self._answers = answers
-        self._needed_from: dict[int, int] = {}
-        """Step after which a checkpoint may be written -> the first step whose answers it needs."""
-
-    def before_sampling(self, position: Position, collector: Collecting) -> None:
-        """Begins the record of the step. The last checkpoint may still be on its way to the disk; the one before is there."""
-        done = position.step // self._every * self._every if self._every else 0
-        going = () if position.in_flight is None else position.in_flight.clock.groups.values()
-        self._needed_from[position.step] = 1 + min((group.version for group in going), default=position.step)
-        before = done - self._every
-        self._needed_from = {step: first for step, first in self._needed_from.items() if step >= before}
-        self._answers.begin(position.step + 1, keep_from=min(before + 1, *self._needed_from.values()))
-        self._episodes.answers = self._answers
-
-    def after_sampling(self, step: int, collected: Collected) -> None:
-        """Ends it: an evaluation is repeated as a whole."""
-        self._answers.end()
-        self._episodes.answers = None
-        if self._answers.failed and not self._told:
-            self._told = True
-            self._say(
-                f"what environments answer cannot be written down ({self._answers.failed}): a step that is interrupted will ask them again"
-            )
-
-
 class TracedSteps(Observer):
     """Begins and ends the traces of the steps that are profiled."""
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
 
-    def before_sampling(self, position: Position, collector: Collecting) -> None:
+    def before_sampling(self, position: Position, collector: Collector) -> None:
         """Begins the trace of the step."""
         self._profile.begin(position.step + 1)
 
@@ -279,9 +236,9 @@ class TracedSteps(Observer):
 
 
 def _written(start: ResumePoint) -> int:
-    """The last step whose metrics are final where a run goes on from `start`; -1 if none are.
+    """Returns the last step whose metrics are final if a run resumes at `start`; -1 if there is none.
 
-    Without a checkpoint to go on from, the evaluation before training is repeated too.
+    Without a checkpoint, the evaluation before training is repeated too.
     """
     return start.position.step - (start.unfinished is not None) if start.position.step else -1
 

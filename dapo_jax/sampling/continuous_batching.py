@@ -1,19 +1,19 @@
-"""Groups of responses to prompts, each sampled to its end: prompts are read in order, each once, and a slot that ends is refilled at once."""
+"""Groups of responses to prompts, each sampled to its end: continuous batching, with one prefill for all responses to a prompt."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 
 from jaxtyping import PRNGKeyArray, PyTree
 
-from dapo_jax.dapo.rollouts import Prompt, Response, Span
+from dapo_jax.dapo.rollouts import Prompt, Response
 from dapo_jax.sampling.decode_loop import DecodeLoop, StopRule
 from dapo_jax.sampling.decoding import Decoding
 from dapo_jax.sampling.interface import Engine
 from dapo_jax.sampling.requests import Request
-from dapo_jax.sampling.turns import EndedEpisode, Environments, TurnTaking, limits_of
+from dapo_jax.sampling.turns import Environments, TurnTaking, limits_of
 
 Draw = Callable[[int], Sequence[Prompt]]
-"""n -> up to n prompts. After none it is asked again while responses are in flight; with none in flight sampling ends."""
+"""n -> up to n prompts. After an empty answer it is called again as long as responses are sampled; then sampling ends."""
 
 
 class Sampler:
@@ -27,8 +27,8 @@ class Sampler:
         refill_frac: float = 0.125,
         on_look: Callable[[], None] = lambda: None,
     ) -> None:
-        """`prefill_prompts` are read side by side; slots are refilled once `refill_frac` of those that were live are free; `on_look` is called before
-        each call of the engine that draws tokens."""
+        """Prefills up to `prefill_prompts` prompts together, and refills slots once the fraction `refill_frac` of those that were live is free. Calls `on_look`
+        before each call of the engine that samples tokens."""
         self._on_look = on_look
         self._engine = engine
         self._prefill_prompts = prefill_prompts
@@ -47,35 +47,35 @@ class Sampler:
         version: int = 0,
         environments: Environments | None = None,
     ) -> Iterator[tuple[Prompt, tuple[Response, ...]]]:
-        """Yields each prompt with its responses, in the order in which groups end; `version` is that of `params`.
+        """Yields each prompt with its responses, in the order in which groups end; `version` is the version of `params`.
 
-        What is sampled depends on `params`, `key`, the ordinals, `decoding` and `stop` alone, not on slots, order or timing. With a cache in eight bits it
-        also depends on which responses are read again: that attends to keys that are not rounded yet.
+        Responses depend on `params`, `key`, the ordinals, `decoding` and `stop` alone, not on slots, order or timing. With a KV cache in eight bits they
+        also depend on which responses are preempted, since re-prefill attends to keys that are not rounded yet.
 
-        A response that `stop` ends is cut there, however many tokens the call had drawn beyond. With `environments` each response is an episode of several turns,
-        of which `stop` ends one; `max_response_tokens` are those of the whole episode, what is appended to it included, unless the environments say how many it may have.
+        `stop` cuts a response at its stop string. With `environments` each response is an episode of several turns, and `stop` ends a turn. An episode has up to
+        `max_response_tokens` tokens, the environment's included, unless the environments set another limit.
 
         Raises:
             ValueError: a prompt is empty, or leaves no room for `max_response_tokens` in a slot.
         """
         groups: dict[int, dict[int, Response]] = {}
-        taking, most = None, 0
+        taking: TurnTaking | None = None
         if environments is not None:
             capacity = self._engine.capacity
             limits = limits_of(environments, max_response_tokens=max_response_tokens, capacity=capacity)
-            taking, most = TurnTaking(environments, limits, self._on_look), limits.episode_tokens
+            taking = TurnTaking(environments, limits, self._on_look)
 
         def more() -> list[list[Request]]:
             if taking is not None:
                 taking.resume(loop.resume)
-                if (going := taking.going_on()) or taking.starting or loop.waiting:
+                if (going := taking.continuing()) or taking.starting or loop.waiting:
                     return going
             prompts = draw(self._prefill_prompts)
             check_prompts(prompts, capacity=self._engine.capacity, max_response_tokens=max_response_tokens)
             groups.update({prompt.ordinal: {} for prompt in prompts})
             asked = [
                 [
-                    Request(prompt, index, max_response_tokens, most=most)
+                    Request(prompt, index, max_response_tokens, version=version)
                     for index in range(samples_per_prompt)
                 ]
                 for prompt in prompts
@@ -84,7 +84,7 @@ class Sampler:
                 return asked
             taking.start(list(chain.from_iterable(asked)))
             taking.resume(loop.resume)
-            return taking.going_on()
+            return taking.continuing()
 
         loop = DecodeLoop(
             self._engine,
@@ -102,24 +102,19 @@ class Sampler:
                 if taking is not None:
                     taking.resume(loop.resume)
                 ended = loop.step()
-                if taking is None:
-                    over = [EndedEpisode(*each, (), ()) for each in ended or ()]
-                else:
-                    for each in ended or ():
-                        taking.turn_ended(*each)
+                over: list[Request] = []
+                for request, length, reason in ended or ():
+                    request.drawn, request.finish_reason = length, reason
+                    over.append(request)
+                if taking is not None:
+                    for request in over:
+                        taking.end_turn(request)
                     over = taking.ended()
-                    for episode in over:
-                        loop.slots.forget(episode.request)
-                for request, length, reason, turns, contexts in over:
+                    for request in over:
+                        loop.slots.forget(request)
+                for request in over:
                     group = groups[request.prompt.ordinal]
-                    group[request.index] = Response(
-                        tokens=request.tokens[:length].copy(),
-                        logprobs=request.logprobs[:length].copy(),
-                        finish_reason=reason,
-                        spans=(Span(0, version),),
-                        turns=turns,
-                        contexts=contexts,
-                    )
+                    group[request.index] = request.response(version)
                     if len(group) == samples_per_prompt:
                         del groups[request.prompt.ordinal]
                         yield request.prompt, tuple(group[index] for index in range(samples_per_prompt))

@@ -1,10 +1,9 @@
-"""The loop of sampling on the host: what was read starts in free slots, all slots draw, what has ended leaves.
+"""The loop of sampling on the host: prefilled responses start in free slots, all slots sample, and ended responses leave.
 
 The host looks at the device every `steps_per_call` tokens, or as soon as enough slots are free to be worth refilling.
 
-A response starts when there is a slot and there are pages of the cache for it; with every call it gets those that it will need. When there are
-none left, one gives its pages back, keeps what it has drawn, and waits until it is read again, prompt and tokens together, and goes on. No token
-is drawn twice, and the key of a token says nothing of when it is drawn.
+A response starts when there are a slot and pages of the KV cache for it. Every call gives it the pages that it will need. If there are none left, a response is preempted: it
+keeps its tokens, waits, is re-prefilled with its prompt, and continues. No token is sampled twice, and the key of a token does not depend on time.
 """
 
 from collections import deque
@@ -22,13 +21,13 @@ from dapo_jax.sampling.requests import NOTHING, Reading, Request, StopRule
 from dapo_jax.sampling.slots import Slots, Started
 
 PARKED: PyTree = object()
-"""In place of a prefix: the response's pages are there, but for tokens that it is fed."""
+"""In place of a prefix: the pages hold the context, except for the tokens that the response is fed."""
 
 _DEARER = 4
-"""Tokens that can be read in the time in which one is fed: that takes a decoding step."""
+"""Tokens that can be prefilled in the time in which one is fed, since that takes a decoding step."""
 
 Unread = Sequence[Sequence[Request]]
-"""Requests that begin with the same tokens, together."""
+"""Lists of requests with the same context."""
 
 
 class Ended(NamedTuple):
@@ -36,12 +35,12 @@ class Ended(NamedTuple):
 
     request: Request
     tokens: int
-    """The number of its tokens, of those that the request has."""
+    """Number of its tokens; the request may have more, which `stop` cut."""
     reason: FinishReason
 
 
 class DecodeLoop:
-    """The responses on their way through the slots of an engine, under the same weights until others are taken."""
+    """The responses in the slots of an engine, with the same weights until `take`."""
 
     def __init__(
         self,
@@ -57,25 +56,25 @@ class DecodeLoop:
         prefill_first: bool = True,
         park: bool = False,
     ) -> None:
-        """`more` returns the requests to prefill next; it is called when the line is empty, and again at the next call if it returned none.
+        """`more` returns the requests to prefill next. It is called when the line is empty, and again at the next call after an empty answer.
 
         With `prefill_first`, prompts are prefilled until every slot is taken, and only then are tokens sampled. This gives the best throughput: a prompt costs the
-        same whenever it is prefilled, and a slot that is idle meanwhile costs decoding steps. Without it, each call of the engine comes after one prefill at most, and samples
+        same whenever it is prefilled, and an idle slot costs decoding steps meanwhile. Without it, at most one prefill comes before each call of the engine, which samples
         one token while slots are idle and prompts wait, so that running responses stream on.
 
         With `park` a response that ended keeps its pages, without a slot, until it continues (`resume`) or is forgotten (`slots.forget`).
-        `decoding`, `stop` and `key` are those of requests without options of their own; either all requests have some, or none."""
+        `decoding`, `stop` and `key` apply to requests without options of their own; either all requests have options, or none."""
         self._engine, self._params, self._key, self._decoding = engine, params, key, decoding
         self._stop, self._refill_frac, self._on_look = stop, refill_frac, on_look
         self._more, self._prefill_first, self._park = more, prefill_first, park
         self._state = engine.init_decode_state()
         self.slots = Slots(engine)
         self.waiting: deque[Request] = deque()
-        # Apart, or what is read again would wait for prompts that are being read, and these for the place at the head of the line.
+        # Two of them: a re-prefill must not wait for prompts in prefill, and these not for the place at the head of the line.
         self._reading, self._again = Reading(engine, params), Reading(engine, params)
 
     def resume(self, request: Request) -> bool:
-        """Lines up one whose next turn begins, to be fed what its pages lack, before all that have none. False: it is to be read, and has no pages."""
+        """Lines up a response whose next turn begins, before all responses without pages; it is fed the tokens that its pages lack. Returns False if it has to be prefilled."""
         fed = len(request.fed)
         long = not 0 < fed <= self._engine.feed_tokens or fed * _DEARER > request.length
         if request.row is None or long or self.slots.others_idle(request):
@@ -87,7 +86,7 @@ class DecodeLoop:
         return True
 
     def step(self) -> list[Ended] | None:
-        """One call of the engine. Returned are the responses that ended; None if there is none to draw for."""
+        """Calls the engine once. Returns the responses that ended; None if there was nothing to sample."""
         slots, waiting = self.slots, self.waiting
         slots.make_room(waiting)
         self._put_aside()
@@ -110,10 +109,10 @@ class DecodeLoop:
         return ended
 
     def drop(self, requests: Sequence[Request]) -> None:
-        """Ends requests wherever they are on their way; those that are over already stay so."""
+        """Ends requests wherever they are; those that have ended stay so."""
         slots, gone = self.slots, {id(request) for request in requests}
         for request in requests:
-            request.dropped = True  # one that is being read leaves when it was read
+            request.dropped = True  # a request in prefill is removed once its prefill ends
         for slot, owner in enumerate(slots.owners):
             if owner is not None and id(owner) in gone:
                 slots.end(slot)
@@ -124,10 +123,9 @@ class DecodeLoop:
         self.waiting = deque(request for request in self.waiting if not request.dropped)
 
     def take(self, params: PyTree) -> None:
-        """Goes on with other weights from the next call on. They read again what responses begin with and have drawn, so each token is drawn by
-        weights that have read all before it."""
+        """Samples with other weights from the next call on. Contexts are re-prefilled, so each token is sampled by weights that have read all tokens before it."""
         slots = self.slots
-        assert not slots.aside, "responses that pause are not read again"
+        assert not slots.aside, "paused responses are not re-prefilled"
         running = sorted((owner.order, slot) for slot, owner in enumerate(slots.owners) if owner is not None)
         again = [slots.end(slot) for _, slot in running]
         slots.released += [slot for _, slot in running]
@@ -143,11 +141,11 @@ class DecodeLoop:
             self._reading.begin(unread)
 
     def close(self) -> None:
-        """Forgets what gives more to read: a function that knows this loop, so that cache and weights would stay until cycles are collected."""
+        """Forgets `more`, a function that knows this loop: else cache and weights would stay until the garbage collector finds the cycle."""
         self._more = tuple
 
     def _decoding_now(self) -> Decoding:
-        """The loop's, or of each slot its own."""
+        """Returns the decoding of the loop, or one for each slot."""
         options = [None if owner is None else owner.options for owner in self.slots.owners]
         if not any(options):
             return self._decoding
@@ -155,12 +153,12 @@ class DecodeLoop:
 
     @property
     def _has_work(self) -> bool:
-        """Whether somebody waits for a slot, as far as is known."""
+        """Whether a response waits for a slot, as far as is known."""
         return bool(self.waiting) or self._prefilling
 
     @property
     def _prefilling(self) -> bool:
-        """Whether the prefill of some sequence has begun and has not ended."""
+        """Whether a prefill has begun and has not ended."""
         return self._reading.busy or self._again.busy
 
     def _prefill(self) -> bool:
@@ -181,7 +179,7 @@ class DecodeLoop:
                     if not (unread := self._more()):
                         if not waiting:
                             break
-                        self._start()  # those that were lined up on the way
+                        self._start()  # `more` may have lined some up
                         if waiting:
                             break
                         continue
@@ -194,7 +192,7 @@ class DecodeLoop:
         return False
 
     def _start(self) -> None:
-        """Starts those at the head of the line that were read, as many as there are slots and pages for: one `insert` for each prefix."""
+        """Starts prefilled responses at the head of the line, as many as there are slots and pages for: one `insert` for each prefix."""
         started: list[tuple[PyTree, Started]] = []
         while self.waiting and (prefix := self.waiting[0].prefix) is not None:
             if (one := self.slots.take(self.waiting[0], self.waiting)) is None:
@@ -232,13 +230,13 @@ class DecodeLoop:
                 request.fed = NOTHING
 
     def _release(self) -> None:
-        """Tells the engine which slots were left."""
+        """Releases the slots without an owner on the device."""
         if self.slots.released:
             self._state = self._engine.release(self._state, self.slots.released)
             self.slots.released = []
 
     def _absorb(self, result: ResultTokens) -> list[Ended]:
-        """Hands each slot's new tokens to its owner, and frees the slots of those that ended."""
+        """Hands new tokens to the owners of the slots, and frees the slots of ended responses."""
         slots = self.slots
         tokens, logprobs, valid, live = jax.device_get(
             (result.tokens, result.logprobs, result.valid, result.live)
@@ -262,7 +260,7 @@ class DecodeLoop:
         return ended
 
     def _put_aside(self) -> None:
-        """Takes those that pause out of their slots, if others wait for one; what the next token is drawn from is kept."""
+        """Takes paused responses out of their slots, if others wait for one; the logits of their next tokens are kept."""
         slots = self.slots
         if not (pausing := list(slots.pausing())):
             return

@@ -1,4 +1,4 @@
-"""The slots of an engine on the host: who is in which, with which pages of the cache, and who gives way where pages run out."""
+"""Bookkeeping of an engine's slots on the host: the owner of each slot, its pages of the KV cache, and preemption when pages run out."""
 
 import heapq
 import itertools
@@ -14,15 +14,15 @@ from dapo_jax.sampling.pages import Fill, Pages, pages_for
 from dapo_jax.sampling.requests import Request
 
 SPARE_PAGES = 2
-"""Pages that are kept free for each response in a slot when another one starts. With 12% of the pages that 128 slots may come to, the tokens
-that were read again were 51% of those drawn without any, 18% with two, with which 3% fewer slots were at work, and 8% with four (5% fewer)."""
+"""Pages that are kept free for each running response when another one starts. With 12% of the pages that 128 slots may need, re-prefilled tokens were 51% of
+the sampled ones with no spare pages, 18% with two (3% fewer slots busy), and 8% with four (5% fewer)."""
 
 _FOR_EVER = np.iinfo(np.int32).max
 
 
 @dataclass(frozen=True)
 class Started:
-    """A response that was given a slot."""
+    """A response that starts in a slot."""
 
     slot: int
     request: Request
@@ -30,23 +30,23 @@ class Started:
 
 
 class Slots:
-    """Who is in which slot, with which pages.
+    """The owners of slots and pages.
 
-    A response holds its pages by a row of the table. There are as many rows as slots, or more: then those that pause leave their slot to others,
-    keep their pages, and get a slot again in their turn.
+    A response holds its pages by a row of the page table. There may be more rows than slots: paused responses then leave their slots to others, keep their pages, and
+    get a slot again in their turn.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.pages, self._steps = Pages(engine.page_sizes), engine.steps_per_call
         self.owners: list[Request | None] = [None] * engine.slots
-        # The lowest number first, of each pool.
+        # For each pool, the lowest number first.
         self._idle: list[list[int]] = [[] for _ in range(self.pages.sizes.pools)]
         for slot in range(engine.slots):
             self._idle[self._pool_of(slot)].append(slot)
         self.released: list[int] = []
-        """Slots that their owners have left, and which the engine takes for live until it is told."""
+        """Slots without an owner that the engine still counts as live."""
         self.aside: list[Request] = []
-        """Responses that pause, or whose environment works, and have pages, but no slot."""
+        """Responses with pages but without a slot: they pause, or their environment works."""
         self._starts = itertools.count()
         rows, self._rows = (
             range(self.pages.sizes.holders),
@@ -57,44 +57,44 @@ class Slots:
 
     @property
     def live(self) -> int:
-        """Slots whose responses draw tokens."""
+        """Number of slots that sample tokens."""
         return sum(owner is not None and not owner.paused for owner in self.owners)
 
     @property
     def tables(self) -> Int[np.ndarray, "slots table_pages"]:
-        """The pages of each slot; of a free one they have no meaning."""
+        """The pages of each slot; rows of free slots have no meaning."""
         rows = [0 if owner is None or owner.row is None else owner.row for owner in self.owners]
         return self.pages.tables[rows]
 
     @property
     def until(self) -> Int[np.ndarray, " slots"]:
-        """The number of tokens, of an episode those of its present turn, at which each slot pauses."""
+        """Number of tokens at which each slot pauses; of an episode, tokens of its present turn."""
         return np.array(
             [_FOR_EVER if owner is None else owner.target - owner.begun for owner in self.owners], np.int32
         )
 
     def has_room(self, request: Request, waiting: deque[Request]) -> bool:
-        """Whether there is a free slot, and pages for the request were none of them shared; for that others give way as in `take`."""
+        """Returns whether there is a free slot, and enough pages if none of them were shared. Preempts others as `take` does."""
         needed, spare = pages_for(request.room(self._steps), self.pages.sizes.page_tokens), self._spare()
         if not (pools := self._open_to(request, waiting)):
             return False
         pool = max(pools, key=lambda pool: self._free(pool) - spare[pool])
         while self._free(pool) < needed + spare[pool]:
-            if not self._gives_way(pool, waiting, to=request):
+            if not self._preempts(pool, waiting, to=request):
                 return False
         return True
 
     def take(self, request: Request, waiting: deque[Request]) -> Started | None:
-        """Gives the request a free slot, where the most pages are free, with those for all of it and what the next call draws; or None.
+        """Gives the request a free slot in the pool with the most free pages, with pages for its context and the next call; or returns None.
 
-        For that those that pause give way; and where nobody draws, those of the line `waiting` that have pages.
+        Preempts paused responses for that; if nothing is being sampled, also responses of the line `waiting` that have pages.
         """
         if not (pools := self._open_to(request, waiting)):
             return None
         pool = max(pools, key=self._free)
         slot = heapq.heappop(self._idle[pool])
         while (fills := self._given(request, pool)) is None:
-            if not self._gives_way(pool, waiting, to=request):
+            if not self._preempts(pool, waiting, to=request):
                 heapq.heappush(self._idle[pool], slot)
                 return None
         self.owners[slot] = request
@@ -108,12 +108,12 @@ class Slots:
         return started
 
     def make_room(self, waiting: deque[Request]) -> None:
-        """Gives every response the pages for what the next call draws, those that started first before the others.
+        """Gives every response the pages for the next call, the oldest responses first.
 
-        Where pages run out, those that pause give way first, then those in line, then the one that started last: it goes to the head of the line.
+        If pages run out, paused responses are preempted first, then those in line, then the running response that started last, which goes to the head of the line.
         """
         if self.pages.sizes.table_pages == 1:
-            return  # Each response has a page for all of its tokens.
+            return  # Each response has one page for all of its tokens.
         running = sorted(
             (owner.order, slot)
             for slot, owner in enumerate(self.owners)
@@ -125,7 +125,7 @@ class Slots:
             assert owner is not None
             assert owner.row is not None
             while not self.pages.grow(owner.row, owner.room(self._steps)):
-                if self._pausing_gives_way(pool) or self._waiting_gives_way(pool, waiting):
+                if self._preempts_paused(pool) or self._preempts_waiting(pool, waiting):
                     continue
                 last = next((at for _, at in reversed(running) if self._pool_of(at) == pool), slot)
                 waiting.appendleft(self.end(last))
@@ -141,22 +141,22 @@ class Slots:
         return owner
 
     def park(self, slot: int) -> None:
-        """Frees a slot whose response keeps its pages, until others need them."""
+        """Frees a slot. Its response keeps its pages until others need them."""
         self.aside.append(self.leave(slot))
 
     def others_idle(self, request: Request) -> bool:
-        """Whether there are free slots, but none where the request's pages are."""
+        """Returns whether slots are free, but none in the pool of the request's pages."""
         assert request.row is not None
         return not self._idle[self.pages.sizes.pool_of(request.row)] and any(self._idle)
 
     def forget(self, request: Request) -> None:
-        """Frees the pages of one beside the slots, if it has any."""
+        """Frees the pages of a response outside the slots, if it has any."""
         if request.row is not None:
             self.aside.remove(request)
             self.let_go(request)
 
     def leave(self, slot: int) -> Request:
-        """Frees a slot, whose response keeps its pages."""
+        """Frees a slot. Its response keeps its pages."""
         owner = self.owners[slot]
         assert owner is not None
         self.owners[slot] = None
@@ -164,23 +164,23 @@ class Slots:
         return owner
 
     def pausing(self) -> Iterator[tuple[int, Request]]:
-        """The slots of those that pause."""
+        """The slots of paused responses, and the responses."""
         for slot, owner in enumerate(self.owners):
             if owner is not None and owner.paused:
                 yield slot, owner
 
     def _open_to(self, request: Request, waiting: deque[Request]) -> list[int]:
-        """The pools with a free slot that a request can have: where its pages are, or where there is a row of the table for it, if need be that of one that gives way as in `take`."""
+        """Returns the pools with a free slot for the request: the pool of its pages, or pools with a free row of the page table. If there is none, preempts as `take` does."""
         if request.row is not None:
             pool = self.pages.sizes.pool_of(request.row)
             return [pool] if self._idle[pool] else []
         idle = [pool for pool, slots in enumerate(self._idle) if slots]
         if open_to := [pool for pool in idle if self._rows[pool]]:
             return open_to
-        return next(([pool] for pool in idle if self._gives_way(pool, waiting, to=request)), [])
+        return next(([pool] for pool in idle if self._preempts(pool, waiting, to=request)), [])
 
     def _given(self, request: Request, pool: int) -> list[Fill] | None:
-        """The pages of a pool to write for a request that gets the pages it needs; None if there are not enough."""
+        """Gives a request the pages that it needs. Returns the pages to write; None if there are not enough."""
         tokens = request.room(self._steps)
         if request.row is not None:
             return [] if self.pages.grow(request.row, tokens) else None
@@ -199,20 +199,20 @@ class Slots:
         return fills
 
     def let_go(self, request: Request) -> None:
-        """Takes the pages of a request that holds some."""
+        """Frees the pages of a request."""
         assert request.row is not None
         self.pages.release(request.row)
         self._rows[self.pages.sizes.pool_of(request.row)].append(request.row)
         request.row = None
 
-    def _gives_way(self, pool: int, waiting: deque[Request], *, to: Request) -> bool:
-        """Takes the pages of one for another to start: of one that pauses, or if nobody draws, of one that waits."""
-        return self._pausing_gives_way(pool) or (
-            not self.live and self._waiting_gives_way(pool, waiting, but=to)
+    def _preempts(self, pool: int, waiting: deque[Request], *, to: Request) -> bool:
+        """Preempts one response for another to start: a paused one, or if nothing is being sampled, a waiting one."""
+        return self._preempts_paused(pool) or (
+            not self.live and self._preempts_waiting(pool, waiting, but=to)
         )
 
-    def _pausing_gives_way(self, pool: int) -> bool:
-        """Takes the pages of one that pauses, the last that started, which then has to be read again; False if there is none."""
+    def _preempts_paused(self, pool: int) -> bool:
+        """Preempts the paused response that started last; it has to be re-prefilled. Returns False if there is none."""
         pausing = [*self.aside, *(owner for _, owner in self.pausing())]
         if not (held := [each for each in pausing if self._holds(each, pool)]):
             return False
@@ -227,8 +227,8 @@ class Slots:
         last.prefix = None
         return True
 
-    def _waiting_gives_way(self, pool: int, waiting: deque[Request], but: Request | None = None) -> bool:
-        """Takes the pages of the last in line that has some, which then has to be read again; False if there is none."""
+    def _preempts_waiting(self, pool: int, waiting: deque[Request], but: Request | None = None) -> bool:
+        """Preempts the last response in line with pages; it has to be re-prefilled. Returns False if there is none."""
         last = next((each for each in reversed(waiting) if self._holds(each, pool) and each is not but), None)
         if last is None:
             return False
@@ -246,8 +246,8 @@ class Slots:
         return self.pages.free_of(pool)
 
     def _spare(self) -> list[int]:
-        """The pages of each pool that a start leaves to those that are there: a few for each, as far as it may still grow. Without them what
-        starts would soon have to give way, and be read again."""
+        """Pages of each pool that a start leaves free: a few for each running response, as far as it may still grow. Without them, a response that starts would soon be
+        preempted."""
         sizes = self.pages.sizes
         spare = [0] * sizes.pools
         if not sizes.runs_out:

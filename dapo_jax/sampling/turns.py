@@ -1,26 +1,26 @@
-"""Episodes of several turns: what ends a turn is handed to an environment, and what that appends is read before the next turn is drawn.
+"""Episodes of several turns in a sampler that runs to the end: a turn that ends goes to its environment, and the answer is prefilled before the next turn.
 
-While an environment works, its episode has no slot, and pages only as long as no other needs them. What was drawn stays as it is: the next turn begins behind the very tokens of the
-turns before and those that were appended, and nothing is tokenized again.
+While an environment works, its episode has no slot, and keeps its pages only as long as no other response needs them. No token is tokenized a second time.
 """
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
-from dapo_jax.dapo.episode_limits import EpisodeLimits
-from dapo_jax.dapo.rollouts import ContextSpan, Continuation, DrawnTurn, FinishReason, Prompt, TurnSpan
-from dapo_jax.sampling.requests import Request
+from dapo_jax.dapo.rollouts import Continuation, DrawnTurn, Prompt
+from dapo_jax.sampling.requests import EpisodeLimits, Request
 
 _LOOK_S = 1.0
-"""Seconds after which a sampler that waits for environments looks around."""
+"""Seconds after which a sampler that waits for environments calls `on_look`."""
+
+Answer = Future[Continuation | None]
+"""The environment's tokens before the next turn; None: the episode is over, or was lost."""
 
 
 @runtime_checkable
 class Environments(Protocol):
-    """The environments of a run as the sampler sees them: futures of what they put before the next turn."""
+    """The environments of a run, for the sampler."""
 
     max_turns: int
     turn_tokens: int
@@ -28,17 +28,17 @@ class Environments(Protocol):
     episode_tokens: int
     """The most tokens of an episode; 0: as many as a response may have."""
 
-    def start(self, prompt: Prompt, index: int) -> Future[Continuation | None]:
-        """Begins the episode: what stands before the first turn, behind the prompt or in its place, perhaps no tokens; None: it was lost."""
+    def start(self, prompt: Prompt, index: int) -> Answer:
+        """Begins an episode. The answer is put before the first turn, after the prompt or in its place; it may be empty."""
         ...
 
-    def step(self, prompt: Prompt, index: int, turn: DrawnTurn) -> Future[Continuation | None]:
-        """Hands over a turn: what stands before the next one; None: the episode is over."""
+    def step(self, prompt: Prompt, index: int, turn: DrawnTurn) -> Answer:
+        """Hands over a turn that has ended."""
         ...
 
 
 def limits_of(environments: Environments, *, max_response_tokens: int, capacity: int) -> EpisodeLimits:
-    """The limits of episodes that are sampled in contexts of up to `capacity` tokens."""
+    """Returns the limits of episodes in contexts of up to `capacity` tokens."""
     return EpisodeLimits(
         max_turns=environments.max_turns,
         turn_tokens=environments.turn_tokens,
@@ -47,111 +47,75 @@ def limits_of(environments: Environments, *, max_response_tokens: int, capacity:
     )
 
 
-class EndedEpisode(NamedTuple):
-    """An episode that is over."""
-
-    request: Request
-    tokens: int
-    reason: FinishReason
-    turns: tuple[TurnSpan, ...]
-    contexts: tuple[ContextSpan, ...]
-
-
-@dataclass
 class TurnTaking:
     """The episodes of one sampler that wait for their environments."""
 
-    environments: Environments
-    limits: EpisodeLimits
-    on_look: Callable[[], None]
-    """Called while it waits."""
-    pending: int = 0
-    """Episodes whose environment works."""
-    starting: int = 0
-    """The number of them that have not begun."""
-    _arrived: SimpleQueue[tuple[Request, Future[Any]]] = field(default_factory=SimpleQueue)
-    _turns: dict[int, list[TurnSpan]] = field(default_factory=dict)
-    _reasons: dict[int, list[FinishReason]] = field(default_factory=dict)
-    _contexts: dict[int, list[ContextSpan]] = field(default_factory=dict)
-    _ended: list[EndedEpisode] = field(default_factory=list)
-    _going: list[Request] = field(default_factory=list)
+    def __init__(
+        self, environments: Environments, limits: EpisodeLimits, on_look: Callable[[], None]
+    ) -> None:
+        """`on_look` is called every second while all episodes wait."""
+        self._environments, self._limits, self._on_look = environments, limits, on_look
+        self._arrived: SimpleQueue[tuple[Request, Answer]] = SimpleQueue()
+        self._ended: list[Request] = []
+        self._continuing: list[Request] = []
+        self._pending = 0
+        self.starting = 0
+        """Number of episodes whose environment has not answered yet for the first time."""
 
     @property
     def busy(self) -> bool:
-        """Whether an episode is not over that has no slot."""
-        return self.pending > 0 or bool(self._going)
+        """Whether an episode is not over and has no slot."""
+        return self._pending > 0 or bool(self._continuing)
 
     def start(self, requests: Sequence[Request]) -> None:
         """Begins episodes."""
+        self.starting += len(requests)
         for request in requests:
-            for parts in (self._turns, self._reasons, self._contexts):
-                parts[id(request)] = []
-            self.starting += 1
-            self._await(request, self.environments.start(request.prompt, request.index))
+            self._await(request, self._environments.start(request.prompt, request.index))
 
-    def turn_ended(self, request: Request, length: int, reason: FinishReason) -> None:
-        """Hands the turn with which a response now has `length` tokens to its environment."""
-        request.drawn = length
-        self._turns[id(request)].append(TurnSpan(request.begun, length))
-        self._reasons[id(request)].append(reason)
-        drawn = slice(request.begun, length)
-        turn = DrawnTurn(
-            tokens=request.tokens[drawn].copy(), logprobs=request.logprobs[drawn].copy(), finish_reason=reason
-        )
-        self._await(request, self.environments.step(request.prompt, request.index, turn))
+    def end_turn(self, request: Request) -> None:
+        """Hands the present turn, which ended for `finish_reason`, to its environment."""
+        assert request.finish_reason is not None
+        turn = request.end_turn(request.finish_reason)
+        self._await(request, self._environments.step(request.prompt, request.index, turn))
 
     def resume(self, resumed: Callable[[Request], bool]) -> None:
-        """Lets those go on whose next turn begins and that `resumed` takes; the others are to be read."""
+        """Continues the episodes that `resumed` accepts; the others have to be prefilled."""
         self._take()
-        self._going = [request for request in self._going if not resumed(request)]
+        self._continuing = [request for request in self._continuing if not resumed(request)]
 
-    def going_on(self) -> list[list[Request]]:
-        """The episodes whose next turn can be read, those together that begin with the same tokens."""
+    def continuing(self) -> list[list[Request]]:
+        """Returns the episodes to prefill, those together whose contexts are equal."""
         alike: dict[tuple[int, bytes], list[Request]] = {}
-        for request in self._going:
+        for request in self._continuing:
             alike.setdefault((request.prompt.ordinal, request.sequence.tobytes()), []).append(request)
-        self._going = []
+        self._continuing = []
         return list(alike.values())
 
-    def ended(self) -> list[EndedEpisode]:
-        """The episodes that are over."""
+    def ended(self) -> list[Request]:
+        """Returns the episodes that are over."""
         self._take()
         ended, self._ended = self._ended, []
         return ended
 
     def wait(self) -> None:
         """Waits until an environment has answered."""
-        while self.pending and not (self._going or self._ended):
+        while self._pending and not (self._continuing or self._ended):
             try:
                 self._took(*self._arrived.get(timeout=_LOOK_S))
             except Empty:
-                self.on_look()
+                self._on_look()
 
-    def _await(self, request: Request, answer: Future[Any]) -> None:
-        self.pending += 1
+    def _await(self, request: Request, answer: Answer) -> None:
+        self._pending += 1
         answer.add_done_callback(lambda done: self._arrived.put((request, done)))
 
     def _take(self) -> None:
         while not self._arrived.empty():
             self._took(*self._arrived.get())
 
-    def _took(self, request: Request, answer: Future[Any]) -> None:
-        one = id(request)
-        before, turns, reasons, contexts = (
-            answer.result(),
-            self._turns[one],
-            self._reasons[one],
-            self._contexts[one],
-        )
-        self.pending -= 1
-        self.starting -= not turns
-        reason = self.limits.end(before, reasons=reasons, drawn=request.drawn, length=request.length)
-        if reason is not None:
-            del self._turns[one], self._reasons[one], self._contexts[one]
-            self._ended.append(EndedEpisode(request, request.drawn, reason, tuple(turns), tuple(contexts)))
-            return
-        assert before is not None
-        if before.anew:
-            contexts.append(ContextSpan(request.drawn, request.drawn + len(before.tokens)))
-        request.begin_turn(len(turns), before, self.limits)
-        self._going.append(request)
+    def _took(self, request: Request, answer: Answer) -> None:
+        self._pending -= 1
+        self.starting -= not request.turns
+        request.take_answer(answer.result(), self._limits)
+        (self._continuing if request.finish_reason is None else self._ended).append(request)

@@ -25,9 +25,8 @@ def rollout_metrics(collected: Collected) -> dict[str, float | int]:
         "rollout/trained_groups": len(collected.groups),
         "rollout/surplus_groups": collected.surplus,
         "rollout/carried_groups": len(collected.carry),
-        "rollout/dropped_old": collected.dropped_old,
         **_ages(collected),
-        **(_of_rounds(collected) if collected.in_flight is not None else {}),
+        **(_of_rounds(collected) if collected.drawn_tokens is not None else {}),
         "rollout/trained_accuracy": float(np.mean([rollout.correct for rollout in trained])),
         "rollout/trained_response_tokens": float(np.mean([rollout.response_tokens for rollout in trained])),
     }

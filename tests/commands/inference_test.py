@@ -20,9 +20,10 @@ from dapo_jax.config import (
 )
 from dapo_jax.data.prompts import held_out
 from dapo_jax.data.rows import checked_rows
+from dapo_jax.rollout.response_sampler import EVALUATION, TRAINING
 from dapo_jax.run.grader_setup import grading
 from dapo_jax.run.policy import load_policy, mesh_of, meshes_of
-from dapo_jax.run.response_sampler import EVALUATION, TRAINING, ResponseSampler
+from dapo_jax.run.sampler_setup import response_sampler
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.trackers.rollout_log import read_problems, read_rollouts
 
@@ -197,7 +198,7 @@ def test_evaluation_and_training_use_different_random_numbers(model, rows):
     policy = load_policy(ModelConfig(source=model))
     sampling = SamplingConfig(max_response_tokens=6, slots=8, steps_per_call=3)
     mesh = mesh_of(ParallelConfig())
-    rollouts = ResponseSampler(
+    rollouts = response_sampler(
         policy,
         meshes_of(ParallelConfig(), mesh),
         sampling,

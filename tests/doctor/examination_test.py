@@ -17,7 +17,7 @@ from dapo_jax.doctor.check import Finding, Found
 from dapo_jax.doctor.examination import show, verdict
 from dapo_jax.locks import take
 from dapo_jax.parallel.weights import WeightTransfer
-from dapo_jax.run import response_sampler, step_batches
+from dapo_jax.run import sampler_setup, step_batches
 from tests.doctor.conftest import write_model
 
 UNSURE = {"devices", "grade"}
@@ -253,7 +253,7 @@ def test_too_little_memory(examined, monkeypatch):
 
 def test_a_sampler_that_disagrees_with_the_trainer(examined, monkeypatch):
     """Its weights are a tenth larger."""
-    plain = response_sampler.transfer_of
+    plain = sampler_setup.transfer_of
 
     def enlarged(policy, meshes, sampling, **how):
         class Enlarged(WeightTransfer):
@@ -265,7 +265,7 @@ def test_a_sampler_that_disagrees_with_the_trainer(examined, monkeypatch):
         enlarged.__dict__.update(made.__dict__)
         return enlarged
 
-    monkeypatch.setattr(response_sampler, "transfer_of", enlarged)
+    monkeypatch.setattr(sampler_setup, "transfer_of", enlarged)
     assert "do not train" in only_fails(examined(), "agreement").remedy
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dapo_jax.dapo.rollouts import DrawnTurn, Prompt, Verdict
+from dapo_jax.dapo.rollouts import DrawnTurn, Prompt, Standing, Verdict
 from dapo_jax.environments import Episodes, Step, load_environment
 from dapo_jax.environments.rendering import Rendering
 from dapo_jax.rewards.functions import RewardError
@@ -100,23 +100,16 @@ def test_an_episode_hears_each_turn_and_is_worth_the_sum():
     assert [each.logprobs.tolist() for each in echo.turns] == [[-0.5]] * 3
 
 
-def test_the_episodes_of_a_prompt_have_one_seed_and_others_another():
+def test_seeds_of_episodes_depend_on_the_prompt_and_on_the_seed_of_the_run():
     environment = Making(Echo)
-    with started(environment) as episodes:
-        for index in range(3):
-            episodes.start(PROMPT, index).result(5)
-        episodes.start(Prompt(ordinal=8, tokens=PROMPT.tokens, text="q", answer="a"), 0).result(5)
-    seeds = [echo.seed for echo in environment.made]
-    assert seeds[0] == seeds[1] == seeds[2] != seeds[3]
-
-
-def test_another_seed_of_the_run_gives_the_episodes_other_seeds():
-    environment = Making(Echo)
-    for seed in (1, 2, 1):
+    other = replace(PROMPT, ordinal=8)
+    for seed, asked in ((1, (PROMPT, PROMPT, other)), (2, (PROMPT,)), (1, (PROMPT,))):
         with started(environment, seed=seed) as episodes:
-            episodes.start(PROMPT, 0).result(5)
-    first, other, again = [echo.seed for echo in environment.made]
-    assert first == again != other
+            for index, prompt in enumerate(asked):
+                episodes.start(prompt, index).result(5)
+    first, second, of_other, of_run, again = [echo.seed for echo in environment.made]
+    assert first == second == again
+    assert len({first, of_other, of_run}) == 3
 
 
 def test_what_a_turn_leaves_out_stays_as_an_earlier_turn_had_it():
@@ -165,19 +158,6 @@ def test_calls_beyond_the_most_wait_and_their_time_begins_when_they_do():
         for future in [episodes.step(PROMPT, index, turn("a")) for index in range(8)]:
             future.result(5)
         assert not any(verdict.result(5).lost for verdict in episodes.verdicts(samples(8)))
-
-
-def test_rewards_may_be_compared_within_the_group():
-    async def longest(episodes):
-        lengths = [sum(len(turn.text) for turn in each.turns) for each in episodes]
-        return [float(length == max(lengths)) for length in lengths]
-
-    with started(Making(Echo, longest)) as episodes:
-        for index, text in enumerate(["a", "bbb", "cc"]):
-            episodes.start(PROMPT, index).result(5)
-            episodes.step(PROMPT, index, turn(text)).result(5)
-        scores = [future.result(5).score for future in episodes.verdicts(samples(3))]
-    assert scores == [0.0, 1.0, 0.0]
 
 
 def test_a_compared_reward_replaces_the_rewards_of_the_turns():
@@ -265,7 +245,7 @@ def test_an_environment_that_loses_every_episode_ends_the_run_with_its_own_file_
 
 
 def test_an_environment_that_has_answered_once_ends_no_run():
-    """The first episode is good; what fails later may be a server that is away for a while."""
+    """The first episode is good; a server may be away for a while afterwards."""
 
     class Breaking(Echo):
         async def step(self, turn):
@@ -358,48 +338,27 @@ class Unreadable(list):
     __len__ = __getitem__ = __iter__
 
 
-class SpeechlessError(Exception):
-    def __str__(self):
-        raise OSError("gone")
-
-
 BAD_STEPS = {
-    "raises what raises": (raising(SpeechlessError()), "raised", "answer raises OSError"),
     "appends what raises": (stepping(append=Unreadable()), "raised", "answer raises OSError"),
     "hangs": (hang, "timeout", r"no answer of the environment within 0\.3 s"),
     "blocks": (block, "timeout", r"within 0\.3 s"),
     "goes on when cancelled": (stubborn, "timeout", r"within 0\.3 s"),
     "cancels itself": (cancels_itself, "raised", "CancelledError"),
-    "raises": (raising(ValueError("no such tool")), "raised", "ValueError: no such tool"),
-    "raises what has no text": (raising(KeyError()), "raised", "KeyError"),
     "raises an endless text": (raising(ValueError("x" * 10**6)), "raised", r"x{500} \(episodes_test\.py, line \d+\)$"),
     "exits": (raising(SystemExit(3)), "raised", "SystemExit: 3"),
     "interrupts": (raising(KeyboardInterrupt()), "raised", "KeyboardInterrupt"),
-    "runs out of memory": (raising(MemoryError()), "raised", "MemoryError"),
-    "recurses": (raising(RecursionError("deep")), "raised", "RecursionError: deep"),
     "answers nothing": (answering(None), "raised", r"answered None \(NoneType\), needs a Step"),
-    "answers a tuple": (answering((1.0, True)), "raised", r"\(tuple\), needs a Step"),
-    "answers a text": (answering("ok"), "raised", r"'ok' \(str\), needs a Step"),
-    "answers a class": (answering(Step), "raised", "needs a Step"),
     "reward is a text": (stepping(reward="1"), "nonfinite", "the reward '1', needs a finite number"),
-    "reward is none": (stepping(reward=None), "nonfinite", "the reward None"),
     "reward is nan": (stepping(reward=float("nan")), "nonfinite", "the reward nan"),
-    "reward is infinite": (stepping(reward=float("inf")), "nonfinite", "the reward inf"),
     "reward is huge": (stepping(reward=1e300), "nonfinite", r"the reward 1e\+300"),
-    "reward is a list": (stepping(reward=[1.0]), "nonfinite", r"the reward \[1\.0\]"),
     "done is a text": (stepping(done="yes"), "raised", "done='yes', needs True or False"),
     "correct is a number": (stepping(correct=0.5), "raised", r"correct=0\.5"),
     "metrics is a list": (stepping(metrics=[1]), "raised", r"metrics=\[1\], needs a mapping"),
-    "a metric is a text": (stepping(metrics={"a": "b"}), "nonfinite", "the metric 'a': 'b'"),
     "a metric is nan": (stepping(metrics={"a": float("nan")}), "nonfinite", "the metric 'a': nan"),
     "appends a number": (stepping(append=5), "raised", r"5 \(int\) cannot be appended"),
-    "appends bytes": (stepping(append=b"\xff\xfe"), "raised", "ids from 254 to 255|cannot be appended|neither"),
     "appends half a character": (stepping(append="\ud800"), "raised", "cannot be tokenized"),
     "appends huge text": (stepping(append="x" * (1 << 21)), "raised", "2,097,152 characters"),
     "appends foreign ids": (stepping(append=[10**6]), "raised", "ids from 1000000 to 1000000"),
-    "appends negative ids": (stepping(append=[-5]), "raised", "ids from -5 to -5"),
-    "appends huge ids": (stepping(append=[2**70]), "raised", "neither|ids from"),
-    "appends a mixture": (stepping(append=["a", 1]), "raised", "neither messages nor"),
     "appends messages": (stepping(append=[{"role": "tool", "content": "4"}]), "raised", "no chat template"),
     "appends nested ids": (stepping(append=[[1]]), "raised", "neither messages nor"),
 }  # fmt: skip
@@ -445,12 +404,9 @@ class Starting(Echo):
 @pytest.mark.parametrize(
     ("make", "lost", "reason"),
     [
-        (raising(OSError("no server")), "raised", "OSError: no server"),
         (block, "timeout", "within"),
-        (lambda row, seed: Starting(row, seed, hang), "timeout", "within"),
         (lambda row, seed: None, "raised", "None (NoneType) has no method step(turn)"),
         (lambda row, seed: Starting(row, seed, raising(ValueError("bad row"))), "raised", "ValueError: bad row"),
-        (lambda row, seed: Starting(row, seed, answering(5)), "raised", "cannot be appended"),
         (lambda row, seed: Starting(row, seed, answering([{"role": "user", "content": "x"}])), "raised", "chat template"),
     ],
 )  # fmt: skip
@@ -465,9 +421,7 @@ def test_an_episode_that_does_not_begin_is_lost(make, lost, reason):
 @pytest.mark.parametrize(
     ("group_rewards", "lost", "reason"),
     [
-        (raising(ValueError("cannot compare")), "raised", "cannot compare"),
         (answering([1.0]), "raised", "group_rewards returned 1 rewards for 2 episodes"),
-        (answering(None), "raised", "group_rewards"),
         (answering([1.0, float("nan")]), "nonfinite", "group_rewards returned nan"),
         (answering(Unreadable()), "raised", "answer raises OSError"),
         (hang, "timeout", "within"),
@@ -482,6 +436,21 @@ def test_a_comparison_that_fails_loses_the_group_alone(group_rewards, lost, reas
     for verdict in verdicts:
         assert verdict.lost == lost
         assert reason in verdict.reason
+
+
+def test_an_episode_of_an_earlier_process_hears_its_turns_again_before_the_next_one():
+    """Its account counts, and not what the environment answers this time."""
+    environment = Making(Echo)
+    with started(environment) as episodes:
+        standing = Standing(rewards=(7.0, 9.0), metrics={"old": 1.0})
+        episodes.reopen(PROMPT, 0, [turn("a"), turn("b")], standing)
+        assert environment.made == []
+        assert episodes.step(PROMPT, 0, turn("c")).result(5) is None
+        assert [each.text for each in environment.made[0].turns] == ["a", "b", "c"]
+        assert episodes.standing(PROMPT, 0).rewards == (7.0, 9.0, 0.5)
+        verdict = one_verdict(episodes)
+    assert (verdict.score, verdict.parts) == (16.5, {"old": 1.0, "heard": 3.0})
+    assert standing.rewards == (7.0, 9.0)
 
 
 def test_closing_gives_up_what_is_under_way():

@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from dapo_jax.rollout.response_sampler import ResponseSampler
 from dapo_jax.run.guard import GuardError
-from dapo_jax.run.response_sampler import ResponseSampler
 from dapo_jax.trackers import read_metrics
 
 OFF = 0.5

@@ -16,8 +16,8 @@ from dapo_jax.cli import _outcome
 from dapo_jax.config import ConfigError, load_config
 from dapo_jax.dapo.losses import dapo_loss
 from dapo_jax.rewards.functions import RewardError
+from dapo_jax.rollout.response_sampler import ResponseSampler
 from dapo_jax.run.guard import GuardError
-from dapo_jax.run.response_sampler import ResponseSampler
 from dapo_jax.trackers import read_metrics
 from dapo_jax.trackers.rollout_log import read_post_mortem
 from dapo_jax.training.update import Updater

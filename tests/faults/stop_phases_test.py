@@ -35,7 +35,7 @@ PHASES = {
     "grading": ("dapo_jax.rewards.grading", "Grading", "groups", 4),
     "updating": ("dapo_jax.training.update", "Updater", "update", 4),
     "saving": ("dapo_jax.checkpoints.checkpointer", "Checkpointer", "save", 2),
-    "evaluating": ("dapo_jax.run.group_sampling", "GroupSampling", "evaluate", 2),
+    "evaluating": ("dapo_jax.rollout.group_sampling", "GroupSampling", "evaluate", 2),
 }
 """What takes 3 s in its so many-th call, when the signal comes."""
 

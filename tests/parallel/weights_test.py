@@ -158,7 +158,7 @@ def test_a_split_that_both_share_needs_no_stages():
     assert stages((48, 32), source, target) == [source, target]
 
 
-@pytest.mark.slow  # two processes sample and train in group_exchange_test
+@pytest.mark.slow  # two processes sample and train in rollout/processes_test
 def test_two_processes_have_a_copy_each_without_copying():
     """`publishing.py` has the checks of each process."""
     with socket.socket() as probe:

@@ -12,7 +12,7 @@ from dapo_jax.plan.programs import Programs
 from dapo_jax.plan.sizes import decoder_of
 from dapo_jax.plan.workload import Assumptions, workload_of
 from dapo_jax.run.policy import Policy, mesh_of, meshes_of
-from dapo_jax.run.response_sampler import ResponseSampler
+from dapo_jax.run.sampler_setup import response_sampler
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.text.tokenizers import ByteTokenizer
 
@@ -33,7 +33,7 @@ def sampler_of(planned):
     config = planned.config
     mesh = mesh_of(config.parallel, rows_per_microbatch=8, devices=jax.devices()[:1])
     policy = Policy(decoder=planned.decoder, params=planned.state.params, tokenizer=ByteTokenizer())
-    return ResponseSampler(
+    return response_sampler(
         policy,
         meshes_of(config.parallel, mesh),
         config.sampling,

@@ -24,7 +24,7 @@ def metrics_line(step, rng, *, group_size=4, groups=4, **changes):
     line = {
         "step": step,
         "rollout/prompts": groups + 2, "rollout/waves": 1 + (step % 3 == 0), "rollout/trained_groups": groups,
-        "rollout/surplus_groups": 1, "rollout/carried_groups": 0, "rollout/dropped_old": 0,
+        "rollout/surplus_groups": 1, "rollout/carried_groups": 0,
         "rollout/age_mean": 0.0, "rollout/age_p95": 0.0, "rollout/age_max": 0, "rollout/newest_age_mean": 0.0,
         "rollout/newest_age_p95": 0.0, "rollout/newest_age_max": 0, "rollout/earlier_tokens_frac": 0.0, "rollout/trained_accuracy": 0.5 + noise(0.03),
         "rollout/accuracy": 0.3 + 0.6 * share + noise(0.03), "rollout/all_correct_frac": 0.8 * (1 - mixed),

@@ -9,9 +9,8 @@ import pytest
 from dapo_jax.config import RolloutConfig
 from dapo_jax.trackers import read_metrics
 from tests import several
+from tests.rollout.processes_test import DELAYED, GRADER, weights_of
 from tests.run.conftest import learnt
-from tests.run.flight_processes_test import DELAYED, GRADER
-from tests.run.group_exchange_test import weights_of
 
 pytestmark = (
     pytest.mark.slow

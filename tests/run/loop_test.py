@@ -5,12 +5,13 @@ import itertools
 import numpy as np
 import pytest
 
-from dapo_jax.dapo.dynamic_sampling import Collector, InformativeShare, ShortfallError
+from dapo_jax.dapo.dynamic_sampling import ShortfallError
 from dapo_jax.dapo.metrics import Mean
 from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Span, Verdict
-from dapo_jax.run.group_sampling import GroupSampling
+from dapo_jax.rollout.collector import Collector, Position
+from dapo_jax.rollout.group_sampling import GroupSampling
+from dapo_jax.rollout.virtual_clock import ClockSizes
 from dapo_jax.run.loop import Observer, run_steps
-from dapo_jax.run.position import Position
 from dapo_jax.run.step_batches import StepBatches
 from dapo_jax.training.state import TrainState
 from dapo_jax.training.update import Updater
@@ -92,24 +93,16 @@ class ScriptedSampling(GroupSampling):
         return params * 10
 
     def collector(self, position):
-        return Collector(
-            needed=2,
-            cursor=position.cursor,
-            version=position.step,
-            prompts_per_wave=3,
-            max_waves=4,
-            carried=position.carry,
-            share=position.share,
-            surplus="carry",
-        )
+        sizes = ClockSizes(in_flight=6, samples_per_prompt=2, needed=2, verdict_rounds=0, waves=True)
+        return Collector.after(position, sizes, max_groups=12)
 
     def groups(self, weights, collector):
-        while ordinals := collector.draw(8):
+        while ordinals := [one.ordinal for one in collector.start() if one.index == 0]:
             for ordinal in reversed(ordinals):
                 self._script.seen.append(("sample", ordinal, weights))
                 verdicts = "x." if self._script.mixed(ordinal) else "xx"
-                group = make_group(ordinal, verdicts, collector.version)
-                collector.add(group)
+                group = make_group(ordinal, verdicts, collector.clock.version)
+                collector.end_group(group)
                 yield group
 
     def finish(self, collector):
@@ -150,8 +143,7 @@ def test_one_step_flows_from_prompts_to_metrics():
     ]  # fmt: skip
     assert state.params == 2
     [result] = script.results
-    share = InformativeShare(informative=2.0, sampled=3.0)
-    assert result.position == Position(step=1, cursor=3, carry=[], share=share)
+    assert result.position == Position(step=1, cursor=3, carry=[])
     expected = {
         "rollout/prompts": 3, "rollout/waves": 1, "rollout/trained_groups": 2, "rollout/accuracy": 4 / 6,
         "rollout/trained_accuracy": 0.5, "rollout/all_correct_frac": 1 / 3, "rollout/mixed_frac": 2 / 3,

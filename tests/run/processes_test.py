@@ -76,12 +76,13 @@ from rich.console import Console
 
 from dapo_jax.checkpoints.checkpointer import Checkpointer
 from dapo_jax.config import TrainConfig
-from dapo_jax.dapo.dynamic_sampling import Collector, ShortfallError
+from dapo_jax.dapo.dynamic_sampling import ShortfallError
 from dapo_jax.parallel import processes
 from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
 from dapo_jax.run.guard import Guard, GuardError
 from dapo_jax.trackers.progress import Progress
-from dapo_jax.run.position import Position
+from dapo_jax.rollout.collector import Collector, Position
+from dapo_jax.rollout.virtual_clock import ClockSizes
 from dapo_jax.run.resume_point import ResumePoint
 from dapo_jax.run.step_batches import StepBatches
 from dapo_jax.training.state import TrainState
@@ -109,11 +110,12 @@ with Checkpointer(folder / "checkpoints") as checkpointer:
         TrainConfig(run_dir=str(folder)), folder, start=ResumePoint(state=state, position=Position()), batches=NoBatches(),
         records=None, shown=Progress(1, console=Console(quiet=True)),
     )
-    collector = Collector(needed=1, cursor=0, prompts_per_wave=4, max_waves=1)
+    sizes = ClockSizes(in_flight=8, samples_per_prompt=2, needed=1, verdict_rounds=0, waves=True)
+    collector = Collector.after(Position(), sizes, max_groups=4)
     guard.before_sampling(Position(), collector)
-    collector.draw(4)
+    collector.start()
     for each in map(group, range(4)):
-        collector.add(each)
+        collector.end_group(each)
         guard.on_group(each, collector)
     try:
         try:

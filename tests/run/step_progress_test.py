@@ -4,9 +4,9 @@ import numpy as np
 from rich.console import Console
 
 from dapo_jax.config import BatchConfig, DynamicSamplingConfig, TrainConfig
-from dapo_jax.dapo.dynamic_sampling import Collector
 from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
-from dapo_jax.run.position import Position
+from dapo_jax.rollout.collector import Collector, Position
+from dapo_jax.rollout.virtual_clock import ClockSizes
 from dapo_jax.run.step_progress import StepProgress
 from dapo_jax.trackers.progress import Progress
 from dapo_jax.training.state import TrainState
@@ -57,15 +57,17 @@ def sampled(*steps, metric="correct", enabled=True):
     shown, told = Shown(), []
     progress = StepProgress(config, shown)
     for number, verdicts in enumerate(steps):
-        collector = Collector(
-            needed=2, cursor=0, prompts_per_wave=3, max_waves=2, metric=metric, enabled=enabled
-        )
+        sizes = ClockSizes(
+            in_flight=2 * (3 if enabled else 2), samples_per_prompt=2, needed=2, verdict_rounds=0, waves=True,
+        )  # fmt: skip
+        most = 6 if enabled else None
+        collector = Collector.after(Position(), sizes, max_groups=most, metric=metric, enabled=enabled)
         progress.before_sampling(Position(step=number), collector)
-        while ordinals := collector.draw(8):
+        while ordinals := [one.ordinal for one in collector.start() if one.index == 0]:
             for ordinal in ordinals:
                 told.append(len(shown.messages))
                 group = group_of(ordinal, verdicts[ordinal])
-                collector.add(group)
+                collector.end_group(group)
                 progress.on_group(group, collector)
     return shown, told
 

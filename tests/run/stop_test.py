@@ -10,7 +10,7 @@ import pytest
 from dapo_jax.checkpoints.checkpointer import Checkpointer
 from dapo_jax.health.stopping import StoppedError, stopped_by_signals
 from dapo_jax.rewards.grading import Grading
-from dapo_jax.run.group_sampling import GroupSampling
+from dapo_jax.rollout.group_sampling import GroupSampling
 from dapo_jax.run.resume_point import UNFINISHED
 from dapo_jax.sampling.engine import DecoderEngine
 from dapo_jax.trackers import read_metrics
@@ -131,4 +131,5 @@ def test_the_best_checkpoint_stays(micro, run_micro, rows):
     result = run_micro(config, eval_rows=rows)
     scores = [line["eval/arithmetic/avg@4"] for line in result.metrics[1:]]
     best = 1 + scores.index(max(scores))
-    assert set(progress_of(config)) == {best, 4}
+    assert {best, 4} <= set(progress_of(config))
+    assert len(progress_of(config)) <= 2, "the best one before the last save, and the last one"

@@ -1,7 +1,6 @@
 """Runs whose responses are episodes: the same whatever environments wait for, interrupted or not, by one process or several."""
 
 import re
-import shutil
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ from dapo_jax.config import ConfigError, EnvironmentConfig, EvaluateConfig
 from dapo_jax.trackers import read_metrics
 from dapo_jax.trackers.rollout_log import read_rollouts
 from tests import several
-from tests.run.group_exchange_test import assert_the_same
+from tests.rollout.processes_test import assert_the_same
 
 ENVIRONMENT = '''
 import asyncio
@@ -126,27 +125,6 @@ def test_an_environment_that_workers_cannot_make_is_refused_at_the_start(turning
     told = {"environment__source": f"{place}/sums.py:Sum", "environment__workers": 1}
     with pytest.raises(ConfigError, match=r"environment\.source: .*sums\.py has no 'Sum'.*Sums"):
         run_micro(turning(**told), reward=None)
-
-
-def test_a_step_that_is_sampled_again_hears_what_it_heard(
-    turning, run_micro, rows, place, tmp_path, same_run
-):
-    """An environment that answers by chance; the second run finds what the first one heard in its first steps, as one does that was killed before its first checkpoint."""
-    (place / "chance.py").write_text(
-        ENVIRONMENT.replace("digits = sum(", "digits = random.randrange(10) + sum(").replace("Sums", "Chance")
-    )
-    told = {"environment__source": f"{place}/chance.py:Chance", "checkpoint__every_steps": 9, "steps": 2}
-    first = run_micro(turning(tmp_path / "first", **told), reward=None, eval_rows=rows)
-    again = tmp_path / "again"
-    shutil.copytree(tmp_path / "first" / "answers", again / "answers")
-    found = run_micro(turning(again, **told), reward=None, eval_rows=rows)
-    for ours, theirs in zip(found.metrics[1:], first.metrics[1:], strict=True):
-        assert ours["reward/parts/total"] == theirs["reward/parts/total"]
-    for step in (1, 2):
-        name = f"rollouts/step_{step:06d}.jsonl"
-        assert (again / name).read_bytes() == (first.run_dir / name).read_bytes()
-    other = run_micro(turning(tmp_path / "other", **told), reward=None, eval_rows=rows)
-    assert other.metrics[1]["reward/parts/total"] != first.metrics[1]["reward/parts/total"], "it is by chance"
 
 
 def test_a_run_interrupted_after_every_step_is_the_uninterrupted_run(

@@ -23,7 +23,7 @@ from dapo_jax.models.folder import shapes_of
 from dapo_jax.parallel.mesh import make_mesh, make_meshes
 from dapo_jax.parallel.sharding import shardings
 from dapo_jax.parallel.weights import weight_transfer
-from dapo_jax.run.response_sampler import EVALUATION, TRAINING
+from dapo_jax.rollout.response_sampler import EVALUATION, TRAINING
 from dapo_jax.sampling.continuous_batching import Sampler
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine

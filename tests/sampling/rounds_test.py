@@ -9,7 +9,8 @@ from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
 from dapo_jax.sampling.pages import PageSizes
-from dapo_jax.sampling.rounds import Going, RoundSampler
+from dapo_jax.sampling.requests import Request
+from dapo_jax.sampling.rounds import RoundSampler
 from dapo_jax.testing import ScriptedEngine
 from tests.sampling.continuous_batching_schedule_test import PrefillsSlowly
 from tests.sampling.continuous_batching_test import (
@@ -35,35 +36,35 @@ def rounds_of(engine, *, weights=None, limit=LIMIT, stop=None, **how):
 
 
 class Flight:
-    """Keeps `in_flight` responses to prompts 0, 1, 2, ... going, and what they have drawn."""
+    """Keeps `in_flight` responses to prompts 0, 1, 2, ... going, and their new tokens."""
 
     def __init__(self, asked, *, in_flight, samples=GROUP):
-        self.left = [(prompt, index) for prompt in asked for index in range(samples)]
+        self.left = [Request(prompt, index, 0) for prompt in asked for index in range(samples)]
         self.count, self.going, self.drawn, self.reasons = in_flight, [], {}, {}
         self.parts = []
 
     def round(self, sampler, tokens=ROUND):
         while self.left and len(self.going) < self.count:
             self.going.append(self.left.pop(0))
-        names = [(prompt.ordinal, index) for prompt, index in self.going]
-        for name in names:
-            self.drawn.setdefault(name, ([], []))
-        asked = [
-            Going(prompt=prompt, index=index, tokens=np.array(self.drawn[prompt.ordinal, index][0], np.int32))
-            for prompt, index in self.going
-        ]
-        found = sampler.draw(asked, tokens)
+        found = sampler.draw(self.going, tokens)
         self.parts.append([len(part.tokens) for part in found])
-        for name, part in zip(names, found, strict=True):
-            self.drawn[name][0].extend(part.tokens.tolist())
-            self.drawn[name][1].extend(part.logprobs.tolist())
+        for request, part in zip(self.going, found, strict=True):
+            name = request.prompt.ordinal, request.index
+            drawn = self.drawn.setdefault(name, ([], []))
+            drawn[0].extend(part.tokens.tolist())
+            drawn[1].extend(part.logprobs.tolist())
+            assert request.tokens[: request.drawn].tolist() == drawn[0]
             if part.finish_reason is not None:
                 self.reasons[name] = part.finish_reason
             else:
-                assert len(part.tokens) == tokens, "what goes on has drawn the whole round"
+                assert len(part.tokens) == tokens, "a response that continues has the tokens of a whole round"
         self.going = [
             each for each, part in zip(self.going, found, strict=True) if part.finish_reason is None
         ]
+
+    def rest(self):
+        """Another sampler continues."""
+        self.going = [request.rest() for request in self.going]
 
     def to_the_end(self, sampler, tokens=ROUND):
         while self.left or self.going:
@@ -146,6 +147,7 @@ def test_new_weights_read_again_what_is_in_flight(at_once):
         flight.round(first)
         before = {name: list(tokens) for name, (tokens, _) in flight.drawn.items()}
         ended = set(flight.reasons)
+        flight.rest()
         flight.to_the_end(rounds_of(engine_for(8, 12), weights=weights_of(seed)))
         if seed == 0:
             assert_the_same(flight, at_once)
@@ -206,6 +208,7 @@ def test_random_rounds_draw_every_script_once(seed):
             held = sampler._loop.slots.pages
             assert len(held._free) == pools
             sampler = rounds_of(engine, weights={}, limit=40)
+            flight.rest()
         flight.round(sampler, tokens)
     for (ordinal, index), (found, logprobs) in flight.drawn.items():
         assert found == list(engine._response(ordinal, index, 40))
@@ -267,9 +270,7 @@ def test_a_response_that_pauses_must_go_on():
     flight = Flight(scripted_prompts(1), in_flight=4, samples=4)
     flight.round(sampler, 1)
     flight.going = flight.going[1:]
-    with pytest.raises(
-        ValueError, match=r"responses that pause have to go on, or their slots stay taken: \[\(0, 0\)\]"
-    ):
+    with pytest.raises(ValueError, match=r"\[\(0, 0\)\] are missing"):
         flight.round(sampler, 1)
 
 
@@ -279,4 +280,4 @@ def test_a_prompt_that_leaves_no_room_is_refused():
     with pytest.raises(
         ValueError, match=r"prompt 3 has 9 tokens; a slot of 48 tokens has room for 1 to 48 - 40"
     ):
-        sampler.draw([Going(prompt=long, index=0, tokens=np.empty(0, np.int32))], 5)
+        sampler.draw([Request(long, 0, 0)], 5)

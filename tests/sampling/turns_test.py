@@ -298,28 +298,19 @@ def test_an_environment_may_begin_and_end_the_episode():
             assert turn.finish_reason == ("stop" if turn.tokens[-1] == EOS else "length")
 
 
-def test_an_episode_that_is_lost_at_its_beginning_costs_no_other():
+@pytest.mark.parametrize("beginning", [None, [5] * LIMIT], ids=["lost", "too long"])
+def test_an_episode_without_a_turn_costs_no_other(beginning):
     def answer(ordinal, index, turns):
-        return None if index == 2 and not turns else two_more(ordinal, index, turns)
+        return beginning if index == 2 and not turns else two_more(ordinal, index, turns)
 
     found = episodes(engine_of(4, 4), Appending(answer, turn_tokens=3), prompts(0, 1))
     plain = episodes(engine_of(4, 4), Appending(two_more, turn_tokens=3), prompts(0, 1))
     for ordinal, responses in found.items():
         lost = responses[2]
-        assert len(lost.tokens) == lost.sampled_tokens == 0
-        assert_same(
-            {ordinal: [each for index, each in enumerate(responses) if index != 2]},
-            {ordinal: [each for index, each in enumerate(plain[ordinal]) if index != 2]},
-        )
-
-
-def test_a_beginning_that_leaves_no_room_ends_its_episode_and_no_other():
-    def answer(ordinal, index, turns):
-        return [5] * LIMIT if index == 2 and not turns else two_more(ordinal, index, turns)
-
-    [responses] = episodes(engine_of(4, 4), Appending(answer, turn_tokens=3), prompts(0)).values()
-    assert [bool(each.turns) for each in responses] == [index != 2 for index in range(GROUP)]
-    assert (len(responses[2].tokens), responses[2].finish_reason) == (0, "stop")
+        assert (len(lost.tokens), lost.sampled_tokens, lost.finish_reason) == (0, 0, "stop")
+        others = [each for index, each in enumerate(responses) if index != 2]
+        same = [each for index, each in enumerate(plain[ordinal]) if index != 2]
+        assert_same({ordinal: others}, {ordinal: same})
 
 
 def test_a_turn_that_ends_with_the_last_token_of_the_episode_is_not_cut_off():

@@ -48,14 +48,13 @@ def collected(**changes):
 def test_sampled_and_trained_groups_are_counted_separately():
     """Sampled lengths 2, 4, 6, 8, 10, 10 (mean 40 / 6; the 95th percentile is between the two tens), rewards 1, -1,
     0.75, 1, -2, -2 with mean -2.25 / 6 = -0.375 and mean square (1 + 1 + 0.5625 + 1 + 4 + 4) / 6 = 1.9271."""
-    assert rollout_metrics(collected(surplus=2, carry=[MIXED], dropped_old=1)) == pytest.approx(
+    assert rollout_metrics(collected(surplus=2, carry=[MIXED])) == pytest.approx(
         {
             "rollout/prompts": 3,
             "rollout/waves": 1,
             "rollout/trained_groups": 2,
             "rollout/surplus_groups": 2,
             "rollout/carried_groups": 1,
-            "rollout/dropped_old": 1,
             "rollout/age_mean": 1.5,
             "rollout/age_p95": 0.95 * 3,
             "rollout/age_max": 3,

@@ -68,7 +68,7 @@ def watched():
 
     with pytest.MonkeyPatch.context() as patch:
         # Made anew for each run, and not shared with runs that have no doubles.
-        patch.setattr("dapo_jax.run.response_sampler.engine_of", engine)
+        patch.setattr("dapo_jax.run.sampler_setup.engine_of", engine)
         patch.setattr(programs, "_shared_updater", programs._new_updater)
         for place in ("run.programs", "commands.sft"):
             patch.setattr(import_module(f"dapo_jax.{place}"), "Updater", updates)

@@ -8,9 +8,9 @@ from rich.console import Console
 
 from dapo_jax.checkpoints.checkpointer import Checkpointer
 from dapo_jax.health.stopping import Stop
+from dapo_jax.rollout.collector import Position
 from dapo_jax.run import train
 from dapo_jax.run.build import Run
-from dapo_jax.run.position import Position
 from dapo_jax.trackers.progress import Progress
 from dapo_jax.training.state import TrainState
 from tests.run.keys import doubles

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dapo_jax.dapo.rollouts import Verdict
-from dapo_jax.run.position import Position
+from dapo_jax.rollout.collector import Position
 from tests.run.keys.looking import by_length, refusal, rounded
 from tests.run.keys.watch_sampling import option
 from tests.run.keys.watching import differs, watch
@@ -148,9 +148,9 @@ WATCHERS = [
     # 0 is three times the prompts of a step, which are 2.
     watch(
         "dynamic_sampling.prompts_per_wave",
-        lambda look: look.run().sampling.collector(Position()).prompts_per_wave,
-        (0, 6),
-        (3, 3),
+        lambda look: look.run().sampling.collector(Position()).clock.sizes.in_flight,
+        (0, 24),
+        (3, 12),
         what="unless set",
     ),
     watch("dynamic_sampling.max_waves", waves, (3, 9), (2, 6)),

@@ -4,8 +4,8 @@ import jax
 import numpy as np
 from flax import nnx
 
+from dapo_jax.rollout.collector import Position
 from dapo_jax.run.policy import description_of, load_policy
-from dapo_jax.run.position import Position
 from tests.run.keys.looking import ROWS, refusal, rounded
 from tests.run.keys.watching import differs, watch
 
@@ -132,7 +132,7 @@ FLYING = {"rollout.in_flight": 8, "rollout.round_tokens": 3}
 def flight(look):
     """Rounds of the first step, and the first prompt of which no response has started; None in waves."""
     found = look.collected(reward=lambda sample: len(sample.tokens) > 3)
-    return found.in_flight and [found.rounds, found.cursor]
+    return None if found.drawn_tokens is None else [found.rounds, found.cursor]
 
 
 def first_answer(look):
@@ -141,7 +141,7 @@ def first_answer(look):
     collector = run.sampling.collector(Position())
     first, *_ = collector.start()
     run.close()
-    return collector.responses[first].episode.due
+    return collector.responses[first].due
 
 
 WATCHERS = [

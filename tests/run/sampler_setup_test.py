@@ -12,11 +12,12 @@ from dapo_jax.commands import sample
 from dapo_jax.config import EvalConfig, ModelConfig, OverlongConfig, RewardConfig, SamplingConfig
 from dapo_jax.dapo.rollouts import Group, Prompt, Response
 from dapo_jax.parallel.mesh import make_mesh, make_meshes
+from dapo_jax.rollout.response_sampler import TRAINING
 from dapo_jax.run.grader_setup import grading
 from dapo_jax.run.policy import load_policy
-from dapo_jax.run.response_sampler import TRAINING, ResponseSampler
+from dapo_jax.run.sampler_setup import response_sampler
 from dapo_jax.sampling.decoding import decoding
-from dapo_jax.sampling.rounds import Going
+from dapo_jax.sampling.requests import Request
 from dapo_jax.text.huggingface import HuggingFaceTokenizer
 from tests.text.folders import files_of
 
@@ -90,7 +91,7 @@ def test_what_was_compiled_beforehand_samples_evaluates_and_reads_again_without_
     mesh = make_mesh(devices=jax.devices()[:1], fsdp=1)
     policy = load_policy(ModelConfig(source=model), mesh=mesh)
     config = SamplingConfig(slots=4, page_tokens=4, cache_tokens=24, max_response_tokens=16, steps_per_call=3)
-    sampler = ResponseSampler(
+    sampler = response_sampler(
         policy, make_meshes(mesh), config, seed=0, max_prompt_tokens=8, compute_dtype="float32", group_size=2
     )
     weights = sampler.transfer(policy.params)
@@ -126,28 +127,23 @@ def test_what_was_compiled_beforehand_draws_in_rounds_and_in_turns_without_compi
     config = SamplingConfig(
         slots=1, page_tokens=4, max_response_tokens=16, steps_per_call=3, prefill_tokens=16
     )
-    sampler = ResponseSampler(
+    sampler = response_sampler(
         policy, make_meshes(mesh), config, seed=0, max_prompt_tokens=8, compute_dtype="float32", group_size=2,
         in_flight=2,
     )  # fmt: skip
     weights = sampler.transfer(policy.params)
     sampler.compile({"temperature": 1.0})
     prompt = Prompt(ordinal=0, tokens=policy.tokenizer.encode("1+1=2+1"), text="", answer="")
-    drawn = [np.empty(0, np.int32)] * 2
+    requests = [Request(prompt, index, 0) for index in range(2)]
     with jax.log_compiles(), caplog.at_level(logging.WARNING):
         caplog.clear()
         for _ in range(2):
             rounds = sampler.rounds(weights, decoding=decoding(), domain=TRAINING)
             for _ in range(2):
-                going = [
-                    Going(prompt=prompt, index=index, tokens=tokens) for index, tokens in enumerate(drawn)
-                ]
-                found = rounds.draw(going, 3)
+                found = rounds.draw(requests, 3)
                 assert not any(part.finish_reason for part in found), "another seed is needed"
-                drawn = [
-                    np.append(*pair) for pair in zip(drawn, (part.tokens for part in found), strict=True)
-                ]
-    assert [len(tokens) for tokens in drawn] == [12, 12]
+            requests = [request.rest() for request in requests]
+    assert [request.drawn for request in requests] == [12, 12]
     lines = [record.getMessage() for record in caplog.records]
     assert [line for line in lines if "Compiling jit(" in line and "_program" in line] == []
 

@@ -9,9 +9,8 @@ from dapo_jax.config import ConfigError, ModelConfig, SamplingConfig
 from dapo_jax.models.presets import preset
 from dapo_jax.parallel.device_memory import bytes_on_device
 from dapo_jax.parallel.mesh import make_mesh, make_meshes
-from dapo_jax.run.cache_room import KNOWN_SHARE, room_for_cache
 from dapo_jax.run.policy import load_policy
-from dapo_jax.run.response_sampler import ResponseSampler
+from dapo_jax.run.sampler_setup import KNOWN_SHARE, response_sampler, room_for_cache
 from dapo_jax.sampling.prompt_packing import PrefillShape
 
 TINY = preset("tiny")
@@ -78,7 +77,7 @@ def sampler():
     policy = load_policy(ModelConfig(source="preset:tiny", tokenizer="char:0123456789+="), mesh=mesh)
 
     def made(memory, **options):
-        return ResponseSampler(
+        return response_sampler(
             policy, make_meshes(mesh), replace(PAGES, **options), seed=0, max_prompt_tokens=16, compute_dtype="float32",
             group_size=4, memory=memory, beside=bytes_on_device(policy.params, mesh.shape),
         )  # fmt: skip
@@ -96,7 +95,7 @@ def test_a_run_says_how_large_a_cache_it_chose(sampler):
         "the key/value cache holds all 8 responses of up to 64 tokens; 0.90 of a device's 1.00 GiB were left for it"
     )
     [small] = sampler(6_000_000).notes
-    assert "holds 144 tokens where all 8 responses may come to 512: responses wait" in small
+    assert "holds 144 tokens where all 8 responses may have 512" in small
     assert "sampling.cache_tokens" in small
     assert sampler(None).notes == sampler(1 << 30, cache_tokens=256).notes == []
 

@@ -1,7 +1,5 @@
 """Runs whose episodes stay in flight: the same whatever environments wait for, and the turns that waves would draw."""
 
-import shutil
-
 import numpy as np
 import pytest
 
@@ -10,8 +8,8 @@ from dapo_jax.text.tokenizers import CharTokenizer
 from dapo_jax.trackers import read_metrics
 from dapo_jax.trackers.rollout_log import read_rollouts
 from tests import several
-from tests.run.flight_sampling_test import same_run_but_for_evaluations
-from tests.run.group_exchange_test import assert_the_same
+from tests.rollout.flight_test import same_run_but_for_evaluations
+from tests.rollout.processes_test import assert_the_same
 from tests.run.turns_test import ENVIRONMENT, with_turns
 
 CHANCE = ENVIRONMENT.replace("digits = sum(", "digits = random.randrange(10) + sum(").replace(
@@ -157,12 +155,11 @@ def test_a_run_interrupted_after_every_step_in_turn_is_the_uninterrupted_run(
 
 
 def test_what_was_heard_before_a_checkpoint_is_in_it(flying, run_micro, rows, place):
-    """An environment that answers by chance, and whose record is removed. It appends the last digit of a sum, and its reward is 1 for an even one: of each turn
+    """An environment that answers by chance. It appends the last digit of a sum, and its reward is 1 for an even one: of each turn
     that it went on from, reward and tokens are those of one answer."""
     told = {"environment__source": f"{place}/chance.py:Chance"}
     config = flying(steps=2, **told)
     run_micro(config, reward=None, eval_rows=rows)
-    shutil.rmtree(config.run_dir + "/answers")
     found = run_micro(flying(config.run_dir, steps=4, **told), reward=None, resume=True, eval_rows=rows)
     decode, answered = CharTokenizer("0123456789+=:,?").decode, 0
     for row in rollouts_of(found, (3, 4)):
@@ -171,26 +168,6 @@ def test_what_was_heard_before_a_checkpoint_is_in_it(flying, run_micro, rows, pl
                 assert reward == (int(said[0]) % 2 == 0)
                 answered += row["spans"][0][1] < 2
     assert answered > 4, "some were heard before the checkpoint"
-
-
-@pytest.mark.slow
-def test_what_was_heard_before_the_checkpoint_before_the_last_is_on_record(flying, run_micro, rows, place):
-    """A run that is killed while its last checkpoint is written goes on from the one before. Answers there are waited for over several rounds, by an environment that
-    answers by chance: they are heard again."""
-    told = {
-        "environment__source": f"{place}/chance.py:Chance",
-        "dynamic_sampling__enabled": False,
-        "rollout__in_flight": 4,
-        "rollout__answer_rounds": 3,
-        "steps": 4,
-    }
-    config = flying(**told)
-    first = run_micro(config, reward=None, eval_rows=rows)
-    expected = rollouts_of(first, (1, 2, 3))
-    for step in (3, 4):
-        shutil.rmtree(f"{config.run_dir}/checkpoints/{step}")
-    again = run_micro(flying(config.run_dir, **told), reward=None, resume=True, eval_rows=rows)
-    assert rollouts_of(again, (1, 2, 3)) == expected
 
 
 @pytest.mark.parametrize("answer_rounds", [0, pytest.param(1, marks=pytest.mark.slow)])

@@ -1,0 +1,274 @@
+"""The sampling of one step by the virtual clock: which responses start, which groups are whole, and which groups the step trains on.
+
+Bookkeeping on the host, the same in every process.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from dapo_jax.dapo.dynamic_sampling import Collected, ShortfallError, Tally, is_informative, nothing_to_learn
+from dapo_jax.dapo.rollouts import Continuation, Group, Prompt, Response, Standing
+from dapo_jax.rollout.virtual_clock import ClockSizes, ResponseId, VirtualClock
+from dapo_jax.sampling.requests import EpisodeLimits, Request
+from dapo_jax.sampling.rounds import Drawn
+
+
+@dataclass(frozen=True, kw_only=True)
+class InFlight:
+    """Rollouts in flight between two steps, as a checkpoint keeps them. Groups that are ready to be trained on are stored apart."""
+
+    clock: VirtualClock
+    """Not to be changed: use `VirtualClock.copy`."""
+    responses: Mapping[ResponseId, Request]
+    """The responses that have started, of groups without a verdict; not to be changed: use `Request.rest`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """The position of a run between two steps: all that a checkpoint needs besides the train state."""
+
+    step: int = 0
+    """Steps done."""
+    cursor: int = 0
+    """The ordinal of the next prompt."""
+    carry: Sequence[Group] = ()
+    """Informative groups that are ready to be trained on."""
+    in_flight: InFlight | None = None
+    """None: the run samples in waves, or nothing has begun."""
+
+
+class RoundEnd(NamedTuple):
+    """The outcome of a round."""
+
+    ended: list[ResponseId]
+    """The responses that ended."""
+    whole: list[int]
+    """Ordinals of the groups whose last response ended, to be graded."""
+    due: list[int]
+    """Ordinals of the groups whose verdicts are due, to be judged."""
+
+
+@dataclass(kw_only=True)
+class Collector:
+    """The sampling of one step. In rounds: while `goes_on`, call `start`, sample a round, then `take`, `end_round` and `judge`. Finally call `finish`.
+
+    Each episode waits some rounds for every answer of its environment: call `answer` for `answers_due` after `start` and after `take`.
+    In waves: call `start` until it returns nothing, and `end_group` for each group as its verdict comes.
+    """
+
+    clock: VirtualClock
+    prompt_at: Callable[[int], Prompt] | None = None
+    """Ordinal -> prompt; not needed in waves."""
+    limits: EpisodeLimits | None = None
+    """None: responses have no environment."""
+    responses: dict[ResponseId, Request] = field(default_factory=dict)
+    """The responses that have started, of groups without a verdict; empty in waves."""
+    ready: dict[int, Group]
+    """Informative groups that wait to be trained on, by ordinal."""
+    max_groups: int | None = None
+    """The most groups that a step samples in waves, or takes verdicts of in rounds. None: no limit."""
+    metric: str = "correct"
+    enabled: bool = True
+    """False: all groups are trained on."""
+    keeps_surplus: bool = True
+    """False: groups that are ready when the step ends, and that it does not train on, are discarded."""
+    answer_rounds: int = 0
+    """Rounds from the end of a turn to the round at whose end the environment's answer is taken; 0: at once."""
+    tally: Tally = field(default_factory=Tally)
+    """Counts of the groups whose verdicts came in this step."""
+    waves: int = 0
+    """Waves of this step."""
+    rounds: int = 0
+    """Rounds of this step; 0 in waves."""
+    drawn_tokens: int = 0
+    """Tokens sampled in this step; 0 in waves."""
+    _judged: list[Group] = field(default_factory=list)
+    _ended: list[ResponseId] = field(default_factory=list)
+    """Responses that ended since the last end of a round."""
+    _taken: bool = False
+    """Whether the present round is sampled."""
+
+    @classmethod
+    def after(cls, position: Position, sizes: ClockSizes, **options: Any) -> "Collector":
+        """Returns the collector of the step after `position`; `options` are other fields."""
+        ready = {group.prompt.ordinal: group for group in position.carry}
+        if position.in_flight is None:
+            clock = VirtualClock(
+                sizes,
+                version=position.step,
+                following=ResponseId(position.cursor, 0),
+                ready={ordinal: group.oldest for ordinal, group in ready.items()},
+            )
+            return cls(clock=clock, ready=ready, **options)
+        clock = position.in_flight.clock.copy()
+        responses = {one: request.rest() for one, request in position.in_flight.responses.items()}
+        for request in responses.values():
+            request.version = clock.version
+        return cls(clock=clock, ready=ready, responses=responses, **options)
+
+    @property
+    def needed(self) -> int:
+        """Number of groups that the step trains on."""
+        return self.clock.sizes.needed
+
+    @property
+    def kept(self) -> int:
+        """Number of informative groups so far."""
+        return len(self.ready)
+
+    @property
+    def cursor(self) -> int:
+        """The first ordinal whose responses have not started."""
+        return self.clock.following.ordinal + (self.clock.following.index > 0)
+
+    @property
+    def stage(self) -> str:
+        """The progress of the step, for people."""
+        if not self.clock.sizes.waves:
+            return f"round {self.rounds}"
+        return f"wave {self.waves}" if self.enabled else ""
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether another round is to be sampled."""
+        within = self.max_groups is None or self.tally.groups < self.max_groups
+        return within and not self.clock.step_ends
+
+    def start(self) -> list[ResponseId]:
+        """Returns the responses that start now, in order. Episodes first wait for their environments. In waves: see `VirtualClock.start`."""
+        sizes = self.clock.sizes
+        if sizes.waves:
+            wave = sizes.in_flight // sizes.samples_per_prompt
+            if self.max_groups is not None and (self.waves + 1) * wave > self.max_groups:
+                return []
+            started = self.clock.start()
+            self.waves += bool(started)
+            return started
+        started = self.clock.start()
+        assert self.prompt_at is not None
+        for one in started:
+            request = Request(self.prompt_at(one.ordinal), one.index, 0, version=self.clock.version)
+            if self.limits is not None:
+                request.due = self._now + self.answer_rounds
+            self.responses[one] = request
+        return started
+
+    def draws(self, one: ResponseId) -> bool:
+        """Whether a response in flight samples in the next round: its environment is not at work, and it is not over. An episode that was lost before its first turn is over."""
+        return self.responses[one].finish_reason is None and not self.responses[one].waits
+
+    def take(self, drawn: Mapping[ResponseId, Drawn], here: Collection[ResponseId]) -> None:
+        """Takes the new tokens of a round. Those `here` were sampled by this process, and have grown already."""
+        self.rounds += 1
+        self._taken = True
+        for one, part in drawn.items():
+            request = self.responses[one]
+            self.drawn_tokens += len(part.tokens)
+            if one not in here:
+                request.append(part.tokens, part.logprobs)
+            if part.finish_reason is None:
+                continue
+            if self.limits is None:
+                request.finish_reason = part.finish_reason
+                self._ended.append(one)
+            else:
+                request.end_turn(part.finish_reason)
+                request.due = self._now + self.answer_rounds
+
+    def answers_due(self) -> list[ResponseId]:
+        """Returns the responses whose environments' answers are taken now, in order."""
+        due = ((one, self.responses[one].due) for one in self.clock.in_flight())
+        return [one for one, at in due if at is not None and at <= self._now]
+
+    def answer(self, one: ResponseId, before: Continuation | None, standing: Standing) -> None:
+        """Takes an environment's answer, and its account of the episode: the next turn begins after the tokens `before`, or the episode ends."""
+        request = self.responses[one]
+        assert self.limits is not None
+        request.standing = standing
+        request.take_answer(before, self.limits)
+        if request.finish_reason is not None:
+            self._ended.append(one)
+
+    def end_round(self) -> RoundEnd:
+        """Ends a round that was taken."""
+        ended, self._ended, self._taken = self._ended, [], False
+        due = self.clock.end_round(ended)
+        return RoundEnd(ended, self.clock.whole(one.ordinal for one in ended), due)
+
+    @property
+    def _now(self) -> int:
+        """Number of rounds that are sampled."""
+        return self.clock.rounds + self._taken
+
+    def responses_to(self, ordinal: int) -> tuple[Response, ...]:
+        """Returns the responses of a whole group."""
+        version = self.clock.groups[ordinal].version
+        indices = range(self.clock.sizes.samples_per_prompt)
+        return tuple(self.responses[ResponseId(ordinal, index)].response(version) for index in indices)
+
+    def waiting_for_verdicts(self) -> list[int]:
+        """Returns the groups that are whole and have no verdict yet, by ordinal."""
+        return self.clock.whole(self.clock.groups)
+
+    def judge(self, groups: Sequence[Group]) -> None:
+        """Takes the graded groups whose verdicts are due."""
+        self.clock.judge({group.prompt.ordinal: self._counted(group) for group in groups})
+        for group in groups:
+            for index in range(self.clock.sizes.samples_per_prompt):
+                del self.responses[ResponseId(group.prompt.ordinal, index)]
+
+    def end_group(self, group: Group) -> None:
+        """Takes a graded group of a wave."""
+        self.clock.end_group(group.prompt.ordinal, informative=self._counted(group))
+
+    def informative(self, group: Group) -> bool:
+        """Returns whether a step may train on a graded group."""
+        return not self.enabled or is_informative(group, metric=self.metric)
+
+    def _counted(self, group: Group) -> bool:
+        """Counts a graded group. Returns whether it is informative."""
+        informative = self.informative(group)
+        self._judged.append(group)
+        self.tally.add(group)
+        if informative:
+            self.ready[group.prompt.ordinal] = group
+        return informative
+
+    def finish(self, *, on_shortfall: str = "error") -> Collected:
+        """Ends the step. Returns the first informative groups by ordinal, as many as a step trains on, and the groups that are left.
+
+        Raises:
+            ShortfallError: there are too few, and `on_shortfall` is error; or there are none. The message counts the groups by kind, since too easy and too
+                hard prompts call for opposite remedies.
+        """
+        if len(self.ready) < self.needed and (on_shortfall == "error" or not self.ready):
+            waves = f" in {self.waves} waves of {self.clock.sizes.in_flight // self.clock.sizes.samples_per_prompt} prompts"
+            raise ShortfallError(
+                f"dynamic sampling found {self.kept} of the {self.needed} informative groups it needs among the {self.tally.groups} of this step"
+                f"{waves if self.clock.sizes.waves else ''}: {nothing_to_learn(self.tally, self._judged, self.metric)}, raise "
+                "dynamic_sampling.max_waves, or set dynamic_sampling.on_shortfall=train_fewer"
+            )
+        version = self.clock.version
+        groups = [self.ready.pop(ordinal) for ordinal in self.clock.end_step()]
+        surplus = [self.ready[ordinal] for ordinal in sorted(self.ready)]
+        self._judged.sort(key=lambda group: group.prompt.ordinal)
+        return Collected(
+            groups=groups,
+            carry=surplus if self.keeps_surplus else [],
+            sampled=self._judged,
+            cursor=self.cursor,
+            waves=self.waves,
+            surplus=len(surplus),
+            version=version,
+            rounds=self.rounds,
+            drawn_tokens=None if self.clock.sizes.waves else self.drawn_tokens,
+        )
+
+    def going_on(self) -> InFlight | None:
+        """Returns the rollouts in flight after `finish`; None in waves. The collector is not to be used afterwards."""
+        if self.clock.sizes.waves:
+            return None
+        return InFlight(
+            clock=self.clock, responses={one: request.rest() for one, request in self.responses.items()}
+        )

@@ -1,0 +1,321 @@
+"""Graded groups for the steps and the evaluations of a run, sampled by this process alone or together with others.
+
+In waves, each response is sampled to its end by the weights of one step. With rollouts in flight, responses continue from step to step, round by round. Both go by the virtual
+clock, which every process keeps alike.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from itertools import chain
+
+import numpy as np
+from jaxtyping import Int, PyTree
+
+from dapo_jax.config import TrainConfig
+from dapo_jax.dapo.dynamic_sampling import Collected
+from dapo_jax.dapo.rollouts import Group, Prompt
+from dapo_jax.data.prompts import PromptSource
+from dapo_jax.data.stream import PromptStream
+from dapo_jax.environments import Episodes
+from dapo_jax.evaluation import responses_kept
+from dapo_jax.health.stalls import Watch
+from dapo_jax.health.stopping import Stop
+from dapo_jax.parallel.mesh import Meshes
+from dapo_jax.parallel.weights import SamplerWeights
+from dapo_jax.rewards.grading import Grading, Pending
+from dapo_jax.rollout.collector import Collector, Position
+from dapo_jax.rollout.exchange import Exchange
+from dapo_jax.rollout.response_sampler import TRAINING, ResponseSampler
+from dapo_jax.rollout.turns_in_flight import FOR_OTHERS, TurnsInFlight
+from dapo_jax.rollout.virtual_clock import ClockSizes, ResponseId
+from dapo_jax.sampling.decoding import decoding
+from dapo_jax.sampling.rounds import Drawn, RoundSampler
+from dapo_jax.trackers.rollout_log import LOGGED_GROUPS
+
+
+class GroupSampling:
+    """Samples prompts and grades their responses, for one run."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        *,
+        sampler: ResponseSampler,
+        grading: Grading,
+        prompts: PromptSource,
+        held_out: Mapping[str, Sequence[Prompt]],
+        meshes: Meshes,
+        stop: Stop,
+        watch: Watch,
+        episodes: Episodes | None = None,
+    ) -> None:
+        """`watch` is notified of progress. With `episodes` responses have several turns."""
+        self._config, self._sampler, self._grading, self._episodes = config, sampler, grading, episodes
+        self._prompts, self._held_out = prompts, held_out
+        self._stream = PromptStream(prompts, host=meshes.index, hosts=meshes.count)
+        self._stop, self._watch = stop, watch
+        batch, rollout = config.batch, config.rollout
+        self._in_rounds = rollout.in_flight > 0
+        wave = config.prompts_per_wave if config.dynamic_sampling.enabled else batch.prompts_per_step
+        self._sizes = ClockSizes(
+            in_flight=rollout.in_flight or wave * batch.group_size,
+            samples_per_prompt=batch.group_size,
+            needed=batch.prompts_per_step,
+            verdict_rounds=rollout.answer_rounds if self._in_rounds else 0,
+            max_age_steps=rollout.max_age_steps if self._in_rounds else 0,
+            waves=not self._in_rounds,
+        )
+        tokens = rollout.round_tokens
+        self._exchange = Exchange(meshes, stop, in_flight=rollout.in_flight, round_tokens=tokens)
+        self._pending: dict[int, Pending] = {}
+        """In flight: groups whose verdicts this process waits for, by ordinal."""
+        self._asked: dict[int, Prompt] = {}
+        """In flight: the prompts of groups without a verdict, by ordinal."""
+        self._turns: TurnsInFlight | None = None
+        if episodes is not None and self._in_rounds:
+            self._turns = TurnsInFlight(episodes, self._exchange, self._prompt_in_flight, watch)
+
+    def transfer(self, params: PyTree) -> SamplerWeights:
+        """Returns the trainer's parameters as the sampler's weights."""
+        return self._sampler.transfer(params)
+
+    def compile(self) -> None:
+        """Compiles the programs of sampling, and those of evaluation if there is one."""
+        config, cut = self._config, self._config.eval
+        options: list[dict[str, float | int]] = [{"temperature": config.sampling.temperature}]
+        if self._held_out:
+            options.append({"temperature": cut.temperature, "top_p": cut.top_p, "top_k": cut.top_k})
+        self._sampler.compile(*options)
+
+    def close(self) -> None:
+        """Ends the grading workers and their event loop."""
+        self._grading.close()
+
+    def collector(self, position: Position) -> Collector:
+        """Returns the collector of the step after `position`."""
+        config, dynamic = self._config, self._config.dynamic_sampling
+        return Collector.after(
+            position,
+            self._sizes,
+            prompt_at=self._prompt_in_flight,
+            limits=self._sampler.limits(self._episodes) if self._episodes is not None else None,
+            max_groups=config.prompts_per_wave * dynamic.max_waves if dynamic.enabled else None,
+            metric=dynamic.metric,
+            enabled=dynamic.enabled,
+            keeps_surplus=self._in_rounds or dynamic.surplus == "carry",
+            answer_rounds=config.rollout.answer_rounds,
+        )
+
+    def groups(self, weights: PyTree, collector: Collector) -> Iterator[Group]:
+        """Yields the graded groups of a step as their verdicts come: in waves in any order, in flight by rounds and ordinals.
+
+        Raises:
+            StoppedError: the run was told to stop; in every process.
+            RewardError: a reward function failed; in every process.
+        """
+        return (self._rounds if self._in_rounds else self._waves)(weights, collector)
+
+    def finish(self, collector: Collector) -> Collected:
+        """Returns the groups that a step trains on and those that it leaves; every process has them whole.
+
+        Raises:
+            ShortfallError: there are too few informative groups.
+        """
+        return collector.finish(on_shortfall=self._config.dynamic_sampling.on_shortfall)
+
+    def evaluate(self, params: PyTree, step: int) -> dict[str, list[Group]]:
+        """Returns for each dataset the graded groups of its prompts, after step `step`.
+
+        Raises:
+            StoppedError: the run was told to stop; in every process.
+        """
+        weights = self.transfer(params)
+        with nullcontext() if self._episodes is None else self._episodes.apart():
+            return {
+                name: self._evaluated(weights, prompts, name=name, step=step)
+                for name, prompts in self._held_out.items()
+            }
+
+    def _evaluated(self, weights: PyTree, prompts: Sequence[Prompt], *, name: str, step: int) -> list[Group]:
+        groups = self._sampler.evaluate(
+            weights,
+            [prompt for prompt in prompts if self._exchange.takes(prompt.ordinal)],
+            lambda sampled: self._exchange.graded(sampled, self._grading.groups),
+            self._config.eval,
+            name=name,
+            step=step,
+            environments=self._episodes,
+        )
+        by_ordinal = {prompt.ordinal: prompt for prompt in prompts}
+        kept = responses_kept(len(prompts))
+        self._watch.note(FOR_OTHERS, for_others=True)
+        self._stop.check() if self._exchange.alone else None
+        return self._exchange.groups(groups, by_ordinal.__getitem__, texts=max(kept, default=0))
+
+    def _waves(self, weights: PyTree, collector: Collector) -> Iterator[Group]:
+        alone, begin = self._exchange.alone, collector.cursor
+
+        def certain() -> list[int]:
+            """Returns the ordinals of all waves that are certain to be needed."""
+            started = chain.from_iterable(iter(collector.start, []))
+            return [one.ordinal for one in started if one.index == 0]
+
+        def whole(group: Group) -> bool:
+            """Whether other processes need the group's tokens: it may be trained on, or is logged."""
+            ordinal = group.prompt.ordinal
+            return collector.informative(group) or ordinal < begin + LOGGED_GROUPS
+
+        while ordinals := certain():
+            mine = deque(filter(self._exchange.takes, ordinals))
+
+            def prompts(count: int, mine: deque[int] = mine) -> list[Prompt]:
+                if (
+                    alone and not mine
+                ):  # the next wave starts while the last responses of this one are sampled
+                    mine.extend(certain())
+                self._watch.note("reading prompts")
+                return [self._stream.at(mine.popleft()) for _ in range(min(count, len(mine)))]
+
+            sampled = self._sampler.sample(
+                weights,
+                prompts,
+                decoding=decoding(temperature=self._config.sampling.temperature),
+                samples=self._config.batch.group_size,
+                domain=TRAINING,
+                version=collector.clock.version,
+                environments=self._episodes,
+            )
+            if alone:
+                groups = self._stop.watched(self._grading.groups(sampled))
+            else:
+                graded = self._exchange.graded(sampled, self._grading.groups)
+                self._watch.note(FOR_OTHERS, for_others=True)
+                groups = iter(self._exchange.groups(graded, self._prompts.__getitem__, whole=whole))
+            for group in groups:
+                collector.end_group(group)
+                yield group
+
+    def _rounds(self, weights: PyTree, collector: Collector) -> Iterator[Group]:
+        sampler: RoundSampler | None = None
+        lengths = {one: collector.responses[one].drawn for one in collector.clock.in_flight()}
+        places = Places(self._sizes.in_flight, self._exchange.count, lengths)
+        if self._turns is not None:
+            self._turns.ask(collector)  # grading needs the episodes of a checkpoint
+        for ordinal in collector.waiting_for_verdicts():
+            self._grade(ordinal, collector)
+        try:
+            while collector.goes_on:
+                if sampler is None:  # if enough groups are ready, nothing is prefilled
+                    sampler = self._sampler.rounds(
+                        weights,
+                        decoding=decoding(temperature=self._config.sampling.temperature),
+                        domain=TRAINING,
+                        episodes=self._episodes,
+                    )
+                places.give(collector.start())
+                self._converse(collector)
+                collector.take(self._round(sampler, collector, places), places.of(self._exchange.index))
+                self._converse(collector)
+                ended, whole, due = collector.end_round()
+                places.leave(ended)
+                for ordinal in whole:
+                    self._grade(ordinal, collector)
+                groups = self._verdicts(due, collector)
+                collector.judge(groups)
+                for ordinal in due:
+                    self._asked.pop(ordinal, None)
+                yield from groups
+        finally:
+            if sampler is not None:
+                sampler.close()
+
+    def _converse(self, collector: Collector) -> None:
+        """Hands new turns over to environments, and takes the answers that are due."""
+        if self._turns is not None:
+            self._turns.ask(collector)
+            self._turns.hear(collector)
+
+    def _round(
+        self, sampler: RoundSampler, collector: Collector, places: "Places"
+    ) -> dict[ResponseId, Drawn]:
+        """Samples a round. Returns the new tokens of all responses in flight that sample, in all processes."""
+        asked = [
+            [one for one in places.of(index) if collector.draws(one)] for index in range(self._exchange.count)
+        ]
+        drawn: Sequence[Drawn] = ()
+        with self._exchange.working():
+            requests = [collector.responses[one] for one in asked[self._exchange.index]]
+            drawn = sampler.draw(requests, self._config.rollout.round_tokens)
+        self._watch.note(FOR_OTHERS, for_others=True)
+        return self._exchange.round(asked, drawn)
+
+    def _grade(self, ordinal: int, collector: Collector) -> None:
+        """Gives a whole group to the graders, if this process grades it."""
+        if self._exchange.grades and self._exchange.takes(ordinal) and ordinal not in self._pending:
+            with self._exchange.working():
+                self._pending[ordinal] = self._grading.begin(
+                    self._prompt_in_flight(ordinal), collector.responses_to(ordinal)
+                )
+
+    def _verdicts(self, due: Sequence[int], collector: Collector) -> list[Group]:
+        """Returns the groups whose verdicts are due, graded, in every process."""
+        if not due:
+            return []
+        groups: list[Group] = []
+        with self._exchange.working():
+            groups = [self._pending.pop(ordinal).graded() for ordinal in due if ordinal in self._pending]
+        self._watch.note(FOR_OTHERS, for_others=True)
+        return self._exchange.verdicts(groups, self._prompt_in_flight, collector.responses_to)
+
+    def _prompt_in_flight(self, ordinal: int) -> Prompt:
+        if ordinal not in self._asked:
+            self._watch.note("reading prompts")
+            self._asked[ordinal] = self._prompts[ordinal]
+        return self._asked[ordinal]
+
+
+def dealt(tokens: Sequence[int] | Int[np.ndarray, " going"], samplers: int) -> Int[np.ndarray, " going"]:
+    """Returns the sampler of each response that continues, by its number of tokens.
+
+    The longest responses are dealt out first, back and forth, so that all samplers hold and prefill about as many tokens. By ordinal, the first sampler would get all the old
+    responses: more than its pages hold, and the others would wait for it at the end of each round. What does not divide goes to the first samplers.
+    """
+    order = np.argsort(-np.asarray(tokens, np.int64), kind="stable")
+    turn, at = np.divmod(np.arange(len(order)), samplers)
+    back = (turn % 2 == 1) & (turn < len(order) // samplers)
+    found = np.empty(len(order), np.int64)
+    found[order] = np.where(back, samplers - 1 - at, at)
+    return found
+
+
+class Places:
+    """The sampler of each response in flight. It changes no result."""
+
+    def __init__(self, in_flight: int, samplers: int, going: Mapping[ResponseId, int]) -> None:
+        """Spreads the responses that continue, which are all re-prefilled; `going` has their numbers of tokens (`dealt`)."""
+        self._most = [in_flight // samplers + (sampler < in_flight % samplers) for sampler in range(samplers)]
+        self._at: list[set[ResponseId]] = [set() for _ in range(samplers)]
+        ids = sorted(going)
+        for one, sampler in zip(ids, dealt([going[one] for one in ids], samplers).tolist(), strict=True):
+            self._at[sampler].add(one)
+
+    def give(self, started: Sequence[ResponseId]) -> None:
+        """Gives responses that start, in order, to samplers with free places."""
+        free = [
+            sampler
+            for sampler, (at, most) in enumerate(zip(self._at, self._most, strict=True))
+            for _ in range(most - len(at))
+        ]
+        for one, sampler in zip(started, free, strict=False):
+            self._at[sampler].add(one)
+
+    def leave(self, ended: Iterable[ResponseId]) -> None:
+        """Frees the places of responses that ended."""
+        gone = set(ended)
+        for at in self._at:
+            at -= gone
+
+    def of(self, sampler: int) -> list[ResponseId]:
+        """Returns the responses of a sampler, in order."""
+        return sorted(self._at[sampler])

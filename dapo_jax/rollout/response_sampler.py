@@ -1,0 +1,144 @@
+"""Responses to prompts from one engine, for training, evaluation and `dapo-jax sample`."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial, reduce
+from itertools import islice
+from typing import Any
+from zlib import crc32
+
+import jax
+from jaxtyping import PRNGKeyArray, PyTree
+
+from dapo_jax.config import EvalConfig
+from dapo_jax.dapo.rollouts import Group, Prompt, Response
+from dapo_jax.parallel.weights import AdapterTransfer, MergingTransfer, WeightTransfer
+from dapo_jax.sampling.continuous_batching import Sampler
+from dapo_jax.sampling.decode_loop import StopRule
+from dapo_jax.sampling.decoding import Decoding, decoding
+from dapo_jax.sampling.interface import Engine
+from dapo_jax.sampling.requests import EpisodeLimits
+from dapo_jax.sampling.rounds import RoundSampler
+from dapo_jax.sampling.turns import Environments, limits_of
+
+TRAINING, EVALUATION = 0, 1
+"""Key domains: evaluation and training sample with different random numbers."""
+
+Sampled = Iterator[tuple[Prompt, tuple[Response, ...]]]
+Grade = Callable[[Sampled], Iterable[Group]]
+"""Grades responses: `Grading.groups`."""
+
+
+class ResponseSampler:
+    """An engine with everything that stays fixed over a run: seed, lengths, stop strings. `run.sampler_setup` makes it."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        transfer: WeightTransfer | AdapterTransfer | MergingTransfer,
+        *,
+        seed: int,
+        max_response_tokens: int,
+        prompts_at_once: int,
+        stop: StopRule | None,
+        compile_for: Callable[[list[Decoding]], None],
+        notes: Sequence[str] = (),
+        on_look: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Compiles nothing yet.
+
+        Args:
+            engine: samples.
+            transfer: makes the engine's weights of the trainer's parameters.
+            seed: of all random numbers.
+            max_response_tokens: the longest response.
+            prompts_at_once: prompts that are asked for together.
+            stop: finds the stop strings.
+            compile_for: compiles the programs for some ways of decoding.
+            notes: sentences that a run shows when it starts.
+            on_look: called before each call of the engine that samples tokens.
+        """
+        self._engine, self.transfer, self._compile_for = engine, transfer, compile_for
+        self.max_response_tokens, self.prompts_at_once = max_response_tokens, prompts_at_once
+        self.notes, self._on_look, self._stop = notes, on_look, stop
+        self._sampler = Sampler(engine, prefill_prompts=prompts_at_once, on_look=on_look)
+        self._key: PRNGKeyArray = jax.random.key(seed)
+
+    def compile(self, *decodings: Mapping[str, Any]) -> None:
+        """Compiles the programs that sample with each of these options of `decoding`. Options that differ only in numbers share a program; top-k and top-p need
+        another one."""
+        self._compile_for([jax.eval_shape(partial(decoding, **options)) for options in decodings])
+
+    def sample(
+        self,
+        weights: PyTree,
+        draw: Callable[[int], Sequence[Prompt]],
+        *,
+        decoding: Decoding,
+        samples: int,
+        domain: int,
+        within: Sequence[int] = (),
+        version: int = 0,
+        environments: Environments | None = None,
+    ) -> Sampled:
+        """Yields prompts with their responses as they end; see `Sampler.sample`. `version` is the version of the weights. Keys depend on `domain` and on the numbers
+        `within` it. With `environments` responses are episodes."""
+        key = reduce(jax.random.fold_in, (domain, *within), self._key)
+        return self._sampler.sample(
+            weights,
+            draw,
+            key=key,
+            decoding=decoding,
+            samples_per_prompt=samples,
+            max_response_tokens=self.max_response_tokens,
+            stop=self._stop,
+            version=version,
+            environments=environments,
+        )
+
+    def limits(self, episodes: Environments) -> EpisodeLimits:
+        """Returns the limits of episodes in this sampler."""
+        most, capacity = self.max_response_tokens, self._engine.capacity
+        return limits_of(episodes, max_response_tokens=most, capacity=capacity)
+
+    def rounds(
+        self, weights: PyTree, *, decoding: Decoding, domain: int, episodes: Environments | None = None
+    ) -> RoundSampler:
+        """Returns a sampler of responses in flight with these weights and the keys of `domain`. With `episodes` responses are episodes."""
+        return RoundSampler(
+            self._engine,
+            weights,
+            key=jax.random.fold_in(self._key, domain),
+            decoding=decoding,
+            max_response_tokens=self.max_response_tokens,
+            stop=self._stop,
+            on_look=self._on_look,
+            limits=None if episodes is None else self.limits(episodes),
+        )
+
+    def evaluate(
+        self,
+        weights: PyTree,
+        prompts: Iterable[Prompt],
+        grade: Grade,
+        config: EvalConfig,
+        *,
+        name: str,
+        step: int,
+        environments: Environments | None = None,
+    ) -> list[Group]:
+        """Returns the graded groups of held-out prompts, in the prompts' order.
+
+        Random numbers depend on the `name` of the dataset and on `step`: evaluations are independent of each other, and can be repeated.
+        """
+        left = iter(prompts)
+        sampled = self.sample(
+            weights,
+            lambda n: list(islice(left, n)),
+            decoding=decoding(temperature=config.temperature, top_p=config.top_p, top_k=config.top_k),
+            samples=config.samples_per_prompt,
+            domain=EVALUATION,
+            within=(step, crc32(name.encode())),
+            version=step,
+            environments=environments,
+        )
+        return sorted(grade(sampled), key=lambda group: group.prompt.ordinal)

@@ -1,0 +1,220 @@
+"""A virtual clock for rollouts in flight: it decides when a response starts, a verdict is due and a step ends.
+
+A fixed number of responses is in flight over the whole run. Time is counted in rounds: in each, every response in flight samples up to a fixed number of tokens. At the
+end of a round, new responses take the places of those that ended, so nothing waits for the longest response. A group is whole when its last response has ended; its
+verdict is due a fixed number of rounds later, and sampling continues meanwhile. A step ends at the first end of a round with enough informative groups. It trains on the
+first of them by ordinal; the others stay ready for the next step. One round may bring enough groups for several steps.
+
+Waves (DAPO, Algorithm 1) are the same clock with a round as long as the longest response: all responses of a wave start together, and a step ends when all its waves have.
+
+Decisions depend on lengths and verdicts alone, not on seconds, devices, slots or processes. So a run repeats bit for bit, although its steps overlap.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+
+class ResponseId(NamedTuple):
+    """One response of a run."""
+
+    ordinal: int
+    index: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClockSizes:
+    """The numbers of the clock: they depend on the configuration, not on machines."""
+
+    in_flight: int
+    """Responses in flight over the whole run, or in a wave."""
+    samples_per_prompt: int
+    """G, responses of a group."""
+    needed: int
+    """Informative groups that a step trains on."""
+    verdict_rounds: int = 1
+    """Rounds from the end of a group's last response to the round at whose end its verdict is due; 0: at once."""
+    max_age_steps: int = 0
+    """S: a step waits for every group whose first response started S steps ago, and no group starts while S + 1 steps' worth of groups are under way or ready.
+    So nothing that is trained on is older than 2 S + 1 steps. 0: no bound."""
+    waves: bool = False
+    """Whole waves of `in_flight` responses start, each as soon as it is certain to be needed, and a step ends when nothing is in flight."""
+
+    def __post_init__(self) -> None:
+        if self.in_flight < self.samples_per_prompt or self.in_flight % self.samples_per_prompt:
+            raise ValueError(
+                f"in_flight={self.in_flight} must be a multiple of the {self.samples_per_prompt} responses of a group, which start together; "
+                f"{-(-max(self.in_flight, 1) // self.samples_per_prompt) * self.samples_per_prompt} is"
+            )
+
+
+@dataclass
+class GroupInFlight:
+    """A group from its first response's start to its verdict."""
+
+    version: int
+    """Steps done when its first response started: the version of its oldest token's weights."""
+    left: set[int]
+    """Indices of the responses that have not ended."""
+    due: int = -1
+    """The round at whose end its verdict is due; -1 while responses are left."""
+
+
+@dataclass
+class VirtualClock:
+    """The state of the clock. Until `step_ends`, call `start`, sample a round, then call `end_round` and `judge`. Then call `end_step`.
+
+    In waves: until `step_ends`, call `start`, and `end_group` for every group, in any order.
+    """
+
+    sizes: ClockSizes
+    version: int = 0
+    """Steps done, which is the version of the weights that sample."""
+    rounds: int = 0
+    """Rounds done since the run began."""
+    following: ResponseId = field(default_factory=lambda: ResponseId(0, 0))
+    """The response that starts next."""
+    groups: dict[int, GroupInFlight] = field(default_factory=dict)
+    """Groups without a verdict, by ordinal."""
+    ready: dict[int, int] = field(default_factory=dict)
+    """Informative groups that wait to be trained on: ordinal -> the version of `GroupInFlight`."""
+
+    def in_flight(self) -> Iterator[ResponseId]:
+        """The responses that are being sampled, by ordinal and index."""
+        for one in self.started():
+            if one.index in self.groups[one.ordinal].left:
+                yield one
+
+    def started(self) -> Iterator[ResponseId]:
+        """The responses of groups without a verdict that have started, by ordinal and index: those in flight, and those that ended."""
+        for ordinal in sorted(self.groups):
+            for index in range(self.sizes.samples_per_prompt):
+                if ResponseId(ordinal, index) < self.following:
+                    yield ResponseId(ordinal, index)
+
+    @property
+    def _room(self) -> int:
+        """Number of responses that may start now."""
+        sizes = self.sizes
+        under_way = len(self.groups) + len(self.ready)
+        if sizes.waves:
+            return sizes.in_flight if under_way < sizes.needed else 0
+        left = sum(len(group.left) for group in self.groups.values())
+        if self.following.index:  # the last group has responses that have not started
+            left -= sizes.samples_per_prompt - self.following.index
+        return sizes.in_flight - left
+
+    def start(self) -> list[ResponseId]:
+        """Returns the responses that start now, in order: as many as there are free places, or as a bound on ages allows.
+
+        In waves: the next wave, if it is needed whatever the verdicts of the groups under way will be; else none.
+        """
+        sizes, started = self.sizes, list[ResponseId]()
+        bound = sizes.max_age_steps
+        for _ in range(self._room):
+            one = self.following
+            if one.index == 0:
+                if bound and len(self.groups) + len(self.ready) >= (bound + 1) * sizes.needed:
+                    break
+                self.groups[one.ordinal] = GroupInFlight(self.version, set(range(sizes.samples_per_prompt)))
+            started.append(one)
+            last = one.index + 1 == sizes.samples_per_prompt
+            self.following = (
+                ResponseId(one.ordinal + 1, 0) if last else ResponseId(one.ordinal, one.index + 1)
+            )
+        return started
+
+    def end_round(self, ended: Collection[ResponseId]) -> list[int]:
+        """Takes the responses that ended in the round. Returns the ordinals of the groups whose verdicts are due now, for `judge`.
+
+        Raises:
+            ValueError: a response is not in flight.
+        """
+        self.rounds += 1
+        for one in sorted(ended):
+            group = self.groups.get(one.ordinal)
+            if group is None or one.index not in group.left or one >= self.following:
+                raise ValueError(
+                    f"response {one.index} to prompt {one.ordinal} is not in flight, and cannot have ended"
+                )
+            group.left.discard(one.index)
+            if not group.left:
+                group.due = self.rounds + self.sizes.verdict_rounds
+        return self._due
+
+    @property
+    def _due(self) -> list[int]:
+        return sorted(ordinal for ordinal, group in self.groups.items() if 0 <= group.due <= self.rounds)
+
+    def judge(self, informative: Mapping[int, bool]) -> None:
+        """Takes the verdicts that are due: ordinal -> whether the group is informative.
+
+        Raises:
+            ValueError: these are not the groups whose verdicts are due.
+        """
+        if self._due != sorted(informative):
+            raise ValueError(
+                f"verdicts of the groups {self._due} are due at the end of round {self.rounds}; verdicts of {sorted(informative)} were given"
+            )
+        for ordinal in self._due:
+            self.end_group(ordinal, informative=informative[ordinal])
+
+    def end_group(self, ordinal: int, *, informative: bool) -> None:
+        """Takes the verdict of a group, whose responses have all ended."""
+        group = self.groups.pop(ordinal)
+        if informative:
+            self.ready[ordinal] = group.version
+
+    @property
+    def step_ends(self) -> bool:
+        """Whether there are enough groups to train on, and the step waits for no older group."""
+        bound = self.sizes.max_age_steps
+        waited_for = self.groups.values() if bound or self.sizes.waves else ()
+        return len(self.ready) >= self.sizes.needed and not any(
+            self.version - group.version >= bound for group in waited_for
+        )
+
+    def end_step(self) -> dict[int, int]:
+        """Ends the step. Returns the groups to train on, the first by ordinal, and the age of each one's oldest token in steps. From now on the next version samples."""
+        taken = sorted(self.ready)[: self.sizes.needed]
+        ages = {ordinal: self.version - self.ready.pop(ordinal) for ordinal in taken}
+        self.version += 1
+        return ages
+
+    def whole(self, ordinals: Iterable[int]) -> list[int]:
+        """Returns the groups of `ordinals`, each once, whose last response has ended."""
+        return sorted({ordinal for ordinal in ordinals if self.groups[ordinal].due >= 0})
+
+    def copy(self) -> "VirtualClock":
+        """Returns an independent clock with the same state."""
+        return deepcopy(self)
+
+    def state(self) -> dict[str, Any]:
+        """Returns the state for a checkpoint, as JSON values; `restored` takes it."""
+        return {
+            "sizes": asdict(self.sizes),
+            "version": self.version,
+            "rounds": self.rounds,
+            "following": list(self.following),
+            "groups": [
+                [ordinal, group.version, sorted(group.left), group.due]
+                for ordinal, group in sorted(self.groups.items())
+            ],
+            "ready": [list(item) for item in sorted(self.ready.items())],
+        }
+
+    @classmethod
+    def restored(cls, state: Mapping[str, Any]) -> "VirtualClock":
+        """Returns the clock with this `state`."""
+        groups = {
+            ordinal: GroupInFlight(version, set(left), due) for ordinal, version, left, due in state["groups"]
+        }
+        return cls(
+            ClockSizes(**state["sizes"]),
+            version=state["version"],
+            rounds=state["rounds"],
+            following=ResponseId(*state["following"]),
+            groups=groups,
+            ready=dict(state["ready"]),
+        )

@@ -1,0 +1,232 @@
+"""The sampler of a configuration: its engine, the rows of its prefill, and the memory that is left for its KV cache."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+from jax.sharding import Mesh
+
+from dapo_jax.config import ConfigError, SamplingConfig
+from dapo_jax.models.presets import DecoderConfig
+from dapo_jax.parallel.device_memory import bytes_on_device, least_device_bytes
+from dapo_jax.parallel.mesh import BATCH_AXES, Meshes
+from dapo_jax.rollout.response_sampler import ResponseSampler
+from dapo_jax.run.policy import Policy
+from dapo_jax.run.programs import compile_sampling, engine_of, sampled_decoder, transfer_of
+from dapo_jax.sampling.caches import kind_for, token_bytes
+from dapo_jax.sampling.pages import PageSizes
+from dapo_jax.sampling.prompt_packing import PrefillShape, prefill_shape
+from dapo_jax.text.stop_strings import StopStrings, stop_ids
+
+_TURNS_AT_ONCE = 16
+"""Rows that are prefilled together where each turn of an episode is prefilled: they are many, and mostly short."""
+
+KNOWN_SHARE = 0.9
+"""The fraction of a device's memory for arrays whose sizes are known before anything is compiled. The rest is for programs while they run, and for
+fragments; vLLM's `gpu_memory_utilization` leaves as much by default."""
+
+_LOGITS = 4
+"""Copies of a slot's logits: in the state, and while a token is sampled."""
+
+
+def prompts_at_once(sampling: SamplingConfig, group_size: int) -> int:
+    """Returns how many prompts are asked for together: their groups fill the slots."""
+    return max(1, sampling.slots // group_size)
+
+
+def prefill_of(
+    sampling: SamplingConfig,
+    group_size: int,
+    *,
+    max_prompt_tokens: int,
+    in_flight: int = 0,
+    has_turns: bool = False,
+) -> PrefillShape:
+    """Returns the rows of one prefill: prompts, and with responses in flight or episodes also whole contexts."""
+    capacity, prompts = (
+        max_prompt_tokens + sampling.max_response_tokens,
+        prompts_at_once(sampling, group_size),
+    )
+    return prefill_shape(
+        longest=capacity if in_flight or has_turns else max_prompt_tokens,
+        capacity=capacity,
+        prompts=max(prompts, _TURNS_AT_ONCE) if has_turns else prompts,
+        tokens=sampling.prefill_tokens,
+        alone=sampling.batch_invariant,
+    )
+
+
+def response_sampler(
+    policy: Policy,
+    meshes: Meshes,
+    sampling: SamplingConfig,
+    *,
+    seed: int,
+    max_prompt_tokens: int,
+    compute_dtype: str,
+    group_size: int,
+    in_flight: int = 0,
+    has_turns: bool = False,
+    beside: int = 0,
+    memory: int | None = None,
+    on_look: Callable[[], None] = lambda: None,
+) -> ResponseSampler:
+    """Makes a sampler; nothing is compiled yet.
+
+    Args:
+        policy: whose decoder samples.
+        meshes: of the run.
+        sampling: the configuration's section.
+        seed: of all random numbers.
+        max_prompt_tokens: the longest prompt.
+        compute_dtype: of products, and unless `sampling` names others, of weights and cache.
+        group_size: responses to a prompt.
+        has_turns: responses are episodes of several turns.
+        in_flight: the most responses in flight in this sampler; 0: each response is sampled to its end.
+        beside: bytes on each device while it samples, without the sampler's weights and cache.
+        memory: bytes of a device; None: as the devices report, which those of a CPU do not.
+        on_look: called before each call of the engine that samples tokens.
+
+    Raises:
+        ConfigError: slots or lengths do not fit the mesh, the model or the memory.
+    """
+    if sampling.merge_lora and policy.decoder.lora is None:
+        raise ConfigError(
+            "sampling.merge_lora=true needs a model with an adapter, and this model has none: leave it out"
+        )
+    transfer = transfer_of(policy, meshes, sampling, dtype=compute_dtype)
+    decoder, capacity = (
+        sampled_decoder(policy.decoder, sampling),
+        max_prompt_tokens + sampling.max_response_tokens,
+    )
+    shape = prefill_of(
+        sampling, group_size, max_prompt_tokens=max_prompt_tokens, in_flight=in_flight, has_turns=has_turns
+    )
+    memory = memory or least_device_bytes(meshes.sampler)
+    room = room_for_cache(
+        decoder,
+        meshes.sampler,
+        sampling,
+        shape,
+        capacity=capacity,
+        compute_dtype=compute_dtype,
+        in_flight=in_flight,
+        has_turns=has_turns,
+        resident=beside + bytes_on_device(transfer.shapes, meshes.sampler.shape),
+        memory=memory,
+    )
+    try:
+        engine = engine_of(
+            decoder,
+            meshes.sampler,
+            slots=sampling.slots,
+            capacity=capacity,
+            steps_per_call=sampling.steps_per_call,
+            stop_ids=tuple(stop_ids(policy.tokenizer, sampling.stop_token_ids)),
+            compute_dtype=compute_dtype,
+            page_tokens=sampling.page_tokens,
+            cache_tokens=sampling.cache_tokens,
+            cache_dtype=sampling.cache_dtype,
+            cache_bytes=room,
+            in_flight=in_flight,
+            prefill=shape,
+            batch_invariant=sampling.batch_invariant,
+            has_turns=has_turns,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    known = room is not None and memory is not None
+    return ResponseSampler(
+        engine,
+        transfer,
+        seed=seed,
+        max_response_tokens=sampling.max_response_tokens,
+        prompts_at_once=prompts_at_once(sampling, group_size),
+        stop=StopStrings(policy.tokenizer, sampling.stop).find if sampling.stop else None,
+        compile_for=partial(compile_sampling, engine, transfer.shapes),
+        notes=[cache_note(engine.page_sizes, room=room, memory=memory)] if known else [],
+        on_look=on_look,
+    )
+
+
+def room_for_cache(
+    decoder: DecoderConfig,
+    mesh: Mesh,
+    sampling: SamplingConfig,
+    shape: PrefillShape,
+    *,
+    capacity: int,
+    compute_dtype: str,
+    resident: int,
+    memory: int | None,
+    in_flight: int = 0,
+    has_turns: bool = False,
+) -> int | None:
+    """Returns the bytes of a device that the cache may take, 0 or less if nothing is left. None if memory does not decide the size: `sampling.cache_tokens`
+    is set, the cache has no pages, or the device does not report its memory.
+
+    Args:
+        decoder: the sizes of the model.
+        mesh: of the sampler.
+        sampling: the configuration's section.
+        shape: the rows of one prefill.
+        capacity: tokens of the longest prompt and response together.
+        compute_dtype: of the cache, unless `sampling` names another.
+        resident: bytes on a device while it samples, without the arrays that sampling makes.
+        memory: bytes of a device.
+        in_flight: responses in flight, which take turns if there are fewer slots.
+        has_turns: responses are episodes, which keep their pages while their environments work.
+    """
+    dtype = sampling.cache_dtype or compute_dtype
+    kind = kind_for(
+        mesh,
+        page_tokens=sampling.page_tokens,
+        cache_tokens=sampling.cache_tokens,
+        dtype=dtype,
+        turns=in_flight > 0 or sampling.batch_invariant or has_turns,
+    )
+    if memory is None or sampling.cache_tokens or kind == "slots":
+        return None
+    spread = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+    each, computed = (token_bytes(decoder, mesh, dtype=of, kind=kind) for of in (dtype, compute_dtype))
+    room = int(KNOWN_SHARE * memory) - resident - logits_bytes(decoder, sampling.slots // spread)
+    # Responses outside the slots keep the logits of their next tokens, a copy on each device.
+    room -= max(0, in_flight - sampling.slots) * decoder.vocab_rows * 4
+    # The responses of one prefill still wait for slots when the next one begins.
+    rows = 2 * prefix_bytes(decoder, shape, token_bytes=each)
+    # A sequence that is prefilled in chunks is kept as it was computed, and at its end as the cache has it.
+    width = -(-capacity // shape.width) * shape.width
+    parts = width * (computed + each) + shape.row_prompts * decoder.vocab_rows * 4
+    if (
+        not in_flight
+        and shape.longest <= shape.width
+        and room - rows >= sampling.slots // spread * capacity * each
+    ):
+        return room - rows  # all slots fit, so nothing is re-prefilled
+    return room - max(rows, rows // 2 + parts)
+
+
+def logits_bytes(decoder: DecoderConfig, slots: int) -> int:
+    """Returns the bytes of the logits of so many slots, with the copies while a token is sampled."""
+    return _LOGITS * slots * decoder.vocab_rows * 4
+
+
+def prefix_bytes(decoder: DecoderConfig, shape: PrefillShape, *, token_bytes: int) -> int:
+    """Returns the bytes that one prefill makes: keys and values of all its rows, and the logits after each prompt."""
+    return shape.rows * (shape.width * token_bytes + shape.row_prompts * decoder.vocab_rows * 4)
+
+
+def cache_note(sizes: PageSizes, *, room: int, memory: int) -> str:
+    """Returns the sentence about the size of the cache that a run shows."""
+    tokens, most = (
+        sizes.pools * pages * sizes.page_tokens
+        for pages in (sizes.pool_pages, sizes.holders // sizes.pools * sizes.table_pages)
+    )
+    if tokens == most:
+        holds = f"all {sizes.holders} responses of up to {sizes.capacity:,} tokens"
+    else:
+        holds = f"{tokens:,} tokens where all {sizes.holders} responses may have {most:,}: responses wait, or are preempted, when it is full"
+    return (
+        f"the key/value cache holds {holds}; {room / 2**30:.2f} of a device's {memory / 2**30:.2f} GiB were left for it "
+        "(sampling.cache_tokens sets another size)"
+    )

@@ -1,0 +1,296 @@
+"""A step's sampling by the clock: which groups it trains on, and what it leaves. With rollouts in flight, over responses of one token a round; in waves, in any order."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dapo_jax.dapo.dynamic_sampling import ShortfallError
+from dapo_jax.dapo.rollouts import Continuation, Group, Prompt, Rollout, Span, Standing, Verdict
+from dapo_jax.rollout.collector import Collector, Position
+from dapo_jax.rollout.virtual_clock import ClockSizes, ResponseId, VirtualClock
+from dapo_jax.sampling.requests import EpisodeLimits
+from dapo_jax.sampling.rounds import Drawn
+from tests.dapo.dynamic_sampling_test import MIXED, RIGHT, WRONG, make_group
+
+SIZES = ClockSizes(in_flight=4, samples_per_prompt=2, needed=2, verdict_rounds=0)
+BEGIN = Position()
+LIMITS = EpisodeLimits(max_turns=9, turn_tokens=0, episode_tokens=99, capacity=99)
+
+
+def drawn(token, finish_reason=None):
+    return Drawn(
+        tokens=np.array([token], np.int32),
+        logprobs=np.array([-token], np.float32),
+        finish_reason=finish_reason,
+    )
+
+
+def prompt_at(ordinal):
+    return Prompt(ordinal=ordinal, tokens=np.array([2], np.int32), text="?", answer="!")
+
+
+def collector(position=BEGIN, sizes=SIZES, *, max_groups=99, **options):
+    return Collector.after(position, sizes, prompt_at=prompt_at, max_groups=max_groups, **options)
+
+
+def graded(ordinal, responses, *, right=(True, False)):
+    rollouts = tuple(
+        Rollout(response=response, text="", verdict=Verdict(correct=correct), reward=float(correct))
+        for response, correct in zip(responses, right, strict=True)
+    )
+    return Group(prompt=prompt_at(ordinal), rollouts=rollouts)
+
+
+def one_round(found, lengths, *, right=(True, False)):
+    """Every response in flight draws a token; it ends with that of its length."""
+    found.start()
+    parts = {}
+    for one in list(found.clock.in_flight()):
+        have = found.responses[one].drawn
+        ends = have + 1 >= lengths[one.ordinal]
+        parts[one] = drawn(10 * one.ordinal + have, "stop" if ends else None)
+    found.take(parts, here=())
+    _, whole, due = found.end_round()
+    groups = [graded(ordinal, found.responses_to(ordinal), right=right) for ordinal in due]
+    found.judge(groups)
+    return whole
+
+
+def test_groups_go_on_from_step_to_step_and_know_their_weights():
+    """Group 0 has responses of three tokens, the others of one. Two groups are in flight: 1, 2 and 3 end in the first three rounds, one in each, so
+    the first step trains on 1 and 2, and the second on 0, which ends in the third round, and 3."""
+    lengths = {0: 3, **dict.fromkeys(range(1, 9), 1)}
+    first = collector()
+    assert (first.needed, first.kept, first.cursor) == (2, 0, 0)
+    assert one_round(first, lengths) == [1]
+    assert (first.kept, first.tally.groups, first.stage) == (1, 1, "round 1")
+    one_round(first, lengths)
+    assert not first.goes_on
+    found = first.finish()
+    assert [group.prompt.ordinal for group in found.groups] == [1, 2]
+    assert (found.version, found.rounds, found.drawn_tokens, found.surplus, found.waves) == (0, 2, 8, 0, 0)
+    position = Position(step=1, cursor=found.cursor, carry=found.carry, in_flight=first.going_on())
+    assert {one.ordinal for one in position.in_flight.responses} == {0}
+
+    second = collector(position)
+    one_round(second, lengths)
+    later = second.finish()
+    assert [group.prompt.ordinal for group in later.groups] == [0, 3]
+    old = later.groups[0].rollouts[0].response
+    assert old.tokens.tolist() == [0, 1, 2]
+    assert old.spans == (Span(0, 0), Span(2, 1))
+    assert (later.groups[0].oldest, later.groups[0].newest, later.groups[1].oldest) == (0, 1, 1)
+    # The position between the steps is as it was.
+    assert position.in_flight.responses[ResponseId(0, 0)].drawn == 2
+    assert position.in_flight.clock.version == 1
+
+
+def test_what_was_sampled_is_in_the_order_of_ordinals_and_not_of_verdicts():
+    """Group 0 takes three rounds, 1 and 2 one each, in the place beside it. The step needs three groups."""
+    found = collector()
+    found.clock = VirtualClock(replace(SIZES, needed=3))
+    while found.goes_on:
+        one_round(found, {0: 3, 1: 1, 2: 1, 3: 1, 4: 9})
+    ordinals = [group.prompt.ordinal for group in found.finish().sampled]
+    assert ordinals == sorted(ordinals) == [0, 1, 2, 3]
+
+
+def test_the_cursor_is_behind_a_group_that_has_half_begun():
+    """Four places, and groups of two: once one response of group 0 has ended, the first of group 2 has started and its second has not."""
+    found = collector()
+    found.start()
+    found.take(
+        {one: drawn(5, "stop" if one == ResponseId(0, 0) else None) for one in found.clock.in_flight()}, ()
+    )
+    found.end_round()
+    assert found.start() == [ResponseId(2, 0)]
+    assert found.cursor == 3
+
+
+def test_what_teaches_nothing_is_counted_and_left_out():
+    found = collector()
+    one_round(found, dict.fromkeys(range(9), 1), right=(True, True))
+    assert (found.kept, found.tally.correct, found.goes_on) == (0, 2, True)
+    everything = collector(enabled=False)
+    one_round(everything, dict.fromkeys(range(9), 1), right=(True, True))
+    assert (everything.kept, everything.goes_on) == (2, False)
+
+
+def test_a_step_that_finds_too_little_says_what_it_found():
+    found = collector(max_groups=4)
+    for _ in range(2):
+        assert found.goes_on
+        one_round(found, dict.fromkeys(range(9), 1), right=(False, False))
+    assert not found.goes_on
+    with pytest.raises(
+        ShortfallError, match=r"found 0 of the 2 .* the 4 of this step.* 0 were all correct, 4 all wrong"
+    ):
+        found.finish(on_shortfall="train_fewer")
+    one = collector(max_groups=2)
+    one.start()
+    one.take({each: drawn(1, "stop") for each in one.clock.in_flight()}, ())
+    due = one.end_round().due
+    one.judge([graded(at, one.responses_to(at), right=(True, not at)) for at in due])
+    with pytest.raises(ShortfallError, match="found 1 of the 2"):
+        one.finish()
+    assert [group.prompt.ordinal for group in one.finish(on_shortfall="train_fewer").groups] == [1]
+
+
+@pytest.mark.parametrize(("answer_rounds", "rounds_of_turns"), [(0, [0, 1]), (1, [1, 3]), (2, [2, 5])])
+def test_answers_of_environments_are_taken_so_many_rounds_after_what_they_answer(
+    answer_rounds, rounds_of_turns
+):
+    """Turns of one token, two of them. With an answer k rounds later the first is drawn after k rounds, the second after 1 + 2 k."""
+    found = collector(limits=LIMITS, answer_rounds=answer_rounds)
+    drew = []
+
+    def answer():
+        for one in found.answers_due():
+            over = found.responses[one].turn == 2
+            found.answer(one, None if over else Continuation(np.array([9], np.int32)), Standing())
+
+    one = ResponseId(0, 0)
+    for number in range(9):
+        found.start()
+        answer()
+        drawing = [each for each in found.clock.in_flight() if found.draws(each)]
+        drew += [number] * (one in drawing)
+        found.take({each: drawn(5, "stop") for each in drawing}, ())
+        answer()
+        ended, whole, due = found.end_round()
+        if one in ended:
+            break
+        assert not whole
+        assert not due
+    assert drew == rounds_of_turns
+    assert number == rounds_of_turns[-1] + answer_rounds
+    assert found.responses[one].turns == ((1, 2), (3, 4))
+    assert found.drawn_tokens == 2 * 4, "tokens of environments are not sampled"
+
+
+def test_an_episode_that_is_over_before_its_first_turn_draws_nothing():
+    found = collector(limits=LIMITS)
+    first, *others = found.start()
+    for one in found.answers_due():
+        found.answer(one, None if one == first else Continuation(np.array([9], np.int32)), Standing())
+    assert [found.draws(one) for one in (first, *others)] == [False, True, True, True]
+    found.take({one: drawn(5) for one in others}, ())
+    assert found.end_round().ended == [first]
+
+
+def test_an_episode_without_a_token_is_as_old_as_its_group():
+    """Both of group 0 are lost before their first turns in a run that has made five steps."""
+    found = collector(limits=LIMITS)
+    found.clock.version = 5
+    started = found.start()
+    for one in found.answers_due():
+        found.answer(one, None, Standing(lost="raised"))
+    found.take({}, ())
+    assert found.end_round().whole == [0, 1]
+    assert len(started) == 4
+    assert graded(0, found.responses_to(0)).oldest == 5
+
+
+def waves(kind_of, *, needed=2, wave=4, max_waves=9, position=BEGIN, order=lambda waiting: 0, **options):
+    """The collector of a step in waves of groups of two, whose verdicts `kind_of` gives."""
+    enabled = options.get("enabled", True)
+    sizes = ClockSizes(
+        in_flight=2 * (wave if enabled else needed), samples_per_prompt=2, needed=needed, verdict_rounds=0, waves=True,
+    )  # fmt: skip
+    found = collector(position, sizes, max_groups=max_waves * wave if enabled else None, **options)
+    waiting = []
+    while True:
+        waiting += [one.ordinal for one in found.start() if one.index == 0]
+        if not waiting:
+            return found
+        ordinal = waiting.pop(order(waiting))
+        kind = kind_of(ordinal)
+        made = make_group(ordinal, kind, version=position.step) if isinstance(kind, str) else kind
+        found.end_group(made)
+
+
+def ordinals(groups):
+    return [group.prompt.ordinal for group in groups]
+
+
+@pytest.mark.parametrize(("keeps_surplus", "carried"), [(False, []), (True, [2, 3])])
+def test_in_waves_surplus_groups_are_discarded_or_carried(keeps_surplus, carried):
+    first = waves(lambda ordinal: MIXED, keeps_surplus=keeps_surplus)
+    found = first.finish()
+    assert (ordinals(found.groups), ordinals(found.carry)) == ([0, 1], carried)
+    assert (found.cursor, found.waves, found.surplus, found.rounds) == (4, 1, 2, 0)
+    assert first.going_on() is None
+    position = Position(step=1, cursor=found.cursor, carry=found.carry)
+    second = waves(lambda ordinal: MIXED, needed=3, position=position).finish()
+    assert ordinals(second.groups) == [*carried, 4, 5, 6][:3]
+    assert [group.oldest for group in second.groups] == [*[0] * len(carried), 1, 1, 1][:3]
+    assert ordinals(second.sampled) == [4, 5, 6, 7], "metrics are about the prompts of this step"
+
+
+def test_enough_carried_groups_sample_nothing():
+    carry = [make_group(ordinal, MIXED) for ordinal in range(3)]
+    found = waves(lambda ordinal: MIXED, position=Position(step=1, cursor=8, carry=carry)).finish()
+    assert (found.cursor, found.waves, found.sampled) == (8, 0, [])
+    assert (ordinals(found.groups), ordinals(found.carry)) == ([0, 1], [2])
+
+
+@pytest.mark.parametrize("order", [lambda waiting: 0, lambda waiting: len(waiting) - 1])
+def test_the_trained_set_is_the_first_by_ordinal_whatever_order_groups_end_in(order):
+    """Of waves of 3 prompts every second group is informative: 1, then 3 and 5, then 7."""
+    kinds = {0: RIGHT, 1: MIXED}
+    found = waves(lambda ordinal: kinds[ordinal % 2], needed=4, wave=3, order=order).finish()
+    assert (ordinals(found.groups), found.cursor, found.waves) == ([1, 3, 5, 7], 9, 3)
+    assert ordinals(found.sampled) == list(range(9))
+
+
+def test_a_shortfall_counts_the_groups_by_kind():
+    """3 waves of 4: ordinals 0 mod 6 are right, 5 mod 6 mixed, the rest wrong: of 12, 2 right, 2 mixed, 8 wrong."""
+    kinds = {0: RIGHT, 5: MIXED}
+    found = waves(lambda ordinal: kinds.get(ordinal % 6, WRONG), needed=5, max_waves=3)
+    with pytest.raises(
+        ShortfallError,
+        match=r"found 2 of the 5 .*3 waves of 4 prompts: of 12 groups 2 .* 8 all wrong, 2 mixed.*max_waves",
+    ) as error:
+        found.finish()
+    assert "score" not in str(error.value)
+    assert ordinals(found.finish(on_shortfall="train_fewer").groups) == [5, 11]
+
+
+@pytest.mark.parametrize("kind", [RIGHT, WRONG])
+def test_nothing_informative_always_raises(kind):
+    with pytest.raises(ShortfallError, match="found 0 of the 2"):
+        waves(lambda ordinal: kind, max_waves=2).finish(on_shortfall="train_fewer")
+
+
+def scored(scores_of):
+    def kind_of(ordinal):
+        scores = scores_of(ordinal)
+        return make_group(ordinal, "".join("x" if score > 0 else "." for score in scores), scores=scores)
+
+    return kind_of
+
+
+def test_a_shortfall_by_verdict_names_the_scores_that_differ():
+    """Numbers of 0 and less: of two waves of four, all count as wrong; in those of even ordinals they differ."""
+    kinds = scored(lambda ordinal: [-0.5, -0.25] if ordinal % 2 == 0 else [-1.0, -1.0])
+    with pytest.raises(ShortfallError, match=r"8 all wrong.* In 4 of these .*dynamic_sampling\.metric=score"):
+        waves(kinds, max_waves=2).finish()
+
+
+def test_a_shortfall_by_score_is_about_scores_alone():
+    """Of two waves of four one group differs; the others have one score each, from 0 (ordinal 0) to 3.5 (ordinal 7)."""
+    kinds = scored(lambda ordinal: [0.5, 1.0] if ordinal == 3 else [ordinal / 2] * 2)
+    with pytest.raises(ShortfallError, match=r"found 1 of the 2 .*8 groups 1 .* 7 .*\(0 to 3\.5\)") as error:
+        waves(kinds, max_waves=2, metric="score").finish()
+    assert not any(word in str(error.value) for word in ("correct", "wrong", "mixed", "grader"))
+
+
+def test_without_dynamic_sampling_a_step_is_one_wave_of_exactly_the_groups_it_needs():
+    """A wave has eight prompts; without dynamic sampling three are sampled, and flat groups are kept."""
+    kinds = [RIGHT, WRONG, MIXED]
+    position = Position(step=2, cursor=6)
+    found = waves(lambda ordinal: kinds[ordinal % 3], needed=3, wave=8, position=position, enabled=False)
+    found = found.finish()
+    assert ordinals(found.groups) == ordinals(found.sampled) == [6, 7, 8]
+    assert (found.cursor, found.waves, found.surplus) == (9, 1, 0)
