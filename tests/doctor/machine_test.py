@@ -14,7 +14,7 @@ Usage = namedtuple("Usage", "total used free")
 GIB = 2**30
 
 
-def test_versions_and_extras_name_what_is_installed():
+def test_versions_and_extras_are_listed():
     versions = machine.versions().message
     assert f"jax {jax.__version__}" in versions
     assert all(f" {package} " in versions for package in machine.PACKAGES)
