@@ -37,7 +37,6 @@ class Check:
     """Earlier checks without which this one makes no sense."""
     remedy: str = ""
     """The remedy for an exception other than ConfigError."""
-    about: Literal["machine", "configuration", "step"] = "configuration"
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,8 @@ def _looked(check: Check, subject: Subject) -> Found:
     except ConfigError as error:
         return Found(shortened(str(error)), "failed")
     except Exception as error:  # a run would end with the same error
-        return Found(shortened(f"{type(error).__name__}: {error}"), "failed", check.remedy)
+        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+        return Found(shortened(f"{type(error).__name__}: {error}") + notes, "failed", check.remedy)
 
 
 def shortened(text: str, most: int = _MOST) -> str:

@@ -1,6 +1,7 @@
 """The list of checks, the verdict on them, and their output."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import jax
@@ -26,17 +27,14 @@ _CACHE = "set compilation_cache to a folder that can be written to, or to ''"
 _GRADER = "mend the reward function, or set another reward.grader"
 _STEP = "a run would end with this error: check that jax fits the driver, and run `dapo-jax doctor` without a configuration"
 
-CHECKS = (
-    Check("versions", lambda _: machine.versions(), about="machine"),
-    Check("devices", lambda _: machine.devices(), remedy=_DRIVER, about="machine"),
-    Check("host memory", lambda _: machine.host_memory(), about="machine"),
-    Check("disk", lambda subject: machine.disk(resources.written(subject)), about="machine"),
-    Check(
-        "compilation cache",
-        lambda subject: machine.compilation_cache(subject.config.compilation_cache),
-        remedy=_CACHE,
-        about="machine",
-    ),
+MACHINE = (
+    Check("versions", lambda _: machine.versions()),
+    Check("devices", lambda _: machine.devices(), remedy=_DRIVER),
+    Check("host memory", lambda _: machine.host_memory()),
+    Check("disk", lambda subject: machine.disk(resources.written(subject))),
+    Check("compilation cache", machine.compilation_cache, remedy=_CACHE),
+)
+CONFIGURATION = (
     Check("mesh", resources.mesh, needs=("devices",)),
     Check("model", resources.model),
     Check("memory", resources.memory, needs=("mesh", "model")),
@@ -65,16 +63,15 @@ def examination(
         right: how a right response is written, with `{answer}` in it; empty: try several forms.
         before: called with each check that is about to be made.
     """
-    subject = Subject(right=right, full=full, rows=SUMS)
-    checks = [check for check in CHECKS if check.about == "machine"]
+    subject, checks = Subject(right=right, full=full, rows=SUMS), MACHINE
     if config is not None:
-        subject, checks = Subject(config, right=right, full=full), list(CHECKS)
+        subject, checks = Subject(config, right=right, full=full), (*MACHINE, *CONFIGURATION)
     with TinyStep() as step:
-        return examine([*checks, *([] if quick else _phases(step))], subject, before=before)
+        return examine([*checks, *([] if quick else _of_step(step))], subject, before=before)
 
 
-def _phases(step: TinyStep) -> list[Check]:
-    """Returns the checks of the tiny step: each phase of a step once."""
+def _of_step(step: TinyStep) -> list[Check]:
+    """Returns the checks of the tiny step."""
 
     def weights(subject: Subject) -> Found:
         if not (large := too_large(subject)):
@@ -84,17 +81,15 @@ def _phases(step: TinyStep) -> list[Check]:
         state = "warning" if state == "ok" else state
         return Found(f"{found.message}, of preset:tiny in its place: {large}", state, remedy)
 
-    phases: list[tuple[str, Callable[[Subject], Found], tuple[str, ...]]] = [
+    checks: list[tuple[str, Callable[[Subject], Found], tuple[str, ...]]] = [
         ("weights", weights, ("devices", "mesh", "model", "memory", "training data")),
-        ("transfer", lambda _: step.transfer(), ("weights",)),
-        ("sample", lambda _: step.sample(), ("transfer",)),
-        ("grade", lambda _: step.grade(), ("sample", "grader")),
-        ("update", lambda _: step.update(), ("sample",)),
-        ("agreement", lambda _: step.agree(), ("update",)),
-        ("evaluate", lambda _: step.evaluate(), ("update",)),
-        ("checkpoint", lambda _: step.checkpoint(), ("update",)),
+        ("step", lambda _: step.step(), ("weights",)),
+        ("agreement", lambda _: step.agree(), ("step",)),
+        ("grade", lambda _: step.grade(), ("step", "grader")),
+        ("evaluate", lambda _: step.evaluate(), ("step",)),
+        ("checkpoint", lambda _: step.checkpoint(), ("step",)),
     ]
-    return [Check(name, look, needs, _STEP, "step") for name, look, needs in phases]
+    return [Check(name, look, needs, _STEP) for name, look, needs in checks]
 
 
 def too_large(subject: Subject) -> str:
@@ -149,19 +144,11 @@ def as_data(findings: Sequence[Finding], *, configured: bool) -> dict[str, Any]:
     """Returns the content of `--json`."""
     good, sentence = verdict(findings, configured=configured)
     return {
-        "schema_version": 1,
+        "schema_version": 2,
         "can_train": good,
         "verdict": sentence,
         "checks": [
-            {
-                "name": finding.name,
-                "state": finding.found.state,
-                "said": finding.found.message,
-                "remedy": finding.found.remedy,
-                "details": list(finding.found.details),
-                "seconds": round(finding.seconds, 3),
-            }
-            for finding in findings
+            {"name": one.name, **asdict(one.found), "seconds": round(one.seconds, 3)} for one in findings
         ],
     }
 

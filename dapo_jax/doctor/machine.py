@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 
 from dapo_jax.doctor.check import Found
+from dapo_jax.doctor.subject import Subject
 from dapo_jax.hints import how_to_install
 from dapo_jax.parallel.device_memory import device_bytes
 from dapo_jax.run.disk_space import SPARE, gib, nearest, room_for
@@ -116,8 +117,9 @@ def disk(places: Mapping[str, tuple[str, int]]) -> Found:
     return Found(room.message, room.state, room.remedy)
 
 
-def compilation_cache(folder: str) -> Found:
+def compilation_cache(subject: Subject) -> Found:
     """Checks that compiled programs can be cached, and caches them from here on."""
+    folder = subject.config.compilation_cache
     if not folder:
         return Found("none: compilation_cache is empty, so every start compiles all programs")
     place = path_of(folder)

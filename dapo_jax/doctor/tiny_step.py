@@ -1,7 +1,7 @@
-"""A training step at small sizes, phase by phase: transfer, sample, grade, update, evaluate, save and restore.
+"""A training step at small sizes, then grading, an evaluation and a checkpoint of it.
 
-It uses the objects of a run (`dapo_jax.run.build.Run`), made from its configuration with smaller sizes. Half of the responses count as
-right whatever their text, so that every group is informative; the configured grader grades them in a separate phase.
+It uses the objects and the loop of a run (`dapo_jax.run.build.Run`, `run_steps`), with smaller sizes. Half of the responses count as right
+whatever their text, so that every group is informative; the configured grader grades them in a separate check.
 """
 
 import hashlib
@@ -9,10 +9,9 @@ import math
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
 
 import jax
 import numpy as np
@@ -27,7 +26,8 @@ from dapo_jax.config import (
     OverlongConfig,
     TrainConfig,
 )
-from dapo_jax.dapo.metrics import to_scalars
+from dapo_jax.dapo.dynamic_sampling import Collected
+from dapo_jax.dapo.metrics import Metric, to_scalars
 from dapo_jax.dapo.rollouts import DrawnTurn, Group, Prompt, Rollout, Verdict
 from dapo_jax.doctor.check import Found
 from dapo_jax.doctor.subject import Subject
@@ -41,8 +41,10 @@ from dapo_jax.run.disk_space import SPARE, gib
 from dapo_jax.run.environment_setup import environment_of, episodes_of
 from dapo_jax.run.grader_setup import grading
 from dapo_jax.run.identity import IDENTITY
+from dapo_jax.run.loop import Observer, StepResult, run_steps
 from dapo_jax.run.policy import mesh_of, meshes_of
 from dapo_jax.sampling.engine import BLOCK_SLOTS
+from dapo_jax.training.minibatch import Minibatch
 from dapo_jax.training.state import TrainState
 
 PROMPTS, GROUP, RESPONSE_TOKENS, SLOTS = 2, 4, 16, 8
@@ -54,8 +56,8 @@ _NUMBERS = (
 )
 
 
-class TinyStep(ExitStack):
-    """One step, phase by phase; each phase needs the earlier ones. As a context manager it removes its files at the end."""
+class TinyStep(ExitStack, Observer):
+    """One step and its checks; each needs the earlier ones. As a context manager it removes its files at the end."""
 
     def weights(self, subject: Subject) -> Found:
         """Loads the model onto the run's mesh, as a run does. It refuses weights with NaN or infinity."""
@@ -70,27 +72,60 @@ class TinyStep(ExitStack):
         size = _bytes((self._state.params, self._run.policy.frozen))
         return Found(f"{gib(size)} loaded, all of them finite numbers")
 
-    def transfer(self) -> Found:
-        """Transfers the weights to the sampler."""
-        self._weights, seconds = _timed(lambda: self._run.sampling.transfer(self._state.params))
-        size, dtype = _bytes(self._weights), self.config.model.compute_dtype
-        return Found(f"{gib(size)} in {dtype} to the sampler, {seconds:.1f} s")
-
-    def sample(self) -> Found:
-        """Samples some short responses."""
-        began, sampling = time.monotonic(), self._run.sampling
-        collector = sampling.collector(Position())
-        for _ in sampling.groups(self._weights, collector):
-            pass
-        self._collected = sampling.finish(collector)
-        del self._weights  # as in a run, where the update has their memory
-        rollouts = _rollouts(self._collected.groups)
+    def step(self) -> Found:
+        """Makes a step: transfers the weights, samples, and makes two updates."""
+        run = self._run
+        self._phase, self._updates = "sampling", list[Mapping[str, Metric]]()
+        try:
+            self._state = run_steps(
+                self._state,
+                Position(),
+                steps=1,
+                sampling=run.sampling,
+                batches=run.batches,
+                updater=run.updater,
+                learning_rate=run.learning_rate,
+                observers=[self],
+            )
+        except Exception as error:
+            error.add_note(f"in the tiny step, while {self._phase}")
+            raise
+        rollouts, metrics = _rollouts(self._collected.groups), self._metrics
         if not all(np.isfinite(rollout.response.logprobs).all() for rollout in rollouts):
             return Found("log-probabilities of sampled tokens are NaN or infinite", "failed", _NUMBERS)
+        loss, norm = metrics["update/loss"], metrics["update/grad_norm"]
+        if metrics["update/skipped_frac"] or not math.isfinite(loss):
+            return Found("loss or gradient is NaN or infinite", "failed", _NUMBERS)
+        if not norm:
+            return Found("the gradient is zero", "failed", _NUMBERS)
         tokens, limit = sum(one.response_tokens for one in rollouts), self.config.sampling.max_response_tokens
-        seconds = time.monotonic() - began
         return Found(
-            f"{len(rollouts)} responses of at most {limit} tokens, {tokens} in all, {seconds:.1f} s with compiling"
+            f"{len(rollouts)} responses of at most {limit} tokens, {tokens} in all, {metrics['time/sample_s']:.1f} s; "
+            f"{len(self._updates)} updates, loss {loss:.3g}, gradient norm {norm:.3g}, {metrics['time/update_s']:.1f} s; with compiling"
+        )
+
+    def after_sampling(self, step: int, collected: Collected) -> None:
+        """Keeps the sampled groups."""
+        self._phase, self._collected = "updating", collected
+
+    def after_update(
+        self, minibatch: Minibatch, metrics: Mapping[str, Metric], *, learning_rate: float
+    ) -> None:
+        """Keeps the metrics of each update."""
+        self._updates.append(metrics)
+
+    def after_step(self, result: StepResult) -> None:
+        """Keeps the metrics of the step."""
+        self._metrics = result.metrics
+
+    def agree(self) -> Found:
+        """Compares the log-probabilities of sampler and trainer for the same tokens and weights: at the first update they are the same."""
+        first = to_scalars(self._updates[:1])
+        return agreement(
+            kl=first["sync/sampler_trainer_kl"],
+            largest=first["sync/logprob_diff_max"],
+            compute_dtype=self.config.model.compute_dtype,
+            platform=jax.default_backend(),
         )
 
     def grade(self) -> Found:
@@ -99,16 +134,17 @@ class TinyStep(ExitStack):
             return self._first_turns()
         limit, stop = self.config.sampling.max_response_tokens, self.config.sampling.stop
         grader = grading(self.config.reward, self._run.policy, max_response_tokens=limit, stop=stop)
+        sampled = [
+            (group.prompt, tuple(r.response for r in group.rollouts)) for group in self._collected.groups
+        ]
         try:
-            sampled = [
-                (group.prompt, tuple(r.response for r in group.rollouts)) for group in self._collected.groups
-            ]
-            rollouts, seconds = _timed(lambda: _rollouts(list(grader.groups(sampled))))
+            began = time.monotonic()
+            rollouts = _rollouts(list(grader.groups(sampled)))
         finally:
             grader.close()
         return graded(
             rollouts,
-            seconds,
+            time.monotonic() - began,
             by_score=self.config.dynamic_sampling.metric == "score",
             cut=limit < self._whole.sampling.max_response_tokens,
             random=self.config.model.source.startswith("preset:"),
@@ -116,77 +152,46 @@ class TinyStep(ExitStack):
 
     def _first_turns(self) -> Found:
         """Gives each sampled response to the environment as the first turn of an episode."""
-        environment = environment_of(self._whole.environment)
-        episodes = episodes_of(environment, self._whole, self._run.policy)
+        policy, began = self._run.policy, time.monotonic()
+        episodes = episodes_of(environment_of(self._whole.environment), self._whole, policy)
         assert episodes is not None
+        decode, example, verdicts = policy.tokenizer.decode, "", list[Verdict]()
         with episodes:
-            examples: list[str] = []
-            decode = self._run.policy.tokenizer.decode
-
-            def first_turns() -> list[Verdict]:
-                verdicts = []
-                for group in self._collected.groups:
-                    for index, rollout in enumerate(group.rollouts):
-                        response = rollout.response
-                        turn = DrawnTurn(
-                            tokens=response.tokens,
-                            logprobs=response.logprobs,
-                            finish_reason=response.finish_reason,
-                        )
-                        if (before := episodes.start(group.prompt, index).result()) is None:
-                            continue
-                        after = episodes.step(group.prompt, index, turn).result()
-                        answer = "the end" if after is None else f"{decode(after.tokens)!r:.200}"
-                        context = (group.prompt.text if not before.anew else "") + decode(before.tokens)
-                        turn_text = decode(turn.tokens)
-                        examples.append(f"to {context!r:.200} and the turn {turn_text!r:.200} with {answer}")
-                    responses = [rollout.response for rollout in group.rollouts]
-                    samples = samples_of(group.prompt, responses, tokenizer=self._run.policy.tokenizer)
-                    verdicts += [verdict.result() for verdict in episodes.verdicts(samples)]
-                return verdicts
-
-            verdicts, seconds = _timed(first_turns)
+            for group in self._collected.groups:
+                responses = [rollout.response for rollout in group.rollouts]
+                for index, response in enumerate(responses):
+                    turn = DrawnTurn(
+                        tokens=response.tokens,
+                        logprobs=response.logprobs,
+                        finish_reason=response.finish_reason,
+                    )
+                    if (before := episodes.start(group.prompt, index).result()) is None:
+                        continue
+                    after = episodes.step(group.prompt, index, turn).result()
+                    answer = "the end" if after is None else f"{decode(after.tokens)!r:.200}"
+                    context = (group.prompt.text if not before.anew else "") + decode(before.tokens)
+                    example = (
+                        example
+                        or f"to {context!r:.200} and the turn {decode(turn.tokens)!r:.200} with {answer}"
+                    )
+                samples = samples_of(group.prompt, responses, tokenizer=policy.tokenizer)
+                verdicts += [verdict.result() for verdict in episodes.verdicts(samples)]
         if lost := [verdict for verdict in verdicts if verdict.lost]:
             return Found(
                 f"{len(lost)} of {len(verdicts)} episodes were lost at their first turn: {lost[0].reason}",
                 "failed" if len(lost) == len(verdicts) else "warning",
                 "mend environment.source, or raise environment.timeout_s",
             )
-        return Found(f"the environment answered {len(verdicts)} first turns in {seconds:.1f} s, such as {examples[0]}")  # fmt: skip
-
-    def update(self) -> Found:
-        """Makes two updates; at the second the policy is no longer the sampling policy."""
-        run, began, measured = self._run, time.monotonic(), []
-        rate = run.learning_rate(1)
-        minibatches = run.updater.prepare(self._state, run.batches.minibatches(self._collected.groups, 1))
-        for index, minibatch in enumerate(minibatches):
-            first = index == 0
-            self._state, found = run.updater.update(self._state, minibatch, learning_rate=rate, first=first)
-            measured.append(found)
-        self._metrics, every = to_scalars(measured[0]), to_scalars(measured)
-        loss, norm = every["update/loss"], every["update/grad_norm"]
-        if every["update/skipped_frac"] or not math.isfinite(loss):
-            return Found("loss or gradient is NaN or infinite", "failed", _NUMBERS)
-        if not norm:
-            return Found("the gradient is zero", "failed", _NUMBERS)
         seconds = time.monotonic() - began
         return Found(
-            f"{len(measured)} updates, loss {loss:.3g}, gradient norm {norm:.3g}, {seconds:.1f} s with compiling"
-        )
-
-    def agree(self) -> Found:
-        """Compares the log-probabilities of sampler and trainer for the same tokens and weights."""
-        return agreement(
-            kl=self._metrics["sync/sampler_trainer_kl"],
-            largest=self._metrics["sync/logprob_diff_max"],
-            compute_dtype=self.config.model.compute_dtype,
-            platform=jax.default_backend(),
+            f"the environment answered {len(verdicts)} first turns in {seconds:.1f} s, such as {example}"
         )
 
     def evaluate(self) -> Found:
         """Evaluates on the prompts of the step. Scores of made-up verdicts have no meaning and are not shown."""
-        found, seconds = _timed(lambda: self._run.sampling.evaluate(self._state.params, 0))
+        began, found = time.monotonic(), self._run.sampling.evaluate(self._state.params, 0)
         groups = [group for each in found.values() for group in each]
+        seconds = time.monotonic() - began
         return Found(f"{len(groups)} prompts, {len(_rollouts(groups))} responses, {seconds:.1f} s")
 
     def checkpoint(self) -> Found:
@@ -333,13 +338,6 @@ def _rollouts(groups: Sequence[Group]) -> list[Rollout]:
 
 def _bytes(tree: PyTree) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
-
-
-def _timed(make: Callable[[], Any]) -> tuple[Any, float]:
-    """Returns the result of `make` once its arrays are ready, and the seconds."""
-    began = time.monotonic()
-    made = jax.block_until_ready(make())
-    return made, time.monotonic() - began
 
 
 def _digests(state: PyTree) -> dict[str, str]:

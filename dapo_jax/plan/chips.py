@@ -28,8 +28,6 @@ class Chip:
     """Interconnect: all links, one direction."""
     axes: int
     """Dimensions of the interconnect's grid."""
-    cycle_flops: int
-    """Operations of a device's matrix units per cycle: 2 x 128 x 128 each up to v5p, 2 x 256 x 256 from v6e."""
 
     @property
     def device_flops(self) -> float:
@@ -40,11 +38,6 @@ class Chip:
     def device_hbm_bytes_s(self) -> float:
         """Bytes per second between one device and its memory."""
         return self.hbm_gb_s * 1e9 / self.devices
-
-    @property
-    def cycles_s(self) -> float:
-        """Cycles per second, derived from the peak."""
-        return self.device_flops / self.cycle_flops
 
     @property
     def device_ici_bytes_s(self) -> float:
@@ -63,18 +56,18 @@ CHIPS: dict[str, Chip] = {
         # 275 TFLOP/s, 32 GB, 1228 GB/s; 6 links of 50 GB/s each way. libtpu describes the two cores as separate devices;
         # a v4 host joins them to one device with twice the memory.
         Chip(name="v4", aliases=("v4",), counts_cores=True, devices=2, hbm_gib=15.25, tflops=275.0, hbm_gb_s=1228.0,
-             ici_gb_s=300.0, axes=3, cycle_flops=4 * 2 * 128**2),
+             ici_gb_s=300.0, axes=3),
         # 197 TFLOP/s, 16 GB, 819 GB/s (800 GiB/s on some pages), 400 GB/s both ways.
         Chip(name="v5e", aliases=("v5litepod", "v5e"), counts_cores=False, devices=1, hbm_gib=15.75, tflops=197.0,
-             hbm_gb_s=819.0, ici_gb_s=200.0, axes=2, cycle_flops=4 * 2 * 128**2),
+             hbm_gb_s=819.0, ici_gb_s=200.0, axes=2),
         # 459 TFLOP/s, 95 GiB, 2765 GB/s, 1200 GB/s both ways.
         Chip(name="v5p", aliases=("v5p",), counts_cores=True, devices=1, hbm_gib=95.74, tflops=459.0, hbm_gb_s=2765.0,
-             ici_gb_s=600.0, axes=3, cycle_flops=8 * 2 * 128**2),
+             ici_gb_s=600.0, axes=3),
         # 918 TFLOP/s, 32 GB, 1638 GB/s, 800 GB/s both ways.
         Chip(name="v6e", aliases=("v6e",), counts_cores=False, devices=1, hbm_gib=31.25, tflops=918.0, hbm_gb_s=1638.0,
-             ici_gb_s=400.0, axes=2, cycle_flops=4 * 2 * 256**2),
+             ici_gb_s=400.0, axes=2),
         # 2307 TFLOP/s, 192 GiB, 7380 GB/s, 1200 GB/s both ways; two devices per chip.
         Chip(name="tpu7x", aliases=(), counts_cores=True, devices=2, hbm_gib=94.75, tflops=2307.0, hbm_gb_s=7380.0,
-             ici_gb_s=600.0, axes=3, cycle_flops=4 * 2 * 256**2),
+             ici_gb_s=600.0, axes=3),
     )
 }  # fmt: skip

@@ -1,16 +1,25 @@
-"""The collectives of a compiled program: their kinds, their number, and the bytes that a device receives."""
+"""The collectives of a compiled program: their kinds, their number, and the bytes that a device receives.
+
+They are read from the program's text. It holds the body of a loop once; its instructions run once per trip. The caller gives the number
+of trips of loops that depend on the data, such as those over microbatches or decode steps.
+"""
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-
-from dapo_jax.plan.hlo_text import HloModule, Instruction, Ran, array_bytes, parsed, ran
+from typing import TypeAlias
 
 KINDS = (
     *("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"),
     *("collective-broadcast", "ragged-all-to-all"),
 )
+
+_HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.+?) ([a-z][a-z\-]*)\((.*)$")
+_ARRAY = re.compile(r"\b(?:(pred)|[a-z]+(\d+)\w*)\[([\d,]*)\]")
+_CALLED = re.compile(r"\b(?:calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +32,31 @@ class Traffic:
     """Bytes that each device receives in all of them."""
 
 
+@dataclass(frozen=True)
+class Instruction:
+    """One instruction of a computation."""
+
+    root: bool
+    type: str
+    opcode: str
+    rest: str
+    """Operands and attributes."""
+
+    @property
+    def kind(self) -> str:
+        """The kind of a collective; empty for other instructions."""
+        kind = self.opcode.removesuffix("-start")
+        return kind if kind in KINDS else ""
+
+    @property
+    def operands(self) -> list[str]:
+        """The names of the operands."""
+        return re.findall(r"%([\w.\-]+)", self.rest.split("),")[0])
+
+
+Computations: TypeAlias = dict[str, dict[str, Instruction]]
+
+
 def collectives(text: str, *, trips: Sequence[int] = ()) -> list[Traffic]:
     """Returns the collectives of a program by kind.
 
@@ -31,27 +65,31 @@ def collectives(text: str, *, trips: Sequence[int] = ()) -> list[Traffic]:
 
     Args:
         text: `compiled.as_text()`.
-        trips: see `hlo_text.ran`.
+        trips: number of trips of the loops whose number is not in the text: the outermost first, then those inside it. Default 1.
     """
-    module = parsed(text)
+    head = text.partition("\n")[0]
+    devices = math.prod(map(int, re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", head)))
     found: dict[str, list[int]] = {}
-    for one in ran(module, trips=trips, enters=lambda made: _kind(made) is None):
-        kind, received = _received(module, one)
+    for made, where, times in _walk(*_parsed(text), 1, trips):
+        kind, received = _received(made, where, devices)
         if received:
             total = found.setdefault(kind, [0, 0])
-            total[0], total[1] = total[0] + one.times, total[1] + one.times * received
+            total[0], total[1] = total[0] + times, total[1] + times * received
     return [Traffic(kind=kind, count=found[kind][0], received_bytes=found[kind][1]) for kind in KINDS if kind in found]  # fmt: skip
 
 
-def _kind(made: Instruction) -> str | None:
-    kind = made.opcode.removesuffix("-start")
-    return kind if kind in KINDS else None
+def array_bytes(text: str) -> int:
+    """Returns the bytes of all arrays in a type such as `(f32[8,4]{1,0}, bf16[2])`."""
+    bits = 0
+    for boolean, width, sizes in _ARRAY.findall(text):
+        bits += (8 if boolean else int(width)) * math.prod(map(int, filter(None, sizes.split(","))))
+    return math.ceil(bits / 8)
 
 
-def _received(module: HloModule, one: Ran) -> tuple[str, int]:
+def _received(made: Instruction, where: str, devices: int) -> tuple[str, int]:
     """Returns the kind of a collective and the bytes that one device receives; 0 bytes for other instructions."""
-    made, kind = one.instruction, _kind(one.instruction)
-    if kind is None or (group := _group(made.rest, module.devices)) == 1:
+    kind = made.kind
+    if not kind or (group := _group(made.rest, devices)) == 1:
         return "", 0
     size, started = array_bytes(made.type), made.opcode.endswith("-start")
     if kind == "collective-permute":
@@ -61,7 +99,7 @@ def _received(module: HloModule, one: Ran) -> tuple[str, int]:
     if kind == "reduce-scatter":
         return kind, size * (group - 1)
     # TPU programs write a reduce-scatter as an all-reduce in a fusion of this name; each device keeps its part.
-    if kind == "all-reduce" and one.where.startswith("all-reduce-scatter"):
+    if kind == "all-reduce" and where.startswith("all-reduce-scatter"):
         return "reduce-scatter", size * (group - 1) // group
     return kind, (2 if kind == "all-reduce" else 1) * size * (group - 1) // group
 
@@ -78,3 +116,62 @@ def _group(rest: str, devices: int) -> int:
         axes = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", meshed[2])
         return math.prod(int(part) if part else sizes[name] for name, part in axes)
     return devices
+
+
+def _parsed(text: str) -> tuple[Computations, str]:
+    """Returns the instructions of each computation by name, and the name of the entry computation."""
+    computations, current, entry = Computations(), dict[str, Instruction](), ""
+    for line in text.splitlines():
+        if head := _HEAD.match(line):
+            current = computations.setdefault(head[2], {})
+            entry = head[2] if head[1] else entry
+        elif found := _INSTRUCTION.match(line):
+            root, name, *parts = found.groups()
+            current[name] = Instruction(bool(root), *parts)
+    return computations, entry
+
+
+def _walk(
+    computations: Computations, name: str, times: int, trips: Sequence[int]
+) -> Iterator[tuple[Instruction, str, int]]:
+    """Yields each instruction except loops, with the computation that contains it and the number of times it runs."""
+    for made in computations.get(name, {}).values():
+        if made.opcode == "while":
+            body, known = _loop(computations, name, made)
+            count = known if known is not None else (trips[0] if trips else 1)
+            yield from _walk(computations, body, times * count, trips if known is not None else trips[1:])
+            continue
+        yield made, name, times
+        # The end of an asynchronous call names its computation a second time.
+        if made.opcode not in ("async-update", "async-done") and not made.kind:
+            branches = re.split(r",\s*", ", ".join(_BRANCHES.findall(made.rest)))
+            for called in (*_CALLED.findall(made.rest), *(branch.lstrip("%") for branch in branches)):
+                yield from _walk(computations, called, times, trips)
+
+
+def _loop(computations: Computations, where: str, loop: Instruction) -> tuple[str, int | None]:
+    """Returns the body of a loop and its number of trips, None if the text does not hold it.
+
+    TPU programs hold it in the condition, which compares a counter with a constant. The counter grows by 1 from 0, or from a constant
+    of the loop's operand.
+    """
+    named = dict(re.findall(r"\b(condition|body)=%?([\w.\-]+)", loop.rest))
+    body, inside, outside = named["body"], computations[named["condition"]], computations[where]
+    if known := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.rest):
+        return body, int(known[1])
+    root = next((made for made in inside.values() if made.root), None)
+    if root is None or root.opcode != "compare" or "direction=LT" not in root.rest:
+        return body, None
+    counter, bound = (inside.get(operand) for operand in root.operands[:2])
+    limit, index = _constant(bound), re.search(r"index=(\d+)", counter.rest if counter else "")
+    if limit is None or index is None:
+        return body, None
+    carried = outside.get(loop.operands[0])
+    if carried is None or carried.opcode != "tuple":
+        return body, limit
+    return body, limit - (_constant(outside.get(carried.operands[int(index[1])])) or 0)
+
+
+def _constant(made: Instruction | None) -> int | None:
+    value = re.match(r"(-?\d+)\)", made.rest) if made is not None and made.opcode == "constant" else None
+    return int(value[1]) if value else None

@@ -1,4 +1,4 @@
-"""Facts about one compiled program: memory, collectives, cost, its largest arrays, and why the compiler refused it."""
+"""Facts about one compiled program: memory, collectives, its largest arrays, and why the compiler refused it."""
 
 import math
 import re
@@ -9,28 +9,11 @@ from typing import Any
 
 import jax
 
-from dapo_jax.plan.collectives import Traffic, collectives
-from dapo_jax.plan.hlo_text import Instruction, array_bytes, parsed, ran
+from dapo_jax.plan.collectives import Traffic, array_bytes, collectives
 
 _UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_VIEWS = [
-    "parameter",
-    "get-tuple-element",
-    "bitcast",
-    "tuple",
-    "while",
-    "conditional",
-    "constant",
-    "after-all",
-]
+_VIEWS = re.compile("parameter|get-tuple-element|bitcast|tuple|while|conditional|constant|after-all")
 """Instructions that allocate no array."""
-_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
-_UNKNOWN = 2**62
-"""No operation takes so many cycles: the compiler writes the largest integer for an unknown cost."""
-_KERNEL = 'custom_call_target="tpu_custom_call"'
-_COPIED = re.compile(r"^\((\S+), (\S+),")
-_FAST, _HOST = "S(1)", "S(5)"
-"""Memory next to the cores, and the host's memory, in an array's type."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,18 +54,6 @@ class Allocation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cost:
-    """The compiler's estimate for one run of a program."""
-
-    cycles: int
-    """The sum over all operations, one after another."""
-    copied_bytes: int
-    """Bytes that asynchronous copies read from the device's memory or write to it."""
-    kernels: int
-    """Number of kernel runs. Their cost is unknown to the compiler."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Program:
     """One program, compiled for a slice."""
 
@@ -91,23 +62,13 @@ class Program:
     memory: ProgramMemory | None
     """None: the compiler refused the program, which does not fit a device even alone."""
     traffic: list[Traffic] = field(default_factory=list)
-    cost: Cost | None = None
     refusal: str = ""
     largest: list[Allocation] = field(default_factory=list)
-    """The largest arrays of its instructions; for a refused program the compiler's list, or its arguments."""
+    """The largest arrays of its instructions; for a refused program the compiler's list, which may be missing."""
 
 
-def compile_program(
-    name: str, lower: Callable[[], Any], *, trips: Sequence[int], arguments: Callable[[str], list[Allocation]]
-) -> Program:
-    """Compiles a program and collects the facts about it.
-
-    Args:
-        name: of the program.
-        lower: returns the lowered program.
-        trips: see `hlo_text.ran`.
-        arguments: program -> its largest arguments.
-    """
+def compile_program(name: str, lower: Callable[[], Any], *, trips: Sequence[int]) -> Program:
+    """Compiles the program that `lower` returns and collects the facts about it; `trips` as in `collectives`."""
     began = time.monotonic()
     try:
         compiled = lower().compile()
@@ -115,8 +76,9 @@ def compile_program(
         if (refusal := refused(error)) is None:
             raise
         message, largest = refusal
-        largest, seconds = largest or arguments(name), time.monotonic() - began
-        return Program(name=name, compile_s=seconds, memory=None, refusal=message, largest=largest)
+        return Program(
+            name=name, compile_s=time.monotonic() - began, memory=None, refusal=message, largest=largest
+        )
     text, memory = compiled.as_text(), compiled.memory_analysis()
     return Program(
         name=name,
@@ -129,27 +91,8 @@ def compile_program(
             code=memory.generated_code_size_in_bytes,
         ),
         traffic=collectives(text, trips=trips),
-        cost=cost_of(text, trips=trips),
         largest=largest_arrays(text),
     )
-
-
-def cost_of(text: str, *, trips: Sequence[int] = ()) -> Cost:
-    """Returns the cost of a program compiled for a TPU.
-
-    The TPU compiler writes its estimate of cycles into each operation, with tiles and padding. The sums of `cost_analysis()` do not
-    help: they count a loop once, an asynchronous copy several times, and a kernel as -1.
-
-    Args:
-        text: `compiled.as_text()`.
-        trips: see `hlo_text.ran`.
-    """
-    cycles = copied = kernels = 0
-    for one in ran(parsed(text), trips=trips, enters=lambda made: _cycles(made) is None):
-        cycles += one.times * (_cycles(one.instruction) or 0)
-        copied += one.times * _copied(one.instruction)
-        kernels += one.times * (_KERNEL in one.instruction.rest)
-    return Cost(cycles=cycles, copied_bytes=copied, kernels=kernels)
 
 
 def refused(error: Exception) -> tuple[str, list[Allocation]] | None:
@@ -183,23 +126,11 @@ def largest_arrays(text: str, count: int = 5) -> list[Allocation]:
         if line.startswith(("%", "ENTRY")):
             fused = "fused_computation" in line.split(" ", 1)[0]
         made = re.match(r"\s+(?:ROOT )?%?[\w.\-]+ = ([a-z]\w*\[[\d,]*\])\S* ([a-z][a-z\-]*)\(", line)
-        if made is not None and not fused and made[2] not in _VIEWS:
+        if made is not None and not fused and not _VIEWS.fullmatch(made[2]):
             named = re.search(r'op_name="([^"]*)"', line)
             found[named[1] if named else made[2], made[1]] = array_bytes(made[1])
     ranked = sorted(found.items(), key=lambda item: -item[1])[:count]
     return [Allocation(bytes=size, shape=shape, operation=name) for (name, shape), size in ranked]
-
-
-def _cycles(made: Instruction) -> int | None:
-    found = _CYCLES.search(made.rest)
-    return int(found[1]) if found and int(found[1]) < _UNKNOWN else None
-
-
-def _copied(made: Instruction) -> int:
-    """Returns the bytes of the device's memory that an asynchronous copy reads or writes."""
-    if made.opcode != "copy-start" or (ends := _COPIED.match(made.type)) is None or _HOST in made.type:
-        return 0
-    return sum(array_bytes(end) for end in ends.groups() if _FAST not in end)
 
 
 def _listed(entry: str) -> Allocation:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from dapo_jax.config import ConfigError, ParallelConfig
 from dapo_jax.parallel.mesh import AXES, BATCH_AXES, Meshes
@@ -28,10 +28,6 @@ class MeshSizes:
     def sampler_devices(self) -> int:
         """Devices of one sampler."""
         return math.prod(self.sampler.values())
-
-    def share_of(self, in_flight: int) -> int:
-        """Returns the largest share of `in_flight` responses that one sampler has."""
-        return -(-in_flight // self.samplers)
 
 
 def batch_shards(sizes: Mapping[str, int]) -> int:
@@ -64,8 +60,3 @@ def described(parallel: ParallelConfig) -> MeshSizes | None:
         )
     sampler = {**dict.fromkeys(AXES, 1), "data": each // tensor, "tensor": tensor}
     return MeshSizes(train=train, sampler=sampler, samplers=devices // each)
-
-
-def one_device(parallel: ParallelConfig) -> ParallelConfig:
-    """Returns `parallel` with all sizes 1, for shapes that only need the names of the axes."""
-    return replace(parallel, data=1, fsdp=1, tensor=1, context=1, sampler_tensor=1, sampler_hosts=1)

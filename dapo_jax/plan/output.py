@@ -13,7 +13,7 @@ from dapo_jax.plan.plan import Plan
 from dapo_jax.plan.remedies import Tried, Way, held_in
 from dapo_jax.plan.roofline import cache_bytes_per_token
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 """The version of the JSON. It rises when a field is removed or changes its meaning."""
 
 _NAMES = {
@@ -30,51 +30,36 @@ _COLUMNS = ("arguments", "outputs", "aliased", "temporaries", "code", "needed")
 
 def as_data(plan: Plan) -> dict[str, Any]:
     """Returns the content of `--json`, in bytes, seconds and operations; all memory and work is per device."""
-    slice, fits = plan.slice, plan.cache_fit
+    derived = ("limit", "failures", "in_flight", "cache_tokens", "checkpoint_bytes", "chip_hours")
     return {
         "schema_version": SCHEMA_VERSION,
-        "model": {
-            "source": plan.config.model.source,
-            "parameters": plan.decoder.parameters,
-            "trained_parameters": plan.decoder.trained_parameters,
-        },
-        "layout": asdict(plan.sizes),
-        "topology": slice and {
-            "name": slice.name,
-            "chips": slice.chips,
-            "hosts": slice.hosts,
-            "devices": slice.chips * slice.chip.devices,
-            "hbm_bytes": slice.chip.device_hbm_bytes,
-            "margin": MARGIN,
-        },
-        "workload": {**asdict(plan.work), "context": plan.work.context},
-        "cache": {**_cache(plan), "fits": fits and asdict(fits)},
-        "resident_bytes": asdict(plan.resident),
-        "work": [asdict(work) for work in plan.works],
-        "programs": [
-            {**asdict(one), "memory": one.memory and {**asdict(one.memory), "needed": one.memory.needed}}
-            for one in plan.programs
-        ],
-        "phases": [{**asdict(phase), "total": phase.total} for phase in plan.phases],
-        "limit_bytes": plan.limit,
-        "failures": plan.failures,
-        "held": {name: [asdict(held) for held in held_in(plan, name)] for name in plan.failures},
+        **{name: getattr(plan, name) for name in derived},
         "fits": plan.fits if plan.programs else None,
-        "checkpoint_bytes": plan.checkpoint_bytes,
-        "chip_hours": plan.chip_hours,
-        "roofline": slice and {
+        "model": {"source": plan.config.model.source, **_data(plan.decoder, "parameters", "trained_parameters")},
+        "slice": plan.slice and _data(plan.slice, "name", "chips", "hosts"),
+        "sizes": _data(plan.sizes),
+        "work": _data(plan.work, "context"),
+        "works": [_data(work) for work in plan.works],
+        "resident": _data(plan.resident),
+        "pages": _data(plan.pages),
+        "cached_token_bytes": _cached_token_bytes(plan),
+        "cache_fit": plan.cache_fit and _data(plan.cache_fit),
+        "programs": [
+            {**_data(one), "memory": one.memory and _data(one.memory, "needed")} for one in plan.programs
+        ],
+        "phases": [_data(phase, "total") for phase in plan.phases],
+        "held": {name: [_data(held) for held in held_in(plan, name)] for name in plan.failures},
+        "roofline": plan.slice and {
             "step_s": plan.step_s,
             "mfu_bound": plan.mfu_bound,
-            "xla_estimates_s": plan.estimates,
-            "phases": [
-                {
-                    "phase": bound.work.phase,
-                    **{name: getattr(bound, name) for name in ("compute_s", "hbm_s", "ici_s", "seconds", "limit")},
-                }
-                for bound in plan.bounds
-            ],
+            "phases": [_data(bound, "seconds", "limit") for bound in plan.bounds],
         },
     }  # fmt: skip
+
+
+def _data(value: Any, *derived: str) -> dict[str, Any]:
+    """Returns the fields of a dataclass, and the properties named in `derived`."""
+    return {**asdict(value), **{name: getattr(value, name) for name in derived}}
 
 
 def swept_as_data(found: Sequence[tuple[str, Plan | str]]) -> list[dict[str, Any]]:
@@ -82,20 +67,10 @@ def swept_as_data(found: Sequence[tuple[str, Plan | str]]) -> list[dict[str, Any
     return [{"mesh": name, **({"reason": one} if isinstance(one, str) else as_data(one))} for name, one in found]  # fmt: skip
 
 
-def _cache(plan: Plan) -> dict[str, int | float]:
-    """Returns the sizes of a sampler's KV cache, over all its devices."""
-    sampling, dtype = plan.config.sampling, plan.config.model.compute_dtype
-    token = cache_bytes_per_token(plan.decoder, sampling, compute_dtype=dtype)
-    return {
-        "bytes_per_token": token,
-        "tokens": plan.cache_tokens,
-        "bytes": token * plan.cache_tokens,
-        "page_tokens": plan.pages.page_tokens,
-        "slots": sampling.slots,
-        "holders": plan.pages.holders,
-        "slot_tokens": plan.pages.capacity,
-        "in_flight": plan.in_flight,
-    }
+def _cached_token_bytes(plan: Plan) -> int:
+    """Returns the bytes of one cached token, over all devices of a sampler."""
+    dtype = plan.config.model.compute_dtype
+    return cache_bytes_per_token(plan.decoder, plan.config.sampling, compute_dtype=dtype)
 
 
 def show(plan: Plan, console: Console) -> None:
@@ -137,11 +112,11 @@ def show(plan: Plan, console: Console) -> None:
     _rows(console, "Collectives of one run", ("program", "kind", "count", "GB received by a device"), traffic)
     roofline = [
         (bound.work.phase, f"{bound.work.runs:,.0f}", f"{bound.compute_s:,.2f}", f"{bound.hbm_s:,.2f}", f"{bound.ici_s:,.2f}",
-         f"{bound.seconds:,.2f}", bound.limit, f"{one:,.2f}" if (one := plan.estimates.get(bound.work.phase)) is not None else "-")
+         f"{bound.seconds:,.2f}", bound.limit)
         for bound in plan.bounds
     ]  # fmt: skip
-    title = "Roofline, seconds per step (a bound by the chip's peaks), and XLA's estimate (cycles, one operation after another); not measured"
-    columns = ("phase", "runs", "compute", "memory", "interconnect", "longest", "which", "XLA's estimate")
+    title = "Roofline, seconds per step: a lower bound by the chip's peaks, not measured"
+    columns = ("phase", "runs", "compute", "memory", "interconnect", "longest", "which")
     _rows(console, title, columns, roofline)
     console.print(
         f"a step takes {plan.step_s:,.1f} s or more, {plan.config.steps:,} steps {plan.chip_hours:,.1f} chip-hours or more; "
@@ -223,7 +198,7 @@ def _heading(plan: Plan) -> str:
 
 
 def _sizes(plan: Plan) -> list[tuple[str, str]]:
-    there, work, cache = plan.resident, plan.work, _cache(plan)
+    there, work, token = plan.resident, plan.work, _cached_token_bytes(plan)
     arrays = [
         ("train state (parameters and moments)", there.state),
         ("the moments' part of it, which optimizer.offload keeps in the host's memory", there.moments),
@@ -233,8 +208,8 @@ def _sizes(plan: Plan) -> list[tuple[str, str]]:
         ("sampler's weights", there.weights),
         ("rotations of all positions", there.rotations),
         (f"decode state of {plan.config.sampling.slots} slots per sampler", there.decode_state),
-        ("cached token, over a sampler's devices", cache["bytes_per_token"]),
-        (f"KV cache of {cache['tokens']:,} tokens in pages of {cache['page_tokens']:,}, over a sampler's devices", cache["bytes"]),
+        ("cached token, over a sampler's devices", token),
+        (f"KV cache of {plan.cache_tokens:,} tokens in pages of {plan.pages.page_tokens:,}, over a sampler's devices", token * plan.cache_tokens),
         ("prefilled prompts of one call", there.prefix),
         ("a longer sequence while it is prefilled in chunks", there.buffers),
         ("the same after its prefill", there.reread),
@@ -245,7 +220,7 @@ def _sizes(plan: Plan) -> list[tuple[str, str]]:
     ]  # fmt: skip
     return [
         *((name, size(count)) for name, count in arrays if count),
-        (f"responses in parallel, of up to {cache['slot_tokens']:,} tokens each with the prompt", f"{plan.in_flight:,.0f}"),
+        (f"responses in parallel, of up to {plan.pages.capacity:,} tokens each with the prompt", f"{plan.in_flight:,.0f}"),
         ("tokens sampled per step", f"{work.responses * work.response_mean:,.0f}"),
         ("tokens trained on per step, with prompts", f"{work.trained * work.sequence:,.0f}"),
         ("updates per step x microbatches", f"{work.updates} x {work.microbatches}"),

@@ -12,7 +12,7 @@ from dapo_jax.plan.compiled import Program, compile_program
 from dapo_jax.plan.memory import MARGIN, CacheFit, Phase, Resident, as_compiled, cache_fit, phases
 from dapo_jax.plan.mesh_sizes import MeshSizes, batch_shards, described
 from dapo_jax.plan.programs import Programs
-from dapo_jax.plan.roofline import Bound, Work, bound, calls_of, estimates, in_flight, work_of
+from dapo_jax.plan.roofline import Bound, Work, bound, in_flight, work_of
 from dapo_jax.plan.sizes import decoder_of
 from dapo_jax.plan.topologies import Slice, devices_of
 from dapo_jax.plan.workload import Assumptions, Workload, workload_of
@@ -44,12 +44,6 @@ class Plan:
     def bounds(self) -> list[Bound]:
         """The roofline of each phase; empty without a slice."""
         return [] if self.slice is None else [bound(work, self.slice.chip) for work in self.works]
-
-    @property
-    def estimates(self) -> dict[str, float]:
-        """XLA's estimate in seconds of each phase whose programs were compiled; empty without a slice."""
-        calls = calls_of(self.config, self.decoder)
-        return {} if self.slice is None else estimates(self.works, calls, self.programs, self.slice.chip)
 
     @property
     def limit(self) -> int | None:
@@ -142,8 +136,7 @@ def plan(
     for name, lower in (programs.lowered() if slice is not None else {}).items():
         if only is None or any(name == wanted or name.startswith(f"{wanted}_") for wanted in only):
             say(f"compiling {name}")
-            trips = _trips(name, config, work)
-            compiled.append(compile_program(name, lower, trips=trips, arguments=programs.largest_inputs))
+            compiled.append(compile_program(name, lower, trips=_trips(name, config, work)))
     memories = {program.name: program.memory for program in compiled if program.memory is not None}
     resident = as_compiled(programs.resident, memories)
     return Plan(

@@ -15,10 +15,9 @@ from dapo_jax.models.lora import parted
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.device_memory import bytes_on_device
-from dapo_jax.parallel.mesh import Meshes, make_meshes
-from dapo_jax.plan.compiled import Allocation
+from dapo_jax.parallel.mesh import AXES, Meshes, make_meshes
 from dapo_jax.plan.memory import Resident
-from dapo_jax.plan.mesh_sizes import MeshSizes, batch_shards, described, layout_of, one_device
+from dapo_jax.plan.mesh_sizes import MeshSizes, batch_shards, described, layout_of
 from dapo_jax.plan.roofline import item, prefill_shape_of
 from dapo_jax.plan.workload import Workload
 from dapo_jax.run.policy import Policy, frozen_structs, mesh_of, optimizer_of
@@ -61,7 +60,9 @@ class Programs:
         """
         parallel, rows, devices = self.config.parallel, self.config.batch.rows_per_microbatch, self.devices
         if devices is None:
-            parallel, devices = one_device(parallel), jax.devices()[:1]
+            # Shapes only need the names of the axes.
+            ones = dict.fromkeys((*AXES, "sampler_tensor", "sampler_hosts"), 1)
+            parallel, devices = replace(parallel, **ones), jax.devices()[:1]
         train = mesh_of(parallel, rows_per_microbatch=rows, devices=devices)
         options = {"sampler_tensor": parallel.sampler_tensor, "sampler_hosts": parallel.sampler_hosts}
         made = _configured(make_meshes, train, **options)
@@ -127,23 +128,6 @@ class Programs:
         # Without devices the engine's mesh has a single one.
         return self._engine.token_bytes * self.meshes.sampler.shape["tensor"] // self.sizes.sampler["tensor"]
 
-    def largest_inputs(self, name: str) -> list[Allocation]:
-        """Returns the largest arguments of a program; arrays of one kind and shape are one entry."""
-        kinds, sizes = {"train state": self.state}, self.sizes.train
-        if not name.startswith(("update", "score", "transfer")):
-            kinds = {"sampler weights": self.weights, "decode state": self._engine.state_structs}
-            sizes = self.sizes.sampler
-        found: dict[tuple[str, str], list[int]] = {}
-        for kind, tree in kinds.items():
-            for leaf in jax.tree.leaves(tree):
-                shape = f"{leaf.dtype.name}{list(leaf.shape)}"
-                found.setdefault((kind, shape), []).append(bytes_on_device(leaf, sizes))
-        ranked = sorted(found.items(), key=lambda item: -sum(item[1]))[:5]
-        return [
-            Allocation(bytes=sum(each), shape=f"{len(each)} x {shape} over the mesh", operation=kind)
-            for (kind, shape), each in ranked
-        ]
-
     @cached_property
     def resident(self) -> Resident:
         """The arrays on each device between programs, from their shapes."""
@@ -192,7 +176,7 @@ class Programs:
     @property
     def _in_flight(self) -> int:
         """The largest number of responses in flight in one sampler; 0 if there are none."""
-        return self.sizes.share_of(self.config.rollout.in_flight)
+        return -(-self.config.rollout.in_flight // self.sizes.samplers)
 
     @property
     def _capacity(self) -> int:

@@ -186,41 +186,27 @@ def _fewer_activations(made: Plan) -> Iterator[Way]:
 def suggestions(
     made: Plan, *, assumed: Assumptions, seconds: float, say: Say = lambda text: None
 ) -> list[Tried]:
-    """Changes what takes the most memory, compiles the programs that failed, and repeats this until they fit or the time is over.
+    """Changes the largest part, compiles the programs that failed, and repeats this until they fit or the time is over.
 
     Returns all changes that were compiled, in order. A compilation that has begun is finished, so this may exceed `seconds` by one.
     """
+    assert made.slice is not None, "without a slice nothing was compiled, so nothing fails"
     began, tried, changes, current = time.monotonic(), list[Tried](), Changes(), made
-    useless = list[Changes]()
+    used = list[Changes]()
     while not current.fits and time.monotonic() - began <= seconds:
         parts = [part for program in current.failures for part in held_in(current, program)]
         parts.sort(key=lambda part: -part.bytes)
-        ways = [way.tries for part in parts for way in part.ways if way.tries and way.tries not in useless]
+        ways = [way.tries for part in parts for way in part.ways if way.tries and way.tries not in used]
         if not ways:
             break
-        useless.append(ways[0])
-        overrides = tuple(_overrides({**changes, **ways[0]}))
-        say(f"trying {' '.join(overrides)}")
-        try:
-            config = _changed(current.config, ways[0])
-            current = plan(config, slice=made.slice, assumed=assumed, only=made.failures, say=say)
-        except ConfigError:
-            continue  # a size does not divide
-        changes |= ways[0]
-        tried.append(Tried(overrides=overrides, fits=current.fits))
+        used.append(ways[0])
+        found = _changed_plan(
+            current.config, ways[0], made.slice, assumed=assumed, only=made.failures, say=say
+        )
+        if isinstance(found, Plan):
+            current, changes = found, changes | ways[0]
+            tried.append(Tried(overrides=tuple(_overrides(changes)), fits=found.fits))
     return tried
-
-
-def _overrides(changes: Changes) -> list[str]:
-    return [f"{key}={str(value).lower()}" for key, value in changes.items()]
-
-
-def _changed(config: TrainConfig, changes: Changes) -> TrainConfig:
-    sections: dict[str, Changes] = {}
-    for key, value in changes.items():
-        section, _, name = key.partition(".")
-        sections.setdefault(section, {})[name] = value
-    return replace(config, **{name: replace(getattr(config, name), **new) for name, new in sections.items()})
 
 
 def sweep(
@@ -238,14 +224,36 @@ def sweep(
     decoder_of(config.model)  # before libtpu, so that a model that is not covered is reported first
     found: list[tuple[str, Plan | str]] = []
     for name, changes in _meshes(config, len(devices_of(slice))):
-        say(f"mesh {name}")
-        try:
-            made = plan(_changed(config, changes), slice=slice, assumed=assumed, only=only, say=say)
-        except ConfigError as error:
-            found.append((name, str(error)))
-            continue
-        found.append((name, made if made.fits else f"does not fit: {', '.join(made.failures)}"))
+        made = _changed_plan(config, changes, slice, assumed=assumed, only=only, say=say)
+        failed = isinstance(made, Plan) and not made.fits and f"does not fit: {', '.join(made.failures)}"
+        found.append((name, failed or made))
     return sorted(found, key=lambda one: math.inf if isinstance(one[1], str) else one[1].step_s)
+
+
+def _changed_plan(
+    config: TrainConfig,
+    changes: Changes,
+    slice: Slice,
+    *,
+    assumed: Assumptions,
+    only: Sequence[str] | None,
+    say: Say,
+) -> Plan | str:
+    """Compiles the programs of a changed configuration; returns the reason if a size does not divide."""
+    say(f"trying {' '.join(_overrides(changes))}")
+    sections: dict[str, Changes] = {}
+    for key, value in changes.items():
+        section, _, name = key.partition(".")
+        sections.setdefault(section, {})[name] = value
+    try:
+        new = {name: replace(getattr(config, name), **values) for name, values in sections.items()}
+        return plan(replace(config, **new), slice=slice, assumed=assumed, only=only, say=say)
+    except ConfigError as error:
+        return str(error)
+
+
+def _overrides(changes: Changes) -> list[str]:
+    return [f"{key}={str(value).lower()}" for key, value in changes.items()]
 
 
 def _meshes(config: TrainConfig, devices: int) -> Iterator[tuple[str, Changes]]:

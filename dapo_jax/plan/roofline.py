@@ -1,7 +1,6 @@
 """The least time of each phase of a step: operations and bytes divided by the chip's peaks (a roofline).
 
-It is a lower bound, not a measurement: it ignores latency, the order of operations, and the host. XLA's estimate of the compiled
-programs is computed next to it (`estimates`).
+It is a lower bound, not a measurement: it ignores latency, the order of operations, and the host.
 """
 
 import math
@@ -35,10 +34,6 @@ class Work:
     """The least bytes that its products read and write."""
     ici_bytes: int | float
     """Bytes received in its collectives; 0 if the program was not compiled."""
-    kernel_flops: int | float = 0
-    """The part of `flops` in an attention kernel, if there is one."""
-    kernel_hbm_bytes: int | float = 0
-    """The part of `hbm_bytes` in that kernel."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,35 +66,6 @@ def bound(work: Work, chip: Chip) -> Bound:
     )
 
 
-def estimates(
-    works: Sequence[Work], calls: Mapping[str, Sequence[tuple[str, int]]], programs: Sequence[Program], chip: Chip
-) -> dict[str, float]:  # fmt: skip
-    """Returns XLA's estimate in seconds of each phase whose programs were all compiled.
-
-    It is the sum of operations, copies and kernels, as if nothing on the device overlapped, and at least the time of the collectives. XLA
-    does not know the cost of kernels: they count with their roofline.
-
-    Args:
-        works: the phases of a step.
-        calls: phase -> its programs, and the calls of each per run (`calls_of`).
-        programs: compiled programs.
-        chip: the chip that runs them.
-    """
-    costs = {program.name: program.cost for program in programs if program.cost is not None}
-    made = {}
-    for work in works:
-        if any(name not in costs for name, _ in calls[work.phase]):
-            continue
-        runs = [(work.runs * times, costs[name]) for name, times in calls[work.phase]]
-        seconds = sum(times * cost.cycles for times, cost in runs) / chip.cycles_s
-        seconds += sum(times * cost.copied_bytes for times, cost in runs) / chip.device_hbm_bytes_s
-        if any(cost.kernels for _, cost in runs):
-            kernel_hbm_s = work.kernel_hbm_bytes / chip.device_hbm_bytes_s
-            seconds += max(work.kernel_flops / chip.device_flops, kernel_hbm_s)
-        made[work.phase] = max(seconds, bound(work, chip).ici_s)
-    return made
-
-
 def work_of(
     config: TrainConfig,
     decoder: DecoderConfig,
@@ -112,7 +78,7 @@ def work_of(
     traffic = {one.name: float(sum(kind.received_bytes for kind in one.traffic)) for one in programs}
     received = {
         phase: sum(times * traffic.get(name, 0.0) for name, times in calls)
-        for phase, calls in calls_of(config, decoder).items()
+        for phase, calls in _programs_of(config, decoder).items()
     }
     sampled = sampled_decoder(decoder, config.sampling)
     return [
@@ -123,16 +89,17 @@ def work_of(
     ]
 
 
-def calls_of(config: TrainConfig, decoder: DecoderConfig) -> dict[str, list[tuple[str, int]]]:
+def _programs_of(config: TrainConfig, decoder: DecoderConfig) -> dict[str, list[tuple[str, int]]]:
     """Returns the programs of each phase, and the calls of each per run of the phase."""
     # The program of a layer that prefills most of the prompts.
     prefill = "prefill_rows" if prefill_shape_of(config).rows > 1 else "prefill_row"
     return {
         "transfer": [("transfer", decoder.layers), ("transfer_ends", 1)],
         "prefill": [(f"{prefill}_embed", 1), (prefill, decoder.layers), (f"{prefill}_head", 1)],
-        "decode": [("generate", 1)],
-        "score": [("score", 1)],
-        "update": [("update", 1)],
+        **{
+            phase: [(program, 1)]
+            for phase, program in (("decode", "generate"), ("score", "score"), ("update", "update"))
+        },
     }
 
 
@@ -147,23 +114,19 @@ def prefill_shape_of(config: TrainConfig) -> PrefillShape:
     )
 
 
-def room(config: TrainConfig, work: Workload, pages: PageSizes) -> float:
-    """Returns the number of responses that a sampler can decode in parallel.
-
-    It is the number of slots, or of responses that the pages hold: each has its mean context and half an empty page. Pages that the
-    responses of a group share are counted for each response.
-    """
-    slots = float(config.sampling.slots)
-    if not pages.runs_out:
-        return slots  # every slot has room for the longest response
-    held = work.context + pages.page_tokens / 2
-    return min(slots, pages.pools * pages.pool_pages * pages.page_tokens / held)
-
-
 def in_flight(config: TrainConfig, work: Workload, pages: PageSizes, samplers: int) -> float:
-    """Returns the number of responses that a sampler decodes in parallel: `room`, or its share of `rollout.in_flight`."""
-    most = room(config, work, pages)
-    return min(most, config.rollout.in_flight / samplers) if config.rollout.in_flight else most
+    """Returns the number of responses that a sampler decodes in parallel.
+
+    It is the smallest of its slots, its share of `rollout.in_flight`, and the responses that its pages hold: each has its mean context and
+    half an empty page. Pages that the responses of a group share are counted for each response.
+    """
+    most = [float(config.sampling.slots)]
+    if pages.runs_out:  # else every slot has room for the longest response
+        held = work.context + pages.page_tokens / 2
+        most.append(pages.pools * pages.pool_pages * pages.page_tokens / held)
+    if config.rollout.in_flight:
+        most.append(config.rollout.in_flight / samplers)
+    return min(most)
 
 
 def decode_steps(work: Workload, samplers: int, parallel: float) -> float:
@@ -271,8 +234,8 @@ def _decode(
     steps = decode_steps(work, sizes.samplers, in_flight(config, work, pages, sizes.samplers))
     calls = steps / config.sampling.steps_per_call
     tokens = work.responses * work.response_mean / sizes.samplers
-    attention = forward_flops(decoder, pairs=tokens * work.context) / sizes.sampler_devices
-    flops = forward_flops(decoder, tokens=tokens, logits=tokens) / sizes.sampler_devices + attention
+    pairs = tokens * work.context
+    flops = forward_flops(decoder, tokens=tokens, pairs=pairs, logits=tokens) / sizes.sampler_devices
     # The heads are split over `tensor`, the slots over the other axes.
     each = cache_bytes_per_token(decoder, config.sampling, compute_dtype=config.model.compute_dtype)
     cache = tokens / batch_shards(sizes.sampler) * work.context * each / sizes.sampler["tensor"]
@@ -284,8 +247,6 @@ def _decode(
         useful_flops=flops,
         hbm_bytes=steps * weights + cache,
         ici_bytes=calls * received,
-        kernel_flops=attention,
-        kernel_hbm_bytes=cache,
     )
 
 
@@ -301,7 +262,6 @@ def _trained(
     tokens = float(work.microbatches * work.microbatch_tokens)
     pairs = tokens * (config.row_tokens + 1) / 2
     one = forward_flops(decoder, tokens=tokens, pairs=pairs, logits=tokens)
-    attention = forward_flops(decoder, pairs=pairs)
     # The gradient has two products for each in the forward pass; full rematerialisation repeats the forward pass.
     passes = 4 if config.model.remat == "full" else 3
     # Each pass over a microbatch reads the weights in the compute dtype, split over the tensor axis alone.
@@ -320,7 +280,6 @@ def _trained(
         useful_flops=(3 * own - 2 * frozen * count) / devices,
         hbm_bytes=work.updates * (work.microbatches * passes * weights + optimizer),
         ici_bytes=work.updates * received["update"],
-        kernel_flops=work.updates * passes * attention / devices,
     )
     score = Work(
         phase="score",
@@ -329,6 +288,5 @@ def _trained(
         useful_flops=scored / work.updates * own / devices,
         hbm_bytes=scored * work.microbatches * weights,
         ici_bytes=scored * received["score"],
-        kernel_flops=scored * attention / devices,
     )
     return [score, update] if scored else [update]

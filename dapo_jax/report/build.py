@@ -88,9 +88,7 @@ def report(*runs: str | PathLike[str], rollout_steps: int | None = None) -> Repo
     evaluations = [
         lay_out_evaluations(run.evaluations, steps=rollout_steps, by_score=run.by_score) for run in found
     ]
-    tables = comparable([table_of(run) for run in found])
-    panels, zero = panels_of(tables)
-    data = page_data(found, tables, panels, zero, rollouts, evaluations)
+    data, tables, panels = page_data(found, rollouts, evaluations)
     packed: dict[str, bytes] = {}
     for number, pair in enumerate(zip(rollouts, evaluations, strict=True)):
         packed |= packed_of(number, *pair)
@@ -111,23 +109,21 @@ def check_count(runs: int) -> None:
 
 
 def page_data(
-    runs: Sequence[RunFiles],
-    tables: Sequence[Table],
-    panels: Sequence[Panel],
-    zero: Sequence[str],
-    rollouts: Sequence[Laid],
-    evaluations: Sequence[Laid],
-) -> dict[str, Any]:
-    """Returns the data that the scripts read at once; `zero` are the titles of panels that are not drawn."""
-    return {
+    runs: Sequence[RunFiles], rollouts: Sequence[Laid], evaluations: Sequence[Laid]
+) -> tuple[dict[str, Any], Sequence[Table], Sequence[Panel]]:
+    """Returns the data that the scripts read at once, with the tables and panels in it."""
+    tables = comparable([table_of(run) for run in runs])
+    panels, zero = panels_of(tables)
+    data = {
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
         "version": dapo_jax.__version__,
         "axes": AXES,
         "panels": [asdict(panel) for panel in panels],
-        "zero": zero,
+        "zero": zero,  # titles of panels that are not drawn
         "runs": [_described(*each) for each in zip(runs, tables, rollouts, evaluations, strict=True)],
         "configuration": configurations(runs),
     }
+    return data, tables, panels
 
 
 def _described(run: RunFiles, table: Table, rollouts: Laid, evaluations: Laid) -> dict[str, Any]:

@@ -43,35 +43,16 @@ def compressed_json(value: Any) -> bytes:
     return compressed(text.encode("utf-8", errors="replace"))
 
 
-def read_checked(
-    file: AnyPath,
-    read: Callable[[AnyPath], list[dict[str, Any]]],
-    kinds: Mapping[str, type],
-    *,
-    what: str,
-) -> list[dict[str, Any]]:
-    """Reads a file with `read` and checks that its lines have the fields `kinds`.
-
-    Args:
-        file: the file.
-        read: returns its lines.
-        kinds: the type of each required field.
-        what: the name of a line in messages.
+def read_checked(file: AnyPath, read: Callable[[AnyPath], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Returns the lines of a file that `read` returns.
 
     Raises:
-        ConfigError: the file cannot be read, or a line lacks a field; the message names the file and the line.
+        ConfigError: the file is damaged or cannot be read; the message names the file and the line.
     """
     try:
-        lines = read(file)
-        for number, line in enumerate(lines, 1):
-            for name, kind in kinds.items():
-                if not isinstance(line.get(name), kind):
-                    raise ValueError(
-                        f"{file}, {what} {number}: {name!r} is {line.get(name)!r:.60}; it must be {kind.__name__}"
-                    )
+        return read(file)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{error}; repair that file, or move it away") from error
-    return lines
 
 
 def question_key(prompt: str, answer: str) -> str:

@@ -26,8 +26,6 @@ from dapo_jax.trackers.rollout_log import read_problems
 ABSENT = 0xFFFF
 """Marks problems that an evaluation did not ask."""
 
-_KINDS = {"step": int, "dataset": str, "prompt": str, "answer": str, "correct": int, "samples": int}
-
 
 @dataclass
 class _Dataset:
@@ -78,7 +76,7 @@ class Evaluations:
         Raises:
             ConfigError: the file is damaged; the message names it and the line.
         """
-        problems = read_checked(file, read_problems, _KINDS, what="problem")
+        problems = read_checked(file, read_problems)
         if not problems:
             return
         dataset = self._datasets.setdefault(problems[0]["dataset"], _Dataset())

@@ -23,7 +23,7 @@ class Series:
     label: str
     """The name in the legend; in `PANELS`, it may have groups of the pattern, as `\\1`."""
     band: str = ""
-    """The metric with its standard error, which is drawn as a band; in `PANELS`, like `label`."""
+    """The metric with its standard error, which is drawn as a band; empty if there is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,49 +54,30 @@ def _panel(section: str, title: str, unit: str, labels: Mapping[str, str], **opt
     return Panel(section=section, title=title, unit=unit, series=series, **options)
 
 
-_HELD_OUT = Panel(
-    section="Learning",
-    title="Held-out accuracy",
-    unit="share",
-    series=tuple(
-        Series(key=rf"eval/(.+)/({kind}@(?:\d+|k))", label=r"\2 \1", band=r"eval/\1/\2_stderr")
-        for kind in ("avg", "pass", "cons")
-    ),
-    note="shaded: one standard error over problems",
+_ACCURACY_KINDS = {rf"eval/(.+)/({kind}@(?:\d+|k))": r"\2 \1" for kind in ("avg", "pass", "cons")}
+_HELD_OUT = _panel(
+    "Learning", "Held-out accuracy", "share", _ACCURACY_KINDS, note="shaded: one standard error over problems"
 )
-_TRAINING = {
-    "rollout/accuracy": "sampled, before the filter",
-    "rollout/trained_accuracy": "trained on, after the filter",
-}
-_ACCURACIES = (_HELD_OUT, _panel("Learning", "Training accuracy", "share", _TRAINING))
+_ACCURACIES = (
+    _HELD_OUT,
+    _panel("Learning", "Training accuracy", "share", {
+        "rollout/accuracy": "sampled, before the filter", "rollout/trained_accuracy": "trained on, after the filter",
+    }),
+)  # fmt: skip
 _REWARDS = (
     _panel("Learning", "Reward", "", {"reward/mean": "mean", "reward/std": "standard deviation"}),
     _panel("Learning", "Overlong penalty", "", {"reward/overlong_penalty": "mean"}),
     _panel("Learning", "Reward parts", "", {r"reward/parts/(.+)": r"\1"}),
 )
-_HELD_OUT_REWARD = Panel(
-    section="Learning",
-    title="Held-out reward",
-    unit="",
-    series=(Series(key=r"eval/(.+)/reward", label=r"\1", band=r"eval/\1/reward_stderr"),),
-)
-_VERDICTS = {
-    "rollout/mixed_frac": "mixed",
-    "rollout/all_correct_frac": "all correct",
-    "rollout/all_wrong_frac": "all wrong",
-}
-_BY_VERDICT = _panel("Dynamic sampling", "Groups sampled", "share", _VERDICTS, stacked=True)
+_HELD_OUT_REWARD = _panel("Learning", "Held-out reward", "", {r"eval/(.+)/reward": r"\1"})
 _DIFFER = "rollout/scores_differ_frac"
-_SCORES_DIFFER = _panel(
-    "Dynamic sampling", "Groups whose scores differ", "share", {_DIFFER: "of all sampled groups"}
-)
-_BY_SCORE = _panel(
-    "Dynamic sampling",
-    "Groups sampled",
-    "share",
-    {_DIFFER: "scores differ", EQUAL: "all scores equal"},
-    stacked=True,
-)
+_BY_VERDICT = _panel("Dynamic sampling", "Groups sampled", "share", {
+    "rollout/mixed_frac": "mixed", "rollout/all_correct_frac": "all correct", "rollout/all_wrong_frac": "all wrong",
+}, stacked=True)  # fmt: skip
+_BY_SCORE = _panel("Dynamic sampling", "Groups sampled", "share", {
+    _DIFFER: "scores differ", EQUAL: "all scores equal",
+}, stacked=True)  # fmt: skip
+_SCORES_DIFFER = _panel("Dynamic sampling", "Groups whose scores differ", "share", {_DIFFER: "of all sampled groups"})  # fmt: skip
 _QUIET, _EXACT = {"quiet": True}, {"exact": True}
 
 PANELS = (
@@ -227,7 +208,7 @@ def _matching(patterns: Sequence[Series], names: Sequence[str]) -> Iterator[Seri
     for pattern in patterns:
         for name in names:
             if match := re.fullmatch(pattern.key, name):
-                band = match.expand(pattern.band)
+                band = f"{name}_stderr"
                 yield Series(key=name, label=match.expand(pattern.label), band=band if band in names else "")
 
 

@@ -34,46 +34,29 @@ CORRECT, TRUNCATED, FLIPPED, TRAINED, LEFT_OUT = 1, 2, 4, 8, 16
 """Bits of `Index.flags`. A flipped response is correct, and at an earlier logged step fewer than half of the responses to its
 question were correct. A response is left out if overlong filtering excluded it from the loss."""
 
-_KINDS = {
-    "step": int,
-    "ordinal": int,
-    "prompt": str,
-    "answer": str,
-    "response": str,
-    "correct": bool,
-    "response_token_ids": list,
-}
-
 
 @dataclass
 class Index:
-    """Numbers of every rollout and of every group, in the order of steps. Unknown floats are NaN."""
+    """Numbers of every rollout and of every group, in the order of steps. Unknown floats are NaN.
 
-    flags: list[int] = field(default_factory=list)
-    reward: list[float] = field(default_factory=list)
-    advantage: list[float] = field(default_factory=list)
-    penalty: list[float] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    """Number of sampled tokens."""
-    clipped: list[int] = field(default_factory=list)
-    """Number of clipped tokens."""
-    group_step: list[int] = field(default_factory=list)
-    group_ordinal: list[int] = field(default_factory=list)
-    group_first: list[int] = field(default_factory=list)
-    """The number of a group's first rollout."""
-    group_question: list[int] = field(default_factory=list)
-    """The index in `heads`; groups with the same prompt and answer share it."""
-    group_before: list[int] = field(default_factory=list)
-    """The last group of an earlier logged step with the same question; -1 if there is none."""
-    group_chunk: list[int] = field(default_factory=list)
-    group_place: list[int] = field(default_factory=list)
-    """The index of a group in its chunk."""
+    `tokens` and `clipped` are numbers of sampled and clipped tokens. Of a group, `group_first` is the number of its first rollout,
+    `group_question` the index in `heads`, which groups with the same prompt and answer share. `group_before` is the last group of an
+    earlier logged step with the same question; -1 if there is none. `group_place` is the index of a group in its chunk.
+    """
 
     TYPES: ClassVar = {
         "flags": "u1", "clipped": "u4", "reward": "f4", "advantage": "f4", "penalty": "f4", "tokens": "u4",
         "group_step": "u4", "group_ordinal": "u4", "group_first": "u4", "group_question": "u4",
         "group_before": "i4", "group_chunk": "u4", "group_place": "u4",
     }  # fmt: skip
+    """Name and type of each column."""
+
+    columns: dict[str, list[Any]] = field(default_factory=lambda: {name: [] for name in Index.TYPES})
+
+    def add(self, **values: Any) -> None:
+        """Appends a value to each named column."""
+        for name, value in values.items():
+            self.columns[name].append(value)
 
     def packed(self) -> tuple[bytes, list[tuple[str, str, int]]]:
         """Returns the columns as compressed little-endian arrays, and (name, type, values) of each.
@@ -81,7 +64,7 @@ class Index:
         Columns of four bytes come first, so that all are aligned.
         """
         order = sorted(self.TYPES, key=lambda name: -int(self.TYPES[name][1]))
-        columns = [(name, self.TYPES[name], getattr(self, name)) for name in order]
+        columns = [(name, self.TYPES[name], self.columns[name]) for name in order]
         content = b"".join(np.array(values, dtype=f"<{kind}").tobytes() for _, kind, values in columns)
         return compressed(content), [(name, kind, len(values)) for name, kind, values in columns]
 
@@ -125,7 +108,7 @@ class Rollouts:
         Raises:
             ConfigError: the file is damaged; the message names it and the line.
         """
-        rows = read_checked(file, read_rollouts, _KINDS, what="rollout")
+        rows = read_checked(file, read_rollouts)
         latest: dict[int, tuple[int, float]] = {}
         for _, of_group in groupby(rows, key=lambda row: row["ordinal"]):
             group = list(of_group)
@@ -137,7 +120,7 @@ class Rollouts:
             states = [self._states(row) for row in group]
             self._add_numbers(group, states, question, before, flipped=flipped)
             accuracy = sum(row["correct"] for row in group) / len(group)
-            latest[question] = len(self._index.group_step) - 1, accuracy
+            latest[question] = len(self._index.columns["group_step"]) - 1, accuracy
             responses = [self._response(row, state) for row, state in zip(group, states, strict=True)]
             self._open.append(
                 {"prompt": group[0]["prompt"], "answer": group[0]["answer"], "responses": responses}
@@ -184,29 +167,33 @@ class Rollouts:
         *,
         flipped: bool,
     ) -> None:
-        index = self._index
-        index.group_step.append(group[0]["step"])
-        index.group_ordinal.append(group[0]["ordinal"])
-        index.group_first.append(len(index.flags))
-        index.group_question.append(question)
-        index.group_before.append(before)
-        index.group_chunk.append(len(self._chunks))
-        index.group_place.append(len(self._open))
+        self._index.add(
+            group_step=group[0]["step"],
+            group_ordinal=group[0]["ordinal"],
+            group_first=len(self._index.columns["flags"]),
+            group_question=question,
+            group_before=before,
+            group_chunk=len(self._chunks),
+            group_place=len(self._open),
+        )
         for row, state in zip(group, states, strict=True):
             in_loss = row.get("in_loss")
-            index.flags.append(
+            flags = (
                 CORRECT * row["correct"]
                 | TRUNCATED * (row.get("finish_reason") == "length")
                 | FLIPPED * (row["correct"] and flipped)
                 | TRAINED * (in_loss is not None or row.get("ratios") is not None)
                 | LEFT_OUT * (in_loss is False)
             )
-            index.reward.append(as_float(row.get("reward")))
-            index.advantage.append(as_float(row.get("advantage")))
-            index.penalty.append(as_float(row.get("overlong_penalty")))
             turns = row.get("turns") or [(0, len(row["response_token_ids"]))]
-            index.tokens.append(sum(stop - first for first, stop in turns))
-            index.clipped.append(0 if state is None else sum(map(state.count, "^vd")))
+            self._index.add(
+                flags=flags,
+                reward=as_float(row.get("reward")),
+                advantage=as_float(row.get("advantage")),
+                penalty=as_float(row.get("overlong_penalty")),
+                tokens=sum(stop - first for first, stop in turns),
+                clipped=0 if state is None else sum(map(state.count, "^vd")),
+            )
             for key in ("advantage", "ratios", "in_loss", "spans"):
                 self._seen[key] = self._seen[key] or row.get(key) not in (None, [])
 

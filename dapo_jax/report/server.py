@@ -18,13 +18,10 @@ from typing import Any
 
 from dapo_jax.config import ConfigError
 from dapo_jax.report.build import check_count, page_data, title_of
-from dapo_jax.report.chunks import Laid
 from dapo_jax.report.evaluations import Evaluations
 from dapo_jax.report.page import page_of
-from dapo_jax.report.panels import panels_of
 from dapo_jax.report.rollouts import Rollouts
 from dapo_jax.report.runs import Reader, RunFiles, has_begun, readers
-from dapo_jax.report.tables import comparable, table_of
 from dapo_jax.storage import AnyPath
 
 HOST = "127.0.0.1"
@@ -136,12 +133,11 @@ class Watched:
 
     def _data(self) -> dict[str, Any]:
         if self._made[0] != self._version:
-            runs = [each.run for each in self._runs]
-            tables = comparable([table_of(run) for run in runs])
-            panels, zero = panels_of(tables)
-            rollouts: list[Laid] = [each.rollouts for each in self._runs]
-            evaluations = [each.evaluations for each in self._runs]
-            data = page_data(runs, tables, panels, zero, rollouts, evaluations)
+            data, *_ = page_data(
+                [each.run for each in self._runs],
+                [each.rollouts for each in self._runs],
+                [each.evaluations for each in self._runs],
+            )
             self._made = self._version, {**data, "watched": self._version}
         return self._made[1]
 

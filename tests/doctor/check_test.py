@@ -1,8 +1,14 @@
-"""An examination continues after a failure and names the checks that it skipped."""
+"""Skipped checks, the account of a device's memory, and the limits of rounding."""
 
-from dapo_jax.config import ConfigError
+import math
+
+import pytest
+
+from dapo_jax.config import ConfigError, load_config
 from dapo_jax.doctor.check import Check, Found, examine
+from dapo_jax.doctor.resources import memory
 from dapo_jax.doctor.subject import Subject
+from dapo_jax.doctor.tiny_step import agreement
 
 
 def fails(error):
@@ -46,3 +52,41 @@ def test_a_long_error_is_cut():
     found = outcomes(Check("a", fails(ValueError("x" * 5000))))
     assert len(found["a"].message) == 700
     assert found["a"].message.endswith("x...")
+
+
+FLYING = ["rollout.in_flight=128", "rollout.round_tokens=16", "dynamic_sampling.surplus=discard", "parallel.data=1", "parallel.fsdp=8"]  # fmt: skip
+
+
+@pytest.mark.parametrize("slots", [64, 128])
+def test_memory_counts_all_responses_in_flight(slots):
+    """128 responses of up to 56 tokens may have pages, whatever the slots. Paused ones keep logits for all 64 slots, in float32."""
+    found = Subject(load_config("quickstart", [*FLYING, f"sampling.slots={slots}"]))
+    waves = Subject(load_config("quickstart", [f"sampling.slots={slots}"]))
+    assert found.planned.pages.holders == 128
+    assert waves.planned.pages.holders == slots
+    rows = found.planned.decoder.vocab_rows
+    assert found.planned.resident.paused == (128 - slots) * rows * 4
+    assert ("paused responses" in memory(found).message) == (slots < 128)
+    assert "paused" not in memory(waves).message
+
+
+@pytest.mark.parametrize(
+    ("kl", "largest", "dtype", "platform", "state"),
+    [
+        (2e-9, 2e-6, "float32", "cpu", "ok"),  # measured with the quickstart
+        (1e-5, 1e-4, "float32", "cpu", "failed"),
+        (1e-9, 2e-3, "float32", "cpu", "failed"),  # one token of many
+        (1.7e-4, 0.1, "bfloat16", "tpu", "ok"),  # SmolLM2-135M with rounded activations, see docs/metrics.md
+        (1e-5, 1e-2, "float32", "gpu", "ok"),  # its float32 products round their operands
+        (5e-3, 0.1, "bfloat16", "tpu", "failed"),
+        (math.nan, 0.0, "bfloat16", "cpu", "failed"),
+        (0.0, math.nan, "bfloat16", "cpu", "failed"),
+    ],
+)
+def test_the_limits_depend_on_dtype_and_platform(kl, largest, dtype, platform, state):
+    found = agreement(kl=kl, largest=largest, compute_dtype=dtype, platform=platform)
+    assert found.state == state
+    assert bool(found.remedy) == (state == "failed")
+    assert found.message.startswith(
+        f"KL {kl:.1e}, largest difference of log-probabilities {largest:.1e} nats"
+    )

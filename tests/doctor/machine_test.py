@@ -2,17 +2,19 @@
 
 import shutil
 from collections import namedtuple
+from dataclasses import replace
 
 import jax
 import pytest
 
 from dapo_jax.doctor import machine
+from dapo_jax.doctor.subject import STAND_IN, Subject
 
 Usage = namedtuple("Usage", "total used free")
 GIB = 2**30
 
 
-def test_versions_and_extras_name_what_is_installed():
+def test_versions_and_extras_are_listed():
     versions = machine.versions().message
     assert f"jax {jax.__version__}" in versions
     assert all(f" {package} " in versions for package in machine.PACKAGES)
@@ -37,21 +39,22 @@ def test_a_disk_needs_room_for_the_run_and_some_to_spare(free, needed, state, mo
         {"run_dir": (str(tmp_path / "a" / "b"), needed), "data.data_dir": (str(tmp_path), 0)}
     )
     assert found.state == state
+    assert machine.disk({"run_dir": ("gs://bucket/run", 2**60)}).state == "ok", "a bucket takes no disk"
     assert found.message.startswith(f"{machine.gib(free)} free for run_dir, data.data_dir")
     assert ("run_dir or data.data_dir" in found.remedy) == (state != "ok")
-
-
-def test_a_bucket_takes_no_disk():
-    assert machine.disk({"run_dir": ("gs://bucket/run", 2**60)}).state == "ok"
 
 
 def test_a_cache_that_cannot_be_written_to_is_a_failure(tmp_path):
     """A file cannot contain a folder, even for root."""
     (tmp_path / "file").write_text("")
-    found = machine.compilation_cache(str(tmp_path / "file" / "xla"))
+
+    def checked(folder):
+        return machine.compilation_cache(Subject(replace(STAND_IN, compilation_cache=folder)))
+
+    found = checked(str(tmp_path / "file" / "xla"))
     assert found.state == "failed"
     assert "compilation_cache" in found.remedy
-    assert machine.compilation_cache("").state == "ok"
+    assert checked("").state == "ok"
 
 
 def test_an_unused_plugin_is_a_warning_with_the_reason(monkeypatch):

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from dapo_jax.plan.collectives import Traffic, collectives
-from dapo_jax.plan.hlo_text import array_bytes
+from dapo_jax.plan.collectives import Traffic, array_bytes, collectives
 
 LOOP = """HloModule jit_f, is_scheduled=true, num_partitions=8
 
@@ -63,15 +62,17 @@ def test_a_loop_on_a_tpu_is_counted_by_the_constant_in_its_condition():
     ]
 
 
-def test_a_loop_that_begins_later_runs_less_often():
-    text = LOOP.replace("%start = s32[] constant(0)", "%start = s32[] constant(2)")
-    assert [kind.count for kind in collectives(text)] == [5, 5, 5]
-
-
-def test_a_loop_without_a_known_end_runs_as_often_as_the_caller_says():
-    text = LOOP.replace("constant(7)", "parameter(1)")
-    assert [kind.count for kind in collectives(text)] == [1, 1, 1]
-    assert [kind.count for kind in collectives(text, trips=(12,))] == [12, 12, 12]
+@pytest.mark.parametrize(
+    ("old", "new", "trips", "count"),
+    [
+        ("%start = s32[] constant(0)", "%start = s32[] constant(2)", (), 5),
+        ("constant(7)", "parameter(1)", (), 1),
+        ("constant(7)", "parameter(1)", (12,), 12),
+    ],
+    ids=["begins later", "no known end", "the caller knows the end"],
+)
+def test_the_number_of_trips_is_in_the_text_or_the_callers(old, new, trips, count):
+    assert [kind.count for kind in collectives(LOOP.replace(old, new), trips=trips)] == [count] * 3
 
 
 @pytest.mark.parametrize(
@@ -86,17 +87,15 @@ def test_a_loop_without_a_known_end_runs_as_often_as_the_caller_says():
         ("f32[8]{0} reduce-scatter(%p), replica_groups={}, dimensions={0}, to_apply=%add", "reduce-scatter", 224),
         ("(f32[4]{0}, f32[4]{0}) all-reduce(%p, %p), replica_groups={{0,1},{2,3}}, to_apply=%add", "all-reduce", 32),
         ("bf16[16]{0} all-to-all(%p), replica_groups=[1,8]<=[8], dimensions={0}", "all-to-all", 28),
+        ("f32[8]{0} all-reduce(%p), replica_groups={{0},{1}}, to_apply=%add", "all-reduce", 0),
         ("f32[8]{0} all-reduce(%p), replica_groups=mesh['a'=2,'b'=4] {'b':(1)2}, to_apply=%add", "all-reduce", 32),
     ],
 )  # fmt: skip
 def test_each_kind_and_notation_by_hand(line, kind, received):
+    """A group of one device receives nothing."""
     text = f"HloModule m, num_partitions=8\n\nENTRY %main (p: f32[8]) -> f32[8] {{\n  %x = {line}\n}}\n"
-    assert collectives(text) == [Traffic(kind=kind, count=1, received_bytes=received)]
-
-
-def test_a_group_of_one_receives_nothing():
-    line = "f32[8]{0} all-reduce(%p), replica_groups={{0},{1}}, to_apply=%add"
-    assert collectives(f"HloModule m\n\nENTRY %main (p: f32[8]) -> f32[8] {{\n  %x = {line}\n}}\n") == []
+    expected = [Traffic(kind=kind, count=1, received_bytes=received)] if received else []
+    assert collectives(text) == expected
 
 
 def test_types_are_counted_in_bytes():

@@ -68,7 +68,7 @@ def test_every_program_of_a_step_compiles_and_fits(compiled):
     assert all(phase.total > 0 for phase in compiled.phases)
 
 
-def test_the_arguments_are_what_the_shapes_say(file, compiled):
+def test_the_arguments_have_the_sizes_of_the_shapes(file, compiled):
     """Except rotations, scalars, and padding to tiles of 8 x 128; these shapes nearly are multiples of a tile."""
     config = load_config(file)
     work = compiled.work
@@ -183,7 +183,7 @@ def test_the_programs_have_a_roofline(compiled):
     assert all(bound.work.ici_bytes > 0 for bound in compiled.bounds)
 
 
-def test_what_does_not_fit_is_named_and_what_would_is_compiled(file, folder, capsys):
+def test_arrays_that_do_not_fit_are_named_and_a_remedy_is_compiled(file, folder, capsys):
     """A cached token on one of its 2 devices has 2 layers x 1 head x 128 x 2 x 2 bytes = 1 KiB. 1024 slots of 16,384 on each of 2 groups of
     devices are 16 GiB of the 15.75. The suggestion is as many tokens as the limit leaves."""
     config = load_config(
@@ -199,7 +199,6 @@ def test_what_does_not_fit_is_named_and_what_would_is_compiled(file, folder, cap
     found = plan(config, slice=parse("v5e:2x2"), only=("generate",))
     assert found.failures == ["generate"]
     assert "15.75G" in found.programs[0].refusal
-    assert "decode state" in {array.operation for array in found.programs[0].largest}
     show_failures(found, [], Console(width=160))
     assert "DOES NOT FIT: generate alone needs" in capsys.readouterr().out
     tried = suggestions(found, assumed=Assumptions(), seconds=300.0)

@@ -32,7 +32,7 @@ def test_the_32b_run_by_hand():
     made = plan(load_config(CONFIGS / "dapo_qwen2.5_32b.yaml"))
     norms = (64 * 2 + 1) * 5120
     assert made.resident.weights == (made.decoder.parameters - norms) // 2 + 4 * norms
-    assert as_data(made)["cache"]["bytes_per_token"] == 262_144
+    assert as_data(made)["cached_token_bytes"] == 262_144
     assert (made.sizes.samplers, made.sizes.devices) == (32, 128)
 
 
@@ -77,8 +77,8 @@ def test_the_command_writes_tables_or_json(capsys):
     data = json.loads(capsys.readouterr().out)
     # Weights and two moments in float32.
     assert data["checkpoint_bytes"] == 12 * data["model"]["parameters"]
-    assert data["workload"]["response_mean"] == 20480
-    assert data["schema_version"] == 4
+    assert data["work"]["response_mean"] == 20480
+    assert data["schema_version"] == 5
     assert [data[key] for key in ("fits", "roofline", "chip_hours")] == [None] * 3
 
 

@@ -28,7 +28,7 @@ from dapo_jax.models.lora import lora_shape
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.plan.chips import CHIPS
 from dapo_jax.plan.collectives import Traffic
-from dapo_jax.plan.compiled import Cost, Program
+from dapo_jax.plan.compiled import Program
 from dapo_jax.plan.mesh_sizes import MeshSizes
 from dapo_jax.plan.roofline import (
     Work,
@@ -36,7 +36,6 @@ from dapo_jax.plan.roofline import (
     cache_bytes_per_token,
     decode_steps,
     decode_weight_parameters,
-    estimates,
     forward_flops,
     in_flight,
     matrix_parameters,
@@ -247,10 +246,9 @@ def test_options_change_the_work():
     assert float32["decode"].hbm_bytes == 2 * phases["decode"].hbm_bytes
 
 
-def compiled(name, received=0, **cost):
+def compiled(name, received):
     traffic = [Traffic(kind="all-gather", count=1, received_bytes=received)]
-    cost = Cost(**{"cycles": 0, "copied_bytes": 0, "kernels": 0, **cost})
-    return Program(name=name, compile_s=1.0, memory=None, traffic=traffic, cost=cost)
+    return Program(name=name, compile_s=1.0, memory=None, traffic=traffic)
 
 
 def test_traffic_counts_as_often_as_a_program_runs():
@@ -262,30 +260,3 @@ def test_traffic_counts_as_often_as_a_program_runs():
     assert phases["score"].ici_bytes == 0
     # The transfer has a program for each of 3 layers, and one for the ends.
     assert phases["transfer"].ici_bytes == 400
-
-
-def phase(name, **changes):
-    return Work(**{"phase": name, "runs": 1, "flops": 0, "useful_flops": 0, "hbm_bytes": 0, "ici_bytes": 0, **changes})  # fmt: skip
-
-
-def test_xlas_estimate_is_a_sum_and_at_least_the_time_of_the_collectives():
-    """A v5e has 1.5e9 cycles, 819e9 and 200e9 bytes per second. Two runs of a program of one second of cycles, and three of a program that
-    copies for half a second; then 10 seconds of collectives."""
-    chip = CHIPS["v5e"]
-    assert chip.cycles_s == pytest.approx(1.503e9, rel=1e-3)
-    programs = [
-        compiled("a", cycles=round(chip.cycles_s)),
-        compiled("b", copied_bytes=819 * 10**9 // 2),
-    ]
-    calls = {"x": [("a", 1), ("b", 3)]}
-    assert estimates([phase("x", runs=2)], calls, programs, chip)["x"] == pytest.approx(2 + 3)
-    assert estimates([phase("x", runs=2, ici_bytes=2e12)], calls, programs, chip)["x"] == 10
-    assert estimates([phase("x")], calls, programs[:1], chip) == {}, "a program was not compiled"
-
-
-@pytest.mark.parametrize(("kernels", "seconds"), [(64, 3), (0, 0)])
-def test_a_kernel_counts_with_its_roofline(kernels, seconds):
-    """197e12 operations and 819e9 bytes per second: the longer of both, if there is a kernel."""
-    work = phase("x", kernel_flops=197e12, kernel_hbm_bytes=3 * 819e9)
-    found = estimates([work], {"x": [("a", 1)]}, [compiled("a", kernels=kernels)], CHIPS["v5e"])
-    assert found["x"] == seconds

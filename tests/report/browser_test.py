@@ -308,11 +308,16 @@ def test_a_character_of_several_tokens_is_as_old_as_the_one_that_ends_it(shown, 
     ]  # fmt: skip
 
 
-def test_rollouts_without_spans_have_no_ages(shown):
+def test_missing_records_of_the_other_run_are_shown(shown):
     shown.click("#tab-rollouts")
     shades = '#rollouts [aria-label="Shade tokens by"] button'
     assert shown.texts(shades) == ["Probability", "Clip", "Age", "None"]
     shown.choose("Run", "1")
+    shown.until(lambda: shown.status() == "64 responses in 16 groups")
+    assert "Advantages were not recorded" in shown.one(".key").text
+    shown.click('[data-value="clip"]')
+    assert "Ratios were not recorded" in shown.one(".key").text
+    assert not shown.one('[name="clipped"]').is_enabled()
     shown.until(lambda: shown.texts(shades) == ["Probability", "Clip", "None"])
     assert "sampled by" not in shown.one("#rollouts .pair").text
     shown.choose("Run", "0")
@@ -322,16 +327,6 @@ def test_rollouts_without_spans_have_no_ages(shown):
     shown.until(lambda: "Which weights drew a token was not recorded" in shown.one("#rollouts .key").text)
     assert set(shown.kinds()) == {"unknown"}
     assert shown.one(f'{shades}[aria-pressed="true"]').text == "Age"
-
-
-def test_the_other_run_is_chosen_and_missing_records_are_shown(shown):
-    shown.click("#tab-rollouts")
-    shown.choose("Run", "1")
-    shown.until(lambda: shown.status() == "64 responses in 16 groups")
-    assert "Advantages were not recorded" in shown.one(".key").text
-    shown.click('[data-value="clip"]')
-    assert "Ratios were not recorded" in shown.one(".key").text
-    assert not shown.one('[name="clipped"]').is_enabled()
 
 
 def test_configurations_differ_from_each_other_and_from_the_defaults(shown):
@@ -484,25 +479,6 @@ def test_a_run_judged_by_scores_has_rewards_and_no_verdicts(shown, judged, tmp_p
     assert "correct" not in shown.one(view).text.lower()
 
 
-def test_runs_with_scores_and_with_verdicts_are_compared(shown, judged, page, tmp_path):
-    opened(shown.driver, report(judged, page.parent / "first").save(tmp_path / "page.html"))
-    scores, verdicts = (row.text.replace("\n", " ") for row in shown.all(".summary tbody tr"))
-    assert "reward \u22121.45 \u2192 \u22120.810 \u22120.810 at step 4 reward \u22120.600" in scores
-    assert re.search(r"avg@8 40\.0% \u2192 .*% at step \d+ accuracy ", verdicts)
-    titles = [each.get_attribute("data-title") for each in shown.all(".panel")]
-    assert titles[0] == "Held-out reward"
-    assert "Held-out accuracy" in titles
-    shown.click("#tab-rollouts")
-    shown.click('#rollouts [data-value="above"]')
-    shown.choose("Run", "1")
-    shown.until(lambda: shown.status() == "104 responses in 26 groups")
-    assert shown.texts("#rollouts .verdict")[:2] == ["✓ correct", "✗ wrong"]
-    shown.click("#tab-evaluations")
-    shown.click('#evaluations [data-value="lower"]')
-    shown.choose("Run", "1", within="#evaluations")
-    shown.until(lambda: shown.one("#evaluations .status").text == "3 problems, 70.8% correct at step 10")
-
-
 def test_the_end_of_runs_is_shown_and_errors_are_not_markup(shown):
     first, second = (each.text for each in shown.all(".summary .state"))
     assert first.startswith("finished ")
@@ -604,19 +580,6 @@ def test_responses_of_evaluations_are_found_and_are_not_markup(shown):
     assert not shown.all("main img, main script")
     shown.one("#evaluations input").send_keys(" nowhere")
     shown.until(lambda: shown.texts("#evaluations .group .empty") == ["No problem meets these filters."])
-
-
-def test_runs_that_differ_in_k_are_compared_at_what_both_have(shown, tmp_path):
-    runs = [
-        write_metrics(tmp_path / str(k), *({"step": step, f"eval/x/avg@{k}": 0.5, "eval/x/pass@2": 0.6, f"eval/x/pass@{k}": 0.7} for step in (0, 9)))
-        for k in (4, 8)
-    ]  # fmt: skip
-    opened(shown.driver, report(*runs).save(tmp_path / "page.html"))
-    panel = '[data-title="Held-out accuracy, pass@2"]'
-    on = f'{panel} .legend button[aria-pressed="true"]'
-    assert shown.texts(on) == ["avg@k", "pass@2"]
-    assert len(shown.all(f"{panel} .line")) == 4
-    assert [row.text.split()[-2:] for row in shown.all(".summary td:nth-child(4)")] == [["→", "50.0%"]] * 2
 
 
 def test_the_page_works_in_the_frame_of_a_notebook(driver, page, tmp_path):

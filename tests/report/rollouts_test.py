@@ -107,27 +107,13 @@ def test_a_response_has_the_age_of_its_weights(tmp_path):
     """In step 9 the weights have done 8 steps; version 5 is three steps older."""
     run = write_run(tmp_path / "run", steps=1, every=2, groups=1)
     spans = ([[0, 8]], [[0, 5], [1, 6], [4, 8]], [[0, 2]])
-    write_rollouts(run, 9, [line(9, 0, i, response="abcd", spans=each) for i, each in enumerate(spans)])
+    rows = [line(9, 0, i, response="abcd", spans=each) for i, each in enumerate(spans)]
+    without_tokens = line(9, 0, 3, response="", response_token_ids=[], logprobs=[], ratios=[])
+    write_rollouts(run, 9, [*rows, without_tokens])
     laid = laid_out(run)
     ages = [response["ages"] for response in chunks_of(laid)[0][0]["responses"]]
-    assert ages == [[[0, 0]], [[0, 3], [1, 2], [4, 0]], [[0, 6]]]
+    assert ages == [[[0, 0]], [[0, 3], [1, 2], [4, 0]], [[0, 6]], [[0, 0]]]
     assert laid.about["recorded"]["spans"]
-
-
-def test_tokens_of_the_environment_are_not_sampled(tmp_path):
-    """Of five tokens the first two and the last are sampled."""
-    run = write_run(tmp_path / "run", steps=1, groups=1)
-    turns = {
-        "turns": [[0, 2], [4, 5]],
-        "turn_rewards": [0.0, 1.0],
-        "logprobs": [-0.5, -0.25, 0.0, 0.0, -0.125],
-    }
-    write_rollouts(run, 1, [line(1, 0, 0, response="abcd", **turns)])
-    laid = laid_out(run)
-    [response] = chunks_of(laid)[0][0]["responses"]
-    assert response["turns"] == [[0, 2, 0.0], [4, 5, 1.0]]
-    assert response["nats"] == [500, 250, None, None, 125]
-    assert columns_of(laid)["tokens"].tolist() == [3]
 
 
 def test_an_episode_has_its_new_contexts(tmp_path):
@@ -153,12 +139,6 @@ def test_an_episode_has_its_new_contexts(tmp_path):
     assert columns["clipped"][0] == 2
 
 
-def test_a_response_without_tokens_has_its_version(tmp_path):
-    run = write_run(tmp_path / "run", steps=1, every=2, groups=1)
-    write_rollouts(run, 9, [line(9, 0, 0, response="", response_token_ids=[], logprobs=[], ratios=[])])
-    assert chunks_of(laid_out(run))[0][0]["responses"][0]["ages"] == [[0, 0]]
-
-
 def test_the_text_after_a_stop_string_is_kept_separately(tmp_path):
     run = write_run(tmp_path / "run", steps=1, groups=1)
     row = line(1, 0, 0, response="one\ntwo")
@@ -176,17 +156,9 @@ def test_fewer_steps_are_spread_over_the_run(steps, kept, run):
     assert laid.about["logged"] == 4
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ('{"schema_version": 1, "resp', r"step_000002.jsonl, line 1"),
-        ('{"schema_version": 99, "response": ""}', r"schema_version 99"),
-        ('{"schema_version": 1, "response": "a", "step": 2}', r"rollout 1: 'ordinal' is None"),
-    ],
-)
-def test_a_damaged_file_is_named(content, message, run):
-    (run / "rollouts" / "step_000002.jsonl").write_text(content)
-    with pytest.raises(ConfigError, match=message):
+def test_a_damaged_file_is_named(run):
+    (run / "rollouts" / "step_000002.jsonl").write_text('{"schema_version": 1, "resp')
+    with pytest.raises(ConfigError, match=r"step_000002\.jsonl, line 1"):
         laid_out(run)
 
 

@@ -28,42 +28,36 @@ def test_pieces_are_the_text(tokenizer, text):
     assert max(len(part.encode()) for part in parts) < 12
 
 
-def test_a_character_of_several_tokens_is_at_the_last_of_them():
-    tokenizer = ByteTokenizer()
-    ids = tokenizer.encode("a🙂é!").tolist()
-    assert Pieces(tokenizer).of(ids, "a🙂é!") == ("a🙂é!", ["a", "", "", "", "🙂", "", "é", "!"])
-
-
-def test_end_tokens_stand_for_nothing():
-    tokenizer = CharTokenizer("ab")
-    assert Pieces(tokenizer).of([2, 3, tokenizer.eos_id], "ab") == ("ab", ["a", "b", ""])
-
-
-def test_a_space_that_begins_a_word_stays_with_it():
-    """This decoder drops the space of a token that stands alone."""
-    ids = SPACED.encode("END END").tolist()
-    assert Pieces(SPACED).of(ids, "END END") == ("END END", ["EN", "D", " EN", "D"])
-
-
-def test_what_a_stop_string_took_from_the_text_is_cut_too():
-    assert Pieces(CharTokenizer("ab\n")).of([2, 3, 4], "ab") == ("ab\n", ["a", "b", "\n"])
+@pytest.mark.parametrize(
+    ("tokenizer", "ids", "text", "whole", "parts"),
+    [
+        (
+            ByteTokenizer(),
+            ByteTokenizer().encode("a🙂é!"),
+            "a🙂é!",
+            "a🙂é!",
+            ["a", "", "", "", "🙂", "", "é", "!"],
+        ),
+        (CharTokenizer("ab"), [2, 3, CharTokenizer("ab").eos_id], "ab", "ab", ["a", "b", ""]),
+        # This decoder drops the space of a token that is decoded alone.
+        (SPACED, SPACED.encode("END END"), "END END", "END END", ["EN", "D", " EN", "D"]),
+        (CharTokenizer("ab\n"), [2, 3, 4], "ab", "ab\n", ["a", "b", "\n"]),
+        (ByteTokenizer(), [2 + byte for byte in b"a\xff\xfeb"], "a", "a\ufffd\ufffdb", None),
+        (ByteTokenizer(), [], "", "", []),
+    ],
+    ids=["several tokens", "end token", "first space", "stop string", "no characters", "no tokens"],
+)
+def test_tokens_have_their_parts_of_the_text(tokenizer, ids, text, whole, parts):
+    """If several tokens make one character, the last one has it."""
+    found, pieces = Pieces(tokenizer).of([int(each) for each in ids], text)
+    assert found == whole
+    assert pieces == parts or (parts is None and "".join(pieces) == whole)
 
 
 @pytest.mark.parametrize(("ids", "text"), [([2, 3], "ba"), ([2, 99], "ab"), ([2], "ab")])
 def test_a_text_that_is_not_of_these_tokens_is_not_cut(ids, text):
     """99 is outside the vocabulary: the tokenizer of another run."""
     assert Pieces(CharTokenizer("ab")).of(ids, text) is None
-
-
-def test_bytes_that_are_no_character_do_not_stop_it():
-    tokenizer = ByteTokenizer()
-    ids = [2 + byte for byte in b"a\xff\xfeb"]
-    whole, parts = Pieces(tokenizer).of(ids, tokenizer.decode(np.array(ids)))
-    assert "".join(parts) == whole == "a\ufffd\ufffdb"
-
-
-def test_no_tokens_are_no_pieces():
-    assert Pieces(ByteTokenizer()).of([], "") == ("", [])
 
 
 def test_the_tokenizer_is_the_runs_or_its_models(tmp_path):
