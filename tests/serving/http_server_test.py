@@ -39,7 +39,7 @@ from dapo_jax.training.row_packing import pack
 from dapo_jax.training.state import init_state
 from dapo_jax.training.update import UpdateOptions, Updater
 from tests.serving.http_flood_test import flooded
-from tests.serving.servers import ask, events, left_alone
+from tests.serving.servers import ask, events, left_alone, until
 from tests.text.folders import files_of
 
 TOKENIZER = HuggingFaceTokenizer(files_of(generation={"eos_token_id": [2, *range(200, 216)]}))
@@ -151,13 +151,6 @@ def trained(examples, *, params=0, temperature=1.0):
         batch = jax.device_get(second.microbatches)
         found.append(batch.old_logprobs[batch.mask])
     return found
-
-
-def until(found, what):
-    deadline = time.monotonic() + 60
-    while not found():
-        assert time.monotonic() < deadline, f"waited for {what}"
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(

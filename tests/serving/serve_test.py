@@ -8,6 +8,7 @@ import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
+from dataclasses import replace
 from io import StringIO
 
 import jax
@@ -26,7 +27,7 @@ from dapo_jax.serving.serve import ServeOptions, serve
 from dapo_jax.serving.served_requests import ServedLimits
 from dapo_jax.testing import ScriptedEngine
 from dapo_jax.text.formatting import AS_IT_STANDS, PromptFormat
-from tests.serving.servers import CONFIG, LIMIT, PATIENCE_S, PROMPTS, TOKENIZER, running
+from tests.serving.servers import CONFIG, LIMIT, PATIENCE_S, PROMPTS, TOKENIZER, running, until
 
 LIMITS = ServedLimits(
     model="tiny", tokenizer=TOKENIZER, vocabulary=CONFIG.vocab_size, max_prompt_tokens=9, max_response_tokens=LIMIT, most_responses=9
@@ -149,8 +150,8 @@ def full_loop():
     return RequestLoop(engine, None, key=jax.random.key(0), version=0, most_responses=0)
 
 
-def server_of(loop, prompt_format=AS_IT_STANDS, port=0):
-    return JetStreamServer(loop, LIMITS, prompt_format, host="127.0.0.1", port=port, say=print)
+def server_of(loop, prompt_format=AS_IT_STANDS, port=0, limits=LIMITS):
+    return JetStreamServer(loop, limits, prompt_format, host="127.0.0.1", port=port, say=print)
 
 
 def test_a_server_without_room_and_a_server_that_stops_have_their_own_status():
@@ -201,12 +202,21 @@ def test_the_end_token_is_not_among_the_ids(server, greedy):
     assert len(tokens) < LIMIT
 
 
-def test_clients_that_leave_do_not_affect_others(server, direct):
-    content = pb.DecodeRequest.TextContent(text="9:?")
-    calls = [server.stub.Decode(pb.DecodeRequest(max_tokens=LIMIT, text_content=content)) for _ in range(40)]
-    for call in calls:
+def test_a_client_that_leaves_ends_its_response():
+    """The response has 4,000 tokens, four per call. The loop waits for the client to leave before the first call."""
+    left = threading.Event()
+    engine = ScriptedEngine(lambda *_: [3] * 4000 if left.wait(60) else [1], slots=1, capacity=4100)
+    loop = RequestLoop(engine, None, key=jax.random.key(0), version=0, most_responses=1)
+    limits = replace(LIMITS, max_response_tokens=4000)
+    request = pb.DecodeRequest(max_tokens=4000, text_content=pb.DecodeRequest.TextContent(text="1"))
+    with loop, server_of(loop, limits=limits) as server, grpc.insecure_channel(server.address) as channel:
+        call = jetstream_pb2_grpc.OrchestratorStub(channel).Decode(request)
+        until(lambda: loop.under_way == 1, "the request")
         call.cancel()
-    assert server.tokens("9:?") == direct["9:?"]
+        until(lambda: loop._actions, "the server to notice")
+        left.set()
+        until(lambda: loop.under_way == 0, "the slot")
+    assert len(engine.live_slots) < 100
 
 
 def test_the_client_in_the_greeting_works(server, greedy):
