@@ -23,7 +23,6 @@ from dapo_jax.serving.served_requests import (
     RequestError,
     ServedLimits,
     ServerThread,
-    busy,
     sampled,
     stopping,
 )
@@ -33,10 +32,8 @@ _PATIENCE_S = 60
 """Seconds that a client may take to send a body, or to receive a chunk of a stream."""
 _BODY_BYTES, _BODY_BYTES_PER_TOKEN = 1 << 20, 64
 """The largest body: so many bytes, and so many more per token of the longest prompt."""
-_MORE_OPEN = 256
-"""Requests that may be open beyond the responses that may run or wait. Their bodies are in memory."""
-_MORE_CONNECTIONS = 64
-"""Connections beyond the open requests; their clients get an error instead of no answer."""
+_MORE_CONNECTIONS = 320
+"""Connections beyond the responses that may run or wait; their clients get an error instead of no answer. Their bodies are in memory."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -58,10 +55,9 @@ class HttpServer(ServerThread):
     ) -> None:  # fmt: skip
         super().__init__(host, port)
         self._requests, self._limits, self._say, self._api_key = requests, limits, say, api_key.encode()
-        self._created, self._stopping, self._open = int(time.time()), False, 0
-        self._most_open = limits.most_responses + _MORE_OPEN
+        self._created, self._stopping = int(time.time()), False
         self._connections = Connections(
-            self._most_open + _MORE_CONNECTIONS,
+            limits.most_responses + _MORE_CONNECTIONS,
             lambda status, reason: _error(_own_failure() if status >= 500 else _malformed(reason, status)),
             say,
         )
@@ -95,7 +91,6 @@ class HttpServer(ServerThread):
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Checks who asks, and turns every error into an answer."""
-        self._open += 1
         self._connections.waits(request.protocol, _PATIENCE_S + 1.0)
         try:
             self._check(request)
@@ -112,11 +107,10 @@ class HttpServer(ServerThread):
             self._say(visible(f"{request.method} {request.path} failed with {type(error).__name__}: {error}"))
             return _error(_own_failure())
         finally:
-            self._open -= 1
             self._connections.waits(request.protocol)
 
     def _check(self, request: web.Request) -> None:
-        """Raises a `RequestError` if the request has no right to be answered, or the server no room for it."""
+        """Raises a `RequestError` if the request has no right to be answered, or the server is stopping."""
         if request.path == "/health":
             return
         if self._api_key:
@@ -135,8 +129,6 @@ class HttpServer(ServerThread):
             )  # fmt: skip
         if self._stopping:
             raise stopping()
-        if self._open > self._most_open:
-            raise busy(f"{self._open} requests are open; the server takes {self._most_open}")
 
     def _of_aiohttp(self, request: web.Request, error: web.HTTPException) -> RequestError:
         if isinstance(error, web.HTTPRequestEntityTooLarge):

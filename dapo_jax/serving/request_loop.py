@@ -103,7 +103,6 @@ class RequestLoop:
         self._actions: deque[Callable[[], None]] = deque()
         """Calls that other threads asked for."""
         self._stopping = False
-        self._under_way = 0
         self._running: dict[Request, ServedRequest] = {}
         self._loop = DecodeLoop(
             engine,
@@ -121,7 +120,8 @@ class RequestLoop:
     @property
     def under_way(self) -> int:
         """Number of running and waiting responses."""
-        return self._under_way
+        with self._changed:
+            return sum(len(each.requests) for each in self._new) + len(self._running)
 
     def submit(
         self, prompt: Int[np.ndarray, " prompt"], options: OwnOptions, *, count: int, max_tokens: int, listener: Listener,
@@ -136,14 +136,13 @@ class RequestLoop:
         with self._changed:
             if self._stopping:
                 raise RuntimeError("the server is stopping")
-            if self._under_way + count > self._most:
+            if (under_way := self.under_way) + count > self._most:
                 raise QueueFullError(
-                    f"{self._under_way} responses are running or waiting, and this request needs {count} more; the server takes {self._most}"
+                    f"{under_way} responses are running or waiting, and this request needs {count} more; the server takes {self._most}"
                 )
             asked = Prompt(ordinal=next(self._ordinals), tokens=prompt, text="", answer="")
             requests = [Request(asked, index, max_tokens, options=options) for index in range(count)]
             served = ServedRequest(requests, listener, streams, [0] * count)
-            self._under_way += count
             self._new.append(served)
             self._changed.notify()
         return served
@@ -215,9 +214,7 @@ class RequestLoop:
         with self._changed:
             if served in self._new:
                 self._new.remove(served)
-                self._under_way -= len(served.requests)
             left = [each for each in served.requests if self._running.pop(each, None) is not None]
-            self._under_way -= len(left)
         if left and not self._stopping:
             self._loop.drop(left)
 
@@ -255,8 +252,6 @@ class RequestLoop:
             length, reason = over.get(request, (request.drawn, None))
             if reason is not None:
                 del self._running[request]
-                with self._changed:
-                    self._under_way -= 1
             if reason is not None or (served.streams and length > served.sent[request.index]):
                 served.send(request, length, reason)
 

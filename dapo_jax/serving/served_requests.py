@@ -144,7 +144,8 @@ async def sampled(
             asked.prompt, options, count=asked.count, max_tokens=asked.max_tokens, listener=listener, streams=asked.stream
         )  # fmt: skip
     except QueueFullError as error:
-        raise busy(str(error)) from error
+        text = f"{error}: ask again later, or serve with a larger --queue"
+        raise RequestError(text, status=503, code="queue_full", retry_after_s=1) from error
     except RuntimeError as error:
         raise stopping() from error
 
@@ -169,12 +170,6 @@ async def sampled(
 def stopping() -> RequestError:
     """Returns the error of a server that ends."""
     return RequestError("the server is stopping", status=503, code="stopping")
-
-
-def busy(reason: str) -> RequestError:
-    """Returns the error of a server without room for a request."""
-    text = f"{reason}: ask again later, or serve with a larger --queue"
-    return RequestError(text, status=503, code="queue_full", retry_after_s=1)
 
 
 class ServerThread(ABC):
