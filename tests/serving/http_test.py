@@ -148,16 +148,16 @@ def test_every_option_reaches_the_loop(policies, monkeypatch):
     monkeypatch.setattr(served_model, "DecoderEngine", Noted)
     monkeypatch.setattr(served_model, "compile_sampling", lambda *_: None)
     options = HttpOptions(
-        slots=8, queue=3, max_prompt_tokens=17, max_response_tokens=7, temperature=0.7, top_p=0.9, top_k=5, seed=3, steps_per_call=2,
+        slots=64, queue=3, max_prompt_tokens=17, max_response_tokens=7, temperature=0.7, top_p=0.9, top_k=5, seed=3, steps_per_call=2,
         page_tokens=4, compute_dtype="bfloat16", batch_invariant=True,
     )  # fmt: skip
     limits = limits_of("preset:none", policies[0], options)
     loop, transfer = request_loop(policies[0], options, limits)
     assert limits.decoding == DecodingOptions(temperature=0.7, top_p=0.9, top_k=5)
-    assert limits.most_responses == loop._most == 11
+    assert limits.most_responses == loop._most == 67
     assert loop._loop._key == jax.random.key(3)
     [given] = made
-    expected = {"slots": 8, "capacity": 24, "steps_per_call": 2, "page_tokens": 4, "compute_dtype": "bfloat16", "batch_invariant": True}  # fmt: skip
+    expected = {"slots": 64, "capacity": 24, "steps_per_call": 2, "page_tokens": 4, "compute_dtype": "bfloat16", "batch_invariant": True}  # fmt: skip
     assert expected.items() <= given.items()
     assert jax.tree.leaves(transfer.shapes["ends"]["embedding"])[0].dtype == "bfloat16"
 
