@@ -209,15 +209,16 @@ def test_jetstreams_own_driver_serves_the_engine(orchestrator, serving, sampled)
             text = TOKENIZER.decode(PROMPT)
             request = orchestrator.ActiveRequest(max_tokens=8, prefill_content=text, return_channel=channel)
             driver.place_request_on_prefill_queue(request)
-        async with asyncio.timeout(60):
-            return [
-                [token async for [sample] in channel for token in sample.token_ids] for channel in channels
-            ]
+        try:
+            async with asyncio.timeout(60):
+                return [
+                    [token async for [sample] in channel for token in sample.token_ids]
+                    for channel in channels
+                ]
+        finally:  # before the event loop is closed, which the driver's threads use
+            await asyncio.to_thread(driver.stop)
 
     engine = serving()
     params = engine.load_params()
     driver = Driver([engine], [engine], [params], [params], interleaved_mode=True, jax_padding=False)
-    try:
-        assert asyncio.run(asked()) == [sampled[:8]] * 6
-    finally:
-        driver.stop()
+    assert asyncio.run(asked()) == [sampled[:8]] * 6
